@@ -144,7 +144,7 @@ def step_time_model(
     `weight_bytes` is the mean of all weights, `kv_bytes` that of one number of the cache. `sampled_share` of the many rows were
     multiplied with the head as well.
     """
-    shape = model_shape(config)
+    shape = ModelShape.of(config)
     head = shape.head_params
     active = shape.num_layers * (shape.attention_params + shape.num_chosen_experts * shape.expert_params) + head
     speed = DeviceSpeed(
@@ -154,20 +154,3 @@ def step_time_model(
     )
     measured = Efficiency(bandwidth=1.0, flops=1.0, host_s=0.0)
     return StepTimeModel(shape, speed, weight_bytes=weight_bytes, kv_bytes=kv_bytes, block_size=block_size, efficiency=measured)
-
-
-def model_shape(config: ModelConfig) -> ModelShape:
-    """What of a configuration decides about speed."""
-    experts = config.experts
-    return ModelShape(
-        num_layers=config.num_layers,
-        hidden_size=config.hidden_size,
-        num_heads=config.num_heads,
-        num_kv_heads=config.num_kv_heads,
-        head_dim=config.head_dim,
-        intermediate_size=config.intermediate_size if experts is None else experts.intermediate_size,
-        vocab_size=config.vocab_size,
-        tied=config.tie_word_embeddings,
-        num_experts=1 if experts is None else experts.num_experts,
-        num_chosen_experts=1 if experts is None else experts.num_chosen,
-    )

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from engine.config.model import ModelConfig
 from engine.scheduling.costs import TokenCosts
 from engine.scheduling.scheduled_batch import ScheduledBatch
 
@@ -37,6 +38,22 @@ class ModelShape:
     tied: bool = False
     num_experts: int = 1
     num_chosen_experts: int = 1
+
+    @classmethod
+    def of(cls, config: ModelConfig) -> ModelShape:
+        experts = config.experts
+        return cls(
+            num_layers=config.num_layers,
+            hidden_size=config.hidden_size,
+            num_heads=config.num_heads,
+            num_kv_heads=config.num_kv_heads,
+            head_dim=config.head_dim,
+            intermediate_size=config.intermediate_size if experts is None else experts.intermediate_size,
+            vocab_size=config.vocab_size,
+            tied=config.tie_word_embeddings,
+            num_experts=1 if experts is None else experts.num_experts,
+            num_chosen_experts=1 if experts is None else experts.num_chosen,
+        )
 
     @property
     def attention_params(self) -> int:
@@ -115,7 +132,7 @@ class StepTimeModel:
             return self.dense_weights_s + self.expert_weights_s
         return self.dense_weights_s + self.expert_weights_s * (1 - self._expert_missed**num_tokens)
 
-    def step_s(self, *, num_tokens: int, num_rows: int, context_tokens: int, attention_pairs: float) -> float:
+    def step_s(self, *, num_tokens: int, num_rows: int, context_tokens: float, attention_pairs: float) -> float:
         """Seconds of one step.
 
         `num_rows`: tokens that are sampled. `context_tokens`: cached tokens read, summed over requests.

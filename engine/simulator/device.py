@@ -5,6 +5,7 @@ The scheduler sees ordinary requests: it learns of an answer's end as it does in
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass
 from hashlib import blake2b
 
@@ -14,6 +15,7 @@ from engine.scheduling.request import Request
 from engine.scheduling.scheduled_batch import ScheduledBatch, StepOutput
 from engine.scheduling.step_time import StepTimeModel
 from engine.simulator.recorder import Recorder, TenantRecord, gap_bucket
+from engine.simulator.trace import TOKENS_MAX
 
 TOKEN, STOP_TOKEN = 2, 1
 STOP_IDS = frozenset({STOP_TOKEN})
@@ -80,8 +82,13 @@ def make_request(
 class SimulatedDevice:
     """Runs batches on a virtual clock."""
 
-    def __init__(self, model: StepTimeModel, clock: VirtualClock, recorder: Recorder) -> None:
+    def __init__(
+        self, model: StepTimeModel, clock: VirtualClock, recorder: Recorder, windows: tuple[int | None, ...] = ()
+    ) -> None:
+        """`windows` of layers, none where each sees all of a context."""
         self._model = model
+        self._windows = {window: count / len(windows) for window, count in Counter(windows).items()}
+        self._has_windows = any(window is not None for window in windows)
         self._clock = clock
         self._recorder = recorder
         self._costs = model.token_costs()
@@ -105,19 +112,34 @@ class SimulatedDevice:
         return outputs, ended
 
     def _predict_s(self, batch: ScheduledBatch) -> float:
-        context_tokens = 0
-        for item in batch.decodes:
-            context_tokens += item.start
-        num_rows, pairs = len(batch.decodes), 0.0
-        for item in batch.prefills:
-            context_tokens += item.start
-            pairs += item.num_tokens * (item.start + item.num_tokens / 2)
-            num_rows += item.samples
+        num_rows = len(batch.decodes) + sum(item.samples for item in batch.prefills)
+        context_tokens, pairs = self._seen_in_windows(batch) if self._has_windows else self._seen(batch)
         step_s = self._model.step_s(
             num_tokens=batch.num_tokens, num_rows=num_rows, context_tokens=context_tokens, attention_pairs=pairs
         )
         moves = batch.moves
         return step_s + self._model.block_copy_s * (len(moves.swap_in) + len(moves.swap_out))
+
+    def _seen(self, batch: ScheduledBatch) -> tuple[float, float]:
+        """Cached tokens that are read, and pairs of a query and a key."""
+        context_tokens = 0
+        for item in batch.decodes:
+            context_tokens += item.start
+        pairs = 0.0
+        for item in batch.prefills:
+            context_tokens += item.start
+            pairs += item.num_tokens * (item.start + item.num_tokens / 2)
+        return context_tokens, pairs
+
+    def _seen_in_windows(self, batch: ScheduledBatch) -> tuple[float, float]:
+        """The same in the mean of all layers, of which some see no more than a window."""
+        context_tokens, pairs = 0.0, 0.0
+        for window, share in self._windows.items():
+            reach = TOKENS_MAX if window is None else window
+            context_tokens += share * sum(min(item.start, reach) for item in (*batch.decodes, *batch.prefills))
+            for item in batch.prefills:
+                pairs += share * (_pairs(item.start + item.num_tokens, reach) - _pairs(item.start, reach))
+        return context_tokens, pairs
 
     def _decode(
         self, batch: ScheduledBatch, before_s: float, now_s: float, step_bucket: int, ended: list[SimulatedRequest]
@@ -178,3 +200,9 @@ class SimulatedDevice:
             tenant.gaps[gap_bucket(gap_s)] += 1
             request.gap_max_s = max(request.gap_max_s, gap_s)
         request.last_token_s = now_s
+
+
+def _pairs(num_tokens: int, window: int) -> float:
+    """Of a query and a key that it sees, in a text of so many tokens."""
+    short = min(num_tokens, window)
+    return short * short / 2 + (num_tokens - short) * window

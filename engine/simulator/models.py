@@ -8,13 +8,15 @@ is what a process sees of a card, less than its driver tells.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from engine.config.model import read_json
-from engine.errors import EngineConfigError, NotAModelDirectory, UnsupportedModel
+from engine.config.model import ModelConfig, load_model_config
+from engine.errors import EngineConfigError
+from engine.formats import check_formats, computed_dtype, formats_of
+from engine.memory_needs import MemoryShape
+from engine.options import EngineOptions
 from engine.scheduling.step_time import DeviceSpeed, ModelShape
 
 GIB = 1024**3
@@ -29,12 +31,22 @@ FLOPS_REACHED = 790 / 989
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SimulatedModel:
-    """A model by name. `weight_bytes` per parameter."""
+    """A model by name. `weight_bytes` of each parameter that a step reads, `total_bytes` of all weights; `element_bytes` of a
+    number that is computed, and of one of the cache unless another is asked for. `config` is what stands in its folder, None of
+    a known name."""
 
     name: str
     shape: ModelShape
     max_model_len: int
-    weight_bytes: int = 2
+    weight_bytes: float = 2
+    total_bytes: int = 0
+    element_bytes: int = 2
+    config: ModelConfig | None = None
+
+    @property
+    def windows(self) -> tuple[int | None, ...]:
+        """Of each layer; none where each sees all of a context."""
+        return () if self.config is None else tuple(self.config.windows[layer.window_idx] for layer in self.config.layers)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -76,7 +88,7 @@ def _model(name: str, max_model_len: int, *numbers: int, tied: bool = False) -> 
         vocab_size=vocab,
         tied=tied,
     )
-    return SimulatedModel(name=name, shape=shape, max_model_len=max_model_len)
+    return SimulatedModel(name=name, shape=shape, max_model_len=max_model_len, total_bytes=2 * shape.num_params)
 
 
 MODELS: dict[str, SimulatedModel] = {
@@ -109,11 +121,7 @@ def find_model(name: str) -> SimulatedModel:
     if not path.exists():
         known = ", ".join(MODELS)
         raise EngineConfigError("model", f"must be one of {known}, or a folder with a config.json, not {name!r}")
-    if path.is_dir():
-        path = path / "config.json"
-    if not path.is_file():
-        raise NotAModelDirectory(f"{path.parent} has no config.json; give the folder of a Hugging Face model")
-    return _from_config(path.parent.name, read_json(path))
+    return _of_folder(path.parent if path.name == "config.json" else path)
 
 
 def config_of(model: SimulatedModel) -> dict[str, Any]:
@@ -134,40 +142,39 @@ def config_of(model: SimulatedModel) -> dict[str, Any]:
     }
 
 
-def _from_config(name: str, config: Mapping[str, Any]) -> SimulatedModel:
-    """The shape that a `config.json` describes; every layer is taken to see its whole context."""
-    heads, hidden = _positive(config, "num_attention_heads"), _positive(config, "hidden_size")
-    experts = _first(config, "num_experts", "num_local_experts") or 1
-    shape = ModelShape(
-        num_layers=_positive(config, "num_hidden_layers"),
-        hidden_size=hidden,
-        num_heads=heads,
-        num_kv_heads=_first(config, "num_key_value_heads") or heads,
-        head_dim=_first(config, "head_dim") or max(1, hidden // heads),
-        intermediate_size=(_first(config, "moe_intermediate_size") if experts > 1 else None)
-        or _positive(config, "intermediate_size"),
-        vocab_size=_positive(config, "vocab_size"),
-        tied=bool(config.get("tie_word_embeddings", False)),
-        num_experts=experts,
-        num_chosen_experts=min(experts, _first(config, "num_experts_per_tok") or 1),
+def _of_folder(folder: Path) -> SimulatedModel:
+    """As an engine reads it, in the format that its checkpoint is in."""
+    config = load_model_config(folder)
+    dtype = computed_dtype("auto", config.torch_dtype, "cuda")
+    formats, shape = formats_of(config, EngineOptions(model=folder), dtype), ModelShape.of(config)
+    total_bytes = MemoryShape.of(config).weights_bytes(formats.weights, formats.element_bytes)
+    looked_up = 0 if shape.tied else shape.head_params
+    return SimulatedModel(
+        name=folder.name,
+        shape=shape,
+        max_model_len=config.max_position_len,
+        weight_bytes=(total_bytes - looked_up * formats.element_bytes) / (shape.num_params - looked_up),
+        total_bytes=total_bytes,
+        element_bytes=formats.element_bytes,
+        config=config,
     )
-    return SimulatedModel(name=name, shape=shape, max_model_len=_positive(config, "max_position_embeddings"))
 
 
-def _first(config: Mapping[str, Any], *keys: str) -> int | None:
-    return next((_positive(config, key) for key in keys if config.get(key) is not None), None)
-
-
-def _positive(config: Mapping[str, Any], key: str) -> int:
-    value = config.get(key)
-    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-        raise UnsupportedModel(f"config.json: {key} must be a positive integer, not {value!r}")
-    return value
+def check_card(model: SimulatedModel, gpu: SimulatedGpu) -> None:
+    """Raise `EngineConfigError` for a card that the engine would not serve the checkpoint on."""
+    config = model.config
+    if config is None:
+        return
+    dtype = computed_dtype("auto", config.torch_dtype, "cuda")
+    try:
+        check_formats(config, EngineOptions(model=Path(model.name)), dtype, gpu.capability)
+    except EngineConfigError as error:
+        raise EngineConfigError("gpu", f"{gpu.name} cannot serve this checkpoint: {error}") from error
 
 
 def kv_blocks(model: SimulatedModel, gpu: SimulatedGpu, *, kv_bytes: int) -> int:
     """KV blocks of 16 tokens beside the weights. Raises `EngineConfigError` when the weights leave no room."""
-    weights = model.weight_bytes * model.shape.num_params
+    weights = model.total_bytes
     left = int(gpu.memory_bytes * MEMORY_SHARE) - weights - RESERVED_BYTES
     blocks = left // (BLOCK_SIZE * model.shape.kv_token_bytes(kv_bytes))
     if blocks < 1:

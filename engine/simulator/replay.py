@@ -26,7 +26,7 @@ from engine.scheduling.scheduler import Scheduler, SchedulerLimits
 from engine.scheduling.step_budget import BudgetTargets, StepBudget
 from engine.scheduling.step_time import StepTimeModel
 from engine.simulator.device import SimulatedDevice, SimulatedRequest, VirtualClock, make_request
-from engine.simulator.models import BLOCK_SIZE, GIB, SimulatedGpu, SimulatedModel, kv_blocks
+from engine.simulator.models import BLOCK_SIZE, GIB, SimulatedGpu, SimulatedModel, check_card, kv_blocks
 from engine.simulator.recorder import Recorder
 from engine.simulator.trace import HASH_BLOCK_TOKENS, TOKENS_MAX, TracedRequest
 from engine.simulator.workload import Workload
@@ -39,7 +39,9 @@ POLICIES: dict[str, Callable[[PolicyContext], Policy]] = {
 }
 """`static`: first come, first served, in batches of which each begins when the last one has ended."""
 
-KV_BYTES = {"auto": 2, "bf16": 2, "fp8": 1}
+KV_BYTES = {"auto": None, "bf16": 2, "fp8": 1}
+"""Of each number of the cache; None is as it is computed."""
+
 SEATS_DEFAULT = SEATS["cuda"]
 BUDGET_MAX = 8192
 PROGRESS_STEPS = 2048
@@ -63,6 +65,7 @@ class Setup:
     weights: dict[str, int] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
+        check_card(self.model, self.gpu)
         if self.policy not in POLICIES:
             raise EngineConfigError("policy", f"must be one of {', '.join(POLICIES)}, not {self.policy!r}")
         if self.kv_cache_dtype not in KV_BYTES:
@@ -81,8 +84,13 @@ class Setup:
             raise EngineConfigError("host_cache_gib", f"must be between 0 and 1000000, not {self.host_cache_gib}")
 
     @property
+    def kv_bytes(self) -> int:
+        """Of each number of the cache."""
+        return KV_BYTES[self.kv_cache_dtype] or self.model.element_bytes
+
+    @property
     def blocks(self) -> int:
-        fitting = kv_blocks(self.model, self.gpu, kv_bytes=KV_BYTES[self.kv_cache_dtype])
+        fitting = kv_blocks(self.model, self.gpu, kv_bytes=self.kv_bytes)
         return self.num_kv_blocks or fitting
 
     @property
@@ -90,7 +98,7 @@ class Setup:
         return min(self.model.max_model_len, self.blocks * BLOCK_SIZE)
 
     def host_tier(self) -> HostTier | None:
-        block_bytes = BLOCK_SIZE * self.model.shape.kv_token_bytes(KV_BYTES[self.kv_cache_dtype])
+        block_bytes = BLOCK_SIZE * self.model.shape.kv_token_bytes(self.kv_bytes)
         num_blocks = int(self.host_cache_gib * GIB) // block_bytes
         return HostTier(num_blocks) if num_blocks else None
 
@@ -99,7 +107,7 @@ class Setup:
             self.model.shape,
             self.gpu.speed,
             weight_bytes=self.model.weight_bytes,
-            kv_bytes=KV_BYTES[self.kv_cache_dtype],
+            kv_bytes=self.kv_bytes,
             block_size=BLOCK_SIZE,
         )
 
@@ -114,7 +122,7 @@ class Replay:
         self.recorder = Recorder()
         self.pool = BlockPool(setup.blocks, protected_percent=PROTECTED_PERCENT if setup.policy == "fair" else 0)
         self.scheduler = self._make_scheduler()
-        self.device = SimulatedDevice(setup.step_time(), self.clock, self.recorder)
+        self.device = SimulatedDevice(setup.step_time(), self.clock, self.recorder, setup.model.windows)
         self._arrivals = iter(workload.requests)
         self._next = next(self._arrivals, None)
         self._num_arrived = 0

@@ -9,6 +9,8 @@ from typing import Any
 import pytest
 
 from appliance.cli.main import main
+from tests.support import quantised_checkpoints as layouts
+from tests.support.published_configs import LLAMA_8B
 
 
 class Typed:
@@ -76,17 +78,45 @@ def test_a_scenario_takes_no_option_of_traces(typed: Any) -> None:
 
 
 def test_a_model_may_be_a_folder(typed: Any, trace: Path, tmp_path: Path) -> None:
-    config = {
-        "hidden_size": 2048, "num_attention_heads": 16, "num_key_value_heads": 4, "num_hidden_layers": 8,
-        "intermediate_size": 4096, "vocab_size": 32000, "max_position_embeddings": 4096, "num_local_experts": 8,
-        "num_experts_per_tok": 2,
-    }  # fmt: skip
-    folder = tmp_path / "mine"
-    folder.mkdir()
-    (folder / "config.json").write_text(json.dumps(config))
+    folder = written(tmp_path / "mine", max_position_embeddings=4096)
     report = typed("--trace", trace, "--model", folder, "--gpu", "a100", "--kv-cache-dtype", "fp8", "--json").json()
     assert report["setup"]["model"] == "mine"
     assert report["setup"]["max_model_len"] == 4096
+
+
+def written(folder: Path, **changes: Any) -> Path:
+    """The folder of a model of Llama-3.1-8B's size."""
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps({**LLAMA_8B, **changes}))
+    return folder
+
+
+def test_a_folder_is_simulated_in_the_format_of_its_checkpoint(typed: Any, trace: Path, tmp_path: Path) -> None:
+    awq = layouts.awq(group_size=128).settings
+    folders = {
+        "plain": written(tmp_path / "plain"),
+        "awq": written(tmp_path / "awq", quantization_config=awq),
+        "wide": written(tmp_path / "wide", torch_dtype="float32"),
+    }
+    blocks = {
+        name: typed("--trace", trace, "--model", each, "--json").json()["setup"]["kv_blocks"] for name, each in folders.items()
+    }
+    known = typed("--trace", trace, "--json").json()["setup"]["kv_blocks"]
+    assert blocks["plain"] == pytest.approx(known, rel=1e-3)
+    assert blocks["awq"] * 16 * 131_072 == pytest.approx(blocks["plain"] * 16 * 131_072 + 10.3e9, rel=0.01)
+    assert blocks["wide"] < blocks["plain"] / 2, "keys and values take 32 bits, too"
+
+
+def test_a_folder_that_no_engine_would_serve_on_that_card_is_refused_in_its_words(
+    typed: Any, trace: Path, tmp_path: Path
+) -> None:
+    fp8 = layouts.fp8(per_row=True, activations="dynamic", compressed=True).settings
+    folder = written(tmp_path / "fp8", quantization_config=fp8)
+    refused = typed("--trace", trace, "--model", folder, "--gpu", "a100")
+    assert refused.status == 2
+    assert "--gpu a100 cannot serve this checkpoint: quantization fp8 needs a GPU of compute capability 8.9" in refused.err
+    bloom = written(tmp_path / "bloom", architectures=["BloomForCausalLM"])
+    assert "BloomForCausalLM is not supported" in typed("--trace", trace, "--model", bloom).err
 
 
 @pytest.mark.parametrize(

@@ -23,7 +23,9 @@ from engine.quantization.card import check_card
 from engine.runner.device import WORKSPACE_BYTES, resolve_dtype
 from engine.simulator.fitting import memory_fit
 from engine.simulator.models import MODELS, SimulatedGpu, find_gpu, find_model
-from engine.simulator.replay import Setup
+from engine.simulator.replay import Replay, Setup
+from engine.simulator.trace import TracedRequest
+from engine.simulator.workload import Workload
 from tests.support import quantised_checkpoints as layouts
 from tests.support.published_configs import LLAMA_8B
 
@@ -174,6 +176,31 @@ def test_a_known_name_is_planned_as_its_checkpoint(name: str) -> None:
     assert fits["none"].needs.weights_bytes == pytest.approx(2 * MODELS[name].shape.num_params, rel=1e-3)
     assert fits["int8"] == fits["fp8"]
     assert fits["int4"].needs.weights_bytes < fits["int8"].needs.weights_bytes < fits["none"].needs.weights_bytes
+
+
+@pytest.mark.parametrize("name", ["plain", "tied", "float32", "awq", "fp8", "windowed", "alternating", "mixture"])
+def test_a_folder_is_simulated_with_the_weights_that_are_planned_for(name: str, tmp_path: Path) -> None:
+    folder = str(written(tmp_path, FOLDERS[name]))
+    simulated, planned = find_model(folder), memory_fit(folder, find_gpu("h200"))
+    assert simulated.total_bytes == planned.needs.weights_bytes
+    assert simulated.element_bytes == planned.formats.element_bytes
+    assert len(simulated.windows) == 32
+    assert set(simulated.windows) == set(planned.model.windows)
+
+
+def test_windows_bound_what_a_simulated_step_reads(tmp_path: Path) -> None:
+    (tmp_path / "windowed").mkdir()
+    (tmp_path / "plain").mkdir()
+    folders = [written(tmp_path / name, FOLDERS[name]) for name in ("plain", "windowed")]
+    seconds = {}
+    for num_tokens in (1024, 60_000):
+        workload = Workload("made", [TracedRequest(0.0, "alice", num_tokens, 20)])
+        replays = [Replay(Setup(model=find_model(str(folder)), gpu=find_gpu("h200")), workload) for folder in folders]
+        for replay in replays:
+            replay.run()
+        seconds[num_tokens] = [replay.recorder.busy_s for replay in replays]
+    assert seconds[1024][0] == pytest.approx(seconds[1024][1])
+    assert seconds[60_000][1] < 0.6 * seconds[60_000][0]
 
 
 def test_a_folder_that_no_engine_would_read_is_refused(tmp_path: Path) -> None:
