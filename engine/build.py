@@ -17,7 +17,7 @@ from engine.grammar.desk import GrammarDesk, LateCompiler
 from engine.grammar.masks import GrammarMasks
 from engine.grammar.vocabulary import load_vocabulary
 from engine.loop import Engine
-from engine.memory_fit import told, underestimated
+from engine.memory_fit import told, told_apart, underestimated
 from engine.memory_needs import GRAPHS_MAX
 from engine.models.decoder import Decoder
 from engine.options import EngineOptions
@@ -199,7 +199,8 @@ def _tell_start(info: EngineInfo, runner: str, times: StartTimes) -> None:
     if info.memory_note is not None:
         log.warning("memory: %s", info.memory_note)
     for part in underestimated(info.memory):
-        log.warning("memory: %s took %s, %s were predicted", part.name, part.measured_bytes, part.predicted_bytes)
+        taken, predicted = told_apart(part.measured_bytes or 0, part.predicted_bytes)
+        log.warning("memory: %s took %s, %s were predicted", part.name, taken, predicted)
 
 
 def _forecast(options: EngineOptions, *, dtype: torch.dtype, device: torch.device) -> MemoryForecast:

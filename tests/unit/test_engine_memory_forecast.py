@@ -15,7 +15,7 @@ import pytest
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-from engine.build import _forecast, build_engine
+from engine.build import _forecast, _tell_start, build_engine
 from engine.config.model import ModelConfig, load_model_config
 from engine.errors import EngineConfigError
 from engine.memory_asked import DeviceMemory
@@ -30,9 +30,11 @@ from engine.runner.memory_forecast import MeasuredMemory, MemoryForecast, foreca
 from engine.runner.slot_runner import KINDS, SlotRunner
 from engine.runner.weights import WeightsSize
 from engine.speculation.options import SpeculativeOptions
+from engine.start_times import StartTimes
 from kernels import ops
 from tests.support import quantised_checkpoints as layouts
 from tests.support.engines import small_engine
+from tests.support.fake_engine import engine_info
 from tests.support.published_configs import LLAMA_8B
 from tests.support.tiny_models import FAMILY_SETTINGS, make_model
 from tests.support.tiny_tokenizer import write_tokenizer
@@ -254,6 +256,20 @@ def test_parts_are_told_and_those_that_took_more_than_predicted_are_named() -> N
     assert [part.name for part in underestimated(parts)] == ["activations"]
     assert told(parts[:3]) == "weights 1.0 GiB (predicted 1.0 GiB), activations 2.0 GiB (predicted 1.0 GiB)"
     assert told([replace(parts[0], measured_bytes=None)]) == "weights predicted 1.0 GiB"
+
+
+def test_the_log_of_a_start_warns_in_gib_of_what_took_more_than_predicted(caplog: pytest.LogCaptureFixture) -> None:
+    parts = [
+        MemoryPart(name="activations", predicted_bytes=GIB, measured_bytes=2 * GIB),
+        MemoryPart(name="slots", predicted_bytes=10 << 20, measured_bytes=11 << 20),
+        MemoryPart(name="graphs", predicted_bytes=(64 << 30) // 100, measured_bytes=(68 << 30) // 100),
+    ]
+    _tell_start(replace(engine_info(), memory=parts), "plain", StartTimes())
+    assert [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING] == [
+        "memory: activations took 2.0 GiB, 1.0 GiB were predicted",
+        "memory: slots took 11.0 MiB, 10.0 MiB were predicted",
+        "memory: graphs took 0.7 GiB, 0.6 GiB were predicted",
+    ]
 
 
 def peak_bytes(work: Callable[[], object]) -> int:
