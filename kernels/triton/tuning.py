@@ -70,11 +70,13 @@ def interpreted() -> bool:
 
 @functools.cache
 def capability(device: torch.device) -> int:
-    """10 · major + minor of the card: 80, 89, 90, 100. 90 under the interpreter."""
+    """10 · major + minor of the newest known card that is not newer: 100 for a 10.3, 120 for a 12.1, which has no more shared
+    memory either. 90 under the interpreter. Cards older than all known ones keep their own number."""
     if device.type != "cuda":
         return INTERPRETED_CAPABILITY
     major, minor = torch.cuda.get_device_capability(device)
-    return major * 10 + minor
+    number = major * 10 + minor
+    return max((known for known in CARDS if known <= number), default=number)
 
 
 @functools.cache

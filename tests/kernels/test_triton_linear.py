@@ -20,7 +20,8 @@ from kernels.triton.linear_fp8 import check_fp8, linear_fp8
 from kernels.triton.linear_int8 import linear_int8
 from kernels.triton.linear_tiles import Tiles, byte_tiles, launch
 from kernels.triton.split_sum import counters, split_cost, split_count
-from kernels.triton.tuning import CARDS
+from kernels.triton.tuning import CARDS, card
+from kernels.triton.tuning import capability as capability_of
 from tests.support.interpreted_bf16 import correct_bf16
 from tests.support.kernel_cases import Guarded, normal, padded_rows, poisoned
 from tests.support.kernel_tolerances import assert_near, assert_same
@@ -245,6 +246,20 @@ def test_loads_of_float32_under_way_fit_any_card(capability: int) -> None:
         assert head.num_stages == tiles.num_stages
         held = (tiles.num_stages - 1) * (tiles.block_m + tiles.block_n) * tiles.block_k * 4
         assert held <= CARDS[capability].shared_bytes_max
+
+
+@pytest.mark.parametrize(
+    ("major_minor", "chosen_for"), [((8, 0), 80), ((8, 7), 86), ((8, 9), 89), ((10, 3), 100), ((12, 1), 120), ((7, 5), 75)]
+)
+def test_a_card_between_two_that_are_known_is_chosen_for_as_the_older_one(
+    major_minor: tuple[int, int], chosen_for: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: major_minor)
+    capability_of.cache_clear()
+    assert capability_of(torch.device("cuda", 0)) == chosen_for
+    capability_of.cache_clear()
+    if chosen_for in CARDS:
+        assert card(10 * major_minor[0] + major_minor[1]) == CARDS[chosen_for]
 
 
 @pytest.mark.parametrize("capability", [80, 89, 90, 100])
