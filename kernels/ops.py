@@ -47,6 +47,7 @@ from kernels.quantised_weights import (
     pack_gptq,
     pack_int8,
 )
+from kernels.race import NO_TOKEN
 from kernels.recorded_operations import NotRecordable, RecordedOperations
 from kernels.residual_stream import Stream
 from kernels.sampling_columns import HELD_IDS_MAX, SamplingColumns
@@ -55,6 +56,7 @@ from kernels.variants import CompilationFailed, Variants
 __all__ = [
     "FUSED_ROWS_MAX",
     "HELD_IDS_MAX",
+    "NO_TOKEN",
     "AnyPlan",
     "AnyPlanner",
     "AttentionPlanner",

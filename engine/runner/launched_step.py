@@ -9,8 +9,9 @@ from engine.grammar.spec import GrammarError
 from engine.runner.staging import Fetch
 from engine.sampling import scores
 from engine.sampling.acceptance import accept_equal
-from engine.sampling.sampler import NO_TOKEN, SampledToken
+from engine.sampling.sampler import SampledToken
 from engine.scheduling.scheduled_batch import RowResult, StepOutput
+from kernels.ops import NO_TOKEN
 
 Choosing = tuple[Fetch, dict[int, GrammarError]]
 """Where the tokens of a step whose rows waited for masks will arrive, and why a row has no mask."""

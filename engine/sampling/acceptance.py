@@ -20,7 +20,7 @@ from collections.abc import Sequence
 import torch
 
 from engine.sampling.randomness import signed, stream
-from engine.sampling.sampler import NO_TOKEN, NOT_FINITE, SampledToken
+from engine.sampling.sampler import NOT_FINITE, SampledToken
 from engine.scheduling.scheduled_batch import StepOutput
 from kernels import ops
 
@@ -71,5 +71,5 @@ def accept_by_rejection(
         torch.tensor([signed(stream(seed))], dtype=torch.int64).to(device),
         torch.tensor([position], dtype=torch.int64).to(device),
     )
-    token_ids = [token_id for token_id in drawn[0].tolist() if token_id != NO_TOKEN]
+    token_ids = [token_id for token_id in drawn[0].tolist() if token_id != ops.NO_TOKEN]
     return StepOutput(token_ids=token_ids) if token_ids else StepOutput(error=NOT_FINITE)

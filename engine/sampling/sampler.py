@@ -32,13 +32,8 @@ from engine.sampling.logits_filters import is_greedy as is_greedy
 from engine.sampling.logits_rules import LogitsRules, SampledRow, has_rules
 from engine.sampling.logprobs import token_logprobs
 from engine.sampling.randomness import key, signed
-from kernels.ops import plain_sampling
+from kernels.ops import NO_TOKEN, plain_sampling
 
-CANDIDATE_STAGES = (64, 1024)
-"""Partial top-k, widened only for rows whose own filter reaches beyond it; then the whole vocabulary. A partial top-k of 64
-costs a third of one of 256, and trained models rarely keep more."""
-
-NO_TOKEN = -1  # as of the kernels
 NOT_FINITE = "the model computed logits that are not finite for this request"
 NOTHING_ALLOWED = "every token is forbidden here by what the request asks for (guided decoding, bad_words, min_tokens)"
 
@@ -172,7 +167,7 @@ class Sampler:
             ids = torch.arange(vocab_size, device=self._device)[None]
             yield [i], ids, typical_tokens(scaled[i : i + 1], [params[i]])
         waiting = [i for i in range(len(params)) if i not in everything]
-        for count in (*(stage for stage in CANDIDATE_STAGES if stage < vocab_size), vocab_size):
+        for count in (*(stage for stage in plain_sampling.CANDIDATE_STAGES if stage < vocab_size), vocab_size):
             reached = [i for i in waiting if count == vocab_size or params[i].top_k <= count]
             if not reached:
                 continue

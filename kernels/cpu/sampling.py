@@ -16,7 +16,8 @@ from kernels.race import NO_TOKEN
 from kernels.sampling_columns import SamplingColumns
 
 CANDIDATE_STAGES = (64, 1024)
-"""A partial top-k of 64 costs a third of one of 256, and trained models rarely keep more."""
+"""Partial top-k, widened only for rows whose own filter reaches beyond it; then the whole vocabulary. A partial top-k of 64
+costs a third of one of 256, and trained models rarely keep more."""
 
 SLICE_ELEMENTS = 1 << 16
 """Noise that a CPU makes at a time: it passes over it a dozen times, so it should stay in the second-level cache."""

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from engine.sampling.randomness import seed_of_answer, uniform
-from engine.sampling.sampler import NO_TOKEN, NOT_FINITE, SampledToken
-from kernels.ops import plain_sampling
+from engine.sampling.sampler import NOT_FINITE, SampledToken
+from kernels.ops import NO_TOKEN, plain_sampling
 from tests.support.sampling import sample, sampling_request
 
 VOCAB_SIZE = 1100  # more than the widest partial top-k

@@ -11,10 +11,9 @@ from engine.grammar.masks import GrammarMasks
 from engine.sampling.columns import ColumnSampler, Kind
 from engine.sampling.host_masks import HostMasks
 from engine.sampling.logits_rules import SampledRow
-from engine.sampling.sampler import NO_TOKEN
 from engine.sampling.scores import unpacked
 from engine.scheduling.request import RequestStatus
-from kernels.ops import SamplingColumns
+from kernels.ops import NO_TOKEN, SamplingColumns
 from tests.support.sampling import sample, sampling_request
 
 VOCAB_SIZE = 1500
