@@ -69,8 +69,8 @@ def plan(
     if not fit.context_len or (max_model_len is not None and not fit.fits):
         raise CommandFailed(f"{name} does not fit: it {fit.explain(in_lines=not as_json)}", code="does_not_fit")
     if as_json:
-        output.data({"model": name, **facts(fit)})
+        output.data({"model": name, "gpu": gpu.lower(), **facts(fit)})
         return
-    output.facts({"model": name, **facts_in_words(fit)})
+    output.facts({"model": name, "gpu": gpu.lower(), **facts_in_words(fit)})
     for remedy in fit.remedies():
         output.say(f"  {remedy}")

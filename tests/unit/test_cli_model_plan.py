@@ -45,6 +45,14 @@ def test_the_parts_of_a_plan_add_up_to_what_may_be_used(typed: Any) -> None:
     assert plan["note"] is None
 
 
+def test_a_plan_names_the_card_that_it_is_for(typed: Any) -> None:
+    plans = {gpu: typed("llama-3.1-8b", "--gpu", gpu) for gpu in ("h200", "H100", "a100", "h20")}
+    for gpu, answer in plans.items():
+        assert answer.out.splitlines()[:2] == ["model\tllama-3.1-8b", f"gpu\t{gpu.lower()}"]
+    tokens = {gpu: json.loads(typed("llama-3.1-8b", "--gpu", gpu, "--json").out)["kv_tokens"] for gpu in plans}
+    assert tokens["H100"] == tokens["a100"] < tokens["h20"] < tokens["h200"]
+
+
 def test_keys_and_values_in_eight_bits_give_twice_the_tokens(typed: Any) -> None:
     plain, halved = (json.loads(typed("qwen3-8b", "--json", *more).out) for more in ((), ("--kv-cache-dtype", "fp8")))
     assert halved["kv_tokens"] == pytest.approx(2 * plain["kv_tokens"], rel=2e-3)
