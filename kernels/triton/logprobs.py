@@ -12,7 +12,7 @@ import torch
 import triton
 import triton.language as tl
 
-from kernels.triton.compilation import CAPABILITIES, Compilation
+from kernels.triton.compilation import Compilation
 from kernels.triton.tuning import LOG2_E, power_of_two
 
 IDS_MIN = 32
@@ -123,7 +123,6 @@ def compilations() -> list[Compilation]:
                 inputs | {"logprobs": "*fp32", "ranks": "*i32", "num_ids": "i32", "splits": "i32"},
                 {"SPLITS": splits, "IDS": IDS_MIN},
                 num_warps=1,
-                capabilities=CAPABILITIES if splits == 32 else (90,),
                 fp_fusion=False,
             )
             for splits in (32, 64, 128)

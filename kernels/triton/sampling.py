@@ -30,7 +30,7 @@ import triton.language as tl
 
 from kernels.race import NO_TOKEN
 from kernels.sampling_columns import SamplingColumns
-from kernels.triton.compilation import CAPABILITIES, Compilation
+from kernels.triton.compilation import Compilation
 from kernels.triton.race import race_key, race_weight
 from kernels.triton.sampling_filters import filtered_winner, group_bound
 from kernels.triton.sampling_rows import GROUP, GROUPS, NOBODY, distance_bits, load_tile, loaded_tile, race_tile
@@ -286,18 +286,16 @@ _TYPES = {
 }  # fmt: skip
 
 
-H200 = (90,)
 KINDS = (
-    ("bf16", 128_256, False, CAPABILITIES), ("bf16", 262_208, True, CAPABILITIES),
-    ("bf16", 128_256, True, H200), ("bf16", 262_208, False, H200), ("fp32", 128_256, False, H200),
-    ("bf16", 151_936, False, H200), ("bf16", 151_936, True, H200),
+    ("bf16", 128_256, False), ("bf16", 128_256, True), ("bf16", 151_936, False), ("bf16", 151_936, True),
+    ("bf16", 262_208, False), ("bf16", 262_208, True), ("fp32", 128_256, False),
 )  # fmt: skip
 """Type of the logits, of which float32 are those of batch-invariant steps; vocabularies of Llama 3, Qwen3 and Gemma 3; whether
-there is a grammar; cards."""
+there is a grammar."""
 
 
 def compilations() -> list[Compilation]:
-    """Of each of KINDS; a kernel that knows no sizes once, for the cards of the first."""
+    """Of each of KINDS; a kernel that knows no sizes once."""
     found: dict[str, Compilation] = {}
     for kernel in (scan_kernel, weigh_kernel, choose_kernel):
         for kind in KINDS:
@@ -306,7 +304,7 @@ def compilations() -> list[Compilation]:
     return list(found.values())
 
 
-def _compilation(kernel: Any, dtype: str, vocab_size: int, is_guided: bool, cards: tuple[int, ...]) -> Compilation:
+def _compilation(kernel: Any, dtype: str, vocab_size: int, is_guided: bool) -> Compilation:
     groups, splits = _padded(vocab_size)
     sizes: dict[str, object] = {"GROUPS_PADDED": groups, "SPLITS": splits, "LISTED": LISTED}
     signature = {name: _TYPES[name] for name in kernel.arg_names if name in _TYPES} | {"logits": f"*{dtype}"}
@@ -326,7 +324,6 @@ def _compilation(kernel: Any, dtype: str, vocab_size: int, is_guided: bool, card
         constexprs,
         num_warps=_WARPS,
         num_stages=2,
-        capabilities=cards,
         spill_bytes_max=128,
         fp_fusion=False,
         divisible=("logits_stride", "V"),

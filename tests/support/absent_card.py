@@ -6,7 +6,9 @@ from triton.backends.compiler import GPUTarget
 
 
 class AbsentCard:
-    """An H200 that is asked what it is, and nothing else."""
+    """An H200, unless another capability is said, that is asked what it is, and nothing else."""
+
+    capability = 90
 
     def get_current_device(self) -> int:
         return 0
@@ -15,4 +17,4 @@ class AbsentCard:
         return 0
 
     def get_current_target(self) -> GPUTarget:
-        return GPUTarget("cuda", 90, 32)
+        return GPUTarget("cuda", self.capability, 32)

@@ -1,8 +1,8 @@
-"""Which variants of Triton's kernels models of real sizes ask for on an H200, and which of them the compile gate lacks.
+"""Which variants of Triton's kernels models of real sizes ask for on a card, and which of them the compile gate lacks for it.
 
-Run as a script: `python -m tests.support.triton_models MODEL …`. As `triton_variants`, whose machinery it is, at the start
-alone, where an engine asks for all that it will launch; nobody reads or writes a weight: only what is touched takes memory.
-Prints one JSON object a line, for each model: how many variants were `asked` for, and the `missing` ones by kernel.
+Run as a script: `python -m tests.support.triton_models CAPABILITY MODEL …`. As `triton_variants`, whose machinery it is, at
+the start alone, where an engine asks for all that it will launch; nobody reads or writes a weight: only what is touched takes
+memory. Prints one JSON object a line, for each model: how many variants were `asked` for, and the `missing` ones by kernel.
 
 A variant is there when the gate has one of the same kernel with the same types, constants, warps, stages and registers. What
 makes no difference to an assembler counts as the same: the number of heads beyond those of a tile, float16 and bfloat16,
@@ -18,6 +18,7 @@ import sys
 import tempfile
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -25,6 +26,7 @@ from unittest import mock
 import torch
 
 from kernels.triton import gate
+from kernels.triton.tuning import card
 from tests.support import triton_variants
 from tests.support.triton_variants import Case, Memory, Recorder, Stub
 
@@ -96,14 +98,14 @@ def key_of(kernel: str, passed: Mapping[str, str], constants: Mapping[str, objec
     )
 
 
-def compiled_keys() -> set[Key]:
-    """Of all that the gate compiles for an H200."""
+def compiled_keys(capability: int) -> set[Key]:
+    """Of all that the gate compiles for cards of `capability`."""
     modules = map(importlib.import_module, gate.module_names())
     return {
         key_of(c.kernel.__name__, c.signature, c.constexprs, c.num_warps, c.num_stages, c.fp_fusion, c.registers_max)
         for module in modules
         for c in module.compilations()
-        if 90 in c.capabilities
+        if capability in c.capabilities
     }
 
 
@@ -114,16 +116,23 @@ def by_kernel(keys: Iterable[Key]) -> dict[str, list[str]]:
     return found
 
 
-def main(names: list[str]) -> None:
-    compiled, recorder = compiled_keys(), Keys()
-    triton_variants.prepare(recorder, Untouched())
+def case_for(name: str, capability: int) -> Case:
+    """The model as that card can serve it: its cache is not of fp8 where the card has none."""
+    case = MODELS[name]
+    return case if card(capability).fp8 else replace(case, options=SMALL)
+
+
+def main(number: str, *names: str) -> None:
+    capability, recorder = int(number), Keys()
+    triton_variants.prepare(recorder, Untouched(), capability)
+    compiled = compiled_keys(capability)
     for name in names:
         recorder.begin()
         recorder.keys.clear()
         with (
             tempfile.TemporaryDirectory() as folder,
             mock.patch.object(triton_variants, "write_weights"),
-            triton_variants.engine_of(Path(folder), MODELS[name]),
+            triton_variants.engine_of(Path(folder), case_for(name, capability)),
         ):
             pass
         answer = {"model": name, "asked": len(recorder.keys), "missing": by_kernel(recorder.keys - compiled)}
@@ -131,4 +140,4 @@ def main(names: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    main(*sys.argv[1:])

@@ -41,6 +41,7 @@ from tests.support.absent_card import AbsentCard
 from tests.support.engines import FREE_ROWS, wanted
 
 GPU = torch.device("cuda")
+MULTIPROCESSORS = {80: 108, 89: 142, 90: 132, 100: 148}  # of an A100, an L40S, an H200 and a B200
 LAYERS = 2
 MODEL: dict[str, Any] = {
     "model_type": "llama", "architectures": ["LlamaForCausalLM"], "num_hidden_layers": LAYERS, "hidden_size": 256,
@@ -180,19 +181,21 @@ class Memory:
         return made
 
 
-def prepare(recorder: Recorder, memory: Memory) -> None:
-    """Everything that a machine without a GPU does otherwise."""
-    driver.set_active(AbsentCard())
+def prepare(recorder: Recorder, memory: Memory, capability: int = AbsentCard.capability) -> None:
+    """Everything that a machine without a GPU does otherwise; `capability`: of the card that is not there."""
+    card = AbsentCard()
+    card.capability = capability
+    driver.set_active(card)
+    is_early = capability >= early_launch.CAPABILITY_MIN
 
     def compile_nothing(kernel: Any, *arguments: Any) -> Stub:
         return recorder.note(kernel, *arguments)
 
     replaced: tuple[tuple[Any, str, Any], ...] = (
         (JITFunction, "_do_compile", compile_nothing),
-        (tuning, "capability", lambda _: 90),
-        (early_launch, "capability", lambda _: 90),
-        (tuning, "multiprocessors", lambda _: 132),
-        (early_launch, "early_launch", lambda _: {"EARLY": True, "launch_pdl": True}),
+        (tuning, "INTERPRETED_CAPABILITY", capability),
+        (tuning, "INTERPRETED_MULTIPROCESSORS", MULTIPROCESSORS[capability]),
+        (early_launch, "early_launch", lambda _: {"EARLY": is_early, "launch_pdl": is_early}),
         (torch, "empty", memory.filled(torch.empty)),
         (torch, "empty_like", memory.filled(torch.empty_like)),
         (torch.Tensor, "new_empty", memory.filled(torch.Tensor.new_empty)),
