@@ -18,7 +18,6 @@ from engine.grammar.masks import GrammarMasks
 from engine.grammar.vocabulary import load_vocabulary
 from engine.loop import Engine
 from engine.memory_fit import told, told_apart, underestimated
-from engine.memory_needs import GRAPHS_MAX
 from engine.models.decoder import Decoder
 from engine.options import EngineOptions
 from engine.protocol import EngineInfo
@@ -208,10 +207,7 @@ def _forecast(options: EngineOptions, *, dtype: torch.dtype, device: torch.devic
     draft = None if speculative is None or speculative.model is None else load_model_config(speculative.model)
     name = options.name or options.model.name
     ahead = launches_ahead(options, device)
-    num_graphs = GRAPHS_MAX if ahead else 0
-    return forecast_memory(
-        name, config, options, dtype=dtype, device=device, draft=draft, num_graphs=num_graphs, has_slots=ahead
-    )
+    return forecast_memory(name, config, options, dtype=dtype, device=device, draft=draft, has_slots=ahead)
 
 
 def _load(

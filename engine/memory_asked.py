@@ -39,7 +39,6 @@ def fit_of(
     *,
     draft: ModelConfig | None = None,
     recorded_rows: int = 0,
-    num_graphs: int = 0,
     has_slots: bool = False,
 ) -> MemoryFit:
     """`dtype` is computed in; `recorded_rows`: of layers, and of steps unless an option has each operation called anew."""
@@ -48,7 +47,6 @@ def fit_of(
         num_seqs=options.seats(memory.device_type),
         num_guesses=options.max_guesses,
         block_size=options.block_size,
-        num_graphs=num_graphs,
         on_gpu=memory.device_type == "cuda",
         has_slots=has_slots,
         batch_invariant=options.batch_invariant,

@@ -62,9 +62,9 @@ def fewer_at_a_time(held: Held) -> Changed | None:
 
 
 def no_captured_steps(held: Held) -> Changed | None:
-    if not held.load.num_graphs:
+    if not held.load.has_slots:
         return None
-    return Changed("no captured steps (enforce_eager)", held._replace(load=replace(held.load, num_graphs=0, has_slots=False)))
+    return Changed("no captured steps (enforce_eager)", held._replace(load=replace(held.load, has_slots=False)))
 
 
 def numbers_16(held: Held) -> Changed | None:

@@ -7,7 +7,7 @@ b_kv bytes per weight, per number computed with and per stored key or value, T t
                      in other bits than b stands beside the embedding, tied or not
     activations  A = max(T·w·b, R·V·4·2), w numbers of a token where a layer holds most: 3f + 6d behind gates of width f; of a
                      mixture of k experts (k + 2)·f + (k + 6)·d; 2(H + K)·D + 5d in attention
-    graphs       G = A of the largest captured step, and a fixed price for each captured size
+    graphs       G = A of the largest captured step, and for each that is kept 24 KiB for each of its 10·L + 20 launches
     slots        S = R·(splits of the context·H·(D + 1)·4 for each window + V·(4 + b)) + 16·V·4, on a GPU: what decodes leave
                      between two kernels, counts of tokens, logits that wait for masks, biases. Rows of guesses add to R,
                      though not to the counts. Batch-invariant decodes leave
@@ -24,17 +24,18 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from engine.config.model import ModelConfig
+from engine.step_sizes import draft_graphs_kept, graphs_kept
 
 GIB = 1 << 30
 LOGITS_ELEMENTS_MAX = 1 << 25
 """Logits that stand in memory at a time, 128 MiB: those of a step's rows are computed in slices of so many."""
 
-GRAPHS_MAX = 48
-"""Captured decode steps that are kept at a time, of some 600 that there can be: more than the sizes of steps up to 256
-requests. Memory is planned for so many."""
-
-GRAPH_BYTES = 8 << 20
-"""Of each captured size: nodes of some 300 kernels and their arguments. A guess until graphs are captured and measured."""
+LAUNCHES_OF_LAYER, LAUNCHES_OF_STEP = 10, 20
+LAUNCH_BYTES = 24 << 10
+"""Of a captured step: at most so many kernels of each layer, and of what comes before and behind, and what the driver keeps on
+the card for one of them. PyTorch's documentation of CUDA graph trees says 64 KiB up to CUDA 12.4 and driver 550, and less since;
+vLLM's log tells 0.21 GiB for 35 sizes of Llama-3.2-1B, which without activations is some 17 to 30 KiB a launch. A guess until
+our own are measured: Llama-3.1-8B's steps come to 8 MiB each."""
 
 CONTEXT_BYTES = 600 << 20
 """Of a process on an NVIDIA GPU: context, code, the matrix library's workspace. A guess where no device can be asked."""
@@ -103,7 +104,7 @@ FOUR_BITS = WeightFormat("4 bits", 4, group=128, group_bits=20)  # a scale of 16
 class MemoryShape:
     """What of a model decides about memory, as numbers of numbers: weights in matrices of its layers, in the embedding, in
     a head of its own, and in what is never quantised; keys and values of one token; what a layer computes of one; words; in an
-    embedding that is the head as well; and all that a layer makes of one token where its operations can be recorded."""
+    embedding that is the head as well; all that a layer makes of one token where its operations can be recorded; and layers."""
 
     matrices: int
     embedding: int
@@ -117,6 +118,7 @@ class MemoryShape:
     windows: tuple[int | None, ...] = (None,)
     tied_head: int = 0
     recorded_width: int = 0
+    num_layers: int = 0
 
     @classmethod
     def of(cls, config: ModelConfig) -> MemoryShape:
@@ -146,6 +148,7 @@ class MemoryShape:
             windows=config.windows,
             tied_head=config.vocab_size * d if config.has_head and is_tied else 0,
             recorded_width=attended + 6 * d + 3 * config.intermediate_size if config.experts is None else 0,
+            num_layers=config.num_layers,
         )
 
     def weights_bytes(self, weights: WeightFormat, element_bytes: int) -> int:
@@ -168,9 +171,10 @@ class MemoryShape:
         layers = 2 * self.recorded_width
         return num_rows * (2 * layers + self.vocab_size if has_steps else layers) * element_bytes
 
-    def graphs_bytes(self, num_graphs: int, num_rows: int, element_bytes: int) -> int:
-        """What `num_graphs` captured steps of up to `num_rows` rows hold; they share one pool of activations."""
-        return num_graphs * GRAPH_BYTES + self.activations_bytes(num_rows, num_rows, element_bytes) if num_graphs else 0
+    @property
+    def graph_bytes(self) -> int:
+        """Of one captured step, beside activations."""
+        return (LAUNCHES_OF_LAYER * self.num_layers + LAUNCHES_OF_STEP) * LAUNCH_BYTES
 
     def splits_bytes(self, num_seqs: int, context_len: int, kv_element_bytes: int, *, batch_invariant: bool = False) -> int:
         """What `num_seqs` decodes of up to `context_len` tokens leave for the kernel that puts their parts together, which are
@@ -221,14 +225,13 @@ class Formats:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Load:
     """What an engine is to hold: steps of `num_tokens`, `num_seqs` requests with `num_guesses` rows beyond one for each, blocks
-    of `block_size`, captured sizes. `on_gpu`: decodes are cut into splits, `batch_invariant` ones by position. `has_slots`:
+    of `block_size`. `on_gpu`: decodes are cut into splits, `batch_invariant` ones by position. `has_slots`:
     steps are launched ahead over slots. `recorded_rows`: of layers that are recorded on a CPU, `records_steps` whole steps."""
 
     num_tokens: int
     num_seqs: int
     block_size: int
     num_guesses: int = 0
-    num_graphs: int = 0
     recorded_rows: int = 0
     records_steps: bool = False
     on_gpu: bool = False
@@ -273,12 +276,23 @@ class MemoryNeeds:
         return cls(
             weights_bytes=model.weights_bytes(formats.weights, size) + drafts_bytes,
             activations_bytes=max(each.activations_bytes(load.num_tokens, rows, size) for each in both) + sum(recorded),
-            graphs_bytes=model.graphs_bytes(load.num_graphs, rows, size),
+            graphs_bytes=cls._graphs_bytes(model, draft, load, size) if load.has_slots else 0,
             slots_bytes=(sum(splits) + columns) if load.has_slots else max(splits, default=0),
             context_bytes=context_bytes,
             block_bytes=sum(each.kv_token for each in both) * formats.kv_element_bytes * load.block_size,
             block_size=load.block_size,
         )
+
+    @staticmethod
+    def _graphs_bytes(model: MemoryShape, draft: MemoryShape | None, load: Load, element_bytes: int) -> int:
+        """Captured steps share one pool of activations. Those of a draft model are a part of all, and there are some of its
+        own."""
+        num_graphs, rows = graphs_kept(load.num_seqs, load.num_guesses), load.num_seqs + load.num_guesses
+        activations = model.activations_bytes(rows, rows, element_bytes)
+        if draft is None:
+            return num_graphs * model.graph_bytes + activations
+        num_drafts = num_graphs + draft_graphs_kept(load.num_seqs)
+        return num_graphs * model.graph_bytes + num_drafts * draft.graph_bytes + activations
 
     @property
     def fixed_bytes(self) -> int:

@@ -42,15 +42,19 @@ def guesses_size(num_rows: int, max_rows: int) -> int:
     return min(_power_of_two(num_rows), max_rows)
 
 
-def graphs_kept(max_num_seqs: int, *, max_guesses: int = 0, has_draft: bool = False) -> int:
+def graphs_kept(max_num_seqs: int, max_guesses: int) -> int:
     """Captured steps that are kept at a time: every size of the usual kinds, every size of those that end with the logits, and
-    some more. `max_guesses`: rows of a step beyond one for each request; `has_draft`: a draft model has steps of its own."""
-    rows = range(1, max_num_seqs + 1)
-    usual = len({step_size(number, max_num_seqs) for number in rows})
-    logits = len({logits_size(number, max_num_seqs) for number in rows})
+    some more. `max_guesses`: rows of a step beyond one for each request."""
+    usual = len({step_size(number, max_num_seqs) for number in range(1, max_num_seqs + 1)})
+    logits = len({logits_size(number, max_num_seqs) for number in range(1, max_num_seqs + 1)})
     max_rows = max_num_seqs + max_guesses
     guesses = len({guesses_size(number, max_rows) for number in range(2, max_rows + 1)}) if max_guesses else 0
-    return USUAL_KINDS * (usual * (2 if has_draft else 1) + guesses) + logits + RARE_KEPT
+    return USUAL_KINDS * (usual + guesses) + logits + RARE_KEPT
+
+
+def draft_graphs_kept(max_num_seqs: int) -> int:
+    """Captured steps of a draft model by itself that are kept as well."""
+    return USUAL_KINDS * len({step_size(number, max_num_seqs) for number in range(1, max_num_seqs + 1)})
 
 
 def _power_of_two(number: int) -> int:

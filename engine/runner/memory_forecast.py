@@ -92,7 +92,6 @@ def forecast_memory(
     dtype: torch.dtype,
     device: torch.device,
     draft: ModelConfig | None = None,
-    num_graphs: int = 0,
     has_slots: bool = False,
 ) -> MemoryForecast:
     """Predict from the configuration and what the device says now; the driver's context is there afterwards."""
@@ -104,7 +103,6 @@ def forecast_memory(
         _memory(options, device),
         draft=draft,
         recorded_rows=MAX_ROWS if table.sequence is not None else 0,
-        num_graphs=num_graphs,
         has_slots=has_slots,
     )
     kv_bytes = _fixed_kv_bytes(options, device, fit.needs.block_bytes)

@@ -16,7 +16,7 @@ from engine.errors import EngineConfigError
 from engine.formats import check_formats, computed_dtype
 from engine.memory_asked import DeviceMemory, fit_of
 from engine.memory_fit import MemoryFit, gib
-from engine.memory_needs import CONTEXT_BYTES, GIB, GRAPHS_MAX
+from engine.memory_needs import CONTEXT_BYTES, GIB
 from engine.options import EngineOptions
 from engine.simulator.models import MODELS, SimulatedGpu, config_of, find_model
 
@@ -54,8 +54,7 @@ def memory_fit(model: str, gpu: SimulatedGpu, *, quantization: str | None = None
         capability=gpu.capability,
         memory_bytes=gpu.memory_bytes,
     )
-    ahead = not options.enforce_eager
-    return fit_of(config, options, dtype, memory, num_graphs=GRAPHS_MAX if ahead else 0, has_slots=ahead)
+    return fit_of(config, options, dtype, memory, has_slots=not options.enforce_eager)
 
 
 def card_with(gpu: SimulatedGpu, memory_gib: float | None) -> SimulatedGpu:

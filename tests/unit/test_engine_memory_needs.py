@@ -22,12 +22,13 @@ from engine.memory_needs import (
     unquantised,
 )
 from engine.simulator.models import MODELS, config_of
+from engine.step_sizes import draft_graphs_kept, graphs_kept
 
 KV_8, WEIGHTS_8, WEIGHTS_4 = "keys and values in 8 bits", "weights in 8 bits", "weights in 4 bits"
 H200 = int(139 * GIB * 0.90)
 RESERVED = 3_000_000_000  # activations, graphs and context in the published figures
 BF16 = Formats(weights=unquantised(2), element_bytes=2, kv_element_bytes=2)
-LOAD = Load(num_tokens=8192, num_seqs=256, block_size=16, num_graphs=20)
+LOAD = Load(num_tokens=8192, num_seqs=256, block_size=16)
 
 
 def shape_of(name: str) -> MemoryShape:
@@ -86,9 +87,20 @@ def test_activations_are_the_larger_of_a_layer_and_the_logits() -> None:
     assert LLAMA_8B.activations_bytes(16, 10_000, 2) == (1 << 25) * 8, "logits are computed in slices"
 
 
-def test_without_graphs_nothing_is_kept_for_them() -> None:
-    assert LLAMA_8B.graphs_bytes(0, 256, 2) == 0
-    assert LLAMA_8B.graphs_bytes(2, 256, 2) > 2 * (8 << 20)
+def test_memory_is_planned_for_as_many_graphs_as_are_kept() -> None:
+    def graphs_of(load: Load, draft: MemoryShape | None = None) -> int:
+        needs = MemoryNeeds.of(LLAMA_8B, BF16, replace(load, has_slots=True), context_bytes=0, draft=draft)
+        rows = load.num_seqs + load.num_guesses
+        return needs.graphs_bytes - LLAMA_8B.activations_bytes(rows, rows, 2)
+
+    assert LLAMA_8B.graph_bytes == (10 * 32 + 20) * 24 * 1024
+    assert graphs_of(LOAD) == graphs_kept(256, 0) * LLAMA_8B.graph_bytes
+    assert graphs_of(replace(LOAD, num_seqs=32)) == graphs_kept(32, 0) * LLAMA_8B.graph_bytes, "fewer seats have fewer sizes"
+    guesses, small = replace(LOAD, num_guesses=64), shape_of("llama-3.2-1b")
+    assert graphs_of(guesses) == graphs_kept(256, 64) * LLAMA_8B.graph_bytes
+    of_draft = graphs_of(guesses, small) - graphs_of(guesses)
+    assert of_draft == (graphs_kept(256, 64) + draft_graphs_kept(256)) * small.graph_bytes
+    assert MemoryNeeds.of(LLAMA_8B, BF16, LOAD, context_bytes=0).graphs_bytes == 0, "where no step is captured"
 
 
 def test_slots_hold_what_decodes_and_sampling_keep_for_each_of_them() -> None:
@@ -98,7 +110,7 @@ def test_slots_hold_what_decodes_and_sampling_keep_for_each_of_them() -> None:
     assert eager.slots_bytes == LLAMA_8B.splits_bytes(256, 32_768, 2)
     ahead = replace(LOAD, on_gpu=True, has_slots=True)
     slots = MemoryNeeds.of(LLAMA_8B, BF16, ahead, context_bytes=0, context_len=32_768)
-    assert slots.fixed_bytes - eager.fixed_bytes == LLAMA_8B.columns_bytes(256, 2)
+    assert slots.slots_bytes - eager.slots_bytes == LLAMA_8B.columns_bytes(256, 2)
     guesses = MemoryNeeds.of(LLAMA_8B, BF16, replace(ahead, num_guesses=64), context_bytes=0, context_len=32_768)
     assert guesses.slots_bytes - slots.slots_bytes == LLAMA_8B.splits_bytes(64, 32_768, 2) + 64 * 128_256 * 2
     assert guesses.graphs_bytes > slots.graphs_bytes
@@ -162,8 +174,8 @@ def words_of(fit: MemoryFit) -> list[str]:
 
 
 def test_every_single_change_that_keeps_the_context_is_offered_behind_what_costs_less() -> None:
-    assert words_of(fit(26.4)) == ["a shorter context", "fewer at a time", KV_8, WEIGHTS_8, WEIGHTS_4]
-    lengths = [remedy.context_len for remedy in fit(26.4).remedies()]
+    assert words_of(fit(26.0)) == ["a shorter context", "fewer at a time", KV_8, WEIGHTS_8, WEIGHTS_4]
+    lengths = [remedy.context_len for remedy in fit(26.0).remedies()]
     assert lengths[2:] == [131_072] * 3, "two changes are not offered where one of them is enough"
     assert 0 < lengths[0] < lengths[1] < 131_072
 
@@ -204,13 +216,13 @@ def test_a_larger_share_of_a_card_is_offered_first_and_a_full_one_is_not() -> No
 
 def test_what_is_held_at_a_time_is_offered_where_it_is_what_does_not_fit() -> None:
     small = shape_of("qwen3-0.6b")
-    load = replace(LOAD, num_graphs=48, has_slots=True, on_gpu=True)
+    load = replace(LOAD, has_slots=True, on_gpu=True)
     crowded = replace(fit(2.2, model=small, wanted_len=4096), load=load)
     assert crowded.context_len == 0
     assert words_of(crowded)[0] == "fewer at a time"
     assert "fewer at a time (max_num_seqs=32, max_num_batched_tokens=2048): max_model_len=" in crowded.explain()
     assert "no captured steps (enforce_eager)" in replace(crowded, usable_bytes=int(1.7 * GIB)).explain()
-    few = replace(load, num_seqs=8, num_tokens=512, num_graphs=0)
+    few = replace(load, num_seqs=8, num_tokens=512, has_slots=False)
     assert not any("fewer" in words or "captured" in words for words in words_of(replace(crowded, load=few)))
 
 

@@ -21,7 +21,7 @@ from engine.scheduling.scheduler import Scheduler, SchedulerLimits
 from engine.speculation import prompt_lookup
 from engine.speculation.options import SpeculativeOptions
 from engine.speculation.prompt_lookup import AdaptiveDrafter, Draft, Drafter
-from engine.step_sizes import graphs_kept, guesses_size, step_size
+from engine.step_sizes import draft_graphs_kept, graphs_kept, guesses_size, step_size
 from tests.support.engines import FREE_ROWS, run_to_end, tokens, wanted
 
 MAX_MODEL_LEN = 64
@@ -451,6 +451,5 @@ def test_graphs_are_kept_for_every_size_of_steps_with_guesses_beside_those_witho
     steps = {step_size(num_rows, 64) for num_rows in range(1, 65)}
     guesses = {guesses_size(num_rows, 128) for num_rows in range(2, 129)}
     assert guesses == {2, 4, 8, 16, 32, 64, 128}
-    assert graphs_kept(64) >= 2 * len(steps), "greedy or not"
-    assert graphs_kept(64, max_guesses=64) == graphs_kept(64) + 2 * len(guesses)
-    assert graphs_kept(64, max_guesses=64, has_draft=True) == graphs_kept(64) + 2 * (len(guesses) + len(steps))
+    assert graphs_kept(64, 0) >= draft_graphs_kept(64) == 2 * len(steps), "greedy or not"
+    assert graphs_kept(64, 64) == graphs_kept(64, 0) + 2 * len(guesses)
