@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 import httpx
 
 from appliance.base.settings import Settings
-from appliance.cli.failure import CommandFailed
+from appliance.cli.failure import CommandFailed, exit_status
 from appliance.cli.operator import operator_headers
 
 CONTROL_FILE = "control.json"
@@ -108,7 +108,7 @@ class AdminClient:
 def _refusal(answer: httpx.Response) -> CommandFailed:
     try:
         error = answer.json()["error"]
-        return CommandFailed(str(error["message"]), code=str(error["code"]))
+        return CommandFailed(str(error["message"]), code=str(error["code"]), status=exit_status(answer.status_code))
     except (ValueError, KeyError, TypeError):
         return CommandFailed(f"the appliance answered {answer.status_code}", code=f"http_{answer.status_code}")
 

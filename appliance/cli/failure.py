@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from http import HTTPStatus
+
 
 class CommandFailed(Exception):
     """A command could not do what was asked. `status` is the exit status: 1, or 2 when it was asked wrongly."""
@@ -11,3 +13,8 @@ class CommandFailed(Exception):
         self.message = message
         self.code = code
         self.status = status
+
+
+def exit_status(http_status: int) -> int:
+    """Return how a command ends that was refused with this HTTP status: 400 blames what was asked, others what there is."""
+    return 2 if http_status == HTTPStatus.BAD_REQUEST else 1

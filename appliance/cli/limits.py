@@ -10,6 +10,7 @@ import typer
 from appliance.cli import output
 from appliance.cli.options import AsJson, DatabaseUrl, DataDir, settings_from
 from appliance.cli.tenants import BudgetOption, LimitOption, ModeOption, limits_body, with_money
+from appliance.tenancy.fields import TIERS, check_choice
 
 app = typer.Typer(help="Limits that belong to no tenant: of tiers and of models.", no_args_is_help=True)
 
@@ -33,6 +34,7 @@ def change_tier(
     database: DatabaseUrl = None,
 ) -> None:
     """Change a tier."""
+    check_choice(name, "tier", TIERS)
     body = {"admission_wait_ms": admission_wait_ms}
     _call("PATCH", f"/tiers/{quote(name, safe='')}", body, as_json=as_json, data_dir=data_dir, database=database)
 

@@ -7,7 +7,7 @@ import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from appliance.cli.failure import CommandFailed
+from appliance.cli.failure import CommandFailed, exit_status
 
 if TYPE_CHECKING:
     import typer
@@ -103,10 +103,10 @@ def _run(given: list[str]) -> int:
         return failure.status
     except GatehouseError as error:
         output.failed(error.message, error.code, as_json=as_json)
-        return 1
+        return exit_status(error.status)
     except SettingsError as error:
         output.failed(str(error), "invalid_setting", as_json=as_json)
-        return 1
+        return 2 if str(error).startswith("option ") else 1  # the command line's are named so, others by file or environment
     except UnusableData as error:
         output.failed(str(error), "unusable_data", as_json=as_json)
         return 1

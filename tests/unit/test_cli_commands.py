@@ -118,6 +118,24 @@ def test_a_usage_error_is_json_when_asked(typed: Any) -> None:
     assert answer.json()["error"]["code"] == "usage"
 
 
+@pytest.mark.parametrize(
+    "command",
+    [
+        ["usage", "--bucket", "year"], ["usage", "--start", "yesterday"], ["tenants", "create", "dora", "--tier", "gold"],
+        ["tenants", "create", "dora", "--weight", "-1"], ["limits", "tier", "nope", "--admission-wait-ms", "5"],
+        ["limits", "tier", "batch", "--admission-wait-ms", "-5"], ["limits", "model", "m", "--mode", "softly"],
+        ["simulate", "--policy", "best"], ["serve", "--device", "tpu"], ["admin", "create", "no address"],
+        ["models", "plan", "llama-3.1-8b", "--gpu", "none"], ["invoices", "list", "--month", "June"],
+        ["audit", "list", "--start", "then"],
+    ],
+    ids=" ".join,
+)  # fmt: skip
+def test_what_is_asked_wrongly_ends_with_the_status_of_wrong_usage(typed: Any, command: list[str]) -> None:
+    answer = typed(*command)
+    assert (answer.status, answer.out) == (2, "")
+    assert answer.err
+
+
 def test_a_setting_that_cannot_be_parsed_names_itself(typed: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("GATEHOUSE_PORT", "many")
     answer = typed("tenants", "list")
@@ -231,7 +249,7 @@ def test_usage_is_that_of_the_keys_and_models_that_are_named(typed: Any) -> None
 
 
 def test_usage_refuses_what_the_server_refuses(typed: Any) -> None:
-    assert typed("usage", "--bucket", "year").status == 1
+    assert typed("usage", "--bucket", "year").status == 2
 
 
 def test_somebody_may_sign_in_and_get_a_new_password(typed: Any) -> None:
@@ -326,7 +344,7 @@ def test_prices_are_added_and_listed(typed: Any) -> None:
     assert "batch=50" in typed("prices", "list").out
     assert typed("prices", "add", "demo", *asked[:4], "--tier-percent", "batch").status == 2
     past = typed("prices", "add", "demo", *asked, "--from", "2020-01-01T00:00:00Z", "--json")
-    assert (past.status, past.json()["error"]["code"]) == (1, "invalid_value")
+    assert (past.status, past.json()["error"]["code"]) == (2, "invalid_value")
 
 
 def test_a_price_to_come_is_withdrawn_and_one_in_force_is_not(typed: Any) -> None:
@@ -446,7 +464,7 @@ def test_a_correction_that_is_too_large_names_the_option_that_confirms_it(typed:
     serve_one(data_dir)
     asked = ("ledger", "correct", "1", "--note", "why", "--completion-tokens", "20000000")
     refused = typed(*asked)
-    assert refused.status == 1
+    assert refused.status == 2
     assert "need `--yes`" in refused.err
     assert typed(*asked, "--yes").status == 0
 
