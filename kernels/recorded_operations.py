@@ -24,8 +24,8 @@ class RecordedOperations(Protocol):
         ...
 
     def turn(self) -> None:
-        """Tensors made from here on take the places of those that were made before the last turn: of these only what was
-        made since then may still be read."""
+        """Tensors made from here on take the places of those that were made between the two turns before this one: only what
+        was made since the last turn, or before the first one, may still be read."""
         ...
 
     def run(self, num_rows: int) -> None:

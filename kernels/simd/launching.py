@@ -64,11 +64,14 @@ def new(*shape: int) -> torch.Tensor:
     return torch.empty(shape) if sequence is None else sequence.new(shape)
 
 
+_BEFORE = 2
+
+
 class Places:
     """Where tensors of sequences are that run one at a time, by turns and in order, and what has to stay where it is."""
 
     def __init__(self) -> None:
-        self.pages: tuple[list[torch.Tensor], list[torch.Tensor]] = [], []
+        self.pages: tuple[list[torch.Tensor], ...] = [], [], []  # two by turns, and what was made before the first turn
         self.kept: list[torch.Tensor] = []
 
 
@@ -83,7 +86,7 @@ class OperationSequence:
         self._cells = np.zeros(0, dtype=np.int64)
         self._table = np.zeros((0, LINE), dtype=np.int64)
         self._address = 0
-        self._page, self._place = 0, 0
+        self._page, self._place = _BEFORE, 0
         self._team, self._threads, self._num_rows = pool(), 0, 0
 
     @contextmanager
@@ -104,8 +107,9 @@ class OperationSequence:
         return OperationSequence(max_rows, self._places)
 
     def turn(self) -> None:
-        """Tensors made from here on take the places of those that were made before the last turn but this one."""
-        self._page, self._place = 1 - self._page, 0
+        """Tensors made from here on take the places of those that were made between the two turns before this one. Those from
+        before the first turn stay."""
+        self._page, self._place = 0 if self._page == _BEFORE else 1 - self._page, 0
 
     def new(self, shape: Sequence[int]) -> torch.Tensor:
         """A tensor of this page: what stood in its place before, where that is large enough."""

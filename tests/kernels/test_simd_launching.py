@@ -121,6 +121,22 @@ def test_layers_take_the_memory_of_those_before_the_last_one() -> None:
     assert places[0] == places[2] != places[1] == places[3]
 
 
+def test_what_was_made_before_the_first_layer_stays_for_all_of_them() -> None:
+    """Rotations, say, also where a record beside this one had large tensors in these places."""
+    x, weight, wide, wide_weight = torch.randn(4, 32), torch.ones(32), torch.randn(4, 64), torch.ones(64)
+    first = OperationSequence(4)
+    sequences = first, first.beside(4)
+    for sequence in sequences:
+        with sequence.recording():
+            before = OPERATIONS.rms_norm(x, weight, 1e-5)
+            for _ in range(4):
+                sequence.turn()
+                OPERATIONS.rms_norm(wide, wide_weight, 1e-5)
+            again = OPERATIONS.rms_norm(before, weight, 1e-5)
+        sequence.run(4)
+        assert torch.equal(again, OPERATIONS.rms_norm(OPERATIONS.rms_norm(x, weight, 1e-5), weight, 1e-5))
+
+
 def test_sequences_beside_each_other_take_the_same_memory_and_each_gives_its_own_results() -> None:
     x, weight = torch.randn(4, 32), torch.ones(32)
     first = OperationSequence(4)
