@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import torch
 
-from kernels.cpu import race
 from kernels.cpu.sampling import draw_weighted
 from kernels.race import ACCEPT, NO_TOKEN, RESIDUAL
+from kernels.reference import race
 
 
 def reject_drafts(

@@ -11,8 +11,9 @@ from typing import NamedTuple
 
 import torch
 
-from kernels.cpu import race
+from kernels import race as constants
 from kernels.race import NO_TOKEN
+from kernels.reference import race
 from kernels.sampling_columns import SamplingColumns
 
 CANDIDATE_STAGES = (64, 1024)
@@ -58,7 +59,7 @@ def draw(logits: torch.Tensor, scale: torch.Tensor, keys: torch.Tensor) -> torch
 
 
 def _draw(logits: torch.Tensor, scale: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
-    bounds = race.gumbel_bounds(keys, logits.shape[1]).addcmul_(logits, scale[:, None])
+    bounds = _gumbel_bounds(keys, logits.shape[1]).addcmul_(logits, scale[:, None])
     first = largest(bounds)[1][:, None]
     values = logits.gather(1, first)
     _, score = winner(first, values, values > -_INFINITE, scale, keys)
@@ -70,6 +71,30 @@ def _draw(logits: torch.Tensor, scale: torch.Tensor, keys: torch.Tensor) -> torc
     wins = scores == best[rows]
     nobody = torch.full_like(keys, _NOBODY)
     return nobody.scatter_reduce(0, rows[wins], ids[wins], "amin")
+
+
+def _gumbel_bounds(key: torch.Tensor, num_ids: int) -> torch.Tensor:
+    """At least `race.gumbel` for the ids below `num_ids`, and near it where noise is large: [R, num_ids] float32
+
+    In 32 bits and in place, for whole vocabularies: E ≥ bits / 2^32 · log2(e).
+    """
+    low = (key << 32 >> 32).int()[:, None]
+    high = (key >> 32).int()[:, None]
+    x = torch.arange(num_ids, dtype=torch.int32, device=key.device)[None].mul_(_int32(constants.TOKEN_STEP)) + low
+    x ^= (x >> 16).bitwise_and_(0xFFFF)
+    x *= _int32(constants.HASH_1)
+    x ^= (x >> 15).bitwise_and_(0x1FFFF)
+    x += high
+    x *= _int32(constants.HASH_2)
+    x ^= (x >> 15).bitwise_and_(0x1FFFF)
+    # One bit less, which makes a positive number of it. Between powers of two the pattern of a float is linear and its
+    # logarithm above that line; 31.4725 is 32 − log2(log2(e)), and 0.001 for what rounding does.
+    pattern = (x >> 1).bitwise_and_(0x7FFFFFFF).float().view(torch.int32)
+    return pattern.float().mul_(-(2.0**-23)).add_(31.4725 - 1 + 127)
+
+
+def _int32(number: int) -> int:
+    return number - 2**32 if number >= 2**31 else number
 
 
 def draw_weighted(weights: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from kernels.cpu import race
-from kernels.cpu.sampling import draw_weighted
 from kernels.race import ACCEPT, NO_TOKEN, RESIDUAL
+from kernels.reference import race
 
 
 def reject_drafts(
@@ -31,6 +30,19 @@ def reject_drafts(
                 left = (target[i, taken] - draft[i, taken]).clamp(min=0)
         keys = race.keys(streams[i : i + 1], positions[i : i + 1] + taken, 0 if left is None else RESIDUAL)
         weights = target[i, taken] if left is None else left
-        drawn = draw_weighted(weights[None], keys)
-        out[i, taken] = drawn if drawn != NO_TOKEN else draw_weighted(target[i, taken][None], keys)
+        drawn = draw_weighted(weights, keys)
+        out[i, taken] = drawn if drawn != NO_TOKEN else draw_weighted(target[i, taken], keys)
     return out
+
+
+def draw_weighted(weights: torch.Tensor, key: torch.Tensor) -> int:
+    """The token with the largest weight / E, the lowest id among equals; NO_TOKEN where the weights have no usable sum.
+
+    weights: [V] float32 ≥ 0, in proportion to the probabilities; key: [1] int64
+    """
+    ids = torch.arange(len(weights), device=weights.device)
+    score = weights / race.exponential(race.bits(key, ids[None]))[0]
+    largest = score.max()
+    if not weights.sum().isfinite() or not largest > 0:
+        return NO_TOKEN
+    return int((score == largest).nonzero()[0])

@@ -6,8 +6,8 @@ import math
 
 import torch
 
-from kernels.cpu import race
 from kernels.race import NO_TOKEN
+from kernels.reference import race
 from kernels.sampling_columns import SamplingColumns
 
 

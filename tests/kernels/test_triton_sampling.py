@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 import torch
 
-from kernels.cpu import race
 from kernels.cpu import sampling as cpu
 from kernels.race import FARTHEST, NO_TOKEN
+from kernels.reference import race
 from kernels.reference import sampling as reference
 from kernels.sampling_columns import SamplingColumns
 from kernels.triton import sampling

@@ -96,6 +96,16 @@ def test_the_pure_half_of_the_engine_imports_no_tensor_library() -> None:
     assert not wrong, "\n".join(wrong)
 
 
+def test_references_know_no_implementation() -> None:
+    wrong = [
+        f"{module} imports {name}"
+        for module, path in modules("kernels/reference")
+        for name in imports(path)
+        if name.startswith(("kernels.cpu", "kernels.simd", "kernels.triton", "triton"))
+    ]
+    assert not wrong, "\n".join(wrong)
+
+
 def test_the_appliance_names_no_tensor_library() -> None:
     wrong = [
         f"{module} imports {name}"

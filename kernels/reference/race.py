@@ -49,30 +49,6 @@ def bits(key: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
     return (x ^ (x >> 15)) | 1
 
 
-def _int32(number: int) -> int:
-    return number - 2**32 if number >= 2**31 else number
-
-
-def gumbel_bounds(key: torch.Tensor, num_ids: int) -> torch.Tensor:
-    """At least `gumbel` for the ids below `num_ids`, and near it where noise is large: [R, num_ids] float32
-
-    In 32 bits and in place, for whole vocabularies: E ≥ bits / 2^32 · log2(e).
-    """
-    low = (key << 32 >> 32).int()[:, None]
-    high = (key >> 32).int()[:, None]
-    x = torch.arange(num_ids, dtype=torch.int32, device=key.device)[None].mul_(_int32(race.TOKEN_STEP)) + low
-    x ^= (x >> 16).bitwise_and_(0xFFFF)
-    x *= _int32(race.HASH_1)
-    x ^= (x >> 15).bitwise_and_(0x1FFFF)
-    x += high
-    x *= _int32(race.HASH_2)
-    x ^= (x >> 15).bitwise_and_(0x1FFFF)
-    # One bit less, which makes a positive number of it. Between powers of two the pattern of a float is linear and its
-    # logarithm above that line; 31.4725 is 32 − log2(log2(e)), and 0.001 for what rounding does.
-    pattern = (x >> 1).bitwise_and_(0x7FFFFFFF).float().view(torch.int32)
-    return pattern.float().mul_(-(2.0**-23)).add_(31.4725 - 1 + 127)
-
-
 def _polynomial(x: torch.Tensor, coefficients: tuple[float, ...]) -> torch.Tensor:
     value = torch.full_like(x, coefficients[-1])
     for coefficient in reversed(coefficients[:-1]):
