@@ -33,7 +33,7 @@ LOGITS_ELEMENTS_MAX = 1 << 25
 LAUNCHES_OF_LAYER, LAUNCHES_OF_STEP = 10, 20
 LAUNCH_BYTES = 24 << 10
 """Of a captured step: at most so many kernels of each layer, and of what comes before and behind, and what the driver keeps on
-the card for one of them. PyTorch's documentation of CUDA graph trees says 64 KiB up to CUDA 12.4 and driver 550, and less since;
+the card for one of them. PyTorch's documentation of CUDA graph trees says 64 KiB up to CUDA 12.4 and driver 550, then less;
 vLLM's log tells 0.21 GiB for 35 sizes of Llama-3.2-1B, which without activations is some 17 to 30 KiB a launch. A guess until
 our own are measured: Llama-3.1-8B's steps come to 8 MiB each."""
 

@@ -174,8 +174,9 @@ def words_of(fit: MemoryFit) -> list[str]:
 
 
 def test_every_single_change_that_keeps_the_context_is_offered_behind_what_costs_less() -> None:
-    assert words_of(fit(26.0)) == ["a shorter context", "fewer at a time", KV_8, WEIGHTS_8, WEIGHTS_4]
-    lengths = [remedy.context_len for remedy in fit(26.0).remedies()]
+    captured = replace(fit(28), load=replace(LOAD, has_slots=True))
+    assert words_of(captured) == ["a shorter context", "fewer at a time", KV_8, WEIGHTS_8, WEIGHTS_4]
+    lengths = [remedy.context_len for remedy in captured.remedies()]
     assert lengths[2:] == [131_072] * 3, "two changes are not offered where one of them is enough"
     assert 0 < lengths[0] < lengths[1] < 131_072
 
