@@ -258,9 +258,10 @@ def _of(model: str, snapshot: SystemSnapshot) -> list[EngineReading]:
 
 
 def prompt_history(model: str, history: Sequence[SystemSnapshot]) -> list[float]:
-    """Return prompt tokens per second between neighbouring samples; a restarted engine's totals begin again at zero."""
+    """Return prompt tokens per second between neighbouring samples, without those of probes; a restarted engine's totals begin
+    again at zero."""
     counts = [
-        (snapshot.at, reading.status.prompt_tokens_total)
+        (snapshot.at, reading.status.prompt_tokens_total - reading.probe_prompt_tokens)
         for snapshot in history
         for reading in _of(model, snapshot)
         if reading.status is not None

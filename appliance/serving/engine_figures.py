@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Iterable
 
 from appliance.serving.usage_balance import UsageBalance
-from engine.protocol import EngineStatus, TenantProgress
+from engine.protocol import EngineStatus, TenantProgress, TokenEvent
 
 RATE_WINDOW_S = 2.0
 TTFTS_MAX = 256
@@ -20,12 +21,27 @@ class EngineFigures:
         self.balance = UsageBalance()
         self.tenants: list[TenantProgress] = []
         """Who held and waited for what when the engine last said so, a few times per second."""
+        self.probe_id: str | None = None
+        """The request of a probe on its way: its tokens are nobody's traffic and stand in no rate."""
+        self.probe_prompt_tokens = 0
+        self._probe_output_tokens = 0
+
+    def note_events(self, events: Iterable[TokenEvent]) -> None:
+        """Count what a probe took; called before the status of the same frame, whose totals hold it."""
+        if self.probe_id is None:
+            return
+        for event in events:
+            if event.request_id == self.probe_id:
+                self._probe_output_tokens += len(event.token_ids)
+                if event.finish_reason is not None:
+                    self.probe_prompt_tokens += event.num_prompt_tokens_computed
 
     def note_status(self, status: EngineStatus, monotonic_s: float) -> None:
-        """Remember how many tokens the engine had generated at that moment."""
-        if self._totals and status.generation_tokens_total < self._totals[-1][1]:
+        """Remember how many tokens the engine had generated at that moment, without those of probes."""
+        total = status.generation_tokens_total - self._probe_output_tokens
+        if self._totals and total < self._totals[-1][1]:
             self._totals.clear()  # a new engine process counts from zero
-        self._totals.append((monotonic_s, status.generation_tokens_total))
+        self._totals.append((monotonic_s, total))
         self.balance.note_status(status)
         if status.tenants is not None:
             self.tenants = status.tenants

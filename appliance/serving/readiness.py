@@ -1,6 +1,6 @@
 """Whether each model really answers: a token generated within the last probe interval, by traffic or by a probe of our own.
 
-A probe is one greedy token for nobody: it is not admitted, not billed and has no record.
+A probe is one greedy token for nobody: it is not admitted, not billed, has no record and stands in no figure.
 """
 
 from __future__ import annotations
@@ -87,13 +87,14 @@ class Readiness:
             prompt_token_ids=[info.eos_token_ids[0] if info.eos_token_ids else 0],
             sampling=SamplingParams(temperature=0.0, max_tokens=1, seed=0, ignore_eos=True),
         )
-        counted, balance = _Counted(), model.client.figures.balance
+        counted, figures = _Counted(), model.client.figures
+        figures.probe_id = request.request_id
         try:
             events = model.client.submit(request)
         except GatehouseError as error:
             log.warning("probe failed", model=model.name, reason=error.message)
             return
-        balance.opened()
+        figures.balance.opened()
         try:
             try:
                 async with asyncio.timeout(PROBE_TIMEOUT_S):
@@ -105,7 +106,7 @@ class Readiness:
         except GatehouseError as error:
             log.warning("probe failed", model=model.name, reason=error.message)
         finally:
-            balance.closed(generated_tokens=counted.tokens, billed_completion=0, billed_prompt=0)
+            figures.balance.closed(generated_tokens=counted.tokens, billed_completion=0, billed_prompt=0)
 
 
 @dataclass(slots=True)

@@ -234,6 +234,7 @@ class Supervisor:
             self._loaded, self._progress_monotonic_s = frame.load_fraction, now_s
         if frame.ready is not None:
             self.figures.balance.process_ready()
+        self.figures.note_events(frame.events)
         if frame.status is not None:
             self.figures.note_status(frame.status, now_s)
         if any(event.token_ids for event in frame.events):

@@ -42,8 +42,9 @@ class TenantReading:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineReading:
-    """One served model at one moment. `tokens_per_second` counts generated tokens over the last second. `tenants` are those
-    with live requests, the largest holders of KV blocks first."""
+    """One served model at one moment. `tokens_per_second` counts generated tokens over the last second, those of probes left
+    out; `probe_prompt_tokens` are what probes sent so far. `tenants` are those with live requests, the largest holders of KV
+    blocks first."""
 
     model: str
     state: str
@@ -57,6 +58,7 @@ class EngineReading:
     tokens_per_second: float
     ttft_p50_s: float | None
     ttft_p95_s: float | None
+    probe_prompt_tokens: int = 0
     tenants: list[TenantReading] = field(default_factory=list)
 
 

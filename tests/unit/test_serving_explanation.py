@@ -8,6 +8,7 @@ import pytest
 
 from appliance.serving.engine_figures import RATE_WINDOW_S, EngineFigures
 from appliance.serving.explanation import Timeline, explain
+from engine.protocol import FinishReason, TokenEvent
 from tests.support.fake_engine import engine_status
 
 DONE = Timeline(
@@ -82,6 +83,18 @@ def test_a_new_engine_process_counts_from_zero() -> None:
     figures.note_status(engine_status(generation_tokens_total=20), 2.0)
 
     assert figures.tokens_per_second(2.0) == 20.0
+
+
+def test_a_probe_is_in_no_rate() -> None:
+    figures = EngineFigures()
+    for second in range(4):
+        figures.probe_id = f"probe_{second}"
+        token = TokenEvent(f"probe_{second}", [7], 1, 1, finish_reason=FinishReason.LENGTH)
+        figures.note_events([token, TokenEvent("req_1", [7], 1, 1)])
+        figures.note_status(engine_status(generation_tokens_total=2 * second + 2), float(second))
+
+    assert figures.tokens_per_second(3.0) == 1.0
+    assert figures.probe_prompt_tokens == 4
 
 
 def test_quantiles_are_of_recent_requests() -> None:

@@ -13,6 +13,7 @@ from appliance.serving.prompting import Prompting
 from appliance.serving.readiness import Readiness
 from appliance.serving.supervisor import Supervisor
 from tests.support.clock import FakeClock
+from tests.support.fake_engine import engine_status
 from tests.support.ledgers import until
 from tests.support.served_model import make_hollow_model
 from tests.unit.test_serving_supervisor import command
@@ -62,6 +63,21 @@ async def test_the_first_probe_makes_a_model_ready_and_silence_makes_it_stale(mo
 
     clock.advance(INTERVAL_S + 1)
     assert "last token 31 s ago" in (readiness.problem(model) or "")
+
+
+async def test_probes_stand_in_no_figure(model: ServedModel, clock: FakeClock) -> None:
+    readiness = Readiness(ModelRegistry([model]), clock, interval_s=INTERVAL_S)
+    await model.client.wait_for_state("ready")
+    await until(lambda: model.client.status is not None)
+    readiness.start()
+    await until(lambda: readiness.problem(model) is None)
+    await until(lambda: (model.client.status or engine_status()).generation_tokens_total == 1)
+    clock.advance(1.0)
+    await until(lambda: len(model.client.figures._totals) > 1)
+    await readiness.stop()
+
+    assert model.client.figures.tokens_per_second(clock.monotonic_s()) == 0.0
+    assert model.client.figures.probe_prompt_tokens == 1
 
 
 async def test_a_probe_comes_before_the_interval_is_over(model: ServedModel, clock: FakeClock) -> None:
