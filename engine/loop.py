@@ -197,7 +197,7 @@ class Engine:
     def _observe(self, batch: ScheduledBatch, predicted_s: float, step_s: float) -> None:
         self._figures.count(batch, step_s)
         if self._step_budget is not None:
-            self._step_budget.observe(predicted_s, step_s)
+            self._step_budget.observe(predicted_s, step_s, has_chunk=bool(batch.prefills))
 
     def _overlap(self, overlapped: OverlappedSteps, batch: ScheduledBatch, started_s: float) -> list[TokenEvent]:
         """Launch a step, then take over the one before it; one that cannot be launched is computed when that is done."""

@@ -28,7 +28,7 @@ CROWDED_SHARE = 0.9
 
 SCALE_MIN, SCALE_MAX = 0.25, 16.0
 SCALE_RATE = 1 / 64
-"""Weight of one observation: the scale follows a device that slows down within about a hundred steps."""
+"""Weight of one observation: a scale follows a device that slows down within about a hundred steps of its kind."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,7 +50,7 @@ class StepBudget:
     def __init__(self, model: StepTimeModel, targets: BudgetTargets | None = None) -> None:
         self.model = model
         self.targets = BudgetTargets() if targets is None else targets
-        self.scale = 1.0
+        self.decode_scale = self.chunk_scale = 1.0
         self._limit_s = 0.0
         self._fixed_s = 0.0
         self._num_tokens = 0
@@ -60,7 +60,7 @@ class StepBudget:
     def begin_step(self, num_decodes: int, sum_context: int) -> None:
         """Open a step with `num_decodes` decodes, whose cached tokens sum to `sum_context`."""
         targets = self.targets
-        self._limit_s = AIM_SHARE * (targets.target_s if num_decodes else targets.gap_max_s) / self.scale
+        self._limit_s = AIM_SHARE * (targets.target_s if num_decodes else targets.gap_max_s) / self.chunk_scale
         self._fixed_s = self.model.host_s + self.model.context_s * sum_context
         self._num_tokens = self._num_rows = num_decodes
         self._has_chunk = False
@@ -74,7 +74,7 @@ class StepBudget:
         products_s = num_decodes * (model.token_s + model.sampled_row_s)
         decodes_s = model.host_s + max(model.weights_s(num_decodes), products_s) + model.context_s * sum_context
         least_s = model.host_s + model.weights_s(1)
-        return num_decodes > 0 and decodes_s > max(CROWDED_SHARE * self.targets.target_s / self.scale, 2 * least_s)
+        return num_decodes > 0 and decodes_s > max(CROWDED_SHARE * self.targets.target_s / self.decode_scale, 2 * least_s)
 
     def chunk(self, start: int, wanted: int) -> int:
         """Take up to `wanted` prefill tokens of a request that has `start` computed; 0 when the step is full."""
@@ -102,11 +102,16 @@ class StepBudget:
         self.begin_step(num_decodes, sum_context)
         return self.chunk(start, 1 << 30)
 
-    def observe(self, predicted_s: float, measured_s: float) -> None:
-        """Follow a device that is slower or faster than the model says, by an exponential mean of the ratio."""
-        if predicted_s > 0:
-            ratio = min(max(measured_s / predicted_s, SCALE_MIN), SCALE_MAX)
-            self.scale += (ratio - self.scale) * SCALE_RATE
+    def observe(self, predicted_s: float, measured_s: float, *, has_chunk: bool) -> None:
+        """Follow a device that is slower or faster than the model says, by an exponential mean of the ratio. Steps with chunks
+        of prompts have their own: they are computed in another way than decodes."""
+        if predicted_s <= 0:
+            return
+        ratio = min(max(measured_s / predicted_s, SCALE_MIN), SCALE_MAX)
+        if has_chunk:
+            self.chunk_scale += (ratio - self.chunk_scale) * SCALE_RATE
+        else:
+            self.decode_scale += (ratio - self.decode_scale) * SCALE_RATE
 
 
 def _solve(pair_s: float, linear_s: float, left_s: float) -> float:

@@ -118,16 +118,32 @@ def test_the_budget_shrinks_when_the_device_is_slower_than_predicted() -> None:
     budget = StepBudget(llama())
     before = budget.prefill_tokens(10, 10_000)
     for _ in range(500):
-        budget.observe(0.01, 0.02)
-    assert budget.scale == pytest.approx(2.0, abs=0.01)
+        budget.observe(0.01, 0.02, has_chunk=True)
+    assert budget.chunk_scale == pytest.approx(2.0, abs=0.01)
     assert budget.prefill_tokens(10, 10_000) < before / 2
 
 
 def test_one_absurd_measurement_moves_the_scale_little() -> None:
     budget = StepBudget(llama())
-    budget.observe(0.01, 1e9)
-    assert budget.scale < 1 + SCALE_MAX / 60
-    budget.observe(0.0, 1.0)
+    budget.observe(0.01, 1e9, has_chunk=True)
+    assert budget.chunk_scale < 1 + SCALE_MAX / 60
+    budget.observe(0.0, 1.0, has_chunk=True)
+
+
+def test_decodes_that_are_faster_than_predicted_make_no_chunk_larger() -> None:
+    budget = StepBudget(llama())
+    before = budget.prefill_tokens(64, 64 * 300)
+    for _ in range(400):
+        budget.observe(0.005, 0.004, has_chunk=False)
+    assert budget.decode_scale == pytest.approx(0.8, abs=0.01)
+    assert budget.prefill_tokens(64, 64 * 300) == before
+
+
+def test_slow_chunks_crowd_nobody_out() -> None:
+    budget = StepBudget(llama(), BudgetTargets(target_s=0.025))
+    for _ in range(400):
+        budget.observe(0.01, 0.02, has_chunk=True)
+    assert not budget.is_crowded(256, 256 * 1000)
 
 
 def test_a_step_is_crowded_when_decodes_alone_nearly_fill_it() -> None:
