@@ -15,7 +15,9 @@ from contextlib import contextmanager
 
 import torch
 
+from engine.config.pooling import PoolingConfig
 from engine.runner.batch_inputs import InputRow
+from engine.runner.embedder import Embedder
 from engine.runner.paged_decoder import PagedDecoder
 from engine.sampling.acceptance import accept_by_rejection
 from engine.scheduling.limits import SchedulerLimits
@@ -87,6 +89,14 @@ def compile_steps(decoder: PagedDecoder, limits: SchedulerLimits, *, max_guesses
     for number, longest in sorted(steps):
         rows = [_row(longest, block_size)] + [_row(min(longest, 2), block_size)] * (number - 1)
         decoder.logits(decoder.forward(decoder.prepare(rows)), wide=False)
+    _compile_texts(decoder, room)
+
+
+def _compile_texts(decoder: PagedDecoder, max_tokens: int) -> None:
+    """Embeddings of whole texts, which have no cache and no fused layers."""
+    embedder = Embedder(decoder.text_model, PoolingConfig(mode="last"))
+    for length in sorted({min(length, max_tokens) for length in (1, *CHUNKS)}):
+        embedder.embed([[0] * length])
 
 
 @torch.inference_mode()

@@ -26,11 +26,13 @@ from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
 from engine.build import build_engine
+from engine.config.pooling import MODES, PoolingConfig
 from engine.loop import Engine
 from engine.options import EngineOptions
 from engine.quantization.places import Fp8CodesPlace
 from engine.runner.ahead import launches_ahead
 from engine.runner.cuda_graphs import DirectCalls
+from engine.runner.embedder import Embedder
 from engine.runner.weights import WeightPlan
 from engine.scheduling.scheduled_batch import BlockMoves
 from engine.speculation.options import SpeculativeOptions
@@ -280,6 +282,15 @@ def traffic(engine: Engine, steps: int, seed: int) -> None:
         engine.runner.move(BlockMoves(swap_out=pairs, swap_in=pairs, copies=pairs))  # to where they are
 
 
+def embed(engine: Engine) -> None:
+    """Texts of all lengths, alone and together, beside the steps."""
+    text_model = engine.runner.text_model  # type: ignore[attr-defined]
+    embedders = [Embedder(text_model, PoolingConfig(mode=mode)) for mode in MODES]
+    for lengths in ((1,), (2,), (9,), (17,), (100,), (500,), (1500,), (3, 1), (40, 40, 5), (1,) * 30, (700, 20)):
+        for embedder in embedders:
+            embedder.embed([[7] * length for length in lengths])
+
+
 def sampling(rng: random.Random) -> dict[str, Any]:
     """Most are greedy or have a temperature; the others want what a request may want."""
     return rng.choice(
@@ -299,6 +310,7 @@ def variants(case: Case, recorder: Recorder, memory: Memory, steps: int) -> dict
         memory.is_garbage = False
         at_start = {name: dict(keys) for name, keys in recorder.seen.items()}
         traffic(engine, steps, seed=0)
+        embed(engine)
     asked = {name: sum(keys.values()) for name, keys in at_start.items()}
     launched = {name: [key for key, only_asked in keys.items() if not only_asked] for name, keys in at_start.items()}
     late = {name: sorted(set(keys) - set(at_start.get(name, ()))) for name, keys in recorder.seen.items()}
