@@ -58,7 +58,7 @@ def _paged_prefill(
 
 OPERATIONS = replace(
     plain.OPERATIONS,
-    words=f"compiled vectors of {LANES} numbers, {'the threads of torch' if pool().address else 'one thread'}",
+    words=f"Numba kernels, {LANES} float32 lanes, " + ("torch's threads" if pool().address else "one thread"),
     embed=embed,
     rotation_rows=rotation_rows,
     rms_norm=rms_norm,

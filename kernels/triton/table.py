@@ -29,7 +29,7 @@ from kernels.triton.rope_and_cache import rope_and_cache
 from kernels.triton.token_counts import count_tokens
 
 OPERATIONS = Operations(
-    words="Triton kernels, products of many rows by the library",
+    words="Triton kernels, large products by cuBLAS",
     embed=embed,
     rotation_rows=rotation_rows,
     rms_norm=rms_norm,
