@@ -50,3 +50,21 @@ class ChoosingRows:
             column, offset = divmod(end - 1, block_size)
             places.append(item.request.block_table[column] * block_size + offset)
         return [self.slots, self.tokens, [end - 1 for end in self.positions], places, self.positions]
+
+
+def row_groups(slots: Sequence[int], lens: Sequence[int], together: int) -> list[list[int]]:
+    """Rows of one slot, which stand together, in groups of at most so many that are attended as one. lens: of the rows'
+    contexts, each one longer than the one before → in columns, as many as there are rows: the slot of a group, the length of
+    its last row's context, and its end among the rows. Behind the last group are some without rows, of length 0."""
+    ends, first = [], 0
+    for row in range(1, len(slots) + 1):
+        if row == len(slots) or slots[row] != slots[first] or row - first == together:
+            ends.append(row)
+            first = row
+    num_absent = len(slots) - len(ends)
+    last_rows = [end - 1 for end in ends]
+    return [
+        [slots[row] for row in last_rows] + [slots[-1]] * num_absent,
+        [lens[row] for row in last_rows] + [0] * num_absent,
+        ends + [len(slots)] * num_absent,
+    ]

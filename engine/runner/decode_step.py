@@ -24,6 +24,7 @@ from functools import partial
 
 import torch
 
+from engine.runner.batch_inputs import BatchInputs
 from engine.runner.paged_decoder import PagedDecoder
 from engine.runner.recorded_step import RecordedSteps
 from engine.runner.slots import SlotState
@@ -62,8 +63,8 @@ class DecodeStep:
         self._sampler = sampler
         self._draft = draft
         sequence = decoder.sequence if is_recorded else None
-        self._recorded = RecordedSteps(sequence, partial(self._run, prepares=True), max_rows)
-        self._recorded_guesses = RecordedSteps(sequence, partial(self._run, prepares=False), max_rows)
+        self._recorded = RecordedSteps(sequence, partial(self._run, has_guesses=False), max_rows)
+        self._recorded_guesses = RecordedSteps(sequence, partial(self._run, has_guesses=True), max_rows)
         self._workspaces = decoder.keep_workspaces(max_rows, num_columns)
 
     def __call__(self, size: int, kind: Kind | None, *, has_guesses: bool = False) -> None:
@@ -86,14 +87,15 @@ class DecodeStep:
         self._choose(self._logits[:size], size, kind, masks)
 
     def _run(
-        self, size: int, kind: Kind | None, before_layer: Callable[[], None] | None, *, prepares: bool
+        self, size: int, kind: Kind | None, before_layer: Callable[[], None] | None, *, has_guesses: bool
     ) -> torch.Tensor | None:
-        """Operation by operation; logits [size, V] where no kind is given. `prepares`: the inputs, from the slots."""
-        if prepares:
+        """Operation by operation; logits [size, V] where no kind is given."""
+        if not has_guesses:
             self._inputs.prepare(size)
-        if self._draft is not None:
-            self._draft.forward(size, before_layer)
-        hidden = self.forward(size, before_layer)
+        steps = [self] if self._draft is None else [self._draft, self]
+        inputs = [step.inputs(size, has_guesses=has_guesses) for step in steps]  # a record keeps what is before all layers
+        for step, each in zip(steps, inputs, strict=True):
+            hidden = step.forward(each, before_layer)
         if kind is not None and kind.greedy and self._greedy_head is not None and size <= ops.FUSED_ROWS_MAX:
             self._state.advance(self._inputs.rows[:size], self._greedy_head(hidden), out=self.sampled[:size])
             return None
@@ -103,9 +105,13 @@ class DecodeStep:
         self._choose(logits, size, kind, None)
         return None
 
-    def forward(self, size: int, before_layer: Callable[[], None] | None) -> torch.Tensor:
-        """Hidden states of inputs that are written, [size, hidden]; their keys and values go to the cache."""
-        return self._decoder.forward(self._inputs.of(self._decoder, self._workspaces, size), before_layer)
+    def inputs(self, size: int, *, has_guesses: bool) -> BatchInputs:
+        """The first `size` rows, as they are written, for this model."""
+        return self._inputs.of(self._decoder, self._workspaces, size, has_guesses=has_guesses)
+
+    def forward(self, inputs: BatchInputs, before_layer: Callable[[], None] | None) -> torch.Tensor:
+        """Hidden states of all rows, [R, hidden]; their keys and values go to the cache."""
+        return self._decoder.forward(inputs, before_layer)
 
     def _choose(self, logits: torch.Tensor, size: int, kind: Kind, masks: torch.Tensor | None) -> None:
         rows, lens = self._inputs.rows[:size], self._inputs.context_lens[:size]

@@ -85,6 +85,12 @@ class PagedDecoder:
                 planner.workspace = workspace
         return workspaces
 
+    @property
+    def queries_together(self) -> int:
+        """Of how many consecutive tokens of a request at most the queries should be attended as one, each a row of a step."""
+        table = operations(self._device, batch_invariant=self.batch_invariant)
+        return min(table.queries_together(shape, self.kv_caches[0].dtype, self._device) for shape in self.attention_shapes)
+
     def prepare(self, rows: Sequence[InputRow]) -> BatchInputs:
         """Tensors of one pass over `rows`."""
         return make_batch_inputs(

@@ -27,6 +27,12 @@ class ReadySteps:
         self._max_num_seqs = max_num_seqs
         self._lands_at_once = lands_at_once
 
+    @property
+    def guess_sizes(self) -> list[int]:
+        """Of steps with guesses."""
+        max_rows = self._inputs.max_rows
+        return sorted({guesses_size(num_rows, max_rows) for num_rows in range(2, max_rows + 1)})
+
     def choose_graph(self, num_rows: int, wants: Wants, *, has_guesses: bool = False) -> tuple[int, Kind | None]:
         """Of a step: the size that it is rounded up to, and its kind, None if it is computed as far as its logits, which all
         kinds of a size have in common. The inputs are written behind this call."""

@@ -94,7 +94,7 @@ class SlotRunner:
         self._state = SlotState(max_num_seqs, num_columns, device=device, dtype=target.dtype)
         self._slots = SlotTable(self._state, sampler)
         max_rows = max_num_seqs + max_guesses
-        self._inputs = StepInputs(self._state, max_rows=max_rows, block_size=block_size, device=device, dtype=target.dtype)
+        self._inputs = StepInputs(self._state, target, max_rows=max_rows, block_size=block_size, device=device)
         over_slots = self._inputs, self._state, sampler
         make_step = partial(DecodeStep, device=device, is_recorded=lands_at_once)
         make_ready = partial(
@@ -203,7 +203,11 @@ class SlotRunner:
 
     @torch.inference_mode()
     def _compile_choices(self) -> None:
-        """Choose a token in every way, after a decode and after a chunk, with and without masks: for a row of padding."""
+        """Choose a token in every way, after a decode and after a chunk, with and without masks: for a row of padding. Before
+        that, steps with guesses of all sizes as far as their logits."""
+        for size in self._steps.guess_sizes if self._has_guesses else ():
+            self._inputs.write(NO_INPUTS, size)
+            self._step(size, None, has_guesses=True)
         self._inputs.write_rows(NO_ROWS, 1)
         self._step(1, None)
         logits = self._target.logits(

@@ -1,18 +1,25 @@
 """What a decode step reads of its rows: buffers that stay where they are, for all models that compute the step.
 
 Mostly the device fills them itself, from slots. Of steps in which requests verify guesses the host writes them, as it knows
-how far each request is.
+how far each request is. There a request's rows are attended in groups, where the kernels do so: a group reads the blocks of its
+request once.
+
+    slot     4  4  4  4  4  7  -          rows: of two requests, one of them with four guesses, and padding
+    context 31 32 33 34 35 12  0
+    group   └───── 34 ┘ 35 12  0          of at most four rows, each with the context of its last one
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
 import torch
 
 from engine.runner.batch_inputs import BatchInputs
+from engine.runner.choosing_rows import row_groups
 from engine.runner.paged_decoder import PagedDecoder
 from engine.runner.slots import NOTHING, SlotState
 from engine.runner.staging import Staging
@@ -25,19 +32,25 @@ PADDING = (NOTHING, 0, 0, NOTHING, 0)
 class StepInputs:
     """Of up to `max_rows` rows. A row whose slot is below 0 is padding: it reads no context and writes no key."""
 
-    def __init__(self, state: SlotState, *, max_rows: int, block_size: int, device: torch.device, dtype: torch.dtype) -> None:
+    def __init__(
+        self, state: SlotState, decoder: PagedDecoder, *, max_rows: int, block_size: int, device: torch.device
+    ) -> None:
+        """`decoder`: the model whose kernels say how many rows are attended together."""
         num_columns = state.tables.shape[1]
         self.rows = torch.full((max_rows,), NOTHING, dtype=torch.int32, device=device)  # the slot of each
         self.token_ids = torch.zeros(max_rows, dtype=torch.int64, device=device)
         self.positions = torch.zeros(max_rows, dtype=torch.int64, device=device)
         self.slot_mapping = torch.full((max_rows,), NOTHING, dtype=torch.int64, device=device)
         self.context_lens = torch.zeros(max_rows, dtype=torch.int32, device=device)
-        self.block_tables = torch.zeros(max_rows, num_columns, dtype=torch.int32, device=device)
+        self.block_tables = torch.zeros(max_rows, num_columns, dtype=torch.int32, device=device)  # of rows, or of groups
+        self._group_lens = torch.zeros(max_rows, dtype=torch.int32, device=device)
+        self._group_starts = torch.zeros(max_rows + 1, dtype=torch.int32, device=device)  # among the rows
+        self._together = decoder.queries_together
         self._written: tuple[Sequence[int], int] = (), 0  # the last slots of `write_rows`, while they stand in `rows`
         self._state = state
         self._block_size = block_size
         self._staging = Staging(device)
-        self._ops = ops.operations(device, dtype)
+        self._ops = ops.operations(device, decoder.dtype)
 
     @property
     def max_rows(self) -> int:
@@ -55,15 +68,21 @@ class StepInputs:
         of them is padding."""
         self._written = (), 0
         num_padded = size - len(columns[0])
-        table = np.array([[*column, *[value] * num_padded] for column, value in zip(columns, PADDING, strict=True)])
-        inputs = self.rows, self.token_ids, self.positions, self.slot_mapping, self.context_lens
+        padded = [[*column, *[value] * num_padded] for column, value in zip(columns, PADDING, strict=True)]
+        inputs = [self.rows, self.token_ids, self.positions, self.slot_mapping, self.context_lens]
+        owners = padded[0]
+        if self._together > 1:
+            owners, *groups = row_groups(padded[0], padded[-1], self._together)
+            padded += groups
+            inputs += [self._group_lens, self._group_starts[1:]]
+        table = np.array([owners, *padded])
         if self._state.host_tables is not None:
-            for target, values in zip(inputs, table, strict=True):
+            for target, values in zip(inputs, table[1:], strict=True):
                 target.numpy()[:size] = values
             self.block_tables.numpy()[:size] = self._state.host_tables[table[0]]
             return
         sent = self._staging.send(table)
-        for target, column in zip(inputs, sent, strict=True):
+        for target, column in zip(inputs, sent[1:], strict=True):
             target[:size].copy_(column)
         self.block_tables[:size].copy_(self._state.tables.index_select(0, sent[0].clamp_min(0)))
 
@@ -86,9 +105,15 @@ class StepInputs:
             block_tables=self.block_tables[:size],
         )
 
-    def of(self, decoder: PagedDecoder, workspaces: Sequence[Any], size: int) -> BatchInputs:
-        """The first `size` rows for one of the models. workspaces: of its attention, for as many rows as there may be."""
-        positions, tables, lens = self.positions[:size], self.block_tables[:size], self.context_lens[:size]
+    def of(self, decoder: PagedDecoder, workspaces: Sequence[Any], size: int, *, has_guesses: bool) -> BatchInputs:
+        """The first `size` rows for one of the models. workspaces: of its attention, for as many rows as there may be.
+        `has_guesses`: as `write` has left them."""
+        positions, tables = self.positions[:size], self.block_tables[:size]
+        lens, plan = self.context_lens[:size], partial(ops.PagedPlan, num_decodes=size)
+        if has_guesses and self._together > 1:
+            starts = self._group_starts[: size + 1]
+            lens = self._group_lens[:size]
+            plan = partial(ops.PagedPlan, num_decodes=0, query_starts=starts, max_query_len=self._together)
         return BatchInputs(
             token_ids=self.token_ids[:size],
             positions=positions,
@@ -96,7 +121,13 @@ class StepInputs:
             slot_mapping=self.slot_mapping[:size],
             sampled_rows=None,
             attention=tuple(
-                ops.PagedPlan(shape, size, tables, lens, workspace=workspace, is_row_invariant=decoder.batch_invariant)
+                plan(
+                    shape=shape,
+                    block_tables=tables,
+                    context_lens=lens,
+                    workspace=workspace,
+                    is_row_invariant=decoder.batch_invariant,
+                )
                 for shape, workspace in zip(decoder.attention_shapes, workspaces, strict=True)
             ),
         )

@@ -32,3 +32,10 @@ def test_operations_that_batch_invariant_engines_do_without_are_told() -> None:
 def test_a_cpu_has_no_kernels_of_triton() -> None:
     for dtype in (torch.float32, torch.bfloat16):
         assert "triton" not in listed(torch.device("cpu"), dtype)
+
+
+def test_rows_of_batch_invariant_engines_and_of_cpus_are_attended_one_by_one() -> None:
+    shape = ops.AttentionShape(16, 32, 8, 128)
+    for device, invariant in ((GPU, True), (torch.device("cpu"), False)):
+        table = ops.operations(device, batch_invariant=invariant)
+        assert table.queries_together(shape, torch.float32, device) == 1

@@ -64,7 +64,11 @@ _LAUNCHED: dict[str, Any] = {
     **{name: launched(getattr(table, name)) for name in WRITING},
 }
 OPERATIONS = replace(
-    table.OPERATIONS, words="torch operations on a rehearsed card", pages=lambda _shape, _kv_dtype: True, **_LAUNCHED
+    table.OPERATIONS,
+    words="torch operations on a rehearsed card",
+    pages=lambda _shape, _kv_dtype: True,
+    queries_together=lambda *_: 4,
+    **_LAUNCHED,
 )
 
 

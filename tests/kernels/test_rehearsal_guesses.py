@@ -1,0 +1,80 @@
+"""Guesses of one request are attended in groups by the kernels that serve on a GPU: the tokens are those of plain decoding."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+
+from engine.runner.decode_step import DecodeStep
+from engine.speculation.options import SpeculativeOptions
+from kernels import ops
+from tests.support.engines import run_to_end, small_engine, tokens, wanted
+from tests.support.guessing import foresee
+from tests.support.kernel_device import interpret_without_gpu
+from tests.support.rehearsal import Schedule, rehearsal
+from tests.support.tiny_models import make_model
+
+interpret_without_gpu()
+from kernels.triton import attention_prefill  # noqa: E402
+from kernels.triton.attention_decode import paged_decode  # noqa: E402
+
+# The interpreter of Triton 3.6 turns the bounds of a loop into integers in a way that numpy will refuse one day.
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:Conversion of an array with ndim:DeprecationWarning"),
+    pytest.mark.skipif(torch.cuda.is_available(), reason="with a GPU nothing is rehearsed"),
+]
+
+SMALL: dict[str, Any] = {"max_num_seqs": 2, "max_model_len": 32, "num_kv_blocks": 8, "max_num_batched_tokens": 16}
+GUESSING = SpeculativeOptions.parse({"method": "ngram", "num_speculative_tokens": 9, "prompt_lookup_max": 3})
+
+
+def test_the_kernels_read_a_context_once_for_several_guesses(tmp_path: Path) -> None:
+    make_model("llama", tmp_path, num_hidden_layers=1, head_dim=16)
+    requests = [wanted("a", [5, 6, 7], max_tokens=20), wanted("b", [8], max_tokens=3)]
+    expected = run_to_end(small_engine(tmp_path, dtype="float32", **SMALL), requests)
+    decode = mock.Mock(wraps=paged_decode)
+    with rehearsal(Schedule.RANDOM) as card:
+        engine = small_engine(tmp_path, device="cuda", dtype="float32", speculative_config=GUESSING, **SMALL)
+        foresee(engine, tokens(expected["a"]), 10)
+        with mock.patch.object(attention_prefill, "paged_decode", decode):
+            found = run_to_end(engine, requests)
+    assert {name: tokens(each) for name, each in found.items()} == {name: tokens(each) for name, each in expected.items()}
+    assert engine.status().accepted_draft_tokens_total > 9
+    assert engine.fallbacks.count == 0
+    assert card.num_replays
+    grouped = [call for call in decode.call_args_list if len(call.args[0]) == len(call.args[2]) > 8]
+    assert grouped, "steps have room for as many groups as rows"
+    assert all(call.kwargs["max_query_len"] == 8 for call in grouped)
+
+
+def test_kernels_of_steps_with_guesses_are_asked_for_in_all_their_sizes_before_anything_is_launched(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    make_model("llama", tmp_path, num_hidden_layers=1, head_dim=16)
+    asked: list[tuple[int, bool]] = []
+    is_asking = False
+    step = DecodeStep.__call__
+
+    @contextmanager
+    def compiled_together(_: Callable[[ops.Variants], None]) -> Iterator[None]:
+        nonlocal is_asking
+        is_asking = True
+        yield
+        is_asking = False
+
+    def note(self: DecodeStep, size: int, *given: Any, has_guesses: bool = False) -> None:
+        if is_asking:
+            asked.append((size, has_guesses))
+        step(self, size, *given, has_guesses=has_guesses)
+
+    monkeypatch.setattr(ops, "compiled_together", compiled_together)
+    monkeypatch.setattr(DecodeStep, "__call__", note)
+    with rehearsal(runs_kernels=False):
+        small_engine(tmp_path, device="cuda", dtype="float32", speculative_config=GUESSING, **{**SMALL, "max_num_seqs": 8})
+    assert sorted({size for size, has_guesses in asked if has_guesses}) == [2, 4, 8, 16, 32, 64, 72]
