@@ -20,7 +20,7 @@ from engine.scheduling.backlog import Backlog
 from engine.scheduling.pace import FairSettings as FairSettings
 from engine.scheduling.pace import Pace, recovering
 from engine.scheduling.policy import CanStart, PolicyContext, under_way
-from engine.scheduling.request import Request, RequestStatus
+from engine.scheduling.request import Request, RequestStatus, account_of
 from engine.scheduling.room_making import RoomMaking
 from engine.scheduling.turn_order import TurnOrder
 
@@ -61,7 +61,7 @@ class FairPolicy:
         self._fruitless = NEVER  # versions of accounts and pace, and the step, when no victim was found
 
     def waits(self, request: Request) -> None:
-        account = _account(request)
+        account = account_of(request)
         backlog = self.backlogs[account.priority]
         self._note_head(account)
         if not self._num_waiting[account.priority]:
@@ -75,7 +75,7 @@ class FairPolicy:
 
     def left(self, request: Request) -> None:
         """It started, or it ended while it waited."""
-        account = _account(request)
+        account = account_of(request)
         self._note_head(account)
         self._num_waiting[account.priority] -= 1
         self.settled(account)
@@ -87,7 +87,7 @@ class FairPolicy:
             account.head_round = self.backlogs[account.priority].round
 
     def started(self, request: Request) -> None:
-        priority = _account(request).priority
+        priority = account_of(request).priority
         request.is_aged = request.is_aged or self._is_overdue(priority)
         self._started_step[priority] = self._accounts.step
 
@@ -166,7 +166,7 @@ class FairPolicy:
         if self._is_fruitless():
             return []
         step, overdue, reserved = self._accounts.step, self._overdue_class(), self._reserved
-        if reserved is not None and reserved.status is RequestStatus.QUEUED and not self.is_ahead(_account(reserved)):
+        if reserved is not None and reserved.status is RequestStatus.QUEUED and not self.is_ahead(account_of(reserved)):
             return [reserved]
         for priority, backlog in self.backlogs.items():
             if self._num_waiting[priority] and overdue in (None, priority):
@@ -203,7 +203,7 @@ class FairPolicy:
     def recovers(self, request: Request, num_lost: int) -> None:
         """One request of a tenant at a time is secured until it has gained as many tokens as it lost: waste is bounded, and
         everybody gets on, however little room there is."""
-        account, costs = _account(request), self._accounts.costs
+        account, costs = account_of(request), self._accounts.costs
         start = request.num_computed_tokens
         self._room.wasted_ps += costs.prefill_ps(start, num_lost)
         if recovering(account) in (None, request):
@@ -222,11 +222,6 @@ class FairPolicy:
         return self._room.growth_victim(running)
 
 
-def _account(request: Request) -> Account:
-    assert request.account is not None, f"request {request.request_id} has no account"
-    return request.account
-
-
 def _has_work(account: Account, step: int) -> bool:
     """Whether it has a request to start, or a prefill that is not in the step yet."""
     if account.is_held:
@@ -235,5 +230,5 @@ def _has_work(account: Account, step: int) -> bool:
 
 
 def _is_paused(request: Request) -> bool:
-    account = _account(request)
+    account = account_of(request)
     return account.is_held and account.recovering is not request

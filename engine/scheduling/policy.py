@@ -21,7 +21,7 @@ from engine.scheduling.request import Request
 from engine.scheduling.urgency import Urgency
 
 LOOK_REQUESTS = 8
-"""Waiting requests looked at behind one that does not fit."""
+"""Requests looked at in a step: waiting ones behind one that does not fit, preempted ones, and whom these could replace."""
 
 SKIPS_MAX = 32
 """Times that others may pass a request that does not fit; then everybody waits for it, so that it cannot starve."""

@@ -38,6 +38,12 @@ def table_of(block_ids: Iterable[int] = ()) -> array[int]:
     return array("i", block_ids)
 
 
+def account_of(request: Request) -> Account:
+    """Who pays for a request that the scheduler has."""
+    assert request.account is not None, f"request {request.request_id} has no account"
+    return request.account
+
+
 class RequestStatus(StrEnum):
     """Where a request is; the values are those of `RequestProgress.state`."""
 
@@ -65,57 +71,46 @@ class Request:
 
     A submission with n > 1 answers is n of these with one `request_id` and an `index` each; the scheduler tells them apart
     by identity. `forked_from` is the one whose computed prompt blocks this one shares when they are still there.
-    `queue_deadline_s` is a time of the scheduler's clock; `queue_s` the wait until the first schedule, 0.0 before it.
-
-    `token_ids` is prompt and output in one list. `stop_ids` are the ids that end it (end-of-sequence unless ignored, and
-    the caller's own). `max_total_tokens` is prompt plus output, already bounded by the model's context.
-
-    `num_unknown_tokens` stand at the end of `token_ids`; `num_flying_tokens` are those of prompt chunks under way.
-
-    From `block_hashes` on the scheduler keeps its own notes: names of full blocks and the running hash behind the last of
-    them; prompt blocks that were promised but are not held yet; tokens that were computed when the request was preempted, and
-    those up to which it is not preempted again; steps (of the last chunk, of the next growth, of the last start or
-    preemption); whether it started because its class had waited for too long; who pays.
     """
 
     request_id: str
     tenant_id: str
     sampling: SamplingParams
-    token_ids: list[int]
+    token_ids: list[int]  # of prompt and output in one list
     num_prompt_tokens: int
-    max_total_tokens: int
-    stop_ids: frozenset[int]
-    arrived_s: float
-    index: int = 0
-    weight: int = 1
+    max_total_tokens: int  # of prompt and output, already bounded by the model's context
+    stop_ids: frozenset[int]  # that end it: end-of-sequence unless ignored, and the caller's own
+    arrived_s: float  # by the scheduler's clock, as every time here
+    index: int = 0  # of this answer among those of one submission
+    weight: int = 1  # of its tenant
     priority: Priority = Priority.STANDARD
-    queue_deadline_s: float | None = None
-    forked_from: Request | None = None
+    queue_deadline_s: float | None = None  # when it ends unless it has been scheduled
+    forked_from: Request | None = None  # another answer to this prompt, whose blocks this one shares
     status: RequestStatus = RequestStatus.QUEUED
     block_table: array[int] = field(default_factory=table_of)
-    num_computed_tokens: int = 0
-    num_prompt_tokens_computed: int = 0
-    num_cached_tokens: int = 0
+    num_computed_tokens: int = 0  # whose keys and values are in its blocks, or will be when the steps under way have ended
+    num_prompt_tokens_computed: int = 0  # the furthest that the prompt ever was, before preemptions too
+    num_cached_tokens: int = 0  # of the prompt, found in the prefix cache when it was first scheduled
     num_preemptions: int = 0
     num_rejected_draft_tokens: int = 0
-    num_unknown_tokens: int = 0
-    num_flying_tokens: int = 0
-    num_skips: int = 0
+    num_unknown_tokens: int = 0  # at the end of `token_ids`, which steps under way will yield
+    num_flying_tokens: int = 0  # of prompt chunks under way
+    num_skips: int = 0  # times that others passed it because it did not fit
     first_scheduled_s: float | None = None
-    queue_s: float = 0.0
+    queue_s: float = 0.0  # from arrival to its first schedule, 0.0 before it
     finish_reason: FinishReason | None = None
-    block_hashes: list[bytes] = field(default_factory=list)
-    prefix_hash: Any = None
-    prefix_is_blessed: bool = False
-    num_promised_blocks: int = 0
-    num_lost_tokens: int = 0
-    secured_len: int = 0
-    scheduled_step: int = -1
-    growth_step: int = -1
-    moved_step: int = -1
-    is_aged: bool = False
-    is_late: bool = False
-    account: Account | None = None
+    block_hashes: list[bytes] = field(default_factory=list)  # names of its full blocks in the prefix cache
+    prefix_hash: Any = None  # the running hash behind the last of these names
+    prefix_is_blessed: bool = False  # all named blocks so far may be shared by all tenants
+    num_promised_blocks: int = 0  # for its prompt, not held yet
+    num_lost_tokens: int = 0  # computed when it was last preempted
+    secured_len: int = 0  # computed tokens up to which it is not preempted again
+    scheduled_step: int = -1  # the last one with a chunk of its prompt
+    growth_step: int = -1  # the one in which its blocks will be full
+    moved_step: int = -1  # of its last start or preemption
+    is_aged: bool = False  # started because its class had waited for too long
+    is_late: bool = False  # it stepped aside, as its first token will not be in time
+    account: Account | None = None  # who pays; None before the scheduler has it
 
     @property
     def num_tokens(self) -> int:

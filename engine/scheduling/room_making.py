@@ -12,7 +12,7 @@ from engine.protocol import Priority
 from engine.scheduling.accounts import Account
 from engine.scheduling.pace import Pace, recovering
 from engine.scheduling.policy import PolicyContext
-from engine.scheduling.request import Request
+from engine.scheduling.request import Request, account_of
 
 SEAT_PERCENT = 87
 """A seat moves to an account that has one already only if its share stays so far below the other's: no churn at the border."""
@@ -50,7 +50,7 @@ class RoomMaking:
     def victim(self, applicant: Request) -> Request | None:
         """The youngest request of a lower class, of who holds most seats or blocks, or of who is furthest ahead; then of
         somebody in another class who pauses. A preempted request that has waited for long takes turns within its tenant."""
-        account = _account(applicant)
+        account = account_of(applicant)
         has_seat = len(self._accounts.running_requests) < self._context.max_num_seqs
         if not self._can_free(applicant):
             return None
@@ -77,7 +77,7 @@ class RoomMaking:
 
     def _can_free(self, applicant: Request) -> bool:
         """Whether taking all that may be taken would give it enough blocks; shared ones are counted as if they were not."""
-        account, kv = _account(applicant), self._context.kv
+        account, kv = account_of(applicant), self._context.kv
         found, needed = kv.num_spare, kv.blocks_for(applicant.num_tokens)
         if found >= needed:
             return True
@@ -111,7 +111,7 @@ class RoomMaking:
 
     def _most_blocks(self, applicant: Request) -> Account | None:
         """Who holds most blocks per weight and more than its share, if the applicant stays within its own."""
-        account, kv = _account(applicant), self._context.kv
+        account, kv = account_of(applicant), self._context.kv
         total_weight = self._accounts.totals[account.priority].weight
         share = kv.pool.num_blocks * account.weight
         if (_blocks(account) + kv.blocks_for(applicant.num_tokens)) * total_weight > share:
@@ -156,11 +156,6 @@ class RoomMaking:
             key=self._pace.lead_of,
         )
         return next(reversed(holder.running))
-
-
-def _account(request: Request) -> Account:
-    assert request.account is not None, f"request {request.request_id} has no account"
-    return request.account
 
 
 def _youngest(account: Account) -> Request | None:

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 
 from engine.protocol import FinishReason, TenantProgress, TokenEvent
-from engine.scheduling.accounts import Account, Accounts
+from engine.scheduling.accounts import Accounts
 from engine.scheduling.admission import Admission
 from engine.scheduling.block_pool import BlockPool
 from engine.scheduling.checks import check_scheduler
@@ -30,7 +30,7 @@ from engine.scheduling.outcomes import Outcomes
 from engine.scheduling.policy import Policy, PolicyContext, Start
 from engine.scheduling.prefix_cache import PrefixCache
 from engine.scheduling.probe import probe_item
-from engine.scheduling.request import Request, RequestStatus
+from engine.scheduling.request import Request, RequestStatus, account_of
 from engine.scheduling.scheduled_batch import RowResult, ScheduledBatch, ScheduledRequest, StepOutput
 from engine.scheduling.step_budget import StepBudget
 from engine.scheduling.token_events import token_event
@@ -226,8 +226,8 @@ class Scheduler:
         self._decodes.expect_grown(full)
 
     def _charge(self, request: Request, cost_ps: int) -> None:
-        self.accounts.charge(_account(request), cost_ps)
-        self.policy.charged(_account(request))
+        self.accounts.charge(account_of(request), cost_ps)
+        self.policy.charged(account_of(request))
 
     def _deal_prefills(self, batch: ScheduledBatch) -> None:
         if not self.accounts.prefilling and not (self._waiting and self.admission.has_seat):
@@ -261,7 +261,7 @@ class Scheduler:
         return True
 
     def _start(self, request: Request) -> None:
-        account = _account(request)
+        account = account_of(request)
         del self._waiting[request]
         num_swapped_in = self.admission.start(request)
         if num_swapped_in:
@@ -297,8 +297,8 @@ class Scheduler:
         """Take the seat and the blocks of a running request."""
         self._decodes.remove(request)
         self.admission.stop(request, is_preempted=is_preempted)
-        self.accounts.stop(_account(request), request)
-        self.policy.settled(_account(request))
+        self.accounts.stop(account_of(request), request)
+        self.policy.settled(account_of(request))
 
     def apply(self, batch: ScheduledBatch, outputs: Sequence[StepOutput]) -> list[TokenEvent]:
         """Take over what a step computed: `outputs[i]` belongs to `batch.items[i]`. Returns the events to send."""
@@ -318,7 +318,7 @@ class Scheduler:
         account = request.account
         if request in self._waiting:
             del self._waiting[request]
-            self.accounts.quit(_account(request), request)
+            self.accounts.quit(account_of(request), request)
             self.policy.left(request)
         elif not self._forks.leave(request):
             self._stop(request)
@@ -347,8 +347,3 @@ class Scheduler:
     def check_invariants(self) -> None:
         """Raise `AssertionError` unless blocks, requests, accounts and limits agree. For tests and for the idle engine."""
         check_scheduler(self)
-
-
-def _account(request: Request) -> Account:
-    assert request.account is not None
-    return request.account

@@ -6,8 +6,8 @@ for their first token after those that are not (`scheduling.urgency`).
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
+from enum import IntEnum
 from itertools import islice
 
 from engine.scheduling.accounts import Account
@@ -21,7 +21,14 @@ AGEING_ROUNDS = 4
 OVERTAKEN_PREFILLS_MAX = 2
 """Prefills under way that requests with a chance for their first token may overtake: they hold seats and blocks."""
 
-PREEMPTED, AGED, LATE = -math.inf, -float(1 << 40), 1.0  # places before and behind any cached prefix
+
+class Rank(IntEnum):
+    """Who goes first; among requests of one rank, those with the longest cached prefix, then the oldest."""
+
+    PREEMPTED = 0
+    AGED = 1
+    IN_TIME = 2
+    LATE = 3
 
 
 class TurnOrder:
@@ -54,22 +61,23 @@ class TurnOrder:
 
     def _by_preference(self, accounts: Sequence[Account], current_round: int) -> list[Request]:
         """Waiting requests that may start, next first; a bounded number of each account's."""
-        choices: list[tuple[float, float, int, Request]] = []
+        choices: list[tuple[Rank, int, float, int, Request]] = []  # rank, minus cached blocks, since when, place, request
         for account in accounts:
             self._put_late(account)
             late = account.waiting.first_late
             if late is not None and self._is_due(late):
-                choices.append((AGED, late.arrived_s, len(choices), late))
+                choices.append((Rank.AGED, 0, late.arrived_s, len(choices), late))
             has_aged = current_round - account.head_round >= AGEING_ROUNDS
             for place, request in enumerate(islice(account.waiting, looked_at(len(accounts)))):
                 if request.num_preemptions:
-                    choices.append((PREEMPTED, request.moved_step, len(choices), request))
+                    choices.append((Rank.PREEMPTED, 0, request.moved_step, len(choices), request))
                 elif request.is_late:
-                    choices.append((LATE, request.arrived_s, len(choices), request))
+                    choices.append((Rank.LATE, 0, request.arrived_s, len(choices), request))
                 elif has_aged and place == 0:
-                    choices.append((AGED, request.arrived_s, len(choices), request))
+                    choices.append((Rank.AGED, 0, request.arrived_s, len(choices), request))
                 else:
-                    choices.append((-self._match_len(request), request.arrived_s, len(choices), request))
+                    cached = self._match_len(request)
+                    choices.append((Rank.IN_TIME, -cached, request.arrived_s, len(choices), request))
         choices.sort()
         return [choice[-1] for choice in choices]
 

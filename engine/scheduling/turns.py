@@ -16,6 +16,7 @@ from itertools import islice
 
 from engine.scheduling.accounts import Account, Accounts
 from engine.scheduling.kv_blocks import KvBlocks
+from engine.scheduling.policy import LOOK_REQUESTS
 from engine.scheduling.request import Request, RequestStatus
 
 DUE_S = 1.5
@@ -29,7 +30,6 @@ RATION = 20
 FREE_TOKENS = 64
 """So little is computed again without being counted: the block that was not full, and a few lost ones."""
 
-LOOK_REQUESTS = 8
 NS_PER_S = 1_000_000_000
 
 
