@@ -42,6 +42,7 @@ import uvloop
 
 from appliance.base.interpreter import prepare_to_serve
 from bench.host_speed import HostSpeed, host_speed
+from bench.rows import append_row
 from tests.support.served_model import make_hollow_model
 from tests.support.wire import Wire
 
@@ -318,8 +319,7 @@ def main() -> None:
         "clients_scheduled": _scheduling(),
     }
     if not options.no_save:
-        with RESULTS.open("a", encoding="utf-8") as results:
-            results.write(json.dumps(row) + "\n")
+        append_row(RESULTS, row)
     print(json.dumps({name: value for name, value in row.items() if not name.startswith("samples")}, indent=1))
 
 

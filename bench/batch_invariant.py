@@ -12,24 +12,19 @@ from __future__ import annotations
 
 import argparse
 import json
-import random
 import statistics
 import tempfile
 from pathlib import Path
 from typing import Any
 
-from bench.engine_cpu import SIZES, environment, make_model, timed
+from bench.engine_cpu import SIZES, environment, make_model, make_prompts, timed
+from bench.rows import append_row
 from engine import LLM, SamplingParams
 
 RESULTS = Path(__file__).parent / "results" / "batch_invariant.jsonl"
 OUTPUT_LEN = 64
 PROMPT_LEN = 96
 LONG_PROMPT_LEN = 768
-
-
-def make_prompts(vocab_size: int, count: int, length: int) -> list[list[int]]:
-    numbers = random.Random(5)
-    return [[numbers.randrange(3, vocab_size) for _ in range(length)] for _ in range(count)]
 
 
 def bits(llm: LLM, prompts: list[list[int]]) -> list[list[float]]:
@@ -82,8 +77,7 @@ def main() -> None:
             }
     row = {"bench": "batch_invariant", "size": options.size, **environment(options.threads), "results": results}
     RESULTS.parent.mkdir(exist_ok=True)
-    with RESULTS.open("a") as file:
-        file.write(json.dumps(row) + "\n")
+    append_row(RESULTS, row)
     print(json.dumps(row, indent=2))
 
 

@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from bench.engine_cpu import environment
+from bench.rows import append_row
 from engine.cpu_environment import prepare_cpu
 
 prepare_cpu()
@@ -103,8 +104,7 @@ def main() -> None:
     results = measure(options.texts, options.rounds, options.threads)
     row = {"bench": "embeddings_cpu", **environment(options.threads), "peer": "transformers, padded batches of 32", **results}
     RESULTS.parent.mkdir(exist_ok=True)
-    with RESULTS.open("a") as file:
-        file.write(json.dumps(row) + "\n")
+    append_row(RESULTS, row)
     print(json.dumps(row, indent=2))
 
 

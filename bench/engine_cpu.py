@@ -23,6 +23,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+from bench.rows import append_row
 from engine.cpu_environment import prepare_cpu
 
 prepare_cpu()
@@ -70,6 +71,12 @@ def draw_length(numbers: random.Random, values: Sequence[int]) -> int:
     low, high = PERCENTILES[upper - 1], PERCENTILES[upper]
     value = values[upper - 1] + (values[upper] - values[upper - 1]) * (at - low) / (high - low)
     return max(2, round(value / LENGTH_DIVISOR))
+
+
+def make_prompts(vocab_size: int, count: int, length: int) -> list[list[int]]:
+    """The same random tokens for everybody."""
+    numbers = random.Random(5)
+    return [[numbers.randrange(3, vocab_size) for _ in range(length)] for _ in range(count)]
 
 
 def make_workload(vocab_size: int, count: int) -> Workload:
@@ -267,8 +274,7 @@ def main() -> None:
         "results": rows,
     }
     RESULTS.parent.mkdir(exist_ok=True)
-    with RESULTS.open("a") as file:
-        file.write(json.dumps(row) + "\n")
+    append_row(RESULTS, row)
     print(json.dumps(row, indent=2))
 
 

@@ -16,7 +16,6 @@ The exit status is 0 when every row came.
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import platform
 import signal
@@ -41,6 +40,7 @@ from bench.peers.plan import OURS, PEERS, VLLM_SERVED, Comparison, comparisons, 
 from bench.peers.request_sets import request_set
 from bench.peers.rounds import equal_tokens, measure, row_of
 from bench.peers.workers import PEERS_FOLDER, Kind, PeerFailed, Worker, working
+from bench.rows import append_row
 
 RESULTS = Path(__file__).parent / "results" / "engine_peers.jsonl"
 EQUAL_MIN = 0.2
@@ -229,8 +229,7 @@ def main() -> None:
             continue
         reports.append(document(model, rows, options, time.perf_counter() - started_s))
         if not options.no_save:
-            with RESULTS.open("a", encoding="utf-8") as results:
-                results.write(json.dumps(reports[-1]) + "\n")
+            append_row(RESULTS, reports[-1])
     print(table(reports))
     sys.exit(any(row["error"] for report in reports for row in report["rows"]))
 

@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import argparse
 import gc
-import json
 import os
 import platform
 import statistics
@@ -28,6 +27,7 @@ from typing import Any
 
 import torch
 
+from bench.rows import append_row
 from engine.loop import Engine
 from engine.protocol import EngineInfo, GenerationRequest, SamplingParams
 from engine.runner.slot_runner import SlotRunner
@@ -239,8 +239,7 @@ def main() -> None:
         "results": cells,
     }
     RESULTS.parent.mkdir(exist_ok=True)
-    with RESULTS.open("a") as file:
-        file.write(json.dumps(row) + "\n")
+    append_row(RESULTS, row)
     for cell in cells:
         print(cell)
 

@@ -45,6 +45,7 @@ from appliance.metering.ledger.recovery import begin_epoch
 from appliance.serving.services import Services
 from appliance.tenancy.access import WHOLE_BOX
 from bench.million_rows_questions import Filled, questions, walks
+from bench.rows import append_row
 from tests.support.databases import postgresql_binaries, running_cluster
 
 RESULTS = Path(__file__).parent / "results" / "million_rows.jsonl"
@@ -258,8 +259,7 @@ def main() -> None:
             row = asyncio.run(measure(url, Path(name), given.events, given.keys))
         print(json.dumps(row))
         if not given.dry_run:
-            with RESULTS.open("a", encoding="utf-8") as results:
-                results.write(json.dumps(row) + "\n")
+            append_row(RESULTS, row)
 
 
 if __name__ == "__main__":

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import random
 import statistics
 import tempfile
 import time
@@ -27,17 +26,22 @@ prepare_cpu()
 
 import torch  # noqa: E402 - must see the environment set above
 
-from bench.engine_cpu import MAX_MODEL_LEN, SIZES, cpu_seconds, environment, make_model, other_cpu, timed  # noqa: E402
+from bench.engine_cpu import (  # noqa: E402
+    MAX_MODEL_LEN,
+    SIZES,
+    cpu_seconds,
+    environment,
+    make_model,
+    make_prompts,
+    other_cpu,
+    timed,
+)
 from bench.int4_checkpoint import write_int4  # noqa: E402
+from bench.rows import append_row  # noqa: E402
 from engine import LLM, SamplingParams  # noqa: E402
 
 PROMPT_TOKENS, OUTPUT_TOKENS = 64, 64
 RESULTS = Path(__file__).parent / "results" / "quantised_cpu.jsonl"
-
-
-def make_prompts(vocab_size: int, count: int, length: int = PROMPT_TOKENS) -> list[list[int]]:
-    numbers = random.Random(5)
-    return [[numbers.randrange(3, vocab_size) for _ in range(length)] for _ in range(count)]
 
 
 def decode(llm: LLM, prompts: list[list[int]]) -> list[list[int]]:
@@ -102,7 +106,7 @@ def measure(size: str, quantization: str, rounds: int, batches: list[int], threa
         infos = [llm._generator().info for llm in (plain, quantised)]
         results: dict[str, Any] = {
             f"decode, {count} at once": compare(
-                plain, quantised, decode, make_prompts(vocab_size, count), rounds, count * OUTPUT_TOKENS
+                plain, quantised, decode, make_prompts(vocab_size, count, PROMPT_TOKENS), rounds, count * OUTPUT_TOKENS
             )
             for count in batches
         }
@@ -134,8 +138,7 @@ def main() -> None:
         **measure(options.size, options.quantization, options.rounds, batches, options.threads),
     }
     RESULTS.parent.mkdir(exist_ok=True)
-    with RESULTS.open("a") as file:
-        file.write(json.dumps(row) + "\n")
+    append_row(RESULTS, row)
     print(json.dumps(row, indent=2))
 
 

@@ -9,7 +9,6 @@ appended to bench/results/sampler_step.jsonl.
 from __future__ import annotations
 
 import argparse
-import json
 import platform
 import statistics
 import time
@@ -20,6 +19,7 @@ from typing import Any
 
 import torch
 
+from bench.rows import append_row
 from engine.protocol import SamplingParams
 from engine.sampling.logits_rules import SampledRow
 from engine.sampling.sampler import Sampler
@@ -104,8 +104,7 @@ def main() -> None:
         **{key: getattr(options, key) for key in ("rows", "vocab", "rounds", "threads")},
         "cases": cases,
     }
-    with RESULTS.open("a", encoding="utf-8") as file:
-        file.write(json.dumps(row) + "\n")
+    append_row(RESULTS, row)
 
 
 if __name__ == "__main__":

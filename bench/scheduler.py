@@ -27,6 +27,7 @@ from itertools import count
 from pathlib import Path
 from typing import Any
 
+from bench.rows import append_row
 from engine.protocol import Priority, SamplingParams
 from engine.scheduling.block_pool import BlockPool
 from engine.scheduling.prefix_cache import PrefixCache
@@ -298,8 +299,7 @@ def main(run: Callable[[Cell, int], dict[str, Any]] = measure) -> None:
         "cells": rows,
     }
     RESULTS.parent.mkdir(exist_ok=True)
-    with RESULTS.open("a") as file:
-        file.write(json.dumps(row) + "\n")
+    append_row(RESULTS, row)
     print(json.dumps({key: row[key] for key in ("prefix_match_32k", "ratios")}, indent=1))
 
 

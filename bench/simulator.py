@@ -20,6 +20,7 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
+from bench.rows import append_row
 from engine.simulator.models import find_gpu, find_model
 from engine.simulator.replay import Replay, Setup
 from engine.simulator.report import Objective, make_report
@@ -198,8 +199,7 @@ def main() -> None:
             "machine": platform.machine(),
             "wall_s": round(time.perf_counter() - started_s, 1),
         }
-        with RESULTS.open("a", encoding="utf-8") as file:
-            file.write(json.dumps(about | {"results": rows}) + "\n")
+        append_row(RESULTS, about | {"results": rows})
 
 
 if __name__ == "__main__":

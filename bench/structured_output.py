@@ -35,6 +35,7 @@ from jsonschema.validators import validator_for
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from bench.grammar_libraries import LIBRARIES, Follower, Library, Refused, Stopped
+from bench.rows import append_row
 from engine.grammar.vocabulary import Vocabulary, vocabulary_of
 
 RESULTS = Path(__file__).parent / "results" / "structured_output.jsonl"
@@ -327,8 +328,7 @@ def main() -> None:
         "vocab": arguments.vocab,
         "results": rows,
     }
-    with RESULTS.open("a", encoding="utf-8") as file:
-        file.write(json.dumps(row) + "\n")
+    append_row(RESULTS, row)
 
 
 if __name__ == "__main__":
