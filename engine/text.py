@@ -18,7 +18,9 @@ class Tokenizer:
     def __init__(self, directory: Path) -> None:
         path = directory / "tokenizer.json"
         if not path.is_file():
-            raise NotAModelDirectory(f"{directory} has no tokenizer.json")
+            raise NotAModelDirectory(
+                f"{directory} has no tokenizer.json: fetch it, or have transformers' save_pretrained write it"
+            )
         try:
             self._tokenizer = RustTokenizer.from_buffer(path.read_bytes())
         except ValueError as error:  # whatever the library finds wrong in the text

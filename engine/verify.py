@@ -68,7 +68,8 @@ def _tokenizer_size(directory: Path, vocab_size: int) -> int:
     size = Tokenizer(directory).vocab_size
     if size > vocab_size:
         raise NotAModelDirectory(
-            f"{directory / 'tokenizer.json'} has {size} tokens, but the model's vocabulary is {vocab_size}"
+            f"{directory / 'tokenizer.json'} has {size} tokens, but the model's vocabulary is {vocab_size}: "
+            "they belong to different models"
         )
     return size
 

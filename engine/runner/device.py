@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import logging
 import os
+from pathlib import Path
 
 import torch
 
@@ -10,6 +12,11 @@ from engine.errors import EngineConfigError
 from engine.formats import computed_dtype
 from engine.memory_needs import GIB, MemoryNeeds
 from engine.options import CPU_KV_CACHE_BYTES, EngineOptions
+
+log = logging.getLogger("gatehouse.engine")
+
+DRIVER = Path("/proc/driver/nvidia/version")
+"""Where Linux says that NVIDIA's driver is loaded."""
 
 SWAP_SPACE_SHARE_MAX = 0.8
 
@@ -23,8 +30,19 @@ def resolve_device(name: str) -> torch.device:
     """`auto` is the first GPU if torch sees one, else the CPU; `cuda` without a usable GPU is an error."""
     available = torch.cuda.is_available()
     if name == "cuda" and not available:
-        raise EngineConfigError("device", "is cuda, but torch finds no usable NVIDIA GPU here; use cpu or auto")
+        raise EngineConfigError("device", f"is cuda, but torch finds no usable NVIDIA GPU here; use cpu or auto. {_no_gpu()}")
+    if name == "auto" and not available and DRIVER.exists():
+        log.warning("serving on the CPU, though an NVIDIA driver is here: torch finds no usable GPU. %s", _no_gpu())
     return torch.device("cuda", 0) if name == "cuda" or (name == "auto" and available) else torch.device("cpu")
+
+
+def _no_gpu() -> str:
+    """Why torch finds none, in its own words: no driver, one too old for its CUDA, or a build for CPUs."""
+    try:
+        torch.cuda.init()  # type: ignore[no-untyped-call]
+    except (RuntimeError, AssertionError) as error:
+        return f"torch {torch.__version__}: {' '.join(str(error).split())}"
+    return f"torch {torch.__version__} sees {torch.cuda.device_count()} of them; CUDA_VISIBLE_DEVICES may hide others"
 
 
 def resolve_dtype(name: str, checkpoint_dtype: str, device: torch.device) -> torch.dtype:

@@ -22,6 +22,9 @@ from kernels import ops
 
 NAMES_SHOWN_MAX = 8
 INDEX_FILE = "model.safetensors.index.json"
+OTHER_FORMATS = (".bin", ".gguf", ".pt", ".pth")
+LFS_POINTER = b"version https://git-lfs"
+FOREIGN = "the files do not belong to this config.json, or not all were fetched"
 SINGLE_FILE = "model.safetensors"
 
 
@@ -106,12 +109,26 @@ def weight_files(directory: Path) -> list[Path]:
         if not isinstance(weight_map, dict) or not weight_map:
             raise WeightsError(f"{index_path} has no weight_map")
         files = [directory / name for name in sorted(set(weight_map.values()))]
-    else:
-        files = [directory / SINGLE_FILE]
-    for path in files:
-        if not path.is_file():
-            raise WeightsError(f"{path} is missing; the weights must be {SINGLE_FILE} or the shards of {INDEX_FILE}")
-    return files
+        for path in files:
+            if not path.is_file():
+                raise WeightsError(f"{path} is missing, and {INDEX_FILE} names it: not all was fetched; fetch it again")
+        return files
+    if not (directory / SINGLE_FILE).is_file():
+        others = sorted(path.name for path in directory.iterdir() if path.suffix in OTHER_FORMATS)
+        if others:
+            kinds = f"{others[0]} is not read here: fetch or convert the weights as safetensors"
+            raise WeightsError(f"{directory} has no {SINGLE_FILE}, and {kinds}")
+        raise WeightsError(f"{directory} has no weights: they must be {SINGLE_FILE} or the shards of {INDEX_FILE}")
+    return [directory / SINGLE_FILE]
+
+
+def _unreadable(path: Path, error: Exception) -> WeightsError:
+    """What is wrong with a file, and what to do about it."""
+    with path.open("rb") as file:
+        if file.read(len(LFS_POINTER)) == LFS_POINTER:
+            return WeightsError(f"{path} is a pointer of Git LFS and not the file; fetch it with `git lfs pull`")
+    size = path.stat().st_size
+    return WeightsError(f"{path} is not a readable safetensors file ({error}): of its bytes {size} are here; fetch it again")
 
 
 def stored_names(directory: Path) -> set[str]:
@@ -122,7 +139,7 @@ def stored_names(directory: Path) -> set[str]:
             with safe_open(path, framework="pt") as tensors:
                 names.update(tensors.keys())
         except (SafetensorError, OSError) as error:
-            raise WeightsError(f"{path} is not a readable safetensors file: {error}") from error
+            raise _unreadable(path, error) from error
     return names
 
 
@@ -159,7 +176,7 @@ def load_weights(directory: Path, plan: WeightPlan, *, progress: Callable[[float
                         unexpected.append(stored)
                     progress(min(1.0, len(seen) / max(1, len(plan.places))))
         except (SafetensorError, OSError) as error:
-            raise WeightsError(f"{path} is not a readable safetensors file: {error}") from error
+            raise _unreadable(path, error) from error
     _check_complete(directory, plan, seen, unexpected)
     for name, tensor in twins.items():
         _check_twin(plan, name, tensor)
@@ -188,7 +205,7 @@ def copy_checked(place: torch.Tensor, tensor: torch.Tensor) -> None:
     Raises `WeightsError` without the name of the tensor.
     """
     if tensor.shape != place.shape:
-        raise WeightsError(f"has shape {tuple(tensor.shape)}, expected {tuple(place.shape)}")
+        raise WeightsError(f"has shape {tuple(tensor.shape)}, expected {tuple(place.shape)} by config.json")
     if place.is_floating_point() and not tensor.is_floating_point():
         raise WeightsError(f"is {tensor.dtype}, expected a floating-point type")
     if tensor.dtype != place.dtype and not (_is_number(tensor.dtype) and _is_number(place.dtype)):
@@ -213,9 +230,11 @@ def _check_twin(plan: WeightPlan, name: str, tensor: torch.Tensor) -> None:
 def _check_complete(directory: Path, plan: WeightPlan, seen: set[str], unexpected: list[str]) -> None:
     missing = sorted(set(plan.places) - seen - plan.optional)
     if missing:
-        raise WeightsError(f"{directory}: {len(missing)} tensors are missing: {_shown(missing)}")
+        verb = "tensor is" if len(missing) == 1 else "tensors are"
+        raise WeightsError(f"{directory}: {len(missing)} {verb} missing: {_shown(missing)}; {FOREIGN}")
     if unexpected:
-        raise WeightsError(f"{directory}: {len(unexpected)} tensors belong to nothing here: {_shown(sorted(unexpected))}")
+        verb = "tensor belongs" if len(unexpected) == 1 else "tensors belong"
+        raise WeightsError(f"{directory}: {len(unexpected)} {verb} to nothing here: {_shown(sorted(unexpected))}; {FOREIGN}")
 
 
 def _shown(names: list[str]) -> str:

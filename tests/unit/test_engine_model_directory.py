@@ -112,9 +112,15 @@ def test_end_tokens_come_from_the_generation_config_first(
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"model.norm.weight": None}, r"1 tensors are missing: model\.norm\.weight"),
-        ({"model.layers.7.mlp.down_proj.weight": torch.zeros(2, 2)}, r"belong to nothing here: model\.layers\.7"),
-        ({"model.norm.weight": torch.zeros(47)}, r"model\.norm\.weight has shape \(47,\), expected \(48,\)"),
+        (
+            {"model.norm.weight": None},
+            r"1 tensor is missing: model\.norm\.weight; the files do not belong to this config\.json, or",
+        ),
+        (
+            {"model.layers.7.mlp.down_proj.weight": torch.zeros(2, 2)},
+            r"1 tensor belongs to nothing here: model\.layers\.7.*; the files",
+        ),
+        ({"model.norm.weight": torch.zeros(47)}, r"model\.norm\.weight has shape \(47,\), expected \(48,\) by config\.json"),
         ({"model.norm.weight": torch.zeros(48, dtype=torch.int8)}, "expected a floating-point type"),
         ({"model.layers.0.self_attn.q_proj.bias": torch.zeros(48)}, r"q_proj\.bias"),
     ],
@@ -135,13 +141,29 @@ def test_a_missing_shard_is_named(tmp_path: Path) -> None:
     make_model("llama", tmp_path, sharded=True)
     shard = sorted(tmp_path.glob("model-*.safetensors"))[1]
     shard.unlink()
-    with pytest.raises(WeightsError, match=shard.name):
+    said = rf"{shard.name} is missing, and model\.safetensors\.index\.json names it: .* fetch it again"
+    with pytest.raises(WeightsError, match=said):
         small_engine(tmp_path)
 
 
 def test_a_damaged_file_is_named(model: Path) -> None:
     (model / "model.safetensors").write_bytes(b"not safetensors at all")
-    with pytest.raises(WeightsError, match=r"model\.safetensors is not a readable safetensors file"):
+    with pytest.raises(
+        WeightsError, match=r"model\.safetensors is not a readable safetensors file .*of its bytes 22 are here; fetch it again"
+    ):
+        small_engine(model)
+
+
+def test_a_pointer_to_a_file_is_told_from_the_file(model: Path) -> None:
+    (model / "model.safetensors").write_text("version https://git-lfs.github.com/spec/v1\noid sha256:1\nsize 9\n")
+    with pytest.raises(WeightsError, match=r"model\.safetensors is a pointer of Git LFS .*; fetch it with `git lfs pull`"):
+        small_engine(model)
+
+
+@pytest.mark.parametrize("other", ["pytorch_model.bin", "llama.gguf"])
+def test_weights_in_another_format_are_named(model: Path, other: str) -> None:
+    (model / "model.safetensors").rename(model / other)
+    with pytest.raises(WeightsError, match=rf"has no model\.safetensors, and {other} is not read here: fetch or convert"):
         small_engine(model)
 
 

@@ -173,7 +173,7 @@ def sources(tmp_path_factory: pytest.TempPathFactory) -> dict[str, layouts.Writt
             {"weight_scale": None},
             "q_proj.weight is torch.float8_e4m3fn, expected torch.float32; .* scales must describe",
         ),
-        ("fp8", {"input_scale": None}, "1 tensors are missing: .*q_proj.input_scale"),
+        ("fp8", {"input_scale": None}, "1 tensor is missing: .*q_proj.input_scale"),
         (
             "fp8",
             {"weight_scale": torch.ones(2, 2)},
@@ -188,7 +188,7 @@ def sources(tmp_path_factory: pytest.TempPathFactory) -> dict[str, layouts.Writt
         ("fp8", {"weight": torch.ones(64, 64, dtype=torch.int8)}, "q_proj.weight is torch.int8, expected a floating-point"),
         ("awq", {"qweight": torch.ones(64, 8)}, "q_proj.qweight is torch.float32, expected torch.int32 with eight codes"),
         ("awq", {"qweight": torch.ones(8, 64, dtype=torch.int32)}, r"q_proj.qweight has shape \(8, 64\), expected \(64, 8\)"),
-        ("awq", {"qzeros": None}, "1 tensors are missing: .*q_proj.qzeros"),
+        ("awq", {"qzeros": None}, "1 tensor is missing: .*q_proj.qzeros"),
         ("awq", {"scales": torch.ones(4, 64)}, r"q_proj.scales has shape \(4, 64\), expected \(2, 64\): group_size says so"),
         ("gptq", {"g_idx": torch.zeros(64)}, "q_proj.g_idx is torch.float32"),
         ("gptq", {"g_idx": torch.full((64,), 2)}, "q_proj.g_idx names groups that do not exist: there are 2"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ from engine.errors import EngineConfigError
 from engine.main import INTER_TOKEN_TARGET_MS, _engine_options, parse_arguments
 from engine.options import EngineOptions
 from engine.runner import device as device_module
-from engine.runner.device import check_swap_space
+from engine.runner.device import check_swap_space, resolve_device
 from engine.runner.kv_cache import BlockMover, allocate_kv_cache
 from engine.runner.memory_plan import GIB, kv_block_bytes, plan_memory
 from engine.runner.model_runner import ModelRunner
@@ -64,6 +65,24 @@ def test_a_host_tier_smaller_than_a_block_or_larger_than_main_memory_is_refused(
         plan_memory(config, EngineOptions(model=model, swap_space=1e-9), element_bytes=4, available_bytes=1 << 20)
     with pytest.raises(EngineConfigError, match=r"swap_space .* is more than 80% of main memory"):
         check_swap_space(EngineOptions(model=model, swap_space=4096.0), torch.device("cpu"))
+
+
+def test_a_card_that_torch_cannot_use_is_told_with_the_reason(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def too_old() -> None:
+        raise RuntimeError("The NVIDIA driver on your system is too old (found version 11040).\nPlease update it.")
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(torch.cuda, "init", too_old)
+    monkeypatch.setattr(device_module, "DRIVER", tmp_path)
+    reason = r"The NVIDIA driver on your system is too old \(found version 11040\)\. Please update it\."
+    with pytest.raises(EngineConfigError, match=rf"device is cuda, but torch finds no usable NVIDIA GPU here.* {reason}$"):
+        resolve_device("cuda")
+    assert resolve_device("cpu").type == "cpu"
+    assert not caplog.records
+    assert resolve_device("auto").type == "cpu"
+    assert re.search(f"serving on the CPU, though an NVIDIA driver is here: .* {reason}$", caplog.text.strip())
 
 
 def test_locked_memory_counts_as_the_power_of_two_that_torch_takes(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
