@@ -1,7 +1,7 @@
-"""What attention over block tables on the device needs of one step: tensors of fixed meaning, no lists, no masks.
+"""The inputs of paged attention for one step: block tables and lengths as tensors on the device, no lists, no masks.
 
-A plan is made from rows that the host knows (`PagedPlanner`), or stands on buffers that the device fills itself (a decode
-step from slots); the kernels cannot tell.
+A plan is made from rows that the host knows (`PagedPlanner`), or refers to buffers that the device fills itself (a decode step
+over slots). To the kernels both are the same.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Weights of a product that other operations may read as well: where a packed product is one of these, it may be fused."""
+"""Weights of a product that other operations may read as well: a packed product of this kind may be fused."""
 
 from __future__ import annotations
 

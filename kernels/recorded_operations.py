@@ -1,4 +1,4 @@
-"""Operations that are put down once and run together from then on: what `kernels.simd.launching` makes. Names and no code."""
+"""The protocol of recorded operations, which later run together in one call: `kernels.simd.launching` implements it."""
 
 from __future__ import annotations
 

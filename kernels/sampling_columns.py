@@ -1,4 +1,4 @@
-"""What the sampler reads of each request: columns of device tensors, one place per slot. No method decides anything."""
+"""What the sampler reads of each request: columns of device tensors, one place per slot."""
 
 from __future__ import annotations
 

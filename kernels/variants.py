@@ -1,4 +1,4 @@
-"""What is told of kernels while they are compiled for the shapes of a model. Knows no compiler."""
+"""Progress and failure of compiling kernels for the shapes of a model. Knows no compiler."""
 
 from __future__ import annotations
 

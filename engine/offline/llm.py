@@ -74,9 +74,9 @@ class LLM:
         **unknown: Any,
     ) -> None:
         """`max_num_seqs` of None leaves the number to the engine, as the box does. `num_gpu_blocks_override` and
-        `kv_cache_bytes` size the cache on any device; `enforce_eager` chooses the plain runner. The last four and
-        `speculative_config` are described in `engine.options` and `speculation.options`. Raises `ModelError` or
-        `EngineConfigError`."""
+        `kv_cache_bytes` size the cache on any device; `enforce_eager` chooses the plain runner. `engine.options`
+        describes `batch_invariant`, `scheduling_policy`, `inter_token_target_ms` and `shared_prefixes`, `speculation.options`
+        what `speculative_config` may hold. Raises `ModelError` or `EngineConfigError`."""
         for option in unknown:
             raise EngineConfigError(option, "is not an option of this engine")
         if not isinstance(seed, int) or isinstance(seed, bool):

@@ -1,7 +1,8 @@
 """Which engines launch steps ahead, and the runner they do it with.
 
-`GATEHOUSE_GRAPHS=0` has an engine on a GPU launch its decode steps kernel by kernel, over slots and ahead as always: beside
-`enforce_eager`, which turns off all of it, it tells whether a fault is one of the graphs.
+With `GATEHOUSE_GRAPHS=0` an engine on a GPU launches the kernels of its decode steps one by one instead of replaying CUDA
+graphs, still over slots and ahead. A fault that goes away with it is one of the graphs. `enforce_eager` turns off slots and
+launching ahead as well.
 """
 
 from __future__ import annotations
@@ -77,7 +78,7 @@ def slot_runner(
 
 
 def _calls(device: torch.device, max_graphs: int, *, asks_host: bool) -> Calls:
-    """Graphs where there can be any, unless the environment says otherwise. Raises `EngineConfigError` if it says neither."""
+    """Graphs where there can be any, unless the environment says otherwise. Raises `EngineConfigError` for any other value."""
     said = os.environ.get(VARIABLE, "1")
     if said not in ("0", "1"):
         raise EngineConfigError(VARIABLE, f"is {said!r}, and can be 0 or 1")

@@ -7,14 +7,13 @@ what was asked about them in `scores`. A row below 0 is padding: it reads no con
 step of nothing but padding changes nothing.
 
 A step in which requests verify guesses of speculative decoding (`choosing_rows`) is one of the same kind with several rows of a
-slot. The host writes the inputs, and what the step leaves in such a slot is worth nothing: how far the guesses got is seen on
-the host, and sent with a later step.
+slot. The host writes the inputs, and what the step leaves in such a slot is not used: the host sees how many guesses were
+accepted, and sends the slot with a later step.
 
-A draft model goes along with every step, as it has keys and values of its own of each token.
+A draft model runs in every step too, because it has a KV cache of its own.
 
 Where a row waits for a mask that depends on the token before, or the step's kind has no graph of its own, the graph ends with
-the logits, and `choose` follows by itself.
-On a CPU the operations of a step are recorded instead (`runner.recorded_step`).
+the logits, and `choose` is launched separately. On a CPU the operations of a step are recorded (`runner.recorded_step`).
 """
 
 from __future__ import annotations

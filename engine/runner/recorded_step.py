@@ -1,9 +1,8 @@
-"""Whole decode steps as one call, where a table of operations can put them down: what graphs are to a GPU.
+"""Whole decode steps as one recorded call, where the table of operations can record: on a CPU, what CUDA graphs are on a GPU.
 
-A step is computed once over tensors of as many rows as there may be, and every operation on the way is written down instead of
-run. It works on buffers that stay where they are, so that from then on only the number of its rows is said. There is a record
-for each kind of step, all in the same memory. What torch has a part in cannot be recorded, and is computed operation by
-operation.
+A step is called once with tensors of the largest number of rows, and every operation on the way is recorded instead of run.
+Its buffers keep their addresses, so that later calls pass nothing but their number of rows. There is a record for each kind of
+step, all in the same memory. A step with operations of torch cannot be recorded, and is computed operation by operation.
 """
 
 from __future__ import annotations

@@ -1,16 +1,17 @@
-"""The runner whose steps the host only launches. What it cannot do so, and every repetition, the plain one beneath it does.
+"""The runner whose steps the host only launches. Steps it cannot launch, and steps that must be
+repeated, go to the plain runner.
 
-A step in which every row is one token that yields another is `DecodeStep`, replayed from a graph on a GPU. A step with chunks
-of prompts is the plain forward pass over rows made on the host, with the tokens put in that only the device knows. Either way
-tokens go from slot to slot on the device, and a copy of them reaches the host while the next step runs.
+A step in which every row is one token that yields another is `DecodeStep`, replayed from a CUDA graph on a GPU. A step with
+chunks of prompts is the plain forward pass over rows made on the host; the tokens that only the device knows are filled in
+there. Either way tokens go from slot to slot on the device, and a copy of them reaches the host while the next step runs.
 
-A step in which requests verify guesses (`choosing_rows`) is one or the other, with a row for each guess. Nothing is launched
-behind it before it is settled. A draft model writes its guesses just before, over the same slots (`draft_steps`), and goes
-along with every step, as it has keys and values of its own.
+A step in which requests verify guesses (`choosing_rows`) is one or the other, with a row for each guess. The next step is not
+launched before it is settled. A draft model writes its guesses just before, over the same slots (`draft_steps`); it runs in
+every step, because it has a KV cache of its own.
 
-Rows that need a mask from the host (a grammar) wait for the token before theirs. The others of their step do not wait for more
-than that: the step is launched ahead as far as its logits, and `LaunchedStep.complete` begins the choice of all tokens, when
-the step before it has been settled and while the device still computes.
+Rows that need a mask from the host (a grammar) wait for the token before theirs, and the choice of tokens of the whole step
+waits with them. Its layers do not: the step is launched ahead as far as its logits. `LaunchedStep.complete` begins the choice
+when the step before it has been settled, while the device still computes.
 """
 
 from __future__ import annotations

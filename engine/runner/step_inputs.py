@@ -1,7 +1,7 @@
-"""What a decode step reads of its rows: buffers that stay where they are, for all models that compute the step.
+"""The inputs of a decode step's rows: buffers at fixed addresses, shared by all models that compute the step.
 
-Mostly the device fills them itself, from slots. Of steps in which requests verify guesses the host writes them, as it knows
-how far each request is. There a request's rows are attended in groups, where the kernels do so: a group reads the blocks of its
+Usually the device fills them from the slots. In steps that verify guesses the host does, because it knows how far each request
+is. In such a step the rows of a request are attended in groups, where the kernels can do that: a group reads the blocks of its
 request once.
 
     slot     4  4  4  4  4  7  -          rows: of two requests, one of them with four guesses, and padding

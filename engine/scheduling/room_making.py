@@ -1,7 +1,8 @@
-"""At whose cost somebody entitled gets room: who holds most, who is furthest ahead, who pauses. Knows no torch.
+"""Preemption: which running request gives up its seat or blocks to an entitled one. Knows no torch.
 
-Blocks and seats of the accounts of a class belong to them in proportion to weight, of the blocks and seats that the class has.
-A move is made only if the reverse move would not be, so that nobody takes turns in preempting each other.
+It is taken from the account that holds most, that is furthest ahead, or that pauses. The seats and blocks of a class belong to
+its accounts in proportion to their weights. A request is preempted for another only if the reverse would not be done next, so
+that accounts never preempt each other in turn.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The wire form of what a step did to a request. Knows no torch."""
+"""What a step did to a request, as the `TokenEvent` that is sent. Knows no torch."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from engine.scheduling.request import Request
 
 
 def token_event(request: Request, token_ids: list[int], *, prompt_logprobs: list[TokenLogprob] | None = None) -> TokenEvent:
-    """The wire form of what just happened to `request`, with its exact counts."""
+    """What just happened to `request`, with its exact counts."""
     return TokenEvent(
         request.request_id,
         token_ids,

@@ -1,7 +1,7 @@
 """Which of the tenants' requests gets prompt tokens next, once fairness has said whose turn it is. Knows no torch.
 
-Under way before new, preempted and aged ones before others, the longest cached prefix first, then age; and those that are late
-for their first token after those that are not (`scheduling.urgency`).
+Prefills under way come before new requests. Of the waiting ones, preempted requests come first, then aged ones, then the
+longest cached prefix, then the oldest; those that are late for their first token come last (`scheduling.urgency`).
 """
 
 from __future__ import annotations

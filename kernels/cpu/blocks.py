@@ -1,4 +1,4 @@
-"""Whole blocks of the paged cache moved: within it, and through a staging buffer where a block's layers lie together."""
+"""Moves whole KV blocks: within the cache, and through a staging buffer in which all layers of a block are contiguous."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a step looks up by token and by position."""
+"""Rows of the embedding by token, of cosines and sines by position."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What some models do to their logits behind the output head, in torch."""
+"""The divisor and the soft-cap of logits that some models have, in torch."""
 
 from __future__ import annotations
 

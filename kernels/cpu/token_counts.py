@@ -1,4 +1,4 @@
-"""What penalties look at, in torch."""
+"""Token counts for the penalties, in torch."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a step looks up by token and by position: rows of tables, copied."""
+"""Rows of the embedding by token, of cosines and sines by position, copied."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What some models do to their logits behind the output head. Reads and writes each number once."""
+"""The divisor and the soft-cap of logits that some models have. Reads and writes each number once."""
 
 from __future__ import annotations
 

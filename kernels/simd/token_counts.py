@@ -1,4 +1,4 @@
-"""What penalties look at: counts of the tokens that a request has, see `kernels.sampling_columns`."""
+"""Token counts for the penalties, see `kernels.sampling_columns`."""
 
 from __future__ import annotations
 

@@ -2,9 +2,9 @@
 
     launches that only ask ─► Triton's binder names a variant ─► a thread compiles it, or finds it on disk ─► loaded
 
-A launch that asks does all but run its kernel, so what the kernel would have written holds anything: passes that ask must take
-no index from there. Threads suffice. MLIR, LLVM and the assembler hold no lock of Python's, which takes about a fifth of a
-compilation (Triton 3.6 and 3.9).
+A launch that only asks does everything but run its kernel, so the kernel's outputs are uninitialised: a pass that asks must not
+use them as indices. Threads are enough: MLIR, LLVM and the assembler run without Python's lock, which is held for about a fifth
+of a compilation (Triton 3.6 and 3.9).
 """
 
 from __future__ import annotations

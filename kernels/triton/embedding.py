@@ -1,4 +1,4 @@
-"""What a step looks up by token and by position: rows of the embedding with its multiplier, of cosines and of sines."""
+"""Rows of the embedding by token, times its multiplier, and rows of cosines and sines by position."""
 
 from __future__ import annotations
 

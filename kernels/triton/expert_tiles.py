@@ -1,4 +1,4 @@
-"""Which tokens are whose: places sorted by expert on the card, and the tile of an expert that a program computes."""
+"""Tokens sorted by expert on the card, and which tile of which expert a program computes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Rows to e4m3, each with its own scale; also the step of the other kernels that do it to their result."""
+"""Quantises rows to e4m3, each with its own scale; other kernels quantise their results by the same function."""
 
 from __future__ import annotations
 

@@ -3,10 +3,10 @@
     unfused   norm ─ qkv ─ rope ─ attention (2) ─ out ─ norm ─ gate_up ─ activation ─ down     10 launches
     here             qkv ─ rope ─ attention (2) ─ out ────────── gate_up ───────────── down      7
 
-A norm divides a whole row by one number, which the product behind it may as well do at its end: rms_norm(x) Wᵀ is
-(x · w) Wᵀ / rms(x). So whoever adds to the residual stream also stores it times the coming norm's weight, and each of its
-tiles the sum of the squares it has seen; the next product adds those sums in the order of the tiles. Nothing waits for a row
-to be complete but the launch that needs it, and a row's bits are the same whatever else is in the batch.
+RMS normalisation divides a whole row by one number, and the product behind it can do so at its end: rms_norm(x) Wᵀ is
+(x · w) Wᵀ / rms(x). So the product that adds to the residual stream also stores the sum times the next norm's weight w, and
+each of its tiles the sum of squares of its columns; the next product adds up these sums in the order of the tiles. Only the
+launch that needs a whole row waits for it, and a row's bits are the same whatever else is in the batch.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Tiles of the queries of chunks: whose a tile is, and its rows, which are the queries of all heads of one key head."""
+"""Query tiles of chunked prefill: the request of a tile, and its rows, the queries of all heads that share one key head."""
 
 from __future__ import annotations
 

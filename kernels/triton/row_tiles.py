@@ -1,6 +1,6 @@
-"""Tiles of the kernels that hold whole rows in registers, by the row's width alone.
+"""Tile sizes of the kernels that hold whole rows in registers, by the row's width alone.
 
-The number of rows has no part in it: the order in which a row is summed is then the same in every batch.
+They do not depend on the number of rows, so that a row is summed in the same order in every batch.
 """
 
 from __future__ import annotations

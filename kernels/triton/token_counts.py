@@ -1,4 +1,4 @@
-"""What penalties look at, kept on the device: which tokens stand in a request and how often it has generated each."""
+"""Token counts for the penalties, kept on the device: which tokens a request has, and how often it has generated each."""
 
 from __future__ import annotations
 
