@@ -28,6 +28,9 @@ CAUSES = {
     "request_deadline": "it took too long",
     "engine_died": "the engine died",
     "engine_error": "the engine failed",
+    "engine_ended": "the engine ended it",
+    "engine_overloaded": "the engine had too much to do",
+    "invalid_request": "invalid request",
     "gateway_died": "the gateway died; what the ledger knew of it is billed",
     "internal_error": "the appliance made a mistake",
 }

@@ -42,6 +42,15 @@ async def test_live_numbers_change_without_a_reload_and_hold_still_when_paused(s
     assert await page.evaluate("window.marker") == "same document"
 
 
+@pytest.mark.parametrize(("width", "rows"), [(1920, 1), (1280, 1), (1024, 3), (390, 3)])
+async def test_no_tile_stands_alone_in_a_row(site: Site, width: int, rows: int) -> None:
+    page = await site.alice()
+    await page.set_viewport_size({"width": width, "height": 800})
+    await expect(page.locator(".tiles > div")).to_have_count(9)
+    tops = await page.locator(".tiles > div").evaluate_all("tiles => tiles.map(tile => tile.offsetTop)")
+    assert [tops.count(top) for top in sorted(set(tops))] == [9 // rows] * rows
+
+
 async def test_a_page_that_hears_nothing_says_that_it_is_stale(site: Site) -> None:
     page = await site.alice()
     await expect(page.locator("[data-live-text]")).to_have_text("Live")

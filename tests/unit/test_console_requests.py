@@ -238,7 +238,7 @@ async def test_a_bill_says_what_each_million_cost_after_discount_and_why_the_req
     page = (await (await box.alice()).get(f"/requests/{entry.request_id}")).text
 
     for text in (
-        "the key was revoked",
+        "Cause: the key was revoked.",
         "25 % of the price book's, as above: batch work",
         "flex: batch work",
         "at 0.25 a million",
