@@ -43,7 +43,7 @@ def create(
     data_dir: DataDir = None,
     database: DatabaseUrl = None,
 ) -> None:
-    """Let somebody sign in to the console; prints the password that was made."""
+    """Let somebody sign in to the console. Prints the password that was made."""
     from appliance.base.clock import SystemClock
     from appliance.tenancy.members import Members
 
@@ -62,7 +62,7 @@ def reset_password(
     data_dir: DataDir = None,
     database: DatabaseUrl = None,
 ) -> None:
-    """Replace a password; whoever was signed in with the old one is signed out."""
+    """Replace a password. Whoever was signed in with the old one is signed out."""
     from appliance.base.clock import SystemClock
     from appliance.tenancy.members import Members
 
@@ -75,7 +75,7 @@ def reset_password(
 
 @app.command("reset-second-factor")
 def reset_second_factor(email: Email, as_json: AsJson = False, data_dir: DataDir = None, database: DatabaseUrl = None) -> None:
-    """Take away a second factor whose device is lost: the password alone signs in until a new one is set up."""
+    """Take away a second factor whose device is lost. The password alone signs in until a new one is set up."""
     from appliance.base.clock import SystemClock
     from appliance.tenancy.second_factor import reset_by_email
 
@@ -85,7 +85,7 @@ def reset_second_factor(email: Email, as_json: AsJson = False, data_dir: DataDir
 
 @app.command("unlink-provider")
 def unlink_provider(email: Email, as_json: AsJson = False, data_dir: DataDir = None, database: DatabaseUrl = None) -> None:
-    """Forget who a member is at the sign-in provider: the next sign-in there links again, by verified e-mail."""
+    """Forget who a member is at the sign-in provider. The next sign-in there links again, by verified e-mail."""
     from appliance.base.clock import SystemClock
     from appliance.tenancy.identities import unlink_by_email
 
@@ -103,7 +103,7 @@ def token(
     data_dir: DataDir = None,
     database: DatabaseUrl = None,
 ) -> None:
-    """Make a bearer token for /admin/v1 and print it, once; or list or revoke tokens."""
+    """Make, list or revoke bearer tokens of /admin/v1. A new one is printed, once."""
     from appliance.base.clock import SystemClock
     from appliance.tenancy.admin_tokens import AdminTokens
 

@@ -53,7 +53,7 @@ def add(
     data_dir: DataDir = None,
     database: DatabaseUrl = None,
 ) -> None:
-    """Send alerts to TARGET, of one tenant or of all, and print the secret that signs them, once."""
+    """Send alerts to TARGET, of one tenant or of all. Prints the secret that signs them, once."""
     from appliance.cli.connection import AdminClient, run
 
     async def work(client: AdminClient) -> dict[str, Any]:
@@ -84,7 +84,7 @@ def rotate(
 
 @app.command("remove")
 def remove(webhook: WebhookId, as_json: AsJson = False, data_dir: DataDir = None, database: DatabaseUrl = None) -> None:
-    """Send nothing to a webhook any more; what is pending is given up."""
+    """Send nothing to a webhook any more. What is pending is given up."""
     from appliance.cli.connection import AdminClient, run
 
     async def work(client: AdminClient) -> dict[str, Any]:
@@ -96,7 +96,7 @@ def remove(webhook: WebhookId, as_json: AsJson = False, data_dir: DataDir = None
 
 @app.command("test")
 def send_test(webhook: WebhookId, as_json: AsJson = False, data_dir: DataDir = None, database: DatabaseUrl = None) -> None:
-    """Send a test and wait for its first attempt; the exit status is 1 when that failed."""
+    """Send a test and wait for its first attempt. The exit status is 1 when that failed."""
     from appliance.cli.connection import AdminClient, read_control, run
 
     settings = settings_from(data_dir, database)

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from appliance.base.settings import Settings
     from appliance.tenancy.audit_chain import Verdict
 
-app = typer.Typer(help="The audit log: who changed what, and that the log is as it was written.", no_args_is_help=True)
+app = typer.Typer(help="The audit log: who changed what, and the proof of it.", no_args_is_help=True)
 
 COLUMNS = ("id", "at", "actor", "action", "target", "tenant_id", "before", "after", "request_id", "address")
 HASH_CHARS = 64
@@ -63,7 +63,7 @@ def verify(
     data_dir: DataDir = None,
     database: DatabaseUrl = None,
 ) -> None:
-    """Walk the chain of hashes on the database as it is now; it may be in use. Exit status 1 names the first wrong entry.
+    """Walk the chain of hashes on the database. It may be in use. Exit status 1 names the first wrong entry.
 
     Note the printed hash somewhere else: with --expect it proves that the log was not written anew since.
     """

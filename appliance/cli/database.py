@@ -25,7 +25,7 @@ def upgrade(
     data_dir: DataDir = None,
     database: DatabaseUrl = None,
 ) -> None:
-    """Bring the tables up to a revision (the appliance does this itself when it starts)."""
+    """Bring the tables up to a revision. The appliance does this itself when it starts."""
     from appliance.base import db
 
     settings = settings_from(data_dir, database)
@@ -61,7 +61,7 @@ def downgrade(
 
 @app.command("check")
 def check(as_json: AsJson = False, data_dir: DataDir = None, database: DatabaseUrl = None) -> None:
-    """Prove the ledger's promises on the database as it is now; it may be in use. Exit status 1 when one is broken."""
+    """Prove the ledger's promises on the database. It may be in use. Exit status 1 when one is broken."""
     from appliance.cli import invariants
     from appliance.cli.connection import check_there, read_control
 
@@ -79,7 +79,7 @@ def check(as_json: AsJson = False, data_dir: DataDir = None, database: DatabaseU
 
 @app.command("rebuild-rollups")
 def rebuild_rollups(as_json: AsJson = False, data_dir: DataDir = None, database: DatabaseUrl = None) -> None:
-    """Throw the sums by minute, hour and day away and build them again from the usage events."""
+    """Build the sums of usage again. Those by minute, hour and day are thrown away and made from the usage events."""
     from appliance.base.db import Database
     from appliance.metering.calendar import BillingCalendar
     from appliance.metering.ledger import rollups

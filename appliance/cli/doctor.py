@@ -44,7 +44,8 @@ def doctor(
     data_dir: DataDir = None,
     database: DatabaseUrl = None,
 ) -> None:
-    """Look at Python, disk, port, database, secrets, prices, models, GPU. Exit status 1 when something must be mended."""
+    """Say what must be mended. Looks at Python, disk, port, database, secrets, prices, models and GPU. Exit status 1 when
+    there is something."""
     settings = settings_from(data_dir, database, host=host, port=port, models=tuple(model) if model else None)
     looks: list[Callable[[Settings], list[Finding]]] = [_disk, _port, _database, _secrets, _prices, _models, _gpu]
     findings = [_python()] + [finding for look in looks for finding in look(settings)]

@@ -26,7 +26,7 @@ def economics(
     data_dir: DataDir = None,
     database: DatabaseUrl = None,
 ) -> None:
-    """Show the cost per million tokens and the break-even, each figure with its source."""
+    """Show what a million tokens cost. With the break-even, and the source of each figure."""
     from appliance.cli.connection import run
     from appliance.cli.invoices import read_json
 

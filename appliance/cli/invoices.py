@@ -96,7 +96,7 @@ def close(
     data_dir: DataDir = None,
     database: DatabaseUrl = None,
 ) -> None:
-    """Close the invoices of a month that is over: they get their numbers and never change again."""
+    """Close the invoices of a month that is over. They get their numbers and never change again."""
     _each(data_dir, database, month, tenant, CLOSE, everybody=everybody, as_json=as_json)
 
 
@@ -151,7 +151,7 @@ def seller(
     data_dir: DataDir = None,
     database: DatabaseUrl = None,
 ) -> None:
-    """Show who writes the invoices, or replace it: name, address, tax and bank, as in docs/billing.md."""
+    """Show who writes the invoices, or replace it. Name, address, tax and bank, as in docs/billing.md."""
     from appliance.cli.connection import run
 
     body = None if file is None else read_json(file)

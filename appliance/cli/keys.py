@@ -157,7 +157,8 @@ def rotate(
     data_dir: DataDir = None,
     database: DatabaseUrl = None,
 ) -> None:
-    """Replace a key: the old one stops working at once, or after the grace period; the new secret is printed, once."""
+    """Replace a key by a new one. The old one stops working at once, or after the grace period; the new secret is printed,
+    once."""
     from appliance.cli.connection import AdminClient, run
 
     async def work(client: AdminClient) -> dict[str, Any]:

@@ -59,7 +59,7 @@ def limit_model(
     data_dir: DataDir = None,
     database: DatabaseUrl = None,
 ) -> None:
-    """Limit a model for all tenants together; what is not named is not limited any more."""
+    """Limit a model for all tenants together. What is not named is not limited any more."""
     given = limits_body(tokens_per_minute, requests_per_minute, concurrent_requests, tokens_per_day, monthly_budget)
     body: dict[str, Any] = {"limits": given.get("limits", {})} | ({} if mode is None else {"limit_mode": mode})
     _call("PUT", f"/model-limits/{quote(model)}", body, as_json=as_json, data_dir=data_dir, database=database)

@@ -62,7 +62,7 @@ def invite(
     data_dir: DataDir = None,
     database: DatabaseUrl = None,
 ) -> None:
-    """Let somebody belong to a tenant; prints the password of who could not sign in before, once."""
+    """Let somebody belong to a tenant. Prints the password of who could not sign in before, once."""
     from appliance.cli.connection import run
 
     body = {"email": email, "role": role}

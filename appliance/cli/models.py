@@ -45,7 +45,7 @@ def add(
     data_dir: DataDir = None,
     database: DatabaseUrl = None,
 ) -> None:
-    """Verify a model and add it to the data folder, so that `--model NAME` finds it."""
+    """Verify a model and add it to the data folder. Then `--model NAME` finds it."""
     from appliance.cli.model_check import check_model
 
     settings = settings_from(data_dir, database)
@@ -73,7 +73,7 @@ def verify(
     data_dir: DataDir = None,
     database: DatabaseUrl = None,
 ) -> None:
-    """Account for every tensor of a model against its configuration, without loading it. With one of the options it is loaded,
+    """Account for every tensor of a model. Against its configuration, without loading it. With one of the options it is loaded,
     and its perplexity on a fixed text told, beside the unquantised one and their ratio."""
     from appliance.cli.model_check import check_model
 
@@ -99,7 +99,7 @@ def remove(
     data_dir: DataDir = None,
     database: DatabaseUrl = None,
 ) -> None:
-    """Remove an added model: a link goes, the folder that it points to stays; a copy is deleted."""
+    """Remove an added model. A link goes, the folder that it points to stays; a copy is deleted."""
     settings = settings_from(data_dir, database)
     place = next((path for path in model_store.added_models(settings.data_dir) if path.name == name), None)
     if place is None:

@@ -26,7 +26,7 @@ def list_prices(
     data_dir: DataDir = None,
     database: DatabaseUrl = None,
 ) -> None:
-    """List all prices, also past and future ones, in the order they were added."""
+    """List all prices, in the order they were added. Also past and future ones."""
     from appliance.cli.connection import AdminClient, run
 
     async def work(client: AdminClient) -> list[dict[str, Any]]:

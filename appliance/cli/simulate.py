@@ -81,7 +81,7 @@ def simulate(
     slo_tpot_ms: Annotated[float, typer.Option(help="Mean time per further token; also what the engine aims at.")] = 25.0,
     as_json: AsJson = False,
 ) -> None:
-    """Replay traffic in virtual time: what service would it get from this model on this GPU under this policy?
+    """Replay traffic in virtual time. What service would it get from this model on this GPU under this policy?
 
     Scheduler, block pool, prefix cache and fairness are those that serve; only the time of a step is computed by formula.
     """

@@ -180,7 +180,7 @@ def update(
 
 @app.command("archive")
 def archive(which: Which, as_json: AsJson = False, data_dir: DataDir = None, database: DatabaseUrl = None) -> None:
-    """Archive a tenant: its keys stop working at once, what it was billed for stays."""
+    """Archive a tenant. Its keys stop working at once, what it was billed for stays."""
     from appliance.cli.connection import run
 
     async def work(client: AdminClient) -> dict[str, Any]:

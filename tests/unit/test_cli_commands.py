@@ -93,6 +93,14 @@ def test_every_command_has_help_and_offers_json(command: list[str], typed: Any) 
     assert ("--json" in answer.out) == (command[0] not in WITHOUT_JSON)
 
 
+@pytest.mark.parametrize("group", ["", *sorted({command[0] for command in COMMANDS if len(command) > 1})])
+def test_no_summary_is_cut_at_80_columns(group: str, typed: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    summaries = typed(*group.split(), "--help").out.partition("Commands:\n")[2].splitlines()
+    assert summaries
+    assert [line for line in summaries if line.endswith("...") or not line.endswith(".")] == []
+
+
 def test_the_version_costs_no_imports() -> None:
     program = (
         "import sys; from appliance.cli.main import main; main(['version']); "

@@ -119,7 +119,9 @@ async def test_the_wait_is_the_longest_of_all_limits_that_refuse(admission: Admi
 
 async def test_a_request_larger_than_the_limit_is_told_that_waiting_is_useless(admission: Admission) -> None:
     bob = principal(Limits(tokens_per_minute=100))
-    with pytest.raises(RequestExceedsLimit, match="needs 101 and the tenant's limit is 100 tokens per minute") as refused:
+    with pytest.raises(
+        RequestExceedsLimit, match="needs 101 tokens and the tenant's limit is 100 tokens per minute"
+    ) as refused:
         await admit(admission, bob, 91, 10)
     assert refused.value.should_retry is False
     assert refused.value.type == "tokens"

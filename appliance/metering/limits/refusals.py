@@ -53,7 +53,7 @@ def not_priced(model: str, currency: str | None) -> ModelNotPriced:
 
 def _never_fits(decision: LimitDecision) -> RequestExceedsLimit:
     return RequestExceedsLimit(
-        f"the request needs {decision.need} and {_whose(decision)} limit is {decision.limit} "
+        f"the request needs {_need(decision)} and {_whose(decision)} limit is {decision.limit} "
         f"{_LIMIT_NAMES[decision.kind]}: it can never be admitted",
         limit_type=_limit_type(decision),
     )
@@ -76,7 +76,11 @@ def _reason(decision: LimitDecision) -> str:
     if decision.ahead:
         return f"{decision.ahead} requests wait already for {_whose(decision)} limit of {_size(decision)}"
     left = max(decision.level, 0)
-    return f"{_whose(decision)} limit of {_size(decision)} is reached: the request needs {decision.need}, {left} are left"
+    return f"{_whose(decision)} limit of {_size(decision)} is reached: the request needs {_need(decision)}, {left} are left"
+
+
+def _need(decision: LimitDecision) -> str:
+    return f"{decision.need} tokens" if decision.kind in ("tokens", "tokens_per_day") else str(decision.need)
 
 
 def _size(decision: LimitDecision) -> str:
