@@ -17,9 +17,9 @@ FOLDER = Path(__file__).parent
 DEVICE = interpret_without_gpu()
 COMPILING, OTHER_VERSIONS = "test_compiled_kernels.py", "test_other_tritons.py"
 JOBS = pytest.StashKey[TritonJobs]()
-# Whole models run kernels that have tests of their own: here with this environment's Triton alone.
-OF_KERNELS = [path for path in sorted(FOLDER.glob("test_triton_*.py")) if not path.stem.endswith("_model")]
-OLDER_VERSIONS_FOR = 90  # the card that they serve on; for the others the newest compiles, and bench/compiled_kernels.py both
+# Whole models run kernels that have tests of their own, and what models ask for is decided before Triton is: both with this
+# environment's Triton alone.
+OF_KERNELS = [path for path in sorted(FOLDER.glob("test_triton_*.py")) if not path.stem.endswith(("_model", "_gate_covers"))]
 
 if importlib.util.find_spec("triton") is None:
     assert not required("triton"), "Triton is not installed; `python3 installer test` installs it"
@@ -53,13 +53,11 @@ def pytest_collection_finish(session: pytest.Session) -> None:
     jobs = TritonJobs()
     session.config.stash[JOBS] = jobs
     session.config.add_cleanup(jobs.close)
-    *older, newest = promised()
-    if COMPILING in asked:
-        jobs.start_compiling(newest, only=None)
-    for version in promised() if OTHER_VERSIONS in asked else ():
-        jobs.start_tests(version, OF_KERNELS)
-    for version in older if COMPILING in asked else ():
-        jobs.start_compiling(version, only=OLDER_VERSIONS_FOR)
+    for version in promised():
+        if COMPILING in asked:
+            jobs.start_compiling(version)
+        if OTHER_VERSIONS in asked:
+            jobs.start_tests(version, OF_KERNELS)
 
 
 @pytest.fixture

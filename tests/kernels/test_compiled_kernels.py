@@ -1,4 +1,4 @@
-"""Every configuration that serving uses as machine code: by the newest Triton for all cards we name, by the oldest for one."""
+"""Every configuration that serving uses as machine code for all cards that we name, by the oldest Triton and the newest."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ def test_every_configuration_becomes_machine_code_that_may_be_served(
     triton_jobs: TritonJobs, version: str, module: str
 ) -> None:
     made = [row for row in triton_jobs.rows(version) if row["module"] == module]
-    assert made, f"{module} declares no configuration for this card"
+    assert made, f"{module} declares no configuration"
     assert {row["triton"] for row in made if "triton" in row} <= {version}
     faults = [f"sm_{row['capability']} {row['name']}: {fault}" for row in made for fault in row["faults"]]
     assert not faults, "\n".join(faults)

@@ -1,11 +1,10 @@
-"""Work with other versions of Triton that runs beside the tests, in processes of its own, one or two at a time.
+"""Work with other versions of Triton that runs beside the tests, in processes of its own, two at a time.
 
 They take what the tests leave of the processor: at a low priority they hardly delay a test that has a limit of time.
 """
 
 from __future__ import annotations
 
-import os
 import subprocess
 import sys
 import tempfile
@@ -22,7 +21,7 @@ from tests.support import triton_versions
 from tests.support.databases import required
 from tests.support.triton_versions import REPO, TritonVersion
 
-PROCESSES = 2 if (os.cpu_count() or 1) > 2 else 1  # one processor is left to whatever else is tested
+PROCESSES = 2  # at their priority they leave the processors to whatever else is tested
 LIMIT_S = 1800
 LAST_IN_LINE = ("nice", "-n", "10")
 OLD_INTERPRETER = "ignore:Conversion of an array with ndim:DeprecationWarning"
@@ -54,11 +53,11 @@ class TritonJobs:
         if found is not None and found.folder is not None:
             self._tested[version] = self._pool.submit(self._test, found, [str(file) for file in files])
 
-    def start_compiling(self, version: str, only: int | None) -> None:
-        """Begin to compile every module under `version`, if it is on this machine, for one compute capability or for all."""
+    def start_compiling(self, version: str) -> None:
+        """Begin to compile every module under `version`, if it is on this machine."""
         found = triton_versions.find(version)
         if found is not None:
-            self._compiled[version] = self._pool.submit(self._compile, found, only)
+            self._compiled[version] = self._pool.submit(self._compile, found)
 
     def rows(self, version: str) -> Rows:
         """What compiling gave. Skips where this machine has no such version, or fails if CI promised it."""
@@ -86,9 +85,9 @@ class TritonJobs:
         status, out, err = self._run(command, found, interpret=interpret)
         return "" if status == 0 else out + err
 
-    def _compile(self, found: TritonVersion, only: int | None) -> Rows:
+    def _compile(self, found: TritonVersion) -> Rows:
         modules = [f"kernels.triton.{module}" for module in MODULES]
-        status, out, err = self._run(triton_versions.gate_command(modules, only), found, interpret=False)
+        status, out, err = self._run(triton_versions.gate_command(modules), found, interpret=False)
         assert status == 0, err[-3000:]
         return triton_versions.gate_rows(out)
 
