@@ -174,11 +174,11 @@ def told(parts: Sequence[MemoryPart]) -> str:
 
 
 def underestimated(parts: Sequence[MemoryPart]) -> list[MemoryPart]:
-    """Those that took more than was predicted; the context holds what other processes took and is left out."""
+    """Those that took more than was predicted; the device context holds what other processes took and is left out."""
     return [
         part
         for part in parts
-        if part.name != "context"
+        if part.name != "device_context"
         and part.measured_bytes is not None
         and part.measured_bytes > part.predicted_bytes * (1 + TOLERANCE)
     ]

@@ -32,7 +32,7 @@ def plan(
     ] = None,
     kv_cache_dtype: Annotated[str, typer.Option(help="How keys and values are kept: auto or fp8.")] = "auto",
     max_model_len: Annotated[
-        int | None, typer.Option(help="The context that is wanted; default: the model's.", show_default=False)
+        int | None, typer.Option(help="Tokens of the longest request; default: as the model.", show_default=False)
     ] = None,
     max_num_seqs: Annotated[
         int | None, typer.Option(help="Requests that run at a time; default: as the engine chooses.", show_default=False)

@@ -33,7 +33,7 @@ _MEMORY_LABELS = {
     "activations": "Activations",
     "graphs": "Graphs",
     "slots": "Slots",
-    "context": "Device context",
+    "device_context": "Device context",
     "kv_cache": "Keys and values",
 }
 _TONES = {"ready": "ok", "loading": "warn", "restarting": "warn", "failed": "bad", "stopped": "bad"}

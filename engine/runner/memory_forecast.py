@@ -67,7 +67,7 @@ class MemoryForecast:
             MemoryPart(name="activations", predicted_bytes=needs.activations_bytes, measured_bytes=measured.activations_bytes),
             MemoryPart(name="graphs", predicted_bytes=needs.graphs_bytes, measured_bytes=measured.graphs_bytes),
             MemoryPart(name="slots", predicted_bytes=needs.slots_bytes, measured_bytes=measured.slots_bytes),
-            MemoryPart(name="context", predicted_bytes=needs.context_bytes, measured_bytes=measured.context_bytes),
+            MemoryPart(name="device_context", predicted_bytes=needs.context_bytes, measured_bytes=measured.context_bytes),
             MemoryPart(name="kv_cache", predicted_bytes=self.predicted_kv_bytes, measured_bytes=measured.kv_bytes),
         ]
 

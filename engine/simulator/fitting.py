@@ -91,7 +91,7 @@ def facts(fit: MemoryFit) -> dict[str, Any]:
         "activations_bytes": needs.activations_bytes,
         "graphs_bytes": needs.graphs_bytes,
         "slots_bytes": needs.slots_bytes,
-        "context_bytes": needs.context_bytes,
+        "device_context_bytes": needs.context_bytes,
         "kv_cache_bytes": num_blocks * needs.block_bytes,
         "num_kv_blocks": num_blocks,
         "kv_tokens": fit.kv_tokens,

@@ -36,7 +36,7 @@ def test_the_parts_of_a_plan_add_up_to_what_may_be_used(typed: Any) -> None:
     answer = typed("llama-3.1-8b", "--gpu", "h100", "--json")
     assert answer.status == 0
     plan = json.loads(answer.out)
-    names = ("weights", "activations", "graphs", "slots", "context", "kv_cache")
+    names = ("weights", "activations", "graphs", "slots", "device_context", "kv_cache")
     total = sum(plan[f"{name}_bytes"] for name in names)
     assert 0 <= plan["usable_bytes"] - total < 16 * 131_072
     assert plan["kv_tokens"] == plan["num_kv_blocks"] * 16

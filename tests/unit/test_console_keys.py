@@ -215,7 +215,7 @@ async def test_scopes_and_how_limits_hold_are_set_and_stay_where_a_form_does_not
     key = (await box.services.keys.authenticate(secret, "192.0.2.1")).key
     assert (key.scopes, key.limit_mode) == (("inference", "usage"), "shadow")
     page = (await alice.get(f"/keys/{key.id}")).text
-    for text in ("run models, read the tenant&#39;s usage", "are in shadow mode", '<option value="inference, usage" selected>'):
+    for text in ("run models, read the tenant&#39;s usage", "shadow mode: they", '<option value="inference, usage" selected>'):
         assert text in page
 
     await alice.post(f"/keys/{key.id}", name="other")
