@@ -1,4 +1,5 @@
-"""Prompt lookup against plain decoding, one request at a time, on text that repeats itself and on text that does not.
+"""Speculative decoding against plain decoding, one request at a time: prompt lookup on text that repeats itself and on text
+that does not, and a draft model that is right most of the time.
 
 Usage: python -m bench.speculative [--rounds 7] [--tokens 160] [--threads 1] [--models demo,100m]
 
@@ -6,8 +7,9 @@ Two engines of the same model in one process, one with guesses and one without. 
 timed and must be equal. Each round runs both right after one another, the order swapped every other time, so that other work
 on the machine hits both; figures are ratios of the same round. `demo` is the bundled model continuing documents; `100m` a
 random model (12 layers, d 768, vocabulary 8,192) with the initialisation of transformers, whose greedy text runs into loops
-by itself, and with a wider one, whose text never repeats: there guesses can only cost. One row per run is appended to
-bench/results/speculative.jsonl.
+by itself, and with a wider one, whose text never repeats: there guesses can only cost. For the draft model, which is the first
+of its layers, the others say little in a second one of the wider kind: how often guesses are right is made, and told with the
+figure (`accepted_share`). One row per run is appended to bench/results/speculative.jsonl.
 """
 
 from __future__ import annotations
@@ -44,6 +46,9 @@ RANDOM_SIZES: dict[str, Any] = {
 }  # fmt: skip
 LOOPING, WANDERING = 0.02, 0.1
 """Standard deviations of the random weights. The narrow one is transformers' default."""
+QUIET = 0.03
+"""What a layer that says little adds, of what it would add."""
+DRAFT_TOKENS = 5
 
 LOG = "".join(f"2026-11-{day:02d} GET /v1/models 200 {day * 7} ms tenant=acme key=a{day}\n" for day in range(1, 9)) * 2
 LIST = "The following list is repeated.\n- apples\n- pears\n- plums\n- cherries\n" * 6
@@ -53,18 +58,40 @@ PROSE = "Tell me about the history of the town where you were born, and what you
 
 @dataclass(frozen=True)
 class Case:
-    """A model with the prompts that are run on it. `repeats`: whether the text is one that guesses are meant for."""
+    """A model with the prompts that are run on it. `repeats`: whether the text is one that guesses are meant for. `draft`: the
+    model that guesses, None for prompt lookup."""
 
     name: str
     model: Path
     prompts: list[Any]
     repeats: bool
+    draft: Path | None = None
+
+    @property
+    def speculative_config(self) -> dict[str, Any]:
+        if self.draft is None:
+            return {"method": "ngram"}
+        return {"method": "draft_model", "model": self.draft, "num_speculative_tokens": DRAFT_TOKENS}
 
 
 def make_random_model(folder: Path, deviation: float) -> Path:
     torch.manual_seed(0)
     LlamaForCausalLM(LlamaConfig(initializer_range=deviation, **RANDOM_SIZES)).eval().save_pretrained(folder)
     return folder
+
+
+def make_pair(folder: Path) -> tuple[Path, Path]:
+    """A random model in which all layers but the first say little, and that layer as a model of its own."""
+    torch.manual_seed(0)
+    model = LlamaForCausalLM(LlamaConfig(initializer_range=WANDERING, **RANDOM_SIZES)).eval()
+    for layer in model.model.layers[1:]:
+        for output in (layer.self_attn.o_proj, layer.mlp.down_proj):
+            output.weight.data *= QUIET
+    model.save_pretrained(folder / "large")
+    first = LlamaForCausalLM(LlamaConfig(**{**RANDOM_SIZES, "num_hidden_layers": 1})).eval()
+    first.load_state_dict(model.state_dict(), strict=False)
+    first.save_pretrained(folder / "first layer")
+    return folder / "large", folder / "first layer"
 
 
 def cases(folder: Path, models: list[str]) -> Iterator[Case]:
@@ -80,6 +107,8 @@ def cases(folder: Path, models: list[str]) -> Iterator[Case]:
         yield Case("random 100m model, greedy loops", looping, prompts, repeats=True)
         wandering = make_random_model(folder / "wandering", WANDERING)
         yield Case("random 100m model, no repetition", wandering, prompts, repeats=False)
+        large, first = make_pair(folder)
+        yield Case("random 100m model, its first layer as draft model", large, prompts, repeats=False, draft=first)
 
 
 def seconds(run: Callable[[], object]) -> tuple[float, float]:
@@ -94,7 +123,7 @@ def compare(case: Case, rounds: int, num_tokens: int, threads: int) -> dict[str,
     sampling = SamplingParams(temperature=0.0, max_tokens=num_tokens, ignore_eos=True)
     with (
         LLM(case.model, **options) as plain,
-        LLM(case.model, speculative_config={"method": "ngram"}, **options) as guessing,
+        LLM(case.model, speculative_config=case.speculative_config, **options) as guessing,
     ):
 
         def answers(llm: LLM) -> list[list[int]]:
@@ -115,6 +144,7 @@ def compare(case: Case, rounds: int, num_tokens: int, threads: int) -> dict[str,
     drafted = after.draft_tokens_total - before.draft_tokens_total
     return {
         "case": case.name,
+        "method": case.speculative_config["method"],
         "repeats": case.repeats,
         "tokens_equal": True,
         "ratio_median": round(statistics.median(ratios), 2),
@@ -168,7 +198,6 @@ def main() -> None:
         ]
     row = {
         "bench": "speculative",
-        "method": "ngram",
         "rounds": options.rounds,
         "tokens": options.tokens,
         **environment(options.threads),

@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 
 from engine.loop import Engine
 from engine.runner.slots import SlotState, SlotTable
+from engine.sampling.columns import Kind
 from engine.scheduling.scheduled_batch import ScheduledRequest
 from engine.speculation.options import SpeculativeOptions
 from kernels.simd.vectors import LANES
@@ -78,7 +79,7 @@ def test_tokens_are_those_of_the_plain_runner_without_guesses(
 @given(
     loop=st.sampled_from(sorted(LOOPS)),
     family=st.sampled_from(FAMILIES),
-    draft=st.sampled_from((" draft", "")),
+    draft=st.none() | st.sampled_from(FAMILIES),
     requests=st.lists(repeating | asked, min_size=1, max_size=7),
     depth=st.sampled_from((1, 3, 8)),
     room=rooms,
@@ -88,7 +89,7 @@ def test_tokens_that_a_draft_model_guessed_are_those_of_the_plain_runner_without
     folder: Path,
     loop: str,
     family: str,
-    draft: str,
+    draft: str | None,
     requests: list[Asked],
     depth: int,
     room: Room,
@@ -96,7 +97,7 @@ def test_tokens_that_a_draft_model_guessed_are_those_of_the_plain_runner_without
 ) -> None:
     engine = LOOPS[loop](
         folder / family,
-        speculative_config=drafting(folder / f"{family}{draft}", depth),
+        speculative_config=drafting(folder / (f"{draft} draft" if draft else family), depth),
         **room.options,
     )
     assert_as_alone(folder, family, requests, run(with_grammars(engine), requests, preempt_at=preempt_at))
@@ -115,6 +116,19 @@ def test_a_model_that_guesses_for_itself_is_always_right(loop: str, wish: dict[s
     status = engine.status()
     assert spy.call_count == 0
     assert status.accepted_draft_tokens_total == status.draft_tokens_total > 30
+
+
+def test_what_two_models_read_in_all_layers_is_made_before_the_layers_of_either(folder: Path) -> None:
+    """A record keeps what was made before the first layer, and has others take the places of the rest."""
+    engine = recorded_engine(folder / "llama", speculative_config=drafting(folder / "gemma2 draft"))
+    step: Any = engine.runner._step  # type: ignore[attr-defined]
+    calls = mock.Mock()
+    for number, each in enumerate((step, step._draft)):
+        calls.attach_mock(mock.Mock(wraps=each.forward), f"forward_{number}")
+        calls.attach_mock(mock.Mock(wraps=each.inputs), f"inputs_{number}")
+        each.forward, each.inputs = getattr(calls, f"forward_{number}"), getattr(calls, f"inputs_{number}")
+    step.make_ready(Kind(weighs=True))
+    assert [call[0][:-2] for call in calls.mock_calls] == ["inputs", "inputs", "forward", "forward"]
 
 
 @pytest.mark.parametrize("loop", sorted(LOOPS))
