@@ -79,16 +79,22 @@ def run_largest_step(decoder: PagedDecoder, limits: SchedulerLimits, *, max_gues
 
 @torch.inference_mode()
 def compile_steps(decoder: PagedDecoder, limits: SchedulerLimits, *, max_guesses: int = 0) -> None:
-    """One step of each kind, as far as its logits, in an empty cache. `max_guesses`: rows beyond one for each request."""
+    """One step of each kind, as far as its logits, in an empty cache. `max_guesses`: logits beyond one row for each
+    request, of guesses that are verified like chunks of prompts; their runner asks for steps over slots with guesses."""
     max_tokens, max_seqs, block_size = limits.max_num_batched_tokens, limits.max_num_seqs, limits.block_size
     room = min(max_tokens, limits.max_model_len)
     max_rows = min(max_seqs + max_guesses, max_tokens)
-    steps = {(size, 1) for size in {min(size, max_rows) for size in (*DECODES, max_rows)}}
+    sizes = {min(size, max_rows) for size in (*DECODES, max_seqs, max_rows)}
+    steps = {(size, 1) for size in sizes if size <= max_seqs}
     for longest in {min(length, room) for length in (*CHUNKS, room)}:
         steps |= {(min(number, max_seqs, 1 + (max_tokens - longest) // 2), longest) for number in (FEW, MANY)}
     for number, longest in sorted(steps):
         rows = [_row(longest, block_size)] + [_row(min(longest, 2), block_size)] * (number - 1)
         decoder.logits(decoder.forward(decoder.prepare(rows)), wide=False)
+    for size in sorted(sizes):
+        if size > max_seqs:
+            rows = [_row(min(room, size - first), block_size, has_guesses=True) for first in range(0, size, room)]
+            decoder.logits(decoder.forward(decoder.prepare(rows)), wide=False)
     _compile_texts(decoder, room)
 
 
@@ -107,5 +113,6 @@ def compile_verification(vocab_size: int, max_guesses: int, device: torch.device
         accept_by_rejection(probabilities[: number + 1], probabilities[:number], [0] * number, seed=0, position=0)
 
 
-def _row(num_tokens: int, block_size: int) -> InputRow:
-    return InputRow([0] * num_tokens, 0, range(-(-num_tokens // block_size)), (num_tokens - 1,))
+def _row(num_tokens: int, block_size: int, *, has_guesses: bool = False) -> InputRow:
+    outputs = range(num_tokens) if has_guesses else (num_tokens - 1,)
+    return InputRow([0] * num_tokens, 0, range(-(-num_tokens // block_size)), outputs)
