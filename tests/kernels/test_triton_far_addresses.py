@@ -9,6 +9,7 @@ import math
 import mmap
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from types import ModuleType
 
 import pytest
@@ -89,6 +90,22 @@ def test_chunks_look_at_far_blocks_for_far_queries(kernels: ModuleType, window: 
     expected = kernels.paged_prefill(q, near, tables, starts, lengths, shape, max_query_len=10)
     found = kernels.paged_prefill(apart(q), far, tables + first, starts, lengths, shape, max_query_len=10)
     assert_same(found, expected)
+
+
+def test_rows_leave_their_splits_at_far_places(device: torch.device) -> None:
+    """Three rows of one request and one of another, FAR numbers apart."""
+    lengths, heads, size = (600, 530), SHAPE.num_heads, SHAPE.head_dim
+    cache = normal(40, *BLOCK_SHAPE, dtype=torch.float16, device=device)
+    tables = torch.arange(40, device=device).roll(7).view(1, 40).expand(2, 40).int()
+    q = normal(4, heads, size, dtype=torch.float16, device=device, seed=1)
+    starts = integers(0, 3, 4, device=device)
+    splits = FAR // (heads * size)
+    room = [untouched(4, splits, heads, *numbers, dtype=torch.float32, device=device) for numbers in ((size,), ())]
+    decode = partial(
+        attention_decode.paged_decode, q, cache, tables, integers(*lengths, device=device), SHAPE,
+        query_starts=starts, max_query_len=4,
+    )  # fmt: skip
+    assert_same(decode(workspace=attention_decode.DecodeWorkspace(*room)), decode())
 
 
 def test_far_rows_are_rotated_and_written_to_far_blocks(device: torch.device) -> None:
