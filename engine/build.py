@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -39,6 +40,7 @@ from engine.runner.memory_forecast import MemoryForecast, MemoryMeter, forecast_
 from engine.runner.memory_plan import MemoryPlan, plan_memory
 from engine.runner.model_runner import ModelRunner
 from engine.runner.paged_decoder import PagedDecoder
+from engine.runner.slot_runner import SlotRunner
 from engine.runner.warm_up import compile_steps, compile_verification, compiles_at_first_use, compiling, run_largest_step
 from engine.runner.weights import WeightsSize, load_weights
 from engine.sampling.sampler import Sampler
@@ -66,6 +68,19 @@ NO_GRAPHS = "no graphs: experts chosen by the host"
 
 
 @dataclass(frozen=True, slots=True)
+class Asked:
+    """What an engine is to be, when all has been looked at that can be refused before anything is loaded."""
+
+    options: EngineOptions
+    device: torch.device
+    dtype: torch.dtype
+    kv_dtype: torch.dtype
+    config: ModelConfig
+    draft: ModelConfig | None
+    forecast: MemoryForecast
+
+
+@dataclass(frozen=True, slots=True)
 class LoadedModel:
     """A decoder with its weights, before it has a cache."""
 
@@ -75,120 +90,172 @@ class LoadedModel:
     quantization: str
 
 
+@dataclass(frozen=True, slots=True)
+class CachedModels:
+    """The models with their caches, and the runner that needs no slots. `is_plain`: nothing else runs steps; `lands_at_once`:
+    steps over slots are recorded ones of a CPU."""
+
+    plan: MemoryPlan
+    target: PagedDecoder
+    draft: PagedDecoder | None
+    masks: GrammarMasks
+    mover: BlockMover
+    runner: ModelRunner
+    is_plain: bool
+    lands_at_once: bool
+
+    @property
+    def decoders(self) -> list[PagedDecoder]:
+        return [self.target] if self.draft is None else [self.target, self.draft]
+
+
 def build_engine(options: EngineOptions, *, progress: Callable[[float], None] = lambda _: None) -> Engine:
     """Load the model and allocate its cache. Raises `ModelError` or `EngineConfigError`; `progress` gets 0 … 1, of which a
     device that compiles its kernels gets the last part for them."""
     times = StartTimes()
     torch.set_num_threads(options.threads or default_threads())
-    device = resolve_device(options.device)
-    stored = load_model_config(options.model)
-    dtype = resolve_dtype(options.dtype, stored.torch_dtype, device)
-    check_card(stored, options, dtype, device)
-    check_swap_space(options, device)
-    forecast = _forecast(options, dtype=dtype, device=device)
-    forecast.check(options)
-    options = replace(options, max_num_seqs=forecast.fit.load.num_seqs)
+    asked = _asked(options)
+    options, device = asked.options, asked.device
+    times.done("kernels")  # a CPU's, compiled or found on disk, when its memory was looked at
     share = WEIGHTS_SHARE if compiles_at_first_use(device) else 1.0
-    formats = {"quantization": options.quantization, "head": options.head_quantization}
-    model = _load(
-        options.model, options, dtype=dtype, device=device, **formats, progress=lambda loaded: progress(share * loaded)
-    )
-    draft = _load_draft(options, model.config, dtype=dtype, device=device)
-    draft_config = None if draft is None else draft.config
+    model, draft = _load_models(asked, progress=lambda loaded: progress(share * loaded))
     times.done("weights")
+    cached = _with_caches(asked, model, draft)
+    times.done("cache")
+    limits = _scheduler_limits(options, cached.plan, device)
+    meter = MemoryMeter(device)
+    meter.begin_run()
+    if compiles_at_first_use(device):
+        with compiling("steps", lambda ready: progress(share + (1 - share) * ready)):
+            _ask_for_kernels(cached, limits, options)
+        times.done("kernels")  # compiled or found in Triton's cache on disk
+        for decoder in cached.decoders:
+            run_largest_step(decoder, limits, max_guesses=options.max_guesses)
+        times.done("steps")
+    measured = meter.measured(sum(each.size.num_bytes for each in (model, draft) if each), cached.plan.kv_bytes)
+    asks_host = any(each.decoder.asks_host for each in (model, draft) if each)
+    ahead = None if cached.is_plain else _over_slots(asked, cached, limits, meter, asks_host=asks_host)
+    if ahead is not None:
+        measured = meter.with_graphs(measured)
+        times.done("graphs")
+    speed = _measured_speed(asked, cached, model, limits, ahead)
+    times.done("speed")
+    budget = _step_budget(options, speed.step_times)
+    scheduler = _scheduler(options, cached.plan, limits, speed, budget)
+    has_no_graphs = ahead is not None and asks_host and not cached.lands_at_once
+    info = _info(asked, model, cached, load_s=times.total_s, has_no_graphs=has_no_graphs)
+    info = replace(info, memory=asked.forecast.parts(measured), memory_note=asked.forecast.shortened())
+    log.info("operations %s", ops.listed(asked.dtype, device, batch_invariant=options.batch_invariant))
+    _tell_start(info, _runner_words(cached, has_no_graphs=has_no_graphs), times)
+    desk = _grammar_desk(options, info, cached.masks)
+    return Engine(scheduler, ahead or cached.runner, info, grammars=desk, step_budget=budget, overlap=ahead)
+
+
+def _asked(options: EngineOptions) -> Asked:
+    device = resolve_device(options.device)
+    config = load_model_config(options.model)
+    dtype = resolve_dtype(options.dtype, config.torch_dtype, device)
+    check_card(config, options, dtype, device)
+    check_swap_space(options, device)
+    speculative = options.speculative_config
+    draft = None if speculative is None or speculative.model is None else load_model_config(speculative.model)
+    forecast = _forecast(options, config, draft, dtype=dtype, device=device)
+    forecast.check(options)
+    if draft is not None:
+        check_draft_vocabulary(draft, config)
+    options = replace(options, max_num_seqs=forecast.fit.load.num_seqs)
     kv_dtype = resolve_kv_dtype(options.kv_cache_dtype, dtype)
-    available = kv_bytes_available(forecast.fit.needs, options, device)
-    plan = plan_memory(model.config, options, element_bytes=kv_dtype.itemsize, available_bytes=available, draft=draft_config)
-    if draft_config is not None:
-        check_draft_context(draft_config, plan.max_model_len)
-    target_decoder = _paged(model, options, plan, dtype=dtype, kv_dtype=kv_dtype, device=device)
-    draft_decoder = None if draft is None else _paged(draft, options, plan, dtype=dtype, kv_dtype=kv_dtype, device=device)
-    masks = GrammarMasks(model.config.vocab_size)
-    sampler = Sampler(device)
+    return Asked(options, device, dtype, kv_dtype, config, draft, forecast)
+
+
+def _load_models(asked: Asked, *, progress: Callable[[float], None]) -> tuple[LoadedModel, LoadedModel | None]:
+    """The target, quantised as asked, and the draft model, which is not."""
+    options = asked.options
+    formats = {"quantization": options.quantization, "head": options.head_quantization}
+    model = _load(options.model, asked.config, asked, **formats, progress=progress)
+    speculative = options.speculative_config
+    if asked.draft is None or speculative is None or speculative.model is None:
+        return model, None
+    return model, _load(speculative.model, asked.draft, asked)
+
+
+def _with_caches(asked: Asked, model: LoadedModel, draft: LoadedModel | None) -> CachedModels:
+    options, device = asked.options, asked.device
+    available = kv_bytes_available(asked.forecast.fit.needs, options, device)
+    plan = plan_memory(
+        asked.config, options, element_bytes=asked.kv_dtype.itemsize, available_bytes=available, draft=asked.draft
+    )
+    if asked.draft is not None:
+        check_draft_context(asked.draft, plan.max_model_len)
+    target_decoder = _paged(model, asked, plan)
+    draft_decoder = None if draft is None else _paged(draft, asked, plan)
+    masks = GrammarMasks(asked.config.vocab_size)
     caches = [*target_decoder.kv_caches, *(draft_decoder.kv_caches if draft_decoder else ())]
     mover = BlockMover(caches, plan.num_host_blocks)
     lands_at_once = records_steps(options, target_decoder)
     is_plain = not lands_at_once and not launches_ahead(options, device)
     runner = ModelRunner(
-        target_decoder, sampler, mover, masks,
+        target_decoder, Sampler(device), mover, masks,
         draft=draft_decoder, batch_invariant=options.batch_invariant, guesses_are_equal=not is_plain,
     )  # fmt: skip
-    times.done("cache")
-    meter = MemoryMeter(device)
-    meter.begin_run()
-    limits = _scheduler_limits(options, plan, device)
-    decoders = [target_decoder] if draft_decoder is None else [target_decoder, draft_decoder]
-    if compiles_at_first_use(device):
-        with compiling("steps", lambda ready: progress(share + (1 - share) * ready)):
-            _ask_for_kernels(decoders, mover, limits, options)
-            if is_plain and draft is not None and options.speculative_config is not None:
-                compile_verification(model.config.vocab_size, options.speculative_config.num_speculative_tokens, device)
-        times.done("kernels")  # compiled or found in Triton's cache on disk
-    speed = measure_speed(
-        model.config,
-        target_decoder,
-        draft_decoder,
-        plan,
-        weight_bytes=model.size.num_bytes / model.size.num_parameters,
-        kv_bytes=kv_dtype.itemsize,
-        block_size=options.block_size,
-        max_tokens=options.batched_tokens(device.type),
-        max_seqs=options.seats(device.type),
-        for_speculation=options.speculative_config is not None and is_plain,
-    )
-    if compiles_at_first_use(device):
-        for decoder in decoders:
-            run_largest_step(decoder, limits, max_guesses=options.max_guesses)
-    num_bytes = model.size.num_bytes + (0 if draft is None else draft.size.num_bytes)
-    measured = meter.measured(num_bytes, plan.kv_bytes)
-    times.done("speed")
-    budget = _step_budget(options, speed.step_times)
-    info = _info(
-        options,
-        model,
-        plan,
-        dtype=dtype,
-        kv_dtype=kv_dtype,
-        kv_scales=target_decoder.kv_scales,
-        device=device,
-        load_s=times.total_s,
-    )
-    info = replace(info, memory=forecast.parts(measured), memory_note=forecast.shortened())
-    log.info("operations %s", ops.listed(dtype, device, batch_invariant=options.batch_invariant))
-    desk = _grammar_desk(options, info, masks)
-    if is_plain:
-        _tell_start(info, "plain", times)
-        scheduler = _scheduler(options, plan, limits, speed, budget)
-        return Engine(scheduler, runner, info, grammars=desk, step_budget=budget)
-    asks_host, max_guesses = any(each.decoder.asks_host for each in (model, draft) if each), options.max_guesses
+    return CachedModels(plan, target_decoder, draft_decoder, masks, mover, runner, is_plain, lands_at_once)
+
+
+def _over_slots(
+    asked: Asked, cached: CachedModels, limits: SchedulerLimits, meter: MemoryMeter, *, asks_host: bool
+) -> SlotRunner:
+    """The runner that launches steps over slots, with those ready that few requests need."""
     meter.begin_slots()
     ahead = slot_runner(
-        runner, target_decoder, masks, limits, device,
-        draft=draft_decoder, max_guesses=max_guesses, asks_host=asks_host, lands_at_once=lands_at_once,
+        cached.runner, cached.target, cached.masks, limits, asked.device,
+        draft=cached.draft, max_guesses=asked.options.max_guesses, asks_host=asks_host, lands_at_once=cached.lands_at_once,
     )  # fmt: skip
     meter.begin_graphs()
     ahead.warm_up()
-    if max_guesses:
-        guess = None if draft is None else ahead.run_draft_padding
-        costs = measure_guesses(ahead.run_padding, limits.max_num_seqs + max_guesses, device, guess=guess)
-        speed = replace(speed, speculation=costs)
-    info = replace(info, memory=forecast.parts(meter.with_graphs(measured)))
-    times.done("graphs")
-    scheduler = _scheduler(options, plan, limits, speed, budget)
-    words = "recorded" if lands_at_once else "ahead"
-    if asks_host and not lands_at_once:
-        words, info = f"{words} ({NO_GRAPHS})", replace(info, kernels=f"{info.kernels}, {NO_GRAPHS}")
-    _tell_start(info, words, times)
-    return Engine(scheduler, ahead, info, grammars=desk, step_budget=budget, overlap=ahead)
+    return ahead
 
 
-def _ask_for_kernels(
-    decoders: Sequence[PagedDecoder], mover: BlockMover, limits: SchedulerLimits, options: EngineOptions
-) -> None:
-    """Those of all steps; a second decoder is the draft model's."""
-    for decoder in decoders:
+def _measured_speed(
+    asked: Asked, cached: CachedModels, model: LoadedModel, limits: SchedulerLimits, ahead: SlotRunner | None
+) -> MeasuredSpeed:
+    """Of decodes and of what verifies guesses as they will be run, and of chunks of prompts."""
+    options = asked.options
+    speed = measure_speed(
+        asked.config,
+        cached.target,
+        cached.draft,
+        cached.plan,
+        weight_bytes=model.size.num_bytes / model.size.num_parameters,
+        kv_bytes=asked.kv_dtype.itemsize,
+        block_size=options.block_size,
+        max_tokens=limits.max_num_batched_tokens,
+        max_seqs=limits.max_num_seqs,
+        for_speculation=options.speculative_config is not None and cached.is_plain,
+        decode=None if ahead is None else partial(ahead.run_padding, 1),
+    )
+    if ahead is None or not options.max_guesses:
+        return speed
+    guess = None if cached.draft is None else ahead.run_draft_padding
+    costs = measure_guesses(ahead.run_padding, limits.max_num_seqs + options.max_guesses, asked.device, guess=guess)
+    return replace(speed, speculation=costs)
+
+
+def _ask_for_kernels(cached: CachedModels, limits: SchedulerLimits, options: EngineOptions) -> None:
+    """Those of all steps."""
+    for decoder in cached.decoders:
         compile_steps(decoder, limits, max_guesses=options.max_guesses)
-    mover.compile()
+    cached.mover.compile()
+    speculative = options.speculative_config
+    if cached.is_plain and cached.draft is not None and speculative is not None:
+        device = cached.target.kv_caches[0].device
+        compile_verification(cached.target.vocab_size, speculative.num_speculative_tokens, device)
+
+
+def _runner_words(cached: CachedModels, *, has_no_graphs: bool) -> str:
+    if cached.is_plain:
+        return "plain"
+    words = "recorded" if cached.lands_at_once else "ahead"
+    return f"{words} ({NO_GRAPHS})" if has_no_graphs else words
 
 
 def _tell_start(info: EngineInfo, runner: str, times: StartTimes) -> None:
@@ -202,27 +269,25 @@ def _tell_start(info: EngineInfo, runner: str, times: StartTimes) -> None:
         log.warning("memory: %s took %s, %s were predicted", part.name, taken, predicted)
 
 
-def _forecast(options: EngineOptions, *, dtype: torch.dtype, device: torch.device) -> MemoryForecast:
-    config, speculative = load_model_config(options.model), options.speculative_config
-    draft = None if speculative is None or speculative.model is None else load_model_config(speculative.model)
-    name = options.name or options.model.name
-    ahead = launches_ahead(options, device)
+def _forecast(
+    options: EngineOptions, config: ModelConfig, draft: ModelConfig | None, *, dtype: torch.dtype, device: torch.device
+) -> MemoryForecast:
+    name, ahead = options.name or options.model.name, launches_ahead(options, device)
     return forecast_memory(name, config, options, dtype=dtype, device=device, draft=draft, has_slots=ahead)
 
 
 def _load(
     directory: Path,
-    options: EngineOptions,
+    config: ModelConfig,
+    asked: Asked,
     *,
-    dtype: torch.dtype,
-    device: torch.device,
     quantization: str | None = None,
     head: str | None = None,
     progress: Callable[[float], None] = lambda _: None,
 ) -> LoadedModel:
-    config = load_model_config(directory)
-    scheme = weight_scheme(directory, config, quantization, head=head, batch_invariant=options.batch_invariant)
-    decoder = Decoder(config, dtype=dtype, device=device, batch_invariant=options.batch_invariant)
+    is_invariant = asked.options.batch_invariant
+    scheme = weight_scheme(directory, config, quantization, head=head, batch_invariant=is_invariant)
+    decoder = Decoder(config, dtype=asked.dtype, device=asked.device, batch_invariant=is_invariant)
     weights = decoder.weight_plan(scheme.storage)
     load_weights(directory, weights, progress=progress)
     size = WeightsSize.of(weights)
@@ -231,31 +296,16 @@ def _load(
     return LoadedModel(config, decoder, size, scheme.name)
 
 
-def _load_draft(options: EngineOptions, target: ModelConfig, *, dtype: torch.dtype, device: torch.device) -> LoadedModel | None:
-    speculative = options.speculative_config
-    if speculative is None or speculative.model is None:
-        return None
-    check_draft_vocabulary(load_model_config(speculative.model), target)
-    return _load(speculative.model, options, dtype=dtype, device=device)
-
-
-def _paged(
-    model: LoadedModel,
-    options: EngineOptions,
-    plan: MemoryPlan,
-    *,
-    dtype: torch.dtype,
-    kv_dtype: torch.dtype,
-    device: torch.device,
-) -> PagedDecoder:
+def _paged(model: LoadedModel, asked: Asked, plan: MemoryPlan) -> PagedDecoder:
+    options, device = asked.options, asked.device
     return PagedDecoder(
         model.config,
         model.decoder,
         plan,
         options.block_size,
-        dtype=dtype,
+        dtype=asked.dtype,
         device=device,
-        kv_dtype=kv_dtype,
+        kv_dtype=asked.kv_dtype,
         batch_invariant=options.batch_invariant,
         text_tokens=options.batched_tokens(device.type) if device.type == "cuda" else None,
     )
@@ -306,17 +356,9 @@ def _scheduler(
     )
 
 
-def _info(
-    options: EngineOptions,
-    model: LoadedModel,
-    plan: MemoryPlan,
-    *,
-    dtype: torch.dtype,
-    kv_dtype: torch.dtype,
-    kv_scales: str,
-    device: torch.device,
-    load_s: float,
-) -> EngineInfo:
+def _info(asked: Asked, model: LoadedModel, cached: CachedModels, *, load_s: float, has_no_graphs: bool) -> EngineInfo:
+    options, device, plan = asked.options, asked.device, cached.plan
+    kernels = _kernels(options, model.quantization, asked.dtype, device)
     return EngineInfo(
         model=options.name or options.model.name,
         architecture=model.config.family.architecture,
@@ -326,17 +368,17 @@ def _info(
         block_size=options.block_size,
         num_kv_blocks=plan.num_blocks,
         max_num_seqs=options.seats(device.type),
-        dtype=format_name(dtype),
+        dtype=format_name(asked.dtype),
         device=device.type,
         device_name=device_name(device),
-        kernels=_kernels(options, model.quantization, dtype, device),
+        kernels=f"{kernels}, {NO_GRAPHS}" if has_no_graphs else kernels,
         num_parameters=model.size.num_parameters,
         weights_bytes=model.size.num_bytes,
         kv_bytes=plan.kv_bytes,
         load_s=load_s,
         quantization=model.quantization,
-        kv_cache_dtype=format_name(kv_dtype),
-        kv_scales=kv_scales,
+        kv_cache_dtype=format_name(asked.kv_dtype),
+        kv_scales=cached.target.kv_scales,
     )
 
 

@@ -1,8 +1,13 @@
 """How fast the loaded model runs on this device: a few passes timed at start, and the step-time model that fits them.
 
-A pass with one row takes as long as reading the weights; one with many rows as long as multiplying with them. From the two
+A step with one row takes as long as reading the weights; one with many rows as long as multiplying with them. From the two
 follow the bandwidth and the speed of products that the step-time model needs, overheads of this implementation included;
 what lies between decides when guessing tokens is worth its rows.
+
+    one row        the decode step as it will be run: captured, recorded or, without slots, the pass; a draft model's part
+                   in it, and the way of its token to the host included
+    many rows      the pass that computes chunks of prompts, operation by operation
+    guesses        the steps that will verify them, and those of the draft model; without slots, passes
 """
 
 from __future__ import annotations
@@ -62,15 +67,19 @@ def measure_speed(
     max_tokens: int,
     max_seqs: int,
     for_speculation: bool,
+    decode: Callable[[], None] | None = None,
 ) -> MeasuredSpeed:
     """Run the models in their empty caches; what that leaves there is nobody's. A pass is no larger than the steps that memory
-    was planned for: of `max_tokens` rows and the logits of `max_seqs` of them, or of all where tokens are guessed."""
+    was planned for: of `max_tokens` rows and the logits of `max_seqs` of them, or of all where tokens are guessed. `decode`
+    computes a step of one row and waits for its token, where that is another way than a pass."""
     device = target.kv_caches[0].device.type
     asked = {*ROWS[device], *(ROWS_BETWEEN if for_speculation else ())}
     rows = sorted({min(num_rows, max_tokens) for num_rows in asked if num_rows <= plan.max_model_len})
     max_sampled = rows[-1] if for_speculation else min(rows[-1], max_seqs)
     sampled_share = max_sampled / rows[-1]
-    times = list(accumulate((_pass_s(target, num_rows, min(num_rows, max_sampled), block_size) for num_rows in rows), max))
+    one_row_s = _pass_s(target, 1, 1, block_size) if decode is None else _fastest_s(decode, STEPS)
+    passes_s = [_pass_s(target, num_rows, min(num_rows, max_sampled), block_size) for num_rows in rows[1:]]
+    times = list(accumulate([one_row_s, *passes_s], max))
     if len(rows) == 1:
         rows, times = [1, 2], [times[0], 2 * times[0]]
     draft_s = 0.0 if draft is None else _pass_s(draft, 1, 1, block_size)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 
@@ -19,18 +20,20 @@ from engine.speculation.options import STEP_GUESSES_MAX
 from engine.speculation.prompt_lookup import AdaptiveDrafter, SpeculationCosts
 
 KV_CACHE_BYTES = 1_000_000
+PASS_S = 0.001
 
 
 FREE_ROWS = SpeculationCosts(rows=(1, 64), times=(1.0, 1.0))
 
 
 def small_engine(model: Path, **changes: Any) -> Engine:
-    """An engine on the CPU with the plain runner, one thread and a cache of a megabyte. Guesses go as deep as they may,
-    whatever the machine measured them to cost."""
+    """An engine on the CPU with the plain runner, one thread and a cache of a megabyte. Nothing is timed, which interpreted
+    kernels take as long for as for a short answer; guesses go as deep as they may."""
     chosen = {"device": "cpu", "threads": 1, "kv_cache_bytes": KV_CACHE_BYTES, "max_num_seqs": 16, **changes}
     chosen.setdefault("enforce_eager", chosen["device"] == "cpu")
     options = EngineOptions(model=model, **chosen)
-    engine = build_engine(options)
+    with mock.patch("engine.runner.calibration._fastest_s", return_value=PASS_S):
+        engine = build_engine(options)
     if options.speculative_config is not None:
         drafting = engine._scheduler._drafting
         assert drafting is not None

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from functools import partial
 from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
 import torch
 
+from engine.config.model import parse_model_config
 from engine.runner import calibration
 from engine.runner.calibration import PASSES, PASSES_S
+from engine.simulator.models import MODELS, config_of
 
 
 class Passes:
@@ -46,6 +49,24 @@ def test_a_slow_model_is_timed_once_after_it_has_warmed_up(monkeypatch: pytest.M
     passes = Passes(40.0, 2 * PASSES_S)
     assert passes.measured_s(monkeypatch) == pytest.approx(2 * PASSES_S)
     assert passes.count == 2
+
+
+def test_a_decode_is_timed_as_it_will_be_run_and_chunks_as_passes(monkeypatch: pytest.MonkeyPatch) -> None:
+    passes = Passes(0.008)
+    passes.kv_caches[0].device = torch.device("cpu")
+
+    def decode() -> None:
+        passes.now_s += 0.0043
+
+    monkeypatch.setattr(calibration, "time", SimpleNamespace(perf_counter=lambda: passes.now_s))
+    config = parse_model_config(config_of(MODELS["llama-3.1-8b"]), {})
+    plan = SimpleNamespace(max_model_len=4096)
+    asked: dict[str, Any] = {"weight_bytes": 2.0, "kv_bytes": 2, "block_size": 16, "max_tokens": 512, "max_seqs": 64}
+    measure = partial(calibration.measure_speed, config, cast("Any", passes), None, cast("Any", plan), **asked)
+    found = measure(for_speculation=False, decode=decode).step_times
+    assert found.weights_s(1) == pytest.approx(0.0043)
+    assert 64 * (found.token_s + found.sampled_row_s) == pytest.approx(0.008)
+    assert measure(for_speculation=False).step_times.weights_s(1) == pytest.approx(0.008), "the plain way's decodes are passes"
 
 
 @pytest.mark.parametrize(("device", "rows"), [("cpu", (1, 2, 4, 16, 64)), ("cuda", (1, 2, 4, 16, 80))])

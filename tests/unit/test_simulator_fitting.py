@@ -71,7 +71,7 @@ def engines_own(folder: Path, gpu: SimulatedGpu, monkeypatch: pytest.MonkeyPatch
     options, config = EngineOptions(model=folder, **asked), load_model_config(folder)
     dtype = resolve_dtype(options.dtype, config.torch_dtype, GPU)
     check_card(config, options, dtype, GPU)
-    return _forecast(options, dtype=dtype, device=GPU).fit
+    return _forecast(options, config, None, dtype=dtype, device=GPU).fit
 
 
 @pytest.mark.parametrize(
