@@ -84,7 +84,7 @@ def test_an_engine_tells_what_was_predicted_and_what_was_taken(model: Path) -> N
     parts = {part.name: part for part in engine.info.memory}
     assert parts["weights"].predicted_bytes == parts["weights"].measured_bytes == engine.info.weights_bytes
     assert parts["kv_cache"].predicted_bytes == parts["kv_cache"].measured_bytes == engine.info.kv_bytes
-    assert parts["context"].predicted_bytes > 0
+    assert parts["device_context"].predicted_bytes > 0
     assert parts["graphs"].predicted_bytes == 0
     assert engine.info.memory_note is None
 
@@ -251,7 +251,7 @@ def test_parts_are_told_and_those_that_took_more_than_predicted_are_named() -> N
         MemoryPart(name="weights", predicted_bytes=GIB, measured_bytes=GIB),
         MemoryPart(name="activations", predicted_bytes=GIB, measured_bytes=2 * GIB),
         MemoryPart(name="graphs", predicted_bytes=0),
-        MemoryPart(name="context", predicted_bytes=1, measured_bytes=GIB),
+        MemoryPart(name="device_context", predicted_bytes=1, measured_bytes=GIB),
     ]
     assert [part.name for part in underestimated(parts)] == ["activations"]
     assert told(parts[:3]) == "weights 1.0 GiB (predicted 1.0 GiB), activations 2.0 GiB (predicted 1.0 GiB)"
@@ -299,7 +299,7 @@ def test_the_activations_of_a_pass_are_what_it_holds_at_a_time(family: str, inne
 
 def test_the_parts_of_a_forecast_are_in_one_order(llama_8b: ModelConfig, card: list[int]) -> None:
     parts = forecast(llama_8b).parts(MeasuredMemory(weights_bytes=1, kv_bytes=2))
-    assert [part.name for part in parts] == ["weights", "activations", "graphs", "slots", "context", "kv_cache"]
+    assert [part.name for part in parts] == ["weights", "activations", "graphs", "slots", "device_context", "kv_cache"]
     assert [part.measured_bytes for part in parts] == [1, None, None, None, None, 2]
 
 
