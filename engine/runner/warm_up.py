@@ -2,8 +2,8 @@
 request waits seconds for a compiler, and the largest step, which shows what memory a step takes.
 
 The steps of each kind only ask for their kernels, which are then compiled several at a time (`kernels.ops.compiled_together`).
-Which variants there are follows from the launchers in `kernels.triton`: by requests of a step (few, many), by rows of a product
-and of a norm, by tokens of the longest chunk. A test asks for those of random traffic and finds no other ones.
+Which variants there are follows from the launchers in `kernels.triton`: from the requests of a step (few, many), the rows of a
+product and of a norm, the tokens of the longest chunk. A test asks for those of random traffic and finds no other ones.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def compiles_at_first_use(device: torch.device) -> bool:
 
 @contextmanager
 def compiling(what: str, progress: Callable[[float], None] = lambda _: None) -> Iterator[None]:
-    """Launches in the block ask for their kernels and run nothing, so that tensors hold anything; behind it all are compiled
+    """Launches in the block only ask for their kernels, so that tensors are uninitialised; behind it all kernels are compiled
     and loaded. The log tells how far that is, and `progress` gets … 1. Raises `kernels.ops.CompilationFailed`, which names the
     kernel."""
     started_s = told_s = time.monotonic()

@@ -1,4 +1,4 @@
-"""Whole blocks of the paged cache moved, one by one, layer by layer."""
+"""Moves whole KV blocks, one by one, layer by layer."""
 
 from __future__ import annotations
 

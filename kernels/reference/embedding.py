@@ -1,4 +1,4 @@
-"""What a step looks up by token and by position, one at a time."""
+"""Rows of the embedding by token, of cosines and sines by position, one at a time."""
 
 from __future__ import annotations
 

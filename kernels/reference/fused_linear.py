@@ -1,5 +1,5 @@
-"""Products of a decode step with what stands around them, in float32: the sum and the norm's squares behind one, the norm's
-root and the gated activation behind the other."""
+"""Products of a decode step with their epilogues, in float32: the residual sum and the sums of squares of one, the division by
+the norm and the gated activation of the other."""
 
 from __future__ import annotations
 

@@ -2,9 +2,8 @@
 
 A decode step of a small model is some sixty operations of some microseconds each: calling them from Python one by one, with a
 parallel section for each, takes as long as a quarter of the step. They are the same in every step but for the number of
-rows. So they are put down once, with the addresses of tensors that stay where they are, and run from then on by one call, in
-which the threads wait for each other behind each operation. Nothing else changes: the same tasks with the same arguments, and
-so the same bits.
+rows. So they are recorded once, with the addresses of tensors that stay where they are, and later run by one call, in which
+the threads meet at a barrier after each operation. The tasks and their arguments are the same, and so are the bits.
 """
 
 from __future__ import annotations

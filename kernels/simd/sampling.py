@@ -1,4 +1,4 @@
-"""Choosing the next tokens of rows whose parameters lie in columns: the very tokens of `kernels.cpu.sampling`, a row at a time.
+"""Samples the next token of each row, with parameters in `SamplingColumns`: the very tokens of `kernels.cpu.sampling`.
 
     logits ─► what the request changes (a copy of the row, where there is such a thing) ─► the first of the largest
         ─► distances below it ─► the limits of top-k and top-p, each the smallest distance that leaves enough ─► race

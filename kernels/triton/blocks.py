@@ -1,4 +1,4 @@
-"""Whole blocks of the paged cache moved: within it, and through a staging buffer where a block's layers lie together.
+"""Moves whole KV blocks: within the cache, and through a staging buffer in which all layers of a block are contiguous.
 
 One launch moves the blocks of all layers. The kernels know no dtype: a block is a piece of memory in words of 8 bytes, two of
 them to a load. The staging buffer may be page-locked host memory, which a GPU reads and writes over the bus by itself: so
