@@ -1,4 +1,4 @@
-"""Panels of codes and the way through them: what the products with quantised weights have in common.
+"""Panels of codes and the loops over them: what the products with quantised weights have in common.
 
 A panel holds the codes of PANEL outputs, column after column, zeros where W ends. The threads share the panels; each is read
 once from memory, in order. Tiles of few rows decode it in registers, each for itself. Of many rows only the first tile does,
@@ -49,78 +49,10 @@ def _finish(sums, sums_stride, factors, bias, out, out_stride, num_rows, width):
             store_part(out, row * out_stride + index, end, total)
 
 
-def way_through(form: Format) -> Callable[[int], None]:
+def panels_of(form: Format) -> Callable[[int], None]:
     """The body of a format's task: the panels of one thread. Its arguments are those of `_run`."""
     column_bytes, many_rows = form.column_bytes, form.many_rows
-    half_bytes = column_bytes // 2
-    few = tiles_of(form, PANEL_VECTORS, FEW_ROWS)
-    more = tiles_of(form, WIDE, ROWS, fewest_rows=FEW_ROWS + 1)
-    keeping = tiles_of(form, WIDE, ROWS, fewest_rows=ROWS, keeps=True)
-
-    @part
-    def in_registers(rows, x, num_columns, codes, groups, group_size, zeros, sums):
-        """sums[r] = Σ_k x[r, k] · decoded(codes[k]), 1 to ROWS rows of a panel; meanwhile the next panel is fetched."""
-        ahead = codes + num_columns * column_bytes
-        if rows <= FEW_ROWS:
-            few(rows, x, num_columns, codes, 0, num_columns, groups, group_size, zeros, 0, sums, PANEL, ahead, 0)
-            return
-        for half in range(2):
-            place = half * COLUMNS * BYTES
-            more(
-                rows,
-                x,
-                num_columns,
-                codes + half * half_bytes,
-                0,
-                num_columns,
-                groups + place,
-                group_size,
-                zeros,
-                0,
-                sums + place,
-                PANEL,
-                ahead + half * num_columns * half_bytes,
-                0,
-            )
-
-    @part
-    def through_cache(num_rows, x, num_columns, codes, groups, group_size, ahead, zeros, out, out_stride):
-        """out[r] = Σ_k x[r, k] · decoded(codes[k]), more than ROWS rows of half a panel; meanwhile as much is fetched."""
-        decoded = _decoded()
-        for first in range(0, num_columns, DEPTH):
-            end = min(first + DEPTH, num_columns)
-            start, start_stride = (out, out_stride) if first else (zeros, 0)
-            kept = decoded - first * COLUMNS * BYTES
-            keeping(
-                ROWS,
-                x,
-                num_columns,
-                codes,
-                first,
-                end,
-                groups,
-                group_size,
-                start,
-                start_stride,
-                out,
-                out_stride,
-                ahead,
-                kept,
-            )
-            for row in range(ROWS, num_rows, ROWS):
-                multiply(
-                    min(ROWS, num_rows - row),
-                    x + (row * num_columns + first) * BYTES,
-                    num_columns,
-                    decoded,
-                    COLUMNS,
-                    end - first,
-                    start + row * start_stride * BYTES,
-                    start_stride,
-                    out + row * out_stride * BYTES,
-                    out_stride,
-                    0,
-                )
+    few_rows, half_panel = _few_rows(form), _half_panel(form)
 
     @part
     def panels(a):
@@ -139,28 +71,70 @@ def way_through(form: Format) -> Callable[[int], None]:
             entries = groups + place * num_groups
             if num_rows >= many_rows and width == PANEL:
                 for half in range(2):
-                    half_place = half * COLUMNS * BYTES
-                    through_cache(
-                        num_rows,
-                        x,
-                        num_columns,
-                        panel + half * half_bytes,
-                        entries + half_place,
-                        group_size,
-                        panel + num_columns * (column_bytes + half * half_bytes),
-                        zeros,
-                        out + place + half_place,
-                        num_outputs,
-                    )
+                    at, half_codes = half * COLUMNS * BYTES, panel + half * (column_bytes // 2)
+                    half_panel(
+                        num_rows, x, num_columns, half_codes, entries + at, group_size,
+                        panel + num_columns * (column_bytes + half * (column_bytes // 2)), zeros, out + place + at, num_outputs,
+                    )  # fmt: skip
                 _finish(out + place, num_outputs, factors + place, bias + place, out + place, num_outputs, num_rows, width)
             else:
                 for row in range(0, num_rows, ROWS):
                     rows = min(ROWS, num_rows - row)
-                    in_registers(rows, x + row * num_columns * BYTES, num_columns, panel, entries, group_size, zeros, sums)
+                    few_rows(rows, x + row * num_columns * BYTES, num_columns, panel, entries, group_size, zeros, sums)
                     written = out + place + row * num_outputs * BYTES
                     _finish(sums, PANEL, factors + place, bias + place, written, num_outputs, rows, width)
 
     function: Callable[[int], None] = panels
+    return function
+
+
+def _few_rows(form: Format) -> Callable[..., None]:
+    """1 to ROWS rows of a panel, decoded in registers."""
+    column_bytes, half_bytes = form.column_bytes, form.column_bytes // 2
+    few = tiles_of(form, PANEL_VECTORS, FEW_ROWS)
+    more = tiles_of(form, WIDE, ROWS, fewest_rows=FEW_ROWS + 1)
+
+    @part
+    def few_rows(rows, x, num_columns, codes, groups, group_size, zeros, sums):
+        """sums[r] = Σ_k x[r, k] · decoded(codes[k]); meanwhile the next panel is fetched."""
+        ahead = codes + num_columns * column_bytes
+        if rows <= FEW_ROWS:
+            few(rows, x, num_columns, codes, 0, num_columns, groups, group_size, zeros, 0, sums, PANEL, ahead, 0)
+            return
+        for half in range(2):
+            place = half * COLUMNS * BYTES
+            more(
+                rows, x, num_columns, codes + half * half_bytes, 0, num_columns, groups + place, group_size,
+                zeros, 0, sums + place, PANEL, ahead + half * num_columns * half_bytes, 0,
+            )  # fmt: skip
+
+    function: Callable[..., None] = few_rows
+    return function
+
+
+def _half_panel(form: Format) -> Callable[..., None]:
+    """More than ROWS rows of half a panel, decoded by the first tile into the cache of the core, for the others."""
+    keeping = tiles_of(form, WIDE, ROWS, fewest_rows=ROWS, keeps=True)
+
+    @part
+    def half_panel(num_rows, x, num_columns, codes, groups, group_size, ahead, zeros, out, out_stride):
+        """out[r] = Σ_k x[r, k] · decoded(codes[k]); meanwhile as much is fetched from `ahead`."""
+        decoded = _decoded()
+        for first in range(0, num_columns, DEPTH):
+            end = min(first + DEPTH, num_columns)
+            start, start_stride = (out, out_stride) if first else (zeros, 0)
+            kept = decoded - first * COLUMNS * BYTES
+            keeping(
+                ROWS, x, num_columns, codes, first, end, groups, group_size, start, start_stride, out, out_stride, ahead, kept
+            )  # fmt: skip
+            for row in range(ROWS, num_rows, ROWS):
+                multiply(
+                    min(ROWS, num_rows - row), x + (row * num_columns + first) * BYTES, num_columns, decoded, COLUMNS,
+                    end - first, start + row * start_stride * BYTES, start_stride,
+                    out + row * out_stride * BYTES, out_stride, 0,
+                )  # fmt: skip
+
+    function: Callable[..., None] = half_panel
     return function
 
 

@@ -14,7 +14,7 @@ import torch
 
 from kernels.cpu.fp8_decode import decode_fp8
 from kernels.quantised_weights import Fp8Weight
-from kernels.simd.coded_panels import bind, in_panels, way_through
+from kernels.simd.coded_panels import bind, in_panels, panels_of
 from kernels.simd.coded_tiles import PANEL, Format, as_bits, constants, emit_codes, widened
 from kernels.simd.compiling import task
 from kernels.simd.vectors import LANES
@@ -36,12 +36,12 @@ class _Fp8(Format):
         return values
 
 
-_way = way_through(_Fp8())
+_body = panels_of(_Fp8())
 
 
 @task
 def _panels(a):
-    _way(a)
+    _body(a)
 
 
 def bind_fp8(weight: Fp8Weight, bias: torch.Tensor | None) -> Callable[..., torch.Tensor]:

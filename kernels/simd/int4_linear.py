@@ -11,7 +11,7 @@ from collections.abc import Callable
 import torch
 
 from kernels.quantised_weights import CHUNK_RUNS, Int4Weight
-from kernels.simd.coded_panels import bind, in_panels, way_through
+from kernels.simd.coded_panels import bind, in_panels, panels_of
 from kernels.simd.coded_tiles import (
     PANEL,
     PANEL_VECTORS,
@@ -60,12 +60,12 @@ def _added(builder, zeros, upper):
     return as_bits(builder, builder.or_(bits, constants(_BASES[upper])))
 
 
-_way = way_through(_Int4())
+_body = panels_of(_Int4())
 
 
 @task
 def _panels(a):
-    _way(a)
+    _body(a)
 
 
 def bind_int4(weight: Int4Weight, bias: torch.Tensor | None) -> Callable[[torch.Tensor], torch.Tensor]:

@@ -7,7 +7,7 @@ from collections.abc import Callable
 import torch
 
 from kernels.quantised_weights import Int8Weight
-from kernels.simd.coded_panels import bind, in_panels, way_through
+from kernels.simd.coded_panels import bind, in_panels, panels_of
 from kernels.simd.coded_tiles import PANEL, Format, as_floats, emit_codes, widened
 from kernels.simd.compiling import task
 from kernels.simd.vectors import LANES
@@ -20,12 +20,12 @@ class _Int8(Format):
         return [as_floats(builder, widened(builder, emit_codes(builder, codes, LANES * i), signed=True)) for i in range(width)]
 
 
-_way = way_through(_Int8())
+_body = panels_of(_Int8())
 
 
 @task
 def _panels(a):
-    _way(a)
+    _body(a)
 
 
 def bind_int8(weight: Int8Weight, bias: torch.Tensor | None) -> Callable[[torch.Tensor], torch.Tensor]:
