@@ -30,6 +30,7 @@ import torch
 from bench.rows import append_row
 from engine.loop import Engine
 from engine.protocol import EngineInfo, GenerationRequest, SamplingParams
+from engine.runner.cuda_graphs import Calls
 from engine.runner.slot_runner import SlotRunner
 from engine.sampling.columns import Chosen, ColumnSampler, Kind
 from engine.scheduling.block_pool import BlockPool
@@ -49,6 +50,7 @@ class NoDecoder:
 
     greedy_head = None
     batch_invariant = False
+    queries_together = 1
     kv_caches = [torch.empty(1)]
     attention_shapes: tuple[()] = ()
     rotaries: tuple[()] = ()
@@ -125,14 +127,18 @@ class Parts:
         setattr(holder, name, timed)
 
 
-def make_engine(batch: int) -> tuple[Engine, Parts]:
+def make_engine(
+    batch: int, *, calls: Calls | None = None, max_model_len: int = MAX_MODEL_LEN, budget: int = 8192
+) -> tuple[Engine, Parts]:
+    """An engine of `batch` seats, and the times of its parts. `calls`: what runs its captured steps, else nothing. `budget`:
+    tokens of a step."""
     limits = SchedulerLimits(
-        max_num_seqs=batch, max_num_batched_tokens=8192, max_model_len=MAX_MODEL_LEN, block_size=BLOCK_SIZE
+        max_num_seqs=batch, max_num_batched_tokens=budget, max_model_len=max_model_len, block_size=BLOCK_SIZE
     )
-    pool = BlockPool(batch * MAX_MODEL_LEN // BLOCK_SIZE)
+    pool = BlockPool(batch * max_model_len // BLOCK_SIZE)
     scheduler = Scheduler(limits, pool, clock=time.monotonic, prefix_cache=PrefixCache(pool, BLOCK_SIZE))
     info = EngineInfo(
-        model="none", architecture="None", max_model_len=MAX_MODEL_LEN, vocab_size=1 << 17, eos_token_ids=[1],
+        model="none", architecture="None", max_model_len=max_model_len, vocab_size=1 << 17, eos_token_ids=[1],
         block_size=BLOCK_SIZE, num_kv_blocks=pool.num_blocks, dtype="none", device="none", device_name="none", kernels="none",
         max_num_seqs=batch, num_parameters=0, weights_bytes=0, kv_bytes=0, load_s=0.0,
     )  # fmt: skip
@@ -141,10 +147,10 @@ def make_engine(batch: int) -> tuple[Engine, Parts]:
         NoDecoder(),  # type: ignore[arg-type]
         NoSampler(batch, 1, DEVICE),
         None,  # type: ignore[arg-type]
-        NoCalls(),
+        calls or NoCalls(),
         max_num_seqs=batch,
         max_guesses=0,
-        num_columns=MAX_MODEL_LEN // BLOCK_SIZE,
+        num_columns=max_model_len // BLOCK_SIZE,
         block_size=BLOCK_SIZE,
         device=DEVICE,
     )

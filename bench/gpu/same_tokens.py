@@ -187,7 +187,7 @@ def _tokens(engine: Engine, requests: Sequence[GenerationRequest]) -> list[list[
             told[event.request_id] += event.token_ids
         look()
 
-    with traffic.watched(engine) as look:
+    with traffic.watched(engine) as (look, _):
         _submit(engine, requests[:first])
         for _ in range(LATE_STEP):
             step()

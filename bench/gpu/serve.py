@@ -10,10 +10,12 @@ from contextlib import contextmanager
 from functools import partial
 from itertools import count
 from pathlib import Path
+from statistics import mean
 from typing import Any
 
 from bench.gpu import traffic
 from bench.gpu.context import Context
+from bench.gpu.graph_use import graph_use
 from bench.gpu.idle import measure_idle
 from bench.gpu.models import random_engine
 from bench.gpu.planner import Planner
@@ -57,6 +59,8 @@ def llama_8b(context: Context) -> None:
                 lambda: _mixed(context, engine, directory, row_mixed, planned="planner: 256 mixed"),
             )
             context.guard("conversations", lambda: _chats(context, engine))
+            turnover = "host critical path, a request replaced every second step, batch 256"
+            context.guard(turnover, lambda: _turnover(context, engine, turnover))
             profiled = ["GPU idle in steady decode, batch 256", "host critical path per step, batch 256"]
             context.guard(  # last: a profiler may slow down whatever comes after it, or end the process
                 [steady[1], *profiled], lambda: _steady(context, engine, directory, 256, steady[1], profiled=profiled)
@@ -132,36 +136,33 @@ def _folder() -> Iterator[Path]:
 
 def warm_sizes(context: Context, engine: Engine) -> None:
     """Every size of a decode step that draws, and prompts of every length, so that no timed run captures or compiles."""
-    _each_size(engine, context.size(SEATS, 4), temperature=MIXED_TEMPERATURE)
+    traffic.each_size(engine, context.size(SEATS, 4), temperature=MIXED_TEMPERATURE)
     mixed = traffic.uniform(context.size(24, 2), 3, context.size(1024, 8), engine.info.vocab_size, seed=9)
     traffic.run(engine, [Asked(asked.prompt, 3) for asked in mixed], temperature=MIXED_TEMPERATURE, label="v")
 
 
-def _each_size(engine: Engine, seats: int, *, temperature: float) -> None:
-    """Every size of a decode step once: requests end eight at a time."""
-    numbers = random.Random(1)
-    requests = [Asked(traffic.prompt(numbers, 8, engine.info.vocab_size), 2 + place // 8) for place in range(seats)]
-    traffic.run(engine, requests, temperature=temperature, label="w")
-
-
 def _batch_one(context: Context, engine: Engine, directory: Path, name: str, *, planned: str | None = None) -> None:
     """One request of 128 tokens; the time between its first token and its last."""
-    in_len, out_len, samples = context.size(128, 5), context.size(257, 4), []
-    returned, before = 0, engine.status().generation_tokens_total
-    for sample in range(context.size(4, 2)):
+    in_len, out_len = context.size(128, 5), context.size(257, 4)
+
+    def once(sample: int) -> tuple[int, float]:
         submit = Asked(traffic.prompt(random.Random(sample), in_len, engine.info.vocab_size), out_len)
         traffic.submit(engine, f"one{sample}", submit)
         first = traffic.steps(engine, lambda window: sum(window.tokens) > 0)
         rest = traffic.steps(engine, lambda _: False)
-        returned += sum(first.tokens) + sum(rest.tokens)
-        if sample:  # the first one warms up
-            samples.append(rest.rate)
+        return sum(first.tokens) + sum(rest.tokens), rest.rate
+
+    once(0)  # warms up
+    before = engine.status().generation_tokens_total
+    with graph_use() as use:
+        runs = [once(sample) for sample in range(1, context.size(4, 2))]
+    samples = [rate for _, rate in runs]
     limit = Planner(context, directory, engine.info, expected=False)
-    row = Row(name=name, value=median(samples), samples=samples, returned=returned)
+    row = Row(name=name, value=median(samples), samples=samples, returned=sum(returned for returned, _ in runs))
     row.counted = engine.status().generation_tokens_total - before
     row.limit = limit.decode_rate(1, in_len + out_len / 2)
     row.facts = {"bytes_per_step": limit.read_bytes, "quantization": engine.info.quantization, "kernels": engine.info.kernels}
-    context.emit(row)
+    context.emit(use.told(row, whole=True))
     if planned is not None:
         expected = Planner(context, directory, engine.info, expected=True).decode_rate(1, in_len + out_len / 2)
         context.emit(_off(planned, expected, median(samples)))
@@ -202,7 +203,7 @@ def _steady(
     )
     row.limit = Planner(context, directory, engine.info, expected=False).decode_rate(num_requests, in_len + num_steps)
     row.facts = {"step_ms": median(window.step_s) * 1e3}
-    context.emit(row)
+    context.emit(window.graphs.told(row, whole=True))
     if profiled is not None:
         context.guard(profiled[1], lambda: _host(context, profiled[1], window))
         context.guard(profiled[0], lambda: _idle(context, profiled[0], engine, num_steps))
@@ -220,15 +221,39 @@ def _host(context: Context, name: str, window: Window) -> None:
     samples = [1e6 * cpu_s for cpu_s in window.cpu_s]
     row = Row(name=name, value=median(samples), samples=samples, facts={"p99_us": sorted(samples)[int(0.99 * len(samples))]})
     row.note = "CPU time of engine.step(): plan, launch, booking, events; waiting for the device sleeps"
-    context.emit(row)
+    context.emit(window.graphs.told(row, whole=True))
+
+
+def _turnover(context: Context, engine: Engine, name: str) -> None:
+    """As `_host`, while a request ends in every second step and another one comes: slots, columns and blocks are sent for it,
+    and its prompt is launched kernel by kernel."""
+    seats, numbers, vocab, fresh = context.size(SEATS, 3), random.Random(4), engine.info.vocab_size, count()
+
+    def next_one(length: int) -> None:
+        asked = Asked(traffic.prompt(numbers, 8, vocab), length)
+        traffic.submit(engine, f"t{next(fresh)}", asked, temperature=MIXED_TEMPERATURE)
+
+    def replace(_: str) -> None:
+        next_one(2 * seats)
+
+    for place in range(seats):
+        next_one(2 + 2 * place)
+    traffic.steps(engine, _times(context.size(16, 2)), ended=replace)
+    window = traffic.steps(engine, _times(context.size(128, 6)), ended=replace)
+    engine.abort_all()
+    samples = [1e6 * cpu_s for cpu_s in window.cpu_s]
+    row = Row(name=name, value=mean(samples), samples=samples, facts={"p50_us": median(samples), "max_us": max(samples)})
+    row.note = "mean over steps that admit a request of 8 tokens and steps that do not, by turns"
+    context.emit(window.graphs.told(row, whole=True))
 
 
 def _idle(context: Context, name: str, engine: Engine, num_steps: int) -> None:
-    idle = measure_idle(lambda: traffic.steps(engine, _times(num_steps)), context.device)
+    with graph_use() as use:
+        idle = measure_idle(lambda: traffic.steps(engine, _times(num_steps)), context.device)
     row = Row(name=name, value=100 * idle.share, facts={"kernels": idle.top, "span_us": idle.span_us})
     row.facts |= {"long_gaps_percent": 100 * idle.long, "longest_gap_us": idle.longest_us, "num_kernels": idle.num_kernels}
     row.note = f"gaps above 5 µs alone: {100 * idle.long:.2f} %; {idle.num_kernels} kernels; the profiler itself widens gaps"
-    context.emit(row)
+    context.emit(use.told(row, whole=True))
 
 
 def _mixed(context: Context, engine: Engine, directory: Path, name: str, *, planned: str | None = None) -> None:
@@ -240,7 +265,7 @@ def _mixed(context: Context, engine: Engine, directory: Path, name: str, *, plan
     seats, budget = context.size(SEATS, 4), context.size(8192, 32)
     row.limit = Planner(context, directory, engine.info, expected=False).offline_rate(requests, seats, budget)
     row.facts = {"wall_s": came.wall_s, "preemptions": engine.status().preemptions_total}
-    context.emit(row)
+    context.emit(came.graphs.told(row))
     if planned is not None:
         expected = Planner(context, directory, engine.info, expected=True).offline_rate(requests, seats, budget)
         context.emit(_off(planned, expected, came.rate))
@@ -249,11 +274,11 @@ def _mixed(context: Context, engine: Engine, directory: Path, name: str, *, plan
 def _chats(context: Context, engine: Engine) -> None:
     """What the peers are compared with: greedy like them and, like them, warm. Greedy steps have graphs of their own."""
     requests = traffic.conversations(context, engine.info.vocab_size)
-    _each_size(engine, len(requests), temperature=0.0)
+    traffic.each_size(engine, len(requests), temperature=0.0)
     came = traffic.run(engine, requests, label="c")
     row = Row(name="Llama-3.1-8B, conversations", value=came.rate, counted=came.counted, returned=came.returned)
     row.facts = {"wall_s": came.wall_s, "requests": len(requests)}
-    context.emit(row)
+    context.emit(came.graphs.told(row))
     context.tell(chats_rate=came.rate, chats_tokens=came.returned)
 
 
@@ -294,5 +319,5 @@ def _saturated(context: Context, engine: Engine, directory: Path, name: str) -> 
     }  # fmt: skip
     held = "" if seats == most else f", as many as the cache of {traffic.kv_tokens(engine)} tokens holds"
     row.note = f"{seats} seats{held}; window of {sum(window.step_s):.0f} s; the limit is serial: prefill, then decode"
-    context.emit(row)
+    context.emit(window.graphs.told(row))
     engine.abort_all()

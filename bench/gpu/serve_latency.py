@@ -10,6 +10,7 @@ from typing import Any
 
 from bench.gpu import traffic
 from bench.gpu.context import Context
+from bench.gpu.graph_use import GraphUse
 from bench.gpu.models import random_engine
 from bench.gpu.planner import Planner
 from bench.gpu.rows import Row
@@ -17,6 +18,7 @@ from bench.gpu.timing import median
 from bench.gpu.traffic import Asked
 from engine.loop import Engine
 
+SEATS = 72
 TARGET_MS = 18.0
 """`inter_token_target_ms` of the engine: how long a step may keep decoders waiting."""
 GAP = "32k prompt among 64 decoders: largest gap"
@@ -28,7 +30,7 @@ def latency(context: Context) -> None:
     """Two engines: one that may take its time for a prompt, one that must not keep decoders waiting."""
     with tempfile.TemporaryDirectory() as folder:
         context.guard(CACHED, lambda: _prefix(context, Path(folder)))
-        options: dict[str, Any] = {"max_num_seqs": 72, "max_model_len": 34_816, "inter_token_target_ms": TARGET_MS}
+        options: dict[str, Any] = {"max_num_seqs": SEATS, "max_model_len": 34_816, "inter_token_target_ms": TARGET_MS}
         with random_engine(context, Path(folder), "llama-3.1-8b", **options) as engine:
             context.guard("warm", lambda: _warm(context, engine))
             context.guard([GAP, TTFT], lambda: _among_decoders(context, engine, Path(folder) / "llama-3.1-8b-all"))
@@ -47,7 +49,9 @@ def _long(context: Context, seed: int, engine: Engine, extra: int = 0) -> tuple[
 
 
 def _warm(context: Context, engine: Engine) -> None:
-    """A whole long prompt and chunks of it beside decodes, so that nothing is compiled or captured later."""
+    """Every size of a decode step, and a whole long prompt in chunks beside decodes, so that nothing is compiled or captured
+    later."""
+    traffic.each_size(engine, context.size(SEATS, 2), temperature=0.0)
     numbers, vocab = random.Random(8), engine.info.vocab_size
     for number in range(context.size(64, 2)):
         traffic.submit(engine, f"w{number}", Asked(traffic.prompt(numbers, 8, vocab), context.size(30 + 2 * (number // 8), 4)))
@@ -87,7 +91,7 @@ def _among_decoders(context: Context, engine: Engine, directory: Path) -> None:
         traffic.submit(engine, f"d{number}", Asked(traffic.prompt(numbers, in_len, vocab), out_len))
     traffic.steps(engine, lambda window: bool(window.tokens) and window.tokens[-1] == decoders)
     calm = traffic.steps(engine, lambda window: len(window.step_s) >= context.size(40, 3))
-    gaps, ttft_s = _gaps(engine, prompt)
+    gaps, ttft_s, graphs = _gaps(engine, prompt)
     engine.abort_all()
     traffic.steps(engine, lambda _: False)
     row = Row(name=GAP, value=max(gaps) * 1e3, samples=[gap * 1e3 for gap in sorted(gaps)[-50:]])
@@ -98,17 +102,18 @@ def _among_decoders(context: Context, engine: Engine, directory: Path) -> None:
         "gaps": len(gaps),
     }
     row.note = f"inter_token_target_ms={TARGET_MS:g}; without the prompt a step takes {median(calm.step_s) * 1e3:.1f} ms"
-    context.emit(row)
+    context.emit(graphs.told(row))
     floor_s = Planner(context, directory, engine.info, expected=False).prefill_s(len(prompt))
     context.emit(Row(name=TTFT, value=ttft_s, limit=floor_s, samples=[ttft_s], note="the limit is the prompt alone"))
 
 
-def _gaps(engine: Engine, prompt: tuple[int, ...]) -> tuple[list[float], float]:
-    """Gaps between tokens of every decoder from the arrival of the prompt to its second token, and the time to its first."""
+def _gaps(engine: Engine, prompt: tuple[int, ...]) -> tuple[list[float], float, GraphUse]:
+    """Gaps between tokens of every decoder from the arrival of the prompt to its second token, the time to its first, and the
+    graphs of these steps."""
     last: dict[str, float] = {}
     gaps: list[float] = []
     came_s: float | None = None
-    with traffic.watched(engine) as look:
+    with traffic.watched(engine) as (look, graphs):
         for event in engine.step():
             last[event.request_id] = time.perf_counter()
         arrived_s = time.perf_counter()
@@ -123,7 +128,7 @@ def _gaps(engine: Engine, prompt: tuple[int, ...]) -> tuple[list[float], float]:
                     came_s = now_s - arrived_s if came_s is None and event.token_ids else came_s
                     if event.finish_reason is not None:
                         assert came_s is not None, "the long prompt ended without a token"
-                        return gaps, came_s
+                        return gaps, came_s, graphs
                 elif event.token_ids:
                     if event.request_id in last:
                         gaps.append(now_s - last[event.request_id])

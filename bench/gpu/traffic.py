@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 from bench.gpu.context import Context
+from bench.gpu.graph_use import GraphUse, graph_use
 from engine.loop import Engine
 from engine.protocol import GenerationRequest, SamplingParams
 
@@ -39,6 +40,7 @@ class Came:
     returned: int = 0
     counted: int = 0
     wrong: list[str] = field(default_factory=list)
+    graphs: GraphUse = field(default_factory=GraphUse)
 
     @property
     def rate(self) -> float:
@@ -96,9 +98,9 @@ def check_room(engine: Engine, num_requests: int, num_tokens: int) -> None:
 
 
 @contextmanager
-def watched(engine: Engine) -> Iterator[Callable[[], None]]:
-    """Yields what to call behind every step: it raises when one fell back to the plain way, whose time is not the engine's.
-    Whatever raises inside leaves no request to those who come after."""
+def watched(engine: Engine) -> Iterator[tuple[Callable[[], None], GraphUse]]:
+    """Yields what to call behind every step, which raises when one fell back to the plain way, whose time is not the engine's,
+    and what is seen of graphs. Whatever raises inside leaves no request to those who come after."""
     fallbacks, before = engine.fallbacks, engine.fallbacks.count
 
     def look() -> None:
@@ -106,7 +108,8 @@ def watched(engine: Engine) -> Iterator[Callable[[], None]]:
             raise RuntimeError(f"{fallbacks.count - before} steps fell back to the plain way: {fallbacks.reason}")
 
     try:
-        yield look
+        with graph_use() as use:
+            yield look, use
     except BaseException:
         engine.abort_all()
         raise
@@ -117,7 +120,7 @@ def run(engine: Engine, requests: Sequence[Asked], *, temperature: float = 0.0, 
     came, before = Came(), engine.status().generation_tokens_total
     started_s = time.perf_counter()
     lengths: dict[str, int] = {}
-    with watched(engine) as look:
+    with watched(engine) as (look, came.graphs):
         for number, asked in enumerate(requests):
             submit(engine, f"{label}{number}", asked, temperature=temperature)
         while engine.has_requests:
@@ -135,6 +138,13 @@ def run(engine: Engine, requests: Sequence[Asked], *, temperature: float = 0.0, 
     return came
 
 
+def each_size(engine: Engine, seats: int, *, temperature: float) -> None:
+    """Every size of a decode step: requests end eight at a time, the first ones when all prompts are done."""
+    numbers = random.Random(1)
+    requests = [Asked(prompt(numbers, 8, engine.info.vocab_size), 5 + place // 8) for place in range(seats)]
+    run(engine, requests, temperature=temperature, label="w")
+
+
 @dataclass(slots=True)
 class Window:
     """Steps of an engine that is kept busy: wall and thread time of each, tokens by step."""
@@ -142,6 +152,7 @@ class Window:
     step_s: list[float] = field(default_factory=list)
     cpu_s: list[float] = field(default_factory=list)
     tokens: list[int] = field(default_factory=list)
+    graphs: GraphUse = field(default_factory=GraphUse)
 
     @property
     def rate(self) -> float:
@@ -151,7 +162,7 @@ class Window:
 def steps(engine: Engine, until: Callable[[Window], bool], *, ended: Callable[[str], None] | None = None) -> Window:
     """Step until told to stop; `ended` is called for every request that finishes."""
     window = Window()
-    with watched(engine) as look:
+    with watched(engine) as (look, window.graphs):
         while engine.has_requests and not until(window):
             cpu_s, started_s = time.thread_time(), time.perf_counter()
             events = engine.step()

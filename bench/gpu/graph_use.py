@@ -1,0 +1,58 @@
+"""Which decode steps of a stretch ran as whole captured graphs, and what was captured meanwhile."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from unittest import mock
+
+from bench.gpu.rows import Row
+from engine.runner.cuda_graphs import CudaGraphs
+from engine.runner.ready_steps import ReadySteps
+from engine.sampling.columns import Kind, Wants
+
+
+@dataclass(slots=True)
+class GraphUse:
+    """Decode steps, those of them whose graph ended with the logits and whose tokens were chosen behind it, and captures."""
+
+    steps: int = 0
+    without_choice: int = 0
+    captured: int = 0
+
+    @property
+    def lacks(self) -> str:
+        """What makes the time of these steps another than that of whole graphs, or nothing."""
+        found = [f"{self.captured} graphs were captured within the time"] if self.captured else []
+        if self.without_choice:
+            found.append(f"{self.without_choice} of {self.steps} steps chose their tokens outside of a graph")
+        return ", ".join(found)
+
+    def told(self, row: Row, *, whole: bool = False) -> Row:
+        """The row with what its steps lacked in its note. `whole`: it stands for whole graphs, and fails without them."""
+        row.facts["graphs"] = asdict(self)
+        row.note = "; ".join(words for words in (self.lacks, row.note) if words)
+        if whole:
+            row.error = self.lacks
+        return row
+
+
+@contextmanager
+def graph_use() -> Iterator[GraphUse]:
+    """Counts until it is left, for the engine that steps meanwhile. Without graphs every step is as asked."""
+    use = GraphUse()
+    choose_graph, make_ready = ReadySteps.choose_graph, CudaGraphs.make_ready
+
+    def chosen(steps: ReadySteps, num_rows: int, wants: Wants, *, has_guesses: bool = False) -> tuple[int, Kind | None]:
+        size, kind = choose_graph(steps, num_rows, wants, has_guesses=has_guesses)
+        use.steps += 1
+        use.without_choice += kind is None and not wants.masked
+        return size, kind
+
+    def captured(graphs: CudaGraphs, key: Hashable, function: Callable[[], None]) -> None:
+        use.captured += 1
+        make_ready(graphs, key, function)
+
+    with mock.patch.object(ReadySteps, "choose_graph", chosen), mock.patch.object(CudaGraphs, "make_ready", captured):
+        yield use
