@@ -23,7 +23,7 @@ SWITCHES = (
 )
 """Of the environment: those that change what is measured."""
 LAST_LINES = 12
-WIDTHS = (58, 10, 16, 10, 5, 10, 7, 23, 0)
+WIDTHS = (67, 10, 16, 10, 5, 10, 7, 32, 0)
 
 
 def complete(outcome: Outcome, parts: set[str] | None = None) -> list[Row]:

@@ -20,7 +20,7 @@ FRACTION_MAX = 1.10
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Target:
     """What a row must show; without `pass_at` it is told and not judged. `of_card`: the goal is a time or a rate that one card
-    is to reach, and says nothing of others."""
+    is to reach, and says nothing of others. `stretch_value`: what the value itself has to reach for stretch, on that card."""
 
     name: str
     part: str
@@ -30,6 +30,7 @@ class Target:
     stretch_at: float | None = None
     higher: bool = True
     of_card: bool = False
+    stretch_value: float | None = None
 
     def reached(self, value: float, limit: float | None) -> bool:
         return limit is not None and (value >= limit if self.higher else value <= limit)
@@ -41,7 +42,8 @@ class Target:
             return "-"
         both = f"{self.pass_at:g}" + ("" if self.stretch_at is None else f" / {self.stretch_at:g}")
         of = {"value": f" ({CARD_SHORT})" if self.of_card else "", "fraction": " of limit", "ratio": " × peer"}[self.judged]
-        return f"{'≥' if self.higher else '≤'} {both}{of}"
+        also = "" if self.stretch_value is None else f", {self.stretch_value:g} ({CARD_SHORT})"
+        return f"{'≥' if self.higher else '≤'} {both}{of}{also}"
 
 
 @dataclass(slots=True, kw_only=True)
@@ -102,6 +104,7 @@ def verdict(row: Row, target: Target, *, card: str) -> str:
         return "told"
     if target.of_card and card != GOALS_CARD:
         return "other card"
-    if target.reached(value, target.stretch_at):
+    also = target.stretch_value if card == GOALS_CARD else None
+    if target.reached(value, target.stretch_at) and (also is None or target.reached(row.value or 0.0, also)):
         return "stretch"
     return "pass" if target.reached(value, target.pass_at) else "below"

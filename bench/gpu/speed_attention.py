@@ -150,7 +150,7 @@ def _prefill(context: Context) -> None:
     )
     row.peer, row.peer_name = flops / peers[best] / 1e12, f"torch SDPA {best}, unpaged"
     row.facts = {"us": median(taken) * 1e6, "us_sdpa": {name: taken_s * 1e6 for name, taken_s in peers.items()}}
-    row.note = f"best SDPA: {best}; stretch also asks for 550 TFLOP/s"
+    row.note = f"best SDPA: {best}"
     context.emit(row)
 
 

@@ -85,7 +85,10 @@ TARGETS: list[Target] = [
         "kernels", "× bf16 KV",
         *[(f"decode with fp8 KV, {batch}", 1.70, 1.85) for batch in ("256 × 1k", "16 × 8k")],
     ),
-    *_rows("kernels", "TFLOP/s", ("prefill 8k, head 128, against the best SDPA", 0.75, 0.95), judged="ratio"),
+    Target(
+        name="prefill 8k, head 128, against the best SDPA", part="kernels", unit="TFLOP/s",
+        judged="ratio", pass_at=0.75, stretch_at=0.95, stretch_value=550,
+    ),
     *_rows(
         "kernels", "GB/s",
         *[(f"products of Llama-8B, {kind}, {rows} row{'s' * (rows > 1)}", *limits)

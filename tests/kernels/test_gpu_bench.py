@@ -170,6 +170,16 @@ def test_less_is_better_where_the_target_says_so() -> None:
     assert against(Row(name="x", value=50.0, peer=100.0), higher=False).ratio == 2.0
 
 
+@pytest.mark.parametrize(
+    ("value", "card", "expected"), [(560.0, GOALS_CARD, "stretch"), (540.0, GOALS_CARD, "pass"), (540.0, "another", "stretch")]
+)
+def test_a_stretch_that_also_asks_for_a_rate_of_one_card_needs_both_there(value: float, card: str, expected: str) -> None:
+    target = TARGET_OF["prefill 8k, head 128, against the best SDPA"]
+    assert verdict(Row(name=target.name, value=value, ratio=0.96), target, card=card) == expected
+    assert verdict(Row(name=target.name, value=560.0, ratio=0.8), target, card=card) == "pass"
+    assert target.words == "≥ 0.75 / 0.95 × peer, 550 (H200)"
+
+
 def test_a_missing_peer_is_no_pass() -> None:
     target = TARGET_OF["against transformers static generate"]
     assert verdict(Row(name=target.name, value=1000.0), target, card=GOALS_CARD) == "not measured"
