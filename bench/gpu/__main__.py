@@ -12,13 +12,13 @@ from pathlib import Path
 from bench.gpu import requirements
 from bench.gpu.conduct import conduct, results_folder
 from bench.gpu.plan import PARTS, TOTAL_S, stages
-from bench.gpu.report import complete, document, table
+from bench.gpu.report import complete, document, status, table
 
 REHEARSAL_S = 900.0
 
 
 def main() -> int:
-    """Run, write, print. 0 when every row came, whatever it shows; 1 when one is missing, failed or invalid."""
+    """Run, write, print; the exit status is that of `report.status`."""
     known = sorted({part.target for part in PARTS})
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--rehearse", action="store_true", help="on the CPU with tiny shapes; no figures")
@@ -53,7 +53,7 @@ def main() -> int:
     print(table(report))
     if path is not None:
         print(f"written to {path}")
-    return int(any(row.error for row in rows) or any(row["invalid"] for row in report["rows"]))
+    return status(report)
 
 
 if __name__ == "__main__":

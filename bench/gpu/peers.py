@@ -18,7 +18,7 @@ import torch
 from bench.gpu import traffic
 from bench.gpu.context import Context
 from bench.gpu.models import config_of, fill
-from bench.gpu.rows import Row
+from bench.gpu.rows import PEER_MISSING, Row
 from bench.gpu.timing import synchronize
 from bench.gpu.traffic import Asked
 
@@ -35,7 +35,7 @@ Run = Callable[[Context, Any, list[Asked]], Came]
 def against_transformers(context: Context) -> None:
     if importlib.util.find_spec("transformers") is None:
         for name in NAMES:
-            context.emit(Row(name=name, error="transformers is not installed here: no peer, no comparison"))
+            context.emit(Row(name=name, error=PEER_MISSING))
         return
     if "chats_rate" not in context.facts and not context.rehearsal:
         for name in NAMES:

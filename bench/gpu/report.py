@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from bench.gpu.conduct import Outcome
-from bench.gpu.rows import CARD_SHORT, GOALS_CARD, Row, against, invalid, verdict
+from bench.gpu.rows import CARD_SHORT, GOALS_CARD, PEER_MISSING, Row, against, invalid, verdict
 from bench.gpu.targets import TARGETS
 
 PACKAGES = ("torch", "triton", "numpy", "transformers", "safetensors", "llguidance")
@@ -71,6 +71,15 @@ def document(rows: Sequence[Row], outcome: Outcome, *, rehearsal: bool, taken_s:
         "parts": outcome.parts,
         "rows": described,
     }
+
+
+def status(report: dict[str, Any]) -> int:
+    """0 when every row came and every part ended well, whatever the rows show: behind a warm-up that did not, engines compile
+    while they are timed. 3 when nothing is missing but the peers of a machine without them, else 1."""
+    wrong = {row["error"] or row["invalid"] for row in report["rows"]} - {""}
+    if wrong - {PEER_MISSING} or any("error" in part for part in report["parts"]):
+        return 1
+    return 3 if wrong else 0
 
 
 def table(report: dict[str, Any]) -> str:

@@ -13,6 +13,7 @@ Judged = Literal["value", "fraction", "ratio"]
 GOALS_CARD, CARD_SHORT = "NVIDIA H200", "H200"
 """The card, by the name that its driver gives it, of which goals ask for rates and times. An H200 NVL, a slice of an H200 and a
 GH200 have other names and other limits."""
+PEER_MISSING = "transformers is not installed here: no peer, no comparison"
 FRACTION_MAX = 1.10
 """Beyond what a read-only stream can gain over the calibrating copy: more means that bytes or time were counted wrongly."""
 

@@ -12,7 +12,10 @@ import pytest
 import torch
 
 from bench.gpu import peers, traffic
+from bench.gpu.conduct import Outcome
 from bench.gpu.context import Context
+from bench.gpu.report import document, status
+from bench.gpu.rows import PEER_MISSING, Row
 
 VOCAB = 256
 
@@ -113,3 +116,34 @@ def test_a_peer_without_time_left_is_told_to_stop() -> None:
     with pytest.raises(TimeoutError, match=f"0 of {len(work)} conversations were done"):
         peers._continuous(context, model, work)
     assert len(model.manager.cancelled) == len(work)
+
+
+RIGHT, WRONG = Row(name="numbers: embedding", value=1.0), Row(name="numbers: embedding", error="RuntimeError: boom")
+NO_PEERS = [Row(name=name, error=PEER_MISSING) for name in peers.NAMES]
+KILLED = {"part": "warm small", "targets": ["warm-up"], "error": "ended after its limit of 75 s"}
+
+
+@pytest.mark.parametrize(
+    ("rows", "parts", "expected"),
+    [
+        ([RIGHT], [], 0),
+        ([WRONG], [], 1),
+        ([Row(name=RIGHT.name, value=1.0, counted=1, returned=2)], [], 1),
+        ([RIGHT], [KILLED], 1),
+        ([RIGHT, *NO_PEERS], [], 3),
+        ([WRONG, *NO_PEERS], [], 1),
+        ([RIGHT, *NO_PEERS], [KILLED], 1),
+        ([RIGHT, Row(name=peers.STATIC, error="RuntimeError: boom"), NO_PEERS[0]], [], 1),
+    ],
+)
+def test_the_status_tells_a_run_without_its_peers_from_one_that_went_wrong(
+    rows: list[Row], parts: list[dict[str, Any]], expected: int
+) -> None:
+    assert status(document(rows, Outcome(parts=parts), rehearsal=False, taken_s=1.0)) == expected
+
+
+def test_a_machine_without_transformers_gives_the_rows_that_the_status_knows(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(peers.importlib.util, "find_spec", lambda _: None)
+    told: list[dict[str, Any]] = []
+    peers.against_transformers(context_with(told))
+    assert [line["row"]["error"] for line in told] == [PEER_MISSING] * 2
