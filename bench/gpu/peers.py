@@ -7,6 +7,7 @@ largest halves that fit. What is not installed, or was not done in time, is a ro
 
 from __future__ import annotations
 
+import copy
 import importlib.util
 import time
 from collections.abc import Callable
@@ -69,12 +70,27 @@ def _row(context: Context, name: str, run: Run, model: Any) -> None:
     had = context.facts.get("chats_tokens", asked)
     if had != asked:
         raise RuntimeError(f"we were asked for {had} tokens, the peer for {asked}: these are not the same conversations")
+    on_cpu = _on_cpu(model, len(work))
     returned, wall_s, note = run(context, model, work)
     ours = float(context.facts.get("chats_rate", 1.0))
-    row = Row(name=name, value=ours, peer=returned / wall_s, peer_name="transformers", counted=asked, returned=returned)
+    row = Row(name=name, value=ours, peer=returned / wall_s, peer_name="transformers", peer_on_cpu=on_cpu)
+    row.counted, row.returned = asked, returned
     row.facts = {"peer_wall_s": wall_s, "peer_tokens": returned, "requests": len(work)}
     row.note = f"peer: {note}, {wall_s:.1f} s"
     context.emit(row)
+
+
+@torch.inference_mode()
+def _on_cpu(model: Any, num_rows: int) -> float:
+    """Tokens per second of the peer's decode of so many rows on this machine's CPU, at most: as if all of its weights were
+    those of its first feed-forward part, and attention took no time."""
+    part = copy.deepcopy(model.model.layers[0].mlp).to("cpu")
+    rows = torch.zeros(num_rows, model.config.hidden_size, dtype=next(part.parameters()).dtype)
+    part(rows[:1])
+    started_s = time.perf_counter()
+    part(rows)
+    share = sum(each.numel() for each in part.parameters()) / sum(each.numel() for each in model.parameters())
+    return float(num_rows * share / (time.perf_counter() - started_s))
 
 
 @torch.inference_mode()

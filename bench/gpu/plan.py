@@ -49,7 +49,7 @@ PARTS: tuple[Part, ...] = (
     Part("warm llama", "warm-up", "bench.gpu.warm_up", "warm_llama", 75, 90, "checks", beside=True),
     Part("warm small", "warm-up", "bench.gpu.warm_up", "warm_small", 75, 90, "checks", beside=True),
     Part("warm formats", "warm-up", "bench.gpu.warm_up", "warm_formats", 75, 90, "checks", beside=True),
-    Part("kernel attention", "kernels", "bench.gpu.speed_attention", "measure", 25, 60, "kernels"),
+    Part("kernel attention", "kernels", "bench.gpu.speed_attention", "measure", 28, 75, "kernels"),
     Part("kernel products", "kernels", "bench.gpu.speed_products", "measure", 25, 60, "kernels"),
     Part("kernel rows", "kernels", "bench.gpu.speed_rows", "measure", 20, 45, "kernels"),
     Part("llama 8b", "llama 8b", "bench.gpu.serve", "llama_8b", 62, 80, "engines", needs=LLAMA),

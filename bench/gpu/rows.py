@@ -52,7 +52,8 @@ class Row:
     """One line of the result. `limit` is the roofline in the row's unit; `ratio` says how many times better than the peer.
 
     `counted` and `returned` are tokens by the engine's own count and as the caller got them: they must be equal. `came_s` is
-    when the row came, since its part began.
+    when the row came, since its part began. `peer_on_cpu` is what the peer does on this machine's CPU, at most, in the row's
+    unit: on the card it is faster, or something is wrong with it.
     """
 
     name: str
@@ -61,6 +62,7 @@ class Row:
     fraction: float | None = None
     peer: float | None = None
     peer_name: str = ""
+    peer_on_cpu: float | None = None
     ratio: float | None = None
     samples: list[float] = field(default_factory=list)
     counted: int | None = None
@@ -87,6 +89,8 @@ def invalid(row: Row, *, has_figures: bool = True) -> str:
     """Why the row cannot be right, or nothing. A rehearsal's tokens are counted, and its figures mean nothing."""
     if has_figures and row.fraction is not None and row.fraction > FRACTION_MAX:
         return f"fraction {row.fraction:.2f} is above {FRACTION_MAX:.2f}: bytes or time are counted wrongly"
+    if has_figures and None not in (row.peer, row.peer_on_cpu) and row.peer < row.peer_on_cpu:  # type: ignore[operator]
+        return f"the peer did {row.peer:.3g} on the card and {row.peer_on_cpu:.3g} on the CPU: this is not its speed"
     if row.counted != row.returned:
         return f"{row.counted} tokens were counted, {row.returned} returned"
     return ""

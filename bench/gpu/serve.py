@@ -31,6 +31,7 @@ GB = 1_000_000_000
 MANY_SEATS = 512
 KV_FILLED = 0.95
 """Of the cache, by a closed loop of as many requests as it holds: their sum goes up and down."""
+SLOTS_USED = "KV slots used at saturation"
 FEW_KV_BYTES = 6 * GB
 """For one request at a time; what several engines of a process hold in turn then fits side by side."""
 
@@ -119,7 +120,7 @@ def saturated(context: Context) -> None:
     row = "Llama-3.1-8B, 1000/1000 saturated"
     options: dict[str, Any] = {"max_num_seqs": MANY_SEATS, "max_model_len": 2048}
     with _folder() as folder, random_engine(context, folder, "llama-3.1-8b", **options) as engine:
-        context.guard(row, lambda: _saturated(context, engine, folder / "llama-3.1-8b-all", row))
+        context.guard([row, SLOTS_USED], lambda: _saturated(context, engine, folder / "llama-3.1-8b-all", row))
 
 
 def seats_of(kv_tokens: int, in_len: int, out_len: int, block_size: int, most: int) -> int:
@@ -299,9 +300,9 @@ def _saturated(context: Context, engine: Engine, directory: Path, name: str) -> 
     started = traffic.steps(engine, lambda window: bool(window.tokens) and window.tokens[-1] >= 0.9 * seats,
                             ended=lambda _: next_one(out_len))  # fmt: skip
     end_s = time.perf_counter() + min(window_s, max(2.0, context.left_s - 6))
-    before = engine.status()
+    before, used = engine.status(), [_slots_used(engine)]
     window = traffic.steps(engine, lambda _: time.perf_counter() > end_s, ended=lambda _: next_one(out_len))
-    after = engine.status()
+    after, used = engine.status(), [*used, _slots_used(engine)]
     row = Row(name=name, value=window.rate, returned=sum(window.tokens))
     row.counted = after.generation_tokens_total - before.generation_tokens_total
     half = len(window.tokens) // 2
@@ -320,4 +321,15 @@ def _saturated(context: Context, engine: Engine, directory: Path, name: str) -> 
     held = "" if seats == most else f", as many as the cache of {traffic.kv_tokens(engine)} tokens holds"
     row.note = f"{seats} seats{held}; window of {sum(window.step_s):.0f} s; the limit is serial: prefill, then decode"
     context.emit(window.graphs.told(row))
+    context.emit(
+        Row(name=SLOTS_USED, value=min(used), samples=used, note="of the blocks that requests hold, at both ends of the window")
+    )
     engine.abort_all()
+
+
+def _slots_used(engine: Engine) -> float:
+    """Percent of the places in blocks that requests hold, which have a key and a value."""
+    status = engine.status(with_requests=True)
+    assert status.requests is not None, "the engine was asked for them"
+    tokens = sum(request.num_computed_tokens for request in status.requests)
+    return 100 * tokens / (status.kv_blocks_used * engine.info.block_size)

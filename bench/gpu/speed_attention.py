@@ -12,6 +12,7 @@ from functools import partial
 import torch
 from torch.nn import functional
 from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
 from bench.gpu.context import Context
 from bench.gpu.inputs import FP8, Pages, gathered, make_pages, normal, queries
@@ -44,7 +45,9 @@ def measure(context: Context) -> None:
     for label, lengths in (("256 × 1k", [1024] * 256), ("16 × 8k", [8192] * 16)):
         row = f"decode with fp8 KV, {label}"
         context.guard(row, partial(_fp8, context, row, lengths))
-    context.guard("prefill 8k, head 128, against the best SDPA", lambda: _prefill(context))
+    for label, peer in (("the best SDPA", _sdpa), ("compiled flex_attention", _flex)):  # which takes long to compile: the last
+        row = f"prefill 8k, head 128, against {label}"
+        context.guard(row, partial(_prefill, context, row, peer))
 
 
 def _batch(context: Context, lengths: Sequence[int]) -> list[int]:
@@ -132,7 +135,11 @@ def _fp8(context: Context, name: str, lengths: Sequence[int]) -> None:
     context.emit(row)
 
 
-def _prefill(context: Context) -> None:
+Peers = dict[str, float]
+"""Seconds of what was tried, by its name."""
+
+
+def _prefill(context: Context, name: str, peer: Callable[[Context, AttentionShape, int], Peers]) -> None:
     """One prompt of 8k; causal operations: two products of half a square for each query head."""
     shape, length = _shape(context, LLAMA), context.size(8192, 20)
     pages = make_pages([length], shape, dtype=context.dtype, device=context.device)
@@ -142,27 +149,28 @@ def _prefill(context: Context) -> None:
     given = (pages.cache, pages.tables, starts, pages.context_lens, shape)
     taken = seconds([lambda: paged_prefill(q, *given, max_query_len=length, out=out)], context.device)
     flops = 2 * shape.num_heads * shape.head_dim * length**2
-    peers = _torch_prefill(context, shape, length)
-    best = min(peers, key=lambda name: peers[name])
     rates = [flops / taken_s / 1e12 for taken_s in taken]
-    row = Row(
-        name="prefill 8k, head 128, against the best SDPA", value=median(rates), limit=context.flops / 1e12, samples=rates
-    )
-    row.peer, row.peer_name = flops / peers[best] / 1e12, f"torch SDPA {best}, unpaged"
-    row.facts = {"us": median(taken) * 1e6, "us_sdpa": {name: taken_s * 1e6 for name, taken_s in peers.items()}}
-    row.note = f"best SDPA: {best}"
+    row = Row(name=name, value=median(rates), limit=context.flops / 1e12, samples=rates)
+    peers = peer(context, shape, length)
+    best = min(peers, key=lambda each: peers[each])
+    row.peer, row.peer_name = flops / peers[best] / 1e12, f"torch {best}, unpaged"
+    row.facts = {"us": median(taken) * 1e6, "us_peers": {each: taken_s * 1e6 for each, taken_s in peers.items()}}
+    row.note = f"peer: {row.peer_name}"
     context.emit(row)
 
 
-def _torch_prefill(context: Context, shape: AttentionShape, length: int) -> dict[str, float]:
-    """Seconds of every backend that takes it; keys and values are given for each query head where a backend wants that."""
+def _heads(context: Context, shape: AttentionShape, length: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Queries, keys and values of one request: [1, heads, length, head size]"""
+    counts = (shape.num_heads, shape.num_kv_heads, shape.num_kv_heads)
+    q, k, v = (normal(1, count, length, shape.head_dim, dtype=context.dtype, device=context.device) for count in counts)
+    return q, k, v
 
-    def heads(count: int) -> torch.Tensor:
-        return normal(1, count, length, shape.head_dim, dtype=context.dtype, device=context.device)
 
-    q, k, v = heads(shape.num_heads), heads(shape.num_kv_heads), heads(shape.num_kv_heads)
+def _sdpa(context: Context, shape: AttentionShape, length: int) -> Peers:
+    """Of every backend of torch's attention that takes the shape."""
+    q, k, v = _heads(context, shape, length)
     group = shape.num_heads // shape.num_kv_heads
-    wide = k.repeat_interleave(group, 1), v.repeat_interleave(group, 1)
+    wide = k.repeat_interleave(group, 1), v.repeat_interleave(group, 1)  # for backends that want them for each query head
     attend = functional.scaled_dot_product_attention
     found = {}
     for name, backend in BACKENDS.items():
@@ -171,7 +179,20 @@ def _torch_prefill(context: Context, shape: AttentionShape, length: int) -> dict
         for label, keys, values in (("", k, v), (" with repeated heads", *wide)):
             with suppress(RuntimeError), sdpa_kernel(backend):
                 call = partial(attend, q, keys, values, is_causal=True, enable_gqa=keys is k)
-                found[name + label] = median(seconds([call], context.device))
+                found[f"SDPA {name}{label}"] = median(seconds([call], context.device))
     if not found:
         raise RuntimeError("no backend of torch's attention takes this shape")
     return found
+
+
+def _flex(context: Context, shape: AttentionShape, length: int) -> Peers:
+    """Of torch's attention that is compiled for a mask. A rehearsal does not compile it."""
+    q, k, v = _heads(context, shape, length)
+
+    def causal(_batch: torch.Tensor, _head: torch.Tensor, row: torch.Tensor, column: torch.Tensor) -> torch.Tensor:
+        return row >= column
+
+    mask = create_block_mask(causal, None, None, length, length, device=str(context.device))
+    attend = flex_attention if context.rehearsal else torch.compile(flex_attention)
+    with torch.inference_mode():
+        return {"flex_attention": median(seconds([partial(attend, q, k, v, block_mask=mask, enable_gqa=True)], context.device))}

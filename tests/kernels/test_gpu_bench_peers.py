@@ -143,7 +143,19 @@ def test_the_status_tells_a_run_without_its_peers_from_one_that_went_wrong(
 
 
 def test_a_machine_without_transformers_gives_the_rows_that_the_status_knows(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(peers.importlib.util, "find_spec", lambda _: None)
+    monkeypatch.setattr("importlib.util.find_spec", lambda _: None)
     told: list[dict[str, Any]] = []
     peers.against_transformers(context_with(told))
     assert [line["row"]["error"] for line in told] == [PEER_MISSING] * 2
+
+
+def test_what_a_peer_does_on_the_cpu_is_told_beside_what_it_does_on_the_card(monkeypatch: pytest.MonkeyPatch) -> None:
+    told: list[dict[str, Any]] = []
+    context = context_with(told)
+    model = peers._model(context)
+    assert peers._on_cpu(model, 4) > 0
+    monkeypatch.setattr(peers, "_on_cpu", lambda *_: 7.0)
+    peers._row(
+        context, peers.STATIC, lambda *_: (sum(a.num_outputs for a in traffic.conversations(context, VOCAB)), 1.0, ""), model
+    )
+    assert told[0]["row"]["peer_on_cpu"] == 7.0
