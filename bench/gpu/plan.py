@@ -54,7 +54,7 @@ PARTS: tuple[Part, ...] = (
     Part("kernel rows", "kernels", "bench.gpu.speed_rows", "measure", 20, 45, "kernels"),
     Part("llama 8b", "llama 8b", "bench.gpu.serve", "llama_8b", 62, 80, "engines", needs=LLAMA),
     Part("small models", "small models", "bench.gpu.serve", "small_models", 30, 40, "engines", needs=SMALL),
-    Part("formats", "formats", "bench.gpu.serve", "formats", 42, 50, "engines", needs=FORMATS),
+    Part("formats", "formats", "bench.gpu.serve", "formats", 45, 54, "engines", needs=FORMATS),
     Part("latency", "latency", "bench.gpu.serve_latency", "latency", 36, 45, "engines", needs=LLAMA),
     Part("saturated", "saturated", "bench.gpu.serve", "saturated", 48, 55, "engines", needs=LLAMA),
     Part("peers", "peers", "bench.gpu.peers", "against_transformers", 72, 80, "peers", needs=("llama 8b",)),

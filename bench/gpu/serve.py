@@ -32,6 +32,7 @@ MANY_SEATS = 512
 KV_FILLED = 0.95
 """Of the cache, by a closed loop of as many requests as it holds: their sum goes up and down."""
 SLOTS_USED = "KV slots used at saturation"
+FEW_SEATS, FORMATS_LEN = 8, 8448
 FEW_KV_BYTES = 6 * GB
 """For one request at a time; what several engines of a process hold in turn then fits side by side."""
 
@@ -91,16 +92,17 @@ def _small(context: Context, folder: Path, name: str, rows: list[str]) -> None:
 
 
 def formats(context: Context) -> None:
-    """One request at a time: another model, and weights of 8 and 4 bits."""
+    """One request at a time, and one long prompt: another model, and weights of 8 and 4 bits."""
     cases: list[tuple[str, str, dict[str, Any]]] = [
-        ("Llama-3.1-8B fp8, batch 1", "llama-3.1-8b", {"quantization": "fp8"}),
-        ("Llama-3.1-8B int4, batch 1", "llama-3.1-8b", {"int4": True}),
-        ("Llama-3.1-8B int8, batch 1", "llama-3.1-8b", {"quantization": "int8"}),
-        ("Qwen3-8B bf16, batch 1", "qwen3-8b", {}),
+        ("Llama-3.1-8B fp8", "llama-3.1-8b", {"quantization": "fp8"}),
+        ("Llama-3.1-8B int4", "llama-3.1-8b", {"int4": True}),
+        ("Llama-3.1-8B int8", "llama-3.1-8b", {"quantization": "int8"}),
+        ("Qwen3-8B bf16", "qwen3-8b", {}),
     ]
     with _folder() as folder:
-        for row, name, options in cases:
-            context.guard(row, partial(_format, context, folder, row, name, options))
+        for title, name, options in cases:
+            decode, prefill = f"{title}, batch 1", f"{title}, prefill of 8k tokens"
+            context.guard([decode, prefill], partial(_format, context, folder, decode, name, options, prefill=prefill))
 
 
 def head_in_8_bits(context: Context, row: str) -> None:
@@ -109,10 +111,30 @@ def head_in_8_bits(context: Context, row: str) -> None:
         _format(context, folder, row, "llama-3.1-8b", {"int4": True, "head_quantization": "int8"})
 
 
-def _format(context: Context, folder: Path, row: str, name: str, options: dict[str, Any]) -> None:
-    options |= {"max_num_seqs": 8, "max_model_len": MODEL_LEN, "kv_cache_bytes": FEW_KV_BYTES}
+def _format(
+    context: Context, folder: Path, row: str, name: str, options: dict[str, Any], *, prefill: str | None = None
+) -> None:
+    options |= {"max_num_seqs": FEW_SEATS, "max_model_len": FORMATS_LEN, "kv_cache_bytes": FEW_KV_BYTES}
     with random_engine(context, folder, name, **options) as engine:
-        _batch_one(context, engine, folder / f"{name}{'-int4' if options.get('int4') else ''}-all", row)
+        directory = folder / f"{name}{'-int4' if options.get('int4') else ''}-all"
+        _batch_one(context, engine, directory, row)
+        if prefill is not None:
+            context.guard(prefill, lambda: _prefill(context, engine, directory, prefill))
+
+
+def _prefill(context: Context, engine: Engine, directory: Path, name: str) -> None:
+    """One prompt at a time to its first token; the limit has all products at the matmul rate of what they multiply with."""
+    in_len, rates = context.size(8192, 24), []
+    for sample in range(context.size(4, 2)):
+        submit = Asked(traffic.prompt(random.Random(100 + sample), in_len, engine.info.vocab_size), 1)
+        traffic.submit(engine, f"prefill{sample}", submit)
+        window = traffic.steps(engine, lambda _: False)
+        rates.append(in_len / sum(window.step_s))
+    del rates[0]  # which warms up
+    row = Row(name=name, value=median(rates), samples=rates)
+    row.limit = in_len / Planner(context, directory, engine.info, expected=False).prefill_s(in_len)
+    row.facts = {"quantization": engine.info.quantization, "kernels": engine.info.kernels}
+    context.emit(row)
 
 
 def saturated(context: Context) -> None:

@@ -143,6 +143,12 @@ TARGETS: list[Target] = [
         ("Llama-3.1-8B int4, batch 1", 520, 700),
         of_card=True,
     ),
+    *_rows(
+        "formats", "tokens/s",
+        *[(f"{model}, prefill of 8k tokens",)
+          for model in ("Qwen3-8B bf16", "Llama-3.1-8B fp8", "Llama-3.1-8B int8", "Llama-3.1-8B int4")],
+        judged="fraction",
+    ),
     *_rows("peers", "tokens/s", ("against transformers continuous batching", 8, 14),
            ("against transformers static generate", 15, 23), judged="ratio"),
     *_rows("choices", "tokens/s", ("Llama-3.1-8B int4, head in 8 bits, batch 1",)),

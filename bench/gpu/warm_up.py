@@ -14,7 +14,7 @@ from bench.gpu import traffic
 from bench.gpu.context import Context
 from bench.gpu.models import random_engine
 from bench.gpu.rows import Row
-from bench.gpu.serve import MIXED_TEMPERATURE, MODEL_LEN, SEATS, warm_sizes
+from bench.gpu.serve import FEW_SEATS, FORMATS_LEN, MIXED_TEMPERATURE, MODEL_LEN, SEATS, warm_sizes
 from bench.gpu.targets import same_bits
 from bench.gpu.traffic import Asked
 from engine.loop import Engine
@@ -36,7 +36,7 @@ def warm_small(context: Context) -> None:
 
 
 def warm_formats(context: Context) -> None:
-    options: dict[str, Any] = {"max_num_seqs": 8, "max_model_len": MODEL_LEN}
+    options: dict[str, Any] = {"max_num_seqs": FEW_SEATS, "max_model_len": FORMATS_LEN}
     for extra in ({"quantization": "fp8"}, {"int4": True}, {"quantization": "int8"}):
         _warm(context, "llama-3.1-8b", **options, **extra)
     _warm(context, "qwen3-8b", **options)

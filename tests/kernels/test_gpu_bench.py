@@ -58,7 +58,9 @@ MUST_SHOW: dict[str, tuple[float, float | None, str]] = {
     "host critical path per step, batch 256": (400, 200, "value"),
     "start of Llama-3.1-8B beyond reading weights, warm cache": (15, None, "value"),
 }
-ALSO_NAMED = ("Qwen3-8B bf16, batch 1", "Llama-3.1-8B bf16, batch 64, 1k context", "Llama-3.1-8B bf16, batch 256, 1k context",
+ALSO_NAMED = (*(f"{model}, prefill of 8k tokens" for model in (
+                  "Llama-3.1-8B fp8", "Llama-3.1-8B int8", "Llama-3.1-8B int4", "Qwen3-8B bf16")),
+              "Qwen3-8B bf16, batch 1", "Llama-3.1-8B bf16, batch 64, 1k context", "Llama-3.1-8B bf16, batch 256, 1k context",
               "32k cached prefix + 128 new tokens: TTFT against cold", "planner: KV blocks", "planner: batch 1",
               "graph gap per kernel", *(f"{kind} {size} GB" for kind in ("copy", "read") for size in (1, 4, 8)),
               "matmul bf16 8192³", "matmul fp8 8192³")  # fmt: skip
