@@ -12,6 +12,8 @@ from typing import Any
 from bench.gpu.rows import Judged, Target
 
 ERROR_RATIO_MAX = 2.0
+OF_PRODUCTS = {"bf16": (0.85, 0.92), "int8": (0.75, 0.85), "fp8": (0.75, 0.85), "int4": (0.65, 0.78)}
+"""Of the bandwidth, by the format of the weights."""
 
 CHECKED = (
     "paged decode", "paged decode, head size 64", "paged decode, window and soft-cap", "paged decode, fp8 KV",
@@ -93,10 +95,9 @@ TARGETS: list[Target] = [
     *_rows(
         "kernels", "GB/s",
         *[(f"products of Llama-8B, {kind}, {rows} row{'s' * (rows > 1)}", *limits)
-          for kind, limits in (("bf16", (0.85, 0.92)), ("int8", (0.75, 0.85)), ("fp8", (0.75, 0.85)), ("int4", (0.65, 0.78)))
-          for rows in (1, 16)],
+          for kind, limits in OF_PRODUCTS.items() for rows in (1, 16)],
         *[(f"fused products of Llama-8B (norm, gate, residual), {kind}, 1 row", *limits)
-          for kind, limits in (("bf16", (0.85, 0.92)), ("int8", (0.75, 0.85)), ("fp8", (0.75, 0.85)), ("int4", (0.65, 0.78)))],
+          for kind, limits in OF_PRODUCTS.items()],
         ("add + rms norm, 8k rows", 0.85, 0.92),
         ("rope and KV write, 8k rows", 0.85, 0.92),
         ("silu·mul, 8k rows", 0.85, 0.92),
@@ -155,7 +156,7 @@ TARGETS: list[Target] = [
     *_rows(
         "choices", "× the fastest",
         *[(f"layer of {model}, 1 row: early launches over others",) for model in ("Llama-8B", "Qwen3-0.6B")],
-        *[(f"fused products of Llama-8B, {kind}: chosen tiles over others",) for kind in ("bf16", "int8", "fp8", "int4")],
+        *[(f"fused products of Llama-8B, {kind}: chosen tiles over others",) for kind in OF_PRODUCTS],
         *[(f"decode {size} × 1k: chosen splits over others",) for size in (256, 1)],
         ("prefill 8k: chosen tile over others",),
         higher=False,
