@@ -120,7 +120,7 @@ def test_entries_are_listed_and_narrowed(file: Path, capsys: pytest.CaptureFixtu
     assert main(["audit", "list", "--limit", "2"]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert [line.split("\t")[4] for line in lines] == ["target", "tier tier 2", "tier tier 1"]
-    assert main(["audit", "list", "--start", "yesterday"]) == 1
+    assert main(["audit", "list", "--start", "yesterday"]) == 2
     assert "start must be a time" in capsys.readouterr().err
 
 

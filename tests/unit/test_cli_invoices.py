@@ -146,7 +146,7 @@ def test_an_empty_month_of_one_tenant_is_closed_when_it_is_asked_for(typed: Type
         (("draft", "--month", "2026-13", "--all"), 2, "--month must be YYYY-MM, not '2026-13'"),
         (("close", "--month", "2026-13", "--tenant", "bob"), 2, "--month must be YYYY-MM"),
         (("list", "--month", "2026-13"), 2, "--month must be YYYY-MM"),
-        (("draft", "--month", "2999-01", "--all"), 1, "2999-01 has not begun"),
+        (("draft", "--month", "2999-01", "--all"), 2, "2999-01 has not begun"),
         (("seller",), 1, "has not been entered"),
         (("seller", "--file", "nowhere.json"), 1, "cannot be read as JSON"),
     ],
