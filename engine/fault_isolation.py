@@ -43,7 +43,22 @@ class Runner(Protocol):
 
 
 def run_isolated(runner: Runner, items: Sequence[ScheduledRequest]) -> list[StepOutput]:
-    """Outputs in the order of `items`; those that raise alone have the error, in words that name the stage."""
+    """Outputs in the order of `items`; those that raise alone, and without guesses, have the error, in words that name the
+    stage. A guess may spoil what is computed beside it, and must end no request."""
+    outputs = _halved(runner, items)
+    spoiled = [row for row, output in enumerate(outputs) if output.error is not None and items[row].num_draft_tokens]
+    if spoiled:
+        again = _halved(runner, [_without_guesses(items[row]) for row in spoiled])
+        for row, output in zip(spoiled, again, strict=True):
+            outputs[row] = output
+    return outputs
+
+
+def _without_guesses(item: ScheduledRequest) -> ScheduledRequest:
+    return ScheduledRequest(item.request, item.start, item.num_tokens - item.num_draft_tokens, item.samples)
+
+
+def _halved(runner: Runner, items: Sequence[ScheduledRequest]) -> list[StepOutput]:
     try:
         return runner.run(items)
     except Exception as error:
@@ -51,7 +66,7 @@ def run_isolated(runner: Runner, items: Sequence[ScheduledRequest]) -> list[Step
         if len(items) == 1:
             return [StepOutput(error=failure(runner.stage, error))]
     middle = len(items) // 2
-    return run_isolated(runner, items[:middle]) + run_isolated(runner, items[middle:])
+    return _halved(runner, items[:middle]) + _halved(runner, items[middle:])
 
 
 def failure(stage: str, error: Exception) -> str:

@@ -12,6 +12,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from safetensors.torch import load_file, save_file
 
 from engine.loop import Engine
 from engine.runner.slots import SlotState, SlotTable
@@ -21,7 +22,7 @@ from engine.speculation.options import SpeculativeOptions
 from kernels.simd.vectors import LANES
 from tests.support.engine_histories import Asked, Room, asked, assert_as_alone, repeating, rooms, run, with_grammars
 from tests.support.engines import overlapped_engine, recorded_engine, run_to_end, small_engine, tokens, wanted
-from tests.support.guessing import foresee
+from tests.support.guessing import UNLIKELY, foresee
 from tests.support.scheduling import make_request
 from tests.support.tiny_models import make_first_layers, make_model
 
@@ -233,3 +234,19 @@ def test_a_slot_whose_request_verified_guesses_is_sent_again_even_when_all_of_th
     assert table.update([ScheduledRequest(request, 7, 1, True)]) == [slot]
     assert (int(state.last_tokens[slot]), int(state.num_tokens[slot])) == (6, 8)
     assert state.tables[slot].tolist() == [3, 1, 0, 0]
+
+
+@pytest.mark.parametrize("make_engine", [small_engine, *LOOPS.values()])
+def test_a_wrong_guess_that_spoils_the_rows_before_it_ends_no_request(make_engine: MakeEngine, tmp_path: Path) -> None:
+    """Values that are not finite spoil sums in which they have no weight: a guess nobody would have made costs a step."""
+    make_model("llama", tmp_path, head_dim=LANES, hidden_size=4 * LANES)
+    weights = load_file(tmp_path / "model.safetensors")
+    weights["model.embed_tokens.weight"][UNLIKELY] = torch.nan
+    save_file(weights, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    asked: dict[str, Any] = {"temperature": 0.8, "max_tokens": 12, "logit_bias": {UNLIKELY: -100.0}}
+    (plain,) = run_to_end(small_engine(tmp_path), [wanted("a", [5, 6, 7], **asked)]).values()
+    engine = make_engine(tmp_path, speculative_config=guessing())
+    foresee(engine, tokens(plain), 3)
+    (events,) = run_to_end(engine, [wanted("a", [5, 6, 7], **asked)]).values()
+    assert engine.status().draft_tokens_total > 3
+    assert tokens(events) == tokens(plain)
