@@ -34,8 +34,10 @@ class DraftSteps:
         """`depths[i]` guesses, at least one, for the request in `slots[i]`, which is current → [Σ depths] int64, request by
         request; where nothing can be drawn, token 0."""
         order = sorted(range(len(slots)), key=lambda i: -depths[i])
+        going = [slots[i] for i in order]
         for depth in range(depths[order[0]]):
-            going = [slots[i] for i in order if depths[i] > depth]
+            while depths[order[len(going) - 1]] <= depth:
+                going = going[:-1]  # another list: one that stays is not sent again
             self._step(going)
             self._guesses[depth, : len(going)].copy_(self.steps.step.sampled[: len(going)])
         column = {index: place for place, index in enumerate(order)}
