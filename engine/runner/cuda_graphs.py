@@ -78,8 +78,9 @@ class CudaGraphs:
         return key in self._graphs
 
     def admits(self, key: Hashable) -> bool:
-        """Where all places are taken, those that come and go would drive each other out, each at the price of a capture."""
-        return self._places.admits(key)
+        """Where all places are taken, those that come and go would drive each other out, each at the price of a capture. What
+        could not be captured once is computed in the other way, which may be captured."""
+        return key not in self._failed and self._places.admits(key)
 
     def make_ready(self, key: Hashable, function: Callable[[], None]) -> None:
         """Capture a graph. Raises `CaptureFailed` when that fails or has failed before."""

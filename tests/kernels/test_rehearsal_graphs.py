@@ -42,7 +42,7 @@ def answers(engine: Engine) -> dict[str, list[int]]:
     return {name: tokens(each) for name, each in events.items()}
 
 
-def test_a_step_that_cannot_be_captured_is_tried_once_and_computed_plainly_from_then_on(
+def test_a_step_that_cannot_be_captured_whole_or_as_far_as_its_logits_is_computed_plainly_from_then_on(
     llama: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     expected = answers(engine_of(llama))
@@ -56,12 +56,30 @@ def test_a_step_that_cannot_be_captured_is_tried_once_and_computed_plainly_from_
         engine = engine_of(llama, device="cuda")
         monkeypatch.setattr(Graph, "capture_begin", refuse)
         assert answers(engine) == expected
-        assert len(begun) == 1
+        assert len(begun) == 2
         status = engine.status()
     assert status.fallback_steps_total == 5, "of 9 rows each"
     assert status.fallback_reason is not None
-    assert "the graph of ('decode', 16, Kind(" in status.fallback_reason
+    assert "the graph of ('decode', 16, None" in status.fallback_reason
     assert status.fallback_reason.endswith("OutOfMemoryError: no room for a graph")
+
+
+def test_a_kind_that_cannot_be_captured_whole_costs_one_step_and_chooses_behind_its_logits_from_then_on(
+    llama: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    expected = answers(engine_of(llama))
+    right, refused = Graph.capture_begin, iter([True])
+
+    def refuse_once(graph: Graph, **options: Any) -> None:
+        if next(refused, False):
+            raise torch.cuda.OutOfMemoryError("no room for a graph")
+        right(graph, **options)
+
+    with rehearsal(), in_place_of_triton():
+        engine = engine_of(llama, device="cuda")
+        monkeypatch.setattr(Graph, "capture_begin", refuse_once)
+        assert answers(engine) == expected
+        assert engine.status().fallback_steps_total == 1
 
 
 def test_what_breaks_within_a_capture_is_told_and_not_that_the_capture_ended_badly(monkeypatch: pytest.MonkeyPatch) -> None:
