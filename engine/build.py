@@ -56,6 +56,7 @@ from engine.shared_prefixes import shared_prefixes
 from engine.speculation.options import check_draft_context, check_draft_vocabulary
 from engine.speculation.prompt_lookup import AdaptiveDrafter
 from engine.start_times import StartTimes
+from engine.switches import check_switches
 from kernels import ops
 
 log = logging.getLogger("gatehouse.engine")
@@ -152,6 +153,7 @@ def build_engine(options: EngineOptions, *, progress: Callable[[float], None] = 
 
 
 def _asked(options: EngineOptions) -> Asked:
+    check_switches()
     device = resolve_device(options.device)
     config = load_model_config(options.model)
     dtype = resolve_dtype(options.dtype, config.torch_dtype, device)

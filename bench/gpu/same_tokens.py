@@ -28,13 +28,13 @@ from bench.gpu.rows import Row
 from bench.gpu.targets import SAME_TOKENS
 from engine.loop import Engine
 from engine.protocol import GenerationRequest, SamplingParams
-from engine.runner.ahead import VARIABLE as GRAPHS
 from engine.runner.batch_inputs import BatchInputs, InputRow
 from engine.runner.model_runner import ModelRunner
 from engine.runner.paged_decoder import PagedDecoder
 from engine.sampling.logits_filters import is_greedy, scale_of
 from engine.sampling.randomness import key, signed
 from engine.step_sizes import step_size
+from engine.switches import GRAPHS
 from kernels.ops import plain_sampling
 
 MODEL, LAYERS = "qwen3-0.6b", 4

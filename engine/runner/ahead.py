@@ -8,11 +8,9 @@ launching ahead as well.
 from __future__ import annotations
 
 import logging
-import os
 
 import torch
 
-from engine.errors import EngineConfigError
 from engine.grammar.masks import GrammarMasks
 from engine.options import EngineOptions
 from engine.runner.cuda_graphs import Calls, CudaGraphs, DirectCalls
@@ -23,9 +21,8 @@ from engine.sampling.columns import ColumnSampler
 from engine.sampling.host_masks import HostMasks
 from engine.scheduling.limits import SchedulerLimits
 from engine.step_sizes import draft_graphs_kept, graphs_kept
+from engine.switches import GRAPHS, is_on
 from kernels import ops
-
-VARIABLE = "GATEHOUSE_GRAPHS"
 
 log = logging.getLogger("gatehouse.engine")
 
@@ -78,13 +75,10 @@ def slot_runner(
 
 
 def _calls(device: torch.device, max_graphs: int, *, asks_host: bool) -> Calls:
-    """Graphs where there can be any, unless the environment says otherwise. Raises `EngineConfigError` for any other value."""
-    said = os.environ.get(VARIABLE, "1")
-    if said not in ("0", "1"):
-        raise EngineConfigError(VARIABLE, f"is {said!r}, and can be 0 or 1")
+    """Graphs where there can be any, unless the environment says otherwise."""
     if device.type != "cuda" or asks_host:
         return DirectCalls()
-    if said == "0":
-        log.warning("%s=0: decode steps are launched kernel by kernel", VARIABLE)
+    if not is_on(GRAPHS):
+        log.warning("%s=0: decode steps are launched kernel by kernel", GRAPHS)
         return DirectCalls()
     return CudaGraphs(device, max_graphs=max_graphs)

@@ -10,8 +10,8 @@ import torch
 
 from engine.errors import EngineConfigError
 from engine.loop import Engine
-from engine.runner.ahead import VARIABLE
 from engine.runner.cuda_graphs import CaptureFailed, CudaGraphs
+from engine.switches import EARLY_LAUNCH, GRAPHS, OVERLAPPED_PREFILL
 from tests.support.engines import run_to_end, small_engine, tokens, wanted
 from tests.support.rehearsal import DEVICE, Schedule, rehearsal
 from tests.support.rehearsal.graphs import Graph
@@ -190,16 +190,20 @@ def test_without_graphs_steps_are_launched_ahead_all_the_same_with_the_same_toke
     llama: Path, says: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     expected = answers(engine_of(llama))
-    monkeypatch.setenv(VARIABLE, says)
+    monkeypatch.setenv(GRAPHS, says)
     with rehearsal() as card, in_place_of_triton():
         engine = engine_of(llama, device="cuda")
         assert answers(engine) == expected
         assert engine.status().fallback_steps_total == 0
     assert bool(card.num_captures) is bool(card.num_replays) is (says == "1")
-    assert any(f"{VARIABLE}=0" in record.getMessage() for record in caplog.records) is (says == "0")
+    assert any(f"{GRAPHS}=0" in record.getMessage() for record in caplog.records) is (says == "0")
 
 
-def test_a_switch_that_is_neither_on_nor_off_stops_the_start(llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(VARIABLE, "no")
-    with rehearsal(), in_place_of_triton(), pytest.raises(EngineConfigError, match=f"{VARIABLE} is 'no', and can be 0 or 1"):
-        engine_of(llama, device="cuda")
+@pytest.mark.parametrize("switch", [GRAPHS, EARLY_LAUNCH, OVERLAPPED_PREFILL])
+@pytest.mark.parametrize("says", ["no", "false", ""])
+def test_a_switch_that_is_neither_on_nor_off_stops_the_start(
+    switch: str, says: str, llama: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(switch, says)
+    with pytest.raises(EngineConfigError, match=f"{switch} is '{says}', and can be 0 or 1"):
+        engine_of(llama)
