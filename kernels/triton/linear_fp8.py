@@ -24,8 +24,9 @@ def linear_fp8(
     x is e4m3 with scales [M, 1] or [1] float32, or float without; scales of the weight are [N] or [1]. The result has x's
     type, or `out_dtype`, which e4m3 rows must name (arXiv 2209.05433). Hopper's instruction adds e4m3 products with about 14
     bits: its sums are carried into float32 registers after every tile of columns (the two levels of arXiv 2412.19437).
-    More than 64 e4m3 rows go to `torch._scaled_mm` where it can take them: bfloat16 out, sizes divisible by 16, no bias; it
-    too is asked for exact accumulation. Float rows are multiplied in their own type, which holds every e4m3 exactly.
+    More than 64 e4m3 rows go to `torch._scaled_mm` where it can take them: bfloat16 out, sizes divisible by 16; it too is
+    asked for exact accumulation, and a bias is added to its result. Float rows are multiplied in their own type, which holds
+    every e4m3 exactly.
     Reads N·K bytes of weights once per row tile, M·K (e4m3) or 2·M·K of x, writes 2·M·N; 2·M·N·K operations. Rows beyond M,
     columns beyond N and K are masked. Accumulates in float32. Raises ValueError on a card that has no e4m3.
     """
@@ -35,8 +36,8 @@ def linear_fp8(
     dtype = out.dtype if out is not None else out_dtype or x.dtype
     if dtype is FP8:
         raise ValueError("the product of e4m3 rows needs a type of its own: give out_dtype or out")
-    if x_scales is not None and x.shape[0] > ROWS_FEW and _library_takes(x, weight, dtype, bias):
-        return _library(x, weight, x_scales, out)
+    if x_scales is not None and x.shape[0] > ROWS_FEW and _library_takes(x, weight, dtype):
+        return _library(x, weight, x_scales, bias, out)
     out = torch.empty(x.shape[0], weight.values.shape[0], dtype=dtype, device=x.device) if out is None else out
     if not x.shape[0]:
         return out
@@ -54,12 +55,14 @@ def check_fp8(device: torch.device) -> None:
         raise ValueError(f"fp8 weights need a card of compute capability 8.9 or newer, this one has {found}: use int8")
 
 
-def _library_takes(x: torch.Tensor, weight: Fp8Weight, dtype: torch.dtype, bias: torch.Tensor | None) -> bool:
+def _library_takes(x: torch.Tensor, weight: Fp8Weight, dtype: torch.dtype) -> bool:
     sizes = (*weight.values.shape, x.stride(0))
-    return x.device.type == "cuda" and dtype is torch.bfloat16 and bias is None and not any(size % 16 for size in sizes)
+    return x.device.type == "cuda" and dtype is torch.bfloat16 and not any(size % 16 for size in sizes)
 
 
-def _library(x: torch.Tensor, weight: Fp8Weight, x_scales: torch.Tensor, out: torch.Tensor | None) -> torch.Tensor:
+def _library(
+    x: torch.Tensor, weight: Fp8Weight, x_scales: torch.Tensor, bias: torch.Tensor | None, out: torch.Tensor | None
+) -> torch.Tensor:
     """Either one scale on each side or one for each row: the two forms that torch has."""
     num_rows, num_outputs = x.shape[0], weight.values.shape[0]
     if x_scales.numel() == 1 and weight.scales.numel() == 1:
@@ -72,7 +75,8 @@ def _library(x: torch.Tensor, weight: Fp8Weight, x_scales: torch.Tensor, out: to
     product = torch._scaled_mm(
         x, weight.values.T, *scales, out_dtype=torch.bfloat16, use_fast_accum=False, **({} if out is None else {"out": out})
     )
-    return product if out is None else out
+    result = product if out is None else out
+    return result if bias is None else result.add_(bias)
 
 
 BYTES = {"fp8e4nv": 1, "bf16": 2, "fp16": 2, "fp32": 4}

@@ -177,11 +177,12 @@ def test_many_rows_of_e4m3_are_left_to_the_library(x_per_row: bool, per_row: boo
     weight = pack_fp8(normal(48, 64, dtype=torch.float32, device=device, seed=1) * 0.1, per_row=per_row)
     values, scales = quantize_rows_fp8(normal(80, 64, dtype=torch.float32, device=device))
     scales = scales if x_per_row else scales.amax().reshape(1)
-    expected = reference.linear_fp8(values, weight, x_scales=scales, out_dtype=torch.bfloat16)
-    out = Guarded((80, 48), torch.bfloat16, device)
-    library_fp8(values, weight, scales, out.tensor)
-    assert_near(out.check(), expected, "matmul")
-    assert_near(library_fp8(values, weight, scales, None), expected, "matmul")
+    for bias in (None, normal(48, dtype=torch.bfloat16, device=device, seed=2)):
+        expected = reference.linear_fp8(values, weight, x_scales=scales, bias=bias, out_dtype=torch.bfloat16)
+        out = Guarded((80, 48), torch.bfloat16, device)
+        library_fp8(values, weight, scales, bias, out.tensor)
+        assert_near(out.check(), expected, "matmul")
+        assert_near(library_fp8(values, weight, scales, bias, None), expected, "matmul")
 
 
 def test_rows_of_e4m3_need_their_scales_and_a_type_for_the_result(device: torch.device) -> None:
