@@ -165,11 +165,12 @@ class MemoryShape:
 
     def recorded_bytes(self, num_rows: int, element_bytes: int, *, has_steps: bool) -> int:
         """What recorded layers of `num_rows` rows keep: two of them, which take turns. `has_steps`: whole steps, of whatever
-        kinds, keep as much beside them, and logits."""
+        kinds, keep as much beside them, what is made before the first layer (embedding, its norm, rotations), and logits."""
         if not self.recorded_width:
             return 0
         layers = 2 * self.recorded_width
-        return num_rows * (2 * layers + self.vocab_size if has_steps else layers) * element_bytes
+        before = 2 * (self.embedding // self.vocab_size + len(self.windows) * self.head_dim)
+        return num_rows * (2 * layers + before + self.vocab_size if has_steps else layers) * element_bytes
 
     @property
     def graph_bytes(self) -> int:

@@ -39,12 +39,15 @@ class MemoryForecast:
         touched, because a machine that runs out of it ends processes instead of refusing. `num_kv_blocks` is
         `num_gpu_blocks_override` to those who set it."""
         fit, needs = self.fit, self.fit.needs
-        if self.kv_bytes is not None and self.kv_bytes > fit.usable_bytes:
-            fits = f"{fit.usable_bytes} bytes of memory hold {fit.usable_bytes // needs.block_bytes} blocks"
-            if options.num_kv_blocks is None:
-                raise EngineConfigError("kv_cache_bytes", f"({self.kv_bytes}) is more than there is: {fits}")
-            refused = f"({options.num_kv_blocks} blocks) needs {self.kv_bytes} bytes; {fits}"
-            raise EngineConfigError("num_gpu_blocks_override", refused)
+        most = needs.num_blocks(fit.usable_bytes)
+        if self.kv_bytes is not None and most and self.predicted_kv_bytes > most * needs.block_bytes:
+            room = f"beside {self.name} there is room for {most * needs.block_bytes} bytes ({gib(most * needs.block_bytes)})"
+            if options.num_kv_blocks is not None:
+                refused = f"({options.num_kv_blocks} blocks, {gib(self.kv_bytes)}) is too much: {room}, {most} blocks"
+                raise EngineConfigError("num_gpu_blocks_override", refused)
+            if options.kv_cache_bytes is not None:
+                refused = f"({self.kv_bytes} bytes, {gib(self.kv_bytes)}) is too much: {room}"
+                raise EngineConfigError("kv_cache_bytes", refused)
         if self.kv_bytes is not None and needs.fixed_bytes + self.kv_bytes > fit.usable_bytes:
             asked = f"{self.name} does not fit with {gib(self.kv_bytes)} of keys and values"
             raise EngineConfigError("model", f"{asked}: {fit.explain()}")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import re
 import statistics
 from collections.abc import Callable
 from dataclasses import replace
@@ -170,7 +171,8 @@ def test_on_a_cpu_what_decode_steps_keep_is_a_part_of_the_activations(llama_8b: 
     for tokens in (512, 4096):
         asked = {"max_num_batched_tokens": tokens, "max_num_seqs": 8}
         step = shape.activations_bytes(tokens, 8, 4)
-        assert on_cpu(llama_8b, **asked).activations_bytes == step + 2 * layers + 64 * 128_256 * 4
+        beside = 64 * (2 * (4096 + 128) + 128_256) * 4
+        assert on_cpu(llama_8b, **asked).activations_bytes == step + 2 * layers + beside
         assert on_cpu(llama_8b, enforce_eager=True, **asked).activations_bytes == step + layers
         assert on_cpu(llama_8b, batch_invariant=True, **asked).activations_bytes == step + layers
         in_16_bits = forecast(llama_8b, CPU, **asked).fit.needs
@@ -236,6 +238,23 @@ def test_a_context_that_was_asked_for_is_refused_by_name_and_one_that_was_not_is
     left_open.check(EngineOptions(model=Path("m")))
     assert "kv_cache_dtype=fp8" in str(left_open.shortened())
     assert str(left_open.shortened()).startswith(f"the context is {left_open.fit.context_len} tokens")
+
+
+@pytest.mark.parametrize("option", ["kv_cache_bytes", "num_kv_blocks"])
+def test_a_cache_that_is_too_large_is_refused_with_the_largest_that_is_not(
+    option: str, llama_8b: ModelConfig, card: list[int]
+) -> None:
+    card[:] = [40, 40]
+    block_bytes = forecast(llama_8b).fit.needs.block_bytes
+    asked: dict[str, Any] = {option: 60 * GIB if option == "kv_cache_bytes" else 60 * GIB // block_bytes}
+    with pytest.raises(
+        EngineConfigError, match=r"60\.0 GiB\) is too much: beside llama there is room for \d+ bytes"
+    ) as refused:
+        forecast(llama_8b, **asked).check(EngineOptions(model=Path("m"), **asked))
+    assert refused.value.option == {"num_kv_blocks": "num_gpu_blocks_override"}.get(option, option)
+    most = int(re.findall(r"(\d+) bytes \(\d", str(refused.value))[0])
+    asked = {option: most if option == "kv_cache_bytes" else most // block_bytes}
+    forecast(llama_8b, **asked).check(EngineOptions(model=Path("m"), **asked))
 
 
 def test_weights_and_a_cache_of_a_given_size_that_do_not_fit_together_are_refused(
