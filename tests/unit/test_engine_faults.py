@@ -193,16 +193,21 @@ def test_a_culprit_is_found_in_few_passes_and_the_next_step_is_whole_again(
     assert sizes[-2:] == [15, 15]
 
 
-def test_a_draft_model_that_fails_is_a_failure_of_the_request_it_guesses_for(
-    model: Path, undisturbed: dict[str, list[int]], monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("fails", ["to guess", "to read"])
+def test_a_draft_model_that_fails_to_guess_ends_no_request_and_one_that_fails_at_all_the_one_it_reads(
+    model: Path, undisturbed: dict[str, list[int]], monkeypatch: pytest.MonkeyPatch, fails: str
 ) -> None:
-    def guesses_for_bad(_: DraftModel, items: Sequence[ScheduledRequest]) -> bool:
-        return any(item.request.request_id == BAD and item.num_draft_tokens for item in items)
+    def is_bad(_: DraftModel, items: Sequence[ScheduledRequest]) -> bool:
+        return any(item.request.request_id == BAD and (item.num_draft_tokens or fails == "to read") for item in items)
 
-    monkeypatch.setattr(DraftModel, "propose", raising(DraftModel.propose, guesses_for_bad))
+    monkeypatch.setattr(DraftModel, "propose", raising(DraftModel.propose, is_bad))
     config = SpeculativeOptions(method="draft_model", model=model, num_speculative_tokens=2)
     events = run_with_bad_one(small_engine(model, speculative_config=config))
-    assert_alone_at_fault(events, undisturbed, "failed while guessing ahead for this request: ValueError: a fault")
+    if fails == "to read":
+        assert_alone_at_fault(events, undisturbed, "failed while guessing ahead for this request: ValueError: a fault")
+    else:
+        assert {name: tokens(events[name]) for name in undisturbed} == undisturbed
+        assert all(event.error is None for event in events[BAD])
 
 
 def test_moves_that_fail_once_are_made_again(
