@@ -25,6 +25,7 @@ from kernels.cpu.experts import mix_experts, route
 from kernels.cpu.invariant_attention import InvariantPlan, InvariantPlanner, invariant_attention
 from kernels.cpu.linear import LinearKernel, LinearPacker
 from kernels.cpu.row_tiles import in_agreeing_tiles
+from kernels.gumbel import NO_TOKEN
 from kernels.operations import FUSED_ROWS_MAX, Operations
 from kernels.paged_plan import PagedPlan, PagedPlanner, paged_plan_attention
 from kernels.plain_weights import PlainWeights, ReadsWeight, plain_product
@@ -47,7 +48,6 @@ from kernels.quantised_weights import (
     pack_gptq,
     pack_int8,
 )
-from kernels.race import NO_TOKEN
 from kernels.recorded_operations import NotRecordable, RecordedOperations
 from kernels.residual_stream import Stream
 from kernels.sampling_columns import HELD_IDS_MAX, SamplingColumns

@@ -25,7 +25,7 @@ from engine.scheduling.scheduled_batch import StepOutput
 from kernels import ops
 
 GUESS = 1
-"""The draw that makes a guess. Draw 0 chooses the token of plain decoding, others judge (`kernels.race`): independent noise."""
+"""The draw that makes a guess; draw 0 chooses the token of plain decoding, others judge: independent noise, `kernels.gumbel`."""
 
 
 def accept_equal(drawn: Sequence[SampledToken], guesses: Sequence[int]) -> StepOutput:

@@ -1,6 +1,6 @@
 """Sampling that never asks the host: the parameters of a request lie in its slot, and kernels choose by them.
 
-`ColumnSampler` is what the runner over slots samples with. It chooses the very tokens of `sampling.sampler`, by the same race
+`ColumnSampler` is what the runner over slots samples with. It chooses the very tokens of `sampling.sampler`, by Gumbel-max
 with the same noise; what a slot cannot hold (`accepts`) is left to that. Some rows wait for a mask of the host (`host_masks`).
 """
 

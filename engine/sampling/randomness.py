@@ -1,8 +1,8 @@
 """Randomness of sampling as a function of (seed, position): the same wherever and with whomever a request runs. No torch.
 
 64 bits per sampled token, from two rounds of the SplitMix64 finaliser (Steele, Lea, Flood: Fast Splittable Pseudorandom Number
-Generators, OOPSLA 2014), which passes BigCrush as a counter-based generator. They key the noise of the race that draws the
-token (`kernels.race`). A replayed or preempted request therefore draws the very tokens it would have drawn.
+Generators, OOPSLA 2014), which passes BigCrush as a counter-based generator. They key the Gumbel-max noise that draws the
+token (`kernels.gumbel`). A replayed or preempted request therefore draws the very tokens it would have drawn.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 rules (`sampling.logits_rules`) ─► grammar mask ─► largest logit, or temperature ─► filters (`sampling.logits_filters`) ─► draw
 
-Greedy rows take the largest logit, the lowest id among equals. Sampled rows are drawn by a race (`kernels.race`): every token
+Greedy rows take the largest logit, the lowest id among equals. Others are drawn by Gumbel-max (`kernels.gumbel`): every token
 that may be drawn gets noise of its own from (seed, position, token), and the largest logit with noise wins. Candidates come
 from a partial top-k; only rows whose filter reaches beyond it are sorted in full. A row without a finite maximum, or without
 a token to draw, fails alone. Log-probabilities are the model's own, before all of this.

@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 
 from kernels.cpu.sampling import draw_weighted
-from kernels.race import ACCEPT, NO_TOKEN, RESIDUAL
-from kernels.reference import race
+from kernels.gumbel import ACCEPT, NO_TOKEN, RESIDUAL
+from kernels.reference import gumbel
 
 
 def reject_drafts(
@@ -19,16 +19,16 @@ def reject_drafts(
 ) -> torch.Tensor:
     """As `kernels.triton.drafts.reject_drafts`."""
     depth, index = guesses.shape[1], torch.arange(guesses.shape[1], device=guesses.device)
-    keys = race.keys(streams[:, None], positions[:, None] + index, ACCEPT)
+    keys = gumbel.keys(streams[:, None], positions[:, None] + index, ACCEPT)
     proposed, wanted = (table[:, :depth].gather(2, guesses[..., None])[..., 0] for table in (draft, target))
-    accepts = (race.uniform(keys) * proposed < wanted) & (index < num_guesses[:, None])
+    accepts = (gumbel.uniform(keys) * proposed < wanted) & (index < num_guesses[:, None])
     taken = accepts.int().cumprod(dim=1).sum(dim=1)
     is_rejected = taken < num_guesses
     rows = torch.arange(len(guesses), device=guesses.device)
     plain = target[rows, taken]
     rest = torch.where(is_rejected[:, None], (plain - draft[rows, taken.clamp_max(depth - 1)]).clamp_min(0), plain)
     last = positions + taken
-    keys = torch.where(is_rejected, race.keys(streams, last, RESIDUAL), race.keys(streams, last))
+    keys = torch.where(is_rejected, gumbel.keys(streams, last, RESIDUAL), gumbel.keys(streams, last))
     drawn = draw_weighted(rest, keys)
     drawn = torch.where(drawn == NO_TOKEN, draw_weighted(plain, keys), drawn)
     out = torch.where(index < taken[:, None], guesses, NO_TOKEN)

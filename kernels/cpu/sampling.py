@@ -1,8 +1,8 @@
 """The sampler in torch operations, for CPUs and as the plain twin on a GPU: the very tokens of `kernels.triton.sampling`.
 
 What is filtered is looked for among a row's most likely tokens, of which a few are enough for trained models; only rows whose
-filter reaches beyond them get more. What is not filtered takes part in the race whole: a bound of everybody's score tells
-which few of them have to be computed exactly.
+filter reaches beyond them get more. What is not filtered takes part in Gumbel-max whole: an upper bound of every score
+tells which few of them have to be computed exactly.
 """
 
 from __future__ import annotations
@@ -11,9 +11,9 @@ from typing import NamedTuple
 
 import torch
 
-from kernels import race as constants
-from kernels.race import NO_TOKEN
-from kernels.reference import race
+from kernels import gumbel as constants
+from kernels.gumbel import NO_TOKEN
+from kernels.reference import gumbel
 from kernels.sampling_columns import SamplingColumns
 
 CANDIDATE_STAGES = (64, 1024)
@@ -49,7 +49,7 @@ class Candidates(NamedTuple):
 
 
 def draw(logits: torch.Tensor, scale: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
-    """The winner of each row's race with all of its tokens: [B] int64
+    """The token with the largest noisy score (Gumbel-max) of each row, of all its tokens: [B] int64
 
     logits: [B, V] float32 with finite largest; scale: [B] float32, log2(e) / temperature; keys: [B] int64
     """
@@ -66,7 +66,7 @@ def _draw(logits: torch.Tensor, scale: torch.Tensor, keys: torch.Tensor) -> torc
     slack = (values[:, 0].abs() * scale + 64.0) * 2.0**-22  # bounds may be rounded once where scores are rounded twice
     rows, ids = _at_least(bounds, (score - slack)[:, None])
     values = logits[rows, ids]
-    scores = values * scale[rows] + race.gumbel(keys[rows], ids[:, None])[:, 0]
+    scores = values * scale[rows] + gumbel.noise(keys[rows], ids[:, None])[:, 0]
     best = score.scatter_reduce(0, rows, scores, "amax")
     wins = scores == best[rows]
     nobody = torch.full_like(keys, _NOBODY)
@@ -74,7 +74,7 @@ def _draw(logits: torch.Tensor, scale: torch.Tensor, keys: torch.Tensor) -> torc
 
 
 def _gumbel_bounds(key: torch.Tensor, num_ids: int) -> torch.Tensor:
-    """At least `race.gumbel` for the ids below `num_ids`, and near it where noise is large: [R, num_ids] float32
+    """At least `gumbel.noise` for the ids below `num_ids`, and near it where noise is large: [R, num_ids] float32
 
     In 32 bits and in place, for whole vocabularies: E ≥ bits / 2^32 · log2(e).
     """
@@ -98,12 +98,12 @@ def _int32(number: int) -> int:
 
 
 def draw_weighted(weights: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
-    """The winner of a race by weights instead of logits, weight / E: [B] int64, NO_TOKEN where no sum of them is usable.
+    """As `draw` by weights instead of logits, the largest weight / E: [B] int64, NO_TOKEN where no sum of them is usable.
 
     weights: [B, V] float32 ≥ 0, in proportion to the probabilities
     """
     ids = torch.arange(weights.shape[1], device=weights.device)
-    score = weights / race.exponential(race.bits(keys, ids[None]))
+    score = weights / gumbel.exponential(gumbel.bits(keys, ids[None]))
     total = weights.sum(dim=-1)
     best = score.amax(dim=-1, keepdim=True)
     chosen = ids.expand_as(score).masked_fill(score != best, _NOBODY).amin(dim=-1)
@@ -134,7 +134,7 @@ def winner(
 
     ids: [B or 1, C], logits: [B, C] float32, kept: [B, C] bool, at least one in each row
     """
-    score = (logits * scale[:, None] + race.gumbel(keys, ids)).masked_fill_(~kept, -_INFINITE)
+    score = (logits * scale[:, None] + gumbel.noise(keys, ids)).masked_fill_(~kept, -_INFINITE)
     best = score.amax(dim=-1)
     return ids.expand_as(score).masked_fill(score != best[:, None], _NOBODY).amin(dim=-1), best
 
@@ -172,7 +172,7 @@ def _candidates(logits: torch.Tensor, scale: torch.Tensor, filters: Filters, cou
     kept &= (distance <= distance.gather(1, last)) | ~has_top_k[:, None]
     has_top_p = filters.top_p < 1
     if bool(has_top_p.any()):
-        weights = race.weights(orders) * kept
+        weights = gumbel.weights(orders) * kept
         reached = weights.cumsum(dim=-1)
         whole = torch.where(has_top_k, reached[:, -1], 0)
         summed = has_top_p & ~has_top_k
@@ -208,7 +208,7 @@ def _totals(
     near = ((reached < low[:, None]).sum(dim=-1) != (reached < high[:, None]).sum(dim=-1)).nonzero()[:, 0]
     totals = about.long()
     if len(near):
-        totals[near] = race.weights((largest[near] - logits[near]) * scale[near, None]).sum(dim=-1)
+        totals[near] = gumbel.weights((largest[near] - logits[near]) * scale[near, None]).sum(dim=-1)
     return totals
 
 
@@ -271,7 +271,7 @@ def _sample(values: torch.Tensor, slots: torch.Tensor, positions: torch.Tensor, 
     is_plain = ((filters.top_k == 0) | (filters.top_k >= values.shape[1])) & (filters.top_p >= 1)
     is_plain &= filters.reach == _INFINITE
     draws = usable & (scale > 0)
-    keys = race.keys(columns.streams[slots], positions)
+    keys = gumbel.keys(columns.streams[slots], positions)
     whole = (draws & is_plain).nonzero()[:, 0]
     if len(whole):
         chosen[whole] = draw(values[whole], scale[whole], keys[whole])

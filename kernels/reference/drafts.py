@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from kernels.race import ACCEPT, NO_TOKEN, RESIDUAL
-from kernels.reference import race
+from kernels.gumbel import ACCEPT, NO_TOKEN, RESIDUAL
+from kernels.reference import gumbel
 
 
 def reject_drafts(
@@ -22,13 +22,13 @@ def reject_drafts(
         taken, left = 0, None
         while taken < count and left is None:
             guess, position = int(guesses[i, taken]), positions[i : i + 1] + taken
-            number = float(race.uniform(race.keys(streams[i : i + 1], position, ACCEPT)))
+            number = float(gumbel.uniform(gumbel.keys(streams[i : i + 1], position, ACCEPT)))
             if number * float(draft[i, taken, guess]) < float(target[i, taken, guess]):
                 out[i, taken] = guess
                 taken += 1
             else:
                 left = (target[i, taken] - draft[i, taken]).clamp(min=0)
-        keys = race.keys(streams[i : i + 1], positions[i : i + 1] + taken, 0 if left is None else RESIDUAL)
+        keys = gumbel.keys(streams[i : i + 1], positions[i : i + 1] + taken, 0 if left is None else RESIDUAL)
         weights = target[i, taken] if left is None else left
         drawn = draw_weighted(weights, keys)
         out[i, taken] = drawn if drawn != NO_TOKEN else draw_weighted(target[i, taken], keys)
@@ -41,7 +41,7 @@ def draw_weighted(weights: torch.Tensor, key: torch.Tensor) -> int:
     weights: [V] float32 ≥ 0, in proportion to the probabilities; key: [1] int64
     """
     ids = torch.arange(len(weights), device=weights.device)
-    score = weights / race.exponential(race.bits(key, ids[None]))[0]
+    score = weights / gumbel.exponential(gumbel.bits(key, ids[None]))[0]
     largest = score.max()
     if not weights.sum().isfinite() or not largest > 0:
         return NO_TOKEN

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import torch
 
+from kernels.gumbel import NO_TOKEN
 from kernels.quantised_weights import Fp8Weight, Int8Weight
-from kernels.race import NO_TOKEN
 from kernels.reference.quantised import dequantise_fp8, dequantise_int8
 
 

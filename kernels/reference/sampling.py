@@ -1,4 +1,4 @@
-"""The sampler as its definition says, row by row and with sorts: rules, filters, race."""
+"""The sampler as its definition says, row by row and with sorts: rules, filters, Gumbel-max."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ import math
 
 import torch
 
-from kernels.race import NO_TOKEN
-from kernels.reference import race
+from kernels.gumbel import NO_TOKEN
+from kernels.reference import gumbel
 from kernels.sampling_columns import SamplingColumns
 
 
@@ -64,9 +64,9 @@ def _sample_row(
     if scale == 0:
         return int((values == largest).nonzero()[0])
     kept = keep(largest - values, scale, int(columns.top_k[slot]), columns.top_p[slot], columns.reach[slot])
-    key = race.keys(columns.streams[slot][None], position[None])
+    key = gumbel.keys(columns.streams[slot][None], position[None])
     ids = torch.arange(len(values), device=values.device)
-    score = values * scale + race.gumbel(key, ids[None])[0]
+    score = values * scale + gumbel.noise(key, ids[None])[0]
     score = torch.where(kept & (values > -math.inf), score, -math.inf)
     return int((score == score.max()).nonzero()[0])
 
@@ -81,7 +81,7 @@ def keep(distance: torch.Tensor, scale: torch.Tensor, top_k: int, top_p: torch.T
     if 0 < top_k < len(distance):
         within = distance <= distance.sort().values[top_k - 1]
     if top_p < 1:
-        weight = torch.where(within, race.weights(distance * scale), 0)
+        weight = torch.where(within, gumbel.weights(distance * scale), 0)
         target = max(1, math.ceil(float(top_p.double() * weight.sum().double())))
         order = distance.sort(stable=True).indices
         reached = weight[order].cumsum(0) >= target

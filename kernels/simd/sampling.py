@@ -1,7 +1,7 @@
 """Samples the next token of each row, with parameters in `SamplingColumns`: the very tokens of `kernels.cpu.sampling`.
 
     logits ─► what the request changes (a copy of the row, where there is such a thing) ─► the first of the largest
-        ─► distances below it ─► the limits of top-k and top-p, each the smallest distance that leaves enough ─► race
+        ─► distances below it ─► the limits of top-k and top-p, each the smallest distance that leaves enough ─► Gumbel-max
 
 Such a limit is found in three passes over the row: distances are not negative, so that their bits have their order, and the
 sums of what lies in each of 2048 ranges of bits tell in which one the limit is (a radix select). Reads a row once or, where
@@ -16,11 +16,11 @@ import os
 import numba
 import torch
 
-from kernels.race import NO_TOKEN
+from kernels.gumbel import NO_TOKEN
 from kernels.sampling_columns import HELD_IDS_MAX, SamplingColumns
 from kernels.simd.compiling import entry, part, task
+from kernels.simd.gumbel import gumbel_noise, key_of, times, weights
 from kernels.simd.launching import Launch
-from kernels.simd.race import gumbel, key_of, times, weights
 from kernels.simd.threads import argument, member, run
 from kernels.simd.vectors import (
     BYTES,
@@ -135,13 +135,13 @@ def _limit(distances, weighed, size, target):
 
 
 @part
-def _race(x, size, scale, key, most, limit, reach):
-    """The winner among the tokens that lie no farther below the largest logit than the limits."""
+def _gumbel_max(x, size, scale, key, most, limit, reach):
+    """The token drawn among those that lie no farther below the largest logit than the limits."""
     lowest = _splat(-_INFINITE)
     best, places = lowest, _splat(-1.0)
     for i in range(0, size, LANES):
         value = _end_of(x, i, size, lowest)
-        score = times(value, scale) + gumbel(i, key)
+        score = times(value, scale) + gumbel_noise(i, key)
         distance = _splat(most) - value
         score = where_less(_splat(limit), distance, lowest, score)
         score = where_less(_splat(reach), times(distance, scale), lowest, score)
@@ -162,7 +162,7 @@ def _drawn(x, size, most, scale, top_k, top_p, reach, key, room):
         if top_p < 1:
             target = math.ceil(numba.float64(top_p) * numba.float64(_total_weight(room, weighed, size, limit)))
             limit = min(limit, _limit(room, weighed, size, max(1, numba.int64(target))))
-    return _race(x, size, scale, key, most, limit, reach)
+    return _gumbel_max(x, size, scale, key, most, limit, reach)
 
 
 @part

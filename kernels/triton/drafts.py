@@ -2,11 +2,11 @@
 
 Formula (Leviathan et al., arXiv 2211.17192; `engine.sampling.acceptance` is the twin): guess i, drawn from q_i, is accepted
 when uniform(seed, position + i, ACCEPT) · q_i(x) < p_i(x); the first that is not is replaced by a token drawn from
-max(0, p_i − q_i), or from p_i where that is empty; behind accepted guesses comes one drawn from p_k. Drawn means the race of
-`kernels.race` by weights: argmax of weight / E, E keyed by (seed, position, RESIDUAL) for a replacement and by (seed, position)
-for a token of p_k. Weights of which one is not finite draw nothing.
+max(0, p_i − q_i), or from p_i where that is empty; behind accepted guesses comes one drawn from p_k. Drawn means Gumbel-max
+(`kernels.gumbel`) by weights: argmax of weight / E, E keyed by (seed, position, RESIDUAL) for a replacement and by
+(seed, position) for a token of p_k. Weights of which one is not finite draw nothing.
 
-Memory: `judge` reads two numbers a guess; `race` reads one row of p and, after a rejection, one of q: 2 · V · 4 bytes for each
+Memory: `judge` reads two numbers a guess; `draw` reads one row of p and, after a rejection, one of q: 2 · V · 4 bytes for each
 request, split over programs; `settle` joins the parts. Nothing is summed; the product of uniform number and q is float64.
 """
 
@@ -16,9 +16,9 @@ import torch
 import triton
 import triton.language as tl
 
-from kernels.race import ACCEPT, NO_TOKEN, RESIDUAL
+from kernels.gumbel import ACCEPT, NO_TOKEN, RESIDUAL
 from kernels.triton.compilation import Compilation
-from kernels.triton.race import key_uniform, race_bits, race_exponential, race_key
+from kernels.triton.gumbel import exponential_noise, key_uniform, noise_bits, noise_key
 from kernels.triton.tuning import multiprocessors, power_of_two
 
 _BLOCK = 1024
@@ -41,14 +41,14 @@ def judge_kernel(target, draft, guesses, num_guesses, streams, positions, accept
         guess = tl.load(guesses + request * max_guesses + taken).to(tl.int64)
         proposed = tl.load(draft + (request * max_guesses + taken) * V + guess).to(tl.float64)
         wanted = tl.load(target + (request * (max_guesses + 1) + taken) * V + guess).to(tl.float64)
-        is_taken = key_uniform(race_key(stream, position + taken, _ACCEPT)) * proposed < wanted
+        is_taken = key_uniform(noise_key(stream, position + taken, _ACCEPT)) * proposed < wanted
         taken = tl.where(is_taken, taken + 1, taken)
         is_open = tl.where(is_taken, taken, count) < count
     tl.store(accepted + request, taken)
 
 
 @triton.jit(do_not_specialize=["V", "max_guesses", "blocks"])
-def race_kernel(
+def draw_kernel(
     target, draft, num_guesses, streams, positions, accepted, scores, tokens, V, max_guesses, blocks, BLOCK: tl.constexpr
 ):
     """Program (request, split): winners of its part, by what is left of p and, should that be nothing, by p itself."""
@@ -56,9 +56,9 @@ def race_kernel(
     taken = tl.load(accepted + request)
     is_rejected = taken < tl.load(num_guesses + request)
     stream, position = tl.load(streams + request), tl.load(positions + request).to(tl.int64) + taken
-    key = race_key(stream, position, 0)
+    key = noise_key(stream, position, 0)
     if is_rejected:
-        key = race_key(stream, position, _RESIDUAL)
+        key = noise_key(stream, position, _RESIDUAL)
     p_row = target + (request * (max_guesses + 1) + taken) * V
     q_row = draft + (request * max_guesses + tl.minimum(taken, max_guesses - 1)) * V
     lane = tl.arange(0, BLOCK)
@@ -68,7 +68,7 @@ def race_kernel(
         token = lane + block * BLOCK
         p = tl.load(p_row + token, mask=token < V, other=0.0)
         q = tl.load(q_row + token, mask=token < tl.where(is_rejected, V, 0), other=0.0)
-        variate = race_exponential(race_bits(key, token))
+        variate = exponential_noise(noise_bits(key, token))
         score = tl.div_rn(tl.where(p - q > 0.0, p - q, 0.0), variate)
         score = tl.where(p - q == p - q, score, float("inf"))
         left_token = tl.where(score > left, token, left_token)
@@ -141,7 +141,7 @@ def reject_drafts(
             target, draft, guesses, num_guesses, streams, positions, accepted, vocab_size, max_guesses,
             num_warps=1, enable_fp_fusion=False,
         )  # fmt: skip
-        race_kernel[(requests, splits)](
+        draw_kernel[(requests, splits)](
             target, draft, num_guesses, streams, positions, accepted, scores, tokens, vocab_size, max_guesses, of_part,
             BLOCK=_BLOCK, num_warps=_WARPS, enable_fp_fusion=False,
         )  # fmt: skip
@@ -167,8 +167,8 @@ def compilations() -> list[Compilation]:
             fp_fusion=False,
         ),
         Compilation(
-            "reject_drafts: race",
-            race_kernel,
+            "reject_drafts: draw",
+            draw_kernel,
             shared | parts | numbers | {"blocks": "i32"},
             {"BLOCK": _BLOCK},
             num_warps=_WARPS,

@@ -19,9 +19,9 @@ import torch
 import triton
 import triton.language as tl
 
+from kernels.gumbel import NO_TOKEN
 from kernels.operations import FUSED_ROWS_MAX
 from kernels.quantised_weights import Fp8Weight, Int4Weight, Int8Weight
-from kernels.race import NO_TOKEN
 from kernels.triton.compilation import CAPABILITIES, Compilation
 from kernels.triton.early_launch import early_launch, fetch_rows, let_next_start, start_in_turn, wait_for_previous
 from kernels.triton.fp8_rows import FP8_CAPABILITIES

@@ -1,10 +1,11 @@
-"""The next token of each row of logits: penalties, bias, grammar, temperature, top-k, top-p, min-p and the race, sort-free.
+"""The next token of each row of logits: penalties, bias, grammar, temperature, top-k, top-p, min-p and Gumbel-max, sort-free.
 
-Formula. x' = logits after the slot's rules; a greedy row takes the largest x', the lowest id among equals. Others draw by the
-race of `kernels.race`: argmax over kept tokens of x' · scale + gumbel(seed, position, token), scale = log2(e) / temperature.
+Formula. x' = logits after the slot's rules; a greedy row takes the largest x', the lowest id among equals. Others are
+drawn by Gumbel-max (`kernels.gumbel`): argmax over kept tokens of x' · scale + noise(seed, position, token), scale = log2(e) /
+temperature.
 Kept: the top_k largest x'; of these the smallest set of largest x' whose weights reach top_p of theirs; of these what lies at
 most `reach` binary orders below the largest. Equals stand or fall together.
-Sources: the race is the Gumbel-max trick (arXiv 1611.00712, section 2). Thresholds instead of sorts as in FlashInfer (arXiv
+Sources: Gumbel-max of arXiv 1611.00712, section 2. Thresholds instead of sorts as in FlashInfer (arXiv
 2501.01005) and Triton samplers of others; here the exact threshold is searched, on the bits of the distance from the largest
 logit, which are ordered as the distances are.
 
@@ -28,12 +29,12 @@ import torch
 import triton
 import triton.language as tl
 
-from kernels.race import NO_TOKEN
+from kernels.gumbel import NO_TOKEN
 from kernels.sampling_columns import SamplingColumns
 from kernels.triton.compilation import Compilation
-from kernels.triton.race import race_key, race_weight
+from kernels.triton.gumbel import noise_key, top_p_weight
 from kernels.triton.sampling_filters import filtered_winner, group_bound
-from kernels.triton.sampling_rows import GROUP, GROUPS, NOBODY, distance_bits, load_tile, loaded_tile, race_tile
+from kernels.triton.sampling_rows import GROUP, GROUPS, NOBODY, distance_bits, gumbel_max_tile, load_tile, loaded_tile
 from kernels.triton.tuning import multiprocessors, power_of_two
 
 LISTED = 1024
@@ -74,7 +75,7 @@ def scan_kernel(
     if slot >= 0:
         position = tl.load(positions + row)
         scale, _top_k, _top_p, _reach, is_plain = _filters(slot, V, scales, top_ks, top_ps, reaches)
-        key = race_key(tl.load(streams + slot), position, 0)
+        key = noise_key(tl.load(streams + slot), position, 0)
         columns = (repetition, frequency, presence, counts, held_until, held_ids, rules, bias)
         request = (row, slot, position, V, columns, masks, masks_stride)
         logits_row = logits + row.to(tl.int64) * logits_stride
@@ -94,7 +95,7 @@ def scan_kernel(
                 if top > best:
                     best, best_token = top, tl.min(tl.where(value == top, ids, NOBODY))
             elif is_plain:
-                best, best_token = race_tile(value, ids, scale, key, best, best_token)
+                best, best_token = gumbel_max_tile(value, ids, scale, key, best, best_token)
         place = row * tl.num_programs(1) + split
         tl.store(best_scores + place, best)
         tl.store(best_tokens + place, best_token)
@@ -126,7 +127,7 @@ def weigh_kernel(
                 ahead = load_tile(logits_row, tile + 2, last, V)
                 _ids, value = loaded_tile(raw, tile, request)
                 raw, soon = soon, ahead
-                total += tl.sum(race_weight((largest - value) * scale), 1)
+                total += tl.sum(top_p_weight((largest - value) * scale), 1)
             tl.store(weights + row * tl.num_programs(1) + split, tl.sum(total, 0))
 
 
@@ -169,7 +170,7 @@ def choose_kernel(
             part = (logits + row.to(tl.int64) * logits_stride, groups_row, num_active, largest, request, spread)
             list_place = row.to(tl.int64) * LISTED
             token = filtered_winner(
-                part, scale, top_k, top_p, reach, limit, bound, total, race_key(tl.load(streams + slot), position, 0),
+                part, scale, top_k, top_p, reach, limit, bound, total, noise_key(tl.load(streams + slot), position, 0),
                 listed_logits + list_place, listed_ids + list_place, LISTED,
             )  # fmt: skip
     tl.store(out + row, token)

@@ -1,4 +1,4 @@
-"""The race among the tokens of a row that top-k, top-p and min-p leave, on the groups that can hold one: a part of `choose`.
+"""Gumbel-max among the tokens of a row that top-k, top-p and min-p leave, on the groups that can hold one: a part of `choose`.
 
 Candidates are listed in memory of the program's own and searched in registers; while they are too many, the range of the
 threshold is narrowed in passes over the groups. Counts and weights are integers: every way finds the same threshold.
@@ -9,15 +9,15 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from kernels.race import FARTHEST
-from kernels.triton.race import race_bits, race_gumbel, race_weight
+from kernels.gumbel import FARTHEST
+from kernels.triton.gumbel import gumbel_noise, noise_bits, top_p_weight
 from kernels.triton.sampling_rows import (
     GROUPS,
     INFINITE,
     NOBODY,
     adjusted_tile,
     distance_bits,
-    race_tile,
+    gumbel_max_tile,
     smallest_threshold,
     weight_target,
 )
@@ -35,7 +35,7 @@ def group_bound(distance, scale, top_k, top_p, total, G):
     """
     bound = INFINITE - 1 + G * 0
     if (top_k <= G) & ((top_k > 0) | (top_p < 1.0)):
-        weights = tl.where(top_k > 0, 1, race_weight(distance * scale))
+        weights = tl.where(top_k > 0, 1, top_p_weight(distance * scale))
         target = tl.where(top_k > 0, top_k.to(tl.int64), weight_target(top_p, total))
         bound = tl.minimum(bound, smallest_threshold(distance_bits(distance), weights, target))
     return bound
@@ -101,7 +101,7 @@ def filtered_winner(
                 value, _ids = _read_list(listed_logits, listed_ids, count, LISTED)
                 distance = largest - value
                 patterns = distance_bits(distance)
-                weights = tl.where(stage == 1, race_weight(distance * scale), 1)
+                weights = tl.where(stage == 1, top_p_weight(distance * scale), 1)
                 if (stage == 1) & is_complete:
                     total = tl.where(top_k > 0, tl.sum(tl.where(patterns <= threshold, weights, 0), 0), total)
                     target = weight_target(top_p, total)
@@ -113,13 +113,13 @@ def filtered_winner(
         value, ids = _read_list(listed_logits, listed_ids, count, LISTED)
         distance = largest - value
         kept = (distance_bits(distance) <= threshold) & (distance * scale <= reach)
-        score = tl.where(kept, value * scale + race_gumbel(race_bits(key, ids)), float("-inf"))
+        score = tl.where(kept, value * scale + gumbel_noise(noise_bits(key, ids)), float("-inf"))
         best_token = tl.min(tl.where(score == tl.max(score, 0), ids, NOBODY), 0)
     else:
         for first in range(0, num_active, GROUPS):
             ids, value, distance = _listed_tile(part, first)
             kept = (distance_bits(distance) <= threshold) & (distance * scale <= reach)
-            best, best_token = race_tile(tl.where(kept, value, float("-inf")), ids, scale, key, best, best_token)
+            best, best_token = gumbel_max_tile(tl.where(kept, value, float("-inf")), ids, scale, key, best, best_token)
     return best_token
 
 
@@ -130,7 +130,7 @@ def _weight_up_to(part, scale, threshold):
     weight = tl.zeros([GROUPS], tl.int64)
     for first in range(0, num_active, GROUPS):
         _ids, _value, distance = _listed_tile(part, first)
-        weight += tl.sum(tl.where(distance_bits(distance) <= threshold, race_weight(distance * scale), 0), 1)
+        weight += tl.sum(tl.where(distance_bits(distance) <= threshold, top_p_weight(distance * scale), 0), 1)
     return tl.sum(weight, 0)
 
 
@@ -143,7 +143,7 @@ def _divided(part, scale, is_weighted, ends):
     for first in range(0, num_active, GROUPS):
         _ids, _value, distance = _listed_tile(part, first)
         patterns = distance_bits(distance)
-        weight = tl.where(is_weighted, race_weight(distance * scale), 1)
+        weight = tl.where(is_weighted, top_p_weight(distance * scale), 1)
         for index in range(_WAYS - 1):
             up_to = patterns <= tl.sum(tl.where(way == index, ends, 0), 0)
             weights += tl.where(way == index, tl.sum(tl.sum(tl.where(up_to, weight, 0), 1), 0), 0)

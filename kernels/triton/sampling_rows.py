@@ -1,4 +1,4 @@
-"""Pieces of a row of logits for the sampling kernels: tiles of it, the request's rules, its race, thresholds."""
+"""Pieces of a row of logits for the sampling kernels: tiles of it, the request's rules, Gumbel-max, thresholds."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import triton
 import triton.language as tl
 
 from kernels.sampling_columns import HELD_IDS_MAX
-from kernels.triton.race import race_bits, race_gumbel, race_gumbel_bound
+from kernels.triton.gumbel import gumbel_noise, gumbel_noise_bound, noise_bits
 
 GROUP = tl.constexpr(128)
 GROUPS = tl.constexpr(8)
@@ -75,18 +75,18 @@ def loaded_tile(raw, tile, request):
 
 
 @triton.jit
-def race_tile(value, ids, scale, key, best, best_token):
-    """The race of one tile against the best so far. value: -inf for what does not take part; ids ascend from tile to tile.
+def gumbel_max_tile(value, ids, scale, key, best, best_token):
+    """Gumbel-max of one tile and the best so far. value: -inf for what does not take part; ids ascend from tile to tile.
 
     Exact noise costs two logarithms of twenty operations each, a bound of it three operations: only tokens whose bound reaches
     the best so far are looked at, and these are few. The lowest id wins among equals.
     """
-    bound = value * scale + race_gumbel_bound(race_bits(key, ids))
+    bound = value * scale + gumbel_noise_bound(noise_bits(key, ids))
     top = tl.max(bound)
     while (top > best) | ((top == best) & (top < float("inf")) & (top > float("-inf"))):
         token = tl.min(tl.where(bound == top, ids, NOBODY))
         logit = tl.max(tl.where(ids == token, value, float("-inf")))
-        score = logit * scale + race_gumbel(race_bits(key, token))
+        score = logit * scale + gumbel_noise(noise_bits(key, token))
         wins = (score > best) | ((score == best) & (token < best_token))
         best, best_token = tl.where(wins, score, best), tl.where(wins, token, best_token)
         bound = tl.where(ids == token, float("-inf"), bound)

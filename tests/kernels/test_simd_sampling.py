@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from kernels.cpu import sampling as torch_sampling
-from kernels.race import NO_TOKEN
-from kernels.reference import race
+from kernels.gumbel import NO_TOKEN
+from kernels.reference import gumbel
 from kernels.reference import sampling as reference
 from kernels.sampling_columns import SamplingColumns
 from kernels.simd import sampling
@@ -174,4 +174,4 @@ def test_tokens_are_drawn_as_often_as_they_are_likely() -> None:
 
 
 def keys(columns: SamplingColumns, count: int) -> torch.Tensor:
-    return race.keys(columns.streams[:1].expand(count), torch.arange(count))
+    return gumbel.keys(columns.streams[:1].expand(count), torch.arange(count))

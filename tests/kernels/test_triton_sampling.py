@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from kernels.cpu import sampling as cpu
-from kernels.race import FARTHEST, NO_TOKEN
-from kernels.reference import race
+from kernels.gumbel import FARTHEST, NO_TOKEN
+from kernels.reference import gumbel
 from kernels.reference import sampling as reference
 from kernels.sampling_columns import SamplingColumns
 from kernels.triton import sampling
@@ -225,8 +225,8 @@ def test_draws_over_seeds_and_positions_follow_the_softmax(settings: dict[str, A
     scale = columns.scale[0]
     kept = reference.keep(logits.max() - logits, scale, int(columns.top_k[0]), columns.top_p[0], columns.reach[0])
     streams = torch.tensor([random.Random(i).getrandbits(63) for i in range(400)], device=device)
-    keys = race.keys(streams.repeat_interleave(100), torch.arange(100, device=device).repeat(400))
-    score = logits * scale + race.gumbel(keys, torch.arange(40, device=device)[None])
+    keys = gumbel.keys(streams.repeat_interleave(100), torch.arange(100, device=device).repeat(400))
+    score = logits * scale + gumbel.noise(keys, torch.arange(40, device=device)[None])
     drawn = score.masked_fill(~kept, -math.inf).argmax(-1)
     counts = torch.bincount(drawn, minlength=40).double()
     weight = torch.where(kept, (logits.double() * float(scale) * math.log(2)).exp(), 0.0)
@@ -235,8 +235,8 @@ def test_draws_over_seeds_and_positions_follow_the_softmax(settings: dict[str, A
 
 def test_noise_of_neighbouring_tokens_positions_and_seeds_is_independent(device: torch.device) -> None:
     streams = torch.arange(64, device=device).repeat_interleave(64)
-    keys = race.keys(streams, torch.arange(64, device=device).repeat(64))
-    bits = race.bits(keys, torch.arange(128, device=device)[None])
+    keys = gumbel.keys(streams, torch.arange(64, device=device).repeat(64))
+    bits = gumbel.bits(keys, torch.arange(128, device=device)[None])
     uniform = bits.double() / 2**32
     assert abs(float(uniform.mean()) - 0.5) < 2e-3
     for other in (uniform.roll(1, 1), uniform.roll(1, 0), uniform.roll(64, 0), uniform.roll(32, 1)):
@@ -250,9 +250,9 @@ def test_noise_of_neighbouring_tokens_positions_and_seeds_is_independent(device:
 def test_an_exponential_variate_is_precise_where_it_is_small(device: torch.device) -> None:
     small = torch.tensor([1, 3, 101, 2**16 + 1, 2**28 + 1, 2**30 + 1, 2**31 + 1, 2**32 - 1], device=device)
     exact = -torch.log2(1 - small.double() / 2**32)
-    torch.testing.assert_close(race.exponential(small).double(), exact, rtol=1e-6, atol=0)
+    torch.testing.assert_close(gumbel.exponential(small).double(), exact, rtol=1e-6, atol=0)
 
 
 def test_weights_halve_with_every_binary_order_and_end(device: torch.device) -> None:
     orders = torch.tensor([0.0, 1.0, 2.0, 30.0, FARTHEST, 1e30, math.inf], device=device)
-    assert race.weights(orders).tolist() == [2**30, 2**29, 2**28, 1, 0, 0, 0]
+    assert gumbel.weights(orders).tolist() == [2**30, 2**29, 2**28, 1, 0, 0, 0]

@@ -1,11 +1,11 @@
-"""What every implementation of a draw has in common: how noise is made of (seed, position, token), and weights of logits.
+"""Gumbel-max sampling noise keyed by (seed, position, token), and the weights of top-p: the definition for every device.
 
-A token is drawn by a race. Each token that may be drawn gets an exponential variate E of its own, and the largest of
-log2(weight) − log2(E), or of weight / E, wins: with probability weight / Σ weights (Gumbel 1954; the form used here is
-section 2 of arXiv 1611.00712). Nothing is summed, so the winner does not depend on how a row is split, nor on tokens that
-are left out; and two computations of the same logits that differ in the last bits differ in the winner only where the two
-best stand that close. Every step below is an integer operation or one correctly rounded float32 operation (never fused), so
-that a GPU, a CPU and the plain twins find the same bits.
+Each token that may be drawn gets an exponential variate E of its own, and the largest of log2(weight) − log2(E), or of
+weight / E, is drawn: with probability weight / Σ weights (Gumbel 1954; the form used here is section 2 of
+arXiv 1611.00712). Nothing is summed, so the token drawn does not depend on how a row is split, nor on tokens that are left
+out; and two computations of the same logits that differ in the last bits differ in the token only where the two best
+stand that close. Every step below is an integer operation or one correctly rounded float32 operation (never fused), so that
+a GPU, a CPU and the plain twins find the same bits.
 
     key    = mix(stream + GAMMA · (position + 1))     64 bits; stream as in `engine.sampling.randomness`
     bits   = hash of the token, keyed by both halves of `key`, odd        32 bits

@@ -1,10 +1,10 @@
-"""Noise and weights of a race in plain torch, on any device, operation by operation as `kernels.race` says."""
+"""Gumbel-max noise and weights in plain torch, on any device, operation by operation as `kernels.gumbel` defines them."""
 
 from __future__ import annotations
 
 import torch
 
-from kernels import race
+from kernels import gumbel
 
 _LOW = 0xFFFFFFFF
 
@@ -20,8 +20,8 @@ def _shifted(z: torch.Tensor, count: int) -> torch.Tensor:
 
 
 def mix(z: torch.Tensor) -> torch.Tensor:
-    z = (z ^ _shifted(z, 30)) * _signed(race.MIX_1)
-    z = (z ^ _shifted(z, 27)) * _signed(race.MIX_2)
+    z = (z ^ _shifted(z, 30)) * _signed(gumbel.MIX_1)
+    z = (z ^ _shifted(z, 27)) * _signed(gumbel.MIX_2)
     return z ^ _shifted(z, 31)
 
 
@@ -29,7 +29,7 @@ def keys(streams: torch.Tensor, positions: torch.Tensor, draw: int = 0) -> torch
     """streams, positions: [R] int64 → [R] int64, the 64 random bits that everything about one token comes from"""
     if draw:
         streams = mix(streams + draw)
-    return mix(streams + (positions.long() + 1) * _signed(race.GAMMA))
+    return mix(streams + (positions.long() + 1) * _signed(gumbel.GAMMA))
 
 
 def uniform(key: torch.Tensor) -> torch.Tensor:
@@ -40,12 +40,12 @@ def uniform(key: torch.Tensor) -> torch.Tensor:
 def bits(key: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
     """key: [R], ids: [R or 1, C] → [R, C] int64, odd numbers below 2^32"""
     low, high = (key & _LOW)[:, None], _shifted(key, 32)[:, None]
-    x = (ids.long() * race.TOKEN_STEP + low) & _LOW
+    x = (ids.long() * gumbel.TOKEN_STEP + low) & _LOW
     x = x ^ (x >> 16)
-    x = (x * race.HASH_1) & _LOW
+    x = (x * gumbel.HASH_1) & _LOW
     x = x ^ (x >> 15)
     x = (x + high) & _LOW
-    x = (x * race.HASH_2) & _LOW
+    x = (x * gumbel.HASH_2) & _LOW
     return (x ^ (x >> 15)) | 1
 
 
@@ -59,30 +59,30 @@ def _polynomial(x: torch.Tensor, coefficients: tuple[float, ...]) -> torch.Tenso
 def _parts(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """x > 0 float32 → exponent e (int32) and t with x = 2^e · (1 + t)"""
     pattern = x.view(torch.int32)
-    exponent = (pattern - race.SQRT_HALF_BITS) >> 23
+    exponent = (pattern - gumbel.SQRT_HALF_BITS) >> 23
     return exponent, (pattern - (exponent << 23)).view(torch.float32) - 1.0
 
 
 def log2(x: torch.Tensor) -> torch.Tensor:
     exponent, t = _parts(x)
-    return exponent.float() + t * _polynomial(t, race.LOG2_ONE_PLUS)
+    return exponent.float() + t * _polynomial(t, gumbel.LOG2_ONE_PLUS)
 
 
-def exponential(noise: torch.Tensor) -> torch.Tensor:
-    """noise: bits → E, float32 above zero. Near 1 its argument is taken from the bits, which float32 would round."""
-    exponent, t = _parts((2**32 - noise).float() * 2.0**-32)
-    t = torch.where(exponent == 0, noise.float() * -(2.0**-32), t)
-    return -(exponent.float() + t * _polynomial(t, race.LOG2_ONE_PLUS))
+def exponential(hashed: torch.Tensor) -> torch.Tensor:
+    """hashed: from `bits` → E, float32 above zero. Near 1 its argument is taken from the bits, which float32 would round."""
+    exponent, t = _parts((2**32 - hashed).float() * 2.0**-32)
+    t = torch.where(exponent == 0, hashed.float() * -(2.0**-32), t)
+    return -(exponent.float() + t * _polynomial(t, gumbel.LOG2_ONE_PLUS))
 
 
-def gumbel(key: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+def noise(key: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
     """−log2(E) of each token: [R, C] float32"""
     return -log2(exponential(bits(key, ids)))
 
 
 def weights(orders: torch.Tensor) -> torch.Tensor:
     """orders ≥ 0 float32, binary orders below the likeliest token (inf and more than 31 weigh nothing) → int64"""
-    near = orders.clamp(max=race.FARTHEST)
+    near = orders.clamp(max=gumbel.FARTHEST)
     whole = near.int()
-    scaled = (_polynomial(near - whole.float(), race.EXP2_MINUS) * 2.0**race.WEIGHT_BITS).long()
-    return torch.where(near < race.FARTHEST, scaled >> whole.long(), 0)
+    scaled = (_polynomial(near - whole.float(), gumbel.EXP2_MINUS) * 2.0**gumbel.WEIGHT_BITS).long()
+    return torch.where(near < gumbel.FARTHEST, scaled >> whole.long(), 0)

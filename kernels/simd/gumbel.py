@@ -1,4 +1,4 @@
-"""Noise and weights of a race for LANES tokens at a time, the bits of `kernels.race`: nothing here is fused."""
+"""Gumbel-max noise and weights for LANES tokens at a time, the bits of `kernels.gumbel`: nothing here is fused."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from llvmlite import ir
 from numba import types
 from numba.extending import intrinsic
 
-from kernels import race
+from kernels import gumbel
 from kernels.simd.compiling import part
 from kernels.simd.vectors import INT32, INTEGERS, LANES, VECTOR, emit_splat, f32s
 
@@ -40,17 +40,17 @@ def _emit_folded(builder, x, count):
 def _emit_bits(builder, index, key):
     """Of the tokens from `index` on: odd numbers below 2³²."""
     ids = builder.add(_emit_whole(builder, index), _ORDER)
-    x = builder.add(builder.mul(ids, _wholes(race.TOKEN_STEP)), _emit_whole(builder, key))
-    x = builder.mul(_emit_folded(builder, x, 16), _wholes(race.HASH_1))
+    x = builder.add(builder.mul(ids, _wholes(gumbel.TOKEN_STEP)), _emit_whole(builder, key))
+    x = builder.mul(_emit_folded(builder, x, 16), _wholes(gumbel.HASH_1))
     x = builder.add(_emit_folded(builder, x, 15), _emit_whole(builder, builder.lshr(key, key.type(32))))
-    x = builder.mul(x, _wholes(race.HASH_2))
+    x = builder.mul(x, _wholes(gumbel.HASH_2))
     return builder.or_(_emit_folded(builder, x, 15), _wholes(1))
 
 
 def _emit_parts(builder, x):
     """x > 0 → exponent e and t with x = 2^e · (1 + t)"""
     pattern = builder.bitcast(x, INTEGERS)
-    exponent = builder.ashr(builder.sub(pattern, _wholes(race.SQRT_HALF_BITS)), _wholes(23))
+    exponent = builder.ashr(builder.sub(pattern, _wholes(gumbel.SQRT_HALF_BITS)), _wholes(23))
     mantissa = builder.sub(pattern, builder.shl(exponent, _wholes(23)))
     return exponent, builder.fsub(builder.bitcast(mantissa, VECTOR), _numbers(1.0))
 
@@ -64,7 +64,7 @@ def _emit_polynomial(builder, x, coefficients):
 
 def _emit_log2(builder, exponent, t):
     whole = builder.sitofp(exponent, VECTOR)
-    return builder.fadd(whole, builder.fmul(t, _emit_polynomial(builder, t, race.LOG2_ONE_PLUS)))
+    return builder.fadd(whole, builder.fmul(t, _emit_polynomial(builder, t, gumbel.LOG2_ONE_PLUS)))
 
 
 def _emit_exponential(builder, noise):
@@ -77,7 +77,7 @@ def _emit_exponential(builder, noise):
 
 
 @intrinsic
-def gumbel(typing, index, key):
+def gumbel_noise(typing, index, key):
     """−log2(E) of the tokens from `index` on, for a key of 64 bits."""
 
     def emit(context, builder, sig, args):
@@ -88,15 +88,15 @@ def gumbel(typing, index, key):
 
 @intrinsic
 def weights(typing, orders):
-    """What tokens weigh that lie so many binary orders below the likeliest: whole numbers in the bits of float32."""
+    """Weights of tokens so many binary orders below the likeliest: whole numbers in the bits of float32."""
 
     def emit(context, builder, sig, args):
         (orders,) = args
-        is_near = builder.fcmp_ordered("<", orders, _numbers(race.FARTHEST))
-        near = builder.select(is_near, orders, _numbers(race.FARTHEST))
+        is_near = builder.fcmp_ordered("<", orders, _numbers(gumbel.FARTHEST))
+        near = builder.select(is_near, orders, _numbers(gumbel.FARTHEST))
         whole = builder.fptosi(near, INTEGERS)
         part = builder.fsub(near, builder.sitofp(whole, VECTOR))
-        scaled = builder.fmul(_emit_polynomial(builder, part, race.EXP2_MINUS), _numbers(2.0**race.WEIGHT_BITS))
+        scaled = builder.fmul(_emit_polynomial(builder, part, gumbel.EXP2_MINUS), _numbers(2.0**gumbel.WEIGHT_BITS))
         found = builder.lshr(builder.fptosi(scaled, INTEGERS), whole)
         return builder.bitcast(builder.select(is_near, found, _wholes(0)), VECTOR)
 
@@ -109,7 +109,7 @@ def times(typing, x, factor):
     return f32s(f32s, types.float32), lambda context, builder, sig, args: builder.fmul(args[0], emit_splat(builder, args[1]))
 
 
-_GAMMA, _MIX_1, _MIX_2 = (_signed(number, 64) for number in (race.GAMMA, race.MIX_1, race.MIX_2))
+_GAMMA, _MIX_1, _MIX_2 = (_signed(number, 64) for number in (gumbel.GAMMA, gumbel.MIX_1, gumbel.MIX_2))
 
 
 @part

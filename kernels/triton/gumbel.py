@@ -1,7 +1,7 @@
-"""Noise and weights of a race for other kernels: the operations of `kernels.race`, one float32 rounding each.
+"""Gumbel-max noise and weights for other kernels: the operations of `kernels.gumbel`, one float32 rounding each.
 
 A kernel that calls these must be launched and compiled with `enable_fp_fusion=False`: a fused multiply-add rounds once where
-the definition rounds twice, and the winner of a race could differ from the one on a CPU.
+the definition rounds twice, and the token drawn could differ from the one on a CPU.
 """
 
 from __future__ import annotations
@@ -9,20 +9,20 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from kernels import race
+from kernels import gumbel
 
-_GAMMA = tl.constexpr(race.GAMMA)
-_MIX_1 = tl.constexpr(race.MIX_1)
-_MIX_2 = tl.constexpr(race.MIX_2)
-_TOKEN_STEP = tl.constexpr(race.TOKEN_STEP)
-_HASH_1 = tl.constexpr(race.HASH_1)
-_HASH_2 = tl.constexpr(race.HASH_2)
-_SQRT_HALF_BITS = tl.constexpr(race.SQRT_HALF_BITS)
+_GAMMA = tl.constexpr(gumbel.GAMMA)
+_MIX_1 = tl.constexpr(gumbel.MIX_1)
+_MIX_2 = tl.constexpr(gumbel.MIX_2)
+_TOKEN_STEP = tl.constexpr(gumbel.TOKEN_STEP)
+_HASH_1 = tl.constexpr(gumbel.HASH_1)
+_HASH_2 = tl.constexpr(gumbel.HASH_2)
+_SQRT_HALF_BITS = tl.constexpr(gumbel.SQRT_HALF_BITS)
 _UNIT = tl.constexpr(2.0**-32)
-_P0, _P1, _P2, _P3, _P4, _P5, _P6, _P7 = (tl.constexpr(c) for c in race.LOG2_ONE_PLUS)
-_Q0, _Q1, _Q2, _Q3, _Q4, _Q5 = (tl.constexpr(c) for c in race.EXP2_MINUS)
-_WEIGHT_ONE = tl.constexpr(2.0**race.WEIGHT_BITS)
-_FARTHEST = tl.constexpr(race.FARTHEST)
+_P0, _P1, _P2, _P3, _P4, _P5, _P6, _P7 = (tl.constexpr(c) for c in gumbel.LOG2_ONE_PLUS)
+_Q0, _Q1, _Q2, _Q3, _Q4, _Q5 = (tl.constexpr(c) for c in gumbel.EXP2_MINUS)
+_WEIGHT_ONE = tl.constexpr(2.0**gumbel.WEIGHT_BITS)
+_FARTHEST = tl.constexpr(gumbel.FARTHEST)
 _BOUND = tl.constexpr(31.4725 + 127)  # 32 − log2(log2(e)), 0.001 for what rounding does, and the bias of exponents
 _PATTERN_UNIT = tl.constexpr(2.0**-23)
 
@@ -35,7 +35,7 @@ def _mix(z):
 
 
 @triton.jit
-def race_key(stream, position, DRAW: tl.constexpr):
+def noise_key(stream, position, DRAW: tl.constexpr):
     """stream: int64, position: int → uint64: the random bits that everything about one token comes from"""
     z = stream.to(tl.int64).to(tl.uint64, bitcast=True)
     if DRAW > 0:
@@ -50,7 +50,7 @@ def key_uniform(key):
 
 
 @triton.jit
-def race_bits(key, ids):
+def noise_bits(key, ids):
     """key: uint64, ids: int32 → uint32, odd"""
     x = ids.to(tl.uint32) * _TOKEN_STEP + key.to(tl.uint32)
     x ^= x >> 16
@@ -75,7 +75,7 @@ def _log2_one_plus(t):
 
 
 @triton.jit
-def race_exponential(bits):
+def exponential_noise(bits):
     """bits: uint32 → −log2(1 − bits / 2^32), float32 above zero"""
     below = bits.to(tl.float32) * _UNIT
     rest = (0 - bits).to(tl.float32) * _UNIT  # 2^32 − bits, in 32 bits
@@ -87,24 +87,24 @@ def race_exponential(bits):
 
 
 @triton.jit
-def race_gumbel(bits):
+def gumbel_noise(bits):
     """bits: uint32 → −log2(E), float32"""
-    pattern = race_exponential(bits).to(tl.int32, bitcast=True)
+    pattern = exponential_noise(bits).to(tl.int32, bitcast=True)
     exponent = (pattern - _SQRT_HALF_BITS) >> 23
     t = (pattern - (exponent << 23)).to(tl.float32, bitcast=True) - 1.0
     return -(exponent.to(tl.float32) + _log2_one_plus(t))
 
 
 @triton.jit
-def race_gumbel_bound(bits):
-    """At least `race_gumbel`, and within 0.09 where noise is large: E ≥ bits / 2^32 · log2(e), and between powers of two a
+def gumbel_noise_bound(bits):
+    """At least `gumbel_noise`, and within 0.09 where noise is large: E ≥ bits / 2^32 · log2(e), and between powers of two a
     logarithm lies above the line that the pattern of a float follows. Three operations."""
     pattern = bits.to(tl.float32).to(tl.int32, bitcast=True)
     return _BOUND - pattern.to(tl.float32) * _PATTERN_UNIT
 
 
 @triton.jit
-def race_weight(orders):
+def top_p_weight(orders):
     """orders ≥ 0 float32: binary orders below the likeliest token → int64, 2^30 for the likeliest, 0 from 31 orders on"""
     near = tl.minimum(orders, _FARTHEST)
     whole = near.to(tl.int32)
