@@ -13,6 +13,7 @@ import torch
 
 from engine.config.model import ModelConfig, load_model_config
 from engine.cpu_environment import default_threads
+from engine.formats import check_formats
 from engine.grammar.compiler import GrammarCompiler
 from engine.grammar.desk import GrammarDesk, LateCompiler
 from engine.grammar.masks import GrammarMasks
@@ -22,7 +23,6 @@ from engine.memory_fit import told, told_apart, underestimated
 from engine.models.decoder import Decoder
 from engine.options import EngineOptions
 from engine.protocol import EngineInfo
-from engine.quantization.card import check_card
 from engine.quantization.scheme import UNQUANTISED, weight_scheme
 from engine.runner.ahead import launches_ahead, records_steps, slot_runner
 from engine.runner.calibration import MeasuredSpeed, measure_guesses, measure_speed
@@ -157,7 +157,8 @@ def _asked(options: EngineOptions) -> Asked:
     device = resolve_device(options.device)
     config = load_model_config(options.model)
     dtype = resolve_dtype(options.dtype, config.torch_dtype, device)
-    check_card(config, options, dtype, device)
+    capability = torch.cuda.get_device_capability(device) if device.type == "cuda" else None
+    check_formats(config, options, format_name(dtype), capability)
     check_swap_space(options, device)
     speculative = options.speculative_config
     draft = None if speculative is None or speculative.model is None else load_model_config(speculative.model)

@@ -16,9 +16,10 @@ from engine import LLM, SamplingParams
 from engine.config.model import load_model_config
 from engine.config.quantization import parse_quantization
 from engine.errors import EngineConfigError, UnsupportedModel, WeightsError
+from engine.formats import check_formats
 from engine.options import EngineOptions
 from engine.quantization import on_the_fly
-from engine.quantization.card import check_card
+from engine.runner.device import format_name
 from engine.verify import verify_model
 from tests.support import quantised_checkpoints as layouts
 from tests.support.engines import small_engine
@@ -240,14 +241,12 @@ def test_what_a_card_cannot_compute_with_is_told_before_loading(
     dtype: torch.dtype,
     message: str | None,
     model: Path,
-    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (8, 0))
     config = load_model_config(model)
     if stored is not None:
         config = replace(config, quantization=parse_quantization({"quantization_config": stored.settings}))
     given = EngineOptions(model=model, **options)
     refused = contextlib.nullcontext() if message is None else pytest.raises(EngineConfigError, match=message)
     with refused:
-        check_card(config, given, dtype, torch.device("cuda"))
-    check_card(config, given, dtype, torch.device("cpu"))
+        check_formats(config, given, format_name(dtype), (8, 0))
+    check_formats(config, given, format_name(dtype), None)

@@ -16,11 +16,11 @@ from engine import LLM
 from engine.build import _forecast
 from engine.config.model import load_model_config
 from engine.errors import EngineConfigError, NotAModelDirectory, UnsupportedModel
+from engine.formats import check_formats
 from engine.memory_fit import MemoryFit
 from engine.memory_needs import CONTEXT_BYTES, GIB
 from engine.options import SEATS_MAX, EngineOptions
-from engine.quantization.card import check_card
-from engine.runner.device import WORKSPACE_BYTES, resolve_dtype
+from engine.runner.device import WORKSPACE_BYTES, format_name, resolve_dtype
 from engine.simulator.fitting import memory_fit
 from engine.simulator.models import MODELS, SimulatedGpu, find_gpu, find_model
 from engine.simulator.replay import Replay, Setup
@@ -70,7 +70,7 @@ def engines_own(folder: Path, gpu: SimulatedGpu, monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: gpu.capability)
     options, config = EngineOptions(model=folder, **asked), load_model_config(folder)
     dtype = resolve_dtype(options.dtype, config.torch_dtype, GPU)
-    check_card(config, options, dtype, GPU)
+    check_formats(config, options, format_name(dtype), gpu.capability)
     return _forecast(options, config, None, dtype=dtype, device=GPU).fit
 
 
