@@ -11,13 +11,13 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from engine.config.families import FAMILIES, Family
 from engine.config.quantization import KEY as QUANTIZATION
 from engine.config.quantization import CheckpointQuantization, parse_quantization
 from engine.config.rope import RopeConfig, RopeDefaults, parse_rope
 from engine.config.values import JsonObject, flag, integers, mapping, number, positive
 from engine.config.windows import layer_windows
 from engine.errors import NotAModelDirectory, UnsupportedModel
-from engine.models.families import FAMILIES, Family
 
 LAYERS_MAX = 1024
 EXPERTS_MAX = 4096

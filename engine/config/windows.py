@@ -5,9 +5,9 @@ A window counts the tokens that a query sees, itself included; None is unlimited
 
 from __future__ import annotations
 
+from engine.config.families import Family, Windows
 from engine.config.values import JsonObject, flag, positive
 from engine.errors import UnsupportedModel
-from engine.models.families import Family, Windows
 
 FULL, SLIDING = "full_attention", "sliding_attention"
 

@@ -6,10 +6,10 @@ from collections.abc import Callable
 
 import torch
 
+from engine.config.families import ExpertNames
 from engine.config.model import ExpertsConfig
 from engine.layers.linear import FusedLinear
 from engine.layers.mlp import GatedMLP
-from engine.models.families import ExpertNames
 from engine.runner.weights import WeightPlan
 from kernels import ops
 

@@ -1,1 +1,1 @@
-"""Decoder families: what differs between them is a table, what they share is one decoder."""
+"""Decoders and encoders over `engine.layers`; what differs between their families is the table in `engine.config.families`."""

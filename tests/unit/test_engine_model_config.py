@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
+from engine.config.families import FAMILIES
 from engine.config.model import EMBEDDERS, ModelConfig, parse_model_config
 from engine.errors import EngineConfigError, UnsupportedModel
-from engine.models.families import FAMILIES
 from engine.options import EngineOptions
 from engine.runner.memory_plan import plan_memory
 

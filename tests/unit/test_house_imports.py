@@ -17,7 +17,7 @@ ENGINE_TENSORS = {
     "engine", "build", "loop", "main", "verify", "runner", "layers", "models", "sampling", "quantization", "grammar.masks",
     "speculation.draft_model", "offline.llm", "demo",
 }  # fmt: skip
-PURE_AFTER_ALL = {"models.families", "sampling.randomness"}
+PURE_AFTER_ALL = {"sampling.randomness"}
 PROTOCOL = {"engine.protocol", "engine.transport"}
 # From text to token ids and back, the same for the gateway and for an offline script.
 TEXT = {"engine.chat_template", "engine.answer_text", "engine.bad_words", "engine.text_length"}
