@@ -42,7 +42,6 @@ from engine.runner.model_runner import ModelRunner
 from engine.runner.paged_decoder import PagedDecoder
 from engine.runner.slot_runner import SlotRunner
 from engine.runner.warm_up import compile_steps, compile_verification, compiles_at_first_use, compiling, run_largest_step
-from engine.runner.weights import WeightsSize, load_weights
 from engine.sampling.sampler import Sampler
 from engine.scheduling.block_pool import PROTECTED_PERCENT, BlockPool
 from engine.scheduling.fair_policy import FairPolicy
@@ -57,6 +56,7 @@ from engine.speculation.options import check_draft_context, check_draft_vocabula
 from engine.speculation.prompt_lookup import AdaptiveDrafter
 from engine.start_times import StartTimes
 from engine.switches import check_switches
+from engine.weights import WeightsSize, load_weights
 from kernels import ops
 
 log = logging.getLogger("gatehouse.engine")

@@ -31,8 +31,8 @@ from engine.models.decoder import Decoder  # noqa: E402
 from engine.options import HEAD_QUANTIZATIONS, KV_CACHE_DTYPES, QUANTIZATIONS, EngineOptions  # noqa: E402
 from engine.quantization.perplexity import Comparison, Formats, compare  # noqa: E402
 from engine.quantization.scheme import UNQUANTISED, weight_scheme  # noqa: E402
-from engine.runner.weights import WeightsSize, load_weights, stored_names, weight_files  # noqa: E402
 from engine.text import Tokenizer  # noqa: E402
+from engine.weights import WeightsSize, load_weights, stored_names, weight_files  # noqa: E402
 
 REPORT_FRACTION = 0.05
 RATIO_WARNED = 1.1

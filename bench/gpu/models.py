@@ -20,7 +20,7 @@ from bench.gpu.context import Context
 from engine.build import build_engine
 from engine.loop import Engine
 from engine.options import EngineOptions
-from engine.runner.weights import WeightPlan
+from engine.weights import WeightPlan
 from kernels import ops
 
 LLAMA_ROPE = {

@@ -19,7 +19,7 @@ NEEDED = {
     "torch": "tensors and CUDA",
     "triton": "the kernels",
     "numpy": "host-side batch arrays",
-    "safetensors": "engine.runner.weights imports it, though nothing is read here",
+    "safetensors": "engine.weights imports it, though nothing is read here",
     "tokenizers": "engine.text imports it, though prompts are token ids here",
     "jinja2": "engine.chat_template imports it, though no template is rendered here",
 }

@@ -9,7 +9,7 @@ from engine.layers.linear import FusedLinear
 from engine.layers.norm import RMSNorm
 from engine.quantization.kv_scales import KvScales
 from engine.runner.batch_inputs import BatchInputs
-from engine.runner.weights import WeightPlan
+from engine.weights import WeightPlan
 from kernels import ops
 
 

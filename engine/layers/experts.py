@@ -10,7 +10,7 @@ from engine.config.families import ExpertNames
 from engine.config.model import ExpertsConfig
 from engine.layers.linear import FusedLinear
 from engine.layers.mlp import GatedMLP
-from engine.runner.weights import WeightPlan
+from engine.weights import WeightPlan
 from kernels import ops
 
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from engine.runner.weights import StoredLinear, WeightPlan
+from engine.weights import StoredLinear, WeightPlan
 from kernels import ops
 
 

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from engine.layers.linear import FusedLinear
-from engine.runner.weights import WeightPlan
+from engine.weights import WeightPlan
 from kernels import ops
 
 GATED_ACTIVATIONS = {"silu": "silu_mul", "gelu_pytorch_tanh": "gelu_tanh_mul"}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from engine.runner.weights import WeightPlan
+from engine.weights import WeightPlan
 from kernels import ops
 
 

@@ -14,7 +14,7 @@ from engine.layers.norm import RMSNorm
 from engine.models.fused_layers import FusedLayer, FusedLayers
 from engine.models.joined_layers import MAX_ROWS, JoinedLayers, one_token_each
 from engine.runner.batch_inputs import BatchInputs
-from engine.runner.weights import LinearStorage, StoredLinear, WeightPlan
+from engine.weights import LinearStorage, StoredLinear, WeightPlan
 from kernels import ops
 
 
@@ -129,7 +129,7 @@ def _feed_forward(
 class Decoder:
     """Embedding, layers, final norm and, but for models that only embed, the output head.
 
-    Weights are uninitialised until `runner.weights` fills the plan.
+    Weights are uninitialised until `engine.weights` fills the plan.
     """
 
     def __init__(self, config: ModelConfig, *, dtype: torch.dtype, device: torch.device, batch_invariant: bool = False) -> None:

@@ -11,7 +11,7 @@ from engine.config.encoder import EncoderConfig
 from engine.layers.linear import FusedLinear
 from engine.layers.norm import LayerNorm
 from engine.runner.batch_inputs import BatchInputs
-from engine.runner.weights import WeightPlan
+from engine.weights import WeightPlan
 from kernels import ops
 
 

@@ -17,7 +17,7 @@ from engine.config.quantization import CheckpointQuantization, Fp8Weights
 from engine.quantization.products import side_by_side
 from engine.quantization.stored_fp8 import Fp8Part
 from engine.quantization.stored_int4 import Int4Part
-from engine.runner.weights import WeightPlan
+from engine.weights import WeightPlan
 from kernels import ops
 
 

@@ -6,7 +6,7 @@ import torch
 
 from engine.errors import WeightsError
 from engine.quantization.places import checked_scales
-from engine.runner.weights import WeightPlan
+from engine.weights import WeightPlan
 
 NAMES = (
     ("k_scale", "v_scale"),

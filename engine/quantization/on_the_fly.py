@@ -10,7 +10,7 @@ from engine.config.quantization import Activations
 from engine.errors import EngineConfigError
 from engine.quantization.checkpoint import JoinedParts
 from engine.quantization.products import fp8_product
-from engine.runner.weights import LinearStorage, StoredLinear, WeightPlan, copy_checked
+from engine.weights import LinearStorage, StoredLinear, WeightPlan, copy_checked
 from kernels import ops
 
 HEAD = "lm_head"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from engine.errors import WeightsError
-from engine.runner.weights import copy_checked
+from engine.weights import copy_checked
 from kernels import ops
 
 NO_NUMBER = 0x7F

@@ -11,7 +11,7 @@ from engine.config.model import ModelConfig
 from engine.formats import check_quantization
 from engine.quantization.checkpoint import CheckpointStorage
 from engine.quantization.on_the_fly import PACKERS, HeadOnTheFly, OnTheFly
-from engine.runner.weights import LinearStorage, stored_names
+from engine.weights import LinearStorage, stored_names
 from kernels import ops
 
 UNQUANTISED = "none"

@@ -11,7 +11,7 @@ import torch
 from engine.config.quantization import Activations
 from engine.quantization.places import Fp8CodesPlace, ScalePlace
 from engine.quantization.products import fp8_product
-from engine.runner.weights import WeightPlan
+from engine.weights import WeightPlan
 from kernels import ops
 
 

@@ -11,7 +11,7 @@ import torch
 from engine.config.quantization import Int4Layout, Int4Weights
 from engine.errors import WeightsError
 from engine.quantization.places import CodesPlace, GroupScalesPlace, OrderPlace
-from engine.runner.weights import WeightPlan
+from engine.weights import WeightPlan
 from kernels import ops
 
 CODES_PER_WORD = 8

@@ -18,7 +18,7 @@ from engine.options import EngineOptions
 from engine.quantization.scheme import weight_scheme
 from engine.runner.device import resolve_device, resolve_dtype
 from engine.runner.embedder import TextModel
-from engine.runner.weights import load_weights
+from engine.weights import load_weights
 from kernels import ops
 
 

@@ -33,10 +33,10 @@ from engine.quantization.places import Fp8CodesPlace
 from engine.runner.ahead import launches_ahead
 from engine.runner.cuda_graphs import DirectCalls
 from engine.runner.embedder import Embedder
-from engine.runner.weights import WeightPlan
 from engine.scheduling.scheduled_batch import BlockMoves
 from engine.speculation.options import SpeculativeOptions
 from engine.speculation.prompt_lookup import AdaptiveDrafter
+from engine.weights import WeightPlan
 from kernels import ops, quantised_linear
 from kernels.triton import early_launch, tuning
 from tests.support.absent_card import AbsentCard

@@ -29,9 +29,9 @@ from engine.runner import memory_forecast
 from engine.runner.batch_inputs import InputRow
 from engine.runner.memory_forecast import MeasuredMemory, MemoryForecast, forecast_memory
 from engine.runner.slot_runner import KINDS, SlotRunner
-from engine.runner.weights import WeightsSize
 from engine.speculation.options import SpeculativeOptions
 from engine.start_times import StartTimes
+from engine.weights import WeightsSize
 from kernels import ops
 from tests.support import quantised_checkpoints as layouts
 from tests.support.engines import small_engine
