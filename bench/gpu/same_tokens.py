@@ -26,9 +26,10 @@ from bench.gpu.context import Context
 from bench.gpu.models import random_engine
 from bench.gpu.rows import Row
 from bench.gpu.targets import SAME_TOKENS
+from engine.layers.batch_inputs import BatchInputs
 from engine.loop import Engine
 from engine.protocol import GenerationRequest, SamplingParams
-from engine.runner.batch_inputs import BatchInputs, InputRow
+from engine.runner.batch_inputs import InputRow
 from engine.runner.model_runner import ModelRunner
 from engine.runner.paged_decoder import PagedDecoder
 from engine.sampling.logits_filters import is_greedy, scale_of

@@ -5,10 +5,10 @@ from __future__ import annotations
 import torch
 
 from engine.config.model import LayerConfig, ModelConfig
+from engine.layers.batch_inputs import BatchInputs
 from engine.layers.linear import FusedLinear
 from engine.layers.norm import RMSNorm
 from engine.quantization.kv_scales import KvScales
-from engine.runner.batch_inputs import BatchInputs
 from engine.weights import WeightPlan
 from kernels import ops
 

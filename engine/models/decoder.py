@@ -8,12 +8,12 @@ import torch
 
 from engine.config.model import ModelConfig
 from engine.layers.attention import Attention
+from engine.layers.batch_inputs import BatchInputs
 from engine.layers.experts import SparseMLP
 from engine.layers.mlp import GatedMLP
 from engine.layers.norm import RMSNorm
 from engine.models.fused_layers import FusedLayer, FusedLayers
 from engine.models.joined_layers import MAX_ROWS, JoinedLayers, one_token_each
-from engine.runner.batch_inputs import BatchInputs
 from engine.weights import LinearStorage, StoredLinear, WeightPlan
 from kernels import ops
 

@@ -8,9 +8,9 @@ import torch
 from torch.nn import functional
 
 from engine.config.encoder import EncoderConfig
+from engine.layers.batch_inputs import BatchInputs
 from engine.layers.linear import FusedLinear
 from engine.layers.norm import LayerNorm
-from engine.runner.batch_inputs import BatchInputs
 from engine.weights import WeightPlan
 from kernels import ops
 

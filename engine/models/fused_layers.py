@@ -16,10 +16,10 @@ from dataclasses import dataclass
 import torch
 
 from engine.layers.attention import Attention
+from engine.layers.batch_inputs import BatchInputs
 from engine.layers.experts import SparseMLP
 from engine.layers.mlp import GatedMLP
 from engine.layers.norm import RMSNorm
-from engine.runner.batch_inputs import BatchInputs
 from kernels import ops
 
 

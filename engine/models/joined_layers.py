@@ -12,7 +12,7 @@ from dataclasses import replace
 
 import torch
 
-from engine.runner.batch_inputs import BatchInputs
+from engine.layers.batch_inputs import BatchInputs
 from kernels import ops
 
 MAX_ROWS = 64

@@ -7,13 +7,13 @@ in the order given. `sampled_rows` leads back to the order of the rows.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
 import torch
 
-from engine.layers.rotary import RotaryTable, Rotation
+from engine.layers.batch_inputs import BatchInputs
+from engine.layers.rotary import RotaryTable
 from kernels.ops import AnyPlan, AnyPlanner, AttentionRow, PagedPlan, PagedPlanner
 
 
@@ -25,18 +25,6 @@ class InputRow(NamedTuple):
     start: int
     block_table: Sequence[int]
     outputs: Sequence[int] = ()
-
-
-@dataclass(frozen=True, slots=True)
-class BatchInputs:
-    """Everything a decoder needs to know about one step."""
-
-    token_ids: torch.Tensor  # [T] int64
-    positions: torch.Tensor  # [T] int64
-    rotations: tuple[Rotation, ...]  # one for each of the model's `ropes`
-    slot_mapping: torch.Tensor  # [T] int64: block · P + offset
-    sampled_rows: torch.Tensor | None  # [R] int64: where the hidden states that are wanted stand; None is all, in order
-    attention: tuple[AnyPlan, ...]  # one for each of the model's `windows`
 
 
 def forward_order(rows: Sequence[InputRow]) -> list[int]:

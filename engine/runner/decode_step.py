@@ -23,7 +23,7 @@ from functools import partial
 
 import torch
 
-from engine.runner.batch_inputs import BatchInputs
+from engine.layers.batch_inputs import BatchInputs
 from engine.runner.paged_decoder import PagedDecoder
 from engine.runner.recorded_step import RecordedSteps
 from engine.runner.slots import SlotState

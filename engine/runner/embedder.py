@@ -15,8 +15,8 @@ from torch.nn import functional
 
 from engine.config.pooling import PoolingConfig
 from engine.errors import PromptError
+from engine.layers.batch_inputs import BatchInputs
 from engine.layers.rotary import RotaryTable
-from engine.runner.batch_inputs import BatchInputs
 from kernels.ops import AttentionPlanner
 
 CPU_BATCH_TOKENS = 2048

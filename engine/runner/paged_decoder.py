@@ -9,9 +9,10 @@ import torch
 
 from engine.config.model import ModelConfig
 from engine.layers.attention import attention_shapes
+from engine.layers.batch_inputs import BatchInputs
 from engine.layers.rotary import RotaryTable
 from engine.models.decoder import Decoder
-from engine.runner.batch_inputs import BatchInputs, InputRow, make_batch_inputs
+from engine.runner.batch_inputs import InputRow, make_batch_inputs
 from engine.runner.embedder import TextModel
 from engine.runner.kv_cache import allocate_kv_cache
 from engine.runner.memory_plan import MemoryPlan

@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from engine.runner.batch_inputs import BatchInputs
+from engine.layers.batch_inputs import BatchInputs
 from engine.runner.choosing_rows import row_groups
 from engine.runner.paged_decoder import PagedDecoder
 from engine.runner.slots import NOTHING, SlotState

@@ -12,9 +12,10 @@ import torch
 from engine.errors import EngineBroken
 from engine.grammar.masks import GrammarMasks
 from engine.grammar.spec import GrammarError
+from engine.layers.batch_inputs import BatchInputs
 from engine.loop import Engine
 from engine.protocol import FinishReason, TokenEvent
-from engine.runner.batch_inputs import BatchInputs, InputRow
+from engine.runner.batch_inputs import InputRow
 from engine.runner.kv_cache import BlockMover
 from engine.runner.model_runner import ModelRunner
 from engine.runner.paged_decoder import PagedDecoder

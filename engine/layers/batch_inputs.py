@@ -1,0 +1,22 @@
+"""What every layer of one step is told beside its input: positions, places in the cache, attention plans."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from engine.layers.rotary import Rotation
+from kernels.ops import AnyPlan
+
+
+@dataclass(frozen=True, slots=True)
+class BatchInputs:
+    """Everything a decoder needs to know about one step."""
+
+    token_ids: torch.Tensor  # [T] int64
+    positions: torch.Tensor  # [T] int64
+    rotations: tuple[Rotation, ...]  # one for each of the model's `ropes`
+    slot_mapping: torch.Tensor  # [T] int64: block · P + offset
+    sampled_rows: torch.Tensor | None  # [R] int64: where the hidden states that are wanted stand; None is all, in order
+    attention: tuple[AnyPlan, ...]  # one for each of the model's `windows`
