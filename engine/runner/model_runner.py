@@ -9,6 +9,7 @@ import torch
 
 from engine.grammar.masks import GrammarMasks, StepMasks
 from engine.protocol import TokenLogprob
+from engine.runner.draft_model import DraftModel
 from engine.runner.kv_cache import BlockMover
 from engine.runner.memory_plan import LOGITS_ELEMENTS_MAX
 from engine.runner.paged_decoder import PagedDecoder
@@ -19,7 +20,6 @@ from engine.sampling.logprobs import prompt_logprobs
 from engine.sampling.sampler import SampledToken, Sampler, is_greedy
 from engine.scheduling.request import Request
 from engine.scheduling.scheduled_batch import BlockMoves, ScheduledRequest, StepOutput
-from engine.speculation.draft_model import DraftModel
 
 
 class ModelRunner:

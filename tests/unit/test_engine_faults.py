@@ -16,6 +16,7 @@ from engine.layers.batch_inputs import BatchInputs
 from engine.loop import Engine
 from engine.protocol import FinishReason, TokenEvent
 from engine.runner.batch_inputs import InputRow
+from engine.runner.draft_model import DraftModel
 from engine.runner.kv_cache import BlockMover
 from engine.runner.model_runner import ModelRunner
 from engine.runner.paged_decoder import PagedDecoder
@@ -23,7 +24,6 @@ from engine.runner.slot_runner import SlotRunner
 from engine.sampling.columns import Chosen, ColumnSampler
 from engine.sampling.sampler import NOT_FINITE, SampledToken, Sampler
 from engine.scheduling.scheduled_batch import BlockMoves, ScheduledRequest, StepOutput
-from engine.speculation.draft_model import DraftModel
 from engine.speculation.options import SpeculativeOptions
 from tests.support.engines import evict_all, overlapped_engine, preempt_all, run_to_end, small_engine, tokens, wanted
 from tests.support.tiny_models import make_model

@@ -15,7 +15,7 @@ REPO = Path(__file__).resolve().parents[2]
 # The pure half of the engine: integers and text, so that a laptop with no torch can test it. The other half holds tensors.
 ENGINE_TENSORS = {
     "engine", "build", "loop", "main", "verify", "weights", "runner", "layers", "models", "sampling", "quantization",
-    "grammar.masks", "speculation.draft_model", "offline.llm", "demo",
+    "grammar.masks", "offline.llm", "demo",
 }  # fmt: skip
 PURE_AFTER_ALL = {"sampling.randomness"}
 PROTOCOL = {"engine.protocol", "engine.transport"}
