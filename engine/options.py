@@ -10,7 +10,8 @@ from pathlib import Path
 
 from engine.cpu_environment import num_cores
 from engine.errors import EngineConfigError
-from engine.speculation.options import STEP_GUESSES_MAX, SpeculativeOptions
+from engine.scheduling.limits import STEP_GUESSES_MAX
+from engine.speculation.options import SpeculativeOptions
 
 DEVICES = ("auto", "cpu", "cuda")
 DTYPES = ("auto", "float32", "bfloat16", "float16")

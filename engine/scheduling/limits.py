@@ -6,6 +6,9 @@ from dataclasses import dataclass
 
 from engine.errors import EngineConfigError
 
+STEP_GUESSES_MAX = 64
+"""Guesses of all requests in one step, which has that many rows more than requests: beyond, rows are free on few cards."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SchedulerLimits:

@@ -19,6 +19,7 @@ from engine.protocol import FinishReason, TokenEvent
 from engine.scheduling.accounts import Accounts
 from engine.scheduling.admission import Admission
 from engine.scheduling.decode_set import DecodeSet
+from engine.scheduling.drafting import Drafting
 from engine.scheduling.flight import UNKNOWN_TOKEN, Flight
 from engine.scheduling.kv_blocks import KvBlocks
 from engine.scheduling.limits import SchedulerTotals
@@ -27,7 +28,6 @@ from engine.scheduling.request import Request, RequestStatus
 from engine.scheduling.scheduled_batch import RowResult, ScheduledBatch, ScheduledRequest, StepOutput
 from engine.scheduling.token_events import token_event
 from engine.scheduling.waiting import ParkedForks
-from engine.speculation.drafting import Drafting
 
 End = Callable[[Request, FinishReason, list[int] | None], TokenEvent]
 Fail = Callable[[Request, str, str | None], TokenEvent]

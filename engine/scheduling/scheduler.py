@@ -20,6 +20,7 @@ from engine.scheduling.block_pool import BlockPool
 from engine.scheduling.checks import check_scheduler
 from engine.scheduling.costs import TokenCosts
 from engine.scheduling.decode_set import DecodeSet
+from engine.scheduling.drafting import Drafter, Drafting
 from engine.scheduling.fair_policy import FairPolicy
 from engine.scheduling.flight import Flight
 from engine.scheduling.host_tier import HostTier
@@ -37,8 +38,6 @@ from engine.scheduling.token_events import token_event
 from engine.scheduling.turns import Turns
 from engine.scheduling.urgency import FIRST_TOKEN_TARGET_S, Urgency
 from engine.scheduling.waiting import Deadlines, ParkedForks
-from engine.speculation.drafting import Drafting
-from engine.speculation.prompt_lookup import Drafter
 
 
 class Scheduler:

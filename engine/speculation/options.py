@@ -15,9 +15,6 @@ METHODS = ("ngram", "draft_model")
 SPECULATIVE_TOKENS_MAX = 32
 NGRAM_MAX = 16
 
-STEP_GUESSES_MAX = 64
-"""Guesses of all requests in one step, which has that many rows more than requests: beyond, rows are free on few cards."""
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SpeculativeOptions:

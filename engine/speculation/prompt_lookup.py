@@ -16,9 +16,9 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol
 from weakref import WeakKeyDictionary, WeakSet
 
+from engine.scheduling.drafting import NO_DRAFT, Draft
 from engine.scheduling.request import Request
 from engine.speculation.options import SpeculativeOptions
 
@@ -44,32 +44,6 @@ INDEX_TOKENS_MAX = 16384
 
 INDEX_TOKENS_PER_STEP = 2048
 """Tokens indexed in one step by all requests together: about a millisecond. A long prompt is indexed over several steps."""
-
-
-class Draft(NamedTuple):
-    """Guesses for one request: how many, and which; a draft model fills them in on the device."""
-
-    num_tokens: int
-    token_ids: list[int]
-
-
-NO_DRAFT = Draft(0, [])
-
-
-class Drafter(Protocol):
-    """What the scheduler asks for every decoding request, and tells of every step with guesses."""
-
-    def pays(self, num_running: int) -> bool:
-        """Whether a good guess is worth its row beside so many requests."""
-        ...
-
-    def draft(self, request: Request, *, limit: int, num_running: int) -> Draft: ...
-
-    def read(self, num_running: int) -> None:
-        """Go on with what kept `draft` from guessing, in a step without guesses; the last tokens may not be known yet."""
-        ...
-
-    def observe(self, request: Request, num_drafted: int, num_accepted: int) -> None: ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -16,7 +16,7 @@ from engine.protocol import GenerationRequest, SamplingParams, TokenEvent
 from engine.runner.ahead import slot_runner
 from engine.runner.model_runner import ModelRunner
 from engine.runner.slot_runner import SlotRunner
-from engine.speculation.options import STEP_GUESSES_MAX
+from engine.scheduling.limits import STEP_GUESSES_MAX
 from engine.speculation.prompt_lookup import AdaptiveDrafter, SpeculationCosts
 
 KV_CACHE_BYTES = 1_000_000

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from engine.loop import Engine
+from engine.scheduling.drafting import Draft
 from engine.scheduling.request import Request
-from engine.speculation.prompt_lookup import Draft
 from tests.support.tiny_models import VOCAB_SIZE
 
 UNLIKELY = VOCAB_SIZE - 1

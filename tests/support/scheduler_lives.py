@@ -19,6 +19,7 @@ from engine.protocol import FinishReason, Priority, SamplingParams, TokenEvent
 from engine.scheduling.accounts import Account
 from engine.scheduling.block_pool import BlockPool
 from engine.scheduling.costs import TokenCosts
+from engine.scheduling.drafting import NO_DRAFT, Draft
 from engine.scheduling.fair_policy import LOOK_ACCOUNTS, FairPolicy, FairSettings
 from engine.scheduling.host_tier import HostTier
 from engine.scheduling.policy import Start, looked_at
@@ -26,7 +27,6 @@ from engine.scheduling.prefix_cache import PrefixCache
 from engine.scheduling.request import Request, RequestStatus
 from engine.scheduling.scheduled_batch import ScheduledBatch, ScheduledRequest, StepOutput
 from engine.scheduling.scheduler import Scheduler, SchedulerLimits
-from engine.speculation.prompt_lookup import NO_DRAFT, Draft
 
 END_TOKEN = 0
 STEPS_TO_DRAIN_MAX = 6000

@@ -14,13 +14,14 @@ from engine.loop import Engine
 from engine.protocol import EngineInfo, FinishReason
 from engine.runner.staging import Rotation
 from engine.scheduling.block_pool import BlockPool
+from engine.scheduling.drafting import Draft, Drafter
 from engine.scheduling.prefix_cache import PrefixCache
 from engine.scheduling.request import Request
 from engine.scheduling.scheduled_batch import BlockMoves, RowResult, ScheduledRequest, StepOutput
 from engine.scheduling.scheduler import Scheduler, SchedulerLimits
 from engine.speculation import prompt_lookup
 from engine.speculation.options import SpeculativeOptions
-from engine.speculation.prompt_lookup import AdaptiveDrafter, Draft, Drafter
+from engine.speculation.prompt_lookup import AdaptiveDrafter
 from engine.step_sizes import draft_graphs_kept, graphs_kept, guesses_size, step_size
 from tests.support.engines import FREE_ROWS, run_to_end, tokens, wanted
 

@@ -10,12 +10,12 @@ import pytest
 
 from engine.errors import EngineConfigError
 from engine.protocol import SamplingParams
+from engine.scheduling.drafting import NO_DRAFT
 from engine.scheduling.request import Request
 from engine.speculation.options import SpeculativeOptions
 from engine.speculation.prompt_lookup import (
     INDEX_TOKENS_MAX,
     INDEX_TOKENS_PER_STEP,
-    NO_DRAFT,
     PROBE_INTERVAL,
     AdaptiveDrafter,
     NgramIndex,

@@ -12,18 +12,43 @@ steps, or most of a short answer would be over before the first guess.
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import NamedTuple, Protocol
 
 from engine.scheduling.accounts import Accounts
 from engine.scheduling.decode_set import DecodeSet
 from engine.scheduling.kv_blocks import KvBlocks
-from engine.scheduling.limits import SchedulerTotals
+from engine.scheduling.limits import STEP_GUESSES_MAX, SchedulerTotals
 from engine.scheduling.request import Request
 from engine.scheduling.scheduled_batch import ScheduledBatch, ScheduledRequest
-from engine.speculation.options import STEP_GUESSES_MAX
-from engine.speculation.prompt_lookup import Drafter
 
 REST_STEPS_MAX = 15
 """Steps without a look after several in vain: what repeats itself is noticed after as many tokens."""
+
+
+class Draft(NamedTuple):
+    """Guesses for one request: how many, and which; a draft model fills them in on the device."""
+
+    num_tokens: int
+    token_ids: list[int]
+
+
+NO_DRAFT = Draft(0, [])
+
+
+class Drafter(Protocol):
+    """What the scheduler asks for every decoding request, and tells of every step with guesses."""
+
+    def pays(self, num_running: int) -> bool:
+        """Whether a good guess is worth its row beside so many requests."""
+        ...
+
+    def draft(self, request: Request, *, limit: int, num_running: int) -> Draft: ...
+
+    def read(self, num_running: int) -> None:
+        """Go on with what kept `draft` from guessing, in a step without guesses; the last tokens may not be known yet."""
+        ...
+
+    def observe(self, request: Request, num_drafted: int, num_accepted: int) -> None: ...
 
 
 class Drafting:
