@@ -28,8 +28,8 @@ from engine.config.model import load_model_config  # noqa: E402
 from engine.errors import EngineConfigError, ModelError, NotAModelDirectory  # noqa: E402
 from engine.formats import check_quantization  # noqa: E402
 from engine.models.decoder import Decoder  # noqa: E402
+from engine.offline.perplexity import Comparison, Formats, compare  # noqa: E402
 from engine.options import HEAD_QUANTIZATIONS, KV_CACHE_DTYPES, QUANTIZATIONS, EngineOptions  # noqa: E402
-from engine.quantization.perplexity import Comparison, Formats, compare  # noqa: E402
 from engine.quantization.scheme import UNQUANTISED, weight_scheme  # noqa: E402
 from engine.text import Tokenizer  # noqa: E402
 from engine.weights import WeightsSize, load_weights, stored_names, weight_files  # noqa: E402

@@ -13,7 +13,7 @@ import torch
 
 from engine import verify
 from engine.errors import EngineConfigError
-from engine.quantization.perplexity import Comparison, Formats, compare, perplexity, text_tokens, window_tokens
+from engine.offline.perplexity import Comparison, Formats, compare, perplexity, text_tokens, window_tokens
 from engine.verify import main
 from tests.support import quantised_checkpoints as layouts
 from tests.support.tiny_models import make_model

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import graphlib
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -94,6 +95,25 @@ def test_the_pure_half_of_the_engine_imports_no_tensor_library() -> None:
         if name.split(".")[0] in {"torch", "numpy", "triton", "kernels"}
     ]
     assert not wrong, "\n".join(wrong)
+
+
+def part_of(name: str) -> str:
+    """The package below `engine` or `kernels`, or the module that is in none."""
+    top, part, *_ = [*name.split("."), ""]
+    return f"{top}.{part}"
+
+
+@pytest.mark.parametrize("top", ["engine"])
+def test_no_part_imports_itself_by_way_of_others(top: str) -> None:
+    needed: dict[str, set[str]] = {}
+    for module, path in modules(top):
+        if module != top:  # the root only names what its parts offer
+            found = {part_of(name) for name in imports(path) if within(name, top)}
+            needed.setdefault(part_of(module), set()).update(found - {part_of(module), top})
+    try:
+        graphlib.TopologicalSorter(needed).prepare()
+    except graphlib.CycleError as error:
+        pytest.fail(" imports ".join(reversed(error.args[1])))
 
 
 def test_references_know_no_implementation() -> None:
