@@ -9,13 +9,13 @@ from typing import Any
 import torch
 
 from kernels.attention_rows import AttentionShape
-from kernels.cpu.logits import cap_logits
 from kernels.recorded_operations import RecordedOperations
 from kernels.residual_stream import Stream
 
 Tensor = torch.Tensor
 Pair = tuple[torch.Tensor, torch.Tensor]
-
+LinearKernel = Callable[[Tensor], Tensor]
+LinearPacker = Callable[[Tensor, Tensor | None], LinearKernel]
 
 FUSED_ROWS_MAX = 16
 PACKAGES = {"kernels.triton": "triton", "kernels.simd": "simd", "kernels.cpu": "torch"}
@@ -59,7 +59,7 @@ class Operations:
     route: Callable[..., Pair]
     mix_experts: Callable[..., Tensor]
     bind_experts: Callable[..., Callable[[Tensor, Tensor, Tensor], Tensor] | None] | None
-    pack_linear: Callable[[Tensor, Tensor | None], Callable[[Tensor], Tensor]]
+    pack_linear: LinearPacker
     linear_add: Callable[..., Stream] | None
     normed_linear: Callable[..., Tensor] | None
     paged_decode: Callable[..., Tensor]
@@ -69,6 +69,7 @@ class Operations:
     advance_slots: Callable[..., None]
     apply_bitmask: Callable[[Tensor, Tensor, Tensor], None]
     count_tokens: Callable[[Tensor, Tensor, Tensor], None]
+    cap_logits: Callable[..., Tensor]
     token_logprobs: Callable[[Tensor, Tensor], Pair]
     reject_drafts: Callable[..., Tensor]
     bind_greedy_head: Callable[..., Callable[[Tensor], Tensor] | None] | None
@@ -80,7 +81,6 @@ class Operations:
     is_row_invariant: bool = False
     sequence: Callable[[int], RecordedOperations] | None = None
     score_tokens: Callable[..., None] | None = None
-    cap_logits: Callable[..., Tensor] = cap_logits
 
     def by_package(self) -> dict[str, list[str]]:
         """Names of operations by who computes them: triton, simd or torch, else a module; under none those that do not exist

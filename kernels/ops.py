@@ -23,10 +23,9 @@ from kernels.cpu.attention import AttentionPlan, AttentionPlanner, planned_atten
 from kernels.cpu.elementwise import gelu, gelu_tanh, gelu_tanh_mul, layer_norm, rope
 from kernels.cpu.experts import mix_experts, route
 from kernels.cpu.invariant_attention import InvariantPlan, InvariantPlanner, invariant_attention
-from kernels.cpu.linear import LinearKernel, LinearPacker
 from kernels.cpu.row_tiles import in_agreeing_tiles
 from kernels.gumbel import NO_TOKEN
-from kernels.operations import FUSED_ROWS_MAX, Operations
+from kernels.operations import FUSED_ROWS_MAX, LinearKernel, LinearPacker, Operations
 from kernels.paged_plan import PagedPlan, PagedPlanner, paged_plan_attention
 from kernels.plain_weights import PlainWeights, ReadsWeight, plain_product
 from kernels.quantised_linear import (

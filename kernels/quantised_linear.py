@@ -14,8 +14,7 @@ from typing import Any, NamedTuple
 import torch
 
 from kernels.cpu.fp8_rows import to_fp8
-from kernels.cpu.linear import LinearKernel
-from kernels.operations import FUSED_ROWS_MAX
+from kernels.operations import FUSED_ROWS_MAX, LinearKernel
 from kernels.plain_weights import PlainWeights
 from kernels.quantised_weights import Fp8Weight, Int4Weight, Int8Weight
 

@@ -6,13 +6,10 @@ to 512 rows took 0.3 to 0.6 of the time on a Zen 5 core, and no more than MKL's 
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import torch
 from torch.nn import functional
 
-LinearKernel = Callable[[torch.Tensor], torch.Tensor]
-LinearPacker = Callable[[torch.Tensor, torch.Tensor | None], LinearKernel]
+from kernels.operations import LinearKernel
 
 
 def can_pack(dtype: torch.dtype, device: torch.device) -> bool:

@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import torch
 
-from kernels.cpu.linear import LinearKernel, pack_linear
+from kernels.cpu.linear import pack_linear
+from kernels.operations import LinearKernel
 
 TILE_ROWS = (64, 16, 4)
 """Sizes that are tried, from the one that costs least per row to the one that costs no more than a single row."""

@@ -10,6 +10,7 @@ from kernels.cpu.elementwise import gelu, gelu_tanh, gelu_tanh_mul, layer_norm, 
 from kernels.cpu.embedding import embed, rotation_rows
 from kernels.cpu.experts import mix_experts, route
 from kernels.cpu.linear import pack_linear
+from kernels.cpu.logits import cap_logits
 from kernels.cpu.logprobs import token_logprobs
 from kernels.cpu.norm import add_rms_norm
 from kernels.cpu.paged_attention import no_workspace, paged_decode, paged_prefill
@@ -46,6 +47,7 @@ OPERATIONS = Operations(
     advance_slots=advance_slots,
     apply_bitmask=apply_bitmask,
     count_tokens=count_tokens,
+    cap_logits=cap_logits,
     token_logprobs=token_logprobs,
     reject_drafts=reject_drafts,
     bind_greedy_head=None,

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from kernels.cpu.linear import LinearKernel
+from kernels.operations import LinearKernel
 from kernels.plain_weights import ReadsWeight
 from kernels.quantised_linear import Fp8Rows
 from kernels.quantised_weights import Int4Weight

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from kernels.cpu.elementwise import gelu, gelu_tanh, layer_norm
 from kernels.cpu.experts import mix_experts, route
+from kernels.cpu.logits import cap_logits
 from kernels.operations import Operations
 from kernels.triton.activation import gelu_tanh_mul, gelu_tanh_mul_fp8, silu_mul, silu_mul_fp8
 from kernels.triton.attention_decode import paged_decode
@@ -58,6 +59,7 @@ OPERATIONS = Operations(
     advance_slots=advance_slots,
     apply_bitmask=apply_bitmask,
     count_tokens=count_tokens,
+    cap_logits=cap_logits,
     token_logprobs=token_logprobs,
     reject_drafts=reject_drafts,
     bind_greedy_head=bind_greedy_head,
