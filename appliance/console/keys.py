@@ -180,14 +180,15 @@ def _confirm(request: ConsoleRequest, console: Console, key: ApiKey, verb: str, 
 
 
 async def _key_page(request: ConsoleRequest, console: Console, key: ApiKey, form: Form | None = None) -> Html:
-    tenant = await console.services.tenants.get(key.tenant_id, access=access_of(request))
+    access = access_of(request)
+    tenant = await console.services.tenants.get(key.tenant_id, access=access)
     return console.pages.page(
         request,
         "pages/key.html",
         status=422 if form else 200,
         key=key,
         tenant=tenant,
-        levels=await key_levels(console.services, tenant, key),
+        levels=await key_levels(console.services, tenant, key, access=access),
         form=form,
         scopes_of=SCOPE_WORDS,
         last_day=_last_day(console, key),

@@ -13,6 +13,7 @@ from appliance.tenancy.principals import ApiKey, Limits, Principal, Tenant
 
 if TYPE_CHECKING:
     from appliance.serving.services import Services
+    from appliance.tenancy.access import Access
 
 _COUNTED = ("tokens_per_minute", "requests_per_minute", "concurrent_requests", "tokens_per_day")
 
@@ -32,29 +33,29 @@ def read_limits(form: Form) -> Limits:
     return Limits(**limits, monthly_budget=form.amount_micros("monthly_budget"))
 
 
-async def tenant_levels(services: Services, tenant: Tenant, key: ApiKey) -> list[Level]:
+async def tenant_levels(services: Services, tenant: Tenant, key: ApiKey, *, access: Access) -> list[Level]:
     """Return the tenant's own limits that are set, with what of them is taken now; any of its keys serves as the other half."""
     alone = Principal(tenant=tenant, key=replace(key, limits=Limits()))
-    periods = await _period_levels(services, tenant, tenant.limits)
+    periods = await _period_levels(services, tenant, tenant.limits, access=access)
     return [*_levels(services, alone, tenant.id, tenant.limits), *periods]
 
 
-async def key_levels(services: Services, tenant: Tenant, key: ApiKey) -> list[Level]:
+async def key_levels(services: Services, tenant: Tenant, key: ApiKey, *, access: Access) -> list[Level]:
     """Return the key's own limits that are set, with what of them is taken now."""
     alone = Principal(tenant=replace(tenant, limits=Limits()), key=key)
-    periods = await _period_levels(services, tenant, key.limits, key_ids=[key.id])
+    periods = await _period_levels(services, tenant, key.limits, key_ids=[key.id], access=access)
     return [*_levels(services, alone, key.id, key.limits), *periods]
 
 
 async def _period_levels(
-    services: Services, tenant: Tenant, limits: Limits, *, key_ids: Sequence[str] | None = None
+    services: Services, tenant: Tenant, limits: Limits, *, key_ids: Sequence[str] | None = None, access: Access
 ) -> list[Level]:
     """Return the limits of the day and of the month, by what is settled: what budgets are alerted of, in their currency."""
     if limits.tokens_per_day is None and limits.monthly_budget is None:
         return []
     calendar, now = services.reports.calendar, services.clock.now()
     month, today, end = calendar.month_start(now), calendar.day_start(now), calendar.next_day_start(now)
-    days = await services.reports.usage(month, end, tenant_id=tenant.id, key_ids=key_ids)
+    days = await services.reports.usage(month, end, tenant_id=tenant.id, key_ids=key_ids, access=access)
     currency = tenant.currency or services.settings.currency
     levels = []
     if limits.tokens_per_day is not None:

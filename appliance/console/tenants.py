@@ -160,19 +160,19 @@ async def _unpriced(console: Console, tenant: Tenant) -> list[tuple[str, str]]:
 
 
 async def _tenant_page(request: ConsoleRequest, console: Console, tenant: Tenant, form: Form | None = None) -> Html:
-    services = console.services
-    keys = await services.keys.list(tenant.id, KEYS_SHOWN_MAX, None, access=access_of(request))
-    today = await totals_today(services, tenant.id)
-    month = await totals_this_month(services, tenant.id)
+    services, access = console.services, access_of(request)
+    keys = await services.keys.list(tenant.id, KEYS_SHOWN_MAX, None, access=access)
+    today = await totals_today(services, tenant.id, access=access)
+    month = await totals_this_month(services, tenant.id, access=access)
     return console.pages.page(
         request,
         "pages/tenant.html",
         status=422 if form else 200,
         tenant=tenant,
-        may_keys=access_of(request).may(Action.KEYS, tenant.id),
+        may_keys=access.may(Action.KEYS, tenant.id),
         owners={tenant.id: tenant},
         keys=sorted(keys.data, key=lambda key: key.revoked_at is not None),
-        levels=await tenant_levels(services, tenant, keys.data[0]) if keys.data else [],
+        levels=await tenant_levels(services, tenant, keys.data[0], access=access) if keys.data else [],
         model_lines=model_lines(tenant.model_limits),
         today=today,
         month=month,

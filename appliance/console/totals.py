@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from appliance.serving.services import Services
+    from appliance.tenancy.access import Access
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -20,20 +21,22 @@ class Totals:
     other_costs: tuple[tuple[str, int], ...] = ()
 
 
-async def totals_today(services: Services, tenant_id: str | None = None) -> Totals:
-    """Return the sums since the billing day began, of one tenant or of all."""
-    return await totals_since(services, services.reports.calendar.day_start(services.clock.now()), tenant_id)
+async def totals_today(services: Services, tenant_id: str | None = None, *, access: Access) -> Totals:
+    """Return the sums since the billing day began, of one tenant or of all that `access` shows."""
+    start = services.reports.calendar.day_start(services.clock.now())
+    return await totals_since(services, start, tenant_id, access=access)
 
 
-async def totals_this_month(services: Services, tenant_id: str) -> Totals:
+async def totals_this_month(services: Services, tenant_id: str, *, access: Access) -> Totals:
     """Return the sums of one tenant since the billing month began: the month that its budget and its invoice count."""
-    return await totals_since(services, services.reports.calendar.month_start(services.clock.now()), tenant_id)
+    start = services.reports.calendar.month_start(services.clock.now())
+    return await totals_since(services, start, tenant_id, access=access)
 
 
-async def totals_since(services: Services, start: datetime, tenant_id: str | None) -> Totals:
+async def totals_since(services: Services, start: datetime, tenant_id: str | None, *, access: Access) -> Totals:
     """Return the sums of what was admitted since `start` and is settled."""
     end = services.clock.now() + timedelta(seconds=1)
-    rows = await services.reports.usage(start, end, bucket="day", group_by=(), tenant_id=tenant_id)
+    rows = await services.reports.usage(start, end, bucket="day", group_by=(), tenant_id=tenant_id, access=access)
     costs: dict[str, int] = {}
     for row in rows:
         costs[row.currency] = costs.get(row.currency, 0) + row.cost_picos

@@ -17,6 +17,7 @@ from appliance.metering.economics import (
     hardware_from_record,
 )
 from appliance.metering.usage import UsageReports
+from appliance.tenancy.access import WHOLE_BOX
 
 
 class EconomicsReport:
@@ -49,7 +50,7 @@ class EconomicsReport:
         start = end - timedelta(days=MEASURED_DAYS)
         by_hour: Counter[datetime] = Counter()
         prompt = cached = completion = 0
-        for row in await self._reports.usage(start, end, "hour"):
+        for row in await self._reports.usage(start, end, "hour", access=WHOLE_BOX):
             by_hour[row.start] += row.prompt_tokens + row.completion_tokens
             prompt, cached, completion = (
                 prompt + row.prompt_tokens, cached + row.cached_tokens, completion + row.completion_tokens,

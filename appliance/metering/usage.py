@@ -21,7 +21,7 @@ from appliance.metering.ledger.rows import event_from_row, request_from_row
 from appliance.metering.request_search import beyond, is_whole_id, mentions
 from appliance.metering.usage_cover import Segment, bucket_end, cover, reaching
 from appliance.metering.usage_queries import Owners, Place, page_query, report_query, tenant_of_key, totals_query
-from appliance.tenancy.access import WHOLE_BOX, Access
+from appliance.tenancy.access import Access
 from appliance.tenancy.fields import check_choice
 from appliance.tenancy.pages import PAGE_ROWS_DEFAULT, Page, check_limit, decode_cursor, encode_cursor, page_of
 from appliance.tenancy.roles import Action
@@ -88,7 +88,7 @@ class UsageReports:
         models: Collection[str] | None = None,
         tenant_ids: Collection[str] | None = None,
         rows_max: int | None = None,
-        access: Access = WHOLE_BOX,
+        access: Access,
     ) -> list[UsageRow]:
         """Return the sums of posted and recovered events admitted in `start <= t < end`, per bucket and group.
 
@@ -121,7 +121,7 @@ class UsageReports:
         cursor: str | None = None,
         key_ids: Collection[str] | None = None,
         models: Collection[str] | None = None,
-        access: Access = WHOLE_BOX,
+        access: Access,
     ) -> Page[UsageRow]:
         """Return a part of the report of `usage`. Raises InvalidValue for a bad cursor, too.
 
@@ -175,7 +175,7 @@ class UsageReports:
         tenant_id: str | None = None,
         *,
         rows_max: int = USAGE_ROWS_MAX,
-        access: Access = WHOLE_BOX,
+        access: Access,
     ) -> list[UsageRow]:
         """Return the sums over the whole of `start <= t < end` per group and currency, the dearest first."""
         owners = _owners(group_by, [_only(tenant_id), access.within(Action.READ)], None, None)

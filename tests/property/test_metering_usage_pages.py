@@ -166,7 +166,7 @@ async def walked(story: Story, question: dict[str, Any], limit: int) -> list[Usa
     rows: list[UsageRow] = []
     cursor = None
     while True:
-        page = await story.reports.usage_page(**question, limit=limit, cursor=cursor)
+        page = await story.reports.usage_page(**question, limit=limit, cursor=cursor, access=WHOLE_BOX)
         rows += page.data
         assert len(page.data) == limit or not page.has_more
         assert page.has_more == (page.next_cursor is not None)
@@ -180,10 +180,10 @@ async def test_pages_joined_together_are_the_whole_report(story: Story) -> None:
     lengths = []
     for _ in range(QUESTIONS):
         question, limit = story.question(), story.chance.choice([1, 2, 3, 7, 50, 1000])
-        whole = await story.reports.usage(**question)
+        whole = await story.reports.usage(**question, access=WHOLE_BOX)
         assert {place_of(row): counts_of(row) for row in whole} == plain(events, story.calendar, question), question
         assert await walked(story, question, limit) == whole, (question, limit)
-        assert await story.reports.usage(**question, rows_max=limit) == whole[:limit], question
+        assert await story.reports.usage(**question, rows_max=limit, access=WHOLE_BOX) == whole[:limit], question
         lengths.append(len(whole))
     assert max(lengths) > 100
     assert 0 in lengths
@@ -192,12 +192,12 @@ async def test_pages_joined_together_are_the_whole_report(story: Story) -> None:
 async def test_what_is_settled_between_two_pages_doubles_and_loses_no_row(story: Story) -> None:
     for _ in range(QUESTIONS // 6):
         question, limit = story.question(), story.chance.choice([3, 7, 20])
-        before = {place_of(row) for row in await story.reports.usage(**question)}
+        before = {place_of(row) for row in await story.reports.usage(**question, access=WHOLE_BOX)}
         shown: list[Place] = []
         cursor = None
         while True:
-            whole = await story.reports.usage(**question)
-            page = await story.reports.usage_page(**question, limit=limit, cursor=cursor)
+            whole = await story.reports.usage(**question, access=WHOLE_BOX)
+            page = await story.reports.usage_page(**question, limit=limit, cursor=cursor, access=WHOLE_BOX)
             # Each row is what the report says at the moment of its page, and they go on without a gap.
             begin = whole.index(page.data[0]) if page.data else len(whole)
             assert page.data == whole[begin : begin + limit]
@@ -214,18 +214,20 @@ async def test_what_is_settled_between_two_pages_doubles_and_loses_no_row(story:
 async def test_a_cursor_goes_on_in_the_period_of_its_report(story: Story) -> None:
     day = timedelta(days=1)
     report: dict[str, Any] = {"bucket": "minute", "group_by": ["key"], "limit": 10}
-    whole = await story.reports.usage(story.middle - day, story.middle + day, "minute", ["key"])
-    first = await story.reports.usage_page(story.middle - day, story.middle + day, **report)
-    second = await story.reports.usage_page(story.middle, story.middle + 2 * day, **report, cursor=first.next_cursor)
+    whole = await story.reports.usage(story.middle - day, story.middle + day, "minute", ["key"], access=WHOLE_BOX)
+    first = await story.reports.usage_page(story.middle - day, story.middle + day, **report, access=WHOLE_BOX)
+    second = await story.reports.usage_page(
+        story.middle, story.middle + 2 * day, **report, cursor=first.next_cursor, access=WHOLE_BOX
+    )
     assert first.data + second.data == whole[:20]
 
 
 async def test_a_cursor_of_another_report_is_refused(story: Story) -> None:
     period = (story.middle - timedelta(days=1), story.middle + timedelta(days=1))
-    page = await story.reports.usage_page(*period, "hour", ["tenant"], limit=1)
+    page = await story.reports.usage_page(*period, "hour", ["tenant"], limit=1, access=WHOLE_BOX)
     for bucket, groups in (("minute", ["tenant"]), ("hour", ["model"]), ("hour", ["tenant", "model"]), ("hour", [])):
         with pytest.raises(InvalidValue) as refused:
-            await story.reports.usage_page(*period, bucket, groups, limit=1, cursor=page.next_cursor)
+            await story.reports.usage_page(*period, bucket, groups, limit=1, cursor=page.next_cursor, access=WHOLE_BOX)
         assert refused.value.param == "cursor"
 
 
@@ -234,9 +236,11 @@ async def test_a_cursor_of_a_report_on_others_is_refused(story: Story) -> None:
     tenant_id, key_id = story.owners[0]
     asked: list[dict[str, Any]] = [{}, {"tenant_id": tenant_id}, {"key_ids": [key_id]}, {"models": MODELS[:2]}]
     for question in asked:
-        page = await story.reports.usage_page(*period, "hour", ["key"], limit=1, **question)
+        page = await story.reports.usage_page(*period, "hour", ["key"], limit=1, **question, access=WHOLE_BOX)
         for other in asked:
-            again = story.reports.usage_page(*period, "hour", ["key"], limit=1, **other, cursor=page.next_cursor)
+            again = story.reports.usage_page(
+                *period, "hour", ["key"], limit=1, **other, cursor=page.next_cursor, access=WHOLE_BOX
+            )
             if other == question:
                 assert (await again).data
                 continue
@@ -247,14 +251,14 @@ async def test_a_cursor_of_a_report_on_others_is_refused(story: Story) -> None:
 
 async def test_a_cursor_is_blamed_for_a_period_that_is_none(story: Story) -> None:
     period = (story.middle - timedelta(days=1), story.middle + timedelta(days=1))
-    cursor = (await story.reports.usage_page(*period, "hour", limit=1)).next_cursor
+    cursor = (await story.reports.usage_page(*period, "hour", limit=1, access=WHOLE_BOX)).next_cursor
     assert cursor is not None
     padded = cursor + "=" * (-len(cursor) % 4)
     name, start, end, *place = json.loads(base64.urlsafe_b64decode(padded))
     for reversed_or_empty in ([end, start], [start, start]):
         forged = encode_cursor(name, [*reversed_or_empty, *place])
         with pytest.raises(InvalidValue) as refused:
-            await story.reports.usage_page(*period, "hour", limit=1, cursor=forged)
+            await story.reports.usage_page(*period, "hour", limit=1, cursor=forged, access=WHOLE_BOX)
         assert refused.value.param == "cursor"
 
 

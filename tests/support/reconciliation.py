@@ -444,7 +444,7 @@ async def _check_reports(history: History, billed: list[Fact]) -> None:
 async def _check_report(
     history: History, billed: list[Fact], start: datetime, end: datetime, bucket: str, groups: tuple[str, ...]
 ) -> None:
-    rows = await history.reports.usage(start, end, bucket, groups)
+    rows = await history.reports.usage(start, end, bucket, groups, access=WHOLE_BOX)
     found = {
         (row.start, row.tenant_id, row.key_id, row.model, row.currency): [getattr(row, name) for name in COLUMNS]
         for row in rows

@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator
+from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
 
 import pytest
 
+from appliance.base.acting import SYSTEM
 from appliance.base.ids import new_id
-from appliance.console.totals import totals_this_month, totals_today
-from appliance.tenancy.access import WHOLE_BOX
+from appliance.console.limits import key_levels, tenant_levels
+from appliance.console.totals import Totals, totals_this_month, totals_today
+from appliance.tenancy.access import WHOLE_BOX, Access
+from appliance.tenancy.principals import Limits
+from appliance.tenancy.roles import Role, TenantRole
 from tests.support.clock import FakeClock
 from tests.support.console_fixtures import Box, open_box
 from tests.support.factories import pending, posted
@@ -43,11 +48,40 @@ async def test_the_day_and_the_month_begin_at_midnight_of_the_billing_zone(late:
 
     bob = box.cast.bob.tenant.id
     for totals in (
-        await totals_today(box.services),
-        await totals_today(box.services, bob),
-        await totals_this_month(box.services, bob),
+        await totals_today(box.services, access=WHOLE_BOX),
+        await totals_today(box.services, bob, access=WHOLE_BOX),
+        await totals_this_month(box.services, bob, access=WHOLE_BOX),
     ):
         assert (totals.requests, totals.tokens, totals.cost_picos) == (1, 7, 7_000_000)
+
+
+async def test_sums_are_of_what_the_reader_may_see(late: tuple[Box, FakeClock]) -> None:
+    box, clock = late
+    await use(box, clock, 7)
+    bob, charlie = box.cast.bob.tenant.id, box.cast.charlie.tenant.id
+    stranger = Access(role=Role.MEMBER, actor=SYSTEM, tenants={charlie: TenantRole.MANAGER})
+
+    for totals in (
+        await totals_today(box.services, access=stranger),
+        await totals_today(box.services, bob, access=stranger),
+        await totals_this_month(box.services, bob, access=stranger),
+    ):
+        assert totals == Totals()
+
+
+async def test_levels_count_what_the_reader_may_see(late: tuple[Box, FakeClock]) -> None:
+    box, clock = late
+    await use(box, clock, 7)
+    bob, limits = box.cast.bob, Limits(tokens_per_day=100)
+    tenant, key = replace(bob.tenant, limits=limits), replace(bob.key, limits=limits)
+    stranger = Access(role=Role.MEMBER, actor=SYSTEM, tenants={box.cast.charlie.tenant.id: TenantRole.MANAGER})
+
+    for access, text in ((WHOLE_BOX, "7 of 100"), (stranger, "0 of 100")):
+        levels = [
+            await tenant_levels(box.services, tenant, key, access=access),
+            await key_levels(box.services, tenant, key, access=access),
+        ]
+        assert [level.text for found in levels for level in found] == [text, text]
 
 
 async def test_an_exact_time_stands_in_utc_and_in_the_billing_zone(late: tuple[Box, FakeClock]) -> None:

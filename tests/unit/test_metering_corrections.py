@@ -23,6 +23,7 @@ from appliance.metering.limits.rules import Asked
 from appliance.metering.limits.sums import LedgerSums, PeriodSums
 from appliance.metering.prices import Price, PriceBook
 from appliance.metering.usage import UsageReports
+from appliance.tenancy.access import WHOLE_BOX
 from appliance.tenancy.principals import Limits, Principal
 from tests.support import factories
 from tests.support.cast import Cast
@@ -59,7 +60,7 @@ async def test_a_correction_is_a_new_event_at_the_rate_and_on_the_day_of_the_one
 
 async def test_reports_show_what_stands_after_the_correction(database: Database, clock: FakeClock, event: UsageEvent) -> None:
     await correct(database, clock, event.id, completion_tokens=-2)
-    (row,) = await UsageReports(database).usage(START - timedelta(days=1), START + timedelta(days=1))
+    (row,) = await UsageReports(database).usage(START - timedelta(days=1), START + timedelta(days=1), access=WHOLE_BOX)
     assert (row.requests, row.completion_tokens, row.cost_picos) == (1, 3, event.cost_picos - 2 * 1000)
 
 
