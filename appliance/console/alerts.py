@@ -249,7 +249,7 @@ def _confirm(request: ConsoleRequest, console: Console, webhook: Webhook, verb: 
     return console.pages.sheet(
         request,
         "fragments/alert_confirm.html",
-        title={"rotate": "New signing secret", "remove": "Remove"}[verb],
+        title={"rotate": "New signing secret", "remove": "Remove this address"}[verb],
         status=422 if form else 200,
         webhook=webhook,
         verb=verb,

@@ -173,7 +173,7 @@ def _confirm(request: ConsoleRequest, console: Console, member: Member, what: st
     return console.pages.sheet(
         request,
         "fragments/member_confirm.html",
-        title=title,
+        title=f"{title} of {member.email}",
         person=member,
         what=what,
         consequence=consequence,

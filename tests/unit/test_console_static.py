@@ -60,6 +60,20 @@ def test_every_form_that_changes_something_carries_the_session_s_token(path: Pat
 
 
 @pytest.mark.parametrize("path", TEMPLATES, ids=lambda path: path.name)
+def test_a_form_in_the_dialog_is_sent_once_however_often_its_button_is_pressed(path: Path) -> None:
+    forms = re.findall(r"<form[^>]*hx-post=[^>]*>", path.read_text("utf-8"))
+
+    for form in forms:
+        assert 'hx-disable="find button[type=submit]"' in form, form[:120]
+
+
+def test_every_form_in_the_dialog_is_made_by_one_macro() -> None:
+    by_hand = [path.name for path in TEMPLATES if 'hx-target="closest .sheet"' in path.read_text("utf-8")]
+
+    assert by_hand == ["fields.html"]
+
+
+@pytest.mark.parametrize("path", TEMPLATES, ids=lambda path: path.name)
 def test_a_button_that_acts_on_requests_looks_like_one(path: Path) -> None:
     buttons = re.findall(r'<button[^>]*class="quiet[^"]*".*?>([^<>]*)<', path.read_text("utf-8"))
 
