@@ -15,7 +15,7 @@ from appliance.base.clock import rfc3339
 from appliance.metering.ledger.records import RequestRow, UsageEvent
 from appliance.metering.prices import Price
 from appliance.metering.usage import UsageRow
-from appliance.serving.explanation import Timeline, explain
+from appliance.serving.explanation import explain_past
 from appliance.serving.live_requests import LiveRequest
 from appliance.tenancy.pages import Page
 from appliance.tenancy.principals import ApiKey, Limits, ModelLimits, Tenant
@@ -269,19 +269,7 @@ def past_request_shape(row: RequestRow) -> RequestShape:
         admitted_at=rfc3339(row.admitted_at),
         first_token_at=_time(row.first_token_at),
         finished_at=_time(row.finished_at),
-        explanation=explain(
-            Timeline(
-                queue_s=row.queue_s,
-                ttft_s=row.ttft_s,
-                decode_s=row.decode_s,
-                prompt_tokens=row.prompt_tokens,
-                cached_tokens=row.cached_tokens,
-                completion_tokens=row.completion_tokens,
-                preemptions=row.preemptions,
-                finish_reason=row.finish_reason or "error",
-                batch=row.batch,
-            )
-        ),
+        explanation=explain_past(row),
     )
 
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from datetime import datetime
 from typing import TYPE_CHECKING
 
-from appliance.serving.explanation import Timeline, explain
+from appliance.serving.explanation import explain_past
 
 if TYPE_CHECKING:
     from appliance.metering.ledger.records import RequestRow
@@ -139,18 +139,6 @@ def past_line(row: RequestRow, tenant_names: Mapping[str, str], key_prefix: str 
         admitted_at=row.admitted_at,
         first_token_at=row.first_token_at,
         finished_at=row.finished_at,
-        explanation=explain(
-            Timeline(
-                queue_s=row.queue_s,
-                ttft_s=row.ttft_s,
-                decode_s=row.decode_s,
-                prompt_tokens=row.prompt_tokens,
-                cached_tokens=row.cached_tokens,
-                completion_tokens=row.completion_tokens,
-                preemptions=row.preemptions,
-                finish_reason=row.finish_reason,
-                batch=row.batch,
-            )
-        ),
+        explanation=explain_past(row),
         error=row.error,
     )

@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from appliance.metering.ledger.records import RequestRow
 
 NOTICEABLE_S = 0.5  # below this nobody asks why
 
@@ -39,6 +43,23 @@ def explain(timeline: Timeline) -> str:
         return f"Quick: {_seconds(total_s)} in all."
     name, longest_s = max((("queue", queue_s), ("prefill", prefill_s), ("decode", decode_s)), key=lambda stage: stage[1])
     return f"{_cause(name, longest_s, total_s, timeline)}{_preempted(timeline.preemptions)}."
+
+
+def explain_past(row: RequestRow) -> str:
+    """Return the sentence of a request that is not live any more. One without an end belonged to a process that died."""
+    return explain(
+        Timeline(
+            queue_s=row.queue_s,
+            ttft_s=row.ttft_s,
+            decode_s=row.decode_s,
+            prompt_tokens=row.prompt_tokens,
+            cached_tokens=row.cached_tokens,
+            completion_tokens=row.completion_tokens,
+            preemptions=row.preemptions,
+            finish_reason=row.finish_reason or "error",
+            batch=row.batch,
+        )
+    )
 
 
 def _explain_before_first_token(timeline: Timeline) -> str:

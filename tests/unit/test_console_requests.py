@@ -7,6 +7,7 @@ from datetime import timedelta
 import msgspec
 import pytest
 
+from appliance.api.shapes import past_request_shape
 from appliance.base.ids import new_id
 from appliance.metering.ledger.corrections import Correction
 from appliance.metering.ledger.records import RequestRecord, Usage
@@ -58,6 +59,17 @@ async def test_batch_work_has_a_badge_in_flight_and_in_the_history(box: Box) -> 
 
     marked = {row: ">batch</span>" in page.partition(f'<tr id="{row}">')[2].partition("</tr>")[0] for row in rows}
     assert marked == rows
+
+
+async def test_a_request_of_a_process_that_died_has_ended_in_page_and_interface_alike(box: Box) -> None:
+    entry = pending(box.cast.bob)
+    await box.services.ledger.open(entry)
+
+    page = (await (await box.alice()).get(f"/requests/{entry.request_id}")).text
+    shape = past_request_shape(await box.services.reports.request(entry.request_id, access=WHOLE_BOX))
+
+    assert shape.explanation == "Ended before its first token (error)."
+    assert shape.explanation in page
 
 
 async def test_a_first_visit_says_how_to_send_a_request(box: Box) -> None:
