@@ -13,31 +13,24 @@ import torch
 
 from engine.config.model import ModelConfig, load_model_config
 from engine.cpu_environment import default_threads
+from engine.device import device_name, format_name, resolve_device, resolve_dtype, resolve_kv_dtype
 from engine.formats import check_formats
 from engine.grammar.compiler import GrammarCompiler
 from engine.grammar.desk import GrammarDesk, LateCompiler
 from engine.grammar.masks import GrammarMasks
 from engine.grammar.vocabulary import load_vocabulary
 from engine.loop import Engine
-from engine.memory_fit import told, told_apart, underestimated
+from engine.memory.device import check_swap_space, kv_bytes_available
+from engine.memory.fit import format_distinct, format_parts, underestimated
+from engine.memory.forecast import MemoryForecast, MemoryMeter, forecast_memory
+from engine.memory.kv_plan import MemoryPlan, plan_memory
 from engine.models.decoder import Decoder
 from engine.options import EngineOptions
 from engine.protocol import EngineInfo
 from engine.quantization.scheme import UNQUANTISED, weight_scheme
 from engine.runner.ahead import launches_ahead, records_steps, slot_runner
 from engine.runner.calibration import MeasuredSpeed, measure_guesses, measure_speed
-from engine.runner.device import (
-    check_swap_space,
-    device_name,
-    format_name,
-    kv_bytes_available,
-    resolve_device,
-    resolve_dtype,
-    resolve_kv_dtype,
-)
 from engine.runner.kv_cache import BlockMover
-from engine.runner.memory_forecast import MemoryForecast, MemoryMeter, forecast_memory
-from engine.runner.memory_plan import MemoryPlan, plan_memory
 from engine.runner.model_runner import ModelRunner
 from engine.runner.paged_decoder import PagedDecoder
 from engine.runner.slot_runner import SlotRunner
@@ -264,11 +257,11 @@ def _runner_words(cached: CachedModels, *, has_no_graphs: bool) -> str:
 def _tell_start(info: EngineInfo, runner: str, times: StartTimes) -> None:
     """In the log, which those who build an engine in their own process read too."""
     log.info("started model=%s runner=%s seats=%d %s", info.model, runner, info.max_num_seqs, times)
-    log.info("memory: %s", told(info.memory))
+    log.info("memory: %s", format_parts(info.memory))
     if info.memory_note is not None:
         log.warning("memory: %s", info.memory_note)
     for part in underestimated(info.memory):
-        taken, predicted = told_apart(part.measured_bytes or 0, part.predicted_bytes)
+        taken, predicted = format_distinct(part.measured_bytes or 0, part.predicted_bytes)
         log.warning("memory: %s took %s, %s were predicted", part.name, taken, predicted)
 
 

@@ -6,10 +6,12 @@ engine asks on its own.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from typing import NamedTuple
+
 from engine.config.model import ModelConfig
 from engine.config.quantization import Fp8Weights, Int4Weights
 from engine.errors import EngineConfigError
-from engine.memory_needs import EIGHT_BITS, EIGHT_BITS_STORED, FOUR_BITS, HEAD_BITS, Formats, WeightFormat, unquantised
 from engine.options import EngineOptions
 
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
@@ -18,6 +20,40 @@ ON_THE_FLY = ("int8", "fp8")
 
 FP8_CAPABILITY = (8, 9)
 """The first compute capability with products of fp8 numbers."""
+
+
+class WeightFormat(NamedTuple):
+    """How the matrices of the layers are stored: `bits` each, and `group_bits` more for every `group` of them. `head_bits`: of
+    the output head, 0 where it is kept as it is computed with."""
+
+    name: str
+    bits: int
+    group: int = 1
+    group_bits: int = 0
+    head_bits: int = 0
+
+    def num_bytes(self, num_weights: int) -> int:
+        return -(-num_weights * self.bits // 8) + -(-num_weights // self.group) * self.group_bits // 8
+
+
+def unquantised(element_bytes: int) -> WeightFormat:
+    """Weights as they are computed with."""
+    return WeightFormat(f"{8 * element_bytes} bits", 8 * element_bytes)
+
+
+EIGHT_BITS = WeightFormat("8 bits", 8, head_bits=8)  # and one scale for each row: less than a thousandth
+EIGHT_BITS_STORED = EIGHT_BITS._replace(head_bits=0)  # checkpoints leave the head as it was
+HEAD_BITS = {"none": 0, "int8": 8}  # by what the option `head_quantization` asks for
+FOUR_BITS = WeightFormat("4 bits", 4, group=128, group_bits=20)  # a scale of 16 bits and a zero of 4
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Formats:
+    """How weights are stored, and in how many bytes numbers are computed with and keys and values are kept."""
+
+    weights: WeightFormat
+    element_bytes: int
+    kv_element_bytes: int
 
 
 def computed_dtype(wanted: str, stored: str, device_type: str) -> str:

@@ -87,6 +87,16 @@ class ModelConfig:
     def num_layers(self) -> int:
         return len(self.layers)
 
+    @property
+    def kv_numbers_per_token(self) -> int:
+        """Keys and values of one token, in all layers."""
+        return kv_numbers_per_token(self.num_layers, self.num_kv_heads, self.head_dim)
+
+
+def kv_numbers_per_token(num_layers: int, num_kv_heads: int, head_dim: int) -> int:
+    """Of a key and a value for each head that has some, in every layer."""
+    return 2 * num_layers * num_kv_heads * head_dim
+
 
 def read_json(path: Path) -> dict[str, Any]:
     """A JSON object from a file of the model directory; `NotAModelDirectory` names the file when it is not one."""

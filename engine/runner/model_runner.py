@@ -8,10 +8,10 @@ from concurrent.futures import Future
 import torch
 
 from engine.grammar.masks import GrammarMasks, StepMasks
+from engine.memory.needs import LOGITS_ELEMENTS_MAX
 from engine.protocol import TokenLogprob
 from engine.runner.draft_model import DraftModel
 from engine.runner.kv_cache import BlockMover
-from engine.runner.memory_plan import LOGITS_ELEMENTS_MAX
 from engine.runner.paged_decoder import PagedDecoder
 from engine.runner.step_rows import StepRows
 from engine.sampling.acceptance import accept_by_rejection, accept_equal

@@ -11,11 +11,11 @@ from engine.config.model import ModelConfig
 from engine.layers.attention import attention_shapes
 from engine.layers.batch_inputs import BatchInputs
 from engine.layers.rotary import RotaryTable
+from engine.memory.kv_plan import MemoryPlan
 from engine.models.decoder import Decoder
 from engine.runner.batch_inputs import InputRow, make_batch_inputs
 from engine.runner.embedder import TextModel
 from engine.runner.kv_cache import allocate_kv_cache
-from engine.runner.memory_plan import MemoryPlan
 from kernels.ops import (
     AnyPlanner,
     AttentionPlanner,

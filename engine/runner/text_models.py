@@ -9,6 +9,7 @@ import torch
 from engine.config.encoder import load_encoder_config
 from engine.config.model import EMBEDDERS, ENCODERS, architecture_of, load_embedder_config, read_model_json
 from engine.cpu_environment import default_threads
+from engine.device import resolve_device, resolve_dtype
 from engine.errors import EngineConfigError
 from engine.layers.attention import attention_shapes
 from engine.layers.rotary import RotaryTable
@@ -16,7 +17,6 @@ from engine.models.decoder import Decoder
 from engine.models.encoder import Encoder
 from engine.options import EngineOptions
 from engine.quantization.scheme import weight_scheme
-from engine.runner.device import resolve_device, resolve_dtype
 from engine.runner.embedder import TextModel
 from engine.weights import load_weights
 from kernels import ops

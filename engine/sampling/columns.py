@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
+from engine.memory.needs import BIAS_ROWS
 from engine.protocol import SamplingParams
 from engine.sampling import scores
 from engine.sampling.host_masks import needs_masks
@@ -20,9 +21,6 @@ from engine.sampling.logits_rules import FORBIDDEN, changes_logits, has_penaltie
 from engine.sampling.randomness import signed, stream
 from engine.scheduling.request import Request
 from kernels import ops
-
-NUM_RULES = 16
-"""Requests with a bias that a step may hold: a row of the vocabulary for each, 1 MB for 128k tokens."""
 
 NO_SCORES = -1
 
@@ -76,7 +74,7 @@ class ColumnSampler:
         device: torch.device,
         *,
         max_guesses: int = 0,
-        num_rules: int = NUM_RULES,
+        num_rules: int = BIAS_ROWS,
         dtype: torch.dtype | None = None,
     ) -> None:
         """`max_guesses`: rows of a step beyond one for each slot. `dtype`: of all logits, None if it is not known."""

@@ -1,7 +1,7 @@
 """Would this model fit into that GPU: the engine's own prediction of memory, for a card that is not here. Knows no torch.
 
-A folder is read and judged by the code that an engine asks before it loads (`engine.formats`, `engine.memory_asked`). A model
-that is known by name stands for its checkpoint in bfloat16, or in 4 bits where that is asked about.
+A folder is read and judged by the code that an engine asks before it loads (`engine.formats`, `engine.memory.estimate`). A
+model that is known by name stands for its checkpoint in bfloat16, or in 4 bits where that is asked about.
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ from engine.config.model import load_model_config, parse_model_config
 from engine.config.quantization import KEY
 from engine.errors import EngineConfigError
 from engine.formats import check_formats, computed_dtype
-from engine.memory_asked import DeviceMemory, fit_of
-from engine.memory_fit import MemoryFit, gib
-from engine.memory_needs import CONTEXT_BYTES, GIB
+from engine.memory.estimate import DeviceMemory, estimate_fit
+from engine.memory.fit import MemoryFit, gib
+from engine.memory.needs import CONTEXT_BYTES, GIB
 from engine.options import EngineOptions
 from engine.simulator.models import MODELS, SimulatedGpu, config_of, find_model
 
@@ -54,7 +54,7 @@ def memory_fit(model: str, gpu: SimulatedGpu, *, quantization: str | None = None
         capability=gpu.capability,
         memory_bytes=gpu.memory_bytes,
     )
-    return fit_of(config, options, dtype, memory, has_slots=not options.enforce_eager)
+    return estimate_fit(config, options, dtype, memory, has_slots=not options.enforce_eager)
 
 
 def card_with(gpu: SimulatedGpu, memory_gib: float | None) -> SimulatedGpu:

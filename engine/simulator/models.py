@@ -15,11 +15,10 @@ from typing import Any
 from engine.config.model import ModelConfig, load_model_config
 from engine.errors import EngineConfigError
 from engine.formats import check_formats, computed_dtype, formats_of
-from engine.memory_needs import MemoryShape
+from engine.memory.needs import GIB, MemoryShape
 from engine.options import EngineOptions
 from engine.scheduling.step_time import DeviceSpeed, ModelShape
 
-GIB = 1024**3
 BLOCK_SIZE = 16
 MEMORY_SHARE = 0.90
 RESERVED_BYTES = 3_000_000_000

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from hashlib import blake2b
 
 from engine.errors import EngineConfigError
+from engine.memory.needs import GIB
 from engine.options import SEATS, SEATS_MAX
 from engine.protocol import SamplingParams
 from engine.scheduling.block_pool import PROTECTED_PERCENT, BlockPool
@@ -26,7 +27,7 @@ from engine.scheduling.scheduler import Scheduler, SchedulerLimits
 from engine.scheduling.step_budget import BudgetTargets, StepBudget
 from engine.scheduling.step_time import StepTimeModel
 from engine.simulator.device import SimulatedDevice, SimulatedRequest, VirtualClock, make_request
-from engine.simulator.models import BLOCK_SIZE, GIB, SimulatedGpu, SimulatedModel, check_card, kv_blocks
+from engine.simulator.models import BLOCK_SIZE, SimulatedGpu, SimulatedModel, check_card, kv_blocks
 from engine.simulator.recorder import Recorder
 from engine.simulator.trace import HASH_BLOCK_TOKENS, TOKENS_MAX, TracedRequest
 from engine.simulator.workload import Workload

@@ -20,9 +20,9 @@ from bench.gpu.report import document, table
 from bench.gpu.rows import GOALS_CARD, Row, Target, verdict
 from bench.gpu.targets import TARGETS
 from engine.config.model import parse_model_config
-from engine.memory_asked import DeviceMemory, fit_of
-from engine.memory_fit import MemoryFit
-from engine.memory_needs import CONTEXT_BYTES, GIB
+from engine.memory.estimate import DeviceMemory, estimate_fit
+from engine.memory.fit import MemoryFit
+from engine.memory.needs import CONTEXT_BYTES, GIB
 from engine.options import EngineOptions
 from engine.simulator.models import find_gpu
 
@@ -125,7 +125,7 @@ def fit_on(gpu: str, name: str, options: dict[str, Any]) -> tuple[MemoryFit, int
         context_bytes=CONTEXT_BYTES,
         capability=card.capability,
     )
-    fit = fit_of(parse_model_config(config, {}), asked, "bfloat16", memory, has_slots=True)
+    fit = estimate_fit(parse_model_config(config, {}), asked, "bfloat16", memory, has_slots=True)
     return fit, asked.kv_cache_bytes or fit.needs.num_blocks(fit.usable_bytes) * fit.needs.block_bytes
 
 

@@ -19,15 +19,15 @@ from torch.profiler import ProfilerActivity, profile
 from engine.build import _forecast, _tell_start, build_engine
 from engine.config.model import ModelConfig, load_model_config
 from engine.errors import EngineConfigError
-from engine.memory_asked import DeviceMemory
-from engine.memory_fit import told, underestimated
-from engine.memory_needs import GIB, MemoryNeeds, MemoryShape, invariant_bytes
+from engine.memory import forecast as memory_forecast
+from engine.memory.estimate import DeviceMemory
+from engine.memory.fit import format_parts, underestimated
+from engine.memory.forecast import MeasuredMemory, MemoryForecast, forecast_memory
+from engine.memory.needs import GIB, MemoryNeeds, MemoryShape, invariant_bytes
 from engine.models.decoder import Decoder
 from engine.options import CPU_KV_CACHE_BYTES, EngineOptions
 from engine.protocol import MemoryPart
-from engine.runner import memory_forecast
 from engine.runner.batch_inputs import InputRow
-from engine.runner.memory_forecast import MeasuredMemory, MemoryForecast, forecast_memory
 from engine.runner.slot_runner import KINDS, SlotRunner
 from engine.speculation.options import SpeculativeOptions
 from engine.start_times import StartTimes
@@ -98,7 +98,7 @@ def test_whoever_builds_an_engine_reads_of_its_memory_and_of_a_context_that_is_c
     with caplog.at_level(logging.INFO, logger="gatehouse.engine"):
         engine = build_engine(EngineOptions(model=model, device="cpu", num_kv_blocks=8, enforce_eager=enforce_eager))
     said = [(record.levelname, record.getMessage()) for record in caplog.records if record.getMessage().startswith("memory: ")]
-    assert said[0] == ("INFO", f"memory: {told(engine.info.memory)}")
+    assert said[0] == ("INFO", f"memory: {format_parts(engine.info.memory)}")
     assert said[1] == ("WARNING", "memory: the context is 64 tokens: llama needs more")
 
 
@@ -273,8 +273,8 @@ def test_parts_are_told_and_those_that_took_more_than_predicted_are_named() -> N
         MemoryPart(name="device_context", predicted_bytes=1, measured_bytes=GIB),
     ]
     assert [part.name for part in underestimated(parts)] == ["activations"]
-    assert told(parts[:3]) == "weights 1.0 GiB (predicted 1.0 GiB), activations 2.0 GiB (predicted 1.0 GiB)"
-    assert told([replace(parts[0], measured_bytes=None)]) == "weights predicted 1.0 GiB"
+    assert format_parts(parts[:3]) == "weights 1.0 GiB (predicted 1.0 GiB), activations 2.0 GiB (predicted 1.0 GiB)"
+    assert format_parts([replace(parts[0], measured_bytes=None)]) == "weights predicted 1.0 GiB"
 
 
 def test_the_log_of_a_start_warns_in_gib_of_what_took_more_than_predicted(caplog: pytest.LogCaptureFixture) -> None:

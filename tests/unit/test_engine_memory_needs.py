@@ -8,19 +8,10 @@ from dataclasses import replace
 import pytest
 
 from engine.config.model import parse_model_config
-from engine.memory_changes import Held, changes_in_order
-from engine.memory_fit import GAIN_MIN, REMEDIES_MAX, MemoryFit, gib
-from engine.memory_needs import (
-    EIGHT_BITS,
-    FOUR_BITS,
-    GIB,
-    Formats,
-    Load,
-    MemoryNeeds,
-    MemoryShape,
-    invariant_bytes,
-    unquantised,
-)
+from engine.formats import EIGHT_BITS, FOUR_BITS, Formats, unquantised
+from engine.memory.fit import GAIN_MIN, REMEDIES_MAX, MemoryFit, gib
+from engine.memory.needs import GIB, Load, MemoryNeeds, MemoryShape, invariant_bytes
+from engine.memory.remedies import Held, changes_in_order
 from engine.simulator.models import MODELS, config_of
 from engine.step_sizes import draft_graphs_kept, graphs_kept
 

@@ -12,8 +12,8 @@ import pytest
 from engine.config.families import FAMILIES
 from engine.config.model import EMBEDDERS, ModelConfig, parse_model_config
 from engine.errors import EngineConfigError, UnsupportedModel
+from engine.memory.kv_plan import plan_memory
 from engine.options import EngineOptions
-from engine.runner.memory_plan import plan_memory
 
 SHAPE: dict[str, Any] = {
     "vocab_size": 100,

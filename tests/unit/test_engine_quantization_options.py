@@ -15,11 +15,11 @@ from safetensors.torch import load_file, save_file
 from engine import LLM, SamplingParams
 from engine.config.model import load_model_config
 from engine.config.quantization import parse_quantization
+from engine.device import format_name
 from engine.errors import EngineConfigError, UnsupportedModel, WeightsError
 from engine.formats import check_formats
 from engine.options import EngineOptions
 from engine.quantization import on_the_fly
-from engine.runner.device import format_name
 from engine.verify import verify_model
 from tests.support import quantised_checkpoints as layouts
 from tests.support.engines import small_engine

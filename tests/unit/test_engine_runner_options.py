@@ -11,14 +11,17 @@ import pytest
 import torch
 
 from engine import LLM
+from engine import device as device_module
 from engine.config.model import load_model_config
+from engine.device import resolve_device
 from engine.errors import EngineConfigError
 from engine.main import INTER_TOKEN_TARGET_MS, _engine_options, parse_arguments
+from engine.memory import device as memory_device
+from engine.memory.device import check_swap_space
+from engine.memory.kv_plan import kv_block_bytes, plan_memory
+from engine.memory.needs import GIB
 from engine.options import EngineOptions
-from engine.runner import device as device_module
-from engine.runner.device import check_swap_space, resolve_device
 from engine.runner.kv_cache import BlockMover, allocate_kv_cache
-from engine.runner.memory_plan import GIB, kv_block_bytes, plan_memory
 from engine.runner.model_runner import ModelRunner
 from engine.scheduling.scheduled_batch import BlockMoves
 from engine.shared_prefixes import shared_prefixes
@@ -86,7 +89,7 @@ def test_a_card_that_torch_cannot_use_is_told_with_the_reason(
 
 
 def test_locked_memory_counts_as_the_power_of_two_that_torch_takes(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(device_module, "main_memory_bytes", lambda: 100 << 30)
+    monkeypatch.setattr(memory_device, "main_memory_bytes", lambda: 100 << 30)
     options = EngineOptions(model=model, swap_space=65.0)
     check_swap_space(options, torch.device("cpu"))
     check_swap_space(EngineOptions(model=model, swap_space=64.0), torch.device("cuda"))

@@ -15,12 +15,13 @@ from appliance.base.settings import SettingsError, load_settings
 from engine import LLM
 from engine.build import _forecast
 from engine.config.model import load_model_config
+from engine.device import format_name, resolve_dtype
 from engine.errors import EngineConfigError, NotAModelDirectory, UnsupportedModel
 from engine.formats import check_formats
-from engine.memory_fit import MemoryFit
-from engine.memory_needs import CONTEXT_BYTES, GIB
+from engine.memory.device import WORKSPACE_BYTES
+from engine.memory.fit import MemoryFit
+from engine.memory.needs import CONTEXT_BYTES, GIB
 from engine.options import SEATS_MAX, EngineOptions
-from engine.runner.device import WORKSPACE_BYTES, format_name, resolve_dtype
 from engine.simulator.fitting import memory_fit
 from engine.simulator.models import MODELS, SimulatedGpu, find_gpu, find_model
 from engine.simulator.replay import Replay, Setup

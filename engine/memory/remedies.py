@@ -11,7 +11,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
-from engine.memory_needs import EIGHT_BITS, FOUR_BITS, Formats, Load, unquantised
+from engine.formats import EIGHT_BITS, FOUR_BITS, Formats, unquantised
+from engine.memory.needs import Load
 
 FEW_SEATS = 32
 FEW_TOKENS = 2048

@@ -11,8 +11,7 @@ from dataclasses import dataclass
 
 from engine.config.model import ModelConfig
 from engine.errors import EngineConfigError
-from engine.memory_needs import GIB as GIB
-from engine.memory_needs import LOGITS_ELEMENTS_MAX as LOGITS_ELEMENTS_MAX
+from engine.memory.needs import GIB
 from engine.options import EngineOptions
 
 
@@ -33,7 +32,7 @@ class MemoryPlan:
 
 def kv_block_bytes(config: ModelConfig, block_size: int, element_bytes: int) -> int:
     """Bytes of one block: keys and values, all layers."""
-    return block_size * 2 * config.num_kv_heads * config.head_dim * element_bytes * config.num_layers
+    return block_size * config.kv_numbers_per_token * element_bytes
 
 
 def plan_memory(

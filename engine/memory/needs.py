@@ -21,9 +21,9 @@ What is divided here is that of paged caches, Kwon et al., arXiv 2309.06180, sec
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import NamedTuple
 
 from engine.config.model import ModelConfig
+from engine.formats import Formats, WeightFormat, unquantised
 from engine.step_sizes import draft_graphs_kept, graphs_kept
 
 GIB = 1 << 30
@@ -40,9 +40,8 @@ our own are measured: Llama-3.1-8B's steps come to 8 MiB each."""
 CONTEXT_BYTES = 600 << 20
 """Of a process on an NVIDIA GPU: context, code, the matrix library's workspace. A guess where no device can be asked."""
 
-
 BIAS_ROWS = 16
-"""Requests with a bias that steps over slots may hold (`sampling.columns`)."""
+"""Requests with a bias that steps over slots may hold: a row of the vocabulary for each, 1 MB for 128k tokens."""
 
 
 def num_splits(num_tokens: int, head_dim: int, kv_element_bytes: int, window: int | None) -> int:
@@ -73,31 +72,6 @@ def invariant_bytes(num_seqs: int, num_tokens: int, num_heads: int, head_dim: in
     place_bytes = (head_dim + 2) * 4
     places = min(max(num_seqs, INVARIANT_QUERIES_MIN) * num_heads * splits, INVARIANT_BYTES_MAX // place_bytes)
     return max(num_heads * splits, places) * place_bytes
-
-
-class WeightFormat(NamedTuple):
-    """How the matrices of the layers are stored: `bits` each, and `group_bits` more for every `group` of them. `head_bits`: of
-    the output head, 0 where it is kept as it is computed with."""
-
-    name: str
-    bits: int
-    group: int = 1
-    group_bits: int = 0
-    head_bits: int = 0
-
-    def num_bytes(self, num_weights: int) -> int:
-        return -(-num_weights * self.bits // 8) + -(-num_weights // self.group) * self.group_bits // 8
-
-
-def unquantised(element_bytes: int) -> WeightFormat:
-    """Weights as they are computed with."""
-    return WeightFormat(f"{8 * element_bytes} bits", 8 * element_bytes)
-
-
-EIGHT_BITS = WeightFormat("8 bits", 8, head_bits=8)  # and one scale for each row: less than a thousandth
-EIGHT_BITS_STORED = EIGHT_BITS._replace(head_bits=0)  # checkpoints leave the head as it was
-HEAD_BITS = {"none": 0, "int8": 8}  # by what the option `head_quantization` asks for
-FOUR_BITS = WeightFormat("4 bits", 4, group=128, group_bits=20)  # a scale of 16 bits and a zero of 4
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -134,7 +108,7 @@ class MemoryShape:
             embedding=config.vocab_size * d,
             head=config.vocab_size * d if has_own_head else 0,
             others=d + sum(biases + norms + others for _, others in feed_forward),
-            kv_token=2 * config.num_layers * config.num_kv_heads * config.head_dim,
+            kv_token=config.kv_numbers_per_token,
             layer_width=_layer_width(
                 d,
                 attended,
@@ -212,15 +186,6 @@ def _qk_norm(config: ModelConfig) -> int:
     if config.family.qk_norm == "head":
         return 2 * config.head_dim
     return (config.num_heads + config.num_kv_heads) * config.head_dim if config.family.qk_norm == "full" else 0
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Formats:
-    """How weights are stored, and in how many bytes numbers are computed with and keys and values are kept."""
-
-    weights: WeightFormat
-    element_bytes: int
-    kv_element_bytes: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

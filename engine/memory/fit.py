@@ -1,6 +1,6 @@
 """Why a model does not fit into a device's memory, and which changes would make it fit, in words. Knows no torch.
 
-What helps is told in the order of what it costs (`memory_changes`), each change with the context that it leaves.
+What helps is told in the order of what it costs (`remedies`), each change with the context that it leaves.
 """
 
 from __future__ import annotations
@@ -11,8 +11,9 @@ from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import NamedTuple
 
-from engine.memory_changes import Held, changes_in_order
-from engine.memory_needs import GIB, Formats, Load, MemoryNeeds, MemoryShape
+from engine.formats import Formats
+from engine.memory.needs import GIB, Load, MemoryNeeds, MemoryShape
+from engine.memory.remedies import Held, changes_in_order
 from engine.protocol import MemoryPart
 
 REMEDIES_MAX = 6
@@ -129,7 +130,7 @@ class MemoryFit:
             (f"keys and values of {self.wanted_len} tokens", needs.kv_bytes(self.wanted_len)),
         ]
         said = ", ".join(f"{name} {gib(num_bytes)}" for name, num_bytes in parts if num_bytes)
-        needed, usable = told_apart(self.needed_bytes, self.usable_bytes)
+        needed, usable = format_distinct(self.needed_bytes, self.usable_bytes)
         said = f"needs {needed} ({said}), and {usable} may be used"
         if self.memory_bytes is not None:
             said += f" (gpu_memory_utilization={self.share:g} of {gib(self.memory_bytes)})"
@@ -152,7 +153,7 @@ def gib(num_bytes: int, digits: int = 1) -> str:
     return f"{num_bytes / GIB:.{digits}f} GiB" if num_bytes >= GIB // 2 else f"{num_bytes / (1 << 20):.{digits}f} MiB"
 
 
-def told_apart(one: int, other: int) -> tuple[str, str]:
+def format_distinct(one: int, other: int) -> tuple[str, str]:
     """Two amounts with as many digits as it takes to see which is larger."""
     for digits in (1, 2, 3):
         words = gib(one, digits), gib(other, digits)
@@ -161,7 +162,7 @@ def told_apart(one: int, other: int) -> tuple[str, str]:
     return f"{one} bytes", f"{other} bytes"
 
 
-def told(parts: Sequence[MemoryPart]) -> str:
+def format_parts(parts: Sequence[MemoryPart]) -> str:
     """For the log: `weights 15.0 GiB (predicted 15.1 GiB), …`."""
     words = [
         f"{part.name} predicted {gib(part.predicted_bytes)}"

@@ -9,9 +9,9 @@ from dataclasses import dataclass, replace
 
 from engine.config.model import ModelConfig
 from engine.formats import formats_of, has_fp8
-from engine.memory_changes import FEW_SEATS
-from engine.memory_fit import MemoryFit
-from engine.memory_needs import Load, MemoryShape
+from engine.memory.fit import MemoryFit
+from engine.memory.needs import Load, MemoryShape
+from engine.memory.remedies import FEW_SEATS
 from engine.options import EngineOptions
 
 SEAT_TOKENS = 256
@@ -31,7 +31,7 @@ class DeviceMemory:
     memory_bytes: int | None = None
 
 
-def fit_of(
+def estimate_fit(
     config: ModelConfig,
     options: EngineOptions,
     dtype: str,

@@ -8,13 +8,14 @@ from dataclasses import dataclass, replace
 import torch
 
 from engine.config.model import ModelConfig
+from engine.device import format_name
 from engine.errors import EngineConfigError
-from engine.memory_asked import DeviceMemory, fit_of
-from engine.memory_fit import MemoryFit, gib
+from engine.memory.device import WORKSPACE_BYTES, main_memory_bytes
+from engine.memory.estimate import DeviceMemory, estimate_fit
+from engine.memory.fit import MemoryFit, gib
 from engine.models.joined_layers import MAX_ROWS
 from engine.options import CPU_KV_CACHE_BYTES, EngineOptions
 from engine.protocol import MemoryPart
-from engine.runner.device import WORKSPACE_BYTES, format_name, main_memory_bytes
 from kernels import ops
 
 
@@ -99,7 +100,7 @@ def forecast_memory(
 ) -> MemoryForecast:
     """Predict from the configuration and what the device says now; the driver's context is there afterwards."""
     table = ops.operations(device, dtype)  # loads what is compiled for a CPU, and the compiler: a part of what is taken
-    fit = fit_of(
+    fit = estimate_fit(
         config,
         options,
         format_name(dtype),

@@ -1,0 +1,46 @@
+"""What this machine has left for keys and values, on its device and in main memory."""
+
+from __future__ import annotations
+
+import os
+
+import torch
+
+from engine.errors import EngineConfigError
+from engine.memory.needs import GIB, MemoryNeeds
+from engine.options import CPU_KV_CACHE_BYTES, EngineOptions
+
+SWAP_SPACE_SHARE_MAX = 0.8
+
+WORKSPACE_BYTES = 128 << 20
+"""Of libraries and of kernels' code on a GPU, which come with the first step."""
+
+
+def kv_bytes_available(needs: MemoryNeeds, options: EngineOptions, device: torch.device) -> int:
+    """Bytes for the KV cache, once the weights are loaded: what is left beside the steps' own."""
+    if options.kv_cache_bytes is not None:
+        return options.kv_cache_bytes
+    if device.type == "cpu":
+        return CPU_KV_CACHE_BYTES
+    torch.cuda.empty_cache()  # what loading held for a while is given back before the rest is counted
+    free, total = torch.cuda.mem_get_info(device)
+    reserved = needs.activations_bytes + needs.graphs_bytes + needs.slots_bytes + WORKSPACE_BYTES
+    return max(0, int(total * options.gpu_memory_utilization) - (total - free) - reserved)
+
+
+def main_memory_bytes() -> int:
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
+
+def check_swap_space(options: EngineOptions, device: torch.device) -> None:
+    """Raise `EngineConfigError` for a host tier that main memory cannot hold. Beside a GPU it is page-locked, of which
+    torch takes the next power of two."""
+    memory, wanted = main_memory_bytes(), int(options.swap_space * GIB)
+    taken = 1 << (wanted - 1).bit_length() if wanted and device.type == "cuda" else wanted
+    if taken > memory * SWAP_SPACE_SHARE_MAX:
+        rounded = f", page-locked as {taken / GIB:g} GiB," if taken > wanted else ""
+        raise EngineConfigError(
+            "swap_space",
+            f"({options.swap_space:g} GiB){rounded} is more than {SWAP_SPACE_SHARE_MAX:.0%} of main memory "
+            f"({memory / GIB:.1f} GiB)",
+        )
