@@ -50,6 +50,7 @@ from kernels.quantised_weights import (
 from kernels.recorded_operations import NotRecordable, RecordedOperations
 from kernels.residual_stream import Stream
 from kernels.sampling_columns import HELD_IDS_MAX, SamplingColumns
+from kernels.transfer import send
 from kernels.variants import CompilationFailed, Variants
 
 __all__ = [
@@ -110,6 +111,7 @@ __all__ = [
     "route",
     "row_invariant",
     "sampling_kernels",
+    "send",
     "silu_mul",
     "to_fp8",
     "write_kv",

@@ -15,6 +15,7 @@ import torch
 
 from kernels.attention_rows import AttentionRow, AttentionShape
 from kernels.operations import Operations
+from kernels.transfer import send
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +54,7 @@ class PagedPlanner:
         lens = np.array([row.context_len for row in rows], dtype=np.int32)
         longer = [row.query_len for row in rows[num_decodes:]]
         starts = np.cumsum([0, *longer], dtype=np.int32)
-        sent = self._send(np.concatenate((tables.reshape(-1), lens, starts)))
+        sent = send(np.concatenate((tables.reshape(-1), lens, starts)), torch.int32, self._device)
         return PagedPlan(
             self._shape,
             num_decodes,
@@ -68,12 +69,6 @@ class PagedPlanner:
     def plan_like(self, plan: PagedPlan) -> PagedPlan:
         """For the rows of a plan of another shape: on the device they are the same."""
         return replace(plan, shape=self._shape, workspace=self.workspace, is_row_invariant=self._is_row_invariant)
-
-    def _send(self, values: np.ndarray[Any, np.dtype[np.int32]]) -> torch.Tensor:
-        """To the device in one copy. From page-locked memory, which torch reuses only when the copy is over, so that the host
-        does not wait for the steps before it."""
-        found = torch.from_numpy(values)
-        return found.pin_memory().to(self._device, non_blocking=True) if self._device.type == "cuda" else found
 
 
 def paged_plan_attention(

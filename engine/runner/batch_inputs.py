@@ -14,7 +14,7 @@ import torch
 
 from engine.layers.batch_inputs import BatchInputs
 from engine.layers.rotary import RotaryTable
-from kernels.ops import AnyPlan, AnyPlanner, AttentionRow, PagedPlan, PagedPlanner
+from kernels.ops import AnyPlan, AnyPlanner, AttentionRow, PagedPlan, PagedPlanner, send
 
 
 class InputRow(NamedTuple):
@@ -61,7 +61,7 @@ def make_batch_inputs(
             slots += _slots(block_table, start, start + len(ids), block_size)
     wanted = [first + output for first, row in zip(firsts, rows, strict=True) for output in row.outputs]
     num_tokens = len(token_ids)
-    sent = to_device(token_ids + positions + slots + wanted, device)
+    sent = send(token_ids + positions + slots + wanted, torch.int64, device)
     on_device = sent[num_tokens : 2 * num_tokens]
     return BatchInputs(
         token_ids=sent[:num_tokens],
@@ -71,14 +71,6 @@ def make_batch_inputs(
         sampled_rows=None if len(wanted) == num_tokens and wanted == list(range(num_tokens)) else sent[3 * num_tokens :],
         attention=tuple(_plans(attention_rows, planners)),
     )
-
-
-def to_device(values: list[int], device: torch.device) -> torch.Tensor:
-    """[len(values)] int64. A GPU copies from page-locked memory, which torch reuses only when the copy is over, so that the
-    host does not wait for the steps before it."""
-    if device.type != "cuda":
-        return torch.tensor(values, dtype=torch.int64)
-    return torch.tensor(values, dtype=torch.int64, pin_memory=True).to(device, non_blocking=True)
 
 
 def _plans(rows: Sequence[AttentionRow], planners: Sequence[AnyPlanner]) -> Iterator[AnyPlan]:

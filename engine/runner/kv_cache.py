@@ -16,7 +16,6 @@ import torch
 
 from engine.config.model import ModelConfig
 from engine.errors import EngineConfigError
-from engine.runner.batch_inputs import to_device
 from engine.scheduling.scheduled_batch import BlockMoves
 from kernels import ops
 
@@ -103,5 +102,5 @@ class BlockMover:
 
     def _columns(self, pairs: Sequence[tuple[int, int]]) -> tuple[torch.Tensor, torch.Tensor]:
         """pairs → two columns, [n] int64 each, on the device"""
-        sent = to_device([first for first, _ in pairs] + [second for _, second in pairs], self._device)
+        sent = ops.send([first for first, _ in pairs] + [second for _, second in pairs], torch.int64, self._device)
         return sent[: len(pairs)], sent[len(pairs) :]

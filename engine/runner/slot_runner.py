@@ -45,6 +45,7 @@ from engine.sampling.host_masks import HostMasks
 from engine.sampling.logits_rules import SampledRow
 from engine.sampling_params import TOP_LOGPROBS_MAX
 from engine.scheduling.scheduled_batch import BlockMoves, ScheduledRequest, StepOutput
+from kernels import ops
 
 Begun = Callable[[], StepMasks]
 """Masks that are being filled."""
@@ -372,8 +373,7 @@ class SlotRunner:
         masks = torch.full((size, filled.rows.shape[1]), -1, dtype=torch.int32, device=self._device)
         if live:
             places = self._staging.send([masked[index] for index in live])
-            pinned = filled.rows.pin_memory() if self._device.type == "cuda" else filled.rows
-            masks.index_copy_(0, places, pinned.to(self._device, non_blocking=True))
+            masks.index_copy_(0, places, ops.send(filled.rows, torch.int32, self._device))
         return masks, {masked[live[index]]: error for index, error in filled.errors.items()}
 
 

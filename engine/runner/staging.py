@@ -52,7 +52,10 @@ class Rotation(Generic[Buffer]):
 
 
 class Staging:
-    """Small tables of integers on their way to the device."""
+    """Small tables of integers on their way to the device, in each step.
+
+    `ops.send` takes page-locked memory from torch's allocator for each copy; what every step sends has buffers of its own.
+    """
 
     def __init__(self, device: torch.device) -> None:
         self._device = device

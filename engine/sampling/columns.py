@@ -7,7 +7,7 @@ with the same noise; what a slot cannot hold (`accepts`) is left to that. Some r
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -112,7 +112,7 @@ class ColumnSampler:
 
     def place(self, slots: Sequence[int], requests: Sequence[Request]) -> None:
         """The slots have these owners from now on. What their tokens are, `restart` says."""
-        index = self._send(slots, torch.int64)
+        index = ops.send(slots, torch.int64, self._device)
         params = [request.sampling for request in requests]
         held = [sorted(request.stop_ids) if request.sampling.min_tokens > 0 else [] for request in requests]
         held = [ids if len(ids) <= ops.HELD_IDS_MAX else [] for ids in held]
@@ -134,9 +134,9 @@ class ColumnSampler:
             [r.num_prompt_tokens + r.sampling.min_tokens for r in requests],
         ]
         for table, values in ((c.floats, floats), (c.ints, ints), (c.longs, longs)):
-            table.index_copy_(1, index, self._send(values, table.dtype))
+            table.index_copy_(1, index, ops.send(values, table.dtype, self._device))
         held_ids = [ids + [-1] * (ops.HELD_IDS_MAX - len(ids)) for ids in held]
-        c.held_ids.index_copy_(0, index, self._send(held_ids, torch.int32))
+        c.held_ids.index_copy_(0, index, ops.send(held_ids, torch.int32, self._device))
         for slot, request in zip(slots, requests, strict=True):
             sampling = request.sampling
             self._weighs[slot], self._counts[slot] = weighs(sampling), has_penalties(sampling)
@@ -152,14 +152,8 @@ class ColumnSampler:
             return
         ids, places = np.unique(request.token_ids[:num_tokens], return_inverse=True)
         in_output = np.bincount(places[request.num_prompt_tokens :], minlength=len(ids))
-        sent = self._send(np.stack((ids, 2 * in_output + 1)), torch.int64)
+        sent = ops.send(np.stack((ids, 2 * in_output + 1)), torch.int64, self._device)
         self.columns.counts[slot].zero_().index_copy_(0, sent[0], sent[1].int())
-
-    def _send(self, values: Any, dtype: torch.dtype) -> torch.Tensor:
-        """From page-locked memory, which torch reuses only when the copy is over: the host waits for no step under way. Torch
-        locks no tensor that it makes of an array, but a copy of it."""
-        kept = torch.tensor(values, dtype=dtype)
-        return kept.pin_memory().to(self._device, non_blocking=True) if self._device.type == "cuda" else kept
 
     def _write_bias(self, rule: int, sampling: SamplingParams) -> None:
         row = torch.zeros(self._vocab_size, pin_memory=self._device.type == "cuda")
