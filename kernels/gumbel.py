@@ -48,7 +48,8 @@ WEIGHT_BITS = 30
 FARTHEST = 31.0  # binary orders below the likeliest token from which a weight is zero
 
 GUESS, ACCEPT, RESIDUAL = 1, 2, 3
-"""Draws beside draw 0, which chooses the token of plain decoding: a draft's guess, its judgement, what replaces it."""
+"""Draws of independent noise beside draw 0, which chooses the token of plain decoding: the guess of a draft model, the uniform
+number that accepts or rejects it, and the token in its place."""
 
 NO_TOKEN = -1
 """Stands for a row that nothing can be drawn from: no finite maximum, NaN, or everything forbidden."""

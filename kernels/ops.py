@@ -24,7 +24,7 @@ from kernels.cpu.elementwise import gelu, gelu_tanh, gelu_tanh_mul, layer_norm, 
 from kernels.cpu.experts import mix_experts, route
 from kernels.cpu.invariant_attention import InvariantPlan, InvariantPlanner, invariant_attention
 from kernels.cpu.row_tiles import in_agreeing_tiles
-from kernels.gumbel import NO_TOKEN
+from kernels.gumbel import GUESS, NO_TOKEN
 from kernels.operations import FUSED_ROWS_MAX, LinearKernel, LinearPacker, Operations
 from kernels.paged_plan import PagedPlan, PagedPlanner, paged_plan_attention
 from kernels.plain_weights import PlainWeights, ReadsWeight, plain_product
@@ -55,6 +55,7 @@ from kernels.variants import CompilationFailed, Variants
 
 __all__ = [
     "FUSED_ROWS_MAX",
+    "GUESS",
     "HELD_IDS_MAX",
     "NO_TOKEN",
     "AnyPlan",

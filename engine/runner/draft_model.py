@@ -14,13 +14,12 @@ import torch
 
 from engine.runner.batch_inputs import InputRow
 from engine.runner.paged_decoder import PagedDecoder
-from engine.sampling.acceptance import GUESS
 from engine.sampling.logits_rules import SampledRow
 from engine.sampling.randomness import key, signed
 from engine.sampling.sampler import Sampler
 from engine.scheduling.request import Request
 from engine.scheduling.scheduled_batch import ScheduledRequest
-from kernels.ops import NO_TOKEN, plain_sampling
+from kernels.ops import GUESS, NO_TOKEN, plain_sampling
 
 
 class DraftModel:

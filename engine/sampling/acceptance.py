@@ -24,9 +24,6 @@ from engine.sampling.sampler import NOT_FINITE, SampledToken
 from engine.scheduling.scheduled_batch import StepOutput
 from kernels import ops
 
-GUESS = 1
-"""The draw that makes a guess; draw 0 chooses the token of plain decoding, others judge: independent noise, `kernels.gumbel`."""
-
 
 def accept_equal(drawn: Sequence[SampledToken], guesses: Sequence[int]) -> StepOutput:
     """Tokens up to the first one that was guessed wrong, that one included.

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import torch
 
-FP8 = torch.float8_e4m3fn
-FP8_MAX = 448.0
+from kernels.quantised_weights import FP8, FP8_MAX
+
 ROW_MAX_MIN = 1e-12
 """A row of nothing but zeros, or of less than this, is scaled as if this were its largest element."""
 

@@ -9,11 +9,11 @@ import pytest
 import torch
 
 from engine.protocol import TokenLogprob
-from engine.sampling.acceptance import GUESS, accept_by_rejection, accept_equal
+from engine.sampling.acceptance import accept_by_rejection, accept_equal
 from engine.sampling.randomness import key, signed
 from engine.sampling.sampler import NOT_FINITE, SampledToken
 from engine.speculation.options import SpeculativeOptions
-from kernels.ops import plain_sampling
+from kernels.ops import GUESS, plain_sampling
 from tests.support.engines import run_to_end, small_engine, tokens, wanted
 from tests.support.tiny_models import make_model
 

@@ -1,0 +1,23 @@
+"""The noise that kernels make of a seed, and the numbers of the engine, which has no torch where it makes them."""
+
+from __future__ import annotations
+
+import torch
+
+from engine.sampling import randomness
+from kernels.gumbel import ACCEPT, GUESS, RESIDUAL
+from kernels.reference import gumbel
+
+SEEDS = (0, 1, 2**63 - 1)
+POSITIONS = (0, 1, 4095, 2**31)
+
+
+def test_kernels_key_a_token_by_the_bits_of_the_engine() -> None:
+    """The SplitMix64 constants stand in both: `engine.sampling.randomness` works on integers, `kernels.gumbel` on tensors."""
+    for draw in (0, GUESS, ACCEPT, RESIDUAL):
+        for seed in SEEDS:
+            streams = torch.tensor([randomness.signed(randomness.stream(seed))] * len(POSITIONS))
+            made = gumbel.keys(streams, torch.tensor(POSITIONS), draw)
+            assert made.tolist() == [randomness.signed(randomness.key(seed, position, draw=draw)) for position in POSITIONS]
+            uniform = [randomness.uniform(seed, position, draw=draw) for position in POSITIONS]
+            assert gumbel.uniform(made).tolist() == uniform
