@@ -19,7 +19,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from kernels.triton import gate
+from kernels.triton.gate.declared import module_names
 from tests.support.triton_versions import TritonVersion, installed
 
 RESULTS = Path(__file__).parent / "results" / "compiled_kernels.jsonl"
@@ -74,7 +74,7 @@ def _cell(value: object) -> str:
 
 def keep(rows: list[Row]) -> None:
     """Put the rows of the compiled modules in the place of theirs; those of modules that are gone go."""
-    compiled, names = {row["module"] for row in rows}, [name.rpartition(".")[2] for name in gate.module_names()]
+    compiled, names = {row["module"] for row in rows}, module_names()
     before = [json.loads(line) for line in RESULTS.read_text("utf-8").splitlines()] if RESULTS.exists() else []
     others = [row for row in before if row["module"] in names and row["module"] not in compiled]
     all_rows = sorted(rows + others, key=lambda row: names.index(row["module"]))
@@ -84,12 +84,11 @@ def keep(rows: list[Row]) -> None:
 def main() -> None:
     """Compile, print the table, write the rows unless `--dry-run`."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--modules", nargs="*", help="names of files in kernels/triton; without it all")
+    parser.add_argument("--modules", nargs="*", help="names of files in kernels/triton/gate; without it all")
     parser.add_argument("--processes", type=int, default=2)
     parser.add_argument("--dry-run", action="store_true", help="print only")
     options = parser.parse_args()
-    modules = [f"kernels.triton.{name}" for name in options.modules or ()] or gate.module_names()
-    rows = compile_all(installed(), modules, options.processes)
+    rows = compile_all(installed(), options.modules or module_names(), options.processes)
     print(table(rows))
     broken = sum(bool(row["faults"]) for row in rows)
     print(f"{len(rows)} compilations, {broken} with faults")

@@ -1,7 +1,7 @@
 """What Triton should know before it compiles a kernel. No torch.
 
 Products and sums are fused to one rounding unless a kernel says that they must not be (`kernels.triton.gumbel`). That is
-Triton's default today and will not be from 3.10 on; what is compiled in tests is compiled so (`kernels.triton.compilation`).
+Triton's default today and will not be from 3.10 on; what is compiled in tests is compiled so (`kernels.triton.gate`).
 """
 
 from __future__ import annotations

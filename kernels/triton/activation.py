@@ -8,9 +8,8 @@ import torch
 import triton
 import triton.language as tl
 
-from kernels.triton.compilation import Compilation
 from kernels.triton.early_launch import early_launch, start_in_turn
-from kernels.triton.fp8_rows import FP8_CAPABILITIES, e4m3_rows, fp8_outputs
+from kernels.triton.fp8_rows import e4m3_rows, fp8_outputs
 from kernels.triton.row_tiles import row_tile
 
 ROWS_MANY = 256
@@ -121,39 +120,3 @@ def _launch_fp8(gate_up: torch.Tensor, *, gelu: bool) -> tuple[torch.Tensor, tor
             inner, tile.block, tile.rows, gelu, num_warps=tile.num_warps, **early_launch(gate_up.device),
         )  # fmt: skip
     return quantised, scales
-
-
-def compilations() -> list[Compilation]:
-    """Llama-3.1-8B, Llama-3.2-1B and Qwen3-0.6B, few rows and many; Gemma's activation; e4m3 for the widest of them."""
-    return [
-        *(_plain("bf16", inner, rows) for inner, rows in ((14336, 1), (14336, 4096), (3072, 4096))),
-        _plain("fp16", 14336, 1),
-        _plain("bf16", 16384, 4096, gelu=True),
-        *(_quantised(inner, gelu=False) for inner in (3072, 8192, 14336)),
-        _quantised(14336, gelu=True),
-    ]
-
-
-def _plain(dtype: str, inner: int, rows: int, *, gelu: bool = False) -> Compilation:
-    tile = column_tile(rows, inner)
-    return Compilation(
-        f"{'gelu_tanh' if gelu else 'silu'}_mul_{dtype}_{inner}_{tile.block}",
-        gated_kernel,
-        {"gate_up": f"*{dtype}", "out": f"*{dtype}", "row_stride": "i32"},
-        {"INNER": inner, "BLOCK": tile.block, "GELU": gelu},
-        num_warps=tile.num_warps,
-        divisible=("row_stride",),
-    )
-
-
-def _quantised(inner: int, *, gelu: bool) -> Compilation:
-    tile = row_tile(inner)
-    return Compilation(
-        f"{'gelu_tanh' if gelu else 'silu'}_mul_fp8_bf16_{inner}",
-        gated_fp8_kernel,
-        {"gate_up": "*bf16", "quantised": "*fp8e4nv", "scales": "*fp32", "num_rows": "i32", "row_stride": "i32"},
-        {"INNER": inner, "BLOCK": tile.block, "ROWS": tile.rows, "GELU": gelu},
-        num_warps=tile.num_warps,
-        capabilities=FP8_CAPABILITIES,
-        divisible=("row_stride",),
-    )

@@ -33,9 +33,8 @@ from kernels.triton.attention_splits import (
     splits_of,
     tile_rows,
 )
-from kernels.triton.compilation import CAPABILITIES, Compilation
 from kernels.triton.early_launch import early_launch, start_in_turn
-from kernels.triton.fp8_rows import FP8_CAPABILITIES
+from kernels.triton.gate.compilation import CAPABILITIES, FP8_CAPABILITIES, Compilation
 from kernels.triton.tuning import LOG2_E, multiprocessors
 
 __all__ = ["DecodeWorkspace", "check_attention", "compilations", "decode_workspace", "paged_decode", "score_factor"]

@@ -12,8 +12,7 @@ from kernels.attention_rows import AttentionShape
 from kernels.triton.attention_decode import check_attention, paged_decode, score_factor
 from kernels.triton.attention_prefill_hopper import NUM_WARPS, is_overlapped, overlapped_constants, overlapped_kernel
 from kernels.triton.attention_splits import SPLIT_QUERIES, TABLES, DecodeWorkspace, scheduled_requests, workspace_bytes
-from kernels.triton.compilation import CAPABILITIES, Compilation
-from kernels.triton.fp8_rows import FP8_CAPABILITIES
+from kernels.triton.gate.compilation import CAPABILITIES, FP8_CAPABILITIES, Compilation
 from kernels.triton.query_tiles import tile_owner, tile_queries, tile_rows
 from kernels.triton.tuning import LOG2_E, capability, card, power_of_two
 

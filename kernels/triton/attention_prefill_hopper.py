@@ -20,7 +20,7 @@ from triton.experimental.gluon.language.nvidia.hopper import async_copy, fence_a
 
 from kernels.attention_rows import AttentionShape
 from kernels.triton.attention_splits import TABLES
-from kernels.triton.compilation import Compilation
+from kernels.triton.gate.compilation import Compilation
 from kernels.triton.tuning import interpreted
 
 VARIABLE = "GATEHOUSE_OVERLAPPED_PREFILL"

@@ -15,8 +15,8 @@ import triton
 import triton.language as tl
 
 from kernels.attention_rows import AttentionShape
-from kernels.triton.compilation import Compilation
 from kernels.triton.early_launch import start_in_turn
+from kernels.triton.gate.compilation import Compilation
 from kernels.triton.tuning import LOG2_E, REGISTERS_MULTIPROCESSOR, capability, card, power_of_two
 
 MERGE_CHUNK, MERGE_WARPS = 16, 2

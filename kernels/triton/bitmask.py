@@ -6,10 +6,8 @@ import torch
 import triton
 import triton.language as tl
 
-from kernels.triton.compilation import Compilation
-
-_BLOCK = 4096
-_WARPS = 8
+BLOCK = 4096
+NUM_WARPS = 8
 
 
 @triton.jit(do_not_specialize=["logits_stride", "masks_stride", "V"])
@@ -37,21 +35,6 @@ def apply_bitmask(logits: torch.Tensor, masks: torch.Tensor, rows: torch.Tensor)
     """
     vocab_size = logits.shape[1]
     if len(rows):
-        bitmask_kernel[(len(rows), triton.cdiv(vocab_size, _BLOCK))](
-            logits, masks, rows, logits.stride(0), masks.stride(0), vocab_size, BLOCK=_BLOCK, num_warps=_WARPS
+        bitmask_kernel[(len(rows), triton.cdiv(vocab_size, BLOCK))](
+            logits, masks, rows, logits.stride(0), masks.stride(0), vocab_size, BLOCK=BLOCK, num_warps=NUM_WARPS
         )
-
-
-def compilations() -> list[Compilation]:
-    """Logits of both widths."""
-    numbers = {"logits_stride": "i32", "masks_stride": "i32", "V": "i32"}
-    return [
-        Compilation(
-            f"apply_bitmask, {dtype}",
-            bitmask_kernel,
-            {"logits": f"*{dtype}", "masks": "*i32", "rows": "*i32", **numbers},
-            {"BLOCK": _BLOCK},
-            num_warps=_WARPS,
-        )
-        for dtype in ("fp32", "bf16")
-    ]

@@ -14,8 +14,6 @@ import torch
 import triton
 import triton.language as tl
 
-from kernels.triton.compilation import Compilation
-
 WORD_BYTES = 8
 BLOCK = 2048
 """Words of one program: 16 KB, eight loads of 16 bytes of each thread."""
@@ -119,28 +117,3 @@ def _addresses(caches: Sequence[torch.Tensor]) -> torch.Tensor:
 def _address_table(addresses: tuple[int, ...], device: torch.device) -> torch.Tensor:
     """[layers] int64 on the device. It says no more than its key, so it is right for whatever stands at these addresses."""
     return torch.tensor(addresses, dtype=torch.int64, device=device)
-
-
-def compilations() -> list[Compilation]:
-    """Dtypes and shapes of a cache make no difference."""
-    sizes = {"block_words": "i32", "block_stride": "i32"}
-    ids = {"addresses": "*i64", "sources": "*i64", "targets": "*i64"}
-    staged = {"addresses": "*i64", "blocks": "*i64", "staging": "*i64", "rows": "*i64", **sizes, "num_layers": "i32"}
-    divisible = ("block_words", "block_stride")
-    copy = Compilation(
-        "copy_blocks", copy_blocks_kernel, ids | sizes, {"BLOCK": BLOCK}, num_warps=NUM_WARPS, divisible=divisible
-    )
-    return [
-        copy,
-        *(
-            Compilation(
-                name,
-                stage_blocks_kernel,
-                staged,
-                {"BLOCK": BLOCK, "TO_STAGING": to_staging},
-                num_warps=NUM_WARPS,
-                divisible=divisible,
-            )
-            for name, to_staging in (("gather_blocks", True), ("scatter_blocks", False))
-        ),
-    ]

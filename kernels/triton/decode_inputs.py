@@ -11,7 +11,6 @@ import torch
 import triton
 import triton.language as tl
 
-from kernels.triton.compilation import Compilation
 from kernels.triton.early_launch import early_launch, start_in_turn
 
 COLUMNS = 512
@@ -111,28 +110,3 @@ def advance_slots(
         advance_slots_kernel[grid](
             slots, sampled, last_tokens, num_tokens, out, rows, ROWS, num_warps=4, **early_launch(slots.device)
         )
-
-
-def compilations() -> list[Compilation]:
-    """Blocks of 16 and of 32 tokens."""
-    state = {"slots": "*i32", "last_tokens": "*i64", "num_tokens": "*i32"}
-    outputs = {"token_ids": "*i64", "positions": "*i64", "slot_mapping": "*i64", "context_lens": "*i32", "block_tables": "*i32"}
-    sizes = {"columns": "i32", "slot_stride": "i32", "row_stride": "i32"}
-    advance = Compilation(
-        "advance_slots",
-        advance_slots_kernel,
-        {**state, "sampled": "*i64", "out": "*i64", "num_rows": "i32"},
-        {"ROWS": ROWS},
-    )
-    return [
-        advance,
-        *(
-            Compilation(
-                f"prepare_decode_{block_size}",
-                prepare_decode_kernel,
-                {**state, "slot_tables": "*i32", **outputs, **sizes},
-                {"BLOCK_SIZE": block_size, "COLUMNS": COLUMNS},
-            )
-            for block_size in (16, 32)
-        ),
-    ]

@@ -17,12 +17,11 @@ import triton
 import triton.language as tl
 
 from kernels.gumbel import ACCEPT, NO_TOKEN, RESIDUAL
-from kernels.triton.compilation import Compilation
 from kernels.triton.gumbel import exponential_noise, key_uniform, noise_bits, noise_key
 from kernels.triton.tuning import multiprocessors, power_of_two
 
-_BLOCK = 1024
-_WARPS = 8
+BLOCK = 1024
+NUM_WARPS = 8
 _ACCEPT = tl.constexpr(ACCEPT)
 _RESIDUAL = tl.constexpr(RESIDUAL)
 _NO_TOKEN = tl.constexpr(NO_TOKEN)
@@ -128,7 +127,7 @@ def reject_drafts(
     """
     requests, max_guesses, vocab_size = draft.shape
     device = target.device
-    blocks = triton.cdiv(vocab_size, _BLOCK)
+    blocks = triton.cdiv(vocab_size, BLOCK)
     wanted = max(1, min(blocks, triton.cdiv(4 * multiprocessors(device), max(1, requests))))
     of_part = triton.cdiv(blocks, wanted)
     splits = triton.cdiv(blocks, of_part)
@@ -143,42 +142,10 @@ def reject_drafts(
         )  # fmt: skip
         draw_kernel[(requests, splits)](
             target, draft, num_guesses, streams, positions, accepted, scores, tokens, vocab_size, max_guesses, of_part,
-            BLOCK=_BLOCK, num_warps=_WARPS, enable_fp_fusion=False,
+            BLOCK=BLOCK, num_warps=NUM_WARPS, enable_fp_fusion=False,
         )  # fmt: skip
         settle_kernel[(requests,)](
             guesses, accepted, scores, tokens, out, max_guesses, splits,
             SPLITS=power_of_two(splits), WIDTH=power_of_two(max_guesses + 1), num_warps=1,
         )  # fmt: skip
     return out
-
-
-def compilations() -> list[Compilation]:
-    """Up to 15 guesses."""
-    shared = {"target": "*fp32", "draft": "*fp32", "num_guesses": "*i32", "streams": "*i64", "positions": "*i64"}
-    parts = {"accepted": "*i32", "scores": "*fp32", "tokens": "*i32"}
-    numbers = {"V": "i32", "max_guesses": "i32"}
-    return [
-        Compilation(
-            "reject_drafts: judge",
-            judge_kernel,
-            shared | {"guesses": "*i64", "accepted": "*i32"} | numbers,
-            {},
-            num_warps=1,
-            fp_fusion=False,
-        ),
-        Compilation(
-            "reject_drafts: draw",
-            draw_kernel,
-            shared | parts | numbers | {"blocks": "i32"},
-            {"BLOCK": _BLOCK},
-            num_warps=_WARPS,
-            fp_fusion=False,
-        ),
-        Compilation(
-            "reject_drafts: settle",
-            settle_kernel,
-            parts | {"guesses": "*i64", "out": "*i64", "max_guesses": "i32", "splits": "i32"},
-            {"SPLITS": 128, "WIDTH": 16},
-            num_warps=1,
-        ),
-    ]

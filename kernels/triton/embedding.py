@@ -6,7 +6,6 @@ import torch
 import triton
 import triton.language as tl
 
-from kernels.triton.compilation import Compilation
 from kernels.triton.early_launch import early_launch, start_in_turn
 from kernels.triton.tuning import power_of_two
 
@@ -75,7 +74,7 @@ def rotation_rows(
     shape = (num_rows, 1, width)
     cosines, sines = (torch.empty(shape, dtype=cos.dtype, device=cos.device) for _ in "cs") if out is None else out
     block = power_of_two(width)
-    rows = _rotation_rows_tile(block)
+    rows = rotation_rows_tile(block)
     if num_rows:
         grid = (triton.cdiv(num_rows, rows),)
         rotation_rows_kernel[grid](
@@ -84,35 +83,6 @@ def rotation_rows(
     return cosines, sines
 
 
-def _rotation_rows_tile(block: int) -> int:
+def rotation_rows_tile(block: int) -> int:
     """16 bytes of each thread of a warp, from each table."""
     return max(1, 256 // block)
-
-
-def compilations() -> list[Compilation]:
-    """Llama-3.1-8B, Qwen3-0.6B, and Gemma's multiplier; heads of 64 and 128."""
-    return [
-        *(_embedding(width, scaled=False) for width in (1024, 4096)),
-        _embedding(2304, scaled=True),
-        *(_rotation(width) for width in (64, 128)),
-    ]
-
-
-def _embedding(width: int, *, scaled: bool) -> Compilation:
-    return Compilation(
-        f"embed_bf16_{width}{'_scaled' if scaled else ''}",
-        embed_kernel,
-        {"token_ids": "*i64", "table": "*bf16", "out": "*bf16", "multiplier": "fp32"},
-        {"WIDTH": width, "BLOCK": min(BLOCK_MAX, power_of_two(width)), "SCALED": scaled},
-    )
-
-
-def _rotation(width: int) -> Compilation:
-    tensors = dict.fromkeys(("cos", "sin", "cos_out", "sin_out"), "*bf16")
-    return Compilation(
-        f"rotation_rows_bf16_{width}",
-        rotation_rows_kernel,
-        {**tensors, "positions": "*i64", "num_rows": "i32"},
-        {"WIDTH": width, "BLOCK": power_of_two(width), "ROWS": _rotation_rows_tile(power_of_two(width))},
-        num_warps=1,
-    )

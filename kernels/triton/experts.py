@@ -16,10 +16,11 @@ import triton.language as tl
 from kernels.quantised_weights import Int4Weight
 from kernels.triton import experts_int4
 from kernels.triton.activation import activated
-from kernels.triton.compilation import Compilation
 from kernels.triton.expert_tiles import SORT_BLOCK, SortedTokens, group_tiles, own_tile, sort_by_expert, sort_kernel
 from kernels.triton.expert_weights import ExpertWeights, Weight, are_alike, bind_weights
-from kernels.triton.linear_tiles import SPILL_BYTES_MAX, decoded
+from kernels.triton.gate.compilation import Compilation
+from kernels.triton.gate.linear_tiles import SPILL_BYTES_MAX
+from kernels.triton.linear_tiles import decoded
 from kernels.triton.tuning import capability, power_of_two
 
 COMBINE_BLOCK = 1024

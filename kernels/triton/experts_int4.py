@@ -11,12 +11,12 @@ import triton.language as tl
 
 from kernels.quantised_weights import CHUNK_COLUMNS, Int4Weight
 from kernels.triton.activation import activated
-from kernels.triton.compilation import Compilation
 from kernels.triton.expert_tiles import SortedTokens, own_tile
 from kernels.triton.expert_weights import ExpertWeights
+from kernels.triton.gate.compilation import Compilation
+from kernels.triton.gate.linear_tiles import SPILL_BYTES_MAX
 from kernels.triton.int4_codes import int4_sums
 from kernels.triton.linear_int4 import DTYPES, Int4Tiles
-from kernels.triton.linear_tiles import SPILL_BYTES_MAX
 from kernels.triton.tuning import SMALL_CARDS, capability, power_of_two
 
 OUTPUTS = 128  # of a program, both halves of a gated one together

@@ -6,11 +6,9 @@ import torch
 import triton
 import triton.language as tl
 
-from kernels.triton.compilation import Compilation
 from kernels.triton.row_tiles import row_tile
 
 FP8 = torch.float8_e4m3fn
-FP8_CAPABILITIES = (89, 90, 100)  # the others cannot convert to e4m3
 
 
 @triton.jit
@@ -59,21 +57,3 @@ def quantize_rows_fp8(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 def fp8_outputs(num_rows: int, width: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
     """Memory for e4m3 [T, width] and its scales [T, 1] float32."""
     return torch.empty(num_rows, width, dtype=FP8, device=device), torch.empty(num_rows, 1, dtype=torch.float32, device=device)
-
-
-def compilations() -> list[Compilation]:
-    """Attention outputs and inputs of e4m3 products: Llama-3.1-8B, Llama-3.2-1B."""
-    return [_compilation(dtype, width) for dtype in ("bf16", "fp16") for width in (2048, 4096)]
-
-
-def _compilation(dtype: str, width: int) -> Compilation:
-    tile = row_tile(width)
-    return Compilation(
-        f"quantize_rows_{dtype}_{width}",
-        quantize_rows_kernel,
-        {"x": f"*{dtype}", "quantised": "*fp8e4nv", "scales": "*fp32", "num_rows": "i32", "x_stride": "i32"},
-        {"WIDTH": width, "BLOCK": tile.block, "ROWS": tile.rows},
-        num_warps=tile.num_warps,
-        capabilities=FP8_CAPABILITIES,
-        divisible=("x_stride",),
-    )

@@ -11,9 +11,9 @@ import triton
 import triton.language as tl
 
 from kernels.quantised_weights import CHUNK_COLUMNS, Int4Weight
-from kernels.triton.compilation import Compilation
 from kernels.triton.early_launch import early_launch, let_next_start, wait_for_previous
 from kernels.triton.fused_sums import LLAMA_8B, Around, around_types, asked_squares, finish
+from kernels.triton.gate.compilation import Compilation
 from kernels.triton.int4_codes import fetch_chunks, int4_sums
 from kernels.triton.linear_int4 import DTYPES, Int4Tiles
 from kernels.triton.split_sum import UNPACK, counters, partial_sums, split_count

@@ -21,13 +21,13 @@ from kernels.operations import FUSED_ROWS_MAX
 from kernels.quantised_weights import Fp8Weight, Int4Weight, Int8Weight
 from kernels.residual_stream import Gate, Stream
 from kernels.triton import fused_int4
-from kernels.triton.compilation import CAPABILITIES, Compilation
 from kernels.triton.early_launch import early_launch, fetch_rows, let_next_start, wait_for_previous
-from kernels.triton.fp8_rows import FP8_CAPABILITIES
 from kernels.triton.fused_sums import LLAMA_8B, Around, around_types, asked_squares, finish
+from kernels.triton.gate.compilation import CAPABILITIES, FP8_CAPABILITIES, Compilation
+from kernels.triton.gate.linear_tiles import SPILL_BYTES_MAX
 from kernels.triton.linear import CANDIDATES
 from kernels.triton.linear_int4 import Int4Tiles
-from kernels.triton.linear_tiles import SPILL_BYTES_MAX, Tiles, decoded
+from kernels.triton.linear_tiles import Tiles, decoded
 from kernels.triton.split_sum import (
     CONVERT,
     STREAM,

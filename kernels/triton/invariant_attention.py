@@ -18,9 +18,8 @@ import torch
 from kernels.attention_rows import AttentionShape
 from kernels.triton.attention_decode import check_attention, score_factor
 from kernels.triton.attention_splits import scheduled_requests
-from kernels.triton.compilation import CAPABILITIES, Compilation
 from kernels.triton.early_launch import early_launch
-from kernels.triton.fp8_rows import FP8_CAPABILITIES
+from kernels.triton.gate.compilation import CAPABILITIES, FP8_CAPABILITIES, Compilation
 from kernels.triton.invariant_rows import SIZES, merge_rows_kernel, rows_kernel
 from kernels.triton.tuning import LOG2_E, capability, card, multiprocessors, power_of_two
 

@@ -7,8 +7,8 @@ import triton
 import triton.language as tl
 
 from kernels.quantised_weights import CHUNK_COLUMNS, Int4Weight
-from kernels.triton.compilation import Compilation
 from kernels.triton.early_launch import early_launch, start_in_turn
+from kernels.triton.gate.compilation import Compilation
 from kernels.triton.int4_codes import int4_sums
 from kernels.triton.invariant_linear import SPILL_BYTES_MAX, own_parts, parts_room, shares_parts, whole_sums
 from kernels.triton.linear_int4 import DTYPES, Int4Tiles

@@ -13,8 +13,8 @@ import triton
 import triton.language as tl
 
 from kernels.quantised_weights import FP8, Fp8Weight, Int8Weight
-from kernels.triton.compilation import Compilation
 from kernels.triton.early_launch import early_launch, start_in_turn
+from kernels.triton.gate.compilation import Compilation
 from kernels.triton.linear_fp8 import check_fp8
 from kernels.triton.linear_tiles import Tiles, decoded
 from kernels.triton.split_sum import CONVERT, COUNTERS, STREAM, counters, partial_sums, split_count

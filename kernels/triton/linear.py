@@ -8,8 +8,7 @@ import torch
 from torch.nn import functional
 
 from kernels.operations import FUSED_ROWS_MAX
-from kernels.triton.compilation import Compilation
-from kernels.triton.linear_tiles import Tiles, compilation, launch
+from kernels.triton.linear_tiles import Tiles, launch
 from kernels.triton.split_sum import split_cost, split_count
 from kernels.triton.tuning import SMALL_CARDS, capability, multiprocessors
 
@@ -51,35 +50,18 @@ def skinny_tiles(num_outputs: int, num_columns: int, capability: int, multiproce
     def choice(block_n: int, block_k: int, stages: int) -> tuple[float, Tiles]:
         work = -(-num_outputs // block_n), -(-num_columns // block_k), multiprocessors, block_n * block_k * 2
         splits = split_count(*work)
-        return split_cost(*work, splits), _tiles(block_n, block_k, _stages(stages, capability, weight_bytes), splits)
+        return split_cost(*work, splits), tiles_of(block_n, block_k, stages_on(stages, capability, weight_bytes), splits)
 
     return min((choice(*candidate) for candidate in CANDIDATES), key=lambda pair: pair[0])[1]
 
 
-def _tiles(block_n: int, block_k: int, stages: int, splits: int) -> Tiles:
+def tiles_of(block_n: int, block_k: int, stages: int, splits: int) -> Tiles:
     """Four warps lie side by side over 64 outputs, 16 for each, and share the columns of fewer."""
     return Tiles(16, block_n, block_k, num_warps=4, num_stages=stages, splits=splits, column_warps=1 if block_n == 64 else 4)
 
 
-def _stages(stages: int, capability: int, weight_bytes: int) -> int:
+def stages_on(stages: int, capability: int, weight_bytes: int) -> int:
     """Cards with 100 KiB of shared memory hold fewer loads under way, and of float32 any card."""
     if weight_bytes == 4:
         return 3
     return min(stages, 4) if capability in SMALL_CARDS else stages
-
-
-def compilations() -> list[Compilation]:
-    """Every candidate, whole and divided, in the types that are served."""
-    return [
-        compilation(
-            f"linear_{dtype}_{block_n}x{block_k}_split{splits}_sm{card}",
-            _tiles(block_n, block_k, _stages(stages, card, 4 if dtype == "fp32" else 2), splits),
-            x=f"*{dtype}",
-            weight=f"*{dtype}",
-            capabilities=(card,),
-        )
-        for dtype, cards in (("bf16", (80, 89, 90, 100)), ("fp16", (90,)), ("fp32", (89,)))
-        for card in cards
-        for block_n, block_k, stages in CANDIDATES
-        for splits in ((1, 8) if dtype != "fp32" else (8,))
-    ]

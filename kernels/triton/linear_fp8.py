@@ -5,8 +5,7 @@ from __future__ import annotations
 import torch
 
 from kernels.quantised_weights import FP8, Fp8Weight
-from kernels.triton.compilation import Compilation
-from kernels.triton.linear_tiles import ROWS_FEW, byte_tiles, compilation, launch
+from kernels.triton.linear_tiles import ROWS_FEW, byte_tiles, launch
 from kernels.triton.tuning import capability, card, multiprocessors
 
 
@@ -77,30 +76,3 @@ def _library(
     )
     result = product if out is None else out
     return result if bias is None else result.add_(bias)
-
-
-BYTES = {"fp8e4nv": 1, "bf16": 2, "fp16": 2, "fp32": 4}
-KINDS = (
-    ("fp8e4nv", "bf16", (89, 90, 100)), ("bf16", "bf16", (89, 90, 100)), ("fp16", "fp16", (90,)), ("fp32", "fp32", (90,)),
-)  # fmt: skip
-"""Types of rows and of results, and cards."""
-
-
-def compilations() -> list[Compilation]:
-    """e4m3 and float rows, every tile for which `byte_tiles` decides, whole and divided."""
-    return [
-        compilation(
-            f"linear_fp8_{x}_{rows}rows_split{splits}_sm{number}",
-            byte_tiles(rows, (4096, 4096), number, 132, row_bytes=BYTES[x]).divided(splits),
-            x=f"*{x}",
-            weight="*fp8e4nv",
-            out=f"*{out}",
-            x_scales=x == "fp8e4nv",
-            weight_scales=True,
-            capabilities=(number,),
-        )
-        for x, out, cards in KINDS
-        for number in cards
-        for rows in ((16, 32, 64, 128) if x != "fp32" else (16, 64, 128))
-        for splits in ((8,) if rows <= ROWS_FEW else (1,))
-    ]

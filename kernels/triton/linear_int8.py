@@ -5,8 +5,7 @@ from __future__ import annotations
 import torch
 
 from kernels.quantised_weights import Int8Weight
-from kernels.triton.compilation import Compilation
-from kernels.triton.linear_tiles import ROWS_FEW, byte_tiles, compilation, launch
+from kernels.triton.linear_tiles import byte_tiles, launch
 from kernels.triton.tuning import capability, multiprocessors
 
 
@@ -28,21 +27,3 @@ def linear_int8(
         x.shape[0], weight.values.shape, capability(x.device), multiprocessors(x.device), row_bytes=x.element_size()
     )
     return launch(x, weight.values, tiles, out, weight_scales=weight.scales, bias=bias)
-
-
-def compilations() -> list[Compilation]:
-    """Every tile for which `byte_tiles` decides, whole and divided."""
-    return [
-        compilation(
-            f"linear_int8_{dtype}_{rows}rows_split{splits}_sm{card}",
-            byte_tiles(rows, (4096, 4096), card, 132, row_bytes=4 if dtype == "fp32" else 2).divided(splits),
-            x=f"*{dtype}",
-            weight="*i8",
-            weight_scales=True,
-            capabilities=(card,),
-        )
-        for dtype, cards in (("bf16", (80, 89, 90, 100)), ("fp16", (90,)), ("fp32", (80, 90, 100)))
-        for card in cards
-        for rows in ((16, 32, 64, 128) if dtype != "fp32" else (16, 64, 128))
-        for splits in ((8,) if rows <= ROWS_FEW else (1,))
-    ]

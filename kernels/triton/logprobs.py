@@ -12,14 +12,13 @@ import torch
 import triton
 import triton.language as tl
 
-from kernels.triton.compilation import Compilation
 from kernels.triton.tuning import LOG2_E, power_of_two
 
 IDS_MIN = 32
 """Tokens of a row for which `join` is made where there is more than one, so that few variants serve all."""
-_BLOCK = 2048
+BLOCK = 2048
 _PART_BLOCKS = 2  # of any number of rows, so that a row is summed in one order
-_WARPS = 8
+NUM_WARPS = 8
 _LOG2_E = tl.constexpr(LOG2_E)
 _LN_2 = tl.constexpr(1.0 / LOG2_E)
 
@@ -79,7 +78,7 @@ def token_logprobs(logits: torch.Tensor, ids: torch.Tensor) -> tuple[torch.Tenso
     Source, memory and the order of sums stand above. Some 12 operations a logit. Tokens beyond V and ids beyond N are masked.
     """
     (rows, vocab_size), num_ids = logits.shape, ids.shape[1]
-    blocks = triton.cdiv(vocab_size, _BLOCK)
+    blocks = triton.cdiv(vocab_size, BLOCK)
     splits = triton.cdiv(blocks, _PART_BLOCKS)
     maxima, sums = torch.empty(2, rows, splits, dtype=torch.float32, device=logits.device)
     larger = torch.empty(rows, splits, dtype=torch.int32, device=logits.device)
@@ -89,7 +88,7 @@ def token_logprobs(logits: torch.Tensor, ids: torch.Tensor) -> tuple[torch.Tenso
         strides = (logits.stride(0), ids.stride(0))
         logprob_part_kernel[(rows, splits)](
             logits, ids, maxima, sums, larger, *strides, vocab_size, _PART_BLOCKS,
-            BLOCK=_BLOCK, num_warps=_WARPS, enable_fp_fusion=False,
+            BLOCK=BLOCK, num_warps=NUM_WARPS, enable_fp_fusion=False,
         )  # fmt: skip
         logprob_join_kernel[(rows,)](
             logits, ids, maxima, sums, larger, logprobs, ranks, *strides, num_ids, splits,
@@ -97,34 +96,3 @@ def token_logprobs(logits: torch.Tensor, ids: torch.Tensor) -> tuple[torch.Tenso
             enable_fp_fusion=False,
         )  # fmt: skip
     return logprobs, ranks
-
-
-def compilations() -> list[Compilation]:
-    """Chosen token and up to 20 likeliest ones, of vocabularies of Llama 3, Qwen3 and Gemma 3."""
-    parts = {"maxima": "*fp32", "sums": "*fp32", "larger": "*i32"}
-    strides = {"logits_stride": "i32", "ids_stride": "i32"}
-    found = []
-    for dtype in ("fp32", "bf16"):
-        inputs = {"logits": f"*{dtype}", "ids": "*i64", **parts, **strides}
-        found.append(
-            Compilation(
-                f"token_logprobs: part, {dtype}",
-                logprob_part_kernel,
-                inputs | {"V": "i32", "blocks": "i32"},
-                {"BLOCK": _BLOCK},
-                num_warps=_WARPS,
-                fp_fusion=False,
-            )
-        )
-        found += [
-            Compilation(
-                f"token_logprobs: join of {splits}, {dtype}",
-                logprob_join_kernel,
-                inputs | {"logprobs": "*fp32", "ranks": "*i32", "num_ids": "i32", "splits": "i32"},
-                {"SPLITS": splits, "IDS": IDS_MIN},
-                num_warps=1,
-                fp_fusion=False,
-            )
-            for splits in (32, 64, 128)
-        ]
-    return found

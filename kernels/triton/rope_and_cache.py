@@ -14,9 +14,8 @@ import torch
 import triton
 import triton.language as tl
 
-from kernels.triton.compilation import CAPABILITIES, Compilation
 from kernels.triton.early_launch import early_launch, start_in_turn
-from kernels.triton.fp8_rows import FP8_CAPABILITIES, bounded
+from kernels.triton.fp8_rows import bounded
 from kernels.triton.norm import rms_norm
 from kernels.triton.tuning import power_of_two
 
@@ -165,7 +164,7 @@ def rope_and_cache(
     rope_and_cache_kernel[(triton.cdiv(num_tokens, tile.tokens), groups)](
         qkv, cos, sin, kv_cache, slot_mapping, q_weight, k_weight, kv_scales,
         num_tokens, qkv.stride(0), strides[0], strides[1], eps,
-        **_sizes(num_heads, num_kv_heads, head_dim, rotary_dim, block_size, tile),
+        **kernel_sizes(num_heads, num_kv_heads, head_dim, rotary_dim, block_size, tile),
         num_warps=tile.num_warps, **early_launch(qkv.device),
     )  # fmt: skip
 
@@ -176,9 +175,10 @@ def _norm_together(heads: torch.Tensor, weight: torch.Tensor, eps: float) -> Non
     rms_norm(rows, weight, eps, out=rows)
 
 
-def _sizes(
+def kernel_sizes(
     num_heads: int, num_kv_heads: int, head_dim: int, rotary_dim: int, block_size: int, tile: HeadTile
 ) -> dict[str, object]:
+    """Constants of `rope_and_cache_kernel`."""
     rest = head_dim - rotary_dim
     return {
         "HEADS": num_heads,
@@ -192,40 +192,3 @@ def _sizes(
         "TILE_TOKENS": tile.tokens,
         "TILE_HEADS": tile.heads,
     }
-
-
-def compilations() -> list[Compilation]:
-    """Llama-3.1-8B, Llama-3.2-1B and Qwen3-0.6B in a decode step and in a prefill; fp16; e4m3; a part of the dimensions."""
-    return [
-        *(_compilation("bf16", shape, tokens) for shape in ((32, 8, 128, 128), (32, 8, 64, 64)) for tokens in (1, 4096)),
-        *(_compilation("bf16", (16, 8, 128, 128), tokens, norm=True) for tokens in (1, 4096)),
-        _compilation("fp16", (32, 8, 128, 128), 1),
-        _compilation("bf16", (32, 8, 128, 96), 4096),
-        _compilation("bf16", (24, 8, 96, 96), 1),
-        *(_compilation("bf16", (32, 8, 128, 128), tokens, cache="fp8e4nv") for tokens in (1, 4096)),
-        _compilation("bf16", (16, 8, 128, 128), 1, norm=True, cache="fp8e4nv"),
-    ]
-
-
-def _compilation(
-    dtype: str, shape: tuple[int, int, int, int], num_tokens: int, *, norm: bool = False, cache: str | None = None
-) -> Compilation:
-    heads, kv_heads, head_dim, rotary_dim = shape
-    tile = head_tile(num_tokens, heads, kv_heads, rotary_dim)
-    tensors = {"qkv": f"*{dtype}", "cos": f"*{dtype}", "sin": f"*{dtype}", "kv_cache": f"*{cache or dtype}"}
-    numbers = {"num_tokens": "i32", "qkv_stride": "i32", "block_stride": "i32", "slot_stride": "i32", "eps": "fp32"}
-    optional = {
-        "q_weight": f"*{dtype}" if norm else None,
-        "k_weight": f"*{dtype}" if norm else None,
-        "kv_scales": "*fp32" if cache else None,
-    }
-    words = "_".join(str(part) for part in (dtype, *shape, num_tokens, "norm" if norm else "", cache or "") if part != "")
-    return Compilation(
-        f"rope_and_cache_{words}",
-        rope_and_cache_kernel,
-        {**tensors, "slot_mapping": "*i64", **{key: kind for key, kind in optional.items() if kind is not None}, **numbers},
-        {key: None for key, kind in optional.items() if kind is None} | _sizes(heads, kv_heads, head_dim, rotary_dim, 16, tile),
-        num_warps=tile.num_warps,
-        capabilities=FP8_CAPABILITIES if cache else CAPABILITIES,
-        divisible=("qkv_stride", "block_stride", "slot_stride"),
-    )

@@ -23,7 +23,7 @@ weights are summed as integers, so results depend on no split, no batch size and
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 import triton
@@ -31,7 +31,6 @@ import triton.language as tl
 
 from kernels.gumbel import NO_TOKEN
 from kernels.sampling_columns import SamplingColumns
-from kernels.triton.compilation import Compilation
 from kernels.triton.gumbel import noise_key, top_p_weight
 from kernels.triton.sampling_filters import filtered_winner, group_bound
 from kernels.triton.sampling_rows import GROUP, GROUPS, NOBODY, distance_bits, gumbel_max_tile, load_tile, loaded_tile
@@ -41,7 +40,7 @@ LISTED = 1024
 """Logits that one program searches in registers."""
 
 _NO_TOKEN = tl.constexpr(NO_TOKEN)
-_WARPS = 8
+NUM_WARPS = 8
 
 
 @triton.jit
@@ -220,7 +219,7 @@ def _num_tiles(vocab_size: int) -> int:
     return -(-vocab_size // int(GROUP.value * GROUPS.value))
 
 
-def _padded(vocab_size: int) -> tuple[int, int]:
+def padded_sizes(vocab_size: int) -> tuple[int, int]:
     """Groups and parts of a row as the kernels are compiled for them."""
     return power_of_two(-(-vocab_size // GROUP.value)), power_of_two(_num_tiles(vocab_size))
 
@@ -251,7 +250,7 @@ def sample(
         return out
     space = sampling_workspace(rows, vocab_size, device) if workspace is None else workspace
     splits, tiles = _splits(rows, vocab_size, device)
-    num_groups, (padded, most_splits) = -(-vocab_size // GROUP.value), _padded(vocab_size)
+    num_groups, (padded, most_splits) = -(-vocab_size // GROUP.value), padded_sizes(vocab_size)
     c = columns
     filters = (c.top_k, c.top_p, c.reach)
     rules = (c.repetition, c.frequency, c.presence, c.counts, c.held_until, c.held_ids, c.rules, c.bias)
@@ -262,70 +261,17 @@ def sample(
     grid = (rows, splits)
     scan_kernel[grid](
         *row_inputs, space.group_maxima, *best, c.scale, c.streams, *filters, *rules, *sizes, tiles,
-        num_warps=_WARPS, num_stages=2, enable_fp_fusion=False,
+        num_warps=NUM_WARPS, num_stages=2, enable_fp_fusion=False,
     )  # fmt: skip
     if weighs:
         weigh_kernel[grid](
             *row_inputs, space.group_maxima, space.weights, c.scale, *filters, *rules, *sizes, tiles,
-            GROUPS_PADDED=padded, num_warps=_WARPS, num_stages=2, enable_fp_fusion=False,
+            GROUPS_PADDED=padded, num_warps=NUM_WARPS, num_stages=2, enable_fp_fusion=False,
         )  # fmt: skip
     choose_kernel[(rows,)](
         *row_inputs, space.group_maxima, *best, space.weights, space.groups, space.listed_logits, space.listed_ids, out,
         c.scale, c.streams, *filters, *rules, *sizes, splits,
         GROUPS_PADDED=padded, SPLITS=most_splits, LISTED=LISTED,
-        num_warps=_WARPS, num_stages=2, enable_fp_fusion=False,
+        num_warps=NUM_WARPS, num_stages=2, enable_fp_fusion=False,
     )  # fmt: skip
     return out
-
-
-_TYPES = {
-    "slots": "*i32", "positions": "*i64", "group_maxima": "*fp32", "best_scores": "*fp32", "best_tokens": "*i32",
-    "weights": "*i64", "groups": "*i32", "listed_logits": "*fp32", "listed_ids": "*i32", "out": "*i64", "scales": "*fp32",
-    "streams": "*i64", "top_ks": "*i32", "top_ps": "*fp32", "reaches": "*fp32", "repetition": "*fp32", "frequency": "*fp32",
-    "presence": "*fp32", "counts": "*i32", "held_until": "*i64", "held_ids": "*i32", "rules": "*i32", "bias": "*fp32",
-    "logits_stride": "i32", "masks_stride": "i32", "V": "i32", "G": "i32", "tiles": "i32", "num_splits": "i32",
-}  # fmt: skip
-
-
-KINDS = (
-    ("bf16", 128_256, False), ("bf16", 128_256, True), ("bf16", 151_936, False), ("bf16", 151_936, True),
-    ("bf16", 262_208, False), ("bf16", 262_208, True), ("fp32", 128_256, False),
-)  # fmt: skip
-"""Type of the logits, of which float32 are those of batch-invariant steps; vocabularies of Llama 3, Qwen3 and Gemma 3; whether
-there is a grammar."""
-
-
-def compilations() -> list[Compilation]:
-    """Of each of KINDS; a kernel that knows no sizes once."""
-    found: dict[str, Compilation] = {}
-    for kernel in (scan_kernel, weigh_kernel, choose_kernel):
-        for kind in KINDS:
-            compilation = _compilation(kernel, *kind)
-            found.setdefault(compilation.name, compilation)
-    return list(found.values())
-
-
-def _compilation(kernel: Any, dtype: str, vocab_size: int, is_guided: bool) -> Compilation:
-    groups, splits = _padded(vocab_size)
-    sizes: dict[str, object] = {"GROUPS_PADDED": groups, "SPLITS": splits, "LISTED": LISTED}
-    signature = {name: _TYPES[name] for name in kernel.arg_names if name in _TYPES} | {"logits": f"*{dtype}"}
-    constexprs = {name: size for name, size in sizes.items() if name in kernel.arg_names}
-    if is_guided:
-        signature["masks"] = "*i32"
-    else:
-        constexprs["masks"] = None
-    step = kernel.__name__.removesuffix("_kernel")
-    padded = f", {groups} groups" if "GROUPS_PADDED" in constexprs else ""
-    name = f"sample: {step}, {dtype}{padded}{', grammar' if is_guided else ''}"
-    # The assembler gives up a few bytes outside the loops to fit one more program into a multiprocessor.
-    return Compilation(
-        name,
-        kernel,
-        signature,
-        constexprs,
-        num_warps=_WARPS,
-        num_stages=2,
-        spill_bytes_max=128,
-        fp_fusion=False,
-        divisible=("logits_stride", "V"),
-    )

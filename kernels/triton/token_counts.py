@@ -6,9 +6,7 @@ import torch
 import triton
 import triton.language as tl
 
-from kernels.triton.compilation import Compilation
-
-_ROWS = 128
+ROWS = 128
 
 
 @triton.jit(do_not_specialize=["num_rows", "V"])
@@ -30,10 +28,4 @@ def count_tokens(slots: torch.Tensor, tokens: torch.Tensor, counts: torch.Tensor
     """
     rows = slots.shape[0]
     if rows:
-        count_tokens_kernel[(triton.cdiv(rows, _ROWS),)](slots, tokens, counts, rows, counts.shape[1], ROWS=_ROWS, num_warps=4)
-
-
-def compilations() -> list[Compilation]:
-    """One serves all."""
-    signature = {"slots": "*i32", "tokens": "*i64", "counts": "*i32", "num_rows": "i32", "V": "i32"}
-    return [Compilation("count_tokens", count_tokens_kernel, signature, {"ROWS": _ROWS})]
+        count_tokens_kernel[(triton.cdiv(rows, ROWS),)](slots, tokens, counts, rows, counts.shape[1], ROWS=ROWS, num_warps=4)

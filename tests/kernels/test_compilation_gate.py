@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ast
-import importlib
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import replace
@@ -12,9 +11,10 @@ from typing import Any
 
 import pytest
 
-from kernels.triton import gate
-from kernels.triton.compilation import Compilation, Compiled, exponentials_beside_products, faults, touches_early
+from kernels.triton.gate.compilation import Compilation, Compiled, exponentials_beside_products, faults, touches_early
+from kernels.triton.gate.declared import declared, module_names
 from kernels.triton.tuning import CARDS, card, power_of_two
+from tests.support.triton_jobs import KERNELS
 
 
 class Kernel:
@@ -102,8 +102,8 @@ def test_a_kernel_that_is_launched_early_touches_memory_only_behind_its_wait(ptx
 
 
 def test_a_kernel_with_an_early_form_is_told_at_every_launch_which_one_it_is() -> None:
-    for module in gate.module_names():
-        tree = ast.parse(Path(importlib.import_module(module).__file__ or "").read_text("utf-8"))
+    for module in module_names():
+        tree = ast.parse(source(module))
         early = {node.name for node in ast.walk(tree) if isinstance(node, ast.FunctionDef) and _has_early(node)}
         for node in ast.walk(tree):
             if isinstance(node, ast.Call) and isinstance(node.func, ast.Subscript) and isinstance(node.func.value, ast.Name):
@@ -117,7 +117,7 @@ def _has_early(function: ast.FunctionDef) -> bool:
     return is_kernel and any(argument.arg == "EARLY" for argument in function.args.args)
 
 
-@pytest.mark.parametrize("path", sorted(gate.FOLDER.glob("*.py")), ids=lambda path: path.stem)
+@pytest.mark.parametrize("path", sorted(KERNELS.glob("*.py")), ids=lambda path: path.stem)
 def test_a_sum_that_a_loop_carries_has_one_product_in_each_turn(path: Path) -> None:
     """Of two, Triton 3.6 to 3.8 begins the first of a turn before the second of the turn before has ended, on Blackwell and in
     tiles of 64 rows and more (triton-lang/triton, issue 10821). Sums that begin at zero in each turn are not carried."""
@@ -188,18 +188,21 @@ def test_a_size_is_rounded_up_to_a_power_of_two(size: int, power: int) -> None:
     assert power_of_two(size) == power
 
 
+def source(module: str) -> str:
+    return (KERNELS / f"{module}.py").read_text("utf-8")
+
+
 def launches(module: str) -> Iterator[tuple[str, bool]]:
     """Every launch in a module: the name of the kernel, and whether it fuses products with sums."""
-    tree = ast.parse(Path(importlib.import_module(module).__file__ or "").read_text("utf-8"))
-    for node in ast.walk(tree):
+    for node in ast.walk(ast.parse(source(module))):
         if isinstance(node, ast.Call) and isinstance(node.func, ast.Subscript) and isinstance(node.func.value, ast.Name):
             yield node.func.value.id, not any(keyword.arg == "enable_fp_fusion" for keyword in node.keywords)
 
 
-@pytest.mark.parametrize("module", gate.module_names())
+@pytest.mark.parametrize("module", module_names())
 def test_a_kernel_is_compiled_here_with_the_fusion_that_it_is_launched_with(module: str) -> None:
-    compiled = {(each.kernel.__name__, each.fp_fusion) for each in importlib.import_module(module).compilations()}
+    compiled = {(each.kernel.__name__, each.fp_fusion) for each in declared(module)}
     launched = {found for found in launches(module) if found[0] in {name for name, _ in compiled}}
     assert launched <= compiled
-    if "kernels.triton.gumbel" in Path(importlib.import_module(module).__file__ or "").read_text("utf-8"):
+    if "kernels.triton.gumbel" in source(module):
         assert not all(fused for _, fused in launched), "Gumbel-max noise counts every rounding"

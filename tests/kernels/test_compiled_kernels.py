@@ -26,6 +26,10 @@ def test_every_configuration_has_a_name_of_its_own(triton_jobs: TritonJobs) -> N
     assert len(names) == len(set(names))
 
 
+def test_configurations_are_those_of_the_file_of_their_name() -> None:
+    assert not {module for module in MODULES if not (KERNELS / f"{module}.py").exists()}
+
+
 def test_every_file_with_a_kernel_declares_its_configurations_or_serves_one_that_does() -> None:
     kernels = {path.stem for path in KERNELS.glob("*.py") if "\n@triton.jit" in path.read_text("utf-8")}
     declaring = "\n".join((KERNELS / f"{module}.py").read_text("utf-8") for module in MODULES)

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from kernels.triton.compilation import CAPABILITIES
+from kernels.triton.gate.compilation import CAPABILITIES
 from tests.support.triton_versions import compiling_process
 
 H200 = 90

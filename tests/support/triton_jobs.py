@@ -17,6 +17,7 @@ import pytest
 import torch
 from steps.locks import read_lock
 
+from kernels.triton.gate.declared import module_names
 from tests.support import triton_versions
 from tests.support.databases import required
 from tests.support.triton_versions import REPO, TritonVersion
@@ -28,7 +29,7 @@ OLD_INTERPRETER = "ignore:Conversion of an array with ndim:DeprecationWarning"
 """Triton 3.6 turns the bound of a `range` into a number in a way that numpy will refuse from 2.4 on; our lock stays below."""
 
 KERNELS = REPO / "kernels" / "triton"
-MODULES = sorted(path.stem for path in KERNELS.glob("*.py") if "\ndef compilations(" in path.read_text("utf-8"))
+MODULES = module_names()
 Rows = list[dict[str, Any]]
 
 
@@ -86,8 +87,7 @@ class TritonJobs:
         return "" if status == 0 else out + err
 
     def _compile(self, found: TritonVersion) -> Rows:
-        modules = [f"kernels.triton.{module}" for module in MODULES]
-        status, out, err = self._run(triton_versions.gate_command(modules), found, interpret=False)
+        status, out, err = self._run(triton_versions.gate_command(MODULES), found, interpret=False)
         assert status == 0, err[-3000:]
         return triton_versions.gate_rows(out)
 

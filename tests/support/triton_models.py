@@ -12,7 +12,6 @@ kernel that gets them as a constant are those.
 
 from __future__ import annotations
 
-import importlib
 import json
 import sys
 import tempfile
@@ -25,7 +24,7 @@ from unittest import mock
 
 import torch
 
-from kernels.triton import gate
+from kernels.triton.gate.declared import declared, module_names
 from kernels.triton.tuning import card
 from tests.support import triton_variants
 from tests.support.triton_variants import Case, Memory, Recorder, Stub
@@ -100,11 +99,10 @@ def key_of(kernel: str, passed: Mapping[str, str], constants: Mapping[str, objec
 
 def compiled_keys(capability: int) -> set[Key]:
     """Of all that the gate compiles for cards of `capability`."""
-    modules = map(importlib.import_module, gate.module_names())
     return {
         key_of(c.kernel.__name__, c.signature, c.constexprs, c.num_warps, c.num_stages, c.fp_fusion, c.registers_max)
-        for module in modules
-        for c in module.compilations()
+        for module in module_names()
+        for c in declared(module)
         if capability in c.capabilities
     }
 

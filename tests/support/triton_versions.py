@@ -39,7 +39,7 @@ class TritonVersion:
         return {**kept, **path, **mode, **single, **unlined, "TRITON_CACHE_DIR": str(cache)}
 
     def compile_modules(self, modules: Sequence[str], cache: Path) -> list[dict[str, Any]]:
-        """The rows of `kernels.triton.gate` for `modules`. Raises CalledProcessError."""
+        """The rows of `kernels.triton.gate` for `modules`, as `norm`. Raises CalledProcessError."""
         environment = self.environment(cache, interpret=False)
         answer = subprocess.run(gate_command(modules), cwd=REPO, env=environment, stdout=subprocess.PIPE, text=True, check=True)
         return gate_rows(answer.stdout)

@@ -1,46 +1,35 @@
-"""`python -m kernels.triton.gate [--only 90] [MODULE …]`: compiles every configuration of these modules, or of all, and prints
-one JSON line for each and each compute capability.
+"""`python -m kernels.triton.gate [--only 90] [MODULE …]` compiles every configuration of these files of kernels, or of all, and
+prints one JSON line for each and each compute capability.
 
-A line holds what was read from the machine code and what is wrong with it (`faults`). Knows every module of this package
-that has `compilations()`; used by the tests and by bench/compiled_kernels.py, in processes without TRITON_INTERPRET.
+A line holds what was read from the machine code and what is wrong with it (`faults`). Used by the tests and by
+bench/compiled_kernels.py, in processes without TRITON_INTERPRET.
 """
 
 from __future__ import annotations
 
 import argparse
-import importlib
 import json
-import pkgutil
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict
-from pathlib import Path
 from typing import Any
 
 from triton import __version__
 
-from kernels.triton.compilation import Compilation, compile_kernel, faults
-
-FOLDER = Path(__file__).parent
-
-
-def module_names() -> list[str]:
-    """Every module of the package that declares configurations, found without importing any."""
-    names = sorted(info.name for info in pkgutil.iter_modules([str(FOLDER)]))
-    return [f"kernels.triton.{name}" for name in names if "\ndef compilations(" in (FOLDER / f"{name}.py").read_text("utf-8")]
+from kernels.triton.gate.compilation import Compilation, compile_kernel, faults
+from kernels.triton.gate.declared import declared, module_names
 
 
 def compile_module(module: str, only: int | None = None) -> Iterator[dict[str, Any]]:
     """One row for each configuration and capability of `module`, in their order; of one capability where `only` names it."""
-    declared: list[Compilation] = importlib.import_module(module).compilations()
-    for compilation in declared:
+    for compilation in declared(module):
         for capability in compilation.capabilities:
             if only in (None, capability):
                 yield _row(module, compilation, capability)
 
 
 def _row(module: str, compilation: Compilation, capability: int) -> dict[str, Any]:
-    row = {"module": module.rpartition(".")[2], "name": compilation.name, "capability": capability, "triton": __version__}
+    row = {"module": module, "name": compilation.name, "capability": capability, "triton": __version__}
     try:
         compiled = compile_kernel(compilation, capability)
     # Whatever Triton or its assembler cannot do is this row's fault; the other rows are still compiled.
@@ -51,9 +40,9 @@ def _row(module: str, compilation: Compilation, capability: int) -> dict[str, An
 
 def main(arguments: Sequence[str]) -> None:
     """Print the rows as they are made."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").partition(":")[2])
+    parser = argparse.ArgumentParser(description="Compile kernels for cards that are not here.")
     parser.add_argument("--only", type=int, help="one compute capability: 80, 89, 90 or 100")
-    parser.add_argument("modules", nargs="*", help="as kernels.triton.norm")
+    parser.add_argument("modules", nargs="*", help="as norm")
     options = parser.parse_args(arguments)
     for module in options.modules or module_names():
         for row in compile_module(module, options.only):

@@ -23,6 +23,7 @@ from kernels.triton.early_launch import CAPABILITY_MIN as EARLY_CAPABILITY
 from kernels.triton.tuning import TENSOR_MEMORY_COLUMNS, card
 
 CAPABILITIES = (80, 89, 90, 100)
+FP8_CAPABILITIES = (89, 90, 100)  # the others cannot convert to e4m3
 # PTX names of the matrix instructions of Ampere and Ada, of Hopper, of Blackwell.
 TENSOR_INSTRUCTIONS = ("mma.sync", "wgmma.mma_async", "tcgen05.mma")
 WAIT = "griddepcontrol.wait"

@@ -1,0 +1,41 @@
+"""Configurations of `kernels.triton.greedy_head` that the compile gate compiles."""
+
+from __future__ import annotations
+
+from kernels.triton.gate.compilation import CAPABILITIES, FP8_CAPABILITIES, Compilation
+from kernels.triton.greedy_head import head_kernel, head_tiles, join_kernel
+
+PARTS = {"maxima": "*fp32", "tokens": "*i32"}
+
+
+def compilations() -> list[Compilation]:
+    """Vocabularies of Llama 3, Qwen3 and Gemma 3."""
+    kinds = [("bf16", "bf16", CAPABILITIES), ("fp16", "fp16", (90,)), ("fp32", "fp32", (89,))]
+    kinds += [("bf16", "i8", CAPABILITIES), ("bf16", "fp8e4nv", FP8_CAPABILITIES), ("fp32", "i8", (80, 90))]
+    heads = [_compilation(rows, weight, card) for rows, weight, cards in kinds for card in cards]
+    join = {**PARTS, "out": "*i64", "tiles": "i32"}
+    joins = [
+        Compilation(f"greedy_head: join of {tiles}", join_kernel, join, {"TILES": tiles}, num_warps=4)
+        for tiles in (2048, 4096, 8192)
+    ]
+    return [*heads, *joins]
+
+
+def _compilation(rows: str, weight: str, card: int) -> Compilation:
+    """`rows` and `weight` are types."""
+    row_bytes = 4 if rows == "fp32" else 2
+    tiles = head_tiles(weight_bytes=row_bytes if weight == rows else 1, capability=card, row_bytes=row_bytes)
+    scales, absent = ({}, {"scales": None}) if weight == rows else ({"scales": "*fp32"}, {})
+    numbers = dict.fromkeys(("M", "V", "K", "hidden_stride", "weight_stride", "tiles"), "i32")
+    return Compilation(
+        f"greedy_head_{rows}_{weight}_sm{card}",
+        head_kernel,
+        {"hidden": f"*{rows}", "weight": f"*{weight}", **scales, **PARTS, **numbers},
+        {"TOKENS": tiles.block_n, "COLUMNS": tiles.block_k, "WARPS": tiles.column_warps, **absent},
+        num_warps=tiles.num_warps,
+        num_stages=tiles.num_stages,
+        capabilities=(card,),
+        tensor_cores=rows != "fp32",
+        small_tile=True,
+        divisible=("K", "hidden_stride", "weight_stride"),
+    )

@@ -1,0 +1,36 @@
+"""The configuration of one tile of `kernels.triton.linear_tiles`, whose kernel three files launch."""
+
+from __future__ import annotations
+
+from kernels.triton.gate.compilation import Compilation
+from kernels.triton.linear_tiles import GROUP_ROWS, Tiles, linear_kernel
+
+SPILL_BYTES_MAX = 8
+
+
+def compilation(
+    name: str,
+    tiles: Tiles,
+    *,
+    x: str,
+    weight: str,
+    out: str = "",
+    x_scales: bool = False,
+    weight_scales: bool = False,
+    capabilities: tuple[int, ...],
+) -> Compilation:
+    """What `launch` compiles for K divisible by the tile, without bias, with a scale for each row."""
+    floats = {"x_scales_ptr": x_scales, "weight_scales_ptr": weight_scales, "partials_ptr": tiles.splits > 1}
+    passed = {name: "*fp32" for name, given in floats.items() if given} | ({"counters_ptr": "*i32"} if tiles.splits > 1 else {})
+    absent = {*floats, "counters_ptr", "bias_ptr"} - set(passed)
+    sizes = ("N", "K", "stride_x", "stride_weight", "stride_out", "split_columns")
+    signature = {"x_ptr": x, "weight_ptr": weight, "out_ptr": out or x, "M": "i32", **dict.fromkeys(sizes, "i32"), **passed}
+    constants = {
+        **dict.fromkeys(sorted(absent), None), "ROW_SCALES": x_scales, "COLUMN_SCALES": weight_scales, "EVEN_K": True,
+        "SPLITS": tiles.splits, "BLOCK_M": tiles.block_m, "BLOCK_N": tiles.block_n, "BLOCK_K": tiles.block_k,
+        "GROUP_M": GROUP_ROWS, "WARPS": tiles.column_warps, "STAGES": tiles.num_stages,
+    }  # fmt: skip
+    return Compilation(
+        name, linear_kernel, signature, constants, tiles.num_warps, tiles.num_stages, capabilities,
+        tensor_cores=x != "*fp32", small_tile=tiles.block_m < 64, divisible=sizes, spill_bytes_max=SPILL_BYTES_MAX,
+    )  # fmt: skip

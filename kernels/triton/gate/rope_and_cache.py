@@ -1,0 +1,44 @@
+"""Configurations of `kernels.triton.rope_and_cache` that the compile gate compiles."""
+
+from __future__ import annotations
+
+from kernels.triton.gate.compilation import CAPABILITIES, FP8_CAPABILITIES, Compilation
+from kernels.triton.rope_and_cache import head_tile, kernel_sizes, rope_and_cache_kernel
+
+
+def compilations() -> list[Compilation]:
+    """Llama-3.1-8B, Llama-3.2-1B and Qwen3-0.6B in a decode step and in a prefill; fp16; e4m3; a part of the dimensions."""
+    return [
+        *(_compilation("bf16", shape, tokens) for shape in ((32, 8, 128, 128), (32, 8, 64, 64)) for tokens in (1, 4096)),
+        *(_compilation("bf16", (16, 8, 128, 128), tokens, norm=True) for tokens in (1, 4096)),
+        _compilation("fp16", (32, 8, 128, 128), 1),
+        _compilation("bf16", (32, 8, 128, 96), 4096),
+        _compilation("bf16", (24, 8, 96, 96), 1),
+        *(_compilation("bf16", (32, 8, 128, 128), tokens, cache="fp8e4nv") for tokens in (1, 4096)),
+        _compilation("bf16", (16, 8, 128, 128), 1, norm=True, cache="fp8e4nv"),
+    ]
+
+
+def _compilation(
+    dtype: str, shape: tuple[int, int, int, int], num_tokens: int, *, norm: bool = False, cache: str | None = None
+) -> Compilation:
+    heads, kv_heads, head_dim, rotary_dim = shape
+    tile = head_tile(num_tokens, heads, kv_heads, rotary_dim)
+    tensors = {"qkv": f"*{dtype}", "cos": f"*{dtype}", "sin": f"*{dtype}", "kv_cache": f"*{cache or dtype}"}
+    numbers = {"num_tokens": "i32", "qkv_stride": "i32", "block_stride": "i32", "slot_stride": "i32", "eps": "fp32"}
+    optional = {
+        "q_weight": f"*{dtype}" if norm else None,
+        "k_weight": f"*{dtype}" if norm else None,
+        "kv_scales": "*fp32" if cache else None,
+    }
+    words = "_".join(str(part) for part in (dtype, *shape, num_tokens, "norm" if norm else "", cache or "") if part != "")
+    return Compilation(
+        f"rope_and_cache_{words}",
+        rope_and_cache_kernel,
+        {**tensors, "slot_mapping": "*i64", **{key: kind for key, kind in optional.items() if kind is not None}, **numbers},
+        {key: None for key, kind in optional.items() if kind is None}
+        | kernel_sizes(heads, kv_heads, head_dim, rotary_dim, 16, tile),
+        num_warps=tile.num_warps,
+        capabilities=FP8_CAPABILITIES if cache else CAPABILITIES,
+        divisible=("qkv_stride", "block_stride", "slot_stride"),
+    )

@@ -1,0 +1,58 @@
+"""Configurations of `kernels.triton.sampling` that the compile gate compiles."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from kernels.triton.gate.compilation import Compilation
+from kernels.triton.sampling import LISTED, NUM_WARPS, choose_kernel, padded_sizes, scan_kernel, weigh_kernel
+
+_TYPES = {
+    "slots": "*i32", "positions": "*i64", "group_maxima": "*fp32", "best_scores": "*fp32", "best_tokens": "*i32",
+    "weights": "*i64", "groups": "*i32", "listed_logits": "*fp32", "listed_ids": "*i32", "out": "*i64", "scales": "*fp32",
+    "streams": "*i64", "top_ks": "*i32", "top_ps": "*fp32", "reaches": "*fp32", "repetition": "*fp32", "frequency": "*fp32",
+    "presence": "*fp32", "counts": "*i32", "held_until": "*i64", "held_ids": "*i32", "rules": "*i32", "bias": "*fp32",
+    "logits_stride": "i32", "masks_stride": "i32", "V": "i32", "G": "i32", "tiles": "i32", "num_splits": "i32",
+}  # fmt: skip
+KINDS = (
+    ("bf16", 128_256, False), ("bf16", 128_256, True), ("bf16", 151_936, False), ("bf16", 151_936, True),
+    ("bf16", 262_208, False), ("bf16", 262_208, True), ("fp32", 128_256, False),
+)  # fmt: skip
+"""Type of the logits, of which float32 are those of batch-invariant steps; vocabularies of Llama 3, Qwen3 and Gemma 3; whether
+there is a grammar."""
+
+
+def compilations() -> list[Compilation]:
+    """Of each of KINDS; a kernel that knows no sizes once."""
+    found: dict[str, Compilation] = {}
+    for kernel in (scan_kernel, weigh_kernel, choose_kernel):
+        for kind in KINDS:
+            compilation = _compilation(kernel, *kind)
+            found.setdefault(compilation.name, compilation)
+    return list(found.values())
+
+
+def _compilation(kernel: Any, dtype: str, vocab_size: int, is_guided: bool) -> Compilation:
+    groups, splits = padded_sizes(vocab_size)
+    sizes: dict[str, object] = {"GROUPS_PADDED": groups, "SPLITS": splits, "LISTED": LISTED}
+    signature = {name: _TYPES[name] for name in kernel.arg_names if name in _TYPES} | {"logits": f"*{dtype}"}
+    constexprs = {name: size for name, size in sizes.items() if name in kernel.arg_names}
+    if is_guided:
+        signature["masks"] = "*i32"
+    else:
+        constexprs["masks"] = None
+    step = kernel.__name__.removesuffix("_kernel")
+    padded = f", {groups} groups" if "GROUPS_PADDED" in constexprs else ""
+    name = f"sample: {step}, {dtype}{padded}{', grammar' if is_guided else ''}"
+    # The assembler gives up a few bytes outside the loops to fit one more program into a multiprocessor.
+    return Compilation(
+        name,
+        kernel,
+        signature,
+        constexprs,
+        num_warps=NUM_WARPS,
+        num_stages=2,
+        spill_bytes_max=128,
+        fp_fusion=False,
+        divisible=("logits_stride", "V"),
+    )
