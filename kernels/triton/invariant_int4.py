@@ -8,9 +8,8 @@ import triton.language as tl
 
 from kernels.quantised_weights import CHUNK_COLUMNS, Int4Weight
 from kernels.triton.early_launch import early_launch, start_in_turn
-from kernels.triton.gate.compilation import Compilation
 from kernels.triton.int4_codes import int4_sums
-from kernels.triton.invariant_linear import SPILL_BYTES_MAX, own_parts, parts_room, shares_parts, whole_sums
+from kernels.triton.invariant_linear import own_parts, parts_room, shares_parts, whole_sums
 from kernels.triton.linear_int4 import DTYPES, Int4Tiles
 from kernels.triton.split_sum import UNPACK, split_count
 from kernels.triton.tuning import multiprocessors
@@ -83,29 +82,3 @@ def invariant_int4(x: torch.Tensor, weight: Int4Weight, *, bias: torch.Tensor | 
         enable_fp_fusion=False, **early_launch(x.device),
     )  # fmt: skip
     return out
-
-
-def compilations() -> list[Compilation]:
-    """Groups of 128 and 32, divided."""
-    asked = ((80, "bf16", 128), (89, "bf16", 128), (90, "bf16", 128), (90, "fp16", 32), (100, "bf16", 128))
-    return [_compilation(*each) for each in asked]
-
-
-def _compilation(number: int, dtype: str, group: int) -> Compilation:
-    tiles = invariant_int4_tiles(4096, 4096, 132)
-    sizes = ("N", "K", "stride_x", "stride_out")
-    return Compilation(
-        f"invariant_int4_{dtype}_group{group}_sm{number}",
-        invariant_int4_kernel,
-        {
-            "x_ptr": f"*{dtype}", "words_ptr": "*i16", "scales_zeros_ptr": "*i32", "out_ptr": f"*{dtype}",
-            "partials_ptr": "*fp32", "counters_ptr": "*i32",
-            **dict.fromkeys(("M", *sizes, "num_chunks", "split_chunks"), "i32"),
-        },
-        {
-            "bias_ptr": None, "GROUP": group, "BFLOAT_SCALES": False, "EVEN_K": True, "SPLITS": 4,
-            "BLOCK_M": tiles.block_m, "BLOCK_N": tiles.block_n, "STAGES": tiles.num_stages,
-        },
-        tiles.num_warps, tiles.num_stages, (number,), tensor_cores=True, divisible=sizes, spill_bytes_max=SPILL_BYTES_MAX,
-        fp_fusion=False,
-    )  # fmt: skip

@@ -1,0 +1,78 @@
+"""Configurations of `kernels.triton.invariant_attention` that the compile gate compiles."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from kernels.attention_rows import AttentionShape
+from kernels.triton.gate.compilation import CAPABILITIES, FP8_CAPABILITIES, Compilation
+from kernels.triton.invariant_attention import MERGE_TOGETHER, MERGE_WARPS, merge_constants, rows_constants, rows_tiling
+from kernels.triton.invariant_rows import SIZES, merge_rows_kernel, rows_kernel
+
+SPILL_BYTES_MAX = 64
+H200 = (90,)
+
+
+def compilations() -> list[Compilation]:
+    """Llama-3.1-8B (and Qwen3-8B) and Llama-3.2-1B in bf16 and with an fp8 cache for every card, and what else there is of
+    heads, windows and caps for an H200; the second kernel."""
+    llama, small_llama = AttentionShape(16, 32, 8, 128), AttentionShape(16, 32, 8, 64)
+    gemma = AttentionShape(16, 8, 4, 256, sliding_window=4096, softcap=50.0)
+    found = []
+    for name, shape in {"llama-8b": llama, "llama-1b": small_llama}.items():
+        found += _compilations(f"{name} bf16", shape, "bf16", "bf16", CAPABILITIES)
+        found += _compilations(f"{name} fp8e4nv", shape, "bf16", "fp8e4nv", FP8_CAPABILITIES)
+    others = {
+        "qwen-0.6b": AttentionShape(16, 16, 8, 128),
+        "window": replace(llama, sliding_window=4096),
+        "head size 96": AttentionShape(16, 32, 32, 96),
+        "window and soft-cap": gemma,
+        "7 heads": AttentionShape(16, 28, 4, 128),
+    }
+    for name, shape in others.items():
+        found += _compilations(name, shape, "bf16", "bf16", H200)
+    found += _compilations("float32, window and soft-cap", gemma, "fp32", "fp32", H200)
+    found += [_merge_compilation(f"merge of rows, {name}", shape) for name, shape in {"llama-8b": llama, **others}.items()]
+    return found
+
+
+def _compilations(name: str, shape: AttentionShape, dtype: str, kv: str, capabilities: tuple[int, ...]) -> list[Compilation]:
+    tensors = {"q": f"*{dtype}", "kv_cache": f"*{kv}", "out": f"*{dtype}", "attended": "*fp32", "sums": "*fp32"}
+    tensors |= dict.fromkeys(("block_tables", "query_starts", "context_lens"), "*i32")
+    absent: dict[str, object] = {} if "fp8" in kv else {"kv_scales": None}
+    scales = {"kv_scales": "*fp32"} if "fp8" in kv else {}
+    numbers = dict.fromkeys((*SIZES, "num_tiles", "q_stride", "block_stride", "table_stride"), "i32")
+    group = shape.num_heads // shape.num_kv_heads
+    found = []
+    for number in capabilities:
+        tiling = rows_tiling(shape.head_dim, 4 if kv == "fp32" else 2, group, number)
+        found.append(
+            Compilation(
+                f"invariant rows {name}, {tiling.keys} keys by {tiling.num_warps} warps, sm{number}",
+                rows_kernel,
+                tensors | scales | numbers | {"scale": "fp32"},
+                {**absent, **rows_constants(shape, tiling), "REQUESTS": 256},
+                num_warps=tiling.num_warps,
+                num_stages=tiling.num_stages,
+                capabilities=(number,),
+                tensor_cores=kv != "fp32",
+                spill_bytes_max=SPILL_BYTES_MAX,
+                divisible=("q_stride", "block_stride"),
+                fp_fusion=False,
+            )
+        )
+    return found
+
+
+def _merge_compilation(name: str, shape: AttentionShape) -> Compilation:
+    tensors = {"out": "*bf16", "attended": "*fp32", "sums": "*fp32", "query_starts": "*i32", "context_lens": "*i32"}
+    return Compilation(
+        name,
+        merge_rows_kernel,
+        tensors | dict.fromkeys(SIZES, "i32"),
+        {"kv_scales": None, "TOGETHER": MERGE_TOGETHER, "REQUESTS": 256, **merge_constants(shape)},
+        num_warps=MERGE_WARPS,
+        capabilities=(90, 100),
+        spill_bytes_max=SPILL_BYTES_MAX,
+        fp_fusion=False,
+    )
