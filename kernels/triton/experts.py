@@ -7,7 +7,6 @@ CUDA graph.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import torch
 import triton
@@ -16,10 +15,8 @@ import triton.language as tl
 from kernels.quantised_weights import Int4Weight
 from kernels.triton import experts_int4
 from kernels.triton.activation import activated
-from kernels.triton.expert_tiles import SORT_BLOCK, SortedTokens, group_tiles, own_tile, sort_by_expert, sort_kernel
+from kernels.triton.expert_tiles import SortedTokens, group_tiles, own_tile, sort_by_expert
 from kernels.triton.expert_weights import ExpertWeights, Weight, are_alike, bind_weights
-from kernels.triton.gate.compilation import Compilation
-from kernels.triton.gate.linear_tiles import SPILL_BYTES_MAX
 from kernels.triton.linear_tiles import decoded
 from kernels.triton.tuning import capability, power_of_two
 
@@ -208,67 +205,3 @@ def bind_experts(
         return mix_gated_experts(x, weights, expert_ids, gate_up, down, activation=activation, rows_each=rows_each)
 
     return mix
-
-
-def compilations() -> list[Compilation]:
-    """Qwen3-30B-A3B (128 experts, 8 chosen) and Mixtral 8x7B (8, 2), from a decode step to a prefill; 64 tokens an expert are
-    also what batch-invariant engines take for any number."""
-    asked: list[tuple[str, int, int, int, tuple[int, ...], Any]] = [
-        ("bf16", 80, 128, 8, (16, 32, 64, 512), None),
-        ("bf16", 89, 128, 8, (16, 32, 64, 512), None),
-        ("bf16", 90, 128, 8, (16, 32, 64, 512), None),
-        ("fp16", 90, 8, 2, (16, 512), None),
-        ("bf16", 100, 128, 8, (16, 32, 64, 512), None),
-        ("bf16", 80, 128, 8, (16, 32, 64, 512), tl.int8),
-        ("bf16", 90, 128, 8, (16, 32, 64, 512), tl.int8),
-        ("bf16", 89, 128, 8, (16, 32, 64, 512), tl.float8e4nv),
-        ("bf16", 90, 128, 8, (16, 32, 64, 512), tl.float8e4nv),
-        ("bf16", 100, 128, 8, (16, 32, 64, 512), tl.float8e4nv),
-    ]
-    launches = [
-        _compilation(dtype, number, experts, chosen, each * experts, activation, codes)
-        for dtype, number, experts, chosen, tokens_each, codes in asked
-        for each in tokens_each
-        for activation in ("silu", "")
-    ]
-    places, floats = {"num_places": "i32", "offsets_ptr": "*i32"}, {"parts_ptr": "*bf16", "out_ptr": "*bf16"}
-    return [
-        *launches,
-        Compilation(
-            "sort_by_expert_128",
-            sort_kernel,
-            {"expert_ids_ptr": "*i64", "order_ptr": "*i32", **places},
-            {"EXPERTS": 128, "BLOCK": SORT_BLOCK},
-        ),
-        Compilation(
-            "combine_experts_8",
-            combine_kernel,
-            {**floats, "width": "i32", "stride_out": "i32"},
-            {"NUM_CHOSEN": 8, "BLOCK": COMBINE_BLOCK},
-            divisible=("width", "stride_out"),
-        ),
-    ]
-
-
-def _compilation(dtype: str, number: int, experts: int, chosen: int, places: int, activation: str, codes: Any) -> Compilation:
-    tiles = group_tiles(places / experts, number, gated=activation != "")
-    sizes = ("N", "K", "stride_x", "stride_weight", "stride_out")
-    passed = {} if activation else {"factors_ptr": f"*{dtype}"}
-    passed |= {} if codes is None else {"scales_ptr": "*i64"}
-    absent = {"factors_ptr", "scales_ptr"} - set(passed)
-    stored = "" if codes is None else f"_{codes.name}"
-    return Compilation(
-        f"grouped_{'gated' if activation else 'down'}_{dtype}{stored}_{experts}experts_{places}_sm{number}",
-        grouped_kernel,
-        {
-            "x_ptr": f"*{dtype}", "weights_ptr": "*i64", "order_ptr": "*i32", "offsets_ptr": "*i32",
-            "out_ptr": f"*{dtype}", **passed, **dict.fromkeys((*sizes, "row_tiles"), "i32"),
-        },
-        {
-            **dict.fromkeys(sorted(absent)), "NUM_CHOSEN": chosen, "ACTIVATION": activation, "CODES": codes,
-            "EXPERTS": experts, "EXPERTS_BLOCK": power_of_two(experts), "EVEN_K": True, "BLOCK_M": tiles.block_m,
-            "BLOCK_N": tiles.block_n, "BLOCK_K": tiles.block_k, "STAGES": tiles.num_stages,
-        },
-        tiles.num_warps, tiles.num_stages, (number,), tensor_cores=True, small_tile=tiles.block_m < 64, divisible=sizes,
-        spill_bytes_max=SPILL_BYTES_MAX,
-    )  # fmt: skip

@@ -13,8 +13,6 @@ from kernels.quantised_weights import CHUNK_COLUMNS, Int4Weight
 from kernels.triton.activation import activated
 from kernels.triton.expert_tiles import SortedTokens, own_tile
 from kernels.triton.expert_weights import ExpertWeights
-from kernels.triton.gate.compilation import Compilation
-from kernels.triton.gate.linear_tiles import SPILL_BYTES_MAX
 from kernels.triton.int4_codes import int4_sums
 from kernels.triton.linear_int4 import DTYPES, Int4Tiles
 from kernels.triton.tuning import SMALL_CARDS, capability, power_of_two
@@ -100,36 +98,3 @@ def group_int4_tiles(rows: float, capability: int, *, gated: bool) -> Int4Tiles:
     if rows <= 96 or capability != 90:
         return Int4Tiles(64, block_n, num_warps=4 if rows <= 96 else 8, num_stages=3)
     return Int4Tiles(128, block_n, num_warps=8, num_stages=3)
-
-
-def compilations() -> list[Compilation]:
-    """Qwen3-30B-A3B (128 experts, 8 chosen) in groups of 128, from a decode step to a prefill; smaller groups in the lowest."""
-    all_cards, h200 = (16, 64, 512), (16, 32, 64, 512)
-    asked = [(80, 128, all_cards), (89, 128, all_cards), (90, 128, h200), (90, 32, (16,)), (100, 128, all_cards)]
-    return [
-        _compilation(number, group, each, activation)
-        for number, group, tokens_each in asked
-        for each in tokens_each
-        for activation in ("silu", "")
-    ]
-
-
-def _compilation(number: int, group: int, each: int, activation: str) -> Compilation:
-    tiles = group_int4_tiles(each, number, gated=activation != "")
-    sizes = ("N", "K", "stride_x", "stride_out")
-    passed = {} if activation else {"factors_ptr": "*bf16"}
-    return Compilation(
-        f"grouped_{'gated' if activation else 'down'}_int4_group{group}_128experts_{each * 128}_sm{number}",
-        grouped_int4_kernel,
-        {
-            "x_ptr": "*bf16", "words_ptr": "*i64", "scales_zeros_ptr": "*i64", "order_ptr": "*i32", "offsets_ptr": "*i32",
-            "out_ptr": "*bf16", **passed, **dict.fromkeys((*sizes, "num_chunks", "row_tiles"), "i32"),
-        },
-        {
-            **({"factors_ptr": None} if activation else {}), "NUM_CHOSEN": 8, "ACTIVATION": activation, "EXPERTS": 128,
-            "EXPERTS_BLOCK": 128, "GROUP": group, "BFLOAT_SCALES": False, "EVEN_K": True, "BLOCK_M": tiles.block_m,
-            "BLOCK_N": tiles.block_n, "STAGES": tiles.num_stages,
-        },
-        tiles.num_warps, tiles.num_stages, (number,), tensor_cores=True, small_tile=tiles.block_m < 64, divisible=sizes,
-        spill_bytes_max=SPILL_BYTES_MAX,
-    )  # fmt: skip

@@ -12,8 +12,7 @@ import triton.language as tl
 
 from kernels.quantised_weights import CHUNK_COLUMNS, Int4Weight
 from kernels.triton.early_launch import early_launch, let_next_start, wait_for_previous
-from kernels.triton.fused_sums import LLAMA_8B, Around, around_types, asked_squares, finish
-from kernels.triton.gate.compilation import Compilation
+from kernels.triton.fused_sums import Around, asked_squares, finish
 from kernels.triton.int4_codes import fetch_chunks, int4_sums
 from kernels.triton.linear_int4 import DTYPES, Int4Tiles
 from kernels.triton.split_sum import UNPACK, counters, partial_sums, split_count
@@ -87,38 +86,4 @@ def launch(x: torch.Tensor, weight: Int4Weight, around: Around, tiles: Int4Tiles
         EVEN_K=num_columns % CHUNK_COLUMNS == 0, SQUARES_BLOCK=power_of_two(around.num_squares), SPLITS=tiles.splits,
         BLOCK_M=tiles.block_m, BLOCK_N=tiles.block_n, STAGES=tiles.num_stages, num_warps=tiles.num_warps,
         **early_launch(x.device),
-    )  # fmt: skip
-
-
-def compilations() -> list[Compilation]:
-    """Products of a layer of Llama-3.1-8B on 132 multiprocessors, groups of 128; the smaller groups where it is gated; rows of
-    fp16, which many checkpoints of 4 bits ask for, where it is gated and where it is added."""
-    asked = [(name, "bf16", 128, card) for card in (80, 89, 90, 100) for name in LLAMA_8B]
-    asked += [("gate_up", "bf16", group, 90) for group in (32, 64)]
-    asked += [(name, "fp16", 128, card) for card in (80, 90) for name in ("gate_up", "down")]
-    return [_compilation(*each) for each in asked]
-
-
-def _compilation(name: str, dtype: str, group: int, card: int) -> Compilation:
-    outputs, columns = LLAMA_8B[name]
-    gated, own = name == "gate_up", f"*{dtype}"
-    tiles = fused_int4_tiles(outputs, columns, card, 132, gated=gated)
-    around, absent = around_types(name, own, tiles.splits)
-    numbers = dict.fromkeys(("M", "N", "K", "x_stride", "num_chunks", "split_chunks", "num_squares"), "i32")
-    return Compilation(
-        f"fused_int4_llama_8b_{name}_{dtype}_group{group}_sm{card}",
-        fused_int4_kernel,
-        {"x": own, "words": "*i16", "scales_zeros": "*i32", **around, **numbers, "eps": "fp32", "alpha": "fp32"},
-        absent
-        | {
-            "GATE": "silu" if gated else None, "GROUP": group, "BFLOAT_SCALES": False, "EVEN_K": True,
-            "SQUARES_BLOCK": power_of_two(4096 // OUTPUTS), "SPLITS": tiles.splits, "BLOCK_M": tiles.block_m,
-            "BLOCK_N": tiles.block_n, "STAGES": tiles.num_stages,
-        },
-        num_warps=tiles.num_warps,
-        num_stages=tiles.num_stages,
-        capabilities=(card,),
-        tensor_cores=True,
-        small_tile=True,
-        divisible=("N", "K", "x_stride"),
     )  # fmt: skip

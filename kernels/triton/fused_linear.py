@@ -22,9 +22,7 @@ from kernels.quantised_weights import Fp8Weight, Int4Weight, Int8Weight
 from kernels.residual_stream import Gate, Stream
 from kernels.triton import fused_int4
 from kernels.triton.early_launch import early_launch, fetch_rows, let_next_start, wait_for_previous
-from kernels.triton.fused_sums import LLAMA_8B, Around, around_types, asked_squares, finish
-from kernels.triton.gate.compilation import CAPABILITIES, FP8_CAPABILITIES, Compilation
-from kernels.triton.gate.linear_tiles import SPILL_BYTES_MAX
+from kernels.triton.fused_sums import Around, asked_squares, finish
 from kernels.triton.linear import CANDIDATES
 from kernels.triton.linear_int4 import Int4Tiles
 from kernels.triton.linear_tiles import Tiles, decoded
@@ -222,57 +220,3 @@ def _launch(x: torch.Tensor, weight: Weight, around: Around, tiles: Tiles | Int4
         SPLITS=tiles.splits, BLOCK_M=tiles.block_m, BLOCK_N=tiles.block_n, BLOCK_K=tiles.block_k,
         WARPS=tiles.column_warps, STAGES=tiles.num_stages, num_warps=tiles.num_warps, **early_launch(x.device),
     )  # fmt: skip
-
-
-QWEN_600M = {"qkv": (4096, 1024), "out": (1024, 2048), "gate_up": (3072, 1024), "down": (1024, 3072)}
-
-
-def compilations() -> list[Compilation]:
-    """Products of a layer of Llama-3.1-8B, also with weights of 8 bits, and of Qwen3-0.6B, also with rows of 32 bits, on 132
-    multiprocessors; rows of fp16 where it is gated."""
-    kinds = [("llama_8b", LLAMA_8B, "bf16", "bf16", CAPABILITIES), ("qwen_600m", QWEN_600M, "bf16", "bf16", (90,))]
-    kinds += [("llama_8b", LLAMA_8B, "bf16", "i8", (80, 90)), ("llama_8b", LLAMA_8B, "bf16", "fp8e4nv", FP8_CAPABILITIES)]
-    kinds += [
-        ("qwen_600m", QWEN_600M, "fp32", "fp32", (80, 89, 90)),
-        ("qwen_600m_rows_of_fp32", {"gate_up": QWEN_600M["gate_up"]}, "fp32", "i8", (90,)),
-    ]
-    kinds += [
-        ("llama_8b_rows_of_fp16", {"gate_up": LLAMA_8B["gate_up"]}, "fp16", weight, (90,))
-        for weight in ("fp16", "i8", "fp8e4nv")
-    ]
-    return [
-        _compilation(f"{model}_{name}_{kind}_sm{card}", name, sizes, rows, kind, card)
-        for model, shapes, rows, kind, cards in kinds
-        for card in cards
-        for name, sizes in shapes.items()
-    ]
-
-
-def _compilation(label: str, name: str, sizes: tuple[int, int], rows: str, kind: str, card: int) -> Compilation:
-    """`rows` and `kind` are the types of x and of the weight."""
-    (outputs, columns), bytes_ = sizes, {"fp32": 4, "bf16": 2, "fp16": 2, "i8": 1, "fp8e4nv": 1}
-    of_tiles = {"weight_bytes": bytes_[kind], "row_bytes": bytes_[rows]}
-    tiles = fused_tiles(outputs, columns, card, 132, gated=name == "gate_up", **of_tiles)
-    before = fused_tiles(columns, columns, card, 132, gated=False, **of_tiles).block_n
-    around, absent = around_types(name, f"*{rows}", tiles.splits)
-    scales = {"weight_scales": "*fp32"} if bytes_[kind] == 1 else {}
-    numbers = dict.fromkeys(("M", "N", "K", "x_stride", "num_squares", "split_columns"), "i32")
-    constants = {
-        "GATE": "silu" if name == "gate_up" else None, "COLUMN_SCALES": bool(scales), "EVEN_K": True,
-        "SQUARES_BLOCK": power_of_two(-(-columns // before)), "SPLITS": tiles.splits, "STAGES": tiles.num_stages,
-        "WARPS": tiles.column_warps,
-        "BLOCK_M": tiles.block_m, "BLOCK_N": tiles.block_n, "BLOCK_K": tiles.block_k,
-    }  # fmt: skip
-    return Compilation(
-        f"fused_linear_{label}",
-        fused_linear_kernel,
-        {"x": f"*{rows}", "weight": f"*{kind}", **scales, **around, **numbers, "eps": "fp32", "alpha": "fp32"},
-        {**({} if scales else {"weight_scales": None}), **absent, **constants},
-        num_warps=tiles.num_warps,
-        num_stages=tiles.num_stages,
-        capabilities=(card,),
-        tensor_cores=rows != "fp32",
-        small_tile=True,
-        spill_bytes_max=SPILL_BYTES_MAX if rows == "fp16" else 0,
-        divisible=("N", "K", "x_stride", "split_columns"),
-    )

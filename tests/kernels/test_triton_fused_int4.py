@@ -14,7 +14,8 @@ from kernels.reference import fused_linear as reference
 from kernels.reference import quantised as exact
 from kernels.residual_stream import Gate, Stream
 from kernels.triton import fused_int4, fused_linear
-from kernels.triton.fused_sums import LLAMA_8B, Around
+from kernels.triton.fused_sums import Around
+from kernels.triton.gate.fused_sums import LLAMA_8B
 from kernels.triton.int4_codes import unpacking
 from kernels.triton.linear_int4 import Int4Tiles, linear_int4
 from kernels.triton.split_sum import counters
