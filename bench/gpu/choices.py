@@ -23,7 +23,14 @@ from bench.gpu.serve import head_in_8_bits
 from bench.gpu.timing import Call, median, seconds
 from kernels.attention_rows import AttentionShape
 from kernels.quantised_weights import Fp8Weight, Int8Weight
-from kernels.triton import attention_decode, attention_prefill, attention_splits, fused_int4, fused_linear
+from kernels.triton import (
+    attention_decode,
+    attention_prefill,
+    attention_prefill_hopper,
+    attention_splits,
+    fused_int4,
+    fused_linear,
+)
 from kernels.triton.attention_splits import DecodeTiling
 from kernels.triton.early_launch import VARIABLE, early_launch
 from kernels.triton.fused_linear import BY_BYTES, linear_add, normed_linear
@@ -248,6 +255,6 @@ def _prefill(context: Context) -> None:
         with ExitStack() as stack:
             stack.enter_context(mock.patch.object(attention_prefill, "prefill_tiling", mock.Mock(return_value=tiling)))
             if case != CHOSEN:
-                stack.enter_context(mock.patch.object(attention_prefill, "is_overlapped", mock.Mock(return_value=False)))
+                stack.enter_context(mock.patch.object(attention_prefill_hopper, "is_overlapped", mock.Mock(return_value=False)))
             taken[case] = median(seconds([prefill], context.device, samples=3))
     _emit(context, "prefill 8k: chosen tile over others", taken)

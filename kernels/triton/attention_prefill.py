@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 import triton
@@ -10,15 +10,11 @@ import triton.language as tl
 
 from kernels.attention_rows import AttentionShape
 from kernels.triton.attention_decode import check_attention, paged_decode, score_factor
-from kernels.triton.attention_prefill_hopper import NUM_WARPS, is_overlapped, overlapped_constants, overlapped_kernel
 from kernels.triton.attention_splits import SPLIT_QUERIES, TABLES, DecodeWorkspace, scheduled_requests, workspace_bytes
-from kernels.triton.gate.compilation import CAPABILITIES, FP8_CAPABILITIES, Compilation
 from kernels.triton.query_tiles import tile_owner, tile_queries, tile_rows
-from kernels.triton.tuning import LOG2_E, capability, card, power_of_two
+from kernels.triton.tuning import LOG2_E, capability, card, interpreted, power_of_two
 
-H200 = (90,)
-SPILL_BYTES_MAX = 80
-"""Of what stays the same through the loop, where the tile fills all registers: 100 with an fp8 cache."""
+HOPPER = 90
 SPLIT_BYTES_MAX = 256 * 1024 * 1024
 """What splitting the keys of short chunks may need of memory beyond the workspace of decodes; many of them beside one very long
 request are tiled after all."""
@@ -50,7 +46,7 @@ def prefill_tiling(head_dim: int, kv_bytes: int, rows: int, windowed: bool, capa
 
 
 @triton.jit(do_not_specialize=["num_requests", "num_tiles", "table_stride"], do_not_specialize_on_alignment=TABLES)
-def _prefill_kernel(
+def prefill_kernel(
     q,
     kv_cache,
     block_tables,
@@ -247,14 +243,13 @@ def paged_prefill(
     tiling = prefill_tiling(shape.head_dim, kv_bytes, rows, windowed, capability(q.device))
     assert group <= tiling.rows, "a tile holds the heads of at least one query"
     num_tiles = q.shape[0] // (tiling.rows // group) + num_requests
-    if is_overlapped(shape, kv_bytes, tiling.rows, capability(q.device)):
-        overlapped_kernel[(num_tiles * shape.num_kv_heads,)](
-            q, kv_cache, block_tables, query_starts, context_lens, out,
-            num_requests, num_tiles, score_factor(shape), q.stride(0), kv_cache.stride(0), block_tables.stride(0),
-            **overlapped_constants(shape), REQUESTS=scheduled_requests(num_requests), num_warps=NUM_WARPS,
-        )  # fmt: skip
-        return out
-    _prefill_kernel[(num_tiles * shape.num_kv_heads,)](
+    if capability(q.device) == HOPPER and not interpreted():
+        # Gluon's part of Triton is experimental: no other card imports it, nor does an interpreter, which cannot run it.
+        from kernels.triton import attention_prefill_hopper as hopper
+
+        if hopper.is_overlapped(shape, kv_bytes, tiling.rows, HOPPER):
+            return hopper.overlapped_prefill(q, kv_cache, block_tables, query_starts, context_lens, shape, num_tiles, out)
+    prefill_kernel[(num_tiles * shape.num_kv_heads,)](
         q,
         kv_cache,
         block_tables,
@@ -268,7 +263,7 @@ def paged_prefill(
         q.stride(0),
         kv_cache.stride(0),
         block_tables.stride(0),
-        **_constants(shape, tiling),
+        **prefill_constants(shape, tiling),
         REQUESTS=scheduled_requests(num_requests),
         num_warps=tiling.num_warps,
         num_stages=tiling.num_stages,
@@ -280,7 +275,8 @@ def _may_be_split(shape: AttentionShape, kv_dtype: torch.dtype, num_rows: int, m
     return workspace_bytes(shape, num_rows, max_blocks, kv_dtype, device) <= SPLIT_BYTES_MAX
 
 
-def _constants(shape: AttentionShape, tiling: PrefillTiling) -> dict[str, object]:
+def prefill_constants(shape: AttentionShape, tiling: PrefillTiling) -> dict[str, object]:
+    """Constants of `prefill_kernel`, but for REQUESTS."""
     return {
         "H": shape.num_heads,
         "K": shape.num_kv_heads,
@@ -292,75 +288,3 @@ def _constants(shape: AttentionShape, tiling: PrefillTiling) -> dict[str, object
         "WIDTH": power_of_two(shape.head_dim),
         "KEYS": tiling.keys,
     }
-
-
-def compilations() -> list[Compilation]:
-    """Llama-3.1-8B (and Qwen3-8B) and Llama-3.2-1B in bf16 and with an fp8 cache for every card; for an H200 what else there is
-    and `attention_prefill_hopper` does not serve: short chunks, windows, other head sizes."""
-    llama, small_llama, qwen = (AttentionShape(16, 32, 8, 128), AttentionShape(16, 32, 8, 64), AttentionShape(16, 16, 8, 128))
-    gemma = AttentionShape(16, 8, 4, 256, sliding_window=4096, softcap=50.0)
-    found = []
-    for name, shape in {"llama-8b": llama, "llama-1b": small_llama}.items():
-        found += [_compilation(f"{name} {kv}", shape, "bf16", kv) for kv in ("bf16", "fp8e4nv")]
-    found += [
-        _compilation("qwen-0.6b fp8e4nv", qwen, "bf16", "fp8e4nv", only=H200),
-        _compilation("window", replace(llama, sliding_window=4096), "bf16", "bf16", only=H200),
-        _compilation("head size 96", AttentionShape(16, 32, 32, 96), "bf16", "bf16", only=H200),
-        _compilation("window and soft-cap", gemma, "bf16", "bf16", only=H200),
-        _compilation("float32", llama, "fp32", "fp32", only=H200),
-        _compilation("float32, window and soft-cap", gemma, "fp32", "fp32", only=H200),
-        _compilation("short chunks", llama, "bf16", "bf16", max_query_len=16, only=H200),
-        _compilation("short chunks, few requests", llama, "bf16", "bf16", max_query_len=16, requests=32, only=H200),
-        _compilation("short chunks fp8e4nv", llama, "bf16", "fp8e4nv", max_query_len=16, only=H200),
-        _compilation("short chunks of one head", AttentionShape(16, 32, 32, 128), "bf16", "bf16", max_query_len=16, only=H200),
-    ]
-    for window in (None, 1024):
-        shape = AttentionShape(16, 8, 4, 256, sliding_window=window)
-        for requests in (32, 256):
-            what = f"gemma-3 fp8e4nv, window {window}, {requests} requests"
-            found.append(_compilation(what, shape, "bf16", "fp8e4nv", requests=requests, only=H200))
-    return [compilation for several in found for compilation in several]
-
-
-def _compilation(
-    name: str,
-    shape: AttentionShape,
-    dtype: str,
-    kv_dtype: str,
-    *,
-    max_query_len: int = 2048,
-    requests: int = 256,
-    only: tuple[int, ...] = (),
-) -> list[Compilation]:
-    """One for each tiling: cards differ in what they hold, and for Hopper there is another kernel."""
-    tensors = {"q": f"*{dtype}", "kv_cache": f"*{kv_dtype}", "out": f"*{dtype}"}
-    tensors |= dict.fromkeys(("block_tables", "query_starts", "context_lens"), "*i32")
-    absent: dict[str, object] = {}
-    if "fp8" in kv_dtype:
-        tensors["kv_scales"] = "*fp32"
-    else:
-        absent["kv_scales"] = None
-    numbers = dict.fromkeys(("num_requests", "num_tiles", "q_stride", "block_stride", "table_stride"), "i32")
-    rows = max_query_len * (shape.num_heads // shape.num_kv_heads)
-    kv_bytes = {"fp32": 4, "fp8e4nv": 1}.get(kv_dtype, 2)
-    tilings: dict[PrefillTiling, list[int]] = {}
-    for number in only or (FP8_CAPABILITIES if "fp8" in kv_dtype else CAPABILITIES):
-        tiling = prefill_tiling(shape.head_dim, kv_bytes, rows, shape.sliding_window is not None, number)
-        if not is_overlapped(shape, kv_bytes, tiling.rows, number):
-            tilings.setdefault(tiling, []).append(number)
-    return [
-        Compilation(
-            f"paged prefill {name}, tiles of {tiling.rows} by {tiling.keys}",
-            _prefill_kernel,
-            {**tensors, **numbers, "scale": "fp32"},
-            {**absent, **_constants(shape, tiling), "REQUESTS": requests},
-            num_warps=tiling.num_warps,
-            num_stages=tiling.num_stages,
-            capabilities=tuple(numbers_of),
-            tensor_cores=kv_bytes < 4,
-            small_tile=tiling.rows < 64,
-            spill_bytes_max=SPILL_BYTES_MAX,
-            divisible=("q_stride", "block_stride"),
-        )
-        for tiling, numbers_of in tilings.items()
-    ]

@@ -14,13 +14,14 @@ from __future__ import annotations
 import functools
 import os
 
+import torch
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import async_copy, fence_async_shared, warpgroup_mma, warpgroup_mma_wait
 
 from kernels.attention_rows import AttentionShape
-from kernels.triton.attention_splits import TABLES
-from kernels.triton.gate.compilation import Compilation
+from kernels.triton.attention_decode import score_factor
+from kernels.triton.attention_splits import TABLES, scheduled_requests
 from kernels.triton.tuning import interpreted
 
 VARIABLE = "GATEHOUSE_OVERLAPPED_PREFILL"
@@ -191,37 +192,26 @@ def is_overlapped(shape: AttentionShape, kv_bytes: int, rows: int, capability: i
     return capability == H200 and is_plain and is_held and _is_wanted() and not interpreted()
 
 
+def overlapped_prefill(
+    q: torch.Tensor,
+    kv_cache: torch.Tensor,
+    block_tables: torch.Tensor,
+    query_starts: torch.Tensor,
+    context_lens: torch.Tensor,
+    shape: AttentionShape,
+    num_tiles: int,
+    out: torch.Tensor,
+) -> torch.Tensor:
+    """`attention_prefill.paged_prefill` of what `is_overlapped`, into `out`; num_tiles: of ROWS rows, those of all requests."""
+    num_requests = block_tables.shape[0]
+    overlapped_kernel[(num_tiles * shape.num_kv_heads,)](
+        q, kv_cache, block_tables, query_starts, context_lens, out,
+        num_requests, num_tiles, score_factor(shape), q.stride(0), kv_cache.stride(0), block_tables.stride(0),
+        **overlapped_constants(shape), REQUESTS=scheduled_requests(num_requests), num_warps=NUM_WARPS,
+    )  # fmt: skip
+    return out
+
+
 def overlapped_constants(shape: AttentionShape) -> dict[str, object]:
     sizes = {"H": shape.num_heads, "K": shape.num_kv_heads, "D": shape.head_dim, "P": shape.block_size}
     return {**sizes, "ROWS": ROWS, "KEYS": KEYS}
-
-
-def compilations() -> list[Compilation]:
-    """Llama-3.1-8B (and Qwen3-8B), Llama-3.2-1B and Qwen3-0.6B; fp16, larger blocks, a group of heads that fills no tile."""
-    llama = AttentionShape(16, 32, 8, 128)
-    shapes = {
-        "llama-8b bf16": llama,
-        "llama-8b fp16": llama,
-        "llama-1b bf16": AttentionShape(16, 32, 8, 64),
-        "qwen-0.6b bf16": AttentionShape(16, 16, 8, 128),
-        "blocks of 64 bf16": AttentionShape(64, 32, 8, 128),
-        "7 heads bf16": AttentionShape(16, 28, 4, 128),
-    }
-    return [_compilation(name, shape) for name, shape in shapes.items()]
-
-
-def _compilation(name: str, shape: AttentionShape) -> Compilation:
-    tensors = dict.fromkeys(("q", "kv_cache", "out"), f"*{name.rpartition(' ')[2]}")
-    tensors |= dict.fromkeys(("block_tables", "query_starts", "context_lens"), "*i32")
-    numbers = dict.fromkeys(("num_requests", "num_tiles", "q_stride", "block_stride", "table_stride"), "i32")
-    return Compilation(
-        f"overlapped prefill {name}",
-        overlapped_kernel,
-        tensors | numbers | {"scale": "fp32"},
-        {**overlapped_constants(shape), "REQUESTS": 256},
-        num_warps=NUM_WARPS,
-        capabilities=(H200,),
-        tensor_cores=True,
-        exponentials_min=ROWS * KEYS // (32 * NUM_WARPS),
-        divisible=("q_stride", "block_stride"),
-    )

@@ -16,13 +16,10 @@ import triton.language as tl
 
 from kernels.attention_rows import AttentionShape
 from kernels.triton.early_launch import start_in_turn
-from kernels.triton.gate.compilation import Compilation
 from kernels.triton.tuning import LOG2_E, REGISTERS_MULTIPROCESSOR, capability, card, power_of_two
 
 MERGE_CHUNK, MERGE_WARPS = 16, 2
 """Splits that are added up at a time. Merging waits for memory and little else, so many small programs should be at it."""
-SPILL_BYTES_MAX = 32
-"""The assembler prefers one more program on a multiprocessor to these few registers of the kernels of decodes."""
 TABLES = ["block_tables", "context_lens", "query_starts"]
 """Pieces of one tensor, which begin wherever the piece before them ends. They are read word by word, so that nothing is gained
 by a variant of a kernel for those on 16 bytes; one for each way of lying takes seconds when it is met while serving."""
@@ -146,6 +143,7 @@ def tile_rows(shape: AttentionShape, max_query_len: int) -> int:
 
 
 def split_constants(shape: AttentionShape, max_query_len: int, tiling: DecodeTiling) -> dict[str, object]:
+    """Constants of `attention_decode.split_kernel`, but for REQUESTS; those of MERGE_CONSTANTS are `merge_kernel`'s too."""
     return {
         "H": shape.num_heads,
         "K": shape.num_kv_heads,
@@ -264,36 +262,3 @@ def merge_kernel(
         found = found / tl.where(total > 0.0, total, 1.0)
         place = (token_row.to(tl.int64) * H + head) * D
         tl.store(out + place + lane, found.to(out.dtype.element_ty), mask=lane < D)
-
-
-def compilations() -> list[Compilation]:
-    """Of the merge, for each head size, and for guesses and the windows of an fp8 cache; the cutting is part of the kernel of
-    decodes."""
-    sizes: list[tuple[tuple[int, int], int | None, int, int]]
-    sizes = [((128, 32), None, 2, 1), ((64, 32), None, 2, 1), ((96, 32), None, 2, 1), ((256, 8), None, 2, 1)]
-    sizes += [((128, 32), None, 2, queries) for queries in (4, 8)]
-    sizes += [((256, 8), window, 1, queries) for window in (None, 1024) for queries in (1, 4, 8)]
-    return [_compilation(*size) for size in sizes]
-
-
-def _compilation(heads: tuple[int, int], window: int | None, kv_bytes: int, queries: int) -> Compilation:
-    """heads: their size, and how many; kv_bytes: of an element of the cache."""
-    shape = AttentionShape(16, heads[1], heads[1], heads[0], sliding_window=window)
-    constants = split_constants(shape, queries, decode_tiling(heads[0], kv_bytes, 16, 90))
-    types = {"context_lens": "*i32", "out": "*bf16", "attended": "*fp32", "log_weights": "*fp32"}
-    types |= {"num_requests": "i32", "max_splits": "i32"}
-    absent: dict[str, object] = {"query_starts": None} if queries == 1 else {}
-    return Compilation(
-        f"merge of splits of {constants['SPLIT']}, head size {heads[0]}, window {window}, {queries} tokens",
-        merge_kernel,
-        types if queries == 1 else types | {"query_starts": "*i32"},
-        {
-            **absent,
-            "REQUESTS": 1 if queries == 1 else 256,
-            "CHUNK": MERGE_CHUNK,
-            **{name: constants[name] for name in MERGE_CONSTANTS},
-        },
-        num_warps=MERGE_WARPS,
-        capabilities=(90, 100) if queries == 1 and window is None else (90,),
-        spill_bytes_max=SPILL_BYTES_MAX,
-    )

@@ -18,7 +18,7 @@ COVERED = {
     "linear_kernel", "grouped_kernel", "sort_kernel", "prepare_decode_kernel", "copy_blocks_kernel", "count_tokens_kernel",
 }  # fmt: skip
 """Kernels whose tiles follow from the model. Of those that go over rows of some width the gate has widths alone."""
-COVERED_FOR_H200 = {"_split_kernel", "merge_kernel", "_prefill_kernel"}
+COVERED_FOR_H200 = {"split_kernel", "merge_kernel", "prefill_kernel"}
 """Attention, of which other cards have Llama's forms alone: ADR 51 says why."""
 
 

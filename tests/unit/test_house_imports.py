@@ -126,6 +126,17 @@ def test_references_know_no_implementation() -> None:
     assert not wrong, "\n".join(wrong)
 
 
+def test_serving_knows_nothing_of_the_compile_gate() -> None:
+    wrong = [
+        f"{module} imports {name}"
+        for module, path in modules("engine", "kernels")
+        if not within(module, "kernels.triton.gate")
+        for name in imports(path)
+        if within(name, "kernels.triton.gate")
+    ]
+    assert not wrong, "\n".join(wrong)
+
+
 def test_the_appliance_names_no_tensor_library() -> None:
     wrong = [
         f"{module} imports {name}"

@@ -10,17 +10,14 @@ if TYPE_CHECKING:
     from kernels.triton.gate.compilation import Compilation
 
 FOLDER = Path(__file__).parent
-FOLDERS = {FOLDER.parent: "kernels.triton", FOLDER: "kernels.triton.gate"}  # some still stand beside their kernels
 
 
 def module_names() -> list[str]:
     """Names of the files with configurations, as `norm` for kernels/triton/norm.py, found without importing any."""
-    paths = [path for folder in FOLDERS for path in folder.glob("*.py")]
-    return sorted(path.stem for path in paths if "\ndef compilations(" in path.read_text("utf-8"))
+    return sorted(path.stem for path in FOLDER.glob("*.py") if "\ndef compilations(" in path.read_text("utf-8"))
 
 
 def declared(module: str) -> list[Compilation]:
     """The configurations of one file of kernels by its name. Raises ModuleNotFoundError where it has none."""
-    package = FOLDERS[FOLDER if (FOLDER / f"{module}.py").exists() else FOLDER.parent]
-    found: list[Compilation] = importlib.import_module(f"{package}.{module}").compilations()
+    found: list[Compilation] = importlib.import_module(f"kernels.triton.gate.{module}").compilations()
     return found

@@ -1,0 +1,97 @@
+"""Configurations of `kernels.triton.attention_decode` that the compile gate compiles."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from kernels.attention_rows import AttentionShape
+from kernels.triton.attention_decode import split_kernel
+from kernels.triton.attention_splits import SPLIT_QUERIES, DecodeTiling, decode_tiling, split_constants, tile_rows
+from kernels.triton.gate.attention_splits import SPILL_BYTES_MAX
+from kernels.triton.gate.compilation import CAPABILITIES, FP8_CAPABILITIES, Compilation
+
+H200 = (90,)
+SPILL_BYTES_WIDE = 80  # heads of 256 over an fp8 cache: what stays the same through the loop
+
+
+def compilations() -> list[Compilation]:
+    """Llama-3.1-8B (and Qwen3-8B), Llama-3.2-1B and Qwen3-0.6B in bf16 and with an fp8 cache for every card; for an H200 what
+    else there is: other head sizes and groups, windows, guesses. `tests/kernels/test_triton_gate_covers.py` holds it to what
+    models ask for, in which the number of heads counts as far as it makes tiles."""
+    llama, small_llama, qwen = (AttentionShape(16, 32, 8, 128), AttentionShape(16, 32, 8, 64), AttentionShape(16, 16, 8, 128))
+    gemma, seven = AttentionShape(16, 8, 4, 256, sliding_window=4096, softcap=50.0), AttentionShape(16, 28, 4, 128)
+    found = []
+    for name, shape in {"llama-8b": llama, "llama-1b": small_llama}.items():
+        found += [_compilation(f"{name} {kv}", shape, "bf16", kv) for kv in ("bf16", "fp8e4nv")]
+    found += [
+        _compilation("llama-8b fp8e4nv, few requests", llama, "bf16", "fp8e4nv", requests=32),
+        _compilation("qwen-0.6b fp8e4nv, few requests", qwen, "bf16", "fp8e4nv", requests=32, only=H200),
+        _compilation("7 heads fp8e4nv, few requests", seven, "bf16", "fp8e4nv", requests=32, only=H200),
+        _compilation("16 key heads of 256", AttentionShape(16, 16, 16, 256), "bf16", "bf16", requests=32, only=H200),
+        _compilation("qwen-0.6b fp8e4nv", qwen, "bf16", "fp8e4nv", only=H200),
+        _compilation("llama-8b bf16, few requests", llama, "bf16", "bf16", requests=32, only=H200),
+        _compilation("llama-8b fp32", llama, "fp32", "fp32", only=(80, 90)),
+        _compilation("verifies 4 tokens fp32", llama, "fp32", "fp32", max_query_len=4, only=H200),
+        _compilation("window and soft-cap fp32", gemma, "fp32", "fp32", only=(80,)),
+        _compilation("blocks of 64", replace(llama, block_size=64), "bf16", "bf16", only=H200),
+        _compilation("head size 96", AttentionShape(16, 32, 32, 96), "bf16", "bf16", only=H200),
+        _compilation("window and soft-cap", gemma, "bf16", "bf16", only=H200),
+        _compilation("7 heads", seven, "bf16", "bf16", only=H200),
+    ]
+    verifying = [("llama-8b", llama, kv, queries) for kv in ("bf16", "fp8e4nv") for queries in SPLIT_QUERIES]
+    verifying += [("qwen-30b-a3b", AttentionShape(16, 32, 4, 128), "bf16", queries) for queries in SPLIT_QUERIES]
+    for name, shape, kv, queries in [*verifying, ("qwen-0.6b", qwen, "bf16", 8)]:
+        what = f"{name} {kv} verifies {queries} tokens"
+        found.append(_compilation(what, shape, "bf16", kv, max_query_len=queries, only=H200))
+    for window in (None, 1024):
+        shape = AttentionShape(16, 8, 4, 256, sliding_window=window)
+        for queries, requests in ((1, 32), (1, 256), (4, 256), (8, 256)):
+            what = f"gemma-3 fp8e4nv, window {window}, {queries} tokens, {requests} requests"
+            found.append(_compilation(what, shape, "bf16", "fp8e4nv", max_query_len=queries, requests=requests, only=H200))
+    return [compilation for several in found for compilation in several]
+
+
+def _compilation(
+    name: str,
+    shape: AttentionShape,
+    dtype: str,
+    kv_dtype: str,
+    *,
+    max_query_len: int = 1,
+    requests: int = 256,
+    only: tuple[int, ...] = (),
+) -> list[Compilation]:
+    """One for each tiling: cards differ in what they hold."""
+    passed = {"q": f"*{dtype}", "kv_cache": f"*{kv_dtype}", "block_tables": "*i32", "context_lens": "*i32"}
+    absent: dict[str, object] = {}
+    for tensor, kind, there in (("query_starts", "*i32", max_query_len > 1), ("kv_scales", "*fp32", "fp8" in kv_dtype)):
+        if there:
+            passed[tensor] = kind
+        else:
+            absent[tensor] = None
+    passed |= {"out": f"*{dtype}", "attended": "*fp32", "log_weights": "*fp32", "num_requests": "i32", "scale": "fp32"}
+    passed |= dict.fromkeys(("q_stride", "block_stride", "table_stride", "max_splits"), "i32")
+    kv_bytes = {"fp32": 4, "fp8e4nv": 1}.get(kv_dtype, 2)
+    tilings: dict[DecodeTiling, list[int]] = {}
+    rows = tile_rows(shape, max_query_len)
+    for number in only or (FP8_CAPABILITIES if "fp8" in kv_dtype else CAPABILITIES):
+        tiling = decode_tiling(shape.head_dim, kv_bytes, rows, number, max_query_len)
+        tilings.setdefault(tiling, []).append(number)
+    return [
+        Compilation(
+            f"paged decode {name}, tiles of {tiling.tile}, {tiling.programs} at a time",
+            split_kernel,
+            passed,
+            {**absent, **split_constants(shape, max_query_len, tiling), "REQUESTS": requests},
+            num_warps=tiling.num_warps,
+            num_stages=tiling.num_stages,
+            capabilities=tuple(numbers),
+            tensor_cores=kv_bytes < 4,
+            small_tile=rows < 64,
+            spill_bytes_max=SPILL_BYTES_MAX if shape.head_dim <= 128 else SPILL_BYTES_WIDE,
+            divisible=("q_stride", "block_stride"),
+            registers_max=tiling.registers_max,
+            programs=tiling.programs,
+        )
+        for tiling, numbers in tilings.items()
+    ]

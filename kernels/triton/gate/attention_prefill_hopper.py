@@ -1,0 +1,38 @@
+"""Configurations of `kernels.triton.attention_prefill_hopper` that the compile gate compiles."""
+
+from __future__ import annotations
+
+from kernels.attention_rows import AttentionShape
+from kernels.triton.attention_prefill_hopper import H200, KEYS, NUM_WARPS, ROWS, overlapped_constants, overlapped_kernel
+from kernels.triton.gate.compilation import Compilation
+
+
+def compilations() -> list[Compilation]:
+    """Llama-3.1-8B (and Qwen3-8B), Llama-3.2-1B and Qwen3-0.6B; fp16, larger blocks, a group of heads that fills no tile."""
+    llama = AttentionShape(16, 32, 8, 128)
+    shapes = {
+        "llama-8b bf16": llama,
+        "llama-8b fp16": llama,
+        "llama-1b bf16": AttentionShape(16, 32, 8, 64),
+        "qwen-0.6b bf16": AttentionShape(16, 16, 8, 128),
+        "blocks of 64 bf16": AttentionShape(64, 32, 8, 128),
+        "7 heads bf16": AttentionShape(16, 28, 4, 128),
+    }
+    return [_compilation(name, shape) for name, shape in shapes.items()]
+
+
+def _compilation(name: str, shape: AttentionShape) -> Compilation:
+    tensors = dict.fromkeys(("q", "kv_cache", "out"), f"*{name.rpartition(' ')[2]}")
+    tensors |= dict.fromkeys(("block_tables", "query_starts", "context_lens"), "*i32")
+    numbers = dict.fromkeys(("num_requests", "num_tiles", "q_stride", "block_stride", "table_stride"), "i32")
+    return Compilation(
+        f"overlapped prefill {name}",
+        overlapped_kernel,
+        tensors | numbers | {"scale": "fp32"},
+        {**overlapped_constants(shape), "REQUESTS": 256},
+        num_warps=NUM_WARPS,
+        capabilities=(H200,),
+        tensor_cores=True,
+        exponentials_min=ROWS * KEYS // (32 * NUM_WARPS),
+        divisible=("q_stride", "block_stride"),
+    )
