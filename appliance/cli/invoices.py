@@ -271,14 +271,16 @@ async def _tenants(client: AdminClient, tenant: str | None, *, everybody: bool) 
 async def _write(client: AdminClient, head: Row, form: str, out: Path) -> str:
     name = f"invoice-{head['number']}" if head["number"] else f"draft-{head['month']}-{head['tenant_id']}"
     if form == "events":
-        return _save(out / f"{name}-events.csv", _csv(await client.every(f"/invoices/{head['id']}/events")))
+        return _save(out / f"{name}-events.csv", events_csv(await client.every(f"/invoices/{head['id']}/events")))
     return _save(out / f"{name}.{form}", await client.fetch(f"/invoices/{head['id']}.{form}"))
 
 
-def _csv(rows: list[Row]) -> bytes:
-    """Return usage events as CSV; what a spreadsheet would take for a formula gets an apostrophe in front."""
+def events_csv(rows: list[Row]) -> bytes:
+    """Return usage events as CSV; no cell is a formula."""
     import csv
     import io
+
+    from appliance.base.spreadsheet import plain_text
 
     buffer = io.StringIO()
     writer = csv.writer(buffer, lineterminator="\r\n")
@@ -286,7 +288,7 @@ def _csv(rows: list[Row]) -> bytes:
     writer.writerow(columns)
     for row in rows:
         cells = (row[column] for column in columns)
-        writer.writerow(["'" + cell if isinstance(cell, str) and cell[:1] in ("=", "+", "-", "@") else cell for cell in cells])
+        writer.writerow([plain_text(cell) if isinstance(cell, str) else cell for cell in cells])
     return buffer.getvalue().encode()
 
 

@@ -16,6 +16,7 @@ from urllib.parse import urlencode
 from litestar import Response, get
 
 from appliance.base.clock import rfc3339
+from appliance.base.spreadsheet import plain_text
 from appliance.console.charts import Column, columns
 from appliance.console.context import ConsoleDependency
 from appliance.console.history import tenants_by_name
@@ -152,7 +153,7 @@ async def export_usage(request: ConsoleRequest, console: ConsoleDependency) -> R
     for row in rows:
         owner = owner_of(row, view.group)
         counts = [getattr(row, name) for name in COUNTS]
-        name = _harmless(names.get(owner, (owner, ""))[0])
+        name = plain_text(names.get(owner, (owner, ""))[0])
         table.writerow([rfc3339(row.start), rfc3339(row.end), owner, name, *counts, row.cost_picos, row.currency])
     disposition = f'attachment; filename="usage-{view.period}-by-{view.group}.csv"'
     return Response(text.getvalue(), media_type="text/csv; charset=utf-8", headers={"content-disposition": disposition})
@@ -225,8 +226,3 @@ async def _names(
         return {}
     keys = await services.keys.named([row.key_id for row in rows if row.key_id is not None], access=access)
     return {key.id: (key.name, f"{key.prefix}… of {tenants.get(key.tenant_id, key.tenant_id)}") for key in keys}
-
-
-def _harmless(text: str) -> str:
-    """Return `text` so that no spreadsheet takes it for a formula."""
-    return f"'{text}" if text[:1] in ("=", "+", "-", "@", "\t", "\r") else text

@@ -9,13 +9,13 @@ from __future__ import annotations
 import csv
 import io
 
+from appliance.base.spreadsheet import plain_text
 from appliance.metering.invoicing.rows import Invoice
 
 COLUMNS = (
     "number", "tenant_id", "month", "line_month", "model", "kind", "tokens", "requests", "unit_price_micros", "exact_picos",
     "rounded_micros", "currency", "batch",
 )  # fmt: skip
-_FORMULA = ("=", "+", "-", "@", "\t", "\r")
 
 
 def render_csv(invoice: Invoice) -> bytes:
@@ -31,7 +31,7 @@ def render_csv(invoice: Invoice) -> bytes:
                 head.tenant_id,
                 head.month,
                 line.month,
-                _text(line.model or ""),
+                plain_text(line.model or ""),
                 line.kind,
                 line.tokens,
                 line.requests,
@@ -43,8 +43,3 @@ def render_csv(invoice: Invoice) -> bytes:
             )
         )
     return buffer.getvalue().encode()
-
-
-def _text(value: str) -> str:
-    """Return a text that no spreadsheet takes for a formula."""
-    return f"'{value}" if value.startswith(_FORMULA) else value

@@ -1,0 +1,37 @@
+"""No cell of a CSV file is a formula, in whichever file it stands."""
+
+from __future__ import annotations
+
+import csv
+import io
+from pathlib import Path
+
+import pytest
+
+from appliance.base.spreadsheet import FORMULA_STARTS, plain_text
+from appliance.cli.invoices import events_csv
+
+REPO = Path(__file__).resolve().parents[2]
+
+
+@pytest.mark.parametrize("start", FORMULA_STARTS)
+def test_a_formula_gets_an_apostrophe(start: str) -> None:
+    assert plain_text(f"{start}1+1") == f"'{start}1+1"
+
+
+@pytest.mark.parametrize("text", ["", "demo", "1+1", "a=b", "'=1", " =1"])
+def test_any_other_text_stays(text: str) -> None:
+    assert plain_text(text) == text
+
+
+@pytest.mark.parametrize("start", FORMULA_STARTS)
+def test_exported_events_hold_no_formula_and_numbers_stay_numbers(start: str) -> None:
+    written = events_csv([{"model": f"{start}cmd", "cost_picos": -5}]).decode()
+    heading, row = csv.reader(io.StringIO(written, newline=""))
+    assert heading == ["model", "cost_picos"]
+    assert row == [f"'{start}cmd", "-5"]
+
+
+def test_the_guard_is_written_once() -> None:
+    sources = [path for path in (REPO / "appliance").rglob("*.py") if '"=", "+", "-", "@"' in path.read_text("utf-8")]
+    assert [path.name for path in sources] == ["spreadsheet.py"]
