@@ -11,9 +11,11 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
+from urllib.parse import quote
 
 import httpx
 
+from appliance.base.errors import NotFound
 from appliance.base.settings import Settings
 from appliance.cli.failure import CommandFailed, exit_status
 from appliance.cli.operator import operator_headers
@@ -78,6 +80,16 @@ class AdminClient:
         if answer.is_success:
             return answer.json() if answer.content else None
         raise _refusal(answer)
+
+    async def find(self, collection: str, name: str) -> dict[str, Any] | None:
+        """Return the member `name` of a collection such as `/keys`; None when it has none."""
+        try:
+            found: dict[str, Any] = await self.call("GET", f"{collection}/{quote(name, safe='')}")
+        except CommandFailed as failure:
+            if failure.code != NotFound.code:
+                raise
+            return None
+        return found
 
     async def fetch(self, path: str) -> bytes:
         """Return a file."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -23,6 +23,9 @@ from appliance.cli.tenants import (
     models_body,
     with_money,
 )
+
+if TYPE_CHECKING:
+    from appliance.cli.connection import AdminClient
 
 app = typer.Typer(help="The API keys of tenants.", no_args_is_help=True)
 
@@ -52,7 +55,7 @@ def list_keys(
     database: DatabaseUrl = None,
 ) -> None:
     """List keys, without their secrets."""
-    from appliance.cli.connection import AdminClient, run
+    from appliance.cli.connection import run
 
     async def work(client: AdminClient) -> list[dict[str, Any]]:
         return await _keys(client, tenant)
@@ -125,7 +128,7 @@ def update(
     database: DatabaseUrl = None,
 ) -> None:
     """Change a key; what is not named stays as it is."""
-    from appliance.cli.connection import AdminClient, run
+    from appliance.cli.connection import run
 
     named = {"name": name, "scopes": scope or None, "limit_mode": limit_mode}
     body: dict[str, Any] = {field: value for field, value in named.items() if value is not None}
@@ -159,7 +162,7 @@ def rotate(
 ) -> None:
     """Replace a key by a new one. The old one stops working at once, or after the grace period; the new secret is printed,
     once."""
-    from appliance.cli.connection import AdminClient, run
+    from appliance.cli.connection import run
 
     async def work(client: AdminClient) -> dict[str, Any]:
         found = await find_key(client, key)
@@ -172,23 +175,25 @@ def rotate(
 @app.command("revoke")
 def revoke(key: KeyId, as_json: AsJson = False, data_dir: DataDir = None, database: DatabaseUrl = None) -> None:
     """Revoke a key: it stops working at once."""
-    from appliance.cli.connection import AdminClient, run
+    from appliance.cli.connection import run
 
     async def work(client: AdminClient) -> dict[str, Any]:
         found = await find_key(client, key)
-        await client.call("DELETE", f"/keys/{found['id']}")
-        return await find_key(client, found["id"])
+        revoked: dict[str, Any] = await client.call("DELETE", f"/keys/{found['id']}")
+        return revoked
 
     output.thing(run(settings_from(data_dir, database), work), as_json=as_json)
 
 
-async def _keys(client: Any, tenant: str | None) -> list[dict[str, Any]]:
+async def _keys(client: AdminClient, tenant: str | None) -> list[dict[str, Any]]:
     owners = [await find(client, tenant)] if tenant else await client.every("/tenants", query={"include_archived": "true"})
     return [{**key, "tenant": owner["name"]} for owner in owners for key in await client.every(f"/tenants/{owner['id']}/keys")]
 
 
-async def find_key(client: Any, which: str) -> dict[str, Any]:
+async def find_key(client: AdminClient, which: str) -> dict[str, Any]:
     """Return the key with this id or public prefix."""
+    if which.startswith("key_") and (found := await client.find("/keys", which)) is not None:
+        return found
     for key in await _keys(client, None):
         if which in (key["id"], key["prefix"]):
             return key

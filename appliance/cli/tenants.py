@@ -183,14 +183,8 @@ def archive(which: Which, as_json: AsJson = False, data_dir: DataDir = None, dat
     """Archive a tenant. Its keys stop working at once, what it was billed for stays."""
     from appliance.cli.connection import run
 
-    async def work(client: AdminClient) -> dict[str, Any]:
-        tenant = await find(client, which)
-        await client.call("DELETE", f"/tenants/{tenant['id']}")
-        archived: dict[str, Any] = await client.call("GET", f"/tenants/{tenant['id']}")
-        return archived
-
     settings = settings_from(data_dir, database)
-    _print(run(settings, work), settings, as_json=as_json)
+    _print(run(settings, at_tenant(which, "DELETE")), settings, as_json=as_json)
 
 
 def limits_body(*values: str | None) -> dict[str, Any]:
@@ -275,8 +269,10 @@ def at_tenant(
     return work
 
 
-async def find(client: Any, which: str) -> dict[str, Any]:
+async def find(client: AdminClient, which: str) -> dict[str, Any]:
     """Return the tenant with this id or this exact name."""
+    if which.startswith("tn_") and (found := await client.find("/tenants", which)) is not None:
+        return found
     rows: list[dict[str, Any]] = await client.every("/tenants", query={"include_archived": "true"})
     for tenant in rows:
         if which in (tenant["id"], tenant["name"]):
