@@ -95,7 +95,7 @@ class PriceBook:
     Each currency has prices of its own: amounts are never converted. `currency` is the one of who has none of his own.
     """
 
-    def __init__(self, db: Database, clock: Clock, *, currency: str = "EUR") -> None:
+    def __init__(self, db: Database, clock: Clock, *, currency: str) -> None:
         self._db = db
         self._clock = clock
         self._currency = currency

@@ -19,6 +19,7 @@ from appliance.tenancy.principals import Limits, Principal
 from tests.support.alarms import Alarms
 from tests.support.clock import START, FakeClock
 from tests.support.factories import price, principal
+from tests.support.ledgers import utc_admission
 from tests.support.sums import NothingYet
 
 STEPS = 300
@@ -98,7 +99,7 @@ def _asked(chance: random.Random, who: Principal, policy: ModelPolicy | None) ->
 async def test_what_is_taken_comes_back_and_a_refusal_changes_nothing(seed: int) -> None:
     chance = random.Random(seed)
     clock = FakeClock()
-    admission = Admission(clock, NothingYet())
+    admission = utc_admission(clock, NothingYet())
     people = [_person(chance) for _ in range(3)]
     policy = ModelPolicy(
         model="demo", limits=_limits(chance), limit_mode=chance.choice(["enforce", "shadow"]), updated_at=START
@@ -170,7 +171,7 @@ async def test_with_a_queue_no_stretch_of_time_admits_more_than_any_limit(seed: 
     chance = random.Random(seed)
     clock = FakeClock()
     alarms = Alarms(clock)
-    admission = Admission(clock, NothingYet(), later=alarms.later)
+    admission = utc_admission(clock, NothingYet(), later=alarms.later)
     bob = principal(Limits(tokens_per_minute=600, requests_per_minute=30, concurrent_requests=4))
     keys = [dataclasses.replace(bob.key, id=f"key {n}", limits=Limits(tokens_per_minute=300)) for n in range(3)]
     admitted: list[tuple[int, float, int]] = []  # arrival, time, tokens

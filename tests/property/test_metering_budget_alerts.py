@@ -14,7 +14,6 @@ from sqlalchemy.exc import OperationalError
 
 from appliance.base.counters import POSTING, take
 from appliance.base.db import Database
-from appliance.metering.alerts.budgets import BudgetAlerts
 from appliance.metering.calendar import BillingCalendar
 from appliance.metering.ledger import rollups
 from appliance.metering.ledger.records import UsageEvent
@@ -26,7 +25,7 @@ from appliance.tenancy.tenants import Tenants
 from tests.support.alerts import TARGET, AlertBox, alert_box, settled_event
 from tests.support.cast import PEPPER, Cast, Person
 from tests.support.clock import START, FakeClock
-from tests.support.ledgers import FailingDatabase
+from tests.support.ledgers import FailingDatabase, euro_budget_alerts
 
 STEPS = 60
 SEEDS = 6
@@ -88,7 +87,7 @@ class Life:
         ]
         self.database = FailingDatabase.around(database)
         self.alerts = alert_box(self.database, clock)
-        self.budgets = BudgetAlerts(self.database, clock, CALENDAR)
+        self.budgets = euro_budget_alerts(self.database, clock, CALENDAR)
 
     async def step(self) -> None:
         """Do one thing."""
@@ -184,7 +183,7 @@ class Life:
 
     async def restart(self) -> None:
         """Forget everything that is not in the database."""
-        self.budgets = BudgetAlerts(self.database, self.clock, CALENDAR)
+        self.budgets = euro_budget_alerts(self.database, self.clock, CALENDAR)
 
     async def told(self, webhook_id: str) -> list[tuple[tuple[str, str, str], Due]]:
         """Return of whom a webhook was told what."""

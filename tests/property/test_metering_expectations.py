@@ -7,13 +7,13 @@ from datetime import datetime
 
 import pytest
 
-from appliance.metering.limits.admission import Admission
 from appliance.metering.limits.expectations import EXPECTED_OUTPUT_TOKENS, OUTPUTS_MIN
 from appliance.metering.limits.reservations import Reservation
 from appliance.metering.limits.rules import Asked
 from appliance.metering.limits.sums import OUTPUTS_KEPT
 from tests.support.clock import FakeClock
 from tests.support.factories import principal
+from tests.support.ledgers import utc_admission
 from tests.support.sums import NothingYet
 
 STEPS = 600
@@ -65,7 +65,7 @@ def round_up(value: int, by: int) -> int:
 async def test_a_burst_is_never_cheap_whatever_came_before_it(clock: FakeClock, seed: int) -> None:
     chance, seen, bob = random.Random(seed), Seen(), principal()
     history = [chance.choice([1, 30, 4000]) for _ in range(chance.choice([0, 15, 30, 150]))]
-    admission, arrives = Admission(clock, History(history)), chance.choice([1, 20, 60, 200])
+    admission, arrives = utc_admission(clock, History(history)), chance.choice([1, 20, 60, 200])
     longest = chance.choice([5, 300, 3000])
     for step in range(STEPS):
         if step == arrives:

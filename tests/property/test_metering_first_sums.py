@@ -14,11 +14,11 @@ from appliance.base.db import Database
 from appliance.base.tables import limit_levels, usage_events
 from appliance.metering.calendar import BillingCalendar
 from appliance.metering.ledger import rollups
-from appliance.metering.limits.admission import Admission
 from appliance.metering.limits.quotas import ALL_TENANTS, LimitKind, Moment, Owner, owners_of
-from appliance.metering.limits.sums import LedgerSums, LevelNow, PeriodSums
+from appliance.metering.limits.sums import LevelNow, PeriodSums
 from tests.support.cast import Cast, Person, make_person
 from tests.support.clock import FakeClock
+from tests.support.ledgers import utc_admission, utc_sums
 from tests.support.sums import NothingYet
 
 EVENTS = 150
@@ -115,7 +115,7 @@ def tokens_of(event: Row) -> int:
 async def test_what_is_read_together_is_what_a_plain_look_finds(
     database: Database, clock: FakeClock, cast: Cast, seed: int
 ) -> None:
-    chance, at = random.Random(seed), Admission(clock, NothingYet(), calendar=CALENDAR)._moment()
+    chance, at = random.Random(seed), utc_admission(clock, NothingYet(), calendar=CALENDAR)._moment()
     people = [cast.bob, cast.charlie, await make_person(database, clock, "dora")]
     events = [some_event(chance, number, chance.choice(people), cast.epoch_id, at) for number in range(EVENTS)]
     ids = [Owner("tenant", person.tenant.id) for person in people] + [Owner("key", person.key.id) for person in people]
@@ -133,6 +133,6 @@ async def test_what_is_read_together_is_what_a_plain_look_finds(
     await rollups.rebuild(database, CALENDAR)
 
     asked = {owner: chance.choice(["EUR", "CHF"]) for owner in chance.sample(owners, 12)}
-    found = await LedgerSums(database, calendar=CALENDAR).read(asked, at)
+    found = await utc_sums(database, calendar=CALENDAR).read(asked, at)
 
     assert found == {owner: plainly(owner, currency, events, levels, at) for owner, currency in asked.items()}

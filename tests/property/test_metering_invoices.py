@@ -24,6 +24,7 @@ from appliance.tenancy.access import WHOLE_BOX
 from tests.support.billing import Tokens, add_price, post_event
 from tests.support.cast import Cast, Person
 from tests.support.clock import FakeClock
+from tests.support.ledgers import euro_invoices
 
 MONTHS = ("2026-07", "2026-08", "2026-09", "2026-10", "2026-11")
 STEPS = 250
@@ -58,7 +59,7 @@ async def test_every_event_is_on_one_invoice_or_in_the_open_rest(
 ) -> None:
     chance = random.Random(seed)
     prices = [None, *[await add_price(database, prompt=chance.randrange(1, 10**7)) for _ in range(3)]]
-    invoices = Invoices(database, clock, BillingCalendar("UTC"))
+    invoices = euro_invoices(database, clock, BillingCalendar("UTC"))
     people, twins = (cast.bob, cast.charlie), {person.tenant.id: Twin() for person in (cast.bob, cast.charlie)}
     total: dict[str, int] = defaultdict(int)
     for _ in range(STEPS):
@@ -106,7 +107,7 @@ async def test_an_allowance_takes_from_each_month_what_it_cost_and_no_more(
 ) -> None:
     chance = random.Random(7)
     price = await add_price(database)
-    invoices, allowances = Invoices(database, clock, BillingCalendar("UTC")), FreeAllowances(database, clock)
+    invoices, allowances = euro_invoices(database, clock, BillingCalendar("UTC")), FreeAllowances(database, clock)
     tenant_id = cast.bob.tenant.id
     await allowances.set(tenant_id, "2026-07", 300, access=WHOLE_BOX)
     await allowances.set(tenant_id, "2026-09", 40, access=WHOLE_BOX)

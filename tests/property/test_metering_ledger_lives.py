@@ -16,13 +16,13 @@ from appliance.base.errors import Overloaded
 from appliance.base.journal import Journal
 from appliance.metering.calendar import BillingCalendar
 from appliance.metering.ledger.journaled import replay
-from appliance.metering.ledger.recovery import begin_epoch, recover
+from appliance.metering.ledger.recovery import begin_epoch
 from appliance.metering.ledger.writer import Checkpoint, Ledger
-from appliance.metering.prices import Price, PriceBook
+from appliance.metering.prices import Price
 from tests.support.cast import Cast
 from tests.support.clock import FakeClock
 from tests.support.factories import pending, posted, voided
-from tests.support.ledgers import FailingDatabase, all_events, die
+from tests.support.ledgers import FailingDatabase, all_events, die, euro_prices, utc_ledger, utc_recover
 
 REQUESTS_PER_EPOCH = 25
 LAST = 6
@@ -72,7 +72,7 @@ async def test_every_admitted_request_is_in_the_ledger_once_and_none_stays_pendi
     database: Database, clock: FakeClock, cast: Cast, tmp_path: Path, seed: int, has_journal: bool
 ) -> None:
     chance = random.Random(seed)
-    price = await PriceBook(database, clock).add(model="demo", currency="EUR", prompt=3, cached_prompt=1, completion=7)
+    price = await euro_prices(database, clock).add(model="demo", currency="EUR", prompt=3, cached_prompt=1, completion=7)
     failing = FailingDatabase.around(database)
     admitted: set[str] = set()
     refused: set[str] = set()
@@ -80,7 +80,7 @@ async def test_every_admitted_request_is_in_the_ledger_once_and_none_stays_pendi
     for _ in range(EPOCHS):
         journal = Journal(tmp_path / "journal") if has_journal else None
         epoch_id = await _begin(database, clock, journal)
-        ledger = Ledger(failing, clock, epoch_id, checkpoint_interval_s=0.0, journal=journal)
+        ledger = utc_ledger(failing, clock, epoch_id, checkpoint_interval_s=0.0, journal=journal)
         await ledger.start()
         owner = Owner(ledger, cast, clock, price, chance)
         lives = [asyncio.create_task(owner.serve()) for _ in range(REQUESTS_PER_EPOCH)]
@@ -113,5 +113,5 @@ async def _begin(database: Database, clock: FakeClock, journal: Journal | None) 
     if journal is not None:
         await replay(database, journal, clock, BillingCalendar())
     epoch_id = await begin_epoch(database, clock, "test")
-    await recover(database, clock, epoch_id)
+    await utc_recover(database, clock, epoch_id)
     return epoch_id

@@ -10,19 +10,18 @@ import pytest
 
 from appliance.base.db import Database
 from appliance.base.errors import RateLimitExceeded
-from appliance.metering.ledger.recovery import begin_epoch, recover
-from appliance.metering.ledger.writer import Checkpoint, Ledger
-from appliance.metering.limits.admission import Admission
+from appliance.metering.ledger.recovery import begin_epoch
+from appliance.metering.ledger.writer import Checkpoint
 from appliance.metering.limits.levels import LimitLevels
 from appliance.metering.limits.quotas import Owner
 from appliance.metering.limits.reservations import Reservation
 from appliance.metering.limits.rules import Asked
-from appliance.metering.limits.sums import LedgerSums
 from appliance.metering.limits.token_bucket import UNITS_PER_TOKEN, Take, TokenBucket
 from appliance.tenancy.principals import Limits, Principal
 from tests.support.cast import Cast
 from tests.support.clock import FakeClock
 from tests.support.factories import pending, posted, voided
+from tests.support.ledgers import utc_admission, utc_ledger, utc_recover, utc_sums
 
 CAPACITY = 600
 STEPS = 40
@@ -52,10 +51,10 @@ class Box:
 
     async def start(self) -> None:
         self.epoch = await begin_epoch(self.database, self.clock, "test")
-        await recover(self.database, self.clock, self.epoch)
-        self.ledger = Ledger(self.database, self.clock, self.epoch, checkpoint_interval_s=0.0)
+        await utc_recover(self.database, self.clock, self.epoch)
+        self.ledger = utc_ledger(self.database, self.clock, self.epoch, checkpoint_interval_s=0.0)
         await self.ledger.start()
-        self.admission = Admission(self.clock, LedgerSums(self.database))
+        self.admission = utc_admission(self.clock, utc_sums(self.database))
         self.levels = LimitLevels(self.database, self.admission)
 
     async def ask(self, tokens: int, output: int) -> None:

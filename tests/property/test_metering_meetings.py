@@ -13,7 +13,6 @@ import msgspec
 import pytest
 
 from appliance.base.errors import Refused
-from appliance.metering.limits.admission import Admission
 from appliance.metering.limits.quotas import ALL_TENANTS, Moment, Owner, owners_of
 from appliance.metering.limits.reservations import Reservation
 from appliance.metering.limits.rules import Asked
@@ -24,6 +23,7 @@ from appliance.tenancy.principals import Limits, Principal
 from tests.support.cast import Person
 from tests.support.clock import START, FakeClock
 from tests.support.factories import adjustment, principal
+from tests.support.ledgers import utc_admission
 from tests.support.sums import NothingYet
 
 TENANTS, KEYS, REQUESTS = 4, 5, 150
@@ -73,7 +73,7 @@ class Box:
     def __init__(self, seed: int) -> None:
         self.chance = random.Random(seed)
         self.books = Books(self.chance)
-        self.admission = Admission(FakeClock(), self.books)
+        self.admission = utc_admission(FakeClock(), self.books)
         limits = Limits(tokens_per_minute=PER_MINUTE, concurrent_requests=AT_ONCE)
         self.people = [principal(limits, limits) for _ in range(TENANTS)]
         self.policy = ModelPolicy(model="demo", limits=Limits(concurrent_requests=50), limit_mode="enforce", updated_at=START)

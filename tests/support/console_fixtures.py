@@ -25,12 +25,6 @@ from appliance.console.routes import answer_unknown_path, create_console_router
 from appliance.metering.box_records import BoxRecords
 from appliance.metering.calendar import BillingCalendar
 from appliance.metering.economics_report import EconomicsReport
-from appliance.metering.invoicing.invoices import Invoices
-from appliance.metering.ledger.corrections import Corrections
-from appliance.metering.ledger.writer import Ledger
-from appliance.metering.limits.admission import Admission
-from appliance.metering.limits.sums import LedgerSums
-from appliance.metering.prices import PriceBook
 from appliance.metering.usage import UsageReports
 from appliance.serving.alerting.alerts import Alerts
 from appliance.serving.forecasts import Forecasts
@@ -55,6 +49,7 @@ from appliance.tenancy.tickets import PROVIDER_SIGN_IN_LIFE_S, SIGN_IN_LIFE_S, T
 from appliance.tenancy.tiers import Tiers
 from engine.protocol import EngineInfo, EngineStatus, MemoryPart
 from tests.support.cast import ALICE_PASSWORD, PEPPER, Cast, Person, make_cast, quick_hasher
+from tests.support.ledgers import euro_invoices, euro_prices, utc_admission, utc_corrections, utc_ledger, utc_sums
 
 GIB = 1024**3
 BASE_URL = "http://gatehouse.test"
@@ -326,7 +321,8 @@ def _services(
     calendar: BillingCalendar,
 ) -> Services:
     models = SimpleNamespace(list=lambda: [SimpleNamespace(name="demo", max_model_len=2048)])
-    admission, prices = Admission(clock, LedgerSums(database)), PriceBook(database, clock)
+    admission = utc_admission(clock, utc_sums(database, calendar=calendar), calendar=calendar)
+    prices = euro_prices(database, clock)
     tiers, policies = Tiers(database, clock), ModelPolicies(database, clock)
     settings = Settings(data_dir=folder, database_url=f"sqlite:///{folder / 'gatehouse.db'}")
     records, reports = BoxRecords(database, clock), UsageReports(database, calendar=calendar)
@@ -354,11 +350,11 @@ def _services(
         "forecasts": Forecasts(
             admission, prices=prices, tiers=tiers, policies=policies, models=cast("Any", models), clock=clock
         ),
-        "ledger": Ledger(database, clock, people.epoch_id, calendar=calendar),
+        "ledger": utc_ledger(database, clock, people.epoch_id, calendar=calendar),
         "prices": prices,
-        "invoices": Invoices(database, clock, calendar),
+        "invoices": euro_invoices(database, clock, calendar),
         "reports": reports,
-        "corrections": Corrections(database, clock),
+        "corrections": utc_corrections(database, clock, calendar=calendar),
         "box_records": records,
         "economics": EconomicsReport(records, reports, clock),
         "alerts": Alerts(settings, database, clock, calendar, PEPPER),

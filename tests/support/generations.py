@@ -16,8 +16,6 @@ from appliance.base.ids import new_id
 from appliance.metering.ledger.records import UsageEvent
 from appliance.metering.ledger.writer import Ledger
 from appliance.metering.limits.admission import Admission
-from appliance.metering.limits.sums import LedgerSums
-from appliance.metering.prices import PriceBook
 from appliance.metering.usage import UsageReports
 from appliance.serving.engine_client import EngineClient
 from appliance.serving.engine_figures import EngineFigures
@@ -33,6 +31,7 @@ from appliance.tenancy.tiers import Tiers
 from engine.protocol import EngineInfo, GenerationRequest, SamplingParams
 from tests.support.cast import Person
 from tests.support.fake_engine import FakeEngine, connected_pair
+from tests.support.ledgers import euro_prices, utc_admission, utc_ledger, utc_sums
 from tests.support.served_model import make_hollow_model
 
 MODEL = "tiny"
@@ -130,15 +129,15 @@ async def serving(
 ) -> AsyncIterator[Serving]:
     """Yield a serving layer; nothing may be left unsettled at its end."""
     ours, theirs = await connected_pair()
-    metrics, ledger = Metrics(), Ledger(database, clock, epoch_id)
-    admission = Admission(clock, LedgerSums(database))
+    metrics, ledger = Metrics(), utc_ledger(database, clock, epoch_id)
+    admission = utc_admission(clock, utc_sums(database))
     generations = Generations(
         db=database,
         admission=admission,
         tiers=Tiers(database, clock),
         policies=ModelPolicies(database, clock),
         ledger=ledger,
-        prices=PriceBook(database, clock),
+        prices=euro_prices(database, clock),
         clock=clock,
         metrics=metrics,
         **{"buffer_chunks": 64, "max_waiting_requests": 8, "max_num_seqs": 8, "deadline_s": 3600.0, **options},

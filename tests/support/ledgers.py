@@ -1,4 +1,4 @@
-"""Ledgers for tests: running ones, databases that fail on demand, and what a table holds."""
+"""Ledgers for tests: parts that bill in UTC and EUR, running ledgers, databases that fail on demand, what a table holds."""
 
 from __future__ import annotations
 
@@ -14,11 +14,62 @@ from sqlalchemy.ext.asyncio import AsyncConnection
 from appliance.base.clock import Clock
 from appliance.base.db import Database
 from appliance.base.tables import usage_events
+from appliance.metering.alerts.budgets import BudgetAlerts
+from appliance.metering.calendar import BillingCalendar
+from appliance.metering.invoicing.invoices import Invoices
+from appliance.metering.ledger.corrections import Corrections
 from appliance.metering.ledger.records import Settlement, UsageEvent
+from appliance.metering.ledger.recovery import recover
 from appliance.metering.ledger.rows import event_from_row
 from appliance.metering.ledger.writer import Ledger
+from appliance.metering.limits.admission import Admission
+from appliance.metering.limits.sums import LedgerSums, SumsReader
+from appliance.metering.prices import PriceBook
 
 DEADLINE_S = 10.0
+UTC = BillingCalendar("UTC")
+EUR = "EUR"
+_TERMS: dict[str, Any] = {"currency": EUR, "calendar": UTC}
+
+
+def utc_ledger(database: Database, clock: Clock, epoch_id: str, **options: Any) -> Ledger:
+    """Return a ledger in UTC and EUR, unless `options` say otherwise."""
+    return Ledger(database, clock, epoch_id, **_TERMS | options)
+
+
+def utc_sums(database: Database, *, calendar: BillingCalendar = UTC) -> LedgerSums:
+    """Return sums by day of an appliance whose requests take an hour at most."""
+    return LedgerSums(database, calendar=calendar, request_deadline_s=3600.0)
+
+
+def utc_admission(clock: Clock, sums: SumsReader, **options: Any) -> Admission:
+    """Return an admission in UTC and EUR, unless `options` say otherwise."""
+    return Admission(clock, sums, **_TERMS | options)
+
+
+def utc_corrections(database: Database, clock: Clock, **options: Any) -> Corrections:
+    """Return corrections that count in UTC, unless `options` say otherwise."""
+    return Corrections(database, clock, **{"calendar": UTC} | options)
+
+
+async def utc_recover(database: Database, clock: Clock, current_epoch: str) -> int:
+    """Recover what dead epochs left, in UTC, and return how much it was."""
+    return await recover(database, clock, current_epoch, calendar=UTC)
+
+
+def euro_prices(database: Database, clock: Clock) -> PriceBook:
+    """Return the prices of an appliance that bills in EUR."""
+    return PriceBook(database, clock, currency=EUR)
+
+
+def euro_invoices(database: Database, clock: Clock, calendar: BillingCalendar) -> Invoices:
+    """Return the invoices of an appliance that bills in EUR."""
+    return Invoices(database, clock, calendar, currency=EUR)
+
+
+def euro_budget_alerts(database: Database, clock: Clock, calendar: BillingCalendar) -> BudgetAlerts:
+    """Return the budget alerts of an appliance that bills in EUR."""
+    return BudgetAlerts(database, clock, calendar, currency=EUR)
 
 
 @asynccontextmanager
@@ -26,7 +77,7 @@ async def running_ledger(
     database: Database, clock: Clock, epoch_id: str, *, checkpoint_interval_s: float = 0.0, settle_pause_s: float = 0.0
 ) -> AsyncIterator[Ledger]:
     """Yield a started ledger that writes checkpoints with every round, and settlements at once, and stop it."""
-    ledger = Ledger(database, clock, epoch_id, checkpoint_interval_s=checkpoint_interval_s, settle_pause_s=settle_pause_s)
+    ledger = utc_ledger(database, clock, epoch_id, checkpoint_interval_s=checkpoint_interval_s, settle_pause_s=settle_pause_s)
     await ledger.start()
     try:
         yield ledger

@@ -26,7 +26,6 @@ from appliance.base.errors import InvalidValue
 from appliance.base.journal import Journal
 from appliance.base.tables import usage_events, usage_rollups
 from appliance.metering.calendar import BillingCalendar
-from appliance.metering.invoicing.invoices import Invoices
 from appliance.metering.invoicing.lines import ADJUSTMENT
 from appliance.metering.invoicing.rows import Invoice
 from appliance.metering.ledger import rollups
@@ -35,15 +34,14 @@ from appliance.metering.ledger.journaled import journal_beside, replay
 from appliance.metering.ledger.records import Checkpoint, PendingEntry, Settlement, Usage
 from appliance.metering.ledger.recovery import begin_epoch, recover
 from appliance.metering.ledger.waiting import TOGETHER_FROM
-from appliance.metering.ledger.writer import Ledger
-from appliance.metering.prices import Price, PriceBook
+from appliance.metering.prices import Price
 from appliance.metering.usage import GROUPS, UsageReports
 from appliance.tenancy.access import WHOLE_BOX
 from appliance.tenancy.pages import PAGE_ROWS_MAX
 from tests.support import factories
 from tests.support.cast import Person, make_person
 from tests.support.clock import FakeClock
-from tests.support.ledgers import FailingDatabase, die
+from tests.support.ledgers import FailingDatabase, die, euro_invoices, euro_prices, utc_ledger
 
 ZONE = "Europe/Berlin"
 BEGIN = datetime(2026, 9, 29, 10, 0, tzinfo=UTC)
@@ -115,8 +113,8 @@ class History:
 
     def __post_init__(self) -> None:
         self.calendar = BillingCalendar(ZONE)
-        self.book = PriceBook(self.database, self.clock)
-        self.invoices = Invoices(self.database, self.clock, self.calendar)
+        self.book = euro_prices(self.database, self.clock)
+        self.invoices = euro_invoices(self.database, self.clock, self.calendar)
         self.corrections = Corrections(self.database, self.clock, calendar=self.calendar)
         self.reports = UsageReports(self.database, calendar=self.calendar)
 
@@ -162,7 +160,7 @@ class History:
         await self._start_ledger()
 
     async def _start_ledger(self) -> None:
-        self.ledger = Ledger(
+        self.ledger = utc_ledger(
             self.database, self.clock, self.epoch_id, calendar=self.calendar, checkpoint_interval_s=0.0, settle_pause_s=0.0,
             journal=self.journal, open_timeout_s=PATIENCE_S,
         )  # fmt: skip

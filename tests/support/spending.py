@@ -15,13 +15,14 @@ from appliance.metering.alerts.budgets import BudgetAlerts
 from appliance.metering.alerts.outbox import Delivery
 from appliance.metering.calendar import BillingCalendar
 from appliance.metering.ledger.writer import Ledger
-from appliance.metering.prices import Price, PriceBook
+from appliance.metering.prices import Price
 from appliance.tenancy.access import WHOLE_BOX
 from appliance.tenancy.principals import TenantChanges
 from appliance.tenancy.tenants import Tenants
 from tests.support.alerts import AlertBox
 from tests.support.cast import Person
 from tests.support.factories import pending, posted, voided
+from tests.support.ledgers import euro_budget_alerts, euro_prices, utc_ledger
 
 UNIT = 10**6  # micro-units of money in one
 PICOS = 10**12
@@ -70,8 +71,8 @@ async def spending(
 ) -> AsyncIterator[Spender]:
     """Yield a spender whose ledger runs, on another view of the database if given."""
     database, clock, calendar = database or alerts.db, alerts.clock, calendar or BillingCalendar()
-    budgets = BudgetAlerts(database, clock, calendar)
-    ledger = Ledger(database, clock, epoch_id, calendar=calendar, on_settled=budgets.settled)
+    budgets = euro_budget_alerts(database, clock, calendar)
+    ledger = utc_ledger(database, clock, epoch_id, calendar=calendar, on_settled=budgets.settled)
     await ledger.start()
     try:
         yield Spender(alerts, budgets, ledger, await make_price(alerts.db, clock, currency))
@@ -81,7 +82,7 @@ async def spending(
 
 async def make_price(database: Database, clock: Clock, currency: str = "EUR") -> Price:
     """Return a price at which each completion token costs one unit of money."""
-    prices = PriceBook(database, clock)
+    prices = euro_prices(database, clock)
     return await prices.add(model="demo", currency=currency, prompt=0, cached_prompt=0, completion=PICOS)
 
 

@@ -11,13 +11,13 @@ import pytest
 
 from appliance.base.clock import rfc3339
 from appliance.metering.ledger.recovery import begin_epoch
-from appliance.metering.ledger.writer import Ledger
 from appliance.tenancy.access import WHOLE_BOX
 from appliance.tenancy.keys import Keys
 from appliance.tenancy.tenants import Tenants
 from tests.support import factories
 from tests.support.api_box import ApiBox, open_api_box
 from tests.support.cast import PEPPER, Person
+from tests.support.ledgers import utc_ledger
 
 PRICE: dict[str, Any] = {"model": "demo", "prompt": 1000, "completion": 3000}
 
@@ -38,7 +38,7 @@ async def event(box: ApiBox) -> dict[str, Any]:
     await box.call("POST", "/prices", status=201, json=PRICE)
     now = services.clock.now()
     entry = factories.pending(bob, price=await services.prices.current("demo", now), admitted_at=now)
-    ledger = Ledger(services.db, services.clock, await begin_epoch(services.db, services.clock, "test"))
+    ledger = utc_ledger(services.db, services.clock, await begin_epoch(services.db, services.clock, "test"))
     await ledger.start()
     await ledger.open(entry)
     await ledger.settle(factories.posted(entry.request_id))

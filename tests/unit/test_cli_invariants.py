@@ -15,15 +15,15 @@ from appliance.base.ids import new_id
 from appliance.cli import invariants
 from appliance.metering.calendar import BillingCalendar
 from appliance.metering.invoicing.free_allowances import FreeAllowances
-from appliance.metering.invoicing.invoices import Invoices
 from appliance.metering.invoicing.rows import Invoice
 from appliance.metering.ledger import rollups
-from appliance.metering.ledger.corrections import Correction, Corrections
+from appliance.metering.ledger.corrections import Correction
 from appliance.metering.ledger.journaled import Journaled, encode, journal_beside
 from appliance.tenancy.access import WHOLE_BOX
 from tests.support.cast import Cast
 from tests.support.clock import FakeClock
 from tests.support.factories import pending
+from tests.support.ledgers import euro_invoices, utc_corrections
 from tests.support.tampering import tamper, unkeep
 
 PROMISES = (
@@ -377,7 +377,7 @@ async def adjust_by_hand(database: Database, request_id: str, **changes: Any) ->
 
 
 async def test_corrections_hold_every_promise(database: Database, database_url: str, ledger: str, clock: FakeClock) -> None:
-    corrections, event_id = Corrections(database, clock), await number_of(database, ledger)
+    corrections, event_id = utc_corrections(database, clock), await number_of(database, ledger)
     await corrections.add(event_id, Correction(note="twice", completion_tokens=-7))
     await corrections.add(event_id, Correction(note="for the trouble", cost_picos=-5))
     assert await states(database_url) == dict.fromkeys(PROMISES, "holds")
@@ -400,7 +400,7 @@ async def test_an_adjustment_of_nothing_that_was_settled_is_found(
 async def close_month(database: Database, clock: FakeClock, cast: Cast) -> Invoice:
     month = f"{clock.now():%Y-%m}"
     clock.advance(40 * 86400)
-    invoices = Invoices(database, clock, BillingCalendar())
+    invoices = euro_invoices(database, clock, BillingCalendar())
     return await invoices.close((await invoices.draft(cast.bob.tenant.id, month, access=WHOLE_BOX)).head.id, access=WHOLE_BOX)
 
 
@@ -408,7 +408,7 @@ async def test_a_late_correction_leaves_a_closed_invoice_exact_and_a_number_that
     database: Database, database_url: str, ledger: str, clock: FakeClock, cast: Cast
 ) -> None:
     closed = await close_month(database, clock, cast)
-    await Corrections(database, clock).add(await number_of(database, ledger), Correction(note="late", completion_tokens=-1))
+    await utc_corrections(database, clock).add(await number_of(database, ledger), Correction(note="late", completion_tokens=-1))
     assert await broken(database_url) == set()
     async with database.writing() as connection:
         await take(connection, f"invoice:{str(closed.head.number)[:4]}")

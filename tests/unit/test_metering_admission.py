@@ -21,6 +21,7 @@ from appliance.metering.prices import Price
 from appliance.tenancy.principals import Limits, Principal
 from tests.support.clock import FakeClock
 from tests.support.factories import price, principal
+from tests.support.ledgers import utc_admission
 
 
 class FixedSums:
@@ -43,7 +44,7 @@ class FixedSums:
 
 @pytest.fixture
 def admission(clock: FakeClock) -> Admission:
-    return Admission(clock, FixedSums())
+    return utc_admission(clock, FixedSums())
 
 
 async def admit(
@@ -198,7 +199,7 @@ async def test_running_requests_are_counted_at_tenant_and_key(admission: Admissi
 
 
 async def test_tokens_per_day_free_at_midnight(clock: FakeClock) -> None:
-    admission = Admission(clock, FixedSums(tokens_today=90))
+    admission = utc_admission(clock, FixedSums(tokens_today=90))
     bob = principal(Limits(tokens_per_day=100))
     late = await admit(admission, bob, 5, 5)
     with pytest.raises(RateLimitExceeded, match="tokens per day") as refused:
@@ -215,7 +216,7 @@ async def test_tokens_per_day_free_at_midnight(clock: FakeClock) -> None:
 
 
 async def test_the_budget_counts_what_is_reserved_and_what_was_spent(clock: FakeClock) -> None:
-    admission = Admission(clock, FixedSums(cost_month_picos=60_000_000))
+    admission = utc_admission(clock, FixedSums(cost_month_picos=60_000_000))
     bob = principal(Limits(monthly_budget=100))  # micro-units: 100 000 000 picos
     cost = price(prompt=1_000_000, cached=0, completion=1_000_000)
     first = await admit(admission, bob, 20, 10, cost)
@@ -231,7 +232,7 @@ async def test_the_budget_counts_what_is_reserved_and_what_was_spent(clock: Fake
 
 
 async def test_a_price_from_before_the_currency_was_set_takes_nothing_of_the_budget(clock: FakeClock) -> None:
-    admission = Admission(clock, FixedSums(cost_month_picos=0), currency="CHF")
+    admission = utc_admission(clock, FixedSums(cost_month_picos=0), currency="CHF")
     bob = principal(Limits(monthly_budget=1))
     cost = price(prompt=1_000_000, cached=0, completion=1_000_000)
     (await admit(admission, bob, 20, 10, cost)).settle(30)
@@ -241,7 +242,7 @@ async def test_a_price_from_before_the_currency_was_set_takes_nothing_of_the_bud
 
 async def test_the_sums_are_read_once_even_when_many_ask_at_once(clock: FakeClock) -> None:
     sums = FixedSums(tokens_today=95)
-    admission = Admission(clock, sums)
+    admission = utc_admission(clock, sums)
     bob = principal(Limits(tokens_per_day=100))
     answers = await asyncio.gather(*(admit(admission, bob, 1, 0) for _ in range(50)), return_exceptions=True)
     assert sum(isinstance(answer, Reservation) for answer in answers) == 5
@@ -325,7 +326,7 @@ async def test_long_answers_that_run_at_once_are_not_expected_to_be_shorter_than
 
 @pytest.mark.parametrize("limits", [Limits(tokens_per_day=1000), Limits(monthly_budget=1000)])
 async def test_at_most_one_request_passes_a_days_or_months_limit(clock: FakeClock, limits: Limits) -> None:
-    admission = Admission(clock, FixedSums())
+    admission = utc_admission(clock, FixedSums())
     bob = principal(limits)
     cost = price(prompt=1_000_000, cached=1_000_000, completion=1_000_000)  # a micro-unit a token
 

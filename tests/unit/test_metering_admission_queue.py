@@ -10,7 +10,7 @@ import pytest
 
 from appliance.base.errors import BudgetExceeded, Draining, RateLimitExceeded, RequestExceedsLimit
 from appliance.metering.limits import queue as admission_queue
-from appliance.metering.limits.admission import Admission, Patience
+from appliance.metering.limits.admission import Patience
 from appliance.metering.limits.queue import Abandoned
 from appliance.metering.limits.reservations import Reservation
 from appliance.metering.limits.rules import Asked
@@ -19,6 +19,7 @@ from appliance.tenancy.principals import Limits, Principal
 from tests.support.alarms import Alarms
 from tests.support.clock import START, FakeClock
 from tests.support.factories import price, principal
+from tests.support.ledgers import utc_admission
 from tests.support.sums import NothingYet
 
 
@@ -27,7 +28,7 @@ class Queue:
 
     def __init__(self, clock: FakeClock) -> None:
         self.alarms = Alarms(clock)
-        self.admission = Admission(clock, NothingYet(), later=self.alarms.later)
+        self.admission = utc_admission(clock, NothingYet(), later=self.alarms.later)
         self.gone = asyncio.Event()
         self._tasks: list[asyncio.Task[Reservation]] = []
 

@@ -17,8 +17,7 @@ from appliance.metering.calendar import BillingCalendar
 from appliance.metering.ledger.journaled import replay
 from appliance.metering.ledger.records import Checkpoint
 from appliance.metering.ledger.recovery import begin_epoch, recover
-from appliance.metering.ledger.writer import Ledger
-from appliance.metering.prices import Price, PriceBook
+from appliance.metering.prices import Price
 from appliance.serving.alerting.watch import AlertWatch
 from appliance.tenancy.access import WHOLE_BOX
 from appliance.tenancy.keys import Keys
@@ -29,7 +28,7 @@ from tests.support.alerts import TARGET, AlertBox, alert_box
 from tests.support.cast import PEPPER, Cast
 from tests.support.clock import FakeClock
 from tests.support.factories import pending, posted
-from tests.support.ledgers import die, running_ledger, settle, until
+from tests.support.ledgers import die, euro_budget_alerts, euro_prices, running_ledger, settle, until, utc_ledger
 
 CALENDAR = BillingCalendar("Europe/Berlin")
 MONTH_S = 31 * 86400.0
@@ -49,14 +48,14 @@ async def alerts(database: Database, clock: FakeClock, cast: Cast) -> AlertBox:
 @pytest.fixture
 async def price(database: Database, clock: FakeClock) -> Price:
     """One EUR for each token of output."""
-    return await PriceBook(database, clock).add(
+    return await euro_prices(database, clock).add(
         model="demo", currency="EUR", prompt=0, cached_prompt=0, completion=1_000_000_000_000
     )
 
 
 async def start_again(alerts: AlertBox, journal: Path) -> BudgetAlerts:
     """Begin an epoch as the appliance does, with alerts that remember nothing."""
-    budgets = BudgetAlerts(alerts.db, alerts.clock, CALENDAR)
+    budgets = euro_budget_alerts(alerts.db, alerts.clock, CALENDAR)
     opened = Journal(journal)
     await replay(alerts.db, opened, alerts.clock, CALENDAR, budgets.settled)
     await opened.close()
@@ -74,7 +73,7 @@ async def test_what_was_settled_in_the_journal_alone_is_told_by_the_next_start(
     alerts: AlertBox, price: Price, clock: FakeClock, cast: Cast, tmp_path: Path, later_s: float
 ) -> None:
     journal = Journal(tmp_path / "j")
-    ledger = Ledger(alerts.db, clock, cast.epoch_id, calendar=CALENDAR, journal=journal)
+    ledger = utc_ledger(alerts.db, clock, cast.epoch_id, calendar=CALENDAR, journal=journal)
     await ledger.start()
     entry = pending(cast.bob, price=price, admitted_at=clock.now())
     await ledger.open(entry)
@@ -93,7 +92,7 @@ async def test_what_was_settled_in_the_journal_alone_is_told_by_the_next_start(
 async def test_what_is_recovered_from_a_checkpoint_is_told_by_the_next_start_and_never_again(
     alerts: AlertBox, price: Price, clock: FakeClock, cast: Cast, tmp_path: Path, later_s: float
 ) -> None:
-    ledger = Ledger(alerts.db, clock, cast.epoch_id, calendar=CALENDAR, checkpoint_interval_s=0.0)
+    ledger = utc_ledger(alerts.db, clock, cast.epoch_id, calendar=CALENDAR, checkpoint_interval_s=0.0)
     await ledger.start()
     entry = pending(cast.bob, price=price, admitted_at=clock.now())
     await ledger.open(entry)
@@ -123,7 +122,7 @@ async def test_budgets_of_keys_and_models_are_told_of_by_the_next_start_too(
     await Keys(alerts.db, clock, PEPPER).update(cast.bob.key.id, of_key, access=WHOLE_BOX)
     await ModelPolicies(alerts.db, clock).put("demo", Limits(tokens_per_day=100))
     journal = Journal(tmp_path / "j")
-    ledger = Ledger(alerts.db, clock, cast.epoch_id, calendar=CALENDAR, journal=journal, checkpoint_interval_s=0.0)
+    ledger = utc_ledger(alerts.db, clock, cast.epoch_id, calendar=CALENDAR, journal=journal, checkpoint_interval_s=0.0)
     await ledger.start()
     settled, running = (pending(cast.bob, price=price, admitted_at=clock.now()) for _ in range(2))
     for entry in (settled, running):
@@ -153,7 +152,7 @@ async def test_what_is_settled_after_the_next_start_adds_to_what_was_recovered(
     budgets = await start_again(alerts, tmp_path / "j")
     assert await told(alerts) == []
     epoch_id = await begin_epoch(alerts.db, clock, "later")
-    ledger = Ledger(alerts.db, clock, epoch_id, calendar=CALENDAR, on_settled=budgets.settled)
+    ledger = utc_ledger(alerts.db, clock, epoch_id, calendar=CALENDAR, on_settled=budgets.settled)
     await ledger.start()
     await ledger.open(after)
     await settle(ledger, posted(after.request_id, completion=1))

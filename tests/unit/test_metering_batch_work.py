@@ -22,15 +22,14 @@ from appliance.base.errors import BudgetExceeded, InvalidValue
 from appliance.cli import invariants
 from appliance.metering.calendar import BillingCalendar
 from appliance.metering.invoicing.csv_file import render_csv
-from appliance.metering.invoicing.invoices import Invoices
 from appliance.metering.invoicing.lines import InvoiceLine
 from appliance.metering.invoicing.pdf import render_pdf
 from appliance.metering.invoicing.wording import ABORT_POLICY, line_name
-from appliance.metering.ledger.corrections import Correction, Corrections
+from appliance.metering.ledger.corrections import Correction
 from appliance.metering.ledger.records import Checkpoint, UsageEvent
-from appliance.metering.ledger.recovery import begin_epoch, recover
+from appliance.metering.ledger.recovery import begin_epoch
 from appliance.metering.limits.rules import Asked, is_batch_work
-from appliance.metering.prices import Price, PriceBook
+from appliance.metering.prices import Price
 from appliance.tenancy.access import WHOLE_BOX
 from appliance.tenancy.principals import Limits
 from engine.protocol import Priority
@@ -39,7 +38,7 @@ from tests.support.billing import Tokens, add_price, post_event
 from tests.support.cast import Cast, Person
 from tests.support.clock import FakeClock
 from tests.support.generations import MODEL, Serving, serving, text_of
-from tests.support.ledgers import all_events, running_ledger, settle
+from tests.support.ledgers import all_events, euro_invoices, euro_prices, running_ledger, settle, utc_corrections, utc_recover
 from tests.support.tampering import unkeep
 
 TEXT = "the quick brown fox"
@@ -55,7 +54,7 @@ async def box(database: Database, clock: FakeClock, cast: Cast, tmp_path: Path) 
 async def add(database: Database, clock: FakeClock, model: str = MODEL, **options: Any) -> Price:
     """A price of 1,000 micro-units for a million prompt tokens and twice that for output, of which batch work pays half."""
     terms = {"prompt": 1000, "cached_prompt": 100, "completion": 2000, "batch_percent": 50, **options}
-    return await PriceBook(database, clock).add(model=model, currency="EUR", **terms)
+    return await euro_prices(database, clock).add(model=model, currency="EUR", **terms)
 
 
 @pytest.mark.parametrize(("tier", "batch"), [("auto", False), ("default", False), ("flex", True)])
@@ -124,9 +123,9 @@ async def test_a_crash_and_a_correction_keep_what_was_batch_work_and_its_share(
             [Checkpoint(request_id=entry.request_id, prompt_tokens=10, cached_tokens=4, completion_tokens=5, rejected_tokens=0)]
         )
     clock.advance(60)
-    assert await recover(database, clock, await begin_epoch(database, clock, "next")) == 1
+    assert await utc_recover(database, clock, await begin_epoch(database, clock, "next")) == 1
     (event,) = await all_events(database)
-    made = await Corrections(database, clock).add(event.id, Correction(note="ours", completion_tokens=-2))
+    made = await utc_corrections(database, clock).add(event.id, Correction(note="ours", completion_tokens=-2))
 
     assert (event.status, event.batch, event.cost_picos) == ("recovered", True, 6 * 500 + 4 * 50 + 5 * 1000)
     assert (made.batch, made.price_basis_points, made.cost_picos) == (True, 5000, -2 * 1000)
@@ -176,7 +175,7 @@ class Books:
     def __init__(self, database: Database, clock: FakeClock, cast: Cast) -> None:
         self._database, self._epoch_id = database, cast.epoch_id
         self.bob: Person = cast.bob
-        self.invoices = Invoices(database, clock, BillingCalendar("UTC"))
+        self.invoices = euro_invoices(database, clock, BillingCalendar("UTC"))
 
     async def post(self, tokens: Tokens, **options: Any) -> int:
         return await post_event(self._database, self.bob, OCTOBER, tokens, epoch_id=self._epoch_id, **options)

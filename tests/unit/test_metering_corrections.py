@@ -17,24 +17,25 @@ from appliance.metering.calendar import BillingCalendar
 from appliance.metering.ledger.corrections import NOTE_CHARS_MAX, Correction, Corrections
 from appliance.metering.ledger.records import UsageEvent
 from appliance.metering.ledger.rows import COST_PICOS_MAX
-from appliance.metering.limits.admission import Admission
 from appliance.metering.limits.quotas import Moment, Owner
 from appliance.metering.limits.rules import Asked
-from appliance.metering.limits.sums import LedgerSums, PeriodSums
-from appliance.metering.prices import Price, PriceBook
+from appliance.metering.limits.sums import PeriodSums
+from appliance.metering.prices import Price
 from appliance.metering.usage import UsageReports
 from appliance.tenancy.access import WHOLE_BOX
 from appliance.tenancy.principals import Limits, Principal
 from tests.support import factories
 from tests.support.cast import Cast
 from tests.support.clock import START, FakeClock
-from tests.support.ledgers import all_events, running_ledger, settle
+from tests.support.ledgers import all_events, euro_prices, running_ledger, settle, utc_admission, utc_corrections, utc_sums
 
 
 @pytest.fixture
 async def event(database: Database, clock: FakeClock, cast: Cast) -> UsageEvent:
     """A posted event of Bob's at half the price: 10 prompt tokens, 4 of them cached, 5 of output."""
-    price = await PriceBook(database, clock).add(model="demo", currency="EUR", prompt=1000, cached_prompt=100, completion=2000)
+    price = await euro_prices(database, clock).add(
+        model="demo", currency="EUR", prompt=1000, cached_prompt=100, completion=2000
+    )
     entry = factories.pending(cast.bob, price=price, price_basis_points=5000)
     async with running_ledger(database, clock, cast.epoch_id) as ledger:
         await ledger.open(entry)
@@ -44,7 +45,7 @@ async def event(database: Database, clock: FakeClock, cast: Cast) -> UsageEvent:
 
 
 async def correct(database: Database, clock: FakeClock, event_id: int, **fields: Any) -> UsageEvent:
-    return await Corrections(database, clock).add(event_id, Correction(**({"note": "a retry of ours"} | fields)))
+    return await utc_corrections(database, clock).add(event_id, Correction(**({"note": "a retry of ours"} | fields)))
 
 
 async def test_a_correction_is_a_new_event_at_the_rate_and_on_the_day_of_the_one_it_corrects(
@@ -180,9 +181,9 @@ def asking(cast: Cast, cost: Price, *, budget: int) -> Asked:
 async def test_what_a_correction_gives_back_can_be_used_at_once_and_is_counted_once_after_a_restart(
     database: Database, clock: FakeClock, cast: Cast
 ) -> None:
-    cost = await PriceBook(database, clock).add(model="demo", currency="EUR", prompt=10**6, cached_prompt=0, completion=10**6)
-    admission = Admission(clock, LedgerSums(database))
-    corrections = Corrections(database, clock, on_committed=admission.correct)
+    cost = await euro_prices(database, clock).add(model="demo", currency="EUR", prompt=10**6, cached_prompt=0, completion=10**6)
+    admission = utc_admission(clock, utc_sums(database))
+    corrections = utc_corrections(database, clock, on_committed=admission.correct)
     entry, asked = factories.pending(cast.bob, price=cost), asking(cast, cost, budget=15)
     async with running_ledger(database, clock, cast.epoch_id) as ledger:
         await ledger.open(entry)
@@ -195,7 +196,7 @@ async def test_what_a_correction_gives_back_can_be_used_at_once_and_is_counted_o
     forecast = await admission.forecast(asked)
     left = {decision.kind: decision.level for decision in forecast.decisions if decision.scope == "tenant"}
     assert left == {"budget": 2 * 10**6, "tokens_per_day": 100 - 13}
-    again = await Admission(clock, LedgerSums(database)).forecast(asked)
+    again = await utc_admission(clock, utc_sums(database)).forecast(asked)
     assert again.decisions == forecast.decisions
 
 
@@ -215,6 +216,6 @@ async def test_a_correction_while_the_sums_are_read_is_counted_once(clock: FakeC
         async def outputs(self, key_id: str, model: str, before: datetime) -> list[int]:
             return []
 
-    admission = Admission(clock, Meanwhile())
+    admission = utc_admission(clock, Meanwhile())
     forecast = await admission.forecast(asking(cast, factories.price(), budget=15))
     assert [each.level for each in forecast.decisions if each.kind == "budget"] == [3 * 10**6]

@@ -17,17 +17,18 @@ from appliance.metering.limits.admission import Admission, Patience
 from appliance.metering.limits.expectations import EXPECTED_OUTPUT_TOKENS, OUTPUTS_MIN
 from appliance.metering.limits.reservations import Reservation
 from appliance.metering.limits.rules import Asked
-from appliance.metering.limits.sums import OUTPUTS_KEPT, OUTPUTS_READ_MAX, LedgerSums, outputs_query
+from appliance.metering.limits.sums import OUTPUTS_KEPT, OUTPUTS_READ_MAX, outputs_query
 from appliance.tenancy.principals import Limits, Principal
 from tests.support.cast import Cast, Person
 from tests.support.clock import FakeClock
 from tests.support.factories import pending, posted, principal
+from tests.support.ledgers import utc_admission, utc_ledger, utc_sums
 from tests.support.sums import NothingYet
 
 
 @pytest.fixture
 async def ledger(database: Database, clock: FakeClock, cast: Cast) -> AsyncIterator[Ledger]:
-    ledger = Ledger(database, clock, cast.epoch_id)
+    ledger = utc_ledger(database, clock, cast.epoch_id)
     await ledger.start()
     yield ledger
     await ledger.stop()
@@ -48,7 +49,7 @@ async def test_a_start_reads_the_last_answers_of_a_key_and_a_model(
     await answered(ledger, clock, cast.bob, list(range(1, OUTPUTS_KEPT + 11)))
     await answered(ledger, clock, cast.bob, [7000], model="other")
     await answered(ledger, clock, cast.charlie, [9000])
-    sums, now, bob = LedgerSums(database), clock.now(), cast.bob.key.id
+    sums, now, bob = utc_sums(database), clock.now(), cast.bob.key.id
     clock.advance(1)
     await answered(ledger, clock, cast.bob, [8000])
 
@@ -63,7 +64,7 @@ async def test_after_a_restart_a_request_soon_holds_what_it_would_have_held_befo
     await answered(ledger, clock, cast.bob, [40] * OUTPUTS_MIN)
     clock.advance(1)
     for person, expected in ((cast.bob, 40), (cast.charlie, EXPECTED_OUTPUT_TOKENS)):
-        started = Admission(clock, LedgerSums(database))
+        started = utc_admission(clock, utc_sums(database))
         assert (await admit(started, person.principal)).tokens_reserved == 5 + EXPECTED_OUTPUT_TOKENS
         await started.expectations.read()
         assert (await admit(started, person.principal)).tokens_reserved == 5 + expected
@@ -102,7 +103,7 @@ async def turns(count: int = 20) -> None:
 
 async def test_no_first_request_waits_for_the_history_of_its_key(clock: FakeClock) -> None:
     slow, keys = SlowHistory(*[[40] * OUTPUTS_MIN] * 50), [principal() for _ in range(50)]
-    admission = Admission(clock, slow)
+    admission = utc_admission(clock, slow)
     admission.expectations.start()
     for key in keys:
         assert (await admit(admission, key)).tokens_reserved == 5 + EXPECTED_OUTPUT_TOKENS
@@ -117,7 +118,7 @@ async def test_no_first_request_waits_for_the_history_of_its_key(clock: FakeCloc
 
 async def test_answers_that_ended_while_the_history_was_read_come_after_it(clock: FakeClock) -> None:
     slow, bob = SlowHistory([3000] * 30 + [40] * (OUTPUTS_KEPT - 30)), principal()
-    admission = Admission(clock, slow)
+    admission = utc_admission(clock, slow)
     for _ in range(10):
         (await admit(admission, bob)).settle(5 + 10)
     running = await admit(admission, bob)
@@ -133,7 +134,7 @@ async def test_answers_that_ended_while_the_history_was_read_come_after_it(clock
 async def test_a_history_that_cannot_be_read_leaves_a_key_as_a_new_one(clock: FakeClock) -> None:
     broken, bob, charlie = SlowHistory(None, [40] * OUTPUTS_MIN), principal(), principal()
     broken.go_on.set()
-    admission = Admission(clock, broken)
+    admission = utc_admission(clock, broken)
     admission.expectations.start()
     with structlog.testing.capture_logs() as logs:
         for who in (bob, charlie):
@@ -149,7 +150,7 @@ async def test_of_many_keys_those_asked_for_last_are_remembered_and_those_that_r
     clock: FakeClock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(expectations, "PAIRS_KEPT", 3)
-    admission, (bob, charlie, dora, eve) = Admission(clock, NothingYet()), [principal() for _ in range(4)]
+    admission, (bob, charlie, dora, eve) = utc_admission(clock, NothingYet()), [principal() for _ in range(4)]
     running = await admit(admission, bob)
     for who in (charlie, dora):
         for _ in range(OUTPUTS_MIN):
@@ -166,7 +167,7 @@ async def test_who_waited_for_room_until_his_key_was_forgotten_is_counted(
     clock: FakeClock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(expectations, "PAIRS_KEPT", 1)
-    admission = Admission(clock, NothingYet())
+    admission = utc_admission(clock, NothingYet())
     bob, others = principal(Limits(concurrent_requests=1)), [principal() for _ in range(3)]
     first = await admit(admission, bob)
     asked = Asked(principal=bob, model="other", prompt_tokens=5, max_output_tokens=None, price=None)
@@ -181,7 +182,7 @@ async def test_who_waited_for_room_until_his_key_was_forgotten_is_counted(
 
 async def test_a_shutdown_waits_for_no_history(clock: FakeClock) -> None:
     slow = SlowHistory([])
-    admission = Admission(clock, slow)
+    admission = utc_admission(clock, slow)
     admission.expectations.start()
     await admit(admission, principal())
     await turns()

@@ -29,7 +29,6 @@ from appliance.metering.box_records import SELLER, BoxRecords
 from appliance.metering.calendar import BillingCalendar
 from appliance.metering.invoicing import invoices as service
 from appliance.metering.invoicing.free_allowances import FreeAllowances
-from appliance.metering.invoicing.invoices import Invoices
 from appliance.metering.invoicing.lines import EventSums, FreeMonth, allowance_lines, totals_of, usage_lines, usage_picos
 from appliance.metering.invoicing.rows import Invoice, InvoiceHead
 from appliance.metering.invoicing.seller import Seller
@@ -41,6 +40,7 @@ from tests.support.alerts import TARGET, alert_box
 from tests.support.billing import Tokens, add_price, post_event
 from tests.support.cast import Cast, Person, make_person
 from tests.support.clock import FakeClock
+from tests.support.ledgers import euro_invoices
 
 SEPTEMBER, OCTOBER, NOVEMBER = date(2026, 9, 10), date(2026, 10, 15), date(2026, 11, 3)
 
@@ -50,7 +50,7 @@ class Books:
 
     def __init__(self, database: Database, clock: FakeClock, cast: Cast, price: Price) -> None:
         self.database, self.clock, self.cast, self.price = database, clock, cast, price
-        self.invoices = Invoices(database, clock, BillingCalendar("UTC"))
+        self.invoices = euro_invoices(database, clock, BillingCalendar("UTC"))
         self.allowances = FreeAllowances(database, clock)
         self.bob = cast.bob
 
@@ -258,7 +258,7 @@ async def test_a_month_that_is_not_over_can_be_drafted_and_not_closed(books: Boo
 
 
 async def test_the_end_of_the_month_is_that_of_the_billing_time_zone(books: Books) -> None:
-    zurich = Invoices(books.database, books.clock, BillingCalendar("Europe/Zurich"))
+    zurich = euro_invoices(books.database, books.clock, BillingCalendar("Europe/Zurich"))
     drafted = await zurich.draft(books.bob.tenant.id, "2026-11", access=WHOLE_BOX)
     books.clock.jump_wall((datetime(2026, 11, 30, 22, 59, 59, tzinfo=UTC) - books.clock.now()).total_seconds())
     with pytest.raises(MonthNotOver):

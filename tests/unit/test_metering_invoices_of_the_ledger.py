@@ -7,17 +7,16 @@ from datetime import UTC, datetime, timedelta
 
 from appliance.base.db import Database
 from appliance.metering.calendar import BillingCalendar
-from appliance.metering.invoicing.invoices import Invoices
 from appliance.metering.invoicing.lines import usage_picos
-from appliance.metering.ledger.corrections import Correction, Corrections
+from appliance.metering.ledger.corrections import Correction
 from appliance.metering.ledger.records import Checkpoint, Settlement, Usage
-from appliance.metering.ledger.recovery import begin_epoch, recover
+from appliance.metering.ledger.recovery import begin_epoch
 from appliance.tenancy.access import WHOLE_BOX
 from tests.support.billing import add_price
 from tests.support.cast import Cast
 from tests.support.clock import FakeClock
 from tests.support.factories import pending, posted, voided
-from tests.support.ledgers import all_events, running_ledger
+from tests.support.ledgers import all_events, euro_invoices, running_ledger, utc_corrections, utc_recover
 
 OCTOBER = datetime(2026, 10, 31, 23, 59, tzinfo=UTC)
 
@@ -29,7 +28,7 @@ async def test_what_the_ledger_settled_is_billed_and_what_is_void_or_pending_is_
     entries = [pending(cast.bob, admitted_at=OCTOBER, price=price, price_basis_points=share) for share in (10_000, 5_000)]
     refused, open_ = (pending(cast.bob, admitted_at=OCTOBER, price=price) for _ in range(2))
     usage = Usage(prompt_tokens=100, cached_tokens=30, completion_tokens=7, rejected_tokens=4)
-    invoices = Invoices(database, clock, BillingCalendar("UTC"))
+    invoices = euro_invoices(database, clock, BillingCalendar("UTC"))
     async with running_ledger(database, clock, cast.epoch_id) as ledger:
         for entry in (*entries, refused, open_):
             await ledger.open(entry)
@@ -65,7 +64,7 @@ async def test_what_a_crash_left_open_and_what_is_corrected_is_on_the_next_invoi
 ) -> None:
     price = await add_price(database)
     entry, lost = (pending(cast.bob, admitted_at=OCTOBER, price=price) for _ in range(2))
-    invoices = Invoices(database, clock, BillingCalendar("UTC"))
+    invoices = euro_invoices(database, clock, BillingCalendar("UTC"))
     async with running_ledger(database, clock, cast.epoch_id) as ledger:
         await ledger.open(entry)
         await ledger.open(lost)
@@ -75,9 +74,9 @@ async def test_what_a_crash_left_open_and_what_is_corrected_is_on_the_next_invoi
     closed = await invoices.close(
         (await invoices.draft(cast.bob.tenant.id, "2026-10", access=WHOLE_BOX)).head.id, access=WHOLE_BOX
     )
-    await recover(database, clock, await begin_epoch(database, clock, "after the crash"))
+    await utc_recover(database, clock, await begin_epoch(database, clock, "after the crash"))
     billed = (await all_events(database))[0]
-    corrections = Corrections(database, clock)
+    corrections = utc_corrections(database, clock)
     await corrections.add(billed.id, Correction(note="was not wanted", prompt_tokens=-4))
     await corrections.add(billed.id, Correction(note="our apologies", cost_picos=-5))
     clock.jump_wall(timedelta(days=30).total_seconds())

@@ -12,14 +12,14 @@ from appliance.base.db import Database
 from appliance.base.errors import InternalError, NotFound, Overloaded
 from appliance.base.prepared import Prepared
 from appliance.metering.ledger import rows as ledger_rows
-from appliance.metering.ledger.writer import RETRY_S_MIN, Checkpoint, Ledger, LedgerBroken, RequestRecord, Settlement, Usage
+from appliance.metering.ledger.writer import RETRY_S_MIN, Checkpoint, LedgerBroken, RequestRecord, Settlement, Usage
 from appliance.metering.prices import Price, PriceBook
 from appliance.metering.usage import LedgerFilter, UsageReports
 from appliance.tenancy.access import WHOLE_BOX
 from tests.support.cast import Cast
 from tests.support.clock import FakeClock
 from tests.support.factories import pending, posted, voided
-from tests.support.ledgers import FailingDatabase, all_events, running_ledger, settle, until
+from tests.support.ledgers import FailingDatabase, all_events, running_ledger, settle, until, utc_ledger
 
 
 @pytest.fixture
@@ -261,7 +261,7 @@ async def test_an_open_that_takes_too_long_is_refused_and_leaves_nothing_pending
 ) -> None:
     gated = FailingDatabase.around(database)
     gated.gate = asyncio.Event()
-    ledger = Ledger(gated, clock, cast.epoch_id, open_timeout_s=0.05)
+    ledger = utc_ledger(gated, clock, cast.epoch_id, open_timeout_s=0.05)
     await ledger.start()
     if not written_before:
         blocking = asyncio.create_task(ledger.settle(voided("another")))
@@ -279,7 +279,7 @@ async def test_an_open_that_takes_too_long_is_refused_and_leaves_nothing_pending
 async def test_the_queue_of_opens_is_bounded(database: Database, clock: FakeClock, cast: Cast) -> None:
     gated = FailingDatabase.around(database)
     gated.gate = asyncio.Event()
-    ledger = Ledger(gated, clock, cast.epoch_id, queued_opens_max=2)
+    ledger = utc_ledger(gated, clock, cast.epoch_id, queued_opens_max=2)
     await ledger.start()
     opening = [asyncio.create_task(ledger.open(pending(cast.bob)))]
     await until(lambda: gated.held == 1)
@@ -336,7 +336,7 @@ async def test_a_late_checkpoint_does_not_touch_a_settled_event(database: Databa
 async def test_stopping_writes_what_is_queued(database: Database, clock: FakeClock, cast: Cast) -> None:
     gated = FailingDatabase.around(database)
     entry = pending(cast.bob)
-    ledger = Ledger(gated, clock, cast.epoch_id)
+    ledger = utc_ledger(gated, clock, cast.epoch_id)
     await ledger.start()
     await ledger.open(entry)
     gated.gate = asyncio.Event()
@@ -355,7 +355,7 @@ async def test_stopping_writes_what_is_queued(database: Database, clock: FakeClo
 async def test_a_ledger_that_cannot_write_says_so_when_it_stops(database: Database, clock: FakeClock, cast: Cast) -> None:
     failing = FailingDatabase.around(database)
     entry = pending(cast.bob)
-    ledger = Ledger(failing, clock, cast.epoch_id)
+    ledger = utc_ledger(failing, clock, cast.epoch_id)
     await ledger.start()
     await ledger.open(entry)
     failing.fail_before_commit = 10**6
@@ -371,7 +371,7 @@ async def test_a_ledger_that_cannot_write_says_so_when_it_stops(database: Databa
 async def test_a_writer_that_ends_by_a_bug_is_visible_and_refuses(
     database: Database, clock: FakeClock, cast: Cast, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    ledger = Ledger(database, clock, cast.epoch_id)
+    ledger = utc_ledger(database, clock, cast.epoch_id)
     await ledger.start()
 
     def bug(*_: object) -> None:

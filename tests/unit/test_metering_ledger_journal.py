@@ -29,15 +29,25 @@ from appliance.metering.ledger import waiting as waiting_module
 from appliance.metering.ledger import writer as writer_module
 from appliance.metering.ledger.journaled import Journaled, decode, encode, journal_beside, only_in_journal, replay
 from appliance.metering.ledger.records import Checkpoint, PendingEntry, RequestRecord, Settlement, Usage, UsageEvent
-from appliance.metering.ledger.recovery import begin_epoch, recover
+from appliance.metering.ledger.recovery import begin_epoch
 from appliance.metering.ledger.writer import Ledger, LedgerBroken
-from appliance.metering.prices import Price, PriceBook
+from appliance.metering.prices import Price
 from appliance.metering.usage import UsageReports
 from appliance.tenancy.access import WHOLE_BOX
 from tests.support.cast import Cast
 from tests.support.clock import START, FakeClock
 from tests.support.factories import pending, posted, voided
-from tests.support.ledgers import DEADLINE_S, FailingDatabase, all_events, die, settle, until
+from tests.support.ledgers import (
+    DEADLINE_S,
+    FailingDatabase,
+    all_events,
+    die,
+    euro_prices,
+    settle,
+    until,
+    utc_ledger,
+    utc_recover,
+)
 
 
 @pytest.fixture
@@ -50,7 +60,7 @@ def database_url(tmp_path: Path, migrated_sqlite_file: Path) -> str:
 async def journaling(database: Database, clock: FakeClock, epoch_id: str, path: Path, **options: Any) -> AsyncIterator[Ledger]:
     """Yield a started ledger with a journal, and stop both in order."""
     journal = Journal(path)
-    ledger = Ledger(database, clock, epoch_id, checkpoint_interval_s=0.0, journal=journal, **options)
+    ledger = utc_ledger(database, clock, epoch_id, checkpoint_interval_s=0.0, journal=journal, **options)
     await ledger.start()
     try:
         yield ledger
@@ -64,7 +74,7 @@ async def start_again(database: Database, clock: FakeClock, path: Path) -> dict[
     epoch_id = await begin_epoch(database, clock, "next")
     journal = Journal(path)
     await replay(database, journal, clock, BillingCalendar())
-    await recover(database, clock, epoch_id)
+    await utc_recover(database, clock, epoch_id)
     await journal.close()
     return {event.request_id: event for event in await all_events(database)}
 
@@ -77,7 +87,7 @@ def _contents(path: Path) -> list[bytes]:
 async def test_an_entry_in_the_journal_is_settled_as_any_other(
     database: Database, clock: FakeClock, cast: Cast, tmp_path: Path
 ) -> None:
-    price = await PriceBook(database, clock).add(model="demo", currency="EUR", prompt=3, cached_prompt=1, completion=7)
+    price = await euro_prices(database, clock).add(model="demo", currency="EUR", prompt=3, cached_prompt=1, completion=7)
     entries = [pending(cast.bob, price=price, admitted_at=clock.now()) for _ in range(60)]
     async with journaling(database, clock, cast.epoch_id, tmp_path / "j") as ledger:
         await asyncio.gather(*(ledger.open(entry) for entry in entries))
@@ -105,7 +115,7 @@ async def test_a_death_between_the_line_and_its_rows_leaves_a_recovered_request(
 ) -> None:
     gated = FailingDatabase.around(database)
     gated.gate = asyncio.Event()
-    ledger = Ledger(gated, clock, cast.epoch_id, journal=Journal(tmp_path / "j"))
+    ledger = utc_ledger(gated, clock, cast.epoch_id, journal=Journal(tmp_path / "j"))
     await ledger.start()
     entries = [pending(cast.bob, admitted_at=START + timedelta(microseconds=number)) for number in range(40)]
     await asyncio.gather(*(ledger.open(entry) for entry in entries))
@@ -123,9 +133,9 @@ async def test_a_death_between_the_line_and_its_rows_leaves_a_recovered_request(
 async def test_a_death_between_the_line_of_a_settlement_and_its_rows_leaves_the_exact_bill(
     database: Database, clock: FakeClock, cast: Cast, tmp_path: Path
 ) -> None:
-    price = await PriceBook(database, clock).add(model="demo", currency="EUR", prompt=3, cached_prompt=1, completion=7)
+    price = await euro_prices(database, clock).add(model="demo", currency="EUR", prompt=3, cached_prompt=1, completion=7)
     gated = FailingDatabase.around(database)
-    ledger = Ledger(gated, clock, cast.epoch_id, journal=Journal(tmp_path / "j"))
+    ledger = utc_ledger(gated, clock, cast.epoch_id, journal=Journal(tmp_path / "j"))
     await ledger.start()
     with_rows, in_lines, refused, running = (pending(cast.bob, price=price, admitted_at=clock.now()) for _ in range(4))
     await ledger.open(with_rows)
@@ -180,7 +190,7 @@ async def test_while_the_tables_fail_a_settlement_has_its_line_however_many_wait
     database: Database, clock: FakeClock, cast: Cast, tmp_path: Path
 ) -> None:
     failing = FailingDatabase.around(database)
-    ledger = Ledger(failing, clock, cast.epoch_id, journal=Journal(tmp_path / "j"))
+    ledger = utc_ledger(failing, clock, cast.epoch_id, journal=Journal(tmp_path / "j"))
     await ledger.start()
     entries = [pending(cast.bob) for _ in range(waiting_module.TOGETHER_FROM + 1)]
     await asyncio.gather(*(ledger.open(entry) for entry in entries))
@@ -221,7 +231,7 @@ async def test_what_settles_after_the_writer_ended_by_a_bug_is_in_the_journal_fo
         raise KeyError("a bug")
 
     journal = Journal(tmp_path / "j")
-    ledger = Ledger(database, clock, cast.epoch_id, journal=journal)
+    ledger = utc_ledger(database, clock, cast.epoch_id, journal=journal)
     await ledger.start()
     entry = pending(cast.bob)
     await ledger.open(entry)
@@ -293,7 +303,7 @@ async def test_what_no_line_can_say_waits_for_its_rows(
 async def test_what_stands_in_the_tables_already_is_not_written_again(
     database: Database, clock: FakeClock, cast: Cast, tmp_path: Path
 ) -> None:
-    ledger = Ledger(database, clock, cast.epoch_id, journal=Journal(tmp_path / "j"))
+    ledger = utc_ledger(database, clock, cast.epoch_id, journal=Journal(tmp_path / "j"))
     await ledger.start()
     entry = pending(cast.bob)
     await ledger.open(entry)
@@ -346,7 +356,7 @@ async def test_a_disk_that_does_not_answer_refuses_and_leaves_nothing_pending(
     database: Database, clock: FakeClock, cast: Cast, tmp_path: Path
 ) -> None:
     journal = Journal(tmp_path / "j")
-    ledger = Ledger(database, clock, cast.epoch_id, journal=journal, open_timeout_s=0.05)
+    ledger = utc_ledger(database, clock, cast.epoch_id, journal=journal, open_timeout_s=0.05)
     await ledger.start()
     journal._thread = Thread()  # nobody takes what waits
     with pytest.raises(Overloaded, match="nothing was started"):
@@ -409,7 +419,7 @@ async def test_a_ledger_that_stops_refuses_what_comes_too_late(
     database: Database, clock: FakeClock, cast: Cast, tmp_path: Path
 ) -> None:
     journal = Journal(tmp_path / "j")
-    ledger = Ledger(database, clock, cast.epoch_id, journal=journal)
+    ledger = utc_ledger(database, clock, cast.epoch_id, journal=journal)
     await ledger.start()
     opening = asyncio.create_task(ledger.open(pending(cast.bob)))
     await asyncio.sleep(0)
@@ -447,8 +457,8 @@ async def test_every_admitted_request_is_in_the_ledger_once_whatever_fails_and_d
         journal = Journal(tmp_path / "j", file_bytes=2000)
         epoch_id = await begin_epoch(database, clock, "test")
         await replay(database, journal, clock, BillingCalendar())
-        await recover(database, clock, epoch_id)
-        ledger = Ledger(failing, clock, epoch_id, checkpoint_interval_s=0.0, journal=journal)
+        await utc_recover(database, clock, epoch_id)
+        ledger = utc_ledger(failing, clock, epoch_id, checkpoint_interval_s=0.0, journal=journal)
         await ledger.start()
         lives = [asyncio.create_task(live(ledger)) for _ in range(30)]
         failing.fail_before_commit, failing.fail_after_commit = chance.randrange(2), chance.randrange(3)
@@ -549,7 +559,7 @@ async def test_stopping_while_the_database_fails_leaves_the_lines_to_the_next_st
     failing = FailingDatabase.around(database)
     failing.fail_before_commit = 1_000_000
     journal = Journal(tmp_path / "j")
-    ledger = Ledger(failing, clock, cast.epoch_id, journal=journal)
+    ledger = utc_ledger(failing, clock, cast.epoch_id, journal=journal)
     await ledger.start()
     entries = [pending(cast.bob) for _ in range(3)]
     await asyncio.gather(*(ledger.open(entry) for entry in entries))
@@ -590,7 +600,7 @@ async def test_a_text_comes_through_the_journal_as_it_is_or_is_refused(
     database: Database, clock: FakeClock, cast: Cast, tmp_path: Path
 ) -> None:
     entry = pending(cast.bob, model="a\nb\u2028 démo " + "l" * 100)
-    ledger = Ledger(database, clock, cast.epoch_id, journal=Journal(tmp_path / "j"))
+    ledger = utc_ledger(database, clock, cast.epoch_id, journal=Journal(tmp_path / "j"))
     await ledger.start()
     with pytest.raises(InternalError, match="nothing was started"):
         await ledger.open(pending(cast.bob, model="half a \ud800"))
@@ -636,7 +646,7 @@ async def test_what_stands_in_the_journal_alone_is_counted_without_touching_it(
 ) -> None:
     journal = journal_beside(database_url)
     assert journal is not None
-    ledger = Ledger(database, clock, cast.epoch_id, journal=journal)
+    ledger = utc_ledger(database, clock, cast.epoch_id, journal=journal)
     await ledger.start()
     written, left = pending(cast.bob), pending(cast.bob)
     await ledger.open(written)

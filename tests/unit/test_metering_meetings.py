@@ -22,12 +22,13 @@ from appliance.metering.limits.meetings import OWNERS_AT_ONCE
 from appliance.metering.limits.quotas import ALL_TENANTS, Moment, Owner
 from appliance.metering.limits.reservations import Reservation
 from appliance.metering.limits.rules import Asked
-from appliance.metering.limits.sums import RECENT_EVENTS_MAX, LedgerSums, PeriodSums, Span, events_query
+from appliance.metering.limits.sums import RECENT_EVENTS_MAX, PeriodSums, Span, events_query
 from appliance.tenancy.model_policies import ModelPolicy
 from appliance.tenancy.principals import Limits, Principal
 from tests.support.cast import Cast
 from tests.support.clock import START, FakeClock
 from tests.support.factories import pending, posted, principal
+from tests.support.ledgers import utc_admission, utc_ledger, utc_sums
 from tests.support.spending import statements_seen
 from tests.support.sums import NothingYet
 
@@ -60,7 +61,7 @@ def slow() -> SlowSums:
 
 @pytest.fixture
 async def admission(clock: FakeClock, slow: SlowSums) -> AsyncIterator[Admission]:
-    opened = Admission(clock, slow)
+    opened = utc_admission(clock, slow)
     yield opened
     slow.go_on.set()
     await opened.stop()
@@ -209,7 +210,7 @@ async def test_what_runs_counts_with_limits_that_are_new_whether_it_began_before
 
 
 def test_sums_that_are_read_over_midnight_are_of_the_day_before(clock: FakeClock) -> None:
-    calendar = Admission(clock, NothingYet())
+    calendar = utc_admission(clock, NothingYet())
     clock.advance(12 * 3600 - 1)
     evening = calendar._moment()
     allowance = Allowance(Owner("tenant", "bob"), "EUR", evening)
@@ -223,7 +224,7 @@ def test_sums_that_are_read_over_midnight_are_of_the_day_before(clock: FakeClock
 
 @pytest.fixture
 async def ledger(database: Database, clock: FakeClock, cast: Cast) -> AsyncIterator[Ledger]:
-    ledger = Ledger(database, clock, cast.epoch_id)
+    ledger = utc_ledger(database, clock, cast.epoch_id)
     await ledger.start()
     yield ledger
     await ledger.stop()
@@ -238,7 +239,7 @@ async def test_a_first_request_costs_as_many_statements_whatever_limits_it_has_a
         [everywhere(cast.bob.principal)],
         [everywhere(person.principal) for person in (cast.bob, cast.charlie)] + [asking(principal()) for _ in range(20)],
     ):
-        admission = Admission(clock, LedgerSums(database))
+        admission = utc_admission(clock, utc_sums(database))
         with statements_seen() as statements:
             await asyncio.gather(*(admission.admit(asked) for asked in requests))
         counts.append(len(statements))
@@ -256,7 +257,7 @@ async def test_many_are_read_as_each_of_them_alone_also_when_there_are_more_even
         clock.advance(1)
     owners = {Owner("tenant", cast.bob.tenant.id, model): "EUR" for model in (None, "demo", "other")}
     owners |= {Owner("key", cast.charlie.key.id): "EUR", Owner("model", ALL_TENANTS, "demo"): "EUR"}
-    sums, at = LedgerSums(database), Admission(clock, NothingYet())._moment()
+    sums, at = utc_sums(database), utc_admission(clock, NothingYet())._moment()
     alone = {owner: (await sums.read({owner: currency}, at))[owner] for owner, currency in owners.items()}
     assert await sums.read(owners, at) == alone
     assert [len(found.recent) for found in alone.values()] == [8, 4, 4, 4, 6]
@@ -270,7 +271,7 @@ async def test_what_ran_when_levels_were_saved_is_one_request_and_the_rest_of_it
     database: Database, clock: FakeClock, cast: Cast, ledger: Ledger
 ) -> None:
     bob = dataclasses.replace(cast.bob.principal, tenant=dataclasses.replace(cast.bob.tenant, limits=LIMITED))
-    before = Admission(clock, LedgerSums(database))
+    before = utc_admission(clock, utc_sums(database))
     reservation = await before.admit(asking(bob, tokens=100))
     entry = pending(cast.bob, admitted_at=clock.now(), reserved_tokens=100)
     await ledger.open(entry)
@@ -280,7 +281,7 @@ async def test_what_ran_when_levels_were_saved_is_one_request_and_the_rest_of_it
     reservation.settle(700)
     await ledger.settle(posted(entry.request_id, prompt=100, completion=600))
 
-    after = Admission(clock, LedgerSums(database))
+    after = utc_admission(clock, utc_sums(database))
     await after.forecast(asking(bob))
     assert after.snapshot(bob) == before.snapshot(bob)
 

@@ -14,6 +14,7 @@ from appliance.base.money import PRICE_MICROS_MAX
 from appliance.metering.prices import Price, PriceBook
 from tests.support import factories
 from tests.support.clock import START, FakeClock
+from tests.support.ledgers import euro_prices
 
 
 async def add(book: PriceBook, **changes: Any) -> Price:
@@ -22,11 +23,11 @@ async def add(book: PriceBook, **changes: Any) -> Price:
 
 
 async def test_a_model_without_a_price_costs_nothing(database: Database, clock: FakeClock) -> None:
-    assert await PriceBook(database, clock).current("demo", clock.now()) is None
+    assert await euro_prices(database, clock).current("demo", clock.now()) is None
 
 
 async def test_the_price_in_force_is_the_latest_that_has_begun(database: Database, clock: FakeClock) -> None:
-    book = PriceBook(database, clock)
+    book = euro_prices(database, clock)
     first = await add(book)
     second = await add(book, prompt=20, effective_from=START + timedelta(days=1))
     await add(book, model="other", prompt=99)
@@ -37,7 +38,7 @@ async def test_the_price_in_force_is_the_latest_that_has_begun(database: Databas
 
 
 async def test_a_new_price_is_known_at_once_although_prices_are_kept_in_memory(database: Database, clock: FakeClock) -> None:
-    book = PriceBook(database, clock)
+    book = euro_prices(database, clock)
     assert await book.current("demo", clock.now()) is None
     price = await add(book)
     assert await book.current("demo", clock.now()) == price
@@ -47,7 +48,7 @@ async def test_a_new_price_is_known_at_once_although_prices_are_kept_in_memory(d
 
 
 async def test_only_the_first_price_of_a_model_may_begin_in_the_past(database: Database, clock: FakeClock) -> None:
-    book = PriceBook(database, clock)
+    book = euro_prices(database, clock)
     await add(book, effective_from=START - timedelta(days=300))
     await add(book, effective_from=START - timedelta(seconds=59))
     with pytest.raises(InvalidValue) as refused:
@@ -56,7 +57,7 @@ async def test_only_the_first_price_of_a_model_may_begin_in_the_past(database: D
 
 
 async def test_a_model_has_one_price_from_a_moment_on(database: Database, clock: FakeClock) -> None:
-    book = PriceBook(database, clock)
+    book = euro_prices(database, clock)
     await add(book)
     with pytest.raises(InvalidValue, match="already") as refused:
         await add(book)
@@ -80,7 +81,7 @@ async def test_a_model_has_one_price_from_a_moment_on(database: Database, clock:
 )
 async def test_a_bad_field_is_named(database: Database, clock: FakeClock, field: str, value: object) -> None:
     with pytest.raises(InvalidValue) as refused:
-        await add(PriceBook(database, clock), **{field: value})
+        await add(euro_prices(database, clock), **{field: value})
     assert refused.value.param == field
 
 
@@ -99,7 +100,7 @@ async def test_every_currency_has_prices_of_its_own(database: Database, clock: F
 async def test_a_price_of_the_future_comes_into_force_by_itself_and_one_may_be_put_before_it(
     database: Database, clock: FakeClock
 ) -> None:
-    book = PriceBook(database, clock)
+    book = euro_prices(database, clock)
     now = await add(book)
     next_month = await add(book, prompt=30, effective_from=START + timedelta(days=30))
     next_week = await add(book, prompt=20, effective_from=START + timedelta(days=7))
@@ -112,7 +113,7 @@ async def test_a_price_of_the_future_comes_into_force_by_itself_and_one_may_be_p
 
 
 async def test_a_price_that_overlaps_is_refused_and_names_the_one_that_is_there(database: Database, clock: FakeClock) -> None:
-    book = PriceBook(database, clock)
+    book = euro_prices(database, clock)
     there = await add(book, effective_from=START + timedelta(days=30))
     with pytest.raises(InvalidValue, match=there.id) as refused:
         await add(book, prompt=9, effective_from=START + timedelta(days=30))
@@ -141,12 +142,12 @@ def test_rejected_draft_tokens_cost_what_the_price_says_and_nothing_by_default()
 @pytest.mark.parametrize("percents", [{"gold": 10}, {"batch": 101}, {"batch": -1}, {"batch": 1.5}, ["batch"]])
 async def test_a_bad_percentage_of_a_tier_is_named(database: Database, clock: FakeClock, percents: Any) -> None:
     with pytest.raises(InvalidValue) as refused:
-        await add(PriceBook(database, clock), tier_percents=percents)
+        await add(euro_prices(database, clock), tier_percents=percents)
     assert str(refused.value.param).startswith("tier_percents")
 
 
 async def test_the_list_pages_through_every_price(database: Database, clock: FakeClock) -> None:
-    book = PriceBook(database, clock)
+    book = euro_prices(database, clock)
     added = [await add(book, model=f"m{number}") for number in range(5)]
     first = await book.list(3)
     second = await book.list(3, first.next_cursor)
@@ -155,7 +156,7 @@ async def test_the_list_pages_through_every_price(database: Database, clock: Fak
 
 
 async def test_a_price_to_come_is_withdrawn_and_another_takes_its_moment(database: Database, clock: FakeClock) -> None:
-    book = PriceBook(database, clock)
+    book = euro_prices(database, clock)
     first = await add(book)
     moment = START + timedelta(days=60_000)  # later than the clock of the database by any reckoning
     typo = await add(book, prompt=1, effective_from=moment)
@@ -169,7 +170,7 @@ async def test_a_price_to_come_is_withdrawn_and_another_takes_its_moment(databas
 
 
 async def test_a_price_that_begins_within_a_minute_or_has_begun_stays(database: Database, clock: FakeClock) -> None:
-    book = PriceBook(database, clock)
+    book = euro_prices(database, clock)
     for moment in (START, START + timedelta(seconds=60)):
         price = await add(book, effective_from=moment)
         with pytest.raises(PriceBegun) as refused:
@@ -179,7 +180,7 @@ async def test_a_price_that_begins_within_a_minute_or_has_begun_stays(database: 
 
 
 async def test_a_price_that_has_begun_by_the_clock_of_the_database_stays(database: Database) -> None:
-    book = PriceBook(database, FakeClock(START - timedelta(days=9000)))
+    book = euro_prices(database, FakeClock(START - timedelta(days=9000)))
     price = await add(book, effective_from=START - timedelta(days=8000))
     with pytest.raises(PriceBegun):
         await book.withdraw(price.id)

@@ -11,14 +11,11 @@ from sqlalchemy import text
 from appliance.base.db import Database
 from appliance.base.errors import RateLimitExceeded
 from appliance.metering.ledger import recovery
-from appliance.metering.ledger.recovery import begin_epoch, recover
+from appliance.metering.ledger.recovery import begin_epoch
 from appliance.metering.ledger.rows import INSERT_EVENTS, event_row
-from appliance.metering.ledger.writer import Checkpoint, Ledger, LedgerBroken
-from appliance.metering.limits.admission import Admission
+from appliance.metering.ledger.writer import Checkpoint, LedgerBroken
 from appliance.metering.limits.quotas import Moment, Owner
 from appliance.metering.limits.rules import Asked
-from appliance.metering.limits.sums import LedgerSums
-from appliance.metering.prices import PriceBook
 from appliance.metering.usage import UsageReports
 from appliance.tenancy.access import WHOLE_BOX
 from appliance.tenancy.principals import Limits, Principal
@@ -26,13 +23,22 @@ from tests.support.cast import Cast, make_cast
 from tests.support.clock import FakeClock
 from tests.support.databases import Cluster
 from tests.support.factories import pending, posted
-from tests.support.ledgers import all_events, running_ledger, settle
+from tests.support.ledgers import (
+    all_events,
+    euro_prices,
+    running_ledger,
+    settle,
+    utc_admission,
+    utc_ledger,
+    utc_recover,
+    utc_sums,
+)
 
 
 async def test_a_request_of_a_dead_process_is_recovered_once_from_its_last_checkpoint(
     database: Database, clock: FakeClock, cast: Cast
 ) -> None:
-    price = await PriceBook(database, clock).add(
+    price = await euro_prices(database, clock).add(
         model="demo", currency="EUR", prompt=1_000_000, cached_prompt=0, completion=2_000_000
     )
     seen, unseen, done = pending(cast.bob, price=price), pending(cast.bob, price=price), pending(cast.bob, price=price)
@@ -43,8 +49,8 @@ async def test_a_request_of_a_dead_process_is_recovered_once_from_its_last_check
         settled = await settle(ledger, posted(done.request_id))
     epoch = await begin_epoch(database, clock, "next")
     clock.advance(60)
-    assert await recover(database, clock, epoch) == 2
-    assert await recover(database, clock, epoch) == 0
+    assert await utc_recover(database, clock, epoch) == 2
+    assert await utc_recover(database, clock, epoch) == 0
     first, second, third = await all_events(database)
     assert (first.status, first.estimated, first.finish_reason, first.settled_at) == ("recovered", True, "error", clock.now())
     assert first.cost_picos == 6 * 1_000_000 + 3 * 2_000_000
@@ -67,7 +73,7 @@ async def test_a_record_that_the_server_commits_after_its_gateway_died_is_recove
     async with database.writing() as dying:
         row = event_row(pending(cast.bob), cast.epoch_id, "EUR", clock.now().date())
         await dying.run_sync(INSERT_EVENTS.execute, [row])
-        recovering = asyncio.create_task(recover(database, clock, epoch))
+        recovering = asyncio.create_task(utc_recover(database, clock, epoch))
         async with asyncio.timeout(10), database.reading() as watching:
             while not (await watching.execute(waiting)).scalar_one():  # noqa: ASYNC110 - the server has no event
                 await asyncio.sleep(0)
@@ -81,7 +87,7 @@ async def test_a_record_that_the_server_commits_after_its_gateway_died_is_recove
 async def test_the_running_epoch_is_left_alone(database: Database, clock: FakeClock, cast: Cast) -> None:
     async with running_ledger(database, clock, cast.epoch_id) as ledger:
         await ledger.open(pending(cast.bob))
-        assert await recover(database, clock, cast.epoch_id) == 0
+        assert await utc_recover(database, clock, cast.epoch_id) == 0
     assert [event.status for event in await all_events(database)] == ["pending"]
 
 
@@ -91,7 +97,7 @@ async def test_a_settlement_that_comes_after_recovery_is_refused_loudly(
     entry = pending(cast.bob)
     async with running_ledger(database, clock, cast.epoch_id) as ledger:
         await ledger.open(entry)
-        await recover(database, clock, await begin_epoch(database, clock, "next"))
+        await utc_recover(database, clock, await begin_epoch(database, clock, "next"))
         with pytest.raises(LedgerBroken, match="recovered"):
             await ledger.settle(posted(entry.request_id))
 
@@ -100,7 +106,7 @@ async def test_two_recoveries_at_once_count_each_event_once(database: Database, 
     async with running_ledger(database, clock, cast.epoch_id) as ledger:
         await asyncio.gather(*(ledger.open(pending(cast.bob)) for _ in range(20)))
     epoch = await begin_epoch(database, clock, "next")
-    await asyncio.gather(recover(database, clock, epoch), recover(database, clock, epoch))
+    await asyncio.gather(utc_recover(database, clock, epoch), utc_recover(database, clock, epoch))
     assert [event.status for event in await all_events(database)] == ["recovered"] * 20
 
 
@@ -110,26 +116,26 @@ async def test_more_events_than_one_transaction_takes_are_all_recovered(
     monkeypatch.setattr(recovery, "EVENTS_PER_TRANSACTION", 4)
     async with running_ledger(database, clock, cast.epoch_id) as ledger:
         await asyncio.gather(*(ledger.open(pending(cast.bob)) for _ in range(8)))
-    assert await recover(database, clock, await begin_epoch(database, clock, "next")) == 8
+    assert await utc_recover(database, clock, await begin_epoch(database, clock, "next")) == 8
 
 
 async def test_a_writer_killed_between_open_and_settle_loses_nothing(database: Database, clock: FakeClock, cast: Cast) -> None:
     entries = [pending(cast.bob) for _ in range(30)]
-    ledger = Ledger(database, clock, cast.epoch_id)
+    ledger = utc_ledger(database, clock, cast.epoch_id)
     await ledger.start()
     await asyncio.gather(*(ledger.open(entry) for entry in entries))
     await asyncio.gather(*(ledger.settle(posted(entry.request_id)) for entry in entries[:10]))
     assert ledger._task is not None
     ledger._task.cancel()  # the process dies: what was not committed is gone
     await asyncio.wait({ledger._task})
-    await recover(database, clock, await begin_epoch(database, clock, "next"))
+    await utc_recover(database, clock, await begin_epoch(database, clock, "next"))
     events = await all_events(database)
     assert [event.request_id for event in events] == [entry.request_id for entry in entries]
     assert [event.status for event in events] == ["posted"] * 10 + ["recovered"] * 20
 
 
 async def test_recovered_tokens_count_in_the_sums_of_day_and_month(database: Database, clock: FakeClock, cast: Cast) -> None:
-    price = await PriceBook(database, clock).add(model="demo", currency="EUR", prompt=5, cached_prompt=5, completion=5)
+    price = await euro_prices(database, clock).add(model="demo", currency="EUR", prompt=5, cached_prompt=5, completion=5)
     yesterday, charlies = pending(cast.bob, price=price), pending(cast.charlie, price=price)
     async with running_ledger(database, clock, cast.epoch_id) as ledger:
         await ledger.open(yesterday)
@@ -141,12 +147,12 @@ async def test_recovered_tokens_count_in_the_sums_of_day_and_month(database: Dat
             await ledger.open(opened)
         rows = [Checkpoint(request_id=e.request_id, prompt_tokens=10, cached_tokens=0, completion_tokens=5) for e in today]
         ledger.checkpoint(rows)
-    await recover(database, clock, await begin_epoch(database, clock, "next"))
+    await utc_recover(database, clock, await begin_epoch(database, clock, "next"))
     for owner in (Owner("tenant", cast.bob.tenant.id), Owner("key", cast.bob.key.id), Owner("key", cast.bob.key.id, "demo")):
         at = Moment(clock.now(), clock.monotonic_s(), clock.now().date(), clock.now())
-        sums = (await LedgerSums(database).read({owner: "EUR"}, at))[owner]
+        sums = (await utc_sums(database).read({owner: "EUR"}, at))[owner]
         assert (sums.tokens_today, sums.cost_month_picos) == (15, 1015 * 5)
-        abroad = (await LedgerSums(database).read({owner: "CHF"}, at))[owner]
+        abroad = (await utc_sums(database).read({owner: "CHF"}, at))[owner]
         assert (abroad.tokens_today, abroad.cost_month_picos) == (15, 0), "a sum over two currencies"
 
 
@@ -157,7 +163,7 @@ def asked(who: Principal, prompt_tokens: int) -> Asked:
 async def test_a_restart_refills_no_bucket(database: Database, clock: FakeClock, cast: Cast) -> None:
     limits = Limits(tokens_per_minute=600, requests_per_minute=6)
     bob = dataclasses.replace(cast.bob.principal, tenant=dataclasses.replace(cast.bob.tenant, limits=limits))
-    before = Admission(clock, LedgerSums(database))
+    before = utc_admission(clock, utc_sums(database))
     async with running_ledger(database, clock, cast.epoch_id) as ledger:
         for tokens in (100, 250, 200):
             reservation = await before.admit(asked(bob, tokens))
@@ -166,7 +172,7 @@ async def test_a_restart_refills_no_bucket(database: Database, clock: FakeClock,
             await ledger.settle(posted(entry.request_id, prompt=tokens, completion=0))
             reservation.settle(tokens)
             clock.advance(2.5)
-    after = Admission(clock, LedgerSums(database))
+    after = utc_admission(clock, utc_sums(database))
     for admission in (before, after):
         with pytest.raises(RateLimitExceeded) as refused:
             await admission.admit(asked(bob, 300))

@@ -15,6 +15,7 @@ from appliance.metering.limits.rules import Asked
 from appliance.tenancy.principals import Limits, Principal
 from tests.support.clock import FakeClock
 from tests.support.factories import principal
+from tests.support.ledgers import utc_admission
 from tests.support.sums import NothingYet
 
 
@@ -43,7 +44,7 @@ async def told_s(admission: Admission, who: Principal, output: int | None = 100,
 
 @pytest.fixture
 def admission(clock: FakeClock) -> Admission:
-    return Admission(clock, NothingYet())
+    return utc_admission(clock, NothingYet())
 
 
 async def test_who_waits_for_a_place_is_told_when_the_first_of_those_who_run_has_probably_ended(

@@ -10,21 +10,19 @@ import pytest
 from appliance.base.db import Database
 from appliance.base.errors import BudgetExceeded, ModelNotPriced
 from appliance.metering.ledger import rollups
-from appliance.metering.limits.admission import Admission
 from appliance.metering.limits.rules import Asked
-from appliance.metering.prices import PriceBook
 from appliance.metering.unpriced import unpriced
 from appliance.tenancy.principals import Limits
 from tests.support import factories
 from tests.support.cast import Cast
 from tests.support.clock import FakeClock
 from tests.support.generations import MODEL, serving, text_of
-from tests.support.ledgers import running_ledger
+from tests.support.ledgers import euro_prices, running_ledger, utc_admission
 from tests.support.sums import NothingYet
 
 
 async def test_what_was_used_without_a_price_is_named(database: Database, clock: FakeClock, cast: Cast) -> None:
-    prices = PriceBook(database, clock)
+    prices = euro_prices(database, clock)
     await prices.add(model="demo", currency="EUR", prompt=1, cached_prompt=1, completion=1)
     async with running_ledger(database, clock, cast.epoch_id) as ledger:
         for currency in ("EUR", "USD"):
@@ -54,7 +52,7 @@ async def test_a_request_without_a_price_is_served_and_counted_or_refused_before
 
 
 async def test_a_spent_budget_is_told_in_money(clock: FakeClock) -> None:
-    admission, bob = Admission(clock, NothingYet()), factories.principal(Limits(monthly_budget=300))
+    admission, bob = utc_admission(clock, NothingYet()), factories.principal(Limits(monthly_budget=300))
     asked = Asked(principal=bob, model="demo", prompt_tokens=301, max_output_tokens=0, price=factories.price())
     with pytest.raises(BudgetExceeded) as refused:
         await admission.admit(asked)

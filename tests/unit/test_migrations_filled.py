@@ -20,13 +20,12 @@ from appliance.base.db import Database
 from appliance.cli import invariants
 from appliance.metering.calendar import BillingCalendar
 from appliance.metering.ledger import rollups
-from appliance.metering.ledger.corrections import Correction, Corrections
+from appliance.metering.ledger.corrections import Correction
 from appliance.metering.ledger.records import PendingEntry, Settlement, Usage
-from appliance.metering.ledger.recovery import begin_epoch, recover
-from appliance.metering.ledger.writer import Ledger
-from appliance.metering.prices import PriceBook
+from appliance.metering.ledger.recovery import begin_epoch
 from appliance.metering.usage import UsageReports
 from appliance.tenancy.access import WHOLE_BOX
+from tests.support.ledgers import euro_prices, utc_corrections, utc_ledger, utc_recover
 
 AT = datetime(2026, 3, 29, 23, 59, 58, 1, tzinfo=UTC)  # two of four events lie in the next day of UTC
 MONEY = ("tenants", "api_keys", "members", "admin_tokens", "prices", "epochs", "usage_events", "requests")
@@ -277,7 +276,7 @@ async def test_the_upgraded_database_serves_at_once(filled_url: str) -> None:
     database = Database.open(filled_url)
     try:
         epoch_id = await begin_epoch(database, SystemClock(), "next")
-        assert await recover(database, SystemClock(), epoch_id) == 1
+        assert await utc_recover(database, SystemClock(), epoch_id) == 1
         rows = await UsageReports(database).usage(
             AT - timedelta(days=2), AT + timedelta(days=2), "day", ["tenant"], access=WHOLE_BOX
         )
@@ -334,9 +333,9 @@ async def do_batch_work(url: str) -> None:
     """Serve a request of Bob's as batch work."""
     database, clock = Database.open(url), SystemClock()
     try:
-        price = await PriceBook(database, clock).current("demo", clock.now())
+        price = await euro_prices(database, clock).current("demo", clock.now())
         assert price is not None
-        ledger = Ledger(database, clock, await begin_epoch(database, clock, "test"))
+        ledger = utc_ledger(database, clock, await begin_epoch(database, clock, "test"))
         await ledger.start()
         entry = PendingEntry(
             request_id="req_flex", tenant_id="tn_bob", key_id="key_bob", model="demo", endpoint="/v1/chat/completions",
@@ -358,9 +357,9 @@ async def use_what_is_new(url: str) -> None:
         with connected(url) as connection:
             settled = select(tables.usage_events.c.id).where(tables.usage_events.c.request_id == "req_0")
             event_id = connection.execute(settled).scalar_one()
-        await Corrections(database, clock).add(event_id, Correction(note="too much", completion_tokens=-1))
+        await utc_corrections(database, clock).add(event_id, Correction(note="too much", completion_tokens=-1))
         for currency in ("CHF", "USD"):
-            await PriceBook(database, clock).add(model="demo", currency=currency, effective_from=AT, **PRICE)
+            await euro_prices(database, clock).add(model="demo", currency=currency, effective_from=AT, **PRICE)
         async with database.writing() as connection_:
             member = {"id": "mb_bob", "email": "bob@example.com", "password_hash": "x", "role": "member", "created_at": AT}
             await connection_.execute(insert(tables.members).values(**member))

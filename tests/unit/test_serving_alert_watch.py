@@ -10,7 +10,6 @@ from typing import cast as typed
 import pytest
 
 from appliance.base.db import Database
-from appliance.metering.alerts.budgets import BudgetAlerts
 from appliance.metering.alerts.keys import SWEEP_INTERVAL_S, KeyAlerts
 from appliance.metering.calendar import BillingCalendar
 from appliance.serving.alerting.watch import ENGINE_DOWN_S, AlertWatch
@@ -21,6 +20,7 @@ from appliance.tenancy.tenants import Tenants
 from tests.support.alerts import TARGET, AlertBox, alert_box
 from tests.support.cast import PEPPER, Cast, Person
 from tests.support.clock import FakeClock
+from tests.support.ledgers import euro_budget_alerts
 
 DAY_S = 86400.0
 
@@ -44,7 +44,7 @@ class Watched:
         self.watch = AlertWatch(
             alerts.db,
             clock,
-            BudgetAlerts(alerts.db, clock, BillingCalendar()),
+            euro_budget_alerts(alerts.db, clock, BillingCalendar()),
             KeyAlerts(alerts.db, clock),
             typed("Any", self.engines),
         )

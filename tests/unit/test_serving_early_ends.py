@@ -12,7 +12,6 @@ import pytest
 
 from appliance.base.db import Database
 from appliance.base.errors import GatehouseError, RequestExceedsLimit
-from appliance.metering.prices import PriceBook
 from appliance.serving.endings import EARLY_ENDS, early
 from appliance.serving.generation import Generation
 from appliance.tenancy.access import WHOLE_BOX
@@ -24,7 +23,7 @@ from tests.support.cast import PEPPER, Cast, Person
 from tests.support.clock import FakeClock
 from tests.support.fake_engine import FAIL, HALF, LATE, STALL
 from tests.support.generations import Serving, serving, text_of
-from tests.support.ledgers import until
+from tests.support.ledgers import euro_prices, until
 
 TEXT = "the quick brown fox"
 POSITIONS = 12
@@ -172,7 +171,7 @@ async def test_a_key_that_was_revoked_between_its_check_and_the_start_is_noticed
 
 async def hard_budget(database: Database, clock: FakeClock, bob: Person, micros: int, *, cut: bool = True) -> Person:
     """Return Bob with a monthly budget at a micro-unit a token."""
-    await PriceBook(database, clock).add(
+    await euro_prices(database, clock).add(
         model="tiny", currency="EUR", prompt=MICROS, cached_prompt=MICROS, completion=MICROS, effective_from=clock.now()
     )
     changes = TenantChanges(limits=Limits(monthly_budget=micros), cut_at_budget=cut)

@@ -14,8 +14,7 @@ from appliance.base.acting import Actor, acting
 from appliance.base.db import Database
 from appliance.base.errors import GatehouseError, InvalidValue, NameTaken
 from appliance.base.tables import audit_log
-from appliance.metering.ledger.recovery import begin_epoch, recover
-from appliance.metering.prices import PriceBook
+from appliance.metering.ledger.recovery import begin_epoch
 from appliance.tenancy.access import WHOLE_BOX
 from appliance.tenancy.admin_tokens import AdminTokens
 from appliance.tenancy.audit import AuditLog
@@ -28,7 +27,7 @@ from appliance.tenancy.tenants import Tenants
 from tests.support.cast import PEPPER, Cast, quick_hasher
 from tests.support.clock import FakeClock
 from tests.support.factories import pending
-from tests.support.ledgers import running_ledger
+from tests.support.ledgers import euro_prices, running_ledger, utc_recover
 
 ALICE = Actor(kind="member", name="alice@example.com", id="mb_alice", request_id="req_1", address="10.0.0.7")
 
@@ -113,7 +112,7 @@ async def test_administrator_tokens_and_prices(database: Database, clock: FakeCl
         made, secret = await tokens.create("ci", "admin")
         await tokens.revoke(made.id)
         await tokens.revoke(made.id)
-        prices = PriceBook(database, clock)
+        prices = euro_prices(database, clock)
         price = await prices.add(model="demo", currency="EUR", prompt=5, cached_prompt=1, completion=9)
         moment = price.effective_from.replace(year=2190)
         typo = await prices.add(model="demo", currency="EUR", prompt=6, cached_prompt=1, completion=9, effective_from=moment)
@@ -129,8 +128,8 @@ async def test_what_a_start_recovers_is_an_entry_of_the_appliance(database: Data
     async with running_ledger(database, clock, cast.epoch_id) as ledger:
         await ledger.open(pending(cast.bob))
     epoch = await begin_epoch(database, clock, "next")
-    await recover(database, clock, epoch)
-    await recover(database, clock, epoch)
+    await utc_recover(database, clock, epoch)
+    await utc_recover(database, clock, epoch)
     found = [
         entry
         for entry in (await AuditLog(database, clock).page(100, access=WHOLE_BOX)).data

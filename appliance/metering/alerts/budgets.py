@@ -90,7 +90,7 @@ class _Watches:
 class BudgetAlerts:
     """Watches all budgets. `settled` is called by whoever settles, in its transaction."""
 
-    def __init__(self, db: Database, clock: Clock, calendar: BillingCalendar, *, currency: str = "EUR") -> None:
+    def __init__(self, db: Database, clock: Clock, calendar: BillingCalendar, *, currency: str) -> None:
         self._db = db
         self._clock = clock
         self._calendar = calendar

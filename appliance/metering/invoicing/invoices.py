@@ -71,7 +71,7 @@ class _Ahead:
 class Invoices:
     """The invoices of all tenants."""
 
-    def __init__(self, db: Database, clock: Clock, calendar: BillingCalendar, *, currency: str = "EUR") -> None:
+    def __init__(self, db: Database, clock: Clock, calendar: BillingCalendar, *, currency: str) -> None:
         self._db = db
         self._clock = clock
         self._calendar = calendar

@@ -66,13 +66,13 @@ class Corrections:
         db: Database,
         clock: Clock,
         *,
-        calendar: BillingCalendar | None = None,
+        calendar: BillingCalendar,
         on_settled: OnSettled | None = None,
         on_committed: Callable[[UsageEvent], None] | None = None,
     ) -> None:
         self._db = db
         self._clock = clock
-        self._calendar = calendar or BillingCalendar()
+        self._calendar = calendar
         self._on_settled = on_settled
         self._on_committed = on_committed
 

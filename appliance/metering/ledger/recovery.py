@@ -68,7 +68,7 @@ async def recover(
     clock: Clock,
     current_epoch: str,
     *,
-    calendar: BillingCalendar | None = None,
+    calendar: BillingCalendar,
     on_settled: OnSettled | None = None,
 ) -> int:
     """Settle every pending event of other epochs at its last checkpoint, as an estimate, and return how many there were.
@@ -79,7 +79,7 @@ async def recover(
     total = 0
     while True:
         async with db.writing() as connection:
-            events = await _recover_some(connection, current_epoch, calendar or BillingCalendar(), clock.now())
+            events = await _recover_some(connection, current_epoch, calendar, clock.now())
             if events:
                 after = {"events": len(events)}
                 await record(connection, clock, "ledger.recover", "epoch", current_epoch, after=after)

@@ -67,8 +67,8 @@ class Ledger:
         clock: Clock,
         epoch_id: str,
         *,
-        currency: str = "EUR",
-        calendar: BillingCalendar | None = None,
+        currency: str,
+        calendar: BillingCalendar,
         on_settled: OnSettled | None = None,
         checkpoint_interval_s: float = CHECKPOINT_INTERVAL_S,
         queued_opens_max: int = QUEUED_OPENS_MAX,
@@ -84,7 +84,7 @@ class Ledger:
         self._clock = clock
         self._epoch_id = epoch_id
         self._currency = currency
-        self._calendar = calendar or BillingCalendar()
+        self._calendar = calendar
         self._on_settled = on_settled
         self._queued_opens_max = queued_opens_max
         self._open_timeout_s = open_timeout_s

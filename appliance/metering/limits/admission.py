@@ -102,14 +102,14 @@ class Admission:
         clock: Clock,
         sums: SumsReader,
         *,
-        currency: str = "EUR",
-        calendar: BillingCalendar | None = None,
+        currency: str,
+        calendar: BillingCalendar,
         later: Later = on_the_loop,
         waits: WaitObserver | None = None,
     ) -> None:
         self._clock = clock
         self._currency = currency
-        self._calendar = calendar or BillingCalendar()
+        self._calendar = calendar
         self._sums = sums
         self._allowances: dict[Owner, Allowance] = {}
         self.expectations = Expectations(sums, clock)

@@ -68,9 +68,9 @@ class SumsReader(Protocol):
 class LedgerSums:
     """Reads the sums by day, the latest usage events and the saved levels. Costs in other currencies do not count."""
 
-    def __init__(self, db: Database, *, calendar: BillingCalendar | None = None, request_deadline_s: float = 3600.0) -> None:
+    def __init__(self, db: Database, *, calendar: BillingCalendar, request_deadline_s: float) -> None:
         self._db = db
-        self._calendar = calendar or BillingCalendar()
+        self._calendar = calendar
         self._running_max = timedelta(seconds=request_deadline_s) + SETTLING
 
     async def read(self, currencies: Mapping[Owner, str], at: Moment) -> Mapping[Owner, PeriodSums]:
