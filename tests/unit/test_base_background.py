@@ -1,0 +1,76 @@
+"""A background task runs from start to stop, and an error in it is told of and stops nothing else."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+import structlog
+
+from appliance.base.background import Background
+
+
+async def test_it_runs_between_start_and_stop() -> None:
+    began, ended = asyncio.Event(), asyncio.Event()
+
+    async def run() -> None:
+        began.set()
+        try:
+            await asyncio.Event().wait()
+        finally:
+            await asyncio.sleep(0)
+            ended.set()
+
+    background = Background("work", run)
+    seen = [background.started]
+    background.start()
+    seen.append(background.started)
+    await began.wait()
+    await background.stop()
+    assert ended.is_set(), "stop waits for the end of the task"
+    assert [*seen, background.started] == [False, True, False]
+
+
+async def test_it_may_be_stopped_before_it_was_started_and_twice_and_started_again() -> None:
+    runs = []
+
+    async def run() -> None:
+        runs.append(asyncio.current_task())
+        await asyncio.Event().wait()
+
+    background = Background("work", run)
+    await background.stop()
+    for _ in range(2):
+        background.start()
+        await asyncio.sleep(0)
+        await background.stop()
+    await background.stop()
+    assert [task.get_name() for task in runs if task is not None] == ["work", "work"]
+
+
+async def test_it_has_one_task_at_a_time() -> None:
+    background = Background("work", asyncio.Event().wait)  # type: ignore[arg-type]
+    background.start()
+    with pytest.raises(AssertionError, match="work"):
+        background.start()
+    await background.stop()
+
+
+@pytest.mark.parametrize("when", ["before", "at"])
+async def test_an_error_is_logged_when_it_happens_and_stop_raises_nothing(when: str) -> None:
+    async def run() -> None:
+        try:
+            if when == "at":
+                await asyncio.Event().wait()
+        finally:
+            raise ValueError("a bug")
+
+    background = Background("work", run)
+    with structlog.testing.capture_logs() as logs:
+        background.start()
+        await asyncio.sleep(0)
+        await asyncio.sleep(0)
+        assert len(logs) == (1 if when == "before" else 0)
+        await background.stop()
+    (line,) = logs
+    assert (line["task"], repr(line["exc_info"])) == ("work", "ValueError('a bug')")
