@@ -5,11 +5,11 @@ from __future__ import annotations
 import asyncio
 from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping
-from contextlib import suppress
 from dataclasses import dataclass, field
 
 import structlog
 
+from appliance.base.background import Background
 from appliance.base.clock import Clock
 from appliance.base.db import Database
 from appliance.base.errors import Draining, NotFound, Overloaded
@@ -102,7 +102,7 @@ class Generations:
         self._open_requests: Counter[str] = Counter()  # by model; each answer of a request counts
         self._open_of_tenants: Counter[tuple[str, str]] = Counter()  # requests by model and tenant
         self._tasks: set[asyncio.Task[None]] = set()
-        self._checkpointer: asyncio.Task[None] | None = None
+        self._checkpoints = Background("checkpoints", self._checkpoint_forever)
         self._idle = asyncio.Event()
         self._idle.set()
 
@@ -238,7 +238,23 @@ class Generations:
         """Begin to write down, about once a second, what the live requests have used so far, and to end those whose key may not
         go on."""
         self._watch.start()
-        self._checkpointer = asyncio.create_task(self._checkpoint_forever(), name="checkpoints")
+        self._checkpoints.start()
+
+    def checkpoint(self) -> None:
+        """Tell the ledger how far the live requests are."""
+        rows = [
+            Checkpoint(
+                request_id=live.id,
+                prompt_tokens=live.prompt_tokens,
+                cached_tokens=live.cached_tokens,
+                completion_tokens=live.completion_tokens,
+                rejected_tokens=live.rejected_tokens,
+            )
+            for live in self.live(access=WHOLE_BOX).values()
+            if live.state != "finished" and live.completion_tokens > 0
+        ]
+        if rows:
+            self._ledger.checkpoint(rows)
 
     async def drain(self, timeout_s: float) -> bool:
         """Refuse new requests and those that wait for room, wait for the live ones, and return whether all ended in time."""
@@ -258,10 +274,7 @@ class Generations:
         if not await self.drain(timeout_s):
             log.error("requests left unsettled at stop", requests=list(self._generations))
         await self._watch.stop()
-        if self._checkpointer is not None:
-            self._checkpointer.cancel()
-            with suppress(asyncio.CancelledError):
-                await self._checkpointer
+        await self._checkpoints.stop()
 
     def _leave(self, request_id: str, access: Access) -> Generation:
         live = self.find(request_id, access=access, action=Action.ABORT)
@@ -327,19 +340,10 @@ class Generations:
     async def _checkpoint_forever(self) -> None:
         while True:
             await asyncio.sleep(CHECKPOINT_INTERVAL_S)
-            rows = [
-                Checkpoint(
-                    request_id=live.id,
-                    prompt_tokens=live.prompt_tokens,
-                    cached_tokens=live.cached_tokens,
-                    completion_tokens=live.completion_tokens,
-                    rejected_tokens=live.rejected_tokens,
-                )
-                for live in self.live(access=WHOLE_BOX).values()
-                if live.state != "finished" and live.completion_tokens > 0
-            ]
-            if rows:
-                self._ledger.checkpoint(rows)
+            try:
+                self.checkpoint()
+            except Exception:  # owned task: without checkpoints a death would leave all that runs unbilled
+                log.exception("how far running requests are could not be noted")
 
 
 def _asked(order: Order, price: Price | None, policy: ModelPolicy | None) -> Asked:

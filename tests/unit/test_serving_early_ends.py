@@ -9,6 +9,7 @@ from datetime import timedelta
 from pathlib import Path
 
 import pytest
+import structlog
 
 from appliance.base.db import Database
 from appliance.base.errors import GatehouseError, RequestExceedsLimit
@@ -241,3 +242,23 @@ async def test_a_change_of_limits_reaches_requests_that_wait_for_room(
     for generation in (running, admitted):
         generation.leave("disconnected")
         await generation.outcome
+
+
+async def test_a_checkpoint_that_fails_is_logged_and_the_next_one_follows(
+    database: Database, clock: FakeClock, cast: Cast, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls: list[int] = []
+
+    def fail_once() -> None:
+        calls.append(len(calls))
+        if len(calls) == 1:
+            raise ValueError("a bug")
+
+    monkeypatch.setattr("appliance.serving.generations.CHECKPOINT_INTERVAL_S", 0.0)
+    async with serving(database, clock, tmp_path / "model", cast.epoch_id) as box:
+        monkeypatch.setattr(box.generations, "checkpoint", fail_once)
+        with structlog.testing.capture_logs() as logs:
+            box.generations.start_watching()
+            await until(lambda: len(calls) > 1)
+            await box.generations.stop(5.0)
+    assert [line["event"] for line in logs] == ["how far running requests are could not be noted"]
