@@ -6,6 +6,7 @@ import asyncio
 
 import structlog
 
+from appliance.base.background import Background
 from appliance.metering.alerts.outbox_history import OutboxHistory
 from appliance.metering.ledger.request_history import RequestHistory
 from appliance.tenancy.keys import Keys
@@ -22,17 +23,15 @@ class Housekeeping:
         self._keys = keys
         self._requests = requests
         self._alerts = alerts
-        self._task: asyncio.Task[None] | None = None
+        self._rounds = Background("housekeeping", self._run)
 
     def start(self) -> None:
         """Start the task."""
-        self._task = asyncio.create_task(self._run(), name="housekeeping")
+        self._rounds.start()
 
     async def stop(self) -> None:
         """End."""
-        if self._task is not None:
-            self._task.cancel()
-            await asyncio.wait({self._task})
+        await self._rounds.stop()
 
     async def work(self) -> None:
         """Do once what there is to do."""
