@@ -6,6 +6,7 @@ import asyncio
 
 import structlog
 
+from appliance.base.background import Background
 from appliance.base.clock import Clock, rfc3339
 from appliance.base.db import Database
 from appliance.metering.alerts import outbox
@@ -31,17 +32,15 @@ class AlertWatch:
         self._models = models
         self._down_s: dict[str, float] = {}
         self._told: set[str] = set()
-        self._task: asyncio.Task[None] | None = None
+        self._rounds = Background("alert watch", self._run)
 
     def start(self) -> None:
         """Start the task."""
-        self._task = asyncio.create_task(self._run(), name="alert watch")
+        self._rounds.start()
 
     async def stop(self) -> None:
         """End."""
-        if self._task is not None:
-            self._task.cancel()
-            await asyncio.wait({self._task})
+        await self._rounds.stop()
 
     async def look(self) -> None:
         """Look once at everything."""
