@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Collection
-from contextlib import suppress
 from datetime import datetime
 
 import structlog
 
+from appliance.base.background import Background
 from appliance.base.clock import Clock
 from appliance.base.db import Database
 from appliance.metering.limits.admission import Admission
@@ -43,21 +43,18 @@ class AccessWatch:
         self._admission = admission
         self._policies = policies
         self._look = asyncio.Event()
-        self._task: asyncio.Task[None] | None = None
+        self._watching = Background("access watch", self._run)
 
     def start(self) -> None:
         """Begin to watch."""
         self._db.principals.listeners.append(self._look.set)
-        self._task = asyncio.create_task(self._run(), name="access watch")
+        self._watching.start()
 
     async def stop(self) -> None:
         """End."""
-        task, self._task = self._task, None
-        if task is not None:
+        if self._watching.started:
             self._db.principals.listeners.remove(self._look.set)
-            task.cancel()
-            with suppress(asyncio.CancelledError):
-                await task
+        await self._watching.stop()
 
     def began(self, generation: Generation, expires_at: datetime | None, change_count: int | None) -> None:
         """Watch a generation that has just begun. What was changed since its key was checked, at `change_count`, is looked at
