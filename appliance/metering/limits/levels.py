@@ -17,6 +17,7 @@ from sqlalchemy import Insert, select
 from sqlalchemy.dialects import postgresql, sqlite
 from sqlalchemy.ext.asyncio import AsyncConnection
 
+from appliance.base.background import Background
 from appliance.base.db import Database
 from appliance.base.prepared import Prepared
 from appliance.base.tables import limit_levels
@@ -72,18 +73,16 @@ class LimitLevels:
         self._source = source
         self._interval_s = interval_s
         self._sleep = sleep
-        self._task: asyncio.Task[None] | None = None
+        self._saving = Background("limit levels", self._run)
 
     def start(self) -> None:
         """Begin to save."""
-        self._task = asyncio.create_task(self._run(), name="limit levels")
+        self._saving.start()
 
     async def stop(self) -> None:
         """Save what is unsaved and end. Raises the database's error."""
-        if self._task is not None:
-            self._task.cancel()
-            await asyncio.wait({self._task})
-            self._task = None
+        if self._saving.started:
+            await self._saving.stop()
             await self.save()
 
     async def save(self) -> int:
