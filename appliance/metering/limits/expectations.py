@@ -10,6 +10,7 @@ from typing import Protocol
 
 import structlog
 
+from appliance.base.background import Background
 from appliance.base.clock import Clock
 from appliance.metering.limits.reservations import Work
 from appliance.metering.limits.sums import OUTPUTS_KEPT
@@ -72,18 +73,15 @@ class Expectations:
         self._lengths: OrderedDict[tuple[str, str], Lengths] = OrderedDict()  # the one that was asked for last is the last
         self._unread: dict[tuple[str, str], Lengths] = {}
         self._met = asyncio.Event()
-        self._task: asyncio.Task[None] | None = None
+        self._reading = Background("answer lengths", self._run)
 
     def start(self) -> None:
         """Begin to read what earlier processes knew."""
-        self._task = asyncio.create_task(self._run(), name="answer lengths")
+        self._reading.start()
 
     async def stop(self) -> None:
         """End; what is not read yet is not needed any more."""
-        if self._task is not None:
-            self._task.cancel()
-            await asyncio.wait({self._task})
-            self._task = None
+        await self._reading.stop()
 
     async def read(self) -> None:
         """Read what the ledger knows of every key and model that was met since the last time."""
