@@ -8,12 +8,12 @@ from __future__ import annotations
 import asyncio
 from collections import deque
 from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import datetime
 
 import structlog
 
+from appliance.base.background import Background
 from appliance.base.clock import Clock
 from appliance.telemetry.gpu import GpuReading
 from appliance.telemetry.host import HostReading
@@ -143,7 +143,7 @@ class SystemSampler:
         self._database = database
         self._interval_s = interval_s
         self._subscribers: set[_Slot] = set()
-        self._task: asyncio.Task[None] | None = None
+        self._sampling = Background("system sampler", self._run)
         self._latest: SystemSnapshot | None = None
         self.history: deque[SystemSnapshot] = deque(maxlen=HISTORY_SAMPLES)
 
@@ -157,15 +157,11 @@ class SystemSampler:
     async def start(self) -> None:
         """Take the first sample and go on in the background."""
         await self.sample()
-        self._task = asyncio.create_task(self._run(), name="system sampler")
+        self._sampling.start()
 
     async def stop(self) -> None:
         """End the task; open subscriptions end when their readers are cancelled."""
-        if self._task is not None:
-            self._task.cancel()
-            with suppress(asyncio.CancelledError):
-                await self._task
-            self._task = None
+        await self._sampling.stop()
 
     async def sample(self) -> SystemSnapshot:
         """Read everything now, keep it, and hand it to every subscriber."""
