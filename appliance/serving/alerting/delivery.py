@@ -15,6 +15,7 @@ from typing import Literal, Protocol
 
 import structlog
 
+from appliance.base.background import Background
 from appliance.base.clock import Clock
 from appliance.base.db import Database
 from appliance.base.errors import NotFound
@@ -84,17 +85,15 @@ class AlertDelivery:
         self._randomness = randomness
         self._parallel_max = parallel_max
         self._running: dict[str, asyncio.Task[None]] = {}
-        self._task: asyncio.Task[None] | None = None
+        self._emptying = Background("alert delivery", self._run)
 
     def start(self) -> None:
         """Start the task."""
-        self._task = asyncio.create_task(self._run(), name="alert delivery")
+        self._emptying.start()
 
     async def stop(self, timeout_s: float = STOP_TIMEOUT_S) -> None:
         """End. Attempts that run get `timeout_s`; what they have not noted by then is sent again after the next start."""
-        if self._task is not None:
-            self._task.cancel()
-            await asyncio.wait({self._task})
+        await self._emptying.stop()
         if self._running:
             await asyncio.wait(set(self._running.values()), timeout=timeout_s)
         running = set(self._running.values())
