@@ -13,8 +13,8 @@ from bench.gpu.context import Context
 from bench.gpu.errors import Outputs, compare, invariant
 from bench.gpu.inputs import FP8, Pages, gathered, make_pages, queries
 from kernels.attention_rows import AttentionShape
-from kernels.reference.attention_decode import paged_decode as exact_decode
-from kernels.reference.attention_prefill import paged_prefill as exact_prefill
+from kernels.reference.attention import paged_decode as exact_decode
+from kernels.reference.attention import paged_prefill as exact_prefill
 from kernels.triton.attention_decode import paged_decode
 from kernels.triton.attention_prefill import paged_prefill
 

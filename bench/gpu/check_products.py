@@ -74,14 +74,14 @@ def _plain(context: Context, m: int, n: int, k: int) -> Three:
 def _int8(context: Context, m: int, n: int, k: int) -> Three:
     x, weight = _pair(context, m, n, k)
     packed = pack_int8(weight)
-    decoded = exact.dequantise_int8(packed)
+    decoded = exact.dequantise(packed)
     return linear_int8(x, packed), _product(x, decoded), functional.linear(x, decoded.to(x.dtype))
 
 
 def _fp8_weights(context: Context, m: int, n: int, k: int) -> Three:
     x, weight = _pair(context, m, n, k)
     packed = pack_fp8(weight)
-    decoded = exact.dequantise_fp8(packed)
+    decoded = exact.dequantise(packed)
     return linear_fp8(x, packed), _product(x, decoded), functional.linear(x, decoded.to(x.dtype))
 
 
@@ -90,7 +90,7 @@ def _fp8_rows(context: Context, m: int, n: int, k: int) -> Three:
     packed = pack_fp8(weight)
     values, scales = quantize_rows_fp8(x)
     ours = linear_fp8(values, packed, x_scales=scales, out_dtype=context.dtype)
-    decoded = exact.dequantise_fp8(packed)
+    decoded = exact.dequantise(packed)
     wide = values.float() * scales
     return ours, _product(wide, decoded), functional.linear(wide.to(x.dtype), decoded.to(x.dtype))
 
@@ -105,7 +105,7 @@ def _int4(context: Context, m: int, n: int, k: int) -> Three:
 def _int4_weight(dtype: torch.dtype, device: torch.device, n: int, k: int) -> tuple[Int4Weight, torch.Tensor]:
     """Packed, and decoded column by column, which takes a second."""
     packed = pack_int4(normal(n, k, dtype=dtype, device=device, scale=k**-0.5), 128)
-    return packed, exact.dequantise_int4(packed)
+    return packed, exact.dequantise(packed)
 
 
 def _fused_sizes(context: Context) -> tuple[int, int, int]:
@@ -123,7 +123,7 @@ def _fused_fp8(context: Context, m: int) -> Three:
     """The first with a scale for each row, the second with one for all."""
     weight, gates = _fused_weights(context)
     coded = pack_fp8(weight), pack_fp8(gates, per_row=False)
-    return _layer_tail(context, m, coded, (exact.dequantise_fp8(coded[0]), exact.dequantise_fp8(coded[1])))
+    return _layer_tail(context, m, coded, (exact.dequantise(coded[0]), exact.dequantise(coded[1])))
 
 
 def _fused_weights(context: Context) -> tuple[torch.Tensor, torch.Tensor]:

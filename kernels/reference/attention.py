@@ -1,4 +1,4 @@
-"""Paged attention and the cache write, one query, one head, one key at a time, in float32."""
+"""Paged attention and the cache write, one query, one head and, where a cache is written, one token at a time, in float64."""
 
 from __future__ import annotations
 
@@ -21,28 +21,89 @@ def write_kv(kv: torch.Tensor, kv_cache: torch.Tensor, slot_mapping: torch.Tenso
 def paged_attention(
     qkv: torch.Tensor, kv_cache: torch.Tensor, rows: Sequence[AttentionRow], shape: AttentionShape
 ) -> torch.Tensor:
-    """qkv: [T, H+2K, D] rotated, kv_cache: [N, P, 2, K, D] already written → [T, H, D]"""
+    """qkv: [T, H+2K, D] rotated, kv_cache: [N, P, 2, K, D] already written → [T, H, D]; the only one without `shape.causal`."""
     out = torch.empty(qkv.shape[0], shape.num_heads, shape.head_dim, dtype=qkv.dtype)
     token = 0
     for row in rows:
+        table = torch.tensor(row.block_table)
         for position in range(row.start, row.context_len):
+            end = position + 1 if shape.causal else row.context_len
+            first = 0 if shape.sliding_window is None else max(0, position + 1 - shape.sliding_window)
             for head in range(shape.num_heads):
-                out[token, head] = _attend(qkv[token, head].float(), kv_cache, row, shape, position, head).to(qkv.dtype)
+                out[token, head] = _attend(qkv[token, head], kv_cache, table, range(first, end), shape, head, None)
             token += 1
     return out
 
 
-def _attend(
-    query: torch.Tensor, kv_cache: torch.Tensor, row: AttentionRow, shape: AttentionShape, position: int, head: int
+def paged_decode(
+    q: torch.Tensor,
+    kv_cache: torch.Tensor,
+    block_tables: torch.Tensor,
+    context_lens: torch.Tensor,
+    shape: AttentionShape,
+    *,
+    query_starts: torch.Tensor | None = None,
+    max_query_len: int = 1,
+    kv_scales: torch.Tensor | None = None,
+    out: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """One query head over the tokens it may see: [D]"""
+    """As `paged_prefill`; without `query_starts` row b alone is the query of request b."""
+    starts = torch.arange(len(context_lens) + 1) if query_starts is None else query_starts
+    return paged_prefill(
+        q, kv_cache, block_tables, starts, context_lens, shape, max_query_len=max_query_len, kv_scales=kv_scales, out=out
+    )
+
+
+def paged_prefill(
+    q: torch.Tensor,
+    kv_cache: torch.Tensor,
+    block_tables: torch.Tensor,
+    query_starts: torch.Tensor,
+    context_lens: torch.Tensor,
+    shape: AttentionShape,
+    *,
+    max_query_len: int,
+    kv_scales: torch.Tensor | None = None,
+    out: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """q: [T, H, D], kv_cache: [N, P, 2, K, D] already written, block_tables: [B, M], query_starts: [B + 1],
+    context_lens: [B], kv_scales: [2] of keys and of values, None is one → [T, H, D]
+
+    Request b's queries are rows query_starts[b] … query_starts[b + 1] - 1. The last one sees context_lens[b] tokens, itself
+    included, each earlier one a token less. A query that sees nothing gets zeros.
+    """
+    attended = torch.empty(q.shape, dtype=q.dtype, device=q.device) if out is None else out
+    starts = query_starts.tolist()
+    for request, context_len in enumerate(context_lens.tolist()):
+        assert starts[request + 1] - starts[request] <= max_query_len, "more queries than announced"
+        table = block_tables[request]
+        for row in range(starts[request], starts[request + 1]):
+            end = max(0, context_len - (starts[request + 1] - 1 - row))
+            seen = range(0 if shape.sliding_window is None else max(0, end - shape.sliding_window), end)
+            for head in range(shape.num_heads):
+                attended[row, head] = _attend(q[row, head], kv_cache, table, seen, shape, head, kv_scales)
+    return attended
+
+
+def _attend(
+    query: torch.Tensor,
+    kv_cache: torch.Tensor,
+    block_table: torch.Tensor,
+    seen: range,
+    shape: AttentionShape,
+    head: int,
+    kv_scales: torch.Tensor | None,
+) -> torch.Tensor:
+    """One query head, [D], over the tokens of its request that it sees: [D]"""
+    if not seen:
+        return torch.zeros_like(query)
     kv_head = head // (shape.num_heads // shape.num_kv_heads)
-    first = 0 if shape.sliding_window is None else max(0, position + 1 - shape.sliding_window)
-    end = position + 1 if shape.causal else row.context_len
-    seen = [(row.block_table[p // shape.block_size], p % shape.block_size) for p in range(first, end)]
-    keys = torch.stack([kv_cache[block, offset, 0, kv_head].float() for block, offset in seen])
-    values = torch.stack([kv_cache[block, offset, 1, kv_head].float() for block, offset in seen])
-    scores = (keys @ query) * (shape.head_dim**-0.5 if shape.scale is None else shape.scale)
+    places = torch.arange(seen.start, seen.stop, device=query.device)
+    blocks = block_table[places // shape.block_size].long()
+    found = kv_cache[blocks, places % shape.block_size, :, kv_head].double()  # [seen, 2, D]
+    key_scale, value_scale = (1.0, 1.0) if kv_scales is None else kv_scales.double().tolist()
+    keys, values = found[:, 0] * key_scale, found[:, 1] * value_scale
+    scores = (keys @ query.double()) * (shape.head_dim**-0.5 if shape.scale is None else shape.scale)
     if shape.softcap is not None:
         scores = shape.softcap * torch.tanh(scores / shape.softcap)
-    return torch.softmax(scores, dim=0) @ values
+    return (torch.softmax(scores, dim=0) @ values).to(query.dtype)

@@ -5,12 +5,9 @@ from __future__ import annotations
 
 import torch
 
-from kernels.quantised_weights import Fp8Weight, Int4Weight, Int8Weight
 from kernels.reference.elementwise import gelu_tanh_mul, silu_mul
-from kernels.reference.quantised import dequantise_int4
+from kernels.reference.quantised import Weight, dequantise
 from kernels.residual_stream import Gate, Stream
-
-Weight = torch.Tensor | Int8Weight | Fp8Weight | Int4Weight
 
 
 def linear_add(
@@ -23,7 +20,7 @@ def linear_add(
     bias: torch.Tensor | None = None,
 ) -> Stream:
     """x: [M, K], weight: [d, K], residual: [M, d], norm_weight: [d], bias: [d] → residual + alpha · (x Wᵀ + bias)"""
-    product = x.float() @ _plain(weight).T + (0.0 if bias is None else bias.float())
+    product = x.float() @ dequantise(weight).T + (0.0 if bias is None else bias.float())
     total = (residual.float() + alpha * product).to(x.dtype)
     weighted = (total.float() * norm_weight.float()).to(x.dtype)
     return Stream(total, weighted, total.float().square().sum(dim=-1)[None])
@@ -43,15 +40,8 @@ def normed_linear(
     `weighted` is `factor` times less than what is meant."""
     width = stream.weighted.shape[1]
     inverse_rms = torch.rsqrt(stream.squares.sum(dim=0) / width + eps)
-    product = factor * inverse_rms[:, None] * (stream.weighted.float() @ _plain(weight).T)
+    product = factor * inverse_rms[:, None] * (stream.weighted.float() @ dequantise(weight).T)
     product = product + (0.0 if bias is None else bias.float())
     if gate is not None:
         product = silu_mul(product) if gate == "silu" else gelu_tanh_mul(product)
     return product.to(stream.weighted.dtype)
-
-
-def _plain(weight: Weight) -> torch.Tensor:
-    """[N, K] float32"""
-    if isinstance(weight, Int4Weight):
-        return dequantise_int4(weight)
-    return weight.float() if isinstance(weight, torch.Tensor) else weight.values.float() * weight.scales[:, None]

@@ -10,6 +10,8 @@ import torch
 
 from kernels.quantised_weights import Fp8Weight, Int4Weight, Int8Weight
 
+Weight = torch.Tensor | Int8Weight | Fp8Weight | Int4Weight
+
 
 def nibble(word: int, position: int) -> int:
     """Bits 4·position to 4·position + 3 of a word of 32 bits."""
@@ -61,8 +63,15 @@ def dequantise_gptq(
     return dequantised
 
 
-def dequantise_int4(weight: Int4Weight) -> torch.Tensor:
-    """→ [N, K] float32, columns in the checkpoint's order; see Int4Weight for the layout."""
+def dequantise(weight: Weight) -> torch.Tensor:
+    """→ [N, K] float32, columns in the checkpoint's order"""
+    if isinstance(weight, Int4Weight):
+        return _dequantise_int4(weight)
+    return weight.float() if isinstance(weight, torch.Tensor) else weight.values.float() * weight.scales.unsqueeze(1)
+
+
+def _dequantise_int4(weight: Int4Weight) -> torch.Tensor:
+    """See Int4Weight for the layout."""
     dequantised = torch.empty(weight.num_rows, weight.num_columns, device=weight.words.device)
     for column in range(weight.num_columns):
         chunk, within = divmod(column, 128)
@@ -75,28 +84,18 @@ def dequantise_int4(weight: Int4Weight) -> torch.Tensor:
     return dequantised
 
 
-def dequantise_int8(weight: Int8Weight) -> torch.Tensor:
-    """→ [N, K] float32"""
-    return weight.values.float() * weight.scales.unsqueeze(1)
-
-
-def dequantise_fp8(weight: Fp8Weight) -> torch.Tensor:
-    """→ [N, K] float32"""
-    return weight.values.float() * weight.scales.unsqueeze(1)
-
-
 def linear_int8(
     x: torch.Tensor, weight: Int8Weight, *, bias: torch.Tensor | None = None, out: torch.Tensor | None = None
 ) -> torch.Tensor:
     """x: [M, K] → x Wᵀ + bias: [M, N] like x"""
-    return _product(x, dequantise_int8(weight), bias, out)
+    return _product(x, dequantise(weight), bias, out)
 
 
 def linear_int4(
     x: torch.Tensor, weight: Int4Weight, *, bias: torch.Tensor | None = None, out: torch.Tensor | None = None
 ) -> torch.Tensor:
     """x: [M, K] → x Wᵀ + bias: [M, N] like x"""
-    return _product(x, dequantise_int4(weight), bias, out)
+    return _product(x, dequantise(weight), bias, out)
 
 
 def linear_fp8(
@@ -110,7 +109,7 @@ def linear_fp8(
 ) -> torch.Tensor:
     """x: [M, K] float8_e4m3fn with x_scales [M, 1] or [1], or a float x without → x Wᵀ + bias: [M, N], like x or `out_dtype`"""
     exact = x.float() if x_scales is None else x.float() * x_scales.float()
-    return _product(exact, dequantise_fp8(weight), bias, out, out_dtype or x.dtype)
+    return _product(exact, dequantise(weight), bias, out, out_dtype or x.dtype)
 
 
 def _product(

@@ -60,7 +60,7 @@ def test_packed_awq_weights_are_the_checkpoints(group_size: int, num_columns: in
         random_scales(groups, num_rows),
     )
     packed = pack_awq(*tensors, group_size)
-    assert torch.equal(reference.dequantise_int4(packed), reference.dequantise_awq(*tensors, group_size))
+    assert torch.equal(reference.dequantise(packed), reference.dequantise_awq(*tensors, group_size))
 
 
 @pytest.mark.parametrize("zeros_minus_one", [True, False])
@@ -74,7 +74,7 @@ def test_packed_gptq_weights_are_the_checkpoints(
     scales = random_scales(groups, num_rows, dtype=torch.bfloat16)
     packed = pack_gptq(qweight, qzeros, scales, None, group_size, zeros_minus_one=zeros_minus_one)
     expected = reference.dequantise_gptq(qweight, qzeros, scales, None, group_size, zeros_minus_one=zeros_minus_one)
-    assert torch.equal(reference.dequantise_int4(packed), expected)
+    assert torch.equal(reference.dequantise(packed), expected)
 
 
 @pytest.mark.parametrize("group_size", [32, 64, 128])
@@ -84,7 +84,7 @@ def test_gptq_columns_in_the_order_of_activations_are_sorted_and_remembered(grou
     packed = pack_gptq(*tensors, shuffled.to(torch.int32), group_size)
     assert packed.permutation is not None
     expected = reference.dequantise_gptq(*tensors, shuffled, group_size)
-    assert torch.equal(reference.dequantise_int4(packed), expected)
+    assert torch.equal(reference.dequantise(packed), expected)
 
 
 def test_gptq_columns_that_are_sorted_need_no_permutation() -> None:
@@ -115,7 +115,7 @@ def test_scales_of_another_shape_are_refused() -> None:
 def test_float32_scales_are_taken_where_sixteen_bits_hold_them_and_refused_otherwise() -> None:
     codes, zeros = torch.zeros(8, 128, dtype=torch.uint8), torch.ones(1, 8, dtype=torch.uint8)
     scales = random_scales(1, 8).float()
-    assert torch.equal(reference.dequantise_int4(pack_int4_codes(codes, scales, zeros, 128))[:, 0], -scales[0])
+    assert torch.equal(reference.dequantise(pack_int4_codes(codes, scales, zeros, 128))[:, 0], -scales[0])
     with pytest.raises(ValueError, match="neither float16 nor bfloat16 holds exactly"):
         pack_int4_codes(codes, scales + 1e-9, zeros, 128)
 
@@ -139,7 +139,7 @@ def test_four_bits_are_at_most_half_a_step_from_the_weight(group_size: int) -> N
         (packed.scales_zeros & 0xFFFF).to(torch.int16).view(torch.float16).float().repeat_interleave(group_size, 0).T[:, :300]
     )
     # The outermost codes may lose a little more: the scale is rounded to 16 bits, and 15 steps of it must span the group.
-    assert ((reference.dequantise_int4(packed) - weight).abs() <= steps * 0.52).all()
+    assert ((reference.dequantise(packed) - weight).abs() <= steps * 0.52).all()
 
 
 def test_eight_bits_are_at_most_half_a_step_from_the_weight() -> None:
@@ -148,7 +148,7 @@ def test_eight_bits_are_at_most_half_a_step_from_the_weight() -> None:
     packed = pack_int8(weight)
     assert packed.scales[2] == 0
     assert packed.values.abs().amax(dim=1).tolist() == [127, 127, 0, 127, 127, 127, 127]
-    assert ((reference.dequantise_int8(packed) - weight).abs() <= packed.scales.unsqueeze(1) * 0.5001).all()
+    assert ((reference.dequantise(packed) - weight).abs() <= packed.scales.unsqueeze(1) * 0.5001).all()
 
 
 @pytest.mark.parametrize("per_row", [True, False])
@@ -157,7 +157,7 @@ def test_fp8_weights_are_within_their_three_bits_of_mantissa(per_row: bool) -> N
     weight[2] = 0
     packed = pack_fp8(weight, per_row=per_row)
     assert packed.scales.shape == ((7,) if per_row else (1,))
-    error = (reference.dequantise_fp8(packed) - weight).abs()
+    error = (reference.dequantise(packed) - weight).abs()
     assert (error <= weight.abs() * 2**-4 * 1.001 + packed.scales.unsqueeze(1) * 2**-10).all()
 
 
@@ -165,9 +165,9 @@ def test_products_with_quantised_weights_are_products_with_what_they_stand_for()
     weight, x = torch.randn(6, 64, generator=torch.Generator().manual_seed(3)), torch.randn(3, 64)
     int8, int4, fp8, out = pack_int8(weight), pack_int4(weight, 32), pack_fp8(weight), torch.empty(3, 6)
     for product, dequantised in (
-        (reference.linear_int8(x, int8, out=out), reference.dequantise_int8(int8)),
-        (reference.linear_int4(x, int4), reference.dequantise_int4(int4)),
-        (reference.linear_fp8(x, fp8), reference.dequantise_fp8(fp8)),
+        (reference.linear_int8(x, int8, out=out), reference.dequantise(int8)),
+        (reference.linear_int4(x, int4), reference.dequantise(int4)),
+        (reference.linear_fp8(x, fp8), reference.dequantise(fp8)),
     ):
         torch.testing.assert_close(product, x @ dequantised.T)
     assert torch.equal(out, reference.linear_int8(x, int8))
@@ -180,4 +180,4 @@ def test_quantised_rows_times_their_scales_are_the_rows() -> None:
     assert ((values.float() * scales - x).abs() <= x.abs() * 2**-4 + scales * 2**-10).all()
     weight = pack_fp8(torch.randn(6, 32))
     product = reference.linear_fp8(values, weight, x_scales=scales, out_dtype=torch.float32)
-    torch.testing.assert_close(product, (values.float() * scales) @ reference.dequantise_fp8(weight).T)
+    torch.testing.assert_close(product, (values.float() * scales) @ reference.dequantise(weight).T)

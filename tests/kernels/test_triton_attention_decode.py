@@ -10,7 +10,7 @@ import torch
 
 from engine.memory.needs import num_splits
 from kernels.attention_rows import AttentionShape
-from kernels.reference import attention_decode as reference
+from kernels.reference import attention as reference
 from tests.support.kernel_cases import Guarded, filled_cache, normal, padded_rows, scattered_tables, table_tensor
 from tests.support.kernel_device import interpret_without_gpu
 from tests.support.kernel_tolerances import assert_near, assert_same

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from kernels.attention_rows import AttentionShape
-from kernels.reference import attention_prefill as reference
+from kernels.reference import attention as reference
 from tests.support.kernel_cases import Guarded, filled_cache, normal, padded_rows, scattered_tables, table_tensor
 from tests.support.kernel_device import interpret_without_gpu
 from tests.support.kernel_tolerances import assert_near, assert_same

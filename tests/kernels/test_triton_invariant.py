@@ -11,7 +11,7 @@ import torch
 from engine.memory.needs import invariant_bytes
 from kernels.attention_rows import AttentionShape
 from kernels.quantised_weights import Fp8Weight, Int4Weight, Int8Weight, pack_fp8, pack_int4, pack_int8
-from kernels.reference import attention_prefill as reference
+from kernels.reference import attention as reference
 from kernels.reference import quantised as exact
 from kernels.reference.experts import route
 from kernels.reference.fp8_rows import quantize_rows_fp8
@@ -181,13 +181,13 @@ def product(name: str, device: torch.device) -> tuple[invariant_table.InvariantP
     decoded = weight
     if name == "int8":
         packed = pack_int8(weight)
-        decoded = exact.dequantise_int8(packed)
+        decoded = exact.dequantise(packed)
     elif name.endswith(("fp8", "fp8 rows")):
         packed = pack_fp8(weight)
-        decoded = exact.dequantise_fp8(packed)
+        decoded = exact.dequantise(packed)
     elif name == "int4":
         packed = pack_int4(weight[:, :256], 32)
-        decoded = exact.dequantise_int4(packed)
+        decoded = exact.dequantise(packed)
     return invariant_table.InvariantProduct(packed, bias), decoded, dtype
 
 
@@ -238,7 +238,7 @@ def test_a_row_that_is_rounded_to_8_bits_has_the_same_product_in_any_number_of_r
         whole = multiply(x)
         for batch in BATCHES:
             assert_same(multiply(x[4 : 4 + batch]), whole[4 : 4 + batch])
-        assert_near(whole, seen @ exact.dequantise_fp8(weight).T, "matmul", scale=20.0)
+        assert_near(whole, seen @ exact.dequantise(weight).T, "matmul", scale=20.0)
 
 
 @pytest.mark.parametrize("name", ["float16", "fp8", "int4"])

@@ -6,8 +6,7 @@ import pytest
 import torch
 
 from kernels.attention_rows import AttentionShape
-from kernels.reference import attention_decode as reference_decode
-from kernels.reference import attention_prefill as reference_prefill
+from kernels.reference import attention as reference
 from kernels.triton import attention_decode, attention_prefill, attention_splits, invariant_attention
 from tests.support.kernel_cases import Guarded, filled_cache, normal, padded_rows, scattered_tables, table_tensor
 from tests.support.kernel_tolerances import assert_near, assert_same
@@ -49,10 +48,10 @@ class Batch:
         out = self.out()
         arguments = (self.q, self.cache, self.tables, self.lens, self.shape)
         attention_decode.paged_decode(*arguments, kv_scales=self.scales, out=out.tensor)
-        assert_near(out.check(), reference_decode.paged_decode(*arguments, kv_scales=self.scales), "attention")
+        assert_near(out.check(), reference.paged_decode(*arguments, kv_scales=self.scales), "attention")
 
     def expected(self) -> torch.Tensor:
-        return reference_prefill.paged_prefill(
+        return reference.paged_prefill(
             self.q, self.cache, self.tables, self.starts, self.lens, self.shape,
             max_query_len=self.max_query_len, kv_scales=self.scales,
         )  # fmt: skip
@@ -118,7 +117,7 @@ def test_guesses_of_one_request_are_verified_in_groups(
     own_tables = batch.tables[[0] * 11 + [1, 2, 2, 2]]
     own_lens = torch.tensor([*range(300, 311), 17, 0, 0, 0], dtype=torch.int32)
     alone = (batch.q, batch.cache, own_tables, own_lens, shape)
-    assert_near(out.check(), reference_decode.paged_decode(*alone, kv_scales=batch.scales), "attention")
+    assert_near(out.check(), reference.paged_decode(*alone, kv_scales=batch.scales), "attention")
 
 
 @pytest.mark.parametrize(

@@ -35,9 +35,9 @@ Pack = Callable[[torch.Tensor], Any]
 pack_groups = partial(pack_int4, group_size=128)
 EXACT: dict[str, tuple[Pack, Callable[[Any], torch.Tensor]]] = {
     "bf16": (lambda weight: weight, torch.Tensor.float),
-    "int8": (pack_int8, exact.dequantise_int8),
-    "fp8": (pack_fp8, exact.dequantise_fp8),
-    "int4": (pack_groups, exact.dequantise_int4),
+    "int8": (pack_int8, exact.dequantise),
+    "fp8": (pack_fp8, exact.dequantise),
+    "int4": (pack_groups, exact.dequantise),
 }
 
 
@@ -82,7 +82,7 @@ def test_rows_of_8_bits_meet_weights_of_8_bits(card: EmulatedCard, kernel: Kerne
     codes, scales = quantize_rows_fp8(rows(count, 512))
     weight = pack_fp8(weights(80, 512))
     made = kernel(codes, weight, x_scales=scales, out_dtype=BF16)
-    assert_near(made, codes.float() * scales @ exact.dequantise_fp8(weight).T, "matmul")
+    assert_near(made, codes.float() * scales @ exact.dequantise(weight).T, "matmul")
 
 
 @pytest.mark.parametrize(("kind", "kernel"), [("bf16", linear), ("fp8", linear_fp8), ("int4", linear_int4)])
@@ -96,7 +96,7 @@ def test_weights_of_4_bits_are_written_out() -> None:
     weight = pack_groups(weights(80, 384))
     out = torch.empty(48, 384, dtype=BF16)
     dequantise_rows(weight, 16, out)
-    assert_near(out, exact.dequantise_int4(weight)[16:64], "pointwise")
+    assert_near(out, exact.dequantise(weight)[16:64], "pointwise")
 
 
 @pytest.mark.parametrize(

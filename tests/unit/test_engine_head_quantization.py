@@ -18,7 +18,7 @@ from engine.formats import formats_of
 from engine.options import EngineOptions
 from engine.runner.text_models import load_text_model
 from kernels.quantised_weights import pack_int8
-from kernels.reference.quantised import dequantise_int8
+from kernels.reference.quantised import dequantise
 from tests.support import quantised_checkpoints as layouts
 from tests.support.engines import small_engine
 from tests.support.tiny_models import make_encoder, make_model
@@ -47,7 +47,7 @@ def with_rounded_head(directory: Path, target: Path) -> Path:
     shutil.copytree(directory, target)
     tensors = load_file(target / "model.safetensors")
     head = tensors.get("lm_head.weight", tensors["model.embed_tokens.weight"])
-    save_file({**tensors, "lm_head.weight": dequantise_int8(pack_int8(head))}, target / "model.safetensors", {"format": "pt"})
+    save_file({**tensors, "lm_head.weight": dequantise(pack_int8(head))}, target / "model.safetensors", {"format": "pt"})
     config = json.loads((target / "config.json").read_text())
     (target / "config.json").write_text(json.dumps({**config, "tie_word_embeddings": False}))
     return target
