@@ -10,8 +10,8 @@ up by their first tensor.
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from functools import cache
 from types import ModuleType
 
@@ -19,9 +19,8 @@ import torch
 
 from kernels.attention_rows import AttentionRow, AttentionShape
 from kernels.cpu import sampling as plain_sampling
-from kernels.cpu.attention import AttentionPlan, AttentionPlanner, planned_attention, write_kv
-from kernels.cpu.elementwise import gelu, gelu_tanh, gelu_tanh_mul, layer_norm, rope
-from kernels.cpu.experts import mix_experts, route
+from kernels.cpu.attention import AttentionPlan, AttentionPlanner, planned_attention
+from kernels.cpu.elementwise import gelu, gelu_tanh, layer_norm
 from kernels.cpu.invariant_attention import InvariantPlan, InvariantPlanner, invariant_attention
 from kernels.cpu.row_tiles import in_agreeing_tiles
 from kernels.gumbel import GUESS, NO_TOKEN
@@ -35,7 +34,6 @@ from kernels.quantised_linear import (
     bind_int4,
     bind_int8,
     quantised_words,
-    quantize_rows_fp8,
     to_fp8,
 )
 from kernels.quantised_weights import (
@@ -87,13 +85,11 @@ __all__ = [
     "compiled_together",
     "gelu",
     "gelu_tanh",
-    "gelu_tanh_mul",
     "implementation",
     "int4_scale_dtype",
     "invariant_planner",
     "layer_norm",
     "listed",
-    "mix_experts",
     "operations",
     "pack_awq",
     "pack_fp8",
@@ -105,17 +101,10 @@ __all__ = [
     "plain_product",
     "plain_sampling",
     "quantised_words",
-    "quantize_rows_fp8",
-    "replaced",
-    "rms_norm",
-    "rope",
-    "route",
     "row_invariant",
     "sampling_kernels",
     "send",
-    "silu_mul",
     "to_fp8",
-    "write_kv",
 ]
 
 AnyPlan = AttentionPlan | InvariantPlan | PagedPlan
@@ -155,17 +144,6 @@ def sampling_kernels(device: torch.device, dtype: torch.dtype | None = None) -> 
     return importlib.import_module(_module(device, dtype).replace(".table", ".sampling"))
 
 
-@contextmanager
-def replaced(device_type: str, by: str) -> Iterator[None]:
-    """For tests: what is made meanwhile for one type of device takes the table of another one, "cpu" or "cuda"."""
-    before = _TABLES[device_type]
-    _TABLES[device_type] = _TABLES[by]
-    try:
-        yield
-    finally:
-        _TABLES[device_type] = before
-
-
 def attention_planner(
     shape: AttentionShape, *, dtype: torch.dtype, device: torch.device, kv_dtype: torch.dtype | None = None
 ) -> AttentionPlanner | PagedPlanner:
@@ -186,16 +164,6 @@ def invariant_planner(
     if table.is_row_invariant and table.pages(shape, kv_dtype or dtype):
         return PagedPlanner(shape, dtype=dtype, device=device, is_row_invariant=True)
     return InvariantPlanner(shape, dtype=dtype, device=device)
-
-
-def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-    """x: [..., hidden], weight: [hidden] → [..., hidden]"""
-    return operations(x.device, x.dtype).rms_norm(x, weight, eps)
-
-
-def silu_mul(gate_up: torch.Tensor) -> torch.Tensor:
-    """gate_up: [T, 2·inner] → silu(gate) · up: [T, inner]"""
-    return operations(gate_up.device, gate_up.dtype).silu_mul(gate_up)
 
 
 def pack_linear(weight: torch.Tensor, bias: torch.Tensor | None) -> LinearKernel:

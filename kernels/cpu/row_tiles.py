@@ -10,16 +10,10 @@ from __future__ import annotations
 
 import torch
 
-from kernels.cpu.linear import pack_linear
 from kernels.operations import LinearKernel
 
 TILE_ROWS = (64, 16, 4)
 """Sizes that are tried, from the one that costs least per row to the one that costs no more than a single row."""
-
-
-def pack_linear_row_invariant(weight: torch.Tensor, bias: torch.Tensor | None) -> LinearKernel:
-    """As `pack_linear`, in tiles of the sizes that agree on this machine."""
-    return in_agreeing_tiles(pack_linear(weight, bias), weight.shape[1], dtype=weight.dtype, device=weight.device)
 
 
 def in_agreeing_tiles(multiply: LinearKernel, num_columns: int, *, dtype: torch.dtype, device: torch.device) -> LinearKernel:

@@ -10,12 +10,15 @@ import torch
 
 from kernels import ops
 from kernels.attention_rows import AttentionRow, AttentionShape
+from kernels.cpu.attention import write_kv
+from kernels.cpu.elementwise import rope
 from kernels.reference import attention as reference_attention
 from kernels.reference import elementwise as reference_elementwise
 from kernels.reference import experts as reference_experts
 
 BLOCK_SIZE = 16
 CPU = torch.device("cpu")
+TABLE = ops.operations(CPU, torch.float32)
 
 # Sums of up to a few hundred float32 products in another order: a few units in the last place of their largest term.
 RELATIVE_TOLERANCE = 2e-5
@@ -57,7 +60,7 @@ def compare_attention(rows: list[tuple[int, int]], shape: AttentionShape) -> Non
         fill(cache, list(row.block_table), row.start)
         positions = range(row.start, row.context_len)
         slots += [row.block_table[p // BLOCK_SIZE] * BLOCK_SIZE + p % BLOCK_SIZE for p in positions]
-    ops.write_kv(qkv[:, shape.num_heads :], cache, torch.tensor(slots))
+    write_kv(qkv[:, shape.num_heads :], cache, torch.tensor(slots))
     before = cache.clone()
     planner = ops.AttentionPlanner(shape, dtype=torch.float32, device=CPU)
     attended = ops.paged_attention(qkv, cache, planner.plan(planned))
@@ -119,7 +122,7 @@ def test_whole_texts_need_no_cache(causal: bool, softcap: float | None) -> None:
     cache = poisoned_cache(num_blocks, 2, 16)
     rows = [AttentionRow(table, length, length) for table, length in zip(block_tables, lens, strict=True)]
     slots = [row.block_table[p // BLOCK_SIZE] * BLOCK_SIZE + p % BLOCK_SIZE for row in rows for p in range(row.context_len)]
-    ops.write_kv(qkv[:, 4:], cache, torch.tensor(slots))
+    write_kv(qkv[:, 4:], cache, torch.tensor(slots))
     plan = ops.AttentionPlanner(shape, dtype=torch.float32, device=CPU).plan_whole(lens)
     assert_near(ops.paged_attention(qkv, None, plan), reference_attention.paged_attention(qkv, cache, rows, shape))
 
@@ -147,7 +150,7 @@ def test_a_cache_write_touches_its_slots_only() -> None:
     slots = torch.tensor([5, 63, 16])
     expected = cache.clone()
     reference_attention.write_kv(kv, expected, slots)
-    ops.write_kv(kv, cache, slots)
+    write_kv(kv, cache, slots)
     torch.testing.assert_close(cache, expected, rtol=0, atol=0)
     assert (cache == -7.0).sum() == cache.numel() - kv.numel()
 
@@ -158,7 +161,7 @@ def test_rms_norm_equals_its_definition(tokens: int, size: int) -> None:
     torch.manual_seed(2)
     x, weight = torch.randn(tokens, size) * 30, torch.randn(size)
     expected = reference_elementwise.rms_norm(x, weight, 1e-6)
-    assert_near(ops.rms_norm(x, weight, 1e-6), expected)
+    assert_near(TABLE.rms_norm(x, weight, 1e-6), expected)
 
 
 @pytest.mark.parametrize("tokens", [1, 15, 17])
@@ -170,7 +173,7 @@ def test_rope_rotates_in_place_and_leaves_the_values_alone(tokens: int, head_dim
     qkv = torch.randn(tokens, 6, head_dim)
     expected = qkv.clone()
     reference_elementwise.rope(expected[:, :4], cos, signed_sin)
-    ops.rope(qkv[:, :4], cos, signed_sin)
+    rope(qkv[:, :4], cos, signed_sin)
     assert_near(qkv, expected)
 
 
@@ -179,7 +182,7 @@ def test_silu_mul_equals_its_definition_and_leaves_its_input_alone(tokens: int) 
     torch.manual_seed(4)
     gate_up = torch.randn(tokens, 66) * 5
     before = gate_up.clone()
-    assert_near(ops.silu_mul(gate_up), reference_elementwise.silu_mul(before))
+    assert_near(TABLE.silu_mul(gate_up), reference_elementwise.silu_mul(before))
     assert torch.equal(gate_up, before)
 
 
@@ -188,7 +191,7 @@ def test_silu_mul_equals_its_definition_and_leaves_its_input_alone(tokens: int) 
 def test_layer_norm_equals_its_definition(tokens: int, size: int) -> None:
     torch.manual_seed(5)
     x, weight, bias = torch.randn(tokens, size) * 30 + 4, torch.randn(size), torch.randn(size)
-    assert_near(ops.layer_norm(x, weight, bias, 1e-12), reference_elementwise.layer_norm(x, weight, bias, 1e-12))
+    assert_near(TABLE.layer_norm(x, weight, bias, 1e-12), reference_elementwise.layer_norm(x, weight, bias, 1e-12))
 
 
 @pytest.mark.parametrize("name", ["gelu", "gelu_tanh", "gelu_tanh_mul"])
@@ -196,7 +199,7 @@ def test_the_gelus_equal_their_definitions_and_leave_their_input_alone(name: str
     torch.manual_seed(6)
     x = torch.randn(17, 66) * 3
     before = x.clone()
-    assert_near(getattr(ops, name)(x), getattr(reference_elementwise, name)(before))
+    assert_near(getattr(TABLE, name)(x), getattr(reference_elementwise, name)(before))
     assert torch.equal(x, before)
 
 
@@ -206,11 +209,11 @@ def test_a_mixture_of_experts_equals_one_token_and_one_expert_at_a_time(tokens: 
     torch.manual_seed(7)
     x, logits, matrices = torch.randn(tokens, 24), torch.randn(tokens, 9) * 3, torch.randn(9, 24, 24) / 5
     experts = [lambda rows, matrix=matrix: torch.tanh(rows @ matrix) for matrix in matrices]
-    weights, expert_ids = ops.route(logits, 3, normalised=normalised)
+    weights, expert_ids = TABLE.route(logits, 3, normalised=normalised)
     expected_weights, expected_ids = reference_experts.route(logits, 3, normalised=normalised)
     assert_near(weights, expected_weights)
     assert torch.equal(expert_ids, expected_ids)
-    mixed = ops.mix_experts(x, weights, expert_ids, experts)
+    mixed = TABLE.mix_experts(x, weights, expert_ids, experts)
     assert_near(mixed, reference_experts.mix_experts(x, weights, expert_ids, experts))
 
 
@@ -220,4 +223,4 @@ def test_experts_that_nobody_chose_are_not_computed() -> None:
 
     x = torch.randn(3, 4)
     ids = torch.tensor([[1], [1], [1]])
-    assert torch.equal(ops.mix_experts(x, torch.ones(3, 1), ids, [unused, lambda rows: rows * 2, unused]), x * 2)
+    assert torch.equal(TABLE.mix_experts(x, torch.ones(3, 1), ids, [unused, lambda rows: rows * 2, unused]), x * 2)

@@ -23,6 +23,7 @@ from kernels.triton.expert_weights import bind_weights
 from kernels.triton.experts import bind_experts, grouped_linear, mix_gated_experts
 from tests.support.engines import run_to_end, small_engine, tokens, wanted
 from tests.support.kernel_cases import Guarded, normal, padded_rows
+from tests.support.kernel_tables import replaced
 from tests.support.kernel_tolerances import assert_near, assert_same
 from tests.support.tiny_models import make_model
 
@@ -112,12 +113,12 @@ def test_a_token_has_the_same_bits_whoever_else_is_in_the_batch(device: torch.de
         assert_same(mix(x[part], weights[part], expert_ids[part]), together[part])
 
 
-PACKERS: dict[str, tuple[Callable[[torch.Tensor], Any], Callable[[Any], torch.Tensor]]] = {
-    "int8": (ops.pack_int8, quantised.dequantise_int8),
-    "fp8": (ops.pack_fp8, quantised.dequantise_fp8),
-    "fp8, one scale for all rows": (partial(pack_fp8, per_row=False), quantised.dequantise_fp8),
-    "int4": (partial(pack_int4, group_size=32), quantised.dequantise_int4),
-    "int4 with bfloat16 scales": (partial(pack_int4, group_size=64, scale_dtype=torch.bfloat16), quantised.dequantise_int4),
+PACKERS: dict[str, Callable[[torch.Tensor], Any]] = {
+    "int8": ops.pack_int8,
+    "fp8": ops.pack_fp8,
+    "fp8, one scale for all rows": partial(pack_fp8, per_row=False),
+    "int4": partial(pack_int4, group_size=32),
+    "int4 with bfloat16 scales": partial(pack_int4, group_size=64, scale_dtype=torch.bfloat16),
 }
 
 
@@ -137,7 +138,7 @@ def test_experts_in_codes_are_the_experts_that_their_codes_stand_for(
     activation: str,
     device: torch.device,
 ) -> None:
-    pack, dequantise = PACKERS[packer]
+    pack = PACKERS[packer]
     weights, expert_ids = chosen(num_tokens, num_experts, num_chosen, device)
     x = padded_rows(normal(num_tokens, hidden, dtype=torch.float16, device=device), -(-hidden // 8) * 8 + 8)
     shapes = (1, (num_experts, 2 * inner, hidden)), (2, (num_experts, hidden, inner))
@@ -147,7 +148,7 @@ def test_experts_in_codes_are_the_experts_that_their_codes_stand_for(
     )
     mix = bind_experts(gate_ups, downs, activation)
     assert mix is not None
-    wide = (torch.stack([dequantise(each) for each in packed]) for packed in (gate_ups, downs))
+    wide = (torch.stack([quantised.dequantise(each) for each in packed]) for packed in (gate_ups, downs))
     expected = reference.mix_gated_experts(x, weights.half(), expert_ids, *wide, activation=activation)
     assert_near(mix(x, weights.half(), expert_ids), expected, "matmul", scale=float(expected.abs().max()) * 2)
 
@@ -158,7 +159,7 @@ def test_every_tile_of_a_crowded_expert_in_codes(
     rows_each: int, packer: str, device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As above, and the scales of the expert that nobody chose are poisoned."""
-    pack, dequantise = PACKERS[packer]
+    pack = PACKERS[packer]
     for module, name in ((kernel, "group_tiles"), (experts_int4, "group_int4_tiles")):
         sized = {gated: getattr(module, name)(rows_each, 90, gated=gated) for gated in (False, True)}
         monkeypatch.setattr(module, name, lambda *_, gated, sized=sized: sized[gated])
@@ -168,7 +169,7 @@ def test_every_tile_of_a_crowded_expert_in_codes(
     x = normal(num_tokens, 64, dtype=torch.float16, device=device)
     gate_ups = [pack(each) for each in normal(3, 64, 64, dtype=torch.float32, device=device, seed=1) * 0.3]
     downs = [pack(each) for each in normal(3, 64, 32, dtype=torch.float32, device=device, seed=2) * 0.3]
-    wide = [torch.stack([dequantise(each) for each in packed]) for packed in (gate_ups, downs)]
+    wide = [torch.stack([quantised.dequantise(each) for each in packed]) for packed in (gate_ups, downs)]
     for packed in (gate_ups[0], downs[0]):
         if packer == "int8":
             packed.scales.fill_(float("nan"))
@@ -242,7 +243,7 @@ def test_a_model_of_experts_says_the_same_through_the_kernels_and_through_torch(
     monkeypatch.setattr(kernel, "sort_by_expert", counted)
     answers = []
     for table in ("cpu", "cuda"):
-        with ops.replaced("cpu", "cuda") if table == "cuda" else contextlib.nullcontext():
+        with replaced("cpu", "cuda") if table == "cuda" else contextlib.nullcontext():
             engine = small_engine(tmp_path / "model", max_num_seqs=4, max_model_len=32, num_kv_blocks=8)
             events = run_to_end(engine, [wanted("a", [5, 6, 7], max_tokens=2), wanted("b", [3, 9], max_tokens=2)])
         answers.append({name: tokens(each) for name, each in events.items()})

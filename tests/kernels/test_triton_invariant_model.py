@@ -16,6 +16,7 @@ from tests.support import quantised_checkpoints as layouts
 from tests.support.engines import run_to_end, small_engine, tokens, wanted
 from tests.support.interpreted_fp8 import correct_e4m3
 from tests.support.interpreted_rows import rows_alike
+from tests.support.kernel_tables import replaced
 from tests.support.tiny_models import make_model
 
 PROMPTS = {"a": [5, 6, 7], "b": list(range(3, 37)), "c": [8], "d": [5, 6, 9, 4, 11]}
@@ -38,7 +39,7 @@ def on_triton(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> Iterator
     correct_e4m3(monkeypatch)
     monkeypatch.setitem(quantised_linear._MODULES, "cpu", quantised_linear._MODULES["cuda"])
     quantised_linear._found.cache_clear()
-    with ops.replaced("cpu", "cuda"):
+    with replaced("cpu", "cuda"):
         yield
     quantised_linear._found.cache_clear()
 

@@ -19,6 +19,7 @@ from kernels.cpu import fp8_rows
 from kernels.triton import greedy_head
 from kernels.triton.linear_tiles import Tiles
 from tests.support.engines import overlapped_engine, run_to_end, small_engine, tokens, wanted
+from tests.support.kernel_tables import replaced
 from tests.support.tiny_models import make_model
 
 # The interpreter of Triton 3.6 turns the bounds of a loop into integers in a way that numpy will refuse one day.
@@ -33,7 +34,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def answers(make: Callable[..., Engine], model: Path, table: str, **options: Any) -> dict[str, list[int]]:
-    with ops.replaced("cpu", table) if table != "cpu" else contextlib.nullcontext():
+    with replaced("cpu", table) if table != "cpu" else contextlib.nullcontext():
         engine = make(model, max_num_seqs=4, max_model_len=32, num_kv_blocks=8, **options)
         events = run_to_end(engine, [wanted(name, prompt, max_tokens=MAX_TOKENS) for name, prompt in PROMPTS.items()])
     return {name: tokens(each) for name, each in events.items()}
@@ -110,7 +111,7 @@ def test_a_decode_step_of_few_rows_takes_seven_launches_for_a_layer(
     totals = {}
     for num_layers in (1, 3):
         make_model("llama", folder / str(num_layers), num_hidden_layers=num_layers, head_dim=16)
-        with ops.replaced("cpu", "cuda"):
+        with replaced("cpu", "cuda"):
             engine = overlapped_engine(folder / str(num_layers), max_num_seqs=2, max_model_len=16, num_kv_blocks=2)
             engine.submit(wanted("a", [5, 6], max_tokens=4))
             engine.step()

@@ -18,6 +18,7 @@ from kernels.quantised_weights import pack_int4
 from kernels.reference import quantised as reference
 from kernels.triton.linear_fp8 import linear_fp8
 from tests.support.engines import run_to_end, small_engine, tokens, wanted
+from tests.support.kernel_tables import replaced
 from tests.support.tiny_models import make_model
 
 ROUNDED = 0.01  # float16 results of 64 products near one
@@ -73,7 +74,7 @@ def test_8_bit_floats_with_inputs_rounded_or_not(activations: Activations, x: to
     assert_close(product(x[:FEW]), reference.linear_fp8(x[:FEW], packed, bias=bias))
     values: torch.Tensor
     scales: torch.Tensor | None
-    values, scales = ops.quantize_rows_fp8(x)  # the interpreter does not round to the nearest
+    values, scales = quantised_linear.quantize_rows_fp8(x)  # the interpreter does not round to the nearest
     if activations is Activations.STATIC:
         values, scales = (x.float() / scale).clamp(-448, 448).to(torch.float8_e4m3fn), scale
     if activations is Activations.UNTOUCHED:
@@ -110,7 +111,7 @@ def test_a_model_in_8_bits_says_the_same_with_norms_fused_into_its_products(tmp_
     make_model("llama", tmp_path, num_hidden_layers=2, head_dim=16)
     options: dict[str, Any] = {"max_num_seqs": 2, "max_model_len": 32, "num_kv_blocks": 4, "quantization": "int8"}
     request = wanted("a", [5, 6, 7], max_tokens=3)
-    with ops.replaced("cpu", "cuda"):
+    with replaced("cpu", "cuda"):
         engine = small_engine(tmp_path, **options)
         assert isinstance(engine.runner, ModelRunner)
         assert engine.runner._target._decoder._fused is not None

@@ -21,6 +21,7 @@ from kernels.triton.linear_tiles import FLOAT32_FEW
 from tests.support import quantised_checkpoints as layouts
 from tests.support.engines import overlapped_engine, run_to_end, small_engine, tokens, wanted
 from tests.support.interpreted_bf16 import correct_bf16
+from tests.support.kernel_tables import replaced
 from tests.support.tiny_models import make_model
 
 LAUNCHES_OF_A_LAYER = 7  # qkv, rotation and cache, attention and its merge, out, gate and up, down
@@ -44,7 +45,7 @@ def on_triton(monkeypatch: pytest.MonkeyPatch, device: torch.device) -> Iterator
 
 
 def answers(make: Callable[..., Engine], model: Path, **options: Any) -> dict[str, list[int]]:
-    with ops.replaced("cpu", "cuda"):
+    with replaced("cpu", "cuda"):
         engine = make(model, **SMALL, **options)
         events = run_to_end(engine, [wanted(name, prompt, max_tokens=MAX_TOKENS) for name, prompt in PROMPTS.items()])
     return {name: tokens(each) for name, each in events.items()}
@@ -121,7 +122,7 @@ def launches_of_a_step(model: Path, **options: Any) -> int:
         launches += 1
         return execute(self, *arguments, **named)
 
-    with ops.replaced("cpu", "cuda"), mock.patch.object(interpreter.GridExecutor, "__call__", counted):
+    with replaced("cpu", "cuda"), mock.patch.object(interpreter.GridExecutor, "__call__", counted):
         engine = overlapped_engine(model, max_num_seqs=2, max_model_len=16, num_kv_blocks=2, **options)
         engine.submit(wanted("a", [5, 6], max_tokens=4))
         engine.step()

@@ -37,10 +37,11 @@ from engine.scheduling.scheduled_batch import BlockMoves
 from engine.speculation.options import SpeculativeOptions
 from engine.speculation.prompt_lookup import AdaptiveDrafter
 from engine.weights import WeightPlan
-from kernels import ops, quantised_linear
+from kernels import quantised_linear
 from kernels.triton import early_launch, tuning
 from tests.support.absent_card import AbsentCard
 from tests.support.engines import FREE_ROWS, wanted
+from tests.support.kernel_tables import replaced
 
 GPU = torch.device("cuda")
 MULTIPROCESSORS = {80: 108, 89: 142, 90: 132, 100: 148}  # of an A100, an L40S, an H200 and a B200
@@ -257,7 +258,7 @@ def engine_of(folder: Path, case: Case) -> Iterator[Engine]:
         for module in ("build", "runner.slot_runner"):
             stack.enter_context(mock.patch(f"engine.{module}.compiles_at_first_use", return_value=True))
         stack.enter_context(mock.patch.dict(quantised_linear._MODULES, cpu=quantised_linear._MODULES["cuda"]))
-        stack.enter_context(ops.replaced("cpu", "cuda"))
+        stack.enter_context(replaced("cpu", "cuda"))
         engine = build_engine(EngineOptions(model=folder, device="cpu", dtype="bfloat16", threads=1, **options))
         if speculative is not None:  # however deep this machine would have it guess
             engine._scheduler._drafting._drafter = AdaptiveDrafter(speculative, FREE_ROWS)  # type: ignore[union-attr]
