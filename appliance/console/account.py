@@ -98,7 +98,6 @@ async def _page(request: ConsoleRequest, console: Console, form: Form | None = N
     return console.pages.page(
         request,
         "pages/account.html",
-        status=422 if form else 200,
         form=form,
         current=session,
         provider=None if provider is None else provider.client.label,

@@ -119,7 +119,6 @@ async def _form(request: ConsoleRequest, console: Console, form: Form | None) ->
         request,
         "fragments/box_costs_form.html",
         title="What the box costs",
-        status=422 if form else 200,
         form=form,
         hardware=hardware,
         hosted=_hosted_text(hardware),

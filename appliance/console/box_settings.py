@@ -72,7 +72,6 @@ async def _model_form(request: ConsoleRequest, console: Console, model: str, for
         request,
         "fragments/model_policy.html",
         title="Limits of a model for everybody",
-        status=422 if form else 200,
         model=model,
         limits=None if policy is None else policy.limits,
         mode="enforce" if policy is None else policy.limit_mode,
@@ -87,7 +86,6 @@ async def _page(request: ConsoleRequest, console: Console, form: Form | None = N
     return console.pages.page(
         request,
         "pages/settings.html",
-        status=422 if form else 200,
         tiers=await services.tiers.list(),
         tier_fields=TIER_FIELDS,
         form=form,

@@ -102,7 +102,6 @@ async def _list(request: ConsoleRequest, console: Console, form: Form | None) ->
     return console.pages.page(
         request,
         "pages/invoices.html",
-        status=422 if form else 200,
         invoices=page.data,
         names={tenant.id: tenant.name for tenant in tenants},
         tenants=[tenant for tenant in tenants if access.may(Action.BILLING, tenant.id)],
@@ -133,7 +132,6 @@ def _close_form(
         request,
         "fragments/invoice_close.html",
         title=f"Close {month_name(invoice.head.month)} of {tenant.name}",
-        status=422 if form else 200,
         invoice=invoice,
         tenant=tenant,
         form=form,

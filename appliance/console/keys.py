@@ -152,11 +152,8 @@ def _read(form: Form, console: Console, expires_at: Unset | None = None) -> dict
 
 
 def _new_form(request: ConsoleRequest, console: Console, tenant: Tenant, form: Form | None) -> Html:
-    status = 422 if form else 200
     title = f"New key for {tenant.name}"
-    return console.pages.sheet(
-        request, "fragments/key_new.html", title=title, status=status, tenant=tenant, form=form, **_choices(console)
-    )
+    return console.pages.sheet(request, "fragments/key_new.html", title=title, tenant=tenant, form=form, **_choices(console))
 
 
 def _secret(request: ConsoleRequest, console: Console, key: ApiKey, secret: str, heading: str) -> Html:
@@ -170,7 +167,6 @@ def _confirm(request: ConsoleRequest, console: Console, key: ApiKey, verb: str, 
         request,
         "fragments/key_confirm.html",
         title=f"{verb.capitalize()} {key.name}",
-        status=422 if form else 200,
         key=key,
         verb=verb,
         consequence=CONSEQUENCES[verb],
@@ -185,7 +181,6 @@ async def _key_page(request: ConsoleRequest, console: Console, key: ApiKey, form
     return console.pages.page(
         request,
         "pages/key.html",
-        status=422 if form else 200,
         key=key,
         tenant=tenant,
         levels=await key_levels(console.services, tenant, key, access=access),

@@ -43,6 +43,7 @@ async def check_request(request: ConsoleRequest, console: ConsoleDependency, ten
         request,
         "pages/limit_check.html",
         part="fragments/limit_verdict.html",
+        status=200,
         tenant=tenant,
         keys=keys,
         models=models,

@@ -150,10 +150,7 @@ def _places(memberships: list[Membership], names: dict[str, str]) -> dict[str, l
 
 
 def _invitation(request: ConsoleRequest, console: Console, form: Form | None) -> Html:
-    status = 422 if form else 200
-    return console.pages.sheet(
-        request, "fragments/member_new.html", title="Invite somebody", status=status, form=form, roles=ROLES
-    )
+    return console.pages.sheet(request, "fragments/member_new.html", title="Invite somebody", form=form, roles=ROLES)
 
 
 def _change_form(request: ConsoleRequest, console: Console, member: Member, form: Form | None) -> Html:
@@ -161,7 +158,6 @@ def _change_form(request: ConsoleRequest, console: Console, member: Member, form
         request,
         "fragments/member_change.html",
         title=f"Change {member.email}",
-        status=422 if form else 200,
         person=member,
         form=form,
         roles=ROLES,

@@ -117,7 +117,6 @@ def _form(request: ConsoleRequest, console: Console, form: Form | None, *, model
         request,
         "fragments/price_new.html",
         title="New price",
-        status=422 if form else 200,
         form=form,
         model=model,
         current=current,
@@ -128,10 +127,7 @@ def _form(request: ConsoleRequest, console: Console, form: Form | None, *, model
 
 
 def _withdrawal(request: ConsoleRequest, console: Console, form: Form | None, price: Price) -> Html:
-    status = 422 if form else 200
-    return console.pages.sheet(
-        request, "fragments/price_withdraw.html", title="Withdraw a price", status=status, form=form, price=price
-    )
+    return console.pages.sheet(request, "fragments/price_withdraw.html", title="Withdraw a price", form=form, price=price)
 
 
 async def _price(console: Console, price_id: str) -> Price:

@@ -125,17 +125,23 @@ class Pages:
         return self._templates.get_template(template).render(now=self.now(), **values)
 
     def page(
-        self, request: ConsoleRequest, template: str, *, part: str | None = None, status: int = 200, **values: Any
+        self, request: ConsoleRequest, template: str, *, part: str | None = None, status: int | None = None, **values: Any
     ) -> Html:
-        """Return the whole page, or its template `part` when htmx asks for a fragment."""
+        """Return the whole page, or its template `part` when htmx asks for a fragment.
+
+        Without a `status` it is 200, and 422 where the values have a `form`: one that was sent and is wrong.
+        """
         if part is not None and is_fragment(request):
             template = part
         return self._answer(request, template, status, values)
 
-    def sheet(self, request: ConsoleRequest, template: str, *, title: str, status: int = 200, **values: Any) -> Html:
-        """Return a form that stands in a dialog where htmx asks for it, and on a page of its own where not."""
+    def sheet(self, request: ConsoleRequest, template: str, *, title: str, **values: Any) -> Html:
+        """Return a form that stands in a dialog where htmx asks for it, and on a page of its own where not.
+
+        The status is 422 where the values have a `form`: one that was sent and is wrong.
+        """
         values |= {"title": title, "sheet": template, "scope": "sheet"}
-        return self._answer(request, template if is_fragment(request) else "pages/sheet.html", status, values)
+        return self._answer(request, template if is_fragment(request) else "pages/sheet.html", None, values)
 
     def redirect(self, request: ConsoleRequest, path: str, *, done: str | None = None) -> Html:
         """Return the way on after a change: 303 for a form, `HX-Redirect` for htmx. `done` names the message shown there."""
@@ -148,7 +154,9 @@ class Pages:
             answer.set_cookie(done_cookie(done, DONE_SHOWN_FOR_S))
         return answer
 
-    def _answer(self, request: ConsoleRequest, template: str, status: int, values: dict[str, Any]) -> Html:
+    def _answer(self, request: ConsoleRequest, template: str, status: int | None, values: dict[str, Any]) -> Html:
+        if status is None:
+            status = 422 if values.get("form") else 200
         done = request.cookies.get(DONE_COOKIE)
         text = self._templates.get_template(template).render(self._shared(request) | values)
         answer = Response(text, status_code=status, media_type=HTML, headers={"vary": "HX-Request, Cookie"})

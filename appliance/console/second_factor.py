@@ -143,7 +143,6 @@ def _enrolment_form(request: ConsoleRequest, console: Console, enrolment: Enrolm
         request,
         "fragments/second_factor_new.html",
         title="Set up a second factor",
-        status=422 if form else 200,
         form=form,
         enrolment=enrolment,
         secret_in_groups=" ".join(enrolment.secret[start : start + 4] for start in range(0, len(enrolment.secret), 4)),
@@ -155,9 +154,7 @@ def _proof_form(request: ConsoleRequest, console: Console, verb: str, form: Form
     if form is not None:
         form.values.clear()
     title = {"disable": "Disable the second factor", "renew": "New recovery codes"}[verb]
-    return console.pages.sheet(
-        request, "fragments/second_factor_proof.html", title=title, status=422 if form else 200, form=form, verb=verb
-    )
+    return console.pages.sheet(request, "fragments/second_factor_proof.html", title=title, form=form, verb=verb)
 
 
 def qr_code(text: str) -> Markup:

@@ -90,7 +90,6 @@ async def _form(request: ConsoleRequest, console: Console, form: Form | None) ->
         request,
         "fragments/seller.html",
         title="Who writes the invoices",
-        status=422 if form else 200,
         form=form,
         seller=seller,
         texts=TEXTS,

@@ -140,14 +140,12 @@ def _read(form: Form) -> dict[str, Any]:
 
 
 def _new_form(request: ConsoleRequest, console: Console, form: Form | None) -> Html:
-    status = 422 if form else 200
-    return console.pages.sheet(request, "fragments/tenant_new.html", title="New tenant", status=status, form=form, tiers=TIERS)
+    return console.pages.sheet(request, "fragments/tenant_new.html", title="New tenant", form=form, tiers=TIERS)
 
 
 def _archive_form(request: ConsoleRequest, console: Console, tenant: Tenant, form: Form | None) -> Html:
-    status = 422 if form else 200
     title = f"Archive {tenant.name}"
-    return console.pages.sheet(request, "fragments/tenant_archive.html", title=title, status=status, tenant=tenant, form=form)
+    return console.pages.sheet(request, "fragments/tenant_archive.html", title=title, tenant=tenant, form=form)
 
 
 async def _unpriced(console: Console, tenant: Tenant) -> list[tuple[str, str]]:
@@ -167,7 +165,6 @@ async def _tenant_page(request: ConsoleRequest, console: Console, tenant: Tenant
     return console.pages.page(
         request,
         "pages/tenant.html",
-        status=422 if form else 200,
         tenant=tenant,
         may_keys=access.may(Action.KEYS, tenant.id),
         owners={tenant.id: tenant},
