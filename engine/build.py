@@ -44,11 +44,11 @@ from engine.scheduling.prefix_cache import PrefixCache
 from engine.scheduling.scheduler import Scheduler, SchedulerLimits
 from engine.scheduling.step_budget import BudgetTargets, StepBudget
 from engine.scheduling.step_time import StepTimeModel
-from engine.shared_prefixes import shared_prefixes
 from engine.speculation.options import check_draft_context, check_draft_vocabulary
 from engine.speculation.prompt_lookup import AdaptiveDrafter
 from engine.start_times import StartTimes
 from engine.switches import check_switches
+from engine.text.shared_prefixes import shared_prefixes
 from engine.weights import WeightsSize, load_weights
 from kernels import ops
 

@@ -23,7 +23,6 @@ prepare_gpu()
 
 import torch  # noqa: E402 - torch must see the environment set above
 
-from engine.chat_template import ChatTemplate, ChatTemplateError, NoChatTemplate  # noqa: E402
 from engine.config.model import load_model_config  # noqa: E402
 from engine.errors import EngineConfigError, ModelError, NotAModelDirectory  # noqa: E402
 from engine.formats import check_quantization  # noqa: E402
@@ -31,7 +30,8 @@ from engine.models.decoder import Decoder  # noqa: E402
 from engine.offline.perplexity import Comparison, Formats, compare  # noqa: E402
 from engine.options import HEAD_QUANTIZATIONS, KV_CACHE_DTYPES, QUANTIZATIONS, EngineOptions  # noqa: E402
 from engine.quantization.scheme import UNQUANTISED, weight_scheme  # noqa: E402
-from engine.text import Tokenizer  # noqa: E402
+from engine.text.chat_template import ChatTemplate, ChatTemplateError, NoChatTemplate  # noqa: E402
+from engine.text.tokenizer import Tokenizer  # noqa: E402
 from engine.weights import WeightsSize, load_weights, stored_names, weight_files  # noqa: E402
 
 REPORT_FRACTION = 0.05

@@ -13,10 +13,10 @@ from tokenizers import Tokenizer
 from appliance.base.errors import ContextLengthExceeded, InvalidValue, Overloaded
 from appliance.serving.model_folder import NotAModel
 from appliance.serving.vocabulary import Vocabulary
-from engine.answer_text import AnswerText
-from engine.bad_words import bad_words_token_ids
-from engine.chat_template import ChatTemplate, ChatTemplateError, NoChatTemplate
-from engine.text_length import fewest_tokens
+from engine.text.bad_words import bad_words_token_ids
+from engine.text.chat_template import ChatTemplate, ChatTemplateError, NoChatTemplate
+from engine.text.detokenizer import AnswerText
+from engine.text.length import fewest_tokens
 
 T = TypeVar("T")
 

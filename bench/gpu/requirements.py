@@ -20,8 +20,8 @@ NEEDED = {
     "triton": "the kernels",
     "numpy": "host-side batch arrays",
     "safetensors": "engine.weights imports it, though nothing is read here",
-    "tokenizers": "engine.text imports it, though prompts are token ids here",
-    "jinja2": "engine.chat_template imports it, though no template is rendered here",
+    "tokenizers": "engine.text.tokenizer imports it, though prompts are token ids here",
+    "jinja2": "engine.text.chat_template imports it, though no template is rendered here",
 }
 NEEDED_TO_REHEARSE = {"pytest": "a rehearsal corrects Triton's interpreter as the tests do"}
 OLDEST = {"torch": (2, 11), "triton": (3, 6)}

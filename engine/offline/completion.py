@@ -6,10 +6,10 @@ import time
 from collections.abc import Collection, Sequence
 from dataclasses import replace
 
-from engine.answer_text import AnswerText
 from engine.offline.outputs import CompletionOutput, Logprob, RequestMetrics, RequestOutput
 from engine.protocol import FinishReason, GenerationRequest, SamplingParams, TokenEvent, TokenLogprob
-from engine.text import Tokenizer
+from engine.text.detokenizer import AnswerText
+from engine.text.tokenizer import Tokenizer
 
 
 def engine_params(sampling: SamplingParams) -> SamplingParams:

@@ -11,8 +11,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from engine.bad_words import bad_words_token_ids
-from engine.chat_template import ChatTemplate
 from engine.config.pooling import MODES, PoolingConfig, load_pooling_config
 from engine.cpu_environment import prepare_cpu
 from engine.errors import EngineConfigError, EngineError, PromptError
@@ -25,7 +23,9 @@ from engine.options import EngineOptions
 from engine.protocol import EngineStatus, GenerationRequest, InvalidOption, SamplingParams, TokenEvent, UnsupportedOption
 from engine.request_checks import PROMPT_PARAM
 from engine.speculation.options import SpeculativeOptions
-from engine.text import Tokenizer
+from engine.text.bad_words import bad_words_token_ids
+from engine.text.chat_template import ChatTemplate
+from engine.text.tokenizer import Tokenizer
 
 prepare_cpu()
 prepare_gpu()

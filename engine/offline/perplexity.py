@@ -16,7 +16,7 @@ from engine.config.model import load_model_config
 from engine.errors import EngineConfigError
 from engine.offline.llm import LLM
 from engine.sampling_params import SamplingParams
-from engine.text import Tokenizer
+from engine.text.tokenizer import Tokenizer
 
 TEXT = Path(__file__).with_name("perplexity_text.txt")
 WINDOW_TOKENS = 512

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer
 
-from engine.answer_text import REPLACEMENT, Detokenizer, StopStrings
+from engine.text.detokenizer import REPLACEMENT, Detokenizer, StopStrings
 from tests.support.served_model import make_tokenizer
 
 TEXTS = st.text(st.characters(codec="utf-8"), max_size=60)

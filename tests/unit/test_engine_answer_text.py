@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from engine.answer_text import AnswerText, StopStrings
+from engine.text.detokenizer import AnswerText, StopStrings
 
 
 def shown(stops: list[str], pieces: list[str]) -> tuple[list[str], StopStrings]:

@@ -14,7 +14,7 @@ from engine.errors import PromptError
 from engine.loop import Engine
 from engine.offline.outputs import GenerationFailed
 from engine.protocol import FinishReason, GenerationRequest, InvalidOption, Priority, TokenEvent
-from engine.text import Tokenizer
+from engine.text.tokenizer import Tokenizer
 from tests.support.engines import KV_CACHE_BYTES, run_to_end, small_engine, tokens, wanted
 from tests.support.tiny_models import make_model
 from tests.support.tiny_tokenizer import VOCAB_SIZE, write_tokenizer

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from engine.bad_words import bad_words_token_ids
+from engine.text.bad_words import bad_words_token_ids
 
 PIECES = {"cat": [1], " cat": [2], "dog": [3, 4], " dog": [9, 3, 4], "emu": [5, 6], " emu": [7], "": [], " ": [9]}
 

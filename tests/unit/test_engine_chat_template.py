@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from transformers.utils.chat_template_utils import render_jinja_template
 
-from engine.chat_template import TEMPLATE_CHARS_MAX, ChatTemplate, ChatTemplateError, NoChatTemplate
+from engine.text.chat_template import TEMPLATE_CHARS_MAX, ChatTemplate, ChatTemplateError, NoChatTemplate
 from tests.support.tiny_tokenizer import write_tokenizer
 
 MESSAGES = [{"role": "user", "content": "hi"}]
@@ -167,7 +167,7 @@ def test_there_is_one_renderer() -> None:
         for path in sorted((REPO / folder).rglob("*.py"))
         if any("sandbox" in ast.unparse(node) for node in ast.walk(ast.parse(path.read_text("utf-8"))) if _is_import(node))
     ]
-    assert users == ["engine/chat_template.py"]
+    assert users == ["engine/text/chat_template.py"]
 
 
 def _is_import(node: ast.AST) -> bool:

@@ -9,7 +9,7 @@ import pytest
 from engine.offline.completion import Completion, engine_params
 from engine.offline.outputs import Logprob, RequestOutput
 from engine.protocol import FinishReason, GenerationRequest, SamplingParams, TokenEvent, TokenLogprob
-from engine.text import Tokenizer
+from engine.text.tokenizer import Tokenizer
 from tests.support.tiny_tokenizer import write_tokenizer
 
 PROMPT = "ab"

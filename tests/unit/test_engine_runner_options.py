@@ -24,8 +24,8 @@ from engine.options import EngineOptions
 from engine.runner.kv_cache import BlockMover, allocate_kv_cache
 from engine.runner.model_runner import ModelRunner
 from engine.scheduling.scheduled_batch import BlockMoves
-from engine.shared_prefixes import shared_prefixes
 from engine.speculation.options import SpeculativeOptions
+from engine.text.shared_prefixes import shared_prefixes
 from tests.support.engines import run_to_end, small_engine, wanted
 from tests.support.tiny_models import make_model
 from tests.support.tiny_tokenizer import VOCAB_SIZE, write_tokenizer

@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from engine.answer_text import AnswerText
 from engine.errors import NotAModelDirectory
-from engine.text import Tokenizer
+from engine.text.detokenizer import AnswerText
+from engine.text.tokenizer import Tokenizer
 from tests.support.tiny_tokenizer import write_tokenizer
 
 

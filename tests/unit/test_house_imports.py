@@ -21,7 +21,7 @@ ENGINE_TENSORS = {
 PURE_AFTER_ALL = {"sampling.randomness"}
 PROTOCOL = {"engine.protocol", "engine.transport"}
 # From text to token ids and back, the same for the gateway and for an offline script.
-TEXT = {"engine.chat_template", "engine.answer_text", "engine.bad_words", "engine.text_length"}
+TEXT = {"engine.text.chat_template", "engine.text.detokenizer", "engine.text.bad_words", "engine.text.length"}
 
 # area -> what it may import beside itself and the packages of others
 ALLOWED: dict[str, set[str]] = {

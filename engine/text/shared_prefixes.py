@@ -9,10 +9,10 @@ from __future__ import annotations
 from itertools import takewhile
 from pathlib import Path
 
-from engine.chat_template import ChatTemplate, ChatTemplateError
 from engine.errors import EngineConfigError, ModelError
 from engine.options import EngineOptions
-from engine.text import Tokenizer
+from engine.text.chat_template import ChatTemplate, ChatTemplateError
+from engine.text.tokenizer import Tokenizer
 
 PREFIX_BYTES_MAX = 1 << 20
 

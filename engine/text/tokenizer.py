@@ -9,7 +9,7 @@ from pathlib import Path
 from tokenizers import Tokenizer as RustTokenizer
 
 from engine.errors import NotAModelDirectory, PromptError
-from engine.text_length import fewest_tokens
+from engine.text.length import fewest_tokens
 
 
 class Tokenizer:
