@@ -28,11 +28,11 @@ from engine.models.decoder import Decoder
 from engine.options import EngineOptions
 from engine.protocol import EngineInfo
 from engine.quantization.scheme import UNQUANTISED, weight_scheme
-from engine.runner.ahead import launches_ahead, records_steps, slot_runner
 from engine.runner.calibration import MeasuredSpeed, measure_guesses, measure_speed
 from engine.runner.kv_cache import BlockMover
 from engine.runner.model_runner import ModelRunner
 from engine.runner.paged_decoder import PagedDecoder
+from engine.runner.runner_choice import launches_ahead, make_slot_runner, records_steps
 from engine.runner.slot_runner import SlotRunner
 from engine.runner.warm_up import compile_steps, compile_verification, compiles_at_first_use, compiling, run_largest_step
 from engine.sampling.sampler import Sampler
@@ -202,7 +202,7 @@ def _over_slots(
 ) -> SlotRunner:
     """The runner that launches steps over slots, with those ready that few requests need."""
     meter.begin_slots()
-    ahead = slot_runner(
+    ahead = make_slot_runner(
         cached.runner, cached.target, cached.masks, limits, asked.device,
         draft=cached.draft, max_guesses=asked.options.max_guesses, asks_host=asks_host, lands_at_once=cached.lands_at_once,
     )  # fmt: skip

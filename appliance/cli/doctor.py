@@ -263,16 +263,16 @@ def _gpu(settings: Settings) -> list[Finding]:
     probe.close()
     if readings:
         named = ", ".join(f"{card.name} ({card.memory_total_bytes // MIB} MiB)" for card in readings)
-        return [Finding("gpu", "ok", named), *([] if settings.device == "cpu" else _launchers())]
+        return [Finding("gpu", "ok", named), *([] if settings.device == "cpu" else _toolchain())]
     if settings.device == "cuda":
         return [Finding("gpu", "wrong", error or NO_GPU, "install the NVIDIA driver, or leave --device away")]
     return [Finding("gpu", "ok" if error in (None, NO_GPU) else "note", f"{error or NO_GPU}: models run on the CPU")]
 
 
-def _launchers() -> list[Finding]:
-    from engine.launchers import launchers_problem
+def _toolchain() -> list[Finding]:
+    from engine.triton_toolchain import toolchain_problem
 
-    problem = launchers_problem()
+    problem = toolchain_problem()
     if problem is None:
         return [Finding("compiler", "ok", "kernels can be launched")]
     return [Finding("compiler", "wrong", problem, "install gcc and python3-dev, or start with --device cpu")]

@@ -13,7 +13,7 @@ from importlib import metadata
 from types import ModuleType
 from typing import Any
 
-from engine.launchers import launchers_problem
+from engine.triton_toolchain import toolchain_problem
 
 NEEDED = {
     "torch": "tensors and CUDA",
@@ -55,7 +55,7 @@ def unfit(versions: dict[str, tuple[int, ...]], *, rehearse: bool) -> list[str]:
 def check(*, rehearse: bool = False) -> None:
     """Exit with one message that names everything that is missing or will not do; replace what only grammars need."""
     lines = missing(NEEDED | NEEDED_TO_REHEARSE if rehearse else NEEDED) or unfit(_installed(), rehearse=rehearse)
-    if not rehearse and (problem := launchers_problem()):
+    if not rehearse and (problem := toolchain_problem()):
         lines.append(f"  {problem}")
     if lines:
         raise SystemExit("bench/gpu.sh cannot run here:\n" + "\n".join(lines))

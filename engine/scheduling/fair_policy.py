@@ -4,7 +4,7 @@ Entitlement   An account may start requests while its deficit is positive. When 
               by a quantum. Among the entitled, prefills under way go first, then the longest cached prefix, then age.
 Room          Seats and blocks belong to the backlogged accounts in proportion to weight. Somebody entitled who finds no room
               takes it from the youngest request of who holds most, or of who is furthest ahead, never from its equals.
-Pace          An account further ahead than `cap` pauses until the level has caught up. This makes the bound provable.
+Pausing       An account further ahead than `cap` pauses until the level has caught up. This makes the bound provable.
 Classes       A lower class starts only what no higher class can, and every `AGEING_STEPS` one request whatever waits above.
 
 `docs/fairness.md` derives the bound 2(U + Q). The skeleton is deficit longest prefix match (arXiv 2501.14312).
@@ -17,12 +17,11 @@ from collections.abc import Iterable
 from engine.protocol import Priority
 from engine.scheduling.accounts import Account
 from engine.scheduling.backlog import Backlog
-from engine.scheduling.pace import FairSettings as FairSettings
-from engine.scheduling.pace import Pace, recovering
+from engine.scheduling.lead_tracking import FairSettings, LeadTracker, recovering
 from engine.scheduling.policy import CanStart, PolicyContext, under_way
+from engine.scheduling.preemption import Preemption
+from engine.scheduling.prefill_order import PrefillOrder
 from engine.scheduling.request import Request, RequestStatus, account_of
-from engine.scheduling.room_making import RoomMaking
-from engine.scheduling.turn_order import TurnOrder
 
 LOOK_ACCOUNTS = 4
 """Accounts looked at for a start; the others of the round come first the next time."""
@@ -51,14 +50,14 @@ class FairPolicy:
         self.backlogs = {p: Backlog(self.settings.quantum_ps, self.settings.cap_ps) for p in Priority}
         self.recovery_max_ps = 0  # the most that a secured request may have used beyond the cap
         self._context = context
-        self._order = TurnOrder(context, self._note_head)
+        self._order = PrefillOrder(context, self._note_head)
         self._accounts = context.accounts
         self._started_step = dict.fromkeys(Priority, 0)
-        self._pace = Pace(context.accounts, self.backlogs, self.settings)
-        self._room = RoomMaking(context, self._pace)
+        self._leads = LeadTracker(context.accounts, self.backlogs, self.settings)
+        self._preemption = Preemption(context, self._leads)
         self._num_waiting = dict.fromkeys(Priority, 0)
         self._reserved: Request | None = None  # was passed so often that nobody starts before it
-        self._fruitless = NEVER  # versions of accounts and pace, and the step, when no victim was found
+        self._fruitless = NEVER  # versions of accounts and leads, and the step, when no victim was found
 
     def waits(self, request: Request) -> None:
         account = account_of(request)
@@ -71,7 +70,7 @@ class FairPolicy:
         if account.round is None:
             backlog.first(1, self._accounts.step)
             backlog.join(account, self._accounts.step)
-            self._pace.look_at(account)
+            self._leads.look_at(account)
 
     def left(self, request: Request) -> None:
         """It started, or it ended while it waited."""
@@ -100,13 +99,13 @@ class FairPolicy:
         step = self._accounts.step
         for backlog in self.backlogs.values():
             backlog.begin_step(step)
-        self._pace.begin_step()
+        self._leads.begin_step()
 
     def charged(self, account: Account) -> None:
-        self._pace.look_at(account)
+        self._leads.look_at(account)
 
     def holds(self) -> tuple[list[Account], list[Account]]:
-        return self._pace.changes()
+        return self._leads.changes()
 
     def next_turn(self, can_start: CanStart | None) -> Request | None:
         self._reserved = None
@@ -138,7 +137,7 @@ class FairPolicy:
         step = self._accounts.step
         accounts = self._with_work(backlog, step)
         entitled = [account for account in accounts if backlog.is_eligible(account, step)]
-        below = [account for account in entitled if self._room.is_below_share(account)]
+        below = [account for account in entitled if self._preemption.is_below_share(account)]
         above = [account for account in entitled if account not in below]
         others = [account for account in accounts if account not in entitled and not self.is_ahead(account)]
         for group in (below, above, others):
@@ -179,9 +178,9 @@ class FairPolicy:
 
     def _is_fruitless(self) -> bool:
         """Whether a victim was sought in vain a moment ago, and nobody has arrived, started or stopped since."""
-        version, pace_version, step = self._fruitless
-        is_known = version == self._accounts.version and pace_version == self._pace.version
-        return is_known and not self._pace.held and self._accounts.step - step < RETRY_STEPS
+        version, leads_version, step = self._fruitless
+        is_known = version == self._accounts.version and leads_version == self._leads.version
+        return is_known and not self._leads.held and self._accounts.step - step < RETRY_STEPS
 
     @property
     def has_exception(self) -> bool:
@@ -190,7 +189,7 @@ class FairPolicy:
 
     def is_ahead(self, account: Account) -> bool:
         """Whether an account starts nothing now because it is ahead of others by more than the hysteresis."""
-        return self._pace.lead_of(account) >= self.settings.hysteresis_ps
+        return self._leads.lead_of(account) >= self.settings.hysteresis_ps
 
     def reweigh(self, account: Account, weight: int) -> None:
         """The weight of a tenant was changed: it is as far ahead per unit of weight as before."""
@@ -205,7 +204,7 @@ class FairPolicy:
         everybody gets on, however little room there is."""
         account, costs = account_of(request), self._accounts.costs
         start = request.num_computed_tokens
-        self._room.wasted_ps += costs.prefill_ps(start, num_lost)
+        self._preemption.wasted_ps += costs.prefill_ps(start, num_lost)
         if recovering(account) in (None, request):
             account.recovering = request
             request.secured_len = start + 2 * num_lost
@@ -213,13 +212,13 @@ class FairPolicy:
             self.recovery_max_ps = max(self.recovery_max_ps, costs.prefill_ps(start, 2 * num_lost) + gain_ps)
 
     def found_no_victim(self) -> None:
-        self._fruitless = (self._accounts.version, self._pace.version, self._accounts.step)
+        self._fruitless = (self._accounts.version, self._leads.version, self._accounts.step)
 
     def victim(self, applicant: Request) -> Request | None:
-        return self._room.victim(applicant)
+        return self._preemption.victim(applicant)
 
     def growth_victim(self, running: Iterable[Request]) -> Request:
-        return self._room.growth_victim(running)
+        return self._preemption.growth_victim(running)
 
 
 def _has_work(account: Account, step: int) -> bool:

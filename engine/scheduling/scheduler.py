@@ -34,8 +34,8 @@ from engine.scheduling.probe import probe_item
 from engine.scheduling.request import Request, RequestStatus, account_of
 from engine.scheduling.scheduled_batch import RowResult, ScheduledBatch, ScheduledRequest, StepOutput
 from engine.scheduling.step_budget import StepBudget
+from engine.scheduling.tenant_rotation import TenantRotation
 from engine.scheduling.token_events import token_event
-from engine.scheduling.turns import Turns
 from engine.scheduling.urgency import FIRST_TOKEN_TARGET_S, Urgency
 from engine.scheduling.waiting import Deadlines, ParkedForks
 
@@ -73,7 +73,7 @@ class Scheduler:
         self.admission = Admission(
             self.accounts, self.kv, limits.block_size, max_num_seqs=limits.max_num_seqs, step_budget=step_budget
         )
-        self._turns = Turns(self.accounts, self.kv, clock, limits.block_size)
+        self._rotation = TenantRotation(self.accounts, self.kv, clock, limits.block_size)
         self._decodes = DecodeSet(self.accounts, limits.block_size)
         self._drafting = (
             None
@@ -180,9 +180,9 @@ class Scheduler:
     def _plan(self) -> ScheduledBatch:
         self.admission.begin_step()
         self.policy.begin_step()
-        self._pace()
+        self._pause_and_resume()
         self._make_room()
-        self._turns.exchange(self.preempt)
+        self._rotation.exchange(self.preempt)
         self._grow_decodes()
         self.accounts.step += 1
         batch = ScheduledBatch(decodes=list(self._decodes.items.values()))
@@ -193,7 +193,7 @@ class Scheduler:
         self._deal_prefills(batch)
         return batch
 
-    def _pace(self) -> None:
+    def _pause_and_resume(self) -> None:
         pause, resume = self.policy.holds()
         for account in pause:
             self._decodes.pause(account)
@@ -233,7 +233,7 @@ class Scheduler:
             return
         if self._step_budget is not None:
             self._step_budget.begin_step(len(batch.decodes), self.accounts.all.context_at(self.accounts.step))
-        for back in self._turns.first(self.admission.can_return):
+        for back in self._rotation.first(self.admission.can_return):
             if not self._add_chunk(batch, back):
                 return
         while batch.num_tokens < self.limits.max_num_batched_tokens:
@@ -268,7 +268,7 @@ class Scheduler:
         self.accounts.start(account, request)
         self.policy.left(request)
         self.policy.started(request)
-        self._turns.started(request)
+        self._rotation.started(request)
         request.move_to(RequestStatus.PREFILL)
         request.moved_step = self.accounts.step
         num_lost = request.num_lost_tokens - request.num_computed_tokens
@@ -286,7 +286,7 @@ class Scheduler:
         request.num_preemptions += 1
         request.moved_step = self.accounts.step
         self.totals.preemptions += 1
-        self._turns.suspend(request)
+        self._rotation.suspend(request)
         self._wait(request)
         self._stop(request, is_preempted=True)
         request.move_to(RequestStatus.QUEUED)

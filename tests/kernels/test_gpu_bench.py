@@ -23,7 +23,7 @@ from bench.gpu.report import complete, document, table
 from bench.gpu.rows import GOALS_CARD, Row, Target, against, invalid, verdict
 from bench.gpu.targets import BY_NAME as TARGET_OF
 from bench.gpu.targets import TARGETS
-from engine.launchers import launchers_problem
+from engine.triton_toolchain import toolchain_problem
 from tests.support.databases import required
 from tests.support.triton_versions import REPO, TritonVersion, installed
 
@@ -309,12 +309,12 @@ def test_what_is_missing_is_named_in_one_message() -> None:
 
 def test_a_machine_where_no_kernel_can_be_launched_is_told_what_it_lacks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CC", "true")
-    assert launchers_problem() is None
+    assert toolchain_problem() is None
     monkeypatch.setenv("CC", "false")
-    assert str(launchers_problem()).startswith("false cannot use Python.h")
+    assert str(toolchain_problem()).startswith("false cannot use Python.h")
     monkeypatch.delenv("CC")
     monkeypatch.setenv("PATH", "")
-    assert str(launchers_problem()).startswith("a C compiler is missing")
+    assert str(toolchain_problem()).startswith("a C compiler is missing")
 
 
 @pytest.mark.parametrize(

@@ -174,7 +174,7 @@ def test_where_there_is_no_place_for_a_graph_a_kind_of_steps_takes_the_one_that_
     llama: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("engine.runner.graph_places.WORTH", 3)
-    monkeypatch.setattr("engine.runner.ahead.graphs_kept", lambda *_, **__: 8)
+    monkeypatch.setattr("engine.runner.runner_choice.graphs_kept", lambda *_, **__: 8)
     requests = [wanted(name, prompt, max_tokens=9, temperature=1.0, top_p=0.9) for name, prompt in PROMPTS.items()]
     expected = run_to_end(engine_of(llama), requests)
     with rehearsal() as card, in_place_of_triton():

@@ -66,7 +66,7 @@ def test_tokens_are_those_of_the_plain_runner(
     schedule: Schedule,
     seed: int,
 ) -> None:
-    few_graphs = mock.patch("engine.runner.ahead.CudaGraphs", partial(CudaGraphs, max_graphs=max_graphs))
+    few_graphs = mock.patch("engine.runner.runner_choice.CudaGraphs", partial(CudaGraphs, max_graphs=max_graphs))
     with rehearsal(schedule, seed=seed) as card, in_place_of_triton(), few_graphs:
         engine = small_engine(
             folder / family,

@@ -13,8 +13,8 @@ from engine.build import build_engine
 from engine.loop import Engine
 from engine.options import EngineOptions
 from engine.protocol import GenerationRequest, SamplingParams, TokenEvent
-from engine.runner.ahead import slot_runner
 from engine.runner.model_runner import ModelRunner
+from engine.runner.runner_choice import make_slot_runner
 from engine.runner.slot_runner import SlotRunner
 from engine.scheduling.limits import STEP_GUESSES_MAX
 from engine.speculation.prompt_lookup import AdaptiveDrafter, SpeculationCosts
@@ -49,7 +49,7 @@ def overlapped_engine(model: Path, **changes: Any) -> Engine:
     guesses = STEP_GUESSES_MAX if changes.get("speculative_config") else 0
     runner._guesses_are_equal = True
     draft = None if runner._draft is None else runner._draft.decoder
-    ahead = slot_runner(
+    ahead = make_slot_runner(
         runner, runner._target, runner._masks, scheduler.limits, torch.device("cpu"), draft=draft, max_guesses=guesses
     )
     ahead.warm_up()

@@ -20,8 +20,9 @@ from engine.scheduling.accounts import Account
 from engine.scheduling.block_pool import BlockPool
 from engine.scheduling.costs import TokenCosts
 from engine.scheduling.drafting import NO_DRAFT, Draft
-from engine.scheduling.fair_policy import LOOK_ACCOUNTS, FairPolicy, FairSettings
+from engine.scheduling.fair_policy import LOOK_ACCOUNTS, FairPolicy
 from engine.scheduling.host_tier import HostTier
+from engine.scheduling.lead_tracking import FairSettings
 from engine.scheduling.policy import Start, looked_at
 from engine.scheduling.prefix_cache import PrefixCache
 from engine.scheduling.request import Request, RequestStatus

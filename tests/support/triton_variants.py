@@ -30,9 +30,9 @@ from engine.config.pooling import MODES, PoolingConfig
 from engine.loop import Engine
 from engine.options import EngineOptions
 from engine.quantization.places import Fp8CodesPlace
-from engine.runner.ahead import launches_ahead
 from engine.runner.cuda_graphs import DirectCalls
 from engine.runner.embedder import Embedder
+from engine.runner.runner_choice import launches_ahead
 from engine.scheduling.scheduled_batch import BlockMoves
 from engine.speculation.options import SpeculativeOptions
 from engine.speculation.prompt_lookup import AdaptiveDrafter
@@ -254,7 +254,7 @@ def engine_of(folder: Path, case: Case) -> Iterator[Engine]:
         stack.enter_context(mock.patch("engine.quantization.scheme.stored_names", return_value=stored_names(case)))
         stack.enter_context(mock.patch("engine.build.launches_ahead", lambda options, _: launches_ahead(options, GPU)))
         stack.enter_context(mock.patch("engine.build.records_steps", return_value=False))
-        stack.enter_context(mock.patch("engine.runner.ahead.DirectCalls", Captured))
+        stack.enter_context(mock.patch("engine.runner.runner_choice.DirectCalls", Captured))
         for module in ("build", "runner.slot_runner"):
             stack.enter_context(mock.patch(f"engine.{module}.compiles_at_first_use", return_value=True))
         stack.enter_context(mock.patch.dict(quantised_linear._MODULES, cpu=quantised_linear._MODULES["cuda"]))

@@ -31,7 +31,7 @@ class Rank(IntEnum):
     LATE = 3
 
 
-class TurnOrder:
+class PrefillOrder:
     """`note_head` is told of an account whose line has changed its order."""
 
     def __init__(self, context: PolicyContext, note_head: Callable[[Account], None]) -> None:

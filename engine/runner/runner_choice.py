@@ -40,7 +40,7 @@ def records_steps(options: EngineOptions, target: PagedDecoder) -> bool:
     return target.sequence is not None and not (options.enforce_eager or options.batch_invariant)
 
 
-def slot_runner(
+def make_slot_runner(
     plain: ModelRunner,
     target: PagedDecoder,
     masks: GrammarMasks,

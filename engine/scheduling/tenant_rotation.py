@@ -33,7 +33,7 @@ FREE_TOKENS = 64
 NS_PER_S = 1_000_000_000
 
 
-class Turns:
+class TenantRotation:
     """The preempted requests of all tenants, in the order of preemption. At most one exchange per step."""
 
     def __init__(self, accounts: Accounts, kv: KvBlocks, clock: Callable[[], float], block_size: int) -> None:

@@ -28,7 +28,7 @@ class FairSettings:
     cap_ps: int
 
 
-class Pace:
+class LeadTracker:
     """Leads of the backlogged accounts with running requests."""
 
     def __init__(self, accounts: Accounts, backlogs: Mapping[Priority, Backlog], settings: FairSettings) -> None:

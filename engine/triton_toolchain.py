@@ -8,7 +8,7 @@ import subprocess
 import sysconfig
 
 
-def launchers_problem() -> str | None:
+def toolchain_problem() -> str | None:
     """What is wrong where Triton cannot build what launches its kernels, a piece of C against Python's headers; None where it
     can. Looks for the compiler as Triton does."""
     compiler = os.environ.get("CC") or shutil.which("gcc") or shutil.which("clang")

@@ -11,7 +11,7 @@ from collections.abc import Iterable
 
 from engine.protocol import Priority
 from engine.scheduling.accounts import Account
-from engine.scheduling.pace import Pace, recovering
+from engine.scheduling.lead_tracking import LeadTracker, recovering
 from engine.scheduling.policy import PolicyContext
 from engine.scheduling.request import Request, account_of
 
@@ -31,14 +31,14 @@ WASTE_PERCENT, WASTE_FREE_QUANTA = 2, 64
 """Preemption for service stops when more than this share of all service was computed twice; so many quanta are free."""
 
 
-class RoomMaking:
+class Preemption:
     """Chooses victims."""
 
-    def __init__(self, context: PolicyContext, pace: Pace) -> None:
+    def __init__(self, context: PolicyContext, leads: LeadTracker) -> None:
         self.wasted_ps = 0
         self._context = context
         self._accounts = context.accounts
-        self._pace = pace
+        self._leads = leads
 
     def is_below_share(self, account: Account) -> bool:
         """Whether an account has less than its share of the seats and of the blocks."""
@@ -63,7 +63,7 @@ class RoomMaking:
             victim = None if holder is None or holder is account else _youngest(holder)
             if victim is not None:
                 return victim
-        for paused in self._pace.held:
+        for paused in self._leads.held:
             victim = None if paused is account else _youngest(paused)
             if victim is not None:
                 return victim
@@ -88,7 +88,7 @@ class RoomMaking:
             secured = recovering(other)
             if secured is not None:
                 found -= len(secured.block_table) + secured.num_promised_blocks
-            if other.is_held or other in self._pace.ahead or (account.priority, other.priority) == DISPLACES:
+            if other.is_held or other in self._leads.ahead or (account.priority, other.priority) == DISPLACES:
                 found += _blocks(other)
             elif other.priority is account.priority:
                 share = kv.pool.num_blocks * other.weight // self._accounts.totals[other.priority].weight
@@ -124,18 +124,18 @@ class RoomMaking:
         return holder
 
     def _furthest_ahead(self, account: Account) -> Account | None:
-        """The backlogged account with the largest lead per weight, while preemption wastes little or the pace demands it."""
+        """The backlogged account with the largest lead per weight, while preemption wastes little or that account pauses."""
         best: Account | None = None
-        best_lead = self._pace.settings.hysteresis_ps
-        for other in self._pace.ahead:
+        best_lead = self._leads.settings.hysteresis_ps
+        for other in self._leads.ahead:
             if other.priority is account.priority and other.running:
-                lead = self._pace.lead_of(other)
+                lead = self._leads.lead_of(other)
                 if lead > best_lead:
                     best, best_lead = other, lead
-        if best is None or best_lead > self._pace.settings.cap_ps:
+        if best is None or best_lead > self._leads.settings.cap_ps:
             return best
         allowed_ps = (
-            WASTE_FREE_QUANTA * self._pace.settings.quantum_ps
+            WASTE_FREE_QUANTA * self._leads.settings.quantum_ps
             + self._accounts.all.service_at(self._accounts.step) * WASTE_PERCENT // 100
         )
         return best if self.wasted_ps < allowed_ps else None
@@ -143,7 +143,7 @@ class RoomMaking:
     def growth_victim(self, running: Iterable[Request]) -> Request:
         """Somebody who pauses; else the youngest request of the account furthest ahead in the lowest class, but not the
         oldest request of all, so that one always gets on."""
-        for account in self._pace.held:
+        for account in self._leads.held:
             paused = _youngest(account)
             if paused is not None:
                 return paused
@@ -154,7 +154,7 @@ class RoomMaking:
         lowest = max(RANK[account.priority] for account in holders)
         holder = max(
             (account for account in holders if RANK[account.priority] == lowest),
-            key=self._pace.lead_of,
+            key=self._leads.lead_of,
         )
         return next(reversed(holder.running))
 
