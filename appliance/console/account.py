@@ -107,3 +107,6 @@ async def _page(request: ConsoleRequest, console: Console, form: Form | None = N
         device_of=device_of,
         method_in_words=method_in_words,
     )
+
+
+HANDLERS = (show_account, change_password, end_session, end_other_sessions)

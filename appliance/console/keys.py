@@ -198,3 +198,6 @@ def _choices(console: Console) -> dict[str, Any]:
 def _last_day(console: Console, key: ApiKey) -> str:
     """Return the day of the billing time zone on which the key ends, as a form has it; empty when it never does."""
     return "" if key.expires_at is None else str(console.services.reports.calendar.day_of(key.expires_at))
+
+
+HANDLERS = (list_keys, new_key, create_key, show_key, save_key, confirm_rotate, rotate_key, confirm_revoke, revoke_key)

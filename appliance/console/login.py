@@ -93,3 +93,6 @@ def login_form(
         provider=None if provider is None else provider.client.label,
         oidc_path=f"/login/oidc?{urlencode({'next': target})}",
     )
+
+
+HANDLERS = (show_login, sign_in, sign_out, choose_theme)

@@ -55,3 +55,6 @@ def _start_again(request: ConsoleRequest, console: Console) -> Html:
 
 def _form(request: ConsoleRequest, console: Console, *, error: str | None = None, status: int = 200) -> Html:
     return console.pages.page(request, "pages/login_code.html", status=status, error=error)
+
+
+HANDLERS = (show_code, check_code)

@@ -115,3 +115,6 @@ def _away(request: ConsoleRequest, console: Console, provider: OidcProvider, err
     log.warning("the sign-in provider is not available", reason=str(error))
     message = AWAY.format(name=provider.client.label)
     return login_form(request, console, target=target, error=message, status=503)
+
+
+HANDLERS = (begin_oidc, end_oidc)

@@ -26,3 +26,6 @@ async def overview_fragment(console: Console, access: Access) -> str:
     view = await console.board.overview()
     changing = access.may(Action.WRITE)
     return console.pages.fragment("fragments/overview.html", view=view, may_change=changing, **console.example())
+
+
+HANDLERS = (show_overview,)

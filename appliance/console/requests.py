@@ -94,3 +94,6 @@ async def _find(console: Console, request_id: str, access: Access) -> tuple[Requ
     tenant = await console.services.tenants.get(row.tenant_id, access=access)
     key = await console.services.keys.get(row.key_id, access=access)
     return past_line(row, {tenant.id: tenant.name}, key.prefix), event
+
+
+HANDLERS = (list_requests, show_request, cancel_request)

@@ -46,21 +46,9 @@ if TYPE_CHECKING:
 
 ErrorHandler = Callable[[ConsoleRequest, Exception], Response[Any]]
 
-HANDLERS = (
-    login.show_login, login.sign_in, login.sign_out, login.choose_theme, login_code.show_code, login_code.check_code,
-    login_oidc.begin_oidc, login_oidc.end_oidc,
-    account.show_account, account.change_password, account.end_session, account.end_other_sessions,
-    second_factor.new_second_factor, second_factor.enable_second_factor, second_factor.confirm_disable,
-    second_factor.disable_second_factor, second_factor.confirm_renew, second_factor.renew_recovery_codes,
-    overview.show_overview, live_stream.live_stream, audit.show_audit,
-    requests.list_requests, requests.show_request, requests.cancel_request,
-    tenants.list_tenants, tenants.new_tenant, tenants.create_tenant, tenants.show_tenant, tenants.save_tenant,
-    tenants.suspend_tenant, tenants.resume_tenant, tenants.confirm_archive, tenants.archive_tenant,
-    usage.show_usage, usage.export_usage, *invoices.HANDLERS, *prices.HANDLERS, *tenant_terms.HANDLERS,
-    *limit_check.HANDLERS, *members.HANDLERS, *people.HANDLERS, *alerts.HANDLERS,
-    *box_settings.HANDLERS, *seller.HANDLERS, *box_costs.HANDLERS,
-    keys.list_keys, keys.new_key, keys.create_key, keys.show_key, keys.save_key,
-    keys.confirm_rotate, keys.rotate_key, keys.confirm_revoke, keys.revoke_key,
+MODULES = (
+    login, login_code, login_oidc, account, second_factor, overview, live_stream, requests, tenants, tenant_terms, people, keys,
+    limit_check, usage, invoices, prices, members, alerts, audit, box_settings, seller, box_costs,
 )  # fmt: skip
 FORM_BYTES_MAX = 64 * 1024
 NAME_BYTES_MAX = 255
@@ -78,7 +66,7 @@ def create_console_router(services: Services) -> Router:
 
     pages = Router(
         path="/",
-        route_handlers=list(HANDLERS),
+        route_handlers=[handler for module in MODULES for handler in module.HANDLERS],
         dependencies={"console": Provide(provide_console, sync_to_thread=False)},
         guards=[session_guard(services)],
         before_request=require_csrf_token,

@@ -179,3 +179,16 @@ async def _tenant_page(request: ConsoleRequest, console: Console, tenant: Tenant
         form=form,
         **await people_of(request, console, tenant.id),
     )
+
+
+HANDLERS = (
+    list_tenants,
+    new_tenant,
+    create_tenant,
+    show_tenant,
+    save_tenant,
+    suspend_tenant,
+    resume_tenant,
+    confirm_archive,
+    archive_tenant,
+)

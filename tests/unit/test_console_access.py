@@ -2,8 +2,14 @@
 
 from __future__ import annotations
 
-import pytest
+import importlib
+import pkgutil
 
+import pytest
+from litestar.handlers import BaseRouteHandler
+
+import appliance.console
+from appliance.console.routes import MODULES
 from appliance.console.security import CONTENT_SECURITY_POLICY, safe_next
 from appliance.tenancy.access import WHOLE_BOX
 from tests.support.cast import ALICE_PASSWORD
@@ -19,6 +25,17 @@ def changes(box: Box) -> list[str]:
     of_tenant = [f"/tenants/{tenant}{action}" for action in ("", "/suspend", "/resume", "/archive", "/keys")]
     of_key = [f"/keys/{key}{action}" for action in ("", "/rotate", "/revoke")]
     return ["/tenants", "/requests/cancel", *of_tenant, *of_key]
+
+
+def test_every_handler_is_routed() -> None:
+    routed = {handler for module in MODULES for handler in module.HANDLERS}
+    written = set()
+    for found in pkgutil.iter_modules(appliance.console.__path__, "appliance.console."):
+        written |= {
+            value for value in vars(importlib.import_module(found.name)).values() if isinstance(value, BaseRouteHandler)
+        }
+
+    assert routed == written
 
 
 @pytest.mark.parametrize("path", PAGES)
