@@ -15,9 +15,9 @@ from litestar.params import FromPath
 from appliance.base.errors import BadRequest, RateLimitExceeded
 from appliance.console.context import Console, ConsoleDependency
 from appliance.console.forms import Form, sentence
-from appliance.console.history import tenants_by_name
 from appliance.console.rendering import Html
 from appliance.console.security import ConsoleRequest, access_of, needs
+from appliance.console.tenant_names import tenant_names, tenants_by_name
 from appliance.metering.alerts.outbox import EVENTS, TENANT_EVENTS, reading
 from appliance.metering.alerts.targets import shown_target
 from appliance.metering.alerts.webhooks import KINDS, Webhook, WebhookChanges
@@ -47,7 +47,7 @@ async def list_alerts(request: ConsoleRequest, console: ConsoleDependency) -> Ht
     access = access_of(request)
     access.require_somewhere(reading(access))
     page = await console.services.alerts.webhooks.list(PAGE_ROWS, request.query_params.get("cursor"), access=access)
-    names = {tenant.id: tenant.name for tenant in await tenants_by_name(console.services, access)}
+    names = await tenant_names(console.services, access)
     failing = await console.services.alerts.webhooks.failing([webhook.id for webhook in page.data])
     return console.pages.page(
         request,
@@ -260,7 +260,7 @@ async def _alert_page(
     request: ConsoleRequest, console: Console, webhook: Webhook, form: Form | None = None, notice: str | None = None
 ) -> Html:
     access = access_of(request)
-    names = {tenant.id: tenant.name for tenant in await tenants_by_name(console.services, access)}
+    names = await tenant_names(console.services, access)
     deliveries = await console.services.alerts.outbox.list(webhook.id, DELIVERIES_SHOWN, access=access_of(request))
     return console.pages.page(
         request,

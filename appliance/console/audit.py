@@ -10,9 +10,9 @@ from litestar import get
 
 from appliance.console.audit_words import ACTIONS, SHOWN_AT_ONCE, audit_line
 from appliance.console.context import ConsoleDependency
-from appliance.console.history import tenants_by_name
 from appliance.console.rendering import Html
 from appliance.console.security import ConsoleRequest, access_of
+from appliance.console.tenant_names import tenants_by_name
 from appliance.metering.calendar import BillingCalendar
 from appliance.tenancy.audit import AuditFilter
 from appliance.tenancy.roles import Action

@@ -13,10 +13,8 @@ from appliance.metering.request_search import SEARCHED_MAX
 if TYPE_CHECKING:
     from appliance.serving.services import Services
     from appliance.tenancy.access import Access
-    from appliance.tenancy.principals import Tenant
 
 PAGE_ROWS = 50
-TENANTS_LISTED_MAX = 1000
 TEXT_CHARS_MAX = 100
 ENDS = ("stop", "length", "tool_calls", "aborted", "disconnected", "deadline", "error", "refused")
 
@@ -57,17 +55,6 @@ class Filters:
         given = {"q": self.q, "tenant": self.tenant, "state": self.state, "cursor": cursor}
         query = urlencode({name: value for name, value in given.items() if value})
         return f"/requests?{query}" if query else "/requests"
-
-
-async def tenants_by_name(services: Services, access: Access) -> list[Tenant]:
-    """Return the tenants that may be seen for a list to choose from, archived ones too."""
-    page = await services.tenants.list(TENANTS_LISTED_MAX, None, include_archived=True, access=access)
-    return sorted(page.data, key=lambda tenant: tenant.name.casefold())
-
-
-async def tenant_names(services: Services, access: Access) -> dict[str, str]:
-    """Return names by tenant id."""
-    return {tenant.id: tenant.name for tenant in await tenants_by_name(services, access)}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -13,9 +13,9 @@ from litestar.params import FromPath
 from appliance.base.errors import BadRequest, Conflict, GatehouseError
 from appliance.console.context import Console, ConsoleDependency
 from appliance.console.forms import Form
-from appliance.console.history import tenants_by_name
 from appliance.console.rendering import Html
 from appliance.console.security import ConsoleRequest, access_of, needs
+from appliance.console.tenant_names import tenants_by_name
 from appliance.metering.calendar import first_day
 from appliance.metering.invoicing.rows import Invoice
 from appliance.metering.invoicing.wording import ABORT_POLICY, day_name, line_name, month_name, payment, percent

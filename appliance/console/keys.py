@@ -12,10 +12,10 @@ from litestar.params import FromPath
 from appliance.base.errors import BadRequest, Conflict
 from appliance.console.context import Console, ConsoleDependency
 from appliance.console.forms import Form
-from appliance.console.history import tenants_by_name
 from appliance.console.limits import key_levels, read_limits
 from appliance.console.rendering import Html
 from appliance.console.security import ConsoleRequest, access_of, needs
+from appliance.console.tenant_names import tenants_by_name
 from appliance.tenancy.fields import LIMIT_MODES, SCOPES, UNSET, Unset
 from appliance.tenancy.principals import LIMIT_NAMES, ApiKey, KeyChanges, Tenant
 from appliance.tenancy.roles import Action

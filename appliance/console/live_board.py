@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from appliance.console.charts import Segment, stack
 from appliance.console.formatting import duration, size
-from appliance.console.history import tenant_names
 from appliance.console.request_lines import RequestLine, past_line
+from appliance.console.tenant_names import tenant_names
 from appliance.console.totals import Totals, totals_today
 from appliance.tenancy.access import WHOLE_BOX
 

@@ -13,9 +13,9 @@ from litestar.params import FromPath
 from appliance.base.errors import BadRequest, Conflict
 from appliance.console.context import Console, ConsoleDependency
 from appliance.console.forms import Form
-from appliance.console.history import tenant_names
 from appliance.console.rendering import Html
 from appliance.console.security import ConsoleRequest, access_of, needs
+from appliance.console.tenant_names import tenant_names
 from appliance.tenancy.members import Member
 from appliance.tenancy.memberships import Membership
 from appliance.tenancy.roles import Action, Role

@@ -8,11 +8,12 @@ from litestar import Response, get, post
 from litestar.params import FromPath
 
 from appliance.console.context import Console, ConsoleDependency
-from appliance.console.history import ENDS, Filters, history_page, tenants_by_name
+from appliance.console.history import ENDS, Filters, history_page
 from appliance.console.rendering import DONE, HTML, Html, is_fragment, toast_header
 from appliance.console.request_bill import bill_of
 from appliance.console.request_lines import RequestLine, live_line, past_line
 from appliance.console.security import ConsoleRequest, access_of, needs
+from appliance.console.tenant_names import tenants_by_name
 from appliance.metering.ledger.records import UsageEvent
 from appliance.tenancy.access import Access
 from appliance.tenancy.roles import Action

@@ -19,9 +19,9 @@ from appliance.base.clock import rfc3339
 from appliance.base.spreadsheet import plain_text
 from appliance.console.charts import Column, columns
 from appliance.console.context import ConsoleDependency
-from appliance.console.history import tenants_by_name
 from appliance.console.rendering import Html
 from appliance.console.security import ConsoleRequest, access_of
+from appliance.console.tenant_names import tenant_names, tenants_by_name
 from appliance.metering.calendar import BillingCalendar
 from appliance.metering.usage import UsageRow
 from appliance.tenancy.access import Access
@@ -145,7 +145,7 @@ async def export_usage(request: ConsoleRequest, console: ConsoleDependency) -> R
     rows = await services.reports.totals(
         view.start, view.end, (view.group,), tenant_id=view.tenant or None, rows_max=CSV_ROWS_MAX, access=access
     )
-    tenants = {tenant.id: tenant.name for tenant in await tenants_by_name(services, access)}
+    tenants = await tenant_names(services, access)
     names = await _names(services, view.group, rows, tenants, access)
     text = io.StringIO()
     table = csv.writer(text)

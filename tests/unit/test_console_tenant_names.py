@@ -1,0 +1,56 @@
+"""Names of tenants on pages: of all that may be seen, also behind the first page of the list."""
+
+from __future__ import annotations
+
+from sqlalchemy import insert, select
+
+from appliance.base.acting import SYSTEM
+from appliance.base.tables import tenants
+from appliance.console.tenant_names import tenant_names, tenants_by_name
+from appliance.tenancy.access import WHOLE_BOX, Access
+from appliance.tenancy.pages import PAGE_ROWS_MAX
+from appliance.tenancy.roles import Role, TenantRole
+from tests.support.console_fixtures import Box
+from tests.support.factories import pending, posted
+
+LAST = "tn_zzz"
+
+
+async def crowd(box: Box) -> None:
+    """Let there be one tenant more than a page of the list has, the last of them LAST."""
+    async with box.services.db.writing() as connection:
+        bob = (await connection.execute(select(tenants).where(tenants.c.id == box.cast.bob.tenant.id))).mappings().one()
+        there = len((await connection.execute(select(tenants.c.id))).all())
+        ids = [f"tn_{number:04}" for number in range(PAGE_ROWS_MAX - there)] + [LAST]
+        await connection.execute(insert(tenants), [{**bob, "id": one, "name": f"Team {one}"} for one in ids])
+
+
+async def test_the_tenant_behind_the_first_page_has_a_name_too(box: Box) -> None:
+    await crowd(box)
+
+    found = await tenants_by_name(box.services, WHOLE_BOX)
+
+    assert len(found) == PAGE_ROWS_MAX + 1
+    assert [tenant.name.casefold() for tenant in found] == sorted(tenant.name.casefold() for tenant in found)
+    assert (await tenant_names(box.services, WHOLE_BOX))[LAST] == f"Team {LAST}"
+
+
+async def test_somebody_of_one_tenant_is_told_of_no_other(box: Box) -> None:
+    bob = box.cast.bob.tenant
+    member = Access(role=Role.MEMBER, actor=SYSTEM, tenants={bob.id: TenantRole.VIEWER})
+
+    assert await tenant_names(box.services, member) == {bob.id: bob.name}
+
+
+async def test_it_can_be_chosen_and_is_named_where_it_is_shown(box: Box) -> None:
+    await crowd(box)
+    entry = pending(box.cast.bob, tenant_id=LAST)
+    await box.services.ledger.open(entry)
+    await box.services.ledger.settle(posted(entry.request_id))
+
+    browser = await box.alice()
+
+    for path in ("/requests", "/usage?period=today", "/audit"):
+        assert f'<option value="{LAST}">Team {LAST}</option>' in (await browser.get(path)).text, path
+    row = (await browser.get("/requests")).text.partition(f'<tr id="row-{entry.request_id}">')[2].partition("</tr>")[0]
+    assert f">Team {LAST}</a>" in row
