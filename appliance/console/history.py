@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 PAGE_ROWS = 50
 TEXT_CHARS_MAX = 100
-ENDS = ("stop", "length", "tool_calls", "aborted", "disconnected", "deadline", "error", "refused")
+ENDS = ("stop", "length", "aborted", "disconnected", "deadline", "error", "refused")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

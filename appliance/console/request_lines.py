@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from appliance.serving.live_requests import LiveRequest
 
 TAIL_CHARS = 8  # the random end of an id; its head is the time and alike for neighbours
-_TONES = {"stop": "ok", "length": "ok", "tool_calls": "ok", "error": "bad", "refused": "bad"}
+_TONES = {"stop": "ok", "length": "ok", "error": "bad", "refused": "bad"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -33,7 +33,6 @@ _GROUP_COLUMNS = {"tenant": "tenant_id", "key": "key_id", "model": "model"}
 USAGE_ROWS_MAX = 50_000
 STATUSES = ("pending", "posted", "voided", "recovered")
 KINDS = ("usage", "adjustment")
-_MICROS_PER_S = 1_000_000
 _EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
 
 
