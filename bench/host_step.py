@@ -50,7 +50,7 @@ class NoDecoder:
 
     greedy_head = None
     batch_invariant = False
-    queries_together = 1
+    max_verify_group = 1
     kv_caches = [torch.empty(1)]
     attention_shapes: tuple[()] = ()
     rotaries: tuple[()] = ()

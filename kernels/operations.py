@@ -19,29 +19,31 @@ LinearPacker = Callable[[Tensor, Tensor | None], LinearKernel]
 
 FUSED_ROWS_MAX = 16
 PACKAGES = {"kernels.triton": "triton", "kernels.simd": "simd", "kernels.cpu": "torch"}
-FACTS = ("words", "decode_workspace", "queries_together", "pages", "is_row_invariant")
+FACTS = ("description", "decode_workspace", "max_verify_group", "supports_paged", "is_row_invariant")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Operations:
-    """One callable per operation, with the signature of its twin in `kernels.reference` (and, where no layer of the serving
-    path has a kernel of its own for it, torch's fused one). `words` name the implementation for the log.
+    """One callable per operation, with the signature of its twin in `kernels.reference`; torch's where the serving path has no
+    kernel of its own. An operation that is None does not exist here, and others do its work.
 
-    `decode_workspace` makes what `paged_decode`, and `paged_prefill` of few queries, need beside their output, for so many
-    queries; None where they need nothing. `queries_together` says how many decodes of one request at most, token by token
-    behind each other, `paged_prefill` should attend as one; 1 where each stays by itself. `linear_add` and
-    `normed_linear` are the products of a decode step of at most FUSED_ROWS_MAX rows with the norms around them, None where
-    products stay apart. `bind_experts` makes one function of all experts' weights, which asks the host nothing; where there
-    is none, or none for such weights, `mix_experts` serves. `bind_greedy_head` makes a function of an output head: the most
-    likely tokens of at most FUSED_ROWS_MAX rows, None where its sums would differ from those of the head's product. Operations
-    that end with `_fp8` leave e4m3 rows and their scales for a product with 8-bit weights.
-    `pages` says of heads and of the format of a cache whether `paged_decode` and `paged_prefill` are the way to attend;
-    `is_row_invariant`, whether products, plain or quantised, and that attention give a row the same bits in any batch.
-    `sequence` makes room for operations of so many rows that are to run together, None where they are called one by one.
-    `score_tokens` writes the table of log-probabilities whole, None where it is put together around `token_logprobs`.
+    Facts: `description` names the implementation for the log. `supports_paged` tells of heads and of the format of a cache
+    whether `paged_decode` and `paged_prefill` are the way to attend. `max_verify_group` is how many consecutive tokens of a
+    request, verified in one step, `paged_prefill` should attend as one at most; 1 where each stays by itself.
+    `is_row_invariant` tells whether products, plain or quantised, and that attention give a row the same bits in any batch.
+    `decode_workspace` makes the scratch memory of `paged_decode`, and of `paged_prefill` of few queries, for so many queries;
+    None where they need none.
+
+    Operations that end with `_fp8` leave e4m3 rows and their scales for a product with 8-bit weights. `linear_add` and
+    `normed_linear` are the products of a decode step of at most FUSED_ROWS_MAX rows with the norms around them.
+    `bind_experts` makes one function of all experts' weights, which asks the host nothing; where there is none, or none for
+    such weights, `mix_experts` serves. `bind_greedy_head` makes a function of an output head, the most likely tokens of at most
+    FUSED_ROWS_MAX rows, or None where its sums would differ from those of the head's product. `score_tokens` writes the table
+    of log-probabilities whole; without it the table is put together around `token_logprobs`. `sequence` makes a record of
+    operations over so many rows, which run together; without it they are called one by one.
     """
 
-    words: str
+    description: str
     embed: Callable[..., Tensor]
     rotation_rows: Callable[..., Pair]
     rms_norm: Callable[..., Tensor]
@@ -76,8 +78,8 @@ class Operations:
     copy_blocks: Callable[..., None]
     gather_blocks: Callable[..., None]
     scatter_blocks: Callable[..., None]
-    pages: Callable[[AttentionShape, torch.dtype], bool] = lambda _shape, _kv_dtype: True
-    queries_together: Callable[[AttentionShape, torch.dtype, torch.device], int] = lambda *_: 1
+    supports_paged: Callable[[AttentionShape, torch.dtype], bool] = lambda _shape, _kv_dtype: True
+    max_verify_group: Callable[[AttentionShape, torch.dtype, torch.device], int] = lambda *_: 1
     is_row_invariant: bool = False
     sequence: Callable[[int], RecordedOperations] | None = None
     score_tokens: Callable[..., None] | None = None

@@ -47,15 +47,15 @@ from kernels.quantised_weights import (
 )
 from kernels.recorded_operations import NotRecordable, RecordedOperations
 from kernels.residual_stream import Stream
-from kernels.sampling_columns import HELD_IDS_MAX, SamplingColumns
+from kernels.sampling_columns import SUPPRESSED_IDS_MAX, SamplingColumns
 from kernels.transfer import send
 from kernels.variants import CompilationFailed, Variants
 
 __all__ = [
     "FUSED_ROWS_MAX",
     "GUESS",
-    "HELD_IDS_MAX",
     "NO_TOKEN",
+    "SUPPRESSED_IDS_MAX",
     "AnyPlan",
     "AnyPlanner",
     "AttentionPlanner",
@@ -151,7 +151,7 @@ def attention_planner(
 
     `kv_dtype` is the format of the cache, None is `dtype`.
     """
-    if operations(device, dtype).pages(shape, kv_dtype or dtype):
+    if operations(device, dtype).supports_paged(shape, kv_dtype or dtype):
         return PagedPlanner(shape, dtype=dtype, device=device)
     return AttentionPlanner(shape, dtype=dtype, device=device, kv_dtype=kv_dtype)
 
@@ -161,7 +161,7 @@ def invariant_planner(
 ) -> InvariantPlanner | PagedPlanner:
     """The planner whose attention gives a query the same bits in any batch, however its prompt was cut."""
     table = operations(device, dtype, batch_invariant=True)
-    if table.is_row_invariant and table.pages(shape, kv_dtype or dtype):
+    if table.is_row_invariant and table.supports_paged(shape, kv_dtype or dtype):
         return PagedPlanner(shape, dtype=dtype, device=device, is_row_invariant=True)
     return InvariantPlanner(shape, dtype=dtype, device=device)
 
@@ -220,4 +220,4 @@ def listed(dtype: torch.dtype, device: torch.device, *, batch_invariant: bool = 
 def implementation(dtype: torch.dtype, device: torch.device, *, batch_invariant: bool = False) -> str:
     """Which kernels run for tensors of this kind, in words."""
     table = operations(device, dtype, batch_invariant=batch_invariant)
-    return f"{table.words} ({device.type}{', batch-invariant' if batch_invariant else ''})"
+    return f"{table.description} ({device.type}{', batch-invariant' if batch_invariant else ''})"

@@ -67,7 +67,7 @@ class Fp8Product:
     nothing but the weights."""
 
     takes_rows = True
-    """Whether what stands before it may round them: by a scale of each."""
+    """Whether the preceding operation may quantise its input, with a scale for each row."""
 
     def __init__(self, weight: Fp8Weight, bias: torch.Tensor | None) -> None:
         self.unrounded = bind_fp8(weight, bias)

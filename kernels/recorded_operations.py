@@ -7,7 +7,7 @@ from typing import Protocol
 
 
 class NotRecordable(Exception):
-    """Something between the operations is computed in another way, and would be missing."""
+    """Raised for a computation that is no operation and would be missing from the record."""
 
 
 class RecordedOperations(Protocol):
@@ -16,18 +16,18 @@ class RecordedOperations(Protocol):
     max_rows: int
 
     def recording(self) -> AbstractContextManager[None]:
-        """What is called meanwhile, with tensors of `max_rows` rows, is put down and not run. Raises `NotRecordable`."""
+        """Record the operations called in this context, with tensors of `max_rows` rows, unrun. Raises `NotRecordable`."""
         ...
 
-    def beside(self, max_rows: int) -> RecordedOperations:
-        """Room for other operations in the places of these: what the ones leave is gone when the others have run."""
+    def sharing_buffers(self, max_rows: int) -> RecordedOperations:
+        """A record of other operations in the same buffers: results of the ones are overwritten when the others run."""
         ...
 
-    def turn(self) -> None:
-        """Tensors made from here on take the places of those that were made between the two turns before this one: only what
-        was made since the last turn, or before the first one, may still be read."""
+    def next_layer(self) -> None:
+        """Begin a layer, whose tensors overwrite those of the layer before the last one: it may read what the last layer made,
+        and what was made before the first one."""
         ...
 
     def run(self, num_rows: int) -> None:
-        """Run all of them, over the first `num_rows` rows."""
+        """Run all operations, over the first `num_rows` rows."""
         ...

@@ -1,4 +1,4 @@
-"""What the sampler reads of each request: columns of device tensors, one place per slot."""
+"""Sampling parameters of each request: columns of device tensors, one place per slot."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-HELD_IDS_MAX = 8
-"""End tokens of a slot that `held_until` may hold back."""
+SUPPRESSED_IDS_MAX = 8
+"""End tokens of a slot that `min_tokens_until` can suppress."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -16,26 +16,26 @@ class SamplingColumns:
     """S slots, V tokens, Q rows of bias. A captured graph keeps the addresses; values change between its replays.
 
     scale: [S] float32, log2(e) / temperature; 0 is greedy. streams: [S] int64, what the noise of a seed comes from
-    top_k: [S] int32, 0 is off; top_p: [S] float32, 1 is off; reach: [S] float32, how many binary orders below the likeliest
-        token min-p still lets through, inf is off
+    top_k: [S] int32, 0 is off; top_p: [S] float32, 1 is off; neg_log2_min_p: [S] float32, −log2(min_p), inf is off: min-p
+        keeps tokens at most so many binary orders below the likeliest one
     repetition, frequency, presence: [S] float32; 1, 0, 0 are off
-    held_until: [S] int64, positions below it cannot be one of held_ids: [S, HELD_IDS_MAX] int32, -1 is none
-    counts: [S, V] int32, what the three look at. Bit 0: stands in prompt or output; above it: how often it stands in the output
+    min_tokens_until: [S] int64, below this position no token is one of suppressed_ids: [S, SUPPRESSED_IDS_MAX] int32, -1 none
+    counts: [S, V] int32, for the three penalties. Bit 0: stands in prompt or output; above it: its number in the output
     rules: [S] int32, the row of bias that a slot uses, -1 none. bias: [Q, V] float32, added to the logits; -inf forbids
     floats, ints, longs: the columns of one number in the tables that they are rows of, so that a slot is written in few copies:
-        scale, top_p, reach, repetition, frequency, presence; top_k, rules; streams, held_until
+        scale, top_p, neg_log2_min_p, repetition, frequency, presence; top_k, rules; streams, min_tokens_until
     """
 
     scale: torch.Tensor
     streams: torch.Tensor
     top_k: torch.Tensor
     top_p: torch.Tensor
-    reach: torch.Tensor
+    neg_log2_min_p: torch.Tensor
     repetition: torch.Tensor
     frequency: torch.Tensor
     presence: torch.Tensor
-    held_until: torch.Tensor
-    held_ids: torch.Tensor
+    min_tokens_until: torch.Tensor
+    suppressed_ids: torch.Tensor
     counts: torch.Tensor
     rules: torch.Tensor
     bias: torch.Tensor
@@ -53,20 +53,20 @@ class SamplingColumns:
 
         floats = table(torch.float32, 0.0, 1.0, float("inf"), 1.0, 0.0, 0.0)
         ints, longs = table(torch.int32, 0, -1), table(torch.int64, 0, 0)
-        scale, top_p, reach, repetition, frequency, presence = floats.unbind(0)
+        scale, top_p, neg_log2_min_p, repetition, frequency, presence = floats.unbind(0)
         top_k, rules = ints.unbind(0)
-        streams, held_until = longs.unbind(0)
+        streams, min_tokens_until = longs.unbind(0)
         return cls(
             scale=scale,
             streams=streams,
             top_k=top_k,
             top_p=top_p,
-            reach=reach,
+            neg_log2_min_p=neg_log2_min_p,
             repetition=repetition,
             frequency=frequency,
             presence=presence,
-            held_until=held_until,
-            held_ids=torch.full((num_slots, HELD_IDS_MAX), -1, dtype=torch.int32, device=device),
+            min_tokens_until=min_tokens_until,
+            suppressed_ids=torch.full((num_slots, SUPPRESSED_IDS_MAX), -1, dtype=torch.int32, device=device),
             counts=_zeros(num_slots, vocab_size, torch.int32, device),
             rules=rules,
             bias=_zeros(max(1, num_rules), vocab_size, torch.float32, device),

@@ -50,7 +50,7 @@ def columns_of(settings: Sequence[dict[str, float]], vocab: int, device: torch.d
         columns.streams[slot] = (slot + 1) * STREAM
         columns.top_k[slot] = int(each.get("top_k", 0))
         columns.top_p[slot] = each.get("top_p", 1.0)
-        columns.reach[slot] = -math.log2(each["min_p"]) if "min_p" in each else math.inf
+        columns.neg_log2_min_p[slot] = -math.log2(each["min_p"]) if "min_p" in each else math.inf
     return columns
 
 

@@ -39,7 +39,7 @@ class JoinedLayers:
         self._residual = torch.empty(sequence.max_rows, hidden_size)
         self._inputs = _room(inputs, sequence.max_rows, len(kv_caches[0]))
         with sequence.recording():
-            self._hidden = through(self._residual, self._inputs, kv_caches, sequence.turn)
+            self._hidden = through(self._residual, self._inputs, kv_caches, sequence.next_layer)
 
     def __call__(self, residual: torch.Tensor, inputs: BatchInputs) -> torch.Tensor:
         """residual: [T, hidden], as it was embedded → [T, hidden], good until the next call"""

@@ -87,10 +87,10 @@ class PagedDecoder:
         return workspaces
 
     @property
-    def queries_together(self) -> int:
-        """Of how many consecutive tokens of a request at most the queries should be attended as one, each a row of a step."""
+    def max_verify_group(self) -> int:
+        """How many consecutive tokens of a request are attended as one group of queries at most, each a row of a step."""
         table = operations(self._device, batch_invariant=self.batch_invariant)
-        return min(table.queries_together(shape, self.kv_caches[0].dtype, self._device) for shape in self.attention_shapes)
+        return min(table.max_verify_group(shape, self.kv_caches[0].dtype, self._device) for shape in self.attention_shapes)
 
     def prepare(self, rows: Sequence[InputRow]) -> BatchInputs:
         """Tensors of one pass over `rows`."""
@@ -103,13 +103,13 @@ class PagedDecoder:
         """Makes room for operations that are recorded, None where the way to attend is not among them. All take the same
         memory: of two records one is over when the other runs."""
         table = operations(self._device, self.dtype)
-        pages = all(table.pages(shape, self.kv_caches[0].dtype) for shape in self.attention_shapes)
+        pages = all(table.supports_paged(shape, self.kv_caches[0].dtype) for shape in self.attention_shapes)
         return self._beside if pages and table.sequence is not None else None
 
     def _beside(self, max_rows: int) -> RecordedOperations:
         make = operations(self._device, self.dtype).sequence
         assert make is not None, "operations of this device are not recorded"
-        recorded = make(max_rows) if self._recorded is None else self._recorded.beside(max_rows)
+        recorded = make(max_rows) if self._recorded is None else self._recorded.sharing_buffers(max_rows)
         self._recorded = recorded
         return recorded
 

@@ -48,7 +48,7 @@ class RecordedSteps:
             operations = self._sequence(self._max_rows)
             try:
                 with operations.recording():
-                    logits = self._compute(self._max_rows, kind, operations.turn)
+                    logits = self._compute(self._max_rows, kind, operations.next_layer)
                 self._records[kind] = Record(operations, logits)
             except ops.NotRecordable:
                 self._records[kind] = None

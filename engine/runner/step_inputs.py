@@ -45,7 +45,7 @@ class StepInputs:
         self.block_tables = torch.zeros(max_rows, num_columns, dtype=torch.int32, device=device)  # of rows, or of groups
         self._group_lens = torch.zeros(max_rows, dtype=torch.int32, device=device)
         self._group_starts = torch.zeros(max_rows + 1, dtype=torch.int32, device=device)  # among the rows
-        self._together = decoder.queries_together
+        self._max_verify_group = decoder.max_verify_group
         self._written: tuple[Sequence[int], int] = (), 0  # the last slots of `write_rows`, while they stand in `rows`
         self._state = state
         self._block_size = block_size
@@ -71,8 +71,8 @@ class StepInputs:
         padded = [[*column, *[value] * num_padded] for column, value in zip(columns, PADDING, strict=True)]
         inputs = [self.rows, self.token_ids, self.positions, self.slot_mapping, self.context_lens]
         owners = padded[0]
-        if self._together > 1:
-            owners, *groups = row_groups(padded[0], padded[-1], self._together)
+        if self._max_verify_group > 1:
+            owners, *groups = row_groups(padded[0], padded[-1], self._max_verify_group)
             padded += groups
             inputs += [self._group_lens, self._group_starts[1:]]
         table = np.array([owners, *padded])
@@ -110,10 +110,10 @@ class StepInputs:
         `has_guesses`: as `write` has left them."""
         positions, tables = self.positions[:size], self.block_tables[:size]
         lens, plan = self.context_lens[:size], partial(ops.PagedPlan, num_decodes=size)
-        if has_guesses and self._together > 1:
+        if has_guesses and self._max_verify_group > 1:
             starts = self._group_starts[: size + 1]
             lens = self._group_lens[:size]
-            plan = partial(ops.PagedPlan, num_decodes=0, query_starts=starts, max_query_len=self._together)
+            plan = partial(ops.PagedPlan, num_decodes=0, query_starts=starts, max_query_len=self._max_verify_group)
         return BatchInputs(
             token_ids=self.token_ids[:size],
             positions=positions,

@@ -16,7 +16,7 @@ from engine.memory.needs import BIAS_ROWS
 from engine.protocol import SamplingParams
 from engine.sampling import scores
 from engine.sampling.host_masks import needs_masks
-from engine.sampling.logits_filters import is_greedy, reach_of, scale_of
+from engine.sampling.logits_filters import is_greedy, neg_log2_min_p_of, scale_of
 from engine.sampling.logits_rules import FORBIDDEN, changes_logits, has_penalties
 from engine.sampling.randomness import signed, stream
 from engine.scheduling.request import Request
@@ -115,12 +115,12 @@ class ColumnSampler:
         index = ops.send(slots, torch.int64, self._device)
         params = [request.sampling for request in requests]
         held = [sorted(request.stop_ids) if request.sampling.min_tokens > 0 else [] for request in requests]
-        held = [ids if len(ids) <= ops.HELD_IDS_MAX else [] for ids in held]
+        held = [ids if len(ids) <= ops.SUPPRESSED_IDS_MAX else [] for ids in held]
         c = self.columns
         floats = [
             [scale_of(p) for p in params],
             [p.top_p for p in params],
-            [reach_of(p) for p in params],
+            [neg_log2_min_p_of(p) for p in params],
             [p.repetition_penalty for p in params],
             [p.frequency_penalty for p in params],
             [p.presence_penalty for p in params],
@@ -135,8 +135,8 @@ class ColumnSampler:
         ]
         for table, values in ((c.floats, floats), (c.ints, ints), (c.longs, longs)):
             table.index_copy_(1, index, ops.send(values, table.dtype, self._device))
-        held_ids = [ids + [-1] * (ops.HELD_IDS_MAX - len(ids)) for ids in held]
-        c.held_ids.index_copy_(0, index, ops.send(held_ids, torch.int32, self._device))
+        suppressed_ids = [ids + [-1] * (ops.SUPPRESSED_IDS_MAX - len(ids)) for ids in held]
+        c.suppressed_ids.index_copy_(0, index, ops.send(suppressed_ids, torch.int32, self._device))
         for slot, request in zip(slots, requests, strict=True):
             sampling = request.sampling
             self._weighs[slot], self._counts[slot] = weighs(sampling), has_penalties(sampling)

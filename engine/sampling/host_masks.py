@@ -14,7 +14,7 @@ import torch
 from engine.grammar.masks import WORD_BITS, GrammarMasks, StepMasks
 from engine.sampling.logits_rules import ForbiddenTokens, SampledRow
 from engine.scheduling.request import Request
-from kernels.ops import HELD_IDS_MAX
+from kernels.ops import SUPPRESSED_IDS_MAX
 
 
 def needs_masks(request: Request) -> bool:
@@ -22,7 +22,7 @@ def needs_masks(request: Request) -> bool:
     sampling = request.sampling
     if sampling.is_guided or any(len(word) > 1 for word in sampling.bad_words_token_ids or ()):
         return True
-    return sampling.min_tokens > 0 and len(request.stop_ids) > HELD_IDS_MAX
+    return sampling.min_tokens > 0 and len(request.stop_ids) > SUPPRESSED_IDS_MAX
 
 
 class HostMasks:

@@ -30,8 +30,8 @@ def scale_of(sampling: SamplingParams) -> float:
     return 0.0 if is_greedy(sampling) else LOG2_E / sampling.temperature
 
 
-def reach_of(sampling: SamplingParams) -> float:
-    """How many binary orders below the likeliest token min-p lets through."""
+def neg_log2_min_p_of(sampling: SamplingParams) -> float:
+    """−log2(min_p): min-p keeps what lies at most so many binary orders below the likeliest token; inf is off."""
     return -math.log2(sampling.min_p) if sampling.min_p > 0.0 else math.inf
 
 

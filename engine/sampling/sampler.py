@@ -24,7 +24,7 @@ from engine.sampling.logits_filters import (
     filtered_candidates,
     is_filtered,
     needs_all_tokens,
-    reach_of,
+    neg_log2_min_p_of,
     scale_of,
     typical_tokens,
 )
@@ -146,7 +146,7 @@ class Sampler:
         filters = plain_sampling.Filters(
             column([max(0, p.top_k) for p in asked], torch.int64, self._device)[:, 0],
             column([p.top_p for p in asked], torch.float32, self._device)[:, 0],
-            column([reach_of(p) for p in asked], torch.float32, self._device)[:, 0],
+            column([neg_log2_min_p_of(p) for p in asked], torch.float32, self._device)[:, 0],
         )
         index = torch.tensor(places, device=self._device)
         everyone = len(places) == len(params)

@@ -29,14 +29,14 @@ _ABOUT = 4e-6  # how far the sum of float32 weights may be from the exact one, o
 
 
 class Filters(NamedTuple):
-    """Filters of B rows, [B] each: top_k int64 (0 is off), top_p float32 (1 is off), reach float32 (inf is off)."""
+    """Filters of B rows, [B] each: top_k int64 (0 is off), top_p float32 (1 is off), neg_log2_min_p float32 (inf is off)."""
 
     top_k: torch.Tensor
     top_p: torch.Tensor
-    reach: torch.Tensor
+    neg_log2_min_p: torch.Tensor
 
     def rows(self, index: torch.Tensor | list[int]) -> Filters:
-        return Filters(self.top_k[index], self.top_p[index], self.reach[index])
+        return Filters(self.top_k[index], self.top_p[index], self.neg_log2_min_p[index])
 
 
 class Candidates(NamedTuple):
@@ -183,7 +183,7 @@ def _candidates(logits: torch.Tensor, scale: torch.Tensor, filters: Filters, cou
         is_open |= has_top_p & short[:, -1]
         cut = short.sum(dim=-1, keepdim=True).clamp_(max=count - 1)
         kept &= (distance <= distance.gather(1, cut)) | ~has_top_p[:, None]
-    kept &= orders <= filters.reach[:, None]
+    kept &= orders <= filters.neg_log2_min_p[:, None]
     is_open |= kept[:, -1]  # equals of the last one, or whatever lies behind it
     rows = torch.arange(len(logits), device=logits.device)
     return Candidates(rows, ids, values, kept), is_open
@@ -241,7 +241,7 @@ def sampling_workspace(max_rows: int, vocab_size: int, device: torch.device) -> 
 def _adjust(
     values: torch.Tensor, slots: list[int], positions: list[int], columns: SamplingColumns, masks: torch.Tensor | None
 ) -> None:
-    """Penalties, bias, what is held back and the grammar, in place; what is NaN or +inf becomes +inf. values: [B, V]"""
+    """Penalties, bias, suppressed ids and the grammar, in place; what is NaN or +inf becomes +inf. values: [B, V]"""
     bad = values.isnan() | (values == _INFINITE)
     for row, (slot, position) in enumerate(zip(slots, positions, strict=True)):
         factor, often, once = columns.repetition[slot], columns.frequency[slot], columns.presence[slot]
@@ -253,8 +253,8 @@ def _adjust(
         rule = int(columns.rules[slot])
         if rule >= 0:
             values[row] += columns.bias[rule]
-        if position < int(columns.held_until[slot]):
-            held = columns.held_ids[slot]
+        if position < int(columns.min_tokens_until[slot]):
+            held = columns.suppressed_ids[slot]
             values[row].index_fill_(0, held[held >= 0].long(), -_INFINITE)
     if masks is not None:
         ids = torch.arange(values.shape[1], device=values.device)
@@ -267,9 +267,9 @@ def _sample(values: torch.Tensor, slots: torch.Tensor, positions: torch.Tensor, 
     maxima, chosen = largest(values)
     usable = maxima.isfinite()
     scale = columns.scale[slots]
-    filters = Filters(columns.top_k[slots].long(), columns.top_p[slots], columns.reach[slots])
+    filters = Filters(columns.top_k[slots].long(), columns.top_p[slots], columns.neg_log2_min_p[slots])
     is_plain = ((filters.top_k == 0) | (filters.top_k >= values.shape[1])) & (filters.top_p >= 1)
-    is_plain &= filters.reach == _INFINITE
+    is_plain &= filters.neg_log2_min_p == _INFINITE
     draws = usable & (scale > 0)
     keys = gumbel.keys(columns.streams[slots], positions)
     whole = (draws & is_plain).nonzero()[:, 0]

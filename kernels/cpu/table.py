@@ -19,7 +19,7 @@ from kernels.cpu.token_counts import count_tokens
 from kernels.operations import Operations
 
 OPERATIONS = Operations(
-    words="torch operations",
+    description="torch operations",
     embed=embed,
     rotation_rows=rotation_rows,
     rms_norm=rms_norm,
@@ -54,5 +54,5 @@ OPERATIONS = Operations(
     copy_blocks=copy_blocks,
     gather_blocks=gather_blocks,
     scatter_blocks=scatter_blocks,
-    pages=lambda _shape, _kv_dtype: False,  # gathered rows and torch's fused attention are faster
+    supports_paged=lambda _shape, _kv_dtype: False,  # gathered rows and torch's fused attention are faster
 )

@@ -34,7 +34,7 @@ def sample(
 def adjusted(
     logits: torch.Tensor, slot: int, position: int, columns: SamplingColumns, mask: torch.Tensor | None
 ) -> torch.Tensor:
-    """One row after penalties, bias, what is held back and the grammar: [V]. What is not finite above stays so."""
+    """One row after penalties, bias, suppressed ids and the grammar: [V]. What is not finite above stays so."""
     values = logits.clone()
     seen, times = columns.counts[slot] & 1, columns.counts[slot] >> 1
     factor = columns.repetition[slot]
@@ -44,8 +44,8 @@ def adjusted(
     rule = int(columns.rules[slot])
     if rule >= 0:
         values = values + columns.bias[rule]
-    if position < int(columns.held_until[slot]):
-        held = columns.held_ids[slot]
+    if position < int(columns.min_tokens_until[slot]):
+        held = columns.suppressed_ids[slot]
         values[held[held >= 0].long()] = -math.inf
     if mask is not None:
         ids = torch.arange(len(values), device=values.device)
@@ -63,7 +63,7 @@ def _sample_row(
     scale = columns.scale[slot]
     if scale == 0:
         return int((values == largest).nonzero()[0])
-    kept = keep(largest - values, scale, int(columns.top_k[slot]), columns.top_p[slot], columns.reach[slot])
+    kept = keep(largest - values, scale, int(columns.top_k[slot]), columns.top_p[slot], columns.neg_log2_min_p[slot])
     key = gumbel.keys(columns.streams[slot][None], position[None])
     ids = torch.arange(len(values), device=values.device)
     score = values * scale + gumbel.noise(key, ids[None])[0]
@@ -71,7 +71,9 @@ def _sample_row(
     return int((score == score.max()).nonzero()[0])
 
 
-def keep(distance: torch.Tensor, scale: torch.Tensor, top_k: int, top_p: torch.Tensor, reach: torch.Tensor) -> torch.Tensor:
+def keep(
+    distance: torch.Tensor, scale: torch.Tensor, top_k: int, top_p: torch.Tensor, neg_log2_min_p: torch.Tensor
+) -> torch.Tensor:
     """Which tokens the filters leave: [V] bool. Equals stand or fall together.
 
     distance: [V] ≥ 0, how far a logit lies below the largest. top-k first, then the smallest set whose weight reaches top_p
@@ -87,4 +89,4 @@ def keep(distance: torch.Tensor, scale: torch.Tensor, top_k: int, top_p: torch.T
         reached = weight[order].cumsum(0) >= target
         if reached.any():
             within = within & (distance <= distance[order][reached.int().argmax()])
-    return within & (distance * scale <= reach)
+    return within & (distance * scale <= neg_log2_min_p)

@@ -38,7 +38,7 @@ class Launch:
         self._rows_at, self._num_floats = rows_at, num_floats
 
     def __call__(self, work: int, *arguments: float) -> None:
-        """Run it, on as many threads as `work` is worth, or put it down in the sequence that is being recorded."""
+        """Run it, on as many threads as `work` is worth, or record it in the sequence that is being recorded."""
         sequence = _recording.sequence
         if sequence is not None:
             first = len(arguments) - self._num_floats
@@ -49,7 +49,7 @@ class Launch:
 
 
 class _Recording(local):
-    """Of each thread the sequence that it is recording, if any."""
+    """The sequence that each thread is recording, if any."""
 
     sequence: OperationSequence | None = None
 
@@ -66,34 +66,34 @@ def new(*shape: int) -> torch.Tensor:
 _BEFORE = 2
 
 
-class Places:
-    """Where tensors of sequences are that run one at a time, by turns and in order, and what has to stay where it is."""
+class ScratchBuffers:
+    """Memory of the tensors of sequences, of which one runs at a time: by layer and in order, and tensors that torch made."""
 
     def __init__(self) -> None:
-        self.pages: tuple[list[torch.Tensor], ...] = [], [], []  # two by turns, and what was made before the first turn
+        self.layers: tuple[list[torch.Tensor], ...] = [], [], []  # two by turns, and what was made before the first layer
         self.kept: list[torch.Tensor] = []
 
 
 class OperationSequence:
     """Operations over up to `max_rows` rows, one after the other."""
 
-    def __init__(self, max_rows: int, places: Places | None = None) -> None:
+    def __init__(self, max_rows: int, buffers: ScratchBuffers | None = None) -> None:
         self.max_rows = max_rows
-        self._places = places or Places()
+        self._buffers = buffers or ScratchBuffers()
         self._lines: list[list[int]] = []
         self._row_cells: list[int] = []
         self._cells = np.zeros(0, dtype=np.int64)
         self._table = np.zeros((0, LINE), dtype=np.int64)
         self._address = 0
-        self._page, self._place = _BEFORE, 0
+        self._layer, self._next = _BEFORE, 0
         self._team, self._threads, self._num_rows = pool(), 0, 0
 
     @contextmanager
     def recording(self) -> Iterator[None]:
-        """What is called meanwhile, with tensors of `max_rows` rows, is put down and not run. Raises `NotRecordable`."""
+        """Record the operations called in this context, with tensors of `max_rows` rows, unrun. Raises `NotRecordable`."""
         _recording.sequence = self
         try:
-            with _NothingComputed(self._places.kept):
+            with _NothingComputed(self._buffers.kept):
                 yield
         finally:
             _recording.sequence = None
@@ -101,27 +101,26 @@ class OperationSequence:
         self._cells = np.array(self._row_cells, dtype=np.int64)
         self._address = self._table.ctypes.data
 
-    def beside(self, max_rows: int) -> OperationSequence:
-        """Room for other operations in the places of these: what the ones leave is gone when the others have run."""
-        return OperationSequence(max_rows, self._places)
+    def sharing_buffers(self, max_rows: int) -> OperationSequence:
+        """A record of other operations in the same buffers: results of the ones are overwritten when the others run."""
+        return OperationSequence(max_rows, self._buffers)
 
-    def turn(self) -> None:
-        """Tensors made from here on take the places of those that were made between the two turns before this one. Those from
-        before the first turn stay."""
-        self._page, self._place = 0 if self._page == _BEFORE else 1 - self._page, 0
+    def next_layer(self) -> None:
+        """Begin a layer, whose tensors overwrite those of the layer before the last one; those made before any layer stay."""
+        self._layer, self._next = 0 if self._layer == _BEFORE else 1 - self._layer, 0
 
     def new(self, shape: Sequence[int]) -> torch.Tensor:
-        """A tensor of this page: what stood in its place before, where that is large enough."""
-        page, size = self._places.pages[self._page], math.prod(shape)
-        if self._place == len(page):
-            page.append(torch.empty(size))
-        elif page[self._place].numel() < size:
-            page[self._place] = torch.empty(size)
-        self._place += 1
-        return page[self._place - 1][:size].view(shape)
+        """An uninitialised tensor of this layer, in the next of its buffers where that is large enough."""
+        buffers, size = self._buffers.layers[self._layer], math.prod(shape)
+        if self._next == len(buffers):
+            buffers.append(torch.empty(size))
+        elif buffers[self._next].numel() < size:
+            buffers[self._next] = torch.empty(size)
+        self._next += 1
+        return buffers[self._next - 1][:size].view(shape)
 
     def add(self, address: int, rows_at: int, numbers: list[Any]) -> None:
-        """Put down an operation with its arguments, floats as `threads.bits` makes them."""
+        """Record an operation with its arguments, floats as `threads.bits` makes them."""
         assert _ARGUMENTS + len(numbers) <= LINE, "an operation with more arguments than a line has"
         self._row_cells.append(len(self._lines) * LINE + _ARGUMENTS + rows_at)
         self._lines.append([address, 0, 1, *numbers, *[0] * (LINE - _ARGUMENTS - len(numbers))])

@@ -17,7 +17,7 @@ import numba
 import torch
 
 from kernels.gumbel import NO_TOKEN
-from kernels.sampling_columns import HELD_IDS_MAX, SamplingColumns
+from kernels.sampling_columns import SUPPRESSED_IDS_MAX, SamplingColumns
 from kernels.simd.compiling import entry, part, task
 from kernels.simd.gumbel import gumbel_noise, key_of, times, weights
 from kernels.simd.launching import Launch
@@ -40,9 +40,9 @@ from kernels.simd.vectors import (
     where_less,
 )
 
-_SCALE, _TOP_P, _REACH, _REPETITION, _FREQUENCY, _PRESENCE = range(6)
+_SCALE, _TOP_P, _NEG_LOG2_MIN_P, _REPETITION, _FREQUENCY, _PRESENCE = range(6)
 _TOP_K, _RULE = range(2)
-_STREAM, _HELD_UNTIL = range(2)
+_STREAM, _MIN_TOKENS_UNTIL = range(2)
 
 _INFINITE = math.inf
 _RANGES = 2048
@@ -135,7 +135,7 @@ def _limit(distances, weighed, size, target):
 
 
 @part
-def _gumbel_max(x, size, scale, key, most, limit, reach):
+def _gumbel_max(x, size, scale, key, most, limit, neg_log2_min_p):
     """The token drawn among those that lie no farther below the largest logit than the limits."""
     lowest = _splat(-_INFINITE)
     best, places = lowest, _splat(-1.0)
@@ -144,14 +144,14 @@ def _gumbel_max(x, size, scale, key, most, limit, reach):
         score = times(value, scale) + gumbel_noise(i, key)
         distance = _splat(most) - value
         score = where_less(_splat(limit), distance, lowest, score)
-        score = where_less(_splat(reach), times(distance, scale), lowest, score)
+        score = where_less(_splat(neg_log2_min_p), times(distance, scale), lowest, score)
         places = where_less(best, score, _splat(i), places)
         best = where_less(best, score, score, best)
     return _winner(best, places)
 
 
 @part
-def _drawn(x, size, most, scale, top_k, top_p, reach, key, room):
+def _drawn(x, size, most, scale, top_k, top_p, neg_log2_min_p, key, room):
     """Room is for two rows."""
     limit = numba.float32(_INFINITE)
     if (0 < top_k < size) or top_p < 1:
@@ -162,7 +162,7 @@ def _drawn(x, size, most, scale, top_k, top_p, reach, key, room):
         if top_p < 1:
             target = math.ceil(numba.float64(top_p) * numba.float64(_total_weight(room, weighed, size, limit)))
             limit = min(limit, _limit(room, weighed, size, max(1, numba.int64(target))))
-    return _gumbel_max(x, size, scale, key, most, limit, reach)
+    return _gumbel_max(x, size, scale, key, most, limit, neg_log2_min_p)
 
 
 @part
@@ -201,7 +201,7 @@ def _rows(a):
     logits, stride, size, slots = argument(a, 0), argument(a, 1), argument(a, 2), argument(a, 3)
     positions, position_bytes = argument(a, 4), argument(a, 5)
     floats, ints, longs, columns = argument(a, 6), argument(a, 7), argument(a, 8), argument(a, 9)
-    held_ids, counts, bias = argument(a, 10), argument(a, 11), argument(a, 12)
+    suppressed_ids, counts, bias = argument(a, 10), argument(a, 11), argument(a, 12)
     masks, mask_stride, rooms, num_rooms = argument(a, 13), argument(a, 14), argument(a, 15), argument(a, 16)
     out, num_rows = argument(a, 17), argument(a, 18)
     thread, threads = member(a)
@@ -217,17 +217,17 @@ def _rows(a):
         repetition, frequency = get(floats, _REPETITION * columns + slot), get(floats, _FREQUENCY * columns + slot)
         presence, rule = get(floats, _PRESENCE * columns + slot), get_int32(ints, _RULE * columns + slot)
         is_penalised = repetition != 1 or frequency != 0 or presence != 0
-        is_held = position < get_int64(longs, _HELD_UNTIL * columns + slot)
-        if is_penalised or rule >= 0 or is_held or masks:
+        is_suppressed = position < get_int64(longs, _MIN_TOKENS_UNTIL * columns + slot)
+        if is_penalised or rule >= 0 or is_suppressed or masks:
             _change(
                 x, room, size, repetition, frequency, presence,
                 counts + slot * size * BYTES if is_penalised else 0, bias + rule * size * BYTES if rule >= 0 else 0,
             )  # fmt: skip
             x = room
-            if is_held:
-                for index in range(slot * HELD_IDS_MAX, (slot + 1) * HELD_IDS_MAX):
-                    if get_int32(held_ids, index) >= 0:
-                        _forbid(x, get_int32(held_ids, index))
+            if is_suppressed:
+                for index in range(slot * SUPPRESSED_IDS_MAX, (slot + 1) * SUPPRESSED_IDS_MAX):
+                    if get_int32(suppressed_ids, index) >= 0:
+                        _forbid(x, get_int32(suppressed_ids, index))
             if masks:
                 _forbid_by_mask(x, size, masks + row * mask_stride * BYTES)
         token = _first_largest(x, size)
@@ -236,7 +236,7 @@ def _rows(a):
             key = key_of(get_int64(longs, _STREAM * columns + slot), position)
             token = _drawn(
                 x, size, get(x, token), scale, get_int32(ints, _TOP_K * columns + slot), get(floats, _TOP_P * columns + slot),
-                get(floats, _REACH * columns + slot), key, room + size * BYTES,
+                get(floats, _NEG_LOG2_MIN_P * columns + slot), key, room + size * BYTES,
             )  # fmt: skip
         put_int64(out, row, token)
 
@@ -244,12 +244,12 @@ def _rows(a):
 @entry(22)
 def _run(
     pool, threads, task, logits, stride, size, slots, positions, position_bytes, floats, ints, longs, columns,
-    held_ids, counts, bias, masks, mask_stride, rooms, num_rooms, out, num_rows,
+    suppressed_ids, counts, bias, masks, mask_stride, rooms, num_rooms, out, num_rows,
 ):  # fmt: skip
     run(
         pool, threads, task,
         (logits, stride, size, slots, positions, position_bytes, floats, ints, longs, columns,
-         held_ids, counts, bias, masks, mask_stride, rooms, num_rooms, out, num_rows),
+         suppressed_ids, counts, bias, masks, mask_stride, rooms, num_rooms, out, num_rows),
     )  # fmt: skip
 
 
@@ -297,7 +297,7 @@ def sample(
         columns.ints.data_ptr(),
         columns.longs.data_ptr(),
         columns.floats.stride(0),
-        columns.held_ids.data_ptr(),
+        columns.suppressed_ids.data_ptr(),
         columns.counts.data_ptr(),
         columns.bias.data_ptr(),
         0 if masks is None else masks.data_ptr(),

@@ -58,7 +58,7 @@ def _paged_prefill(
 
 OPERATIONS = replace(
     plain.OPERATIONS,
-    words=f"Numba kernels, {LANES} float32 lanes, " + ("torch's threads" if pool().address else "one thread"),
+    description=f"Numba kernels, {LANES} float32 lanes, " + ("torch's threads" if pool().address else "one thread"),
     embed=embed,
     rotation_rows=rotation_rows,
     rms_norm=rms_norm,
@@ -72,7 +72,7 @@ OPERATIONS = replace(
     prepare_decode=prepare_decode,
     advance_slots=advance_slots,
     count_tokens=count_tokens,
-    pages=_suits,
+    supports_paged=_suits,
     is_row_invariant=True,
     sequence=OperationSequence,
     score_tokens=score_tokens,

@@ -119,8 +119,8 @@ def shape_splits(shape: AttentionShape, max_blocks: int, tiling: DecodeTiling) -
     return max_splits(num_tokens, tiling.split)
 
 
-def queries_together(shape: AttentionShape, kv_dtype: torch.dtype, device: torch.device) -> int:
-    """How many consecutive queries of a request are best attended together, where each could be a decode of its own: as many as
+def max_verify_group(shape: AttentionShape, kv_dtype: torch.dtype, device: torch.device) -> int:
+    """The most consecutive queries of a request to attend as one group, where each could be a decode of its own: as many as
     leave a multiprocessor two programs, one of which computes while the other waits; the fewest at least, as each tile of
     queries reads all of their context."""
     few, *more = SPLIT_QUERIES

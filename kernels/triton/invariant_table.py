@@ -56,7 +56,7 @@ ROWS = 64
 
 OPERATIONS = replace(
     BY_BATCH,
-    words="Triton kernels, every row in tiles of its own order",
+    description="Triton kernels, every row in tiles of its own order",
     bind_experts=partial(bind_experts, rows_each=ROWS),
     pack_linear=InvariantProduct,
     linear_add=None,
@@ -64,7 +64,7 @@ OPERATIONS = replace(
     paged_decode=paged_decode,
     paged_prefill=paged_prefill,
     decode_workspace=decode_workspace,
-    queries_together=lambda *_: 1,
+    max_verify_group=lambda *_: 1,
     bind_greedy_head=None,
     is_row_invariant=True,
 )

@@ -4,7 +4,7 @@ Formula. x' = logits after the slot's rules; a greedy row takes the largest x', 
 drawn by Gumbel-max (`kernels.gumbel`): argmax over kept tokens of x' · scale + noise(seed, position, token), scale = log2(e) /
 temperature.
 Kept: the top_k largest x'; of these the smallest set of largest x' whose weights reach top_p of theirs; of these what lies at
-most `reach` binary orders below the largest. Equals stand or fall together.
+most −log2(min_p) binary orders below the largest. Equals stand or fall together.
 Sources: Gumbel-max of arXiv 1611.00712, section 2. Thresholds instead of sorts as in FlashInfer (arXiv
 2501.01005) and Triton samplers of others; here the exact threshold is searched, on the bits of the distance from the largest
 logit, which are ordered as the distances are.
@@ -44,13 +44,13 @@ NUM_WARPS = 8
 
 
 @triton.jit
-def _filters(slot, V, scales, top_ks, top_ps, reaches):
-    """scale, top_k (0: off), top_p, reach of a slot, and whether its row is finished by `scan`."""
+def _filters(slot, V, scales, top_ks, top_ps, neg_log2_min_ps):
+    """scale, top_k (0: off), top_p, neg_log2_min_p of a slot, and whether its row is finished by `scan`."""
     scale, top_k, top_p = tl.load(scales + slot), tl.load(top_ks + slot), tl.load(top_ps + slot)
-    reach = tl.load(reaches + slot)
+    neg_log2_min_p = tl.load(neg_log2_min_ps + slot)
     top_k = tl.where(top_k < V, top_k, 0)
-    is_plain = (scale == 0.0) | ((top_k == 0) & (top_p >= 1.0) & (reach == float("inf")))
-    return scale, top_k, top_p, reach, is_plain
+    is_plain = (scale == 0.0) | ((top_k == 0) & (top_p >= 1.0) & (neg_log2_min_p == float("inf")))
+    return scale, top_k, top_p, neg_log2_min_p, is_plain
 
 
 @triton.jit
@@ -65,7 +65,8 @@ def _largest(group_maxima_row, G, GROUPS_PADDED: tl.constexpr):
 @triton.jit(do_not_specialize=["masks_stride", "G", "tiles"], do_not_specialize_on_alignment=["positions"])
 def scan_kernel(
     logits, slots, positions, masks, group_maxima, best_scores, best_tokens,
-    scales, streams, top_ks, top_ps, reaches, repetition, frequency, presence, counts, held_until, held_ids, rules, bias,
+    scales, streams, top_ks, top_ps, neg_log2_min_ps, repetition, frequency, presence, counts,
+    min_tokens_until, suppressed_ids, rules, bias,
     logits_stride, masks_stride, V, G, tiles,
 ):  # fmt: skip
     """Program (row, split): the largest logit of each group of its part, and the winner of it where nothing filters."""
@@ -73,9 +74,9 @@ def scan_kernel(
     slot = tl.load(slots + row)
     if slot >= 0:
         position = tl.load(positions + row)
-        scale, _top_k, _top_p, _reach, is_plain = _filters(slot, V, scales, top_ks, top_ps, reaches)
+        scale, _top_k, _top_p, _neg_log2_min_p, is_plain = _filters(slot, V, scales, top_ks, top_ps, neg_log2_min_ps)
         key = noise_key(tl.load(streams + slot), position, 0)
-        columns = (repetition, frequency, presence, counts, held_until, held_ids, rules, bias)
+        columns = (repetition, frequency, presence, counts, min_tokens_until, suppressed_ids, rules, bias)
         request = (row, slot, position, V, columns, masks, masks_stride)
         logits_row = logits + row.to(tl.int64) * logits_stride
         best, best_token = float("-inf"), 0x7FFFFFFF
@@ -103,7 +104,8 @@ def scan_kernel(
 @triton.jit(do_not_specialize=["masks_stride", "G", "tiles"], do_not_specialize_on_alignment=["positions"])
 def weigh_kernel(
     logits, slots, positions, masks, group_maxima, weights,
-    scales, top_ks, top_ps, reaches, repetition, frequency, presence, counts, held_until, held_ids, rules, bias,
+    scales, top_ks, top_ps, neg_log2_min_ps, repetition, frequency, presence, counts,
+    min_tokens_until, suppressed_ids, rules, bias,
     logits_stride, masks_stride, V, G, tiles,
     GROUPS_PADDED: tl.constexpr,
 ):  # fmt: skip
@@ -111,10 +113,10 @@ def weigh_kernel(
     row, split = tl.program_id(0), tl.program_id(1)
     slot = tl.load(slots + row)
     if slot >= 0:
-        scale, top_k, top_p, _reach, is_plain = _filters(slot, V, scales, top_ks, top_ps, reaches)
+        scale, top_k, top_p, _neg_log2_min_p, is_plain = _filters(slot, V, scales, top_ks, top_ps, neg_log2_min_ps)
         if (not is_plain) & (top_k == 0) & (top_p < 1.0):
             position = tl.load(positions + row)
-            columns = (repetition, frequency, presence, counts, held_until, held_ids, rules, bias)
+            columns = (repetition, frequency, presence, counts, min_tokens_until, suppressed_ids, rules, bias)
             request = (row, slot, position, V, columns, masks, masks_stride)
             _maxima, largest, is_finite = _largest(group_maxima + row.to(tl.int64) * G, G, GROUPS_PADDED)
             total = tl.zeros([GROUPS], tl.int64)
@@ -133,7 +135,8 @@ def weigh_kernel(
 @triton.jit(do_not_specialize=["masks_stride", "G", "num_splits"], do_not_specialize_on_alignment=["positions"])
 def choose_kernel(
     logits, slots, positions, masks, group_maxima, best_scores, best_tokens, weights, groups, listed_logits, listed_ids, out,
-    scales, streams, top_ks, top_ps, reaches, repetition, frequency, presence, counts, held_until, held_ids, rules, bias,
+    scales, streams, top_ks, top_ps, neg_log2_min_ps, repetition, frequency, presence, counts,
+    min_tokens_until, suppressed_ids, rules, bias,
     logits_stride, masks_stride, V, G, num_splits,
     GROUPS_PADDED: tl.constexpr, SPLITS: tl.constexpr, LISTED: tl.constexpr,
 ):  # fmt: skip
@@ -143,7 +146,7 @@ def choose_kernel(
     token = slot * 0 + _NO_TOKEN
     if slot >= 0:
         maxima, largest, is_finite = _largest(group_maxima + row.to(tl.int64) * G, G, GROUPS_PADDED)
-        scale, top_k, top_p, reach, is_plain = _filters(slot, V, scales, top_ks, top_ps, reaches)
+        scale, top_k, top_p, neg_log2_min_p, is_plain = _filters(slot, V, scales, top_ks, top_ps, neg_log2_min_ps)
         split = tl.arange(0, SPLITS)
         place = row * num_splits + split
         if is_finite & is_plain:
@@ -152,13 +155,13 @@ def choose_kernel(
             token = tl.min(tl.where(score == tl.max(score, 0), winner, NOBODY), 0)
         elif is_finite:
             position = tl.load(positions + row)
-            columns = (repetition, frequency, presence, counts, held_until, held_ids, rules, bias)
+            columns = (repetition, frequency, presence, counts, min_tokens_until, suppressed_ids, rules, bias)
             request = (row, slot, position, V, columns, masks, masks_stride)
             total = tl.sum(tl.load(weights + place, mask=split < num_splits, other=0), 0)
             distance = largest - maxima
             bound = group_bound(distance, scale, top_k, top_p, total, G)
             # With top-k the weights of all k count for top-p, those that min-p leaves out too.
-            limit = tl.where(top_k > 0, float("inf"), reach)
+            limit = tl.where(top_k > 0, float("inf"), neg_log2_min_p)
             active = (distance_bits(distance) <= bound) & (distance * scale <= limit)
             groups_row = groups + row.to(tl.int64) * G
             rank = tl.cumsum(active.to(tl.int32), 0) - 1
@@ -169,7 +172,7 @@ def choose_kernel(
             part = (logits + row.to(tl.int64) * logits_stride, groups_row, num_active, largest, request, spread)
             list_place = row.to(tl.int64) * LISTED
             token = filtered_winner(
-                part, scale, top_k, top_p, reach, limit, bound, total, noise_key(tl.load(streams + slot), position, 0),
+                part, scale, top_k, top_p, neg_log2_min_p, limit, bound, total, noise_key(tl.load(streams + slot), position, 0),
                 listed_logits + list_place, listed_ids + list_place, LISTED,
             )  # fmt: skip
     tl.store(out + row, token)
@@ -252,8 +255,8 @@ def sample(
     splits, tiles = _splits(rows, vocab_size, device)
     num_groups, (padded, most_splits) = -(-vocab_size // GROUP.value), padded_sizes(vocab_size)
     c = columns
-    filters = (c.top_k, c.top_p, c.reach)
-    rules = (c.repetition, c.frequency, c.presence, c.counts, c.held_until, c.held_ids, c.rules, c.bias)
+    filters = (c.top_k, c.top_p, c.neg_log2_min_p)
+    rules = (c.repetition, c.frequency, c.presence, c.counts, c.min_tokens_until, c.suppressed_ids, c.rules, c.bias)
     masks_stride = 0 if masks is None else masks.stride(0)
     sizes = (logits.stride(0), masks_stride, vocab_size, num_groups)
     row_inputs = (logits, slots, positions, masks)

@@ -81,7 +81,7 @@ def _read_list(listed_logits, listed_ids, count, LISTED: tl.constexpr):
 
 @triton.jit
 def filtered_winner(
-    part, scale, top_k, top_p, reach, limit, bound, total, key, listed_logits, listed_ids, LISTED: tl.constexpr
+    part, scale, top_k, top_p, neg_log2_min_p, limit, bound, total, key, listed_logits, listed_ids, LISTED: tl.constexpr
 ):
     """The token. `bound` and `limit` exclude what certainly does not pass; `total`: the row's weight where top-k is off."""
     num_active, largest = part[2], part[3]
@@ -112,13 +112,13 @@ def filtered_winner(
     if is_complete:
         value, ids = _read_list(listed_logits, listed_ids, count, LISTED)
         distance = largest - value
-        kept = (distance_bits(distance) <= threshold) & (distance * scale <= reach)
+        kept = (distance_bits(distance) <= threshold) & (distance * scale <= neg_log2_min_p)
         score = tl.where(kept, value * scale + gumbel_noise(noise_bits(key, ids)), float("-inf"))
         best_token = tl.min(tl.where(score == tl.max(score, 0), ids, NOBODY), 0)
     else:
         for first in range(0, num_active, GROUPS):
             ids, value, distance = _listed_tile(part, first)
-            kept = (distance_bits(distance) <= threshold) & (distance * scale <= reach)
+            kept = (distance_bits(distance) <= threshold) & (distance * scale <= neg_log2_min_p)
             best, best_token = gumbel_max_tile(tl.where(kept, value, float("-inf")), ids, scale, key, best, best_token)
     return best_token
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from kernels.sampling_columns import HELD_IDS_MAX
+from kernels.sampling_columns import SUPPRESSED_IDS_MAX
 from kernels.triton.gumbel import gumbel_noise, gumbel_noise_bound, noise_bits
 
 GROUP = tl.constexpr(128)
@@ -15,17 +15,17 @@ program less fits a multiprocessor, and fewer bytes are on their way."""
 
 NOBODY = tl.constexpr(0x7FFFFFFF)  # an id behind every other
 INFINITE = tl.constexpr(0x7F800000)  # the bits of inf
-_HELD = tl.constexpr(HELD_IDS_MAX)
+_SUPPRESSED = tl.constexpr(SUPPRESSED_IDS_MAX)
 
 
 @triton.jit
 def adjusted_logits(raw, ids, inside, request):
-    """raw: logits at `ids` → float32 after penalties, bias, what is held back and the grammar's mask; -inf outside.
+    """raw: logits at `ids` → float32 after penalties, bias, suppressed ids and the grammar's mask; -inf outside.
 
     What is NaN or +inf comes out as +inf whatever the rules say, so that it shows in the largest logit.
     """
     row, slot, position, V, columns, masks, masks_stride = request
-    repetition, frequency, presence, counts, held_until, held_ids, rules, bias = columns
+    repetition, frequency, presence, counts, min_tokens_until, suppressed_ids, rules, bias = columns
     raw = raw.to(tl.float32)
     value = raw
     factor, often, once = tl.load(repetition + slot), tl.load(frequency + slot), tl.load(presence + slot)
@@ -39,9 +39,9 @@ def adjusted_logits(raw, ids, inside, request):
     rule = tl.load(rules + slot)
     if rule >= 0:
         value = value + tl.load(bias + rule.to(tl.int64) * V + ids, mask=inside, other=0.0)
-    if position < tl.load(held_until + slot):
-        for index in tl.static_range(_HELD):
-            value = tl.where(ids == tl.load(held_ids + slot * _HELD + index), float("-inf"), value)
+    if position < tl.load(min_tokens_until + slot):
+        for index in tl.static_range(_SUPPRESSED):
+            value = tl.where(ids == tl.load(suppressed_ids + slot * _SUPPRESSED + index), float("-inf"), value)
     if masks is not None:
         word = tl.load(masks + row.to(tl.int64) * masks_stride + (ids >> 5), mask=inside, other=0)
         value = tl.where(((word >> (ids & 31)) & 1) != 0, value, float("-inf"))

@@ -14,7 +14,7 @@ from kernels.operations import Operations
 from kernels.triton.activation import gelu_tanh_mul, gelu_tanh_mul_fp8, silu_mul, silu_mul_fp8
 from kernels.triton.attention_decode import paged_decode
 from kernels.triton.attention_prefill import paged_prefill
-from kernels.triton.attention_splits import decode_workspace, queries_together
+from kernels.triton.attention_splits import decode_workspace, max_verify_group
 from kernels.triton.bitmask import apply_bitmask
 from kernels.triton.blocks import copy_blocks, gather_blocks, scatter_blocks
 from kernels.triton.decode_inputs import advance_slots, prepare_decode
@@ -30,7 +30,7 @@ from kernels.triton.rope_and_cache import rope_and_cache
 from kernels.triton.token_counts import count_tokens
 
 OPERATIONS = Operations(
-    words="Triton kernels, large products by cuBLAS",
+    description="Triton kernels, large products by cuBLAS",
     embed=embed,
     rotation_rows=rotation_rows,
     rms_norm=rms_norm,
@@ -54,7 +54,7 @@ OPERATIONS = Operations(
     paged_decode=paged_decode,
     paged_prefill=paged_prefill,
     decode_workspace=decode_workspace,
-    queries_together=queries_together,
+    max_verify_group=max_verify_group,
     prepare_decode=prepare_decode,
     advance_slots=advance_slots,
     apply_bitmask=apply_bitmask,

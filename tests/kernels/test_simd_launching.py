@@ -40,7 +40,7 @@ class Layers:
         rows = OPERATIONS.rms_norm(x, self.norms[0], 1e-5)
         for norm, cache, (qkv, out, gate_up, down) in zip(self.norms, self.cache, self.products, strict=True):
             if sequence is not None:
-                sequence.turn()
+                sequence.next_layer()
             heads = qkv(rows).view(-1, 8, 16)
             OPERATIONS.rope_and_cache(heads, cos, sin, cache, slots, num_kv_heads=2, rotary_dim=16)
             attended = OPERATIONS.paged_decode(heads[:, :4], cache, tables, lens, SHAPE)
@@ -115,7 +115,7 @@ def test_layers_take_the_memory_of_those_before_the_last_one() -> None:
     sequence, places = OperationSequence(4), []
     with sequence.recording():
         for _ in range(4):
-            sequence.turn()
+            sequence.next_layer()
             x = OPERATIONS.rms_norm(x, weight, 1e-5)
             places.append(x.data_ptr())
     assert places[0] == places[2] != places[1] == places[3]
@@ -125,12 +125,12 @@ def test_what_was_made_before_the_first_layer_stays_for_all_of_them() -> None:
     """Rotations, say, also where a record beside this one had large tensors in these places."""
     x, weight, wide, wide_weight = torch.randn(4, 32), torch.ones(32), torch.randn(4, 64), torch.ones(64)
     first = OperationSequence(4)
-    sequences = first, first.beside(4)
+    sequences = first, first.sharing_buffers(4)
     for sequence in sequences:
         with sequence.recording():
             before = OPERATIONS.rms_norm(x, weight, 1e-5)
             for _ in range(4):
-                sequence.turn()
+                sequence.next_layer()
                 OPERATIONS.rms_norm(wide, wide_weight, 1e-5)
             again = OPERATIONS.rms_norm(before, weight, 1e-5)
         sequence.run(4)
@@ -143,11 +143,11 @@ def test_sequences_beside_each_other_take_the_same_memory_and_each_gives_its_own
     with first.recording():
         found = OPERATIONS.rms_norm(x, weight, 1e-5)
     wider, weights = torch.randn(4, 64), torch.ones(64)
-    second = first.beside(4)
+    second = first.sharing_buffers(4)
     with second.recording():
         inner = OPERATIONS.rms_norm(wider, weights, 1e-5)  # larger than what stood in its place
         found_wider = OPERATIONS.rms_norm(inner, weights, 1e-5)
-    third = second.beside(4)
+    third = second.sharing_buffers(4)
     with third.recording():
         again = OPERATIONS.rms_norm(x, weight, 1e-5)
     assert again.data_ptr() == inner.data_ptr()

@@ -64,13 +64,13 @@ def columns_of(settings: list[dict[str, Any]], vocab_size: int) -> SamplingColum
         columns.streams[slot] = (slot + 1) * 0x5DEECE66D123457 - 2**62
         columns.top_k[slot] = int(each.get("top_k", 0))
         columns.top_p[slot] = each.get("top_p", 1.0)
-        columns.reach[slot] = -math.log2(each["min_p"]) if "min_p" in each else math.inf
+        columns.neg_log2_min_p[slot] = -math.log2(each["min_p"]) if "min_p" in each else math.inf
         columns.repetition[slot] = each.get("repetition", 1.0)
         columns.frequency[slot], columns.presence[slot] = each.get("frequency", 0.0), each.get("presence", 0.0)
         columns.rules[slot] = each.get("rule", -1)
-        columns.held_until[slot] = 9 if "held" in each else 0
+        columns.min_tokens_until[slot] = 9 if "held" in each else 0
         for place, token_id in enumerate(token_id for token_id in each.get("held", ()) if token_id < vocab_size):
-            columns.held_ids[slot, place] = token_id
+            columns.suppressed_ids[slot, place] = token_id
     return columns
 
 

@@ -221,7 +221,7 @@ def test_as_many_queries_are_attended_together_as_leave_room_for_a_second_progra
     heads: tuple[int, int], kv_dtype: torch.dtype, number: int, together: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(splits, "capability", lambda _: number)
-    assert splits.queries_together(AttentionShape(BLOCK, *heads, 128), kv_dtype, torch.device("cpu")) == together
+    assert splits.max_verify_group(AttentionShape(BLOCK, *heads, 128), kv_dtype, torch.device("cpu")) == together
 
 
 @pytest.mark.usefixtures("small_tiles")

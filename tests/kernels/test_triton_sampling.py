@@ -45,7 +45,7 @@ def columns_of(settings: list[dict[str, float]], vocab_size: int, device: torch.
         columns.streams[slot] = random.Random(slot + 1).getrandbits(63) - 2**62
         columns.top_k[slot] = int(each.get("top_k", 0))
         columns.top_p[slot] = each.get("top_p", 1.0)
-        columns.reach[slot] = -math.log2(each["min_p"]) if "min_p" in each else math.inf
+        columns.neg_log2_min_p[slot] = -math.log2(each["min_p"]) if "min_p" in each else math.inf
     return columns
 
 
@@ -175,8 +175,8 @@ def test_penalties_bias_and_what_is_held_back_come_before_the_filters(device: to
     columns.frequency.copy_(torch.tensor([0.3, -0.7, 0.0, 2.0]))
     columns.presence.copy_(torch.tensor([-1.3, 0.7, 0.1, 0.0]))
     columns.rules.copy_(torch.tensor([2, 0, -1, 1]))
-    columns.held_until.copy_(torch.tensor([0, 11, 10, 12]))
-    columns.held_ids[:, :2] = torch.tensor([[1, 2], [3, 200], [5, 6], [8, 9]])
+    columns.min_tokens_until.copy_(torch.tensor([0, 11, 10, 12]))
+    columns.suppressed_ids[:, :2] = torch.tensor([[1, 2], [3, 200], [5, 6], [8, 9]])
     logits = normal(4, 260, dtype=torch.float32, device=device) * 2
     for position in (10, 11):
         compare(logits, columns, [0, 1, 2, 3], [position] * 4)
@@ -223,7 +223,7 @@ def test_draws_over_seeds_and_positions_follow_the_softmax(settings: dict[str, A
     logits = normal(1, 40, dtype=torch.float32, device=device)[0] * 1.5
     columns = columns_of([settings], 40, device)
     scale = columns.scale[0]
-    kept = reference.keep(logits.max() - logits, scale, int(columns.top_k[0]), columns.top_p[0], columns.reach[0])
+    kept = reference.keep(logits.max() - logits, scale, int(columns.top_k[0]), columns.top_p[0], columns.neg_log2_min_p[0])
     streams = torch.tensor([random.Random(i).getrandbits(63) for i in range(400)], device=device)
     keys = gumbel.keys(streams.repeat_interleave(100), torch.arange(100, device=device).repeat(400))
     score = logits * scale + gumbel.noise(keys, torch.arange(40, device=device)[None])

@@ -38,4 +38,4 @@ def test_rows_of_batch_invariant_engines_and_of_cpus_are_attended_one_by_one() -
     shape = ops.AttentionShape(16, 32, 8, 128)
     for device, invariant in ((GPU, True), (torch.device("cpu"), False)):
         table = ops.operations(device, batch_invariant=invariant)
-        assert table.queries_together(shape, torch.float32, device) == 1
+        assert table.max_verify_group(shape, torch.float32, device) == 1

@@ -101,7 +101,7 @@ def test_guesses_of_one_request_are_verified_in_groups(
 ) -> None:
     """1 + 10 rows of one request, one of another, padding, and groups without rows."""
     batch = Batch(shape, [310, 17, 0], [11, 1, 3], kv_dtype, dtype)
-    together = attention_splits.queries_together(shape, kv_dtype, CPU)
+    together = attention_splits.max_verify_group(shape, kv_dtype, CPU)
     ends = [*range(together, 11, together), 11]
     tables = batch.tables[[0] * len(ends) + [1, 2, 0, 0]]
     lens = torch.tensor([310 - 11 + end for end in ends] + [17, 0, 0, 0], dtype=torch.int32)

@@ -148,7 +148,8 @@ def test_only_top_p_without_top_k_weighs_the_vocabulary() -> None:
 @pytest.mark.parametrize("num_slots", [1, 5, 256])
 def test_every_column_begins_at_a_multiple_of_16_bytes(num_slots: int) -> None:
     columns = SamplingColumns.empty(num_slots, 33, 1, CPU)
-    for name in ("scale", "streams", "top_k", "top_p", "reach", "repetition", "frequency", "presence", "held_until", "rules"):
+    penalties = ("repetition", "frequency", "presence")
+    for name in ("scale", "streams", "top_k", "top_p", "neg_log2_min_p", *penalties, "min_tokens_until", "rules"):
         column = getattr(columns, name)
         assert column.shape == (num_slots,)
         assert column.data_ptr() % 16 == 0, name

@@ -65,9 +65,9 @@ _LAUNCHED: dict[str, Any] = {
 }
 OPERATIONS = replace(
     table.OPERATIONS,
-    words="torch operations on a rehearsed card",
-    pages=lambda _shape, _kv_dtype: True,
-    queries_together=lambda *_: 4,
+    description="torch operations on a rehearsed card",
+    supports_paged=lambda _shape, _kv_dtype: True,
+    max_verify_group=lambda *_: 4,
     **_LAUNCHED,
 )
 
