@@ -34,8 +34,9 @@ from engine.runner.cuda_graphs import Calls
 from engine.runner.slot_runner import SlotRunner
 from engine.sampling.columns import Chosen, ColumnSampler, Kind
 from engine.scheduling.block_pool import BlockPool
+from engine.scheduling.limits import SchedulerLimits
 from engine.scheduling.prefix_cache import PrefixCache
-from engine.scheduling.scheduler import Scheduler, SchedulerLimits
+from engine.scheduling.scheduler import Scheduler
 
 RESULTS = Path(__file__).parent / "results" / "host_step.jsonl"
 WARM_STEPS = 60

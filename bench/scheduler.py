@@ -30,10 +30,11 @@ from typing import Any
 from bench.rows import append_row
 from engine.protocol import Priority, SamplingParams
 from engine.scheduling.block_pool import BlockPool
+from engine.scheduling.limits import SchedulerLimits
 from engine.scheduling.prefix_cache import PrefixCache
 from engine.scheduling.request import Request
 from engine.scheduling.scheduled_batch import ScheduledBatch, StepOutput
-from engine.scheduling.scheduler import Scheduler, SchedulerLimits
+from engine.scheduling.scheduler import Scheduler
 
 RESULTS = Path(__file__).parent / "results" / "scheduler.jsonl"
 WARM_STEPS = 50

@@ -39,9 +39,10 @@ from engine.sampling.sampler import Sampler
 from engine.scheduling.block_pool import PROTECTED_PERCENT, BlockPool
 from engine.scheduling.fair_policy import FairPolicy
 from engine.scheduling.host_tier import HostTier
+from engine.scheduling.limits import SchedulerLimits
 from engine.scheduling.policy import FcfsPolicy
 from engine.scheduling.prefix_cache import PrefixCache
-from engine.scheduling.scheduler import Scheduler, SchedulerLimits
+from engine.scheduling.scheduler import Scheduler
 from engine.scheduling.step_budget import BudgetTargets, StepBudget
 from engine.scheduling.step_time import StepTimeModel
 from engine.speculation.options import check_draft_context, check_draft_vocabulary

@@ -1,1 +1,1 @@
-"""What a model directory says about its model, read and checked before anything is loaded. No torch."""
+"""What a model directory says about its model, read and checked before anything is loaded; the families. No torch."""

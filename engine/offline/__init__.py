@@ -1,1 +1,1 @@
-"""`LLM`: the engine without a gateway."""
+"""`LLM`: the engine without a gateway, and what is measured through it."""

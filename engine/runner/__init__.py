@@ -1,1 +1,1 @@
-"""One loaded model on one device: weights, caches and the forward pass of a step."""
+"""One loaded model on one device: caches, inputs of a step, its forward pass in one of several ways, and a draft model's."""

@@ -6,7 +6,6 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
-from engine.scheduling.request import UNKNOWN_TOKEN as UNKNOWN_TOKEN
 from engine.scheduling.request import Request
 from engine.scheduling.scheduled_batch import ScheduledBatch, ScheduledRequest
 

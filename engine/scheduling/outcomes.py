@@ -20,11 +20,11 @@ from engine.scheduling.accounts import Accounts
 from engine.scheduling.admission import Admission
 from engine.scheduling.decode_set import DecodeSet
 from engine.scheduling.drafting import Drafting
-from engine.scheduling.flight import UNKNOWN_TOKEN, Flight
+from engine.scheduling.flight import Flight
 from engine.scheduling.kv_blocks import KvBlocks
 from engine.scheduling.limits import SchedulerTotals
 from engine.scheduling.policy import Policy
-from engine.scheduling.request import Request, RequestStatus
+from engine.scheduling.request import UNKNOWN_TOKEN, Request, RequestStatus
 from engine.scheduling.scheduled_batch import RowResult, ScheduledBatch, ScheduledRequest, StepOutput
 from engine.scheduling.token_events import token_event
 from engine.scheduling.waiting import ParkedForks

@@ -25,8 +25,7 @@ from engine.scheduling.fair_policy import FairPolicy
 from engine.scheduling.flight import Flight
 from engine.scheduling.host_tier import HostTier
 from engine.scheduling.kv_blocks import KvBlocks
-from engine.scheduling.limits import SchedulerLimits as SchedulerLimits
-from engine.scheduling.limits import SchedulerTotals
+from engine.scheduling.limits import SchedulerLimits, SchedulerTotals
 from engine.scheduling.outcomes import Outcomes
 from engine.scheduling.policy import Policy, PolicyContext, Start
 from engine.scheduling.prefix_cache import PrefixCache

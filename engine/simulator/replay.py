@@ -19,11 +19,12 @@ from engine.protocol import SamplingParams
 from engine.scheduling.block_pool import PROTECTED_PERCENT, BlockPool
 from engine.scheduling.fair_policy import FairPolicy
 from engine.scheduling.host_tier import HostTier
+from engine.scheduling.limits import SchedulerLimits
 from engine.scheduling.policy import FcfsPolicy, Policy, PolicyContext, VtcPolicy
 from engine.scheduling.prefix_cache import PrefixCache
 from engine.scheduling.request import RequestStatus
 from engine.scheduling.scheduled_batch import ScheduledBatch
-from engine.scheduling.scheduler import Scheduler, SchedulerLimits
+from engine.scheduling.scheduler import Scheduler
 from engine.scheduling.step_budget import BudgetTargets, StepBudget
 from engine.scheduling.step_time import StepTimeModel
 from engine.simulator.device import SimulatedDevice, SimulatedRequest, VirtualClock, make_request

@@ -23,11 +23,12 @@ from engine.scheduling.drafting import NO_DRAFT, Draft
 from engine.scheduling.fair_policy import LOOK_ACCOUNTS, FairPolicy
 from engine.scheduling.host_tier import HostTier
 from engine.scheduling.lead_tracking import FairSettings
+from engine.scheduling.limits import SchedulerLimits
 from engine.scheduling.policy import Start, looked_at
 from engine.scheduling.prefix_cache import PrefixCache
 from engine.scheduling.request import Request, RequestStatus
 from engine.scheduling.scheduled_batch import ScheduledBatch, ScheduledRequest, StepOutput
-from engine.scheduling.scheduler import Scheduler, SchedulerLimits
+from engine.scheduling.scheduler import Scheduler
 
 END_TOKEN = 0
 STEPS_TO_DRAIN_MAX = 6000

@@ -8,11 +8,12 @@ from typing import Any
 from engine.protocol import Priority, SamplingParams, TokenEvent
 from engine.scheduling.block_pool import BlockPool
 from engine.scheduling.host_tier import HostTier
+from engine.scheduling.limits import SchedulerLimits
 from engine.scheduling.policy import Policy, PolicyContext
 from engine.scheduling.prefix_cache import PrefixCache
 from engine.scheduling.request import Request
 from engine.scheduling.scheduled_batch import ScheduledBatch, StepOutput
-from engine.scheduling.scheduler import Scheduler, SchedulerLimits
+from engine.scheduling.scheduler import Scheduler
 
 BLOCK_SIZE = 4
 

@@ -13,8 +13,9 @@ from engine.loop import FAILED_STEPS_MAX, Engine
 from engine.protocol import EngineInfo, FinishReason
 from engine.runner.model_runner import ModelRunner
 from engine.scheduling.block_pool import BlockPool
+from engine.scheduling.limits import SchedulerLimits
 from engine.scheduling.scheduled_batch import BlockMoves, ScheduledRequest, StepOutput
-from engine.scheduling.scheduler import Scheduler, SchedulerLimits
+from engine.scheduling.scheduler import Scheduler
 from tests.support.engines import run_to_end, small_engine, tokens, wanted
 from tests.support.tiny_models import make_model
 

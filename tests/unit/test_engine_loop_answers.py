@@ -16,9 +16,10 @@ from engine.loop import Engine
 from engine.protocol import EngineInfo, FinishReason, GenerationRequest, TokenEvent
 from engine.sampling.randomness import seed_of_answer
 from engine.scheduling.block_pool import BlockPool
+from engine.scheduling.limits import SchedulerLimits
 from engine.scheduling.request import Request
 from engine.scheduling.scheduled_batch import BlockMoves, ScheduledRequest, StepOutput
-from engine.scheduling.scheduler import Scheduler, SchedulerLimits
+from engine.scheduling.scheduler import Scheduler
 from tests.support.clock import FakeClock
 from tests.support.engines import run_to_end, tokens, wanted
 

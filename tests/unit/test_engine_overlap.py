@@ -15,10 +15,11 @@ from engine.protocol import EngineInfo, FinishReason
 from engine.runner.staging import Rotation
 from engine.scheduling.block_pool import BlockPool
 from engine.scheduling.drafting import Draft, Drafter
+from engine.scheduling.limits import SchedulerLimits
 from engine.scheduling.prefix_cache import PrefixCache
 from engine.scheduling.request import Request
 from engine.scheduling.scheduled_batch import BlockMoves, RowResult, ScheduledRequest, StepOutput
-from engine.scheduling.scheduler import Scheduler, SchedulerLimits
+from engine.scheduling.scheduler import Scheduler
 from engine.speculation import prompt_lookup
 from engine.speculation.options import SpeculativeOptions
 from engine.speculation.prompt_lookup import AdaptiveDrafter

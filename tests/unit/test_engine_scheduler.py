@@ -7,9 +7,10 @@ import pytest
 from engine.errors import EngineConfigError
 from engine.scheduling.block_pool import BlockPool, OutOfBlocks
 from engine.scheduling.drafting import NO_DRAFT, Draft
+from engine.scheduling.limits import SchedulerLimits
 from engine.scheduling.policy import LOOK_REQUESTS, SKIPS_MAX
 from engine.scheduling.request import IllegalTransition, Request, RequestStatus
-from engine.scheduling.scheduler import Scheduler, SchedulerLimits
+from engine.scheduling.scheduler import Scheduler
 from tests.support.scheduling import BLOCK_SIZE, make_request, make_scheduler, plan, step
 
 

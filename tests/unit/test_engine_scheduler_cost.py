@@ -11,9 +11,10 @@ from typing import Any
 import pytest
 
 from engine.scheduling.block_pool import BlockPool
+from engine.scheduling.limits import SchedulerLimits
 from engine.scheduling.prefix_cache import PrefixCache
 from engine.scheduling.scheduled_batch import StepOutput
-from engine.scheduling.scheduler import Scheduler, SchedulerLimits
+from engine.scheduling.scheduler import Scheduler
 from engine.scheduling.waiting import Line
 from tests.support.scheduling import make_request
 

@@ -6,11 +6,12 @@ import pytest
 
 from engine.protocol import Priority, SamplingParams
 from engine.scheduling.block_pool import BlockPool
+from engine.scheduling.limits import SchedulerLimits
 from engine.scheduling.prefill_order import OVERTAKEN_PREFILLS_MAX
 from engine.scheduling.prefix_cache import PrefixCache
 from engine.scheduling.request import Request
 from engine.scheduling.scheduled_batch import ScheduledBatch, StepOutput
-from engine.scheduling.scheduler import Scheduler, SchedulerLimits
+from engine.scheduling.scheduler import Scheduler
 from engine.scheduling.urgency import AGED_EVERY, AGED_TARGETS
 
 BLOCK_SIZE = 16
