@@ -1,4 +1,4 @@
-"""What attention is asked to compute in one step, in integers: the common input of every implementation. Knows no torch."""
+"""The rows of attention in one step, in integers: the common input of every implementation. Knows no torch."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 @dataclass(frozen=True, slots=True)
 class AttentionShape:
-    """What stays the same for the life of an engine. `sliding_window` counts visible tokens, the query's own included.
+    """The sizes of attention for the life of an engine. `sliding_window` counts visible tokens, the query's own included.
 
     `scale` multiplies the products of queries and keys, None is the root of 1 / head_dim. `softcap` bounds them smoothly:
     c · tanh(x / c) (arXiv 2408.00118). Without `causal` every query sees its whole text.

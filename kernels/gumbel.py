@@ -52,4 +52,4 @@ GUESS, ACCEPT, RESIDUAL = 1, 2, 3
 number that accepts or rejects it, and the token in its place."""
 
 NO_TOKEN = -1
-"""Stands for a row that nothing can be drawn from: no finite maximum, NaN, or everything forbidden."""
+"""The token of a row from which none can be drawn: no finite maximum, NaN, or everything forbidden."""

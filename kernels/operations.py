@@ -1,4 +1,4 @@
-"""The table of operations that one implementation provides: what `kernels.ops` binds to a device. Names and nothing else."""
+"""The table of operations that one implementation provides and `kernels.ops` binds to a device. Names and nothing else."""
 
 from __future__ import annotations
 
@@ -85,8 +85,8 @@ class Operations:
     score_tokens: Callable[..., None] | None = None
 
     def by_package(self) -> dict[str, list[str]]:
-        """Names of operations by who computes them: triton, simd or torch, else a module; under none those that do not exist
-        here, whose work others do."""
+        """Names of operations by their implementation: triton, simd or torch, else a module; under none those that do not
+        exist here."""
         found: dict[str, list[str]] = {}
         for name in (field.name for field in fields(self) if field.name not in FACTS):
             found.setdefault(_package(getattr(self, name)), []).append(name)

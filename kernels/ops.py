@@ -111,7 +111,7 @@ AnyPlan = AttentionPlan | InvariantPlan | PagedPlan
 AnyPlanner = AttentionPlanner | InvariantPlanner | PagedPlanner
 
 _TABLES = {"cpu": "kernels.cpu.table", "meta": "kernels.cpu.table", "cuda": "kernels.triton.table"}
-"""By type of device, the module that holds its table as `OPERATIONS`. On meta a model is only compared with its files."""
+"""The module that holds the table of each type of device as `OPERATIONS`. On meta a model is only compared with its files."""
 
 _FLOAT32_TABLES = {"kernels.cpu.table": "kernels.simd.table"}
 """The table that serves float32 on a CPU in the place of another one."""
@@ -147,7 +147,7 @@ def sampling_kernels(device: torch.device, dtype: torch.dtype | None = None) -> 
 def attention_planner(
     shape: AttentionShape, *, dtype: torch.dtype, device: torch.device, kv_dtype: torch.dtype | None = None
 ) -> AttentionPlanner | PagedPlanner:
-    """The planner that suits the table of `device`: rows gathered for torch's fused attention, or paged as they are.
+    """The planner for the table of `device`: of attention over pages, or over gathered rows by torch's fused attention.
 
     `kv_dtype` is the format of the cache, None is `dtype`.
     """
@@ -159,7 +159,7 @@ def attention_planner(
 def invariant_planner(
     shape: AttentionShape, *, dtype: torch.dtype, device: torch.device, kv_dtype: torch.dtype | None = None
 ) -> InvariantPlanner | PagedPlanner:
-    """The planner whose attention gives a query the same bits in any batch, however its prompt was cut."""
+    """The planner of attention that gives a query the same bits in any batch, however its prompt was cut."""
     table = operations(device, dtype, batch_invariant=True)
     if table.is_row_invariant and table.supports_paged(shape, kv_dtype or dtype):
         return PagedPlanner(shape, dtype=dtype, device=device, is_row_invariant=True)
@@ -167,12 +167,12 @@ def invariant_planner(
 
 
 def pack_linear(weight: torch.Tensor, bias: torch.Tensor | None) -> LinearKernel:
-    """weight: [out, in], bias: [out] → a function [T, in] → [T, out]"""
+    """The product with a weight, packed for its device. weight: [out, in], bias: [out] → a function [T, in] → [T, out]"""
     return operations(weight.device, weight.dtype).pack_linear(weight, bias)
 
 
 def pack_linear_row_invariant(weight: torch.Tensor, bias: torch.Tensor | None) -> LinearKernel:
-    """As `pack_linear`; the result of a row has the same bits whatever other rows are multiplied with it."""
+    """As `pack_linear`, but a row of the result has the same bits in any batch."""
     return row_invariant(pack_linear(weight, bias), weight.shape[1], dtype=weight.dtype, device=weight.device)
 
 
@@ -191,9 +191,10 @@ def row_invariant(multiply: LinearKernel, num_columns: int, *, dtype: torch.dtyp
 def paged_attention(
     qkv: torch.Tensor, kv_cache: torch.Tensor | None, plan: AnyPlan, kv_scales: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """qkv: [T, H+2K, D] rotated, kv_cache: [N, P, 2, K, D] already written, None for a plan of whole texts → [T, H, D]
+    """Attention of a step, by the kind of its plan: over gathered rows, batch-invariant, or over pages.
 
-    By the kind of the plan: gathered on a CPU, with results that do not depend on the batch, or by the kernels over pages.
+    qkv: [T, H+2K, D] rotated, kv_cache: [N, P, 2, K, D] already written, None for a plan of whole texts; kv_scales: [2] float32
+    of keys and of values, None is one → [T, H, D]
     """
     if isinstance(plan, AttentionPlan):
         return planned_attention(qkv, kv_cache, plan, kv_scales)
@@ -205,19 +206,19 @@ def paged_attention(
 
 
 def compiled_together(report: Callable[[Variants], None]) -> AbstractContextManager[None]:
-    """For GPUs, whose kernels are compiled when they are first called: launches of this thread in the block only ask for theirs
-    and run nothing, and behind it all of them are ready. `report` is told how many are. Raises `CompilationFailed`."""
+    """A context that compiles Triton kernels together: launches of this thread in it only ask for their kernels and run
+    nothing, and at its end all of them are ready. `report` is called with their number. Raises `CompilationFailed`."""
     block: AbstractContextManager[None] = importlib.import_module("kernels.triton.compiled_together").compiled_together(report)
     return block
 
 
 def listed(dtype: torch.dtype, device: torch.device, *, batch_invariant: bool = False) -> str:
-    """Who computes each operation on tensors of this kind, for the log: `triton=embed,rms_norm,… torch=route,… none=…`"""
+    """The implementation of each operation on tensors of this kind, for the log: `triton=embed,… torch=route,… none=…`"""
     by_package = operations(device, dtype, batch_invariant=batch_invariant).by_package()
     return " ".join(f"{package}={','.join(names)}" for package, names in by_package.items())
 
 
 def implementation(dtype: torch.dtype, device: torch.device, *, batch_invariant: bool = False) -> str:
-    """Which kernels run for tensors of this kind, in words."""
+    """A description of the kernels for tensors of this kind."""
     table = operations(device, dtype, batch_invariant=batch_invariant)
     return f"{table.description} ({device.type}{', batch-invariant' if batch_invariant else ''})"

@@ -29,11 +29,11 @@ class PagedPlan:
     query_starts: torch.Tensor | None = None  # [B - num_decodes + 1] int32, counted from the first longer row
     max_query_len: int = 1
     workspace: Any = None  # of `paged_decode`, and of `paged_prefill` where it has one
-    is_row_invariant: bool = False  # whether the operations of batch-invariant engines are meant
+    is_row_invariant: bool = False  # computed by the operations of batch-invariant engines
 
 
 class PagedPlanner:
-    """Makes plans for the rows of a step. Rows of one query come first."""
+    """Makes plans for the rows of a step, of which those of one query come first."""
 
     def __init__(
         self, shape: AttentionShape, *, dtype: torch.dtype, device: torch.device, is_row_invariant: bool = False
@@ -41,7 +41,7 @@ class PagedPlanner:
         self._shape, self._is_row_invariant = shape, is_row_invariant
         self._dtype, self._device = dtype, device
         self.workspace: Any = None
-        """Of `paged_decode`, for as many rows and blocks as a step ever has; where there is none, each call makes its own."""
+        """The workspace of `paged_decode` for the most rows and blocks of a step; without it each call makes its own."""
 
     def plan(self, rows: Sequence[AttentionRow]) -> PagedPlan:
         num_decodes = next((i for i, row in enumerate(rows) if row.query_len > 1), len(rows))
@@ -67,7 +67,7 @@ class PagedPlanner:
         )
 
     def plan_like(self, plan: PagedPlan) -> PagedPlan:
-        """For the rows of a plan of another shape: on the device they are the same."""
+        """The same rows for another shape: their tensors on the device are shared."""
         return replace(plan, shape=self._shape, workspace=self.workspace, is_row_invariant=self._is_row_invariant)
 
 
@@ -78,7 +78,7 @@ def paged_plan_attention(
     plan: PagedPlan,
     kv_scales: torch.Tensor | None,
 ) -> torch.Tensor:
-    """qkv: [T, H+2K, D] rotated, kv_cache: [N, P, 2, K, D] already written → [T, H, D]"""
+    """Attention over pages. qkv: [T, H+2K, D] rotated, kv_cache: [N, P, 2, K, D] already written → [T, H, D]"""
     shape, num_decodes = plan.shape, plan.num_decodes
     queries = qkv[:, : shape.num_heads]
     if plan.query_starts is None:

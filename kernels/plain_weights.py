@@ -1,4 +1,4 @@
-"""Weights of a product that other operations may read as well: a packed product of this kind may be fused."""
+"""Products that show their weights, so that other operations may read them and be fused with the product."""
 
 from __future__ import annotations
 
@@ -10,21 +10,21 @@ from torch.nn import functional
 
 @runtime_checkable
 class ReadsWeight(Protocol):
-    """A product that reads its weight as it was packed: a tensor, `Int8Weight`, `Fp8Weight` or `Int4Weight`; None where it
-    keeps a form of its own."""
+    """A product with its weight as it was packed, a tensor, `Int8Weight`, `Fp8Weight` or `Int4Weight`; None where it keeps
+    another form."""
 
     weight: Any
     bias: torch.Tensor | None
 
 
 def plain_product(product: object) -> PlainWeights | None:
-    """The product of rows as they are, where other operations may read its weights too."""
+    """The product of unquantised rows, None where other operations cannot read its weights."""
     unrounded = getattr(product, "unrounded", product)
     return unrounded if isinstance(unrounded, PlainWeights) else None
 
 
 class PlainWeights:
-    """weight: [out, in], bias: [out]"""
+    """A product x Wᵀ + bias whose weights other operations read too. weight: [out, in], bias: [out]"""
 
     def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
         self.weight = weight

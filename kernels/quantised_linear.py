@@ -1,4 +1,4 @@
-"""Products with quantised weights: each from the implementation of the device of its weights, as `kernels.ops` promises.
+"""Products with quantised weights, each by the implementation of the device of its weights.
 
 Weights are bound to a product once. CPUs have kernels compiled for their vectors, which pack the codes anew; GPUs have Triton
 kernels, which read them as they are. Modules are imported by the first one that asks.
@@ -52,8 +52,8 @@ def _found(name: str, device_type: str) -> Callable[..., Any]:
 
 
 class Fp8Rows(NamedTuple):
-    """Rows for a product with 8-bit weights, made by what stands before it: e4m3 [T, K], scales [T, 1] float32, and the type
-    that the rows would have had, which is that of the product."""
+    """Quantised rows for a product with 8-bit weights, made by the preceding operation: e4m3 [T, K], scales [T, 1] float32, and
+    the dtype of the rows before, which is that of the product."""
 
     values: torch.Tensor
     scales: torch.Tensor
@@ -61,10 +61,10 @@ class Fp8Rows(NamedTuple):
 
 
 class Fp8Product:
-    """[T, K] → [T, N] with e4m3 weights and rows, which are rounded here unless they come as `Fp8Rows`.
+    """A product [T, K] → [T, N] of e4m3 rows and weights; rows that are not `Fp8Rows` are quantised here.
 
-    `unrounded` multiplies rows as they are. On a GPU it multiplies up to FUSED_ROWS_MAX of them here too: such a step waits for
-    nothing but the weights."""
+    `unrounded` multiplies rows as they are. On a GPU it also serves up to FUSED_ROWS_MAX rows here, because the time of such a
+    step is that of reading the weights."""
 
     takes_rows = True
     """Whether the preceding operation may quantise its input, with a scale for each row."""
@@ -82,37 +82,37 @@ class Fp8Product:
         return self.unrounded(x.values, x_scales=x.scales, out_dtype=x.dtype)
 
     def rounded(self, x: torch.Tensor) -> Fp8Rows:
-        """x: [T, K] → the rows that are multiplied in its place"""
+        """The quantised rows of x: [T, K]"""
         return Fp8Rows(*quantize_rows_fp8(x), x.dtype)
 
 
 def bind_int8(weight: Int8Weight, bias: torch.Tensor | None) -> LinearKernel:
-    """→ a function [T, K] → [T, N], like its input: x Wᵀ + bias"""
+    """The product with an int8 weight: a function [T, K] → [T, N], like its input: x Wᵀ + bias"""
     product: LinearKernel = _found("bind_int8", weight.values.device.type)(weight, bias)
     return product
 
 
 def bind_int4(weight: Int4Weight, bias: torch.Tensor | None) -> LinearKernel:
-    """→ a function [T, K] → [T, N], like its input: x Wᵀ + bias"""
+    """The product with an int4 weight: a function [T, K] → [T, N], like its input: x Wᵀ + bias"""
     product: LinearKernel = _found("bind_int4", weight.words.device.type)(weight, bias)
     return product
 
 
 def bind_fp8(weight: Fp8Weight, bias: torch.Tensor | None) -> Callable[..., torch.Tensor]:
-    """→ a function (x, *, x_scales=None, out_dtype=None): x Wᵀ + bias: [T, N], like x or `out_dtype`
+    """The product with an e4m3 weight: a function (x, *, x_scales=None, out_dtype=None) → x Wᵀ + bias
 
-    x: [T, K] float8_e4m3fn with x_scales [T, 1] or [1], or of another float type without.
+    x: [T, K] float8_e4m3fn with x_scales [T, 1] or [1], or of another float type without → [T, N], like x or `out_dtype`.
     """
     product: Callable[..., torch.Tensor] = _found("bind_fp8", weight.values.device.type)(weight, bias)
     return product
 
 
 def quantize_rows_fp8(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """x: [T, hidden] → e4m3 [T, hidden] and scales [T, 1] float32"""
+    """Rows in e4m3, each with its scale. x: [T, hidden] → e4m3 [T, hidden] and scales [T, 1] float32"""
     rows: tuple[torch.Tensor, torch.Tensor] = _found("quantize_rows_fp8", x.device.type)(x)
     return rows
 
 
 def quantised_words(name: str, device: torch.device) -> str:
-    """How weights kept as `name` are multiplied on a device, in words."""
+    """A description, for the log, of the products on a device with weights kept as `name`."""
     return f"{name} weights decoded in registers" if device.type == "cpu" else f"{name} weights"

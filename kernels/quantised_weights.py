@@ -1,7 +1,7 @@
-"""Weights in 8 and 4 bits as the kernels read them, and the way there from float weights and from AWQ and GPTQ checkpoints.
+"""Weights in 8 and 4 bits as the kernels read them, packed from float weights and from AWQ and GPTQ checkpoints.
 
-Every function here runs once, while a model is loaded, on the device where the weights lie. What the layouts mean is said by
-kernels/reference/quantised.py, which reads them bit by bit and shares no code with this file.
+Every function here runs once, while a model is loaded, on the device of the weights. `kernels.reference.quantised` reads the
+layouts bit by bit and shares no code with this file.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ SCALE_DTYPES = (torch.float16, torch.bfloat16)
 
 @dataclass(frozen=True, slots=True)
 class Int8Weight:
-    """w[n, k] = values[n, k] · scales[n]. values: [N, K] int8, scales: [N] float32."""
+    """An int8 weight, w[n, k] = values[n, k] · scales[n]. values: [N, K] int8, scales: [N] float32."""
 
     values: torch.Tensor
     scales: torch.Tensor
@@ -32,7 +32,7 @@ class Int8Weight:
 
 @dataclass(frozen=True, slots=True)
 class Fp8Weight:
-    """w[n, k] = values[n, k] · scales[n or 0]. values: [N, K] float8_e4m3fn, scales: [N] or [1] float32."""
+    """An e4m3 weight, w[n, k] = values[n, k] · scales[n or 0]. values: [N, K] float8_e4m3fn, scales: [N] or [1] float32."""
 
     values: torch.Tensor
     scales: torch.Tensor
@@ -40,7 +40,7 @@ class Fp8Weight:
 
 @dataclass(frozen=True, slots=True)
 class Int4Weight:
-    """w[n, permutation[k]] = (code[n, k] - zero[k // group_size, n]) · scale[k // group_size, n].
+    """An int4 weight in groups, w[n, permutation[k]] = (code[n, k] - zero[k // group_size, n]) · scale[k // group_size, n].
 
     words: [⌈K / 128⌉, N, 32] int16. Word j of chunk c and row n holds at bits 4·r the code of column 128·c + 32·r + j, so
     that one shift and one mask give two codes for neighbouring columns of a group where a register holds two words. A tile of
@@ -62,7 +62,7 @@ class Int4Weight:
 
 
 def pack_int8(weight: torch.Tensor) -> Int8Weight:
-    """weight: [N, K] float → symmetric int8, one scale a row: the largest magnitude becomes 127, ties round to even."""
+    """Symmetric int8 of a weight, [N, K] float, with one scale a row: the largest magnitude becomes 127, ties round to even."""
     exact = weight.float()
     scales = exact.abs().amax(dim=1) / INT8_MAX
     values = (exact / _divisors(scales).unsqueeze(1)).round_().clamp_(-INT8_MAX, INT8_MAX).to(torch.int8)
@@ -70,7 +70,7 @@ def pack_int8(weight: torch.Tensor) -> Int8Weight:
 
 
 def pack_fp8(weight: torch.Tensor, *, per_row: bool = True) -> Fp8Weight:
-    """weight: [N, K] float → e4m3, the largest magnitude of each row, or of the whole, becomes 448."""
+    """e4m3 of a weight, [N, K] float: the largest magnitude of each row, or of the whole, becomes 448."""
     exact = weight.float()
     largest = exact.abs().amax(dim=1) if per_row else exact.abs().amax().reshape(1)
     scales = largest / FP8_MAX
@@ -79,7 +79,7 @@ def pack_fp8(weight: torch.Tensor, *, per_row: bool = True) -> Fp8Weight:
 
 
 def pack_int4(weight: torch.Tensor, group_size: int = 128, *, scale_dtype: torch.dtype = torch.float16) -> Int4Weight:
-    """weight: [N, K] float → codes of 4 bits, a scale and a zero point for each `group_size` columns of a row.
+    """Codes of 4 bits of a weight, [N, K] float, with a scale and a zero point for each `group_size` columns of a row.
 
     Round to nearest between the smallest and the largest of the group, zero included. For weights without a checkpoint in
     4 bits, and for tests: AWQ and GPTQ choose better codes.
@@ -104,9 +104,10 @@ def pack_int4_codes(
     *,
     permutation: torch.Tensor | None = None,
 ) -> Int4Weight:
-    """codes: [N, K] uint8 from 0 to 15, scales: [G, N] float16 or bfloat16, zeros: [G, N] integers from 0 to 16.
+    """An `Int4Weight` of codes from elsewhere: [N, K] uint8 from 0 to 15.
 
-    G = ⌈K / group_size⌉; a group size of -1 is one group for all columns.
+    scales: [G, N] float16 or bfloat16, zeros: [G, N] integers from 0 to 16. G = ⌈K / group_size⌉; a group size of -1 is one
+    group for all columns.
     Raises ValueError where a size does not fit, and for float32 scales that 16 bits cannot hold exactly.
     """
     num_rows, num_columns = codes.shape
@@ -127,7 +128,8 @@ def pack_int4_codes(
 
 
 def pack_awq(qweight: torch.Tensor, qzeros: torch.Tensor, scales: torch.Tensor, group_size: int) -> Int4Weight:
-    """AWQ "gemm" tensors: qweight [K, N / 8] int32, qzeros [K / group, N / 8] int32, scales [K / group, N] float16.
+    """An `Int4Weight` of AWQ "gemm" tensors: qweight [K, N / 8] int32, qzeros [K / group, N / 8] int32, scales [K / group, N]
+    float16.
 
     A word holds 8 neighbouring columns of N, the one at bits 4·i being number AWQ_ORDER[i] of them.
     """
@@ -145,7 +147,8 @@ def pack_gptq(
     *,
     zeros_minus_one: bool = True,
 ) -> Int4Weight:
-    """GPTQ tensors: qweight [K / 8, N] int32, qzeros [G, N / 8] int32, scales [G, N], g_idx [K] the group of each column of K.
+    """An `Int4Weight` of GPTQ tensors: qweight [K / 8, N] int32, qzeros [G, N / 8] int32, scales [G, N], g_idx [K] the group of
+    each column of K.
 
     The first format (`checkpoint_format` "gptq") stores zero points minus one, "gptq_v2" stores them as they are. Columns in
     the order of their activations (`desc_act`) are sorted by group here, and x is permuted alike when multiplied.
@@ -181,7 +184,7 @@ def _words(codes: torch.Tensor) -> torch.Tensor:
 
 
 def int4_scale_dtype(scales: torch.Tensor) -> torch.dtype:
-    """The type of 16 bits that `Int4Weight` keeps these in. Raises ValueError where none holds them exactly."""
+    """The 16-bit dtype that holds these scales exactly, as `Int4Weight` keeps them. Raises ValueError where there is none."""
     if scales.dtype in SCALE_DTYPES:
         return scales.dtype
     for dtype in SCALE_DTYPES:

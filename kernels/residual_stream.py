@@ -1,4 +1,4 @@
-"""The residual stream between two fused products: what one of them leaves for the next."""
+"""The residual stream between two fused products, as one of them leaves it for the next."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ Gate = Literal["silu", "gelu_tanh"]
 
 
 class Stream(NamedTuple):
-    """Rows of the stream, and what their RMS normalisation needs, which is not yet done.
+    """Rows of the residual stream with the sums of their RMS normalisation, which the next product completes.
 
     total: [M, d]; weighted: [M, d], total times the weight of the coming norm; squares: [C, M] float32, whose sum over C is
     that of a row's squares.

@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 
 class Variants(NamedTuple):
-    """Kernels asked for, each way to call one counted; how many of them are ready, and how many of those were found on disk."""
+    """Numbers of kernel variants, one for each way to call a kernel: asked for, ready, and of these found on disk."""
 
     num_asked: int = 0
     num_ready: int = 0
@@ -18,4 +18,4 @@ class Variants(NamedTuple):
 
 
 class CompilationFailed(RuntimeError):
-    """A kernel that is to serve cannot be compiled for this card or loaded on it; the message names it and how it is called."""
+    """Raised where a kernel cannot be compiled for this card or loaded on it; the message names the kernel and its variant."""

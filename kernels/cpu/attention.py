@@ -85,7 +85,7 @@ class AttentionPlanner:
         self._workspace = torch.empty(0, dtype=dtype, device=device)
 
     def plan(self, rows: Sequence[AttentionRow]) -> AttentionPlan:
-        """Rows of one query must come first; sorted by context, longest first, they pad least."""
+        """The plan of a step. Rows of one query must come first; sorted by context, longest first, they pad least."""
         num_single = next((i for i, row in enumerate(rows) if row.query_len > 1), len(rows))
         groups = [self._decode_group(rows, first, last) for first, last in self._partition(rows[:num_single])]
         prefills, token = [], num_single
@@ -172,15 +172,19 @@ class AttentionPlanner:
 
 
 def write_kv(kv: torch.Tensor, kv_cache: torch.Tensor, slot_mapping: torch.Tensor) -> None:
-    """kv: [T, 2K, D] (keys, then values), kv_cache: [N, P, 2, K, D], slot_mapping: [T] int64; writes in place."""
+    """Write keys and values to the cache, in place.
+
+    kv: [T, 2K, D] (keys, then values), kv_cache: [N, P, 2, K, D], slot_mapping: [T] int64
+    """
     kv_cache.view(kv_cache.shape[0] * kv_cache.shape[1], -1).index_copy_(0, slot_mapping, kv.flatten(1))
 
 
 def planned_attention(
     qkv: torch.Tensor, kv_cache: torch.Tensor | None, plan: AttentionPlan, kv_scales: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """qkv: [T, H+2K, D] rotated, kv_cache: [N, P, 2, K, D] already written, None for a plan of whole texts → [T, H, D]
+    """Attention of the rows of a plan.
 
+    qkv: [T, H+2K, D] rotated, kv_cache: [N, P, 2, K, D] already written, None for a plan of whole texts → [T, H, D]
     kv_scales: [2] float32 of keys and of values, for a cache in e4m3; None is one.
     """
     shape = plan.shape

@@ -7,12 +7,12 @@ from functools import cache
 import torch
 
 SLICE_ELEMENTS = 1 << 24
-"""Logits changed at a time: the change is as large as they are."""
+"""Logits masked at a time: their addends take as much memory."""
 
 
 @cache
 def _octets(device: torch.device) -> torch.Tensor:
-    """What eight tokens get by one octet of a mask: [256, 8] float32"""
+    """The addends of eight tokens for each octet of a mask: [256, 8] float32"""
     allowed = (torch.arange(256, device=device)[:, None] >> torch.arange(8, device=device)) & 1
     return torch.where(allowed > 0, 0.0, -torch.inf)
 

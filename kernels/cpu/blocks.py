@@ -1,4 +1,4 @@
-"""Moves whole KV blocks: within the cache, and through a staging buffer in which all layers of a block are contiguous."""
+"""Copies of whole KV blocks: within the cache, and through a staging buffer in which all layers of a block are contiguous."""
 
 from __future__ import annotations
 
@@ -8,20 +8,23 @@ import torch
 
 
 def copy_blocks(caches: Sequence[torch.Tensor], sources: torch.Tensor, targets: torch.Tensor) -> None:
-    """caches: one [N, ...] per layer, sources and targets: [n] int64 block ids; no target is a source of another pair."""
+    """Copy blocks within the caches: one [N, ...] per layer.
+
+    sources, targets: [n] int64 block ids; no target is a source of another pair
+    """
     for cache in caches:
         blocks = _bytes(cache)
         blocks.index_copy_(0, targets, blocks.index_select(0, sources))
 
 
 def gather_blocks(caches: Sequence[torch.Tensor], blocks: torch.Tensor, staging: torch.Tensor, rows: torch.Tensor) -> None:
-    """Block `blocks[i]` of every layer to staging[rows[i]]; staging: [R, layers, ...one block], rows: [n] int64."""
+    """Copy block `blocks[i]` of every layer to staging[rows[i]]. staging: [R, layers, ...one block], rows: [n] int64."""
     for layer, cache in enumerate(caches):
         _bytes(staging[:, layer]).index_copy_(0, rows, _bytes(cache).index_select(0, blocks))
 
 
 def scatter_blocks(caches: Sequence[torch.Tensor], blocks: torch.Tensor, staging: torch.Tensor, rows: torch.Tensor) -> None:
-    """The way back: staging[rows[i]] to block `blocks[i]` of every layer."""
+    """Copy staging[rows[i]] back to block `blocks[i]` of every layer."""
     for layer, cache in enumerate(caches):
         _bytes(cache).index_copy_(0, blocks, _bytes(staging[:, layer]).index_select(0, rows))
 

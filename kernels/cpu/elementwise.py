@@ -7,7 +7,9 @@ from torch.nn import functional
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-    """x: [..., hidden], weight: [hidden] → [..., hidden]; the mean of squares is taken in float32 or wider.
+    """RMS normalisation.
+
+    x: [..., hidden], weight: [hidden] → [..., hidden]; the mean of squares is taken in float32 or wider.
 
     A weight in float32 beside narrower x is multiplied in float32.
     """
@@ -17,12 +19,14 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
 
 
 def layer_norm(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, eps: float) -> torch.Tensor:
-    """x: [..., hidden], weight and bias: [hidden] → [..., hidden]"""
+    """Layer normalisation. x: [..., hidden], weight and bias: [hidden] → [..., hidden]"""
     return functional.layer_norm(x, weight.shape, weight, bias, eps)
 
 
 def rope(qk: torch.Tensor, cos: torch.Tensor, signed_sin: torch.Tensor) -> None:
-    """qk: [T, heads, D], cos and signed_sin: [T, 1, D]; rotates pairs (i, i + D/2) in place.
+    """Rotary embedding, in place.
+
+    qk: [T, heads, D], cos and signed_sin: [T, 1, D]; rotates pairs (i, i + D/2).
 
     The first half of `signed_sin` is negative, so that one roll and one fused multiply-add do the rotation.
     """
@@ -31,13 +35,13 @@ def rope(qk: torch.Tensor, cos: torch.Tensor, signed_sin: torch.Tensor) -> None:
 
 
 def silu_mul(gate_up: torch.Tensor) -> torch.Tensor:
-    """gate_up: [T, 2·inner] → silu(gate) · up: [T, inner]"""
+    """SiLU gate. gate_up: [T, 2·inner] → silu(gate) · up: [T, inner]"""
     gate, up = gate_up.chunk(2, dim=-1)
     return functional.silu(gate).mul_(up)
 
 
 def gelu_tanh_mul(gate_up: torch.Tensor) -> torch.Tensor:
-    """gate_up: [T, 2·inner] → gelu(gate) · up: [T, inner], gelu by its tanh approximation"""
+    """GELU gate. gate_up: [T, 2·inner] → gelu(gate) · up: [T, inner], gelu by its tanh approximation"""
     gate, up = gate_up.chunk(2, dim=-1)
     return functional.gelu(gate, approximate="tanh").mul_(up)
 

@@ -11,7 +11,9 @@ import torch
 
 
 def route(logits: torch.Tensor, num_chosen: int, *, normalised: bool) -> tuple[torch.Tensor, torch.Tensor]:
-    """logits: [T, E] → weights: [T, num_chosen] like logits, expert ids: [T, num_chosen] int64
+    """The experts of each token and their weights.
+
+    logits: [T, E] → weights: [T, num_chosen] like logits, expert ids: [T, num_chosen] int64
 
     The weights are the softmax over all experts, in float32; `normalised` divides them by the sum of the chosen ones.
     """
@@ -27,7 +29,10 @@ def mix_experts(
     expert_ids: torch.Tensor,
     experts: Sequence[Callable[[torch.Tensor], torch.Tensor]],
 ) -> torch.Tensor:
-    """x: [T, hidden], weights and expert_ids: [T, num_chosen] → Σ weight · expert(x): [T, hidden]"""
+    """The weighted sum of each token's experts.
+
+    x: [T, hidden], weights and expert_ids: [T, num_chosen] → Σ weight · expert(x): [T, hidden]
+    """
     flat = expert_ids.flatten()
     order = flat.argsort(stable=True)
     tokens = order // expert_ids.shape[1]

@@ -1,18 +1,18 @@
-"""From e4m3 to wider numbers by shifts: several times faster on CPUs than torch's own conversion, number by number the same."""
+"""Conversion of e4m3 to wider numbers by shifts: on CPUs several times faster than torch's own, number by number the same."""
 
 from __future__ import annotations
 
 import torch
 
 SIGN_AND_SEVEN_BITS = 0xBF80 - 0x10000
-"""Of an int16: where float16 has its sign, the lower four bits of its exponent and the upper three of its fraction."""
+"""Bits of an int16: the sign of float16, the lower four bits of its exponent and the upper three of its fraction."""
 
 BIAS_FACTOR = 256.0
 """Exponents of float16 count from 15 and those of e4m3 from 7: the same bits are 2⁸ times less."""
 
 
 def decode_fp8(codes: torch.Tensor, dtype: torch.dtype, scales: torch.Tensor | None = None) -> torch.Tensor:
-    """codes: float8_e4m3fn of any shape → code · scale in `dtype`; `scales` must broadcast with `codes`, None is one.
+    """Decoded codes: float8_e4m3fn of any shape → code · scale in `dtype`; `scales` must broadcast with `codes`, None is one.
 
     NaN becomes 480: who reads codes that nobody wrote must mask them, and weights that hold it are refused when they are read.
     """
@@ -24,5 +24,8 @@ def decode_fp8(codes: torch.Tensor, dtype: torch.dtype, scales: torch.Tensor | N
 
 
 def decode_kv(slots: torch.Tensor, dtype: torch.dtype, kv_scales: torch.Tensor | None) -> torch.Tensor:
-    """slots: [..., 2, K, D] float8_e4m3fn, kv_scales: [2] float32 of keys and of values, None is one → the same in `dtype`"""
+    """Decoded keys and values, in `dtype`.
+
+    slots: [..., 2, K, D] float8_e4m3fn, kv_scales: [2] float32 of keys and of values, None is one
+    """
     return decode_fp8(slots, dtype, None if kv_scales is None else kv_scales[:, None, None])

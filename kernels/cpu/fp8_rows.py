@@ -7,11 +7,11 @@ import torch
 from kernels.quantised_weights import FP8, FP8_MAX
 
 ROW_MAX_MIN = 1e-12
-"""A row of nothing but zeros, or of less than this, is scaled as if this were its largest element."""
+"""The least magnitude that a row is scaled by: rows of zeros, or of less, are scaled as if this were their largest."""
 
 
 def quantize_rows_fp8(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """x: [T, hidden] → e4m3 [T, hidden] and scales [T, 1] float32; x ≈ e4m3 · scale"""
+    """Rows in e4m3, each with its scale. x: [T, hidden] → e4m3 [T, hidden] and scales [T, 1] float32; x ≈ e4m3 · scale"""
     wide = x.float()
     largest = wide.abs().amax(dim=-1, keepdim=True).clamp_min_(ROW_MAX_MIN)
     return to_fp8(wide * (FP8_MAX / largest)), largest / FP8_MAX

@@ -108,7 +108,10 @@ class InvariantPlanner:
 def invariant_attention(
     qkv: torch.Tensor, kv_cache: torch.Tensor, plan: InvariantPlan, kv_scales: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """qkv: [T, H+2K, D] rotated, kv_cache: [N, P, 2, K, D] already written → [T, H, D]; kv_scales: [2] of a cache in e4m3"""
+    """Attention of the rows of a plan, tile by tile.
+
+    qkv: [T, H+2K, D] rotated, kv_cache: [N, P, 2, K, D] already written → [T, H, D]; kv_scales: [2] of a cache in e4m3
+    """
     shape = plan.shape
     out = torch.empty(qkv.shape[0], shape.num_heads, shape.head_dim, dtype=qkv.dtype, device=qkv.device)
     for row in plan.rows:

@@ -13,13 +13,16 @@ from kernels.operations import LinearKernel
 
 
 def can_pack(dtype: torch.dtype, device: torch.device) -> bool:
-    """Whether `pack_linear` uses oneDNN for such weights."""
+    """True where `pack_linear` uses oneDNN for such weights."""
     has_onednn: bool = torch.backends.mkldnn.is_available()  # type: ignore[no-untyped-call]
     return has_onednn and device.type == "cpu" and dtype is torch.float32
 
 
 def pack_linear(weight: torch.Tensor, bias: torch.Tensor | None) -> LinearKernel:
-    """weight: [out, in], bias: [out] → a function [T, in] → [T, out]. When packed, it keeps no reference to `weight`."""
+    """The product with a packed weight.
+
+    weight: [out, in], bias: [out] → a function [T, in] → [T, out]. When packed, it keeps no reference to `weight`.
+    """
     if not can_pack(weight.dtype, weight.device):
         return lambda x: functional.linear(x, weight, bias)
     packed = torch.ops.mkldnn._reorder_linear_weight(weight, None)

@@ -6,7 +6,7 @@ import torch
 
 
 def cap_logits(logits: torch.Tensor, *, divisor: float = 1.0, softcap: float | None = None) -> torch.Tensor:
-    """logits: [R, V] float32, in place and returned: divided (Granite), then, with a cap c, c · tanh(logits / c) (Gemma 2)."""
+    """Divide logits (Granite), then cap them: c · tanh(logits / c) (Gemma 2). [R, V] float32, in place and returned."""
     if divisor != 1.0:
         logits.div_(divisor)
     return logits if softcap is None else logits.div_(softcap).tanh_().mul_(softcap)

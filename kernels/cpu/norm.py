@@ -16,7 +16,9 @@ def add_rms_norm(
     alpha: float = 1.0,
     branch_weight: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """x, residual: [..., hidden] → rms_norm(sum) · weight and sum = residual + alpha · x, both [..., hidden] in x's dtype.
+    """Residual sum and its RMS normalisation.
+
+    x, residual: [..., hidden] → rms_norm(sum) · weight and sum = residual + alpha · x, both [..., hidden] in x's dtype.
 
     With `branch_weight` x is normalised by itself before it is added. Without `weight` the sum is the first result too.
     """

@@ -1,4 +1,4 @@
-"""Attention whose rows are tensors on the device: block tables and lengths that the host does not know. In plain torch.
+"""Paged attention in plain torch with rows in tensors: block tables and lengths that the host does not know.
 
 The twin of the kernels that decode in graphs, so that slots and graphs can be tested without a GPU. Serving on CPUs plans
 its rows on the host (`kernels.cpu.attention`), which is faster: there a batch is cut where padding would waste time.
@@ -14,7 +14,7 @@ from kernels.attention_rows import AttentionShape
 def no_workspace(
     shape: AttentionShape, max_requests: int, max_blocks: int, kv_dtype: torch.dtype, device: torch.device
 ) -> None:
-    """Nothing is kept from call to call."""
+    """None: nothing is kept from call to call."""
 
 
 def paged_decode(
@@ -28,7 +28,10 @@ def paged_decode(
     out: torch.Tensor | None = None,
     workspace: None = None,  # noqa: ARG001 - the kernels' signature
 ) -> torch.Tensor:
-    """q: [B, H, D], kv_cache: [N, P, 2, K, D], block_tables: [B, M] int32, context_lens: [B] int32, 0 for no row → [B, H, D]"""
+    """Attention of one query a request.
+
+    q: [B, H, D], kv_cache: [N, P, 2, K, D], block_tables: [B, M] int32, context_lens: [B] int32, 0 for no row → [B, H, D]
+    """
     starts = torch.arange(len(context_lens) + 1, device=q.device)
     return paged_prefill(q, kv_cache, block_tables, starts, context_lens, shape, max_query_len=1, kv_scales=kv_scales, out=out)
 
@@ -46,8 +49,11 @@ def paged_prefill(
     out: torch.Tensor | None = None,
     workspace: None = None,  # noqa: ARG001 - the kernels' signature
 ) -> torch.Tensor:
-    """q: [T, H, D], query_starts: [B + 1]; the last query of a row sees context_lens[b] tokens, each one before it a token
-    less → [T, H, D]"""
+    """Causal attention of consecutive queries of each request.
+
+    q: [T, H, D], query_starts: [B + 1]; the last query of a row sees context_lens[b] tokens, each one before it a token less
+    → [T, H, D]
+    """
     attended = torch.empty(q.shape, dtype=q.dtype, device=q.device) if out is None else out
     starts, lengths = query_starts.tolist(), context_lens.tolist()
     for row, context_len in enumerate(lengths):

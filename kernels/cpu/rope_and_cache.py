@@ -22,7 +22,9 @@ def rope_and_cache(
     eps: float = 0.0,
     kv_scales: torch.Tensor | None = None,
 ) -> None:
-    """qkv: [T, H+2K, D], cos and sin: [T, 1, rotary_dim] as `rope` takes them; in place, and into kv_cache: [N, P, 2, K, D].
+    """QK-norm, rotation and cache write.
+
+    qkv: [T, H+2K, D], cos and sin: [T, 1, rotary_dim] as `rope` takes them; in place, and into kv_cache: [N, P, 2, K, D].
 
     Weights of QK-norm are [D] for each head by itself, or [H·D] and [K·D] for the heads of a token together. slot_mapping:
     [T] int64, block · P + offset, below 0 for a token that is not written. kv_scales: [2] float32, of keys and of values: an

@@ -17,7 +17,7 @@ TILE_ROWS = (64, 16, 4)
 
 
 def in_agreeing_tiles(multiply: LinearKernel, num_columns: int, *, dtype: torch.dtype, device: torch.device) -> LinearKernel:
-    """`multiply`, of rows of `num_columns`, in tiles of the sizes that agree on this machine."""
+    """A product as `multiply`, of rows of `num_columns`, in tiles of the sizes that agree on this machine."""
     sizes = agreeing_sizes(multiply, num_columns, dtype=dtype, device=device)
     return lambda x: _in_tiles(multiply, x, sizes)
 

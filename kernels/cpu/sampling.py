@@ -40,7 +40,7 @@ class Filters(NamedTuple):
 
 
 class Candidates(NamedTuple):
-    """Tokens of some rows: `rows` [b] int64 among all, ids and logits [b, C], `kept` [b, C] bool: what the filters leave."""
+    """Tokens of some rows: `rows` [b] int64 among all, ids and logits [b, C], `kept` [b, C] bool: left by the filters."""
 
     rows: torch.Tensor
     ids: torch.Tensor
@@ -74,7 +74,7 @@ def _draw(logits: torch.Tensor, scale: torch.Tensor, keys: torch.Tensor) -> torc
 
 
 def _gumbel_bounds(key: torch.Tensor, num_ids: int) -> torch.Tensor:
-    """At least `gumbel.noise` for the ids below `num_ids`, and near it where noise is large: [R, num_ids] float32
+    """Upper bounds of `gumbel.noise` for the ids below `num_ids`, near it where noise is large: [R, num_ids] float32
 
     In 32 bits and in place, for whole vocabularies: E ≥ bits / 2^32 · log2(e).
     """
@@ -111,7 +111,7 @@ def draw_weighted(weights: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
 
 
 def largest(values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """values: [B, V] → the largest of each row, NaN where one is, and its place, the first of equals: [B] each
+    """The largest of each row of values, [B, V], NaN where one is, and its place, the first of equals: [B] each
 
     On a CPU numpy takes a fifth of torch's time."""
     if values.device.type != "cpu":
@@ -140,7 +140,7 @@ def winner(
 
 
 def candidates(logits: torch.Tensor, scale: torch.Tensor, filters: Filters) -> list[Candidates]:
-    """What the filters leave of every row, rows together that needed equally many of their most likely tokens.
+    """The tokens that the filters leave of every row, grouped by how many most likely tokens a row needed.
 
     logits: [B, V] float32 with finite largest
     """
@@ -235,7 +235,7 @@ def sample(
 
 
 def sampling_workspace(max_rows: int, vocab_size: int, device: torch.device) -> None:
-    """Nothing is kept from call to call."""
+    """None: nothing is kept from call to call."""
 
 
 def _adjust(

@@ -1,4 +1,4 @@
-"""The operations in plain torch: what serves on CPUs."""
+"""The operations in plain torch, which serve on CPUs."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""Obviously right twins of every kernel: float32 loops over single tokens and heads, for tests. CPUs draw with `gumbel` too."""
+"""Obviously right twins of every kernel for tests: float32 loops over single tokens and heads. CPUs draw with `gumbel` too."""

@@ -10,7 +10,10 @@ from kernels.attention_rows import AttentionRow, AttentionShape
 
 
 def write_kv(kv: torch.Tensor, kv_cache: torch.Tensor, slot_mapping: torch.Tensor) -> None:
-    """kv: [T, 2K, D] (keys, then values), kv_cache: [N, P, 2, K, D], slot_mapping: [T] int64; writes in place."""
+    """Write keys and values to the cache, in place.
+
+    kv: [T, 2K, D] (keys, then values), kv_cache: [N, P, 2, K, D], slot_mapping: [T] int64
+    """
     block_size, num_kv_heads = kv_cache.shape[1], kv_cache.shape[3]
     for token, slot in enumerate(slot_mapping.tolist()):
         for head in range(num_kv_heads):
@@ -21,7 +24,10 @@ def write_kv(kv: torch.Tensor, kv_cache: torch.Tensor, slot_mapping: torch.Tenso
 def paged_attention(
     qkv: torch.Tensor, kv_cache: torch.Tensor, rows: Sequence[AttentionRow], shape: AttentionShape
 ) -> torch.Tensor:
-    """qkv: [T, H+2K, D] rotated, kv_cache: [N, P, 2, K, D] already written → [T, H, D]; the only one without `shape.causal`."""
+    """Attention of rows known to the host.
+
+    qkv: [T, H+2K, D] rotated, kv_cache: [N, P, 2, K, D] already written → [T, H, D]; the only one without `shape.causal`.
+    """
     out = torch.empty(qkv.shape[0], shape.num_heads, shape.head_dim, dtype=qkv.dtype)
     token = 0
     for row in rows:
@@ -66,7 +72,9 @@ def paged_prefill(
     kv_scales: torch.Tensor | None = None,
     out: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """q: [T, H, D], kv_cache: [N, P, 2, K, D] already written, block_tables: [B, M], query_starts: [B + 1],
+    """Causal attention of consecutive queries of each request.
+
+    q: [T, H, D], kv_cache: [N, P, 2, K, D] already written, block_tables: [B, M], query_starts: [B + 1],
     context_lens: [B], kv_scales: [2] of keys and of values, None is one → [T, H, D]
 
     Request b's queries are rows query_starts[b] … query_starts[b + 1] - 1. The last one sees context_lens[b] tokens, itself

@@ -8,14 +8,17 @@ import torch
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-    """x: [..., hidden], weight: [hidden] → x / rms(x) · weight (arXiv 1910.07467, eq. 4)"""
+    """RMS normalisation. x: [..., hidden], weight: [hidden] → x / rms(x) · weight (arXiv 1910.07467, eq. 4)"""
     wide = x.float()
     rms = (wide.pow(2).sum(dim=-1, keepdim=True) / wide.shape[-1] + eps).sqrt()
     return (wide / rms * weight.float()).to(x.dtype)
 
 
 def layer_norm(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, eps: float) -> torch.Tensor:
-    """x: [..., hidden], weight and bias: [hidden] → (x - mean) / deviation · weight + bias (arXiv 1607.06450, eq. 4)"""
+    """Layer normalisation.
+
+    x: [..., hidden], weight and bias: [hidden] → (x - mean) / deviation · weight + bias (arXiv 1607.06450, eq. 4)
+    """
     wide = x.float()
     centred = wide - wide.mean(dim=-1, keepdim=True)
     deviation = (centred.pow(2).mean(dim=-1, keepdim=True) + eps).sqrt()
@@ -23,7 +26,10 @@ def layer_norm(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, eps: f
 
 
 def rope(qk: torch.Tensor, cos: torch.Tensor, signed_sin: torch.Tensor) -> None:
-    """qk: [T, heads, D], cos and signed_sin: [T, 1, D]; rotates pairs (i, i + D/2) in place (arXiv 2104.09864, eq. 34)"""
+    """Rotary embedding, in place.
+
+    qk: [T, heads, D], cos and signed_sin: [T, 1, D]; rotates pairs (i, i + D/2) (arXiv 2104.09864, eq. 34)
+    """
     half = qk.shape[-1] // 2
     for token in range(qk.shape[0]):
         for head in range(qk.shape[1]):
@@ -34,7 +40,7 @@ def rope(qk: torch.Tensor, cos: torch.Tensor, signed_sin: torch.Tensor) -> None:
 
 
 def silu_mul(gate_up: torch.Tensor) -> torch.Tensor:
-    """gate_up: [T, 2·inner] → silu(gate) · up: [T, inner]"""
+    """SiLU gate. gate_up: [T, 2·inner] → silu(gate) · up: [T, inner]"""
     gate, up = gate_up.float().chunk(2, dim=-1)
     return (gate / (1 + torch.exp(-gate)) * up).to(gate_up.dtype)
 
@@ -52,6 +58,6 @@ def gelu_tanh(x: torch.Tensor) -> torch.Tensor:
 
 
 def gelu_tanh_mul(gate_up: torch.Tensor) -> torch.Tensor:
-    """gate_up: [T, 2·inner] → gelu(gate) · up: [T, inner]"""
+    """GELU gate. gate_up: [T, 2·inner] → gelu(gate) · up: [T, inner]"""
     gate, up = gate_up.float().chunk(2, dim=-1)
     return (gelu_tanh(gate) * up).to(gate_up.dtype)

@@ -10,7 +10,10 @@ from torch.nn import functional
 
 
 def route(logits: torch.Tensor, num_chosen: int, *, normalised: bool) -> tuple[torch.Tensor, torch.Tensor]:
-    """logits: [T, E] → weights: [T, num_chosen], expert ids: [T, num_chosen] int64, likeliest first"""
+    """The experts of each token and their weights.
+
+    logits: [T, E] → weights: [T, num_chosen], expert ids: [T, num_chosen] int64, likeliest first
+    """
     weights, expert_ids = [], []
     for row in logits.float():
         probabilities = row.exp() / row.exp().sum()
@@ -27,7 +30,10 @@ def mix_experts(
     expert_ids: torch.Tensor,
     experts: Sequence[Callable[[torch.Tensor], torch.Tensor]],
 ) -> torch.Tensor:
-    """x: [T, hidden], weights and expert_ids: [T, num_chosen] → Σ weight · expert(x): [T, hidden]"""
+    """The weighted sum of each token's experts.
+
+    x: [T, hidden], weights and expert_ids: [T, num_chosen] → Σ weight · expert(x): [T, hidden]
+    """
     out = torch.zeros_like(x, dtype=torch.float32)
     for token in range(x.shape[0]):
         for weight, expert in zip(weights[token].tolist(), expert_ids[token].tolist(), strict=True):
@@ -45,7 +51,10 @@ def mix_gated_experts(
     activation: str = "silu",
     out: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """x: [T, hidden], gate_up: [E, 2·inner, hidden], down: [E, hidden, inner] → Σ weight · down(act(gate) · up): [T, hidden]"""
+    """The weighted sum of each token's gated experts.
+
+    x: [T, hidden], gate_up: [E, 2·inner, hidden], down: [E, hidden, inner] → Σ weight · down(act(gate) · up): [T, hidden]
+    """
 
     def activate(gate: torch.Tensor) -> torch.Tensor:
         return functional.silu(gate) if activation == "silu" else functional.gelu(gate, approximate="tanh")

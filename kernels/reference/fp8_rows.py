@@ -9,14 +9,20 @@ FP8_MAX = 448.0
 
 
 def quantize_rows_fp8(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """x: [T, hidden] → e4m3 [T, hidden] and scales [T, 1] float32; x ≈ e4m3 · scale, the largest of a row becomes 448"""
+    """Rows in e4m3, each with its scale.
+
+    x: [T, hidden] → e4m3 [T, hidden] and scales [T, 1] float32; x ≈ e4m3 · scale, the largest of a row becomes 448
+    """
     wide = x.float()
     largest = wide.abs().max(dim=-1, keepdim=True).values.clamp(min=1e-12)
     return to_fp8(wide * (FP8_MAX / largest)), largest / FP8_MAX
 
 
 def to_fp8(x: torch.Tensor) -> torch.Tensor:
-    """x: any shape, float32 → the nearest e4m3 values, of two equally near the one whose last bit is 0; bounded by ±448"""
+    """The nearest e4m3 values.
+
+    x: any shape, float32 → the nearest e4m3 values, of two equally near the one whose last bit is 0; bounded by ±448
+    """
     bits = torch.arange(256, dtype=torch.uint8, device=x.device)
     values = bits.view(FP8).float()
     positive, order = values[:127].sort()

@@ -19,7 +19,10 @@ def linear_add(
     alpha: float = 1.0,
     bias: torch.Tensor | None = None,
 ) -> Stream:
-    """x: [M, K], weight: [d, K], residual: [M, d], norm_weight: [d], bias: [d] → residual + alpha · (x Wᵀ + bias)"""
+    """Product, residual sum and the sums of its squares.
+
+    x: [M, K], weight: [d, K], residual: [M, d], norm_weight: [d], bias: [d] → residual + alpha · (x Wᵀ + bias)
+    """
     product = x.float() @ dequantise(weight).T + (0.0 if bias is None else bias.float())
     total = (residual.float() + alpha * product).to(x.dtype)
     weighted = (total.float() * norm_weight.float()).to(x.dtype)
@@ -35,9 +38,12 @@ def normed_linear(
     gate: Gate | None = None,
     factor: float = 1.0,
 ) -> torch.Tensor:
-    """weight: [N, d] → rms_norm(total) Wᵀ + bias: [M, N]; with `gate`, N = 2·inner, act(first half) · second: [M, inner]
+    """Product of the normalised stream, with the gate.
 
-    `weighted` is `factor` times less than what is meant."""
+    weight: [N, d] → rms_norm(total) Wᵀ + bias: [M, N]; with `gate`, N = 2·inner, act(first half) · second: [M, inner]
+
+    `weighted` is `factor` times less than what is meant.
+    """
     width = stream.weighted.shape[1]
     inverse_rms = torch.rsqrt(stream.squares.sum(dim=0) / width + eps)
     product = factor * inverse_rms[:, None] * (stream.weighted.float() @ dequantise(weight).T)

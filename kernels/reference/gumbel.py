@@ -26,19 +26,19 @@ def mix(z: torch.Tensor) -> torch.Tensor:
 
 
 def keys(streams: torch.Tensor, positions: torch.Tensor, draw: int = 0) -> torch.Tensor:
-    """streams, positions: [R] int64 → [R] int64, the 64 random bits that everything about one token comes from"""
+    """The 64 random bits that key a token: streams, positions: [R] int64 → [R] int64"""
     if draw:
         streams = mix(streams + draw)
     return mix(streams + (positions.long() + 1) * _signed(gumbel.GAMMA))
 
 
 def uniform(key: torch.Tensor) -> torch.Tensor:
-    """[R] int64 → [R] float64 in [0, 1), as `engine.sampling.randomness.uniform`"""
+    """A uniform number of each key, as `engine.sampling.randomness.uniform`: [R] int64 → [R] float64 in [0, 1)"""
     return _shifted(key, 16).double() / 2.0**48
 
 
 def bits(key: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
-    """key: [R], ids: [R or 1, C] → [R, C] int64, odd numbers below 2^32"""
+    """The hash of each token. key: [R], ids: [R or 1, C] → [R, C] int64, odd numbers below 2^32"""
     low, high = (key & _LOW)[:, None], _shifted(key, 32)[:, None]
     x = (ids.long() * gumbel.TOKEN_STEP + low) & _LOW
     x = x ^ (x >> 16)
@@ -69,19 +69,21 @@ def log2(x: torch.Tensor) -> torch.Tensor:
 
 
 def exponential(hashed: torch.Tensor) -> torch.Tensor:
-    """hashed: from `bits` → E, float32 above zero. Near 1 its argument is taken from the bits, which float32 would round."""
+    """The exponential variate E of hashes from `bits`, float32 above zero. Near 1 its argument is taken from the bits, which
+    float32 would round."""
     exponent, t = _parts((2**32 - hashed).float() * 2.0**-32)
     t = torch.where(exponent == 0, hashed.float() * -(2.0**-32), t)
     return -(exponent.float() + t * _polynomial(t, gumbel.LOG2_ONE_PLUS))
 
 
 def noise(key: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
-    """−log2(E) of each token: [R, C] float32"""
+    """The Gumbel noise −log2(E) of each token: [R, C] float32"""
     return -log2(exponential(bits(key, ids)))
 
 
 def weights(orders: torch.Tensor) -> torch.Tensor:
-    """orders ≥ 0 float32, binary orders below the likeliest token (inf and more than 31 weigh nothing) → int64"""
+    """Integer weights of tokens for top-p. orders ≥ 0 float32, binary orders below the likeliest token (inf and more than 31
+    weigh nothing) → int64"""
     near = orders.clamp(max=gumbel.FARTHEST)
     whole = near.int()
     scaled = (_polynomial(near - whole.float(), gumbel.EXP2_MINUS) * 2.0**gumbel.WEIGHT_BITS).long()

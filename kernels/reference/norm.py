@@ -17,7 +17,9 @@ def add_rms_norm(
     alpha: float = 1.0,
     branch_weight: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """x, residual: [..., hidden] → rms_norm(sum) · weight and sum = residual + alpha · x; the sum is rounded to x's dtype.
+    """Residual sum and its RMS normalisation.
+
+    x, residual: [..., hidden] → rms_norm(sum) · weight and sum = residual + alpha · x; the sum is rounded to x's dtype.
 
     With `branch_weight` x is normalised by itself before it is added. Without `weight` the sum is the first result too.
     """
@@ -27,7 +29,7 @@ def add_rms_norm(
 
 
 def rms_norm_fp8(x: torch.Tensor, weight: torch.Tensor, eps: float) -> tuple[torch.Tensor, torch.Tensor]:
-    """x: [T, hidden] → e4m3 [T, hidden] and its row scales [T, 1] float32"""
+    """RMS normalisation, quantised. x: [T, hidden] → e4m3 [T, hidden] and its row scales [T, 1] float32"""
     return quantize_rows_fp8(rms_norm(x.float(), weight, eps))
 
 

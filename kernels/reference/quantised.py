@@ -1,4 +1,4 @@
-"""What quantised weights stand for: every layout read number by number, exactly, in float32; products with the result.
+"""The values of quantised weights: every layout read number by number, exactly, in float32; products with the result.
 
 The layouts of checkpoints are read as their authors published them: AWQ (arXiv 2306.00978, its "gemm" packing), GPTQ
 (arXiv 2210.17323, as its first implementations pack it). Nothing here is shared with the packing functions.
@@ -19,7 +19,9 @@ def nibble(word: int, position: int) -> int:
 
 
 def dequantise_awq(qweight: torch.Tensor, qzeros: torch.Tensor, scales: torch.Tensor, group_size: int) -> torch.Tensor:
-    """qweight: [K, N/8] int32, qzeros: [G, N/8] int32, scales: [G, N] → [N, K] float32: (code - zero) · scale
+    """Values of AWQ tensors.
+
+    qweight: [K, N/8] int32, qzeros: [G, N/8] int32, scales: [G, N] → [N, K] float32: (code - zero) · scale
 
     Of 8 neighbouring outputs the even ones come first: the word's nibbles are outputs 0 2 4 6 1 3 5 7.
     """
@@ -46,7 +48,9 @@ def dequantise_gptq(
     *,
     zeros_minus_one: bool = True,
 ) -> torch.Tensor:
-    """qweight: [K/8, N] int32, qzeros: [G, N/8] int32, scales: [G, N], g_idx: [K] → [N, K] float32: (code - zero) · scale
+    """Values of GPTQ tensors.
+
+    qweight: [K/8, N] int32, qzeros: [G, N/8] int32, scales: [G, N], g_idx: [K] → [N, K] float32: (code - zero) · scale
 
     Without g_idx column k belongs to group k // group_size. The first format stores each zero point minus one.
     """
@@ -64,14 +68,14 @@ def dequantise_gptq(
 
 
 def dequantise(weight: Weight) -> torch.Tensor:
-    """→ [N, K] float32, columns in the checkpoint's order"""
+    """The values of a weight: [N, K] float32, columns in the checkpoint's order"""
     if isinstance(weight, Int4Weight):
         return _dequantise_int4(weight)
     return weight.float() if isinstance(weight, torch.Tensor) else weight.values.float() * weight.scales.unsqueeze(1)
 
 
 def _dequantise_int4(weight: Int4Weight) -> torch.Tensor:
-    """See Int4Weight for the layout."""
+    """See `Int4Weight` for the layout."""
     dequantised = torch.empty(weight.num_rows, weight.num_columns, device=weight.words.device)
     for column in range(weight.num_columns):
         chunk, within = divmod(column, 128)
@@ -87,14 +91,14 @@ def _dequantise_int4(weight: Int4Weight) -> torch.Tensor:
 def linear_int8(
     x: torch.Tensor, weight: Int8Weight, *, bias: torch.Tensor | None = None, out: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """x: [M, K] → x Wᵀ + bias: [M, N] like x"""
+    """Product with an int8 weight. x: [M, K] → x Wᵀ + bias: [M, N] like x"""
     return _product(x, dequantise(weight), bias, out)
 
 
 def linear_int4(
     x: torch.Tensor, weight: Int4Weight, *, bias: torch.Tensor | None = None, out: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """x: [M, K] → x Wᵀ + bias: [M, N] like x"""
+    """Product with an int4 weight. x: [M, K] → x Wᵀ + bias: [M, N] like x"""
     return _product(x, dequantise(weight), bias, out)
 
 
@@ -107,7 +111,10 @@ def linear_fp8(
     bias: torch.Tensor | None = None,
     out: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """x: [M, K] float8_e4m3fn with x_scales [M, 1] or [1], or a float x without → x Wᵀ + bias: [M, N], like x or `out_dtype`"""
+    """Product with an e4m3 weight.
+
+    x: [M, K] float8_e4m3fn with x_scales [M, 1] or [1], or a float x without → x Wᵀ + bias: [M, N], like x or `out_dtype`
+    """
     exact = x.float() if x_scales is None else x.float() * x_scales.float()
     return _product(exact, dequantise(weight), bias, out, out_dtype or x.dtype)
 

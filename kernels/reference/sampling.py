@@ -74,7 +74,7 @@ def _sample_row(
 def keep(
     distance: torch.Tensor, scale: torch.Tensor, top_k: int, top_p: torch.Tensor, neg_log2_min_p: torch.Tensor
 ) -> torch.Tensor:
-    """Which tokens the filters leave: [V] bool. Equals stand or fall together.
+    """The mask of tokens that the filters leave: [V] bool. Equals are kept or dropped together.
 
     distance: [V] ≥ 0, how far a logit lies below the largest. top-k first, then the smallest set whose weight reaches top_p
     of what top-k left, then min-p.

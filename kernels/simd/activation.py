@@ -59,10 +59,10 @@ def _gated(gate_up: torch.Tensor, kind: int) -> torch.Tensor:
 
 
 def silu_mul(gate_up: torch.Tensor) -> torch.Tensor:
-    """gate_up: [T, 2·inner] float32 → silu(gate) · up: [T, inner]"""
+    """SiLU gate. gate_up: [T, 2·inner] float32 → silu(gate) · up: [T, inner]"""
     return _gated(gate_up, SILU)
 
 
 def gelu_tanh_mul(gate_up: torch.Tensor) -> torch.Tensor:
-    """gate_up: [T, 2·inner] float32 → gelu(gate) · up: [T, inner], gelu by its tanh approximation"""
+    """GELU gate. gate_up: [T, 2·inner] float32 → gelu(gate) · up: [T, inner], gelu by its tanh approximation"""
     return _gated(gate_up, GELU_TANH)

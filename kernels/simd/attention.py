@@ -19,7 +19,7 @@ from kernels.simd.vectors import BYTES, LANES, get_int32, splat, store
 
 
 def can_attend(shape: AttentionShape) -> bool:
-    """Whether the attention here knows such heads."""
+    """True for the heads that attention here computes."""
     return shape.causal and shape.head_dim % LANES == 0 and shape.head_dim <= HEAD_DIM_MAX
 
 
@@ -117,8 +117,11 @@ def paged_decode(
     out: torch.Tensor | None = None,
     workspace: None = None,  # the signature of those that have one
 ) -> torch.Tensor:
-    """q: [B, H, D], kv_cache: [N, P, 2, K, D] float32, block_tables: [B, M] int32, context_lens: [B] int32, 0 for no row →
-    [B, H, D]"""
+    """Attention of the newest queries of each request.
+
+    q: [B, H, D], kv_cache: [N, P, 2, K, D] float32, block_tables: [B, M] int32, context_lens: [B] int32, 0 for no row →
+    [B, H, D]
+    """
     return _attention(q, kv_cache, block_tables, context_lens, shape, None, out)
 
 
@@ -135,8 +138,11 @@ def paged_prefill(
     out: torch.Tensor | None = None,
     workspace: None = None,  # the signature of those that have one
 ) -> torch.Tensor:
-    """q: [T, H, D], query_starts: [B + 1] int32; the last query of a row sees context_lens[b] tokens, each one before it one
-    less → [T, H, D]"""
+    """Causal attention of consecutive queries of each request.
+
+    q: [T, H, D], query_starts: [B + 1] int32; the last query of a row sees context_lens[b] tokens, each one before it one
+    less → [T, H, D]
+    """
     return _attention(q, kv_cache, block_tables, context_lens, shape, query_starts, out)
 
 

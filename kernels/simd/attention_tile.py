@@ -43,7 +43,7 @@ TILE_ROWS = 32
 """Rows of the largest tile: that many share what is read of keys and values. A row has its scores of a chunk beside it."""
 
 ROWS_PER_TURN = 8
-"""Turning LANES keys costs about as much as the sums of a query for every so many of their numbers."""
+"""The cost of transposing LANES keys: about the sums of a query for every so many of their numbers."""
 
 _scores, _sums, _queries = stack(TILE_ROWS * STRIDE), stack(TILE_ROWS * HEAD_DIM_MAX), stack(TILE_ROWS * HEAD_DIM_MAX)
 _turned, _lane = stack(LANES * HEAD_DIM_MAX), stack(LANES)

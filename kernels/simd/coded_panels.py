@@ -1,4 +1,4 @@
-"""Panels of codes and the loops over them: what the products with quantised weights have in common.
+"""Panels of codes and the loops over them: the common part of the products with quantised weights.
 
 A panel holds the codes of PANEL outputs, column after column, zeros where W ends. The threads share the panels; each is read
 once from memory, in order. Tiles of few rows decode it in registers, each for itself. Of many rows only the first tile does,
@@ -153,7 +153,7 @@ def bind(
     groups: torch.Tensor | None = None,
     group_size: int | None = None,
 ) -> Callable[[torch.Tensor], torch.Tensor]:
-    """→ a function [T, num_columns] → [T, N], like its input, which may be of any float type.
+    """The product with the panels of a weight: a function [T, num_columns] → [T, N], like its input, of any float type.
 
     codes: the panels as `task` reads them; factors: [N] of the sums; groups: [N, groups] entries of 4 bytes, if the format has
     such, for every `group_size` columns.

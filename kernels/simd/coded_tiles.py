@@ -43,11 +43,11 @@ CODES = ir.VectorType(BYTE, LANES)
 
 
 class Format(ABC):
-    """How codes lie in a panel, `column_bytes` for one column, those of each half together, and what they stand for."""
+    """The layout of codes in a panel, `column_bytes` for one column, those of each half together, and their decoding."""
 
     column_bytes: int
     many_rows: int = 4 * ROWS
-    """From how many rows on it is faster that the first tile keeps what it decodes, as measured."""
+    """The number of rows from which it is faster, as measured, that the first tile keeps the columns it decodes."""
 
     @abstractmethod
     def decode(self, builder: Any, codes: Any, width: int, group: Sequence[Any]) -> list[Any]:

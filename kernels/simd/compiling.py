@@ -1,4 +1,4 @@
-"""How functions here are compiled, and where what was compiled is kept.
+"""Compilation of the functions here, and the folder that keeps compiled code.
 
 Compiled code is kept in a folder named after the sources: Numba itself looks only at the file that a function stands in, not at
 those it calls. An operator may name another folder with NUMBA_CACHE_DIR.

@@ -39,10 +39,13 @@ def _rows_of(table: torch.Tensor, index: torch.Tensor, factor: float) -> torch.T
 
 
 def embed(token_ids: torch.Tensor, table: torch.Tensor, *, multiplier: float = 1.0) -> torch.Tensor:
-    """token_ids: [T] int64 or int32, table: [V, hidden] float32 → [T, hidden] · multiplier"""
+    """Rows of the embedding. token_ids: [T] int64 or int32, table: [V, hidden] float32 → [T, hidden] · multiplier"""
     return _rows_of(table, token_ids, multiplier)
 
 
 def rotation_rows(cos: torch.Tensor, sin: torch.Tensor, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """cos, sin: [max_len, 1, rotary_dim] float32, positions: [T] → both at these positions, [T, 1, rotary_dim]"""
+    """Cosines and sines by position.
+
+    cos, sin: [max_len, 1, rotary_dim] float32, positions: [T] → both at these positions, [T, 1, rotary_dim]
+    """
     return _rows_of(cos, positions, 1.0), _rows_of(sin, positions, 1.0)

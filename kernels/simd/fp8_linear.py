@@ -45,7 +45,7 @@ def _panels(a):
 
 
 def bind_fp8(weight: Fp8Weight, bias: torch.Tensor | None) -> Callable[..., torch.Tensor]:
-    """→ a function as `kernels.quantised_linear.bind_fp8` says; it keeps no reference to `weight`."""
+    """The product with an e4m3 weight, as `kernels.quantised_linear.bind_fp8`; it keeps no reference to `weight`."""
     num_outputs, num_columns = weight.values.shape
     codes = in_panels(weight.values.view(torch.int8)).transpose(1, 2).contiguous()
     scales = weight.scales.expand(num_outputs) * _SCALE_FACTOR

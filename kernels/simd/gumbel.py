@@ -119,7 +119,7 @@ def _folded(z, count):
 
 @part
 def key_of(stream, position):
-    """The 64 random bits that everything about one token comes from."""
+    """The 64 random bits that key a token."""
     z = stream + (position + 1) * numba.int64(_GAMMA)
     z = _folded(z, 30) * numba.int64(_MIX_1)
     z = _folded(z, 27) * numba.int64(_MIX_2)

@@ -69,7 +69,10 @@ def _panels(a):
 
 
 def bind_int4(weight: Int4Weight, bias: torch.Tensor | None) -> Callable[[torch.Tensor], torch.Tensor]:
-    """→ a function [T, K] → [T, N], like its input: x Wᵀ + bias; it keeps no reference to `weight` but to its permutation."""
+    """The product with an int4 weight.
+
+    → a function [T, K] → [T, N], like its input: x Wᵀ + bias; it keeps no reference to `weight` but to its permutation.
+    """
     permutation, codes = weight.permutation, _paired(in_panels(_codes(weight)))
     factors = torch.ones(weight.num_rows)
     multiply = bind(_panels, codes, factors, bias, weight.num_columns, groups=_entries(weight), group_size=weight.group_size)

@@ -29,6 +29,6 @@ def _panels(a):
 
 
 def bind_int8(weight: Int8Weight, bias: torch.Tensor | None) -> Callable[[torch.Tensor], torch.Tensor]:
-    """→ a function [T, K] → [T, N], like its input: x Wᵀ + bias; it keeps no reference to `weight`."""
+    """The product with an int8 weight, [T, K] → [T, N], like its input: x Wᵀ + bias; it keeps no reference to `weight`."""
     codes = in_panels(weight.values).transpose(1, 2).contiguous()
     return bind(_panels, codes, weight.scales, bias, weight.values.shape[1])

@@ -111,7 +111,10 @@ _multiply = Launch(_run, _panels, rows_at=4)
 
 
 def pack_linear(weight: torch.Tensor, bias: torch.Tensor | None) -> Callable[[torch.Tensor], torch.Tensor]:
-    """weight: [out, in] float32, bias: [out] → a function [T, in] → [T, out]; it keeps no reference to `weight`."""
+    """The product with a packed weight.
+
+    weight: [out, in] float32, bias: [out] → a function [T, in] → [T, out]; it keeps no reference to `weight`.
+    """
     num_outputs, num_columns = weight.shape
     num_panels = -(-num_outputs // COLUMNS)
     panels = on_large_pages(num_panels, num_columns, COLUMNS)

@@ -95,7 +95,7 @@ _add_norm = Launch(_run_sums, _sums, rows_at=6, num_floats=2)
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-    """x: [..., hidden] float32, weight: [hidden] → [..., hidden]"""
+    """RMS normalisation. x: [..., hidden] float32, weight: [hidden] → [..., hidden]"""
     x = x.contiguous()
     out = new(*x.shape)
     count, size = x.numel(), weight.shape[0]
@@ -112,7 +112,9 @@ def add_rms_norm(
     alpha: float = 1.0,
     branch_weight: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """x, residual: [..., hidden] float32 → rms_norm(sum) · weight and sum = residual + alpha · x, both [..., hidden].
+    """Residual sum and its RMS normalisation.
+
+    x, residual: [..., hidden] float32 → rms_norm(sum) · weight and sum = residual + alpha · x, both [..., hidden].
 
     With `branch_weight` x is normalised by itself before it is added. Without `weight` the sum is the first result too.
     """

@@ -93,9 +93,12 @@ def rope_and_cache(
     k_weight: torch.Tensor | None = None,
     eps: float = 0.0,
 ) -> None:
-    """qkv: [T, H+2K, D] float32, in place, and into kv_cache: [N, P, 2, K, D] float32 or None at slot_mapping: [T] int64, below
+    """QK-norm, rotation and cache write.
+
+    qkv: [T, H+2K, D] float32, in place, and into kv_cache: [N, P, 2, K, D] float32 or None at slot_mapping: [T] int64, below
     0 for a token that is not written. cos and sin: [T, 1, rotary_dim], the sine negative in its first half. Weights of QK-norm
-    are [D] for each head by itself, or [H·D] and [K·D] for the heads of a token together."""
+    are [D] for each head by itself, or [H·D] and [K·D] for the heads of a token together.
+    """
     assert qkv.is_contiguous(), "rows are changed in place"
     num_tokens, width, size = qkv.shape
     _prepare(

@@ -1,4 +1,4 @@
-"""Samples the next token of each row, with parameters in `SamplingColumns`: the very tokens of `kernels.cpu.sampling`.
+"""The sampler of the next token of each row, with parameters in `SamplingColumns`: the very tokens of `kernels.cpu.sampling`.
 
     logits ─► what the request changes (a copy of the row, where there is such a thing) ─► the first of the largest
         ─► distances below it ─► the limits of top-k and top-p, each the smallest distance that leaves enough ─► Gumbel-max
@@ -102,7 +102,7 @@ def _measure(x, out, weighed, size, most, scale):
 
 @part
 def _total_weight(distances, weighed, size, limit):
-    """What everything weighs that is no farther than `limit`."""
+    """The weight of all tokens no farther than `limit`."""
     found = 0
     for i in range(size):
         if get(distances, i) <= limit:
@@ -256,11 +256,11 @@ def _run(
 _choose = Launch(_run, _rows, rows_at=18)
 
 _PASSES = 16
-"""What a row takes, about, in operations for each number of it."""
+"""The work of a row, about, in operations for each number of it."""
 
 
 def sampling_workspace(max_rows: int, vocab_size: int, device: torch.device) -> torch.Tensor:
-    """Room of each thread for a row that a request changed, distances and weights; what is not used takes no memory."""
+    """Scratch memory of each thread for an adjusted row, distances and weights; unused parts take no memory."""
     return torch.empty(max(os.cpu_count() or 1, torch.get_num_threads()), 3, vocab_size)
 
 

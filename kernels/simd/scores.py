@@ -138,12 +138,15 @@ def _run(pool, threads, task, logits, stride, size, tokens, num_top, out, out_st
 _score = Launch(_run, _tables, rows_at=7)
 
 _PASSES = 8
-"""What a row takes, about, in operations for each number of it."""
+"""The work of a row, about, in operations for each number of it."""
 
 
 def score_tokens(logits: torch.Tensor, tokens: torch.Tensor, num_top: int, *, out: torch.Tensor) -> None:
-    """logits: [R, V] float32 as the model has them; tokens: [R] int64, below 0 is none, of which the log-probability is NaN and
-    the rank 1; 1 ≤ num_top ≤ V; out: [R, at least 3 + 2 · num_top] int64, whose first columns are the table"""
+    """Write the table of log-probabilities.
+
+    logits: [R, V] float32 as the model has them; tokens: [R] int64, below 0 is none, of which the log-probability is NaN and
+    the rank 1; 1 ≤ num_top ≤ V; out: [R, at least 3 + 2 · num_top] int64, whose first columns are the table
+    """
     assert logits.dtype is torch.float32
     assert tokens.dtype is out.dtype is torch.int64
     num_rows, vocab_size = logits.shape

@@ -1,4 +1,4 @@
-"""The operations in vectors of this processor: what serves float32 on CPUs. What has no kernel here is torch's."""
+"""The operations in vectors of this processor, which serve float32 on CPUs; torch's where there is no kernel here."""
 
 from __future__ import annotations
 

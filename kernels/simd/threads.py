@@ -41,7 +41,7 @@ class Pool:
         _, self.member, self.barrier = functions
 
     def threads(self, work: int) -> int:
-        """How many threads `work` is worth, at most torch's."""
+        """The number of threads for `work`, at most torch's."""
         if work < 2 * WORK_PER_THREAD or not self.address:
             return 1
         return min(torch.get_num_threads(), work // WORK_PER_THREAD)
@@ -154,7 +154,7 @@ def number(typing, argument):
 
 @part
 def member(arguments):
-    """Which thread of its team a task runs on, and how many these are."""
+    """The index of the thread that runs the task, and the number of threads of its team."""
     function = get_int64(arguments, 0)
     return (_call(function) if function else 0), get_int64(arguments, 1)
 

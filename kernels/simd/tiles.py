@@ -1,4 +1,4 @@
-"""Tiles of products that stay in registers: what matrix products and attention are made of.
+"""Tiles of products that stay in registers, for matrix products and attention.
 
 Each sum runs over its terms in order, one fused multiplication and addition after the other, whatever other rows and columns
 are computed beside it. So a row has the same bits in any batch.
@@ -155,8 +155,8 @@ def turn(typing, keys, key_stride, count, size, turned):
 
 @intrinsic
 def dots_of_rows(typing, rows, queries, size, turned, out, out_stride):
-    """What `dots` gives for 1 to DOT_ROWS queries, one behind the other, with keys that `turn` has turned: the same sums in the
-    same order, lane by lane. Row r goes to `out` + r · `out_stride`."""
+    """The sums of `dots` for 1 to DOT_ROWS queries, one behind the other, with keys turned by `turn`, in the same order,
+    lane by lane. Row r goes to `out` + r · `out_stride`."""
 
     def emit(context, builder, sig, args):
         behind = builder.append_basic_block("behind")

@@ -30,8 +30,11 @@ _count = Launch(_run, _counted, rows_at=3)
 
 
 def count_tokens(slots: torch.Tensor, tokens: torch.Tensor, counts: torch.Tensor) -> None:
-    """slots: [R] int32, below 0 is padding, none twice whose counts matter; tokens: [R] int64, below 0 is none; counts: [S, V]
-    int32, in place"""
+    """Count the tokens of a step.
+
+    slots: [R] int32, below 0 is padding, none twice whose counts matter; tokens: [R] int64, below 0 is none; counts: [S, V]
+    int32, in place
+    """
     assert slots.dtype is counts.dtype is torch.int32
     assert tokens.dtype is torch.int64
     _count(slots.numel(), slots.data_ptr(), tokens.data_ptr(), counts.data_ptr(), slots.shape[0], counts.shape[1])
