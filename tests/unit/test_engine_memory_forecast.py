@@ -190,8 +190,8 @@ def test_steps_of_all_kinds_keep_no_more_than_is_foretold_with_and_without_guess
         for has_guesses in (False, True):
             engine.runner.make_ready(4, kind, has_guesses=has_guesses)
             engine.runner._step.make_ready(kind, has_guesses=has_guesses)
-    places = engine.runner._target._recorded._places  # type: ignore[union-attr]
-    kept = sum(tensor.numel() for page in places.pages for tensor in page)
+    buffers = engine.runner._target._recorded._buffers  # type: ignore[union-attr]
+    kept = sum(tensor.numel() for layer in buffers.layers for tensor in layer)
     shape = MemoryShape.of(load_model_config(tmp_path))
     foretold = shape.recorded_bytes(64, 4, has_steps=True) - shape.recorded_bytes(64, 4, has_steps=False)
     assert 0.8 * foretold < 4 * kept <= foretold
