@@ -10,9 +10,10 @@ that failed is not tried again, as it would fail at every step: whoever asks for
 from __future__ import annotations
 
 import contextlib
+import gc
 import logging
 import time
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Iterator
 from typing import Protocol
 
 import torch
@@ -68,6 +69,7 @@ class CudaGraphs:
 
     def __init__(self, device: torch.device, *, max_graphs: int) -> None:
         self._device = device
+        self._max_graphs = max_graphs
         self._places = GraphPlaces(max_graphs)
         self._graphs: dict[Hashable, torch.cuda.CUDAGraph] = {}
         self._failed: dict[Hashable, str] = {}  # why there is no graph
@@ -97,6 +99,17 @@ class CudaGraphs:
         self._places.hold(key, instead_of=given_up)
         log.info("captured graph=%s s=%.3f", key, time.perf_counter() - started_s)
 
+    @contextlib.contextmanager
+    def set_aside(self) -> Iterator[None]:
+        """Inside, every graph is captured anew, for whoever changes what steps launch; then those from before are back. They
+        stay meanwhile: a pool of memory must not lose its last graph before another one is captured into it."""
+        before = self._graphs, self._places
+        self._graphs, self._places = {}, GraphPlaces(self._max_graphs)
+        try:
+            yield
+        finally:
+            self._graphs, self._places = before
+
     def _captured(self, function: Callable[[], None]) -> torch.cuda.CUDAGraph:
         current = torch.cuda.current_stream(self._device)
         self._beside.wait_stream(current)
@@ -104,19 +117,36 @@ class CudaGraphs:
         try:
             with torch.cuda.stream(self._beside):
                 function()
-                # Not `torch.cuda.graph`: it waits for the device and empties the allocator's cache, and steps may be under way.
-                graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
-                try:
-                    function()
-                except BaseException:
-                    with contextlib.suppress(RuntimeError):  # which would say no more than that the capture has failed
-                        graph.capture_end()
-                    raise
-                graph.capture_end()
+                with _nothing_collected():
+                    self._capture(graph, function)
         finally:
             current.wait_stream(self._beside)  # also for what was run before a capture that failed
         return graph
 
+    def _capture(self, graph: torch.cuda.CUDAGraph, function: Callable[[], None]) -> None:
+        # Not `torch.cuda.graph`: it waits for the device and empties the allocator's cache, and steps may be under way.
+        graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
+        try:
+            function()
+        except BaseException:
+            with contextlib.suppress(RuntimeError):  # which would say no more than that the capture has failed
+                graph.capture_end()
+            raise
+        graph.capture_end()
+
     def run(self, key: Hashable, function: Callable[[], None]) -> None:  # noqa: ARG002 - it was captured
         self._places.use(key)
         self._graphs[key].replay()
+
+
+@contextlib.contextmanager
+def _nothing_collected() -> Iterator[None]:
+    """Python's collector may come upon the graphs of an engine that was dropped, and a capture fails where another graph is
+    destroyed meanwhile."""
+    was_on = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_on:
+            gc.enable()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -104,6 +106,90 @@ def test_what_breaks_within_a_capture_is_told_and_not_that_the_capture_ended_bad
         with pytest.raises(CaptureFailed, match="ValueError: the culprit"):
             graphs.make_ready((1, None), function)
     assert len(calls) == 2, "not even called again"
+
+
+class Dropped:
+    """Half of an engine that nobody holds any longer: a cycle, which ends only when Python's collector comes by."""
+
+    def __init__(self, graph: Graph) -> None:
+        self.graph, self.itself = graph, self
+
+
+def captured(function: Callable[[], None]) -> Graph:
+    with torch.cuda.stream(torch.cuda.Stream()):  # type: ignore[no-untyped-call]
+        graph = Graph()
+        graph.capture_begin()
+        function()
+        graph.capture_end()
+    return graph
+
+
+def test_python_collects_no_graph_while_another_is_captured() -> None:
+    limits = gc.get_threshold()
+    with rehearsal() as card:
+        graphs = CudaGraphs(DEVICE, max_graphs=1)
+        dropped = [Dropped(captured(lambda: None))]
+        kept: list[list[int]] = []
+
+        def drops() -> None:
+            if card.capture is not None:
+                dropped.clear()
+                kept.extend([] for _ in range(100))  # more than a collection waits for
+
+        gc.set_threshold(10, 1, 1)
+        try:
+            graphs.make_ready(1, drops)
+        finally:
+            gc.set_threshold(*limits)
+        assert graphs.is_ready(1)
+        assert gc.isenabled()
+
+
+def test_the_collector_is_on_again_behind_a_capture_that_failed(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(graph: Graph, **_: Any) -> None:
+        assert not gc.isenabled()
+        raise RuntimeError("no capture here")
+
+    with rehearsal():
+        monkeypatch.setattr(Graph, "capture_begin", refuse)
+        with pytest.raises(CaptureFailed):
+            CudaGraphs(DEVICE, max_graphs=1).make_ready(1, lambda: None)
+        assert gc.isenabled()
+
+
+@pytest.mark.parametrize("how", ["reset", "dropped"])
+def test_a_rehearsed_capture_fails_if_another_graph_is_destroyed_meanwhile(how: str) -> None:
+    with rehearsal():
+        graphs, held = CudaGraphs(DEVICE, max_graphs=1), [captured(lambda: None)]
+        calls: list[int] = []
+
+        def destroys() -> None:
+            calls.append(1)
+            if len(calls) == 2:
+                if how == "reset":
+                    held[0].reset()
+                held.clear()
+
+        with pytest.raises(CaptureFailed, match="another graph was destroyed meanwhile"):
+            graphs.make_ready(1, destroys)
+
+
+def test_graphs_that_are_set_aside_are_captured_anew_and_back_afterwards() -> None:
+    with rehearsal() as card:
+        graphs, kept = CudaGraphs(DEVICE, max_graphs=1), torch.zeros(1, device=DEVICE)
+
+        def use(added: float) -> None:
+            if not graphs.is_ready(1):
+                graphs.make_ready(1, lambda: kept.fill_(added))  # type: ignore[arg-type]
+            graphs.run(1, lambda: None)
+
+        use(1.0)
+        with graphs.set_aside():
+            use(2.0)
+            assert kept.tolist() == [2.0]
+        use(3.0)
+        assert kept.tolist() == [1.0]
+        assert card.num_captures == 2
 
 
 def test_work_behind_a_failed_capture_waits_for_what_was_run_before_it(monkeypatch: pytest.MonkeyPatch) -> None:

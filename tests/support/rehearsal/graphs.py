@@ -2,7 +2,8 @@
 
 A capture keeps the operations with the memory and the numbers that they were launched with, and a replay launches these again:
 a number that Python computed, a tensor that was made anew or freed since, shows as a wrong result. What no capture may do
-raises: to wait for the device, to copy from pageable memory, to lock memory.
+raises: to wait for the device, to copy from pageable memory, to lock memory. A capture fails at its end if another graph was
+destroyed meanwhile.
 """
 
 from __future__ import annotations
@@ -21,6 +22,16 @@ class Graph:
         self.works: list[Work] = []
         self.streams: list[Stream] = []
         self._captured = False
+        self._spoilt = ""
+
+    def __del__(self) -> None:
+        if self._captured:
+            self._spoil_other()
+
+    def _spoil_other(self) -> None:
+        capture = self.card.capture
+        if capture is not None and capture is not self:
+            capture._spoilt = "another graph was destroyed meanwhile"
 
     def takes(self, stream: Stream) -> bool:
         """Whether work on this stream belongs to the capture."""
@@ -43,6 +54,8 @@ class Graph:
         if self.card.stream is not self.streams[0]:
             raise RuntimeError("the capture must end on the stream on which it began")
         self.card.capture = None
+        if self._spoilt:
+            raise RuntimeError(f"CUDA error: operation failed due to a previous error during capture: {self._spoilt}")
         self.card.num_captures += 1
         self._captured = True
 
@@ -55,6 +68,7 @@ class Graph:
             self.card.stream.add(work)
 
     def reset(self) -> None:
+        self._spoil_other()
         self.works, self._captured = [], False
 
     def pool(self) -> tuple[int, int]:
