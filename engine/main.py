@@ -7,6 +7,7 @@ status 0 is an orderly end, 1 a model or option that cannot be served (the last 
 from __future__ import annotations
 
 import argparse
+import gc
 import json
 import logging
 import signal
@@ -64,6 +65,8 @@ def run(connection: FrameSocket, options: argparse.Namespace) -> int:
     try:
         engine = build_engine(_engine_options(options), progress=LoadReport(connection))
         log.info("ready model=%s kernels=%s kv_blocks=%d", engine.info.model, engine.info.kernels, engine.info.num_kv_blocks)
+        gc.collect()
+        gc.freeze()  # a full collection over all that torch and Triton keep would be the longest gap between two tokens
         connection.send(EngineFrame(ready=engine.info, status=engine.status()))
         serve(engine, connection)
         return 0
