@@ -5,7 +5,7 @@
 #   bench/gpu.sh                      everything; the result goes to bench/results/gpu-<time>.json
 #   bench/gpu.sh --rehearse           the same program on the CPU with tiny shapes and Triton's interpreter; no figures
 #   bench/gpu.sh --only kernels,peers some parts (calibration always runs, and what warms them up)
-#   PYTHON=/path/to/python bench/gpu.sh --out result.json --logs logs
+#   PYTHON=/path/to/python bench/gpu.sh --out result.json --logs logs.tgz
 #
 # With a card for longer, two commands of at most 8 minutes each, in which every part has time for all that it may take:
 #   bench/gpu.sh --only 'checks,invariant,kernels,choices'
@@ -15,7 +15,7 @@
 # transformers for the peers, pytest to rehearse. Nothing of the web half.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
-export PYTHONUNBUFFERED=1 TOKENIZERS_PARALLELISM=false HF_HUB_OFFLINE=1 PYTHONDONTWRITEBYTECODE=1
+export PYTHONUNBUFFERED=1 TOKENIZERS_PARALLELISM=false HF_HUB_OFFLINE=1
 export OMP_NUM_THREADS="${OMP_NUM_THREADS:-4}"
 export PYTHONPATH="$PWD${PYTHONPATH:+:$PYTHONPATH}"
 python="${PYTHON:-python3}"

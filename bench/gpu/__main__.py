@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 import time
 from datetime import UTC, datetime
 from pathlib import Path
+from typing import Any
 
 from bench.gpu import requirements
-from bench.gpu.conduct import conduct, results_folder
+from bench.gpu.conduct import Outcome, conduct, results_folder
 from bench.gpu.plan import PARTS, TOTAL_S, stages
 from bench.gpu.report import complete, document, status, table
+from bench.gpu.result_files import ResultFiles
+from bench.gpu.summary import summary
 
 REHEARSAL_S = 900.0
 
@@ -24,7 +26,7 @@ def main() -> int:
     parser.add_argument("--rehearse", action="store_true", help="on the CPU with tiny shapes; no figures")
     parser.add_argument("--only", default="", help=f"parts, divided by commas: {', '.join(known)}")
     parser.add_argument("--out", type=Path, help="where the JSON goes; else bench/results/, of a rehearsal nowhere")
-    parser.add_argument("--logs", type=Path, help="a folder for the whole log of each part; its end is in the JSON")
+    parser.add_argument("--logs", type=Path, help="a folder or, by its name, a FILE.tgz for the whole log of each part")
     parser.add_argument("--total", type=float, help=f"seconds for everything, {TOTAL_S:g} unless given")
     options = parser.parse_args()
     only = {name.strip() for name in options.only.split(",") if name.strip()} or None
@@ -34,25 +36,35 @@ def main() -> int:
     total_s = options.total or (REHEARSAL_S if options.rehearse else TOTAL_S)
     started_s = time.monotonic()
     planned = stages(only, rehearse=options.rehearse)
-    outcome = conduct(
-        planned,
-        rehearse=options.rehearse,
-        total_s=total_s,
-        facts={},
-        show=lambda line: print(line, flush=True),
-        logs=options.logs,
-    )
-    rows = complete(outcome, {part.target for stage in planned for job in stage for part in job.parts})
-    report = document(rows, outcome, rehearsal=options.rehearse, taken_s=time.monotonic() - started_s)
     path = options.out
-    if path is None and outcome.rows and not options.rehearse:  # without a GPU there is nothing to keep
+    if path is None and not options.rehearse:
         path = results_folder() / f"gpu-{datetime.now(UTC):%Y%m%dT%H%M%SZ}.json"
-    if path is not None:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(json.dumps(report, indent=1) + "\n", "utf-8")
-    print(table(report))
-    if path is not None:
-        print(f"written to {path}")
+
+    def told(outcome: Outcome, parts: set[str]) -> dict[str, Any]:
+        rows = complete(outcome, parts)
+        return document(rows, outcome, rehearsal=options.rehearse, taken_s=time.monotonic() - started_s)
+
+    with ResultFiles(path, options.logs) as files:
+
+        def keep(outcome: Outcome) -> None:
+            if outcome.rows or options.out is not None:  # without a GPU there is nothing to keep
+                files.write(told(outcome, {target for part in outcome.parts for target in part["targets"]}))
+
+        outcome = conduct(
+            planned,
+            rehearse=options.rehearse,
+            total_s=total_s,
+            facts={},
+            show=lambda line: print(line, flush=True),
+            logs=files.logs,
+            keep=keep,
+        )
+        report = told(outcome, {part.target for stage in planned for job in stage for part in job.parts})
+        print(table(report))
+        if outcome.rows or options.out is not None:
+            files.write(report)
+            print(*(["", f"written to {path}"] if path is not None else []), sep="\n")
+        print(summary(report))
     return status(report)
 
 

@@ -34,35 +34,40 @@ def nothing_kernel(place):  # type: ignore[no-untyped-def]
 
 
 def calibrate(context: Context) -> None:
-    context.tell(**_machine(context))
+    """First what every other part divides by, each figure told as soon as it is there; nvidia-smi, which may hang, last."""
+    card = _card(context)
+    context.tell(**card)
     copies: list[float] = []
-    for size in SIZES_GB:
+
+    def copy_and_read(size: int) -> None:
         context.guard(f"copy {size} GB", partial(_copy, context, size, copies))
         context.guard(f"read {size} GB", partial(_read, context, size))
-    if copies:
-        context.tell(bandwidth=max(copies))
+
+    copy_and_read(SIZES_GB[0])
     context.guard("matmul bf16 8192³", lambda: _matmul(context))
+    for size in SIZES_GB[1:]:
+        copy_and_read(size)
     context.guard("matmul fp8 8192³", lambda: _matmul_fp8(context))
-    if context.device.type == "cuda":
-        context.tell(state_after_products=driver.state())
     context.guard("graph gap per kernel", lambda: _gap(context))
+    if context.device.type == "cuda":
+        state = driver.state()
+        context.tell(state_after_products=state, card={**card["card"], "driver": driver.version(state)})
 
 
-def _machine(context: Context) -> dict[str, Any]:
+def _card(context: Context) -> dict[str, Any]:
     found: dict[str, Any] = {"cpu": platform.processor() or platform.machine()}
     if context.device.type == "cuda":
         properties = torch.cuda.get_device_properties(context.device)
         free, total = torch.cuda.mem_get_info()
-        state = driver.state()
         card = {
             "name": properties.name,
             "memory_bytes": total,
             "multiprocessors": properties.multi_processor_count,
             "l2_bytes": properties.L2_cache_size,
             "capability": f"{properties.major}.{properties.minor}",
-            "driver": driver.version(state),
+            "driver": None,
         }
-        found |= {"card": card, "memory_free_bytes": free, "cuda": torch.version.cuda, "state": state}
+        found |= {"card": card, "memory_free_bytes": free, "cuda": torch.version.cuda}
     return found
 
 
@@ -73,6 +78,7 @@ def _copy(context: Context, size_gb: int, rates_found: list[float]) -> None:
     rates = [2 * x.nbytes / taken_s for taken_s in seconds([lambda: out.copy_(x)], context.device)]
     context.emit(Row(name=f"copy {size_gb} GB", value=median(rates) / 1e9, samples=[rate / 1e9 for rate in rates]))
     rates_found.append(median(rates))
+    context.tell(bandwidth=max(rates_found))
 
 
 def _read(context: Context, size_gb: int) -> None:

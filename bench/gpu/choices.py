@@ -7,9 +7,8 @@ candidates are those between which machine code did not decide. One row is a mod
 
 from __future__ import annotations
 
-import os
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
 from unittest import mock
@@ -18,40 +17,32 @@ import torch
 
 from bench.gpu.context import Context
 from bench.gpu.inputs import Weight, coded, make_pages, normal, queries
+from bench.gpu.layer import CHOSEN, LLAMA, MODELS, TINY, emit_choice, launched_with, make_layer
 from bench.gpu.rows import Row
 from bench.gpu.serve import head_in_8_bits
 from bench.gpu.timing import Call, median, seconds
-from kernels.attention_rows import AttentionShape
 from kernels.quantised_weights import Fp8Weight, Int8Weight
 from kernels.triton import (
     attention_decode,
     attention_prefill,
     attention_prefill_hopper,
     attention_splits,
+    early_launch,
     fused_int4,
     fused_linear,
 )
 from kernels.triton.attention_splits import DecodeTiling
-from kernels.triton.early_launch import VARIABLE, early_launch
 from kernels.triton.fused_linear import BY_BYTES, linear_add, normed_linear
 from kernels.triton.linear_tiles import Tiles
-from kernels.triton.rope_and_cache import rope_and_cache
 from kernels.triton.tuning import capability, multiprocessors
 
-LLAMA, TINY = AttentionShape(16, 32, 8, 128), AttentionShape(16, 4, 2, 32)
-MODELS = {
-    "Llama-8B": (LLAMA, 4096, 14_336, 4),
-    "Qwen3-0.6B": (AttentionShape(16, 16, 8, 128), 1024, 3072, 28),
-}
-"""Heads, width of the residual stream and of the feed-forward part, and layers in turn, more than a cache holds."""
-CONTEXT_LEN = 1024
-CHOSEN = "chosen"
+SECTOR_BYTES = 32
 
 
 def measure(context: Context) -> None:
     for model in MODELS:
-        name = f"layer of {model}, 1 row: early launches over others"
-        context.guard(name, partial(_layer, context, name, model))
+        name = f"layer of {model}, 1 row: fetched ahead by lines over sectors"
+        context.guard(name, partial(_fetched, context, name, model))
     for kind in ("bf16", "int8", "fp8", "int4"):
         name = f"fused products of Llama-8B, {kind}: chosen tiles over others"
         context.guard(name, partial(_products, context, name, kind))
@@ -63,52 +54,14 @@ def measure(context: Context) -> None:
     context.guard(head, lambda: head_in_8_bits(context, head))
 
 
-def _emit(context: Context, name: str, taken: dict[str, float]) -> None:
-    row = Row(name=name, value=taken[CHOSEN] / min(taken.values()))
-    row.facts = {"us": {case: taken_s * 1e6 for case, taken_s in taken.items()}}
-    context.emit(row)
-
-
-@contextmanager
-def launched_in_turn() -> Iterator[None]:
-    """No kernel starts before the one in front of it has ended."""
-    with mock.patch.dict(os.environ, {VARIABLE: "0"}):
-        early_launch.cache_clear()
-        yield
-    early_launch.cache_clear()
-
-
-def _layer(context: Context, name: str, model: str) -> None:
-    """The seven launches of a layer of plain weights, between one token and a context of 1k."""
-    shape, hidden, inner, layers = (TINY, 64, 96, 1) if context.rehearsal else MODELS[model]
-    device, dtype = context.device, context.dtype
-    made = partial(normal, dtype=dtype, device=device)
-    pages = make_pages([context.size(CONTEXT_LEN, 20)], shape, dtype=dtype, device=device)
-    width, attended = (shape.num_heads + 2 * shape.num_kv_heads) * shape.head_dim, shape.num_heads * shape.head_dim
-    cos, sin = made(1, 1, shape.head_dim), made(1, 1, shape.head_dim)
-    slot = torch.zeros(1, dtype=torch.int64, device=device)
-    norm_weight, first = torch.ones(hidden, dtype=dtype, device=device), made(1, hidden)
-    sizes = {"qkv": (width, hidden), "out": (hidden, attended), "gate_up": (2 * inner, hidden), "down": (hidden, inner)}
-    weights = [{part: made(*size, scale=size[1] ** -0.5) for part, size in sizes.items()} for _ in range(layers)]
-
-    def run() -> None:
-        stream = linear_add(made_rows, weights[0]["out"], first, norm_weight)
-        for layer in weights:
-            qkv = normed_linear(stream, layer["qkv"], 1e-6).view(1, -1, shape.head_dim)
-            rope_and_cache(qkv, cos, sin, pages.cache, slot, num_kv_heads=shape.num_kv_heads, rotary_dim=shape.head_dim)
-            rows = attention_decode.paged_decode(
-                qkv[:, : shape.num_heads], pages.cache, pages.tables, pages.context_lens, shape, workspace=workspace
-            )
-            stream = linear_add(rows.view(1, -1), layer["out"], stream.total, norm_weight)
-            gated = normed_linear(stream, layer["gate_up"], 1e-6, gate="silu")
-            stream = linear_add(gated, layer["down"], stream.total, norm_weight)
-
-    made_rows = made(1, attended)
-    workspace = attention_decode.decode_workspace(shape, 1, pages.tables.shape[1], dtype, device)
-    taken = {CHOSEN: median(seconds([run], device)) / layers}
-    with launched_in_turn():
-        taken["in turn"] = median(seconds([run], device)) / layers
-    _emit(context, name, taken)
+def _fetched(context: Context, name: str, model: str) -> None:
+    """What kernels fetch of their weights before they may begin, asked for by lines of the second-level cache or by sectors, by
+    which it is filled."""
+    run, layers = make_layer(context, model)
+    taken = {CHOSEN: median(seconds([run], context.device)) / layers}
+    with launched_with(mock.patch.object(early_launch, "WHEN_EARLY", SECTOR_BYTES)):
+        taken[f"by {SECTOR_BYTES} bytes"] = median(seconds([run], context.device)) / layers
+    emit_choice(context, name, taken)
 
 
 def _products(context: Context, name: str, kind: str) -> None:
@@ -227,7 +180,7 @@ def _decode(context: Context, name: str, lengths: list[int]) -> None:
             ]
             return median(seconds(calls, device, samples=3))
 
-    _emit(context, name, {case: times(tiling) for case, tiling in cases.items()})
+    emit_choice(context, name, {case: times(tiling) for case, tiling in cases.items()})
 
 
 def _prefill(context: Context) -> None:
@@ -257,4 +210,4 @@ def _prefill(context: Context) -> None:
             if case != CHOSEN:
                 stack.enter_context(mock.patch.object(attention_prefill_hopper, "is_overlapped", mock.Mock(return_value=False)))
             taken[case] = median(seconds([prefill], context.device, samples=3))
-    _emit(context, "prefill 8k: chosen tile over others", taken)
+    emit_choice(context, "prefill 8k: chosen tile over others", taken)

@@ -12,6 +12,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TextIO
@@ -28,6 +29,10 @@ PATIENCE = 8.0
 """A rehearsal may share two busy cores with everything else: its parts have so many times their limits."""
 LEFT_MIN_S = 8.0
 """A part that has less time left is not begun."""
+IMPORT_S = 120.0
+"""So long the first part, behind which nothing is imported meanwhile, may import before its own time begins."""
+END_S = 10.0
+"""So long a process that was killed may take to end. One that hangs in a driver takes for ever, and the run goes on."""
 
 
 @dataclass(slots=True)
@@ -48,6 +53,8 @@ class Process:
         self.limit_s = 0.0
         self.grace_s = 0.0
         self.ended = False
+        self.given_up = ""
+        self._is_read = False
         self._log = tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace")  # noqa: SIM115 - as long as the process
         arguments = [sys.executable, "-m", "bench.gpu.part", *(part.name for part in job.parts)]
         self._process = subprocess.Popen(
@@ -61,18 +68,20 @@ class Process:
         )
         self._begun_s = 0.0
 
-    def begin(self, facts: dict[str, Any], limit_s: float, lines: queue.Queue[tuple[Process, str | None]]) -> None:
+    def listen(self, lines: Lines) -> None:
+        """Put what it says into `lines`, and None at its end."""
+        self._is_read = True
+        threading.Thread(target=self._read, args=(lines,), daemon=True).start()
+
+    def begin(self, facts: dict[str, Any], limit_s: float) -> None:
         self.limit_s, self._begun_s = limit_s, time.monotonic()
         stdin = self._process.stdin
         assert stdin is not None
-        try:
+        with suppress(BrokenPipeError):  # it ended while it imported; its log says why
             stdin.write(json.dumps({"facts": facts, "until_s": self._begun_s + limit_s}) + "\n")
             stdin.close()
-        except BrokenPipeError:
-            pass  # it ended while it imported; its log says why
-        threading.Thread(target=self._read, args=(lines,), daemon=True).start()
 
-    def _read(self, lines: queue.Queue[tuple[Process, str | None]]) -> None:
+    def _read(self, lines: Lines) -> None:
         stdout: TextIO | None = self._process.stdout  # type: ignore[assignment]
         assert stdout is not None
         with stdout:
@@ -92,18 +101,28 @@ class Process:
         """End it and what it started."""
         if self._process.poll() is None:
             os.killpg(self._process.pid, signal.SIGKILL)
-        self._process.wait()
+            self._wait()
 
-    def close(self) -> tuple[int, str]:
-        """Its exit status and its log."""
-        status = self._process.wait()
-        for pipe in (self._process.stdin, self._process.stdout):
-            if pipe is not None and not pipe.closed and not self._begun_s:  # else its reader closes it
-                pipe.close()
+    def close(self) -> tuple[int | None, str]:
+        """Its exit status, None if it does not end, and its log."""
+        status = self._wait()
+        for pipe in (self._process.stdin, None if self._is_read else self._process.stdout):  # its reader closes what it reads
+            if pipe is not None:
+                with suppress(BrokenPipeError):
+                    pipe.close()
         self._log.seek(0)
         words = self._log.read()
         self._log.close()
         return status, words
+
+    def _wait(self) -> int | None:
+        try:
+            status = self._process.wait(timeout=END_S)
+        except subprocess.TimeoutExpired:
+            self.given_up = f"its process does not end, {END_S:g} s after it was killed or said its last"
+            return None
+        self.given_up = ""
+        return status
 
 
 def conduct(
@@ -114,9 +133,10 @@ def conduct(
     facts: dict[str, Any],
     show: Callable[[str], None],
     logs: Path | None = None,
+    keep: Callable[[Outcome], None] = lambda _: None,
 ) -> Outcome:
     """Run all stages. The parts of the next one import while this one measures, where each is a single process. `logs`: a
-    folder for everything that they say beside their rows."""
+    folder for everything that they say beside their rows. `keep` gets what there is behind each stage."""
     outcome = Outcome(facts=dict(facts))
     environment = _environment(rehearse)
     end_s = time.monotonic() + total_s
@@ -128,6 +148,9 @@ def conduct(
             waiting = []
             if not rehearse and len(following) == 1:
                 waiting = [Process(job, rehearse=rehearse, environment=environment) for job in following]
+            lines = _listened(processes)
+            if not index:
+                _wait_for_imports(processes, lines)
             left_s = end_s - time.monotonic()
             if index and BASE_FACT not in outcome.facts:
                 _skip(processes, outcome, "the card could not be calibrated", show)
@@ -135,12 +158,34 @@ def conduct(
             if left_s < LEFT_MIN_S:
                 _skip(processes, outcome, "the time of the run was used up", show)
                 continue
-            _run(processes, share_s(stages[index:], left_s), outcome, show, logs)
+            _run(processes, lines, share_s(stages[index:], left_s), outcome, show, logs)
+            keep(outcome)
     finally:
         for process in waiting:
             process.kill()
             process.close()
     return outcome
+
+
+Lines = queue.Queue[tuple[Process, str | None]]
+
+
+def _listened(processes: Sequence[Process]) -> Lines:
+    lines: Lines = queue.Queue()
+    for process in processes:
+        process.listen(lines)
+    return lines
+
+
+def _wait_for_imports(processes: Sequence[Process], lines: Lines) -> None:
+    """Until each has said its first line, which is that it is ready, or has ended."""
+    missing, end_s, first = set(processes), time.monotonic() + IMPORT_S, []
+    while missing and (left_s := end_s - time.monotonic()) > 0:
+        with suppress(queue.Empty):
+            first.append(lines.get(timeout=left_s))
+            missing.discard(first[-1][0])
+    for line in first:
+        lines.put(line)
 
 
 def _environment(rehearse: bool) -> dict[str, str]:
@@ -160,11 +205,15 @@ def _skip(processes: Sequence[Process], outcome: Outcome, reason: str, show: Cal
 
 
 def _run(
-    processes: Sequence[Process], share_s: float, outcome: Outcome, show: Callable[[str], None], logs: Path | None
+    processes: Sequence[Process],
+    lines: Lines,
+    share_s: float,
+    outcome: Outcome,
+    show: Callable[[str], None],
+    logs: Path | None,
 ) -> None:
-    lines: queue.Queue[tuple[Process, str | None]] = queue.Queue()
     for process in processes:
-        process.begin(outcome.facts, min(process.allowed_s, share_s), lines)
+        process.begin(outcome.facts, min(process.allowed_s, share_s))
     running = list(processes)
     try:
         while running:
@@ -173,9 +222,13 @@ def _run(
                 process, line = lines.get(timeout=max(0.05, soonest_s))
             except queue.Empty:
                 for late in [process for process in running if process.left_s <= 0]:
-                    late.kill()  # its end follows as a line
+                    if late.ended:  # and something still holds its output open
+                        running.remove(late)
+                        _close(late, outcome, show, logs)
+                        continue
                     late.ended = True
-                    late.grace_s += 30.0
+                    late.kill()  # its end follows as a line
+                    late.grace_s = late.taken_s - late.limit_s + END_S
                 continue
             if line is None:
                 running.remove(process)
@@ -205,6 +258,10 @@ def _close(process: Process, outcome: Outcome, show: Callable[[str], None], logs
     found: dict[str, Any] = {**_described(process.job), "s": taken_s, "limit_s": round(process.limit_s, 1)}
     if process.ended:
         found["error"] = f"ended after its limit of {process.limit_s:g} s"
+        if process.given_up:
+            found["error"] += f"; {process.given_up}"
+    elif status is None:
+        found["error"] = process.given_up
     elif status:
         found["error"] = f"exit status {status}: {_last_line(words)}"
     found["log"] = shortened(words)

@@ -19,6 +19,10 @@ WORDS_MAX = 1500
 log = logging.getLogger("gatehouse.bench")
 
 
+class FactMissing(RuntimeError):
+    """The calibration did not give a figure that a limit is computed from."""
+
+
 @dataclass(slots=True)
 class Context:
     """One part under way. `facts` are figures of earlier parts and of this one: bandwidth and flops, tokens per second.
@@ -40,12 +44,23 @@ class Context:
 
     @property
     def bandwidth(self) -> float:
-        """Bytes per second of the calibrating copy, read and written."""
-        return float(self.facts["bandwidth"])
+        """Bytes per second of the calibrating copy, read and written. Raises `FactMissing`."""
+        return self._fact("bandwidth")
 
     @property
     def flops(self) -> float:
-        return float(self.facts["flops"])
+        """Operations per second of the calibrating product in 16 bits. Raises `FactMissing`."""
+        return self._fact("flops")
+
+    @property
+    def flops_fp8(self) -> float:
+        """The same in fp8, or twice that of 16 bits. Raises `FactMissing`."""
+        return self._fact("flops_fp8") if "flops_fp8" in self.facts else 2 * self.flops
+
+    def _fact(self, name: str) -> float:
+        if name not in self.facts:
+            raise FactMissing(f"the calibration gave no {name}")
+        return float(self.facts[name])
 
     @property
     def left_s(self) -> float:
@@ -54,6 +69,13 @@ class Context:
 
     def size(self, real: int, rehearsed: int) -> int:
         return rehearsed if self.rehearsal else real
+
+    def limit(self, row: Row, compute: Callable[[], float]) -> None:
+        """Give a row its limit. Where the calibration lacks what it takes the row has none and says why: it was measured."""
+        try:
+            row.limit = compute()
+        except FactMissing as missing:
+            row.note = "; ".join(words for words in (f"no limit: {missing}", row.note) if words)
 
     def emit(self, row: Row) -> None:
         self.write({"row": row.as_dict()})

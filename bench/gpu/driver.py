@@ -11,7 +11,7 @@ FIELDS = (
 )
 UNKNOWN = re.compile(r'Field "([^"]+)" is not a valid field')
 """A driver renames a field from time to time, and then says nothing of the others either."""
-WAIT_S = 10.0
+WAIT_S = 3.0
 CHARS_MAX = 600
 
 

@@ -1,19 +1,84 @@
-"""How much of a stretch of steps the GPU did nothing, from torch's profiler: what no kernel and no copy covers."""
+"""How much of a stretch of steps the GPU did nothing, in two ways, as neither sees all.
+
+waits    events around each replay of a graph: what lies between two of them is a wait for the host. Nothing within a graph is
+         seen, nor that the device was idle while the host was still launching one
+gaps     torch's profiler: what no kernel and no copy covers. A kernel that was launched early counts as running while it waits
+         for the one before, so kernels have to be launched in turn for it
+"""
 
 from __future__ import annotations
 
 import json
 import tempfile
-from collections.abc import Callable
-from dataclasses import dataclass
+import time
+from collections.abc import Callable, Hashable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
+
+from engine.runner.cuda_graphs import CudaGraphs, DirectCalls
 
 WORK = ("kernel", "gpu_memcpy", "gpu_memset")
 LONG_US = 5.0
 """Gaps above it are waits for the host; those below lie between two kernels of a graph."""
+
+
+@dataclass(slots=True)
+class Replays:
+    """The beginning and the end of each, in milliseconds since the first one began, and whose graphs they were."""
+
+    spans_ms: list[tuple[float, float]] = field(default_factory=list)
+    graphs: dict[CudaGraphs, None] = field(default_factory=dict)
+
+    @property
+    def waits(self) -> float:
+        """Share of the time from the first to the last that none covers."""
+        if not self.spans_ms:
+            raise RuntimeError("no step was replayed or called")
+        whole = self.spans_ms[-1][1] - self.spans_ms[0][0]
+        return max(0.0, 1 - sum(end - begin for begin, end in self.spans_ms) / max(whole, 1e-9))
+
+
+@contextmanager
+def timed_replays(device: torch.device) -> Iterator[Replays]:
+    """Every replay until it is left; the times are there afterwards. A rehearsal times the calls in place of graphs."""
+    found = Replays()
+    marks: list[tuple[Any, Any]] = []
+    replay, call = CudaGraphs.run, DirectCalls.run
+
+    def replayed(graphs: CudaGraphs, key: Hashable, function: Callable[[], None]) -> None:
+        found.graphs[graphs] = None
+        begin = _mark(device)
+        replay(graphs, key, function)
+        marks.append((begin, _mark(device)))
+
+    def called(calls: DirectCalls, key: Hashable, function: Callable[[], None]) -> None:
+        begin = _mark(device)
+        call(calls, key, function)
+        marks.append((begin, _mark(device)))
+
+    with mock.patch.object(CudaGraphs, "run", replayed), mock.patch.object(DirectCalls, "run", called):
+        yield found
+    if device.type == "cuda":
+        torch.cuda.synchronize()
+    found.spans_ms = [(_since(marks[0][0], begin), _since(marks[0][0], end)) for begin, end in marks]
+
+
+def _mark(device: torch.device) -> Any:
+    if device.type != "cuda":
+        return 1000 * time.perf_counter()
+    event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+    event.record()
+    return event
+
+
+def _since(first: Any, mark: Any) -> float:
+    """Milliseconds."""
+    return float(mark - first if isinstance(mark, float) else first.elapsed_time(mark))
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,6 +6,7 @@ follows from the tensor's name, so that a peer can be given the same weights.
 
 from __future__ import annotations
 
+import gc
 import json
 import zlib
 from collections.abc import Callable, Iterator
@@ -99,9 +100,12 @@ def random_engine(
                 stack.enter_context(mock.patch.dict("kernels.ops._TABLES", cpu="kernels.triton.table"))
         engine = build_engine(EngineOptions(model=directory, name=name, **chosen))
         context.engines += 1
+        gc.collect()
+        gc.freeze()  # as a process that serves does
         try:
             yield engine
         finally:
+            gc.unfreeze()
             context.engines -= 1
             engine.close()
     del engine

@@ -14,6 +14,7 @@ import logging
 import os
 import sys
 import time
+from collections.abc import Sequence
 from typing import Any, TextIO
 
 from bench.gpu import requirements
@@ -40,7 +41,10 @@ def main() -> None:
 
     if options.rehearse:
         _correct_interpreter()
-    functions = [getattr(importlib.import_module(BY_NAME[name].module), BY_NAME[name].function) for name in options.names]
+    modules = [importlib.import_module(BY_NAME[name].module) for name in options.names]
+    functions = [getattr(module, BY_NAME[name].function) for module, name in zip(modules, options.names, strict=True)]
+    for module in modules:
+        _import_libraries(getattr(module, "LIBRARIES", ()))
 
     def write(line: dict[str, Any]) -> None:
         answers.write(json.dumps(line) + "\n")
@@ -71,6 +75,15 @@ def _correct_interpreter() -> None:
     from tests.support.interpreted_fp8 import correct_e4m3
 
     correct_e4m3(pytest.MonkeyPatch())
+
+
+def _import_libraries(names: Sequence[str]) -> None:
+    """Of peers, which take seconds: before the part's time begins. Its rows say what is wrong with one that is not there."""
+    for name in names:
+        try:
+            importlib.import_module(name)
+        except (ImportError, RuntimeError) as error:  # transformers raises both
+            log.warning("not imported library=%s reason=%s", name, error)
 
 
 def _own_output() -> TextIO:

@@ -27,6 +27,12 @@ CONTINUOUS = "against transformers continuous batching"
 STATIC = "against transformers static generate"
 NAMES = (CONTINUOUS, STATIC)
 WARM_OUTPUTS = 2
+LIBRARIES = (
+    "transformers",
+    "transformers.models.llama.modeling_llama",
+    "transformers.generation.continuous_batching",
+)
+"""Imported before the part's time begins."""
 
 Came = tuple[int, float, str]
 """Tokens returned, seconds, how it was done."""

@@ -4,6 +4,7 @@
 
 Checks are not timed, so several processes share the card and the compiler has all cores. Everything after them runs alone.
 
+The first part's time begins when it has imported; parts that run alone import while the one before them measures.
 A part has two times, both for a cold cache of kernels. `usual_s` is kept for it whatever the parts before it do: all of a
 run's together fit its time, so that none is left out because another was slow. `limit_s` is the most it gets while there is
 time left; those of each of `CALLS` fit too. Both were set before there was a card, by the steps that a part takes.
@@ -37,7 +38,7 @@ class Part:
     asked_for: bool = False
 
 
-LLAMA, SMALL, FORMATS = ("warm llama",), ("warm small",), ("warm formats",)
+LLAMA, SMALL, FORMATS = ("warm llama",), ("warm small",), ("warm 8 bits", "warm 4 bits")
 PARTS: tuple[Part, ...] = (
     Part("calibrate", "calibrate", "bench.gpu.calibration", "calibrate", 15, 25, "calibrate"),
     Part("check attention", "checks", "bench.gpu.check_attention", "check", 75, 120, "checks", beside=True),
@@ -48,16 +49,18 @@ PARTS: tuple[Part, ...] = (
     Part("check engine", "invariant", "bench.gpu.warm_up", "invariant", 75, 120, "checks", beside=True),
     Part("warm llama", "warm-up", "bench.gpu.warm_up", "warm_llama", 75, 90, "checks", beside=True),
     Part("warm small", "warm-up", "bench.gpu.warm_up", "warm_small", 75, 90, "checks", beside=True),
-    Part("warm formats", "warm-up", "bench.gpu.warm_up", "warm_formats", 75, 90, "checks", beside=True),
-    Part("kernel attention", "kernels", "bench.gpu.speed_attention", "measure", 28, 75, "kernels"),
-    Part("kernel products", "kernels", "bench.gpu.speed_products", "measure", 25, 60, "kernels"),
+    Part("warm 8 bits", "warm-up", "bench.gpu.warm_up", "warm_8_bits", 75, 90, "checks", beside=True),
+    Part("warm 4 bits", "warm-up", "bench.gpu.warm_up", "warm_4_bits", 75, 90, "checks", beside=True),
+    Part("warm in turn", "warm-up", "bench.gpu.warm_up", "warm_in_turn", 75, 90, "checks", beside=True),
+    Part("kernel attention", "kernels", "bench.gpu.speed_attention", "measure", 24, 75, "kernels"),
+    Part("kernel products", "kernels", "bench.gpu.speed_products", "measure", 30, 65, "kernels"),
     Part("kernel rows", "kernels", "bench.gpu.speed_rows", "measure", 20, 45, "kernels"),
-    Part("llama 8b", "llama 8b", "bench.gpu.serve", "llama_8b", 62, 80, "engines", needs=LLAMA),
+    Part("llama 8b", "llama 8b", "bench.gpu.serve", "llama_8b", 65, 80, "engines", needs=(*LLAMA, "warm in turn")),
     Part("small models", "small models", "bench.gpu.serve", "small_models", 30, 40, "engines", needs=SMALL),
     Part("formats", "formats", "bench.gpu.serve", "formats", 45, 54, "engines", needs=FORMATS),
     Part("latency", "latency", "bench.gpu.serve_latency", "latency", 36, 45, "engines", needs=LLAMA),
     Part("saturated", "saturated", "bench.gpu.serve", "saturated", 48, 55, "engines", needs=LLAMA),
-    Part("peers", "peers", "bench.gpu.peers", "against_transformers", 72, 80, "peers", needs=("llama 8b",)),
+    Part("peers", "peers", "bench.gpu.peers", "against_transformers", 66, 80, "peers", needs=("llama 8b",)),
     Part("choices", "choices", "bench.gpu.choices", "measure", 60, 100, "choices", asked_for=True),
 )
 CALLS = (

@@ -7,6 +7,7 @@ and with the shares that the planner expects for the prediction.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import cached_property
 from pathlib import Path
 
 from bench.gpu.context import Context
@@ -19,21 +20,25 @@ LINK = 50e9
 
 
 class Planner:
-    """Times of one model on the calibrated device."""
+    """Times of one model on the calibrated device. All of them raise `FactMissing` where the calibration lacks a figure."""
 
     def __init__(self, context: Context, directory: Path, info: EngineInfo, *, expected: bool) -> None:
         """`expected`: with the planner's shares instead of all of bandwidth and rate."""
-        shape = find_model(str(directory)).shape
-        embedding = 0 if shape.tied else shape.head_params * (4 if context.rehearsal else 2)
-        read = info.weights_bytes - embedding
-        flops = context.flops if info.quantization != "fp8" else float(context.facts.get("flops_fp8", context.flops))
-        self.read_bytes = read
-        self.model = StepTimeModel(
+        self._context, self._info, self._expected = context, info, expected
+        self._shape = find_model(str(directory)).shape
+        self._embedding = 0 if self._shape.tied else self._shape.head_params
+        self.read_bytes = info.weights_bytes - self._embedding * (4 if context.rehearsal else 2)
+
+    @cached_property
+    def model(self) -> StepTimeModel:
+        context, info, shape = self._context, self._info, self._shape
+        flops = context.flops_fp8 if info.quantization == "fp8" and "flops_fp8" in context.facts else context.flops
+        return StepTimeModel(
             shape,
             DeviceSpeed(bandwidth=context.bandwidth, flops=flops, link_bandwidth=LINK),
-            weight_bytes=read / (shape.num_params - (0 if shape.tied else shape.head_params)),
+            weight_bytes=self.read_bytes / (shape.num_params - self._embedding),
             kv_bytes=1 if "fp8" in info.kv_cache_dtype else (4 if context.rehearsal else 2),
-            efficiency=None if expected else Efficiency(bandwidth=1.0, flops=1.0, host_s=0.0),
+            efficiency=None if self._expected else Efficiency(bandwidth=1.0, flops=1.0, host_s=0.0),
         )
 
     def decode_rate(self, num_requests: int, context_len: float) -> float:

@@ -22,6 +22,8 @@ SWITCHES = (
     *("CUDA_LAUNCH_BLOCKING", "PYTORCH_ALLOC_CONF", "OMP_NUM_THREADS"),
 )
 """Of the environment: those that change what is measured."""
+CALIBRATED = {"bandwidth": (1e9, "GB/s"), "flops": (1e12, "TFLOP/s bf16"), "flops_fp8": (1e12, "TFLOP/s fp8")}
+"""Facts, their units and words."""
 LAST_LINES = 12
 WIDTHS = (67, 10, 16, 10, 5, 10, 7, 32, 0)
 
@@ -88,8 +90,9 @@ def table(report: dict[str, Any]) -> str:
     title = "REHEARSAL on the CPU: shapes are tiny and no figure means anything" if rehearsal else _card(report["card"])
     versions = ", ".join(f"{name} {version}" for name, version in report["versions"].items() if version)
     lines = [f"{title} · {report['revision']}{' +changes' if report['changed'] else ''} · {versions}"]
-    if not rehearsal and "bandwidth" in facts:
-        lines.append(f"calibrated: {facts['bandwidth'] / 1e9:.0f} GB/s, {facts['flops'] / 1e12:.0f} TFLOP/s bf16")
+    if not rehearsal and facts.keys() & CALIBRATED.keys():
+        found = [f"{facts[name] / unit:.0f} {words}" for name, (unit, words) in CALIBRATED.items() if name in facts]
+        lines.append(f"calibrated: {', '.join(found)}")
     if not rehearsal and report["card"]:
         lines.append(_goals(report))
     if report["switches"]:
@@ -127,7 +130,7 @@ def _goals(report: dict[str, Any]) -> str:
 
 
 def _wrong(report: dict[str, Any]) -> list[str]:
-    """What went wrong, behind everything else: a terminal, or whoever passes on the end of an output, shows that."""
+    """What went wrong, behind the rows."""
     reasons = {row["name"]: row["error"] or row["invalid"] for row in report["rows"]}
     lines = [f"  {name}: {reason}"[:400] for name, reason in reasons.items() if reason]
     for broken in (each for each in report["parts"] if "error" in each):
@@ -137,7 +140,7 @@ def _wrong(report: dict[str, Any]) -> list[str]:
 
 
 def _cells(row: dict[str, Any], rehearsal: bool) -> tuple[str, ...]:
-    numbers = [_number(row[key]) for key in ("value", "limit", "fraction", "peer", "ratio")]
+    numbers = [figure(row[key]) for key in ("value", "limit", "fraction", "peer", "ratio")]
     if rehearsal:
         numbers = ["" if number == "-" else "·" for number in numbers]
     value, limit, fraction, peer, ratio = numbers
@@ -149,7 +152,8 @@ def _line(cells: Sequence[str]) -> str:
     return "  " + " ".join(cell.ljust(width) for cell, width in zip(cells, WIDTHS, strict=True)).rstrip()
 
 
-def _number(value: float | None) -> str:
+def figure(value: float | None) -> str:
+    """Three digits, or all of a large number."""
     if value is None:
         return "-"
     return f"{value:.0f}" if abs(value) >= 1000 else f"{value:.3g}"

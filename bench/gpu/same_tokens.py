@@ -9,6 +9,7 @@ it is rounding; beyond, the fast path is wrong, and the same requests without ea
 
 from __future__ import annotations
 
+import gc
 import os
 import random
 import tempfile
@@ -131,6 +132,7 @@ def _bisected(context: Context, again: Callable[[], dict[str, Found]]) -> str:
         with ExitStack() as stack:
             for patch in patches:
                 stack.enter_context(patch)
+            gc.collect()  # the engine before has cycles: its graphs must not end while the next one's are captured
             words.append(f"{name}: {sum(len(each.wrong) for each in again().values())} wrong")
     return "with " + ", ".join(words)
 
@@ -138,7 +140,7 @@ def _bisected(context: Context, again: Callable[[], dict[str, Found]]) -> str:
 def _in_turn(context: Context) -> AbstractContextManager[object]:
     if context.device.type != "cuda":
         return nullcontext()
-    from bench.gpu.choices import launched_in_turn
+    from bench.gpu.layer import launched_in_turn
 
     return launched_in_turn()
 

@@ -6,7 +6,7 @@ import random
 import tempfile
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from itertools import count
 from pathlib import Path
@@ -16,7 +16,8 @@ from typing import Any
 from bench.gpu import traffic
 from bench.gpu.context import Context
 from bench.gpu.graph_use import graph_use
-from bench.gpu.idle import measure_idle
+from bench.gpu.idle import measure_idle, timed_replays
+from bench.gpu.layer import launched_in_turn
 from bench.gpu.models import random_engine
 from bench.gpu.planner import Planner
 from bench.gpu.rows import Row
@@ -132,7 +133,8 @@ def _prefill(context: Context, engine: Engine, directory: Path, name: str) -> No
         rates.append(in_len / sum(window.step_s))
     del rates[0]  # which warms up
     row = Row(name=name, value=median(rates), samples=rates)
-    row.limit = in_len / Planner(context, directory, engine.info, expected=False).prefill_s(in_len)
+    planner = Planner(context, directory, engine.info, expected=False)
+    context.limit(row, lambda: in_len / planner.prefill_s(in_len))
     row.facts = {"quantization": engine.info.quantization, "kernels": engine.info.kernels}
     context.emit(row)
 
@@ -183,18 +185,24 @@ def _batch_one(context: Context, engine: Engine, directory: Path, name: str, *, 
     limit = Planner(context, directory, engine.info, expected=False)
     row = Row(name=name, value=median(samples), samples=samples, returned=sum(returned for returned, _ in runs))
     row.counted = engine.status().generation_tokens_total - before
-    row.limit = limit.decode_rate(1, in_len + out_len / 2)
+    context.limit(row, lambda: limit.decode_rate(1, in_len + out_len / 2))
     row.facts = {"bytes_per_step": limit.read_bytes, "quantization": engine.info.quantization, "kernels": engine.info.kernels}
     context.emit(use.told(row, whole=True))
     if planned is not None:
-        expected = Planner(context, directory, engine.info, expected=True).decode_rate(1, in_len + out_len / 2)
-        context.emit(_off(planned, expected, median(samples)))
+        planner = Planner(context, directory, engine.info, expected=True)
+        _emit_off(context, planned, lambda: planner.decode_rate(1, in_len + out_len / 2), median(samples))
 
 
-def _off(name: str, predicted: float, measured: float) -> Row:
-    row = Row(name=name, value=100 * abs(predicted / measured - 1), facts={"predicted": predicted, "measured": measured})
-    row.note = f"predicted {predicted:.1f}, measured {measured:.1f} tokens/s"
-    return row
+def _emit_off(context: Context, name: str, predict: Callable[[], float], measured: float) -> None:
+    """Guarded by itself: a prediction that fails takes no measured row with it."""
+
+    def compare() -> None:
+        predicted = predict()
+        row = Row(name=name, value=100 * abs(predicted / measured - 1), facts={"predicted": predicted, "measured": measured})
+        row.note = f"predicted {predicted:.1f}, measured {measured:.1f} tokens/s"
+        context.emit(row)
+
+    context.guard(name, compare)
 
 
 def _planned_blocks(context: Context, engine: Engine) -> None:
@@ -224,7 +232,8 @@ def _steady(
     row = Row(
         name=name, value=window.rate, samples=[tokens / s for tokens, s in zip(window.tokens, window.step_s, strict=True)]
     )
-    row.limit = Planner(context, directory, engine.info, expected=False).decode_rate(num_requests, in_len + num_steps)
+    planner = Planner(context, directory, engine.info, expected=False)
+    context.limit(row, lambda: planner.decode_rate(num_requests, in_len + num_steps))
     row.facts = {"step_ms": median(window.step_s) * 1e3}
     context.emit(window.graphs.told(row, whole=True))
     if profiled is not None:
@@ -271,12 +280,31 @@ def _turnover(context: Context, engine: Engine, name: str) -> None:
 
 
 def _idle(context: Context, name: str, engine: Engine, num_steps: int) -> None:
-    with graph_use() as use:
-        idle = measure_idle(lambda: traffic.steps(engine, _times(num_steps)), context.device)
-    row = Row(name=name, value=100 * idle.share, facts={"kernels": idle.top, "span_us": idle.span_us})
-    row.facts |= {"long_gaps_percent": 100 * idle.long, "longest_gap_us": idle.longest_us, "num_kernels": idle.num_kernels}
-    row.note = f"gaps above 5 µs alone: {100 * idle.long:.2f} %; {idle.num_kernels} kernels; the profiler itself widens gaps"
-    context.emit(use.told(row, whole=True))
+    """The larger of the waits between graphs, as they are served, and the gaps between kernels, launched in turn."""
+    row = Row(name=name)
+    with graph_use() as use, timed_replays(context.device) as replays:
+        traffic.steps(engine, _times(num_steps))
+    row.value = row.facts["waits_percent"] = 100 * replays.waits
+    use.told(row, whole=True)
+    row.error = row.error or "the profiler gave no figure: waits for the host alone"
+    context.emit(row)  # it may end the process
+    with ExitStack() as stack:
+        stack.enter_context(launched_in_turn())
+        for graphs in replays.graphs:
+            stack.enter_context(graphs.set_aside())
+        traffic.steps(engine, _times(3))  # which captures
+        with graph_use() as in_turn:
+            idle = measure_idle(lambda: traffic.steps(engine, _times(num_steps)), context.device)
+    gaps = 100 * idle.share
+    row.value, row.facts["gaps_percent"] = max(row.value, gaps), gaps
+    row.facts |= {"kernels": idle.top, "span_us": idle.span_us, "num_kernels": idle.num_kernels}
+    row.facts |= {"long_gaps_percent": 100 * idle.long, "longest_gap_us": idle.longest_us}
+    row.note = f"waits for the host between graphs: {100 * replays.waits:.2f} %; gaps between kernels, launched in turn and "
+    row.note += f"widened by the profiler: {gaps:.2f} %, those above 5 µs {100 * idle.long:.2f} %; the larger is judged"
+    for each in (in_turn, use):
+        each.told(row, whole=True)
+    row.error = use.lacks or in_turn.lacks
+    context.emit(row)
 
 
 def _mixed(context: Context, engine: Engine, directory: Path, name: str, *, planned: str | None = None) -> None:
@@ -286,12 +314,13 @@ def _mixed(context: Context, engine: Engine, directory: Path, name: str, *, plan
     came = traffic.run(engine, requests, temperature=MIXED_TEMPERATURE, label="m")
     row = Row(name=name, value=came.rate, samples=[came.rate], counted=came.counted, returned=came.returned)
     seats, budget = context.size(SEATS, 4), context.size(8192, 32)
-    row.limit = Planner(context, directory, engine.info, expected=False).offline_rate(requests, seats, budget)
+    planner = Planner(context, directory, engine.info, expected=False)
+    context.limit(row, lambda: planner.offline_rate(requests, seats, budget))
     row.facts = {"wall_s": came.wall_s, "preemptions": engine.status().preemptions_total}
     context.emit(came.graphs.told(row))
     if planned is not None:
-        expected = Planner(context, directory, engine.info, expected=True).offline_rate(requests, seats, budget)
-        context.emit(_off(planned, expected, came.rate))
+        planner = Planner(context, directory, engine.info, expected=True)
+        _emit_off(context, planned, lambda: planner.offline_rate(requests, seats, budget), came.rate)
 
 
 def _chats(context: Context, engine: Engine) -> None:
@@ -333,7 +362,7 @@ def _saturated(context: Context, engine: Engine, directory: Path, name: str) -> 
         for t, s in ((window.tokens[:half], window.step_s[:half]), (window.tokens[half:], window.step_s[half:]))
         if t
     ]
-    row.limit = Planner(context, directory, engine.info, expected=False).saturated_rate(in_len, out_len, seats)
+    planner = Planner(context, directory, engine.info, expected=False)
     row.facts = {
         "seats": seats, "window_s": sum(window.step_s), "filled_s": sum(started.step_s),
         "prompt_tokens": after.prompt_tokens_total - before.prompt_tokens_total,
@@ -342,6 +371,7 @@ def _saturated(context: Context, engine: Engine, directory: Path, name: str) -> 
     }  # fmt: skip
     held = "" if seats == most else f", as many as the cache of {traffic.kv_tokens(engine)} tokens holds"
     row.note = f"{seats} seats{held}; window of {sum(window.step_s):.0f} s; the limit is serial: prefill, then decode"
+    context.limit(row, lambda: planner.saturated_rate(in_len, out_len, seats))
     context.emit(window.graphs.told(row))
     context.emit(
         Row(name=SLOTS_USED, value=min(used), samples=used, note="of the blocks that requests hold, at both ends of the window")

@@ -103,8 +103,9 @@ def _among_decoders(context: Context, engine: Engine, directory: Path) -> None:
     }
     row.note = f"inter_token_target_ms={TARGET_MS:g}; without the prompt a step takes {median(calm.step_s) * 1e3:.1f} ms"
     context.emit(graphs.told(row))
-    floor_s = Planner(context, directory, engine.info, expected=False).prefill_s(len(prompt))
-    context.emit(Row(name=TTFT, value=ttft_s, limit=floor_s, samples=[ttft_s], note="the limit is the prompt alone"))
+    row = Row(name=TTFT, value=ttft_s, samples=[ttft_s], note="the limit is the prompt alone")
+    context.limit(row, lambda: Planner(context, directory, engine.info, expected=False).prefill_s(len(prompt)))
+    context.emit(row)
 
 
 def _gaps(engine: Engine, prompt: tuple[int, ...]) -> tuple[list[float], float, GraphUse]:

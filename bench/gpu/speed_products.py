@@ -1,4 +1,5 @@
-"""Matrix products by the clock: the four of a layer of Llama-3.1-8B, weights' bytes over the calibrated bandwidth."""
+"""Matrix products by the clock: the four of a layer of Llama-3.1-8B, weights' bytes over the calibrated bandwidth; and whole
+layers, launched early or in turn."""
 
 from __future__ import annotations
 
@@ -10,6 +11,7 @@ from torch.nn import functional
 
 from bench.gpu.context import Context
 from bench.gpu.inputs import Weight, coded, normal, stored_bytes
+from bench.gpu.layer import measure_layers
 from bench.gpu.rows import Row
 from bench.gpu.timing import Call, median, seconds
 from kernels.quantised_weights import pack_fp8, pack_int4, pack_int8
@@ -35,6 +37,7 @@ def measure(context: Context) -> None:
         fused = f"fused products of Llama-8B (norm, gate, residual), {kind}, 1 row"
         context.guard(fused, partial(_fused, context, fused, kind))
     context.guard("product fp8 rows, 4096 rows", lambda: _many_rows(context))
+    measure_layers(context)  # the last: kernels that are launched in turn may have to be compiled
 
 
 def _name(kind: str, rows: int) -> str:
@@ -124,5 +127,6 @@ def _many_rows(context: Context) -> None:
     call = lambda: linear_fp8(values, weight, x_scales=scales, out_dtype=context.dtype)  # noqa: E731
     taken = seconds([call], context.device)
     rates = [2 * m * n * k / taken_s / 1e12 for taken_s in taken]
-    limit = float(context.facts.get("flops_fp8", 2 * context.flops)) / 1e12
-    context.emit(Row(name="product fp8 rows, 4096 rows", value=median(rates), limit=limit, samples=rates))
+    row = Row(name="product fp8 rows, 4096 rows", value=median(rates), samples=rates)
+    context.limit(row, lambda: context.flops_fp8 / 1e12)
+    context.emit(row)

@@ -14,6 +14,7 @@ from bench.gpu.rows import Judged, Target
 ERROR_RATIO_MAX = 2.0
 OF_PRODUCTS = {"bf16": (0.85, 0.92), "int8": (0.75, 0.85), "fp8": (0.75, 0.85), "int4": (0.65, 0.78)}
 """Of the bandwidth, by the format of the weights."""
+LAYERS = ("Llama-8B", "Qwen3-0.6B")
 
 CHECKED = (
     "paged decode", "paged decode, head size 64", "paged decode, window and soft-cap", "paged decode, fp8 KV",
@@ -152,10 +153,12 @@ TARGETS: list[Target] = [
     ),
     *_rows("peers", "tokens/s", ("against transformers continuous batching", 8, 14),
            ("against transformers static generate", 15, 23), judged="ratio"),
+    *_rows("kernels", "× the fastest", *[(f"layer of {model}, 1 row: early launches over others",) for model in LAYERS],
+           higher=False),
     *_rows("choices", "tokens/s", ("Llama-3.1-8B int4, head in 8 bits, batch 1",)),
     *_rows(
         "choices", "× the fastest",
-        *[(f"layer of {model}, 1 row: early launches over others",) for model in ("Llama-8B", "Qwen3-0.6B")],
+        *[(f"layer of {model}, 1 row: fetched ahead by lines over sectors",) for model in LAYERS],
         *[(f"fused products of Llama-8B, {kind}: chosen tiles over others",) for kind in OF_PRODUCTS],
         *[(f"decode {size} × 1k: chosen splits over others",) for size in (256, 1)],
         ("prefill 8k: chosen tile over others",),

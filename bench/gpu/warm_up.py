@@ -7,11 +7,13 @@ from __future__ import annotations
 
 import random
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from bench.gpu import traffic
 from bench.gpu.context import Context
+from bench.gpu.layer import launched_in_turn
 from bench.gpu.models import random_engine
 from bench.gpu.rows import Row
 from bench.gpu.serve import FEW_SEATS, FORMATS_LEN, MIXED_TEMPERATURE, MODEL_LEN, SEATS, warm_sizes
@@ -22,6 +24,7 @@ from engine.protocol import GenerationRequest, SamplingParams
 
 KV_BYTES = 3 << 30
 """So little that all processes of this stage have room."""
+FORMATS: dict[str, Any] = {"max_num_seqs": FEW_SEATS, "max_model_len": FORMATS_LEN}
 
 
 def warm_llama(context: Context) -> None:
@@ -35,14 +38,25 @@ def warm_small(context: Context) -> None:
     _warm(context, "llama-3.2-1b", max_num_seqs=SEATS, max_model_len=MODEL_LEN)
 
 
-def warm_formats(context: Context) -> None:
-    options: dict[str, Any] = {"max_num_seqs": FEW_SEATS, "max_model_len": FORMATS_LEN}
-    for extra in ({"quantization": "fp8"}, {"int4": True}, {"quantization": "int8"}):
-        _warm(context, "llama-3.1-8b", **options, **extra)
-    _warm(context, "qwen3-8b", **options)
+def warm_8_bits(context: Context) -> None:
+    for quantization in ("fp8", "int8"):
+        _warm(context, "llama-3.1-8b", **FORMATS, quantization=quantization)
 
 
-def _warm(context: Context, name: str, **options: Any) -> None:
+def warm_4_bits(context: Context) -> None:
+    """And the other model of that part."""
+    _warm(context, "llama-3.1-8b", **FORMATS, int4=True)
+    _warm(context, "qwen3-8b", **FORMATS)
+
+
+def warm_in_turn(context: Context) -> None:
+    """Kernels as they are when nothing is launched early: of decodes of all seats, and of one row."""
+    with launched_in_turn():
+        _warm(context, "llama-3.1-8b", use=_one_and_all, max_num_seqs=SEATS, max_model_len=MODEL_LEN)
+        _warm(context, "qwen3-0.6b", use=_one_and_all, max_num_seqs=FEW_SEATS, max_model_len=MODEL_LEN)
+
+
+def _warm(context: Context, name: str, *, use: Callable[[Context, Engine], None] | None = None, **options: Any) -> None:
     if not context.rehearsal:
         options = {**options, "kv_cache_bytes": KV_BYTES}
         options.pop("interpreted", None)
@@ -52,7 +66,7 @@ def _warm(context: Context, name: str, **options: Any) -> None:
             if options.get("interpreted"):
                 _few_tokens(engine)  # a model through every Triton kernel takes seconds a token in the interpreter
             else:
-                _sizes(context, engine)
+                (use or _sizes)(context, engine)
 
     context.guard(f"warm-up of {name} {options}", run)
 
@@ -66,6 +80,13 @@ def _sizes(context: Context, engine: Engine) -> None:
     numbers, vocab = random.Random(0), engine.info.vocab_size
     traffic.run(engine, [Asked(traffic.prompt(numbers, context.size(128, 5), vocab), 4)], label="a")
     warm_sizes(context, engine)
+
+
+def _one_and_all(_: Context, engine: Engine) -> None:
+    numbers, vocab = random.Random(0), engine.info.vocab_size
+    for count in (1, engine.info.max_num_seqs):
+        requests = [Asked(traffic.prompt(numbers, 8, vocab), 4) for _ in range(count)]
+        traffic.run(engine, requests, temperature=MIXED_TEMPERATURE, label=f"o{count}-")
 
 
 def invariant(context: Context) -> None:

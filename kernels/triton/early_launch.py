@@ -24,15 +24,18 @@ from kernels.triton.tuning import capability, interpreted
 VARIABLE = "GATEHOUSE_EARLY_LAUNCH"
 CAPABILITY_MIN = 90
 LINE_BYTES = tl.constexpr(128)
+WHEN_EARLY: bool | int = True
+"""What kernels get that are launched early. A number is another step of what they fetch ahead, in bytes, which
+`bench.gpu.choices` measures: the second-level cache is filled by sectors of 32."""
 
 
 @functools.cache
-def early_launch(device: torch.device) -> dict[str, bool]:
+def early_launch(device: torch.device) -> dict[str, bool | int]:
     """What a launch passes on: the kernel's constant EARLY, and whether the card may start it before its predecessor ended."""
     if device.type != "cuda" or interpreted() or os.environ.get(VARIABLE, "1") == "0":
         return {"EARLY": False, "launch_pdl": False}
     early = capability(device) >= CAPABILITY_MIN
-    return {"EARLY": early, "launch_pdl": early}
+    return {"EARLY": WHEN_EARLY if early else False, "launch_pdl": early}
 
 
 @triton.jit
@@ -60,11 +63,13 @@ def start_in_turn(EARLY: tl.constexpr):
 def fetch_rows(rows, columns, columns_end, COLUMNS: tl.constexpr, EARLY: tl.constexpr):
     """Has the second-level cache fetch so many columns of a weight's rows, from `columns` on and before `columns_end`.
 
-    rows: [R] pointers to a row's first column each, all of them readable; every 128 bytes are asked for once.
+    rows: [R] pointers to a row's first column each, all of them readable; every 128 bytes are asked for once,
+    or as many as EARLY says.
     """
     if EARLY:
         SIZE: tl.constexpr = rows.dtype.element_ty.primitive_bitwidth // 8
-        LINE: tl.constexpr = LINE_BYTES // SIZE
+        STEP: tl.constexpr = EARLY if EARLY > 1 else LINE_BYTES
+        LINE: tl.constexpr = STEP // SIZE
         LINES: tl.constexpr = COLUMNS // LINE if COLUMNS > LINE else 1
         column = columns + tl.arange(0, LINES) * LINE
         places = rows[:, None] + tl.where(column < columns_end, column, 0)[None, :]

@@ -192,9 +192,9 @@ def test_a_missing_peer_is_no_pass() -> None:
 
 
 def test_a_part_that_takes_too_long_is_ended_and_its_rows_say_so() -> None:
-    late = Job((replace(BY_NAME["check rows"], limit_s=0.05),))
+    late = Job((replace(BY_NAME["check rows"], limit_s=0.00125),))
     outcome = conduct([[late]], rehearse=True, total_s=60, facts={}, show=lambda _: None)
-    assert "ended after its limit of 0.4 s" in outcome.parts[0]["error"]
+    assert "ended after its limit of 0.01 s" in outcome.parts[0]["error"]
     rows = {row.name: row for row in complete(outcome, {"checks"})}
     assert "check rows: ended after its limit" in rows["numbers: rms norm"].error
     printed = table(document(list(rows.values()), outcome, rehearsal=False, taken_s=1.0))

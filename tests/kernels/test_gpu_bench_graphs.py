@@ -35,7 +35,7 @@ class NoGraph:
 def graphs_of(num_places: int) -> CudaGraphs:
     """Its choice of what is captured and kept, and nothing that a card is needed for."""
     graphs = object.__new__(CudaGraphs)
-    graphs._places, graphs._graphs, graphs._failed = GraphPlaces(num_places), {}, {}
+    graphs._max_graphs, graphs._places, graphs._graphs, graphs._failed = num_places, GraphPlaces(num_places), {}, {}
     graphs._captured = lambda _: NoGraph()  # type: ignore[method-assign,return-value,assignment]
     return graphs
 

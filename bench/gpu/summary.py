@@ -1,0 +1,57 @@
+"""What was judged, short enough for whoever sees no more than the end of an output."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+from bench.gpu.report import figure
+
+CHARS_MAX = 6000
+COUNTED = ("checks", "invariant")
+"""Parts whose rows are counted, and named where they do not pass."""
+NAMED_MAX = 12
+GOOD = ("pass", "stretch")
+JUDGED_BY = {"of limit": "fraction", "× peer": "ratio"}
+
+
+def summary(report: dict[str, Any]) -> str:
+    """Name, what is judged, goal and verdict of every row with a goal; of the checks the numbers, and what does not pass."""
+    judged = [row for row in report["rows"] if row.get("must_show", "-") != "-"]
+    lines = ["", "judged"]
+    for part in COUNTED:
+        lines += _counted(part, [row for row in judged if row["part"] == part])
+    lines += [_line(row) for row in judged if row["part"] not in COUNTED]
+    counts = Counter(row["verdict"] for row in judged)
+    words = ", ".join(f"{count} {name}" for name, count in sorted(counts.items())) or "no row has a goal"
+    last = f"{words}; {report['taken_s']} s"
+    return "\n".join([*_within(lines, CHARS_MAX - len(last) - 1), last])
+
+
+def _counted(part: str, rows: list[dict[str, Any]]) -> list[str]:
+    if not rows:
+        return []
+    counts = Counter(row["verdict"] for row in rows)
+    wrong = [row for row in rows if row["verdict"] not in (*GOOD, "REHEARSAL")]
+    lines = [f"{part}: {', '.join(f'{count} {name}' for name, count in sorted(counts.items()))}"]
+    lines += [_line(row) for row in wrong[:NAMED_MAX]]
+    return lines + ([f"and {len(wrong) - NAMED_MAX} more of {part}"] if len(wrong) > NAMED_MAX else [])
+
+
+def _line(row: dict[str, Any]) -> str:
+    goal = row["must_show"]
+    value = row[next((field for words, field in JUDGED_BY.items() if words in goal), "value")]
+    words = figure(None if row["verdict"] == "REHEARSAL" else value)
+    return f"{row['verdict']:<10} {row['name']}:  {words}  ({goal})"
+
+
+def _within(lines: list[str], most: int) -> list[str]:
+    """As many lines as fit, and how many do not."""
+    kept: list[str] = []
+    left = most - 40
+    for number, line in enumerate(lines):
+        left -= len(line) + 1
+        if left < 0:
+            return [*kept, f"and {len(lines) - number} lines more, in the table"]
+        kept.append(line)
+    return kept
