@@ -48,7 +48,7 @@ from engine.scheduling.step_time import StepTimeModel
 from engine.speculation.options import check_draft_context, check_draft_vocabulary
 from engine.speculation.prompt_lookup import AdaptiveDrafter
 from engine.start_times import StartTimes
-from engine.switches import check_switches
+from engine.switches import check_switches, switched_off
 from engine.text.shared_prefixes import shared_prefixes
 from engine.weights import WeightsSize, load_weights
 from kernels import ops
@@ -376,6 +376,7 @@ def _info(asked: Asked, model: LoadedModel, cached: CachedModels, *, load_s: flo
         quantization=model.quantization,
         kv_cache_dtype=format_name(asked.kv_dtype),
         kv_scales=cached.target.kv_scales,
+        switched_off=switched_off(),
     )
 
 

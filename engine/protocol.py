@@ -173,7 +173,8 @@ class MemoryPart:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineInfo:
     """Facts about a loaded model, sent once when the engine is ready. `quantization` is how its weights are kept, as the option
-    of that name calls it, or none. `kv_scales` of keys and values in 8 bits: unit, or from the checkpoint."""
+    of that name calls it, or none. `kv_scales` of keys and values in 8 bits: unit, or from the checkpoint. `switched_off`: the
+    variables of `engine.switches` that say 0."""
 
     model: str
     architecture: str
@@ -196,6 +197,7 @@ class EngineInfo:
     kv_scales: str = "none"
     memory: list[MemoryPart] = field(default_factory=list)
     memory_note: str | None = None
+    switched_off: list[str] = field(default_factory=list)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

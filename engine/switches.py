@@ -1,21 +1,32 @@
 """Variables of the environment that turn a part of the engine off, to tell whether a fault is in it: 1 or 0. Knows no torch.
 
-Kernels read theirs themselves, as they know no engine; all are looked at here before anything is loaded.
+Kernels read theirs themselves, as they know no engine; all are looked at here before anything is loaded. In the appliance
+they are settings of the same names.
 """
 
 from __future__ import annotations
 
+import logging
 import os
 
 from engine.errors import EngineConfigError
 
 GRAPHS, EARLY_LAUNCH, OVERLAPPED_PREFILL = "GATEHOUSE_GRAPHS", "GATEHOUSE_EARLY_LAUNCH", "GATEHOUSE_OVERLAPPED_PREFILL"
+SWITCHES = (GRAPHS, EARLY_LAUNCH, OVERLAPPED_PREFILL)
+
+log = logging.getLogger("gatehouse.engine")
 
 
 def check_switches() -> None:
-    """Raise `EngineConfigError`, naming the variable, where one says neither on nor off."""
-    for name in (GRAPHS, EARLY_LAUNCH, OVERLAPPED_PREFILL):
-        is_on(name)
+    """Log what is off. Raises `EngineConfigError`, naming the variable, where one says neither on nor off."""
+    off = switched_off()
+    if off:
+        log.warning("switched off, which makes an engine on a GPU slower: %s", ", ".join(f"{name}=0" for name in off))
+
+
+def switched_off() -> list[str]:
+    """The variables that say 0. Raises like `check_switches`."""
+    return [name for name in SWITCHES if not is_on(name)]
 
 
 def is_on(name: str) -> bool:

@@ -17,6 +17,8 @@ ENVIRONMENT_PREFIX = "GATEHOUSE_"
 FILE_NAME = "gatehouse.toml"
 _TESTS_ONLY = {"REQUIRE"}  # GATEHOUSE_REQUIRE speaks to the test suite
 _NOT_IN_FILE = {"data_dir"}  # the file lies in it
+ENGINE_SWITCHES = ("graphs", "early_launch", "overlapped_prefill")
+"""Parts of the engine that can be turned off to tell whether a fault is in them; it reads variables of these names."""
 _NEEDED_TOGETHER = (
     ("oidc_issuer", "oidc_client_id"),
     ("oidc_client_id", "oidc_issuer"),
@@ -71,6 +73,9 @@ class Settings:
     speculative: str | None = None
     batch_invariant: bool = False
     enforce_eager: bool = False
+    graphs: bool = True
+    early_launch: bool = True
+    overlapped_prefill: bool = True
     scheduling_policy: str = "fair"
     inter_token_target_ms: float | None = None
     shared_prefixes: tuple[str, ...] = ()
@@ -95,6 +100,11 @@ class Settings:
     smtp_from: str | None = None
     webhook_networks: tuple[values_of.Network, ...] = ()
     trusted_proxies: tuple[values_of.Network, ...] = ()
+
+    @property
+    def switched_off(self) -> tuple[str, ...]:
+        """The keys of ENGINE_SWITCHES that are off."""
+        return tuple(name for name in ENGINE_SWITCHES if not getattr(self, name))
 
 
 def default_data_dir() -> Path:
@@ -194,7 +204,7 @@ _PARSERS: dict[str, Callable[[object], Any]] = {
     "max_body_bytes": values_of.size(1024, 1024 * values_of.MIB),
     "drain_timeout_s": values_of.seconds(0, 3600),
     "engine_threads": values_of.whole(1, 1024),
-    "max_num_seqs": values_of.whole(1, 4096),
+    "max_num_seqs": values_of.whole(1, 1024),
     "max_num_batched_tokens": values_of.whole(1, 1_000_000),
     "max_model_len": values_of.whole(1, 10_000_000),
     "kv_cache_bytes": values_of.size(values_of.MIB, 1024**5),
@@ -208,6 +218,9 @@ _PARSERS: dict[str, Callable[[object], Any]] = {
     "speculative": values_of.speculative,
     "batch_invariant": values_of.flag,
     "enforce_eager": values_of.flag,
+    "graphs": values_of.flag,
+    "early_launch": values_of.flag,
+    "overlapped_prefill": values_of.flag,
     "scheduling_policy": values_of.choice("fair", "fcfs"),
     "inter_token_target_ms": values_of.number(0.1, 60_000),
     "shared_prefixes": values_of.files,

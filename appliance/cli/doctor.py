@@ -47,7 +47,7 @@ def doctor(
     """Say what must be mended. Looks at Python, disk, port, database, secrets, prices, models and GPU. Exit status 1 when
     there is something."""
     settings = settings_from(data_dir, database, host=host, port=port, models=tuple(model) if model else None)
-    looks: list[Callable[[Settings], list[Finding]]] = [_disk, _port, _database, _secrets, _prices, _models, _gpu]
+    looks: list[Callable[[Settings], list[Finding]]] = [_disk, _port, _database, _secrets, _prices, _models, _switches, _gpu]
     findings = [_python()] + [finding for look in looks for finding in look(settings)]
     wrong = [finding for finding in findings if finding.state == "wrong"]
     rows = [{"check": f.check, "state": f.state, "found": f.found, "advice": f.advice} for f in findings]
@@ -251,6 +251,11 @@ def _models(settings: Settings) -> list[Finding]:
             size = f"{facts['parameters'] / 1e6:.1f} million parameters"
             findings.append(Finding(f"model {path.name}", "ok", f"{facts['architecture']}, {size}"))
     return findings
+
+
+def _switches(settings: Settings) -> list[Finding]:
+    advice = "set it to true again when the fault is found"
+    return [Finding("engine", "note", f"{name} is off: models run more slowly", advice) for name in settings.switched_off]
 
 
 def _gpu(settings: Settings) -> list[Finding]:

@@ -17,14 +17,18 @@ _WORDS_MAX = 300
 
 
 def check_model(
-    path: Path, options: Sequence[str] = (), *, progress: Callable[[float], None] = lambda _: None
+    path: Path,
+    options: Sequence[str] = (),
+    *,
+    switched_off: Sequence[str] = (),
+    progress: Callable[[float], None] = lambda _: None,
 ) -> dict[str, Any]:
-    """Return the facts of a model that would load; `options` are those of engine.verify. Raises CommandFailed with the reason
-    when it would not."""
+    """Return the facts of a model that would load; `options` are those of engine.verify, `switched_off` the settings' own.
+    Raises CommandFailed with the reason when it would not."""
     process = subprocess.Popen(
         [sys.executable, "-m", "engine.verify", str(path), *options],
         cwd=_ROOT,
-        env=engine_environment(),
+        env=engine_environment(switched_off),
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,

@@ -78,13 +78,14 @@ def verify(
     from appliance.cli.model_check import check_model
 
     formats = {"quantization": quantization, "head_quantization": head_quantization, "kv_cache_dtype": kv_cache_dtype}
-    folder = settings_from(data_dir, database).data_dir
-    path = model_store.locate(model, folder)
-    plain = None if unquantized is None else str(model_store.locate(unquantized, folder))
+    settings = settings_from(data_dir, database)
+    path = model_store.locate(model, settings.data_dir)
+    plain = None if unquantized is None else str(model_store.locate(unquantized, settings.data_dir))
     named = {f"--{name.replace('_', '-')}": value for name, value in {**formats, "unquantized": plain}.items()}
     options = [part for option, value in named.items() if value is not None for part in (option, value)]
     with output.progress("Verifying", quiet=as_json) as report:
-        facts = check_model(path, [*options, *(["--perplexity"] if perplexity else [])], progress=report)
+        options += ["--perplexity"] if perplexity else []
+        facts = check_model(path, options, switched_off=settings.switched_off, progress=report)
     output.thing({"path": str(path), **facts}, as_json=as_json)
 
 

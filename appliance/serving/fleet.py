@@ -123,6 +123,7 @@ def _serve(
         clock=clock,
         on_frame=_observed(on_frame, metrics, folder.name),
         on_restart=lambda: metrics.engine_restarted(folder.name),
+        switched_off=settings.switched_off,
     )
     return ServedModel(
         name=folder.name,

@@ -16,7 +16,7 @@ from __future__ import annotations
 import asyncio
 import os
 import socket
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from datetime import datetime
 from pathlib import Path
@@ -26,6 +26,7 @@ import structlog
 import appliance
 from appliance.base.clock import Clock
 from appliance.base.errors import EngineUnavailable, ModelLoading
+from appliance.base.settings import ENVIRONMENT_PREFIX
 from appliance.serving.engine_client import EngineClient
 from appliance.serving.engine_figures import EngineFigures
 from appliance.serving.event_stream import EventStream
@@ -56,7 +57,9 @@ class Supervisor:
         clock: Clock,
         on_frame: Callable[[EngineFrame], None] = lambda _frame: None,
         on_restart: Callable[[], None] = lambda: None,
+        switched_off: Sequence[str] = (),
     ) -> None:
+        """`switched_off`: which of `settings.ENGINE_SWITCHES` are."""
         self.name = name
         self.state = "stopped"
         self.error: str | None = None
@@ -73,6 +76,7 @@ class Supervisor:
         self._clock = clock
         self._on_frame = on_frame
         self._on_restart = on_restart
+        self._switched_off = switched_off
         self._client: EngineClient | None = None
         self._process: asyncio.subprocess.Process | None = None
         self._task: asyncio.Task[None] | None = None
@@ -222,7 +226,7 @@ class Supervisor:
             stdout=asyncio.subprocess.PIPE,
             stderr=asyncio.subprocess.STDOUT,
             pass_fds=[theirs.fileno()],
-            env=engine_environment(),
+            env=engine_environment(self._switched_off),
             limit=LOG_LINE_BYTES_MAX,
             start_new_session=True,
         )
@@ -247,10 +251,12 @@ class Supervisor:
         self._on_frame(frame)
 
 
-def engine_environment() -> dict[str, str]:
+def engine_environment(switched_off: Iterable[str] = ()) -> dict[str, str]:
     """Return the environment of a process of the engine: ours with the folder of our packages on the path, and without our
-    settings, because an engine gets what it needs as arguments and secrets are not among it."""
-    inherited = {name: value for name, value in os.environ.items() if not name.startswith("GATEHOUSE_")}
+    settings, because an engine gets what it needs as arguments and secrets are not among it. The switches that are off are
+    said here, as kernels look for them where they know no arguments."""
+    inherited = {name: value for name, value in os.environ.items() if not name.startswith(ENVIRONMENT_PREFIX)}
+    inherited |= {f"{ENVIRONMENT_PREFIX}{switch.upper()}": "0" for switch in switched_off}
     root = str(Path(appliance.__file__).resolve().parent.parent)
     path = inherited.get("PYTHONPATH")
     return {**inherited, "PYTHONPATH": f"{root}{os.pathsep}{path}" if path else root}

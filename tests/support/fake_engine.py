@@ -26,6 +26,7 @@ from engine.protocol import (
     TokenEvent,
     TokenLogprob,
 )
+from engine.switches import switched_off
 from engine.transport import LENGTH, decode_gateway_frame, encode_frame
 
 DIE = 301  # the process ends as soon as such a prompt arrives
@@ -245,6 +246,7 @@ def engine_info() -> EngineInfo:
         weights_bytes=0,
         kv_bytes=0,
         load_s=0.0,
+        switched_off=switched_off(),
     )
 
 

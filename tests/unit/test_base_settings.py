@@ -106,6 +106,16 @@ def test_speculation_is_a_table_or_json_or_off(tmp_path: Path) -> None:
     assert load(tmp_path, "speculative = 'off'").speculative is None
 
 
+@pytest.mark.parametrize("switch", settings.ENGINE_SWITCHES)
+def test_a_part_of_the_engine_is_on_unless_a_source_turns_it_off(tmp_path: Path, switch: str) -> None:
+    assert load(tmp_path).switched_off == ()
+    assert load(tmp_path, f"{switch} = false").switched_off == (switch,)
+    assert load(tmp_path, "", {f"GATEHOUSE_{switch.upper()}": "0"}).switched_off == (switch,)
+    assert load(tmp_path, f"{switch} = false", {f"GATEHOUSE_{switch.upper()}": "1"}).switched_off == ()
+    with pytest.raises(SettingsError, match=f"GATEHOUSE_{switch.upper()} must be true or false"):
+        load(tmp_path, "", {f"GATEHOUSE_{switch.upper()}": ""})
+
+
 def test_shared_prefixes_are_files_that_are_there(tmp_path: Path) -> None:
     for name in ("a.txt", "b.txt"):
         (tmp_path / name).write_text("You are helpful.")

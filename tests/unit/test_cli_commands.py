@@ -484,6 +484,15 @@ def test_doctor_names_what_is_served_without_a_price(typed: Any, data_dir: Path)
     assert (price["state"], price["found"]) == ("note", "demo has no price in USD: its requests cost nothing")
 
 
+def test_doctor_names_the_part_of_the_engine_that_is_switched_off(
+    typed: Any, data_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert "engine" not in [row["check"] for row in typed("doctor", "--json").json()["data"]]
+    monkeypatch.setenv("GATEHOUSE_GRAPHS", "0")
+    (found,) = [row for row in typed("doctor", "--json").json()["data"] if row["check"] == "engine"]
+    assert (found["state"], found["found"]) == ("note", "graphs is off: models run more slowly")
+
+
 def test_doctor_says_with_a_gpu_what_is_missing_to_launch_kernels(
     typed: Any, data_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

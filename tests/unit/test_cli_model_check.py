@@ -43,8 +43,10 @@ def test_the_checker_inherits_no_setting_of_ours(model: Path, monkeypatch: pytes
     monkeypatch.setenv("GATEHOUSE_ADMIN_TOKEN", "a secret")
     monkeypatch.setattr(subprocess, "Popen", watched)
     check_model(model)
+    check_model(model, switched_off=["early_launch"])
 
     assert [name for name in given[0] if name.startswith("GATEHOUSE_")] == []
+    assert [name for name in given[1] if name.startswith("GATEHOUSE_")] == ["GATEHOUSE_EARLY_LAUNCH"]
 
 
 def test_tensors_that_the_configuration_does_not_ask_for_are_named(model: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import dataclasses
 import json
 import os
@@ -11,15 +12,18 @@ from typing import Any
 
 import pytest
 
+from appliance.base.clock import SystemClock
 from appliance.base.errors import ModelNotFound
-from appliance.base.settings import SettingsError, load_settings
-from appliance.serving.fleet import engine_command, tenant_readings
+from appliance.base.settings import ENGINE_SWITCHES, ENVIRONMENT_PREFIX, SettingsError, load_settings
+from appliance.serving.fleet import build_models, engine_command, tenant_readings
 from appliance.serving.model_folder import ModelFolder, NotAModel
 from appliance.serving.model_registry import ModelRegistry
+from appliance.telemetry.metrics import Metrics
 from engine.main import _engine_options, parse_arguments
 from engine.options import EngineOptions
 from engine.protocol import TenantProgress
-from tests.support.served_model import make_hollow_model
+from engine.switches import SWITCHES
+from tests.support.served_model import make_hollow_model, make_served_model
 
 
 def test_the_name_is_the_directorys(tmp_path: Path) -> None:
@@ -184,6 +188,26 @@ def test_as_many_shared_prefixes_as_a_setting_takes_an_engine_takes(tmp_path: Pa
     assert len(options_of(folder, shared_prefixes=prefixes).shared_prefixes) == 256
     with pytest.raises(SettingsError, match="shared_prefixes must name at most 256 files"):
         options_of(folder, shared_prefixes=[*prefixes, prefixes[0]])
+
+
+async def test_switches_of_the_settings_reach_the_engine_process(tmp_path: Path) -> None:
+    environ = {"GATEHOUSE_GRAPHS": "0", "GATEHOUSE_OVERLAPPED_PREFILL": "0", "GATEHOUSE_MODELS": str(tmp_path / "model")}
+    make_served_model(tmp_path / "model")
+    options = {"data_dir": tmp_path, "device": "cpu", "kv_cache_bytes": 1 << 20, "enforce_eager": True}
+    settings = load_settings(options=options, environ=environ)
+    (model,) = build_models(settings, clock=SystemClock(), metrics=Metrics(), on_frame=lambda _: None).list()
+    model.client.start()
+    try:
+        async with asyncio.timeout(120):
+            await model.client.wait_for_state("ready", "failed", "restarting")
+        assert model.client.info is not None, model.client.error
+        assert model.client.info.switched_off == ["GATEHOUSE_GRAPHS", "GATEHOUSE_OVERLAPPED_PREFILL"]
+    finally:
+        await model.client.stop()
+
+
+def test_the_switches_of_the_settings_are_those_of_the_engine() -> None:
+    assert tuple(f"{ENVIRONMENT_PREFIX}{switch.upper()}" for switch in ENGINE_SWITCHES) == SWITCHES
 
 
 def test_tenants_of_an_engine_are_named_the_largest_first_and_the_probe_is_none() -> None:

@@ -6,16 +6,18 @@ import asyncio
 import os
 import signal
 import sys
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 
 import pytest
 
 from appliance.base.clock import SystemClock
 from appliance.base.errors import EngineUnavailable, ModelLoading
+from appliance.base.settings import ENGINE_SWITCHES
 from appliance.serving import supervisor
 from appliance.serving.supervisor import Supervisor, engine_environment
 from engine.protocol import GenerationRequest, SamplingParams
+from engine.switches import SWITCHES
 from tests.support.fake_engine import DIE, STALL
 
 DEADLINE_S = 20.0
@@ -36,9 +38,9 @@ def short_waits(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @asynccontextmanager
-async def supervised(*options: str) -> AsyncIterator[Supervisor]:
+async def supervised(*options: str, switched_off: Sequence[str] = ()) -> AsyncIterator[Supervisor]:
     """Yield a supervisor of stand-in engines that has been started."""
-    watched = Supervisor(name="fake", command=lambda fd: command(fd, *options), clock=SystemClock())
+    watched = Supervisor(name="fake", command=lambda fd: command(fd, *options), clock=SystemClock(), switched_off=switched_off)
     watched.start()
     try:
         async with asyncio.timeout(DEADLINE_S):
@@ -139,6 +141,17 @@ def test_an_engine_inherits_no_setting_of_ours(monkeypatch: pytest.MonkeyPatch) 
     assert not [name for name in environment if name.startswith("GATEHOUSE_")]
     assert environment["OMP_NUM_THREADS"] == "1"
     assert "PYTHONPATH" in environment
+
+
+@pytest.mark.parametrize("switch", ENGINE_SWITCHES)
+async def test_an_engine_hears_of_the_switch_that_is_off_and_says_so(switch: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in SWITCHES:
+        monkeypatch.setenv(name, "0")  # the settings decide, of which the environment is but one source
+    async with supervised(switched_off=[switch]) as watched:
+        await watched.wait_for_state("ready")
+
+        assert watched.info is not None
+        assert watched.info.switched_off == [f"GATEHOUSE_{switch.upper()}"]
 
 
 async def test_a_stopped_engine_leaves_no_process_behind() -> None:
