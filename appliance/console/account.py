@@ -18,7 +18,7 @@ from appliance.tenancy.devices import device_of
 from appliance.tenancy.pages import PAGE_ROWS_MAX
 from appliance.tenancy.sessions import Session
 
-NOT_YOURS = "That is not your password."
+NOT_YOURS = "Wrong password."
 METHODS = {"password": "password", "oidc": "provider", "totp": "code", "recovery": "recovery code"}
 
 
@@ -47,7 +47,7 @@ async def change_password(request: ConsoleRequest, console: ConsoleDependency) -
     session, form = own_session(request), await console.form(request)
     current, password = form.values.get("current", ""), form.values.get("password", "")
     if password != form.values.get("again", ""):
-        form.fail("again", "Not the same as the new password.")
+        form.fail("again", "This is not the same as the new password.")
     if not form.errors:
         try:
             console.attempts.count(address=address_of(request), account=session.member.email)

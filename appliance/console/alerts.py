@@ -29,16 +29,16 @@ from appliance.tenancy.roles import Action
 PAGE_ROWS = 100
 DELIVERIES_SHOWN = 50
 FIELDS = ("kind", "target", "tenant_id", "events", "grace_s")
-KIND_WORDS = (("webhook", "Webhook: a signed HTTP request"), ("email", "E-mail"))
+KIND_WORDS = (("webhook", "Webhook (signed HTTP request)"), ("email", "E-mail"))
 EVENT_WORDS = {
-    "budget.threshold": "Budget reaches a threshold",
-    "tokens_per_day.threshold": "Tokens of the day reach a threshold",
+    "budget.threshold": "Budget threshold reached",
+    "tokens_per_day.threshold": "Daily token threshold reached",
     "invoice.closed": "Invoice closed",
-    "key.expiring": "Key expires soon",
-    "engine.down": "Engine down (whole box only)",
+    "key.expiring": "Key expiring soon",
+    "engine.down": "Engine down (whole appliance only)",
     "webhook.test": "Test",
 }
-GRACES = (("0", "At once"), ("3600", "After 1 hour"), ("86400", "After 24 hours"), ("604800", "After 7 days"))
+GRACES = (("0", "Immediately"), ("3600", "After 1 hour"), ("86400", "After 24 hours"), ("604800", "After 7 days"))
 
 
 @get("/alerts")
@@ -177,7 +177,7 @@ async def remove_alert(request: ConsoleRequest, console: ConsoleDependency, webh
 
 
 async def _found(request: ConsoleRequest, console: Console, webhook_id: str, action: Action = Action.WEBHOOKS) -> Webhook:
-    """Return the webhook once it is sure that the member may do this with it. Raises NotFound for one that is not his."""
+    """Return the webhook once it is sure that the member may do this with it. Raises NotFound for one that is not theirs."""
     access = access_of(request)
     access.require_somewhere(action)
     return await console.services.alerts.webhooks.get(webhook_id, access=access, action=action)
@@ -189,7 +189,7 @@ def _read_events(form: Form, tenant_id: str | None) -> list[str]:
     if not events:
         form.fail("events", "Choose at least one.")
     elif tenant_id is not None and not set(events) <= set(TENANT_EVENTS):
-        form.fail("events", "A tenant hears nothing of engines: choose the whole box, or leave them out.")
+        form.fail("events", "Engine events are for the whole appliance alone: choose that scope, or leave them out.")
     return events
 
 
@@ -210,7 +210,7 @@ async def _owners(request: ConsoleRequest, console: Console) -> list[tuple[str, 
     access = access_of(request)
     tenants: list[Tenant] = await tenants_by_name(console.services, access)
     owners = [(one.id, one.name) for one in tenants if not one.archived and access.may(Action.WEBHOOKS, one.id)]
-    return [("", "The whole box: every tenant"), *owners] if access.may(Action.WEBHOOKS) else owners
+    return [("", "Whole appliance: all tenants"), *owners] if access.may(Action.WEBHOOKS) else owners
 
 
 async def _new_form(request: ConsoleRequest, console: Console, form: Form | None) -> Html:
@@ -220,7 +220,7 @@ async def _new_form(request: ConsoleRequest, console: Console, form: Form | None
     return console.pages.sheet(
         request,
         "fragments/alert_new.html",
-        title="Send alerts somewhere",
+        title="Add alert target",
         form=form,
         kinds=KIND_WORDS,
         owners=owners,
@@ -248,7 +248,7 @@ def _confirm(request: ConsoleRequest, console: Console, webhook: Webhook, verb: 
     return console.pages.sheet(
         request,
         "fragments/alert_confirm.html",
-        title={"rotate": "New signing secret", "remove": "Remove this address"}[verb],
+        title={"rotate": "Rotate signing secret", "remove": "Remove alert target"}[verb],
         webhook=webhook,
         verb=verb,
         graces=GRACES,

@@ -56,7 +56,7 @@ ACTIONS: dict[str, dict[str, str]] = {
         "invoice.close": "Invoice closed",
         "invoice.discard": "Draft discarded",
         "allowance.set": "Free allowance set",
-        "seller.change": "Seller changed",
+        "seller.change": "Invoice issuer changed",
         "hardware.change": "Hardware costs changed",
         "ledger.correct": "Usage corrected",
         "ledger.recover": "Usage recovered after a crash",

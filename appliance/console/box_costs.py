@@ -118,7 +118,7 @@ async def _form(request: ConsoleRequest, console: Console, form: Form | None) ->
     return console.pages.sheet(
         request,
         "fragments/box_costs_form.html",
-        title="What the box costs",
+        title="Server costs",
         form=form,
         hardware=hardware,
         hosted=_hosted_text(hardware),

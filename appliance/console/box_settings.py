@@ -71,7 +71,7 @@ async def _model_form(request: ConsoleRequest, console: Console, model: str, for
     return console.pages.sheet(
         request,
         "fragments/model_policy.html",
-        title="Limits of a model for everybody",
+        title="Model limits across all tenants",
         model=model,
         limits=None if policy is None else policy.limits,
         mode="enforce" if policy is None else policy.limit_mode,

@@ -18,18 +18,18 @@ from appliance.console.security import SECURITY_HEADERS, ConsoleRequest, login_p
 log = structlog.get_logger()
 
 HEADINGS = {
-    400: "That did not make sense",
+    400: "Invalid request",
     403: "Not allowed",
-    404: "Not here",
-    405: "Not this way",
-    409: "That is taken",
-    413: "Too large",
+    404: "Page not found",
+    405: "Method not allowed",
+    409: "Conflict",
+    413: "Request too large",
     429: "Too many requests",
-    500: "Something broke here",
-    503: "Not available just now",
+    500: "Something went wrong",
+    503: "Service unavailable",
 }
-INTERNAL = "The appliance made a mistake, and nothing of this request was kept."
-NOT_FOUND = "There is no such page, or what it showed is gone."
+INTERNAL = "Internal error. The request was not saved."
+NOT_FOUND = "There is no such page, or what it showed was removed."
 
 
 def error_handler(pages: Pages) -> Callable[[ConsoleRequest, Exception], Html]:
@@ -65,7 +65,7 @@ def _logged(request: ConsoleRequest, error: Exception) -> str:
 
 
 def _render(pages: Pages, request: ConsoleRequest, status: int, message: str, reference: str | None) -> Html:
-    heading = HEADINGS.get(status, "Not possible")
+    heading = HEADINGS.get(status, "Request refused")
     template = "fragments/error.html" if is_fragment(request) else "pages/error.html"
     answer = pages.page(request, template, status=status, code=status, heading=heading, message=message, reference=reference)
     answer.headers.update(SECURITY_HEADERS | {"cache-control": "no-store"})

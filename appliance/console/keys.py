@@ -28,10 +28,10 @@ SCOPE_CHOICES = [
     for size in range(1, len(SCOPES) + 1)
     for chosen in combinations(SCOPES, size)
 ]
-GRACES = (("0", "At once"), ("3600", "After 1 hour"), ("86400", "After 24 hours"), ("604800", "After 7 days"))
+GRACES = (("0", "Immediately"), ("3600", "After 1 hour"), ("86400", "After 24 hours"), ("604800", "After 7 days"))
 CONSEQUENCES = {
-    "rotate": "A key with a new secret and the same settings takes its place. When the old one ends, so do its requests.",
-    "revoke": "Requests with this key are refused from that moment, for good; running ones end, and what they got is billed.",
+    "rotate": "A key with a new secret and the same settings replaces it. When the old one expires, its requests end.",
+    "revoke": "Requests with this key are refused permanently. Running requests are ended; their tokens are billed.",
 }
 
 
@@ -131,7 +131,7 @@ async def revoke_key(request: ConsoleRequest, console: ConsoleDependency, key_id
 
 
 async def _key(request: ConsoleRequest, console: Console, key_id: str, action: Action) -> ApiKey:
-    """Return the key once it is sure that the member may do this in its tenant. Raises NotFound for a key that is not his."""
+    """Return the key once it is sure that the member may do this in its tenant. Raises NotFound for others' keys."""
     return await console.services.keys.get(key_id, access=access_of(request), action=action)
 
 

@@ -22,9 +22,9 @@ PROMPT_TOKENS = 500
 KINDS = {
     "tokens": "Tokens per minute",
     "requests": "Requests per minute",
-    "concurrency": "Requests at once",
+    "concurrency": "Concurrent requests",
     "tokens_per_day": "Tokens per day",
-    "budget": "Budget of the month",
+    "budget": "Budget per month",
 }
 FIELDS = ("model", "key", "prompt_tokens", "max_tokens", "service_tier")
 
@@ -57,11 +57,11 @@ async def check_request(request: ConsoleRequest, console: ConsoleDependency, ten
 def headline(verdict: Verdict) -> tuple[str, str]:
     """Return a tone and what would come of the request, in one sentence."""
     if verdict.allowed:
-        return "ok", f"It passes: {count(verdict.forecast.tokens)} tokens would be reserved."
+        return "ok", f"Admitted: {count(verdict.forecast.tokens)} tokens would be reserved."
     if verdict.would_wait:
-        return "warn", f"It waits {duration(verdict.wait_s)} for room, then passes if nobody else takes it."
+        return "warn", f"Waits {duration(verdict.wait_s)} for room, and is then admitted unless other requests take it."
     assert verdict.error is not None, "what neither passes nor waits is refused"
-    return "bad", f"It is refused with {verdict.error.status} {verdict.error.code}: {sentence(verdict.error.message)}"
+    return "bad", f"Refused with {verdict.error.status} {verdict.error.code}: {sentence(verdict.error.message)}"
 
 
 async def _ask(console: Console, form: Form, tenant: Tenant, keys: list[ApiKey]) -> Verdict | None:

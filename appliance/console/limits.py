@@ -74,7 +74,7 @@ def _levels(services: Services, principal: Principal, owner_id: str, limits: Lim
         if rate is not None:
             levels.append(_level(label, rate.limit - rate.remaining, rate.limit))
     if limits.concurrent_requests is not None:
-        levels.append(_level("Requests at once", services.admission.running(owner_id), limits.concurrent_requests))
+        levels.append(_level("Concurrent requests", services.admission.running(owner_id), limits.concurrent_requests))
     return levels
 
 

@@ -34,7 +34,7 @@ _MEMORY_LABELS = {
     "graphs": "Graphs",
     "slots": "Slots",
     "device_context": "Device context",
-    "kv_cache": "Keys and values",
+    "kv_cache": "KV cache",
 }
 _TONES = {"ready": "ok", "loading": "warn", "restarting": "warn", "failed": "bad", "stopped": "bad"}
 

@@ -15,7 +15,7 @@ from appliance.console.sign_in import address_of, close_session, first_factor_pr
 FIELD_CHARS_MAX = 1000
 THEME_KEPT_S = 365 * 24 * 3600
 # One sentence for an unknown address and a wrong password alike.
-WRONG = "E-mail and password do not belong together."
+WRONG = "Wrong e-mail or password."
 
 
 @get("/login", opt={"public": True})

@@ -28,8 +28,8 @@ OIDC_STEP = "oidc"
 RANDOM_BYTES = 32
 CODE_CHARS_MAX = 4000
 AWAY = "{name} does not answer. Sign in with your password, or try again later."
-STALE = "That sign-in was begun in another browser, was used already, or took too long. Start again."
-REFUSED = "{name} signed you in, but not in a way that this box accepts. The log says why."
+STALE = "The sign-in began in another browser, was already used, or expired. Start again."
+REFUSED = "{name} signed you in, but this appliance does not accept that sign-in. The log has the reason."
 DENIED = "{name} did not sign you in."
 
 

@@ -25,21 +25,21 @@ PAGE_ROWS = 100
 FIELDS = ("email", "role")
 ROLES = (
     (Role.OWNER.value, "Owner: everything"),
-    (Role.ADMIN.value, "Admin: everything but who signs in"),
-    (Role.BILLING.value, "Billing: reads all, prices and invoices"),
-    (Role.VIEWER.value, "Viewer: reads all"),
-    (Role.MEMBER.value, "Member: only the tenants he belongs to"),
+    (Role.ADMIN.value, "Admin: everything except user management"),
+    (Role.BILLING.value, "Billing: reads everything, manages prices and invoices"),
+    (Role.VIEWER.value, "Viewer: reads everything"),
+    (Role.MEMBER.value, "Member: only their own tenants"),
 )
 HELP = {
     "password": (
         "New password",
-        "The old password is refused from now on and every device is signed out. The new one is shown here once; whoever "
-        "signs in with it must choose another.",
-        "Make a password",
+        "The old password stops working and all devices are signed out. The new one is temporary: it is shown once, and "
+        "must be changed at first sign-in.",
+        "Create password",
     ),
     "second-factor": (
         "Reset the second factor",
-        "For a lost phone. The password alone signs in then, and every device is signed out.",
+        "For a lost phone. Signing in then requires the password alone. All devices are signed out.",
         "Reset",
     ),
 }
@@ -150,7 +150,7 @@ def _places(memberships: list[Membership], names: dict[str, str]) -> dict[str, l
 
 
 def _invitation(request: ConsoleRequest, console: Console, form: Form | None) -> Html:
-    return console.pages.sheet(request, "fragments/member_new.html", title="Invite somebody", form=form, roles=ROLES)
+    return console.pages.sheet(request, "fragments/member_new.html", title="Invite a member", form=form, roles=ROLES)
 
 
 def _change_form(request: ConsoleRequest, console: Console, member: Member, form: Form | None) -> Html:

@@ -19,9 +19,9 @@ from appliance.tenancy.roles import Action, TenantRole
 SHOWN_MAX = 200
 FIELDS = ("email", "role")
 ROLES = (
-    (TenantRole.MANAGER.value, "Manager: keys, people, alerts, invoices"),
-    (TenantRole.DEVELOPER.value, "Developer: reads, and makes keys"),
-    (TenantRole.VIEWER.value, "Viewer: reads"),
+    (TenantRole.MANAGER.value, "Manager: manages keys, people and alerts, reads invoices"),
+    (TenantRole.DEVELOPER.value, "Developer: reads everything, manages keys"),
+    (TenantRole.VIEWER.value, "Viewer: reads everything"),
 )
 ROLE_NAMES = [role for role, _ in ROLES]
 
@@ -87,7 +87,7 @@ async def change_person(
 async def remove_person(
     request: ConsoleRequest, console: ConsoleDependency, tenant_id: FromPath[str], member_id: FromPath[str]
 ) -> Html:
-    """Let a member belong to the tenant no more. Whoever removes himself goes on to what he may still see."""
+    """Let a member belong to the tenant no more. Members who remove themselves go on to what they may still see."""
     await console.services.memberships.remove(tenant_id, member_id, access=access_of(request))
     access = access_of(request)
     stays = access.sees_all or access.actor.id != member_id
@@ -105,7 +105,7 @@ async def _invitation(request: ConsoleRequest, console: Console, tenant_id: str,
     return console.pages.sheet(
         request,
         "fragments/person_new.html",
-        title=f"Add somebody to {tenant.name}",
+        title=f"Add a person to {tenant.name}",
         tenant=tenant,
         form=form,
         roles=ROLES,

@@ -127,7 +127,7 @@ def _form(request: ConsoleRequest, console: Console, form: Form | None, *, model
 
 
 def _withdrawal(request: ConsoleRequest, console: Console, form: Form | None, price: Price) -> Html:
-    return console.pages.sheet(request, "fragments/price_withdraw.html", title="Withdraw a price", form=form, price=price)
+    return console.pages.sheet(request, "fragments/price_withdraw.html", title="Withdraw price", form=form, price=price)
 
 
 async def _price(console: Console, price_id: str) -> Price:

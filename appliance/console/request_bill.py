@@ -16,23 +16,23 @@ if TYPE_CHECKING:
 
 CORRECTIONS_SHOWN_MAX = 50
 CAUSES = {
-    "client": "the client went away",
-    "administrator": "an administrator ended it",
+    "client": "the client disconnected",
+    "administrator": "an administrator cancelled it",
     "key_revoked": "the key was revoked",
     "key_expired": "the key expired",
     "tenant_suspended": "the tenant was suspended",
     "tenant_archived": "the tenant was archived",
     "budget_exceeded": "the budget was spent",
     "shutdown": "the appliance shut down",
-    "queue_deadline": "it waited too long in the queue",
-    "request_deadline": "it took too long",
+    "queue_deadline": "it exceeded the queue deadline",
+    "request_deadline": "it exceeded the request deadline",
     "engine_died": "the engine died",
     "engine_error": "the engine failed",
     "engine_ended": "the engine ended it",
-    "engine_overloaded": "the engine had too much to do",
+    "engine_overloaded": "the engine was overloaded",
     "invalid_request": "invalid request",
-    "gateway_died": "the gateway died; what the ledger knew of it is billed",
-    "internal_error": "the appliance made a mistake",
+    "gateway_died": "the gateway died; what the ledger had recorded is billed",
+    "internal_error": "internal error",
 }
 
 
@@ -71,11 +71,11 @@ def discount(event: UsageEvent) -> str | None:
 
 
 def cost_lines(event: UsageEvent, price: Price | None) -> list[CostLine]:
-    """Return the tokens of the bill by kind; guesses that were rejected only where there were some."""
+    """Return the tokens of the bill by kind; drafts that were rejected only where there were some."""
     uncached, cached, rejected = event.prompt_tokens - event.cached_tokens, event.cached_tokens, event.rejected_tokens
     kinds = [("Prompt, computed", "prompt", uncached), ("Prompt, cached", "cached_prompt", cached)]
     kinds += [("Output", "completion", event.completion_tokens)]
-    kinds += [("Rejected guesses", "rejected_draft", rejected)] if rejected else []
+    kinds += [("Rejected drafts", "rejected_draft", rejected)] if rejected else []
     rate = None if price is None else price.rate_at(event.price_basis_points)
     return [_line(event, label, tokens, None if rate is None else getattr(rate, name)) for label, name, tokens in kinds]
 

@@ -104,7 +104,7 @@ def live_line(live: LiveRequest, now: datetime) -> RequestLine:
 def _state_text(live: LiveRequest) -> str:
     if live.state != "queued" or live.queue_position is None:
         return live.state
-    return f"queued, {live.queue_position} of its tenant ahead" if live.queue_position else "queued, its tenant's next"
+    return f"queued, {live.queue_position} ahead" if live.queue_position else "queued, next"
 
 
 def past_line(row: RequestRow, tenant_names: Mapping[str, str], key_prefix: str = "") -> RequestLine:

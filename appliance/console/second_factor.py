@@ -23,8 +23,8 @@ from appliance.tenancy.recovery_codes import normalised
 from appliance.tenancy.second_factor import Enrolment
 from appliance.tenancy.sessions import Session
 
-EXPIRED = "That took too long: here is a new code to scan."
-NO_PROOF = "Neither your password nor a code that is good now."
+EXPIRED = "The setup took too long. Scan the new code."
+NO_PROOF = "Wrong password or code."
 
 
 @get("/account/second-factor")

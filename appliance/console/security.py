@@ -163,7 +163,7 @@ def session_guard(services: Services) -> Guard:
             access = access_of(connection)
             act_as(access.actor)
             if session.must_change_password and not connection.url.path.startswith(OWN_PATHS):
-                raise PasswordChangeNeeded("Choose a password of your own first.")
+                raise PasswordChangeNeeded("Choose a new password first.")
             if (tenant_id := connection.path_params.get("tenant_id")) is not None:
                 access.require(Action.READ, tenant_id)
         elif not handler.opt.get("public"):
@@ -208,7 +208,7 @@ def require_own_origin(connection: Connection) -> None:
     else:
         allowed = origin is None or urlsplit(origin).netloc == connection.headers.get("host")
     if not allowed:
-        raise Forbidden("This form was sent from another site, so nothing was done.")
+        raise Forbidden("This form was sent from another site, so nothing was changed.")
 
 
 async def require_csrf_token(request: ConsoleRequest) -> None:
@@ -218,7 +218,7 @@ async def require_csrf_token(request: ConsoleRequest) -> None:
         return
     sent = request.headers.get(CSRF_HEADER) or (await form_of(request)).get(CSRF_FIELD) or ""
     if not hmac.compare_digest(str(sent).encode(), session.csrf_token.encode()):
-        raise Forbidden("The form is from an older session. Reload the page and send it again; nothing was done.")
+        raise Forbidden("The form is from an older session. Reload the page and send it again; nothing was changed.")
 
 
 async def form_of(request: ConsoleRequest) -> FormMultiDict:

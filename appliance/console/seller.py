@@ -25,9 +25,9 @@ TEXTS = {
     "website": "Website",
     "tax_id": "Tax number",
     "registration": "Registration",
-    "tax_label": "Name of the tax",
-    "tax_note": "Why there is no tax",
-    "payment_note": "Note on payment",
+    "tax_label": "Tax name",
+    "tax_note": "Reason for no tax",
+    "payment_note": "Payment note",
 }
 FIELDS = ("name", "address", "bank", "payment_terms_days", "tax_basis_points", *TEXTS)
 _MICROS_PER_BASIS_POINT = MICROS_PER_UNIT * 100 // BASIS_POINTS
@@ -89,7 +89,7 @@ async def _form(request: ConsoleRequest, console: Console, form: Form | None) ->
     return console.pages.sheet(
         request,
         "fragments/seller.html",
-        title="Who writes the invoices",
+        title="Invoice issuer",
         form=form,
         seller=seller,
         texts=TEXTS,

@@ -26,7 +26,7 @@ LABELS = {
     "country": "Country code, like DE",
     "email": "E-mail for invoices",
     "tax_id": "Tax number",
-    "reference": "Their reference",
+    "reference": "Customer reference",
 }
 FIELDS = ("limit_mode", "currency", "alert_percents", *BILLING_FIELDS)
 
@@ -116,7 +116,7 @@ def _model_form(request: ConsoleRequest, console: Console, tenant: Tenant, model
     return console.pages.sheet(
         request,
         "fragments/model_limits.html",
-        title=f"Limits of {tenant.name} for one model",
+        title=f"Model limits of {tenant.name}",
         tenant=tenant,
         model=model,
         limits=tenant.model_limits.get(model),

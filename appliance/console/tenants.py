@@ -120,7 +120,7 @@ async def archive_tenant(request: ConsoleRequest, console: ConsoleDependency, te
     tenant = await console.services.tenants.get(tenant_id, access=access_of(request))
     form = await console.form(request)
     if form.raw("confirm") != tenant.name:
-        form.fail("confirm", "This is not the name of the tenant.")
+        form.fail("confirm", "This is not the tenant's name.")
         return _archive_form(request, console, tenant, form)
     await console.services.tenants.archive(tenant_id, access=access_of(request))
     return console.pages.redirect(request, "/tenants", done="tenant-archived")
@@ -169,6 +169,7 @@ async def _tenant_page(request: ConsoleRequest, console: Console, tenant: Tenant
         may_keys=access.may(Action.KEYS, tenant.id),
         owners={tenant.id: tenant},
         keys=sorted(keys.data, key=lambda key: key.revoked_at is not None),
+        keys_more=keys.has_more,
         levels=await tenant_levels(services, tenant, keys.data[0], access=access) if keys.data else [],
         model_lines=model_lines(tenant.model_limits),
         today=today,

@@ -32,7 +32,7 @@ async def enrolled(page: Page) -> tuple[pyotp.TOTP, list[str]]:
     dialog = page.get_by_role("dialog")
     await expect(dialog.get_by_role("img", name="QR code for an authenticator app")).to_be_visible()
     secret = (await dialog.locator("code.wrap").inner_text()).replace(" ", "")
-    await dialog.get_by_label("Code that the app shows").fill(pyotp.TOTP(secret).now())
+    await dialog.get_by_label("Code from the app").fill(pyotp.TOTP(secret).now())
     await dialog.get_by_label("Your password").fill(ALICE_PASSWORD)
     await dialog.get_by_role("button", name="Enable").click()
     await expect(page.locator("#recovery-codes")).to_be_visible()
@@ -60,12 +60,12 @@ async def test_a_second_factor_from_the_qr_code_to_the_next_sign_in_and_away_aga
     totp, codes = await enrolled(alice)
 
     page = await half_way(site)
-    await expect(page.get_by_label("Code of your authenticator app")).to_be_focused()
+    await expect(page.get_by_label("Code from your authenticator app")).to_be_focused()
     await page.keyboard.type(totp.at(SystemClock().now(), counter_offset=1))
     await page.keyboard.press("Enter")
     await page.wait_for_url(f"{site.url}/keys")
     lost = await half_way(site)
-    await lost.get_by_label("Code of your authenticator app").fill(codes[0])
+    await lost.get_by_label("Code from your authenticator app").fill(codes[0])
     await lost.get_by_role("button", name="Sign in").click()
     await lost.wait_for_url(f"{site.url}/keys")
 
@@ -86,7 +86,7 @@ async def test_a_new_password_through_the_page(site: Site) -> None:
     await alice.goto("/account")
     await alice.get_by_label("Current password").fill(ALICE_PASSWORD)
     await alice.get_by_label("New password", exact=True).fill("a new long password")
-    await alice.get_by_label("New password again").fill("a new long password")
+    await alice.get_by_label("Repeat new password").fill("a new long password")
     await alice.get_by_role("button", name="Change password").click()
     await expect(alice.get_by_text("Password changed.")).to_be_visible()
 

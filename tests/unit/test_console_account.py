@@ -105,9 +105,9 @@ async def test_every_device_is_listed_in_words_and_this_one_is_marked(box: Box, 
     rows = re.findall(r"<tr>\s*<th scope=\"row\">(.*?)</tr>", page, re.DOTALL)
     assert len(rows) == 2
     assert "Safari on iPhone" in rows[0]
-    assert "this one" in rows[0]
+    assert "this device" in rows[0]
     assert "Firefox on Linux" in rows[1]
-    assert "this one" not in rows[1]
+    assert "this device" not in rows[1]
     assert "192.0.2.7" in rows[1]
 
 

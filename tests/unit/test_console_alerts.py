@@ -39,7 +39,7 @@ async def of_bob(box: Box, role: str = "manager") -> Browser:
 
 async def test_an_address_is_added_and_its_secret_shown_once(box: Box) -> None:
     alice = await box.alice()
-    assert "Nobody is told" in (await alice.get("/alerts")).text
+    assert "No alert targets." in (await alice.get("/alerts")).text
     answer = await alice.post_htmx("/alerts", **FIELDS)
     (secret,) = _SECRET.findall(answer.text)
     (webhook,) = (await box.services.alerts.webhooks.list(access=WHOLE_BOX)).data
@@ -76,7 +76,7 @@ async def test_a_tenant_hears_nothing_of_engines(box: Box) -> None:
     all_of_them = dict.fromkeys(EVENTS, "yes")
     answer = await alice.post_htmx("/alerts", **{**FIELDS, **all_of_them, "tenant_id": box.cast.bob.tenant.id})
     assert answer.status_code == 422
-    assert "A tenant hears nothing of engines" in answer.text
+    assert "Engine events are for the whole appliance alone" in answer.text
     assert (await added(box, alice, **all_of_them)).events == EVENTS
 
 
@@ -85,7 +85,7 @@ async def test_a_test_is_written_and_its_delivery_listed_until_there_were_too_ma
     path = f"/alerts/{(await added(box, alice)).id}"
     assert (await alice.post(f"{path}/test")).headers["location"] == path
     page = (await alice.get(path)).text
-    for text in ("A test is on its way", "pending", ">Test<"):
+    for text in ("Test queued", "pending", ">Test<"):
         assert text in page
     for _ in range(TESTS_PER_HOUR_MAX - 1):
         await alice.post(f"{path}/test")
@@ -103,7 +103,7 @@ async def test_a_delivery_says_what_it_told(box: Box, clock: FakeClock) -> None:
         event = "tokens_per_day.threshold"
         await tell(connection, clock.now(), event=event, subject="a key", data={**key, **tokens})
     page = (await alice.get(f"/alerts/{webhook.id}")).text
-    assert "Tokens of the day reach a threshold" in page
+    assert "Daily token threshold reached" in page
     assert "The key &lt;ci&gt; of bob has reached 80 % of the tokens of 2026-11-21 for the model demo: 9 of 10." in page
 
 
@@ -118,10 +118,7 @@ async def test_what_failed_says_why_and_is_sent_again(box: Box) -> None:
     for text in ("failed", "answered 503", "Retry"):
         assert text in page
     for path in ("/alerts", f"/alerts/{webhook.id}"):
-        assert (
-            'class="badge bad" title="The last message was not taken; its page says why.">failing'
-            in (await alice.get(path)).text
-        )
+        assert 'class="badge bad" title="The last delivery failed; see its page.">failing' in (await alice.get(path)).text
     answer = await alice.post(f"/alerts/{webhook.id}/deliveries/{delivery.id}/retry")
     assert answer.headers["location"] == f"/alerts/{webhook.id}"
     assert (await box.services.alerts.outbox.get(webhook.id, delivery.id, access=WHOLE_BOX)).state == "pending"
@@ -162,14 +159,14 @@ async def test_a_new_secret_is_shown_once_and_the_old_one_signs_for_as_long_as_w
     webhook = await added(box, alice)
     (before,) = (await box.services.alerts.webhooks.endpoint(webhook.id)).secrets
     path = f"/alerts/{webhook.id}/rotate"
-    assert "The old secret ends" in (await alice.fragment(path)).text
+    assert "Old secret expires" in (await alice.fragment(path)).text
     assert (await alice.post_htmx(path, grace_s="1")).status_code == 422
     (secret,) = _SECRET.findall((await alice.post_htmx(path, grace_s="3600")).text)
     assert (await box.services.alerts.webhooks.endpoint(webhook.id)).secrets == (secret, before)
     assert (
         await box.services.alerts.webhooks.get(webhook.id, access=WHOLE_BOX)
     ).previous_secret_until == clock.now() + timedelta(hours=1)
-    assert "Old secret signs until" in (await alice.get(f"/alerts/{webhook.id}")).text
+    assert "Old secret valid until" in (await alice.get(f"/alerts/{webhook.id}")).text
 
 
 async def test_removed_it_is_gone_and_what_was_pending_is_given_up(box: Box) -> None:
@@ -177,7 +174,7 @@ async def test_removed_it_is_gone_and_what_was_pending_is_given_up(box: Box) -> 
     webhook = await added(box, alice)
     await box.services.alerts.outbox.test(webhook.id, access=WHOLE_BOX)
     path = f"/alerts/{webhook.id}"
-    assert "Nothing is sent there any more" in (await alice.fragment(f"{path}/remove")).text
+    assert "No more alerts are sent to this target" in (await alice.fragment(f"{path}/remove")).text
     assert (await alice.post(f"{path}/remove")).headers["location"] == "/alerts"
     assert (await alice.get(path)).status_code == 404
     async with box.services.db.reading() as connection:
@@ -203,7 +200,7 @@ async def test_a_manager_has_the_alerts_of_his_tenant_and_sees_no_others(box: Bo
     of_box = await added(box, alice)
     of_charlie = await added(box, alice, tenant_id=charlie.id, target="https://charlie.example.com/")
     form = (await manager.fragment("/alerts/new")).text
-    for text, there in (("bob", True), ("charlie", False), ("The whole box", False), ("Engine down", False)):
+    for text, there in (("bob", True), ("charlie", False), ("Whole appliance", False), ("Engine down", False)):
         assert (text in form) is there, text
     own = await added(box, manager, tenant_id=bob.id, target="https://bob.example.com/")
     listed = (await manager.get("/alerts")).text

@@ -50,9 +50,9 @@ async def test_a_draft_says_what_the_month_costs_so_far(box: Box) -> None:
 
 async def test_an_empty_list_and_an_empty_month_say_what_they_are(box: Box) -> None:
     alice = await box.alice()
-    assert "No invoice." in (await alice.get("/invoices")).text
-    assert "Nothing to pay." in (await alice.get(await drafted(box, alice, box.cast.charlie))).text
-    assert "No invoice like this." in (await alice.get("/invoices?state=closed")).text
+    assert "No invoices." in (await alice.get("/invoices")).text
+    assert "Nothing due." in (await alice.get(await drafted(box, alice, box.cast.charlie))).text
+    assert "No matching invoices." in (await alice.get("/invoices?state=closed")).text
 
 
 async def test_a_month_that_is_not_over_is_not_closed_and_the_reason_stands_in_the_sheet(box: Box) -> None:

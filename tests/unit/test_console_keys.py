@@ -122,7 +122,7 @@ async def test_a_wrong_field_of_a_key_comes_back_on_its_page(box: Box) -> None:
     answer = await (await box.alice()).post(f"/keys/{box.cast.bob.key.id}", name="", tokens_per_minute="x")
 
     assert answer.status_code == 422
-    assert "2 fields need another look" in answer.text
+    assert "2 fields have an error" in answer.text
 
 
 async def test_rotating_shows_the_new_secret_and_ends_the_old_one(box: Box) -> None:
@@ -140,7 +140,7 @@ async def test_rotating_shows_the_new_secret_and_ends_the_old_one(box: Box) -> N
 async def test_revoking_asks_first_and_then_refuses_the_key_at_once(box: Box) -> None:
     alice, bob = await box.alice(), box.cast.bob
     asked = await alice.fragment(f"/keys/{bob.key.id}/revoke")
-    assert "refused from that moment" in asked.text
+    assert "refused permanently" in asked.text
     await box.services.keys.authenticate(bob.secret, "192.0.2.1")
 
     answer = await alice.post(f"/keys/{bob.key.id}/revoke")
@@ -187,13 +187,13 @@ async def test_every_key_is_listed_with_its_tenant(box: Box) -> None:
 async def test_the_page_of_all_keys_leads_to_where_a_new_one_is_made(box: Box) -> None:
     page = (await (await box.alice()).get("/keys")).text
 
-    assert '<a class="button" href="/tenants">New key: choose its tenant</a>' in page
+    assert '<a class="button" href="/tenants">New key: choose a tenant</a>' in page
 
 
 async def test_both_secrets_work_until_the_grace_of_a_rotation_is_over(box: Box, clock: FakeClock) -> None:
     alice, old = await box.alice(), box.cast.bob
     path = f"/keys/{old.key.id}/rotate"
-    assert "The old secret ends" in (await alice.fragment(path)).text
+    assert "Old key expires" in (await alice.fragment(path)).text
     assert (await alice.post(path, grace_s="7")).status_code == 422
 
     (secret,) = set(SECRET.findall((await alice.post(path, grace_s="3600")).text))
@@ -215,7 +215,11 @@ async def test_scopes_and_how_limits_hold_are_set_and_stay_where_a_form_does_not
     key = (await box.services.keys.authenticate(secret, "192.0.2.1")).key
     assert (key.scopes, key.limit_mode) == (("inference", "usage"), "shadow")
     page = (await alice.get(f"/keys/{key.id}")).text
-    for text in ("run models, read the tenant&#39;s usage", "shadow mode: they", '<option value="inference, usage" selected>'):
+    for text in (
+        "run models, read the tenant&#39;s usage",
+        "shadow mode: counted, not enforced",
+        '<option value="inference, usage" selected>',
+    ):
         assert text in page
 
     await alice.post(f"/keys/{key.id}", name="other")
@@ -268,7 +272,7 @@ async def test_the_last_day_of_a_key_ends_at_midnight_of_the_billing_zone(
         assert key.expires_at == datetime(2027, 3, 31, 14, 59, 59, tzinfo=UTC)
         page = (await alice.get(f"/keys/{key.id}")).text
         assert 'value="2027-03-31"' in page
-        assert "Ends at midnight, Asia/Tokyo." in page
+        assert "Through this day, Asia/Tokyo." in page
 
 
 async def test_key_and_tenant_show_what_of_the_day_and_of_the_month_is_taken_in_their_currency(

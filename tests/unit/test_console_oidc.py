@@ -42,7 +42,7 @@ async def test_a_member_signs_in_through_the_provider(box: Box, fake: FakeProvid
     assert session is not None
     assert (session.member.id, session.method) == (box.cast.alice.id, "oidc")
     assert STEP not in visitor.http.cookies
-    assert "You can sign in with Example ID as well." in (await visitor.get("/account")).text
+    assert "You can also sign in with Example ID." in (await visitor.get("/account")).text
 
 
 async def test_a_password_goes_on_working_beside_the_provider_until_the_operator_replaces_it(
@@ -50,7 +50,7 @@ async def test_a_password_goes_on_working_beside_the_provider_until_the_operator
 ) -> None:
     visitor = box.visitor()
     await visitor.get(await way_back(visitor, fake))
-    assert "This password goes on working beside it" in (await visitor.get("/account")).text
+    assert "This password keeps working" in (await visitor.get("/account")).text
     await box.visitor().sign_in("alice@example.com", ALICE_PASSWORD)
 
     await box.services.members.reset_password("alice@example.com", "one that nobody was told")
@@ -88,7 +88,7 @@ async def test_a_way_back_serves_once_also_with_the_old_cookie(box: Box, fake: F
     answer = await thief.get(back)
 
     assert answer.status_code == 400
-    assert "used already" in answer.text
+    assert "already used" in answer.text
     assert fake.requests.count("POST /token") == 1
 
 
@@ -129,7 +129,7 @@ async def test_a_token_that_is_not_believed_opens_nothing(box: Box, fake: FakePr
     answer = await visitor.get(await way_back(visitor, fake))
 
     assert answer.status_code == 403
-    assert "not in a way that this box accepts" in answer.text
+    assert "this appliance does not accept that sign-in" in answer.text
     assert COOKIE not in visitor.http.cookies
 
 

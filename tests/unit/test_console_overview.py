@@ -40,7 +40,7 @@ async def test_without_a_gpu_the_page_says_that_the_engine_runs_on_the_processor
     page = await overview(box)
 
     assert "No NVIDIA GPU" in page
-    assert "The engine runs on the CPU of this machine (A processor)" in page
+    assert "The engine runs on the CPU (A processor)" in page
 
 
 async def test_a_gpu_that_cannot_be_read_is_an_error_and_not_an_absence(box: Box) -> None:
@@ -90,7 +90,7 @@ async def test_memory_is_told_part_by_part_as_it_was_taken_and_as_it_was_predict
 
     assert '<dt>Weights</dt><dd>1.0 GiB <small class="muted">1.0 GiB</small></dd>' in page
     assert '<dt>Activations</dt><dd>– <small class="muted">768 MiB</small></dd>' in page
-    assert '<dt>Keys and values</dt><dd>2.0 GiB <small class="muted">2.0 GiB</small></dd>' in page
+    assert '<dt>KV cache</dt><dd>2.0 GiB <small class="muted">2.0 GiB</small></dd>' in page
     assert "Graphs" not in page
     assert "the context is 512 tokens: it needs more" in page
 
@@ -110,7 +110,7 @@ async def test_the_api_tells_the_same_memory(box: Box) -> None:
 async def test_an_engine_that_is_not_there_yet_has_no_memory_to_tell(box: Box) -> None:
     box.engine_side.info = None
 
-    assert "Memory of the device" not in await overview(box)
+    assert "Device memory" not in await overview(box)
 
 
 async def test_the_page_shows_the_engine_its_blocks_and_the_host(box: Box) -> None:
@@ -145,7 +145,7 @@ async def test_an_engine_that_is_not_ready_says_why(box: Box, state: str, error:
 async def test_a_database_that_takes_no_writes_is_said_at_the_top(box: Box) -> None:
     box.engine_side.database_ok = False
 
-    assert "The database takes no writes" in await overview(box)
+    assert "The database accepts no writes" in await overview(box)
 
 
 async def test_today_s_totals_come_from_the_ledger(box: Box, clock: FakeClock) -> None:
@@ -325,17 +325,17 @@ async def test_the_page_says_who_holds_seats_and_blocks_and_who_waits(box: Box) 
 async def test_without_requests_the_page_says_that_nobody_is_served(box: Box) -> None:
     page = await overview(box)
 
-    assert "Nobody holds a seat, nobody waits." in page
-    assert "Blocks in main memory" not in page
-    assert "Guesses accepted" not in page
-    assert "plain, slow way" not in page
+    assert "No running or waiting requests." in page
+    assert "KV blocks in host memory" not in page
+    assert "Draft tokens accepted" not in page
+    assert "slow path" not in page
 
 
 async def test_an_engine_that_falls_back_to_its_plain_way_is_shown_with_the_reason(box: Box) -> None:
     box.engine_side.status = engine_status(fallback_steps_total=1200, fallback_reason="a step under way failed: <boom>")
     page = await overview(box)
 
-    assert "1,200 steps fell back to the plain, slow way; the last because a step under way failed: &lt;boom&gt;" in page
+    assert "1,200 steps fell back to the slow path; the last because a step under way failed: &lt;boom&gt;" in page
 
 
 async def test_the_host_tier_and_speculation_are_shown_where_they_are_on(box: Box) -> None:

@@ -96,7 +96,7 @@ async def test_a_lost_password_is_replaced_by_one_that_is_shown_once(box: Box) -
     alice, vera = await box.alice(), await box.vera()
     member = await box.services.members.get_by_email("vera@example.com")
     path = f"/members/{member.id}/password"
-    assert "every device is signed out" in (await alice.fragment(path)).text
+    assert "all devices are signed out" in (await alice.fragment(path)).text
     (password,) = _PASSWORD.findall((await alice.post_htmx(path)).text)
     assert (await vera.get("/tenants")).headers["location"].startswith("/login")
     assert (await box.visitor().post("/login", email=member.email, password=password)).status_code == 303

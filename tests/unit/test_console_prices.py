@@ -82,7 +82,7 @@ async def test_the_form_begins_with_the_price_in_force(box: Box) -> None:
 
 async def test_a_viewer_reads_and_adds_nothing(box: Box) -> None:
     vera = await box.vera()
-    assert "No price." in (await vera.get("/prices")).text
+    assert "No prices." in (await vera.get("/prices")).text
     assert (await vera.post("/prices", **FIELDS)).status_code == 403
 
 

@@ -44,7 +44,7 @@ async def test_requests_in_flight_show_state_place_and_figures(box: Box, clock: 
 
     page = (await (await box.alice()).get("/requests")).text
 
-    for text in ("queued, 2 of its tenant ahead", "decode", "321", "250 ms", "40.0", ">23<", "1 m 05 s", bob.key.prefix):
+    for text in ("queued, 2 ahead", "decode", "321", "250 ms", "40.0", ">23<", "1 m 05 s", bob.key.prefix):
         assert text in page
 
 
@@ -75,7 +75,7 @@ async def test_a_request_of_a_process_that_died_has_ended_in_page_and_interface_
 async def test_a_first_visit_says_how_to_send_a_request(box: Box) -> None:
     page = (await (await box.alice()).get("/requests")).text
 
-    assert "Nothing is running" in page
+    assert "No requests in flight" in page
     assert "No request yet" in page
     assert "curl http://127.0.0.1:8000/v1/chat/completions" in page
 
@@ -142,7 +142,7 @@ async def test_a_search_looks_so_far_back_says_so_and_goes_on(box: Box, monkeypa
         [False, False, False, False, False],
         [False, False, False, False, True],
     ]
-    assert ["2 requests were looked through." in page for page in pages] == [True, True, False]
+    assert ["2 requests searched." in page for page in pages] == [True, True, False]
     assert ["No match among the requests" in page for page in pages] == [False, True, False]
     whole_id = (await alice.fragment(f"/requests?q={ids[4]}")).text
     assert ids[4] in whole_id
@@ -233,7 +233,7 @@ async def test_of_a_long_queue_the_head_is_shown_and_the_rest_counted(box: Box) 
     assert "req_00000099" in page
     assert "req_00000100" not in page
     assert 'In flight <span class="muted">130' in page
-    assert "30 more wait behind them" in page
+    assert "30 more are in flight" in page
 
 
 async def test_a_bill_says_what_each_million_cost_after_discount_and_why_the_request_ended(box: Box) -> None:
@@ -251,11 +251,11 @@ async def test_a_bill_says_what_each_million_cost_after_discount_and_why_the_req
 
     for text in (
         "Cause: the key was revoked.",
-        "25 % of the price book's, as above: batch work",
-        "flex: batch work",
-        "at 0.25 a million",
-        "at 0.75 a million",
-        "Rejected guesses",
+        "25 % of the list price, as above (batch)",
+        "flex (batch)",
+        "at 0.25 per million",
+        "at 0.75 per million",
+        "Rejected drafts",
     ):
         assert text in page, text
     assert "0.000075 EUR" in page, "100 tokens of output at a quarter of the price"

@@ -123,7 +123,7 @@ async def test_a_ticket_that_is_too_old_or_was_changed_leads_to_the_beginning(bo
     answer = await late.post("/login/code", code=app.code())
 
     assert answer.headers["location"] == "/login"
-    assert "not finished in time" in (await late.get("/login")).text
+    assert "The sign-in expired" in (await late.get("/login")).text
 
 
 async def test_a_new_password_ends_sign_ins_that_are_half_way(box: Box, clock: FakeClock) -> None:

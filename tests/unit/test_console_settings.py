@@ -73,13 +73,13 @@ async def test_wrong_limits_of_a_model_are_named(box: Box, change: dict[str, str
 
 async def test_who_writes_the_invoices_is_saved_and_stands_there(box: Box) -> None:
     alice = await box.alice()
-    assert "no sender" in (await alice.get("/settings")).text
+    assert "no issuer" in (await alice.get("/settings")).text
     assert (await alice.post("/settings/seller", **SELLER)).headers["location"] == "/settings"
     seller = await seller_of(box.services)
     assert seller is not None
     assert (seller.name, seller.address, seller.tax_basis_points) == ("Alice & Co", ("1 Long Lane", "Bristol"), 1950)
     page = (await alice.get("/settings")).text
-    for text in ("Alice &amp; Co", "1 Long Lane, Bristol", "19.50 % VAT", "Days to pay"):
+    for text in ("Alice &amp; Co", "1 Long Lane, Bristol", "19.50 % VAT", "Payment terms (days)"):
         assert text in page
     assert "1 Long Lane\nBristol</textarea>" in (await alice.fragment("/settings/seller")).text
 
@@ -110,7 +110,7 @@ async def test_what_the_box_costs_leads_to_the_cost_of_a_million_tokens_and_to_b
     await box.services.ledger.settle(posted(entry.request_id, prompt=600_000, completion=400_000))
     clock.advance(3600)
     alice = await box.alice()
-    assert "Not known yet" in (await alice.get("/settings")).text
+    assert "No server costs entered" in (await alice.get("/settings")).text
     assert (await alice.post("/settings/economics", **COSTS, hosted=HOSTED)).headers["location"] == "/settings"
     hardware = await box.services.economics.hardware()
     assert hardware is not None

@@ -27,7 +27,7 @@ async def roles_in(box: Box, tenant_id: str) -> dict[str, str]:
 
 async def test_an_owner_lets_somebody_new_in_whose_password_is_shown_once(box: Box) -> None:
     browser, path = await box.alice(), f"/tenants/{box.cast.bob.tenant.id}"
-    assert "Add somebody to bob" in (await browser.fragment(f"{path}/members/new")).text
+    assert "Add a person to bob" in (await browser.fragment(f"{path}/members/new")).text
     answer = await browser.post_htmx(f"{path}/members", email="Dora@example.com", role="developer")
     (password,) = _SHOWN.findall(answer.text)
     assert f'href="{path}"' in answer.text
@@ -101,7 +101,7 @@ async def test_others_of_the_tenant_read_who_belongs_to_it_and_change_nobody(box
     member = await box.services.members.get_by_email(f"{role}@example.com")
     page = (await browser.get(f"/tenants/{bob.id}")).text
     assert member.email in page
-    assert "Add somebody" not in page
+    assert "Add person" not in page
     for path in ("members/new", f"members/{member.id}"):
         assert (await browser.get(f"/tenants/{bob.id}/{path}")).status_code == 403
     for path in ("members", f"members/{member.id}", f"members/{member.id}/remove"):

@@ -8,6 +8,7 @@ import pytest
 from sqlalchemy import update
 
 from appliance.base.tables import tenants
+from appliance.console import tenants as tenant_pages
 from appliance.metering.limits.rules import Asked
 from appliance.tenancy.access import WHOLE_BOX
 from appliance.tenancy.principals import Limits, TenantChanges
@@ -183,6 +184,16 @@ async def test_the_page_shows_how_full_each_limit_is(box: Box) -> None:
         assert text in page
 
 
+async def test_a_list_of_keys_that_is_cut_says_so(box: Box, monkeypatch: pytest.MonkeyPatch) -> None:
+    bob, alice = box.cast.bob.tenant, await box.alice()
+    for _ in range(2):
+        assert "The first" not in (await alice.get(f"/tenants/{bob.id}")).text
+        monkeypatch.setattr(tenant_pages, "KEYS_SHOWN_MAX", 1)
+    await box.services.keys.create(bob.id, name="one more", access=WHOLE_BOX)
+
+    assert 'The first 1 are shown; <a href="/keys">Keys</a> lists all.' in (await alice.get(f"/tenants/{bob.id}")).text
+
+
 async def test_suspending_refuses_the_tenant_s_keys_until_it_is_resumed(box: Box) -> None:
     alice, tenant = await box.alice(), box.cast.bob.tenant
 
@@ -201,7 +212,7 @@ async def test_archiving_needs_the_name_to_be_typed(box: Box) -> None:
 
     refused = await alice.post(path, confirm="Bob")
     assert refused.status_code == 422
-    assert "not the name" in refused.text
+    assert "not the tenant" in refused.text
     assert not (await box.services.tenants.get(tenant.id, access=WHOLE_BOX)).archived
 
     done = await alice.post(path, confirm="bob")
@@ -246,4 +257,4 @@ async def test_a_cursor_of_another_list_is_refused_as_a_page(box: Box) -> None:
 async def test_a_budget_says_that_it_needs_a_price(box: Box) -> None:
     page = (await (await box.alice()).get("/tenants/new")).text
 
-    assert "a model without one costs nothing" in page
+    assert "Counts only models that have a price" in page

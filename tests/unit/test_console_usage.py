@@ -53,7 +53,7 @@ async def test_the_page_adds_up_the_period_and_names_every_tenant(box: Box) -> N
 
 async def test_a_period_without_usage_says_so(box: Box) -> None:
     page = (await (await box.alice()).get("/usage?period=last-month")).text
-    assert "Nothing was used in this period." in page
+    assert "No usage in this period." in page
 
 
 @pytest.mark.parametrize("group", GROUPS)

@@ -25,7 +25,7 @@
   document.addEventListener("htmx:response:error", (event) => {
     const { raw, status } = event.detail.ctx.response;
     const told = raw.headers.has("hx-trigger") || raw.headers.has("hx-redirect") || status === 422;
-    if (!told) show(`The appliance answered with an error (${status}). Nothing was changed here.`, "error");
+    if (!told) show(`The server answered with an error (${status}). Nothing was changed.`, "error");
   });
   document.addEventListener("htmx:error", (event) => {
     if (!event.detail.ctx?.response) show("The appliance did not answer. Is it running?", "error");
