@@ -31,7 +31,9 @@ SEATS = {"cpu": 64, "cuda": 256}
 """Requests that run at a time where nobody says how many. A GPU reads the weights once for all of a step, so that 256 requests
 cost little more time than 64; a CPU of 64 rows multiplies and waits for no weights, and more seats only share its speed out."""
 
-SEATS_MAX = 4096
+SEATS_MAX = 1024
+"""With a step's guesses the most requests that attention is compiled for: 2048, for which every form of it fits its registers
+(`kernels.triton.gate`). For 4096 decodes would run two programs a multiprocessor in place of three, and spill."""
 BLOCK_SIZE_MAX = 1024
 
 

@@ -28,7 +28,11 @@ log = logging.getLogger("gatehouse.engine")
 REPORT_S = 2.0
 """Between two lines of the log while kernels are compiled."""
 
-DECODES = (1, 2, 8, 16, 24, 40, 72, 136)
+SEARCHED = (257, 513, 1025)
+"""Numbers of requests of a step, one above each power of two from 256 on, for which kernels that search among the requests of a
+step are compiled (`kernels.triton.attention_splits.scheduled_requests`); all that seats and guesses add up to."""
+
+DECODES = (1, 2, 8, 16, 24, 40, 72, 136, *SEARCHED)
 """Numbers of requests that decode: one on each side of where a launcher takes another tile."""
 
 CHUNKS = (2, 5, 8, 9, 16, 24, 40, 72, 136, 300, 600)
@@ -87,10 +91,16 @@ def compile_steps(decoder: PagedDecoder, limits: SchedulerLimits, *, max_guesses
     sizes = {min(size, max_rows) for size in (*DECODES, max_seqs, max_rows)}
     steps = {(size, 1) for size in sizes if size <= max_seqs}
     for longest in {min(length, room) for length in (*CHUNKS, room)}:
-        steps |= {(min(number, max_seqs, 1 + (max_tokens - longest) // 2), longest) for number in (FEW, MANY)}
+        most = min(max_seqs, 1 + (max_tokens - longest) // 2)
+        numbers = {min(FEW, most), min(MANY, most), *(number for number in SEARCHED if number <= most)}
+        steps |= {(number, longest) for number in numbers}
     for number, longest in sorted(steps):
         rows = [_row(longest, block_size)] + [_row(min(longest, 2), block_size)] * (number - 1)
         decoder.logits(decoder.forward(decoder.prepare(rows)), wide=False)
+    for number in SEARCHED:
+        if number < max_seqs and number + 2 <= max_tokens:  # decodes of more tokens than a split, beside a chunk
+            decodes = [_row(1, block_size, start=min(CHUNKS[-1], limits.max_model_len) - 1)] * number
+            decoder.logits(decoder.forward(decoder.prepare([*decodes, _row(2, block_size)])), wide=False)
     for size in sorted(sizes):
         if size > max_seqs:
             rows = [_row(min(room, size - first), block_size, has_guesses=True) for first in range(0, size, room)]
@@ -113,6 +123,6 @@ def compile_verification(vocab_size: int, max_guesses: int, device: torch.device
         accept_by_rejection(probabilities[: number + 1], probabilities[:number], [0] * number, seed=0, position=0)
 
 
-def _row(num_tokens: int, block_size: int, *, has_guesses: bool = False) -> InputRow:
+def _row(num_tokens: int, block_size: int, *, start: int = 0, has_guesses: bool = False) -> InputRow:
     outputs = range(num_tokens) if has_guesses else (num_tokens - 1,)
-    return InputRow([0] * num_tokens, 0, range(-(-num_tokens // block_size)), outputs)
+    return InputRow([0] * num_tokens, start, range(-(-(start + num_tokens) // block_size)), outputs)

@@ -86,6 +86,7 @@ AWQ: dict[str, Any] = {"bits": 4, "group_size": 128, "zero_point": True, "versio
 GPTQ: dict[str, Any] = {"bits": 4, "group_size": 128, "sym": True, "desc_act": False, "checkpoint_format": "gptq"}
 WINDOW = {"model_type": "mistral", "architectures": ["MistralForCausalLM"], "sliding_window": 300}
 INVARIANT = {"batch_invariant": True}
+MANY_SEATS: dict[str, Any] = {"max_num_seqs": 1024, "max_num_batched_tokens": 8192}
 CASES: dict[str, Case] = {
     "plain": Case({"vocab_size": 32_000}),  # the others have few: the host's sampler takes long, and asks for no kernels
     "window-fp8": Case(WINDOW, {"quantization": "fp8", "kv_cache_dtype": "fp8"}),
@@ -95,14 +96,17 @@ CASES: dict[str, Case] = {
     "gptq": stored_in("gptq", "qweight", **GPTQ),
     "experts-int8": Case(EXPERTS, {"quantization": "int8"}),
     "experts-awq": stored_in("awq", "qweight", EXPERTS, **AWQ),
-    "guesses": Case({}, {"speculative_config": SpeculativeOptions(method="ngram")}),
+    "guesses": Case({}, {"speculative_config": SpeculativeOptions(method="ngram"), **MANY_SEATS}),
     "draft": Case({}, {"speculative_config": DRAFT}),
     "draft-eager": Case({}, {"speculative_config": DRAFT, "enforce_eager": True}),
-    "invariant": Case({}, INVARIANT),
+    "invariant": Case({}, {**INVARIANT, **MANY_SEATS}),
     "invariant-fp8": Case({}, {**INVARIANT, "quantization": "fp8", "kv_cache_dtype": "fp8"}),
     "invariant-awq": stored_in("awq", "qweight", None, INVARIANT, **AWQ),
     "invariant-experts": Case(EXPERTS, INVARIANT),
 }
+THRONGS = (300, 600, 1088)
+"""Short requests that come at once, behind all phases, to an engine of so many seats."""
+
 CROWDS = ((0, 0, 0, 0, 0, 0, 1), (0, 1, 1, 2), (0, 0, 0, 0), (0, 0, 5, 40, 100), (0, 0, 0, 0, 1, 2))
 """New requests of a step, in phases: alone, some, none, many, some beside those that are left."""
 
@@ -282,6 +286,17 @@ def traffic(engine: Engine, steps: int, seed: int) -> None:
         engine.runner.move(BlockMoves(swap_out=pairs, swap_in=pairs, copies=pairs))  # to where they are
 
 
+def throng(engine: Engine, seed: int) -> None:
+    """More requests at once than a kernel is compiled for: of some, guesses are verified, which need text that repeats."""
+    rng = random.Random(seed)
+    for size in THRONGS:
+        for number in range(size):
+            prompt = [3, 4] * rng.randrange(1, 3) if number % 16 else range(3, 300)
+            engine.submit(wanted(f"{size}-{number}", prompt, max_tokens=rng.choice([2, 3, 4])))
+        while engine.has_requests:
+            engine.step()
+
+
 def embed(engine: Engine) -> None:
     """Texts of all lengths, alone and together, beside the steps."""
     text_model = engine.runner.text_model  # type: ignore[attr-defined]
@@ -310,6 +325,8 @@ def variants(case: Case, recorder: Recorder, memory: Memory, steps: int) -> dict
         memory.is_garbage = False
         at_start = {name: dict(keys) for name, keys in recorder.seen.items()}
         traffic(engine, steps, seed=0)
+        if engine.info.max_num_seqs > LIMITS["max_num_seqs"]:
+            throng(engine, seed=0)
         embed(engine)
     asked = {name: sum(keys.values()) for name, keys in at_start.items()}
     launched = {name: [key for key, only_asked in keys.items() if not only_asked] for name, keys in at_start.items()}
