@@ -37,7 +37,7 @@ def prefill_tiling(head_dim: int, kv_bytes: int, rows: int, windowed: bool, capa
     if kv_bytes == 4:
         return PrefillTiling(min(max(16, power_of_two(rows)), 32), 16, 8, 2)
     width = power_of_two(head_dim)
-    small = card(capability).shared_bytes_max < 128 * 1024
+    small = card(capability).is_small
     tile_rows = 16 if rows <= 16 else 64 if rows <= 64 or small else 128
     if width >= 256:  # what a query has found fills the registers of four warps
         return PrefillTiling(min(tile_rows, 64), 32, 8, 2 if small else 3)

@@ -55,7 +55,7 @@ def decode_tiling(head_dim: int, kv_bytes: int, rows: int, capability: int, quer
     would otherwise be a large share of what is read. Products of float32 have no matrix instructions: their operands lie in
     registers, for which eight warps and short tiles leave room."""
     row_bytes, is_float32 = power_of_two(head_dim) * kv_bytes, kv_bytes == 4
-    small = card(capability).shared_bytes_max < 128 * 1024
+    small = card(capability).is_small
     tile = max(16 if is_float32 else 32, min(128, (8192 if small else 16384) // row_bytes))
     programs = 3 if capability >= 90 and not small else 2
     is_wide = rows > 16 or is_float32

@@ -8,7 +8,7 @@ import torch
 import triton
 import triton.language as tl
 
-from kernels.triton.tuning import SMALL_CARDS
+from kernels.triton.tuning import card
 
 SORT_BLOCK = 1024
 
@@ -87,7 +87,7 @@ def sort_by_expert(expert_ids: torch.Tensor, num_experts: int) -> SortedTokens:
 
 def group_tiles(rows: float, capability: int, *, gated: bool) -> GroupTiles:
     """rows: how many tokens an expert has if all have the same number."""
-    small = capability in SMALL_CARDS
+    small = card(capability).is_small
     if rows <= 32:
         block_m = 16 if rows <= 16 else 32
         return GroupTiles(block_m, 32 if gated else 64, 128, num_warps=4, num_stages=4 if small else 5)

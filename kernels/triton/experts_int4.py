@@ -15,7 +15,7 @@ from kernels.triton.expert_tiles import SortedTokens, own_tile
 from kernels.triton.expert_weights import ExpertWeights
 from kernels.triton.int4_codes import int4_sums
 from kernels.triton.linear_int4 import DTYPES, Int4Tiles
-from kernels.triton.tuning import SMALL_CARDS, capability, power_of_two
+from kernels.triton.tuning import capability, card, power_of_two
 
 OUTPUTS = 128  # of a program, both halves of a gated one together
 
@@ -91,7 +91,7 @@ def launch(
 
 def group_int4_tiles(rows: float, capability: int, *, gated: bool) -> Int4Tiles:
     """rows: how many tokens an expert has if all have the same number; sizes as `int4_tiles` has them."""
-    small = capability in SMALL_CARDS
+    small = card(capability).is_small
     block_n = OUTPUTS // 2 if gated else OUTPUTS
     if rows <= 32:
         return Int4Tiles(16 if rows <= 16 else 32, block_n, num_warps=4, num_stages=4 if small else 6)

@@ -16,7 +16,7 @@ from kernels.triton.fused_sums import Around, asked_squares, finish
 from kernels.triton.int4_codes import fetch_chunks, int4_sums
 from kernels.triton.linear_int4 import DTYPES, Int4Tiles
 from kernels.triton.split_sum import UNPACK, counters, partial_sums, split_count
-from kernels.triton.tuning import SMALL_CARDS, power_of_two
+from kernels.triton.tuning import card, power_of_two
 
 ROWS = 16
 OUTPUTS = 128  # of a program, both halves of a gated one together
@@ -62,7 +62,7 @@ def fused_int4_tiles(num_outputs: int, num_columns: int, capability: int, multip
     """The tile of `int4_tiles` for few rows; the same for any number of rows."""
     block_n, chunks = OUTPUTS // 2 if gated else OUTPUTS, -(-num_columns // CHUNK_COLUMNS)
     splits = split_count(-(-num_outputs // block_n), chunks, multiprocessors, OUTPUTS * CHUNK_COLUMNS // 2, pace=UNPACK)
-    return Int4Tiles(ROWS, block_n, num_warps=4, num_stages=4 if capability in SMALL_CARDS else 6, splits=splits)
+    return Int4Tiles(ROWS, block_n, num_warps=4, num_stages=4 if card(capability).is_small else 6, splits=splits)
 
 
 def launch(x: torch.Tensor, weight: Int4Weight, around: Around, tiles: Int4Tiles) -> None:

@@ -37,7 +37,7 @@ from kernels.triton.split_sum import (
     step_columns,
     summed,
 )
-from kernels.triton.tuning import SMALL_CARDS, capability, multiprocessors, power_of_two
+from kernels.triton.tuning import capability, card, multiprocessors, power_of_two
 
 BLOCK_M = 16
 # As CANDIDATES: columns of out, of x, and loads under way. A gated step reads two such tiles.
@@ -191,7 +191,7 @@ def _values(weight: torch.Tensor | Int8Weight | Fp8Weight) -> torch.Tensor:
 
 def _stages(stages: int, capability: int) -> int:
     """Cards with 100 KiB of shared memory hold fewer loads under way."""
-    return min(stages, 3) if capability in SMALL_CARDS else stages
+    return min(stages, 3) if card(capability).is_small else stages
 
 
 def _launch(x: torch.Tensor, weight: Weight, around: Around, tiles: Tiles | Int4Tiles) -> None:

@@ -26,7 +26,7 @@ from kernels.triton.early_launch import early_launch, fetch_rows, let_next_start
 from kernels.triton.linear import skinny_tiles
 from kernels.triton.linear_tiles import FLOAT32_FEW, Tiles, byte_tiles, decoded
 from kernels.triton.split_sum import empty_sums, step_columns, summed
-from kernels.triton.tuning import SMALL_CARDS, capability, multiprocessors, power_of_two
+from kernels.triton.tuning import capability, card, multiprocessors, power_of_two
 
 TILES = Tiles(FUSED_ROWS_MAX, 64, 128, num_warps=4, num_stages=6)
 TILES_BYTES = Tiles(FUSED_ROWS_MAX, 64, 256, num_warps=4, num_stages=4, column_warps=4)
@@ -90,7 +90,7 @@ def head_tiles(*, weight_bytes: int, capability: int, row_bytes: int = 2) -> Til
     if weight_bytes == 1 and row_bytes == 4:
         return FLOAT32_FEW
     tiles, stages = (TILES_BYTES, 3) if weight_bytes == 1 else (TILES, 3 if weight_bytes == 4 else 4)
-    return replace(tiles, num_stages=stages) if capability in SMALL_CARDS or weight_bytes == 4 else tiles
+    return replace(tiles, num_stages=stages) if card(capability).is_small or weight_bytes == 4 else tiles
 
 
 def bind_greedy_head(
@@ -103,12 +103,12 @@ def bind_greedy_head(
     is_plain = isinstance(weight, torch.Tensor)
     values = weight if isinstance(weight, torch.Tensor) else weight.values
     weight_bytes, (num_tokens, num_columns) = values.element_size(), values.shape
-    card = capability(values.device), multiprocessors(values.device)
+    on_card = capability(values.device), multiprocessors(values.device)
 
     def is_in_order(row_bytes: int) -> bool:
-        by_bytes = partial(byte_tiles, 1, values.shape, *card, row_bytes=row_bytes)
-        product = skinny_tiles(num_tokens, num_columns, *card, weight_bytes) if is_plain else by_bytes()
-        own = head_tiles(weight_bytes=weight_bytes, capability=card[0], row_bytes=row_bytes)
+        by_bytes = partial(byte_tiles, 1, values.shape, *on_card, row_bytes=row_bytes)
+        product = skinny_tiles(num_tokens, num_columns, *on_card, weight_bytes) if is_plain else by_bytes()
+        own = head_tiles(weight_bytes=weight_bytes, capability=on_card[0], row_bytes=row_bytes)
         return replace(product, num_stages=own.num_stages) == own
 
     return partial(greedy_head, weight=weight) if all(map(is_in_order, (2, 4))) else None

@@ -52,7 +52,7 @@ def rows_tiling(head_dim: int, kv_bytes: int, group: int, capability: int) -> Ro
     if kv_bytes == 4:
         return RowsTiling(max(32, power_of_two(group)), 16, 8, 2)
     width, rows = power_of_two(head_dim), max(64, power_of_two(group))
-    small = card(capability).shared_bytes_max < 128 * 1024
+    small = card(capability).is_small
     if width >= 256:
         return RowsTiling(rows, 32 if capability >= 90 and not small else 16, 8, 2)
     keys = min(64, (4096 if capability < 90 or small else 8192) // width)

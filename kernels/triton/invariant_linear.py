@@ -31,7 +31,7 @@ def invariant_tiles(
     if dtype is torch.float32:  # no matrix instructions: what a thread holds is little
         tiles = Tiles(32, 64, 32, num_warps=4, num_stages=2)
     else:
-        small = card(number).shared_bytes_max < 128 * 1024
+        small = card(number).is_small
         num_warps = 8 if dtype is FP8 and number < 90 else 4  # whose sums are carried into other registers
         tiles = Tiles(64, 128, 64, num_warps=num_warps, num_stages=3 if small else 4)
     steps, step_bytes = -(-num_columns // tiles.block_k), tiles.block_n * tiles.block_k * weight_bytes

@@ -10,7 +10,7 @@ from torch.nn import functional
 from kernels.operations import FUSED_ROWS_MAX
 from kernels.triton.linear_tiles import Tiles, launch
 from kernels.triton.split_sum import split_cost, split_count
-from kernels.triton.tuning import SMALL_CARDS, capability, multiprocessors
+from kernels.triton.tuning import capability, card, multiprocessors
 
 # Columns of out and of x that one step of a program reads: 16 KiB of weights, or 8 where the matrix has few rows.
 CANDIDATES = ((32, 256, 5), (64, 128, 6), (16, 256, 6))
@@ -64,4 +64,4 @@ def stages_on(stages: int, capability: int, weight_bytes: int) -> int:
     """Cards with 100 KiB of shared memory hold fewer loads under way, and of float32 any card."""
     if weight_bytes == 4:
         return 3
-    return min(stages, 4) if capability in SMALL_CARDS else stages
+    return min(stages, 4) if card(capability).is_small else stages

@@ -13,7 +13,7 @@ from kernels.quantised_weights import CHUNK_COLUMNS, Int4Weight
 from kernels.triton.early_launch import early_launch, let_next_start, wait_for_previous
 from kernels.triton.int4_codes import COLUMNS, RUN, RUNS, fetch_chunks, group_scales, int4_sums
 from kernels.triton.split_sum import UNPACK, counters, partial_sums, split_count, store_product
-from kernels.triton.tuning import SMALL_CARDS, capability, multiprocessors, power_of_two
+from kernels.triton.tuning import capability, card, multiprocessors, power_of_two
 
 ROWS_FEW = 64
 ROWS_TILED = 512  # more rows: unpacking to 16 bits once costs less than in every tile
@@ -133,7 +133,7 @@ def int4_tiles(num_rows: int, num_outputs: int, num_columns: int, capability: in
     if num_rows > ROWS_FEW:
         return Int4Tiles(128, 128, num_warps=8, num_stages=3) if capability == 90 else Int4Tiles(64, 128, 8, 3)
     block_m = max(16, power_of_two(num_rows))
-    num_stages = (4 if block_m < ROWS_FEW else 3) if capability in SMALL_CARDS else (6 if block_m < ROWS_FEW else 4)
+    num_stages = (4 if block_m < ROWS_FEW else 3) if card(capability).is_small else (6 if block_m < ROWS_FEW else 4)
     chunks = -(-num_columns // CHUNK_COLUMNS)
     # A step takes some 350 instructions of each warp, which a multiprocessor hides behind those of two other programs.
     step_bytes = 128 * CHUNK_COLUMNS // 2

@@ -28,6 +28,11 @@ class Card:
     warps_multiprocessor: int
     fp8: bool  # converts and multiplies e4m3 itself
 
+    @property
+    def is_small(self) -> bool:
+        """Whether it has the least shared memory of all, 100 KiB, and so holds fewer loads under way."""
+        return self.shared_bytes_multiprocessor < 128 * _KIB
+
     def programs(self, registers: int, shared_bytes: int, num_warps: int) -> int:
         """How many programs one multiprocessor holds at a time. Registers are given out in units of 256 per warp."""
         by_registers = REGISTERS_MULTIPROCESSOR // (max(1, -(-registers * 32 // 256)) * 256 * num_warps)
@@ -49,10 +54,6 @@ CARDS: dict[int, Card] = {
     100: Card(227 * _KIB, 228 * _KIB, 64, fp8=True),
     120: Card(99 * _KIB, 100 * _KIB, 48, fp8=True),
 }
-
-
-SMALL_CARDS = tuple(number for number, known in CARDS.items() if known.shared_bytes_multiprocessor == 100 * _KIB)
-"""Capabilities of the cards with the least shared memory, which hold fewer loads under way."""
 
 
 def card(capability: int) -> Card:

@@ -178,6 +178,10 @@ def test_a_newer_card_is_taken_for_the_newest_known_before_it() -> None:
         card(75)
 
 
+def test_cards_are_small_by_their_shared_memory() -> None:
+    assert [number for number in (80, 86, 89, 90, 100, 103, 120, 121) if card(number).is_small] == [86, 89, 120, 121]
+
+
 @pytest.mark.parametrize(("registers", "programs"), [(64, 8), (65, 7), (128, 4), (255, 2), (16, 16)])
 def test_registers_decide_how_many_programs_run_side_by_side(registers: int, programs: int) -> None:
     assert card(90).programs(registers, 0, 4) == programs
