@@ -16,7 +16,7 @@ import triton.language as tl
 
 from kernels.attention_rows import AttentionShape
 from kernels.triton.early_launch import start_in_turn
-from kernels.triton.tuning import LOG2_E, REGISTERS_MULTIPROCESSOR, capability, card, power_of_two
+from kernels.triton.tuning import LOG2_E, REGISTERS_MULTIPROCESSOR, SHARED_BYTES_RESERVED, capability, card, power_of_two
 
 MERGE_CHUNK, MERGE_WARPS = 16, 2
 """Splits that are added up at a time. Merging waits for memory and little else, so many small programs should be at it."""
@@ -61,6 +61,8 @@ def decode_tiling(head_dim: int, kv_bytes: int, rows: int, capability: int, quer
     is_wide = rows > 16 or is_float32
     if is_wide:  # with many rows over an fp8 cache a thread takes 250 registers, and 64 rows half of the shared memory
         programs = 1 if kv_bytes == 1 or rows > 32 else programs - 1
+    held = card(capability).shared_bytes_multiprocessor // (4 * tile * row_bytes + SHARED_BYTES_RESERVED)
+    programs = min(programs, held)  # two tiles of keys and two of values on their way: 64 KiB for heads of 256 in 16 bits
     num_warps = 8 if is_wide else 4
     return DecodeTiling(
         tile=tile,

@@ -6,11 +6,13 @@ import ast
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import replace
+from itertools import product
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from kernels.triton.attention_splits import decode_tiling
 from kernels.triton.gate.compilation import Compilation, Compiled, exponentials_beside_products, faults, touches_early
 from kernels.triton.gate.declared import declared, module_names
 from kernels.triton.tuning import CARDS, card, power_of_two
@@ -180,6 +182,14 @@ def test_a_newer_card_is_taken_for_the_newest_known_before_it() -> None:
 
 def test_cards_are_small_by_their_shared_memory() -> None:
     assert [number for number in (80, 86, 89, 90, 100, 103, 120, 121) if card(number).is_small] == [86, 89, 120, 121]
+
+
+@pytest.mark.parametrize("number", CARDS)
+def test_a_multiprocessor_holds_the_tiles_of_the_programs_that_a_grid_of_decodes_is_made_for(number: int) -> None:
+    for head_dim, kv_bytes, rows in product((64, 96, 128, 256), (1, 2), (16, 32, 64)):
+        tiling = decode_tiling(head_dim, kv_bytes, rows, number)
+        loaded_bytes = 4 * tiling.tile * power_of_two(head_dim) * kv_bytes
+        assert card(number).programs(64, loaded_bytes, 4) >= tiling.programs, (head_dim, kv_bytes, rows)
 
 
 @pytest.mark.parametrize(("registers", "programs"), [(64, 8), (65, 7), (128, 4), (255, 2), (16, 16)])

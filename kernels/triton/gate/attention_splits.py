@@ -7,6 +7,7 @@ from kernels.triton.attention_splits import (
     MERGE_CHUNK,
     MERGE_CONSTANTS,
     MERGE_WARPS,
+    SPLIT_QUERIES,
     decode_tiling,
     merge_kernel,
     split_constants,
@@ -18,19 +19,22 @@ SPILL_BYTES_MAX = 32
 
 
 def compilations() -> list[Compilation]:
-    """Of the merge, for each head size, and for guesses and the windows of an fp8 cache; the cutting is part of the kernel of
-    decodes."""
-    sizes: list[tuple[tuple[int, int], int | None, int, int]]
-    sizes = [((128, 32), None, 2, 1), ((64, 32), None, 2, 1), ((96, 32), None, 2, 1), ((256, 8), None, 2, 1)]
-    sizes += [((128, 32), None, 2, queries) for queries in (4, 8)]
-    sizes += [((256, 8), window, 1, queries) for window in (None, 1024) for queries in (1, 4, 8)]
+    """Of the merge, for each head size, and for guesses and the windows of an fp8 cache; heads of 128 for every card. The
+    cutting is part of the kernel of decodes."""
+    sizes: list[tuple[tuple[int, int], int | None, int, int, tuple[int, ...]]]
+    sizes = [(heads, None, 2, 1, (90, 100)) for heads in ((64, 32), (96, 32), (256, 8))]
+    sizes += [((128, 32), None, 2, queries, cards) for queries in (1, *SPLIT_QUERIES) for cards in ((80,), (89,), (90, 100))]
+    sizes += [((256, 8), None, 1, 1, (90, 100)), ((256, 8), 1024, 1, 1, (90,))]
+    sizes += [((256, 8), window, 1, queries, (90,)) for window in (None, 1024) for queries in SPLIT_QUERIES]
     return [_compilation(*size) for size in sizes]
 
 
-def _compilation(heads: tuple[int, int], window: int | None, kv_bytes: int, queries: int) -> Compilation:
-    """heads: their size, and how many; kv_bytes: of an element of the cache."""
+def _compilation(
+    heads: tuple[int, int], window: int | None, kv_bytes: int, queries: int, capabilities: tuple[int, ...]
+) -> Compilation:
+    """heads: their size, and how many; kv_bytes: of an element of the cache; capabilities: of cards with the same tiles."""
     shape = AttentionShape(16, heads[1], heads[1], heads[0], sliding_window=window)
-    constants = split_constants(shape, queries, decode_tiling(heads[0], kv_bytes, 16, 90))
+    constants = split_constants(shape, queries, decode_tiling(heads[0], kv_bytes, 16, capabilities[-1]))
     types = {"context_lens": "*i32", "out": "*bf16", "attended": "*fp32", "log_weights": "*fp32"}
     types |= {"num_requests": "i32", "max_splits": "i32"}
     absent: dict[str, object] = {"query_starts": None} if queries == 1 else {}
@@ -45,6 +49,6 @@ def _compilation(heads: tuple[int, int], window: int | None, kv_bytes: int, quer
             **{name: constants[name] for name in MERGE_CONSTANTS},
         },
         num_warps=MERGE_WARPS,
-        capabilities=(90, 100) if queries == 1 and window is None else (90,),
+        capabilities=capabilities,
         spill_bytes_max=SPILL_BYTES_MAX,
     )
