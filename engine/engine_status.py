@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from engine.overlap import Fallbacks
-from engine.protocol import EngineStatus, Priority, RequestProgress, TenantProgress
+from engine.protocol import EngineStatus, PlainReason, Priority, RequestProgress, TenantProgress
 from engine.scheduling.request import Request, RequestStatus
 from engine.scheduling.scheduled_batch import ScheduledBatch
 from engine.scheduling.scheduler import Scheduler
@@ -32,6 +32,7 @@ def make_status(
     scheduler: Scheduler,
     figures: StepFigures,
     fallbacks: Fallbacks,
+    plain_steps: Mapping[PlainReason, int],
     parked: Iterable[Request],
     *,
     num_parked: int,
@@ -65,6 +66,7 @@ def make_status(
         accepted_draft_tokens_total=totals.accepted_draft_tokens,
         fallback_steps_total=fallbacks.count,
         fallback_reason=fallbacks.reason,
+        plain_steps_total={reason.value: count for reason, count in plain_steps.items()},
     )
 
 

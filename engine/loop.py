@@ -22,7 +22,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from itertools import chain
 
@@ -32,7 +32,7 @@ from engine.fault_isolation import Runner, run_isolated
 from engine.grammar.desk import GrammarDesk
 from engine.grammar.spec import GrammarSpec, grammar_spec
 from engine.overlap import AheadRunner, Fallbacks, OverlappedSteps, StepUnderWay
-from engine.protocol import EngineInfo, EngineStatus, FinishReason, GenerationRequest, InvalidOption, TokenEvent
+from engine.protocol import EngineInfo, EngineStatus, FinishReason, GenerationRequest, InvalidOption, PlainReason, TokenEvent
 from engine.request_checks import PROMPT_PARAM, check_request
 from engine.sampling.randomness import seed_of_answer
 from engine.scheduling.request import Request
@@ -87,6 +87,11 @@ class Engine:
     def fallbacks(self) -> Fallbacks:
         """Steps that were to be launched ahead and were computed in the plain way, as the status counts them."""
         return Fallbacks() if self._overlapped is None else self._overlapped.fallbacks
+
+    @property
+    def plain_steps(self) -> Mapping[PlainReason, int]:
+        """Steps that no slot could hold, as the status counts them; nothing where no step is launched ahead."""
+        return {} if self._overlapped is None else self._overlapped.plain_steps
 
     @property
     def has_requests(self) -> bool:
@@ -178,7 +183,13 @@ class Engine:
         parked = [] if self._grammars is None else list(self._grammars.requests()) if with_requests else []
         num_parked = 0 if self._grammars is None else len(self._grammars)
         return make_status(
-            self._scheduler, self._figures, self.fallbacks, parked, num_parked=num_parked, with_requests=with_requests
+            self._scheduler,
+            self._figures,
+            self.fallbacks,
+            self.plain_steps,
+            parked,
+            num_parked=num_parked,
+            with_requests=with_requests,
         )
 
     def _compute(self, batch: ScheduledBatch, started_s: float) -> list[TokenEvent]:

@@ -7,17 +7,19 @@ Where a row waits for a mask that depends on the token before (a grammar), `laun
 `complete`, behind `settle`, the rest. A batch with a request that no slot can hold is computed in the plain way, when all
 before it is settled. So is, once more, a step that failed: its rows are as they were planned, `run_isolated` finds the
 culprit, and the step that was launched behind it is computed again as well. Rows of requests that ended or lost their blocks
-meanwhile are left out. The plain way is right and slow: whoever falls back to it is counted, with the reason.
+meanwhile are left out. The plain way is right and slow, for all who are in the step: either is counted, with the reason.
 """
 
 from __future__ import annotations
 
 import logging
+from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol
 
 from engine.fault_isolation import Runner, run_isolated
+from engine.protocol import PlainReason
 from engine.scheduling.flight import Flight, as_planned
 from engine.scheduling.scheduled_batch import BlockMoves, RowResult, ScheduledBatch, ScheduledRequest, StepOutput
 
@@ -46,8 +48,8 @@ class AheadRunner(Runner, Protocol):
         """Whether a step that was launched is over: nothing is gained by looking at it later."""
         ...
 
-    def launches(self, items: Sequence[ScheduledRequest]) -> bool:
-        """Whether a step with these rows can be launched before the one before it is settled."""
+    def plain_reason(self, items: Sequence[ScheduledRequest]) -> PlainReason | None:
+        """Why a step with these rows cannot be launched before the one before it is settled; None where it can."""
         ...
 
     def launch(self, items: Sequence[ScheduledRequest]) -> Landing:
@@ -70,13 +72,19 @@ class Fallbacks:
 
     count: int = 0
     reason: str | None = None
+    _kinds: Counter[tuple[str, type[Exception] | None]] = field(default_factory=Counter)
 
     def note(self, what: str, error: Exception | None = None) -> None:
-        """Count a step and log it, with the traceback when the reason is a new one."""
-        reason = what if error is None else f"{what}: {type(error).__name__}: {error}"[:REASON_CHARS_MAX]
+        """Count a step. It is logged when it is the first, second, fourth, eighth … that failed in its way, the first one with
+        the traceback: a device that fails for good does so many times a second."""
         self.count += 1
-        is_new, self.reason = reason != self.reason, reason
-        log.error("%s; %d steps so far, in the plain way", reason, self.count, exc_info=error if is_new else None)
+        self.reason = what if error is None else f"{what}: {type(error).__name__}: {error}"[:REASON_CHARS_MAX]
+        kind = what, None if error is None else type(error)
+        self._kinds[kind] += 1
+        times = self._kinds[kind]
+        if times & (times - 1) == 0:
+            exc_info = error if times == 1 else None
+            log.error("%s; %d steps so far, in the plain way", self.reason, self.count, exc_info=exc_info)
 
 
 @dataclass(slots=True)
@@ -100,13 +108,14 @@ class OverlappedSteps:
         self._advance = advance
         self._move = move
         self.fallbacks = Fallbacks()
+        self.plain_steps = Counter(dict.fromkeys(PlainReason, 0))
         self.lands_at_once = runner.lands_at_once
 
     def launch(self, batch: ScheduledBatch, *, predicted_s: float, now_s: float) -> StepUnderWay:
         """Begin a step and book it. Never raises for what the step itself does."""
         landing: Landing | None = None
         items = batch.items
-        if self._runner.launches(items):
+        if self._can_launch(items):
             try:
                 landing = self._runner.launch(items)
             except Exception as error:  # noqa: BLE001 - noted, with its traceback
@@ -143,7 +152,7 @@ class OverlappedSteps:
     def verify(self, items: Sequence[ScheduledRequest]) -> list[StepOutput]:
         """Results of a step in which some rows verify guesses: how far those get is not known beforehand, so nothing is under
         way before it or launched behind it."""
-        found = self._verified(items) if self._runner.launches(items) else None
+        found = self._verified(items) if self._can_launch(items) else None
         if found is None:
             return run_isolated(self._runner, items)
         failed = [row for row, output in enumerate(found) if output is None]
@@ -154,6 +163,14 @@ class OverlappedSteps:
             if any(output.error is None for output in again):
                 self.fallbacks.note("a step gave no token where the plain way has one")
         return [StepOutput([output]) if isinstance(output, int) else output for output in found if output is not None]
+
+    def _can_launch(self, items: Sequence[ScheduledRequest]) -> bool:
+        """Whether the step is one for slots. One that is not is counted."""
+        reason = self._runner.plain_reason(items)
+        if reason is None:
+            return True
+        self.plain_steps[reason] += 1
+        return False
 
     def _verified(self, items: Sequence[ScheduledRequest]) -> list[RowResult] | None:
         try:

@@ -128,12 +128,21 @@ class TenantProgress:
     service_s: float
 
 
+class PlainReason(StrEnum):
+    """What a request asks for that takes the steps it is in out of the fast way, with all who are in them."""
+
+    PROMPT_LOGPROBS = "prompt_logprobs"
+    TYPICAL_P = "typical_p"
+    LOGIT_BIAS = "logit_bias"
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineStatus:
     """Gauges and running totals of one engine process since its start. `requests` and `tenants` are filled a few times per
     second. Host blocks are the tier in main memory that evicted KV blocks move to; draft tokens are those of speculative
     decoding, of which the accepted ones became output. Fall-back steps are those that were computed in the plain, slow way
-    because the fast one failed; `fallback_reason` says why the last one was."""
+    because the fast one failed; `fallback_reason` says why the last one was. Plain steps are computed so because of
+    what a request in them asks for, by `PlainReason`."""
 
     num_running: int
     num_waiting: int
@@ -158,6 +167,7 @@ class EngineStatus:
     accepted_draft_tokens_total: int = 0
     fallback_steps_total: int = 0
     fallback_reason: str | None = None
+    plain_steps_total: dict[str, int] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

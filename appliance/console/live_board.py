@@ -87,6 +87,7 @@ class EngineView:
     draft_rate: float | None
     fallback_steps: int
     fallback_reason: str | None
+    plain_steps: dict[str, int]
     memory: list[MemoryLine]
     memory_note: str | None
     tenants: TenantsView
@@ -218,6 +219,7 @@ def engine_view(engine: EngineReading, history: Sequence[SystemSnapshot], now: d
         draft_rate=_draft_rate(status),
         fallback_steps=status.fallback_steps_total if status else 0,
         fallback_reason=status.fallback_reason if status else None,
+        plain_steps={reason: steps for reason, steps in status.plain_steps_total.items() if steps} if status else {},
         memory=[] if engine.info is None else memory_lines(engine.info.memory),
         memory_note=None if engine.info is None else engine.info.memory_note,
         tenants=tenants_view(engine.tenants),

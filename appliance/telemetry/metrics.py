@@ -12,7 +12,7 @@ from prometheus_client.registry import Collector
 
 from appliance.base.errors import GatehouseError
 from appliance.telemetry.events import EngineReading, SystemSnapshot, TenantReading
-from engine.protocol import EngineStatus
+from engine.protocol import EngineStatus, PlainReason
 
 M = TypeVar("M", Counter, Histogram)
 
@@ -250,6 +250,7 @@ class _SnapshotCollector(Collector):
                 family.add_metric([engine.model], float(value(engine)))
             yield family
         yield from _engine_counters(snapshot)
+        yield from _plain_steps(snapshot)
         yield from _tenant_families(snapshot, self._tenant_label)
         yield from _gpu_families(snapshot)
         yield from _host_families(snapshot)
@@ -261,6 +262,17 @@ def _engine_counters(snapshot: SystemSnapshot) -> Iterator[Metric]:
         for engine in snapshot.engines:
             family.add_metric([engine.model], total(engine.status) if engine.status else 0)
         yield family
+
+
+def _plain_steps(snapshot: SystemSnapshot) -> Iterator[Metric]:
+    """Every reason from the start, so that its first step is seen as a rise."""
+    text = "Steps computed in the plain way because of what a request in them asks for"
+    family = CounterMetricFamily("gatehouse_engine_plain_steps", text, labels=["model", "reason"])
+    for engine in snapshot.engines:
+        totals = engine.status.plain_steps_total if engine.status else {}
+        for reason in PlainReason:
+            family.add_metric([engine.model, reason.value], totals.get(reason.value, 0))
+    yield family
 
 
 def _tenant_families(snapshot: SystemSnapshot, label: Callable[[str], str]) -> Iterator[Metric]:

@@ -23,6 +23,7 @@ import torch
 
 from engine.grammar.masks import StepMasks
 from engine.grammar.spec import GrammarError
+from engine.protocol import PlainReason
 from engine.runner.batch_inputs import InputRow
 from engine.runner.choosing_rows import ChoosingRows
 from engine.runner.cuda_graphs import Calls
@@ -138,12 +139,16 @@ class SlotRunner:
         """Send everything again with the next step."""
         self._slots.forget()
 
-    def launches(self, items: Sequence[ScheduledRequest]) -> bool:
-        """Whether nothing in this step needs the plain way: the scores of prompts do, and whatever no slot can hold."""
+    def plain_reason(self, items: Sequence[ScheduledRequest]) -> PlainReason | None:
+        """What in this step needs the plain way, None if nothing does: the scores of prompts do, and whatever no slot holds."""
         if items == self._decodes:
-            return True
-        holds, accepts = self._slots.holds, self._sampler.accepts
-        return all(holds(item.request) or (accepts(item.request) and not scored_positions(item)) for item in items)
+            return None
+        for item in items:
+            if not self._slots.holds(item.request):
+                reason = PlainReason.PROMPT_LOGPROBS if scored_positions(item) else self._sampler.refusal(item.request)
+                if reason is not None:
+                    return reason
+        return None
 
     @torch.inference_mode()
     def launch(self, items: Sequence[ScheduledRequest]) -> LaunchedStep:

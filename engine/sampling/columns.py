@@ -1,7 +1,7 @@
 """Sampling that never asks the host: the parameters of a request lie in its slot, and kernels choose by them.
 
 `ColumnSampler` is what the runner over slots samples with. It chooses the very tokens of `sampling.sampler`, by Gumbel-max
-with the same noise; what a slot cannot hold (`accepts`) is left to that. Some rows wait for a mask of the host (`host_masks`).
+with the same noise; what a slot cannot hold (`refusal`) is left to that. Some rows wait for a mask of the host (`host_masks`).
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import numpy as np
 import torch
 
 from engine.memory.needs import BIAS_ROWS
-from engine.protocol import SamplingParams
+from engine.protocol import PlainReason, SamplingParams
 from engine.sampling import scores
 from engine.sampling.host_masks import needs_masks
 from engine.sampling.logits_filters import is_greedy, neg_log2_min_p_of, scale_of
@@ -92,13 +92,13 @@ class ColumnSampler:
         self._greedy = np.zeros(num_slots, dtype=bool)
         self._scored = np.full(num_slots, NO_SCORES, dtype=np.int64)
 
-    def accepts(self, request: Request) -> bool:
-        """Whether everything this request asks of its tokens is in its columns or in a mask. Typical sampling is not; a bias
-        is while there is a row for it."""
+    def refusal(self, request: Request) -> PlainReason | None:
+        """What this request asks of its tokens that is neither in its columns nor in a mask, None if nothing is. Typical
+        sampling is; a bias is when there is no row for it."""
         sampling = request.sampling
         if sampling.typical_p < 1.0:
-            return False
-        return not _has_bias(sampling) or self._reserve(request)
+            return PlainReason.TYPICAL_P
+        return PlainReason.LOGIT_BIAS if _has_bias(sampling) and not self._reserve(request) else None
 
     def _reserve(self, request: Request) -> bool:
         """A row for the bias of a request, for as long as the request lives."""

@@ -338,6 +338,13 @@ async def test_an_engine_that_falls_back_to_its_plain_way_is_shown_with_the_reas
     assert "1,200 steps fell back to the slow path; the last because a step under way failed: &lt;boom&gt;" in page
 
 
+async def test_steps_that_a_request_took_out_of_the_fast_path_are_shown_by_reason(box: Box) -> None:
+    box.engine_side.status = engine_status(plain_steps_total={"prompt_logprobs": 0, "typical_p": 1200, "logit_bias": 3})
+    page = await overview(box)
+
+    assert "Steps on the slow path because of a request in them: 1,200 typical_p, 3 logit_bias</p>" in page
+
+
 async def test_the_host_tier_and_speculation_are_shown_where_they_are_on(box: Box) -> None:
     box.engine_side.status = engine_status(
         host_blocks_total=4000, host_blocks_used=1200, draft_tokens_total=200, accepted_draft_tokens_total=150

@@ -11,7 +11,8 @@ import torch
 
 from engine.errors import EngineBroken
 from engine.loop import Engine
-from engine.protocol import EngineInfo, FinishReason
+from engine.overlap import Fallbacks
+from engine.protocol import EngineInfo, FinishReason, PlainReason
 from engine.runner.staging import Rotation
 from engine.scheduling.block_pool import BlockPool
 from engine.scheduling.drafting import Draft, Drafter
@@ -85,8 +86,9 @@ class FakeAheadRunner:
             StepOutput([output]) if isinstance(output, int) else output for output in self._answer(items) if output is not None
         ]
 
-    def launches(self, items: Sequence[ScheduledRequest]) -> bool:
-        return not self.not_launched & {item.request.request_id for item in items}
+    def plain_reason(self, items: Sequence[ScheduledRequest]) -> PlainReason | None:
+        is_plain = self.not_launched & {item.request.request_id for item in items}
+        return PlainReason.LOGIT_BIAS if is_plain else None
 
     def launch(self, items: Sequence[ScheduledRequest]) -> FakeLanding:
         self.log.append(f"launch {len(items)}")
@@ -287,13 +289,37 @@ def test_what_no_slot_can_hold_and_a_request_that_fails_everywhere_are_no_fall_b
     assert engine.status().fallback_steps_total == 0
 
 
+def test_steps_that_no_slot_can_hold_are_counted_by_their_reason() -> None:
+    runner = FakeAheadRunner()
+    runner.not_launched = {"a"}
+    engine = make_engine(runner)
+    assert engine.status().plain_steps_total == dict.fromkeys(("prompt_logprobs", "typical_p", "logit_bias"), 0)
+    run_to_end(engine, [wanted("a", [1, 2], max_tokens=2), wanted("b", [1, 2], max_tokens=5)])
+    assert engine.status().plain_steps_total == {"prompt_logprobs": 0, "typical_p": 0, "logit_bias": 2}
+
+
 def test_the_same_failure_is_told_with_its_traceback_once(caplog: pytest.LogCaptureFixture) -> None:
     runner = FakeAheadRunner()
     runner.fails_at_launch = {"a"}
-    run_to_end(make_engine(runner), [wanted("a", [1, 2], max_tokens=4)])
+    engine = make_engine(runner)
+    run_to_end(engine, [wanted("a", [1, 2], max_tokens=7)])
     told = [record for record in caplog.records if record.name == "gatehouse.engine"]
-    assert [bool(record.exc_info) for record in told] == [True, False, False, False]
-    assert told[-1].getMessage().endswith("it cannot be launched; 4 steps so far, in the plain way")
+    assert [bool(record.exc_info) for record in told] == [True, False, False]
+    assert [record.getMessage().split("; ")[-1] for record in told] == [
+        f"{count} steps so far, in the plain way" for count in (1, 2, 4)
+    ]
+    assert engine.fallbacks.count == 7
+
+
+def test_failures_that_differ_are_told_each_and_a_flood_of_them_is_not(caplog: pytest.LogCaptureFixture) -> None:
+    fallbacks = Fallbacks()
+    for number in range(1000):
+        fallbacks.note("a step failed", RuntimeError(f"{number} bytes are missing"))
+        fallbacks.note("a step failed", ValueError("boom"))
+        fallbacks.note("a step gave no token")
+    assert fallbacks.count == 3000
+    assert len(caplog.records) == 3 * 10
+    assert sum(bool(record.exc_info) for record in caplog.records) == 2
 
 
 def test_what_was_launched_behind_a_failed_step_is_computed_again_too() -> None:

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from engine.grammar.masks import GrammarMasks
+from engine.protocol import PlainReason
 from engine.sampling.columns import ColumnSampler, Kind
 from engine.sampling.host_masks import HostMasks
 from engine.sampling.logits_rules import SampledRow
@@ -44,7 +45,7 @@ def test_slots_draw_the_tokens_of_the_plain_sampler() -> None:
     sampler = ColumnSampler(2 * len(SETTINGS), VOCAB_SIZE, CPU)
     requests = [sampling_request(str(i), seed=2**63 - 1 - i, **each) for i, each in enumerate(SETTINGS)]
     slots = [(7 * i) % (2 * len(SETTINGS)) for i in range(len(SETTINGS))]
-    assert all(sampler.accepts(request) for request in requests)
+    assert all(sampler.refusal(request) is None for request in requests)
     sampler.place(slots, requests)
     for slot, request in zip(slots, requests, strict=True):
         request.token_ids += [9, 9]  # of an earlier life of the request
@@ -69,7 +70,7 @@ def test_a_slot_forgets_its_last_owner() -> None:
         ({}, 0),
     ):
         request = sampling_request(prompt=(3,), output=(0, 1), temperature=0.0, **sampling)
-        assert sampler.accepts(request)
+        assert sampler.refusal(request) is None
         sampler.place([0], [request])
         sampler.restart(0, request, request.num_tokens)
         position = torch.tensor([request.num_prompt_tokens])
@@ -86,7 +87,7 @@ def test_padding_has_no_token() -> None:
 
 
 def test_typical_sampling_is_left_to_the_plain_sampler() -> None:
-    assert not ColumnSampler(1, 50, CPU).accepts(sampling_request(typical_p=0.9))
+    assert ColumnSampler(1, 50, CPU).refusal(sampling_request(typical_p=0.9)) == PlainReason.TYPICAL_P
 
 
 @pytest.mark.parametrize(
@@ -97,7 +98,7 @@ def test_typical_sampling_is_left_to_the_plain_sampler() -> None:
 def test_what_depends_on_the_token_before_waits_for_a_mask(sampling: dict[str, Any]) -> None:
     sampler = ColumnSampler(2, 50, CPU)
     requests = [sampling_request(), sampling_request(**sampling)]
-    assert all(sampler.accepts(request) for request in requests)
+    assert all(sampler.refusal(request) is None for request in requests)
     sampler.place([0, 1], requests)
     assert sampler.wants([0, 1]).masked == [1]
     assert sampler.wants([1, 0]).masked == [0]
@@ -131,12 +132,12 @@ def test_scores_of_a_step_are_those_of_the_plain_sampler(counts: list[int]) -> N
 def test_rows_for_biases_are_given_back_when_their_requests_end() -> None:
     sampler = ColumnSampler(4, 50, CPU, num_rules=2)
     first, second, third = (sampling_request(str(i), logit_bias={1: 1.0}) for i in range(3))
-    assert sampler.accepts(first)
-    assert sampler.accepts(second)
-    assert sampler.accepts(first)
-    assert not sampler.accepts(third)
+    assert sampler.refusal(first) is None
+    assert sampler.refusal(second) is None
+    assert sampler.refusal(first) is None
+    assert sampler.refusal(third) == PlainReason.LOGIT_BIAS
     first.status = RequestStatus.FINISHED
-    assert sampler.accepts(third)
+    assert sampler.refusal(third) is None
 
 
 def test_only_top_p_without_top_k_weighs_the_vocabulary() -> None:

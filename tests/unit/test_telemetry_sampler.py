@@ -133,7 +133,10 @@ async def test_who_holds_seats_and_blocks_is_measured_with_bounded_labels(
 
 async def test_the_host_tier_and_speculation_are_measured(clock: FakeClock) -> None:
     totals = {"swapped_in_blocks_total": 3, "swapped_out_blocks_total": 4, "draft_tokens_total": 50, "fallback_steps_total": 6}
-    status = engine_status(host_blocks_total=100, host_blocks_used=7, accepted_draft_tokens_total=30, **totals)
+    plain = {"typical_p": 4, "logit_bias": 5}
+    status = engine_status(
+        host_blocks_total=100, host_blocks_used=7, accepted_draft_tokens_total=30, plain_steps_total=plain, **totals
+    )
     sampler, metrics = EngineSide(clock, status=status).sampler(3600.0), Metrics()
     metrics.attach(lambda: sampler.latest)
     await sampler.sample()
@@ -148,6 +151,9 @@ async def test_the_host_tier_and_speculation_are_measured(clock: FakeClock) -> N
         'gatehouse_accepted_draft_tokens_total{model="demo"} 30.0',
         'gatehouse_engine_steps_total{model="demo"} 10.0',
         'gatehouse_engine_fallback_steps_total{model="demo"} 6.0',
+        'gatehouse_engine_plain_steps_total{model="demo",reason="prompt_logprobs"} 0.0',
+        'gatehouse_engine_plain_steps_total{model="demo",reason="typical_p"} 4.0',
+        'gatehouse_engine_plain_steps_total{model="demo",reason="logit_bias"} 5.0',
     ):
         assert line in text
 
@@ -165,7 +171,9 @@ async def test_the_system_says_who_holds_what(clock: FakeClock) -> None:
 
 
 async def test_the_system_says_why_an_engine_fell_back_to_its_plain_way(clock: FakeClock) -> None:
-    status = engine_status(fallback_steps_total=2, fallback_reason="a step under way failed: RuntimeError: boom")
+    reason, plain = "a step under way failed: RuntimeError: boom", {"typical_p": 4}
+    status = engine_status(fallback_steps_total=2, fallback_reason=reason, plain_steps_total=plain)
     (engine,) = system_shape(await EngineSide(clock, status=status).sampler(3600.0).sample(), "test").engine
 
-    assert (engine.fallback_steps_total, engine.fallback_reason) == (2, "a step under way failed: RuntimeError: boom")
+    assert (engine.fallback_steps_total, engine.fallback_reason) == (2, reason)
+    assert engine.plain_steps_total == plain

@@ -81,6 +81,7 @@ class EngineShape(msgspec.Struct, kw_only=True):
     accepted_draft_tokens_total: int
     fallback_steps_total: int
     fallback_reason: str | None
+    plain_steps_total: dict[str, int]
     switched_off: list[str]
     tenants: list[TenantLoadShape]
     tokens_per_second: float
@@ -185,6 +186,7 @@ def _engine(engine: EngineReading) -> EngineShape:
         accepted_draft_tokens_total=status.accepted_draft_tokens_total if status else 0,
         fallback_steps_total=status.fallback_steps_total if status else 0,
         fallback_reason=status.fallback_reason if status else None,
+        plain_steps_total=status.plain_steps_total if status else {},
         switched_off=info.switched_off if info else [],
         tenants=[_tenant(tenant) for tenant in engine.tenants],
         tokens_per_second=engine.tokens_per_second,
