@@ -8,6 +8,7 @@ import secrets
 import socket
 from collections.abc import Callable
 from dataclasses import dataclass
+from datetime import datetime
 
 import structlog
 from alembic.util.exc import CommandError
@@ -20,7 +21,7 @@ from appliance.api.exchange import ExchangeWrapper
 from appliance.api.http_server import CannotStart, HttpServer, control_file, listening_socket, only_one
 from appliance.api.openapi import openapi_config
 from appliance.api.routers import api_routers
-from appliance.base.clock import SystemClock
+from appliance.base.clock import Clock, SystemClock
 from appliance.base.data_folder import StartTraces, make_data_folder
 from appliance.base.database_claim import DatabaseClaim, claim_database
 from appliance.base.db import Database, upgrade
@@ -56,7 +57,8 @@ from appliance.serving.generations import Generations
 from appliance.serving.housekeeping import Housekeeping
 from appliance.serving.model_registry import ModelRegistry
 from appliance.serving.readiness import Readiness
-from appliance.serving.services import Services
+from appliance.serving.request_limits import RequestLimits
+from appliance.serving.services import BillingParts, Services, SignInParts
 from appliance.telemetry.events import ProcessReading, SystemSampler
 from appliance.telemetry.gpu import GpuProbe
 from appliance.telemetry.host import HostProbe
@@ -128,8 +130,6 @@ class Appliance:
         await services.generations.stop(SETTLE_TIMEOUT_S)
         await services.alerts.stop()
         await asyncio.gather(*(model.client.stop() for model in services.models.list()))
-        await services.sampler.stop()
-        self._gpu.close()
         try:
             if self.engines:
                 await services.keys.flush_last_used()
@@ -141,7 +141,11 @@ class Appliance:
             await self._let_go(services.db)
 
     async def _let_go(self, db: Database) -> None:
+        """End what reads the machine, and close what is open; also after a start that failed half-way."""
         try:
+            if self._services is not None:
+                await self._services.sampler.stop()
+            self._gpu.close()
             if self._journal is not None:
                 await self._journal.close()
             await db.close()
@@ -160,47 +164,19 @@ class Appliance:
         admission = Admission(clock, sums, currency=settings.currency, calendar=calendar, waits=metrics)
         keys, tiers, policies = Keys(db, clock, pepper), Tiers(db, clock), ModelPolicies(db, clock)
         await sealed.warn(db, pepper)
+        on_settled, journal = alerts.budgets.settled, self._journal
         ledger = Ledger(
-            db,
-            clock,
-            epoch_id,
-            currency=settings.currency,
-            calendar=calendar,
-            on_settled=alerts.budgets.settled,
-            journal=self._journal,
+            db, clock, epoch_id, currency=settings.currency, calendar=calendar, on_settled=on_settled, journal=journal
         )
-        prices = PriceBook(db, clock, currency=settings.currency)
-        reports, box_records = UsageReports(db, calendar=calendar), BoxRecords(db, clock)
+        limits, billing = RequestLimits.of(settings), _billing_parts(settings, db, clock, calendar)
+        prices = billing["prices"]
         generations = Generations(
-            db=db,
-            admission=admission,
-            tiers=tiers,
-            policies=policies,
-            ledger=ledger,
-            prices=prices,
-            clock=clock,
-            metrics=metrics,
-            buffer_chunks=settings.stream_buffer_events,
-            max_waiting_requests=settings.max_waiting_requests,
-            max_num_seqs=settings.max_num_seqs,
-            queue_deadline_s=settings.queue_deadline_s,
-            deadline_s=settings.request_deadline_s,
-            refuse_unpriced=settings.unpriced == "refuse",
+            db, clock, metrics, limits, admission=admission, tiers=tiers, policies=policies, ledger=ledger, prices=prices
         )
         models = ModelRegistry()
         if self.engines:
             models = build_models(settings, clock=clock, metrics=metrics, on_frame=generations.note_frame)
         database_watch = DatabaseWatch(db, clock)
-        gateway = ProcessReading(role="gateway", pid=os.getpid(), model=None, started_at=started_at, restarts=0)
-        sampler = SystemSampler(
-            clock=clock,
-            host=HostProbe(settings.data_dir).read,
-            gpus=self._gpu.read,
-            gpu_error=lambda: self._gpu.error,
-            engines=lambda: [engine_reading(model, clock, generations.tenant_names) for model in models.list()],
-            gateway=lambda: gateway,
-            database=database_watch.reading,
-        )
         return Services(
             settings=settings,
             clock=clock,
@@ -211,52 +187,45 @@ class Appliance:
             database_watch=database_watch,
             tenants=Tenants(db, clock),
             keys=keys,
-            members=Members(db, clock),
-            memberships=Memberships(db, clock),
             tiers=tiers,
             model_policies=policies,
-            sessions=Sessions(db, clock, idle_s=settings.session_idle_s, absolute_s=settings.session_absolute_s),
-            second_factors=SecondFactors(db, clock, pepper, label=appliance_label(settings.external_url)),
-            sign_in_tickets=Tickets(pepper, "sign-in", clock, life_s=SIGN_IN_LIFE_S),
-            oidc_tickets=Tickets(pepper, "provider sign-in", clock, life_s=PROVIDER_SIGN_IN_LIFE_S),
-            identities=Identities(db, clock),
-            oidc=provider_of(settings, clock),
-            admin_tokens=AdminTokens(db, clock),
-            audit=AuditLog(db, clock),
+            **_sign_in_parts(settings, db, clock, pepper),
             admission=admission,
             limit_levels=LimitLevels(db, admission),
             forecasts=Forecasts(
-                admission,
-                prices=prices,
-                tiers=tiers,
-                policies=policies,
-                models=models,
-                clock=clock,
-                refuse_unpriced=settings.unpriced == "refuse",
+                admission, prices=prices, tiers=tiers, policies=policies, models=models, clock=clock, limits=limits
             ),
             ledger=ledger,
-            corrections=Corrections(
-                db, clock, calendar=calendar, on_settled=alerts.budgets.settled, on_committed=admission.correct
-            ),
-            housekeeping=Housekeeping(
-                keys,
-                RequestHistory(db, clock, keep_days=settings.request_history_days),
-                OutboxHistory(db, clock, keep_days=settings.request_history_days),
-            ),
-            prices=prices,
-            reports=reports,
-            box_records=box_records,
-            free_allowances=FreeAllowances(db, clock),
-            invoices=Invoices(db, clock, calendar, currency=settings.currency),
-            economics=EconomicsReport(box_records, reports, clock),
+            corrections=Corrections(db, clock, calendar=calendar, on_settled=on_settled, on_committed=admission.correct),
+            **billing,
+            housekeeping=_housekeeping(settings, db, clock, keys),
             alerts=alerts,
             models=models,
             generations=generations,
             readiness=Readiness(models, clock, interval_s=settings.probe_interval_s),
-            sampler=sampler,
+            sampler=self._sampler(clock, started_at, models, generations, database_watch),
             metrics=metrics,
             control_token=secrets.token_urlsafe(32),
             engines=self.engines,
+        )
+
+    def _sampler(
+        self,
+        clock: Clock,
+        started_at: datetime,
+        models: ModelRegistry,
+        generations: Generations,
+        database_watch: DatabaseWatch,
+    ) -> SystemSampler:
+        gateway = ProcessReading(role="gateway", pid=os.getpid(), model=None, started_at=started_at, restarts=0)
+        return SystemSampler(
+            clock=clock,
+            host=HostProbe(self.settings.data_dir).read,
+            gpus=self._gpu.read,
+            gpu_error=lambda: self._gpu.error,
+            engines=lambda: [engine_reading(model, clock, generations.tenant_names) for model in models.list()],
+            gateway=lambda: gateway,
+            database=database_watch.reading,
         )
 
     async def _begin_epoch(self, db: Database, clock: SystemClock, calendar: BillingCalendar, on_settled: OnSettled) -> str:
@@ -305,6 +274,38 @@ class Appliance:
         services.limit_levels.start()
         services.admission.expectations.start()
         services.housekeeping.start()
+
+
+def _sign_in_parts(settings: Settings, db: Database, clock: Clock, pepper: bytes) -> SignInParts:
+    return SignInParts(
+        members=Members(db, clock),
+        memberships=Memberships(db, clock),
+        sessions=Sessions(db, clock, idle_s=settings.session_idle_s, absolute_s=settings.session_absolute_s),
+        second_factors=SecondFactors(db, clock, pepper, label=appliance_label(settings.external_url)),
+        sign_in_tickets=Tickets(pepper, "sign-in", clock, life_s=SIGN_IN_LIFE_S),
+        oidc_tickets=Tickets(pepper, "provider sign-in", clock, life_s=PROVIDER_SIGN_IN_LIFE_S),
+        identities=Identities(db, clock),
+        oidc=provider_of(settings, clock),
+        admin_tokens=AdminTokens(db, clock),
+        audit=AuditLog(db, clock),
+    )
+
+
+def _billing_parts(settings: Settings, db: Database, clock: Clock, calendar: BillingCalendar) -> BillingParts:
+    reports, box_records = UsageReports(db, calendar=calendar), BoxRecords(db, clock)
+    return BillingParts(
+        prices=PriceBook(db, clock, currency=settings.currency),
+        reports=reports,
+        box_records=box_records,
+        free_allowances=FreeAllowances(db, clock),
+        invoices=Invoices(db, clock, calendar, currency=settings.currency),
+        economics=EconomicsReport(box_records, reports, clock),
+    )
+
+
+def _housekeeping(settings: Settings, db: Database, clock: Clock, keys: Keys) -> Housekeeping:
+    keep_days = settings.request_history_days
+    return Housekeeping(keys, RequestHistory(db, clock, keep_days=keep_days), OutboxHistory(db, clock, keep_days=keep_days))
 
 
 def create_app(appliance: Appliance) -> Litestar:

@@ -13,6 +13,7 @@ from appliance.metering.limits.rules import Asked
 from appliance.metering.prices import PriceBook
 from appliance.serving.model_registry import ModelRegistry, ServedModel
 from appliance.serving.prompting import output_room
+from appliance.serving.request_limits import RequestLimits
 from appliance.tenancy.fields import DEFAULT_SCOPES, INFERENCE_SCOPE
 from appliance.tenancy.model_policies import ModelPolicies
 from appliance.tenancy.principals import ApiKey, Limits, Principal, Tenant
@@ -67,7 +68,7 @@ class Forecasts:
         policies: ModelPolicies,
         models: ModelRegistry,
         clock: Clock,
-        refuse_unpriced: bool = False,
+        limits: RequestLimits,
     ) -> None:
         self._admission = admission
         self._prices = prices
@@ -75,7 +76,7 @@ class Forecasts:
         self._policies = policies
         self._models = models
         self._clock = clock
-        self._refuse_unpriced = refuse_unpriced
+        self._limits = limits
 
     async def ask(self, question: Question) -> Verdict:
         """Return what would come of the request now."""
@@ -98,7 +99,7 @@ class Forecasts:
             policy=await self._policies.find(model),
         )
         forecast = await self._admission.forecast(asked, tier.admission_wait_ms / 1000)
-        if error is None and asked.price is None and self._refuse_unpriced:
+        if error is None and asked.price is None and self._limits.refuse_unpriced:
             error = not_priced(model, tenant.currency)
         if error is None and forecast.refusals and not forecast.would_wait:
             error = refusal(forecast.refusals)

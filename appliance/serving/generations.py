@@ -24,6 +24,7 @@ from appliance.serving.access_watch import AccessWatch
 from appliance.serving.generation import Generation
 from appliance.serving.live_requests import LiveRequest
 from appliance.serving.model_registry import ServedModel
+from appliance.serving.request_limits import RequestLimits
 from appliance.telemetry.metrics import Metrics
 from appliance.tenancy.access import WHOLE_BOX, Access
 from appliance.tenancy.model_policies import ModelPolicies, ModelPolicy
@@ -67,21 +68,16 @@ class Generations:
 
     def __init__(
         self,
-        *,
         db: Database,
+        clock: Clock,
+        metrics: Metrics,
+        limits: RequestLimits,
+        *,
         admission: Admission,
         tiers: Tiers,
         policies: ModelPolicies,
         ledger: Ledger,
         prices: PriceBook,
-        clock: Clock,
-        metrics: Metrics,
-        buffer_chunks: int,
-        max_waiting_requests: int,
-        max_num_seqs: int | None,
-        deadline_s: float,
-        queue_deadline_s: float | None = None,
-        refuse_unpriced: bool = False,
     ) -> None:
         self.draining = False
         self._admission = admission
@@ -91,12 +87,7 @@ class Generations:
         self._prices = prices
         self._clock = clock
         self._metrics = metrics
-        self._buffer_chunks = buffer_chunks
-        self._max_waiting_requests = max_waiting_requests
-        self._max_num_seqs = max_num_seqs
-        self._queue_deadline_s = queue_deadline_s
-        self._deadline_s = deadline_s
-        self._refuse_unpriced = refuse_unpriced
+        self._limits = limits
         self._generations: dict[str, Generation] = {}
         self._watch = AccessWatch(db, clock, self._generations.values, admission=admission, policies=policies)
         self._open_requests: Counter[str] = Counter()  # by model; each answer of a request counts
@@ -131,13 +122,13 @@ class Generations:
         if not self._ledger.healthy:
             raise Overloaded("the usage ledger cannot be written now", retry_after_s=RETRY_AFTER_OVERLOADED_S)
         model.client.check_ready()
-        if self._open_requests[model.name] >= self._max_waiting_requests + self._seats(model):
+        if self._open_requests[model.name] >= self._limits.max_waiting_requests + self._seats(model):
             raise Overloaded("the waiting queue is full", retry_after_s=RETRY_AFTER_OVERLOADED_S)
 
     def _seats(self, model: ServedModel) -> int:
         """Requests that run at a time: as the settings say, else as the engine of `model` chose."""
-        if self._max_num_seqs is not None or model.client.info is None:
-            return self._max_num_seqs or 0
+        if self._limits.max_num_seqs is not None or model.client.info is None:
+            return self._limits.max_num_seqs or 0
         return model.client.info.max_num_seqs
 
     async def start(self, order: Order, gone: Callable[[], Awaitable[None]] | None = None) -> Generation:
@@ -173,8 +164,8 @@ class Generations:
             ledger=self._ledger,
             clock=self._clock,
             metrics=self._metrics,
-            buffer_chunks=self._buffer_chunks,
-            deadline_s=self._deadline_s,
+            buffer_chunks=self._limits.buffer_chunks,
+            deadline_s=self._limits.deadline_s,
             on_end=self._forget,
         )
         self._own(generation)
@@ -189,7 +180,7 @@ class Generations:
         currency = order.principal.tenant.currency
         while True:
             price = await self._prices.current(order.model.name, self._clock.now(), currency=currency)
-            if price is None and self._refuse_unpriced:
+            if price is None and self._limits.refuse_unpriced:
                 raise not_priced(order.model.name, currency)
             policy = await self._policies.find(order.model.name)
             reservation = await self._admission.admit(_asked(order, price, policy), patience)
@@ -314,7 +305,7 @@ class Generations:
             sampling=order.sampling,
             weight=tenant.weight,
             priority=Priority.BATCH if order.batch else Priority(tenant.tier),
-            queue_deadline_s=self._queue_deadline_s,
+            queue_deadline_s=self._limits.queue_deadline_s,
         )
 
     def _own(self, generation: Generation) -> None:

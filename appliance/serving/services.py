@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from datetime import datetime
+from typing import TypedDict
 
 from appliance.base.clock import Clock
 from appliance.base.db import Database
@@ -40,6 +41,32 @@ from appliance.tenancy.sessions import Sessions
 from appliance.tenancy.tenants import Tenants
 from appliance.tenancy.tickets import Tickets
 from appliance.tenancy.tiers import Tiers
+
+
+class SignInParts(TypedDict):
+    """The parts of Services that know who signs in, and may do what."""
+
+    members: Members
+    memberships: Memberships
+    sessions: Sessions
+    second_factors: SecondFactors
+    sign_in_tickets: Tickets
+    oidc_tickets: Tickets
+    identities: Identities
+    oidc: OidcProvider | None
+    admin_tokens: AdminTokens
+    audit: AuditLog
+
+
+class BillingParts(TypedDict):
+    """The parts of Services that tell what usage costs, and write it down for who pays."""
+
+    prices: PriceBook
+    reports: UsageReports
+    box_records: BoxRecords
+    free_allowances: FreeAllowances
+    invoices: Invoices
+    economics: EconomicsReport
 
 
 @dataclass(slots=True, kw_only=True)

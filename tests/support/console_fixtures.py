@@ -29,6 +29,7 @@ from appliance.metering.usage import UsageReports
 from appliance.serving.alerting.alerts import Alerts
 from appliance.serving.forecasts import Forecasts
 from appliance.serving.live_requests import LiveRequest
+from appliance.serving.request_limits import RequestLimits
 from appliance.serving.services import Services
 from appliance.telemetry.events import DatabaseReading, EngineReading, ProcessReading, SystemSampler, TenantReading
 from appliance.telemetry.gpu import NO_GPU, GpuReading
@@ -348,7 +349,13 @@ def _services(
         "model_policies": policies,
         "admission": admission,
         "forecasts": Forecasts(
-            admission, prices=prices, tiers=tiers, policies=policies, models=cast("Any", models), clock=clock
+            admission,
+            prices=prices,
+            tiers=tiers,
+            policies=policies,
+            models=cast("Any", models),
+            clock=clock,
+            limits=RequestLimits.of(settings),
         ),
         "ledger": utc_ledger(database, clock, people.epoch_id, calendar=calendar),
         "prices": prices,

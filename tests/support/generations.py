@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
@@ -24,6 +25,7 @@ from appliance.serving.generation import Generation
 from appliance.serving.generations import Generations, Order
 from appliance.serving.model_registry import ServedModel
 from appliance.serving.prompting import Prompting
+from appliance.serving.request_limits import RequestLimits
 from appliance.telemetry.metrics import Metrics
 from appliance.tenancy.access import WHOLE_BOX
 from appliance.tenancy.model_policies import ModelPolicies
@@ -123,6 +125,16 @@ async def text_of(generation: Generation) -> str:
     return text
 
 
+LIMITS = RequestLimits(
+    buffer_chunks=64,
+    max_waiting_requests=8,
+    max_num_seqs=8,
+    queue_deadline_s=None,
+    deadline_s=3600.0,
+    refuse_unpriced=False,
+)
+
+
 @asynccontextmanager
 async def serving(
     database: Database, clock: Clock, folder: Path, epoch_id: str, *, step_s: float = 0.0, **options: Any
@@ -132,15 +144,15 @@ async def serving(
     metrics, ledger = Metrics(), utc_ledger(database, clock, epoch_id)
     admission = utc_admission(clock, utc_sums(database))
     generations = Generations(
-        db=database,
+        database,
+        clock,
+        metrics,
+        dataclasses.replace(LIMITS, **options),
         admission=admission,
         tiers=Tiers(database, clock),
         policies=ModelPolicies(database, clock),
         ledger=ledger,
         prices=euro_prices(database, clock),
-        clock=clock,
-        metrics=metrics,
-        **{"buffer_chunks": 64, "max_waiting_requests": 8, "max_num_seqs": 8, "deadline_s": 3600.0, **options},
     )
     client = EngineClient(ours, on_frame=generations.note_frame)
     engine = FakeEngine(*theirs, step_s=step_s)
