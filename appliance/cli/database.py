@@ -13,7 +13,7 @@ from appliance.cli.options import AsJson, DatabaseUrl, DataDir, settings_from
 
 if TYPE_CHECKING:
     from appliance.base.settings import Settings
-    from appliance.cli.finding import Finding
+    from appliance.metering.invariants.finding import Finding
 
 app = typer.Typer(help="The database: tables and the promises that the ledger keeps.", no_args_is_help=True)
 
@@ -62,14 +62,14 @@ def downgrade(
 @app.command("check")
 def check(as_json: AsJson = False, data_dir: DataDir = None, database: DatabaseUrl = None) -> None:
     """Prove the ledger's promises on the database. It may be in use. Exit status 1 when one is broken."""
-    from appliance.cli import invariants
     from appliance.cli.connection import check_there, read_control
+    from appliance.metering.invariants.check import check_ledger
 
     settings = settings_from(data_dir, database)
     check_there(settings)
     running = read_control(settings.data_dir) is not None
     findings = asyncio.run(
-        invariants.check(settings.database_url, running=running, time_zone=settings.time_zone, data_dir=settings.data_dir)
+        check_ledger(settings.database_url, running=running, time_zone=settings.time_zone, data_dir=settings.data_dir)
     )
     broken = [finding for finding in findings if finding.state == "broken"]
     _print_findings(findings, as_json=as_json)

@@ -25,10 +25,10 @@ UNPRICED_DAYS = 30
 
 
 @dataclass(frozen=True, slots=True)
-class Finding:
+class Check:
     """What one look found. `state` is ok, note or wrong; `advice` says what to do, and is empty when there is nothing to do."""
 
-    check: str
+    name: str
     state: str
     found: str
     advice: str = ""
@@ -47,10 +47,10 @@ def doctor(
     """Say what must be mended. Looks at Python, disk, port, database, secrets, prices, models and GPU. Exit status 1 when
     there is something."""
     settings = settings_from(data_dir, database, host=host, port=port, models=tuple(model) if model else None)
-    looks: list[Callable[[Settings], list[Finding]]] = [_disk, _port, _database, _secrets, _prices, _models, _switches, _gpu]
-    findings = [_python()] + [finding for look in looks for finding in look(settings)]
-    wrong = [finding for finding in findings if finding.state == "wrong"]
-    rows = [{"check": f.check, "state": f.state, "found": f.found, "advice": f.advice} for f in findings]
+    looks: list[Callable[[Settings], list[Check]]] = [_disk, _port, _database, _secrets, _prices, _models, _switches, _gpu]
+    checks = [_python()] + [check for look in looks for check in look(settings)]
+    wrong = [check for check in checks if check.state == "wrong"]
+    rows = [{"check": check.name, "state": check.state, "found": check.found, "advice": check.advice} for check in checks]
     if as_json:
         output.data({"data": rows, "ok": not wrong})
     else:
@@ -59,12 +59,12 @@ def doctor(
         raise typer.Exit(1)
 
 
-def _python() -> Finding:
+def _python() -> Check:
     """Tell which Python this is; one that is too old could not have come here."""
-    return Finding("python", "ok", f"{platform.python_version()} at {sys.executable}")
+    return Check("python", "ok", f"{platform.python_version()} at {sys.executable}")
 
 
-def _disk(settings: Settings) -> list[Finding]:
+def _disk(settings: Settings) -> list[Check]:
     existing = settings.data_dir
     while not existing.exists() and existing != existing.parent:
         existing = existing.parent
@@ -72,7 +72,7 @@ def _disk(settings: Settings) -> list[Finding]:
         _try_to_write(existing)
     except OSError as error:
         return [
-            Finding(
+            Check(
                 "data folder",
                 "wrong",
                 f"{settings.data_dir} cannot be written: {error.strerror}",
@@ -81,8 +81,8 @@ def _disk(settings: Settings) -> list[Finding]:
         ]
     free = shutil.disk_usage(existing).free
     if free < DISK_FREE_MIN_BYTES:
-        return [Finding("data folder", "wrong", f"{settings.data_dir}: only {free // MIB} MiB free", "free some disk space")]
-    return [Finding("data folder", "ok", f"{settings.data_dir}: {free // MIB} MiB free")]
+        return [Check("data folder", "wrong", f"{settings.data_dir}: only {free // MIB} MiB free", "free some disk space")]
+    return [Check("data folder", "ok", f"{settings.data_dir}: {free // MIB} MiB free")]
 
 
 def _try_to_write(folder: Path) -> None:
@@ -92,14 +92,14 @@ def _try_to_write(folder: Path) -> None:
         file.write(b"0")
 
 
-def _port(settings: Settings) -> list[Finding]:
+def _port(settings: Settings) -> list[Check]:
     import socket
 
     from appliance.cli.connection import read_control
 
     control = read_control(settings.data_dir)
     if control is not None:
-        return [Finding("appliance", "ok", f"running at {control.url} (pid {control.pid})"), *_readiness(control.url)]
+        return [Check("appliance", "ok", f"running at {control.url} (pid {control.pid})"), *_readiness(control.url)]
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(settings.host, settings.port, type=socket.SOCK_STREAM)[0]
         with socket.socket(family, kind, protocol) as probe:
@@ -107,26 +107,26 @@ def _port(settings: Settings) -> list[Finding]:
             probe.bind(address)
     except OSError as error:
         found = f"{settings.host}:{settings.port} cannot be listened on: {error.strerror}"
-        return [Finding("port", "wrong", found, "stop the other program, or choose another --port")]
-    return [Finding("appliance", "note", "not running"), Finding("port", "ok", f"{settings.host}:{settings.port} is free")]
+        return [Check("port", "wrong", found, "stop the other program, or choose another --port")]
+    return [Check("appliance", "note", "not running"), Check("port", "ok", f"{settings.host}:{settings.port} is free")]
 
 
-def _readiness(url: str) -> list[Finding]:
+def _readiness(url: str) -> list[Check]:
     import httpx
 
     try:
         answer = httpx.get(f"{url}/health/ready", timeout=10, trust_env=False)
         parts = answer.json().get("parts", {})
     except (httpx.HTTPError, ValueError) as error:
-        return [Finding("ready", "wrong", f"it does not answer: {error}", "look at its log; restart it")]
+        return [Check("ready", "wrong", f"it does not answer: {error}", "look at its log; restart it")]
     bad = {name: state for name, state in parts.items() if state != "ok"}
     if answer.is_success:
-        return [Finding("ready", "ok", "every part is ready")]
+        return [Check("ready", "ok", "every part is ready")]
     found = ", ".join(f"{name} {state}" for name, state in bad.items()) or f"status {answer.status_code}"
-    return [Finding("ready", "wrong", found, "wait if a model is loading; else look at its log")]
+    return [Check("ready", "wrong", found, "wait if a model is loading; else look at its log")]
 
 
-def _database(settings: Settings) -> list[Finding]:
+def _database(settings: Settings) -> list[Check]:
     import asyncio
 
     from sqlalchemy.exc import SQLAlchemyError
@@ -134,7 +134,7 @@ def _database(settings: Settings) -> list[Finding]:
     from appliance.base import db
 
     if _not_there_yet(settings):
-        return [Finding("database", "ok", "not there yet: the first start makes it")]
+        return [Check("database", "ok", "not there yet: the first start makes it")]
 
     async def ping() -> str:
         database = db.Database.open(settings.database_url)
@@ -151,13 +151,13 @@ def _database(settings: Settings) -> list[Finding]:
         advice = (
             "start the database server, or correct --database" if "postgres" in settings.database_url else "restore a backup"
         )
-        return [Finding("database", "wrong", f"it does not answer: {str(error).splitlines()[0]}", advice)]
+        return [Check("database", "wrong", f"it does not answer: {str(error).splitlines()[0]}", advice)]
     if current != head:
-        return [Finding("database", "note", f"{kind}, at revision {current or 'base'}", "the next start brings it up to date")]
-    return [Finding("database", "ok", f"{kind}, writable, at revision {head}")]
+        return [Check("database", "note", f"{kind}, at revision {current or 'base'}", "the next start brings it up to date")]
+    return [Check("database", "ok", f"{kind}, writable, at revision {head}")]
 
 
-def _secrets(settings: Settings) -> list[Finding]:
+def _secrets(settings: Settings) -> list[Check]:
     """Tell whether `secret.key` is the file with which second factors and signing secrets were sealed."""
     import asyncio
 
@@ -182,13 +182,13 @@ def _secrets(settings: Settings) -> list[Finding]:
     try:
         found = asyncio.run(look(read_pepper(settings.data_dir) if path.exists() else None))
     except UnusableData as error:
-        return [Finding("secrets", "wrong", str(error), "restore it from the backup of this database")]
+        return [Check("secrets", "wrong", str(error), "restore it from the backup of this database")]
     except (SQLAlchemyError, OSError, ValueError):
         return []  # told of as the database, or not migrated yet
     if not found.unreadable:
-        return [Finding("secrets", "ok", f"{found.stored} sealed, each opens with {path.name}")]
+        return [Check("secrets", "ok", f"{found.stored} sealed, each opens with {path.name}")]
     why = "was sealed with another file" if path.exists() else "needs it, and it is not there"
-    return [Finding("secrets", "wrong", f"{path}: {found.unreadable} of {found.stored} secrets: {why}", sealed.ADVICE)]
+    return [Check("secrets", "wrong", f"{path}: {found.unreadable} of {found.stored} secrets: {why}", sealed.ADVICE)]
 
 
 def _not_there_yet(settings: Settings) -> bool:
@@ -197,7 +197,7 @@ def _not_there_yet(settings: Settings) -> bool:
     return settings.database_url.startswith("sqlite:///") and not Path(path).exists()
 
 
-def _prices(settings: Settings) -> list[Finding]:
+def _prices(settings: Settings) -> list[Check]:
     """Tell what was used lately and costs nothing: a price that was forgotten, or one in another currency."""
     import asyncio
     from datetime import timedelta
@@ -228,12 +228,12 @@ def _prices(settings: Settings) -> list[Finding]:
         return []  # told of as the database, or not migrated yet
     advice = "add one: gatehouse prices add"
     return [
-        Finding("prices", "note", f"{model} has no price in {currency}: its requests cost nothing", advice)
+        Check("prices", "note", f"{model} has no price in {currency}: its requests cost nothing", advice)
         for model, currency in missing
     ]
 
 
-def _models(settings: Settings) -> list[Finding]:
+def _models(settings: Settings) -> list[Check]:
     from appliance.cli.connection import read_control
     from appliance.cli.model_check import check_model
     from appliance.cli.model_store import locate
@@ -241,24 +241,24 @@ def _models(settings: Settings) -> list[Finding]:
 
     if not settings.models and read_control(settings.data_dir) is not None:
         return []  # which models it was started with only the running appliance knows; its readiness speaks for them
-    findings = []
+    checks = []
     for path in [locate(model, settings.data_dir) for model in settings.models] or [DEMO_MODEL]:
         try:
             facts = check_model(path)
         except CommandFailed as failure:
-            findings.append(Finding(f"model {path.name}", "wrong", failure.message, "give --model the folder of a model"))
+            checks.append(Check(f"model {path.name}", "wrong", failure.message, "give --model the folder of a model"))
         else:
             size = f"{facts['parameters'] / 1e6:.1f} million parameters"
-            findings.append(Finding(f"model {path.name}", "ok", f"{facts['architecture']}, {size}"))
-    return findings
+            checks.append(Check(f"model {path.name}", "ok", f"{facts['architecture']}, {size}"))
+    return checks
 
 
-def _switches(settings: Settings) -> list[Finding]:
+def _switches(settings: Settings) -> list[Check]:
     advice = "set it to true again when the fault is found"
-    return [Finding("engine", "note", f"{name} is off: models run more slowly", advice) for name in settings.switched_off]
+    return [Check("engine", "note", f"{name} is off: models run more slowly", advice) for name in settings.switched_off]
 
 
-def _gpu(settings: Settings) -> list[Finding]:
+def _gpu(settings: Settings) -> list[Check]:
     from appliance.telemetry.gpu import NO_GPU, GpuProbe
 
     probe = GpuProbe()
@@ -268,16 +268,16 @@ def _gpu(settings: Settings) -> list[Finding]:
     probe.close()
     if readings:
         named = ", ".join(f"{card.name} ({card.memory_total_bytes // MIB} MiB)" for card in readings)
-        return [Finding("gpu", "ok", named), *([] if settings.device == "cpu" else _toolchain())]
+        return [Check("gpu", "ok", named), *([] if settings.device == "cpu" else _toolchain())]
     if settings.device == "cuda":
-        return [Finding("gpu", "wrong", error or NO_GPU, "install the NVIDIA driver, or leave --device away")]
-    return [Finding("gpu", "ok" if error in (None, NO_GPU) else "note", f"{error or NO_GPU}: models run on the CPU")]
+        return [Check("gpu", "wrong", error or NO_GPU, "install the NVIDIA driver, or leave --device away")]
+    return [Check("gpu", "ok" if error in (None, NO_GPU) else "note", f"{error or NO_GPU}: models run on the CPU")]
 
 
-def _toolchain() -> list[Finding]:
+def _toolchain() -> list[Check]:
     from engine.triton_toolchain import toolchain_problem
 
     problem = toolchain_problem()
     if problem is None:
-        return [Finding("compiler", "ok", "kernels can be launched")]
-    return [Finding("compiler", "wrong", problem, "install gcc and python3-dev, or start with --device cpu")]
+        return [Check("compiler", "ok", "kernels can be launched")]
+    return [Check("compiler", "wrong", problem, "install gcc and python3-dev, or start with --device cpu")]

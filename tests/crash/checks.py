@@ -16,7 +16,7 @@ from sqlalchemy.ext.asyncio import AsyncConnection
 
 from appliance.base.db import Database
 from appliance.base.tables import counters, limit_levels, requests, usage_events, usage_rollups
-from appliance.cli import invariants
+from appliance.metering.invariants.check import check_ledger
 from tests.crash.load import Seen
 from tests.crash.nursery import Birth
 from tests.crash.points import Notes
@@ -101,7 +101,7 @@ class Examination:
 
     async def prove(self, url: str, *, running: bool) -> None:
         """Run the product's own check of its invariants."""
-        for finding in await invariants.check(url, running=running):
+        for finding in await check_ledger(url, running=running):
             if finding.state == "broken":
                 self._find(f"db check: {finding.name}: {finding.text}")
 

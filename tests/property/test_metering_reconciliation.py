@@ -23,7 +23,7 @@ from typing import Any
 
 from appliance.base import db
 from appliance.base.db import Database
-from appliance.cli import invariants
+from appliance.metering.invariants.check import check_ledger
 from tests.support.databases import postgresql_binaries, running_cluster
 from tests.support.reconciliation import ZONE, History, reconcile
 
@@ -47,7 +47,7 @@ def batch_requests(history: History) -> int:
 
 async def broken(url: str) -> list[str]:
     """The promises of the ledger that a check of the database finds broken."""
-    findings = await invariants.check(url, running=False, time_zone=ZONE)
+    findings = await check_ledger(url, running=False, time_zone=ZONE)
     return [f"{finding.name}: {finding.text}" for finding in findings if finding.state == "broken"]
 
 

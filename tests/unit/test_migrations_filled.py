@@ -17,8 +17,8 @@ from sqlalchemy.pool import NullPool
 from appliance.base import db, tables
 from appliance.base.clock import SystemClock
 from appliance.base.db import Database
-from appliance.cli import invariants
 from appliance.metering.calendar import BillingCalendar
+from appliance.metering.invariants.check import check_ledger
 from appliance.metering.ledger import rollups
 from appliance.metering.ledger.corrections import Correction
 from appliance.metering.ledger.records import PendingEntry, Settlement, Usage
@@ -267,7 +267,7 @@ async def test_what_the_first_version_wrote_comes_through_whole(filled_url: str)
     for name, defaults in DEFAULTS.items():
         assert [{column: row[column] for column in defaults} for row in now[name]] == [defaults] * len(now[name]), name
     assert len({row["id"] for row in now["sessions"]}) == 2
-    findings = await invariants.check(filled_url, running=False)
+    findings = await check_ledger(filled_url, running=False)
     assert [finding.name for finding in findings if finding.state != "holds"] == ["pending"]
 
 
@@ -287,7 +287,7 @@ async def test_the_upgraded_database_serves_at_once(filled_url: str) -> None:
         assert not await rollups.align(database, BillingCalendar("Europe/Berlin"))
     finally:
         await database.close()
-    findings = await invariants.check(filled_url, running=False, time_zone="Europe/Berlin")
+    findings = await check_ledger(filled_url, running=False, time_zone="Europe/Berlin")
     assert [finding.name for finding in findings if finding.state != "holds"] == []
 
 
@@ -303,7 +303,7 @@ async def test_the_way_back_keeps_what_the_first_version_knew(filled_url: str) -
     assert {name: len(rows) for name, rows in extra.items() if rows} == {"prices": 2}
     assert len({row["model"] for row in extra["prices"]} | {"demo"}) == 3
     db.upgrade(filled_url)
-    findings = await invariants.check(filled_url, running=False)
+    findings = await check_ledger(filled_url, running=False)
     assert [finding.name for finding in findings if finding.state == "broken"] == []
 
 
@@ -325,7 +325,7 @@ async def test_the_way_back_and_forth_does_not_forget_which_work_was_batch_work_
     assert [[row[name] for name in figures] for row in after["usage_events"]] == [
         [row[name] for name in figures] for row in before["usage_events"]
     ]
-    findings = await invariants.check(filled_url, running=False)
+    findings = await check_ledger(filled_url, running=False)
     assert [finding.text for finding in findings if finding.state == "broken"] == []
 
 

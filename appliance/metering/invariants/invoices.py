@@ -15,7 +15,7 @@ from sqlalchemy import select
 from sqlalchemy.ext.asyncio import AsyncConnection
 
 from appliance.base import tables
-from appliance.cli.finding import Finding, named
+from appliance.metering.invariants.finding import Finding, named
 from appliance.metering.invoicing.free_allowances import FreeAllowance, free_in, read_allowances
 from appliance.metering.invoicing.lines import (
     FREE_ALLOWANCE,

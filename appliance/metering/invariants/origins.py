@@ -15,7 +15,7 @@ from sqlalchemy.ext.asyncio import AsyncConnection
 
 from appliance.base import tables
 from appliance.base.money import PERCENT_MAX
-from appliance.cli.finding import NAMED_MAX, Finding, named
+from appliance.metering.invariants.finding import NAMED_MAX, Finding, named
 
 # Between the moment a request's price is looked up and its admission another price may begin, or be added.
 PRICE_SLACK = timedelta(minutes=1)

@@ -10,9 +10,9 @@ from sqlalchemy.ext.asyncio import AsyncConnection
 from sqlalchemy.orm import aliased
 
 from appliance.base import counters, tables
-from appliance.cli import invariant_invoices
-from appliance.cli.finding import Finding, named
 from appliance.metering.calendar import BillingCalendar
+from appliance.metering.invariants import invoices
+from appliance.metering.invariants.finding import Finding, named
 from appliance.metering.ledger import rollups
 from appliance.metering.ledger.rollups import split_sum
 
@@ -27,7 +27,7 @@ async def check(connection: AsyncConnection, kind: str, calendar: BillingCalenda
         await _corrections(connection),
         await _postings(connection),
         await _rollups(connection, kind, calendar),
-        await invariant_invoices.check(connection),
+        await invoices.check(connection),
     ]
 
 

@@ -36,12 +36,11 @@ from sqlalchemy.ext.asyncio import AsyncConnection
 from appliance.base import db, tables
 from appliance.base.clock import SystemClock
 from appliance.base.money import cost_picos, discounted
-from appliance.cli import invariant_books as books
-from appliance.cli import invariant_origins as origins
-from appliance.cli.failure import CommandFailed
-from appliance.cli.finding import NAMED_MAX, Finding, named
+from appliance.base.settings import UnusableData
 from appliance.metering.alerts import sealed
 from appliance.metering.calendar import BillingCalendar
+from appliance.metering.invariants import books, origins
+from appliance.metering.invariants.finding import NAMED_MAX, Finding, named
 from appliance.metering.ledger import journaled
 from appliance.metering.ledger.rollups import join_sum, split_sum
 from appliance.tenancy.audit import AuditLog
@@ -67,15 +66,14 @@ class _Tally:
     )
 
 
-async def check(url: str, *, running: bool, time_zone: str = "UTC", data_dir: Path | None = None) -> list[Finding]:
+async def check_ledger(url: str, *, running: bool, time_zone: str = "UTC", data_dir: Path | None = None) -> list[Finding]:
     """Return one finding per promise. `running` says whether an appliance works on this database now.
 
-    Without the data folder that belongs to it, nothing is said of the secrets.
+    Without the data folder that belongs to it, nothing is said of the secrets. Raises UnusableData where there are no tables,
+    and the database's own error.
     """
     if db.current_revision(url) is None:
-        raise CommandFailed(
-            "the database has no tables yet: start the appliance once, or run gatehouse db upgrade", code="database"
-        )
+        raise UnusableData("the database has no tables yet: start the appliance once, or run gatehouse db upgrade")
     database = db.Database.open(url)
     try:
         async with database.reading() as connection:

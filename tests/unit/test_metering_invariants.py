@@ -12,8 +12,9 @@ from appliance.base import tables
 from appliance.base.counters import POSTING, take
 from appliance.base.db import Database
 from appliance.base.ids import new_id
-from appliance.cli import invariants
 from appliance.metering.calendar import BillingCalendar
+from appliance.metering.invariants import check
+from appliance.metering.invariants.check import check_ledger
 from appliance.metering.invoicing.free_allowances import FreeAllowances
 from appliance.metering.invoicing.rows import Invoice
 from appliance.metering.ledger import rollups
@@ -102,7 +103,7 @@ async def number_of(database: Database, request_id: str) -> int:
 
 
 async def states(url: str, *, running: bool = True) -> dict[str, str]:
-    return {finding.name: finding.state for finding in await invariants.check(url, running=running)}
+    return {finding.name: finding.state for finding in await check_ledger(url, running=running)}
 
 
 async def broken(url: str) -> set[str]:
@@ -276,12 +277,10 @@ async def test_what_a_dead_process_left_in_its_journal_is_told(
         return  # PostgreSQL has none
     entry = Journaled(epoch_id=cast.epoch_id, currency="EUR", billing_day=clock.now().date(), entry=pending(cast.bob))
     await journal.append(encode(entry))
-    found = {finding.name: finding for finding in await invariants.check(database_url, running=False)}
+    found = {finding.name: finding for finding in await check_ledger(database_url, running=False)}
     assert found["pending"].state == "note"
     assert "1 of a process that has ended, 1 more in its journal" in found["pending"].text
-    assert {
-        finding.text for finding in await invariants.check(database_url, running=True) if "journal" in finding.text
-    } == set()
+    assert {finding.text for finding in await check_ledger(database_url, running=True) if "journal" in finding.text} == set()
 
 
 async def test_a_pending_event_of_a_dead_process_is_found(
@@ -306,7 +305,7 @@ async def test_a_request_without_its_own_row_is_no_fault(database: Database, dat
 async def test_a_batch_boundary_hides_nothing(
     database: Database, database_url: str, ledger: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(invariants, "BATCH_ROWS", 1)
+    monkeypatch.setattr(check, "BATCH_ROWS", 1)
     assert await broken(database_url) == set()
     await change(database, "req_1", cost_picos=5)
     assert await broken(database_url) == {"cost"}
@@ -320,7 +319,7 @@ async def test_a_sum_that_is_off_by_one_is_found(
     sums = tables.usage_rollups
     async with database.writing() as connection:
         await connection.execute(update(sums).where(sums.c.bucket == bucket).values({column: sums.c[column] + 1}))
-    findings = {finding.name: finding for finding in await invariants.check(database_url, running=True)}
+    findings = {finding.name: finding for finding in await check_ledger(database_url, running=True)}
     assert findings["rollups"].state == "broken"
     assert f"by {bucket} " in findings["rollups"].text
     await rollups.rebuild(database, BillingCalendar())
@@ -334,7 +333,7 @@ async def test_a_sum_of_the_box_that_is_not_that_of_its_owners_is_found(
     sums = tables.usage_box_rollups
     async with database.writing() as connection:
         await connection.execute(update(sums).where(sums.c.bucket == bucket).values(cost_low=sums.c.cost_low + 1))
-    findings = {finding.name: finding for finding in await invariants.check(database_url, running=True)}
+    findings = {finding.name: finding for finding in await check_ledger(database_url, running=True)}
     assert findings["rollups"].state == "broken"
     assert f"by {bucket} " in findings["rollups"].text
 

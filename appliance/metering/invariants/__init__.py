@@ -1,0 +1,1 @@
+"""What the ledger promises, proved on the rows of a database."""
