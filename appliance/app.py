@@ -24,7 +24,7 @@ from appliance.api.routers import api_routers
 from appliance.base.clock import Clock, SystemClock
 from appliance.base.data_folder import StartTraces, make_data_folder
 from appliance.base.database_claim import DatabaseClaim, claim_database
-from appliance.base.db import Database, upgrade
+from appliance.base.db import Database, reason_of, upgrade
 from appliance.base.errors import GatehouseError
 from appliance.base.journal import Journal
 from appliance.base.settings import Settings, UnusableData
@@ -355,8 +355,9 @@ async def _start(appliance: Appliance) -> None:
     try:
         await appliance.start()
     except (SQLAlchemyError, CommandError) as error:
-        reason = str(getattr(error, "orig", None) or error).strip().splitlines()[0]
-        raise CannotStart(f"the database cannot be used: {reason}; check --database and `gatehouse doctor`") from error
+        raise CannotStart(
+            f"the database cannot be used: {reason_of(error)}; check --database and `gatehouse doctor`"
+        ) from error
     except (UnusableData, ValueError) as error:
         raise CannotStart(str(error)) from error
 

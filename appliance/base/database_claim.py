@@ -13,7 +13,7 @@ from typing import Protocol
 
 import psycopg
 
-from appliance.base.db import parse_url
+from appliance.base.db import parse_url, reason_of
 from appliance.base.settings import UnusableData
 
 LOCK_KEY = 0x6761746568757365  # "gatehuse" in ASCII: advisory locks are named by 64-bit integers, per database
@@ -42,8 +42,9 @@ async def claim_database(url: str, *, wait_s: float = WAIT_S) -> DatabaseClaim:
     try:
         connection = await psycopg.AsyncConnection.connect(server.render_as_string(hide_password=False), autocommit=True)
     except psycopg.Error as error:
-        reason = str(error).strip().splitlines()[0]
-        raise UnusableData(f"the database cannot be used: {reason}; check --database and `gatehouse doctor`") from error
+        raise UnusableData(
+            f"the database cannot be used: {reason_of(error)}; check --database and `gatehouse doctor`"
+        ) from error
     give_up_s = time.monotonic() + wait_s
     try:
         while not await _try_lock(connection):

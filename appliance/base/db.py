@@ -354,6 +354,13 @@ def downgrade(url: str, revision: str) -> None:
         command.downgrade(_config(connection), revision)
 
 
+def reason_of(error: BaseException) -> str:
+    """Return why the database, or the way to it, refused: the first line of what its driver says, or else the error's name."""
+    cause = getattr(error, "orig", None) or error
+    said = str(cause).strip().splitlines()
+    return said[0] if said else type(cause).__name__
+
+
 def current_revision(url: str) -> str | None:
     """Return the revision of the schema, or None when no migration ran. Makes no file and waits for no writer."""
     kind, target = parse_url(url)

@@ -27,6 +27,7 @@ app = typer.Typer(help="Administrators: who may sign in, and tokens for /admin/v
 T = TypeVar("T")
 ROLES = "owner, admin, billing or viewer."
 KEEP_IT = "Keep it now: it is not shown again."
+TOKEN_COLUMNS = ("id", "name", "role", "revoked_at", "created_at")
 
 Email = Annotated[str, typer.Argument(metavar="E-MAIL", help="The address to sign in with.")]
 FromStdin = Annotated[
@@ -116,10 +117,7 @@ def token(
     elif show:
         page = _on_database(settings, lambda db: AdminTokens(db, SystemClock()).list())
         rows = [_token_row(known) for known in page.data]
-        if as_json:
-            output.data({"data": rows})
-        else:
-            output.table(rows, ("id", "name", "role", "revoked_at", "created_at"), empty="There are no tokens.")
+        output.rows(rows, TOKEN_COLUMNS, empty="There are no tokens.", as_json=as_json)
     else:
         made, secret = _on_database(settings, lambda db: AdminTokens(db, SystemClock()).create(str(name), role))
         output.thing({"token": secret, **_token_row(made)}, as_json=as_json)

@@ -36,10 +36,8 @@ def list_webhooks(
         return await client.every("/webhooks", query=await _of_tenant(client, tenant))
 
     rows = run(settings_from(data_dir, database), work)
-    if as_json:
-        output.data({"data": rows})
-    else:
-        output.table(rows, COLUMNS, empty="Alerts go nowhere. Let them: gatehouse alerts add https://example.com/alerts")
+    empty = "No alert targets. Add one: gatehouse alerts add https://example.com/alerts"
+    output.rows(rows, COLUMNS, empty=empty, as_json=as_json)
 
 
 @app.command("add")
@@ -130,13 +128,13 @@ def deliveries(
         return await client.every(f"/webhooks/{webhook}/deliveries", query={"state": state}, at_most=limit)
 
     rows = run(settings_from(data_dir, database), work)
-    if as_json:
-        output.data({"data": rows})
-    else:
-        said = [{**row, "about": text_of(row["event"], row["payload"]["data"]).headline} for row in rows]
-        output.table(
-            said, (*DELIVERY_COLUMNS, "about"), empty="Nothing was sent yet. Try the way: gatehouse alerts test WEBHOOK"
-        )
+    output.rows(
+        rows,
+        (*DELIVERY_COLUMNS, "about"),
+        empty="No deliveries yet. Send a test: gatehouse alerts test WEBHOOK",
+        as_json=as_json,
+        line=lambda row: {**row, "about": text_of(row["event"], row["payload"]["data"]).headline},
+    )
 
 
 @app.command("retry")

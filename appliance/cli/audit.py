@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -45,10 +46,7 @@ def list_entries(
         return await client.every("/audit", query=query, at_most=limit)
 
     rows = run(settings_from(data_dir, database), work)
-    if as_json:
-        output.data({"data": rows})
-    else:
-        output.table([_line(row) for row in rows], COLUMNS, empty="No entries.")
+    output.rows(rows, COLUMNS, empty="No entries.", as_json=as_json, line=_line)
 
 
 @app.command("verify")
@@ -101,7 +99,7 @@ async def _verdict(settings: Settings, expect: str | None, *, quiet: bool) -> Ve
         await database.close()
 
 
-def _line(row: dict[str, Any]) -> dict[str, Any]:
+def _line(row: Mapping[str, Any]) -> dict[str, Any]:
     """Return an entry as a line of a table."""
     actor, target = row["actor"], row["target"]
-    return row | {"actor": f"{actor['kind']} {actor['name']}", "target": f"{target['kind']} {target['id']}"}
+    return {**row, "actor": f"{actor['kind']} {actor['name']}", "target": f"{target['kind']} {target['id']}"}

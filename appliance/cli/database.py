@@ -142,13 +142,14 @@ def _migrate(step: object) -> None:
     from alembic.util import CommandError
     from sqlalchemy.exc import SQLAlchemyError
 
+    from appliance.base.db import reason_of
     from appliance.base.settings import UnusableData
 
     assert callable(step)
     try:
         step()
     except (CommandError, SQLAlchemyError, UnusableData, ValueError, OSError) as error:
-        raise CommandFailed(f"the database could not be changed: {str(error).splitlines()[0]}", code="database") from error
+        raise CommandFailed(f"the database could not be changed: {reason_of(error)}", code="database") from error
 
 
 def _tell(settings: Settings, *, as_json: bool) -> None:

@@ -151,7 +151,7 @@ def _database(settings: Settings) -> list[Check]:
         advice = (
             "start the database server, or correct --database" if "postgres" in settings.database_url else "restore a backup"
         )
-        return [Check("database", "wrong", f"it does not answer: {str(error).splitlines()[0]}", advice)]
+        return [Check("database", "wrong", f"it does not answer: {db.reason_of(error)}", advice)]
     if current != head:
         return [Check("database", "note", f"{kind}, at revision {current or 'base'}", "the next start brings it up to date")]
     return [Check("database", "ok", f"{kind}, writable, at revision {head}")]

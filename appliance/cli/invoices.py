@@ -310,10 +310,7 @@ def _row(invoice: Row, tenant: Row) -> Row:
 
 
 def _show(rows: list[Row], *, as_json: bool, empty: str = "There are no invoices.") -> None:
-    if as_json:
-        output.data({"data": rows})
-    else:
-        output.table(rows, COLUMNS, empty=empty)
+    output.rows(rows, COLUMNS, empty=empty, as_json=as_json)
 
 
 def read_json(path: Path) -> Any:

@@ -61,10 +61,7 @@ def list_keys(
         return await _keys(client, tenant)
 
     rows = run(settings_from(data_dir, database), work)
-    if as_json:
-        output.data({"data": rows})
-    else:
-        output.table(rows, COLUMNS, empty="There are no keys. Make one: gatehouse keys create TENANT")
+    output.rows(rows, COLUMNS, empty="There are no keys. Create one: gatehouse keys create TENANT", as_json=as_json)
 
 
 @app.command("create")
@@ -98,7 +95,13 @@ def create(
     optional = {"scopes": scope, "expires_at": expires_at, "allowed_networks": network, "limit_mode": limit_mode}
     body: dict[str, Any] = {"name": name} | {field: value for field, value in optional.items() if value}
     body |= models_body(model) | model_limits_body(model_limit)
-    body |= limits_body(tokens_per_minute, requests_per_minute, concurrent_requests, tokens_per_day, monthly_budget)
+    body |= limits_body(
+        tokens_per_minute=tokens_per_minute,
+        requests_per_minute=requests_per_minute,
+        concurrent_requests=concurrent_requests,
+        tokens_per_day=tokens_per_day,
+        monthly_budget=monthly_budget,
+    )
     key = run(settings_from(data_dir, database), at_tenant(tenant, "POST", "/keys", body=body))
     _print_secret(key, as_json=as_json)
 
@@ -135,7 +138,13 @@ def update(
     body |= {} if expires_at is None else {"expires_at": None if expires_at == "none" else expires_at}
     body |= {} if not network else {"allowed_networks": None if network == ["all"] else network}
     body |= models_body(model) | model_limits_body(model_limit)
-    body |= limits_body(tokens_per_minute, requests_per_minute, concurrent_requests, tokens_per_day, monthly_budget)
+    body |= limits_body(
+        tokens_per_minute=tokens_per_minute,
+        requests_per_minute=requests_per_minute,
+        concurrent_requests=concurrent_requests,
+        tokens_per_day=tokens_per_day,
+        monthly_budget=monthly_budget,
+    )
     if not body:
         raise CommandFailed(
             "nothing to change: name at least one option (gatehouse keys update --help)", code="usage", status=2

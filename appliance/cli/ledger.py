@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Annotated, Any
 
 import typer
@@ -48,10 +49,7 @@ def list_events(
         return await client.every("/ledger", query=query, at_most=limit)
 
     rows = run(settings_from(data_dir, database), work)
-    if as_json:
-        output.data({"data": rows})
-    else:
-        output.table([_line(row) for row in rows], COLUMNS, empty="No events.")
+    output.rows(rows, COLUMNS, empty="No events.", as_json=as_json, line=_line)
 
 
 @app.command("correct")
@@ -98,7 +96,7 @@ def correct(
         output.table([_line(made)], COLUMNS, empty="")
 
 
-def _line(event: dict[str, Any]) -> dict[str, Any]:
+def _line(event: Mapping[str, Any]) -> dict[str, Any]:
     from appliance.base.money import format_picos
 
     return {**event, "cost": format_picos(int(event["cost_picos"]), str(event["currency"]))}

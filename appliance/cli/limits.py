@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Annotated, Any
 from urllib.parse import quote
 
@@ -60,7 +61,13 @@ def limit_model(
     database: DatabaseUrl = None,
 ) -> None:
     """Limit a model for all tenants together. What is not named is not limited any more."""
-    given = limits_body(tokens_per_minute, requests_per_minute, concurrent_requests, tokens_per_day, monthly_budget)
+    given = limits_body(
+        tokens_per_minute=tokens_per_minute,
+        requests_per_minute=requests_per_minute,
+        concurrent_requests=concurrent_requests,
+        tokens_per_day=tokens_per_day,
+        monthly_budget=monthly_budget,
+    )
     body: dict[str, Any] = {"limits": given.get("limits", {})} | ({} if mode is None else {"limit_mode": mode})
     _call("PUT", f"/model-limits/{quote(model)}", body, as_json=as_json, data_dir=data_dir, database=database)
 
@@ -78,10 +85,7 @@ def _list(
 
     settings = settings_from(data_dir, database)
     rows = run(settings, lambda client: client.call("GET", path))["data"]
-    if as_json:
-        output.data({"data": rows})
-    else:
-        output.table([_readable(row, settings.currency) for row in rows], columns, empty=empty)
+    output.rows(rows, columns, empty=empty, as_json=as_json, line=lambda row: _readable(row, settings.currency))
 
 
 def _call(method: str, path: str, body: object = None, *, as_json: bool, data_dir: str | None, database: str | None) -> None:
@@ -92,5 +96,5 @@ def _call(method: str, path: str, body: object = None, *, as_json: bool, data_di
     output.thing(answer if as_json else _readable(answer, settings.currency), as_json=as_json)
 
 
-def _readable(row: dict[str, Any], currency: str) -> dict[str, Any]:
+def _readable(row: Mapping[str, Any], currency: str) -> Mapping[str, Any]:
     return with_money(row, currency) if "limits" in row else row

@@ -111,8 +111,9 @@ def _run(given: list[str]) -> int:
         output.failed(str(error), "unusable_data", as_json=as_json)
         return 1
     except _database_error() as error:
-        reason = str(getattr(error, "orig", None) or error).strip().splitlines()[0]
-        output.failed(f"the database does not answer: {reason}", "database", as_json=as_json)
+        from appliance.base.db import reason_of
+
+        output.failed(f"the database does not answer: {reason_of(error)}", "database", as_json=as_json)
         return 1
     except typer.TyperException as error:
         return output.misused(error, as_json=as_json)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -44,13 +44,16 @@ def list_members(
         return await client.every(path)
 
     rows = run(settings_from(data_dir, database), work)
-    if as_json:
-        output.data({"data": rows})
-    elif tenant is None:
-        shown = [{**row, "memberships": [f"{each['role']}@{each['tenant_id']}" for each in row["memberships"]]} for row in rows]
-        output.table(shown, COLUMNS, empty="Nobody may sign in. Make somebody: gatehouse admin create E-MAIL")
+    if tenant is None:
+        empty = "There are no members. Create one: gatehouse admin create E-MAIL"
+        output.rows(rows, COLUMNS, empty=empty, as_json=as_json, line=_line)
     else:
-        output.table(rows, TENANT_COLUMNS, empty="Nobody belongs to this tenant. Invite: gatehouse members invite E-MAIL")
+        empty = "This tenant has no members. Invite one: gatehouse members invite E-MAIL"
+        output.rows(rows, TENANT_COLUMNS, empty=empty, as_json=as_json)
+
+
+def _line(member: Mapping[str, Any]) -> dict[str, Any]:
+    return {**member, "memberships": [f"{each['role']}@{each['tenant_id']}" for each in member["memberships"]]}
 
 
 @app.command("invite")

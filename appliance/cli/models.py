@@ -30,10 +30,7 @@ def list_models(as_json: AsJson = False, data_dir: DataDir = None, database: Dat
     }
     for name, state in _served(settings).items():
         rows.setdefault(name, {"name": name, "path": None})["state"] = state
-    if as_json:
-        output.data({"data": list(rows.values())})
-    else:
-        output.table(list(rows.values()), COLUMNS, empty="There are no models.")
+    output.rows(list(rows.values()), COLUMNS, empty="There are no models.", as_json=as_json)
 
 
 @app.command("add")

@@ -43,6 +43,21 @@ def table(rows: Sequence[Row], columns: Sequence[str], *, empty: str) -> None:
     Console().print(drawn)
 
 
+def rows(
+    found: Sequence[Row],
+    columns: Sequence[str],
+    *,
+    empty: str,
+    as_json: bool,
+    line: Callable[[Row], Row] | None = None,
+) -> None:
+    """Print a list: as JSON for a program, else `columns` of each row, which `line` makes readable for a person."""
+    if as_json:
+        data({"data": list(found)})
+    else:
+        table(found if line is None else [line(row) for row in found], columns, empty=empty)
+
+
 def facts(values: Row) -> None:
     """Print one thing, a field per line."""
     width = max((len(name) for name in values), default=0) if sys.stdout.isatty() else 0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Annotated, Any
 from urllib.parse import quote
 
@@ -33,10 +34,8 @@ def list_prices(
         return [price for price in await client.every("/prices") if model in (None, price["model"])]
 
     rows = run(settings_from(data_dir, database), work)
-    if as_json:
-        output.data({"data": rows})
-    else:
-        output.table([_line(row) for row in rows], COLUMNS, empty="There are no prices: what is used costs nothing.")
+    empty = "There are no prices: requests cost nothing."
+    output.rows(rows, COLUMNS, empty=empty, as_json=as_json, line=_line)
 
 
 @app.command("add")
@@ -128,6 +127,6 @@ def _tiers(given: list[str] | None) -> dict[str, int] | None:
     return percents or None
 
 
-def _line(price: dict[str, Any]) -> dict[str, Any]:
+def _line(price: Mapping[str, Any]) -> dict[str, Any]:
     tiers = price["tier_percents"] or {}
     return {**price, "tier_percents": " ".join(f"{tier}={percent}" for tier, percent in sorted(tiers.items()))}

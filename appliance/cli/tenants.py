@@ -12,6 +12,7 @@ from appliance.cli import output
 from appliance.cli.failure import CommandFailed
 from appliance.cli.options import AsJson, DatabaseUrl, DataDir, settings_from
 from appliance.tenancy.fields import LIMIT_MAX
+from appliance.tenancy.principals import LIMIT_NAMES
 
 if TYPE_CHECKING:
     from appliance.base.settings import Settings
@@ -20,7 +21,6 @@ if TYPE_CHECKING:
 app = typer.Typer(help="The tenants of the appliance.", no_args_is_help=True)
 
 COLUMNS = ("id", "name", "tier", "weight", "limits", "limit_mode", "allowed_models", "suspended", "archived", "created_at")
-LIMITS = ("tokens_per_minute", "requests_per_minute", "concurrent_requests", "tokens_per_day", "monthly_budget")
 
 Which = Annotated[str, typer.Argument(metavar="TENANT", help="A tenant's id or name.")]
 LimitOption = Annotated[
@@ -92,11 +92,8 @@ def list_tenants(
     query = {"include_archived": "true"} if archived else {}
     settings = settings_from(data_dir, database)
     rows = run(settings, lambda client: client.every("/tenants", query=query))
-    if as_json:
-        output.data({"data": rows})
-    else:
-        readable = [with_money(row, settings.currency) for row in rows]
-        output.table(readable, COLUMNS, empty="There are no tenants. Make one: gatehouse tenants create NAME")
+    empty = "There are no tenants. Create one: gatehouse tenants create NAME"
+    output.rows(rows, COLUMNS, empty=empty, as_json=as_json, line=lambda row: with_money(row, settings.currency))
 
 
 @app.command("create")
@@ -123,7 +120,13 @@ def create(
     """Create a tenant."""
     body = {"name": name, "tier": tier, "weight": weight} | models_body(model) | model_limits_body(model_limit)
     body |= _terms(limit_mode, currency, billing, alert_percent, cut_at_budget=cut_at_budget)
-    body |= limits_body(tokens_per_minute, requests_per_minute, concurrent_requests, tokens_per_day, monthly_budget)
+    body |= limits_body(
+        tokens_per_minute=tokens_per_minute,
+        requests_per_minute=requests_per_minute,
+        concurrent_requests=concurrent_requests,
+        tokens_per_day=tokens_per_day,
+        monthly_budget=monthly_budget,
+    )
     _change(settings_from(data_dir, database), "POST", "/tenants", body, as_json=as_json)
 
 
@@ -168,7 +171,13 @@ def update(
     body: dict[str, Any] = {field: value for field, value in named.items() if value is not None} | models_body(model)
     body |= model_limits_body(model_limit)
     body |= _terms(limit_mode, currency, billing, alert_percent, cut_at_budget=cut_at_budget)
-    body |= limits_body(tokens_per_minute, requests_per_minute, concurrent_requests, tokens_per_day, monthly_budget)
+    body |= limits_body(
+        tokens_per_minute=tokens_per_minute,
+        requests_per_minute=requests_per_minute,
+        concurrent_requests=concurrent_requests,
+        tokens_per_day=tokens_per_day,
+        monthly_budget=monthly_budget,
+    )
     if not body:
         raise CommandFailed(
             "nothing to change: name at least one option (gatehouse tenants update --help)", code="usage", status=2
@@ -187,10 +196,24 @@ def archive(which: Which, as_json: AsJson = False, data_dir: DataDir = None, dat
     _print(run(settings, at_tenant(which, "DELETE")), settings, as_json=as_json)
 
 
-def limits_body(*values: str | None) -> dict[str, Any]:
-    """Return the field `limits` when any was given, in the order of LIMITS; `none` lifts one."""
+def limits_body(
+    *,
+    tokens_per_minute: str | None,
+    requests_per_minute: str | None,
+    concurrent_requests: str | None,
+    tokens_per_day: str | None,
+    monthly_budget: str | None,
+) -> dict[str, Any]:
+    """Return the field `limits` when any was given; `none` lifts one. Raises CommandFailed for what is no limit."""
+    given = {
+        "tokens_per_minute": tokens_per_minute,
+        "requests_per_minute": requests_per_minute,
+        "concurrent_requests": concurrent_requests,
+        "tokens_per_day": tokens_per_day,
+        "monthly_budget": monthly_budget,
+    }
     limits: dict[str, int | None] = {}
-    for field, value in zip(LIMITS, values, strict=True):
+    for field, value in given.items():
         if value is None:
             continue
         if value.lower() == "none":
@@ -218,8 +241,10 @@ def model_limits_body(given: list[str] | None) -> dict[str, Any]:
     for text in given:
         model, _, setting = text.rpartition(":")
         name, _, value = setting.partition("=")
-        if not model or name not in LIMITS or not _is_limit(value):
-            expected = f"MODEL:LIMIT=N, where LIMIT is one of {', '.join(LIMITS)} and N a whole number from 0 to {LIMIT_MAX}"
+        if not model or name not in LIMIT_NAMES or not _is_limit(value):
+            expected = (
+                f"MODEL:LIMIT=N, where LIMIT is one of {', '.join(LIMIT_NAMES)} and N a whole number from 0 to {LIMIT_MAX}"
+            )
             raise CommandFailed(f"--model-limit takes {expected}, not {text!r}", code="usage", status=2)
         limits.setdefault(model, {})[name] = int(value)
     return {"model_limits": limits}

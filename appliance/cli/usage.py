@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from datetime import UTC, datetime, timedelta
 from typing import Annotated, Any
 
@@ -55,16 +56,16 @@ def usage(
         return await client.every("/usage", query=query), {known["id"]: known["name"] for known in tenants}
 
     rows, names = run(settings_from(data_dir, database), work)
-    if as_json:
-        output.data({"data": rows})
-        return
     grouped = {"tenant": "tenant", "key": "key_id", "model": "model"}
     shown = [column for column in COLUMNS if column not in grouped.values() or column == grouped.get(group_by)]
-    named = [{**row, "cost": _cost(row), "tenant": names.get(row.get("tenant_id") or "")} for row in rows]
-    output.table(named, shown, empty="Nothing was used in this time.")
+
+    def line(row: Mapping[str, Any]) -> dict[str, Any]:
+        return {**row, "cost": _cost(row), "tenant": names.get(row.get("tenant_id") or "")}
+
+    output.rows(rows, shown, empty="No usage in this period.", as_json=as_json, line=line)
 
 
-def _cost(row: dict[str, Any]) -> str:
+def _cost(row: Mapping[str, Any]) -> str:
     from appliance.base.money import format_picos
 
     return format_picos(int(row["cost_picos"]), str(row["currency"]))

@@ -184,3 +184,17 @@ def test_the_revision_is_read_while_somebody_writes_and_makes_no_file(tmp_path: 
     assert db.current_revision(f"sqlite:///{path}") == db.head_revision()
     writer.execute("ROLLBACK")
     writer.close()
+
+
+@pytest.mark.parametrize(
+    ("error", "reason"),
+    [
+        (OSError("disk full\nand more"), "disk full"),
+        (OSError(), "OSError"),
+        (ValueError(" \n"), "ValueError"),
+        (DBAPIError("SELECT 1", {}, sqlite3.OperationalError("\nno such table\nHINT")), "no such table"),
+        (DBAPIError("SELECT 1", {}, sqlite3.OperationalError()), "OperationalError"),
+    ],
+)
+def test_the_reason_of_an_error_is_one_line_and_never_empty(error: Exception, reason: str) -> None:
+    assert db.reason_of(error) == reason

@@ -1,4 +1,4 @@
-"""What a command names is found with one call by its id, and among everything by its name or prefix."""
+"""What a command names is found with one call by its id, and among everything by its name or prefix; limits by their names."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ import pytest
 from appliance.cli import keys, tenants
 from appliance.cli.connection import AdminClient
 from appliance.cli.failure import CommandFailed
+from appliance.tenancy.principals import LIMIT_NAMES
 
 TENANTS = [{"id": "tn_1", "name": "alice"}, {"id": "tn_2", "name": "tn_bob"}]
 KEYS = [{"id": "key_1", "prefix": "gh_one", "tenant_id": "tn_1"}, {"id": "key_2", "prefix": "key_odd", "tenant_id": "tn_2"}]
@@ -80,3 +81,13 @@ async def test_what_is_named_stays_one_part_of_the_path(ask: Ask) -> None:
 async def test_only_an_absence_is_looked_for_elsewhere(ask: Ask) -> None:
     with pytest.raises(CommandFailed, match="draining"):
         await ask(lambda client: tenants.find(client, "tn_broken"))
+
+
+def test_limits_are_told_by_name_and_each_has_an_option() -> None:
+    given: dict[str, str | None] = dict.fromkeys(LIMIT_NAMES)
+    assert tenants.limits_body(**given) == {}
+    given |= {"tokens_per_minute": "1000", "concurrent_requests": "NONE", "monthly_budget": "0"}
+    limits = {"tokens_per_minute": 1000, "concurrent_requests": None, "monthly_budget": 0}
+    assert tenants.limits_body(**given) == {"limits": limits}
+    with pytest.raises(CommandFailed, match=r"--tokens-per-day must be a whole number .*, not '-1'"):
+        tenants.limits_body(**{**given, "tokens_per_day": "-1"})
