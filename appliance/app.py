@@ -30,7 +30,7 @@ from appliance.base.journal import Journal
 from appliance.base.settings import Settings, UnusableData
 from appliance.base.version import current_version
 from appliance.console.routes import answer_unknown_path, create_console_router
-from appliance.metering.alerts import sealed
+from appliance.metering import sealed_secrets
 from appliance.metering.alerts.outbox_history import OutboxHistory
 from appliance.metering.box_records import BoxRecords
 from appliance.metering.calendar import BillingCalendar
@@ -45,7 +45,7 @@ from appliance.metering.ledger.request_history import RequestHistory
 from appliance.metering.ledger.round import OnSettled
 from appliance.metering.ledger.writer import Ledger
 from appliance.metering.limits.admission import Admission
-from appliance.metering.limits.levels import LimitLevels
+from appliance.metering.limits.saved_levels import LimitLevels
 from appliance.metering.limits.sums import LedgerSums
 from appliance.metering.prices import PriceBook
 from appliance.metering.usage import UsageReports
@@ -163,7 +163,7 @@ class Appliance:
         sums = LedgerSums(db, calendar=calendar, request_deadline_s=settings.request_deadline_s)
         admission = Admission(clock, sums, currency=settings.currency, calendar=calendar, waits=metrics)
         keys, tiers, policies = Keys(db, clock, pepper), Tiers(db, clock), ModelPolicies(db, clock)
-        await sealed.warn(db, pepper)
+        await sealed_secrets.warn(db, pepper)
         on_settled, journal = alerts.budgets.settled, self._journal
         ledger = Ledger(
             db, clock, epoch_id, currency=settings.currency, calendar=calendar, on_settled=on_settled, journal=journal
@@ -272,7 +272,7 @@ class Appliance:
         services.alerts.start(services.models, services.metrics, version=services.version)
         services.generations.start_watching()
         services.limit_levels.start()
-        services.admission.expectations.start()
+        services.admission.output_estimates.start()
         services.housekeeping.start()
 
 

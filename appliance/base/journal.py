@@ -9,7 +9,7 @@ beginning: overwriting costs the disk one write, where growing costs the file sy
 A record is a line with a checksum and a number, and numbers only rise: reading ends at the first line that a dying process left
 half written, or that is older than the one before it. Knows no record's meaning.
 
-The kernel writes by itself where that is asked for and possible (`KernelWriter`), else a thread does. What goes wrong is always
+The kernel writes by itself where that is asked for and possible (`AioWriter`), else a thread does. What goes wrong is always
 the thread's: it takes over for good what the kernel did not write, tries again and says why.
 """
 
@@ -27,7 +27,7 @@ from threading import Thread
 
 import structlog
 
-from appliance.base.kernel_writer import BLOCK_BYTES, KernelWriter
+from appliance.base.aio_writer import BLOCK_BYTES, AioWriter
 
 FILE_BYTES = 1 << 20
 """So long a file is from the beginning, in whole blocks; what does not fit any more is the other's turn."""
@@ -68,7 +68,7 @@ class Journal:
         self._for_kernel: list[_Append] = []  # what waits for the kernel
         self._is_planned = False
         self._by_kernel = by_kernel
-        self._kernel: KernelWriter | None = None
+        self._kernel: AioWriter | None = None
         self._is_closed = False
 
     @property
@@ -138,7 +138,7 @@ class Journal:
         if self._by_kernel:
             self._by_kernel = False  # it is tried once
             try:
-                self._kernel = KernelWriter(self._paths)
+                self._kernel = AioWriter(self._paths)
             except OSError as error:
                 _log.info("the journal is written by a thread", reason=str(error))
             else:

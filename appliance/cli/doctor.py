@@ -165,14 +165,14 @@ def _secrets(settings: Settings) -> list[Check]:
 
     from appliance.base import db
     from appliance.base.settings import UnusableData
-    from appliance.metering.alerts import sealed
+    from appliance.metering import sealed_secrets
     from appliance.tenancy.secrets import PEPPER_FILE, read_pepper
 
-    async def look(pepper: bytes | None) -> sealed.Sealed:
+    async def look(pepper: bytes | None) -> sealed_secrets.Sealed:
         database = db.Database.open(settings.database_url)
         try:
             async with database.reading() as connection:
-                return await sealed.look(connection, pepper)
+                return await sealed_secrets.look(connection, pepper)
         finally:
             await database.close()
 
@@ -188,7 +188,7 @@ def _secrets(settings: Settings) -> list[Check]:
     if not found.unreadable:
         return [Check("secrets", "ok", f"{found.stored} sealed, each opens with {path.name}")]
     why = "was sealed with another file" if path.exists() else "needs it, and it is not there"
-    return [Check("secrets", "wrong", f"{path}: {found.unreadable} of {found.stored} secrets: {why}", sealed.ADVICE)]
+    return [Check("secrets", "wrong", f"{path}: {found.unreadable} of {found.stored} secrets: {why}", sealed_secrets.ADVICE)]
 
 
 def _not_there_yet(settings: Settings) -> bool:

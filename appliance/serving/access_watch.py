@@ -17,8 +17,8 @@ from appliance.base.clock import Clock
 from appliance.base.db import Database
 from appliance.metering.limits.admission import Admission
 from appliance.serving.generation import Generation
+from appliance.tenancy.key_status import read_standing, why_ended
 from appliance.tenancy.model_policies import ModelPolicies
-from appliance.tenancy.standing import read_standing, why_ended
 
 RETRY_S = 0.5
 

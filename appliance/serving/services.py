@@ -16,7 +16,7 @@ from appliance.metering.invoicing.invoices import Invoices
 from appliance.metering.ledger.corrections import Corrections
 from appliance.metering.ledger.writer import Ledger
 from appliance.metering.limits.admission import Admission
-from appliance.metering.limits.levels import LimitLevels
+from appliance.metering.limits.saved_levels import LimitLevels
 from appliance.metering.prices import PriceBook
 from appliance.metering.usage import UsageReports
 from appliance.serving.alerting.alerts import Alerts

@@ -25,15 +25,15 @@ from alembic import command
 from sqlalchemy.ext.asyncio import AsyncConnection
 
 import appliance.app
+from appliance.base.aio_writer import AioWriter
 from appliance.base.db import Database
 from appliance.base.journal import Journal
-from appliance.base.kernel_writer import KernelWriter
 from appliance.base.sqlite_thread import SqliteThread
 from appliance.metering.ledger import rollups
 from appliance.metering.ledger import round as ledger_round
 from appliance.metering.ledger.round import Open, Round, Settle
 from appliance.metering.ledger.writer import Ledger
-from appliance.metering.limits.levels import LimitLevels
+from appliance.metering.limits.saved_levels import LimitLevels
 from appliance.serving.engine_client import EngineClient
 from appliance.serving.generation import Generation
 from appliance.serving.generations import Generations
@@ -257,9 +257,9 @@ def _wrap_journal(reaper: Reaper) -> None:
 
     Journal._write = cut  # type: ignore[method-assign]
     Journal.clear = before_clearing  # type: ignore[method-assign]
-    by_kernel = KernelWriter.write
+    by_kernel = AioWriter.write
 
-    def cut_by_kernel(self: KernelWriter, index: int, data: bytes, offset: int, on_end: Callable[[bool], None]) -> None:
+    def cut_by_kernel(self: AioWriter, index: int, data: bytes, offset: int, on_end: Callable[[bool], None]) -> None:
         def ended(is_durable: bool) -> None:
             reaper.reached("line in the journal: after COMMIT")
             on_end(is_durable)
@@ -267,7 +267,7 @@ def _wrap_journal(reaper: Reaper) -> None:
         reaper.reached_commit("line in the journal")
         by_kernel(self, index, data, offset, ended)
 
-    KernelWriter.write = cut_by_kernel  # type: ignore[method-assign]
+    AioWriter.write = cut_by_kernel  # type: ignore[method-assign]
 
 
 def _cut(reaper: Reaper, writing: Callable[[Database], Any]) -> Callable[[Database], Any]:

@@ -13,10 +13,10 @@ from appliance.base.db import Database
 from appliance.base.errors import RateLimitExceeded
 from appliance.metering.ledger.recovery import begin_epoch
 from appliance.metering.ledger.writer import Checkpoint
-from appliance.metering.limits.levels import LimitLevels
 from appliance.metering.limits.quotas import Owner
 from appliance.metering.limits.reservations import Reservation
 from appliance.metering.limits.rules import Asked
+from appliance.metering.limits.saved_levels import LimitLevels
 from appliance.metering.limits.token_bucket import UNITS_PER_TOKEN, Take, TokenBucket
 from appliance.tenancy.principals import Limits, Principal
 from tests.support.cast import Cast

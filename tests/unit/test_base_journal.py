@@ -14,8 +14,8 @@ from typing import Any
 import pytest
 
 from appliance.base import journal as journal_module
+from appliance.base.aio_writer import BLOCK_BYTES
 from appliance.base.journal import Journal, left_in
-from appliance.base.kernel_writer import BLOCK_BYTES
 from tests.support.ledgers import until
 
 BOTH = pytest.mark.parametrize("by_kernel", [False, True], ids=["thread", "kernel"])

@@ -12,7 +12,7 @@ import pytest
 
 from appliance.base.errors import BudgetExceeded, RateLimitExceeded, Refused, RequestExceedsLimit
 from appliance.metering.limits.admission import Admission
-from appliance.metering.limits.expectations import EXPECTED_OUTPUT_TOKENS, OUTPUTS_MIN, percentile_90
+from appliance.metering.limits.output_estimates import EXPECTED_OUTPUT_TOKENS, OUTPUTS_MIN, percentile_90
 from appliance.metering.limits.quotas import Moment, Owner
 from appliance.metering.limits.reservations import Reservation
 from appliance.metering.limits.rules import Asked

@@ -12,19 +12,17 @@ from sqlalchemy.sql.selectable import CompoundSelect
 from appliance.metering.alerts.plans import Period, Plan
 from appliance.metering.calendar import BillingCalendar
 from appliance.metering.ledger.rollups import join_sum
-from appliance.metering.limits.owner_sums import days_of_month, sums_query
-from appliance.metering.limits.quotas import Owner, owners_of
+from appliance.metering.limits.owner_sums import days_of_month, spread, sums_query
+from appliance.metering.limits.quotas import Owner
 
 
 def used_by(connection: Connection, calendar: BillingCalendar, period: Period, plans: Mapping[Owner, Plan]) -> Counter[Owner]:
     """Return what each owner of `plans` has used in `period` that counts, in one statement."""
     used: Counter[Owner] = Counter()
-    for row in connection.execute(used_query(calendar, period, plans)) if plans else ():
-        for owner in owners_of(row.tenant_id, row.key_id, row.model):
-            plan = plans.get(owner)
-            if plan is not None and owner.scope == row.scope:
-                cost_picos = join_sum(row.high, row.low)
-                used[owner] += plan.counted(period.kind, int(row.tokens), cost_picos, row.currency)
+    rows = connection.execute(used_query(calendar, period, plans)) if plans else ()
+    for owner, row in spread(rows, plans):
+        cost_picos = join_sum(row.high, row.low)
+        used[owner] += plans[owner].counted(period.kind, int(row.tokens), cost_picos, row.currency)
     return used
 
 

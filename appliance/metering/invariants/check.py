@@ -37,7 +37,7 @@ from appliance.base import db, tables
 from appliance.base.clock import SystemClock
 from appliance.base.money import cost_picos, discounted
 from appliance.base.settings import UnusableData
-from appliance.metering.alerts import sealed
+from appliance.metering import sealed_secrets
 from appliance.metering.calendar import BillingCalendar
 from appliance.metering.invariants import books, origins
 from appliance.metering.invariants.finding import NAMED_MAX, Finding, named
@@ -114,12 +114,12 @@ async def _tables(connection: AsyncConnection, url: str, kind: str) -> Finding:
 
 async def _secrets(connection: AsyncConnection, data_dir: Path) -> Finding:
     path = data_dir / PEPPER_FILE
-    found = await sealed.look(connection, read_pepper(data_dir) if path.exists() else None)
+    found = await sealed_secrets.look(connection, read_pepper(data_dir) if path.exists() else None)
     if not found.unreadable:
         return Finding("secrets", "holds", f"{found.stored} sealed, each opens with secret.key")
     parts = [named(ids, what) for ids, what in ((found.members, "second factors"), (found.webhooks, "webhooks")) if ids]
     why = f"{path} is not the file they were sealed with" if path.exists() else f"{path} is not there"
-    return Finding("secrets", "broken", f"cannot be opened: {'; '.join(parts)}; {why}: {sealed.ADVICE}")
+    return Finding("secrets", "broken", f"cannot be opened: {'; '.join(parts)}; {why}: {sealed_secrets.ADVICE}")
 
 
 async def _once(connection: AsyncConnection) -> Finding:

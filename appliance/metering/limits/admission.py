@@ -19,14 +19,14 @@ from appliance.base.errors import GatehouseError
 from appliance.metering.calendar import BillingCalendar
 from appliance.metering.ledger.records import UsageEvent
 from appliance.metering.limits.allowances import SHADOW, Allowance, Amount, Need
-from appliance.metering.limits.expectations import Expectations
-from appliance.metering.limits.levels import LevelRow, SavedLevel
-from appliance.metering.limits.meetings import Meetings
+from appliance.metering.limits.first_reads import FirstReads
+from appliance.metering.limits.output_estimates import OutputEstimates
 from appliance.metering.limits.queue import AdmissionQueue, Later, Refusals, Waiter, may_wait, on_the_loop
 from appliance.metering.limits.quotas import ALL_TENANTS, LimitDecision, LimitKind, Moment, Owner, owners_of
 from appliance.metering.limits.remaining import Running
 from appliance.metering.limits.reservations import Reservation, Work
 from appliance.metering.limits.rules import Asked, Rule, rules_for
+from appliance.metering.limits.saved_levels import LevelRow, SavedLevel
 from appliance.metering.limits.sums import SumsReader
 from appliance.metering.limits.token_bucket import TokenBucket
 from appliance.tenancy.model_policies import ModelPolicy
@@ -112,12 +112,12 @@ class Admission:
         self._calendar = calendar
         self._sums = sums
         self._allowances: dict[Owner, Allowance] = {}
-        self.expectations = Expectations(sums, clock)
+        self.output_estimates = OutputEstimates(sums, clock)
         self._live = Running(self._moment)
         self._unsaved: set[Allowance] = set()
         self._queue = AdmissionQueue(clock, later=later)
         self._waits = waits
-        self._meetings = Meetings(sums, self._allowances, self._live, self._moment)
+        self._first_reads = FirstReads(sums, self._allowances, self._live, self._moment)
         self._asking: dict[int, Asked] = {}  # of those who wait, by what no two of them share
         self._today: Moment | None = None
 
@@ -206,7 +206,7 @@ class Admission:
 
     def correct(self, correction: UsageEvent) -> None:
         """Count a correction that has just been committed, and let those try again who wait for what it gives back."""
-        self._meetings.hear(correction)
+        self._first_reads.hear(correction)
         owners = owners_of(correction.tenant_id, correction.key_id, correction.model)
         known = [self._allowances[owner] for owner in owners if owner in self._allowances]
         for allowance in known:
@@ -215,8 +215,8 @@ class Admission:
 
     async def stop(self) -> None:
         """End what reads the ledger."""
-        await self.expectations.stop()
-        await self._meetings.stop()
+        await self.output_estimates.stop()
+        await self._first_reads.stop()
 
     def refuse_waiting(self, error: Exception) -> None:
         """Tell every request that waits for room that nothing will come."""
@@ -273,10 +273,10 @@ class Admission:
     async def _allowances_of(self, asked: Asked) -> list[Allowance]:
         """Return the allowances that hold for a request, as the limits are now. Of new ones the ledger is read once."""
         rules = rules_for(asked.principal, asked.model, asked.policy, self._currency)
-        self.expectations.meet(asked.principal.key.id, asked.model)
+        self.output_estimates.meet(asked.principal.key.id, asked.model)
         for rule in rules:
             if rule.owner not in self._allowances:
-                await self._meetings.meet(rules)
+                await self._first_reads.meet(rules)
                 break
         at = self._moment()
         if asked.policy is None and (shared := self._allowances.get(Owner("model", ALL_TENANTS, asked.model))) is not None:
@@ -316,7 +316,7 @@ class Admission:
             cut_at_budget=asked.principal.tenant.cut_at_budget,
         )
         self._live.add(reservation)
-        self.expectations.began(needs.work)
+        self.output_estimates.began(needs.work)
         self._unsaved.update(allowances)
         return reservation
 
@@ -324,7 +324,7 @@ class Admission:
         self._live.discard(reservation)
         allowances = [hold.allowance for hold in reservation.holds]
         self._unsaved.update(allowances)
-        self.expectations.ended(reservation.work, output_tokens)
+        self.output_estimates.ended(reservation.work, output_tokens)
         self._queue.wake(allowances)
 
     def _needs(self, asked: Asked, allowances: Sequence[Allowance]) -> Needs:
@@ -344,7 +344,7 @@ class Admission:
 
     def _need(self, asked: Asked, work: Work, room: float) -> Need:
         room_each = (room - asked.prompt_tokens) / asked.answers
-        each = self.expectations.output(work, asked.max_output_tokens, room_each)
+        each = self.output_estimates.output(work, asked.max_output_tokens, room_each)
         expected = asked.answers * each
         longest = asked.answers * max(each, asked.max_output_tokens or 0, asked.output_room or 0)
         return Need(

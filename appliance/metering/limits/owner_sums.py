@@ -8,17 +8,17 @@ from __future__ import annotations
 
 from calendar import monthrange
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Container, Iterable, Iterator, Sequence
 from datetime import date, datetime, timedelta
 from typing import Any
 
-from sqlalchemy import Select, String, Table, and_, case, func, literal, select, union_all
+from sqlalchemy import Row, Select, String, Table, and_, case, func, literal, select, union_all
 from sqlalchemy.sql.selectable import CompoundSelect
 
 from appliance.base.tables import api_keys, usage_box_rollups, usage_rollups
 from appliance.metering.calendar import BillingCalendar
 from appliance.metering.ledger.rollups import DAY
-from appliance.metering.limits.quotas import LimitScope, Owner
+from appliance.metering.limits.quotas import LimitScope, Owner, owners_of
 
 NAMED_MAX = 500  # of more owners of a scope than that the sums of all are read: a statement takes so many names
 
@@ -40,6 +40,14 @@ def sums_query(
     for owner in owners:
         named[owner.scope].add((owner.model or "") if owner.scope == "model" else owner.id)
     return union_all(*(_sums(scope, sorted(names), days, tokens_since) for scope, names in named.items()))
+
+
+def spread(rows: Iterable[Row[Any]], owners: Container[Owner]) -> Iterator[tuple[Owner, Row[Any]]]:
+    """Yield each row of `sums_query` with each of `owners` that it counts for."""
+    for row in rows:
+        for owner in owners_of(row.tenant_id, row.key_id, row.model):
+            if owner.scope == row.scope and owner in owners:
+                yield owner, row
 
 
 def _sums(scope: LimitScope, names: list[str], days: Sequence[datetime], tokens_since: datetime | None) -> Select[Any]:

@@ -15,10 +15,10 @@ from appliance.base.db import Database
 from appliance.base.tables import usage_events
 from appliance.metering.calendar import BillingCalendar
 from appliance.metering.ledger.rollups import SETTLED, join_sum
-from appliance.metering.limits import levels as limit_levels
-from appliance.metering.limits.levels import SavedLevel
-from appliance.metering.limits.owner_sums import days_of_month, sums_query
+from appliance.metering.limits import saved_levels
+from appliance.metering.limits.owner_sums import days_of_month, spread, sums_query
 from appliance.metering.limits.quotas import BUCKET_KINDS, LimitKind, Moment, Owner, owners_of
+from appliance.metering.limits.saved_levels import SavedLevel
 
 RECENT = timedelta(minutes=1)
 """After this long a bucket is full again, whatever was taken from it."""
@@ -79,17 +79,15 @@ class LedgerSums:
         A request belongs to the time of its admission.
         """
         async with self._db.reading() as connection:
-            saved = await limit_levels.find(connection, currencies)
+            saved = await saved_levels.find(connection, currencies)
             days, today = days_of_month(self._calendar, at.month), self._calendar.day_start(at.day)
             sums = (await connection.execute(sums_query(currencies, days, tokens_since=today))).all()
             through_posting = await counters.last_taken(connection, counters.POSTING)
             events = await _events(connection, {owner: self._needed(saved[owner], at) for owner in currencies})
         tokens, costs = dict.fromkeys(currencies, 0), dict.fromkeys(currencies, 0)
-        for row in sums:
-            for owner in owners_of(row.tenant_id, row.key_id, row.model):
-                if owner in currencies and owner.scope == row.scope:
-                    tokens[owner] += int(row.tokens)
-                    costs[owner] += join_sum(row.high, row.low) if row.currency == currencies[owner] else 0
+        for owner, row in spread(sums, currencies):
+            tokens[owner] += int(row.tokens)
+            costs[owner] += join_sum(row.high, row.low) if row.currency == currencies[owner] else 0
         return {
             owner: PeriodSums(
                 tokens_today=tokens[owner],

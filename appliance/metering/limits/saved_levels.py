@@ -103,7 +103,7 @@ class LimitLevels:
             try:
                 await self.save()
             except Exception:  # noqa: BLE001 - owned task: a database that is away for a moment must not end it
-                _log.exception("limit_levels_not_saved")
+                _log.exception("levels of limits could not be saved; it is tried again")
 
 
 async def find(connection: AsyncConnection, owners: Iterable[Owner]) -> dict[Owner, dict[LimitKind, SavedLevel]]:

@@ -17,11 +17,11 @@ from appliance.metering.ledger.writer import Ledger
 from appliance.metering.limits import sums as limit_sums
 from appliance.metering.limits.admission import Admission
 from appliance.metering.limits.allowances import Allowance
-from appliance.metering.limits.levels import LimitLevels
-from appliance.metering.limits.meetings import OWNERS_AT_ONCE
+from appliance.metering.limits.first_reads import OWNERS_AT_ONCE
 from appliance.metering.limits.quotas import ALL_TENANTS, Moment, Owner
 from appliance.metering.limits.reservations import Reservation
 from appliance.metering.limits.rules import Asked
+from appliance.metering.limits.saved_levels import LimitLevels
 from appliance.metering.limits.sums import RECENT_EVENTS_MAX, PeriodSums, Span, events_query
 from appliance.tenancy.model_policies import ModelPolicy
 from appliance.tenancy.principals import Limits, Principal
@@ -65,8 +65,8 @@ async def admission(clock: FakeClock, slow: SlowSums) -> AsyncIterator[Admission
     yield opened
     slow.go_on.set()
     await opened.stop()
-    meetings = opened._meetings
-    assert (meetings._task, list(meetings._line), meetings._met, meetings._heard) == (None, [], {}, [])
+    first_reads = opened._first_reads
+    assert (first_reads._task, list(first_reads._line), first_reads._met, first_reads._heard) == (None, [], {}, [])
 
 
 def asking(who: Principal, policy: ModelPolicy | None = None, tokens: int = 10) -> Asked:

@@ -24,7 +24,7 @@ from appliance.metering.limits.sums import SumsReader
 OWNERS_AT_ONCE = 64
 
 
-class Meetings:
+class FirstReads:
     """Makes the allowances that are not in `known` yet, and puts them there. Belongs to one event loop."""
 
     def __init__(self, sums: SumsReader, known: dict[Owner, Allowance], live: Running, moment: Callable[[], Moment]) -> None:
@@ -45,7 +45,7 @@ class Meetings:
                 self._met[rule.owner] = asyncio.get_running_loop().create_future()
                 self._line.append(rule)
         if self._task is None:
-            self._task = asyncio.create_task(self._read_line(), name="first meetings")
+            self._task = asyncio.create_task(self._read_line(), name="first reads")
         waiting = [self._met[rule.owner] for rule in strangers]
         await asyncio.wait(waiting)
         for met in waiting:

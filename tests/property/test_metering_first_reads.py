@@ -173,6 +173,6 @@ async def test_every_owner_is_read_once_and_everything_counts_once(seed: int) ->
         assert (allowance.running, allowance._day.reserved) == (0, 0)
         if owner != MODEL:
             assert allowance._day.used == USED + box.settled[owner] + box.books.corrected[owner]
-    meetings = box.admission._meetings
-    assert (meetings._task, list(meetings._line), meetings._met, meetings._heard) == (None, [], {}, [])
-    assert not [task for task in asyncio.all_tasks() if task.get_name() == "first meetings"]
+    first_reads = box.admission._first_reads
+    assert (first_reads._task, list(first_reads._line), first_reads._met, first_reads._heard) == (None, [], {}, [])
+    assert not [task for task in asyncio.all_tasks() if task.get_name() == "first reads"]

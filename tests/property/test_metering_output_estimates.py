@@ -7,7 +7,7 @@ from datetime import datetime
 
 import pytest
 
-from appliance.metering.limits.expectations import EXPECTED_OUTPUT_TOKENS, OUTPUTS_MIN
+from appliance.metering.limits.output_estimates import EXPECTED_OUTPUT_TOKENS, OUTPUTS_MIN
 from appliance.metering.limits.reservations import Reservation
 from appliance.metering.limits.rules import Asked
 from appliance.metering.limits.sums import OUTPUTS_KEPT
@@ -69,7 +69,7 @@ async def test_a_burst_is_never_cheap_whatever_came_before_it(clock: FakeClock, 
     longest = chance.choice([5, 300, 3000])
     for step in range(STEPS):
         if step == arrives:
-            await admission.expectations.read()
+            await admission.output_estimates.read()
             seen.ended = history + seen.ended
         if chance.random() < 0.1:
             longest = chance.choice([1, 5, 300, 3000])  # the game: a row of short ones, then long ones

@@ -60,7 +60,7 @@ class Lengths:
         return usual if KNOWN_PER_RUNNING * (self.running + more) <= known else max(usual, EXPECTED_OUTPUT_TOKENS)
 
 
-class Expectations:
+class OutputEstimates:
     """Lengths by key and model. Belongs to one event loop.
 
     Those of earlier processes are read after the first request of each, by one task and one after the other: no request waits
@@ -91,7 +91,7 @@ class Expectations:
             try:
                 lengths.remember(await self._reader.outputs(key_id, model, lengths.since))
             except Exception:  # noqa: BLE001 - without its history a key is one of which nothing is known
-                _log.exception("answer_lengths_not_read", key_id=key_id, model=model)
+                _log.exception("lengths of earlier answers could not be read", key_id=key_id, model=model)
 
     @property
     def pairs(self) -> int:

@@ -67,7 +67,7 @@ class _Event(ctypes.Structure):
     )
 
 
-class KernelWriter:
+class AioWriter:
     """One write at a time to one of some files, each from its beginning on. Belongs to the running event loop.
 
     Raises OSError where the system, the sandbox or the file system does not offer it.

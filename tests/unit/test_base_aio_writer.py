@@ -14,13 +14,13 @@ from typing import Any
 
 import pytest
 
+from appliance.base import aio_writer
 from appliance.base import journal as journal_module
-from appliance.base import kernel_writer as kernel_writer_module
+from appliance.base.aio_writer import BLOCK_BYTES, ROOM_BYTES, SLOW_SUBMITS_MAX, AioWriter
 from appliance.base.journal import Journal, left_in
-from appliance.base.kernel_writer import BLOCK_BYTES, ROOM_BYTES, SLOW_SUBMITS_MAX, KernelWriter
 
 
-async def written(writer: KernelWriter, index: int, data: bytes, offset: int) -> bool:
+async def written(writer: AioWriter, index: int, data: bytes, offset: int) -> bool:
     ended: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
     writer.write(index, data, offset, ended.set_result)
     assert writer.is_busy
@@ -38,7 +38,7 @@ def paths(tmp_path: Path) -> list[Path]:
 @pytest.mark.parametrize("seed", range(10))
 async def test_writes_of_any_length_follow_one_another_and_start_again_at_the_beginning(paths: list[Path], seed: int) -> None:
     chance = random.Random(seed)
-    writer = KernelWriter(paths)
+    writer = AioWriter(paths)
     expected = [b"", b""]
     for _ in range(60):
         index = chance.randrange(2)
@@ -53,14 +53,14 @@ async def test_writes_of_any_length_follow_one_another_and_start_again_at_the_be
 
 
 async def test_what_follows_the_last_byte_in_its_block_is_no_record_of_an_earlier_life(paths: list[Path]) -> None:
-    writer = KernelWriter(paths)
+    writer = AioWriter(paths)
     await written(writer, 0, b"short", 0)
     assert paths[0].read_bytes()[5:BLOCK_BYTES] == bytes(BLOCK_BYTES - 5)
     writer.close()
 
 
 async def test_a_write_elsewhere_than_behind_the_last_is_refused(paths: list[Path]) -> None:
-    writer = KernelWriter(paths)
+    writer = AioWriter(paths)
     with pytest.raises(OSError, match="follow one another"):
         writer.write(0, b"data", 17, print)
     assert not writer.is_busy
@@ -68,7 +68,7 @@ async def test_a_write_elsewhere_than_behind_the_last_is_refused(paths: list[Pat
 
 
 async def test_a_write_that_would_let_a_file_grow_is_refused(paths: list[Path]) -> None:
-    writer = KernelWriter(paths)
+    writer = AioWriter(paths)
     assert await written(writer, 0, b"x" * (8 * BLOCK_BYTES - 3), 0)
     with pytest.raises(OSError, match="would grow"):
         writer.write(0, b"four", 8 * BLOCK_BYTES - 3, print)
@@ -80,7 +80,7 @@ async def test_a_write_that_would_let_a_file_grow_is_refused(paths: list[Path]) 
 
 
 async def test_what_the_kernel_still_reads_is_not_overwritten(paths: list[Path]) -> None:
-    writer = KernelWriter(paths)
+    writer = AioWriter(paths)
     ended: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
     writer.write(0, b"first" * 6000, 0, ended.set_result)
     with pytest.raises(OSError, match="on its way"):
@@ -91,7 +91,7 @@ async def test_what_the_kernel_still_reads_is_not_overwritten(paths: list[Path])
 
 
 async def test_memory_that_is_given_back_while_it_is_written_from_is_written_as_it_was(paths: list[Path]) -> None:
-    writer = KernelWriter(paths)
+    writer = AioWriter(paths)
     ended: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
     writer.write(0, b"x" * 7 * BLOCK_BYTES, 0, ended.set_result)
     writer._room.close()
@@ -106,9 +106,9 @@ async def test_memory_that_is_given_back_while_it_is_written_from_is_written_as_
 async def test_single_writes_that_take_long_to_hand_over_are_not_held_against_the_disk(
     paths: list[Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    writer = KernelWriter(paths)
+    writer = AioWriter(paths)
     for number in range(3 * SLOW_SUBMITS_MAX):
-        monkeypatch.setattr(kernel_writer_module, "SLOW_SUBMIT_S", 60.0 if number % 4 == 3 else -1.0)
+        monkeypatch.setattr(aio_writer, "SLOW_SUBMIT_S", 60.0 if number % 4 == 3 else -1.0)
         assert await written(writer, 0, b"data", 0)
         assert not writer.is_slow
     writer.close()
@@ -116,12 +116,12 @@ async def test_single_writes_that_take_long_to_hand_over_are_not_held_against_th
 
 async def test_a_writer_leaves_no_file_open(paths: list[Path]) -> None:
     before = set(os.listdir("/proc/self/fd"))
-    writer = KernelWriter(paths)
+    writer = AioWriter(paths)
     await written(writer, 0, b"data", 0)
     writer.close()
     assert set(os.listdir("/proc/self/fd")) <= before
     with pytest.raises(FileNotFoundError):
-        KernelWriter([paths[0], paths[0].with_name("missing")])
+        AioWriter([paths[0], paths[0].with_name("missing")])
     assert set(os.listdir("/proc/self/fd")) <= before
 
 
@@ -160,7 +160,7 @@ async def test_a_sandbox_that_forbids_the_calls_has_a_thread(tmp_path: Path, mon
         raise OSError(errno.EPERM, "not permitted")
 
     before = set(os.listdir("/proc/self/fd"))
-    monkeypatch.setattr(KernelWriter, "_call", forbidden)
+    monkeypatch.setattr(AioWriter, "_call", forbidden)
     journal = Journal(tmp_path / "j", by_kernel=True)
     await journal.append(b"record")
     await journal.close()
@@ -170,8 +170,8 @@ async def test_a_sandbox_that_forbids_the_calls_has_a_thread(tmp_path: Path, mon
 
 async def test_what_the_kernel_fails_to_write_the_thread_writes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     journal, held = await journal_of(tmp_path)
-    hear = kernel_writer_module._Event
-    monkeypatch.setattr(kernel_writer_module, "_Event", type("Failed", (hear,), {"result": -errno.EIO}))
+    hear = aio_writer._Event
+    monkeypatch.setattr(aio_writer, "_Event", type("Failed", (hear,), {"result": -errno.EIO}))
     await asyncio.gather(*(journal.append(b"%d" % number) for number in range(5)))
     assert thread_writes(journal)
     assert journal.last_error is None
@@ -185,7 +185,7 @@ async def test_what_the_kernel_does_not_take_the_thread_writes(tmp_path: Path, m
         raise OSError(errno.EAGAIN, "try again")
 
     journal, held = await journal_of(tmp_path)
-    monkeypatch.setattr(KernelWriter, "write", refused)
+    monkeypatch.setattr(AioWriter, "write", refused)
     await journal.append(b"after")
     assert left_in(tmp_path / "j") == [*held, b"after"]
 
@@ -195,7 +195,7 @@ async def test_no_error_lets_anybody_wait_for_ever(tmp_path: Path, monkeypatch: 
         raise MemoryError
 
     journal, held = await journal_of(tmp_path)
-    monkeypatch.setattr(KernelWriter, "write", no_memory)
+    monkeypatch.setattr(AioWriter, "write", no_memory)
     await asyncio.wait_for(journal.append(b"after"), 5)
     assert left_in(tmp_path / "j") == [*held, b"after"]
 
@@ -242,7 +242,7 @@ async def test_a_record_larger_than_the_kernels_room_is_written_too(tmp_path: Pa
 async def test_a_disk_that_stops_the_event_loop_at_each_write_is_left_to_the_thread(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(kernel_writer_module, "SLOW_SUBMIT_S", -1.0)
+    monkeypatch.setattr(aio_writer, "SLOW_SUBMIT_S", -1.0)
     journal = Journal(tmp_path / "j", by_kernel=True)
     for number in range(SLOW_SUBMITS_MAX):
         await journal.append(b"%d" % number)
@@ -259,7 +259,7 @@ async def test_a_write_that_does_not_end_is_an_error_and_closing_does_not_wait_f
     journal, held = await journal_of(tmp_path)
     kernel = journal._kernel
     assert kernel is not None
-    monkeypatch.setattr(KernelWriter, "_hear", lambda _self: None)
+    monkeypatch.setattr(AioWriter, "_hear", lambda _self: None)
     asyncio.get_running_loop().remove_reader(kernel._eventfd)
     stuck = asyncio.create_task(journal.append(b"stuck"))
     await asyncio.sleep(0.1)
@@ -272,12 +272,12 @@ async def test_a_write_that_does_not_end_is_an_error_and_closing_does_not_wait_f
 async def test_appends_of_one_turn_are_one_write(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     journal, _held = await journal_of(tmp_path)
     sizes: list[int] = []
-    write = KernelWriter.write
+    write = AioWriter.write
 
-    def counted(self: KernelWriter, index: int, data: bytes, offset: int, on_end: Any) -> None:
+    def counted(self: AioWriter, index: int, data: bytes, offset: int, on_end: Any) -> None:
         sizes.append(data.count(b"\n"))
         write(self, index, data, offset, on_end)
 
-    monkeypatch.setattr(KernelWriter, "write", counted)
+    monkeypatch.setattr(AioWriter, "write", counted)
     await asyncio.gather(*(journal.append(b"%d" % number) for number in range(40)))
     assert sizes == [40]

@@ -12,9 +12,9 @@ from sqlalchemy import text
 
 from appliance.base.db import Database
 from appliance.metering.ledger.writer import Ledger
-from appliance.metering.limits import expectations
+from appliance.metering.limits import output_estimates
 from appliance.metering.limits.admission import Admission, Patience
-from appliance.metering.limits.expectations import EXPECTED_OUTPUT_TOKENS, OUTPUTS_MIN
+from appliance.metering.limits.output_estimates import EXPECTED_OUTPUT_TOKENS, OUTPUTS_MIN
 from appliance.metering.limits.reservations import Reservation
 from appliance.metering.limits.rules import Asked
 from appliance.metering.limits.sums import OUTPUTS_KEPT, OUTPUTS_READ_MAX, outputs_query
@@ -66,7 +66,7 @@ async def test_after_a_restart_a_request_soon_holds_what_it_would_have_held_befo
     for person, expected in ((cast.bob, 40), (cast.charlie, EXPECTED_OUTPUT_TOKENS)):
         started = utc_admission(clock, utc_sums(database))
         assert (await admit(started, person.principal)).tokens_reserved == 5 + EXPECTED_OUTPUT_TOKENS
-        await started.expectations.read()
+        await started.output_estimates.read()
         assert (await admit(started, person.principal)).tokens_reserved == 5 + expected
 
 
@@ -104,7 +104,7 @@ async def turns(count: int = 20) -> None:
 async def test_no_first_request_waits_for_the_history_of_its_key(clock: FakeClock) -> None:
     slow, keys = SlowHistory(*[[40] * OUTPUTS_MIN] * 50), [principal() for _ in range(50)]
     admission = utc_admission(clock, slow)
-    admission.expectations.start()
+    admission.output_estimates.start()
     for key in keys:
         assert (await admit(admission, key)).tokens_reserved == 5 + EXPECTED_OUTPUT_TOKENS
     await turns()
@@ -113,7 +113,7 @@ async def test_no_first_request_waits_for_the_history_of_its_key(clock: FakeCloc
     await turns(200)
     assert (slow.reading_most, slow.histories) == (1, [])
     assert [(await admit(admission, key)).tokens_reserved for key in keys] == [45] * 50
-    await admission.expectations.stop()
+    await admission.output_estimates.stop()
 
 
 async def test_answers_that_ended_while_the_history_was_read_come_after_it(clock: FakeClock) -> None:
@@ -123,7 +123,7 @@ async def test_answers_that_ended_while_the_history_was_read_come_after_it(clock
         (await admit(admission, bob)).settle(5 + 10)
     running = await admit(admission, bob)
     slow.go_on.set()
-    await admission.expectations.read()
+    await admission.output_estimates.read()
     for _ in range(9):
         (await admit(admission, bob)).settle(5 + 10)
     assert (await admit(admission, bob)).tokens_reserved == 3005, "11 of the last 100 were as long"
@@ -135,21 +135,21 @@ async def test_a_history_that_cannot_be_read_leaves_a_key_as_a_new_one(clock: Fa
     broken, bob, charlie = SlowHistory(None, [40] * OUTPUTS_MIN), principal(), principal()
     broken.go_on.set()
     admission = utc_admission(clock, broken)
-    admission.expectations.start()
+    admission.output_estimates.start()
     with structlog.testing.capture_logs() as logs:
         for who in (bob, charlie):
             await admit(admission, who)
         await turns()
-    assert [(line["event"], line["key_id"]) for line in logs] == [("answer_lengths_not_read", bob.key.id)]
+    assert [(line["event"], line["key_id"]) for line in logs] == [("lengths of earlier answers could not be read", bob.key.id)]
     assert (await admit(admission, bob)).tokens_reserved == 5 + EXPECTED_OUTPUT_TOKENS
     assert (await admit(admission, charlie)).tokens_reserved == 5 + 40
-    await admission.expectations.stop()
+    await admission.output_estimates.stop()
 
 
 async def test_of_many_keys_those_asked_for_last_are_remembered_and_those_that_run(
     clock: FakeClock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(expectations, "PAIRS_KEPT", 3)
+    monkeypatch.setattr(output_estimates, "PAIRS_KEPT", 3)
     admission, (bob, charlie, dora, eve) = utc_admission(clock, NothingYet()), [principal() for _ in range(4)]
     running = await admit(admission, bob)
     for who in (charlie, dora):
@@ -157,7 +157,7 @@ async def test_of_many_keys_those_asked_for_last_are_remembered_and_those_that_r
             (await admit(admission, who)).settle(5 + 40)
     (await admit(admission, charlie)).settle(5 + 40)
     (await admit(admission, eve)).void()  # bob is the oldest, but runs; then dora
-    assert admission.expectations.pairs == 3
+    assert admission.output_estimates.pairs == 3
     assert (await admit(admission, charlie)).tokens_reserved == 5 + 40
     assert (await admit(admission, dora)).tokens_reserved == 5 + EXPECTED_OUTPUT_TOKENS
     running.settle(5 + 40)
@@ -166,7 +166,7 @@ async def test_of_many_keys_those_asked_for_last_are_remembered_and_those_that_r
 async def test_who_waited_for_room_until_his_key_was_forgotten_is_counted(
     clock: FakeClock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(expectations, "PAIRS_KEPT", 1)
+    monkeypatch.setattr(output_estimates, "PAIRS_KEPT", 1)
     admission = utc_admission(clock, NothingYet())
     bob, others = principal(Limits(concurrent_requests=1)), [principal() for _ in range(3)]
     first = await admit(admission, bob)
@@ -177,18 +177,18 @@ async def test_who_waited_for_room_until_his_key_was_forgotten_is_counted(
         (await admit(admission, who)).void()
     first.settle(5 + 40)
     (await waiting).settle(5 + 40)
-    assert admission.expectations.pairs <= 2
+    assert admission.output_estimates.pairs <= 2
 
 
 async def test_a_shutdown_waits_for_no_history(clock: FakeClock) -> None:
     slow = SlowHistory([])
     admission = utc_admission(clock, slow)
-    admission.expectations.start()
+    admission.output_estimates.start()
     await admit(admission, principal())
     await turns()
     assert slow.reading == 1
-    await admission.expectations.stop()
-    await admission.expectations.stop()
+    await admission.output_estimates.stop()
+    await admission.output_estimates.stop()
     assert slow.reading == 0
     assert not [task for task in asyncio.all_tasks() if task.get_name() == "answer lengths"]
 
