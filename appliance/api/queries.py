@@ -46,8 +46,8 @@ def parse_moment(text: str, param: str) -> datetime:
         if parsed.tzinfo is not None:
             return parsed.astimezone(UTC)
     except (ValueError, OverflowError) as error:
-        raise InvalidValue(f"{param} must be a time like 2026-01-31T12:00:00Z", param=param) from error
-    raise InvalidValue(f"{param} must name its zone, like 2026-01-31T12:00:00Z", param=param)
+        raise InvalidValue(f"{param} must be an RFC 3339 time, e.g. 2026-01-31T12:00:00Z", param=param) from error
+    raise InvalidValue(f"{param} must include a UTC offset, e.g. 2026-01-31T12:00:00Z", param=param)
 
 
 def choice(request: AdminRequest, name: str, choices: Collection[str], default: str | None) -> str | None:

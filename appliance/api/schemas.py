@@ -176,7 +176,7 @@ def _text(message: Message, path: str) -> str:
         return content
     if content is None:
         if message.role != "assistant":
-            raise InvalidValue(f"{path}.content must be a text", param=f"{path}.content")
+            raise InvalidValue(f"{path}.content must be a string", param=f"{path}.content")
         return message.refusal or ""
     return "\n".join(_part_text(part, f"{path}.content[{index}]") for index, part in enumerate(content))
 
@@ -187,5 +187,5 @@ def _part_text(part: dict[str, Any], path: str) -> str:
         raise UnsupportedParameter(f"{path}: content of type {kind!r} is not supported; send text", param=f"{path}.type")
     text = part.get(kind)
     if not isinstance(text, str):
-        raise InvalidValue(f"{path}.{kind} must be a text", param=f"{path}.{kind}")
+        raise InvalidValue(f"{path}.{kind} must be a string", param=f"{path}.{kind}")
     return text

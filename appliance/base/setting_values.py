@@ -26,7 +26,7 @@ Network = ipaddress.IPv4Network | ipaddress.IPv6Network
 
 def text(value: object) -> str:
     if not isinstance(value, str) or not value.strip():
-        raise ValueError("must be a text that is not empty")
+        raise ValueError("must be a string that is not empty")
     return value.strip()
 
 

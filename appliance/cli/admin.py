@@ -31,7 +31,7 @@ TOKEN_COLUMNS = ("id", "name", "role", "revoked_at", "created_at")
 
 Email = Annotated[str, typer.Argument(metavar="E-MAIL", help="The address to sign in with.")]
 FromStdin = Annotated[
-    bool, typer.Option("--password-stdin", help="Read the password from standard input instead of making one.")
+    bool, typer.Option("--password-stdin", help="Read the password from standard input instead of generating one.")
 ]
 
 
@@ -44,7 +44,7 @@ def create(
     data_dir: DataDir = None,
     database: DatabaseUrl = None,
 ) -> None:
-    """Let somebody sign in to the console. Prints the password that was made."""
+    """Create a member who may sign in to the console. Prints the generated password, once."""
     from appliance.base.clock import SystemClock
     from appliance.tenancy.members import Members
 
@@ -63,7 +63,7 @@ def reset_password(
     data_dir: DataDir = None,
     database: DatabaseUrl = None,
 ) -> None:
-    """Replace a password. Whoever was signed in with the old one is signed out."""
+    """Reset a member's password and end all their sessions."""
     from appliance.base.clock import SystemClock
     from appliance.tenancy.members import Members
 
@@ -76,7 +76,7 @@ def reset_password(
 
 @app.command("reset-second-factor")
 def reset_second_factor(email: Email, as_json: AsJson = False, data_dir: DataDir = None, database: DatabaseUrl = None) -> None:
-    """Take away a second factor whose device is lost. The password alone signs in until a new one is set up."""
+    """Reset a member's second factor (lost device). The password alone signs in until a new one is set up."""
     from appliance.base.clock import SystemClock
     from appliance.tenancy.second_factor import reset_by_email
 
@@ -86,7 +86,7 @@ def reset_second_factor(email: Email, as_json: AsJson = False, data_dir: DataDir
 
 @app.command("unlink-provider")
 def unlink_provider(email: Email, as_json: AsJson = False, data_dir: DataDir = None, database: DatabaseUrl = None) -> None:
-    """Forget who a member is at the sign-in provider. The next sign-in there links again, by verified e-mail."""
+    """Unlink a member from the sign-in provider. The next sign-in there links again, by verified e-mail."""
     from appliance.base.clock import SystemClock
     from appliance.tenancy.identities import unlink_by_email
 
@@ -104,7 +104,7 @@ def token(
     data_dir: DataDir = None,
     database: DatabaseUrl = None,
 ) -> None:
-    """Make, list or revoke bearer tokens of /admin/v1. A new one is printed, once."""
+    """Create, list or revoke bearer tokens of /admin/v1. A new one is printed, once."""
     from appliance.base.clock import SystemClock
     from appliance.tenancy.admin_tokens import AdminTokens
 

@@ -29,7 +29,7 @@ TenantOption = Annotated[
 def list_webhooks(
     tenant: TenantOption = None, as_json: AsJson = False, data_dir: DataDir = None, database: DatabaseUrl = None
 ) -> None:
-    """List where alerts go."""
+    """List the webhooks."""
     from appliance.cli.connection import AdminClient, run
 
     async def work(client: AdminClient) -> list[dict[str, Any]]:
@@ -70,7 +70,7 @@ def rotate(
     data_dir: DataDir = None,
     database: DatabaseUrl = None,
 ) -> None:
-    """Give a webhook a new secret and print it, once."""
+    """Rotate the secret of a webhook and print the new one, once."""
     from appliance.cli.connection import AdminClient, run
 
     async def work(client: AdminClient) -> dict[str, Any]:
@@ -82,7 +82,7 @@ def rotate(
 
 @app.command("remove")
 def remove(webhook: WebhookId, as_json: AsJson = False, data_dir: DataDir = None, database: DatabaseUrl = None) -> None:
-    """Send nothing to a webhook any more. What is pending is given up."""
+    """Remove a webhook and drop its pending deliveries."""
     from appliance.cli.connection import AdminClient, run
 
     async def work(client: AdminClient) -> dict[str, Any]:
@@ -94,12 +94,12 @@ def remove(webhook: WebhookId, as_json: AsJson = False, data_dir: DataDir = None
 
 @app.command("test")
 def send_test(webhook: WebhookId, as_json: AsJson = False, data_dir: DataDir = None, database: DatabaseUrl = None) -> None:
-    """Send a test and wait for its first attempt. The exit status is 1 when that failed."""
+    """Send a test alert and wait for its first attempt. Exit status 1 when that fails."""
     from appliance.cli.connection import AdminClient, read_control, run
 
     settings = settings_from(data_dir, database)
     if read_control(settings.data_dir) is None:
-        raise CommandFailed("the appliance does not run: nothing would be sent", code="not_running")
+        raise CommandFailed("the appliance is not running, so it would send nothing", code="not_running")
 
     async def work(client: AdminClient) -> dict[str, Any]:
         sent = await client.call("POST", f"/webhooks/{webhook}/test")
@@ -115,12 +115,12 @@ def send_test(webhook: WebhookId, as_json: AsJson = False, data_dir: DataDir = N
 def deliveries(
     webhook: WebhookId,
     state: Annotated[str | None, typer.Option(help="pending, delivered or failed.", show_default=False)] = None,
-    limit: Annotated[int, typer.Option(min=1, help="How many at most.")] = 50,
+    limit: Annotated[int, typer.Option(min=1, help="Maximum number of deliveries.")] = 50,
     as_json: AsJson = False,
     data_dir: DataDir = None,
     database: DatabaseUrl = None,
 ) -> None:
-    """List what was sent to a webhook, the newest first."""
+    """List the deliveries of a webhook, the newest first."""
     from appliance.cli.connection import AdminClient, run
     from appliance.serving.alerting.texts import text_of
 
@@ -140,12 +140,12 @@ def deliveries(
 @app.command("retry")
 def retry(
     webhook: WebhookId,
-    delivery: Annotated[str, typer.Argument(metavar="DELIVERY", help="The id of what was sent.")],
+    delivery: Annotated[str, typer.Argument(metavar="DELIVERY", help="The id of the delivery.")],
     as_json: AsJson = False,
     data_dir: DataDir = None,
     database: DatabaseUrl = None,
 ) -> None:
-    """Send a message again, under the same id."""
+    """Retry a delivery, under the same id."""
     from appliance.cli.connection import AdminClient, run
 
     async def work(client: AdminClient) -> dict[str, Any]:

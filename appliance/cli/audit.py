@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from appliance.base.settings import Settings
     from appliance.tenancy.audit_chain import Verdict
 
-app = typer.Typer(help="The audit log: who changed what, and the proof of it.", no_args_is_help=True)
+app = typer.Typer(help="The audit log: who changed what, in a chain of hashes.", no_args_is_help=True)
 
 COLUMNS = ("id", "at", "actor", "action", "target", "tenant_id", "before", "after", "request_id", "address")
 HASH_CHARS = 64
@@ -26,13 +26,13 @@ Moment = Annotated[str | None, typer.Option(metavar="TIME", help="As in 2027-01-
 
 @app.command("list")
 def list_entries(
-    actor: Annotated[str | None, typer.Option(help="An e-mail address, a token's name, or an id.", show_default=False)] = None,
-    action: Annotated[str | None, typer.Option(help="What was done, as in key.rotate.", show_default=False)] = None,
-    target: Annotated[str | None, typer.Option(metavar="ID", help="What it was done to.", show_default=False)] = None,
-    tenant: Annotated[str | None, typer.Option(metavar="ID", help="Entries of this tenant.", show_default=False)] = None,
+    actor: Annotated[str | None, typer.Option(help="Only this actor: e-mail, token name or id.", show_default=False)] = None,
+    action: Annotated[str | None, typer.Option(help="Only this action, as in key.rotate.", show_default=False)] = None,
+    target: Annotated[str | None, typer.Option(metavar="ID", help="Only entries on this target.", show_default=False)] = None,
+    tenant: Annotated[str | None, typer.Option(metavar="ID", help="Only entries of this tenant.", show_default=False)] = None,
     start: Moment = None,
     end: Moment = None,
-    limit: Annotated[int, typer.Option(min=1, help="How many entries at most.")] = 50,
+    limit: Annotated[int, typer.Option(min=1, help="Maximum number of entries.")] = 50,
     as_json: AsJson = False,
     data_dir: DataDir = None,
     database: DatabaseUrl = None,
@@ -61,7 +61,7 @@ def verify(
     data_dir: DataDir = None,
     database: DatabaseUrl = None,
 ) -> None:
-    """Walk the chain of hashes on the database. It may be in use. Exit status 1 names the first wrong entry.
+    """Verify the chain of hashes. The database may be in use. Exit status 1 names the first wrong entry.
 
     Note the printed hash somewhere else: with --expect it proves that the log was not written anew since.
     """
@@ -75,9 +75,9 @@ def verify(
         wrong = None if fault is None else {"entry_id": str(fault.entry_id), "kind": fault.kind, "message": fault.text}
         output.data({"ok": fault is None, "entries": verdict.entries, "hash": verdict.hash, "fault": wrong})
     elif fault is None:
-        output.say(f"The audit log is whole: {verdict.entries} entries, the last with the hash {verdict.hash}.")
+        output.say(f"Audit log verified: {verdict.entries} entries, the last with the hash {verdict.hash}")
     else:
-        output.failed(f"the audit log is not as it was written: {fault.text}", "audit_log", as_json=False)
+        output.failed(f"audit log verification failed: {fault.text}", "audit_log", as_json=False)
     if fault is not None:
         raise typer.Exit(1)
 

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from appliance.base.settings import Settings
     from appliance.metering.invariants.finding import Finding
 
-app = typer.Typer(help="The database: tables and the promises that the ledger keeps.", no_args_is_help=True)
+app = typer.Typer(help="The database: its tables, and the invariants of the ledger.", no_args_is_help=True)
 
 
 @app.command("upgrade")
@@ -38,7 +38,7 @@ def upgrade(
 @app.command("downgrade")
 def downgrade(
     revision: Annotated[str, typer.Argument(help="The revision to go back to; `base` removes every table.")],
-    yes: Annotated[bool, typer.Option("--yes", help="Yes, I have a backup: what newer tables hold is lost.")] = False,
+    yes: Annotated[bool, typer.Option("--yes", help="Confirm that a backup exists: data of newer tables is lost.")] = False,
     as_json: AsJson = False,
     data_dir: DataDir = None,
     database: DatabaseUrl = None,
@@ -61,7 +61,7 @@ def downgrade(
 
 @app.command("check")
 def check(as_json: AsJson = False, data_dir: DataDir = None, database: DatabaseUrl = None) -> None:
-    """Prove the ledger's promises on the database. It may be in use. Exit status 1 when one is broken."""
+    """Check the invariants of the ledger. The database may be in use. Exit status 1 when one is broken."""
     from appliance.cli.connection import check_there, read_control
     from appliance.metering.invariants.check import check_ledger
 
@@ -79,7 +79,7 @@ def check(as_json: AsJson = False, data_dir: DataDir = None, database: DatabaseU
 
 @app.command("rebuild-rollups")
 def rebuild_rollups(as_json: AsJson = False, data_dir: DataDir = None, database: DatabaseUrl = None) -> None:
-    """Build the sums of usage again. Those by minute, hour and day are thrown away and made from the usage events."""
+    """Rebuild the sums of usage. Those by minute, hour and day are made from the usage events."""
     from appliance.base.db import Database
     from appliance.metering.calendar import BillingCalendar
     from appliance.metering.ledger import rollups
@@ -98,7 +98,7 @@ def rebuild_rollups(as_json: AsJson = False, data_dir: DataDir = None, database:
     if as_json:
         output.data({"rows": rows})
     else:
-        output.say(f"The sums are built again: {rows} rows.")
+        output.say(f"Rebuilt the sums of usage: {rows} rows.")
 
 
 def _print_findings(findings: list[Finding], *, as_json: bool) -> None:

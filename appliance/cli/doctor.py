@@ -35,17 +35,17 @@ class Check:
 
 
 def doctor(
-    host: Annotated[str | None, typer.Option(help="The address that would be listened on.", show_default=False)] = None,
-    port: Annotated[int | None, typer.Option(help="The port that would be listened on.", show_default=False)] = None,
+    host: Annotated[str | None, typer.Option(help="The address to listen on.", show_default=False)] = None,
+    port: Annotated[int | None, typer.Option(help="The port to listen on.", show_default=False)] = None,
     model: Annotated[
-        list[str] | None, typer.Option("--model", metavar="MODEL", help="A model that would be served.", show_default=False)
+        list[str] | None, typer.Option("--model", metavar="MODEL", help="A model to serve; repeatable.", show_default=False)
     ] = None,
     as_json: AsJson = False,
     data_dir: DataDir = None,
     database: DatabaseUrl = None,
 ) -> None:
-    """Say what must be mended. Looks at Python, disk, port, database, secrets, prices, models and GPU. Exit status 1 when
-    there is something."""
+    """Check this installation and report problems. Looks at Python, disk, port, database, secrets, prices, models and GPU; exit
+    status 1 when one of them is wrong."""
     settings = settings_from(data_dir, database, host=host, port=port, models=tuple(model) if model else None)
     looks: list[Callable[[Settings], list[Check]]] = [_disk, _port, _database, _secrets, _prices, _models, _switches, _gpu]
     checks = [_python()] + [check for look in looks for check in look(settings)]

@@ -20,13 +20,13 @@ BREAK_EVEN = ("name", "hosted_per_million", "break_even_tokens_month", "share", 
 def economics(
     file: Annotated[
         Path | None,
-        typer.Option("--file", metavar="JSON", help="Replace what was said of the hardware by this file.", show_default=False),
+        typer.Option("--file", metavar="JSON", help="Replace the cost of the hardware by this file.", show_default=False),
     ] = None,
     as_json: AsJson = False,
     data_dir: DataDir = None,
     database: DatabaseUrl = None,
 ) -> None:
-    """Show what a million tokens cost. With the break-even, and the source of each figure."""
+    """Show the cost of a million tokens. With the break-even, and the source of each figure."""
     from appliance.cli.connection import run
     from appliance.cli.invoices import read_json
 

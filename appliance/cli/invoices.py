@@ -31,7 +31,7 @@ _LEFT_OUT = {
 _OF_EVERYBODY = ("invalid_value", "month_not_over")  # what is wrong with a month is wrong for everybody, and told once
 FORMATS = ("pdf", "csv", "json", "events")
 
-Month = Annotated[str, typer.Option("--month", metavar="YYYY-MM", help="The month, of the billing time zone.")]
+Month = Annotated[str, typer.Option("--month", metavar="YYYY-MM", help="The month, in the billing time zone.")]
 Tenant = Annotated[str | None, typer.Option("--tenant", metavar="TENANT", help="One tenant (id or name).", show_default=False)]
 All = Annotated[
     bool, typer.Option("--all", help="Every tenant, archived ones too; those without anything to bill are left out.")
@@ -83,7 +83,7 @@ def draft(
     data_dir: DataDir = None,
     database: DatabaseUrl = None,
 ) -> None:
-    """Show what the invoice of a month would be now."""
+    """Draft the invoices of a month. They show what would be billed now."""
     _each(data_dir, database, month, tenant, DRAFT, everybody=everybody, as_json=as_json)
 
 
@@ -105,11 +105,11 @@ def export(
     month: Month,
     tenant: Tenant = None,
     everybody: All = False,
-    out: Annotated[Path, typer.Option("--out", metavar="DIR", help="The folder for the files; it is made.")] = Path("."),
+    out: Annotated[Path, typer.Option("--out", metavar="DIR", help="Folder for the files, created if missing.")] = Path("."),
     forms: Annotated[
         list[str] | None, typer.Option("--format", help="pdf, csv, json or events (each request as CSV); repeatable.")
     ] = None,
-    drafts: Annotated[bool, typer.Option("--drafts", help="Export drafts too; they are marked as such.")] = False,
+    drafts: Annotated[bool, typer.Option("--drafts", help="Export drafts too, marked as such.")] = False,
     as_json: AsJson = False,
     data_dir: DataDir = None,
     database: DatabaseUrl = None,
@@ -145,13 +145,13 @@ def export(
 def seller(
     file: Annotated[
         Path | None,
-        typer.Option("--file", metavar="JSON", help="Replace the seller by what this file says.", show_default=False),
+        typer.Option("--file", metavar="JSON", help="Replace the seller by this file.", show_default=False),
     ] = None,
     as_json: AsJson = False,
     data_dir: DataDir = None,
     database: DatabaseUrl = None,
 ) -> None:
-    """Show who writes the invoices, or replace it. Name, address, tax and bank, as in docs/billing.md."""
+    """Show or replace the seller on invoices. Name, address, tax and bank, as in docs/billing.md."""
     from appliance.cli.connection import run
 
     body = None if file is None else read_json(file)
@@ -167,12 +167,12 @@ def seller(
 def allowance(
     tenant: Annotated[str, typer.Argument(metavar="TENANT", help="A tenant's id or name.")],
     month: Month,
-    micros: Annotated[int, typer.Option("--micros", help="What is free each month, in millionths of the currency; 0 ends it.")],
+    micros: Annotated[int, typer.Option("--micros", help="Free amount per month, in millionths of the currency; 0 ends it.")],
     as_json: AsJson = False,
     data_dir: DataDir = None,
     database: DatabaseUrl = None,
 ) -> None:
-    """Set what a tenant need not pay each month, from a month on."""
+    """Set the free allowance of a tenant, from a month on."""
     from appliance.cli.connection import run
     from appliance.cli.tenants import at_tenant
 
@@ -262,7 +262,7 @@ async def _tenants(client: AdminClient, tenant: str | None, *, everybody: bool) 
     from appliance.cli.tenants import find
 
     if (tenant is None) != everybody:
-        raise CommandFailed("say for whom: --tenant TENANT or --all", code="usage", status=2)
+        raise CommandFailed("choose --tenant TENANT or --all", code="usage", status=2)
     if tenant is not None:
         return [await find(client, tenant)]
     return await client.every("/tenants", query={"include_archived": "true"})

@@ -72,10 +72,10 @@ def create(
         list[str] | None, typer.Option(help="inference or usage; repeatable (default: inference).", show_default=False)
     ] = None,
     expires_at: Annotated[
-        str | None, typer.Option(metavar="TIME", help="When it stops working, as in 2027-01-31T00:00:00Z.", show_default=False)
+        str | None, typer.Option(metavar="TIME", help="Expiry, as in 2027-01-31T00:00:00Z.", show_default=False)
     ] = None,
     network: Annotated[
-        list[str] | None, typer.Option(metavar="CIDR", help="A network it may be used from; repeatable.", show_default=False)
+        list[str] | None, typer.Option(metavar="CIDR", help="An allowed network; repeatable.", show_default=False)
     ] = None,
     tokens_per_minute: LimitOption = None,
     requests_per_minute: LimitOption = None,
@@ -112,11 +112,11 @@ def update(
     name: Annotated[str | None, typer.Option(help="A new name.", show_default=False)] = None,
     scope: Annotated[list[str] | None, typer.Option(help="inference or usage; repeatable.", show_default=False)] = None,
     expires_at: Annotated[
-        str | None, typer.Option(metavar="TIME", help="When it stops working; `none` for never.", show_default=False)
+        str | None, typer.Option(metavar="TIME", help="Expiry; `none` for never.", show_default=False)
     ] = None,
     network: Annotated[
         list[str] | None,
-        typer.Option(metavar="CIDR", help="A network it may be used from; `all` for every one.", show_default=False),
+        typer.Option(metavar="CIDR", help="An allowed network; repeatable; `all` for every one.", show_default=False),
     ] = None,
     tokens_per_minute: LimitOption = None,
     requests_per_minute: LimitOption = None,
@@ -164,13 +164,12 @@ def update(
 @app.command("rotate")
 def rotate(
     key: KeyId,
-    grace: Annotated[int, typer.Option(metavar="SECONDS", help="How long the old secret works beside the new one.")] = 0,
+    grace: Annotated[int, typer.Option(metavar="SECONDS", help="Grace period in which the old secret still works.")] = 0,
     as_json: AsJson = False,
     data_dir: DataDir = None,
     database: DatabaseUrl = None,
 ) -> None:
-    """Replace a key by a new one. The old one stops working at once, or after the grace period; the new secret is printed,
-    once."""
+    """Rotate a key. Prints the new secret, once; the old one stops working at once, or after the grace period."""
     from appliance.cli.connection import run
 
     async def work(client: AdminClient) -> dict[str, Any]:
@@ -206,7 +205,7 @@ async def find_key(client: AdminClient, which: str) -> dict[str, Any]:
     for key in await _keys(client, None):
         if which in (key["id"], key["prefix"]):
             return key
-    raise CommandFailed("there is no key with this id or prefix", code="not_found")
+    raise CommandFailed("no key with this id or prefix", code="not_found")
 
 
 def _print_secret(key: dict[str, Any], *, as_json: bool) -> None:

@@ -18,7 +18,7 @@ COLUMNS = (
     "cached_tokens", "completion_tokens", "rejected_tokens", "cost", "note",
 )  # fmt: skip
 
-Tokens = Annotated[int, typer.Option(metavar="TOKENS", help="How many more, or, below zero, fewer.")]
+Tokens = Annotated[int, typer.Option(metavar="TOKENS", help="Tokens to add; negative to subtract.")]
 
 
 @app.command("list")
@@ -29,9 +29,9 @@ def list_events(
     request: Annotated[str | None, typer.Option(metavar="ID", help="Only this request.", show_default=False)] = None,
     status: Annotated[str | None, typer.Option(help="pending, posted, voided or recovered.", show_default=False)] = None,
     kind: Annotated[str | None, typer.Option(help="usage or adjustment.", show_default=False)] = None,
-    start: Annotated[str | None, typer.Option(metavar="TIME", help="Admitted from then on.", show_default=False)] = None,
-    end: Annotated[str | None, typer.Option(metavar="TIME", help="Admitted before.", show_default=False)] = None,
-    limit: Annotated[int, typer.Option(min=1, help="How many events at most.")] = 50,
+    start: Annotated[str | None, typer.Option(metavar="TIME", help="Only events admitted since.", show_default=False)] = None,
+    end: Annotated[str | None, typer.Option(metavar="TIME", help="Only events admitted before.", show_default=False)] = None,
+    limit: Annotated[int, typer.Option(min=1, help="Maximum number of events.")] = 50,
     as_json: AsJson = False,
     data_dir: DataDir = None,
     database: DatabaseUrl = None,
@@ -55,21 +55,21 @@ def list_events(
 @app.command("correct")
 def correct(
     event: Annotated[str, typer.Argument(metavar="EVENT", help="The id of a settled event.")],
-    note: Annotated[str, typer.Option(help="Why: it stays in the ledger beside the correction; invoices do not show it.")],
+    note: Annotated[str, typer.Option(help="The reason, kept in the ledger; invoices do not show it.")],
     prompt_tokens: Tokens = 0,
     cached_tokens: Tokens = 0,
     completion_tokens: Tokens = 0,
     rejected_tokens: Tokens = 0,
     cost_picos: Annotated[
         int | None,
-        typer.Option(metavar="PICOS", help="Money alone, below zero to give it back; instead of tokens.", show_default=False),
+        typer.Option(metavar="PICOS", help="Cost to add, instead of tokens; negative to credit.", show_default=False),
     ] = None,
-    yes: Annotated[bool, typer.Option("--yes", help="Also more than 1,000 times the event, or 10M tokens.")] = False,
+    yes: Annotated[bool, typer.Option("--yes", help="Confirm a correction above 1,000x the event or 10M tokens.")] = False,
     as_json: AsJson = False,
     data_dir: DataDir = None,
     database: DatabaseUrl = None,
 ) -> None:
-    """Write a new event that corrects a settled one. Both stay; it goes on the next invoice that is closed."""
+    """Correct a settled event by a new one. Both stay; the correction is billed on the next invoice that is closed."""
     from appliance.cli.connection import AdminClient, run
 
     body: dict[str, Any] = {

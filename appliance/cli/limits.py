@@ -13,9 +13,9 @@ from appliance.cli.options import AsJson, DatabaseUrl, DataDir, settings_from
 from appliance.cli.tenants import BudgetOption, LimitOption, ModeOption, limits_body, with_money
 from appliance.tenancy.fields import TIERS, check_choice
 
-app = typer.Typer(help="Limits that belong to no tenant: of tiers and of models.", no_args_is_help=True)
+app = typer.Typer(help="Limits of tiers and of models, across tenants.", no_args_is_help=True)
 
-Model = Annotated[str, typer.Argument(metavar="MODEL", help="The name of a model, as requests name it.")]
+Model = Annotated[str, typer.Argument(metavar="MODEL", help="The model's name, as requests name it.")]
 
 
 @app.command("tiers")
@@ -28,7 +28,7 @@ def list_tiers(as_json: AsJson = False, data_dir: DataDir = None, database: Data
 def change_tier(
     name: Annotated[str, typer.Argument(help="interactive, standard or batch.")],
     admission_wait_ms: Annotated[
-        int, typer.Option(metavar="MS", help="How long a request waits for room in its limits before it is refused.")
+        int, typer.Option(metavar="MS", help="How long a request waits for its limits before it is refused, in ms.")
     ],
     as_json: AsJson = False,
     data_dir: DataDir = None,
@@ -60,7 +60,7 @@ def limit_model(
     data_dir: DataDir = None,
     database: DatabaseUrl = None,
 ) -> None:
-    """Limit a model for all tenants together. What is not named is not limited any more."""
+    """Set the limits of a model for all tenants together. Limits that are not named are lifted."""
     given = limits_body(
         tokens_per_minute=tokens_per_minute,
         requests_per_minute=requests_per_minute,

@@ -40,7 +40,7 @@ def build() -> typer.Typer:
 
     app = typer.Typer(
         name="gatehouse",
-        help="Runs and looks after one Gatehouse appliance.",
+        help="Run and administer one Gatehouse appliance.",
         no_args_is_help=True,
         add_completion=False,
         pretty_exceptions_enable=False,

@@ -15,7 +15,7 @@ from appliance.cli.tenants import at_tenant, find
 if TYPE_CHECKING:
     from appliance.cli.connection import AdminClient
 
-app = typer.Typer(help="People: who signs in, and who belongs to which tenant.", no_args_is_help=True)
+app = typer.Typer(help="Members and their roles in tenants.", no_args_is_help=True)
 
 COLUMNS = ("id", "email", "role", "disabled", "memberships", "created_at")
 TENANT_COLUMNS = ("member_id", "email", "role", "disabled", "created_at")
@@ -23,20 +23,20 @@ KEEP_IT = "Pass the password on now: it is not shown again."
 BOX_ROLES = "owner, admin, billing, viewer, or member for none."
 TENANT_ROLES = "manager, developer or viewer."
 
-Email = Annotated[str, typer.Argument(metavar="E-MAIL", help="The address that somebody signs in with.")]
+Email = Annotated[str, typer.Argument(metavar="E-MAIL", help="The e-mail address of the member.")]
 Tenant = Annotated[str, typer.Option("--tenant", metavar="TENANT", help="A tenant's id or name.")]
 
 
 @app.command("list")
 def list_members(
     tenant: Annotated[
-        str | None, typer.Option(metavar="TENANT", help="Only who belongs to this tenant.", show_default=False)
+        str | None, typer.Option(metavar="TENANT", help="Only members of this tenant.", show_default=False)
     ] = None,
     as_json: AsJson = False,
     data_dir: DataDir = None,
     database: DatabaseUrl = None,
 ) -> None:
-    """List who may sign in, or who belongs to a tenant."""
+    """List all members, or those of one tenant."""
     from appliance.cli.connection import run
 
     async def work(client: AdminClient) -> list[dict[str, Any]]:
@@ -65,7 +65,7 @@ def invite(
     data_dir: DataDir = None,
     database: DatabaseUrl = None,
 ) -> None:
-    """Let somebody belong to a tenant. Prints the password of who could not sign in before, once."""
+    """Add a member to a tenant. Prints the password of a new member, once."""
     from appliance.cli.connection import run
 
     body = {"email": email, "role": role}
@@ -86,7 +86,7 @@ def set_role(
     data_dir: DataDir = None,
     database: DatabaseUrl = None,
 ) -> None:
-    """Change what somebody may do, on the box or in a tenant."""
+    """Change the role of a member, on the box or in a tenant."""
     work = _change(email, {"role": role}) if tenant is None else _at_membership(email, tenant, "PATCH", {"role": role})
     _print(work, as_json=as_json, data_dir=data_dir, database=database)
 
@@ -95,19 +95,19 @@ def set_role(
 def remove(
     email: Email, tenant: Tenant, as_json: AsJson = False, data_dir: DataDir = None, database: DatabaseUrl = None
 ) -> None:
-    """Let somebody belong to a tenant no more."""
+    """Remove a member from a tenant."""
     _print(_at_membership(email, tenant, "DELETE"), as_json=as_json, data_dir=data_dir, database=database)
 
 
 @app.command("disable")
 def disable(email: Email, as_json: AsJson = False, data_dir: DataDir = None, database: DatabaseUrl = None) -> None:
-    """Let somebody sign in no more, and end their sessions at once."""
+    """Disable a member and end all their sessions."""
     _print(_change(email, {"disabled": True}), as_json=as_json, data_dir=data_dir, database=database)
 
 
 @app.command("enable")
 def enable(email: Email, as_json: AsJson = False, data_dir: DataDir = None, database: DatabaseUrl = None) -> None:
-    """Let somebody who was disabled sign in again."""
+    """Enable a disabled member, who may sign in again."""
     _print(_change(email, {"disabled": False}), as_json=as_json, data_dir=data_dir, database=database)
 
 
@@ -137,7 +137,7 @@ async def _find_in(client: AdminClient, path: str, field: str, email: str) -> st
     for row in await client.every(path):
         if row["email"] == email.strip().lower():
             return str(row[field])
-    raise CommandFailed(f"there is nobody with the address {email!r} here", code="not_found")
+    raise CommandFailed(f"no member with e-mail {email!r} here", code="not_found")
 
 
 def _print(

@@ -17,9 +17,9 @@ def plan(
     model: Annotated[str, typer.Argument(metavar="MODEL", help="A folder, an added model, or a known one.")],
     gpu: Annotated[str, typer.Option(help="h200, h100, a100 or h20.")] = "h200",
     memory_gib: Annotated[
-        float | None, typer.Option(help="Memory of a card that is otherwise like --gpu.", show_default=False)
+        float | None, typer.Option(help="Memory of the card in GiB, where it differs from --gpu.", show_default=False)
     ] = None,
-    dtype: Annotated[str, typer.Option(help="Numbers computed with: auto, bfloat16, float16 or float32.")] = "auto",
+    dtype: Annotated[str, typer.Option(help="Compute dtype: auto, bfloat16, float16 or float32.")] = "auto",
     quantization: Annotated[
         str | None,
         typer.Option(
@@ -28,18 +28,18 @@ def plan(
         ),
     ] = None,
     head_quantization: Annotated[
-        str | None, typer.Option(help="How the output head is kept: none or int8.", show_default=False)
+        str | None, typer.Option(help="Quantization of the output head: none or int8.", show_default=False)
     ] = None,
-    kv_cache_dtype: Annotated[str, typer.Option(help="How keys and values are kept: auto or fp8.")] = "auto",
+    kv_cache_dtype: Annotated[str, typer.Option(help="dtype of the KV cache: auto or fp8.")] = "auto",
     max_model_len: Annotated[
-        int | None, typer.Option(help="Tokens of the longest request; default: as the model.", show_default=False)
+        int | None, typer.Option(help="Maximum context in tokens; default: that of the model.", show_default=False)
     ] = None,
     max_num_seqs: Annotated[
-        int | None, typer.Option(help="Requests that run at a time; default: as the engine chooses.", show_default=False)
+        int | None, typer.Option(help="Maximum number of running requests; default: as the engine chooses.", show_default=False)
     ] = None,
-    max_num_batched_tokens: Annotated[int | None, typer.Option(help="Tokens of one step.", show_default="8192")] = None,
-    enforce_eager: Annotated[bool, typer.Option("--enforce-eager", help="Without graphs and without slots.")] = False,
-    gpu_memory_utilization: Annotated[float, typer.Option(help="Share of the memory that may be used.")] = 0.9,
+    max_num_batched_tokens: Annotated[int | None, typer.Option(help="Maximum tokens per step.", show_default="8192")] = None,
+    enforce_eager: Annotated[bool, typer.Option("--enforce-eager", help="Disable CUDA graphs and overlapped steps.")] = False,
+    gpu_memory_utilization: Annotated[float, typer.Option(help="Fraction of GPU memory to use.")] = 0.9,
     as_json: AsJson = False,
     data_dir: DataDir = None,
 ) -> None:

@@ -61,16 +61,16 @@ def add(
 @app.command("verify")
 def verify(
     model: ModelPath,
-    perplexity: Annotated[bool, typer.Option("--perplexity", help="Load the model and let it read a fixed text.")] = False,
-    quantization: Annotated[str | None, typer.Option(help="int8 or fp8: compare the model in 8 bits with itself.")] = None,
-    head_quantization: Annotated[str | None, typer.Option(help="int8 or none: with the output head so.")] = None,
-    kv_cache_dtype: Annotated[str | None, typer.Option(help="fp8: compare with keys and values in 8 bits.")] = None,
-    unquantized: Annotated[str | None, typer.Option(help="The model to compare a quantised checkpoint with.")] = None,
+    perplexity: Annotated[bool, typer.Option("--perplexity", help="Measure the perplexity on a fixed text.")] = False,
+    quantization: Annotated[str | None, typer.Option(help="int8 or fp8: compare with the model in 8 bits.")] = None,
+    head_quantization: Annotated[str | None, typer.Option(help="int8 or none: quantization of the output head.")] = None,
+    kv_cache_dtype: Annotated[str | None, typer.Option(help="fp8: compare with the KV cache in 8 bits.")] = None,
+    unquantized: Annotated[str | None, typer.Option(help="The model to compare a quantized checkpoint with.")] = None,
     as_json: AsJson = False,
     data_dir: DataDir = None,
     database: DatabaseUrl = None,
 ) -> None:
-    """Account for every tensor of a model. Against its configuration, without loading it. With one of the options it is loaded,
+    """Verify every tensor of a model. Against its configuration, without loading it. With one of the options it is loaded,
     and its perplexity on a fixed text told, beside the unquantised one and their ratio."""
     from appliance.cli.model_check import check_model
 
@@ -101,7 +101,7 @@ def remove(
     settings = settings_from(data_dir, database)
     place = next((path for path in model_store.added_models(settings.data_dir) if path.name == name), None)
     if place is None:
-        raise CommandFailed(f"there is no added model {name!r}", code="not_found")
+        raise CommandFailed(f"no added model {name!r}", code="not_found")
     if name in _served(settings):
         raise CommandFailed(f"{name} is being served: stop the appliance, or start it without this model", code="in_use")
     if not place.is_symlink() and not yes:

@@ -41,17 +41,13 @@ def list_prices(
 @app.command("add")
 def add(
     model: Annotated[str, typer.Argument(help="The model's name, as clients ask for it.")],
-    prompt: Annotated[int, typer.Option(metavar="MICROS", help="For a million prompt tokens.")],
-    completion: Annotated[int, typer.Option(metavar="MICROS", help="For a million tokens of output.")],
+    prompt: Annotated[int, typer.Option(metavar="MICROS", help="Per million prompt tokens.")],
+    completion: Annotated[int, typer.Option(metavar="MICROS", help="Per million completion tokens.")],
     cached_prompt: Annotated[
         int | None,
-        typer.Option(
-            metavar="MICROS", help="For a million prompt tokens found in the cache; default: --prompt.", show_default=False
-        ),
+        typer.Option(metavar="MICROS", help="Per million cached prompt tokens; default: --prompt.", show_default=False),
     ] = None,
-    rejected_draft: Annotated[
-        int, typer.Option(metavar="MICROS", help="For a million speculative tokens that were thrown away.")
-    ] = 0,
+    rejected_draft: Annotated[int, typer.Option(metavar="MICROS", help="Per million rejected draft tokens.")] = 0,
     currency: Annotated[
         str | None, typer.Option(metavar="CODE", help="Three letters; default: the appliance's.", show_default=False)
     ] = None,
@@ -61,17 +57,17 @@ def add(
     ] = None,
     batch_percent: Annotated[
         int,
-        typer.Option(metavar="PERCENT", help="What batch work pays of it: requests with the service tier flex."),
+        typer.Option(metavar="PERCENT", help="Percentage of the price for batch work (service tier flex)."),
     ] = 100,
     tier_percent: Annotated[
         list[str] | None,
-        typer.Option(metavar="TIER=PERCENT", help="What tenants of a tier pay of it; repeatable.", show_default=False),
+        typer.Option(metavar="TIER=PERCENT", help="Share of the price that a tier pays; repeatable.", show_default=False),
     ] = None,
     as_json: AsJson = False,
     data_dir: DataDir = None,
     database: DatabaseUrl = None,
 ) -> None:
-    """Add a price. Earlier ones stay, and what was billed stays billed."""
+    """Add a price. Earlier prices stay, and settled usage keeps its cost."""
     from appliance.cli.connection import AdminClient, run
 
     optional = {"cached_prompt": cached_prompt, "currency": currency, "effective_from": effective_from}
@@ -102,7 +98,7 @@ def withdraw(
     data_dir: DataDir = None,
     database: DatabaseUrl = None,
 ) -> None:
-    """Take away a price that has not begun. One that has stays: add another that takes its place."""
+    """Withdraw a price that is not in force yet. One that is stays: add a new price to replace it."""
     from appliance.cli.connection import AdminClient, run
 
     async def work(client: AdminClient) -> dict[str, Any]:

@@ -40,7 +40,7 @@ def serve(
     device: Annotated[str | None, typer.Option(metavar="auto|cuda|cpu", help="Where models run.", show_default=False)] = None,
     log_level: Annotated[str | None, typer.Option(help="debug, info, warning or error.", show_default=False)] = None,
 ) -> None:
-    """Start the appliance. It migrates, loads the models, serves until Ctrl-C, then lets running answers finish."""
+    """Start the appliance. It migrates, loads the models, serves until Ctrl-C, then drains."""
     settings = settings_from(
         data_dir, database, host=host, port=port, models=tuple(model) if model else None, device=device, log_level=log_level
     )

@@ -51,34 +51,34 @@ def simulate(
     sample: Annotated[float, typer.Option(help="Share of conversations to keep.")] = 1.0,
     tenants: Annotated[
         int | None,
-        typer.Option(help="Split a trace without tenants over so many.", show_default=False),
+        typer.Option(help="Number of tenants to split a trace without tenants over.", show_default=False),
     ] = None,
     weights: Annotated[
         str | None,
         typer.Option(metavar="NAME=N,…", help="Weights of tenants; others have 1.", show_default=False),
     ] = None,
-    seed: Annotated[int, typer.Option(help="Decides every random choice.")] = 0,
+    seed: Annotated[int, typer.Option(help="Seed of every random choice.")] = 0,
     model: Annotated[str, typer.Option(help="A known model or a folder with a config.json.")] = "llama-3.1-8b",
     gpu: Annotated[str, typer.Option(help="h200, h100, a100 or h20.")] = "h200",
     policy: Annotated[str, typer.Option(help="fair, fcfs, vtc or static.")] = "fair",
     max_num_seqs: Annotated[
-        int | None, typer.Option(help="Requests that run at a time; default: a GPU's.", show_default=False)
+        int | None, typer.Option(help="Maximum number of running requests; default: that of the GPU.", show_default=False)
     ] = None,
     token_budget: Annotated[
         int | None,
         typer.Option(
-            help="Tokens per step; default: as many as the inter-token target allows.",
+            help="Tokens per step; default: as many as the TPOT objective allows.",
             show_default=False,
         ),
     ] = None,
     kv_cache_dtype: Annotated[str, typer.Option(help="auto, bf16 or fp8.")] = "auto",
-    host_cache_gib: Annotated[float, typer.Option(help="Main memory for evicted blocks.")] = 0.0,
+    host_cache_gib: Annotated[float, typer.Option(help="Host memory for evicted KV blocks, in GiB.")] = 0.0,
     max_tokens: Annotated[
         int | None,
-        typer.Option(help="What every request asks for at most; default: the context.", show_default=False),
+        typer.Option(help="Maximum output tokens of each request; default: the context.", show_default=False),
     ] = None,
-    slo_ttft_ms: Annotated[float, typer.Option(help="First token of a good request.")] = 1000.0,
-    slo_tpot_ms: Annotated[float, typer.Option(help="Mean time per further token; also what the engine aims at.")] = 25.0,
+    slo_ttft_ms: Annotated[float, typer.Option(help="TTFT objective in ms; slower requests miss the SLO.")] = 1000.0,
+    slo_tpot_ms: Annotated[float, typer.Option(help="TPOT objective in ms, of the SLO and of the engine.")] = 25.0,
     as_json: AsJson = False,
 ) -> None:
     """Replay traffic in virtual time. What service would it get from this model on this GPU under this policy?

@@ -34,7 +34,7 @@ BudgetOption = Annotated[
 ]
 ModelOption = Annotated[
     list[str] | None,
-    typer.Option("--model", metavar="NAME", help="A model it may use; repeatable; `all` for every model.", show_default=False),
+    typer.Option("--model", metavar="NAME", help="An allowed model; repeatable; `all` for every model.", show_default=False),
 ]
 ModelLimitOption = Annotated[
     list[str] | None,
@@ -54,7 +54,7 @@ ModeOption = Annotated[
 ]
 CurrencyOption = Annotated[
     str | None,
-    typer.Option(metavar="CODE", help="What it is billed in, as EUR; fixed by its first request.", show_default=False),
+    typer.Option(metavar="CODE", help="Billing currency, as EUR; fixed by the first request.", show_default=False),
 ]
 CutOption = Annotated[
     bool | None,
@@ -75,7 +75,7 @@ BillingOption = Annotated[
 ]
 AlertOption = Annotated[
     list[int] | None,
-    typer.Option("--alert-percent", metavar="N", help="A share of the budget that alerts; repeatable.", show_default=False),
+    typer.Option("--alert-percent", metavar="N", help="Budget percentage that alerts; repeatable.", show_default=False),
 ]
 
 
@@ -100,7 +100,7 @@ def list_tenants(
 def create(
     name: Annotated[str, typer.Argument(help="The name of the new tenant.")],
     tier: Annotated[str, typer.Option(help="interactive, standard or batch.")] = "standard",
-    weight: Annotated[int, typer.Option(help="Its share against others of its tier.")] = 1,
+    weight: Annotated[int, typer.Option(help="Weight among tenants of the same tier.")] = 1,
     tokens_per_minute: LimitOption = None,
     requests_per_minute: LimitOption = None,
     concurrent_requests: LimitOption = None,
@@ -144,7 +144,7 @@ def update(
     which: Which,
     name: Annotated[str | None, typer.Option(help="A new name.", show_default=False)] = None,
     tier: Annotated[str | None, typer.Option(help="interactive, standard or batch.", show_default=False)] = None,
-    weight: Annotated[int | None, typer.Option(help="Its share against others of its tier.", show_default=False)] = None,
+    weight: Annotated[int | None, typer.Option(help="Weight among tenants of the same tier.", show_default=False)] = None,
     tokens_per_minute: LimitOption = None,
     requests_per_minute: LimitOption = None,
     concurrent_requests: LimitOption = None,
@@ -189,7 +189,7 @@ def update(
 
 @app.command("archive")
 def archive(which: Which, as_json: AsJson = False, data_dir: DataDir = None, database: DatabaseUrl = None) -> None:
-    """Archive a tenant. Its keys stop working at once, what it was billed for stays."""
+    """Archive a tenant. Its keys stop working at once; its usage and invoices stay."""
     from appliance.cli.connection import run
 
     settings = settings_from(data_dir, database)
@@ -302,7 +302,7 @@ async def find(client: AdminClient, which: str) -> dict[str, Any]:
     for tenant in rows:
         if which in (tenant["id"], tenant["name"]):
             return tenant
-    raise CommandFailed(f"there is no tenant {which!r}", code="not_found")
+    raise CommandFailed(f"no tenant {which!r}", code="not_found")
 
 
 def with_money(owner: Mapping[str, Any], currency: str) -> dict[str, Any]:

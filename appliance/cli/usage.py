@@ -34,7 +34,7 @@ def usage(
     data_dir: DataDir = None,
     database: DatabaseUrl = None,
 ) -> None:
-    """Show requests, tokens and cost. Per bucket of time, and tenant, key or model."""
+    """Show usage and cost, by time and by tenant, key or model."""
     from appliance.cli.connection import AdminClient, run
     from appliance.cli.keys import find_key
     from appliance.cli.tenants import find

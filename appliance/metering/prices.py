@@ -218,7 +218,7 @@ def _check_place(price: Price, others: Mapping[datetime, str], earliest: datetim
         raise _taken(price, others[price.effective_from])
     if others and price.effective_from < earliest:
         raise InvalidValue(
-            f"{price.model} has a price in {price.currency} already; a new one cannot begin in the past", param="effective_from"
+            f"{price.model} already has a price in {price.currency}; a new one cannot begin in the past", param="effective_from"
         )
 
 
@@ -251,5 +251,5 @@ def _check_tiers(tier_percents: Mapping[str, int] | None) -> dict[str, int] | No
 
 def _check_start(effective_from: datetime) -> datetime:
     if effective_from.tzinfo is None:
-        raise InvalidValue("effective_from must have a zone", param="effective_from")
+        raise InvalidValue("effective_from must include a UTC offset, e.g. 2026-01-31T12:00:00Z", param="effective_from")
     return effective_from

@@ -119,7 +119,7 @@ def output_room(*, prompt_tokens: int, max_tokens: int | None, max_model_len: in
         )
     if max_tokens is not None and max_tokens > room:
         raise ContextLengthExceeded(
-            f"the prompt has {prompt_tokens} tokens and {max_tokens} were asked for, {prompt_tokens + max_tokens} in all:"
+            f"the prompt has {prompt_tokens} tokens and {max_tokens} were asked for, {prompt_tokens + max_tokens} in total:"
             f" this model's context is {max_model_len} tokens",
             param="max_tokens",
         )

@@ -61,9 +61,9 @@ def check_name(value: object, param: str = "name") -> str:
     for or one that turns the direction in which the text around the name reads."""
     name = check_line(value, param)
     if not _TURNS.isdisjoint(name):
-        raise InvalidValue(f"{param} must not contain characters that turn the direction of text", param=param)
+        raise InvalidValue(f"{param} must not contain bidirectional control characters", param=param)
     if not _UNSEEN.isdisjoint(name):
-        raise InvalidValue(f"{param} must not contain characters that nobody sees", param=param)
+        raise InvalidValue(f"{param} must not contain invisible characters", param=param)
     return name
 
 
@@ -79,7 +79,7 @@ def check_line(value: object, param: str) -> str:
     """Return `value` without surrounding space: 1..200 characters, none of them a control character. For what is checked again
     when it is read: names were stored before any direction was refused."""
     if not isinstance(value, str):
-        raise InvalidValue(f"{param} must be a text", param=param)
+        raise InvalidValue(f"{param} must be a string", param=param)
     name = value.strip()
     if not 1 <= len(name) <= NAME_CHARS_MAX:
         raise InvalidValue(f"{param} must have 1 to {NAME_CHARS_MAX} characters, not {len(name)}", param=param)
@@ -137,7 +137,8 @@ def check_billing(value: object) -> dict[str, str] | None:
         raise InvalidValue("billing must be an object with the fields " + ", ".join(BILLING_FIELDS), param="billing")
     for name in value:
         if name not in BILLING_FIELDS:
-            raise InvalidValue(f"billing.{name} is not a field; there are {', '.join(BILLING_FIELDS)}", param=f"billing.{name}")
+            message = f"billing.{name} is not a field; choose from {', '.join(BILLING_FIELDS)}"
+            raise InvalidValue(message, param=f"billing.{name}")
     given = {name: value[name] for name in BILLING_FIELDS if value.get(name) is not None}
     checked = {
         name: _check_lines(text) if name == "address" else check_name(text, f"billing.{name}") for name, text in given.items()
@@ -161,7 +162,7 @@ def _check_lines(value: object) -> str:
     """Return an address without surrounding space: lines of 1..200 characters, 1000 together."""
     param = "billing.address"
     if not isinstance(value, str) or len(value) > ADDRESS_CHARS_MAX:
-        raise InvalidValue(f"{param} must be a text of at most {ADDRESS_CHARS_MAX} characters", param=param)
+        raise InvalidValue(f"{param} must be a string of at most {ADDRESS_CHARS_MAX} characters", param=param)
     return "\n".join(check_name(line, param) for line in value.replace("\r\n", "\n").strip().split("\n"))
 
 

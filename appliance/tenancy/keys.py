@@ -166,7 +166,7 @@ class Keys:
             raise InvalidValue("a revoked key cannot be changed", param="id")
         if retired and key.replaced_by is not None:
             raise InvalidValue(
-                "the key was rotated: its grace period stays as it is, but it can be revoked", param="expires_at"
+                "the expiry of a rotated key cannot be changed; revoke the key to end it now", param="expires_at"
             )
         return key
 
@@ -288,9 +288,9 @@ class Keys:
         if expires_at is None:
             return None
         if expires_at.tzinfo is None:
-            raise InvalidValue("expires_at must have a zone", param="expires_at")
+            raise InvalidValue("expires_at must include a UTC offset, e.g. 2026-01-31T12:00:00Z", param="expires_at")
         if expires_at <= self._clock.now():
-            raise InvalidValue("expires_at must lie in the future", param="expires_at")
+            raise InvalidValue("expires_at must be in the future", param="expires_at")
         return expires_at
 
     def _changed_columns(self, changes: KeyChanges) -> dict[str, Any]:
@@ -364,11 +364,11 @@ async def _check_tenant(connection: AsyncConnection, tenant_id: str) -> None:
     if row is None:
         raise NotFound("no such tenant", param="tenant_id")
     if row.archived_at is not None:
-        raise InvalidValue("an archived tenant gets no keys", param="tenant_id")
+        raise InvalidValue("an archived tenant cannot have new keys", param="tenant_id")
 
 
 async def _check_room(connection: AsyncConnection, tenant_id: str, now: datetime) -> None:
     """Raise InvalidValue unless the tenant may have one key more that works."""
     working = select(func.count()).where(api_keys.c.tenant_id == tenant_id, api_keys.c.revoked_at.is_(None), _unexpired(now))
     if (await connection.execute(working)).scalar_one() >= KEYS_OF_TENANT_MAX:
-        raise InvalidValue(f"a tenant has at most {KEYS_OF_TENANT_MAX} keys that work", param="tenant_id")
+        raise InvalidValue(f"a tenant can have at most {KEYS_OF_TENANT_MAX} active keys", param="tenant_id")

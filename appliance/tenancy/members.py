@@ -151,7 +151,7 @@ class Members:
                 disabled=before.disabled if disabled is None else check_flag(disabled, "disabled"),
             )
             if owners == {member_id} and (after.disabled or after.role is not Role.OWNER):
-                raise LastOwner("this is the last owner: make somebody else an owner first", param="member_id")
+                raise LastOwner("this is the last owner: make another member an owner first", param="member_id")
             ending = self._clock.now() if after.disabled else None
             values = {"role": after.role.value} | ({} if after.disabled == before.disabled else {"disabled_at": ending})
             await connection.execute(update(members).where(members.c.id == member_id).values(**values))
@@ -250,5 +250,5 @@ def check_password(value: object) -> str:
     try:
         value.encode()
     except UnicodeEncodeError:
-        raise InvalidValue("password must be text", param="password") from None
+        raise InvalidValue("password must be a string", param="password") from None
     return value

@@ -109,7 +109,7 @@ class Memberships:
             if error.param != "email":
                 raise
         if not access.may(Action.MEMBERS):
-            raise RoleNotAllowed("nobody with this address may sign in yet: ask an owner of the box to let them in first")
+            raise RoleNotAllowed("no member with this e-mail yet: ask an owner of the box to create them first")
         password = new_password()
 
         async def join(connection: AsyncConnection, member: Member) -> None:
@@ -197,7 +197,7 @@ async def _check_places(connection: AsyncConnection, tenant_id: str, member_id: 
     if (await connection.execute(select(members.c.id).where(members.c.id == member_id))).first() is None:
         raise NotFound("no such member", param="member_id")
     places = (
-        (memberships.c.tenant_id == tenant_id, MEMBERS_OF_TENANT_MAX, "a tenant has at most {} members"),
+        (memberships.c.tenant_id == tenant_id, MEMBERS_OF_TENANT_MAX, "a tenant can have at most {} members"),
         (memberships.c.member_id == member_id, TENANTS_OF_MEMBER_MAX, "a member belongs to at most {} tenants"),
     )
     for condition, most, sentence in places:

@@ -43,7 +43,7 @@ def encode_cursor(name: str, position: Sequence[str | int]) -> str:
 
 def decode_cursor(name: str, cursor: str, types: Sequence[type]) -> list[Any]:
     """Return the position in `cursor`. Raise InvalidValue unless it is a cursor of the list `name` with these types."""
-    refusal = InvalidValue("cursor is not one of this list", param="cursor")
+    refusal = InvalidValue("invalid cursor for this list", param="cursor")
     if not isinstance(cursor, str) or not 0 < len(cursor) <= CURSOR_CHARS_MAX or not cursor.isascii():
         raise refusal
     try:

@@ -158,7 +158,7 @@ class SecondFactors:
         codes = recovery_codes.new_codes()
         async with self._db.writing() as connection:
             if (await _row(connection, member_id))["totp_confirmed_at"] is None:
-                raise Conflict("there is no second factor that could be lost")
+                raise Conflict("this member has no second factor")
             await recovery_codes.replace(connection, self._pepper, member_id, codes)
             await self._record(connection, "second_factor.renew_codes", member_id)
         return codes

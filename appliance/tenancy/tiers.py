@@ -44,7 +44,7 @@ class Tiers:
         """Return the tier. Raises NotFound. Reads the database only after a change."""
         known = await self._all()
         if name not in known:
-            raise NotFound(f"no such tier; there are {', '.join(TIERS)}", param="name")
+            raise NotFound(f"no such tier; choose from {', '.join(TIERS)}", param="name")
         return known[name]
 
     async def update(self, name: str, *, admission_wait_ms: int) -> Tier:

@@ -179,14 +179,14 @@ async def test_bad_input_names_its_parameter(box: ApiBox, path: str, query: dict
 async def test_a_grouping_that_sums_are_not_kept_by_is_refused_with_those_that_they_are(box: ApiBox, name: str) -> None:
     error = (await ask(box, "/usage/completions", 400, start_time=1, group_by=name))["error"]
     assert (error["param"], error["code"]) == ("group_by", "unsupported_parameter")
-    assert error["message"] == f"usage is not kept apart by {name}; group_by takes project_id, api_key_id, model"
+    assert error["message"] == f"usage cannot be grouped by {name}; group_by takes project_id, api_key_id, model"
 
 
 @pytest.mark.parametrize("name", ["batch", "user_ids"])
 async def test_a_filter_that_sums_are_not_kept_by_is_refused_with_those_that_they_are(box: ApiBox, name: str) -> None:
     error = (await ask(box, "/usage/completions", 400, **{"start_time": 1, name: "true"}))["error"]
     assert (error["param"], error["code"]) == (name, "unsupported_parameter")
-    assert error["message"] == f"usage is not kept apart by {name}; project_ids, api_key_ids, models narrow it"
+    assert error["message"] == f"usage cannot be filtered by {name}; filter by project_ids, api_key_ids, models"
 
 
 async def test_a_far_future_or_a_distant_past_is_answered_page_by_page(box: ApiBox) -> None:

@@ -62,7 +62,7 @@ def test_values_are_parsed_from_text_and_from_toml(tmp_path: Path) -> None:
         ("", {"GATEHOUSE_SECURE_COOKIES": "maybe"}, {}, "GATEHOUSE_SECURE_COOKIES must be true or false"),
         ("", {"GATEHOUSE_DRAIN_TIMEOUT_S": "nan"}, {}, "GATEHOUSE_DRAIN_TIMEOUT_S must be a number of seconds"),
         ("", {"GATEHOUSE_ADMIN_EMAIL": "alice"}, {}, "GATEHOUSE_ADMIN_EMAIL must be an e-mail address"),
-        ("", {"GATEHOUSE_HOST": " "}, {}, "GATEHOUSE_HOST must be a text"),
+        ("", {"GATEHOUSE_HOST": " "}, {}, "GATEHOUSE_HOST must be a string"),
         ("models = [1]", {}, {}, "models in .* must be a list"),
         ("currency = 'EURO'", {}, {}, "currency in"),
         ("data_dir = '/x'", {}, {}, "data_dir cannot be set in"),

@@ -121,7 +121,7 @@ def test_entries_are_listed_and_narrowed(file: Path, capsys: pytest.CaptureFixtu
     lines = capsys.readouterr().out.splitlines()
     assert [line.split("\t")[4] for line in lines] == ["target", "tier tier 2", "tier tier 1"]
     assert main(["audit", "list", "--start", "yesterday"]) == 2
-    assert "start must be a time" in capsys.readouterr().err
+    assert "start must be an RFC 3339 time" in capsys.readouterr().err
 
 
 def test_what_a_command_changes_is_done_by_the_user_of_the_machine(file: Path, capsys: pytest.CaptureFixture[str]) -> None:

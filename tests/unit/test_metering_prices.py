@@ -93,7 +93,7 @@ async def test_every_currency_has_prices_of_its_own(database: Database, clock: F
     assert await book.current("demo", clock.now(), currency="USD") is None
     clock.advance(3600)
     await add(book, currency="USD", effective_from=START - timedelta(days=3))  # the first in dollars
-    with pytest.raises(InvalidValue, match="in CHF already; a new one cannot begin in the past"):
+    with pytest.raises(InvalidValue, match="already has a price in CHF; a new one cannot begin in the past"):
         await add(book, currency="CHF", effective_from=START - timedelta(days=3))
 
 

@@ -234,7 +234,7 @@ async def test_a_tenant_has_room_for_so_many_working_keys(
         keys.create(cast.bob.tenant.id, name="third", access=WHOLE_BOX),
         keys.rotate(brief.id, grace_s=60, access=WHOLE_BOX),
     ):
-        with pytest.raises(InvalidValue, match="at most 2 keys that work"):
+        with pytest.raises(InvalidValue, match="at most 2 active keys"):
             await work
     await keys.rotate(cast.bob.key.id, access=WHOLE_BOX)
     clock.advance(1)

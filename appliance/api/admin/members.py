@@ -76,7 +76,7 @@ async def list_members(request: AdminRequest) -> PageShape[MemberShape]:
     return page_shape(page, lambda member: member_shape(member, [each for each in found if each.member_id == member.id]))
 
 
-@post("/members", summary="Let somebody sign in", tags=TAGS, opt={"body": NewMemberBody, "errors": (409,)})
+@post("/members", summary="Create a member", tags=TAGS, opt={"body": NewMemberBody, "errors": (409,)})
 async def create_member(request: AdminRequest) -> NewMemberShape:
     """Create a member with a role on the box; the password of `password` is shown in this answer and nowhere else."""
     await authenticate_administrator(request, Action.MEMBERS)
@@ -128,7 +128,7 @@ async def list_memberships(request: AdminRequest, tenant_id: FromPath[str]) -> P
     return page_shape(page, membership_shape)
 
 
-@post("/tenants/{tenant_id:str}/members", summary="Invite somebody to a tenant", tags=TAGS,
+@post("/tenants/{tenant_id:str}/members", summary="Add a member to a tenant", tags=TAGS,
       opt={"body": NewMembershipBody, "errors": (409,)})  # fmt: skip
 async def invite_member(request: AdminRequest, tenant_id: FromPath[str]) -> NewMembershipShape:
     """Let somebody belong to a tenant. An address that nobody knows can be let in by an owner of the box alone; it gets a

@@ -90,7 +90,7 @@ async def end_sessions(request: AdminRequest) -> EndedShape:
     check_query(request)
     member_id = _whose(request, access)
     if member_id is None:
-        raise InvalidValue("member_id must say whose sessions are to end", param="member_id")
+        raise InvalidValue("member_id is required: the member whose sessions to end", param="member_id")
     asking = await session_of(request)
     ended = await services_of(request).sessions.close_all(member_id, keep=asking.id if asking else None)
     return EndedShape(ended=ended)

@@ -247,7 +247,7 @@ def _entry_id(request: AdminRequest, name: str) -> int | None:
         not (text.startswith(ENTRY_PREFIX) and number.isascii() and number.isdigit())
         or not 0 <= int(number[:20]) <= ENTRY_ID_MAX
     ):
-        raise InvalidValue(f"{name} is not an entry of this list", param=name)
+        raise InvalidValue(f"invalid {name} for this list", param=name)
     return int(number[:20])
 
 

@@ -139,7 +139,7 @@ def _between(request: AdminRequest, models: list[str]) -> list[str]:
             continue
         model = _model_of(rate_limit_id)
         if model not in models:
-            raise InvalidValue(f"{name} is not one of this list", param=name)
+            raise InvalidValue(f"invalid {name} for this list", param=name)
         place = models.index(model)
         models = models[place + 1 :] if name == "after" else models[:place]
     return models

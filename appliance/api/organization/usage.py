@@ -136,7 +136,7 @@ class UsageQuestion:
         for name in NOT_COUNTED:
             if many(request, name) is not None:
                 narrowing = ", ".join((*FILTERS, models_name))
-                raise UnsupportedParameter(f"usage is not kept apart by {name}; {narrowing} narrow it", param=name)
+                raise UnsupportedParameter(f"usage cannot be filtered by {name}; filter by {narrowing}", param=name)
         width = choice(request, "bucket_width", tuple(limits), "1d") or "1d"
         bucket, start = BUCKET_OF_WIDTH[width], seconds(request, "start_time")
         if start is None:
@@ -278,7 +278,7 @@ def _end_of_now(request: AdminRequest, bucket: str) -> datetime:
 def _groups(request: AdminRequest, allowed: tuple[str, ...]) -> tuple[str, ...]:
     given = many(request, "group_by") or frozenset()
     for name in sorted(given - set(allowed)):
-        raise UnsupportedParameter(f"usage is not kept apart by {name}; group_by takes {', '.join(allowed)}", param="group_by")
+        raise UnsupportedParameter(f"usage cannot be grouped by {name}; group_by takes {', '.join(allowed)}", param="group_by")
     return tuple(name for name in allowed if name in given)
 
 
@@ -291,7 +291,7 @@ def _continued(request: AdminRequest, start: datetime, end: datetime) -> datetim
         (at,) = decode_cursor("organization_usage", cursor, [int])
         if unix(start) < at < end.timestamp():
             return datetime.fromtimestamp(at, UTC)
-    raise InvalidValue("page is not one of this period", param="page")
+    raise InvalidValue("invalid page for this period", param="page")
 
 
 HANDLERS = [usage_of_completions, usage_of_embeddings, list_costs]

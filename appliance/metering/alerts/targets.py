@@ -100,7 +100,7 @@ def check_mailbox(value: object) -> str:
 
 def _checked_text(value: object, chars_max: int) -> str:
     if not isinstance(value, str) or not 1 <= len(value) <= chars_max:
-        raise InvalidValue(f"target must be a text of 1 to {chars_max} characters", param="target")
+        raise InvalidValue(f"target must be a string of 1 to {chars_max} characters", param="target")
     return value
 
 

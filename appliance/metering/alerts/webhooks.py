@@ -196,7 +196,7 @@ class Webhooks:
         async with self._db.writing() as connection:
             before = await _get(connection, webhook_id, access, Action.WEBHOOKS)
             if before.kind != "webhook":
-                raise InvalidValue("e-mail is not signed: there is no secret to rotate", param="kind")
+                raise InvalidValue("alerts by e-mail are not signed: there is no secret to rotate", param="kind")
             columns = {
                 "previous_secret": webhooks.c.secret if grace_s else None,
                 "previous_secret_until": until,
@@ -305,7 +305,7 @@ async def _check_owner(connection: AsyncConnection, tenant_id: str | None) -> No
     owner = webhooks.c.tenant_id.is_(None) if tenant_id is None else webhooks.c.tenant_id == tenant_id
     count = select(func.count()).select_from(webhooks).where(owner, webhooks.c.removed_at.is_(None))
     if (await connection.execute(count)).scalar_one() >= WEBHOOKS_MAX:
-        raise InvalidValue(f"there are {WEBHOOKS_MAX} webhooks already: remove one first", param="tenant_id")
+        raise InvalidValue(f"at most {WEBHOOKS_MAX} webhooks can exist: remove one first", param="tenant_id")
 
 
 async def _get(connection: AsyncConnection, webhook_id: str, access: Access, action: Action) -> Webhook:

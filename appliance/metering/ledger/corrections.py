@@ -104,17 +104,17 @@ class Corrections:
 def _check(correction: Correction) -> None:
     note = correction.note.strip() if isinstance(correction.note, str) else ""
     if not 1 <= len(note) <= NOTE_CHARS_MAX:
-        raise InvalidValue(f"note must have 1 to {NOTE_CHARS_MAX} characters: it says why", param="note")
+        raise InvalidValue(f"note must have 1 to {NOTE_CHARS_MAX} characters: it gives the reason", param="note")
     check_name(note.replace("\n", " ")[:200], "note")
     for name, count in correction.tokens.items():
         check_whole(count, name, -TOKENS_MAX, TOKENS_MAX)
     if correction.cost_picos is None:
         if not any(correction.tokens.values()):
-            raise InvalidValue("a correction changes some tokens, or the cost", param="prompt_tokens")
+            raise InvalidValue("a correction must change token counts or the cost", param="prompt_tokens")
         return
     check_whole(correction.cost_picos, "cost_picos", -COST_PICOS_MAX, COST_PICOS_MAX)
     if any(correction.tokens.values()):
-        raise InvalidValue("tokens are corrected at their own price: leave cost_picos out", param="cost_picos")
+        raise InvalidValue("a correction of token counts is priced by them: omit cost_picos", param="cost_picos")
     if not correction.cost_picos:
         raise InvalidValue("cost_picos must not be zero", param="cost_picos")
 
@@ -167,12 +167,13 @@ async def _check_remainder(connection: AsyncConnection, row: RowMapping, correct
     after = {name: stands[name] + added for name, added in (correction.tokens | {"cost_picos": cost_picos}).items()}
     for name in names:
         if after[name] < 0:
-            raise InvalidValue(f"{name} would come to {after[name]}: only {stands[name]} stand there", param=name)
+            message = f"correction would make {name} negative: recorded {stands[name]}, result {after[name]}"
+            raise InvalidValue(message, param=name)
     if after["cost_picos"] > COST_PICOS_MAX:
         stood = stands["cost_picos"]
-        raise InvalidValue(f"cost_picos would come to more than {COST_PICOS_MAX}: {stood} stand there", param="cost_picos")
+        raise InvalidValue(f"correction would make cost_picos exceed {COST_PICOS_MAX}: recorded {stood}", param="cost_picos")
     if after["cached_tokens"] > after["prompt_tokens"]:
-        raise InvalidValue("more cached tokens than prompt tokens would stand there", param="cached_tokens")
+        raise InvalidValue("cached_tokens would exceed prompt_tokens", param="cached_tokens")
 
 
 def _columns(row: RowMapping, correction: Correction, cost_picos: int, posting: int, now: datetime) -> dict[str, Any]:

@@ -47,7 +47,7 @@ def budget_exceeded(decision: LimitDecision) -> BudgetExceeded:
 def not_priced(model: str, currency: str | None) -> ModelNotPriced:
     """Return the error that tells of a model that may not be served because nobody has said what it costs."""
     priced_in = "the currency of this appliance" if currency is None else currency
-    message = f"the model {model} has no price in {priced_in}; whoever runs the appliance can add one"
+    message = f"the model {model} has no price in {priced_in}; the operator of the appliance can add one"
     return ModelNotPriced(message, param="model")
 
 
