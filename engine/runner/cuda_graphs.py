@@ -103,12 +103,12 @@ class CudaGraphs:
     def set_aside(self) -> Iterator[None]:
         """Inside, every graph is captured anew, for whoever changes what steps launch; then those from before are back. They
         stay meanwhile: a pool of memory must not lose its last graph before another one is captured into it."""
-        before = self._graphs, self._places
-        self._graphs, self._places = {}, GraphPlaces(self._max_graphs)
+        before = self._graphs, self._places, self._failed
+        self._graphs, self._places, self._failed = {}, GraphPlaces(self._max_graphs), {}
         try:
             yield
         finally:
-            self._graphs, self._places = before
+            self._graphs, self._places, self._failed = before
 
     def _captured(self, function: Callable[[], None]) -> torch.cuda.CUDAGraph:
         current = torch.cuda.current_stream(self._device)

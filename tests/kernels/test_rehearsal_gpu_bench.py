@@ -7,6 +7,7 @@ kernels are launched and compute nothing, and engines have torch's operations. T
 from __future__ import annotations
 
 import importlib
+import os
 import time
 from collections.abc import Callable, Hashable, Sequence
 from contextlib import ExitStack
@@ -32,6 +33,7 @@ from engine.runner.cuda_graphs import CudaGraphs
 from engine.runner.paged_decoder import PagedDecoder
 from engine.runner.slot_runner import SlotRunner
 from engine.runner.slots import SlotState
+from engine.switches import EARLY_LAUNCH
 from tests.support.rehearsal import DEVICE, H100, H200, Kind, Schedule, rehearsal
 from tests.support.rehearsal.table import in_place_of_triton
 
@@ -168,6 +170,40 @@ def test_a_row_whose_steps_fell_back_to_the_plain_way_fails_and_says_why(monkeyp
     assert rows
     for name, row in rows.items():
         assert "1 steps fell back to the plain way: a step could not be launched: RuntimeError: no launch" in row["error"], name
+
+
+def test_gaps_are_those_of_graphs_captured_in_turn_and_waits_those_of_what_is_served(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    told: list[dict[str, Any]] = []
+    captured: list[str] = []
+    capture, name = CudaGraphs._captured, "GPU idle in steady decode, batch 256"
+
+    def noted(graphs: CudaGraphs, function: Callable[[], None]) -> Any:
+        captured.append(os.environ.get(EARLY_LAUNCH, "1"))
+        return capture(graphs, function)
+
+    monkeypatch.setattr(CudaGraphs, "_captured", noted)
+    monkeypatch.setattr(serve, "measure_idle", without_a_trace)
+    with rehearsal(Schedule.EARLY, total_bytes=8 << 30), in_place_of_triton():
+        context = Context(DEVICE, True, dict(FACTS), told.append, time.monotonic() + 600)
+        with random_engine(context, tmp_path, "qwen3-0.6b", layers=1, max_num_seqs=4) as engine:
+            for number in range(3):
+                traffic.submit(engine, f"s{number}", Asked((3, 4, 5), 40))
+            traffic.steps(engine, lambda window: bool(window.tokens) and window.tokens[-1] == 3)
+            captured.clear()
+            serve._idle(context, name, engine, 3)
+            assert captured
+            assert set(captured) == {"0"}
+            before = len(captured)
+            traffic.steps(engine, lambda window: len(window.step_s) >= 3)
+            assert len(captured) == before, "those from before are back"
+            engine.abort_all()
+    first, last = (line["row"] for line in told)
+    assert "the profiler gave no figure" in first["error"]
+    assert last["error"] == ""
+    assert last["facts"]["gaps_percent"] == 0.0
+    assert last["value"] == last["facts"]["waits_percent"], "any two events are as far apart here"
 
 
 def test_memory_is_given_back_behind_a_row_unless_its_engine_is_open_and_it_went_well(
