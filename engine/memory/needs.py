@@ -8,9 +8,9 @@ b_kv bytes per weight, per number computed with and per stored key or value, T t
     activations  A = max(T·w·b, R·V·4·2), w numbers of a token where a layer holds most: 3f + 6d behind gates of width f; of a
                      mixture of k experts (k + 2)·f + (k + 6)·d; 2(H + K)·D + 5d in attention
     graphs       G = A of the largest captured step, and for each that is kept 24 KiB for each of its 10·L + 20 launches
-    slots        S = R·(splits of the context·H·(D + 1)·4 for each window + V·(4 + b)) + 16·V·4, on a GPU: what decodes leave
-                     between two kernels, counts of tokens, logits that wait for masks, biases. Rows of guesses add to R,
-                     though not to the counts. Batch-invariant decodes leave
+    slots        S = R·(splits of the context·H·(D + 1)·4 for each window + V·(4 + b)) + min(R·V·4, 128 MiB), on a GPU:
+                     what decodes leave between two kernels, counts of tokens, logits that wait for masks, biases. Rows of
+                     guesses add to R, though not to counts and biases. Batch-invariant decodes leave
                      max(R, 64)·(context / 256)·H·(D + 2)·4 for each window, at most 256 MiB, and b is 4
     context      C = the driver's context, the libraries' workspaces, the kernels' code
     KV blocks      = floor((share·memory − W − A − G − S − C) / (block_size·2·L·K·D·b_kv))
@@ -40,8 +40,13 @@ our own are measured: Llama-3.1-8B's steps come to 8 MiB each."""
 CONTEXT_BYTES = 600 << 20
 """Of a process on an NVIDIA GPU: context, code, the matrix library's workspace. A guess where no device can be asked."""
 
-BIAS_ROWS = 16
-"""Requests with a bias that steps over slots may hold: a row of the vocabulary for each, 1 MB for 128k tokens."""
+BIAS_BYTES_MAX = 128 << 20
+"""What the biases of requests may take. A row of the vocabulary takes 0.5 MiB for 128k tokens: one for each of 256 requests."""
+
+
+def bias_rows(num_seqs: int, vocab_size: int) -> int:
+    """How many biases steps over slots hold at a time: one for each request, as far as `BIAS_BYTES_MAX` goes."""
+    return max(1, min(num_seqs, BIAS_BYTES_MAX // (4 * vocab_size)))
 
 
 def num_splits(num_tokens: int, head_dim: int, kv_element_bytes: int, window: int | None) -> int:
@@ -162,7 +167,8 @@ class MemoryShape:
 
     def columns_bytes(self, num_seqs: int, element_bytes: int, *, num_guesses: int = 0) -> int:
         """What sampling keeps for `num_seqs` slots and as many rows, or `num_guesses` more."""
-        return self.vocab_size * (num_seqs * (4 + element_bytes) + num_guesses * element_bytes + BIAS_ROWS * 4)
+        row_bytes = num_seqs * (4 + element_bytes) + num_guesses * element_bytes + bias_rows(num_seqs, self.vocab_size) * 4
+        return self.vocab_size * row_bytes
 
 
 def _layer_width(hidden: int, attended: int, *, dense: int, chosen: int = 0, expert: int = 0) -> int:

@@ -12,7 +12,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from engine.memory.needs import BIAS_ROWS
+from engine.memory.needs import bias_rows
 from engine.protocol import PlainReason, SamplingParams
 from engine.sampling import scores
 from engine.sampling.host_masks import needs_masks
@@ -60,8 +60,12 @@ def weighs(sampling: SamplingParams) -> bool:
     return not is_greedy(sampling) and sampling.top_k <= 0 and sampling.top_p < 1.0
 
 
-def _has_bias(sampling: SamplingParams) -> bool:
-    return bool(sampling.logit_bias) or any(len(word) == 1 for word in sampling.bad_words_token_ids or ())
+def _bias_of(sampling: SamplingParams) -> dict[int, float]:
+    """What is added to logits, by token; a bad word of one token is forbidden, whatever is added to it."""
+    if not sampling.logit_bias and not sampling.bad_words_token_ids:
+        return {}
+    forbidden = [word[0] for word in sampling.bad_words_token_ids or () if len(word) == 1]
+    return {**(sampling.logit_bias or {}), **dict.fromkeys(forbidden, FORBIDDEN)}
 
 
 class ColumnSampler:
@@ -74,10 +78,12 @@ class ColumnSampler:
         device: torch.device,
         *,
         max_guesses: int = 0,
-        num_rules: int = BIAS_ROWS,
+        num_rules: int | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
-        """`max_guesses`: rows of a step beyond one for each slot. `dtype`: of all logits, None if it is not known."""
+        """`max_guesses`: rows of a step beyond one for each slot. `num_rules`: biases held at a time, as many as the
+        memory plan counts if None. `dtype`: of all logits, None if it is not known."""
+        num_rules = bias_rows(num_slots, vocab_size) if num_rules is None else num_rules
         self.columns = ops.SamplingColumns.empty(num_slots, vocab_size, num_rules, device)
         self._device = device
         self._ops = ops.operations(device, dtype)
@@ -85,7 +91,7 @@ class ColumnSampler:
         self._workspace = self._kernels.sampling_workspace(num_slots + max_guesses, vocab_size, device)
         self._vocab_size = vocab_size
         self._rules: dict[Request, int] = {}
-        self._num_rules = num_rules
+        self._biases: list[dict[int, float]] = [{} for _ in range(num_rules)]
         self._weighs = np.zeros(num_slots, dtype=bool)
         self._counts = np.zeros(num_slots, dtype=bool)
         self._masked = np.zeros(num_slots, dtype=bool)
@@ -98,16 +104,20 @@ class ColumnSampler:
         sampling = request.sampling
         if sampling.typical_p < 1.0:
             return PlainReason.TYPICAL_P
-        return PlainReason.LOGIT_BIAS if _has_bias(sampling) and not self._reserve(request) else None
+        bias = _bias_of(sampling)
+        return PlainReason.LOGIT_BIAS if bias and not self._reserve(request, bias) else None
 
-    def _reserve(self, request: Request) -> bool:
-        """A row for the bias of a request, for as long as the request lives."""
+    def _reserve(self, request: Request, bias: dict[int, float]) -> bool:
+        """A row for the bias of a request, for as long as the request lives; those with the same bias share one."""
         if request not in self._rules:
             self._rules = {owner: rule for owner, rule in self._rules.items() if not owner.is_finished}
-            free = set(range(self._num_rules)).difference(self._rules.values())
-            if not free:
+            used = set(self._rules.values())
+            rule = next((rule for rule in used if self._biases[rule] == bias), None)
+            if rule is None:
+                rule = next((rule for rule in range(len(self._biases)) if rule not in used), None)
+            if rule is None:
                 return False
-            self._rules[request] = min(free)
+            self._rules[request], self._biases[rule] = rule, bias
         return True
 
     def place(self, slots: Sequence[int], requests: Sequence[Request]) -> None:
@@ -127,7 +137,7 @@ class ColumnSampler:
         ]
         ints = [
             [p.top_k if 0 < p.top_k < self._vocab_size else 0 for p in params],
-            [self._rules.get(r, -1) if _has_bias(r.sampling) else -1 for r in requests],
+            [self._rules.get(r, -1) for r in requests],
         ]
         longs = [
             [signed(stream(p.seed or 0)) for p in params],
@@ -143,8 +153,8 @@ class ColumnSampler:
             self._masked[slot] = needs_masks(request)
             self._greedy[slot] = is_greedy(sampling) and not changes_logits(sampling) and sampling.logprobs is None
             self._scored[slot] = NO_SCORES if sampling.logprobs is None else sampling.logprobs
-            if _has_bias(sampling):
-                self._write_bias(self._rules[request], sampling)
+        for rule in {self._rules[request] for request in requests if request in self._rules}:
+            self._write_bias(rule)
 
     def restart(self, slot: int, request: Request, num_tokens: int) -> None:
         """What the device has counted of this slot's tokens is in doubt; the first `num_tokens` of its request are known."""
@@ -155,11 +165,10 @@ class ColumnSampler:
         sent = ops.send(np.stack((ids, 2 * in_output + 1)), torch.int64, self._device)
         self.columns.counts[slot].zero_().index_copy_(0, sent[0], sent[1].int())
 
-    def _write_bias(self, rule: int, sampling: SamplingParams) -> None:
+    def _write_bias(self, rule: int) -> None:
         row = torch.zeros(self._vocab_size, pin_memory=self._device.type == "cuda")
-        bias = sampling.logit_bias or {}
+        bias = self._biases[rule]
         row[list(bias)] = torch.tensor(list(bias.values()))
-        row[[word[0] for word in sampling.bad_words_token_ids or () if len(word) == 1]] = FORBIDDEN
         self.columns.bias[rule].copy_(row, non_blocking=True)
 
     def wants(self, slots: Sequence[int]) -> Wants:

@@ -96,7 +96,8 @@ def test_memory_is_planned_for_as_many_graphs_as_are_kept() -> None:
 
 def test_slots_hold_what_decodes_and_sampling_keep_for_each_of_them() -> None:
     assert LLAMA_8B.splits_bytes(256, 32_768, 2) == 256 * 64 * 32 * 129 * 4
-    assert LLAMA_8B.columns_bytes(256, 2) == 128_256 * (256 * 6 + 64)
+    assert LLAMA_8B.columns_bytes(256, 2) == 128_256 * (256 * 6 + 256 * 4)
+    assert LLAMA_8B.columns_bytes(512, 2) == 128_256 * (512 * 6 + 261 * 4), "128 MiB of biases"
     eager = MemoryNeeds.of(LLAMA_8B, BF16, replace(LOAD, on_gpu=True), context_bytes=0, context_len=32_768)
     assert eager.slots_bytes == LLAMA_8B.splits_bytes(256, 32_768, 2)
     ahead = replace(LOAD, on_gpu=True, has_slots=True)

@@ -131,13 +131,37 @@ def test_scores_of_a_step_are_those_of_the_plain_sampler(counts: list[int]) -> N
 
 def test_rows_for_biases_are_given_back_when_their_requests_end() -> None:
     sampler = ColumnSampler(4, 50, CPU, num_rules=2)
-    first, second, third = (sampling_request(str(i), logit_bias={1: 1.0}) for i in range(3))
+    first, second, third = (sampling_request(str(i), logit_bias={1: 1.0 + i}) for i in range(3))
     assert sampler.refusal(first) is None
     assert sampler.refusal(second) is None
     assert sampler.refusal(first) is None
     assert sampler.refusal(third) == PlainReason.LOGIT_BIAS
     first.status = RequestStatus.FINISHED
     assert sampler.refusal(third) is None
+
+
+def test_there_is_a_row_for_the_bias_of_every_seat() -> None:
+    sampler = ColumnSampler(40, 50, CPU)
+    assert all(sampler.refusal(sampling_request(str(i), logit_bias={i: 1.0})) is None for i in range(40))
+
+
+def test_requests_with_the_same_bias_share_a_row_until_the_last_of_them_ends() -> None:
+    sampler = ColumnSampler(3, 50, CPU, num_rules=1)
+    same: dict[str, Any] = {"logit_bias": {3: 50.0, 4: 60.0}, "bad_words_token_ids": [[4], [1, 2]], "temperature": 0.0}
+    first, second = (sampling_request(str(i), **same) for i in range(2))
+    third = sampling_request("third", logit_bias={5: 50.0}, temperature=0.0)
+    for request in (first, second):
+        assert sampler.refusal(request) is None
+    sampler.place([0, 2], [first, second])
+    first.status = RequestStatus.FINISHED
+    assert sampler.refusal(third) == PlainReason.LOGIT_BIAS
+    slots, positions = torch.tensor([0, 1, 2]), torch.tensor([1, 1, 1])
+    sampler.place([1], [sampling_request(temperature=0.0)])
+    assert sampler.choose(torch.zeros(3, 50), slots, positions, Kind()).tokens.tolist() == [3, 0, 3]
+    second.status = RequestStatus.FINISHED
+    assert sampler.refusal(third) is None
+    sampler.place([0], [third])
+    assert sampler.choose(torch.zeros(1, 50), slots[:1], positions[:1], Kind()).tokens.tolist() == [5]
 
 
 def test_only_top_p_without_top_k_weighs_the_vocabulary() -> None:
