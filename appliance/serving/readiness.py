@@ -6,11 +6,12 @@ A probe is one greedy token for nobody: it is not admitted, not billed, has no r
 from __future__ import annotations
 
 import asyncio
-from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 
 import structlog
 
+from appliance.base.background import Background
 from appliance.base.clock import Clock
 from appliance.base.errors import GatehouseError
 from appliance.base.ids import new_id
@@ -35,21 +36,19 @@ class Readiness:
         self._models = models
         self._clock = clock
         self._interval_s = interval_s
-        self._tasks: list[asyncio.Task[None]] = []
+        self._probes: list[Background] = []
 
     def start(self) -> None:
         """Probe each model in a task of its own."""
         for model in self._models.list():
-            self._tasks.append(asyncio.create_task(self._keep_fresh(model), name=f"probe {model.name}"))
+            probe = Background(f"probe {model.name}", partial(self._keep_fresh, model))
+            probe.start()
+            self._probes.append(probe)
 
     async def stop(self) -> None:
         """End the probes."""
-        for task in self._tasks:
-            task.cancel()
-        for task in self._tasks:
-            with suppress(asyncio.CancelledError):
-                await task
-        self._tasks.clear()
+        await asyncio.gather(*(probe.stop() for probe in self._probes))
+        self._probes.clear()
 
     def problem(self, model: ServedModel) -> str | None:
         """Return why `model` is not ready, or None when it is. What the engine said stays with administrators and the log."""

@@ -24,6 +24,7 @@ from pathlib import Path
 import structlog
 
 import appliance
+from appliance.base.background import Background
 from appliance.base.clock import Clock
 from appliance.base.errors import EngineUnavailable, ModelLoading
 from appliance.base.settings import ENVIRONMENT_PREFIX
@@ -79,7 +80,7 @@ class Supervisor:
         self._switched_off = switched_off
         self._client: EngineClient | None = None
         self._process: asyncio.subprocess.Process | None = None
-        self._task: asyncio.Task[None] | None = None
+        self._keeping = Background(f"engine supervisor {name}", self._keep_running)
         self._changed = asyncio.Event()
 
     @property
@@ -100,7 +101,7 @@ class Supervisor:
     def start(self) -> None:
         """Start the engine in the background; `state` tells how far it is."""
         self._set_state("loading")
-        self._task = asyncio.create_task(self._keep_running(), name=f"engine supervisor {self.name}")
+        self._keeping.start()
 
     async def stop(self) -> None:
         """End the engine in order, then by force after EXIT_GRACE_S."""
@@ -109,10 +110,7 @@ class Supervisor:
             self._client.shut_down()
         if self._process is not None:
             await _end(self._process, grace_s=EXIT_GRACE_S)
-        if self._task is not None:
-            self._task.cancel()
-            with suppress(asyncio.CancelledError):
-                await self._task
+        await self._keeping.stop()
 
     def check_ready(self) -> None:
         """Raise ModelLoading or EngineUnavailable unless a request can be submitted now."""

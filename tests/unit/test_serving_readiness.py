@@ -6,6 +6,7 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 
 import pytest
+import structlog
 
 from appliance.base.clock import SystemClock
 from appliance.serving.model_registry import ModelRegistry, ServedModel
@@ -90,3 +91,21 @@ async def test_a_probe_comes_before_the_interval_is_over(model: ServedModel, clo
     await readiness.stop()
 
     assert readiness.problem(model) is None
+
+
+async def test_a_probe_that_ends_by_an_error_is_logged_and_stops_nothing_else(
+    model: ServedModel, clock: FakeClock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    readiness = Readiness(ModelRegistry([model]), clock, interval_s=INTERVAL_S)
+
+    async def fail(_model: ServedModel) -> None:
+        raise ValueError("a bug")
+
+    monkeypatch.setattr(readiness, "_keep_fresh", fail)
+    with structlog.testing.capture_logs() as logs:
+        readiness.start()
+        await until(lambda: bool(logs))
+        await readiness.stop()
+    assert [(line["task"], repr(line["exc_info"])) for line in logs if "task" in line] == [
+        ("probe tiny", "ValueError('a bug')")
+    ]
