@@ -270,5 +270,5 @@ def proxies(value: object) -> tuple[Network, ...]:
     found = networks(value)
     for network in found:
         if network.prefixlen == 0:
-            raise ValueError(f"must name proxies, and {network} is everybody")
+            raise ValueError(f"must name proxies, and {network} is every address")
     return found

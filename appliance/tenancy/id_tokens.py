@@ -95,12 +95,12 @@ def _check_audience(claims: Mapping[str, Any], client_id: str) -> None:
     audience = claims.get("aud")
     audiences = audience if isinstance(audience, list) else [audience]
     if client_id not in audiences:
-        raise TokenRefused("it is for somebody else: the audience differs")
+        raise TokenRefused("it is for another client: the audience differs")
     party = claims.get("azp")
     if party is None and len(audiences) > 1:
         raise TokenRefused("it is for several, and does not say who asked for it")
     if party is not None and party != client_id:
-        raise TokenRefused("somebody else asked for it: the authorized party differs")
+        raise TokenRefused("another client asked for it: the authorized party differs")
 
 
 def _check_times(claims: Mapping[str, Any], now: datetime) -> None:

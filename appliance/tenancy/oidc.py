@@ -169,7 +169,7 @@ class OidcProvider:
             return None
         claims = await self._call("GET", endpoint, headers={"authorization": f"Bearer {access_token}"})
         if claims.get("sub") != subject:
-            raise TokenRefused("the user info is about somebody else")
+            raise TokenRefused("the user info is of another subject")
         return verified_email(claims)
 
     async def _call(self, method: str, url: str, **options: Any) -> dict[str, Any]:

@@ -39,8 +39,7 @@ WRONG_CODE = "the code is wrong, or was used already"
 SEALING_PURPOSE = "second factor"
 UNREADABLE = (
     "the code cannot be checked: secret.key in the data folder is not the file that this second factor was sealed with; "
-    "whoever operates the appliance restores it from the backup, or resets the second factor: "
-    "gatehouse admin reset-second-factor"
+    "the operator restores it from the backup, or resets the second factor: gatehouse admin reset-second-factor"
 )
 _CODE = re.compile(r"\d{6}", re.ASCII)
 

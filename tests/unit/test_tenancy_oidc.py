@@ -128,7 +128,7 @@ async def test_an_address_that_is_not_in_the_token_is_asked_for(fake: FakeProvid
     assert await identify(fake) == ALICE
 
     fake.user_info = {"sub": "charlie-8"}
-    with pytest.raises(TokenRefused, match="somebody else"):
+    with pytest.raises(TokenRefused, match="another subject"):
         await identify(fake)
 
 
