@@ -1,4 +1,4 @@
-"""Every configuration that serving uses as machine code for all cards that we name, by the oldest Triton and the newest."""
+"""Configurations that serving uses as machine code for the cards that we name, by the oldest Triton and the newest (ADR 51)."""
 
 from __future__ import annotations
 

@@ -45,9 +45,10 @@ class TritonVersion:
         return gate_rows(answer.stdout)
 
 
-def gate_command(modules: Sequence[str]) -> list[str]:
-    """Compiles `modules` for every card in one process, whose start takes as long as three kernels."""
-    return [sys.executable, "-m", "kernels.triton.gate", *modules]
+def gate_command(modules: Sequence[str], full: int | None = None) -> list[str]:
+    """Compiles `modules` for every card in one process, whose start takes as long as three kernels; all of their configurations
+    for the card `full` alone where it is named."""
+    return [sys.executable, "-m", "kernels.triton.gate", *(["--full", str(full)] if full else []), *modules]
 
 
 def gate_rows(output: str) -> list[dict[str, Any]]:

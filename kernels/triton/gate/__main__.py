@@ -1,5 +1,5 @@
-"""`python -m kernels.triton.gate [--only 90] [MODULE …]` compiles every configuration of these files of kernels, or of all, and
-prints one JSON line for each and each compute capability.
+"""`python -m kernels.triton.gate [--only 90] [--full 90] [MODULE …]` compiles every configuration of these files of kernels, or
+of all, and prints one JSON line for each and each compute capability.
 
 A line holds what was read from the machine code and what is wrong with it (`faults`). Used by the tests and by
 bench/compiled_kernels.py, in processes without TRITON_INTERPRET.
@@ -20,11 +20,15 @@ from kernels.triton.gate.compilation import Compilation, compile_kernel, faults
 from kernels.triton.gate.declared import declared, module_names
 
 
-def compile_module(module: str, only: int | None = None) -> Iterator[dict[str, Any]]:
-    """One row for each configuration and capability of `module`, in their order; of one capability where `only` names it."""
+def compile_module(module: str, only: int | None = None, full: int | None = None) -> Iterator[dict[str, Any]]:
+    """One row for each configuration and capability of `module`, in their order; of one capability where `only` names it.
+    Where `full` names a capability, others get one configuration of each kernel and set of element types."""
+    seen = set()
     for compilation in declared(module):
         for capability in compilation.capabilities:
-            if only in (None, capability):
+            form = compilation.kernel.__name__, frozenset(compilation.signature.values()), capability
+            if only in (None, capability) and (full in (None, capability) or form not in seen):
+                seen.add(form)
                 yield _row(module, compilation, capability)
 
 
@@ -42,10 +46,11 @@ def main(arguments: Sequence[str]) -> None:
     """Print the rows as they are made."""
     parser = argparse.ArgumentParser(description="Compile kernels for cards that are not here.")
     parser.add_argument("--only", type=int, help="one compute capability: 80, 89, 90 or 100")
+    parser.add_argument("--full", type=int, help="for others one configuration of each kernel and set of types")
     parser.add_argument("modules", nargs="*", help="as norm")
     options = parser.parse_args(arguments)
     for module in options.modules or module_names():
-        for row in compile_module(module, options.only):
+        for row in compile_module(module, options.only, options.full):
             print(json.dumps(row), flush=True)  # noqa: T201
 
 
