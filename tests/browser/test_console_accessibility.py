@@ -98,6 +98,18 @@ async def test_no_page_is_wider_than_a_telephone(site: Site) -> None:
     assert wide == []
 
 
+async def test_no_table_is_wider_than_its_frame_on_a_laptop(site: Site) -> None:
+    page = await site.alice(viewport={"width": 1280, "height": 800})
+    cut = []
+    for path in await pages(site):
+        await page.goto(path)
+        frames = page.locator(".table-frame")
+        if any(await frames.evaluate_all("frames => frames.map(frame => frame.scrollWidth > frame.clientWidth)")):
+            cut.append(path)
+
+    assert cut == []
+
+
 async def test_on_a_telephone_the_sections_are_behind_a_menu(site: Site) -> None:
     page = await site.alice(viewport={"width": 390, "height": 800})
     tenants = page.get_by_role("link", name="Tenants", exact=True)
