@@ -63,57 +63,95 @@ def _scales(weight_scales, columns, column_mask, COLUMN_SCALES: tl.constexpr):
 
 
 @triton.jit
+def _gathered(
+    product, up, partials, arrivals, tile, split, mask,
+    GATE: tl.constexpr, SPLITS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    """→ product, up and whether this program is the last of its tile, which alone gets the sums of all splits.
+
+    As in split_sum.py: integers are counted atomically, partial sums added in their order by whoever comes last.
+    """
+    PARTS: tl.constexpr = 1 if GATE is None else 2
+    SIZE: tl.constexpr = BLOCK_M * BLOCK_N
+    own = tl.arange(0, BLOCK_M)[:, None] * BLOCK_N + tl.arange(0, BLOCK_N)[None, :]
+    first = partials + tile.to(tl.int64) * (SPLITS * PARTS * SIZE) + own
+    tl.store(first + split * (PARTS * SIZE), product, mask=mask)
+    if GATE is not None:
+        tl.store(first + split * (PARTS * SIZE) + SIZE, up, mask=mask)
+    tl.debug_barrier()
+    is_last = tl.atomic_add(arrivals + tile, 1, sem="acq_rel") == SPLITS - 1
+    if is_last:
+        product = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+        up = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+        for part in tl.static_range(SPLITS):
+            product += tl.load(first + part * (PARTS * SIZE), mask=mask, other=0.0, cache_modifier=".cg")
+            if GATE is not None:
+                up += tl.load(first + part * (PARTS * SIZE) + SIZE, mask=mask, other=0.0, cache_modifier=".cg")
+        tl.store(arrivals + tile, 0)
+    return product, up, is_last
+
+
+@triton.jit
+def _scaled(
+    product, up, weight_scales, bias, squares, row_squares, columns, column_mask, N, K, eps, alpha,
+    GATE: tl.constexpr, COLUMN_SCALES: tl.constexpr,
+):  # fmt: skip
+    """→ the sums of a tile with their scales, over the root of the norm, with the bias, and through the gate."""
+    if weight_scales is not None:
+        product *= _scales(weight_scales, columns, column_mask, COLUMN_SCALES)
+        if GATE is not None:
+            up *= _scales(weight_scales, N + columns, column_mask, COLUMN_SCALES)
+    if squares is not None:
+        over_rms = alpha * tl.rsqrt(tl.sum(row_squares, axis=1) / K + eps)[:, None]
+        product *= over_rms
+        up *= over_rms
+    if bias is not None:
+        product += tl.load(bias + columns, mask=column_mask, other=0.0).to(tl.float32)[None, :]
+        if GATE is not None:
+            up += tl.load(bias + N + columns, mask=column_mask, other=0.0).to(tl.float32)[None, :]
+    if GATE is not None:
+        product = activated(product, up, GATE == "gelu_tanh")
+    return product
+
+
+@triton.jit
+def _store(
+    product, residual, norm_weight, out, weighted, squares_out, tile, rows, columns, row_mask, column_mask, mask, M, N, alpha
+):  # fmt: skip
+    """Store a tile of the product, or of its sum with the residual stream, which is stored times the next norm's weight too;
+    and the sums of its squares."""
+    places = rows[:, None] * N + columns[None, :]
+    if residual is not None:
+        product = tl.load(residual + places, mask=mask, other=0.0).to(tl.float32) + alpha * product
+    stored = product.to(out.dtype.element_ty)
+    tl.store(out + places, stored, mask=mask)
+    if norm_weight is not None:
+        total = tl.where(mask, stored.to(tl.float32), 0.0)
+        scale = tl.load(norm_weight + columns, mask=column_mask, other=0.0).to(tl.float32)[None, :]
+        tl.store(weighted + places, (total * scale).to(weighted.dtype.element_ty), mask=mask)
+        tl.store(squares_out + tile * M + rows, tl.sum(total * total, axis=1), mask=row_mask)
+
+
+@triton.jit
 def finish(
     product, up, weight_scales, bias, squares, row_squares, residual, norm_weight, out, weighted, squares_out,
     partials, arrivals, tile, split, rows, columns, M, N, K, eps, alpha,
     GATE: tl.constexpr, COLUMN_SCALES: tl.constexpr, SPLITS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """product, and up where there is a GATE: [BLOCK_M, BLOCK_N] float32, the sums of one program. Stores what `linear_add` and
-    `normed_linear` of fused_linear.py say, by the program that comes last where columns are divided."""
+    """What `linear_add` and `normed_linear` of fused_linear.py say, stored by the program that comes last where columns are
+    divided. product, and up where there is a GATE: [BLOCK_M, BLOCK_N] float32, the sums of one program."""
     row_mask, column_mask = rows < M, columns < N
     is_last = True
     mask = row_mask[:, None] & column_mask[None, :]
     if SPLITS > 1:
-        # As in split_sum.py: integers are counted atomically, partial sums added in their order by whoever comes last.
-        PARTS: tl.constexpr = 1 if GATE is None else 2
-        SIZE: tl.constexpr = BLOCK_M * BLOCK_N
-        own = tl.arange(0, BLOCK_M)[:, None] * BLOCK_N + tl.arange(0, BLOCK_N)[None, :]
-        first = partials + tile.to(tl.int64) * (SPLITS * PARTS * SIZE) + own
-        tl.store(first + split * (PARTS * SIZE), product, mask=mask)
-        if GATE is not None:
-            tl.store(first + split * (PARTS * SIZE) + SIZE, up, mask=mask)
-        tl.debug_barrier()
-        is_last = tl.atomic_add(arrivals + tile, 1, sem="acq_rel") == SPLITS - 1
-        if is_last:
-            product = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
-            up = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
-            for part in tl.static_range(SPLITS):
-                product += tl.load(first + part * (PARTS * SIZE), mask=mask, other=0.0, cache_modifier=".cg")
-                if GATE is not None:
-                    up += tl.load(first + part * (PARTS * SIZE) + SIZE, mask=mask, other=0.0, cache_modifier=".cg")
-            tl.store(arrivals + tile, 0)
+        product, up, is_last = _gathered(
+            product, up, partials, arrivals, tile, split, mask, GATE, SPLITS, BLOCK_M, BLOCK_N
+        )  # fmt: skip
     if is_last:
-        if weight_scales is not None:
-            product *= _scales(weight_scales, columns, column_mask, COLUMN_SCALES)
-            if GATE is not None:
-                up *= _scales(weight_scales, N + columns, column_mask, COLUMN_SCALES)
-        if squares is not None:
-            over_rms = alpha * tl.rsqrt(tl.sum(row_squares, axis=1) / K + eps)[:, None]
-            product *= over_rms
-            up *= over_rms
-        if bias is not None:
-            product += tl.load(bias + columns, mask=column_mask, other=0.0).to(tl.float32)[None, :]
-            if GATE is not None:
-                up += tl.load(bias + N + columns, mask=column_mask, other=0.0).to(tl.float32)[None, :]
-        if GATE is not None:
-            product = activated(product, up, GATE == "gelu_tanh")
-        places = rows[:, None] * N + columns[None, :]
-        if residual is not None:
-            product = tl.load(residual + places, mask=mask, other=0.0).to(tl.float32) + alpha * product
-        stored = product.to(out.dtype.element_ty)
-        tl.store(out + places, stored, mask=mask)
-        if norm_weight is not None:
-            total = tl.where(mask, stored.to(tl.float32), 0.0)
-            scale = tl.load(norm_weight + columns, mask=column_mask, other=0.0).to(tl.float32)[None, :]
-            tl.store(weighted + places, (total * scale).to(weighted.dtype.element_ty), mask=mask)
-            tl.store(squares_out + tile * M + rows, tl.sum(total * total, axis=1), mask=row_mask)
+        product = _scaled(
+            product, up, weight_scales, bias, squares, row_squares, columns, column_mask, N, K, eps, alpha, GATE, COLUMN_SCALES
+        )  # fmt: skip
+        _store(
+            product, residual, norm_weight, out, weighted, squares_out, tile, rows, columns, row_mask, column_mask, mask,
+            M, N, alpha,
+        )  # fmt: skip
