@@ -29,9 +29,13 @@ class InputRow(NamedTuple):
 
 def forward_order(rows: Sequence[InputRow]) -> list[int]:
     """Indices of `rows` in the order of the forward pass."""
-    single = [(-row.start, index) for index, row in enumerate(rows) if len(row.token_ids) == 1]
-    single.sort()
-    return [index for _, index in single] + [index for index, row in enumerate(rows) if len(row.token_ids) > 1]
+    single: list[int] = []
+    longer: list[int] = []
+    for index, row in enumerate(rows):
+        (single if len(row.token_ids) == 1 else longer).append(index)
+    starts = [row.start for row in rows]
+    single.sort(key=starts.__getitem__, reverse=True)
+    return single + longer
 
 
 def make_batch_inputs(

@@ -6,7 +6,7 @@ It takes its rows from `StepInputs.rows`, where the host writes the slots of the
 what was asked about them in `scores`. A row below 0 is padding: it reads no context, writes no key, and changes no slot, so a
 step of nothing but padding changes nothing.
 
-A step in which requests verify guesses of speculative decoding (`choosing_rows`) is one of the same kind with several rows of a
+A step in which requests verify guesses of speculative decoding (`runner.rows`) is one of the same kind with several rows of a
 slot. The host writes the inputs, and what the step leaves in such a slot is not used: the host sees how many guesses were
 accepted, and sends the slot with a later step.
 

@@ -13,7 +13,7 @@ from engine.protocol import TokenLogprob
 from engine.runner.draft_model import DraftModel
 from engine.runner.kv_cache import BlockMover
 from engine.runner.paged_decoder import PagedDecoder
-from engine.runner.step_rows import StepRows
+from engine.runner.rows import PlainStepRows
 from engine.sampling.acceptance import accept_by_rejection, accept_equal
 from engine.sampling.logits_rules import SampledRow
 from engine.sampling.logprobs import prompt_logprobs
@@ -64,7 +64,7 @@ class ModelRunner:
             self.stage = "draft"
             guesses_from = self._draft.propose(items)
         self.stage = "prepare"
-        rows = StepRows.of(items)
+        rows = PlainStepRows.of(items)
         masks = self._masks.fill([row.request for row in rows.sampled])
         inputs = self._target.prepare(rows.inputs)
         self.stage = "run"
@@ -79,7 +79,7 @@ class ModelRunner:
     def _choose(
         self,
         items: Sequence[ScheduledRequest],
-        rows: StepRows,
+        rows: PlainStepRows,
         hidden: torch.Tensor,
         guesses_from: Sequence[torch.Tensor | None],
         masks: Future[StepMasks] | None,
@@ -100,7 +100,7 @@ class ModelRunner:
         return outputs
 
     def _draw(
-        self, rows: StepRows, chosen: Sequence[int], hidden: torch.Tensor, masks: StepMasks | None
+        self, rows: PlainStepRows, chosen: Sequence[int], hidden: torch.Tensor, masks: StepMasks | None
     ) -> dict[int, SampledToken]:
         """Tokens of the sampled rows `chosen`, by row."""
         drawn: dict[int, SampledToken] = {}
@@ -128,7 +128,7 @@ class ModelRunner:
         return self._target.logits(hidden.index_select(0, torch.tensor(places, dtype=torch.int64).to(hidden.device)))
 
     def _verify(
-        self, item: ScheduledRequest, rows: StepRows, chosen: range, hidden: torch.Tensor, guesses_from: torch.Tensor
+        self, item: ScheduledRequest, rows: PlainStepRows, chosen: range, hidden: torch.Tensor, guesses_from: torch.Tensor
     ) -> StepOutput:
         request = item.request
         logits = self._logits(hidden, [rows.places[row] for row in chosen])

@@ -5,7 +5,7 @@ A step in which every row is one token that yields another is `DecodeStep`, repl
 chunks of prompts is the plain forward pass over rows made on the host; the tokens that only the device knows are filled in
 there. Either way tokens go from slot to slot on the device, and a copy of them reaches the host while the next step runs.
 
-A step in which requests verify guesses (`choosing_rows`) is one or the other, with a row for each guess. The next step is not
+A step in which requests verify guesses (`runner.rows`) is one or the other, with a row for each guess. The next step is not
 launched before it is settled. A draft model writes its guesses just before, over the same slots (`draft_steps`); it runs in
 every step, because it has a KV cache of its own.
 
@@ -25,7 +25,6 @@ from engine.grammar.masks import StepMasks
 from engine.grammar.spec import GrammarError
 from engine.protocol import PlainReason
 from engine.runner.batch_inputs import InputRow
-from engine.runner.choosing_rows import ChoosingRows
 from engine.runner.cuda_graphs import Calls
 from engine.runner.decode_step import DecodeStep
 from engine.runner.draft_steps import DraftSteps
@@ -33,12 +32,11 @@ from engine.runner.embedder import TextModel
 from engine.runner.launched_step import Choosing, LaunchedStep
 from engine.runner.model_runner import ModelRunner
 from engine.runner.paged_decoder import PagedDecoder
-from engine.runner.pass_rows import UNKNOWN, guess_places, input_row, unknown_places
 from engine.runner.ready_steps import NO_INPUTS, NO_ROWS, ReadySteps
+from engine.runner.rows import FIRST, UNKNOWN, SampledRows, guess_places, input_row, scored_positions, unknown_places
 from engine.runner.slots import NOTHING, SlotState, SlotTable
 from engine.runner.staging import Fetch, FetchedAtOnce, Staging, TokenReturn
 from engine.runner.step_inputs import StepInputs
-from engine.runner.step_rows import FIRST, scored_positions
 from engine.runner.warm_up import compiles_at_first_use, compiling
 from engine.sampling import scores
 from engine.sampling.columns import ColumnSampler, Kind, Wants
@@ -238,7 +236,7 @@ class SlotRunner:
         return self._run_step(items, size, kind, self._wants, LaunchedStep(len(items), len(items)))
 
     def _launch_guesses(self, items: Sequence[ScheduledRequest]) -> LaunchedStep:
-        rows = ChoosingRows.of(items, self._slots.update_beside_guesses(items, sends_tokens=self._drafts is None))
+        rows = SampledRows.of(items, self._slots.update_beside_guesses(items, sends_tokens=self._drafts is None))
         launched = LaunchedStep(len(items), len(rows.slots), depths=rows.depths)
         guesses = None
         if self._drafts is None:
@@ -302,7 +300,7 @@ class SlotRunner:
             slots = self._slots.update_beside_guesses(chosen, sends_tokens=self._drafts is None)
         elif chosen:
             slots = self._slots.update(chosen)
-        choosing = ChoosingRows.of(chosen, slots)
+        choosing = SampledRows.of(chosen, slots)
         wants = self._sampler.wants(choosing.slots)
         masked = _masked_rows(choosing.items, wants) if wants.masked else []
         begun = self._begin_masks(masked)
@@ -330,7 +328,7 @@ class SlotRunner:
             launched.fetch = choose(None)
         return launched
 
-    def _guess(self, rows: ChoosingRows) -> torch.Tensor:
+    def _guess(self, rows: SampledRows) -> torch.Tensor:
         """The guesses of a draft model for requests whose slots are current: [Σ depths] int64"""
         assert self._drafts is not None, "there is no draft model"
         return self._drafts.guess([rows.slots[first] for first in rows.depths], [*rows.depths.values()])

@@ -19,8 +19,8 @@ import numpy as np
 import torch
 
 from engine.layers.batch_inputs import BatchInputs
-from engine.runner.choosing_rows import row_groups
 from engine.runner.paged_decoder import PagedDecoder
+from engine.runner.rows import row_groups
 from engine.runner.slots import NOTHING, SlotState
 from engine.runner.staging import Staging
 from kernels import ops

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from engine.protocol import FinishReason
 from engine.runner.batch_inputs import InputRow
-from engine.runner.step_rows import FIRST, NONE
+from engine.runner.rows import FIRST, NONE
 from engine.sampling.columns import Kind
 from kernels import ops
 from kernels.simd.vectors import LANES

@@ -1,0 +1,195 @@
+"""Rows of a step: what the forward pass computes of each scheduled request, and which hidden states choose tokens.
+
+`input_row` makes the row of one request for the forward pass. `PlainStepRows` are those of a step of the plain runner, every
+token of which is known to the host. `SampledRows` are the rows that choose tokens in a step over slots, some tokens of which
+are known to the device alone: the last one of a decode whose step was launched behind another, and guesses of a draft model.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from engine.runner.batch_inputs import InputRow, forward_order
+from engine.sampling.logits_rules import SampledRow
+from engine.scheduling.scheduled_batch import ScheduledRequest
+
+FIRST = (0,)
+NONE = range(0)
+
+UNKNOWN = (0,)
+"""Stands for one token that the device puts in: token 0, which every vocabulary has. Told from a known token 0 by identity."""
+
+
+def input_row(item: ScheduledRequest) -> InputRow:
+    """The row of `item` in the forward pass, with token 0 for each that the host does not know. Its outputs are the hidden
+    states that choose tokens: that of the last known token and those of guesses, none if the step does not sample."""
+    request, start, num_tokens = item.request, item.start, item.num_tokens
+    if num_tokens == 1 and item.samples:
+        token_id = request.token_ids[start]
+        return InputRow(UNKNOWN if token_id < 0 else [token_id], start, request.block_table, FIRST)
+    token_ids, outputs = request.token_ids[start : start + num_tokens], NONE
+    if item.samples:
+        token_ids += item.draft_inputs
+        outputs = range(num_tokens - item.num_draft_tokens - 1, num_tokens)
+    return InputRow(token_ids, start, request.block_table, outputs)
+
+
+def unknown_places(rows: Sequence[InputRow]) -> dict[int, int]:
+    """The rows that are `UNKNOWN`, by the places of their tokens among all tokens of the pass."""
+    return {place: row for place, row in enumerate(forward_order(rows)) if rows[row].token_ids is UNKNOWN}
+
+
+def guess_places(items: Sequence[ScheduledRequest], rows: Sequence[InputRow]) -> list[int]:
+    """The places of guesses among all tokens of the pass over `rows` of these items, item by item."""
+    firsts, num_tokens = [0] * len(rows), 0
+    for row in forward_order(rows):
+        firsts[row] = num_tokens
+        num_tokens += len(rows[row].token_ids)
+    return [
+        first + index
+        for first, item in zip(firsts, items, strict=True)
+        for index in range(item.num_tokens - item.num_draft_tokens, item.num_tokens)
+    ]
+
+
+def scored_positions(item: ScheduledRequest) -> range:
+    """Positions of this chunk whose next token is a prompt token that was not scored yet, if the request wants scores.
+
+    Each row scores the token behind it, and the last prompt token's row chooses the first token of the output instead. A
+    request that is computed again after preemption is not scored again. Answers beside the first share its prompt.
+    """
+    request = item.request
+    if request.sampling.prompt_logprobs is None or request.index:
+        return NONE
+    first = max(item.start, request.num_prompt_tokens_computed)
+    return range(first, max(first, min(item.start + item.num_tokens, request.num_prompt_tokens - 1)))
+
+
+@dataclass(slots=True)
+class PlainStepRows:
+    """Rows of one step of the plain runner. Hidden states come back item by item, those that choose before those that are
+    scored:
+
+    item 0: known tokens … last │ guesses        item 1: a chunk of a prompt with log-probabilities
+            ······        0       1   2                  3 (chooses, if the prompt ends here)   4 5 6 7 (scored)
+
+    `places` are the sampled rows' indices into the hidden states; `choosing[i]` are item i's indices into `sampled`,
+    `scored[i]` the indices of its scored rows into the hidden states, the first of which predicts token `scored_from[i]`.
+    """
+
+    inputs: list[InputRow] = field(default_factory=list)
+    sampled: list[SampledRow] = field(default_factory=list)
+    places: list[int] = field(default_factory=list)
+    choosing: list[range] = field(default_factory=list)
+    scored: list[range] = field(default_factory=list)
+    scored_from: list[int] = field(default_factory=list)
+    num_outputs: int = 0
+
+    @classmethod
+    def of(cls, items: Sequence[ScheduledRequest]) -> PlainStepRows:
+        rows = cls()
+        for item in items:
+            if item.num_tokens == 1 and item.samples and item.request.sampling.prompt_logprobs is None:
+                rows._add_token(item)
+            else:
+                rows._add(item)
+        return rows
+
+    def _add_token(self, item: ScheduledRequest) -> None:
+        """A plain decode, of which a batch may have hundreds: what `_add` does, without what it does not need."""
+        request, start, row = item.request, item.start, len(self.sampled)
+        token_ids = request.token_ids
+        self.inputs.append(InputRow((token_ids[start],), start, request.block_table, FIRST))
+        self.sampled.append(SampledRow(request, len(token_ids)))
+        self.places.append(self.num_outputs)
+        self.choosing.append(range(row, row + 1))
+        self.scored.append(NONE)
+        self.scored_from.append(start + 1)
+        self.num_outputs += 1
+
+    def _add(self, item: ScheduledRequest) -> None:
+        request, row, positions = item.request, input_row(item), scored_positions(item)
+        num_guesses = len(item.draft_token_ids)
+        assert num_guesses == item.num_draft_tokens, f"request {request.request_id} has {num_guesses} guesses"
+        assert row.token_ids is not UNKNOWN, f"the host does not know the last token of {request.request_id}"
+        num_choosing, first, num_sampled = len(row.outputs), self.num_outputs, len(self.sampled)
+        if positions:
+            row = row._replace(outputs=[*row.outputs, *(position - item.start for position in positions)])
+        self.inputs.append(row)
+        self.sampled += [SampledRow(request, request.num_tokens + depth) for depth in range(num_choosing)]
+        self.places += range(first, first + num_choosing)
+        self.choosing.append(range(num_sampled, len(self.sampled)))
+        self.num_outputs += len(row.outputs)
+        self.scored.append(range(first + num_choosing, self.num_outputs))
+        self.scored_from.append(positions.start + 1)
+
+
+@dataclass(slots=True)
+class SampledRows:
+    """Rows of a step that choose a token: of each request the one behind its last token, and one behind each of its guesses.
+
+    request a, no guesses      last │ → token                       one row
+    request b, guesses x, y    last │ → token   x │ → token   y │ → token      three rows, one slot
+
+    In columns: whose row it is, the slot of that, the input token (0 for a guess that only the device knows), and the index
+    of the chosen one in prompt plus output. `depths`: numbers of guesses, by the first row of a request that has some.
+    """
+
+    items: list[ScheduledRequest] = field(default_factory=list)
+    slots: list[int] = field(default_factory=list)
+    tokens: list[int] = field(default_factory=list)
+    positions: list[int] = field(default_factory=list)
+    depths: dict[int, int] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, items: Sequence[ScheduledRequest], slots: Sequence[int]) -> SampledRows:
+        """`items`, all of which sample, in `slots`."""
+        assert len(slots) == len(items), "every request of the step has a slot"
+        depths = [item.num_draft_tokens for item in items]
+        if not any(depths):
+            ends = [item.start + item.num_tokens for item in items]
+            tokens = [item.request.token_ids[end - 1] for item, end in zip(items, ends, strict=True)]
+            return cls([*items], [*slots], tokens, ends)
+        rows = cls()
+        for item, slot, depth in zip(items, slots, depths, strict=True):
+            end, num_rows = item.start + item.num_tokens, 1 + depth
+            if depth:
+                rows.depths[len(rows.items)] = depth
+            rows.items += [item] * num_rows
+            rows.slots += [slot] * num_rows
+            rows.tokens += [item.request.token_ids[end - num_rows], *item.draft_inputs]
+            rows.positions += range(end - num_rows + 1, end + 1)
+        return rows
+
+    @property
+    def guessing(self) -> list[int]:
+        """The rows of guesses, in order."""
+        return [first + index for first, depth in self.depths.items() for index in range(1, depth + 1)]
+
+    def inputs(self, block_size: int) -> list[list[int]]:
+        """Columns of a decode step: slots, tokens, their positions, their places in the cache, lengths of contexts. Each row
+        attends as a decode that sees the rows before it, whose keys and values are in the cache by then."""
+        places = []
+        for item, end in zip(self.items, self.positions, strict=True):
+            column, offset = divmod(end - 1, block_size)
+            places.append(item.request.block_table[column] * block_size + offset)
+        return [self.slots, self.tokens, [end - 1 for end in self.positions], places, self.positions]
+
+
+def row_groups(slots: Sequence[int], lens: Sequence[int], together: int) -> list[list[int]]:
+    """Groups of at most `together` rows of one slot, which lie side by side and are attended as one. lens: of the rows'
+    contexts, each one longer than the one before → in columns, as many as there are rows: the slot of a group, the length of
+    its last row's context, and its end among the rows. Behind the last group are some without rows, of length 0."""
+    ends, first = [], 0
+    for row in range(1, len(slots) + 1):
+        if row == len(slots) or slots[row] != slots[first] or row - first == together:
+            ends.append(row)
+            first = row
+    num_absent = len(slots) - len(ends)
+    last_rows = [end - 1 for end in ends]
+    return [
+        [slots[row] for row in last_rows] + [slots[-1]] * num_absent,
+        [lens[row] for row in last_rows] + [0] * num_absent,
+        ends + [len(slots)] * num_absent,
+    ]

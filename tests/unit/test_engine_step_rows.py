@@ -1,0 +1,172 @@
+"""Rows of a step: the same for the forward pass whichever runner makes them, and those that choose tokens in columns."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from engine.protocol import SamplingParams
+from engine.runner.batch_inputs import forward_order
+from engine.runner.rows import UNKNOWN, PlainStepRows, SampledRows, guess_places, input_row, row_groups, unknown_places
+from engine.scheduling.request import UNKNOWN_TOKEN, Request, table_of
+from engine.scheduling.scheduled_batch import ScheduledRequest
+
+PROMPT = [7, 0, 9, 4, 2, 8]
+
+
+def request(*, num_outputs: int = 0, prompt_logprobs: int | None = None, index: int = 0) -> Request:
+    return Request(
+        request_id="a",
+        tenant_id="alice",
+        index=index,
+        sampling=SamplingParams(seed=1, max_tokens=100, prompt_logprobs=prompt_logprobs),
+        token_ids=[*PROMPT, *range(num_outputs)],
+        num_prompt_tokens=len(PROMPT),
+        max_total_tokens=100,
+        stop_ids=frozenset(),
+        arrived_s=0.0,
+        block_table=table_of([3, 5]),
+    )
+
+
+def decode(num_outputs: int, guesses: list[int] | None = None, **of: Any) -> ScheduledRequest:
+    answer = request(num_outputs=num_outputs, **of)
+    guesses = guesses or []
+    return ScheduledRequest(answer, answer.num_tokens - 1, 1 + len(guesses), True, len(guesses), guesses)
+
+
+def chunk(start: int, end: int, **of: Any) -> ScheduledRequest:
+    return ScheduledRequest(request(**of), start, end - start, end == len(PROMPT))
+
+
+STEPS = [
+    decode(1),
+    decode(4),
+    decode(2, [11, 12]),
+    decode(3, [11], prompt_logprobs=2),
+    decode(1, prompt_logprobs=0),
+    chunk(0, 4),
+    chunk(2, 6),
+    chunk(5, 6),
+    chunk(3, 4),
+    chunk(0, 4, prompt_logprobs=1),
+    chunk(2, 6, prompt_logprobs=1),
+    chunk(5, 6, prompt_logprobs=1),
+    chunk(0, 6, prompt_logprobs=1, index=1),
+]
+
+
+def test_both_runners_compute_the_same_rows() -> None:
+    rows = PlainStepRows.of(STEPS)
+    for item, row in zip(STEPS, rows.inputs, strict=True):
+        made = input_row(item)
+        assert (
+            [*row.token_ids]
+            == [*made.token_ids]
+            == (item.request.token_ids + item.draft_token_ids)[item.start :][: item.num_tokens]
+        )
+        assert row.start == made.start
+        assert row.block_table is made.block_table is item.request.block_table
+        assert [*row.outputs][: len(made.outputs)] == [*made.outputs], "rows that choose come before those that are scored"
+
+
+def test_hidden_states_come_back_item_by_item_those_that_choose_first() -> None:
+    rows = PlainStepRows.of(STEPS)
+    first = 0
+    for index, (item, row) in enumerate(zip(STEPS, rows.inputs, strict=True)):
+        chosen = [rows.places[place] for place in rows.choosing[index]]
+        assert [*chosen, *rows.scored[index]] == [*range(first, first + len(row.outputs))]
+        assert len(chosen) == (1 + item.num_draft_tokens) * item.samples
+        assert [rows.sampled[place].position for place in rows.choosing[index]] == [
+            item.request.num_tokens + depth for depth in range(len(chosen))
+        ]
+        first += len(row.outputs)
+    assert rows.num_outputs == first
+
+
+@pytest.mark.parametrize(
+    ("start", "end", "predicted"), [(0, 4, [1, 2, 3, 4]), (2, 6, [3, 4, 5]), (5, 6, []), (0, 6, [1, 2, 3, 4, 5])]
+)
+def test_every_prompt_token_but_the_first_is_scored_by_the_row_before_it(start: int, end: int, predicted: list[int]) -> None:
+    rows = PlainStepRows.of([chunk(start, end, prompt_logprobs=1)])
+    (row,), (scored,), (scored_from,) = rows.inputs, rows.scored, rows.scored_from
+    assert [start + output + 1 for output in [*row.outputs][len(rows.places) :]] == predicted
+    assert [*range(scored_from, scored_from + len(scored))] == predicted or not scored
+
+
+def test_the_plain_runner_takes_no_token_that_only_the_device_knows() -> None:
+    guesses = decode(2, [1, 2])
+    guesses.draft_token_ids = []
+    with pytest.raises(AssertionError, match="guesses"):
+        PlainStepRows.of([guesses])
+    unknown = decode(2, prompt_logprobs=1)
+    unknown.request.token_ids[-1] = UNKNOWN_TOKEN
+    with pytest.raises(AssertionError, match="last token"):
+        PlainStepRows.of([unknown])
+
+
+def test_places_of_tokens_that_only_the_device_knows_are_found_in_the_order_of_the_pass() -> None:
+    items = [decode(1), decode(5), decode(3, [1, 2]), chunk(0, 4), decode(2), decode(4, [6])]
+    for item in items[::2]:
+        if not item.num_draft_tokens:
+            item.request.token_ids[-1] = UNKNOWN_TOKEN
+    items[2].draft_token_ids = []
+    rows = [input_row(item) for item in items]
+    tokens = [token_id for row in forward_order(rows) for token_id in rows[row].token_ids]
+    assert forward_order(rows) == [1, 4, 0, 2, 3, 5]
+    assert unknown_places(rows) == {1: 4, 2: 0}
+    assert rows[0].token_ids is UNKNOWN
+    assert guess_places(items, rows) == [4, 5, 11]
+    assert [tokens[place] for place in guess_places(items, rows)] == [0, 0, 6]
+
+
+def test_a_known_token_0_is_left_as_it_is() -> None:
+    item = decode(1)
+    assert item.request.token_ids[-1] == 0
+    assert unknown_places([input_row(item)]) == {}
+
+
+@given(depths=st.lists(st.integers(0, 3), max_size=6), known=st.booleans())
+def test_sampled_rows_are_one_behind_the_last_token_and_one_behind_each_guess(depths: list[int], known: bool) -> None:
+    items = [decode(1 + number, [20 + index for index in range(depth)]) for number, depth in enumerate(depths)]
+    if not known:
+        for item in items:
+            item.draft_token_ids = []
+    slots = [10 + number for number in range(len(items))]
+    rows = SampledRows.of(items, slots)
+    expected = [
+        (item, slot, depth) for item, slot in zip(items, slots, strict=True) for depth in range(1 + item.num_draft_tokens)
+    ]
+    assert rows.items == [item for item, _, _ in expected]
+    assert rows.slots == [slot for _, slot, _ in expected]
+    assert rows.positions == [item.request.num_tokens + depth for item, _, depth in expected]
+    assert rows.tokens == [(item.request.token_ids[-1:] + item.draft_inputs)[depth] for item, _, depth in expected]
+    firsts = [row for row, (_, _, depth) in enumerate(expected) if depth == 0]
+    assert rows.depths == {row: depth for row, depth in zip(firsts, depths, strict=True) if depth}
+    assert rows.guessing == [row for row, (_, _, depth) in enumerate(expected) if depth]
+
+
+requests = st.lists(st.tuples(st.integers(1, 20), st.integers(20, 99)), min_size=1, max_size=6)
+
+
+@given(requests=requests, num_padding=st.integers(0, 20), together=st.integers(1, 9))
+def test_rows_of_one_request_are_in_as_few_groups_as_there_can_be(
+    requests: list[tuple[int, int]], num_padding: int, together: int
+) -> None:
+    """requests: rows, and the length of the last one's context"""
+    slots = [slot for slot, (count, _) in enumerate(requests) for _ in range(count)] + [-1] * num_padding
+    lens = [length - behind for count, length in requests for behind in reversed(range(count))] + [0] * num_padding
+    owners, group_lens, ends = row_groups(slots, lens, together)
+    assert len(owners) == len(group_lens) == len(ends) == len(slots), "there may be one for each row"
+    starts = [0, *ends[:-1]]
+    rows = [range(start, end) for start, end in zip(starts, ends, strict=True)]
+    assert [row for group in rows for row in group] == list(range(len(slots)))
+    num_groups = sum(-(-count // together) for count, _ in requests) + -(-num_padding // together)
+    assert [len(group) > 0 for group in rows] == [index < num_groups for index in range(len(slots))]
+    for owner, length, group in zip(owners, group_lens, rows, strict=True):
+        assert len(group) <= together
+        assert all(slots[row] == owner for row in group)
+        assert length == (lens[group[-1]] if group else 0)
