@@ -99,7 +99,7 @@ def send_test(webhook: WebhookId, as_json: AsJson = False, data_dir: DataDir = N
 
     settings = settings_from(data_dir, database)
     if read_control(settings.data_dir) is None:
-        raise CommandFailed("the appliance is not running, so it would send nothing", code="not_running")
+        raise CommandFailed("the appliance is not running: nothing would be sent", code="not_running")
 
     async def work(client: AdminClient) -> dict[str, Any]:
         sent = await client.call("POST", f"/webhooks/{webhook}/test")
