@@ -9,7 +9,7 @@ A step in which requests verify guesses (`runner.rows`) is one or the other, wit
 launched before it is settled. A draft model writes its guesses just before, over the same slots (`draft_steps`); it runs in
 every step, because it has a KV cache of its own.
 
-Rows that need a mask from the host (a grammar) wait for the token before theirs, and the choice of tokens of the whole step
+Rows that need a mask (of a grammar, or of typical sampling, `row_masks`) wait for the token before theirs, and the choice of tokens of the whole step
 waits with them. Its layers do not: the step is launched ahead as far as its logits. `LaunchedStep.complete` begins the choice
 when the step before it has been settled, while the device still computes.
 """
@@ -21,8 +21,6 @@ from functools import partial
 
 import torch
 
-from engine.grammar.masks import StepMasks
-from engine.grammar.spec import GrammarError
 from engine.protocol import PlainReason
 from engine.runner.batch_inputs import InputRow
 from engine.runner.cuda_graphs import Calls
@@ -33,6 +31,7 @@ from engine.runner.launched_step import Choosing, LaunchedStep
 from engine.runner.model_runner import ModelRunner
 from engine.runner.paged_decoder import PagedDecoder
 from engine.runner.ready_steps import NO_INPUTS, NO_ROWS, ReadySteps
+from engine.runner.row_masks import Begun, RowMasks, masked_rows
 from engine.runner.rows import FIRST, UNKNOWN, SampledRows, guess_places, input_row, scored_positions, unknown_places
 from engine.runner.slots import NOTHING, SlotState, SlotTable
 from engine.runner.staging import Fetch, FetchedAtOnce, Staging, TokenReturn
@@ -45,9 +44,6 @@ from engine.sampling.logits_rules import SampledRow
 from engine.sampling_params import TOP_LOGPROBS_MAX
 from engine.scheduling.scheduled_batch import BlockMoves, ScheduledRequest, StepOutput
 from kernels import ops
-
-Begun = Callable[[], StepMasks]
-"""Masks that are being filled."""
 
 Known = tuple[torch.Tensor, torch.Tensor]
 """Places among the tokens of a pass, and the tokens that stand there: [N] int64 each."""
@@ -86,7 +82,7 @@ class SlotRunner:
         self._target = target
         self._draft = draft
         self._sampler = sampler
-        self._masks = masks
+        self._masks = RowMasks(masks, device, begins_early=lands_at_once)
         self._max_num_seqs = max_num_seqs
         self._has_guesses = max_guesses > 0
         self._block_size = block_size
@@ -254,8 +250,8 @@ class SlotRunner:
         self, rows: Sequence[ScheduledRequest], size: int, kind: Kind | None, wants: Wants, launched: LaunchedStep
     ) -> LaunchedStep:
         """A decode step whose inputs are written; `rows`: whose they are."""
-        masked = _masked_rows(rows, wants) if wants.masked else []
-        begun = self._begin_masks(masked)
+        masked = masked_rows(rows, wants) if wants.masked else []
+        begun = self._masks.begin(masked)
         self._steps.run(size, kind, has_guesses=bool(launched.depths))
         launched.scored = wants.scored
         sends_inputs = bool(launched.depths) and launched.inputs is None
@@ -279,7 +275,7 @@ class SlotRunner:
         sends_inputs: bool,
     ) -> Choosing:
         """The rest of a step that ends with its logits."""
-        masks, errors = self._fill(size, wants.masked, rows, begun)
+        masks, errors = self._masks.fill(self._step.logits(size), wants.masked, rows, begun)
         self._step.choose(size, wants.kind, masks)
         return self._fetch(num_rows, wants.kind, sends_inputs=sends_inputs), errors
 
@@ -302,8 +298,8 @@ class SlotRunner:
             slots = self._slots.update(chosen)
         choosing = SampledRows.of(chosen, slots)
         wants = self._sampler.wants(choosing.slots)
-        masked = _masked_rows(choosing.items, wants) if wants.masked else []
-        begun = self._begin_masks(masked)
+        masked = masked_rows(choosing.items, wants) if wants.masked else []
+        begun = self._masks.begin(masked)
         rows = [input_row(item) for item in items]
         unknown = self._last_tokens(rows, dict(zip(sampling, slots, strict=True)))
         launched = LaunchedStep(len(items), len(choosing.slots), sampling, depths=choosing.depths, inputs=choosing.tokens)
@@ -320,10 +316,11 @@ class SlotRunner:
         if not sampling:
             return launched
         where = self._staging.send([choosing.slots, choosing.positions])
-        choose = partial(self._choose_rows, self._target.logits(hidden, wide=False), where, inputs, wants.kind)
+        logits = self._target.logits(hidden, wide=False)
+        choose = partial(self._choose_rows, logits, where, inputs, wants.kind)
         launched.scored = wants.scored
         if masked:
-            launched.choice = partial(self._choose_masked, choose, len(choosing.slots), wants.masked, masked, begun)
+            launched.choice = partial(self._choose_masked, choose, logits, wants.masked, masked, begun)
         else:
             launched.fetch = choose(None)
         return launched
@@ -354,35 +351,13 @@ class SlotRunner:
     def _choose_masked(
         self,
         choose: Callable[[torch.Tensor], Fetch],
-        num_rows: int,
+        logits: torch.Tensor,
         masked: Sequence[int],
         rows: Sequence[SampledRow],
         begun: Begun | None,
     ) -> Choosing:
-        masks, errors = self._fill(num_rows, masked, rows, begun)
+        masks, errors = self._masks.fill(logits, masked, rows, begun)
         return choose(masks), errors
-
-    def _begin_masks(self, rows: Sequence[SampledRow]) -> Begun | None:
-        """Where steps land at once, the tokens that masks depend on are known when a step is launched: they are filled while it
-        is computed, and nobody ends meanwhile."""
-        return self._masks.begin(rows) if rows and self.lands_at_once else None
-
-    def _fill(
-        self, size: int, masked: Sequence[int], rows: Sequence[SampledRow], begun: Begun | None
-    ) -> tuple[torch.Tensor, dict[int, GrammarError]]:
-        """Masks of `size` rows: `rows` stand at `masked`, the others may choose anything. And why there are none."""
-        live = [index for index, row in enumerate(rows) if not row.request.is_finished]
-        filled = self._masks.fill([rows[index] for index in live]) if begun is None else begun()
-        masks = torch.full((size, filled.rows.shape[1]), -1, dtype=torch.int32, device=self._device)
-        if live:
-            places = self._staging.send([masked[index] for index in live])
-            masks.index_copy_(0, places, ops.send(filled.rows, torch.int32, self._device))
-        return masks, {masked[live[index]]: error for index, error in filled.errors.items()}
-
-
-def _masked_rows(items: Sequence[ScheduledRequest], wants: Wants) -> list[SampledRow]:
-    """The rows that wait for masks, as the step was planned: its items move on."""
-    return [SampledRow(items[row].request, items[row].start + items[row].num_tokens) for row in wants.masked]
 
 
 def _forward(decoder: PagedDecoder, rows: Sequence[InputRow], unknown: Sequence[Known]) -> torch.Tensor:

@@ -165,4 +165,4 @@ def test_only_what_no_slot_can_hold_is_computed_in_the_plain_way(wish: str, fold
     plain = engine.runner.plain.run  # type: ignore[attr-defined]
     with mock.patch.object(engine.runner.plain, "run", side_effect=plain) as spy:  # type: ignore[attr-defined]
         run_to_end(engine, [])
-    assert spy.call_count == {"typical": 6, "prompt scored": 1}.get(wish, 0)
+    assert spy.call_count == {"typical, penalised": 6, "prompt scored": 1}.get(wish, 0)

@@ -25,7 +25,7 @@ from tests.support.tiny_models import EOS, VOCAB_SIZE
 
 MAX_LEN = 64
 
-# What a request may ask for. "typical" is computed in the plain way, and so is a prompt with scores; masks are the host's.
+# What a request may ask for. Prompts with scores, and typical sampling behind penalties, are computed in the plain way.
 WISHES: dict[str, dict[str, Any]] = {
     "greedy": {},
     "sampled": {"temperature": 1.0},
@@ -43,7 +43,10 @@ WISHES: dict[str, dict[str, Any]] = {
     "long without end": {"stop_token_ids": list(range(2, 90)), "min_tokens": 5, "temperature": 1.1},
     "guided": {"guided_regex": "[a-d]{2}x?[0-9]*[k-m]"},
     "guided, sampled": {"guided_regex": "([a-z]+ )*", "temperature": 1.3, "presence_penalty": 0.5, "logprobs": 3},
-    "typical": {"typical_p": 0.8},
+    "typical": {"typical_p": 0.8, "temperature": 1.0},
+    "typical of some": {"typical_p": 0.7, "top_p": 0.9, "min_p": 0.01, "temperature": 1.2, "logprobs": 1, "min_tokens": 2},
+    "typical, guided": {"typical_p": 0.6, "guided_regex": "([a-z]+ )*", "temperature": 1.3, "logit_bias": {8: 3.0}},
+    "typical, penalised": {"typical_p": 0.8, "presence_penalty": 1.5, "temperature": 0.9},
 }
 LETTERS = Vocabulary((b"",) * 3 + tuple(bytes([byte]) for byte in range(3, VOCAB_SIZE)), (EOS,))
 

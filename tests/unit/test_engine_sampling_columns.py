@@ -13,6 +13,7 @@ from engine.sampling.columns import ColumnSampler, Kind
 from engine.sampling.host_masks import HostMasks
 from engine.sampling.logits_rules import SampledRow
 from engine.sampling.scores import unpacked
+from engine.sampling.typical_masks import TypicalMasks
 from engine.scheduling.request import RequestStatus
 from kernels.ops import NO_TOKEN, SamplingColumns
 from tests.support.sampling import sample, sampling_request
@@ -86,8 +87,53 @@ def test_padding_has_no_token() -> None:
     assert not sampler.columns.counts.any()
 
 
-def test_typical_sampling_is_left_to_the_plain_sampler() -> None:
-    assert ColumnSampler(1, 50, CPU).refusal(sampling_request(typical_p=0.9)) == PlainReason.TYPICAL_P
+@pytest.mark.parametrize("rules", [{"presence_penalty": 0.5}, {"bad_words_token_ids": [[3]]}], ids=str)
+def test_typical_sampling_behind_rules_that_read_the_tokens_is_left_to_the_plain_sampler(rules: dict[str, Any]) -> None:
+    sampler = ColumnSampler(1, 50, CPU)
+    assert sampler.refusal(sampling_request(typical_p=0.9, **rules)) == PlainReason.TYPICAL_P
+    assert sampler.refusal(sampling_request(typical_p=0.9, temperature=0.0, **rules)) is None
+
+
+TYPICAL: list[dict[str, Any]] = [
+    {"typical_p": 0.9},
+    {"typical_p": 0.2, "temperature": 1.7},
+    {"typical_p": 0.5, "top_k": 40},
+    {"typical_p": 0.5, "top_p": 0.7},
+    {"typical_p": 0.8, "top_k": 300, "top_p": 0.9, "min_p": 0.02, "temperature": 0.6},
+    {"typical_p": 0.7, "logit_bias": {7: 6.0, 8: -100.0}},
+    {"typical_p": 0.7, "min_tokens": 3, "stop_token_ids": [5, 6]},
+    {"typical_p": 0.7, "top_k": 1},
+    {"top_p": 0.9},
+]
+
+
+def test_masks_of_typical_sampling_have_the_tokens_of_the_plain_sampler_drawn() -> None:
+    settings = [each for each in TYPICAL for _ in range(20)]
+    logits = torch.randn(len(settings), VOCAB_SIZE, generator=torch.Generator().manual_seed(3)) * 3
+    sampler, slots = ColumnSampler(len(settings), VOCAB_SIZE, CPU), list(range(len(settings)))
+    requests = [sampling_request(str(i), seed=i, **each) for i, each in enumerate(settings)]
+    assert all(sampler.refusal(request) is None for request in requests)
+    sampler.place(slots, requests)
+    wants = sampler.wants(slots)
+    assert wants.masked == [slot for slot in slots if "typical_p" in settings[slot] and settings[slot].get("top_k") != 1]
+    rows = {slot: SampledRow(requests[slot], requests[slot].num_tokens) for slot in wants.masked}
+    masks = torch.full((len(slots), -(-VOCAB_SIZE // 32)), -1, dtype=torch.int32)
+    TypicalMasks(CPU).narrow(masks, logits, rows)
+    positions = torch.tensor([request.num_tokens for request in requests])
+    chosen = sampler.choose(logits, torch.tensor(slots), positions, wants.kind, masks)
+    assert chosen.tokens.tolist() == [token.token_id for token in sample(logits, requests)]
+
+
+def test_a_mask_of_typical_sampling_forbids_what_was_forbidden_and_the_rest_of_the_last_word() -> None:
+    logits = torch.zeros(2, 40)
+    masks = torch.full((2, 2), -1, dtype=torch.int32)
+    masks[:, 1] = 1
+    typical = sampling_request(typical_p=0.9)
+    TypicalMasks(CPU).narrow(masks, logits, {0: SampledRow(typical, 1), 1: SampledRow(sampling_request(), 1)})
+    assert masks.tolist() == [[-1, 1], [-1, 1]]
+    logits[0, 31] = 90.0
+    TypicalMasks(CPU).narrow(masks, logits, {0: SampledRow(typical, 1)})
+    assert masks.tolist() == [[-(1 << 31), 0], [-1, 1]]
 
 
 @pytest.mark.parametrize(
