@@ -11,28 +11,28 @@ from pathlib import Path
 
 import torch
 
-from engine.config.model import ModelConfig, load_model_config
+from engine.config.model import ModelConfig
 from engine.cpu_environment import default_threads
-from engine.device import device_name, format_name, resolve_device, resolve_dtype, resolve_kv_dtype
-from engine.formats import check_formats
+from engine.device import device_name, format_name
 from engine.grammar.compiler import GrammarCompiler
 from engine.grammar.desk import GrammarDesk, LateCompiler
 from engine.grammar.masks import GrammarMasks
 from engine.grammar.vocabulary import load_vocabulary
 from engine.loop import Engine
-from engine.memory.device import check_swap_space, kv_bytes_available
+from engine.memory.device import kv_bytes_available
 from engine.memory.fit import format_distinct, format_parts, underestimated
-from engine.memory.forecast import MemoryForecast, MemoryMeter, forecast_memory
-from engine.memory.kv_plan import MemoryPlan, plan_memory
+from engine.memory.forecast import MemoryMeter
+from engine.memory.kv_plan import MemoryPlan
 from engine.models.decoder import Decoder
 from engine.options import EngineOptions
 from engine.protocol import EngineInfo
 from engine.quantization.scheme import UNQUANTISED, weight_scheme
+from engine.resolved_options import ResolvedOptions
 from engine.runner.calibration import MeasuredSpeed, measure_guesses, measure_speed
 from engine.runner.kv_cache import BlockMover
 from engine.runner.model_runner import ModelRunner
 from engine.runner.paged_decoder import PagedDecoder
-from engine.runner.runner_choice import launches_ahead, make_slot_runner, records_steps
+from engine.runner.runner_choice import make_slot_runner, records_steps
 from engine.runner.slot_runner import SlotRunner
 from engine.runner.warm_up import compile_steps, compile_verification, compiles_at_first_use, compiling, run_largest_step
 from engine.sampling.sampler import Sampler
@@ -45,11 +45,9 @@ from engine.scheduling.prefix_cache import PrefixCache
 from engine.scheduling.scheduler import Scheduler
 from engine.scheduling.step_budget import BudgetTargets, StepBudget
 from engine.scheduling.step_time import StepTimeModel
-from engine.speculation.options import check_draft_context, check_draft_vocabulary
 from engine.speculation.prompt_lookup import AdaptiveDrafter
 from engine.start_times import StartTimes
-from engine.switches import check_switches, switched_off
-from engine.text.shared_prefixes import shared_prefixes
+from engine.switches import switched_off
 from engine.weights import WeightsSize, load_weights
 from kernels import ops
 
@@ -60,19 +58,6 @@ WEIGHTS_SHARE = 0.5
 
 NO_GRAPHS = "no graphs: experts chosen by the host"
 """Said of a mixture whose weights no launch can read together: each of its layers waits for the host in every step."""
-
-
-@dataclass(frozen=True, slots=True)
-class Asked:
-    """What an engine is to be, when all has been looked at that can be refused before anything is loaded."""
-
-    options: EngineOptions
-    device: torch.device
-    dtype: torch.dtype
-    kv_dtype: torch.dtype
-    config: ModelConfig
-    draft: ModelConfig | None
-    forecast: MemoryForecast
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,7 +72,7 @@ class LoadedModel:
 
 @dataclass(frozen=True, slots=True)
 class CachedModels:
-    """The models with their caches, and the runner that needs no slots. `is_plain`: nothing else runs steps; `lands_at_once`:
+    """The models with their caches, and the runner that needs no slots. `is_plain`: nothing else runs steps; `is_synchronous`:
     steps over slots are recorded ones of a CPU."""
 
     plan: MemoryPlan
@@ -97,11 +82,15 @@ class CachedModels:
     mover: BlockMover
     runner: ModelRunner
     is_plain: bool
-    lands_at_once: bool
+    is_synchronous: bool
 
     @property
     def decoders(self) -> list[PagedDecoder]:
         return [self.target] if self.draft is None else [self.target, self.draft]
+
+    @property
+    def rotary_bytes(self) -> int:
+        return sum(table.num_bytes for decoder in self.decoders for table in decoder.rotaries)
 
 
 def build_engine(options: EngineOptions, *, progress: Callable[[float], None] = lambda _: None) -> Engine:
@@ -109,15 +98,15 @@ def build_engine(options: EngineOptions, *, progress: Callable[[float], None] = 
     device that compiles its kernels gets the last part for them."""
     times = StartTimes()
     torch.set_num_threads(options.threads or default_threads())
-    asked = _asked(options)
-    options, device = asked.options, asked.device
+    resolved = ResolvedOptions.of(options)
+    options, device = resolved.options, resolved.device
     times.done("kernels")  # a CPU's, compiled or found on disk, when its memory was looked at
     share = WEIGHTS_SHARE if compiles_at_first_use(device) else 1.0
-    model, draft = _load_models(asked, progress=lambda loaded: progress(share * loaded))
+    model, draft = _load_models(resolved, progress=lambda loaded: progress(share * loaded))
     times.done("weights")
-    cached = _with_caches(asked, model, draft)
+    cached = _with_caches(resolved, model, draft)
     times.done("cache")
-    limits = _scheduler_limits(options, cached.plan, device)
+    limits = resolved.scheduler_limits(cached.plan)
     meter = MemoryMeter(device)
     meter.begin_run()
     if compiles_at_first_use(device):
@@ -127,85 +116,62 @@ def build_engine(options: EngineOptions, *, progress: Callable[[float], None] = 
         for decoder in cached.decoders:
             run_largest_step(decoder, limits, max_guesses=options.max_guesses)
         times.done("steps")
-    measured = meter.measured(sum(each.size.num_bytes for each in (model, draft) if each), cached.plan.kv_bytes)
+    weights_bytes = sum(each.size.num_bytes for each in (model, draft) if each)
+    measured = meter.measured(weights_bytes, cached.plan.kv_bytes, cached.rotary_bytes)
     asks_host = any(each.decoder.asks_host for each in (model, draft) if each)
-    ahead = None if cached.is_plain else _over_slots(asked, cached, limits, meter, asks_host=asks_host)
+    ahead = None if cached.is_plain else _over_slots(resolved, cached, limits, meter, asks_host=asks_host)
     if ahead is not None:
         measured = meter.with_graphs(measured)
         times.done("graphs")
-    speed = _measured_speed(asked, cached, model, limits, ahead)
+    speed = _measured_speed(resolved, cached, model, limits, ahead)
     times.done("speed")
     budget = _step_budget(options, speed.step_times)
-    scheduler = _scheduler(options, cached.plan, limits, speed, budget)
-    has_no_graphs = ahead is not None and asks_host and not cached.lands_at_once
-    info = _info(asked, model, cached, load_s=times.total_s, has_no_graphs=has_no_graphs)
-    info = replace(info, memory=asked.forecast.parts(measured), memory_note=asked.forecast.shortened())
-    log.info("operations %s", ops.listed(asked.dtype, device, batch_invariant=options.batch_invariant))
+    scheduler = _scheduler(resolved, cached.plan, limits, speed, budget)
+    has_no_graphs = ahead is not None and asks_host and not cached.is_synchronous
+    info = _info(resolved, model, cached, load_s=times.total_s, has_no_graphs=has_no_graphs)
+    info = replace(info, memory=resolved.forecast.parts(measured), memory_note=resolved.forecast.shortened())
+    log.info("operations %s", ops.listed(resolved.dtype, device, batch_invariant=options.batch_invariant))
     _tell_start(info, _runner_words(cached, has_no_graphs=has_no_graphs), times)
     desk = _grammar_desk(options, info, cached.masks)
     return Engine(scheduler, ahead or cached.runner, info, grammars=desk, step_budget=budget, overlap=ahead)
 
 
-def _asked(options: EngineOptions) -> Asked:
-    check_switches()
-    device = resolve_device(options.device)
-    config = load_model_config(options.model)
-    dtype = resolve_dtype(options.dtype, config.torch_dtype, device)
-    capability = torch.cuda.get_device_capability(device) if device.type == "cuda" else None
-    check_formats(config, options, format_name(dtype), capability)
-    check_swap_space(options, device)
-    speculative = options.speculative_config
-    draft = None if speculative is None or speculative.model is None else load_model_config(speculative.model)
-    forecast = _forecast(options, config, draft, dtype=dtype, device=device)
-    forecast.check(options)
-    if draft is not None:
-        check_draft_vocabulary(draft, config)
-    options = replace(options, max_num_seqs=forecast.fit.load.num_seqs)
-    kv_dtype = resolve_kv_dtype(options.kv_cache_dtype, dtype)
-    return Asked(options, device, dtype, kv_dtype, config, draft, forecast)
-
-
-def _load_models(asked: Asked, *, progress: Callable[[float], None]) -> tuple[LoadedModel, LoadedModel | None]:
+def _load_models(resolved: ResolvedOptions, *, progress: Callable[[float], None]) -> tuple[LoadedModel, LoadedModel | None]:
     """The target, quantised as asked, and the draft model, which is not."""
-    options = asked.options
+    options = resolved.options
     formats = {"quantization": options.quantization, "head": options.head_quantization}
-    model = _load(options.model, asked.config, asked, **formats, progress=progress)
-    speculative = options.speculative_config
-    if asked.draft is None or speculative is None or speculative.model is None:
+    model = _load(options.model, resolved.config, resolved, **formats, progress=progress)
+    if resolved.draft is None or options.draft_model is None:
         return model, None
-    return model, _load(speculative.model, asked.draft, asked)
+    return model, _load(options.draft_model, resolved.draft, resolved)
 
 
-def _with_caches(asked: Asked, model: LoadedModel, draft: LoadedModel | None) -> CachedModels:
-    options, device = asked.options, asked.device
-    available = kv_bytes_available(asked.forecast.fit.needs, options, device)
-    plan = plan_memory(
-        asked.config, options, element_bytes=asked.kv_dtype.itemsize, available_bytes=available, draft=asked.draft
-    )
-    if asked.draft is not None:
-        check_draft_context(asked.draft, plan.max_model_len)
-    target_decoder = _paged(model, asked, plan)
-    draft_decoder = None if draft is None else _paged(draft, asked, plan)
-    masks = GrammarMasks(asked.config.vocab_size)
+def _with_caches(resolved: ResolvedOptions, model: LoadedModel, draft: LoadedModel | None) -> CachedModels:
+    options, device = resolved.options, resolved.device
+    available = kv_bytes_available(resolved.forecast.fit.needs, options, device)
+    plan = resolved.memory_plan(available)
+    target_decoder = _paged(model, resolved, plan)
+    draft_decoder = None if draft is None else _paged(draft, resolved, plan)
+    masks = GrammarMasks(resolved.config.vocab_size)
     caches = [*target_decoder.kv_caches, *(draft_decoder.kv_caches if draft_decoder else ())]
     mover = BlockMover(caches, plan.num_host_blocks)
-    lands_at_once = records_steps(options, target_decoder)
-    is_plain = not lands_at_once and not launches_ahead(options, device)
+    is_synchronous = records_steps(options, target_decoder)
+    is_plain = not is_synchronous and not resolved.launches_ahead
     runner = ModelRunner(
         target_decoder, Sampler(device), mover, masks,
         draft=draft_decoder, batch_invariant=options.batch_invariant, guesses_are_equal=not is_plain,
     )  # fmt: skip
-    return CachedModels(plan, target_decoder, draft_decoder, masks, mover, runner, is_plain, lands_at_once)
+    return CachedModels(plan, target_decoder, draft_decoder, masks, mover, runner, is_plain, is_synchronous)
 
 
 def _over_slots(
-    asked: Asked, cached: CachedModels, limits: SchedulerLimits, meter: MemoryMeter, *, asks_host: bool
+    resolved: ResolvedOptions, cached: CachedModels, limits: SchedulerLimits, meter: MemoryMeter, *, asks_host: bool
 ) -> SlotRunner:
     """The runner that launches steps over slots, with those ready that few requests need."""
     meter.begin_slots()
     ahead = make_slot_runner(
-        cached.runner, cached.target, cached.masks, limits, asked.device,
-        draft=cached.draft, max_guesses=asked.options.max_guesses, asks_host=asks_host, lands_at_once=cached.lands_at_once,
+        cached.runner, cached.target, cached.masks, limits, resolved.device,
+        draft=cached.draft, max_guesses=resolved.options.max_guesses, asks_host=asks_host, is_synchronous=cached.is_synchronous,
     )  # fmt: skip
     meter.begin_graphs()
     ahead.warm_up()
@@ -213,17 +179,17 @@ def _over_slots(
 
 
 def _measured_speed(
-    asked: Asked, cached: CachedModels, model: LoadedModel, limits: SchedulerLimits, ahead: SlotRunner | None
+    resolved: ResolvedOptions, cached: CachedModels, model: LoadedModel, limits: SchedulerLimits, ahead: SlotRunner | None
 ) -> MeasuredSpeed:
     """Of decodes and of what verifies guesses as they will be run, and of chunks of prompts."""
-    options = asked.options
+    options = resolved.options
     speed = measure_speed(
-        asked.config,
+        resolved.config,
         cached.target,
         cached.draft,
         cached.plan,
         weight_bytes=model.size.num_bytes / model.size.num_parameters,
-        kv_bytes=asked.kv_dtype.itemsize,
+        kv_bytes=resolved.kv_dtype.itemsize,
         block_size=options.block_size,
         max_tokens=limits.max_num_batched_tokens,
         max_seqs=limits.max_num_seqs,
@@ -233,7 +199,7 @@ def _measured_speed(
     if ahead is None or not options.max_guesses:
         return speed
     guess = None if cached.draft is None else ahead.run_draft_padding
-    costs = measure_guesses(ahead.run_padding, limits.max_num_seqs + options.max_guesses, asked.device, guess=guess)
+    costs = measure_guesses(ahead.run_padding, limits.max_num_seqs + options.max_guesses, resolved.device, guess=guess)
     return replace(speed, speculation=costs)
 
 
@@ -251,7 +217,7 @@ def _ask_for_kernels(cached: CachedModels, limits: SchedulerLimits, options: Eng
 def _runner_words(cached: CachedModels, *, has_no_graphs: bool) -> str:
     if cached.is_plain:
         return "plain"
-    words = "recorded" if cached.lands_at_once else "ahead"
+    words = "recorded" if cached.is_synchronous else "ahead"
     return f"{words} ({NO_GRAPHS})" if has_no_graphs else words
 
 
@@ -266,25 +232,18 @@ def _tell_start(info: EngineInfo, runner: str, times: StartTimes) -> None:
         log.warning("memory: %s took %s, %s were predicted", part.name, taken, predicted)
 
 
-def _forecast(
-    options: EngineOptions, config: ModelConfig, draft: ModelConfig | None, *, dtype: torch.dtype, device: torch.device
-) -> MemoryForecast:
-    name, ahead = options.name or options.model.name, launches_ahead(options, device)
-    return forecast_memory(name, config, options, dtype=dtype, device=device, draft=draft, has_slots=ahead)
-
-
 def _load(
     directory: Path,
     config: ModelConfig,
-    asked: Asked,
+    resolved: ResolvedOptions,
     *,
     quantization: str | None = None,
     head: str | None = None,
     progress: Callable[[float], None] = lambda _: None,
 ) -> LoadedModel:
-    is_invariant = asked.options.batch_invariant
+    is_invariant = resolved.options.batch_invariant
     scheme = weight_scheme(directory, config, quantization, head=head, batch_invariant=is_invariant)
-    decoder = Decoder(config, dtype=asked.dtype, device=asked.device, batch_invariant=is_invariant)
+    decoder = Decoder(config, dtype=resolved.dtype, device=resolved.device, batch_invariant=is_invariant)
     weights = decoder.weight_plan(scheme.storage)
     load_weights(directory, weights, progress=progress)
     size = WeightsSize.of(weights)
@@ -293,16 +252,16 @@ def _load(
     return LoadedModel(config, decoder, size, scheme.name)
 
 
-def _paged(model: LoadedModel, asked: Asked, plan: MemoryPlan) -> PagedDecoder:
-    options, device = asked.options, asked.device
+def _paged(model: LoadedModel, resolved: ResolvedOptions, plan: MemoryPlan) -> PagedDecoder:
+    options, device = resolved.options, resolved.device
     return PagedDecoder(
         model.config,
         model.decoder,
         plan,
         options.block_size,
-        dtype=asked.dtype,
+        dtype=resolved.dtype,
         device=device,
-        kv_dtype=asked.kv_dtype,
+        kv_dtype=resolved.kv_dtype,
         batch_invariant=options.batch_invariant,
         text_tokens=options.batched_tokens(device.type) if device.type == "cuda" else None,
     )
@@ -321,23 +280,15 @@ def _grammar_desk(options: EngineOptions, info: EngineInfo, masks: GrammarMasks)
     return GrammarDesk(LateCompiler(compiler), masks)
 
 
-def _scheduler_limits(options: EngineOptions, plan: MemoryPlan, device: torch.device) -> SchedulerLimits:
-    return SchedulerLimits(
-        max_num_seqs=options.seats(device.type),
-        max_num_batched_tokens=options.batched_tokens(device.type),
-        max_model_len=plan.max_model_len,
-        block_size=options.block_size,
-    )
-
-
 def _scheduler(
-    options: EngineOptions, plan: MemoryPlan, limits: SchedulerLimits, speed: MeasuredSpeed, budget: StepBudget | None
+    resolved: ResolvedOptions, plan: MemoryPlan, limits: SchedulerLimits, speed: MeasuredSpeed, budget: StepBudget | None
 ) -> Scheduler:
+    options = resolved.options
     pool = BlockPool(plan.num_blocks, protected_percent=PROTECTED_PERCENT)
     prefix_cache = None
     if options.enable_prefix_caching:
         prefix_cache = PrefixCache(pool, options.block_size)
-        for token_ids in shared_prefixes(options):
+        for token_ids in resolved.shared_prefixes:
             prefix_cache.bless(token_ids)
     speculative = options.speculative_config
     return Scheduler(
@@ -353,9 +304,11 @@ def _scheduler(
     )
 
 
-def _info(asked: Asked, model: LoadedModel, cached: CachedModels, *, load_s: float, has_no_graphs: bool) -> EngineInfo:
-    options, device, plan = asked.options, asked.device, cached.plan
-    kernels = _kernels(options, model.quantization, asked.dtype, device)
+def _info(
+    resolved: ResolvedOptions, model: LoadedModel, cached: CachedModels, *, load_s: float, has_no_graphs: bool
+) -> EngineInfo:
+    options, device, plan = resolved.options, resolved.device, cached.plan
+    kernels = _kernels(options, model.quantization, resolved.dtype, device)
     return EngineInfo(
         model=options.name or options.model.name,
         architecture=model.config.family.architecture,
@@ -365,7 +318,7 @@ def _info(asked: Asked, model: LoadedModel, cached: CachedModels, *, load_s: flo
         block_size=options.block_size,
         num_kv_blocks=plan.num_blocks,
         max_num_seqs=options.seats(device.type),
-        dtype=format_name(asked.dtype),
+        dtype=format_name(resolved.dtype),
         device=device.type,
         device_name=device_name(device),
         kernels=f"{kernels}, {NO_GRAPHS}" if has_no_graphs else kernels,
@@ -374,7 +327,7 @@ def _info(asked: Asked, model: LoadedModel, cached: CachedModels, *, load_s: flo
         kv_bytes=plan.kv_bytes,
         load_s=load_s,
         quantization=model.quantization,
-        kv_cache_dtype=format_name(asked.kv_dtype),
+        kv_cache_dtype=format_name(resolved.kv_dtype),
         kv_scales=cached.target.kv_scales,
         switched_off=switched_off(),
     )

@@ -142,6 +142,11 @@ class EngineOptions:
             raise EngineConfigError("shared_prefixes", f"takes at most {SHARED_PREFIXES_MAX} files")
 
     @property
+    def draft_model(self) -> Path | None:
+        """The directory of the model that guesses, where one does."""
+        return None if self.speculative_config is None else self.speculative_config.model
+
+    @property
     def max_guesses(self) -> int:
         """Rows of a step over slots beyond one for each request."""
         return 0 if self.speculative_config is None else STEP_GUESSES_MAX

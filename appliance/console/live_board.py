@@ -33,6 +33,7 @@ _MEMORY_LABELS = {
     "activations": "Activations",
     "graphs": "Graphs",
     "slots": "Slots",
+    "rotary_tables": "Rotary tables",
     "device_context": "Device context",
     "kv_cache": "KV cache",
 }

@@ -94,7 +94,7 @@ def random_engine(
         stack.enter_context(mock.patch("engine.build.load_weights", fill))
         stack.enter_context(mock.patch("engine.quantization.scheme.stored_names", return_value=set(shapes)))
         if context.rehearsal:  # all of what a GPU does but the graphs
-            stack.enter_context(mock.patch("engine.build.launches_ahead", return_value=_overlaps(chosen)))
+            stack.enter_context(mock.patch("engine.resolved_options.launches_ahead", return_value=_overlaps(chosen)))
             stack.enter_context(mock.patch("engine.build.records_steps", return_value=False))
             if chosen.pop("interpreted", False):
                 stack.enter_context(mock.patch.dict("kernels.ops._TABLES", cpu="kernels.triton.table"))

@@ -13,6 +13,10 @@ Rotation = tuple[torch.Tensor, torch.Tensor]
 """Cosines and signed sines of a batch's positions, each [T, 1, rotary_dim]."""
 
 
+CHUNK_POSITIONS = 16_384
+"""Positions whose angles are computed at a time, on the device: 4 MiB of them for heads of 128, whatever the context."""
+
+
 def inverse_frequencies(rope: RopeConfig, max_len: int) -> torch.Tensor:
     """[rotary_dim / 2] float32: radians per position of each pair of dimensions, in an engine of `max_len` positions."""
     exponents = torch.arange(0, rope.rotary_dim, 2, dtype=torch.int64).float() / rope.rotary_dim
@@ -59,15 +63,26 @@ def _turning_dim(num_turns: float, rope: RopeConfig) -> float:
 class RotaryTable:
     """Cosines and sines of every position below `max_len`, ready for `rope_and_cache`.
 
-    The sine's first half carries the minus sign of the rotation, so that the kernel needs no negation.
+    The sine's first half carries the minus sign of the rotation, so that the kernel needs no negation. Both tables are
+    [max_len, 1, rotary_dim], of `dtype`, computed in float32.
     """
 
     def __init__(self, rope: RopeConfig, max_len: int, *, dtype: torch.dtype, device: torch.device) -> None:
-        angles = torch.arange(max_len, dtype=torch.float32)[:, None] * inverse_frequencies(rope, max_len)[None, :]
-        cos, sin = angles.cos() * rope.attention_factor, angles.sin() * rope.attention_factor
-        self._cos = torch.cat((cos, cos), dim=-1).to(device=device, dtype=dtype).unsqueeze(1)
-        self._sin = torch.cat((-sin, sin), dim=-1).to(device=device, dtype=dtype).unsqueeze(1)
+        frequencies, half = inverse_frequencies(rope, max_len).to(device), rope.rotary_dim // 2
+        self._cos = torch.empty(max_len, 1, rope.rotary_dim, dtype=dtype, device=device)
+        self._sin = torch.empty_like(self._cos)
+        for first in range(0, max_len, CHUNK_POSITIONS):
+            positions = torch.arange(first, min(first + CHUNK_POSITIONS, max_len), dtype=torch.float32, device=device)
+            angles = positions[:, None] * frequencies[None, :]
+            cos, sin = angles.cos() * rope.attention_factor, angles.sin() * rope.attention_factor
+            chunk = slice(first, first + len(positions))
+            for table, halves in ((self._cos, (cos, cos)), (self._sin, (-sin, sin))):
+                table[chunk, 0, :half], table[chunk, 0, half:] = halves
         self._ops = ops.operations(device, dtype)
+
+    @property
+    def num_bytes(self) -> int:
+        return self._cos.nbytes + self._sin.nbytes
 
     def at(self, positions: torch.Tensor) -> Rotation:
         """positions: [T] int64 → cos, signed sin: [T, 1, rotary_dim]"""

@@ -24,7 +24,7 @@ def kv_bytes_available(needs: MemoryNeeds, options: EngineOptions, device: torch
         return CPU_KV_CACHE_BYTES
     torch.cuda.empty_cache()  # what loading held for a while is given back before the rest is counted
     free, total = torch.cuda.mem_get_info(device)
-    reserved = needs.activations_bytes + needs.graphs_bytes + needs.slots_bytes + WORKSPACE_BYTES
+    reserved = needs.activations_bytes + needs.graphs_bytes + needs.slots_bytes + needs.rotary_bytes + WORKSPACE_BYTES
     return max(0, int(total * options.gpu_memory_utilization) - (total - free) - reserved)
 
 

@@ -126,6 +126,7 @@ class MemoryFit:
             ("activations", needs.activations_bytes),
             ("graphs", needs.graphs_bytes),
             ("slots and batch-invariant attention" if self.load.batch_invariant else "slots", needs.slots_bytes),
+            ("rotary tables", needs.rotary_bytes),
             ("device context", needs.context_bytes),
             (f"keys and values of {self.wanted_len} tokens", needs.kv_bytes(self.wanted_len)),
         ]

@@ -29,7 +29,13 @@ class MemoryForecast:
     name: str
 
     @property
+    def available_kv_bytes(self) -> int:
+        """For keys and values: as an option or the device decides, else what is predicted to be left."""
+        return self.predicted_kv_bytes if self.kv_bytes is None else self.kv_bytes
+
+    @property
     def predicted_kv_bytes(self) -> int:
+        """Of whole blocks."""
         needs = self.fit.needs
         if self.kv_bytes is not None:
             return self.kv_bytes // needs.block_bytes * needs.block_bytes
@@ -71,6 +77,7 @@ class MemoryForecast:
             MemoryPart(name="activations", predicted_bytes=needs.activations_bytes, measured_bytes=measured.activations_bytes),
             MemoryPart(name="graphs", predicted_bytes=needs.graphs_bytes, measured_bytes=measured.graphs_bytes),
             MemoryPart(name="slots", predicted_bytes=needs.slots_bytes, measured_bytes=measured.slots_bytes),
+            MemoryPart(name="rotary_tables", predicted_bytes=needs.rotary_bytes, measured_bytes=measured.rotary_bytes),
             MemoryPart(name="device_context", predicted_bytes=needs.context_bytes, measured_bytes=measured.context_bytes),
             MemoryPart(name="kv_cache", predicted_bytes=self.predicted_kv_bytes, measured_bytes=measured.kv_bytes),
         ]
@@ -82,6 +89,7 @@ class MeasuredMemory:
 
     weights_bytes: int
     kv_bytes: int
+    rotary_bytes: int
     activations_bytes: int | None = None
     graphs_bytes: int | None = None
     slots_bytes: int | None = None
@@ -171,14 +179,15 @@ class MemoryMeter:
         graphs_bytes = torch.cuda.memory_reserved(self._device) - self._before_graphs
         return replace(measured, graphs_bytes=graphs_bytes, slots_bytes=self._slots_bytes)
 
-    def measured(self, weights_bytes: int, kv_bytes: int) -> MeasuredMemory:
+    def measured(self, weights_bytes: int, kv_bytes: int, rotary_bytes: int) -> MeasuredMemory:
         """After the first steps ran. On CPUs the sizes of what is held are given by those who made it."""
         if not self._on_gpu:
-            return MeasuredMemory(weights_bytes=weights_bytes, kv_bytes=kv_bytes)
+            return MeasuredMemory(weights_bytes=weights_bytes, kv_bytes=kv_bytes, rotary_bytes=rotary_bytes)
         free, total = torch.cuda.mem_get_info(self._device)
         return MeasuredMemory(
-            weights_bytes=self._before_run - kv_bytes,
+            weights_bytes=self._before_run - kv_bytes - rotary_bytes,
             kv_bytes=kv_bytes,
+            rotary_bytes=rotary_bytes,
             activations_bytes=torch.cuda.max_memory_allocated(self._device) - self._before_run,
             context_bytes=total - free - torch.cuda.memory_reserved(self._device),
         )

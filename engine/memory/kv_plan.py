@@ -14,6 +14,9 @@ from engine.errors import EngineConfigError
 from engine.memory.needs import GIB
 from engine.options import EngineOptions
 
+CONTEXT_MIN = 2
+NO_ANSWER = "a request is a token of a prompt and one of its answer at least"
+
 
 @dataclass(frozen=True, slots=True)
 class MemoryPlan:
@@ -35,10 +38,24 @@ def kv_block_bytes(config: ModelConfig, block_size: int, element_bytes: int) -> 
     return block_size * config.kv_numbers_per_token * element_bytes
 
 
+def check_context(config: ModelConfig, options: EngineOptions) -> None:
+    """Raise `EngineConfigError` for a context that the model does not have, or that no request fits."""
+    wanted, longest = options.max_model_len, config.max_position_len
+    if wanted is None:
+        return
+    if wanted < CONTEXT_MIN:
+        raise EngineConfigError("max_model_len", f"({wanted}) is too short: {NO_ANSWER}")
+    if wanted > longest:
+        dynamic = any(rope.kind == "dynamic" for rope in config.ropes)
+        why = "; rope type 'dynamic' is not computed beyond it" if dynamic else ""
+        raise EngineConfigError("max_model_len", f"({wanted}) is longer than the model's context ({longest}){why}")
+
+
 def plan_memory(
     config: ModelConfig, options: EngineOptions, *, element_bytes: int, available_bytes: int, draft: ModelConfig | None = None
 ) -> MemoryPlan:
-    """Divide `available_bytes` into blocks of numbers of `element_bytes`. Raises `EngineConfigError`, naming the option."""
+    """Divide `available_bytes` into blocks of numbers of `element_bytes`, for a context that `check_context` lets pass. Raises
+    `EngineConfigError`, naming the option."""
     size = options.block_size
     block_bytes = sum(kv_block_bytes(each, size, element_bytes) for each in (config, draft) if each is not None)
     num_host_blocks = int(options.swap_space * GIB) // block_bytes
@@ -47,15 +64,11 @@ def plan_memory(
     num_blocks = options.num_kv_blocks or available_bytes // block_bytes
     if num_blocks < 1:
         raise EngineConfigError("kv_cache_bytes", f"({available_bytes}) is less than one KV block ({block_bytes} bytes)")
+    if num_blocks * size < CONTEXT_MIN:
+        option = "kv_cache_bytes" if options.num_kv_blocks is None else "num_gpu_blocks_override"
+        raise EngineConfigError(option, f"leaves {num_blocks * size} tokens of context; {NO_ANSWER}")
     if options.max_model_len is None:
         return MemoryPlan(num_blocks, block_bytes, min(config.max_position_len, num_blocks * size), num_host_blocks)
-    if options.max_model_len > config.max_position_len:
-        dynamic = any(rope.kind == "dynamic" for rope in config.ropes)
-        raise EngineConfigError(
-            "max_model_len",
-            f"({options.max_model_len}) is longer than the model's context ({config.max_position_len})"
-            + ("; rope type 'dynamic' is not computed beyond it" if dynamic else ""),
-        )
     if options.max_model_len > num_blocks * size:
         raise EngineConfigError(
             "max_model_len",

@@ -12,6 +12,7 @@ b_kv bytes per weight, per number computed with and per stored key or value, T t
                      what decodes leave between two kernels, counts of tokens, logits that wait for masks, biases. Rows of
                      guesses add to R, though not to counts and biases. Batch-invariant decodes leave
                      max(R, 64)·(context / 256)·H·(D + 2)·4 for each window, at most 256 MiB, and b is 4
+    rotary tables  2·context·D_rotary·b for each rotation of the model: cosines and sines of all positions
     context      C = the driver's context, the libraries' workspaces, the kernels' code
     KV blocks      = floor((share·memory − W − A − G − S − C) / (block_size·2·L·K·D·b_kv))
 
@@ -81,9 +82,23 @@ def invariant_bytes(num_seqs: int, num_tokens: int, num_heads: int, head_dim: in
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MemoryShape:
-    """What of a model decides about memory, as numbers of numbers: weights in matrices of its layers, in the embedding, in
-    a head of its own, and in what is never quantised; keys and values of one token; what a layer computes of one; words; in an
-    embedding that is the head as well; all that a layer makes of one token where its operations can be recorded; and layers."""
+    """Sizes of a model that decide about memory, as counts of elements.
+
+    matrices         weights in matrices of all layers
+    embedding        weights of the embedding
+    head             weights of an output head of its own
+    others           weights that are never quantised: norms, biases, routers
+    kv_token         keys and values of one token in all layers
+    layer_width      activations of one token where a layer holds most of them
+    vocab_size       words
+    num_heads        query heads
+    head_dim         size of a head
+    windows          sliding windows, each distinct one once; None is full attention
+    tied_head        weights of an embedding that is the output head as well
+    recorded_width   all activations of one token in a layer whose operations can be recorded
+    num_layers       layers
+    rotary_width     cosines and sines of one position, of all distinct rotations
+    """
 
     matrices: int
     embedding: int
@@ -98,6 +113,7 @@ class MemoryShape:
     tied_head: int = 0
     recorded_width: int = 0
     num_layers: int = 0
+    rotary_width: int = 0
 
     @classmethod
     def of(cls, config: ModelConfig) -> MemoryShape:
@@ -128,6 +144,7 @@ class MemoryShape:
             tied_head=config.vocab_size * d if config.has_head and is_tied else 0,
             recorded_width=attended + 6 * d + 3 * config.intermediate_size if config.experts is None else 0,
             num_layers=config.num_layers,
+            rotary_width=sum(2 * rope.rotary_dim for rope in config.ropes),
         )
 
     def weights_bytes(self, weights: WeightFormat, element_bytes: int) -> int:
@@ -164,6 +181,10 @@ class MemoryShape:
             return sum(invariant_bytes(*sizes, window) for window in self.windows)
         splits = sum(num_splits(context_len, self.head_dim, kv_element_bytes, window) for window in self.windows)
         return num_seqs * splits * self.num_heads * (self.head_dim + 1) * 4
+
+    def rotary_bytes(self, context_len: int, element_bytes: int) -> int:
+        """Cosines and sines of all positions (`layers.rotary.RotaryTable`)."""
+        return context_len * self.rotary_width * element_bytes
 
     def columns_bytes(self, num_seqs: int, element_bytes: int, *, num_guesses: int = 0) -> int:
         """What sampling keeps for `num_seqs` slots and as many rows, or `num_guesses` more."""
@@ -213,12 +234,13 @@ class Load:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MemoryNeeds:
-    """Predicted bytes of an engine: five parts that are fixed, and one block of keys and values."""
+    """Predicted bytes of an engine: six parts that are fixed, and one block of keys and values."""
 
     weights_bytes: int
     activations_bytes: int
     graphs_bytes: int
     slots_bytes: int
+    rotary_bytes: int
     context_bytes: int
     block_bytes: int
     block_size: int
@@ -250,6 +272,7 @@ class MemoryNeeds:
             activations_bytes=max(each.activations_bytes(load.num_tokens, rows, size) for each in both) + sum(recorded),
             graphs_bytes=cls._graphs_bytes(model, draft, load, size) if load.has_slots else 0,
             slots_bytes=(sum(splits) + columns) if load.has_slots else max(splits, default=0),
+            rotary_bytes=sum(each.rotary_bytes(context_len, size) for each in both),
             context_bytes=context_bytes,
             block_bytes=sum(each.kv_token for each in both) * formats.kv_element_bytes * load.block_size,
             block_size=load.block_size,
@@ -269,7 +292,8 @@ class MemoryNeeds:
     @property
     def fixed_bytes(self) -> int:
         """Everything but keys and values."""
-        return self.weights_bytes + self.activations_bytes + self.graphs_bytes + self.slots_bytes + self.context_bytes
+        held_bytes = self.weights_bytes + self.activations_bytes + self.graphs_bytes + self.slots_bytes + self.rotary_bytes
+        return held_bytes + self.context_bytes
 
     def num_blocks(self, usable_bytes: int) -> int:
         """KV blocks beside the fixed parts."""

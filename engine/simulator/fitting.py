@@ -16,6 +16,7 @@ from engine.errors import EngineConfigError
 from engine.formats import check_formats, computed_dtype
 from engine.memory.estimate import DeviceMemory, estimate_fit
 from engine.memory.fit import MemoryFit, gib
+from engine.memory.kv_plan import check_context
 from engine.memory.needs import CONTEXT_BYTES, GIB
 from engine.options import EngineOptions
 from engine.simulator.models import MODELS, SimulatedGpu, config_of, find_model
@@ -44,9 +45,7 @@ def memory_fit(model: str, gpu: SimulatedGpu, *, quantization: str | None = None
     options = EngineOptions(model=folder, device="cuda", quantization=quantization, **asked)
     dtype = computed_dtype(options.dtype, config.torch_dtype, options.device)
     check_formats(config, options, dtype, gpu.capability)
-    if options.max_model_len is not None and options.max_model_len > config.max_position_len:
-        longest = config.max_position_len
-        raise EngineConfigError("max_model_len", f"({options.max_model_len}) is longer than the model's context ({longest})")
+    check_context(config, options)
     memory = DeviceMemory(
         device_type=options.device,
         usable_bytes=int(gpu.memory_bytes * options.gpu_memory_utilization),
@@ -91,6 +90,7 @@ def facts(fit: MemoryFit) -> dict[str, Any]:
         "activations_bytes": needs.activations_bytes,
         "graphs_bytes": needs.graphs_bytes,
         "slots_bytes": needs.slots_bytes,
+        "rotary_tables_bytes": needs.rotary_bytes,
         "device_context_bytes": needs.context_bytes,
         "kv_cache_bytes": num_blocks * needs.block_bytes,
         "num_kv_blocks": num_blocks,

@@ -193,7 +193,7 @@ def test_what_needs_the_host_between_steps_is_not_captured(
     family: str, options: dict[str, Any], is_captured: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Experts ask the host in torch's operations; Triton's kernels do not. They are computed in float32 here, as on no card."""
-    monkeypatch.setattr("engine.build.check_formats", lambda *_: None)
+    monkeypatch.setattr("engine.resolved_options.check_formats", lambda *_: None)
     make_model(family, tmp_path / family)
     expected = answers(tmp_path / family, **options)
     with rehearsal() as card, in_place_of_triton():

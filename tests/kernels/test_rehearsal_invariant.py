@@ -36,7 +36,7 @@ PROMPTS = {"a": list(range(3, 20)), "b": [5, 6], "c": [8]}
 def small(monkeypatch: pytest.MonkeyPatch) -> None:
     """Keys and columns in parts that programs share, as large models have them, and no more graphs than are asked for; experts
     in float32, which cards refuse and the interpreter computes right."""
-    monkeypatch.setattr("engine.build.check_formats", lambda *_: None)
+    monkeypatch.setattr("engine.resolved_options.check_formats", lambda *_: None)
     rows_alike(monkeypatch)
     monkeypatch.setattr(invariant_attention, "SPLIT", 16)
     monkeypatch.setattr(invariant_attention, "rows_tiling", lambda *_: invariant_attention.RowsTiling(16, 16, 4, 2))

@@ -256,7 +256,8 @@ def engine_of(folder: Path, case: Case) -> Iterator[Engine]:
     with ExitStack() as stack:
         stack.enter_context(mock.patch("engine.build.load_weights", write_weights))
         stack.enter_context(mock.patch("engine.quantization.scheme.stored_names", return_value=stored_names(case)))
-        stack.enter_context(mock.patch("engine.build.launches_ahead", lambda options, _: launches_ahead(options, GPU)))
+        ahead = "engine.resolved_options.launches_ahead"
+        stack.enter_context(mock.patch(ahead, lambda options, _: launches_ahead(options, GPU)))
         stack.enter_context(mock.patch("engine.build.records_steps", return_value=False))
         stack.enter_context(mock.patch("engine.runner.runner_choice.DirectCalls", Captured))
         for module in ("build", "runner.slot_runner"):

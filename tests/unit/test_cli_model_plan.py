@@ -36,7 +36,7 @@ def test_the_parts_of_a_plan_add_up_to_what_may_be_used(typed: Any) -> None:
     answer = typed("llama-3.1-8b", "--gpu", "h100", "--json")
     assert answer.status == 0
     plan = json.loads(answer.out)
-    names = ("weights", "activations", "graphs", "slots", "device_context", "kv_cache")
+    names = ("weights", "activations", "graphs", "slots", "rotary_tables", "device_context", "kv_cache")
     total = sum(plan[f"{name}_bytes"] for name in names)
     assert 0 <= plan["usable_bytes"] - total < 16 * 131_072
     assert plan["kv_tokens"] == plan["num_kv_blocks"] * 16
@@ -70,7 +70,7 @@ def test_a_person_reads_gib_and_one_change_a_line(typed: Any) -> None:
     assert said["weights"] == "15.0 GiB"
     assert said["usable"] == "21.6 GiB"
     assert not any(key.endswith("_bytes") for key in said)
-    assert said["note"].startswith("the context is shorter than the model's: needs 33.7 GiB")
+    assert said["note"].startswith("the context is shorter than the model's: needs 33.8 GiB")
     assert said["note"].endswith("; what makes it fit:")
     plan = json.loads(typed("llama-3.1-8b", "--memory-gib", "24", "--json").out)
     changes = [f"  {remedy['change']}: max_model_len={remedy['max_model_len']}" for remedy in plan["remedies"]]

@@ -16,7 +16,7 @@ import pytest
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-from engine.build import _forecast, _tell_start, build_engine
+from engine.build import _tell_start, build_engine
 from engine.config.model import ModelConfig, load_model_config
 from engine.errors import EngineConfigError
 from engine.memory import forecast as memory_forecast
@@ -125,6 +125,19 @@ def test_keys_and_values_in_eight_bits_are_predicted(model: Path) -> None:
     assert cache.predicted_bytes == cache.measured_bytes == engine.info.kv_bytes
 
 
+@pytest.mark.parametrize("family", ["llama", "gemma3_text", "phi3"])
+def test_rotary_tables_of_both_models_are_predicted_and_told(family: str, model: Path, tmp_path: Path) -> None:
+    make_model(family, tmp_path, vocab_size=load_model_config(model).vocab_size)
+    speculative = SpeculativeOptions.parse({"method": "draft_model", "model": str(model), "num_speculative_tokens": 2})
+    for guesses in (None, speculative):
+        options = EngineOptions(model=tmp_path, device="cpu", num_kv_blocks=2, speculative_config=guesses)
+        engine = build_engine(options)
+        (part,) = (part for part in engine.info.memory if part.name == "rotary_tables")
+        configs = [load_model_config(tmp_path), *([load_model_config(model)] if guesses else [])]
+        positions = sum(2 * rope.rotary_dim for config in configs for rope in config.ropes)
+        assert part.predicted_bytes == part.measured_bytes == engine.info.max_model_len * positions * 4
+
+
 def test_a_draft_model_is_predicted_with_it(model: Path) -> None:
     speculative = SpeculativeOptions.parse({"method": "draft_model", "model": str(model), "num_speculative_tokens": 2})
     options = EngineOptions(model=model, device="cpu", max_model_len=64, num_kv_blocks=8, speculative_config=speculative)
@@ -201,7 +214,8 @@ def test_on_a_gpu_the_cache_is_what_is_left(llama_8b: ModelConfig, card: list[in
     found = forecast(llama_8b, gpu_memory_utilization=0.9, max_num_seqs=64)
     needs = found.fit.needs
     assert needs.slots_bytes == MemoryShape.of(llama_8b).splits_bytes(64, 131_072, 2)
-    left = int(140 * GIB * 0.9) - needs.weights_bytes - needs.activations_bytes - needs.slots_bytes - needs.context_bytes
+    assert needs.rotary_bytes == 131_072 * 2 * 128 * 2
+    left = int(140 * GIB * 0.9) - needs.fixed_bytes
     assert needs.context_bytes > GIB, "what others hold is not there for this engine"
     assert found.predicted_kv_bytes == left // needs.block_bytes * needs.block_bytes
     assert found.shortened() is None
@@ -317,18 +331,19 @@ def test_the_activations_of_a_pass_are_what_it_holds_at_a_time(family: str, inne
 
 
 def test_the_parts_of_a_forecast_are_in_one_order(llama_8b: ModelConfig, card: list[int]) -> None:
-    parts = forecast(llama_8b).parts(MeasuredMemory(weights_bytes=1, kv_bytes=2))
-    assert [part.name for part in parts] == ["weights", "activations", "graphs", "slots", "device_context", "kv_cache"]
-    assert [part.measured_bytes for part in parts] == [1, None, None, None, None, 2]
+    parts = forecast(llama_8b).parts(MeasuredMemory(weights_bytes=1, kv_bytes=2, rotary_bytes=3))
+    names = ["weights", "activations", "graphs", "slots", "rotary_tables", "device_context", "kv_cache"]
+    assert [part.name for part in parts] == names
+    assert [part.measured_bytes for part in parts] == [1, None, None, None, 3, None, 2]
 
 
 @pytest.mark.parametrize("quantization", [None, "int8"])
 def test_graphs_of_a_mixture_of_experts_are_predicted_whatever_its_weights_are(
-    quantization: str | None, tmp_path: Path, card: list[int], monkeypatch: pytest.MonkeyPatch
+    quantization: str | None, tmp_path: Path, card: list[int]
 ) -> None:
     make_model("qwen3_moe", tmp_path)
-    monkeypatch.setattr("engine.build.launches_ahead", lambda *_: True)
     options = EngineOptions(model=tmp_path, quantization=quantization)
-    needs = _forecast(options, load_model_config(tmp_path), None, dtype=torch.bfloat16, device=GPU).fit.needs
+    config = load_model_config(tmp_path)
+    needs = forecast_memory("m", config, options, dtype=torch.bfloat16, device=GPU, has_slots=True).fit.needs
     assert needs.graphs_bytes > 0
     assert needs.slots_bytes > 0

@@ -109,6 +109,17 @@ def test_slots_hold_what_decodes_and_sampling_keep_for_each_of_them() -> None:
     assert MemoryNeeds.of(LLAMA_8B, BF16, LOAD, context_bytes=0, context_len=32_768).slots_bytes == 0, "a CPU has neither"
 
 
+def test_rotary_tables_grow_with_the_context_and_with_the_model_that_guesses() -> None:
+    needs = MemoryNeeds.of(LLAMA_8B, BF16, LOAD, context_bytes=0, context_len=131_072)
+    assert needs.rotary_bytes == 131_072 * 2 * 128 * 2 == 64 << 20
+    assert MemoryNeeds.of(LLAMA_8B, BF16, LOAD, context_bytes=0, context_len=1_010_000).rotary_bytes == 1_010_000 * 512
+    draft = shape_of("llama-3.2-1b")
+    paired = MemoryNeeds.of(LLAMA_8B, BF16, LOAD, context_bytes=0, context_len=131_072, draft=draft)
+    assert paired.rotary_bytes == needs.rotary_bytes + 131_072 * 2 * 64 * 2
+    assert f"rotary tables {gib(64 << 20)}" in fit(24).explain()
+    assert needs.fixed_bytes - replace(needs, rotary_bytes=0).fixed_bytes == 64 << 20
+
+
 def test_batch_invariant_decodes_leave_as_much_as_their_positions_say_up_to_a_limit() -> None:
     assert invariant_bytes(256, 8192, 32, 128, None) == 256 * 32 * 32 * 130 * 4
     assert invariant_bytes(4, 8192, 32, 128, None) == 64 * 32 * 32 * 130 * 4, "there is room for the queries of a chunk"

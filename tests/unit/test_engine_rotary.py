@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import random
+from itertools import accumulate
 from typing import Any
 
 import pytest
 import torch
 import transformers
+from torch.profiler import ProfilerActivity, profile
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from engine.config.model import parse_model_config
-from engine.layers.rotary import inverse_frequencies
+from engine.config.rope import RopeConfig
+from engine.layers import rotary
+from engine.layers.rotary import RotaryTable, inverse_frequencies
 
 SHAPE: dict[str, Any] = {
     "vocab_size": 10,
@@ -53,3 +57,30 @@ def test_frequencies_and_magnitude_are_those_of_transformers(kind: str) -> None:
         (rope,) = parse_model_config(found, {}).ropes
         torch.testing.assert_close(inverse_frequencies(rope, original), expected.inv_freq, rtol=1e-6, atol=0)
         assert rope.attention_factor == pytest.approx(expected.attention_scaling, rel=1e-9)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("max_len", [1, 15, 16, 17, 33])
+def test_a_table_made_in_chunks_is_that_of_all_positions_at_once(
+    max_len: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(rotary, "CHUNK_POSITIONS", 16)
+    rope = RopeConfig(kind="default", theta=1e4, rotary_dim=8, attention_factor=1.25)
+    angles = torch.arange(max_len, dtype=torch.float32)[:, None] * inverse_frequencies(rope, max_len)[None, :]
+    cos, sin = 1.25 * angles.cos(), 1.25 * angles.sin()
+    table = RotaryTable(rope, max_len, dtype=dtype, device=torch.device("cpu"))
+    found = table.at(torch.arange(max_len))
+    assert torch.equal(found[0], torch.cat((cos, cos), dim=-1).to(dtype)[:, None])
+    assert torch.equal(found[1], torch.cat((-sin, sin), dim=-1).to(dtype)[:, None])
+    assert table.num_bytes == 2 * max_len * 8 * dtype.itemsize
+
+
+def test_a_long_table_needs_no_more_beside_it_than_a_few_chunks() -> None:
+    rope = RopeConfig(kind="default", theta=1e6, rotary_dim=128)
+    tables: list[RotaryTable] = []
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True, acc_events=True) as profiler:
+        tables.append(RotaryTable(rope, 131_072, dtype=torch.bfloat16, device=torch.device("cpu")))
+    results = profiler.profiler.kineto_results
+    events = sorted((event for event in results.events() if event.name() == "[memory]"), key=lambda event: event.start_ns())
+    most = max(accumulate(event.nbytes() for event in events))
+    assert most - tables[0].num_bytes <= 8 * rotary.CHUNK_POSITIONS * 64 * 4

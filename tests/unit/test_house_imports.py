@@ -15,8 +15,8 @@ REPO = Path(__file__).resolve().parents[2]
 
 # The pure half of the engine: integers and text, so that a laptop with no torch can test it. The other half holds tensors.
 ENGINE_TENSORS = {
-    "engine", "build", "loop", "main", "verify", "device", "weights", "runner", "layers", "models", "sampling", "quantization",
-    "grammar.masks", "memory.device", "memory.forecast", "offline.llm", "demo",
+    "engine", "build", "resolved_options", "loop", "main", "verify", "device", "weights", "runner", "layers", "models",
+    "sampling", "quantization", "grammar.masks", "memory.device", "memory.forecast", "offline.llm", "demo",
 }  # fmt: skip
 PURE_AFTER_ALL = {"sampling.randomness"}
 PROTOCOL = {"engine.protocol", "engine.transport"}

@@ -13,15 +13,16 @@ import torch
 
 from appliance.base.settings import SettingsError, load_settings
 from engine import LLM
-from engine.build import _forecast
 from engine.config.model import load_model_config
 from engine.device import format_name, resolve_dtype
 from engine.errors import EngineConfigError, NotAModelDirectory, UnsupportedModel
 from engine.formats import check_formats
 from engine.memory.device import WORKSPACE_BYTES
 from engine.memory.fit import MemoryFit
+from engine.memory.forecast import forecast_memory
 from engine.memory.needs import CONTEXT_BYTES, GIB
 from engine.options import SEATS_MAX, EngineOptions
+from engine.runner.runner_choice import launches_ahead
 from engine.simulator.fitting import memory_fit
 from engine.simulator.models import MODELS, SimulatedGpu, find_gpu, find_model
 from engine.simulator.replay import Replay, Setup
@@ -72,7 +73,7 @@ def engines_own(folder: Path, gpu: SimulatedGpu, monkeypatch: pytest.MonkeyPatch
     options, config = EngineOptions(model=folder, **asked), load_model_config(folder)
     dtype = resolve_dtype(options.dtype, config.torch_dtype, GPU)
     check_formats(config, options, format_name(dtype), gpu.capability)
-    return _forecast(options, config, None, dtype=dtype, device=GPU).fit
+    return forecast_memory("m", config, options, dtype=dtype, device=GPU, has_slots=launches_ahead(options, GPU)).fit
 
 
 @pytest.mark.parametrize(

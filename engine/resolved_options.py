@@ -1,0 +1,100 @@
+"""Options of an engine with their defaults resolved, and all refusals that need no weights.
+
+Nothing is loaded or allocated here: what contradicts itself, the model, the device or its memory is refused in a second.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import torch
+
+from engine.config.model import ModelConfig, load_model_config
+from engine.device import format_name, resolve_device, resolve_dtype, resolve_kv_dtype
+from engine.errors import EngineConfigError
+from engine.formats import check_formats
+from engine.memory.device import check_swap_space
+from engine.memory.forecast import MemoryForecast, forecast_memory
+from engine.memory.kv_plan import MemoryPlan, check_context, plan_memory
+from engine.options import EngineOptions
+from engine.runner.runner_choice import launches_ahead
+from engine.scheduling.limits import SchedulerLimits
+from engine.speculation.options import check_draft_context, check_draft_vocabulary
+from engine.switches import check_switches
+from engine.text.shared_prefixes import shared_prefixes
+
+
+@dataclass(frozen=True, slots=True)
+class ResolvedOptions:
+    """What an engine is built of: options whose defaults are those of the model, the device and its memory.
+
+    `draft`: of the draft model, where there is one. `launches_ahead`: steps are launched over slots of a GPU.
+    `shared_prefixes`: token ids of prompts that all tenants share.
+    """
+
+    options: EngineOptions
+    device: torch.device
+    dtype: torch.dtype
+    kv_dtype: torch.dtype
+    config: ModelConfig
+    draft: ModelConfig | None
+    launches_ahead: bool
+    forecast: MemoryForecast
+    shared_prefixes: list[list[int]]
+
+    @classmethod
+    def of(cls, options: EngineOptions) -> ResolvedOptions:
+        """Raises `ModelError` or `EngineConfigError` for whatever can be refused before anything is loaded."""
+        check_switches()
+        device = resolve_device(options.device)
+        config = load_model_config(options.model)
+        check_context(config, options)
+        dtype = resolve_dtype(options.dtype, config.torch_dtype, device)
+        capability = torch.cuda.get_device_capability(device) if device.type == "cuda" else None
+        check_formats(config, options, format_name(dtype), capability)
+        check_swap_space(options, device)
+        draft = _draft_config(options, config, format_name(dtype), capability)
+        has_slots = launches_ahead(options, device)
+        forecast = forecast_memory(
+            options.name or options.model.name, config, options, dtype=dtype, device=device, draft=draft, has_slots=has_slots
+        )
+        forecast.check(options)
+        options = replace(options, max_num_seqs=forecast.fit.load.num_seqs)
+        kv_dtype = resolve_kv_dtype(options.kv_cache_dtype, dtype)
+        prefixes = shared_prefixes(options)
+        resolved = cls(options, device, dtype, kv_dtype, config, draft, has_slots, forecast, prefixes)
+        resolved.scheduler_limits(resolved.memory_plan(forecast.available_kv_bytes))
+        return resolved
+
+    def memory_plan(self, available_bytes: int) -> MemoryPlan:
+        """Of so many bytes for the KV cache. Raises `EngineConfigError`."""
+        size, draft = self.kv_dtype.itemsize, self.draft
+        plan = plan_memory(self.config, self.options, element_bytes=size, available_bytes=available_bytes, draft=draft)
+        if draft is not None:
+            check_draft_context(draft, plan.max_model_len)
+        return plan
+
+    def scheduler_limits(self, plan: MemoryPlan) -> SchedulerLimits:
+        """Raises `EngineConfigError`."""
+        options, device = self.options, self.device.type
+        return SchedulerLimits(
+            max_num_seqs=options.seats(device),
+            max_num_batched_tokens=options.batched_tokens(device),
+            max_model_len=plan.max_model_len,
+            block_size=options.block_size,
+        )
+
+
+def _draft_config(
+    options: EngineOptions, target: ModelConfig, dtype: str, capability: tuple[int, int] | None
+) -> ModelConfig | None:
+    """Of the draft model, where one guesses. It is loaded as it is stored, whatever the target is quantised to."""
+    if options.draft_model is None:
+        return None
+    draft = load_model_config(options.draft_model)
+    check_draft_vocabulary(draft, target)
+    try:
+        check_formats(draft, replace(options, quantization=None, head_quantization=None), dtype, capability)
+    except EngineConfigError as error:
+        raise EngineConfigError("speculative_config", f"field model cannot be served: {error}") from error
+    return draft

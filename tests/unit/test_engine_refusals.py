@@ -1,0 +1,124 @@
+"""What contradicts itself, the model or the device is refused by name before a weight is read."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from engine import build
+from engine.build import build_engine
+from engine.errors import EngineConfigError
+from engine.memory import device as memory_device
+from engine.memory.needs import GIB
+from engine.options import EngineOptions
+from engine.resolved_options import ResolvedOptions
+from engine.simulator.fitting import memory_fit
+from engine.simulator.models import find_gpu
+from engine.speculation.options import SpeculativeOptions
+from tests.support import quantised_checkpoints as layouts
+from tests.support.tiny_models import make_model
+from tests.support.tiny_tokenizer import VOCAB_SIZE, write_tokenizer
+
+DRAFT_REFUSED = "field model cannot be served: quantization fp8 needs a GPU of compute capability 8.9"
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("models") / "llama"
+    make_model("llama", folder, vocab_size=VOCAB_SIZE)
+    write_tokenizer(folder)
+    make_model("llama", folder.parent / "short", vocab_size=VOCAB_SIZE, max_position_embeddings=64)
+    make_model("llama", folder.parent / "other", vocab_size=64)
+    return folder
+
+
+@pytest.fixture
+def nothing_is_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
+    def load(*_: Any, **__: Any) -> None:
+        raise AssertionError("weights were read")
+
+    monkeypatch.setattr(build, "load_weights", load)
+
+
+def guessing(model: Path, name: str) -> dict[str, Any]:
+    return {"speculative_config": SpeculativeOptions(method="draft_model", model=model.parent / name)}
+
+
+@pytest.mark.parametrize(
+    ("asked", "message"),
+    [
+        ({"max_model_len": 257}, r"max_model_len \(257\) is longer than the model's context \(256\)"),
+        ({"max_model_len": 1}, r"max_model_len \(1\) is too short: a request is a token of a prompt and one of its answer"),
+        ({"num_kv_blocks": 1, "block_size": 1}, "num_gpu_blocks_override leaves 1 tokens of context"),
+        ({"kv_cache_bytes": 2 * 2 * 2 * 12 * 4, "block_size": 1}, "kv_cache_bytes leaves 1 tokens of context"),
+        ({"kv_cache_bytes": 100}, r"kv_cache_bytes \(100\) is less than one KV block"),
+        ({"max_model_len": 200, "num_kv_blocks": 2}, r"max_model_len \(200\) does not fit into the KV cache: 2 blocks"),
+        ({"max_num_seqs": 8, "max_num_batched_tokens": 4}, r"max_num_batched_tokens must be at least max_num_seqs \(8\)"),
+        ({"swap_space": 1e-9}, "swap_space .* is less than one KV block"),
+        ({"shared_prefixes": (Path("missing"),)}, "shared_prefixes file missing cannot be read"),
+        ({"quantization": "awq"}, "quantization = 'awq' cannot be made of a checkpoint that is not quantised"),
+    ],
+)
+def test_options_that_contradict_each_other_or_the_model_are_refused_before_loading(
+    model: Path, nothing_is_loaded: None, asked: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(EngineConfigError, match=f"^{message}"):
+        build_engine(EngineOptions(model=model, device="cpu", threads=1, **asked))
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("short", "field model has a context of 64 tokens; set max_model_len to at most that"),
+        ("other", f"field model has a vocabulary of 64 tokens, the served model one of {VOCAB_SIZE}"),
+    ],
+)
+def test_a_draft_model_that_does_not_follow_the_target_is_refused_before_loading(
+    model: Path, nothing_is_loaded: None, name: str, message: str
+) -> None:
+    with pytest.raises(EngineConfigError, match=f"^speculative_config {message}"):
+        build_engine(EngineOptions(model=model, device="cpu", threads=1, **guessing(model, name)))
+
+
+def test_a_draft_model_in_a_format_that_the_card_cannot_compute_is_refused_before_loading(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    make_model("llama", tmp_path / "plain", vocab_size=VOCAB_SIZE, **layouts.SIZES)
+    layout = layouts.fp8(per_row=True, activations="none", compressed=True)
+    draft = layouts.write(tmp_path / "plain", tmp_path / "fp8", layout).directory
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (8, 6))
+    speculative = SpeculativeOptions(method="draft_model", model=draft)
+    options = EngineOptions(model=model, device="cuda", quantization="int8", speculative_config=speculative)
+    with pytest.raises(EngineConfigError, match=f"^speculative_config {DRAFT_REFUSED} or newer, this one has 8.6"):
+        ResolvedOptions.of(options)
+
+
+def test_prefixes_are_tokens_before_anything_is_loaded(model: Path, tmp_path: Path) -> None:
+    (tmp_path / "system.txt").write_text("You are a helpful assistant.")
+    resolved = ResolvedOptions.of(EngineOptions(model=model, device="cpu", shared_prefixes=(tmp_path / "system.txt",)))
+    assert len(resolved.shared_prefixes) == 2
+    assert all(resolved.shared_prefixes)
+
+
+def test_on_a_gpu_the_predicted_plan_decides_and_nobody_is_refused_who_fits(
+    model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (9, 0))
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (79 * GIB, 80 * GIB))
+    monkeypatch.setattr(memory_device, "main_memory_bytes", lambda: 100 * GIB)
+    resolved = ResolvedOptions.of(EngineOptions(model=model, device="cuda", swap_space=1.0))
+    assert resolved.launches_ahead
+    assert resolved.memory_plan(resolved.forecast.available_kv_bytes).max_model_len == 256
+    with pytest.raises(EngineConfigError, match=r"^max_num_batched_tokens must be at least max_num_seqs \(64\), not 32"):
+        ResolvedOptions.of(EngineOptions(model=model, device="cuda", max_num_seqs=64, max_num_batched_tokens=32))
+
+
+def test_a_plan_of_a_card_refuses_a_context_in_the_words_of_the_engine(model: Path) -> None:
+    for length, words in ((257, "is longer than the model's context"), (1, "is too short")):
+        with pytest.raises(EngineConfigError, match=rf"^max_model_len \({length}\) {words}"):
+            memory_fit(str(model), find_gpu("h200"), max_model_len=length)
