@@ -76,7 +76,7 @@ class Engine:
         self._checked_idle = True
         self._overlapped = None if overlap is None else OverlappedSteps(overlap, scheduler.advance, self._move)
         self._under_way: StepUnderWay | None = None
-        self._landed_s = 0.0
+        self._collected_s = 0.0
 
     @property
     def runner(self) -> Runner:
@@ -144,7 +144,7 @@ class Engine:
         started_s = self._clock()
         events = self._admit_parked() + self._scheduler.expire()
         if self._overlapped is not None and self._under_way is not None and self._scheduler.looks_for_guesses():
-            events += self._land(self._overlapped, None)
+            events += self._collect(self._overlapped, None)
         batch = self._scheduler.schedule()
         if batch.moves:
             self._move(batch.moves)
@@ -158,7 +158,7 @@ class Engine:
             if event.finish_reason is not None:
                 self._forget_answer(event.request_id, event.index)
         if self._overlapped is not None and self._under_way is not None and not self._live:
-            self._land(self._overlapped, None)  # surplus rows of requests that have ended
+            self._collect(self._overlapped, None)  # surplus rows of requests that have ended
         return events
 
     def check_when_idle(self) -> None:
@@ -198,7 +198,7 @@ class Engine:
         self._follow_grammars([item.request for item in items], outputs)
         predicted_s = self._predict(batch)
         events = self._scheduler.apply(batch, outputs)
-        self._observe(batch, predicted_s, self._clock() - max(started_s, self._landed_s))
+        self._observe(batch, predicted_s, self._clock() - max(started_s, self._collected_s))
         self._judge(outputs)
         return events
 
@@ -217,24 +217,24 @@ class Engine:
             launched = overlapped.launch(batch, predicted_s=self._predict(batch), now_s=started_s)
         elif self._under_way is None and self._grammars:
             self._grammars.wait(PARKED_WAIT_S)
-        events = [] if self._under_way is None else self._land(overlapped, launched)
+        events = [] if self._under_way is None else self._collect(overlapped, launched)
         if launched is not None:
             overlapped.complete(launched)
         self._under_way = launched
-        if launched is not None and (launched.landing is None or overlapped.lands_at_once):
-            events += self._land(overlapped, None)
+        if launched is not None and (launched.pending is None or overlapped.is_synchronous):
+            events += self._collect(overlapped, None)
         return events
 
-    def _land(self, overlapped: OverlappedSteps, behind: StepUnderWay | None) -> list[TokenEvent]:
+    def _collect(self, overlapped: OverlappedSteps, behind: StepUnderWay | None) -> list[TokenEvent]:
         """Take over the step under way; `behind` was launched after it."""
         step, self._under_way = self._under_way, None
         assert step is not None, "no step is under way"
-        outputs = overlapped.land(step, behind)
-        self._follow_grammars(step.flight.requests, outputs)
-        events = self._scheduler.settle(step.flight, outputs)
+        outputs = overlapped.collect(step, behind)
+        self._follow_grammars(step.in_flight.requests, outputs)
+        events = self._scheduler.settle(step.in_flight, outputs)
         now_s = self._clock()
-        self._observe(step.batch, step.predicted_s, now_s - max(step.launched_s, self._landed_s))
-        self._landed_s = now_s
+        self._observe(step.batch, step.predicted_s, now_s - max(step.launched_s, self._collected_s))
+        self._collected_s = now_s
         if any(isinstance(output, int) for output in outputs):
             self._failed_steps = 0
         elif computed := [output for output in outputs if isinstance(output, StepOutput)]:

@@ -20,7 +20,7 @@ from typing import Protocol
 
 from engine.fault_isolation import Runner, run_isolated
 from engine.protocol import PlainReason
-from engine.scheduling.flight import Flight, as_planned
+from engine.scheduling.in_flight_batch import InFlightBatch, as_planned
 from engine.scheduling.scheduled_batch import BlockMoves, RowResult, ScheduledBatch, ScheduledRequest, StepOutput
 
 log = logging.getLogger("gatehouse.engine")
@@ -28,7 +28,7 @@ log = logging.getLogger("gatehouse.engine")
 REASON_CHARS_MAX = 500
 
 
-class Landing(Protocol):
+class PendingStep(Protocol):
     """A launched step."""
 
     def complete(self) -> None:
@@ -44,7 +44,7 @@ class AheadRunner(Runner, Protocol):
     """A runner that can also launch a step and come back at once."""
 
     @property
-    def lands_at_once(self) -> bool:
+    def is_synchronous(self) -> bool:
         """Whether a step that was launched is over: nothing is gained by looking at it later."""
         ...
 
@@ -52,11 +52,11 @@ class AheadRunner(Runner, Protocol):
         """Why a step with these rows cannot be launched before the one before it is settled; None where it can."""
         ...
 
-    def launch(self, items: Sequence[ScheduledRequest]) -> Landing:
+    def launch(self, items: Sequence[ScheduledRequest]) -> PendingStep:
         """Begin a step, behind those begun before it. Raises when it cannot."""
         ...
 
-    def launch_guesses(self, items: Sequence[ScheduledRequest]) -> Landing:
+    def launch_guesses(self, items: Sequence[ScheduledRequest]) -> PendingStep:
         """As `launch`, a step in which some rows verify guesses; everything before it is settled."""
         ...
 
@@ -89,11 +89,11 @@ class Fallbacks:
 
 @dataclass(slots=True)
 class StepUnderWay:
-    """A step that is booked as done. `landing` is None when it must be computed in the plain way."""
+    """A step that is booked as done. `pending` is None when it must be computed in the plain way."""
 
     batch: ScheduledBatch
-    flight: Flight
-    landing: Landing | None
+    in_flight: InFlightBatch
+    pending: PendingStep | None
     predicted_s: float
     launched_s: float
 
@@ -102,46 +102,46 @@ class OverlappedSteps:
     """Launches steps and gets their results, in order, whatever fails."""
 
     def __init__(
-        self, runner: AheadRunner, advance: Callable[[ScheduledBatch], Flight], move: Callable[[BlockMoves], None]
+        self, runner: AheadRunner, advance: Callable[[ScheduledBatch], InFlightBatch], move: Callable[[BlockMoves], None]
     ) -> None:
         self._runner = runner
         self._advance = advance
         self._move = move
         self.fallbacks = Fallbacks()
         self.plain_steps = Counter(dict.fromkeys(PlainReason, 0))
-        self.lands_at_once = runner.lands_at_once
+        self.is_synchronous = runner.is_synchronous
 
     def launch(self, batch: ScheduledBatch, *, predicted_s: float, now_s: float) -> StepUnderWay:
         """Begin a step and book it. Never raises for what the step itself does."""
-        landing: Landing | None = None
+        pending: PendingStep | None = None
         items = batch.items
         if self._can_launch(items):
             try:
-                landing = self._runner.launch(items)
+                pending = self._runner.launch(items)
             except Exception as error:  # noqa: BLE001 - noted, with its traceback
                 self.fallbacks.note("a step could not be launched", error)
                 self._runner.forget()
-        return StepUnderWay(batch, self._advance(batch), landing, predicted_s, now_s)
+        return StepUnderWay(batch, self._advance(batch), pending, predicted_s, now_s)
 
     def complete(self, step: StepUnderWay) -> None:
         """Begin the rest of a step, when everything before it is settled. Never raises for what the step itself does."""
-        if step.landing is not None:
+        if step.pending is not None:
             try:
-                step.landing.complete()
+                step.pending.complete()
             except Exception as error:  # noqa: BLE001 - noted, with its traceback
                 self.fallbacks.note("a step could not be launched to its end", error)
                 self._distrust(step)
 
-    def land(self, step: StepUnderWay, behind: StepUnderWay | None) -> list[RowResult]:
+    def collect(self, step: StepUnderWay, behind: StepUnderWay | None) -> list[RowResult]:
         """Results of a step, whose predecessors are settled. When they are in doubt, so is what was launched `behind` it."""
         outputs = self._wait(step)
         if outputs is None:
             self._distrust(behind)
             self._repeat_copies(step)
-            return self._plain(step.flight, range(len(step.flight.requests)))
+            return self._plain(step.in_flight, range(len(step.in_flight.requests)))
         unusable = [row for row, output in enumerate(outputs) if output is None]
         if unusable:
-            again = self._plain(step.flight, unusable)
+            again = self._plain(step.in_flight, unusable)
             for row in unusable:
                 outputs[row] = again[row]
             if any(isinstance(output, StepOutput) and output.error is None for output in again):
@@ -174,27 +174,27 @@ class OverlappedSteps:
 
     def _verified(self, items: Sequence[ScheduledRequest]) -> list[RowResult] | None:
         try:
-            landing = self._runner.launch_guesses(items)
-            landing.complete()
-            return landing.outputs()
+            pending = self._runner.launch_guesses(items)
+            pending.complete()
+            return pending.outputs()
         except Exception as error:  # noqa: BLE001 - noted, with its traceback
             self.fallbacks.note("a step with guesses failed", error)
             self._runner.forget()
             return None
 
     def _wait(self, step: StepUnderWay) -> list[RowResult] | None:
-        if step.landing is None:
+        if step.pending is None:
             return None
         try:
-            return step.landing.outputs()
+            return step.pending.outputs()
         except Exception as error:  # noqa: BLE001 - noted, with its traceback
             self.fallbacks.note("a step under way failed", error)
             self._runner.forget()
             return None
 
     def _distrust(self, step: StepUnderWay | None) -> None:
-        if step is not None and step.landing is not None:
-            step.landing = None
+        if step is not None and step.pending is not None:
+            step.pending = None
             self._runner.forget()
 
     def _repeat_copies(self, step: StepUnderWay) -> None:
@@ -202,17 +202,17 @@ class OverlappedSteps:
         if step.batch.moves.copies:
             self._move(BlockMoves(copies=step.batch.moves.copies))
 
-    def _plain(self, flight: Flight, rows: Sequence[int]) -> list[RowResult]:
+    def _plain(self, in_flight: InFlightBatch, rows: Sequence[int]) -> list[RowResult]:
         """Results of the given rows, in the places of all of them."""
-        outputs: list[RowResult] = [None] * len(flight.requests)
+        outputs: list[RowResult] = [None] * len(in_flight.requests)
         held: list[int] = []
         for row in rows:
-            if flight.holds(row):
+            if in_flight.holds(row):
                 held.append(row)
-            elif not flight.requests[row].block_table:  # one that has started again owes this step nothing
-                flight.requests[row].forget_unknown()
+            elif not in_flight.requests[row].block_table:  # one that has started again owes this step nothing
+                in_flight.requests[row].forget_unknown()
         if held:
-            with as_planned(flight, held) as items:
+            with as_planned(in_flight, held) as items:
                 for row, output in zip(held, run_isolated(self._runner, items), strict=True):
                     outputs[row] = output
         return outputs

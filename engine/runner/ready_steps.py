@@ -16,16 +16,16 @@ class ReadySteps:
     """Runs the step of one model by size and kind."""
 
     def __init__(
-        self, name: str, step: DecodeStep, inputs: StepInputs, calls: Calls, *, max_num_seqs: int, lands_at_once: bool
+        self, name: str, step: DecodeStep, inputs: StepInputs, calls: Calls, *, max_num_seqs: int, is_synchronous: bool
     ) -> None:
         """`name`: of the model's graphs among those of `calls`. `max_num_seqs`: rows of a step without guesses.
-        `lands_at_once`: a step is recorded instead of rounded up to one of the sizes of graphs."""
+        `is_synchronous`: a step is recorded instead of rounded up to one of the sizes of graphs."""
         self.step = step
         self._name = name
         self._inputs = inputs
         self._calls = calls
         self._max_num_seqs = max_num_seqs
-        self._lands_at_once = lands_at_once
+        self._is_synchronous = is_synchronous
 
     @property
     def guess_sizes(self) -> list[int]:
@@ -63,7 +63,7 @@ class ReadySteps:
         return self._name, size, kind, has_guesses
 
     def _size(self, num_rows: int, kind: Kind | None, *, has_guesses: bool) -> int:
-        if self._lands_at_once:
+        if self._is_synchronous:
             return num_rows
         if has_guesses:
             return guesses_size(num_rows, self._inputs.max_rows)

@@ -50,10 +50,10 @@ def make_slot_runner(
     draft: PagedDecoder | None = None,
     max_guesses: int = 0,
     asks_host: bool = False,
-    lands_at_once: bool = False,
+    is_synchronous: bool = False,
 ) -> SlotRunner:
     """A runner over slots for all seats of the engine. `draft`: the model that guesses, if one does. `max_guesses`: of a step.
-    `asks_host`: a decoder does, so that steps are not captured; `lands_at_once`: as a CPU's, whose steps are over when they
+    `asks_host`: a decoder does, so that steps are not captured; `is_synchronous`: as a CPU's, whose steps are over when they
     were launched."""
     max_graphs = graphs_kept(limits.max_num_seqs, max_guesses)
     if draft is not None:
@@ -69,7 +69,7 @@ def make_slot_runner(
         num_columns=-(-limits.max_model_len // limits.block_size),
         block_size=limits.block_size,
         device=device,
-        lands_at_once=lands_at_once,
+        is_synchronous=is_synchronous,
         draft=draft,
     )
 

@@ -9,9 +9,9 @@ A step in which requests verify guesses (`runner.rows`) is one or the other, wit
 launched before it is settled. A draft model writes its guesses just before, over the same slots (`draft_steps`); it runs in
 every step, because it has a KV cache of its own.
 
-Rows that need a mask (of a grammar, or of typical sampling, `row_masks`) wait for the token before theirs, and the choice of tokens of the whole step
-waits with them. Its layers do not: the step is launched ahead as far as its logits. `LaunchedStep.complete` begins the choice
-when the step before it has been settled, while the device still computes.
+Rows that need a mask (of a grammar, or of typical sampling: `row_masks`) wait for the token before theirs, and the choice of
+tokens of the whole step waits with them. Its layers do not: the step is launched ahead as far as its logits.
+`LaunchedStep.complete` begins the choice when the step before it has been settled, while the device still computes.
 """
 
 from __future__ import annotations
@@ -43,7 +43,6 @@ from engine.sampling.host_masks import HostMasks
 from engine.sampling.logits_rules import SampledRow
 from engine.sampling_params import TOP_LOGPROBS_MAX
 from engine.scheduling.scheduled_batch import BlockMoves, ScheduledRequest, StepOutput
-from kernels import ops
 
 Known = tuple[torch.Tensor, torch.Tensor]
 """Places among the tokens of a pass, and the tokens that stand there: [N] int64 each."""
@@ -72,30 +71,30 @@ class SlotRunner:
         num_columns: int,
         block_size: int,
         device: torch.device,
-        lands_at_once: bool = False,
+        is_synchronous: bool = False,
         draft: PagedDecoder | None = None,
     ) -> None:
         """`max_guesses`: of all requests of a step, 0 if none are made. `num_columns`: blocks of the longest request.
-        `lands_at_once`: a step is over when it was launched, and is recorded instead of rounded up to one of the sizes of
+        `is_synchronous`: a step is over when it was launched, and is recorded instead of rounded up to one of the sizes of
         graphs. `draft`: the model that guesses; without one the host does."""
         self.plain = plain
         self._target = target
         self._draft = draft
         self._sampler = sampler
-        self._masks = RowMasks(masks, device, begins_early=lands_at_once)
+        self._masks = RowMasks(masks, device, begins_early=is_synchronous)
         self._max_num_seqs = max_num_seqs
         self._has_guesses = max_guesses > 0
         self._block_size = block_size
-        self.lands_at_once = lands_at_once
+        self.is_synchronous = is_synchronous
         self._device = device
         self._state = SlotState(max_num_seqs, num_columns, device=device, dtype=target.dtype)
         self._slots = SlotTable(self._state, sampler)
         max_rows = max_num_seqs + max_guesses
         self._inputs = StepInputs(self._state, target, max_rows=max_rows, block_size=block_size, device=device)
         over_slots = self._inputs, self._state, sampler
-        make_step = partial(DecodeStep, device=device, is_recorded=lands_at_once)
+        make_step = partial(DecodeStep, device=device, is_recorded=is_synchronous)
         make_ready = partial(
-            ReadySteps, inputs=self._inputs, calls=calls, max_num_seqs=max_num_seqs, lands_at_once=lands_at_once
+            ReadySteps, inputs=self._inputs, calls=calls, max_num_seqs=max_num_seqs, is_synchronous=is_synchronous
         )
         self._drafts: DraftSteps | None = None
         draft_step = None

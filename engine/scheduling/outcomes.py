@@ -20,7 +20,7 @@ from engine.scheduling.accounts import Accounts
 from engine.scheduling.admission import Admission
 from engine.scheduling.decode_set import DecodeSet
 from engine.scheduling.drafting import Drafting
-from engine.scheduling.flight import Flight
+from engine.scheduling.in_flight_batch import InFlightBatch
 from engine.scheduling.kv_blocks import KvBlocks
 from engine.scheduling.limits import SchedulerTotals
 from engine.scheduling.policy import Policy
@@ -161,11 +161,11 @@ class Outcomes:
         event.logprobs, event.prompt_logprobs = logprobs, output.prompt_logprobs
         return event
 
-    def advance(self, batch: ScheduledBatch) -> Flight:
+    def advance(self, batch: ScheduledBatch) -> InFlightBatch:
         """See `Scheduler.advance`."""
         assert not batch.num_draft_tokens, "how far a guess gets is not known beforehand"
         self.num_under_way += 1
-        flight = Flight.of(batch)
+        in_flight = InFlightBatch.of(batch)
         last: list[Request] = []
         for item in batch.decodes:
             request, start = item.request, item.start + 1
@@ -177,7 +177,7 @@ class Outcomes:
         for item in batch.prefills:
             request = item.request
             request.num_computed_tokens = item.start + item.num_tokens
-            request.num_flying_tokens += item.num_tokens
+            request.num_in_flight_tokens += item.num_tokens
             if item.samples:
                 self._start_decoding(request)
                 request.token_ids.append(UNKNOWN_TOKEN)
@@ -186,16 +186,16 @@ class Outcomes:
                     last.append(request)
         for request in last:
             self._decodes.remove(request)
-        return flight
+        return in_flight
 
-    def settle(self, flight: Flight, outputs: Sequence[RowResult]) -> list[TokenEvent]:
+    def settle(self, in_flight: InFlightBatch, outputs: Sequence[RowResult]) -> list[TokenEvent]:
         """See `Scheduler.settle`."""
-        assert len(outputs) == len(flight.requests), "a step has one output per row"
+        assert len(outputs) == len(in_flight.requests), "a step has one output per row"
         self.num_under_way -= 1
-        num_decodes, block_size, num_tokens = flight.num_decodes, self._block_size, 0
+        num_decodes, block_size, num_tokens = in_flight.num_decodes, self._block_size, 0
         finished = RequestStatus.FINISHED
         events: list[TokenEvent] = []
-        for request, start, output in zip(flight.requests[:num_decodes], flight.starts, outputs, strict=False):
+        for request, start, output in zip(in_flight.requests[:num_decodes], in_flight.starts, outputs, strict=False):
             if output is None or request.status is finished:
                 continue
             end = start + 1
@@ -214,10 +214,10 @@ class Outcomes:
             reason = request.fill(end, output)
             events.append(token_event(request, [output]) if reason is None else self._end(request, reason, [output]))
         self._totals.generation_tokens += num_tokens
-        for row in range(num_decodes, len(flight.requests)):
+        for row in range(num_decodes, len(in_flight.requests)):
             output = outputs[row]
-            if output is not None and flight.requests[row].status is not RequestStatus.FINISHED:
-                event = self._settle_prefill(flight, row, StepOutput([output]) if isinstance(output, int) else output)
+            if output is not None and in_flight.requests[row].status is not RequestStatus.FINISHED:
+                event = self._settle_prefill(in_flight, row, StepOutput([output]) if isinstance(output, int) else output)
                 if event is not None:
                     events.append(event)
         return events
@@ -239,12 +239,12 @@ class Outcomes:
         event.logprobs, event.prompt_logprobs = output.logprobs, output.prompt_logprobs
         return event
 
-    def _settle_prefill(self, flight: Flight, row: int, output: StepOutput) -> TokenEvent | None:
-        request, start = flight.requests[row], flight.starts[row]
-        num_tokens, samples = flight.chunks[row - flight.num_decodes]
-        end, is_running = start + num_tokens, flight.holds(row)  # it may have started again, with other blocks
+    def _settle_prefill(self, in_flight: InFlightBatch, row: int, output: StepOutput) -> TokenEvent | None:
+        request, start = in_flight.requests[row], in_flight.starts[row]
+        num_tokens, samples = in_flight.chunks[row - in_flight.num_decodes]
+        end, is_running = start + num_tokens, in_flight.holds(row)  # it may have started again, with other blocks
         if is_running:
-            request.num_flying_tokens -= num_tokens
+            request.num_in_flight_tokens -= num_tokens
         if output.error is not None:
             return self._settle_rarely(request, start, end, output)
         self._keep_new_scores(request, output, start, end)

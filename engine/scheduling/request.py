@@ -94,7 +94,7 @@ class Request:
     num_preemptions: int = 0
     num_rejected_draft_tokens: int = 0
     num_unknown_tokens: int = 0  # at the end of `token_ids`, which steps under way will yield
-    num_flying_tokens: int = 0  # of prompt chunks under way
+    num_in_flight_tokens: int = 0  # of prompt chunks under way
     num_skips: int = 0  # times that others passed it because it did not fit
     first_scheduled_s: float | None = None
     queue_s: float = 0.0  # from arrival to its first schedule, 0.0 before it
@@ -128,7 +128,7 @@ class Request:
     @property
     def num_settled_tokens(self) -> int:
         """Tokens whose keys and values are in the blocks for certain, while at most one step is under way."""
-        settled = self.num_computed_tokens - self.num_flying_tokens
+        settled = self.num_computed_tokens - self.num_in_flight_tokens
         return min(settled, len(self.token_ids) - self.num_unknown_tokens - 1) if self.num_unknown_tokens else settled
 
     @property
@@ -188,4 +188,4 @@ class Request:
     def forget_unknown(self) -> None:
         """The steps under way yield nothing for this request."""
         self.take_unknown()
-        self.num_flying_tokens = 0
+        self.num_in_flight_tokens = 0

@@ -22,8 +22,8 @@ from engine.scheduling.costs import TokenCosts
 from engine.scheduling.decode_set import DecodeSet
 from engine.scheduling.drafting import Drafter, Drafting
 from engine.scheduling.fair_policy import FairPolicy
-from engine.scheduling.flight import Flight
 from engine.scheduling.host_tier import HostTier
+from engine.scheduling.in_flight_batch import InFlightBatch
 from engine.scheduling.kv_blocks import KvBlocks
 from engine.scheduling.limits import SchedulerLimits, SchedulerTotals
 from engine.scheduling.outcomes import Outcomes
@@ -289,7 +289,7 @@ class Scheduler:
         self._wait(request)
         self._stop(request, is_preempted=True)
         request.move_to(RequestStatus.QUEUED)
-        request.num_computed_tokens = request.num_flying_tokens = 0
+        request.num_computed_tokens = request.num_in_flight_tokens = 0
 
     def _stop(self, request: Request, *, is_preempted: bool = False) -> None:
         """Take the seat and the blocks of a running request."""
@@ -302,15 +302,15 @@ class Scheduler:
         """Take over what a step computed: `outputs[i]` belongs to `batch.items[i]`. Returns the events to send."""
         return self._outcomes.apply(batch, outputs)
 
-    def advance(self, batch: ScheduledBatch) -> Flight:
+    def advance(self, batch: ScheduledBatch) -> InFlightBatch:
         """Take a step for done that was launched and has no results yet, so that the next one can be planned. `settle` follows,
         in the order of the steps; no more than two are under way at a time, and one while a step is planned."""
         return self._outcomes.advance(batch)
 
-    def settle(self, flight: Flight, outputs: Sequence[RowResult]) -> list[TokenEvent]:
+    def settle(self, in_flight: InFlightBatch, outputs: Sequence[RowResult]) -> list[TokenEvent]:
         """Take over what a step under way computed; `outputs[i]` belongs to row i, None for one that was not computed because
         its request lost its blocks: it will be computed again. Returns the events to send."""
-        return self._outcomes.settle(flight, outputs)
+        return self._outcomes.settle(in_flight, outputs)
 
     def _end(self, request: Request, reason: FinishReason, token_ids: list[int] | None = None) -> TokenEvent:
         account = request.account

@@ -126,7 +126,7 @@ def test_a_stop_token_is_seen_one_step_late_and_what_was_launched_behind_it_is_t
     assert [len(each) for each in events] == [0, 2, 1], "a's first token, b's only one; then a's second"
     launched = engine._under_way
     assert launched is not None
-    assert len(launched.flight.requests) == 1, "nobody plans a request that has ended"
+    assert len(launched.in_flight.requests) == 1, "nobody plans a request that has ended"
     ended = next(event for event in events[1] if event.request_id == "b")
     assert (ended.num_output_tokens, ended.finish_reason) == (1, FinishReason.STOP)
     assert ended.token_ids[0] in range(VOCAB_SIZE)
@@ -153,7 +153,7 @@ def test_a_request_is_not_launched_beyond_its_last_token(folder: Path) -> None:
     sizes = []
     while engine.has_requests:
         engine.step()
-        sizes.append(0 if engine._under_way is None else len(engine._under_way.flight.requests))
+        sizes.append(0 if engine._under_way is None else len(engine._under_way.in_flight.requests))
     assert sizes == [1, 1, 1, 0]
 
 

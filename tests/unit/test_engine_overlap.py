@@ -37,7 +37,7 @@ def token_of(request_id: str, position: int) -> int:
 
 
 @dataclass
-class FakeLanding:
+class FakePendingStep:
     runner: FakeAheadRunner
     found: list[RowResult]
     culprits: frozenset[str]
@@ -49,7 +49,7 @@ class FakeLanding:
                 raise RuntimeError("it cannot be completed")
 
     def outputs(self) -> list[RowResult]:
-        self.runner.log.append("land")
+        self.runner.log.append("collect")
         self.runner.now_s += 1.0
         if self.culprits & self.runner.fails_under_way:
             raise RuntimeError("the device failed")
@@ -59,9 +59,9 @@ class FakeLanding:
 class FakeAheadRunner:
     """Answers `token_of`; fails for chosen requests at launch, under way, without a token, or in the plain way."""
 
-    def __init__(self, *, lands_at_once: bool = False) -> None:
+    def __init__(self, *, is_synchronous: bool = False) -> None:
         self.stage = "run"
-        self.lands_at_once = lands_at_once
+        self.is_synchronous = is_synchronous
         self.now_s = 0.0
         """The time, which goes on by a second for each step that is waited for."""
         self.log: list[str] = []
@@ -90,21 +90,21 @@ class FakeAheadRunner:
         is_plain = self.not_launched & {item.request.request_id for item in items}
         return PlainReason.LOGIT_BIAS if is_plain else None
 
-    def launch(self, items: Sequence[ScheduledRequest]) -> FakeLanding:
+    def launch(self, items: Sequence[ScheduledRequest]) -> FakePendingStep:
         self.log.append(f"launch {len(items)}")
         names = frozenset(item.request.request_id for item in items)
         if names & self.fails_at_launch:
             raise RuntimeError("it cannot be launched")
         found = [None if item.request.request_id in self.yields_nothing else out for item, out in
                  zip(items, self._answer(items), strict=True)]  # fmt: skip
-        return FakeLanding(self, found, names)
+        return FakePendingStep(self, found, names)
 
-    def launch_guesses(self, items: Sequence[ScheduledRequest]) -> FakeLanding:
+    def launch_guesses(self, items: Sequence[ScheduledRequest]) -> FakePendingStep:
         self.log.append(f"verify {[item.num_draft_tokens for item in items]}")
         names = frozenset(item.request.request_id for item in items)
         if names & self.fails_at_launch:
             raise RuntimeError("it cannot be launched")
-        return FakeLanding(self, self._answer(items) if not names & self.yields_nothing else [None for _ in items], names)
+        return FakePendingStep(self, self._answer(items) if not names & self.yields_nothing else [None for _ in items], names)
 
     def forget(self) -> None:
         self.log.append("forget")
@@ -174,14 +174,14 @@ def expected(request_id: str, num_prompt: int, max_tokens: int, *, stops: bool =
 def test_the_next_step_is_launched_before_the_last_one_is_waited_for() -> None:
     runner = FakeAheadRunner()
     run_to_end(make_engine(runner), [wanted("a", [1, 2], max_tokens=3)])
-    assert runner.log == ["launch 1", "launch 1", "land", "launch 1", "land", "land"]
+    assert runner.log == ["launch 1", "launch 1", "collect", "launch 1", "collect", "collect"]
 
 
 def test_a_step_that_is_over_when_it_was_launched_is_taken_over_before_the_next_one() -> None:
-    runner = FakeAheadRunner(lands_at_once=True)
+    runner = FakeAheadRunner(is_synchronous=True)
     runner.waits = {"a"}
     events = run_to_end(make_engine(runner), [wanted("a", [1, 2], max_tokens=3)])
-    assert runner.log == ["launch 1", "complete", "land"] * 3
+    assert runner.log == ["launch 1", "complete", "collect"] * 3
     assert tokens(events["a"]) == expected("a", 2, 3)
 
 
@@ -189,7 +189,17 @@ def test_a_row_that_waits_for_a_mask_is_completed_behind_the_step_before_and_ahe
     runner = FakeAheadRunner()
     runner.waits = {"a"}
     run_to_end(make_engine(runner), [wanted("a", [1, 2], max_tokens=3)])
-    assert runner.log == ["launch 1", "complete", "launch 1", "land", "complete", "launch 1", "land", "complete", "land"]
+    assert runner.log == [
+        "launch 1",
+        "complete",
+        "launch 1",
+        "collect",
+        "complete",
+        "launch 1",
+        "collect",
+        "complete",
+        "collect",
+    ]
 
 
 def test_a_step_that_cannot_be_completed_is_computed_in_the_plain_way() -> None:
@@ -208,7 +218,7 @@ def test_a_chunk_of_an_earlier_start_says_nothing_of_the_blocks_of_the_next_one(
     engine._scheduler.preempt(request)
     engine.step()  # starts it again, and takes over the chunk that was under way before
     assert request.block_table
-    assert (request.num_flying_tokens, request.num_settled_tokens) == (8, 0)
+    assert (request.num_in_flight_tokens, request.num_settled_tokens) == (8, 0)
     assert all(engine._scheduler.pool.lookup(name) is None for name in request.block_hashes), "nothing of it is computed yet"
     assert tokens(run_to_end(engine, [])["a"]) == expected("a", 16, 2, stops=False)
 
@@ -222,7 +232,7 @@ def test_a_chunk_of_an_earlier_start_that_fails_takes_nothing_from_the_next_one(
     engine.submit(wanted("a", list(range(7)) if samples else list(range(8)) * 2, max_tokens=2))
     engine.step()
     request = next(each for each in engine._scheduler.running if each.request_id == "a")
-    assert request.num_flying_tokens
+    assert request.num_in_flight_tokens
     engine._scheduler.preempt(request)
     runner.fails_under_way = {"a"}
     engine.step()  # starts it again, and computes in the plain way what was under way before
@@ -242,12 +252,12 @@ def test_everybody_gets_the_tokens_of_the_plain_loop_and_all_blocks_come_back() 
         engine.check_when_idle()
 
 
-@pytest.mark.parametrize("lands_at_once", [False, True])
+@pytest.mark.parametrize("is_synchronous", [False, True])
 @pytest.mark.parametrize("place", ["fails_at_launch", "fails_under_way", "yields_nothing"])
 def test_a_step_that_fails_is_computed_again_in_the_plain_way_and_only_the_culprit_ends(
-    place: str, lands_at_once: bool
+    place: str, is_synchronous: bool
 ) -> None:
-    runner = FakeAheadRunner(lands_at_once=lands_at_once)
+    runner = FakeAheadRunner(is_synchronous=is_synchronous)
     getattr(runner, place).add("bad")
     runner.fails_plainly.add("bad")
     engine = make_engine(runner)
@@ -331,7 +341,7 @@ def test_what_was_launched_behind_a_failed_step_is_computed_again_too() -> None:
     runner.fails_under_way = {"a"}
     runner.log.clear()
     events += engine.step()
-    assert runner.log == ["launch 2", "land", "forget", "forget", "run 2", "run 2"]
+    assert runner.log == ["launch 2", "collect", "forget", "forget", "run 2", "run 2"]
     runner.fails_under_way = set()
     for name, rest in run_to_end(engine, []).items():
         events += rest
@@ -358,7 +368,18 @@ def test_a_batch_that_needs_the_host_waits_for_the_step_under_way_and_is_not_lau
     events = run_to_end(make_engine(runner), [wanted(n, [1, 2], max_tokens=m) for n, m in (("a", 6), ("guided", 2))])
     assert tokens(events["a"]) == expected("a", 2, 6, stops=False)
     assert tokens(events["guided"]) == expected("guided", 2, 2, stops=False)
-    assert runner.log == ["run 2", "run 2", "launch 1", "launch 1", "land", "launch 1", "land", "launch 1", "land", "land"]
+    assert runner.log == [
+        "run 2",
+        "run 2",
+        "launch 1",
+        "launch 1",
+        "collect",
+        "launch 1",
+        "collect",
+        "launch 1",
+        "collect",
+        "collect",
+    ]
 
 
 def test_an_engine_whose_steps_all_fail_asks_to_be_replaced() -> None:
@@ -386,8 +407,8 @@ def test_a_request_that_is_aborted_under_way_leaves_nothing_behind() -> None:
 def test_after_looks_for_guesses_that_found_nothing_more_and_more_steps_are_launched_without_one() -> None:
     runner = FakeAheadRunner()
     run_to_end(make_engine(runner, drafter=Oracle({})), [wanted("a", [1, 2], max_tokens=12)])
-    looked, ahead = ["land", "launch 1"], ["launch 1", "land"]
-    assert runner.log == ["launch 1", *looked, *ahead, *looked, *ahead * 3, *looked, *ahead * 4, "land"]
+    looked, ahead = ["collect", "launch 1"], ["launch 1", "collect"]
+    assert runner.log == ["launch 1", *looked, *ahead, *looked, *ahead * 3, *looked, *ahead * 4, "collect"]
 
 
 def test_a_long_prompt_is_read_on_while_nobody_looks_for_guesses(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -396,18 +417,18 @@ def test_a_long_prompt_is_read_on_while_nobody_looks_for_guesses(monkeypatch: py
     options = SpeculativeOptions(method="ngram", num_speculative_tokens=2)
     runner, prompt = FakeAheadRunner(), [token_of("a", position) for position in range(44)]
     run_to_end(make_engine(runner, drafter=AdaptiveDrafter(options, FREE_ROWS)), [wanted("a", prompt, max_tokens=20)])
-    launched = [entry for entry in runner.log if entry != "land"]
+    launched = [entry for entry in runner.log if entry != "collect"]
     assert launched[:10] == ["launch 1"] * 9 + ["verify [2]"]
 
 
-@pytest.mark.parametrize("lands_at_once", [False, True])
-def test_a_step_with_guesses_has_nothing_under_way_before_it_or_behind_it(lands_at_once: bool) -> None:
-    runner = FakeAheadRunner(lands_at_once=lands_at_once)
+@pytest.mark.parametrize("is_synchronous", [False, True])
+def test_a_step_with_guesses_has_nothing_under_way_before_it_or_behind_it(is_synchronous: bool) -> None:
+    runner = FakeAheadRunner(is_synchronous=is_synchronous)
     requests = [wanted("a", [1, 2], max_tokens=9), wanted("b", [1, 2], max_tokens=3)]
     events = run_to_end(make_engine(runner, drafter=Oracle({"a": [3, 2]})), requests)
     assert [tokens(events["a"]), tokens(events["b"])] == [expected("a", 2, 9, stops=False), expected("b", 2, 3)]
-    assert runner.log[:5] == ["launch 2", "land", "verify [3, 0]", "land", "verify [2, 0]"]
-    assert runner.log[5:] == ["land", "launch 1", "land"], "a has one token left, of which none is guessed"
+    assert runner.log[:5] == ["launch 2", "collect", "verify [3, 0]", "collect", "verify [2, 0]"]
+    assert runner.log[5:] == ["collect", "launch 1", "collect"], "a has one token left, of which none is guessed"
 
 
 def test_the_time_of_a_step_with_guesses_begins_when_the_step_that_it_waited_for_has_ended() -> None:
@@ -416,13 +437,13 @@ def test_the_time_of_a_step_with_guesses_begins_when_the_step_that_it_waited_for
     engine.submit(wanted("a", [1, 2], max_tokens=9))
     engine.step()
     engine.step()
-    assert runner.log == ["launch 1", "land", "verify [3]", "land"]
+    assert runner.log == ["launch 1", "collect", "verify [3]", "collect"]
     assert engine.status().step_ms == 1000
 
 
 @pytest.mark.parametrize("place", ["fails_at_launch", "fails_at_completion", "fails_under_way", "yields_nothing"])
 def test_a_step_with_guesses_that_fails_is_computed_in_the_plain_way_and_counted(place: str) -> None:
-    runner = FakeAheadRunner(lands_at_once=True)
+    runner = FakeAheadRunner(is_synchronous=True)
     engine = make_engine(runner, drafter=Oracle({"a": [3]}))
     engine.submit(wanted("a", [1, 2], max_tokens=9))
     events = engine.step()
@@ -436,12 +457,12 @@ def test_a_step_with_guesses_that_fails_is_computed_in_the_plain_way_and_counted
     assert tokens(events) == expected("a", 2, 9, stops=False)
 
 
-@pytest.mark.parametrize("lands_at_once", [False, True])
-def test_nobody_waits_for_tokens_when_no_guess_is_worth_its_row(lands_at_once: bool) -> None:
-    runner = FakeAheadRunner(lands_at_once=lands_at_once)
+@pytest.mark.parametrize("is_synchronous", [False, True])
+def test_nobody_waits_for_tokens_when_no_guess_is_worth_its_row(is_synchronous: bool) -> None:
+    runner = FakeAheadRunner(is_synchronous=is_synchronous)
     run_to_end(make_engine(runner, drafter=Oracle({}, pays=False)), [wanted("a", [1, 2], max_tokens=4)])
-    ahead = ["launch 1", *["launch 1", "land"] * 3, "land"]
-    assert runner.log == (["launch 1", "land"] * 4 if lands_at_once else ahead)
+    ahead = ["launch 1", *["launch 1", "collect"] * 3, "collect"]
+    assert runner.log == (["launch 1", "collect"] * 4 if is_synchronous else ahead)
 
 
 @dataclass

@@ -11,7 +11,7 @@ from engine.scheduling.scheduled_batch import ScheduledBatch, ScheduledRequest
 
 
 @dataclass(frozen=True, slots=True)
-class Flight:
+class InFlightBatch:
     """Rows of one step in columns, decodes first; the items of its batch have gone on to the next one.
 
     `tables[i]` is the block table that row i was planned with: one that lost its blocks since has another. `chunks` are
@@ -24,7 +24,7 @@ class Flight:
     chunks: list[tuple[int, bool]]
 
     @classmethod
-    def of(cls, batch: ScheduledBatch) -> Flight:
+    def of(cls, batch: ScheduledBatch) -> InFlightBatch:
         items = batch.items
         requests = [item.request for item in items]
         return cls(
@@ -51,14 +51,14 @@ class Flight:
 
 
 @contextmanager
-def as_planned(flight: Flight, rows: Sequence[int]) -> Iterator[list[ScheduledRequest]]:
+def as_planned(in_flight: InFlightBatch, rows: Sequence[int]) -> Iterator[list[ScheduledRequest]]:
     """The given rows with their requests as they were when the step was planned: no token at or behind what it computes next.
 
     For computing a step again that was launched. Results of all steps before it must be settled.
     """
-    taken = [flight.requests[row].take_unknown() for row in rows]
+    taken = [in_flight.requests[row].take_unknown() for row in rows]
     try:
-        yield [flight.item(row) for row in rows]
+        yield [in_flight.item(row) for row in rows]
     finally:
         for row, num_unknown in zip(rows, taken, strict=True):
-            flight.requests[row].give_unknown(num_unknown)
+            in_flight.requests[row].give_unknown(num_unknown)
