@@ -32,8 +32,8 @@ SEATS = {"cpu": 64, "cuda": 256}
 cost little more time than 64; a CPU of 64 rows multiplies and waits for no weights, and more seats only share its speed out."""
 
 SEATS_MAX = 1024
-"""With a step's guesses the most requests that attention is compiled for: 2048, for which every form of it fits its registers
-(`kernels.triton.gate`). For 4096 decodes would run two programs a multiprocessor in place of three, and spill."""
+"""With 64 guesses so many requests of a step are at most 2048, in powers of two: the most among which decodes search in the
+registers that they are granted on an H200 (`kernels.triton.gate`). Among 4096, two programs take the room of three, and spill."""
 BLOCK_SIZE_MAX = 1024
 
 

@@ -16,7 +16,7 @@ SPILL_BYTES_WIDE = 80  # heads of 256 over an fp8 cache: what stays the same thr
 
 def compilations() -> list[Compilation]:
     """Llama-3.1-8B (and Qwen3-8B), Llama-3.2-1B and Qwen3-0.6B in bf16 and with an fp8 cache for every card, guesses in bf16
-    alone; for an H200 what else there is: other head sizes and groups, windows, guesses over fp8.
+    alone; for an H200 what else there is: other head sizes and groups, windows, guesses over fp8, more requests.
     `tests/kernels/test_triton_gate_covers.py` holds it to what models ask for, in which the number of heads counts as far as it
     makes tiles."""
     llama, small_llama, qwen = (AttentionShape(16, 32, 8, 128), AttentionShape(16, 32, 8, 64), AttentionShape(16, 16, 8, 128))
@@ -45,6 +45,11 @@ def compilations() -> list[Compilation]:
         what = f"{name} {kv} verifies {queries} tokens"
         only = () if kv == "bf16" else H200
         found.append(_compilation(what, shape, "bf16", kv, max_query_len=queries, only=only))
+    for requests in (512, 1024):  # beyond 256 seats
+        for kv in ("bf16", "fp8e4nv"):
+            found.append(_compilation(f"llama-8b {kv}, {requests} requests", llama, "bf16", kv, requests=requests, only=H200))
+    what = "llama-8b fp8e4nv verifies 8 tokens, 2048 requests"  # 1024 seats and 64 guesses
+    found.append(_compilation(what, llama, "bf16", "fp8e4nv", max_query_len=8, requests=2048, only=H200))
     for window in (None, 1024):
         shape = AttentionShape(16, 8, 4, 256, sliding_window=window)
         for queries, requests in ((1, 32), (1, 256), (4, 256), (8, 256)):
