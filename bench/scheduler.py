@@ -213,8 +213,8 @@ def prefix_match() -> dict[str, float]:
         )
         if not number:
             blocks = pool.allocate(2048)
-            for block_id, name in zip(blocks, cache.names(request, 2048), strict=True):
-                pool.register(block_id, name)
+            for block_id, content_hash in zip(blocks, cache.hashes(request, 2048), strict=True):
+                pool.register(block_id, content_hash)
             continue
         for kept, match in ((cold_s, cache.match), (again_s, cache.match_len)):
             started_s = time.thread_time()

@@ -289,7 +289,7 @@ def _scheduler(
     if options.enable_prefix_caching:
         prefix_cache = PrefixCache(pool, options.block_size)
         for token_ids in resolved.shared_prefixes:
-            prefix_cache.bless(token_ids)
+            prefix_cache.share_globally(token_ids)
     speculative = options.speculative_config
     return Scheduler(
         limits,

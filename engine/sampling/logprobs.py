@@ -17,11 +17,6 @@ SLICE_ELEMENTS = 1 << 24
 """Logits taken at a time: 64 MiB of float32, enough to fill a GPU and little beside a vocabulary times a prompt."""
 
 
-def rows_per_slice(vocab_size: int) -> int:
-    """How many rows of logits are taken at a time; a runner that computes logits of a prompt may slice by it as well."""
-    return max(1, SLICE_ELEMENTS // vocab_size)
-
-
 def prompt_logprobs(logits: torch.Tensor, token_ids: Sequence[int], count: int) -> list[TokenLogprob]:
     """logits: [T, V] float32, row i before prompt token `token_ids[i]` → its log-probability and the `count` likeliest"""
     ids = torch.tensor(token_ids, dtype=torch.int64).to(logits.device)
@@ -35,7 +30,7 @@ def token_logprobs(
 
     logits: [B, V] float32, left as it is; token_ids: [len(rows)] int64 on the same device
     """
-    size = rows_per_slice(logits.shape[-1])
+    size = max(1, SLICE_ELEMENTS // logits.shape[-1])
     entries: list[TokenLogprob] = []
     for begin in range(0, len(rows), size):
         part = slice(begin, begin + size)

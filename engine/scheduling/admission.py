@@ -13,7 +13,7 @@ from engine.scheduling.kv_blocks import FoundPrefix, KvBlocks
 from engine.scheduling.kv_forecast import BUCKET_STEPS, KvForecast
 from engine.scheduling.policy import Start
 from engine.scheduling.prefix_cache import PrefixesUnderWay
-from engine.scheduling.request import Request, RequestStatus
+from engine.scheduling.request import Request, RequestStatus, account_of
 from engine.scheduling.step_budget import StepBudget
 
 
@@ -130,8 +130,7 @@ def _shares_prompt(request: Request) -> bool:
 
 def predicted_remaining(request: Request) -> int:
     """Tokens it will still write: up to its tenant's usual length, or as many again when it is beyond that."""
-    assert request.account is not None
     written = request.num_output_tokens
-    usual = request.account.predicted_output_len()
+    usual = account_of(request).predicted_output_len()
     expected = usual - written if written < usual else max(BUCKET_STEPS, written)
     return min(expected, request.max_total_tokens - request.num_tokens)

@@ -156,9 +156,9 @@ class BlockPool:
     def lookup(self, content_hash: bytes) -> int | None:
         return self._by_hash.get(content_hash)
 
-    def lookup_first(self, names: Sequence[bytes]) -> list[int]:
+    def lookup_first(self, hashes: Sequence[bytes]) -> list[int]:
         """The blocks with these contents up to the first that is not here."""
-        found = list(map(self._by_hash.get, names))
+        found = list(map(self._by_hash.get, hashes))
         known = found[: found.index(None)] if None in found else found
         return [block_id for block_id in known if block_id is not None]
 

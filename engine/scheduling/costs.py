@@ -42,12 +42,5 @@ class TokenCosts:
     def prefill_ns(self, start: int, num_tokens: int) -> int:
         return self.prefill_ps(start, num_tokens) // PS_PER_NS
 
-    def decode_ns(self, context_len: int) -> int:
-        return self.decode_ps(1, context_len) // PS_PER_NS
-
     def swap_in_ns(self, num_blocks: int) -> int:
         return num_blocks * self.swap_in_block_ps // PS_PER_NS
-
-    def recompute_ns(self, start: int, num_tokens: int) -> int:
-        """What it costs to compute tokens again whose blocks are gone."""
-        return self.prefill_ns(start, num_tokens)

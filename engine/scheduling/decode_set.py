@@ -7,7 +7,7 @@ Nothing is touched until then. Drafts that are accepted, and pauses, move that s
 from __future__ import annotations
 
 from engine.scheduling.accounts import Account, Accounts
-from engine.scheduling.request import Request, RequestStatus
+from engine.scheduling.request import Request, RequestStatus, account_of
 from engine.scheduling.scheduled_batch import ScheduledRequest
 
 
@@ -23,17 +23,15 @@ class DecodeSet:
 
     def add(self, request: Request) -> None:
         """A prefill is complete: the request decodes from the next step on."""
-        assert request.account is not None
-        item = ScheduledRequest(request, request.num_computed_tokens, 1, samples=True)
-        if request.account.is_held and request.account.recovering is not request:
+        item, account = ScheduledRequest(request, request.num_computed_tokens, 1, samples=True), account_of(request)
+        if account.is_held and account.recovering is not request:
             self._paused[request] = item
         else:
             self._resume(request, item)
 
     def remove(self, request: Request) -> None:
         if self._paused.pop(request, None) is None and self.items.pop(request, None) is not None:
-            assert request.account is not None
-            self._accounts.stop_decoding(request.account, request.num_computed_tokens)
+            self._accounts.stop_decoding(account_of(request), request.num_computed_tokens)
 
     def pause(self, account: Account) -> None:
         """Leave the requests of an account, but the one that recovers, out of the steps from now on; they keep their blocks."""
@@ -52,9 +50,8 @@ class DecodeSet:
                 self._resume(request, item)
 
     def _resume(self, request: Request, item: ScheduledRequest) -> None:
-        assert request.account is not None
         self.items[request] = item
-        self._accounts.start_decoding(request.account, request.num_computed_tokens)
+        self._accounts.start_decoding(account_of(request), request.num_computed_tokens)
         self.expect(request)
 
     def expect(self, request: Request) -> None:

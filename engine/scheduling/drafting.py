@@ -18,7 +18,7 @@ from engine.scheduling.accounts import Accounts
 from engine.scheduling.decode_set import DecodeSet
 from engine.scheduling.kv_blocks import KvBlocks
 from engine.scheduling.limits import STEP_GUESSES_MAX, SchedulerTotals
-from engine.scheduling.request import Request
+from engine.scheduling.request import Request, account_of
 from engine.scheduling.scheduled_batch import ScheduledBatch, ScheduledRequest
 
 REST_STEPS_MAX = 15
@@ -114,6 +114,5 @@ class Drafting:
         self._totals.accepted_draft_tokens += num_accepted
         request.num_rejected_draft_tokens += item.num_draft_tokens - num_accepted
         item.num_tokens, item.num_draft_tokens, item.draft_token_ids = 1, 0, []
-        assert request.account is not None
-        self._accounts.lengthen(request.account, num_accepted)
+        self._accounts.lengthen(account_of(request), num_accepted)
         self._decodes.expect(request)

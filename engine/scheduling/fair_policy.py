@@ -182,11 +182,6 @@ class FairPolicy:
         is_known = version == self._accounts.version and leads_version == self._leads.version
         return is_known and not self._leads.held and self._accounts.step - step < RETRY_STEPS
 
-    @property
-    def has_exception(self) -> bool:
-        """Whether everybody waits for one request: one that was passed too often, or one of a class that was."""
-        return self._reserved is not None or self._overdue_class() is not None
-
     def is_ahead(self, account: Account) -> bool:
         """Whether an account starts nothing now because it is ahead of others by more than the hysteresis."""
         return self._leads.lead_of(account) >= self.settings.hysteresis_ps

@@ -15,7 +15,7 @@ from engine.scheduling.block_pool import BlockPool
 from engine.scheduling.costs import TokenCosts
 from engine.scheduling.host_tier import HostTier
 from engine.scheduling.prefix_cache import PrefixCache
-from engine.scheduling.request import Request, table_of
+from engine.scheduling.request import Request, account_of, table_of
 from engine.scheduling.scheduled_batch import BlockMoves
 
 
@@ -65,28 +65,27 @@ class KvBlocks:
         """The longest prefix of `request` that need not be computed. Looks, and changes nothing."""
         matched = self.prefix_cache.match(request)
         if request.sampling.prompt_logprobs is not None:  # of tokens that were never computed there are none
-            return self._known(request, matched)
-        on_device = FoundPrefix(list(matched), 0, sum(1 for block_id in matched if not self.pool.is_used(block_id)))
+            return self._on_device(matched[: request.num_prompt_tokens_computed // self._block_size])
+        on_device = self._on_device(matched)
         if self.host_tier is None:
             return on_device
         longer = self._continue_on_host(request, on_device)
         num_more = len(longer.blocks) - len(matched)
         swap_ns = self._costs.swap_in_ns(longer.num_on_host)
-        recompute_ns = self._costs.recompute_ns(len(matched) * self._block_size, num_more * self._block_size)
+        recompute_ns = self._costs.prefill_ns(len(matched) * self._block_size, num_more * self._block_size)
         return longer if swap_ns < recompute_ns else on_device
 
-    def _known(self, request: Request, matched: list[int]) -> FoundPrefix:
-        blocks = matched[: request.num_prompt_tokens_computed // self._block_size]
-        return FoundPrefix(list(blocks), 0, sum(1 for block_id in blocks if not self.pool.is_used(block_id)))
+    def _on_device(self, blocks: Sequence[int]) -> FoundPrefix:
+        return FoundPrefix([*blocks], num_unowned=sum(not self.pool.is_used(block_id) for block_id in blocks))
 
     def _continue_on_host(self, request: Request, found: FoundPrefix) -> FoundPrefix:
         """Follow the chain behind `found` through both tiers."""
         assert self.host_tier is not None
         longer = FoundPrefix(list(found.blocks), 0, found.num_unowned)
         for index in range(len(found.blocks), (request.num_tokens - 1) // self._block_size):
-            name = self.prefix_cache.names(request, index + 1)[index]
-            block_id = self.pool.lookup(name)
-            if block_id is None and not self.host_tier.can_fetch(name):
+            content_hash = self.prefix_cache.hashes(request, index + 1)[index]
+            block_id = self.pool.lookup(content_hash)
+            if block_id is None and not self.host_tier.can_fetch(content_hash):
                 break
             longer.blocks.append(block_id)
             longer.num_on_host += block_id is None
@@ -103,26 +102,26 @@ class KvBlocks:
         for block_id in found.blocks:
             if block_id is not None:
                 self.pool.share(block_id)
-        names = request.block_hashes
-        on_host = {index: self._fetch(names[index]) for index, block_id in enumerate(found.blocks) if block_id is None}
+        hashes = request.block_hashes
+        on_host = {index: self._fetch(hashes[index]) for index, block_id in enumerate(found.blocks) if block_id is None}
         table: list[int] = []
         for index, block_id in enumerate(found.blocks):
-            table.append(self._swap_in(names[index], on_host[index]) if block_id is None else block_id)
+            table.append(self._swap_in(hashes[index], on_host[index]) if block_id is None else block_id)
         self._hold(request, table)
         request.num_computed_tokens = len(table) * self._block_size
         self._promise(request, self.blocks_for(request.num_tokens) - len(table))
 
-    def _fetch(self, name: bytes) -> int:
+    def _fetch(self, content_hash: bytes) -> int:
         assert self.host_tier is not None
-        host_block = self.host_tier.fetch(name)
+        host_block = self.host_tier.fetch(content_hash)
         assert host_block is not None, "a host block vanished between look and use"
         return host_block
 
-    def _swap_in(self, name: bytes, host_block: int) -> int:
+    def _swap_in(self, content_hash: bytes, host_block: int) -> int:
         block_id = self.pool.allocate(1)[0]
         self._moves.swap_in.append((host_block, block_id))
         self.num_swapped_in += 1
-        self.pool.register(block_id, name)
+        self.pool.register(block_id, content_hash)
         return block_id
 
     def _swap_out(self, block_id: int, content_hash: bytes) -> None:
@@ -172,8 +171,7 @@ class KvBlocks:
         """One more block for each of these, which are promised nothing."""
         for request, block_id in zip(requests, self.pool.allocate(len(requests)), strict=True):
             request.block_table.append(block_id)
-            assert request.account is not None
-            request.account.num_blocks += 1
+            account_of(request).num_blocks += 1
 
     def release(self, request: Request, *, is_preempted: bool = False) -> None:
         """Take all blocks. Those of a preempted request are made findable first, so that it need not compute them again."""

@@ -6,9 +6,9 @@ certain without its results (progress, the end of a prompt, that there will be o
     plan n+1      launch n+1      advance n+1      results of n      settle n      plan n+2 …
     every request of n has one unknown token       two: of n, n+1                  one: of n+1
 
-Nothing becomes findable by others and no fork starts before `settle`, so whoever builds on a step builds on one that is known
-to have worked. A request that ended meanwhile (a stop token of step n, an abort) has a surplus row in step n+1: it is thrown
-away. One that reaches its last token for certain is not planned again, and keeps its seat until that token is known.
+Nothing becomes findable by others and no fork starts before `settle`, so other requests build only on steps that are known to
+have worked. A request that ended meanwhile (a stop token of step n, an abort) has a surplus row in step n+1: it is thrown away.
+One that reaches its last token for certain is not planned again, and keeps its seat until that token is known.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from engine.scheduling.in_flight_batch import InFlightBatch
 from engine.scheduling.kv_blocks import KvBlocks
 from engine.scheduling.limits import SchedulerTotals
 from engine.scheduling.policy import Policy
-from engine.scheduling.request import UNKNOWN_TOKEN, Request, RequestStatus
+from engine.scheduling.request import UNKNOWN_TOKEN, Request, RequestStatus, account_of
 from engine.scheduling.scheduled_batch import RowResult, ScheduledBatch, ScheduledRequest, StepOutput
 from engine.scheduling.token_events import token_event
 from engine.scheduling.waiting import ParkedForks
@@ -108,14 +108,22 @@ class Outcomes:
             self._start_decoding(request)
             self._release_forks(request)
             return self._take_tokens(request, output, item.start)
-        self._kv.register(request, item.start, request.num_computed_tokens)
-        self._admission.advance(request)
+        return self._finish_chunk(request, output, item.start, request.num_computed_tokens)
+
+    def _finish_chunk(
+        self, request: Request, output: StepOutput, start: int, end: int, *, is_running: bool = True
+    ) -> TokenEvent | None:
+        """Positions `start` … `end` - 1 of a prompt were computed, and more follow. The event, if the chunk has scores."""
+        if is_running:
+            self._kv.register(request, start, end)
+            if request.status is RequestStatus.PREFILL:
+                self._admission.advance(request)
         if not output.prompt_logprobs:
             return None
         return token_event(request, [], prompt_logprobs=output.prompt_logprobs)
 
     def _keep_new_scores(self, request: Request, output: StepOutput, start: int, end: int) -> None:
-        """Scores of tokens that were computed before a preemption have been told."""
+        """Drop scores of tokens that were computed before a preemption: their event was sent."""
         if output.prompt_logprobs:
             last = min(end, request.num_prompt_tokens - 1)
             num_new = max(0, last - max(start, request.num_prompt_tokens_computed))
@@ -130,8 +138,7 @@ class Outcomes:
             self._totals.prompt_tokens += computed
 
     def _start_decoding(self, request: Request) -> None:
-        account = request.account
-        assert account is not None
+        account = account_of(request)
         self._admission.computed(request)
         request.move_to(RequestStatus.DECODE)
         self._accounts.finish_prefill(account, request)
@@ -222,11 +229,6 @@ class Outcomes:
                     events.append(event)
         return events
 
-    def _settle_token(self, request: Request, position: int, token_id: int) -> TokenEvent:
-        self._totals.generation_tokens += 1
-        reason = request.fill(position, token_id)
-        return token_event(request, [token_id]) if reason is None else self._end(request, reason, [token_id])
-
     def _settle_rarely(self, request: Request, start: int, end: int, output: StepOutput) -> TokenEvent:
         """What has log-probabilities or an error; positions `start` … `end` - 1 were computed."""
         if output.error is not None:
@@ -235,7 +237,9 @@ class Outcomes:
         if request.block_table:
             self._kv.register(request, start, end)
         (token_id,) = output.token_ids
-        event = self._settle_token(request, end, token_id)
+        self._totals.generation_tokens += 1
+        reason = request.fill(end, token_id)
+        event = token_event(request, [token_id]) if reason is None else self._end(request, reason, [token_id])
         event.logprobs, event.prompt_logprobs = output.logprobs, output.prompt_logprobs
         return event
 
@@ -252,10 +256,4 @@ class Outcomes:
         if samples:
             self._release_forks(request)
             return self._settle_rarely(request, start, end, output)
-        if is_running:
-            self._kv.register(request, start, end)
-            if request.status is RequestStatus.PREFILL:
-                self._admission.advance(request)
-        if not output.prompt_logprobs:
-            return None
-        return token_event(request, [], prompt_logprobs=output.prompt_logprobs)
+        return self._finish_chunk(request, output, start, end, is_running=is_running)

@@ -17,7 +17,7 @@ from engine.scheduling.accounts import Account, Accounts
 from engine.scheduling.backlog import Backlog
 from engine.scheduling.costs import TokenCosts
 from engine.scheduling.kv_blocks import KvBlocks
-from engine.scheduling.request import Request
+from engine.scheduling.request import Request, account_of
 from engine.scheduling.urgency import Urgency
 
 LOOK_REQUESTS = 8
@@ -109,7 +109,8 @@ def under_way(prefilling: Iterable[Request], step: int) -> Request | None:
 
 
 def first_to_start(requests: Iterable[Request], can_start: CanStart) -> tuple[Request | None, Request | None]:
-    """The first that can start, and the one that nobody may pass any more, if there is one. Counts who is passed."""
+    """The first of `requests` that can start; or, if it comes before that, the request that does not fit and has been passed
+    `SKIPS_MAX` times, behind which none may start. A start adds 1 to `num_skips` of each request before it that did not fit."""
     passed: list[Request] = []
     for request in requests:
         answer = can_start(request)
@@ -201,14 +202,13 @@ class VtcPolicy(PlainPolicy):
         self._backlog = Backlog(quantum_ps=1, cap_ps=1 << 100)
 
     def waits(self, request: Request) -> None:
-        assert request.account is not None
-        self._backlog.join(request.account, self._accounts.step)
+        self._backlog.join(account_of(request), self._accounts.step)
 
     def left(self, request: Request) -> None:
         """A tenant without waiting requests has no turn to take; its prefills under way go on by themselves."""
-        assert request.account is not None
-        if not request.account.waiting:
-            self._backlog.leave(request.account)
+        account = account_of(request)
+        if not account.waiting:
+            self._backlog.leave(account)
 
     def next_turn(self, can_start: CanStart | None) -> Request | None:
         step = self._accounts.step

@@ -1,13 +1,13 @@
-"""Names for the content of full blocks, so that a prefix computed once is found again by the same tenant. Integers and bytes.
+"""The prefix cache: a prefix computed once is found again by the same tenant, by hashes of its full blocks. Integers and bytes.
 
-The name of block i is a keyed hash of all tokens up to its end behind the tenant's salt, read off one running hash after each
-block. So equal names mean equal prefixes, and one tenant can neither hit nor time another tenant's blocks. The salt comes
-from the tenant that was authenticated, never from the request. The key is random per process: names are worthless outside.
+The hash of block i is a keyed hash of all tokens up to its end behind the tenant's salt, read off one running hash after each
+block. So equal hashes mean equal prefixes, and one tenant can neither hit nor time another tenant's blocks. The salt comes
+from the tenant that was authenticated, never from the request. The key is random per process: hashes are worthless outside.
 
-Blessed prefixes are the exception that the operator makes: a prompt that begins with blocks of one is hashed under a salt of
-its own for everybody, up to the first block that is not blessed; there the tenant's salt is mixed in.
+Globally shared prefixes are the exception that the operator makes: a prompt that begins with blocks of one is hashed under a
+salt that all tenants have in common, up to the first block that is not shared; there the tenant's salt is mixed in.
 
-Names are made no further than they are compared, so a prompt that hits nothing costs one hash.
+Hashes are made no further than they are compared, so a prompt that hits nothing costs one hash.
 """
 
 from __future__ import annotations
@@ -37,15 +37,15 @@ class PrefixCache:
         self._pool = pool
         self._block_size = block_size
         self._key = secrets.token_bytes(32) if key is None else key
-        self._blessed: set[bytes] = set()
+        self._global_hashes: set[bytes] = set()
         self._numbers = count()
 
-    def bless(self, token_ids: Sequence[int]) -> None:
+    def share_globally(self, token_ids: Sequence[int]) -> None:
         """Share the full blocks of this prefix between all tenants, from now on."""
-        chain = self._hasher(b"", b"blessed")
+        chain = self._hasher(b"", b"global")
         for start in range(0, len(token_ids) - self._block_size + 1, self._block_size):
             chain.update(array("I", token_ids[start : start + self._block_size]))
-            self._blessed.add(chain.digest())
+            self._global_hashes.add(chain.digest())
 
     def match(self, request: Request) -> list[int]:
         """Blocks that hold the longest cached prefix of `request`, in order. The last token is always left to compute."""
@@ -54,7 +54,7 @@ class PrefixCache:
         known = 0
         while known < limit:
             known = min(limit, max(FIRST_LOOK_BLOCKS, 4 * known))
-            matched += self._pool.lookup_first(self.names(request, known)[len(matched) : known])
+            matched += self._pool.lookup_first(self.hashes(request, known)[len(matched) : known])
             if len(matched) < known:
                 break
         return matched
@@ -62,20 +62,20 @@ class PrefixCache:
     def match_len(self, request: Request) -> int:
         """About how many blocks `match` would find, by bisection: a chain is evicted from its end."""
         limit = (request.num_tokens - 1) // self._block_size
-        names = request.block_hashes
-        if len(names) < limit and (not names or self._pool.lookup(names[-1]) is not None):
+        hashes = request.block_hashes
+        if len(hashes) < limit and (not hashes or self._pool.lookup(hashes[-1]) is not None):
             return len(self.match(request))
-        low, high = 0, min(limit, len(names))
+        low, high = 0, min(limit, len(hashes))
         while low < high:
             middle = (low + high) // 2
-            if self._pool.lookup(names[middle]) is None:
+            if self._pool.lookup(hashes[middle]) is None:
                 high = middle
             else:
                 low = middle + 1
         return low
 
-    def names(self, request: Request, num_blocks: int) -> list[bytes]:
-        """The names of the first `num_blocks` blocks, all of which must be full. May be more of them."""
+    def hashes(self, request: Request, num_blocks: int) -> list[bytes]:
+        """The hashes of the first `num_blocks` blocks, all of which must be full. May be more of them."""
         if len(request.block_hashes) < num_blocks:
             self._extend(request, num_blocks)
         return request.block_hashes
@@ -86,48 +86,48 @@ class PrefixCache:
         num_full_blocks = min(num_computed, request.num_tokens) // self._block_size
         if num_full_blocks <= first:
             return
-        names = self.names(request, num_full_blocks)
+        hashes = self.hashes(request, num_full_blocks)
         for index in range(first, num_full_blocks):
-            self._pool.register(request.block_table[index], names[index])
+            self._pool.register(request.block_table[index], hashes[index])
 
     def _extend(self, request: Request, num_blocks: int) -> None:
-        names, size = request.block_hashes, self._block_size
-        start = len(names) * size
+        hashes, size = request.block_hashes, self._block_size
+        start = len(hashes) * size
         tokens = array("I", request.token_ids[start : num_blocks * size]).tobytes()
         if request.prefix_hash is None:
-            request.prefix_hash, request.prefix_is_blessed = self._start(request)
-            if names:  # a caller that names contents itself: go on from its last name
-                request.prefix_hash.update(names[-1])
+            request.prefix_hash, request.prefix_is_global = self._start(request)
+            if hashes:  # of a caller that hashes contents itself: go on from the last
+                request.prefix_hash.update(hashes[-1])
         step = size * 4  # bytes of the ids of one block
         at = 0
-        while request.prefix_is_blessed and at < len(tokens):
-            names.append(self._leave_blessed(request, tokens[at : at + step]))
+        while request.prefix_is_global and at < len(tokens):
+            hashes.append(self._next_global(request, tokens[at : at + step]))
             at += step
-        update, digest, append = request.prefix_hash.update, request.prefix_hash.digest, names.append
+        update, digest, append = request.prefix_hash.update, request.prefix_hash.digest, hashes.append
         for first in range(at, len(tokens), step):
             update(tokens[first : first + step])
             append(digest())
 
-    def _leave_blessed(self, request: Request, block: bytes) -> bytes:
-        """The name of the next block of a chain that was blessed so far."""
+    def _next_global(self, request: Request, block: bytes) -> bytes:
+        """The hash of the next block of a chain that all tenants shared so far."""
         chain = request.prefix_hash.copy()
         chain.update(block)
-        name: bytes = chain.digest()
-        if name in self._blessed:
+        shared: bytes = chain.digest()
+        if shared in self._global_hashes:
             request.prefix_hash = chain
-            return name
-        request.prefix_is_blessed = False
+            return shared
+        request.prefix_is_global = False
         request.prefix_hash.update(self._salt(request.tenant_id))
         request.prefix_hash.update(block)
         private: bytes = request.prefix_hash.digest()
         return private
 
     def _start(self, request: Request) -> tuple[Any, bool]:
-        """The running hash before the first block, and whether the chain is blessed so far."""
+        """The running hash before the first block, and whether all tenants share the chain so far."""
         if not self.is_shared:
             return self._hasher(next(self._numbers).to_bytes(8, "big"), b"private"), False
-        if self._blessed:
-            return self._hasher(b"", b"blessed"), True
+        if self._global_hashes:
+            return self._hasher(b"", b"global"), True
         return self._hasher(self._salt(request.tenant_id), b""), False
 
     def _hasher(self, salt: bytes, person: bytes) -> Any:
@@ -140,31 +140,31 @@ class PrefixCache:
 
 
 class PrefixesUnderWay:
-    """The block that each running prefill computes next, by name, so that nobody else computes it at the same time."""
+    """The block that each running prefill computes next, by hash, so that no other prefill computes it at the same time."""
 
     def __init__(self, prefix_cache: PrefixCache, block_size: int) -> None:
         self._prefix_cache = prefix_cache
         self._block_size = block_size
         self._owners: dict[bytes, Request] = {}
-        self._names: dict[Request, bytes] = {}
+        self._hashes: dict[Request, bytes] = {}
 
     def follow(self, request: Request) -> None:
         """A prefill has started or has got further."""
         self.forget(request)
         index = request.num_computed_tokens // self._block_size
         if self._prefix_cache.is_shared and index < request.num_tokens // self._block_size:
-            name = self._prefix_cache.names(request, index + 1)[index]
-            if name not in self._owners:
-                self._owners[name] = request
-                self._names[request] = name
+            content_hash = self._prefix_cache.hashes(request, index + 1)[index]
+            if content_hash not in self._owners:
+                self._owners[content_hash] = request
+                self._hashes[request] = content_hash
 
     def forget(self, request: Request) -> None:
-        name = self._names.pop(request, None)
-        if name is not None:
-            del self._owners[name]
+        content_hash = self._hashes.pop(request, None)
+        if content_hash is not None:
+            del self._owners[content_hash]
 
     def owner(self, request: Request, num_found_blocks: int) -> Request | None:
         """Who is computing the first block that `request` has not found."""
         if not self._owners or num_found_blocks >= (request.num_tokens - 1) // self._block_size:
             return None
-        return self._owners.get(self._prefix_cache.names(request, num_found_blocks + 1)[num_found_blocks])
+        return self._owners.get(self._prefix_cache.hashes(request, num_found_blocks + 1)[num_found_blocks])

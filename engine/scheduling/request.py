@@ -99,9 +99,9 @@ class Request:
     first_scheduled_s: float | None = None
     queue_s: float = 0.0  # from arrival to its first schedule, 0.0 before it
     finish_reason: FinishReason | None = None
-    block_hashes: list[bytes] = field(default_factory=list)  # names of its full blocks in the prefix cache
-    prefix_hash: Any = None  # the running hash behind the last of these names
-    prefix_is_blessed: bool = False  # all named blocks so far may be shared by all tenants
+    block_hashes: list[bytes] = field(default_factory=list)  # of its full blocks, in the prefix cache
+    prefix_hash: Any = None  # the running hash behind the last of these
+    prefix_is_global: bool = False  # all hashed blocks so far are shared by all tenants
     num_promised_blocks: int = 0  # for its prompt, not held yet
     num_lost_tokens: int = 0  # computed when it was last preempted
     secured_len: int = 0  # computed tokens up to which it is not preempted again
@@ -120,10 +120,6 @@ class Request:
     def num_output_tokens(self) -> int:
         """Those that are known."""
         return len(self.token_ids) - self.num_prompt_tokens - self.num_unknown_tokens
-
-    @property
-    def output_token_ids(self) -> list[int]:
-        return self.token_ids[self.num_prompt_tokens : len(self.token_ids) - self.num_unknown_tokens]
 
     @property
     def num_settled_tokens(self) -> int:

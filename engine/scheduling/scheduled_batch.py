@@ -66,10 +66,6 @@ class ScheduledBatch:
     def is_empty(self) -> bool:
         return not self.num_tokens
 
-    def add_decode(self, request: Request) -> None:
-        self.decodes.append(ScheduledRequest(request, request.num_computed_tokens, 1, samples=True))
-        self.num_tokens += 1
-
     def add_prefill(self, request: Request, num_tokens: int) -> None:
         start = request.num_computed_tokens
         self.prefills.append(ScheduledRequest(request, start, num_tokens, samples=start + num_tokens == request.num_tokens))

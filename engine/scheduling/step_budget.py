@@ -97,11 +97,6 @@ class StepBudget:
         by_weights = _solve(model.pair_s, model.pair_s * start, left_s - model.weights_s(self._num_tokens))
         return int(min(by_products, by_weights))
 
-    def prefill_tokens(self, num_decodes: int, sum_context: int, start: int = 0) -> int:
-        """Prefill tokens from position `start` that a step with these decodes may compute."""
-        self.begin_step(num_decodes, sum_context)
-        return self.chunk(start, 1 << 30)
-
     def observe(self, predicted_s: float, measured_s: float, *, has_chunk: bool) -> None:
         """Follow a device that is slower or faster than the model says, by an exponential mean of the ratio. Steps with chunks
         of prompts have their own: they are computed in another way than decodes."""

@@ -104,5 +104,5 @@ class TenantRotation:
         if needed > self._kv.num_spare + len(other.block_table) or (lost > FREE_TOKENS and now_s < self._ration_s):
             return False
         if lost > FREE_TOKENS:
-            self._ration_s = now_s + RATION * self._accounts.costs.recompute_ns(start, lost) / NS_PER_S
+            self._ration_s = now_s + RATION * self._accounts.costs.prefill_ns(start, lost) / NS_PER_S
         return True

@@ -1,7 +1,7 @@
 """Prompts that an operator lets all tenants share in the prefix cache: read from files, as token ids.
 
 A file holds the text of a system prompt. Requests have it either as it stands or as the system message of a conversation, so
-both ways are blessed; of the conversation, the part that is the same whatever the user says.
+both ways are shared; of the conversation, the part that is the same whatever the user says.
 """
 
 from __future__ import annotations

@@ -35,7 +35,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         caches=st.booleans(),
         host_blocks=st.sampled_from([0, 2, 12]),
         drafts=st.booleans(),
-        blessed=st.sampled_from([(), (1, 1, 2, 1)]),
+        global_prefix=st.sampled_from([(), (1, 1, 2, 1)]),
         protected_percent=st.sampled_from([0, 50]),
     )
     def build(
@@ -47,7 +47,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         caches: bool,
         host_blocks: int,
         drafts: bool,
-        blessed: tuple[int, ...],
+        global_prefix: tuple[int, ...],
         protected_percent: int,
     ) -> None:
         world = World(
@@ -58,7 +58,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             caches=caches,
             host_blocks=host_blocks,
             drafts=drafts,
-            blessed=blessed,
+            global_prefix=global_prefix,
             protected_percent=protected_percent,
             tenants=TENANTS,
         )

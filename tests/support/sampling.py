@@ -35,6 +35,11 @@ def sampling_request(
     )
 
 
+def output_of(request: Request) -> list[int]:
+    """The tokens behind the prompt."""
+    return request.token_ids[request.num_prompt_tokens :]
+
+
 def next_rows(requests: Sequence[Request]) -> list[SampledRow]:
     """The rows that choose the next token of each request."""
     return [SampledRow(request, request.num_tokens) for request in requests]

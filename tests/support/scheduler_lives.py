@@ -47,7 +47,7 @@ class World:
     caches: bool = True
     host_blocks: int = 0
     drafts: bool = False
-    blessed: tuple[int, ...] = ()
+    global_prefix: tuple[int, ...] = ()
     protected_percent: int = 0
     quantum_tokens: int = 8
     tenants: tuple[tuple[str, int], ...] = (("alice", 1), ("bob", 2))
@@ -67,7 +67,7 @@ class FakeCache:
 
     def __init__(self, world: World) -> None:
         self._size = world.block_size
-        self._blessed = world.blessed
+        self._global_prefix = world.global_prefix
         self._caches = world.caches
         self._device: dict[int, Content] = {}
         self._host: dict[int, Content] = {}
@@ -103,7 +103,7 @@ class FakeCache:
                 held = self._device.get(self._slot(item.request, position), ("nobody", ()))
                 owner, prefix = self._content(item.request, tokens, position)
                 assert held[1] == prefix, f"{item.request.request_id} reads another prefix"
-                assert held[0] == owner or self._is_blessed(tokens, position), f"{item.request.request_id} reads of others"
+                assert held[0] == owner or self._is_global(tokens, position), f"{item.request.request_id} reads of others"
 
     def _slot(self, request: Request, position: int) -> int:
         return request.block_table[position // self._size] * self._size + position % self._size
@@ -112,10 +112,10 @@ class FakeCache:
         owner = request.tenant_id if self._caches else f"{request.tenant_id} {request.request_id}"
         return owner, tuple(tokens[: position + 1])
 
-    def _is_blessed(self, tokens: list[int], position: int) -> bool:
-        """A fork may hold the beginning of a blessed block, from a parent that filled it."""
-        num_blessed = len(self._blessed) // self._size * self._size
-        return self._caches and position < num_blessed and tuple(tokens[: position + 1]) == self._blessed[: position + 1]
+    def _is_global(self, tokens: list[int], position: int) -> bool:
+        """A fork may hold the beginning of a globally shared block, from a parent that filled it."""
+        num_global = len(self._global_prefix) // self._size * self._size
+        return self._caches and position < num_global and tuple(tokens[: position + 1]) == self._global_prefix[: position + 1]
 
 
 class RandomDrafter:
@@ -208,8 +208,8 @@ class SchedulerLife:
         settings = FairSettings(quantum_ps=quantum_ps, hysteresis_ps=2 * quantum_ps, cap_ps=4 * quantum_ps)
         pool = BlockPool(world.num_blocks, protected_percent=world.protected_percent)
         prefix_cache = PrefixCache(pool, world.block_size, key=b"test") if world.caches else None
-        if prefix_cache is not None and world.blessed:
-            prefix_cache.bless(world.blessed)
+        if prefix_cache is not None and world.global_prefix:
+            prefix_cache.share_globally(world.global_prefix)
         self.drafter = RandomDrafter(numbers) if world.drafts else None
         self.scheduler = Scheduler(
             self.limits,
@@ -362,7 +362,7 @@ class SchedulerLife:
         """No seat is idle while somebody could start, but for those ahead of others and behind one that is not passed."""
         scheduler, policy = self.scheduler, self.policy
         has_seat = scheduler.num_running < self.limits.max_num_seqs
-        if not has_seat or batch.num_tokens == self.limits.max_num_batched_tokens or policy.has_exception:
+        if not has_seat or batch.num_tokens == self.limits.max_num_batched_tokens or all_wait_for_one(policy):
             return
         if batch.moves.swap_out:  # what arrives on the host by this step was not there yet when it was planned
             return
@@ -376,6 +376,11 @@ class SchedulerLife:
                         assert scheduler.admission.can_start(request) is not Start.NOW, (
                             f"{request.request_id} could have started"
                         )
+
+
+def all_wait_for_one(policy: FairPolicy) -> bool:
+    """Whether nothing else may start before one request: one that was passed too often, or one of a class that was."""
+    return policy._reserved is not None or policy._overdue_class() is not None
 
 
 def _account(request: Request) -> Account:
@@ -393,7 +398,7 @@ def random_world(numbers: random.Random) -> World:
         caches=numbers.random() < 0.7,
         host_blocks=numbers.choice((0, 0, 3, 20)),
         drafts=numbers.random() < 0.3,
-        blessed=numbers.choice(((), (), (1, 1, 2, 1, 1, 2, 1, 1))),
+        global_prefix=numbers.choice(((), (), (1, 1, 2, 1, 1, 2, 1, 1))),
         protected_percent=numbers.choice((0, 0, 50)),
         quantum_tokens=numbers.choice((2, 8, 16)),
         tenants=tuple((f"t{number}", numbers.choice((1, 2, 4))) for number in range(num_tenants)),

@@ -25,7 +25,7 @@ def make_scheduler(
     budget: int = 16,
     caches: bool = False,
     host_blocks: int = 0,
-    blessed: list[int] | None = None,
+    global_prefix: list[int] | None = None,
     clock: Callable[[], float] = lambda: 0.0,
     policy: Callable[[PolicyContext], Policy] | None = None,
     **options: Any,
@@ -35,8 +35,8 @@ def make_scheduler(
     )
     pool = BlockPool(num_blocks)
     prefix_cache = PrefixCache(pool, BLOCK_SIZE) if caches else None
-    if prefix_cache is not None and blessed:
-        prefix_cache.bless(blessed)
+    if prefix_cache is not None and global_prefix:
+        prefix_cache.share_globally(global_prefix)
     if policy is not None:
         options["policy"] = policy
     host_tier = HostTier(host_blocks) if host_blocks else None

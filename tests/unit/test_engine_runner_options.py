@@ -209,15 +209,15 @@ def prefix_file(tmp_path: Path) -> Path:
     return path
 
 
-def test_a_blessed_prefix_is_computed_once_for_all_tenants(tmp_path: Path, prefix_file: Path) -> None:
+def test_a_globally_shared_prefix_is_computed_once_for_all_tenants(tmp_path: Path, prefix_file: Path) -> None:
     folder = tmp_path / "model"
     make_model("llama", folder, vocab_size=VOCAB_SIZE)
     write_tokenizer(folder)
     options = EngineOptions(model=folder, shared_prefixes=(prefix_file,))
     token_ids, in_conversation = shared_prefixes(options)
     assert len(in_conversation) > len(token_ids) > 200, "also as the system message of a conversation"
-    for blessed, expected in ((True, len(token_ids) // 16 * 16), (False, 0)):
-        engine = small_engine(folder, shared_prefixes=(prefix_file,) if blessed else ())
+    for is_global, expected in ((True, len(token_ids) // 16 * 16), (False, 0)):
+        engine = small_engine(folder, shared_prefixes=(prefix_file,) if is_global else ())
         run_to_end(engine, [wanted("a", [*token_ids, 5], max_tokens=1)])
         again = run_to_end(engine, [wanted("b", [*token_ids, 7, 8], tenant_id="bob", max_tokens=1)])["b"]
         assert again[-1].num_cached_tokens == expected

@@ -11,7 +11,7 @@ import torch
 
 from engine.sampling.logits_rules import SampledRow
 from engine.sampling.sampler import NOT_FINITE, NOTHING_ALLOWED, SampledToken, Sampler
-from tests.support.sampling import distributions, mask_of, next_rows, sample, sampling_request
+from tests.support.sampling import distributions, mask_of, next_rows, output_of, sample, sampling_request
 
 CPU = torch.device("cpu")
 
@@ -49,7 +49,7 @@ def test_penalties_are_those_of_a_count_over_the_whole_vocabulary(seed: int) -> 
         logits = torch.randn(1, 50, generator=torch.Generator().manual_seed(numbers.randrange(1000)))
         result = sampler.distributions(logits.clone(), next_rows([request]))
         anywhere = torch.bincount(torch.tensor(request.token_ids), minlength=50) > 0
-        in_output = torch.bincount(torch.tensor(request.output_token_ids, dtype=torch.int64), minlength=50)
+        in_output = torch.bincount(torch.tensor(output_of(request), dtype=torch.int64), minlength=50)
         twin = torch.where(anywhere, torch.where(logits > 0, logits / 1.3, logits * 1.3), logits)
         twin = twin + 0.2 * in_output - 0.4 * (in_output > 0)
         torch.testing.assert_close(result, torch.softmax(twin, -1))
@@ -114,7 +114,7 @@ def test_bad_words_follow_a_growing_output() -> None:
         (output,) = sampler.sample(torch.tensor([[3.0, 2.0, 1.0, 0.0]]), next_rows([request]))
         assert output.token_id is not None
         request.token_ids.append(output.token_id)
-    assert request.output_token_ids == [0, 1, 0, 1, 0]
+    assert output_of(request) == [0, 1, 0, 1, 0]
 
 
 @pytest.mark.parametrize("vocab_size", [31, 32, 33, 70, 1100])

@@ -1,4 +1,4 @@
-"""What requests share: answers of one prompt, equal prefixes at the same time, blessed prefixes, and blocks in main memory."""
+"""What requests share: answers of one prompt, equal prefixes at the same time, global prefixes, and blocks in main memory."""
 
 from __future__ import annotations
 
@@ -76,9 +76,9 @@ def test_one_with_another_prompt_does_not_wait_for_them() -> None:
     assert plan(step(scheduler)) == [("first", 6), ("other", 2)]
 
 
-def test_a_blessed_prefix_is_shared_between_tenants_and_nothing_behind_it_is() -> None:
+def test_a_global_prefix_is_shared_between_tenants_and_nothing_behind_it_is() -> None:
     system = list(range(100, 108))
-    scheduler = make_scheduler(num_blocks=32, budget=32, caches=True, blessed=system)
+    scheduler = make_scheduler(num_blocks=32, budget=32, caches=True, global_prefix=system)
     alices, charlies = make_request("a", 15), make_request("c", 15, tenant="charlie")
     scheduler.add(alices)
     step(scheduler)
@@ -89,25 +89,25 @@ def test_a_blessed_prefix_is_shared_between_tenants_and_nothing_behind_it_is() -
     assert charlies.block_table[2] != alices.block_table[2]
 
 
-def test_a_prompt_that_leaves_the_blessed_prefix_early_shares_what_it_has_of_it() -> None:
+def test_a_prompt_that_leaves_the_global_prefix_early_shares_what_it_has_of_it() -> None:
     cache = PrefixCache(BlockPool(8), BLOCK_SIZE)
-    cache.bless(list(range(100, 112)))
+    cache.share_globally(list(range(100, 112)))
     mine, theirs = make_request("a", 12), make_request("c", 12, tenant="charlie")
     theirs.token_ids[6] = 5
-    own, other = cache.names(mine, 3), cache.names(theirs, 3)
+    own, other = cache.hashes(mine, 3), cache.hashes(theirs, 3)
     assert own[0] == other[0]
     assert own[1] != other[1]
     again = make_request("b", 12, tenant="bob")
     again.token_ids[6] = 5
-    assert cache.names(again, 3)[1:] != other[1:], "behind the blessed part the tenant decides"
+    assert cache.hashes(again, 3)[1:] != other[1:], "behind the shared part the tenant decides"
 
 
-def test_names_made_in_parts_are_those_made_at_once() -> None:
+def test_hashes_made_in_parts_are_those_made_at_once() -> None:
     cache = PrefixCache(BlockPool(8), BLOCK_SIZE)
     at_once, in_parts = make_request("a", 24), make_request("b", 24)
-    cache.names(at_once, 6)
+    cache.hashes(at_once, 6)
     for num_blocks in (1, 2, 5, 6):
-        cache.names(in_parts, num_blocks)
+        cache.hashes(in_parts, num_blocks)
     assert in_parts.block_hashes == at_once.block_hashes
 
 

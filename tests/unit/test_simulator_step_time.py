@@ -72,16 +72,24 @@ def test_a_few_tokens_touch_a_few_experts_only() -> None:
 
 def test_prices_are_the_slopes_of_the_step_time() -> None:
     model, costs = llama(), llama().token_costs()
-    assert costs.decode_ns(1000) == pytest.approx((model.token_s + model.sampled_row_s + 1000 * model.context_s) * 1e9, abs=1)
+    assert costs.decode_ps(1, 1000) == pytest.approx(
+        (model.token_s + model.sampled_row_s + 1000 * model.context_s) * 1e12, abs=1000
+    )
     longer = step_s(model, 200, 1000, 5000, 2000) - step_s(model, 200, 1000, 5000, 1000)
     assert costs.prefill_ns(6000, 1000) == pytest.approx(longer * 1e9, rel=1e-3)
+
+
+def chunk_beside(budget: StepBudget, decodes: int, sum_context: int, start: int = 0) -> int:
+    """Prefill tokens from position `start` that a step with these decodes may compute."""
+    budget.begin_step(decodes, sum_context)
+    return budget.chunk(start, 1 << 30)
 
 
 @pytest.mark.parametrize("decodes", [1, 30, 100, 200])
 @pytest.mark.parametrize("start", [0, 3000, 100_000])
 def test_a_step_with_a_chunk_lasts_as_long_as_the_target(decodes: int, start: int) -> None:
     model = llama()
-    chunk = StepBudget(model, BudgetTargets(target_s=0.025)).prefill_tokens(decodes, decodes * 1000, start)
+    chunk = chunk_beside(StepBudget(model, BudgetTargets(target_s=0.025)), decodes, decodes * 1000, start)
     assert step_s(model, decodes, 1000, start, chunk) <= AIM_SHARE * 0.025
     assert step_s(model, decodes, 1000, start, chunk + 1) > AIM_SHARE * 0.025
 
@@ -111,16 +119,16 @@ def test_prefill_goes_on_beside_decodes_that_fill_the_step_alone() -> None:
 def test_without_decodes_a_step_may_last_as_long_as_the_longest_gap() -> None:
     targets = BudgetTargets(target_s=0.025, gap_max_s=0.05)
     budget = StepBudget(llama(), targets)
-    assert budget.prefill_tokens(0, 0) > 1.7 * budget.prefill_tokens(1, 1)
+    assert chunk_beside(budget, 0, 0) > 1.7 * chunk_beside(budget, 1, 1)
 
 
 def test_the_budget_shrinks_when_the_device_is_slower_than_predicted() -> None:
     budget = StepBudget(llama())
-    before = budget.prefill_tokens(10, 10_000)
+    before = chunk_beside(budget, 10, 10_000)
     for _ in range(500):
         budget.observe(0.01, 0.02, has_chunk=True)
     assert budget.chunk_scale == pytest.approx(2.0, abs=0.01)
-    assert budget.prefill_tokens(10, 10_000) < before / 2
+    assert chunk_beside(budget, 10, 10_000) < before / 2
 
 
 def test_one_absurd_measurement_moves_the_scale_little() -> None:
@@ -132,11 +140,11 @@ def test_one_absurd_measurement_moves_the_scale_little() -> None:
 
 def test_decodes_that_are_faster_than_predicted_make_no_chunk_larger() -> None:
     budget = StepBudget(llama())
-    before = budget.prefill_tokens(64, 64 * 300)
+    before = chunk_beside(budget, 64, 64 * 300)
     for _ in range(400):
         budget.observe(0.005, 0.004, has_chunk=False)
     assert budget.decode_scale == pytest.approx(0.8, abs=0.01)
-    assert budget.prefill_tokens(64, 64 * 300) == before
+    assert chunk_beside(budget, 64, 64 * 300) == before
 
 
 def test_slow_chunks_crowd_nobody_out() -> None:
