@@ -36,11 +36,12 @@ class Operations:
 
     Operations that end with `_fp8` leave e4m3 rows and their scales for a product with 8-bit weights. `linear_add` and
     `normed_linear` are the products of a decode step of at most FUSED_ROWS_MAX rows with the norms around them.
-    `bind_experts` makes one function of all experts' weights, which asks the host nothing; where there is none, or none for
-    such weights, `mix_experts` serves. `bind_greedy_head` makes a function of an output head, the most likely tokens of at most
-    FUSED_ROWS_MAX rows, or None where its sums would differ from those of the head's product. `score_tokens` writes the table
-    of log-probabilities whole; without it the table is put together around `token_logprobs`. `sequence` makes a record of
-    operations over so many rows, which run together; without it they are called one by one.
+    `bind_experts` makes one function of all experts' weights, which asks the host nothing, for what `route_live` chooses; where
+    there is none, or none for such weights, `route` and `mix_experts` serve. `bind_greedy_head` makes a function of an output
+    head, the most likely tokens of at most FUSED_ROWS_MAX rows, or None where its sums would differ from those of the head's
+    product. `score_tokens` writes the table of log-probabilities whole; without it the table is put together around
+    `token_logprobs`. `sequence` makes a record of operations over so many rows, which run together; without it they are called
+    one by one.
     """
 
     description: str
@@ -59,6 +60,7 @@ class Operations:
     gelu: Callable[[Tensor], Tensor]
     gelu_tanh: Callable[[Tensor], Tensor]
     route: Callable[..., Pair]
+    route_live: Callable[..., Pair] | None
     mix_experts: Callable[..., Tensor]
     bind_experts: Callable[..., Callable[[Tensor, Tensor, Tensor], Tensor] | None] | None
     pack_linear: LinearPacker

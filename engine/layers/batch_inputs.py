@@ -17,6 +17,6 @@ class BatchInputs:
     token_ids: torch.Tensor  # [T] int64
     positions: torch.Tensor  # [T] int64
     rotations: tuple[Rotation, ...]  # one for each of the model's `ropes`
-    slot_mapping: torch.Tensor  # [T] int64: block · P + offset
+    slot_mapping: torch.Tensor  # [T] int64: block · P + offset, below 0 for padding; [0] without a cache
     sampled_rows: torch.Tensor | None  # [R] int64: where the hidden states that are wanted stand; None is all, in order
     attention: tuple[AnyPlan, ...]  # one for each of the model's `windows`

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 
 import torch
 
@@ -12,6 +13,9 @@ from engine.layers.linear import FusedLinear
 from engine.layers.mlp import GatedMLP
 from engine.weights import WeightPlan
 from kernels import ops
+
+Mixture = Callable[[torch.Tensor, torch.Tensor, torch.Tensor | None], torch.Tensor]
+"""x: [T, hidden], the router's logits: [T, E], slots as of `SparseMLP.__call__` → [T, hidden]"""
 
 
 class SparseMLP:
@@ -45,7 +49,7 @@ class SparseMLP:
             )
             for _ in range(config.num_experts)
         ]
-        self._mixture: Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor] | None = None
+        self._mixture: Mixture | None = None
 
     def plan(self, plan: WeightPlan, prefix: str) -> None:
         """`prefix` is the layer's; the families name what follows differently."""
@@ -64,17 +68,31 @@ class SparseMLP:
         """Whether a step waits for the host to read who goes where, so that it cannot be captured."""
         return self._mixture is None
 
-    def _bound(self) -> Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor] | None:
+    def _bound(self) -> Mixture | None:
         """All experts in one function, where there is such an operation and it can read their weights."""
+        bind, route = self._ops.bind_experts, self._ops.route_live
         weights = [expert.weights for expert in self._experts]
-        if self._ops.bind_experts is None or any(gate_up is None or down is None for gate_up, down in weights):
+        if bind is None or route is None or any(gate_up is None or down is None for gate_up, down in weights):
             return None
         gate_ups, downs = zip(*weights, strict=True)
-        return self._ops.bind_experts(gate_ups, downs, self._experts[0].gate)
+        mix = bind(gate_ups, downs, self._experts[0].gate)
+        if mix is None:
+            return None
+        choose = partial(route, num_chosen=self._config.num_chosen, normalised=self._config.normalised)
 
-    def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        """x: [T, hidden] → [T, hidden]"""
-        weights, expert_ids = self._ops.route(self._router(x), self._config.num_chosen, normalised=self._config.normalised)
+        def routed(x: torch.Tensor, logits: torch.Tensor, slots: torch.Tensor | None) -> torch.Tensor:
+            return mix(x, *choose(logits, slots=slots))
+
+        return routed
+
+    def __call__(self, x: torch.Tensor, slots: torch.Tensor | None = None) -> torch.Tensor:
+        """x: [T, hidden] → [T, hidden]
+
+        slots: [T], below 0 for rows of padding, whose experts need not be read: what becomes of them is nobody's. None where
+        there are no such rows.
+        """
+        logits = self._router(x)
         if self._mixture is not None:
-            return self._mixture(x, weights, expert_ids)
+            return self._mixture(x, logits, slots)
+        weights, expert_ids = self._ops.route(logits, self._config.num_chosen, normalised=self._config.normalised)
         return self._ops.mix_experts(x, weights, expert_ids, self._experts)

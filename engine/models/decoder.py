@@ -83,7 +83,10 @@ class DecoderLayer:
         """x: residual normalised by `norm`, both [T, hidden] → the new residual normalised by `next_norm`, and itself"""
         branch = self._attention(x, inputs, kv_cache)
         x, residual = self._add(branch, residual, self._after_attention, self._before_mlp)
-        branch = self._mlp(_plain(x)) if isinstance(self._mlp, SparseMLP) else self._mlp(x)
+        if isinstance(self._mlp, SparseMLP):
+            branch = self._mlp(_plain(x), None if kv_cache is None else inputs.slot_mapping)
+        else:
+            branch = self._mlp(x)
         return self._add(branch, residual, self._after_mlp, next_norm)
 
     def _add(

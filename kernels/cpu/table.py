@@ -35,6 +35,7 @@ OPERATIONS = Operations(
     gelu=gelu,
     gelu_tanh=gelu_tanh,
     route=route,
+    route_live=None,
     mix_experts=mix_experts,
     bind_experts=None,
     pack_linear=pack_linear,

@@ -12,16 +12,29 @@ from torch.nn import functional
 def route(logits: torch.Tensor, num_chosen: int, *, normalised: bool) -> tuple[torch.Tensor, torch.Tensor]:
     """The experts of each token and their weights.
 
-    logits: [T, E] → weights: [T, num_chosen], expert ids: [T, num_chosen] int64, likeliest first
+    logits: [T, E] → weights: [T, num_chosen], expert ids: [T, num_chosen] int64, likeliest first, of equal ones the lower
+    first. The weights are the softmax over all experts; `normalised` divides them by the sum of the chosen ones, which is the
+    softmax over those. All weights of a row with a NaN or +inf are NaN, as those of a row of nothing but -inf; which experts it
+    has is open.
     """
     weights, expert_ids = [], []
     for row in logits.float():
-        probabilities = row.exp() / row.exp().sum()
+        shares = (row - row.max()).exp()
         chosen = sorted(range(len(row)), key=lambda expert: -row[expert].item())[:num_chosen]
-        of_chosen = probabilities[chosen]
+        of_chosen = (shares / shares.sum())[chosen]
         weights.append(of_chosen / of_chosen.sum() if normalised else of_chosen)
         expert_ids.append(torch.tensor(chosen))
     return torch.stack(weights).to(logits.dtype), torch.stack(expert_ids)
+
+
+def route_live(
+    logits: torch.Tensor, num_chosen: int, *, normalised: bool, slots: torch.Tensor | None = None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """As `route`; rows of padding, whose slot is below 0, have expert E, which is none, with weight 0. slots: [T]"""
+    weights, expert_ids = route(logits, num_chosen, normalised=normalised)
+    if slots is not None:
+        weights[slots < 0], expert_ids[slots < 0] = 0.0, logits.shape[1]
+    return weights, expert_ids
 
 
 def mix_experts(
@@ -30,14 +43,15 @@ def mix_experts(
     expert_ids: torch.Tensor,
     experts: Sequence[Callable[[torch.Tensor], torch.Tensor]],
 ) -> torch.Tensor:
-    """The weighted sum of each token's experts.
+    """The weighted sum of each token's experts; expert E is none.
 
     x: [T, hidden], weights and expert_ids: [T, num_chosen] → Σ weight · expert(x): [T, hidden]
     """
     out = torch.zeros_like(x, dtype=torch.float32)
     for token in range(x.shape[0]):
         for weight, expert in zip(weights[token].tolist(), expert_ids[token].tolist(), strict=True):
-            out[token] += weight * experts[expert](x[token : token + 1])[0].float()
+            if expert < len(experts):
+                out[token] += weight * experts[expert](x[token : token + 1])[0].float()
     return out.to(x.dtype)
 
 

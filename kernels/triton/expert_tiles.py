@@ -16,7 +16,8 @@ SORT_BLOCK = 1024
 @dataclass(frozen=True, slots=True)
 class SortedTokens:
     """order: [T · chosen] int32, the places of `expert_ids` by expert, first come first; expert e has those from offsets[e]
-    to offsets[e + 1] - 1. offsets: [E + 1] int32. Place t · chosen + j is the j-th choice of token t."""
+    to offsets[e + 1] - 1. offsets: [E + 1] int32. Place t · chosen + j is the j-th choice of token t. From offsets[E] on, where
+    tokens have no expert, order is not written."""
 
     order: torch.Tensor
     offsets: torch.Tensor
@@ -36,7 +37,7 @@ class GroupTiles:
 
 @triton.jit(do_not_specialize=["num_places"])
 def sort_kernel(expert_ids_ptr, order_ptr, offsets_ptr, num_places, EXPERTS: tl.constexpr, BLOCK: tl.constexpr):
-    """Program e counts the places of lower experts, then writes down its own, in their order."""
+    """Program e counts the places of lower experts, then writes down its own, in their order; the last one where these end."""
     expert = tl.program_id(0)
     before = 0
     for first in range(0, num_places, BLOCK):
@@ -44,14 +45,14 @@ def sort_kernel(expert_ids_ptr, order_ptr, offsets_ptr, num_places, EXPERTS: tl.
         ids = tl.load(expert_ids_ptr + places, mask=places < num_places, other=EXPERTS)
         before += tl.sum((ids < expert).to(tl.int32), axis=0)
     tl.store(offsets_ptr + expert, before)
-    if expert == EXPERTS - 1:
-        tl.store(offsets_ptr + EXPERTS, num_places)
     for first in range(0, num_places, BLOCK):
         places = first + tl.arange(0, BLOCK)
         ids = tl.load(expert_ids_ptr + places, mask=places < num_places, other=EXPERTS)
         own = (ids == expert).to(tl.int32)
         tl.store(order_ptr + before + tl.cumsum(own, axis=0) - 1, places, mask=own > 0)
         before += tl.sum(own, axis=0)
+    if expert == EXPERTS - 1:
+        tl.store(offsets_ptr + EXPERTS, before)
 
 
 @triton.jit
@@ -74,9 +75,10 @@ def own_tile(offsets_ptr, tile, EXPERTS: tl.constexpr, EXPERTS_BLOCK: tl.constex
 def sort_by_expert(expert_ids: torch.Tensor, num_experts: int) -> SortedTokens:
     """expert_ids: [T, chosen] integers → the places of every expert, stable: a program an expert, each reads all ids twice.
 
-    order is the stable permutation with expert_ids[order] ascending, offsets[e] the number of ids below e. Source: counting
-    sort (Knuth, volume 3, section 5.2, algorithm D). Reads 2 · E · T · chosen ids, from the second-level cache but for the
-    first; writes 4 bytes each; two integer additions an id. Ids beyond T · chosen are masked; sums in int32.
+    order is the stable permutation with expert_ids[order] ascending, offsets[e] the number of ids below e; ids of E are no
+    expert's and left out. Source: counting sort (Knuth, volume 3, section 5.2, algorithm D). Reads 2 · E · T · chosen ids, from
+    the second-level cache but for the first; writes 4 bytes each; two integer additions an id. Ids beyond T · chosen are
+    masked; sums in int32.
     """
     num_places = expert_ids.numel()
     order = torch.empty(num_places, dtype=torch.int32, device=expert_ids.device)

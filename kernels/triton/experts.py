@@ -97,15 +97,19 @@ def grouped_kernel(
     tl.store(out_places, acc.to(out_ptr.dtype.element_ty), mask=row_mask[:, None] & column_mask[None, :])
 
 
-@triton.jit
-def combine_kernel(parts_ptr, out_ptr, width, stride_out, NUM_CHOSEN: tl.constexpr, BLOCK: tl.constexpr):
-    """out[t] = Σ_j parts[t · chosen + j], in float32 and in the order of the choices."""
+@triton.jit(do_not_specialize=["num_experts"])
+def combine_kernel(
+    parts_ptr, expert_ids_ptr, out_ptr, num_experts, width, stride_out, NUM_CHOSEN: tl.constexpr, BLOCK: tl.constexpr
+):
+    """out[t] = Σ_j parts[t · chosen + j], in float32 and in the order of the choices; nobody has written what has no expert."""
     token = tl.program_id(0).to(tl.int64)
     columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     mask = columns < width
     total = tl.zeros((BLOCK,), tl.float32)
     for choice in tl.static_range(NUM_CHOSEN):
-        total += tl.load(parts_ptr + (token * NUM_CHOSEN + choice) * width + columns, mask=mask, other=0.0).to(tl.float32)
+        place = token * NUM_CHOSEN + choice
+        part = tl.load(parts_ptr + place * width + columns, mask=mask, other=0.0).to(tl.float32)
+        total += tl.where(tl.load(expert_ids_ptr + place) < num_experts, part, 0.0)
     tl.store(out_ptr + token * stride_out + columns, total.to(out_ptr.dtype.element_ty), mask=mask)
 
 
@@ -175,17 +179,18 @@ def mix_gated_experts(
     x: [T, hidden], weights: [T, chosen], expert_ids: [T, chosen], gate_up: E times [2·inner, hidden], down: E times
     [hidden, inner] → [T, hidden]. Four launches: sort, gate and up with the activation, down with the weight, sum over a
     token's choices in their order and in float32, so that a row does not depend on who else is in the batch. Bytes and
-    operations are those of `grouped_linear` twice and 2 · T · (chosen + 1) · hidden bytes for the sum.
+    operations are those of `grouped_linear` twice and 2 · T · (chosen + 1) · hidden bytes for the sum. Expert E is none.
     """
     out = torch.empty_like(x) if out is None else out
     num_tokens, hidden = x.shape
     if not num_tokens:
         return out
+    expert_ids = expert_ids.contiguous()
     tokens = sort_by_expert(expert_ids, gate_up.num_experts)
     inner = grouped_linear(x, gate_up, tokens, activation=activation, rows_each=rows_each)
     parts = grouped_linear(inner, down, tokens, factors=weights, rows_each=rows_each)
     combine_kernel[(num_tokens, triton.cdiv(hidden, COMBINE_BLOCK))](
-        parts, out, hidden, out.stride(0), NUM_CHOSEN=expert_ids.shape[1], BLOCK=COMBINE_BLOCK
+        parts, expert_ids, out, gate_up.num_experts, hidden, out.stride(0), NUM_CHOSEN=expert_ids.shape[1], BLOCK=COMBINE_BLOCK
     )
     return out
 

@@ -1,8 +1,8 @@
 """The operations as Triton kernels: what serves on NVIDIA GPUs. Imported by `kernels.ops` when a device of theirs is asked for.
 
-Torch's own kernels serve layer normalisation and the plain GELUs of encoders, the choice of experts (`route`, some rows of as
-many numbers as there are experts), and `mix_experts`: the way of mixtures that `bind_experts` cannot read, which waits for the
-host in each layer. An engine says so when it starts.
+Torch's own kernels serve layer normalisation and the plain GELUs of encoders, and `route` and `mix_experts`: the way of the
+mixtures that `bind_experts` cannot read, which waits for the host in each layer. An engine says so when it starts. There the
+host uses the choice as indices, which in passes that only ask for kernels must be some that exist.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ from kernels.triton.logprobs import token_logprobs
 from kernels.triton.norm import add_rms_norm, add_rms_norm_fp8, rms_norm, rms_norm_fp8
 from kernels.triton.plain_linear import PlainLinear
 from kernels.triton.rope_and_cache import rope_and_cache
+from kernels.triton.router import route_live
 from kernels.triton.token_counts import count_tokens
 
 OPERATIONS = Operations(
@@ -46,6 +47,7 @@ OPERATIONS = Operations(
     gelu=gelu,
     gelu_tanh=gelu_tanh,
     route=route,
+    route_live=route_live,
     mix_experts=mix_experts,
     bind_experts=bind_experts,
     pack_linear=PlainLinear,

@@ -30,6 +30,9 @@ from tests.support.tiny_models import make_model
 
 pytest.importorskip("triton")
 
+from kernels.triton import experts
+from kernels.triton.expert_tiles import SortedTokens, sort_by_expert
+
 # The interpreter of Triton 3.6 turns the bounds of a loop into integers in a way that numpy will refuse one day.
 pytestmark = [
     pytest.mark.filterwarnings("ignore:Conversion of an array with ndim:DeprecationWarning"),
@@ -230,6 +233,25 @@ def test_experts_are_captured_with_the_kernels_that_ask_nothing(quantization: st
         engine = small_engine(tmp_path / "moe", device="cuda", dtype="float16", quantization=quantization, **SMALL)
     assert card.num_captures
     assert "no graphs" not in engine.info.kernels
+
+
+def test_padding_of_a_captured_step_is_left_out_of_the_mixture(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Three requests in a step of four rows, each of which chooses three experts."""
+    make_model("qwen3_moe", tmp_path / "moe", num_hidden_layers=1, head_dim=16, vocab_size=64)
+    with rehearsal() as card:
+        seen, one = (torch.full((size,), size == 1, dtype=torch.int32, device="cuda") for size in (64, 1))
+
+        def counted(expert_ids: torch.Tensor, num_experts: int) -> SortedTokens:
+            sorted_tokens = sort_by_expert(expert_ids, num_experts)
+            seen.index_add_(0, sorted_tokens.offsets[-1:].long(), one)
+            return sorted_tokens
+
+        monkeypatch.setattr(experts, "sort_by_expert", counted)
+        engine = small_engine(tmp_path / "moe", device="cuda", dtype="float16", **SMALL)
+        seen.zero_()
+        run_to_end(engine, [wanted(name, [5], max_tokens=3) for name in "abc"])
+        assert seen.nonzero().flatten().tolist() == [3 * 3]
+    assert card.num_replays
 
 
 EXPERT_LAYOUTS = {

@@ -11,9 +11,10 @@ from kernels.reference import experts as reference
 from kernels.reference.quantised import dequantise
 from kernels.triton.expert_weights import bind_weights
 from kernels.triton.experts import mix_gated_experts
+from kernels.triton.router import route_live
 from tests.ptx.test_products import PACKERS
-from tests.support.kernel_cases import Guarded, normal
-from tests.support.kernel_tolerances import assert_near
+from tests.support.kernel_cases import Guarded, normal, padded_rows
+from tests.support.kernel_tolerances import assert_near, assert_same
 from tests.support.ptx.card import EmulatedCard
 
 CPU = torch.device("cpu")
@@ -31,6 +32,41 @@ def test_mixtures(card: EmulatedCard, kind: str, count: int) -> None:
     weights, ids = reference.route(normal(count, EXPERTS, dtype=torch.float32, device=CPU, seed=4), CHOSEN, normalised=True)
     bound = [bind_weights(each) for each in packed]
     out = Guarded((count, HIDDEN), torch.bfloat16, CPU)
+    with card.reaching(*bound[0].kept, *bound[1].kept):
+        mix_gated_experts(x, weights.bfloat16(), ids, *bound, activation="silu", out=out.tensor)
+    expected = reference.mix_gated_experts(x.float(), weights, ids, gate_up, down, activation="silu")
+    assert_near(out.check(), expected, "matmul", scale=2)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "num_experts", "num_chosen"), [(torch.bfloat16, 128, 8), (torch.float16, 60, 4), (torch.float32, 512, 16)]
+)
+@pytest.mark.parametrize("normalised", [True, False])
+def test_routers(card: EmulatedCard, dtype: torch.dtype, num_experts: int, num_chosen: int, normalised: bool) -> None:
+    logits = padded_rows(normal(4, num_experts, dtype=dtype, device=CPU) * 3, num_experts + 9)
+    logits[2] = logits[2].round()
+    slots = torch.tensor([0, -1, 7, 3, -1])[1:]  # begins where no vector may
+    weights, ids = Guarded((4, num_chosen), dtype, CPU), Guarded((4, num_chosen), torch.int64, CPU)
+    route_live(logits, num_chosen, normalised=normalised, slots=slots, out=(weights.tensor, ids.tensor))
+    expected, expected_ids = reference.route_live(logits, num_chosen, normalised=normalised, slots=slots)
+    assert_same(ids.check(), expected_ids)
+    assert_near(weights.check(), expected, "normed")
+
+
+def test_rows_of_padding_are_nothing(card: EmulatedCard) -> None:
+    """Neither their rows nor the experts that nobody chose are numbers."""
+    slots = torch.tensor([3, -1, -1])
+    weights, ids = route_live(torch.tensor([[0.0, 1.0, 2.0, -1.0]] * 3), CHOSEN, normalised=True, slots=slots)
+    assert ids.tolist() == [[2, 1], [4, 4], [4, 4]]
+    x = normal(3, HIDDEN, dtype=torch.bfloat16, device=CPU)
+    x[1:] = math.nan
+    gate_up, down = (
+        normal(EXPERTS, *size, dtype=torch.bfloat16, device=CPU, seed=1) / math.sqrt(size[1])
+        for size in ((2 * INNER, HIDDEN), (HIDDEN, INNER))
+    )
+    gate_up[[0, 3]] = down[[0, 3]] = math.nan
+    bound = bind_weights(gate_up.unbind()), bind_weights(down.unbind())
+    out = Guarded((3, HIDDEN), torch.bfloat16, CPU)
     with card.reaching(*bound[0].kept, *bound[1].kept):
         mix_gated_experts(x, weights.bfloat16(), ids, *bound, activation="silu", out=out.tensor)
     expected = reference.mix_gated_experts(x.float(), weights, ids, gate_up, down, activation="silu")

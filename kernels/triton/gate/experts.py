@@ -46,7 +46,7 @@ def compilations() -> list[Compilation]:
         Compilation(
             "combine_experts_8",
             combine_kernel,
-            {**floats, "width": "i32", "stride_out": "i32"},
+            {**floats, "expert_ids_ptr": "*i64", **dict.fromkeys(("num_experts", "width", "stride_out"), "i32")},
             {"NUM_CHOSEN": 8, "BLOCK": COMBINE_BLOCK},
             divisible=("width", "stride_out"),
         ),

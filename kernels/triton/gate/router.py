@@ -1,0 +1,32 @@
+"""Configurations of `kernels.triton.router` that the compile gate compiles."""
+
+from __future__ import annotations
+
+from kernels.triton.gate.compilation import Compilation
+from kernels.triton.router import num_router_warps, route_kernel
+from kernels.triton.tuning import power_of_two
+
+
+def compilations() -> list[Compilation]:
+    """Qwen3-30B-A3B in steps and in texts, Mixtral 8x7B, and 512 experts of which 16 are chosen with weights as they are."""
+    return [
+        _compilation("bf16", 128, 8),
+        _compilation("bf16", 128, 8, has_slots=False),
+        _compilation("fp16", 8, 2),
+        _compilation("fp32", 512, 16, normalised=False),
+    ]
+
+
+def _compilation(dtype: str, experts: int, chosen: int, *, normalised: bool = True, has_slots: bool = True) -> Compilation:
+    block = power_of_two(experts)
+    slots = {"slots": "*i64"} if has_slots else {}
+    return Compilation(
+        f"route_{dtype}_{experts}experts_{chosen}{'' if has_slots else '_texts'}",
+        route_kernel,
+        {"logits": f"*{dtype}", **slots, "weights": f"*{dtype}", "expert_ids": "*i64", "row_stride": "i32"},
+        {
+            **({} if has_slots else {"slots": None}), "EXPERTS": experts, "EXPERTS_BLOCK": block, "CHOSEN": chosen,
+            "CHOSEN_BLOCK": power_of_two(chosen), "NORMALISED": normalised,
+        },
+        num_warps=num_router_warps(block), divisible=("row_stride",) if experts % 16 == 0 else (),
+    )  # fmt: skip

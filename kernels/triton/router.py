@@ -1,0 +1,108 @@
+"""The experts of each token in one launch: softmax, the likeliest ones, their weights. Rows of padding get none.
+
+A row is chosen from by one program in registers: the largest logit is found and taken out, once for each choice. Logits are
+compared as integers in the same order, of which equal ones are told apart by their expert's number, so that the choice is the
+same on every card and in every batch.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from kernels.triton.early_launch import early_launch, start_in_turn
+from kernels.triton.tuning import LOG2_E, power_of_two
+
+WARP_EXPERTS = 512
+"""That one warp holds, 16 in each thread; with more there are more warps."""
+_LOG2_E = tl.constexpr(LOG2_E)
+_TAKEN = tl.constexpr(-(2**31))  # below what any logit becomes
+_NAN = tl.constexpr(2**31 - 1)  # above, as torch orders them
+
+
+@triton.jit
+def ordered_bits(value):
+    """Integers in the order of float32: zeros of both signs are equal, NaN is the largest."""
+    bits = tl.where(value == 0.0, 0.0, value).to(tl.int32, bitcast=True)
+    return tl.where(value != value, _NAN, bits ^ ((bits >> 31) & 0x7FFFFFFF))
+
+
+@triton.jit
+def of_ordered_bits(bits):
+    """The float32 that `ordered_bits` made them of."""
+    return (bits ^ ((bits >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)
+
+
+@triton.jit(do_not_specialize_on_alignment=["slots"])
+def route_kernel(
+    logits, slots, weights, expert_ids, row_stride,
+    EXPERTS: tl.constexpr, EXPERTS_BLOCK: tl.constexpr, CHOSEN: tl.constexpr, CHOSEN_BLOCK: tl.constexpr,
+    NORMALISED: tl.constexpr, EARLY: tl.constexpr,
+):  # fmt: skip
+    """Program (row)"""
+    start_in_turn(EARLY)
+    row = tl.program_id(0).to(tl.int64)
+    experts, choices = tl.arange(0, EXPERTS_BLOCK), tl.arange(0, CHOSEN_BLOCK)
+    is_expert, is_choice = experts < EXPERTS, choices < CHOSEN
+    value = tl.load(logits + row * row_stride + experts, mask=is_expert, other=float("-inf")).to(tl.float32)
+    left = tl.where(is_expert, ordered_bits(value), _TAKEN)
+    highest = tl.max(left, 0)
+    chosen = tl.zeros([CHOSEN_BLOCK], tl.int32)
+    chosen_bits = chosen + highest
+    for choice in range(CHOSEN):
+        best = tl.max(left, 0)
+        expert = tl.min(tl.where(left == best, experts, EXPERTS), 0)
+        left = tl.where(experts == expert, _TAKEN, left)
+        chosen = tl.where(choices == choice, expert, chosen)
+        chosen_bits = tl.where(choices == choice, best, chosen_bits)
+    largest = of_ordered_bits(highest)
+    share = tl.exp2((of_ordered_bits(chosen_bits) - largest) * _LOG2_E)
+    if NORMALISED:
+        whole = tl.sum(tl.where(is_choice, share, 0.0), 0)
+    else:
+        whole = tl.sum(tl.where(is_expert, tl.exp2((value - largest) * _LOG2_E), 0.0), 0)
+    weight = share / whole
+    if slots is not None:
+        is_live = tl.load(slots + row) >= 0
+        weight, chosen = tl.where(is_live, weight, 0.0), tl.where(is_live, chosen, EXPERTS)
+    places = row * CHOSEN + choices
+    tl.store(weights + places, weight.to(weights.dtype.element_ty), mask=is_choice)
+    tl.store(expert_ids + places, chosen.to(tl.int64), mask=is_choice)
+
+
+def route_live(
+    logits: torch.Tensor,
+    num_chosen: int,
+    *,
+    normalised: bool,
+    slots: torch.Tensor | None = None,
+    out: tuple[torch.Tensor, torch.Tensor] | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The likeliest experts of each row and their softmax over all E, which `normalised` divides by their sum; expert E and
+    weight 0 where slots[t] < 0, for a row of padding.
+
+    logits: [T, E] float32, bf16 or fp16, rows may lie apart, num_chosen ≤ E, slots: [T] int64 or int32 → weights:
+    [T, num_chosen] like logits, expert ids: [T, num_chosen] int64, likeliest first, of equal logits the lower expert first. A
+    row with a NaN or +inf, or of -inf alone, has NaN for weights and distinct experts.
+
+    Source: arXiv 2401.04088, section 2.1: the softmax over the chosen ones is the normalised one over all. Reads T · E logits,
+    writes 8 bytes and a weight a choice; some 4 · E operations a choice, and softmax in float32, rounded once. Experts beyond E
+    are masked. A row's sums are in an order that follows from E alone.
+    """
+    num_rows, num_experts = logits.shape
+    shape, device = (num_rows, num_chosen), logits.device
+    if out is None:
+        out = torch.empty(shape, dtype=logits.dtype, device=device), torch.empty(shape, dtype=torch.int64, device=device)
+    block = power_of_two(num_experts)
+    if num_rows:
+        route_kernel[(num_rows,)](
+            logits, slots, *out, logits.stride(0), num_experts, block, num_chosen, power_of_two(num_chosen), normalised,
+            num_warps=num_router_warps(block), **early_launch(device),
+        )  # fmt: skip
+    return out
+
+
+def num_router_warps(block: int) -> int:
+    """For so many experts, a power of two: each reduction waits for all warps of a program, and one waits for nobody."""
+    return min(8, max(1, block // WARP_EXPERTS))
