@@ -200,7 +200,7 @@ def _measured_speed(
         return speed
     guess = None if cached.draft is None else ahead.run_draft_padding
     costs = measure_guesses(ahead.run_padding, limits.max_num_seqs + options.max_guesses, resolved.device, guess=guess)
-    return replace(speed, speculation=costs)
+    return speed.with_guesses(costs)
 
 
 def _ask_for_kernels(cached: CachedModels, limits: SchedulerLimits, options: EngineOptions) -> None:

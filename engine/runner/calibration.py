@@ -6,7 +6,7 @@ what lies between decides when guessing tokens is worth its rows.
 
     one row        the decode step as it will be run: captured, recorded or, without slots, the pass; a draft model's part
                    in it, and the way of its token to the host included
-    many rows      the pass that computes chunks of prompts, operation by operation
+    many rows      the pass that computes chunks of prompts, operation by operation, and a draft model's
     guesses        the steps that will verify them, and those of the draft model; without slots, passes
 """
 
@@ -53,6 +53,11 @@ class MeasuredSpeed:
     step_times: StepTimeModel
     speculation: SpeculationCosts
 
+    def with_guesses(self, costs: SpeculationCosts) -> MeasuredSpeed:
+        """With these costs of guesses, in steps of one row, as a part of the time of a step."""
+        self.step_times.draft_step_s = costs.draft_step * self.step_times.weights_s(1)
+        return MeasuredSpeed(self.step_times, costs)
+
 
 @torch.inference_mode()
 def measure_speed(
@@ -80,21 +85,21 @@ def measure_speed(
     one_row_s = _pass_s(target, 1, 1, block_size) if decode is None else _fastest_s(decode, STEPS)
     passes_s = [_pass_s(target, num_rows, min(num_rows, max_sampled), block_size) for num_rows in rows[1:]]
     times = list(accumulate([one_row_s, *passes_s], max))
+    drafts_s = [0.0 if draft is None else _pass_s(draft, num_rows, 1, block_size) for num_rows in (1, rows[-1])]
     if len(rows) == 1:
-        rows, times = [1, 2], [times[0], 2 * times[0]]
-    draft_s = 0.0 if draft is None else _pass_s(draft, 1, 1, block_size)
-    speculation = _costs(rows, [time_s + draft_s for time_s in times], draft_s)
+        rows, times, drafts_s = [1, 2], [times[0], 2 * times[0]], [drafts_s[0], 2 * drafts_s[0]]
+    costs = _costs(rows, [time_s + drafts_s[0] for time_s in times], drafts_s[0])
     step_times = step_time_model(
         config,
-        times[0],
-        times[-1] / rows[-1],
+        times[0] + (drafts_s[0] if decode is None else 0.0),
+        (times[-1] + drafts_s[1]) / rows[-1],
         weight_bytes=weight_bytes,
         kv_bytes=kv_bytes,
         block_size=block_size,
         device=device,
         sampled_share=sampled_share,
     )
-    return MeasuredSpeed(step_times, speculation)
+    return MeasuredSpeed(step_times, costs).with_guesses(costs)
 
 
 def measure_guesses(

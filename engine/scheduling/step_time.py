@@ -4,8 +4,11 @@ A step that computes B decode tokens and T prefill tokens reads every weight onc
 keys and values of every context, and does the causal attention of the prefill chunks:
 
     max(W / BW, (2·L·P·(B+T) + 2·V·d·rows) / FL) + kv·Σ context / BW + 4·L·H·D·Σ chunk·(start + chunk/2) / FL + host
+        + depth·draft
 
 W bytes of layers and output head, P weights of one layer, kv bytes of one token's keys and values, rows that are sampled.
+A draft model computes all tokens of the step too, which is measured as a part of BW and FL; `depth` are the most guesses of a
+request, each a small step of it before the one that verifies them.
 BW and FL are what the device was measured to reach, times an efficiency. The same linear costs, as integers, are what the
 scheduler charges tenants with: `token_costs`.
 
@@ -117,6 +120,8 @@ class StepTimeModel:
         active = shape.attention_params + shape.num_chosen_experts * shape.expert_params
         self.shape = shape
         self.host_s = reached.host_s
+        self.draft_step_s = 0.0
+        """Of a draft model that guesses one more token of every request."""
         self.dense_weights_s = weight_bytes * (shape.num_layers * shape.attention_params + shape.head_params) * byte_s
         self.expert_weights_s = weight_bytes * shape.num_layers * shape.num_experts * shape.expert_params * byte_s
         self.token_s = 2 * shape.num_layers * active * flop_s
@@ -147,11 +152,12 @@ class StepTimeModel:
         )
 
     def batch_s(self, batch: ScheduledBatch) -> float:
-        """Seconds of one step over `batch`, with the moves of blocks before it."""
-        context_tokens, num_rows, pairs = 0, 0, 0.0
+        """Seconds of one step over `batch`, with the moves of blocks and the guesses of a draft model before it."""
+        context_tokens, num_rows, depth, pairs = 0, 0, 0, 0.0
         for item in batch.decodes:
             context_tokens += item.start
             num_rows += 1 + item.num_draft_tokens
+            depth = max(depth, item.num_draft_tokens)
         for item in batch.prefills:
             context_tokens += item.start
             num_rows += item.samples
@@ -159,7 +165,8 @@ class StepTimeModel:
         step_s = self.step_s(
             num_tokens=batch.num_tokens, num_rows=num_rows, context_tokens=context_tokens, attention_pairs=pairs
         )
-        return step_s + self.block_copy_s * (len(batch.moves.swap_in) + len(batch.moves.swap_out))
+        moves_s = self.block_copy_s * (len(batch.moves.swap_in) + len(batch.moves.swap_out))
+        return step_s + depth * self.draft_step_s + moves_s
 
     def token_costs(self) -> TokenCosts:
         """The linear prices that the scheduler charges with."""

@@ -13,6 +13,7 @@ from engine.config.model import parse_model_config
 from engine.runner import calibration
 from engine.runner.calibration import PASSES, PASSES_S
 from engine.simulator.models import MODELS, config_of
+from engine.speculation.prompt_lookup import SpeculationCosts
 
 
 class Passes:
@@ -67,6 +68,25 @@ def test_a_decode_is_timed_as_it_will_be_run_and_chunks_as_passes(monkeypatch: p
     assert found.weights_s(1) == pytest.approx(0.0043)
     assert 64 * (found.token_s + found.sampled_row_s) == pytest.approx(0.008)
     assert measure(for_speculation=False).step_times.weights_s(1) == pytest.approx(0.008), "the plain way's decodes are passes"
+
+
+def test_a_draft_model_has_a_part_in_every_step_and_one_of_its_own_for_each_guess(monkeypatch: pytest.MonkeyPatch) -> None:
+    target, small = Passes(0.008), Passes(0.001)
+    for each in (target, small):
+        each.kv_caches[0].device = torch.device("cpu")
+    clock = SimpleNamespace(perf_counter=lambda: target.now_s + small.now_s)
+    monkeypatch.setattr(calibration, "time", clock)
+    config = parse_model_config(config_of(MODELS["llama-3.1-8b"]), {})
+    plan: Any = SimpleNamespace(max_model_len=4096)
+    asked: dict[str, Any] = {"weight_bytes": 2.0, "kv_bytes": 2, "block_size": 16, "max_tokens": 512, "max_seqs": 64}
+    found = calibration.measure_speed(config, cast("Any", target), cast("Any", small), plan, for_speculation=True, **asked)
+    times = found.step_times
+    assert times.weights_s(1) == pytest.approx(0.009)
+    assert 64 * (times.token_s + times.sampled_row_s) == pytest.approx(0.009)
+    assert times.draft_step_s == pytest.approx(0.001)
+    assert found.speculation.times[0] == 1.0
+    captured = found.with_guesses(SpeculationCosts(rows=(1, 2), times=(1.0, 1.0), draft_step=0.05))
+    assert captured.step_times.draft_step_s == pytest.approx(0.05 * 0.009)
 
 
 @pytest.mark.parametrize(("device", "rows"), [("cpu", (1, 2, 4, 16, 64)), ("cuda", (1, 2, 4, 16, 80))])

@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+from typing import cast
+
 import pytest
 
+from engine.scheduling.request import Request
+from engine.scheduling.scheduled_batch import ScheduledBatch, ScheduledRequest
 from engine.scheduling.step_budget import AIM_SHARE, SCALE_MAX, BudgetTargets, StepBudget
 from engine.scheduling.step_time import Efficiency, ModelShape, StepTimeModel
 from engine.simulator.models import GPUS, MODELS, kv_blocks
@@ -53,6 +58,17 @@ def test_decode_steps_at_the_roofline_are_those_worked_out_by_hand(batch: int, c
 def test_prefill_at_the_roofline_is_that_worked_out_by_hand(prompt: int, tokens_per_s: float) -> None:
     model = StepTimeModel(LLAMA.shape, H200.speed, efficiency=PERFECT)
     assert prompt / step_s(model, 0, 0, 0, prompt) == pytest.approx(tokens_per_s, rel=0.015)
+
+
+def test_a_draft_model_takes_a_step_for_each_guess_of_the_request_that_has_most() -> None:
+    model, requests = llama(), [cast("Request", SimpleNamespace()) for _ in range(3)]
+    guesses = [ScheduledRequest(request, 100, 1 + k, True, k) for request, k in zip(requests, (0, 2, 5), strict=True)]
+    batch = ScheduledBatch(decodes=guesses, num_tokens=10, num_draft_tokens=7)
+    plain_s = model.batch_s(batch)
+    model.draft_step_s = 0.001
+    assert model.batch_s(batch) == pytest.approx(plain_s + 0.005)
+    without = ScheduledBatch(decodes=guesses[:1], num_tokens=1)
+    assert model.batch_s(without) == llama().batch_s(without)
 
 
 def test_half_the_bytes_of_keys_and_values_take_half_the_time() -> None:
