@@ -59,6 +59,9 @@ WEIGHTS_SHARE = 0.5
 NO_GRAPHS = "no graphs: experts chosen by the host"
 """Said of a mixture whose weights no launch can read together: each of its layers waits for the host in every step."""
 
+NOT_RECORDED = "not recorded: the model or its draft model has an operation that cannot be"
+"""Said where decode steps on a CPU are computed operation by operation."""
+
 
 @dataclass(frozen=True, slots=True)
 class LoadedModel:
@@ -131,7 +134,7 @@ def build_engine(options: EngineOptions, *, progress: Callable[[float], None] = 
     info = _info(resolved, model, cached, load_s=times.total_s, has_no_graphs=has_no_graphs)
     info = replace(info, memory=resolved.forecast.parts(measured), memory_note=resolved.forecast.shortened())
     log.info("operations %s", ops.listed(resolved.dtype, device, batch_invariant=options.batch_invariant))
-    _tell_start(info, _runner_words(cached, has_no_graphs=has_no_graphs), times)
+    _tell_start(info, _runner_words(ahead, has_no_graphs=has_no_graphs), times)
     desk = _grammar_desk(options, info, cached.masks)
     return Engine(scheduler, ahead or cached.runner, info, grammars=desk, step_budget=budget, overlap=ahead)
 
@@ -214,11 +217,12 @@ def _ask_for_kernels(cached: CachedModels, limits: SchedulerLimits, options: Eng
         compile_verification(cached.target.vocab_size, speculative.num_speculative_tokens, device)
 
 
-def _runner_words(cached: CachedModels, *, has_no_graphs: bool) -> str:
-    if cached.is_plain:
+def _runner_words(ahead: SlotRunner | None, *, has_no_graphs: bool) -> str:
+    if ahead is None:
         return "plain"
-    words = "recorded" if cached.is_synchronous else "ahead"
-    return f"{words} ({NO_GRAPHS})" if has_no_graphs else words
+    if ahead.is_synchronous:
+        return "recorded" if ahead.is_recorded else f"over slots ({NOT_RECORDED})"
+    return f"ahead ({NO_GRAPHS})" if has_no_graphs else "ahead"
 
 
 def _tell_start(info: EngineInfo, runner: str, times: StartTimes) -> None:

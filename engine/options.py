@@ -33,7 +33,7 @@ cost little more time than 64; a CPU of 64 rows multiplies and waits for no weig
 
 SEATS_MAX = 1024
 """With 64 guesses so many requests of a step are at most 2048, in powers of two: the most among which decodes search in the
-registers that they are granted on an H200 (`kernels.triton.gate`). Among 4096, two programs take the room of three, and spill."""
+registers that they are granted on an H200 (`kernels.triton.gate`). Among 4096 two programs take the room of three and spill."""
 BLOCK_SIZE_MAX = 1024
 
 

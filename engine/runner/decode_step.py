@@ -76,6 +76,12 @@ class DecodeStep:
             self._logits = logits.new_empty(self._inputs.max_rows, logits.shape[1])
         self._logits[:size].copy_(logits)
 
+    @property
+    def is_recorded(self) -> bool:
+        """Whether a step that chooses the most likely tokens is one call: where an operation of a model, or of its draft model,
+        cannot be recorded, none is."""
+        return self._recorded.make_ready(Kind(greedy=True)) is not None
+
     def make_ready(self, kind: Kind | None, *, has_guesses: bool = False) -> None:
         """Have steps of this kind recorded, where they can be."""
         (self._recorded_guesses if has_guesses else self._recorded).make_ready(kind)

@@ -182,6 +182,12 @@ class SlotRunner:
         self._drafts.steps.run(self._drafts.steps.make_ready(1, Kind()), Kind())
         self._return.send(self._drafts.steps.step.sampled[:1]).tokens()
 
+    @property
+    @torch.inference_mode()
+    def is_recorded(self) -> bool:
+        """Whether decode steps are one recorded call."""
+        return self._step.is_recorded
+
     def warm_up(self) -> None:
         """Have the steps of the fewest rows ready; larger ones are captured when they are first needed."""
         if compiles_at_first_use(self._device):

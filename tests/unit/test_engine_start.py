@@ -10,8 +10,10 @@ from typing import Any
 
 import pytest
 
+from engine.build import NOT_RECORDED
+from engine.speculation.options import SpeculativeOptions
 from engine.start_times import StartTimes
-from tests.support.engines import small_engine
+from tests.support.engines import run_to_end, small_engine, wanted
 from tests.support.tiny_models import make_model
 
 PARTS = {"plain": ["kernels", "weights", "cache", "speed"], "recorded": ["kernels", "weights", "cache", "graphs", "speed"]}
@@ -30,3 +32,18 @@ def test_all_parts_of_a_start_are_in_its_time(
     assert f"runner={runner} " in started
     assert told in started, "and compiling is no part of reading weights"
     assert engine.info.load_s > len(PARTS[runner])
+
+
+@pytest.mark.parametrize(("draft", "words"), [("llama", "recorded "), ("qwen3_moe", f"over slots ({NOT_RECORDED}) ")])
+def test_a_start_tells_of_steps_that_cannot_be_recorded_because_of_the_draft_model(
+    draft: str, words: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    sizes: dict[str, Any] = {"hidden_size": 256, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 64}
+    make_model("llama", tmp_path / "target", **sizes)
+    make_model(draft, tmp_path / "draft", **sizes)
+    guesses = SpeculativeOptions(method="draft_model", model=tmp_path / "draft", num_speculative_tokens=2)
+    with caplog.at_level(logging.INFO):
+        engine = small_engine(tmp_path / "target", enforce_eager=False, speculative_config=guesses)
+    said = [record.getMessage() for record in caplog.records if record.getMessage().startswith("started")]
+    assert [f"runner={words}" in line for line in said] == [True]
+    assert run_to_end(engine, [wanted("a", [5, 6], max_tokens=4)])["a"][-1].finish_reason
