@@ -7,7 +7,8 @@ b_kv bytes per weight, per number computed with and per stored key or value, T t
                      in other bits than b stands beside the embedding, tied or not
     activations  A = max(T·w·b, R·V·4·2), w numbers of a token where a layer holds most: 3f + 6d behind gates of width f; of a
                      mixture of k experts (k + 2)·f + (k + 6)·d; 2(H + K)·D + 5d in attention
-    graphs       G = A of the largest captured step, and for each that is kept 24 KiB for each of its 10·L + 20 launches
+    graphs       G = A of the largest captured step, and for each that is kept 24 KiB for each of its 10·L + 20 launches;
+                     13 in a layer that is a mixture
     slots        S = R·(splits of the context·H·(D + 1)·4 for each window + V·(4 + b)) + min(R·V·4, 128 MiB), on a GPU:
                      what decodes leave between two kernels, counts of tokens, logits that wait for masks, biases. Rows of
                      guesses add to R, though not to counts and biases. Batch-invariant decodes leave
@@ -31,12 +32,13 @@ GIB = 1 << 30
 LOGITS_ELEMENTS_MAX = 1 << 25
 """Logits that stand in memory at a time, 128 MiB: those of a step's rows are computed in slices of so many."""
 
-LAUNCHES_OF_LAYER, LAUNCHES_OF_STEP = 10, 20
+LAUNCHES_OF_LAYER, LAUNCHES_OF_STEP, LAUNCHES_OF_EXPERTS = 10, 20, 3
 LAUNCH_BYTES = 24 << 10
-"""Of a captured step: at most so many kernels of each layer, and of what comes before and behind, and what the driver keeps on
-the card for one of them. PyTorch's documentation of CUDA graph trees says 64 KiB up to CUDA 12.4 and driver 550, then less;
-vLLM's log tells 0.21 GiB for 35 sizes of Llama-3.2-1B, which without activations is some 17 to 30 KiB a launch. A guess until
-our own are measured: Llama-3.1-8B's steps come to 8 MiB each."""
+"""Of a captured step: at most so many kernels of each layer, of what comes before and behind, and of a mixture of experts more
+than of a gated feed-forward part (router, choice, sort, two products, sum); and what the driver keeps on the card for one of
+them. PyTorch's documentation of CUDA graph trees says 64 KiB up to CUDA 12.4 and driver 550, then less; vLLM's log tells 0.21
+GiB for 35 sizes of Llama-3.2-1B, which without activations is some 17 to 30 KiB a launch. A guess until our own are measured:
+Llama-3.1-8B's steps come to 8 MiB each."""
 
 CONTEXT_BYTES = 600 << 20
 """Of a process on an NVIDIA GPU: context, code, the matrix library's workspace. A guess where no device can be asked."""
@@ -97,6 +99,7 @@ class MemoryShape:
     tied_head        weights of an embedding that is the output head as well
     recorded_width   all activations of one token in a layer whose operations can be recorded
     num_layers       layers
+    num_sparse_layers  of these, mixtures of experts
     rotary_width     cosines and sines of one position, of all distinct rotations
     """
 
@@ -113,6 +116,7 @@ class MemoryShape:
     tied_head: int = 0
     recorded_width: int = 0
     num_layers: int = 0
+    num_sparse_layers: int = 0
     rotary_width: int = 0
 
     @classmethod
@@ -144,6 +148,7 @@ class MemoryShape:
             tied_head=config.vocab_size * d if config.has_head and is_tied else 0,
             recorded_width=attended + 6 * d + 3 * config.intermediate_size if config.experts is None else 0,
             num_layers=config.num_layers,
+            num_sparse_layers=sum(layer.is_sparse for layer in config.layers),
             rotary_width=sum(2 * rope.rotary_dim for rope in config.ropes),
         )
 
@@ -171,7 +176,8 @@ class MemoryShape:
     @property
     def graph_bytes(self) -> int:
         """Of one captured step, beside activations."""
-        return (LAUNCHES_OF_LAYER * self.num_layers + LAUNCHES_OF_STEP) * LAUNCH_BYTES
+        of_layers = LAUNCHES_OF_LAYER * self.num_layers + LAUNCHES_OF_EXPERTS * self.num_sparse_layers
+        return (of_layers + LAUNCHES_OF_STEP) * LAUNCH_BYTES
 
     def splits_bytes(self, num_seqs: int, context_len: int, kv_element_bytes: int, *, batch_invariant: bool = False) -> int:
         """What `num_seqs` decodes of up to `context_len` tokens leave for the kernel that puts their parts together, which are

@@ -85,6 +85,7 @@ def test_memory_is_planned_for_as_many_graphs_as_are_kept() -> None:
         return needs.graphs_bytes - LLAMA_8B.activations_bytes(rows, rows, 2)
 
     assert LLAMA_8B.graph_bytes == (10 * 32 + 20) * 24 * 1024
+    assert replace(LLAMA_8B, num_sparse_layers=30).graph_bytes == (10 * 2 + 13 * 30 + 20) * 24 * 1024
     assert graphs_of(LOAD) == graphs_kept(256, 0) * LLAMA_8B.graph_bytes
     assert graphs_of(replace(LOAD, num_seqs=32)) == graphs_kept(32, 0) * LLAMA_8B.graph_bytes, "fewer seats have fewer sizes"
     guesses, small = replace(LOAD, num_guesses=64), shape_of("llama-3.2-1b")
