@@ -15,8 +15,8 @@ from engine.config.model import ModelConfig
 from engine.cpu_environment import default_threads
 from engine.device import device_name, format_name
 from engine.grammar.compiler import GrammarCompiler
-from engine.grammar.desk import GrammarDesk, LateCompiler
 from engine.grammar.masks import GrammarMasks
+from engine.grammar.queue import GrammarQueue, LateCompiler
 from engine.grammar.vocabulary import load_vocabulary
 from engine.loop import Engine
 from engine.memory.device import kv_bytes_available
@@ -135,8 +135,8 @@ def build_engine(options: EngineOptions, *, progress: Callable[[float], None] = 
     info = replace(info, memory=resolved.forecast.parts(measured), memory_note=resolved.forecast.shortened())
     log.info("operations %s", ops.listed(resolved.dtype, device, batch_invariant=options.batch_invariant))
     _tell_start(info, _runner_words(ahead, has_no_graphs=has_no_graphs), times)
-    desk = _grammar_desk(options, info, cached.masks)
-    return Engine(scheduler, ahead or cached.runner, info, grammars=desk, step_budget=budget, overlap=ahead)
+    grammars = _grammar_queue(options, info, cached.masks)
+    return Engine(scheduler, ahead or cached.runner, info, grammars=grammars, step_budget=budget, overlap=ahead)
 
 
 def _load_models(resolved: ResolvedOptions, *, progress: Callable[[float], None]) -> tuple[LoadedModel, LoadedModel | None]:
@@ -277,11 +277,11 @@ def _step_budget(options: EngineOptions, step_times: StepTimeModel) -> StepBudge
     return StepBudget(step_times, BudgetTargets.following(options.inter_token_target_ms / 1000))
 
 
-def _grammar_desk(options: EngineOptions, info: EngineInfo, masks: GrammarMasks) -> GrammarDesk:
+def _grammar_queue(options: EngineOptions, info: EngineInfo, masks: GrammarMasks) -> GrammarQueue:
     def compiler() -> GrammarCompiler:
         return GrammarCompiler(load_vocabulary(options.model, info.vocab_size, info.eos_token_ids))
 
-    return GrammarDesk(LateCompiler(compiler), masks)
+    return GrammarQueue(LateCompiler(compiler), masks)
 
 
 def _scheduler(

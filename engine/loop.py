@@ -29,7 +29,7 @@ from itertools import chain
 from engine.engine_status import StepFigures, make_status
 from engine.errors import EngineBroken, EngineOverloaded, PromptError
 from engine.fault_isolation import Runner, run_isolated
-from engine.grammar.desk import GrammarDesk
+from engine.grammar.queue import GrammarQueue
 from engine.grammar.spec import GrammarSpec, grammar_spec
 from engine.overlap import AheadRunner, Fallbacks, OverlappedSteps, StepUnderWay
 from engine.protocol import EngineInfo, EngineStatus, FinishReason, GenerationRequest, InvalidOption, PlainReason, TokenEvent
@@ -58,7 +58,7 @@ class Engine:
         info: EngineInfo,
         *,
         clock: Callable[[], float] = time.monotonic,
-        grammars: GrammarDesk | None = None,
+        grammars: GrammarQueue | None = None,
         step_budget: StepBudget | None = None,
         overlap: AheadRunner | None = None,
     ) -> None:

@@ -1,4 +1,4 @@
-"""Turns rows of tokens into the tensors of one forward pass, once per step, the same for all layers.
+"""The tensors of one forward pass, made from rows of tokens once per step, the same for all layers.
 
 Order of the pass: rows of a single token first, longest context first (they attend in padded groups), then the longer ones
 in the order given. `sampled_rows` leads back to the order of the rows.

@@ -18,7 +18,7 @@ from typing import Protocol
 
 import torch
 
-from engine.runner.graph_places import GraphPlaces
+from engine.runner.graph_eviction import GraphEviction
 
 log = logging.getLogger("gatehouse.engine")
 
@@ -64,13 +64,13 @@ class DirectCalls:
 
 
 class CudaGraphs:
-    """One graph per key, at most `max_graphs`, of what is met most (`graph_places`). CUDA keeps a graph that still runs until
+    """One graph per key, at most `max_graphs`, of what is met most (`graph_eviction`). CUDA keeps a graph that still runs until
     it has ended."""
 
     def __init__(self, device: torch.device, *, max_graphs: int) -> None:
         self._device = device
         self._max_graphs = max_graphs
-        self._places = GraphPlaces(max_graphs)
+        self._places = GraphEviction(max_graphs)
         self._graphs: dict[Hashable, torch.cuda.CUDAGraph] = {}
         self._failed: dict[Hashable, str] = {}  # why there is no graph
         self._pool = torch.cuda.graph_pool_handle()
@@ -104,7 +104,7 @@ class CudaGraphs:
         """Inside, every graph is captured anew, for whoever changes what steps launch; then those from before are back. They
         stay meanwhile: a pool of memory must not lose its last graph before another one is captured into it."""
         before = self._graphs, self._places, self._failed
-        self._graphs, self._places, self._failed = {}, GraphPlaces(self._max_graphs), {}
+        self._graphs, self._places, self._failed = {}, GraphEviction(self._max_graphs), {}
         try:
             yield
         finally:

@@ -1,4 +1,4 @@
-"""A decode step in the sizes and kinds that are asked for, each captured before it first runs."""
+"""Decode steps by size and kind, each captured before it first runs."""
 
 from __future__ import annotations
 
@@ -29,13 +29,13 @@ class ReadySteps:
 
     @property
     def guess_sizes(self) -> list[int]:
-        """Of steps with guesses."""
+        """The sizes of steps with guesses."""
         max_rows = self._inputs.max_rows
         return sorted({guesses_size(num_rows, max_rows) for num_rows in range(2, max_rows + 1)})
 
     def choose_graph(self, num_rows: int, wants: Wants, *, has_guesses: bool = False) -> tuple[int, Kind | None]:
-        """Of a step: the size that it is rounded up to, and its kind, None if it is computed as far as its logits, which all
-        kinds of a size have in common. The inputs are written behind this call."""
+        """The graph of a step: the size that the step is rounded up to, and its kind, None if it is computed as far as its
+        logits, which all kinds of a size have in common. The inputs are written after this call."""
         kind: Kind | None = wants.kind
         size = self._size(num_rows, kind, has_guesses=has_guesses)
         if wants.masked or not self._calls.admits(self._key(size, kind, has_guesses=has_guesses)):
@@ -43,7 +43,8 @@ class ReadySteps:
         return self.make_ready(num_rows, kind, has_guesses=has_guesses), kind
 
     def make_ready(self, num_rows: int, kind: Kind | None, *, has_guesses: bool = False) -> int:
-        """Have the step of so many rows captured, None as far as its logits; the size that it is rounded up to."""
+        """Capture the step of so many rows unless that is done; the size that it is rounded up to. A step of kind None ends
+        with its logits."""
         size = self._size(num_rows, kind, has_guesses=has_guesses)
         key = self._key(size, kind, has_guesses=has_guesses)
         if not self._calls.is_ready(key):  # captured with nothing but padding: the step changes nothing

@@ -125,7 +125,7 @@ class SlotRunner:
 
     def run(self, items: Sequence[ScheduledRequest]) -> list[StepOutput]:
         """Compute a step in the plain way. What it does to its requests is sent to their slots when they are launched again."""
-        self._slots.leave_out([item.request for item in items])
+        self._slots.invalidate([item.request for item in items])
         return self.plain.run(items)
 
     def forget(self) -> None:

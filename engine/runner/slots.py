@@ -1,10 +1,10 @@
-"""Request slots: what the device itself knows of the requests that decode, and the host's notes of what it knows.
+"""Request slots: the state of decoding requests on the device, and the host's record of what each slot holds.
 
-A slot holds the last token of a request, how many tokens there are, and its row of blocks: enough for the device to make the
-inputs of the next step without the host, which has not seen that token yet. The sampler keeps its columns by the same numbers.
+A slot holds the last token of a request, its number of tokens, and its row of the block table: enough for the device to make
+the inputs of the next step before the host has seen that token. The sampler keeps its columns by the same slot numbers.
 
-A slot is a copy of what the scheduler knows, never the only one: whatever is not as the notes say is sent again, and a slot of
-a request that is not in the step may be given to another. Nobody has to announce the end of a request.
+A slot is a copy of the scheduler's state, never the only one: whatever differs from the host's record is sent again, and a slot
+of a request that is not in the step may be given to another. The end of a request need not be announced.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ NOTHING = -1
 
 
 class SlotState:
-    """S slots of M blocks each, on the device. Only kernels read it."""
+    """The state of S slots of at most M blocks each, on the device. Only kernels read it."""
 
-    def __init__(self, num_slots: int, num_columns: int, *, device: torch.device, dtype: torch.dtype | None = None) -> None:
+    def __init__(self, num_slots: int, max_blocks: int, *, device: torch.device, dtype: torch.dtype | None = None) -> None:
         """`dtype`: of the model, whose operations advance the slots; None is any."""
         self.last_tokens = torch.zeros(num_slots, dtype=torch.int64, device=device)  # [S]
         self.num_tokens = torch.zeros(num_slots, dtype=torch.int32, device=device)  # [S], the last one included
-        self.tables = torch.zeros(num_slots, num_columns, dtype=torch.int32, device=device)  # [S, M]
+        self.tables = torch.zeros(num_slots, max_blocks, dtype=torch.int32, device=device)  # [S, M]
         self._staging = Staging(device)
         self.host_tables = self.tables.numpy() if device.type == "cpu" else None  # the same memory
         self._ops = ops.operations(device, dtype)
@@ -69,19 +69,19 @@ class SlotState:
 
 
 class SlotListener(Protocol):
-    """Keeps more of the requests by the same numbers."""
+    """Keeps further state of requests by slot, as the sampler does."""
 
     def place(self, slots: Sequence[int], requests: Sequence[Request]) -> None:
-        """The slots have these owners from now on."""
+        """Assign the slots to these requests."""
         ...
 
     def restart(self, slot: int, request: Request, num_tokens: int) -> None:
-        """What the slot holds of its request's tokens is in doubt or of another owner; the first `num_tokens` are known."""
+        """Set up the slot anew from the first `num_tokens` tokens of its request: what it holds is out of date or another's."""
         ...
 
 
 class SlotTable:
-    """The host's notes: whose a slot is, how many tokens it will hold after the steps launched so far, which blocks it has."""
+    """The host's record of each slot: its request, the tokens it will hold after the steps launched so far, its blocks."""
 
     def __init__(self, state: SlotState, listener: SlotListener) -> None:
         num_slots = state.num_slots
@@ -103,13 +103,13 @@ class SlotTable:
         return request in self._of
 
     def forget(self) -> None:
-        """What the device holds is in doubt, blocks and parameters too: no slot has an owner."""
+        """Drop all assignments: what the device holds is in doubt, blocks and parameters too."""
         self._of.clear()
         self._free = list(range(len(self._lens) - 1, -1, -1))
         self._requests = []
 
-    def leave_out(self, requests: Sequence[Request]) -> None:
-        """A step with these goes past the slots, which know less of them from then on, or something else."""
+    def invalidate(self, requests: Sequence[Request]) -> None:
+        """Mark the slots of these requests as out of date: a step with them is computed without the slots."""
         self._requests = []
         for request in requests:
             if request in self._of:
@@ -132,8 +132,8 @@ class SlotTable:
         return slots
 
     def update_beside_guesses(self, items: Sequence[ScheduledRequest], *, sends_tokens: bool = True) -> list[int]:
-        """As `update`, for a step in which some verify guesses. What it leaves in their slots is sent again. `sends_tokens`:
-        those of these requests come from the host with the step, and not from their slots."""
+        """As `update`, for a step in which some requests verify guesses; their slots are sent again with a later step.
+        `sends_tokens`: their input tokens come from the host with the step, and not from their slots."""
         slots = self._bring_up(items, [item.request for item in items], sends_tokens=sends_tokens)
         for item, slot in zip(items, slots, strict=True):
             self._lens[slot] = NOTHING if item.num_draft_tokens else item.start + item.num_tokens + 1
@@ -155,8 +155,8 @@ class SlotTable:
         return bool(is_known) and self._tables[slot] is item.request.block_table
 
     def _go_on(self, requests: list[Request]) -> bool:
-        """The next step of those that were in the last one; False, and nothing done, if one was preempted in between, which
-        its new table tells."""
+        """Update the record for the same requests as in the last step. False, and nothing done, if one was preempted in
+        between: it has a new block table."""
         tables = [request.block_table for request in requests]
         if not all(map(is_, tables, self._step_tables)):
             return False
@@ -194,7 +194,7 @@ class SlotTable:
             self._state.write_blocks(pieces)
 
     def _seats(self, requests: Sequence[Request]) -> list[int]:
-        """Slots of these requests; who has none gets one, if need be that of a request which is not among them."""
+        """Slots of these requests. One without a slot gets one, if need be that of a request which is not among them."""
         slots = [self._of.get(request, NOTHING) for request in requests]
         new = [i for i, slot in enumerate(slots) if slot == NOTHING]
         if not new:

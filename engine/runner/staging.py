@@ -1,9 +1,9 @@
-"""Host memory that the device copies from and to while the host goes on, without either overwriting what the other reads.
+"""Page-locked host buffers between host and device, used in turn so that neither side overwrites what the other still reads.
 
-Buffers rotate. Each is page-locked and has an event that is recorded behind the copy that uses it; it is not touched again
-before that event has passed. There are more buffers than steps under way, so that nobody waits in practice.
+A `BufferRing` has more buffers than steps under way. Each buffer has an event, recorded behind the copy that uses it; the
+buffer is taken again only after that event has passed, which in practice nothing has to wait for.
 
-On a CPU there is no copy that runs by itself: values are taken at once, and the same classes hand them on.
+On a CPU there is no copy that runs by itself: values are taken at once, and the same classes pass them on.
 """
 
 from __future__ import annotations
@@ -15,19 +15,19 @@ import numpy as np
 import torch
 
 DEPTH = 4
-"""Buffers in rotation: two steps are under way at a time."""
+"""Buffers in ring: two steps are under way at a time."""
 
 Buffer = TypeVar("Buffer")
 
 
 class Event(Protocol):
-    """The part of `torch.cuda.Event` that matters here."""
+    """The part of `torch.cuda.Event` that a ring needs."""
 
     def synchronize(self) -> None: ...
 
 
-class Rotation(Generic[Buffer]):
-    """Buffers that are used in turn, each only when its last use is over."""
+class BufferRing(Generic[Buffer]):
+    """A ring of `depth` buffers: each is taken in turn, when its last use is over."""
 
     def __init__(self, make: Callable[[], Buffer], depth: int = DEPTH) -> None:
         self._buffers = [make() for _ in range(depth)]
@@ -35,7 +35,7 @@ class Rotation(Generic[Buffer]):
         self._next = 0
 
     def take(self) -> tuple[int, Buffer]:
-        """The buffer whose turn it is; waits for whoever still uses it."""
+        """The next buffer and its index; waits until its last use is over."""
         place, self._next = self._next, (self._next + 1) % len(self._buffers)
         event, self._events[place] = self._events[place], None
         if event is not None:
@@ -43,11 +43,11 @@ class Rotation(Generic[Buffer]):
         return place, self._buffers[place]
 
     def used(self, place: int, until: Event) -> None:
-        """The buffer is in use until the event has passed."""
+        """Mark the buffer at this index as in use until the event has passed."""
         self._events[place] = until
 
     def replace(self, place: int, buffer: Buffer) -> None:
-        """Another buffer in that place, larger for instance."""
+        """Put another buffer at this index, a larger one for instance."""
         self._buffers[place] = buffer
 
 
@@ -59,25 +59,25 @@ class Staging:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._rotation: Rotation[torch.Tensor] | None = None
+        self._ring: BufferRing[torch.Tensor] | None = None
         if device.type == "cuda":
-            self._rotation = Rotation(lambda: torch.empty(4096, dtype=torch.int64, pin_memory=True))
+            self._ring = BufferRing(lambda: torch.empty(4096, dtype=torch.int64, pin_memory=True))
 
     def send(self, values: Sequence[Sequence[int]] | Sequence[int] | np.ndarray[Any, Any]) -> torch.Tensor:
         """A tensor on the device with these integers, int64, behind everything launched so far."""
         wanted = torch.from_numpy(np.array(values, dtype=np.int64))
-        if self._rotation is None:
+        if self._ring is None:
             return wanted
-        place, buffer = self._rotation.take()
+        place, buffer = self._ring.take()
         if buffer.numel() < wanted.numel():
             buffer = torch.empty(2 * wanted.numel(), dtype=torch.int64, pin_memory=True)
-            self._rotation.replace(place, buffer)
+            self._ring.replace(place, buffer)
         pinned = buffer[: wanted.numel()].view(wanted.shape)
         pinned.copy_(wanted)
         sent = pinned.to(self._device, non_blocking=True)
         event = torch.cuda.Event()  # type: ignore[no-untyped-call]
         event.record()
-        self._rotation.used(place, event)
+        self._ring.used(place, event)
         return sent
 
 
@@ -145,11 +145,11 @@ class TokenReturn:
 
     def __init__(self, max_rows: int, max_scores: int, *, device: torch.device) -> None:
         """`max_scores`: columns of the widest table of scores."""
-        self._rotation: Rotation[tuple[torch.Tensor, torch.Tensor]] | None = None
+        self._ring: BufferRing[tuple[torch.Tensor, torch.Tensor]] | None = None
         if device.type == "cuda":
             self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
             size = max_rows * (2 + max_scores)
-            self._rotation = Rotation(
+            self._ring = BufferRing(
                 lambda: (
                     torch.empty(size, dtype=torch.int64, device=device),
                     torch.empty(size, dtype=torch.int64, pin_memory=True),
@@ -158,13 +158,13 @@ class TokenReturn:
 
     def send(self, tokens: torch.Tensor, scores: torch.Tensor | None = None, *, inputs: torch.Tensor | None = None) -> Fetch:
         """tokens: [R] int64, scores: [R, W] int64, inputs: [R] int64, on the device, free to be overwritten by the next step"""
-        if self._rotation is None:
+        if self._ring is None:
             kept_inputs = None if inputs is None else inputs.tolist()
             return FetchedAtOnce(tokens.tolist(), None if scores is None else scores.clone(), kept_inputs)
         numbers = (tokens[:, None],) if inputs is None else (tokens[:, None], inputs[:, None])
         parts = numbers if scores is None else (*numbers, scores)
         shape = tokens.shape[0], sum(part.shape[1] for part in parts)
-        place, buffers = self._rotation.take()
+        place, buffers = self._ring.take()
         kept, pinned = (buffer[: shape[0] * shape[1]].view(shape) for buffer in buffers)
         torch.cat(parts, dim=1, out=kept)
         ready = torch.cuda.Event()  # type: ignore[no-untyped-call]
@@ -174,5 +174,5 @@ class TokenReturn:
             self._stream.wait_event(ready)
             pinned.copy_(kept, non_blocking=True)
             done.record(self._stream)
-        self._rotation.used(place, done)
+        self._ring.used(place, done)
         return CudaFetch(pinned, done, has_inputs=inputs is not None)

@@ -18,7 +18,7 @@ from bench.gpu.rows import Row
 from bench.host_step import make_engine
 from engine.loop import Engine
 from engine.runner.cuda_graphs import CudaGraphs
-from engine.runner.graph_places import GraphPlaces
+from engine.runner.graph_eviction import GraphEviction
 from engine.step_sizes import graphs_kept
 
 STEADY = [f"Llama-3.1-8B bf16, batch {size}, 1k context" for size in (64, 256)]
@@ -35,7 +35,7 @@ class NoGraph:
 def graphs_of(num_places: int) -> CudaGraphs:
     """Its choice of what is captured and kept, and nothing that a card is needed for."""
     graphs = object.__new__(CudaGraphs)
-    graphs._max_graphs, graphs._places, graphs._graphs, graphs._failed = num_places, GraphPlaces(num_places), {}, {}
+    graphs._max_graphs, graphs._places, graphs._graphs, graphs._failed = num_places, GraphEviction(num_places), {}, {}
     graphs._captured = lambda _: NoGraph()  # type: ignore[method-assign,return-value,assignment]
     return graphs
 

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from engine.runner.staging import Rotation, Staging, TokenReturn
+from engine.runner.staging import BufferRing, Staging, TokenReturn
 from tests.support.rehearsal import DEVICE, Card, rehearsal
 
 pytest.importorskip("triton")
@@ -241,7 +241,7 @@ def test_a_buffer_that_is_used_again_too_early_shows(card: Card, monkeypatch: py
 
     expected = [[number, number] for number in range(9)]
     assert sent(9) == expected
-    monkeypatch.setattr(Rotation, "used", lambda *_: None)
+    monkeypatch.setattr(BufferRing, "used", lambda *_: None)
     assert sent(4) == expected[:4]
     assert sent(9) != expected
 

@@ -259,7 +259,7 @@ def test_kinds_of_steps_that_come_and_go_do_not_drive_each_others_graphs_out_for
 def test_where_there_is_no_place_for_a_graph_a_kind_of_steps_takes_the_one_that_ends_with_logits(
     llama: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("engine.runner.graph_places.WORTH", 3)
+    monkeypatch.setattr("engine.runner.graph_eviction.WORTH", 3)
     monkeypatch.setattr("engine.runner.runner_choice.graphs_kept", lambda *_, **__: 8)
     requests = [wanted(name, prompt, max_tokens=9, temperature=1.0, top_p=0.9) for name, prompt in PROMPTS.items()]
     expected = run_to_end(engine_of(llama), requests)

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from engine.errors import EngineOverloaded, NotAModelDirectory
-from engine.grammar.desk import GrammarDesk, LateCompiler
 from engine.grammar.matcher import CompiledGrammar
+from engine.grammar.queue import GrammarQueue, LateCompiler
 from engine.grammar.spec import GrammarError, GrammarSpec
 from engine.loop import Engine
 from engine.protocol import EngineInfo, FinishReason, GenerationRequest, TokenEvent
@@ -101,8 +101,8 @@ class Box:
         self.runner, self.masks, self.compiler = SeedRunner(), FakeMasks(), FakeCompiler()
         pool = BlockPool(32)
         self.scheduler = Scheduler(SchedulerLimits(**chosen), pool, clock=self.clock.monotonic_s)
-        desk = GrammarDesk(self.compiler, self.masks)
-        self.engine = Engine(self.scheduler, self.runner, INFO, clock=self.clock.monotonic_s, grammars=desk)
+        grammars = GrammarQueue(self.compiler, self.masks)
+        self.engine = Engine(self.scheduler, self.runner, INFO, clock=self.clock.monotonic_s, grammars=grammars)
 
     def run(self, *requests: GenerationRequest) -> list[TokenEvent]:
         return [event for events in run_to_end(self.engine, requests).values() for event in events]

@@ -13,7 +13,7 @@ from engine.errors import EngineBroken
 from engine.loop import Engine
 from engine.overlap import Fallbacks
 from engine.protocol import EngineInfo, FinishReason, PlainReason
-from engine.runner.staging import Rotation
+from engine.runner.staging import BufferRing
 from engine.scheduling.block_pool import BlockPool
 from engine.scheduling.drafting import Draft, Drafter
 from engine.scheduling.limits import SchedulerLimits
@@ -476,13 +476,13 @@ class Copy:
 
 
 def test_a_buffer_is_not_touched_before_the_copy_that_uses_it_has_ended() -> None:
-    rotation = Rotation(lambda: torch.zeros(1), depth=3)
+    ring = BufferRing(lambda: torch.zeros(1), depth=3)
     copies: list[tuple[int, Copy]] = []
     for _ in range(7):
-        place, _ = rotation.take()
+        place, _ = ring.take()
         assert all(copy.done for used, copy in copies if used == place)
         copies.append((place, Copy()))
-        rotation.used(place, copies[-1][1])
+        ring.used(place, copies[-1][1])
     assert [place for place, _ in copies] == [0, 1, 2, 0, 1, 2, 0]
     assert [copy.done for _, copy in copies] == [True] * 4 + [False] * 3, "and nobody waits for younger ones"
 

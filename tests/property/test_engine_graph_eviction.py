@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engine.runner.graph_places import WINDOW, WORTH, GraphPlaces
+from engine.runner.graph_eviction import WINDOW, WORTH, GraphEviction
 from engine.step_sizes import graphs_kept, guesses_size, logits_size, step_size
 
 SEATS = 256
@@ -20,7 +20,7 @@ class Steps:
     """Decode steps of an engine, computed by the graph of their size and kind or by the one that ends with the logits."""
 
     def __init__(self, seats: int, num_places: int, *, seed: int = 0) -> None:
-        self.places = GraphPlaces(num_places)
+        self.places = GraphEviction(num_places)
         self.captures = self.ended_with_logits = 0
         self._seats = seats
         self._numbers = random.Random(seed)
@@ -86,7 +86,7 @@ def test_when_the_traffic_is_another_one_its_steps_get_the_places() -> None:
 
 
 def test_a_place_is_given_to_who_is_met_more_often_though_never_twice_in_a_row() -> None:
-    places = GraphPlaces(2)
+    places = GraphEviction(2)
     for key in ("often", "once"):
         places.hold(key)
         places.use(key)
@@ -99,7 +99,7 @@ def test_a_place_is_given_to_who_is_met_more_often_though_never_twice_in_a_row()
 
 
 def test_newcomers_that_need_a_place_at_once_do_not_take_it_from_each_other_by_turns() -> None:
-    places = GraphPlaces(3)
+    places = GraphEviction(3)
     for key, times in {"often": 1000, "seldom": 10, "once": 1}.items():
         places.hold(key)
         for _ in range(times):
@@ -115,7 +115,7 @@ def test_newcomers_that_need_a_place_at_once_do_not_take_it_from_each_other_by_t
 
 
 def test_what_was_met_long_ago_counts_no_more() -> None:
-    places = GraphPlaces(1)
+    places = GraphEviction(1)
     places.hold("old")
     for _ in range(WINDOW // 2):
         places.use("old")
@@ -126,7 +126,7 @@ def test_what_was_met_long_ago_counts_no_more() -> None:
 
 @given(num_places=st.integers(1, 4), keys=st.lists(st.integers(0, 8), max_size=300))
 def test_places_are_never_more_than_there_are(num_places: int, keys: list[int]) -> None:
-    places = GraphPlaces(num_places)
+    places = GraphEviction(num_places)
     held: set[Hashable] = set()
     for key in keys:
         assert places.admits(key) is (key in held or len(held) < num_places), "too few uses to take a place"

@@ -1,4 +1,4 @@
-"""Requests that wait for their grammar, apart from the queue, so that no step ever waits for a compiler. Knows no torch."""
+"""Requests that wait for their grammar, apart from the scheduler's queue, so that no step waits for a compiler. No torch."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from engine.scheduling.request import Request
 
 
 class Compiler(Protocol):
-    """What the desk needs of `GrammarCompiler`."""
+    """The part of `GrammarCompiler` that the queue needs."""
 
     def submit(self, spec: GrammarSpec) -> Future[CompiledGrammar]: ...
 
@@ -22,7 +22,7 @@ class Compiler(Protocol):
 
 
 class Masks(Protocol):
-    """What the desk needs of `GrammarMasks`: the states of answers that run."""
+    """The part of `GrammarMasks` that the queue needs: the states of running answers."""
 
     def start(self, request: Request, grammar: CompiledGrammar) -> None: ...
 
@@ -85,8 +85,8 @@ class _Parked:
     grammar: Future[CompiledGrammar]
 
 
-class GrammarDesk:
-    """Parked requests by id, each with all of its answers; and the way of an answer through its grammar afterwards."""
+class GrammarQueue:
+    """Requests that wait for their grammar, by id, each with all of its answers. Moves running answers through grammars."""
 
     def __init__(self, compiler: Compiler, masks: Masks) -> None:
         self._compiler = compiler
@@ -99,7 +99,7 @@ class GrammarDesk:
         return self._num_answers
 
     def close(self) -> None:
-        """End what compiles and what fills masks; no request may be parked any more."""
+        """Close the compiler and the masks; no request may be parked any more."""
         self._compiler.close()
         self._masks.close()
 
@@ -109,7 +109,7 @@ class GrammarDesk:
         self._num_answers += len(answers)
 
     def remove(self, request: Request) -> bool:
-        """Let go of one answer; whether it was here."""
+        """Remove one answer; whether it was here."""
         parked = self._parked.get(request.request_id)
         if parked is None or request not in parked.answers:
             return False
@@ -143,7 +143,7 @@ class GrammarDesk:
 
     @property
     def guides(self) -> bool:
-        """Whether any answer is held to a grammar."""
+        """Whether any running answer has a grammar."""
         return not self._masks.are_empty
 
     def wait(self, timeout_s: float) -> None:
