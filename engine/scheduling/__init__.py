@@ -1,1 +1,1 @@
-"""Who computes what in the next step, and with which KV blocks: integers only, no torch."""
+"""The scheduler: which requests compute which tokens in the next step, and in which KV blocks. Integers only, no torch."""

@@ -1,11 +1,11 @@
-"""Accounts: what each tenant was served, holds and waits for, and in which round of which class it is next entitled.
+"""Accounts: the service, running and waiting requests of each tenant, and the round of its class in which it is next entitled.
 
 A tenant has one account per priority class. Service is predicted device time in integer picoseconds. Decodes are charged
 without being touched: between two changes, the service of an account is a closed form of the step number. `docs/fairness.md`
 defines the words and proves the bound.
 
-    position   service of the account, moved when it joins the backlog: up, so that idleness earns at most one quantum,
-               and down, so that what nobody wanted at the time is not held against it for ever
+    position   service of the account, moved when it joins the backlog: up, so that idleness earns at most one quantum, and
+               down, so that service which no other account wanted at the time does not count against it for ever
     level      round · quantum, in picoseconds per unit of weight; equal for all accounts of a class
     deficit    level · weight - position; the account is entitled (eligible) while it is above zero
     lead       position - level · weight, the same with the other sign

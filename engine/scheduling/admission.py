@@ -1,9 +1,8 @@
-"""Whether a waiting request can start, and what it starts with: a seat, found blocks, a promise, a predicted end. No torch.
+"""Admission of waiting requests: whether one can start, its seat, its found and promised blocks, its predicted end. No torch.
 
 A request can start when there is a seat, when decodes leave room in the step for prompts (`StepBudget.is_crowded`), when its
-whole prompt fits beside all promises, and when the predicted peak of KV use fits with it, unless nobody else runs. One whose
-next block somebody is just computing waits for that block instead.
-Decides no order: that is the policy's.
+whole prompt fits beside all promises, and when the predicted peak of KV use fits with it, unless no other request runs. A
+request whose next block a running prefill is computing waits for that block instead. The order is the policy's.
 """
 
 from __future__ import annotations

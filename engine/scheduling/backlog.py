@@ -1,4 +1,4 @@
-"""Who of a class is next entitled, round by round: deficit round robin with charges as work is done. Integers only."""
+"""The backlog of one class: accounts by the round in which they are next entitled, in deficit round robin. Integers only."""
 
 from __future__ import annotations
 

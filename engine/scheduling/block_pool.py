@@ -1,4 +1,4 @@
-"""Which KV block belongs to whom: reference counts, eviction order and the content hashes of full blocks. Integers only.
+"""The pool of KV blocks: reference counts, eviction order and the content hashes of full blocks. Integers only.
 
 A block is in exactly one of three states:
 
@@ -6,10 +6,10 @@ A block is in exactly one of three states:
     cached  reference count 0, but its content is known by hash: found again by `lookup`, or evicted when space is short
     free    reference count 0 and nothing worth keeping
 
-`used + cached + free == num_blocks` always. Allocation, release and eviction of one block cost O(1): blocks without an owner
-stand in ordered dictionaries that hand out their front. Free blocks go first. Then goes the least recently used content
-that was never found again, then the least recently used of the rest (segmented LRU, Karedla, Love and Wherry, IEEE Computer
-1994); `protected_percent=0` makes it plain LRU.
+`used + cached + free == num_blocks` always. Allocation, release and eviction of one block cost O(1): unowned blocks are kept in
+ordered dictionaries and taken from the front. Free blocks are taken first, then the least recently used content that was never
+found again, then the least recently used of the rest (segmented LRU, Karedla, Love and Wherry, IEEE Computer 1994);
+`protected_percent=0` makes it plain LRU.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What must be true of a scheduler between two steps. For tests and for the idle engine."""
+"""Invariants of a scheduler between two steps, checked by tests and by the idle engine."""
 
 from __future__ import annotations
 

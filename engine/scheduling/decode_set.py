@@ -1,7 +1,7 @@
-"""The requests that decode: one lasting item each, who pauses, and a calendar of who needs a block when. Integers only.
+"""The decoding requests: one lasting item each, those that are paused, and a calendar of blocks that they need. Integers only.
 
-A decoding request computes one token per step, so the step in which its last block is full is known when the block is given.
-Nothing is touched until then. Drafts that are accepted, and pauses, move that step; whoever is due too early is put off.
+A decoding request computes one token per step, so the step in which its last block is full is known when the block is given,
+and nothing is touched until then. Accepted drafts and pauses move that step; a request that is due too early is entered again.
 """
 
 from __future__ import annotations

@@ -1,12 +1,12 @@
-"""Guesses of speculative decoding inside a step: how many fit, what they cost, and what the step made of them. No torch.
+"""Guesses of speculative decoding inside a step: how many fit, what they cost, and how many were accepted. No torch.
 
-A guess is verified as one more row of its request. Guesses use spare blocks and spare budget only: nobody is preempted or
+A guess is verified as one more row of its request. Guesses use spare blocks and spare budget only: no request is preempted or
 delayed for one.
 
-Who guesses must know the last token. Where steps are launched ahead it is under way when the next one is planned, and to wait
-for it costs what launching ahead gains. So after a look that found nothing worth guessing some steps are planned without one
-(1, 3, 7, 15), and launched ahead as ever; as soon as something is found, each step looks again. Long prompts are read in all
-steps, or most of a short answer would be over before the first guess.
+A request must know its last token to guess. Where steps are launched ahead that token is not known yet when the next step is
+planned, and to wait for it costs what launching ahead gains. So after a look that found nothing worth guessing some steps are
+planned without one (1, 3, 7, 15), and launched ahead as ever; as soon as something is found, each step looks again. Long
+prompts are read in all steps, or most of a short answer would be over before the first guess.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ NO_DRAFT = Draft(0, [])
 
 
 class Drafter(Protocol):
-    """What the scheduler asks for every decoding request, and tells of every step with guesses."""
+    """Makes guesses for decoding requests, and learns how many of them were accepted."""
 
     def pays(self, num_running: int) -> bool:
         """Whether a good guess is worth its row beside so many requests."""

@@ -1,9 +1,9 @@
 """Fair shares between tenants: deficit round robin in predicted device time, with preemption. The product's policy.
 
-Entitlement   An account may start requests while its deficit is positive. When nobody who waits is entitled, the level rises
+Entitlement   An account may start requests while its deficit is positive. When no waiting account is entitled, the level rises
               by a quantum. Among the entitled, prefills under way go first, then the longest cached prefix, then age.
-Room          Seats and blocks belong to the backlogged accounts in proportion to weight. Somebody entitled who finds no room
-              takes it from the youngest request of who holds most, or of who is furthest ahead, never from its equals.
+Room          Seats and blocks belong to the backlogged accounts in proportion to weight. An entitled account that finds no room
+              takes it from the youngest request of the account that holds most or is furthest ahead, never from its equals.
 Pausing       An account further ahead than `cap` pauses until the level has caught up. This makes the bound provable.
 Classes       A lower class starts only what no higher class can, and every `AGEING_STEPS` one request whatever waits above.
 

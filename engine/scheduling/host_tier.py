@@ -1,8 +1,8 @@
-"""Which evicted KV blocks main memory holds: content hash → host block, least recently used first. Integers and bytes only.
+"""The host tier: evicted KV blocks in main memory by content hash, least recently used first. Integers and bytes only.
 
-The tier is inclusive: a block that is swapped in stays here as well, so that its eviction from the device costs no second
-copy. Blocks named in the moves of the step being planned are pinned: they are read or written when the step runs, so none
-of them may be given to another content before.
+The tier is inclusive: a block that is swapped in stays here as well, so that its eviction from the device costs no second copy.
+Blocks in the moves of the step being planned are pinned: they are read or written when the step runs, so none of them may be
+given to another content before.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Who is ahead of the others of its class: who may lose a seat for it, and who pauses. Integers only.
+"""Leads: how far each account is ahead of its class, by which it may lose a seat or pauses. Integers only.
 
 Leads change in every step, but are looked up only when they can matter: decoding alone cannot carry an account across the next
 threshold before a step that is known (`Account.steps_within`), and every other charge is followed by a look.

@@ -1,14 +1,14 @@
-"""What the results of a step do to its requests: progress, tokens, ends. At once, or in two parts when steps overlap. No torch.
+"""The results of a step applied to its requests: progress, tokens, ends. At once, or in two parts when steps overlap. No torch.
 
-`apply` takes a finished step over. Where the next step is planned while this one still runs, `advance` books all that is
-certain without its results (progress, the end of a prompt, that there will be one more token), and `settle` the rest later:
+`apply` applies a finished step. Where the next step is planned while this one still runs, `advance` books all that is certain
+without its results (progress, the end of a prompt, that there will be one more token), and `settle` the rest later:
 
     plan n+1      launch n+1      advance n+1      results of n      settle n      plan n+2 …
     every request of n has one unknown token       two: of n, n+1                  one: of n+1
 
 Nothing becomes findable by others and no fork starts before `settle`, so other requests build only on steps that are known to
-have worked. A request that ended meanwhile (a stop token of step n, an abort) has a surplus row in step n+1: it is thrown away.
-One that reaches its last token for certain is not planned again, and keeps its seat until that token is known.
+have worked. A request that ended meanwhile (a stop token of step n, an abort) has a surplus row in step n+1, which is
+discarded. One that reaches its last token for certain is not planned again, and keeps its seat until that token is known.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""Who is served next, and at whose cost: the seam between the scheduler and its policies, and the two plain ones.
+"""Policies: the order in which waiting requests start and running ones are preempted. The protocol, and the two plain policies.
 
 The scheduler knows what fits; a policy only orders. `FairPolicy` is the product's (`scheduling.fair_policy`). First come, first
-served and plain virtual token counters exist to be compared with.
+served and plain virtual token counters are there for comparison.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ from engine.scheduling.request import Request, account_of
 from engine.scheduling.urgency import Urgency
 
 LOOK_REQUESTS = 8
-"""Requests looked at in a step: waiting ones behind one that does not fit, preempted ones, and whom these could replace."""
+"""Requests looked at in a step: waiting ones behind one that does not fit, preempted ones, and those these could replace."""
 
 SKIPS_MAX = 32
-"""Times that others may pass a request that does not fit; then everybody waits for it, so that it cannot starve."""
+"""Times that others may pass a request that does not fit; then all others wait for it, so that it cannot starve."""
 
 
 def looked_at(num_accounts: int) -> int:
@@ -33,7 +33,7 @@ def looked_at(num_accounts: int) -> int:
 
 
 class Start(Enum):
-    """Whether a waiting request can start. LATER: somebody is computing the very block that it needs next."""
+    """Whether a waiting request can start. LATER: a running prefill computes the block that it needs next."""
 
     NOW = "now"
     NO_ROOM = "no room"
@@ -126,7 +126,7 @@ def first_to_start(requests: Iterable[Request], can_start: CanStart) -> tuple[Re
 
 
 class PlainPolicy:
-    """What policies without fairness have in common: nobody is held, nobody is preempted for others, the youngest gives way."""
+    """A policy without fairness: no account is held, no request is preempted for another, the youngest gives up its blocks."""
 
     def __init__(self, context: PolicyContext) -> None:
         self._accounts = context.accounts
@@ -159,7 +159,7 @@ class PlainPolicy:
         """There are no applicants."""
 
     def victim(self, applicant: Request) -> Request | None:
-        """Nobody."""
+        """No request."""
 
     def growth_victim(self, running: Iterable[Request]) -> Request:
         *_, youngest = running

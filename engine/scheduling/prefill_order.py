@@ -1,4 +1,4 @@
-"""Which of the tenants' requests gets prompt tokens next, once fairness has said whose turn it is. Knows no torch.
+"""The order of prefills within the accounts whose turn it is: which request gets prompt tokens next. Knows no torch.
 
 Prefills under way come before new requests. Of the waiting ones, preempted requests come first, then aged ones, then the
 longest cached prefix, then the oldest; those that are late for their first token come last (`scheduling.urgency`).

@@ -1,4 +1,4 @@
-"""One harmless token, to tell a broken device from bad requests. Knows no torch."""
+"""The probe: one harmless token that tells a broken device from bad requests. Knows no torch."""
 
 from __future__ import annotations
 

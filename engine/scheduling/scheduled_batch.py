@@ -1,4 +1,4 @@
-"""What one step computes and what comes out of it: the values between scheduler and runner. Knows no torch."""
+"""The values between scheduler and runner: the tokens that one step computes, and what comes out of it. Knows no torch."""
 
 from __future__ import annotations
 

@@ -1,11 +1,11 @@
-"""Which tokens of which requests the next step computes, under one token budget and a fixed number of blocks. Knows no torch.
+"""The scheduler: which tokens of which requests the next step computes, under a token budget and a number of blocks. No torch.
 
 A step is `schedule()` → run → `apply()`. Decodes come first, then prefill chunks in the order that the policy gives: prefills
 under way and waiting requests that can start (`scheduling.admission`), until the step is full. When the predicted use of
-blocks was too low and a decode finds none, the policy names who gives all of its blocks back and goes on later.
+blocks was too low and a decode finds none, the policy chooses a request that gives all of its blocks back and goes on later.
 
 The cost of a step is that of what changes in it. A decoding request has one `ScheduledRequest`, its service is charged in
-closed form, and a calendar knows when it needs a block. The waiting line, the tenants and the cache are never walked through.
+closed form, and a calendar knows when it needs a block. No step iterates over the waiting line, the tenants or the cache.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""Preempted requests take turns with running ones of their own tenant, so that none is silent for long. Knows no torch.
+"""Rotation within a tenant: preempted requests take turns with running ones, so that none is silent for long. Knows no torch.
 
-A tenant that is ahead of others starts nothing, not even what it had to give up: without turns the same few of its requests
-would wait for as long as others want the room. An exchange changes nothing between tenants. Who comes back computes what it
-lost before anybody else's prompt, whether its tenant is entitled or not: a seat that waits serves nobody.
+A tenant that is ahead of others starts nothing, not even a request that was preempted: without turns the same few of its
+requests would wait for as long as others want the room. An exchange changes nothing between tenants. A request that comes back
+computes what it lost before any other prompt, whether its tenant is entitled or not: a seat that waits does no work.
 
 Blocks of a preempted request stay cached while there is space, so coming back costs little; where they are gone, exchanges are
 rationed: at most one part in `RATION` of the time is spent on computing again.
@@ -20,7 +20,7 @@ from engine.scheduling.policy import LOOK_REQUESTS
 from engine.scheduling.request import Request, RequestStatus
 
 DUE_S = 1.5
-"""How long a preempted request waits before somebody of its tenant makes place for it."""
+"""How long a preempted request waits before another one of its tenant makes place for it."""
 
 CYCLE_STEPS = 96
 """Steps in which all preempted requests of a tenant are to have had a turn: the more of them, the shorter each turn."""
@@ -66,7 +66,7 @@ class TenantRotation:
             yield returning
 
     def exchange(self, preempt: Callable[[Request], None]) -> None:
-        """Preempt somebody for the first request that is due; that one is to start in this step."""
+        """Preempt a running request for the first one that is due, which is to start in this step."""
         for request in list(islice(self._since_s, LOOK_REQUESTS)):
             if request.status is not RequestStatus.QUEUED:
                 del self._since_s[request]

@@ -1,4 +1,4 @@
-"""What a step did to a request, as the `TokenEvent` that is sent. Knows no torch."""
+"""`TokenEvent`s that say what a step did to a request. Knows no torch."""
 
 from __future__ import annotations
 

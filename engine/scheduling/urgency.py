@@ -1,12 +1,13 @@
-"""Which waiting requests can still have their first token in time. Knows no torch.
+"""Lateness: which waiting requests can no longer have their first token in time. Knows no torch.
 
-In order of arrival every request waits for all before it, so once a burst has made the wait longer than the target, everybody
-misses it until the burst is worked off. Here a request that will miss it anyway steps aside, once, and the others make it:
-first come, first served as long as that serves all in time, and few late ones instead of many when nothing serves all. It is
-the rule of Moore (Management Science 1968) for the fewest late jobs, decided for one request at a time when it is looked at.
+In order of arrival every request waits for all before it, so once a burst has made the wait longer than the target, all
+requests miss it until the burst is worked off. Here a request that will miss it anyway steps aside, once, and the others make
+it: first come, first served as long as that serves all in time, and few late ones instead of many when nothing serves all. It
+is the rule of Moore (Management Science 1968) for the fewest late jobs, decided for one request at a time when it is looked at.
 
-Late requests go on whenever nobody else of their tenant wants the step, and first in one step of `AGED_EVERY` once they have
-waited for `AGED_TARGETS` targets, so that they never starve. The class `batch` has no target: it keeps the order of arrival.
+Late requests go on whenever no other request of their tenant wants the step, and first in one step of `AGED_EVERY` once they
+have waited for `AGED_TARGETS` targets, so that they never starve. The class `batch` has no target: it keeps the order of
+arrival.
 """
 
 from __future__ import annotations

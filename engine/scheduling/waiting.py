@@ -1,4 +1,4 @@
-"""Three kinds of waiting: in a tenant's line, until a time, and for the prompt of a sibling. Knows no torch."""
+"""Waiting requests: in a tenant's line, with a time limit, and forks of a prompt that is not computed yet. Knows no torch."""
 
 from __future__ import annotations
 
