@@ -158,7 +158,7 @@ def make_engine(
     runner._state.host_tables = runner._step.host_sampled = None  # as on a GPU, where the device's memory is not the host's
     engine = Engine(scheduler, runner, info, overlap=runner)
     parts = Parts()
-    for holder, name in ((scheduler, "schedule"), (scheduler, "advance"), (scheduler, "settle"), (runner, "launches")):
+    for holder, name in ((scheduler, "schedule"), (scheduler, "advance"), (scheduler, "settle"), (runner, "plain_reason")):
         parts.wrap(holder, name, name)
     parts.wrap(runner, "launch", "launch")
     assert engine._overlapped is not None
