@@ -49,7 +49,9 @@ class DecodeTiling:
 
 
 def decode_tiling(head_dim: int, kv_bytes: int, rows: int, capability: int, queries: int = 1) -> DecodeTiling:
-    """Two tiles of 16 KiB of keys and as much of values are on their way while one is at work, in each of the programs of a
+    """rows: of queries of one key head, before they are rounded to a tile.
+
+    Two tiles of 16 KiB of keys and as much of values are on their way while one is at work, in each of the programs of a
     multiprocessor: 4.3 TB/s at 0.8 µs of latency want 26 KiB of each of an H200's 132. A split is 64 KiB to 256 KiB of keys
     and values: two tiles for a short request, so that a lone one keeps many programs busy, eight for a long one, whose parts
     would otherwise be a large share of what is read. Products of float32 have no matrix instructions: their operands lie in
@@ -59,11 +61,15 @@ def decode_tiling(head_dim: int, kv_bytes: int, rows: int, capability: int, quer
     tile = max(16 if is_float32 else 32, min(128, (8192 if small else 16384) // row_bytes))
     programs = 3 if capability >= 90 and not small else 2
     is_wide = rows > 16 or is_float32
+    num_warps = 8 if is_wide else 4
     if is_wide:  # with many rows over an fp8 cache a thread takes 250 registers, and 64 rows half of the shared memory
         programs = 1 if kv_bytes == 1 or rows > 32 else programs - 1
+    if kv_bytes == 1 and rows > 16 and _is_crowded(head_dim, rows, small):
+        tile //= 2
+        if head_dim <= 64 and rows <= 32:  # two programs of half the warps have as much on its way as one had
+            programs, num_warps = 2, 4
     held = card(capability).shared_bytes_multiprocessor // (4 * tile * row_bytes + SHARED_BYTES_RESERVED)
     programs = min(programs, held)  # two tiles of keys and two of values on their way: 64 KiB for heads of 256 in 16 bits
-    num_warps = 8 if is_wide else 4
     return DecodeTiling(
         tile=tile,
         split=max(64, 32768 // row_bytes),
@@ -72,6 +78,15 @@ def decode_tiling(head_dim: int, kv_bytes: int, rows: int, capability: int, quer
         programs=programs,
         registers_max=registers_for(programs, num_warps) if kv_bytes == 1 or head_dim > 128 or queries > 1 else None,
     )
+
+
+def _is_crowded(head_dim: int, rows: int, small: bool) -> bool:
+    """Whether a whole tile of keys over an fp8 cache leaves a thread too few registers, as the compile gate counts them. A
+    small card's tiles of long heads are short already; a group that is no power of two costs registers to find a row's query
+    and head."""
+    if head_dim <= 64:
+        return rows <= 32 or small
+    return head_dim <= 128 and not small and (rows > 64 or 32 < rows < power_of_two(rows))
 
 
 def registers_for(programs: int, num_warps: int) -> int:
@@ -130,7 +145,7 @@ def max_verify_group(shape: AttentionShape, kv_dtype: torch.dtype, device: torch
 
 
 def shape_tiling(shape: AttentionShape, kv_dtype: torch.dtype, max_query_len: int, device: torch.device) -> DecodeTiling:
-    rows = tile_rows(shape, max_query_len)
+    rows = query_rows(shape, max_query_len)
     return decode_tiling(shape.head_dim, kv_dtype.itemsize, rows, capability(device), max_query_len)
 
 
@@ -139,9 +154,14 @@ def scheduled_requests(num_requests: int) -> int:
     return 32 if num_requests <= 32 else max(256, power_of_two(num_requests))
 
 
+def query_rows(shape: AttentionShape, max_query_len: int) -> int:
+    """Queries of one key head that are attended together."""
+    return max_query_len * (shape.num_heads // shape.num_kv_heads)
+
+
 def tile_rows(shape: AttentionShape, max_query_len: int) -> int:
-    """Rows of a tile: the queries of one key head; matrix instructions take 16 at least."""
-    return max(16, power_of_two(max_query_len * (shape.num_heads // shape.num_kv_heads)))
+    """Rows of a tile, which holds them; matrix instructions take 16 at least."""
+    return max(16, power_of_two(query_rows(shape, max_query_len)))
 
 
 def split_constants(shape: AttentionShape, max_query_len: int, tiling: DecodeTiling) -> dict[str, object]:

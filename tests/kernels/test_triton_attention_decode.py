@@ -149,11 +149,41 @@ def test_the_tiles_of_every_card(
 
 
 @pytest.mark.parametrize("number", CARDS)
-@pytest.mark.parametrize("rows", [16, 32])
-def test_registers_are_left_for_all_programs_over_an_fp8_cache(number: int, rows: int) -> None:
-    tiling = splits.decode_tiling(128, 1, rows, number)
+@pytest.mark.parametrize("rows", [16, 32, 48, 128])
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_registers_are_left_for_all_programs_over_an_fp8_cache(number: int, rows: int, head_dim: int) -> None:
+    tiling = splits.decode_tiling(head_dim, 1, rows, number)
     assert tiling.registers_max is not None
     assert card(number).programs(tiling.registers_max, 0, tiling.num_warps) >= tiling.programs >= 1
+
+
+@pytest.mark.parametrize(
+    ("rows", "head_dim", "number", "expected"),
+    [
+        (28, 64, 90, (64, 4, 2)), (28, 64, 89, (64, 4, 2)), (32, 64, 100, (64, 4, 2)), (48, 64, 89, (64, 8, 1)),
+        (128, 128, 90, (64, 8, 1)), (48, 128, 90, (64, 8, 1)), (40, 96, 90, (64, 8, 1)),
+        (16, 64, 90, (128, 4, 3)), (64, 64, 90, (128, 8, 1)), (28, 128, 90, (128, 8, 1)), (64, 128, 90, (128, 8, 1)),
+        (128, 128, 89, (64, 8, 1)), (48, 256, 90, (64, 8, 1)),
+    ],
+)  # fmt: skip
+def test_tiles_over_an_fp8_cache_are_short_where_a_thread_would_lack_registers(
+    rows: int, head_dim: int, number: int, expected: tuple[int, int, int]
+) -> None:
+    """Tokens of a tile, warps, programs of a multiprocessor. A split stays what the workspace has room for."""
+    tiling = splits.decode_tiling(head_dim, 1, rows, number, 4)
+    assert (tiling.tile, tiling.num_warps, tiling.programs) == expected
+    assert tiling.split == splits.decode_tiling(head_dim, 1, 1, number).split
+
+
+@pytest.mark.parametrize(
+    ("heads", "window"), [((14, 2, 64), None), ((7, 1, 64), 600), ((12, 1, 128), None), ((32, 1, 128), None)]
+)
+def test_guesses_of_large_groups_of_heads_over_an_fp8_cache(
+    heads: tuple[int, int, int], window: int | None, device: torch.device
+) -> None:
+    shape = AttentionShape(BLOCK, *heads, sliding_window=window)
+    batch = Batch([4, 700, 67], shape, device, dtype=torch.float16, kv_dtype=FP8, query_lens=[4, 3, 1])
+    batch.compare(torch.tensor((0.5, 3.0), dtype=torch.float32, device=device))
 
 
 @pytest.mark.usefixtures("small_tiles")
@@ -213,15 +243,16 @@ def test_rows_in_groups_have_what_each_has_alone(
 @pytest.mark.parametrize(
     ("heads", "kv_dtype", "number", "together"),
     [
-        ((32, 8), torch.bfloat16, 90, 8), ((16, 8), FP8, 90, 8), ((8, 8), FP8, 90, 8), ((64, 8), torch.bfloat16, 90, 4),
-        ((28, 4), torch.bfloat16, 90, 4), ((32, 8), FP8, 90, 4), ((32, 8), torch.bfloat16, 80, 4), ((64, 4), FP8, 90, 4),
+        ((32, 8, 128), torch.bfloat16, 90, 8), ((16, 8, 128), FP8, 90, 8), ((8, 8, 128), FP8, 90, 8),
+        ((64, 8, 128), torch.bfloat16, 90, 4), ((28, 4, 128), torch.bfloat16, 90, 4), ((32, 8, 128), FP8, 90, 4),
+        ((32, 8, 128), torch.bfloat16, 80, 4), ((64, 4, 128), FP8, 90, 4), ((32, 8, 64), FP8, 90, 8), ((14, 2, 64), FP8, 90, 4),
     ],
 )  # fmt: skip
 def test_as_many_queries_are_attended_together_as_leave_room_for_a_second_program(
-    heads: tuple[int, int], kv_dtype: torch.dtype, number: int, together: int, monkeypatch: pytest.MonkeyPatch
+    heads: tuple[int, int, int], kv_dtype: torch.dtype, number: int, together: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(splits, "capability", lambda _: number)
-    assert splits.max_verify_group(AttentionShape(BLOCK, *heads, 128), kv_dtype, torch.device("cpu")) == together
+    assert splits.max_verify_group(AttentionShape(BLOCK, *heads), kv_dtype, torch.device("cpu")) == together
 
 
 @pytest.mark.usefixtures("small_tiles")

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from kernels.attention_rows import AttentionShape
 from kernels.triton.attention_decode import split_kernel
-from kernels.triton.attention_splits import SPLIT_QUERIES, DecodeTiling, decode_tiling, split_constants, tile_rows
+from kernels.triton.attention_splits import SPLIT_QUERIES, DecodeTiling, decode_tiling, query_rows, split_constants, tile_rows
 from kernels.triton.gate.attention_splits import SPILL_BYTES_MAX
 from kernels.triton.gate.compilation import CAPABILITIES, FP8_CAPABILITIES, Compilation
 
@@ -45,6 +45,9 @@ def compilations() -> list[Compilation]:
         what = f"{name} {kv} verifies {queries} tokens"
         only = () if kv == "bf16" else H200
         found.append(_compilation(what, shape, "bf16", kv, max_query_len=queries, only=only))
+    for heads, cards in (((14, 2, 64), (89, 90)), ((32, 1, 128), H200)):  # many rows over fp8: tiles are shorter
+        what = "{}, {} heads of {} fp8e4nv verify 4 tokens".format(*heads)
+        found.append(_compilation(what, AttentionShape(16, *heads), "bf16", "fp8e4nv", max_query_len=4, only=cards))
     for requests in (512, 1024):  # beyond 256 seats
         for kv in ("bf16", "fp8e4nv"):
             found.append(_compilation(f"llama-8b {kv}, {requests} requests", llama, "bf16", kv, requests=requests, only=H200))
@@ -80,7 +83,7 @@ def _compilation(
     passed |= dict.fromkeys(("q_stride", "block_stride", "table_stride", "max_splits"), "i32")
     kv_bytes = {"fp32": 4, "fp8e4nv": 1}.get(kv_dtype, 2)
     tilings: dict[DecodeTiling, list[int]] = {}
-    rows = tile_rows(shape, max_query_len)
+    rows = query_rows(shape, max_query_len)
     for number in only or (FP8_CAPABILITIES if "fp8" in kv_dtype else CAPABILITIES):
         tiling = decode_tiling(shape.head_dim, kv_bytes, rows, number, max_query_len)
         tilings.setdefault(tiling, []).append(number)
@@ -94,7 +97,7 @@ def _compilation(
             num_stages=tiling.num_stages,
             capabilities=tuple(numbers),
             tensor_cores=kv_bytes < 4,
-            small_tile=rows < 64,
+            small_tile=tile_rows(shape, max_query_len) < 64,
             spill_bytes_max=SPILL_BYTES_MAX if shape.head_dim <= 128 else SPILL_BYTES_WIDE,
             divisible=("q_stride", "block_stride"),
             registers_max=tiling.registers_max,
