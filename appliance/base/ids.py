@@ -18,6 +18,12 @@ def _base32(value: int, chars: int) -> str:
     return "".join(reversed(digits))
 
 
+def is_id(text: str, prefix: str) -> bool:
+    """Whether `text` has the form that `new_id(prefix)` gives."""
+    start, _, rest = text.partition("_")
+    return start == prefix and len(rest) == _TIME_CHARS + _RANDOM_CHARS and set(rest) <= set(_ALPHABET)
+
+
 def new_id(prefix: str) -> str:
     """Return `prefix_` + 26 characters: 50 bits of milliseconds and 80 random bits (the layout of a ULID, lower case)."""
     milliseconds = time.time_ns() // 1_000_000

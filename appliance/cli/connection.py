@@ -11,7 +11,6 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
-from urllib.parse import quote
 
 import httpx
 
@@ -81,10 +80,10 @@ class AdminClient:
             return answer.json() if answer.content else None
         raise _refusal(answer)
 
-    async def find(self, collection: str, name: str) -> dict[str, Any] | None:
-        """Return the member `name` of a collection such as `/keys`; None when it has none."""
+    async def find(self, collection: str, member_id: str) -> dict[str, Any] | None:
+        """Return a member of a collection such as `/keys`; None when it has none. `member_id` must be an id (`is_id`)."""
         try:
-            found: dict[str, Any] = await self.call("GET", f"{collection}/{quote(name, safe='')}")
+            found: dict[str, Any] = await self.call("GET", f"{collection}/{member_id}")
         except CommandFailed as failure:
             if failure.code != NotFound.code:
                 raise

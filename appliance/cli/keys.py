@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from appliance.base.ids import is_id
 from appliance.cli import output
 from appliance.cli.failure import CommandFailed
 from appliance.cli.options import AsJson, DatabaseUrl, DataDir, settings_from
@@ -200,7 +201,7 @@ async def _keys(client: AdminClient, tenant: str | None) -> list[dict[str, Any]]
 
 async def find_key(client: AdminClient, which: str) -> dict[str, Any]:
     """Return the key with this id or public prefix."""
-    if which.startswith("key_") and (found := await client.find("/keys", which)) is not None:
+    if is_id(which, "key") and (found := await client.find("/keys", which)) is not None:
         return found
     for key in await _keys(client, None):
         if which in (key["id"], key["prefix"]):

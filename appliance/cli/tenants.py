@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from appliance.base.ids import is_id
 from appliance.base.money import PICOS_PER_MICRO, format_exactly
 from appliance.cli import output
 from appliance.cli.failure import CommandFailed
@@ -296,7 +297,7 @@ def at_tenant(
 
 async def find(client: AdminClient, which: str) -> dict[str, Any]:
     """Return the tenant with this id or this exact name."""
-    if which.startswith("tn_") and (found := await client.find("/tenants", which)) is not None:
+    if is_id(which, "tn") and (found := await client.find("/tenants", which)) is not None:
         return found
     rows: list[dict[str, Any]] = await client.every("/tenants", query={"include_archived": "true"})
     for tenant in rows:

@@ -19,9 +19,9 @@ from appliance.tenancy.roles import Action, TenantRole
 SHOWN_MAX = 200
 FIELDS = ("email", "role")
 ROLES = (
-    (TenantRole.MANAGER.value, "Manager: manages keys, people and alerts, reads invoices"),
-    (TenantRole.DEVELOPER.value, "Developer: reads everything, manages keys"),
-    (TenantRole.VIEWER.value, "Viewer: reads everything"),
+    (TenantRole.MANAGER.value, "Manager: manages keys, people and alerts, reads invoices and the audit log"),
+    (TenantRole.DEVELOPER.value, "Developer: reads keys, requests and usage, manages keys, cancels requests"),
+    (TenantRole.VIEWER.value, "Viewer: reads keys, requests and usage"),
 )
 ROLE_NAMES = [role for role, _ in ROLES]
 

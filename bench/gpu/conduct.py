@@ -230,6 +230,8 @@ def _run(
                     late.kill()  # its end follows as a line
                     late.grace_s = late.taken_s - late.limit_s + END_S
                 continue
+            if process not in running:
+                continue  # given up before its output ended
             if line is None:
                 running.remove(process)
                 _close(process, outcome, show, logs)

@@ -29,6 +29,7 @@ class ResultFiles:
         return self
 
     def __exit__(self, _: type[BaseException] | None, __: BaseException | None, ___: TracebackType | None) -> None:
+        self._archive_logs()
         self._stack.close()
 
     def write(self, report: dict[str, Any]) -> None:
@@ -38,6 +39,9 @@ class ResultFiles:
             beside = self.result.with_name(f"{self.result.name}.part")
             beside.write_text(json.dumps(report, indent=1) + "\n", "utf-8")
             beside.replace(self.result)
+        self._archive_logs()
+
+    def _archive_logs(self) -> None:
         if self._archive is not None and self.logs is not None:
             self._archive.parent.mkdir(parents=True, exist_ok=True)
             beside = self._archive.with_name(f"{self._archive.name}.part")

@@ -287,14 +287,19 @@ def _idle(context: Context, name: str, engine: Engine, num_steps: int) -> None:
     row.value = row.facts["waits_percent"] = 100 * replays.waits
     use.told(row, whole=True)
     row.error = row.error or "the profiler gave no figure: waits for the host alone"
-    context.emit(row)  # it may end the process
-    with ExitStack() as stack:
-        stack.enter_context(launched_in_turn())
-        for graphs in replays.graphs:
-            stack.enter_context(graphs.set_aside())
-        traffic.steps(engine, _times(3))  # which captures
-        with graph_use() as in_turn:
-            idle = measure_idle(lambda: traffic.steps(engine, _times(num_steps)), context.device)
+    context.emit(row)  # the profiler may end the process
+    try:
+        with ExitStack() as stack:
+            stack.enter_context(launched_in_turn())
+            for graphs in replays.graphs:
+                stack.enter_context(graphs.set_aside())
+            traffic.steps(engine, _times(3))  # which captures
+            with graph_use() as in_turn:
+                idle = measure_idle(lambda: traffic.steps(engine, _times(num_steps)), context.device)
+    except Exception as error:  # noqa: BLE001 - the waits are kept, and the next row shows whether the device is broken
+        row.error = f"{row.error} ({type(error).__name__}: {str(error)[:300]})"
+        context.emit(row)
+        return
     gaps = 100 * idle.share
     row.value, row.facts["gaps_percent"] = max(row.value, gaps), gaps
     row.facts |= {"kernels": idle.top, "span_us": idle.span_us, "num_kernels": idle.num_kernels}

@@ -69,6 +69,26 @@ def test_a_process_that_cannot_be_ended_is_noted_and_the_run_goes_on() -> None:
     assert shown
 
 
+class Script(list[Any]):
+    """Stands for the queue of lines: gives what is next, or raises it."""
+
+    def get(self, timeout: float) -> Any:
+        entry = self.pop(0)
+        if isinstance(entry, Exception):
+            raise entry
+        return entry
+
+
+def test_what_a_process_says_after_it_was_given_up_is_left_out_while_others_run() -> None:
+    stuck, other = Stuck(Job((BY_NAME["latency"],))), Stuck(Job((BY_NAME["formats"],)), left_s=5.0)
+    row = json.dumps({"row": Row(name="late").as_dict()}) + "\n"
+    lines: Any = Script([queue.Empty(), queue.Empty(), (stuck, row), (stuck, None), (other, None)])
+    outcome = Outcome()
+    conduct._run([stuck, other], lines, 1.0, outcome, lambda _: None, None)  # type: ignore[list-item]
+    assert [entry["part"] for entry in outcome.parts] == ["latency", "formats"]
+    assert not outcome.rows
+
+
 def test_who_waits_for_a_process_does_not_wait_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
     held: list[subprocess.Popen[str]] = []
     wait = subprocess.Popen.wait
