@@ -197,12 +197,12 @@ def _measured_speed(
         max_tokens=limits.max_num_batched_tokens,
         max_seqs=limits.max_num_seqs,
         for_speculation=options.speculative_config is not None and cached.is_plain,
-        decode=None if ahead is None else partial(ahead.run_padding, 1),
+        decode=None if ahead is None else partial(ahead.run_for_timing, 1),
     )
     if ahead is None or not options.max_guesses:
         return speed
-    guess = None if cached.draft is None else ahead.run_draft_padding
-    costs = measure_guesses(ahead.run_padding, limits.max_num_seqs + options.max_guesses, resolved.device, guess=guess)
+    guess = None if cached.draft is None else ahead.run_draft_for_timing
+    costs = measure_guesses(ahead.run_for_timing, limits.max_num_seqs + options.max_guesses, resolved.device, guess=guess)
     return speed.with_guesses(costs)
 
 

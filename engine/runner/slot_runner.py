@@ -50,6 +50,7 @@ Known = tuple[torch.Tensor, torch.Tensor]
 KINDS = (Kind(), Kind(greedy=True), Kind(weighs=True), Kind(counts=True), Kind(num_top=1))
 """What steps do in their own kernels, one way at a time: whatever else they do are these together."""
 
+TIMED_SLOTS = [0]
 WARM_ROWS = (1, 2, 4, 8)
 """Steps that are captured before the first request: what few requests need at once. The others take some tens of milliseconds
 each, when so many run for the first time."""
@@ -166,20 +167,30 @@ class SlotRunner:
         return self._steps.make_ready(num_rows, kind, has_guesses=has_guesses)
 
     @torch.inference_mode()
-    def run_padding(self, num_rows: int) -> None:
-        """A step in which nobody takes part, from its inputs to its tokens: a decode if of one row, else one with guesses."""
+    def run_for_timing(self, num_rows: int) -> None:
+        """Run a step of nobody's tokens up to what it samples: a decode if of one row, else one with guesses. Its rows are no
+        padding, whose experts a mixture does not read. What it leaves in slot 0 and in block 0 is overwritten before use."""
         has_guesses = num_rows > 1
         size = self.make_ready(num_rows, Kind(), has_guesses=has_guesses)
         if has_guesses:
-            self._inputs.write(NO_INPUTS, size)
+            no_slots, zeros = [NOTHING] * num_rows, [0] * num_rows
+            tokens = [row % self._sampler.vocab_size for row in range(num_rows)]
+            places = [row % self._block_size for row in range(num_rows)]
+            self._inputs.write([no_slots, tokens, zeros, places, zeros], size)
+        else:
+            self._state.write_lengths(TIMED_SLOTS, [0], [1])
+            self._inputs.write_rows(TIMED_SLOTS, size)
         self._steps.run(size, Kind(), has_guesses=has_guesses)
         self._fetch(size, Kind()).tokens()
 
     @torch.inference_mode()
-    def run_draft_padding(self) -> None:
-        """A step of the draft model in which nobody takes part."""
+    def run_draft_for_timing(self) -> None:
+        """As `run_for_timing`, a decode of the draft model."""
         assert self._drafts is not None, "there is no draft model"
-        self._drafts.steps.run(self._drafts.steps.make_ready(1, Kind()), Kind())
+        size = self._drafts.steps.make_ready(1, Kind())
+        self._state.write_lengths(TIMED_SLOTS, [0], [1])
+        self._inputs.write_rows(TIMED_SLOTS, size)
+        self._drafts.steps.run(size, Kind())
         self._return.send(self._drafts.steps.step.sampled[:1]).tokens()
 
     @property

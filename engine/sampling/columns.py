@@ -97,7 +97,7 @@ class ColumnSampler:
         self._ops = ops.operations(device, dtype)
         self._kernels = ops.sampling_kernels(device, dtype)
         self._workspace = self._kernels.sampling_workspace(num_slots + max_guesses, vocab_size, device)
-        self._vocab_size = vocab_size
+        self.vocab_size = vocab_size
         self._rules: dict[Request, int] = {}
         self._biases: list[dict[int, float]] = [{} for _ in range(num_rules)]
         self._weighs = np.zeros(num_slots, dtype=bool)
@@ -144,7 +144,7 @@ class ColumnSampler:
             [p.presence_penalty for p in params],
         ]
         ints = [
-            [p.top_k if 0 < p.top_k < self._vocab_size else 0 for p in params],
+            [p.top_k if 0 < p.top_k < self.vocab_size else 0 for p in params],
             [self._rules.get(r, -1) for r in requests],
         ]
         longs = [
@@ -174,7 +174,7 @@ class ColumnSampler:
         self.columns.counts[slot].zero_().index_copy_(0, sent[0], sent[1].int())
 
     def _write_bias(self, rule: int) -> None:
-        row = torch.zeros(self._vocab_size, pin_memory=self._device.type == "cuda")
+        row = torch.zeros(self.vocab_size, pin_memory=self._device.type == "cuda")
         bias = self._biases[rule]
         row[list(bias)] = torch.tensor(list(bias.values()))
         self.columns.bias[rule].copy_(row, non_blocking=True)
@@ -184,7 +184,7 @@ class ColumnSampler:
         index = np.array(slots, dtype=np.int64)
         counts = self._scored[index]
         scored = [(row, int(counts[row])) for row in (counts != NO_SCORES).nonzero()[0].tolist()]
-        num_top = scores.num_top([count for _, count in scored], self._vocab_size) if scored else 0
+        num_top = scores.num_top([count for _, count in scored], self.vocab_size) if scored else 0
         greedy = bool(self._greedy[index].all())
         kind = Kind(bool(self._weighs[index].any()), bool(self._counts[index].any()), num_top, greedy)
         return Wants(kind, scored, self._masked[index].nonzero()[0].tolist())

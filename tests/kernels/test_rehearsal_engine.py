@@ -17,6 +17,7 @@ from engine.errors import EngineConfigError, PromptError
 from engine.loop import Engine
 from engine.options import EngineOptions
 from engine.runner.embedder import Embedder
+from engine.runner.slot_runner import SlotRunner
 from engine.runner.text_models import load_text_model
 from engine.speculation.options import SpeculativeOptions
 from kernels import ops
@@ -236,7 +237,7 @@ def test_experts_are_captured_with_the_kernels_that_ask_nothing(quantization: st
 
 
 def test_padding_of_a_captured_step_is_left_out_of_the_mixture(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Three requests in a step of four rows, each of which chooses three experts."""
+    """Three requests in a step of four rows, each of which chooses three experts. Steps that are timed have no padding."""
     make_model("qwen3_moe", tmp_path / "moe", num_hidden_layers=1, head_dim=16, vocab_size=64)
     with rehearsal() as card:
         seen, one = (torch.full((size,), size == 1, dtype=torch.int32, device="cuda") for size in (64, 1))
@@ -247,7 +248,13 @@ def test_padding_of_a_captured_step_is_left_out_of_the_mixture(tmp_path: Path, m
             return sorted_tokens
 
         monkeypatch.setattr(experts, "sort_by_expert", counted)
-        engine = small_engine(tmp_path / "moe", device="cuda", dtype="float16", **SMALL)
+        guessing = SpeculativeOptions(method="ngram", num_speculative_tokens=2)
+        engine = small_engine(tmp_path / "moe", device="cuda", dtype="float16", speculative_config=guessing, **SMALL)
+        assert isinstance(engine.runner, SlotRunner)
+        for num_rows in (1, 3, 6):
+            seen.zero_()
+            engine.runner.run_for_timing(num_rows)
+            assert int(seen.nonzero().max()) == 3 * num_rows
         seen.zero_()
         run_to_end(engine, [wanted(name, [5], max_tokens=3) for name in "abc"])
         assert seen.nonzero().flatten().tolist() == [3 * 3]
