@@ -11,7 +11,8 @@ every step, because it has a KV cache of its own.
 
 Rows that need a mask (of a grammar, or of typical sampling: `row_masks`) wait for the token before theirs, and the choice of
 tokens of the whole step waits with them. Its layers do not: the step is launched ahead as far as its logits.
-`LaunchedStep.complete` begins the choice when the step before it has been settled, while the device still computes.
+`LaunchedStep.complete` begins the choice when the step before it has been settled, while the device still computes; typical
+sampling has the host wait for the logits there.
 """
 
 from __future__ import annotations
