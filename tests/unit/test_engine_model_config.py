@@ -12,7 +12,7 @@ import pytest
 from engine.config.families import FAMILIES
 from engine.config.model import EMBEDDERS, ModelConfig, parse_model_config
 from engine.errors import EngineConfigError, UnsupportedModel
-from engine.memory.kv_plan import plan_memory
+from engine.memory.kv_plan import check_context
 from engine.options import EngineOptions
 
 SHAPE: dict[str, Any] = {
@@ -111,7 +111,7 @@ def test_dynamic_scaling_is_refused_by_name_beyond_the_context() -> None:
     config = parse("LlamaForCausalLM", rope_scaling={"type": "dynamic", "factor": 2.0})
     options = EngineOptions(model=None, max_model_len=513, num_kv_blocks=100)  # type: ignore[arg-type]
     with pytest.raises(EngineConfigError, match=r"max_model_len \(513\) .* rope type 'dynamic' is not computed beyond"):
-        plan_memory(config, options, element_bytes=4, available_bytes=0)
+        check_context(config, options)
 
 
 def test_the_multipliers_of_granite_are_its_own() -> None:
