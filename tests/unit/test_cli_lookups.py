@@ -8,13 +8,16 @@ from typing import Any
 import httpx
 import pytest
 
+from appliance.base.ids import new_id
 from appliance.cli import keys, tenants
 from appliance.cli.connection import AdminClient
 from appliance.cli.failure import CommandFailed
 from appliance.tenancy.principals import LIMIT_NAMES
 
-TENANTS = [{"id": "tn_1", "name": "alice"}, {"id": "tn_2", "name": "tn_bob"}]
-KEYS = [{"id": "key_1", "prefix": "gh_one", "tenant_id": "tn_1"}, {"id": "key_2", "prefix": "key_odd", "tenant_id": "tn_2"}]
+ALICE, BOB, LIKE_AN_ID, BROKEN = (new_id("tn") for _ in range(4))
+ONE, TWO = (new_id("key") for _ in range(2))
+TENANTS = [{"id": ALICE, "name": "alice"}, {"id": BOB, "name": LIKE_AN_ID}]
+KEYS = [{"id": ONE, "prefix": "gh_one", "tenant_id": ALICE}, {"id": TWO, "prefix": "key_odd", "tenant_id": BOB}]
 
 Ask = Callable[[Callable[[AdminClient], Awaitable[Any]]], Awaitable[tuple[Any, list[str]]]]
 
@@ -26,7 +29,7 @@ def _answer(request: httpx.Request) -> httpx.Response:
     if path.endswith("/keys"):
         found = [key for key in KEYS if f"/tenants/{key['tenant_id']}/keys" == path]
         return httpx.Response(200, json={"data": found, "has_more": False, "next_cursor": None})
-    if path == "/tenants/tn_broken":
+    if path == f"/tenants/{BROKEN}":
         return httpx.Response(503, json={"error": {"message": "draining", "code": "draining"}})
     for row in (*TENANTS, *KEYS):
         if path in (f"/tenants/{row['id']}", f"/keys/{row['id']}"):
@@ -52,7 +55,7 @@ def ask() -> Ask:
 
 
 async def test_a_tenant_is_found_by_its_id_with_one_call(ask: Ask) -> None:
-    assert await ask(lambda client: tenants.find(client, "tn_2")) == (TENANTS[1], ["/tenants/tn_2"])
+    assert await ask(lambda client: tenants.find(client, BOB)) == (TENANTS[1], [f"/tenants/{BOB}"])
 
 
 async def test_a_tenant_is_found_by_its_name(ask: Ask) -> None:
@@ -60,27 +63,29 @@ async def test_a_tenant_is_found_by_its_name(ask: Ask) -> None:
 
 
 async def test_a_name_may_look_like_an_id(ask: Ask) -> None:
-    assert await ask(lambda client: tenants.find(client, "tn_bob")) == (TENANTS[1], ["/tenants/tn_bob", "/tenants"])
+    paths = [f"/tenants/{LIKE_AN_ID}", "/tenants"]
+    assert await ask(lambda client: tenants.find(client, LIKE_AN_ID)) == (TENANTS[1], paths)
 
 
 async def test_a_key_is_found_by_its_id_with_one_call(ask: Ask) -> None:
-    assert await ask(lambda client: keys.find_key(client, "key_2")) == (KEYS[1], ["/keys/key_2"])
+    assert await ask(lambda client: keys.find_key(client, TWO)) == (KEYS[1], [f"/keys/{TWO}"])
 
 
-@pytest.mark.parametrize(("prefix", "wanted"), [("gh_one", "key_1"), ("key_odd", "key_2")])
+@pytest.mark.parametrize(("prefix", "wanted"), [("gh_one", ONE), ("key_odd", TWO)])
 async def test_a_key_is_found_by_its_prefix(ask: Ask, prefix: str, wanted: str) -> None:
     found, _ = await ask(lambda client: keys.find_key(client, prefix))
     assert found["id"] == wanted
 
 
-async def test_what_is_named_stays_one_part_of_the_path(ask: Ask) -> None:
+@pytest.mark.parametrize("ending", ["/../{two}", "/rotate", "%2F{two}", "\udcff"])
+async def test_only_an_id_is_put_into_a_path(ask: Ask, ending: str) -> None:
     with pytest.raises(CommandFailed, match="no key"):
-        await ask(lambda client: keys.find_key(client, "key_1/../key_2"))
+        await ask(lambda client: keys.find_key(client, ONE + ending.format(two=TWO)))
 
 
 async def test_only_an_absence_is_looked_for_elsewhere(ask: Ask) -> None:
     with pytest.raises(CommandFailed, match="draining"):
-        await ask(lambda client: tenants.find(client, "tn_broken"))
+        await ask(lambda client: tenants.find(client, BROKEN))
 
 
 def test_limits_are_told_by_name_and_each_has_an_option() -> None:
