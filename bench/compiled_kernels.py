@@ -1,58 +1,40 @@
 """What each kernel becomes on each card: registers, spills, shared memory, matrix instructions, programs side by side.
 
-Usage: python -m bench.compiled_kernels [--modules attention_decode …] [--processes 2] [--dry-run]
+Usage: python -m bench.compiled_kernels [--all] [--modules attention_decode …] [--processes 2] [--dry-run]
 
 Needs no GPU. Every version of Triton in the environment is used (the installer's test environment has the oldest and the
-newest that we allow). The rows of what was compiled take the place of older ones in bench/results/compiled_kernels.jsonl, one
-for each kernel, configuration, compute capability and version, with short names and without zeros: sm (capability), regs and
-spill (bytes) of a thread, shared (bytes) and tmem (columns of tensor memory) of a program, mma (matrix instructions), programs
-that one multiprocessor holds at a time.
-Compile times are left out, so that a row changes only when the machine code does.
+newest that we allow). Writes bench/results/compiled_kernels.jsonl, the record by which CI knows what need not be compiled again
+(kernels/triton/gate/record.py): sm (capability), regs and spill (bytes) of a thread, shared (bytes) and tmem (columns of tensor
+memory) of a program, mma (matrix instructions), programs that one multiprocessor holds at a time. What the record holds is not
+compiled again without `--all`, but for one configuration of each kernel on each card.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 import tempfile
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
+from kernels.triton.gate.compilation import Compiled
 from kernels.triton.gate.declared import module_names
-from tests.support.triton_versions import TritonVersion, installed
+from kernels.triton.gate.record import Record, Recorded, read, write
+from tests.support.triton_versions import RECORD, TritonVersion, installed
 
-RESULTS = Path(__file__).parent / "results" / "compiled_kernels.jsonl"
 COLUMNS = ("capability", "triton", "registers", "spill_bytes", "shared_bytes", "programs", "tensor_instructions", "faults")
 LABELS = ("sm", "triton", "regs", "spill", "shared", "programs", "matrix instructions", "faults")
-STORED = {
-    "num_warps": "warps",
-    "num_stages": "stages",
-    "registers": "regs",
-    "spill_bytes": "spill",
-    "shared_bytes": "shared",
-    "tensor_memory_columns": "tmem",
-    "tensor_instructions": "mma",
-    "programs": "programs",
-    "faults": "faults",
-}
 Row = dict[str, Any]
 
 
-def compile_all(versions: list[TritonVersion], modules: list[str], processes: int) -> list[Row]:
+def compile_all(versions: list[TritonVersion], modules: list[str], processes: int, record: Path | None) -> list[Row]:
     """The rows of every module under every version, in the order of module, configuration, capability and version."""
     with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(processes) as pool:
-        jobs = [pool.submit(version.compile_modules, modules, Path(folder, version.version)) for version in versions]
+        jobs = [pool.submit(version.compile_modules, modules, Path(folder, version.version), record) for version in versions]
         made = [row for job in jobs for row in job.result()]
-    order = {row["name"]: index for index, row in reversed(list(enumerate(made)))}
-    return sorted(made, key=lambda row: (order[row["name"]], row["capability"], row["triton"]))
-
-
-def kept(row: Row) -> Row:
-    """What is written: short names, and nothing that says nothing."""
-    short = {name: row[name] for name in ("module", "name")} | {"sm": row["capability"], "triton": row["triton"]}
-    numbers = {label: row[name] for name, label in STORED.items() if row.get(name)}
-    return short | numbers
+    order = {(row["module"], row["name"]): index for index, row in reversed(list(enumerate(made)))}
+    return sorted(made, key=lambda row: (order[row["module"], row["name"]], row["capability"], row["triton"]))
 
 
 def table(rows: list[Row]) -> str:
@@ -75,25 +57,30 @@ def _cell(value: object) -> str:
 def keep(rows: list[Row]) -> None:
     """Put the rows of the compiled modules in the place of theirs; those of modules that are gone go."""
     compiled, names = {row["module"] for row in rows}, module_names()
-    before = [json.loads(line) for line in RESULTS.read_text("utf-8").splitlines()] if RESULTS.exists() else []
-    others = [row for row in before if row["module"] in names and row["module"] not in compiled]
-    all_rows = sorted(rows + others, key=lambda row: names.index(row["module"]))
-    RESULTS.write_text("".join(json.dumps(row, separators=(",", ":")) + "\n" for row in all_rows), "utf-8")
+    record: Record = {place: recorded for place, recorded in read(RECORD).items() if place[0] in set(names) - compiled}
+    for row in rows:
+        if "registers" in row:  # it could be compiled
+            values = {field.name: row[field.name] for field in fields(Compiled)}
+            values["tensor_instructions"] = tuple(values["tensor_instructions"])
+            recorded = Recorded(row["key"], Compiled(**values))
+            record[row["module"], row["name"], row["capability"], row["triton"]] = recorded
+    write(RECORD, dict(sorted(record.items(), key=lambda item: names.index(item[0][0]))))
 
 
 def main() -> None:
     """Compile, print the table, write the rows unless `--dry-run`."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--all", action="store_true", help="what the record holds too")
     parser.add_argument("--modules", nargs="*", help="names of files in kernels/triton/gate; without it all")
     parser.add_argument("--processes", type=int, default=2)
     parser.add_argument("--dry-run", action="store_true", help="print only")
     options = parser.parse_args()
-    rows = compile_all(installed(), options.modules or module_names(), options.processes)
-    print(table(rows))
-    broken = sum(bool(row["faults"]) for row in rows)
-    print(f"{len(rows)} compilations, {broken} with faults")
+    rows = compile_all(installed(), options.modules or module_names(), options.processes, None if options.all else RECORD)
     if not options.dry_run:
-        keep([kept(row) for row in rows])
+        keep(rows)
+    print(table(rows))
+    changed, broken = sum(not row["is_recorded"] for row in rows), sum(bool(row["faults"]) for row in rows)
+    print(f"{len(rows)} configurations, {changed} new or changed, {broken} with faults")
 
 
 if __name__ == "__main__":

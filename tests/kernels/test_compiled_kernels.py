@@ -1,10 +1,15 @@
-"""Configurations that serving uses as machine code for the cards that we name, by the oldest Triton and the newest (ADR 51)."""
+"""Configurations that serving uses as machine code for the cards that we name, by the oldest Triton and the newest (ADR 51).
+
+What bench/results/compiled_kernels.jsonl records of the same sources is not compiled again, but for a sample (ADR 53).
+"""
 
 from __future__ import annotations
 
 import pytest
 
+from kernels.triton.gate.record import read
 from tests.support.triton_jobs import KERNELS, MODULES, TritonJobs, promised
+from tests.support.triton_versions import RECORD
 
 PROMISED = promised()
 
@@ -19,6 +24,15 @@ def test_every_configuration_becomes_machine_code_that_may_be_served(
     assert {row["triton"] for row in made if "triton" in row} <= {version}
     faults = [f"sm_{row['capability']} {row['name']}: {fault}" for row in made for fault in row["faults"]]
     assert not faults, "\n".join(faults)
+
+
+@pytest.mark.parametrize("version", PROMISED)
+def test_the_record_is_of_these_kernels(triton_jobs: TritonJobs, version: str) -> None:
+    rows = triton_jobs.rows(version)
+    new = {row["name"] for row in rows if not row["is_recorded"]}
+    declared = {(row["module"], row["name"], row["capability"], version) for row in rows}
+    gone = {place for place in read(RECORD) if place[3] == version} - declared
+    assert not new | gone, f"{len(new)} new or changed, {len(gone)} gone: run `python -m bench.compiled_kernels`"
 
 
 def test_every_configuration_has_a_name_of_its_own(triton_jobs: TritonJobs) -> None:

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 REPO = Path(__file__).resolve().parents[2]
+RECORD = REPO / "bench" / "results" / "compiled_kernels.jsonl"
 ENVIRONMENT = Path(sys.prefix)
 LIMIT_S = 900
 
@@ -38,17 +39,18 @@ class TritonVersion:
         unlined = {"TRITON_DISABLE_LINE_INFO": "1"}
         return {**kept, **path, **mode, **single, **unlined, "TRITON_CACHE_DIR": str(cache)}
 
-    def compile_modules(self, modules: Sequence[str], cache: Path) -> list[dict[str, Any]]:
+    def compile_modules(self, modules: Sequence[str], cache: Path, record: Path | None) -> list[dict[str, Any]]:
         """The rows of `kernels.triton.gate` for `modules`, as `norm`. Raises CalledProcessError."""
-        environment = self.environment(cache, interpret=False)
-        answer = subprocess.run(gate_command(modules), cwd=REPO, env=environment, stdout=subprocess.PIPE, text=True, check=True)
+        command, environment = gate_command(modules, record), self.environment(cache, interpret=False)
+        answer = subprocess.run(command, cwd=REPO, env=environment, stdout=subprocess.PIPE, text=True, check=True)
         return gate_rows(answer.stdout)
 
 
-def gate_command(modules: Sequence[str], full: int | None = None) -> list[str]:
-    """Compiles `modules` for every card in one process, whose start takes as long as three kernels; all of their configurations
-    for the card `full` alone where it is named."""
-    return [sys.executable, "-m", "kernels.triton.gate", *(["--full", str(full)] if full else []), *modules]
+def gate_command(modules: Sequence[str], record: Path | None) -> list[str]:
+    """Holds `modules` to the gate for every card in one process, whose start takes as long as three kernels; compiles what
+    `record` lacks."""
+    recorded = [] if record is None else ["--record", str(record)]
+    return [sys.executable, "-m", "kernels.triton.gate", *recorded, *modules]
 
 
 def gate_rows(output: str) -> list[dict[str, Any]]:

@@ -5,10 +5,11 @@ Needs no GPU and no driver: Triton brings the assembler and `cuobjdump`. Must ru
 
 from __future__ import annotations
 
+import hashlib
 import re
 import subprocess
+import sys
 import tempfile
-import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -18,6 +19,7 @@ from triton import knobs
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.experimental.gluon._runtime import GluonASTSource, GluonJITFunction
+from triton.runtime.jit import JITFunction
 
 from kernels.triton.early_launch import CAPABILITY_MIN as EARLY_CAPABILITY
 from kernels.triton.tuning import TENSOR_MEMORY_COLUMNS, card
@@ -90,24 +92,31 @@ class Compiled:
     tensor_memory_columns: int
     tensor_instructions: tuple[str, ...]
     programs: int
-    touches_early: bool
-    compile_s: float
+    touches_early: bool = False
     exponentials: int = 0
+
+
+def source_key(compilation: Compilation, capability: int) -> str:
+    """What the machine code follows from, as 16 hexadecimal digits: the text of the kernel and of all that it calls, types,
+    constants, options, the card and the version of Triton. `forget_lines` first."""
+    source = _source(compilation, capability).hash()
+    text = f"{triton.__version__} {capability} {source} {sorted(_options(compilation).items())}"
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+def forget_lines() -> None:
+    """Have keys not depend on where in its file a kernel of the imported modules stands: Triton's own do."""
+    for name, module in list(sys.modules.items()):
+        if name.startswith("kernels."):
+            for function in vars(module).values():
+                if isinstance(function, JITFunction):
+                    function.starting_line_number = 0
 
 
 def compile_kernel(compilation: Compilation, capability: int) -> Compiled:
     """Compile for one compute capability. Raises whatever Triton raises when the kernel cannot be compiled for it."""
-    started = time.perf_counter()
-    kernel = triton.compile(
-        _source(compilation, capability),
-        target=GPUTarget("cuda", capability, 32),
-        options={
-            "num_warps": compilation.num_warps,
-            "num_stages": compilation.num_stages,
-            "enable_fp_fusion": compilation.fp_fusion,
-            "maxnreg": compilation.registers_max,
-        },
-    )
+    target = GPUTarget("cuda", capability, 32)
+    kernel = triton.compile(_source(compilation, capability), target=target, options=_options(compilation))
     registers, spill_bytes = _resources(kernel.asm["cubin"])
     num_warps = int(kernel.metadata.num_warps)
     return Compiled(
@@ -123,7 +132,6 @@ def compile_kernel(compilation: Compilation, capability: int) -> Compiled:
         tensor_instructions=tuple(name for name in TENSOR_INSTRUCTIONS if name in kernel.asm["ptx"]),
         programs=card(capability).programs(registers, int(kernel.metadata.shared), num_warps),
         touches_early=_is_early(compilation, capability) and touches_early(kernel.asm["ptx"]),
-        compile_s=round(time.perf_counter() - started, 3),
         exponentials=exponentials_beside_products(_dumped(kernel.asm["cubin"], "-sass")) if compilation.exponentials_min else 0,
     )
 
@@ -175,6 +183,15 @@ def _wanted(compilation: Compilation, capability: int) -> str:
     if compilation.small_tile or capability < 90 or capability >= 120:
         return older
     return hopper if capability < 100 else blackwell
+
+
+def _options(compilation: Compilation) -> dict[str, object]:
+    return {
+        "num_warps": compilation.num_warps,
+        "num_stages": compilation.num_stages,
+        "enable_fp_fusion": compilation.fp_fusion,
+        "maxnreg": compilation.registers_max,
+    }
 
 
 def _source(compilation: Compilation, capability: int) -> Any:

@@ -1,0 +1,145 @@
+"""The record of what was compiled: what it saves, and that nothing changed gets past it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import triton
+import triton.language as tl
+from triton.runtime.jit import JITFunction
+
+from kernels.triton.gate import __main__ as gate
+from kernels.triton.gate.compilation import Compilation, Compiled, forget_lines, source_key
+from kernels.triton.gate.declared import declared
+from kernels.triton.gate.record import Record, Recorded, differences, read, write
+
+MODULE = "norm"
+Compile = Callable[[Compilation, int], Compiled]
+
+
+def result(compilation: Compilation, capability: int) -> Compiled:
+    registers = 30 + len(compilation.name)
+    return Compiled(compilation.name, capability, triton.__version__, 4, 3, registers, 0, 512, 0, (), 4)
+
+
+def key(compilation: Compilation, capability: int) -> str:
+    return f"{compilation.name} {capability}"
+
+
+@pytest.fixture
+def compiled(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, int]]:
+    """What the gate compiles, with a compiler that answers at once: here kernels are interpreted, and have no key."""
+    asked: list[tuple[str, int]] = []
+
+    def compile_at_once(compilation: Compilation, capability: int) -> Compiled:
+        asked.append((compilation.name, capability))
+        return result(compilation, capability)
+
+    monkeypatch.setattr(gate, "compile_kernel", compile_at_once)
+    monkeypatch.setattr(gate, "source_key", key)
+    return asked
+
+
+def pairs() -> list[tuple[Compilation, int]]:
+    return [(compilation, capability) for compilation in declared(MODULE) for capability in compilation.capabilities]
+
+
+def whole_record() -> Record:
+    return {
+        (MODULE, each.name, capability, triton.__version__): Recorded(key(each, capability), result(each, capability))
+        for each, capability in pairs()
+    }
+
+
+def test_without_a_record_everything_is_compiled(compiled: list[tuple[str, int]]) -> None:
+    rows = list(gate.rows_of_module(MODULE, {}))
+    assert compiled == [(compilation.name, capability) for compilation, capability in pairs()]
+    assert not any(row["is_recorded"] or row["faults"] for row in rows)
+
+
+def test_of_what_is_recorded_each_kernel_is_compiled_once_for_each_card(compiled: list[tuple[str, int]]) -> None:
+    rows = list(gate.rows_of_module(MODULE, whole_record()))
+    kernels = {(compilation.kernel.__name__, capability) for compilation, capability in pairs()}
+    names = {compilation.name: compilation.kernel.__name__ for compilation, _ in pairs()}
+    assert {(names[name], capability) for name, capability in compiled} == kernels
+    assert len(compiled) == len(kernels) < len(rows) == len(pairs())
+    assert all(row["is_recorded"] and row["registers"] and not row["faults"] for row in rows)
+
+
+def test_what_changed_since_it_was_recorded_is_compiled(compiled: list[tuple[str, int]]) -> None:
+    record = whole_record()
+    list(gate.rows_of_module(MODULE, record))
+    sample = set(compiled)
+    place = next(place for place in record if place[1:3] not in sample)
+    record[place] = record[place]._replace(key="another")
+    compiled.clear()
+    (changed,) = [row for row in gate.rows_of_module(MODULE, record) if not row["is_recorded"]]
+    assert (changed["name"], changed["capability"]) == place[1:3]
+    assert set(compiled) == sample | {place[1:3]}
+
+
+def test_a_record_that_says_what_is_not_so_is_found(compiled: list[tuple[str, int]]) -> None:
+    record = whole_record()
+    place, recorded = next(iter(record.items()))
+    record[place] = recorded._replace(compiled=replace(recorded.compiled, registers=20))
+    (row,) = [row for row in gate.rows_of_module(MODULE, record) if row["faults"]]
+    assert row["faults"] == [f"the record has regs 20, compiled now it is {recorded.compiled.registers}"]
+
+
+def test_what_is_recorded_is_held_to_todays_limits(compiled: list[tuple[str, int]]) -> None:
+    record = whole_record()
+    spilling = {place: entry._replace(compiled=replace(entry.compiled, spill_bytes=4096)) for place, entry in record.items()}
+    rows = list(gate.rows_of_module(MODULE, spilling))
+    assert len(rows) > len(compiled)
+    assert all("4096" in row["faults"][0] for row in rows)
+
+
+def copied(source: tl.tensor, out: tl.tensor, BLOCK: tl.constexpr) -> None:
+    index = tl.arange(0, BLOCK)
+    tl.store(out + index, tl.load(source + index))
+
+
+def keyed(kernel: Any, capability: int = 90, kind: str = "*bf16", block: int = 64, **options: Any) -> str:
+    return source_key(Compilation("k", kernel, {"source": kind, "out": kind}, {"BLOCK": block}, **options), capability)
+
+
+def test_a_key_is_of_the_kernel_its_types_its_options_and_the_card() -> None:
+    def made(*arguments: Any, **options: Any) -> str:
+        return keyed(JITFunction(copied), *arguments, **options)
+
+    same = made()
+    assert len(same) == 16
+    assert made() == same
+    others = [made(80), made(kind="*fp32"), made(block=32), made(num_warps=8), made(num_stages=2), made(registers_max=64)]
+    assert len({same, *others, made(fp_fusion=False)}) == 8
+
+
+def test_a_key_is_not_of_the_line_where_a_kernel_stands(monkeypatch: pytest.MonkeyPatch) -> None:
+    below, above = JITFunction(copied), JITFunction(copied)
+    below.starting_line_number += 1000
+    monkeypatch.setattr(f"kernels.triton.{MODULE}.below", below, raising=False)
+    monkeypatch.setattr(f"kernels.triton.{MODULE}.above", above, raising=False)
+    forget_lines()
+    assert keyed(below) == keyed(above)
+
+
+def test_a_record_is_read_as_it_was_written(tmp_path: Path) -> None:
+    long = Compiled("b, grammar", 90, "3.9.0", 8, 2, 128, 24, 4096, 512, ("mma.sync", "wgmma.mma_async"), 2, True, 128)
+    short = Compiled("a", 80, "3.6.0", 4, 3, 32, 0, 0, 0, (), 16)
+    record: Record = {("norm", "b, grammar", 90, "3.9.0"): Recorded("0123", long)}
+    record |= {("activation", "a", number, "3.6.0"): Recorded("4567", replace(short, capability=number)) for number in (89, 80)}
+    path = tmp_path / "record.jsonl"
+    assert read(path) == {}
+    write(path, record)
+    assert read(path) == record
+    assert len(path.read_text("utf-8").splitlines()) == 2, "a line for each configuration"
+
+
+def test_a_difference_is_told_in_the_words_of_the_record() -> None:
+    before: Any = Compiled("a", 80, "3.6.0", 4, 3, 32, 0, 0, 0, (), 16)
+    assert differences(before, before) == []
+    assert differences(before, replace(before, spill_bytes=8)) == ["the record has spill 0, compiled now it is 8"]
