@@ -15,7 +15,7 @@ from engine.runner.staging import Staging
 from engine.sampling.columns import Wants
 from engine.sampling.host_masks import HostMasks
 from engine.sampling.logits_rules import SampledRow
-from engine.sampling.typical_masks import TypicalMasks
+from engine.sampling.typical_masks import TypicalMasks, is_typical
 from engine.scheduling.scheduled_batch import ScheduledRequest
 from kernels import ops
 
@@ -26,6 +26,11 @@ Begun = Callable[[], StepMasks]
 def masked_rows(items: Sequence[ScheduledRequest], wants: Wants) -> list[SampledRow]:
     """The rows that wait for masks, as the step was planned: its items move on."""
     return [SampledRow(items[row].request, items[row].start + items[row].num_tokens) for row in wants.masked]
+
+
+def wait_for_logits(rows: Sequence[SampledRow]) -> bool:
+    """Whether the host waits for the device when masks of these rows are filled."""
+    return any(is_typical(row.sampling) for row in rows)
 
 
 class RowMasks:

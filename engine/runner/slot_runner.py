@@ -11,8 +11,8 @@ every step, because it has a KV cache of its own.
 
 Rows that need a mask (of a grammar, or of typical sampling: `row_masks`) wait for the token before theirs, and the choice of
 tokens of the whole step waits with them. Its layers do not: the step is launched ahead as far as its logits.
-`LaunchedStep.complete` begins the choice when the step before it has been settled, while the device still computes; typical
-sampling has the host wait for the logits there.
+`LaunchedStep.complete` begins the choice when the step before it has been settled, while the device still computes; where it
+has to wait for the logits (typical sampling), when the events of the step before are out.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from engine.runner.launched_step import Choosing, LaunchedStep
 from engine.runner.model_runner import ModelRunner
 from engine.runner.paged_decoder import PagedDecoder
 from engine.runner.ready_steps import NO_INPUTS, NO_ROWS, ReadySteps
-from engine.runner.row_masks import Begun, RowMasks, masked_rows
+from engine.runner.row_masks import Begun, RowMasks, masked_rows, wait_for_logits
 from engine.runner.rows import FIRST, UNKNOWN, SampledRows, guess_places, input_row, scored_positions, unknown_places
 from engine.runner.slots import NOTHING, SlotState, SlotTable
 from engine.runner.staging import Fetch, FetchedAtOnce, Staging, TokenReturn
@@ -274,6 +274,7 @@ class SlotRunner:
         sends_inputs = bool(launched.depths) and launched.inputs is None
         if wants.masked:
             launched.choice = partial(self._choose_decodes, len(rows), size, wants, masked, begun, sends_inputs=sends_inputs)
+            launched.completion_waits = wait_for_logits(masked)
         else:
             if kind is None:
                 self._step.choose(size, wants.kind)
@@ -338,6 +339,7 @@ class SlotRunner:
         launched.scored = wants.scored
         if masked:
             launched.choice = partial(self._choose_masked, choose, logits, wants.masked, masked, begun)
+            launched.completion_waits = wait_for_logits(masked)
         else:
             launched.fetch = choose(None)
         return launched

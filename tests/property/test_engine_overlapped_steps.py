@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -12,10 +13,12 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from engine.protocol import FinishReason
+from engine.protocol import FinishReason, TokenEvent
 from engine.runner.batch_inputs import InputRow
 from engine.runner.rows import FIRST, NONE
 from engine.sampling.columns import Kind
+from engine.sampling.logits_rules import SampledRow
+from engine.sampling.typical_masks import is_typical
 from kernels import ops
 from kernels.simd.vectors import LANES
 from tests.support.engine_histories import MAX_LEN, WISHES, Asked, Room, asked, assert_as_alone, rooms, run, with_grammars
@@ -61,6 +64,47 @@ def test_tokens_are_those_of_the_plain_runner(
         **room.options,
     )
     assert_as_alone(folder, family, requests, run(with_grammars(engine), requests, preempt_at=preempt_at))
+
+
+TYPICAL = tuple(wish for wish in sorted(WISHES) if "typical_p" in WISHES[wish] and "presence_penalty" not in WISHES[wish])
+
+
+@settings(max_examples=15, deadline=None, derandomize=True)
+@given(
+    requests=st.lists(asked.map(lambda each: each._replace(aborted_after=None)), max_size=4),
+    typical=st.lists(st.sampled_from(TYPICAL), min_size=1, max_size=3),
+    room=rooms,
+    preempt_at=st.none() | st.integers(1, 12),
+)
+def test_the_host_waits_for_logits_of_typical_rows_when_the_tokens_before_theirs_are_out(
+    folder: Path, requests: list[Asked], typical: list[str], room: Room, preempt_at: int | None
+) -> None:
+    requests = [*requests, *(Asked((5, 6, 7, 8), wish, 9, seed, seed, None) for seed, wish in enumerate(typical))]
+    engine = with_grammars(overlapped_engine(folder / "llama", **room.options))
+    runner: Any = engine.runner
+    step, narrow = engine.step, runner._masks._typical.narrow
+    out: Counter[tuple[str, int]] = Counter()
+    behind: list[int] = []
+
+    def handed_out() -> list[TokenEvent]:
+        events = step()
+        for event in events:
+            out[event.request_id, event.index] = event.num_output_tokens
+        return events
+
+    def waits(masks: torch.Tensor, logits: torch.Tensor, rows: dict[int, SampledRow]) -> None:
+        for row in rows.values():
+            if is_typical(row.sampling):
+                request = row.request
+                before = row.position - request.num_prompt_tokens
+                behind.append(before - out[request.request_id, request.index])
+        narrow(masks, logits, rows)
+
+    with mock.patch.object(engine, "step", handed_out), mock.patch.object(runner._masks._typical, "narrow", waits):
+        found = run(engine, requests, preempt_at=preempt_at)
+    assert_as_alone(folder, "llama", requests, found)
+    assert behind == [0] * len(behind)
+    assert behind
 
 
 RECORDED = ("llama", "mistral-window", "gemma2", "qwen3_moe")
