@@ -111,7 +111,6 @@ class Drafting:
     def settle(self, request: Request, item: ScheduledRequest, num_accepted: int) -> None:
         """The step is done: the item is a plain decode again, and the request is further than one token."""
         self._drafter.observe(request, item.num_draft_tokens, num_accepted)
-        self._totals.accepted_draft_tokens += num_accepted
         request.num_rejected_draft_tokens += item.num_draft_tokens - num_accepted
         item.num_tokens, item.num_draft_tokens, item.draft_token_ids = 1, 0, []
         self._accounts.lengthen(account_of(request), num_accepted)

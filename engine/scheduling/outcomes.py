@@ -163,6 +163,7 @@ class Outcomes:
         if number < len(token_ids):
             token_ids, logprobs = token_ids[:number], logprobs and logprobs[:number]
         self._totals.generation_tokens += number
+        self._totals.accepted_draft_tokens += min(number, len(output.token_ids) - 1)  # the last one was no guess
         self._kv.register(request, start, request.num_computed_tokens)
         event = token_event(request, token_ids) if reason is None else self._end(request, reason, token_ids)
         event.logprobs, event.prompt_logprobs = logprobs, output.prompt_logprobs

@@ -228,6 +228,7 @@ class SchedulerLife:
         self.live: dict[Request, None] = {}
         self.ended: dict[Request, TokenEvent] = {}
         self.delivered: dict[Request, int] = {}
+        self.num_delivered_guesses = 0
         self.joins: dict[Account, int] = {}
         self.num_prompts = 0
 
@@ -303,8 +304,11 @@ class SchedulerLife:
         outputs = [self.output(item) for item in batch.items]
         if fails:
             outputs[0] = StepOutput(error="broken")
+        guessed = {item.request: len(output.token_ids) - 1 for item, output in zip(batch.items, outputs, strict=True)}
         for event in self.scheduler.apply(batch, outputs):
-            self.take(requests[event.request_id, event.index], event)
+            request = requests[event.request_id, event.index]
+            self.num_delivered_guesses += max(0, min(len(event.token_ids), guessed[request]))
+            self.take(request, event)
 
     def output(self, item: ScheduledRequest) -> StepOutput:
         if not item.samples:
@@ -342,7 +346,7 @@ class SchedulerLife:
             served = account.service_at(self.scheduler.accounts.step)
             assert served == self.meter.service[account], f"{account.tenant_id} was charged {served}"
         if self.drafter is not None:
-            assert self.scheduler.totals.accepted_draft_tokens == self.drafter.num_accepted
+            assert self.scheduler.totals.accepted_draft_tokens == self.num_delivered_guesses
             rejected = sum(request.num_rejected_draft_tokens for request in (*self.live, *self.ended))
             assert rejected == self.drafter.num_drafted - self.drafter.num_accepted
         self.observe_gap()

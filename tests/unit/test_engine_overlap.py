@@ -480,6 +480,15 @@ def test_a_step_with_guesses_has_nothing_under_way_before_it_or_behind_it(is_syn
     assert runner.log[5:] == ["collect", "launch 1", "collect"], "a has one token left, of which none is guessed"
 
 
+def test_right_guesses_behind_the_end_of_an_answer_are_not_counted_as_accepted() -> None:
+    runner = FakeAheadRunner()
+    engine = make_engine(runner, drafter=Oracle({"a": [5]}))
+    events = run_to_end(engine, [wanted("a", [1] * 6, max_tokens=20, stop_token_ids=[STOP])])
+    assert tokens(events["a"]) == expected("a", 6, 20)
+    assert [len(event.token_ids) for event in events["a"]] == [1, 4], "and one more guess, which was right"
+    assert (engine.status().draft_tokens_total, engine.status().accepted_draft_tokens_total) == (5, 4)
+
+
 def test_the_time_of_a_step_with_guesses_begins_when_the_step_that_it_waited_for_has_ended() -> None:
     runner = FakeAheadRunner()
     engine = make_engine(runner, drafter=Oracle({"a": [3]}))
