@@ -16,6 +16,7 @@ from litestar import Litestar
 from appliance.app import Appliance, create_app
 from appliance.base.settings import load_settings
 from appliance.serving.services import Services
+from tests.support.standing import Standing
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,38 +39,30 @@ class ApiBox:
         return {"authorization": f"Bearer {secret}"}
 
 
-class Standing:
-    """An application and what stands for services in it: those of one box after another, all with the same settings. To
-    register all routes takes longer than most tests of them."""
-
-    def __init__(self, services: Services) -> None:
-        self.services = services
-        self.app = create_app(cast(Appliance, SimpleNamespace(services=self)))
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.services, name)
-
-
 _IDLE: list[Standing] = []
+
+
+def _create(services: Services) -> Litestar:
+    return create_app(cast(Appliance, SimpleNamespace(services=services)))
 
 
 @asynccontextmanager
 async def open_api_box(migrated_sqlite_file: Path, folder: Path) -> AsyncIterator[ApiBox]:
     """Yield an application that may have served before, over a migrated database of its own."""
     path = shutil.copyfile(migrated_sqlite_file, folder / "gatehouse.db")
-    async with _started(f"sqlite:///{path}", folder) as appliance:
-        standing = _IDLE.pop() if _IDLE else Standing(appliance.services)
-        standing.services = appliance.services
-        async with _spoken_to(standing.app, appliance.services) as box:
-            yield box
-        _IDLE.append(standing)
+    async with open_api_box_on(f"sqlite:///{path}", folder) as box:
+        yield box
 
 
 @asynccontextmanager
 async def open_api_box_on(database_url: str, folder: Path) -> AsyncIterator[ApiBox]:
-    """Yield a new application over the migrated database of this URL, with its other data in `folder`."""
-    async with _started(database_url, folder) as appliance, _spoken_to(create_app(appliance), appliance.services) as box:
-        yield box
+    """Yield an application that may have served before, over the migrated database of this URL."""
+    async with _started(database_url, folder) as appliance:
+        standing = _IDLE.pop() if _IDLE else Standing(appliance.services, _create)
+        standing.serve(appliance.services)
+        async with _spoken_to(standing.app, appliance.services) as box:
+            yield box
+        _IDLE.append(standing)
 
 
 @asynccontextmanager

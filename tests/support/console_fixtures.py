@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import re
 import shutil
+from collections import defaultdict
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
@@ -51,6 +52,7 @@ from appliance.tenancy.tiers import Tiers
 from engine.protocol import EngineInfo, EngineStatus, MemoryPart
 from tests.support.cast import ALICE_PASSWORD, PEPPER, Cast, Person, make_cast, quick_hasher
 from tests.support.ledgers import euro_invoices, euro_prices, utc_admission, utc_corrections, utc_ledger, utc_sums
+from tests.support.standing import Standing
 
 GIB = 1024**3
 BASE_URL = "http://gatehouse.test"
@@ -279,6 +281,20 @@ class Browser:
         return await self.http.post(path, data={"csrf_token": self.csrf_token, **fields}, headers=sent)
 
 
+_IDLE: defaultdict[str, list[Standing]] = defaultdict(list)
+"""Applications that serve nobody, by the time zone that their pages tell days in."""
+
+
+def _create(services: Services) -> Litestar:
+    app = Litestar(
+        route_handlers=[create_console_router(services)],
+        exception_handlers={Exception: answer_unknown_path(services, otherwise=answer_error)},
+        openapi_config=None,
+    )
+    app.asgi_handler = ExchangeWrapper(app.asgi_handler)
+    return app
+
+
 @asynccontextmanager
 async def open_box(
     template: Path, folder: Path, clock: Clock, *, interval_s: float = 3600.0, time_zone: str = "UTC"
@@ -293,19 +309,12 @@ async def open_box(
     await services.members.create("vera@example.com", VIEWER_PASSWORD, "viewer")
     await services.ledger.start()
     await services.sampler.start()
-    app = Litestar(
-        route_handlers=[create_console_router(services)],
-        exception_handlers={Exception: answer_unknown_path(services, otherwise=answer_error)},
-        openapi_config=None,
-    )
-    app.asgi_handler = ExchangeWrapper(app.asgi_handler)
+    idle = _IDLE[time_zone]
+    standing = idle.pop() if idle else Standing(services, _create)
+    standing.serve(services)
     try:
-        yield Box(
-            app=app,
-            services=services,
-            engine_side=engine_side,
-            cast=people,
-        )
+        yield Box(app=standing.app, services=services, engine_side=engine_side, cast=people)
+        idle.append(standing)
     finally:
         await services.sampler.stop()
         await services.ledger.stop()
