@@ -6,6 +6,7 @@ import gc
 import shutil
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
+from unittest import mock
 
 import pytest
 
@@ -15,15 +16,22 @@ from tests.support.cast import Cast, make_cast
 from tests.support.clock import FakeClock
 from tests.support.databases import Cluster, postgresql_binaries, required, running_cluster
 
+_STAY_FROZEN = mock.patch.object(gc, "unfreeze")
+
 
 def pytest_collection_finish() -> None:
-    """Let the garbage collector leave alone what lives to the end anyway: the libraries, the tests' own modules and items."""
+    """Let the garbage collector leave alone what lives to the end anyway: the libraries, the tests' own modules and items.
+
+    It stays so when a program under test takes its own freezing back: a full collection over the libraries takes a second.
+    """
     gc.collect()
     gc.freeze()
+    _STAY_FROZEN.start()
 
 
 def pytest_unconfigure() -> None:
     """Let the end of the process find everything: some libraries complain of what is left."""
+    _STAY_FROZEN.stop()
     gc.unfreeze()
 
 

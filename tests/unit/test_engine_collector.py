@@ -23,16 +23,14 @@ def test_what_a_serving_process_has_at_its_start_is_never_collected_again(monkey
     monkeypatch.setattr(main, "serve", lambda *_: seen.append(gc.get_freeze_count()))
     connection: Any = mock.MagicMock()
     before = gc.get_freeze_count()
-    try:
-        assert main.run(connection, argparse.Namespace()) == 0
-    finally:
-        gc.unfreeze()
+    assert main.run(connection, argparse.Namespace()) == 0
     assert seen[0] > before
 
 
 def test_an_engine_that_a_program_drops_is_collected_when_it_builds_another(tmp_path: Path) -> None:
     """Engines have cycles: freezing what is there when one is built would keep its weights for ever."""
     make_model("llama", tmp_path / "model", num_hidden_layers=1, head_dim=16)
+    frozen = gc.get_freeze_count()
     dropped = []
     for _ in range(2):
         engine = small_engine(tmp_path / "model", dtype="float32", max_num_seqs=2, max_model_len=32, num_kv_blocks=16)
@@ -41,4 +39,4 @@ def test_an_engine_that_a_program_drops_is_collected_when_it_builds_another(tmp_
         del engine
     gc.collect()
     assert [found() for found in dropped] == [None, None]
-    assert gc.get_freeze_count() == 0
+    assert gc.get_freeze_count() <= frozen
