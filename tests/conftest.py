@@ -12,7 +12,8 @@ import pytest
 
 from appliance.base import db
 from appliance.base.db import Database
-from tests.support.cast import Cast, make_cast
+from appliance.tenancy import members
+from tests.support.cast import Cast, make_cast, quick_hasher
 from tests.support.clock import FakeClock
 from tests.support.databases import Cluster, postgresql_binaries, required, running_cluster
 
@@ -33,6 +34,13 @@ def pytest_unconfigure() -> None:
     """Let the end of the process find everything: some libraries complain of what is left."""
     _STAY_FROZEN.stop()
     gc.unfreeze()
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _cheap_passwords() -> Iterator[None]:
+    """Let whole applications hash passwords as quickly as `quick_hasher` does: argon2 is made to take a tenth of a second."""
+    with mock.patch.object(members, "PasswordHasher", quick_hasher):
+        yield
 
 
 @pytest.fixture

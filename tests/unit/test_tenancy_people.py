@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import asyncio
 
+import argon2
 import pytest
 from sqlalchemy import select, update
 
 from appliance.base.db import Database
 from appliance.base.errors import InvalidApiKey, InvalidCredentials, InvalidValue, NameTaken, NotFound, RoleNotAllowed
 from appliance.base.tables import admin_tokens, members, sessions
+from appliance.tenancy import members as members_module
 from appliance.tenancy.admin_tokens import AdminTokens
 from appliance.tenancy.members import Members
 from appliance.tenancy.roles import ALLOWED, ALLOWED_IN_TENANT, Action, Role, TenantRole, may, not_allowed, require
@@ -79,6 +81,16 @@ async def test_the_password_is_kept_as_argon2_alone(database: Database, cast: Ca
         row = (await connection.execute(select(members))).one()
     assert row.password_hash.startswith("$argon2id$")
     assert ALICE_PASSWORD not in repr(row)
+
+
+async def test_to_hash_a_password_costs_what_rfc_9106_asks_for_where_memory_is_short(
+    database: Database, clock: FakeClock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(members_module, "PasswordHasher", argon2.PasswordHasher)
+    await Members(database, clock).create(ALICE, ALICE_PASSWORD)
+    async with database.reading() as connection:
+        password_hash = (await connection.execute(select(members.c.password_hash))).scalar_one()
+    assert password_hash.startswith("$argon2id$v=19$m=65536,t=3,p=4$")
 
 
 async def test_a_new_password_ends_every_session(people: Members, doors: Sessions, cast: Cast) -> None:
