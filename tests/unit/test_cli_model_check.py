@@ -11,6 +11,8 @@ import pytest
 
 from appliance.cli.failure import CommandFailed
 from appliance.cli.model_check import check_model
+from engine.errors import NotAModelDirectory
+from engine.verify import verify_model
 from tests.support.served_model import make_served_model
 
 
@@ -36,9 +38,9 @@ def test_the_checker_inherits_no_setting_of_ours(model: Path, monkeypatch: pytes
     given: list[dict[str, str]] = []
     real: Any = subprocess.Popen
 
-    def watched(*arguments: Any, env: dict[str, str], **options: Any) -> Any:
+    def watched(_command: Any, *, env: dict[str, str], **options: Any) -> Any:
         given.append(env)
-        return real(*arguments, env=env, **options)
+        return real(["echo", '{"ok": true}'], env=env, **options)
 
     monkeypatch.setenv("GATEHOUSE_ADMIN_TOKEN", "a secret")
     monkeypatch.setattr(subprocess, "Popen", watched)
@@ -71,11 +73,17 @@ def test_tensors_that_the_configuration_does_not_ask_for_are_named(model: Path) 
 )
 def test_a_tokenizer_or_a_template_that_cannot_be_read_is_told(model: Path, name: str, content: str, message: str) -> None:
     (model / name).write_text(content)
-    with pytest.raises(CommandFailed, match=message) as failed:
+    with pytest.raises(NotAModelDirectory, match=message):
+        verify_model(model)
+
+
+def test_what_the_engine_cannot_read_is_no_model(model: Path) -> None:
+    (model / "tokenizer.json").write_text("{}")
+    with pytest.raises(CommandFailed, match=r"tokenizer\.json is not a tokenizer: .*Model missing") as failed:
         check_model(model)
     assert failed.value.code == "not_a_model"
 
 
 def test_a_model_without_a_chat_template_passes(model: Path) -> None:
     (model / "tokenizer_config.json").unlink()
-    assert check_model(model)["tokenizer_size"] > 0
+    assert verify_model(model)["tokenizer_size"] > 0
