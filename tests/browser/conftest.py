@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import pytest
+import pytest_asyncio
 import uvicorn
 from playwright.async_api import Browser, BrowserContext, ConsoleMessage, Error, Page, Playwright, async_playwright
 
@@ -35,9 +36,9 @@ ARGUMENTS = [
 ]
 
 
-@pytest.fixture
+@pytest_asyncio.fixture(scope="session", loop_scope="session")
 async def chromium() -> AsyncIterator[Browser]:
-    """A running Chromium; skips without one, unless GATEHOUSE_REQUIRE names browser."""
+    """One Chromium for all tests, each with profiles of its own; skips without one, unless GATEHOUSE_REQUIRE names browser."""
     if shutil.which(CHROMIUM) is None:
         reason = f"no Chromium at {CHROMIUM}"
         pytest.fail(reason) if required("browser") else pytest.skip(reason)
@@ -94,7 +95,7 @@ class Site:
             self.complaints.append(f"{message.type}: {message.text}")
 
 
-@pytest.fixture
+@pytest_asyncio.fixture(loop_scope="session")
 async def site(migrated_sqlite_file: Path, tmp_path: Path, chromium: Browser) -> AsyncIterator[Site]:
     """The console of a box that samples several times a second. The browser must have nothing to complain of."""
     async with open_box(migrated_sqlite_file, tmp_path, SystemClock(), interval_s=SAMPLE_INTERVAL_S) as box:

@@ -15,7 +15,7 @@ from tests.support.cast import Person
 from tests.support.console_fixtures import tenant as tenant_load
 from tests.support.factories import pending, posted
 
-pytestmark = pytest.mark.browser
+pytestmark = [pytest.mark.browser, pytest.mark.asyncio(loop_scope="session")]
 
 SERIOUS = ("serious", "critical")
 LONG_NAME = "A tenant whose lawyers insisted on the whole registered name of the company, GmbH & Co. KG"

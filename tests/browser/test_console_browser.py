@@ -11,7 +11,7 @@ from tests.browser.conftest import Site
 from tests.support.console_fixtures import engine_status
 from tests.support.factories import pending, posted
 
-pytestmark = pytest.mark.browser
+pytestmark = [pytest.mark.browser, pytest.mark.asyncio(loop_scope="session")]
 
 SECRET = re.compile(r"^gh_[a-z0-9]{8}_[a-z0-9]{26}$")
 

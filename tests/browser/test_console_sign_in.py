@@ -20,7 +20,7 @@ from tests.browser.test_console_accessibility import violations
 from tests.support.cast import ALICE_PASSWORD
 from tests.support.oidc_provider import FakeProvider
 
-pytestmark = pytest.mark.browser
+pytestmark = [pytest.mark.browser, pytest.mark.asyncio(loop_scope="session")]
 
 EMAIL = "alice@example.com"
 
