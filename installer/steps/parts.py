@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 # Large enough to be parts of their own, by the first word of a file's name in tests/unit.
-UNIT_AREAS = ("api", "cli", "console", "engine", "metering", "serving", "tenancy")
+UNIT_AREAS = ("cli", "console", "engine", "metering")
 # These wait for processes of their own, which take a processor each: see tests/support/triton_jobs.py.
 WAITING = {"test_compiled_kernels.py": "compiled kernels", "test_other_tritons.py": "other Tritons"}
 LONGEST_FIRST = (
@@ -23,15 +23,12 @@ LONGEST_FIRST = (
     "unit cli",
     "property",
     "unit console",
-    "unit api",
     "unit engine",
     "parity",
     "browser",
     "crash",
     "conformance",
     "unit metering",
-    "unit tenancy",
-    "unit serving",
     "installer",
 )
 
