@@ -1,4 +1,4 @@
-"""The engine process: `python -m engine.main --fd N --model PATH …`, started by the gateway with one inherited socket.
+"""The engine process: `python -m engine.main --fd N --options JSON`, started by the gateway with one inherited socket.
 
 It answers every frame it owes and exits when the gateway closes the socket; SIGINT is the gateway's to interpret. Exit
 status 0 is an orderly end, 1 a model or option that cannot be served (the last frame says why), 2 a wrong command line.
@@ -16,14 +16,12 @@ import sys
 import time
 from collections.abc import Sequence
 from contextlib import closing
-from pathlib import Path
 
 from engine.cpu_environment import prepare_cpu
-from engine.errors import EngineConfigError, EngineError
+from engine.errors import EngineError
 from engine.gpu_environment import prepare_gpu
-from engine.options import DEVICES, DTYPES, HEAD_QUANTIZATIONS, KV_CACHE_DTYPES, POLICIES, QUANTIZATIONS, EngineOptions
+from engine.options import EngineOptions
 from engine.protocol import EngineFrame, TokenEvent
-from engine.speculation.options import SpeculativeOptions
 from engine.transport import FrameSocket, PeerClosed, TransportError, decode_gateway_frame
 
 prepare_cpu()
@@ -136,67 +134,13 @@ def _take(engine: Engine, body: bytes, events: list[TokenEvent]) -> bool:
 def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="engine.main", description="One engine process of Gatehouse.", allow_abbrev=False)
     parser.add_argument("--fd", type=int, required=True, help="inherited stream socket to the gateway")
-    parser.add_argument("--model", type=Path, required=True, help="Hugging Face model directory")
-    parser.add_argument("--name", help="name under which the model is served")
-    parser.add_argument("--device", choices=DEVICES, default="auto")
-    parser.add_argument("--dtype", choices=DTYPES, default="auto")
-    parser.add_argument("--quantization", choices=QUANTIZATIONS, help="int8 and fp8 are made of plain weights; or as stored")
-    parser.add_argument("--head-quantization", choices=HEAD_QUANTIZATIONS, help="of the output head; else like the rest")
-    parser.add_argument("--kv-cache-dtype", choices=KV_CACHE_DTYPES, default="auto")
-    parser.add_argument("--max-num-seqs", type=int)
-    parser.add_argument("--max-num-batched-tokens", type=int)
-    parser.add_argument("--max-model-len", type=int)
-    parser.add_argument("--block-size", type=int, default=16)
-    parser.add_argument("--kv-cache-bytes", type=int)
-    parser.add_argument("--gpu-memory-utilization", type=float, default=0.9)
-    parser.add_argument("--no-prefix-caching", action="store_true")
-    parser.add_argument("--threads", type=int)
-    parser.add_argument("--swap-space", type=float, default=0.0, help="GiB of main memory for evicted KV blocks")
-    parser.add_argument("--speculative-config", help="JSON object with the fields of engine.speculation.options")
-    parser.add_argument("--batch-invariant", action="store_true", help="the same tokens alone and in any batch, more slowly")
-    parser.add_argument("--enforce-eager", action="store_true", help="capture or record no step and launch none ahead")
-    parser.add_argument("--scheduling-policy", default="fair", help=" or ".join(POLICIES))
-    parser.add_argument("--inter-token-target-ms", type=float, default=INTER_TOKEN_TARGET_MS)
-    parser.add_argument("--shared-prefix", type=Path, action="append", default=[], help="file with a prompt that all may share")
+    parser.add_argument("--options", type=json.loads, required=True, help="JSON object: options of engine.options by name")
     parser.add_argument("--log-level", choices=("debug", "info", "warning", "error"), default="info")
     return parser.parse_args(arguments)
 
 
 def _engine_options(options: argparse.Namespace) -> EngineOptions:
-    return EngineOptions(
-        model=options.model,
-        name=options.name,
-        device=options.device,
-        dtype=options.dtype,
-        max_num_seqs=options.max_num_seqs,
-        max_num_batched_tokens=options.max_num_batched_tokens,
-        max_model_len=options.max_model_len,
-        block_size=options.block_size,
-        kv_cache_bytes=options.kv_cache_bytes,
-        gpu_memory_utilization=options.gpu_memory_utilization,
-        enable_prefix_caching=not options.no_prefix_caching,
-        threads=options.threads,
-        swap_space=options.swap_space,
-        speculative_config=_speculative_options(options.speculative_config),
-        batch_invariant=options.batch_invariant,
-        enforce_eager=options.enforce_eager,
-        scheduling_policy=options.scheduling_policy,
-        inter_token_target_ms=options.inter_token_target_ms,
-        shared_prefixes=tuple(options.shared_prefix),
-        quantization=options.quantization,
-        kv_cache_dtype=options.kv_cache_dtype,
-        head_quantization=options.head_quantization,
-    )
-
-
-def _speculative_options(text: str | None) -> SpeculativeOptions | None:
-    if text is None:
-        return None
-    try:
-        value = json.loads(text)
-    except ValueError as error:
-        raise EngineConfigError("speculative_config", f"is not JSON: {error}") from error
-    return SpeculativeOptions.parse(value)
+    return EngineOptions.of({"inter_token_target_ms": INTER_TOKEN_TARGET_MS, **options.options})
 
 
 if __name__ == "__main__":

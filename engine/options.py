@@ -5,10 +5,12 @@ None means: chosen when the model and the device are known; `EngineInfo` tells w
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
 from pathlib import Path
+from typing import Annotated, Any, get_type_hints
 
-from engine.cpu_environment import num_cores
+from engine import option_limits as limits
 from engine.errors import EngineConfigError
 from engine.scheduling.limits import STEP_GUESSES_MAX
 from engine.speculation.options import SpeculativeOptions
@@ -22,7 +24,6 @@ KV_CACHE_DTYPES = ("auto", "fp8", "fp8_e4m3")
 SWAP_SPACE_GIB_MAX = 4096.0
 INTER_TOKEN_TARGET_MS_MAX = 60_000.0
 SHARED_PREFIXES_MAX = 256
-THREADS_PER_CORE_MAX = 16
 
 CPU_KV_CACHE_BYTES = 256 * 1024 * 1024
 CPU_BATCHED_TOKENS = 512
@@ -53,93 +54,52 @@ class EngineOptions:
 
     model: Path
     name: str | None = None
-    device: str = "auto"
-    dtype: str = "auto"
-    max_model_len: int | None = None
-    max_num_seqs: int | None = None
-    max_num_batched_tokens: int | None = None
-    block_size: int = 16
-    kv_cache_bytes: int | None = None
-    num_kv_blocks: int | None = None
-    gpu_memory_utilization: float = 0.9
-    enable_prefix_caching: bool = True
-    threads: int | None = None
-    swap_space: float = 0.0
+    device: Annotated[str, limits.one_of(*DEVICES)] = "auto"
+    dtype: Annotated[str, limits.one_of(*DTYPES)] = "auto"
+    max_model_len: Annotated[int | None, limits.COUNT] = None
+    max_num_seqs: Annotated[int | None, limits.COUNT, limits.at_most(SEATS_MAX)] = None
+    max_num_batched_tokens: Annotated[int | None, limits.COUNT] = None
+    block_size: Annotated[int, limits.power_of_two(BLOCK_SIZE_MAX)] = 16
+    kv_cache_bytes: Annotated[int | None, limits.COUNT] = None
+    num_kv_blocks: Annotated[int | None, limits.COUNT] = None
+    gpu_memory_utilization: Annotated[float, limits.above_zero(1.0)] = 0.9
+    enable_prefix_caching: Annotated[bool, limits.FLAG] = True
+    threads: Annotated[int | None, limits.COUNT, limits.threads()] = None
+    swap_space: Annotated[float, limits.gib_up_to(SWAP_SPACE_GIB_MAX)] = 0.0
     speculative_config: SpeculativeOptions | None = None
-    batch_invariant: bool = False
-    enforce_eager: bool = False
-    scheduling_policy: str = "fair"
-    inter_token_target_ms: float | None = None
-    shared_prefixes: tuple[Path, ...] = ()
-    quantization: str | None = None
-    kv_cache_dtype: str = "auto"
-    head_quantization: str | None = None
+    batch_invariant: Annotated[bool, limits.FLAG] = False
+    enforce_eager: Annotated[bool, limits.FLAG] = False
+    scheduling_policy: Annotated[str, limits.one_of(*POLICIES)] = "fair"
+    inter_token_target_ms: Annotated[float | None, limits.above_zero(INTER_TOKEN_TARGET_MS_MAX)] = None
+    shared_prefixes: Annotated[tuple[Path, ...], limits.PATHS, limits.files(SHARED_PREFIXES_MAX)] = ()
+    quantization: Annotated[str | None, limits.one_of(*QUANTIZATIONS)] = None
+    kv_cache_dtype: Annotated[str, limits.one_of(*KV_CACHE_DTYPES)] = "auto"
+    head_quantization: Annotated[str | None, limits.one_of(*HEAD_QUANTIZATIONS)] = None
 
     def __post_init__(self) -> None:
-        self._check_scheduling()
-        if self.device not in DEVICES:
-            raise EngineConfigError("device", f"must be one of {', '.join(DEVICES)}, not {self.device!r}")
-        if self.dtype not in DTYPES:
-            raise EngineConfigError("dtype", f"must be one of {', '.join(DTYPES)}, not {self.dtype!r}")
-        if self.quantization is not None and self.quantization not in QUANTIZATIONS:
-            raise EngineConfigError("quantization", f"must be one of {', '.join(QUANTIZATIONS)}, not {self.quantization!r}")
-        head = self.head_quantization
-        if head is not None and head not in HEAD_QUANTIZATIONS:
-            raise EngineConfigError("head_quantization", f"must be one of {', '.join(HEAD_QUANTIZATIONS)}, not {head!r}")
-        if self.kv_cache_dtype not in KV_CACHE_DTYPES:
-            raise EngineConfigError(
-                "kv_cache_dtype", f"must be one of {', '.join(KV_CACHE_DTYPES)}, not {self.kv_cache_dtype!r}"
-            )
-        share = self.gpu_memory_utilization
-        if not _is_number(share) or not 0.0 < share <= 1.0:
-            raise EngineConfigError("gpu_memory_utilization", f"must be above 0 and at most 1, not {share!r}")
-        if not isinstance(self.enable_prefix_caching, bool):
-            raise EngineConfigError("enable_prefix_caching", f"must be True or False, not {self.enable_prefix_caching!r}")
-        counts = "max_model_len", "max_num_seqs", "max_num_batched_tokens", "kv_cache_bytes", "num_kv_blocks", "threads"
-        for option in counts:
-            self._check_count(option)
-        self._check_block_size()
-        if self.max_num_seqs is not None and self.max_num_seqs > SEATS_MAX:
-            raise EngineConfigError("max_num_seqs", f"must be at most {SEATS_MAX}, not {self.max_num_seqs}")
-        threads_max = THREADS_PER_CORE_MAX * num_cores()
-        if self.threads is not None and self.threads > threads_max:
-            raise EngineConfigError(
-                "threads", f"must be at most {threads_max}, {THREADS_PER_CORE_MAX} for each usable core, not {self.threads}"
-            )
+        for option in fields(self):
+            value = getattr(self, option.name)
+            if value is None and option.default is None:
+                continue
+            for limit in LIMITS[option.name]:
+                if not limit.holds(value):
+                    raise EngineConfigError(option.name, limit.refusal(value))
 
-    def _check_count(self, option: str) -> None:
-        value = getattr(self, option)
-        if value is not None and not _is_count(value):
-            raise EngineConfigError(option, f"must be at least 1, and an integer, not {value!r}")
-
-    def _check_block_size(self) -> None:
-        size = self.block_size
-        if not _is_count(size) or size > BLOCK_SIZE_MAX or size & (size - 1):
-            raise EngineConfigError("block_size", f"must be a power of two from 1 to {BLOCK_SIZE_MAX}, not {size!r}")
-
-    def _check_scheduling(self) -> None:
-        if self.scheduling_policy not in POLICIES:
-            raise EngineConfigError(
-                "scheduling_policy", f"must be one of {', '.join(POLICIES)}, not {self.scheduling_policy!r}"
-            )
-        if not _is_number(self.swap_space) or not 0.0 <= self.swap_space <= SWAP_SPACE_GIB_MAX:
-            raise EngineConfigError(
-                "swap_space", f"must be a number of GiB between 0 and {SWAP_SPACE_GIB_MAX:g}, not {self.swap_space!r}"
-            )
-        if not isinstance(self.batch_invariant, bool):
-            raise EngineConfigError("batch_invariant", f"must be True or False, not {self.batch_invariant!r}")
-        if not isinstance(self.enforce_eager, bool):
-            raise EngineConfigError("enforce_eager", f"must be True or False, not {self.enforce_eager!r}")
-        target_ms = self.inter_token_target_ms
-        if target_ms is not None and not (_is_number(target_ms) and 0.0 < target_ms <= INTER_TOKEN_TARGET_MS_MAX):
-            raise EngineConfigError(
-                "inter_token_target_ms", f"must be above 0 and at most {INTER_TOKEN_TARGET_MS_MAX:g}, not {target_ms!r}"
-            )
-        prefixes = self.shared_prefixes
-        if not isinstance(prefixes, tuple) or not all(isinstance(path, Path) for path in prefixes):
+    @classmethod
+    def of(cls, values: Mapping[str, Any]) -> EngineOptions:
+        """From values by option, as a call or a JSON object has them: files may be text, `speculative_config` is a mapping."""
+        unknown = sorted(values.keys() - LIMITS.keys())
+        if unknown:
+            raise EngineConfigError(unknown[0], "is not an option of this engine")
+        speculative, prefixes = values.get("speculative_config"), values.get("shared_prefixes", ())
+        if not isinstance(prefixes, list | tuple):
             raise EngineConfigError("shared_prefixes", f"must be a list of files, not {prefixes!r}")
-        if len(prefixes) > SHARED_PREFIXES_MAX:
-            raise EngineConfigError("shared_prefixes", f"takes at most {SHARED_PREFIXES_MAX} files")
+        read = {
+            "model": _path("model", values.get("model")),
+            "speculative_config": None if speculative is None else SpeculativeOptions.parse(speculative),
+            "shared_prefixes": tuple(_path("shared_prefixes", path) for path in prefixes),
+        }
+        return cls(**{**values, **read})
 
     @property
     def draft_model(self) -> Path | None:
@@ -164,9 +124,13 @@ class EngineOptions:
         return max(self.seats(device_type), CUDA_BATCHED_TOKENS if device_type == "cuda" else CPU_BATCHED_TOKENS)
 
 
-def _is_count(value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and value >= 1
+LIMITS: dict[str, tuple[limits.Limit, ...]] = {
+    option: getattr(hint, "__metadata__", ()) for option, hint in get_type_hints(EngineOptions, include_extras=True).items()
+}
+"""Of every option by name, what its type says that its value may be."""
 
 
-def _is_number(value: object) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool)
+def _path(option: str, value: object) -> Path:
+    if not isinstance(value, str | Path):
+        raise EngineConfigError(option, f"must be a path, not {value!r}")
+    return Path(value)

@@ -9,9 +9,10 @@ import tomllib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, get_type_hints
 
 from appliance.base import setting_values as values_of
+from appliance.base.engine_settings import EngineSettings
 
 ENVIRONMENT_PREFIX = "GATEHOUSE_"
 FILE_NAME = "gatehouse.toml"
@@ -38,68 +39,46 @@ class UnusableData(Exception):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Settings:
-    """What one appliance runs with. `models` empty means the bundled demo model; None means that the engine chooses.
+class Settings(EngineSettings):
+    """What one appliance runs with, each with the function of `setting_values` that says what it may be. `models` empty means
+    the bundled demo model."""
 
-    `speculative` is a JSON object with vLLM's keys, as text; None is off. `shared_prefixes` are files.
-    """
-
-    data_dir: Path
-    database_url: str = field(repr=False)
-    host: str = "127.0.0.1"
-    port: int = 8000
-    models: tuple[str, ...] = ()
-    device: str = "auto"
-    dtype: str = "auto"
-    admin_email: str | None = None
-    admin_password: str | None = field(default=None, repr=False)
-    admin_token: str | None = field(default=None, repr=False)
-    log_level: str = "info"
-    log_json: bool | None = None
-    max_body_bytes: int = 10 * values_of.MIB
-    drain_timeout_s: float = 30.0
-    engine_threads: int | None = None
-    max_num_seqs: int | None = None
-    max_num_batched_tokens: int | None = None
-    max_model_len: int | None = None
-    kv_cache_bytes: int | None = None
-    gpu_memory_utilization: float = 0.9
-    enable_prefix_caching: bool = True
-    block_size: int = 16
-    quantization: str | None = None
-    head_quantization: str | None = None
-    kv_cache_dtype: str = "auto"
-    swap_space_gib: float = 0.0
-    speculative: str | None = None
-    batch_invariant: bool = False
-    enforce_eager: bool = False
-    graphs: bool = True
-    early_launch: bool = True
-    overlapped_prefill: bool = True
-    scheduling_policy: str = "fair"
-    inter_token_target_ms: float | None = None
-    shared_prefixes: tuple[str, ...] = ()
-    max_waiting_requests: int = 1024
-    queue_deadline_s: float = 600.0
-    request_deadline_s: float = 3600.0
-    stream_buffer_events: int = 256
-    probe_interval_s: float = 30.0
-    currency: str = "EUR"
-    unpriced: str = "serve"
-    session_idle_s: int = 8 * 3600
-    session_absolute_s: int = 7 * 24 * 3600
-    secure_cookies: bool = False
-    external_url: str | None = None
-    time_zone: str = "UTC"
-    request_history_days: int = 90
-    oidc_issuer: str | None = None
-    oidc_client_id: str | None = None
-    oidc_client_secret: str | None = field(default=None, repr=False)
-    oidc_name: str | None = None
-    smtp_url: str | None = field(default=None, repr=False)
-    smtp_from: str | None = None
-    webhook_networks: tuple[values_of.Network, ...] = ()
-    trusted_proxies: tuple[values_of.Network, ...] = ()
+    data_dir: Annotated[Path, values_of.folder]
+    database_url: Annotated[str, values_of.database_url] = field(repr=False)
+    host: Annotated[str, values_of.text] = "127.0.0.1"
+    port: Annotated[int, values_of.whole(0, values_of.PORT_MAX)] = 8000
+    models: Annotated[tuple[str, ...], values_of.models] = ()
+    admin_email: Annotated[str | None, values_of.email] = None
+    admin_password: Annotated[str | None, values_of.secret] = field(default=None, repr=False)
+    admin_token: Annotated[str | None, values_of.secret] = field(default=None, repr=False)
+    log_level: Annotated[str, values_of.choice("debug", "info", "warning", "error")] = "info"
+    log_json: Annotated[bool | None, values_of.flag] = None
+    max_body_bytes: Annotated[int, values_of.size(1024, 1024 * values_of.MIB)] = 10 * values_of.MIB
+    drain_timeout_s: Annotated[float, values_of.seconds(0, 3600)] = 30.0
+    graphs: Annotated[bool, values_of.flag] = True
+    early_launch: Annotated[bool, values_of.flag] = True
+    overlapped_prefill: Annotated[bool, values_of.flag] = True
+    max_waiting_requests: Annotated[int, values_of.whole(0, 1_000_000)] = 1024
+    queue_deadline_s: Annotated[float, values_of.seconds(0.1, 3600)] = 600.0
+    request_deadline_s: Annotated[float, values_of.seconds(1, 86_400)] = 3600.0
+    stream_buffer_events: Annotated[int, values_of.whole(1, 65536)] = 256
+    probe_interval_s: Annotated[float, values_of.seconds(1, 3600)] = 30.0
+    currency: Annotated[str, values_of.currency] = "EUR"
+    unpriced: Annotated[str, values_of.choice("serve", "refuse")] = "serve"
+    session_idle_s: Annotated[int, values_of.whole(60, 366 * 86400)] = 8 * 3600
+    session_absolute_s: Annotated[int, values_of.whole(60, 366 * 86400)] = 7 * 24 * 3600
+    secure_cookies: Annotated[bool, values_of.flag] = False
+    external_url: Annotated[str | None, values_of.web_address] = None
+    time_zone: Annotated[str, values_of.time_zone] = "UTC"
+    request_history_days: Annotated[int, values_of.whole(1, 36500)] = 90
+    oidc_issuer: Annotated[str | None, values_of.web_address] = None
+    oidc_client_id: Annotated[str | None, values_of.text] = None
+    oidc_client_secret: Annotated[str | None, values_of.secret] = field(default=None, repr=False)
+    oidc_name: Annotated[str | None, values_of.text] = None
+    smtp_url: Annotated[str | None, values_of.mail_server] = field(default=None, repr=False)
+    smtp_from: Annotated[str | None, values_of.email] = None
+    webhook_networks: Annotated[tuple[values_of.Network, ...], values_of.networks] = ()
+    trusted_proxies: Annotated[tuple[values_of.Network, ...], values_of.proxies] = ()
 
     @property
     def switched_off(self) -> tuple[str, ...]:
@@ -189,60 +168,5 @@ def _default(name: str) -> Any:
 
 
 _PARSERS: dict[str, Callable[[object], Any]] = {
-    "host": values_of.text,
-    "port": values_of.whole(0, values_of.PORT_MAX),
-    "data_dir": values_of.folder,
-    "database_url": values_of.database_url,
-    "models": values_of.models,
-    "device": values_of.choice("auto", "cuda", "cpu"),
-    "dtype": values_of.choice("auto", "float32", "bfloat16", "float16"),
-    "admin_email": values_of.email,
-    "admin_password": values_of.secret,
-    "admin_token": values_of.secret,
-    "log_level": values_of.choice("debug", "info", "warning", "error"),
-    "log_json": values_of.flag,
-    "max_body_bytes": values_of.size(1024, 1024 * values_of.MIB),
-    "drain_timeout_s": values_of.seconds(0, 3600),
-    "engine_threads": values_of.whole(1, 1024),
-    "max_num_seqs": values_of.whole(1, 1024),
-    "max_num_batched_tokens": values_of.whole(1, 1_000_000),
-    "max_model_len": values_of.whole(1, 10_000_000),
-    "kv_cache_bytes": values_of.size(values_of.MIB, 1024**5),
-    "gpu_memory_utilization": values_of.number(0.01, 1),
-    "enable_prefix_caching": values_of.flag,
-    "block_size": values_of.power_of_two(1024),
-    "quantization": values_of.choice("int8", "fp8", "awq", "gptq", "compressed-tensors"),
-    "head_quantization": values_of.choice("none", "int8"),
-    "kv_cache_dtype": values_of.choice("auto", "fp8", "fp8_e4m3"),
-    "swap_space_gib": values_of.number(0, 4096),
-    "speculative": values_of.speculative,
-    "batch_invariant": values_of.flag,
-    "enforce_eager": values_of.flag,
-    "graphs": values_of.flag,
-    "early_launch": values_of.flag,
-    "overlapped_prefill": values_of.flag,
-    "scheduling_policy": values_of.choice("fair", "fcfs"),
-    "inter_token_target_ms": values_of.number(0.1, 60_000),
-    "shared_prefixes": values_of.files,
-    "max_waiting_requests": values_of.whole(0, 1_000_000),
-    "queue_deadline_s": values_of.seconds(0.1, 3600),
-    "request_deadline_s": values_of.seconds(1, 86_400),
-    "stream_buffer_events": values_of.whole(1, 65536),
-    "probe_interval_s": values_of.seconds(1, 3600),
-    "currency": values_of.currency,
-    "unpriced": values_of.choice("serve", "refuse"),
-    "session_idle_s": values_of.whole(60, 366 * 86400),
-    "session_absolute_s": values_of.whole(60, 366 * 86400),
-    "secure_cookies": values_of.flag,
-    "external_url": values_of.web_address,
-    "time_zone": values_of.time_zone,
-    "request_history_days": values_of.whole(1, 36500),
-    "oidc_issuer": values_of.web_address,
-    "oidc_client_id": values_of.text,
-    "oidc_client_secret": values_of.secret,
-    "oidc_name": values_of.text,
-    "smtp_url": values_of.mail_server,
-    "smtp_from": values_of.email,
-    "webhook_networks": values_of.networks,
-    "trusted_proxies": values_of.proxies,
+    key: hint.__metadata__[0] for key, hint in get_type_hints(Settings, include_extras=True).items()
 }

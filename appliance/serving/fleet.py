@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from datetime import datetime
@@ -78,33 +79,8 @@ def tenant_readings(tenants: Sequence[TenantProgress], names: Mapping[str, str])
 
 def engine_command(folder: ModelFolder, settings: Settings, fd: int) -> list[str]:
     """Return the command line of an engine process that speaks on the inherited socket `fd`."""
-    options = {
-        "--fd": fd,
-        "--model": folder.path,
-        "--name": folder.name,
-        "--device": settings.device,
-        "--dtype": settings.dtype if settings.dtype != "auto" else None,
-        "--max-num-seqs": settings.max_num_seqs,
-        "--max-num-batched-tokens": settings.max_num_batched_tokens,
-        "--max-model-len": settings.max_model_len,
-        "--block-size": settings.block_size,
-        "--kv-cache-bytes": settings.kv_cache_bytes,
-        "--gpu-memory-utilization": settings.gpu_memory_utilization,
-        "--quantization": settings.quantization,
-        "--head-quantization": settings.head_quantization,
-        "--kv-cache-dtype": settings.kv_cache_dtype if settings.kv_cache_dtype != "auto" else None,
-        "--threads": settings.engine_threads,
-        "--swap-space": settings.swap_space_gib or None,
-        "--speculative-config": settings.speculative,
-        "--scheduling-policy": settings.scheduling_policy if settings.scheduling_policy != "fair" else None,
-        "--inter-token-target-ms": settings.inter_token_target_ms,
-    }
-    given = [(option, str(value)) for option, value in options.items() if value is not None]
-    given += [("--shared-prefix", path) for path in settings.shared_prefixes]
-    flags = ["--batch-invariant"] if settings.batch_invariant else []
-    flags += ["--enforce-eager"] if settings.enforce_eager else []
-    flags += [] if settings.enable_prefix_caching else ["--no-prefix-caching"]
-    return [sys.executable, "-m", "engine.main", *(part for pair in given for part in pair), *flags]
+    options = {"model": str(folder.path), "name": folder.name, **settings.engine_options()}
+    return [sys.executable, "-m", "engine.main", "--fd", str(fd), "--options", json.dumps(options)]
 
 
 def _serve(

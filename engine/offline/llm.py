@@ -19,10 +19,9 @@ from engine.offline.completion import Completion, engine_params
 from engine.offline.outputs import GenerationFailed, RequestOutput
 from engine.offline.progress import Progress
 from engine.offline.prompts import Prompt, conversations, listed, params_for, read_prompt
-from engine.options import EngineOptions
+from engine.options import LIMITS, EngineOptions
 from engine.protocol import EngineStatus, GenerationRequest, InvalidOption, SamplingParams, TokenEvent, UnsupportedOption
 from engine.request_checks import PROMPT_PARAM
-from engine.speculation.options import SpeculativeOptions
 from engine.text.bad_words import bad_words_token_ids
 from engine.text.chat_template import ChatTemplate
 from engine.text.tokenizer import Tokenizer
@@ -77,43 +76,18 @@ class LLM:
         `kv_cache_bytes` size the cache on any device; `enforce_eager` chooses the plain runner. `engine.options`
         describes `batch_invariant`, `scheduling_policy`, `inter_token_target_ms` and `shared_prefixes`, `speculation.options`
         what `speculative_config` may hold. Raises `ModelError` or `EngineConfigError`."""
+        given = {option: value for option, value in locals().items() if option in LIMITS}
         for option in unknown:
             raise EngineConfigError(option, "is not an option of this engine")
         if not isinstance(seed, int) or isinstance(seed, bool):
             raise EngineConfigError("seed", f"must be an integer, not {seed!r}")
         _refuse("enable_chunked_prefill", enable_chunked_prefill, enable_chunked_prefill)
         _refuse("tensor_parallel_size", tensor_parallel_size, tensor_parallel_size == 1)
-        directory = _path("model", model)
         _count("num_gpu_blocks_override", num_gpu_blocks_override)
-        if not isinstance(shared_prefixes, list | tuple):
-            raise EngineConfigError("shared_prefixes", f"must be a list of files, not {shared_prefixes!r}")
-        options = EngineOptions(
-            model=directory,
-            device=device,
-            dtype=dtype,
-            max_model_len=max_model_len,
-            max_num_seqs=max_num_seqs,
-            max_num_batched_tokens=max_num_batched_tokens,
-            block_size=block_size,
-            kv_cache_bytes=kv_cache_bytes,
-            num_kv_blocks=num_gpu_blocks_override,
-            gpu_memory_utilization=gpu_memory_utilization,
-            enable_prefix_caching=enable_prefix_caching,
-            threads=threads,
-            swap_space=swap_space,
-            speculative_config=None if speculative_config is None else SpeculativeOptions.parse(speculative_config),
-            batch_invariant=batch_invariant,
-            enforce_eager=enforce_eager,
-            scheduling_policy=scheduling_policy,
-            inter_token_target_ms=inter_token_target_ms,
-            shared_prefixes=tuple(_path("shared_prefixes", path) for path in shared_prefixes),
-            quantization=quantization,
-            kv_cache_dtype=kv_cache_dtype,
-            head_quantization=head_quantization,
-        )
-        self._text_model = load_text_model(options) if gives_embeddings_only(directory) else None
+        options = EngineOptions.of({**given, "num_kv_blocks": num_gpu_blocks_override})
+        self._text_model = load_text_model(options) if gives_embeddings_only(options.model) else None
         self._engine = None if self._text_model else build_engine(options)
-        self._directory = directory
+        self._directory = options.model
         self._tokenizer: Tokenizer | None = None
         self._seeds = random.Random(seed)  # noqa: S311 - reproducible sampling, not a secret
         self._num_submitted = 0
@@ -326,12 +300,6 @@ def _raise_for_blame(outputs: list[RequestOutput]) -> None:
         for answer in output.outputs:
             if answer.error_param is not None:
                 raise GenerationFailed(answer.error_param, f"prompt {index}: {answer.error}", outputs)
-
-
-def _path(option: str, value: object) -> Path:
-    if not isinstance(value, str | Path):
-        raise EngineConfigError(option, f"must be a path, not {value!r}")
-    return Path(value)
 
 
 def _count(option: str, value: object) -> None:

@@ -174,10 +174,6 @@ def test_what_tests_require_is_no_setting(tmp_path: Path) -> None:
     load(tmp_path, "", {"GATEHOUSE_REQUIRE": "postgres,browser"})
 
 
-def test_every_setting_has_a_parser_and_every_parser_a_setting() -> None:
-    assert set(settings._PARSERS) == set(settings.Settings.__dataclass_fields__)
-
-
 def test_every_default_passes_its_own_parser(tmp_path: Path) -> None:
     found = load(tmp_path)
     for key, parser in settings._PARSERS.items():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import inspect
 import json
 import re
@@ -14,6 +15,7 @@ import pytest
 
 from engine import LLM, SamplingParams
 from engine.errors import EngineConfigError, EngineError, PromptError
+from engine.options import LIMITS, EngineOptions
 from tests.support.tiny_models import greedy, make_model
 from tests.support.tiny_tokenizer import VOCAB_SIZE, write_tokenizer
 
@@ -57,6 +59,14 @@ def llm(model: Path) -> LLM:
 def test_options_have_the_defaults_that_scripts_rely_on() -> None:
     parameters = inspect.signature(LLM).parameters
     assert {name: parameters[name].default for name in PROMISED} == PROMISED
+
+
+def test_every_option_of_the_engine_is_one_of_an_llm_with_the_same_default() -> None:
+    parameters = inspect.signature(LLM).parameters
+    assert LIMITS.keys() - parameters.keys() == {"name", "num_kv_blocks"}
+    options = {field.name: field.default for field in dataclasses.fields(EngineOptions) if field.name in parameters}
+    own = {name: parameters[name].default for name in options}
+    assert {name for name in options if own[name] != options[name]} == {"model", "max_num_seqs"}
 
 
 def test_token_ids_in_give_the_tokens_of_transformers(tmp_path: Path) -> None:

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
 import signal
 import socket
 import subprocess
 import sys
 from collections.abc import AsyncIterator
 from pathlib import Path
-from typing import IO
+from typing import IO, Any
 
 import pytest
 
@@ -68,10 +69,12 @@ class EngineProcess:
 
 
 @contextlib.asynccontextmanager
-async def engine_process(model: Path, *options: str, log: int | IO[bytes] = subprocess.DEVNULL) -> AsyncIterator[EngineProcess]:
+async def engine_process(
+    model: Path, *, log: int | IO[bytes] = subprocess.DEVNULL, **changes: Any
+) -> AsyncIterator[EngineProcess]:
     ours, theirs = socket.socketpair()
-    command = [sys.executable, "-m", "engine.main", "--fd", str(theirs.fileno()), "--model", str(model), "--device", "cpu"]
-    command += ["--threads", "1", "--kv-cache-bytes", "2000000", *options]
+    options = {"model": str(model), "device": "cpu", "threads": 1, "kv_cache_bytes": 2_000_000, **changes}
+    command = [sys.executable, "-m", "engine.main", "--fd", str(theirs.fileno()), "--options", json.dumps(options)]
     process = subprocess.Popen(  # noqa: ASYNC220 - starting is quick and waiting is done in a thread
         command, pass_fds=[theirs.fileno()], cwd=REPOSITORY, stderr=log
     )
@@ -123,7 +126,7 @@ async def test_a_request_streams_to_its_end_and_an_abort_frees_its_blocks_with_e
 
 
 async def test_many_streams_of_mixed_lengths_all_end_and_none_waits_while_others_go_on(model: Path) -> None:
-    async with engine_process(model, "--max-num-seqs", "32") as engine:
+    async with engine_process(model, max_num_seqs=32) as engine:
         await engine.ready()
         lengths = {f"stream {i}": 5 + (7 * i) % 40 for i in range(32)}
         engine.send(GatewayFrame(submit=[request(name, max_tokens=length) for name, length in lengths.items()]))

@@ -243,18 +243,29 @@ def test_shared_prefixes_that_cannot_be_read_are_refused_by_name(model: Path, tm
 
 def test_the_arguments_of_the_process_become_options() -> None:
     config = {"method": "ngram", "num_speculative_tokens": 5}
-    arguments = ["--fd", "3", "--model", "m", "--swap-space", "1.5", "--speculative-config", json.dumps(config)]
-    arguments += ["--batch-invariant", "--scheduling-policy", "fcfs", "--inter-token-target-ms", "20"]
-    arguments += ["--shared-prefix", "a.txt", "--shared-prefix", "b.txt"]
-    options = _engine_options(parse_arguments(arguments))
-    assert options.speculative_config == SpeculativeOptions.parse(config)
-    assert (options.swap_space, options.batch_invariant, options.scheduling_policy) == (1.5, True, "fcfs")
-    assert (options.inter_token_target_ms, options.shared_prefixes) == (20.0, (Path("a.txt"), Path("b.txt")))
-    plain = _engine_options(parse_arguments(["--fd", "3", "--model", "m"]))
-    assert (plain.swap_space, plain.speculative_config, plain.batch_invariant) == (0.0, None, False)
-    assert (plain.scheduling_policy, plain.inter_token_target_ms) == ("fair", INTER_TOKEN_TARGET_MS)
+    given = {"model": "m", "swap_space": 1.5, "speculative_config": config, "shared_prefixes": ["a.txt", "b.txt"]}
+    options = _engine_options(parse_arguments(["--fd", "3", "--options", json.dumps(given)]))
+    assert (options.model, options.speculative_config) == (Path("m"), SpeculativeOptions.parse(config))
+    assert (options.swap_space, options.shared_prefixes) == (1.5, (Path("a.txt"), Path("b.txt")))
+    plain = _engine_options(parse_arguments(["--fd", "3", "--options", '{"model": "m"}']))
+    assert plain == EngineOptions(model=Path("m"), inter_token_target_ms=INTER_TOKEN_TARGET_MS)
 
 
-def test_a_speculative_config_that_is_no_json_is_named() -> None:
-    with pytest.raises(EngineConfigError, match="speculative_config is not JSON"):
-        _engine_options(parse_arguments(["--fd", "3", "--model", "m", "--speculative-config", "{ngram}"]))
+def test_options_of_the_process_that_are_no_json_are_a_wrong_command_line(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        parse_arguments(["--fd", "3", "--options", "{model"])
+    assert ended.value.code == 2
+    assert "--options" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"model": "m", "max_seqs": 3}, "max_seqs is not an option of this engine"),
+        ({}, "model must be a path, not None"),
+        ({"model": "m", "speculative_config": "ngram"}, "speculative_config must be a mapping of options, not 'ngram'"),
+    ],
+)
+def test_what_is_no_option_of_a_process_is_named(options: dict[str, Any], words: str) -> None:
+    with pytest.raises(EngineConfigError, match=words):
+        EngineOptions.of(options)

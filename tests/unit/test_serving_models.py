@@ -6,22 +6,24 @@ import asyncio
 import dataclasses
 import json
 import os
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from appliance.base.clock import SystemClock
+from appliance.base.engine_settings import _OPTION_NAMES, EngineSettings
 from appliance.base.errors import ModelNotFound
 from appliance.base.settings import ENGINE_SWITCHES, ENVIRONMENT_PREFIX, SettingsError, load_settings
 from appliance.serving.fleet import build_models, engine_command, tenant_readings
 from appliance.serving.model_folder import ModelFolder, NotAModel
 from appliance.serving.model_registry import ModelRegistry
 from appliance.telemetry.metrics import Metrics
-from engine.main import _engine_options, parse_arguments
-from engine.options import EngineOptions
+from engine.errors import EngineConfigError
+from engine.main import INTER_TOKEN_TARGET_MS, _engine_options, parse_arguments
+from engine.options import LIMITS, EngineOptions
 from engine.protocol import TenantProgress
+from engine.speculation.options import SpeculativeOptions
 from engine.switches import SWITCHES
 from tests.support.served_model import make_hollow_model, make_served_model
 
@@ -98,51 +100,15 @@ def test_an_unknown_name_is_not_found() -> None:
     assert caught.value.param == "model"
 
 
-def test_an_engine_is_told_what_the_settings_say_and_nothing_else(tmp_path: Path) -> None:
+def test_an_engine_is_told_what_is_set_and_the_rest_is_its_own_to_choose(tmp_path: Path) -> None:
     folder = ModelFolder.check(make_hollow_model(tmp_path / "model"))
-    settings = load_settings(options={"data_dir": tmp_path, "max_model_len": 512}, environ={})
+    settings = load_settings(options={"data_dir": tmp_path, "max_model_len": 512, "swap_space_gib": 1.5}, environ={})
     command = engine_command(folder, settings, 7)
+    told = json.loads(command[-1])
 
-    assert command[1:3] == ["-m", "engine.main"]
-    assert command[command.index("--fd") + 1] == "7"
-    assert command[command.index("--max-model-len") + 1] == "512"
-    assert "--kv-cache-bytes" not in command
-    assert "--scheduling-policy" not in command
-    assert "--quantization" not in command
-    assert "--kv-cache-dtype" not in command
-    assert "--dtype" not in command
-    assert "--no-prefix-caching" not in command
-
-
-def test_an_engine_is_told_every_setting_that_is_its_own(tmp_path: Path) -> None:
-    folder = ModelFolder.check(make_hollow_model(tmp_path / "model"))
-    (tmp_path / "prefix.txt").write_text("You are helpful.")
-    values = {
-        "dtype": "bfloat16",
-        "swap_space_gib": 1.5,
-        "quantization": "int8",
-        "kv_cache_dtype": "fp8",
-        "gpu_memory_utilization": 0.75,
-        "enable_prefix_caching": False,
-        "speculative": {"method": "ngram"},
-        "batch_invariant": True,
-        "scheduling_policy": "fcfs",
-        "inter_token_target_ms": 25,
-        "shared_prefixes": [str(tmp_path / "prefix.txt")],
-    }
-    command = engine_command(folder, load_settings(options={"data_dir": tmp_path, **values}, environ={}), 7)
-    given = dict(pairwise(command))
-
-    assert given["--dtype"] == "bfloat16"
-    assert given["--swap-space"] == "1.5"
-    assert given["--speculative-config"] == '{"method": "ngram"}'
-    assert given["--quantization"] == "int8"
-    assert given["--kv-cache-dtype"] == "fp8"
-    assert given["--gpu-memory-utilization"] == "0.75"
-    assert given["--scheduling-policy"] == "fcfs"
-    assert given["--inter-token-target-ms"] == "25.0"
-    assert given["--shared-prefix"] == str(tmp_path / "prefix.txt")
-    assert command[-2:] == ["--batch-invariant", "--no-prefix-caching"]
+    assert command[1:-1] == ["-m", "engine.main", "--fd", "7", "--options"]
+    assert (told["model"], told["name"], told["max_model_len"], told["swap_space"]) == (str(folder.path), "model", 512, 1.5)
+    assert not {"max_num_seqs", "kv_cache_bytes", "quantization", "inter_token_target_ms", "speculative_config"} & told.keys()
 
 
 def options_of(folder: Path, **values: Any) -> EngineOptions:
@@ -151,20 +117,41 @@ def options_of(folder: Path, **values: Any) -> EngineOptions:
     return _engine_options(parse_arguments(engine_command(ModelFolder.check(folder), settings, 7)[3:]))
 
 
-def test_all_options_of_an_engine_are_settings_but_the_number_of_blocks(tmp_path: Path) -> None:
+def test_every_option_of_an_engine_is_a_setting_but_those_of_one_model() -> None:
+    names = {_OPTION_NAMES.get(field.name, field.name) for field in dataclasses.fields(EngineSettings)}
+    assert LIMITS.keys() - names == {"model", "name", "num_kv_blocks"}
+    assert names <= LIMITS.keys()
+
+
+def test_settings_and_engine_have_the_same_defaults(tmp_path: Path) -> None:
     folder = make_hollow_model(tmp_path / "model")
+    plain = EngineOptions(model=folder, name="model", inter_token_target_ms=INTER_TOKEN_TARGET_MS)
+    assert options_of(folder) == plain
+
+
+def test_settings_reach_the_engine_under_the_names_that_it_has_for_them(tmp_path: Path) -> None:
     (tmp_path / "prefix.txt").write_text("You are helpful.")
-    set_all = options_of(
-        folder,
-        device="cpu", dtype="bfloat16", max_model_len=64, max_num_seqs=2, max_num_batched_tokens=32, block_size=8,
-        kv_cache_bytes=1 << 20, gpu_memory_utilization=0.5, enable_prefix_caching=False, engine_threads=1, swap_space_gib=1,
-        speculative={"method": "ngram"}, batch_invariant=True, enforce_eager=True, scheduling_policy="fcfs",
-        inter_token_target_ms=25, shared_prefixes=[str(tmp_path / "prefix.txt")], quantization="int8", kv_cache_dtype="fp8",
-        head_quantization="none",
-    )  # fmt: skip
-    plain = EngineOptions(model=folder)
-    names = [field.name for field in dataclasses.fields(EngineOptions)]
-    assert [name for name in names if getattr(set_all, name) == getattr(plain, name)] == ["model", "num_kv_blocks"]
+    prefixes, speculative = [str(tmp_path / "prefix.txt")], {"method": "ngram"}
+    values = {"engine_threads": 1, "swap_space_gib": 1.5, "speculative": speculative, "shared_prefixes": prefixes}
+    options = options_of(make_hollow_model(tmp_path / "model"), **values, enable_prefix_caching=False)
+    assert (options.threads, options.swap_space, options.enable_prefix_caching) == (1, 1.5, False)
+    assert options.speculative_config == SpeculativeOptions.parse(speculative)
+    assert options.shared_prefixes == (tmp_path / "prefix.txt",)
+
+
+@pytest.mark.parametrize(
+    "option", [name for name, found in LIMITS.items() if found and found[0].words.startswith("must be one")]
+)
+def test_settings_and_engine_have_the_same_choices(option: str, tmp_path: Path) -> None:
+    with pytest.raises(SettingsError) as refused_setting:
+        load_settings(options={"data_dir": tmp_path, option: "none of them"}, environ={})
+    with pytest.raises(EngineConfigError) as refused_option:
+        EngineOptions.of({"model": "m", option: "none of them"})
+    settings, options = (
+        {word.strip() for word in str(refused.value).partition(", not")[0].partition("one of ")[2].split(",")}
+        for refused in (refused_setting, refused_option)
+    )
+    assert settings == options
 
 
 @pytest.mark.parametrize(
