@@ -71,9 +71,9 @@ class LedgerFilter:
 class UsageReports:
     """Reports over the ledger and the table of requests. Every method narrows what it reads to what `access` shows."""
 
-    def __init__(self, db: Database, *, calendar: BillingCalendar | None = None) -> None:
+    def __init__(self, db: Database, *, calendar: BillingCalendar) -> None:
         self._db = db
-        self.calendar = calendar or BillingCalendar()
+        self.calendar = calendar
 
     async def usage(
         self,

@@ -101,7 +101,7 @@ class Examination:
 
     async def prove(self, url: str, *, running: bool) -> None:
         """Run the product's own check of its invariants."""
-        for finding in await check_ledger(url, running=running):
+        for finding in await check_ledger(url, running=running, time_zone="UTC"):
             if finding.state == "broken":
                 self._find(f"db check: {finding.name}: {finding.text}")
 

@@ -84,7 +84,7 @@ def _expected(events: list[UsageEvent], bucket_s: int, groups: tuple[str, ...]) 
 
 
 async def test_every_bucket_and_grouping_equals_the_plain_sum(database: Database, events: list[UsageEvent]) -> None:
-    reports = UsageReports(database)
+    reports = UsageReports(database, calendar=BillingCalendar())
     for bucket, bucket_s in BUCKET_S.items():
         for size in range(len(GROUPS) + 1):
             for groups in combinations(GROUPS, size):
@@ -108,7 +108,9 @@ async def test_every_bucket_and_grouping_equals_the_plain_sum(database: Database
 
 async def test_a_period_takes_its_start_and_leaves_its_end(database: Database, events: list[UsageEvent]) -> None:
     midnight = START - timedelta(hours=12)
-    rows = await UsageReports(database).usage(midnight, midnight + timedelta(minutes=1), "minute", access=WHOLE_BOX)
+    rows = await UsageReports(database, calendar=BillingCalendar()).usage(
+        midnight, midnight + timedelta(minutes=1), "minute", access=WHOLE_BOX
+    )
     inside = [event for event in events if midnight <= event.admitted_at < midnight + timedelta(minutes=1)]
     settled = [event for event in inside if event.status in ("posted", "recovered")]
     assert sum(row.cost_picos for row in rows) == sum(event.cost_picos for event in settled)
@@ -116,7 +118,7 @@ async def test_a_period_takes_its_start_and_leaves_its_end(database: Database, e
 
 
 async def test_a_tenant_sees_its_own_sums_alone(database: Database, cast: Cast, events: list[UsageEvent]) -> None:
-    rows = await UsageReports(database).usage(
+    rows = await UsageReports(database, calendar=BillingCalendar()).usage(
         START - timedelta(days=1), START + timedelta(days=3), "day", ["tenant"], tenant_id=cast.bob.tenant.id, access=WHOLE_BOX
     )
     assert {row.tenant_id for row in rows} == {cast.bob.tenant.id}
@@ -138,5 +140,5 @@ async def test_a_tenant_sees_its_own_sums_alone(database: Database, cast: Cast, 
 async def test_a_bad_question_names_its_field(database: Database, changes: dict[str, object], param: str) -> None:
     question: dict[str, object] = {"start": START, "end": START + timedelta(days=1), "bucket": "day", "group_by": []}
     with pytest.raises(InvalidValue) as refused:
-        await UsageReports(database).usage(**(question | changes), access=WHOLE_BOX)  # type: ignore[arg-type]
+        await UsageReports(database, calendar=BillingCalendar()).usage(**(question | changes), access=WHOLE_BOX)  # type: ignore[arg-type]
     assert refused.value.param == param

@@ -14,6 +14,7 @@ from appliance.base.clock import Clock
 from appliance.base.db import Database
 from appliance.base.errors import EngineUnavailable
 from appliance.base.ids import new_id
+from appliance.metering.calendar import BillingCalendar
 from appliance.metering.ledger.records import UsageEvent
 from appliance.metering.ledger.writer import Ledger
 from appliance.metering.limits.admission import Admission
@@ -179,7 +180,7 @@ async def serving(
                 client=engine_client,
                 admission=admission,
                 ledger=ledger,
-                reports=UsageReports(database),
+                reports=UsageReports(database, calendar=BillingCalendar()),
                 metrics=metrics,
             )
     finally:

@@ -133,7 +133,9 @@ async def test_a_crash_and_a_correction_keep_what_was_batch_work_and_its_share(
 
 
 async def broken(url: str) -> set[str]:
-    return {finding.name for finding in await check_ledger(url, running=False) if finding.state == "broken"} - {"kept"}
+    return {
+        finding.name for finding in await check_ledger(url, running=False, time_zone="UTC") if finding.state == "broken"
+    } - {"kept"}
 
 
 @pytest.fixture

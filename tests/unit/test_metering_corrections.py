@@ -61,7 +61,9 @@ async def test_a_correction_is_a_new_event_at_the_rate_and_on_the_day_of_the_one
 
 async def test_reports_show_what_stands_after_the_correction(database: Database, clock: FakeClock, event: UsageEvent) -> None:
     await correct(database, clock, event.id, completion_tokens=-2)
-    (row,) = await UsageReports(database).usage(START - timedelta(days=1), START + timedelta(days=1), access=WHOLE_BOX)
+    (row,) = await UsageReports(database, calendar=BillingCalendar()).usage(
+        START - timedelta(days=1), START + timedelta(days=1), access=WHOLE_BOX
+    )
     assert (row.requests, row.completion_tokens, row.cost_picos) == (1, 3, event.cost_picos - 2 * 1000)
 
 

@@ -9,6 +9,7 @@ import pytest
 from appliance.base.db import Database
 from appliance.base.errors import InvalidValue, NotFound
 from appliance.metering.box_records import BoxRecords
+from appliance.metering.calendar import BillingCalendar
 from appliance.metering.economics import Economics, Hardware, HostedPrice, Measured, economics_of
 from appliance.metering.economics_report import EconomicsReport
 from appliance.metering.usage import UsageReports
@@ -106,7 +107,7 @@ def test_a_wrong_field_of_the_hardware_is_named(changes: dict[str, object], para
 
 
 async def test_the_hardware_is_kept_and_the_report_needs_it(database: Database, clock: FakeClock) -> None:
-    report = EconomicsReport(BoxRecords(database, clock), UsageReports(database), clock)
+    report = EconomicsReport(BoxRecords(database, clock), UsageReports(database, calendar=BillingCalendar()), clock)
     with pytest.raises(NotFound, match="hardware"):
         await report.report([])
     await report.set_hardware(BOX)

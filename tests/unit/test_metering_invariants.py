@@ -103,7 +103,7 @@ async def number_of(database: Database, request_id: str) -> int:
 
 
 async def states(url: str, *, running: bool = True) -> dict[str, str]:
-    return {finding.name: finding.state for finding in await check_ledger(url, running=running)}
+    return {finding.name: finding.state for finding in await check_ledger(url, running=running, time_zone="UTC")}
 
 
 async def broken(url: str) -> set[str]:
@@ -277,10 +277,12 @@ async def test_what_a_dead_process_left_in_its_journal_is_told(
         return  # PostgreSQL has none
     entry = Journaled(epoch_id=cast.epoch_id, currency="EUR", billing_day=clock.now().date(), entry=pending(cast.bob))
     await journal.append(encode(entry))
-    found = {finding.name: finding for finding in await check_ledger(database_url, running=False)}
+    found = {finding.name: finding for finding in await check_ledger(database_url, running=False, time_zone="UTC")}
     assert found["pending"].state == "note"
     assert "1 of a process that has ended, 1 more in its journal" in found["pending"].text
-    assert {finding.text for finding in await check_ledger(database_url, running=True) if "journal" in finding.text} == set()
+    assert {
+        finding.text for finding in await check_ledger(database_url, running=True, time_zone="UTC") if "journal" in finding.text
+    } == set()
 
 
 async def test_a_pending_event_of_a_dead_process_is_found(
@@ -319,7 +321,7 @@ async def test_a_sum_that_is_off_by_one_is_found(
     sums = tables.usage_rollups
     async with database.writing() as connection:
         await connection.execute(update(sums).where(sums.c.bucket == bucket).values({column: sums.c[column] + 1}))
-    findings = {finding.name: finding for finding in await check_ledger(database_url, running=True)}
+    findings = {finding.name: finding for finding in await check_ledger(database_url, running=True, time_zone="UTC")}
     assert findings["rollups"].state == "broken"
     assert f"by {bucket} " in findings["rollups"].text
     await rollups.rebuild(database, BillingCalendar())
@@ -333,7 +335,7 @@ async def test_a_sum_of_the_box_that_is_not_that_of_its_owners_is_found(
     sums = tables.usage_box_rollups
     async with database.writing() as connection:
         await connection.execute(update(sums).where(sums.c.bucket == bucket).values(cost_low=sums.c.cost_low + 1))
-    findings = {finding.name: finding for finding in await check_ledger(database_url, running=True)}
+    findings = {finding.name: finding for finding in await check_ledger(database_url, running=True, time_zone="UTC")}
     assert findings["rollups"].state == "broken"
     assert f"by {bucket} " in findings["rollups"].text
 

@@ -10,6 +10,7 @@ from sqlalchemy import text
 
 from appliance.base.db import Database
 from appliance.base.errors import RateLimitExceeded
+from appliance.metering.calendar import BillingCalendar
 from appliance.metering.ledger import recovery
 from appliance.metering.ledger.recovery import begin_epoch
 from appliance.metering.ledger.rows import INSERT_EVENTS, event_row
@@ -56,7 +57,7 @@ async def test_a_request_of_a_dead_process_is_recovered_once_from_its_last_check
     assert first.cost_picos == 6 * 1_000_000 + 3 * 2_000_000
     assert (second.status, second.prompt_tokens, second.cost_picos) == ("recovered", 0, 0)
     assert third == settled
-    row = await UsageReports(database).request(seen.request_id, access=WHOLE_BOX)
+    row = await UsageReports(database, calendar=BillingCalendar()).request(seen.request_id, access=WHOLE_BOX)
     assert (row.finish_reason, row.completion_tokens, row.prompt_tokens) == ("error", 3, 10)
     assert row.finished_at == clock.now()
 

@@ -267,7 +267,7 @@ async def test_what_the_first_version_wrote_comes_through_whole(filled_url: str)
     for name, defaults in DEFAULTS.items():
         assert [{column: row[column] for column in defaults} for row in now[name]] == [defaults] * len(now[name]), name
     assert len({row["id"] for row in now["sessions"]}) == 2
-    findings = await check_ledger(filled_url, running=False)
+    findings = await check_ledger(filled_url, running=False, time_zone="UTC")
     assert [finding.name for finding in findings if finding.state != "holds"] == ["pending"]
 
 
@@ -277,7 +277,7 @@ async def test_the_upgraded_database_serves_at_once(filled_url: str) -> None:
     try:
         epoch_id = await begin_epoch(database, SystemClock(), "next")
         assert await utc_recover(database, SystemClock(), epoch_id) == 1
-        rows = await UsageReports(database).usage(
+        rows = await UsageReports(database, calendar=BillingCalendar()).usage(
             AT - timedelta(days=2), AT + timedelta(days=2), "day", ["tenant"], access=WHOLE_BOX
         )
         found = [(row.tenant_id, row.requests, row.completion_tokens) for row in rows]
@@ -303,7 +303,7 @@ async def test_the_way_back_keeps_what_the_first_version_knew(filled_url: str) -
     assert {name: len(rows) for name, rows in extra.items() if rows} == {"prices": 2}
     assert len({row["model"] for row in extra["prices"]} | {"demo"}) == 3
     db.upgrade(filled_url)
-    findings = await check_ledger(filled_url, running=False)
+    findings = await check_ledger(filled_url, running=False, time_zone="UTC")
     assert [finding.name for finding in findings if finding.state == "broken"] == []
 
 
@@ -325,7 +325,7 @@ async def test_the_way_back_and_forth_does_not_forget_which_work_was_batch_work_
     assert [[row[name] for name in figures] for row in after["usage_events"]] == [
         [row[name] for name in figures] for row in before["usage_events"]
     ]
-    findings = await check_ledger(filled_url, running=False)
+    findings = await check_ledger(filled_url, running=False, time_zone="UTC")
     assert [finding.text for finding in findings if finding.state == "broken"] == []
 
 

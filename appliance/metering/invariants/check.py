@@ -66,7 +66,7 @@ class _Tally:
     )
 
 
-async def check_ledger(url: str, *, running: bool, time_zone: str = "UTC", data_dir: Path | None = None) -> list[Finding]:
+async def check_ledger(url: str, *, running: bool, time_zone: str, data_dir: Path | None = None) -> list[Finding]:
     """Return one finding per promise. `running` says whether an appliance works on this database now.
 
     Without the data folder that belongs to it, nothing is said of the secrets. Raises UnusableData where there are no tables,
