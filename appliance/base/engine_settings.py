@@ -22,7 +22,7 @@ class EngineSettings:
     engine_threads: Annotated[int | None, values_of.whole(1, 1024)] = None
     max_num_seqs: Annotated[int | None, values_of.whole(1, 1024)] = None
     max_num_batched_tokens: Annotated[int | None, values_of.whole(1, 1_000_000)] = None
-    max_model_len: Annotated[int | None, values_of.whole(1, 10_000_000)] = None
+    max_model_len: Annotated[int | None, values_of.context_len] = None
     kv_cache_bytes: Annotated[int | None, values_of.size(values_of.MIB, 1024**5)] = None
     gpu_memory_utilization: Annotated[float, values_of.number(0.01, 1)] = 0.9
     enable_prefix_caching: Annotated[bool, values_of.flag] = True

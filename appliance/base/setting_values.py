@@ -69,6 +69,13 @@ def power_of_two(high: int) -> Callable[[object], int]:
     return parse
 
 
+def context_len(value: object) -> int:
+    """Return a length in tokens, of at least what an engine needs (`engine.memory.kv_plan`), in its words."""
+    if str(value).strip() == "1":
+        raise ValueError("(1) is too short: a request is a token of a prompt and one of its answer at least")
+    return whole(2, 10_000_000)(value)
+
+
 def size(low: int, high: int) -> Callable[[object], int]:
     """Return a parser for bytes: a whole number, or one with the unit KiB, MiB or GiB."""
     parse_number = whole(0, high)

@@ -6,6 +6,7 @@ import asyncio
 import dataclasses
 import json
 import os
+import re
 from pathlib import Path
 from typing import Any
 
@@ -19,8 +20,10 @@ from appliance.serving.fleet import build_models, engine_command, tenant_reading
 from appliance.serving.model_folder import ModelFolder, NotAModel
 from appliance.serving.model_registry import ModelRegistry
 from appliance.telemetry.metrics import Metrics
+from engine.config.model import load_model_config
 from engine.errors import EngineConfigError
 from engine.main import INTER_TOKEN_TARGET_MS, _engine_options, parse_arguments
+from engine.memory.kv_plan import CONTEXT_MIN, check_context
 from engine.options import LIMITS, EngineOptions
 from engine.protocol import TenantProgress
 from engine.speculation.options import SpeculativeOptions
@@ -166,6 +169,19 @@ def test_what_is_a_setting_within_its_limits_is_one_for_the_engine(
         options_of(folder, **{setting: value})
     with pytest.raises(SettingsError, match=f"{setting} must be a number from {least:g} to"):
         options_of(folder, **{setting: most * 1.01})
+
+
+def test_a_context_that_no_request_fits_is_refused_by_settings_and_engine_in_the_same_words(tmp_path: Path) -> None:
+    folder = make_served_model(tmp_path / "model")
+    config = load_model_config(folder)
+    with pytest.raises(EngineConfigError) as refused:
+        check_context(config, EngineOptions(model=folder, max_model_len=CONTEXT_MIN - 1))
+    for given in (CONTEXT_MIN - 1, str(CONTEXT_MIN - 1)):
+        with pytest.raises(SettingsError, match=re.escape(f"option {refused.value}")):
+            options_of(folder, max_model_len=given)
+    check_context(config, options_of(folder, max_model_len=CONTEXT_MIN))
+    with pytest.raises(SettingsError, match=f"must be a whole number from {CONTEXT_MIN} to"):
+        options_of(folder, max_model_len=0)
 
 
 def test_as_many_shared_prefixes_as_a_setting_takes_an_engine_takes(tmp_path: Path) -> None:
