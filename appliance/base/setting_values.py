@@ -20,6 +20,8 @@ _SIZE_UNITS = {"kib": 1024, "mib": MIB, "gib": 1024 * MIB}
 _SPECULATIVE_METHODS = ("ngram", "draft_model")
 _SPECULATIVE_NUMBERS = ("num_speculative_tokens", "prompt_lookup_max", "prompt_lookup_min", "disable_by_batch_size")
 _SHARED_PREFIXES_MAX = 256
+_SHARED_PREFIXES_CHARS_MAX = 65536
+"""Of their paths together: an engine is told its options in one argument, and Linux allows 128 KiB for that."""
 _NETWORKS_MAX = 100
 Network = ipaddress.IPv4Network | ipaddress.IPv6Network
 
@@ -157,7 +159,10 @@ def files(value: object) -> tuple[str, ...]:
     for path in paths:
         if not path.is_file():
             raise ValueError(f"must name files, and {path} is none")
-    return tuple(str(path) for path in paths)
+    found = tuple(str(path) for path in paths)
+    if len(json.dumps(found)) > _SHARED_PREFIXES_CHARS_MAX:
+        raise ValueError(f"must name files whose paths have at most {_SHARED_PREFIXES_CHARS_MAX} characters together")
+    return found
 
 
 def speculative(value: object) -> str | None:

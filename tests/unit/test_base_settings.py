@@ -125,6 +125,15 @@ def test_shared_prefixes_are_files_that_are_there(tmp_path: Path) -> None:
     assert load(tmp_path, "", {"GATEHOUSE_SHARED_PREFIXES": ",".join(expected)}).shared_prefixes == expected
 
 
+def test_paths_of_shared_prefixes_fit_one_argument_of_a_process(tmp_path: Path) -> None:
+    file = tmp_path / ("a" * 250)
+    file.write_text("You are helpful.")
+    most = 65536 // len(f'"{file}", ')
+    assert len(load(tmp_path, shared_prefixes=[str(file)] * most).shared_prefixes) == most
+    with pytest.raises(SettingsError, match="shared_prefixes must name files whose paths have at most 65536 characters"):
+        load(tmp_path, shared_prefixes=[str(file)] * (most + 1))
+
+
 @pytest.mark.parametrize("port", ["abc", "70000", "-1", "0"])
 def test_a_database_url_that_cannot_be_taken_apart_is_named_and_not_shown(tmp_path: Path, port: str) -> None:
     url = f"postgresql://alice:hush-hush@127.0.0.1:{port}/x"
