@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import importlib
 
+import numpy as np
 import pytest
 import torch
+import triton.language as tl
 
 from kernels.triton.norm import rms_norm
 
@@ -19,3 +21,14 @@ def test_a_second_launch_finds_the_language_of_the_first(monkeypatch: pytest.Mon
     monkeypatch.setattr(interpreter, "_patch_attr", lambda *replacement: replaced.append(replacement))
     rms_norm(x, weight, 1e-6)
     assert not replaced
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="with a GPU nothing is interpreted")
+def test_every_bfloat16_is_the_float32_that_torch_makes_of_it_and_back() -> None:
+    interpreter = importlib.import_module("triton.runtime.interpreter")
+    codes = np.arange(1 << 16, dtype=np.uint16)
+    widened = interpreter._convert_float(codes, tl.bfloat16, tl.float32, None)
+    expected = torch.from_numpy(codes.view(np.int16)).view(torch.bfloat16).float().view(torch.int32).numpy()
+    np.testing.assert_array_equal(widened.view(np.int32), expected)
+    narrowed = interpreter._convert_float(widened.view(np.float32), tl.float32, tl.bfloat16, None)
+    np.testing.assert_array_equal(narrowed, codes)
