@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 from engine.config.model import ModelConfig
 from engine.config.quantization import Fp8Weights, Int4Weights
-from engine.errors import EngineConfigError
+from engine.errors import EngineConfigError, UnsupportedModel
 from engine.options import EngineOptions
 
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
@@ -20,6 +20,9 @@ ON_THE_FLY = ("int8", "fp8")
 
 FP8_CAPABILITY = (8, 9)
 """The first compute capability with products of fp8 numbers."""
+
+HEAD_DIM_MAX = 256
+"""Of attention kernels for GPUs: longer heads do not fit the shared memory of every card."""
 
 
 class WeightFormat(NamedTuple):
@@ -86,10 +89,12 @@ def check_quantization(config: ModelConfig, wanted: str | None, head: str | None
 
 def check_formats(config: ModelConfig, options: EngineOptions, dtype: str, capability: tuple[int, int] | None) -> None:
     """Raise `EngineConfigError`, naming the option, for formats that contradict the checkpoint, or that a GPU of this compute
-    capability has no instructions or no kernel for; None is a CPU."""
+    capability has no instructions or no kernel for; None is a CPU. Raise `UnsupportedModel` for heads no kernel is made for."""
     check_quantization(config, options.quantization, options.head_quantization)
     if capability is None:
         return
+    if config.head_dim > HEAD_DIM_MAX:
+        raise UnsupportedModel(f"head_dim must be at most {HEAD_DIM_MAX} on a GPU, not {config.head_dim}")
     weights = None if config.quantization is None else config.quantization.weights
     if isinstance(weights, Int4Weights) and DTYPE_BYTES[dtype] > 2:
         raise EngineConfigError("dtype", "must be bfloat16 or float16 on a GPU for weights of 4 bits")

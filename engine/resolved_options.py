@@ -11,7 +11,7 @@ import torch
 
 from engine.config.model import ModelConfig, load_model_config
 from engine.device import format_name, resolve_device, resolve_dtype, resolve_kv_dtype
-from engine.errors import EngineConfigError
+from engine.errors import EngineConfigError, UnsupportedModel
 from engine.formats import check_formats
 from engine.memory.device import check_swap_space
 from engine.memory.forecast import MemoryForecast, forecast_memory
@@ -95,6 +95,6 @@ def _draft_config(
     check_draft_vocabulary(draft, target)
     try:
         check_formats(draft, replace(options, quantization=None, head_quantization=None), dtype, capability)
-    except EngineConfigError as error:
+    except (EngineConfigError, UnsupportedModel) as error:
         raise EngineConfigError("speculative_config", f"field model cannot be served: {error}") from error
     return draft

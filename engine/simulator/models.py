@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from engine.config.model import ModelConfig, load_model_config
-from engine.errors import EngineConfigError
+from engine.errors import EngineConfigError, UnsupportedModel
 from engine.formats import check_formats, computed_dtype, formats_of
 from engine.memory.needs import GIB, MemoryShape
 from engine.options import EngineOptions
@@ -167,7 +167,7 @@ def check_card(model: SimulatedModel, gpu: SimulatedGpu) -> None:
     dtype = computed_dtype("auto", config.torch_dtype, "cuda")
     try:
         check_formats(config, EngineOptions(model=Path(model.name)), dtype, gpu.capability)
-    except EngineConfigError as error:
+    except (EngineConfigError, UnsupportedModel) as error:
         raise EngineConfigError("gpu", f"{gpu.name} cannot serve this checkpoint: {error}") from error
 
 

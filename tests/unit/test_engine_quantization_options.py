@@ -250,3 +250,14 @@ def test_what_a_card_cannot_compute_with_is_told_before_loading(
     with refused:
         check_formats(config, given, format_name(dtype), (8, 0))
     check_formats(config, given, format_name(dtype), None)
+
+
+@pytest.mark.parametrize("head_dim", [256, 258])
+def test_heads_that_no_kernel_of_a_gpu_is_made_for_are_told_before_loading(head_dim: int, model: Path) -> None:
+    config = replace(load_model_config(model), head_dim=head_dim)
+    refused = (
+        contextlib.nullcontext() if head_dim == 256 else pytest.raises(UnsupportedModel, match="at most 256 on a GPU, not 258")
+    )
+    with refused:
+        check_formats(config, EngineOptions(model=model), "bfloat16", (8, 9))
+    check_formats(config, EngineOptions(model=model), "float32", None)
