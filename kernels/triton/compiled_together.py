@@ -103,6 +103,7 @@ class _Asked(Executor):
         self._owner = threading.get_ident()
         self._begun_s: dict[Future[Any], float] = {}
         self._compilers: set[int] = set()
+        self._keys: set[tuple[int, int, str]] = set()
         self._name = ""
         self._names: dict[Future[Any], str] = {}
         self._found: list[str] = []
@@ -149,9 +150,16 @@ class _Asked(Executor):
             knobs.runtime.jit_cache_hook, knobs.compilation.listener = hooks
 
     def _note(self, *, fn: Any, compile: dict[str, Any], **_: Any) -> bool:
-        if threading.get_ident() == self._owner:
-            self._name = _name(fn.jit_function, compile)
-        return False  # go on and compile it
+        """Whether nothing more is to be done. Triton 3.6 does not find a variant among its kernels until that is compiled, and
+        would hash it again for each layer of a model: its key there is what tells whether it was asked for."""
+        if threading.get_ident() != self._owner:
+            return False
+        key = id(fn.jit_function), compile["device"], compile["key"]
+        if key in self._keys:
+            return True
+        self._keys.add(key)
+        self._name = _name(fn.jit_function, compile)
+        return False
 
     def _count(self, *, src: Any, cache_hit: bool, **_: Any) -> None:
         if cache_hit and threading.get_ident() in self._compilers:

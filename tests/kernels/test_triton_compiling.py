@@ -30,6 +30,10 @@ def test_what_was_asked_for_is_loaded_and_launched_without_another_word(found: d
     assert found["when_launched_afterwards"] == {"launched": ["fill_kernel"] * 3, "loaded": 3}
 
 
+def test_a_variant_that_is_asked_for_again_is_not_described_again_and_can_be_launched(found: dict[str, dict[str, Any]]) -> None:
+    assert found["when_asked_again_meanwhile"] == {"described": 0, "last": [3, 3, 3], "launched": ["fill_kernel"] * 3}
+
+
 def test_variants_found_on_disk_are_counted(found: dict[str, dict[str, Any]]) -> None:
     assert found["when_found_on_disk"]["last"] == [3, 3, 3]
 

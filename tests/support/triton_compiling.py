@@ -104,6 +104,23 @@ def when_found_on_disk() -> dict[str, Any]:
     return {"last": REPORTS[-1]}
 
 
+def when_asked_again_meanwhile() -> dict[str, Any]:
+    """Triton 3.6 has no variant among its kernels before it is compiled."""
+    fill_kernel.device_caches.clear()
+    described = []
+    with compiled_together(REPORTS.append):
+        ask(fill_kernel)
+        source = fill_kernel.ASTSource
+        fill_kernel.ASTSource = lambda *arguments: described.append(arguments) or source(*arguments)
+        for _ in range(2):
+            fill_kernel.device_caches[0][0].clear()
+            ask(fill_kernel)
+        fill_kernel.ASTSource = source
+    CARD.launched.clear()
+    ask(fill_kernel)
+    return {"described": len(described), "last": REPORTS[-1], "launched": list(CARD.launched)}
+
+
 def when_one_is_wrong() -> dict[str, Any]:
     return {"error": failure(wrong_kernel), "again": failure(wrong_kernel)}
 
