@@ -201,22 +201,28 @@ class SlotRunner:
         return self._step.is_recorded
 
     def warm_up(self) -> None:
-        """Have the steps of the fewest rows ready; larger ones are captured when they are first needed."""
+        """Have the steps of the fewest rows ready; larger ones are captured when they are first needed. Before them all comes
+        the largest step that draws, which costs the start one capture: what it leaves in the memory of graphs is reused only
+        by tensors that fit in it, so that of steps that grow each would take logits of its own."""
         if compiles_at_first_use(self._device):
             with compiling("choices"):
                 self._compile_choices()
-        sizes = [num_rows for num_rows in WARM_ROWS if num_rows <= self._max_num_seqs]
+        with torch.inference_mode():
+            self._steps.make_ready(self._inputs.max_rows, Kind(), has_guesses=self._has_guesses)
+        sizes = [num_rows for num_rows in reversed(WARM_ROWS) if num_rows <= self._max_num_seqs]
         self._warm_up(self._steps, sizes)
         if self._drafts is not None:
             self._warm_up(self._drafts.steps, sizes)
         if self._has_guesses:
-            self._warm_up(self._steps, WARM_ROWS[1:], has_guesses=True)
+            self._warm_up(self._steps, WARM_ROWS[:0:-1], has_guesses=True)
 
     @torch.inference_mode()
     def _warm_up(self, steps: ReadySteps, sizes: Sequence[int], *, has_guesses: bool = False) -> None:
-        for kind in (Kind(), Kind(greedy=True)):
+        kinds = Kind(), Kind(greedy=True)
+        for kind in kinds:
             steps.step.make_ready(kind, has_guesses=has_guesses)
-            for num_rows in sizes:
+        for num_rows in sizes:
+            for kind in kinds:
                 steps.make_ready(num_rows, kind, has_guesses=has_guesses)
 
     @torch.inference_mode()

@@ -16,9 +16,12 @@ from engine.config.pooling import PoolingConfig
 from engine.errors import EngineConfigError, PromptError
 from engine.loop import Engine
 from engine.options import EngineOptions
+from engine.runner.cuda_graphs import CudaGraphs
 from engine.runner.embedder import Embedder
-from engine.runner.slot_runner import SlotRunner
+from engine.runner.slot_runner import WARM_ROWS, SlotRunner
 from engine.runner.text_models import load_text_model
+from engine.sampling.columns import Kind
+from engine.scheduling.limits import STEP_GUESSES_MAX
 from engine.speculation.options import SpeculativeOptions
 from kernels import ops
 from tests.support import quantised_checkpoints as layouts
@@ -126,11 +129,39 @@ def test_requests_that_come_and_go_make_nobody_wait_for_values_or_for_pageable_m
 def test_steps_of_few_rows_are_captured_before_the_first_request_and_larger_ones_when_they_come(llama: Path) -> None:
     with rehearsal() as card, in_place_of_triton():
         engine = small_engine(llama, device="cuda", dtype="float32", **{**SMALL, "max_num_seqs": 16, "num_kv_blocks": 32})
-        assert card.num_captures == 8, "of 1, 2, 4 and 8 rows, greedy or not"
+        assert card.num_captures == 9, "of 1, 2, 4 and 8 rows, greedy or not, and of 16 that draw"
         for number in range(9):
             engine.submit(wanted(str(number), [5, 6, 7 + number], max_tokens=6))
         run_to_end(engine, [])
-        assert card.num_captures == 9, "of 16 rows"
+        assert card.num_captures == 10, "of 16 greedy rows"
+
+
+@pytest.mark.parametrize(
+    ("guesser", "largest"), [(None, 16), ("ngram", 16 + STEP_GUESSES_MAX), ("draft_model", 16 + STEP_GUESSES_MAX)]
+)
+def test_the_largest_step_that_draws_is_captured_before_all_others_and_these_from_large_to_small(
+    guesser: str | None, largest: int, llama: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Memory of graphs is reused by what fits in it."""
+    captured: list[tuple[str, int, Kind | None, bool]] = []
+    make_ready = CudaGraphs.make_ready
+
+    def note(graphs: CudaGraphs, key: Any, function: Callable[[], None]) -> None:
+        captured.append(key)
+        make_ready(graphs, key, function)
+
+    monkeypatch.setattr(CudaGraphs, "make_ready", note)
+    options: dict[str, Any] = {**SMALL, "max_num_seqs": 16, "num_kv_blocks": 32}
+    if guesser is not None:
+        draft = llama if guesser == "draft_model" else None
+        options["speculative_config"] = SpeculativeOptions(method=guesser, model=draft)
+    with rehearsal(), in_place_of_triton():
+        small_engine(llama, device="cuda", dtype="float32", **options)
+    few = [key for key in captured if key[1] <= WARM_ROWS[-1]]
+    assert captured[0] == ("decode", largest, Kind(), guesser is not None)
+    for group in {(name, has_guesses) for name, _, _, has_guesses in few}:
+        sizes = [size for name, size, _, has_guesses in few if (name, has_guesses) == group]
+        assert sizes == sorted(sizes, reverse=True)
 
 
 @pytest.mark.parametrize("num_tokens", [32, 600])
