@@ -8,7 +8,8 @@ b_kv bytes per weight, per number computed with and per stored key or value, T t
     activations  A = max(T·w·b, R·V·4·2), w numbers of a token where a layer holds most: 3f + 6d behind gates of width f; of a
                      mixture of k experts (k + 2)·f + (k + 6)·d; 2(H + K)·D + 5d in attention
     graphs       G = A of the largest captured step, and for each that is kept 24 KiB for each of its 10·L + 20 launches;
-                     13 in a layer that is a mixture
+                     13 in a layer that is a mixture. Steps over slots hold the logits of all rows at once, so that both
+                     their A are at least R·V·b
     slots        S = R·(splits of the context·H·(D + 1)·4 for each window + V·(4 + b)) + min(R·V·4, 128 MiB), on a GPU:
                      what decodes leave between two kernels, counts of tokens, logits that wait for masks, biases. Rows of
                      guesses add to R, though not to counts and biases. Batch-invariant decodes leave
@@ -160,7 +161,8 @@ class MemoryShape:
         return weights.num_bytes(self.matrices) + head_bytes + (self.embedding + self.others) * element_bytes
 
     def activations_bytes(self, num_tokens: int, num_rows: int, element_bytes: int) -> int:
-        """What a pass of `num_tokens`, of which `num_rows` are sampled, holds at a time besides weights and cache."""
+        """What a pass of `num_tokens`, of which `num_rows` are sampled, holds at a time besides weights and cache, where logits
+        are computed in slices."""
         logits = min(num_rows * self.vocab_size, LOGITS_ELEMENTS_MAX) * 4 * 2
         return max(num_tokens * self.layer_width * element_bytes, logits)
 
@@ -270,13 +272,15 @@ class MemoryNeeds:
         logits_bytes = 4 if load.batch_invariant else size
         rows = load.num_seqs + load.num_guesses
         asked = rows, context_len, formats.kv_element_bytes
+        logits = rows * model.vocab_size * logits_bytes if load.has_slots else 0
         columns = model.columns_bytes(load.num_seqs, logits_bytes, num_guesses=load.num_guesses)
         recorded = [each.recorded_bytes(load.recorded_rows, size, has_steps=load.records_steps) for each in both]
         splits = [each.splits_bytes(*asked, batch_invariant=load.batch_invariant) for each in both if load.on_gpu]
         return cls(
             weights_bytes=model.weights_bytes(formats.weights, size) + drafts_bytes,
-            activations_bytes=max(each.activations_bytes(load.num_tokens, rows, size) for each in both) + sum(recorded),
-            graphs_bytes=cls._graphs_bytes(model, draft, load, size) if load.has_slots else 0,
+            activations_bytes=max(logits, *(each.activations_bytes(load.num_tokens, rows, size) for each in both))
+            + sum(recorded),
+            graphs_bytes=cls._graphs_bytes(model, draft, load, size, logits) if load.has_slots else 0,
             slots_bytes=(sum(splits) + columns) if load.has_slots else max(splits, default=0),
             rotary_bytes=sum(each.rotary_bytes(context_len, size) for each in both),
             context_bytes=context_bytes,
@@ -285,11 +289,11 @@ class MemoryNeeds:
         )
 
     @staticmethod
-    def _graphs_bytes(model: MemoryShape, draft: MemoryShape | None, load: Load, element_bytes: int) -> int:
-        """Captured steps share one pool of activations. Those of a draft model are a part of all, and there are some of its
-        own."""
+    def _graphs_bytes(model: MemoryShape, draft: MemoryShape | None, load: Load, element_bytes: int, logits_bytes: int) -> int:
+        """Captured steps share one pool of activations, `logits_bytes` of all rows among them. Those of a draft model are a part
+        of all, and there are some of its own."""
         num_graphs, rows = graphs_kept(load.num_seqs, load.num_guesses), load.num_seqs + load.num_guesses
-        activations = model.activations_bytes(rows, rows, element_bytes)
+        activations = max(logits_bytes, model.activations_bytes(rows, rows, element_bytes))
         if draft is None:
             return num_graphs * model.graph_bytes + activations
         num_drafts = num_graphs + draft_graphs_kept(load.num_seqs)

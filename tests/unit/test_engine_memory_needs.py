@@ -78,6 +78,17 @@ def test_activations_are_the_larger_of_a_layer_and_the_logits() -> None:
     assert LLAMA_8B.activations_bytes(16, 10_000, 2) == (1 << 25) * 8, "logits are computed in slices"
 
 
+def test_steps_over_slots_hold_the_logits_of_all_rows_at_once() -> None:
+    qwen, load = shape_of("qwen3-0.6b"), replace(LOAD, num_seqs=1024, num_tokens=1024, on_gpu=True, has_slots=True)
+    kept_bytes = graphs_kept(1024, 0) * qwen.graph_bytes
+    invariant = MemoryNeeds.of(qwen, BF16, replace(load, batch_invariant=True), context_bytes=0)
+    assert invariant.graphs_bytes - kept_bytes == invariant.activations_bytes == 1024 * 151_936 * 4, "593.5 MiB"
+    usual = MemoryNeeds.of(qwen, BF16, load, context_bytes=0)
+    assert usual.graphs_bytes - kept_bytes == usual.activations_bytes == 1024 * 151_936 * 2
+    sliced = MemoryNeeds.of(qwen, BF16, replace(load, has_slots=False, batch_invariant=True), context_bytes=0)
+    assert sliced.activations_bytes == 256 << 20, "without slots they are computed in slices"
+
+
 def test_memory_is_planned_for_as_many_graphs_as_are_kept() -> None:
     def graphs_of(load: Load, draft: MemoryShape | None = None) -> int:
         needs = MemoryNeeds.of(LLAMA_8B, BF16, replace(load, has_slots=True), context_bytes=0, draft=draft)
