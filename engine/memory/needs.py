@@ -290,8 +290,8 @@ class MemoryNeeds:
 
     @staticmethod
     def _graphs_bytes(model: MemoryShape, draft: MemoryShape | None, load: Load, element_bytes: int, logits_bytes: int) -> int:
-        """Captured steps share one pool of activations, `logits_bytes` of all rows among them. Those of a draft model are a part
-        of all, and there are some of its own."""
+        """Captured steps share one pool of activations, at least `logits_bytes`. Those of a draft model are a part of all, and
+        there are some of its own."""
         num_graphs, rows = graphs_kept(load.num_seqs, load.num_guesses), load.num_seqs + load.num_guesses
         activations = max(logits_bytes, model.activations_bytes(rows, rows, element_bytes))
         if draft is None:

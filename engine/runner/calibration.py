@@ -27,8 +27,12 @@ from engine.runner.paged_decoder import PagedDecoder
 from engine.scheduling.step_time import DeviceSpeed, Efficiency, ModelShape, StepTimeModel
 from engine.speculation.prompt_lookup import SpeculationCosts
 
-ROWS = {"cpu": (1, 64), "cuda": (1, 256)}
-"""Numbers of rows that are timed; the last one is more than reading the weights leaves time for."""
+ROWS = {"cpu": (1, 64), "cuda": (1, 256, 2048)}
+"""Numbers of rows that are timed; the last one is more than reading the weights leaves time for, and on a GPU more than
+launching the kernels of a small model one by one does. With guesses, as many rows as the second says are sampled at most."""
+
+CHUNK_ROWS = 256
+"""Rows of one request in a pass, so that attention has no part in the price of products."""
 
 ROWS_BETWEEN = (4, 16)
 """Timed as well when the engine is to guess tokens, in the passes or in the steps that will verify them."""
@@ -75,12 +79,12 @@ def measure_speed(
     decode: Callable[[], None] | None = None,
 ) -> MeasuredSpeed:
     """Run the models in their empty caches; what that leaves there is nobody's. A pass is no larger than the steps that memory
-    was planned for: of `max_tokens` rows and the logits of `max_seqs` of them, or of all where tokens are guessed. `decode`
+    was planned for: of `max_tokens` rows and the logits of `max_seqs` of them, or of what is guessed. `decode`
     computes a step of one row and waits for its token, where that is another way than a pass."""
     device = target.kv_caches[0].device.type
     asked = {*ROWS[device], *(ROWS_BETWEEN if for_speculation else ())}
-    rows = sorted({min(num_rows, max_tokens) for num_rows in asked if num_rows <= plan.max_model_len})
-    max_sampled = rows[-1] if for_speculation else min(rows[-1], max_seqs)
+    rows = sorted({min(num_rows, max_tokens) for num_rows in asked if min(num_rows, CHUNK_ROWS) <= plan.max_model_len})
+    max_sampled = min(rows[-1], ROWS[device][1] if for_speculation else max_seqs)
     sampled_share = max_sampled / rows[-1]
     one_row_s = _pass_s(target, 1, 1, block_size) if decode is None else _fastest_s(decode, STEPS)
     passes_s = [_pass_s(target, num_rows, min(num_rows, max_sampled), block_size) for num_rows in rows[1:]]
@@ -119,10 +123,15 @@ def _costs(rows: Sequence[int], times: Sequence[float], draft_s: float) -> Specu
 
 
 def _pass_s(decoder: PagedDecoder, num_rows: int, num_sampled: int, block_size: int) -> float:
-    row = InputRow([0] * num_rows, 0, range(-(-num_rows // block_size)), range(num_rows - num_sampled, num_rows))
+    def chunk(first: int) -> InputRow:
+        length = min(CHUNK_ROWS, num_rows - first)
+        not_sampled = min(length, max(0, num_rows - num_sampled - first))
+        return InputRow([0] * length, 0, range(-(-length // block_size)), range(not_sampled, length))
+
+    rows = [chunk(first) for first in range(0, num_rows, CHUNK_ROWS)]
 
     def run() -> None:
-        decoder.logits(decoder.forward(decoder.prepare([row])))
+        decoder.logits(decoder.forward(decoder.prepare(rows)))
         if decoder.kv_caches[0].is_cuda:
             torch.cuda.synchronize()
 

@@ -11,6 +11,7 @@ import torch
 
 from engine.config.model import parse_model_config
 from engine.runner import calibration
+from engine.runner.batch_inputs import InputRow
 from engine.runner.calibration import PASSES, PASSES_S
 from engine.simulator.models import MODELS, config_of
 from engine.speculation.prompt_lookup import SpeculationCosts
@@ -87,6 +88,41 @@ def test_a_draft_model_has_a_part_in_every_step_and_one_of_its_own_for_each_gues
     assert found.speculation.times[0] == 1.0
     captured = found.with_guesses(SpeculationCosts(rows=(1, 2), times=(1.0, 1.0), draft_step=0.05))
     assert captured.step_times.draft_step_s == pytest.approx(0.05 * 0.009)
+
+
+class HostBound(Passes):
+    """Launching its kernels takes 5 ms, as long as 500 rows do."""
+
+    def __init__(self) -> None:
+        super().__init__(0.0)
+        self.kv_caches[0].device = torch.device("cuda")
+        self.passes: list[list[InputRow]] = []
+
+    def prepare(self, rows: list[InputRow]) -> object:  # type: ignore[override]
+        self.passes.append(rows)
+        return rows
+
+    def logits(self, hidden: object) -> None:
+        self.now_s += max(0.005, 1e-5 * sum(len(row.token_ids) for row in self.passes[-1]))
+
+
+@pytest.mark.parametrize(("max_tokens", "most"), [(8192, 2048), (1000, 1000)])
+@pytest.mark.parametrize("for_speculation", [False, True])
+def test_a_row_on_a_gpu_costs_what_it_does_in_a_step_that_is_not_bound_by_its_launches(
+    max_tokens: int, most: int, for_speculation: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    passes = HostBound()
+    monkeypatch.setattr(calibration, "time", SimpleNamespace(perf_counter=lambda: passes.now_s))
+    found = calibration.measure_speed(
+        parse_model_config(config_of(MODELS["llama-3.1-8b"]), {}), cast("Any", passes), None,
+        cast("Any", SimpleNamespace(max_model_len=300)), weight_bytes=2.0, kv_bytes=2, block_size=16, max_tokens=max_tokens,
+        max_seqs=256, for_speculation=for_speculation,
+    )  # fmt: skip
+    times = found.step_times
+    assert most * times.token_s + 256 * times.sampled_row_s == pytest.approx(1e-5 * most)
+    assert max(len(row.token_ids) for rows in passes.passes for row in rows) == 256, "a context holds them"
+    assert max(sum(len(row.outputs) for row in rows) for rows in passes.passes) == 256, "memory is planned for their logits"
+    assert found.speculation.rows[-1] == most
 
 
 @pytest.mark.parametrize(("device", "rows"), [("cpu", (1, 2, 4, 16, 64)), ("cuda", (1, 2, 4, 16, 80))])
