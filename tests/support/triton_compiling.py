@@ -107,11 +107,17 @@ def when_found_on_disk() -> dict[str, Any]:
 def when_asked_again_meanwhile() -> dict[str, Any]:
     """Triton 3.6 has no variant among its kernels before it is compiled."""
     fill_kernel.device_caches.clear()
-    described = []
+    ask(fill_kernel, SIZES[:1])  # which sets what describes
+    fill_kernel.device_caches[0][0].clear()
+    source, described = fill_kernel.ASTSource, []
+
+    def describe(*arguments: Any) -> Any:
+        described.append(arguments)
+        return source(*arguments)
+
     with compiled_together(REPORTS.append):
         ask(fill_kernel)
-        source = fill_kernel.ASTSource
-        fill_kernel.ASTSource = lambda *arguments: described.append(arguments) or source(*arguments)
+        fill_kernel.ASTSource = describe
         for _ in range(2):
             fill_kernel.device_caches[0][0].clear()
             ask(fill_kernel)
