@@ -27,6 +27,7 @@ from kernels.triton.attention_splits import (
     split_constants,
     splits_of,
 )
+from kernels.triton.e4m3_pairs import e4m3_pairs
 from kernels.triton.early_launch import early_launch, start_in_turn
 from kernels.triton.tuning import LOG2_E, multiprocessors
 
@@ -193,8 +194,7 @@ def _attend(
         if FP8:
             twos = (keys + VALUE_OFFSET + place).to(tl.pointer_type(tl.uint16))[:, None] + pair[None, :]
             two = tl.load(twos, mask=held[:, None] & (pair < D // 2)[None, :], other=0)
-            even = (two & 0xFF).to(tl.uint8).to(tl.float8e4nv, bitcast=True).to(DOT)
-            odd = (two >> 8).to(tl.uint8).to(tl.float8e4nv, bitcast=True).to(DOT)
+            even, odd = e4m3_pairs(two)
             found = tl.dot(weight, even, found * faded[:, None])
             found_odd = tl.dot(weight, odd, found_odd * faded[:, None])
         else:
