@@ -11,18 +11,13 @@ import pytest
 from kernels.triton.gate.compilation import CAPABILITIES
 from tests.support.triton_versions import compiling_process
 
-H200 = 90
 MODELS = ("llama-8b", "qwen3-0.6b", "qwen3-30b-a3b", "gemma-3-4b")
 COVERED = {
     "scan_kernel", "weigh_kernel", "choose_kernel", "head_kernel", "join_kernel", "logprob_part_kernel", "logprob_join_kernel",
     "linear_kernel", "grouped_kernel", "sort_kernel", "route_kernel", "combine_kernel", "prepare_decode_kernel",
-    "copy_blocks_kernel", "count_tokens_kernel",
+    "copy_blocks_kernel", "count_tokens_kernel", "split_kernel", "merge_kernel", "prefill_kernel",
 }  # fmt: skip
 """Kernels whose tiles follow from the model. Of those that go over rows of some width the gate has widths alone."""
-DECODES = {"split_kernel", "merge_kernel"}
-COVERED_FOR_H200 = {*DECODES, "prefill_kernel"}
-WITHOUT_DECODES = {"gemma-3-4b"}
-"""Of attention other cards have decodes alone, and not of this model: ADR 51 says why."""
 
 
 @functools.cache
@@ -37,6 +32,5 @@ def answers(capability: int) -> dict[str, dict[str, Any]]:
 def test_every_variant_that_a_model_asks_for_is_compiled_in_the_gate(capability: int, model: str) -> None:
     answer = answers(capability)[model]
     assert answer["asked"] > 30
-    attention = COVERED_FOR_H200 if capability == H200 else set() if model in WITHOUT_DECODES else DECODES
-    missing = {kernel: variants for kernel, variants in answer["missing"].items() if kernel in COVERED | attention}
+    missing = {kernel: variants for kernel, variants in answer["missing"].items() if kernel in COVERED}
     assert missing == {}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import product
 
 from kernels.attention_rows import AttentionShape
 from kernels.triton.attention_decode import split_kernel
@@ -10,13 +11,12 @@ from kernels.triton.attention_splits import SPLIT_QUERIES, DecodeTiling, decode_
 from kernels.triton.gate.attention_splits import SPILL_BYTES_MAX
 from kernels.triton.gate.compilation import CAPABILITIES, FP8_CAPABILITIES, Compilation
 
-H200 = (90,)
 SPILL_BYTES_WIDE = 80  # heads of 256 over an fp8 cache: what stays the same through the loop
 
 
 def compilations() -> list[Compilation]:
-    """Llama-3.1-8B (and Qwen3-8B), Llama-3.2-1B and Qwen3-0.6B in bf16 and with an fp8 cache for every card, guesses in bf16
-    alone; for an H200 what else there is: other head sizes and groups, windows, guesses over fp8, more requests.
+    """For every card: Llama-3.1-8B (and Qwen3-8B), Llama-3.2-1B, Qwen3-0.6B, Qwen3-30B-A3B and Gemma 3 in bf16 and with an fp8
+    cache, guesses, windows, soft-caps, other head sizes and groups, more requests.
     `tests/kernels/test_triton_gate_covers.py` holds it to what models ask for, in which the number of heads counts as far as it
     makes tiles."""
     llama, small_llama, qwen = (AttentionShape(16, 32, 8, 128), AttentionShape(16, 32, 8, 64), AttentionShape(16, 16, 8, 128))
@@ -26,38 +26,37 @@ def compilations() -> list[Compilation]:
         found += [_compilation(f"{name} {kv}", shape, "bf16", kv) for kv in ("bf16", "fp8e4nv")]
     found += [
         _compilation("llama-8b fp8e4nv, few requests", llama, "bf16", "fp8e4nv", requests=32),
-        _compilation("qwen-0.6b fp8e4nv, few requests", qwen, "bf16", "fp8e4nv", requests=32, only=H200),
-        _compilation("7 heads fp8e4nv, few requests", seven, "bf16", "fp8e4nv", requests=32, only=H200),
-        _compilation("16 key heads of 256", AttentionShape(16, 16, 16, 256), "bf16", "bf16", requests=32, only=(89, 90)),
-        _compilation("qwen-0.6b fp8e4nv", qwen, "bf16", "fp8e4nv", only=H200),
+        _compilation("qwen-0.6b fp8e4nv, few requests", qwen, "bf16", "fp8e4nv", requests=32),
+        _compilation("7 heads fp8e4nv, few requests", seven, "bf16", "fp8e4nv", requests=32),
+        _compilation("16 key heads of 256", AttentionShape(16, 16, 16, 256), "bf16", "bf16", requests=32),
+        _compilation("qwen-0.6b fp8e4nv", qwen, "bf16", "fp8e4nv"),
         _compilation("llama-8b bf16, few requests", llama, "bf16", "bf16", requests=32),
-        _compilation("llama-8b fp32", llama, "fp32", "fp32", only=(80, 90)),
-        _compilation("verifies 4 tokens fp32", llama, "fp32", "fp32", max_query_len=4, only=H200),
-        _compilation("window and soft-cap fp32", gemma, "fp32", "fp32", only=(80,)),
-        _compilation("blocks of 64", replace(llama, block_size=64), "bf16", "bf16", only=H200),
-        _compilation("head size 96", AttentionShape(16, 32, 32, 96), "bf16", "bf16", only=H200),
-        _compilation("window and soft-cap", gemma, "bf16", "bf16", only=H200),
-        _compilation("7 heads", seven, "bf16", "bf16", only=H200),
+        _compilation("llama-8b fp32", llama, "fp32", "fp32"),
+        _compilation("verifies 4 tokens fp32", llama, "fp32", "fp32", max_query_len=4),
+        _compilation("window and soft-cap fp32", gemma, "fp32", "fp32"),
+        _compilation("blocks of 64", replace(llama, block_size=64), "bf16", "bf16"),
+        _compilation("head size 96", AttentionShape(16, 32, 32, 96), "bf16", "bf16"),
+        _compilation("window and soft-cap", gemma, "bf16", "bf16"),
+        _compilation("7 heads", seven, "bf16", "bf16"),
     ]
     verifying = [("llama-8b", llama, kv, queries) for kv in ("bf16", "fp8e4nv") for queries in SPLIT_QUERIES]
     verifying += [("qwen-30b-a3b", AttentionShape(16, 32, 4, 128), "bf16", queries) for queries in SPLIT_QUERIES]
     for name, shape, kv, queries in [*verifying, ("qwen-0.6b", qwen, "bf16", 8)]:
         what = f"{name} {kv} verifies {queries} tokens"
-        only = () if kv == "bf16" else H200
-        found.append(_compilation(what, shape, "bf16", kv, max_query_len=queries, only=only))
-    for heads, cards in (((14, 2, 64), (89, 90)), ((32, 1, 128), H200)):  # many rows over fp8: tiles are shorter
+        found.append(_compilation(what, shape, "bf16", kv, max_query_len=queries))
+    for heads in ((14, 2, 64), (32, 1, 128)):  # many rows over fp8: tiles are shorter
         what = "{}, {} heads of {} fp8e4nv verify 4 tokens".format(*heads)
-        found.append(_compilation(what, AttentionShape(16, *heads), "bf16", "fp8e4nv", max_query_len=4, only=cards))
+        found.append(_compilation(what, AttentionShape(16, *heads), "bf16", "fp8e4nv", max_query_len=4))
     for requests in (512, 1024):  # beyond 256 seats
         for kv in ("bf16", "fp8e4nv"):
-            found.append(_compilation(f"llama-8b {kv}, {requests} requests", llama, "bf16", kv, requests=requests, only=H200))
+            found.append(_compilation(f"llama-8b {kv}, {requests} requests", llama, "bf16", kv, requests=requests))
     what = "llama-8b fp8e4nv verifies 8 tokens, 2048 requests"  # 1024 seats and 64 guesses
-    found.append(_compilation(what, llama, "bf16", "fp8e4nv", max_query_len=8, requests=2048, only=H200))
+    found.append(_compilation(what, llama, "bf16", "fp8e4nv", max_query_len=8, requests=2048))
     for window in (None, 1024):
         shape = AttentionShape(16, 8, 4, 256, sliding_window=window)
-        for queries, requests in ((1, 32), (1, 256), (4, 256), (8, 256)):
-            what = f"gemma-3 fp8e4nv, window {window}, {queries} tokens, {requests} requests"
-            found.append(_compilation(what, shape, "bf16", "fp8e4nv", max_query_len=queries, requests=requests, only=H200))
+        for (queries, requests), kv in product(((1, 32), (1, 256), (4, 256), (8, 256)), ("bf16", "fp8e4nv")):
+            what = f"gemma-3 {kv}, window {window}, {queries} tokens, {requests} requests"
+            found.append(_compilation(what, shape, "bf16", kv, max_query_len=queries, requests=requests))
     return [compilation for several in found for compilation in several]
 
 
@@ -69,7 +68,6 @@ def _compilation(
     *,
     max_query_len: int = 1,
     requests: int = 256,
-    only: tuple[int, ...] = (),
 ) -> list[Compilation]:
     """One for each tiling: cards differ in what they hold."""
     passed = {"q": f"*{dtype}", "kv_cache": f"*{kv_dtype}", "block_tables": "*i32", "context_lens": "*i32"}
@@ -84,7 +82,7 @@ def _compilation(
     kv_bytes = {"fp32": 4, "fp8e4nv": 1}.get(kv_dtype, 2)
     tilings: dict[DecodeTiling, list[int]] = {}
     rows = query_rows(shape, max_query_len)
-    for number in only or (FP8_CAPABILITIES if "fp8" in kv_dtype else CAPABILITIES):
+    for number in FP8_CAPABILITIES if "fp8" in kv_dtype else CAPABILITIES:
         tiling = decode_tiling(shape.head_dim, kv_bytes, rows, number, max_query_len)
         tilings.setdefault(tiling, []).append(number)
     return [

@@ -3,42 +3,42 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import product
 
 from kernels.attention_rows import AttentionShape
 from kernels.triton.attention_prefill import PrefillTiling, prefill_constants, prefill_kernel, prefill_tiling
 from kernels.triton.attention_prefill_hopper import is_overlapped
 from kernels.triton.gate.compilation import CAPABILITIES, FP8_CAPABILITIES, Compilation
 
-H200 = (90,)
 SPILL_BYTES_MAX = 80
 """Of what stays the same through the loop, where the tile fills all registers: 100 with an fp8 cache."""
 
 
 def compilations() -> list[Compilation]:
-    """Llama-3.1-8B (and Qwen3-8B) and Llama-3.2-1B in bf16 and with an fp8 cache for every card; for an H200 what else there is
-    and `attention_prefill_hopper` does not serve: short chunks, windows, other head sizes."""
+    """For every card: Llama-3.1-8B (and Qwen3-8B), Llama-3.2-1B, Qwen3-0.6B and Gemma 3, in bf16 and with an fp8 cache; short
+    chunks, windows, soft-caps, other head sizes, float32. What `attention_prefill_hopper` serves is there."""
     llama, small_llama, qwen = (AttentionShape(16, 32, 8, 128), AttentionShape(16, 32, 8, 64), AttentionShape(16, 16, 8, 128))
     gemma = AttentionShape(16, 8, 4, 256, sliding_window=4096, softcap=50.0)
     found = []
-    for name, shape in {"llama-8b": llama, "llama-1b": small_llama}.items():
+    for name, shape in {"llama-8b": llama, "llama-1b": small_llama, "qwen-0.6b": qwen}.items():
         found += [_compilation(f"{name} {kv}", shape, "bf16", kv) for kv in ("bf16", "fp8e4nv")]
     found += [
-        _compilation("qwen-0.6b fp8e4nv", qwen, "bf16", "fp8e4nv", only=H200),
-        _compilation("window", replace(llama, sliding_window=4096), "bf16", "bf16", only=H200),
-        _compilation("head size 96", AttentionShape(16, 32, 32, 96), "bf16", "bf16", only=H200),
-        _compilation("window and soft-cap", gemma, "bf16", "bf16", only=H200),
-        _compilation("float32", llama, "fp32", "fp32", only=H200),
-        _compilation("float32, window and soft-cap", gemma, "fp32", "fp32", only=H200),
-        _compilation("short chunks", llama, "bf16", "bf16", max_query_len=16, only=H200),
-        _compilation("short chunks, few requests", llama, "bf16", "bf16", max_query_len=16, requests=32, only=H200),
-        _compilation("short chunks fp8e4nv", llama, "bf16", "fp8e4nv", max_query_len=16, only=H200),
-        _compilation("short chunks of one head", AttentionShape(16, 32, 32, 128), "bf16", "bf16", max_query_len=16, only=H200),
+        _compilation("llama-8b bf16, few requests", llama, "bf16", "bf16", requests=32),
+        _compilation("window", replace(llama, sliding_window=4096), "bf16", "bf16"),
+        _compilation("head size 96", AttentionShape(16, 32, 32, 96), "bf16", "bf16"),
+        _compilation("window and soft-cap", gemma, "bf16", "bf16"),
+        _compilation("float32", llama, "fp32", "fp32"),
+        _compilation("float32, window and soft-cap", gemma, "fp32", "fp32"),
+        _compilation("short chunks", llama, "bf16", "bf16", max_query_len=16),
+        _compilation("short chunks, few requests", llama, "bf16", "bf16", max_query_len=16, requests=32),
+        _compilation("short chunks fp8e4nv", llama, "bf16", "fp8e4nv", max_query_len=16),
+        _compilation("short chunks of one head", AttentionShape(16, 32, 32, 128), "bf16", "bf16", max_query_len=16),
     ]
     for window in (None, 1024):
         shape = AttentionShape(16, 8, 4, 256, sliding_window=window)
-        for requests in (32, 256):
-            what = f"gemma-3 fp8e4nv, window {window}, {requests} requests"
-            found.append(_compilation(what, shape, "bf16", "fp8e4nv", requests=requests, only=H200))
+        for requests, kv in product((32, 256), ("bf16", "fp8e4nv")):
+            what = f"gemma-3 {kv}, window {window}, {requests} requests"
+            found.append(_compilation(what, shape, "bf16", kv, requests=requests))
     return [compilation for several in found for compilation in several]
 
 
@@ -50,7 +50,6 @@ def _compilation(
     *,
     max_query_len: int = 2048,
     requests: int = 256,
-    only: tuple[int, ...] = (),
 ) -> list[Compilation]:
     """One for each tiling: cards differ in what they hold, and for Hopper there is another kernel."""
     tensors = {"q": f"*{dtype}", "kv_cache": f"*{kv_dtype}", "out": f"*{dtype}"}
@@ -64,7 +63,7 @@ def _compilation(
     rows = max_query_len * (shape.num_heads // shape.num_kv_heads)
     kv_bytes = {"fp32": 4, "fp8e4nv": 1}.get(kv_dtype, 2)
     tilings: dict[PrefillTiling, list[int]] = {}
-    for number in only or (FP8_CAPABILITIES if "fp8" in kv_dtype else CAPABILITIES):
+    for number in FP8_CAPABILITIES if "fp8" in kv_dtype else CAPABILITIES:
         tiling = prefill_tiling(shape.head_dim, kv_bytes, rows, shape.sliding_window is not None, number)
         if not is_overlapped(shape, kv_bytes, tiling.rows, number):
             tilings.setdefault(tiling, []).append(number)

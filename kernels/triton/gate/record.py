@@ -1,7 +1,8 @@
 """The record of the machine code that was made: bench/results/compiled_kernels.jsonl, a line for each configuration.
 
 A line holds an entry for each card and version of Triton: what was read from the machine code, by short names and without
-zeros, and the key of what that follows from (`compilation.source_key`). While the key is the same, so is the machine code.
+what is USUAL, and the key of what that follows from (`compilation.source_key`). While the key is the same, so is the machine
+code.
 """
 
 from __future__ import annotations
@@ -27,6 +28,20 @@ SHORT = {
     "touches_early": "early",
     "exponentials": "exponentials",
 }
+
+
+USUAL: dict[str, Any] = {
+    "num_warps": 4,
+    "num_stages": 3,
+    "spill_bytes": 0,
+    "shared_bytes": 0,
+    "tensor_memory_columns": 0,
+    "tensor_instructions": (),
+    "programs": 0,
+    "touches_early": False,
+    "exponentials": 0,
+}
+"""Left out of an entry."""
 
 
 class Recorded(NamedTuple):
@@ -74,14 +89,13 @@ def _configurations(record: Record) -> Iterable[tuple[str, str]]:
 
 
 def _entry(recorded: Recorded) -> dict[str, Any]:
-    values = {label: getattr(recorded.compiled, name) for name, label in SHORT.items()}
-    return {label: value for label, value in values.items() if value} | {"key": recorded.key}
+    values = {name: getattr(recorded.compiled, name) for name in SHORT}
+    return {SHORT[name]: value for name, value in values.items() if value != USUAL.get(name)} | {"key": recorded.key}
 
 
 def _compiled(name: str, entry: Mapping[str, Any]) -> Compiled:
-    zeros = {"spill_bytes": 0, "shared_bytes": 0, "tensor_memory_columns": 0, "programs": 0}
-    values = {field: entry[label] for field, label in SHORT.items() if label in entry}
-    return Compiled(name=name, **(zeros | values | {"tensor_instructions": tuple(entry.get("mma", ()))}))
+    values = USUAL | {field: entry[label] for field, label in SHORT.items() if label in entry}
+    return Compiled(name=name, **(values | {"tensor_instructions": tuple(values["tensor_instructions"])}))
 
 
 def _line(configuration: Mapping[str, Any]) -> str:
