@@ -34,7 +34,7 @@ def rows_of_module(module: str, record: Record, only: int | None = None) -> Iter
     """
     compilations = declared(module)
     forget_lines()
-    again: set[tuple[str, int]] = set()
+    sample: set[tuple[str, int]] = set()
     for compilation in compilations:
         for capability in compilation.capabilities:
             if only not in (None, capability):
@@ -43,12 +43,12 @@ def rows_of_module(module: str, record: Record, only: int | None = None) -> Iter
             before = record.get((module, compilation.name, capability, __version__))
             if before is not None and before.key != key:
                 before = None
-            row = {"module": module, "name": compilation.name, "capability": capability, "triton": __version__, "key": key}
-            row["is_recorded"] = before is not None
-            if before is not None and kernel in again:
+            row = {"module": module, "name": compilation.name, "capability": capability, "triton": __version__}
+            row |= {"key": key, "is_recorded": before is not None}
+            if before is not None and kernel in sample:
                 yield row | asdict(before.compiled) | {"faults": faults(compilation, before.compiled)}
             else:
-                again.add(kernel)
+                sample.add(kernel)
                 yield row | _compiled(compilation, capability, before)
 
 
