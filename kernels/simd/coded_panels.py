@@ -21,10 +21,13 @@ from kernels.simd.coded_tiles import PANEL, PANEL_VECTORS, Format, tiles_of
 from kernels.simd.compiling import entry, part
 from kernels.simd.large_pages import on_large_pages
 from kernels.simd.launching import Launch, new
-from kernels.simd.linear import COLUMNS, DEPTH
 from kernels.simd.threads import argument, run, share
 from kernels.simd.tiles import ROWS, WIDE, multiply
 from kernels.simd.vectors import BYTES, LANES, fma, load, splat, stack, store, store_part
+
+COLUMNS = WIDE * LANES
+DEPTH = 2048
+"""Columns of W that are decoded at a time."""
 
 FEW_ROWS = ROWS // 2
 

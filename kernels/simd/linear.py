@@ -2,7 +2,7 @@
 
 A panel holds as many of W's rows as a tile has columns, one number of each after the other, zeros where W ends: [in, columns].
 The threads share the panels; each panel is read once from memory, in order, for all rows of x, tile by tile from the cache.
-While a tile is computed the next panel is fetched. oneDNN, which torch would call, takes 1.05 to 3 times as long (ADR 28).
+While tiles are computed the next panel is fetched. oneDNN, which torch would call, takes 1.05 to 3 times as long (ADR 28).
 
 Moves |W| + |x| + |out| bytes for 2 · T · |W| operations; sums in float32, each in the order of its columns (see `tiles`), so
 that a row has the same bits in any batch.
@@ -13,98 +13,113 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import torch
+from llvmlite import binding
 
 from kernels.simd.compiling import entry, part, task
 from kernels.simd.large_pages import on_large_pages
 from kernels.simd.launching import Launch, new
 from kernels.simd.threads import argument, run, share
-from kernels.simd.tiles import ROWS, WIDE, multiply, multiply_fetching, multiply_fetching_half
+from kernels.simd.tiles import (
+    CACHE_LINE,
+    ROWS,
+    WIDE,
+    WIDEST,
+    multiply,
+    multiply_fetching,
+    multiply_widest,
+    multiply_widest_fetching,
+)
 from kernels.simd.vectors import BYTES, LANES, get, put, stack
 
-COLUMNS = WIDE * LANES
-DEPTH = 2048
-"""Columns of W that a panel's tiles pass at a time: what they read stays in the cache of a core."""
+COLUMNS, COLUMNS_WIDEST = WIDE * LANES, WIDEST * LANES
+OUTPUTS_WIDEST = 768
+"""From so many outputs on a panel has COLUMNS_WIDEST; fewer panels of a smaller matrix would be shared unevenly by threads."""
 
-_edge = stack(ROWS * COLUMNS)
+DEPTH = 1024
+"""Columns of W that a panel's tiles pass at a time: what they read, and as much that is fetched, stay in a core's cache."""
+
+ROWS_FETCHING = ROWS + 1 if binding.get_host_cpu_name().startswith("znver") else 3
+"""Rows from which the next panel is fetched. With fewer the processor foresees what is read, as AMD's do with all rows of a
+tile: lines that are asked for twice cost a tenth there. On Intel's a tile of 3 to 8 rows gains a fifth."""
+
+_edge = stack(ROWS * COLUMNS_WIDEST)
 
 
 @part
-def _inner_panel(x, num_columns, panel, bias, out, out_stride, num_rows):
-    """out: the first row's place in the panel's columns."""
+def _tile(columns, fetches, rows, x, num_columns, weights, depth, start, start_stride, out, out_stride, ahead):
+    """A tile of a panel of so many columns; if it `fetches`, a line from `ahead` on in each step."""
+    if columns == COLUMNS:
+        if fetches:
+            multiply_fetching(rows, x, num_columns, weights, columns, depth, start, start_stride, out, out_stride, ahead)
+        else:
+            multiply(rows, x, num_columns, weights, columns, depth, start, start_stride, out, out_stride, 0)
+    elif fetches:
+        multiply_widest_fetching(rows, x, num_columns, weights, columns, depth, start, start_stride, out, out_stride, ahead)
+    else:
+        multiply_widest(rows, x, num_columns, weights, columns, depth, start, start_stride, out, out_stride, 0)
+
+
+@part
+def _inner_panel(x, num_columns, panel, columns, bias, out, out_stride, num_rows):
+    """out: the first row's place in the panel's columns. Tiles are of nearly as many rows each. Of the lines of a step the
+    first tile fetches one, the next tile the next one: the memory is asked while all are computed, not in bursts between
+    pauses."""
+    lines = columns * BYTES // CACHE_LINE if num_rows >= ROWS_FETCHING else 0
+    num_tiles = (num_rows + ROWS - 1) // ROWS
+    rows = (num_rows + num_tiles - 1) // num_tiles
     for first in range(0, num_columns, DEPTH):
         depth = min(DEPTH, num_columns - first)
-        weights = panel + first * COLUMNS * BYTES
+        weights = panel + first * columns * BYTES
+        behind = weights + depth * columns * BYTES
         start, start_stride = (out, out_stride) if first else (bias, 0)
-        begin = 0
-        behind = weights + depth * COLUMNS * BYTES
-        if num_rows >= 2 * ROWS:  # the memory is asked while both are computed, not in bursts between pauses
-            for half in range(2):
-                row = half * ROWS
-                multiply_fetching_half(
-                    ROWS,
-                    x + (row * num_columns + first) * BYTES,
-                    num_columns,
-                    weights,
-                    COLUMNS,
-                    depth,
-                    start + row * start_stride * BYTES,
-                    start_stride,
-                    out + row * out_stride * BYTES,
-                    out_stride,
-                    behind + half * depth * COLUMNS * BYTES // 2,
-                )
-            begin = 2 * ROWS
-        elif num_rows > ROWS:
-            multiply_fetching(
-                ROWS, x + first * BYTES, num_columns, weights, COLUMNS, depth, start, start_stride, out, out_stride, behind
-            )
-            begin = ROWS
-        for row in range(begin, num_rows, ROWS):
-            multiply(
-                min(ROWS, num_rows - row),
+        for row in range(0, num_rows, rows):
+            line = row // rows
+            _tile(
+                columns,
+                line < lines,
+                min(rows, num_rows - row),
                 x + (row * num_columns + first) * BYTES,
                 num_columns,
                 weights,
-                COLUMNS,
                 depth,
                 start + row * start_stride * BYTES,
                 start_stride,
                 out + row * out_stride * BYTES,
                 out_stride,
-                0,
+                behind + line * depth * CACHE_LINE,
             )
 
 
 @part
-def _last_panel(x, num_columns, panel, bias, out, out_stride, num_rows, width):
+def _last_panel(x, num_columns, panel, columns, bias, out, out_stride, num_rows, width):
     """As `_inner_panel`, for a panel of which only `width` columns are wanted."""
     edge = _edge()
     for row in range(0, num_rows, ROWS):
         rows = min(ROWS, num_rows - row)
-        multiply(rows, x + row * num_columns * BYTES, num_columns, panel, COLUMNS, num_columns, bias, 0, edge, COLUMNS, 0)
+        _tile(columns, False, rows, x + row * num_columns * BYTES, num_columns, panel, num_columns, bias, 0, edge, columns, 0)
         for i in range(rows):
             for column in range(width):
-                put(out, (row + i) * out_stride + column, get(edge, i * COLUMNS + column))
+                put(out, (row + i) * out_stride + column, get(edge, i * columns + column))
 
 
 @task
 def _panels(a):
     x, panels, bias, out = argument(a, 0), argument(a, 1), argument(a, 2), argument(a, 3)
-    num_rows, num_columns, num_outputs = argument(a, 4), argument(a, 5), argument(a, 6)
-    first, end = share(a, (num_outputs + COLUMNS - 1) // COLUMNS)
+    num_rows, num_columns, num_outputs, columns = argument(a, 4), argument(a, 5), argument(a, 6), argument(a, 7)
+    first, end = share(a, (num_outputs + columns - 1) // columns)
     for index in range(first, end):
-        panel = panels + index * num_columns * COLUMNS * BYTES
-        place = index * COLUMNS * BYTES
-        width = num_outputs - index * COLUMNS
-        if width >= COLUMNS:
-            _inner_panel(x, num_columns, panel, bias + place, out + place, num_outputs, num_rows)
+        panel = panels + index * num_columns * columns * BYTES
+        place = index * columns * BYTES
+        width = num_outputs - index * columns
+        if width >= columns:
+            _inner_panel(x, num_columns, panel, columns, bias + place, out + place, num_outputs, num_rows)
         else:
-            _last_panel(x, num_columns, panel, bias + place, out + place, num_outputs, num_rows, width)
+            _last_panel(x, num_columns, panel, columns, bias + place, out + place, num_outputs, num_rows, width)
 
 
-@entry(10)
-def _run(pool, threads, task, x, panels, bias, out, num_rows, num_columns, num_outputs):
-    run(pool, threads, task, (x, panels, bias, out, num_rows, num_columns, num_outputs))
+@entry(11)
+def _run(pool, threads, task, x, panels, bias, out, num_rows, num_columns, num_outputs, columns):
+    run(pool, threads, task, (x, panels, bias, out, num_rows, num_columns, num_outputs, columns))
 
 
 _multiply = Launch(_run, _panels, rows_at=4)
@@ -116,14 +131,15 @@ def pack_linear(weight: torch.Tensor, bias: torch.Tensor | None) -> Callable[[to
     weight: [out, in] float32, bias: [out] → a function [T, in] → [T, out]; it keeps no reference to `weight`.
     """
     num_outputs, num_columns = weight.shape
-    num_panels = -(-num_outputs // COLUMNS)
-    panels = on_large_pages(num_panels, num_columns, COLUMNS)
-    whole = num_outputs // COLUMNS
-    panels[:whole] = weight[: whole * COLUMNS].view(whole, COLUMNS, num_columns).transpose(1, 2)
+    columns = COLUMNS if num_outputs < OUTPUTS_WIDEST else COLUMNS_WIDEST
+    num_panels = -(-num_outputs // columns)
+    panels = on_large_pages(num_panels, num_columns, columns)
+    whole = num_outputs // columns
+    panels[:whole] = weight[: whole * columns].view(whole, columns, num_columns).transpose(1, 2)
     if whole < num_panels:
         panels[whole] = 0.0
-        panels[whole, :, : num_outputs - whole * COLUMNS] = weight[whole * COLUMNS :].T
-    padded = torch.zeros(num_panels * COLUMNS)
+        panels[whole, :, : num_outputs - whole * columns] = weight[whole * columns :].T
+    padded = torch.zeros(num_panels * columns)
     if bias is not None:
         padded[:num_outputs] = bias
     panels_address, bias_address = panels.data_ptr(), padded.data_ptr()
@@ -134,9 +150,8 @@ def pack_linear(weight: torch.Tensor, bias: torch.Tensor | None) -> Callable[[to
         x = x.contiguous()
         num_rows = x.shape[0]
         out = new(num_rows, num_outputs)
-        _multiply(
-            num_rows * size, x.data_ptr(), panels_address, bias_address, out.data_ptr(), num_rows, num_columns, num_outputs
-        )
+        places = x.data_ptr(), panels_address, bias_address, out.data_ptr()
+        _multiply(num_rows * size, *places, num_rows, num_columns, num_outputs, columns)
         return out
 
     return linear

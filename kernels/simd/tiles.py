@@ -36,10 +36,14 @@ ROWS = 4 if LANES == 8 else 8
 WIDE = 2
 """Vectors of a tile's row. A processor that starts two products in a cycle, each taking four, needs eight to be busy."""
 
+WIDEST = 3 if LANES == 16 else WIDE
+"""Vectors of the row of a tile that leaves three of 32 registers for operands. It takes the fewest instructions for a product,
+which is what counts on a core that is shared with another thread: 1.5 instead of 2."""
+
 CACHE_LINE = 64
 
 
-def _emit_tile(builder, rows, width, arguments, *, num_lines):
+def _emit_tile(builder, rows, width, arguments, *, fetches):
     """c[r] = start[r] + Σ_k a[r, k] · b[k] for `rows` rows of `width` vectors."""
     a, a_stride, b, b_stride, length, start, start_stride, c, c_stride, *ahead = arguments
     row_places = [place(builder, a, builder.mul(a_stride, INT64(row))) for row in range(rows)]
@@ -51,8 +55,8 @@ def _emit_tile(builder, rows, width, arguments, *, num_lines):
     with cgutils.for_range(builder, length) as loop:
         column = builder.mul(loop.index, b_stride)
         values = [emit_load(builder, b, builder.add(column, INT64(LANES * i))) for i in range(width)]
-        for line in range(num_lines):
-            prefetch(builder, builder.add(ahead[0], builder.mul(loop.index, INT64(num_lines * CACHE_LINE))), line)
+        if fetches:
+            prefetch(builder, builder.add(ahead[0], builder.mul(loop.index, INT64(CACHE_LINE))), 0)
         for row in range(rows):
             factor = emit_splat(builder, builder.load(builder.gep(row_places[row], [loop.index]), align=BYTES))
             for i in range(width):
@@ -69,20 +73,19 @@ def prefetch(builder, address, line) -> None:
     emit_call(builder, "llvm.prefetch.p0", ir.VoidType(), [pointer, INT32(0), INT32(2), INT32(1)])
 
 
-def _tiles(width, rows_min, num_lines=0):
-    """A function that chooses the tile for its number of rows, `rows_min` to ROWS. In each step along k it asks for `num_lines`
-    lines of what it is told to fetch."""
+def _tiles(width, *, fetches=False):
+    """A function that chooses the tile for its number of rows, 1 to ROWS; if it `fetches`, each step asks for a line."""
 
     @intrinsic
     def tiles(typing, rows, a, a_stride, b, b_stride, length, start, start_stride, c, c_stride, ahead):
         def emit(context, builder, sig, args):
             behind = builder.append_basic_block("behind")
             choice = builder.switch(args[0], behind)
-            for rows in range(rows_min, ROWS + 1):
+            for rows in range(1, ROWS + 1):
                 block = builder.append_basic_block(f"rows_{rows}")
                 choice.add_case(INT64(rows), block)
                 builder.position_at_end(block)
-                _emit_tile(builder, rows, width, args[1:], num_lines=num_lines)
+                _emit_tile(builder, rows, width, args[1:], fetches=fetches)
                 builder.branch(behind)
             builder.position_at_end(behind)
             return context.get_dummy_value()
@@ -92,21 +95,21 @@ def _tiles(width, rows_min, num_lines=0):
     return tiles
 
 
-multiply = _tiles(WIDE, 1)
+multiply = _tiles(WIDE)
 """(rows, a, a_stride, b, b_stride, length, start, start_stride, c, c_stride, 0): c[r] = start[r] + Σ_k a[r, k] · b[k] for 1 to
 ROWS rows of WIDE vectors and k below `length`. a, b, start and c are addresses in bytes, strides count elements."""
 
-multiply_narrow = _tiles(1, 1)
+multiply_narrow = _tiles(1)
 """As `multiply`, for rows of one vector."""
 
-LINES = max(1, WIDE * LANES * BYTES // CACHE_LINE)
-"""Lines of the cache that a step of `multiply` reads."""
+multiply_fetching = _tiles(WIDE, fetches=True)
+"""As `multiply`, while each step fetches a line to the cache, the first one from the address in the last place."""
 
-multiply_fetching = _tiles(WIDE, ROWS, LINES)
-"""As `multiply`, for ROWS rows, while as much as it reads of b is fetched to the cache from the address in the last place."""
+multiply_widest = _tiles(WIDEST)
+"""As `multiply`, for rows of WIDEST vectors."""
 
-multiply_fetching_half = _tiles(WIDE, ROWS, max(1, LINES // 2))
-"""As `multiply_fetching`, for half as much, or the same where it is one line."""
+multiply_widest_fetching = _tiles(WIDEST, fetches=True)
+"""As `multiply_fetching`, for rows of WIDEST vectors."""
 
 
 @intrinsic
