@@ -49,7 +49,6 @@ class Operations:
     rotation_rows: Callable[..., Pair]
     rms_norm: Callable[..., Tensor]
     add_rms_norm: Callable[..., Pair]
-    layer_norm: Callable[..., Tensor]
     rope_and_cache: Callable[..., None]
     rms_norm_fp8: Callable[..., Pair] | None
     add_rms_norm_fp8: Callable[..., tuple[Tensor, Tensor, Tensor]] | None
@@ -57,8 +56,6 @@ class Operations:
     gelu_tanh_mul: Callable[[Tensor], Tensor]
     silu_mul_fp8: Callable[[Tensor], Pair] | None
     gelu_tanh_mul_fp8: Callable[[Tensor], Pair] | None
-    gelu: Callable[[Tensor], Tensor]
-    gelu_tanh: Callable[[Tensor], Tensor]
     route: Callable[..., Pair]
     route_live: Callable[..., Pair] | None
     mix_experts: Callable[..., Tensor]

@@ -31,14 +31,16 @@ class Part(Protocol):
     def join(self, others: Sequence[Any], bias: torch.Tensor | None) -> ops.LinearKernel: ...
 
 
+PREFIX = "model."
+"""What stands in front of a module's name in the list of a checkpoint's tensors, in some of them."""
+
+
 class CheckpointStorage:
     """The `LinearStorage` of a quantised checkpoint. `names` are those of the tensors in its files."""
 
-    def __init__(
-        self, quantization: CheckpointQuantization, names: Set[str], *, prefix: str = "model.", row_invariant: bool = False
-    ) -> None:
+    def __init__(self, quantization: CheckpointQuantization, names: Set[str], *, row_invariant: bool = False) -> None:
         self._weights = quantization.weights
-        self._names = {name for stored in names for name in (stored, prefix + stored)}
+        self._names = {name for stored in names for name in (stored, PREFIX + stored)}
         self._row_invariant = row_invariant
 
     def linear(

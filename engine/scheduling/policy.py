@@ -1,7 +1,7 @@
-"""Policies: the order in which waiting requests start and running ones are preempted. The protocol, and the two plain policies.
+"""Policies: the order in which waiting requests start and running ones are preempted. The protocol, and the plain policy.
 
 The scheduler knows what fits; a policy only orders. `FairPolicy` is the product's (`scheduling.fair_policy`). First come, first
-served and plain virtual token counters are there for comparison.
+served is there for comparison.
 """
 
 from __future__ import annotations
@@ -14,10 +14,8 @@ from itertools import islice
 from typing import Protocol
 
 from engine.scheduling.accounts import Account, Accounts
-from engine.scheduling.backlog import Backlog
-from engine.scheduling.costs import TokenCosts
 from engine.scheduling.kv_blocks import KvBlocks
-from engine.scheduling.request import Request, account_of
+from engine.scheduling.request import Request
 from engine.scheduling.urgency import Urgency
 
 LOOK_REQUESTS = 8
@@ -185,36 +183,4 @@ class FcfsPolicy(PlainPolicy):
         turn = under_way(self._accounts.prefilling, self._accounts.step)
         if turn is None and can_start is not None:
             turn, _ = first_to_start(islice(self._line, LOOK_REQUESTS), can_start)
-        return turn
-
-
-class VtcPolicy(PlainPolicy):
-    """Virtual token counters (Sheng et al., OSDI 2024, arXiv 2401.00588): the tenant with the smallest counter goes next.
-
-    A round robin with a quantum of one price unit is the smallest counter first, and its lift is that of the paper. Counters
-    are in the prices of the accounts; `TOKEN_PRICES` are the paper's 1 per prompt token and 2 per output token.
-    """
-
-    TOKEN_PRICES = TokenCosts(prefill_token_ps=1, prefill_pair_ps=0, decode_token_ps=2, decode_context_ps=0, swap_in_block_ps=0)
-
-    def __init__(self, context: PolicyContext) -> None:
-        super().__init__(context)
-        self._backlog = Backlog(quantum_ps=1, cap_ps=1 << 100)
-
-    def waits(self, request: Request) -> None:
-        self._backlog.join(account_of(request), self._accounts.step)
-
-    def left(self, request: Request) -> None:
-        """A tenant without waiting requests has no turn to take; its prefills under way go on by themselves."""
-        account = account_of(request)
-        if not account.waiting:
-            self._backlog.leave(account)
-
-    def next_turn(self, can_start: CanStart | None) -> Request | None:
-        step = self._accounts.step
-        turn = under_way(self._accounts.prefilling, step)
-        if turn is None and can_start is not None:
-            accounts = self._backlog.first(LOOK_REQUESTS, step)
-            heads = (account.waiting.head for account in accounts)
-            turn, _ = first_to_start((head for head in heads if head is not None), can_start)
         return turn

@@ -20,7 +20,7 @@ from engine.scheduling.block_pool import PROTECTED_PERCENT, BlockPool
 from engine.scheduling.fair_policy import FairPolicy
 from engine.scheduling.host_tier import HostTier
 from engine.scheduling.limits import SchedulerLimits
-from engine.scheduling.policy import FcfsPolicy, Policy, PolicyContext, VtcPolicy
+from engine.scheduling.policy import FcfsPolicy, Policy, PolicyContext
 from engine.scheduling.prefix_cache import PrefixCache
 from engine.scheduling.request import RequestStatus
 from engine.scheduling.scheduled_batch import ScheduledBatch
@@ -31,6 +31,7 @@ from engine.simulator.device import SimulatedDevice, SimulatedRequest, VirtualCl
 from engine.simulator.models import BLOCK_SIZE, SimulatedGpu, SimulatedModel, check_card, kv_blocks
 from engine.simulator.recorder import Recorder
 from engine.simulator.trace import HASH_BLOCK_TOKENS, TOKENS_MAX, TracedRequest
+from engine.simulator.vtc_policy import VtcPolicy
 from engine.simulator.workload import Workload
 
 POLICIES: dict[str, Callable[[PolicyContext], Policy]] = {

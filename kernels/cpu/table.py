@@ -6,7 +6,7 @@ from kernels.cpu.bitmask import apply_bitmask
 from kernels.cpu.blocks import copy_blocks, gather_blocks, scatter_blocks
 from kernels.cpu.decode_inputs import advance_slots, prepare_decode
 from kernels.cpu.drafts import reject_drafts
-from kernels.cpu.elementwise import gelu, gelu_tanh, gelu_tanh_mul, layer_norm, rms_norm, silu_mul
+from kernels.cpu.elementwise import gelu_tanh_mul, rms_norm, silu_mul
 from kernels.cpu.embedding import embed, rotation_rows
 from kernels.cpu.experts import mix_experts, route
 from kernels.cpu.linear import pack_linear
@@ -24,7 +24,6 @@ OPERATIONS = Operations(
     rotation_rows=rotation_rows,
     rms_norm=rms_norm,
     add_rms_norm=add_rms_norm,
-    layer_norm=layer_norm,
     rope_and_cache=rope_and_cache,
     rms_norm_fp8=None,
     add_rms_norm_fp8=None,
@@ -32,8 +31,6 @@ OPERATIONS = Operations(
     gelu_tanh_mul=gelu_tanh_mul,
     silu_mul_fp8=None,
     gelu_tanh_mul_fp8=None,
-    gelu=gelu,
-    gelu_tanh=gelu_tanh,
     route=route,
     route_live=None,
     mix_experts=mix_experts,

@@ -7,7 +7,6 @@ host uses the choice as indices, which in passes that only ask for kernels must 
 
 from __future__ import annotations
 
-from kernels.cpu.elementwise import gelu, gelu_tanh, layer_norm
 from kernels.cpu.experts import mix_experts, route
 from kernels.cpu.logits import cap_logits
 from kernels.operations import Operations
@@ -36,7 +35,6 @@ OPERATIONS = Operations(
     rotation_rows=rotation_rows,
     rms_norm=rms_norm,
     add_rms_norm=add_rms_norm,
-    layer_norm=layer_norm,
     rope_and_cache=rope_and_cache,
     rms_norm_fp8=rms_norm_fp8,
     add_rms_norm_fp8=add_rms_norm_fp8,
@@ -44,8 +42,6 @@ OPERATIONS = Operations(
     gelu_tanh_mul=gelu_tanh_mul,
     silu_mul_fp8=silu_mul_fp8,
     gelu_tanh_mul_fp8=gelu_tanh_mul_fp8,
-    gelu=gelu,
-    gelu_tanh=gelu_tanh,
     route=route,
     route_live=route_live,
     mix_experts=mix_experts,

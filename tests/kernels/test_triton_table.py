@@ -8,8 +8,8 @@ import torch
 from kernels import ops
 
 GPU = torch.device("cuda")
-OF_TORCH = {"layer_norm", "gelu", "gelu_tanh", "route", "mix_experts", "cap_logits"}
-"""On a GPU: of encoders, of some numbers in a row, and the way of experts that are no matrices of one kind."""
+OF_TORCH = {"route", "mix_experts", "cap_logits"}
+"""On a GPU: of some numbers in a row, and the way of experts that are no matrices of one kind."""
 
 
 def listed(device: torch.device, dtype: torch.dtype, *, batch_invariant: bool = False) -> dict[str, set[str]]:

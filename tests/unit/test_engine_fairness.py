@@ -12,9 +12,10 @@ from engine.scheduling.backlog import Backlog
 from engine.scheduling.costs import TokenCosts
 from engine.scheduling.fair_policy import AGEING_STEPS, FairPolicy
 from engine.scheduling.kv_forecast import KvForecast
-from engine.scheduling.policy import FcfsPolicy, Policy, PolicyContext, VtcPolicy
+from engine.scheduling.policy import FcfsPolicy, Policy, PolicyContext
 from engine.scheduling.request import RequestStatus
 from engine.scheduling.scheduler import Scheduler
+from engine.simulator.vtc_policy import VtcPolicy
 from tests.support.scheduling import drain, make_request, make_scheduler, plan, step
 
 COSTS = TokenCosts(prefill_token_ps=10, prefill_pair_ps=0, decode_token_ps=10, decode_context_ps=0)

@@ -1,0 +1,40 @@
+"""Virtual token counters, the fair policy of others, to compare ours with. Serving does not use it."""
+
+from __future__ import annotations
+
+from engine.scheduling.backlog import Backlog
+from engine.scheduling.costs import TokenCosts
+from engine.scheduling.policy import LOOK_REQUESTS, CanStart, PlainPolicy, PolicyContext, first_to_start, under_way
+from engine.scheduling.request import Request, account_of
+
+
+class VtcPolicy(PlainPolicy):
+    """Virtual token counters (Sheng et al., OSDI 2024, arXiv 2401.00588): the tenant with the smallest counter goes next.
+
+    A round robin with a quantum of one price unit is the smallest counter first, and its lift is that of the paper. Counters
+    are in the prices of the accounts; `TOKEN_PRICES` are the paper's 1 per prompt token and 2 per output token.
+    """
+
+    TOKEN_PRICES = TokenCosts(prefill_token_ps=1, prefill_pair_ps=0, decode_token_ps=2, decode_context_ps=0, swap_in_block_ps=0)
+
+    def __init__(self, context: PolicyContext) -> None:
+        super().__init__(context)
+        self._backlog = Backlog(quantum_ps=1, cap_ps=1 << 100)
+
+    def waits(self, request: Request) -> None:
+        self._backlog.join(account_of(request), self._accounts.step)
+
+    def left(self, request: Request) -> None:
+        """A tenant without waiting requests has no turn to take; its prefills under way go on by themselves."""
+        account = account_of(request)
+        if not account.waiting:
+            self._backlog.leave(account)
+
+    def next_turn(self, can_start: CanStart | None) -> Request | None:
+        step = self._accounts.step
+        turn = under_way(self._accounts.prefilling, step)
+        if turn is None and can_start is not None:
+            accounts = self._backlog.first(LOOK_REQUESTS, step)
+            heads = (account.waiting.head for account in accounts)
+            turn, _ = first_to_start((head for head in heads if head is not None), can_start)
+        return turn
