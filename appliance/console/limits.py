@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from appliance.base.money import PICOS_PER_MICRO
 from appliance.console.formatting import budget, count, money_short
 from appliance.console.forms import Form
-from appliance.tenancy.principals import ApiKey, Limits, Principal, Tenant
+from appliance.metering.limits.quotas import Owner
+from appliance.tenancy.principals import ApiKey, Limits, Tenant
 
 if TYPE_CHECKING:
     from appliance.serving.services import Services
@@ -33,18 +34,16 @@ def read_limits(form: Form) -> Limits:
     return Limits(**limits, monthly_budget=form.amount_micros("monthly_budget"))
 
 
-async def tenant_levels(services: Services, tenant: Tenant, key: ApiKey, *, access: Access) -> list[Level]:
-    """Return the tenant's own limits that are set, with what of them is taken now; any of its keys serves as the other half."""
-    alone = Principal(tenant=tenant, key=replace(key, limits=Limits()))
+async def tenant_levels(services: Services, tenant: Tenant, *, access: Access) -> list[Level]:
+    """Return the tenant's own limits that are set, with what of them is taken now."""
     periods = await _period_levels(services, tenant, tenant.limits, access=access)
-    return [*_levels(services, alone, tenant.id, tenant.limits), *periods]
+    return [*_levels(services, Owner("tenant", tenant.id), tenant.limits), *periods]
 
 
 async def key_levels(services: Services, tenant: Tenant, key: ApiKey, *, access: Access) -> list[Level]:
     """Return the key's own limits that are set, with what of them is taken now."""
-    alone = Principal(tenant=replace(tenant, limits=Limits()), key=key)
     periods = await _period_levels(services, tenant, key.limits, key_ids=[key.id], access=access)
-    return [*_levels(services, alone, key.id, key.limits), *periods]
+    return [*_levels(services, Owner("key", key.id), key.limits), *periods]
 
 
 async def _period_levels(
@@ -67,14 +66,15 @@ async def _period_levels(
     return levels
 
 
-def _levels(services: Services, principal: Principal, owner_id: str, limits: Limits) -> list[Level]:
-    state = services.admission.snapshot(principal)
-    levels = []
-    for label, rate in (("Tokens per minute", state.tokens), ("Requests per minute", state.requests)):
-        if rate is not None:
-            levels.append(_level(label, rate.limit - rate.remaining, rate.limit))
+def _levels(services: Services, owner: Owner, limits: Limits) -> list[Level]:
+    """Return the limits that are of a minute or of a moment. A debt beyond one shows as all of it."""
+    taken, levels = services.admission.taken(owner), []
+    if (tokens := limits.tokens_per_minute) is not None:
+        levels.append(_level("Tokens per minute", min(taken.get("tokens", 0), tokens), tokens))
+    if (requests := limits.requests_per_minute) is not None:
+        levels.append(_level("Requests per minute", min(taken.get("requests", 0), requests), requests))
     if limits.concurrent_requests is not None:
-        levels.append(_level("Concurrent requests", services.admission.running(owner_id), limits.concurrent_requests))
+        levels.append(_level("Concurrent requests", taken.get("concurrency", 0), limits.concurrent_requests))
     return levels
 
 

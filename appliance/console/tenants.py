@@ -170,7 +170,7 @@ async def _tenant_page(request: ConsoleRequest, console: Console, tenant: Tenant
         owners={tenant.id: tenant},
         keys=sorted(keys.data, key=lambda key: key.revoked_at is not None),
         keys_more=keys.has_more,
-        levels=await tenant_levels(services, tenant, keys.data[0], access=access) if keys.data else [],
+        levels=await tenant_levels(services, tenant, access=access),
         model_lines=model_lines(tenant.model_limits),
         today=today,
         month=month,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncIterator
 from dataclasses import replace
 from datetime import UTC, datetime
@@ -13,12 +14,15 @@ from appliance.base.acting import SYSTEM
 from appliance.base.ids import new_id
 from appliance.console.limits import key_levels, tenant_levels
 from appliance.console.totals import Totals, totals_this_month, totals_today
+from appliance.metering.limits.admission import Patience
+from appliance.metering.limits.rules import Asked
 from appliance.tenancy.access import WHOLE_BOX, Access
-from appliance.tenancy.principals import Limits
+from appliance.tenancy.principals import Limits, Principal
 from appliance.tenancy.roles import Role, TenantRole
 from tests.support.clock import FakeClock
 from tests.support.console_fixtures import Box, open_box
 from tests.support.factories import pending, posted
+from tests.support.ledgers import until
 
 LAST_OF_MONTH = datetime(2026, 12, 31, 12, 0, tzinfo=UTC)
 HALF_A_DAY_S = 11.5 * 3600
@@ -38,6 +42,10 @@ async def use(box: Box, clock: FakeClock, tokens: int) -> None:
     entry = pending(box.cast.bob, request_id=new_id("req"), admitted_at=clock.now(), price=price)
     await box.services.ledger.open(entry)
     await box.services.ledger.settle(posted(entry.request_id, prompt=tokens, completion=0))
+
+
+def asked(who: Principal, tokens: int = 1) -> Asked:
+    return Asked(principal=who, model="demo", prompt_tokens=tokens, max_output_tokens=0, price=None)
 
 
 async def test_the_day_and_the_month_begin_at_midnight_of_the_billing_zone(late: tuple[Box, FakeClock]) -> None:
@@ -78,10 +86,43 @@ async def test_levels_count_what_the_reader_may_see(late: tuple[Box, FakeClock])
 
     for access, text in ((WHOLE_BOX, "7 of 100"), (stranger, "0 of 100")):
         levels = [
-            await tenant_levels(box.services, tenant, key, access=access),
+            await tenant_levels(box.services, tenant, access=access),
             await key_levels(box.services, tenant, key, access=access),
         ]
         assert [level.text for found in levels for level in found] == [text, text]
+
+
+async def test_levels_are_of_the_limits_as_they_stand_whatever_the_last_request_met(
+    late: tuple[Box, FakeClock],
+) -> None:
+    box, _clock = late
+    old, new = Limits(tokens_per_minute=100), Limits(tokens_per_minute=200, requests_per_minute=5, concurrent_requests=9)
+    bob = Principal(tenant=replace(box.cast.bob.tenant, limits=old), key=replace(box.cast.bob.key, limits=old))
+    held = await box.services.admission.admit(asked(bob, 30))
+    shown = [
+        await tenant_levels(box.services, replace(bob.tenant, limits=new), access=WHOLE_BOX),
+        await key_levels(box.services, bob.tenant, replace(bob.key, limits=new), access=WHOLE_BOX),
+    ]
+    assert [[level.text for level in levels] for levels in shown] == [["30 of 200", "0 of 5", "1 of 9"]] * 2
+    held.void()
+
+
+async def test_who_looks_at_levels_lets_nobody_in(late: tuple[Box, FakeClock]) -> None:
+    box, _clock = late
+    limits = Limits(concurrent_requests=1)
+    bob = Principal(tenant=replace(box.cast.bob.tenant, limits=limits), key=replace(box.cast.bob.key, limits=limits))
+    admission = box.services.admission
+    first = await admission.admit(asked(bob))
+    waiting = [asyncio.create_task(admission.admit(asked(bob), Patience(wait_s=60.0))) for _ in range(5)]
+    await until(lambda: admission.waiting == 5)
+    await tenant_levels(box.services, bob.tenant, access=WHOLE_BOX)
+    await key_levels(box.services, bob.tenant, bob.key, access=WHOLE_BOX)
+    first.settle(1)
+    await until(waiting[0].done)
+    assert (admission.waiting, admission.running(bob.tenant.id), admission.running(bob.key.id)) == (4, 1, 1)
+    for each in waiting:
+        each.cancel()
+    await asyncio.wait(waiting)
 
 
 async def test_an_exact_time_stands_in_utc_and_in_the_billing_zone(late: tuple[Box, FakeClock]) -> None:

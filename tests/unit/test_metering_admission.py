@@ -81,8 +81,8 @@ async def test_a_refusal_consumes_nothing(admission: Admission, tenant: Limits, 
         with pytest.raises(Refused):
             await admit(admission, bob)
     assert admission.running(bob.tenant.id) == admission.running(bob.key.id) == 0
-    state = admission.snapshot(dataclasses.replace(bob, key=dataclasses.replace(bob.key, limits=Limits())))
-    assert all(limit is None or limit.remaining == limit.limit for limit in (state.requests, state.tokens))
+    assert not any(admission.taken(Owner("tenant", bob.tenant.id)).values())
+    assert not any(admission.taken(Owner("key", bob.key.id)).values())
     unlimited = dataclasses.replace(bob, key=dataclasses.replace(bob.key, limits=Limits()))
     for _ in range(5):
         await admit(admission, unlimited)
@@ -146,6 +146,28 @@ async def test_a_limit_that_was_taken_away_for_a_while_remembers_what_was_used(a
     state = admission.snapshot(limited)
     assert state.requests is not None
     assert state.requests.remaining == 9
+
+
+async def test_a_look_at_limits_that_have_changed_changes_none(admission: Admission) -> None:
+    bob = principal(Limits(monthly_budget=20, tokens_per_minute=1000, concurrent_requests=1))
+    bob = dataclasses.replace(bob, tenant=dataclasses.replace(bob.tenant, cut_at_budget=True))
+    running = await admit(admission, bob, 1, 10, price(completion=10**6))
+    before = admission.snapshot(bob)
+    unlimited = dataclasses.replace(bob, tenant=dataclasses.replace(bob.tenant, limits=Limits()))
+
+    assert admission.snapshot(unlimited) == before
+    assert admission.taken(Owner("tenant", bob.tenant.id)) == {"tokens": 11, "concurrency": 1}
+    refusal = running.note(0, 30)
+    assert refusal is not None
+    assert refusal.kind == "budget"
+
+
+async def test_of_an_owner_that_nobody_has_asked_for_the_limits_are_whole(admission: Admission) -> None:
+    bob = principal(Limits(tokens_per_minute=100))
+    state = admission.snapshot(bob).tokens
+    assert state is not None
+    assert (state.limit, state.remaining, state.reset_s) == (100, 100, 0.0)
+    assert admission.taken(Owner("tenant", bob.tenant.id)) == {}
 
 
 async def test_settling_corrects_the_bucket_at_once(admission: Admission) -> None:

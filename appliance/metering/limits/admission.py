@@ -25,7 +25,7 @@ from appliance.metering.limits.queue import AdmissionQueue, Later, Refusals, Wai
 from appliance.metering.limits.quotas import ALL_TENANTS, LimitDecision, LimitKind, Moment, Owner, owners_of
 from appliance.metering.limits.remaining import Running
 from appliance.metering.limits.reservations import Reservation, Work
-from appliance.metering.limits.rules import Asked, Rule, rules_for
+from appliance.metering.limits.rules import Asked, rules_for
 from appliance.metering.limits.saved_levels import LevelRow, SavedLevel
 from appliance.metering.limits.sums import SumsReader
 from appliance.metering.limits.token_bucket import TokenBucket
@@ -227,25 +227,28 @@ class Admission:
         """Return how many requests wait for room."""
         return len(self._queue)
 
-    def snapshot(self, principal: Principal, model: str | None = None, *, fresh: bool = True) -> RateLimitState:
-        """Return the state for the x-ratelimit headers: of limits that refuse. Takes nothing and reads no database.
+    def snapshot(self, principal: Principal, model: str | None = None) -> RateLimitState:
+        """Return the state for the x-ratelimit headers: of limits that refuse. Changes nothing and reads no database.
 
-        Limits of a principal that is not `fresh` may have been changed since: then those that are known count.
+        Limits of a principal may have been changed since it was read: of owners that are known those count that hold now.
         """
         at = self._moment()
-        rules = [rule for rule in rules_for(principal, model, None, self._currency) if rule.mode != SHADOW]
-        found = [self._known(rule, at, fresh=fresh) for rule in rules]
+        found: list[tuple[Allowance | None, Limits]] = []
+        for rule in rules_for(principal, model, None, self._currency):
+            allowance = self._allowances.get(rule.owner)
+            if allowance is None and rule.mode != SHADOW:
+                found.append((None, rule.limits))
+            elif allowance is not None and allowance.enforces:
+                found.append((allowance, allowance.limits))
         if model is not None and (shared := self._allowances.get(Owner("model", ALL_TENANTS, model))) is not None:
             found += [(shared, shared.limits)] if shared.enforces else []
         return RateLimitState(requests=_tightest(found, "requests", at), tokens=_tightest(found, "tokens", at))
 
-    def _known(self, rule: Rule, at: Moment, *, fresh: bool) -> tuple[Allowance | None, Limits]:
-        allowance = self._allowances.get(rule.owner)
-        if allowance is None:
-            return None, rule.limits
-        if fresh:
-            allowance.configure(rule.limits, rule.mode, at)
-        return allowance, allowance.limits
+    def taken(self, owner: Owner) -> Mapping[LimitKind, int]:
+        """Return what is taken of each limit per minute and of concurrent requests, whatever they are by now; of limits that
+        never were, nothing is known. Changes nothing and reads no database."""
+        allowance = self._allowances.get(owner)
+        return {} if allowance is None else allowance.taken(self._moment())
 
     def running(self, owner_id: str) -> int:
         """Return how many requests of the tenant or key hold a reservation."""

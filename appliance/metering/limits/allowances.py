@@ -108,6 +108,11 @@ class Allowance:
         self.requests = self._resized("requests", limits.requests_per_minute, at.monotonic_s, requests)
         self.limits = limits
 
+    def taken(self, at: Moment) -> dict[LimitKind, int]:
+        """Return what is taken of each limit per minute that was ever set, debts included, and how many requests run."""
+        buckets = {kind: bucket.capacity - bucket.level(at.monotonic_s) for kind, bucket in self.buckets.items()}
+        return {**buckets, "concurrency": self.running}
+
     @property
     def enforces(self) -> bool:
         """Return whether a refusal refuses."""
