@@ -298,9 +298,8 @@ class Generation:
     def _end_reservation(self, usage: Usage) -> None:
         self._reservation_ended = True
         if self._billable:
-            self._reservation.settle(
-                usage.total_tokens, cached_tokens=usage.cached_tokens, rejected_tokens=usage.rejected_tokens
-            )
+            used, cached, rejected = usage.total_tokens, usage.cached_tokens, usage.rejected_tokens
+            self._reservation.settle(used, cached_tokens=cached, rejected_tokens=rejected, request_id=self.request_id)
         else:
             self._reservation.void()
 
@@ -323,6 +322,8 @@ class Generation:
         except Exception:  # owned task: the metric is what shows that the books are short
             log.exception("usage record could not be written", request_id=self.request_id)
             self._metrics.unrecorded(usage.total_tokens)
+        finally:
+            self._reservation.recorded()
         if self._submitted:
             self._model.client.figures.balance.closed(
                 generated_tokens=sum(self._generated.values()),

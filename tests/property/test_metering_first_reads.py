@@ -1,5 +1,5 @@
-"""First requests of many owners at once, in any order: reads that take their time and fail, clients that go, corrections
-meanwhile. Every owner is read once, and from then on everything counts exactly once."""
+"""First requests of many owners at once, in any order: reads that take their time and fail, clients that go, corrections and
+records meanwhile. Every owner is read once, and from then on everything counts exactly once."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import asyncio
 import dataclasses
 import random
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Callable, Collection, Mapping
 
 import msgspec
 import pytest
@@ -37,25 +37,31 @@ class Books(NothingYet):
     def __init__(self, chance: random.Random) -> None:
         self.chance = chance
         self.corrected: Counter[Owner] = Counter()
+        self.settled: Counter[Owner] = Counter()
+        self.records: set[str] = set()
         self.posting = 1
         self.failures = 0
         self.times_read: Counter[Owner] = Counter()
 
-    async def read(self, currencies: Mapping[Owner, str], at: Moment) -> dict[Owner, PeriodSums]:
+    async def read(
+        self, currencies: Mapping[Owner, str], at: Moment, ended: Callable[[], Collection[str]]
+    ) -> dict[Owner, PeriodSums]:
         """Return what was committed at some moment of the read."""
         await self.pause()
+        asked = frozenset(ended())
         level = LevelNow(capacity=PER_MINUTE, units=LEVEL * UNITS_PER_TOKEN, saved_at=at.now)
         found = {
             owner: PeriodSums(
-                tokens_today=USED + self.corrected[owner],
+                tokens_today=USED + self.corrected[owner] + self.settled[owner],
                 cost_month_picos=0,
                 through_posting=self.posting,
+                counted=asked & self.records,
                 levels={"tokens": level},
             )
             for owner in currencies
         }
         await self.pause()
-        if self.chance.random() < 0.4:
+        if not self.failures or self.chance.random() < 0.4:
             self.failures += 1
             raise OSError("the disk is away")
         self.times_read.update(list(currencies))
@@ -80,6 +86,7 @@ class Box:
         self.live: dict[Reservation, bool] = {}
         """Whether each that runs counts against the model: the others began without its limits, when these were known."""
         self.settled: Counter[Owner] = Counter()
+        self.recording: list[asyncio.Task[None]] = []
 
     def somebody(self) -> Principal:
         """Return one of the keys."""
@@ -113,12 +120,22 @@ class Box:
 
     def end(self, reservation: Reservation, used: int) -> None:
         """Close it."""
-        del self.live[reservation]
+        counts_for_model = self.live.pop(reservation)
         if not used:
             reservation.void()
             return
-        reservation.settle(used)
-        self.settled.update(dict.fromkeys(owners(reservation), used))
+        request_id = f"request {len(self.recording)}"
+        reservation.settle(used, request_id=request_id)
+        self.settled.update({owner: used for owner in owners(reservation) if owner != MODEL or counts_for_model})
+        self.recording.append(asyncio.create_task(self.record(reservation, request_id, used)))
+
+    async def record(self, reservation: Reservation, request_id: str, used: int) -> None:
+        """Commit what a request used, of which admission hears a little later."""
+        await self.books.pause()
+        self.books.settled.update(dict.fromkeys(owners(reservation), used))
+        self.books.records.add(request_id)
+        await self.books.pause()
+        reservation.recorded()
 
     async def correct(self) -> None:
         """Commit a correction, of which admission hears a little later."""
@@ -164,6 +181,7 @@ async def test_every_owner_is_read_once_and_everything_counts_once(seed: int) ->
             await asyncio.sleep(0)
     for answer in await asyncio.gather(*requests, *corrections, return_exceptions=True):
         assert answer is None or isinstance(answer, asyncio.CancelledError), answer
+    await asyncio.gather(*box.recording)
     await box.admission.stop()
 
     box.check()
@@ -171,8 +189,8 @@ async def test_every_owner_is_read_once_and_everything_counts_once(seed: int) ->
     assert box.books.failures > 0
     for owner, allowance in box.admission._allowances.items():
         assert (allowance.running, allowance._day.reserved) == (0, 0)
-        if owner != MODEL:
-            assert allowance._day.used == USED + box.settled[owner] + box.books.corrected[owner]
+        assert allowance._day.used == USED + box.settled[owner] + box.books.corrected[owner]
     first_reads = box.admission._first_reads
     assert (first_reads._task, list(first_reads._line), first_reads._met, first_reads._heard) == (None, [], {}, [])
+    assert (first_reads._ended, first_reads._recorded) == ({}, [])
     assert not [task for task in asyncio.all_tasks() if task.get_name() == "first reads"]

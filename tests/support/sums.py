@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Collection, Mapping
 from datetime import datetime
 
 from appliance.metering.limits.quotas import Moment, Owner
@@ -12,7 +12,9 @@ from appliance.metering.limits.sums import PeriodSums
 class NothingYet:
     """A ledger without events."""
 
-    async def read(self, currencies: Mapping[Owner, str], at: Moment) -> dict[Owner, PeriodSums]:
+    async def read(
+        self, currencies: Mapping[Owner, str], at: Moment, ended: Callable[[], Collection[str]]
+    ) -> dict[Owner, PeriodSums]:
         """Return that nothing was used."""
         return {owner: PeriodSums(tokens_today=0, cost_month_picos=0) for owner in currencies}
 

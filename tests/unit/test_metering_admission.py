@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from datetime import datetime
 
 import msgspec
@@ -32,7 +32,9 @@ class FixedSums:
         self.answers = answers
         self.reads: list[list[str]] = []
 
-    async def read(self, currencies: Mapping[Owner, str], at: Moment) -> dict[Owner, PeriodSums]:
+    async def read(
+        self, currencies: Mapping[Owner, str], at: Moment, ended: Callable[[], Collection[str]]
+    ) -> dict[Owner, PeriodSums]:
         self.reads.append(sorted(owner.scope for owner in currencies))
         await asyncio.sleep(0)
         return dict.fromkeys(currencies, self.sums)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Callable, Collection, Mapping
 from datetime import datetime, timedelta
 from typing import Any
 
@@ -209,7 +209,9 @@ async def test_a_correction_while_the_sums_are_read_is_counted_once(clock: FakeC
     class Meanwhile:
         """Sums of a snapshot from before the correction, or after; it is told of before they are here."""
 
-        async def read(self, currencies: Mapping[Owner, str], at: Moment) -> dict[Owner, PeriodSums]:
+        async def read(
+            self, currencies: Mapping[Owner, str], at: Moment, ended: Callable[[], Collection[str]]
+        ) -> dict[Owner, PeriodSums]:
             admission.correct(adjustment)
             picos, through = (12, 2) if seen else (15, 1)
             sums = PeriodSums(tokens_today=0, cost_month_picos=picos * 10**6, through_posting=through)

@@ -5,8 +5,9 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Callable, Collection, Mapping
 from datetime import timedelta
+from typing import Any
 
 import pytest
 from sqlalchemy import text
@@ -22,13 +23,14 @@ from appliance.metering.limits.quotas import ALL_TENANTS, Moment, Owner
 from appliance.metering.limits.reservations import Reservation
 from appliance.metering.limits.rules import Asked
 from appliance.metering.limits.saved_levels import LimitLevels
-from appliance.metering.limits.sums import RECENT_EVENTS_MAX, PeriodSums, Span, events_query
+from appliance.metering.limits.sums import RECENT_EVENTS_MAX, PeriodSums, Span, events_query, settled_query
 from appliance.tenancy.model_policies import ModelPolicy
 from appliance.tenancy.principals import Limits, Principal
 from tests.support.cast import Cast
 from tests.support.clock import START, FakeClock
-from tests.support.factories import pending, posted, principal
+from tests.support.factories import pending, posted, principal, voided
 from tests.support.ledgers import utc_admission, utc_ledger, utc_sums
+from tests.support.plans import plan_of
 from tests.support.spending import statements_seen
 from tests.support.sums import NothingYet
 
@@ -45,13 +47,15 @@ class SlowSums(NothingYet):
         self.broken: set[Owner] = set()
         self.go_on = asyncio.Event()
 
-    async def read(self, currencies: Mapping[Owner, str], at: Moment) -> dict[Owner, PeriodSums]:
+    async def read(
+        self, currencies: Mapping[Owner, str], at: Moment, ended: Callable[[], Collection[str]]
+    ) -> dict[Owner, PeriodSums]:
         """Return that nothing was used, later."""
         self.reads.append(list(currencies))
         await self.go_on.wait()
         if self.broken & set(currencies):
             raise OSError("the disk is away")
-        return await super().read(currencies, at)
+        return await super().read(currencies, at, ended)
 
 
 @pytest.fixture
@@ -284,6 +288,57 @@ async def test_what_ran_when_levels_were_saved_is_one_request_and_the_rest_of_it
     after = utc_admission(clock, utc_sums(database))
     await after.forecast(asking(bob))
     assert after.snapshot(bob) == before.snapshot(bob)
+
+
+async def test_a_read_says_which_requests_of_those_that_have_just_ended_it_has(
+    database: Database, clock: FakeClock, cast: Cast, ledger: Ledger
+) -> None:
+    entries = [pending(cast.bob, admitted_at=clock.now()) for _ in range(3)]
+    for entry in entries:
+        await ledger.open(entry)
+    written, _pending, refused = (entry.request_id for entry in entries)
+    await ledger.settle(posted(written, prompt=5, completion=0))
+    await ledger.settle(voided(refused))
+    owner, at = Owner("tenant", cast.bob.tenant.id), utc_admission(clock, NothingYet())._moment()
+    found = (await utc_sums(database).read({owner: "EUR"}, at, lambda: [each.request_id for each in entries]))[owner]
+    assert (found.tokens_today, found.counted) == (5, {written})
+
+
+@pytest.mark.parametrize("recorded", ["before the read", "meanwhile", "afterwards"])
+async def test_a_request_that_ends_while_its_model_is_read_counts_once(
+    database: Database, clock: FakeClock, cast: Cast, ledger: Ledger, recorded: str
+) -> None:
+    sums = utc_sums(database)
+    admission = utc_admission(clock, sums)
+    policy = ModelPolicy(model="demo", limits=Limits(tokens_per_day=1000), limit_mode="enforce", updated_at=START)
+    entry = pending(cast.bob, admitted_at=clock.now())
+    await ledger.open(entry)
+    running = await admission.admit(asking(cast.bob.principal))
+    settled, read = posted(entry.request_id, prompt=600, completion=0), sums.read
+
+    async def end() -> None:
+        running.settle(600, request_id=entry.request_id)
+        if recorded != "afterwards":
+            await ledger.settle(settled)
+
+    async def read_slowly(*asked: Any) -> Mapping[Owner, PeriodSums]:
+        if recorded == "meanwhile":
+            await end()
+        return await read(*asked)
+
+    sums.read = read_slowly  # type: ignore[method-assign]
+    if recorded != "meanwhile":
+        await end()
+    await admission.admit(asking(cast.bob.principal, policy))
+    assert admission._allowances[Owner("model", ALL_TENANTS, "demo")]._day.used == 600
+    running.recorded()
+    assert not admission._first_reads._ended
+
+
+@pytest.mark.parametrize("database_url", ["sqlite"], indirect=True)
+async def test_requests_that_have_just_ended_are_found_by_their_index(database: Database) -> None:
+    plan = await plan_of(database, settled_query(["a", "b"]))
+    assert plan == ["SEARCH usage_events USING INDEX uq_usage_events_request_id (request_id=?)"]
 
 
 SPANS = {

@@ -9,6 +9,7 @@ import pytest
 
 from appliance.base.db import Database
 from appliance.base.errors import EngineUnavailable, InternalError, InvalidValue, Overloaded
+from appliance.metering.ledger.records import Settlement
 from appliance.serving.generation import Generation
 from appliance.serving.text_output import Chunk
 from appliance.tenancy import fields
@@ -148,6 +149,23 @@ async def test_a_slow_reader_of_several_answers_gets_everything(
 
         assert sorted(chunk.index for chunk in chunks) == [0, 1, 2]
         assert {chunk.index: chunk.text for chunk in chunks}[2] == box.text((ids + ids)[2 : 2 + len(ids)])
+
+
+async def test_whoever_reads_the_ledger_is_told_of_what_ended_and_is_not_recorded_yet(
+    box: Serving, cast: Cast, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    told: list[list[str]] = []
+    settle = box.ledger.settle
+
+    async def settle_seen(settlement: Settlement) -> None:
+        told.append(list(box.admission._first_reads._ended))
+        await settle(settlement)
+
+    monkeypatch.setattr(box.ledger, "settle", settle_seen)
+    generation = await box.start(cast.bob, TEXT)
+    await generation.outcome
+    await until(lambda: not box.admission._first_reads._ended)
+    assert told == [[generation.request_id]]
 
 
 async def test_every_answer_is_reserved_and_counts_as_waiting(box: Serving, database: Database, clock: FakeClock) -> None:

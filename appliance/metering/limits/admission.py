@@ -315,6 +315,7 @@ class Admission:
             holds,
             moment=self._moment,
             on_end=self._ended,
+            on_recorded=self._first_reads.recorded,
             overlooked=[decision for each in overlooked.values() for decision in each],
             cut_at_budget=asked.principal.tenant.cut_at_budget,
         )
@@ -325,6 +326,7 @@ class Admission:
 
     def _ended(self, reservation: Reservation, output_tokens: int) -> None:
         self._live.discard(reservation)
+        self._first_reads.ended(reservation)
         allowances = [hold.allowance for hold in reservation.holds]
         self._unsaved.update(allowances)
         self.output_estimates.ended(reservation.work, output_tokens)

@@ -91,12 +91,17 @@ class Allowance:
         twice; minutes are over, so no bucket hears of it."""
         if (correction.posting or 0) <= self._through_posting:
             return
-        day = self._days.get(correction.billing_day)
+        tokens = correction.prompt_tokens + correction.completion_tokens
+        self.count(Amount(tokens=tokens, cost_picos=correction.cost_picos), correction.currency, correction.billing_day)
+
+    def count(self, used: Amount, currency: str | None, billing_day: date) -> None:
+        """Count what is of `billing_day` in that day and its month, if they still matter."""
+        day = self._days.get(billing_day)
         if day is not None:
-            day.used += correction.prompt_tokens + correction.completion_tokens
-        month = self._months.get(correction.billing_day.replace(day=1))
+            day.used += used.tokens
+        month = self._months.get(billing_day.replace(day=1))
         if month is not None:
-            month.used += self._cost(correction.cost_picos, correction.currency)
+            month.used += self._cost(used.cost_picos, currency)
 
     def configure(self, limits: Limits, mode: str, at: Moment) -> None:
         """Take over the limits as they are now; what was used counts against the new ones."""

@@ -6,20 +6,26 @@
 
 One read is under way at a time; who comes meanwhile is in the next. So a start under load takes a few reads, not one after the
 other for each key. Nobody who waits is needed for the read: whoever is cancelled leaves it to the others.
+
+What ran before its owner was known, or ends while that is read, counts once:
+
+    runs ─► settled, recorded soon ─► recorded, and so in whatever is read from then on
+     └ held    └ the read says which of these its snapshot has: the others are counted here
 """
 
 from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from appliance.metering.ledger.records import UsageEvent
 from appliance.metering.limits.allowances import Allowance
 from appliance.metering.limits.quotas import Moment, Owner, owners_of
 from appliance.metering.limits.remaining import Running
+from appliance.metering.limits.reservations import Reservation
 from appliance.metering.limits.rules import Rule
-from appliance.metering.limits.sums import SumsReader
+from appliance.metering.limits.sums import PeriodSums, SumsReader
 
 OWNERS_AT_ONCE = 64
 
@@ -35,6 +41,8 @@ class FirstReads:
         self._line: deque[Rule] = deque()
         self._met: dict[Owner, asyncio.Future[None]] = {}  # of those in line and those that are read
         self._heard: list[UsageEvent] = []  # corrections while something is read
+        self._ended: dict[str, Reservation] = {}  # settled, by request; what is read at the moment may lack their records
+        self._recorded: list[str] = []  # of these, since a read began
         self._task: asyncio.Task[None] | None = None
 
     async def meet(self, rules: Sequence[Rule]) -> None:
@@ -56,6 +64,18 @@ class FirstReads:
         if self._task is not None:
             self._heard.append(correction)
 
+    def ended(self, reservation: Reservation) -> None:
+        """Hear that a request has ended, before it is recorded."""
+        if reservation.request_id is not None:
+            self._ended[reservation.request_id] = reservation
+
+    def recorded(self, request_id: str) -> None:
+        """Hear that a request is recorded: what is read from now on has it."""
+        if self._task is None:
+            self._ended.pop(request_id, None)
+        else:
+            self._recorded.append(request_id)
+
     async def stop(self) -> None:
         """Return when nothing is read any more."""
         if self._task is not None:
@@ -65,19 +85,20 @@ class FirstReads:
         while self._line:
             await self._read([self._line.popleft() for _ in range(min(len(self._line), OWNERS_AT_ONCE))])
         self._heard.clear()
+        for request_id in self._recorded:
+            self._ended.pop(request_id, None)
+        self._recorded.clear()
         self._task = None
 
     async def _read(self, rules: Sequence[Rule]) -> None:
         """Make the allowances of these owners known, or tell who waits for them why not."""
         at = self._moment()
         made = {rule.owner: Allowance(rule.owner, rule.currency, at) for rule in rules}
-        self._hold_what_runs(made, at)
         try:
-            sums = await self._sums.read({rule.owner: rule.currency for rule in rules}, at)
+            sums = await self._sums.read({rule.owner: rule.currency for rule in rules}, at, self._ended.keys)
             for owner, allowance in made.items():
                 allowance.remember(sums[owner], at)
         except Exception as error:  # noqa: BLE001 - owned task: whoever waits is told
-            self._live.let_go(made.values())
             if len(rules) > 1:  # one that cannot be read keeps nobody else out
                 await asyncio.gather(*(self._read([rule]) for rule in rules))
                 return
@@ -85,7 +106,9 @@ class FirstReads:
             failed.set_exception(error)
             failed.exception()  # maybe nobody waits any more
             return
-        self._hold_what_runs(made, self._moment())  # others began meanwhile
+        # No await from here on: a request runs or has ended.
+        self._hold_what_runs(made, self._moment())
+        self._count_what_ended(made, sums)
         for correction in self._heard:
             for owner in owners_of(correction.tenant_id, correction.key_id, correction.model):
                 if owner in made:
@@ -94,11 +117,22 @@ class FirstReads:
             self._known[owner] = allowance
             self._met.pop(owner).set_result(None)
 
-    def _hold_what_runs(self, made: dict[Owner, Allowance], at: Moment) -> None:
-        """Let what runs already, from before it had these limits, count with them from now on."""
+    def _hold_what_runs(self, made: Mapping[Owner, Allowance], at: Moment) -> None:
+        """Let what runs already, from before it had these limits, count with them from now on: no record has it yet."""
         for reservation in self._live:
-            work = reservation.work
-            for owner in owners_of(work.tenant_id, work.key_id, work.model):
-                allowance = made.get(owner)
-                if allowance is not None and not self._live.holds(reservation, allowance):
-                    self._live.hold(reservation, allowance.take(reservation.need, at, buckets=False))
+            for allowance in _counting(reservation, made):
+                self._live.hold(reservation, allowance.take(reservation.need, at, buckets=False))
+
+    def _count_what_ended(self, made: Mapping[Owner, Allowance], sums: Mapping[Owner, PeriodSums]) -> None:
+        """Count what was settled without these limits and was recorded too late for the sums, on the day of its admission."""
+        for request_id, reservation in self._ended.items():
+            admitted = reservation.holds[0].day.start
+            for allowance in _counting(reservation, made):
+                if request_id not in sums[allowance.owner].counted:
+                    allowance.count(reservation.used, reservation.work.currency, admitted)
+
+
+def _counting(reservation: Reservation, made: Mapping[Owner, Allowance]) -> list[Allowance]:
+    """Return those of `made` that a request counts against."""
+    work = reservation.work
+    return [made[owner] for owner in owners_of(work.tenant_id, work.key_id, work.model) if owner in made]

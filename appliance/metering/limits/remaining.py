@@ -8,7 +8,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from bisect import bisect_left
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from statistics import median
@@ -63,20 +63,10 @@ class Running:
         for hold in reservation.holds:
             self._note(reservation, hold)
 
-    def holds(self, reservation: Reservation, allowance: Allowance) -> bool:
-        """Return whether a request that runs holds something of an allowance."""
-        return reservation in self._holders.get(allowance, ())
-
     def hold(self, reservation: Reservation, hold: Hold) -> None:
         """Let a request that runs hold something of one more allowance."""
         reservation.holds.append(hold)
         self._note(reservation, hold)
-
-    def let_go(self, allowances: Iterable[Allowance]) -> None:
-        """Let nobody hold anything of allowances that come to nothing."""
-        for allowance in allowances:
-            for reservation, hold in self._holders.pop(allowance, {}).items():
-                reservation.holds.remove(hold)
 
     def discard(self, reservation: Reservation) -> None:
         """Hear that it has ended."""

@@ -47,6 +47,7 @@ class Reservation:
         *,
         moment: Callable[[], Moment],
         on_end: Callable[[Reservation, int], None],
+        on_recorded: Callable[[str], None],
         overlooked: Sequence[LimitDecision] = (),
         cut_at_budget: bool = False,
     ) -> None:
@@ -56,8 +57,12 @@ class Reservation:
         self.overlooked = overlooked
         self._moment = moment
         self._on_end = on_end
+        self._on_recorded = on_recorded
         self._cut_at_budget = cut_at_budget
         self._ended = False
+        self.request_id: str | None = None
+        """Of the record that its settlement goes to, once it is settled."""
+        self.used = Amount(tokens=0, cost_picos=0)
         self.output_tokens = 0
         self._first: tuple[float, int] | None = None  # when output was first heard of, and how much
 
@@ -97,10 +102,13 @@ class Reservation:
         expected, longest = self.need.expected.tokens - prompt, self.need.worst.tokens - prompt
         return expected - had if had < expected else max(min(had, longest - had), 0)
 
-    def settle(self, tokens_used: int, *, cached_tokens: int = 0, rejected_tokens: int = 0) -> None:
+    def settle(
+        self, tokens_used: int, *, cached_tokens: int = 0, rejected_tokens: int = 0, request_id: str | None = None
+    ) -> None:
         """Replace the reservation by the tokens that are billed, `cached_tokens` of them at the cached price.
 
-        Raises RuntimeError when the reservation has ended.
+        Call it before they are written to the record of `request_id` (None: there is none), and `recorded` afterwards. Raises
+        RuntimeError when the reservation has ended.
         """
         if tokens_used < 0:
             raise ValueError("token counts must not be negative")
@@ -108,11 +116,17 @@ class Reservation:
         prompt = min(tokens_used, self.work.prompt_tokens)
         completion = tokens_used - prompt
         cost = self.work.cost(cached_tokens, completion, rejected_tokens=rejected_tokens, prompt=prompt)
-        used = Amount(tokens=tokens_used, cost_picos=cost)
+        used = self.used = Amount(tokens=tokens_used, cost_picos=cost)
+        self.request_id = request_id
         now_s = self._moment().monotonic_s
         for hold in self.holds:
             hold.settle(used, self.work.currency, now_s)
         self._on_end(self, -(-completion // self.work.answers))
+
+    def recorded(self) -> None:
+        """Hear that the record has what it was settled at, for whoever reads the ledger from now on, or never will."""
+        if self.request_id is not None:
+            self._on_recorded(self.request_id)
 
     def void(self) -> None:
         """Put everything back: the request was not served. Raises RuntimeError when the reservation has ended."""

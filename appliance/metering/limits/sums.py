@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime, timedelta
 from typing import Any, NamedTuple, Protocol
 
-from sqlalchemy import ColumnElement, Row, Select, and_, or_, select
+from sqlalchemy import ColumnElement, Row, Select, and_, literal_column, or_, select
 from sqlalchemy.ext.asyncio import AsyncConnection
 
 from appliance.base import counters
@@ -16,7 +16,7 @@ from appliance.base.tables import usage_events
 from appliance.metering.calendar import BillingCalendar
 from appliance.metering.ledger.rollups import SETTLED, join_sum
 from appliance.metering.limits import saved_levels
-from appliance.metering.limits.owner_sums import days_of_month, spread, sums_query
+from appliance.metering.limits.owner_sums import NAMED_MAX, days_of_month, spread, sums_query
 from appliance.metering.limits.quotas import BUCKET_KINDS, LimitKind, Moment, Owner, owners_of
 from appliance.metering.limits.saved_levels import SavedLevel
 
@@ -43,11 +43,13 @@ class LevelNow:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PeriodSums:
     """Tokens of the day, cost of the month, saved levels of buckets, and (admitted_at, tokens) of the last minute for buckets
-    that were never saved. `through_posting` is the last event that stands in the sums of day and month."""
+    that were never saved. `through_posting` is the last event that stands in the sums of day and month, and `counted` are those
+    of the requests that were asked for that do."""
 
     tokens_today: int
     cost_month_picos: int
     through_posting: int = 0
+    counted: frozenset[str] = frozenset()
     recent: tuple[tuple[datetime, int], ...] = ()
     levels: Mapping[LimitKind, LevelNow] = field(default_factory=dict)
 
@@ -55,8 +57,11 @@ class PeriodSums:
 class SumsReader(Protocol):
     """Where admission gets the sums from when it meets owners for the first time."""
 
-    async def read(self, currencies: Mapping[Owner, str], at: Moment) -> Mapping[Owner, PeriodSums]:
-        """Return the sums of settled events of each owner, and their cost in its currency."""
+    async def read(
+        self, currencies: Mapping[Owner, str], at: Moment, ended: Callable[[], Collection[str]]
+    ) -> Mapping[Owner, PeriodSums]:
+        """Return the sums of settled events of each owner, and their cost in its currency, and which of the requests `ended`
+        stand in them. It is called once the snapshot is taken, so that it can name every request that the snapshot may have."""
         ...
 
     async def outputs(self, key_id: str, model: str, before: datetime) -> Sequence[int]:
@@ -73,7 +78,9 @@ class LedgerSums:
         self._calendar = calendar
         self._running_max = timedelta(seconds=request_deadline_s) + SETTLING
 
-    async def read(self, currencies: Mapping[Owner, str], at: Moment) -> Mapping[Owner, PeriodSums]:
+    async def read(
+        self, currencies: Mapping[Owner, str], at: Moment, ended: Callable[[], Collection[str]] = tuple
+    ) -> Mapping[Owner, PeriodSums]:
         """Return the sums of settled events of each owner, of many with as many statements as of one.
 
         A request belongs to the time of its admission.
@@ -84,6 +91,7 @@ class LedgerSums:
             sums = (await connection.execute(sums_query(currencies, days, tokens_since=today))).all()
             through_posting = await counters.last_taken(connection, counters.POSTING)
             events = await _events(connection, {owner: self._needed(saved[owner], at) for owner in currencies})
+            counted = await _settled(connection, [*ended()])
         tokens, costs = dict.fromkeys(currencies, 0), dict.fromkeys(currencies, 0)
         for owner, row in spread(sums, currencies):
             tokens[owner] += int(row.tokens)
@@ -93,6 +101,7 @@ class LedgerSums:
                 tokens_today=tokens[owner],
                 cost_month_picos=costs[owner],
                 through_posting=through_posting,
+                counted=counted,
                 recent=() if _all_known(saved[owner]) else _last_minute(events[owner], at),
                 levels={kind: _level(kind, level, events[owner]) for kind, level in saved[owner].items()},
             )
@@ -165,6 +174,21 @@ def _charges(kind: LimitKind, saved_at: datetime, events: Sequence[Row[Any]]) ->
             yield event.admitted_at, event.tokens if kind == "tokens" else 1
         elif event.settled_at >= saved_at and kind == "tokens":
             yield event.settled_at, max(event.tokens - event.reserved_tokens, 0)
+
+
+async def _settled(connection: AsyncConnection, requests: Sequence[str]) -> frozenset[str]:
+    """Return which of these requests are settled."""
+    found: set[str] = set()
+    for begin in range(0, len(requests), NAMED_MAX):
+        found.update((await connection.execute(settled_query(requests[begin : begin + NAMED_MAX]))).scalars())
+    return frozenset(found)
+
+
+def settled_query(requests: Sequence[str]) -> Select[Any]:
+    """Ask which of these requests are settled, by the index on requests, which has `usage` as a literal."""
+    events = usage_events.c
+    is_usage = events.kind == literal_column("'usage'")
+    return select(events.request_id).where(is_usage, events.status.in_(SETTLED), events.request_id.in_(requests))
 
 
 async def _events(connection: AsyncConnection, spans: Mapping[Owner, Span]) -> dict[Owner, list[Row[Any]]]:
