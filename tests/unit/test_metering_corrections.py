@@ -14,7 +14,7 @@ from appliance.base.db import Database
 from appliance.base.errors import BudgetExceeded, InvalidValue, NotFound
 from appliance.metering.calendar import BillingCalendar
 from appliance.metering.invariants import books
-from appliance.metering.ledger.corrections import NOTE_CHARS_MAX, Correction, Corrections
+from appliance.metering.ledger.corrections import NOTE_CHARS_MAX, Correction, Corrections, _stands_query
 from appliance.metering.ledger.records import UsageEvent
 from appliance.metering.ledger.rows import COST_PICOS_MAX
 from appliance.metering.limits.quotas import Moment, Owner
@@ -28,6 +28,7 @@ from tests.support import factories
 from tests.support.cast import Cast
 from tests.support.clock import START, FakeClock
 from tests.support.ledgers import all_events, euro_prices, running_ledger, settle, utc_admission, utc_corrections, utc_sums
+from tests.support.plans import plan_of
 
 
 @pytest.fixture
@@ -223,3 +224,11 @@ async def test_a_correction_while_the_sums_are_read_is_counted_once(clock: FakeC
     admission = utc_admission(clock, Meanwhile())
     forecast = await admission.forecast(asking(cast, factories.price(), budget=15))
     assert [each.level for each in forecast.decisions if each.kind == "budget"] == [3 * 10**6]
+
+
+@pytest.mark.parametrize("database_url", ["sqlite"], indirect=True)
+async def test_what_stands_of_an_event_is_found_by_its_id_and_its_request(database: Database) -> None:
+    assert await plan_of(database, _stands_query(["cost_picos"], 5, "a request")) == [
+        "SEARCH usage_events USING INTEGER PRIMARY KEY (rowid=?)",
+        "SEARCH usage_events USING INDEX ix_usage_events_adjustments (request_id=?)",
+    ]

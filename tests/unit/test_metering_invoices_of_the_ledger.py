@@ -5,9 +5,12 @@ from __future__ import annotations
 import dataclasses
 from datetime import UTC, datetime, timedelta
 
+import pytest
+
 from appliance.base.db import Database
 from appliance.metering.calendar import BillingCalendar
 from appliance.metering.invoicing.lines import usage_picos
+from appliance.metering.invoicing.sums import Cover, _query, read_event_sums
 from appliance.metering.ledger.corrections import Correction
 from appliance.metering.ledger.records import Checkpoint, Settlement, Usage
 from appliance.metering.ledger.recovery import begin_epoch
@@ -17,6 +20,7 @@ from tests.support.cast import Cast
 from tests.support.clock import FakeClock
 from tests.support.factories import pending, posted, voided
 from tests.support.ledgers import all_events, euro_invoices, running_ledger, utc_corrections, utc_recover
+from tests.support.plans import plan_of
 
 OCTOBER = datetime(2026, 10, 31, 23, 59, tzinfo=UTC)
 
@@ -89,3 +93,32 @@ async def test_what_a_crash_left_open_and_what_is_corrected_is_on_the_next_invoi
     (line,) = nexts.lines
     assert (line.month, line.requests, line.exact_picos) == ("2026-10", 1, 16 * 10**6 - 4 * 10**6 - 5)
     assert dataclasses.asdict(await invoices.get(closed.head.id, access=WHOLE_BOX)) == dataclasses.asdict(closed)
+
+
+async def test_what_was_posted_since_a_sum_ahead_is_the_difference_of_two_sums(
+    database: Database, clock: FakeClock, cast: Cast
+) -> None:
+    months = [OCTOBER - timedelta(days=60), OCTOBER, OCTOBER + timedelta(days=1)]
+    people = (cast.bob, cast.charlie)
+    async with running_ledger(database, clock, cast.epoch_id) as ledger:
+        for number in range(18):
+            entry = pending(people[number % 2], admitted_at=months[number % 3])
+            await ledger.open(entry)
+            await ledger.settle(posted(entry.request_id, prompt=2**number, completion=0))
+    events = [each for each in await all_events(database) if each.tenant_id == cast.bob.tenant.id]
+    for ahead in range(19):
+        async with database.reading() as connection:
+            since = await read_event_sums(connection, cast.bob.tenant.id, Cover("2026-10", 17), Cover("2026-10", ahead))
+        assert sum(each.prompt_tokens for each in since) == sum(
+            event.prompt_tokens
+            for event in events
+            if event.billing_day.month <= 10 and event.posting is not None and ahead < event.posting <= 17
+        )
+
+
+@pytest.mark.parametrize("database_url", ["sqlite"], indirect=True)
+async def test_what_was_posted_since_a_sum_ahead_is_found_by_its_postings(database: Database) -> None:
+    query = _query("a tenant", Cover("2026-11", 1000), Cover("2026-11", 900))
+    assert await plan_of(database, query) == [
+        "SEARCH usage_events USING INDEX sqlite_autoindex_usage_events_1 (posting>? AND posting<?)"
+    ]

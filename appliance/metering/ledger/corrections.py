@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from datetime import datetime
 from typing import Any
 
-from sqlalchemy import RowMapping, insert, or_, select
+from sqlalchemy import RowMapping, Select, and_, insert, literal_column, or_, select
 from sqlalchemy.ext.asyncio import AsyncConnection
 
 from appliance.base import counters
@@ -155,14 +155,20 @@ def _cost(row: RowMapping, correction: Correction) -> int:
     return cost
 
 
+def _stands_query(names: Sequence[str], event_id: int, request_id: str) -> Select[Any]:
+    """Ask for the sums by halves of what an event and all its corrections count. They are of one request, and the index on
+    adjustments, which names their kind as a literal, has them by it."""
+    events = usage_events.c
+    is_adjustment = events.kind == literal_column("'adjustment'")
+    corrects = and_(is_adjustment, events.request_id == request_id, events.corrects_id == event_id)
+    return select(*(half for name in names for half in split_sum(events[name]))).where(or_(events.id == event_id, corrects))
+
+
 async def _check_remainder(connection: AsyncConnection, row: RowMapping, correction: Correction, cost_picos: int) -> None:
     """Raise InvalidValue, naming the field, when the event and all its corrections would come to less than nothing, or to more
     money than an event can hold."""
     names = (*TOKEN_COLUMNS, "cost_picos")
-    query = select(*(half for name in names for half in split_sum(usage_events.c[name]))).where(
-        or_(usage_events.c.id == row["id"], usage_events.c.corrects_id == row["id"])
-    )
-    sums = (await connection.execute(query)).one()
+    sums = (await connection.execute(_stands_query(names, row["id"], row["request_id"]))).one()
     stands = {name: join_sum(*sums[2 * index : 2 * index + 2]) for index, name in enumerate(names)}
     after = {name: stands[name] + added for name, added in (correction.tokens | {"cost_picos": cost_picos}).items()}
     for name in names:
