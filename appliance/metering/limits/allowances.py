@@ -101,7 +101,7 @@ class Allowance:
             day.used += used.tokens
         month = self._months.get(billing_day.replace(day=1))
         if month is not None:
-            month.used += self._cost(used.cost_picos, currency)
+            month.used += self.counted(used.cost_picos, currency)
 
     def configure(self, limits: Limits, mode: str, at: Moment) -> None:
         """Take over the limits as they are now; what was used counts against the new ones."""
@@ -159,7 +159,7 @@ class Allowance:
         if limits.tokens_per_day is not None:
             yield self._per_day(limits.tokens_per_day, need.expected.tokens, at, ahead)
         if limits.monthly_budget is not None:
-            yield self._budget(limits.monthly_budget, self._cost(need.expected.cost_picos, need.currency), at, ahead)
+            yield self._budget(limits.monthly_budget, self.counted(need.expected.cost_picos, need.currency), at, ahead)
 
     def take(self, need: Need, at: Moment, *, buckets: bool = True) -> Hold:
         """Take `need`. Call it only when `refusals` is empty and without an await in between.
@@ -176,7 +176,7 @@ class Allowance:
         day, month = self._windows(at)
         held = Amount(
             tokens=_held(need.worst.tokens, self.limits.tokens_per_day, day),
-            cost_picos=_held(self._cost(need.worst.cost_picos, need.currency), self._budget_picos, month),
+            cost_picos=_held(self.counted(need.worst.cost_picos, need.currency), self._budget_picos, month),
         )
         day.reserved += held.tokens
         month.reserved += held.cost_picos
@@ -207,7 +207,7 @@ class Allowance:
     def _budget_picos(self) -> int | None:
         return None if self.limits.monthly_budget is None else self.limits.monthly_budget * PICOS_PER_MICRO
 
-    def _cost(self, cost_picos: int, currency: str | None) -> int:
+    def counted(self, cost_picos: int, currency: str | None) -> int:
         """Return a cost as it counts here: in another currency, from before ours was set, not at all."""
         return cost_picos if currency is None or currency == self.currency else 0
 
@@ -314,7 +314,7 @@ class Hold:
 
     def settle(self, used: Amount, currency: str | None, monotonic_s: float) -> None:
         """Replace what was reserved by what was used."""
-        cost_picos = self.allowance._cost(used.cost_picos, currency)
+        cost_picos = self.allowance.counted(used.cost_picos, currency)
         self.day.used += used.tokens
         self.month.used += cost_picos
         if self.overlooked:

@@ -237,7 +237,7 @@ async def _never() -> None:
 
 
 def known_wait_s(decisions: Iterable[LimitDecision]) -> float:
-    """Return after what time the refusing limits of which that is known have room: 0 when all depend on running requests."""
+    """Return the longest known wait of the refusing limits; 0 when all depend on running requests."""
     known = [decision.wait_s for decision in decisions if not decision.estimated]
     return max((wait_s for wait_s in known if wait_s is not None), default=0.0)
 
