@@ -24,6 +24,7 @@ from appliance.console.security import ConsoleRequest, access_of
 from appliance.console.tenant_names import tenant_names, tenants_by_name
 from appliance.metering.calendar import BillingCalendar
 from appliance.metering.usage import UsageRow
+from appliance.metering.usage_cover import bucket_end, bucket_start
 from appliance.tenancy.access import Access
 
 if TYPE_CHECKING:
@@ -203,17 +204,18 @@ def measured(row: UsageRow, measure: str, currency: str) -> int:
 
 
 def _bars(rows: Sequence[UsageRow], view: View, calendar: BillingCalendar, currency: str) -> list[Column]:
-    """Return one bar for every bucket of the period, the empty ones too."""
+    """Return one bar for every bucket of the period, the empty ones too. Hours are those of UTC, as in the report: where the
+    clocks are half an hour off, the first and the last of a day are cut, and the first is named by the beginning of the day."""
     amounts: dict[datetime, int] = {}
     for row in rows:
         amounts[row.start] = amounts.get(row.start, 0) + measured(row, view.measure, currency)
-    starts: list[datetime] = []
-    moment = view.start
-    while moment < view.end:
-        starts.append(moment)
-        moment = moment + timedelta(hours=1) if view.bucket == "hour" else calendar.next_day_start(moment)
     written = "%H:%M" if view.bucket == "hour" else "%Y-%m-%d"
-    return columns([(calendar.local(start).strftime(written), amounts.get(start, 0)) for start in starts])
+    bars: list[tuple[str, int]] = []
+    moment = bucket_start(view.start, view.bucket, calendar)
+    while moment < view.end:
+        bars.append((calendar.local(max(moment, view.start)).strftime(written), amounts.get(moment, 0)))
+        moment = bucket_end(moment, view.bucket, calendar)
+    return columns(bars)
 
 
 async def _names(

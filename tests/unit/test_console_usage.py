@@ -5,7 +5,9 @@ from __future__ import annotations
 import csv
 import html
 import io
+import re
 from datetime import UTC, date, datetime, timedelta
+from pathlib import Path
 
 import pytest
 
@@ -16,8 +18,8 @@ from appliance.metering.calendar import BillingCalendar
 from appliance.tenancy.access import WHOLE_BOX
 from appliance.tenancy.principals import TenantChanges
 from tests.support.cast import Person
-from tests.support.clock import START
-from tests.support.console_fixtures import Box
+from tests.support.clock import START, FakeClock
+from tests.support.console_fixtures import Box, open_box
 from tests.support.factories import pending, posted
 
 
@@ -116,6 +118,17 @@ def test_a_day_of_the_billing_zone_has_the_hours_that_its_clocks_show() -> None:
     assert (end - start) == timedelta(hours=25)
     start, end = bounds("30d", datetime(2026, 10, 25, 12, tzinfo=UTC), berlin)
     assert berlin.day_of(start) == date(2026, 9, 26)
+
+
+async def test_the_hours_of_a_zone_half_an_hour_off_have_their_bars(migrated_sqlite_file: Path, tmp_path: Path) -> None:
+    async with open_box(migrated_sqlite_file, tmp_path, FakeClock(), time_zone="Asia/Kolkata") as box:
+        await use(box, box.cast.bob)  # at 17:30 there
+        await use(box, box.cast.bob, days_ago=17.25 / 24)  # at 00:15: its hour of UTC began the day before
+        part = (await (await box.alice()).fragment("/usage?period=today&measure=requests")).text
+    bars = dict(re.findall(r"<title>(\d\d:\d\d): (\d+)</title>", part))
+    assert {label: value for label, value in bars.items() if value != "0"} == {"00:00": "1", "17:30": "1"}
+    assert list(bars)[:2] == ["00:00", "00:30"]
+    assert list(bars)[-1] == "23:30"
 
 
 @pytest.mark.parametrize(
