@@ -16,7 +16,9 @@ import structlog
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from appliance.api.error_responses import encode_error
-from appliance.base.errors import RequestTooLarge
+from appliance.api.http_parser import PatientParser
+from appliance.base.errors import GatehouseError, InvalidValue, RequestTooLarge
+from appliance.base.ids import new_id
 
 HEAD_BYTES_MAX = 64 * 1024
 HEAD_DEADLINE_S = 30.0
@@ -71,6 +73,10 @@ class LimitedConnection(HttpToolsProtocol):
     _num_heads = 0
     _deadline: asyncio.TimerHandle | None = None
 
+    def __init__(self, *arguments: Any, **options: Any) -> None:
+        super().__init__(*arguments, **options)
+        self.parser = PatientParser(self, self._head_without_offer)  # type: ignore[assignment]
+
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         """Accept, unless the files that are left are needed by the appliance itself."""
         super().connection_made(transport)
@@ -117,7 +123,9 @@ class LimitedConnection(HttpToolsProtocol):
         super().on_header(name, value)
 
     def on_headers_complete(self) -> None:
-        """Start the application, which reads the body."""
+        """Start the application, which reads the body; not yet where the head comes again without an offer."""
+        if self._offers_another_protocol():
+            return
         self._part = "body"
         self._num_heads += 1
         self._clear_deadline()
@@ -125,16 +133,30 @@ class LimitedConnection(HttpToolsProtocol):
 
     def on_message_complete(self) -> None:
         """Owe nothing until the next request begins."""
+        if self._offers_another_protocol():
+            return
         self._part = "between"
         self._clear_deadline()
         super().on_message_complete()
 
-    def send_400_response(self, msg: str) -> None:
+    def send_400_response(self, msg: str) -> None:  # noqa: ARG002 - it says less than ours
         """Answer what the parser refused; its reason may have been ours."""
         if self._named_bytes > HEAD_BYTES_MAX:
             self._refuse_head()
         else:
-            super().send_400_response(msg)
+            self._refuse("400 Bad Request", InvalidValue("this is not a request of HTTP/1.1"))
+
+    def _offers_another_protocol(self) -> bool:
+        """Return whether the parser will stop behind this head because of an offer that is ignored here."""
+        return self.parser.should_upgrade() and any(name == b"upgrade" for name, _value in self.headers)
+
+    def _head_without_offer(self) -> bytes | None:
+        """Return the head that the parser stopped behind, without the offer; None when it has none."""
+        if not self._offers_another_protocol():
+            return None
+        lines = [b"%s %s HTTP/%s" % (self.parser.get_method(), self.url, self.parser.get_http_version().encode())]
+        lines += [b"%s: %s" % header for header in self.headers if header[0] != b"upgrade"]
+        return b"\r\n".join([*lines, b"", b""])
 
     def _count(self, num_bytes: int) -> None:
         self._named_bytes += num_bytes
@@ -142,10 +164,15 @@ class LimitedConnection(HttpToolsProtocol):
             raise ValueError("the head is too large")  # ends the parser, which ends in `send_400_response`
 
     def _refuse_head(self) -> None:
-        body = encode_error(RequestTooLarge(f"the request line and headers have more than {HEAD_BYTES_MAX} bytes"))
+        too_large = RequestTooLarge(f"the request line and headers have more than {HEAD_BYTES_MAX} bytes")
+        self._refuse("431 Request Header Fields Too Large", too_large)
+
+    def _refuse(self, status: str, error: GatehouseError) -> None:
+        """Answer with `error` what never reaches the application, and hang up."""
+        body = encode_error(error)
         head = (
-            "HTTP/1.1 431 Request Header Fields Too Large\r\ncontent-type: application/json\r\n"
-            f"content-length: {len(body)}\r\nconnection: close\r\n\r\n"
+            f"HTTP/1.1 {status}\r\ncontent-type: application/json\r\ncontent-length: {len(body)}\r\n"
+            f"x-request-id: {new_id('req')}\r\nconnection: close\r\n\r\n"
         )
         self.transport.write(head.encode() + body)
         self.transport.close()

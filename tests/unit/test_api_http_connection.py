@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import resource
 from collections.abc import Callable
 from typing import Any, cast
@@ -128,8 +129,68 @@ async def test_a_head_over_the_limit_is_refused_and_the_connection_closed(head: 
 
     assert wire.sent.startswith(b"HTTP/1.1 431 ")
     assert b'"code":"request_too_large"' in wire.sent
+    assert b"\r\nx-request-id: req_" in wire.sent
     assert wire.sent.count(b"HTTP/1.1") == 1
     assert wire.closed
+
+
+@pytest.mark.parametrize("start", [b"GET / HTTP/1.1\nhost: a\n\n", b"\x16\x03\x01\x02\x00", POST.replace(b"10", b"-1")])
+async def test_what_is_no_request_is_refused_in_the_shape_of_every_error(start: bytes) -> None:
+    connection, wire, _timers = await opened()
+    connection.data_received(start)
+
+    head, _, body = wire.sent.partition(b"\r\n\r\n")
+    assert head.startswith(b"HTTP/1.1 400 ")
+    assert b"\r\nx-request-id: req_" in head
+    assert b"\r\ncontent-length: %d\r\n" % len(body) in head + b"\r\n"
+    error = json.loads(body)["error"]
+    assert (error["type"], error["param"], error["code"]) == ("invalid_request_error", None, "invalid_value")
+    assert wire.closed
+
+
+OFFERS = b"connection: Upgrade, HTTP2-Settings\r\nupgrade: h2c\r\nhttp2-settings: AAEAAEAAAAIAAAAB\r\n"
+
+
+@pytest.mark.parametrize("piece", [1, 10**6])
+@pytest.mark.parametrize(
+    "body", [b"content-length: 5\r\n\r\nhello", b"transfer-encoding: chunked\r\n\r\n2\r\nhe\r\n3\r\nllo\r\n0\r\n\r\n"]
+)
+async def test_a_client_that_offers_another_protocol_is_answered_in_this_one(body: bytes, piece: int) -> None:
+    bodies: list[bytes] = []
+
+    async def keeps_bodies(scope: Any, receive: Any, send: Any) -> None:
+        received, more = b"", True
+        while more:
+            message = await receive()
+            received, more = received + message["body"], message["more_body"]
+        bodies.append(scope["path"].encode() + b" " + received)
+        await send({"type": "http.response.start", "status": 200, "headers": [(b"content-length", b"0")]})
+        await send({"type": "http.response.body", "body": b""})
+
+    connection, wire, _timers = await opened(keeps_bodies)
+    for path in (b"/first", b"/second"):
+        wire.sent = b""
+        said = b"POST %s HTTP/1.1\r\nhost: a\r\n" % path + OFFERS + body
+        for start in range(0, len(said), piece):
+            connection.data_received(said[start : start + piece])
+        await answered(wire)
+    assert bodies == [b"/first hello", b"/second hello"]
+    assert not wire.closed
+
+
+async def test_many_offers_at_once_are_answered_in_their_order() -> None:
+    paths: list[str] = []
+
+    async def keeps_paths(scope: Any, receive: Any, send: Any) -> None:
+        paths.append(scope["path"])
+        await answer(scope, receive, send)
+
+    connection, wire, _timers = await opened(keeps_paths)
+    connection.data_received(b"".join(b"GET /%d HTTP/1.1\r\nhost: a\r\n" % number + OFFERS + b"\r\n" for number in range(1200)))
+    async with asyncio.timeout(20):
+        while wire.sent.count(b"HTTP/1.1 200") < 1200:  # noqa: ASYNC110 - a transport has no event
+            await asyncio.sleep(0)
+    assert paths == [f"/{number}" for number in range(1200)]
 
 
 async def test_the_head_of_each_request_is_counted_alone_and_bodies_not_at_all() -> None:
