@@ -224,6 +224,10 @@ def _check_server_url(url: str) -> None:
     from sqlalchemy.exc import ArgumentError
 
     message = f"must have the form postgresql://USER:PASSWORD@HOST:PORT/NAME, with a port from 1 to {PORT_MAX}"
+    place, _, query = url.partition("@")[2].partition("?")
+    if "@" in place or any("@" in option.partition("=")[0] for option in query.split("&")):
+        # The driver would end the password at the first @, and name the rest of it as a host that it cannot find.
+        raise ValueError(f"{message}; an @ in the password is written %40")
     try:
         port = make_url(url).port
     except (ValueError, ArgumentError):

@@ -143,7 +143,22 @@ def test_a_database_url_that_cannot_be_taken_apart_is_named_and_not_shown(tmp_pa
         assert "hush" not in str(found.value)
 
 
-@pytest.mark.parametrize("url", ["postgresql://a:p%40/w@[::1]:5432/x", "postgres:///x", "postgresql://h/x?sslmode=require"])
+@pytest.mark.parametrize("place", ["hush@hush@127.0.0.1:5432/x", "hush:h@hush/hush@127.0.0.1/x", "h@hush?hush@127.0.0.1/x"])
+def test_a_password_with_an_at_sign_is_refused_before_a_part_of_it_counts_as_the_host(tmp_path: Path, place: str) -> None:
+    with pytest.raises(SettingsError, match=r"database_url .* an @ in the password is written %40") as found:
+        load(tmp_path, database_url=f"postgresql://alice:{place}")
+    assert "hush" not in str(found.value)
+
+
+@pytest.mark.parametrize(
+    "url",
+    [
+        "postgresql://a:p%40/w@[::1]:5432/x",
+        "postgres:///x",
+        "postgresql://h/x?sslmode=require",
+        "postgresql://a@h/x?application_name=a@b",
+    ],
+)
 def test_a_database_url_of_any_right_form_is_taken(tmp_path: Path, url: str) -> None:
     assert load(tmp_path, database_url=url).database_url == url
 
