@@ -1,7 +1,7 @@
 """The fields of `POST /v1/chat/completions`: which are honoured, which are refused by name, which are taken and ignored.
 
 Ignored by documented choice: `store`, `metadata`, `user`, `safety_identifier`, `prompt_cache_key`, `prompt_cache_retention`,
-`verbosity`, `parallel_tool_calls`, `stream_options.include_obfuscation`.
+`verbosity`, `parallel_tool_calls`, `stream_options.include_obfuscation`, `annotations` of a message.
 """
 
 from __future__ import annotations
@@ -30,12 +30,14 @@ class StreamOptions(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
 
 
 class Message(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    """One turn of the conversation. Only text content is taken; several parts are joined by line feeds."""
+    """One turn of the conversation. Only text content is taken; several parts are joined by line feeds. `annotations` are
+    ignored: answers of OpenAI's have them, and come back with the next request."""
 
     role: str
     content: str | list[dict[str, Any]] | None = None
     name: str | None = None
     refusal: str | None = None
+    annotations: list[Any] | None = None
     tool_calls: list[Any] | None = None
     tool_call_id: str | None = None
     function_call: Any = None

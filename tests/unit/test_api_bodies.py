@@ -6,7 +6,7 @@ import pytest
 
 from appliance.api.admin.usage import NewPriceBody
 from appliance.api.bodies import decode_body
-from appliance.api.schemas import ChatCompletionRequest, check_supported
+from appliance.api.schemas import ChatCompletionRequest, check_messages, check_supported
 from appliance.base.errors import InvalidValue, UnsupportedParameter
 
 
@@ -63,6 +63,13 @@ def test_a_field_of_which_no_value_is_supported_is_refused_without_a_word_on_its
         check_supported(body)
 
     assert (refused.value.message, refused.value.param) == (message, field)
+
+
+@pytest.mark.parametrize("annotations", ["null", "[]", '[{"type": "url_citation"}]'])
+def test_an_answer_of_openai_may_come_back_as_a_message_with_its_annotations(annotations: str) -> None:
+    text = f'[{{"role": "assistant", "content": "hello", "refusal": null, "annotations": {annotations}}}]'
+    body = decode_body(f'{{"model": "m", "messages": {text}}}'.encode(), ChatCompletionRequest)
+    assert check_messages(body.messages) == [{"role": "assistant", "content": "hello"}]
 
 
 @pytest.mark.parametrize(
