@@ -29,7 +29,9 @@ def list_entries(
     actor: Annotated[str | None, typer.Option(help="Only this actor: e-mail, token name or id.", show_default=False)] = None,
     action: Annotated[str | None, typer.Option(help="Only this action, as in key.rotate.", show_default=False)] = None,
     target: Annotated[str | None, typer.Option(metavar="ID", help="Only entries on this target.", show_default=False)] = None,
-    tenant: Annotated[str | None, typer.Option(metavar="ID", help="Only entries of this tenant.", show_default=False)] = None,
+    tenant: Annotated[
+        str | None, typer.Option(metavar="TENANT", help="Only entries of this tenant (id or name).", show_default=False)
+    ] = None,
     start: Moment = None,
     end: Moment = None,
     limit: Annotated[int, typer.Option(min=1, help="Maximum number of entries.")] = 50,
@@ -39,10 +41,13 @@ def list_entries(
 ) -> None:
     """List entries, the newest first."""
     from appliance.cli.connection import AdminClient, run
+    from appliance.cli.tenants import find
 
-    query = {"actor": actor, "action": action, "target": target, "tenant_id": tenant, "start": start, "end": end}
+    query = {"actor": actor, "action": action, "target": target, "start": start, "end": end}
 
     async def work(client: AdminClient) -> list[dict[str, Any]]:
+        if tenant is not None:
+            query["tenant_id"] = (await find(client, tenant))["id"]
         return await client.every("/audit", query=query, at_most=limit)
 
     rows = run(settings_from(data_dir, database), work)

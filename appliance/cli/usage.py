@@ -21,7 +21,7 @@ def usage(
     ] = None,
     end: Annotated[str | None, typer.Option(metavar="TIME", help="RFC 3339; default: now.", show_default=False)] = None,
     bucket: Annotated[str, typer.Option(help="minute, hour or day.")] = "day",
-    group_by: Annotated[str, typer.Option(help="tenant, key or model.")] = "tenant",
+    group_by: Annotated[str, typer.Option(help="tenant, key or model, or several with commas.")] = "tenant",
     tenant: Annotated[
         str | None, typer.Option(metavar="TENANT", help="Only this tenant (id or name).", show_default=False)
     ] = None,
@@ -57,7 +57,8 @@ def usage(
 
     rows, names = run(settings_from(data_dir, database), work)
     grouped = {"tenant": "tenant", "key": "key_id", "model": "model"}
-    shown = [column for column in COLUMNS if column not in grouped.values() or column == grouped.get(group_by)]
+    hidden = {column for group, column in grouped.items() if group not in group_by.split(",")}
+    shown = [column for column in COLUMNS if column not in hidden]
 
     def line(row: Mapping[str, Any]) -> dict[str, Any]:
         return {**row, "cost": _cost(row), "tenant": names.get(row.get("tenant_id") or "")}

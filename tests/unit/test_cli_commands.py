@@ -256,6 +256,17 @@ def test_usage_is_that_of_the_keys_and_models_that_are_named(typed: Any) -> None
     assert "no key" in typed("usage", "--key", "gh_nothing").err
 
 
+def test_usage_by_several_groups_shows_each_of_them(typed: Any) -> None:
+    assert typed("usage", "--group-by", "tenant,key").out.startswith("start\ttenant\tkey_id\trequests\t")
+
+
+def test_the_audit_log_of_a_tenant_is_asked_for_by_its_name(typed: Any) -> None:
+    made = typed("tenants", "create", "dora", "--json").json()
+    entries = typed("audit", "list", "--tenant", "dora", "--json").json()["data"]
+    assert [(entry["action"], entry["tenant_id"]) for entry in entries] == [("tenant.create", made["id"])]
+    assert "no tenant 'nobody'" in typed("audit", "list", "--tenant", "nobody").err
+
+
 def test_usage_refuses_what_the_server_refuses(typed: Any) -> None:
     assert typed("usage", "--bucket", "year").status == 2
 
