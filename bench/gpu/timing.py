@@ -6,6 +6,7 @@ a GPU (rehearsal) the calls are made once by the clock, and mean nothing.
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Sequence
 
@@ -14,6 +15,9 @@ import torch
 Call = Callable[[], object]
 SAMPLE_S = 0.004
 """A sample is at least so long: events resolve half a microsecond."""
+WARM_S = 0.05
+"""So long a card works before the first sample, by the time of its first replay: its clock falls while nothing runs, and takes
+some tens of milliseconds to rise. Where the first replay was slow it is less, by as much."""
 
 
 def seconds(calls: Sequence[Call], device: torch.device, *, samples: int = 7, captured: bool = True) -> list[float]:
@@ -27,9 +31,15 @@ def seconds(calls: Sequence[Call], device: torch.device, *, samples: int = 7, ca
         call()
     torch.cuda.synchronize()
     replay = _captured(calls) if captured else lambda: [call() for call in calls]
-    once_s = _elapsed(replay, 1)
-    repeats = max(1, round(SAMPLE_S / max(once_s, 1e-6)))
+    repeats = max(1, round(SAMPLE_S / _warmed(replay)))
     return [_elapsed(replay, repeats) / repeats / len(calls) for _ in range(samples)]
+
+
+def _warmed(replay: Call) -> float:
+    """Seconds of one replay, when the card has worked for WARM_S."""
+    once_s = max(_elapsed(replay, 1), 1e-6)
+    count = math.ceil(WARM_S / once_s) - 1
+    return max(_elapsed(replay, count) / count, 1e-6) if count else once_s
 
 
 def median(values: Sequence[float]) -> float:

@@ -1,0 +1,63 @@
+"""How calls are timed on a card, by a clock that a call itself moves on; no card is needed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+
+from bench.gpu import timing
+
+CARD = torch.device("cuda")
+
+
+class Card:
+    """Runs calls at once. `stretches`: how many replays were timed in a row, in order; `clock_s`: what all calls took."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.clock_s = 0.0
+        self.stretches: list[tuple[int, float]] = []
+        self.captured = 0
+        monkeypatch.setattr(torch.cuda, "synchronize", lambda *_: None)
+        monkeypatch.setattr(timing, "_captured", self._capture)
+        monkeypatch.setattr(timing, "_elapsed", self._elapsed)
+
+    def call(self, taken_s: float) -> Callable[[], None]:
+        def run() -> None:
+            self.clock_s += taken_s
+
+        return run
+
+    def _capture(self, calls: list[Callable[[], object]]) -> Callable[[], object]:
+        self.captured += 1
+        return lambda: [call() for call in calls]
+
+    def _elapsed(self, replay: Callable[[], object], repeats: int) -> float:
+        self.stretches.append((repeats, self.clock_s))
+        for _ in range(repeats):
+            replay()
+        return self.clock_s - self.stretches[-1][1]
+
+
+@pytest.mark.parametrize("taken_s", [2e-5, 1e-3, 0.03, 0.2])
+def test_a_card_is_kept_busy_before_the_first_sample(taken_s: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    card = Card(monkeypatch)
+    found = timing.seconds([card.call(taken_s)], CARD, samples=3)
+    assert found == [pytest.approx(taken_s)] * 3
+    _, first_sample_s = card.stretches[-3]
+    warmed_s = first_sample_s - card.stretches[0][1]
+    assert warmed_s * (1 + 1e-9) >= timing.WARM_S
+    assert warmed_s < timing.WARM_S + 2 * taken_s + 1e-9, "no longer than it has to: hundreds of rows are timed"
+    assert all(repeats == max(1, round(timing.SAMPLE_S / taken_s)) for repeats, _ in card.stretches[-3:])
+
+
+def test_how_often_a_sample_replays_is_told_by_the_warm_card(monkeypatch: pytest.MonkeyPatch) -> None:
+    card = Card(monkeypatch)
+    taken = iter([1e-3, 1e-3])  # the first ones, on a cold clock
+
+    def call() -> None:
+        card.clock_s += next(taken, 1e-4)
+
+    timing.seconds([call], CARD, samples=1)
+    assert card.stretches[-1][0] == pytest.approx(timing.SAMPLE_S / 1e-4, rel=0.05)
