@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
 
-from bench.gpu import timing
+from bench.gpu import calibration, timing
+from bench.gpu.context import Context
 
 CARD = torch.device("cuda")
 
@@ -61,3 +63,26 @@ def test_how_often_a_sample_replays_is_told_by_the_warm_card(monkeypatch: pytest
 
     timing.seconds([call], CARD, samples=1)
     assert card.stretches[-1][0] == pytest.approx(timing.SAMPLE_S / 1e-4, rel=0.05)
+
+
+@pytest.mark.parametrize(("graph_s", "plain_s"), [(2e-3, 1e-3), (1e-3, 2e-3)])
+def test_the_base_of_all_fractions_is_the_better_of_a_captured_copy_and_a_plain_one(
+    graph_s: float, plain_s: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def seconds(_: object, device: torch.device, *, captured: bool = True) -> list[float]:
+        assert device.type == "cpu"
+        return [graph_s if captured else plain_s] * 3
+
+    told: list[dict[str, Any]] = []
+    monkeypatch.setattr(calibration, "seconds", seconds)
+    context = Context(torch.device("cpu"), True, {}, told.append, 1000.0, clock=lambda: 0.0)
+    calibration._copy(context, 1, [])
+    (row,) = (line["row"] for line in told if "row" in line)
+    num_bytes = 2 * 4 * 4096
+    assert context.bandwidth == num_bytes / 1e-3
+    assert row["value"] == pytest.approx(num_bytes / 1e-3 / 1e9)
+    assert row["samples"] == [pytest.approx(row["value"])] * 3
+    assert row["facts"] == {
+        "captured": pytest.approx(num_bytes / graph_s / 1e9),
+        "plain": pytest.approx(num_bytes / plain_s / 1e9),
+    }
