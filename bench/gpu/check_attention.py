@@ -22,18 +22,23 @@ Case = tuple[str, Callable[[], tuple[Outputs, Outputs, Outputs]]]
 
 
 def check(context: Context) -> None:
-    small = context.rehearsal
-    lengths = [1, 15, 0, 17, 40] if small else [1, 15, 16, 0, 17, 257, 1023, 4095]
-    llama = AttentionShape(16, 4, 2, 32) if small else AttentionShape(16, 32, 8, 128)
-    slim = AttentionShape(16, 4, 2, 16) if small else AttentionShape(16, 32, 8, 64)
-    gemma = replace(llama, sliding_window=20, softcap=5.0) if small else AttentionShape(16, 8, 4, 256, 1000, None, 50.0)
-    groups = [] if small else [AttentionShape(16, 8 * group, 8, 128) for group in (1, 2, 8, 16)]
+    """Decodes over keys and values in 16 bits."""
+    small, lengths = context.rehearsal, _lengths(context)
+    llama, slim, gemma, groups = _shapes(context)
     shapes = [llama, *groups, *(() if small else (replace(llama, block_size=32), replace(llama, block_size=64)))]
     compare(context, "paged decode", [_decode(context, shape, lengths) for shape in shapes] + _long(context, llama))
     compare(context, "paged decode, head size 64", [_decode(context, slim, lengths)])
     compare(context, "paged decode, window and soft-cap", [_decode(context, gemma, lengths)])
+    shapes = [llama] if small else [llama, slim, gemma]
+    invariant(context, "paged decode", [(_name(shape), partial(_alone, context, shape, lengths)) for shape in shapes])
+
+
+def check_prefill(context: Context) -> None:
+    """Prompts, and decodes over an fp8 cache: the other half of the variants of attention."""
+    small = context.rehearsal
+    llama, slim, gemma, groups = _shapes(context)
     over_fp8 = [llama] if small else [llama, slim, gemma, groups[0], groups[-1]]
-    compare(context, "paged decode, fp8 KV", [_decode(context, shape, lengths, fp8=True) for shape in over_fp8])
+    compare(context, "paged decode, fp8 KV", [_decode(context, shape, _lengths(context), fp8=True) for shape in over_fp8])
     chunks = [(9, 9), (5, 20)] if small else [(100, 100), (37, 300), (1, 16)]
     long = [] if small else [_prefill(context, llama, [(129, 8192)], label="129 tokens of 8k")]
     compare(context, "paged prefill", [_prefill(context, shape, chunks) for shape in (llama, slim, *groups[-1:])] + long)
@@ -41,8 +46,19 @@ def check(context: Context) -> None:
     over_fp8 = [llama] if small else [llama, gemma]
     compare(context, "paged prefill, fp8 KV", [_prefill(context, shape, chunks, fp8=True) for shape in over_fp8])
     compare(context, "paged prefill, small chunks", [_prefill(context, llama, [(3, 17), (2, 2), (1, 33)])])
-    shapes = [llama] if small else [llama, slim, gemma]
-    invariant(context, "paged decode", [(_name(shape), partial(_alone, context, shape, lengths)) for shape in shapes])
+
+
+def _lengths(context: Context) -> list[int]:
+    return [1, 15, 0, 17, 40] if context.rehearsal else [1, 15, 16, 0, 17, 257, 1023, 4095]
+
+
+def _shapes(context: Context) -> tuple[AttentionShape, AttentionShape, AttentionShape, list[AttentionShape]]:
+    """Llama's, one with heads of 64, one with a window and a soft-cap, and groups of other sizes."""
+    small = context.rehearsal
+    llama = AttentionShape(16, 4, 2, 32) if small else AttentionShape(16, 32, 8, 128)
+    slim = AttentionShape(16, 4, 2, 16) if small else AttentionShape(16, 32, 8, 64)
+    gemma = replace(llama, sliding_window=20, softcap=5.0) if small else AttentionShape(16, 8, 4, 256, 1000, None, 50.0)
+    return llama, slim, gemma, [] if small else [AttentionShape(16, 8 * group, 8, 128) for group in (1, 2, 8, 16)]
 
 
 def _name(shape: AttentionShape) -> str:

@@ -29,32 +29,37 @@ EPS = 1e-6
 
 
 def check(context: Context) -> None:
-    shapes = [(40, 256)] if context.rehearsal else [(6144, 4096), (4096, 14336), (1024, 3072)]
-    rows = [1, 3] if context.rehearsal else [1, 7, 16, 17, 64, 200]
+    """Products in 16 and 8 bits."""
+    for name, make in (("bf16", _plain), ("int8", _int8), ("fp8 weights", _fp8_weights), ("fp8 rows", _fp8_rows)):
+        compare(context, f"product {name}", _cases(context, make))
+    alone = [(str(shape), partial(_alone, context, *shape, four_bits=False)) for shape in _shapes(context)]
+    invariant(context, "product bf16", alone)
 
-    def cases(make: Callable[[Context, int, int, int], Three]) -> list[tuple[str, Callable[[], Three]]]:
-        return [(f"{m} × {n} × {k}", partial(make, context, m, n, k)) for n, k in shapes for m in rows]
 
-    compare(context, "product bf16", cases(_plain))
-    compare(context, "product int8", cases(_int8))
-    compare(context, "product fp8 weights", cases(_fp8_weights))
-    compare(context, "product fp8 rows", cases(_fp8_rows))
-    compare(context, "product int4", cases(_int4))
-    few = [count for count in rows if count <= 16]
+def check_fused(context: Context) -> None:
+    """Products in 4 bits, whose decoded weights are kept for what follows, fused products and experts."""
+    compare(context, "product int4", _cases(context, _int4))
+    few = [count for count in _rows(context) if count <= 16]
     compare(context, "product + residual + norm", [(f"{m} rows", partial(_fused, context, m)) for m in few])
     compare(context, "product fp8 + residual + norm", [(f"{m} rows", partial(_fused_fp8, context, m)) for m in few])
     compare(context, "product int4 + residual + norm", [(f"{m} rows", partial(_fused_int4, context, m)) for m in few])
-    compare(
-        context,
-        "experts",
-        [(f"{m} tokens", partial(_experts, context, m)) for m in ([3] if context.rehearsal else [1, 9, 64])],
-    )
-    invariant(
-        context,
-        "product bf16",
-        [(str(shape), partial(_alone, context, *shape, four_bits=False)) for shape in shapes],
-    )
-    invariant(context, "product int4", [(str(shape), partial(_alone, context, *shape, four_bits=True)) for shape in shapes])
+    tokens = [3] if context.rehearsal else [1, 9, 64]
+    compare(context, "experts", [(f"{m} tokens", partial(_experts, context, m)) for m in tokens])
+    alone = [(str(shape), partial(_alone, context, *shape, four_bits=True)) for shape in _shapes(context)]
+    invariant(context, "product int4", alone)
+
+
+def _shapes(context: Context) -> list[tuple[int, int]]:
+    return [(40, 256)] if context.rehearsal else [(6144, 4096), (4096, 14336), (1024, 3072)]
+
+
+def _rows(context: Context) -> list[int]:
+    return [1, 3] if context.rehearsal else [1, 7, 16, 17, 64, 200]
+
+
+def _cases(context: Context, make: Callable[[Context, int, int, int], Three]) -> list[tuple[str, Callable[[], Three]]]:
+    shapes = _shapes(context)
+    return [(f"{m} × {n} × {k}", partial(make, context, m, n, k)) for n, k in shapes for m in _rows(context)]
 
 
 def _pair(context: Context, m: int, n: int, k: int) -> tuple[torch.Tensor, torch.Tensor]:

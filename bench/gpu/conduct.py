@@ -135,8 +135,9 @@ def conduct(
     logs: Path | None = None,
     keep: Callable[[Outcome], None] = lambda _: None,
 ) -> Outcome:
-    """Run all stages. The parts of the next one import while this one measures, where each is a single process. `logs`: a
-    folder for everything that they say beside their rows. `keep` gets what there is behind each stage."""
+    """Run all stages. The processes of the next one import while this one measures, and none while the first imports, whose
+    time the run would lose. `logs`: a folder for everything that they say beside their rows. `keep` gets what there is behind
+    each stage."""
     outcome = Outcome(facts=dict(facts))
     environment = _environment(rehearse)
     end_s = time.monotonic() + total_s
@@ -144,13 +145,12 @@ def conduct(
     try:
         for index, stage in enumerate(stages):
             processes = waiting or [Process(job, rehearse=rehearse, environment=environment) for job in stage]
-            following = stages[index + 1] if index + 1 < len(stages) else ()
-            waiting = []
-            if not rehearse and len(following) == 1:
-                waiting = [Process(job, rehearse=rehearse, environment=environment) for job in following]
             lines = _listened(processes)
             if not index:
                 _wait_for_imports(processes, lines)
+            waiting = []
+            if not rehearse and index + 1 < len(stages):
+                waiting = [Process(job, rehearse=rehearse, environment=environment) for job in stages[index + 1]]
             left_s = end_s - time.monotonic()
             if index and BASE_FACT not in outcome.facts:
                 _skip(processes, outcome, "the card could not be calibrated", show)

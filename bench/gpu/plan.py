@@ -3,8 +3,10 @@
     calibrate → checks, with every kernel of the engines compiled meanwhile → kernels → engines → peers
 
 Checks are not timed, so several processes share the card and the compiler has all cores. Everything after them runs alone.
+A check compiles one variant of a kernel after the other, some 35 to 50 a process at up to a second each, so those of attention
+and of products are two processes each; what warms up uses all cores and gives way to them.
 
-The first part's time begins when it has imported; parts that run alone import while the one before them measures.
+The first part's time begins when it has imported; the others import while the stage before them measures.
 A part has two times, both for a cold cache of kernels. `usual_s` is kept for it whatever the parts before it do: all of a
 run's together fit its time, so that none is left out because another was slow. `limit_s` is the most it gets while there is
 time left; those of each of `CALLS` fit too. Both were set before there was a card, by the steps that a part takes.
@@ -42,8 +44,10 @@ LLAMA, SMALL, FORMATS = ("warm llama",), ("warm small",), ("warm 8 bits", "warm 
 PARTS: tuple[Part, ...] = (
     Part("calibrate", "calibrate", "bench.gpu.calibration", "calibrate", 15, 25, "calibrate"),
     Part("check attention", "checks", "bench.gpu.check_attention", "check", 75, 120, "checks", beside=True),
+    Part("check prefill", "checks", "bench.gpu.check_attention", "check_prefill", 75, 120, "checks", beside=True),
     Part("check rows", "checks", "bench.gpu.check_rows", "check", 75, 120, "checks", beside=True),
     Part("check products", "checks", "bench.gpu.check_products", "check", 75, 120, "checks", beside=True),
+    Part("check fused products", "checks", "bench.gpu.check_products", "check_fused", 75, 120, "checks", beside=True),
     Part("check sampling", "checks", "bench.gpu.check_sampling", "check", 75, 120, "checks", beside=True),
     Part("check tokens", "checks", "bench.gpu.same_tokens", "check", 75, 120, "checks", beside=True),
     Part("check engine", "invariant", "bench.gpu.warm_up", "invariant", 75, 120, "checks", beside=True),

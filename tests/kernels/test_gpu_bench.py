@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
 import subprocess
@@ -13,16 +14,18 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from packaging.requirements import Requirement
 
-from bench.gpu import driver, requirements
+from bench.gpu import check_attention, check_products, driver, requirements
 from bench.gpu.conduct import Outcome, conduct, shortened
+from bench.gpu.context import Context
 from bench.gpu.idle import WORK, idle_of
 from bench.gpu.plan import BY_NAME, CALLS, PARTS, TOTAL_S, Job, share_s, stages, usual_s
 from bench.gpu.report import complete, document, table
 from bench.gpu.rows import GOALS_CARD, Row, Target, against, invalid, verdict
 from bench.gpu.targets import BY_NAME as TARGET_OF
-from bench.gpu.targets import TARGETS
+from bench.gpu.targets import TARGETS, numbers, same_bits
 from engine.triton_toolchain import toolchain_problem
 from tests.support.databases import required
 from tests.support.triton_versions import REPO, TritonVersion, installed
@@ -121,6 +124,24 @@ def test_what_the_parts_of_a_run_usually_take_fits_its_time() -> None:
     assert all(part.usual_s <= part.limit_s for part in PARTS)
     assert {part.target for part in PARTS if part.asked_for} == {"choices"}
     assert "choices" not in [job.name for stage in stages() for job in stage]
+
+
+def test_every_check_is_made_by_one_part_though_its_module_has_two(monkeypatch: pytest.MonkeyPatch) -> None:
+    made: dict[str, list[str]] = {}
+    for module in (check_attention, check_products):
+        for function, named in (("compare", numbers), ("invariant", same_bits)):
+            monkeypatch.setattr(module, function, lambda _, name, __, named=named: made[part.name].append(named(name)))
+    for part in PARTS:
+        if part.module in ("bench.gpu.check_attention", "bench.gpu.check_products"):
+            made[part.name] = []
+            module = importlib.import_module(part.module)
+            getattr(module, part.function)(Context(torch.device("cpu"), False, {}, lambda _: None, 0.0))
+    names = [name for each in made.values() for name in each]
+    assert len(made) == 4
+    assert all(made.values())
+    assert len(names) == len(set(names))
+    asked = {name for name in TARGET_OF if name.startswith(("numbers: paged", "numbers: product", "numbers: experts"))}
+    assert set(names) == asked | {same_bits(name) for name in ("paged decode", "product bf16", "product int4")}
 
 
 def test_two_commands_give_all_parts_as_long_as_they_may_take_and_are_documented() -> None:

@@ -7,7 +7,7 @@ import json
 import queue
 import subprocess
 import tarfile
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 from unittest.mock import Mock
@@ -123,6 +123,56 @@ def test_the_first_part_may_import_in_peace_but_not_for_ever(monkeypatch: pytest
     assert [lines.get_nowait() for _ in said] == said, "what was said is still there for whoever reads it"
     monkeypatch.setattr(conduct, "IMPORT_S", 0.01)
     conduct._wait_for_imports([one], lines)  # type: ignore[list-item]
+
+
+@dataclass(eq=False)
+class Noted(Stuck):
+    """A process that ends as soon as it is told to begin, and notes what is done with it."""
+
+    left_s: float = 5.0
+    notes: list[str] = field(default_factory=list)
+    lines: Any = None
+
+    def listen(self, lines: Any) -> None:
+        self.lines = lines
+
+    def begin(self, facts: dict[str, Any], limit_s: float) -> None:
+        self.notes.append(f"{self.job.name} begins")
+        self.lines.put((self, None))
+
+    def close(self) -> tuple[int | None, str]:
+        return 0, ""
+
+
+def test_all_processes_of_a_stage_import_while_the_one_before_measures_and_never_while_the_first_imports(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    notes: list[str] = []
+
+    def started(job: Job, **_: object) -> Noted:
+        notes.append(f"{job.name} starts")
+        return Noted(job, notes=notes)
+
+    monkeypatch.setattr(conduct, "Process", started)
+    monkeypatch.setattr(conduct, "_wait_for_imports", lambda *_: notes.append("ready"))
+    stages = [[Job((BY_NAME[name],)) for name in names] for names in (["calibrate"], ["check rows", "warm llama"], ["latency"])]
+    conduct.conduct(stages, rehearse=False, total_s=60.0, facts={conduct.BASE_FACT: 4e12}, show=lambda _: None)
+    assert notes == [
+        "calibrate starts", "ready", "check rows starts", "warm llama starts", "calibrate begins",
+        "latency starts", "check rows begins", "warm llama begins", "latency begins",
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("names", "expected"), [(["warm llama"], [part.BEHIND]), (["check rows"], []), (["check rows", "warm llama"], [])]
+)
+def test_what_only_warms_up_leaves_the_cores_to_the_checks_beside_it(
+    names: list[str], expected: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[int] = []
+    monkeypatch.setattr("os.nice", asked.append)
+    part._give_way(names)
+    assert asked == expected
 
 
 def test_the_calibration_tells_what_all_divide_by_as_soon_as_it_is_there(monkeypatch: pytest.MonkeyPatch) -> None:

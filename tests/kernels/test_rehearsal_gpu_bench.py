@@ -44,7 +44,7 @@ pytestmark = [
 ]
 
 FACTS = {"bandwidth": 4e12, "flops": 8e14, "flops_fp8": 1.6e15, "gap_s": 1e-6}
-NUMBERS_ELSEWHERE = ("check attention", "check rows", "check products")
+NUMBERS_ELSEWHERE = ("check attention", "check prefill", "check rows", "check products", "check fused products")
 """Checks whose kernels take long in the interpreter: they are launched here and computed by the rehearsal on the CPU."""
 
 
