@@ -1,8 +1,13 @@
 """transformers beside us in the same run: same model, same weights, its continuous batching and `generate`.
 
-A ratio is of the same conversations: those that the part `llama 8b` had all at once, after a warm-up, greedy. The peers get all
-of them at once too, after a warm-up of their own, with what they want to know of a workload; `generate` in one batch, or in the
-largest halves that fit. What is not installed, or was not done in time, is a row that says so, never a pass.
+A ratio is of the same conversations: those that the part `llama 8b` had all at once, after a warm-up, greedy. Continuous
+batching gets all of them at once too, after a warm-up of its own, with what it wants to know of a workload.
+
+`generate` gets padded batches of 16 in order of arrival, which is how the goal of 15 defines this peer: a batch runs until its
+longest answer is done, and its caller waits for all of it. A batch takes some ten seconds, so it gets the first conversations
+that fit its share of the time, and at least one batch. One batch of all conversations is told beside it and judges nothing,
+where its time fits: more rows a step make `generate` several times as fast. What is not installed, or was not done in time, is
+a row that says so, never a pass.
 """
 
 from __future__ import annotations
@@ -11,6 +16,7 @@ import copy
 import importlib.util
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -24,8 +30,13 @@ from bench.gpu.timing import synchronize
 from bench.gpu.traffic import Asked
 
 CONTINUOUS = "against transformers continuous batching"
-STATIC = "against transformers static generate"
+STATIC_BATCH = 16
+STATIC = f"against transformers static generate, batches of {STATIC_BATCH}"
 NAMES = (CONTINUOUS, STATIC)
+STATIC_SHARE = 0.4
+"""Of the time that is left when it begins: continuous batching takes the rest."""
+WHOLE_COSTS = 2.0
+"""A batch of all conversations takes at most so many times as long as one of 16: as many steps, and those are the host's."""
 WARM_OUTPUTS = 2
 LIBRARIES = (
     "transformers",
@@ -34,8 +45,21 @@ LIBRARIES = (
 )
 """Imported before the part's time begins."""
 
-Came = tuple[int, float, str]
-"""Tokens returned, seconds, how it was done."""
+
+@dataclass(frozen=True, slots=True)
+class Came:
+    """Tokens that were asked for and returned, of how many conversations, and how it was done. `longest_s`: of a batch."""
+
+    asked: int
+    returned: int
+    requests: int
+    wall_s: float
+    how: str
+    longest_s: float = 0.0
+
+
+END_S = 3.0
+"""Kept for the end of the part, whose rows are there by then."""
 Run = Callable[[Context, Any, list[Asked]], Came]
 
 
@@ -50,8 +74,11 @@ def against_transformers(context: Context) -> None:
         return
     made: list[Any] = []
     context.guard(NAMES, lambda: made.append(_model(context)))
+    told: dict[str, tuple[Row, Came]] = {}
     for name, run in ((STATIC, _static), (CONTINUOUS, _continuous)) if made else ():
-        context.guard(name, partial(_row, context, name, run, made[0]))
+        context.guard(name, partial(_row, context, name, run, made[0], told))
+    if STATIC in told:
+        _whole(context, made[0], *told[STATIC])
 
 
 def _model(context: Context) -> Any:
@@ -70,19 +97,40 @@ def _model(context: Context) -> Any:
     return model
 
 
-def _row(context: Context, name: str, run: Run, model: Any) -> None:
+def _row(context: Context, name: str, run: Run, model: Any, told: dict[str, tuple[Row, Came]]) -> None:
+    """Emit a row, and put it into `told` with what it came from."""
     work = traffic.conversations(context, model.config.vocab_size)
     asked = sum(each.num_outputs for each in work)
     had = context.facts.get("chats_tokens", asked)
     if had != asked:
         raise RuntimeError(f"we were asked for {had} tokens, the peer for {asked}: these are not the same conversations")
-    on_cpu = _on_cpu(model, len(work))
-    returned, wall_s, note = run(context, model, work)
+    on_cpu = _on_cpu(model, STATIC_BATCH if name == STATIC else len(work))
+    came = run(context, model, work)
     ours = float(context.facts.get("chats_rate", 1.0))
-    row = Row(name=name, value=ours, peer=returned / wall_s, peer_name="transformers", peer_on_cpu=on_cpu)
-    row.counted, row.returned = asked, returned
-    row.facts = {"peer_wall_s": wall_s, "peer_tokens": returned, "requests": len(work)}
-    row.note = f"peer: {note}, {wall_s:.1f} s"
+    row = Row(name=name, value=ours, peer=came.returned / came.wall_s, peer_name="transformers", peer_on_cpu=on_cpu)
+    row.counted, row.returned = came.asked, came.returned
+    row.facts = {"peer_wall_s": came.wall_s, "peer_tokens": came.returned, "requests": came.requests}
+    row.facts |= {"peer_tokens_each": came.asked / came.requests, "our_tokens_each": asked / len(work)}
+    row.note = f"peer: {came.how}, {came.wall_s:.1f} s"
+    context.emit(row)
+    told[name] = row, came
+
+
+def _whole(context: Context, model: Any, row: Row, came: Came) -> None:
+    """Tell what `generate` does with all conversations in one batch, where there is time and memory: a fact of its row."""
+    work = traffic.conversations(context, model.config.vocab_size)
+    fact = f"batch of {len(work)}"
+    if context.left_s < WHOLE_COSTS * came.longest_s + END_S:
+        row.facts[fact] = f"not measured: {context.left_s:.0f} s were left"
+    else:
+        try:
+            _generate(model, [Asked(asked.prompt, WARM_OUTPUTS) for asked in work], context)
+            started_s = time.perf_counter()
+            returned = _generate(model, work, context)
+            row.facts[fact] = returned / (time.perf_counter() - started_s)
+            row.note += f"; not judged: {row.facts[fact]:.0f} tokens/s in one batch of {len(work)}"
+        except RuntimeError as error:  # no memory, say: the row itself is right
+            row.facts[fact] = f"{type(error).__name__}: {str(error)[:150]}"
     context.emit(row)
 
 
@@ -99,34 +147,23 @@ def _on_cpu(model: Any, num_rows: int) -> float:
     return float(num_rows * share / (time.perf_counter() - started_s))
 
 
-@torch.inference_mode()
 def _static(context: Context, model: Any, work: list[Asked]) -> Came:
-    """`generate` over left-padded batches in order of arrival: each runs until its longest output is done."""
-    batch, failed = len(work), ""
-    while True:
-        try:
-            returned, wall_s = _batches(context, model, work, batch)
-        except torch.OutOfMemoryError:
-            if batch == 1:
-                raise
-            failed = f"; {batch} at once did not fit"
-        else:
-            return returned, wall_s, f"{len(work)} conversations in batches of {batch}{failed}"
-        batch = -(-batch // 2)
-        torch.cuda.empty_cache()
-
-
-def _batches(context: Context, model: Any, work: list[Asked], batch: int) -> tuple[int, float]:
-    """Tokens and seconds of all of them."""
+    """`generate` over left-padded batches of 16 in order of arrival: each runs until its longest output is done."""
+    until_s, batch = context.left_s * (1 - STATIC_SHARE), STATIC_BATCH
     _generate(model, [Asked(asked.prompt, WARM_OUTPUTS) for asked in work[:batch]], context)
-    returned, started_s = 0, time.perf_counter()
-    for first in range(0, len(work), batch):
-        if context.left_s < 2:
-            raise TimeoutError(f"no time left: {first} of {len(work)} conversations were done")
+    took_s: list[float] = []
+    returned = 0
+    while len(took_s) * batch < len(work) and (not took_s or context.left_s - max(took_s) > until_s):
+        first = len(took_s) * batch
+        started_s = time.perf_counter()
         returned += _generate(model, work[first : first + batch], context)
-    return returned, time.perf_counter() - started_s
+        took_s.append(time.perf_counter() - started_s)
+    done = work[: len(took_s) * batch]
+    how = f"the first {len(done)} of {len(work)} conversations in batches of {batch}"
+    return Came(sum(asked.num_outputs for asked in done), returned, len(done), sum(took_s), how, max(took_s))
 
 
+@torch.inference_mode()
 def _generate(model: Any, requests: list[Asked], context: Context) -> int:
     width, longest = max(len(asked.prompt) for asked in requests), max(asked.num_outputs for asked in requests)
     rows = [[0] * (width - len(asked.prompt)) + list(asked.prompt) for asked in requests]
@@ -154,7 +191,7 @@ def _continuous(context: Context, model: Any, work: list[Asked]) -> Came:
             failed = f"{failed}with {sizes or 'its own sizes'}: {type(error).__name__}: {str(error)[:150]}; "
         else:
             note = f"{len(work)} conversations at once, {sizes or 'its own sizes'}, {how}{failed and f'; failed {failed}'}"
-            return returned, wall_s, note
+            return Came(sum(asked.num_outputs for asked in work), returned, len(work), wall_s, note)
     raise RuntimeError(f"continuous batching of transformers did not run {failed}")
 
 

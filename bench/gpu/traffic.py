@@ -21,7 +21,7 @@ OUTPUT_LENS = (8, 39, 134, 281, 450, 685, 860)
 CHAT_LEN_MAX = 512
 """Longer prompts and answers are cut: a peer that takes 40 ms a step is done in half a minute."""
 CONVERSATIONS = 128
-"""As many as a peer has done by then, and `generate` in one batch."""
+"""As many as a peer's continuous batching has done by then."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -52,12 +52,22 @@ class FakeManager:
 
 
 @dataclass
+class Clock:
+    now_s: float = 0.0
+
+    def __call__(self) -> float:
+        return self.now_s
+
+
+@dataclass
 class FakeModel:
     manager: FakeManager = field(default_factory=FakeManager)
     config: Any = field(default_factory=lambda: SimpleNamespace(vocab_size=VOCAB, _attn_implementation="paged|sdpa"))
     begun: dict[str, Any] = field(default_factory=dict)
     batches: list[tuple[int, int]] = field(default_factory=list)
     fits: int = 1000
+    clock: Clock = field(default_factory=Clock)
+    each_s: float = 0.0
 
     @contextmanager
     def continuous_batching_context_manager(self, **options: Any) -> Iterator[FakeManager]:
@@ -68,6 +78,8 @@ class FakeModel:
         if len(tokens) > self.fits:
             raise torch.OutOfMemoryError("no room")
         self.batches.append((len(tokens), max_new_tokens))
+        if max_new_tokens > peers.WARM_OUTPUTS:
+            self.clock.now_s += self.each_s
         return torch.cat([tokens, torch.ones(len(tokens), max_new_tokens, dtype=tokens.dtype)], dim=1)
 
 
@@ -75,28 +87,63 @@ def test_the_peers_get_the_conversations_that_we_had() -> None:
     context = context_with([])
     ours = traffic.conversations(context, VOCAB)
     model = FakeModel()
-    returned, _, note = peers._continuous(context, model, ours)
-    assert returned == sum(each.num_outputs for each in ours)
-    assert f"{len(ours)} conversations at once" in note
-    assert "paged|sdpa" in note
+    came = peers._continuous(context, model, ours)
+    assert came.asked == came.returned == sum(each.num_outputs for each in ours)
+    assert f"{len(ours)} conversations at once" in came.how
+    assert "paged|sdpa" in came.how
     assert model.begun["warmup"] is True
     hints = model.begun["workload_hints"]
     assert (hints.num_requests, hints.max_prompt_length) == (len(ours), max(len(each.prompt) for each in ours))
     assert hints.max_generated_length == max(each.num_outputs for each in ours)
 
 
-def test_generate_takes_all_conversations_in_one_batch_and_in_halves_where_memory_ends() -> None:
-    context = context_with([])
-    work = traffic.conversations(context, VOCAB)
-    longest = max(each.num_outputs for each in work)
-    for fits, batches in ((1000, [len(work)]), (len(work) - 1, [len(work) // 2] * 2)):
-        model = FakeModel(fits=fits)
-        returned, _, note = peers._static(context, model, work)
-        assert returned == sum(each.num_outputs for each in work)
-        timed = [size for size, length in model.batches if length > peers.WARM_OUTPUTS]
-        assert timed == batches
-        assert f"in batches of {batches[0]}" in note
-        assert max(length for _, length in model.batches) == longest
+WORK = traffic.chats(40, 10, VOCAB)
+
+
+def test_generate_takes_conversations_sixteen_at_a_time_in_their_order_and_each_batch_to_its_longest() -> None:
+    model = FakeModel()
+    came = peers._static(context_with([]), model, WORK)
+    timed = [batch for batch in model.batches if batch[1] > peers.WARM_OUTPUTS]
+    parts = [WORK[:16], WORK[16:32], WORK[32:]]
+    assert timed == [(len(part), max(each.num_outputs for each in part)) for part in parts]
+    assert (came.requests, came.asked) == (40, sum(each.num_outputs for each in WORK))
+    assert came.returned == came.asked, "what runs on for the longest is not counted"
+    assert "batches of 16" in came.how
+    assert "batches of 16" in peers.STATIC
+
+
+def test_generate_gets_the_conversations_that_fit_its_share_of_the_time_and_one_batch_at_least(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    for each_s, expected in ((10.0, 32), (25.0, 16), (90.0, 16)):
+        clock, model = Clock(), FakeModel()
+        model.clock, model.each_s = clock, each_s
+        monkeypatch.setattr("time.perf_counter", clock)
+        context = Context(torch.device("cpu"), True, {}, lambda _: None, 60.0, clock=clock)
+        came = peers._static(context, model, WORK)
+        assert came.requests == expected
+        assert came.asked == sum(asked.num_outputs for asked in WORK[:expected])
+        assert came.longest_s == each_s
+
+
+@pytest.mark.parametrize(
+    ("left_s", "fits", "expected"),
+    [(100.0, 1000, "10"), (100.0, 16, "OutOfMemoryError: no room"), (22.0, 1000, "not measured: 22 s were left")],
+)
+def test_one_batch_of_all_is_a_fact_where_there_is_time_and_memory_and_judges_nothing(
+    left_s: float, fits: int, expected: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    told: list[dict[str, Any]] = []
+    clock, model = Clock(), FakeModel(fits=fits)
+    model.clock, model.each_s = clock, sum(each.num_outputs for each in WORK) / 10
+    monkeypatch.setattr("time.perf_counter", clock)
+    monkeypatch.setattr(traffic, "conversations", lambda *_: WORK)
+    context = Context(torch.device("cpu"), True, {}, told.append, left_s, clock=clock)
+    row = Row(name=peers.STATIC, value=90.0, peer=5.0)
+    peers._whole(context, model, row, peers.Came(7, 7, 16, 10.0, "", longest_s=10.0))
+    (line,) = told
+    assert str(line["row"]["facts"]["batch of 40"]).removesuffix(".0") == expected
+    assert (line["row"]["peer"], line["row"]["error"]) == (5.0, "")
 
 
 def test_a_ratio_of_different_conversations_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -155,7 +202,7 @@ def test_what_a_peer_does_on_the_cpu_is_told_beside_what_it_does_on_the_card(mon
     model = peers._model(context)
     assert peers._on_cpu(model, 4) > 0
     monkeypatch.setattr(peers, "_on_cpu", lambda *_: 7.0)
-    peers._row(
-        context, peers.STATIC, lambda *_: (sum(a.num_outputs for a in traffic.conversations(context, VOCAB)), 1.0, ""), model
-    )
+    kept: dict[str, Any] = {}
+    peers._row(context, peers.STATIC, lambda *_: peers.Came(10, 10, 2, 1.0, ""), model, kept)
+    assert kept[peers.STATIC][1].requests == 2
     assert told[0]["row"]["peer_on_cpu"] == 7.0
