@@ -1,9 +1,22 @@
-"""How much of a stretch of steps the GPU did nothing, in two ways, as neither sees all.
+"""How much of a stretch of steps the GPU did nothing, by what can be seen of it.
 
-waits    events around each replay of a graph: what lies between two of them is a wait for the host. Nothing within a graph is
-         seen, nor that the device was idle while the host was still launching one
-gaps     torch's profiler: what no kernel and no copy covers. A kernel that was launched early counts as running while it waits
-         for the one before, so kernels have to be launched in turn for it
+waits    events around each replay of a graph, as it is served: what lies between two of them is a wait for the host. Nothing
+         within a graph is seen, nor that the device was idle while the host was still launching one
+busy     torch's profiler, over steps whose kernels are launched in turn: what any kernel or copy covers, for each step. A
+         kernel that is launched early would count as running while it waits for the one before. Judged is 1 - busy / served
+         step, where the served step has its kernels launched early and no profiler, and never less than the waits
+gaps     of the same trace: what nothing covers. No served step has them, and the profiler widens them
+
+How a step that idles could pass, and what is done about it:
+
+kernels overlap in the trace (they were launched early all the same), which counts waiting as running: the row fails
+the profiler makes kernels longer, beyond the step in turn as it is without the profiler: the row fails
+requests are longer by the time of the trace, so kernels take longer than in the served step: its time is moved on to there
+a step launched before the trace runs within it: nothing is under way when the trace begins
+an idle host is made up for by kernels that overlap when they are launched early: waits count whatever kernels do
+
+What is left: within a graph, an early launch may make up for a gap at another place. What is judged is what a step loses
+against its own kernels one after the other without any gap. A trace that lost kernels shows more idle time, not less.
 """
 
 from __future__ import annotations
@@ -15,6 +28,7 @@ from collections.abc import Callable, Hashable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
+from statistics import mean, median
 from typing import Any
 from unittest import mock
 
@@ -23,6 +37,8 @@ import torch
 from engine.runner.cuda_graphs import CudaGraphs, DirectCalls
 
 WORK = ("kernel", "gpu_memcpy", "gpu_memset")
+OVERLAP_MAX = 0.01
+"""Of a trace: copies of inputs beside a kernel. Kernels that are launched early overlap by more."""
 LONG_US = 5.0
 """Gaps above it are waits for the host; those below lie between two kernels of a graph."""
 
@@ -91,12 +107,75 @@ class Idle:
     num_kernels: int
     longest_us: float
     top: dict[str, float]  # names of kernels and their share of the span
+    overlap: float = 0.0  # what ran beside something else
+
+
+@dataclass(frozen=True, slots=True)
+class Stretch:
+    """Steps in a row, in seconds. `at` counts the steps before them, from anywhere."""
+
+    at: float
+    step_s: list[float]
+
+    @property
+    def warm_s(self) -> list[float]:
+        """Without the first step, during part of which nobody called."""
+        return self.step_s[1:]
+
+    def step_at(self, at: float, growth: float) -> float:
+        """Seconds of a step at another place, where a step is longer by `growth` than the one before."""
+        return mean(self.warm_s) + growth * (at - self.at - len(self.step_s) / 2)
+
+
+def growth_s(earlier: Stretch, later: Stretch) -> float:
+    """By how many seconds a step is longer than the one before, since requests grow: the median over steps at the same place of
+    each stretch, so that a disturbed one counts as any other. Never negative: that would be a card that warms up."""
+    longer = [after - before for before, after in zip(earlier.warm_s, later.warm_s, strict=False)]
+    return max(0.0, median(longer) / (later.at - earlier.at))
+
+
+@dataclass(frozen=True, slots=True)
+class Traced:
+    """A trace of steps launched in turn; a served step and one in turn, both without the profiler, at its place; and the share
+    of waits, as served."""
+
+    trace: Idle
+    num_steps: int
+    served_s: float
+    in_turn_s: float
+    waits: float
+
+    @property
+    def busy_us(self) -> float:
+        """Of a step."""
+        return self.trace.span_us * (1 - self.trace.share) / self.num_steps
+
+    @property
+    def busy(self) -> float:
+        """Of a served step; above 1 where kernels that are launched early save more than gaps cost."""
+        return self.busy_us / (1e6 * self.served_s)
+
+    @property
+    def idle(self) -> float:
+        return max(0.0, self.waits, 1 - self.busy)
+
+    @property
+    def wrong(self) -> str:
+        """Why the trace does not tell how long kernels take, or nothing."""
+        if self.trace.overlap > OVERLAP_MAX:
+            return f"{100 * self.trace.overlap:.1f} % of the trace overlaps: its kernels were not launched in turn"
+        if self.busy_us > 1e6 * self.in_turn_s:
+            step = f"a step in turn takes {1e6 * self.in_turn_s:.0f} without the profiler"
+            return f"the kernels of a step take {self.busy_us:.0f} µs in the trace, where {step}: these are not their durations"
+        return ""
 
 
 def measure_idle(run: Callable[[], object], device: torch.device) -> Idle:
     """Run under the profiler. A rehearsal reads the operations of the CPU, so that the same code sees a trace."""
     on_gpu = device.type == "cuda"
     activity = torch.profiler.ProfilerActivity.CUDA if on_gpu else torch.profiler.ProfilerActivity.CPU
+    if on_gpu:
+        torch.cuda.synchronize()  # a step under way would be in the trace beside those of `run`
     with torch.profiler.profile(activities=[activity]) as profiler:
         run()
         if on_gpu:
@@ -124,4 +203,5 @@ def idle_of(events: list[dict[str, Any]], kinds: tuple[str, ...]) -> Idle:
     span = max(end - first, 1e-9)
     top = dict(sorted(((name[:60], taken / span) for name, taken in of_kernel.items()), key=lambda pair: -pair[1])[:12])
     long = sum(gap for gap in gaps if gap > LONG_US)
-    return Idle(sum(gaps) / span, long / span, span, len(work), max(gaps, default=0.0), top)
+    overlap = sum(of_kernel.values()) - (span - sum(gaps))
+    return Idle(sum(gaps) / span, long / span, span, len(work), max(gaps, default=0.0), top, overlap / span)

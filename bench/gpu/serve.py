@@ -6,7 +6,7 @@ import random
 import tempfile
 import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from functools import partial
 from itertools import count
 from pathlib import Path
@@ -16,11 +16,11 @@ from typing import Any
 from bench.gpu import traffic
 from bench.gpu.context import Context
 from bench.gpu.graph_use import graph_use
-from bench.gpu.idle import measure_idle, timed_replays
-from bench.gpu.layer import launched_in_turn
+from bench.gpu.idle import Stretch
 from bench.gpu.models import random_engine
 from bench.gpu.planner import Planner
 from bench.gpu.rows import Row
+from bench.gpu.serve_idle import idle_row, progress
 from bench.gpu.timing import median
 from bench.gpu.traffic import Asked, Window
 from engine.loop import Engine
@@ -228,6 +228,7 @@ def _steady(
         asked = Asked(traffic.prompt(numbers, in_len, vocab), out_len)
         traffic.submit(engine, f"s{number}", asked, temperature=MIXED_TEMPERATURE)
     traffic.steps(engine, lambda window: bool(window.tokens) and window.tokens[-1] == num_requests)
+    at = progress(engine)
     window = traffic.steps(engine, _times(num_steps))
     row = Row(
         name=name, value=window.rate, samples=[tokens / s for tokens, s in zip(window.tokens, window.step_s, strict=True)]
@@ -238,7 +239,7 @@ def _steady(
     context.emit(window.graphs.told(row, whole=True))
     if profiled is not None:
         context.guard(profiled[1], lambda: _host(context, profiled[1], window))
-        context.guard(profiled[0], lambda: _idle(context, profiled[0], engine, num_steps))
+        context.guard(profiled[0], lambda: idle_row(context, profiled[0], engine, num_steps, Stretch(at, window.step_s)))
     for number in range(num_requests):
         engine.abort(f"s{number}")
     traffic.steps(engine, lambda _: False)
@@ -277,39 +278,6 @@ def _turnover(context: Context, engine: Engine, name: str) -> None:
     row = Row(name=name, value=mean(samples), samples=samples, facts={"p50_us": median(samples), "max_us": max(samples)})
     row.note = "mean over steps that admit a request of 8 tokens and steps that do not, by turns"
     context.emit(window.graphs.told(row, whole=True))
-
-
-def _idle(context: Context, name: str, engine: Engine, num_steps: int) -> None:
-    """The larger of the waits between graphs, as they are served, and the gaps between kernels, launched in turn."""
-    row = Row(name=name)
-    with graph_use() as use, timed_replays(context.device) as replays:
-        traffic.steps(engine, _times(num_steps))
-    row.value = row.facts["waits_percent"] = 100 * replays.waits
-    use.told(row, whole=True)
-    row.error = row.error or "the profiler gave no figure: waits for the host alone"
-    context.emit(row)  # the profiler may end the process
-    try:
-        with ExitStack() as stack:
-            stack.enter_context(launched_in_turn())
-            for graphs in replays.graphs:
-                stack.enter_context(graphs.set_aside())
-            traffic.steps(engine, _times(3))  # which captures
-            with graph_use() as in_turn:
-                idle = measure_idle(lambda: traffic.steps(engine, _times(num_steps)), context.device)
-    except Exception as error:  # noqa: BLE001 - the waits are kept, and the next row shows whether the device is broken
-        row.error = f"{row.error} ({type(error).__name__}: {str(error)[:300]})"
-        context.emit(row)
-        return
-    gaps = 100 * idle.share
-    row.value, row.facts["gaps_percent"] = max(row.value, gaps), gaps
-    row.facts |= {"kernels": idle.top, "span_us": idle.span_us, "num_kernels": idle.num_kernels}
-    row.facts |= {"long_gaps_percent": 100 * idle.long, "longest_gap_us": idle.longest_us}
-    row.note = f"waits for the host between graphs: {100 * replays.waits:.2f} %; gaps between kernels, launched in turn and "
-    row.note += f"widened by the profiler: {gaps:.2f} %, those above 5 µs {100 * idle.long:.2f} %; the larger is judged"
-    for each in (in_turn, use):
-        each.told(row, whole=True)
-    row.error = use.lacks or in_turn.lacks
-    context.emit(row)
 
 
 def _mixed(context: Context, engine: Engine, directory: Path, name: str, *, planned: str | None = None) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from bench.gpu import serve, serve_latency, traffic
+from bench.gpu import serve, serve_idle, serve_latency, traffic
 from bench.gpu.context import Context
 from bench.gpu.graph_use import GraphUse
 from bench.gpu.idle import Idle
@@ -64,7 +64,7 @@ def rows_of(
         run()
         return Idle(0.0, 0.0, 1.0, 1, 0.0, {})
 
-    monkeypatch.setattr(serve, "measure_idle", without_a_trace)
+    monkeypatch.setattr(serve_idle, "measure_idle", without_a_trace)
     told: list[dict[str, Any]] = []
     measure(Context(torch.device("cpu"), False, {}, told.append, 600.0, clock=lambda: 0.0))
     return {line["row"]["name"]: line["row"] for line in told if "row" in line}

@@ -15,7 +15,7 @@ from unittest.mock import Mock
 import pytest
 import torch
 
-from bench.gpu import calibration, conduct, driver, part, peers, serve, speed_attention
+from bench.gpu import calibration, conduct, driver, part, peers, serve, serve_idle, speed_attention
 from bench.gpu.conduct import Outcome
 from bench.gpu.context import Context
 from bench.gpu.idle import Replays, timed_replays
@@ -226,7 +226,9 @@ def test_every_step_is_timed_while_they_are_and_none_afterwards() -> None:
     assert 0.0 <= replays.waits <= 1.0
 
 
-def test_the_larger_of_waits_and_gaps_is_judged_and_without_a_profiler_none(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_waits_and_what_kernels_leave_of_a_served_step_are_judged_and_without_a_profiler_nothing_is(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     def breaks(*_: object) -> None:
         raise RuntimeError("no trace")
 
@@ -234,13 +236,16 @@ def test_the_larger_of_waits_and_gaps_is_judged_and_without_a_profiler_none(monk
     for profiler in ("works", "breaks"):
         told: list[dict[str, Any]] = []
         if profiler == "breaks":
-            monkeypatch.setattr(serve, "measure_idle", breaks)
+            monkeypatch.setattr(serve_idle, "measure_idle", breaks)
         serve.llama_8b(context_of(told, bandwidth=4e12, flops=8e14))
         rows[profiler] = [line["row"] for line in told if line.get("row", {}).get("name") == IDLE]
     first, last = rows["works"]
     assert "the profiler gave no figure" in first["error"]
     assert last["error"] == ""
-    assert last["value"] == max(last["facts"]["waits_percent"], last["facts"]["gaps_percent"])
+    facts = last["facts"]
+    assert last["value"] == pytest.approx(max(0.0, facts["waits_percent"], 100 - facts["busy_percent"]))
+    assert facts["busy_percent"] == pytest.approx(100 * facts["busy_us"] / facts["served_us"])
+    assert facts.keys() >= {"gaps_percent", "overlap_percent", "in_turn_us", "growth_us"}
     assert "RuntimeError: no trace" in rows["breaks"][-1]["error"]
 
 

@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 import torch
 
-from bench.gpu import calibration, models, same_tokens, serve, traffic
+from bench.gpu import calibration, models, same_tokens, serve, serve_idle, traffic
 from bench.gpu.conduct import Outcome
 from bench.gpu.context import Context
 from bench.gpu.idle import Idle
@@ -59,7 +59,7 @@ def without_a_trace(run: Callable[[], object], device: torch.device) -> Idle:
 @pytest.mark.parametrize("part", [part for part in PARTS if part.name != "peers"], ids=lambda part: part.name)
 def test_a_part_runs_to_its_end_on_a_card(part: Part, monkeypatch: pytest.MonkeyPatch) -> None:
     measure = getattr(importlib.import_module(part.module), part.function)
-    monkeypatch.setattr("bench.gpu.serve.measure_idle", without_a_trace)
+    monkeypatch.setattr("bench.gpu.serve_idle.measure_idle", without_a_trace)
     monkeypatch.setattr("bench.gpu.speed_attention._flex", lambda *_: {"flex_attention": 1.0})  # its masks want a real device
     told: list[dict[str, Any]] = []
     has_kernels = part.family in ("calibrate", "kernels") or part.module.startswith("bench.gpu.check_")
@@ -172,7 +172,7 @@ def test_a_row_whose_steps_fell_back_to_the_plain_way_fails_and_says_why(monkeyp
         assert "1 steps fell back to the plain way: a step could not be launched: RuntimeError: no launch" in row["error"], name
 
 
-def test_gaps_are_those_of_graphs_captured_in_turn_and_waits_those_of_what_is_served(
+def test_kernels_are_those_of_graphs_captured_in_turn_and_waits_those_of_what_is_served(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     told: list[dict[str, Any]] = []
@@ -184,7 +184,7 @@ def test_gaps_are_those_of_graphs_captured_in_turn_and_waits_those_of_what_is_se
         return capture(graphs, function)
 
     monkeypatch.setattr(CudaGraphs, "_captured", noted)
-    monkeypatch.setattr(serve, "measure_idle", without_a_trace)
+    monkeypatch.setattr(serve_idle, "measure_idle", without_a_trace)
     with rehearsal(Schedule.EARLY, total_bytes=8 << 30), in_place_of_triton():
         context = Context(DEVICE, True, dict(FACTS), told.append, time.monotonic() + 600)
         with random_engine(context, tmp_path, "qwen3-0.6b", layers=1, max_num_seqs=4) as engine:
@@ -192,7 +192,8 @@ def test_gaps_are_those_of_graphs_captured_in_turn_and_waits_those_of_what_is_se
                 traffic.submit(engine, f"s{number}", Asked((3, 4, 5), 40))
             traffic.steps(engine, lambda window: bool(window.tokens) and window.tokens[-1] == 3)
             captured.clear()
-            serve._idle(context, name, engine, 3)
+            earlier = serve_idle.steps(engine, 3)
+            serve_idle.idle_row(context, name, engine, 3, earlier)
             assert captured
             assert set(captured) == {"0"}
             before = len(captured)

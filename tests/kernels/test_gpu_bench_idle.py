@@ -1,0 +1,77 @@
+"""How idle a GPU is in a steady step: from traces and steps whose true answer is known, and none of whose faults may pass."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from bench.gpu.idle import WORK, Idle, Stretch, Traced, growth_s, idle_of
+
+GRAPH = [(0.0, 40.0), (45.0, 30.0), (77.0, 20.0)]
+"""Begin and duration of three kernels of a step of 100 µs in turn, 10 of which nothing runs."""
+
+
+def trace(kernels: list[tuple[float, float]], num_steps: int, step_us: float = 100.0) -> Idle:
+    events: list[dict[str, Any]] = [
+        {"ts": step * step_us + begin, "dur": taken, "cat": "kernel", "name": "k"}
+        for step in range(num_steps)
+        for begin, taken in kernels
+    ]
+    return idle_of(events, WORK)
+
+
+def traced(**changed: Any) -> Traced:
+    found = Traced(trace(GRAPH, 16), 16, served_s=95e-6, in_turn_s=100e-6, waits=0.0)
+    return replace(found, **changed)
+
+
+def test_a_served_step_idles_for_what_its_kernels_in_turn_leave_of_it() -> None:
+    found = traced()
+    assert found.busy_us == pytest.approx(90.0)
+    assert found.idle == pytest.approx(1 - 90 / 95)
+    assert found.wrong == ""
+    assert traced(served_s=90e-6).idle == pytest.approx(0.0, abs=1e-12)
+
+
+def test_gaps_that_only_steps_in_turn_have_are_not_those_of_a_served_step() -> None:
+    found = traced(served_s=91e-6)
+    assert found.trace.share > 0.08
+    assert found.idle == pytest.approx(1 / 91)
+
+
+@pytest.mark.parametrize("served_s", [80e-6, 90e-6, 95e-6])
+def test_a_wait_for_the_host_counts_however_much_early_launches_save(served_s: float) -> None:
+    assert traced(served_s=served_s, waits=0.2).idle == pytest.approx(0.2)
+
+
+def test_a_trace_in_which_kernels_wait_for_one_another_does_not_pass() -> None:
+    early = [(0.0, 40.0), (5.0, 70.0), (50.0, 47.0)]
+    found = traced(trace=trace(early, 16))
+    assert found.trace.overlap > 0.4
+    assert "its kernels were not launched in turn" in found.wrong
+
+
+def test_kernels_that_the_profiler_makes_longer_than_a_step_without_it_do_not_pass() -> None:
+    longer = [(begin * 2, taken * 1.2) for begin, taken in GRAPH]
+    found = traced(trace=trace(longer, 16, step_us=200.0))
+    assert found.idle == 0.0
+    assert "these are not their durations" in found.wrong
+
+
+def test_a_trace_that_lost_kernels_shows_more_idle_time() -> None:
+    assert traced(trace=trace(GRAPH[:2], 16)).idle > traced().idle
+
+
+def test_a_served_step_is_as_long_as_it_would_be_at_the_place_of_the_trace() -> None:
+    def stretch(at: int, *, disturbed: int | None = None) -> Stretch:
+        return Stretch(at, [0.010 + 2e-6 * (at + step) + (0.005 if step == disturbed else 0.0) for step in range(64)])
+
+    earlier, later = stretch(0, disturbed=60), stretch(100)
+    growth = growth_s(earlier, later)
+    assert growth == pytest.approx(2e-6)
+    assert later.step_at(175.0, growth) == pytest.approx(0.010 + 2e-6 * 175)
+    cut_short = Stretch(100, [0.001, *later.step_s[1:]])
+    assert cut_short.step_at(175.0, growth) == later.step_at(175.0, growth), "its first step began before anybody asked"
+    assert growth_s(Stretch(0, later.step_s), Stretch(100, earlier.step_s)) == 0.0, "requests do not shrink"
