@@ -21,6 +21,7 @@ from bench.gpu.models import random_engine
 from bench.gpu.planner import Planner
 from bench.gpu.rows import Row
 from bench.gpu.serve_idle import idle_row, progress
+from bench.gpu.step_parts import REST, step_parts
 from bench.gpu.timing import median
 from bench.gpu.traffic import Asked, Window
 from engine.loop import Engine
@@ -238,7 +239,7 @@ def _steady(
     row.facts = {"step_ms": median(window.step_s) * 1e3}
     context.emit(window.graphs.told(row, whole=True))
     if profiled is not None:
-        context.guard(profiled[1], lambda: _host(context, profiled[1], window))
+        context.guard(profiled[1], lambda: _host(context, profiled[1], engine, window))
         context.guard(profiled[0], lambda: idle_row(context, profiled[0], engine, num_steps, Stretch(at, window.step_s)))
     for number in range(num_requests):
         engine.abort(f"s{number}")
@@ -249,11 +250,17 @@ def _times(num_steps: int) -> Callable[[Window], bool]:
     return lambda window: len(window.step_s) >= num_steps
 
 
-def _host(context: Context, name: str, window: Window) -> None:
-    """The thread's CPU clock stands still while it waits for the device, so what it counts is work between two launches."""
+def _host(context: Context, name: str, engine: Engine, window: Window) -> None:
+    """The thread's CPU clock stands still while it waits for the device, so what it counts is work between two launches. Its
+    parts are those of further steps, since clocks around them take time too."""
     samples = [1e6 * cpu_s for cpu_s in window.cpu_s]
     row = Row(name=name, value=median(samples), samples=samples, facts={"p99_us": sorted(samples)[int(0.99 * len(samples))]})
-    row.note = "CPU time of engine.step(): plan, launch, booking, events; waiting for the device sleeps"
+    with step_parts() as taken_s:
+        further = traffic.steps(engine, _times(max(3, len(window.step_s) // 2))).cpu_s
+    parts = {label: 1e6 * of_all_s / len(further) for label, of_all_s in taken_s.items()}
+    row.facts["parts_us"] = parts | {REST: 1e6 * mean(further) - sum(parts.values())}
+    told = ", ".join(f"{label} {taken_us:.0f}" for label, taken_us in row.facts["parts_us"].items())
+    row.note = f"CPU time of engine.step(), waiting for the device sleeps; its parts in further steps, mean µs: {told}"
     context.emit(window.graphs.told(row, whole=True))
 
 

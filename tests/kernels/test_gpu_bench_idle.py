@@ -8,6 +8,9 @@ from typing import Any
 import pytest
 
 from bench.gpu.idle import WORK, Idle, Stretch, Traced, growth_s, idle_of
+from bench.gpu.step_parts import REST, step_parts
+from bench.host_step import make_engine, submit
+from engine.scheduling.scheduler import Scheduler
 
 GRAPH = [(0.0, 40.0), (45.0, 30.0), (77.0, 20.0)]
 """Begin and duration of three kernels of a step of 100 µs in turn, 10 of which nothing runs."""
@@ -75,3 +78,17 @@ def test_a_served_step_is_as_long_as_it_would_be_at_the_place_of_the_trace() -> 
     cut_short = Stretch(100, [0.001, *later.step_s[1:]])
     assert cut_short.step_at(175.0, growth) == later.step_at(175.0, growth), "its first step began before anybody asked"
     assert growth_s(Stretch(0, later.step_s), Stretch(100, earlier.step_s)) == 0.0, "requests do not shrink"
+
+
+def test_parts_of_the_hosts_time_are_counted_once_and_left_alone_afterwards() -> None:
+    engine, _ = make_engine(4)
+    before = Scheduler.__dict__["advance"], Scheduler.__dict__["settle"]
+    with step_parts() as taken_s:
+        engine, _ = make_engine(4)
+        submit(engine, 0, 4)
+        while engine.has_requests:
+            engine.step()
+    assert {label for label, taken in taken_s.items() if taken > 0} >= {"plan", "book", "launch", "fetch", "settle"}
+    assert all(taken >= 0 for taken in taken_s.values())
+    assert REST not in taken_s
+    assert (Scheduler.__dict__["advance"], Scheduler.__dict__["settle"]) == before

@@ -1,0 +1,54 @@
+"""Where the host's time of a step goes: CPU time of its thread in each part, without what other parts within that one take."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+from unittest import mock
+
+from engine.overlap import OverlappedSteps
+from engine.runner.cuda_graphs import CudaGraphs, DirectCalls
+from engine.runner.slot_runner import SlotRunner
+from engine.scheduling.scheduler import Scheduler
+
+PARTS: tuple[tuple[str, Any, str], ...] = (
+    ("plan", Scheduler, "schedule"),
+    ("book", OverlappedSteps, "launch"),
+    ("launch", SlotRunner, "launch"),
+    ("graph", CudaGraphs, "run"),
+    ("graph", DirectCalls, "run"),
+    ("complete", OverlappedSteps, "complete"),
+    ("fetch", OverlappedSteps, "collect"),
+    ("settle", Scheduler, "settle"),
+)
+"""plan: who is in the step · book: whether slots hold it, and booking it as done · launch: its inputs, and what is launched
+beside the graph · graph: asking the driver for it · complete: the rest of a step whose masks come late · fetch: its tokens, for
+which the thread sleeps · settle: tokens and events of the step before"""
+REST = "rest"
+
+
+@contextmanager
+def step_parts() -> Iterator[dict[str, float]]:
+    """Yields seconds by part, of all steps until it is left. The clocks themselves take some microseconds a step."""
+    taken_s = dict.fromkeys((label for label, *_ in PARTS), 0.0)
+    within_s = [0.0]  # what parts took within the one under way, the innermost last
+
+    def timed(label: str, inner: Callable[..., Any]) -> Callable[..., Any]:
+        def run(*given: Any, **named: Any) -> Any:
+            within_s.append(0.0)
+            started_s = time.thread_time()
+            try:
+                return inner(*given, **named)
+            finally:
+                whole_s = time.thread_time() - started_s
+                taken_s[label] += whole_s - within_s.pop()
+                within_s[-1] += whole_s
+
+        return run
+
+    with ExitStack() as stack:
+        for label, holder, name in PARTS:
+            stack.enter_context(mock.patch.object(holder, name, timed(label, getattr(holder, name))))
+        yield taken_s
