@@ -55,7 +55,11 @@ ModeOption = Annotated[
 ]
 CurrencyOption = Annotated[
     str | None,
-    typer.Option(metavar="CODE", help="Billing currency, as EUR; fixed by the first request.", show_default=False),
+    typer.Option(
+        metavar="CODE",
+        help="Billing currency, as EUR; cannot be changed after the first request. Without one: the appliance's currency.",
+        show_default=False,
+    ),
 ]
 CutOption = Annotated[
     bool | None,

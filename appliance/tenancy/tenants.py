@@ -141,7 +141,7 @@ class Tenants:
         """Return the tenant after `changes`.
 
         Raises NotFound, RoleNotAllowed, NameTaken, and InvalidValue (also for an archived tenant, and for another currency once
-        it was billed).
+        it was billed; None may then still become a currency that its usage has).
         """
         columns = _changed_columns(changes)
         try:
@@ -160,7 +160,8 @@ class Tenants:
         if tenant.archived:
             raise InvalidValue("an archived tenant cannot be changed", param="id")
         if columns.get("currency", tenant.currency) != tenant.currency:
-            raise InvalidValue("the currency of a tenant is fixed by its first request", param="currency")
+            message = "currency cannot be changed after the first request, except from null to one that the usage has"
+            raise InvalidValue(message, param="currency")
         return tenant
 
     async def limit_model(self, tenant_id: str, model: str, changes: Mapping[str, int | None], *, access: Access) -> Tenant:
@@ -200,11 +201,14 @@ def _unarchived(tenant_id: str) -> ColumnElement[bool]:
 
 
 def _unbilled(tenant_id: str, columns: Mapping[str, Any]) -> list[ColumnElement[bool]]:
-    """Return the condition of a change of currency: it stays as it is, or nothing was recorded in it."""
+    """Return the condition of a change of currency: it stays as it is, or nothing was recorded, or nobody chose one before and
+    usage was recorded in this one."""
     if "currency" not in columns:
         return []
-    recorded = exists(select(usage_events.c.id).where(usage_events.c.tenant_id == tenant_id))
-    return [or_(tenants.c.currency.is_not_distinct_from(columns["currency"]), ~recorded)]
+    currency = columns["currency"]
+    recorded = select(usage_events.c.id).where(usage_events.c.tenant_id == tenant_id)
+    followed = tenants.c.currency.is_(None) & exists(recorded.where(usage_events.c.currency == currency))
+    return [or_(tenants.c.currency.is_not_distinct_from(currency), ~exists(recorded), followed)]
 
 
 async def _check_unlike(connection: AsyncConnection, name: str, *, but: str | None = None) -> None:

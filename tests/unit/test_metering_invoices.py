@@ -497,3 +497,14 @@ async def test_lines_are_the_same_however_their_events_were_split_by_the_moment_
             ahead = await read_event_sums(connection, books.bob.tenant.id, Cover("2026-10", posting), None)
             since = await read_event_sums(connection, books.bob.tenant.id, Cover("2026-10", 4), Cover("2026-10", posting))
             assert usage_lines([*ahead, *since], "2026-10") == usage_lines(whole, "2026-10")
+
+
+async def test_whether_a_currency_is_on_an_invoice_does_not_depend_on_the_moment_of_closing(books: Books) -> None:
+    await books.post(OCTOBER)
+    for tokens in (Tokens(prompt=3, completion=0), Tokens(prompt=0, completion=-1)):  # together nothing
+        await books.post(OCTOBER, tokens, is_correction=True, currency="USD")
+    async with books.database.reading() as connection:
+        whole = await read_event_sums(connection, books.bob.tenant.id, Cover("2026-10", 3), None)
+        ahead = await read_event_sums(connection, books.bob.tenant.id, Cover("2026-10", 2), None)
+        since = await read_event_sums(connection, books.bob.tenant.id, Cover("2026-10", 3), Cover("2026-10", 2))
+    assert usage_lines([*ahead, *since], "2026-10") == usage_lines(whole, "2026-10")

@@ -8,14 +8,16 @@ from datetime import UTC, datetime, timedelta
 import pytest
 
 from appliance.base.db import Database
+from appliance.base.errors import CurrenciesMixed
 from appliance.metering.calendar import BillingCalendar
+from appliance.metering.invariants import invoices as promise
 from appliance.metering.invoicing.lines import usage_picos
 from appliance.metering.invoicing.sums import Cover, _query, read_event_sums
 from appliance.metering.ledger.corrections import Correction
 from appliance.metering.ledger.records import Checkpoint, Settlement, Usage
 from appliance.metering.ledger.recovery import begin_epoch
 from appliance.tenancy.access import WHOLE_BOX
-from tests.support.billing import add_price
+from tests.support.billing import Tokens, add_price, post_event
 from tests.support.cast import Cast
 from tests.support.clock import FakeClock
 from tests.support.factories import pending, posted, voided
@@ -122,3 +124,27 @@ async def test_what_was_posted_since_a_sum_ahead_is_found_by_its_postings(databa
     assert await plan_of(database, query) == [
         "SEARCH usage_events USING INDEX sqlite_autoindex_usage_events_1 (posting>? AND posting<?)"
     ]
+
+
+async def test_what_is_corrected_to_zero_in_another_currency_is_not_on_the_invoice_and_stops_none(
+    database: Database, clock: FakeClock, cast: Cast
+) -> None:
+    price = await add_price(database)
+    day, options = OCTOBER.date(), {"epoch_id": cast.epoch_id, "of": price}
+    cost = await post_event(database, cast.bob, day, Tokens(), **options)
+    await post_event(database, cast.bob, day, Tokens(prompt=7), currency="USD", **options)
+    invoices, corrections = euro_invoices(database, clock, BillingCalendar("UTC")), utc_corrections(database, clock)
+    foreign = (await all_events(database))[1]
+
+    await corrections.add(foreign.id, Correction(note="half of it", cost_picos=-foreign.cost_picos // 2))
+    with pytest.raises(CurrenciesMixed, match="EUR and USD"):
+        await invoices.draft(cast.bob.tenant.id, "2026-10", access=WHOLE_BOX)
+    await corrections.add(foreign.id, Correction(note="and the rest", cost_picos=-foreign.cost_picos // 2))
+    drafted = await invoices.draft(cast.bob.tenant.id, "2026-10", access=WHOLE_BOX)
+    closed = await invoices.close(drafted.head.id, access=WHOLE_BOX)
+
+    assert (closed.currency, [line.exact_picos for line in closed.lines], usage_picos(closed.lines)) == (
+        "EUR", [10_000_000, 15_000_000], cost,
+    )  # fmt: skip
+    async with database.reading() as connection:
+        assert (await promise.check(connection)).state == "holds"

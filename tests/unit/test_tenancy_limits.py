@@ -147,13 +147,27 @@ async def test_the_currency_is_fixed_by_the_first_request(
         entry = pending(cast.bob)
         await ledger.open(entry)
         await ledger.settle(posted(entry.request_id))
-    with pytest.raises(InvalidValue, match="fixed by its first request") as refused:
+    with pytest.raises(InvalidValue, match="cannot be changed after the first request") as refused:
         await tenants.update(cast.bob.tenant.id, TenantChanges(currency="CHF", weight=7), access=WHOLE_BOX)
 
     assert refused.value.param == "currency"
     bob = await tenants.update(cast.bob.tenant.id, TenantChanges(currency="USD", weight=5), access=WHOLE_BOX)
     assert (bob.currency, bob.weight) == ("USD", 5)
     assert (await tenants.update(cast.charlie.tenant.id, TenantChanges(currency="CHF"), access=WHOLE_BOX)).currency == "CHF"
+
+
+async def test_a_tenant_that_follows_the_appliance_can_be_kept_in_the_currency_of_its_usage(
+    tenants: Tenants, cast: Cast, database: Database, clock: FakeClock
+) -> None:
+    async with running_ledger(database, clock, cast.epoch_id) as ledger:
+        entry = pending(cast.bob)
+        await ledger.open(entry)
+        await ledger.settle(posted(entry.request_id))
+    with pytest.raises(InvalidValue, match="from null to one that the usage has"):
+        await tenants.update(cast.bob.tenant.id, TenantChanges(currency="CHF"), access=WHOLE_BOX)
+    assert (await tenants.update(cast.bob.tenant.id, TenantChanges(currency="EUR"), access=WHOLE_BOX)).currency == "EUR"
+    with pytest.raises(InvalidValue, match="cannot be changed after the first request"):
+        await tenants.update(cast.bob.tenant.id, TenantChanges(currency=None), access=WHOLE_BOX)
 
 
 async def test_a_key_has_limits_of_its_own_for_single_models(keys: Keys, cast: Cast) -> None:

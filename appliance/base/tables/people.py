@@ -7,7 +7,8 @@ from sqlalchemy import JSON, BigInteger, Boolean, Column, ForeignKey, Integer, S
 from appliance.base.tables.columns import UtcDateTime, limit_columns, metadata, optional_json
 
 # `model_limits` maps a model's name to limits of this tenant (or key) for that model alone. `limit_mode` is enforce or shadow.
-# `currency` is what the tenant is billed in, fixed at its first event. `billing` is the address on its invoices.
+# `currency` is what the tenant is billed in: one that was chosen stays after its first event, and NULL follows the appliance's
+# currency. `billing` is the address on its invoices.
 tenants = Table(
     "tenants",
     metadata,

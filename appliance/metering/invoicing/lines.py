@@ -98,21 +98,27 @@ class Totals:
         return self.due_micros - self.total_micros
 
 
-def usage_lines(sums: Iterable[EventSums], month: str) -> list[InvoiceLine]:
+def usage_lines(sums: Sequence[EventSums], month: str) -> list[InvoiceLine]:
     """Return the lines of an invoice of `month` before allowances: by model, kind and unit price, batch work behind the rest
     of its model, then the adjustments.
 
     Corrections, and events of other months, are adjustments: one line for each of their months and models, unless they come to
-    nothing. So do events without tokens: what a crash left open before its prompt was read.
+    nothing. So do events without tokens: what a crash left open before its prompt was read. A currency in which
+    costs and corrections cancel out, beside costs in another, is on no line.
     Raises InvoiceBroken when costs and counts contradict each other.
     """
     used: dict[tuple[str, bool, int, int], list[int]] = defaultdict(lambda: [0, 0])
     adjusted: dict[tuple[str, str], list[int]] = defaultdict(lambda: [0, 0, 0])
+    cancelled = _cancelled(sums)
     for group in sums:
-        if group.is_correction or group.month != month:
+        is_used = group.month == month and not group.is_correction
+        if is_used:
+            _check(group)
+        if group.currency in cancelled:
+            continue
+        if not is_used:
             _add(adjusted[group.month, group.model], sum(group.tokens), group.requests, group.cost_picos)
             continue
-        _check(group)
         kinds = zip(group.tokens, group.unit_prices, group.kind_requests, strict=True)
         for order, (tokens, price, requests) in enumerate(kinds):
             if tokens:
@@ -144,14 +150,14 @@ def allowance_lines(lines: Sequence[InvoiceLine], free: Mapping[str, FreeMonth])
 
 
 def currency_of(sums: Sequence[EventSums], month: str) -> str | None:
-    """Return the currency of what costs something; None when nothing does. Raises CurrenciesMixed."""
-    currencies = sorted({group.currency for group in sums if group.cost_picos})
-    if len(currencies) > 1:
-        message = (
-            f"the invoice of {month} would have costs in {' and '.join(currencies)}; amounts in two currencies have no sum"
-        )
+    """Return the currency of what costs something; None when nothing does, and when what does comes to nothing in each of
+    several currencies. Raises CurrenciesMixed when it comes to something in more than one."""
+    costs = _cost_by_currency(sums)
+    owed = sorted(currency for currency, cost_picos in costs.items() if cost_picos)
+    if len(owed) > 1:
+        message = f"the invoice of {month} would have costs in {' and '.join(owed)}; amounts in two currencies have no sum"
         raise CurrenciesMixed(message, param="month")
-    return currencies[0] if currencies else None
+    return next(iter(owed or costs)) if owed or len(costs) == 1 else None
 
 
 def totals_of(lines: Iterable[InvoiceLine], *, tax_basis_points: int, currency: str) -> Totals:
@@ -189,6 +195,27 @@ def _line(
         exact_picos=exact_picos,
         rounded_micros=micros_of_picos(exact_picos),
     )
+
+
+def _cost_by_currency(sums: Iterable[EventSums]) -> dict[str, int]:
+    """Return what each currency comes to in which usage or corrections of some month and model cost something.
+
+    Sums by month and model are the same however events are split into groups, which depends on the moment of a closing.
+    """
+    parts: dict[tuple[str, str, str, bool], int] = defaultdict(int)
+    for group in sums:
+        parts[group.currency, group.month, group.model, group.is_correction] += group.cost_picos
+    costs: dict[str, int] = defaultdict(int)
+    for (currency, *_), cost_picos in parts.items():
+        if cost_picos:
+            costs[currency] += cost_picos
+    return dict(costs)
+
+
+def _cancelled(sums: Iterable[EventSums]) -> set[str]:
+    """Return the currencies in which costs and corrections cancel out, where there are costs in others, too."""
+    costs = _cost_by_currency(sums)
+    return {currency for currency, cost_picos in costs.items() if not cost_picos} if len(costs) > 1 else set()
 
 
 def _add(sums: list[int], *values: int) -> None:
