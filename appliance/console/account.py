@@ -15,6 +15,7 @@ from appliance.console.rendering import Html
 from appliance.console.security import ConsoleRequest, current_session, session_cookie
 from appliance.console.sign_in import address_of, open_session, wait_of
 from appliance.tenancy.devices import device_of
+from appliance.tenancy.members import Proof
 from appliance.tenancy.pages import PAGE_ROWS_MAX
 from appliance.tenancy.sessions import Session
 
@@ -51,8 +52,8 @@ async def change_password(request: ConsoleRequest, console: ConsoleDependency) -
     if not form.errors:
         try:
             console.attempts.count(address=address_of(request), account=session.member.email)
-            await console.services.members.change_password(session.member, current, password)
-            return await _renewed(request, console, session, done="password-changed")
+            proven = await console.services.members.change_password(session.member, current, password)
+            return await _renewed(request, console, session, proven.stands, done="password-changed")
         except RateLimitExceeded as error:
             form.fail("current", wait_of(error)[0])
         except InvalidCredentials:
@@ -81,9 +82,9 @@ async def end_other_sessions(request: ConsoleRequest, console: ConsoleDependency
     return console.pages.redirect(request, "/account", done="sessions-ended")
 
 
-async def _renewed(request: ConsoleRequest, console: Console, session: Session, *, done: str) -> Html:
+async def _renewed(request: ConsoleRequest, console: Console, session: Session, proof: Proof, *, done: str) -> Html:
     """Return the way back to the page in a new session; the change has ended all that there were."""
-    token = await open_session(request, console, session.member, method=session.method)
+    token = await open_session(request, console, session.member, method=session.method, proof=proof)
     console.attempts.forgive(account=session.member.email)
     answer = console.pages.redirect(request, "/account", done=done)
     answer.set_cookie(session_cookie(request, console.services, token))

@@ -37,7 +37,10 @@ async def sign_in(request: ConsoleRequest, console: ConsoleDependency) -> Html:
         if len(email) > FIELD_CHARS_MAX or len(password) > FIELD_CHARS_MAX:
             raise InvalidCredentials(WRONG)
         console.attempts.count(address=address_of(request), account=email)
-        member = await console.services.members.verify_password(email, password)
+        proven = await console.services.members.prove_password(email, password)
+        answer = await first_factor_proven(
+            request, console, proven.member, method="password", target=target, proof=proven.stands
+        )
     except RateLimitExceeded as error:
         sentence, headers = wait_of(error)
         answer = login_form(request, console, target=target, email=email, error=sentence, status=429)
@@ -47,7 +50,7 @@ async def sign_in(request: ConsoleRequest, console: ConsoleDependency) -> Html:
         await note_refusal(request, console, email=email, reason="password")
         return login_form(request, console, target=target, email=email, error=WRONG, status=401)
     console.attempts.forgive(account=email)
-    return await first_factor_proven(request, console, member, method="password", target=target)
+    return answer
 
 
 @post("/logout", status_code=200)

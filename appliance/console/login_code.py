@@ -42,7 +42,12 @@ async def check_code(request: ConsoleRequest, console: ConsoleDependency) -> Htm
     console.attempts.forgive_codes(member_id=member_id)
     member = await services.members.get(member_id)
     method = f"{facts['method']}+{kind}"
-    return await finish(request, console, member, method=method, target=safe_next(facts["next"]))
+    proof = services.second_factors.proof_of(facts["stamp"])
+    try:
+        return await finish(request, console, member, method=method, target=safe_next(facts["next"]), proof=proof)
+    except InvalidCredentials:
+        await note_refusal(request, console, email=member.email, reason="password")
+        return _start_again(request, console)
 
 
 def _facts(request: ConsoleRequest, console: Console) -> dict[str, str] | None:

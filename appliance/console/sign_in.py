@@ -13,7 +13,7 @@ from appliance.base.errors import InvalidValue, RateLimitExceeded
 from appliance.console.context import Console
 from appliance.console.rendering import Html
 from appliance.console.security import ConsoleRequest, session_cookie, session_token, step_cookie, step_ticket
-from appliance.tenancy.members import Member, check_email
+from appliance.tenancy.members import Member, Proof, check_email
 
 CODE_STEP = "code"
 CODE_PATH = "/login/code"
@@ -32,11 +32,16 @@ def kept_target(target: str) -> str:
     return target if len(target) <= TARGET_CHARS_MAX else "/"
 
 
-async def first_factor_proven(request: ConsoleRequest, console: Console, member: Member, *, method: str, target: str) -> Html:
-    """Return the way on for a member who has proven the first factor by `method`: a session, or the step of the code."""
-    stamp = await console.services.second_factors.required(member.id)
+async def first_factor_proven(
+    request: ConsoleRequest, console: Console, member: Member, *, method: str, target: str, proof: Proof | None = None
+) -> Html:
+    """Return the way on for a member who has proven the first factor by `method`: a session, or the step of the code.
+
+    Raises InvalidCredentials when `proof` of it no longer holds.
+    """
+    stamp = await console.services.second_factors.required(member.id, proof=proof)
     if stamp is None:
-        return await finish(request, console, member, method=method, target=target)
+        return await finish(request, console, member, method=method, target=target, proof=proof)
     tickets = console.services.sign_in_tickets
     ticket = tickets.issue({"member_id": member.id, "stamp": stamp, "method": method, "next": kept_target(target)})
     answer = console.pages.redirect(request, CODE_PATH)
@@ -44,22 +49,32 @@ async def first_factor_proven(request: ConsoleRequest, console: Console, member:
     return answer
 
 
-async def finish(request: ConsoleRequest, console: Console, member: Member, *, method: str, target: str) -> Html:
-    """Open a session with a new id, end the one that this browser had, and lead on to `target`."""
+async def finish(
+    request: ConsoleRequest, console: Console, member: Member, *, method: str, target: str, proof: Proof | None = None
+) -> Html:
+    """Open a session with a new id, end the one that this browser had, and lead on to `target`.
+
+    Raises InvalidCredentials when `proof` no longer holds.
+    """
     _act_as(request, "member", member.email, member.id)
     await close_session(request, console)
     answer = console.pages.redirect(request, target)
-    token = await open_session(request, console, member, method=method)
+    token = await open_session(request, console, member, method=method, proof=proof)
     answer.set_cookie(session_cookie(request, console.services, token))
     if step_ticket(request, console.services, CODE_STEP):
         answer.set_cookie(step_cookie(request, console.services, CODE_STEP, ""))
     return answer
 
 
-async def open_session(request: ConsoleRequest, console: Console, member: Member, *, method: str) -> str:
-    """Return the token of a new session of this browser; the rest of this request is answered in it."""
-    agent = request.headers.get("user-agent", "")[:USER_AGENT_CHARS_MAX]
-    token, session = await console.services.sessions.open(member.id, agent, address_of(request), method=method)
+async def open_session(
+    request: ConsoleRequest, console: Console, member: Member, *, method: str, proof: Proof | None = None
+) -> str:
+    """Return the token of a new session of this browser; the rest of this request is answered in it.
+
+    Raises InvalidCredentials when `proof` no longer holds.
+    """
+    agent, address = request.headers.get("user-agent", "")[:USER_AGENT_CHARS_MAX], address_of(request)
+    token, session = await console.services.sessions.open(member.id, agent, address, method=method, proof=proof)
     request.state["session"] = session
     return token
 

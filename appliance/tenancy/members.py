@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 from collections.abc import Awaitable, Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import datetime
 
 from argon2 import PasswordHasher
@@ -28,6 +28,10 @@ EMAIL_CHARS_MAX = 320
 PASSWORD_CHARS_MIN = 8
 PASSWORD_CHARS_MAX = 1024
 HASHES_AT_ONCE = 2  # each takes 64 MiB and a core
+WRONG = "e-mail address or password is wrong"
+
+Proof = Callable[[RowMapping], bool]
+"""Whether what somebody has proven still holds for the row of `members`, which may have changed since."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,6 +44,18 @@ class Member:
     disabled: bool
     created_at: datetime
     password_temporary: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Proven:
+    """A member whose password somebody has just proven."""
+
+    member: Member
+    password_hash: str = field(repr=False)
+
+    def stands(self, row: RowMapping) -> bool:
+        """Return whether the member may still sign in with this password, by the row of `members`: a `Proof`."""
+        return row["password_hash"] == self.password_hash and row["disabled_at"] is None
 
 
 class Members:
@@ -99,7 +115,11 @@ class Members:
         return member_from_row(row)
 
     async def verify_password(self, email: str, password: str) -> Member:
-        """Return the member whose address and password these are.
+        """Return the member whose address and password these are. Raises as `prove_password`."""
+        return (await self.prove_password(email, password)).member
+
+    async def prove_password(self, email: str, password: str) -> Proven:
+        """Return the member whose address and password these are, for whoever acts on it in a later transaction.
 
         Raises InvalidCredentials, after the same work whether the address is known or not.
         """
@@ -107,8 +127,8 @@ class Members:
         expected = row["password_hash"] if row is not None else await self._decoy()
         matches = await self._matches(expected, password)
         if row is None or not matches or row["disabled_at"] is not None:
-            raise InvalidCredentials("e-mail address or password is wrong")
-        return member_from_row(row)
+            raise InvalidCredentials(WRONG)
+        return Proven(member=member_from_row(row), password_hash=expected)
 
     async def reset_password(self, email: str, password: str, *, temporary: bool = False) -> Member:
         """Return the member, with a new password and signed out everywhere. Raises NotFound and InvalidValue."""
@@ -120,20 +140,22 @@ class Members:
             await audit.record(connection, self._clock, "member.reset_password", "member", member.id, after=facts)
         return dataclasses.replace(member, password_temporary=temporary)
 
-    async def change_password(self, member: Member, current: str, password: str) -> None:
+    async def change_password(self, member: Member, current: str, password: str) -> Proven:
         """Replace the password of a member who proves the current one, and end every session of the member.
 
-        Raises InvalidValue for a new password that will not do, and InvalidCredentials.
+        Raises InvalidValue for a new password that will not do, and InvalidCredentials, also when the current one is replaced
+        meanwhile: a reset outlasts whoever knew the former password.
         """
         check_password(password)
-        await self.verify_password(member.email, current)
+        proven = await self.prove_password(member.email, current)
         if password == current:
             raise InvalidValue("password must differ from the current one", param="password")
         password_hash = await self._hash(password)
         async with self._db.writing() as connection:
-            await _replace_password(connection, member.id, password_hash, temporary=False)
+            await _replace_password(connection, member.id, password_hash, temporary=False, former=proven.password_hash)
             facts = {"email": member.email}
             await audit.record(connection, self._clock, "member.change_password", "member", member.id, after=facts)
+        return Proven(member=member, password_hash=password_hash)
 
     async def change(self, member_id: str, *, role: str | None = None, disabled: bool | None = None) -> Member:
         """Return the member after the change; None leaves as it is. A role on the box counts from the next request on.
@@ -208,10 +230,17 @@ async def _get(connection: AsyncConnection, member_id: str) -> Member:
     return member_from_row(row)
 
 
-async def _replace_password(connection: AsyncConnection, member_id: str, password_hash: str, *, temporary: bool) -> None:
-    """Store the new password and end every session of the member."""
+async def _replace_password(
+    connection: AsyncConnection, member_id: str, password_hash: str, *, temporary: bool, former: str | None = None
+) -> None:
+    """Store the new password and end every session of the member. Raises InvalidCredentials when `former`, the hash that it is
+    to replace, is not there any more."""
     values = {"password_hash": password_hash, "password_temporary": temporary}
-    await connection.execute(update(members).where(members.c.id == member_id).values(**values))
+    statement = update(members).where(members.c.id == member_id).values(**values)
+    if former is not None:
+        statement = statement.where(members.c.password_hash == former)
+    if (await connection.execute(statement)).rowcount != 1 and former is not None:
+        raise InvalidCredentials(WRONG)
     await connection.execute(delete(sessions).where(sessions.c.member_id == member_id))
 
 

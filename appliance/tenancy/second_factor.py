@@ -27,7 +27,7 @@ from appliance.base.errors import Conflict, InvalidCredentials, NotFound, Secret
 from appliance.base.sealing import Sealer, Unsealable
 from appliance.base.tables import members, sessions
 from appliance.tenancy import audit, recovery_codes
-from appliance.tenancy.members import Member, member_from_row
+from appliance.tenancy.members import Member, Proof, member_from_row
 from appliance.tenancy.secrets import keyed_digest
 from appliance.tenancy.tickets import Tickets
 
@@ -81,11 +81,20 @@ class SecondFactors:
             left = await recovery_codes.count_left(connection, member_id)
         return FactorState(enabled_at=row["totp_confirmed_at"], recovery_codes_left=left)
 
-    async def required(self, member_id: str) -> str | None:
-        """Return None when the first factor suffices, else a stamp for `check`: it fits until password or secret change."""
+    async def required(self, member_id: str, *, proof: Proof | None = None) -> str | None:
+        """Return None when the first factor suffices, else a stamp for `check`: it fits until password or secret change.
+
+        Raises InvalidCredentials when `proof`, that of the first factor, no longer holds.
+        """
         async with self._db.reading() as connection:
             row = await _row(connection, member_id)
+        if proof is not None and not proof(row):
+            raise InvalidCredentials("the password was changed meanwhile")
         return None if row["totp_confirmed_at"] is None else self._stamp(row)
+
+    def proof_of(self, stamp: str) -> Proof:
+        """Return the proof that holds as long as `stamp` fits and the member may sign in."""
+        return lambda row: hmac.compare_digest(stamp, self._stamp(row)) and row["disabled_at"] is None
 
     async def enabled_of(self, member_ids: Collection[str]) -> frozenset[str]:
         """Return which of these members have a second factor, by one query."""
@@ -138,7 +147,7 @@ class SecondFactors:
             row = await _row(connection, member_id)
         if row["totp_confirmed_at"] is None or row["disabled_at"] is not None:
             raise refusal
-        if stamp is not None and not hmac.compare_digest(stamp, self._stamp(row)):
+        if stamp is not None and not self.proof_of(stamp)(row):
             raise refusal
         secret = self._opened(row)
         digits = re.sub(r"\s", "", code)

@@ -12,11 +12,11 @@ from sqlalchemy import ColumnElement, RowMapping, Select, delete, func, insert, 
 
 from appliance.base.clock import Clock
 from appliance.base.db import Database
-from appliance.base.errors import NotFound
+from appliance.base.errors import InvalidCredentials, NotFound
 from appliance.base.ids import new_id
 from appliance.base.tables import members, sessions
 from appliance.tenancy import audit
-from appliance.tenancy.members import Member, member_from_row
+from appliance.tenancy.members import Member, Proof, member_from_row
 from appliance.tenancy.pages import PAGE_ROWS_DEFAULT, Page, check_limit, decode_cursor, page_of
 from appliance.tenancy.secrets import plain_digest
 
@@ -56,8 +56,13 @@ class Sessions:
         self._idle = timedelta(seconds=idle_s)
         self._absolute = timedelta(seconds=absolute_s)
 
-    async def open(self, member_id: str, user_agent: str, address: str, *, method: str = "password") -> tuple[str, Session]:
-        """Return (token, session) for a member who has just proven who he is, and remove the member's ended sessions."""
+    async def open(
+        self, member_id: str, user_agent: str, address: str, *, method: str = "password", proof: Proof | None = None
+    ) -> tuple[str, Session]:
+        """Return (token, session) for a member who has just proven who he is, and remove the member's ended sessions.
+
+        Raises InvalidCredentials when `proof` no longer holds: a new password ends also the session that is about to open.
+        """
         token = secrets.token_urlsafe(TOKEN_BYTES)
         now = self._clock.now()
         columns: dict[str, Any] = {
@@ -70,10 +75,14 @@ class Sessions:
             "last_seen_at": now,
             "expires_at": now + self._absolute,
         }
+        # The row is locked before any session: so does whoever replaces a password and then ends the sessions there are.
+        query = select(members).where(members.c.id == member_id).with_for_update(key_share=True)
         async with self._db.writing() as connection:
+            row = (await connection.execute(query)).mappings().one()
+            if proof is not None and not proof(row):
+                raise InvalidCredentials("the password was changed meanwhile")
             await connection.execute(delete(sessions).where(sessions.c.member_id == member_id, ~self._lives(now)))
             await connection.execute(insert(sessions).values(token_hash=plain_digest(token), member_id=member_id, **columns))
-            row = (await connection.execute(select(members).where(members.c.id == member_id))).mappings().one()
             facts = {"member_id": member_id, "email": row["email"], "method": method, "user_agent": columns["user_agent"]}
             await audit.record(connection, self._clock, "session.open", "session", columns["id"], after=facts)
         return token, Session(member=member_from_row(row), **columns)

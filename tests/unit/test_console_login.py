@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from appliance.base.errors import RateLimitExceeded
@@ -63,6 +65,24 @@ async def test_what_was_typed_comes_back_without_the_password_and_escaped(box: B
     assert "<script>x" not in answer.text
     assert "&lt;script&gt;x" in answer.text
     assert "topsecret-typo" not in answer.text
+
+
+async def test_a_password_that_is_reset_after_it_was_checked_opens_no_session(
+    box: Box, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    required = box.services.second_factors.required
+
+    async def after_a_reset(member_id: str, **options: Any) -> str | None:
+        stamp = await required(member_id, **options)
+        await box.services.members.reset_password(EMAIL, "what the owner gave")
+        return stamp
+
+    monkeypatch.setattr(box.services.second_factors, "required", after_a_reset)
+    answer = await box.visitor().post("/login", email=EMAIL, password=ALICE_PASSWORD)
+
+    assert answer.status_code == 401
+    assert WRONG in answer.text
+    assert "set-cookie" not in answer.headers
 
 
 async def test_signing_in_makes_a_new_session_and_ends_the_old_one(box: Box) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import html
 import re
 from dataclasses import dataclass
+from typing import Any
 
 import pyotp
 import pytest
@@ -132,6 +133,40 @@ async def test_a_new_password_ends_sign_ins_that_are_half_way(box: Box, clock: F
     await box.services.members.reset_password(EMAIL, "another long password")
 
     assert (await visitor.post("/login/code", code=app.code())).status_code == 401
+
+
+async def test_a_new_password_while_the_code_is_checked_opens_no_session(
+    box: Box, clock: FakeClock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    app = await enrol(await box.alice(), clock)
+    visitor, check = await half_way(box), box.services.second_factors.check
+
+    async def before_a_reset(*args: Any, **options: Any) -> str:
+        kind = await check(*args, **options)
+        await box.services.members.reset_password(EMAIL, "another long password")
+        return kind
+
+    monkeypatch.setattr(box.services.second_factors, "check", before_a_reset)
+    answer = await visitor.post("/login/code", code=app.code())
+
+    assert (answer.status_code, answer.headers["location"]) == (303, "/login")
+    assert not signed_in(answer)
+
+
+async def test_a_new_password_while_the_first_is_checked_ends_the_sign_in_before_the_code(
+    box: Box, clock: FakeClock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    await enrol(await box.alice(), clock)
+    required = box.services.second_factors.required
+
+    async def after_a_reset(*args: Any, **options: Any) -> str | None:
+        await box.services.members.reset_password(EMAIL, "another long password")
+        return await required(*args, **options)
+
+    monkeypatch.setattr(box.services.second_factors, "required", after_a_reset)
+    answer = await box.visitor().post("/login", email=EMAIL, password=ALICE_PASSWORD)
+
+    assert answer.status_code == 401
 
 
 async def test_a_wrong_code_is_refused_and_kept_nowhere(box: Box, clock: FakeClock) -> None:

@@ -104,6 +104,36 @@ async def test_a_new_password_ends_every_session(people: Members, doors: Session
         await people.reset_password("nobody@example.com", "another long password")
 
 
+async def test_a_reset_outlasts_a_change_of_the_password_that_was_under_way(
+    people: Members, cast: Cast, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hashed = people._hash
+
+    async def after_a_reset(password: str) -> str:
+        monkeypatch.setattr(people, "_hash", hashed)
+        await people.reset_password(ALICE, "what the owner gave")
+        return await hashed(password)
+
+    monkeypatch.setattr(people, "_hash", after_a_reset)
+    with pytest.raises(InvalidCredentials):
+        await people.change_password(cast.alice, ALICE_PASSWORD, "what the thief chose")
+
+    assert await people.verify_password(ALICE, "what the owner gave") == cast.alice
+
+
+async def test_a_password_that_was_proven_opens_no_session_once_it_is_another(
+    database: Database, people: Members, doors: Sessions, cast: Cast
+) -> None:
+    proven = await people.prove_password(ALICE, ALICE_PASSWORD)
+    await people.reset_password(ALICE, "what the owner gave")
+
+    with pytest.raises(InvalidCredentials):
+        await doors.open(cast.alice.id, "browser", "127.0.0.1", proof=proven.stands)
+
+    async with database.reading() as connection:
+        assert (await connection.execute(select(sessions))).first() is None
+
+
 @pytest.mark.parametrize(
     ("changes", "param"),
     [
