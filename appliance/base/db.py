@@ -98,6 +98,18 @@ class Database:
             yield connection
 
     @asynccontextmanager
+    async def changing_principals(self) -> AsyncIterator[AsyncConnection]:
+        """Do the same as `writing` for a change of who may do what, and count it in `principals`.
+
+        It counts however the block is left: a COMMIT that was cancelled, or whose answer was lost, may have happened.
+        """
+        try:
+            async with self.writing() as connection:
+                yield connection
+        finally:
+            self.principals.bump()
+
+    @asynccontextmanager
     async def batch_writing(self) -> AsyncIterator[AsyncConnection]:
         """Do the same for whoever sends many statements at once, many times a second.
 
@@ -191,14 +203,15 @@ _Call = Callable[[Database], object]
 
 
 class ChangeCount:
-    """Counts commits to rows that this process caches; whoever caches them compares the count and reads again."""
+    """Counts changes of rows that this process caches, and attempts that may have been one; whoever caches them compares the
+    count and reads again."""
 
     def __init__(self) -> None:
         self.value = 0
         self.listeners: list[Callable[[], None]] = []
 
     def bump(self) -> None:
-        """Say that rows have changed. Called after COMMIT and before the caller hears of it."""
+        """Say that rows may have changed. Called after COMMIT and before the caller hears of it."""
         self.value += 1
         for listener in self.listeners:
             listener()

@@ -105,12 +105,11 @@ class Keys:
             model_limits=check_model_limits(model_limits or {}),
             limit_mode=check_choice(limit_mode, "limit_mode", LIMIT_MODES),
         )
-        async with self._db.writing() as connection:
+        async with self._db.changing_principals() as connection:
             await _check_tenant(connection, tenant_id)
             await _check_room(connection, tenant_id, key.created_at)
             await self._insert(connection, key, secret)
             await self._record(connection, "key.create", None, key)
-        self._db.principals.bump()
         return key, secret
 
     async def get(self, key_id: str, *, access: Access, action: Action = Action.READ) -> ApiKey:
@@ -155,13 +154,12 @@ class Keys:
         """
         columns = self._changed_columns(changes)
         retired = [api_keys.c.replaced_by.is_(None)] if "expires_at" in columns else []
-        async with self._db.writing() as connection:
+        async with self._db.changing_principals() as connection:
             before = await _get(connection, key_id, access, Action.KEYS, lock=True)
             if columns:
                 await connection.execute(update(api_keys).where(_unrevoked(key_id), *retired).values(**columns))
             key = await _get(connection, key_id, access, Action.KEYS)
             await self._record(connection, "key.update", before, key)
-        self._db.principals.bump()
         if key.revoked_at is not None:
             raise InvalidValue("a revoked key cannot be changed", param="id")
         if retired and key.replaced_by is not None:
@@ -172,12 +170,11 @@ class Keys:
 
     async def revoke(self, key_id: str, *, access: Access) -> ApiKey:
         """Return the key, refused from now on. Raises NotFound and RoleNotAllowed; idempotent."""
-        async with self._db.writing() as connection:
+        async with self._db.changing_principals() as connection:
             before = await _get(connection, key_id, access, Action.KEYS, lock=True)
             await _revoke(connection, key_id, self._clock.now())
             key = await _get(connection, key_id, access, Action.KEYS)
             await self._record(connection, "key.revoke", before, key)
-        self._db.principals.bump()
         return key
 
     async def rotate(self, key_id: str, *, grace_s: int = 0, access: Access) -> tuple[ApiKey, str]:
@@ -188,7 +185,7 @@ class Keys:
         check_whole(grace_s, "grace_s", 0, GRACE_S_MAX)
         prefix, secret = new_api_key()
         now = self._clock.now()
-        async with self._db.writing() as connection:
+        async with self._db.changing_principals() as connection:
             current = await _get(connection, key_id, access, Action.KEYS, lock=True)
             await _check_tenant(connection, current.tenant_id)
             if grace_s:
@@ -199,7 +196,6 @@ class Keys:
             await self._insert(connection, key, secret)
             await self._record(connection, "key.rotate", current, await _get(connection, key_id, access, Action.KEYS))
             await self._record(connection, "key.create", None, key)
-        self._db.principals.bump()
         return key, secret
 
     async def authenticate(self, secret: str, address: str) -> Principal:

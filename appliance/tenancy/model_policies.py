@@ -55,22 +55,20 @@ class ModelPolicies:
             limit_mode=check_choice(limit_mode, "limit_mode", LIMIT_MODES),
             updated_at=self._clock.now(),
         )
-        async with self._db.writing() as connection:
+        async with self._db.changing_principals() as connection:
             before = await _get(connection, after.model)
             await _write(connection, after, known=before is not None)
             await self._record(connection, "model_policy.put", before, after)
-        self._db.principals.bump()
         return after
 
     async def remove(self, model: str) -> ModelPolicy:
         """Return the policy that was; the model has no limits of its own from now on. Raises NotFound."""
-        async with self._db.writing() as connection:
+        async with self._db.changing_principals() as connection:
             before = await _get(connection, model)
             if before is None:
                 raise NotFound("this model has no limits", param="model")
             await connection.execute(delete(model_policies).where(model_policies.c.model == model))
             await self._record(connection, "model_policy.remove", before, None)
-        self._db.principals.bump()
         return before
 
     async def _record(

@@ -90,13 +90,12 @@ class Tenants:
             alert_percents=None if alert_percents is None else check_alert_percents(alert_percents),
         )
         try:
-            async with self._db.writing() as connection:
+            async with self._db.changing_principals() as connection:
                 await _check_unlike(connection, tenant.name)
                 await connection.execute(insert(tenants).values(id=tenant.id, created_at=tenant.created_at, **_columns(tenant)))
                 await self._record(connection, "tenant.create", None, tenant)
         except IntegrityError as error:  # somebody else took it since we looked
             raise NameTaken(f"there is a tenant named {tenant.name!r} already", param="name") from error
-        self._db.principals.bump()
         return tenant
 
     async def get(self, tenant_id: str, *, access: Access, action: Action = Action.READ) -> Tenant:
@@ -145,7 +144,7 @@ class Tenants:
         """
         columns = _changed_columns(changes)
         try:
-            async with self._db.writing() as connection:
+            async with self._db.changing_principals() as connection:
                 before = await _get(connection, tenant_id, access, Action.WRITE, lock=True)
                 if columns.get("name", before.name) != before.name:
                     await _check_unlike(connection, columns["name"], but=tenant_id)
@@ -156,7 +155,6 @@ class Tenants:
                 await self._record(connection, "tenant.update", before, tenant)
         except IntegrityError as error:
             raise NameTaken(f"there is a tenant named {columns.get('name')!r} already", param="name") from error
-        self._db.principals.bump()
         if tenant.archived:
             raise InvalidValue("an archived tenant cannot be changed", param="id")
         if columns.get("currency", tenant.currency) != tenant.currency:
@@ -166,7 +164,7 @@ class Tenants:
 
     async def limit_model(self, tenant_id: str, model: str, changes: Mapping[str, int | None], *, access: Access) -> Tenant:
         """Return the tenant after `changes` of its limits for one model; those of other models stay. Raises as `update`."""
-        async with self._db.writing() as connection:
+        async with self._db.changing_principals() as connection:
             before = await _get(connection, tenant_id, access, Action.WRITE, lock=True)
             if before.archived:
                 raise InvalidValue("an archived tenant cannot be changed", param="id")
@@ -175,7 +173,6 @@ class Tenants:
             await connection.execute(update(tenants).where(tenants.c.id == tenant_id).values(model_limits=column))
             tenant = await _get(connection, tenant_id, access, Action.WRITE)
             await self._record(connection, "tenant.update", before, tenant)
-        self._db.principals.bump()
         return tenant
 
     async def archive(self, tenant_id: str, *, access: Access) -> Tenant:
@@ -183,12 +180,11 @@ class Tenants:
 
         Raises NotFound and RoleNotAllowed.
         """
-        async with self._db.writing() as connection:
+        async with self._db.changing_principals() as connection:
             before = await _get(connection, tenant_id, access, Action.WRITE, lock=True)
             await connection.execute(update(tenants).where(_unarchived(tenant_id)).values(archived_at=self._clock.now()))
             tenant = await _get(connection, tenant_id, access, Action.WRITE)
             await self._record(connection, "tenant.archive", before, tenant)
-        self._db.principals.bump()
         return tenant
 
     async def _record(self, connection: AsyncConnection, action: str, before: Tenant | None, after: Tenant) -> None:

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import re
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from datetime import timedelta
 from typing import Any
 
 import pytest
 from sqlalchemy import select, update
+from sqlalchemy.ext.asyncio import AsyncConnection
 
 from appliance.base.db import Database
 from appliance.base.errors import (
@@ -24,8 +27,10 @@ from appliance.base.errors import (
 from appliance.base.tables import api_keys
 from appliance.tenancy.access import WHOLE_BOX
 from appliance.tenancy.keys import Keys
+from appliance.tenancy.model_policies import ModelPolicies
 from appliance.tenancy.principals import KeyChanges, Limits, TenantChanges
 from appliance.tenancy.tenants import Tenants
+from appliance.tenancy.tiers import Tiers
 from tests.support.cast import PEPPER, Cast
 from tests.support.clock import FakeClock
 
@@ -35,6 +40,19 @@ HERE = "127.0.0.1"
 @pytest.fixture
 def keys(database: Database, clock: FakeClock) -> Keys:
     return Keys(database, clock, PEPPER)
+
+
+def lose_answers_to_commit(database: Database, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let every COMMIT happen, and nobody hear of it."""
+    transaction = database._transaction
+
+    @asynccontextmanager
+    async def unanswered() -> AsyncIterator[AsyncConnection]:
+        async with transaction() as connection:
+            yield connection
+        raise ConnectionResetError("after COMMIT")
+
+    monkeypatch.setattr(database, "_transaction", unanswered)
 
 
 async def test_a_key_is_its_prefix_and_a_secret_that_no_column_holds(database: Database, keys: Keys, cast: Cast) -> None:
@@ -85,6 +103,46 @@ async def test_a_revoked_key_is_refused_by_the_next_call(keys: Keys, cast: Cast,
     clock.advance(5)
     assert await keys.revoke(cast.bob.key.id, access=WHOLE_BOX) == revoked
     await keys.authenticate(cast.charlie.secret, HERE)
+
+
+async def test_a_key_is_refused_although_the_answer_to_the_commit_of_its_revocation_was_lost(
+    database: Database, keys: Keys, cast: Cast, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    await keys.authenticate(cast.bob.secret, HERE)
+    lose_answers_to_commit(database, monkeypatch)
+    with pytest.raises(ConnectionResetError):
+        await keys.revoke(cast.bob.key.id, access=WHOLE_BOX)
+
+    with pytest.raises(InvalidApiKey):
+        await keys.authenticate(cast.bob.secret, HERE)
+
+
+async def test_every_change_of_principals_counts_although_the_answer_to_its_commit_was_lost(
+    database: Database, keys: Keys, clock: FakeClock, cast: Cast, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tenants, policies, tiers = Tenants(database, clock), ModelPolicies(database, clock), Tiers(database, clock)
+    bob, successor = cast.bob, cast.charlie
+    changes = [
+        lambda: policies.put("demo", Limits(requests_per_minute=1)),
+        lambda: policies.remove("demo"),
+        lambda: tiers.update("batch", admission_wait_ms=1),
+        lambda: tenants.create(name="dora", access=WHOLE_BOX),
+        lambda: tenants.update(bob.tenant.id, TenantChanges(weight=2), access=WHOLE_BOX),
+        lambda: tenants.limit_model(bob.tenant.id, "demo", {"requests_per_minute": 1}, access=WHOLE_BOX),
+        lambda: tenants.archive(bob.tenant.id, access=WHOLE_BOX),
+        lambda: keys.create(successor.tenant.id, name="ci", access=WHOLE_BOX),
+        lambda: keys.update(successor.key.id, KeyChanges(name="ci 2"), access=WHOLE_BOX),
+        lambda: keys.rotate(successor.key.id, access=WHOLE_BOX),
+        lambda: keys.revoke(bob.key.id, access=WHOLE_BOX),
+    ]
+    lose_answers_to_commit(database, monkeypatch)
+    counts = [database.principals.value]
+    for change in changes:
+        with pytest.raises(ConnectionResetError):
+            await change()
+        counts.append(database.principals.value)
+
+    assert counts == sorted(set(counts))
 
 
 async def test_a_key_read_while_it_is_revoked_is_not_remembered(keys: Keys, cast: Cast) -> None:
