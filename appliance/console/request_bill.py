@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from appliance.base.money import BASIS_POINTS
+from appliance.metering.invoicing.wording import percent
 from appliance.metering.ledger.records import UsageEvent
 from appliance.metering.prices import Price
 from appliance.metering.usage import LedgerFilter
@@ -52,13 +53,15 @@ async def bill_of(services: Services, event: UsageEvent, access: Access) -> dict
     price = await _price(services, event)
     filters = LedgerFilter(request_id=event.request_id, kind="adjustment")
     corrections = await services.reports.ledger_page(CORRECTIONS_SHOWN_MAX, None, filters, access=access)
-    made = [correction for correction in corrections.data if correction.corrects_id == event.id]
+    shown = [correction for correction in corrections.data if correction.corrects_id == event.id]
+    number, corrected_picos = await services.reports.corrected(event, access=access)
     return {
         "cause": None if event.cause is None else CAUSES.get(event.cause, event.cause.replace("_", " ")),
         "cost_lines": cost_lines(event, price),
         "discount": discount(event),
-        "corrections": made,
-        "stands_picos": event.cost_picos + sum(correction.cost_picos for correction in made),
+        "corrections": shown,
+        "corrections_left": max(0, number - len(shown)),
+        "stands_picos": event.cost_picos + corrected_picos,
     }
 
 
@@ -66,8 +69,7 @@ def discount(event: UsageEvent) -> str | None:
     """Return the share of the price that is paid, None when it is all of it: `50 %`."""
     if event.price_basis_points == BASIS_POINTS:
         return None
-    whole, rest = divmod(event.price_basis_points, BASIS_POINTS // 100)
-    return f"{whole}.{rest:02d} %" if rest else f"{whole} %"
+    return percent(event.price_basis_points)
 
 
 def cost_lines(event: UsageEvent, price: Price | None) -> list[CostLine]:

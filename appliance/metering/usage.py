@@ -7,16 +7,16 @@ import json
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime, timedelta
-from typing import Any, Literal
+from typing import Any
 
-from sqlalchemy import ColumnElement, Select, and_, literal, or_, select
+from sqlalchemy import ColumnElement, Select, and_, func, literal, or_, select
 
 from appliance.base.db import Database
 from appliance.base.errors import InvalidValue, NotFound
 from appliance.base.tables import requests, usage_events
 from appliance.metering.calendar import BillingCalendar
 from appliance.metering.ledger.records import RequestRow, Status, UsageEvent
-from appliance.metering.ledger.rollups import SPLIT
+from appliance.metering.ledger.rollups import SPLIT, join_sum, split_sum
 from appliance.metering.ledger.rows import event_from_row, request_from_row
 from appliance.metering.request_search import beyond, is_whole_id, mentions
 from appliance.metering.usage_cover import Segment, bucket_end, cover, reaching
@@ -26,7 +26,6 @@ from appliance.tenancy.fields import check_choice
 from appliance.tenancy.pages import PAGE_ROWS_DEFAULT, Page, check_limit, decode_cursor, encode_cursor, page_of
 from appliance.tenancy.roles import Action
 
-Bucket = Literal["minute", "hour", "day"]
 BUCKETS = ("minute", "hour", "day")
 GROUPS = ("tenant", "key", "model")
 _GROUP_COLUMNS = {"tenant": "tenant_id", "key": "key_id", "model": "model"}
@@ -215,6 +214,15 @@ class UsageReports:
         if not page.data:
             raise NotFound("no such request", param="request_id")
         return page.data[0]
+
+    async def corrected(self, event: UsageEvent, *, access: Access) -> tuple[int, int]:
+        """Return how many corrections an event has, and their signed cost in pico-units."""
+        events = usage_events.c
+        query = access.narrow(select(func.count(), *split_sum(events.cost_picos)), events.tenant_id)
+        query = query.where(events.request_id == event.request_id, events.corrects_id == event.id)
+        async with self._db.reading() as connection:
+            number, high, low = (await connection.execute(query)).one()
+        return number, join_sum(high, low)
 
     async def requests_page(
         self,

@@ -9,6 +9,7 @@ import pytest
 
 from appliance.api.shapes import past_request_shape
 from appliance.base.ids import new_id
+from appliance.console import request_bill
 from appliance.metering.ledger.corrections import Correction
 from appliance.metering.ledger.records import RequestRecord, Usage
 from appliance.tenancy.access import WHOLE_BOX
@@ -273,3 +274,27 @@ async def test_corrections_stand_beside_what_they_correct(box: Box) -> None:
 
     for text in ("Corrections", "we were slow", "-50", "-0.000150 EUR", "0.000306 EUR", "0.000156 EUR"):
         assert text in page, text
+
+
+async def test_the_cost_after_corrections_counts_also_those_that_are_not_shown(
+    box: Box, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(request_bill, "CORRECTIONS_SHOWN_MAX", 2)
+    await box.services.prices.add(model="demo", currency="EUR", prompt=1_000_000, cached_prompt=0, completion=3_000_000)
+    request_id = await settle(box, box.cast.bob)
+    event = await box.services.reports.event(request_id, access=WHOLE_BOX)
+    for note in ("the first", "the second", "the third"):
+        await box.services.corrections.add(event.id, Correction(note=note, cost_picos=-100_000_000))
+
+    page = (await (await box.alice()).get(f"/requests/{request_id}")).text
+
+    assert "the third" not in page
+    assert "1 more is in the ledger" in page
+    assert "0.000006 EUR" in page, "0.000306 less three times 0.000100"
+
+
+@pytest.mark.parametrize(("basis_points", "words"), [(10_000, None), (5_000, "50 %"), (5_050, "50.5 %"), (3_333, "33.33 %")])
+async def test_a_discount_reads_as_on_the_invoice(box: Box, basis_points: int, words: str | None) -> None:
+    request_id = await settle(box, box.cast.bob)
+    event = await box.services.reports.event(request_id, access=WHOLE_BOX)
+    assert request_bill.discount(msgspec.structs.replace(event, price_basis_points=basis_points)) == words
