@@ -162,11 +162,11 @@ class NotFound(Missing):
 
 
 class Conflict(GatehouseError):
-    """The state on the server contradicts the request (a name that is taken, an idempotency key with another body)."""
+    """The state on the server contradicts the request."""
 
     status = 409
     type = "conflict"
-    code = "idempotency_conflict"
+    code = "conflict"
 
     def __init__(self, message: str, *, param: str | None = None) -> None:
         super().__init__(message, param=param, should_retry=False)

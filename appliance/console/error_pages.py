@@ -28,7 +28,8 @@ HEADINGS = {
     500: "Something went wrong",
     503: "Service unavailable",
 }
-INTERNAL = "Internal error. The request was not saved."
+INTERNAL = "Internal error."
+CHANGE_UNKNOWN = "Internal error. Check whether the change was made before you send it again."
 NOT_FOUND = "There is no such page, or what it showed was removed."
 
 
@@ -40,7 +41,7 @@ def error_handler(pages: Pages) -> Callable[[ConsoleRequest, Exception], Html]:
             return _to_login(request)
         if isinstance(error, PasswordChangeNeeded):
             return pages.redirect(request, "/account", done="password-needed")
-        status, message = _describe(error)
+        status, message = _describe(request, error)
         reference = _logged(request, error) if status >= 500 else None
         response = _render(pages, request, status, message, reference)
         if isinstance(error, GatehouseError) and error.retry_after_s is not None:
@@ -50,12 +51,12 @@ def error_handler(pages: Pages) -> Callable[[ConsoleRequest, Exception], Html]:
     return answer
 
 
-def _describe(error: Exception) -> tuple[int, str]:
+def _describe(request: ConsoleRequest, error: Exception) -> tuple[int, str]:
     if isinstance(error, GatehouseError):
         return error.status, sentence(error.message)
     if isinstance(error, HTTPException) and error.status_code < 500:
         return error.status_code, NOT_FOUND if error.status_code == 404 else sentence(error.detail)
-    return 500, INTERNAL
+    return 500, INTERNAL if request.method in ("GET", "HEAD") else CHANGE_UNKNOWN
 
 
 def _logged(request: ConsoleRequest, error: Exception) -> str:

@@ -287,6 +287,20 @@ async def test_a_fault_is_a_page_that_tells_nothing_but_where_to_look(box: Box, 
     assert "secret inner detail" not in page.text + fragment.text + str(fragment.headers)
 
 
+async def test_after_a_fault_nobody_is_told_that_nothing_was_changed(box: Box, monkeypatch: pytest.MonkeyPatch) -> None:
+    alice, revoke = await box.alice(), box.services.keys.revoke
+
+    async def broken_after_it(key_id: str, **options: Any) -> None:
+        await revoke(key_id, **options)
+        raise RuntimeError("after COMMIT")
+
+    monkeypatch.setattr(box.services.keys, "revoke", broken_after_it)
+    answer = await alice.post(f"/keys/{box.cast.bob.key.id}/revoke")
+
+    assert answer.status_code == 500
+    assert "Check whether the change was made before you send it again." in answer.text
+
+
 async def test_a_path_that_is_nowhere_is_a_page_for_a_browser_and_an_error_object_for_a_program(box: Box) -> None:
     visitor = box.visitor()
 

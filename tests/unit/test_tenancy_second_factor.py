@@ -182,8 +182,9 @@ async def test_new_recovery_codes_replace_the_old_ones(factors: SecondFactors, c
 
 
 async def test_recovery_codes_are_only_for_who_has_something_to_lose(factors: SecondFactors, cast: Cast) -> None:
-    with pytest.raises(Conflict):
+    with pytest.raises(Conflict) as refused:
         await factors.renew_recovery_codes(cast.alice.id)
+    assert refused.value.code == "conflict"
 
 
 async def test_secret_and_codes_are_not_readable_in_the_database(

@@ -25,7 +25,8 @@
   document.addEventListener("htmx:response:error", (event) => {
     const { raw, status } = event.detail.ctx.response;
     const told = raw.headers.has("hx-trigger") || raw.headers.has("hx-redirect") || status === 422;
-    if (!told) show(`The server answered with an error (${status}). Nothing was changed.`, "error");
+    const outcome = status < 500 ? "Nothing was changed." : "Reload to see whether anything was changed.";
+    if (!told) show(`The server answered with an error (${status}). ${outcome}`, "error");
   });
   document.addEventListener("htmx:error", (event) => {
     if (!event.detail.ctx?.response) show("The appliance did not answer. Is it running?", "error");
