@@ -87,6 +87,7 @@ async def test_a_tenant_and_a_key_are_made_the_secret_is_copied_once_and_the_key
     await dialog.get_by_role("button", name="Create key").click()
     await dialog.get_by_role("button", name="Copy").first.click()
     await expect(dialog.get_by_role("button", name="Copied")).to_be_visible()
+    await expect(dialog.get_by_role("status").filter(has_text="Copied")).to_be_attached()
     secret = await page.evaluate("navigator.clipboard.readText()")
     assert SECRET.match(secret)
     assert (await site.box.services.keys.authenticate(secret, "192.0.2.1")).tenant.name == "Acme"

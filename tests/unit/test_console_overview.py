@@ -272,6 +272,11 @@ async def test_more_streams_than_are_served_are_refused_with_a_wait(box: Box, mo
     assert (answer.status_code, answer.headers["retry-after"]) == (503, "10")
 
 
+async def test_without_scripts_a_page_says_that_it_is_as_of_its_load(box: Box) -> None:
+    page = (await (await box.alice()).get("/")).text
+    assert "<span data-live-text>As of page load</span>" in page
+
+
 async def test_a_fault_is_a_page_that_tells_nothing_but_where_to_look(box: Box, monkeypatch: pytest.MonkeyPatch) -> None:
     async def broken(*_: object, **__: object) -> None:
         raise RuntimeError("the secret inner detail")
