@@ -101,17 +101,6 @@ def check_tenant_role(value: object) -> TenantRole:
     return TenantRole(check_choice(value, "role", [role.value for role in TenantRole]))
 
 
-def may(role: str, action: Action) -> bool:
-    """Return whether the box role `role` covers `action`."""
-    return action in ALLOWED[Role(role)]
-
-
-def require(role: str, action: Action) -> None:
-    """Raise RoleNotAllowed unless the box role `role` covers `action`."""
-    if not may(role, action):
-        raise not_allowed(role, action)
-
-
 def not_allowed(role: str, action: Action) -> RoleNotAllowed:
     """Return the error that tells of an action that `role` does not cover."""
     return RoleNotAllowed(f"the role {role} may not {WORDS[action]}")

@@ -225,4 +225,3 @@ def test_a_limit_of_zero_admits_nothing_but_nothing() -> None:
     bucket = TokenBucket(0, 0.0)
     assert bucket.wait_s(1, 0.0) is None
     assert bucket.wait_s(0, 0.0) == 0.0
-    assert bucket.rate_per_s == 0

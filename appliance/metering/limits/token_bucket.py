@@ -90,11 +90,6 @@ class TokenBucket:
         self._last: Take | None = None
         self._forgone = 0  # debt that a smaller limit does not ask for, and a larger one would
 
-    @property
-    def rate_per_s(self) -> float:
-        """Return the refill in tokens per second."""
-        return self.capacity / 60
-
     def units(self, now_s: float) -> int:
         """Return the level in units, with what a resize has put aside: what a restart must remember."""
         self._refill(now_s)
