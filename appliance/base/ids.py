@@ -19,7 +19,7 @@ def _base32(value: int, chars: int) -> str:
 
 
 def is_id(text: str, prefix: str) -> bool:
-    """Whether `text` has the form that `new_id(prefix)` gives."""
+    """Return whether `text` has the form that `new_id(prefix)` gives."""
     start, _, rest = text.partition("_")
     return start == prefix and len(rest) == _TIME_CHARS + _RANDOM_CHARS and set(rest) <= set(_ALPHABET)
 

@@ -1,6 +1,6 @@
 """An invoice as a PDF, from the invoice's own values alone: the same closed invoice gives the same bytes for ever.
 
-Knows where things stand on A4; `invoice_wording` knows what they are called, `pdf_text` how letters are drawn. It is laid out
+Knows where things stand on A4; `wording` knows what they are called, `pdf_text` how letters are drawn. It is laid out
 twice: the first time to learn how many pages there are.
 """
 

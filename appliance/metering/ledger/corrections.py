@@ -39,7 +39,8 @@ CAUSE = "correction"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Correction:
-    """What is added to an event: signed tokens, or a signed amount alone. `note` is for whoever reads the invoice.
+    """What is added to an event: signed tokens, or a signed amount alone. `note` is the reason; it stays in the ledger,
+    and invoices do not show it.
 
     `confirm` is needed to add more than UNCONFIRMED_TOKENS, or more than UNCONFIRMED_TIMES what the event counted or cost.
     """
