@@ -130,9 +130,9 @@ async def test_what_is_corrected_to_zero_in_another_currency_is_not_on_the_invoi
     database: Database, clock: FakeClock, cast: Cast
 ) -> None:
     price = await add_price(database)
-    day, options = OCTOBER.date(), {"epoch_id": cast.epoch_id, "of": price}
-    cost = await post_event(database, cast.bob, day, Tokens(), **options)
-    await post_event(database, cast.bob, day, Tokens(prompt=7), currency="USD", **options)
+    day, epoch_id = OCTOBER.date(), cast.epoch_id
+    cost = await post_event(database, cast.bob, day, Tokens(), epoch_id=epoch_id, of=price)
+    await post_event(database, cast.bob, day, Tokens(prompt=7), epoch_id=epoch_id, of=price, currency="USD")
     invoices, corrections = euro_invoices(database, clock, BillingCalendar("UTC")), utc_corrections(database, clock)
     foreign = (await all_events(database))[1]
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import re
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from datetime import timedelta
 from typing import Any
@@ -122,7 +122,7 @@ async def test_every_change_of_principals_counts_although_the_answer_to_its_comm
 ) -> None:
     tenants, policies, tiers = Tenants(database, clock), ModelPolicies(database, clock), Tiers(database, clock)
     bob, successor = cast.bob, cast.charlie
-    changes = [
+    changes: list[Callable[[], Awaitable[object]]] = [
         lambda: policies.put("demo", Limits(requests_per_minute=1)),
         lambda: policies.remove("demo"),
         lambda: tiers.update("batch", admission_wait_ms=1),
