@@ -1,7 +1,7 @@
 """Runs the application as a service: one per data folder, a socket, signals, an orderly end.
 
 first SIGINT or SIGTERM ─► new requests get 503 `draining`, running ones finish within `drain_timeout_s` ─► stop
-second one              ─► stop at once; what still lives is aborted and settled
+second one              ─► stop at once; what still lives is ended and settled
 """
 
 from __future__ import annotations
@@ -77,8 +77,7 @@ async def _drain(generations: Generations, stopping: _Stopping, timeout_s: float
     await asyncio.wait({draining, hurrying}, return_when=asyncio.FIRST_COMPLETED)
     for task in (draining, hurrying):
         task.cancel()
-    for request_id in generations.live(access=WHOLE_BOX):
-        generations.abort(request_id, access=WHOLE_BOX)
+    generations.end_all()
 
 
 @dataclass(slots=True)

@@ -258,10 +258,14 @@ class Generations:
             return False
         return True
 
-    async def stop(self, timeout_s: float) -> None:
-        """End what still lives and wait until it is settled, at most `timeout_s`."""
+    def end_all(self) -> None:
+        """End what still lives because the appliance shuts down: who asked is told to send it again."""
         for generation in list(self._generations.values()):
             generation.leave("shutdown")
+
+    async def stop(self, timeout_s: float) -> None:
+        """End what still lives and wait until it is settled, at most `timeout_s`."""
+        self.end_all()
         if not await self.drain(timeout_s):
             log.error("requests left unsettled at stop", requests=list(self._generations))
         await self._watch.stop()

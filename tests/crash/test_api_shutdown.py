@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import json
 import signal
 import socket
+import sqlite3
 from pathlib import Path
 from typing import Any
 
@@ -59,7 +62,13 @@ def test_draining_refuses_new_requests_and_finishes_running_ones(tmp_path: Path,
     assert not (tmp_path / "data" / CONTROL_FILE).exists()
 
 
-def test_a_second_signal_ends_at_once(tmp_path: Path, model: Path) -> None:
+def causes(data_dir: Path) -> list[tuple[str, str]]:
+    """Return how the ledger says that the requests of a stopped appliance ended."""
+    with contextlib.closing(sqlite3.connect(data_dir / "gatehouse.db")) as database:
+        return database.execute("SELECT finish_reason, cause FROM usage_events").fetchall()
+
+
+def test_a_second_signal_ends_at_once_and_the_ledger_says_that_the_appliance_shut_down(tmp_path: Path, model: Path) -> None:
     with running_server(model, tmp_path / "data", fake_engine_step_s=1.0) as server:
         headers = {"authorization": f"Bearer {server.api_key}"}
         url = f"{server.url}/v1/chat/completions"
@@ -71,6 +80,22 @@ def test_a_second_signal_ends_at_once(tmp_path: Path, model: Path) -> None:
             server.process.send_signal(signal.SIGINT)
 
             assert server.process.wait(15) == 0
+    assert causes(tmp_path / "data") == [("aborted", "shutdown")]
+
+
+def test_a_request_that_outlives_the_drain_ends_as_one_to_send_again(tmp_path: Path, model: Path) -> None:
+    with running_server(model, tmp_path / "data", fake_engine_step_s=STEP_S, drain_timeout_s=0.2) as server:
+        headers = {"authorization": f"Bearer {server.api_key}"}
+        url = f"{server.url}/v1/chat/completions"
+        with httpx.stream("POST", url, json=body(900), headers=headers, timeout=30) as answer:
+            lines = answer.iter_lines()
+            next(lines)
+            server.process.send_signal(signal.SIGTERM)
+            *_, last = filter(None, lines)
+
+        assert server.process.wait(30) == 0
+    assert json.loads(last.removeprefix("data: "))["error"]["code"] == "draining"
+    assert causes(tmp_path / "data") == [("aborted", "shutdown")]
 
 
 def test_a_second_appliance_on_the_same_data_is_kept_out(tmp_path: Path, model: Path) -> None:
