@@ -2,12 +2,88 @@
 
 from __future__ import annotations
 
+import asyncio
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager
 from pathlib import Path
+from typing import Any
 
+import psycopg
 import pytest
 
-from appliance.base.database_claim import claim_database
+from appliance.base import database_claim
+from appliance.base.database_claim import DatabaseClaim, claim_database
 from appliance.base.settings import UnusableData
+from tests.support.databases import Cluster
+
+END_CLAIMS = "SELECT pg_terminate_backend(pid, 5000) FROM pg_locks WHERE locktype = 'advisory'"
+
+
+class Pauses:
+    """Pauses that a test ends one by one. `begun` says that the watch has looked and waits."""
+
+    def __init__(self) -> None:
+        self.begun: asyncio.Queue[float] = asyncio.Queue()
+        self.ended: asyncio.Queue[None] = asyncio.Queue()
+
+    async def __call__(self, pause_s: float) -> None:
+        self.begun.put_nowait(pause_s)
+        await self.ended.get()
+
+    async def next_look(self) -> None:
+        """Let the watch look once more, and return when it has and found nothing."""
+        self.ended.put_nowait(None)
+        await self.begun.get()
+
+    async def end_all(self, waiting: asyncio.Future[Any]) -> None:
+        """End every pause until `waiting` is done: a server notices the end of a connection a little later."""
+        while not waiting.done():
+            self.ended.put_nowait(None)
+            begun = asyncio.ensure_future(self.begun.get())
+            await asyncio.wait({waiting, begun}, return_when=asyncio.FIRST_COMPLETED)
+            begun.cancel()
+
+
+class Answers:
+    """What the holder says when its claim was taken again."""
+
+    def __init__(self, answer: bool | Exception = True) -> None:
+        self.answer = answer
+        self.asked = 0
+
+    async def __call__(self) -> bool:
+        self.asked += 1
+        if isinstance(self.answer, Exception):
+            raise self.answer
+        return self.answer
+
+
+@asynccontextmanager
+async def watched(url: str, go_on: Answers) -> AsyncIterator[tuple[DatabaseClaim, asyncio.Task[str], Pauses]]:
+    """Yield a claim whose watch has looked for the first time."""
+    pauses = Pauses()
+    claim = await claim_database(url, wait_s=0, pause=pauses)
+    watch = asyncio.create_task(claim.lost(go_on))
+    await pauses.begun.get()
+    try:
+        yield claim, watch, pauses
+    finally:
+        watch.cancel()
+        await asyncio.wait({watch})
+        await claim.release()
+
+
+@pytest.fixture
+def database(postgresql: Cluster) -> Iterator[str]:
+    url = postgresql.create()
+    yield url
+    postgresql.drop(url)
+
+
+def end_claims(url: str) -> None:
+    """End every connection that claims the database, as a restart of the server or a killer of idle ones does."""
+    with psycopg.connect(url) as connection:
+        connection.execute(END_CLAIMS)
 
 
 async def test_a_second_gateway_is_refused_until_the_first_has_gone(empty_database_url: str) -> None:
@@ -27,6 +103,131 @@ async def test_a_link_to_a_database_is_the_same_database(tmp_path: Path) -> None
     with pytest.raises(UnusableData, match="another Gatehouse uses"):
         await claim_database(f"sqlite:///{tmp_path}/link.db")
     await first.release()
+
+
+async def test_the_folder_of_a_new_database_is_made(tmp_path: Path) -> None:
+    claim = await claim_database(f"sqlite:///{tmp_path}/new/folder/x.db")
+    await claim.release()
+
+
+async def test_a_folder_that_cannot_be_made_is_told_in_one_line(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(UnusableData, match=r"file/x\.db\.claim cannot be used \(.*\): correct --database"):
+        await claim_database(f"sqlite:///{tmp_path}/file/x.db")
+
+
+async def test_commands_share_a_database_that_no_gateway_uses(empty_database_url: str) -> None:
+    first = await claim_database(empty_database_url, shared=True, wait_s=0)
+    second = await claim_database(empty_database_url, shared=True, wait_s=0)
+    with pytest.raises(UnusableData, match="another Gatehouse uses"):
+        await claim_database(empty_database_url, wait_s=0)
+    await first.release()
+    await second.release()
+
+
+async def test_a_command_is_refused_while_a_gateway_holds_the_database(empty_database_url: str) -> None:
+    gateway = await claim_database(empty_database_url)
+    with pytest.raises(UnusableData, match="another Gatehouse uses"):
+        await claim_database(empty_database_url, shared=True, wait_s=0)
+    await gateway.release()
+
+
+async def test_a_gateway_waits_for_a_command_to_end(empty_database_url: str) -> None:
+    command, pauses = await claim_database(empty_database_url, shared=True), Pauses()
+    gateway = asyncio.create_task(claim_database(empty_database_url, pause=pauses))
+    await pauses.begun.get()
+    await command.release()
+    await pauses.end_all(gateway)
+
+    await (await gateway).release()
+
+
+@pytest.mark.postgres
+async def test_a_claim_whose_connection_has_gone_is_taken_again(database: str) -> None:
+    go_on = Answers()
+    async with watched(database, go_on) as (_, _, pauses):
+        end_claims(database)
+        await pauses.next_look()
+
+        with pytest.raises(UnusableData, match="another Gatehouse uses"):
+            await claim_database(database, wait_s=0)
+    assert go_on.asked == 1
+
+
+@pytest.mark.postgres
+async def test_a_claim_that_somebody_else_has_taken_is_lost(database: str) -> None:
+    async with watched(database, Answers()) as (_, watch, pauses):
+        end_claims(database)
+        other = await claim_database(database)
+        pauses.ended.put_nowait(None)
+
+        assert await watch == "another Gatehouse took the database while the connection that claims it was gone"
+        await other.release()
+
+
+@pytest.mark.postgres
+async def test_a_claim_is_lost_when_somebody_else_has_had_the_database(database: str) -> None:
+    async with watched(database, Answers(answer=False)) as (_, watch, pauses):
+        end_claims(database)
+        pauses.ended.put_nowait(None)
+
+        assert await watch == "another Gatehouse has used the database while the connection that claims it was gone"
+
+
+@pytest.mark.postgres
+async def test_the_holder_is_asked_again_when_it_could_not_answer(database: str) -> None:
+    go_on = Answers(OSError("the database is gone again"))
+    async with watched(database, go_on) as (_, _, pauses):
+        end_claims(database)
+        await pauses.next_look()
+        go_on.answer = True
+        await pauses.next_look()
+        await pauses.next_look()
+    assert go_on.asked == 2
+
+
+@pytest.mark.postgres
+async def test_a_server_that_is_not_reached_is_tried_again(database: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    go_on = Answers()
+    async with watched(database, go_on) as (claim, watch, pauses):
+        monkeypatch.setattr(claim, "_server", "postgresql://nobody@127.0.0.1:1/nothing")
+        end_claims(database)
+        await pauses.next_look()
+        assert not watch.done()
+        monkeypatch.undo()
+        await pauses.next_look()
+    assert go_on.asked == 1
+
+
+@pytest.mark.postgres
+async def test_a_session_of_our_own_that_the_server_kept_is_nobody_else(database: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    async with watched(database, Answers()) as (claim, watch, pauses):
+        broken = await psycopg.AsyncConnection.connect(database)
+        await broken.close()
+        kept = claim._connection  # type: ignore[attr-defined]
+        monkeypatch.setattr(claim, "_connection", broken)
+        pauses.ended.put_nowait(None)
+        while await pauses.begun.get() != database_claim.WATCH_INTERVAL_S:  # the server ends it a little later
+            pauses.ended.put_nowait(None)
+        assert not watch.done()
+        with pytest.raises(UnusableData, match="another Gatehouse uses"):
+            await claim_database(database, wait_s=0)
+        await kept.close()
+
+
+@pytest.mark.postgres
+async def test_a_command_that_came_between_is_waited_for(database: str) -> None:
+    async with watched(database, Answers()) as (_, watch, pauses):
+        end_claims(database)
+        command = await claim_database(database, shared=True)
+        pauses.ended.put_nowait(None)
+        assert await pauses.begun.get() == database_claim.POLL_S
+        await command.release()
+        pauses.ended.put_nowait(None)
+        while await pauses.begun.get() != database_claim.WATCH_INTERVAL_S:
+            pauses.ended.put_nowait(None)
+
+        assert not watch.done()
 
 
 async def test_a_server_that_does_not_answer_is_told_in_one_line() -> None:
