@@ -12,6 +12,7 @@ from appliance.base.db import Database
 from appliance.base.errors import RateLimitExceeded
 from appliance.metering.calendar import BillingCalendar
 from appliance.metering.ledger import recovery
+from appliance.metering.ledger.epochs import EpochEnded
 from appliance.metering.ledger.recovery import begin_epoch
 from appliance.metering.ledger.rows import INSERT_EVENTS, event_row
 from appliance.metering.ledger.writer import Checkpoint, LedgerBroken
@@ -181,3 +182,31 @@ async def test_a_restart_refills_no_bucket(database: Database, clock: FakeClock,
     assert before.snapshot(bob) == after.snapshot(bob)
     clock.advance(60)
     await after.admit(asked(bob, 600))
+
+
+async def test_an_epoch_that_another_one_followed_settles_nothing_of_it(
+    database: Database, clock: FakeClock, cast: Cast
+) -> None:
+    entry, later = pending(cast.bob), await begin_epoch(database, clock, "later")
+    async with running_ledger(database, clock, later) as ledger:
+        await ledger.open(entry)
+        with pytest.raises(EpochEnded, match="another Gatehouse"):
+            await utc_recover(database, clock, cast.epoch_id)
+
+        assert (await settle(ledger, posted(entry.request_id))).status == "posted"
+
+
+@pytest.mark.postgres
+async def test_an_epoch_that_another_one_followed_opens_nothing(postgresql: Cluster, clock: FakeClock) -> None:
+    url = postgresql.lend()
+    database = Database.open(url)
+    cast = await make_cast(database, clock)
+    async with running_ledger(database, clock, cast.epoch_id) as ledger:
+        await begin_epoch(database, clock, "later")
+        with pytest.raises(LedgerBroken, match="another Gatehouse"):
+            await ledger.open(pending(cast.bob))
+
+        assert not ledger.healthy
+    assert await all_events(database) == []
+    await database.close()
+    postgresql.give_back(url)

@@ -38,7 +38,8 @@ prices = Table(
     UniqueConstraint("model", "currency", "effective_from"),
 )
 
-# One row per start of the gateway. A pending event of an epoch that is not the running one belongs to a dead process.
+# One row per start of the gateway. A pending event of an epoch that is not the running one belongs to a dead process. An epoch
+# ends in order, or when the next one begins: then it can write no new event.
 epochs = Table(
     "epochs",
     metadata,

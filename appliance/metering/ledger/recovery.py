@@ -18,6 +18,7 @@ from appliance.base.ids import new_id
 from appliance.base.tables import epochs, requests, usage_events
 from appliance.metering.calendar import BillingCalendar
 from appliance.metering.ledger import rollups
+from appliance.metering.ledger.epochs import hold
 from appliance.metering.ledger.records import Usage, UsageEvent
 from appliance.metering.ledger.round import OnSettled
 from appliance.metering.ledger.rows import (
@@ -48,15 +49,16 @@ _FINISH_REQUESTS = (
 
 
 async def begin_epoch(db: Database, clock: Clock, version: str) -> str:
-    """Return the id of a new epoch: one run of the gateway."""
-    epoch_id = new_id("epoch")
+    """Return the id of a new epoch: one run of the gateway. Those before it end, and can begin no request any more."""
+    epoch_id, now = new_id("epoch"), clock.now()
     async with db.writing() as connection:
-        await connection.execute(insert(epochs).values(id=epoch_id, version=version, pid=os.getpid(), started_at=clock.now()))
+        await connection.execute(update(epochs).where(epochs.c.ended_at.is_(None)).values(ended_at=now))
+        await connection.execute(insert(epochs).values(id=epoch_id, version=version, pid=os.getpid(), started_at=now))
     return epoch_id
 
 
 async def end_epoch(db: Database, clock: Clock, epoch_id: str) -> None:
-    """Note that the epoch ended in order, with nothing pending."""
+    """Note that the epoch ended, with nothing pending."""
     async with db.writing() as connection:
         await connection.execute(
             update(epochs).where(epochs.c.id == epoch_id, epochs.c.ended_at.is_(None)).values(ended_at=clock.now())
@@ -74,7 +76,8 @@ async def recover(
     """Settle every pending event of other epochs at its last checkpoint, as an estimate, and return how many there were.
 
     `on_settled` hears of them in the same transaction, as it does of what the ledger settles. Call it before the ledger of
-    `current_epoch` starts: there is one writer at a time. Interrupted or run twice, each event still changes once.
+    `current_epoch` starts: there is one writer at a time. Interrupted or run twice, each event still changes once. Raises
+    EpochEnded when a later epoch has begun meanwhile, whose events are not left behind.
     """
     total = 0
     while True:
@@ -93,6 +96,7 @@ async def recover(
 async def _recover_some(
     connection: AsyncConnection, current_epoch: str, calendar: BillingCalendar, now: datetime
 ) -> list[UsageEvent]:
+    await connection.run_sync(hold, current_epoch)
     await counters.locked(connection, counters.POSTING)  # who recovers at the same time waits here, and then finds nothing
     if connection.dialect.name == "postgresql":
         # A killed gateway's COMMIT may still run on the server, and its record would turn up when we have looked: wait for it.

@@ -18,7 +18,7 @@ from appliance.base import counters
 from appliance.base.db import Database
 from appliance.base.errors import InternalError
 from appliance.metering.calendar import BillingCalendar
-from appliance.metering.ledger import rollups, rows
+from appliance.metering.ledger import epochs, rollups, rows
 from appliance.metering.ledger.records import Checkpoint, PendingEntry, Settlement, Usage, UsageEvent
 from appliance.metering.prices import Rate
 
@@ -117,7 +117,8 @@ class Round:
     async def write(self) -> None:
         """Commit the round. Afterwards `results` has the event of each settlement and the error of each bad operation.
 
-        Raises the database's error when nothing can be written now; then nothing of this round may be assumed.
+        Raises the database's error when nothing can be written now; then nothing of this round may be assumed. Raises
+        EpochEnded when it opens requests in an epoch that has ended.
         """
         try:
             await self._transaction(self.operations, self.checkpoints)
@@ -182,6 +183,8 @@ class Round:
         voids: Sequence[str],
     ) -> dict[str, rows.Opened]:
         """Send every statement of the transaction, and return the new entries."""
+        if opens and connection.dialect.name == "postgresql":  # a SQLite file cannot be claimed away from a process that lives
+            epochs.hold(connection, self.epoch_id)
         inserted = self._insert(connection, opens) if opens else {}
         if checkpoints:
             rows.WRITE_CHECKPOINTS.execute(connection, [rows.checkpoint_parameters(row) for row in checkpoints])
