@@ -39,6 +39,7 @@ from appliance.metering.invoicing.free_allowances import FreeAllowances
 from appliance.metering.invoicing.invoices import Invoices
 from appliance.metering.ledger import rollups
 from appliance.metering.ledger.corrections import Corrections
+from appliance.metering.ledger.epochs import EpochEnded
 from appliance.metering.ledger.journaled import SUFFIX, journal_beside, replay
 from appliance.metering.ledger.recovery import begin_epoch, end_epoch, recover
 from appliance.metering.ledger.request_history import RequestHistory
@@ -50,6 +51,7 @@ from appliance.metering.limits.sums import LedgerSums
 from appliance.metering.prices import PriceBook
 from appliance.metering.usage import UsageReports
 from appliance.serving.alerting.alerts import Alerts
+from appliance.serving.claim_watch import stop_when_lost
 from appliance.serving.database_watch import DatabaseWatch
 from appliance.serving.fleet import build_models, engine_reading, model_folders
 from appliance.serving.forecasts import Forecasts
@@ -94,7 +96,7 @@ class Appliance:
         self.first_start: FirstStart | None = None
         self._services: Services | None = None
         self._gpu = GpuProbe()
-        self._claim: DatabaseClaim | None = None
+        self.claim: DatabaseClaim | None = None
         self._journal: Journal | None = None
 
     @property
@@ -112,7 +114,7 @@ class Appliance:
         settings = self.settings
         make_data_folder(settings.data_dir)
         if self.engines:
-            self._claim = await claim_database(settings.database_url)
+            self.claim = await claim_database(settings.database_url)
         db = Database.open(settings.database_url)
         try:
             await asyncio.to_thread(upgrade, settings.database_url)
@@ -150,8 +152,8 @@ class Appliance:
                 await self._journal.close()
             await db.close()
         finally:
-            if self._claim is not None:
-                await self._claim.release()
+            if self.claim is not None:
+                await self.claim.release()
 
     async def _build(self, db: Database) -> Services:
         settings, clock, metrics = self.settings, SystemClock(), Metrics()
@@ -358,12 +360,13 @@ async def _start(appliance: Appliance) -> None:
         raise CannotStart(
             f"the database cannot be used: {reason_of(error)}; check --database and `gatehouse doctor`"
         ) from error
-    except (UnusableData, ValueError) as error:
+    except (UnusableData, ValueError, EpochEnded) as error:
         raise CannotStart(str(error)) from error
 
 
 async def _serve_on(listener: socket.socket, appliance: Appliance, on_listening: Callable[[Started], None]) -> None:
     settings, services = appliance.settings, appliance.services
+    assert appliance.claim is not None
     host, port = listener.getsockname()[:2]
     server = HttpServer(create_app(appliance), listener, settings.trusted_proxies)
     models = [model.name for model in services.models.list()]
@@ -372,13 +375,17 @@ async def _serve_on(listener: socket.socket, appliance: Appliance, on_listening:
         on_listening(Started(host=host, port=port, models=models, first_start=appliance.first_start, services=services))
         if appliance.first_start is not None:
             note_shown(settings.data_dir)
-        watch = asyncio.create_task(_stop_without_models(services.models, server), name="first models")
+        watches = [
+            asyncio.create_task(_stop_without_models(services.models, server), name="first models"),
+            asyncio.create_task(stop_when_lost(appliance.claim, services, server.stop), name="database claim"),
+        ]
         try:
             await server.run(services.generations, drain_timeout_s=settings.drain_timeout_s)
         finally:
-            watch.cancel()
-        if watch.done() and not watch.cancelled() and (reason := watch.result()) is not None:
-            raise CannotStart(reason)
+            ended = [watch for watch in watches if not watch.cancel()]
+        for watch in ended:
+            if (reason := watch.result()) is not None:
+                raise CannotStart(reason)
 
 
 async def _stop_without_models(models: ModelRegistry, server: HttpServer) -> str | None:

@@ -60,6 +60,10 @@ _Connection = psycopg.AsyncConnection[tuple[object, ...]]
 log = structlog.get_logger()
 
 
+class DatabaseTaken(UnusableData):
+    """Somebody else holds the database."""
+
+
 class DatabaseClaim(Protocol):
     """What is held. Dropping it without `release` is for the end of the process alone."""
 
@@ -80,8 +84,8 @@ async def claim_database(
 ) -> DatabaseClaim:
     """Return the claim on the database at `url`, alone or shared. The folder of a SQLite file is made, as its opening does.
 
-    Raises UnusableData when the server does not answer, the folder cannot be made, or others still hold the database after
-    `wait_s`; at once when somebody holds a SQLite file alone.
+    Raises DatabaseTaken when others still hold the database after `wait_s`, or at once when one holds a SQLite file alone, and
+    UnusableData when the server does not answer or the folder cannot be made.
     """
     kind, target = parse_url(url)
     give_up_s = time.monotonic() + wait_s
@@ -229,5 +233,5 @@ def _try_file(descriptor: int, how: int) -> bool:
     return True
 
 
-def _taken(what: str) -> UnusableData:
-    return UnusableData(f"another Gatehouse uses {what}: stop it, or give this one a database of its own")
+def _taken(what: str) -> DatabaseTaken:
+    return DatabaseTaken(f"another Gatehouse uses {what}: stop it, or give this one a database of its own")

@@ -249,8 +249,7 @@ class Generations:
 
     async def drain(self, timeout_s: float) -> bool:
         """Refuse new requests and those that wait for room, wait for the live ones, and return whether all ended in time."""
-        self.draining = True
-        self._admission.refuse_waiting(_draining())
+        self._refuse_new()
         try:
             async with asyncio.timeout(timeout_s):
                 await self._idle.wait()
@@ -259,7 +258,8 @@ class Generations:
         return True
 
     def end_all(self) -> None:
-        """End what still lives because the appliance shuts down: who asked is told to send it again."""
+        """Refuse new requests, and end the live ones because the appliance shuts down: who asked is told to send them again."""
+        self._refuse_new()
         for generation in list(self._generations.values()):
             generation.leave("shutdown")
 
@@ -270,6 +270,10 @@ class Generations:
             log.error("requests left unsettled at stop", requests=list(self._generations))
         await self._watch.stop()
         await self._checkpoints.stop()
+
+    def _refuse_new(self) -> None:
+        self.draining = True
+        self._admission.refuse_waiting(_draining())
 
     def _leave(self, request_id: str, access: Access) -> Generation:
         live = self.find(request_id, access=access, action=Action.ABORT)

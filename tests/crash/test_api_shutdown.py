@@ -8,14 +8,17 @@ import json
 import signal
 import socket
 import sqlite3
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import httpx
+import psycopg
 import pytest
 
 from appliance.api.http_server import CONTROL_FILE, CannotStart
 from appliance.app import serve
+from appliance.base.database_claim import LOCK_KEY
 from appliance.base.settings import load_settings
 from appliance.serving.model_folder import NotAModel
 from tests.support.databases import Cluster
@@ -142,5 +145,52 @@ def test_the_appliance_serves_over_postgresql(tmp_path: Path, model: Path, postg
         assert answer.status_code == 200
         assert answer.json()["usage"]["completion_tokens"] == event["completion_tokens"] == 5
         assert server.admin("GET", "/system")["database"]["kind"] == "postgresql"
+        assert server.stop() == 0
+    postgresql.drop(url)
+
+
+def take_claim(url: str, waiting: psycopg.Connection[Any]) -> None:
+    """Let `waiting` claim the database as soon as the connection that claims it now is ended."""
+    with ThreadPoolExecutor(1) as thread, psycopg.connect(url, autocommit=True) as connection:
+        taken = thread.submit(waiting.execute, "SELECT pg_advisory_lock(%s)", (LOCK_KEY,))
+        locks = "FROM pg_locks WHERE locktype = 'advisory'"
+        wait_until(lambda: connection.execute(f"SELECT {locks} AND NOT granted").fetchone() is not None, 10)
+        connection.execute(f"SELECT pg_terminate_backend(pid) {locks} AND granted")
+        taken.result(10)
+
+
+@pytest.mark.postgres
+def test_an_appliance_whose_database_another_one_has_taken_ends_its_requests_and_says_why(
+    tmp_path: Path, model: Path, postgresql: Cluster
+) -> None:
+    url = postgresql.create()
+    with running_server(model, tmp_path / "data", fake_engine_step_s=STEP_S, database_url=url) as server:
+        headers = {"authorization": f"Bearer {server.api_key}"}
+        with httpx.stream("POST", f"{server.url}/v1/chat/completions", json=body(900), headers=headers, timeout=60) as answer:
+            lines = answer.iter_lines()
+            next(lines)
+            with psycopg.connect(url, autocommit=True) as other:
+                take_claim(url, other)
+                *_, last = filter(None, lines)
+
+        assert server.process.wait(30) == 1
+        log = server.log()
+    assert json.loads(last.removeprefix("data: "))["error"]["code"] == "draining"
+    assert "another Gatehouse took the database" in log
+    postgresql.drop(url)
+
+
+@pytest.mark.postgres
+def test_an_appliance_goes_on_when_it_has_claimed_its_database_again(tmp_path: Path, model: Path, postgresql: Cluster) -> None:
+    url = postgresql.create()
+    with running_server(model, tmp_path / "data", fake_engine_step_s=0.0, database_url=url) as server:
+        with psycopg.connect(url) as other:
+            other.execute("SELECT pg_terminate_backend(pid) FROM pg_stat_activity WHERE pid <> pg_backend_pid()")
+        wait_until(lambda: "the database is claimed again" in server.log(), 30, server.log)
+        server.wait_until_ready()
+        headers = {"authorization": f"Bearer {server.api_key}"}
+        answer = httpx.post(f"{server.url}/v1/chat/completions", json={**body(5), "stream": False}, headers=headers, timeout=30)
+
+        assert answer.status_code == 200
         assert server.stop() == 0
     postgresql.drop(url)
