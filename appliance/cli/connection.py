@@ -7,7 +7,7 @@ import json
 import os
 import secrets
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
-from contextlib import asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
@@ -22,6 +22,7 @@ from appliance.cli.operator import operator_headers
 CONTROL_FILE = "control.json"
 TIMEOUT_S = 30.0
 PAGE_LIMIT = 100
+CLAIM_WAIT_S = 2.0  # an appliance that has just ended; a server notices that a little later
 T = TypeVar("T")
 
 
@@ -137,6 +138,28 @@ def check_there(settings: Settings) -> None:
 
 
 @asynccontextmanager
+async def claimed(settings: Settings, *, shared: bool) -> AsyncIterator[None]:
+    """Hold the database for what a command changes in it by itself, alone or beside other commands.
+
+    Raises CommandFailed where an appliance serves on it, which would go by what it has read before, and UnusableData.
+    """
+    from appliance.base.database_claim import DatabaseTaken, claim_database
+
+    try:
+        claim = await claim_database(settings.database_url, shared=shared, wait_s=CLAIM_WAIT_S)
+    except DatabaseTaken as error:
+        raise CommandFailed(
+            "an appliance that runs elsewhere uses this database and would not learn of the change, so nothing was changed: "
+            "run the command where the appliance runs, with its --data-dir",
+            code="running",
+        ) from error
+    try:
+        yield
+    finally:
+        await claim.release()
+
+
+@asynccontextmanager
 async def connected(settings: Settings) -> AsyncIterator[AdminClient]:
     """Yield a client of the appliance of these settings."""
     control = read_control(settings.data_dir)
@@ -152,23 +175,42 @@ async def connected(settings: Settings) -> AsyncIterator[AdminClient]:
 
 @asynccontextmanager
 async def _in_process(settings: Settings) -> AsyncIterator[httpx.AsyncClient]:
-    """Yield a client of the same application in this process, without engines, for as long as the command takes."""
+    """Yield a client of the same application in this process, without engines, for as long as the command takes.
+
+    From its first change on it shares the claim on the database; a command that only reads holds nothing.
+    """
     from appliance.app import Appliance, create_app
+    from appliance.base import db
     from appliance.base.logging import configure_logging
 
     configure_logging("warning", json=False)
+    if await asyncio.to_thread(db.current_revision, settings.database_url) != db.head_revision():
+        async with claimed(settings, shared=False):
+            await asyncio.to_thread(db.upgrade, settings.database_url)
     appliance = Appliance(settings, engines=False)
-    await appliance.start()
-    try:
+    async with AsyncExitStack() as held:
+        await appliance.start()
+        held.push_async_callback(appliance.stop)
         services = appliance.services
         services.control_token = services.control_token or secrets.token_urlsafe(32)
         headers = {"authorization": f"Bearer {services.control_token}"} | operator_headers()
         application: Any = create_app(appliance)  # its types name the kinds of messages, httpx's do not
-        transport = httpx.ASGITransport(app=application)
-        async with httpx.AsyncClient(base_url="http://in-process", headers=headers, transport=transport) as client:
-            yield client
-    finally:
-        await appliance.stop()
+        hooks = {"request": [_claim_before_changes(settings, held)]}
+        client = httpx.AsyncClient(
+            base_url="http://in-process", headers=headers, transport=httpx.ASGITransport(app=application), event_hooks=hooks
+        )
+        yield await held.enter_async_context(client)
+
+
+def _claim_before_changes(settings: Settings, held: AsyncExitStack) -> Callable[[httpx.Request], Awaitable[None]]:
+    """Return what is called before each request: the first that is no GET waits for the claim, which `held` lets go."""
+    claims: list[None] = []
+
+    async def before(request: httpx.Request) -> None:
+        if request.method != "GET" and not claims:
+            claims.append(await held.enter_async_context(claimed(settings, shared=True)))
+
+    return before
 
 
 def run(settings: Settings, work: Callable[[AdminClient], Awaitable[T]]) -> T:

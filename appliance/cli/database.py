@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from typing import TYPE_CHECKING, Annotated
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Annotated, TypeVar
 
 import typer
 
@@ -14,6 +15,8 @@ from appliance.cli.options import AsJson, DatabaseUrl, DataDir, settings_from
 if TYPE_CHECKING:
     from appliance.base.settings import Settings
     from appliance.metering.invariants.finding import Finding
+
+T = TypeVar("T")
 
 app = typer.Typer(help="The database: its tables, and the invariants of the ledger.", no_args_is_help=True)
 
@@ -31,7 +34,7 @@ def upgrade(
     settings = settings_from(data_dir, database)
     _refuse_while_running(settings)
     settings.data_dir.mkdir(parents=True, exist_ok=True, mode=0o700)
-    _migrate(lambda: db.upgrade(settings.database_url, revision))
+    _migrate(settings, lambda: db.upgrade(settings.database_url, revision))
     _tell(settings, as_json=as_json)
 
 
@@ -54,8 +57,12 @@ def downgrade(
     _refuse_while_running(settings)
     if not yes:
         raise CommandFailed("a downgrade loses what newer tables hold: make a backup, then add --yes", code="usage", status=2)
-    _migrate(lambda: _refuse_while_journal_is_ahead(settings.database_url))
-    _migrate(lambda: db.downgrade(settings.database_url, revision))
+
+    def step() -> None:
+        _refuse_while_journal_is_ahead(settings.database_url)
+        db.downgrade(settings.database_url, revision)
+
+    _migrate(settings, step)
     _tell(settings, as_json=as_json)
 
 
@@ -94,7 +101,7 @@ def rebuild_rollups(as_json: AsJson = False, data_dir: DataDir = None, database:
         finally:
             await opened.close()
 
-    rows = asyncio.run(rebuild())
+    rows = _alone(settings, lambda: asyncio.run(rebuild()))
     if as_json:
         output.data({"rows": rows})
     else:
@@ -138,16 +145,26 @@ def _refuse_while_journal_is_ahead(database_url: str) -> None:
         )
 
 
-def _migrate(step: object) -> None:
+def _alone(settings: Settings, step: Callable[[], T]) -> T:
+    """Return what `step` does to the database while nobody else changes it. It runs in a thread of its own."""
+    from appliance.cli.connection import claimed
+
+    async def go() -> T:
+        async with claimed(settings, shared=False):
+            return await asyncio.to_thread(step)
+
+    return asyncio.run(go())
+
+
+def _migrate(settings: Settings, step: Callable[[], None]) -> None:
     from alembic.util import CommandError
     from sqlalchemy.exc import SQLAlchemyError
 
     from appliance.base.db import reason_of
     from appliance.base.settings import UnusableData
 
-    assert callable(step)
     try:
-        step()
+        _alone(settings, step)
     except (CommandError, SQLAlchemyError, UnusableData, ValueError, OSError) as error:
         raise CommandFailed(f"the database could not be changed: {reason_of(error)}", code="database") from error
 

@@ -9,6 +9,8 @@ import re
 import shutil
 import subprocess
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +18,7 @@ import pyotp
 import pytest
 
 from appliance.base.clock import SystemClock
+from appliance.base.database_claim import DatabaseClaim, claim_database
 from appliance.base.db import Database
 from appliance.base.sealing import Sealer
 from appliance.base.version import current_version
@@ -521,3 +524,43 @@ def test_doctor_says_with_a_gpu_what_is_missing_to_launch_kernels(
         monkeypatch.setenv("CC", compiler)
         rows = typed("doctor", "--json").json()["data"]
         assert [row["state"] for row in rows if row["check"] == "compiler"] == [state]
+
+
+@contextmanager
+def running_elsewhere(data_dir: Path) -> Iterator[None]:
+    """Hold the database as an appliance does whose own data folder is another one."""
+
+    async def claim() -> DatabaseClaim:
+        return await claim_database(f"sqlite:///{data_dir}/gatehouse.db")
+
+    held = asyncio.run(claim())
+    try:
+        yield
+    finally:
+        asyncio.run(held.release())
+
+
+@pytest.mark.parametrize(
+    "change",
+    [("tenants", "create", "Acme"), ("db", "upgrade"), ("db", "downgrade", "base", "--yes"), ("db", "rebuild-rollups")],
+    ids=" ".join,
+)
+def test_a_change_to_the_database_of_an_appliance_that_runs_elsewhere_is_refused(
+    change: tuple[str, ...], typed: Any, data_dir: Path
+) -> None:
+    with running_elsewhere(data_dir):
+        refused = typed(*change, "--json")
+
+        error = refused.json()["error"]
+        assert (refused.status, error["code"]) == (1, "running")
+        assert "run the command where the appliance runs, with its --data-dir" in error["message"]
+        assert typed("tenants", "list", "--json").json()["data"] == []
+
+
+def test_commands_change_a_database_at_the_same_time(typed: Any, data_dir: Path) -> None:
+    async def claim() -> DatabaseClaim:
+        return await claim_database(f"sqlite:///{data_dir}/gatehouse.db", shared=True)
+
+    other = asyncio.run(claim())
+    assert typed("tenants", "create", "Acme").status == 0
+    asyncio.run(other.release())
