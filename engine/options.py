@@ -44,9 +44,9 @@ class EngineOptions:
 
     `block_size` is a power of two: kernels of GPUs read the cache in tiles that hold whole blocks, or lie within one.
     `swap_space` is the size in GiB of the tier in main memory that evicted KV blocks move to. `batch_invariant`: a request
-    gives the same logits alone and in any batch, at the cost of speed. `enforce_eager`: no step is captured or recorded, and
-    none is launched before the tokens of the one before it are known. `inter_token_target_ms`: how long a step may make running
-    requests wait for their next token. `shared_prefixes`: text files with prompts that all tenants may share.
+    gives the same logits alone and in any batch, at the cost of speed. `enforce_eager`: no step is captured or recorded as a
+    whole, and none is launched before the tokens of the one before it are known. `inter_token_target_ms`: how long a step may
+    make running requests wait for their next token. `shared_prefixes`: text files with prompts that all tenants may share.
     `quantization`: int8 or fp8 quantises the weights while they are read, another one must be what the checkpoint is in.
     `head_quantization`: of the output head, where it is not to be kept as `quantization` or the checkpoint says.
     `kv_cache_dtype`: auto keeps keys and values as they are computed, fp8 and fp8_e4m3 in 8 bits.

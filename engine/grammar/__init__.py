@@ -1,4 +1,4 @@
-"""Structured output: an answer held to a JSON schema, a regular expression, a list of choices or a grammar. Knows no torch.
+"""Structured output: an answer held to a JSON schema, a regular expression, choices or a grammar. Only `masks` knows torch.
 
     spec.py        grammar_spec(sampling) -> GrammarSpec | None        checks fields, imports no grammar library
                    GrammarSpec(kind, text), hashable; .param names the field

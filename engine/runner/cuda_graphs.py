@@ -1,5 +1,5 @@
-"""Capture and replay of a function that works on buffers that stay where they are. The only code here that tests on a CPU
-cannot run; its twin there calls the function.
+"""Capture and replay of a function that works on buffers that stay where they are. Tests on a CPU cannot run it; they
+use `DirectCalls`, which calls the function.
 
 A replayed graph costs the host one call, whatever the number of kernels in it. A graph is made when its key is asked for the
 first time; all share one pool of memory, as only one runs at a time. Before a capture the function runs once outside of it, so

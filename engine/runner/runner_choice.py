@@ -28,8 +28,8 @@ log = logging.getLogger("gatehouse.engine")
 
 
 def launches_ahead(options: EngineOptions, device: torch.device) -> bool:
-    """On a GPU, unless the operator wants the plain runner or something that needs the host between two steps: batch-invariant
-    attention that is not a kernel over pages."""
+    """True on a GPU, unless `enforce_eager` is set or batch-invariant attention has no kernel over pages there and needs the
+    host between two steps."""
     if device.type != "cuda" or options.enforce_eager:
         return False
     return not options.batch_invariant or ops.operations(device, batch_invariant=True).is_row_invariant
@@ -53,8 +53,8 @@ def make_slot_runner(
     is_synchronous: bool = False,
 ) -> SlotRunner:
     """A runner over slots for all seats of the engine. `draft`: the model that guesses, if one does. `max_guesses`: of a step.
-    `asks_host`: a decoder does, so that steps are not captured; `is_synchronous`: as a CPU's, whose steps are over when they
-    were launched."""
+    `asks_host`: a decoder does, so that steps are not captured; `is_synchronous`: steps are over when they were
+    launched, as on a CPU."""
     max_graphs = graphs_kept(limits.max_num_seqs, max_guesses)
     if draft is not None:
         max_graphs += draft_graphs_kept(limits.max_num_seqs)
