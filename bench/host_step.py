@@ -29,6 +29,7 @@ import torch
 
 from bench.rows import append_row
 from engine.loop import Engine
+from engine.memory.device import GraphsTaken
 from engine.protocol import EngineInfo, GenerationRequest, SamplingParams
 from engine.runner.cuda_graphs import Calls
 from engine.runner.slot_runner import SlotRunner
@@ -97,6 +98,10 @@ class NoCalls:
     def make_ready(self, key: Hashable, function: Callable[[], None]) -> None: ...
 
     def run(self, key: Hashable, function: Callable[[], None]) -> None: ...
+
+    @property
+    def taken(self) -> GraphsTaken:
+        return GraphsTaken()
 
 
 class NoPlainRunner:

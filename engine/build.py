@@ -124,7 +124,7 @@ def build_engine(options: EngineOptions, *, progress: Callable[[float], None] = 
     asks_host = any(each.decoder.asks_host for each in (model, draft) if each)
     ahead = None if cached.is_plain else _over_slots(resolved, cached, limits, meter, asks_host=asks_host)
     if ahead is not None:
-        measured = meter.with_graphs(measured)
+        measured = meter.with_graphs(measured, ahead.calls.taken)
         times.done("graphs")
     speed = _measured_speed(resolved, cached, model, limits, ahead)
     times.done("speed")

@@ -42,14 +42,15 @@ def guesses_size(num_rows: int, max_rows: int) -> int:
     return min(_power_of_two(num_rows), max_rows)
 
 
-def graphs_kept(max_num_seqs: int, max_guesses: int) -> int:
+def graphs_kept(max_num_seqs: int, max_guesses: int, *, has_draft: bool = False) -> int:
     """Captured steps that are kept at a time: every size of the usual kinds, every size of those that end with the logits, and
-    some more. `max_guesses`: rows of a step beyond one for each request."""
+    some more. `max_guesses`: rows of a step beyond one for each request. `has_draft`: of both models, else of the target."""
     usual = len({step_size(number, max_num_seqs) for number in range(1, max_num_seqs + 1)})
     logits = len({logits_size(number, max_num_seqs) for number in range(1, max_num_seqs + 1)})
     max_rows = max_num_seqs + max_guesses
     guesses = len({guesses_size(number, max_rows) for number in range(2, max_rows + 1)}) if max_guesses else 0
-    return USUAL_KINDS * (usual + guesses) + logits + RARE_KEPT
+    kept = USUAL_KINDS * (usual + guesses) + logits + RARE_KEPT
+    return kept + draft_graphs_kept(max_num_seqs) if has_draft else kept
 
 
 def draft_graphs_kept(max_num_seqs: int) -> int:

@@ -54,11 +54,14 @@ class TenantsView:
 
 
 class MemoryLine(NamedTuple):
-    """What one part of an engine took of its device, None where the device does not tell, and what was predicted."""
+    """What one part of an engine took of its device, None where the device does not tell, and what was predicted; of graphs,
+    how many each figure is of."""
 
     label: str
     measured_bytes: int | None
     predicted_bytes: int
+    num_measured: int | None = None
+    num_predicted: int | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -230,7 +233,13 @@ def engine_view(engine: EngineReading, history: Sequence[SystemSnapshot], now: d
 def memory_lines(parts: Sequence[MemoryPart]) -> list[MemoryLine]:
     """Return the parts that take anything, in the order in which the engine tells them."""
     return [
-        MemoryLine(_MEMORY_LABELS.get(part.name, part.name), part.measured_bytes, part.predicted_bytes)
+        MemoryLine(
+            _MEMORY_LABELS.get(part.name, part.name),
+            part.measured_bytes,
+            part.predicted_bytes,
+            part.num_measured,
+            part.num_predicted,
+        )
         for part in parts
         if part.predicted_bytes or part.measured_bytes
     ]

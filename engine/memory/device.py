@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from typing import NamedTuple
 
 import torch
 
@@ -26,6 +27,23 @@ def kv_bytes_available(needs: MemoryNeeds, options: EngineOptions, device: torch
     free, total = torch.cuda.mem_get_info(device)
     reserved = needs.activations_bytes + needs.graphs_bytes + needs.slots_bytes + needs.rotary_bytes + WORKSPACE_BYTES
     return max(0, int(total * options.gpu_memory_utilization) - (total - free) - reserved)
+
+
+class GraphsTaken(NamedTuple):
+    """Captured graphs, those that were evicted since included, and what the driver took of the card for them beside torch's
+    allocator (`driver_bytes`). It takes memory in pieces, so that one graph alone shows nothing or too much. What it puts off
+    until a graph first runs is not in it; what other processes took of the card during captures is, and what they gave back
+    is taken off, down to 0."""
+
+    num_graphs: int = 0
+    driver_bytes: int = 0
+
+
+def driver_bytes(device: torch.device) -> int:
+    """What is taken of a GPU beside this process' allocator: by the driver for its context, code of kernels and graphs, and by
+    other processes, whose share the driver does not tell."""
+    free, total = torch.cuda.mem_get_info(device)
+    return total - free - torch.cuda.memory_reserved(device)
 
 
 def main_memory_bytes() -> int:

@@ -164,15 +164,19 @@ def format_distinct(one: int, other: int) -> tuple[str, str]:
 
 
 def format_parts(parts: Sequence[MemoryPart]) -> str:
-    """For the log: `weights 15.0 GiB (predicted 15.1 GiB), …`."""
-    words = [
-        f"{part.name} predicted {gib(part.predicted_bytes)}"
-        if part.measured_bytes is None
-        else f"{part.name} {gib(part.measured_bytes)} (predicted {gib(part.predicted_bytes)})"
-        for part in parts
-        if part.predicted_bytes or part.measured_bytes
-    ]
-    return ", ".join(words)
+    """For the log: `weights 15.0 GiB (predicted 15.1 GiB), graphs 0.1 GiB of 9 (predicted 1.0 GiB of 91), …`."""
+    return ", ".join(_said(part) for part in parts if part.predicted_bytes or part.measured_bytes)
+
+
+def _said(part: MemoryPart) -> str:
+    predicted = f"predicted {gib(part.predicted_bytes)}{_of(part.num_predicted)}"
+    if part.measured_bytes is None:
+        return f"{part.name} {predicted}"
+    return f"{part.name} {gib(part.measured_bytes)}{_of(part.num_measured)} ({predicted})"
+
+
+def _of(number: int | None) -> str:
+    return "" if number is None else f" of {number}"
 
 
 def underestimated(parts: Sequence[MemoryPart]) -> list[MemoryPart]:

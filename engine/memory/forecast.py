@@ -10,12 +10,13 @@ import torch
 from engine.config.model import ModelConfig
 from engine.device import format_name
 from engine.errors import EngineConfigError
-from engine.memory.device import WORKSPACE_BYTES, main_memory_bytes
+from engine.memory.device import WORKSPACE_BYTES, GraphsTaken, driver_bytes, main_memory_bytes
 from engine.memory.estimate import DeviceMemory, estimate_fit
 from engine.memory.fit import MemoryFit, gib
 from engine.models.joined_layers import MAX_ROWS
 from engine.options import CPU_KV_CACHE_BYTES, EngineOptions
 from engine.protocol import MemoryPart
+from engine.step_sizes import graphs_kept
 from kernels import ops
 
 
@@ -75,12 +76,23 @@ class MemoryForecast:
         return [
             MemoryPart(name="weights", predicted_bytes=needs.weights_bytes, measured_bytes=measured.weights_bytes),
             MemoryPart(name="activations", predicted_bytes=needs.activations_bytes, measured_bytes=measured.activations_bytes),
-            MemoryPart(name="graphs", predicted_bytes=needs.graphs_bytes, measured_bytes=measured.graphs_bytes),
+            MemoryPart(
+                name="graphs", predicted_bytes=needs.graphs_bytes, measured_bytes=measured.graphs_bytes,
+                num_predicted=self._num_graphs, num_measured=measured.num_graphs,
+            ),
             MemoryPart(name="slots", predicted_bytes=needs.slots_bytes, measured_bytes=measured.slots_bytes),
             MemoryPart(name="rotary_tables", predicted_bytes=needs.rotary_bytes, measured_bytes=measured.rotary_bytes),
             MemoryPart(name="device_context", predicted_bytes=needs.context_bytes, measured_bytes=measured.context_bytes),
             MemoryPart(name="kv_cache", predicted_bytes=self.predicted_kv_bytes, measured_bytes=measured.kv_bytes),
-        ]
+        ]  # fmt: skip
+
+    @property
+    def _num_graphs(self) -> int | None:
+        """That are predicted, None where no step is captured."""
+        load = self.fit.load
+        if not self.fit.needs.graphs_bytes:
+            return None
+        return graphs_kept(load.num_seqs, load.num_guesses, has_draft=self.fit.draft is not None)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -92,6 +104,7 @@ class MeasuredMemory:
     rotary_bytes: int
     activations_bytes: int | None = None
     graphs_bytes: int | None = None
+    num_graphs: int | None = None
     slots_bytes: int | None = None
     context_bytes: int | None = None
 
@@ -172,22 +185,23 @@ class MemoryMeter:
             self._before_graphs = torch.cuda.memory_reserved(self._device)
             self._slots_bytes = torch.cuda.memory_allocated(self._device) - self._before_slots
 
-    def with_graphs(self, measured: MeasuredMemory) -> MeasuredMemory:
-        """`measured`, slots, and what those graphs took; later ones come out of what was not promised to anybody."""
+    def with_graphs(self, measured: MeasuredMemory, taken: GraphsTaken) -> MeasuredMemory:
+        """`measured`, slots, and what those graphs took: of torch's allocator for what they compute with, and of the driver
+        (`taken`, which other processes on the card may disturb). Later ones come out of what was predicted for all."""
         if not self._on_gpu:
             return measured
-        graphs_bytes = torch.cuda.memory_reserved(self._device) - self._before_graphs
-        return replace(measured, graphs_bytes=graphs_bytes, slots_bytes=self._slots_bytes)
+        pool_bytes = max(0, torch.cuda.memory_reserved(self._device) - self._before_graphs)
+        graphs_bytes = pool_bytes + taken.driver_bytes
+        return replace(measured, graphs_bytes=graphs_bytes, num_graphs=taken.num_graphs, slots_bytes=self._slots_bytes)
 
     def measured(self, weights_bytes: int, kv_bytes: int, rotary_bytes: int) -> MeasuredMemory:
         """After the first steps ran. On CPUs the sizes of what is held are given by those who made it."""
         if not self._on_gpu:
             return MeasuredMemory(weights_bytes=weights_bytes, kv_bytes=kv_bytes, rotary_bytes=rotary_bytes)
-        free, total = torch.cuda.mem_get_info(self._device)
         return MeasuredMemory(
             weights_bytes=self._before_run - kv_bytes - rotary_bytes,
             kv_bytes=kv_bytes,
             rotary_bytes=rotary_bytes,
             activations_bytes=torch.cuda.max_memory_allocated(self._device) - self._before_run,
-            context_bytes=total - free - torch.cuda.memory_reserved(self._device),
+            context_bytes=driver_bytes(self._device),
         )

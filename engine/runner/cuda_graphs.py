@@ -18,6 +18,7 @@ from typing import Protocol
 
 import torch
 
+from engine.memory.device import GraphsTaken, driver_bytes
 from engine.runner.graph_eviction import GraphEviction
 
 log = logging.getLogger("gatehouse.engine")
@@ -46,6 +47,11 @@ class Calls(Protocol):
         """Do what `function` does with its buffers; `make_ready` came first."""
         ...
 
+    @property
+    def taken(self) -> GraphsTaken:
+        """What was captured so far."""
+        ...
+
 
 class DirectCalls:
     """The plain twin: every run is a call."""
@@ -62,6 +68,11 @@ class DirectCalls:
     def run(self, key: Hashable, function: Callable[[], None]) -> None:  # noqa: ARG002 - nothing was kept by it
         function()
 
+    @property
+    def taken(self) -> GraphsTaken:
+        """Nothing."""
+        return GraphsTaken()
+
 
 class CudaGraphs:
     """One graph per key, at most `max_graphs`, of what is met most (`graph_eviction`). CUDA keeps a graph that still runs until
@@ -73,6 +84,8 @@ class CudaGraphs:
         self._places = GraphEviction(max_graphs)
         self._graphs: dict[Hashable, torch.cuda.CUDAGraph] = {}
         self._failed: dict[Hashable, str] = {}  # why there is no graph
+        self._num_captured = 0
+        self._driver_bytes = 0
         self._pool = torch.cuda.graph_pool_handle()
         self._beside = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 
@@ -117,8 +130,11 @@ class CudaGraphs:
         try:
             with torch.cuda.stream(self._beside):
                 function()
+                before = driver_bytes(self._device)
                 with _nothing_collected():
                     self._capture(graph, function)
+                self._driver_bytes += driver_bytes(self._device) - before
+                self._num_captured += 1
         finally:
             current.wait_stream(self._beside)  # also for what was run before a capture that failed
         return graph
@@ -137,6 +153,10 @@ class CudaGraphs:
     def run(self, key: Hashable, function: Callable[[], None]) -> None:  # noqa: ARG002 - it was captured
         self._places.use(key)
         self._graphs[key].replay()
+
+    @property
+    def taken(self) -> GraphsTaken:
+        return GraphsTaken(self._num_captured, max(0, self._driver_bytes))
 
 
 @contextlib.contextmanager

@@ -20,7 +20,7 @@ from engine.runner.slot_runner import SlotRunner
 from engine.sampling.columns import ColumnSampler
 from engine.sampling.host_masks import HostMasks
 from engine.scheduling.limits import SchedulerLimits
-from engine.step_sizes import draft_graphs_kept, graphs_kept
+from engine.step_sizes import graphs_kept
 from engine.switches import GRAPHS, is_on
 from kernels import ops
 
@@ -55,9 +55,7 @@ def make_slot_runner(
     """A runner over slots for all seats of the engine. `draft`: the model that guesses, if one does. `max_guesses`: of a step.
     `asks_host`: a decoder does, so that steps are not captured; `is_synchronous`: steps are over when they were
     launched, as on a CPU."""
-    max_graphs = graphs_kept(limits.max_num_seqs, max_guesses)
-    if draft is not None:
-        max_graphs += draft_graphs_kept(limits.max_num_seqs)
+    max_graphs = graphs_kept(limits.max_num_seqs, max_guesses, has_draft=draft is not None)
     return SlotRunner(
         plain,
         target,

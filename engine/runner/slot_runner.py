@@ -85,6 +85,7 @@ class SlotRunner:
         self._sampler = sampler
         self._masks = RowMasks(masks, device, begins_early=is_synchronous)
         self._max_num_seqs = max_num_seqs
+        self.calls = calls
         self._has_guesses = max_guesses > 0
         self._block_size = block_size
         self.is_synchronous = is_synchronous

@@ -12,10 +12,12 @@ import torch
 
 from engine.errors import EngineConfigError
 from engine.loop import Engine
+from engine.protocol import MemoryPart
 from engine.runner.cuda_graphs import CaptureFailed, CudaGraphs
 from engine.switches import EARLY_LAUNCH, GRAPHS, OVERLAPPED_PREFILL
 from tests.support.engines import run_to_end, small_engine, tokens, wanted
 from tests.support.rehearsal import DEVICE, Schedule, rehearsal
+from tests.support.rehearsal.card import SEGMENT_BYTES
 from tests.support.rehearsal.graphs import Graph
 from tests.support.rehearsal.table import in_place_of_triton
 from tests.support.tiny_models import make_model
@@ -293,3 +295,43 @@ def test_a_switch_that_is_neither_on_nor_off_stops_the_start(
     monkeypatch.setenv(switch, says)
     with pytest.raises(EngineConfigError, match=f"{switch} is '{says}', and can be 0 or 1"):
         engine_of(llama)
+
+
+def graphs_part(engine: Engine) -> MemoryPart:
+    return next(part for part in engine.info.memory if part.name == "graphs")
+
+
+def test_what_the_driver_keeps_of_captured_graphs_is_measured_with_their_number(llama: Path) -> None:
+    with rehearsal() as card, in_place_of_triton():
+        part = graphs_part(engine_of(llama, device="cuda"))
+        assert part.measured_bytes is not None
+        assert part.num_measured == card.num_captures < (part.num_predicted or 0)
+        assert part.measured_bytes >= card.graph_bytes > 0
+        assert (part.measured_bytes - card.graph_bytes) % SEGMENT_BYTES == 0, "beside it there is what torch reserved"
+
+
+def test_without_graphs_none_are_counted(llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(GRAPHS, "0")
+    with rehearsal(), in_place_of_triton():
+        assert graphs_part(engine_of(llama, device="cuda")).num_measured == 0
+
+
+@pytest.mark.parametrize("given_back", [1 << 30, -(1 << 30)])
+def test_other_processes_disturb_the_measure_of_graphs_and_nothing_else(
+    given_back: int, llama: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    right, changes = Graph.capture_end, iter([given_back])
+
+    def beside_others(graph: Graph) -> None:
+        right(graph)
+        graph.card.others_bytes -= next(changes, 0)
+
+    with rehearsal(total_bytes=8 << 30) as card, in_place_of_triton():
+        card.others_bytes = 2 << 30
+        monkeypatch.setattr(Graph, "capture_end", beside_others)
+        part = graphs_part(engine_of(llama, device="cuda"))
+        assert part.measured_bytes is not None
+        if given_back > 0:
+            assert part.measured_bytes % SEGMENT_BYTES == 0, "what torch reserved, and nothing below that"
+        else:
+            assert part.measured_bytes >= (1 << 30) + card.graph_bytes

@@ -15,6 +15,7 @@ from appliance.metering.prices import PriceBook
 from appliance.telemetry import events
 from appliance.telemetry.gpu import GpuReading
 from appliance.tenancy.access import Access
+from engine.protocol import MemoryPart
 from tests.support.clock import FakeClock
 from tests.support.console_fixtures import GIB, Box, engine_info, engine_status, tenant
 from tests.support.factories import pending, posted
@@ -105,6 +106,16 @@ async def test_the_api_tells_the_same_memory(box: Box) -> None:
         ("kv_cache", 2 * GIB, 2 * GIB - (1 << 20)),
     ]
     assert engine.memory_note is None
+
+
+async def test_memory_of_captured_graphs_is_told_with_their_number(box: Box) -> None:
+    graphs = MemoryPart(name="graphs", predicted_bytes=GIB, measured_bytes=64 << 20, num_predicted=91, num_measured=9)
+    box.engine_side.info = dataclasses.replace(engine_info(), memory=[graphs])
+
+    (engine,) = system_shape(await box.services.sampler.sample(), "1").engine
+
+    assert [(part.num_predicted, part.num_measured) for part in engine.memory] == [(91, 9)]
+    assert '<dt>Graphs</dt><dd>64.0 MiB of 9 <small class="muted">1.0 GiB of 91</small></dd>' in await overview(box)
 
 
 async def test_an_engine_that_is_not_there_yet_has_no_memory_to_tell(box: Box) -> None:

@@ -31,6 +31,7 @@ from engine.runner.batch_inputs import InputRow
 from engine.runner.slot_runner import KINDS, SlotRunner
 from engine.speculation.options import SpeculativeOptions
 from engine.start_times import StartTimes
+from engine.step_sizes import graphs_kept
 from engine.weights import WeightsSize
 from kernels import ops
 from tests.support import quantised_checkpoints as layouts
@@ -289,6 +290,9 @@ def test_parts_are_told_and_those_that_took_more_than_predicted_are_named() -> N
     assert [part.name for part in underestimated(parts)] == ["activations"]
     assert format_parts(parts[:3]) == "weights 1.0 GiB (predicted 1.0 GiB), activations 2.0 GiB (predicted 1.0 GiB)"
     assert format_parts([replace(parts[0], measured_bytes=None)]) == "weights predicted 1.0 GiB"
+    graphs = replace(parts[2], predicted_bytes=GIB, measured_bytes=GIB, num_predicted=91, num_measured=9)
+    assert format_parts([graphs]) == "graphs 1.0 GiB of 9 (predicted 1.0 GiB of 91)"
+    assert format_parts([replace(graphs, measured_bytes=None, num_measured=None)]) == "graphs predicted 1.0 GiB of 91"
 
 
 def test_the_log_of_a_start_warns_in_gib_of_what_took_more_than_predicted(caplog: pytest.LogCaptureFixture) -> None:
@@ -335,6 +339,15 @@ def test_the_parts_of_a_forecast_are_in_one_order(llama_8b: ModelConfig, card: l
     names = ["weights", "activations", "graphs", "slots", "rotary_tables", "device_context", "kv_cache"]
     assert [part.name for part in parts] == names
     assert [part.measured_bytes for part in parts] == [1, None, None, None, 3, None, 2]
+
+
+def test_graphs_have_their_number_and_other_parts_none(llama_8b: ModelConfig, card: list[int]) -> None:
+    taken = MeasuredMemory(weights_bytes=1, kv_bytes=2, rotary_bytes=3, graphs_bytes=4, num_graphs=9)
+    options = EngineOptions(model=Path("m"), max_num_seqs=256)
+    found = forecast_memory("llama", llama_8b, options, dtype=torch.bfloat16, device=GPU, has_slots=True).parts(taken)
+    numbers = {part.name: (part.num_predicted, part.num_measured) for part in found}
+    assert numbers.pop("graphs") == (graphs_kept(256, 0), 9)
+    assert set(numbers.values()) == {(None, None)}
 
 
 @pytest.mark.parametrize("quantization", [None, "int8"])

@@ -41,11 +41,14 @@ class HostBlocksShape(msgspec.Struct, kw_only=True):
 
 class MemoryPartShape(msgspec.Struct, kw_only=True):
     """What one part of an engine takes of its device: predicted before it was loaded, and measured, null where the device does
-    not tell. Names: weights, activations, graphs, slots, context, kv_cache."""
+    not tell. Names: weights, activations, graphs, slots, context, kv_cache. Of graphs `num_predicted` may be kept and
+    `num_measured` had been captured when they were measured; null for other parts."""
 
     name: str
     predicted_bytes: int
     measured_bytes: int | None
+    num_predicted: int | None
+    num_measured: int | None
 
 
 class TenantLoadShape(msgspec.Struct, kw_only=True):
@@ -197,7 +200,13 @@ def _engine(engine: EngineReading) -> EngineShape:
 
 
 def _memory_part(part: MemoryPart) -> MemoryPartShape:
-    return MemoryPartShape(name=part.name, predicted_bytes=part.predicted_bytes, measured_bytes=part.measured_bytes)
+    return MemoryPartShape(
+        name=part.name,
+        predicted_bytes=part.predicted_bytes,
+        measured_bytes=part.measured_bytes,
+        num_predicted=part.num_predicted,
+        num_measured=part.num_measured,
+    )
 
 
 def _tenant(tenant: TenantReading) -> TenantLoadShape:

@@ -30,6 +30,8 @@ CONTEXT_BYTES = 64 << 20
 ELAPSED_MS = 100.0
 """Between any two events: so much that nobody repeats what he times."""
 ALLOCATION_BYTES = 512
+LAUNCH_BYTES = 24 << 10
+"""That the driver keeps for each launch of a captured graph."""
 SEGMENT_BYTES = 2 << 20
 
 
@@ -191,6 +193,9 @@ class Card:
     allocated_bytes: int = 0
     peak_bytes: int = 0
     reserved_bytes: int = 0
+    graph_bytes: int = 0
+    others_bytes: int = 0
+    """Of other processes on the card."""
     num_captures: int = 0
     num_replays: int = 0
     num_launches: int = 0
@@ -243,6 +248,11 @@ class Card:
         """Raise torch.OutOfMemoryError where there is none."""
         if self.allocated_bytes + num_bytes + CONTEXT_BYTES > self.total_bytes:
             raise torch.OutOfMemoryError(f"CUDA out of memory. Tried to allocate {num_bytes} bytes of {self.total_bytes}")
+
+    @property
+    def taken_bytes(self) -> int:
+        """As the driver tells it."""
+        return self.reserved_bytes + self.graph_bytes + self.others_bytes + CONTEXT_BYTES
 
     def take_memory(self, num_bytes: int) -> int:
         """Count an allocation as torch's allocator does, in units. Raises torch.OutOfMemoryError. → bytes taken"""

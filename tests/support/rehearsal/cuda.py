@@ -11,7 +11,7 @@ from unittest import mock
 import numpy as np
 import torch
 
-from tests.support.rehearsal.card import CONTEXT_BYTES, SEGMENT_BYTES, Card, Event, Stream
+from tests.support.rehearsal.card import SEGMENT_BYTES, Card, Event, Stream
 from tests.support.rehearsal.graphs import Graph, captured_in, on_stream
 from tests.support.rehearsal.memory import locked
 from tests.support.rehearsal.tensors import DEVICE
@@ -53,7 +53,7 @@ def stand_ins(card: Card) -> dict[str, Any]:
         "get_device_name": lambda *_: properties.name,
         "get_device_capability": lambda *_: CAPABILITY,
         "get_device_properties": lambda *_: properties,
-        "mem_get_info": lambda *_: (card.total_bytes - card.reserved_bytes - CONTEXT_BYTES, card.total_bytes),
+        "mem_get_info": lambda *_: (card.total_bytes - card.taken_bytes, card.total_bytes),
         "memory_allocated": lambda *_: card.allocated_bytes,
         "max_memory_allocated": lambda *_: card.peak_bytes,
         "memory_reserved": lambda *_: card.reserved_bytes,

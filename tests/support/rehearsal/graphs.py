@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from tests.support.rehearsal.card import Stream, Work, current_card
+from tests.support.rehearsal.card import LAUNCH_BYTES, Stream, Work, current_card
 
 
 class Graph:
@@ -27,6 +27,10 @@ class Graph:
     def __del__(self) -> None:
         if self._captured:
             self._spoil_other()
+            self._give_back()
+
+    def _give_back(self) -> None:
+        self.card.graph_bytes -= len(self.works) * LAUNCH_BYTES
 
     def _spoil_other(self) -> None:
         capture = self.card.capture
@@ -57,6 +61,7 @@ class Graph:
         if self._spoilt:
             raise RuntimeError(f"CUDA error: operation failed due to a previous error during capture: {self._spoilt}")
         self.card.num_captures += 1
+        self.card.graph_bytes += len(self.works) * LAUNCH_BYTES
         self._captured = True
 
     def replay(self) -> None:
@@ -69,6 +74,8 @@ class Graph:
 
     def reset(self) -> None:
         self._spoil_other()
+        if self._captured:
+            self._give_back()
         self.works, self._captured = [], False
 
     def pool(self) -> tuple[int, int]:
