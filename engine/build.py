@@ -34,7 +34,14 @@ from engine.runner.model_runner import ModelRunner
 from engine.runner.paged_decoder import PagedDecoder
 from engine.runner.runner_choice import make_slot_runner, records_steps
 from engine.runner.slot_runner import SlotRunner
-from engine.runner.warm_up import compile_steps, compile_verification, compiles_at_first_use, compiling, run_largest_step
+from engine.runner.warm_up import (
+    compile_masks,
+    compile_steps,
+    compile_verification,
+    compiles_at_first_use,
+    compiling,
+    run_largest_step,
+)
 from engine.sampling.sampler import Sampler
 from engine.scheduling.block_pool import PROTECTED_PERCENT, BlockPool
 from engine.scheduling.fair_policy import FairPolicy
@@ -211,9 +218,10 @@ def _ask_for_kernels(cached: CachedModels, limits: SchedulerLimits, options: Eng
     for decoder in cached.decoders:
         compile_steps(decoder, limits, max_guesses=options.max_guesses)
     cached.mover.compile()
+    device = cached.target.kv_caches[0].device
+    compile_masks(cached.target.vocab_size, device)
     speculative = options.speculative_config
     if cached.is_plain and cached.draft is not None and speculative is not None:
-        device = cached.target.kv_caches[0].device
         compile_verification(cached.target.vocab_size, speculative.num_speculative_tokens, device)
 
 

@@ -16,10 +16,12 @@ from contextlib import contextmanager
 import torch
 
 from engine.config.pooling import PoolingConfig
+from engine.grammar.masks import WORD_BITS
 from engine.runner.batch_inputs import InputRow
 from engine.runner.embedder import Embedder
 from engine.runner.paged_decoder import PagedDecoder
 from engine.sampling.acceptance import accept_by_rejection
+from engine.sampling.logits_rules import LogitsRules
 from engine.scheduling.limits import SchedulerLimits
 from kernels import ops
 
@@ -121,6 +123,13 @@ def compile_verification(vocab_size: int, max_guesses: int, device: torch.device
     probabilities = torch.zeros(max_guesses + 1, vocab_size, device=device)
     for number in range(1, max_guesses + 1):
         accept_by_rejection(probabilities[: number + 1], probabilities[:number], [0] * number, seed=0, position=0)
+
+
+@torch.inference_mode()
+def compile_masks(vocab_size: int, device: torch.device) -> None:
+    """A grammar applied to logits in float32, as in steps of the plain runner, and by typical sampling in those over slots."""
+    masks = torch.full((1, -(-vocab_size // WORD_BITS)), -1, dtype=torch.int32, device=device)
+    LogitsRules(device).apply_masks(torch.zeros(1, vocab_size, device=device), masks, [0])
 
 
 def _row(num_tokens: int, block_size: int, *, start: int = 0, has_guesses: bool = False) -> InputRow:

@@ -6,8 +6,8 @@ memory. Prints one JSON object a line, for each model: how many variants were `a
 
 A variant is there when the gate has one of the same kernel with the same types, constants, warps, stages and registers. What
 makes no difference to an assembler counts as the same: the number of heads beyond those of a tile, float16 and bfloat16,
-indices of 32 and 64 bits, and for guesses, whose registers are granted, among how many requests is searched. The stages of a
-kernel that gets them as a constant are those.
+numbers of 32 and 64 bits, positions too (decodes have them in 32, chunks in 64), and for guesses, whose registers are granted,
+among how many requests is searched. The stages of a kernel that gets them as a constant are those.
 """
 
 from __future__ import annotations
@@ -85,8 +85,10 @@ class Keys(Recorder):
 
 def key_of(kernel: str, passed: Mapping[str, str], constants: Mapping[str, object], *launch: object) -> Key:
     """What tells variants of a kernel apart."""
-    same = {"*fp16": "*bf16", "*i64": "*i32", "i64": "i32"}
+    same = {"*fp16": "*bf16", "i64": "i32"}
     types = {name: same.get(kind, kind) for name, kind in passed.items()}
+    if types.get("positions") == "*i64":
+        types["positions"] = "*i32"
     left_out = {"EARLY", "H", "K", *(("REQUESTS",) if constants.get("QUERIES", 1) != 1 else ())}
     kept = {name: value for name, value in constants.items() if name not in left_out}
     num_warps, num_stages, *others = launch

@@ -15,6 +15,7 @@ import sys
 import tempfile
 from collections import defaultdict
 from collections.abc import Callable, Hashable, Iterator
+from concurrent.futures import Future
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -27,6 +28,10 @@ from triton.runtime.jit import JITFunction
 
 from engine.build import build_engine
 from engine.config.pooling import MODES, PoolingConfig
+from engine.grammar.lark import to_lark
+from engine.grammar.matcher import CompiledGrammar, of_text, token_trie
+from engine.grammar.spec import GrammarSpec
+from engine.grammar.vocabulary import NEVER
 from engine.loop import Engine
 from engine.options import EngineOptions
 from engine.quantization.places import Fp8CodesPlace
@@ -40,7 +45,8 @@ from engine.weights import WeightPlan
 from kernels import quantised_linear
 from kernels.triton import early_launch, tuning
 from tests.support.absent_card import AbsentCard
-from tests.support.engines import FREE_ROWS, wanted
+from tests.support.engines import FREE_ROWS, run_to_end, wanted
+from tests.support.grammars import BYTES
 from tests.support.kernel_tables import replaced
 
 GPU = torch.device("cuda")
@@ -104,6 +110,14 @@ CASES: dict[str, Case] = {
     "invariant-awq": stored_in("awq", "qweight", None, INVARIANT, **AWQ),
     "invariant-experts": Case(EXPERTS, INVARIANT),
 }
+LETTERS = "[a-z]*"
+MASKED: tuple[dict[str, Any], ...] = (
+    {"guided_regex": LETTERS}, {"guided_regex": LETTERS, "temperature": 0.7}, {"temperature": 0.7, "typical_p": 0.9},
+    {"guided_regex": LETTERS, "temperature": 0.7, "typical_p": 0.9}, {"guided_regex": LETTERS, "prompt_logprobs": 1},
+    {"bad_words_token_ids": [[3, 4]]},
+)  # fmt: skip
+"""What requests want whose tokens wait for a mask, or that the host masks itself."""
+
 THRONGS = (300, 600, 1088)
 """Short requests that come at once, behind all phases, to an engine of so many seats."""
 
@@ -134,6 +148,22 @@ class Captured(DirectCalls):
     def make_ready(self, key: Hashable, function: Callable[[], None]) -> None:
         function()
         self._keys.add(key)
+
+
+class GrammarCompiler:
+    """Of texts of single bytes, at once: there is no tokenizer."""
+
+    def __init__(self, vocab_size: int) -> None:
+        self._padding = [NEVER] * (vocab_size - BYTES.size)
+
+    def submit(self, spec: GrammarSpec) -> Future[CompiledGrammar]:
+        trie = token_trie(replace(BYTES, tokens=(*BYTES.tokens, *self._padding)))
+        compiled: Future[CompiledGrammar] = Future()
+        compiled.set_result(CompiledGrammar(trie, of_text(to_lark(spec), first_space=False), spec))
+        return compiled
+
+    def close(self) -> None:
+        """It has no processes."""
 
 
 class Stub:
@@ -261,6 +291,8 @@ def engine_of(folder: Path, case: Case) -> Iterator[Engine]:
         ahead = "engine.resolved_options.launches_ahead"
         stack.enter_context(mock.patch(ahead, lambda options, _: launches_ahead(options, GPU)))
         stack.enter_context(mock.patch("engine.build.records_steps", return_value=False))
+        grammars = GrammarCompiler((MODEL | case.model)["vocab_size"])
+        stack.enter_context(mock.patch("engine.build.LateCompiler", return_value=grammars))
         stack.enter_context(mock.patch("engine.runner.runner_choice.DirectCalls", Captured))
         for module in ("build", "runner.slot_runner"):
             stack.enter_context(mock.patch(f"engine.{module}.compiles_at_first_use", return_value=True))
@@ -300,6 +332,14 @@ def throng(engine: Engine, seed: int) -> None:
             engine.step()
 
 
+def mask(engine: Engine) -> None:
+    """Requests of each kind that waits for masks, alone and all together."""
+    requests = [wanted(f"masked-{number}", [5, 6, 7], max_tokens=3, **wants) for number, wants in enumerate(MASKED)]
+    for request in requests:
+        run_to_end(engine, [request])
+    run_to_end(engine, requests)
+
+
 def embed(engine: Engine) -> None:
     """Texts of all lengths, alone and together, beside the steps."""
     text_model = engine.runner.text_model  # type: ignore[attr-defined]
@@ -330,6 +370,7 @@ def variants(case: Case, recorder: Recorder, memory: Memory, steps: int) -> dict
         traffic(engine, steps, seed=0)
         if engine.info.max_num_seqs > LIMITS["max_num_seqs"]:
             throng(engine, seed=0)
+        mask(engine)
         embed(engine)
     asked = {name: sum(keys.values()) for name, keys in at_start.items()}
     launched = {name: [key for key, only_asked in keys.items() if not only_asked] for name, keys in at_start.items()}

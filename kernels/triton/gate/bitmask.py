@@ -7,13 +7,13 @@ from kernels.triton.gate.compilation import Compilation
 
 
 def compilations() -> list[Compilation]:
-    """Logits of both widths."""
+    """Logits of both widths; rows as the sampler numbers them."""
     numbers = {"logits_stride": "i32", "masks_stride": "i32", "V": "i32"}
     return [
         Compilation(
             f"apply_bitmask, {dtype}",
             bitmask_kernel,
-            {"logits": f"*{dtype}", "masks": "*i32", "rows": "*i32", **numbers},
+            {"logits": f"*{dtype}", "masks": "*i32", "rows": "*i64", **numbers},
             {"BLOCK": BLOCK},
             num_warps=NUM_WARPS,
         )
