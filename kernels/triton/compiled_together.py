@@ -51,6 +51,7 @@ def compiled_together(report: Callable[[Variants], None]) -> Iterator[None]:
         stack.enter_context(_parsing_in_turn())
         asked = _Asked(min(THREADS_MAX, os.cpu_count() or 1))
         stack.callback(asked.close)
+        stack.callback(asked.forget)
         stack.enter_context(AsyncCompileMode(asked, ignore_errors=True))  # `asked` raises them, with names
         stack.callback(asked.cancel)
         stack.enter_context(asked.listening())
@@ -103,15 +104,20 @@ class _Asked(Executor):
         self._owner = threading.get_ident()
         self._begun_s: dict[Future[Any], float] = {}
         self._compilers: set[int] = set()
-        self._keys: set[tuple[int, int, str]] = set()
         self._name = ""
+        self._place: tuple[dict[str, Any], str] = {}, ""
         self._names: dict[Future[Any], str] = {}
+        self._places: dict[Future[Any], tuple[dict[str, Any], str]] = {}
         self._found: list[str] = []
 
     def submit(self, compiled: Callable[[], Any], /, *_: Any, **__: Any) -> Future[Any]:
-        """Called once for each variant."""
+        """Called once for each variant, which is found among its kernel's from then on. Triton 3.6 has it there only when it is
+        compiled, and would describe it again for each layer of a model; it waits for the `result` of what is there and has
+        one. Later versions put their own in this place."""
         future: Future[Any] = Future()
-        self._names[future] = self._name
+        self._names[future], self._places[future] = self._name, self._place
+        variants, key = self._place
+        variants[key] = future
         self._waiting.put((future, compiled))
         return future
 
@@ -150,15 +156,10 @@ class _Asked(Executor):
             knobs.runtime.jit_cache_hook, knobs.compilation.listener = hooks
 
     def _note(self, *, fn: Any, compile: dict[str, Any], **_: Any) -> bool:
-        """Whether nothing more is to be done. Triton 3.6 does not find a variant among its kernels until that is compiled, and
-        would hash it again for each layer of a model: its key there is what tells whether it was asked for."""
-        if threading.get_ident() != self._owner:
-            return False
-        key = id(fn.jit_function), compile["device"], compile["key"]
-        if key in self._keys:
-            return True
-        self._keys.add(key)
-        self._name = _name(fn.jit_function, compile)
+        """False: it is to be compiled."""
+        if threading.get_ident() == self._owner:
+            self._name = _name(fn.jit_function, compile)
+            self._place = fn.jit_function.device_caches[compile["device"]][0], compile["key"]
         return False
 
     def _count(self, *, src: Any, cache_hit: bool, **_: Any) -> None:
@@ -195,6 +196,12 @@ class _Asked(Executor):
         """Those that no thread has begun."""
         for future in self._names:
             future.cancel()
+
+    def forget(self) -> None:
+        """What was not compiled, so that it can be asked for again."""
+        for future, (variants, key) in self._places.items():
+            if variants.get(key) is future:
+                del variants[key]
 
     def load(self) -> None:
         """Onto the card of this thread, where a first launch would wait for it."""
