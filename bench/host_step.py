@@ -59,7 +59,7 @@ class NoDecoder:
     vocab_size = 1
     dtype = None
 
-    def keep_workspaces(self, num_rows: int, num_columns: int) -> list[Any]:
+    def keep_workspaces(self, num_rows: int, max_blocks: int) -> list[Any]:
         return []
 
     def prepare(self, rows: list[Any]) -> Any:
@@ -156,7 +156,7 @@ def make_engine(
         calls or NoCalls(),
         max_num_seqs=batch,
         max_guesses=0,
-        num_columns=max_model_len // BLOCK_SIZE,
+        max_blocks=max_model_len // BLOCK_SIZE,
         block_size=BLOCK_SIZE,
         device=DEVICE,
     )

@@ -50,7 +50,7 @@ class DecodeStep:
     ) -> None:
         """`is_recorded`: as one call of the decoder's operations, where they can be recorded. `draft`: the step of the model
         that goes along, over the same inputs."""
-        max_rows, num_columns = inputs.block_tables.shape
+        max_rows, max_blocks = inputs.block_tables.shape
         self.sampled = torch.zeros(max_rows, dtype=torch.int64, device=device)
         self.host_sampled = self.sampled.numpy() if device.type == "cpu" else None  # the same memory
         self.scores = torch.zeros(max_rows, scores.width(TOP_LOGPROBS_MAX), dtype=torch.int64, device=device)
@@ -64,7 +64,7 @@ class DecodeStep:
         sequence = decoder.sequence if is_recorded else None
         self._recorded = RecordedSteps(sequence, partial(self._run, has_guesses=False), max_rows)
         self._recorded_guesses = RecordedSteps(sequence, partial(self._run, has_guesses=True), max_rows)
-        self._workspaces = decoder.keep_workspaces(max_rows, num_columns)
+        self._workspaces = decoder.keep_workspaces(max_rows, max_blocks)
 
     def __call__(self, size: int, kind: Kind | None, *, has_guesses: bool = False) -> None:
         """Compute the first `size` rows, None as far as their logits. Makes no decision by anything on the device.

@@ -76,11 +76,11 @@ class PagedDecoder:
             batch_tokens=text_tokens,
         )
 
-    def keep_workspaces(self, num_rows: int, num_columns: int) -> list[Any]:
+    def keep_workspaces(self, num_rows: int, max_blocks: int) -> list[Any]:
         """What the attention of decodes leaves between two kernels, one for each of `attention_shapes`, in steps of so many
         rows and blocks. Steps follow one another: those of `prepare` use the same from now on instead of making their own."""
         make, dtype = operations(self._device, batch_invariant=self.batch_invariant).decode_workspace, self.kv_caches[0].dtype
-        workspaces = [make(shape, num_rows, num_columns, dtype, self._device) for shape in self.attention_shapes]
+        workspaces = [make(shape, num_rows, max_blocks, dtype, self._device) for shape in self.attention_shapes]
         for planner, workspace in zip(self._planners, workspaces, strict=True):
             if isinstance(planner, PagedPlanner):
                 planner.workspace = workspace

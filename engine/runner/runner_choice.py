@@ -64,7 +64,7 @@ def make_slot_runner(
         _calls(device, max_graphs, asks_host=asks_host),
         max_num_seqs=limits.max_num_seqs,
         max_guesses=max_guesses,
-        num_columns=-(-limits.max_model_len // limits.block_size),
+        max_blocks=-(-limits.max_model_len // limits.block_size),
         block_size=limits.block_size,
         device=device,
         is_synchronous=is_synchronous,

@@ -70,13 +70,13 @@ class SlotRunner:
         *,
         max_num_seqs: int,
         max_guesses: int,
-        num_columns: int,
+        max_blocks: int,
         block_size: int,
         device: torch.device,
         is_synchronous: bool = False,
         draft: PagedDecoder | None = None,
     ) -> None:
-        """`max_guesses`: of all requests of a step, 0 if none are made. `num_columns`: blocks of the longest request.
+        """`max_guesses`: of all requests of a step, 0 if none are made. `max_blocks`: of the longest request.
         `is_synchronous`: a step is over when it was launched, and is recorded instead of rounded up to one of the sizes of
         graphs. `draft`: the model that guesses; without one the host does."""
         self.plain = plain
@@ -90,7 +90,7 @@ class SlotRunner:
         self._block_size = block_size
         self.is_synchronous = is_synchronous
         self._device = device
-        self._state = SlotState(max_num_seqs, num_columns, device=device, dtype=target.dtype)
+        self._state = SlotState(max_num_seqs, max_blocks, device=device, dtype=target.dtype)
         self._slots = SlotTable(self._state, sampler)
         max_rows = max_num_seqs + max_guesses
         self._inputs = StepInputs(self._state, target, max_rows=max_rows, block_size=block_size, device=device)

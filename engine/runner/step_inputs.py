@@ -36,13 +36,13 @@ class StepInputs:
         self, state: SlotState, decoder: PagedDecoder, *, max_rows: int, block_size: int, device: torch.device
     ) -> None:
         """`decoder`: the model whose kernels say how many rows are attended together."""
-        num_columns = state.tables.shape[1]
+        max_blocks = state.tables.shape[1]
         self.rows = torch.full((max_rows,), NOTHING, dtype=torch.int32, device=device)  # the slot of each
         self.token_ids = torch.zeros(max_rows, dtype=torch.int64, device=device)
         self.positions = torch.zeros(max_rows, dtype=torch.int64, device=device)
         self.slot_mapping = torch.full((max_rows,), NOTHING, dtype=torch.int64, device=device)
         self.context_lens = torch.zeros(max_rows, dtype=torch.int32, device=device)
-        self.block_tables = torch.zeros(max_rows, num_columns, dtype=torch.int32, device=device)  # of rows, or of groups
+        self.block_tables = torch.zeros(max_rows, max_blocks, dtype=torch.int32, device=device)  # of rows, or of groups
         self._group_lens = torch.zeros(max_rows, dtype=torch.int32, device=device)
         self._group_starts = torch.zeros(max_rows + 1, dtype=torch.int32, device=device)  # among the rows
         self._max_verify_group = decoder.max_verify_group
