@@ -9,6 +9,7 @@ of a request that is not in the step may be given to another. The end of a reque
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Sequence
 from operator import is_
 from typing import Protocol
@@ -57,9 +58,12 @@ class SlotState:
                 self.host_tables[slot, first : first + len(ids)] = ids
             return
         columns = self.tables.shape[1]
-        places = np.concatenate([np.arange(len(ids)) + (slot * columns + first) for slot, first, ids in pieces])
-        blocks = np.concatenate([np.asarray(ids) for _, _, ids in pieces])
-        sent = self._staging.send(np.stack((places, blocks)))
+        places, blocks = array("q"), array("i")
+        for slot, first, ids in pieces:
+            place = slot * columns + first
+            places.extend(range(place, place + len(ids)))
+            blocks.extend(ids)
+        sent = self._staging.send(np.array((places, blocks), dtype=np.int64))
         self.tables.view(-1).index_copy_(0, sent[0], sent[1].to(torch.int32))
 
     def advance(self, slots: torch.Tensor, sampled: torch.Tensor, *, out: torch.Tensor | None = None) -> None:

@@ -17,6 +17,7 @@ from safetensors.torch import load_file, save_file
 from engine.loop import Engine
 from engine.runner.slots import SlotState, SlotTable
 from engine.sampling.columns import Kind
+from engine.scheduling.request import table_of
 from engine.scheduling.scheduled_batch import ScheduledRequest
 from engine.speculation.options import SpeculativeOptions
 from kernels.simd.vectors import LANES
@@ -234,6 +235,17 @@ def test_a_slot_whose_request_verified_guesses_is_sent_again_even_when_all_of_th
     assert table.update([ScheduledRequest(request, 7, 1, True)]) == [slot]
     assert (int(state.last_tokens[slot]), int(state.num_tokens[slot])) == (6, 8)
     assert state.tables[slot].tolist() == [3, 1, 0, 0]
+
+
+def test_blocks_of_several_requests_are_sent_to_where_the_host_itself_writes_them() -> None:
+    pieces = [(2, 0, table_of([7])), (0, 3, table_of([4, 1, 6])), (1, 5, table_of()), (3, 1, [9, 8])]
+    sent, written = (SlotState(4, 6, device=torch.device("cpu")) for _ in range(2))
+    sent.host_tables = None  # as on a GPU
+    for state in (sent, written):
+        state.write_blocks(pieces)
+    assert sent.tables.tolist() == written.tables.tolist() == [
+        [0, 0, 0, 4, 1, 6], [0] * 6, [7, 0, 0, 0, 0, 0], [0, 9, 8, 0, 0, 0],
+    ]  # fmt: skip
 
 
 @pytest.mark.parametrize("make_engine", [small_engine, *LOOPS.values()])
