@@ -264,23 +264,41 @@ def merge_kernel(
         request = tl.sum((end <= token_row).to(tl.int32), 0)
     _, _, num_splits = splits_of(tl.load(context_lens + request), WINDOW, QUERIES, TILE, SPLIT)
     if num_splits > 1:
-        lane = tl.arange(0, WIDTH)
-        largest = float("-inf")
-        total = 0.0
-        found = tl.zeros([WIDTH], tl.float32)
-        for start in range(0, num_splits, CHUNK):
-            split = start + tl.arange(0, CHUNK)
-            there = split < num_splits
-            place = (token_row.to(tl.int64) * max_splits + split) * H + head
-            log_weight = tl.load(log_weights + place, mask=there, other=float("-inf"))
-            inside = there[:, None] & (lane < D)[None, :]
-            part = tl.load(attended + (place * D)[:, None] + lane[None, :], mask=inside, other=0.0)
-            larger = tl.maximum(largest, tl.max(log_weight, 0))
-            base = tl.where(larger == float("-inf"), 0.0, larger)
-            weight, faded = tl.exp2(log_weight - base), tl.exp2(largest - base)
-            total = total * faded + tl.sum(weight, 0)
-            found = found * faded + tl.sum(part * weight[:, None], 0)
-            largest = larger
-        found = found / tl.where(total > 0.0, total, 1.0)
-        place = (token_row.to(tl.int64) * H + head) * D
-        tl.store(out + place + lane, found.to(out.dtype.element_ty), mask=lane < D)
+        merge_row(out, attended, log_weights, token_row, head, num_splits, max_splits, H, D, WIDTH, CHUNK)
+
+
+@triton.jit
+def merge_row(
+    out,
+    attended,
+    log_weights,
+    token_row,
+    head,
+    num_splits,
+    max_splits,
+    H: tl.constexpr,
+    D: tl.constexpr,
+    WIDTH: tl.constexpr,
+    CHUNK: tl.constexpr,
+):
+    """Puts together what the splits of one query and head found, CHUNK of them at a time and in their order."""
+    lane = tl.arange(0, WIDTH)
+    largest = float("-inf")
+    total = 0.0
+    found = tl.zeros([WIDTH], tl.float32)
+    for start in range(0, num_splits, CHUNK):
+        split = start + tl.arange(0, CHUNK)
+        there = split < num_splits
+        place = (token_row.to(tl.int64) * max_splits + split) * H + head
+        log_weight = tl.load(log_weights + place, mask=there, other=float("-inf"))
+        inside = there[:, None] & (lane < D)[None, :]
+        part = tl.load(attended + (place * D)[:, None] + lane[None, :], mask=inside, other=0.0)
+        larger = tl.maximum(largest, tl.max(log_weight, 0))
+        base = tl.where(larger == float("-inf"), 0.0, larger)
+        weight, faded = tl.exp2(log_weight - base), tl.exp2(largest - base)
+        total = total * faded + tl.sum(weight, 0)
+        found = found * faded + tl.sum(part * weight[:, None], 0)
+        largest = larger
+    found = found / tl.where(total > 0.0, total, 1.0)
+    place = (token_row.to(tl.int64) * H + head) * D
+    tl.store(out + place + lane, found.to(out.dtype.element_ty), mask=lane < D)
