@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -9,10 +10,12 @@ import triton
 import triton.language as tl
 
 from kernels.attention_rows import AttentionShape
+from kernels.triton import chunk_splits
 from kernels.triton.attention_decode import check_attention, paged_decode, score_factor
 from kernels.triton.attention_splits import SPLIT_QUERIES, TABLES, DecodeWorkspace, scheduled_requests, workspace_bytes
-from kernels.triton.query_tiles import tile_owner, tile_queries, tile_rows
-from kernels.triton.tuning import LOG2_E, capability, card, interpreted, power_of_two
+from kernels.triton.chunk_splits import splits_of_tile
+from kernels.triton.query_tiles import tile_keys, tile_owner, tile_queries, tile_rows
+from kernels.triton.tuning import LOG2_E, capability, card, interpreted, multiprocessors, power_of_two
 
 HOPPER = 90
 SPLIT_BYTES_MAX = 256 * 1024 * 1024
@@ -28,6 +31,7 @@ class PrefillTiling:
     keys: int
     num_warps: int
     num_stages: int
+    programs: int = 1  # of one multiprocessor at least
 
 
 def prefill_tiling(head_dim: int, kv_bytes: int, rows: int, windowed: bool, capability: int) -> PrefillTiling:
@@ -42,10 +46,15 @@ def prefill_tiling(head_dim: int, kv_bytes: int, rows: int, windowed: bool, capa
     if width >= 256:  # what a query has found fills the registers of four warps
         return PrefillTiling(min(tile_rows, 64), 32, 8, 2 if small else 3)
     keys = min(64, 4096 // width) if capability < 90 or small else 128 if tile_rows != 64 and not windowed else 64
-    return PrefillTiling(tile_rows, keys, 8 if tile_rows == 128 else 4, 3)
+    if tile_rows == 128:
+        return PrefillTiling(tile_rows, keys, 8, 3)
+    is_light = width * kv_bytes <= 128 if small else keys < 128
+    return PrefillTiling(tile_rows, keys, 4, 3, programs=2 if is_light else 1)
 
 
-@triton.jit(do_not_specialize=["num_requests", "num_tiles", "table_stride"], do_not_specialize_on_alignment=TABLES)
+@triton.jit(
+    do_not_specialize=["num_requests", "num_tiles", "table_stride", "max_splits"], do_not_specialize_on_alignment=TABLES
+)
 def prefill_kernel(
     q,
     kv_cache,
@@ -54,12 +63,15 @@ def prefill_kernel(
     context_lens,
     kv_scales,
     out,
+    attended,
+    log_weights,
     num_requests,
     num_tiles,
     scale,
     q_stride,
     block_stride,
     table_stride,
+    max_splits,
     H: tl.constexpr,
     K: tl.constexpr,
     D: tl.constexpr,
@@ -69,15 +81,16 @@ def prefill_kernel(
     ROWS: tl.constexpr,
     WIDTH: tl.constexpr,
     KEYS: tl.constexpr,
+    SPLIT: tl.constexpr,
     REQUESTS: tl.constexpr,
 ):
-    """One tile of queries, for one key head."""
+    """One tile of queries, for one key head; with SPLIT, which is 0 otherwise, one of its splits (`chunk_splits`)."""
     GROUP: tl.constexpr = H // K
     QUERIES: tl.constexpr = ROWS // GROUP
     kv_head, request, first_row, num_queries, first = tile_owner(query_starts, num_requests, num_tiles, K, QUERIES, REQUESTS)
     if first >= num_queries:
         return
-    query, token_row, head, _live, inside = tile_rows(kv_head, first_row, num_queries, first, GROUP, D, ROWS, WIDTH)
+    query, token_row, head, live, inside = tile_rows(kv_head, first_row, num_queries, first, GROUP, D, ROWS, WIDTH)
     queries = tile_queries(q, q_stride, token_row, head, inside, D, WIDTH, kv_cache.dtype.element_ty)
     lane = tl.arange(0, WIDTH)
     value_scale = 1.0
@@ -87,13 +100,21 @@ def prefill_kernel(
     # Positions of the queries; every key up to `oldest` is seen by all of them, none behind `newest` by any.
     start = tl.load(context_lens + request) - num_queries
     position = start + query
-    oldest = start + first
-    newest = start + tl.minimum(first + QUERIES, num_queries) - 1
-    begin, whole = 0, 0
+    begin, oldest, newest = tile_keys(start, first, num_queries, QUERIES, WINDOW, KEYS)
+    end, whole = newest + 1, begin
     if WINDOW > 0:
-        begin = tl.maximum(oldest + 1 - WINDOW, 0) // KEYS * KEYS
         whole = tl.minimum((tl.maximum(newest + 1 - WINDOW, 0) + KEYS - 1) // KEYS * KEYS, newest + 1)
+    if SPLIT > 0:
+        split = tl.program_id(1)
+        tiles, num_splits = splits_of_tile(begin, newest, max_splits, KEYS, SPLIT)
+        if split >= num_splits:
+            return
+        begin += split * tiles * KEYS
+        end = tl.minimum(begin + tiles * KEYS, end)
+        whole = tl.minimum(tl.maximum(whole, begin), end) if WINDOW > 0 else begin
     diagonal = tl.maximum((oldest + 1) // KEYS * KEYS, whole)
+    if SPLIT > 0:
+        diagonal = tl.minimum(diagonal, end)
     keys = kv_cache + kv_head * D
     table = block_tables + request.to(tl.int64) * table_stride
     largest = tl.full([ROWS], float("-inf"), tl.float32)
@@ -109,10 +130,17 @@ def prefill_kernel(
         2 * K * D, K * D, D, P, WINDOW, SOFTCAP, KEYS, False,
     )  # fmt: skip
     found, total, largest = _attend(
-        found, total, largest, queries, keys, table, diagonal, newest + 1, position, oldest, newest, scale, block_stride,
+        found, total, largest, queries, keys, table, diagonal, end, position, oldest, newest, scale, block_stride,
         2 * K * D, K * D, D, P, WINDOW, SOFTCAP, KEYS, True,
     )  # fmt: skip
-    found *= (value_scale / tl.where(total > 0.0, total, 1.0))[:, None]
+    positive = tl.where(total > 0.0, total, 1.0)  # nothing was seen: zeros, whatever they are divided by
+    found *= (value_scale / positive)[:, None]
+    if SPLIT > 0:  # noqa: SIM102 - a constant, and what is behind it exists only then
+        if num_splits > 1:
+            place = (token_row * max_splits + split) * H + head
+            tl.store(attended + (place * D)[:, None] + lane[None, :], found, mask=inside)
+            tl.store(log_weights + place, largest + tl.log2(positive), mask=live)
+            return
     place = (token_row * H + head) * D
     tl.store(out + place[:, None] + lane[None, :], found.to(out.dtype.element_ty), mask=inside)
 
@@ -222,7 +250,12 @@ def paged_prefill(
     `workspace` of decodes if that has room for T rows. On Hopper the long chunks of most models go through
     `attention_prefill_hopper`.
 
-    The grid depends on T and B alone. A query's result does not depend on its neighbours as long as the tiling is the same.
+    Where tiles and key heads leave multiprocessors idle, several programs share the keys of a tile, each with a split of at
+    least 512 (`chunk_splits`); what they find, at most 2^16 · (D + 1) · 4 bytes, is allocated here. A tile's own
+    keys and the most splits that the step may have decide how many it has.
+
+    The grid depends on T, B and M alone. A query's result depends on its neighbours through the tiling, which follows from
+    `max_query_len`, and the most splits, which follow from it, T, B and the card: nothing else, not their lengths, nor M.
     """
     check_attention(q, kv_cache, shape)
     num_requests = block_tables.shape[0]
@@ -243,39 +276,59 @@ def paged_prefill(
     tiling = prefill_tiling(shape.head_dim, kv_bytes, rows, windowed, capability(q.device))
     assert group <= tiling.rows, "a tile holds the heads of at least one query"
     num_tiles = q.shape[0] // (tiling.rows // group) + num_requests
-    if capability(q.device) == HOPPER and not interpreted():
-        # Gluon's part of Triton is experimental: no other card imports it, nor does an interpreter, which cannot run it.
-        from kernels.triton import attention_prefill_hopper as hopper
-
-        if hopper.is_overlapped(shape, kv_bytes, tiling.rows, HOPPER):
-            return hopper.overlapped_prefill(q, kv_cache, block_tables, query_starts, context_lens, shape, num_tiles, out)
-    prefill_kernel[(num_tiles * shape.num_kv_heads,)](
-        q,
-        kv_cache,
-        block_tables,
-        query_starts,
-        context_lens,
-        kv_scales,
-        out,
-        num_requests,
-        num_tiles,
-        score_factor(shape),
-        q.stride(0),
-        kv_cache.stride(0),
-        block_tables.stride(0),
-        **prefill_constants(shape, tiling),
-        REQUESTS=scheduled_requests(num_requests),
-        num_warps=tiling.num_warps,
-        num_stages=tiling.num_stages,
-    )
+    tile, programs = (tiling.rows, tiling.keys), multiprocessors(q.device) * tiling.programs
+    splits = 1
+    if not few_queries:
+        splits = chunk_splits.chunk_splits(shape, q.shape[0], num_requests, block_tables.shape[1], tile, programs)
+    parts = chunk_splits.chunk_parts(q.shape[0], splits, shape, q.device) if splits > 1 else None
+    given = (q, kv_cache, block_tables, query_starts, context_lens)
+    overlapped = _overlapped(shape, kv_bytes, tiling, q.device)
+    if overlapped is not None:
+        overlapped(*given, shape, num_tiles, out, parts)
+    else:
+        _launch_tiles(given, kv_scales, shape, tiling, num_tiles, out, parts)
+    if parts is not None:
+        chunk_splits.merge_chunks(parts, query_starts, context_lens, shape, tile, out)
     return out
+
+
+def _overlapped(
+    shape: AttentionShape, kv_bytes: int, tiling: PrefillTiling, device: torch.device
+) -> Callable[..., torch.Tensor] | None:
+    """What serves these tiles in the place of `prefill_kernel`, if anything does. Gluon's part of Triton is experimental: no
+    other card imports it, nor does an interpreter, which cannot run it."""
+    if capability(device) != HOPPER or interpreted():
+        return None
+    from kernels.triton import attention_prefill_hopper as hopper
+
+    return hopper.overlapped_prefill if hopper.is_overlapped(shape, kv_bytes, tiling.rows, HOPPER) else None
+
+
+def _launch_tiles(
+    given: tuple[torch.Tensor, ...],
+    kv_scales: torch.Tensor | None,
+    shape: AttentionShape,
+    tiling: PrefillTiling,
+    num_tiles: int,
+    out: torch.Tensor,
+    parts: DecodeWorkspace | None,
+) -> None:
+    q, kv_cache, block_tables, _, context_lens = given
+    attended, log_weights = parts or (None, None)
+    num_requests, splits = context_lens.shape[0], 1 if parts is None else parts.attended.shape[1]
+    prefill_kernel[(num_tiles * shape.num_kv_heads, splits)](
+        *given, kv_scales, out, attended, log_weights,
+        num_requests, num_tiles, score_factor(shape), q.stride(0), kv_cache.stride(0), block_tables.stride(0), splits,
+        **prefill_constants(shape, tiling, is_split=parts is not None), REQUESTS=scheduled_requests(num_requests),
+        num_warps=tiling.num_warps, num_stages=tiling.num_stages,
+    )  # fmt: skip
 
 
 def _may_be_split(shape: AttentionShape, kv_dtype: torch.dtype, num_rows: int, max_blocks: int, device: torch.device) -> bool:
     return workspace_bytes(shape, num_rows, max_blocks, kv_dtype, device) <= SPLIT_BYTES_MAX
 
 
-def prefill_constants(shape: AttentionShape, tiling: PrefillTiling) -> dict[str, object]:
+def prefill_constants(shape: AttentionShape, tiling: PrefillTiling, *, is_split: bool = False) -> dict[str, object]:
     """Constants of `prefill_kernel`, but for REQUESTS."""
     return {
         "H": shape.num_heads,
@@ -287,4 +340,5 @@ def prefill_constants(shape: AttentionShape, tiling: PrefillTiling) -> dict[str,
         "ROWS": tiling.rows,
         "WIDTH": power_of_two(shape.head_dim),
         "KEYS": tiling.keys,
+        "SPLIT": chunk_splits.SPLIT_KEYS if is_split else 0,
     }

@@ -20,8 +20,9 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import async_copy, fence_async_shared, warpgroup_mma, warpgroup_mma_wait
 
 from kernels.attention_rows import AttentionShape
+from kernels.triton import chunk_splits
 from kernels.triton.attention_decode import score_factor
-from kernels.triton.attention_splits import TABLES, scheduled_requests
+from kernels.triton.attention_splits import TABLES, DecodeWorkspace, scheduled_requests
 from kernels.triton.tuning import interpreted
 
 VARIABLE = "GATEHOUSE_OVERLAPPED_PREFILL"
@@ -30,6 +31,7 @@ ROWS, KEYS, NUM_WARPS = 128, 128, 8
 """Two groups of four warps hold 64 rows each, in registers of a thread: 64 of scores, 64 of what was found, 64 of weights.
 Queries and three tiles take 224 KiB: one tile is on its way, one is multiplied with queries, one with weights."""
 HEAD_SIZES = (64, 128)
+_FROM = gl.constexpr(chunk_splits.SPLIT_FROM)
 
 # Triton 3.8 gave it another name.
 copy_async = async_copy.async_load if hasattr(async_copy, "async_load") else async_copy.async_copy_global_to_shared
@@ -40,7 +42,7 @@ def _is_wanted() -> bool:
     return os.environ.get(VARIABLE, "1") != "0"
 
 
-@gluon.jit(do_not_specialize=["num_requests", "num_tiles", "table_stride"], do_not_specialize_on_alignment=TABLES)
+@gluon.jit(do_not_specialize=["num_requests", "num_tiles", "table_stride", "max_splits"], do_not_specialize_on_alignment=TABLES)
 def overlapped_kernel(
     q,
     kv_cache,
@@ -48,21 +50,26 @@ def overlapped_kernel(
     query_starts,
     context_lens,
     out,
+    attended,
+    log_weights,
     num_requests,
     num_tiles,
     scale,
     q_stride,
     block_stride,
     table_stride,
+    max_splits,
     H: gl.constexpr,
     K: gl.constexpr,
     D: gl.constexpr,
     P: gl.constexpr,
     ROWS: gl.constexpr,
     KEYS: gl.constexpr,
+    SPLIT: gl.constexpr,
     REQUESTS: gl.constexpr,
 ):
-    """One tile of queries, for one key head. Whose it is: as `query_tiles.tile_owner`."""
+    """One tile of queries, for one key head; with SPLIT, which is 0 otherwise, one of its splits. Whose it is: as
+    `query_tiles.tile_owner`; which keys are a split's: as `chunk_splits.splits_of_tile`."""
     GROUP: gl.constexpr = H // K
     QUERIES: gl.constexpr = ROWS // GROUP
     DTYPE: gl.constexpr = kv_cache.dtype.element_ty
@@ -92,10 +99,24 @@ def overlapped_kernel(
     # Positions of the queries: every key up to the first one's is seen by all of them, none behind `newest` by any.
     start = gl.load(context_lens + request) - num_queries
     newest = start + gl.minimum(first + QUERIES, num_queries) - 1
+    table = block_tables + request.to(gl.int64) * table_stride
+    if SPLIT > 0:
+        split, num_tokens = gl.program_id(1), newest + 1
+        num_splits = gl.where(num_tokens < _FROM * SPLIT, 1, gl.minimum(num_tokens // SPLIT, max_splits))
+        tiles = (num_tokens + num_splits * KEYS - 1) // (num_splits * KEYS)
+        num_splits = (num_tokens + tiles * KEYS - 1) // (tiles * KEYS)
+        if split >= num_splits:
+            return
+        # As if the request began with the split and ended with it.
+        skipped = split * tiles * KEYS
+        table += skipped // P
+        start -= skipped
+        newest = gl.minimum(newest - skipped, tiles * KEYS - 1)
     position = start + first + gl.arange(0, ROWS, layout=gl.SliceLayout(1, SCORES)) // GROUP
     num_whole = (start + first + 1) // KEYS
+    if SPLIT > 0:
+        num_whole = gl.minimum(gl.maximum(num_whole, 0), newest // KEYS + 1)
     keys = kv_cache + kv_head * D
-    table = block_tables + request.to(gl.int64) * table_stride
 
     # In front of the first tile stands one that weighs nothing.
     value_tiles.index(2).store(gl.zeros([KEYS, D], DTYPE, LOADED))
@@ -122,8 +143,11 @@ def overlapped_kernel(
             if MASKED:
                 score = gl.where((tile * KEYS + column)[None, :] <= position[:, None], score, float("-inf"))
             larger = gl.maximum(largest, gl.max(score, 1) * scale)
-            power = gl.exp2(score * scale - larger[:, None])
-            faded = gl.exp2(largest - larger)
+            base = larger
+            if SPLIT > 0 and MASKED:  # which may begin behind what a query sees
+                base = gl.where(larger == float("-inf"), 0.0, larger)
+            power = gl.exp2(score * scale - base[:, None])
+            faded = gl.exp2(largest - base)
             total = total * faded + gl.sum(power, 1)
             largest = larger
             rounded = gl.convert_layout(power.to(DTYPE), WEIGHTS)
@@ -133,9 +157,21 @@ def overlapped_kernel(
     found = warpgroup_mma(weight, value_tiles.index(newest // KEYS % 3), found)
     async_copy.wait_group(0)
 
+    if SPLIT > 0:
+        total = gl.where(total > 0.0, total, 1.0)
     found = found / gl.convert_layout(total, gl.SliceLayout(1, FOUND))[:, None]
-    places, live = _row_places(kv_head, first_row, num_queries, first, H * D, D, GROUP, ROWS, gl.SliceLayout(1, FOUND))
     lane = gl.arange(0, D, layout=gl.SliceLayout(0, FOUND))
+    if SPLIT > 0:  # noqa: SIM102 - a constant, and what is behind it exists only then
+        if num_splits > 1:
+            stride = max_splits * H
+            parts, filled = _row_places(
+                kv_head, first_row, num_queries, first, stride, 1, GROUP, ROWS, gl.SliceLayout(1, SCORES)
+            )
+            gl.store(log_weights + parts + split * H, largest + gl.log2(total), mask=filled)
+            part, full = _row_places(kv_head, first_row, num_queries, first, stride, 1, GROUP, ROWS, gl.SliceLayout(1, FOUND))
+            gl.store(attended + ((part + split * H) * D)[:, None] + lane[None, :], found, mask=full[:, None])
+            return
+    places, live = _row_places(kv_head, first_row, num_queries, first, H * D, D, GROUP, ROWS, gl.SliceLayout(1, FOUND))
     gl.store(out + places[:, None] + lane[None, :], found.to(DTYPE), mask=live[:, None])
 
 
@@ -201,17 +237,21 @@ def overlapped_prefill(
     shape: AttentionShape,
     num_tiles: int,
     out: torch.Tensor,
+    parts: DecodeWorkspace | None = None,
 ) -> torch.Tensor:
-    """`attention_prefill.paged_prefill` of what `is_overlapped`, into `out`; num_tiles: of ROWS rows, those of all requests."""
-    num_requests = block_tables.shape[0]
-    overlapped_kernel[(num_tiles * shape.num_kv_heads,)](
-        q, kv_cache, block_tables, query_starts, context_lens, out,
-        num_requests, num_tiles, score_factor(shape), q.stride(0), kv_cache.stride(0), block_tables.stride(0),
-        **overlapped_constants(shape), REQUESTS=scheduled_requests(num_requests), num_warps=NUM_WARPS,
+    """`attention_prefill.paged_prefill` of what `is_overlapped`, into `out`; num_tiles: of ROWS rows, those of all requests;
+    parts: where splits of a tile leave what they found, None where none is split."""
+    attended, log_weights = parts or (None, None)
+    num_requests, splits = block_tables.shape[0], 1 if parts is None else parts.attended.shape[1]
+    overlapped_kernel[(num_tiles * shape.num_kv_heads, splits)](
+        q, kv_cache, block_tables, query_starts, context_lens, out, attended, log_weights,
+        num_requests, num_tiles, score_factor(shape), q.stride(0), kv_cache.stride(0), block_tables.stride(0), splits,
+        **overlapped_constants(shape, is_split=parts is not None), REQUESTS=scheduled_requests(num_requests),
+        num_warps=NUM_WARPS,
     )  # fmt: skip
     return out
 
 
-def overlapped_constants(shape: AttentionShape) -> dict[str, object]:
+def overlapped_constants(shape: AttentionShape, *, is_split: bool = False) -> dict[str, object]:
     sizes = {"H": shape.num_heads, "K": shape.num_kv_heads, "D": shape.head_dim, "P": shape.block_size}
-    return {**sizes, "ROWS": ROWS, "KEYS": KEYS}
+    return {**sizes, "ROWS": ROWS, "KEYS": KEYS, "SPLIT": chunk_splits.SPLIT_KEYS if is_split else 0}

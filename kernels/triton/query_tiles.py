@@ -42,3 +42,15 @@ def tile_queries(q, q_stride, token_row, head, inside, D: tl.constexpr, WIDTH: t
     DOT: tl.constexpr = tl.float16 if DTYPE.primitive_bitwidth == 8 else DTYPE
     lane = tl.arange(0, WIDTH)
     return tl.load(q + token_row[:, None] * q_stride + (head * D)[:, None] + lane[None, :], mask=inside, other=0.0).to(DOT)
+
+
+@triton.jit
+def tile_keys(start, first, num_queries, QUERIES, WINDOW, KEYS):
+    """→ where the keys of a tile begin, a multiple of KEYS, and the positions of its oldest and newest query. start: position
+    of the request's first query; first: the tile's, counted from there. QUERIES, WINDOW and KEYS may be constants."""
+    oldest = start + first
+    newest = start + tl.minimum(first + QUERIES, num_queries) - 1
+    begin = oldest * 0
+    if WINDOW > 0:
+        begin = tl.maximum(oldest + 1 - WINDOW, 0) // KEYS * KEYS
+    return begin, oldest, newest

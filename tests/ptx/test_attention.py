@@ -7,9 +7,10 @@ import torch
 
 from kernels.attention_rows import AttentionShape
 from kernels.reference import attention as reference
-from kernels.triton import attention_decode, attention_prefill, attention_splits, invariant_attention
+from kernels.triton import attention_decode, attention_prefill, attention_splits, chunk_splits, invariant_attention
 from tests.support.kernel_cases import Guarded, filled_cache, normal, padded_rows, scattered_tables, table_tensor
 from tests.support.kernel_tolerances import assert_near, assert_same
+from tests.support.ptx.card import EmulatedCard
 
 CPU = torch.device("cpu")
 BLOCK = 16
@@ -118,6 +119,28 @@ def test_guesses_of_one_request_are_verified_in_groups(
     own_lens = torch.tensor([*range(300, 311), 17, 0, 0, 0], dtype=torch.int32)
     alone = (batch.q, batch.cache, own_tables, own_lens, shape)
     assert_near(out.check(), reference.paged_decode(*alone, kv_scales=batch.scales), "attention")
+
+
+@pytest.mark.parametrize(
+    ("shape", "lengths", "counts", "kv_dtype"),
+    [
+        (AttentionShape(BLOCK, 4, 1, 128), [300, 40], [9, 12], BF16),
+        (AttentionShape(BLOCK, 4, 1, 128), [390], [40], FP8),
+        (AttentionShape(BLOCK, 2, 1, 256, sliding_window=270, softcap=50.0), [330], [40], BF16),
+    ],
+)
+def test_keys_of_few_queries_are_cut_into_splits(
+    shape: AttentionShape,
+    lengths: list[int],
+    counts: list[int],
+    kv_dtype: torch.dtype,
+    card: EmulatedCard,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(chunk_splits, "SPLIT_KEYS", 64)
+    before = card.launched.get("merge_chunks_kernel", 0)
+    Batch(shape, lengths, counts, kv_dtype).prefilled()
+    assert card.launched["merge_chunks_kernel"] > before
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from kernels.attention_rows import AttentionShape
-from kernels.triton import attention_prefill_hopper
+from kernels.triton import attention_prefill_hopper, chunk_splits
 from kernels.triton.attention_prefill import paged_prefill
 from kernels.triton.attention_prefill_hopper import KEYS, ROWS, VARIABLE, is_overlapped
 from tests.ptx.test_attention import Batch
@@ -16,7 +16,7 @@ from tests.support.kernel_tolerances import assert_same
 from tests.support.ptx.card import EmulatedCard
 
 SHAPE = AttentionShape(16, 4, 1, 128)
-KERNEL = "overlapped_kernel"
+KERNEL, MERGE = "overlapped_kernel", "merge_chunks_kernel"
 
 
 def test_it_serves_what_most_prompts_are() -> None:
@@ -73,3 +73,31 @@ def test_a_request_has_the_same_bits_alone_as_beside_others() -> None:
     starts = torch.tensor([0, 37], dtype=torch.int32)
     alone = paged_prefill(batch.q[30:67], batch.cache, batch.tables[1:2], starts, batch.lens[1:2], SHAPE, max_query_len=37)
     assert_same(alone, together[30:67])
+
+
+@pytest.mark.parametrize(
+    ("shape", "lengths", "counts"),
+    [
+        (SHAPE, [512, 511, 60], [17, 1, 20]),
+        (SHAPE, [640], [70]),
+        (replace(SHAPE, head_dim=64, block_size=64), [520], [33]),
+        (replace(SHAPE, num_heads=7, block_size=KEYS), [530, 3], [40, 2]),
+    ],
+)
+def test_several_programs_share_the_keys_of_few_queries(
+    card: EmulatedCard, shape: AttentionShape, lengths: list[int], counts: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Splits of one tile and of two; of the last one some queries see nothing."""
+    monkeypatch.setattr(chunk_splits, "SPLIT_KEYS", KEYS)
+    before = {name: card.launched.get(name, 0) for name in (KERNEL, MERGE)}
+    Batch(shape, lengths, counts).prefilled()
+    assert all(card.launched[name] > number for name, number in before.items())
+
+
+def test_splits_have_the_same_bits_alone_as_beside_a_longer_request(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(chunk_splits, "SPLIT_KEYS", KEYS)
+    batch = Batch(SHAPE, [530, 700], [20, 12])
+    beside = paged_prefill(batch.q, batch.cache, batch.tables, batch.starts, batch.lens, SHAPE, max_query_len=20)
+    lens = torch.tensor([530, 12], dtype=torch.int32)
+    short = paged_prefill(batch.q, batch.cache, batch.tables[:, :34].contiguous(), batch.starts, lens, SHAPE, max_query_len=20)
+    assert_same(short[:20], beside[:20])

@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 from itertools import product
 
 from kernels.attention_rows import AttentionShape
 from kernels.triton.attention_prefill import PrefillTiling, prefill_constants, prefill_kernel, prefill_tiling
 from kernels.triton.attention_prefill_hopper import is_overlapped
+from kernels.triton.chunk_splits import FEW_REQUESTS
 from kernels.triton.gate.compilation import CAPABILITIES, FP8_CAPABILITIES, Compilation
 
 SPILL_BYTES_MAX = 80
 """Of what stays the same through the loop, where the tile fills all registers: 100 with an fp8 cache."""
+SPLITS_SPILL_BYTES_MAX = 120
+"""The same of splits, which keep more of it: where their results are left."""
 
 
 def compilations() -> list[Compilation]:
@@ -34,12 +38,35 @@ def compilations() -> list[Compilation]:
         _compilation("short chunks fp8e4nv", llama, "bf16", "fp8e4nv", max_query_len=16),
         _compilation("short chunks of one head", AttentionShape(16, 32, 32, 128), "bf16", "bf16", max_query_len=16),
     ]
+    found += _split_forms(llama, small_llama, gemma)
     for window in (None, 1024):
         shape = AttentionShape(16, 8, 4, 256, sliding_window=window)
         for requests, kv in product((32, 256), ("bf16", "fp8e4nv")):
             what = f"gemma-3 {kv}, window {window}, {requests} requests"
             found.append(_compilation(what, shape, "bf16", kv, requests=requests))
     return [compilation for several in found for compilation in several]
+
+
+def _split_forms(llama: AttentionShape, small_llama: AttentionShape, gemma: AttentionShape) -> list[list[Compilation]]:
+    """Of steps with few tiles, whose keys are cut into splits: tiles of 128 and of fewer rows, as above."""
+    wide, split = AttentionShape(16, 8, 4, 256), partial(_compilation, requests=FEW_REQUESTS, is_split=True)
+    found = [
+        split("splits, float32", llama, "fp32", "fp32"),
+        split("splits, head size 96", AttentionShape(16, 32, 32, 96), "bf16", "bf16"),
+    ]
+    for kv in ("bf16", "fp8e4nv"):
+        found += [
+            split(f"splits, llama-8b {kv}", llama, "bf16", kv),
+            split(f"splits, llama-1b {kv}", small_llama, "bf16", kv),
+            split(f"splits, short chunks {kv}", llama, "bf16", kv, max_query_len=16),
+            split(f"splits, gemma-3 {kv}", wide, "bf16", kv),
+        ]
+    return [
+        *found,
+        split("splits, window", replace(llama, sliding_window=4096), "bf16", "bf16"),
+        split("splits, window and soft-cap", gemma, "bf16", "bf16"),
+        split("splits, short chunks of one head", AttentionShape(16, 32, 32, 128), "bf16", "bf16", max_query_len=16),
+    ]
 
 
 def _compilation(
@@ -50,16 +77,21 @@ def _compilation(
     *,
     max_query_len: int = 2048,
     requests: int = 256,
+    is_split: bool = False,
 ) -> list[Compilation]:
     """One for each tiling: cards differ in what they hold, and for Hopper there is another kernel."""
     tensors = {"q": f"*{dtype}", "kv_cache": f"*{kv_dtype}", "out": f"*{dtype}"}
     tensors |= dict.fromkeys(("block_tables", "query_starts", "context_lens"), "*i32")
     absent: dict[str, object] = {}
+    if is_split:
+        tensors |= dict.fromkeys(("attended", "log_weights"), "*fp32")
+    else:
+        absent |= dict.fromkeys(("attended", "log_weights"))
     if "fp8" in kv_dtype:
         tensors["kv_scales"] = "*fp32"
     else:
         absent["kv_scales"] = None
-    numbers = dict.fromkeys(("num_requests", "num_tiles", "q_stride", "block_stride", "table_stride"), "i32")
+    numbers = dict.fromkeys(("num_requests", "num_tiles", "q_stride", "block_stride", "table_stride", "max_splits"), "i32")
     rows = max_query_len * (shape.num_heads // shape.num_kv_heads)
     kv_bytes = {"fp32": 4, "fp8e4nv": 1}.get(kv_dtype, 2)
     tilings: dict[PrefillTiling, list[int]] = {}
@@ -72,14 +104,15 @@ def _compilation(
             f"paged prefill {name}, tiles of {tiling.rows} by {tiling.keys}",
             prefill_kernel,
             {**tensors, **numbers, "scale": "fp32"},
-            {**absent, **prefill_constants(shape, tiling), "REQUESTS": requests},
+            {**absent, **prefill_constants(shape, tiling, is_split=is_split), "REQUESTS": requests},
             num_warps=tiling.num_warps,
             num_stages=tiling.num_stages,
             capabilities=tuple(numbers_of),
             tensor_cores=kv_bytes < 4,
             small_tile=tiling.rows < 64,
-            spill_bytes_max=SPILL_BYTES_MAX,
+            spill_bytes_max=SPLITS_SPILL_BYTES_MAX if is_split else SPILL_BYTES_MAX,
             divisible=("q_stride", "block_stride"),
+            programs=tiling.programs,
         )
         for tiling, numbers_of in tilings.items()
     ]

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from kernels.attention_rows import AttentionShape
 from kernels.triton.attention_prefill_hopper import H200, KEYS, NUM_WARPS, ROWS, overlapped_constants, overlapped_kernel
+from kernels.triton.chunk_splits import FEW_REQUESTS
 from kernels.triton.gate.compilation import Compilation
 
 
 def compilations() -> list[Compilation]:
-    """Llama-3.1-8B (and Qwen3-8B), Llama-3.2-1B and Qwen3-0.6B; fp16, larger blocks, a group of heads that fills no tile."""
+    """Llama-3.1-8B (and Qwen3-8B), Llama-3.2-1B and Qwen3-0.6B; fp16, larger blocks, a group of heads that fills no tile; whole
+    tiles, and splits of few."""
     llama = AttentionShape(16, 32, 8, 128)
     shapes = {
         "llama-8b bf16": llama,
@@ -18,18 +20,21 @@ def compilations() -> list[Compilation]:
         "blocks of 64 bf16": AttentionShape(64, 32, 8, 128),
         "7 heads bf16": AttentionShape(16, 28, 4, 128),
     }
-    return [_compilation(name, shape) for name, shape in shapes.items()]
+    whole = [_compilation(name, shape, is_split=False) for name, shape in shapes.items()]
+    return whole + [_compilation(name, shape, is_split=True) for name, shape in shapes.items()]
 
 
-def _compilation(name: str, shape: AttentionShape) -> Compilation:
+def _compilation(name: str, shape: AttentionShape, *, is_split: bool) -> Compilation:
     tensors = dict.fromkeys(("q", "kv_cache", "out"), f"*{name.rpartition(' ')[2]}")
     tensors |= dict.fromkeys(("block_tables", "query_starts", "context_lens"), "*i32")
-    numbers = dict.fromkeys(("num_requests", "num_tiles", "q_stride", "block_stride", "table_stride"), "i32")
+    numbers = dict.fromkeys(("num_requests", "num_tiles", "q_stride", "block_stride", "table_stride", "max_splits"), "i32")
+    parts = ("attended", "log_weights")
+    absent: dict[str, object] = {} if is_split else dict.fromkeys(parts)
     return Compilation(
-        f"overlapped prefill {name}",
+        f"overlapped prefill{', splits,' if is_split else ''} {name}",
         overlapped_kernel,
-        tensors | numbers | {"scale": "fp32"},
-        {**overlapped_constants(shape), "REQUESTS": 256},
+        tensors | (dict.fromkeys(parts, "*fp32") if is_split else {}) | numbers | {"scale": "fp32"},
+        {**absent, **overlapped_constants(shape, is_split=is_split), "REQUESTS": FEW_REQUESTS if is_split else 256},
         num_warps=NUM_WARPS,
         capabilities=(H200,),
         tensor_cores=True,

@@ -1,0 +1,145 @@
+"""How the keys of few queries are cut into splits, so that a short chunk behind a long context fills the card, and the merge.
+
+A tile of queries walks its context alone. A step of 100 tokens has 32 tiles in Llama-3.1-8B, for 132 multiprocessors: there
+several programs work on one tile, each on a part of its keys, as in decodes (Flash-Decoding, arXiv 2311.01282).
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+
+import torch
+import triton
+import triton.language as tl
+
+from kernels.attention_rows import AttentionShape
+from kernels.triton.attention_splits import MERGE_CHUNK, MERGE_WARPS, TABLES, DecodeWorkspace, merge_row, scheduled_requests
+from kernels.triton.query_tiles import tile_keys
+from kernels.triton.tuning import power_of_two
+
+SPLIT_KEYS = 512
+"""Of a split at least: four tiles of 128 keys, some 6 µs on an H200, where its beginning, its end and the merge take about
+2."""
+SPLIT_FROM = 4
+"""So many splits' keys a tile has at least that is split at all: with fewer the launch of the merge outweighs what is won."""
+PARTS_MAX = 1 << 16
+"""Rows of a query, a head and a split that a step leaves at most: those of four tiles for each multiprocessor of an H200, 34 MB
+for heads of 128. `engine.memory.needs` plans for them."""
+FEW_REQUESTS = 32
+"""Chunks of more requests are tiles enough, and are searched among by another variant of the kernels."""
+BEGIN_AND_END = 1 / 32
+"""What a split takes besides its keys, of the time of a whole tile: two tiles of 128 keys of 8k."""
+WORTH = 0.85
+"""Of the time without splits, what splitting must come down to by `_fewest_waves`, which knows nothing of the merge."""
+_FROM = tl.constexpr(SPLIT_FROM)
+
+
+def chunk_splits(
+    shape: AttentionShape, num_rows: int, num_requests: int, max_blocks: int, tile: tuple[int, int], programs: int
+) -> int:
+    """Into how many splits a tile's keys are cut at most, 1 where they are not. tile: rows and keys; programs: that the card
+    holds at a time.
+
+    `max_blocks` and the window bound the answer by what no tile exceeds by itself (`splits_of_tile`): what they are changes no
+    tile's splits."""
+    rows, keys = tile
+    queries = rows // (shape.num_heads // shape.num_kv_heads)
+    num_tokens = max_blocks * shape.block_size
+    if shape.sliding_window is not None:
+        num_tokens = min(num_tokens, shape.sliding_window + queries + keys)
+    if num_requests > FEW_REQUESTS or num_tokens < SPLIT_FROM * SPLIT_KEYS:
+        return 1
+    num_tiles = (num_rows // queries + num_requests) * shape.num_kv_heads
+    most = min(programs, PARTS_MAX // (num_rows * shape.num_heads))
+    return min(_fewest_waves(num_tiles, programs, most), num_tokens // SPLIT_KEYS)
+
+
+@lru_cache(maxsize=4096)
+def _fewest_waves(num_tiles: int, programs: int, most: int) -> int:
+    """The number of splits, at most `most`, with which `num_tiles` alike take least where `programs` run at a time."""
+
+    def taken(splits: int) -> float:
+        return -(-num_tiles * splits // programs) * (1 / splits + BEGIN_AND_END)
+
+    best = min(range(1, max(1, most) + 1), key=taken)
+    return best if taken(best) < WORTH * taken(1) else 1
+
+
+def chunk_parts(num_rows: int, splits: int, shape: AttentionShape, device: torch.device) -> DecodeWorkspace:
+    """Where so many splits of `num_rows` queries leave what they found."""
+    size = num_rows, splits, shape.num_heads
+    return DecodeWorkspace(
+        torch.empty(*size, shape.head_dim, dtype=torch.float32, device=device),
+        torch.empty(size, dtype=torch.float32, device=device),
+    )
+
+
+@triton.jit
+def splits_of_tile(begin, newest, max_splits, KEYS, SPLIT: tl.constexpr):
+    """→ tiles of keys of a split and number of splits of a tile of queries that sees the keys from `begin` to `newest`, from
+    their number and `max_splits` alone. Evenly, so that no split is a remainder of a few tokens."""
+    num_tokens = newest + 1 - begin
+    num_splits = tl.where(num_tokens < _FROM * SPLIT, 1, tl.minimum(num_tokens // SPLIT, max_splits))
+    tiles = (num_tokens + num_splits * KEYS - 1) // (num_splits * KEYS)
+    return tiles, (num_tokens + tiles * KEYS - 1) // (tiles * KEYS)
+
+
+@triton.jit(
+    do_not_specialize=["num_requests", "max_splits", "queries", "window", "keys"], do_not_specialize_on_alignment=TABLES[1:]
+)
+def merge_chunks_kernel(
+    context_lens,
+    query_starts,
+    out,
+    attended,
+    log_weights,
+    num_requests,
+    max_splits,
+    queries,
+    window,
+    keys,
+    H: tl.constexpr,
+    D: tl.constexpr,
+    WIDTH: tl.constexpr,
+    SPLIT: tl.constexpr,
+    REQUESTS: tl.constexpr,
+    CHUNK: tl.constexpr,
+):
+    """One query and head, as `attention_splits.merge_kernel`; whoever had one split has written its result itself. queries and
+    keys: of a tile; window: 0 is none. They are no constants, so that there is one variant for each size of heads."""
+    token_row, head = tl.program_id(0), tl.program_id(1)
+    index = tl.arange(0, REQUESTS)
+    ends = tl.load(query_starts + index + 1, mask=index < num_requests, other=token_row + 1)
+    request = tl.sum((ends <= token_row).to(tl.int32), 0)
+    first_row = tl.load(query_starts + request)
+    num_queries = tl.load(query_starts + request + 1) - first_row
+    first = (token_row - first_row) // queries * queries
+    start = tl.load(context_lens + request) - num_queries
+    begin, _, newest = tile_keys(start, first, num_queries, queries, window, keys)
+    _, num_splits = splits_of_tile(begin, newest, max_splits, keys, SPLIT)
+    if num_splits > 1:
+        merge_row(out, attended, log_weights, token_row, head, num_splits, max_splits, H, D, WIDTH, CHUNK)
+
+
+def merge_chunks(
+    parts: DecodeWorkspace,
+    query_starts: torch.Tensor,
+    context_lens: torch.Tensor,
+    shape: AttentionShape,
+    tile: tuple[int, int],
+    out: torch.Tensor,
+) -> None:
+    """Puts what the splits of every tile found together, in their order, into the rows of `out`. tile: rows and keys."""
+    rows, keys = tile
+    num_requests, queries = context_lens.shape[0], rows // (shape.num_heads // shape.num_kv_heads)
+    merge_chunks_kernel[out.shape[:2]](
+        context_lens, query_starts, out, *parts,
+        num_requests, parts.attended.shape[1], queries, shape.sliding_window or 0, keys,
+        **merge_constants(shape), REQUESTS=scheduled_requests(num_requests), CHUNK=MERGE_CHUNK, num_warps=MERGE_WARPS,
+    )  # fmt: skip
+
+
+def merge_constants(shape: AttentionShape) -> dict[str, object]:
+    """Constants of `merge_chunks_kernel`, but for REQUESTS and CHUNK."""
+    size = shape.head_dim
+    return {"H": shape.num_heads, "D": size, "WIDTH": power_of_two(size), "SPLIT": SPLIT_KEYS}

@@ -1,0 +1,235 @@
+"""Few queries behind a long context: several programs share the keys of a tile, and what they found is put together."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+import pytest
+import torch
+
+from kernels.attention_rows import AttentionShape
+from tests.support.kernel_cases import Guarded
+from tests.support.kernel_device import interpret_without_gpu
+from tests.support.kernel_tolerances import assert_near, assert_same
+
+interpret_without_gpu()
+import triton  # noqa: E402
+import triton.language as tl  # noqa: E402
+
+from kernels.triton import attention_prefill as prefill  # noqa: E402
+from kernels.triton import chunk_splits  # noqa: E402
+from kernels.triton.attention_splits import DecodeWorkspace  # noqa: E402
+from kernels.triton.tuning import CARDS, power_of_two  # noqa: E402
+from tests.kernels.test_triton_attention_prefill import BLOCK, FP8, SHAPE, Chunks, Rows  # noqa: E402
+
+LLAMA = AttentionShape(BLOCK, 32, 8, 128)
+MOST = 5
+
+
+class Parts:
+    """The memory that splits leave their results in: NaN between sentinels."""
+
+    def __init__(self) -> None:
+        self.given: list[Guarded] = []
+
+    def make(self, num_rows: int, splits: int, shape: AttentionShape, device: torch.device) -> DecodeWorkspace:
+        sizes = (num_rows, splits, shape.num_heads, shape.head_dim), (num_rows, splits, shape.num_heads)
+        self.given = [Guarded(size, torch.float32, device) for size in sizes]
+        return DecodeWorkspace(*(guarded.tensor for guarded in self.given))
+
+    @property
+    def splits(self) -> int:
+        return self.given[0].shape[1] if self.given else 1
+
+
+@pytest.fixture(params=[(16, 32), (64, 16)], ids=["tiles of 16", "tiles of 64"])
+def tiles(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    rows, keys = request.param
+    monkeypatch.setattr(prefill, "prefill_tiling", lambda *_: prefill.PrefillTiling(rows, keys, num_warps=4, num_stages=2))
+
+
+@pytest.fixture
+def parts(monkeypatch: pytest.MonkeyPatch) -> Iterator[Parts]:
+    """Splits of 32 keys, from 128 on, at most five of them."""
+    made = Parts()
+    monkeypatch.setattr(chunk_splits, "SPLIT_KEYS", 32)
+    monkeypatch.setattr(chunk_splits, "_fewest_waves", lambda *_: MOST)
+    monkeypatch.setattr(chunk_splits, "chunk_parts", made.make)
+    yield made
+    for guarded in made.given:
+        guarded.check()
+
+
+@pytest.mark.usefixtures("tiles")
+@pytest.mark.parametrize(
+    "rows",
+    [
+        [(9, 127), (9, 128), (9, 129)],
+        [(15, 159), (16, 160), (17, 161)],
+        [(1, 1), (33, 300), (2, 40), (15, 15)],
+        [(40, 136)],
+        [(67, 223), (16, 16)],
+    ],
+    ids=["at the first split", "at the second", "long and short", "over the diagonal", "a long chunk"],
+)
+def test_awkward_lengths_equal_the_loops(rows: Rows, parts: Parts, device: torch.device) -> None:
+    chunks = Chunks(rows, SHAPE, device)
+    chunks.compare()
+    assert parts.splits == min(MOST, chunks.tables.shape[1] * BLOCK // 32) > 1
+
+
+def test_a_long_context_of_the_tiles_that_are_served(
+    parts: Parts, device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(chunk_splits, "SPLIT_KEYS", 512)
+    Chunks([(33, 4095)], SHAPE, device).compare()
+    assert parts.splits == MOST
+
+
+@pytest.mark.parametrize("head_dim", [64, 96, 128, 256])
+def test_every_head_size(head_dim: int, parts: Parts, device: torch.device) -> None:
+    Chunks([(9, 9), (12, 290)], AttentionShape(BLOCK, 4, 2, head_dim), device).compare()
+    assert parts.splits == MOST
+
+
+@pytest.mark.usefixtures("tiles")
+@pytest.mark.parametrize("heads", [(8, 8), (8, 1), (6, 2), (7, 1)])
+def test_every_number_of_query_heads_for_a_key_head(heads: tuple[int, int], parts: Parts, device: torch.device) -> None:
+    Chunks([(18, 230), (5, 5)], AttentionShape(BLOCK, *heads, 16), device).compare()
+    assert parts.splits == MOST
+
+
+@pytest.mark.usefixtures("tiles")
+@pytest.mark.parametrize("block_size", [16, 32, 64])
+def test_every_block_size(block_size: int, parts: Parts, device: torch.device) -> None:
+    Chunks([(20, 167), (30, 330)], AttentionShape(block_size, 2, 1, 32), device).compare()
+    assert parts.splits == MOST
+
+
+@pytest.mark.usefixtures("tiles")
+@pytest.mark.parametrize("window", [100, 128, 200])
+def test_a_window_hides_what_lies_before_it(window: int, parts: Parts, device: torch.device) -> None:
+    rows = [(33, 33), (9, 390), (40, 240)]
+    chunks = Chunks(rows, AttentionShape(BLOCK, 2, 1, 32, sliding_window=window), device)
+    for row, (query_len, context_len) in enumerate(rows):
+        for position in range(max(0, context_len - query_len + 1 - window)):
+            chunks.cache[chunks.tables[row, position // BLOCK], position % BLOCK] = float("nan")
+    chunks.compare()
+    assert parts.splits > 1
+
+
+@pytest.mark.usefixtures("tiles")
+@pytest.mark.parametrize("window", [None, 150])
+def test_capped_scores_with_a_scale_of_their_own(window: int | None, parts: Parts, device: torch.device) -> None:
+    shape = AttentionShape(BLOCK, 2, 1, 32, sliding_window=window, scale=0.4, softcap=1.5)
+    Chunks([(33, 233), (9, 170)], shape, device).compare()
+    assert parts.splits > 1
+
+
+@pytest.mark.usefixtures("tiles")
+def test_half_precision(parts: Parts, device: torch.device) -> None:
+    Chunks([(33, 280), (9, 9)], SHAPE, device, dtype=torch.float16).compare()
+    assert parts.splits == MOST
+
+
+@pytest.mark.usefixtures("tiles")
+@pytest.mark.parametrize("scales", [None, (0.5, 3.0)])
+def test_an_fp8_cache_with_and_without_scales(scales: tuple[float, float] | None, parts: Parts, device: torch.device) -> None:
+    kv_scales = None if scales is None else torch.tensor(scales, dtype=torch.float32, device=device)
+    Chunks([(33, 280), (9, 9)], SHAPE, device, dtype=torch.float16, kv_dtype=FP8).compare(kv_scales)
+    assert parts.splits == MOST
+
+
+def computed(chunks: Chunks) -> torch.Tensor:
+    given = (chunks.q, chunks.cache, chunks.tables, chunks.query_starts, chunks.context_lens, chunks.shape)
+    return prefill.paged_prefill(*given, max_query_len=chunks.max_query_len)
+
+
+@pytest.mark.usefixtures("tiles")
+def test_splits_change_no_more_than_the_order_of_sums(
+    parts: Parts, device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    chunks = Chunks([(21, 300), (9, 130)], SHAPE, device)
+    split = computed(chunks)
+    assert parts.splits == MOST
+    monkeypatch.setattr(chunk_splits, "_fewest_waves", lambda *_: 1)
+    assert_near(split, computed(chunks), "attention")
+
+
+@pytest.mark.usefixtures("tiles")
+@pytest.mark.parametrize("columns", [0, 40])
+def test_how_long_a_neighbour_is_changes_no_bit(columns: int, parts: Parts, device: torch.device) -> None:
+    """Nor how wide the block tables are, from which the grid follows."""
+    chunks = Chunks([(21, 150), (12, 700)], SHAPE, device)
+    together = computed(chunks)
+    assert parts.splits == MOST
+    chunks.context_lens[1] = 12
+    chunks.tables = chunks.tables[:, : 11 + columns].contiguous()
+    assert_same(computed(chunks)[:21], together[:21])
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def cuts_kernel(cuts, max_splits, KEYS: tl.constexpr, SPLIT: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Of a tile that sees so many tokens from 3 · KEYS on: tiles of a split, and splits."""
+    begin = tl.program_id(0) * 0 + 3 * KEYS
+    tiles, num_splits = chunk_splits.splits_of_tile(begin, begin + tl.program_id(0), max_splits, KEYS, SPLIT)
+    tl.store(cuts + tl.program_id(0) * 2, tiles)
+    tl.store(cuts + tl.program_id(0) * 2 + 1, num_splits)
+
+
+@pytest.mark.parametrize("most", [2, 3, 7])
+def test_splits_hold_every_key_once_and_are_of_one_length_but_the_last(most: int, device: torch.device) -> None:
+    keys, split, longest = 16, 32, 600
+    cuts = torch.zeros(longest, 2, dtype=torch.int32, device=device)
+    cuts_kernel[(longest,)](cuts, most, KEYS=keys, SPLIT=split)
+    for num_tokens, (tiles, number) in enumerate(cuts.tolist(), 1):
+        assert (number - 1) * tiles * keys < num_tokens <= number * tiles * keys
+        assert number <= min(most, num_tokens // split) or number == 1
+        assert number > 1 or num_tokens < chunk_splits.SPLIT_FROM * split
+        assert tiles * keys >= split or number == 1
+
+
+@pytest.mark.parametrize(
+    ("num_rows", "num_requests", "num_tokens", "splits"),
+    [
+        (100, 1, 8192, 4),  # 4 tiles of 8 heads
+        (100, 1, 131_072, 4),
+        (20, 1, 131_072, 16),  # 1 tile
+        (20, 1, 4096, 8),  # of 512 keys
+        (250, 1, 32_768, 2),  # 8 tiles
+        (400, 1, 32_768, 1),  # 104 programs are waves enough
+        (2048, 1, 32_768, 1),
+        (100, 1, 2047, 1),
+        (60, 4, 32_768, 3),  # 5 tiles
+        (100, 33, 32_768, 1),
+    ],
+)
+def test_as_many_splits_as_fill_an_h200_once_or_twice(num_rows: int, num_requests: int, num_tokens: int, splits: int) -> None:
+    shape = replace(LLAMA, block_size=1)
+    assert chunk_splits.chunk_splits(shape, num_rows, num_requests, num_tokens, (128, 128), 132) == splits
+
+
+@pytest.mark.parametrize(("window", "splits"), [(1024, 1), (1700, 1), (2048, 4), (4096, 8)])
+def test_a_window_is_split_where_it_is_long(window: int, splits: int) -> None:
+    shape = replace(LLAMA, sliding_window=window)
+    assert chunk_splits.chunk_splits(shape, 20, 1, 8192, (128, 128), 132) == splits
+
+
+@pytest.mark.parametrize("programs", [72, 132, 264, 320])
+def test_what_splits_leave_is_bounded_whatever_the_step(programs: int) -> None:
+    for shape in (LLAMA, AttentionShape(BLOCK, 8, 4, 256), AttentionShape(BLOCK, 64, 1, 64), AttentionShape(BLOCK, 4, 4, 128)):
+        for rows, num_requests in ((64, 1), (128, 1), (128, 7)):
+            for num_rows in (9, 17, 100, 500, 1000, 4000, 30_000, 200_000):
+                splits = chunk_splits.chunk_splits(shape, num_rows, num_requests, 8192, (rows, 128), programs)
+                assert splits == 1 or splits * num_rows * shape.num_heads <= chunk_splits.PARTS_MAX
+
+
+@pytest.mark.parametrize("number", CARDS)
+def test_a_multiprocessor_has_memory_for_the_programs_that_splits_are_made_for(number: int) -> None:
+    for head_dim in (64, 128, 256):
+        for kv_bytes in (1, 2, 4):
+            for rows in (16, 64, 128):
+                tiling = prefill.prefill_tiling(head_dim, kv_bytes, rows, windowed=False, capability=number)
+                held = power_of_two(head_dim) * kv_bytes * 2 * (tiling.num_stages - 1) * tiling.keys
+                assert CARDS[number].programs(64, held, tiling.num_warps) >= tiling.programs
