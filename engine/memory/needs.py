@@ -7,6 +7,8 @@ b_kv bytes per weight, per number computed with and per stored key or value, T t
                      in other bits than b stands beside the embedding, tied or not
     activations  A = max(T·w·b, R·V·4·2), w numbers of a token where a layer holds most: 3f + 6d behind gates of width f; of a
                      mixture of k experts (k + 2)·f + (k + 6)·d; 2(H + K)·D + 5d in attention
+                     On a GPU at least t·w·b + 2^16·(D + 1)·4 with t = min(T, 2^15 / H): of so few tokens behind a long
+                     context keys are cut into splits, whose results stand beside
     graphs       G = A of the largest captured step, and for each that is kept 24 KiB for each of its 10·L + 20 launches;
                      13 in a layer that is a mixture. Steps over slots hold the logits of all rows at once, so that both
                      their A are at least R·V·b
@@ -62,6 +64,11 @@ def num_splits(num_tokens: int, head_dim: int, kv_element_bytes: int, window: in
         num_tokens = min(num_tokens, window + split)
     few, some, many = (-(-num_tokens // (times * split)) for times in (1, 2, 4))
     return max(1, min(4, few), min(8, some) if few > 4 else 1, many if few > 16 else 1)
+
+
+CHUNK_CONTEXT_MIN, CHUNK_PARTS_MAX = 2048, 1 << 16
+"""Of chunks of prompts (`kernels.triton.chunk_splits`): the shortest context whose keys are cut into splits, and for how many
+splits, queries and heads a step has room."""
 
 
 INVARIANT_SPLIT = 256
@@ -165,6 +172,14 @@ class MemoryShape:
         are computed in slices."""
         logits = min(num_rows * self.vocab_size, LOGITS_ELEMENTS_MAX) * 4 * 2
         return max(num_tokens * self.layer_width * element_bytes, logits)
+
+    def split_chunks_bytes(self, num_tokens: int, context_len: int, element_bytes: int) -> int:
+        """What a step of a few of its `num_tokens` holds whose keys are cut into splits, two at least: activations, and what
+        the splits leave."""
+        if context_len < CHUNK_CONTEXT_MIN:
+            return 0
+        few_tokens = min(num_tokens, CHUNK_PARTS_MAX // (2 * self.num_heads))
+        return few_tokens * self.layer_width * element_bytes + CHUNK_PARTS_MAX * (self.head_dim + 1) * 4
 
     def recorded_bytes(self, num_rows: int, element_bytes: int, *, has_steps: bool) -> int:
         """What recorded layers of `num_rows` rows keep: two of them, which take turns. `has_steps`: whole steps, of whatever
@@ -276,9 +291,11 @@ class MemoryNeeds:
         columns = model.columns_bytes(load.num_seqs, logits_bytes, num_guesses=load.num_guesses)
         recorded = [each.recorded_bytes(load.recorded_rows, size, has_steps=load.records_steps) for each in both]
         splits = [each.splits_bytes(*asked, batch_invariant=load.batch_invariant) for each in both if load.on_gpu]
+        cuts_chunks = load.on_gpu and not load.batch_invariant
+        chunks = [each.split_chunks_bytes(load.num_tokens, context_len, size) for each in both if cuts_chunks]
         return cls(
             weights_bytes=model.weights_bytes(formats.weights, size) + drafts_bytes,
-            activations_bytes=max(logits, *(each.activations_bytes(load.num_tokens, rows, size) for each in both))
+            activations_bytes=max(logits, *chunks, *(each.activations_bytes(load.num_tokens, rows, size) for each in both))
             + sum(recorded),
             graphs_bytes=cls._graphs_bytes(model, draft, load, size, logits) if load.has_slots else 0,
             slots_bytes=(sum(splits) + columns) if load.has_slots else max(splits, default=0),

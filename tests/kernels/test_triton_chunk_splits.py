@@ -8,6 +8,7 @@ from dataclasses import replace
 import pytest
 import torch
 
+from engine.memory import needs
 from kernels.attention_rows import AttentionShape
 from tests.support.kernel_cases import Guarded
 from tests.support.kernel_device import interpret_without_gpu
@@ -223,6 +224,11 @@ def test_what_splits_leave_is_bounded_whatever_the_step(programs: int) -> None:
             for num_rows in (9, 17, 100, 500, 1000, 4000, 30_000, 200_000):
                 splits = chunk_splits.chunk_splits(shape, num_rows, num_requests, 8192, (rows, 128), programs)
                 assert splits == 1 or splits * num_rows * shape.num_heads <= chunk_splits.PARTS_MAX
+
+
+def test_the_memory_plan_knows_what_splits_leave() -> None:
+    assert chunk_splits.PARTS_MAX == needs.CHUNK_PARTS_MAX
+    assert chunk_splits.SPLIT_FROM * chunk_splits.SPLIT_KEYS == needs.CHUNK_CONTEXT_MIN
 
 
 @pytest.mark.parametrize("number", CARDS)

@@ -78,6 +78,19 @@ def test_activations_are_the_larger_of_a_layer_and_the_logits() -> None:
     assert LLAMA_8B.activations_bytes(16, 10_000, 2) == (1 << 25) * 8, "logits are computed in slices"
 
 
+def test_few_tokens_behind_a_long_context_are_planned_for_with_what_the_splits_of_its_keys_leave() -> None:
+    def activations(load: Load, context_len: int = 2048) -> int:
+        return MemoryNeeds.of(LLAMA_8B, BF16, load, context_bytes=0, context_len=context_len).activations_bytes
+
+    small = replace(LOAD, num_tokens=512, num_seqs=8, on_gpu=True)
+    plain_bytes = LLAMA_8B.activations_bytes(512, 8, 2)
+    assert activations(small) == plain_bytes + (1 << 16) * 129 * 4
+    assert activations(small, 2047) == plain_bytes, "no context is so long that its keys are cut"
+    assert activations(replace(small, batch_invariant=True)) == plain_bytes
+    large = replace(small, num_tokens=8192)
+    assert activations(large) == LLAMA_8B.activations_bytes(8192, 8, 2), "a step of many tokens holds more"
+
+
 def test_steps_over_slots_hold_the_logits_of_all_rows_at_once() -> None:
     qwen, load = shape_of("qwen3-0.6b"), replace(LOAD, num_seqs=1024, num_tokens=1024, on_gpu=True, has_slots=True)
     kept_bytes = graphs_kept(1024, 0) * qwen.graph_bytes
