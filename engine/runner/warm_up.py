@@ -40,6 +40,10 @@ DECODES = (1, 2, 8, 16, 24, 40, 72, 136, *SEARCHED)
 CHUNKS = (2, 5, 8, 9, 16, 24, 40, 72, 136, 300, 600)
 """Tokens of the longest chunk of a step."""
 
+LONG_CONTEXT = 4096
+"""Tokens of a request whose few newest tokens make a step: keys of a long context are cut into splits
+(`kernels.triton.chunk_splits`)."""
+
 FEW, MANY = 1, 40
 """Requests whose prompts are read in one step."""
 
@@ -99,6 +103,9 @@ def compile_steps(decoder: PagedDecoder, limits: SchedulerLimits, *, max_guesses
     for number, longest in sorted(steps):
         rows = [_row(longest, block_size)] + [_row(min(longest, 2), block_size)] * (number - 1)
         decoder.logits(decoder.forward(decoder.prepare(rows)), wide=False)
+    for length in CHUNKS:
+        if (behind := min(LONG_CONTEXT, limits.max_model_len) - length) > 0 and length <= max_tokens:
+            decoder.logits(decoder.forward(decoder.prepare([_row(length, block_size, start=behind)])), wide=False)
     for number in SEARCHED:
         if number < max_seqs and number + 2 <= max_tokens:  # decodes of more tokens than a split, beside a chunk
             decodes = [_row(1, block_size, start=min(CHUNKS[-1], limits.max_model_len) - 1)] * number

@@ -231,6 +231,32 @@ def test_the_memory_plan_knows_what_splits_leave() -> None:
     assert chunk_splits.SPLIT_FROM * chunk_splits.SPLIT_KEYS == needs.CHUNK_CONTEXT_MIN
 
 
+GROUPS = [(8 * group, 8, 128) for group in (1, 2, 3, 4, 5, 7, 8, 16)] + [(8, 4, 256), (32, 1, 64), (64, 64, 64), (14, 2, 64)]
+
+
+@pytest.mark.parametrize("capability", [80, 89, 90, 100])
+def test_every_tile_that_is_split_while_serving_was_split_in_a_step_before(capability: int) -> None:
+    """Of the steps by which kernels are compiled before the first request."""
+    from engine.runner.warm_up import CHUNKS, LONG_CONTEXT
+
+    programs = {80: 108, 89: 142, 90: 132, 100: 148}[capability]
+
+    def tile_of(shape: AttentionShape, kv_bytes: int, longest: int, num_rows: int, num_requests: int) -> object:
+        rows = longest * (shape.num_heads // shape.num_kv_heads)
+        tiling = prefill.prefill_tiling(shape.head_dim, kv_bytes, rows, False, capability)
+        blocks, size = LONG_CONTEXT // BLOCK, (tiling.rows, tiling.keys)
+        held = programs * tiling.programs
+        return tiling if chunk_splits.chunk_splits(shape, num_rows, num_requests, blocks, size, held) > 1 else None
+
+    for sizes in GROUPS:
+        shape = AttentionShape(BLOCK, *sizes)
+        for kv_bytes in (1, 2, 4):
+            before = {tile_of(shape, kv_bytes, length, length, 1) for length in CHUNKS if length > 8}
+            for longest in (*range(9, 140), 200, 300, 500, 1000):
+                for others in (0, 1, 5, 31):
+                    assert tile_of(shape, kv_bytes, longest, longest + 2 * others, 1 + others) in {*before, None}
+
+
 @pytest.mark.parametrize("number", CARDS)
 def test_a_multiprocessor_has_memory_for_the_programs_that_splits_are_made_for(number: int) -> None:
     for head_dim in (64, 128, 256):

@@ -127,6 +127,9 @@ CROWDS = ((0, 0, 0, 0, 0, 0, 1), (0, 1, 1, 2), (0, 0, 0, 0), (0, 0, 5, 40, 100),
 PHASE_STEPS = 8  # in twice as many, traffic launches the same variants; in five it launches fewer
 STEPS = PHASE_STEPS * len(CROWDS)
 
+TURNS = (9, 16, 17, 40, 100, 300)
+"""New tokens behind a long cached prefix, in a step by themselves."""
+
 GARBAGE = 0x5A
 """Every byte of what nobody has written: 1.5e16 in float32, and out of every range as an index."""
 
@@ -340,6 +343,15 @@ def mask(engine: Engine) -> None:
     run_to_end(engine, requests)
 
 
+def turns(engine: Engine) -> None:
+    """A chat whose prefix is longer than what keys are cut into splits from."""
+    prefix = [*range(3, 503)] * 6
+    for number, length in enumerate((1, *TURNS)):
+        engine.submit(wanted(f"turn {number}", [*prefix, *range(600 + number, 600 + number + length)], max_tokens=2))
+        while engine.has_requests:
+            engine.step()
+
+
 def embed(engine: Engine) -> None:
     """Texts of all lengths, alone and together, beside the steps."""
     text_model = engine.runner.text_model  # type: ignore[attr-defined]
@@ -371,6 +383,7 @@ def variants(case: Case, recorder: Recorder, memory: Memory, steps: int) -> dict
         if engine.info.max_num_seqs > LIMITS["max_num_seqs"]:
             throng(engine, seed=0)
         mask(engine)
+        turns(engine)
         embed(engine)
     asked = {name: sum(keys.values()) for name, keys in at_start.items()}
     launched = {name: [key for key, only_asked in keys.items() if not only_asked] for name, keys in at_start.items()}
