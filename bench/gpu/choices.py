@@ -27,6 +27,7 @@ from kernels.triton import (
     attention_prefill,
     attention_prefill_hopper,
     attention_splits,
+    chunk_splits,
     early_launch,
     fused_int4,
     fused_linear,
@@ -37,6 +38,7 @@ from kernels.triton.linear_tiles import Tiles
 from kernels.triton.tuning import capability, multiprocessors
 
 SECTOR_BYTES = 32
+TURN = "100 tokens behind 32k: chosen splits over others"
 
 
 def measure(context: Context) -> None:
@@ -50,6 +52,7 @@ def measure(context: Context) -> None:
         name = f"decode {len(lengths)} × 1k: chosen splits over others"
         context.guard(name, partial(_decode, context, name, lengths))
     context.guard("prefill 8k: chosen tile over others", lambda: _prefill(context))
+    context.guard(TURN, lambda: _turn(context))
     head = "Llama-3.1-8B int4, head in 8 bits, batch 1"
     context.guard(head, lambda: head_in_8_bits(context, head))
 
@@ -211,3 +214,33 @@ def _prefill(context: Context) -> None:
                 stack.enter_context(mock.patch.object(attention_prefill_hopper, "is_overlapped", mock.Mock(return_value=False)))
             taken[case] = median(seconds([prefill], context.device, samples=3))
     emit_choice(context, "prefill 8k: chosen tile over others", taken)
+
+
+def _turn(context: Context) -> None:
+    """A turn of a chat behind its cached prefix: keys not cut into splits, into half as many and into twice as many, and by the
+    kernel that overlaps nothing."""
+    shape, count, length = (TINY if context.rehearsal else LLAMA), context.size(100, 9), context.size(32_768, 140)
+    pages = make_pages([length], shape, dtype=context.dtype, device=context.device)
+    q = queries(pages, count, context.dtype)
+    starts = torch.tensor([0, count], dtype=torch.int32, device=context.device)
+    turn = partial(
+        attention_prefill.paged_prefill, q, pages.cache, pages.tables, starts, pages.context_lens, shape, max_query_len=count
+    )
+    choose, split_keys = chunk_splits.chunk_splits, context.size(chunk_splits.SPLIT_KEYS, 32)
+
+    def taken(splits: Callable[[int], int], *, overlapped: bool = True) -> float:
+        with ExitStack() as stack:
+            stack.enter_context(mock.patch.object(chunk_splits, "SPLIT_KEYS", split_keys))
+            stack.enter_context(mock.patch.object(chunk_splits, "chunk_splits", lambda *sizes: splits(choose(*sizes))))
+            if not overlapped:
+                stack.enter_context(mock.patch.object(attention_prefill_hopper, "is_overlapped", mock.Mock(return_value=False)))
+            return median(seconds([turn], context.device, samples=3))
+
+    cases = {
+        CHOSEN: taken(lambda chosen: chosen),
+        "no splits": taken(lambda _: 1),
+        "half as many": taken(lambda chosen: max(1, chosen // 2)),
+        "twice as many": taken(lambda chosen: 2 * chosen),
+        "no overlap": taken(lambda chosen: chosen, overlapped=False),
+    }
+    emit_choice(context, TURN, cases)

@@ -162,6 +162,7 @@ TARGETS: list[Target] = [
         *[(f"fused products of Llama-8B, {kind}: chosen tiles over others",) for kind in OF_PRODUCTS],
         *[(f"decode {size} × 1k: chosen splits over others",) for size in (256, 1)],
         ("prefill 8k: chosen tile over others",),
+        ("100 tokens behind 32k: chosen splits over others",),
         higher=False,
     ),
 ]  # fmt: skip
