@@ -204,11 +204,13 @@ async def _in_process(settings: Settings) -> AsyncIterator[httpx.AsyncClient]:
 
 def _claim_before_changes(settings: Settings, held: AsyncExitStack) -> Callable[[httpx.Request], Awaitable[None]]:
     """Return what is called before each request: the first that is no GET waits for the claim, which `held` lets go."""
-    claims: list[None] = []
+    is_claimed = False
 
     async def before(request: httpx.Request) -> None:
-        if request.method != "GET" and not claims:
-            claims.append(await held.enter_async_context(claimed(settings, shared=True)))
+        nonlocal is_claimed
+        if request.method != "GET" and not is_claimed:
+            await held.enter_async_context(claimed(settings, shared=True))
+            is_claimed = True
 
     return before
 

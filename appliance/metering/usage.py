@@ -218,7 +218,8 @@ class UsageReports:
     async def corrected(self, event: UsageEvent, *, access: Access) -> tuple[int, int]:
         """Return how many corrections an event has, and their signed cost in pico-units."""
         events = usage_events.c
-        query = access.narrow(select(func.count(), *split_sum(events.cost_picos)), events.tenant_id)
+        sums: list[Any] = [func.count(), *split_sum(events.cost_picos)]
+        query = access.narrow(select(*sums), events.tenant_id)
         query = query.where(events.request_id == event.request_id, events.corrects_id == event.id)
         async with self._db.reading() as connection:
             number, high, low = (await connection.execute(query)).one()

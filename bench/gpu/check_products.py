@@ -176,8 +176,9 @@ def _experts(context: Context, m: int) -> Three:
         both = torch.einsum("tik,tk->ti", gate_up[ids[:, place]], x)
         gated = functional.silu(both[:, :inner]) * both[:, inner:]
         theirs += torch.einsum("tki,ti->tk", down[ids[:, place]], gated) * weights[:, place, None]
-    ours = bind_experts(list(gate_up), list(down), "silu")(x, weights, ids)
-    return ours, exact, theirs
+    mix = bind_experts(list(gate_up), list(down), "silu")
+    assert mix is not None, "matrices of one kind"
+    return mix(x, weights, ids), exact, theirs
 
 
 def _alone(context: Context, n: int, k: int, *, four_bits: bool) -> tuple[Outputs, Outputs]:

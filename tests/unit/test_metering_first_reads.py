@@ -301,7 +301,7 @@ async def test_a_read_says_which_requests_of_those_that_have_just_ended_it_has(
     await ledger.settle(voided(refused))
     owner, at = Owner("tenant", cast.bob.tenant.id), utc_admission(clock, NothingYet())._moment()
     found = (await utc_sums(database).read({owner: "EUR"}, at, lambda: [each.request_id for each in entries]))[owner]
-    assert (found.tokens_today, found.counted) == (5, {written})
+    assert (found.tokens_today, found.counted) == (5, frozenset({written}))
 
 
 @pytest.mark.parametrize("recorded", ["before the read", "meanwhile", "afterwards"])
@@ -326,7 +326,7 @@ async def test_a_request_that_ends_while_its_model_is_read_counts_once(
             await end()
         return await read(*asked)
 
-    sums.read = read_slowly  # type: ignore[method-assign]
+    sums.read = read_slowly  # type: ignore[method-assign, assignment]
     if recorded != "meanwhile":
         await end()
     await admission.admit(asking(cast.bob.principal, policy))

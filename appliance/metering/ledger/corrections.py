@@ -162,7 +162,8 @@ def _stands_query(names: Sequence[str], event_id: int, request_id: str) -> Selec
     events = usage_events.c
     is_adjustment = events.kind == literal_column("'adjustment'")
     corrects = and_(is_adjustment, events.request_id == request_id, events.corrects_id == event_id)
-    return select(*(half for name in names for half in split_sum(events[name]))).where(or_(events.id == event_id, corrects))
+    halves: list[Any] = [half for name in names for half in split_sum(events[name])]
+    return select(*halves).where(or_(events.id == event_id, corrects))
 
 
 async def _check_remainder(connection: AsyncConnection, row: RowMapping, correction: Correction, cost_picos: int) -> None:
