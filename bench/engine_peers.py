@@ -128,7 +128,7 @@ def document(model: str, rows: Sequence[tuple[Row, Target]], options: argparse.N
         "load": round(os.getloadavg()[0], 2),
         "taken_s": round(taken_s, 1),
         "rows": [
-            {**row.as_dict(), "unit": target.unit, "must_show": target.words, "verdict": verdict(row, target)}
+            {**row.as_dict(), "unit": target.unit, "must_show": target.words, "verdict": verdict(row, target, card="")}
             for row, target in rows
         ],
     }

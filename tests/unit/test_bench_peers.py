@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from bench.engine_peers import document, parser
+from bench.gpu.rows import Row
 from bench.peers import disturbance
 from bench.peers.disturbance import Disturbance, Reading, between, read_machine
 from bench.peers.gguf_names import gguf_name, interleaved
@@ -205,3 +207,9 @@ def echo(folder: Path, off: int) -> Kind:
     """A worker that knows no model; its module lies in the folder, which is its working directory."""
     (folder / "echo.py").write_text(ECHO)
     return Kind("echo", "echo", settings={"off": off})
+
+
+def test_what_is_added_to_the_results_has_a_verdict_for_each_row() -> None:
+    rows = [(Row(name=each.name("8M"), ratio=1.2), each.target("8M", judged=True)) for each in comparisons("8M")]
+    written = document("8M", rows, parser().parse_args([]), 60.0)
+    assert [row["verdict"] for row in written["rows"]] == [*["pass"] * 6, "below", "stretch"]
