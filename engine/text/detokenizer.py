@@ -4,8 +4,8 @@
 
 Neither ever takes back what it has shown, and both cost the same for the last token as for the first.
 
-ids:   … │ context │ unread │          context: the last few tokens that were shown; decoded again so that the tokenizer
-          └── decoded ─────┘                    sees what stands before (a leading space, a joined character)
+ids:   … │ shown │ unread │          shown: the last tokens whose text was shown; decoded again so that the tokenizer sees
+          └─ decoded ─────┘           what stands before (a leading space, a joined character)
 """
 
 from __future__ import annotations
@@ -13,7 +13,8 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Sequence
 
 REPLACEMENT = "�"
-CONTEXT_TOKENS = 6
+SHOWN_TOKENS_KEPT = 6
+SHOWN_TOKENS_MAX = 9  # where they are cut to those kept, and decoded once more
 UNREAD_TOKENS_MAX = 8  # a character has at most four bytes; more unread tokens than this are bytes that are no text
 
 Decode = Callable[[Sequence[int]], str]
@@ -67,44 +68,48 @@ class Detokenizer:
 
     def __init__(self, decode: Decode) -> None:
         self._decode = decode
-        self._context: list[int] = []
+        self._shown: list[int] = []
+        self._shown_text = ""
         self._unread: list[int] = []
 
     def push(self, token_ids: Sequence[int]) -> str:
         """The text that `token_ids` complete; an unfinished character waits for its rest."""
         self._unread.extend(token_ids)
-        if not self._unread:
-            return ""
-        shortest = max(0, len(self._unread) - UNREAD_TOKENS_MAX)
-        for count in range(len(self._unread), shortest, -1):
-            text = self._new_text(count)
+        num_unread = len(self._unread)
+        shortest = max(0, num_unread - UNREAD_TOKENS_MAX)
+        for count in range(num_unread, shortest, -1):
+            together = self._decode(self._shown + self._unread[:count])
+            text = _behind(self._shown_text, together)
             if not text.endswith(REPLACEMENT):
-                self._advance(count)
+                self._show(count, together)
                 return text
         return self.flush() if shortest else ""
 
     def flush(self) -> str:
         """The rest at the end of the answer, replacement characters included where bytes are missing."""
-        text = self._new_text() if self._unread else ""
-        self._advance(len(self._unread))
+        if not self._unread:
+            return ""
+        together = self._decode(self._shown + self._unread)
+        text = _behind(self._shown_text, together)
+        self._show(len(self._unread), together)
         return text
 
-    def _new_text(self, count: int | None = None) -> str:
-        before = self._decode(self._context) if self._context else ""
-        together = self._decode([*self._context, *self._unread[:count]])
-        return together[_shared_len(before, together) :]
+    def _show(self, count: int, together: str) -> None:
+        """`count` unread tokens are shown now; `together` is their text behind that of those before."""
+        self._shown += self._unread[:count]
+        del self._unread[:count]
+        if len(self._shown) > SHOWN_TOKENS_MAX:
+            self._shown = self._shown[-SHOWN_TOKENS_KEPT:]
+            together = self._decode(self._shown)
+        self._shown_text = together
 
-    def _advance(self, count: int) -> None:
-        if count:
-            self._context = [*self._context, *self._unread[:count]][-CONTEXT_TOKENS:]
-            self._unread = self._unread[count:]
 
-
-def _shared_len(first: str, second: str) -> int:
-    """How many characters both begin with."""
-    if second.startswith(first):
-        return len(first)
-    return next((index for index, pair in enumerate(zip(first, second, strict=False)) if pair[0] != pair[1]), len(second))
+def _behind(before: str, together: str) -> str:
+    """What `together` has behind the characters with which both begin."""
+    if together.startswith(before):
+        return together[len(before) :]
+    shared = next((index for index, pair in enumerate(zip(before, together, strict=False)) if pair[0] != pair[1]), None)
+    return "" if shared is None else together[shared:]
 
 
 class StopStrings:

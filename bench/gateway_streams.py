@@ -1,0 +1,311 @@
+"""What a streamed token costs the gateway: the whole HTTP application under many streams, over an engine that only steps.
+
+The engine is a stand-in in a process of its own: every `--step-ms` each live request gets a token, as from a card with a small
+model. The clients are a third process that throws away what it reads. A round is `--streams` requests of `--tokens` tokens at
+once, from the first byte sent to the last one read; counted is the processor time of the gateway's process, admission and
+settlement included, over the tokens of the round. Where the gateway is slower than the engine, tokens reach the client several
+at a time: `tokens_per_frame` says how many.
+
+    python -m bench.gateway_streams                     prints a row and adds it to bench/results/
+    python -m bench.gateway_streams --beside DIR        by turns with the gateway of another checkout, as ABBA
+    python -m bench.gateway_streams --profile FILE      also cProfile's figures of one gateway, which is slower then
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import cProfile
+import json
+import os
+import platform
+import signal
+import socket
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import psutil
+import uvloop
+
+from appliance.app import Started, serve
+from appliance.base.gc_tuning import prepare_to_serve
+from appliance.base.logging import configure_logging
+from appliance.base.settings import Settings, load_settings
+from appliance.serving import fleet
+from appliance.serving.model_folder import ModelFolder
+from bench.rows import append_row
+from engine.protocol import EngineFrame
+from tests.support.fake_engine import FakeEngine
+from tests.support.served_model import make_hollow_model
+
+HERE = Path(__file__).resolve().parents[1]
+RESULTS = HERE / "bench" / "results" / "gateway_streams.jsonl"
+MODEL = "tiny"
+ADMIN_TOKEN = "gha_token-of-the-bench"
+STATUS_S = 0.25
+END_OF_BODY = b"0\r\n\r\n"
+CONTENT = b'"content":"'
+
+
+class SteppingEngine(FakeEngine):
+    """A token for each live request every `step_s`, late steps not made up for; a status a few times per second."""
+
+    async def _step_forever(self) -> None:
+        next_status_s = 0.0
+        while True:
+            began_s = time.monotonic()
+            events = [made for live in list(self._live.values()) if (made := self._advance(live)) is not None]
+            if began_s >= next_status_s:
+                next_status_s = began_s + STATUS_S
+                self.send(EngineFrame(events=events, status=self._status()))
+            elif events:
+                self.send(EngineFrame(events=events))
+            await asyncio.sleep(max(0.0, began_s + self._step_s - time.monotonic()))
+
+
+@dataclass(frozen=True, slots=True)
+class Round:
+    """What one round took."""
+
+    wall_s: float
+    gateway_cpu_s: float
+    num_frames: int
+
+
+class Client(asyncio.Protocol):
+    """One request on one connection, whose answer is thrown away. `num_frames` counts those with text."""
+
+    def __init__(self, request: bytes) -> None:
+        self._request = request
+        self._head = b""
+        self.num_frames = 0
+        self.done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        """Ask at once."""
+        transport.write(self._request)
+
+    def data_received(self, data: bytes) -> None:
+        """Count frames and look for the end."""
+        if len(self._head) < len(b"HTTP/1.1 200"):
+            self._head += data[:12]
+            if not self._head.startswith(b"HTTP/1.1 200"[: len(self._head)]):
+                self._fail(RuntimeError(repr(data)))
+        self.num_frames += data.count(CONTENT)
+        if data.endswith(END_OF_BODY) and not self.done.done():
+            self.done.set_result(None)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """Tell of a connection that ended before the answer."""
+        self._fail(exc or RuntimeError("the gateway hung up"))
+
+    def _fail(self, error: Exception) -> None:
+        if not self.done.done():
+            self.done.set_exception(error)
+
+
+async def play(gateway: Gateway, streams: int, tokens: int) -> Round:
+    """Return what `streams` answers of `tokens` tokens took, all asked for at once."""
+    body = {
+        "model": MODEL,
+        "messages": [{"role": "user", "content": "the quick brown fox jumps over the lazy dog"}],
+        "max_tokens": tokens,
+        "ignore_eos": True,
+        "stream": True,
+    }
+    request = _request("POST", "/v1/chat/completions", gateway.key, json.dumps(body).encode())
+    loop = asyncio.get_running_loop()
+    process = psutil.Process(gateway.pid)
+    before_s, began_s = _cpu_s(process), time.perf_counter()
+    opened = [await loop.create_connection(lambda: Client(request), "127.0.0.1", gateway.port) for _ in range(streams)]
+    await asyncio.gather(*(client.done for _, client in opened))
+    wall_s = time.perf_counter() - began_s
+    await asyncio.sleep(0.3)  # the last settlements belong to the round
+    taken = Round(wall_s, _cpu_s(process) - before_s, sum(client.num_frames - 1 for _, client in opened))
+    for transport, _ in opened:
+        transport.close()
+    return taken
+
+
+@dataclass(frozen=True, slots=True)
+class Gateway:
+    """A gateway that serves."""
+
+    port: int
+    pid: int
+    key: str
+
+
+@contextmanager
+def gateway(tree: Path, folder: Path, step_s: float, profile: Path | None = None) -> Iterator[Gateway]:
+    """Yield a gateway that runs the code of `tree`."""
+    folder.mkdir()
+    make_hollow_model(folder / MODEL)
+    command = [sys.executable, __file__, "--gateway", str(folder), str(step_s), *([str(profile)] if profile else [])]
+    environment = {**os.environ, "PYTHONPATH": str(tree)}
+    with (folder / "gateway.log").open("a") as log:
+        process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=log, text=True, cwd=tree, env=environment)
+        try:
+            assert process.stdout is not None
+            port = int(process.stdout.readline() or "0")
+            if not port:
+                raise RuntimeError((folder / "gateway.log").read_text()[-3000:])
+            yield Gateway(port, process.pid, uvloop.run(_make_key(port)))
+        finally:
+            process.terminate()
+            process.wait(60)
+
+
+async def _make_key(port: int) -> str:
+    """Wait until the engine is ready, make a tenant, and return its key."""
+    status = 0
+    while status != 200:
+        await asyncio.sleep(0.05)
+        status, _ = await _ask(port, "GET", "/health/ready")
+    _, tenant = await _ask(port, "POST", "/admin/v1/tenants", {"name": "bench"})
+    _, key = await _ask(port, "POST", f"/admin/v1/tenants/{tenant['id']}/keys", {"name": "bench"})
+    return str(key["key"])
+
+
+async def _ask(port: int, method: str, path: str, body: Any = None) -> tuple[int, Any]:
+    reader, writer = await asyncio.open_connection("127.0.0.1", port)
+    writer.write(_request(method, path, ADMIN_TOKEN, b"" if body is None else json.dumps(body).encode(), close=True))
+    head, _, content = (await reader.read()).partition(b"\r\n\r\n")
+    writer.close()
+    return int(head.split(b" ", 2)[1]), json.loads(content)
+
+
+def _request(method: str, path: str, key: str, content: bytes, *, close: bool = False) -> bytes:
+    head = (
+        f"{method} {path} HTTP/1.1\r\nhost: x\r\nauthorization: Bearer {key}\r\n"
+        f"content-type: application/json\r\ncontent-length: {len(content)}\r\n"
+    )
+    return head.encode() + (b"connection: close\r\n" if close else b"") + b"\r\n" + content
+
+
+def _cpu_s(process: psutil.Process) -> float:
+    times = process.cpu_times()
+    return float(times.user + times.system)
+
+
+def serve_gateway(folder: Path, step_s: str, profile: str | None) -> None:
+    """Serve until told to stop; the port is the first line of the output."""
+
+    def engine_command(_folder: ModelFolder, _settings: Settings, fd: int) -> list[str]:
+        return [sys.executable, __file__, "--engine", str(fd), step_s]
+
+    def tell(started: Started) -> None:
+        prepare_to_serve()  # as `gatehouse serve` does
+        sys.stdout.write(f"{started.port}\n")
+        sys.stdout.flush()
+
+    fleet.engine_command = engine_command  # type: ignore[assignment]
+    configure_logging("warning", json=False)
+    options = {
+        "data_dir": str(folder / "data"),
+        "port": 0,
+        "models": [str(folder / MODEL)],
+        "device": "cpu",
+        "admin_token": ADMIN_TOKEN,
+        "admin_password": "a password of the bench",
+    }
+    settings = load_settings(options=options, environ={})
+    if profile is None:
+        uvloop.run(serve(settings, on_listening=tell))
+        return
+    profiler = cProfile.Profile()
+    try:
+        profiler.runcall(uvloop.run, serve(settings, on_listening=tell))
+    finally:
+        profiler.dump_stats(profile)
+
+
+async def _serve_engine(fd: int, step_s: float) -> None:
+    reader, writer = await asyncio.open_unix_connection(sock=socket.socket(fileno=fd))
+    await SteppingEngine(reader, writer, step_s=step_s).run()
+
+
+def measure(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
+    """Return the row."""
+    trees = [HERE] if options.beside is None else [HERE, options.beside.resolve()]
+    taken: list[list[Round]] = [[] for _ in trees]
+    with ExitStack() as stack:
+        gateways = [
+            stack.enter_context(gateway(tree, folder / str(index), options.step_ms / 1000)) for index, tree in enumerate(trees)
+        ]
+        for one in gateways:
+            uvloop.run(play(one, options.streams, 20))  # warms up
+        for number in range(options.rounds):
+            order = range(len(trees)) if number % 2 == 0 else reversed(range(len(trees)))
+            for index in order:
+                taken[index].append(uvloop.run(play(gateways[index], options.streams, options.tokens)))
+    num_tokens = options.streams * options.tokens
+    costs = [[round(1e6 * each.gateway_cpu_s / num_tokens, 1) for each in rounds] for rounds in taken]
+    row = {
+        "bench": "gateway_streams",
+        "at": datetime.now(UTC).isoformat(timespec="seconds"),
+        "revisions": [_revision(tree) for tree in trees],
+        "machine": {"cores": os.cpu_count(), "load": round(os.getloadavg()[0], 2), "python": platform.python_version()},
+        "streams": options.streams,
+        "tokens": options.tokens,
+        "step_ms": options.step_ms,
+        "cpu_us_per_token": costs,
+        "cpu_us_per_token_median": [statistics.median(each) for each in costs],
+        "tokens_per_s": [[round(num_tokens / each.wall_s) for each in rounds] for rounds in taken],
+        "tokens_per_frame": [[round(num_tokens / each.num_frames, 2) for each in rounds] for rounds in taken],
+    }
+    if len(trees) > 1:
+        ratios = [other / own for own, other in zip(*costs, strict=True)]
+        row["times_cheaper"] = [round(ratio, 3) for ratio in ratios]
+        row["times_cheaper_median"] = round(statistics.median(ratios), 3)
+    return row
+
+
+def _revision(tree: Path) -> str:
+    command = ["git", "describe", "--always", "--dirty", "--abbrev=8"]
+    return subprocess.run(command, cwd=tree, capture_output=True, text=True, check=False).stdout.strip()
+
+
+def main() -> None:
+    """Measure, print the row and keep it; or be the gateway or its engine."""
+    signal.signal(signal.SIGPIPE, signal.SIG_DFL)
+    if sys.argv[1:2] == ["--engine"]:
+        prepare_to_serve()  # as an engine does
+        uvloop.run(_serve_engine(int(sys.argv[2]), float(sys.argv[3])))
+        return
+    if sys.argv[1:2] == ["--gateway"]:
+        os.environ.pop("GATEHOUSE_DATABASE_URL", None)
+        serve_gateway(Path(sys.argv[2]), sys.argv[3], sys.argv[4] if len(sys.argv) > 4 else None)
+        return
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--streams", type=int, default=256, help="requests at once")
+    parser.add_argument("--tokens", type=int, default=200, help="of each answer")
+    parser.add_argument("--step-ms", type=float, default=12.0, help="between two tokens of a stream")
+    parser.add_argument("--rounds", type=int, default=4, help="counted rounds")
+    parser.add_argument("--beside", type=Path, help="another checkout, whose gateway is measured by turns with this one")
+    parser.add_argument("--profile", type=Path, help="where cProfile's figures go; one round, no row")
+    parser.add_argument("--no-save", action="store_true", help="print only")
+    options = parser.parse_args()
+    prepare_to_serve()  # so that no collection of garbage is measured as the gateway's
+    with tempfile.TemporaryDirectory() as name:
+        if options.profile is not None:
+            with gateway(HERE, Path(name) / "0", options.step_ms / 1000, options.profile) as one:
+                print(uvloop.run(play(one, options.streams, options.tokens)))
+            return
+        row = measure(options, Path(name))
+    if not options.no_save:
+        append_row(RESULTS, row)
+    print(json.dumps(row, indent=1))
+
+
+if __name__ == "__main__":
+    main()
