@@ -77,25 +77,20 @@ async def chat_frames(
     generation: Generation, framer: ChunkFramer, *, ping_after_s: float = PING_AFTER_S
 ) -> AsyncIterator[bytes]:
     """Yield the frames of a chat stream. One that cannot go on ends with an error frame and without `[DONE]`."""
+    chunks = generation.chunks
     try:
-        async for frame in _frames(generation, framer, ping_after_s):
-            yield frame
+        yield framer.first()
+        while not chunks.ended:
+            ready = await chunks.take(ping_after_s)
+            if ready:
+                yield framer.text(ready[0]) if len(ready) == 1 else b"".join(framer.text(chunk) for chunk in ready)
+            elif not chunks.ended:
+                yield PING
+        outcome = await generation.outcome
+        yield LastFrame(framer.last(outcome)) if outcome.error is None else _error_frame(outcome.error)
     except Exception:  # HTTP edge: a stream that merely stops would be taken for a complete answer
         log.exception("stream failed", request_id=generation.request_id)
         yield _error_frame(InternalError("the answer could not be sent"))
-
-
-async def _frames(generation: Generation, framer: ChunkFramer, ping_after_s: float) -> AsyncIterator[bytes]:
-    yield framer.first()
-    chunks = generation.chunks
-    while not chunks.ended:
-        ready = await chunks.take(ping_after_s)
-        if ready:
-            yield b"".join(framer.text(chunk) for chunk in ready)
-        elif not chunks.ended:
-            yield PING
-    outcome = await generation.outcome
-    yield LastFrame(framer.last(outcome)) if outcome.error is None else _error_frame(outcome.error)
 
 
 def _error_frame(error: GatehouseError) -> LastFrame:

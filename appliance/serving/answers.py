@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Sequence
+
+import msgspec
 
 from appliance.serving.text_output import Chunk, TextOutput
 from engine.protocol import TokenEvent
@@ -49,7 +50,7 @@ class Answer:
         self.finish_reason = reason
 
     def _mine(self, chunk: Chunk) -> Chunk:
-        return dataclasses.replace(chunk, index=self.index) if self.index else chunk
+        return msgspec.structs.replace(chunk, index=self.index) if self.index else chunk
 
 
 def reason_of_all(answers: Sequence[Answer]) -> str:

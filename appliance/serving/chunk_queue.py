@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections import deque
 
 from appliance.serving.text_output import Chunk, joined
+from appliance.serving.wakeup import Wakeup
 
 
 class ChunkQueue:
@@ -16,7 +16,7 @@ class ChunkQueue:
         self._limit = limit
         self._chunks: deque[Chunk] = deque()
         self._closed = False
-        self._reader: asyncio.Future[None] | None = None
+        self._reader = Wakeup()
 
     @property
     def ended(self) -> bool:
@@ -27,35 +27,26 @@ class ChunkQueue:
         """Add `chunk` without waiting."""
         if len(self._chunks) < self._limit or not self._joined_to_last(chunk):
             self._chunks.append(chunk)
-        self._wake()
+        self._reader.wake()
 
     def close(self) -> None:
         """Say that nothing more comes."""
         self._closed = True
-        self._wake()
+        self._reader.wake()
+        self._reader.forget()
 
     async def wait(self, timeout_s: float) -> None:
         """Return when a chunk is there or the queue has ended, and after `timeout_s` anyhow. Takes nothing."""
-        if self._chunks or self._closed:
-            return
-        loop = asyncio.get_running_loop()
-        self._reader = loop.create_future()
-        timer = loop.call_later(timeout_s, self._wake)
-        try:
-            await self._reader
-        finally:
-            timer.cancel()
+        if not self._chunks and not self._closed:
+            await self._reader.wait(timeout_s)
 
     async def take(self, timeout_s: float) -> list[Chunk]:
         """Return all chunks that are there; wait for one if need be. Empty after `timeout_s`, or when the queue has ended."""
-        await self.wait(timeout_s)
+        if not self._chunks and not self._closed:
+            await self._reader.wait(timeout_s)
         chunks = list(self._chunks)
         self._chunks.clear()
         return chunks
-
-    def _wake(self) -> None:
-        if self._reader is not None and not self._reader.done():
-            self._reader.set_result(None)
 
     def _joined_to_last(self, chunk: Chunk) -> bool:
         """Join `chunk` to the last one of its answer; return whether there was one."""

@@ -6,11 +6,11 @@ the request's answers may have.
 
 from __future__ import annotations
 
-import asyncio
 import dataclasses
 from collections import deque
 
 from appliance.base.errors import EngineUnavailable
+from appliance.serving.wakeup import Wakeup
 from engine.protocol import TokenEvent, TokenLogprob
 
 EVENTS_MAX = 256
@@ -27,7 +27,7 @@ class EventStream:
         self.open_answers = set(range(num_answers))
         self._events: deque[TokenEvent] = deque()
         self._failure: str | None = None
-        self._arrived = asyncio.Event()
+        self._reader = Wakeup()
 
     def put(self, event: TokenEvent) -> None:
         """Add `event`; merge it into the last one of its answer when the box is full."""
@@ -35,20 +35,19 @@ class EventStream:
             self._events.append(event)
         if event.finish_reason is not None:
             self.open_answers.discard(event.index)
-        self._arrived.set()
+        self._reader.wake()
 
     def fail(self, reason: str) -> None:
         """Say that the engine is gone. Events that came before are still delivered."""
         self._failure = reason
-        self._arrived.set()
+        self._reader.wake()
 
     async def take(self) -> list[TokenEvent]:
         """Wait for events and return all of them, in order. Raises EngineUnavailable when the engine ended first."""
         while not self._events:
             if self._failure is not None:
                 raise EngineUnavailable(self._failure)
-            await self._arrived.wait()
-            self._arrived.clear()
+            await self._reader.wait()
         events = list(self._events)
         self._events.clear()
         return events

@@ -219,7 +219,8 @@ class Generation:
     def _show(self, answer: Answer, event: TokenEvent) -> None:
         """Hand on the text of `event`. An answer that a stop string ended is of no more use to anybody."""
         chunk = answer.push(event)
-        self.live.set_completion(answer.index, chunk.completion_tokens)
+        if chunk.completion_tokens != event.num_output_tokens:
+            self.live.set_completion(answer.index, chunk.completion_tokens)
         if chunk.text or chunk.logprobs:
             self.chunks.put(chunk)
         if not answer.stopped or event.finish_reason is not None:

@@ -107,14 +107,14 @@ class LiveRequest:
         self.kv_blocks = sum(answer.kv_blocks for answer in answers)
         self.kv_blocks_max = max(self.kv_blocks_max, self.kv_blocks)
         for answer in answers:
-            self._count_preemptions(answer.index, answer.num_preemptions)
+            self._count_preemptions(self._figures(answer.index), answer.num_preemptions)
 
     def apply_event(self, event: TokenEvent, *, now: datetime, monotonic_s: float) -> list[float]:
         """Take over the counts of `event`; return the inter-token intervals (seconds) that it closed."""
-        self.set_completion(event.index, event.num_output_tokens)
-        self._count_preemptions(event.index, event.num_preemptions)
+        figures = self._figures(event.index)
+        self._set_completion(figures, event.num_output_tokens)
+        self._count_preemptions(figures, event.num_preemptions)
         if event.num_rejected_draft_tokens:
-            figures = self._figures(event.index)
             self.rejected_tokens += event.num_rejected_draft_tokens - figures.rejected_tokens
             figures.rejected_tokens = event.num_rejected_draft_tokens
         if event.index == 0:
@@ -127,11 +127,13 @@ class LiveRequest:
             return []
         self.state = "decode"
         self.queue_position = None
-        return self._count_tokens(event.index, len(event.token_ids), now, monotonic_s)
+        return self._count_tokens(figures, len(event.token_ids), now, monotonic_s)
 
     def set_completion(self, index: int, completion_tokens: int) -> None:
         """Set how many tokens of answer `index` count."""
-        figures = self._figures(index)
+        self._set_completion(self._figures(index), completion_tokens)
+
+    def _set_completion(self, figures: _AnswerFigures, completion_tokens: int) -> None:
         self.completion_tokens += completion_tokens - figures.completion_tokens
         figures.completion_tokens = completion_tokens
 
@@ -150,13 +152,11 @@ class LiveRequest:
             figures = self._answers[index] = _AnswerFigures()
         return figures
 
-    def _count_preemptions(self, index: int, preemptions: int) -> None:
-        figures = self._figures(index)
+    def _count_preemptions(self, figures: _AnswerFigures, preemptions: int) -> None:
         self.preemptions += preemptions - figures.preemptions
         figures.preemptions = preemptions
 
-    def _count_tokens(self, index: int, count: int, now: datetime, monotonic_s: float) -> list[float]:
-        figures = self._figures(index)
+    def _count_tokens(self, figures: _AnswerFigures, count: int, now: datetime, monotonic_s: float) -> list[float]:
         last_s, figures.last_token_monotonic_s = figures.last_token_monotonic_s, monotonic_s
         if self._first_token_monotonic_s is None:
             self._first_token_monotonic_s = monotonic_s

@@ -3,31 +3,30 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+
+import msgspec
 
 from appliance.serving.prompting import Prompting
 from engine.protocol import FinishReason, TokenEvent, TokenLogprob
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class NamedLogprob:
+class NamedLogprob(msgspec.Struct, frozen=True, kw_only=True):
     """A token as text and bytes with its natural log-probability, and the likeliest ones beside it."""
 
     token: str
     token_bytes: bytes
     logprob: float
-    top: list[NamedLogprob] = field(default_factory=list)
+    top: list[NamedLogprob] = []
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Chunk:
+class Chunk(msgspec.Struct, frozen=True, kw_only=True):  # one for each token of each stream: cheaper to make than a dataclass
     """What one or more steps added to an answer. Token counts are those of the whole answer so far; `index` says which of the
     request's answers it is. `finish_reason` is set on the last chunk of an answer that ends before its siblings."""
 
     text: str
     completion_tokens: int
     cached_tokens: int
-    logprobs: list[NamedLogprob] = field(default_factory=list)
+    logprobs: list[NamedLogprob] = []
     index: int = 0
     finish_reason: str | None = None
 
@@ -52,21 +51,21 @@ class TextOutput:
     ) -> None:
         self._vocabulary = prompting.vocabulary
         self._text = prompting.answer_text(stop=stop, stop_token_ids=stop_token_ids, min_tokens=min_tokens)
-
-    @property
-    def stopped(self) -> bool:
-        """Return whether a stop string was found."""
-        return self._text.matched is not None
+        self.stopped = False
 
     def push(self, event: TokenEvent) -> Chunk:
         """Return what `event` adds. The chunk counts the token that completed a stop string and none behind it."""
         text, num_taken = self._text.push(event.token_ids, ends_by_token=event.finish_reason is FinishReason.STOP)
-        shown = event.token_ids[: num_taken - 1 if self.stopped else num_taken]
+        self.stopped = self._text.matched is not None
+        named: list[NamedLogprob] = []
+        if event.logprobs:
+            shown = event.token_ids[: num_taken - 1 if self.stopped else num_taken]
+            named = [self._name(*pair) for pair in zip(shown, event.logprobs, strict=False)]
         return Chunk(
             text=text,
             completion_tokens=event.num_output_tokens - len(event.token_ids) + num_taken,
             cached_tokens=event.num_cached_tokens,
-            logprobs=[self._name(*pair) for pair in zip(shown, event.logprobs or [], strict=False)],
+            logprobs=named,
         )
 
     def flush(self) -> str:
