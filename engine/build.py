@@ -32,7 +32,7 @@ from engine.runner.calibration import MeasuredSpeed, measure_guesses, measure_sp
 from engine.runner.kv_cache import BlockMover
 from engine.runner.model_runner import ModelRunner
 from engine.runner.paged_decoder import PagedDecoder
-from engine.runner.runner_choice import make_slot_runner, records_steps
+from engine.runner.runner_choice import make_slot_runner
 from engine.runner.slot_runner import SlotRunner
 from engine.runner.warm_up import (
     compile_masks,
@@ -54,6 +54,7 @@ from engine.scheduling.step_budget import BudgetTargets, StepBudget
 from engine.scheduling.step_time import StepTimeModel
 from engine.speculation.prompt_lookup import AdaptiveDrafter
 from engine.start_times import StartTimes
+from engine.step_mode import StepMode
 from engine.switches import switched_off
 from engine.weights import WeightsSize, load_weights
 from kernels import ops
@@ -82,8 +83,8 @@ class LoadedModel:
 
 @dataclass(frozen=True, slots=True)
 class CachedModels:
-    """The models with their caches, and the runner that needs no slots. `is_plain`: nothing else runs steps; `is_synchronous`:
-    steps over slots are recorded ones of a CPU."""
+    """The models with their caches, and the runner that needs no slots. `asks_host`: a model does within a step, so that
+    `mode` has no graphs."""
 
     plan: MemoryPlan
     target: PagedDecoder
@@ -91,8 +92,8 @@ class CachedModels:
     masks: GrammarMasks
     mover: BlockMover
     runner: ModelRunner
-    is_plain: bool
-    is_synchronous: bool
+    mode: StepMode
+    asks_host: bool
 
     @property
     def decoders(self) -> list[PagedDecoder]:
@@ -101,6 +102,11 @@ class CachedModels:
     @property
     def rotary_bytes(self) -> int:
         return sum(table.num_bytes for decoder in self.decoders for table in decoder.rotaries)
+
+    @property
+    def has_no_graphs(self) -> bool:
+        """Whether a model keeps steps from being captured, and not a switch."""
+        return self.asks_host and self.mode.launches_ahead
 
 
 def build_engine(options: EngineOptions, *, progress: Callable[[float], None] = lambda _: None) -> Engine:
@@ -128,8 +134,7 @@ def build_engine(options: EngineOptions, *, progress: Callable[[float], None] = 
         times.done("steps")
     weights_bytes = sum(each.size.num_bytes for each in (model, draft) if each)
     measured = meter.measured(weights_bytes, cached.plan.kv_bytes, cached.rotary_bytes)
-    asks_host = any(each.decoder.asks_host for each in (model, draft) if each)
-    ahead = None if cached.is_plain else _over_slots(resolved, cached, limits, meter, asks_host=asks_host)
+    ahead = _over_slots(resolved, cached, limits, meter) if cached.mode.has_slots else None
     if ahead is not None:
         measured = meter.with_graphs(measured, ahead.calls.taken)
         times.done("graphs")
@@ -137,11 +142,10 @@ def build_engine(options: EngineOptions, *, progress: Callable[[float], None] = 
     times.done("speed")
     budget = _step_budget(options, speed.step_times)
     scheduler = _scheduler(resolved, cached.plan, limits, speed, budget)
-    has_no_graphs = ahead is not None and asks_host and not cached.is_synchronous
-    info = _info(resolved, model, cached, load_s=times.total_s, has_no_graphs=has_no_graphs)
+    info = _info(resolved, model, cached, load_s=times.total_s)
     info = replace(info, memory=resolved.forecast.parts(measured), memory_note=resolved.forecast.shortened())
     log.info("operations %s", ops.listed(resolved.dtype, device, batch_invariant=options.batch_invariant))
-    _tell_start(info, _runner_words(ahead, has_no_graphs=has_no_graphs), times)
+    _tell_start(info, _mode_words(cached, ahead), times)
     grammars = _grammar_queue(options, info, cached.masks)
     return Engine(scheduler, ahead or cached.runner, info, grammars=grammars, step_budget=budget, overlap=ahead)
 
@@ -165,23 +169,21 @@ def _with_caches(resolved: ResolvedOptions, model: LoadedModel, draft: LoadedMod
     masks = GrammarMasks(resolved.config.vocab_size)
     caches = [*target_decoder.kv_caches, *(draft_decoder.kv_caches if draft_decoder else ())]
     mover = BlockMover(caches, plan.num_host_blocks)
-    is_synchronous = records_steps(options, target_decoder)
-    is_plain = not is_synchronous and not resolved.launches_ahead
+    asks_host = any(each.decoder.asks_host for each in (model, draft) if each)
+    mode = resolved.mode.without_graphs() if asks_host else resolved.mode
     runner = ModelRunner(
         target_decoder, Sampler(device), mover, masks,
-        draft=draft_decoder, batch_invariant=options.batch_invariant, guesses_are_equal=not is_plain,
+        draft=draft_decoder, batch_invariant=options.batch_invariant, guesses_are_equal=mode.has_slots,
     )  # fmt: skip
-    return CachedModels(plan, target_decoder, draft_decoder, masks, mover, runner, is_plain, is_synchronous)
+    return CachedModels(plan, target_decoder, draft_decoder, masks, mover, runner, mode, asks_host)
 
 
-def _over_slots(
-    resolved: ResolvedOptions, cached: CachedModels, limits: SchedulerLimits, meter: MemoryMeter, *, asks_host: bool
-) -> SlotRunner:
+def _over_slots(resolved: ResolvedOptions, cached: CachedModels, limits: SchedulerLimits, meter: MemoryMeter) -> SlotRunner:
     """The runner that launches steps over slots, with those ready that few requests need."""
     meter.begin_slots()
     ahead = make_slot_runner(
-        cached.runner, cached.target, cached.masks, limits, resolved.device,
-        draft=cached.draft, max_guesses=resolved.options.max_guesses, asks_host=asks_host, is_synchronous=cached.is_synchronous,
+        cached.runner, cached.target, cached.masks, limits, resolved.device, cached.mode,
+        draft=cached.draft, max_guesses=resolved.options.max_guesses,
     )  # fmt: skip
     meter.begin_graphs()
     ahead.warm_up()
@@ -203,7 +205,7 @@ def _measured_speed(
         block_size=options.block_size,
         max_tokens=limits.max_num_batched_tokens,
         max_seqs=limits.max_num_seqs,
-        for_speculation=options.speculative_config is not None and cached.is_plain,
+        for_speculation=options.speculative_config is not None and not cached.mode.has_slots,
         decode=None if ahead is None else partial(ahead.run_for_timing, 1),
     )
     if ahead is None or not options.max_guesses:
@@ -221,16 +223,15 @@ def _ask_for_kernels(cached: CachedModels, limits: SchedulerLimits, options: Eng
     device = cached.target.kv_caches[0].device
     compile_masks(cached.target.vocab_size, device)
     speculative = options.speculative_config
-    if cached.is_plain and cached.draft is not None and speculative is not None:
+    if not cached.mode.has_slots and cached.draft is not None and speculative is not None:
         compile_verification(cached.target.vocab_size, speculative.num_speculative_tokens, device)
 
 
-def _runner_words(ahead: SlotRunner | None, *, has_no_graphs: bool) -> str:
-    if ahead is None:
-        return "plain"
-    if ahead.is_synchronous:
-        return "recorded" if ahead.is_recorded else f"over slots ({NOT_RECORDED})"
-    return f"ahead ({NO_GRAPHS})" if has_no_graphs else "ahead"
+def _mode_words(cached: CachedModels, ahead: SlotRunner | None) -> str:
+    """How steps are run, and what keeps them from a faster way."""
+    if cached.mode is StepMode.RECORDED and ahead is not None and not ahead.is_recorded:
+        return f"over slots ({NOT_RECORDED})"
+    return f"{cached.mode} ({NO_GRAPHS})" if cached.has_no_graphs else cached.mode
 
 
 def _tell_start(info: EngineInfo, runner: str, times: StartTimes) -> None:
@@ -316,9 +317,7 @@ def _scheduler(
     )
 
 
-def _info(
-    resolved: ResolvedOptions, model: LoadedModel, cached: CachedModels, *, load_s: float, has_no_graphs: bool
-) -> EngineInfo:
+def _info(resolved: ResolvedOptions, model: LoadedModel, cached: CachedModels, *, load_s: float) -> EngineInfo:
     options, device, plan = resolved.options, resolved.device, cached.plan
     kernels = _kernels(options, model.quantization, resolved.dtype, device)
     return EngineInfo(
@@ -333,7 +332,7 @@ def _info(
         dtype=format_name(resolved.dtype),
         device=device.type,
         device_name=device_name(device),
-        kernels=f"{kernels}, {NO_GRAPHS}" if has_no_graphs else kernels,
+        kernels=f"{kernels}, {NO_GRAPHS}" if cached.has_no_graphs else kernels,
         num_parameters=model.size.num_parameters,
         weights_bytes=model.size.num_bytes,
         kv_bytes=plan.kv_bytes,

@@ -17,9 +17,10 @@ from engine.memory.device import check_swap_space
 from engine.memory.forecast import MemoryForecast, forecast_memory
 from engine.memory.kv_plan import MemoryPlan, check_context, plan_memory
 from engine.options import EngineOptions
-from engine.runner.runner_choice import launches_ahead
+from engine.runner.runner_choice import step_mode
 from engine.scheduling.limits import SchedulerLimits
 from engine.speculation.options import check_draft_context, check_draft_vocabulary
+from engine.step_mode import StepMode
 from engine.switches import check_switches
 from engine.text.shared_prefixes import shared_prefixes
 
@@ -28,7 +29,7 @@ from engine.text.shared_prefixes import shared_prefixes
 class ResolvedOptions:
     """What an engine is built of: options whose defaults are those of the model, the device and its memory.
 
-    `draft`: of the draft model, where there is one. `launches_ahead`: steps are launched over slots of a GPU.
+    `draft`: of the draft model, where there is one. `mode`: how steps are run, unless the loaded models allow no graphs.
     `shared_prefixes`: token ids of prompts that all tenants share.
     """
 
@@ -38,7 +39,7 @@ class ResolvedOptions:
     kv_dtype: torch.dtype
     config: ModelConfig
     draft: ModelConfig | None
-    launches_ahead: bool
+    mode: StepMode
     forecast: MemoryForecast
     shared_prefixes: list[list[int]]
 
@@ -54,15 +55,14 @@ class ResolvedOptions:
         check_formats(config, options, format_name(dtype), capability)
         check_swap_space(options, device)
         draft = _draft_config(options, config, format_name(dtype), capability)
-        has_slots = launches_ahead(options, device)
-        forecast = forecast_memory(
-            options.name or options.model.name, config, options, dtype=dtype, device=device, draft=draft, has_slots=has_slots
-        )
+        mode = step_mode(config, options, dtype=dtype, device=device)
+        name = options.name or options.model.name
+        forecast = forecast_memory(name, config, options, mode, dtype=dtype, device=device, draft=draft)
         forecast.check(options)
         options = replace(options, max_num_seqs=forecast.fit.load.num_seqs)
         kv_dtype = resolve_kv_dtype(options.kv_cache_dtype, dtype)
         prefixes = shared_prefixes(options)
-        resolved = cls(options, device, dtype, kv_dtype, config, draft, has_slots, forecast, prefixes)
+        resolved = cls(options, device, dtype, kv_dtype, config, draft, mode, forecast, prefixes)
         resolved.scheduler_limits(resolved.memory_plan(forecast.available_kv_bytes))
         return resolved
 

@@ -21,6 +21,7 @@ from bench.gpu.context import Context
 from engine.build import build_engine
 from engine.loop import Engine
 from engine.options import EngineOptions
+from engine.step_mode import StepMode
 from engine.weights import WeightPlan
 
 LLAMA_ROPE = {
@@ -93,9 +94,8 @@ def random_engine(
     with ExitStack() as stack:
         stack.enter_context(mock.patch("engine.build.load_weights", fill))
         stack.enter_context(mock.patch("engine.quantization.scheme.stored_names", return_value=set(shapes)))
-        if context.rehearsal:  # all of what a GPU does but the graphs
-            stack.enter_context(mock.patch("engine.resolved_options.launches_ahead", return_value=_overlaps(chosen)))
-            stack.enter_context(mock.patch("engine.build.records_steps", return_value=False))
+        if context.rehearsal:  # all of what a GPU does, on a CPU without the graphs
+            stack.enter_context(mock.patch("engine.resolved_options.step_mode", return_value=_rehearsed_mode(context, chosen)))
             if chosen.pop("interpreted", False):
                 stack.enter_context(mock.patch.dict("kernels.ops._TABLES", cpu="kernels.triton.table"))
         engine = build_engine(EngineOptions(model=directory, name=name, **chosen))
@@ -111,8 +111,10 @@ def random_engine(
     del engine
 
 
-def _overlaps(options: dict[str, Any]) -> bool:
-    return not options.get("batch_invariant") and not options.get("enforce_eager")
+def _rehearsed_mode(context: Context, options: dict[str, Any]) -> StepMode:
+    is_plain = bool(options.get("batch_invariant") or options.get("enforce_eager"))
+    mode = StepMode.of(EngineOptions(model=Path(), enforce_eager=is_plain), "cuda")
+    return mode if context.device.type == "cuda" else mode.without_graphs()
 
 
 def _rehearsed(options: dict[str, Any]) -> dict[str, Any]:

@@ -13,6 +13,7 @@ from engine.memory.fit import MemoryFit
 from engine.memory.needs import Load, MemoryShape
 from engine.memory.remedies import FEW_SEATS
 from engine.options import EngineOptions
+from engine.step_mode import StepMode
 
 SEAT_TOKENS = 256
 """On a GPU, where nobody says how many requests run at a time: the default is halved, at most to FEW_SEATS, while the wanted
@@ -36,22 +37,23 @@ def estimate_fit(
     options: EngineOptions,
     dtype: str,
     memory: DeviceMemory,
+    mode: StepMode,
     *,
     draft: ModelConfig | None = None,
     recorded_rows: int = 0,
-    has_slots: bool = False,
 ) -> MemoryFit:
-    """`dtype` is computed in; `recorded_rows`: of layers, and of steps unless an option has each operation called anew."""
+    """`dtype` is computed in; `recorded_rows`: of layers, and of whole steps where the mode is that. Graphs have their place in
+    all steps that are launched ahead, so that a fault is sought without them beside the same cache."""
     load = Load(
         num_tokens=options.batched_tokens(memory.device_type),
         num_seqs=options.seats(memory.device_type),
         num_guesses=options.max_guesses,
         block_size=options.block_size,
         on_gpu=memory.device_type == "cuda",
-        has_slots=has_slots,
+        has_slots=mode.launches_ahead,
         batch_invariant=options.batch_invariant,
         recorded_rows=recorded_rows,
-        records_steps=recorded_rows > 0 and not (options.enforce_eager or options.batch_invariant),
+        records_steps=mode is StepMode.RECORDED,
     )
     fit = MemoryFit(
         model=MemoryShape.of(config),

@@ -22,6 +22,15 @@ Through = Callable[[torch.Tensor, BatchInputs, Sequence[torch.Tensor], Callable[
 """The way through all layers: embedded rows [T, hidden], inputs, caches, and what to call before each layer → [T, hidden]"""
 
 
+def are_recordable(
+    shapes: Sequence[ops.AttentionShape], *, dtype: torch.dtype, kv_dtype: torch.dtype, device: torch.device
+) -> bool:
+    """Whether decodes of these attentions are put down at all: operations of the device can be, and attention reads pages of a
+    cache in `kv_dtype`. A layer with an operation of torch still cannot."""
+    table = ops.operations(device, dtype)
+    return table.sequence is not None and all(table.supports_paged(shape, kv_dtype) for shape in shapes)
+
+
 class JoinedLayers:
     """Recorded for the shapes of `inputs` and for these caches."""
 

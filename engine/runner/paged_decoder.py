@@ -13,6 +13,7 @@ from engine.layers.batch_inputs import BatchInputs
 from engine.layers.rotary import RotaryTable
 from engine.memory.kv_plan import MemoryPlan
 from engine.models.decoder import Decoder
+from engine.models.joined_layers import are_recordable
 from engine.runner.batch_inputs import InputRow, make_batch_inputs
 from engine.runner.embedder import TextModel
 from engine.runner.kv_cache import allocate_kv_cache
@@ -102,9 +103,9 @@ class PagedDecoder:
     def sequence(self) -> Callable[[int], RecordedOperations] | None:
         """Makes room for operations that are recorded, None where the way to attend is not among them. All take the same
         memory: of two records one is over when the other runs."""
-        table = operations(self._device, self.dtype)
-        pages = all(table.supports_paged(shape, self.kv_caches[0].dtype) for shape in self.attention_shapes)
-        return self._beside if pages and table.sequence is not None else None
+        shapes, kv_dtype = self.attention_shapes, self.kv_caches[0].dtype
+        can_record = are_recordable(shapes, dtype=self.dtype, kv_dtype=kv_dtype, device=self._device)
+        return self._beside if can_record else None
 
     def _beside(self, max_rows: int) -> RecordedOperations:
         make = operations(self._device, self.dtype).sequence

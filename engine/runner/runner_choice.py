@@ -1,4 +1,4 @@
-"""Which engines launch steps ahead, and the runner they do it with.
+"""Which way an engine runs its steps (`engine.step_mode`), and the runner over slots that does so.
 
 With `GATEHOUSE_GRAPHS=0` an engine on a GPU launches the kernels of its decode steps one by one instead of replaying CUDA
 graphs, still over slots and ahead. A fault that goes away with it is one of the graphs. `enforce_eager` turns off slots and
@@ -11,7 +11,11 @@ import logging
 
 import torch
 
+from engine.config.model import ModelConfig
+from engine.device import resolve_kv_dtype
 from engine.grammar.masks import GrammarMasks
+from engine.layers.attention import attention_shapes
+from engine.models.joined_layers import are_recordable
 from engine.options import EngineOptions
 from engine.runner.cuda_graphs import Calls, CudaGraphs, DirectCalls
 from engine.runner.model_runner import ModelRunner
@@ -20,24 +24,26 @@ from engine.runner.slot_runner import SlotRunner
 from engine.sampling.columns import ColumnSampler
 from engine.sampling.host_masks import HostMasks
 from engine.scheduling.limits import SchedulerLimits
+from engine.step_mode import StepMode
 from engine.step_sizes import graphs_kept
-from engine.switches import GRAPHS, is_on
+from engine.switches import GRAPHS
 from kernels import ops
 
 log = logging.getLogger("gatehouse.engine")
 
 
-def launches_ahead(options: EngineOptions, device: torch.device) -> bool:
-    """True on a GPU, unless `enforce_eager` is set or batch-invariant attention has no kernel over pages there and needs the
-    host between two steps."""
-    if device.type != "cuda" or options.enforce_eager:
-        return False
-    return not options.batch_invariant or ops.operations(device, batch_invariant=True).is_row_invariant
-
-
-def records_steps(options: EngineOptions, target: PagedDecoder) -> bool:
-    """Whether decode steps on this CPU are one recorded call, over slots too, though none is ahead of another."""
-    return target.sequence is not None and not (options.enforce_eager or options.batch_invariant)
+def step_mode(config: ModelConfig, options: EngineOptions, *, dtype: torch.dtype, device: torch.device) -> StepMode:
+    """The decision for a model that computes in `dtype`, before it is loaded; a decoder's `asks_host` may still cost it the
+    graphs. Warns where a switch does."""
+    if device.type == "cuda":
+        table = ops.operations(device, batch_invariant=options.batch_invariant)
+        mode = StepMode.of(options, "cuda", has_invariant_pages=table.is_row_invariant)
+        if mode is StepMode.AHEAD:
+            log.warning("%s=0: decode steps are launched kernel by kernel", GRAPHS)
+        return mode
+    shapes, kv_dtype = attention_shapes(config, options.block_size), resolve_kv_dtype(options.kv_cache_dtype, dtype)
+    can_record = are_recordable(shapes, dtype=dtype, kv_dtype=kv_dtype, device=device)
+    return StepMode.of(options, device.type, can_record=can_record)
 
 
 def make_slot_runner(
@@ -46,37 +52,27 @@ def make_slot_runner(
     masks: GrammarMasks,
     limits: SchedulerLimits,
     device: torch.device,
+    mode: StepMode,
     *,
     draft: PagedDecoder | None = None,
     max_guesses: int = 0,
-    asks_host: bool = False,
-    is_synchronous: bool = False,
 ) -> SlotRunner:
-    """A runner over slots for all seats of the engine. `draft`: the model that guesses, if one does. `max_guesses`: of a step.
-    `asks_host`: a decoder does, so that steps are not captured; `is_synchronous`: steps are over when they were
-    launched, as on a CPU."""
+    """A runner over slots for all seats of the engine, in any mode that has some. `draft`: the model that guesses, if one does.
+    `max_guesses`: of a step."""
+    assert mode.has_slots, "plain steps are over no slots"
     max_graphs = graphs_kept(limits.max_num_seqs, max_guesses, has_draft=draft is not None)
+    calls: Calls = CudaGraphs(device, max_graphs=max_graphs) if mode is StepMode.CAPTURED else DirectCalls()
     return SlotRunner(
         plain,
         target,
         ColumnSampler(limits.max_num_seqs, target.vocab_size, device, max_guesses=max_guesses, dtype=target.dtype),
         HostMasks(masks),
-        _calls(device, max_graphs, asks_host=asks_host),
+        calls,
         max_num_seqs=limits.max_num_seqs,
         max_guesses=max_guesses,
         max_blocks=-(-limits.max_model_len // limits.block_size),
         block_size=limits.block_size,
         device=device,
-        is_synchronous=is_synchronous,
+        is_synchronous=mode is StepMode.RECORDED,
         draft=draft,
     )
-
-
-def _calls(device: torch.device, max_graphs: int, *, asks_host: bool) -> Calls:
-    """Graphs where there can be any, unless the environment says otherwise."""
-    if device.type != "cuda" or asks_host:
-        return DirectCalls()
-    if not is_on(GRAPHS):
-        log.warning("%s=0: decode steps are launched kernel by kernel", GRAPHS)
-        return DirectCalls()
-    return CudaGraphs(device, max_graphs=max_graphs)

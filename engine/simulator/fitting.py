@@ -20,6 +20,7 @@ from engine.memory.kv_plan import check_context
 from engine.memory.needs import CONTEXT_BYTES, GIB
 from engine.options import EngineOptions
 from engine.simulator.models import MODELS, SimulatedGpu, config_of, find_model
+from engine.step_mode import StepMode
 
 NAMED = ("none", "int8", "fp8", "int4")
 """How the weights of a known model may be kept; a folder's are asked for as an engine's are."""
@@ -53,7 +54,7 @@ def memory_fit(model: str, gpu: SimulatedGpu, *, quantization: str | None = None
         capability=gpu.capability,
         memory_bytes=gpu.memory_bytes,
     )
-    return estimate_fit(config, options, dtype, memory, has_slots=not options.enforce_eager)
+    return estimate_fit(config, options, dtype, memory, StepMode.of(options, options.device))
 
 
 def card_with(gpu: SimulatedGpu, memory_gib: float | None) -> SimulatedGpu:

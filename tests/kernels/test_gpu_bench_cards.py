@@ -25,6 +25,7 @@ from engine.memory.fit import MemoryFit
 from engine.memory.needs import CONTEXT_BYTES, GIB
 from engine.options import EngineOptions
 from engine.simulator.models import find_gpu
+from engine.step_mode import StepMode
 
 H100 = "NVIDIA H100 80GB HBM3"
 NOT_THAT_CARD = (H100, "NVIDIA H200 NVL", "NVIDIA H200 MIG 1g.18gb", "NVIDIA GH200 480GB", "")
@@ -125,7 +126,7 @@ def fit_on(gpu: str, name: str, options: dict[str, Any]) -> tuple[MemoryFit, int
         context_bytes=CONTEXT_BYTES,
         capability=card.capability,
     )
-    fit = estimate_fit(parse_model_config(config, {}), asked, "bfloat16", memory, has_slots=True)
+    fit = estimate_fit(parse_model_config(config, {}), asked, "bfloat16", memory, StepMode.CAPTURED)
     return fit, asked.kv_cache_bytes or fit.needs.num_blocks(fit.usable_bytes) * fit.needs.block_bytes
 
 

@@ -18,6 +18,7 @@ from engine.runner.runner_choice import make_slot_runner
 from engine.runner.slot_runner import SlotRunner
 from engine.scheduling.limits import STEP_GUESSES_MAX
 from engine.speculation.prompt_lookup import AdaptiveDrafter, SpeculationCosts
+from engine.step_mode import StepMode
 
 KV_CACHE_BYTES = 1_000_000
 PASS_S = 0.001
@@ -49,9 +50,8 @@ def overlapped_engine(model: Path, **changes: Any) -> Engine:
     guesses = STEP_GUESSES_MAX if changes.get("speculative_config") else 0
     runner._guesses_are_equal = True
     draft = None if runner._draft is None else runner._draft.decoder
-    ahead = make_slot_runner(
-        runner, runner._target, runner._masks, scheduler.limits, torch.device("cpu"), draft=draft, max_guesses=guesses
-    )
+    over_slots = runner, runner._target, runner._masks, scheduler.limits, torch.device("cpu")
+    ahead = make_slot_runner(*over_slots, StepMode.AHEAD, draft=draft, max_guesses=guesses)
     ahead.warm_up()
     return Engine(scheduler, ahead, plain.info, grammars=plain._grammars, step_budget=plain._step_budget, overlap=ahead)
 

@@ -27,6 +27,7 @@ from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
 from engine.build import build_engine
+from engine.config.model import ModelConfig
 from engine.config.pooling import MODES, PoolingConfig
 from engine.grammar.lark import to_lark
 from engine.grammar.matcher import CompiledGrammar, of_text, token_trie
@@ -37,10 +38,10 @@ from engine.options import EngineOptions
 from engine.quantization.places import Fp8CodesPlace
 from engine.runner.cuda_graphs import DirectCalls
 from engine.runner.embedder import Embedder
-from engine.runner.runner_choice import launches_ahead
 from engine.scheduling.scheduled_batch import BlockMoves
 from engine.speculation.options import SpeculativeOptions
 from engine.speculation.prompt_lookup import AdaptiveDrafter
+from engine.step_mode import StepMode
 from engine.weights import WeightPlan
 from kernels import quantised_linear
 from kernels.triton import early_launch, tuning
@@ -49,7 +50,6 @@ from tests.support.engines import FREE_ROWS, run_to_end, wanted
 from tests.support.grammars import BYTES
 from tests.support.kernel_tables import replaced
 
-GPU = torch.device("cuda")
 MULTIPROCESSORS = {80: 108, 89: 142, 90: 132, 100: 148}  # of an A100, an L40S, an H200 and a B200
 LAYERS = 2
 MODEL: dict[str, Any] = {
@@ -279,6 +279,11 @@ def stored_names(case: Case) -> set[str]:
     return {f"model.layers.{layer}.{module}.{case.stored}" for layer in range(LAYERS) for module in modules}
 
 
+def mode_without_graphs(_: ModelConfig, options: EngineOptions, **__: Any) -> StepMode:
+    """That of a GPU, whose graphs have a stand-in here."""
+    return StepMode.of(options, "cuda").without_graphs()
+
+
 @contextmanager
 def engine_of(folder: Path, case: Case) -> Iterator[Engine]:
     (folder / "config.json").write_text(json.dumps(MODEL | case.model), "utf-8")
@@ -291,9 +296,7 @@ def engine_of(folder: Path, case: Case) -> Iterator[Engine]:
     with ExitStack() as stack:
         stack.enter_context(mock.patch("engine.build.load_weights", write_weights))
         stack.enter_context(mock.patch("engine.quantization.scheme.stored_names", return_value=stored_names(case)))
-        ahead = "engine.resolved_options.launches_ahead"
-        stack.enter_context(mock.patch(ahead, lambda options, _: launches_ahead(options, GPU)))
-        stack.enter_context(mock.patch("engine.build.records_steps", return_value=False))
+        stack.enter_context(mock.patch("engine.resolved_options.step_mode", mode_without_graphs))
         grammars = GrammarCompiler((MODEL | case.model)["vocab_size"])
         stack.enter_context(mock.patch("engine.build.LateCompiler", return_value=grammars))
         stack.enter_context(mock.patch("engine.runner.runner_choice.DirectCalls", Captured))

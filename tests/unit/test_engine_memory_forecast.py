@@ -28,9 +28,11 @@ from engine.models.decoder import Decoder
 from engine.options import CPU_KV_CACHE_BYTES, EngineOptions
 from engine.protocol import MemoryPart
 from engine.runner.batch_inputs import InputRow
+from engine.runner.runner_choice import step_mode
 from engine.runner.slot_runner import KINDS, SlotRunner
 from engine.speculation.options import SpeculativeOptions
 from engine.start_times import StartTimes
+from engine.step_mode import StepMode
 from engine.step_sizes import graphs_kept
 from engine.weights import WeightsSize
 from kernels import ops
@@ -69,7 +71,8 @@ def card(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 
 def forecast(config: ModelConfig, device: torch.device = GPU, **options: Any) -> MemoryForecast:
-    return forecast_memory("llama", config, EngineOptions(model=Path("m"), **options), dtype=torch.bfloat16, device=device)
+    asked = EngineOptions(model=Path("m"), **options)
+    return forecast_memory("llama", config, asked, StepMode.PLAIN, dtype=torch.bfloat16, device=device)
 
 
 @pytest.mark.parametrize("family", sorted(FAMILY_SETTINGS))
@@ -176,7 +179,8 @@ def test_what_a_cpu_has_taken_is_asked_when_its_compiled_kernels_are_loaded(
 def on_cpu(config: ModelConfig, **options: Any) -> MemoryNeeds:
     """What an engine in float32 is told."""
     asked = EngineOptions(model=Path("m"), device="cpu", **options)
-    return forecast_memory("llama", config, asked, dtype=torch.float32, device=CPU).fit.needs
+    mode = step_mode(config, asked, dtype=torch.float32, device=CPU)
+    return forecast_memory("llama", config, asked, mode, dtype=torch.float32, device=CPU).fit.needs
 
 
 def test_on_a_cpu_what_decode_steps_keep_is_a_part_of_the_activations(llama_8b: ModelConfig) -> None:
@@ -191,6 +195,16 @@ def test_on_a_cpu_what_decode_steps_keep_is_a_part_of_the_activations(llama_8b: 
         assert on_cpu(llama_8b, batch_invariant=True, **asked).activations_bytes == step + layers
         in_16_bits = forecast(llama_8b, CPU, **asked).fit.needs
         assert in_16_bits.activations_bytes == shape.activations_bytes(tokens, 8, 2), "torch's operations are not recorded"
+
+
+@pytest.mark.parametrize(("changed", "asked"), [({}, {"kv_cache_dtype": "fp8"}), ({"head_dim": 34}, {})])
+def test_where_attention_reads_no_pages_nothing_is_recorded_and_nothing_foretold_for_it(
+    changed: dict[str, Any], asked: dict[str, Any], tmp_path: Path
+) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(LLAMA_8B | changed))
+    config = load_model_config(tmp_path)
+    needs = on_cpu(config, max_num_batched_tokens=512, max_num_seqs=8, **asked)
+    assert needs.activations_bytes == MemoryShape.of(config).activations_bytes(512, 8, 4)
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma2", "olmo2", "granite", "qwen3"])
@@ -344,7 +358,7 @@ def test_the_parts_of_a_forecast_are_in_one_order(llama_8b: ModelConfig, card: l
 def test_graphs_have_their_number_and_other_parts_none(llama_8b: ModelConfig, card: list[int]) -> None:
     taken = MeasuredMemory(weights_bytes=1, kv_bytes=2, rotary_bytes=3, graphs_bytes=4, num_graphs=9)
     options = EngineOptions(model=Path("m"), max_num_seqs=256)
-    found = forecast_memory("llama", llama_8b, options, dtype=torch.bfloat16, device=GPU, has_slots=True).parts(taken)
+    found = forecast_memory("llama", llama_8b, options, StepMode.CAPTURED, dtype=torch.bfloat16, device=GPU).parts(taken)
     numbers = {part.name: (part.num_predicted, part.num_measured) for part in found}
     assert numbers.pop("graphs") == (graphs_kept(256, 0), 9)
     assert set(numbers.values()) == {(None, None)}
@@ -357,6 +371,6 @@ def test_graphs_of_a_mixture_of_experts_are_predicted_whatever_its_weights_are(
     make_model("qwen3_moe", tmp_path)
     options = EngineOptions(model=tmp_path, quantization=quantization)
     config = load_model_config(tmp_path)
-    needs = forecast_memory("m", config, options, dtype=torch.bfloat16, device=GPU, has_slots=True).fit.needs
+    needs = forecast_memory("m", config, options, StepMode.CAPTURED, dtype=torch.bfloat16, device=GPU).fit.needs
     assert needs.graphs_bytes > 0
     assert needs.slots_bytes > 0

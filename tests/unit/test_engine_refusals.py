@@ -18,6 +18,7 @@ from engine.resolved_options import ResolvedOptions
 from engine.simulator.fitting import memory_fit
 from engine.simulator.models import find_gpu
 from engine.speculation.options import SpeculativeOptions
+from engine.step_mode import StepMode
 from tests.support import quantised_checkpoints as layouts
 from tests.support.tiny_models import make_model
 from tests.support.tiny_tokenizer import VOCAB_SIZE, write_tokenizer
@@ -112,7 +113,7 @@ def test_on_a_gpu_the_predicted_plan_decides_and_nobody_is_refused_who_fits(
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (79 * GIB, 80 * GIB))
     monkeypatch.setattr(memory_device, "main_memory_bytes", lambda: 100 * GIB)
     resolved = ResolvedOptions.of(EngineOptions(model=model, device="cuda", swap_space=1.0))
-    assert resolved.launches_ahead
+    assert resolved.mode is StepMode.CAPTURED
     assert resolved.memory_plan(resolved.forecast.available_kv_bytes).max_model_len == 256
     with pytest.raises(EngineConfigError, match=r"^max_num_batched_tokens must be at least max_num_seqs \(64\), not 32"):
         ResolvedOptions.of(EngineOptions(model=model, device="cuda", max_num_seqs=64, max_num_batched_tokens=32))

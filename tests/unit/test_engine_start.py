@@ -19,7 +19,15 @@ from tests.support.tiny_models import make_model
 PARTS = {"plain": ["kernels", "weights", "cache", "speed"], "recorded": ["kernels", "weights", "cache", "graphs", "speed"]}
 
 
-@pytest.mark.parametrize(("runner", "options"), [("plain", {"enforce_eager": True}), ("recorded", {"enforce_eager": False})])
+@pytest.mark.parametrize(
+    ("runner", "options"),
+    [
+        ("plain", {"enforce_eager": True}),
+        ("recorded", {"enforce_eager": False}),
+        ("plain", {"enforce_eager": False, "kv_cache_dtype": "fp8"}),
+        ("plain", {"enforce_eager": False, "batch_invariant": True}),
+    ],
+)
 def test_all_parts_of_a_start_are_in_its_time(
     runner: str, options: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

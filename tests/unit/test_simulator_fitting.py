@@ -22,12 +22,12 @@ from engine.memory.fit import MemoryFit
 from engine.memory.forecast import forecast_memory
 from engine.memory.needs import CONTEXT_BYTES, GIB
 from engine.options import SEATS_MAX, EngineOptions
-from engine.runner.runner_choice import launches_ahead
 from engine.simulator.fitting import memory_fit
 from engine.simulator.models import MODELS, SimulatedGpu, find_gpu, find_model
 from engine.simulator.replay import Replay, Setup
 from engine.simulator.trace import TracedRequest
 from engine.simulator.workload import Workload
+from engine.step_mode import StepMode
 from tests.support import quantised_checkpoints as layouts
 from tests.support.published_configs import LLAMA_8B
 
@@ -73,7 +73,7 @@ def engines_own(folder: Path, gpu: SimulatedGpu, monkeypatch: pytest.MonkeyPatch
     options, config = EngineOptions(model=folder, **asked), load_model_config(folder)
     dtype = resolve_dtype(options.dtype, config.torch_dtype, GPU)
     check_formats(config, options, format_name(dtype), gpu.capability)
-    return forecast_memory("m", config, options, dtype=dtype, device=GPU, has_slots=launches_ahead(options, GPU)).fit
+    return forecast_memory("m", config, options, StepMode.of(options, "cuda"), dtype=dtype, device=GPU).fit
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,55 @@
+"""How an engine runs its steps: decided once, before anything is loaded, by options, device and formats. Knows no torch.
+
+    plain      rows made on the host, operation by operation; a step is over before the next one is planned
+    recorded   over slots; a decode step is one call of recorded operations, and over when it returns: a CPU's way
+    ahead      over slots; a step is launched before the one before it is settled, kernel by kernel: a GPU's way
+    captured   as ahead, with decode steps replayed from CUDA graphs
+
+What an engine does (`runner.runner_choice`), what is foretold of its memory (`memory.estimate`) and what its log says of its
+start follow from this one value.
+"""
+
+from __future__ import annotations
+
+from enum import StrEnum
+
+from engine.options import EngineOptions
+from engine.switches import GRAPHS, is_on
+
+
+class StepMode(StrEnum):
+    """The words are those of the log."""
+
+    PLAIN = "plain"
+    RECORDED = "recorded"
+    AHEAD = "ahead"
+    CAPTURED = "captured"
+
+    @classmethod
+    def of(
+        cls, options: EngineOptions, device_type: str, *, can_record: bool = False, has_invariant_pages: bool = True
+    ) -> StepMode:
+        """`can_record`: of a CPU, whether the operations of a decode step can be recorded; batch-invariant ones are not.
+        `has_invariant_pages`: of a GPU, whether batch-invariant attention reads pages; else the host is needed between steps.
+        Raises `EngineConfigError` for a switch that says neither on nor off."""
+        if options.enforce_eager:
+            return cls.PLAIN
+        if device_type == "cuda":
+            if options.batch_invariant and not has_invariant_pages:
+                return cls.PLAIN
+            return cls.CAPTURED if is_on(GRAPHS) else cls.AHEAD
+        return cls.RECORDED if can_record and not options.batch_invariant else cls.PLAIN
+
+    @property
+    def has_slots(self) -> bool:
+        """Whether requests that decode have slots on the device."""
+        return self is not StepMode.PLAIN
+
+    @property
+    def launches_ahead(self) -> bool:
+        """Whether a step is under way while the next one is planned."""
+        return self in (StepMode.AHEAD, StepMode.CAPTURED)
+
+    def without_graphs(self) -> StepMode:
+        """For a model that, once it is loaded, is found to wait for the host within a step: none can be captured."""
+        return StepMode.AHEAD if self is StepMode.CAPTURED else self

@@ -1,0 +1,46 @@
+"""How steps are run follows from options and device, in one place."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from engine.options import EngineOptions
+from engine.step_mode import StepMode
+from engine.switches import GRAPHS
+
+CASES: list[tuple[str, dict[str, Any], bool, StepMode]] = [
+    ("cuda", {}, False, StepMode.CAPTURED),
+    ("cuda", {"batch_invariant": True}, False, StepMode.CAPTURED),
+    ("cuda", {"enforce_eager": True}, False, StepMode.PLAIN),
+    ("cpu", {}, True, StepMode.RECORDED),
+    ("cpu", {}, False, StepMode.PLAIN),
+    ("cpu", {"batch_invariant": True}, True, StepMode.PLAIN),
+    ("cpu", {"enforce_eager": True}, True, StepMode.PLAIN),
+]
+
+
+@pytest.mark.parametrize(("device", "asked", "can_record", "mode"), CASES)
+def test_options_and_device_decide_how_steps_are_run(
+    device: str, asked: dict[str, Any], can_record: bool, mode: StepMode
+) -> None:
+    assert StepMode.of(EngineOptions(model=Path("m"), **asked), device, can_record=can_record) is mode
+
+
+def test_a_card_whose_batch_invariant_attention_needs_the_host_between_two_steps_runs_plain_ones() -> None:
+    options = EngineOptions(model=Path("m"), batch_invariant=True)
+    assert StepMode.of(options, "cuda", has_invariant_pages=False) is StepMode.PLAIN
+
+
+def test_a_switch_turns_graphs_off_and_nothing_else(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(GRAPHS, "0")
+    found = [StepMode.of(EngineOptions(model=Path("m"), **asked), device, can_record=can) for device, asked, can, _ in CASES]
+    assert found == [mode.without_graphs() for *_, mode in CASES]
+    assert [mode.launches_ahead for mode in found] == [mode.launches_ahead for *_, mode in CASES]
+
+
+def test_a_model_that_waits_for_the_host_costs_the_graphs_and_nothing_else() -> None:
+    changed = {mode: mode.without_graphs() for mode in StepMode if mode.without_graphs() is not mode}
+    assert changed == {StepMode.CAPTURED: StepMode.AHEAD}
