@@ -13,24 +13,18 @@ discarded. One that reaches its last token for certain is not planned again, and
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
-from engine.protocol import FinishReason, TokenEvent
-from engine.scheduling.accounts import Accounts
+from engine.protocol import TokenEvent
 from engine.scheduling.admission import Admission
-from engine.scheduling.decode_set import DecodeSet
 from engine.scheduling.drafting import Drafting
 from engine.scheduling.in_flight_batch import InFlightBatch
 from engine.scheduling.kv_blocks import KvBlocks
+from engine.scheduling.lifecycle import Lifecycle
 from engine.scheduling.limits import SchedulerTotals
-from engine.scheduling.policy import Policy
-from engine.scheduling.request import UNKNOWN_TOKEN, Request, RequestStatus, account_of
+from engine.scheduling.request import UNKNOWN_TOKEN, Request, RequestStatus
 from engine.scheduling.scheduled_batch import RowResult, ScheduledBatch, ScheduledRequest, StepOutput
 from engine.scheduling.token_events import token_event
-from engine.scheduling.waiting import ParkedForks
-
-End = Callable[[Request, FinishReason, list[int] | None], TokenEvent]
-Fail = Callable[[Request, str, str | None], TokenEvent]
 
 
 class Outcomes:
@@ -38,33 +32,19 @@ class Outcomes:
 
     def __init__(
         self,
-        accounts: Accounts,
+        lifecycle: Lifecycle,
         kv: KvBlocks,
         admission: Admission,
-        policy: Policy,
-        decodes: DecodeSet,
         drafting: Drafting | None,
-        forks: ParkedForks,
         totals: SchedulerTotals,
         block_size: int,
-        *,
-        end: End,
-        fail: Fail,
-        wait_first: Callable[[Request], None],
     ) -> None:
-        """`end` and `fail` end a request and return its last event; `wait_first` queues a fork before others of its tenant."""
-        self._accounts = accounts
+        self._lifecycle = lifecycle
         self._kv = kv
         self._admission = admission
-        self._policy = policy
-        self._decodes = decodes
         self._drafting = drafting
-        self._forks = forks
         self._totals = totals
         self._block_size = block_size
-        self._end = end
-        self._fail = fail
-        self._wait_first = wait_first
         self.num_under_way = 0
         """Steps that were advanced and not settled."""
 
@@ -82,7 +62,7 @@ class Outcomes:
         request, token_ids = item.request, output.token_ids
         if output.error is not None:
             request.num_computed_tokens += 1  # that token was booked when the step was planned
-            return self._fail(request, output.error, output.error_param)
+            return self._lifecycle.fail(request, output.error, output.error_param)
         num_new = len(token_ids)
         start = item.start
         request.num_computed_tokens = item.start = computed = start + num_new
@@ -94,19 +74,19 @@ class Outcomes:
                 self._kv.register(request, start, computed)
             self._totals.generation_tokens += 1
             reason = request.append(token_ids[0])
-            return token_event(request, token_ids) if reason is None else self._end(request, reason, token_ids)
+            return token_event(request, token_ids) if reason is None else self._lifecycle.end(request, reason, token_ids)
         return self._take_tokens(request, output, start)
 
     def _apply_prefill(self, item: ScheduledRequest, output: StepOutput) -> TokenEvent | None:
         request = item.request
         if output.error is not None:
-            return self._fail(request, output.error, output.error_param)
+            return self._lifecycle.fail(request, output.error, output.error_param)
         request.num_computed_tokens = item.start + item.num_tokens
         self._keep_new_scores(request, output, item.start, request.num_computed_tokens)
         self._count_prompt(request, request.num_computed_tokens)
         if item.samples:
-            self._start_decoding(request)
-            self._release_forks(request)
+            self._lifecycle.start_decoding(request)
+            self._lifecycle.release_forks(request)
             return self._take_tokens(request, output, item.start)
         return self._finish_chunk(request, output, item.start, request.num_computed_tokens)
 
@@ -137,19 +117,6 @@ class Outcomes:
         if computed == request.num_prompt_tokens and request.forked_from is None:
             self._totals.prompt_tokens += computed
 
-    def _start_decoding(self, request: Request) -> None:
-        account = account_of(request)
-        self._admission.computed(request)
-        request.move_to(RequestStatus.DECODE)
-        self._accounts.finish_prefill(account, request)
-        self._decodes.add(request)
-        self._policy.settled(account)
-        self._policy.charged(account)
-
-    def _release_forks(self, request: Request) -> None:
-        for fork in reversed(self._forks.take(request)):
-            self._wait_first(fork)
-
     def _take_tokens(self, request: Request, output: StepOutput, start: int) -> TokenEvent:
         """Append what was sampled up to the first token that ends the request; tokens behind it never existed. Makes the
         blocks findable that the step filled, from position `start` on."""
@@ -165,7 +132,7 @@ class Outcomes:
         self._totals.generation_tokens += number
         self._totals.accepted_draft_tokens += min(number, len(output.token_ids) - 1)  # the last one was no guess
         self._kv.register(request, start, request.num_computed_tokens)
-        event = token_event(request, token_ids) if reason is None else self._end(request, reason, token_ids)
+        event = token_event(request, token_ids) if reason is None else self._lifecycle.end(request, reason, token_ids)
         event.logprobs, event.prompt_logprobs = logprobs, output.prompt_logprobs
         return event
 
@@ -187,13 +154,13 @@ class Outcomes:
             request.num_computed_tokens = item.start + item.num_tokens
             request.num_in_flight_tokens += item.num_tokens
             if item.samples:
-                self._start_decoding(request)
+                self._lifecycle.start_decoding(request)
                 request.token_ids.append(UNKNOWN_TOKEN)
                 request.num_unknown_tokens += 1
                 if request.num_tokens >= request.max_total_tokens:
                     last.append(request)
         for request in last:
-            self._decodes.remove(request)
+            self._lifecycle.stop_decoding(request)
         return in_flight
 
     def settle(self, in_flight: InFlightBatch, outputs: Sequence[RowResult]) -> list[TokenEvent]:
@@ -220,7 +187,7 @@ class Outcomes:
                 events.append(token_event(request, [output]))
                 continue
             reason = request.fill(end, output)
-            events.append(token_event(request, [output]) if reason is None else self._end(request, reason, [output]))
+            events.append(token_event(request, [output]) if reason is None else self._lifecycle.end(request, reason, [output]))
         self._totals.generation_tokens += num_tokens
         for row in range(num_decodes, len(in_flight.requests)):
             output = outputs[row]
@@ -234,13 +201,13 @@ class Outcomes:
         """What has log-probabilities or an error; positions `start` … `end` - 1 were computed."""
         if output.error is not None:
             request.forget_unknown()
-            return self._fail(request, output.error, output.error_param)
+            return self._lifecycle.fail(request, output.error, output.error_param)
         if request.block_table:
             self._kv.register(request, start, end)
         (token_id,) = output.token_ids
         self._totals.generation_tokens += 1
         reason = request.fill(end, token_id)
-        event = token_event(request, [token_id]) if reason is None else self._end(request, reason, [token_id])
+        event = token_event(request, [token_id]) if reason is None else self._lifecycle.end(request, reason, [token_id])
         event.logprobs, event.prompt_logprobs = output.logprobs, output.prompt_logprobs
         return event
 
@@ -255,6 +222,6 @@ class Outcomes:
         self._keep_new_scores(request, output, start, end)
         self._count_prompt(request, end)
         if samples:
-            self._release_forks(request)
+            self._lifecycle.release_forks(request)
             return self._settle_rarely(request, start, end, output)
         return self._finish_chunk(request, output, start, end, is_running=is_running)

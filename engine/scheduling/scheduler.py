@@ -4,13 +4,17 @@ A step is `schedule()` → run → `apply()`. Decodes come first, then prefill c
 under way and waiting requests that can start (`scheduling.admission`), until the step is full. When the predicted use of
 blocks was too low and a decode finds none, the policy chooses a request that gives all of its blocks back and goes on later.
 
+    Scheduler   plans a step: who is in it, who makes room for whom
+    Lifecycle   moves a request from one state to the next, and books the move everywhere
+    Outcomes    applies what a step computed
+
 The cost of a step is that of what changes in it. A decoding request has one `ScheduledRequest`, its service is charged in
 closed form, and a calendar knows when it needs a block. No step iterates over the waiting line, the tenants or the cache.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
 from engine.protocol import FinishReason, TenantProgress, TokenEvent
@@ -25,22 +29,21 @@ from engine.scheduling.fair_policy import FairPolicy
 from engine.scheduling.host_tier import HostTier
 from engine.scheduling.in_flight_batch import InFlightBatch
 from engine.scheduling.kv_blocks import KvBlocks
+from engine.scheduling.lifecycle import Lifecycle
 from engine.scheduling.limits import SchedulerLimits, SchedulerTotals
 from engine.scheduling.outcomes import Outcomes
 from engine.scheduling.policy import Policy, PolicyContext, Start
 from engine.scheduling.prefix_cache import PrefixCache
 from engine.scheduling.probe import probe_item
-from engine.scheduling.request import Request, RequestStatus, account_of
+from engine.scheduling.request import Request, RequestStatus
 from engine.scheduling.scheduled_batch import RowResult, ScheduledBatch, ScheduledRequest, StepOutput
 from engine.scheduling.step_budget import StepBudget
 from engine.scheduling.tenant_rotation import TenantRotation
-from engine.scheduling.token_events import token_event
 from engine.scheduling.urgency import FIRST_TOKEN_TARGET_S, Urgency
-from engine.scheduling.waiting import Deadlines, ParkedForks
 
 
 class Scheduler:
-    """Owns every live request. Not thread-safe: one loop calls it."""
+    """Plans the steps of one engine. Not thread-safe: one loop calls it."""
 
     def __init__(
         self,
@@ -58,48 +61,35 @@ class Scheduler:
     ) -> None:
         """Without a `prefix_cache` nothing is shared, but preempted requests still find their own blocks again."""
         limits.check_blocks(pool.num_blocks)
+        block_size = limits.block_size
         self.limits = limits
         self.pool = pool
         self.costs = TokenCosts() if costs is None else costs
         self.totals = SchedulerTotals()
         self.accounts = Accounts(self.costs)
-        prefix_cache = prefix_cache or PrefixCache(pool, limits.block_size, is_shared=False)
-        self.kv = KvBlocks(pool, limits.block_size, costs=self.costs, prefix_cache=prefix_cache, host_tier=host_tier)
-        urgency = Urgency(ttft_target_s, clock, self.costs, prefix_cache, limits.block_size)
+        prefix_cache = prefix_cache or PrefixCache(pool, block_size, is_shared=False)
+        self.kv = KvBlocks(pool, block_size, costs=self.costs, prefix_cache=prefix_cache, host_tier=host_tier)
+        urgency = Urgency(ttft_target_s, clock, self.costs, prefix_cache, block_size)
         self.policy = policy(PolicyContext(self.accounts, self.kv, limits.max_num_seqs, urgency))
-        self._clock = clock
         self._step_budget = step_budget
         self.admission = Admission(
-            self.accounts, self.kv, limits.block_size, max_num_seqs=limits.max_num_seqs, step_budget=step_budget
+            self.accounts, self.kv, block_size, max_num_seqs=limits.max_num_seqs, step_budget=step_budget
         )
-        self._rotation = TenantRotation(self.accounts, self.kv, clock, limits.block_size)
-        self._decodes = DecodeSet(self.accounts, limits.block_size)
-        self._drafting = (
-            None
-            if drafter is None
-            else Drafting(drafter, self.accounts, self.kv, self._decodes, self.totals, limits.block_size, self._charge)
+        self._rotation = TenantRotation(self.accounts, self.kv, clock, block_size)
+        self._decodes = DecodeSet(self.accounts, block_size)
+        self._lifecycle = Lifecycle(
+            self.accounts, self.admission, self.policy, self._decodes, self._rotation, self.totals, clock
         )
-        self._deadlines = Deadlines()
-        self._forks = ParkedForks()
-        self._waiting: dict[Request, None] = {}
-        self._outcomes = Outcomes(
-            self.accounts,
-            self.kv,
-            self.admission,
-            self.policy,
-            self._decodes,
-            self._drafting,
-            self._forks,
-            self.totals,
-            limits.block_size,
-            end=self._end,
-            fail=self.fail,
-            wait_first=self._wait_first,
-        )
+        self._drafting: Drafting | None = None
+        if drafter is not None:
+            self._drafting = Drafting(
+                drafter, self.accounts, self.kv, self._decodes, self.totals, block_size, self._lifecycle.charge
+            )
+        self._outcomes = Outcomes(self._lifecycle, self.kv, self.admission, self._drafting, self.totals, block_size)
 
     @property
     def num_waiting(self) -> int:
-        return len(self._waiting) + len(self._forks)
+        return self._lifecycle.num_waiting
 
     @property
     def num_running(self) -> int:
@@ -107,15 +97,15 @@ class Scheduler:
 
     @property
     def has_requests(self) -> bool:
-        return bool(self._waiting or self.accounts.running_requests or self._forks)
+        return bool(self.accounts.running_requests or self._lifecycle.num_waiting)
 
     @property
     def running(self) -> list[Request]:
         return list(self.accounts.running_requests)  # by age
 
-    def waiting(self) -> Iterable[Request]:  # by arrival or preemption; the policy decides who goes first
-        yield from self._waiting
-        yield from self._forks
+    def waiting(self) -> Iterator[Request]:
+        """By arrival or preemption, then those that wait for a prompt to share."""
+        return self._lifecycle.waiting()
 
     def live(self) -> Iterator[Request]:
         yield from self.accounts.running_requests
@@ -124,42 +114,23 @@ class Scheduler:
     def add(self, request: Request) -> None:
         """Queue a new request. Its length must be within `max_model_len`."""
         assert request.max_total_tokens <= self.limits.max_model_len, f"request {request.request_id} exceeds the context"
-        assert request not in self._waiting, f"request {request.request_id} is queued twice"
-        self._deadlines.add(request)
-        self._wait(request)
+        self._lifecycle.add(request)
 
     def add_fork(self, request: Request) -> None:
         """Queue a further answer of `request.forked_from`: it shares the prompt blocks of that one once they are computed."""
-        assert request.forked_from is not None, f"request {request.request_id} is no fork"
-        self._deadlines.add(request)
-        if not self._forks.park(request):
-            self._wait(request)
+        self._lifecycle.add_fork(request)
 
-    def _wait(self, request: Request, *, first: bool = False) -> None:
-        account = self.accounts.find(request.tenant_id, request.priority, request.weight)
-        if request.weight != account.weight:
-            self.policy.reweigh(account, request.weight)
-        request.account = account
-        self._waiting[request] = None
-        self.accounts.wait(account, request, first=first)
-        self.policy.waits(request)
-
-    def _wait_first(self, request: Request) -> None:
-        self._wait(request, first=True)
+    def preempt(self, request: Request) -> None:
+        """Take a running request's blocks; it waits before its tenant's new requests and goes on later."""
+        self._lifecycle.preempt(request)
 
     def abort(self, request: Request) -> TokenEvent | None:
         """End a live request now and free its blocks; None when it has ended before."""
-        return None if request.is_finished else self._end(request, FinishReason.ABORTED)
-
-    def fail(self, request: Request, error: str, param: str | None = None) -> TokenEvent:
-        """End a live request because its computation failed; `param` names the field that is to blame."""
-        event = self._end(request, FinishReason.ERROR)
-        event.error, event.error_param = error, param
-        return event
+        return None if request.is_finished else self._lifecycle.end(request, FinishReason.ABORTED)
 
     def expire(self) -> list[TokenEvent]:
         """End the requests that were not scheduled before their `queue_deadline_s`."""
-        return [self._end(request, FinishReason.DEADLINE) for request in self._deadlines.expired(self._clock())]
+        return self._lifecycle.expire()
 
     def looks_for_guesses(self) -> bool:
         """Asked before `schedule` while a step is under way: whether to settle it first, because guesses need its tokens."""
@@ -181,14 +152,14 @@ class Scheduler:
         self.policy.begin_step()
         self._pause_and_resume()
         self._make_room()
-        self._rotation.exchange(self.preempt)
+        self._rotation.exchange(self._lifecycle.preempt)
         self._grow_decodes()
         self.accounts.step += 1
         batch = ScheduledBatch(decodes=list(self._decodes.items.values()))
         batch.num_tokens = len(batch.decodes)
         if self._drafting is not None and not self._outcomes.num_under_way:
             left = self.limits.max_num_batched_tokens - batch.num_tokens
-            self._drafting.plan(batch, left // 2 if self._waiting or self.accounts.prefilling else left)
+            self._drafting.plan(batch, left // 2 if self._lifecycle.has_queued or self.accounts.prefilling else left)
         self._deal_prefills(batch)
         return batch
 
@@ -208,7 +179,7 @@ class Scheduler:
                 victim = self.policy.victim(applicant)
                 if victim is None:
                     break
-                self.preempt(victim)
+                self._lifecycle.preempt(victim)
             else:
                 return
         if applicants:
@@ -218,17 +189,13 @@ class Scheduler:
         """A block for each decode that needs one, at the cost of whom the policy names."""
         full = self._decodes.take_due()
         while len(full) > self.kv.num_spare:
-            self.preempt(self.policy.growth_victim(self.accounts.running_requests))
+            self._lifecycle.preempt(self.policy.growth_victim(self.accounts.running_requests))
             full = [request for request in full if request in self._decodes.items]
         self.kv.grow(full)
         self._decodes.expect_grown(full)
 
-    def _charge(self, request: Request, cost_ps: int) -> None:
-        self.accounts.charge(account_of(request), cost_ps)
-        self.policy.charged(account_of(request))
-
     def _deal_prefills(self, batch: ScheduledBatch) -> None:
-        if not self.accounts.prefilling and not (self._waiting and self.admission.has_seat):
+        if not self.accounts.prefilling and not (self._lifecycle.has_queued and self.admission.has_seat):
             return
         if self._step_budget is not None:
             self._step_budget.begin_step(len(batch.decodes), self.accounts.all.context_at(self.accounts.step))
@@ -250,53 +217,13 @@ class Scheduler:
             if not num_tokens:
                 return False
         if request.status is RequestStatus.QUEUED:
-            self._start(request)
+            self._lifecycle.start(request)
         self.kv.extend(request, start + num_tokens)
         batch.add_prefill(request, num_tokens)
         request.scheduled_step = self.accounts.step
         self.admission.advance(request)
-        self._charge(request, self.costs.prefill_ps(start, num_tokens))
+        self._lifecycle.charge(request, self.costs.prefill_ps(start, num_tokens))
         return True
-
-    def _start(self, request: Request) -> None:
-        account = account_of(request)
-        del self._waiting[request]
-        num_swapped_in = self.admission.start(request)
-        if num_swapped_in:
-            self._charge(request, num_swapped_in * self.costs.swap_in_block_ps)
-        self.accounts.start(account, request)
-        self.policy.left(request)
-        self.policy.started(request)
-        self._rotation.started(request)
-        request.move_to(RequestStatus.PREFILL)
-        request.moved_step = self.accounts.step
-        num_lost = request.num_lost_tokens - request.num_computed_tokens
-        if num_lost > 0:
-            self.totals.recomputed_tokens += num_lost
-            self.policy.recovers(request, num_lost)
-        if request.first_scheduled_s is None:
-            request.schedule_first(self._clock())
-            if request.forked_from is None:
-                self.totals.prefix_cache_hit_tokens += request.num_cached_tokens
-
-    def preempt(self, request: Request) -> None:
-        """Take a running request's blocks; it waits before its tenant's new requests and goes on later."""
-        request.num_lost_tokens = request.num_computed_tokens
-        request.num_preemptions += 1
-        request.moved_step = self.accounts.step
-        self.totals.preemptions += 1
-        self._rotation.suspend(request)
-        self._wait(request)
-        self._stop(request, is_preempted=True)
-        request.move_to(RequestStatus.QUEUED)
-        request.num_computed_tokens = request.num_in_flight_tokens = 0
-
-    def _stop(self, request: Request, *, is_preempted: bool = False) -> None:
-        """Take the seat and the blocks of a running request."""
-        self._decodes.remove(request)
-        self.admission.stop(request, is_preempted=is_preempted)
-        self.accounts.stop(account_of(request), request)
-        self.policy.settled(account_of(request))
 
     def apply(self, batch: ScheduledBatch, outputs: Sequence[StepOutput]) -> list[TokenEvent]:
         """Take over what a step computed: `outputs[i]` belongs to `batch.items[i]`. Returns the events to send."""
@@ -311,21 +238,6 @@ class Scheduler:
         """Take over what a step under way computed; `outputs[i]` belongs to row i, None for one that was not computed because
         its request lost its blocks: it will be computed again. Returns the events to send."""
         return self._outcomes.settle(in_flight, outputs)
-
-    def _end(self, request: Request, reason: FinishReason, token_ids: list[int] | None = None) -> TokenEvent:
-        account = request.account
-        if request in self._waiting:
-            del self._waiting[request]
-            self.accounts.quit(account_of(request), request)
-            self.policy.left(request)
-        elif not self._forks.leave(request):
-            self._stop(request)
-        if account is not None and reason in (FinishReason.STOP, FinishReason.LENGTH):
-            account.record_output(request.num_output_tokens)
-        request.finish(reason)
-        for fork in self._forks.take(request):
-            self._wait(fork)
-        return token_event(request, token_ids or [])
 
     @contextmanager
     def probe(self) -> Iterator[ScheduledRequest | None]:

@@ -1,0 +1,176 @@
+"""The life of requests: each move from one state to the next, with all that is booked along with it. Knows no torch.
+
+    add ─────────────► waiting ──start──► prefill ──start_decoding──► decode
+      └► parked ─release─┘ ▲                 │                          │
+                           └─────preempt─────┴──────────────────────────┤
+    wherever it is ──────────────────────end────────────────────────────┴──► finished
+
+The scheduler decides who moves, and `scheduling.outcomes` what a step has made of whom; neither books a move by itself. A fork
+is parked until the prompt that it shares is computed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+from engine.protocol import FinishReason, TokenEvent
+from engine.scheduling.accounts import Accounts
+from engine.scheduling.admission import Admission
+from engine.scheduling.decode_set import DecodeSet
+from engine.scheduling.limits import SchedulerTotals
+from engine.scheduling.policy import Policy
+from engine.scheduling.request import Request, RequestStatus, account_of
+from engine.scheduling.tenant_rotation import TenantRotation
+from engine.scheduling.token_events import token_event
+from engine.scheduling.waiting import Deadlines, ParkedForks
+
+
+class Lifecycle:
+    """Owns every live request. After each call the queue, accounts, seats, blocks and the policy agree about it."""
+
+    def __init__(
+        self,
+        accounts: Accounts,
+        admission: Admission,
+        policy: Policy,
+        decodes: DecodeSet,
+        rotation: TenantRotation,
+        totals: SchedulerTotals,
+        clock: Callable[[], float],
+    ) -> None:
+        self._accounts = accounts
+        self._admission = admission
+        self._policy = policy
+        self._decodes = decodes
+        self._rotation = rotation
+        self._totals = totals
+        self._clock = clock
+        self._deadlines = Deadlines()
+        self._forks = ParkedForks()
+        self._queued: dict[Request, None] = {}  # by arrival or preemption; the policy decides who goes first
+
+    @property
+    def num_waiting(self) -> int:
+        return len(self._queued) + len(self._forks)
+
+    @property
+    def has_queued(self) -> bool:
+        """Whether somebody waits for a seat, and not only for a prompt to share."""
+        return bool(self._queued)
+
+    def waiting(self) -> Iterator[Request]:
+        yield from self._queued
+        yield from self._forks
+
+    def add(self, request: Request) -> None:
+        """Queue a new request."""
+        assert request not in self._queued, f"request {request.request_id} is queued twice"
+        self._deadlines.add(request)
+        self._wait(request)
+
+    def add_fork(self, request: Request) -> None:
+        """Park a further answer of `request.forked_from`, or queue it where there is nothing to wait for."""
+        assert request.forked_from is not None, f"request {request.request_id} is no fork"
+        self._deadlines.add(request)
+        if not self._forks.park(request):
+            self._wait(request)
+
+    def release_forks(self, parent: Request) -> None:
+        """A prompt is computed: those that share it wait before others of their tenant."""
+        for fork in reversed(self._forks.take(parent)):
+            self._wait(fork, first=True)
+
+    def _wait(self, request: Request, *, first: bool = False) -> None:
+        account = self._accounts.find(request.tenant_id, request.priority, request.weight)
+        if request.weight != account.weight:
+            self._policy.reweigh(account, request.weight)
+        request.account = account
+        self._queued[request] = None
+        self._accounts.wait(account, request, first=first)
+        self._policy.waits(request)
+
+    def start(self, request: Request) -> None:
+        """Give a waiting request a seat and blocks; `Admission.can_start` has just said that it can."""
+        account = account_of(request)
+        del self._queued[request]
+        num_swapped_in = self._admission.start(request)
+        if num_swapped_in:
+            self.charge(request, num_swapped_in * self._accounts.costs.swap_in_block_ps)
+        self._accounts.start(account, request)
+        self._policy.left(request)
+        self._policy.started(request)
+        self._rotation.started(request)
+        request.move_to(RequestStatus.PREFILL)
+        request.moved_step = self._accounts.step
+        num_lost = request.num_lost_tokens - request.num_computed_tokens
+        if num_lost > 0:
+            self._totals.recomputed_tokens += num_lost
+            self._policy.recovers(request, num_lost)
+        if request.first_scheduled_s is None:
+            request.schedule_first(self._clock())
+            if request.forked_from is None:
+                self._totals.prefix_cache_hit_tokens += request.num_cached_tokens
+
+    def start_decoding(self, request: Request) -> None:
+        """All of its prompt is computed."""
+        account = account_of(request)
+        self._admission.computed(request)
+        request.move_to(RequestStatus.DECODE)
+        self._accounts.finish_prefill(account, request)
+        self._decodes.add(request)
+        self._policy.settled(account)
+        self._policy.charged(account)
+
+    def stop_decoding(self, request: Request) -> None:
+        """Its last token is under way: no further step is planned with it. It keeps its seat until that token is known."""
+        self._decodes.remove(request)
+
+    def preempt(self, request: Request) -> None:
+        """Take a running request's blocks; it waits before its tenant's new requests and goes on later."""
+        request.num_lost_tokens = request.num_computed_tokens
+        request.num_preemptions += 1
+        request.moved_step = self._accounts.step
+        self._totals.preemptions += 1
+        self._rotation.suspend(request)
+        self._wait(request)
+        self._stop(request, is_preempted=True)
+        request.move_to(RequestStatus.QUEUED)
+        request.num_computed_tokens = request.num_in_flight_tokens = 0
+
+    def _stop(self, request: Request, *, is_preempted: bool = False) -> None:
+        """Take the seat and the blocks of a running request."""
+        self._decodes.remove(request)
+        self._admission.stop(request, is_preempted=is_preempted)
+        self._accounts.stop(account_of(request), request)
+        self._policy.settled(account_of(request))
+
+    def end(self, request: Request, reason: FinishReason, token_ids: list[int] | None = None) -> TokenEvent:
+        """End a live request; its last event, with these tokens. Forks that wait for its prompt compute it themselves."""
+        account = request.account
+        if request in self._queued:
+            del self._queued[request]
+            self._accounts.quit(account_of(request), request)
+            self._policy.left(request)
+        elif not self._forks.leave(request):
+            self._stop(request)
+        if account is not None and reason in (FinishReason.STOP, FinishReason.LENGTH):
+            account.record_output(request.num_output_tokens)
+        request.finish(reason)
+        for fork in self._forks.take(request):
+            self._wait(fork)
+        return token_event(request, token_ids or [])
+
+    def fail(self, request: Request, error: str, param: str | None = None) -> TokenEvent:
+        """End a live request because its computation failed; `param` names the field that is to blame."""
+        event = self.end(request, FinishReason.ERROR)
+        event.error, event.error_param = error, param
+        return event
+
+    def expire(self) -> list[TokenEvent]:
+        """End the requests that were not scheduled before their `queue_deadline_s`."""
+        return [self.end(request, FinishReason.DEADLINE) for request in self._deadlines.expired(self._clock())]
+
+    def charge(self, request: Request, cost_ps: int) -> None:
+        """Let the tenant of a request pay for more than its decodes."""
+        self._accounts.charge(account_of(request), cost_ps)
+        self._policy.charged(account_of(request))
