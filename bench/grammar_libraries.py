@@ -39,7 +39,7 @@ class Library(Protocol):
 class Ours:
     def __init__(self, vocabulary: Vocabulary) -> None:
         self._trie = token_trie(vocabulary)
-        self._words = vocabulary.mask_words
+        self._words = -(-vocabulary.size // 32)
 
     def compile(self, schema: str) -> CompiledGrammar:
         spec = GrammarSpec("json", schema)
@@ -77,7 +77,7 @@ class Llguidance:
 
     def __init__(self, vocabulary: Vocabulary) -> None:
         self._trie = token_trie(vocabulary)
-        self._words = vocabulary.mask_words
+        self._words = -(-vocabulary.size // 32)
 
     def compile(self, schema: str) -> Any:
         from llguidance import LLMatcher

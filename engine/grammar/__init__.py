@@ -4,14 +4,14 @@
                    GrammarSpec(kind, text), hashable; .param names the field
                    GrammarError(param, message), an InvalidOption
     vocabulary.py  load_vocabulary(directory, vocab_size, eos_token_ids) -> Vocabulary
-                   Vocabulary(tokens, eos_token_ids, strips_first_space); .mask_words int32 words of a mask row
+                   Vocabulary(tokens, eos_token_ids, strips_first_space)
     compiler.py    GrammarCompiler(vocabulary, deadline_s=, workers=)
                    .submit(spec) -> Future[CompiledGrammar]            raises GrammarError through the future
                    .close()
     matcher.py     CompiledGrammar.start() -> GrammarState             one per answer, microseconds
                    GrammarState.fill_mask(row)                         row: [ceil(V / 32)] int32, 1 = allowed; releases the GIL
-                   GrammarState.accept(token_id), .rollback(num_tokens), .is_complete, .is_over
+                   GrammarState.accept(token_id), .is_complete
 
-End-of-sequence ids are allowed by the mask exactly while `is_complete`; when `is_over` nothing else is allowed. All of
-`fill_mask`, `accept` and `rollback` raise `GrammarError`, which ends that request alone.
+End-of-sequence ids are allowed by the mask exactly while `is_complete`. Both `fill_mask` and `accept` raise `GrammarError`,
+which ends that request alone.
 """

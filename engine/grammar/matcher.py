@@ -188,23 +188,10 @@ class GrammarState:
                 raise self._given_up(f"does not allow token {token_id} here")
         self._tokens.append(token_id)
 
-    def rollback(self, num_tokens: int) -> None:
-        """Take back the last `num_tokens` accepted tokens. Raises `GrammarError` when there are fewer."""
-        if not 0 <= num_tokens <= len(self._tokens):
-            raise self._error(f"cannot go back by {num_tokens} tokens")
-        del self._tokens[len(self._tokens) - num_tokens :]
-        if num_tokens and not self._matcher.rollback(num_tokens):
-            self._resume()
-
     @property
     def is_complete(self) -> bool:
         """The text so far satisfies the grammar: the request may end here."""
         return bool(self._matcher.is_accepting())
-
-    @property
-    def is_over(self) -> bool:
-        """Nothing but the end may follow, or the end was accepted."""
-        return bool(self._matcher.is_stopped())
 
     def _resume(self) -> None:
         """Come to the same place in a fresh table: another request may have ruined the one that was shared."""

@@ -37,11 +37,6 @@ class Vocabulary:
     def size(self) -> int:
         return len(self.tokens)
 
-    @property
-    def mask_words(self) -> int:
-        """int32 words of one packed mask."""
-        return (self.size + 31) // 32
-
 
 def load_vocabulary(directory: Path, vocab_size: int, eos_token_ids: Iterable[int]) -> Vocabulary:
     """Read tokenizer.json of a model directory. `vocab_size` is the model's, which may exceed the tokenizer's.

@@ -53,7 +53,6 @@ class Account:
     prefilling: dict[Request, None] = field(default_factory=dict)  # by age; part of `running`
     waiting: Line = field(default_factory=Line)
     round: int | None = None  # of the backlog this account stands in; None when it is not backlogged
-    num_joins: int = 0  # times that it became backlogged
     head: Request | None = None  # of `waiting`, as of the last change
     head_round: int = 0  # the round in which `head` became it
     is_held: bool = False

@@ -27,12 +27,6 @@ class Backlog:
         self._aside: dict[Account, None] = {}  # backlogged, but without work for the step being planned
         self._lowest_aside: float = math.inf  # round
 
-    def __contains__(self, account: Account) -> bool:
-        return account.round is not None
-
-    def __bool__(self) -> bool:
-        return bool(self._buckets or self._aside)
-
     def __iter__(self) -> Iterator[Account]:
         for bucket in (*self._buckets.values(), self._aside):
             yield from bucket
@@ -47,7 +41,6 @@ class Backlog:
         """An account becomes backlogged: its deficit starts within [-cap · weight, quantum · weight]."""
         if account.round is not None:
             return
-        account.num_joins += 1
         lead, weight = self.lead_at(account, step), account.weight
         account.offset_ps += min(max(lead, -self.quantum_ps * weight), self.cap_ps * weight) - lead
         self._put(account, self._true_round(account, step))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import json
 import random
 import re
@@ -12,7 +11,7 @@ import jsonschema
 import pytest
 
 from engine.grammar.matcher import CompiledGrammar
-from tests.support.grammars import BYTES, EOS, compiled
+from tests.support.grammars import BYTES, EOS, compiled, empty_mask
 
 TOKENS_MAX = 700
 PATIENCE_TOKENS = 60
@@ -21,7 +20,7 @@ CLOSING = {byte + 1 for byte in b'"}]019'}
 
 def draw(grammar: CompiledGrammar, numbers: random.Random) -> str | None:
     """A text of tokens drawn uniformly from those allowed, leaning towards its end after a while; None when it does not end."""
-    state, row, written = grammar.start(), (ctypes.c_uint32 * BYTES.mask_words)(), bytearray()
+    state, row, written = grammar.start(), empty_mask(), bytearray()
     for step in range(TOKENS_MAX):
         state.fill_mask(row)
         allowed = [32 * place + bit for place, word in enumerate(row) if word for bit in range(32) if word >> bit & 1]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import functools
 import json
 from typing import Any
@@ -13,6 +14,11 @@ from engine.grammar.vocabulary import Vocabulary
 
 EOS = 0
 BYTES = Vocabulary((b"", *(bytes([byte]) for byte in range(256))), (EOS,))
+
+
+def empty_mask(vocabulary: Vocabulary = BYTES) -> ctypes.Array[ctypes.c_int32]:
+    """A mask to be filled: 32 bits for each 32 tokens."""
+    return (ctypes.c_int32 * -(-vocabulary.size // 32))()
 
 
 @functools.cache

@@ -17,6 +17,7 @@ from itertools import islice
 
 from engine.protocol import FinishReason, Priority, SamplingParams, TokenEvent
 from engine.scheduling.accounts import Account
+from engine.scheduling.backlog import Backlog
 from engine.scheduling.block_pool import BlockPool
 from engine.scheduling.costs import TokenCosts
 from engine.scheduling.drafting import NO_DRAFT, Draft
@@ -229,8 +230,20 @@ class SchedulerLife:
         self.ended: dict[Request, TokenEvent] = {}
         self.delivered: dict[Request, int] = {}
         self.num_delivered_guesses = 0
-        self.joins: dict[Account, int] = {}
+        self.joined: set[Account] = set()  # those whose backlog began since the last look
+        for backlog in self.policy.backlogs.values():
+            self._note_joins(backlog)
         self.num_prompts = 0
+
+    def _note_joins(self, backlog: Backlog) -> None:
+        join = backlog.join
+
+        def noted(account: Account, step: int) -> None:
+            if account.round is None:
+                self.joined.add(account)
+            join(account, step)
+
+        backlog.join = noted  # type: ignore[method-assign]
 
     def add(
         self, tenant: int, token_ids: list[int], max_total_tokens: int, *, priority: Priority = Priority.STANDARD,
@@ -357,10 +370,9 @@ class SchedulerLife:
         for account in backlogged:
             lead = policy.backlogs[account.priority].lead_at(account, step)
             assert -lead <= policy.settings.quantum_ps * account.weight, "a deficit above the quantum"
-        joined = {account for account in backlogged if self.joins.get(account) != account.num_joins}
-        self.joins = {account: account.num_joins for account in backlogged}
         self.meter.recovery_ps = policy.recovery_max_ps
-        self.meter.observe(backlogged, joined)
+        self.meter.observe(backlogged, self.joined)
+        self.joined = set()
 
     def check_work_is_conserved(self, batch: ScheduledBatch) -> None:
         """No seat is idle while somebody could start, but for those ahead of others and behind one that is not passed."""
