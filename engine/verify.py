@@ -27,7 +27,7 @@ from engine.config.model import load_model_config  # noqa: E402
 from engine.errors import EngineConfigError, ModelError, NotAModelDirectory  # noqa: E402
 from engine.formats import check_quantization  # noqa: E402
 from engine.models.decoder import Decoder  # noqa: E402
-from engine.offline.perplexity import Comparison, Formats, compare  # noqa: E402
+from engine.offline.perplexity import Comparison, FormatOptions, compare  # noqa: E402
 from engine.options import HEAD_QUANTIZATIONS, KV_CACHE_DTYPES, QUANTIZATIONS, EngineOptions  # noqa: E402
 from engine.quantization.scheme import UNQUANTISED, weight_scheme  # noqa: E402
 from engine.text.chat_template import ChatTemplate, ChatTemplateError, NoChatTemplate  # noqa: E402
@@ -101,13 +101,13 @@ def _print(values: dict[str, Any]) -> None:
     sys.stdout.flush()
 
 
-def _check_options(directory: Path, formats: Formats) -> None:
+def _check_options(directory: Path, formats: FormatOptions) -> None:
     """Raises `EngineConfigError`, naming the option, for formats that do not exist or contradict the checkpoint."""
     check_quantization(load_model_config(directory), formats.quantization, formats.head_quantization)
     EngineOptions(model=directory, **asdict(formats))
 
 
-def _perplexities(directory: Path, formats: Formats, unquantised: Path | None, *, stored: str) -> dict[str, Any]:
+def _perplexities(directory: Path, formats: FormatOptions, unquantised: Path | None, *, stored: str) -> dict[str, Any]:
     """Facts of the model with its weights loaded, twice where there is something to compare with. `stored` is the format of
     the checkpoint."""
     found = compare(directory, formats, is_plain=stored == UNQUANTISED, unquantised=unquantised)
@@ -126,7 +126,7 @@ def _perplexities(directory: Path, formats: Formats, unquantised: Path | None, *
 
 
 def _as_stored(quantization: str) -> dict[str, str | None]:
-    return {**asdict(Formats()), "quantization": quantization}
+    return {**asdict(FormatOptions()), "quantization": quantization}
 
 
 def _warning(found: Comparison) -> str | None:
@@ -154,7 +154,7 @@ def _options(arguments: list[str]) -> argparse.Namespace:
 def main(arguments: list[str]) -> int:
     """Verify one directory and return the exit status."""
     options = _options(arguments)
-    formats = Formats(
+    formats = FormatOptions(
         quantization=options.quantization,
         kv_cache_dtype=options.kv_cache_dtype,
         head_quantization=options.head_quantization,
@@ -162,7 +162,7 @@ def main(arguments: list[str]) -> int:
     try:
         _check_options(options.path, formats)
         facts = verify_model(options.path, progress=_Report())
-        if options.perplexity or options.unquantized or formats != Formats():
+        if options.perplexity or options.unquantized or formats != FormatOptions():
             facts |= _perplexities(options.path, formats, options.unquantized, stored=facts["quantization"])
     except EngineConfigError as error:
         is_usage = error.option in OPTIONS

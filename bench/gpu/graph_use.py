@@ -10,7 +10,7 @@ from unittest import mock
 from bench.gpu.rows import Row
 from engine.runner.cuda_graphs import CudaGraphs
 from engine.runner.ready_steps import ReadySteps
-from engine.sampling.columns import Kind, Wants
+from engine.sampling.columns import Kind, SamplingNeeds
 
 
 @dataclass(slots=True)
@@ -44,10 +44,10 @@ def graph_use() -> Iterator[GraphUse]:
     use = GraphUse()
     choose_graph, make_ready = ReadySteps.choose_graph, CudaGraphs.make_ready
 
-    def chosen(steps: ReadySteps, num_rows: int, wants: Wants, *, has_guesses: bool = False) -> tuple[int, Kind | None]:
-        size, kind = choose_graph(steps, num_rows, wants, has_guesses=has_guesses)
+    def chosen(steps: ReadySteps, num_rows: int, needs: SamplingNeeds, *, has_guesses: bool = False) -> tuple[int, Kind | None]:
+        size, kind = choose_graph(steps, num_rows, needs, has_guesses=has_guesses)
         use.steps += 1
-        use.without_choice += kind is None and not wants.masked
+        use.without_choice += kind is None and not needs.masked
         return size, kind
 
     def captured(graphs: CudaGraphs, key: Hashable, function: Callable[[], None]) -> None:

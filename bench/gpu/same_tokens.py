@@ -30,7 +30,7 @@ from bench.gpu.targets import SAME_TOKENS
 from engine.layers.batch_inputs import BatchInputs
 from engine.loop import Engine
 from engine.protocol import GenerationRequest, SamplingParams
-from engine.runner.batch_inputs import InputRow
+from engine.runner.input_rows import InputRow
 from engine.runner.model_runner import ModelRunner
 from engine.runner.paged_decoder import PagedDecoder
 from engine.sampling.logits_filters import is_greedy, scale_of

@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 from engine.formats import Formats
 from engine.memory.needs import GIB, Load, MemoryNeeds, MemoryShape
-from engine.memory.remedies import Held, changes_in_order
+from engine.memory.remedies import MemoryChoices, changes_in_order
 from engine.protocol import MemoryPart
 
 REMEDIES_MAX = 6
@@ -94,11 +94,11 @@ class MemoryFit:
         if self.fits:
             return []
         found = [Remedy("a shorter context", self.context_len)] if self.context_len else []
-        for words, held in changes_in_order(self._held):
+        for words, choices in changes_in_order(self._choices):
             best = max((remedy.context_len for remedy in found), default=0)
             if best == self.wanted_len and len(words) > 1:
                 continue
-            length = self._with(held).context_len
+            length = self._with(choices).context_len
             if length == self.wanted_len or length > best * GAIN_MIN:
                 found.append(Remedy((" with " if len(words) == 2 else ", ").join(words), length))
         while len(found) > REMEDIES_MAX:
@@ -107,11 +107,11 @@ class MemoryFit:
         return found
 
     @property
-    def _held(self) -> Held:
-        return Held(self.formats, self.load, self.has_fp8, self.usable_bytes, self.memory_bytes)
+    def _choices(self) -> MemoryChoices:
+        return MemoryChoices(self.formats, self.load, self.has_fp8, self.usable_bytes, self.memory_bytes)
 
-    def _with(self, held: Held) -> MemoryFit:
-        return replace(self, formats=held.formats, load=held.load, usable_bytes=held.usable_bytes)
+    def _with(self, choices: MemoryChoices) -> MemoryFit:
+        return replace(self, formats=choices.formats, load=choices.load, usable_bytes=choices.usable_bytes)
 
     @property
     def share(self) -> float | None:
@@ -144,7 +144,7 @@ class MemoryFit:
 
     def _smallest(self) -> str:
         """What is needed after all changes, with room for one block."""
-        tried = [self, *(self._with(held) for _, held in changes_in_order(self._held))]
+        tried = [self, *(self._with(choices) for _, choices in changes_in_order(self._choices))]
         least = min(fit.needs.fixed_bytes + fit.needs.block_bytes for fit in tried)
         return f"no change here makes it fit: after all of them it needs {gib(least)} without a context to speak of"
 

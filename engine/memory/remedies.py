@@ -22,7 +22,7 @@ LARGER_SHARE = 0.95
 """Of a card's memory: the rest is for what nobody foretold."""
 
 
-class Held(NamedTuple):
+class MemoryChoices(NamedTuple):
     """What changes are made to: how numbers are kept, what is held at a time, whether the device computes with fp8, and what
     may be used of how much memory it has, None where it is no card."""
 
@@ -37,72 +37,74 @@ class Changed(NamedTuple):
     """What was done, in words, and what came of it."""
 
     words: str
-    held: Held
+    choices: MemoryChoices
 
 
-Change = Callable[[Held], Changed | None]
+Change = Callable[[MemoryChoices], Changed | None]
 """None where there is nothing to change."""
 
 
-def larger_share(held: Held) -> Changed | None:
-    usable_bytes = int((held.memory_bytes or 0) * LARGER_SHARE)
-    if usable_bytes <= held.usable_bytes:
+def larger_share(choices: MemoryChoices) -> Changed | None:
+    usable_bytes = int((choices.memory_bytes or 0) * LARGER_SHARE)
+    if usable_bytes <= choices.usable_bytes:
         return None
     words = f"a larger share of the card (gpu_memory_utilization={LARGER_SHARE:g})"
-    return Changed(words, held._replace(usable_bytes=usable_bytes))
+    return Changed(words, choices._replace(usable_bytes=usable_bytes))
 
 
-def fewer_at_a_time(held: Held) -> Changed | None:
-    load = held.load
+def fewer_at_a_time(choices: MemoryChoices) -> Changed | None:
+    load = choices.load
     few = replace(load, num_seqs=min(load.num_seqs, FEW_SEATS), num_tokens=min(load.num_tokens, FEW_TOKENS))
     options = [
         *([f"max_num_seqs={few.num_seqs}"] if few.num_seqs < load.num_seqs else []),
         *([f"max_num_batched_tokens={few.num_tokens}"] if few.num_tokens < load.num_tokens else []),
     ]
-    return Changed(f"fewer at a time ({', '.join(options)})", held._replace(load=few)) if options else None
+    return Changed(f"fewer at a time ({', '.join(options)})", choices._replace(load=few)) if options else None
 
 
-def no_captured_steps(held: Held) -> Changed | None:
-    if not held.load.has_slots:
+def no_captured_steps(choices: MemoryChoices) -> Changed | None:
+    if not choices.load.has_slots:
         return None
-    return Changed("no captured steps (enforce_eager)", held._replace(load=replace(held.load, has_slots=False)))
+    return Changed("no captured steps (enforce_eager)", choices._replace(load=replace(choices.load, has_slots=False)))
 
 
-def numbers_16(held: Held) -> Changed | None:
-    if not held.load.on_gpu or held.formats.element_bytes <= 2:
+def numbers_16(choices: MemoryChoices) -> Changed | None:
+    if not choices.load.on_gpu or choices.formats.element_bytes <= 2:
         return None
-    return Changed("numbers in 16 bits (dtype=bfloat16)", held._replace(formats=_in_16_bits(held.formats)))
+    return Changed("numbers in 16 bits (dtype=bfloat16)", choices._replace(formats=_in_16_bits(choices.formats)))
 
 
-def head_8(held: Held) -> Changed | None:
-    weights = held.formats.weights
+def head_8(choices: MemoryChoices) -> Changed | None:
+    weights = choices.formats.weights
     if weights.bits > 8 or weights.head_bits:
         return None
-    formats = replace(held.formats, weights=weights._replace(head_bits=8))
-    return Changed("the output head in 8 bits (head_quantization=int8)", held._replace(formats=formats))
+    formats = replace(choices.formats, weights=weights._replace(head_bits=8))
+    return Changed("the output head in 8 bits (head_quantization=int8)", choices._replace(formats=formats))
 
 
-def kv_8(held: Held) -> Changed | None:
-    if not held.has_fp8 or held.formats.kv_element_bytes == 1:
+def kv_8(choices: MemoryChoices) -> Changed | None:
+    if not choices.has_fp8 or choices.formats.kv_element_bytes == 1:
         return None
-    formats = replace(held.formats, kv_element_bytes=1)
-    return Changed("keys and values in 8 bits (kv_cache_dtype=fp8)", held._replace(formats=formats))
+    formats = replace(choices.formats, kv_element_bytes=1)
+    return Changed("keys and values in 8 bits (kv_cache_dtype=fp8)", choices._replace(formats=formats))
 
 
-def weights_8(held: Held) -> Changed | None:
-    if held.formats.weights.bits <= 8:
+def weights_8(choices: MemoryChoices) -> Changed | None:
+    if choices.formats.weights.bits <= 8:
         return None
-    formats = replace(held.formats, weights=EIGHT_BITS)
-    named = "int8 or fp8" if held.has_fp8 else "int8"
-    return Changed(f"weights in 8 bits (quantization={named})", held._replace(formats=formats))
+    formats = replace(choices.formats, weights=EIGHT_BITS)
+    named = "int8 or fp8" if choices.has_fp8 else "int8"
+    return Changed(f"weights in 8 bits (quantization={named})", choices._replace(formats=formats))
 
 
-def weights_4(held: Held) -> Changed | None:
+def weights_4(choices: MemoryChoices) -> Changed | None:
     """A GPU has kernels for 4 bits where it computes in 16."""
-    if held.formats.weights.bits <= 4:
+    if choices.formats.weights.bits <= 4:
         return None
-    formats = _in_16_bits(held.formats) if held.load.on_gpu else held.formats
-    return Changed("weights in 4 bits (an AWQ or GPTQ checkpoint)", held._replace(formats=replace(formats, weights=FOUR_BITS)))
+    formats = _in_16_bits(choices.formats) if choices.load.on_gpu else choices.formats
+    return Changed(
+        "weights in 4 bits (an AWQ or GPTQ checkpoint)", choices._replace(formats=replace(formats, weights=FOUR_BITS))
+    )
 
 
 IN_ORDER: tuple[tuple[Change, ...], ...] = (
@@ -125,20 +127,20 @@ EVERYTHING: tuple[tuple[Change, ...], ...] = (
 )
 
 
-def changes_in_order(held: Held) -> list[tuple[list[str], Held]]:
+def changes_in_order(choices: MemoryChoices) -> list[tuple[list[str], MemoryChoices]]:
     """What can be changed, alone or two at a time; at the end all at once, without what is done already."""
-    found = [made for changes in IN_ORDER if len((made := _make(changes, held))[0]) == len(changes)]
-    return found + [made for changes in EVERYTHING if len((made := _make(changes, held))[0]) > 1]
+    found = [made for changes in IN_ORDER if len((made := _make(changes, choices))[0]) == len(changes)]
+    return found + [made for changes in EVERYTHING if len((made := _make(changes, choices))[0]) > 1]
 
 
-def _make(changes: Sequence[Change], held: Held) -> tuple[list[str], Held]:
+def _make(changes: Sequence[Change], choices: MemoryChoices) -> tuple[list[str], MemoryChoices]:
     words = []
     for change in changes:
-        changed = change(held)
+        changed = change(choices)
         if changed is not None:
             words.append(changed.words)
-            held = changed.held
-    return words, held
+            choices = changed.choices
+    return words, choices
 
 
 def _in_16_bits(formats: Formats) -> Formats:

@@ -36,7 +36,7 @@ class JoinedLayers:
 
     def __init__(
         self,
-        sequence: ops.RecordedOperations,
+        record: ops.RecordedOperations,
         through: Through,
         hidden_size: int,
         inputs: BatchInputs,
@@ -44,11 +44,11 @@ class JoinedLayers:
     ) -> None:
         """Raises `NotRecordable`."""
         self.kv_caches = kv_caches
-        self._sequence = sequence
-        self._residual = torch.empty(sequence.max_rows, hidden_size)
-        self._inputs = _room(inputs, sequence.max_rows, len(kv_caches[0]))
-        with sequence.recording():
-            self._hidden = through(self._residual, self._inputs, kv_caches, sequence.next_layer)
+        self._record = record
+        self._residual = torch.empty(record.max_rows, hidden_size)
+        self._inputs = _room(inputs, record.max_rows, len(kv_caches[0]))
+        with record.recording():
+            self._hidden = through(self._residual, self._inputs, kv_caches, record.next_layer)
 
     def __call__(self, residual: torch.Tensor, inputs: BatchInputs) -> torch.Tensor:
         """residual: [T, hidden], as it was embedded → [T, hidden], good until the next call"""
@@ -62,7 +62,7 @@ class JoinedLayers:
             assert isinstance(plan, ops.PagedPlan)
             kept_plan.context_lens[:num_rows] = plan.context_lens
             kept_plan.block_tables[:num_rows, : plan.block_tables.shape[1]] = plan.block_tables
-        self._sequence.run(num_rows)
+        self._record.run(num_rows)
         return self._hidden[:num_rows]
 
 

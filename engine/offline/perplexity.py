@@ -23,7 +23,7 @@ WINDOW_TOKENS = 512
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Formats:
+class FormatOptions:
     """How a model is to be held: the options of `EngineOptions` by these names."""
 
     quantization: str | None = None
@@ -50,22 +50,22 @@ class Comparison:
         return None if self.as_stored is None else self.perplexity / self.as_stored
 
 
-def compare(directory: Path, formats: Formats, *, is_plain: bool, unquantised: Path | None = None) -> Comparison:
+def compare(directory: Path, formats: FormatOptions, *, is_plain: bool, unquantised: Path | None = None) -> Comparison:
     """The perplexity of a model in `formats`, and that of `unquantised`, or of the same model where it `is_plain`; else that of
     the same checkpoint as it is stored, where head or cache are to be other ones.
 
     Raises `EngineConfigError` when the two read the text as different tokens, and what building an engine raises.
     """
     tokens = text_tokens(directory)
-    reference = directory if is_plain and unquantised is None and formats != Formats() else unquantised
+    reference = directory if is_plain and unquantised is None and formats != FormatOptions() else unquantised
     if reference is not None and text_tokens(reference) != tokens:
         raise EngineConfigError("unquantized", f"({reference}) has another tokenizer: the perplexities cannot be compared")
     size = min(window_tokens(each) for each in (directory, reference) if each is not None)
     num_scored = sum(len(window) - 1 for window in windows_of(tokens, size))
     found = perplexity(directory, tokens, formats, size)
-    beside = None if reference is None else perplexity(reference, tokens, Formats(), size)
-    differs = not is_plain and replace(formats, quantization=None) != Formats()
-    return Comparison(found, beside, num_scored, perplexity(directory, tokens, Formats(), size) if differs else None)
+    beside = None if reference is None else perplexity(reference, tokens, FormatOptions(), size)
+    differs = not is_plain and replace(formats, quantization=None) != FormatOptions()
+    return Comparison(found, beside, num_scored, perplexity(directory, tokens, FormatOptions(), size) if differs else None)
 
 
 def text_tokens(directory: Path) -> list[int]:
@@ -84,7 +84,7 @@ def windows_of(tokens: Sequence[int], size: int) -> list[list[int]]:
     return [window for window in windows if len(window) > 1]
 
 
-def perplexity(directory: Path, tokens: Sequence[int], formats: Formats, size: int) -> float:
+def perplexity(directory: Path, tokens: Sequence[int], formats: FormatOptions, size: int) -> float:
     """Over windows of `size` tokens, each read from its own beginning."""
     with LLM(
         directory,

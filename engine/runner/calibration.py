@@ -22,7 +22,7 @@ import torch
 
 from engine.config.model import ModelConfig
 from engine.memory.kv_plan import MemoryPlan
-from engine.runner.batch_inputs import InputRow
+from engine.runner.input_rows import InputRow
 from engine.runner.paged_decoder import PagedDecoder
 from engine.scheduling.step_time import DeviceSpeed, Efficiency, ModelShape, StepTimeModel
 from engine.speculation.prompt_lookup import SpeculationCosts

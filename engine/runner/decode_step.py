@@ -61,9 +61,9 @@ class DecodeStep:
         self._state = state
         self._sampler = sampler
         self._draft = draft
-        sequence = decoder.sequence if is_recorded else None
-        self._recorded = RecordedSteps(sequence, partial(self._run, has_guesses=False), max_rows)
-        self._recorded_guesses = RecordedSteps(sequence, partial(self._run, has_guesses=True), max_rows)
+        recorder = decoder.recorder if is_recorded else None
+        self._recorded = RecordedSteps(recorder, partial(self._run, has_guesses=False), max_rows)
+        self._recorded_guesses = RecordedSteps(recorder, partial(self._run, has_guesses=True), max_rows)
         self._workspaces = decoder.keep_workspaces(max_rows, max_blocks)
 
     def __call__(self, size: int, kind: Kind | None, *, has_guesses: bool = False) -> None:

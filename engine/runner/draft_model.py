@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from engine.runner.batch_inputs import InputRow
+from engine.runner.input_rows import InputRow
 from engine.runner.paged_decoder import PagedDecoder
 from engine.sampling.logits_rules import SampledRow
 from engine.sampling.randomness import key, signed

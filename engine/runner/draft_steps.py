@@ -16,7 +16,7 @@ import torch
 from engine.runner.ready_steps import ReadySteps
 from engine.runner.staging import Staging
 from engine.runner.step_inputs import StepInputs
-from engine.sampling.columns import ColumnSampler, Wants
+from engine.sampling.columns import ColumnSampler, SamplingNeeds
 from engine.speculation.options import SPECULATIVE_TOKENS_MAX
 
 
@@ -47,9 +47,9 @@ class DraftSteps:
 
     def _step(self, slots: Sequence[int]) -> None:
         """One more token in each of these slots. Of a guess nobody asks for scores, and what a mask forbids is not accepted."""
-        wants = Wants(self._sampler.wants(slots).kind._replace(num_top=0), [], [])
-        size, kind = self.steps.choose_graph(len(slots), wants)
+        needs = SamplingNeeds(self._sampler.needs(slots).kind._replace(num_top=0), [], [])
+        size, kind = self.steps.choose_graph(len(slots), needs)
         self._inputs.write_rows(slots, size)
         self.steps.run(size, kind)
         if kind is None:
-            self.steps.step.choose(size, wants.kind)
+            self.steps.step.choose(size, needs.kind)

@@ -14,8 +14,8 @@ from engine.layers.rotary import RotaryTable
 from engine.memory.kv_plan import MemoryPlan
 from engine.models.decoder import Decoder
 from engine.models.joined_layers import are_recordable
-from engine.runner.batch_inputs import InputRow, make_batch_inputs
 from engine.runner.embedder import TextModel
+from engine.runner.input_rows import InputRow, make_batch_inputs
 from engine.runner.kv_cache import allocate_kv_cache
 from kernels.ops import (
     AnyPlanner,
@@ -100,14 +100,14 @@ class PagedDecoder:
         )
 
     @property
-    def sequence(self) -> Callable[[int], RecordedOperations] | None:
-        """Makes room for operations that are recorded, None where the way to attend is not among them. All take the same
-        memory: of two records one is over when the other runs."""
+    def recorder(self) -> Callable[[int], RecordedOperations] | None:
+        """Begins a record of up to so many rows of a step, None where the way to attend cannot be in one. All records take the
+        same memory: of two one is over when the other runs."""
         shapes, kv_dtype = self.attention_shapes, self.kv_caches[0].dtype
         can_record = are_recordable(shapes, dtype=self.dtype, kv_dtype=kv_dtype, device=self._device)
-        return self._beside if can_record else None
+        return self._new_record if can_record else None
 
-    def _beside(self, max_rows: int) -> RecordedOperations:
+    def _new_record(self, max_rows: int) -> RecordedOperations:
         make = operations(self._device, self.dtype).sequence
         assert make is not None, "operations of this device are not recorded"
         recorded = make(max_rows) if self._recorded is None else self._recorded.sharing_buffers(max_rows)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from engine.runner.cuda_graphs import Calls
 from engine.runner.decode_step import DecodeStep
 from engine.runner.step_inputs import StepInputs
-from engine.sampling.columns import Kind, Wants
+from engine.sampling.columns import Kind, SamplingNeeds
 from engine.step_sizes import guesses_size, logits_size, step_size
 
 NO_ROWS: list[int] = []
@@ -33,12 +33,12 @@ class ReadySteps:
         max_rows = self._inputs.max_rows
         return sorted({guesses_size(num_rows, max_rows) for num_rows in range(2, max_rows + 1)})
 
-    def choose_graph(self, num_rows: int, wants: Wants, *, has_guesses: bool = False) -> tuple[int, Kind | None]:
+    def choose_graph(self, num_rows: int, needs: SamplingNeeds, *, has_guesses: bool = False) -> tuple[int, Kind | None]:
         """The graph of a step: the size that the step is rounded up to, and its kind, None if it is computed as far as its
         logits, which all kinds of a size have in common. The inputs are written after this call."""
-        kind: Kind | None = wants.kind
+        kind: Kind | None = needs.kind
         size = self._size(num_rows, kind, has_guesses=has_guesses)
-        if wants.masked or not self._calls.admits(self._key(size, kind, has_guesses=has_guesses)):
+        if needs.masked or not self._calls.admits(self._key(size, kind, has_guesses=has_guesses)):
             kind = None
         return self.make_ready(num_rows, kind, has_guesses=has_guesses), kind
 

@@ -33,19 +33,19 @@ class Record(NamedTuple):
 class RecordedSteps:
     """Steps of up to `max_rows` rows that were recorded, or that cannot be."""
 
-    def __init__(self, sequence: Callable[[int], ops.RecordedOperations] | None, compute: Compute, max_rows: int) -> None:
-        """`sequence` makes room for operations, None where no step can be recorded."""
-        self._sequence = sequence
+    def __init__(self, recorder: Callable[[int], ops.RecordedOperations] | None, compute: Compute, max_rows: int) -> None:
+        """`recorder` begins a record of so many rows, None where no step can be recorded."""
+        self._recorder = recorder
         self._compute = compute
         self._max_rows = min(max_rows, MAX_ROWS)
         self._records: dict[Kind | None, Record | None] = {}
 
     def make_ready(self, kind: Kind | None) -> Record | None:
         """The record of steps of this kind, None if they have none."""
-        if self._sequence is None:
+        if self._recorder is None:
             return None
         if kind not in self._records:
-            operations = self._sequence(self._max_rows)
+            operations = self._recorder(self._max_rows)
             try:
                 with operations.recording():
                     logits = self._compute(self._max_rows, kind, operations.next_layer)

@@ -12,20 +12,20 @@ import torch
 from engine.grammar.masks import StepMasks
 from engine.grammar.spec import GrammarError
 from engine.runner.staging import Staging
-from engine.sampling.columns import Wants
+from engine.sampling.columns import SamplingNeeds
 from engine.sampling.host_masks import HostMasks
 from engine.sampling.logits_rules import SampledRow
 from engine.sampling.typical_masks import TypicalMasks, is_typical
 from engine.scheduling.scheduled_batch import ScheduledRequest
 from kernels import ops
 
-Begun = Callable[[], StepMasks]
+MasksUnderWay = Callable[[], StepMasks]
 """Masks that are being filled."""
 
 
-def masked_rows(items: Sequence[ScheduledRequest], wants: Wants) -> list[SampledRow]:
+def masked_rows(items: Sequence[ScheduledRequest], needs: SamplingNeeds) -> list[SampledRow]:
     """The rows that wait for masks, as the step was planned: its items move on."""
-    return [SampledRow(items[row].request, items[row].start + items[row].num_tokens) for row in wants.masked]
+    return [SampledRow(items[row].request, items[row].start + items[row].num_tokens) for row in needs.masked]
 
 
 def wait_for_logits(rows: Sequence[SampledRow]) -> bool:
@@ -44,12 +44,12 @@ class RowMasks:
         self._staging = Staging(device)
         self._device = device
 
-    def begin(self, rows: Sequence[SampledRow]) -> Begun | None:
+    def begin(self, rows: Sequence[SampledRow]) -> MasksUnderWay | None:
         """What the host forbids, filled while the step is computed, where that can begin when it is launched."""
         return self._host.begin(rows) if rows and self._begins_early else None
 
     def fill(
-        self, logits: torch.Tensor, masked: Sequence[int], rows: Sequence[SampledRow], begun: Begun | None
+        self, logits: torch.Tensor, masked: Sequence[int], rows: Sequence[SampledRow], begun: MasksUnderWay | None
     ) -> tuple[torch.Tensor, dict[int, GrammarError]]:
         """Masks of all rows of `logits`, [R, V]: those of `rows` stand at `masked`. And why there are none.
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from engine.runner.batch_inputs import InputRow, forward_order
+from engine.runner.input_rows import InputRow, forward_order
 from engine.sampling.logits_rules import SampledRow
 from engine.scheduling.scheduled_batch import ScheduledRequest
 

@@ -23,29 +23,29 @@ from functools import partial
 import torch
 
 from engine.protocol import PlainReason
-from engine.runner.batch_inputs import InputRow
 from engine.runner.cuda_graphs import Calls
 from engine.runner.decode_step import DecodeStep
 from engine.runner.draft_steps import DraftSteps
 from engine.runner.embedder import TextModel
+from engine.runner.input_rows import InputRow
 from engine.runner.launched_step import Choosing, LaunchedStep
 from engine.runner.model_runner import ModelRunner
 from engine.runner.paged_decoder import PagedDecoder
 from engine.runner.ready_steps import NO_INPUTS, NO_ROWS, ReadySteps
-from engine.runner.row_masks import Begun, RowMasks, masked_rows, wait_for_logits
+from engine.runner.row_masks import MasksUnderWay, RowMasks, masked_rows, wait_for_logits
 from engine.runner.rows import FIRST, UNKNOWN, SampledRows, guess_places, input_row, scored_positions, unknown_places
 from engine.runner.slots import NOTHING, SlotState, SlotTable
 from engine.runner.staging import Fetch, FetchedAtOnce, Staging, TokenReturn
 from engine.runner.step_inputs import StepInputs
 from engine.runner.warm_up import compiles_at_first_use, compiling
 from engine.sampling import scores
-from engine.sampling.columns import ColumnSampler, Kind, Wants
+from engine.sampling.columns import ColumnSampler, Kind, SamplingNeeds
 from engine.sampling.host_masks import HostMasks
 from engine.sampling.logits_rules import SampledRow
 from engine.sampling_params import TOP_LOGPROBS_MAX
 from engine.scheduling.scheduled_batch import BlockMoves, ScheduledRequest, StepOutput
 
-Known = tuple[torch.Tensor, torch.Tensor]
+PlacedTokens = tuple[torch.Tensor, torch.Tensor]
 """Places among the tokens of a pass, and the tokens that stand there: [N] int64 each."""
 
 KINDS = (Kind(), Kind(greedy=True), Kind(weighs=True), Kind(counts=True), Kind(num_top=1))
@@ -108,8 +108,8 @@ class SlotRunner:
         self._steps = make_ready("decode", self._step)
         self._staging = Staging(device)
         self._return = TokenReturn(max_rows, scores.width(TOP_LOGPROBS_MAX), device=device)
-        self._wanting: list[int] = []  # the slots that want this:
-        self._wants = Wants(Kind(), [], [])
+        self._needs_of: list[int] = []  # the slots that need this:
+        self._needs = SamplingNeeds(Kind(), [], [])
         self._decodes: Sequence[ScheduledRequest] = []  # of the last step of one token each: mostly those of the next one
 
     @property
@@ -249,11 +249,11 @@ class SlotRunner:
 
     def _launch_decodes(self, items: Sequence[ScheduledRequest]) -> LaunchedStep:
         slots = self._slots.update(items)
-        if slots is not self._wanting:
-            self._wanting, self._wants = slots, self._sampler.wants(slots)
-        size, kind = self._steps.choose_graph(len(slots), self._wants)
+        if slots is not self._needs_of:
+            self._needs_of, self._needs = slots, self._sampler.needs(slots)
+        size, kind = self._steps.choose_graph(len(slots), self._needs)
         self._inputs.write_rows(slots, size)
-        return self._run_step(items, size, kind, self._wants, LaunchedStep(len(items), len(items)))
+        return self._run_step(items, size, kind, self._needs, LaunchedStep(len(items), len(items)))
 
     def _launch_guesses(self, items: Sequence[ScheduledRequest]) -> LaunchedStep:
         rows = SampledRows.of(items, self._slots.update_beside_guesses(items, sends_tokens=self._drafts is None))
@@ -263,29 +263,29 @@ class SlotRunner:
             launched.inputs = rows.tokens
         else:
             guesses = self._guess(rows)
-        wants = self._sampler.wants(rows.slots)
-        size, kind = self._steps.choose_graph(len(rows.slots), wants, has_guesses=True)
+        needs = self._sampler.needs(rows.slots)
+        size, kind = self._steps.choose_graph(len(rows.slots), needs, has_guesses=True)
         self._inputs.write(rows.inputs(self._block_size), size)
         if guesses is not None:
             self._inputs.put_in(rows.guessing, guesses)
-        return self._run_step(rows.items, size, kind, wants, launched)
+        return self._run_step(rows.items, size, kind, needs, launched)
 
     def _run_step(
-        self, rows: Sequence[ScheduledRequest], size: int, kind: Kind | None, wants: Wants, launched: LaunchedStep
+        self, rows: Sequence[ScheduledRequest], size: int, kind: Kind | None, needs: SamplingNeeds, launched: LaunchedStep
     ) -> LaunchedStep:
         """A decode step whose inputs are written; `rows`: whose they are."""
-        masked = masked_rows(rows, wants) if wants.masked else []
+        masked = masked_rows(rows, needs) if needs.masked else []
         begun = self._masks.begin(masked)
         self._steps.run(size, kind, has_guesses=bool(launched.depths))
-        launched.scored = wants.scored
+        launched.scored = needs.scored
         sends_inputs = bool(launched.depths) and launched.inputs is None
-        if wants.masked:
-            launched.choice = partial(self._choose_decodes, len(rows), size, wants, masked, begun, sends_inputs=sends_inputs)
+        if needs.masked:
+            launched.choice = partial(self._choose_decodes, len(rows), size, needs, masked, begun, sends_inputs=sends_inputs)
             launched.completion_waits = wait_for_logits(masked)
         else:
             if kind is None:
-                self._step.choose(size, wants.kind)
-            launched.fetch = self._fetch(len(rows), wants.kind, sends_inputs=sends_inputs)
+                self._step.choose(size, needs.kind)
+            launched.fetch = self._fetch(len(rows), needs.kind, sends_inputs=sends_inputs)
         return launched
 
     @torch.inference_mode()
@@ -293,16 +293,16 @@ class SlotRunner:
         self,
         num_rows: int,
         size: int,
-        wants: Wants,
+        needs: SamplingNeeds,
         rows: Sequence[SampledRow],
-        begun: Begun | None,
+        begun: MasksUnderWay | None,
         *,
         sends_inputs: bool,
     ) -> Choosing:
         """The rest of a step that ends with its logits."""
-        masks, errors = self._masks.fill(self._step.logits(size), wants.masked, rows, begun)
-        self._step.choose(size, wants.kind, masks)
-        return self._fetch(num_rows, wants.kind, sends_inputs=sends_inputs), errors
+        masks, errors = self._masks.fill(self._step.logits(size), needs.masked, rows, begun)
+        self._step.choose(size, needs.kind, masks)
+        return self._fetch(num_rows, needs.kind, sends_inputs=sends_inputs), errors
 
     def _fetch(self, num_rows: int, kind: Kind, *, sends_inputs: bool = False) -> Fetch:
         """What the decode step leaves, and what it began with where the host does not know that."""
@@ -322,8 +322,8 @@ class SlotRunner:
         elif chosen:
             slots = self._slots.update(chosen)
         choosing = SampledRows.of(chosen, slots)
-        wants = self._sampler.wants(choosing.slots)
-        masked = masked_rows(choosing.items, wants) if wants.masked else []
+        needs = self._sampler.needs(choosing.slots)
+        masked = masked_rows(choosing.items, needs) if needs.masked else []
         begun = self._masks.begin(masked)
         rows = [input_row(item) for item in items]
         unknown = self._last_tokens(rows, dict(zip(sampling, slots, strict=True)))
@@ -342,10 +342,10 @@ class SlotRunner:
             return launched
         where = self._staging.send([choosing.slots, choosing.positions])
         logits = self._target.logits(hidden, wide=False)
-        choose = partial(self._choose_rows, logits, where, inputs, wants.kind)
-        launched.scored = wants.scored
+        choose = partial(self._choose_rows, logits, where, inputs, needs.kind)
+        launched.scored = needs.scored
         if masked:
-            launched.choice = partial(self._choose_masked, choose, logits, wants.masked, masked, begun)
+            launched.choice = partial(self._choose_masked, choose, logits, needs.masked, masked, begun)
             launched.completion_waits = wait_for_logits(masked)
         else:
             launched.fetch = choose(None)
@@ -356,7 +356,7 @@ class SlotRunner:
         assert self._drafts is not None, "there is no draft model"
         return self._drafts.guess([rows.slots[first] for first in rows.depths], [*rows.depths.values()])
 
-    def _last_tokens(self, rows: Sequence[InputRow], slots: dict[int, int]) -> list[Known]:
+    def _last_tokens(self, rows: Sequence[InputRow], slots: dict[int, int]) -> list[PlacedTokens]:
         """Tokens of rows that only the device knows, from their slots."""
         places = unknown_places(rows)
         if not places:
@@ -380,13 +380,13 @@ class SlotRunner:
         logits: torch.Tensor,
         masked: Sequence[int],
         rows: Sequence[SampledRow],
-        begun: Begun | None,
+        begun: MasksUnderWay | None,
     ) -> Choosing:
         masks, errors = self._masks.fill(logits, masked, rows, begun)
         return choose(masks), errors
 
 
-def _forward(decoder: PagedDecoder, rows: Sequence[InputRow], unknown: Sequence[Known]) -> torch.Tensor:
+def _forward(decoder: PagedDecoder, rows: Sequence[InputRow], unknown: Sequence[PlacedTokens]) -> torch.Tensor:
     """Hidden states of a pass over `rows`, into whose tokens the unknown ones are put."""
     inputs = decoder.prepare(rows)
     for places, token_ids in unknown:

@@ -17,8 +17,8 @@ import torch
 
 from engine.config.pooling import PoolingConfig
 from engine.grammar.masks import WORD_BITS
-from engine.runner.batch_inputs import InputRow
 from engine.runner.embedder import Embedder
+from engine.runner.input_rows import InputRow
 from engine.runner.paged_decoder import PagedDecoder
 from engine.sampling.acceptance import accept_by_rejection
 from engine.sampling.logits_rules import LogitsRules

@@ -42,7 +42,7 @@ class Kind(NamedTuple):
     greedy: bool = False
 
 
-class Wants(NamedTuple):
+class SamplingNeeds(NamedTuple):
     """What the rows of a step ask for. scored: (row, number of likeliest tokens) of rows with log-probabilities; masked: rows
     that the host has to give a mask."""
 
@@ -179,7 +179,7 @@ class ColumnSampler:
         row[list(bias)] = torch.tensor(list(bias.values()))
         self.columns.bias[rule].copy_(row, non_blocking=True)
 
-    def wants(self, slots: Sequence[int]) -> Wants:
+    def needs(self, slots: Sequence[int]) -> SamplingNeeds:
         """What a step with these slots, in this order, has to do."""
         index = np.array(slots, dtype=np.int64)
         counts = self._scored[index]
@@ -187,7 +187,7 @@ class ColumnSampler:
         num_top = scores.num_top([count for _, count in scored], self.vocab_size) if scored else 0
         greedy = bool(self._greedy[index].all())
         kind = Kind(bool(self._weighs[index].any()), bool(self._counts[index].any()), num_top, greedy)
-        return Wants(kind, scored, self._masked[index].nonzero()[0].tolist())
+        return SamplingNeeds(kind, scored, self._masked[index].nonzero()[0].tolist())
 
     def choose(
         self,

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING
 
 from engine.protocol import Priority, TenantProgress
 from engine.scheduling.costs import TokenCosts
-from engine.scheduling.waiting import Line
+from engine.scheduling.waiting import WaitingLine
 
 if TYPE_CHECKING:
     from engine.scheduling.request import Request
@@ -51,7 +51,7 @@ class Account:
     num_blocks: int = 0
     running: dict[Request, None] = field(default_factory=dict)  # by age
     prefilling: dict[Request, None] = field(default_factory=dict)  # by age; part of `running`
-    waiting: Line = field(default_factory=Line)
+    waiting: WaitingLine = field(default_factory=WaitingLine)
     round: int | None = None  # of the backlog this account stands in; None when it is not backlogged
     head: Request | None = None  # of `waiting`, as of the last change
     head_round: int = 0  # the round in which `head` became it

@@ -11,7 +11,7 @@ from weakref import ref
 from engine.scheduling.request import Request
 
 
-class Line:
+class WaitingLine:
     """The waiting requests of one account: those that were preempted, in the order of their preemption, then the others,
     then those that are late for their first token."""
 

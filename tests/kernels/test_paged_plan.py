@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import torch
 
-from engine.runner.batch_inputs import InputRow, make_batch_inputs
+from engine.runner.input_rows import InputRow, make_batch_inputs
 from engine.scheduling.request import table_of
 from kernels.attention_rows import AttentionShape
 from kernels.ops import PagedPlan, PagedPlanner

@@ -28,8 +28,8 @@ from bench.gpu.rows import Row
 from bench.gpu.targets import SAME_TOKENS, TARGETS
 from bench.gpu.traffic import Asked
 from engine.layers.batch_inputs import BatchInputs
-from engine.runner.batch_inputs import InputRow
 from engine.runner.cuda_graphs import CudaGraphs
+from engine.runner.input_rows import InputRow
 from engine.runner.paged_decoder import PagedDecoder
 from engine.runner.slot_runner import SlotRunner
 from engine.runner.slots import SlotState

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from engine.runner.cuda_graphs import CudaGraphs
 from engine.speculation.options import SpeculativeOptions
-from tests.support.engine_histories import Asked, Room, asked, assert_as_alone, repeating, rooms, run, with_grammars
+from tests.support.engine_histories import PlannedRequest, Room, asked, assert_as_alone, repeating, rooms, run, with_grammars
 from tests.support.engines import small_engine
 from tests.support.rehearsal import Schedule, rehearsal
 from tests.support.rehearsal.table import in_place_of_triton
@@ -57,7 +57,7 @@ def guessing(draft: Path | None, num_tokens: int) -> SpeculativeOptions:
 def test_tokens_are_those_of_the_plain_runner(
     folder: Path,
     family: str,
-    requests: list[Asked],
+    requests: list[PlannedRequest],
     guesses: int | None,
     drafts: bool,
     room: Room,

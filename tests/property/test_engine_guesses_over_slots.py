@@ -21,7 +21,7 @@ from engine.scheduling.request import table_of
 from engine.scheduling.scheduled_batch import ScheduledRequest
 from engine.speculation.options import SpeculativeOptions
 from kernels.simd.vectors import LANES
-from tests.support.engine_histories import Asked, Room, asked, assert_as_alone, repeating, rooms, run, with_grammars
+from tests.support.engine_histories import PlannedRequest, Room, asked, assert_as_alone, repeating, rooms, run, with_grammars
 from tests.support.engines import overlapped_engine, recorded_engine, run_to_end, small_engine, tokens, wanted
 from tests.support.guessing import UNLIKELY, foresee
 from tests.support.scheduling import make_request
@@ -63,7 +63,7 @@ def test_tokens_are_those_of_the_plain_runner_without_guesses(
     folder: Path,
     loop: str,
     family: str,
-    requests: list[Asked],
+    requests: list[PlannedRequest],
     depth: int,
     room: Room,
     preempt_at: int | None,
@@ -92,7 +92,7 @@ def test_tokens_that_a_draft_model_guessed_are_those_of_the_plain_runner_without
     loop: str,
     family: str,
     draft: str | None,
-    requests: list[Asked],
+    requests: list[PlannedRequest],
     depth: int,
     room: Room,
     preempt_at: int | None,
@@ -160,10 +160,10 @@ def test_guesses_are_verified_over_slots_beside_chunks_of_prompts_and_beside_row
 ) -> None:
     engine = with_grammars(LOOPS[loop](folder / "llama", speculative_config=guessing(), max_num_batched_tokens=16))
     requests = [
-        Asked((5, 6, 7) * 4, "greedy", 24, 1, 0, None),
-        Asked(tuple(range(3, 40)), "guided", 8, 1, 2, None),
-        Asked((9, 8), "penalised", 20, 1, 3, None),
-        Asked((5, 6, 7) * 3, "scored", 20, 1, 4, None),
+        PlannedRequest((5, 6, 7) * 4, "greedy", 24, 1, 0, None),
+        PlannedRequest(tuple(range(3, 40)), "guided", 8, 1, 2, None),
+        PlannedRequest((9, 8), "penalised", 20, 1, 3, None),
+        PlannedRequest((5, 6, 7) * 3, "scored", 20, 1, 4, None),
     ]
     plain: Any = engine.runner.plain  # type: ignore[attr-defined]
     with mock.patch.object(plain, "run", side_effect=plain.run) as spy:

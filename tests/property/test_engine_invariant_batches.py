@@ -26,7 +26,7 @@ ODD_SIZES: dict[str, Any] = {"hidden_size": 52, "intermediate_size": 101, "head_
 Bits = list[tuple[int, float, tuple[float, ...]]]
 
 
-class Asked(NamedTuple):
+class PlannedRequest(NamedTuple):
     """One request of a batch: what it says and how its tokens are chosen."""
 
     prompt: tuple[int, ...]
@@ -48,7 +48,7 @@ def bits(events: list[TokenEvent]) -> Bits:
     return [(token_id, entry.logprob, tuple(entry.top_logprobs)) for token_id, entry in pairs]
 
 
-def run(engine: Engine, requests: list[Asked], *, preempt_at: int | None = None) -> list[Bits]:
+def run(engine: Engine, requests: list[PlannedRequest], *, preempt_at: int | None = None) -> list[Bits]:
     events: dict[str, list[TokenEvent]] = {}
     for index, asked in enumerate(requests):
         sampling: dict[str, Any] = {
@@ -70,12 +70,12 @@ def run(engine: Engine, requests: list[Asked], *, preempt_at: int | None = None)
 
 
 @cache
-def alone(folder: Path, family: str, asked: Asked) -> Bits:
+def alone(folder: Path, family: str, asked: PlannedRequest) -> Bits:
     return run(small_engine(folder / family, batch_invariant=True, max_num_seqs=1, enable_prefix_caching=False), [asked])[0]
 
 
 asked = st.builds(
-    Asked,
+    PlannedRequest,
     prompt=st.integers(1, 45).flatmap(
         lambda length: st.sampled_from((3, 50, 90)).map(
             lambda first: tuple((first + 7 * i) % VOCAB_SIZE for i in range(length))
@@ -99,7 +99,7 @@ asked = st.builds(
 def test_no_batch_no_chunk_no_prefix_and_no_preemption_changes_a_bit(
     folder: Path,
     family: str,
-    requests: list[Asked],
+    requests: list[PlannedRequest],
     budget: int,
     block_size: int,
     preempt_at: int | None,
@@ -122,7 +122,7 @@ def test_no_batch_no_chunk_no_prefix_and_no_preemption_changes_a_bit(
 
 
 def test_the_plain_mode_does_change_bits_so_that_the_comparison_means_something(folder: Path) -> None:
-    requests = [Asked(tuple(range(3, 3 + length)), 0.0, 0) for length in (5, 9, 33, 70)]
+    requests = [PlannedRequest(tuple(range(3, 3 + length)), 0.0, 0) for length in (5, 9, 33, 70)]
     together = run(small_engine(folder / "llama"), requests)
     by_chunks = run(small_engine(folder / "llama", max_num_batched_tokens=16), requests)
     assert [[token for token, *_ in each] for each in together] == [[token for token, *_ in each] for each in by_chunks]

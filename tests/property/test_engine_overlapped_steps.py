@@ -14,14 +14,24 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from engine.protocol import FinishReason, TokenEvent
-from engine.runner.batch_inputs import InputRow
+from engine.runner.input_rows import InputRow
 from engine.runner.rows import FIRST, NONE
 from engine.sampling.columns import Kind
 from engine.sampling.logits_rules import SampledRow
 from engine.sampling.typical_masks import is_typical
 from kernels import ops
 from kernels.simd.vectors import LANES
-from tests.support.engine_histories import MAX_LEN, WISHES, Asked, Room, asked, assert_as_alone, rooms, run, with_grammars
+from tests.support.engine_histories import (
+    MAX_LEN,
+    WISHES,
+    PlannedRequest,
+    Room,
+    asked,
+    assert_as_alone,
+    rooms,
+    run,
+    with_grammars,
+)
 from tests.support.engines import overlapped_engine, recorded_engine, run_to_end, wanted
 from tests.support.tiny_models import EOS, VOCAB_SIZE, make_model
 
@@ -55,7 +65,7 @@ def wide_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_tokens_are_those_of_the_plain_runner(
     folder: Path,
     family: str,
-    requests: list[Asked],
+    requests: list[PlannedRequest],
     room: Room,
     preempt_at: int | None,
 ) -> None:
@@ -77,9 +87,9 @@ TYPICAL = tuple(wish for wish in sorted(WISHES) if "typical_p" in WISHES[wish] a
     preempt_at=st.none() | st.integers(1, 12),
 )
 def test_the_host_waits_for_logits_of_typical_rows_when_the_tokens_before_theirs_are_out(
-    folder: Path, requests: list[Asked], typical: list[str], room: Room, preempt_at: int | None
+    folder: Path, requests: list[PlannedRequest], typical: list[str], room: Room, preempt_at: int | None
 ) -> None:
-    requests = [*requests, *(Asked((5, 6, 7, 8), wish, 9, seed, seed, None) for seed, wish in enumerate(typical))]
+    requests = [*requests, *(PlannedRequest((5, 6, 7, 8), wish, 9, seed, seed, None) for seed, wish in enumerate(typical))]
     engine = with_grammars(overlapped_engine(folder / "llama", **room.options))
     runner: Any = engine.runner
     step, narrow = engine.step, runner._masks._typical.narrow
@@ -121,7 +131,7 @@ RECORDED = ("llama", "mistral-window", "gemma2", "qwen3_moe")
 def test_tokens_of_recorded_steps_are_those_of_the_plain_runner(
     wide_folder: Path,
     family: str,
-    requests: list[Asked],
+    requests: list[PlannedRequest],
     room: Room,
     preempt_at: int | None,
 ) -> None:
@@ -204,7 +214,7 @@ def test_a_request_is_not_launched_beyond_its_last_token(folder: Path) -> None:
 @pytest.mark.parametrize("wish", sorted(WISHES))
 def test_only_what_no_slot_can_hold_is_computed_in_the_plain_way(wish: str, folder: Path) -> None:
     engine = with_grammars(overlapped_engine(folder / "llama", max_model_len=MAX_LEN))
-    Asked((5, 6, 7, 8), wish, 6, 1, 0, None).submit(engine, "a")
+    PlannedRequest((5, 6, 7, 8), wish, 6, 1, 0, None).submit(engine, "a")
     engine.submit(wanted("b", [9, 8, 7], max_tokens=6))
     plain = engine.runner.plain.run  # type: ignore[attr-defined]
     with mock.patch.object(engine.runner.plain, "run", side_effect=plain) as spy:  # type: ignore[attr-defined]

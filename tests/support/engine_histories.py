@@ -76,7 +76,7 @@ def with_grammars(engine: Engine) -> Engine:
     return engine
 
 
-class Asked(NamedTuple):
+class PlannedRequest(NamedTuple):
     """One request, when it comes, and after how many steps it is aborted, if it is."""
 
     prompt: tuple[int, ...]
@@ -96,7 +96,7 @@ prompts = st.integers(1, 37).flatmap(
     lambda length: st.sampled_from((3, 50, 90)).map(lambda first: tuple((first + 7 * i) % VOCAB_SIZE for i in range(length)))
 )
 asked = st.builds(
-    Asked,
+    PlannedRequest,
     prompt=prompts,
     wish=st.sampled_from(sorted(WISHES)) | st.sampled_from(("greedy", "sampled", "stops")),
     max_tokens=st.integers(1, 24),
@@ -107,7 +107,7 @@ asked = st.builds(
 
 
 repeating = st.builds(
-    Asked,
+    PlannedRequest,
     prompt=st.builds(
         lambda first, period, times: tuple(range(first, first + period)) * times,
         *(st.sampled_from(values) for values in ((3, 50), (1, 2, 5), (2, 7))),
@@ -159,7 +159,7 @@ rooms = st.builds(
 def alone(folder: Path, family: str, prompt: tuple[int, ...], wish: str, max_tokens: int, seed: int) -> dict[int, Any]:
     """Tokens and end of each answer from the plain runner, with nobody beside it."""
     engine = with_grammars(small_engine(folder / family, max_model_len=MAX_LEN))
-    once = Asked(prompt, wish, max_tokens, seed, 0, None)
+    once = PlannedRequest(prompt, wish, max_tokens, seed, 0, None)
     return answers(once.submit(engine, "a") + run_to_end(engine, [])["a"])
 
 
@@ -183,7 +183,7 @@ def assert_same_scores(found: list[TokenLogprob], expected: list[TokenLogprob]) 
         assert [one.logprob, *one.top_logprobs] == pytest.approx(numbers, rel=1e-4, abs=1e-5)
 
 
-def run(engine: Engine, requests: list[Asked], *, preempt_at: int | None) -> list[dict[int, Any]]:
+def run(engine: Engine, requests: list[PlannedRequest], *, preempt_at: int | None) -> list[dict[int, Any]]:
     events: dict[str, list[TokenEvent]] = {str(index): [] for index in range(len(requests))}
     step = 0
     while engine.has_requests or step <= max(each.arrives for each in requests):
@@ -203,7 +203,7 @@ def run(engine: Engine, requests: list[Asked], *, preempt_at: int | None) -> lis
     return [answers(events[str(index)]) for index in range(len(requests))]
 
 
-def assert_as_alone(folder: Path, family: str, requests: Sequence[Asked], found_of: Sequence[dict[int, Any]]) -> None:
+def assert_as_alone(folder: Path, family: str, requests: Sequence[PlannedRequest], found_of: Sequence[dict[int, Any]]) -> None:
     """What became of each request is what becomes of it alone; an aborted one had begun so."""
     for found, each in zip(found_of, requests, strict=True):
         expected = alone(folder, family, *each[:4])

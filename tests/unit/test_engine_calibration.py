@@ -11,8 +11,8 @@ import torch
 
 from engine.config.model import parse_model_config
 from engine.runner import calibration
-from engine.runner.batch_inputs import InputRow
 from engine.runner.calibration import PASSES, PASSES_S
+from engine.runner.input_rows import InputRow
 from engine.simulator.models import MODELS, config_of
 from engine.speculation.prompt_lookup import SpeculationCosts
 

@@ -15,8 +15,8 @@ from engine.grammar.spec import GrammarError
 from engine.layers.batch_inputs import BatchInputs
 from engine.loop import Engine
 from engine.protocol import FinishReason, TokenEvent
-from engine.runner.batch_inputs import InputRow
 from engine.runner.draft_model import DraftModel
+from engine.runner.input_rows import InputRow
 from engine.runner.kv_cache import BlockMover
 from engine.runner.model_runner import ModelRunner
 from engine.runner.paged_decoder import PagedDecoder

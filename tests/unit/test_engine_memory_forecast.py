@@ -27,7 +27,7 @@ from engine.memory.needs import GIB, MemoryNeeds, MemoryShape, invariant_bytes
 from engine.models.decoder import Decoder
 from engine.options import CPU_KV_CACHE_BYTES, EngineOptions
 from engine.protocol import MemoryPart
-from engine.runner.batch_inputs import InputRow
+from engine.runner.input_rows import InputRow
 from engine.runner.runner_choice import step_mode
 from engine.runner.slot_runner import KINDS, SlotRunner
 from engine.speculation.options import SpeculativeOptions

@@ -13,7 +13,7 @@ import torch
 
 from engine import verify
 from engine.errors import EngineConfigError
-from engine.offline.perplexity import Comparison, Formats, compare, perplexity, text_tokens, window_tokens
+from engine.offline.perplexity import Comparison, FormatOptions, compare, perplexity, text_tokens, window_tokens
 from engine.verify import main
 from tests.support import quantised_checkpoints as layouts
 from tests.support.tiny_models import make_model
@@ -43,19 +43,19 @@ def test_perplexity_is_what_transformers_computes_on_the_same_windows(model: Pat
             logprobs = reference(window).logits[0, :-1].log_softmax(-1)
         losses += (-logprobs.gather(1, window[0, 1:, None])[:, 0]).tolist()
     expected = math.exp(sum(losses) / len(losses))
-    assert perplexity(model, tokens, Formats(), size) == pytest.approx(expected, rel=1e-4)
+    assert perplexity(model, tokens, FormatOptions(), size) == pytest.approx(expected, rel=1e-4)
 
 
 @pytest.mark.parametrize(
     "formats",
     [
-        Formats(quantization="int8"),
-        Formats(quantization="fp8"),
-        Formats(kv_cache_dtype="fp8"),
-        Formats(head_quantization="int8"),
+        FormatOptions(quantization="int8"),
+        FormatOptions(quantization="fp8"),
+        FormatOptions(kv_cache_dtype="fp8"),
+        FormatOptions(head_quantization="int8"),
     ],
 )
-def test_a_plain_model_is_compared_with_itself(formats: Formats, model: Path) -> None:
+def test_a_plain_model_is_compared_with_itself(formats: FormatOptions, model: Path) -> None:
     found = compare(model, formats, is_plain=True)
     assert found.unquantised is not None
     assert found.ratio == pytest.approx(1.0, abs=RATIO_TOLERANCE)
@@ -64,21 +64,21 @@ def test_a_plain_model_is_compared_with_itself(formats: Formats, model: Path) ->
 
 def test_a_quantised_checkpoint_is_compared_with_the_model_that_is_named(model: Path, tmp_path: Path) -> None:
     written = layouts.write(model, tmp_path / "awq", layouts.awq())
-    alone = compare(written.directory, Formats(), is_plain=False)
+    alone = compare(written.directory, FormatOptions(), is_plain=False)
     assert (alone.unquantised, alone.ratio) == (None, None)
-    beside = compare(written.directory, Formats(), is_plain=False, unquantised=written.twin)
+    beside = compare(written.directory, FormatOptions(), is_plain=False, unquantised=written.twin)
     assert beside.perplexity == alone.perplexity
     assert beside.ratio == pytest.approx(1.0, abs=1e-5)
 
 
 def test_a_quantised_checkpoint_is_compared_with_itself_where_head_or_cache_are_other_ones(model: Path, tmp_path: Path) -> None:
     written = layouts.write(model, tmp_path / "awq", layouts.awq())
-    for formats in (Formats(head_quantization="int8"), Formats(kv_cache_dtype="fp8")):
+    for formats in (FormatOptions(head_quantization="int8"), FormatOptions(kv_cache_dtype="fp8")):
         found = compare(written.directory, formats, is_plain=False)
         assert found.ratio is None
         assert found.stored_ratio == pytest.approx(1.0, abs=RATIO_TOLERANCE)
         assert found.stored_ratio != 1.0
-    assert compare(written.directory, Formats(quantization="awq"), is_plain=False).as_stored is None
+    assert compare(written.directory, FormatOptions(quantization="awq"), is_plain=False).as_stored is None
 
 
 def test_models_that_read_the_text_differently_are_not_compared(model: Path, tmp_path: Path) -> None:
@@ -90,7 +90,7 @@ def test_models_that_read_the_text_differently_are_not_compared(model: Path, tmp
     vocabulary["a"], vocabulary["b"] = vocabulary["b"], vocabulary["a"]
     path.write_text(json.dumps(tokenizer))
     with pytest.raises(EngineConfigError, match=r"unquantized .* has another tokenizer"):
-        compare(model, Formats(), is_plain=True, unquantised=tmp_path)
+        compare(model, FormatOptions(), is_plain=True, unquantised=tmp_path)
 
 
 def said(capsys: pytest.CaptureFixture[str]) -> Any:

@@ -54,7 +54,7 @@ def test_slots_draw_the_tokens_of_the_plain_sampler() -> None:
     for _ in range(5):
         expected = [token.token_id for token in sample(logits, requests)]
         positions = torch.tensor([request.num_tokens for request in requests], dtype=torch.int32)
-        chosen = sampler.choose(logits, torch.tensor(slots, dtype=torch.int32), positions, sampler.wants(slots).kind)
+        chosen = sampler.choose(logits, torch.tensor(slots, dtype=torch.int32), positions, sampler.needs(slots).kind)
         assert chosen.tokens.tolist() == expected
         for request, token_id in zip(requests, expected, strict=True):
             request.token_ids.append(token_id or 0)
@@ -75,7 +75,7 @@ def test_a_slot_forgets_its_last_owner() -> None:
         sampler.place([0], [request])
         sampler.restart(0, request, request.num_tokens)
         position = torch.tensor([request.num_prompt_tokens])
-        chosen = sampler.choose(logits, torch.tensor([0]), position, sampler.wants([0]).kind)
+        chosen = sampler.choose(logits, torch.tensor([0]), position, sampler.needs([0]).kind)
         assert chosen.tokens.tolist() == [expected]
 
 
@@ -114,13 +114,13 @@ def test_masks_of_typical_sampling_have_the_tokens_of_the_plain_sampler_drawn() 
     requests = [sampling_request(str(i), seed=i, **each) for i, each in enumerate(settings)]
     assert all(sampler.refusal(request) is None for request in requests)
     sampler.place(slots, requests)
-    wants = sampler.wants(slots)
-    assert wants.masked == [slot for slot in slots if "typical_p" in settings[slot] and settings[slot].get("top_k") != 1]
-    rows = {slot: SampledRow(requests[slot], requests[slot].num_tokens) for slot in wants.masked}
+    needs = sampler.needs(slots)
+    assert needs.masked == [slot for slot in slots if "typical_p" in settings[slot] and settings[slot].get("top_k") != 1]
+    rows = {slot: SampledRow(requests[slot], requests[slot].num_tokens) for slot in needs.masked}
     masks = torch.full((len(slots), -(-VOCAB_SIZE // 32)), -1, dtype=torch.int32)
     TypicalMasks(CPU).narrow(masks, logits, rows)
     positions = torch.tensor([request.num_tokens for request in requests])
-    chosen = sampler.choose(logits, torch.tensor(slots), positions, wants.kind, masks)
+    chosen = sampler.choose(logits, torch.tensor(slots), positions, needs.kind, masks)
     assert chosen.tokens.tolist() == [token.token_id for token in sample(logits, requests)]
 
 
@@ -146,9 +146,9 @@ def test_what_depends_on_the_token_before_waits_for_a_mask(sampling: dict[str, A
     requests = [sampling_request(), sampling_request(**sampling)]
     assert all(sampler.refusal(request) is None for request in requests)
     sampler.place([0, 1], requests)
-    assert sampler.wants([0, 1]).masked == [1]
-    assert sampler.wants([1, 0]).masked == [0]
-    assert sampler.wants([0]).masked == []
+    assert sampler.needs([0, 1]).masked == [1]
+    assert sampler.needs([1, 0]).masked == [0]
+    assert sampler.needs([0]).masked == []
 
 
 def test_masks_of_the_host_hold_what_is_forbidden_behind_the_tokens_before() -> None:
@@ -166,13 +166,13 @@ def test_scores_of_a_step_are_those_of_the_plain_sampler(counts: list[int]) -> N
     logits = torch.randn(len(requests), VOCAB_SIZE, generator=torch.Generator().manual_seed(2)) * 3
     sampler, slots = ColumnSampler(8, VOCAB_SIZE, CPU), list(range(3, 3 + len(requests)))
     sampler.place(slots, requests)
-    wants = sampler.wants(slots)
-    assert wants.scored == list(enumerate(counts, 1))
-    chosen = sampler.choose(logits, torch.tensor(slots), torch.tensor([1] * len(slots)), wants.kind)
+    needs = sampler.needs(slots)
+    assert needs.scored == list(enumerate(counts, 1))
+    chosen = sampler.choose(logits, torch.tensor(slots), torch.tensor([1] * len(slots)), needs.kind)
     assert chosen.scores is not None
     expected = sample(logits, requests)
     assert chosen.tokens.tolist() == [token.token_id for token in expected]
-    assert [unpacked(chosen.scores[row], count) for row, count in wants.scored] == [token.logprob for token in expected[1:]]
+    assert [unpacked(chosen.scores[row], count) for row, count in needs.scored] == [token.logprob for token in expected[1:]]
 
 
 def test_rows_for_biases_are_given_back_when_their_requests_end() -> None:
@@ -213,7 +213,7 @@ def test_requests_with_the_same_bias_share_a_row_until_the_last_of_them_ends() -
 def test_only_top_p_without_top_k_weighs_the_vocabulary() -> None:
     sampler = ColumnSampler(3, 50, CPU)
     sampler.place([0, 1, 2], [sampling_request(top_p=0.5), sampling_request(top_p=0.5, top_k=4), sampling_request()])
-    assert [sampler.wants([slot]).kind.weighs for slot in range(3)] == [True, False, False]
+    assert [sampler.needs([slot]).kind.weighs for slot in range(3)] == [True, False, False]
 
 
 @pytest.mark.parametrize("num_slots", [1, 5, 256])

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from engine.protocol import SamplingParams
-from engine.runner.batch_inputs import forward_order
+from engine.runner.input_rows import forward_order
 from engine.runner.rows import UNKNOWN, PlainStepRows, SampledRows, guess_places, input_row, row_groups, unknown_places
 from engine.scheduling.request import UNKNOWN_TOKEN, Request, table_of
 from engine.scheduling.scheduled_batch import ScheduledRequest
