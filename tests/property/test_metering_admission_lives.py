@@ -19,7 +19,7 @@ from appliance.tenancy.principals import Limits, Principal
 from tests.support.alarms import Alarms
 from tests.support.clock import START, FakeClock
 from tests.support.factories import price, principal
-from tests.support.ledgers import utc_admission
+from tests.support.ledgers import running_of, utc_admission
 from tests.support.sums import NothingYet
 
 STEPS = 300
@@ -200,7 +200,7 @@ async def test_with_a_queue_no_stretch_of_time_admits_more_than_any_limit(seed: 
 
     assert admission.waiting == 0
     assert not admission._queue._lines
-    assert admission.running(bob.tenant.id) == 0
+    assert running_of(admission, bob.tenant.id) == 0
     for first, (_, since_s, _) in enumerate(admitted):
         total = 0
         for count, (_, moment_s, tokens) in enumerate(admitted[first:], 1):

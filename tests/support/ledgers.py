@@ -23,6 +23,7 @@ from appliance.metering.ledger.recovery import recover
 from appliance.metering.ledger.rows import event_from_row
 from appliance.metering.ledger.writer import Ledger
 from appliance.metering.limits.admission import Admission
+from appliance.metering.limits.quotas import Owner
 from appliance.metering.limits.sums import LedgerSums, SumsReader
 from appliance.metering.prices import PriceBook
 
@@ -55,6 +56,11 @@ def utc_corrections(database: Database, clock: Clock, **options: Any) -> Correct
 async def utc_recover(database: Database, clock: Clock, current_epoch: str) -> int:
     """Recover what dead epochs left, in UTC, and return how much it was."""
     return await recover(database, clock, current_epoch, calendar=UTC)
+
+
+def running_of(admission: Admission, owner_id: str) -> int:
+    """Return how many requests of a tenant or a key hold a reservation."""
+    return sum(admission.taken(Owner(scope, owner_id)).get("concurrency", 0) for scope in ("tenant", "key"))
 
 
 def euro_prices(database: Database, clock: Clock) -> PriceBook:

@@ -22,7 +22,7 @@ from appliance.tenancy.roles import Role, TenantRole
 from tests.support.clock import FakeClock
 from tests.support.console_fixtures import Box, open_box
 from tests.support.factories import pending, posted
-from tests.support.ledgers import until
+from tests.support.ledgers import running_of, until
 
 LAST_OF_MONTH = datetime(2026, 12, 31, 12, 0, tzinfo=UTC)
 HALF_A_DAY_S = 11.5 * 3600
@@ -119,7 +119,7 @@ async def test_who_looks_at_levels_lets_nobody_in(late: tuple[Box, FakeClock]) -
     await key_levels(box.services, bob.tenant, bob.key, access=WHOLE_BOX)
     first.settle(1)
     await until(waiting[0].done)
-    assert (admission.waiting, admission.running(bob.tenant.id), admission.running(bob.key.id)) == (4, 1, 1)
+    assert (admission.waiting, running_of(admission, bob.tenant.id), running_of(admission, bob.key.id)) == (4, 1, 1)
     for each in waiting:
         each.cancel()
     await asyncio.wait(waiting)

@@ -19,7 +19,7 @@ from appliance.tenancy.principals import Limits, Principal
 from tests.support.alarms import Alarms
 from tests.support.clock import START, FakeClock
 from tests.support.factories import price, principal
-from tests.support.ledgers import utc_admission
+from tests.support.ledgers import running_of, utc_admission
 from tests.support.sums import NothingYet
 
 
@@ -218,7 +218,7 @@ async def test_a_client_that_leaves_takes_nothing_and_lets_those_behind_it_move_
     await queue.alarms.settle()
     assert isinstance(large.exception(), Abandoned)
     assert patient.done()
-    assert queue.admission.running(bob.tenant.id) == 2 - 1
+    assert running_of(queue.admission, bob.tenant.id) == 2 - 1
 
 
 async def test_a_request_that_is_cancelled_in_the_moment_of_its_admission_gives_everything_back(queue: Queue) -> None:
@@ -228,7 +228,7 @@ async def test_a_request_that_is_cancelled_in_the_moment_of_its_admission_gives_
     waiting.cancel()
     await queue.alarms.settle()
     assert waiting.cancelled()
-    assert queue.admission.running(bob.tenant.id) == 0
+    assert running_of(queue.admission, bob.tenant.id) == 0
 
 
 async def test_when_the_box_shuts_down_everybody_who_waits_is_told(queue: Queue) -> None:
@@ -267,7 +267,7 @@ async def test_of_what_waits_nothing_is_taken(queue: Queue) -> None:
     before = queue.admission.snapshot(bob)
     waiting = await queue.ask(bob, 20)
     assert queue.admission.snapshot(bob) == before
-    assert queue.admission.running(bob.tenant.id) == 0
+    assert running_of(queue.admission, bob.tenant.id) == 0
     assert not waiting.done()
 
 

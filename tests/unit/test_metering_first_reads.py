@@ -29,7 +29,7 @@ from appliance.tenancy.principals import Limits, Principal
 from tests.support.cast import Cast
 from tests.support.clock import START, FakeClock
 from tests.support.factories import pending, posted, principal, voided
-from tests.support.ledgers import utc_admission, utc_ledger, utc_sums
+from tests.support.ledgers import running_of, utc_admission, utc_ledger, utc_sums
 from tests.support.plans import plan_of
 from tests.support.spending import statements_seen
 from tests.support.sums import NothingYet
@@ -170,7 +170,7 @@ async def test_who_is_cancelled_while_it_waits_takes_nothing_and_the_others_go_o
     assert gone.cancelled()
     slow.go_on.set()
     await stays
-    assert admission.running(bob.tenant.id) == 1
+    assert running_of(admission, bob.tenant.id) == 1
     assert len(slow.reads) == 1
 
 

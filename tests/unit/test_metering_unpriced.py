@@ -17,7 +17,7 @@ from tests.support import factories
 from tests.support.cast import Cast
 from tests.support.clock import FakeClock
 from tests.support.generations import MODEL, serving, text_of
-from tests.support.ledgers import euro_prices, running_ledger, utc_admission
+from tests.support.ledgers import euro_prices, running_ledger, running_of, utc_admission
 from tests.support.sums import NothingYet
 
 
@@ -44,7 +44,7 @@ async def test_a_request_without_a_price_is_served_and_counted_or_refused_before
             with pytest.raises(ModelNotPriced, match=f"{MODEL} has no price") as refused:
                 await box.start(cast.bob, "the answer")
             assert (refused.value.status, refused.value.code) == (403, "model_not_priced")
-            assert box.admission.running(cast.bob.tenant.id) == 0
+            assert running_of(box.admission, cast.bob.tenant.id) == 0
         else:
             await text_of(await box.start(cast.bob, "the answer"))
         counted = f'gatehouse_unpriced_requests_total{{model="{MODEL}"}} 1.0'

@@ -21,7 +21,7 @@ from tests.support.cast import Cast, Person, make_person
 from tests.support.clock import FakeClock
 from tests.support.fake_engine import BLAME, BUSY, FAIL, HALF, LATE, STALL
 from tests.support.generations import Serving, serving
-from tests.support.ledgers import until
+from tests.support.ledgers import running_of, until
 
 TEXT = "the quick brown fox — é 漢"
 
@@ -59,7 +59,7 @@ async def test_each_answer_has_its_own_text_and_the_prompt_is_billed_once(box: S
     assert event.prompt_tokens == len(ids)
     assert event.completion_tokens == outcome.usage.completion_tokens == 3 * len(ids)
     assert len((await box.reports.ledger_page(access=WHOLE_BOX)).data) == 1
-    assert box.admission.running(cast.bob.tenant.id) == 0
+    assert running_of(box.admission, cast.bob.tenant.id) == 0
 
 
 async def test_a_stop_string_ends_its_own_answer_alone(box: Serving, cast: Cast) -> None:

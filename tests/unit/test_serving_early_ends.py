@@ -24,7 +24,7 @@ from tests.support.cast import PEPPER, Cast, Person
 from tests.support.clock import FakeClock
 from tests.support.fake_engine import FAIL, HALF, LATE, STALL
 from tests.support.generations import Serving, serving, text_of
-from tests.support.ledgers import euro_prices, until
+from tests.support.ledgers import euro_prices, running_of, until
 
 TEXT = "the quick brown fox"
 POSITIONS = 12
@@ -56,7 +56,7 @@ async def check(box: Serving, generation: Generation, reason: str, cause: str | 
     assert event.completion_tokens == outcome.usage.completion_tokens == counted
     assert event.status == ("posted" if computed else "voided")
     assert event.prompt_tokens == computed
-    assert box.admission.running(event.tenant_id) == running
+    assert running_of(box.admission, event.tenant_id) == running
 
 
 @pytest.mark.parametrize("why", EARLY_ENDS)

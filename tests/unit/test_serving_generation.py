@@ -20,7 +20,7 @@ from tests.support.cast import Cast, make_person
 from tests.support.clock import FakeClock
 from tests.support.fake_engine import FAIL, STALL, event
 from tests.support.generations import Serving, serving, text_of
-from tests.support.ledgers import until
+from tests.support.ledgers import running_of, until
 from tests.support.served_model import make_hollow_model
 
 TEXT = "the quick brown fox — é 漢"
@@ -43,7 +43,7 @@ async def test_text_usage_record_and_quota_agree(box: Serving, cast: Cast) -> No
     assert event.status == "posted"
     assert event.completion_tokens == outcome.usage.completion_tokens == len(box.ids(TEXT))
     assert event.prompt_tokens == len(box.ids(TEXT))
-    assert box.admission.running(cast.bob.tenant.id) == 0
+    assert running_of(box.admission, cast.bob.tenant.id) == 0
 
 
 async def test_the_record_is_settled_before_the_reader_hears_of_the_end(box: Serving, cast: Cast) -> None:
@@ -141,7 +141,7 @@ async def test_a_reader_that_leaves_before_prefill_pays_nothing(box: Serving, ca
     event = await box.event(generation)
 
     assert (event.status, event.prompt_tokens, event.cost_picos) == ("voided", 0, 0)
-    assert box.admission.running(cast.bob.tenant.id) == 0
+    assert running_of(box.admission, cast.bob.tenant.id) == 0
 
 
 async def test_an_administrator_can_end_it(box: Serving, cast: Cast) -> None:
@@ -227,7 +227,7 @@ async def test_when_the_record_cannot_be_written_the_engine_never_hears_of_it(
         await box.start(cast.bob, TEXT)
 
     assert [frame for frame in box.engine.frames if frame.submit] == []
-    assert box.admission.running(cast.bob.tenant.id) == 0
+    assert running_of(box.admission, cast.bob.tenant.id) == 0
 
 
 async def test_a_full_queue_refuses_before_admission(database: Database, clock: FakeClock, cast: Cast, tmp_path: Path) -> None:
@@ -294,7 +294,7 @@ async def test_a_fault_of_the_settlement_is_told_and_leaves_nothing_open(
     assert isinstance(outcome.error, InternalError)
     assert (event.status, event.finish_reason) == ("posted", "error")
     assert event.completion_tokens == generation.live.completion_tokens >= 1
-    assert box.admission.running(cast.bob.tenant.id) == 0
+    assert running_of(box.admission, cast.bob.tenant.id) == 0
     assert "gatehouse_unrecorded_usage_tokens_total 0.0" in box.metrics.render().decode()
 
 
@@ -308,7 +308,7 @@ async def test_a_fault_before_the_reservation_ends_gives_it_back(
     assert await box.generations.drain(5.0)
 
     assert (await box.event(generation)).status == "voided"
-    assert box.admission.running(cast.bob.tenant.id) == 0
+    assert running_of(box.admission, cast.bob.tenant.id) == 0
 
 
 async def test_usage_that_even_the_last_attempt_cannot_record_is_counted(

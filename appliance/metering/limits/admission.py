@@ -250,11 +250,6 @@ class Admission:
         allowance = self._allowances.get(owner)
         return {} if allowance is None else allowance.taken(self._moment())
 
-    def running(self, owner_id: str) -> int:
-        """Return how many requests of the tenant or key hold a reservation."""
-        found = [self._allowances.get(Owner(scope, owner_id)) for scope in ("tenant", "key")]
-        return sum(allowance.running for allowance in found if allowance is not None)
-
     def unsaved_levels(self) -> list[LevelRow]:
         """Return the levels of buckets that changed since the last call."""
         changed, self._unsaved = self._unsaved, set()
