@@ -138,36 +138,11 @@ class Generations:
         """
         self.check_open(order.model)
         price, reservation = await self._admit(order, gone)
-        live = self._live_request(order)
-        entry = PendingEntry(
-            request_id=order.request_id,
-            tenant_id=live.tenant_id,
-            key_id=live.key_id,
-            model=live.model,
-            endpoint=order.endpoint,
-            stream=order.stream,
-            prompt_tokens=live.prompt_tokens,
-            reserved_tokens=reservation.tokens_reserved,
-            price=price,
-            price_basis_points=reservation.basis_points,
-            currency=order.principal.tenant.currency,
-            batch=order.batch,
-            admitted_at=live.admitted_at,
-        )
-        generation = Generation(
-            live=live,
-            model=order.model,
-            request=self._generation_request(order),
-            field_names=order.field_names,
-            entry=entry,
-            reservation=reservation,
-            ledger=self._ledger,
-            clock=self._clock,
-            metrics=self._metrics,
-            buffer_chunks=self._limits.buffer_chunks,
-            deadline_s=self._limits.deadline_s,
-            on_end=self._forget,
-        )
+        try:
+            generation = self._generation(order, price, reservation)
+        except BaseException:
+            reservation.void()
+            raise
         self._own(generation)
         self._watch.began(generation, order.principal.key.expires_at, order.change_count)
         await asyncio.shield(generation.admitted)
@@ -282,6 +257,38 @@ class Generations:
         generation = self._generations[live.id]
         generation.leave("aborted")
         return generation
+
+    def _generation(self, order: Order, price: Price | None, reservation: Reservation) -> Generation:
+        live = self._live_request(order)
+        entry = PendingEntry(
+            request_id=order.request_id,
+            tenant_id=live.tenant_id,
+            key_id=live.key_id,
+            model=live.model,
+            endpoint=order.endpoint,
+            stream=order.stream,
+            prompt_tokens=live.prompt_tokens,
+            reserved_tokens=reservation.tokens_reserved,
+            price=price,
+            price_basis_points=reservation.basis_points,
+            currency=order.principal.tenant.currency,
+            batch=order.batch,
+            admitted_at=live.admitted_at,
+        )
+        return Generation(
+            live=live,
+            model=order.model,
+            request=self._generation_request(order),
+            field_names=order.field_names,
+            entry=entry,
+            reservation=reservation,
+            ledger=self._ledger,
+            clock=self._clock,
+            metrics=self._metrics,
+            buffer_chunks=self._limits.buffer_chunks,
+            deadline_s=self._limits.deadline_s,
+            on_end=self._forget,
+        )
 
     def _live_request(self, order: Order) -> LiveRequest:
         tenant, key = order.principal.tenant, order.principal.key

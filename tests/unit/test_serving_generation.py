@@ -311,6 +311,15 @@ async def test_a_fault_before_the_reservation_ends_gives_it_back(
     assert running_of(box.admission, cast.bob.tenant.id) == 0
 
 
+async def test_a_fault_before_anybody_owns_the_generation_gives_the_reservation_back(
+    box: Serving, cast: Cast, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(box.generations, "_generation_request", None)
+    with pytest.raises(TypeError):
+        await box.start(cast.bob, TEXT)
+    assert running_of(box.admission, cast.bob.tenant.id) == 0
+
+
 async def test_usage_that_even_the_last_attempt_cannot_record_is_counted(
     box: Serving, cast: Cast, monkeypatch: pytest.MonkeyPatch
 ) -> None:
