@@ -207,3 +207,24 @@ async def test_a_clock_that_jumps_a_year_ahead_and_is_set_right_finds_its_day_ag
         await admit(admission, who, 1)
     clock.advance(86400)
     await admit(admission, who, 100)
+
+
+def limited(owner: str, who: Principal, **limits: int) -> tuple[Principal, ModelPolicy | None]:
+    """Return the principal after `owner` got limits for the model, and the model's own."""
+    if owner == "model":
+        return who, ModelPolicy(model="demo", limits=Limits(**limits), limit_mode="enforce", updated_at=START)
+    change = with_tenant if owner == "tenant" else with_key
+    return change(who, model_limits={"demo": Limits(**limits)}), None
+
+
+@pytest.mark.parametrize("owner", ["tenant", "key", "model"])
+async def test_what_ran_over_the_end_of_a_month_counts_in_that_one_with_limits_that_are_new(
+    admission: Admission, clock: FakeClock, owner: str
+) -> None:
+    bob = principal()
+    running = await admit(admission, bob, 90, cost=price())
+    clock.advance(10 * 86400)
+    with_limit, shared = limited(owner, bob, tokens_per_day=100, monthly_budget=100, concurrent_requests=2)
+    (await admit(admission, with_limit, 10, cost=price(), policy=shared)).void()
+    running.settle(90)
+    await admit(admission, with_limit, 100, cost=price(), policy=shared)

@@ -123,6 +123,10 @@ class Allowance:
         """Return whether a refusal refuses."""
         return self.mode != SHADOW
 
+    def enter(self, at: Moment) -> None:
+        """Let what is counted from now on count in the day and the month of `at`, if it is of them."""
+        self._windows(at)
+
     def refusals(self, need: Need, at: Moment, ahead: Ahead = NOBODY) -> list[LimitDecision]:
         """Return the decisions of the limits that refuse `need`; none of them changes anything."""
         if ahead is NOBODY and self._has_plenty(need, at):
@@ -161,19 +165,27 @@ class Allowance:
         if limits.monthly_budget is not None:
             yield self._budget(limits.monthly_budget, self.counted(need.expected.cost_picos, need.currency), at, ahead)
 
-    def take(self, need: Need, at: Moment, *, buckets: bool = True) -> Hold:
-        """Take `need`. Call it only when `refusals` is empty and without an await in between.
-
-        `buckets` False is for a request that was admitted before this allowance was known: its rate is water under the bridge.
-        """
+    def take(self, need: Need, at: Moment) -> Hold:
+        """Take `need`. Call it only when `refusals` is empty and without an await in between."""
         tokens = requests = None
-        if buckets and self.tokens is not None:
+        if self.tokens is not None:
             tokens = self.tokens.take(need.expected.tokens, at.monotonic_s)
             assert tokens is not None, "take after a refusal"
-        if buckets and self.requests is not None:
+        if self.requests is not None:
             requests = self.requests.take(1, at.monotonic_s)
             assert requests is not None, "take after a refusal"
         day, month = self._windows(at)
+        return self._hold(need, day, month, tokens, requests)
+
+    def join(self, need: Need, day: date) -> Hold:
+        """Let a request that was admitted on `day`, and not by these limits, count with them from now on: they were not known
+        then, or do not hold. Its rate is water under the bridge; a day or month that is not counted here is of no matter."""
+        first = day.replace(day=1)
+        return self._hold(need, self._days.get(day) or Window(day), self._months.get(first) or Window(first))
+
+    def _hold(
+        self, need: Need, day: Window, month: Window, tokens: Take | None = None, requests: Take | None = None
+    ) -> Hold:
         held = Amount(
             tokens=_held(need.worst.tokens, self.limits.tokens_per_day, day),
             cost_picos=_held(self.counted(need.worst.cost_picos, need.currency), self._budget_picos, month),
@@ -181,14 +193,7 @@ class Allowance:
         day.reserved += held.tokens
         month.reserved += held.cost_picos
         self.running += 1
-        return Hold(
-            allowance=self,
-            held=held,
-            tokens=tokens,
-            requests=requests,
-            day=day,
-            month=month,
-        )
+        return Hold(allowance=self, held=held, tokens=tokens, requests=requests, day=day, month=month)
 
     def overlook(self, at: Moment) -> Hold:
         """Return what a request holds that would have been refused if the mode were not shadow: nothing."""

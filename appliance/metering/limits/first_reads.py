@@ -107,7 +107,9 @@ class FirstReads:
             failed.exception()  # maybe nobody waits any more
             return
         # No await from here on: a request runs or has ended.
-        self._hold_what_runs(made, self._moment())
+        for allowance in made.values():
+            allowance.enter(self._moment())  # it may have been read over midnight
+        self._hold_what_runs(made)
         self._count_what_ended(made, sums)
         for correction in self._heard:
             for owner in owners_of(correction.tenant_id, correction.key_id, correction.model):
@@ -117,11 +119,12 @@ class FirstReads:
             self._known[owner] = allowance
             self._met.pop(owner).set_result(None)
 
-    def _hold_what_runs(self, made: Mapping[Owner, Allowance], at: Moment) -> None:
-        """Let what runs already, from before it had these limits, count with them from now on: no record has it yet."""
+    def _hold_what_runs(self, made: Mapping[Owner, Allowance]) -> None:
+        """Let what runs already, from before it had these limits, count with them from now on, on the day of its admission: no
+        record has it yet."""
         for reservation in self._live:
             for allowance in _counting(reservation, made):
-                self._live.hold(reservation, allowance.take(reservation.need, at, buckets=False))
+                self._live.hold(reservation, allowance.join(reservation.need, reservation.holds[0].day.start))
 
     def _count_what_ended(self, made: Mapping[Owner, Allowance], sums: Mapping[Owner, PeriodSums]) -> None:
         """Count what was settled without these limits and was recorded too late for the sums, on the day of its admission."""
