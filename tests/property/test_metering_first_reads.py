@@ -13,7 +13,7 @@ import msgspec
 import pytest
 
 from appliance.base.errors import Refused
-from appliance.metering.limits.quotas import ALL_TENANTS, Moment, Owner, owners_of
+from appliance.metering.limits.quotas import Moment, Owner, owners_of
 from appliance.metering.limits.reservations import Reservation
 from appliance.metering.limits.rules import Asked
 from appliance.metering.limits.sums import LevelNow, PeriodSums
@@ -28,7 +28,6 @@ from tests.support.sums import NothingYet
 
 TENANTS, KEYS, REQUESTS = 4, 5, 150
 PER_MINUTE, LEVEL, USED, AT_ONCE = 1000, 700, 4000, 6
-MODEL = Owner("model", ALL_TENANTS, "demo")
 
 
 class Books(NothingYet):
@@ -83,8 +82,7 @@ class Box:
         limits = Limits(tokens_per_minute=PER_MINUTE, concurrent_requests=AT_ONCE)
         self.people = [principal(limits, limits) for _ in range(TENANTS)]
         self.policy = ModelPolicy(model="demo", limits=Limits(concurrent_requests=50), limit_mode="enforce", updated_at=START)
-        self.live: dict[Reservation, bool] = {}
-        """Whether each that runs counts against the model: the others began without its limits, when these were known."""
+        self.live: set[Reservation] = set()
         self.settled: Counter[Owner] = Counter()
         self.recording: list[asyncio.Task[None]] = []
 
@@ -109,7 +107,7 @@ class Box:
             reservation = await self.admission.admit(asked)
         except (Refused, OSError):
             return
-        self.live[reservation] = limited or MODEL not in self.admission._allowances
+        self.live.add(reservation)
         self.check()
         used = 0
         try:
@@ -120,13 +118,13 @@ class Box:
 
     def end(self, reservation: Reservation, used: int) -> None:
         """Close it."""
-        counts_for_model = self.live.pop(reservation)
+        self.live.remove(reservation)
         if not used:
             reservation.void()
             return
         request_id = f"request {len(self.recording)}"
         reservation.settle(used, request_id=request_id)
-        self.settled.update({owner: used for owner in owners(reservation) if owner != MODEL or counts_for_model})
+        self.settled.update(dict.fromkeys(owners(reservation), used))
         self.recording.append(asyncio.create_task(self.record(reservation, request_id, used)))
 
     async def record(self, reservation: Reservation, request_id: str, used: int) -> None:
@@ -151,7 +149,7 @@ class Box:
     def check(self) -> None:
         """What runs stands at each of its owners, once, and no limit is passed."""
         for owner, allowance in self.admission._allowances.items():
-            live = [each for each in self.live if owner in owners(each) and (owner != MODEL or self.live[each])]
+            live = [each for each in self.live if owner in owners(each)]
             assert self.books.times_read[owner] == 1
             assert allowance.running == len(live)
             if allowance.tokens is not None:

@@ -302,3 +302,16 @@ async def test_limits_of_a_model_that_are_taken_away_hold_nobody_who_waits(queue
     queue.admission.reconfigure(limited(bob, Limits()), {})
     await queue.alarms.settle()
     assert waiting.done()
+
+
+async def test_who_waited_while_limits_of_its_model_came_counts_against_them(queue: Queue) -> None:
+    bob, charlie = principal(Limits(concurrent_requests=1)), principal()
+    policy = ModelPolicy(model="demo", limits=Limits(tokens_per_day=100), limit_mode="enforce", updated_at=START)
+    first = (await queue.ask(bob, 10)).result()
+    waiting = await queue.ask(bob, 60)
+    (await queue.ask(charlie, 10, policy=policy)).result().settle(10)
+    first.settle(10)
+    await queue.alarms.settle()
+    waiting.result().settle(60)
+    assert isinstance((await queue.ask(charlie, 21, policy=policy, wait_s=0.0)).exception(), RateLimitExceeded)
+    assert not (await queue.ask(charlie, 20, policy=policy)).exception()

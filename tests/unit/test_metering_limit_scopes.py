@@ -218,6 +218,30 @@ def limited(owner: str, who: Principal, **limits: int) -> tuple[Principal, Model
 
 
 @pytest.mark.parametrize("owner", ["tenant", "key", "model"])
+async def test_a_limit_that_goes_and_comes_back_counts_what_was_used_in_between(admission: Admission, owner: str) -> None:
+    bob = principal()
+    with_limit, shared = limited(owner, bob, tokens_per_day=100)
+    (await admit(admission, with_limit, 10, policy=shared)).settle(10)
+    (await admit(admission, bob, 60)).settle(60)
+    running = await admit(admission, bob, 500)
+    with pytest.raises(RateLimitExceeded, match="tokens per day"):
+        await admit(admission, with_limit, 1, policy=shared)
+    running.void()
+    with pytest.raises(RateLimitExceeded, match="tokens per day"):
+        await admit(admission, with_limit, 31, policy=shared)
+    await admit(admission, with_limit, 30, policy=shared)
+
+
+@pytest.mark.parametrize("owner", ["tenant", "key", "model"])
+async def test_a_budget_that_was_taken_away_ends_no_request(admission: Admission, owner: str) -> None:
+    bob = with_tenant(principal(), cut_at_budget=True)
+    with_limit, shared = limited(owner, bob, monthly_budget=100)
+    (await admit(admission, with_limit, 90, cost=price(), policy=shared)).settle(90)
+    running = await admit(admission, bob, 50, cost=price())
+    assert running.note(0, 50) is None
+
+
+@pytest.mark.parametrize("owner", ["tenant", "key", "model"])
 async def test_what_ran_over_the_end_of_a_month_counts_in_that_one_with_limits_that_are_new(
     admission: Admission, clock: FakeClock, owner: str
 ) -> None:

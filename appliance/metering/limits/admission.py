@@ -277,13 +277,20 @@ class Admission:
                 await self._first_reads.meet(rules)
                 break
         at = self._moment()
-        if asked.policy is None and (shared := self._allowances.get(Owner("model", ALL_TENANTS, asked.model))) is not None:
-            shared.configure(NO_LIMITS, shared.mode, at)  # the model had limits of its own
         allowances = [self._allowances[rule.owner] for rule in rules]
         for rule, allowance in zip(rules, allowances, strict=True):
             allowance.currency = rule.currency
             allowance.configure(rule.limits, rule.mode, at)
+        for beside in self._beside(asked, allowances):
+            beside.configure(NO_LIMITS, beside.mode, at)  # it had limits of its own for the model
         return allowances
+
+    def _beside(self, asked: Asked, allowances: Sequence[Allowance]) -> list[Allowance]:
+        """Return what a request counts against beside the `allowances` whose limits hold for it: whose limits have gone, and
+        may come back, and whose came while it waited."""
+        who = asked.principal
+        known = map(self._allowances.get, owners_of(who.tenant.id, who.key.id, asked.model))
+        return [allowance for allowance in known if allowance is not None and allowance not in allowances]
 
     def _try(
         self, asked: Asked, allowances: Sequence[Allowance], needs: Needs, waiter: Waiter | None = None
@@ -315,6 +322,9 @@ class Admission:
             cut_at_budget=asked.principal.tenant.cut_at_budget,
         )
         self._live.add(reservation)
+        for beside in self._beside(asked, allowances):
+            beside.enter(at)
+            self._live.hold(reservation, beside.join(needs.common, at.day))
         self.output_estimates.began(needs.work)
         self._unsaved.update(allowances)
         return reservation

@@ -183,9 +183,7 @@ class Allowance:
         first = day.replace(day=1)
         return self._hold(need, self._days.get(day) or Window(day), self._months.get(first) or Window(first))
 
-    def _hold(
-        self, need: Need, day: Window, month: Window, tokens: Take | None = None, requests: Take | None = None
-    ) -> Hold:
+    def _hold(self, need: Need, day: Window, month: Window, tokens: Take | None = None, requests: Take | None = None) -> Hold:
         held = Amount(
             tokens=_held(need.worst.tokens, self.limits.tokens_per_day, day),
             cost_picos=_held(self.counted(need.worst.cost_picos, need.currency), self._budget_picos, month),
