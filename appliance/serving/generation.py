@@ -317,13 +317,12 @@ class Generation:
 
     async def _write(self, settlement: Settlement, usage: Usage) -> None:
         try:
-            await self._ledger.settle(settlement)
+            await self._ledger.settle(settlement, self._reservation.recorded)
         except LedgerBroken:  # which has counted what the books are short of
             log.exception("usage record was refused", request_id=self.request_id)
         except Exception:  # owned task: the metric is what shows that the books are short
             log.exception("usage record could not be written", request_id=self.request_id)
             self._metrics.unrecorded(usage.total_tokens)
-        finally:
             self._reservation.recorded()
         if self._submitted:
             self._model.client.figures.balance.closed(

@@ -7,6 +7,7 @@ import asyncio
 import dataclasses
 from collections.abc import AsyncIterator, Callable, Collection, Mapping
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,6 +15,8 @@ from sqlalchemy import text
 from sqlalchemy.dialects import sqlite
 
 from appliance.base.db import Database
+from appliance.base.journal import Journal
+from appliance.metering.ledger import writer
 from appliance.metering.ledger.writer import Ledger
 from appliance.metering.limits import sums as limit_sums
 from appliance.metering.limits.admission import Admission
@@ -29,7 +32,7 @@ from appliance.tenancy.principals import Limits, Principal
 from tests.support.cast import Cast
 from tests.support.clock import START, FakeClock
 from tests.support.factories import pending, posted, principal, voided
-from tests.support.ledgers import running_of, utc_admission, utc_ledger, utc_sums
+from tests.support.ledgers import FailingDatabase, running_of, utc_admission, utc_ledger, utc_sums
 from tests.support.plans import plan_of
 from tests.support.spending import statements_seen
 from tests.support.sums import NothingYet
@@ -332,6 +335,30 @@ async def test_a_request_that_ends_while_its_model_is_read_counts_once(
     await admission.admit(asking(cast.bob.principal, policy))
     assert admission._allowances[Owner("model", ALL_TENANTS, "demo")]._day.used == 600
     running.recorded()
+    assert not admission._first_reads._ended
+
+
+@pytest.mark.parametrize("database_url", ["sqlite"], indirect=True)
+async def test_a_settlement_that_stands_in_the_journal_alone_counts_while_the_tables_cannot_be_written(
+    database: Database, clock: FakeClock, cast: Cast, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(writer, "CATCH_UP_S", 0.0)
+    held, journal = FailingDatabase.around(database), Journal(tmp_path / "j")
+    ledger, admission = utc_ledger(held, clock, cast.epoch_id, journal=journal), utc_admission(clock, utc_sums(held))
+    await ledger.start()
+    policy = ModelPolicy(model="demo", limits=Limits(tokens_per_day=1000), limit_mode="enforce", updated_at=START)
+    entry = pending(cast.bob, admitted_at=clock.now())
+    running = await admission.admit(asking(cast.bob.principal))
+    await ledger.open(entry)
+    await ledger.caught_up()
+    held.gate = asyncio.Event()
+    running.settle(600, request_id=entry.request_id)
+    await ledger.settle(posted(entry.request_id, prompt=600, completion=0), running.recorded)
+    await admission.admit(asking(cast.bob.principal, policy))
+    held.gate.set()
+    await ledger.stop()
+    await journal.close()
+    assert admission._allowances[Owner("model", ALL_TENANTS, "demo")]._day.used == 600
     assert not admission._first_reads._ended
 
 

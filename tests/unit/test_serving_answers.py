@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 
 import pytest
@@ -157,9 +157,9 @@ async def test_whoever_reads_the_ledger_is_told_of_what_ended_and_is_not_recorde
     told: list[list[str]] = []
     settle = box.ledger.settle
 
-    async def settle_seen(settlement: Settlement) -> None:
+    async def settle_seen(settlement: Settlement, on_recorded: Callable[[], object]) -> None:
         told.append(list(box.admission._first_reads._ended))
-        await settle(settlement)
+        await settle(settlement, on_recorded)
 
     monkeypatch.setattr(box.ledger, "settle", settle_seen)
     generation = await box.start(cast.bob, TEXT)

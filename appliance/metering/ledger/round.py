@@ -73,14 +73,31 @@ class Open(Promised):
 
 @dataclass(slots=True, eq=False, kw_only=True)
 class Settle(Promised):
-    """Bring an entry to its final state. `written`: the event stands in the ledger with these figures."""
+    """Bring an entry to its final state. `written`: the event stands in the ledger with these figures. `on_recorded` hears when
+    its rows are committed, or that they will not be any more."""
 
     settlement: Settlement
     written: bool = False
+    on_recorded: Callable[[], object] | None = None
 
     @property
     def request_id(self) -> str:
         return self.settlement.request_id
+
+    def succeed(self) -> None:
+        """Tell whoever waits for the rows, too."""
+        Promised.succeed(self)
+        self._tell_recorded()
+
+    def fail(self, error: Exception) -> None:
+        """Tell whoever waits for the rows, too."""
+        Promised.fail(self, error)
+        self._tell_recorded()
+
+    def _tell_recorded(self) -> None:
+        told, self.on_recorded = self.on_recorded, None
+        if told is not None:
+            told()
 
 
 @dataclass(slots=True, eq=False)

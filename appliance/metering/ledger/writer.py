@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import structlog
 from sqlalchemy.exc import DBAPIError
@@ -199,14 +199,15 @@ class Ledger:
         self._waiting.hurry()
         await asyncio.wait({last.done}, timeout=CATCH_UP_S)
 
-    async def settle(self, settlement: Settlement) -> None:
-        """Return once the final state is durable; settling again with the same figures changes nothing.
+    async def settle(self, settlement: Settlement, on_recorded: Callable[[], object] | None = None) -> None:
+        """Return once the final state is durable; settling again with the same figures changes nothing. `on_recorded` hears
+        when it stands in the tables, which may be later, or that it never will through this process.
 
         Raises LedgerBroken when it has to be given up: there is no such entry, it was settled otherwise, or the ledger has
         ended. Who has gone on because its line was durable has it in the log. Cancelling the caller does not stop it.
         """
         done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        operation = Settle(settlement=settlement, done=done)
+        operation = Settle(settlement=settlement, done=done, on_recorded=on_recorded)
         self._waiting.forget(settlement.request_id)
         try:
             operation.number = await self._line_of(settlement)
