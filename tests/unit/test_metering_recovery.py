@@ -14,7 +14,7 @@ from appliance.metering.calendar import BillingCalendar
 from appliance.metering.ledger import recovery
 from appliance.metering.ledger.epochs import EpochEnded
 from appliance.metering.ledger.recovery import begin_epoch
-from appliance.metering.ledger.rows import INSERT_EVENTS, event_row
+from appliance.metering.ledger.rows import EVENTS_WITH_PRICES, INSERT_EVENTS, event_row
 from appliance.metering.ledger.writer import Checkpoint, LedgerBroken
 from appliance.metering.limits.quotas import Moment, Owner
 from appliance.metering.limits.rules import Asked
@@ -35,6 +35,7 @@ from tests.support.ledgers import (
     utc_recover,
     utc_sums,
 )
+from tests.support.plans import plan_of
 
 
 async def test_a_request_of_a_dead_process_is_recovered_once_from_its_last_checkpoint(
@@ -210,3 +211,10 @@ async def test_an_epoch_that_another_one_followed_opens_nothing(postgresql: Clus
     assert await all_events(database) == []
     await database.close()
     postgresql.give_back(url)
+
+
+@pytest.mark.parametrize("database_url", ["sqlite"], indirect=True)
+async def test_a_start_finds_what_was_left_behind_by_its_indexes(database: Database) -> None:
+    events = EVENTS_WITH_PRICES.params(request_ids=["one", "another"])
+    assert await plan_of(database, recovery._left_behind("now")) == ["SCAN usage_events USING INDEX ix_usage_events_pending"]
+    assert await plan_of(database, events) == ["SEARCH usage_events USING INDEX uq_usage_events_request_id (request_id=?)"]

@@ -8,7 +8,7 @@ from datetime import datetime
 from typing import Any
 
 import msgspec
-from sqlalchemy import RowMapping, bindparam, insert, select, text, update
+from sqlalchemy import RowMapping, Select, bindparam, insert, literal_column, select, text, update
 from sqlalchemy.ext.asyncio import AsyncConnection
 
 from appliance.base import counters
@@ -101,13 +101,7 @@ async def _recover_some(
     if connection.dialect.name == "postgresql":
         # A killed gateway's COMMIT may still run on the server, and its record would turn up when we have looked: wait for it.
         await connection.execute(text("LOCK TABLE usage_events IN SHARE ROW EXCLUSIVE MODE"))
-    left_behind = (
-        select(usage_events.c.request_id)
-        .where(usage_events.c.status == "pending", usage_events.c.epoch_id != current_epoch)
-        .order_by(usage_events.c.id)
-        .limit(EVENTS_PER_TRANSACTION)
-    )
-    request_ids = (await connection.execute(left_behind)).scalars().all()
+    request_ids = (await connection.execute(_left_behind(current_epoch))).scalars().all()
     if not request_ids:
         return []
     rows = (await connection.execute(EVENTS_WITH_PRICES, {"request_ids": request_ids})).mappings().all()
@@ -119,6 +113,13 @@ async def _recover_some(
     await connection.execute(_FINISH_REQUESTS, _request_parameters(parameters))
     await rollups.add(connection, calendar, events)
     return events
+
+
+def _left_behind(current_epoch: str) -> Select[Any]:
+    """Ask for some of the pending events of other epochs, in the order of the index on what is pending."""
+    events = usage_events.c
+    query = select(events.request_id).where(events.status == literal_column("'pending'"), events.epoch_id != current_epoch)
+    return query.order_by(events.epoch_id, events.id).limit(EVENTS_PER_TRANSACTION)
 
 
 def _recovered(row: RowMapping, posting: int, now: datetime) -> UsageEvent:

@@ -167,7 +167,8 @@ def price_query() -> Select[Any]:
 
 
 EVENTS_WITH_PRICES: Select[Any] = price_query().where(
-    usage_events.c.request_id.in_(bindparam("request_ids", expanding=True)), usage_events.c.kind == "usage"
+    usage_events.c.request_id.in_(bindparam("request_ids", expanding=True)),
+    usage_events.c.kind == literal_column("'usage'"),  # as the index has it: a parameter might be anything
 )
 """The events of some requests. Made once: to write it anew would cost more than to run it."""
 
