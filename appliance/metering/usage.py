@@ -217,10 +217,7 @@ class UsageReports:
 
     async def corrected(self, event: UsageEvent, *, access: Access) -> tuple[int, int]:
         """Return how many corrections an event has, and their signed cost in pico-units."""
-        events = usage_events.c
-        sums: list[Any] = [func.count(), *split_sum(events.cost_picos)]
-        query = access.narrow(select(*sums), events.tenant_id)
-        query = query.where(events.request_id == event.request_id, events.corrects_id == event.id)
+        query = access.narrow(_corrections_of(event), usage_events.c.tenant_id)
         async with self._db.reading() as connection:
             number, high, low = (await connection.execute(query)).one()
         return number, join_sum(high, low)
@@ -376,6 +373,13 @@ def _ledger_conditions(filters: LedgerFilter) -> list[ColumnElement[bool]]:
     if filters.end is not None:
         conditions.append(events.admitted_at < filters.end)
     return conditions
+
+
+def _corrections_of(event: UsageEvent) -> Select[Any]:
+    """Ask how many corrections an event has, and for their cost by halves."""
+    events = usage_events.c
+    sums: list[Any] = [func.count(), *split_sum(events.cost_picos)]
+    return select(*sums).where(_is_kind("adjustment"), events.request_id == event.request_id, events.corrects_id == event.id)
 
 
 def _is_kind(kind: str) -> ColumnElement[bool]:

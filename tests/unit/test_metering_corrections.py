@@ -21,7 +21,7 @@ from appliance.metering.limits.quotas import Moment, Owner
 from appliance.metering.limits.rules import Asked
 from appliance.metering.limits.sums import PeriodSums
 from appliance.metering.prices import Price
-from appliance.metering.usage import UsageReports
+from appliance.metering.usage import UsageReports, _corrections_of
 from appliance.tenancy.access import WHOLE_BOX
 from appliance.tenancy.principals import Limits, Principal
 from tests.support import factories
@@ -232,3 +232,9 @@ async def test_what_stands_of_an_event_is_found_by_its_id_and_its_request(databa
         "SEARCH usage_events USING INTEGER PRIMARY KEY (rowid=?)",
         "SEARCH usage_events USING INDEX ix_usage_events_adjustments (request_id=?)",
     ]
+
+
+@pytest.mark.parametrize("database_url", ["sqlite"], indirect=True)
+async def test_the_corrections_of_an_event_are_found_by_its_request(database: Database, cast: Cast) -> None:
+    query = _corrections_of(factories.adjustment(cast.bob, posting=2, cost_picos=1))
+    assert await plan_of(database, query) == ["SEARCH usage_events USING INDEX ix_usage_events_adjustments (request_id=?)"]
