@@ -14,6 +14,7 @@ from sqlalchemy.exc import OperationalError
 
 from appliance.base.counters import POSTING, take
 from appliance.base.db import Database
+from appliance.metering.alerts.budgets import TOLD_FOR
 from appliance.metering.calendar import BillingCalendar
 from appliance.metering.ledger import rollups
 from appliance.metering.ledger.records import UsageEvent
@@ -56,18 +57,30 @@ class Owner:
         ids = ((self.tenant, event.tenant_id), (self.key, event.key_id), (self.model, event.model))
         return all(mine in ("", its) for mine, its in ids)
 
-    def check(self, events: list[UsageEvent], day: date) -> None:
-        """Note which thresholds of the day and of its month stand reached by these events."""
+    def check(self, events: list[UsageEvent], day: date, new: list[UsageEvent] | None = None, since: date = date.min) -> None:
+        """Note which thresholds of the day and of its month stand reached by these events; once there are `new` ones, in what
+        begins on `since` or later and counts more by them."""
         mine = [event for event in events if self.has(event)]
         month = CALENDAR.month_of(day)
         paid = [event for event in mine if CALENDAR.month_of(event.billing_day) == month and event.currency == self.currency]
         picos = sum(event.cost_picos for event in paid)
         tokens = sum(event.completion_tokens for event in mine if event.billing_day == day)
         used = {"monthly_budget": (month, Fraction(picos, 10**12)), "tokens_per_day": (day.isoformat(), Fraction(tokens))}
+        first = {"monthly_budget": day.replace(day=1), "tokens_per_day": day}
         for kind, limit in self.limits.items():
             period, amount = used[kind]
-            if limit:
+            is_told = new is None or (first[kind] >= since and any(self.adds(event, kind, day) for event in new))
+            if limit and is_told:
                 self.due |= {(period, percent, limit) for percent in self.percents if amount / limit >= Fraction(percent, 100)}
+
+    def adds(self, event: UsageEvent, kind: str, day: date) -> bool:
+        """Return whether an event makes more of what is counted of the day, or of its month."""
+        if not self.has(event):
+            return False
+        if kind == "tokens_per_day":
+            return event.billing_day == day and event.completion_tokens > 0
+        same_month = CALENDAR.month_of(event.billing_day) == CALENDAR.month_of(day)
+        return same_month and event.currency == self.currency and event.cost_picos > 0
 
 
 class Life:
@@ -104,11 +117,11 @@ class Life:
         )[0]()
 
     def events(self, units: tuple[int, ...] = (0, 1, 3, 10, 40, -5, -20)) -> list[UsageEvent]:
-        """Return events of the last weeks, some of them corrections that give back, some in another currency."""
+        """Return events of the last months, some of them corrections that give back, some in another currency."""
         chance = self.chance
         made = []
         for _ in range(chance.randrange(1, 6)):
-            at = self.clock.now() + timedelta(days=chance.choice((0, 0, chance.randrange(-30, 15))))
+            at = self.clock.now() + timedelta(days=chance.choice((0, 0, chance.randrange(-100, 15))))
             cost, tokens = chance.choice(units) * 10**12, chance.choice(units)
             event = settled_event(chance.choice(self.people), cost, at, tokens=tokens)
             currency = chance.choice(("EUR", "EUR", "EUR", "CHF"))
@@ -135,9 +148,10 @@ class Life:
     def count(self, events: list[UsageEvent]) -> None:
         """Let the twins look at what the events belong to."""
         self.settled_events += events
+        since = CALENDAR.day_of(self.clock.now()) - TOLD_FOR
         for owner in self.owners:
             for day in {event.billing_day for event in events if owner.has(event)}:
-                owner.check(self.settled_events, day)
+                owner.check(self.settled_events, day, events, since)
 
     async def write(self, events: list[UsageEvent]) -> None:
         """Do what the ledger does with settled events."""

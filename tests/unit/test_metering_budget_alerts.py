@@ -9,6 +9,7 @@ import pytest
 
 from appliance.base.db import Database
 from appliance.metering.alerts.budgets import SWEEP_INTERVAL_S, Watch
+from appliance.metering.alerts.outbox_history import KEEP_DAYS_MIN, OutboxHistory
 from appliance.metering.alerts.plans import Period, Plan
 from appliance.metering.calendar import BillingCalendar
 from appliance.metering.ledger import rollups
@@ -213,6 +214,29 @@ async def test_a_correction_that_takes_away_never_hides_a_later_crossing(
     assert await spender.told() == [("2026-11", 80)]
 
 
+async def test_a_correction_that_gives_back_tells_of_nothing(
+    database: Database, clock: FakeClock, cast: Cast, spender: Spender
+) -> None:
+    await spender.spend(cast.bob, 50)
+    await budget(database, clock, cast.bob, 40)
+    await settle_directly(spender, cast.bob, [-5 * 10**12])
+    assert await spender.told() == []
+
+
+async def test_of_a_month_of_which_the_alerts_may_be_forgotten_nothing_is_told_again(
+    database: Database, clock: FakeClock, cast: Cast, spender: Spender
+) -> None:
+    await budget(database, clock, cast.bob, 10)
+    began = clock.now()
+    await spender.spend(cast.bob, 9)
+    for message in await spender.alerts.outbox.claim(1):
+        await spender.alerts.outbox.delivered(message)
+    clock.advance((KEEP_DAYS_MIN + 1) * 86400)
+    assert await OutboxHistory(database, clock, keep_days=1).prune() == 1
+    await spender.spend(cast.bob, 1, at=began)
+    assert await spender.told() == []
+
+
 async def settle_directly(spender: Spender, person: Person, costs: Sequence[int]) -> None:
     """Settle corrections with these costs as whoever writes them does: sums first, then the alerts, in one transaction."""
     events = [settled_event(person, cost, spender.alerts.clock.now()) for cost in costs]
@@ -228,5 +252,5 @@ def test_a_period_that_must_be_looked_at_is_unknown_until_the_look_is_durable(ca
     plan = Plan(owner=owner, whose={}, currency="EUR", limits={"tokens_per_day": 100}, percents=(80,))
     watch = Watch(plan, left={today: 5})
     one, five = (settled_event(cast.bob, 0, START, tokens=tokens) for tokens in (1, 5))
-    assert [list(watch.count(event)) for event in (one, five, one)] == [[], [today], [today]]
+    assert [list(watch.count(event, START.date())) for event in (one, five, one)] == [[], [today], [today]]
     assert watch.left == {}

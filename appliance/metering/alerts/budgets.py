@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from datetime import date
+from datetime import date, timedelta
 from functools import partial
 
 from sqlalchemy import Connection
@@ -24,6 +24,7 @@ from appliance.base.db import Database, after_commit
 from appliance.metering.alerts import outbox
 from appliance.metering.alerts.budget_sums import used_by
 from appliance.metering.alerts.notices import Notice, notices_of
+from appliance.metering.alerts.outbox_history import KEEP_DAYS_MIN
 from appliance.metering.alerts.plans import Period, Plan, read_plans
 from appliance.metering.calendar import BillingCalendar
 from appliance.metering.ledger.records import UsageEvent
@@ -32,6 +33,8 @@ from appliance.metering.limits.quotas import Owner, owners_of
 
 PERIODS_MAX = 64  # of one owner: late events may be of other months and days than today's
 SWEEP_INTERVAL_S = 3600.0
+TOLD_FOR = timedelta(days=KEEP_DAYS_MIN - 1)
+"""Of a day or a month that began longer ago nothing is told: what was told before may be forgotten."""
 SWEPT_AT_ONCE = 50  # notices in one transaction of a sweep: a settlement waits for no more
 
 
@@ -42,18 +45,19 @@ class Watch:
     plan: Plan
     left: dict[Period, int | None] = field(default_factory=dict)
 
-    def count(self, event: UsageEvent) -> Iterator[Period]:
-        """Count the event, and yield the periods that must be looked at.
+    def count(self, event: UsageEvent, since: date) -> Iterator[Period]:
+        """Count the event, and yield the periods that must be looked at, of those that begin on `since` or later.
 
         A correction that takes away counts as nothing, and what is rolled back stays counted: more is left than is thought.
+        What counts as nothing reaches no threshold.
         """
         tokens, day = event.prompt_tokens + event.completion_tokens, event.billing_day
         for kind in self.plan.limits:
             period = Period(kind, day.replace(day=1) if kind == "budget" else day)
-            left = self.left.get(period, 0)
-            if left is None:
+            used, left = self.plan.counted(kind, tokens, event.cost_picos, event.currency), self.left.get(period, 0)
+            if used <= 0 or left is None or period.start < since:
                 continue
-            left -= max(self.plan.counted(kind, tokens, event.cost_picos, event.currency), 0)
+            left -= used
             if left > 0:
                 self.left[period] = left
                 continue
@@ -106,11 +110,12 @@ class BudgetAlerts:
         watches = self._watches_now(connection)
         if not watches.by_owner:
             return
+        since = self._calendar.day_of(self._clock.now()) - TOLD_FOR
         due: defaultdict[Period, dict[Owner, Watch]] = defaultdict(dict)
         for event in events:
             if event.status in SETTLED:
                 for watch in watches.over(event):
-                    for period in watch.count(event):
+                    for period in watch.count(event, since):
                         due[period][watch.plan.owner] = watch
         for period, reached in due.items():
             self._look(connection, period, reached)

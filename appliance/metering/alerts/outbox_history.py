@@ -1,7 +1,7 @@
 """Forgets alerts that were delivered, or given up, longer ago than the operator keeps them. What is pending it never touches.
 
 That a row is there is also why nobody is told the same twice, so none goes while its event could be told again: a threshold of
-a month's budget until that month is over, an expiring key until it has expired.
+a month's budget until the month after it is over, an expiring key until it has expired.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from appliance.base.clock import Clock
 from appliance.base.db import Database
 from appliance.base.tables import outbox
 
-KEEP_DAYS_MIN = 35  # longer than a month, and than the longest retry
+KEEP_DAYS_MIN = 65  # longer than two months, and than the longest retry
 BATCH_ROWS = 500
 BATCHES_MAX = 20
 INTERVAL_S = 3600.0  # no index finds old rows: looking reads the table
