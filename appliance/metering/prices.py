@@ -90,7 +90,7 @@ class Price:
 
 
 class PriceBook:
-    """All prices. Those of a model are kept in memory once read; `add` and `withdraw` forget them.
+    """All prices. Those of a model are kept in memory once read; `add` and `withdraw` forget them, and `forget` all.
 
     Each currency has prices of its own: amounts are never converted. `currency` is the one of who has none of his own.
     """
@@ -153,6 +153,11 @@ class PriceBook:
             raise PriceBegun("the price has begun by the clock of the database and stays", param="price_id") from error
         self._forget(price.model)
         return price
+
+    def forget(self) -> None:
+        """Read every price again: another process may have added or withdrawn some."""
+        self._changes += 1
+        self._by_model.clear()
 
     def _forget(self, model: str) -> None:
         self._changes += 1

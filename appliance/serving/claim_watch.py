@@ -20,8 +20,10 @@ async def stop_when_lost(claim: DatabaseClaim, services: Services, stop: Callabl
     """
 
     async def go_on() -> bool:
+        # A command may have changed rows while nobody held the database.
         for cached in (services.db.principals, services.db.webhooks):
-            cached.bump()  # a command may have changed rows while nobody held the database
+            cached.bump()
+        services.prices.forget()
         return await epochs.is_open(services.db, services.epoch_id)
 
     try:
