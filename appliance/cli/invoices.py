@@ -306,7 +306,7 @@ def _row(invoice: Row, tenant: Row) -> Row:
 
     currency = invoice["currency"]
     due = f"{format_micros(invoice['due_micros'], decimals=minor_unit_decimals(currency))} {currency}"
-    return {**invoice, "tenant": tenant["name"], "due": due}
+    return {**invoice, "tenant": tenant["name"], "due": invoice["problem"] or due}
 
 
 def _show(rows: list[Row], *, as_json: bool, empty: str = "There are no invoices.") -> None:

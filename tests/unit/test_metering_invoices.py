@@ -401,6 +401,21 @@ async def test_costs_in_two_currencies_have_no_invoice(books: Books) -> None:
         await books.close("2026-10")
 
 
+async def test_a_draft_that_cannot_be_computed_keeps_no_other_invoice_from_being_listed(books: Books) -> None:
+    await books.post(SEPTEMBER)
+    closed = await books.close("2026-09")
+    draft = await books.draft("2026-10")
+    for currency in ("EUR", "USD"):
+        await books.post(OCTOBER, currency=currency)
+    listed = (await books.invoices.list_of(books.bob.tenant.id, access=WHOLE_BOX)).data
+    assert [(each.head.id, each.lines == (), "EUR and USD" in (each.problem or "")) for each in listed] == [
+        (draft.head.id, True, True),
+        (closed.head.id, False, False),
+    ]
+    with pytest.raises(CurrenciesMixed, match="EUR and USD"):
+        await books.invoices.get(draft.head.id, access=WHOLE_BOX)
+
+
 async def test_lines_keep_costs_that_pass_64_bits(books: Books) -> None:
     dear = await add_price(books.database, prompt=10**12)
     for _ in range(3):

@@ -33,7 +33,8 @@ class InvoiceLineShape(msgspec.Struct, kw_only=True):
 class InvoiceShape(msgspec.Struct, kw_only=True):
     """An invoice. A draft is what it would be now. The lines sum to `subtotal_micros`; `total_micros` is that and the tax.
     `due_micros` is what is paid: rounded to the smallest coin. `usage_picos` is the exact cost of the events on it.
-    `abort_policy` is how usage was counted, in the words of the PDF."""
+    `abort_policy` is how usage was counted, in the words of the PDF. `problem`: why a draft of a list cannot be computed, which
+    has no lines and no sums then; null for all others."""
 
     id: str
     number: str | None
@@ -57,6 +58,7 @@ class InvoiceShape(msgspec.Struct, kw_only=True):
     issued_on: str | None
     due_on: str | None
     abort_policy: str
+    problem: str | None
 
 
 class InvoiceHeadShape(msgspec.Struct, kw_only=True):
@@ -130,6 +132,7 @@ def invoice_shape(invoice: Invoice) -> InvoiceShape:
         issued_on=None if invoice.issued_on is None else invoice.issued_on.isoformat(),
         due_on=None if invoice.due_on is None else invoice.due_on.isoformat(),
         abort_policy=ABORT_POLICY,
+        problem=invoice.problem,
     )
 
 

@@ -90,11 +90,9 @@ async def list_invoices(request: AdminRequest) -> PageShape[InvoiceHeadShape]:
     return page_shape(page, invoice_head_shape)
 
 
-@get(
-    "/tenants/{tenant_id:str}/invoices", summary="List a tenant's invoices", tags=TAGS, opt={"query": PAGING, "errors": (409,)}
-)
+@get("/tenants/{tenant_id:str}/invoices", summary="List a tenant's invoices", tags=TAGS, opt={"query": PAGING})
 async def list_tenant_invoices(request: AdminRequest, tenant_id: FromPath[str]) -> PageShape[InvoiceShape]:
-    """Return whole invoices, the newest month first; drafts as they would be now."""
+    """Return whole invoices, the newest month first; drafts as they would be now. One that cannot be has its `problem`."""
     access = await authenticate_administrator(request, Action.INVOICES, tenant_id)
     check_query(request)
     services = services_of(request)

@@ -21,7 +21,15 @@ from sqlalchemy.ext.asyncio import AsyncConnection
 from appliance.base.clock import Clock
 from appliance.base.counters import POSTING, last_taken, locked, take
 from appliance.base.db import Database
-from appliance.base.errors import InvalidValue, InvoiceClosed, MonthNotOver, MonthOutOfOrder, NotFound, NothingToBill
+from appliance.base.errors import (
+    CurrenciesMixed,
+    InvalidValue,
+    InvoiceClosed,
+    MonthNotOver,
+    MonthOutOfOrder,
+    NotFound,
+    NothingToBill,
+)
 from appliance.base.ids import new_id
 from appliance.base.tables import invoices
 from appliance.metering.alerts import outbox
@@ -104,7 +112,10 @@ class Invoices:
     async def get(self, invoice_id: str, *, access: Access, action: Action = Action.INVOICES) -> Invoice:
         """Return an invoice, a draft as it would be now. Raises as `head`, and CurrenciesMixed."""
         async with self._db.reading() as connection:
-            return (await self._whole(connection, [await _read_head(connection, invoice_id, access, action)]))[0]
+            invoice = (await self._whole(connection, [await _read_head(connection, invoice_id, access, action)]))[0]
+        if invoice.problem is not None:
+            raise CurrenciesMixed(invoice.problem, param="month")
+        return invoice
 
     async def list(
         self,
@@ -122,7 +133,7 @@ class Invoices:
     async def list_of(
         self, tenant_id: str, limit: int = PAGE_ROWS_DEFAULT, cursor: str | None = None, *, access: Access
     ) -> Page[Invoice]:
-        """Return the whole invoices of a tenant, the newest month first."""
+        """Return the whole invoices of a tenant, the newest month first; a draft that cannot be computed says why."""
         access.require(Action.INVOICES, tenant_id)
         async with self._db.reading() as connection:
             page = await _page(connection, limit, cursor, tenant_id, None, None, access)
@@ -247,28 +258,27 @@ class Invoices:
         await outbox.tell(
             connection, now, event="invoice.closed", subject=head.id, data=closed.announcement, tenant_id=head.tenant_id
         )
-        await audit.record(
-            connection,
-            self._clock,
-            "invoice.close",
-            "invoice",
-            head.id,
-            tenant_id=head.tenant_id,
-            before={},
-            after=rows.closing_facts(head),
-        )
+        target, facts = ("invoice.close", "invoice", head.id), rows.closing_facts(head)
+        await audit.record(connection, self._clock, *target, tenant_id=head.tenant_id, before={}, after=facts)
         return closed
 
     async def _whole(self, connection: AsyncConnection, heads: Sequence[InvoiceHead]) -> Sequence[Invoice]:
-        """Return the invoices of these heads: the lines of closed ones are read, drafts are computed."""
+        """Return the invoices of these heads: the lines of closed ones are read, drafts are computed, if they can be."""
         lines = await rows.read_lines(connection, [head.id for head in heads if head.state == "closed"])
         return [
-            _stored(head, lines[head.id]) if head.state == "closed" else await self._drafted(connection, head) for head in heads
+            rows.stored(head, lines[head.id]) if head.state == "closed" else await self._drafted_if_possible(connection, head)
+            for head in heads
         ]
 
     async def _drafted(self, connection: AsyncConnection, head: InvoiceHead) -> Invoice:
         ahead = await _sum_ahead(connection, head)
         return (await self._content(connection, head, ahead.before, ahead.sums)).invoice
+
+    async def _drafted_if_possible(self, connection: AsyncConnection, head: InvoiceHead) -> Invoice:
+        try:
+            return await self._drafted(connection, head)
+        except CurrenciesMixed as error:
+            return rows.not_drafted(head, await rows.read_buyer(connection, head.tenant_id), error.message)
 
     async def _content(
         self, connection: AsyncConnection, head: InvoiceHead, before: Cover | None, sums: Sequence[EventSums]
@@ -384,15 +394,3 @@ def _open_before(sums: Sequence[EventSums], month: str, before: Cover | None) ->
         if usage_lines([group for group in sums if group.month == of], of):
             return of
     return None
-
-
-def _stored(head: InvoiceHead, lines: Sequence[InvoiceLine]) -> Invoice:
-    totals = totals_of(lines, tax_basis_points=0, currency=head.currency)
-    return Invoice(
-        head=head,
-        currency=head.currency,
-        lines=tuple(lines),
-        totals=dataclasses.replace(totals, tax_micros=head.tax_micros, due_micros=totals.due_micros + head.tax_micros),
-        seller=head.seller or {},
-        buyer=head.buyer or {"name": head.tenant_id},
-    )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -14,7 +15,7 @@ from sqlalchemy.ext.asyncio import AsyncConnection
 
 from appliance.base.tables import invoice_lines, invoices, tenants
 from appliance.metering.calendar import BillingCalendar
-from appliance.metering.invoicing.lines import FREE_ALLOWANCE, InvoiceLine, Totals
+from appliance.metering.invoicing.lines import FREE_ALLOWANCE, InvoiceLine, Totals, totals_of
 from appliance.metering.invoicing.seller import TERMS_DAYS_DEFAULT
 from appliance.metering.invoicing.sums import Cover
 
@@ -46,7 +47,10 @@ class InvoiceHead:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Invoice:
-    """A whole invoice: of a closed one what was frozen, of a draft what it would be now."""
+    """A whole invoice: of a closed one what was frozen, of a draft what it would be now.
+
+    `problem` says why the draft cannot be computed: then it has no lines and no sums.
+    """
 
     head: InvoiceHead
     currency: str
@@ -54,6 +58,7 @@ class Invoice:
     totals: Totals
     seller: Mapping[str, Any]
     buyer: Mapping[str, Any]
+    problem: str | None = None
 
     @property
     def is_draft(self) -> bool:
@@ -110,6 +115,28 @@ class Buyer:
     name: str
     currency: str | None
     billing: Mapping[str, Any]
+
+
+def stored(head: InvoiceHead, lines: Sequence[InvoiceLine]) -> Invoice:
+    """Return a closed invoice, as it was frozen."""
+    totals = totals_of(lines, tax_basis_points=0, currency=head.currency)
+    return Invoice(
+        head=head,
+        currency=head.currency,
+        lines=tuple(lines),
+        totals=dataclasses.replace(totals, tax_micros=head.tax_micros, due_micros=totals.due_micros + head.tax_micros),
+        seller=head.seller or {},
+        buyer=head.buyer or {"name": head.tenant_id},
+    )
+
+
+def not_drafted(head: InvoiceHead, buyer: Buyer | None, problem: str) -> Invoice:
+    """Return what stands in a list for a draft that cannot be computed."""
+    nothing = Totals(subtotal_micros=0, tax_micros=0, due_micros=0)
+    name = head.tenant_id if buyer is None else buyer.name
+    return Invoice(
+        head=head, currency=head.currency, lines=(), totals=nothing, seller={}, buyer={"name": name}, problem=problem
+    )
 
 
 async def read_head(connection: AsyncConnection, invoice_id: str) -> InvoiceHead | None:
