@@ -252,3 +252,15 @@ async def test_what_ran_over_the_end_of_a_month_counts_in_that_one_with_limits_t
     (await admit(admission, with_limit, 10, cost=price(), policy=shared)).void()
     running.settle(90)
     await admit(admission, with_limit, 100, cost=price(), policy=shared)
+
+
+async def test_what_a_running_request_costs_in_another_currency_ends_it_by_no_budget(admission: Admission) -> None:
+    bob = with_tenant(principal(), currency="USD", cut_at_budget=True)
+    in_dollars = dataclasses.replace(price(), currency="USD")
+    running = await admit(admission, bob, 50, cost=in_dollars, policy=policy(monthly_budget=100))
+    assert running.note(0, 50) is None
+    running.settle(100)
+    again = await admit(admission, with_tenant(bob, currency=None), 50, cost=price(), policy=policy(monthly_budget=100))
+    refused = again.note(0, 50)
+    assert refused is not None
+    assert refused.scope == "model"

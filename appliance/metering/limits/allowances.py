@@ -307,10 +307,11 @@ class Hold:
     overlooked: bool = False
     live_picos: int = 0
 
-    def note(self, cost_picos: int, at: Moment) -> LimitDecision | None:
+    def note(self, cost_picos: int, currency: str | None, at: Moment) -> LimitDecision | None:
         """Say what the running request has cost so far; return the budget's refusal when that used it up."""
         if self.overlooked:
             return None
+        cost_picos = self.allowance.counted(cost_picos, currency)
         self.month.live += cost_picos - self.live_picos
         self.live_picos = cost_picos
         return self.allowance.spent(self.month, at)

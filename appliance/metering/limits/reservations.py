@@ -85,7 +85,7 @@ class Reservation:
             return None
         at = self._moment()
         cost_picos = self.work.cost(cached_tokens, completion_tokens, rejected_tokens=rejected_tokens)
-        spent = [refusal for hold in self.holds if (refusal := hold.note(cost_picos, at)) is not None]
+        spent = [refusal for hold in self.holds if (refusal := hold.note(cost_picos, self.work.currency, at)) is not None]
         return spent[0] if spent else None
 
     def token_s(self, now_s: float) -> float | None:
