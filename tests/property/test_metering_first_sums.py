@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from datetime import timedelta
 from typing import Any
@@ -97,11 +98,13 @@ def plainly(owner: Owner, currency: str, events: Sequence[Row], levels: Levels, 
             elif event["settled_at"] >= level.saved_at and kind == "tokens":
                 since.append((event["settled_at"], max(tokens_of(event) - event["reserved_tokens"], 0)))
         found[kind] = LevelNow(capacity=level.capacity, units=level.units, saved_at=level.saved_at, since=tuple(sorted(since)))
+    costs: Counter[str] = Counter()
+    for event in settled:
+        costs[event["currency"]] += event["cost_picos"] if event["billing_day"] >= at.month else 0
     return PeriodSums(
         tokens_today=sum(tokens_of(event) for event in settled if event["billing_day"] == at.day),
-        cost_month_picos=sum(
-            event["cost_picos"] for event in settled if event["billing_day"] >= at.month and event["currency"] == currency
-        ),
+        cost_month_picos=costs.pop(currency, 0),
+        other_costs_picos=costs,
         recent=() if len(known) == len(KINDS) else tuple(sorted(recent)),
         levels=found,
     )

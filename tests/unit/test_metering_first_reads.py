@@ -32,7 +32,7 @@ from appliance.tenancy.principals import Limits, Principal
 from tests.support.cast import Cast
 from tests.support.clock import START, FakeClock
 from tests.support.factories import pending, posted, principal, voided
-from tests.support.ledgers import FailingDatabase, running_of, utc_admission, utc_ledger, utc_sums
+from tests.support.ledgers import FailingDatabase, euro_prices, running_of, utc_admission, utc_ledger, utc_sums
 from tests.support.plans import plan_of
 from tests.support.spending import statements_seen
 from tests.support.sums import NothingYet
@@ -305,6 +305,20 @@ async def test_a_read_says_which_requests_of_those_that_have_just_ended_it_has(
     owner, at = Owner("tenant", cast.bob.tenant.id), utc_admission(clock, NothingYet())._moment()
     found = (await utc_sums(database).read({owner: "EUR"}, at, lambda: [each.request_id for each in entries]))[owner]
     assert (found.tokens_today, found.counted) == (5, frozenset({written}))
+
+
+async def test_what_was_spent_in_other_currencies_is_read_too(
+    database: Database, clock: FakeClock, cast: Cast, ledger: Ledger
+) -> None:
+    prices = euro_prices(database, clock)
+    for currency, count in (("EUR", 5), ("USD", 7)):
+        price = await prices.add(model="demo", currency=currency, prompt=0, cached_prompt=0, completion=1)
+        entry = pending(cast.bob, price=price, admitted_at=clock.now())
+        await ledger.open(entry)
+        await ledger.settle(posted(entry.request_id, completion=count))
+    owner, at = Owner("tenant", cast.bob.tenant.id), utc_admission(clock, NothingYet())._moment()
+    found = (await utc_sums(database).read({owner: "EUR"}, at))[owner]
+    assert (found.cost_month_picos, found.other_costs_picos) == (5, {"USD": 7})
 
 
 @pytest.mark.parametrize("recorded", ["before the read", "meanwhile", "afterwards"])

@@ -264,3 +264,17 @@ async def test_what_a_running_request_costs_in_another_currency_ends_it_by_no_bu
     refused = again.note(0, 50)
     assert refused is not None
     assert refused.scope == "model"
+
+
+async def test_with_another_currency_what_was_spent_in_that_one_counts_and_in_the_former_one_no_more(
+    admission: Admission,
+) -> None:
+    bob = with_tenant(principal(), limits=Limits(monthly_budget=100))
+    in_dollars, in_euros = dataclasses.replace(price(), currency="USD"), price()
+    (await admit(admission, bob, 60, cost=in_dollars)).settle(60)
+    (await admit(admission, bob, 90, cost=in_euros)).settle(90)
+    with_dollars = with_tenant(bob, currency="USD")
+    (await admit(admission, with_dollars, 40, cost=in_dollars)).settle(40)
+    with pytest.raises(BudgetExceeded):
+        await admit(admission, with_dollars, 1, cost=in_dollars)
+    await admit(admission, bob, 10, cost=in_euros)

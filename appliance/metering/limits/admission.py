@@ -171,7 +171,7 @@ class Admission:
                 allowance, rule = self._allowances[owner], rules.get(owner)
                 touched.add(allowance)
                 if rule is not None:
-                    allowance.currency = rule.currency
+                    allowance.bill_in(rule.currency)
                 allowance.configure(rule.limits if rule else NO_LIMITS, rule.mode if rule else allowance.mode, at)
         self._queue.wake(touched)
 
@@ -279,7 +279,7 @@ class Admission:
         at = self._moment()
         allowances = [self._allowances[rule.owner] for rule in rules]
         for rule, allowance in zip(rules, allowances, strict=True):
-            allowance.currency = rule.currency
+            allowance.bill_in(rule.currency)
             allowance.configure(rule.limits, rule.mode, at)
         for beside in self._beside(asked, allowances):
             beside.configure(NO_LIMITS, beside.mode, at)  # it had limits of its own for the model

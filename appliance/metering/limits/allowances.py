@@ -79,6 +79,7 @@ class Allowance:
         day, month = self._windows(at)
         day.used += sums.tokens_today
         month.used += sums.cost_month_picos
+        month.others.update(sums.other_costs_picos)
         self._through_posting = sums.through_posting
         self._recent = [(_age(moment, at), tokens) for moment, tokens in sums.recent]
         for kind, saved in sums.levels.items():
@@ -101,7 +102,23 @@ class Allowance:
             day.used += used.tokens
         month = self._months.get(billing_day.replace(day=1))
         if month is not None:
-            month.used += self.counted(used.cost_picos, currency)
+            self.spend(month, used.cost_picos, currency)
+
+    def spend(self, month: Window, cost_picos: int, currency: str | None) -> None:
+        """Count a cost in a month: in another currency apart."""
+        if currency is None or currency == self.currency:
+            month.used += cost_picos
+        else:
+            month.others[currency] = month.others.get(currency, 0) + cost_picos
+
+    def bill_in(self, currency: str) -> None:
+        """Let costs in `currency` count from now on, those from before included, and those in the former one no more."""
+        if currency == self.currency:
+            return
+        for month in self._months.values():
+            month.others[self.currency], month.used = month.used, month.others.pop(currency, 0)
+            month.shadowed = 0
+        self.currency = currency
 
     def configure(self, limits: Limits, mode: str, at: Moment) -> None:
         """Take over the limits as they are now; what was used counts against the new ones."""
@@ -318,12 +335,11 @@ class Hold:
 
     def settle(self, used: Amount, currency: str | None, monotonic_s: float) -> None:
         """Replace what was reserved by what was used."""
-        cost_picos = self.allowance.counted(used.cost_picos, currency)
         self.day.used += used.tokens
-        self.month.used += cost_picos
+        self.allowance.spend(self.month, used.cost_picos, currency)
         if self.overlooked:
             self.day.shadowed += used.tokens
-            self.month.shadowed += cost_picos
+            self.month.shadowed += self.allowance.counted(used.cost_picos, currency)
             return
         self._release()
         if self.tokens is not None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import date, datetime
 from typing import Literal
 
@@ -53,7 +53,7 @@ class Window:
     """What was used and what is reserved in one day (tokens) or month (pico-units of money) of the billing calendar.
 
     `shadowed` is the part of `used` that limits in shadow mode would have refused. `live` is what running requests have cost so
-    far, of what is reserved for them.
+    far, of what is reserved for them. `others` is the money that was used in currencies which do not count.
     """
 
     start: date
@@ -61,6 +61,7 @@ class Window:
     reserved: int = 0
     shadowed: int = 0
     live: int = 0
+    others: dict[str, int] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

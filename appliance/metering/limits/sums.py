@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime, timedelta
@@ -42,9 +43,9 @@ class LevelNow:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PeriodSums:
-    """Tokens of the day, cost of the month, saved levels of buckets, and (admitted_at, tokens) of the last minute for buckets
-    that were never saved. `through_posting` is the last event that stands in the sums of day and month, and `counted` are those
-    of the requests that were asked for that do."""
+    """Tokens of the day, cost of the month, that in other currencies, saved levels of buckets, and (admitted_at, tokens) of the
+    last minute for buckets that were never saved. `through_posting` is the last event that stands in the sums of day and month,
+    and `counted` are those of the requests that were asked for that do."""
 
     tokens_today: int
     cost_month_picos: int
@@ -52,6 +53,7 @@ class PeriodSums:
     counted: frozenset[str] = frozenset()
     recent: tuple[tuple[datetime, int], ...] = ()
     levels: Mapping[LimitKind, LevelNow] = field(default_factory=dict)
+    other_costs_picos: Mapping[str, int] = field(default_factory=dict)
 
 
 class SumsReader(Protocol):
@@ -71,7 +73,7 @@ class SumsReader(Protocol):
 
 
 class LedgerSums:
-    """Reads the sums by day, the latest usage events and the saved levels. Costs in other currencies do not count."""
+    """Reads the sums by day, the latest usage events and the saved levels. Costs in other currencies stand apart."""
 
     def __init__(self, db: Database, *, calendar: BillingCalendar, request_deadline_s: float) -> None:
         self._db = db
@@ -92,20 +94,22 @@ class LedgerSums:
             through_posting = await counters.last_taken(connection, counters.POSTING)
             events = await _events(connection, {owner: self._needed(saved[owner], at) for owner in currencies})
             counted = await _settled(connection, [*ended()])
-        tokens, costs = dict.fromkeys(currencies, 0), dict.fromkeys(currencies, 0)
+        tokens: Counter[Owner] = Counter()
+        costs: dict[Owner, Counter[str]] = {owner: Counter() for owner in currencies}
         for owner, row in spread(sums, currencies):
             tokens[owner] += int(row.tokens)
-            costs[owner] += join_sum(row.high, row.low) if row.currency == currencies[owner] else 0
+            costs[owner][row.currency] += join_sum(row.high, row.low)
         return {
             owner: PeriodSums(
                 tokens_today=tokens[owner],
-                cost_month_picos=costs[owner],
+                cost_month_picos=costs[owner].pop(currency, 0),
                 through_posting=through_posting,
                 counted=counted,
                 recent=() if _all_known(saved[owner]) else _last_minute(events[owner], at),
                 levels={kind: _level(kind, level, events[owner]) for kind, level in saved[owner].items()},
+                other_costs_picos=costs[owner],
             )
-            for owner in currencies
+            for owner, currency in currencies.items()
         }
 
     async def outputs(self, key_id: str, model: str, before: datetime) -> Sequence[int]:
