@@ -58,9 +58,13 @@ class Chosen(NamedTuple):
     scores: torch.Tensor | None
 
 
-def weighs(sampling: SamplingParams) -> bool:
-    """Whether the whole vocabulary has to be weighed."""
-    return not is_greedy(sampling) and sampling.top_k <= 0 and sampling.top_p < 1.0
+def weighs(sampling: SamplingParams, vocab_size: int) -> bool:
+    """Whether the whole vocabulary has to be weighed. A top-k that leaves nothing out is none."""
+    return not is_greedy(sampling) and not _cuts(sampling.top_k, vocab_size) and sampling.top_p < 1.0
+
+
+def _cuts(top_k: int, vocab_size: int) -> bool:
+    return 0 < top_k < vocab_size
 
 
 def _bias_of(sampling: SamplingParams) -> dict[int, float]:
@@ -144,7 +148,7 @@ class ColumnSampler:
             [p.presence_penalty for p in params],
         ]
         ints = [
-            [p.top_k if 0 < p.top_k < self.vocab_size else 0 for p in params],
+            [p.top_k if _cuts(p.top_k, self.vocab_size) else 0 for p in params],
             [self._rules.get(r, -1) for r in requests],
         ]
         longs = [
@@ -157,7 +161,8 @@ class ColumnSampler:
         c.suppressed_ids.index_copy_(0, index, ops.send(suppressed_ids, torch.int32, self._device))
         for slot, request in zip(slots, requests, strict=True):
             sampling = request.sampling
-            self._weighs[slot], self._counts[slot] = weighs(_drawn_by(sampling)), has_penalties(sampling)
+            self._weighs[slot] = weighs(_drawn_by(sampling), self.vocab_size)
+            self._counts[slot] = has_penalties(sampling)
             self._masked[slot] = needs_masks(request) or is_typical(sampling)
             self._greedy[slot] = is_greedy(sampling) and not changes_logits(sampling) and sampling.logprobs is None
             self._scored[slot] = NO_SCORES if sampling.logprobs is None else sampling.logprobs

@@ -211,9 +211,10 @@ def test_requests_with_the_same_bias_share_a_row_until_the_last_of_them_ends() -
 
 
 def test_only_top_p_without_top_k_weighs_the_vocabulary() -> None:
-    sampler = ColumnSampler(3, 50, CPU)
-    sampler.place([0, 1, 2], [sampling_request(top_p=0.5), sampling_request(top_p=0.5, top_k=4), sampling_request()])
-    assert [sampler.needs([slot]).kind.weighs for slot in range(3)] == [True, False, False]
+    settings: list[dict[str, Any]] = [{"top_p": 0.5}, {}, *({"top_p": 0.5, "top_k": top_k} for top_k in (4, 49, 50))]
+    sampler = ColumnSampler(len(settings), 50, CPU)
+    sampler.place(range(len(settings)), [sampling_request(**each) for each in settings])
+    assert [sampler.needs([slot]).kind.weighs for slot in range(len(settings))] == [True, False, False, False, True]
 
 
 @pytest.mark.parametrize("num_slots", [1, 5, 256])
