@@ -23,6 +23,7 @@ ERROR_CHARS_MAX = 500
 log = logging.getLogger("gatehouse.engine")
 
 DOING = {
+    "compile": "compiling the grammar of this request",
     "prepare": "preparing this request for the device",
     "draft": "guessing ahead for this request",
     "run": "computing this request",

@@ -302,7 +302,8 @@ class Engine:
             elif isinstance(error, EngineOverloaded):
                 events += [_final(request, FinishReason.OVERLOADED, str(error)) for request in answers]
             else:
-                events += [_final(request, FinishReason.ERROR, str(error), error.param) for request in answers]
+                param = error.param if isinstance(error, InvalidOption) else None
+                events += [_final(request, FinishReason.ERROR, str(error), param) for request in answers]
         return events
 
     def _enqueue(self, answers: Sequence[Request]) -> None:

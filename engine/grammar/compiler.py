@@ -39,15 +39,20 @@ class _WorkerProcess:
     """One worker with its pipes. Owned by one thread."""
 
     def __init__(self, vocabulary: Vocabulary) -> None:
+        """Raises `WorkerLost` for one that does not begin, and `OSError` where the system has no room for it."""
         environment = os.environ | {"PYTHONPATH": os.pathsep.join(entry or os.getcwd() for entry in sys.path)}
         command = [sys.executable, "-m", "engine.grammar.worker"]
         pipe = subprocess.PIPE
         # A session of its own: an interrupt at the terminal is the engine's to handle.
         self._process = subprocess.Popen(command, stdin=pipe, stdout=pipe, env=environment, start_new_session=True)
         self._unread = b""
-        self._write(vocabulary_line(vocabulary))
-        # One trivial job, so that no deadline pays for the start of the interpreter.
-        self.ask(GrammarSpec("choice", '["a"]'), _START_S)
+        try:
+            self._write(vocabulary_line(vocabulary))
+            # One trivial job, so that no deadline pays for the start of the interpreter.
+            self.ask(GrammarSpec("choice", '["a"]'), _START_S)
+        except WorkerLost:
+            self.kill()
+            raise
 
     def ask(self, spec: GrammarSpec, deadline_s: float) -> dict[str, str]:
         """The worker's answer. Raises `WorkerLost` when there is none within the deadline."""
@@ -173,12 +178,24 @@ class GrammarCompiler:
             except GrammarError as error:
                 future.set_exception(error)
             except WorkerLost as error:
-                if process is not None:
-                    process.kill()
-                process = None
+                process = self._without(process)
                 future.set_exception(GrammarError(spec.param, f"{spec.param} {error}"))
+            except Exception as error:  # noqa: BLE001 - owned task: whoever waits is told, the next one gets a new process
+                process = self._without(process)
+                self._forget(spec)
+                future.set_exception(error)
+        self._without(process)
+
+    def _without(self, process: _WorkerProcess | None) -> _WorkerProcess | None:
+        """None, when what there was of a process has ended."""
         if process is not None:
             process.kill()
+        return None
+
+    def _forget(self, spec: GrammarSpec) -> None:
+        """Nothing is known of this grammar: it is compiled when it is asked for again."""
+        with self._changed:
+            self._known.pop(spec, None)
 
     def _next_job(self) -> tuple[GrammarSpec, Future[CompiledGrammar]] | None:
         with self._changed:

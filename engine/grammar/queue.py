@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, CancelledError, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from typing import Protocol
 
-from engine.errors import EngineOverloaded, ModelError
+from engine.errors import EngineError, EngineOverloaded, ModelError
+from engine.fault_isolation import failure
 from engine.grammar.matcher import CompiledGrammar
 from engine.grammar.spec import GrammarError, GrammarSpec
 from engine.scheduling.request import Request
+
+log = logging.getLogger("gatehouse.engine")
 
 
 class Compiler(Protocol):
@@ -58,10 +62,13 @@ class LateCompiler:
 
 
 def _pass_on(made: Future[Compiler], spec: GrammarSpec, compiled: Future[CompiledGrammar]) -> None:
-    try:
+    error = made.exception()
+    if error is None:
         made.result().submit(spec).add_done_callback(lambda grammar: _copy(grammar, compiled))
-    except ModelError as error:
+    elif isinstance(error, ModelError):
         compiled.set_exception(GrammarError(spec.param, f"{spec.param} cannot be followed with this model: {error}"))
+    else:
+        compiled.set_exception(error)
 
 
 def _close(made: Future[Compiler]) -> None:
@@ -124,12 +131,13 @@ class GrammarQueue:
         for parked in self._parked.values():
             yield from parked.answers
 
-    def take_ready(self) -> list[tuple[list[Request], GrammarError | EngineOverloaded | None]]:
-        """Answers whose grammar is compiled, ready to run, or refused, with the reason. They are parked no longer."""
+    def take_ready(self) -> list[tuple[list[Request], GrammarError | EngineError | None]]:
+        """Answers whose grammar is compiled, ready to run, or refused, with the reason. They are parked no longer. An
+        `EngineError` is the fault of no field."""
         done = [request_id for request_id, parked in self._parked.items() if parked.grammar.done()]
         return [self._start(self._parked.pop(request_id)) for request_id in done]
 
-    def _start(self, parked: _Parked) -> tuple[list[Request], GrammarError | EngineOverloaded | None]:
+    def _start(self, parked: _Parked) -> tuple[list[Request], GrammarError | EngineError | None]:
         self._num_answers -= len(parked.answers)
         try:
             grammar = parked.grammar.result()
@@ -139,6 +147,9 @@ class GrammarQueue:
             return parked.answers, error
         except CancelledError:
             return parked.answers, GrammarError(parked.param, f"{parked.param} was not compiled: the engine is stopping")
+        except Exception as error:  # of the task that compiles: whoever waits for it ends alone
+            log.exception("a grammar could not be compiled param=%s request_id=%s", parked.param, parked.answers[0].request_id)
+            return parked.answers, EngineError(failure("compile", error))
         return parked.answers, None
 
     @property

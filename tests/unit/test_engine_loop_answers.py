@@ -202,6 +202,19 @@ def test_a_grammar_that_finds_no_room_to_wait_is_the_fault_of_no_field() -> None
     assert not box.engine.has_requests
 
 
+def test_a_grammar_whose_compile_fails_in_the_engine_ends_its_answers_and_is_the_fault_of_no_field() -> None:
+    box = Box()
+    box.engine.submit(guided("a", n=2))
+    box.engine.submit(wanted("b", [1], max_tokens=2))
+    box.compiler.asked[GrammarSpec("regex", "[0-9]+")].set_exception(OSError("no room for another process"))
+    events = box.run()
+    for index in range(2):
+        (end,) = answer(events, index)
+        assert (end.finish_reason, end.error_param) == (FinishReason.ERROR, None)
+        assert "while compiling the grammar of this request: OSError: no room" in (end.error or "")
+    assert len(tokens(answer(events, 0, "b"))) == 2
+
+
 def test_a_parked_request_can_be_aborted_in_part_and_whole() -> None:
     box = Box()
     box.engine.submit(guided("a", n=3))
@@ -272,6 +285,14 @@ def test_a_vocabulary_that_cannot_be_read_refuses_every_grammar() -> None:
     for _ in range(2):
         with pytest.raises(GrammarError, match=r"guided_regex cannot be followed with this model: .* no readable tokenizer"):
             compiler.submit(GrammarSpec("regex", "a+")).result(timeout=10)
+
+
+def test_a_compiler_that_cannot_be_made_leaves_no_request_waiting() -> None:
+    def make() -> FakeCompiler:
+        raise RuntimeError("a bug")
+
+    with pytest.raises(RuntimeError, match="a bug"):
+        LateCompiler(make).submit(GrammarSpec("regex", "a+")).result(timeout=10)
 
 
 def test_a_compiler_that_is_made_late_passes_grammars_and_refusals_on() -> None:

@@ -129,6 +129,21 @@ def test_a_worker_that_misses_its_deadline_is_replaced() -> None:
     compiler.close()
 
 
+def test_a_failure_that_is_no_grammars_is_told_and_the_next_compile_gets_a_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    started, spec = compiler_module._WorkerProcess, GrammarSpec("choice", '["a"]')
+
+    def refused(vocabulary: Vocabulary) -> None:
+        monkeypatch.setattr(compiler_module, "_WorkerProcess", started)
+        raise OSError("no room for another process")
+
+    monkeypatch.setattr(compiler_module, "_WorkerProcess", refused)
+    compiler = GrammarCompiler(BYTES, workers=1)
+    with pytest.raises(OSError, match="no room"):
+        compiler.submit(spec).result(timeout=60)
+    assert compiler.submit(spec).result(timeout=60).start().is_complete is False
+    compiler.close()
+
+
 @pytest.mark.parametrize("pattern", ["(a*)*b", "(a|aa)+c", "(.*)*x(.*)*"])
 def test_a_pattern_that_ruins_a_backtracker_is_followed_in_linear_time(compiler: GrammarCompiler, pattern: str) -> None:
     state = compiler.submit(GrammarSpec("regex", pattern)).result().start()
