@@ -72,6 +72,10 @@ class _WorkerProcess:
         answer: dict[str, str] = json.loads(line)
         return answer
 
+    @property
+    def is_alive(self) -> bool:
+        return self._process.poll() is None
+
     def kill(self) -> None:
         self._process.kill()
         self._process.wait()
@@ -172,6 +176,9 @@ class GrammarCompiler:
         while (job := self._next_job()) is not None:
             spec, future = job
             try:
+                if process is not None and not process.is_alive:  # it ended while it had nothing to do
+                    process.kill()
+                    process = None
                 process = process or _WorkerProcess(self._vocabulary)
                 answer = process.ask(spec, self._deadline_s)
                 future.set_result(self._build(spec, answer))

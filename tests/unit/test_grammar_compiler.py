@@ -144,6 +144,23 @@ def test_a_failure_that_is_no_grammars_is_told_and_the_next_compile_gets_a_proce
     compiler.close()
 
 
+def test_a_worker_that_ended_between_two_grammars_is_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
+    started: list[compiler_module._WorkerProcess] = []
+
+    class Watched(compiler_module._WorkerProcess):
+        def __init__(self, vocabulary: Vocabulary) -> None:
+            super().__init__(vocabulary)
+            started.append(self)
+
+    monkeypatch.setattr(compiler_module, "_WorkerProcess", Watched)
+    compiler = GrammarCompiler(BYTES, workers=1)
+    compiler.submit(GrammarSpec("choice", '["a"]')).result(timeout=60)
+    started[0]._process.kill()
+    started[0]._process.wait()
+    assert compiler.submit(GrammarSpec("choice", '["b"]')).result(timeout=60).start().is_complete is False
+    compiler.close()
+
+
 @pytest.mark.parametrize("pattern", ["(a*)*b", "(a|aa)+c", "(.*)*x(.*)*"])
 def test_a_pattern_that_ruins_a_backtracker_is_followed_in_linear_time(compiler: GrammarCompiler, pattern: str) -> None:
     state = compiler.submit(GrammarSpec("regex", pattern)).result().start()
