@@ -146,7 +146,7 @@ class Engine:
         """Schedule, run, apply. Does next to nothing when no request is live."""
         events = [] if self._overlapped is None else self._complete(self._overlapped)
         started_s = self._clock()
-        events += self._admit_parked() + self._scheduler.expire()
+        events += self._admit_parked() + self._expire_parked() + self._scheduler.expire()
         if self._overlapped is not None and self._under_way is not None and self._scheduler.looks_for_guesses():
             events += self._collect(self._overlapped, None)
         batch = self._scheduler.schedule()
@@ -305,6 +305,10 @@ class Engine:
                 param = error.param if isinstance(error, InvalidOption) else None
                 events += [_final(request, FinishReason.ERROR, str(error), param) for request in answers]
         return events
+
+    def _expire_parked(self) -> list[TokenEvent]:
+        late = self._grammars.take_expired(self._clock()) if self._grammars else []
+        return [_final(request, FinishReason.DEADLINE) for request in late]
 
     def _enqueue(self, answers: Sequence[Request]) -> None:
         """The first of them computes the prompt, the others share it."""

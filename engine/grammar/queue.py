@@ -87,9 +87,12 @@ def _copy(source: Future[CompiledGrammar], target: Future[CompiledGrammar]) -> N
 
 @dataclass(frozen=True, slots=True)
 class _Parked:
+    """`deadline_s` is when the request has waited for too long, None if it never does."""
+
     answers: list[Request]
     param: str
     grammar: Future[CompiledGrammar]
+    deadline_s: float | None
 
 
 class GrammarQueue:
@@ -112,7 +115,9 @@ class GrammarQueue:
 
     def park(self, answers: Sequence[Request], spec: GrammarSpec) -> None:
         """Have the grammar compiled, or find it compiled, and keep the answers until then."""
-        self._parked[answers[0].request_id] = _Parked(list(answers), spec.param, self._compiler.submit(spec))
+        first = answers[0]
+        grammar = self._compiler.submit(spec)
+        self._parked[first.request_id] = _Parked(list(answers), spec.param, grammar, first.queue_deadline_s)
         self._num_answers += len(answers)
 
     def remove(self, request: Request) -> bool:
@@ -136,6 +141,14 @@ class GrammarQueue:
         `EngineError` is the fault of no field."""
         done = [request_id for request_id, parked in self._parked.items() if parked.grammar.done()]
         return [self._start(self._parked.pop(request_id)) for request_id in done]
+
+    def take_expired(self, now_s: float) -> list[Request]:
+        """The answers of requests that have waited for too long. They are parked no longer."""
+        parked = self._parked.items()
+        late = [request_id for request_id, each in parked if each.deadline_s is not None and each.deadline_s <= now_s]
+        expired = [request for request_id in late for request in self._parked.pop(request_id).answers]
+        self._num_answers -= len(expired)
+        return expired
 
     def _start(self, parked: _Parked) -> tuple[list[Request], GrammarError | EngineError | None]:
         self._num_answers -= len(parked.answers)

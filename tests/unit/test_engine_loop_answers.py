@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from concurrent.futures import Future
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -275,6 +276,21 @@ def test_a_request_that_waits_beyond_its_deadline_ends_unserved() -> None:
     ended = [event for event in box.engine.step() if event.request_id == "late"]
     assert [(event.finish_reason, event.num_output_tokens) for event in ended] == [(FinishReason.DEADLINE, 0)]
     assert len(tokens([event for event in box.run() if event.request_id == "first"])) > 0
+
+
+def test_a_request_that_waits_for_its_grammar_beyond_its_deadline_ends_unserved() -> None:
+    box = Box()
+    box.engine.submit(replace(guided("a", n=2), queue_deadline_s=2.0))
+    box.clock.advance(1.5)
+    assert not box.engine.step()
+    box.clock.advance(1.0)
+    assert [(event.index, event.finish_reason) for event in box.engine.step()] == [
+        (0, FinishReason.DEADLINE),
+        (1, FinishReason.DEADLINE),
+    ]
+    assert not box.engine.has_requests
+    box.compiler.finish()
+    box.engine.check_invariants()
 
 
 def test_a_vocabulary_that_cannot_be_read_refuses_every_grammar() -> None:
