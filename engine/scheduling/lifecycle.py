@@ -63,9 +63,12 @@ class Lifecycle:
         yield from self._forks
 
     def add(self, request: Request) -> None:
-        """Queue a new request."""
+        """Queue a new request, whose weight is its tenant's from now on."""
         assert request not in self._queued, f"request {request.request_id} is queued twice"
         self._deadlines.add(request)
+        account = self._accounts.find(request.tenant_id, request.priority, request.weight)
+        if request.weight != account.weight:
+            self._policy.reweigh(account, request.weight)
         self._wait(request)
 
     def add_fork(self, request: Request) -> None:
@@ -81,10 +84,7 @@ class Lifecycle:
             self._wait(fork, first=True)
 
     def _wait(self, request: Request, *, first: bool = False) -> None:
-        account = self._accounts.find(request.tenant_id, request.priority, request.weight)
-        if request.weight != account.weight:
-            self._policy.reweigh(account, request.weight)
-        request.account = account
+        request.account = account = self._accounts.find(request.tenant_id, request.priority, request.weight)
         self._queued[request] = None
         self._accounts.wait(account, request, first=first)
         self._policy.waits(request)

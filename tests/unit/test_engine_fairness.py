@@ -245,6 +245,17 @@ def test_a_longer_cached_prefix_goes_first_among_the_entitled() -> None:
     assert plan(step(scheduler)) == [("hit", 4)]
 
 
+def test_a_request_that_is_preempted_does_not_bring_back_the_weight_that_its_tenant_had() -> None:
+    scheduler = make_scheduler(num_blocks=64, max_num_seqs=2, budget=64)
+    old = make_request("old", 4, weight=1)
+    scheduler.add(old)
+    step(scheduler)
+    scheduler.add(make_request("new", 4, weight=3))
+    scheduler.preempt(old)
+    assert scheduler.accounts.find("alice", Priority.STANDARD, 1).weight == 3
+    drain(scheduler)
+
+
 def test_a_changed_weight_keeps_what_a_tenant_is_ahead() -> None:
     scheduler = make_scheduler(num_blocks=64, max_num_seqs=2, budget=64, costs=COSTS)
     for number in range(4):
