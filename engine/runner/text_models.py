@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import fields
 from pathlib import Path
 
 import torch
@@ -21,6 +22,9 @@ from engine.runner.embedder import TextModel
 from engine.weights import load_weights
 from kernels import ops
 
+FOR_ANSWERS = ("speculative_config", "batch_invariant", "swap_space", "kv_cache_dtype", "shared_prefixes")
+"""Options that promise something of generated text or of its cache. Those that set limits hold where there is neither."""
+
 
 def gives_embeddings_only(directory: Path) -> bool:
     """Whether no text can be generated with the model of this directory. Raises `ModelError`."""
@@ -29,6 +33,9 @@ def gives_embeddings_only(directory: Path) -> bool:
 
 def load_text_model(options: EngineOptions) -> TextModel:
     """Load a model for embeddings. Raises `ModelError` or `EngineConfigError`."""
+    for option in fields(options):
+        if option.name in FOR_ANSWERS and getattr(options, option.name) != option.default:
+            raise EngineConfigError(option.name, "is not supported for a model that gives embeddings and generates no text")
     torch.set_num_threads(options.threads or default_threads())
     device = resolve_device(options.device)
     is_encoder = architecture_of(read_model_json(options.model)) in ENCODERS

@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 
 from engine import LLM
 from engine.config.pooling import PoolingConfig
-from engine.errors import EngineError, ModelError, NotAModelDirectory, PromptError, UnsupportedModel
+from engine.errors import EngineConfigError, EngineError, ModelError, NotAModelDirectory, PromptError, UnsupportedModel
 from engine.protocol import UnsupportedOption
 from engine.runner.embedder import Embedder
 from engine.runner.model_runner import ModelRunner
@@ -262,6 +262,21 @@ def test_encoders_that_are_not_computed_are_refused_by_name(changes: dict[str, A
     (tmp_path / "config.json").write_text(json.dumps({**config, **changes}))
     with pytest.raises(ModelError, match=message):
         load(tmp_path)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"batch_invariant": True},
+        {"kv_cache_dtype": "fp8"},
+        {"swap_space": 1},
+        {"speculative_config": {"method": "ngram"}},
+    ],
+)
+def test_options_that_embeddings_cannot_honour_are_refused_by_name(options: dict[str, Any], tmp_path: Path) -> None:
+    make_encoder("bert", tmp_path)
+    with pytest.raises(EngineConfigError, match=f"{next(iter(options))} is not supported for a model that gives embeddings"):
+        load(tmp_path, **options)
 
 
 def test_an_unknown_way_of_pooling_is_named(tmp_path: Path) -> None:
