@@ -243,7 +243,8 @@ class LLM:
 
     def _text_ids(self, index: int, text: Prompt, pooling: PoolingConfig) -> list[int]:
         def encode(text: str) -> list[int]:
-            return self._encode(pooling.prompt + (text.lower() if pooling.lowercase else text))
+            text = pooling.prompt + text
+            return self._encode(text.lower() if pooling.lowercase else text)
 
         try:
             return read_prompt(text, encode)[1]

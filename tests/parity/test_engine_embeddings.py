@@ -153,10 +153,10 @@ def test_texts_are_tokenised_with_the_prompt_and_the_case_that_the_files_ask_for
     make_encoder("bert", tmp_path, vocab_size=VOCAB_SIZE)
     write_tokenizer(tmp_path)
     llm = load(tmp_path)
-    plain = llm.embed(["query: hello", "Hello"])
+    plain = llm.embed(["query of: hello", "Hello"])
     write_modules(tmp_path, {}, limits={"do_lower_case": True})
     (tmp_path / "config_sentence_transformers.json").write_text(
-        json.dumps({"prompts": {"query": "query: "}, "default_prompt_name": "query"})
+        json.dumps({"prompts": {"query": "Query of: "}, "default_prompt_name": "query"})
     )
     for text in ("HELLO", ["HELLO"], {"prompt": "HELLO"}):
         assert llm.embed(text)[0] == pytest.approx(plain[0], abs=TOLERANCE)
