@@ -134,6 +134,11 @@ class Engine:
         return [self._end(request, FinishReason.ABORTED) for request in answers]
 
     def abort_all(self) -> list[TokenEvent]:
+        """End everything that is live, also where an interrupt has left a step: those under way are nobody's from now on."""
+        self._scheduler.abandon_steps()
+        if self._overlapped is not None:
+            self._under_way = None
+            self._overlapped.forget()
         return [event for request_id in list(self._live) for event in self.abort(request_id)]
 
     def close(self) -> None:

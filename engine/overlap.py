@@ -175,6 +175,10 @@ class OverlappedSteps:
                 self.fallbacks.note("a step gave no token where the plain way has one")
         return [StepOutput([output]) if isinstance(output, int) else output for output in found if output is not None]
 
+    def forget(self) -> None:
+        """Nobody will look at the steps under way, and what was recorded of slots is in doubt."""
+        self._runner.forget()
+
     def _can_launch(self, items: Sequence[ScheduledRequest]) -> bool:
         """Whether the step is one for slots. One that is not is counted."""
         reason = self._runner.plain_reason(items)

@@ -86,6 +86,7 @@ class Scheduler:
                 drafter, self.accounts, self.kv, self._decodes, self.totals, block_size, self._lifecycle.charge
             )
         self._outcomes = Outcomes(self._lifecycle, self.kv, self.admission, self._drafting, self.totals, block_size)
+        self._planned: ScheduledBatch | None = None  # and neither applied nor advanced yet
 
     @property
     def num_waiting(self) -> int:
@@ -143,6 +144,7 @@ class Scheduler:
             batch = self._plan()  # whom room was made for had stepped aside for others, and now it is their turn
         batch.moves = self.kv.take_moves()
         assert batch.num_tokens <= self.limits.max_num_batched_tokens, "the token budget was exceeded"
+        self._planned = batch
         can_go_on = batch.num_tokens or self._outcomes.num_under_way
         assert can_go_on or not self.has_requests, "requests are live but none can go on"
         return batch
@@ -227,17 +229,26 @@ class Scheduler:
 
     def apply(self, batch: ScheduledBatch, outputs: Sequence[StepOutput]) -> list[TokenEvent]:
         """Take over what a step computed: `outputs[i]` belongs to `batch.items[i]`. Returns the events to send."""
+        self._planned = None
         return self._outcomes.apply(batch, outputs)
 
     def advance(self, batch: ScheduledBatch) -> InFlightBatch:
         """Take a step for done that was launched and has no results yet, so that the next one can be planned. `settle` follows,
         in the order of the steps; no more than two are under way at a time, and one while a step is planned."""
+        self._planned = None
         return self._outcomes.advance(batch)
 
     def settle(self, in_flight: InFlightBatch, outputs: Sequence[RowResult]) -> list[TokenEvent]:
         """Take over what a step under way computed; `outputs[i]` belongs to row i, None for one that was not computed because
         its request lost its blocks: it will be computed again. Returns the events to send."""
         return self._outcomes.settle(in_flight, outputs)
+
+    def abandon_steps(self) -> None:
+        """Nothing that was planned will be applied, and nothing launched be settled. Every request must be aborted now."""
+        for item in () if self._planned is None else self._planned.decodes:
+            item.request.num_computed_tokens += 1  # that token was booked when the step was planned
+        self._planned = None
+        self._outcomes.num_under_way = 0
 
     @contextmanager
     def probe(self) -> Iterator[ScheduledRequest | None]:

@@ -453,6 +453,30 @@ def test_a_request_that_is_aborted_under_way_leaves_nothing_behind() -> None:
         assert engine.status().kv_blocks_used == 0
 
 
+@pytest.mark.parametrize("place", ["launch", "outputs"])
+def test_an_interrupt_within_a_step_leaves_nothing_under_way_behind_the_end_of_all(
+    place: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupted(*_: object) -> Any:
+        raise KeyboardInterrupt
+
+    runner = FakeAheadRunner()
+    engine = make_engine(runner, drafter=Oracle({"b": [2, 2]}))
+    engine.submit(wanted("a", [1, 2], max_tokens=30))
+    for _ in range(3):
+        engine.step()
+    with monkeypatch.context() as patched:
+        patched.setattr(FakeAheadRunner if place == "launch" else FakePendingStep, place, interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            engine.step()
+    engine.abort_all()
+    engine.check_invariants()
+    assert runner.log[-1] == "forget", "what an interrupt has left of the record of slots is in doubt"
+    events = run_to_end(engine, [wanted("b", [1, 2], max_tokens=8)])
+    assert tokens(events["b"]) == expected("b", 2, 8, stops=False)
+    assert any(entry.startswith("verify") for entry in runner.log)
+
+
 def test_after_looks_for_guesses_that_found_nothing_more_and_more_steps_are_launched_without_one() -> None:
     runner = FakeAheadRunner()
     run_to_end(make_engine(runner, drafter=Oracle({})), [wanted("a", [1, 2], max_tokens=12)])
