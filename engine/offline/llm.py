@@ -13,9 +13,10 @@ from typing import Any
 
 from engine.config.pooling import MODES, PoolingConfig, load_pooling_config
 from engine.cpu_environment import prepare_cpu
-from engine.errors import EngineConfigError, EngineError, PromptError
+from engine.errors import EngineBroken, EngineConfigError, EngineError, PromptError
 from engine.gpu_environment import prepare_gpu
 from engine.offline.completion import Completion, engine_params
+from engine.offline.interrupts import between_steps
 from engine.offline.outputs import GenerationFailed, RequestOutput
 from engine.offline.progress import Progress
 from engine.offline.prompts import Prompt, conversations, listed, params_for, read_prompt
@@ -92,6 +93,7 @@ class LLM:
         self._seeds = random.Random(seed)  # noqa: S311 - reproducible sampling, not a secret
         self._num_submitted = 0
         self._closed = False
+        self._broken: str | None = None
 
     @property
     def tokenizer(self) -> Tokenizer:
@@ -115,7 +117,11 @@ class LLM:
         found = listed(prompts)
         pairs = zip(found, params_for(sampling_params, len(found)), strict=True)
         completions = [self._completion(engine, index, *pair) for index, pair in enumerate(pairs)]
-        outputs = _run(engine, completions, Progress(len(completions), enabled=use_tqdm))
+        try:
+            outputs = _run(engine, completions, Progress(len(completions), enabled=use_tqdm))
+        except BaseException as error:
+            self._broken = _end_all(engine, error)
+            raise
         _raise_for_blame(outputs)
         return outputs
 
@@ -178,6 +184,8 @@ class LLM:
     def _generator(self) -> Engine:
         if self._closed:
             raise EngineError("this LLM is closed")
+        if self._broken is not None:
+            raise EngineBroken(f"this LLM cannot go on and must be made anew: {self._broken}")
         if self._engine is None:
             raise EngineError("this model gives embeddings (embed) and generates no text")
         return self._engine
@@ -256,29 +264,40 @@ class LLM:
 
 
 def _run(engine: Engine, completions: Sequence[Completion], progress: Progress) -> list[RequestOutput]:
-    """Submit all and step until none is live; whatever stops that leaves an engine that can go on with other requests."""
-    try:
+    """Submit all and step until none is live."""
+    with between_steps() as look_for_interrupt:
         for index, completion in enumerate(completions):
             refused = engine.submit(completion.wanted)
             if refused:
                 raise _refusal(index, refused[0])
-        _step_until_done(engine, {completion.request_id: completion for completion in completions}, progress)
+        by_id = {completion.request_id: completion for completion in completions}
+        while engine.has_requests:
+            _step(engine, by_id, progress)
+            look_for_interrupt()
         engine.check_when_idle()
-    except BaseException:
-        engine.abort_all()
-        raise
+    progress.end(**_num_tokens(completions))
     return [completion.result() for completion in completions]
 
 
-def _step_until_done(engine: Engine, by_id: Mapping[str, Completion], progress: Progress) -> None:
-    while engine.has_requests:
-        for event in engine.step():
-            completion = by_id[event.request_id]
-            if completion.take(event):
-                engine.abort_answer(event.request_id, event.index)
-        if progress.is_due:
-            progress.show(sum(completion.is_finished for completion in by_id.values()), **_num_tokens(by_id.values()))
-    progress.end(**_num_tokens(by_id.values()))
+def _step(engine: Engine, by_id: Mapping[str, Completion], progress: Progress) -> None:
+    for event in engine.step():
+        completion = by_id[event.request_id]
+        if completion.take(event):
+            engine.abort_answer(event.request_id, event.index)
+    if progress.is_due:
+        progress.show(sum(completion.is_finished for completion in by_id.values()), **_num_tokens(by_id.values()))
+
+
+def _end_all(engine: Engine, error: BaseException) -> str | None:
+    """End what `error` has left live. Why the engine cannot go on with other requests, None where it can."""
+    if isinstance(error, EngineBroken):
+        return str(error)
+    try:
+        engine.abort_all()
+        engine.check_when_idle()
+    except (AssertionError, LookupError, ValueError, EngineBroken) as torn:
+        return f"{type(error).__name__} came within a step, and it is not in order: {torn}"
+    return None
 
 
 def _num_tokens(completions: Collection[Completion]) -> dict[str, int]:

@@ -6,15 +6,17 @@ import dataclasses
 import inspect
 import json
 import re
+import signal
 import subprocess
 import sys
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
 from engine import LLM, SamplingParams
-from engine.errors import EngineConfigError, EngineError, PromptError
+from engine.errors import EngineBroken, EngineConfigError, EngineError, PromptError
 from engine.options import LIMITS, EngineOptions
 from tests.support.tiny_models import greedy, make_model
 from tests.support.tiny_tokenizer import VOCAB_SIZE, write_tokenizer
@@ -264,6 +266,73 @@ def test_an_interrupted_call_leaves_an_engine_that_goes_on(llm: LLM, monkeypatch
     assert not engine.has_requests
     engine.check_invariants()
     assert llm.generate("abc", GREEDY)[0].outputs[0].token_ids == before
+
+
+def test_an_interrupt_within_a_step_waits_for_its_end(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    before = llm.generate("abc", GREEDY)[0].outputs[0].token_ids
+    engine = llm._engine
+    assert engine is not None
+    run, handler = engine.runner.run, signal.getsignal(signal.SIGINT)
+    finished: list[int] = []
+
+    def interrupted(items: Any) -> Any:
+        if len(finished) == 2:
+            signal.raise_signal(signal.SIGINT)
+        outputs = run(items)
+        finished.append(len(items))
+        return outputs
+
+    with monkeypatch.context() as patched:
+        patched.setattr(engine.runner, "run", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            llm.generate(["abc", "def"], SamplingParams(n=3, max_tokens=50, ignore_eos=True))
+    assert finished == [2, 6, 6], "the step was not computed to its end, or others behind it were"
+    assert signal.getsignal(signal.SIGINT) is handler
+    engine.check_invariants()
+    assert llm.generate("abc", GREEDY)[0].outputs[0].token_ids == before
+
+
+def test_a_second_interrupt_does_not_wait_and_leaves_an_engine_that_goes_on(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    before = llm.generate("abc", GREEDY)[0].outputs[0].token_ids
+    engine = llm._engine
+    assert engine is not None
+    runs = iter([engine.runner.run, engine.runner.run])
+
+    def interrupted(items: Any) -> Any:
+        run = next(runs, None)
+        if run is not None:
+            return run(items)
+        signal.raise_signal(signal.SIGINT)
+        signal.raise_signal(signal.SIGINT)
+        raise AssertionError("it went on")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(engine.runner, "run", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            llm.generate(["abc", "def"], SamplingParams(n=3, max_tokens=50, ignore_eos=True))
+    engine.check_invariants()
+    assert llm.generate("abc", GREEDY)[0].outputs[0].token_ids == before
+
+
+@pytest.mark.parametrize(
+    ("place", "error", "message"),
+    [
+        ("step", EngineBroken("blocks cannot be moved"), "must be made anew: blocks cannot be moved"),
+        ("abort_all", AssertionError("a block was lost"), "KeyboardInterrupt came within a step, .*: a block was lost"),
+    ],
+)
+def test_an_llm_whose_engine_is_out_of_order_takes_no_more_work(
+    place: str, error: Exception, message: str, model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    llm = LLM(model, **SMALL)
+    assert llm._engine is not None
+    with monkeypatch.context() as patched:
+        patched.setattr(llm._engine, "step", Mock(side_effect=KeyboardInterrupt))
+        patched.setattr(llm._engine, place, Mock(side_effect=error))
+        with pytest.raises((EngineBroken, KeyboardInterrupt)):
+            llm.generate("abc", GREEDY)
+    with pytest.raises(EngineBroken, match=message):
+        llm.generate("abc", GREEDY)
 
 
 def test_metrics_tell_of_accepted_drafts(model: Path) -> None:
