@@ -231,6 +231,12 @@ class _Parser:
             return int(low), int(low)
         return int(low), int(high) if high else None
 
+    def _is_repetition(self) -> bool:
+        """Whether the brace just read does not stand for itself."""
+        after, self._at = self._at, self._at - 1
+        bounds, self._at = self._bounds(), after
+        return bounds is not None
+
     def _atom(self) -> _Node:
         character = self._next()
         if character == "(":
@@ -242,7 +248,7 @@ class _Parser:
             return Chars(char_sets.complement(newline))
         if character in "^$":
             return _Anchor(character == "^")
-        if character in "*+?":
+        if character in "*+?" or (character == "{" and self._is_repetition()):
             raise PatternError(f"nothing to repeat at {self._at - 1}")
         if character == "\\":
             return self._escape()

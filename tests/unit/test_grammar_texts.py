@@ -23,6 +23,7 @@ PATTERNS = [
     (r"\p{Lu}\P{Lu}", ["Äx", "A1"], ["xx"]),
     (r".", ["a", "é", "😀"], ["\n", "", "ab"]),
     (r"[\w.-]+", ["a.b-c_1"], ["a b", ""]),
+    (r"{a}x{}{,}", ["{a}x{}{,}"], ["ax"]),
 ]
 
 
@@ -84,6 +85,9 @@ def test_a_grammar_in_lark() -> None:
 REFUSED: list[tuple[Kind, str, str]] = [
     ("regex", "(", "unclosed"),
     ("regex", "a**", "quantifier"),
+    ("regex", "a{2}{3}", "nothing to repeat at 4"),
+    ("regex", "(a+{2,})", "nothing to repeat at 3"),
+    ("regex", "b|{2}", "nothing to repeat at 2"),
     ("regex", r"(a)\1", "back-reference"),
     ("regex", r"\ba", "word boundary"),
     ("regex", "(?<=a)b", "lookbehind"),
