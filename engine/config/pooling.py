@@ -20,6 +20,11 @@ MODES = ("mean", "cls", "last")
 MODE_OF_NAME = {"mean": "mean", "cls": "cls", "lasttoken": "last"}
 MODE_OF_FLAG = {"pooling_mode_mean_tokens": "mean", "pooling_mode_cls_token": "cls", "pooling_mode_lasttoken": "last"}
 
+LIMITS_FILES = tuple(
+    f"sentence_{kind}_config.json" for kind in ("bert", "roberta", "distilbert", "camembert", "albert", "xlm-roberta", "xlnet")
+)
+"""Names of the file with the longest text; all but the first are those of older models. The first that is there counts."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PoolingConfig:
@@ -77,8 +82,8 @@ def _mode(pooling: Mapping[str, Any]) -> str:
 
 
 def _with_limits(config: PoolingConfig, directory: Path) -> PoolingConfig:
-    path = directory / "sentence_bert_config.json"
-    if not path.is_file():
+    path = next((directory / name for name in LIMITS_FILES if (directory / name).is_file()), None)
+    if path is None:
         return config
     settings = read_json(path)
     max_len = settings.get("max_seq_length")

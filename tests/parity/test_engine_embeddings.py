@@ -218,6 +218,14 @@ def test_the_longest_text_is_what_the_files_say(tmp_path: Path) -> None:
         load(tmp_path, max_model_len=10).embed([[5] * 11])
 
 
+def test_the_longest_text_is_also_found_in_a_file_that_is_called_after_the_kind_of_model(tmp_path: Path) -> None:
+    make_encoder("roberta", tmp_path)
+    write_modules(tmp_path, {}, limits={"max_seq_length": 20})
+    (tmp_path / "sentence_bert_config.json").rename(tmp_path / "sentence_roberta_config.json")
+    with pytest.raises(PromptError, match="at most 20 fit"):
+        load(tmp_path).embed([[5] * 21])
+
+
 @pytest.mark.parametrize("family", ["llama", "mistral-window", "qwen2-window", "qwen3"])
 def test_decoders_without_an_output_head_give_embeddings(family: str, tmp_path: Path) -> None:
     model = make_model(family, tmp_path).model
