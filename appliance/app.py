@@ -18,6 +18,7 @@ from sqlalchemy.exc import SQLAlchemyError
 
 from appliance.api.error_responses import answer_error
 from appliance.api.exchange import ExchangeWrapper
+from appliance.api.head_requests import HeadLikeGet
 from appliance.api.http_server import CannotStart, HttpServer, control_file, listening_socket, only_one
 from appliance.api.openapi import openapi_config
 from appliance.api.routers import api_routers
@@ -321,7 +322,7 @@ def create_app(appliance: Appliance) -> Litestar:
         request_max_body_size=services.settings.max_body_bytes,
         logging_config=None,
     )
-    app.asgi_handler = ExchangeWrapper(app.asgi_handler)
+    app.asgi_handler = ExchangeWrapper(HeadLikeGet(app.asgi_handler))
     return app
 
 

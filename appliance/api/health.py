@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import msgspec
-from litestar import Request, Response, get, head
+from litestar import Request, Response, get
 
 from appliance.api.auth import authenticate_administrator, is_from_this_machine
 from appliance.api.services_of import services_of
@@ -44,19 +44,11 @@ async def live(request: Request[Any, Any, Any]) -> LiveShape:
 )
 async def ready(request: Request[Any, Any, Any]) -> Response[HealthShape]:
     """Answer 200 when every part is ready, else 503 naming those that are not."""
-    return await _readiness(services_of(request))
-
-
-@head("/health/live", include_in_schema=False)
-async def live_without_body() -> None:
-    """Answer like GET, without the body."""
-
-
-@head(["/health/ready", "/health"], include_in_schema=False)
-async def ready_without_body(request: Request[Any, Any, Any]) -> Response[None]:
-    """Answer like GET, without the body."""
-    answer = await _readiness(services_of(request))
-    return Response(None, status_code=answer.status_code, headers=answer.headers)
+    services = services_of(request)
+    parts = await _parts(services)
+    is_ready = all(state == "ok" for state in parts.values())
+    body = HealthShape(status="ok" if is_ready else "not ready", version=services.version, parts=parts)
+    return Response(body, status_code=200 if is_ready else 503, headers={} if is_ready else {"retry-after": "1"})
 
 
 @get(
@@ -72,13 +64,6 @@ async def metrics(request: Request[Any, Any, Any]) -> Response[bytes]:
     return Response(services_of(request).metrics.render(), media_type=METRICS_MEDIA_TYPE)
 
 
-async def _readiness(services: Services) -> Response[HealthShape]:
-    parts = await _parts(services)
-    is_ready = all(state == "ok" for state in parts.values())
-    body = HealthShape(status="ok" if is_ready else "not ready", version=services.version, parts=parts)
-    return Response(body, status_code=200 if is_ready else 503, headers={} if is_ready else {"retry-after": "1"})
-
-
 async def _parts(services: Services) -> dict[str, str]:
     """Return each part with `ok` or a short reason: everybody may read it, so paths and errors stay in the log."""
     parts = {
@@ -91,4 +76,4 @@ async def _parts(services: Services) -> dict[str, str]:
     return parts
 
 
-HANDLERS = [live, live_without_body, ready, ready_without_body, metrics]
+HANDLERS = [live, ready, metrics]

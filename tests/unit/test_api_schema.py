@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any, cast
@@ -172,12 +173,28 @@ async def test_who_comes_through_a_proxy_is_not_this_machine(box: ApiBox, header
     assert await metrics_status(box, "127.0.0.1", {header: "192.0.2.1"}) == 401
 
 
-@pytest.mark.parametrize("path", ["/health", "/health/live", "/health/ready"])
-async def test_health_can_be_asked_without_a_body(box: ApiBox, path: str) -> None:
+@pytest.mark.parametrize(
+    "path", ["/health", "/health/live", "/v1/models", "/admin/v1/tenants", "/schema/openapi.json", "/login", "/nothing"]
+)
+async def test_head_answers_like_get_without_the_body(box: ApiBox, path: str) -> None:
     asked, whole = await box.client.head(path), await box.client.get(path)
 
-    assert asked.status_code == whole.status_code
-    assert asked.content == b""
+    assert (asked.status_code, asked.content) == (whole.status_code, b"")
+    assert asked.headers["content-length"] == str(len(whole.content))
+    assert asked.headers["content-type"] == whole.headers["content-type"]
+
+
+async def test_head_of_a_live_stream_ends(box: ApiBox) -> None:
+    await box.services.sampler.sample()
+    async with asyncio.timeout(10):
+        answer = await box.client.head("/admin/v1/events")
+
+    assert answer.status_code == 200
+    assert answer.headers["content-type"].startswith("text/event-stream")
+
+
+async def test_head_of_a_path_that_only_takes_changes_is_refused(box: ApiBox) -> None:
+    assert (await box.client.head("/v1/chat/completions")).status_code == 405
 
 
 async def test_a_body_that_is_too_large_is_told_the_limit(box: ApiBox) -> None:
