@@ -9,7 +9,8 @@ from __future__ import annotations
 from typing import Any
 
 import msgspec
-from litestar import Litestar, Request
+from litestar import Litestar, Request, Response, Router
+from litestar.exceptions import NotFoundException
 from litestar.handlers import HTTPRouteHandler
 from litestar.openapi.config import OpenAPIConfig
 from litestar.openapi.plugins import JsonRenderPlugin
@@ -52,7 +53,18 @@ class CompleteJson(JsonRenderPlugin):
 
 def openapi_config(version: str) -> OpenAPIConfig:
     """Return the configuration: one JSON document, and no page that would fetch scripts from elsewhere."""
-    return OpenAPIConfig(title="Gatehouse", version=version, path="/schema", render_plugins=[CompleteJson()])
+    return OpenAPIConfig(title="Gatehouse", version=version, openapi_router=_router(), render_plugins=[CompleteJson()])
+
+
+def _router() -> Router:
+    """Return where the document lies. The framework adds a page of its own for what is not there, which this replaces."""
+    return Router("/schema", route_handlers=[], include_in_schema=False, dto=None, return_dto=None, after_request=_found)
+
+
+def _found(response: Response[Any]) -> Response[Any]:
+    if response.status_code == NotFoundException.status_code:
+        raise NotFoundException
+    return response
 
 
 def _completed(app: Litestar, schema: dict[str, Any]) -> dict[str, Any]:

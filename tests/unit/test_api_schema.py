@@ -205,8 +205,9 @@ async def test_a_body_that_is_too_large_is_told_the_limit(box: ApiBox) -> None:
     assert str(limit) in answer.json()["error"]["message"]
 
 
-async def test_unknown_paths_answer_in_the_one_shape_with_an_id(box: ApiBox) -> None:
-    answer = await box.client.get("/admin/v1/nothing")
+@pytest.mark.parametrize("path", ["/admin/v1/nothing", "/schema/nothing", "/schema/nothing.json"])
+async def test_unknown_paths_answer_in_the_one_shape_with_an_id(box: ApiBox, path: str) -> None:
+    answer = await box.client.get(path)
 
     assert answer.status_code == 404
     assert set(answer.json()["error"]) == {"message", "type", "param", "code"}
