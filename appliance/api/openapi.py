@@ -1,7 +1,8 @@
 """`/schema/openapi.json`: what the framework derives from the handlers, plus the bodies that the handlers decode themselves.
 
 A handler names them in its `opt`: `body` is what it takes, `answer` is what it returns when it writes bytes of its own,
-`text` the media type of an answer that is no JSON, `query` its parameters, `errors` the statuses that its kind does not tell.
+`text` the media type of an answer that is no JSON, `query` its parameters and `repeatable` those that take several values,
+`errors` the statuses that its kind does not tell.
 """
 
 from __future__ import annotations
@@ -92,7 +93,10 @@ def _complete(operation: dict[str, Any], handler: HTTPRouteHandler, schemas: dic
         operation["responses"][str(handler.status_code)]["content"] = {**content, **texts}
     for name in handler.opt.get("query", ()):
         kind = "integer" if name == "limit" else "string"
-        operation.setdefault("parameters", []).append({"name": name, "in": "query", "schema": {"type": kind}})
+        schema: dict[str, Any] = {"type": kind}
+        if name in handler.opt.get("repeatable", ()):
+            schema = {"type": "array", "items": schema}
+        operation.setdefault("parameters", []).append({"name": name, "in": "query", "schema": schema})
     operation["security"] = [{name: []} for name in _security(operation)]
 
 

@@ -16,11 +16,15 @@ PAGING = ("limit", "cursor")
 
 
 def check_query(request: AdminRequest) -> None:
-    """Raise UnknownParameter for a query parameter that the handler does not name in its `opt["query"]`."""
-    known = request.route_handler.opt.get("query", ())
+    """Raise UnknownParameter for a query parameter that the handler does not name in its `opt["query"]`, and InvalidValue for
+    one that was given several times and is not in its `opt["repeatable"]`."""
+    options = request.route_handler.opt
+    known, repeatable = options.get("query", ()), options.get("repeatable", ())
     for name in request.query_params:
         if name not in known:
             raise UnknownParameter(f"unknown parameter: {name}", param=name)
+        if name not in repeatable and len(request.query_params.getall(name)) > 1:
+            raise InvalidValue(f"{name} takes one value", param=name)
 
 
 def paging(request: AdminRequest, *, limit_default: int = PAGE_ROWS_DEFAULT) -> tuple[int, str | None]:

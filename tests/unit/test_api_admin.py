@@ -217,6 +217,27 @@ async def test_an_unknown_query_parameter_is_named(box: ApiBox) -> None:
 
 
 @pytest.mark.parametrize(
+    ("query", "param"),
+    [
+        ("ledger?tenant_id=a&tenant_id=b", "tenant_id"),
+        ("ledger?status=posted&status=voided", "status"),
+        ("usage?bucket=day&bucket=hour", "bucket"),
+        ("requests?model=a&model=a", "model"),
+        ("audit?limit=1&limit=2", "limit"),
+    ],
+)
+async def test_a_parameter_of_one_value_that_is_given_twice_is_named(box: ApiBox, query: str, param: str) -> None:
+    assert await refusal(box, "GET", f"/{query}", 400) == ("invalid_value", param)
+
+
+@pytest.mark.parametrize(
+    "query", ["usage?group_by=tenant&group_by=key&key_id=a&key_id=b&model=a&model=b", "audit?actor=a&actor=b"]
+)
+async def test_a_parameter_of_several_values_may_be_given_several_times(box: ApiBox, query: str) -> None:
+    await box.call("GET", f"/{query}")
+
+
+@pytest.mark.parametrize(
     "query",
     ["start=yesterday", "start=2026-01-01T00:00:00", "end=0001-01-01T00:00:00%2B14:00", "bucket=week", "group_by=colour"],
 )

@@ -296,3 +296,10 @@ async def test_a_page_has_whole_buckets_and_ends_before_its_results_are_too_many
         found = await pages(results_max)
         assert [bucket for data in found for bucket in data] == whole["data"]
         assert [len(data) for data in found] == lengths
+
+
+async def test_a_parameter_of_one_value_that_is_given_twice_is_named(box: ApiBox) -> None:
+    start = str(int(START.timestamp()))
+    answer = await ask(box, "/costs", 400, start_time=[start, start])
+
+    assert answer["error"]["param"] == "start_time"

@@ -41,6 +41,13 @@ async def test_bodies_that_we_decode_ourselves_are_described(box: ApiBox) -> Non
     assert "/admin/v1/tenants" in schema["paths"]
 
 
+async def test_parameters_that_take_several_values_are_described_as_lists(box: ApiBox) -> None:
+    paths = (await box.client.get("/schema/openapi.json")).json()["paths"]
+    described = {parameter["name"]: parameter["schema"]["type"] for parameter in paths["/admin/v1/usage"]["get"]["parameters"]}
+
+    assert (described["key_id"], described["tenant_id"], described["limit"]) == ("array", "string", "integer")
+
+
 async def test_every_operation_says_who_may_call_it_what_it_takes_and_how_it_fails(box: ApiBox) -> None:
     paths = (await box.client.get("/schema/openapi.json")).json()["paths"]
     parameters = {parameter["name"] for parameter in paths["/admin/v1/ledger"]["get"]["parameters"]}

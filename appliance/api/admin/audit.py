@@ -17,7 +17,8 @@ from appliance.tenancy.audit_chain import AuditEntry, rfc3339_micros
 from appliance.tenancy.roles import Action
 
 TAGS = ["administration"]
-QUERY = (*PAGING, "actor", "action", "target", "tenant_id", "start", "end")
+REPEATABLE = ("actor", "action", "target", "tenant_id")
+QUERY = (*PAGING, *REPEATABLE, "start", "end")
 
 
 class AuditActorShape(msgspec.Struct, kw_only=True):
@@ -52,7 +53,7 @@ class AuditEntryShape(msgspec.Struct, kw_only=True):
     hash: str
 
 
-@get("/audit", summary="Who changed what", tags=TAGS, opt={"query": QUERY})
+@get("/audit", summary="Who changed what", tags=TAGS, opt={"query": QUERY, "repeatable": REPEATABLE})
 async def list_audit(request: AdminRequest) -> PageShape[AuditEntryShape]:
     """Return entries of the audit log, the newest first; a tenant's manager sees those of the tenant."""
     access = await authenticate_administrator(request, Action.AUDIT)

@@ -32,7 +32,9 @@ from appliance.tenancy.roles import Action
 TAGS = ["administration"]
 PERIOD_DEFAULT = timedelta(days=30)
 LEDGER_QUERY = (*PAGING, "tenant_id", "key_id", "model", "kind", "status", "request_id", "start", "end", "order")
-USAGE_QUERY = ("start", "end", "bucket", "group_by", "tenant_id", "key_id", "model", *PAGING)
+REPEATABLE = ("group_by", "key_id", "model")
+USAGE_QUERY = ("start", "end", "bucket", "tenant_id", *REPEATABLE, *PAGING)
+USAGE_OPTIONS = {"query": USAGE_QUERY, "repeatable": REPEATABLE}
 
 
 class NewPriceBody(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
@@ -63,13 +65,13 @@ class CorrectionBody(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     confirm: bool = False
 
 
-@get("/usage", summary="Tokens and cost per period", tags=TAGS, opt={"query": USAGE_QUERY})
+@get("/usage", summary="Tokens and cost per period", tags=TAGS, opt=USAGE_OPTIONS)
 async def list_usage(request: AdminRequest) -> PageShape[UsageRowShape]:
     """Return sums per bucket and group (`group_by=tenant,key,model`), by default of the last thirty days per day."""
     return await _usage(request)
 
 
-@get("/costs", summary="Cost per period", tags=TAGS, opt={"query": USAGE_QUERY})
+@get("/costs", summary="Cost per period", tags=TAGS, opt=USAGE_OPTIONS)
 async def list_costs(request: AdminRequest) -> PageShape[UsageRowShape]:
     """Return the same rows as `/usage`: tokens stand beside what they cost."""
     return await _usage(request)

@@ -59,14 +59,16 @@ TYPE_OF = {
     "token.revoke": "tenant.admin_api_key.deleted",
 }
 BOUNDS = {"gte": (0, "start"), "gt": (1, "start"), "lt": (0, "end"), "lte": (1, "end")}
-AUDIT_QUERY = (
+AUDIT_LISTS = both("actor_emails", "actor_ids", "event_types", "project_ids", "resource_ids")
+AUDIT_PARAMETERS = (
     "limit",
     "after",
     "before",
     "tenant_only",
-    *both("actor_emails", "actor_ids", "event_types", "project_ids", "resource_ids"),
+    *AUDIT_LISTS,
     *(f"effective_at[{bound}]" for bound in BOUNDS),
 )
+AUDIT_OPTIONS = {"query": AUDIT_PARAMETERS, "repeatable": AUDIT_LISTS}
 
 
 class NewAdminKeyBody(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
@@ -106,7 +108,7 @@ class NewAdminKeyShape(AdminKeyShape, kw_only=True):
     value: str
 
 
-@get(paths("/audit_logs"), summary="Who changed what, as OpenAI tells it", tags=TAGS, opt={"query": AUDIT_QUERY})
+@get(paths("/audit_logs"), summary="Who changed what, as OpenAI tells it", tags=TAGS, opt=AUDIT_OPTIONS)
 async def list_audit_logs(request: AdminRequest) -> ListShape[dict[str, Any]]:
     """Return entries of the audit log, the newest first; details stand under the name of the event's type.
 

@@ -38,8 +38,10 @@ GROUP_OF = {"project_id": "tenant", "api_key_id": "key", "model": "model", "line
 FILTERS = ("project_ids", "api_key_ids")
 PERIOD = ("start_time", "end_time", "bucket_width", "limit", "page")
 NOT_COUNTED = ("user_ids", "batch")
-USAGE_QUERY = (*PERIOD, *both(*FILTERS, "models", "user_ids", "group_by"), "batch")
-COSTS_QUERY = (*PERIOD, *both(*FILTERS, "line_items", "group_by"))
+USAGE_LISTS = both(*FILTERS, "models", "user_ids", "group_by")
+USAGE_OPTIONS = {"query": (*PERIOD, *USAGE_LISTS, "batch"), "repeatable": USAGE_LISTS}
+COSTS_LISTS = both(*FILTERS, "line_items", "group_by")
+COSTS_OPTIONS = {"query": (*PERIOD, *COSTS_LISTS), "repeatable": COSTS_LISTS}
 
 R = TypeVar("R")
 
@@ -162,7 +164,7 @@ class UsageQuestion:
             start = end
 
 
-@get(paths("/usage/completions"), summary="Tokens of chat completions", tags=TAGS, opt={"query": USAGE_QUERY})
+@get(paths("/usage/completions"), summary="Tokens of chat completions", tags=TAGS, opt=USAGE_OPTIONS)
 async def usage_of_completions(request: AdminRequest) -> UsagePageShape[CompletionsResult]:
     """Return tokens per bucket and group. A tenant's key with the scope `usage` sees its own tenant."""
     access = await authenticate_reader(request)
@@ -170,7 +172,7 @@ async def usage_of_completions(request: AdminRequest) -> UsagePageShape[Completi
     return await _page(request, access, question, _completions_results)
 
 
-@get(paths("/usage/embeddings"), summary="Tokens of embeddings", tags=TAGS, opt={"query": USAGE_QUERY})
+@get(paths("/usage/embeddings"), summary="Tokens of embeddings", tags=TAGS, opt=USAGE_OPTIONS)
 async def usage_of_embeddings(request: AdminRequest) -> UsagePageShape[EmbeddingsResult]:
     """Return buckets without results: this version serves no embeddings, so that none were used."""
     access = await authenticate_reader(request)
@@ -178,7 +180,7 @@ async def usage_of_embeddings(request: AdminRequest) -> UsagePageShape[Embedding
     return await _page(request, access, question, lambda _rows: [])
 
 
-@get(paths("/costs"), summary="Cost in money", tags=TAGS, opt={"query": COSTS_QUERY})
+@get(paths("/costs"), summary="Cost in money", tags=TAGS, opt=COSTS_OPTIONS)
 async def list_costs(request: AdminRequest) -> UsagePageShape[CostsResult]:
     """Return the cost per day and group; amounts in different currencies stand in results of their own."""
     access = await authenticate_reader(request)
