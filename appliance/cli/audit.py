@@ -20,6 +20,7 @@ app = typer.Typer(help="The audit log: who changed what, in a chain of hashes.",
 
 COLUMNS = ("id", "at", "actor", "action", "target", "tenant_id", "before", "after", "request_id", "address")
 HASH_CHARS = 64
+HEXADECIMAL = "0123456789abcdef"
 
 Moment = Annotated[str | None, typer.Option(metavar="TIME", help="As in 2027-01-31T00:00:00Z.", show_default=False)]
 
@@ -70,9 +71,11 @@ def verify(
 
     Note the printed hash somewhere else: with --expect it proves that the log was not written anew since.
     """
-    if expect is not None and (len(expect) != HASH_CHARS or set(expect) - set("0123456789abcdef")):
+    if expect is not None and (len(expect) != HASH_CHARS or set(expect) - set(HEXADECIMAL) or not expect.strip("0")):
         raise CommandFailed(
-            "--expect takes the 64 hexadecimal digits that `gatehouse audit verify` prints", code="usage", status=2
+            "--expect takes the 64 hexadecimal digits that `gatehouse audit verify` prints of a log with entries",
+            code="usage",
+            status=2,
         )
     verdict = asyncio.run(_verdict(settings_from(data_dir, database), expect, quiet=as_json))
     fault = verdict.fault
@@ -80,7 +83,8 @@ def verify(
         wrong = None if fault is None else {"entry_id": str(fault.entry_id), "kind": fault.kind, "message": fault.text}
         output.data({"ok": fault is None, "entries": verdict.entries, "hash": verdict.hash, "fault": wrong})
     elif fault is None:
-        output.say(f"Audit log verified: {verdict.entries} entries, the last with the hash {verdict.hash}")
+        last = f", the last with the hash {verdict.hash}" if verdict.entries else ""
+        output.say(f"Audit log verified: {verdict.entries} entries{last}")
     else:
         output.failed(f"audit log verification failed: {fault.text}", "audit_log", as_json=False)
     if fault is not None:

@@ -91,7 +91,7 @@ class ChainWalk:
 
     def __init__(self, expect: str | None = None) -> None:
         self._expect = expect
-        self._met = expect is None or expect == FIRST_HASH
+        self._met = expect is None
         self.seen = Head()
         self.fault: Fault | None = None
 

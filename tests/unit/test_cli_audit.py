@@ -87,7 +87,13 @@ def test_a_hash_that_was_noted_must_be_there_still(file: Path, capsys: pytest.Ca
     assert (status, answer["fault"]["kind"]) == (1, "not_expected")
 
 
-@pytest.mark.parametrize("wrong", ["abc", "G" * 64, ""])
+def test_an_empty_log_has_no_last_hash(file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    tamper(file, "DELETE FROM audit_log; DELETE FROM audit_head;")
+    assert main(["audit", "verify"]) == 0
+    assert capsys.readouterr().out == "Audit log verified: 0 entries\n"
+
+
+@pytest.mark.parametrize("wrong", ["abc", "G" * 64, "", "0" * 64])
 def test_what_is_no_hash_is_a_wrong_call(file: Path, capsys: pytest.CaptureFixture[str], wrong: str) -> None:
     assert main(["audit", "verify", "--expect", wrong]) == 2
     assert "64 hexadecimal digits" in capsys.readouterr().err
