@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Annotated, Any
 from urllib.parse import quote
 
@@ -35,7 +34,7 @@ def list_prices(
 
     rows = run(settings_from(data_dir, database), work)
     empty = "There are no prices: requests cost nothing."
-    output.rows(rows, COLUMNS, empty=empty, as_json=as_json, line=_line)
+    output.rows(rows, COLUMNS, empty=empty, as_json=as_json)
 
 
 @app.command("add")
@@ -88,7 +87,7 @@ def add(
     if as_json:
         output.data(price)
     else:
-        output.table([_line(price)], COLUMNS, empty="")
+        output.table([price], COLUMNS, empty="")
 
 
 @app.command("withdraw")
@@ -109,7 +108,7 @@ def withdraw(
     if as_json:
         output.data(price)
     else:
-        output.table([_line(price)], COLUMNS, empty="")
+        output.table([price], COLUMNS, empty="")
 
 
 def _tiers(given: list[str] | None) -> dict[str, int] | None:
@@ -121,8 +120,3 @@ def _tiers(given: list[str] | None) -> dict[str, int] | None:
             raise CommandFailed(f"--tier-percent must be like batch=50, not {text}", code="usage", status=2)
         percents[tier] = int(percent)
     return percents or None
-
-
-def _line(price: Mapping[str, Any]) -> dict[str, Any]:
-    tiers = price["tier_percents"] or {}
-    return {**price, "tier_percents": " ".join(f"{tier}={percent}" for tier, percent in sorted(tiers.items()))}

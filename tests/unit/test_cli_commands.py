@@ -363,7 +363,9 @@ def test_prices_are_added_and_listed(typed: Any) -> None:
     assert (made["cached_prompt"], made["currency"], made["tier_percents"]) == (1000, "CHF", {"batch": 50})
     assert typed("prices", "list", "--model", "demo", "--json").json()["data"] == [made]
     assert typed("prices", "list", "--model", "other", "--json").json()["data"] == []
-    assert "batch=50" in typed("prices", "list").out
+    plain = typed("prices", "add", "plain", *asked[:4], "--json").json()
+    cells = {line.split("\t")[0]: line.split("\t")[-1] for line in typed("prices", "list").out.splitlines()}
+    assert (cells[made["id"]], cells[plain["id"]]) == ("batch=50", "-")
     assert typed("prices", "add", "demo", *asked[:4], "--tier-percent", "batch").status == 2
     past = typed("prices", "add", "demo", *asked, "--from", "2020-01-01T00:00:00Z", "--json")
     assert (past.status, past.json()["error"]["code"]) == (2, "invalid_value")
