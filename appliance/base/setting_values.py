@@ -43,7 +43,7 @@ def bounded(
             raise TypeError(message)
         try:
             number = kind(value)
-        except ValueError:
+        except (ValueError, OverflowError):  # the latter of a whole number that no float holds
             raise ValueError(message) from None
         if not low <= number <= high:
             raise ValueError(message)

@@ -132,7 +132,7 @@ def _read_file(path: Path) -> dict[str, object]:
         raise SettingsError(f"{path} is not text in UTF-8: {error}") from error
     try:
         values = tomllib.loads(text)
-    except tomllib.TOMLDecodeError as error:
+    except (ValueError, RecursionError) as error:  # besides its own: numbers of over 4300 digits, lists too deep
         raise SettingsError(f"{path} is not TOML: {error}") from error
     misplaced = _NOT_IN_FILE & values.keys()
     if misplaced:
