@@ -101,9 +101,10 @@ class Forecasts:
         forecast = await self._admission.forecast(asked, tier.admission_wait_ms / 1000)
         if error is None and asked.price is None and self._limits.refuse_unpriced:
             error = not_priced(model, tenant.currency)
+        wait_s = _wait_s(forecast) if error is None else None  # what stops it before its limits does not free with time
         if error is None and forecast.refusals and not forecast.would_wait:
             error = refusal(forecast.refusals)
-        return Verdict(forecast=forecast, error=error, wait_s=_wait_s(forecast), admission_wait_ms=tier.admission_wait_ms)
+        return Verdict(forecast=forecast, error=error, wait_s=wait_s, admission_wait_ms=tier.admission_wait_ms)
 
     def _room(self, model: str, prompt_tokens: int) -> int | None:
         """Return how long an answer may get for which nobody asked a length."""
