@@ -171,7 +171,26 @@ async def test_the_page_of_a_running_request_follows_it_to_its_end(site: Site) -
     await box.services.ledger.settle(posted(entry.request_id, reason="length"))
 
     await expect(page.locator(".page-head .badge")).to_have_text("length")
-    await expect(page.locator("#request[hx-get]")).to_have_count(0)
+    await expect(page.locator("#request [hx-get]")).to_have_count(0)
+
+
+async def test_the_page_of_a_running_request_leaves_focus_and_selection_where_they_are(site: Site) -> None:
+    box = site.box
+    entry = pending(box.cast.bob, admitted_at=box.services.clock.now())
+    await box.services.ledger.open(entry)
+    live = box.engine_side.add(box.cast.bob, entry.request_id)
+    page = await site.alice()
+    await page.goto(f"/requests/{entry.request_id}")
+    cancel = page.get_by_role("button", name="Cancel")
+    await cancel.focus()
+    await page.evaluate("getSelection().selectAllChildren(document.querySelector('#request code'))")
+
+    for blocks in ("41", "43"):
+        live.kv_blocks = int(blocks)
+        await expect(page.get_by_text(blocks, exact=True)).to_be_visible()
+
+    await expect(cancel).to_be_focused()
+    assert await page.evaluate("String(getSelection())") == entry.request_id
 
 
 async def test_an_action_that_comes_too_late_is_told_in_a_toast_that_stays(site: Site) -> None:
