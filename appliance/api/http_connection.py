@@ -13,7 +13,7 @@ import resource
 from typing import Any
 
 import structlog
-from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
 from appliance.api.error_responses import encode_error
 from appliance.api.http_parser import PatientParser
@@ -139,6 +139,10 @@ class LimitedConnection(HttpToolsProtocol):
         self._clear_deadline()
         super().on_message_complete()
 
+    def _start_asgi_task(self, cycle: RequestResponseCycle, app: Any) -> None:
+        """Run the application, for a client of HTTP/1.0 in a form that it can read."""
+        super()._start_asgi_task(cycle, _without_chunks(cycle, app) if cycle.scope["http_version"] == "1.0" else app)
+
     def send_400_response(self, msg: str) -> None:  # noqa: ARG002 - it says less than ours
         """Answer what the parser refused; its reason may have been ours."""
         if self._named_bytes > HEAD_BYTES_MAX:
@@ -201,6 +205,27 @@ class LimitedConnection(HttpToolsProtocol):
             self._set_deadline(BODY_IDLE_S)
         elif not self.transport.is_closing():
             self.transport.close()
+
+
+def _without_chunks(cycle: RequestResponseCycle, app: Any) -> Any:
+    """Return `app` for a client that knows no chunks: an answer of unknown length ends with the connection (RFC 9112,
+    section 6.3). Where uvicorn sends no chunks it holds an answer to its length, so each piece is given its own."""
+
+    async def run(scope: Any, receive: Any, send: Any) -> None:
+        has_length = False
+
+        async def send_plain(message: Any) -> None:
+            nonlocal has_length
+            if message["type"] == "http.response.start":
+                has_length = any(name.lower() == b"content-length" for name, _value in message.get("headers", ()))
+                cycle.chunked_encoding = None if has_length else False
+            elif not has_length:
+                cycle.expected_content_length = len(message.get("body", b""))
+            await send(message)
+
+        await app(scope, receive, send_plain)
+
+    return run
 
 
 def raise_open_files_limit() -> None:

@@ -331,3 +331,49 @@ async def test_a_head_that_nothing_follows_leaves_before_the_connection_is_close
     assert wire.closed
     assert wire.sent.startswith(b"HTTP/1.1 204 ")
     assert wire.sent.endswith(b"\r\n\r\n")
+
+
+async def stream(_scope: Any, _receive: Any, send: Any) -> None:
+    """Answer in pieces whose number nobody knows before."""
+    await send({"type": "http.response.start", "status": 200, "headers": [(b"content-type", b"text/event-stream")]})
+    for piece in (b"data: 1\n\n", b"data: 2\n\n"):
+        await send({"type": "http.response.body", "body": piece, "more_body": True})
+    await send({"type": "http.response.body", "body": b""})
+
+
+async def until_closed(wire: Wire) -> None:
+    """Return when the connection was closed."""
+    async with asyncio.timeout(5):
+        while not wire.closed:  # noqa: ASYNC110 - a transport has no event
+            await asyncio.sleep(0)
+
+
+async def test_a_client_of_http_1_0_gets_a_stream_without_chunks_that_ends_with_the_connection() -> None:
+    connection, wire, _timers = await opened(stream)
+    connection.data_received(b"GET / HTTP/1.0\r\nconnection: keep-alive\r\n\r\n")
+    await until_closed(wire)
+    head, _, body = wire.sent.partition(b"\r\n\r\n")
+
+    assert b"transfer-encoding" not in head
+    assert b"connection: close" in head
+    assert body == b"data: 1\n\ndata: 2\n\n"
+
+
+async def test_a_client_of_http_1_0_gets_the_length_that_is_known() -> None:
+    connection, wire, _timers = await opened()
+    connection.data_received(b"GET / HTTP/1.0\r\n\r\n")
+    await until_closed(wire)
+
+    assert b"content-length: 0" in wire.sent
+    assert wire.sent.endswith(b"\r\n\r\n")
+
+
+async def test_a_client_of_http_1_1_gets_a_stream_in_chunks() -> None:
+    connection, wire, _timers = await opened(stream)
+    connection.data_received(GET)
+    async with asyncio.timeout(5):
+        while not wire.sent.endswith(b"0\r\n\r\n"):  # noqa: ASYNC110 - a transport has no event
+            await asyncio.sleep(0)
+
+    assert b"transfer-encoding: chunked" in wire.sent
+    assert not wire.closed
