@@ -18,7 +18,7 @@ from appliance.console.forms import FORM_ERROR, Form, sentence
 from appliance.console.rendering import Html
 from appliance.console.security import ConsoleRequest, session_cookie
 from appliance.console.sign_in import address_of, open_session, wait_of
-from appliance.tenancy.members import Member
+from appliance.tenancy.members import Member, Proof
 from appliance.tenancy.recovery_codes import normalised
 from appliance.tenancy.second_factor import Enrolment
 from appliance.tenancy.sessions import Session
@@ -45,13 +45,13 @@ async def enable_second_factor(request: ConsoleRequest, console: ConsoleDependen
         return _enrolment_form(request, console, factors.begin(member), form)
     try:
         console.attempts.count(address=address_of(request), account=member.email)
-        await console.services.members.verify_password(member.email, form.values.get("password", ""))
-        codes = await factors.enable(member, enrolment, form.raw("code"))
+        proven = await console.services.members.prove_password(member.email, form.values.get("password", ""))
+        codes = await factors.enable(member, enrolment, form.raw("code"), proof=proven.stands)
     except (RateLimitExceeded, InvalidCredentials, Conflict) as error:
         _explain(form, error)
         return _enrolment_form(request, console, enrolment, form)
     console.attempts.forgive(account=member.email)
-    return await _codes_in_new_session(request, console, session, codes)
+    return await _codes_in_new_session(request, console, session, codes, proven.stands)
 
 
 @get("/account/second-factor/disable")
@@ -64,10 +64,11 @@ async def confirm_disable(request: ConsoleRequest, console: ConsoleDependency) -
 async def disable_second_factor(request: ConsoleRequest, console: ConsoleDependency) -> Html:
     """Take the second factor away; every other device is signed out."""
     session, form = own_session(request), await console.form(request)
-    if not await _proven(request, console, session.member, form):
+    proof = await _proven(request, console, session.member, form)
+    if proof is None:
         return _proof_form(request, console, "disable", form)
-    await console.services.second_factors.disable(session.member.id)
-    token = await open_session(request, console, session.member, method=session.method)
+    proof = await console.services.second_factors.disable(session.member.id, proof=proof)
+    token = await open_session(request, console, session.member, method=session.method, proof=proof)
     answer = console.pages.redirect(request, "/account", done="second-factor-off")
     answer.set_cookie(session_cookie(request, console.services, token))
     return answer
@@ -83,34 +84,48 @@ async def confirm_renew(request: ConsoleRequest, console: ConsoleDependency) -> 
 async def renew_recovery_codes(request: ConsoleRequest, console: ConsoleDependency) -> Html:
     """Show ten new codes; the old ones are refused from now on."""
     session, form = own_session(request), await console.form(request)
-    if not await _proven(request, console, session.member, form):
+    proof = await _proven(request, console, session.member, form)
+    if proof is None:
         return _proof_form(request, console, "renew", form)
     try:
-        codes = await console.services.second_factors.renew_recovery_codes(session.member.id)
+        codes = await console.services.second_factors.renew_recovery_codes(session.member.id, proof=proof)
     except Conflict as error:
         form.fail_with(error, ())
         return _proof_form(request, console, "renew", form)
     return _codes(request, console, codes)
 
 
-async def _proven(request: ConsoleRequest, console: Console, member: Member, form: Form) -> bool:
-    """Return whether `proof` is the member's password or a code that is good now; else the form says that it is neither."""
-    proof, services = form.values.get("proof", ""), console.services
-    digits = proof.replace(" ", "")
+async def _proven(request: ConsoleRequest, console: Console, member: Member, form: Form) -> Proof | None:
+    """Return the proof in the field `proof`, the member's password or a code that is good now; None when it is neither, as the
+    form then says."""
+    typed = form.values.get("proof", "")
+    digits = typed.replace(" ", "")
+    by = _code_proven if (len(digits) == 6 and digits.isdigit()) or normalised(typed) is not None else _password_proven
     try:
-        if (len(digits) == 6 and digits.isdigit()) or normalised(proof) is not None:
-            console.attempts.count_code(address=address_of(request), member_id=member.id)
-            await services.second_factors.check(member.id, proof)
-            console.attempts.forgive_codes(member_id=member.id)
-        else:
-            console.attempts.count(address=address_of(request), account=member.email)
-            await services.members.verify_password(member.email, proof)
-            console.attempts.forgive(account=member.email)
+        return await by(request, console, member, typed)
     except RateLimitExceeded as error:
         form.fail("proof", wait_of(error)[0])
     except InvalidCredentials:
         form.fail("proof", NO_PROOF)
-    return not form.errors
+    return None
+
+
+async def _code_proven(request: ConsoleRequest, console: Console, member: Member, code: str) -> Proof:
+    factors = console.services.second_factors
+    console.attempts.count_code(address=address_of(request), member_id=member.id)
+    stamp = await factors.required(member.id)
+    if stamp is None:
+        raise InvalidCredentials(NO_PROOF)
+    await factors.check(member.id, code, stamp=stamp)
+    console.attempts.forgive_codes(member_id=member.id)
+    return factors.proof_of(stamp)
+
+
+async def _password_proven(request: ConsoleRequest, console: Console, member: Member, password: str) -> Proof:
+    console.attempts.count(address=address_of(request), account=member.email)
+    proven = await console.services.members.prove_password(member.email, password)
+    console.attempts.forgive(account=member.email)
+    return proven.stands
 
 
 def _explain(form: Form, error: RateLimitExceeded | InvalidCredentials | Conflict) -> None:
@@ -124,9 +139,11 @@ def _explain(form: Form, error: RateLimitExceeded | InvalidCredentials | Conflic
         form.fail("password", NOT_YOURS)
 
 
-async def _codes_in_new_session(request: ConsoleRequest, console: Console, session: Session, codes: list[str]) -> Html:
+async def _codes_in_new_session(
+    request: ConsoleRequest, console: Console, session: Session, codes: list[str], proof: Proof
+) -> Html:
     method = f"{session.method.partition('+')[0]}+totp"
-    token = await open_session(request, console, session.member, method=method)
+    token = await open_session(request, console, session.member, method=method, proof=proof)
     answer = _codes(request, console, codes)
     answer.set_cookie(session_cookie(request, console.services, token))
     return answer

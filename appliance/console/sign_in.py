@@ -14,6 +14,7 @@ from appliance.console.context import Console
 from appliance.console.rendering import Html
 from appliance.console.security import ConsoleRequest, session_cookie, session_token, step_cookie, step_ticket
 from appliance.tenancy.members import Member, Proof, check_email
+from appliance.tenancy.second_factor import without_second_factor
 
 CODE_STEP = "code"
 CODE_PATH = "/login/code"
@@ -37,11 +38,12 @@ async def first_factor_proven(
 ) -> Html:
     """Return the way on for a member who has proven the first factor by `method`: a session, or the step of the code.
 
-    Raises InvalidCredentials when `proof` of it no longer holds.
+    Raises InvalidCredentials when `proof` of it no longer holds, or alone suffices no longer.
     """
     stamp = await console.services.second_factors.required(member.id, proof=proof)
     if stamp is None:
-        return await finish(request, console, member, method=method, target=target, proof=proof)
+        alone = without_second_factor(proof)
+        return await finish(request, console, member, method=method, target=target, proof=alone)
     tickets = console.services.sign_in_tickets
     ticket = tickets.issue({"member_id": member.id, "stamp": stamp, "method": method, "next": kept_target(target)})
     answer = console.pages.redirect(request, CODE_PATH)

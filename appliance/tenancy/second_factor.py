@@ -11,10 +11,10 @@ from __future__ import annotations
 
 import hmac
 import re
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 from datetime import datetime
-from typing import Literal
+from typing import Any, Literal
 from urllib.parse import urlsplit
 
 import pyotp
@@ -87,9 +87,7 @@ class SecondFactors:
         Raises InvalidCredentials when `proof`, that of the first factor, no longer holds.
         """
         async with self._db.reading() as connection:
-            row = await _row(connection, member_id)
-        if proof is not None and not proof(row):
-            raise InvalidCredentials("the password was changed meanwhile")
+            row = _check(await _row(connection, member_id), proof)
         return None if row["totp_confirmed_at"] is None else self._stamp(row)
 
     def proof_of(self, stamp: str) -> Proof:
@@ -114,14 +112,18 @@ class SecondFactors:
             return None
         return self._enrolment(member, facts["secret"], ticket)
 
-    async def enable(self, member: Member, enrolment: Enrolment, code: str) -> list[str]:
-        """Return the recovery codes, which cannot be had again. Raises InvalidCredentials for a wrong code, and Conflict."""
+    async def enable(self, member: Member, enrolment: Enrolment, code: str, *, proof: Proof | None = None) -> list[str]:
+        """Return the recovery codes, which cannot be had again. `proof` is that of the password.
+
+        Raises InvalidCredentials for a wrong code and when `proof` no longer holds, and Conflict.
+        """
         now = self._clock.now()
         step = next((step for step in _steps(now) if _is_code_of(enrolment.secret, step, code)), None)
         if step is None:
             raise InvalidCredentials("the code is wrong: is the clock of the device right?", param="code")
         codes = recovery_codes.new_codes()
         async with self._db.writing() as connection:
+            _check(await _row(connection, member.id, lock=True), proof)
             changed = await connection.execute(
                 update(members)
                 .where(members.c.id == member.id, members.c.totp_confirmed_at.is_(None))
@@ -161,23 +163,30 @@ class SecondFactors:
             raise refusal
         return kind
 
-    async def renew_recovery_codes(self, member_id: str) -> list[str]:
-        """Return ten new recovery codes; the old ones are refused from now on. Raises Conflict without a second factor."""
+    async def renew_recovery_codes(self, member_id: str, *, proof: Proof | None = None) -> list[str]:
+        """Return ten new recovery codes; the old ones are refused from now on.
+
+        Raises Conflict without a second factor, and InvalidCredentials when `proof`, of password or code, no longer holds.
+        """
         codes = recovery_codes.new_codes()
         async with self._db.writing() as connection:
-            if (await _row(connection, member_id))["totp_confirmed_at"] is None:
+            if _check(await _row(connection, member_id, lock=True), proof)["totp_confirmed_at"] is None:
                 raise Conflict("this member has no second factor")
             await recovery_codes.replace(connection, self._pepper, member_id, codes)
             await self._record(connection, "second_factor.renew_codes", member_id)
         return codes
 
-    async def disable(self, member_id: str) -> None:
-        """Take the second factor away at the member's own wish. Idempotent."""
-        await _remove(self._db, self._clock, members.c.id == member_id, "second_factor.disable")
+    async def disable(self, member_id: str, *, proof: Proof | None = None) -> Proof:
+        """Take the second factor away at the member's own wish, and return the proof for the session that follows. Idempotent.
+
+        Raises InvalidCredentials when `proof`, of password or code, no longer holds.
+        """
+        row = await _remove(self._db, self._clock, members.c.id == member_id, "second_factor.disable", proof)
+        return self.proof_of(self._stamp({"password_hash": row["password_hash"], "totp_secret": None}))
 
     async def reset(self, member_id: str) -> Member:
         """Take the second factor away because its device is lost, and sign the member out everywhere. Raises NotFound."""
-        return await _remove(self._db, self._clock, members.c.id == member_id, "second_factor.reset")
+        return member_from_row(await _remove(self._db, self._clock, members.c.id == member_id, "second_factor.reset"))
 
     def _opened(self, row: RowMapping) -> str:
         try:
@@ -210,7 +219,7 @@ class SecondFactors:
     async def _record(self, connection: AsyncConnection, action: str, member_id: str) -> None:
         await _record(connection, self._clock, action, await _row(connection, member_id))
 
-    def _stamp(self, row: RowMapping) -> str:
+    def _stamp(self, row: Mapping[str, Any] | RowMapping) -> str:
         return keyed_digest(self._pepper, f"first factor {row['password_hash']} {row['totp_secret']}")
 
     def _enrolment(self, member: Member, secret: str, ticket: str) -> Enrolment:
@@ -224,23 +233,39 @@ def appliance_label(external_url: str | None) -> str:
     return f"Gatehouse {host}" if host else "Gatehouse"
 
 
+def without_second_factor(proof: Proof | None) -> Proof:
+    """Return the proof of a sign-in that needed no code: `proof` of the first factor, and that it still suffices."""
+    return lambda row: row["totp_confirmed_at"] is None and row["disabled_at"] is None and (proof is None or proof(row))
+
+
+def _check(row: RowMapping, proof: Proof | None) -> RowMapping:
+    """Return `row` if `proof` holds for it. Raises InvalidCredentials."""
+    if proof is not None and not proof(row):
+        raise InvalidCredentials("the password or the second factor was changed meanwhile")
+    return row
+
+
 async def reset_by_email(db: Database, clock: Clock, email: str) -> Member:
     """Do what `SecondFactors.reset` does for the member with this address, without the key that secrets are sealed with."""
-    return await _remove(db, clock, members.c.email == email.strip().lower(), "second_factor.reset")
+    return member_from_row(await _remove(db, clock, members.c.email == email.strip().lower(), "second_factor.reset"))
 
 
-async def _remove(db: Database, clock: Clock, whose: ColumnElement[bool], action: str) -> Member:
+async def _remove(
+    db: Database, clock: Clock, whose: ColumnElement[bool], action: str, proof: Proof | None = None
+) -> RowMapping:
+    """Return the row as it was."""
     async with db.writing() as connection:
-        row = (await connection.execute(select(members).where(whose))).mappings().first()
+        row = (await connection.execute(select(members).where(whose).with_for_update(key_share=True))).mappings().first()
         if row is None:
             raise NotFound("no such member", param="member_id")
+        _check(row, proof)
         if row["totp_confirmed_at"] is None:
-            return member_from_row(row)
+            return row
         await connection.execute(_of(row["id"]).values(totp_secret=None, totp_confirmed_at=None, totp_last_step=None))
         await recovery_codes.remove_all(connection, row["id"])
         await connection.execute(delete(sessions).where(sessions.c.member_id == row["id"]))
         await _record(connection, clock, action, row)
-    return member_from_row(row)
+    return row
 
 
 async def _record(connection: AsyncConnection, clock: Clock, action: str, row: RowMapping) -> None:
@@ -251,8 +276,9 @@ def _of(member_id: str) -> Update:
     return update(members).where(members.c.id == member_id)
 
 
-async def _row(connection: AsyncConnection, member_id: str) -> RowMapping:
-    row = (await connection.execute(select(members).where(members.c.id == member_id))).mappings().first()
+async def _row(connection: AsyncConnection, member_id: str, *, lock: bool = False) -> RowMapping:
+    query = select(members).where(members.c.id == member_id)
+    row = (await connection.execute(query.with_for_update(key_share=True) if lock else query)).mappings().first()
     if row is None:
         raise NotFound("no such member", param="member_id")
     return row

@@ -43,11 +43,17 @@ class App:
         return self.totp.at(self.clock.now())
 
 
-async def enrol(browser: Browser, clock: FakeClock) -> App:
-    """Set the second factor up in this browser, which has a new session then."""
+async def enrolment_fields(browser: Browser, clock: FakeClock) -> tuple[pyotp.TOTP, dict[str, str]]:
+    """What the sheet of the setup takes, filled in."""
     sheet = (await browser.fragment("/account/second-factor")).text
     totp = pyotp.TOTP(_SECRET.findall(sheet)[0].replace(" ", ""))
-    fields = {"ticket": html.unescape(_TICKET.findall(sheet)[0]), "code": totp.at(clock.now()), "password": ALICE_PASSWORD}
+    ticket = html.unescape(_TICKET.findall(sheet)[0])
+    return totp, {"ticket": ticket, "code": totp.at(clock.now()), "password": ALICE_PASSWORD}
+
+
+async def enrol(browser: Browser, clock: FakeClock) -> App:
+    """Set the second factor up in this browser, which has a new session then."""
+    totp, fields = await enrolment_fields(browser, clock)
     answer = await browser.post("/account/second-factor", **fields)
     assert answer.status_code == 200, answer.text
     browser.csrf_token = _CSRF.findall((await browser.get("/account")).text)[0]
@@ -316,3 +322,86 @@ async def test_with_another_secret_key_the_page_says_what_is_wrong_and_what_the_
     assert answer.status_code == 503
     for words in ("secret.key", "restores it from the backup", "gatehouse admin reset-second-factor"):
         assert words in answer.text
+
+
+def before_a_reset(box: Box, monkeypatch: pytest.MonkeyPatch, part: Any, step: str) -> None:
+    """Let somebody reset Alice's password right after `step` of `part` has returned."""
+    done = getattr(part, step)
+
+    async def then_reset(*args: Any, **options: Any) -> Any:
+        result = await done(*args, **options)
+        await box.services.members.reset_password(EMAIL, "another long password")
+        return result
+
+    monkeypatch.setattr(part, step, then_reset)
+
+
+async def test_a_new_password_while_the_old_one_is_checked_sets_no_second_factor_up(
+    box: Box, clock: FakeClock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    alice = await box.alice()
+    before_a_reset(box, monkeypatch, box.services.members, "prove_password")
+
+    answer = await alice.post("/account/second-factor", **(await enrolment_fields(alice, clock))[1])
+
+    assert not signed_in(answer)
+    assert await box.services.second_factors.required(box.cast.alice.id) is None
+
+
+async def test_a_new_password_right_after_setting_up_opens_no_session(
+    box: Box, clock: FakeClock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    alice = await box.alice()
+    before_a_reset(box, monkeypatch, box.services.second_factors, "enable")
+
+    answer = await alice.post("/account/second-factor", **(await enrolment_fields(alice, clock))[1])
+
+    assert (answer.status_code, answer.headers.get("location")) == (303, "/login")
+    assert not signed_in(answer)
+
+
+@pytest.mark.parametrize("proof", ["password", "code"])
+@pytest.mark.parametrize("path", ["/account/second-factor/disable", "/account/recovery-codes"])
+async def test_a_new_password_while_a_proof_is_checked_changes_nothing_of_the_second_factor(
+    box: Box, clock: FakeClock, monkeypatch: pytest.MonkeyPatch, path: str, proof: str
+) -> None:
+    alice = await box.alice()
+    app = await enrol(alice, clock)
+    before_a_reset(box, monkeypatch, box.services.members, "prove_password")
+    before_a_reset(box, monkeypatch, box.services.second_factors, "check")
+
+    answer = await alice.post(path, proof=ALICE_PASSWORD if proof == "password" else app.code())
+
+    assert not signed_in(answer)
+    assert not _CODES.findall(answer.text)
+    assert await box.services.second_factors.required(box.cast.alice.id) is not None
+
+
+async def test_a_new_password_right_after_disabling_opens_no_session(
+    box: Box, clock: FakeClock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    alice = await box.alice()
+    app = await enrol(alice, clock)
+    before_a_reset(box, monkeypatch, box.services.second_factors, "disable")
+
+    answer = await alice.post("/account/second-factor/disable", proof=app.code())
+
+    assert not signed_in(answer)
+
+
+async def test_a_second_factor_that_is_set_up_while_the_password_is_checked_asks_for_its_code(
+    box: Box, clock: FakeClock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    alice, factors = await box.alice(), box.services.second_factors
+    required = factors.required
+
+    async def before_it_is_set_up(*args: Any, **options: Any) -> str | None:
+        stamp = await required(*args, **options)
+        await enrol(alice, clock)
+        return stamp
+
+    monkeypatch.setattr(factors, "required", before_it_is_set_up)
+    answer = await box.visitor().post("/login", email=EMAIL, password=ALICE_PASSWORD)
+
+    assert answer.status_code == 401
+    assert not signed_in(answer)
