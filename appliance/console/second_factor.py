@@ -6,6 +6,7 @@ Secrets and codes are shown in one answer only. Knows no rule of codes: `SecondF
 from __future__ import annotations
 
 import io
+from collections.abc import Awaitable, Callable, Sequence
 
 import segno
 from litestar import get, post
@@ -99,15 +100,24 @@ async def _proven(request: ConsoleRequest, console: Console, member: Member, for
     """Return the proof in the field `proof`, the member's password or a code that is good now; None when it is neither, as the
     form then says."""
     typed = form.values.get("proof", "")
-    digits = typed.replace(" ", "")
-    by = _code_proven if (len(digits) == 6 and digits.isdigit()) or normalised(typed) is not None else _password_proven
-    try:
-        return await by(request, console, member, typed)
-    except RateLimitExceeded as error:
-        form.fail("proof", wait_of(error)[0])
-    except InvalidCredentials:
-        form.fail("proof", NO_PROOF)
+    for proven_by in _ways(typed):
+        try:
+            return await proven_by(request, console, member, typed)
+        except RateLimitExceeded as error:
+            form.fail("proof", wait_of(error)[0])
+            return None
+        except InvalidCredentials:
+            continue
+    form.fail("proof", NO_PROOF)
     return None
+
+
+def _ways(typed: str) -> Sequence[Callable[[ConsoleRequest, Console, Member, str], Awaitable[Proof]]]:
+    """Return what `typed` may be: ten letters are a recovery code, or a password that looks like one."""
+    digits = typed.replace(" ", "")
+    if len(digits) == 6 and digits.isdigit():
+        return (_code_proven,)
+    return (_password_proven,) if normalised(typed) is None else (_code_proven, _password_proven)
 
 
 async def _code_proven(request: ConsoleRequest, console: Console, member: Member, code: str) -> Proof:

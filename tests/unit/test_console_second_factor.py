@@ -9,11 +9,12 @@ from typing import Any
 
 import pyotp
 import pytest
+from argon2 import PasswordHasher
 from httpx import Response
-from sqlalchemy import select
+from sqlalchemy import select, update
 
 from appliance.base.sealing import Sealer
-from appliance.base.tables import audit_log
+from appliance.base.tables import audit_log, members
 from appliance.console.login_attempts import PER_MEMBER_CODES
 from appliance.tenancy.second_factor import SEALING_PURPOSE, STEP_S
 from appliance.tenancy.tickets import SIGN_IN_LIFE_S
@@ -405,3 +406,15 @@ async def test_a_second_factor_that_is_set_up_while_the_password_is_checked_asks
 
     assert answer.status_code == 401
     assert not signed_in(answer)
+
+
+async def test_a_password_that_looks_like_a_recovery_code_is_a_proof(box: Box, clock: FakeClock) -> None:
+    alice = await box.alice()
+    await enrol(alice, clock)
+    password_hash = PasswordHasher().hash("sunshine22")
+    async with box.services.db.writing() as connection:
+        await connection.execute(update(members).where(members.c.email == EMAIL).values(password_hash=password_hash))
+
+    answer = await alice.post("/account/second-factor/disable", proof="sunshine22")
+
+    assert (answer.status_code, answer.headers["location"]) == (303, "/account")
