@@ -124,7 +124,7 @@ class ChunkFramer:
         if chunk.finish_reason is not None:
             self._open.remove(chunk.index)
         delta = {"content": chunk.text} if chunk.text or chunk.finish_reason is None else {}
-        logprobs = logprobs_shape(chunk.logprobs) if self._logprobs and delta else None
+        logprobs = logprobs_shape(chunk.logprobs) if self._logprobs and (delta or chunk.logprobs) else None
         return self._frame(chunk.index, delta, logprobs=logprobs, finish_reason=chunk.finish_reason)
 
     def last(self, outcome: Outcome) -> bytes:

@@ -15,6 +15,7 @@ from appliance.api.rate_limit_headers import UNLIMITED, duration, rate_limit_hea
 from appliance.api.sse import EventStream, LastFrame, chat_frames
 from appliance.base.db import Database
 from appliance.metering.limits.admission import RateLimit, RateLimitState
+from appliance.serving.text_output import Chunk, NamedLogprob
 from tests.support.cast import Cast
 from tests.support.clock import FakeClock
 from tests.support.fake_engine import STALL
@@ -103,6 +104,15 @@ async def test_a_stream_of_several_answers_tells_them_apart_and_ends_each_once(b
     assert said == ["", box.text(prompt[1:])]
     assert counts == sorted(counts)
     assert counts[-1] == (await generation.outcome).usage.completion_tokens == len(box.ids("fox")) + len(prompt) - 1
+
+
+def test_the_log_probability_of_a_last_token_without_text_of_its_own_is_told() -> None:
+    half = NamedLogprob(token="\ufffd", token_bytes=b"\xe2", logprob=-1.0)
+    joined = Chunk(text="", completion_tokens=1, cached_tokens=0, logprobs=[half], finish_reason="length")
+    (choice,) = payload(framer(num_answers=2, logprobs=True).text(joined))["choices"]
+
+    assert (choice["delta"], choice["finish_reason"]) == ({}, "length")
+    assert [entry["bytes"] for entry in choice["logprobs"]["content"]] == [[0xE2]]
 
 
 async def test_every_frame_of_a_stream_says_its_service_tier_when_the_request_said_one(box: Serving, cast: Cast) -> None:
