@@ -1,7 +1,8 @@
 """The fields of `POST /v1/chat/completions`: which are honoured, which are refused by name, which are taken and ignored.
 
 Ignored by documented choice: `store`, `metadata`, `user`, `safety_identifier`, `prompt_cache_key`, `prompt_cache_retention`,
-`verbosity`, `parallel_tool_calls`, `stream_options.include_obfuscation`, `annotations` of a message.
+`prompt_cache_options`, `verbosity`, `parallel_tool_calls`, `stream_options.include_obfuscation`, `annotations` of a message,
+`prompt_cache_breakpoint` of a content part.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from typing import Any
 
 import msgspec
 
-from appliance.base.errors import InvalidValue, UnsupportedParameter
+from appliance.base.errors import InvalidValue, UnknownParameter, UnsupportedParameter
 from appliance.metering.limits.rules import is_batch_work
 
 MESSAGES_MAX = 4096
@@ -18,6 +19,7 @@ STOP_CHARS_MAX = 1000
 TEXT_ROLES = ("developer", "system", "user", "assistant")
 OPENAI_ROLES = (*TEXT_ROLES, "tool", "function")
 CONTENT_PARTS = ("text", "refusal")
+PART_FIELDS_IGNORED = ("prompt_cache_breakpoint",)
 NEVER_SUPPORTED = ("tools", "functions", "audio", "prediction", "web_search_options", "moderation", "prompt_logprobs")
 
 
@@ -111,6 +113,7 @@ class ChatCompletionRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=
     safety_identifier: str | None = None
     prompt_cache_key: str | None = None
     prompt_cache_retention: str | None = None
+    prompt_cache_options: dict[str, Any] | None = None
     verbosity: str | None = None
     parallel_tool_calls: bool | None = None
 
@@ -185,8 +188,13 @@ def _text(message: Message, path: str) -> str:
 
 def _part_text(part: dict[str, Any], path: str) -> str:
     kind = part.get("type")
+    if not isinstance(kind, str):
+        raise InvalidValue(f"{path}.type must be a string", param=f"{path}.type")
     if kind not in CONTENT_PARTS:
         raise UnsupportedParameter(f"{path}: content of type {kind!r} is not supported; send text", param=f"{path}.type")
+    for name in part:
+        if name not in ("type", kind, *PART_FIELDS_IGNORED):
+            raise UnknownParameter(f"unknown parameter: {path}.{name}", param=f"{path}.{name}")
     text = part.get(kind)
     if not isinstance(text, str):
         raise InvalidValue(f"{path}.{kind} must be a string", param=f"{path}.{kind}")

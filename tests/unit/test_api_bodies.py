@@ -7,7 +7,7 @@ import pytest
 from appliance.api.admin.usage import NewPriceBody
 from appliance.api.bodies import decode_body
 from appliance.api.schemas import ChatCompletionRequest, check_messages, check_supported
-from appliance.base.errors import InvalidValue, UnsupportedParameter
+from appliance.base.errors import InvalidValue, UnknownParameter, UnsupportedParameter
 
 
 @pytest.mark.parametrize(
@@ -77,3 +77,31 @@ def test_an_answer_of_openai_may_come_back_as_a_message_with_its_annotations(ann
 )
 def test_a_field_that_asks_for_nothing_is_taken(field: str, value: str) -> None:
     check_supported(decode_body(f'{{"model": "m", "messages": [], "{field}": {value}}}'.encode(), ChatCompletionRequest))
+
+
+@pytest.mark.parametrize(
+    ("part", "kind", "param"),
+    [
+        ('{"type": "text", "text": "a", "cache": {}}', UnknownParameter, "messages[0].content[1].cache"),
+        ('{"type": "text", "text": "a", "refusal": "b"}', UnknownParameter, "messages[0].content[1].refusal"),
+        ('{"type": ["text"], "text": "a"}', InvalidValue, "messages[0].content[1].type"),
+        ('{"text": "a"}', InvalidValue, "messages[0].content[1].type"),
+    ],
+)
+def test_a_field_of_a_content_part_that_nobody_reads_is_refused_by_name(part: str, kind: type[Exception], param: str) -> None:
+    message = f'{{"role": "user", "content": [{{"type": "text", "text": "x"}}, {part}]}}'
+    body = decode_body(f'{{"model": "m", "messages": [{message}]}}'.encode(), ChatCompletionRequest)
+    with pytest.raises(kind) as refused:
+        check_messages(body.messages)
+
+    assert getattr(refused.value, "param", None) == param
+
+
+def test_what_openai_says_of_its_cache_is_taken_without_effect() -> None:
+    content = '[{"type": "text", "text": "x", "prompt_cache_breakpoint": {"mode": "explicit"}}]'
+    messages = f'[{{"role": "user", "content": {content}}}]'
+    text = f'{{"model": "m", "messages": {messages}, "prompt_cache_options": {{"mode": "explicit"}}}}'
+    body = decode_body(text.encode(), ChatCompletionRequest)
+
+    check_supported(body)
+    assert check_messages(body.messages) == [{"role": "user", "content": "x"}]
