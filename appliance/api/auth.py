@@ -145,7 +145,7 @@ async def _by_session(connection: Connection) -> Access:
 
 def _session_cookie(connection: Connection) -> str | None:
     """Return the cookie that the console would have set on this connection; over HTTPS the unprotected one never counts."""
-    is_secure = services_of(connection).settings.secure_cookies or connection.url.scheme == "https"
+    is_secure = services_of(connection).settings.secure_cookies or connection.scope["scheme"] == "https"
     return connection.cookies.get(SESSION_COOKIES[0 if is_secure else 1])
 
 

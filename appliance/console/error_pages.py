@@ -61,7 +61,7 @@ def _describe(request: ConsoleRequest, error: Exception) -> tuple[int, str]:
 
 def _logged(request: ConsoleRequest, error: Exception) -> str:
     reference = new_id("err")
-    log.error("console request failed", request_id=reference, path=request.url.path, exc_info=error)
+    log.error("console request failed", request_id=reference, path=request.scope["path"], exc_info=error)
     return reference
 
 

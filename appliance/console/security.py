@@ -78,7 +78,7 @@ class SecurityHeaders(ASGIMiddleware):
 
 def is_secure(connection: Connection, services: Services) -> bool:
     """Return whether cookies of this connection travel over HTTPS, by its own scheme or because the settings say so."""
-    return services.settings.secure_cookies or connection.url.scheme == "https"
+    return services.settings.secure_cookies or connection.scope["scheme"] == "https"
 
 
 def session_token(connection: Connection, services: Services) -> str | None:
@@ -162,7 +162,7 @@ def session_guard(services: Services) -> Guard:
         if session is not None:
             access = access_of(connection)
             act_as(access.actor)
-            if session.must_change_password and not connection.url.path.startswith(OWN_PATHS):
+            if session.must_change_password and not connection.scope["path"].startswith(OWN_PATHS):
                 raise PasswordChangeNeeded("Choose a new password first.")
             if (tenant_id := connection.path_params.get("tenant_id")) is not None:
                 access.require(Action.READ, tenant_id)
@@ -206,9 +206,17 @@ def require_own_origin(connection: Connection) -> None:
     if site is not None:
         allowed = site in ("same-origin", "none")
     else:
-        allowed = origin is None or urlsplit(origin).netloc == connection.headers.get("host")
+        allowed = origin is None or _host_of(origin) == connection.headers.get("host")
     if not allowed:
         raise Forbidden("This form was sent from another site, so nothing was changed.")
+
+
+def _host_of(origin: str) -> str | None:
+    """Return host and port of an `Origin`, None for one that is no address."""
+    try:
+        return urlsplit(origin).netloc
+    except ValueError:
+        return None
 
 
 async def require_csrf_token(request: ConsoleRequest) -> None:
@@ -238,9 +246,14 @@ def safe_next(target: str | None) -> str:
     return quote(target, safe=string.punctuation, errors="replace")  # a header takes no more than ASCII
 
 
+def address_asked(request: ConsoleRequest) -> str:
+    """Return path and query of this request. The URL of the framework is not asked: it fails where the header Host does."""
+    path, query = request.scope["path"], request.scope["query_string"].decode("ascii", "replace")
+    return f"{path}?{query}" if query else path
+
+
 def login_path(request: ConsoleRequest) -> str:
     """Return where a visitor without a session goes: the sign-in page, which leads back here after a GET."""
-    if request.method not in SAFE_METHODS or request.url.path == "/":
+    if request.method not in SAFE_METHODS or request.scope["path"] == "/":
         return "/login"
-    query = f"?{request.url.query}" if request.url.query else ""
-    return f"/login?next={quote(request.url.path + query, safe='')}"
+    return f"/login?next={quote(address_asked(request), safe='')}"

@@ -143,3 +143,9 @@ async def test_an_owner_unlinks_a_member_from_the_provider(box: ApiBox) -> None:
     await box.call("DELETE", path, headers=await box.as_role("admin"), status=403)
     assert await box.call("DELETE", path) == {"member_id": vera.id, "issuer": None}
     await box.call("DELETE", "/members/mb_nobody/provider", status=404)
+
+
+async def test_a_host_that_is_no_address_is_no_fault_of_ours(box: ApiBox) -> None:
+    answer = await box.client.get("/admin/v1/me", headers={"host": "a:b:c", "authorization": ""})
+
+    assert answer.status_code == 401

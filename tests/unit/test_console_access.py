@@ -136,7 +136,9 @@ async def test_a_form_of_another_site_is_refused_even_with_the_token(box: Box, h
     assert "another site" in answer.text
 
 
-@pytest.mark.parametrize(("origin", "status"), [("http://evil.test", 403), ("null", 403), ("https://gatehouse.test", 303)])
+@pytest.mark.parametrize(
+    ("origin", "status"), [("http://evil.test", 403), ("null", 403), ("http://[", 403), ("https://gatehouse.test", 303)]
+)
 async def test_without_fetch_metadata_the_host_of_the_origin_decides(box: Box, origin: str, status: int) -> None:
     alice = await box.alice()
     fields = {"csrf_token": alice.csrf_token}
@@ -144,6 +146,16 @@ async def test_without_fetch_metadata_the_host_of_the_origin_decides(box: Box, o
     answer = await alice.http.post(f"/tenants/{box.cast.bob.tenant.id}/suspend", data=fields, headers={"Origin": origin})
 
     assert answer.status_code == status
+
+
+@pytest.mark.parametrize("host", ["gatehouse.test:x", "gatehouse.test:99999", "a:b:c"])
+async def test_a_host_that_is_no_address_is_no_fault_of_ours(box: Box, host: str) -> None:
+    alice = await box.alice()
+    pages = {path: await alice.http.get(path, headers={"Host": host}) for path in ("/login", "/account", "/tenants/nothing")}
+    unknown = await box.visitor().http.get("/keys?page=2", headers={"Host": host})
+
+    assert [answer.status_code for answer in pages.values()] == [303, 200, 404]
+    assert (unknown.status_code, unknown.headers["location"]) == (303, "/login?next=%2Fkeys%3Fpage%3D2")
 
 
 async def test_a_sign_in_form_of_another_site_is_refused(box: Box) -> None:
