@@ -85,8 +85,8 @@ async def check_limits(request: AdminRequest) -> LimitCheckShape:
     access = await authenticate_administrator(request, Action.READ)
     body = decode_body(await request.body(), LimitCheckBody)
     services = services_of(request)
-    tenant = await services.tenants.get(body.tenant_id, access=access)
-    key = None if body.key_id is None else await services.keys.get(body.key_id, access=access)
+    tenant = await services.tenants.get(check_name(body.tenant_id, "tenant_id"), access=access)
+    key = None if body.key_id is None else await services.keys.get(check_name(body.key_id, "key_id"), access=access)
     if key is not None and key.tenant_id != tenant.id:
         raise NotFound("no such key", param="key_id")
     question = Question(
