@@ -253,6 +253,12 @@ async def test_a_price_is_added_with_the_boxs_currency(box: ApiBox) -> None:
     assert (await box.call("GET", "/prices"))["data"] == [price]
 
 
+async def test_an_empty_currency_of_a_price_is_not_the_boxs(box: ApiBox) -> None:
+    body = {"model": "m", "prompt": 10, "completion": 30, "currency": ""}
+
+    assert await refusal(box, "POST", "/prices", 400, json=body) == ("invalid_value", "currency")
+
+
 async def test_the_system_says_what_there_is(box: ApiBox) -> None:
     system = await box.call("GET", "/system")
 

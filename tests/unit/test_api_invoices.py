@@ -141,6 +141,7 @@ async def test_what_cannot_be_done_is_a_conflict_that_says_why(box: ApiBox, bob:
         ("GET", "/seller", None, 404, "seller"),
         ("GET", "/economics", None, 404, "hardware"),
         ("PUT", "/economics", {**HARDWARE, "months": 0}, 400, "months"),
+        ("PUT", "/economics", {**HARDWARE, "currency": ""}, 400, "currency"),
         ("PUT", "/economics", {**HARDWARE, "hosted": [{"name": "a", "prompt": -1, "completion": 0}]}, 400, "hosted.prompt"),
     ],
 )

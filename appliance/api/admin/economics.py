@@ -85,7 +85,7 @@ async def replace_hardware(request: AdminRequest) -> EconomicsShape:
     services = services_of(request)
     fields = msgspec.structs.asdict(body)
     hosted = tuple(HostedPrice(**msgspec.structs.asdict(price)) for price in body.hosted)
-    currency = body.currency or services.settings.currency
+    currency = services.settings.currency if body.currency is None else body.currency
     await services.economics.set_hardware(Hardware(**fields | {"hosted": hosted, "currency": currency}))
     return await _report(request)
 

@@ -125,7 +125,7 @@ async def create_price(request: AdminRequest) -> PriceShape:
     services = services_of(request)
     price = await services.prices.add(
         model=body.model,
-        currency=body.currency or services.settings.currency,
+        currency=services.settings.currency if body.currency is None else body.currency,
         prompt=body.prompt,
         cached_prompt=body.prompt if body.cached_prompt is None else body.cached_prompt,
         completion=body.completion,
