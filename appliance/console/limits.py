@@ -10,6 +10,7 @@ from appliance.base.money import PICOS_PER_MICRO
 from appliance.console.formatting import budget, count, money_short
 from appliance.console.forms import Form
 from appliance.metering.limits.quotas import Owner
+from appliance.tenancy.fields import LIMIT_MAX
 from appliance.tenancy.principals import ApiKey, Limits, Tenant
 
 if TYPE_CHECKING:
@@ -30,7 +31,7 @@ class Level:
 
 def read_limits(form: Form) -> Limits:
     """Return the limits of a form; fields that are wrong count as no limit, and `form.errors` says so."""
-    limits = {name: form.whole_number(name) for name in _COUNTED}
+    limits = {name: form.whole_number(name, most=LIMIT_MAX) for name in _COUNTED}
     return Limits(**limits, monthly_budget=form.amount_micros("monthly_budget"))
 
 

@@ -71,6 +71,7 @@ async def test_htmx_is_moved_to_the_new_tenant(box: Box) -> None:
         ("tokens_per_minute", "many", "A whole number, or empty."),
         ("requests_per_minute", "1e9", "A whole number, or empty."),
         ("tokens_per_day", "9" * 400, "Between 0 and"),
+        ("tokens_per_day", str(10**15 + 1), "Between 0 and 1,000,000,000,000,000."),
         ("concurrent_requests", "٣", "A whole number, or empty."),
         ("monthly_budget", "12.1234567", "An amount like"),
         ("monthly_budget", "-1", "An amount like"),
