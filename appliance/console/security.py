@@ -230,11 +230,16 @@ async def require_csrf_token(request: ConsoleRequest) -> None:
 
 
 async def form_of(request: ConsoleRequest) -> FormMultiDict:
-    """Return the fields of a form as sent. Raises InvalidValue for bytes or a character set that nobody can read."""
+    """Return the fields of a form as sent. Raises InvalidValue for bytes or a character set that nobody can read, and for
+    U+0000, with which PostgreSQL cannot even compare."""
     try:
-        return await request.form()
+        form = await request.form()
     except (LookupError, UnicodeError) as error:
         raise InvalidValue("the form cannot be read: send it as UTF-8") from error
+    for name, value in form.multi_items():
+        if "\0" in name or (isinstance(value, str) and "\0" in value):
+            raise InvalidValue("a form must not contain the character U+0000")
+    return form
 
 
 def safe_next(target: str | None) -> str:

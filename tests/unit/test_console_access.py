@@ -158,6 +158,14 @@ async def test_a_host_that_is_no_address_is_no_fault_of_ours(box: Box, host: str
     assert (unknown.status_code, unknown.headers["location"]) == (303, "/login?next=%2Fkeys%3Fpage%3D2")
 
 
+@pytest.mark.parametrize("fields", [{"model": "a\0b"}, {"a\0b": "demo"}])
+async def test_a_form_with_the_character_that_no_database_compares_is_refused(box: Box, fields: dict[str, str]) -> None:
+    answer = await (await box.alice()).post("/settings/models", limit_mode="enforce", **fields)
+
+    assert answer.status_code == 400
+    assert "U+0000" in answer.text
+
+
 async def test_a_sign_in_form_of_another_site_is_refused(box: Box) -> None:
     answer = await box.visitor().post_with(
         {"Sec-Fetch-Site": "cross-site"}, "/login", email="alice@example.com", password=ALICE_PASSWORD
