@@ -16,6 +16,7 @@ from urllib.parse import urlencode
 from litestar import Response, get
 
 from appliance.base.clock import rfc3339
+from appliance.base.errors import InvalidValue
 from appliance.base.spreadsheet import plain_text
 from appliance.console.charts import Column, columns
 from appliance.console.context import ConsoleDependency
@@ -144,8 +145,10 @@ async def export_usage(request: ConsoleRequest, console: ConsoleDependency) -> R
     services, access = console.services, access_of(request)
     view = View.of(request, services.clock.now(), services.reports.calendar)
     rows = await services.reports.totals(
-        view.start, view.end, (view.group,), tenant_id=view.tenant or None, rows_max=CSV_ROWS_MAX, access=access
+        view.start, view.end, (view.group,), tenant_id=view.tenant or None, rows_max=CSV_ROWS_MAX + 1, access=access
     )
+    if len(rows) > CSV_ROWS_MAX:
+        raise InvalidValue(f"the file would have more than {CSV_ROWS_MAX} rows: choose one tenant, or use /admin/v1/usage")
     tenants = await tenant_names(services, access)
     names = await _names(services, view.group, rows, tenants, access)
     text = io.StringIO()

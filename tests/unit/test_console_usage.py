@@ -93,6 +93,18 @@ async def test_the_file_has_the_exact_numbers_and_no_formula(box: Box) -> None:
     assert (rows[0]["prompt_tokens"], rows[0]["cached_tokens"], rows[0]["currency"]) == ("50", "20", "EUR")
 
 
+async def test_a_file_that_would_be_cut_is_refused(box: Box, monkeypatch: pytest.MonkeyPatch) -> None:
+    alice = await box.alice()
+    for person in (box.cast.bob, box.cast.charlie):
+        await use(box, person)
+    monkeypatch.setattr("appliance.console.usage.CSV_ROWS_MAX", 1)
+
+    refused, whole = [await alice.get(f"/usage.csv?tenant={tenant}") for tenant in ("", box.cast.bob.tenant.id)]
+
+    assert (refused.status_code, "more than 1 rows" in refused.text) == (400, True)
+    assert len(list(csv.DictReader(io.StringIO(whole.text)))) == 1
+
+
 async def test_keys_are_shown_by_name_with_their_prefix_and_tenant(box: Box) -> None:
     await use(box, box.cast.bob)
     bob, alice = box.cast.bob, await box.alice()
