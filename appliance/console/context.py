@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from litestar.di import NamedDependency
@@ -33,12 +34,13 @@ class Console:
         """Return the fields that the request carries; an uploaded file is no field."""
         return Form({name: value for name, value in (await form_of(request)).items() if isinstance(value, str)})
 
-    def example(self) -> dict[str, Any]:
-        """Return what a ready curl line names: the address of this appliance and the first model it serves."""
+    def example(self, may_use: Callable[[str], bool] = lambda _model: True) -> dict[str, Any]:
+        """Return what a ready curl line names: the address of this appliance and the first model that may be used."""
         settings = self.services.settings
-        served = self.services.models.list()
+        names = [model.name for model in self.services.models.list() if may_use(model.name)]
         host = "127.0.0.1" if settings.host in ("0.0.0.0", "::") else settings.host  # noqa: S104  a name to print, not a bind
-        return {"address": f"http://{host}:{settings.port}", "first_model": served[0].name if served else "MODEL"}
+        address = settings.external_url or f"http://{f'[{host}]' if ':' in host else host}:{settings.port}"
+        return {"address": address, "first_model": names[0] if names else "MODEL"}
 
 
 ConsoleDependency = NamedDependency[Console]

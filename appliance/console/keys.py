@@ -16,8 +16,8 @@ from appliance.console.limits import key_levels, read_limits
 from appliance.console.rendering import Html
 from appliance.console.security import ConsoleRequest, access_of, needs
 from appliance.console.tenant_names import tenants_by_name
-from appliance.tenancy.fields import LIMIT_MODES, SCOPES, UNSET, Unset
-from appliance.tenancy.principals import LIMIT_NAMES, ApiKey, KeyChanges, Tenant
+from appliance.tenancy.fields import INFERENCE_SCOPE, LIMIT_MODES, SCOPES, UNSET, Unset
+from appliance.tenancy.principals import LIMIT_NAMES, ApiKey, KeyChanges, Principal, Tenant
 from appliance.tenancy.roles import Action
 
 PAGE_ROWS = 100
@@ -65,7 +65,7 @@ async def create_key(request: ConsoleRequest, console: ConsoleDependency, tenant
     if not form.errors:
         try:
             key, secret = await console.services.keys.create(tenant_id, **values, access=access_of(request))
-            return _secret(request, console, key, secret, f"Key for {tenant.name}")
+            return _secret(request, console, Principal(tenant=tenant, key=key), secret, f"Key for {tenant.name}")
         except (BadRequest, Conflict) as error:
             form.fail_with(error, FIELDS)
     return _new_form(request, console, tenant, form)
@@ -111,7 +111,8 @@ async def rotate_key(request: ConsoleRequest, console: ConsoleDependency, key_id
     if not form.errors:
         try:
             key, secret = await console.services.keys.rotate(key_id, grace_s=int(grace_s), access=access_of(request))
-            return _secret(request, console, key, secret, f"New secret of {key.name}")
+            tenant = await console.services.tenants.get(key.tenant_id, access=access_of(request))
+            return _secret(request, console, Principal(tenant=tenant, key=key), secret, f"New secret of {key.name}")
         except BadRequest as error:
             form.fail_with(error, FIELDS)
     return _confirm(request, console, current, "rotate", form)
@@ -156,9 +157,16 @@ def _new_form(request: ConsoleRequest, console: Console, tenant: Tenant, form: F
     return console.pages.sheet(request, "fragments/key_new.html", title=title, tenant=tenant, form=form, **_choices(console))
 
 
-def _secret(request: ConsoleRequest, console: Console, key: ApiKey, secret: str, heading: str) -> Html:
+def _secret(request: ConsoleRequest, console: Console, principal: Principal, secret: str, heading: str) -> Html:
     return console.pages.sheet(
-        request, "fragments/key_secret.html", title=heading, key=key, secret=secret, heading=heading, **console.example()
+        request,
+        "fragments/key_secret.html",
+        title=heading,
+        key=principal.key,
+        runs_models=INFERENCE_SCOPE in principal.key.scopes,
+        secret=secret,
+        heading=heading,
+        **console.example(principal.may_use),
     )
 
 

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import dataclasses
 import re
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -46,6 +48,33 @@ async def test_the_answer_with_the_secret_is_not_stored_and_has_a_ready_curl_lin
     assert answer.headers["cache-control"] == "no-store"
     assert "curl http://127.0.0.1:8000/v1/chat/completions" in answer.text
     assert '"model": "demo"' in answer.text
+
+
+@pytest.mark.parametrize(
+    ("changes", "address"),
+    [({"external_url": "https://llm.example.com"}, "https://llm.example.com"), ({"host": "::1"}, "http://[::1]:8000")],
+)
+async def test_the_curl_line_names_the_address_that_clients_use(
+    box: Box, monkeypatch: pytest.MonkeyPatch, changes: dict[str, Any], address: str
+) -> None:
+    monkeypatch.setattr(box.services, "settings", dataclasses.replace(box.services.settings, **changes))
+
+    answer = await (await box.alice()).post(f"/tenants/{box.cast.bob.tenant.id}/keys", name="reports")
+
+    assert f"curl {address}/v1/chat/completions" in answer.text
+
+
+async def test_the_curl_line_names_no_model_that_the_key_may_not_use(box: Box) -> None:
+    answer = await (await box.alice()).post(f"/tenants/{box.cast.bob.tenant.id}/keys", name="reports", allowed_models="other")
+
+    assert '"model": "MODEL"' in answer.text
+
+
+async def test_a_key_that_runs_no_models_has_no_curl_line(box: Box) -> None:
+    answer = await (await box.alice()).post(f"/tenants/{box.cast.bob.tenant.id}/keys", name="reports", scopes="usage")
+
+    assert SECRET.search(answer.text)
+    assert "/v1/chat/completions" not in answer.text
 
 
 async def test_a_key_takes_limits_a_last_day_and_restrictions(box: Box) -> None:
