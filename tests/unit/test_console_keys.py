@@ -275,6 +275,18 @@ async def test_keys_of_an_archived_tenant_say_so_and_have_no_buttons(box: Box) -
     assert f'href="/keys/{box.cast.charlie.key.id}/revoke"' in (await alice.get("/keys")).text
 
 
+async def test_an_expired_key_can_be_revoked_and_is_not_offered_a_successor(box: Box, clock: FakeClock) -> None:
+    bob, alice = box.cast.bob, await box.alice()
+    soon = KeyChanges(expires_at=clock.now() + timedelta(seconds=1))
+    await box.services.keys.update(bob.key.id, soon, access=WHOLE_BOX)
+    clock.advance(1)
+
+    for path in ("/keys", f"/tenants/{bob.tenant.id}", f"/keys/{bob.key.id}"):
+        page = (await alice.get(path)).text
+        assert f'href="/keys/{bob.key.id}/revoke"' in page
+        assert f'href="/keys/{bob.key.id}/rotate"' not in page
+
+
 async def test_a_key_of_a_suspended_tenant_can_be_rotated_and_revoked_before_the_tenant_comes_back(box: Box) -> None:
     bob, alice = box.cast.bob, await box.alice()
     await box.services.tenants.update(bob.tenant.id, TenantChanges(suspended=True), access=WHOLE_BOX)
