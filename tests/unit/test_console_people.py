@@ -69,6 +69,15 @@ async def test_a_wrong_invitation_is_named_and_loses_nothing(box: Box, fields: d
     assert (await box.services.members.list()).data == before
 
 
+async def test_who_has_a_role_on_the_appliance_sees_all_tenants_whatever_a_tenant_gives_beside_it(box: Box) -> None:
+    vera = await box.services.members.create("viewer@example.com", OWN_PASSWORD, "viewer")
+    await box.services.memberships.add(box.cast.bob.tenant.id, vera.id, "manager", access=WHOLE_BOX)
+
+    page = (await (await box.alice()).get("/members")).text
+
+    assert 'title="all, manager of bob"' in page
+
+
 async def test_a_member_gets_another_role_is_disabled_and_enabled_again(box: Box) -> None:
     alice, vera = await box.alice(), await box.vera()
     member = await box.services.members.get_by_email("vera@example.com")
