@@ -22,19 +22,23 @@ from appliance.api.services_of import services_of
 from appliance.base.acting import Actor, ActorKind, act_as, current_actor
 from appliance.base.errors import InvalidApiKey, PasswordChangeNeeded, RoleNotAllowed
 from appliance.tenancy.access import Access, access_of_key
+from appliance.tenancy.browser_rules import (
+    CSRF_HEADER,
+    SAFE_METHODS,
+    is_from_own_site,
+    is_secure,
+    is_token_of,
+    session_cookie_name,
+)
 from appliance.tenancy.fields import INFERENCE_SCOPE, USAGE_SCOPE
 from appliance.tenancy.principals import Principal
 from appliance.tenancy.roles import Action, Role
 from appliance.tenancy.secrets import api_key_prefix
 from appliance.tenancy.sessions import Session
 
-SESSION_COOKIES = ("__Host-gatehouse", "gatehouse_session")  # the console sets them: the first over HTTPS, else the second
 PROXY_HEADERS = ("x-forwarded-for", "x-forwarded-proto", "x-real-ip", "forwarded")
 OPERATOR_HEADER = "x-gatehouse-operator"  # the command line sends it
 OPERATOR_CHARS_MAX = 200
-CSRF_HEADER = "x-csrf-token"
-SAFE_METHODS = ("GET", "HEAD", "OPTIONS")
-SAME_SITE = ("same-origin", "none")  # `none` is a person's own doing: a typed address, a bookmark
 
 Connection = ASGIConnection[Any, Any, Any, Any]
 
@@ -136,7 +140,7 @@ async def _by_session(connection: Connection) -> Access:
     if session is None:
         raise InvalidApiKey("no administrator token was sent: use the header Authorization: Bearer gha_...")
     if connection.scope.get("method") not in SAFE_METHODS:
-        _check_same_site(connection, session.csrf_token)
+        _check_own_pages(connection, session)
     if session.must_change_password:
         raise PasswordChangeNeeded("choose a password of your own first, on the console's account page")
     member = session.member
@@ -144,15 +148,13 @@ async def _by_session(connection: Connection) -> Access:
 
 
 def _session_cookie(connection: Connection) -> str | None:
-    """Return the cookie that the console would have set on this connection; over HTTPS the unprotected one never counts."""
-    is_secure = services_of(connection).settings.secure_cookies or connection.scope["scheme"] == "https"
-    return connection.cookies.get(SESSION_COOKIES[0 if is_secure else 1])
+    """Return the cookie that the console would have set on this connection."""
+    secure = is_secure(connection.scope["scheme"], services_of(connection).settings)
+    return connection.cookies.get(session_cookie_name(secure=secure))
 
 
-def _check_same_site(connection: Connection, csrf_token: str) -> None:
-    site = connection.headers.get("sec-fetch-site")
-    sent = connection.headers.get(CSRF_HEADER, "")
-    if (site is not None and site not in SAME_SITE) or not hmac.compare_digest(sent.encode(), csrf_token.encode()):
+def _check_own_pages(connection: Connection, session: Session) -> None:
+    if not is_from_own_site(connection.headers) or not is_token_of(session, connection.headers.get(CSRF_HEADER, "")):
         raise RoleNotAllowed(f"a session may change things only from its own pages, with the header {CSRF_HEADER}")
 
 

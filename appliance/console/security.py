@@ -7,10 +7,9 @@ there. A second check compares the session-bound token of every form. Knows no p
 from __future__ import annotations
 
 import dataclasses
-import hmac
 import string
 from typing import TYPE_CHECKING, Any
-from urllib.parse import quote, urlsplit
+from urllib.parse import quote
 
 from litestar import Request
 from litestar.connection import ASGIConnection
@@ -22,6 +21,8 @@ from litestar.types import ASGIApp, Guard, Message, Receive, Scope, Send
 
 from appliance.base.acting import act_as, current_actor
 from appliance.base.errors import Forbidden, InvalidValue, PasswordChangeNeeded, Unauthenticated
+from appliance.tenancy import browser_rules
+from appliance.tenancy.browser_rules import CSRF_HEADER, SAFE_METHODS, is_from_own_site, is_token_of, session_cookie_name
 from appliance.tenancy.roles import Action
 
 if TYPE_CHECKING:
@@ -32,12 +33,8 @@ if TYPE_CHECKING:
 Connection = ASGIConnection[Any, Any, Any, Any]
 ConsoleRequest = Request[Any, Any, Any]
 
-SAFE_METHODS = frozenset({"GET", "HEAD", "OPTIONS"})
 OWN_PATHS = ("/account", "/logout", "/theme", "/login")  # what whoever must choose a password may still open
 CSRF_FIELD = "csrf_token"
-CSRF_HEADER = "x-csrf-token"
-# The prefix makes the browser refuse the cookie unless it is Secure, host-only and for the whole site; it needs HTTPS.
-SECURE_COOKIE, PLAIN_COOKIE = "__Host-gatehouse", "gatehouse_session"
 # What a browser carries between the steps of signing in, by the name of the step.
 SECURE_STEP_COOKIE, PLAIN_STEP_COOKIE = "__Host-gatehouse-{step}", "gatehouse_{step}"
 
@@ -77,20 +74,20 @@ class SecurityHeaders(ASGIMiddleware):
 
 
 def is_secure(connection: Connection, services: Services) -> bool:
-    """Return whether cookies of this connection travel over HTTPS, by its own scheme or because the settings say so."""
-    return services.settings.secure_cookies or connection.scope["scheme"] == "https"
+    """Return whether cookies of this connection travel over HTTPS."""
+    return browser_rules.is_secure(connection.scope["scheme"], services.settings)
 
 
 def session_token(connection: Connection, services: Services) -> str | None:
     """Return the session token that the browser sent, if any."""
-    return connection.cookies.get(SECURE_COOKIE if is_secure(connection, services) else PLAIN_COOKIE)
+    return connection.cookies.get(session_cookie_name(secure=is_secure(connection, services)))
 
 
 def session_cookie(connection: Connection, services: Services, token: str) -> Cookie:
     """Return the cookie that carries `token`; an empty token removes it."""
     secure = is_secure(connection, services)
     return Cookie(
-        key=SECURE_COOKIE if secure else PLAIN_COOKIE,
+        key=session_cookie_name(secure=secure),
         value=token,
         path="/",
         secure=secure,
@@ -196,27 +193,9 @@ def needs(action: Action) -> Guard:
 
 
 def require_own_origin(connection: Connection) -> None:
-    """Raise Forbidden when a browser says that the request began on another site.
-
-    `Sec-Fetch-Site` decides where the browser sends it; otherwise the host of `Origin`, whose scheme may differ behind a
-    proxy that ends TLS. A client that sends neither is no browser, and no browser can be made to send neither.
-    """
-    site = connection.headers.get("sec-fetch-site")
-    origin = connection.headers.get("origin")
-    if site is not None:
-        allowed = site in ("same-origin", "none")
-    else:
-        allowed = origin is None or _host_of(origin) == connection.headers.get("host")
-    if not allowed:
+    """Raise Forbidden when a browser says that the request began on another site."""
+    if not is_from_own_site(connection.headers):
         raise Forbidden("This form was sent from another site, so nothing was changed.")
-
-
-def _host_of(origin: str) -> str | None:
-    """Return host and port of an `Origin`, None for one that is no address."""
-    try:
-        return urlsplit(origin).netloc
-    except ValueError:
-        return None
 
 
 async def require_csrf_token(request: ConsoleRequest) -> None:
@@ -225,7 +204,7 @@ async def require_csrf_token(request: ConsoleRequest) -> None:
     if request.method in SAFE_METHODS or session is None:
         return
     sent = request.headers.get(CSRF_HEADER) or (await form_of(request)).get(CSRF_FIELD) or ""
-    if not hmac.compare_digest(str(sent).encode(), session.csrf_token.encode()):
+    if not is_token_of(session, str(sent)):
         raise Forbidden("The form is from an older session. Reload the page and send it again; nothing was changed.")
 
 

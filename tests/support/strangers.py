@@ -11,12 +11,12 @@ from litestar import Litestar
 from litestar.routes import HTTPRoute
 from sqlalchemy import Table, insert, select
 
-from appliance.api.auth import CSRF_HEADER, SESSION_COOKIES
 from appliance.base.ids import new_id
 from appliance.base.tables import free_allowances, invoice_lines, invoices, metadata, outbox, webhooks
 from appliance.metering.ledger.recovery import begin_epoch
 from appliance.serving.services import Services
 from appliance.tenancy.access import WHOLE_BOX
+from appliance.tenancy.browser_rules import CSRF_HEADER, PLAIN_COOKIE
 from appliance.tenancy.members import Member
 from appliance.tenancy.principals import Limits
 from tests.support.cast import Person, quick_hasher
@@ -170,7 +170,7 @@ async def _papers(services: Services, tenant_id: str, name: str) -> dict[str, st
 async def signed_in(services: Services, member: Member) -> dict[str, str]:
     """Return the headers of a browser in which `member` is signed in, good for the interface and for the console."""
     token, session = await services.sessions.open(member.id, "a browser", "192.0.2.7")
-    cookie = f"{SESSION_COOKIES[1]}={token}"
+    cookie = f"{PLAIN_COOKIE}={token}"
     return {"authorization": "", "cookie": cookie, CSRF_HEADER: session.csrf_token, "sec-fetch-site": "same-origin"}
 
 

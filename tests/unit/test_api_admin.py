@@ -10,9 +10,8 @@ from typing import Any
 import pytest
 
 from appliance.api.admin.system import CREDENTIAL_CHECKED_EVERY_TICKS
-from appliance.api.auth import SESSION_COOKIES
-from appliance.console import security
 from appliance.telemetry import events
+from appliance.tenancy.browser_rules import PLAIN_COOKIE, SECURE_COOKIE
 from tests.support.api_box import ApiBox, open_api_box
 
 TENANT_FIELDS = {"id", "name", "tier", "weight", "limits", "allowed_models", "suspended", "archived", "created_at"}
@@ -356,7 +355,7 @@ async def test_only_roles_with_billing_set_prices(box: ApiBox) -> None:
 async def test_a_session_reads_but_writes_only_with_its_token_from_its_own_pages(box: ApiBox) -> None:
     member = await box.services.members.create("alice@example.com", "a password of tests", "owner")
     token, session = await box.services.sessions.open(member.id, "test", "127.0.0.1")
-    cookie = {"authorization": "", "cookie": f"{SESSION_COOKIES[1]}={token}"}
+    cookie = {"authorization": "", "cookie": f"{PLAIN_COOKIE}={token}"}
     own = {**cookie, "x-csrf-token": session.csrf_token}
 
     await box.call("GET", "/tenants", headers=cookie)
@@ -370,11 +369,7 @@ async def test_only_the_cookie_of_the_connections_own_scheme_counts(box: ApiBox,
     member = await box.services.members.create("alice@example.com", "a password of tests", "owner")
     token, _ = await box.services.sessions.open(member.id, "test", "127.0.0.1")
     address = f"{scheme}://box/admin/v1/tenants"
-    plain, secure = [{"authorization": "", "cookie": f"{name}={token}"} for name in reversed(SESSION_COOKIES)]
+    plain, secure = [{"authorization": "", "cookie": f"{name}={token}"} for name in (PLAIN_COOKIE, SECURE_COOKIE)]
 
     statuses = [(await box.client.get(address, headers=headers)).status_code for headers in (plain, secure)]
     assert statuses == expected
-
-
-def test_the_console_and_the_api_mean_the_same_cookie() -> None:
-    assert SESSION_COOKIES == (security.SECURE_COOKIE, security.PLAIN_COOKIE)

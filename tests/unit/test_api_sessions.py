@@ -8,7 +8,7 @@ from pathlib import Path
 import pyotp
 import pytest
 
-from appliance.api.auth import CSRF_HEADER, SESSION_COOKIES
+from appliance.tenancy.browser_rules import CSRF_HEADER, PLAIN_COOKIE
 from appliance.tenancy.id_tokens import Identity
 from appliance.tenancy.members import Member
 from tests.support.api_box import ApiBox, open_api_box
@@ -28,7 +28,7 @@ async def box(migrated_sqlite_file: Path, tmp_path: Path) -> AsyncIterator[ApiBo
 async def browser(box: ApiBox, member: Member) -> tuple[str, dict[str, str]]:
     """The id of a new session, and the headers that its browser sends."""
     token, session = await box.services.sessions.open(member.id, FIREFOX, "192.0.2.7", method="password+totp")
-    cookie = f"{SESSION_COOKIES[1]}={token}"
+    cookie = f"{PLAIN_COOKIE}={token}"
     return session.id, {"authorization": "", "cookie": cookie, CSRF_HEADER: session.csrf_token}
 
 
@@ -110,7 +110,7 @@ async def test_a_page_of_another_site_ends_nothing(box: ApiBox) -> None:
     _, vera, _ = await people(box)
     session, headers = await browser(box, vera)
 
-    for wrong in ({CSRF_HEADER: "forged"}, {"sec-fetch-site": "cross-site"}):
+    for wrong in ({CSRF_HEADER: "forged"}, {"sec-fetch-site": "cross-site"}, {"origin": "http://evil.test"}):
         await box.call("DELETE", f"/sessions/{session}", headers={**headers, **wrong}, status=403)
 
 

@@ -9,9 +9,9 @@ from typing import Any, cast
 import httpx
 import pytest
 
-from appliance.api.auth import SESSION_COOKIES
 from appliance.api.http_server import server_config
 from appliance.base.settings import SettingsError, load_settings
+from appliance.tenancy.browser_rules import SECURE_COOKIE
 from tests.support.api_box import ApiBox, open_api_box
 
 PROXY, FRONT_PROXY = "10.0.0.5", "10.0.1.9"
@@ -110,7 +110,7 @@ async def test_what_was_forwarded_is_never_from_this_machine(box: ApiBox, truste
 async def test_over_https_is_what_a_trusted_proxy_says_so_of(box: ApiBox, trusted: str | None, status: int) -> None:
     member = await box.services.members.create("alice@example.com", "a password of tests", "owner")
     token, _ = await box.services.sessions.open(member.id, "a browser", OFFICE, method="password")
-    headers = {"cookie": f"{SESSION_COOKIES[0]}={token}", "x-forwarded-for": OFFICE, "x-forwarded-proto": "https"}
+    headers = {"cookie": f"{SECURE_COOKIE}={token}", "x-forwarded-for": OFFICE, "x-forwarded-proto": "https"}
 
     async with peer_of(box, PROXY, trusted) as client:
         assert (await client.get("/admin/v1/sessions", headers=headers)).status_code == status

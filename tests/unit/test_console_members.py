@@ -6,10 +6,10 @@ import re
 
 import pytest
 
-from appliance.api.auth import SESSION_COOKIES
 from appliance.console import live_stream
 from appliance.console.context import Console
 from appliance.tenancy.access import WHOLE_BOX
+from appliance.tenancy.browser_rules import PLAIN_COOKIE
 from appliance.tenancy.members import Member
 from tests.support.clock import FakeClock
 from tests.support.console_fixtures import Box, Browser
@@ -92,7 +92,7 @@ async def test_one_sample_is_rendered_for_each_that_may_see_different_things(box
     box.engine_side.add(box.cast.charlie, "req_charlies")
     seen = []
     for browser in (alice, bobs, alice, bobs):
-        token = browser.http.cookies[SESSION_COOKIES[1]]
+        token = browser.http.cookies[PLAIN_COOKIE]
         stream = live_stream._frames(console, "requests", token=token)
         frame = (await anext(stream)).decode()
         await stream.aclose()
@@ -112,7 +112,7 @@ async def test_a_role_that_ends_ends_the_live_page_at_the_next_look(box: Box, mo
     monkeypatch.setattr(live_stream, "SESSION_CHECKED_EVERY_TICKS", 1)
     dora = await box.services.members.create("dora@example.com", PASSWORD, "viewer")
     browser = await box.visitor().sign_in(dora.email, PASSWORD)
-    stream = live_stream._frames(Console(box.services), "overview", token=browser.http.cookies[SESSION_COOKIES[1]])
+    stream = live_stream._frames(Console(box.services), "overview", token=browser.http.cookies[PLAIN_COOKIE])
     await anext(stream)
     await box.services.members.change(dora.id, role="member")
     await box.services.sampler.sample()
