@@ -94,7 +94,7 @@ def create(
     from appliance.cli.connection import run
 
     optional = {"scopes": scope, "expires_at": expires_at, "allowed_networks": network, "limit_mode": limit_mode}
-    body: dict[str, Any] = {"name": name} | {field: value for field, value in optional.items() if value}
+    body: dict[str, Any] = {"name": name} | {field: value for field, value in optional.items() if value not in (None, [])}
     body |= models_body(model) | model_limits_body(model_limit)
     body |= limits_body(
         tokens_per_minute=tokens_per_minute,

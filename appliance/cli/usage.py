@@ -41,8 +41,8 @@ def usage(
 
     now = datetime.now(UTC)
     query: dict[str, Any] = {
-        "start": start or _rfc3339(now - timedelta(days=DAYS_DEFAULT)),
-        "end": end or _rfc3339(now + timedelta(seconds=1)),
+        "start": _rfc3339(now - timedelta(days=DAYS_DEFAULT)) if start is None else start,
+        "end": _rfc3339(now + timedelta(seconds=1)) if end is None else end,
         "bucket": bucket,
         "group_by": group_by,
     }

@@ -357,6 +357,18 @@ def test_the_sums_are_built_again(typed: Any) -> None:
     assert typed("db", "rebuild-rollups", "--json").json() == {"rows": 0}
 
 
+@pytest.mark.parametrize(
+    "command",
+    [["keys", "create", "bob", "--expires-at", ""], ["usage", "--start", ""], ["usage", "--end", ""]],
+    ids=lambda command: " ".join(command[:-1]),
+)
+def test_an_empty_time_is_refused_and_not_taken_for_none_given(typed: Any, command: list[str]) -> None:
+    typed("tenants", "create", "bob")
+    refused = typed(*command, "--json")
+
+    assert (refused.status, refused.json()["error"]["code"]) == (2, "invalid_value")
+
+
 def test_prices_are_added_and_listed(typed: Any) -> None:
     asked = ("--prompt", "1000", "--completion", "3000", "--currency", "CHF", "--tier-percent", "batch=50")
     made = typed("prices", "add", "demo", *asked, "--json").json()
