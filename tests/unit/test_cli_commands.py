@@ -30,6 +30,8 @@ from appliance.metering.ledger.journaled import Journaled, encode, journal_besid
 from appliance.serving.fleet import DEMO_MODEL
 from appliance.telemetry.gpu import GpuProbe, GpuReading
 from appliance.tenancy.access import WHOLE_BOX
+from appliance.tenancy.admin_tokens import AdminTokens
+from appliance.tenancy.pages import PAGE_ROWS_DEFAULT
 from appliance.tenancy.second_factor import SecondFactors
 from tests.support import factories
 from tests.support.cast import make_cast
@@ -291,6 +293,19 @@ def test_a_given_password_is_not_printed(typed: Any, monkeypatch: pytest.MonkeyP
 
     monkeypatch.setattr(sys, "stdin", io.StringIO("correct horse battery\n"))
     assert "correct horse" not in typed("admin", "create", "alice@example.com", "--password-stdin").out
+
+
+def test_every_token_is_listed_however_many_there_are(typed: Any, data_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def create() -> None:
+        database = Database.open(f"sqlite:///{data_dir / 'gatehouse.db'}")
+        for number in range(PAGE_ROWS_DEFAULT + 1):
+            await AdminTokens(database, SystemClock()).create(f"token {number}", "viewer")
+        await database.close()
+
+    asyncio.run(create())
+    for page_rows in (PAGE_ROWS_DEFAULT, 1000):
+        monkeypatch.setattr("appliance.tenancy.pages.PAGE_ROWS_MAX", page_rows)
+        assert len(typed("admin", "token", "--list", "--json").json()["data"]) == PAGE_ROWS_DEFAULT + 1
 
 
 def test_an_administrator_token_is_shown_once_and_can_be_revoked(typed: Any) -> None:
