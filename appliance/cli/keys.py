@@ -195,7 +195,8 @@ def revoke(key: KeyId, as_json: AsJson = False, data_dir: DataDir = None, databa
 
 
 async def _keys(client: AdminClient, tenant: str | None) -> list[dict[str, Any]]:
-    owners = [await find(client, tenant)] if tenant else await client.every("/tenants", query={"include_archived": "true"})
+    every = {"include_archived": "true"}
+    owners = [await find(client, tenant)] if tenant is not None else await client.every("/tenants", query=every)
     return [{**key, "tenant": owner["name"]} for owner in owners for key in await client.every(f"/tenants/{owner['id']}/keys")]
 
 

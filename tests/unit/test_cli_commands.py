@@ -227,6 +227,13 @@ def test_a_stranger_is_not_found(typed: Any) -> None:
     assert "charlie" in answer.err
 
 
+def test_keys_of_a_tenant_without_a_name_are_not_those_of_all(typed: Any) -> None:
+    typed("tenants", "create", "bob")
+    typed("keys", "create", "bob")
+
+    assert typed("keys", "list", "--tenant", "", "--json").status == 1
+
+
 def test_a_key_is_shown_once_then_rotated_and_revoked(typed: Any) -> None:
     typed("tenants", "create", "bob")
     made = typed("keys", "create", "bob", "--name", "laptop", "--network", "10.0.0.0/8", "--json").json()
