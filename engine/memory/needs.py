@@ -9,6 +9,8 @@ b_kv bytes per weight, per number computed with and per stored key or value, T t
                      mixture of k experts (k + 2)·f + (k + 6)·d; 2(H + K)·D + 5d in attention
                      On a GPU at least t·w·b + 2^16·(D + 1)·4 with t = min(T, 2^15 / H): of so few tokens behind a long
                      context keys are cut into splits, whose results stand beside
+                     Chunks of at most 8 tokens each that are more rows than R leave their splits in memory of their own:
+                     at least t·w·b + min(t·splits·H·(D + 1)·4, 256 MiB) with t = min(T, 8 · requests)
     graphs       G = A of the largest captured step, and for each that is kept 24 KiB for each of its 10·L + 20 launches;
                      13 in a layer that is a mixture. Steps over slots hold the logits of all rows at once, so that both
                      their A are at least R·V·b
@@ -69,6 +71,12 @@ def num_splits(num_tokens: int, head_dim: int, kv_element_bytes: int, window: in
 CHUNK_CONTEXT_MIN, CHUNK_PARTS_MAX = 2048, 1 << 16
 """Of chunks of prompts (`kernels.triton.chunk_splits`): the shortest context whose keys are cut into splits, and for how many
 splits, queries and heads a step has room."""
+
+
+FEW_QUERIES_MAX = 8
+FEW_QUERIES_BYTES_MAX = 256 << 20
+"""Of chunks that the kernel of decodes attends (`kernels.triton.attention_prefill`): tokens of one at most, and what their
+splits may take where they are more rows than the workspace of decodes has."""
 
 
 INVARIANT_SPLIT = 256
@@ -180,6 +188,17 @@ class MemoryShape:
             return 0
         few_tokens = min(num_tokens, CHUNK_PARTS_MAX // (2 * self.num_heads))
         return few_tokens * self.layer_width * element_bytes + CHUNK_PARTS_MAX * (self.head_dim + 1) * 4
+
+    def few_queries_bytes(self, load: Load, context_len: int, formats: Formats) -> int:
+        """What a step of chunks of few tokens each holds that are more rows than decodes have a workspace for: activations, and
+        one of their own. 0 where no step has so many."""
+        num_tokens = min(load.num_tokens, FEW_QUERIES_MAX * load.num_seqs)
+        if num_tokens <= load.num_seqs + load.num_guesses:
+            return 0
+        kv_bytes = formats.kv_element_bytes
+        splits = max(num_splits(context_len, self.head_dim, kv_bytes, window) for window in self.windows)
+        left_bytes = min(num_tokens * splits * self.num_heads * (self.head_dim + 1) * 4, FEW_QUERIES_BYTES_MAX)
+        return num_tokens * self.layer_width * formats.element_bytes + left_bytes
 
     def recorded_bytes(self, num_rows: int, element_bytes: int, *, has_steps: bool) -> int:
         """What recorded layers of `num_rows` rows keep: two of them, which take turns. `has_steps`: whole steps, of whatever
@@ -293,6 +312,7 @@ class MemoryNeeds:
         splits = [each.splits_bytes(*asked, batch_invariant=load.batch_invariant) for each in both if load.on_gpu]
         cuts_chunks = load.on_gpu and not load.batch_invariant
         chunks = [each.split_chunks_bytes(load.num_tokens, context_len, size) for each in both if cuts_chunks]
+        chunks += [each.few_queries_bytes(load, context_len, formats) for each in both if cuts_chunks]
         return cls(
             weights_bytes=model.weights_bytes(formats.weights, size) + drafts_bytes,
             activations_bytes=max(logits, *chunks, *(each.activations_bytes(load.num_tokens, rows, size) for each in both))

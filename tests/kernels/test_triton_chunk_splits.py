@@ -20,7 +20,7 @@ import triton.language as tl  # noqa: E402
 
 from kernels.triton import attention_prefill as prefill  # noqa: E402
 from kernels.triton import chunk_splits  # noqa: E402
-from kernels.triton.attention_splits import DecodeWorkspace  # noqa: E402
+from kernels.triton.attention_splits import SPLIT_QUERIES, DecodeWorkspace  # noqa: E402
 from kernels.triton.tuning import CARDS, power_of_two  # noqa: E402
 from tests.kernels.test_triton_attention_prefill import BLOCK, FP8, SHAPE, Chunks, Rows  # noqa: E402
 
@@ -229,6 +229,7 @@ def test_what_splits_leave_is_bounded_whatever_the_step(programs: int) -> None:
 def test_the_memory_plan_knows_what_splits_leave() -> None:
     assert chunk_splits.PARTS_MAX == needs.CHUNK_PARTS_MAX
     assert chunk_splits.SPLIT_FROM * chunk_splits.SPLIT_KEYS == needs.CHUNK_CONTEXT_MIN
+    assert (SPLIT_QUERIES[-1], prefill.SPLIT_BYTES_MAX) == (needs.FEW_QUERIES_MAX, needs.FEW_QUERIES_BYTES_MAX)
 
 
 GROUPS = [(8 * group, 8, 128) for group in (1, 2, 3, 4, 5, 7, 8, 16)] + [(8, 4, 256), (32, 1, 64), (64, 64, 64), (14, 2, 64)]

@@ -91,6 +91,25 @@ def test_few_tokens_behind_a_long_context_are_planned_for_with_what_the_splits_o
     assert activations(large) == LLAMA_8B.activations_bytes(8192, 8, 2), "a step of many tokens holds more"
 
 
+def test_many_chunks_of_few_tokens_are_planned_for_with_the_workspace_that_they_make_themselves() -> None:
+    def activations(load: Load, context_len: int) -> int:
+        return MemoryNeeds.of(LLAMA_8B, BF16, load, context_bytes=0, context_len=context_len).activations_bytes
+
+    small = replace(LOAD, num_tokens=512, num_seqs=64, on_gpu=True, has_slots=True)
+    plain_bytes = LLAMA_8B.activations_bytes(512, 64, 2)
+    place_bytes = 32 * 129 * 4
+    assert activations(small, 1024) == plain_bytes + 512 * 4 * place_bytes, "four splits"
+    assert activations(small, 32_768) == plain_bytes + (256 << 20), "more are not made: such chunks are tiled"
+    fewer = replace(small, num_seqs=40)
+    assert activations(fewer, 32_768) == LLAMA_8B.activations_bytes(8 * 40, 40, 2) + (256 << 20)
+    decodes_bytes = LLAMA_8B.activations_bytes(512, 512, 2)
+    assert activations(replace(small, num_seqs=512), 32_768) == decodes_bytes, "as many decodes have a workspace"
+    assert activations(replace(small, num_guesses=448), 32_768) == decodes_bytes, "and so have guesses"
+    assert activations(replace(small, batch_invariant=True), 1024) == plain_bytes
+    assert activations(replace(small, on_gpu=False), 1024) == plain_bytes
+    assert activations(replace(small, num_tokens=8192), 32_768) == LLAMA_8B.activations_bytes(8192, 64, 2)
+
+
 def test_steps_over_slots_hold_the_logits_of_all_rows_at_once() -> None:
     qwen, load = shape_of("qwen3-0.6b"), replace(LOAD, num_seqs=1024, num_tokens=1024, on_gpu=True, has_slots=True)
     kept_bytes = graphs_kept(1024, 0) * qwen.graph_bytes
