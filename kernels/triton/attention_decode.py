@@ -80,24 +80,34 @@ def split_kernel(
     if kv_scales is not None:
         scale *= tl.load(kv_scales)
         value_scale = tl.load(kv_scales + 1)
-    for _ in range(num_items):
-        context_len = tl.load(context_lens + request)
-        first, tiles, num_splits = splits_of(context_len, WINDOW, QUERIES, TILE, SPLIT)
+    # What a split begins with is asked for while the one before it ends. Heads of 256 over an fp8 cache lack registers for it.
+    AHEAD: tl.constexpr = WIDTH <= 128
+    if AHEAD:
+        block, begin, end, context_len, num_splits = _first_tile(
+            block_tables, context_lens, request, split, num_items > 0, table_stride, P, QUERIES, WINDOW, TILE, SPLIT
+        )
+        first_query, num_queries = _rows(query_starts, request, num_items > 0)
+        queries = _queries(q, first_query, num_queries, query, head, lane, q_stride, D)
+    for item in range(num_items):
         first_query, num_queries = request, 1
         if query_starts is not None:
             first_query = tl.load(query_starts + request)
             num_queries = tl.load(query_starts + request + 1) - first_query
+        if not AHEAD:
+            block, begin, end, context_len, num_splits = _first_tile(
+                block_tables, context_lens, request, split, num_items > 0, table_stride, P, QUERIES, WINDOW, TILE, SPLIT
+            )
+            queries = _queries(q, first_query, num_queries, query, head, lane, q_stride, D)
         live = query < num_queries
         token_row = (first_query + query).to(tl.int64)
         inside = live[:, None] & (lane < D)[None, :]
-        queries = tl.load(q + token_row[:, None] * q_stride + (head * D)[:, None] + lane[None, :], mask=inside, other=0.0)
-        begin = first + split * tiles * TILE
-        found, weight, largest = _attend(
+        found, found_odd, weights, largest = _attend(
             queries,
+            block,
             kv_cache + kv_head * D,
             block_tables + request.to(tl.int64) * table_stride,
             begin,
-            tl.minimum(begin + tiles * TILE, context_len),
+            end,
             context_len - num_queries + 1,
             context_len - (num_queries - 1 - query),
             scale,
@@ -111,6 +121,19 @@ def split_kernel(
             SOFTCAP,
             TILE,
         )
+        is_last = split + 1 == num_splits
+        next_request, next_split = tl.where(is_last, request + 1, request), tl.where(is_last, 0, split + 1)
+        next_splits = num_splits
+        if AHEAD:
+            more = item + 1 < num_items
+            block, begin, end, context_len, next_splits = _first_tile(
+                block_tables, context_lens, next_request, next_split, more, table_stride, P, QUERIES, WINDOW, TILE, SPLIT
+            )
+            next_query, next_queries = _rows(query_starts, next_request, more)
+            queries = _queries(q, next_query, next_queries, query, head, lane, q_stride, D)
+        if kv_cache.dtype.element_ty.primitive_bitwidth == 8:
+            found = tl.reshape(tl.join(found, found_odd), [ROWS, WIDTH])
+        weight = tl.sum(weights, 1)
         positive = tl.where(weight > 0.0, weight, 1.0)  # nothing was seen: zeros, whatever they are divided by
         found *= (value_scale / positive)[:, None]
         if num_splits == 1:
@@ -120,14 +143,57 @@ def split_kernel(
             place = (token_row * max_splits + split) * H + head
             tl.store(attended + (place * D)[:, None] + lane[None, :], found, mask=inside)
             tl.store(log_weights + place, largest + tl.log2(positive), mask=live)
-        split += 1
-        request = tl.where(split == num_splits, request + 1, request)
-        split = tl.where(split == num_splits, 0, split)
+        request, split, num_splits = next_request, next_split, next_splits
+
+
+@triton.jit
+def _first_tile(
+    block_tables,
+    context_lens,
+    request,
+    split,
+    is_there,
+    table_stride,
+    P: tl.constexpr,
+    QUERIES: tl.constexpr,
+    WINDOW: tl.constexpr,
+    TILE: tl.constexpr,
+    SPLIT: tl.constexpr,
+):
+    """→ blocks of a split's first tile, where its tokens begin and end, its request's length and number of splits. Nothing is
+    read of one that is not there."""
+    context_len = tl.load(context_lens + request, mask=is_there, other=0)
+    first, tiles, num_splits = splits_of(context_len, WINDOW, QUERIES, TILE, SPLIT)
+    begin = first + split * tiles * TILE
+    end = tl.minimum(begin + tiles * TILE, context_len)
+    column = tl.arange(0, TILE)
+    table = block_tables + request.to(tl.int64) * table_stride
+    block = tl.load(table + begin // P + column // P, mask=begin + column < end, other=0)
+    return block, begin, end, context_len, num_splits
+
+
+@triton.jit
+def _rows(query_starts, request, is_there):
+    """→ first row and number of rows of a request, which has none where it is not there."""
+    first_query, num_queries = request, is_there.to(tl.int32)
+    if query_starts is not None:
+        first_query = tl.load(query_starts + request, mask=is_there, other=0)
+        num_queries = tl.load(query_starts + request + 1, mask=is_there, other=0) - first_query
+    return first_query, num_queries
+
+
+@triton.jit
+def _queries(q, first_query, num_queries, query, head, lane, q_stride, D: tl.constexpr):
+    """→ the rows that a split is attended by: [ROWS, WIDTH]"""
+    token_row = (first_query + query).to(tl.int64)
+    inside = (query < num_queries)[:, None] & (lane < D)[None, :]
+    return tl.load(q + token_row[:, None] * q_stride + (head * D)[:, None] + lane[None, :], mask=inside, other=0.0)
 
 
 @triton.jit
 def _attend(
     queries,
+    block,
     keys,
     table,
     begin,
@@ -145,7 +211,9 @@ def _attend(
     SOFTCAP: tl.constexpr,
     TILE: tl.constexpr,
 ):
-    """Tokens begin … end - 1 of one request and one key head: sum of weighted values, of weights, and the largest score."""
+    """Tokens begin … end - 1 of one request and one key head: sum of weighted values, weights that are still to be added up
+    by row, and the largest score. Of an fp8 cache the values of even and of odd columns stand apart. block: of the first
+    tile's tokens."""
     ROWS: tl.constexpr = queries.shape[0]
     WIDTH: tl.constexpr = queries.shape[1]
     FP8: tl.constexpr = keys.dtype.element_ty.primitive_bitwidth == 8
@@ -161,7 +229,6 @@ def _attend(
     found_odd = tl.zeros([ROWS, VALUES], tl.float32)
     # The blocks of a tile are asked for while the tile before is at work. A tile begins at a multiple of its length, so what it
     # is of whole blocks, or which part of a block, needs no division.
-    block = tl.load(table + begin // P + column // P, mask=begin + column < end, other=0)
     for start in range(begin, end, TILE):
         token = start + column
         held = token < end
@@ -201,9 +268,7 @@ def _attend(
             value = tl.load(places + VALUE_OFFSET, mask=held[:, None] & (lane < D)[None, :], other=0.0)
             found = tl.dot(weight, value, found * faded[:, None], input_precision="ieee")
         largest = larger
-    if FP8:
-        found = tl.reshape(tl.join(found, found_odd), [ROWS, WIDTH])
-    return found, tl.sum(weights, 1), largest
+    return found, found_odd, weights, largest
 
 
 def paged_decode(

@@ -268,6 +268,21 @@ def test_a_row_has_the_same_bits_in_any_batch(device: torch.device) -> None:
 
 
 @pytest.mark.usefixtures("small_tiles")
+@pytest.mark.parametrize("window", [None, 21])
+@pytest.mark.parametrize("query_lens", [None, [4, 1, 3, 4, 1]])
+def test_which_program_does_a_split_changes_no_bit(
+    query_lens: list[int] | None, window: int | None, device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One program for each key head does all of them in turn, and there are enough for one each."""
+    batch = Batch([130, 1, 70, 257, 33], replace(SHAPE, sliding_window=window), device, query_lens=query_lens)
+    found = []
+    for number in (1, 64):
+        monkeypatch.setattr(decode, "multiprocessors", lambda _, number=number: number)
+        found.append(batch.actual())
+    assert_same(*found)
+
+
+@pytest.mark.usefixtures("small_tiles")
 def test_a_workspace_is_used_again_by_shorter_batches(device: torch.device) -> None:
     longest = Batch([257, 129, 300], SHAPE, device)
     workspace = splits.decode_workspace(SHAPE, 4, 40, torch.float32, device)

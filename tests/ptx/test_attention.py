@@ -80,6 +80,27 @@ def test_decode_steps(shape: AttentionShape, lengths: list[int], kv_dtype: torch
     Batch(shape, lengths, [1] * len(lengths), kv_dtype).decoded()
 
 
+@pytest.mark.parametrize(
+    ("shape", "lengths", "kv_dtype"),
+    [
+        (AttentionShape(BLOCK, 4, 1, 128), [300, 1, 0, 257, 17], BF16),
+        (AttentionShape(BLOCK, 4, 1, 128), [600, 300, 16], FP8),
+        (AttentionShape(BLOCK, 4, 1, 256, sliding_window=100), [140, 33, 90, 7], BF16),
+    ],
+)
+def test_decode_steps_of_several_splits_for_each_program(
+    shape: AttentionShape, lengths: list[int], kv_dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What a split begins with is asked for behind the one before it, and nothing behind the last."""
+    monkeypatch.setattr(attention_decode, "multiprocessors", lambda _: 1)
+    Batch(shape, lengths, [1] * len(lengths), kv_dtype).decoded()
+
+
+def test_guesses_of_several_splits_for_each_program(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(attention_decode, "multiprocessors", lambda _: 1)
+    Batch(AttentionShape(BLOCK, 4, 1, 128), [17, 2, 300, 40], [3, 2, 4, 1]).prefilled()
+
+
 def test_half_precision() -> None:
     Batch(AttentionShape(BLOCK, 2, 1, 64), [40, 17], [1, 1], torch.float16, torch.float16).decoded()
     Batch(AttentionShape(BLOCK, 4, 1, 64), [60], [33], torch.float16, torch.float16).prefilled()
