@@ -414,6 +414,18 @@ async def test_a_budget_holds_the_longest_that_all_answers_may_get(admission: Ad
     await admission.admit(two)
 
 
+async def test_a_budget_holds_the_dearer_price_of_a_prompt(admission: Admission) -> None:
+    bob = principal(Limits(monthly_budget=1000))
+    dearer_from_the_cache = price(prompt=1_000_000, cached=2_000_000, completion=0)
+
+    first = await admit(admission, bob, prompt=500, output=1, cost=dearer_from_the_cache)
+
+    with pytest.raises(Refused):  # the first one may take all of it
+        await admit(admission, bob, prompt=1, output=1, cost=dearer_from_the_cache)
+    first.settle(501)
+    await admit(admission, bob, prompt=1, output=1, cost=dearer_from_the_cache)
+
+
 async def test_what_an_answer_is_expected_to_take_is_learnt_per_answer(admission: Admission) -> None:
     bob = principal()
     for _ in range(OUTPUTS_MIN):

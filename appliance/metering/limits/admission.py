@@ -359,7 +359,7 @@ class Admission:
         longest = asked.answers * max(each, asked.max_output_tokens or 0, asked.output_room or 0)
         return Need(
             expected=Amount(tokens=asked.prompt_tokens + expected, cost_picos=work.cost(0, expected)),
-            worst=Amount(tokens=asked.prompt_tokens + longest, cost_picos=work.cost(0, longest)),
+            worst=Amount(tokens=asked.prompt_tokens + longest, cost_picos=work.cost_at_most(longest)),
             currency=work.currency,
         )
 

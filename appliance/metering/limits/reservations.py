@@ -35,6 +35,10 @@ class Work(msgspec.Struct, frozen=True, kw_only=True):
             rejected_tokens=rejected_tokens,
         )
 
+    def cost_at_most(self, completion_tokens: int) -> int:
+        """Return the cost in pico-units, however much of the prompt is in the cache, and without guesses of speculation."""
+        return max(self.cost(0, completion_tokens), self.cost(self.prompt_tokens, completion_tokens))
+
 
 class Reservation:
     """What a request holds. `overlooked` are the refusals of limits in shadow mode, which refused nobody."""
