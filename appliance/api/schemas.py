@@ -192,8 +192,8 @@ def _part_text(part: dict[str, Any], path: str) -> str:
         raise InvalidValue(f"{path}.type must be a string", param=f"{path}.type")
     if kind not in CONTENT_PARTS:
         raise UnsupportedParameter(f"{path}: content of type {kind!r} is not supported; send text", param=f"{path}.type")
-    for name in part:
-        if name not in ("type", kind, *PART_FIELDS_IGNORED):
+    for name, value in part.items():
+        if value is not None and name not in ("type", kind, *PART_FIELDS_IGNORED):
             raise UnknownParameter(f"unknown parameter: {path}.{name}", param=f"{path}.{name}")
     text = part.get(kind)
     if not isinstance(text, str):

@@ -107,11 +107,11 @@ async def confirm_rotate(request: ConsoleRequest, console: ConsoleDependency, ke
 async def rotate_key(request: ConsoleRequest, console: ConsoleDependency, key_id: FromPath[str]) -> Html:
     """Replace the key by one with a new secret, and show it; for a time both may work."""
     current, form = await _key(request, console, key_id, Action.KEYS), await console.form(request)
+    tenant = await console.services.tenants.get(current.tenant_id, access=access_of(request))
     grace_s = form.choice("grace_s", [grace for grace, _ in GRACES]) if form.raw("grace_s") else "0"
     if not form.errors:
-        try:
+        try:  # nothing may fail between the change and the secret, which cannot be shown again
             key, secret = await console.services.keys.rotate(key_id, grace_s=int(grace_s), access=access_of(request))
-            tenant = await console.services.tenants.get(key.tenant_id, access=access_of(request))
             return _secret(request, console, Principal(tenant=tenant, key=key), secret, f"New secret of {key.name}")
         except BadRequest as error:
             form.fail_with(error, FIELDS)

@@ -98,7 +98,7 @@ def test_a_field_of_a_content_part_that_nobody_reads_is_refused_by_name(part: st
 
 
 def test_what_openai_says_of_its_cache_is_taken_without_effect() -> None:
-    content = '[{"type": "text", "text": "x", "prompt_cache_breakpoint": {"mode": "explicit"}}]'
+    content = '[{"type": "text", "text": "x", "prompt_cache_breakpoint": {"mode": "explicit"}, "image_url": null}]'
     messages = f'[{{"role": "user", "content": {content}}}]'
     text = f'{{"model": "m", "messages": {messages}, "prompt_cache_options": {{"mode": "explicit"}}}}'
     body = decode_body(text.encode(), ChatCompletionRequest)

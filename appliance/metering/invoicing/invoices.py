@@ -258,8 +258,10 @@ class Invoices:
         await outbox.tell(
             connection, now, event="invoice.closed", subject=head.id, data=closed.announcement, tenant_id=head.tenant_id
         )
-        target, facts = ("invoice.close", "invoice", head.id), rows.closing_facts(head)
-        await audit.record(connection, self._clock, *target, tenant_id=head.tenant_id, before={}, after=facts)
+        facts = rows.closing_facts(head)
+        await audit.record(
+            connection, self._clock, "invoice.close", "invoice", head.id, tenant_id=head.tenant_id, before={}, after=facts
+        )
         return closed
 
     async def _whole(self, connection: AsyncConnection, heads: Sequence[InvoiceHead]) -> Sequence[Invoice]:
