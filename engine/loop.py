@@ -142,10 +142,12 @@ class Engine:
         return [event for request_id in list(self._live) for event in self.abort(request_id)]
 
     def close(self) -> None:
-        """End all requests and the processes that compile grammars."""
-        self.abort_all()
-        if self._grammars is not None:
-            self._grammars.close()
+        """End all requests and the processes that compile grammars, these also where the engine is not in order."""
+        try:
+            self.abort_all()
+        finally:
+            if self._grammars is not None:
+                self._grammars.close()
 
     def step(self) -> list[TokenEvent]:
         """Schedule, run, apply. Does next to nothing when no request is live."""

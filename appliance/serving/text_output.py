@@ -70,7 +70,9 @@ class TextOutput:
 
     def flush(self) -> str:
         """Return the text that was held back, at the end of an answer that no stop string ended."""
-        return self._text.flush()
+        text = self._text.flush()
+        self.stopped = self._text.matched is not None
+        return text
 
     def _name(self, token_id: int, entry: TokenLogprob) -> NamedLogprob:
         top = [self._single(top_id, logprob) for top_id, logprob in zip(entry.top_token_ids, entry.top_logprobs, strict=True)]

@@ -23,6 +23,7 @@ class Wakeup:
 
         A timer that was set for an earlier wait is left running, and set again only when it fires: most waits are short.
         """
+        assert self._waiter is None, "one task waits at a time"
         loop = asyncio.get_running_loop()
         if timeout_s is not None:
             self._until_s = loop.time() + timeout_s

@@ -166,10 +166,10 @@ class LLM:
         """Drop weights and cache, end helper processes, refuse further work. Closing again does nothing."""
         if self._closed:
             return
-        self._closed = True
-        if self._engine is not None:
-            self._engine.close()
+        engine, self._closed = self._engine, True
         self._engine = self._text_model = None
+        if engine is not None:
+            engine.close()
 
     def status(self) -> EngineStatus:
         """Gauges and running totals of the engine since it was loaded."""

@@ -99,9 +99,19 @@ class Detokenizer:
         self._shown += self._unread[:count]
         del self._unread[:count]
         if len(self._shown) > SHOWN_TOKENS_MAX:
-            self._shown = self._shown[-SHOWN_TOKENS_KEPT:]
-            together = self._decode(self._shown)
+            together = self._keep_last()
         self._shown_text = together
+
+    def _keep_last(self) -> str:
+        """Keep the last shown tokens, from the beginning of a character on where that can be; their text. Behind a part of a
+        character a tokenizer may spell a whole one as no text at all."""
+        shown = self._shown
+        for kept in range(SHOWN_TOKENS_KEPT, SHOWN_TOKENS_MAX + 1):
+            self._shown = shown[-kept:]
+            text = self._decode(self._shown)
+            if not text.startswith(REPLACEMENT):
+                break
+        return text
 
 
 def _behind(before: str, together: str) -> str:

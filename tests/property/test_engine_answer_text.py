@@ -6,7 +6,7 @@ from functools import cache
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tokenizers import Tokenizer
+from tokenizers import Tokenizer, decoders, models
 
 from engine.text.detokenizer import REPLACEMENT, Detokenizer, StopStrings
 from tests.support.served_model import make_tokenizer
@@ -38,6 +38,18 @@ def test_pieces_add_up_to_the_text_and_none_ends_in_half_a_character(text: str, 
     pieces = [decoder.push(ids[part]) for part in cut(data, len(ids))]
 
     assert all(REPLACEMENT not in piece for piece in pieces)
+    assert "".join(pieces) + decoder.flush() == text
+
+
+@given(text=st.text(st.sampled_from("aé語🦜"), max_size=30), data=st.data())
+@settings(deadline=None)
+def test_characters_spelled_by_bytes_are_shown_whole(text: str, data: st.DataObject) -> None:
+    spelling = Tokenizer(models.BPE(vocab={f"<0x{byte:02X}>": byte for byte in range(256)}, merges=[], byte_fallback=True))
+    spelling.decoder = decoders.Sequence([decoders.ByteFallback(), decoders.Fuse()])
+    decoder = Detokenizer(lambda ids: str(spelling.decode(ids)))
+    ids = list(text.encode())
+    pieces = [decoder.push(ids[part]) for part in cut(data, len(ids))]
+
     assert "".join(pieces) + decoder.flush() == text
 
 

@@ -11,11 +11,12 @@ from appliance.base.db import Database
 from appliance.base.errors import Draining, EngineUnavailable, InternalError, Overloaded, RateLimitExceeded
 from appliance.metering.ledger.records import PendingEntry
 from appliance.serving import engine_client
+from appliance.serving.answers import Answer
 from appliance.serving.prompting import Prompting
 from appliance.serving.text_output import Chunk, TextOutput
 from appliance.tenancy.access import WHOLE_BOX
 from appliance.tenancy.principals import Limits
-from engine.protocol import GenerationRequest, SamplingParams
+from engine.protocol import FinishReason, GenerationRequest, SamplingParams
 from tests.support.cast import Cast, make_person
 from tests.support.clock import FakeClock
 from tests.support.fake_engine import FAIL, STALL, event
@@ -98,6 +99,18 @@ def test_a_stop_string_ends_at_the_same_token_however_events_are_merged(tmp_path
     assert "".join(chunk.text for chunk in chunks) == "the "
     assert chunks[-1].completion_tokens == expected
     assert sum(len(chunk.logprobs) for chunk in chunks) == expected - 1
+
+
+def test_a_stop_string_in_what_was_held_back_ends_the_answer_too(tmp_path: Path) -> None:
+    prompting = Prompting.load(make_hollow_model(tmp_path / "model"))
+    ids = prompting._tokenizer.encode("the \N{PARROT}", add_special_tokens=False).ids[:-1]  # the last character lacks a byte
+    request = GenerationRequest(request_id="r", tenant_id="t", prompt_token_ids=ids, sampling=SamplingParams())
+    answer = Answer(0, TextOutput(prompting, stop=[" \N{REPLACEMENT CHARACTER}"], min_tokens=0))
+    last = event(request, ids, len(ids), finish_reason=FinishReason.LENGTH)
+
+    text = answer.push(last).text + answer.finish(last).text
+
+    assert (text, answer.finish_reason) == ("the", "stop")
 
 
 async def test_an_engine_that_never_answers_an_abort_does_not_hold_a_request(
