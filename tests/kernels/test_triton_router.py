@@ -58,7 +58,6 @@ def test_logits_that_cannot_be_told_apart_as_probabilities_are_ordered(device: t
     assert weights.tolist() == [[1.0, 0.0, 0.0, 0.0, 0.0]]
 
 
-@pytest.mark.filterwarnings("ignore:invalid value encountered:RuntimeWarning")  # of the interpreter
 @normalised_or_not
 @pytest.mark.parametrize("value", [math.nan, -math.nan, math.inf, -math.inf])
 def test_rows_without_a_softmax_have_nan_for_weights_and_experts_that_are_there(

@@ -103,6 +103,22 @@ def test_a_guard_and_a_size_of_nothing_keep_an_access_from_being_made(card: Emul
     assert executed(card, body, numbers()).tolist() == [*range(101, 164), 0]
 
 
+def test_no_number_is_an_exception(card: EmulatedCard) -> None:
+    """Among them signalling NaN, which memory that nobody has written may hold."""
+    signalling, largest = 0x7FA00000, 0x7F7FFFFF
+    body = """
+        ld.global.b32 %r3, [%rd4];
+        add.f32 %r4, %r3, 0f00000000;
+        mul.f32 %r5, %r3, 0f40000000;
+        sub.f32 %r6, %r5, %r5;
+        setp.nan.f32 %p1, %r4, %r6;
+        selp.b32 %r7, 1, 0, %p1;
+        st.global.b32 [%rd5], %r7;
+    """
+    given = torch.tensor([signalling, largest, 0, 0] * 16, dtype=torch.int32)
+    assert executed(card, body, given).tolist() == [1, 1, 0, 0] * 16
+
+
 COPY = """
     cp.async.ca.shared.global [%r2], [%rd4], 0x4;
     cp.async.commit_group;
