@@ -29,7 +29,7 @@ class StepMode(StrEnum):
     def of(
         cls, options: EngineOptions, device_type: str, *, can_record: bool = False, has_invariant_pages: bool = True
     ) -> StepMode:
-        """`can_record`: of a CPU, whether the operations of a decode step can be recorded; batch-invariant ones are not.
+        """`can_record`: of a CPU, whether the operations of a decode step can be recorded.
         `has_invariant_pages`: of a GPU, whether batch-invariant attention reads pages; else the host is needed between steps.
         Raises `EngineConfigError` for a switch that says neither on nor off."""
         if options.enforce_eager:
@@ -38,7 +38,7 @@ class StepMode(StrEnum):
             if options.batch_invariant and not has_invariant_pages:
                 return cls.PLAIN
             return cls.CAPTURED if is_on(GRAPHS) else cls.AHEAD
-        return cls.RECORDED if can_record and not options.batch_invariant else cls.PLAIN
+        return cls.RECORDED if can_record else cls.PLAIN
 
     @property
     def has_slots(self) -> bool:

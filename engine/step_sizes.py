@@ -19,6 +19,9 @@ USUAL_KINDS = 2
 RARE_KEPT = 8
 """Captured steps of other kinds that are met often: those that weigh the vocabulary, count penalties or score tokens."""
 
+RECORDED_ROWS_MAX = 64
+"""Rows of a recorded step on a CPU. What more rows compute takes so long that the calls do not matter."""
+
 
 def step_size(num_rows: int, max_rows: int, *, every: int = EVERY) -> int:
     """To how many rows a step is rounded up, at most `max_rows`: powers of two up to `every`, its multiples up to 256, and

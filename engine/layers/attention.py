@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 
 from engine.config.model import LayerConfig, ModelConfig
@@ -27,6 +29,15 @@ def attention_shapes(config: ModelConfig, block_size: int) -> list[ops.Attention
         )
         for window in config.windows
     ]
+
+
+def are_recordable(
+    shapes: Sequence[ops.AttentionShape], *, dtype: torch.dtype, kv_dtype: torch.dtype, device: torch.device
+) -> bool:
+    """Whether decodes of these attentions can be recorded: operations of the device can be, and attention reads pages of a
+    cache in `kv_dtype`. A layer with an operation of torch still cannot."""
+    table = ops.operations(device, dtype)
+    return table.sequence is not None and all(table.supports_paged(shape, kv_dtype) for shape in shapes)
 
 
 class Attention:

@@ -14,6 +14,7 @@ from engine.memory.needs import Load, MemoryShape
 from engine.memory.remedies import FEW_SEATS
 from engine.options import EngineOptions
 from engine.step_mode import StepMode
+from engine.step_sizes import RECORDED_ROWS_MAX
 
 SEAT_TOKENS = 256
 """On a GPU, where nobody says how many requests run at a time: the default is halved, at most to FEW_SEATS, while the wanted
@@ -40,10 +41,9 @@ def estimate_fit(
     mode: StepMode,
     *,
     draft: ModelConfig | None = None,
-    recorded_rows: int = 0,
 ) -> MemoryFit:
-    """`dtype` is computed in; `recorded_rows`: of layers, and of whole steps where the mode is that. Graphs have their place in
-    all steps that are launched ahead, so that a fault is sought without them beside the same cache."""
+    """`dtype` is computed in. Graphs have their place in all steps that are launched ahead, so that a fault is sought without
+    them beside the same cache."""
     load = Load(
         num_tokens=options.batched_tokens(memory.device_type),
         num_seqs=options.seats(memory.device_type),
@@ -52,8 +52,7 @@ def estimate_fit(
         on_gpu=memory.device_type == "cuda",
         has_slots=mode.launches_ahead,
         batch_invariant=options.batch_invariant,
-        recorded_rows=recorded_rows,
-        records_steps=mode is StepMode.RECORDED,
+        recorded_rows=RECORDED_ROWS_MAX if mode is StepMode.RECORDED else 0,
     )
     fit = MemoryFit(
         model=MemoryShape.of(config),

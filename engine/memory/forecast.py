@@ -8,17 +8,16 @@ from dataclasses import dataclass, replace
 import torch
 
 from engine.config.model import ModelConfig
-from engine.device import format_name, resolve_kv_dtype
+from engine.device import format_name
 from engine.errors import EngineConfigError
-from engine.layers.attention import attention_shapes
 from engine.memory.device import WORKSPACE_BYTES, GraphsTaken, driver_bytes, main_memory_bytes
 from engine.memory.estimate import DeviceMemory, estimate_fit
 from engine.memory.fit import MemoryFit, gib
-from engine.models.joined_layers import MAX_ROWS, are_recordable
 from engine.options import CPU_KV_CACHE_BYTES, EngineOptions
 from engine.protocol import MemoryPart
 from engine.step_mode import StepMode
 from engine.step_sizes import graphs_kept
+from kernels import ops
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,11 +120,8 @@ def forecast_memory(
     draft: ModelConfig | None = None,
 ) -> MemoryForecast:
     """Predict from the configuration and what the device says now; the driver's context is there afterwards."""
-    shapes, kv_dtype = attention_shapes(config, options.block_size), resolve_kv_dtype(options.kv_cache_dtype, dtype)
-    # Loads what is compiled for a CPU, and the compiler: a part of what is taken.
-    is_recordable = are_recordable(shapes, dtype=dtype, kv_dtype=kv_dtype, device=device)
-    memory, recorded_rows = _memory(options, device), MAX_ROWS if is_recordable else 0
-    fit = estimate_fit(config, options, format_name(dtype), memory, mode, draft=draft, recorded_rows=recorded_rows)
+    ops.operations(device, dtype)  # loads what is compiled for a CPU, and the compiler: a part of what is taken
+    fit = estimate_fit(config, options, format_name(dtype), _memory(options, device), mode, draft=draft)
     kv_bytes = _fixed_kv_bytes(options, device, fit.needs.block_bytes)
     if kv_bytes is not None:
         fit = replace(fit, wanted_len=min(fit.wanted_len, kv_bytes // fit.needs.block_bytes * options.block_size))

@@ -200,14 +200,13 @@ class MemoryShape:
         left_bytes = min(num_tokens * splits * self.num_heads * (self.head_dim + 1) * 4, FEW_QUERIES_BYTES_MAX)
         return num_tokens * self.layer_width * formats.element_bytes + left_bytes
 
-    def recorded_bytes(self, num_rows: int, element_bytes: int, *, has_steps: bool) -> int:
-        """What recorded layers of `num_rows` rows keep: two of them, which take turns. `has_steps`: whole steps, of whatever
-        kinds, keep as much beside them, what is made before the first layer (embedding, its norm, rotations), and logits."""
+    def recorded_bytes(self, num_rows: int, element_bytes: int) -> int:
+        """What recorded steps of `num_rows` rows keep, of whatever kinds: two layers, which take turns, what is made before the
+        first one (embedding, its norm, rotations), and logits."""
         if not self.recorded_width:
             return 0
-        layers = 2 * self.recorded_width
         before = 2 * (self.embedding // self.vocab_size + len(self.windows) * self.head_dim)
-        return num_rows * (2 * layers + before + self.vocab_size if has_steps else layers) * element_bytes
+        return num_rows * (2 * self.recorded_width + before + self.vocab_size) * element_bytes
 
     @property
     def graph_bytes(self) -> int:
@@ -261,14 +260,13 @@ def _qk_norm(config: ModelConfig) -> int:
 class Load:
     """What an engine is to hold: steps of `num_tokens`, `num_seqs` requests with `num_guesses` rows beyond one for each, blocks
     of `block_size`. `on_gpu`: decodes are cut into splits, `batch_invariant` ones by position. `has_slots`:
-    steps are launched ahead over slots. `recorded_rows`: of layers that are recorded on a CPU, `records_steps` whole steps."""
+    steps are launched ahead over slots. `recorded_rows`: of steps that are recorded on a CPU."""
 
     num_tokens: int
     num_seqs: int
     block_size: int
     num_guesses: int = 0
     recorded_rows: int = 0
-    records_steps: bool = False
     on_gpu: bool = False
     has_slots: bool = False
     batch_invariant: bool = False
@@ -308,7 +306,7 @@ class MemoryNeeds:
         asked = rows, context_len, formats.kv_element_bytes
         logits = rows * model.vocab_size * logits_bytes if load.has_slots else 0
         columns = model.columns_bytes(load.num_seqs, logits_bytes, num_guesses=load.num_guesses)
-        recorded = [each.recorded_bytes(load.recorded_rows, size, has_steps=load.records_steps) for each in both]
+        recorded = [each.recorded_bytes(load.recorded_rows, size) for each in both]
         splits = [each.splits_bytes(*asked, batch_invariant=load.batch_invariant) for each in both if load.on_gpu]
         cuts_chunks = load.on_gpu and not load.batch_invariant
         chunks = [each.split_chunks_bytes(load.num_tokens, context_len, size) for each in both if cuts_chunks]

@@ -13,7 +13,6 @@ from engine.layers.experts import SparseMLP
 from engine.layers.mlp import GatedMLP
 from engine.layers.norm import RMSNorm
 from engine.models.fused_layers import FusedLayer, FusedLayers
-from engine.models.joined_layers import MAX_ROWS, JoinedLayers, one_token_each
 from engine.weights import LinearStorage, StoredLinear, WeightPlan
 from kernels import ops
 
@@ -156,8 +155,6 @@ class Decoder:
         self._multiplier = torch.tensor(config.embedding_multiplier, dtype=dtype).item()
         self._branch_multiplier = config.residual_multiplier
         self._fused: FusedLayers | None = None
-        self._joined: JoinedLayers | None = None
-        self._can_join = self._ops.sequence is not None
         self._softcap, self._divisor = config.logits_softcap, config.logits_divisor
 
     def weight_plan(self, storage: LinearStorage | None = None) -> WeightPlan:
@@ -239,15 +236,9 @@ class Decoder:
         """
         if before_layer is not None:
             return self._through(self._embedded(inputs), inputs, kv_caches, before_layer)
-        num_rows = inputs.token_ids.shape[0]
-        if self._fused is not None and kv_caches is not None and num_rows <= ops.FUSED_ROWS_MAX:
+        if self._fused is not None and kv_caches is not None and len(inputs.token_ids) <= ops.FUSED_ROWS_MAX:
             x = self._fused(self._embedded(inputs), inputs, kv_caches, self._norm)
             return self._norm(x if inputs.sampled_rows is None else x.index_select(0, inputs.sampled_rows))
-        if self._can_join and kv_caches is not None and num_rows <= MAX_ROWS and one_token_each(inputs):
-            joined = self._join(inputs, kv_caches)
-            if joined is not None:
-                x = joined(self._embedded(inputs), inputs)
-                return x.clone() if inputs.sampled_rows is None else x.index_select(0, inputs.sampled_rows)
         x = self._through(self._embedded(inputs), inputs, kv_caches)  # which alone holds the rows, and lets go of them
         return x if inputs.sampled_rows is None else self._norm(x.index_select(0, inputs.sampled_rows))
 
@@ -271,17 +262,6 @@ class Decoder:
             before_layer()
             rows, residual = layer(rows, residual, inputs, kv_cache, next_norm)
         return _plain(rows)
-
-    def _join(self, inputs: BatchInputs, kv_caches: Sequence[torch.Tensor]) -> JoinedLayers | None:
-        """All layers for these caches as one call, None where something between them is not one of its operations."""
-        if self._joined is None or self._joined.kv_caches is not kv_caches:
-            assert self._ops.sequence is not None
-            try:
-                hidden_size = self._embedding.shape[1]
-                self._joined = JoinedLayers(self._ops.sequence(MAX_ROWS), self._through, hidden_size, inputs, kv_caches)
-            except ops.NotRecordable:
-                self._joined, self._can_join = None, False
-        return self._joined
 
     def logits(self, hidden: torch.Tensor, *, wide: bool = True) -> torch.Tensor:
         """hidden: [B, hidden] → [B, V] float32; unless `wide`, in the format of the product where nothing follows it"""

@@ -150,7 +150,5 @@ class ModelRunner:
             part = scored[first : first + self._slice_rows]
             token_ids = request.token_ids[scored_from + first : scored_from + first + len(part)]
             logits = self._target.logits(hidden[part.start : part.stop])
-            if self._batch_invariant and len(part) == 1:
-                logits, token_ids = logits.expand(2, -1), token_ids * 2
-            entries += prompt_logprobs(logits, token_ids, request.sampling.prompt_logprobs or 0)[: len(part)]
+            entries += prompt_logprobs(logits, token_ids, request.sampling.prompt_logprobs or 0)
         return entries

@@ -8,12 +8,11 @@ from typing import Any
 import torch
 
 from engine.config.model import ModelConfig
-from engine.layers.attention import attention_shapes
+from engine.layers.attention import are_recordable, attention_shapes
 from engine.layers.batch_inputs import BatchInputs
 from engine.layers.rotary import RotaryTable
 from engine.memory.kv_plan import MemoryPlan
 from engine.models.decoder import Decoder
-from engine.models.joined_layers import are_recordable
 from engine.runner.embedder import TextModel
 from engine.runner.input_rows import InputRow, make_batch_inputs
 from engine.runner.kv_cache import allocate_kv_cache

@@ -12,8 +12,8 @@ from typing import NamedTuple
 
 import torch
 
-from engine.models.joined_layers import MAX_ROWS
 from engine.sampling.columns import Kind
+from engine.step_sizes import RECORDED_ROWS_MAX
 from kernels import ops
 
 Computed = torch.Tensor | None
@@ -37,7 +37,7 @@ class RecordedSteps:
         """`recorder` begins a record of so many rows, None where no step can be recorded."""
         self._recorder = recorder
         self._compute = compute
-        self._max_rows = min(max_rows, MAX_ROWS)
+        self._max_rows = min(max_rows, RECORDED_ROWS_MAX)
         self._records: dict[Kind | None, Record | None] = {}
 
     def make_ready(self, kind: Kind | None) -> Record | None:

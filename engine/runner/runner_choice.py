@@ -14,8 +14,7 @@ import torch
 from engine.config.model import ModelConfig
 from engine.device import resolve_kv_dtype
 from engine.grammar.masks import GrammarMasks
-from engine.layers.attention import attention_shapes
-from engine.models.joined_layers import are_recordable
+from engine.layers.attention import are_recordable, attention_shapes
 from engine.options import EngineOptions
 from engine.runner.cuda_graphs import Calls, CudaGraphs, DirectCalls
 from engine.runner.model_runner import ModelRunner

@@ -94,13 +94,3 @@ def test_a_vocabulary_smaller_than_the_alternatives_gives_what_there_is() -> Non
 def test_tokens_that_are_equally_likely_share_the_better_rank() -> None:
     (entry,) = prompt_logprobs(torch.zeros(1, 40), [39], 2)
     assert entry.rank == 1
-
-
-def test_the_operation_that_scores_on_a_gpu_says_what_torch_says() -> None:
-    logits = torch.randn(5, VOCAB_SIZE, generator=torch.Generator().manual_seed(3)) * 3
-    values, ids = logits.topk(4)
-    asked = (logits, torch.tensor([0, 1, 2, 3, 4]), values, ids)
-    by_kernel, by_torch = engine.sampling.logprobs._scored_by_kernel(*asked), engine.sampling.logprobs._scored(*asked)
-    assert by_kernel[0] == pytest.approx(by_torch[0], abs=1e-5)
-    assert torch.tensor(by_kernel[1]).tolist() == [pytest.approx(row, abs=1e-5) for row in by_torch[1]]
-    assert by_kernel[2] == by_torch[2]

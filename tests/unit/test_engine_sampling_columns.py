@@ -164,11 +164,11 @@ def test_scores_of_a_step_are_those_of_the_plain_sampler(counts: list[int]) -> N
     settings: list[dict[str, Any]] = [{"logprobs": count, "repetition_penalty": 1.5, "top_k": 40} for count in counts]
     requests = [sampling_request(), *(sampling_request(seed=i, **each) for i, each in enumerate(settings))]
     logits = torch.randn(len(requests), VOCAB_SIZE, generator=torch.Generator().manual_seed(2)) * 3
-    sampler, slots = ColumnSampler(8, VOCAB_SIZE, CPU), list(range(3, 3 + len(requests)))
+    sampler, slots = ColumnSampler(8, VOCAB_SIZE, CPU, dtype=torch.float32), list(range(3, 3 + len(requests)))
     sampler.place(slots, requests)
     needs = sampler.needs(slots)
     assert needs.scored == list(enumerate(counts, 1))
-    chosen = sampler.choose(logits, torch.tensor(slots), torch.tensor([1] * len(slots)), needs.kind)
+    chosen = sampler.choose(logits, torch.tensor(slots, dtype=torch.int32), torch.tensor([1] * len(slots)), needs.kind)
     assert chosen.scores is not None
     expected = sample(logits, requests)
     assert chosen.tokens.tolist() == [token.token_id for token in expected]

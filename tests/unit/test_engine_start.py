@@ -25,7 +25,7 @@ PARTS = {"plain": ["kernels", "weights", "cache", "speed"], "recorded": ["kernel
         ("plain", {"enforce_eager": True}),
         ("recorded", {"enforce_eager": False}),
         ("plain", {"enforce_eager": False, "kv_cache_dtype": "fp8"}),
-        ("plain", {"enforce_eager": False, "batch_invariant": True}),
+        ("recorded", {"enforce_eager": False, "batch_invariant": True}),
     ],
 )
 def test_all_parts_of_a_start_are_in_its_time(

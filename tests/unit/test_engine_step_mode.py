@@ -17,7 +17,7 @@ CASES: list[tuple[str, dict[str, Any], bool, StepMode]] = [
     ("cuda", {"enforce_eager": True}, False, StepMode.PLAIN),
     ("cpu", {}, True, StepMode.RECORDED),
     ("cpu", {}, False, StepMode.PLAIN),
-    ("cpu", {"batch_invariant": True}, True, StepMode.PLAIN),
+    ("cpu", {"batch_invariant": True}, True, StepMode.RECORDED),
     ("cpu", {"enforce_eager": True}, True, StepMode.PLAIN),
 ]
 

@@ -1,4 +1,4 @@
-"""Decode steps as one call: the very log-probabilities of layers that are called one by one, in families of every kind."""
+"""Decode steps as one call: the very log-probabilities of the plain runner, in families of every kind."""
 
 from __future__ import annotations
 
@@ -8,11 +8,9 @@ from typing import Any
 import pytest
 
 from engine.loop import Engine
-from engine.models.decoder import Decoder
-from engine.models.joined_layers import MAX_ROWS
-from engine.runner.model_runner import ModelRunner
+from engine.runner.slot_runner import SlotRunner
 from kernels.simd.vectors import LANES
-from tests.support.engines import run_to_end, small_engine, wanted
+from tests.support.engines import recorded_engine, run_to_end, small_engine, wanted
 from tests.support.tiny_models import make_model
 
 FAMILIES = ("llama-biased", "mistral-window", "qwen3", "gemma2", "gemma3_text", "granite", "olmo2")
@@ -36,26 +34,22 @@ def scores(engine: Engine, count: int) -> list[list[tuple[int, float, tuple[floa
     ]
 
 
-def decoder_of(engine: Engine) -> Decoder:
-    assert isinstance(engine.runner, ModelRunner)
-    decoder = engine.runner.text_model.forward
-    assert isinstance(decoder, Decoder)
-    return decoder
+def is_recorded(engine: Engine) -> bool:
+    assert isinstance(engine.runner, SlotRunner)
+    return engine.runner.is_recorded
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_joined_layers_give_the_bits_of_layers_one_by_one(family: str, tmp_path: Path) -> None:
+def test_recorded_steps_give_the_bits_of_operations_one_by_one(family: str, tmp_path: Path) -> None:
     make_model(family, tmp_path, **HEADS)
-    joined, apart = (small_engine(tmp_path, max_num_seqs=MAX_ROWS) for _ in range(2))
-    decoder_of(apart)._can_join = False
+    recorded, plain = recorded_engine(tmp_path), small_engine(tmp_path)
     for count in COUNTS:
-        assert scores(joined, count) == scores(apart, count)
-    assert decoder_of(joined)._joined is not None
+        assert scores(recorded, count) == scores(plain, count)
+    assert is_recorded(recorded)
 
 
-def test_layers_that_torch_has_a_part_in_stay_apart(tmp_path: Path) -> None:
+def test_steps_that_torch_has_a_part_in_are_computed_one_by_one(tmp_path: Path) -> None:
     make_model("qwen3_moe", tmp_path, **HEADS)
-    engine = small_engine(tmp_path)
+    engine = recorded_engine(tmp_path)
     assert all(scores(engine, 2))
-    assert decoder_of(engine)._joined is None
-    assert not decoder_of(engine)._can_join
+    assert not is_recorded(engine)
