@@ -5,8 +5,8 @@
                    GrammarError(param, message), an InvalidOption
     vocabulary.py  load_vocabulary(directory, vocab_size, eos_token_ids) -> Vocabulary
                    Vocabulary(tokens, eos_token_ids, strips_first_space)
-    compiler.py    GrammarCompiler(vocabulary, deadline_s=, workers=)
-                   .submit(spec) -> Future[CompiledGrammar]            raises GrammarError through the future
+    compiler.py    GrammarCompiler(vocabulary, deadline_s=, workers=)   tenants take turns (compile_lines.py)
+                   .submit(spec, tenant_id) -> Future[CompiledGrammar] raises GrammarError through the future
                    .close()
     matcher.py     CompiledGrammar.start() -> GrammarState             one per answer, microseconds
                    GrammarState.fill_mask(row)                         row: [ceil(V / 32)] int32, 1 = allowed; releases the GIL

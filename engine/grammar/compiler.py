@@ -1,4 +1,4 @@
-"""Compiles constraints beside the step loop, each within a deadline, and keeps the latest. Knows no request.
+"""Compiles constraints beside the step loop, each within a deadline, in the order of `compile_lines`. Knows no request.
 
 A compile runs twice: first in a worker process, which is killed at the deadline, then, proven to be quick, in a thread of this
 process with the interpreter lock released. A text that explodes therefore costs its own deadline and nothing else.
@@ -13,10 +13,10 @@ import subprocess
 import sys
 import threading
 import time
-from collections import OrderedDict, deque
 from concurrent.futures import Future
 
 from engine.errors import EngineOverloaded
+from engine.grammar.compile_lines import CompileLines, Job
 from engine.grammar.matcher import CompiledGrammar, token_trie
 from engine.grammar.spec import GrammarError, GrammarSpec
 from engine.grammar.stacks import STACK_BYTES, new_threads_get
@@ -24,8 +24,6 @@ from engine.grammar.vocabulary import Vocabulary
 from engine.grammar.worker import job_line, vocabulary_line
 
 DEADLINE_S = 5.0
-CACHED_GRAMMARS_MAX = 128
-WAITING_MAX = 512
 WORKERS = 2
 _READ_BYTES = 1 << 16
 _START_S = 60.0
@@ -98,8 +96,7 @@ class _WorkerProcess:
 class GrammarCompiler:
     """Compiled grammars of one model. `submit` may be called from any thread; `close` ends the workers.
 
-    At most `WAITING_MAX` compiles wait; a compile that was refused stays refused from the cache, so that asking again for what
-    explodes costs nothing.
+    A compile that was refused stays refused from the cache, so that asking again for what explodes costs nothing.
     """
 
     def __init__(
@@ -113,84 +110,70 @@ class GrammarCompiler:
         self._deadline_s = deadline_s
         self._workers = workers
         self._trie = token_trie(vocabulary) if vocabulary.eos_token_ids else None
-        self._known: OrderedDict[GrammarSpec, Future[CompiledGrammar]] = OrderedDict()
-        self._waiting: deque[tuple[GrammarSpec, Future[CompiledGrammar]]] = deque()
+        self._lines = CompileLines()
         self._changed = threading.Condition()
         self._threads: list[threading.Thread] = []
         self._num_idle = 0
         self._closed = False
 
-    def submit(self, spec: GrammarSpec) -> Future[CompiledGrammar]:
+    def submit(self, spec: GrammarSpec, tenant_id: str) -> Future[CompiledGrammar]:
         """The grammar of `spec`, now or later. The future raises `GrammarError` naming the field, and `EngineOverloaded` when
         too many wait already."""
         with self._changed:
-            known = self._known.get(spec)
+            known = self._lines.find(tenant_id, spec)
             if known is not None:
-                self._known.move_to_end(spec)
                 return known
-            future: Future[CompiledGrammar] = Future()
-            refusal = self._refusal(spec)
-            if refusal is not None:
-                future.set_exception(refusal)
-                return future
-            self._known[spec] = future
-            self._forget_oldest()
-            self._waiting.append((spec, future))
+            try:
+                self._refuse(spec)
+                grammar = self._lines.add(tenant_id, spec)
+            except (GrammarError, EngineOverloaded) as refusal:
+                refused: Future[CompiledGrammar] = Future()
+                refused.set_exception(refusal)
+                return refused
             if not self._num_idle and len(self._threads) < self._workers:
                 thread = threading.Thread(target=self._work, name="grammar-compiler", daemon=True)
                 self._threads.append(thread)
                 with new_threads_get(STACK_BYTES):
                     thread.start()
             self._changed.notify()
-            return future
+            return grammar
 
     def close(self) -> None:
         """End the workers; what still waits is cancelled."""
         with self._changed:
             self._closed = True
-            for _, future in self._waiting:
-                future.cancel()
-            self._waiting.clear()
+            self._lines.cancel()
             self._changed.notify_all()
         for thread in self._threads:
             thread.join()
 
-    def _refusal(self, spec: GrammarSpec) -> GrammarError | EngineOverloaded | None:
+    def _refuse(self, spec: GrammarSpec) -> None:
         if self._closed:
-            return GrammarError(spec.param, f"{spec.param} cannot be compiled: the engine is stopping")
+            raise GrammarError(spec.param, f"{spec.param} cannot be compiled: the engine is stopping")
         if self._trie is None:
-            return GrammarError(spec.param, f"{spec.param} needs a model that has an end-of-sequence token")
-        if len(self._waiting) >= WAITING_MAX:
-            return EngineOverloaded(f"{spec.param} cannot be compiled now: {WAITING_MAX} grammars wait already")
-        return None
-
-    def _forget_oldest(self) -> None:
-        """Keep the newest CACHED_GRAMMARS_MAX; a compile that is under way is never forgotten."""
-        for spec in list(self._known)[: max(0, len(self._known) - CACHED_GRAMMARS_MAX)]:
-            if self._known[spec].done():
-                del self._known[spec]
+            raise GrammarError(spec.param, f"{spec.param} needs a model that has an end-of-sequence token")
 
     def _work(self) -> None:
         """One thread, with a worker process of its own from its first job on."""
         process: _WorkerProcess | None = None
         while (job := self._next_job()) is not None:
-            spec, future = job
             try:
                 if process is not None and not process.is_alive:  # it ended while it had nothing to do
                     process.kill()
                     process = None
                 process = process or _WorkerProcess(self._vocabulary)
-                answer = process.ask(spec, self._deadline_s)
-                future.set_result(self._build(spec, answer))
+                answer = process.ask(job.spec, self._deadline_s)
+                job.grammar.set_result(self._build(job.spec, answer))
             except GrammarError as error:
-                future.set_exception(error)
+                job.grammar.set_exception(error)
             except WorkerLost as error:
                 process = self._without(process)
-                future.set_exception(GrammarError(spec.param, f"{spec.param} {error}"))
+                job.grammar.set_exception(GrammarError(job.spec.param, f"{job.spec.param} {error}"))
             except Exception as error:  # noqa: BLE001 - owned task: whoever waits is told, the next one gets a new process
                 process = self._without(process)
-                self._forget(spec)
-                future.set_exception(error)
+                self._forget(job)
+                job.grammar.set_exception(error)
+            self._end(job)
         self._without(process)
 
     def _without(self, process: _WorkerProcess | None) -> _WorkerProcess | None:
@@ -199,18 +182,22 @@ class GrammarCompiler:
             process.kill()
         return None
 
-    def _forget(self, spec: GrammarSpec) -> None:
-        """Nothing is known of this grammar: it is compiled when it is asked for again."""
+    def _forget(self, job: Job) -> None:
         with self._changed:
-            self._known.pop(spec, None)
+            self._lines.forget(job)
 
-    def _next_job(self) -> tuple[GrammarSpec, Future[CompiledGrammar]] | None:
+    def _end(self, job: Job) -> None:
+        with self._changed:
+            self._lines.end(job)
+            self._changed.notify()
+
+    def _next_job(self) -> Job | None:
         with self._changed:
             self._num_idle += 1
-            while not self._waiting and not self._closed:
+            while (job := None if self._closed else self._lines.begin()) is None and not self._closed:
                 self._changed.wait()
             self._num_idle -= 1
-            return None if self._closed else self._waiting.popleft()
+            return job
 
     def _build(self, spec: GrammarSpec, answer: dict[str, str]) -> CompiledGrammar:
         if "error" in answer:

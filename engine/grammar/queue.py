@@ -20,7 +20,7 @@ log = logging.getLogger("gatehouse.engine")
 class Compiler(Protocol):
     """The part of `GrammarCompiler` that the queue needs."""
 
-    def submit(self, spec: GrammarSpec) -> Future[CompiledGrammar]: ...
+    def submit(self, spec: GrammarSpec, tenant_id: str) -> Future[CompiledGrammar]: ...
 
     def close(self) -> None: ...
 
@@ -45,14 +45,14 @@ class LateCompiler:
         self._make = make
         self._made: Future[Compiler] | None = None
 
-    def submit(self, spec: GrammarSpec) -> Future[CompiledGrammar]:
+    def submit(self, spec: GrammarSpec, tenant_id: str) -> Future[CompiledGrammar]:
         """As of `GrammarCompiler`. A model whose vocabulary cannot be read refuses every grammar, saying why."""
         if self._made is None:
             worker = ThreadPoolExecutor(max_workers=1, thread_name_prefix="grammar-vocabulary")
             self._made = worker.submit(self._make)
             worker.shutdown(wait=False)
         compiled: Future[CompiledGrammar] = Future()
-        self._made.add_done_callback(lambda made: _pass_on(made, spec, compiled))
+        self._made.add_done_callback(lambda made: _pass_on(made, spec, tenant_id, compiled))
         return compiled
 
     def close(self) -> None:
@@ -61,10 +61,10 @@ class LateCompiler:
             self._made.add_done_callback(_close)
 
 
-def _pass_on(made: Future[Compiler], spec: GrammarSpec, compiled: Future[CompiledGrammar]) -> None:
+def _pass_on(made: Future[Compiler], spec: GrammarSpec, tenant_id: str, compiled: Future[CompiledGrammar]) -> None:
     error = made.exception()
     if error is None:
-        made.result().submit(spec).add_done_callback(lambda grammar: _copy(grammar, compiled))
+        made.result().submit(spec, tenant_id).add_done_callback(lambda grammar: _copy(grammar, compiled))
     elif isinstance(error, ModelError):
         compiled.set_exception(GrammarError(spec.param, f"{spec.param} cannot be followed with this model: {error}"))
     else:
@@ -116,7 +116,7 @@ class GrammarQueue:
     def park(self, answers: Sequence[Request], spec: GrammarSpec) -> None:
         """Have the grammar compiled, or find it compiled, and keep the answers until then."""
         first = answers[0]
-        grammar = self._compiler.submit(spec)
+        grammar = self._compiler.submit(spec, first.tenant_id)
         self._parked[first.request_id] = _Parked(list(answers), spec.param, grammar, first.queue_deadline_s)
         self._num_answers += len(answers)
 

@@ -57,7 +57,7 @@ class LetterGrammars:
     def __init__(self) -> None:
         self._trie = token_trie(LETTERS)
 
-    def submit(self, spec: GrammarSpec) -> Future[CompiledGrammar]:
+    def submit(self, spec: GrammarSpec, tenant_id: str) -> Future[CompiledGrammar]:
         done: Future[CompiledGrammar] = Future()
         done.set_result(CompiledGrammar(self._trie, of_text(to_lark(spec), first_space=False), spec))
         return done

@@ -159,7 +159,7 @@ class GrammarCompiler:
     def __init__(self, vocab_size: int) -> None:
         self._padding = [NEVER] * (vocab_size - BYTES.size)
 
-    def submit(self, spec: GrammarSpec) -> Future[CompiledGrammar]:
+    def submit(self, spec: GrammarSpec, tenant_id: str) -> Future[CompiledGrammar]:
         trie = token_trie(replace(BYTES, tokens=(*BYTES.tokens, *self._padding)))
         compiled: Future[CompiledGrammar] = Future()
         compiled.set_result(CompiledGrammar(trie, of_text(to_lark(spec), first_space=False), spec))

@@ -12,14 +12,15 @@ from collections.abc import Iterator
 import pytest
 
 from engine.errors import EngineOverloaded
+from engine.grammar import compile_lines, matcher
 from engine.grammar import compiler as compiler_module
-from engine.grammar import matcher
 from engine.grammar.compiler import GrammarCompiler
 from engine.grammar.matcher import GrammarState
 from engine.grammar.spec import GrammarError, GrammarSpec
 from engine.grammar.vocabulary import Vocabulary
 from tests.support.grammars import BYTES, EOS, compiled, empty_mask
 
+ALICE, BOB = "alice", "bob"
 TWO_TOKENS = Vocabulary((b"", b"{", b"}", b" {", b'"a"', b"", b""), (0, 5), strips_first_space=True)
 
 
@@ -50,7 +51,7 @@ def write(state: GrammarState, text: str) -> None:
 
 
 def test_a_text_is_followed_to_its_end(compiler: GrammarCompiler) -> None:
-    state = compiler.submit(GrammarSpec("json", '{"enum": [12, 1]}')).result().start()
+    state = compiler.submit(GrammarSpec("json", '{"enum": [12, 1]}'), ALICE).result().start()
     assert allowed(state) == {ord("1") + 1}
     write(state, "1")
     assert state.is_complete
@@ -62,12 +63,12 @@ def test_a_text_is_followed_to_its_end(compiler: GrammarCompiler) -> None:
 
 
 def test_equal_constraints_share_a_compile(compiler: GrammarCompiler) -> None:
-    first = compiler.submit(GrammarSpec("regex", "a+b"))
-    assert compiler.submit(GrammarSpec("regex", "a+b")) is first
+    first = compiler.submit(GrammarSpec("regex", "a+b"), ALICE)
+    assert compiler.submit(GrammarSpec("regex", "a+b"), ALICE) is first
 
 
 def test_a_request_does_not_see_another_ones_tokens(compiler: GrammarCompiler) -> None:
-    grammar = compiler.submit(GrammarSpec("choice", '["ab", "cd"]')).result()
+    grammar = compiler.submit(GrammarSpec("choice", '["ab", "cd"]'), ALICE).result()
     one, other = grammar.start(), grammar.start()
     write(one, "a")
     write(other, "cd")
@@ -76,7 +77,7 @@ def test_a_request_does_not_see_another_ones_tokens(compiler: GrammarCompiler) -
 
 
 def test_a_token_that_the_mask_forbids_ends_the_request(compiler: GrammarCompiler) -> None:
-    state = compiler.submit(GrammarSpec("regex", "[0-9]+")).result().start()
+    state = compiler.submit(GrammarSpec("regex", "[0-9]+"), ALICE).result().start()
     with pytest.raises(GrammarError, match="does not allow token") as caught:
         state.accept(ord("x") + 1)
     assert caught.value.param == "guided_regex"
@@ -107,9 +108,9 @@ EXPLODING = {
 @pytest.mark.parametrize("name", EXPLODING)
 def test_what_explodes_is_refused_while_others_keep_their_pace(impatient: GrammarCompiler, name: str) -> None:
     compiler = impatient
-    compiler.submit(GrammarSpec("choice", '["ready"]')).result()
+    compiler.submit(GrammarSpec("choice", '["ready"]'), ALICE).result()
     start, longest, last = time.monotonic(), 0.0, time.monotonic()
-    future = compiler.submit(EXPLODING[name])
+    future = compiler.submit(EXPLODING[name], ALICE)
     while not future.done():
         threading.Event().wait(0.001)
         longest, last = max(longest, time.monotonic() - last), time.monotonic()
@@ -120,12 +121,31 @@ def test_what_explodes_is_refused_while_others_keep_their_pace(impatient: Gramma
     assert caught.value.param == EXPLODING[name].param
 
 
+def test_texts_that_explode_delay_only_the_tenant_that_sent_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    ask, released = compiler_module._WorkerProcess.ask, threading.Event()
+
+    def held_up(process: compiler_module._WorkerProcess, spec: GrammarSpec, deadline_s: float) -> dict[str, str]:
+        if spec.kind == "regex":
+            assert released.wait(60)
+        return ask(process, spec, deadline_s)
+
+    monkeypatch.setattr(compiler_module._WorkerProcess, "ask", held_up)
+    compiler = GrammarCompiler(BYTES, workers=2)
+    flood = [compiler.submit(GrammarSpec("regex", "a" * (1 + count)), ALICE) for count in range(20)]
+    for text in ("b", "c"):
+        assert compiler.submit(GrammarSpec("choice", f'["{text}"]'), BOB).result(timeout=60).start().is_complete is False
+    assert not any(grammar.done() for grammar in flood)
+    released.set()
+    assert all(grammar.result(timeout=60) for grammar in flood)
+    compiler.close()
+
+
 def test_a_worker_that_misses_its_deadline_is_replaced() -> None:
     slow = GrammarSpec("json", json.dumps({"items": {"not": {"anyOf": [{"multipleOf": p} for p in (4993,)]}}}))
     compiler = GrammarCompiler(BYTES, deadline_s=0.05, workers=1)
     with pytest.raises(GrammarError, match=r"takes more than 0\.05 s to compile"):
-        compiler.submit(slow).result()
-    assert compiler.submit(GrammarSpec("choice", '["a"]')).result().start().is_complete is False
+        compiler.submit(slow, ALICE).result()
+    assert compiler.submit(GrammarSpec("choice", '["a"]'), ALICE).result().start().is_complete is False
     compiler.close()
 
 
@@ -139,8 +159,8 @@ def test_a_failure_that_is_no_grammars_is_told_and_the_next_compile_gets_a_proce
     monkeypatch.setattr(compiler_module, "_WorkerProcess", refused)
     compiler = GrammarCompiler(BYTES, workers=1)
     with pytest.raises(OSError, match="no room"):
-        compiler.submit(spec).result(timeout=60)
-    assert compiler.submit(spec).result(timeout=60).start().is_complete is False
+        compiler.submit(spec, ALICE).result(timeout=60)
+    assert compiler.submit(spec, ALICE).result(timeout=60).start().is_complete is False
     compiler.close()
 
 
@@ -154,16 +174,16 @@ def test_a_worker_that_ended_between_two_grammars_is_replaced(monkeypatch: pytes
 
     monkeypatch.setattr(compiler_module, "_WorkerProcess", Watched)
     compiler = GrammarCompiler(BYTES, workers=1)
-    compiler.submit(GrammarSpec("choice", '["a"]')).result(timeout=60)
+    compiler.submit(GrammarSpec("choice", '["a"]'), ALICE).result(timeout=60)
     started[0]._process.kill()
     started[0]._process.wait()
-    assert compiler.submit(GrammarSpec("choice", '["b"]')).result(timeout=60).start().is_complete is False
+    assert compiler.submit(GrammarSpec("choice", '["b"]'), ALICE).result(timeout=60).start().is_complete is False
     compiler.close()
 
 
 @pytest.mark.parametrize("pattern", ["(a*)*b", "(a|aa)+c", "(.*)*x(.*)*"])
 def test_a_pattern_that_ruins_a_backtracker_is_followed_in_linear_time(compiler: GrammarCompiler, pattern: str) -> None:
-    state = compiler.submit(GrammarSpec("regex", pattern)).result().start()
+    state = compiler.submit(GrammarSpec("regex", pattern), ALICE).result().start()
     write(state, "a" * 2000)
     assert not state.is_complete
 
@@ -178,7 +198,7 @@ def test_what_needs_a_deep_stack_ends_the_worker_and_never_the_engine(count: int
         "from engine.grammar.spec import GrammarError, GrammarSpec\n"
         "from tests.support.grammars import BYTES\n"
         "compiler = GrammarCompiler(BYTES, deadline_s=30.0, workers=1)\n"
-        "future = compiler.submit(GrammarSpec('json', sys.stdin.read()))\n"
+        "future = compiler.submit(GrammarSpec('json', sys.stdin.read()), 'alice')\n"
         "assert isinstance(future.exception(), GrammarError | None)\n"
         "compiler.close()\n"
     )
@@ -191,27 +211,27 @@ def test_a_closed_compiler_refuses() -> None:
     compiler = GrammarCompiler(BYTES)
     compiler.close()
     with pytest.raises(GrammarError, match="the engine is stopping"):
-        compiler.submit(GrammarSpec("regex", "a")).result()
+        compiler.submit(GrammarSpec("regex", "a"), ALICE).result()
 
 
 def test_a_grammar_beyond_those_that_may_wait_is_refused_without_blame(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(compiler_module, "WAITING_MAX", 0)
+    monkeypatch.setattr(compile_lines, "WAITING_MAX", 0)
     compiler = GrammarCompiler(BYTES)
     with pytest.raises(EngineOverloaded, match="0 grammars wait already"):
-        compiler.submit(GrammarSpec("regex", "a")).result()
+        compiler.submit(GrammarSpec("regex", "a"), ALICE).result()
     compiler.close()
 
 
 def test_a_model_without_an_end_has_no_structured_output() -> None:
     compiler = GrammarCompiler(Vocabulary((b"a", b"b"), ()))
     with pytest.raises(GrammarError, match="end-of-sequence"):
-        compiler.submit(GrammarSpec("regex", "a")).result()
+        compiler.submit(GrammarSpec("regex", "a"), ALICE).result()
     compiler.close()
 
 
 def test_a_space_that_the_decoder_drops_is_asked_for() -> None:
     compiler = GrammarCompiler(TWO_TOKENS, workers=1)
-    state = compiler.submit(GrammarSpec("regex", r"\{\}")).result().start()
+    state = compiler.submit(GrammarSpec("regex", r"\{\}"), ALICE).result().start()
     assert allowed(state, TWO_TOKENS) == {3}
     state.accept(3)
     state.accept(2)

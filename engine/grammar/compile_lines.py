@@ -1,0 +1,115 @@
+"""Whose grammar is compiled next, and whose are kept. Knows no compiler and no thread: its owner locks.
+
+Each tenant has a line of its own and a cache of its own. Lines take turns, and a tenant has one compile under way at a time, so
+that texts which take all of their deadline delay nobody but the tenant that sent them while another worker is there. Where no
+more may wait or be kept, the tenant with the most gives way.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict, deque
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from engine.errors import EngineOverloaded
+from engine.grammar.matcher import CompiledGrammar
+from engine.grammar.spec import GrammarSpec
+
+CACHED_GRAMMARS_MAX = 128
+WAITING_MAX = 512
+
+
+class Job(NamedTuple):
+    """A compile that was begun."""
+
+    tenant_id: str
+    spec: GrammarSpec
+    grammar: Future[CompiledGrammar]
+
+
+@dataclass(slots=True)
+class _Line:
+    """Of one tenant. `known` holds the latest last: what was compiled or refused, what is under way and what waits."""
+
+    known: OrderedDict[GrammarSpec, Future[CompiledGrammar]] = field(default_factory=OrderedDict)
+    waiting: deque[GrammarSpec] = field(default_factory=deque)
+    is_served: bool = False
+
+
+class CompileLines:
+    """The lines of all tenants that have anything here, the one whose turn is next first."""
+
+    def __init__(self) -> None:
+        self._lines: OrderedDict[str, _Line] = OrderedDict()
+
+    def find(self, tenant_id: str, spec: GrammarSpec) -> Future[CompiledGrammar] | None:
+        """What is known of this grammar, which makes it the latest one."""
+        line = self._lines.get(tenant_id)
+        if line is None or spec not in line.known:
+            return None
+        line.known.move_to_end(spec)
+        return line.known[spec]
+
+    def add(self, tenant_id: str, spec: GrammarSpec) -> Future[CompiledGrammar]:
+        """Put a grammar that is not known at the end of its tenant's line. Raises `EngineOverloaded` when too many wait, unless
+        another tenant has more of them by two: then the last of those is refused in its place."""
+        line = self._lines.get(tenant_id) or _Line()
+        if sum(len(each.waiting) for each in self._lines.values()) >= WAITING_MAX:
+            longest = max(self._lines.values(), key=lambda each: len(each.waiting), default=line)
+            if len(longest.waiting) < len(line.waiting) + 2:
+                raise _overloaded(spec)
+            refused = longest.waiting.pop()
+            longest.known.pop(refused).set_exception(_overloaded(refused))
+        self._lines.setdefault(tenant_id, line)
+        line.waiting.append(spec)
+        line.known[spec] = grammar = Future[CompiledGrammar]()
+        self._forget_oldest()
+        return grammar
+
+    def begin(self) -> Job | None:
+        """The next compile, of the tenant that waits for its turn the longest; None if there is none to begin now."""
+        for tenant_id, line in self._lines.items():
+            if line.waiting and not line.is_served:
+                line.is_served = True
+                self._lines.move_to_end(tenant_id)
+                spec = line.waiting.popleft()
+                return Job(tenant_id, spec, line.known[spec])
+        return None
+
+    def forget(self, job: Job) -> None:
+        """Nothing is known of a grammar whose compile was begun: it is compiled when it is asked for again."""
+        self._lines[job.tenant_id].known.pop(job.spec, None)
+
+    def end(self, job: Job) -> None:
+        """A compile that was begun is over: its tenant may have the next one."""
+        self._lines[job.tenant_id].is_served = False
+        self._drop_if_empty(job.tenant_id)
+
+    def cancel(self) -> None:
+        """Cancel all that waits."""
+        for line in self._lines.values():
+            for spec in line.waiting:
+                line.known[spec].cancel()
+            line.waiting.clear()
+
+    def _forget_oldest(self) -> None:
+        """Keep CACHED_GRAMMARS_MAX; what waits or is under way is never forgotten."""
+        surplus = sum(len(line.known) for line in self._lines.values()) - CACHED_GRAMMARS_MAX
+        while surplus > 0:
+            tenant_id, line = max(self._lines.items(), key=lambda item: len(item[1].known))
+            oldest = next((spec for spec, grammar in line.known.items() if grammar.done()), None)
+            if oldest is None:
+                return
+            del line.known[oldest]
+            self._drop_if_empty(tenant_id)
+            surplus -= 1
+
+    def _drop_if_empty(self, tenant_id: str) -> None:
+        line = self._lines[tenant_id]
+        if not line.known and not line.is_served:
+            del self._lines[tenant_id]
+
+
+def _overloaded(spec: GrammarSpec) -> EngineOverloaded:
+    return EngineOverloaded(f"{spec.param} cannot be compiled now: {WAITING_MAX} grammars wait already")
