@@ -83,7 +83,9 @@ async def _order(
     principal.check_model(model.name)
     services.generations.check_open(model)
     assert model.max_model_len is not None, "an engine that is ready has told its context"
-    prompt_token_ids = await model.prompting.chat_prompt(messages, max_model_len=model.max_model_len)
+    prompt_token_ids = await model.prompting.chat_prompt(
+        messages, max_model_len=model.max_model_len, tenant_id=principal.tenant.id
+    )
     return Order(
         request_id=request_id,
         principal=principal,

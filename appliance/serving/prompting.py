@@ -10,8 +10,9 @@ from typing import Any, TypeVar
 
 from tokenizers import Tokenizer
 
-from appliance.base.errors import ContextLengthExceeded, InvalidValue, Overloaded
+from appliance.base.errors import ContextLengthExceeded, InvalidValue
 from appliance.serving.model_folder import NotAModel
+from appliance.serving.turns import Turns
 from appliance.serving.vocabulary import Vocabulary
 from engine.text.bad_words import bad_words_token_ids
 from engine.text.chat_template import ChatTemplate, ChatTemplateError, NoChatTemplate
@@ -21,8 +22,8 @@ from engine.text.length import fewest_tokens
 T = TypeVar("T")
 
 INLINE_CHARS_MAX = 20_000  # longer prompts are tokenised in a thread, so that nobody's stream stutters
-LONG_AT_A_TIME = 2  # threads; a cancelled request keeps its thread until the tokenizer returns
-LONG_PROMPTS_MAX = 32  # in a thread or waiting for one
+LONG_AT_A_TIME = 2  # threads
+LONG_WAITING_MAX = 64  # for a thread, of all tenants
 RETRY_AFTER_S = 1.0
 
 
@@ -33,7 +34,12 @@ class Prompting:
         self._tokenizer = tokenizer
         self._template = template
         self._threads = ThreadPoolExecutor(LONG_AT_A_TIME, thread_name_prefix="tokenise")
-        self._num_long = 0
+        self._turns = Turns(
+            LONG_AT_A_TIME,
+            LONG_WAITING_MAX,
+            refusal="too many long prompts are waiting to be tokenised",
+            retry_after_s=RETRY_AFTER_S,
+        )
         self.vocabulary = Vocabulary(tokenizer)
 
     @classmethod
@@ -47,21 +53,21 @@ class Prompting:
             raise NotAModel(str(error)) from error
         return cls(_read_tokenizer(folder / "tokenizer.json"), template)
 
-    async def chat_prompt(self, messages: Sequence[Mapping[str, Any]], *, max_model_len: int) -> list[int]:
-        """Return the prompt's token ids; their number is left to the caller to check.
+    async def chat_prompt(self, messages: Sequence[Mapping[str, Any]], *, max_model_len: int, tenant_id: str) -> list[int]:
+        """Return the prompt's token ids; their number is left to the caller to check. Tenants take turns with long ones.
 
         Raises InvalidValue when the model's template does not take the messages, ContextLengthExceeded when the text is so
         long that it need not be tokenised to know that it does not fit, and Overloaded when too many long ones wait.
         """
         size = sum(len(str(message.get("content") or "")) for message in messages)
         if size > INLINE_CHARS_MAX:
-            text = await self._in_thread(self._render, messages)
+            text = await self._in_thread(tenant_id, self._render, messages)
         else:
             text = self._render(messages)
         if len(text) <= INLINE_CHARS_MAX:
             return list(self._tokenizer.encode(text, add_special_tokens=False).ids)
         self._check_could_fit(text, max_model_len)
-        return await self._in_thread(self._encode_long, text)
+        return await self._in_thread(tenant_id, self._encode_long, text)
 
     def answer_text(self, *, stop: Sequence[str], stop_token_ids: Sequence[int], min_tokens: int) -> AnswerText:
         """Return what makes the text of one answer from its tokens."""
@@ -74,14 +80,12 @@ class Prompting:
     def _decode(self, token_ids: Sequence[int]) -> str:
         return str(self._tokenizer.decode(token_ids, skip_special_tokens=True))
 
-    async def _in_thread(self, work: Callable[[Any], T], what: object) -> T:
-        if self._num_long >= LONG_PROMPTS_MAX:
-            raise Overloaded("too many long prompts are waiting to be tokenised", retry_after_s=RETRY_AFTER_S)
-        self._num_long += 1
-        try:
-            return await asyncio.get_running_loop().run_in_executor(self._threads, work, what)
-        finally:
-            self._num_long -= 1
+    async def _in_thread(self, tenant_id: str, work: Callable[[Any], T], what: object) -> T:
+        """Return what `work` returns. Where the caller is cancelled, its turn ends no sooner than the thread is free."""
+        await self._turns.take(tenant_id)
+        done = asyncio.get_running_loop().run_in_executor(self._threads, work, what)
+        done.add_done_callback(lambda _done: self._turns.give_back())
+        return await asyncio.shield(done)
 
     def _render(self, messages: Sequence[Mapping[str, Any]]) -> str:
         if self._template is None:

@@ -1,0 +1,84 @@
+"""Tenants take turns: a flood waits behind itself, and no turn is lost, whoever leaves when."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+
+import pytest
+
+from appliance.base.errors import Overloaded
+from appliance.serving.turns import Turns
+
+
+def make_turns(at_a_time: int, waiting_max: int = 100) -> Turns:
+    return Turns(at_a_time, waiting_max, refusal="too many wait", retry_after_s=1.0)
+
+
+async def settle() -> None:
+    """Let everybody go as far as they can."""
+    for _ in range(10):
+        await asyncio.sleep(0)
+
+
+async def test_tenants_take_turns() -> None:
+    turns, order = make_turns(1), []
+
+    async def work(name: str) -> None:
+        await turns.take(name[0])
+        order.append(name)
+
+    tasks = [asyncio.create_task(work(name)) for name in ("a1", "a2", "a3", "a4", "b1", "c1", "b2")]
+    for _ in tasks:
+        await settle()
+        turns.give_back()
+    assert order == ["a1", "a2", "b1", "c1", "a3", "b2", "a4"]
+
+
+async def test_the_longest_line_gives_way_and_nobody_is_driven_out_for_his_equal() -> None:
+    turns = make_turns(1, waiting_max=3)
+    await turns.take("alice")
+    flood = [asyncio.create_task(turns.take("alice")) for _ in range(3)]
+    await settle()
+    with pytest.raises(Overloaded, match="too many wait"):
+        await turns.take("alice")
+    waiting = asyncio.create_task(turns.take("bob"))
+    await settle()
+    assert [task.done() for task in flood] == [False, False, True]
+    assert isinstance(flood[2].exception(), Overloaded)
+    with pytest.raises(Overloaded):
+        await turns.take("bob")
+    turns.give_back()
+    turns.give_back()
+    await waiting
+    for task in flood[:2]:
+        task.cancel()
+
+
+async def test_no_turn_is_lost_whoever_leaves_when() -> None:
+    chance = random.Random(3)
+    for _ in range(200):
+        turns = make_turns(2, waiting_max=6)
+        holding = 0
+
+        async def hold(tenant_id: str, turns: Turns = turns) -> None:
+            nonlocal holding
+            await turns.take(tenant_id)
+            holding += 1
+            assert holding <= 2
+            try:
+                for _ in range(chance.randrange(3)):
+                    await asyncio.sleep(0)
+            finally:
+                holding -= 1
+                turns.give_back()
+
+        tasks = [asyncio.create_task(hold(chance.choice("abc"))) for _ in range(8)]
+        for task in tasks:
+            if chance.random() < 0.4:
+                task.cancel()
+            if chance.random() < 0.5:
+                await asyncio.sleep(0)
+        ended = await asyncio.gather(*tasks, return_exceptions=True)
+        assert all(each is None or isinstance(each, asyncio.CancelledError | Overloaded) for each in ended)
+        assert (turns._free, turns._lines) == (2, {})
