@@ -21,9 +21,11 @@ from engine.text.length import fewest_tokens
 
 T = TypeVar("T")
 
-INLINE_CHARS_MAX = 20_000  # longer prompts are tokenised in a thread, so that nobody's stream stutters
+# Longer ones are rendered, and tokenised, in a thread, so that nobody's stream stutters.
+RENDERED_INLINE_CHARS_MAX = 20_000
+TOKENISED_INLINE_CHARS_MAX = 4_000  # one millisecond; 20,000 characters take up to 25
 LONG_AT_A_TIME = 2  # threads
-LONG_WAITING_MAX = 64  # for a thread, of all tenants
+LONG_WAITING_MAX = 1024  # for a thread, of all tenants
 RETRY_AFTER_S = 1.0
 
 
@@ -60,11 +62,11 @@ class Prompting:
         long that it need not be tokenised to know that it does not fit, and Overloaded when too many long ones wait.
         """
         size = sum(len(str(message.get("content") or "")) for message in messages)
-        if size > INLINE_CHARS_MAX:
+        if size > RENDERED_INLINE_CHARS_MAX:
             text = await self._in_thread(tenant_id, self._render, messages)
         else:
             text = self._render(messages)
-        if len(text) <= INLINE_CHARS_MAX:
+        if len(text) <= TOKENISED_INLINE_CHARS_MAX:
             return list(self._tokenizer.encode(text, add_special_tokens=False).ids)
         self._check_could_fit(text, max_model_len)
         return await self._in_thread(tenant_id, self._encode_long, text)

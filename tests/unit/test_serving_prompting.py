@@ -142,7 +142,8 @@ async def test_a_long_prompt_has_the_same_ids_as_a_short_path_would_give(
     messages = [{"role": "user", "content": "fox " * 50}]
     model = loaded(tmp_path, "{{ messages[0].content }}")
     inline = await model.chat_prompt(messages, max_model_len=CONTEXT, tenant_id="alice")
-    monkeypatch.setattr(prompting, "INLINE_CHARS_MAX", 1)
+    monkeypatch.setattr(prompting, "RENDERED_INLINE_CHARS_MAX", 1)
+    monkeypatch.setattr(prompting, "TOKENISED_INLINE_CHARS_MAX", 1)
 
     assert await model.chat_prompt(messages, max_model_len=CONTEXT, tenant_id="alice") == inline
 
