@@ -69,9 +69,9 @@ def vocabulary_of(tokenizer: Mapping[str, Any], vocab_size: int, eos_token_ids: 
     for text, token_id in _entries(tokenizer):
         if token_id < vocab_size and token_id not in added:
             tokens[token_id] = to_bytes(text)
-    for token_id, token in added.items():
+    for token_id, token in added.items():  # the decoder reads them as it reads all others: "▁▁" of Gemma is two spaces
         if token_id < vocab_size and not token.get("special"):
-            tokens[token_id] = str(token["content"]).encode()
+            tokens[token_id] = to_bytes(str(token["content"]))
     eos = tuple(sorted({token_id for token_id in eos_token_ids if 0 <= token_id < vocab_size}))
     for token_id in eos:
         tokens[token_id] = NEVER

@@ -55,6 +55,21 @@ def test_sentencepiece_spaces_and_bytes() -> None:
     assert not vocabulary_of(sentencepiece({"type": "Sequence", "decoders": steps}), 300, [1]).strips_first_space
 
 
+def test_added_tokens_are_the_bytes_that_the_decoder_makes_of_them() -> None:
+    tokenizer = Tokenizer(models.BPE(vocab={"x": 0}, merges=[]))
+    tokenizer.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()])
+    tokenizer.add_tokens(["▁▁", "<0x41>", "\n\n"])
+    vocabulary = vocabulary_of(json.loads(tokenizer.to_str()), 4, [0])
+    assert [token.decode() for token in vocabulary.tokens[1:]] == [tokenizer.decode([i]) for i in range(1, 4)]
+
+
+def test_added_tokens_in_the_alphabet_of_bytes_are_bytes() -> None:
+    tokenizer = byte_level()
+    tokenizer.add_tokens(["Ġx", "  "])
+    vocabulary = vocabulary_of(json.loads(tokenizer.to_str()), tokenizer.get_vocab_size(), [0])
+    assert vocabulary.tokens[-2:] == (b" x", b"  ")
+
+
 @pytest.mark.parametrize(("scheme", "strips"), [("always", True), ("first", True), ("never", False)])
 def test_metaspace_drops_the_first_space_unless_it_never_added_one(scheme: str, strips: bool) -> None:
     decoder = {"type": "Metaspace", "replacement": "▁", "prepend_scheme": scheme}
