@@ -19,6 +19,7 @@ GRAMMAR_BYTES_MAX = 256 * 1024
 CHOICES_MAX = 1024
 CHOICE_BYTES_MAX = 64 * 1024
 SCHEMA_DEPTH_MAX = 100
+MESSAGE_CHARS_MAX = 1000
 
 PARAMS: dict[Kind, str] = {
     "json": "guided_json",
@@ -29,7 +30,15 @@ PARAMS: dict[Kind, str] = {
 
 
 class GrammarError(InvalidOption):
-    """The text asked for cannot be enforced: malformed, not expressible, or beyond a limit. `param` names the field."""
+    """The text asked for cannot be enforced: malformed, not expressible, or beyond a limit. `param` names the field.
+
+    A message may quote the request, and a frame carries one for each of its answers: it is text, and a long one is cut.
+    """
+
+    def __init__(self, param: str, message: str) -> None:
+        if len(message) > MESSAGE_CHARS_MAX:
+            message = f"{message[:MESSAGE_CHARS_MAX]}…"
+        super().__init__(param, message.encode(errors="backslashreplace").decode())
 
 
 @dataclass(frozen=True, slots=True)

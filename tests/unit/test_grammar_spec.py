@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 from types import SimpleNamespace
@@ -11,6 +12,7 @@ import pytest
 
 from engine.grammar.spec import (
     CHOICES_MAX,
+    MESSAGE_CHARS_MAX,
     REGEX_BYTES_MAX,
     SCHEMA_BYTES_MAX,
     GrammarError,
@@ -18,7 +20,9 @@ from engine.grammar.spec import (
     check_schema_text,
     grammar_spec,
 )
-from engine.protocol import InvalidOption
+from engine.protocol import EngineFrame, InvalidOption, TokenEvent
+from engine.transport import encode_frame
+from tests.support.grammars import compiled
 
 
 def asked(**fields: Any) -> Any:
@@ -71,6 +75,14 @@ def test_a_malformed_constraint_names_its_field(fields: dict[str, Any], param: s
 
 def test_a_schema_is_read() -> None:
     assert check_schema_text('{"type": "null"}') == {"type": "null"}
+
+
+@pytest.mark.parametrize("name", ["\ud800", "x" * 100_000], ids=["half of a surrogate pair", "long"])
+def test_what_is_wrong_with_a_schema_fits_a_frame_whatever_it_quotes(name: str) -> None:
+    with pytest.raises(GrammarError) as caught:
+        compiled("json", json.dumps({"properties": {name: {"type": "none"}}}))
+    event = TokenEvent("a", [], 0, 0, error=str(caught.value))
+    assert len(encode_frame(EngineFrame(events=[event]))) < 2 * MESSAGE_CHARS_MAX
 
 
 def test_the_glance_needs_no_grammar_library() -> None:
