@@ -109,9 +109,11 @@ class CachedModels:
         return self.asks_host and self.mode.launches_ahead
 
 
-def build_engine(options: EngineOptions, *, progress: Callable[[float], None] = lambda _: None) -> Engine:
+def build_engine(
+    options: EngineOptions, *, progress: Callable[[float], None] = lambda _: None, has_one_caller: bool = False
+) -> Engine:
     """Load the model and allocate its cache. Raises `ModelError` or `EngineConfigError`; `progress` gets 0 … 1, of which a
-    device that compiles its kernels gets the last part for them."""
+    device that compiles its kernels gets the last part for them. With `has_one_caller` any number of grammars may wait."""
     times = StartTimes()
     torch.set_num_threads(options.threads or default_threads())
     resolved = ResolvedOptions.of(options)
@@ -146,7 +148,7 @@ def build_engine(options: EngineOptions, *, progress: Callable[[float], None] = 
     info = replace(info, memory=resolved.forecast.parts(measured), memory_note=resolved.forecast.shortened())
     log.info("operations %s", ops.listed(resolved.dtype, device, batch_invariant=options.batch_invariant))
     _tell_start(info, _mode_words(cached, ahead), times)
-    grammars = _grammar_queue(options, info, cached.masks)
+    grammars = _grammar_queue(options, info, cached.masks, has_one_caller=has_one_caller)
     return Engine(scheduler, ahead or cached.runner, info, grammars=grammars, step_budget=budget, overlap=ahead)
 
 
@@ -286,9 +288,10 @@ def _step_budget(options: EngineOptions, step_times: StepTimeModel) -> StepBudge
     return StepBudget(step_times, BudgetTargets.following(options.inter_token_target_ms / 1000))
 
 
-def _grammar_queue(options: EngineOptions, info: EngineInfo, masks: GrammarMasks) -> GrammarQueue:
+def _grammar_queue(options: EngineOptions, info: EngineInfo, masks: GrammarMasks, *, has_one_caller: bool) -> GrammarQueue:
     def compiler() -> GrammarCompiler:
-        return GrammarCompiler(load_vocabulary(options.model, info.vocab_size, info.eos_token_ids))
+        vocabulary = load_vocabulary(options.model, info.vocab_size, info.eos_token_ids)
+        return GrammarCompiler(vocabulary, has_one_caller=has_one_caller)
 
     return GrammarQueue(LateCompiler(compiler), masks)
 

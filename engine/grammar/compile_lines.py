@@ -34,13 +34,16 @@ class _Line:
 
     known: OrderedDict[GrammarSpec, Future[CompiledGrammar]] = field(default_factory=OrderedDict)
     waiting: deque[GrammarSpec] = field(default_factory=deque)
-    is_served: bool = False
+    num_served: int = 0
 
 
 class CompileLines:
     """The lines of all tenants that have anything here, the one whose turn is next first."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, waiting_max: int | None = WAITING_MAX, at_a_time: int = 1) -> None:
+        """Of all tenants `waiting_max` may wait, any number if None; of each `at_a_time` are compiled."""
+        self._waiting_max = waiting_max
+        self._at_a_time = at_a_time
         self._lines: OrderedDict[str, _Line] = OrderedDict()
 
     def find(self, tenant_id: str, spec: GrammarSpec) -> Future[CompiledGrammar] | None:
@@ -55,12 +58,12 @@ class CompileLines:
         """Put a grammar that is not known at the end of its tenant's line. Raises `EngineOverloaded` when too many wait, unless
         another tenant has more of them by two: then the last of those is refused in its place."""
         line = self._lines.get(tenant_id) or _Line()
-        if sum(len(each.waiting) for each in self._lines.values()) >= WAITING_MAX:
+        if self._waiting_max is not None and sum(len(each.waiting) for each in self._lines.values()) >= self._waiting_max:
             longest = max(self._lines.values(), key=lambda each: len(each.waiting), default=line)
             if len(longest.waiting) < len(line.waiting) + 2:
-                raise _overloaded(spec)
+                raise self._overloaded(spec)
             refused = longest.waiting.pop()
-            longest.known.pop(refused).set_exception(_overloaded(refused))
+            longest.known.pop(refused).set_exception(self._overloaded(refused))
         self._lines.setdefault(tenant_id, line)
         line.waiting.append(spec)
         line.known[spec] = grammar = Future[CompiledGrammar]()
@@ -70,8 +73,8 @@ class CompileLines:
     def begin(self) -> Job | None:
         """The next compile, of the tenant that waits for its turn the longest; None if there is none to begin now."""
         for tenant_id, line in self._lines.items():
-            if line.waiting and not line.is_served:
-                line.is_served = True
+            if line.waiting and line.num_served < self._at_a_time:
+                line.num_served += 1
                 self._lines.move_to_end(tenant_id)
                 spec = line.waiting.popleft()
                 return Job(tenant_id, spec, line.known[spec])
@@ -83,7 +86,7 @@ class CompileLines:
 
     def end(self, job: Job) -> None:
         """A compile that was begun is over: its tenant may have the next one."""
-        self._lines[job.tenant_id].is_served = False
+        self._lines[job.tenant_id].num_served -= 1
         self._drop_if_empty(job.tenant_id)
 
     def cancel(self) -> None:
@@ -107,9 +110,8 @@ class CompileLines:
 
     def _drop_if_empty(self, tenant_id: str) -> None:
         line = self._lines[tenant_id]
-        if not line.known and not line.is_served:
+        if not line.known and not line.num_served:
             del self._lines[tenant_id]
 
-
-def _overloaded(spec: GrammarSpec) -> EngineOverloaded:
-    return EngineOverloaded(f"{spec.param} cannot be compiled now: {WAITING_MAX} grammars wait already")
+    def _overloaded(self, spec: GrammarSpec) -> EngineOverloaded:
+        return EngineOverloaded(f"{spec.param} cannot be compiled now: {self._waiting_max} grammars wait already")

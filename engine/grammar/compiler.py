@@ -105,12 +105,13 @@ class GrammarCompiler:
         *,
         deadline_s: float = DEADLINE_S,
         workers: int = WORKERS,
+        has_one_caller: bool = False,
     ) -> None:
         self._vocabulary = vocabulary
         self._deadline_s = deadline_s
         self._workers = workers
         self._trie = token_trie(vocabulary) if vocabulary.eos_token_ids else None
-        self._lines = CompileLines()
+        self._lines = CompileLines(waiting_max=None, at_a_time=workers) if has_one_caller else CompileLines()
         self._changed = threading.Condition()
         self._threads: list[threading.Thread] = []
         self._num_idle = 0

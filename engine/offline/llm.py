@@ -87,7 +87,7 @@ class LLM:
         _count("num_gpu_blocks_override", num_gpu_blocks_override)
         options = EngineOptions.of({**given, "num_kv_blocks": num_gpu_blocks_override})
         self._text_model = load_text_model(options) if gives_embeddings_only(options.model) else None
-        self._engine = None if self._text_model else build_engine(options)
+        self._engine = None if self._text_model else build_engine(options, has_one_caller=True)
         self._directory = options.model
         self._tokenizer: Tokenizer | None = None
         self._seeds = random.Random(seed)  # noqa: S311 - reproducible sampling, not a secret

@@ -19,7 +19,6 @@ TENANTS = ("alice", "bob", "charlie")
 
 @pytest.fixture(autouse=True)
 def few(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(compile_lines, "WAITING_MAX", 6)
     monkeypatch.setattr(compile_lines, "CACHED_GRAMMARS_MAX", 9)
 
 
@@ -34,7 +33,7 @@ def begun(lines: CompileLines) -> Job:
 
 
 def test_tenants_take_turns_and_each_has_one_compile_under_way() -> None:
-    lines = CompileLines()
+    lines = CompileLines(waiting_max=6)
     for tenant, number in (("alice", 1), ("alice", 2), ("alice", 3), ("bob", 4), ("bob", 5)):
         lines.add(tenant, text(number))
     first, second = begun(lines), begun(lines)
@@ -48,7 +47,7 @@ def test_tenants_take_turns_and_each_has_one_compile_under_way() -> None:
 
 
 def test_where_no_more_may_wait_the_longest_line_gives_way_from_its_end() -> None:
-    lines = CompileLines()
+    lines = CompileLines(waiting_max=6)
     flood = [lines.add("alice", text(number)) for number in range(6)]
     with pytest.raises(EngineOverloaded, match="6 grammars wait already"):
         lines.add("alice", text(6))
@@ -62,7 +61,7 @@ def test_where_no_more_may_wait_the_longest_line_gives_way_from_its_end() -> Non
 
 
 def test_what_one_tenant_compiles_drives_out_its_own_grammars() -> None:
-    lines = CompileLines()
+    lines = CompileLines(waiting_max=6)
     kept = lines.add("bob", text(0))
     job = begun(lines)
     kept.set_exception(ValueError())
@@ -84,7 +83,7 @@ def test_what_one_tenant_compiles_drives_out_its_own_grammars() -> None:
     )
 )
 def test_whatever_happens_every_grammar_ends_once_and_nothing_is_left(steps: list[tuple[str, str, int]]) -> None:
-    lines = CompileLines()
+    lines = CompileLines(waiting_max=6)
     made: list[Future[CompiledGrammar]] = []
     under_way: list[Job] = []
 
@@ -107,11 +106,11 @@ def test_whatever_happens_every_grammar_ends_once_and_nothing_is_left(steps: lis
             finish(under_way.pop(number % len(under_way)), forget=step == "forget")
         waiting = [len(line.waiting) for line in lines._lines.values()]
         assert sum(waiting) <= 6
-        assert all(line.known or line.is_served for line in lines._lines.values())
+        assert all(line.known or line.num_served for line in lines._lines.values())
         assert sum(grammar.done() for line in lines._lines.values() for grammar in line.known.values()) <= 9
     for job in under_way:
         finish(job, forget=True)
     while (rest := lines.begin()) is not None:
         finish(rest, forget=True)
     assert all(grammar.done() for grammar in made)
-    assert not any(line.waiting or line.is_served for line in lines._lines.values())
+    assert not any(line.waiting or line.num_served for line in lines._lines.values())

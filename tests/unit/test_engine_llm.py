@@ -17,6 +17,7 @@ import pytest
 
 from engine import LLM, SamplingParams
 from engine.errors import EngineBroken, EngineConfigError, EngineError, PromptError
+from engine.grammar.compile_lines import CompileLines
 from engine.options import LIMITS, EngineOptions
 from tests.support.tiny_models import greedy, make_model
 from tests.support.tiny_tokenizer import VOCAB_SIZE, write_tokenizer
@@ -234,6 +235,17 @@ def test_guided_answers_have_the_form_that_was_asked_for(llm: LLM, temperature: 
     assert re.fullmatch("[a-c]{3}-[0-9]", texts[1])
     assert json.loads(texts[2])["a"] in (1, 2)
     assert re.match("xy", texts[3])
+
+
+def test_any_number_of_grammars_may_wait_in_one_call(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    defaults = CompileLines.__init__.__kwdefaults__
+    assert defaults is not None
+    monkeypatch.setitem(defaults, "waiting_max", 1)
+    choices = [f"choice {index}" for index in range(8)]
+    params = [SamplingParams(max_tokens=20, guided_choice=[choice]) for choice in choices]
+    with LLM(model, **SMALL) as llm:
+        outputs = llm.generate(["abc"] * len(choices), params)
+    assert [output.outputs[0].text for output in outputs] == choices
 
 
 def test_several_answers_have_texts_stops_and_ends_of_their_own(llm: LLM) -> None:

@@ -12,8 +12,9 @@ from collections.abc import Iterator
 import pytest
 
 from engine.errors import EngineOverloaded
-from engine.grammar import compile_lines, matcher
 from engine.grammar import compiler as compiler_module
+from engine.grammar import matcher
+from engine.grammar.compile_lines import CompileLines
 from engine.grammar.compiler import GrammarCompiler
 from engine.grammar.matcher import GrammarState
 from engine.grammar.spec import GrammarError, GrammarSpec
@@ -214,9 +215,9 @@ def test_a_closed_compiler_refuses() -> None:
         compiler.submit(GrammarSpec("regex", "a"), ALICE).result()
 
 
-def test_a_grammar_beyond_those_that_may_wait_is_refused_without_blame(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(compile_lines, "WAITING_MAX", 0)
+def test_a_grammar_beyond_those_that_may_wait_is_refused_without_blame() -> None:
     compiler = GrammarCompiler(BYTES)
+    compiler._lines = CompileLines(waiting_max=0)
     with pytest.raises(EngineOverloaded, match="0 grammars wait already"):
         compiler.submit(GrammarSpec("regex", "a"), ALICE).result()
     compiler.close()
