@@ -31,7 +31,6 @@ from typing import Any, cast
 import httpx
 from sqlalchemy import insert, text
 
-from appliance.api.auth import SESSION_COOKIES
 from appliance.app import Appliance, create_app
 from appliance.base import counters, db
 from appliance.base.db import Database
@@ -44,6 +43,7 @@ from appliance.metering.ledger import rollups
 from appliance.metering.ledger.recovery import begin_epoch
 from appliance.serving.services import Services
 from appliance.tenancy.access import WHOLE_BOX
+from appliance.tenancy.browser_rules import session_cookie_name
 from bench.million_rows_questions import Filled, questions, walks
 from bench.rows import append_row
 from tests.support.databases import postgresql_binaries, running_cluster
@@ -196,7 +196,7 @@ async def measure(url: str, folder: Path, count: int, keys: int) -> dict[str, An
         token, _session = await services.sessions.open(member.id, "bench", "127.0.0.1")
         prepare_to_serve()  # as `gatehouse serve` does
         transport = httpx.ASGITransport(app=cast(Any, create_app(appliance)))
-        headers = {"cookie": f"{SESSION_COOKIES[1]}={token}", "sec-fetch-site": "same-origin"}
+        headers = {"cookie": f"{session_cookie_name(secure=False)}={token}", "sec-fetch-site": "same-origin"}
         async with httpx.AsyncClient(transport=transport, base_url="http://box", headers=headers) as client:
             now = services.clock.now()
             samples = {name: await ask(client, path) for name, path in questions(now, filled).items()}
