@@ -22,7 +22,6 @@ import argparse
 import asyncio
 import json
 import os
-import platform
 import random
 import shlex
 import statistics
@@ -33,7 +32,6 @@ import time
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
@@ -42,11 +40,10 @@ import uvloop
 
 from appliance.base.gc_tuning import prepare_to_serve
 from bench.host_speed import HostSpeed, host_speed
-from bench.rows import append_row
+from bench.rows import heading, keep
 from tests.support.served_model import make_hollow_model
 from tests.support.wire import Wire
 
-RESULTS = Path(__file__).parent / "results" / "admission.jsonl"
 MODEL = "tiny"
 PLAIN = "gh_plainplain_without_admission"
 ADMIN_TOKEN = "gha_token-of-the-bench"
@@ -187,9 +184,7 @@ def row_of(latency: dict[str, list[Samples]], rates: Rates, cpu_ms: Rates) -> di
     pairs = zip(latency["with"], latency["without"], strict=True)
     added = [statistics.median(one.head_ms) - statistics.median(other.head_ms) for one, other in pairs]
     return {
-        "bench": "admission",
-        "at": datetime.now(UTC).isoformat(timespec="seconds"),
-        "machine": {"cores": os.cpu_count(), "load": round(os.getloadavg()[0], 2), "python": platform.python_version()},
+        **heading("admission"),
         "clients": CLIENTS,
         "answer_s": ANSWER_S,
         "requests": {kind: len(samples) for kind, samples in heads.items()},
@@ -319,7 +314,7 @@ def main() -> None:
         "clients_scheduled": _scheduling(),
     }
     if not options.no_save:
-        append_row(RESULTS, row)
+        keep(row)
     print(json.dumps({name: value for name, value in row.items() if not name.startswith("samples")}, indent=1))
 
 

@@ -12,7 +12,6 @@ import argparse
 import asyncio
 import json
 import os
-import platform
 import random
 import secrets
 import socket
@@ -24,14 +23,14 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 import httpx
 import psutil
 
-RESULTS = Path(__file__).parent / "results" / "appliance_streams.jsonl"
+from bench.rows import heading, keep
+
 MODEL = "gatehouse-demo"
 READY_TIMEOUT_S = 120.0
 QUESTION = "Tell me about lists in Python. "
@@ -162,9 +161,7 @@ def measure(streams: int, rounds: int) -> dict[str, Any]:
         check_ledger(url, token, answers)
     ttfts_s = sorted(answer.ttft_s for answer in answers)
     return {
-        "bench": "appliance_streams",
-        "at": datetime.now(UTC).isoformat(timespec="seconds"),
-        "machine": machine(),
+        **heading("appliance_streams"),
         "model": MODEL,
         "streams": streams,
         "rounds": rounds,
@@ -179,18 +176,6 @@ def measure(streams: int, rounds: int) -> dict[str, Any]:
     }
 
 
-def machine() -> dict[str, Any]:
-    """Return what the figures were measured on, the client included."""
-    lines = Path("/proc/cpuinfo").read_text().splitlines() if Path("/proc/cpuinfo").exists() else []
-    processor = next((line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")), platform.machine())
-    return {
-        "cpu": processor,
-        "cores": os.cpu_count(),
-        "python": platform.python_version(),
-        "load": round(os.getloadavg()[0], 2),
-    }
-
-
 def main() -> None:
     """Measure, print the row, and add it to the results."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -198,11 +183,10 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5, help="counted rounds")
     parser.add_argument("--no-save", action="store_true", help="print only")
     options = parser.parse_args()
-    row = json.dumps(measure(options.streams, options.rounds))
-    print(row)
+    row = measure(options.streams, options.rounds)
+    print(json.dumps(row))
     if not options.no_save:
-        with RESULTS.open("a", encoding="utf-8") as results:
-            results.write(row + "\n")
+        keep(row)
 
 
 if __name__ == "__main__":

@@ -18,10 +18,9 @@ from pathlib import Path
 from typing import Any
 
 from bench.engine_cpu import SIZES, environment, make_model, make_prompts, timed
-from bench.rows import append_row
+from bench.rows import heading, keep
 from engine import LLM, SamplingParams
 
-RESULTS = Path(__file__).parent / "results" / "batch_invariant.jsonl"
 OUTPUT_LEN = 64
 PROMPT_LEN = 96
 LONG_PROMPT_LEN = 768
@@ -75,9 +74,8 @@ def main() -> None:
                 "sixteen": ratios(plain, invariant, many, OUTPUT_LEN, options.rounds),
                 "prompt": ratios(plain, invariant, long, 1, options.rounds),
             }
-    row = {"bench": "batch_invariant", "size": options.size, **environment(options.threads), "results": results}
-    RESULTS.parent.mkdir(exist_ok=True)
-    append_row(RESULTS, row)
+    row = {**heading("batch_invariant"), "size": options.size, **environment(options.threads), "results": results}
+    keep(row)
     print(json.dumps(row, indent=2))
 
 

@@ -16,11 +16,10 @@ import statistics
 import tempfile
 import time
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any
 
 from bench.engine_cpu import environment
-from bench.rows import append_row
+from bench.rows import heading, keep
 from engine.cpu_environment import prepare_cpu
 
 prepare_cpu()
@@ -35,7 +34,6 @@ VOCAB_SIZE = 30522
 PEER_BATCH = 32
 LEN_MAX = 256
 TOLERANCE = 1e-5
-RESULTS = Path(__file__).parent / "results" / "embeddings_cpu.jsonl"
 
 Texts = Sequence[Sequence[int]]
 
@@ -102,9 +100,8 @@ def main() -> None:
     torch.set_num_threads(options.threads)
     transformers.logging.set_verbosity_error()
     results = measure(options.texts, options.rounds, options.threads)
-    row = {"bench": "embeddings_cpu", **environment(options.threads), "peer": "transformers, padded batches of 32", **results}
-    RESULTS.parent.mkdir(exist_ok=True)
-    append_row(RESULTS, row)
+    row = {**heading("embeddings_cpu"), **environment(options.threads), "peer": "transformers, padded batches of 32", **results}
+    keep(row)
     print(json.dumps(row, indent=2))
 
 

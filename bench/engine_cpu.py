@@ -12,18 +12,16 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import platform
 import random
 import statistics
 import tempfile
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from bench.rows import append_row
+from bench.rows import heading, keep
 from engine.cpu_environment import prepare_cpu
 
 prepare_cpu()
@@ -49,7 +47,6 @@ PERCENTILES = (0, 10, 25, 50, 75, 90, 97)
 PROMPT_LENS = (4, 9, 15, 36, 163, 842, 1800)
 OUTPUT_LENS = (8, 39, 134, 281, 450, 685, 860)
 LENGTH_DIVISOR = 4
-RESULTS = Path(__file__).parent / "results" / "engine_cpu.jsonl"
 
 
 @dataclass(frozen=True)
@@ -238,17 +235,11 @@ def measure(size: str, rounds: int, peers: Sequence[str], count: int) -> list[di
 
 
 def environment(threads: int) -> dict[str, Any]:
-    cpu = next(
-        (line.split(":", 1)[1].strip() for line in Path("/proc/cpuinfo").read_text().splitlines() if "model name" in line), ""
-    )
+    """What the numbers of torch depend on besides the machine."""
     return {
-        "at": datetime.now(UTC).isoformat(timespec="seconds"),
-        "cpu": cpu,
-        "cores": os.cpu_count(),
         "cpu_capability": torch.backends.cpu.get_cpu_capability(),
         "threads": threads,
         "mkl_cbwr": os.environ.get("MKL_CBWR"),
-        "python": platform.python_version(),
         "torch": torch.__version__,
         "transformers": transformers.__version__,
     }
@@ -266,15 +257,14 @@ def main() -> None:
     transformers.logging.set_verbosity_error()
     rows = measure(options.size, options.rounds, options.peers.split(","), options.requests)
     row = {
-        "bench": "engine_cpu",
+        **heading("engine_cpu"),
         "size": options.size,
         "requests": options.requests,
         "seats": SEATS,
         **environment(options.threads),
         "results": rows,
     }
-    RESULTS.parent.mkdir(exist_ok=True)
-    append_row(RESULTS, row)
+    keep(row)
     print(json.dumps(row, indent=2))
 
 

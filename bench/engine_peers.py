@@ -17,21 +17,18 @@ from __future__ import annotations
 
 import argparse
 import os
-import platform
 import signal
 import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from datetime import UTC, datetime
 from itertools import groupby
 from pathlib import Path
 from typing import Any
 
 import psutil
 
-from bench.gpu.report import revision
 from bench.gpu.rows import Row, Target, verdict
 from bench.peers import served
 from bench.peers.disturbance import CORES_MAX
@@ -40,9 +37,8 @@ from bench.peers.plan import OURS, PEERS, VLLM_SERVED, Comparison, comparisons, 
 from bench.peers.request_sets import request_set
 from bench.peers.rounds import equal_tokens, measure, row_of
 from bench.peers.workers import PEERS_FOLDER, Kind, PeerFailed, Worker, working
-from bench.rows import append_row
+from bench.rows import heading, keep
 
-RESULTS = Path(__file__).parent / "results" / "engine_peers.jsonl"
 EQUAL_MIN = 0.2
 """Less than this share of tokens before the first difference cannot be rounding: then another model was measured."""
 HEAD = ("row", "ours", "peer", "unit", "ratio", "must show", "verdict")
@@ -113,19 +109,12 @@ def rows_of(model: str, places: Places, options: argparse.Namespace) -> list[tup
 
 def document(model: str, rows: Sequence[tuple[Row, Target]], options: argparse.Namespace, taken_s: float) -> dict[str, Any]:
     """What is added to the results: one document per model."""
-    lines = Path("/proc/cpuinfo").read_text("utf-8").splitlines()
     return {
-        "bench": "engine_peers",
+        **heading("engine_peers"),
         "model": model,
-        "at": datetime.now(UTC).isoformat(timespec="seconds"),
-        **revision(),
-        "cpu": next((line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")), platform.machine()),
-        "cores": os.cpu_count(),
         "memory_gib": round(psutil.virtual_memory().total / 2**30, 1),
-        "python": platform.python_version(),
         "threads": options.threads,
         "noise_cores": options.noise,
-        "load": round(os.getloadavg()[0], 2),
         "taken_s": round(taken_s, 1),
         "rows": [
             {**row.as_dict(), "unit": target.unit, "must_show": target.words, "verdict": verdict(row, target, card="")}
@@ -229,7 +218,7 @@ def main() -> None:
             continue
         reports.append(document(model, rows, options, time.perf_counter() - started_s))
         if not options.no_save:
-            append_row(RESULTS, reports[-1])
+            keep(reports[-1])
     print(table(reports))
     sys.exit(any(row["error"] for report in reports for row in report["rows"]))
 

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import json
 import os
-import platform
 import signal
 import socket
 import subprocess
@@ -19,11 +18,10 @@ import tempfile
 import time
 import urllib.error
 import urllib.request
-from datetime import UTC, datetime
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parent.parent
-RESULTS = ROOT / "bench" / "results" / "first_start.jsonl"
+from bench.rows import TREE, heading, keep
+
 READY_TIMEOUT_S = 600.0
 
 
@@ -65,23 +63,11 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         clone, home = Path(folder, "clone"), Path(folder, "home")
         home.mkdir()
-        subprocess.run(["git", "clone", "-q", str(ROOT), str(clone)], check=True)
+        subprocess.run(["git", "clone", "-q", str(TREE), str(clone)], check=True)
         first_s, second_s = seconds_to_ready(clone, home), seconds_to_ready(clone, home)
-    row = json.dumps(
-        {
-            "bench": "first_start",
-            "at": datetime.now(UTC).isoformat(timespec="seconds"),
-            "machine": platform.machine(),
-            "cores": os.cpu_count(),
-            "python": platform.python_version(),
-            "load": round(os.getloadavg()[0], 2),
-            "first_ready_s": round(first_s, 2),
-            "second_ready_s": round(second_s, 2),
-        }
-    )
-    print(row)
-    with RESULTS.open("a", encoding="utf-8") as results:
-        results.write(row + "\n")
+    row = {**heading("first_start"), "first_ready_s": round(first_s, 2), "second_ready_s": round(second_s, 2)}
+    print(json.dumps(row))
+    keep(row)
 
 
 if __name__ == "__main__":

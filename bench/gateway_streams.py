@@ -18,7 +18,6 @@ import asyncio
 import cProfile
 import json
 import os
-import platform
 import signal
 import socket
 import statistics
@@ -29,7 +28,6 @@ import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -42,13 +40,12 @@ from appliance.base.logging import configure_logging
 from appliance.base.settings import Settings, load_settings
 from appliance.serving import fleet
 from appliance.serving.model_folder import ModelFolder
-from bench.rows import append_row
+from bench import rows
 from engine.protocol import EngineFrame
 from tests.support.fake_engine import FakeEngine
 from tests.support.served_model import make_hollow_model
 
 HERE = Path(__file__).resolve().parents[1]
-RESULTS = HERE / "bench" / "results" / "gateway_streams.jsonl"
 MODEL = "tiny"
 ADMIN_TOKEN = "gha_token-of-the-bench"
 STATUS_S = 0.25
@@ -251,10 +248,7 @@ def measure(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
     num_tokens = options.streams * options.tokens
     costs = [[round(1e6 * each.gateway_cpu_s / num_tokens, 1) for each in rounds] for rounds in taken]
     row = {
-        "bench": "gateway_streams",
-        "at": datetime.now(UTC).isoformat(timespec="seconds"),
-        "revisions": [_revision(tree) for tree in trees],
-        "machine": {"cores": os.cpu_count(), "load": round(os.getloadavg()[0], 2), "python": platform.python_version()},
+        **rows.heading("gateway_streams"),
         "streams": options.streams,
         "tokens": options.tokens,
         "step_ms": options.step_ms,
@@ -265,14 +259,10 @@ def measure(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
     }
     if len(trees) > 1:
         ratios = [other / own for own, other in zip(*costs, strict=True)]
+        row["beside"] = rows.revision(trees[1])
         row["times_cheaper"] = [round(ratio, 3) for ratio in ratios]
         row["times_cheaper_median"] = round(statistics.median(ratios), 3)
     return row
-
-
-def _revision(tree: Path) -> str:
-    command = ["git", "describe", "--always", "--dirty", "--abbrev=8"]
-    return subprocess.run(command, cwd=tree, capture_output=True, text=True, check=False).stdout.strip()
 
 
 def main() -> None:
@@ -303,7 +293,7 @@ def main() -> None:
             return
         row = measure(options, Path(name))
     if not options.no_save:
-        append_row(RESULTS, row)
+        rows.keep(row)
     print(json.dumps(row, indent=1))
 
 

@@ -15,19 +15,14 @@ from __future__ import annotations
 
 import argparse
 import gc
-import os
-import platform
 import statistics
-import subprocess
 import time
 from collections.abc import Callable, Hashable
-from datetime import UTC, datetime
-from pathlib import Path
 from typing import Any
 
 import torch
 
-from bench.rows import append_row
+from bench.rows import heading, keep
 from engine.loop import Engine
 from engine.memory.device import GraphsTaken
 from engine.protocol import EngineInfo, GenerationRequest, SamplingParams
@@ -39,7 +34,6 @@ from engine.scheduling.limits import SchedulerLimits
 from engine.scheduling.prefix_cache import PrefixCache
 from engine.scheduling.scheduler import Scheduler
 
-RESULTS = Path(__file__).parent / "results" / "host_step.jsonl"
 WARM_STEPS = 60
 BLOCK_SIZE = 16
 MAX_MODEL_LEN = 8192
@@ -238,20 +232,13 @@ def main() -> None:
     cells = [
         measure(int(batch), phase, options.steps) for batch in options.batches.split(",") for phase in ("steady", "turnover")
     ]
-    revision = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False).stdout
     row = {
-        "bench": "host_step",
-        "at": datetime.now(UTC).isoformat(timespec="seconds"),
-        "revision": revision.strip(),
-        "cpu": platform.processor() or platform.machine(),
-        "cores": os.cpu_count(),
-        "python": platform.python_version(),
+        **heading("host_step"),
         "torch": torch.__version__,
         "steps": options.steps,
         "results": cells,
     }
-    RESULTS.parent.mkdir(exist_ok=True)
-    append_row(RESULTS, row)
+    keep(row)
     for cell in cells:
         print(cell)
 

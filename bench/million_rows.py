@@ -16,15 +16,13 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
-import os
-import platform
 import random
 import statistics
 import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from datetime import UTC, datetime, timedelta
+from datetime import datetime, timedelta
 from pathlib import Path
 from typing import Any, cast
 
@@ -45,10 +43,9 @@ from appliance.serving.services import Services
 from appliance.tenancy.access import WHOLE_BOX
 from appliance.tenancy.browser_rules import session_cookie_name
 from bench.million_rows_questions import Filled, questions, walks
-from bench.rows import append_row
+from bench.rows import heading, keep
 from tests.support.databases import postgresql_binaries, running_cluster
 
-RESULTS = Path(__file__).parent / "results" / "million_rows.jsonl"
 TENANTS, DAYS = 100, 30
 MODELS = {"small": 7000, "medium": 2499, "large": 500, "rare": 1}
 """Of ten thousand events, how many are of each model."""
@@ -204,9 +201,7 @@ async def measure(url: str, folder: Path, count: int, keys: int) -> dict[str, An
     finally:
         await appliance.stop()
     return {
-        "bench": "million_rows",
-        "at": datetime.now(UTC).isoformat(timespec="seconds"),
-        "machine": {"cores": os.cpu_count(), "load": round(os.getloadavg()[0], 2), "python": platform.python_version()},
+        **heading("million_rows"),
         "database": services.db.kind,
         "events": count,
         "keys": TENANTS * keys,
@@ -259,7 +254,7 @@ def main() -> None:
             row = asyncio.run(measure(url, Path(name), given.events, given.keys))
         print(json.dumps(row))
         if not given.dry_run:
-            append_row(RESULTS, row)
+            keep(row)
 
 
 if __name__ == "__main__":

@@ -37,11 +37,10 @@ from bench.engine_cpu import (  # noqa: E402
     timed,
 )
 from bench.int4_checkpoint import write_int4  # noqa: E402
-from bench.rows import append_row  # noqa: E402
+from bench.rows import heading, keep  # noqa: E402
 from engine import LLM, SamplingParams  # noqa: E402
 
 PROMPT_TOKENS, OUTPUT_TOKENS = 64, 64
-RESULTS = Path(__file__).parent / "results" / "quantised_cpu.jsonl"
 
 
 def decode(llm: LLM, prompts: list[list[int]]) -> list[list[int]]:
@@ -131,14 +130,13 @@ def main() -> None:
     torch.set_num_threads(options.threads)
     batches = [int(batch) for batch in options.batches.split(",")]
     row = {
-        "bench": "quantised_cpu",
+        **heading("quantised_cpu"),
         "size": options.size,
         "quantization": options.quantization,
         **environment(options.threads),
         **measure(options.size, options.quantization, options.rounds, batches, options.threads),
     }
-    RESULTS.parent.mkdir(exist_ok=True)
-    append_row(RESULTS, row)
+    keep(row)
     print(json.dumps(row, indent=2))
 
 

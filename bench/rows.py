@@ -1,14 +1,62 @@
-"""The rows that benches leave in bench/results: one JSON object a line, appended. Knows no bench."""
+"""The rows that benches leave in bench/results, one JSON object a line: what each begins with, and its file. Knows no bench."""
 
 from __future__ import annotations
 
 import json
+import os
+import platform
+import subprocess
 from collections.abc import Mapping
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+TREE = Path(__file__).resolve().parents[1]
+RESULTS = TREE / "bench" / "results"
+MEASURED = ("appliance", "bench", "engine", "kernels", ":!bench/results")
+
+
+def heading(bench: str) -> dict[str, Any]:
+    """What a row of `bench` begins with: when, of which revision, on which machine and beside what load."""
+    return {"bench": bench, "at": datetime.now(UTC).isoformat(timespec="seconds"), **revision(), "machine": machine()}
+
+
+def keep(row: Mapping[str, Any]) -> None:
+    """Write `row` behind those of its bench."""
+    append_row(RESULTS / f"{row['bench']}.jsonl", row)
+
 
 def append_row(path: Path, row: Mapping[str, Any]) -> None:
-    """Write `row` behind the rows that are there."""
+    """Write `row` behind the rows that are in the file."""
     with path.open("a", encoding="utf-8") as file:
         file.write(json.dumps(row) + "\n")
+
+
+def machine() -> dict[str, Any]:
+    return {
+        "cpu": cpu_name(),
+        "cores": os.cpu_count(),
+        "python": platform.python_version(),
+        "load": round(os.getloadavg()[0], 2),
+    }
+
+
+def cpu_name() -> str:
+    """The processor as Linux names it, elsewhere its architecture."""
+    info = Path("/proc/cpuinfo")
+    lines = info.read_text("utf-8").splitlines() if info.exists() else []
+    return next((line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")), platform.machine())
+
+
+def revision(tree: Path = TREE) -> dict[str, Any]:
+    """The commit of `tree`, and whether what is measured differs from it. Without git, what GATEHOUSE_REVISION says."""
+
+    def git(*arguments: str) -> str:
+        try:
+            answer = subprocess.run(["git", *arguments], cwd=tree, capture_output=True, text=True, check=False, timeout=10)
+        except OSError:
+            return ""
+        return answer.stdout.strip() if answer.returncode == 0 else ""
+
+    changed = git("status", "--porcelain", "--untracked-files=no", "--", *MEASURED)
+    return {"revision": git("rev-parse", "HEAD") or os.environ.get("GATEHOUSE_REVISION", "unknown"), "changed": bool(changed)}

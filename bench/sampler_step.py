@@ -9,23 +9,19 @@ appended to bench/results/sampler_step.jsonl.
 from __future__ import annotations
 
 import argparse
-import platform
 import statistics
 import time
 from collections.abc import Callable
-from datetime import UTC, datetime
-from pathlib import Path
 from typing import Any
 
 import torch
 
-from bench.rows import append_row
+from bench.rows import heading, keep
 from engine.protocol import SamplingParams
 from engine.sampling.logits_rules import SampledRow
 from engine.sampling.sampler import Sampler
 from engine.scheduling.request import Request
 
-RESULTS = Path(__file__).parent / "results" / "sampler_step.jsonl"
 CASES: dict[str, dict[str, Any]] = {
     "greedy": {"temperature": 0.0},
     "temperature": {"temperature": 0.8},
@@ -96,15 +92,14 @@ def main() -> None:
     cases = {name: measure(logits, sampling, options.rounds) for name, sampling in CASES.items()}
     for name, figures in cases.items():
         print(f"{name:12} {figures['ms']:9.3f} ms   {figures['ratio_to_softmax']:7.2f} × softmax")
-    name = torch.cuda.get_device_name() if logits.is_cuda else platform.processor() or platform.machine()
     row = {
-        "at": datetime.now(UTC).isoformat(timespec="seconds"),
-        "device": name,
+        **heading("sampler_step"),
+        "device": torch.cuda.get_device_name() if logits.is_cuda else "cpu",
         "torch": torch.__version__,
         **{key: getattr(options, key) for key in ("rows", "vocab", "rounds", "threads")},
         "cases": cases,
     }
-    append_row(RESULTS, row)
+    keep(row)
 
 
 if __name__ == "__main__":

@@ -15,19 +15,14 @@ from __future__ import annotations
 import argparse
 import gc
 import json
-import os
-import platform
 import statistics
-import subprocess
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from datetime import UTC, datetime
 from itertools import count
-from pathlib import Path
 from typing import Any
 
-from bench.rows import append_row
+from bench.rows import heading, keep
 from engine.protocol import Priority, SamplingParams
 from engine.scheduling.block_pool import BlockPool
 from engine.scheduling.limits import SchedulerLimits
@@ -36,7 +31,6 @@ from engine.scheduling.request import Request
 from engine.scheduling.scheduled_batch import ScheduledBatch, StepOutput
 from engine.scheduling.scheduler import Scheduler
 
-RESULTS = Path(__file__).parent / "results" / "scheduler.jsonl"
 WARM_STEPS = 50
 BLOCK_SIZE = 16
 CALIBRATOR_UPDATES = 256
@@ -263,21 +257,6 @@ def ratios(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
     return found
 
 
-def environment() -> dict[str, Any]:
-    cpu = next(
-        (line.split(":", 1)[1].strip() for line in Path("/proc/cpuinfo").read_text().splitlines() if "model name" in line), ""
-    )
-    revision = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False).stdout
-    return {
-        "at": datetime.now(UTC).isoformat(timespec="seconds"),
-        "revision": revision.strip(),
-        "cpu": cpu,
-        "cores": os.cpu_count(),
-        "load": os.getloadavg()[0],
-        "python": platform.python_version(),
-    }
-
-
 def main(run: Callable[[Cell, int], dict[str, Any]] = measure) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="fewer cells and steps: about a minute")
@@ -291,16 +270,14 @@ def main(run: Callable[[Cell, int], dict[str, Any]] = measure) -> None:
         rows.append(run(cell, steps))
         print(json.dumps(rows[-1]), flush=True)
     row = {
-        "bench": "scheduler",
+        **heading("scheduler"),
         "quick": options.quick,
         "steps": steps,
-        **environment(),
         "prefix_match_32k": prefix_match(),
         "ratios": ratios(rows),
         "cells": rows,
     }
-    RESULTS.parent.mkdir(exist_ok=True)
-    append_row(RESULTS, row)
+    keep(row)
     print(json.dumps({key: row[key] for key in ("prefix_match_32k", "ratios")}, indent=1))
 
 

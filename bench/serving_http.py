@@ -11,8 +11,6 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
-import os
-import platform
 import socket
 import statistics
 import subprocess
@@ -20,7 +18,6 @@ import sys
 import time
 from collections.abc import AsyncIterator, Iterator, Mapping
 from contextlib import contextmanager
-from datetime import UTC, datetime
 from importlib.metadata import version
 from pathlib import Path
 
@@ -30,11 +27,11 @@ from litestar.response import Stream
 from appliance.api.chat_answers import ChunkFramer
 from appliance.api.sse import EventStream
 from appliance.serving.text_output import Chunk
+from bench.rows import heading, keep
 
 FRAMES_PER_STREAM = 400
 ROUNDS = 7
 STREAM_COUNTS = (1, 32, 100)
-RESULTS = Path(__file__).parent / "results" / "serving_http.jsonl"
 SERVERS = {
     "uvicorn": ["-m", "uvicorn", "--http", "httptools", "--loop", "uvloop", "--no-access-log", "--log-level", "warning"],
     "granian": ["-m", "granian", "--interface", "asgi", "--loop", "uvloop", "--no-access-log", "--log-level", "warning"],
@@ -89,12 +86,7 @@ def compare(streams: int, ports: Mapping[str, int]) -> dict[str, object]:
     rounds = [{name: asyncio.run(frames_per_second(port, streams)) for name, port in ports.items()} for _ in range(ROUNDS)]
     ratios = [one["granian"] / one["uvicorn"] for one in rounds]
     return {
-        "bench": "serving_http",
-        "at": datetime.now(UTC).isoformat(timespec="seconds"),
-        "machine": platform.machine(),
-        "cores": os.cpu_count(),
-        "load_average": round(os.getloadavg()[0], 2),
-        "python": platform.python_version(),
+        **heading("serving_http"),
         "versions": {name: version(name) for name in ("litestar", "uvloop", *ports)},
         "streams": streams,
         "frames_per_stream": FRAMES_PER_STREAM,
@@ -139,11 +131,10 @@ def _wait_for(port: int) -> None:
 def main() -> None:
     """Measure and keep the rows."""
     argparse.ArgumentParser(description=__doc__).parse_args()
-    RESULTS.parent.mkdir(exist_ok=True)
-    with running("uvicorn") as uvicorn, running("granian") as granian, RESULTS.open("a", encoding="utf-8") as file:
+    with running("uvicorn") as uvicorn, running("granian") as granian:
         for streams in STREAM_COUNTS:
             row = compare(streams, {"uvicorn": uvicorn, "granian": granian})
-            file.write(json.dumps(row) + "\n")
+            keep(row)
             print(json.dumps(row, indent=2))
 
 

@@ -11,22 +11,18 @@ from __future__ import annotations
 
 import argparse
 import json
-import platform
-import subprocess
 import time
 from collections.abc import Callable, Iterator
-from datetime import UTC, datetime
 from itertools import product
 from pathlib import Path
 from typing import Any
 
-from bench.rows import append_row
+from bench.rows import heading, keep
 from engine.simulator.models import find_gpu, find_model
 from engine.simulator.replay import Replay, Setup
 from engine.simulator.report import Objective, make_report
 from engine.simulator.workload import Workload, WorkloadOptions, load_workload, make_scenario
 
-RESULTS = Path(__file__).parent / "results" / "simulator.jsonl"
 MODEL, GPU = find_model("llama-3.1-8b"), find_gpu("h200")
 SLICE_S = 240.0
 GOOD_SHARE = 0.99
@@ -172,11 +168,6 @@ PARTS: dict[str, Callable[[Path], Iterator[Row]]] = {
 }
 
 
-def revision() -> str:
-    answer = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False)
-    return answer.stdout.strip() or "unknown"
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--traces", type=Path, required=True)
@@ -184,22 +175,20 @@ def main() -> None:
     given = parser.parse_args()
     for part in given.parts.split(","):
         started_s = time.perf_counter()
-        rows = []
+        results = []
         for row in PARTS[part](given.traces):
-            rows.append(row)
+            results.append(row)
             print(part, json.dumps(row), flush=True)
-        about = {
-            "bench": "simulator",
-            "part": part,
-            "at": datetime.now(UTC).isoformat(timespec="seconds"),
-            "revision": revision(),
-            "model": MODEL.name,
-            "gpu": GPU.name,
-            "python": platform.python_version(),
-            "machine": platform.machine(),
-            "wall_s": round(time.perf_counter() - started_s, 1),
-        }
-        append_row(RESULTS, about | {"results": rows})
+        keep(
+            {
+                **heading("simulator"),
+                "part": part,
+                "model": MODEL.name,
+                "gpu": GPU.name,
+                "wall_s": round(time.perf_counter() - started_s, 1),
+                "results": results,
+            }
+        )
 
 
 if __name__ == "__main__":

@@ -16,15 +16,12 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
-import platform
 import random
 import statistics
 import tempfile
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -36,10 +33,11 @@ import torch  # noqa: E402 - must see the environment set above
 import transformers  # noqa: E402
 from transformers import LlamaConfig, LlamaForCausalLM  # noqa: E402
 
+from bench.engine_cpu import environment  # noqa: E402
+from bench.rows import heading, keep  # noqa: E402
 from engine import LLM, SamplingParams  # noqa: E402
 
 DEMO = Path(__file__).parents[1] / "engine" / "demo" / "gatehouse-demo"
-RESULTS = Path(__file__).parent / "results" / "speculative.jsonl"
 RANDOM_SIZES: dict[str, Any] = {
     "hidden_size": 768, "num_hidden_layers": 12, "num_attention_heads": 12, "num_key_value_heads": 4,
     "intermediate_size": 2048, "vocab_size": 8192, "max_position_embeddings": 1024,
@@ -166,22 +164,6 @@ def bootstrap_interval(ratios: list[float]) -> list[float]:
     return [round(medians[50], 2), round(medians[1949], 2)]
 
 
-def environment(threads: int) -> dict[str, Any]:
-    cpu = next(
-        (line.split(":", 1)[1].strip() for line in Path("/proc/cpuinfo").read_text().splitlines() if "model name" in line), ""
-    )
-    return {
-        "at": datetime.now(UTC).isoformat(timespec="seconds"),
-        "cpu": cpu,
-        "cores": os.cpu_count(),
-        "cpu_capability": torch.backends.cpu.get_cpu_capability(),
-        "threads": threads,
-        "load_1min": round(os.getloadavg()[0], 1),
-        "python": platform.python_version(),
-        "torch": torch.__version__,
-    }
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=7)
@@ -197,15 +179,13 @@ def main() -> None:
             for case in cases(Path(folder), options.models.split(","))
         ]
     row = {
-        "bench": "speculative",
+        **heading("speculative"),
         "rounds": options.rounds,
         "tokens": options.tokens,
         **environment(options.threads),
         "results": rows,
     }
-    RESULTS.parent.mkdir(exist_ok=True)
-    with RESULTS.open("a") as file:
-        file.write(json.dumps(row) + "\n")
+    keep(row)
     print(json.dumps(row, indent=2))
 
 

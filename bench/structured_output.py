@@ -15,7 +15,6 @@ import argparse
 import collections
 import json
 import os
-import platform
 import random
 import select
 import statistics
@@ -24,7 +23,6 @@ import sys
 import sysconfig
 import time
 from collections.abc import Iterator, Sequence
-from datetime import UTC, datetime
 from functools import cache
 from importlib.metadata import version
 from pathlib import Path
@@ -35,10 +33,9 @@ from jsonschema.validators import validator_for
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from bench.grammar_libraries import LIBRARIES, Follower, Library, Refused, Stopped
-from bench.rows import append_row
+from bench.rows import heading, keep
 from engine.grammar.vocabulary import Vocabulary, vocabulary_of
 
-RESULTS = Path(__file__).parent / "results" / "structured_output.jsonl"
 REPO = Path(__file__).resolve().parents[1]
 TRAINING_BYTES = 12_000_000
 SCHEMA_DEADLINE_S = 30.0
@@ -318,17 +315,7 @@ def main() -> None:
         runner.close()
         rows.append(summary(library, answers, tests) | {"version": installed(library)})
         print(json.dumps(rows[-1], indent=1))
-    row = {
-        "bench": "structured_output",
-        "at": datetime.now(UTC).isoformat(timespec="seconds"),
-        "machine": platform.machine(),
-        "cores": os.cpu_count(),
-        "load": round(os.getloadavg()[0], 2),
-        "python": platform.python_version(),
-        "vocab": arguments.vocab,
-        "results": rows,
-    }
-    append_row(RESULTS, row)
+    keep({**heading("structured_output"), "vocab": arguments.vocab, "results": rows})
 
 
 if __name__ == "__main__":

@@ -5,15 +5,14 @@ from __future__ import annotations
 import importlib.metadata
 import os
 import platform
-import subprocess
 from collections.abc import Sequence
 from datetime import UTC, datetime
-from pathlib import Path
 from typing import Any
 
 from bench.gpu.conduct import Outcome
 from bench.gpu.rows import CARD_SHORT, GOALS_CARD, PEER_MISSING, Row, against, invalid, verdict
 from bench.gpu.targets import TARGETS
+from bench.rows import revision
 
 PACKAGES = ("torch", "triton", "numpy", "transformers", "safetensors", "llguidance")
 HEAD = ("row", "value", "unit", "limit", "frac", "peer", "ratio", "must show", "verdict")
@@ -164,17 +163,3 @@ def _version(package: str) -> str:
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:
         return ""
-
-
-def revision() -> dict[str, Any]:
-    folder = Path(__file__).resolve().parents[2]
-
-    def git(*arguments: str) -> str:
-        try:
-            answer = subprocess.run(["git", *arguments], cwd=folder, capture_output=True, text=True, check=False, timeout=10)
-        except OSError:
-            return ""
-        return answer.stdout.strip() if answer.returncode == 0 else ""
-
-    changed = git("status", "--porcelain", "--untracked-files=no", "--", "kernels", "engine", "bench", ":!bench/results")
-    return {"revision": git("rev-parse", "HEAD") or os.environ.get("GATEHOUSE_REVISION", "unknown"), "changed": bool(changed)}

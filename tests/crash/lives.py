@@ -11,8 +11,6 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
-import os
-import platform
 import random
 import shutil
 import signal
@@ -23,12 +21,12 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from datetime import UTC, datetime
 from itertools import cycle
 from pathlib import Path
 from typing import Any, Protocol
 
 from appliance.base.db import Database, downgrade
+from bench.rows import append_row, heading
 from tests.crash import points
 from tests.crash.checks import Evidence, Examination, Tally
 from tests.crash.load import MODEL, Load
@@ -385,9 +383,7 @@ def row_of(result: Result, kind: str, seed: int, took_s: float) -> dict[str, Any
     """Return the figures of all lives."""
     tally = result.tally
     return {
-        "bench": "crash_lives",
-        "at": datetime.now(UTC).isoformat(timespec="seconds"),
-        "machine": {"cores": os.cpu_count(), "load": round(os.getloadavg()[0], 2), "python": platform.python_version()},
+        **heading("crash_lives"),
         "database": kind,
         "seed": seed,
         "lives": result.lives,
@@ -429,8 +425,7 @@ def main() -> None:
     sys.stdout.write(json.dumps(row, indent=1) + "\n")
     if options.save:
         command = f"python -m tests.crash.lives --times {options.times} --database {options.database} --seed {options.seed}"
-        with options.save.open("a", encoding="utf-8") as file:
-            file.write(json.dumps({**row, "command": command}) + "\n")
+        append_row(options.save, {**row, "command": command})
     raise SystemExit(1 if row["findings"] else 0)
 
 

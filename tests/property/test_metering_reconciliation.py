@@ -11,19 +11,17 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
-import os
-import platform
 import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 from appliance.base import db
 from appliance.base.db import Database
 from appliance.metering.invariants.check import check_ledger
+from bench.rows import append_row, heading
 from tests.support.databases import postgresql_binaries, running_cluster
 from tests.support.reconciliation import ZONE, History, reconcile
 
@@ -77,9 +75,7 @@ async def run(url: str, num_requests: int, seed: int) -> dict[str, Any]:
     finally:
         await database.close()
     return {
-        "bench": "metering_reconciliation",
-        "at": datetime.now(UTC).isoformat(timespec="seconds"),
-        "machine": {"cores": os.cpu_count(), "load": round(os.getloadavg()[0], 2), "python": platform.python_version()},
+        **heading("metering_reconciliation"),
         "database": database.kind,
         "seed": seed,
         "requests": num_requests,
@@ -109,8 +105,7 @@ def main() -> None:
     if given.save:
         options = f"{given.requests} --database {given.database} --seed {given.seed}"
         row["command"] = f"python -m tests.property.test_metering_reconciliation {options}"
-        with given.save.open("a", encoding="utf-8") as file:
-            file.write(json.dumps(row) + "\n")
+        append_row(given.save, row)
 
 
 if __name__ == "__main__":
