@@ -20,6 +20,7 @@ from appliance.base.tables.ledger import (
     limit_levels,
     prices,
     requests,
+    usage_box_rollups,
     usage_events,
     usage_rollups,
 )
@@ -34,7 +35,6 @@ from appliance.base.tables.people import (
     tenants,
     tiers,
 )
-from appliance.base.tables.reports import usage_box_rollups
 
 __all__ = [
     "UtcDateTime",

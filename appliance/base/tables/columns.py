@@ -1,4 +1,4 @@
-"""What the columns of every table are made of: the metadata, aware UTC times, sequences, and the limits that many rows have."""
+"""What the columns of every table are made of: the metadata, aware UTC times, sequences, and the groups that tables share."""
 
 from __future__ import annotations
 
@@ -44,6 +44,13 @@ def limit_columns() -> list[Column[Any]]:
     """Return the limit columns that tenants, keys and models share; NULL means no limit at this level."""
     names = ("tokens_per_minute", "requests_per_minute", "concurrent_requests", "tokens_per_day", "monthly_budget_micros")
     return [Column(name, BigInteger, nullable=True) for name in names]
+
+
+def sum_columns() -> list[Column[Any]]:
+    """Return the columns that every sum of settled events has. The cost is two halves, so that no sum of them can pass 64 bits:
+    cost = cost_high * 10^9 + cost_low."""
+    tokens = ("prompt_tokens", "cached_tokens", "completion_tokens", "rejected_tokens")
+    return [Column(name, BigInteger, nullable=False) for name in ("requests", *tokens, "cost_high", "cost_low")]
 
 
 def optional_json(name: str) -> Column[Any]:

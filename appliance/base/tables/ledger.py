@@ -17,7 +17,7 @@ from sqlalchemy import (
     text,
 )
 
-from appliance.base.tables.columns import Sequence, UtcDateTime, metadata, optional_json
+from appliance.base.tables.columns import Sequence, UtcDateTime, metadata, optional_json, sum_columns
 
 # Never changed, and never removed once begun. `tier_percents` maps a tier to the percentage of the price that it pays; what is
 # missing pays all of it. `rejected_draft` is the price of speculative tokens that were computed and thrown away.
@@ -115,12 +115,18 @@ usage_events = Table(
         sqlite_where=text("status = 'pending'"),
         postgresql_where=text("status = 'pending'"),
     ),
+    # The corrections of a request; the request itself has an index of its own.
+    Index(
+        "ix_usage_events_adjustments",
+        "request_id",
+        sqlite_where=text("kind = 'adjustment'"),
+        postgresql_where=text("kind = 'adjustment'"),
+    ),
     sqlite_autoincrement=True,
 )
 
 # Sums of settled events, written in the transaction that settles them; they can be dropped and built again. `bucket` is
-# minute, hour or day (of the billing time zone); `start_at` its beginning in UTC. The cost is two halves, so that no sum of
-# them can pass 64 bits: cost = cost_high * 10^9 + cost_low.
+# minute, hour or day (of the billing time zone); `start_at` its beginning in UTC.
 usage_rollups = Table(
     "usage_rollups",
     metadata,
@@ -130,14 +136,23 @@ usage_rollups = Table(
     Column("key_id", String(40), primary_key=True),
     Column("model", String(200), primary_key=True),
     Column("currency", String(3), primary_key=True),
-    Column("requests", BigInteger, nullable=False),
-    Column("prompt_tokens", BigInteger, nullable=False),
-    Column("cached_tokens", BigInteger, nullable=False),
-    Column("completion_tokens", BigInteger, nullable=False),
-    Column("rejected_tokens", BigInteger, nullable=False),
-    Column("cost_high", BigInteger, nullable=False),
-    Column("cost_low", BigInteger, nullable=False),
+    *sum_columns(),
+    # Of one tenant, or one key of it: the sums of all others lie between its own.
+    Index("ix_usage_rollups_tenant_id_bucket_start_at_key_id", "tenant_id", "bucket", "start_at", "key_id"),
     sqlite_with_rowid=False,  # rows lie in the order of the key: a report reads neighbours
+)
+
+# The rows of usage_rollups added up over tenants and keys, and written with them: a busy hour has hundreds of those, and of
+# these as many as models were used in it.
+usage_box_rollups = Table(
+    "usage_box_rollups",
+    metadata,
+    Column("bucket", String(10), primary_key=True),
+    Column("start_at", UtcDateTime, primary_key=True),
+    Column("model", String(200), primary_key=True),
+    Column("currency", String(3), primary_key=True),
+    *sum_columns(),
+    sqlite_with_rowid=False,
 )
 
 # How full the buckets of limits were, so that a restart forgets no debt. `owner` names a tenant, a key or `model`; `model` is
@@ -180,4 +195,6 @@ requests = Table(
     Column("finished_at", UtcDateTime, nullable=True),
     Index("ix_requests_admitted_at", "admitted_at"),
     Index("ix_requests_tenant_id_admitted_at", "tenant_id", "admitted_at"),
+    # Of a model that few ask for: with a page full of a common one, the newest requests are enough.
+    Index("ix_requests_model_admitted_at", "model", "admitted_at"),
 )
