@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import asyncio
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from appliance.cli import output
 from appliance.cli.failure import CommandFailed
 from appliance.cli.options import AsJson, DatabaseUrl, DataDir, settings_from
+from appliance.cli.tenants import tenant_field
+
+if TYPE_CHECKING:
+    from appliance.cli.connection import AdminClient
 
 app = typer.Typer(help="Alerts by signed webhook and by e-mail.", no_args_is_help=True)
 
@@ -30,10 +34,10 @@ def list_webhooks(
     tenant: TenantOption = None, as_json: AsJson = False, data_dir: DataDir = None, database: DatabaseUrl = None
 ) -> None:
     """List the webhooks."""
-    from appliance.cli.connection import AdminClient, run
+    from appliance.cli.connection import run
 
     async def work(client: AdminClient) -> list[dict[str, Any]]:
-        return await client.every("/webhooks", query=await _of_tenant(client, tenant))
+        return await client.every("/webhooks", query=await tenant_field(client, tenant))
 
     rows = run(settings_from(data_dir, database), work)
     empty = "No alert targets. Add one: gatehouse alerts add https://example.com/alerts"
@@ -52,12 +56,11 @@ def add(
     database: DatabaseUrl = None,
 ) -> None:
     """Send alerts to TARGET, of one tenant or of all. Prints the secret that signs them, once."""
-    from appliance.cli.connection import AdminClient, run
+    from appliance.cli.connection import run
 
     async def work(client: AdminClient) -> dict[str, Any]:
         body = {"kind": "webhook" if "://" in target else "email", "target": target, "events": event or None}
-        made: dict[str, Any] = await client.call("POST", "/webhooks", body=body | await _of_tenant(client, tenant))
-        return made
+        return await client.call("POST", "/webhooks", body=body | await tenant_field(client, tenant))
 
     _print_secret(run(settings_from(data_dir, database), work), as_json=as_json)
 
@@ -71,31 +74,26 @@ def rotate(
     database: DatabaseUrl = None,
 ) -> None:
     """Rotate the secret of a webhook and print the new one, once."""
-    from appliance.cli.connection import AdminClient, run
+    from appliance.cli.connection import run
 
-    async def work(client: AdminClient) -> dict[str, Any]:
-        rotated: dict[str, Any] = await client.call("POST", f"/webhooks/{webhook}/rotate", body={"grace_s": grace_s})
-        return rotated
-
-    _print_secret(run(settings_from(data_dir, database), work), as_json=as_json)
+    path, body = f"/webhooks/{webhook}/rotate", {"grace_s": grace_s}
+    rotated = run(settings_from(data_dir, database), lambda client: client.call("POST", path, body=body))
+    _print_secret(rotated, as_json=as_json)
 
 
 @app.command("remove")
 def remove(webhook: WebhookId, as_json: AsJson = False, data_dir: DataDir = None, database: DatabaseUrl = None) -> None:
     """Remove a webhook and drop its pending deliveries."""
-    from appliance.cli.connection import AdminClient, run
+    from appliance.cli.connection import run
 
-    async def work(client: AdminClient) -> dict[str, Any]:
-        removed: dict[str, Any] = await client.call("DELETE", f"/webhooks/{webhook}")
-        return removed
-
-    output.thing(run(settings_from(data_dir, database), work), as_json=as_json)
+    removed = run(settings_from(data_dir, database), lambda client: client.call("DELETE", f"/webhooks/{webhook}"))
+    output.thing(removed, as_json=as_json)
 
 
 @app.command("test")
 def send_test(webhook: WebhookId, as_json: AsJson = False, data_dir: DataDir = None, database: DatabaseUrl = None) -> None:
     """Send a test alert and wait for its first attempt. Exit status 1 when that fails."""
-    from appliance.cli.connection import AdminClient, read_control, run
+    from appliance.cli.connection import read_control, run
 
     settings = settings_from(data_dir, database)
     if read_control(settings.data_dir) is None:
@@ -121,13 +119,11 @@ def deliveries(
     database: DatabaseUrl = None,
 ) -> None:
     """List the deliveries of a webhook, the newest first."""
-    from appliance.cli.connection import AdminClient, run
+    from appliance.cli.connection import run
     from appliance.serving.alerting.texts import text_of
 
-    async def work(client: AdminClient) -> list[dict[str, Any]]:
-        return await client.every(f"/webhooks/{webhook}/deliveries", query={"state": state}, at_most=limit)
-
-    rows = run(settings_from(data_dir, database), work)
+    path, query = f"/webhooks/{webhook}/deliveries", {"state": state}
+    rows = run(settings_from(data_dir, database), lambda client: client.every(path, query=query, at_most=limit))
     output.rows(
         rows,
         (*DELIVERY_COLUMNS, "about"),
@@ -146,26 +142,17 @@ def retry(
     database: DatabaseUrl = None,
 ) -> None:
     """Retry a delivery, under the same id."""
-    from appliance.cli.connection import AdminClient, run
+    from appliance.cli.connection import run
 
-    async def work(client: AdminClient) -> dict[str, Any]:
-        again: dict[str, Any] = await client.call("POST", f"/webhooks/{webhook}/deliveries/{delivery}/retry")
-        return again
-
-    sent = run(settings_from(data_dir, database), work)
+    path = f"/webhooks/{webhook}/deliveries/{delivery}/retry"
+    sent = run(settings_from(data_dir, database), lambda client: client.call("POST", path))
     output.thing({name: sent[name] for name in DELIVERY_COLUMNS}, as_json=as_json)
 
 
-async def _of_tenant(client: Any, tenant: str | None) -> dict[str, str]:
-    from appliance.cli.tenants import find
-
-    return {} if tenant is None else {"tenant_id": (await find(client, tenant))["id"]}
-
-
-async def _first_attempt(client: Any, path: str) -> dict[str, Any]:
+async def _first_attempt(client: AdminClient, path: str) -> dict[str, Any]:
     """Return the delivery once its first attempt has ended, or as it stands after a while."""
     for _ in range(POLLS_MAX):
-        delivery: dict[str, Any] = await client.call("GET", path)
+        delivery = await client.call("GET", path)
         if delivery["state"] != "pending" or delivery["last_error"] is not None:
             break
         await asyncio.sleep(POLL_S)

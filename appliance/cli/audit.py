@@ -42,14 +42,12 @@ def list_entries(
 ) -> None:
     """List entries, the newest first."""
     from appliance.cli.connection import AdminClient, run
-    from appliance.cli.tenants import find
+    from appliance.cli.tenants import tenant_field
 
     query = {"actor": actor, "action": action, "target": target, "start": start, "end": end}
 
     async def work(client: AdminClient) -> list[dict[str, Any]]:
-        if tenant is not None:
-            query["tenant_id"] = (await find(client, tenant))["id"]
-        return await client.every("/audit", query=query, at_most=limit)
+        return await client.every("/audit", query=query | await tenant_field(client, tenant), at_most=limit)
 
     rows = run(settings_from(data_dir, database), work)
     output.rows(rows, COLUMNS, empty="No entries.", as_json=as_json, line=_line)

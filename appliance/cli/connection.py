@@ -68,40 +68,26 @@ class AdminClient:
     def __init__(self, client: httpx.AsyncClient) -> None:
         self._client = client
 
-    async def call(self, method: str, path: str, *, query: Mapping[str, Any] | None = None, body: object = None) -> Any:
-        """Return the decoded answer (None when it has no body)."""
+    async def call(
+        self, method: str, path: str, *, query: Mapping[str, Any] | None = None, body: object = None
+    ) -> dict[str, Any]:
+        """Return the decoded answer."""
         parameters = {name: value for name, value in (query or {}).items() if value is not None}
-        try:
-            answer = await self._client.request(method, f"/admin/v1{path}", params=parameters, json=body)
-        except httpx.HTTPError as error:
-            raise CommandFailed(
-                f"the appliance does not answer: {error or type(error).__name__}", code="unreachable"
-            ) from error
-        if answer.is_success:
-            return answer.json() if answer.content else None
-        raise _refusal(answer)
+        answer: dict[str, Any] = (await self._ask(method, path, params=parameters, json=body)).json()
+        return answer
+
+    async def fetch(self, path: str) -> bytes:
+        """Return a file."""
+        return (await self._ask("GET", path)).content
 
     async def find(self, collection: str, member_id: str) -> dict[str, Any] | None:
         """Return a member of a collection such as `/keys`; None when it has none. `member_id` must be an id (`is_id`)."""
         try:
-            found: dict[str, Any] = await self.call("GET", f"{collection}/{member_id}")
+            return await self.call("GET", f"{collection}/{member_id}")
         except CommandFailed as failure:
             if failure.code != NotFound.code:
                 raise
             return None
-        return found
-
-    async def fetch(self, path: str) -> bytes:
-        """Return a file."""
-        try:
-            answer = await self._client.get(f"/admin/v1{path}")
-        except httpx.HTTPError as error:
-            raise CommandFailed(
-                f"the appliance does not answer: {error or type(error).__name__}", code="unreachable"
-            ) from error
-        if answer.is_success:
-            return answer.content
-        raise _refusal(answer)
 
     async def every(
         self, path: str, *, query: Mapping[str, Any] | None = None, at_most: int | None = None
@@ -115,6 +101,21 @@ class AdminClient:
             cursor = page.get("next_cursor")
             if not page.get("has_more") or cursor is None or (at_most is not None and len(rows) >= at_most):
                 return rows[:at_most]
+
+    async def _ask(self, method: str, path: str, **parts: Any) -> httpx.Response:
+        try:
+            answer = await self._client.request(method, f"/admin/v1{path}", **parts)
+        except httpx.HTTPError as error:
+            raise CommandFailed(
+                f"the appliance does not answer: {error or type(error).__name__}", code="unreachable"
+            ) from error
+        if answer.is_success:
+            return answer
+        raise _refusal(answer)
+
+
+Work = Callable[[AdminClient], Awaitable[dict[str, Any]]]
+"""What a command does through a client, and the answer that it shows."""
 
 
 def _refusal(answer: httpx.Response) -> CommandFailed:

@@ -34,13 +34,12 @@ def economics(
 
     async def work(client: AdminClient) -> dict[str, Any]:
         try:
-            found: dict[str, Any] = await client.call("GET" if body is None else "PUT", "/economics", body=body)
+            return await client.call("GET" if body is None else "PUT", "/economics", body=body)
         except CommandFailed as failure:
             if failure.code != "not_found":
                 raise
             message = "the cost of the hardware has not been entered yet: gatehouse economics --file JSON"
             raise CommandFailed(message, code=failure.code) from failure
-        return found
 
     report = run(settings_from(data_dir, database), work)
     if as_json:

@@ -156,11 +156,9 @@ def seller(
 
     body = None if file is None else read_json(file)
 
-    async def work(client: AdminClient) -> Row:
-        found: Row = await client.call("GET" if body is None else "PUT", "/seller", body=body)
-        return found
-
-    output.thing(run(settings_from(data_dir, database), work), as_json=as_json)
+    method = "GET" if body is None else "PUT"
+    found = run(settings_from(data_dir, database), lambda client: client.call(method, "/seller", body=body))
+    output.thing(found, as_json=as_json)
 
 
 @app.command("allowance")
@@ -224,8 +222,7 @@ def _each(
 
 async def _draft_of(client: AdminClient, tenant: Row, month: str, only: str | None) -> Row:
     body = {"month": month} | ({} if only is None else {"only": only})
-    draft: Row = await client.call("POST", f"/tenants/{tenant['id']}/invoices", body=body)
-    return draft
+    return await client.call("POST", f"/tenants/{tenant['id']}/invoices", body=body)
 
 
 def _why_nothing(verb: str, month: str, left_out: Counter[str]) -> str:
@@ -239,8 +236,7 @@ async def _drafted(_client: AdminClient, invoice: Row) -> Row:
 
 
 async def _closed(client: AdminClient, invoice: Row) -> Row:
-    closed: Row = await client.call("POST", f"/invoices/{invoice['id']}/close")
-    return closed
+    return await client.call("POST", f"/invoices/{invoice['id']}/close")
 
 
 DRAFT = Step("Drafting", "draft", "billable", _drafted)

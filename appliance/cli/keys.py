@@ -152,7 +152,7 @@ def update(
         )
 
     async def work(client: AdminClient) -> dict[str, Any]:
-        changed: dict[str, Any] = await client.call("PATCH", f"/keys/{(await find_key(client, key))['id']}", body=body)
+        changed = await client.call("PATCH", f"/keys/{(await find_key(client, key))['id']}", body=body)
         if as_json:
             return changed
         tenant = await client.call("GET", f"/tenants/{changed['tenant_id']}")
@@ -175,8 +175,7 @@ def rotate(
 
     async def work(client: AdminClient) -> dict[str, Any]:
         found = await find_key(client, key)
-        fresh: dict[str, Any] = await client.call("POST", f"/keys/{found['id']}/rotate", body={"grace_s": grace})
-        return fresh
+        return await client.call("POST", f"/keys/{found['id']}/rotate", body={"grace_s": grace})
 
     _print_secret(run(settings_from(data_dir, database), work), as_json=as_json)
 
@@ -187,9 +186,7 @@ def revoke(key: KeyId, as_json: AsJson = False, data_dir: DataDir = None, databa
     from appliance.cli.connection import run
 
     async def work(client: AdminClient) -> dict[str, Any]:
-        found = await find_key(client, key)
-        revoked: dict[str, Any] = await client.call("DELETE", f"/keys/{found['id']}")
-        return revoked
+        return await client.call("DELETE", f"/keys/{(await find_key(client, key))['id']}")
 
     output.thing(run(settings_from(data_dir, database), work), as_json=as_json)
 

@@ -38,15 +38,12 @@ def list_events(
 ) -> None:
     """List usage events, the newest first."""
     from appliance.cli.connection import AdminClient, run
-    from appliance.cli.tenants import find
+    from appliance.cli.tenants import tenant_field
 
-    asked = {"request_id": request, "status": status, "kind": kind, "start": start, "end": end}
-    query = {"order": "desc"} | {name: value for name, value in asked.items() if value is not None}
+    query = {"order": "desc", "request_id": request, "status": status, "kind": kind, "start": start, "end": end}
 
     async def work(client: AdminClient) -> list[dict[str, Any]]:
-        if tenant is not None:
-            query["tenant_id"] = (await find(client, tenant))["id"]
-        return await client.every("/ledger", query=query, at_most=limit)
+        return await client.every("/ledger", query=query | await tenant_field(client, tenant), at_most=limit)
 
     rows = run(settings_from(data_dir, database), work)
     output.rows(rows, COLUMNS, empty="No events.", as_json=as_json, line=_line)
@@ -84,10 +81,9 @@ def correct(
 
     async def work(client: AdminClient) -> dict[str, Any]:
         try:
-            adjustment: dict[str, Any] = await client.call("POST", f"/ledger/{event}/corrections", body=body)
+            return await client.call("POST", f"/ledger/{event}/corrections", body=body)
         except CommandFailed as error:  # it names the field of the interface, and here that is an option
             raise CommandFailed(error.message.replace("`confirm`", "`--yes`"), code=error.code, status=error.status) from error
-        return adjustment
 
     made = run(settings_from(data_dir, database), work)
     if as_json:

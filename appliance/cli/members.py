@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -13,7 +13,7 @@ from appliance.cli.options import AsJson, DatabaseUrl, DataDir, settings_from
 from appliance.cli.tenants import at_tenant, find
 
 if TYPE_CHECKING:
-    from appliance.cli.connection import AdminClient
+    from appliance.cli.connection import AdminClient, Work
 
 app = typer.Typer(help="Members and their roles in tenants.", no_args_is_help=True)
 
@@ -111,23 +111,19 @@ def enable(email: Email, as_json: AsJson = False, data_dir: DataDir = None, data
     _print(_change(email, {"disabled": False}), as_json=as_json, data_dir=data_dir, database=database)
 
 
-def _change(email: str, body: dict[str, Any]) -> Callable[[AdminClient], Awaitable[dict[str, Any]]]:
+def _change(email: str, body: dict[str, Any]) -> Work:
     async def work(client: AdminClient) -> dict[str, Any]:
         member = await _find_in(client, "/members", "id", email)
-        changed: dict[str, Any] = await client.call("PATCH", f"/members/{member}", body=body)
-        return changed
+        return await client.call("PATCH", f"/members/{member}", body=body)
 
     return work
 
 
-def _at_membership(
-    email: str, tenant: str, method: str, body: dict[str, Any] | None = None
-) -> Callable[[AdminClient], Awaitable[dict[str, Any]]]:
+def _at_membership(email: str, tenant: str, method: str, body: dict[str, Any] | None = None) -> Work:
     async def work(client: AdminClient) -> dict[str, Any]:
         path = f"/tenants/{(await find(client, tenant))['id']}/members"
         member = await _find_in(client, path, "member_id", email)
-        changed: dict[str, Any] = await client.call(method, f"{path}/{member}", body=body)
-        return changed
+        return await client.call(method, f"{path}/{member}", body=body)
 
     return work
 
@@ -140,9 +136,7 @@ async def _find_in(client: AdminClient, path: str, field: str, email: str) -> st
     raise CommandFailed(f"no member with e-mail {email!r} here", code="not_found")
 
 
-def _print(
-    work: Callable[[AdminClient], Awaitable[dict[str, Any]]], *, as_json: bool, data_dir: str | None, database: str | None
-) -> None:
+def _print(work: Work, *, as_json: bool, data_dir: str | None, database: str | None) -> None:
     from appliance.cli.connection import run
 
     output.thing(run(settings_from(data_dir, database), work), as_json=as_json)

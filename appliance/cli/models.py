@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -124,14 +123,9 @@ def _state(path: Path) -> str:
 
 def _served(settings: Settings) -> dict[str, str]:
     """Return the models of the running appliance with the states of their engines; empty when none runs."""
-    from appliance.cli.connection import connected, read_control
+    from appliance.cli.connection import read_control, run
 
     if read_control(settings.data_dir) is None:
         return {}
-
-    async def ask() -> dict[str, Any]:
-        async with connected(settings) as client:
-            system: dict[str, Any] = await client.call("GET", "/system")
-            return system
-
-    return {engine["model"]: engine["state"] for engine in asyncio.run(ask())["engine"]}
+    system = run(settings, lambda client: client.call("GET", "/system"))
+    return {engine["model"]: engine["state"] for engine in system["engine"]}

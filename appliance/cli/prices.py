@@ -27,12 +27,10 @@ def list_prices(
     database: DatabaseUrl = None,
 ) -> None:
     """List all prices, in the order they were added. Also past and future ones."""
-    from appliance.cli.connection import AdminClient, run
+    from appliance.cli.connection import run
 
-    async def work(client: AdminClient) -> list[dict[str, Any]]:
-        return [price for price in await client.every("/prices") if model in (None, price["model"])]
-
-    rows = run(settings_from(data_dir, database), work)
+    prices = run(settings_from(data_dir, database), lambda client: client.every("/prices"))
+    rows = [price for price in prices if model in (None, price["model"])]
     empty = "There are no prices: requests cost nothing."
     output.rows(rows, COLUMNS, empty=empty, as_json=as_json)
 
@@ -67,7 +65,7 @@ def add(
     database: DatabaseUrl = None,
 ) -> None:
     """Add a price. Earlier prices stay, and settled usage keeps its cost."""
-    from appliance.cli.connection import AdminClient, run
+    from appliance.cli.connection import run
 
     optional = {"cached_prompt": cached_prompt, "currency": currency, "effective_from": effective_from}
     body: dict[str, Any] = {
@@ -79,11 +77,7 @@ def add(
         "tier_percents": _tiers(tier_percent),
     } | {name: value for name, value in optional.items() if value is not None}
 
-    async def work(client: AdminClient) -> dict[str, Any]:
-        made: dict[str, Any] = await client.call("POST", "/prices", body=body)
-        return made
-
-    price = run(settings_from(data_dir, database), work)
+    price = run(settings_from(data_dir, database), lambda client: client.call("POST", "/prices", body=body))
     if as_json:
         output.data(price)
     else:
@@ -98,13 +92,10 @@ def withdraw(
     database: DatabaseUrl = None,
 ) -> None:
     """Withdraw a price that is not in force yet. One that is stays: add a new price to replace it."""
-    from appliance.cli.connection import AdminClient, run
+    from appliance.cli.connection import run
 
-    async def work(client: AdminClient) -> dict[str, Any]:
-        gone: dict[str, Any] = await client.call("DELETE", f"/prices/{quote(price_id, safe='')}")
-        return gone
-
-    price = run(settings_from(data_dir, database), work)
+    path = f"/prices/{quote(price_id, safe='')}"
+    price = run(settings_from(data_dir, database), lambda client: client.call("DELETE", path))
     if as_json:
         output.data(price)
     else:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -17,7 +17,7 @@ from appliance.tenancy.principals import LIMIT_NAMES
 
 if TYPE_CHECKING:
     from appliance.base.settings import Settings
-    from appliance.cli.connection import AdminClient
+    from appliance.cli.connection import AdminClient, Work
 
 app = typer.Typer(help="The tenants of the appliance.", no_args_is_help=True)
 
@@ -201,22 +201,8 @@ def archive(which: Which, as_json: AsJson = False, data_dir: DataDir = None, dat
     _print(run(settings, at_tenant(which, "DELETE")), settings, as_json=as_json)
 
 
-def limits_body(
-    *,
-    tokens_per_minute: str | None,
-    requests_per_minute: str | None,
-    concurrent_requests: str | None,
-    tokens_per_day: str | None,
-    monthly_budget: str | None,
-) -> dict[str, Any]:
+def limits_body(**given: str | None) -> dict[str, Any]:
     """Return the field `limits` when any was given; `none` lifts one. Raises CommandFailed for what is no limit."""
-    given = {
-        "tokens_per_minute": tokens_per_minute,
-        "requests_per_minute": requests_per_minute,
-        "concurrent_requests": concurrent_requests,
-        "tokens_per_day": tokens_per_day,
-        "monthly_budget": monthly_budget,
-    }
     limits: dict[str, int | None] = {}
     for field, value in given.items():
         if value is None:
@@ -286,17 +272,19 @@ def models_body(models: list[str] | None) -> dict[str, Any]:
     return {"allowed_models": None if models == ["all"] else models}
 
 
-def at_tenant(
-    which: str, method: str, below: str = "", *, body: object = None
-) -> Callable[[AdminClient], Awaitable[dict[str, Any]]]:
+def at_tenant(which: str, method: str, below: str = "", *, body: object = None) -> Work:
     """Return the work of calling `below` of the tenant with this id or name."""
 
     async def work(client: AdminClient) -> dict[str, Any]:
         tenant = await find(client, which)
-        answer: dict[str, Any] = await client.call(method, f"/tenants/{tenant['id']}{below}", body=body)
-        return answer
+        return await client.call(method, f"/tenants/{tenant['id']}{below}", body=body)
 
     return work
+
+
+async def tenant_field(client: AdminClient, which: str | None) -> dict[str, str]:
+    """Return the field `tenant_id` when a tenant was named."""
+    return {} if which is None else {"tenant_id": (await find(client, which))["id"]}
 
 
 async def find(client: AdminClient, which: str) -> dict[str, Any]:

@@ -37,7 +37,7 @@ def usage(
     """Show usage and cost, by time and by tenant, key or model."""
     from appliance.cli.connection import AdminClient, run
     from appliance.cli.keys import find_key
-    from appliance.cli.tenants import find
+    from appliance.cli.tenants import tenant_field
 
     now = datetime.now(UTC)
     query: dict[str, Any] = {
@@ -49,11 +49,9 @@ def usage(
 
     async def work(client: AdminClient) -> tuple[list[dict[str, Any]], dict[str, str]]:
         tenants = await client.every("/tenants", query={"include_archived": "true"})
-        if tenant is not None:
-            query["tenant_id"] = (await find(client, tenant))["id"]
-        query["key_id"] = [(await find_key(client, each))["id"] for each in key or ()] or None
-        query["model"] = model or None
-        return await client.every("/usage", query=query), {known["id"]: known["name"] for known in tenants}
+        keys = [(await find_key(client, each))["id"] for each in key or ()]
+        asked = query | await tenant_field(client, tenant) | {"key_id": keys or None, "model": model or None}
+        return await client.every("/usage", query=asked), {known["id"]: known["name"] for known in tenants}
 
     rows, names = run(settings_from(data_dir, database), work)
     grouped = {"tenant": "tenant", "key": "key_id", "model": "model"}
