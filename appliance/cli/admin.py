@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 import typer
 
 from appliance.cli import output
-from appliance.cli.failure import CommandFailed
+from appliance.cli.failure import CommandFailed, WrongUsage
 from appliance.cli.options import AsJson, DatabaseUrl, DataDir, settings_from
 
 if TYPE_CHECKING:
@@ -109,7 +109,7 @@ def token(
     from appliance.tenancy.admin_tokens import AdminTokens
 
     if (name is not None) + show + (revoke is not None) != 1:
-        raise CommandFailed("give a name for a new token, or --list, or --revoke ID", code="usage", status=2)
+        raise WrongUsage("give a name for a new token, or --list, or --revoke ID")
     settings = settings_from(data_dir, database)
     if revoke is not None:
         revoked = _on_database(settings, lambda db: AdminTokens(db, SystemClock()).revoke(revoke))

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from appliance.cli import output
-from appliance.cli.failure import CommandFailed
+from appliance.cli.failure import CommandFailed, WrongUsage
 from appliance.cli.options import AsJson, DatabaseUrl, DataDir, settings_from
 
 if TYPE_CHECKING:
@@ -70,10 +70,8 @@ def verify(
     Note the printed hash somewhere else: with --expect it proves that the log was not written anew since.
     """
     if expect is not None and (len(expect) != HASH_CHARS or set(expect) - set(HEXADECIMAL) or not expect.strip("0")):
-        raise CommandFailed(
+        raise WrongUsage(
             "--expect takes the 64 hexadecimal digits that `gatehouse audit verify` prints of a log with entries",
-            code="usage",
-            status=2,
         )
     verdict = asyncio.run(_verdict(settings_from(data_dir, database), expect, quiet=as_json))
     fault = verdict.fault

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, TypeVar
 import typer
 
 from appliance.cli import output
-from appliance.cli.failure import CommandFailed
+from appliance.cli.failure import CommandFailed, WrongUsage
 from appliance.cli.options import AsJson, DatabaseUrl, DataDir, settings_from
 
 if TYPE_CHECKING:
@@ -56,7 +56,7 @@ def downgrade(
     settings = settings_from(data_dir, database)
     _refuse_while_running(settings)
     if not yes:
-        raise CommandFailed("a downgrade loses what newer tables hold: make a backup, then add --yes", code="usage", status=2)
+        raise WrongUsage("a downgrade loses what newer tables hold: make a backup, then add --yes")
 
     def step() -> None:
         _refuse_while_journal_is_ahead(settings.database_url)

@@ -15,6 +15,13 @@ class CommandFailed(Exception):
         self.status = status
 
 
+class WrongUsage(CommandFailed):
+    """A command was called in a way that it does not take."""
+
+    def __init__(self, message: str) -> None:
+        super().__init__(message, code="usage", status=2)
+
+
 def exit_status(http_status: int) -> int:
     """Return how a command ends that was refused with this HTTP status: 400 blames what was asked, others what there is."""
     return 2 if http_status == HTTPStatus.BAD_REQUEST else 1

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from appliance.cli import output
-from appliance.cli.failure import CommandFailed
+from appliance.cli.failure import CommandFailed, WrongUsage
 from appliance.cli.options import AsJson, DatabaseUrl, DataDir, settings_from
 
 if TYPE_CHECKING:
@@ -120,7 +120,7 @@ def export(
     _check_month(month)
     for form in forms or ():
         if form not in FORMATS:
-            raise CommandFailed(f"--format takes {', '.join(FORMATS)}, not {form!r}", code="usage", status=2)
+            raise WrongUsage(f"--format takes {', '.join(FORMATS)}, not {form!r}")
 
     async def work(client: AdminClient) -> list[str]:
         written: list[str] = []
@@ -251,14 +251,14 @@ def _check_month(month: str) -> None:
     try:
         first_day(month)
     except InvalidValue as error:
-        raise CommandFailed(f"--{error.message}, not {month!r}", code="usage", status=2) from error
+        raise WrongUsage(f"--{error.message}, not {month!r}") from error
 
 
 async def _tenants(client: AdminClient, tenant: str | None, *, everybody: bool) -> list[Row]:
     from appliance.cli.tenants import find
 
     if (tenant is None) != everybody:
-        raise CommandFailed("choose --tenant TENANT or --all", code="usage", status=2)
+        raise WrongUsage("choose --tenant TENANT or --all")
     if tenant is not None:
         return [await find(client, tenant)]
     return await client.every("/tenants", query={"include_archived": "true"})

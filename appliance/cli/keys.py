@@ -8,7 +8,7 @@ import typer
 
 from appliance.base.ids import is_id
 from appliance.cli import output
-from appliance.cli.failure import CommandFailed
+from appliance.cli.failure import CommandFailed, WrongUsage
 from appliance.cli.options import AsJson, DatabaseUrl, DataDir, settings_from
 from appliance.cli.tenants import (
     BudgetOption,
@@ -147,9 +147,7 @@ def update(
         monthly_budget=monthly_budget,
     )
     if not body:
-        raise CommandFailed(
-            "nothing to change: name at least one option (gatehouse keys update --help)", code="usage", status=2
-        )
+        raise WrongUsage("nothing to change: name at least one option (gatehouse keys update --help)")
 
     async def work(client: AdminClient) -> dict[str, Any]:
         changed = await client.call("PATCH", f"/keys/{(await find_key(client, key))['id']}", body=body)

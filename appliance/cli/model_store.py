@@ -8,7 +8,7 @@ import shutil
 from collections.abc import Callable
 from pathlib import Path
 
-from appliance.cli.failure import CommandFailed
+from appliance.cli.failure import CommandFailed, WrongUsage
 
 FOLDER = "models"
 _NAME = re.compile(r"^[A-Za-z0-9][A-Za-z0-9._-]{0,99}$")
@@ -37,9 +37,7 @@ def locate(model: str, data_dir: Path) -> Path:
 def place_for(name: str, data_dir: Path) -> Path:
     """Return where a new model of this name goes. Raises CommandFailed on a bad or taken name."""
     if not _NAME.match(name):
-        raise CommandFailed(
-            f"{name!r} cannot be a model's name: letters, digits, dot, dash and underscore, 100 at most", code="usage", status=2
-        )
+        raise WrongUsage(f"{name!r} cannot be a model's name: letters, digits, dot, dash and underscore, 100 at most")
     place = data_dir / FOLDER / name
     if place.is_symlink() or place.exists():
         raise CommandFailed(f"there is a model {name!r} already; remove it first, or give --name", code="name_taken")

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from appliance.cli import model_plan, model_store, output
-from appliance.cli.failure import CommandFailed
+from appliance.cli.failure import CommandFailed, WrongUsage
 from appliance.cli.options import AsJson, DatabaseUrl, DataDir, settings_from
 
 if TYPE_CHECKING:
@@ -104,7 +104,7 @@ def remove(
     if name in _served(settings):
         raise CommandFailed(f"{name} is being served: stop the appliance, or start it without this model", code="in_use")
     if not place.is_symlink() and not yes:
-        raise CommandFailed(f"{place} holds the model's files; add --yes to delete them", code="usage", status=2)
+        raise WrongUsage(f"{place} holds the model's files; add --yes to delete them")
     model_store.remove(place)
     output.thing({"removed": name}, as_json=as_json)
 

@@ -8,7 +8,7 @@ from urllib.parse import quote
 import typer
 
 from appliance.cli import output
-from appliance.cli.failure import CommandFailed
+from appliance.cli.failure import WrongUsage
 from appliance.cli.options import AsJson, DatabaseUrl, DataDir, settings_from
 
 app = typer.Typer(help="Prices of models, in micro-units of money per million tokens.", no_args_is_help=True)
@@ -108,6 +108,6 @@ def _tiers(given: list[str] | None) -> dict[str, int] | None:
     for text in given or []:
         tier, _, percent = text.partition("=")
         if not (percent.isascii() and percent.isdigit()):
-            raise CommandFailed(f"--tier-percent must be like batch=50, not {text}", code="usage", status=2)
+            raise WrongUsage(f"--tier-percent must be like batch=50, not {text}")
         percents[tier] = int(percent)
     return percents or None

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from appliance.cli import output
-from appliance.cli.failure import CommandFailed
+from appliance.cli.failure import CommandFailed, WrongUsage
 from appliance.cli.options import AsJson
 
 if TYPE_CHECKING:
@@ -126,15 +126,15 @@ def _workload(trace: Path | None, scenario: str | None, lengths: Path | None, op
     from engine.simulator.workload import WorkloadOptions, load_workload, make_scenario
 
     if (trace is None) == (scenario is None):
-        raise CommandFailed("give either --trace FILE or --scenario NAME", code="usage", status=2)
+        raise WrongUsage("give either --trace FILE or --scenario NAME")
     if scenario is not None:
         if options != WorkloadOptions(seed=options.seed):
             message = "--speed, --start, --duration, --rate, --sample and --tenants belong to --trace"
-            raise CommandFailed(message, code="usage", status=2)
+            raise WrongUsage(message)
         return make_scenario(scenario, seed=options.seed, lengths=lengths)
     assert trace is not None
     if lengths is not None:
-        raise CommandFailed("--lengths belongs to --scenario", code="usage", status=2)
+        raise WrongUsage("--lengths belongs to --scenario")
     return load_workload(trace, options)
 
 
@@ -144,7 +144,7 @@ def _weights(text: str | None) -> dict[str, int]:
         name, _, number = part.rpartition("=")
         if not name or not (number.isascii() and number.isdigit()) or not 1 <= int(number) <= WEIGHT_MAX:
             message = f"--weights takes NAME=N,NAME=N with N between 1 and {WEIGHT_MAX}, not {part!r}"
-            raise CommandFailed(message, code="usage", status=2)
+            raise WrongUsage(message)
         weights[name] = int(number)
     return weights
 
@@ -153,7 +153,7 @@ def _check_names(weights: dict[str, int], workload: Workload) -> None:
     unknown = sorted(set(weights) - {request.tenant for request in workload.requests})
     if unknown:
         message = f"--weights names {unknown[0]!r}, who sends nothing in this traffic"
-        raise CommandFailed(message, code="usage", status=2)
+        raise WrongUsage(message)
 
 
 def _failure(error: Exception) -> CommandFailed:
@@ -162,7 +162,7 @@ def _failure(error: Exception) -> CommandFailed:
 
     if isinstance(error, EngineConfigError):
         option = "--" + error.option.replace("_", "-")
-        return CommandFailed(f"{option}{str(error).removeprefix(error.option)}", code="usage", status=2)
+        return WrongUsage(f"{option}{str(error).removeprefix(error.option)}")
     return CommandFailed(str(error), code="bad_trace" if isinstance(error, TraceError) else "not_a_model")
 
 

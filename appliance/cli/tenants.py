@@ -10,7 +10,7 @@ import typer
 from appliance.base.ids import is_id
 from appliance.base.money import PICOS_PER_MICRO, format_exactly
 from appliance.cli import output
-from appliance.cli.failure import CommandFailed
+from appliance.cli.failure import CommandFailed, WrongUsage
 from appliance.cli.options import AsJson, DatabaseUrl, DataDir, settings_from
 from appliance.tenancy.fields import LIMIT_MAX
 from appliance.tenancy.principals import LIMIT_NAMES
@@ -184,9 +184,7 @@ def update(
         monthly_budget=monthly_budget,
     )
     if not body:
-        raise CommandFailed(
-            "nothing to change: name at least one option (gatehouse tenants update --help)", code="usage", status=2
-        )
+        raise WrongUsage("nothing to change: name at least one option (gatehouse tenants update --help)")
 
     settings = settings_from(data_dir, database)
     _print(run(settings, at_tenant(which, "PATCH", body=body)), settings, as_json=as_json)
@@ -214,7 +212,7 @@ def limits_body(**given: str | None) -> dict[str, Any]:
         else:
             option = "--" + field.replace("_", "-")
             message = f"{option} must be a whole number from 0 to {LIMIT_MAX} or `none`, not {value!r}"
-            raise CommandFailed(message, code="usage", status=2)
+            raise WrongUsage(message)
     return {"limits": limits} if limits else {}
 
 
@@ -236,7 +234,7 @@ def model_limits_body(given: list[str] | None) -> dict[str, Any]:
             expected = (
                 f"MODEL:LIMIT=N, where LIMIT is one of {', '.join(LIMIT_NAMES)} and N a whole number from 0 to {LIMIT_MAX}"
             )
-            raise CommandFailed(f"--model-limit takes {expected}, not {text!r}", code="usage", status=2)
+            raise WrongUsage(f"--model-limit takes {expected}, not {text!r}")
         limits.setdefault(model, {})[name] = int(value)
     return {"model_limits": limits}
 
@@ -260,7 +258,7 @@ def _billing(given: list[str]) -> dict[str, str]:
     for text in given:
         name, equals, value = text.partition("=")
         if not equals:
-            raise CommandFailed(f"--billing takes FIELD=TEXT, not {text!r}", code="usage", status=2)
+            raise WrongUsage(f"--billing takes FIELD=TEXT, not {text!r}")
         fields[name] = value.replace("\\n", "\n")
     return fields
 
