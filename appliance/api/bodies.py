@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import json
 import re
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import msgspec
 
 from appliance.base.errors import InvalidValue, UnknownParameter
 
 T = TypeVar("T")
+OMITTED = msgspec.UNSET
+Omittable = msgspec.UnsetType
+"""What a field of a change holds that the body does not name: null would be a value."""
 
 _PATH = re.compile(r" - at `\$\.?(?P<path>[^`]*)`$")
 _SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
@@ -29,6 +32,11 @@ def decode_body(body: bytes, kind: type[T]) -> T:
         raise InvalidValue(f"the body is not valid UTF-8 JSON: {_fault(body, error)}", param=_field_at_fault(body)) from error
     except RecursionError as error:
         raise InvalidValue("the body is nested too deeply") from error
+
+
+def named(body: msgspec.Struct) -> dict[str, Any]:
+    """Return the fields that the body of a change names."""
+    return {name: value for name, value in msgspec.structs.asdict(body).items() if value is not OMITTED}
 
 
 def _fault(body: bytes, error: Exception) -> str:

@@ -8,7 +8,7 @@ from litestar.params import FromPath
 
 from appliance.api.admin.tenants import LimitsBody
 from appliance.api.auth import authenticate_administrator
-from appliance.api.bodies import decode_body
+from appliance.api.bodies import decode_body, named
 from appliance.api.queries import AdminRequest, check_query
 from appliance.api.services_of import services_of
 from appliance.api.shapes import LimitsShape, PageShape, limits_shape
@@ -81,7 +81,7 @@ async def put_model_limits(request: AdminRequest, model: FromPath[str]) -> Model
     """Set what all tenants together may use of a model; it counts from the next request on."""
     await authenticate_administrator(request, Action.WRITE)
     body = decode_body(await request.body(), ModelLimitsBody)
-    limits = Limits(**body.limits.given())
+    limits = Limits(**named(body.limits))
     policies = services_of(request).model_policies
     return _model_limits_shape(await policies.put(model.removeprefix("/"), limits, body.limit_mode))
 

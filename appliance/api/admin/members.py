@@ -19,7 +19,7 @@ from appliance.api.admin.member_shapes import (
     new_membership_shape,
 )
 from appliance.api.auth import authenticate_administrator, authenticate_anybody
-from appliance.api.bodies import decode_body
+from appliance.api.bodies import OMITTED, Omittable, decode_body, named
 from appliance.api.queries import PAGING, AdminRequest, check_query, paging
 from appliance.api.services_of import services_of
 from appliance.api.shapes import PageShape, page_shape
@@ -27,8 +27,6 @@ from appliance.tenancy.access import Access
 from appliance.tenancy.roles import Action
 from appliance.tenancy.secrets import new_password
 
-OMITTED = msgspec.UNSET
-Omittable = msgspec.UnsetType
 TAGS = ["administration"]
 
 
@@ -98,12 +96,7 @@ async def change_member(request: AdminRequest, member_id: FromPath[str]) -> Memb
     """Change the role on the box, or who may sign in: a disabled member is signed out everywhere at once."""
     access = await authenticate_administrator(request, Action.MEMBERS)
     body = decode_body(await request.body(), MemberPatch)
-    members = services_of(request).members
-    await members.change(
-        member_id,
-        role=None if body.role is OMITTED else body.role,
-        disabled=None if body.disabled is OMITTED else body.disabled,
-    )
+    await services_of(request).members.change(member_id, **named(body))
     return await _member(request, member_id, access)
 
 

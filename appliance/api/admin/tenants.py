@@ -9,7 +9,7 @@ from litestar import delete, get, patch, post
 from litestar.params import FromPath
 
 from appliance.api.auth import authenticate_administrator
-from appliance.api.bodies import decode_body
+from appliance.api.bodies import OMITTED, Omittable, decode_body, named
 from appliance.api.queries import PAGING, AdminRequest, check_query, flag, paging, parse_moment
 from appliance.api.services_of import services_of
 from appliance.api.shapes import (
@@ -22,12 +22,10 @@ from appliance.api.shapes import (
     page_shape,
     tenant_shape,
 )
-from appliance.tenancy.fields import DEFAULT_SCOPES, UNSET
+from appliance.tenancy.fields import DEFAULT_SCOPES
 from appliance.tenancy.principals import KeyChanges, Limits, TenantChanges
 from appliance.tenancy.roles import Action
 
-OMITTED = msgspec.UNSET
-Omittable = msgspec.UnsetType
 TAGS = ["administration"]
 
 
@@ -39,10 +37,6 @@ class LimitsBody(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     concurrent_requests: int | Omittable | None = OMITTED
     tokens_per_day: int | Omittable | None = OMITTED
     monthly_budget: int | Omittable | None = OMITTED
-
-    def given(self) -> dict[str, int | None]:
-        """Return the limits that were given."""
-        return {name: getattr(self, name) for name in self.__struct_fields__ if getattr(self, name) is not OMITTED}
 
 
 class BillingBody(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
@@ -232,7 +226,7 @@ async def change_key(request: AdminRequest, key_id: FromPath[str]) -> KeyShape:
     """Change what the body names."""
     access = await authenticate_administrator(request, Action.KEYS)
     changes = _given(decode_body(await request.body(), KeyPatch))
-    if isinstance(changes["expires_at"], str):
+    if isinstance(changes.get("expires_at"), str):
         changes["expires_at"] = parse_moment(changes["expires_at"], "expires_at")
     return key_shape(await services_of(request).keys.update(key_id, KeyChanges(**changes), access=access))
 
@@ -245,21 +239,20 @@ async def revoke_key(request: AdminRequest, key_id: FromPath[str]) -> KeyShape:
 
 
 def _limits(body: LimitsBody | None) -> Limits | None:
-    return None if body is None else Limits(**body.given())
+    return None if body is None else Limits(**named(body))
 
 
 def model_limits_of(body: dict[str, LimitsBody] | None) -> dict[str, dict[str, int | None]] | None:
     """Return limits by model as the tenancy layer takes them."""
-    return None if body is None else {model: limits.given() for model, limits in body.items()}
+    return None if body is None else {model: named(limits) for model, limits in body.items()}
 
 
 def _given(body: TenantPatch | KeyPatch) -> dict[str, Any]:
-    """Return the fields of a change, with what was left out as the tenancy layer marks it."""
-    changes = {name: getattr(body, name) for name in body.__struct_fields__}
-    changes = {name: UNSET if value is OMITTED else value for name, value in changes.items()}
-    if isinstance(changes["limits"], LimitsBody):
-        changes["limits"] = changes["limits"].given()
-    if isinstance(changes["model_limits"], dict):
+    """Return the fields that a change names, as the tenancy layer takes them."""
+    changes = named(body)
+    if isinstance(changes.get("limits"), LimitsBody):
+        changes["limits"] = named(changes["limits"])
+    if isinstance(changes.get("model_limits"), dict):
         changes["model_limits"] = model_limits_of(changes["model_limits"])
     if isinstance(changes.get("billing"), BillingBody):
         changes["billing"] = msgspec.structs.asdict(changes["billing"])

@@ -15,18 +15,15 @@ from appliance.api.admin.webhook_shapes import (
     webhook_shape,
 )
 from appliance.api.auth import authenticate_administrator
-from appliance.api.bodies import decode_body
+from appliance.api.bodies import OMITTED, Omittable, decode_body, named
 from appliance.api.queries import PAGING, AdminRequest, check_query, choice, paging
 from appliance.api.services_of import services_of
 from appliance.api.shapes import PageShape, page_shape
 from appliance.metering.alerts.outbox import STATES, reading
 from appliance.metering.alerts.webhooks import GRACE_S_DEFAULT, Webhook, WebhookChanges
 from appliance.tenancy.access import Access
-from appliance.tenancy.fields import UNSET
 from appliance.tenancy.roles import Action
 
-OMITTED = msgspec.UNSET
-Omittable = msgspec.UnsetType
 TAGS = ["administration"]
 
 
@@ -88,9 +85,8 @@ async def change_webhook(request: AdminRequest, webhook_id: FromPath[str]) -> We
     """Change what the body names. While it is disabled it hears nothing, and what is pending waits."""
     access = await authenticate_administrator(request, Action.WEBHOOKS)
     body = decode_body(await request.body(), WebhookPatch)
-    changes = {name: getattr(body, name) for name in body.__struct_fields__}
-    changed = WebhookChanges(**{name: UNSET if value is OMITTED else value for name, value in changes.items()})
-    return webhook_shape(await services_of(request).alerts.webhooks.update(webhook_id, changed, access=access))
+    changes = WebhookChanges(**named(body))
+    return webhook_shape(await services_of(request).alerts.webhooks.update(webhook_id, changes, access=access))
 
 
 @delete("/webhooks/{webhook_id:str}", status_code=200, summary="Remove a webhook", tags=TAGS)
