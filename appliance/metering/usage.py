@@ -144,7 +144,7 @@ class UsageReports:
             return [*period, _to_micros(row[1].start_at), *row[1].names]
 
         page = page_of(rows, limit, name, position)
-        return Page(data=[row for row, _place in page.data], has_more=page.has_more, next_cursor=page.next_cursor)
+        return Page(data=[row for row, _place in page.data], next_cursor=page.next_cursor)
 
     async def _read(self, query: Select[Any]) -> Sequence[Any]:
         async with self._db.reading() as connection:
@@ -270,7 +270,7 @@ class UsageReports:
         page = page_of(found, limit, "requests", lambda row: [_to_micros(row.admitted_at), row.id])
         if unseen_at is None or page.has_more:
             return page
-        return replace(page, has_more=True, next_cursor=encode_cursor("requests", [_to_micros(unseen_at) + 1, ""]))
+        return replace(page, next_cursor=encode_cursor("requests", [_to_micros(unseen_at) + 1, ""]))
 
     async def request(self, request_id: str, tenant_id: str | None = None, *, access: Access) -> RequestRow:
         """Return a request. Raises NotFound, also for another tenant's."""

@@ -134,7 +134,7 @@ class AuditLog:
         async with self._db.reading() as connection:
             rows = (await connection.execute(query.limit(check_limit(limit) + 1))).mappings().all()
         page = page_of([_from_row(row) for row in rows], limit, "audit", lambda entry: [entry.id])
-        return Page(data=page.data[::-1], has_more=False, next_cursor=None) if ends_there else page
+        return Page(data=page.data[::-1], next_cursor=None) if ends_there else page
 
     async def verify(self, expect: str | None = None, on_progress: Callable[[float], None] = lambda _fraction: None) -> Verdict:
         """Return whether the chain is whole, reading it in batches while others append to it.

@@ -24,8 +24,12 @@ class Page(Generic[T]):
     """Some rows of a list in its order. `next_cursor` is None on the last page."""
 
     data: list[T]
-    has_more: bool
     next_cursor: str | None
+
+    @property
+    def has_more(self) -> bool:
+        """Return whether a page follows."""
+        return self.next_cursor is not None
 
 
 def check_limit(limit: int) -> int:
@@ -68,5 +72,4 @@ def _is_storable(text: str) -> bool:
 def page_of(rows: Sequence[T], limit: int, name: str, position_of: Callable[[T], Sequence[str | int]]) -> Page[T]:
     """Return a page from `limit + 1` rows that were asked for: the extra one tells whether there is more."""
     data = list(rows[:limit])
-    has_more = len(rows) > limit
-    return Page(data=data, has_more=has_more, next_cursor=encode_cursor(name, position_of(data[-1])) if has_more else None)
+    return Page(data=data, next_cursor=encode_cursor(name, position_of(data[-1])) if len(rows) > limit else None)

@@ -138,7 +138,7 @@ class Invoices:
         async with self._db.reading() as connection:
             page = await _page(connection, limit, cursor, tenant_id, None, None, access)
             whole = await self._whole(connection, page.data)
-        return Page(data=[*whole], has_more=page.has_more, next_cursor=page.next_cursor)
+        return Page(data=[*whole], next_cursor=page.next_cursor)
 
     async def close(self, invoice_id: str, *, access: Access) -> Invoice:
         """Return the invoice, closed: it has a number and never changes.
