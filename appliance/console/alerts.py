@@ -7,12 +7,12 @@ from __future__ import annotations
 
 from collections.abc import Collection
 from typing import Any
-from urllib.parse import urlencode
 
 from litestar import get, post
 from litestar.params import FromPath
 
 from appliance.base.errors import BadRequest, RateLimitExceeded
+from appliance.console.addresses import next_page
 from appliance.console.context import Console, ConsoleDependency
 from appliance.console.forms import Form, sentence
 from appliance.console.rendering import Html
@@ -54,7 +54,7 @@ async def list_alerts(request: ConsoleRequest, console: ConsoleDependency) -> Ht
         "pages/alerts.html",
         webhooks=[_line(access, webhook, names, failing) for webhook in page.data],
         may_webhooks=access.may_somewhere(Action.WEBHOOKS),
-        next_page=f"/alerts?{urlencode({'cursor': page.next_cursor or ''})}" if page.has_more else None,
+        next_page=next_page("/alerts", page),
     )
 
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from datetime import date
-from urllib.parse import urlencode
 
 from litestar import get
 
+from appliance.console.addresses import address
 from appliance.console.audit_words import ACTIONS, SHOWN_AT_ONCE, audit_line
 from appliance.console.context import ConsoleDependency
 from appliance.console.rendering import Html
@@ -49,9 +49,7 @@ class Filters:
 
     def page(self, cursor: str = "") -> str:
         """Return the address of the entries after `cursor` with the same filters."""
-        given = {name: getattr(self, name) for name in self.__slots__} | {"cursor": cursor}
-        query = urlencode({name: value for name, value in given.items() if value})
-        return f"/audit?{query}" if query else "/audit"
+        return address("/audit", **{name: getattr(self, name) for name in self.__slots__} | {"cursor": cursor})
 
     def narrowed(self, calendar: BillingCalendar) -> AuditFilter:
         """Return what is read."""

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
-from urllib.parse import urlencode
 
+from appliance.console.addresses import address
 from appliance.console.request_lines import RequestLine, past_line
 from appliance.console.security import ConsoleRequest
 from appliance.metering.request_search import SEARCHED_MAX
@@ -52,9 +52,7 @@ class Filters:
 
     def page(self, cursor: str) -> str:
         """Return the address of the rows after `cursor` with the same filters."""
-        given = {"q": self.q, "tenant": self.tenant, "state": self.state, "cursor": cursor}
-        query = urlencode({name: value for name, value in given.items() if value})
-        return f"/requests?{query}" if query else "/requests"
+        return address("/requests", q=self.q, tenant=self.tenant, state=self.state, cursor=cursor)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

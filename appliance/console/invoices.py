@@ -5,12 +5,12 @@ from __future__ import annotations
 
 from datetime import timedelta
 from typing import Any
-from urllib.parse import urlencode
 
 from litestar import get, post
 from litestar.params import FromPath
 
 from appliance.base.errors import BadRequest, Conflict, GatehouseError
+from appliance.console.addresses import next_page
 from appliance.console.context import Console, ConsoleDependency
 from appliance.console.forms import Form
 from appliance.console.rendering import Html
@@ -98,7 +98,6 @@ async def _list(request: ConsoleRequest, console: Console, form: Form | None) ->
         access=access,
     )
     tenants = await tenants_by_name(services, access)
-    given = {"state": state, "month": month, "cursor": page.next_cursor or ""}
     return console.pages.page(
         request,
         "pages/invoices.html",
@@ -109,7 +108,7 @@ async def _list(request: ConsoleRequest, console: Console, form: Form | None) ->
         state=state,
         month=month,
         states=STATES,
-        next_page=f"/invoices?{urlencode({k: v for k, v in given.items() if v})}" if page.has_more else None,
+        next_page=next_page("/invoices", page, state=state, month=month),
         form=form,
         **WORDS,
     )

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from itertools import combinations
 from typing import Any
-from urllib.parse import urlencode
 
 from litestar import get, post
 from litestar.params import FromPath
 
 from appliance.base.errors import BadRequest, Conflict
+from appliance.console.addresses import next_page
 from appliance.console.context import Console, ConsoleDependency
 from appliance.console.forms import Form
 from appliance.console.limits import key_levels, read_limits
@@ -46,7 +46,7 @@ async def list_keys(request: ConsoleRequest, console: ConsoleDependency) -> Html
         keys=page.data,
         owners={tenant.id: tenant for tenant in await tenants_by_name(console.services, access)},
         may_keys=access.may_somewhere(Action.KEYS),
-        next_page=f"/keys?{urlencode({'cursor': page.next_cursor or ''})}" if page.has_more else None,
+        next_page=next_page("/keys", page),
     )
 
 

@@ -5,12 +5,11 @@ A password that is made here is shown in one answer only. Roles in single tenant
 
 from __future__ import annotations
 
-from urllib.parse import urlencode
-
 from litestar import get, post
 from litestar.params import FromPath
 
 from appliance.base.errors import BadRequest, Conflict
+from appliance.console.addresses import next_page
 from appliance.console.context import Console, ConsoleDependency
 from appliance.console.forms import Form
 from appliance.console.rendering import Html
@@ -61,7 +60,7 @@ async def list_members(request: ConsoleRequest, console: ConsoleDependency) -> H
             await services.memberships.of_members(ids, access=access),
             await tenant_names(services, access),
         ),
-        next_page=f"/members?{urlencode({'cursor': page.next_cursor or ''})}" if page.has_more else None,
+        next_page=next_page("/members", page),
     )
 
 

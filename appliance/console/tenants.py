@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from typing import Any
-from urllib.parse import urlencode
 
 from litestar import get, post
 from litestar.params import FromPath
 
 from appliance.base.errors import BadRequest, Conflict
+from appliance.console.addresses import next_page
 from appliance.console.context import Console, ConsoleDependency
 from appliance.console.forms import Form
 from appliance.console.limits import read_limits, tenant_levels
@@ -34,13 +34,12 @@ async def list_tenants(request: ConsoleRequest, console: ConsoleDependency) -> H
     page = await console.services.tenants.list(
         PAGE_ROWS, request.query_params.get("cursor"), include_archived=archived, access=access_of(request)
     )
-    more = {"cursor": page.next_cursor or ""} | ({"archived": "yes"} if archived else {})
     return console.pages.page(
         request,
         "pages/tenants.html",
         tenants=page.data,
         archived=archived,
-        next_page=f"/tenants?{urlencode(more)}" if page.has_more else None,
+        next_page=next_page("/tenants", page, archived="yes" if archived else ""),
     )
 
 

@@ -11,13 +11,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime, timedelta
 from typing import TYPE_CHECKING
-from urllib.parse import urlencode
 
 from litestar import Response, get
 
 from appliance.base.clock import rfc3339
 from appliance.base.errors import InvalidValue
 from appliance.base.spreadsheet import plain_text
+from appliance.console.addresses import address
 from appliance.console.charts import Column, columns
 from appliance.console.context import ConsoleDependency
 from appliance.console.rendering import Html
@@ -72,7 +72,7 @@ class View:
     def address(self, path: str = "/usage", **changes: str) -> str:
         """Return the address of this view with `changes`."""
         given = {"period": self.period, "group": self.group, "measure": self.measure, "tenant": self.tenant} | changes
-        return f"{path}?{urlencode({name: value for name, value in given.items() if value})}"
+        return address(path, **given)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
