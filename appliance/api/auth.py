@@ -84,17 +84,17 @@ async def authenticate_anybody(connection: Connection) -> Access:
     return access
 
 
-async def authenticate_reader(connection: Connection, action: Action = Action.READ) -> Access:
+async def authenticate_reader(connection: Connection) -> Access:
     """Return as `authenticate_administrator`; a tenant's own key with the scope `usage` may read of its tenant too."""
     secret = _bearer(connection) or connection.headers.get("x-api-key")
     if not secret or api_key_prefix(secret) is None:
-        return await authenticate_administrator(connection, action)
+        return await authenticate_administrator(connection, Action.READ)
     principal = await services_of(connection).keys.authenticate(secret, _address(connection))
     principal.check_scope(USAGE_SCOPE)
     access = access_of_key(principal, _actor("key", principal.key.prefix, principal.key.id))
     act_as(access.actor)
     structlog.contextvars.bind_contextvars(tenant_id=principal.tenant.id, key_id=principal.key.id)
-    access.require_somewhere(action)
+    access.require_somewhere(Action.READ)
     return access
 
 

@@ -101,8 +101,7 @@ class Access:
 
     def narrow(self, query: Select[Row], column: ColumnElement[Any], action: Action = Action.READ) -> Select[Row]:
         """Return `query` for rows of the tenants in which `action` is covered; rows of no tenant belong to the box."""
-        allowed = self.within(action)
-        return query if allowed is None else query.where(column.in_(sorted(allowed)))
+        return query.where(*self.narrows(column, action))
 
     def narrows(self, column: ColumnElement[Any], action: Action = Action.READ) -> Collection[ColumnElement[bool]]:
         """Return the conditions that `narrow` adds, for a query that is put together from conditions."""

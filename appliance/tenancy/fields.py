@@ -5,7 +5,7 @@ from __future__ import annotations
 import enum
 import unicodedata
 from collections.abc import Mapping, Sequence
-from typing import Final, TypeVar
+from typing import Final
 
 from appliance.base.errors import InvalidValue
 from appliance.tenancy.countries import COUNTRIES
@@ -47,13 +47,6 @@ class Unset(enum.Enum):
 
 UNSET: Final = Unset.UNSET
 """Stands in a change for a field that is left as it is; None would be a value."""
-
-T = TypeVar("T")
-
-
-def pick(change: T | Unset, current: T) -> T:
-    """Return the changed value, or `current` when the change leaves it alone."""
-    return current if isinstance(change, Unset) else change
 
 
 def check_name(value: object, param: str = "name") -> str:

@@ -114,10 +114,6 @@ class Members:
             raise NotFound("no such member", param="email")
         return member_from_row(row)
 
-    async def verify_password(self, email: str, password: str) -> Member:
-        """Return the member whose address and password these are. Raises as `prove_password`."""
-        return (await self.prove_password(email, password)).member
-
     async def prove_password(self, email: str, password: str) -> Proven:
         """Return the member whose address and password these are, for whoever acts on it in a later transaction.
 

@@ -52,7 +52,7 @@ async def test_somebody_is_let_in_changed_and_shut_out(box: ApiBox) -> None:
     made = await box.call("POST", "/members", status=201, json={"email": DORA, "role": "viewer"})
 
     assert set(made) == MEMBER_FIELDS | {"password"}
-    assert (await box.services.members.verify_password(DORA, made["password"])).id == made["id"]
+    assert (await box.services.members.prove_password(DORA, made["password"])).member.id == made["id"]
     headers = await as_member(box, DORA)
     assert (await refusal(box, "GET", "/me", 403, headers=headers))[0] == "password_change_needed"
     headers = await with_own_password(box, made)
@@ -74,7 +74,7 @@ async def test_a_new_password_ends_the_sessions_of_the_old_one(box: ApiBox) -> N
     fresh = await box.call("POST", f"/members/{made['id']}/reset-password")
 
     assert fresh["password"] != made["password"]
-    assert (await box.services.members.verify_password(DORA, fresh["password"])).id == made["id"]
+    assert (await box.services.members.prove_password(DORA, fresh["password"])).member.id == made["id"]
     await box.call("GET", "/me", status=401, headers=headers)
 
 

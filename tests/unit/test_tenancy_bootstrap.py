@@ -43,7 +43,7 @@ async def test_the_first_start_returns_secrets_that_work(database: Database, clo
     assert first.email == "admin@localhost"
     assert first.password is not None
     assert first.admin_token is not None
-    member = await Members(database, clock, hasher=quick_hasher()).verify_password(first.email, first.password)
+    member = (await Members(database, clock, hasher=quick_hasher()).prove_password(first.email, first.password)).member
     assert member.role == "owner"
     assert (await AdminTokens(database, clock).authenticate(first.admin_token)).role == "owner"
     principal = await Keys(database, clock, PEPPER).authenticate(first.api_key, "127.0.0.1")
@@ -70,7 +70,7 @@ async def test_what_the_operator_has_set_is_used_and_not_shown(database: Databas
     first = await start(database, clock, settings)
     assert first is not None
     assert (first.email, first.password, first.admin_token) == ("alice@example.com", None, None)
-    await Members(database, clock, hasher=quick_hasher()).verify_password("alice@example.com", "alice's password")
+    await Members(database, clock, hasher=quick_hasher()).prove_password("alice@example.com", "alice's password")
     await AdminTokens(database, clock).authenticate("alice's token")
 
 
@@ -101,11 +101,11 @@ async def test_secrets_that_nobody_was_shown_are_replaced_at_the_next_start(
     assert unseen.admin_token is not None
     assert shown.admin_token is not None
     members, tokens = Members(database, clock, hasher=quick_hasher()), AdminTokens(database, clock)
-    await members.verify_password(shown.email, shown.password)
+    await members.prove_password(shown.email, shown.password)
     await tokens.authenticate(shown.admin_token)
     await Keys(database, clock, PEPPER).authenticate(shown.api_key, "127.0.0.1")
     with pytest.raises(InvalidCredentials):
-        await members.verify_password(unseen.email, unseen.password)
+        await members.prove_password(unseen.email, unseen.password)
     with pytest.raises(InvalidApiKey):
         await tokens.authenticate(unseen.admin_token)
     with pytest.raises(InvalidApiKey):

@@ -41,7 +41,7 @@ async def test_somebody_new_is_invited_with_a_password_that_opens_the_door(
     )
 
     assert (membership.email, membership.role) == (DORA, TenantRole.DEVELOPER)
-    member = await people.verify_password(DORA, password or "")
+    member = (await people.prove_password(DORA, password or "")).member
     assert member.role is Role.MEMBER
     access = await belongings.access(member, SYSTEM)
     assert access.visible() == frozenset({cast.bob.tenant.id})
@@ -52,7 +52,7 @@ async def test_somebody_known_is_added_and_keeps_the_password(people: Members, b
     membership, password = await belongings.invite(people, cast.bob.tenant.id, "alice@example.com", "viewer", access=WHOLE_BOX)
 
     assert (membership.member_id, password) == (cast.alice.id, None)
-    assert (await people.verify_password("alice@example.com", ALICE_PASSWORD)).role is Role.OWNER
+    assert (await people.prove_password("alice@example.com", ALICE_PASSWORD)).member.role is Role.OWNER
 
 
 async def test_nobody_belongs_to_a_tenant_twice(people: Members, belongings: Memberships, cast: Cast) -> None:
@@ -188,10 +188,10 @@ async def test_who_is_disabled_is_signed_out_at_once_and_everywhere(
     async with database.reading() as connection:
         assert len((await connection.execute(select(sessions).where(sessions.c.member_id == dora.id))).all()) == 0
     with pytest.raises(InvalidCredentials):
-        await people.verify_password(DORA, "a password of tests")
+        await people.prove_password(DORA, "a password of tests")
     await people.change(dora.id, disabled=False)
     assert await doors.resolve(opened[0][0]) is None
-    assert (await people.verify_password(DORA, "a password of tests")).id == dora.id
+    assert (await people.prove_password(DORA, "a password of tests")).member.id == dora.id
 
 
 @pytest.mark.parametrize(
