@@ -4,28 +4,33 @@
 Usage: python -m bench.host_step [--steps 600] [--batches 1,64,256]
 
 Everything the host does between two launches is real: planning, slots, staging, booking, tokens to events. Only the step itself
-is left out, and copies go to main memory. Times are of the thread's CPU clock, so that other work on the machine does not
-count but for what it does to caches; `calibrator_us` is the time of 256 attribute updates just then. A call of that clock adds
-about 0.3 microseconds to each part. Phases: `steady` decodes at one batch size; `turnover` replaces a
-request in every second step, as 256 requests of 500 tokens do. One JSON row per run is appended to
-bench/results/host_step.jsonl.
+is left out, and copies go to main memory. A `turn` is all that the thread does in the engine's process: reading requests, the
+step, the status, and the frame with its events, written to the socket; `decode` is what the gateway takes to read that frame.
+Times are of the thread's CPU clock, so that other work on the machine does not count but for what it does to caches;
+`calibrator_us` is the time of 256 attribute updates just then. A call of that clock adds about 0.3 microseconds to each part.
+Phases: `steady` decodes at one batch size; `turnover` replaces a request in every second step, as 256 requests of 500 tokens
+do. One JSON row per run is appended to bench/results/host_step.jsonl.
 """
 
 from __future__ import annotations
 
 import argparse
 import gc
+import itertools
+import socket
 import statistics
 import time
 from collections.abc import Callable, Hashable
+from contextlib import closing, suppress
 from typing import Any
 
 import torch
 
 from bench.rows import heading, keep
 from engine.loop import Engine
+from engine.main import serve
 from engine.memory.device import GraphsTaken
-from engine.protocol import EngineInfo, GenerationRequest, SamplingParams
+from engine.protocol import EngineFrame, EngineInfo, GatewayFrame, GenerationRequest, SamplingParams
 from engine.runner.cuda_graphs import Calls
 from engine.runner.slot_runner import SlotRunner
 from engine.sampling.columns import Chosen, ColumnSampler, Kind
@@ -33,6 +38,7 @@ from engine.scheduling.block_pool import BlockPool
 from engine.scheduling.limits import SchedulerLimits
 from engine.scheduling.prefix_cache import PrefixCache
 from engine.scheduling.scheduler import Scheduler
+from engine.transport import FrameSocket, PeerClosed, decode_engine_frame
 
 WARM_STEPS = 60
 BLOCK_SIZE = 16
@@ -166,11 +172,67 @@ def make_engine(
 
 
 def submit(engine: Engine, number: int, max_tokens: int) -> None:
-    sampling = SamplingParams(seed=number, max_tokens=max_tokens, ignore_eos=True)
-    prompt = [number % 1000 + 2] * PROMPT_LEN
-    engine.submit(
-        GenerationRequest(request_id=str(number), tenant_id=f"t{number % 8}", prompt_token_ids=prompt, sampling=sampling)
+    engine.submit(wanted(number, max_tokens))
+
+
+def wanted(number: int, max_tokens: int) -> GenerationRequest:
+    """A request whose id is as long as those of the gateway."""
+    return GenerationRequest(
+        request_id=f"req_{number:032x}",
+        tenant_id=f"t{number % 8}",
+        prompt_token_ids=[number % 1000 + 2] * PROMPT_LEN,
+        sampling=SamplingParams(seed=number, max_tokens=max_tokens, ignore_eos=True),
     )
+
+
+class Wire:
+    """The engine's end of its socket, with the gateway's behind it: what the engine sends is read at once, and a request that
+    ends is replaced, neither of them on the clock. `turns` are CPU times between `receive`s, but for warm steps."""
+
+    def __init__(self, steps: int, parts: Parts, next_one: Callable[[], GenerationRequest]) -> None:
+        ours, theirs = socket.socketpair()
+        self._engine, self._gateway = FrameSocket(ours), FrameSocket(theirs)
+        self._steps = steps
+        self._parts = parts
+        self._next_one = next_one
+        self._started: float | None = None
+        self._num_turns = 0
+        self.turns: list[float] = []
+        self.decoding: list[float] = []
+        self.num_bytes: list[int] = []
+
+    def receive(self, timeout_s: float) -> list[bytes]:
+        """What the gateway sent. Raises `PeerClosed` after the last step."""
+        ended = time.thread_time()
+        if self._started is not None and self._num_turns > WARM_STEPS:
+            self.turns.append(ended - self._started)
+        elif self._num_turns == WARM_STEPS:
+            for each in self._parts.times.values():
+                each.clear()
+        for body in self._gateway.receive(0.0):
+            self._read(body)
+        if len(self.turns) == self._steps:
+            raise PeerClosed("the bench is over")
+        self._num_turns += 1
+        self._started = time.thread_time()
+        return self._engine.receive(timeout_s)
+
+    def send(self, frame: EngineFrame) -> None:
+        self._engine.send(frame)
+
+    def close(self) -> None:
+        self._engine.close()
+        self._gateway.close()
+
+    def _read(self, body: bytes) -> None:
+        started = time.thread_time()
+        frame = decode_engine_frame(body)
+        if self._num_turns > WARM_STEPS:
+            self.decoding.append(time.thread_time() - started)
+            self.num_bytes.append(len(body))
+        ended = sum(event.finish_reason is not None for event in frame.events)
+        if ended:
+            self._gateway.send(GatewayFrame(submit=[self._next_one() for _ in range(ended)]))
 
 
 def measure(batch: int, phase: str, steps: int) -> dict[str, Any]:
@@ -178,26 +240,19 @@ def measure(batch: int, phase: str, steps: int) -> dict[str, Any]:
     lifetime = steps + WARM_STEPS + 100 if phase == "steady" else 2 * batch
     for number in range(batch):
         submit(engine, number, lifetime if phase == "steady" else 2 + 2 * number)
-    number = batch
-    times: list[float] = []
+    numbers = itertools.count(batch)
+    parts.wrap(engine, "step", "step")
+    wire = Wire(steps, parts, lambda: wanted(next(numbers), lifetime))
     gc.collect()
     gc.freeze()
     gc.disable()
-    for step in range(WARM_STEPS + steps):
-        if step == WARM_STEPS:
-            for each in parts.times.values():
-                each.clear()
-        started = time.thread_time()
-        events = engine.step()
-        if step >= WARM_STEPS:
-            times.append(time.thread_time() - started)
-        for _ in range(sum(event.finish_reason is not None for event in events)):
-            submit(engine, number, lifetime)
-            number += 1
+    with closing(wire), suppress(PeerClosed):
+        serve(engine, wire)  # type: ignore[arg-type]
     gc.enable()
-    engine.abort_all()
-    found: dict[str, Any] = {"calibrator_us": calibrator_us()}
-    found |= {"batch": batch, "phase": phase, "step_us_p50": us(times), "step_us_p99": us(times, 0.99)}
+    found: dict[str, Any] = {"calibrator_us": calibrator_us(), "batch": batch, "phase": phase}
+    for label, times in (("turn", wire.turns), ("step", parts.times.pop("step"))):
+        found |= {f"{label}_us_p50": us(times), f"{label}_us_p99": us(times, 0.99), f"{label}_us_mean": us_mean(times)}
+    found |= {"decode_us_p50": us(wire.decoding), "frame_bytes_p50": statistics.median(wire.num_bytes)}
     return found | {f"{label}_us_p50": us(each) for label, each in parts.times.items()}
 
 
@@ -217,6 +272,10 @@ def calibrator_us() -> float:
             thing.number += 1
         times.append(time.thread_time() - started)
     return us(times)
+
+
+def us_mean(times: list[float]) -> float:
+    return round(1e6 * statistics.fmean(times), 1)
 
 
 def us(times: list[float], share: float = 0.5) -> float:
