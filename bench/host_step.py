@@ -241,7 +241,7 @@ def measure(batch: int, phase: str, steps: int) -> dict[str, Any]:
     for number in range(batch):
         submit(engine, number, lifetime if phase == "steady" else 2 + 2 * number)
     numbers = itertools.count(batch)
-    parts.wrap(engine, "step", "step")
+    parts.wrap(engine, "step_in_columns", "step")
     wire = Wire(steps, parts, lambda: wanted(next(numbers), lifetime))
     gc.collect()
     gc.freeze()

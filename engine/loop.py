@@ -42,7 +42,7 @@ from engine.scheduling.request import Request
 from engine.scheduling.scheduled_batch import BlockMoves, RowResult, ScheduledBatch, StepOutput
 from engine.scheduling.scheduler import Scheduler
 from engine.scheduling.step_budget import StepBudget
-from engine.scheduling.token_events import token_event
+from engine.scheduling.token_events import StepEvents, only_event, refusal
 
 FAILED_STEPS_MAX = 3
 PARKED_WAIT_S = 0.005
@@ -103,16 +103,16 @@ class Engine:
     def submit(self, wanted: GenerationRequest) -> list[TokenEvent]:
         """Queue a request. One that cannot be run ends at once: the final event of each of its answers says why."""
         if wanted.request_id in self._live:
-            return _refusal(wanted, f"request id {wanted.request_id} is already live", "request_id")
+            return refusal(wanted, f"request id {wanted.request_id} is already live", "request_id")
         try:
             check_request(wanted, self.info)
             spec = grammar_spec(wanted.sampling)
             if spec is not None and self._grammars is None:
                 raise InvalidOption(spec.param, f"{spec.param} is not available in this engine")
         except PromptError as error:
-            return _refusal(wanted, str(error), PROMPT_PARAM)
+            return refusal(wanted, str(error), PROMPT_PARAM)
         except InvalidOption as error:
-            return _refusal(wanted, str(error), error.param)
+            return refusal(wanted, str(error), error.param)
         self._checked_idle = False
         answers = self._make_answers(wanted, spec)
         self._live[wanted.request_id] = list(answers)
@@ -151,26 +151,30 @@ class Engine:
 
     def step(self) -> list[TokenEvent]:
         """Schedule, run, apply. Does next to nothing when no request is live."""
-        events = [] if self._overlapped is None else self._complete(self._overlapped)
+        return self.step_in_columns().told()
+
+    def step_in_columns(self) -> StepEvents:
+        """As `step`, without an object for each token."""
+        happened = StepEvents() if self._overlapped is None else self._complete(self._overlapped)
         started_s = self._clock()
-        events += self._admit_parked() + self._expire_parked() + self._scheduler.expire()
+        happened.others += self._admit_parked() + self._expire_parked() + self._scheduler.expire()
         if self._overlapped is not None and self._under_way is not None and self._scheduler.looks_for_guesses():
-            events += self._collect(self._overlapped, None)
+            happened.add(self._collect(self._overlapped, None))
         batch = self._scheduler.schedule()
         if batch.moves:
             self._move(batch.moves)
         if self._overlapped is not None and not batch.num_draft_tokens:
-            events += self._overlap(self._overlapped, batch, started_s)
+            happened.add(self._overlap(self._overlapped, batch, started_s))
         elif not batch.is_empty:
-            events += self._compute(batch, started_s)
+            happened.add(self._compute(batch, started_s))
         elif self._grammars:
             self._grammars.wait(PARKED_WAIT_S)
-        for event in events:
+        for event in happened.others:
             if event.finish_reason is not None:
                 self._forget_answer(event.request_id, event.index)
         if self._overlapped is not None and self._under_way is not None and not self._live:
             self._collect(self._overlapped, None)  # surplus rows of requests that have ended
-        return events
+        return happened
 
     def check_when_idle(self) -> None:
         """Once after work, when nothing is live: whether all blocks came back. Raises `EngineBroken` when they did not, since
@@ -203,15 +207,15 @@ class Engine:
             with_requests=with_requests,
         )
 
-    def _compute(self, batch: ScheduledBatch, started_s: float) -> list[TokenEvent]:
+    def _compute(self, batch: ScheduledBatch, started_s: float) -> StepEvents:
         items = batch.items
         outputs = run_isolated(self._runner, items) if self._overlapped is None else self._overlapped.verify(items)
         self._follow_grammars([item.request for item in items], outputs)
         predicted_s = self._predict(batch)
-        events = self._scheduler.apply(batch, outputs)
+        happened = StepEvents(self._scheduler.apply(batch, outputs))
         self._observe(batch, predicted_s, self._clock() - max(started_s, self._collected_s))
         self._judge(outputs)
-        return events
+        return happened
 
     def _predict(self, batch: ScheduledBatch) -> float:
         return self._step_budget.model.batch_s(batch) if self._step_budget is not None else 0.0
@@ -221,35 +225,35 @@ class Engine:
         if self._step_budget is not None:
             self._step_budget.observe(predicted_s, step_s, has_chunk=bool(batch.prefills))
 
-    def _overlap(self, overlapped: OverlappedSteps, batch: ScheduledBatch, started_s: float) -> list[TokenEvent]:
+    def _overlap(self, overlapped: OverlappedSteps, batch: ScheduledBatch, started_s: float) -> StepEvents:
         """Launch a step, then take over the one before it; one that cannot be launched is computed when that is done."""
         launched = None
         if not batch.is_empty:
             launched = overlapped.launch(batch, predicted_s=self._predict(batch), now_s=started_s)
         elif self._under_way is None and self._grammars:
             self._grammars.wait(PARKED_WAIT_S)
-        events = [] if self._under_way is None else self._collect(overlapped, launched)
+        happened = StepEvents() if self._under_way is None else self._collect(overlapped, launched)
         self._under_way = launched
         if launched is not None and (overlapped.is_synchronous or not launched.completion_waits):
-            events += self._complete(overlapped)
+            happened.add(self._complete(overlapped))
         if self._under_way is not None and overlapped.is_synchronous:
-            events += self._collect(overlapped, None)
-        return events
+            happened.add(self._collect(overlapped, None))
+        return happened
 
-    def _complete(self, overlapped: OverlappedSteps) -> list[TokenEvent]:
+    def _complete(self, overlapped: OverlappedSteps) -> StepEvents:
         """Begin the rest of the step under way, if there is one; when that cannot be, compute it in the plain way."""
         if self._under_way is None:
-            return []
+            return StepEvents()
         overlapped.complete(self._under_way)
-        return [] if self._under_way.pending is not None else self._collect(overlapped, None)
+        return StepEvents() if self._under_way.pending is not None else self._collect(overlapped, None)
 
-    def _collect(self, overlapped: OverlappedSteps, behind: StepUnderWay | None) -> list[TokenEvent]:
+    def _collect(self, overlapped: OverlappedSteps, behind: StepUnderWay | None) -> StepEvents:
         """Take over the step under way; `behind` was launched after it."""
         step, self._under_way = self._under_way, None
         assert step is not None, "no step is under way"
         outputs = overlapped.collect(step, behind)
         self._follow_grammars(step.in_flight.requests, outputs)
-        events = self._scheduler.settle(step.in_flight, outputs)
+        happened = self._scheduler.settle(step.in_flight, outputs)
         now_s = self._clock()
         self._observe(step.batch, step.predicted_s, now_s - max(step.launched_s, self._collected_s))
         self._collected_s = now_s
@@ -257,7 +261,7 @@ class Engine:
             self._failed_steps = 0
         elif computed := [output for output in outputs if isinstance(output, StepOutput)]:
             self._judge(computed)
-        return events
+        return happened
 
     def _move(self, moves: BlockMoves) -> None:
         """Move blocks, if need be at a second attempt."""
@@ -307,15 +311,15 @@ class Engine:
             if error is None:
                 self._enqueue(answers)
             elif isinstance(error, EngineOverloaded):
-                events += [_final(request, FinishReason.OVERLOADED, str(error)) for request in answers]
+                events += [only_event(request, FinishReason.OVERLOADED, str(error)) for request in answers]
             else:
                 param = error.param if isinstance(error, InvalidOption) else None
-                events += [_final(request, FinishReason.ERROR, str(error), param) for request in answers]
+                events += [only_event(request, FinishReason.ERROR, str(error), param) for request in answers]
         return events
 
     def _expire_parked(self) -> list[TokenEvent]:
         late = self._grammars.take_expired(self._clock()) if self._grammars else []
-        return [_final(request, FinishReason.DEADLINE) for request in late]
+        return [only_event(request, FinishReason.DEADLINE) for request in late]
 
     def _enqueue(self, answers: Sequence[Request]) -> None:
         """The first of them computes the prompt, the others share it."""
@@ -326,7 +330,7 @@ class Engine:
 
     def _end(self, request: Request, reason: FinishReason) -> TokenEvent:
         if self._grammars is not None and self._grammars.remove(request):
-            return _final(request, reason)
+            return only_event(request, reason)
         event = self._scheduler.abort(request)
         assert event is not None, f"request {request.request_id} was live and had ended"
         return event
@@ -372,27 +376,3 @@ class Engine:
             priority=wanted.priority,
             queue_deadline_s=None if index or wanted.queue_deadline_s is None else now_s + wanted.queue_deadline_s,
         )
-
-
-def _final(request: Request, reason: FinishReason, error: str | None = None, param: str | None = None) -> TokenEvent:
-    """The only event of an answer that ended while it was parked."""
-    request.finish(reason)
-    event = token_event(request, [])
-    event.error, event.error_param = error, param
-    return event
-
-
-def _refusal(wanted: GenerationRequest, reason: str, param: str) -> list[TokenEvent]:
-    return [
-        TokenEvent(
-            request_id=wanted.request_id,
-            token_ids=[],
-            num_output_tokens=0,
-            num_prompt_tokens_computed=0,
-            finish_reason=FinishReason.ERROR,
-            error=reason,
-            index=index,
-            error_param=param,
-        )
-        for index in range(wanted.sampling.num_answers)
-    ]

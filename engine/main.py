@@ -111,12 +111,13 @@ def serve(engine: Engine, connection: FrameSocket) -> None:
             connection.send(EngineFrame(events=events + engine.abort_all(), status=engine.status()))
             connection.drain(DRAIN_TIMEOUT_S)
             return
-        events += engine.step()
+        happened = engine.step_in_columns()
         now_s = time.monotonic()
         with_requests = now_s >= progress_due_s
         if with_requests:
             progress_due_s = now_s + PROGRESS_INTERVAL_S
-        connection.send(EngineFrame(events=events, status=engine.status(with_requests=with_requests)))
+        status = engine.status(with_requests=with_requests)
+        connection.send(EngineFrame(events=events + happened.others, decoded=happened.decoded, status=status))
 
 
 def _take(engine: Engine, body: bytes, events: list[TokenEvent]) -> bool:

@@ -72,7 +72,7 @@ class TokenLogprob:
 
 
 @dataclass(slots=True)
-class TokenEvent:  # neither frozen nor of keywords only: a step makes one per running request, and both cost more than the rest
+class TokenEvent:  # neither frozen nor of keywords only: a step may make hundreds, and both cost more than the rest
     """What one step did to one answer of a request. `index` counts the `n` answers of a request from 0; exactly one event
     of each answer has `finish_reason` set, and it is the answer's last.
 
@@ -100,6 +100,11 @@ class TokenEvent:  # neither frozen nor of keywords only: a step makes one per r
     prompt_logprobs: list[TokenLogprob] | None = None
     error_param: str | None = None
     num_rejected_draft_tokens: int = 0
+
+
+DecodedToken = tuple[str, int, int]
+"""One more token of an answer that goes on: request_id, index, token id. Its count is one more, and all else is as the last
+event of the answer had it. A step in which nobody comes or goes has hundreds of these and no event."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -228,12 +233,14 @@ class GatewayFrame:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineFrame:
-    """Engine to gateway. While loading only `load_fraction` is set; then `ready` once; then `events` and `status`.
+    """Engine to gateway. While loading only `load_fraction` is set; then `ready` once; then `events`, what is `decoded` behind
+    them, and `status`.
 
     `fatal` is the reason for an exit that follows at once (a model that cannot be loaded, say).
     """
 
     events: list[TokenEvent] = field(default_factory=list)
+    decoded: list[DecodedToken] = field(default_factory=list)
     status: EngineStatus | None = None
     ready: EngineInfo | None = None
     load_fraction: float | None = None

@@ -125,6 +125,12 @@ class EngineClient:
             stream.put(event)
             if not stream.open_answers:
                 del self._streams[event.request_id]
+        for request_id, index, token_id in frame.decoded:
+            stream = self._streams.get(request_id)
+            if stream is None:
+                self._on_discarded(1)
+            else:
+                stream.put_token(index, token_id)
         self._on_frame(frame)
 
     def _plan_flush(self) -> None:

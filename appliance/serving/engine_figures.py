@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable
 
 from appliance.serving.usage_balance import UsageBalance
-from engine.protocol import EngineStatus, TenantProgress, TokenEvent
+from engine.protocol import EngineFrame, EngineStatus, TenantProgress
 
 RATE_WINDOW_S = 2.0
 TTFTS_MAX = 256
@@ -26,11 +25,12 @@ class EngineFigures:
         self.probe_prompt_tokens = 0
         self._probe_output_tokens = 0
 
-    def note_events(self, events: Iterable[TokenEvent]) -> None:
+    def note_tokens(self, frame: EngineFrame) -> None:
         """Count what a probe took; called before the status of the same frame, whose totals hold it."""
         if self.probe_id is None:
             return
-        for event in events:
+        self._probe_output_tokens += sum(request_id == self.probe_id for request_id, _, _ in frame.decoded)
+        for event in frame.events:
             if event.request_id == self.probe_id:
                 self._probe_output_tokens += len(event.token_ids)
                 if event.finish_reason is not None:

@@ -12,6 +12,7 @@ from collections import deque
 from appliance.base.errors import EngineUnavailable
 from appliance.serving.wakeup import Wakeup
 from engine.protocol import TokenEvent, TokenLogprob
+from engine.transport import MalformedFrame
 
 EVENTS_MAX = 256
 
@@ -26,16 +27,26 @@ class EventStream:
         self.request_id = request_id
         self.open_answers = set(range(num_answers))
         self._events: deque[TokenEvent] = deque()
+        self._last: dict[int, TokenEvent] = {}
         self._failure: str | None = None
         self._reader = Wakeup()
 
     def put(self, event: TokenEvent) -> None:
         """Add `event`; merge it into the last one of its answer when the box is full."""
+        self._last[event.index] = event
         if len(self._events) < EVENTS_MAX or not self._merged_into_last(event):
             self._events.append(event)
         if event.finish_reason is not None:
             self.open_answers.discard(event.index)
         self._reader.wake()
+
+    def put_token(self, index: int, token_id: int) -> None:
+        """Add the event of one more token, of which the engine has said nothing else. Raises MalformedFrame for the first one
+        of an answer."""
+        last = self._last.get(index)
+        if last is None:
+            raise MalformedFrame(f"answer {index} of request {self.request_id} goes on without a beginning")
+        self.put(one_more(last, token_id))
 
     def fail(self, reason: str) -> None:
         """Say that the engine is gone. Events that came before are still delivered."""
@@ -59,6 +70,21 @@ class EventStream:
                 self._events[place] = merged(self._events[place], event)
                 return True
         return False
+
+
+def one_more(last: TokenEvent, token_id: int) -> TokenEvent:
+    """Return the event of a token behind that of `last`, when nothing else has changed."""
+    return TokenEvent(
+        last.request_id,
+        [token_id],
+        last.num_output_tokens + 1,
+        last.num_prompt_tokens_computed,
+        last.num_cached_tokens,
+        last.num_preemptions,
+        last.queue_s,
+        index=last.index,
+        num_rejected_draft_tokens=last.num_rejected_draft_tokens,
+    )
 
 
 def merged(earlier: TokenEvent, later: TokenEvent) -> TokenEvent:

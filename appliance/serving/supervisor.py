@@ -236,10 +236,10 @@ class Supervisor:
             self._loaded, self._progress_monotonic_s = frame.load_fraction, now_s
         if frame.ready is not None:
             self.figures.balance.process_ready()
-        self.figures.note_events(frame.events)
+        self.figures.note_tokens(frame)
         if frame.status is not None:
             self.figures.note_status(frame.status, now_s)
-        if any(event.token_ids for event in frame.events):
+        if frame.decoded or any(event.token_ids for event in frame.events):
             self.last_token_monotonic_s = now_s
         if frame.ready is not None and self.state in ("loading", "restarting"):
             self.error = None

@@ -260,7 +260,7 @@ def _host(context: Context, name: str, engine: Engine, window: Window) -> None:
     parts = {label: 1e6 * of_all_s / len(further) for label, of_all_s in taken_s.items()}
     row.facts["parts_us"] = parts | {REST: 1e6 * mean(further) - sum(parts.values())}
     told = ", ".join(f"{label} {taken_us:.0f}" for label, taken_us in row.facts["parts_us"].items())
-    row.note = f"CPU time of engine.step(), waiting for the device sleeps; its parts in further steps, mean µs: {told}"
+    row.note = f"CPU time of a step as it is served, waiting for the device sleeps; its parts in further steps, mean µs: {told}"
     context.emit(window.graphs.told(row, whole=True))
 
 

@@ -165,11 +165,11 @@ def steps(engine: Engine, until: Callable[[Window], bool], *, ended: Callable[[s
     with watched(engine) as (look, window.graphs):
         while engine.has_requests and not until(window):
             cpu_s, started_s = time.thread_time(), time.perf_counter()
-            events = engine.step()
+            happened = engine.step_in_columns()
             window.cpu_s.append(time.thread_time() - cpu_s)
             window.step_s.append(time.perf_counter() - started_s)
-            window.tokens.append(sum(len(event.token_ids) for event in events))
-            for event in events:
+            window.tokens.append(len(happened.token_ids) + sum(len(event.token_ids) for event in happened.others))
+            for event in happened.others:
                 if event.error is not None:
                     raise RuntimeError(f"request {event.request_id} failed: {event.error}")
                 if event.finish_reason is not None and ended is not None:

@@ -24,7 +24,7 @@ from engine.scheduling.lifecycle import Lifecycle
 from engine.scheduling.limits import SchedulerTotals
 from engine.scheduling.request import UNKNOWN_TOKEN, Request, RequestStatus
 from engine.scheduling.scheduled_batch import RowResult, ScheduledBatch, ScheduledRequest, StepOutput
-from engine.scheduling.token_events import token_event
+from engine.scheduling.token_events import StepEvents, token_event
 
 
 class Outcomes:
@@ -163,13 +163,16 @@ class Outcomes:
             self._lifecycle.stop_decoding(request)
         return in_flight
 
-    def settle(self, in_flight: InFlightBatch, outputs: Sequence[RowResult]) -> list[TokenEvent]:
+    def settle(self, in_flight: InFlightBatch, outputs: Sequence[RowResult]) -> StepEvents:
         """See `Scheduler.settle`."""
         assert len(outputs) == len(in_flight.requests), "a step has one output per row"
         self.num_under_way -= 1
         num_decodes, block_size, num_tokens = in_flight.num_decodes, self._block_size, 0
         finished = RequestStatus.FINISHED
         events: list[TokenEvent] = []
+        going_on: list[Request] = []
+        starts: list[int] = []
+        token_ids: list[int] = []
         for request, start, output in zip(in_flight.requests[:num_decodes], in_flight.starts, outputs, strict=False):
             if output is None or request.status is finished:
                 continue
@@ -184,10 +187,14 @@ class Outcomes:
             if output not in request.stop_ids and end + 1 < request.max_total_tokens:  # what `fill` does when nothing ends
                 request.token_ids[end] = output
                 request.num_unknown_tokens -= 1
-                events.append(token_event(request, [output]))
-                continue
-            reason = request.fill(end, output)
-            events.append(token_event(request, [output]) if reason is None else self._lifecycle.end(request, reason, [output]))
+            else:
+                reason = request.fill(end, output)
+                if reason is not None:
+                    events.append(self._lifecycle.end(request, reason, [output]))
+                    continue
+            going_on.append(request)
+            starts.append(start)
+            token_ids.append(output)
         self._totals.generation_tokens += num_tokens
         for row in range(num_decodes, len(in_flight.requests)):
             output = outputs[row]
@@ -195,7 +202,7 @@ class Outcomes:
                 event = self._settle_prefill(in_flight, row, StepOutput([output]) if isinstance(output, int) else output)
                 if event is not None:
                     events.append(event)
-        return events
+        return StepEvents(events, going_on, starts, token_ids)
 
     def _settle_rarely(self, request: Request, start: int, end: int, output: StepOutput) -> TokenEvent:
         """What has log-probabilities or an error; positions `start` … `end` - 1 were computed."""

@@ -39,6 +39,7 @@ from engine.scheduling.request import Request, RequestStatus
 from engine.scheduling.scheduled_batch import RowResult, ScheduledBatch, ScheduledRequest, StepOutput
 from engine.scheduling.step_budget import StepBudget
 from engine.scheduling.tenant_rotation import TenantRotation
+from engine.scheduling.token_events import StepEvents
 from engine.scheduling.urgency import FIRST_TOKEN_TARGET_S, Urgency
 
 
@@ -238,9 +239,9 @@ class Scheduler:
         self._planned = None
         return self._outcomes.advance(batch)
 
-    def settle(self, in_flight: InFlightBatch, outputs: Sequence[RowResult]) -> list[TokenEvent]:
+    def settle(self, in_flight: InFlightBatch, outputs: Sequence[RowResult]) -> StepEvents:
         """Take over what a step under way computed; `outputs[i]` belongs to row i, None for one that was not computed because
-        its request lost its blocks: it will be computed again. Returns the events to send."""
+        its request lost its blocks: it will be computed again. Returns what to send."""
         return self._outcomes.settle(in_flight, outputs)
 
     def abandon_steps(self) -> None:

@@ -1,9 +1,46 @@
-"""`TokenEvent`s that say what a step did to a request. Knows no torch."""
+"""What a step did to its requests, for those who asked: tokens in columns, and a `TokenEvent` for everything else. No torch."""
 
 from __future__ import annotations
 
-from engine.protocol import TokenEvent, TokenLogprob
+from dataclasses import dataclass, field
+
+from engine.protocol import DecodedToken, FinishReason, GenerationRequest, TokenEvent, TokenLogprob
 from engine.scheduling.request import Request
+
+
+@dataclass(slots=True)
+class StepEvents:
+    """`requests[i]` got `token_ids[i]` behind its token at `starts[i]`, and goes on: nearly all that a step does, and too many
+    for an object each. `others` tell of the rest and come first; no answer is in both."""
+
+    others: list[TokenEvent] = field(default_factory=list)
+    requests: list[Request] = field(default_factory=list)
+    starts: list[int] = field(default_factory=list)
+    token_ids: list[int] = field(default_factory=list)
+
+    @property
+    def decoded(self) -> list[DecodedToken]:
+        """The columns as they are sent."""
+        rows = zip(self.requests, self.token_ids, strict=True)
+        return [(request.request_id, request.index, token_id) for request, token_id in rows]
+
+    def add(self, later: StepEvents) -> None:
+        """What happened after all that is here, perhaps to the same requests."""
+        if later.others or later.requests:
+            self.others = self.told() + later.others
+            self.requests, self.starts, self.token_ids = later.requests, later.starts, later.token_ids
+
+    def told(self) -> list[TokenEvent]:
+        """An event for everything."""
+        rows = zip(self.requests, self.starts, self.token_ids, strict=True)
+        return self.others + [_one_more(request, start, token_id) for request, start, token_id in rows]
+
+
+def _one_more(request: Request, start: int, token_id: int) -> TokenEvent:
+    event = token_event(request, [token_id])
+    event.num_output_tokens = start + 2 - request.num_prompt_tokens
+    event.finish_reason = None  # it may have ended since
+    return event
 
 
 def token_event(request: Request, token_ids: list[int], *, prompt_logprobs: list[TokenLogprob] | None = None) -> TokenEvent:
@@ -24,3 +61,28 @@ def token_event(request: Request, token_ids: list[int], *, prompt_logprobs: list
         None,
         request.num_rejected_draft_tokens,
     )
+
+
+def only_event(request: Request, reason: FinishReason, error: str | None = None, param: str | None = None) -> TokenEvent:
+    """End an answer that the scheduler never had; its one event."""
+    request.finish(reason)
+    event = token_event(request, [])
+    event.error, event.error_param = error, param
+    return event
+
+
+def refusal(wanted: GenerationRequest, reason: str, param: str) -> list[TokenEvent]:
+    """The events of a request that is not queued, one for each of its answers."""
+    return [
+        TokenEvent(
+            request_id=wanted.request_id,
+            token_ids=[],
+            num_output_tokens=0,
+            num_prompt_tokens_computed=0,
+            finish_reason=FinishReason.ERROR,
+            error=reason,
+            index=index,
+            error_param=param,
+        )
+        for index in range(wanted.sampling.num_answers)
+    ]

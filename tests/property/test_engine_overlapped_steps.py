@@ -13,12 +13,13 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from engine.protocol import FinishReason, TokenEvent
+from engine.protocol import FinishReason
 from engine.runner.input_rows import InputRow
 from engine.runner.rows import FIRST, NONE
 from engine.sampling.columns import Kind
 from engine.sampling.logits_rules import SampledRow
 from engine.sampling.typical_masks import is_typical
+from engine.scheduling.token_events import StepEvents
 from kernels import ops
 from kernels.simd.vectors import LANES
 from tests.support.engine_histories import (
@@ -92,15 +93,15 @@ def test_the_host_waits_for_logits_of_typical_rows_when_the_tokens_before_theirs
     requests = [*requests, *(PlannedRequest((5, 6, 7, 8), wish, 9, seed, seed, None) for seed, wish in enumerate(typical))]
     engine = with_grammars(overlapped_engine(folder / "llama", **room.options))
     runner: Any = engine.runner
-    step, narrow = engine.step, runner._masks._typical.narrow
+    step, narrow = engine.step_in_columns, runner._masks._typical.narrow
     out: Counter[tuple[str, int]] = Counter()
     behind: list[int] = []
 
-    def handed_out() -> list[TokenEvent]:
-        events = step()
-        for event in events:
+    def handed_out() -> StepEvents:
+        happened = step()
+        for event in happened.told():
             out[event.request_id, event.index] = event.num_output_tokens
-        return events
+        return happened
 
     def waits(masks: torch.Tensor, logits: torch.Tensor, rows: dict[int, SampledRow]) -> None:
         for row in rows.values():
@@ -110,7 +111,7 @@ def test_the_host_waits_for_logits_of_typical_rows_when_the_tokens_before_theirs
                 behind.append(before - out[request.request_id, request.index])
         narrow(masks, logits, rows)
 
-    with mock.patch.object(engine, "step", handed_out), mock.patch.object(runner._masks._typical, "narrow", waits):
+    with mock.patch.object(engine, "step_in_columns", handed_out), mock.patch.object(runner._masks._typical, "narrow", waits):
         found = run(engine, requests, preempt_at=preempt_at)
     assert_as_alone(folder, "llama", requests, found)
     assert behind == [0] * len(behind)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from concurrent.futures import Future
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -14,6 +15,7 @@ from typing import Any, NamedTuple
 import pytest
 from hypothesis import strategies as st
 
+from appliance.serving.event_stream import one_more
 from engine.grammar.lark import to_lark
 from engine.grammar.matcher import CompiledGrammar, of_text, token_trie
 from engine.grammar.spec import GrammarSpec
@@ -184,6 +186,7 @@ def assert_same_scores(found: list[TokenLogprob], expected: list[TokenLogprob]) 
 
 
 def run(engine: Engine, requests: list[PlannedRequest], *, preempt_at: int | None) -> list[dict[int, Any]]:
+    """What became of the requests, as the gateway hears it."""
     events: dict[str, list[TokenEvent]] = {str(index): [] for index in range(len(requests))}
     step = 0
     while engine.has_requests or step <= max(each.arrives for each in requests):
@@ -195,8 +198,14 @@ def run(engine: Engine, requests: list[PlannedRequest], *, preempt_at: int | Non
         if step == preempt_at:
             preempt_all(engine)
             evict_all(engine)
-        for event in engine.step():
+        happened = engine.step_in_columns()
+        for event in happened.others:
             events[event.request_id].append(event)
+        for (request_id, index, token_id), told in zip(happened.decoded, happened.told()[len(happened.others) :], strict=True):
+            last = next(event for event in reversed(events[request_id]) if event.index == index)
+            heard = one_more(last, token_id)
+            events[request_id].append(heard)
+            assert heard == replace(told, num_preemptions=heard.num_preemptions), "the gateway would hear something else"
         engine.check_invariants()
         step += 1
     assert engine.status().kv_blocks_used == 0, "blocks were lost"

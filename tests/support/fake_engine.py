@@ -12,9 +12,10 @@ import asyncio
 import os
 import socket
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from engine.protocol import (
+    DecodedToken,
     EngineFrame,
     EngineInfo,
     EngineStatus,
@@ -64,6 +65,7 @@ class FakeEngine:
         self._steps = 0
         self._woken = asyncio.Event()
         self._allowed = asyncio.Event()
+        self._told: dict[tuple[str, int], int] = {}
         self.counted: Counter[str] = Counter()
         self.computed: Counter[str] = Counter()
         self.steps_allowed: int | None = None
@@ -89,10 +91,24 @@ class FakeEngine:
         self._allowed.set()
 
     def send(self, frame: EngineFrame) -> None:
-        """Send one frame."""
+        """Send one frame, in which answers that merely go on have no events, as the engine does."""
         for told in frame.events:
             self.computed[told.request_id] = max(self.computed[told.request_id], told.num_prompt_tokens_computed)
-        self._writer.write(encode_frame(frame))
+        others: list[TokenEvent] = []
+        decoded: list[DecodedToken] = []
+        for told in frame.events:
+            if self._goes_on(told):
+                decoded.append((told.request_id, told.index, told.token_ids[0]))
+            else:
+                others.append(told)
+        self._writer.write(encode_frame(replace(frame, events=others, decoded=decoded)))
+
+    def _goes_on(self, told: TokenEvent) -> bool:
+        answer = told.request_id, told.index
+        before, self._told[answer] = self._told.get(answer), told.num_output_tokens
+        if before is None or told.finish_reason is not None or told.logprobs is not None:
+            return False
+        return len(told.token_ids) == 1 and told.num_output_tokens == before + 1
 
     def _receive(self, frame: GatewayFrame) -> None:
         self.frames.append(frame)

@@ -21,11 +21,13 @@ from engine.scheduling.prefix_cache import PrefixCache
 from engine.scheduling.request import Request
 from engine.scheduling.scheduled_batch import BlockMoves, RowResult, ScheduledRequest, StepOutput
 from engine.scheduling.scheduler import Scheduler
+from engine.scheduling.token_events import StepEvents, token_event
 from engine.speculation import prompt_lookup
 from engine.speculation.options import SpeculativeOptions
 from engine.speculation.prompt_lookup import AdaptiveDrafter
 from engine.step_sizes import draft_graphs_kept, graphs_kept, guesses_size, step_size
 from tests.support.engines import FREE_ROWS, run_to_end, tokens, wanted
+from tests.support.scheduling import make_request
 
 MAX_MODEL_LEN = 64
 STOP = 7
@@ -224,6 +226,28 @@ def test_tokens_of_a_step_are_out_before_the_host_waits_for_the_logits_of_the_ne
         runner.log.clear()
         assert [event.num_output_tokens for event in engine.step()] == out
         assert runner.log == launched
+
+
+def test_a_step_in_which_nobody_comes_or_goes_has_no_events() -> None:
+    engine = make_engine(FakeAheadRunner())
+    engine.submit(wanted("a", [1, 2], max_tokens=4))
+    engine.submit(wanted("b", [1, 2], max_tokens=4))
+    steps = [engine.step_in_columns() for _ in range(5)]
+    assert [[event.num_output_tokens for event in step.others] for step in steps] == [[], [1, 1], [], [], [4, 4]]
+    assert [step.decoded for step in steps[2:4]] == [[(name, 0, token_of(name, n)) for name in "ab"] for n in (3, 4)]
+
+
+def test_tokens_of_two_steps_that_come_at_once_are_told_in_order() -> None:
+    request = make_request("a", 2, max_tokens=4)
+    request.token_ids += [7, 8, 9]
+    happened = StepEvents([], [request], [2], [8])
+    happened.add(StepEvents())
+    assert happened.decoded == [("a", 0, 8)]
+    request.finish(FinishReason.STOP)
+    happened.add(StepEvents([token_event(request, [9])]))
+    assert not happened.decoded
+    told = [(event.token_ids, event.num_output_tokens, event.finish_reason) for event in happened.told()]
+    assert told == [([8], 2, None), ([9], 3, FinishReason.STOP)]
 
 
 def test_a_surplus_step_is_completed_before_it_is_thrown_away() -> None:

@@ -31,7 +31,8 @@ ANSWER = EngineFrame(
             request_id="a", token_ids=[4], num_output_tokens=1, num_prompt_tokens_computed=2,
             logprobs=[TokenLogprob(logprob=-0.5, top_token_ids=[4], top_logprobs=[-0.5])], finish_reason=FinishReason.STOP,
         )
-    ]
+    ],
+    decoded=[("b", 1, 5)],
 )  # fmt: skip
 NewLoop = Callable[[], asyncio.AbstractEventLoop]
 LOOPS: list[NewLoop] = [asyncio.new_event_loop, uvloop.new_event_loop]

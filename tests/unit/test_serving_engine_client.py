@@ -6,6 +6,7 @@ import asyncio
 import socket
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -139,6 +140,34 @@ async def test_events_before_the_end_are_delivered_before_the_error() -> None:
     assert len(await stream.take()) == 1
     with pytest.raises(EngineUnavailable, match="gone"):
         await stream.take()
+
+
+async def test_an_answer_that_goes_on_is_one_token_longer_and_else_as_it_was() -> None:
+    stream = EventStream("req_1", 2)
+    first = event(wanted("req_1", [5]), [5], 3, index=1)
+    stream.put(first)
+    stream.put_token(1, 6)
+    stream.put_token(1, 7)
+
+    said = [first, replace(first, token_ids=[6], num_output_tokens=4), replace(first, token_ids=[7], num_output_tokens=5)]
+    assert await stream.take() == said
+    assert stream.open_answers == {0, 1}
+
+
+async def test_an_answer_cannot_go_on_before_it_has_begun() -> None:
+    async with connected() as (client, engine, _):
+        stream = client.submit(wanted("req_1", [STALL]))
+        engine._writer.write(encode_frame(EngineFrame(decoded=[("req_1", 0, 5)])))
+        with pytest.raises(EngineUnavailable, match="without a beginning"):
+            await stream.take()
+
+
+async def test_tokens_of_nobody_are_counted() -> None:
+    discarded: list[int] = []
+    async with connected(on_discarded=discarded.append) as (client, engine, _):
+        engine._writer.write(encode_frame(EngineFrame(decoded=[("req_gone", 0, 5), ("req_gone", 0, 6)])))
+        await all_events(client.submit(wanted("req_1", [5])))
+        assert discarded == [1, 1]
 
 
 async def test_a_slow_owner_gets_merged_events_without_a_gap() -> None:

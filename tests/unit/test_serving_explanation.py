@@ -8,7 +8,7 @@ import pytest
 
 from appliance.serving.engine_figures import RATE_WINDOW_S, EngineFigures
 from appliance.serving.explanation import Timeline, explain
-from engine.protocol import FinishReason, TokenEvent
+from engine.protocol import EngineFrame, FinishReason, TokenEvent
 from tests.support.fake_engine import engine_status
 
 DONE = Timeline(
@@ -90,7 +90,8 @@ def test_a_probe_is_in_no_rate() -> None:
     for second in range(4):
         figures.probe_id = f"probe_{second}"
         token = TokenEvent(f"probe_{second}", [7], 1, 1, finish_reason=FinishReason.LENGTH)
-        figures.note_events([token, TokenEvent("req_1", [7], 1, 1)])
+        told, others = [token, TokenEvent("req_1", [7], 1, 1)], [("req_2", 0, 8)]
+        figures.note_tokens(EngineFrame(events=told, decoded=others))
         figures.note_status(engine_status(generation_tokens_total=2 * second + 2), float(second))
 
     assert figures.tokens_per_second(3.0) == 1.0
