@@ -96,7 +96,8 @@ class SlotTable:
         self._lens = np.full(num_slots, NOTHING, dtype=np.int64)
         self._tables: list[Sequence[int] | None] = [None] * num_slots
         self._num_blocks = [0] * num_slots
-        self._requests: list[Request] = []  # of the last step
+        self._items: Sequence[ScheduledRequest] | None = None  # of the last step
+        self._requests: list[Request] = []
         self._slots: list[int] = []
         self._step_slots = np.zeros(0, dtype=np.int64)
         self._step_tables: list[Sequence[int]] = []
@@ -110,11 +111,11 @@ class SlotTable:
         """Drop all assignments: what the device holds is in doubt, blocks and parameters too."""
         self._of.clear()
         self._free = list(range(len(self._lens) - 1, -1, -1))
-        self._requests = []
+        self._drop_step()
 
     def invalidate(self, requests: Sequence[Request]) -> None:
         """Mark the slots of these requests as out of date: a step with them is computed without the slots."""
-        self._requests = []
+        self._drop_step()
         for request in requests:
             if request in self._of:
                 self._lens[self._of[request]] = NOTHING
@@ -122,14 +123,18 @@ class SlotTable:
     def update(self, items: Sequence[ScheduledRequest]) -> list[int]:
         """Bring the slots of `items`, all of which yield a token, up to date, and expect the step to advance them. → slots
 
+        The very list of the last step says that nobody in it came, went or lost blocks since.
         Where the slot is not current, the input token must be known, unless the step computes a chunk from known ones."""
+        if items is self._items:
+            return self._go_on()
         requests = [item.request for item in items]
-        if requests == self._requests and self._go_on(requests):
-            return self._slots
+        if requests == self._requests and all(map(is_, (request.block_table for request in requests), self._step_tables)):
+            self._items = items
+            return self._go_on()
         slots = self._bring_up(items, requests)
         for item, slot in zip(items, slots, strict=True):
             self._lens[slot] = item.start + item.num_tokens + 1
-        self._requests, self._slots = requests, slots
+        self._items, self._requests, self._slots = items, requests, slots
         self._step_slots = np.array(slots, dtype=np.int64)
         self._step_tables = [request.block_table for request in requests]
         self._step_sizes = [*map(len, self._step_tables)]
@@ -145,7 +150,7 @@ class SlotTable:
 
     def _bring_up(self, items: Sequence[ScheduledRequest], requests: list[Request], *, sends_tokens: bool = False) -> list[int]:
         slots = self._seats(requests)
-        self._requests = []  # until the step is as `update` says
+        self._drop_step()  # until the step is as `update` says
         pairs = enumerate(zip(items, slots, strict=True))
         stale = [i for i, (item, slot) in pairs if not self._is_current(item, slot, sends_tokens=sends_tokens)]
         if stale:
@@ -158,18 +163,18 @@ class SlotTable:
         is_known = (sends_tokens and item.num_draft_tokens > 0) or self._lens[slot] == num_known
         return bool(is_known) and self._tables[slot] is item.request.block_table
 
-    def _go_on(self, requests: list[Request]) -> bool:
-        """Update the record for the same requests as in the last step. False, and nothing done, if one was preempted in
-        between: it has a new block table."""
-        tables = [request.block_table for request in requests]
-        if not all(map(is_, tables, self._step_tables)):
-            return False
-        sizes = [*map(len, tables)]
+    def _go_on(self) -> list[int]:
+        """Update the record for the same requests as in the last step, with the same tables. → slots"""
+        sizes = [*map(len, self._step_tables)]
         if sizes != self._step_sizes:
-            self._grow(requests, self._slots)
+            self._grow(self._requests, self._slots)
             self._step_sizes = sizes
         self._lens[self._step_slots] += 1
-        return True
+        return self._slots
+
+    def _drop_step(self) -> None:
+        """The next step is none of the same requests with current slots."""
+        self._items, self._requests = None, []
 
     def _send(self, items: Sequence[ScheduledRequest], slots: Sequence[int]) -> None:
         tokens: list[int] = []

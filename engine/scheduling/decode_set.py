@@ -16,10 +16,17 @@ class DecodeSet:
 
     def __init__(self, accounts: Accounts, block_size: int) -> None:
         self.items: dict[Request, ScheduledRequest] = {}
+        self._batch: list[ScheduledRequest] | None = None
         self._paused: dict[Request, ScheduledRequest] = {}
         self._due: dict[int, list[Request]] = {}
         self._accounts = accounts
         self._block_size = block_size
+
+    def batch(self) -> list[ScheduledRequest]:
+        """The items of a step: the same list for as long as nobody comes, goes or loses blocks. Nobody else may change it."""
+        if self._batch is None:
+            self._batch = list(self.items.values())
+        return self._batch
 
     def add(self, request: Request) -> None:
         """A prefill is complete: the request decodes from the next step on."""
@@ -30,14 +37,14 @@ class DecodeSet:
             self._resume(request, item)
 
     def remove(self, request: Request) -> None:
-        if self._paused.pop(request, None) is None and self.items.pop(request, None) is not None:
+        if self._paused.pop(request, None) is None and self._take(request) is not None:
             self._accounts.stop_decoding(account_of(request), request.num_computed_tokens)
 
     def pause(self, account: Account) -> None:
         """Leave the requests of an account, but the one that recovers, out of the steps from now on; they keep their blocks."""
         account.is_held = True
         for request in account.running:
-            item = None if request is account.recovering else self.items.pop(request, None)
+            item = None if request is account.recovering else self._take(request)
             if item is not None:
                 self._paused[request] = item
                 self._accounts.stop_decoding(account, request.num_computed_tokens)
@@ -49,8 +56,15 @@ class DecodeSet:
             if item is not None:
                 self._resume(request, item)
 
+    def _take(self, request: Request) -> ScheduledRequest | None:
+        item = self.items.pop(request, None)
+        if item is not None:
+            self._batch = None
+        return item
+
     def _resume(self, request: Request, item: ScheduledRequest) -> None:
         self.items[request] = item
+        self._batch = None
         self._accounts.start_decoding(account_of(request), request.num_computed_tokens)
         self.expect(request)
 
@@ -87,6 +101,7 @@ class DecodeSet:
 
     def check_invariants(self) -> None:
         """Raise `AssertionError` unless items, calendar and accounts agree."""
+        assert self._batch is None or self._batch == list(self.items.values()), "the step is not of those who decode"
         for request, item in self.items.items():
             assert request.status is RequestStatus.DECODE, f"{request.request_id} decodes while {request.status}"
             assert (item.start, item.num_tokens) == (request.num_computed_tokens, 1), f"{request.request_id}: stale item"

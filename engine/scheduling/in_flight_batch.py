@@ -14,22 +14,28 @@ from engine.scheduling.scheduled_batch import ScheduledBatch, ScheduledRequest
 class InFlightBatch:
     """Rows of one step in columns, decodes first; the items of its batch have gone on to the next one.
 
-    `tables[i]` is the block table that row i was planned with: one that lost its blocks since has another. `chunks` are
-    the tokens of the rows behind the decodes, which have one each, and whether they sample.
+    `decodes` is the batch's own list. `tables[i]` is the block table that row i was planned with: one that lost its blocks
+    since has another. `chunks` are the tokens of the rows behind the decodes, which have one each, and whether they sample.
     """
 
+    decodes: list[ScheduledRequest]
     requests: list[Request]
     starts: list[int]
     tables: list[Sequence[int]]
     chunks: list[tuple[int, bool]]
 
     @classmethod
-    def of(cls, batch: ScheduledBatch) -> InFlightBatch:
+    def of(cls, batch: ScheduledBatch, before: InFlightBatch | None) -> InFlightBatch:
+        """`before`: the last one, which may have the same rows."""
         items = batch.items
+        starts = [item.start for item in items]
+        if before is not None and items is before.decodes and not before.chunks:
+            return cls(items, before.requests, starts, before.tables, [])
         requests = [item.request for item in items]
         return cls(
+            decodes=batch.decodes,
             requests=requests,
-            starts=[item.start for item in items],
+            starts=starts,
             tables=[request.block_table for request in requests],
             chunks=[(item.num_tokens, item.samples) for item in batch.prefills],
         )

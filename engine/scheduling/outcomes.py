@@ -47,6 +47,7 @@ class Outcomes:
         self._block_size = block_size
         self.num_under_way = 0
         """Steps that were advanced and not settled."""
+        self._advanced: InFlightBatch | None = None
 
     def apply(self, batch: ScheduledBatch, outputs: Sequence[StepOutput]) -> list[TokenEvent]:
         """See `Scheduler.apply`."""
@@ -140,7 +141,7 @@ class Outcomes:
         """See `Scheduler.advance`."""
         assert not batch.num_draft_tokens, "how far a guess gets is not known beforehand"
         self.num_under_way += 1
-        in_flight = InFlightBatch.of(batch)
+        in_flight = self._advanced = InFlightBatch.of(batch, self._advanced)
         last: list[Request] = []
         for item in batch.decodes:
             request, start = item.request, item.start + 1

@@ -50,7 +50,8 @@ class BlockMoves:
 
 @dataclass(slots=True)
 class ScheduledBatch:
-    """One step: decodes have one token each and come first; prefills are chunks of any length."""
+    """One step: decodes have one token each and come first; prefills are chunks of any length. The list of decodes is that of
+    the step before where nobody came, went or lost blocks between them."""
 
     decodes: list[ScheduledRequest] = field(default_factory=list)
     prefills: list[ScheduledRequest] = field(default_factory=list)
@@ -60,7 +61,7 @@ class ScheduledBatch:
 
     @property
     def items(self) -> list[ScheduledRequest]:
-        return self.decodes + self.prefills
+        return self.decodes + self.prefills if self.prefills else self.decodes
 
     @property
     def is_empty(self) -> bool:

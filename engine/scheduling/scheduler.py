@@ -158,7 +158,7 @@ class Scheduler:
         self._rotation.exchange(self._lifecycle.preempt)
         self._grow_decodes()
         self.accounts.step += 1
-        batch = ScheduledBatch(decodes=list(self._decodes.items.values()))
+        batch = ScheduledBatch(decodes=self._decodes.batch())
         batch.num_tokens = len(batch.decodes)
         if self._drafting is not None and not self._outcomes.num_under_way:
             left = self.limits.max_num_batched_tokens - batch.num_tokens

@@ -25,6 +25,23 @@ def test_decodes_come_first_then_chunks_under_way_then_new_requests() -> None:
     assert plan(step(scheduler)) == [("a", 1), ("b", 1), ("c", 1)]
 
 
+def test_a_steps_list_of_decodes_is_that_of_the_step_before_until_somebody_comes_goes_or_loses_blocks() -> None:
+    scheduler = make_scheduler()
+    first, second = make_request("a", 2, max_tokens=9), make_request("b", 2, max_tokens=9)
+    scheduler.add(first)
+    scheduler.add(second)
+    step(scheduler)
+    lists = [step(scheduler).decodes for _ in range(4)]  # tables grow meanwhile
+    assert all(each is lists[0] for each in lists)
+    scheduler.preempt(first)
+    alone = step(scheduler)
+    assert plan(alone) == [("b", 1), ("a", 3)]  # its first block was found again
+    again = step(scheduler)
+    assert plan(again) == [("b", 1), ("a", 1)]
+    scheduler.abort(second)
+    assert len({id(each.decodes) for each in (alone, again, step(scheduler))} | {id(lists[0])}) == 4
+
+
 def test_no_more_requests_run_than_there_are_seats() -> None:
     scheduler = make_scheduler(max_num_seqs=2)
     for name in "abc":
