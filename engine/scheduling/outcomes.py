@@ -13,7 +13,8 @@ discarded. One that reaches its last token for certain is not planned again, and
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
+from typing import Any
 
 from engine.protocol import TokenEvent
 from engine.scheduling.admission import Admission
@@ -168,42 +169,38 @@ class Outcomes:
         """See `Scheduler.settle`."""
         assert len(outputs) == len(in_flight.requests), "a step has one output per row"
         self.num_under_way -= 1
-        num_decodes, block_size, num_tokens = in_flight.num_decodes, self._block_size, 0
+        num_decodes, block_size = in_flight.num_decodes, self._block_size
         finished = RequestStatus.FINISHED
         events: list[TokenEvent] = []
-        going_on: list[Request] = []
-        starts: list[int] = []
-        token_ids: list[int] = []
+        others: set[Request] = set()  # who does not merely go on with one more token
         for request, start, output in zip(in_flight.requests[:num_decodes], in_flight.starts, outputs, strict=False):
-            if output is None or request.status is finished:
+            if output.__class__ is not int or request.status is finished:
+                others.add(request)
+                if output is not None and request.status is not finished:
+                    assert isinstance(output, StepOutput)
+                    events.append(self._settle_rarely(request, start, start + 1, output))
                 continue
             end = start + 1
-            if output.__class__ is not int:
-                assert isinstance(output, StepOutput)
-                events.append(self._settle_rarely(request, start, end, output))
-                continue
             if not end % block_size and request.block_table:
                 self._kv.register(request, start, end)
-            num_tokens += 1
             if output not in request.stop_ids and end + 1 < request.max_total_tokens:  # what `fill` does when nothing ends
                 request.token_ids[end] = output
                 request.num_unknown_tokens -= 1
             else:
                 reason = request.fill(end, output)
                 if reason is not None:
+                    others.add(request)
+                    self._totals.generation_tokens += 1
                     events.append(self._lifecycle.end(request, reason, [output]))
-                    continue
-            going_on.append(request)
-            starts.append(start)
-            token_ids.append(output)
-        self._totals.generation_tokens += num_tokens
+        happened = StepEvents(events, *_columns(in_flight, outputs, others))
+        self._totals.generation_tokens += len(happened.token_ids)
         for row in range(num_decodes, len(in_flight.requests)):
             output = outputs[row]
             if output is not None and in_flight.requests[row].status is not RequestStatus.FINISHED:
                 event = self._settle_prefill(in_flight, row, StepOutput([output]) if isinstance(output, int) else output)
                 if event is not None:
                     events.append(event)
-        return StepEvents(events, going_on, starts, token_ids)
+        return happened
 
     def _settle_rarely(self, request: Request, start: int, end: int, output: StepOutput) -> TokenEvent:
         """What has log-probabilities or an error; positions `start` … `end` - 1 were computed."""
@@ -233,3 +230,15 @@ class Outcomes:
             self._lifecycle.release_forks(request)
             return self._settle_rarely(request, start, end, output)
         return self._finish_chunk(request, output, start, end, is_running=is_running)
+
+
+def _columns(
+    in_flight: InFlightBatch, outputs: Sequence[RowResult], others: Set[Request]
+) -> tuple[list[Request], list[int], list[int]]:
+    """Requests, starts and tokens of the decodes without `others`."""
+    num_decodes = in_flight.num_decodes
+    columns: tuple[Any, Any, Any] = in_flight.requests[:num_decodes], in_flight.starts[:num_decodes], outputs[:num_decodes]
+    if not others:
+        return columns
+    rows = [row for row in zip(*columns, strict=True) if row[0] not in others]
+    return [row[0] for row in rows], [row[1] for row in rows], [row[2] for row in rows]
