@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Sequence
-from operator import is_
+from operator import and_, is_
 from typing import Protocol
 
 import numpy as np
@@ -132,10 +132,7 @@ class SlotTable:
             self._items = items
             return self._go_on()
         slots = self._bring_up(items, requests)
-        for item, slot in zip(items, slots, strict=True):
-            self._lens[slot] = item.start + item.num_tokens + 1
         self._items, self._requests, self._slots = items, requests, slots
-        self._step_slots = np.array(slots, dtype=np.int64)
         self._step_tables = [request.block_table for request in requests]
         self._step_sizes = [*map(len, self._step_tables)]
         return slots
@@ -144,24 +141,25 @@ class SlotTable:
         """As `update`, for a step in which some requests verify guesses; their slots are sent again with a later step.
         `sends_tokens`: their input tokens come from the host with the step, and not from their slots."""
         slots = self._bring_up(items, [item.request for item in items], sends_tokens=sends_tokens)
-        for item, slot in zip(items, slots, strict=True):
-            self._lens[slot] = NOTHING if item.num_draft_tokens else item.start + item.num_tokens + 1
+        self._lens[[slot for item, slot in zip(items, slots, strict=True) if item.num_draft_tokens]] = NOTHING
         return slots
 
     def _bring_up(self, items: Sequence[ScheduledRequest], requests: list[Request], *, sends_tokens: bool = False) -> list[int]:
         slots = self._seats(requests)
         self._drop_step()  # until the step is as `update` says
-        pairs = enumerate(zip(items, slots, strict=True))
-        stale = [i for i, (item, slot) in pairs if not self._is_current(item, slot, sends_tokens=sends_tokens)]
+        index = self._step_slots = np.array(slots, dtype=np.int64)
+        lens = np.array([item.start + item.num_tokens - item.num_draft_tokens for item in items], dtype=np.int64)
+        is_known = self._lens[index] == lens
+        if sends_tokens:
+            is_known |= np.array([item.num_draft_tokens > 0 for item in items])
+        tables = (self._tables[slot] for slot in slots)
+        has_table = map(is_, tables, (request.block_table for request in requests))
+        stale = [i for i, is_current in enumerate(map(and_, is_known.tolist(), has_table)) if not is_current]
         if stale:
             self._send([items[i] for i in stale], [slots[i] for i in stale])
         self._grow(requests, slots)
+        self._lens[index] = lens + 1
         return slots
-
-    def _is_current(self, item: ScheduledRequest, slot: int, *, sends_tokens: bool) -> bool:
-        num_known = item.start + item.num_tokens - item.num_draft_tokens
-        is_known = (sends_tokens and item.num_draft_tokens > 0) or self._lens[slot] == num_known
-        return bool(is_known) and self._tables[slot] is item.request.block_table
 
     def _go_on(self) -> list[int]:
         """Update the record for the same requests as in the last step, with the same tables. → slots"""
