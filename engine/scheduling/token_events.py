@@ -27,7 +27,9 @@ class StepEvents:
     def add(self, later: StepEvents) -> None:
         """What happened after all that is here, perhaps to the same requests."""
         if later.others or later.requests:
-            self.others = self.told() + later.others
+            if self.requests:
+                self.others = self.told()
+            self.others += later.others
             self.requests, self.starts, self.token_ids = later.requests, later.starts, later.token_ids
 
     def told(self) -> list[TokenEvent]:
