@@ -119,9 +119,7 @@ def token(
         output.rows(rows, TOKEN_COLUMNS, empty="There are no tokens.", as_json=as_json)
     else:
         made, secret = _on_database(settings, lambda db: AdminTokens(db, SystemClock()).create(str(name), role))
-        output.thing({"token": secret, **_token_row(made)}, as_json=as_json)
-        if not as_json:
-            typer.echo(KEEP_IT, err=True)
+        output.thing({"token": secret, **_token_row(made)}, as_json=as_json, note=KEEP_IT)
 
 
 async def _every(tokens: AdminTokens) -> list[AdminToken]:
@@ -174,12 +172,11 @@ def _on_database(settings: Settings, work: Callable[[Database], Awaitable[T]]) -
 
 
 def _print_member(member: Member, password: str | None, *, as_json: bool) -> None:
-    facts: dict[str, Any] = {"id": member.id, "email": member.email, "role": str(member.role)}
-    if password is not None:
-        facts = {**facts, "password": password}
-    output.thing(facts, as_json=as_json)
-    if password is not None and not as_json:
-        typer.echo(KEEP_IT, err=True)
+    facts = {"id": member.id, "email": member.email, "role": str(member.role)}
+    if password is None:
+        output.thing(facts, as_json=as_json)
+    else:
+        output.thing({**facts, "password": password}, as_json=as_json, note=KEEP_IT)
 
 
 def _token_row(token: AdminToken) -> dict[str, Any]:

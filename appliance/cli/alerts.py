@@ -160,10 +160,6 @@ async def _first_attempt(client: AdminClient, path: str) -> dict[str, Any]:
 
 
 def _print_secret(webhook: dict[str, Any], *, as_json: bool) -> None:
-    if as_json:
-        output.data(webhook)
-        return
-    shown = {"secret": webhook["secret"]} if webhook["secret"] is not None else {}
-    output.facts({**shown, **{name: webhook[name] for name in COLUMNS}})
-    if shown:
-        typer.echo(KEEP_IT, err=True)
+    secret = {"secret": webhook["secret"]} if webhook["secret"] is not None else {}
+    shown = {**secret, **{name: webhook[name] for name in COLUMNS}}
+    output.thing(webhook if as_json else shown, as_json=as_json, note=KEEP_IT if secret else "")

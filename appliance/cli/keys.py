@@ -206,8 +206,5 @@ async def find_key(client: AdminClient, which: str) -> dict[str, Any]:
 
 
 def _print_secret(key: dict[str, Any], *, as_json: bool) -> None:
-    if as_json:
-        output.data(key)
-        return
-    output.facts({"key": key["key"], **{name: key[name] for name in COLUMNS if name in key}})
-    typer.echo(KEEP_IT, err=True)
+    shown = {"key": key["key"], **{name: key[name] for name in COLUMNS if name in key}}
+    output.thing(key if as_json else shown, as_json=as_json, note=KEEP_IT)

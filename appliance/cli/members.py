@@ -70,9 +70,10 @@ def invite(
 
     body = {"email": email, "role": role}
     made = run(settings_from(data_dir, database), at_tenant(tenant, "POST", "/members", body=body))
-    output.thing(made if as_json or made["password"] else {**made, "password": "the one they have"}, as_json=as_json)
-    if made["password"] and not as_json:
-        typer.echo(KEEP_IT, err=True)
+    if made["password"] or as_json:
+        output.thing(made, as_json=as_json, note=KEEP_IT)
+    else:
+        output.thing({**made, "password": "the one they have"}, as_json=False)
 
 
 @app.command("set-role")

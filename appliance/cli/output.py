@@ -66,12 +66,15 @@ def facts(values: Row) -> None:
         sys.stdout.write(f"{name.replace('_', ' ') if width else name:<{width}}{separator}{_cell(value)}\n")
 
 
-def thing(values: Row, *, as_json: bool) -> None:
-    """Print one thing for whoever asked: JSON for a program, a field per line for a person."""
+def thing(values: Row, *, as_json: bool, note: str = "") -> None:
+    """Print one thing for whoever asked: JSON for a program, a field per line for a person, and on standard error what that
+    person must know of it."""
     if as_json:
         data(values)
-    else:
-        facts(values)
+        return
+    facts(values)
+    if note:
+        sys.stderr.write(note + "\n")
 
 
 def say(text: str) -> None:
