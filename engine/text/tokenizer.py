@@ -77,8 +77,12 @@ class Tokenizer:
         return token
 
     def token_text(self, token_id: int) -> str:
-        """One token as text, special tokens included; a part of a character shows as a replacement character."""
+        """One token as text, special tokens included; a part of a character shows as a replacement character.
+
+        It is what a second one adds to a first: a decoder of SentencePiece drops the space at the start of a text.
+        """
         text = self._token_texts.get(token_id)
         if text is None:
-            text = self._token_texts[token_id] = self.decode([token_id], skip_special_tokens=False)
+            once, twice = (self.decode([token_id] * times, skip_special_tokens=False) for times in (1, 2))
+            text = self._token_texts[token_id] = twice[len(once) :] if twice.startswith(once) else once
         return text

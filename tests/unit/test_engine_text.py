@@ -5,6 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from tokenizers import Tokenizer as RustTokenizer
+from tokenizers import decoders, models
 
 from engine.errors import NotAModelDirectory
 from engine.text.detokenizer import AnswerText
@@ -36,6 +38,16 @@ def test_a_stream_gives_the_whole_text_and_no_broken_character(model: Path) -> N
 def test_special_tokens_have_no_text_in_answers(model: Path) -> None:
     tokenizer = Tokenizer(model)
     assert tokenizer.decode([*tokenizer.encode("end"), tokenizer.token_to_id("</s>") or 0]) == "end"
+
+
+def test_a_single_token_keeps_the_space_that_a_text_would_lose(tmp_path: Path) -> None:
+    spelling = RustTokenizer(models.BPE(vocab={"▁a": 0, "▁": 1, "b": 2, "<0xE9>": 3}, merges=[], byte_fallback=True))
+    steps = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    spelling.decoder = decoders.Sequence(steps)
+    spelling.add_special_tokens(["<s>"])
+    spelling.save(str(tmp_path / "tokenizer.json"))
+    tokenizer = Tokenizer(tmp_path)
+    assert [tokenizer.token_text(token_id) for token_id in range(5)] == [" a", " ", "b", "\ufffd", "<s>"]
 
 
 def test_a_directory_without_tokenizer_is_refused(tmp_path: Path) -> None:
