@@ -187,19 +187,29 @@ class _Reader:
                 part = f"({part}){self._text[self._at]}"
                 self._at += 1
             elif self._text[self._at] == "{":
-                part = f"({part}){self._bounds()}"
+                bounds = self._bounds()
+                part = f"({part}){bounds}" if bounds else '""'
             else:
                 break
         return part
 
     def _bounds(self) -> str:
+        """As the library writes them; none where nothing is repeated, which it does not write."""
         end = self._text.find("}", self._at)
         low, comma, high = self._text[self._at + 1 : end].partition(",")
         numbers = [part.strip() for part in (low, high) if part.strip()]
-        if end < 0 or not numbers or not all(n.isascii() and n.isdigit() and int(n[:9]) <= REPEAT_MAX for n in numbers):
+        if end < 0 or not numbers or not all(map(_is_count, numbers)):
             raise self._error(f"a malformed repetition, or one of more than {REPEAT_MAX}")
         self._at = end + 1
-        least = low.strip() or "0"
+        least, most = int(low.strip() or "0"), int(high) if high.strip() else None
         if not comma:
-            return f"{{{least}}}"
-        return f"{{{least},{high.strip()}}}"
+            most = least
+        if most is None:
+            return f"{{{least},}}"
+        if most < least:
+            raise self._error("a repetition whose limits run backwards")
+        return f"{{{least},{most}}}" if most else ""
+
+
+def _is_count(digits: str) -> bool:
+    return digits.isascii() and digits.isdigit() and len(digits) < 10 and int(digits) <= REPEAT_MAX

@@ -70,6 +70,13 @@ def test_gbnf_tries_every_way_to_read_a_text() -> None:
     assert accepts(grammar, "abccdaaa")
 
 
+@pytest.mark.parametrize("bounds", ["{0}", "{0,0}", "{,0}"])
+def test_what_gbnf_repeats_no_times_is_not_there(bounds: str) -> None:
+    grammar = compiled("grammar", f'root ::= "a" "b"{bounds}')
+    assert accepts(grammar, "a")
+    assert not accepts(grammar, "ab")
+
+
 def test_a_recursive_grammar() -> None:
     grammar = compiled("grammar", 'root ::= "(" root ")" | ""')
     assert accepts(grammar, "((()))")
@@ -104,6 +111,8 @@ REFUSED: list[tuple[Kind, str, str]] = [
     ("grammar", 'root ::= "a', "unclosed string"),
     ("grammar", 'top ::= "a"', "no rule named root"),
     ("grammar", 'root ::= "a"{99999}', "repetition"),
+    ("grammar", f'root ::= "a"{{{"0" * 9_000}}}', "malformed repetition"),
+    ("grammar", 'root ::= "a"{3,2}', r"run backwards \(line 1\)"),
     ("grammar", "start: <|special|>", "special tokens"),
     ("grammar", "start: %json {}", "%json"),
     ("grammar", "start[lazy]: /a*/", "options of a rule"),
@@ -112,7 +121,7 @@ REFUSED: list[tuple[Kind, str, str]] = [
 ]
 
 
-@pytest.mark.parametrize(("kind", "text", "what"), REFUSED, ids=[text for _, text, _ in REFUSED])
+@pytest.mark.parametrize(("kind", "text", "what"), REFUSED, ids=[text[:40] for _, text, _ in REFUSED])
 def test_what_cannot_be_enforced_is_refused_by_name(kind: Kind, text: str, what: str) -> None:
     with pytest.raises(GrammarError, match=what) as caught:
         compiled(kind, text)
