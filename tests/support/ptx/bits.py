@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 
 from tests.support.ptx.block import Block
 from tests.support.ptx.operations import instruction
-from tests.support.ptx.program import Instruction, UnknownPtx
+from tests.support.ptx.program import Constant, Instruction, UnknownPtx
 from tests.support.ptx.types import RAW, Array
 
 _LOGIC: dict[str, Callable[..., Array]] = {
@@ -42,10 +43,12 @@ def logic(block: Block, code: Instruction, active: Array) -> None:
 def shift(block: Block, code: Instruction, active: Array) -> None:
     """Of as many bits as there are, or more: zeros, or the sign of what is signed."""
     kind, bits = code.type, 8 * code.type.width
-    values, count = block.read(code.operands[1], kind), block.raw(code.operands[2], 4)
+    values, distance = block.read(code.operands[1], kind), code.operands[2]
+    count = block.raw(distance, 4)
     bounded = np.minimum(count, bits - 1).astype(values.dtype)
     moved = values << bounded if code.opcode == "shl" else values >> bounded
-    if code.opcode == "shl" or values.dtype.kind == "u":
+    is_short = isinstance(distance, Constant) and 0 <= distance.bits < bits
+    if not is_short and (code.opcode == "shl" or values.dtype.kind == "u"):
         moved = np.where(count < bits, moved, values.dtype.type(0))
     block.write(code.operands[0], kind.pack(moved), active)
 
@@ -120,7 +123,7 @@ def compare(block: Block, code: Instruction, active: Array) -> None:
     """Ordered relations do not hold of what is no number, unordered ones (`…u`) do."""
     kind, relation = code.type, code.modifiers[0]
     a, b = (block.read(operand, kind) for operand in code.operands[1:3])
-    neither = np.isnan(a) | np.isnan(b) if kind.kind == "f" else np.zeros(a.size, bool)
+    neither: Any = np.isnan(a) | np.isnan(b) if kind.kind == "f" else np.False_
     if relation in ("num", "nan"):
         holds = neither if relation == "nan" else ~neither
     elif relation in _RELATIONS or relation in _OF_UNSIGNED:

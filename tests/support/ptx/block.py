@@ -25,7 +25,7 @@ from tests.support.ptx.program import (
     Symbol,
     Vector,
 )
-from tests.support.ptx.types import POISON, RAW, Array, Type
+from tests.support.ptx.types import DTYPES, NUMBERS, POISON, RAW, Array, Type
 
 if TYPE_CHECKING:
     from tests.support.ptx.copies import Copies
@@ -70,7 +70,7 @@ class Block:
         self.lanes, self.warps = self.threads % WARP, self.threads // WARP
         self.members = self.everyone  # of the crew that runs
         self.waited = np.full(self.num_threads, not self.launch.early)
-        self._constants: dict[tuple[object, int], Array] = {}
+        self._constants: dict[tuple[int, int], Array] = {}
 
     def run(self) -> None:
         """To the end of all threads. Raises Fault."""
@@ -98,15 +98,17 @@ class Block:
         while standing:
             place = min(standing)
             active = standing.pop(place)
-            code = program.instructions[place]
             self.crew, self.members = crew, members
+            others = min(standing, default=-1)
+            while place != others and (action := actions[place]) is not None:
+                self._perform(action, program.instructions[place], active)
+                place += 1
+            if place == others:  # they go on together
+                self._stand(standing, place, active)
+                continue
+            code = program.instructions[place]
             taking = active if code.guard is None else active & self.read_predicate(code.guard)
-            action = actions[place]
-            if action is not None:
-                if code.guard is None or taking.any():
-                    self._perform(action, code, taking)
-                self._stand(standing, place + 1, active)
-            elif code.opcode == "bra":
+            if code.opcode == "bra":
                 assert isinstance(code.operands[0], Symbol)
                 self._divide(standing, program.labels[code.operands[0].name], taking)
                 self._divide(standing, place + 1, active & ~taking)
@@ -131,6 +133,10 @@ class Block:
         return self.everyone if threads.all() else threads
 
     def _perform(self, action: Action, code: Instruction, active: Array) -> None:
+        if code.guard is not None:
+            active = self._named(active & self.read_predicate(code.guard))
+            if active is not self.everyone and not active.any():
+                return
         try:
             action(self, code, active)
         except Fault as fault:
@@ -152,7 +158,7 @@ class Block:
             if operand.width != width:
                 raise Fault(f"{operand.name} has {8 * operand.width} bits, {8 * width} are read")
             return bits
-        key = (operand, width)
+        key = (id(operand), width)  # which lives as long as the program
         known = self._constants.get(key)
         if known is None:
             known = self._constants[key] = self._constant(operand, width)
@@ -181,7 +187,7 @@ class Block:
             return
         for products in self.products.values():
             products.check_written(operand.name)
-        if bits.dtype != RAW[operand.width]:
+        if bits.dtype != DTYPES[operand.width]:
             raise Fault(f"{bits.dtype} is written to {operand.name} of {operand.width} bytes")
         if active is not self.everyone:
             before = self.registers.get(operand.name)
@@ -191,8 +197,7 @@ class Block:
     def write_wider(self, operand: Operand, values: Array, active: Array) -> None:
         """Integers [T] extended by their sign, or zeros, to a register that may be wider, as `ld` and `cvt` write."""
         if isinstance(operand, Register) and operand.width > values.dtype.itemsize:
-            wide = np.dtype(f"{values.dtype.kind}{operand.width}")
-            values = values.astype(wide)
+            values = values.astype(NUMBERS[values.dtype.kind, operand.width])
         self.write(operand, values.view(RAW[values.dtype.itemsize]), active)
 
     def addresses(self, operand: Operand, active: Array) -> Array:
@@ -200,8 +205,11 @@ class Block:
         assert isinstance(operand, Address), operand
         width = operand.base.width if isinstance(operand.base, Register) else 8
         base = self.raw(operand.base, width)
-        chosen = base if active is self.everyone else base[active]
-        return chosen.astype(np.int64) + operand.offset
+        return self.chosen(base, active).astype(np.int64) + operand.offset
+
+    def chosen(self, values: Array, active: Array) -> Array:
+        """[T, …] → [n, …], of those threads that are active."""
+        return values if active is self.everyone else values[active]
 
     def whole_warps(self, active: Array) -> Array:
         """[W]: which warps are active. Raises Fault where a part of one is."""

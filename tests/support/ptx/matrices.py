@@ -14,7 +14,6 @@ from tests.support.ptx.operations import instruction
 from tests.support.ptx.program import Instruction, Operand, UnknownPtx
 from tests.support.ptx.types import MATRIX_WIDENED, RAW, TYPES, Array
 
-_GROUP, _PLACE = np.arange(WARP) // 4, np.arange(WARP) % 4
 ROW_BYTES = 16  # of the 8 x 8 matrices that ldmatrix moves
 
 
@@ -28,23 +27,17 @@ def elements(block: Block, registers: tuple[Operand, ...], kind: str) -> Array:
 def left(block: Block, registers: tuple[Operand, ...], kind: str) -> Array:
     """[W, 16, k]: four registers, rows g and g + 8 of the first half of the columns, then of the second."""
     held = elements(block, registers, kind)
-    each = held.shape[-1]
-    made = np.zeros((held.shape[1], 16, 8 * each), np.float32)
-    columns = _PLACE[:, None] * each + np.arange(each)
-    for number, (row, column) in enumerate(((0, 0), (8, 0), (0, 4 * each), (8, 4 * each))):
-        made[:, _GROUP[:, None] + row, columns + column] = held[number]
-    return made
+    warps, each = held.shape[1], held.shape[-1]
+    halves = held.reshape(2, 2, warps, 8, 4, each)  # of the columns, of the rows
+    return halves.transpose(2, 1, 3, 0, 4, 5).reshape(warps, 16, 8 * each)
 
 
 def right(block: Block, registers: tuple[Operand, ...], kind: str) -> Array:
     """[W, k, 8]: two registers, column g of the first half of the rows, then of the second."""
     held = elements(block, registers, kind)
-    each = held.shape[-1]
-    made = np.zeros((held.shape[1], 8 * each, 8), np.float32)
-    rows = _PLACE[:, None] * each + np.arange(each)
-    for number, row in enumerate((0, 4 * each)):
-        made[:, rows + row, _GROUP[:, None]] = held[number]
-    return made
+    warps, each = held.shape[1], held.shape[-1]
+    halves = held.reshape(2, warps, 8, 4, each)  # of the rows
+    return halves.transpose(1, 0, 3, 4, 2).reshape(warps, 8 * each, 8)
 
 
 def accumulated(raws: list[Array]) -> Array:

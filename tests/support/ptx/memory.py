@@ -111,6 +111,7 @@ class SharedMemory:
     def load(self, addresses: Array, width: int, count: int, threads: Array) -> Array:
         """[n] addresses → [n, count] raw numbers of `width` bytes each."""
         granules = self._granules(addresses, width * count, width * count)
+        self._check_reads(granules, threads)
         self._note_reads(granules, threads)
         found: Array = self.bytes.view(RAW[width])[(addresses // width)[:, None] + np.arange(count)]
         return found
@@ -147,7 +148,11 @@ class SharedMemory:
         if self._unfenced[granules].any():
             raise Fault("wgmma reads what was stored behind the last fence.proxy.async")
         for warp in warps:
-            self._note_reads(granules, np.full(addresses.size, warp * 32), _AS_WARP + warp)
+            self._check_reads(granules, np.full(addresses.size, warp * 32))
+        if len(warps) == 1:
+            self._note_reads(granules, np.full(addresses.size, warps[0] * 32), _AS_WARP + warps[0])
+        else:
+            self._readers[granules] = (self._time << _WHO_BITS) + _SEVERAL
         self._multiplied[granules] += 1  # by one for each granule, however often it is named
         return self.bytes.view(RAW[width])[addresses // width], granules
 
@@ -179,21 +184,31 @@ class SharedMemory:
         is_own = (who == threads[:, None]) | (in_warp & (who >= _AS_WARP))
         return ~is_own & (earlier >> _WHO_BITS >= met), in_warp
 
+    def _is_over(self, earlier: Array) -> bool:
+        """Whether a barrier of the block orders all of this before whatever comes now, which is the quickest answer."""
+        return earlier.size == 0 or bool(earlier.max() < self._block_met << _WHO_BITS)
+
     def _refuse(self, earlier: Array, threads: Array, what: str) -> None:
+        if self._is_over(earlier):
+            return
         racing, in_warp = self._races(earlier, threads)
         if racing.any():
             other = "another thread of its warp" if in_warp[racing].all() else "another warp"
             raise Fault(what.format(other=other) + ", without a barrier in between")
 
-    def _note_reads(self, granules: Array, threads: Array, as_warp: int | None = None) -> None:
-        """as_warp: the owner, where a warp reads as one."""
+    def _check_reads(self, granules: Array, threads: Array) -> None:
         if self._arriving[granules].any():
             raise Fault("reads what a copy is still under way to")
         self._refuse(self._writers[granules], threads, "reads what {other} wrote")
-        racing, in_warp = self._races(self._readers[granules], threads)
+
+    def _note_reads(self, granules: Array, threads: Array, as_warp: int | None = None) -> None:
+        """as_warp: the owner, where a warp reads as one."""
         time, of_warp = self._time << _WHO_BITS, _OF_WARP + (threads // 32)[:, None]
-        own = self._owners(threads) if as_warp is None else time + as_warp
-        noted = np.where(racing, time + np.where(in_warp, of_warp, _SEVERAL), own)  # reads do not race, they are several
+        noted = self._owners(threads) if as_warp is None else time + as_warp
+        readers = self._readers[granules]
+        if not self._is_over(readers):  # reads do not race, they are several
+            racing, in_warp = self._races(readers, threads)
+            noted = np.where(racing, time + np.where(in_warp, of_warp, _SEVERAL), noted)
         self._readers[granules] = noted
         kept = self._readers[granules]
         lost = kept != noted
@@ -208,8 +223,9 @@ class SharedMemory:
             raise Fault("writes where a copy is still under way to")
         if self._multiplied[granules].any():
             raise Fault("writes what wgmma is still reading")
-        self._refuse(self._readers[granules[changed]], threads[changed], "writes what {other} reads")
-        self._refuse(self._writers[granules[changed]], threads[changed], "writes what {other} wrote")
+        for owners, did in ((self._readers, "reads"), (self._writers, "wrote")):
+            if not self._is_over(owners[granules]):
+                self._refuse(owners[granules[changed]], threads[changed], f"writes what {{other}} {did}")
         self._writers[granules] = self._owners(threads)
 
 

@@ -8,7 +8,7 @@ from tests.support.ptx.block import Block, parts_of
 from tests.support.ptx.memory import Fault
 from tests.support.ptx.operations import instruction
 from tests.support.ptx.program import Instruction, Symbol, UnknownPtx, Vector
-from tests.support.ptx.types import RAW, Array
+from tests.support.ptx.types import NUMBERS, RAW, Array
 
 CACHES = "L1 L2 ca cg cs wt nc v2 v4 v8"
 ORDERS = "volatile weak relaxed acquire release acq_rel gpu sys cta"
@@ -38,16 +38,16 @@ def load(block: Block, code: Instruction, active: Array) -> None:
         return _load_parameter(block, code, active)
     targets, addresses = parts_of(code.operands[0]), block.addresses(code.operands[1], active)
     if "shared" in space:
-        found = block.shared.load(addresses, kind.width, len(targets), block.threads[active])
+        found = block.shared.load(addresses, kind.width, len(targets), block.chosen(block.threads, active))
     elif "global" in space:
         _check_waited(block, active)
         found = block.launch.memory.load(addresses, kind.width, len(targets))
     else:
         raise UnknownPtx("another space of addresses")
     for number, target in enumerate(targets):
-        values = np.zeros(block.num_threads, kind.raw)
-        values[active] = found[:, number]
-        block.write_wider(target, values.view(f"{kind.kind}{kind.width}"), active)
+        values = np.empty(block.num_threads, kind.raw)  # of those that are not active nothing is written
+        values[... if active is block.everyone else active] = found[:, number]
+        block.write_wider(target, values.view(NUMBERS[kind.kind, kind.width]), active)
     return None
 
 
@@ -62,16 +62,16 @@ def _load_parameter(block: Block, code: Instruction, active: Array) -> None:
     else:
         bits = np.array([int(value) & ((1 << 8 * kind.width) - 1)], kind.raw)
     values = np.repeat(bits.view(kind.raw), block.num_threads)
-    block.write_wider(code.operands[0], values.view(f"{kind.kind}{kind.width}"), active)
+    block.write_wider(code.operands[0], values.view(NUMBERS[kind.kind, kind.width]), active)
 
 
 @instruction("st", f"global shared {CACHES} {ORDERS}")
 def store(block: Block, code: Instruction, active: Array) -> None:
     addresses = block.addresses(code.operands[0], active)
     sources = parts_of(code.operands[1])
-    values = np.stack([block.raw_as(part, code.type.width)[active] for part in sources], axis=1)
+    values = np.stack([block.chosen(block.raw_as(part, code.type.width), active) for part in sources], axis=1)
     if "shared" in code.modifiers:
-        block.shared.store(addresses, values, block.threads[active])
+        block.shared.store(addresses, values, block.chosen(block.threads, active))
     elif "global" in code.modifiers:
         _check_waited(block, active)
         block.launch.memory.store(addresses, values)

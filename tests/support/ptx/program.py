@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from functools import cached_property
 
 import numpy as np
 
@@ -72,7 +73,7 @@ class Instruction:
     operands: tuple[Operand, ...]
     guard: Register | None = None
 
-    @property
+    @cached_property
     def type(self) -> Type:
         """That of the result and the operands, by the last modifier."""
         return TYPES[self.modifiers[-1]]

@@ -18,6 +18,8 @@ from numpy.typing import NDArray
 Array = NDArray[Any]
 RAW: dict[int, Any] = {0: np.bool_, 1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64}
 """What registers of so many bytes hold, 0 for predicates."""
+DTYPES = {width: np.dtype(raw) for width, raw in RAW.items()}
+NUMBERS = {(kind, width): np.dtype(f"{kind}{width}") for kind in "iuf" for width in (1, 2, 4, 8) if (kind, width) != ("f", 1)}
 POISON = 0xCD  # every byte of what nobody has written
 
 
@@ -89,12 +91,16 @@ def joined(lower: Array, upper: Array) -> Array:
 
 def _integer(name: str, width: int, kind: str) -> Type:
     made = np.dtype(f"{kind}{width}")
-    return Type(name, width, kind, lambda bits: bits.view(made), lambda values: values.astype(made).view(RAW[width]))
+    if kind == "u":
+        return Type(name, width, kind, lambda bits: bits, lambda values: values.astype(made, copy=False))
+    return Type(
+        name, width, kind, lambda bits: bits.view(made), lambda values: values.astype(made, copy=False).view(RAW[width])
+    )
 
 
 def _float(name: str, made: Any) -> Type:
     width = np.dtype(made).itemsize
-    return Type(name, width, "f", lambda bits: bits.view(made), lambda values: values.astype(made).view(RAW[width]))
+    return Type(name, width, "f", lambda bits: bits.view(made), lambda values: values.astype(made, copy=False).view(RAW[width]))
 
 
 def _pair(name: str, width: int, widen: Callable[[Array], Array], rounded: Callable[[Array], Array]) -> Type:

@@ -7,6 +7,7 @@ bytes are exchanged by bits of their address (the swizzle), which a descriptor o
 
 from __future__ import annotations
 
+import functools
 import re
 from dataclasses import dataclass, field
 
@@ -100,6 +101,11 @@ class Descriptor:
         return exchanged
 
 
+@functools.cache
+def _places(bits: int, first_row: int, num_rows: int, depth: int, width: int, transposed: bool) -> Array:
+    return Descriptor.read(bits).addresses(first_row + np.arange(num_rows), depth, width, transposed=transposed)
+
+
 @instruction("wgmma", f"fence commit_group wait_group mma_async sync aligned e4m3 {_SHAPES}")
 def warpgroup(block: Block, code: Instruction, active: Array) -> None:
     products = block.products.setdefault(block.crew, Products())
@@ -179,7 +185,7 @@ class _Reader:
 
     def _matrix(self, bits: int, rows: Array, warps: Array, *, transposed: bool) -> Array:
         width, widen = MATRIX_WIDENED[self.kind]
-        places = Descriptor.read(bits).addresses(rows, self.depth, width, transposed=transposed)
+        places = _places(bits, int(rows[0]), len(rows), self.depth, width, transposed)
         raw, granules = self.block.shared.begin_product(places.reshape(-1), width, warps)
         self.products.begun.granules.append(granules)
         return widen(raw).reshape(places.shape)
