@@ -10,8 +10,8 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from datetime import timedelta
 from pathlib import Path
-from queue import SimpleQueue
 from threading import Thread
+from types import SimpleNamespace
 from typing import Any
 
 import msgspec
@@ -214,10 +214,12 @@ async def test_a_settlement_goes_to_the_tables_when_the_journal_does_not_answer_
         assert journal is not None
         first, second = pending(cast.bob), pending(cast.bob)
         await asyncio.gather(ledger.open(first), ledger.open(second))
+        real = journal._waiting
+        deaf = SimpleNamespace(put=lambda _append: None, get=real.get, get_nowait=real.get_nowait)
         for entry, timeout_s, stuck_s in ((first, 0.01, None), (second, 60.0, -60.0)):
             monkeypatch.setattr(writer_module, "LINE_TIMEOUT_S", timeout_s)
             with monkeypatch.context() as hanging:
-                hanging.setattr(journal, "_waiting", SimpleQueue())  # nobody takes what waits
+                hanging.setattr(journal, "_waiting", deaf)  # nobody takes what waits, whatever queue the thread looks at
                 hanging.setattr(journal, "_writing_since_s", stuck_s)  # long ago
                 async with asyncio.timeout(DEADLINE_S):
                     await ledger.settle(posted(entry.request_id))
@@ -537,13 +539,14 @@ async def test_nobody_waits_for_long_for_rows_that_cannot_be_written(
 
 
 async def test_while_a_round_hangs_nothing_is_admitted_and_the_ledger_says_so(
-    database: Database, clock: FakeClock, cast: Cast, tmp_path: Path
+    database: Database, clock: FakeClock, cast: Cast, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     gated = FailingDatabase.around(database)
     gated.gate = asyncio.Event()
-    async with journaling(gated, clock, cast.epoch_id, tmp_path / "j", open_timeout_s=0.2) as ledger:
+    async with journaling(gated, clock, cast.epoch_id, tmp_path / "j") as ledger:
         entry = pending(cast.bob)
         await ledger.open(entry)
+        monkeypatch.setattr(ledger, "_open_timeout_s", 0.05)  # from here on: the disk may take longer
         await until(lambda: not ledger.healthy)
         with pytest.raises(Overloaded, match="nothing was started"):
             await ledger.open(pending(cast.bob))
