@@ -156,12 +156,8 @@ class Codes:
 
     def meaning(self) -> torch.Tensor:
         """The matrix that the codes stand for."""
-        rows, columns = len(self.codes), len(self.groups)
-        matrix = torch.empty(rows, columns)
-        for row in range(rows):
-            for column, group in enumerate(self.groups):
-                matrix[row, column] = (self.codes[row][column] - self.zeros[row][group]) * self.scales[row, group].item()
-        return matrix
+        steps = torch.tensor(self.codes) - torch.tensor(self.zeros)[:, self.groups]
+        return (steps * self.scales[:, self.groups].double()).float()
 
 
 def four_bits(weight: torch.Tensor, *, group_size: int, symmetric: bool, order_seed: int | None = None) -> Codes:
@@ -174,29 +170,19 @@ def four_bits(weight: torch.Tensor, *, group_size: int, symmetric: bool, order_s
     num_groups = columns // size
     zeros = [[8 if symmetric else 1 + (row + 3 * group) % 15 for group in range(num_groups)] for row in range(rows)]
     scales = torch.empty(rows, num_groups, dtype=torch.float16)
-    codes = [[0] * columns for _ in range(rows)]
-    for row in range(rows):
-        for group in range(num_groups):
-            members = [column for column in range(columns) if groups[column] == group]
-            scales[row, group] = weight[row, members].abs().max() / 7
-            for column in members:
-                code = round((weight[row, column] / scales[row, group]).item()) + zeros[row][group]
-                codes[row][column] = min(15, max(0, code))
-    return Codes(codes, zeros, scales, groups)
+    for group in range(num_groups):
+        members = [column for column in range(columns) if groups[column] == group]
+        scales[:, group] = weight[:, members].abs().amax(1) / 7
+    steps = (weight / scales[:, groups]).round().long()
+    codes = (steps + torch.tensor(zeros)[:, groups]).clamp(0, 15)
+    return Codes(codes.tolist(), zeros, scales, groups)
 
 
 def words(values: Sequence[Sequence[int]], places: dict[int, int] | None = None) -> torch.Tensor:
     """[R][8·C] numbers of 4 bits → [R, C] int32; number i of eight stands at bits 4·places[i], or at bits 4·i"""
-    packed = []
-    for row in values:
-        line = []
-        for first in range(0, len(row), 8):
-            word = 0
-            for i in range(8):
-                word |= row[first + i] << (4 * (i if places is None else places[i]))
-            line.append(word - (1 << 32) if word >= 1 << 31 else word)
-        packed.append(line)
-    return torch.tensor(packed, dtype=torch.int32)
+    shifts = torch.tensor([4 * (i if places is None else places[i]) for i in range(8)])
+    found = (torch.tensor(values).view(len(values), -1, 8) << shifts).sum(-1)
+    return torch.where(found >= 1 << 31, found - (1 << 32), found).int()
 
 
 def transposed(values: Sequence[Sequence[int]]) -> list[list[int]]:
