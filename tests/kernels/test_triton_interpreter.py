@@ -32,3 +32,19 @@ def test_every_bfloat16_is_the_float32_that_torch_makes_of_it_and_back() -> None
     np.testing.assert_array_equal(widened.view(np.int32), expected)
     narrowed = interpreter._convert_float(widened.view(np.float32), tl.float32, tl.bfloat16, None)
     np.testing.assert_array_equal(narrowed, codes)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="with a GPU nothing is interpreted")
+def test_a_type_that_is_made_again_is_what_it_was_the_first_time() -> None:
+    kinds = [tl.float32, tl.int32, tl.pointer_type(tl.float32), tl.pointer_type(tl.int32)]
+    for shape in ([2, 4], [4, 2], [8]):
+        first = [tl.block_type(kind, shape) for kind in kinds]
+        again = [tl.block_type(kind, shape) for kind in kinds]
+        assert again == first
+        assert [(kind.name, list(kind.shape), kind.numel) for kind in again] == [
+            (f"<{[str(size) for size in shape]}, {kind}>", shape, 8) for kind in kinds
+        ]
+        assert [kind.element_ty for kind in again] == kinds
+    for _ in range(2):
+        with pytest.raises(ValueError, match="power of 2"):
+            tl.block_type(tl.float32, [3])

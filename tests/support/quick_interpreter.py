@@ -2,8 +2,8 @@
 numbers of bfloat16, which it gets wrong.
 
 It replaces the whole language, some hundred names, at each launch and each call of a function by a kernel; looks for integers
-that overflow, and drops what it finds; builds a table of all types to look one up. So in 3.6.0 and 3.9.0, and it takes a good
-part of a test's time.
+that overflow, and drops what it finds; builds a table of all types to look one up; checks and spells a block's shape for each
+result. So in 3.6.0 and 3.9.0, and it takes a good part of a test's time.
 """
 
 from __future__ import annotations
@@ -35,6 +35,9 @@ def replace_language_once() -> None:
     builder.options = replace(builder.options, sanitize_overflow=False)
     vars(interpreter)["_get_np_dtype"] = looked_up_once(interpreter._get_np_dtype)
     vars(interpreter)["_convert_float"] = with_shifts(interpreter._convert_float)
+    core = importlib.import_module("triton.language.core")
+    core.block_type.__init__ = with_known_shapes(core.block_type.__init__)
+    core.tensor.__init__ = with_known_sizes(core.tensor.__init__)
 
 
 def looked_up_once(look_up: Callable[[Any], np.dtype[Any]]) -> Callable[[Any], np.dtype[Any]]:
@@ -68,3 +71,37 @@ def with_shifts(convert: Callable[..., Any]) -> Callable[..., Any]:
         return convert(values, kind, wanted, rounding)
 
     return converted
+
+
+def with_known_shapes(make: Callable[..., None]) -> Callable[..., None]:
+    """As `make`, which makes the type of a block; what follows from its shape is kept."""
+    found: dict[tuple[Any, ...], dict[str, Any]] = {}
+
+    def make_known(self: Any, element_ty: Any, shape: Any) -> None:
+        key = (str(element_ty), *[getattr(size, "value", size) for size in shape])
+        known = found.get(key)
+        if known is None:
+            make(self, element_ty, shape)
+            found[key] = {name: value for name, value in vars(self).items() if name != "element_ty"}
+        else:
+            self.element_ty = element_ty
+            vars(self).update(known)
+
+    return make_known
+
+
+def with_known_sizes(make: Callable[..., None]) -> Callable[..., None]:
+    """As `make`, which makes a tensor of a type; its shape in Triton's own numbers is kept."""
+    found: dict[tuple[int, ...], tuple[Any, Any]] = {}
+
+    def make_known(self: Any, handle: Any, type: Any) -> None:
+        key = (*type.shape,) if type.is_block() else ()
+        known = found.get(key)
+        if known is None:
+            make(self, handle, type)
+            found[key] = self.shape, self.numel
+        else:
+            self.handle, self.type, self.dtype = handle, type, type.scalar
+            self.shape, self.numel = known
+
+    return make_known
