@@ -39,7 +39,7 @@ elif not IS_LATE:
     from engine.gpu_environment import prepare_gpu
     from kernels.triton import early_launch, tuning
     from tests.support.ptx.block import LOCKSTEP
-    from tests.support.ptx.card import MULTIPROCESSORS, put_in_place
+    from tests.support.ptx.card import MULTIPROCESSORS, forget_programs, put_in_place
 
     prepare_gpu()
     CARDS.append(put_in_place())
@@ -58,6 +58,12 @@ def card() -> Iterator[EmulatedCard]:
         pytest.skip("kernels are interpreted in this process: run tests/ptx by itself")
     yield CARDS[0]
     CARDS[0].order, CARDS[0].edit, CARDS[0].adds_waits = LOCKSTEP, str, False
+
+
+def pytest_unconfigure() -> None:
+    """Let go of all programs: pytest looks at its end five times through what there is, and they are a million objects."""
+    if CARDS:
+        forget_programs()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

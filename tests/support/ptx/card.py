@@ -94,6 +94,11 @@ def _loaded(ptx: str) -> tuple[Program, list[Action | None]]:
     return program, actions_of(program)
 
 
+def forget_programs() -> None:
+    """What was read of launched kernels; it is read again for whoever launches one again."""
+    _loaded.cache_clear()
+
+
 def keep_ptx(*arguments: Any) -> tuple[str, str]:
     """A hook into Triton's stages (`knobs.runtime.add_stages_inspection_hook`): PTX is the last one. Without arguments Triton
     from 3.7 on asks for a key of its cache."""
