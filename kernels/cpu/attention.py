@@ -17,11 +17,13 @@ later rows will see them: how a prompt is cut into chunks makes no difference.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 
 import numpy as np
 import torch
 from torch.nn import functional
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from kernels.attention_rows import AttentionRow, AttentionShape
 from kernels.cpu.fp8_decode import decode_kv
@@ -34,6 +36,11 @@ WORKSPACE_BYTES_MAX = 64 * 1024 * 1024
 
 SCORES_MAX = 16 * 1024 * 1024
 """Attention scores that stand in memory at a time where they are computed in the open."""
+
+UNPLANNED = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
+"""For whole texts on a GPU. From capability 9.0 on torch 2.11 asks cuDNN first, which makes a plan for each length that it has
+not met: tenths of a second on the host, more than the rest of the text takes. It is left where there is a mask, which with
+grouped heads only the last of these takes, in memory for all scores."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -249,15 +256,16 @@ def _attend_row(
     if shape.softcap is not None:
         out[row.first : row.last] = _attend_in_the_open(queries, keys, values, row.mask, shape).transpose(0, 1)
         return
-    attended = functional.scaled_dot_product_attention(
-        queries.unsqueeze(0),
-        keys.unsqueeze(0),
-        values.unsqueeze(0),
-        attn_mask=row.mask,
-        is_causal=shape.causal and row.mask is None,
-        scale=shape.scale,
-        enable_gqa=heads != kv_heads,
-    )
+    with sdpa_kernel(UNPLANNED) if chunk.is_cuda and row.mask is None else nullcontext():
+        attended = functional.scaled_dot_product_attention(
+            queries.unsqueeze(0),
+            keys.unsqueeze(0),
+            values.unsqueeze(0),
+            attn_mask=row.mask,
+            is_causal=shape.causal and row.mask is None,
+            scale=shape.scale,
+            enable_gqa=heads != kv_heads,
+        )
     out[row.first : row.last] = attended[0].transpose(0, 1)
 
 

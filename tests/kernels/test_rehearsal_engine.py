@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.nn import functional
 
 from engine.build import build_engine
 from engine.config.pooling import PoolingConfig
@@ -331,3 +332,23 @@ def test_embeddings_are_those_of_the_cpu(llama: Path) -> None:
             embedder = Embedder(model, PoolingConfig(mode="last", normalised=True))
             vectors.append(torch.tensor([list(vector) for vector in embedder.embed(texts)]))
     torch.testing.assert_close(vectors[0], vectors[1])
+
+
+@pytest.mark.parametrize(("device", "window", "asks"), [("cuda", None, False), ("cuda", 2, True), ("cpu", None, True)])
+def test_whole_texts_on_a_gpu_are_not_left_to_cudnn_which_plans_for_every_length_anew(
+    tmp_path: Path, device: str, window: int | None, asks: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A plan takes tenths of a second. Texts longer than a window have a mask, which of the others only the slow one takes."""
+    found, attend = set(), functional.scaled_dot_product_attention
+
+    def attended(*given: Any, **named: Any) -> torch.Tensor:
+        found.add(torch._C._get_cudnn_sdp_enabled())
+        return attend(*given, **named)
+
+    monkeypatch.setattr(functional, "scaled_dot_product_attention", attended)
+    make_model("mistral", tmp_path / "mistral", sliding_window=window)
+    with rehearsal(), in_place_of_triton():
+        model = load_text_model(EngineOptions(model=tmp_path / "mistral", device=device, dtype="float32", threads=1))
+        Embedder(model, PoolingConfig(mode="last")).embed([[5, 6, 7], [8, 9, 10, 11]])
+    assert found == {asks}
+    assert torch._C._get_cudnn_sdp_enabled()
