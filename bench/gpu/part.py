@@ -46,6 +46,7 @@ def main() -> None:
         _correct_interpreter()
     modules = [importlib.import_module(BY_NAME[name].module) for name in options.names]
     functions = [getattr(module, BY_NAME[name].function) for module, name in zip(modules, options.names, strict=True)]
+    torch.backends.cuda.enable_cudnn_sdp(False)  # it plans for every length anew; the row that measures it names it
     for module in modules:
         _import_libraries(getattr(module, "LIBRARIES", ()))
 

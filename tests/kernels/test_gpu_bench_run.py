@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import io
 import json
 import queue
 import subprocess
@@ -14,6 +15,7 @@ from unittest.mock import Mock
 
 import pytest
 import torch
+from torch.nn.attention import sdpa_kernel
 
 from bench.gpu import calibration, conduct, driver, part, peers, serve, serve_idle, speed_attention
 from bench.gpu.conduct import Outcome
@@ -318,6 +320,23 @@ def test_libraries_of_peers_are_imported_before_a_part_is_ready_and_may_be_absen
     part._import_libraries(["json", "no_such_library"])
     assert "not imported library=no_such_library" in caplog.text
     assert PEER_MISSING
+
+
+def test_no_part_waits_for_plans_of_cudnn_for_each_length_of_a_text(monkeypatch: pytest.MonkeyPatch) -> None:
+    """From capability 9.0 on torch 2.11 asks its attention first: the peer's too, whose keys are longer with every token."""
+    said = io.StringIO()
+    monkeypatch.setattr(part, "_own_output", lambda: said)
+    monkeypatch.setattr(part, "_correct_interpreter", lambda: None)
+    monkeypatch.setattr("sys.argv", ["part", "calibrate", "--rehearse"])
+    monkeypatch.setattr("sys.stdin", io.StringIO(""))  # told nothing, it ends
+    try:
+        part.main()
+        assert "ready" in said.getvalue()
+        assert not torch._C._get_cudnn_sdp_enabled()
+        with sdpa_kernel(speed_attention.BACKENDS["cudnn"]):
+            assert torch._C._get_cudnn_sdp_enabled()
+    finally:
+        torch.backends.cuda.enable_cudnn_sdp(True)
 
 
 def test_the_script_lets_python_keep_what_it_compiles() -> None:
