@@ -146,9 +146,16 @@ class CudaGraphs:
             function()
         except BaseException:
             with contextlib.suppress(RuntimeError):  # which would say no more than that the capture has failed
-                graph.capture_end()
+                self._end(graph)
             raise
-        graph.capture_end()
+        self._end(graph)
+
+    def _end(self, graph: torch.cuda.CUDAGraph) -> None:
+        try:
+            graph.capture_end()
+        except RuntimeError:  # torch's allocator goes on recording into the pool, and lets no other capture do so
+            self._pool = torch.cuda.graph_pool_handle()
+            raise
 
     def run(self, key: Hashable, function: Callable[[], None]) -> None:  # noqa: ARG002 - it was captured
         self._places.use(key)

@@ -110,6 +110,27 @@ def test_what_breaks_within_a_capture_is_told_and_not_that_the_capture_ended_bad
     assert len(calls) == 2, "not even called again"
 
 
+def test_a_capture_that_was_spoilt_spoils_no_other() -> None:
+    """What nobody captures is asked for by one kind of step: the others keep their graphs, and later sizes get theirs."""
+    kept: list[torch.Tensor] = []
+
+    def waits() -> None:
+        kept[0].add_(1.0)
+        kept[0].tolist()
+
+    with rehearsal():
+        graphs = CudaGraphs(DEVICE, max_graphs=3)
+        kept.append(torch.zeros(1, device=DEVICE))
+        graphs.make_ready(1, lambda: kept[0].add_(1.0))  # type: ignore[arg-type]
+        with pytest.raises(CaptureFailed, match="not permitted when stream is capturing"):
+            graphs.make_ready(2, waits)
+        graphs.make_ready(3, lambda: kept[0].add_(1.0))  # type: ignore[arg-type]
+        kept[0].zero_()
+        for key in (1, 3):
+            graphs.run(key, lambda: None)
+        assert kept[0].tolist() == [2.0]
+
+
 class Dropped:
     """Half of an engine that nobody holds any longer: a cycle, which ends only when Python's collector comes by."""
 

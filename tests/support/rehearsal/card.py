@@ -196,6 +196,9 @@ class Card:
     graph_bytes: int = 0
     others_bytes: int = 0
     """Of other processes on the card."""
+    num_pools: int = 0
+    recording: set[object] = field(default_factory=set)
+    """Pools of memory that a capture allocates from, or did when it was spoilt."""
     num_captures: int = 0
     num_replays: int = 0
     num_launches: int = 0
@@ -242,7 +245,13 @@ class Card:
 
     def refuse_in_capture(self, what: str) -> None:
         if self.capture is not None:
-            raise RuntimeError(f"CUDA error: operation not permitted when stream is capturing: {what}")
+            error = f"CUDA error: operation not permitted when stream is capturing: {what}"
+            self.capture.spoil(error)
+            raise RuntimeError(error)
+
+    def make_pool(self) -> tuple[int, int]:
+        self.num_pools += 1
+        return (0, self.num_pools)
 
     def check_room(self, num_bytes: int) -> None:
         """Raise torch.OutOfMemoryError where there is none."""

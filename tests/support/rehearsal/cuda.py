@@ -67,7 +67,7 @@ def stand_ins(card: Card) -> dict[str, Any]:
         "default_stream": lambda *_: card.streams[0],
         "stream": on_stream,
         "graph": captured_in,
-        "graph_pool_handle": lambda: (0, 1),
+        "graph_pool_handle": card.make_pool,
         "is_current_stream_capturing": lambda: card.capture is not None,
     }
 

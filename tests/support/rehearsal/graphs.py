@@ -2,8 +2,8 @@
 
 A capture keeps the operations with the memory and the numbers that they were launched with, and a replay launches these again:
 a number that Python computed, a tensor that was made anew or freed since, shows as a wrong result. What no capture may do
-raises: to wait for the device, to copy from pageable memory, to lock memory. A capture fails at its end if another graph was
-destroyed meanwhile.
+raises: to wait for the device, to copy from pageable memory, to lock memory. A capture fails at its end if it was asked for
+such a thing or if another graph was destroyed meanwhile, and torch 2.11 then goes on recording into its pool of memory.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ class Graph:
         self.card = current_card()
         self.works: list[Work] = []
         self.streams: list[Stream] = []
+        self._pool: object = None
         self._captured = False
         self._spoilt = ""
 
@@ -35,7 +36,11 @@ class Graph:
     def _spoil_other(self) -> None:
         capture = self.card.capture
         if capture is not None and capture is not self:
-            capture._spoilt = "another graph was destroyed meanwhile"
+            capture.spoil("another graph was destroyed meanwhile")
+
+    def spoil(self, why: str) -> None:
+        """Have the capture under way fail at its end."""
+        self._spoilt = self._spoilt or why
 
     def takes(self, stream: Stream) -> bool:
         """Whether work on this stream belongs to the capture."""
@@ -50,6 +55,10 @@ class Graph:
             raise RuntimeError("CUDA error: a capture is under way on another graph")
         if card.stream is card.streams[0]:
             raise RuntimeError("CUDA graphs must be captured on a non-default stream.")
+        self._pool = card.make_pool() if pool is None else pool
+        if self._pool in card.recording:
+            raise RuntimeError("beginAllocateToPool: already recording to mempool_id")
+        card.recording.add(self._pool)
         self.streams = [card.stream]
         card.capture = self
 
@@ -60,6 +69,7 @@ class Graph:
         self.card.capture = None
         if self._spoilt:
             raise RuntimeError(f"CUDA error: operation failed due to a previous error during capture: {self._spoilt}")
+        self.card.recording.remove(self._pool)
         self.card.num_captures += 1
         self.card.graph_bytes += len(self.works) * LAUNCH_BYTES
         self._captured = True
