@@ -301,7 +301,8 @@ def _facts(engine: EngineReading, now: datetime) -> list[str]:
         facts += [f"weights {size(info.weights_bytes)}{quantised}", f"KV {size(info.kv_bytes)}{rounded}"]
         facts += [f"context {info.max_model_len:,} tokens"]
     if engine.started_at is not None:
-        facts.append(f"up {duration(max((now - engine.started_at).total_seconds(), 1.0))}")
+        age = duration(max((now - engine.started_at).total_seconds(), 1.0))
+        facts.append(f"up {age}" if engine.state == "ready" else f"started {age} ago")
     facts.append(f"{engine.restarts} {'restart' if engine.restarts == 1 else 'restarts'}")
     return facts
 

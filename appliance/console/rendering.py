@@ -15,7 +15,7 @@ from litestar.datastructures import Cookie
 
 from appliance.console.charts import spark_area, spark_points, stack, timeline
 from appliance.console.formatting import filters_of
-from appliance.console.forms import names_text
+from appliance.console.forms import names_text, sentence
 from appliance.console.sections import sections_of
 from appliance.console.security import ConsoleRequest, address_asked, current_session, may
 
@@ -103,7 +103,7 @@ class Pages:
             trim_blocks=True,
             lstrip_blocks=True,
         )
-        self._templates.filters.update(filters_of(services.reports.calendar) | {"names_text": names_text})
+        self._templates.filters.update(filters_of(services.reports.calendar) | {"names_text": names_text, "sentence": sentence})
         self._templates.globals.update(
             asset=asset,
             spark_area=spark_area,

@@ -64,6 +64,9 @@ def explain_past(row: RequestRow) -> str:
 
 def _explain_before_first_token(timeline: Timeline) -> str:
     waited = "" if timeline.queue_s is None else f" after {_seconds(timeline.queue_s)} in the queue"
+    if timeline.finish_reason is not None and timeline.completion_tokens:
+        # Recovered after the gateway died: the ledger's checkpoints have counts, the times died with the process.
+        return f"Ended after about {timeline.completion_tokens} tokens ({timeline.finish_reason}); its times are not known."
     if timeline.finish_reason is not None:
         return f"Ended before its first token ({timeline.finish_reason}){waited}{_preempted(timeline.preemptions)}."
     if timeline.is_queued:

@@ -60,7 +60,7 @@ VIEWER_PASSWORD = "vera's long password"
 _CSRF = re.compile(r'name="csrf_token" value="([^"]+)"')
 
 
-def engine_info(*, device: str = "cpu") -> EngineInfo:
+def engine_info(*, device: str = "cpu", device_name: str = "A processor") -> EngineInfo:
     """Facts of a small model."""
     return EngineInfo(
         model="demo",
@@ -73,7 +73,7 @@ def engine_info(*, device: str = "cpu") -> EngineInfo:
         max_num_seqs=64,
         dtype="float32",
         device=device,
-        device_name="A processor",
+        device_name=device_name,
         kernels="reference",
         num_parameters=7_900_000,
         weights_bytes=GIB,

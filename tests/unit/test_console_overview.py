@@ -44,6 +44,22 @@ async def test_without_a_gpu_the_page_says_that_the_engine_runs_on_the_processor
     assert "The engine runs on the CPU (A processor)" in page
 
 
+async def test_the_processor_s_name_does_not_repeat_what_it_is(box: Box) -> None:
+    box.engine_side.info = engine_info(device_name="CPU, 3 threads")
+
+    assert "The engine runs on the CPU (3 threads)" in await overview(box)
+
+
+async def test_an_engine_that_is_being_started_again_is_not_called_up(box: Box) -> None:
+    box.engine_side.state, box.engine_side.error = "restarting", "the process ended with signal 9"
+
+    page = await overview(box)
+
+    assert "started " in page
+    assert "up " not in page.partition('class="facts muted"')[2].partition("</p>")[0]
+    assert '<p class="notice warn">The process ended with signal 9.</p>' in page
+
+
 async def test_a_gpu_that_cannot_be_read_is_an_error_and_not_an_absence(box: Box) -> None:
     box.engine_side.gpu_error = "GPU cannot be read: driver gone"
 

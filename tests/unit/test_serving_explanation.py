@@ -54,7 +54,14 @@ DONE = Timeline(
             {"ttft_s": None, "finish_reason": None},
             "Reading its prompt: 40 of 50 tokens to compute after 100 ms in the queue.",
         ),
-        ({"ttft_s": None, "finish_reason": "disconnected", "queue_s": None}, "Ended before its first token (disconnected)."),
+        (
+            {"ttft_s": None, "finish_reason": "disconnected", "queue_s": None, "completion_tokens": 0},
+            "Ended before its first token (disconnected).",
+        ),
+        (
+            {"ttft_s": None, "finish_reason": "error", "queue_s": None, "decode_s": None},
+            "Ended after about 40 tokens (error); its times are not known.",
+        ),
     ],
     ids=str,
 )
