@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -11,6 +12,9 @@ from typing import Any
 import typer
 
 Row = Mapping[str, Any]
+
+TABLE_CHARS_MAX = 10_000  # more than any row has
+_TIME = re.compile(r"^(\d{4}-\d\d-\d\d)T(\d\d:\d\d:\d\d)(?:\.\d+)?Z$")
 
 
 def data(value: object) -> None:
@@ -31,16 +35,7 @@ def table(rows: Sequence[Row], columns: Sequence[str], *, empty: str) -> None:
     if not rows:
         say(empty)
         return
-    from rich.console import Console
-    from rich.table import Table
-    from rich.text import Text
-
-    drawn = Table(box=None, header_style="bold", pad_edge=False)
-    for column in columns:
-        drawn.add_column(column.replace("_", " "), justify="right" if _numeric(rows, column) else "left")
-    for row in rows:
-        drawn.add_row(*(Text(_cell(row.get(column))) for column in columns))
-    Console().print(drawn)
+    _draw(rows, columns)
 
 
 def rows(
@@ -112,6 +107,41 @@ def misused(error: typer.TyperException, *, as_json: bool) -> int:
     else:
         error.show()
     return status
+
+
+def _draw(rows: Sequence[Row], columns: Sequence[str]) -> None:
+    """Print a table on a terminal, or each row field by field where it is too narrow for one: the next command may take an id
+    from here, so nothing is cut."""
+    from rich.console import Console
+    from rich.measure import Measurement
+    from rich.table import Table
+    from rich.text import Text
+
+    console = Console()
+    drawn = Table(box=None, header_style="bold", pad_edge=False)
+    for column in columns:
+        drawn.add_column(
+            column.replace("_", " "), justify="right" if _numeric(rows, column) else "left", no_wrap=_is_id(column)
+        )
+    for row in rows:
+        drawn.add_row(*(Text(_seen(row.get(column)), overflow="fold") for column in columns))
+    if Measurement.get(console, console.options.update(width=TABLE_CHARS_MAX), drawn).minimum <= console.width:
+        console.print(drawn)
+        return
+    for number, row in enumerate(rows):
+        if number:
+            say("")
+        facts({column: row.get(column) for column in columns})
+
+
+def _is_id(column: str) -> bool:
+    """Return whether commands take what is in `column`; it is not broken over two lines."""
+    return column in ("id", "prefix") or column.endswith("_id")
+
+
+def _seen(value: Any) -> str:
+    """Return a cell for a terminal: a time to the second, with a space where a line may be broken."""
+    return _TIME.sub(r"\1 \2Z", _cell(value))
 
 
 def _cell(value: Any) -> str:
