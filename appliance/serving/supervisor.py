@@ -73,6 +73,8 @@ class Supervisor:
         self._last_frame_monotonic_s = 0.0
         self._progress_monotonic_s = 0.0
         self._loaded: float | None = None
+        self._starts_monotonic_s = 0.0  # when the last process was started, or the next one will be
+        self._start_s: float | None = None  # how long the last start took that succeeded
         self._command = command
         self._clock = clock
         self._on_frame = on_frame
@@ -119,8 +121,14 @@ class Supervisor:
         if self.state == "loading":
             raise ModelLoading(f"model {self.name} is being loaded", retry_after_s=RETRY_AFTER_LOADING_S)
         reason = f": {self.error}" if self.error else ""
-        retry_after_s = RETRY_AFTER_LOADING_S if self.state == "restarting" else BACKOFF_MAX_S
+        retry_after_s = self._restarted_in_s() if self.state == "restarting" else BACKOFF_MAX_S
         raise EngineUnavailable(f"the engine of {self.name} is {self.state}{reason}", retry_after_s=retry_after_s)
+
+    def _restarted_in_s(self) -> float:
+        """Return when an engine that is being started again is probably ready: its last start tells how long one takes."""
+        if self._start_s is None:
+            return RETRY_AFTER_LOADING_S
+        return max(self._starts_monotonic_s + self._start_s - self._clock.monotonic_s(), RETRY_AFTER_LOADING_S)
 
     def submit(self, request: GenerationRequest) -> EventStream:
         """Hand `request` to the engine. Raises like `check_ready`."""
@@ -163,8 +171,9 @@ class Supervisor:
                 return
             if self._clock.monotonic_s() - began_s >= STEADY_S:
                 backoff_s = BACKOFF_FIRST_S
-            self._set_state("restarting")
             log.warning("engine ended; restarting", role="engine", model=self.name, reason=self.error, wait_s=backoff_s)
+            self._starts_monotonic_s = self._clock.monotonic_s() + backoff_s
+            self._set_state("restarting")
             await asyncio.sleep(backoff_s)
             backoff_s = min(BACKOFF_MAX_S, backoff_s * 2)
             self.restarts += 1
@@ -173,6 +182,7 @@ class Supervisor:
     async def _run_process(self) -> tuple[bool, str | None]:
         """Run one engine process to its end; return whether it was ever ready, and its last words."""
         ours, theirs = socket.socketpair()
+        self._starts_monotonic_s = self._clock.monotonic_s()
         try:
             process = await self._spawn(theirs)
         except BaseException:
@@ -243,7 +253,7 @@ class Supervisor:
             self.last_token_monotonic_s = now_s
         if frame.ready is not None and self.state in ("loading", "restarting"):
             self.error = None
-            self.ready_monotonic_s = now_s
+            self.ready_monotonic_s, self._start_s = now_s, now_s - self._starts_monotonic_s
             self._set_state("ready")
             log.info("engine ready", role="engine", model=self.name, device=frame.ready.device, load_s=frame.ready.load_s)
         self._on_frame(frame)

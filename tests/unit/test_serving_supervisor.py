@@ -18,6 +18,7 @@ from appliance.serving import supervisor
 from appliance.serving.supervisor import Supervisor, engine_environment
 from engine.protocol import GenerationRequest, SamplingParams
 from engine.switches import SWITCHES
+from tests.support.clock import FakeClock
 from tests.support.fake_engine import DIE, STALL
 
 DEADLINE_S = 20.0
@@ -77,6 +78,29 @@ async def test_a_killed_engine_is_started_again_and_its_streams_are_told() -> No
         assert watched.pid != first_pid
         assert watched.restarts == 1
         assert (await watched.submit(wanted(5)).take())[0].token_ids
+
+
+async def test_while_an_engine_is_started_again_clients_are_told_how_long_its_start_takes() -> None:
+    clock = FakeClock()
+
+    def slow_command(fd: int) -> list[str]:
+        clock.advance(9)
+        return command(fd)
+
+    watched = Supervisor(name="fake", command=slow_command, clock=clock)
+    watched.start()
+    try:
+        async with asyncio.timeout(DEADLINE_S):
+            await watched.wait_for_state("ready")
+            assert watched.pid is not None
+            os.kill(watched.pid, signal.SIGKILL)
+            await watched.wait_for_state("restarting")
+        with pytest.raises(EngineUnavailable) as caught:
+            watched.check_ready()
+    finally:
+        await watched.stop()
+
+    assert caught.value.retry_after_s == pytest.approx(9 + supervisor.BACKOFF_FIRST_S)
 
 
 async def test_an_engine_that_dies_of_a_request_is_started_again() -> None:
