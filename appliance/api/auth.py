@@ -17,6 +17,7 @@ from litestar import Request
 from litestar.connection import ASGIConnection
 
 from appliance.api.exchange import exchange_of
+from appliance.api.queries import check_query
 from appliance.api.rate_limit_headers import rate_limit_headers
 from appliance.api.services_of import services_of
 from appliance.base.acting import Actor, ActorKind, act_as, current_actor
@@ -33,7 +34,7 @@ from appliance.tenancy.browser_rules import (
 from appliance.tenancy.fields import INFERENCE_SCOPE, USAGE_SCOPE
 from appliance.tenancy.principals import Principal
 from appliance.tenancy.roles import Action, Role
-from appliance.tenancy.secrets import api_key_prefix
+from appliance.tenancy.secrets import ADMIN_PREFIX, api_key_prefix
 from appliance.tenancy.sessions import Session
 
 PROXY_HEADERS = ("x-forwarded-for", "x-forwarded-proto", "x-real-ip", "forwarded")
@@ -49,6 +50,8 @@ async def authenticate_tenant(request: Request[Any, Any, Any]) -> Principal:
     secret = _bearer(request) or request.headers.get("x-api-key")
     if not secret:
         raise InvalidApiKey("no API key was sent: use the header Authorization: Bearer gh_...")
+    if secret.startswith(ADMIN_PREFIX):
+        raise InvalidApiKey("this is an administrator token, for /admin/v1; programs send an API key, gh_...")
     principal = await services.keys.authenticate(secret, _address(request))
     principal.check_scope(INFERENCE_SCOPE)
     act_as(_actor("key", principal.key.prefix, principal.key.id))
@@ -63,24 +66,24 @@ async def authenticate_administrator(connection: Connection, action: Action, ten
     """Return what the caller may see and do, once it is sure that `action` is covered: in the tenant, or somewhere when None.
 
     A handler without a tenant in its path must narrow what it lists by the access, or `require` the action for the tenant of
-    the row that it finds. Raises InvalidApiKey, RoleNotAllowed, and NotFound for a tenant that the caller may not see.
+    the row that it finds. Raises InvalidApiKey, RoleNotAllowed, NotFound for a tenant that the caller may not see, and what
+    `check_query` raises.
 
     A browser's session writes only with its CSRF token and never from another site.
     """
-    access = await authenticate_anybody(connection)
+    access = await _authenticate(connection)
     if tenant_id is None:
         access.require_somewhere(action)
     else:
         access.require(action, tenant_id)
+    check_query(connection)
     return access
 
 
 async def authenticate_anybody(connection: Connection) -> Access:
-    """Return what the caller may see and do, however little. Raises InvalidApiKey."""
-    secret = _bearer(connection)
-    access = await _by_token(connection, secret) if secret else await _by_session(connection)
-    act_as(access.actor)
-    structlog.contextvars.bind_contextvars(administrator=access.actor.name)
+    """Return what the caller may see and do, however little. Raises InvalidApiKey, and then what `check_query` raises."""
+    access = await _authenticate(connection)
+    check_query(connection)
     return access
 
 
@@ -95,6 +98,15 @@ async def authenticate_reader(connection: Connection) -> Access:
     act_as(access.actor)
     structlog.contextvars.bind_contextvars(tenant_id=principal.tenant.id, key_id=principal.key.id)
     access.require_somewhere(Action.READ)
+    check_query(connection)
+    return access
+
+
+async def _authenticate(connection: Connection) -> Access:
+    secret = _bearer(connection)
+    access = await _by_token(connection, secret) if secret else await _by_session(connection)
+    act_as(access.actor)
+    structlog.contextvars.bind_contextvars(administrator=access.actor.name)
     return access
 
 
@@ -103,6 +115,8 @@ async def _by_token(connection: Connection, secret: str) -> Access:
     control = services.control_token
     if control is not None and hmac.compare_digest(secret.encode(), control.encode()):
         return Access(role=Role.OWNER, actor=_actor("cli", _operator(connection)))
+    if api_key_prefix(secret) is not None:
+        raise InvalidApiKey("this is a tenant's API key, for /v1; here it takes an administrator token, gha_...")
     token = await services.admin_tokens.authenticate(secret)
     return Access(role=token.role, actor=_actor("token", token.name, token.id))
 

@@ -7,23 +7,25 @@ from datetime import UTC, datetime
 from typing import Any
 
 from litestar import Request
+from litestar.connection import ASGIConnection
 
 from appliance.base.errors import InvalidValue, UnknownParameter
 from appliance.tenancy.pages import PAGE_ROWS_DEFAULT
 
 AdminRequest = Request[Any, Any, Any]
+Connection = ASGIConnection[Any, Any, Any, Any]
 PAGING = ("limit", "cursor")
 
 
-def check_query(request: AdminRequest) -> None:
+def check_query(connection: Connection) -> None:
     """Raise UnknownParameter for a query parameter that the handler does not name in its `opt["query"]`, and InvalidValue for
-    one that was given several times and is not in its `opt["repeatable"]`."""
-    options = request.route_handler.opt
+    one that was given several times and is not in its `opt["repeatable"]`. `auth` asks this for every handler."""
+    options = connection.route_handler.opt
     known, repeatable = options.get("query", ()), options.get("repeatable", ())
-    for name in request.query_params:
+    for name in connection.query_params:
         if name not in known:
             raise UnknownParameter(f"unknown parameter: {name}", param=name)
-        if name not in repeatable and len(request.query_params.getall(name)) > 1:
+        if name not in repeatable and len(connection.query_params.getall(name)) > 1:
             raise InvalidValue(f"{name} takes one value", param=name)
 
 

@@ -16,6 +16,7 @@ PEPPER_BYTES = 32
 _ALPHABET = "abcdefghijklmnopqrstuvwxyz234567"  # base 32 of RFC 4648, lower case: 5 bits a character
 _PREFIX_CHARS = 8
 _SECRET_CHARS = 26  # 130 bits
+ADMIN_PREFIX = "gha_"
 _KEY_PATTERN = re.compile(rf"gh_[{_ALPHABET}]{{{_PREFIX_CHARS}}}_[{_ALPHABET}]{{{_SECRET_CHARS}}}", re.ASCII)
 
 
@@ -31,7 +32,7 @@ def new_api_key() -> tuple[str, str]:
 
 def new_admin_secret() -> str:
     """Return a new administrator token, `gha_` + 26 random characters."""
-    return f"gha_{_random_text(_SECRET_CHARS)}"
+    return f"{ADMIN_PREFIX}{_random_text(_SECRET_CHARS)}"
 
 
 def new_password() -> str:

@@ -9,7 +9,7 @@ from litestar.params import FromPath
 from appliance.api.admin.tenants import LimitsBody
 from appliance.api.auth import authenticate_administrator
 from appliance.api.bodies import decode_body, named
-from appliance.api.queries import AdminRequest, check_query
+from appliance.api.queries import AdminRequest
 from appliance.api.services_of import services_of
 from appliance.api.shapes import LimitsShape, PageShape, limits_shape
 from appliance.base.clock import rfc3339
@@ -54,7 +54,6 @@ class ModelLimitsBody(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
 async def list_tiers(request: AdminRequest) -> PageShape[TierShape]:
     """Return the three tiers, from the most to the least urgent."""
     await authenticate_administrator(request, Action.READ_BOX)
-    check_query(request)
     tiers = [_tier_shape(tier) for tier in await services_of(request).tiers.list()]
     return PageShape(data=tiers, has_more=False, next_cursor=None)
 
@@ -71,7 +70,6 @@ async def change_tier(request: AdminRequest, name: FromPath[str]) -> TierShape:
 async def list_model_limits(request: AdminRequest) -> PageShape[ModelLimitsShape]:
     """Return the limits of every model that has some, by the model's name."""
     await authenticate_administrator(request, Action.READ_BOX)
-    check_query(request)
     found = [_model_limits_shape(policy) for policy in await services_of(request).model_policies.list()]
     return PageShape(data=found, has_more=False, next_cursor=None)
 

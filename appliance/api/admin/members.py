@@ -20,7 +20,7 @@ from appliance.api.admin.member_shapes import (
 )
 from appliance.api.auth import authenticate_administrator, authenticate_anybody
 from appliance.api.bodies import OMITTED, Omittable, decode_body, named
-from appliance.api.queries import PAGING, AdminRequest, check_query, paging
+from appliance.api.queries import PAGING, AdminRequest, paging
 from appliance.api.services_of import services_of
 from appliance.api.shapes import PageShape, page_shape
 from appliance.tenancy.access import Access
@@ -67,7 +67,6 @@ async def retrieve_me(request: AdminRequest) -> MeShape:
 async def list_members(request: AdminRequest) -> PageShape[MemberShape]:
     """Return the members of the box with the tenants that they belong to, in the order they were made."""
     access = await authenticate_administrator(request, Action.READ_BOX)
-    check_query(request)
     services = services_of(request)
     page = await services.members.list(*paging(request))
     found = await services.memberships.of_members([member.id for member in page.data], access=access)
@@ -114,7 +113,6 @@ async def reset_password(request: AdminRequest, member_id: FromPath[str]) -> New
 async def list_memberships(request: AdminRequest, tenant_id: FromPath[str]) -> PageShape[MembershipShape]:
     """Return the members of a tenant with their roles in it."""
     access = await authenticate_administrator(request, Action.READ, tenant_id)
-    check_query(request)
     services = services_of(request)
     tenant = await services.tenants.get(tenant_id, access=access)
     page = await services.memberships.of_tenant(tenant.id, *paging(request), access=access)

@@ -6,7 +6,7 @@ from litestar import delete, get
 from litestar.params import FromPath
 
 from appliance.api.auth import authenticate_administrator
-from appliance.api.queries import PAGING, AdminRequest, check_query, paging
+from appliance.api.queries import PAGING, AdminRequest, paging
 from appliance.api.services_of import services_of
 from appliance.api.shapes import PageShape, RequestShape, live_request_shape, page_shape, past_request_shape
 from appliance.base.errors import NotFound
@@ -21,7 +21,6 @@ TAGS = ["administration"]
 async def list_requests(request: AdminRequest) -> PageShape[RequestShape]:
     """Return requests in the order of admission, the newest first. Live ones carry the figures of this moment."""
     access = await authenticate_administrator(request, Action.READ)
-    check_query(request)
     services = services_of(request)
     limit, cursor = paging(request)
     page = await services.reports.requests_page(

@@ -10,7 +10,7 @@ from litestar.params import FromPath
 
 from appliance.api.auth import authenticate_administrator
 from appliance.api.bodies import OMITTED, Omittable, decode_body, named
-from appliance.api.queries import PAGING, AdminRequest, check_query, flag, paging, parse_moment
+from appliance.api.queries import PAGING, AdminRequest, flag, paging, parse_moment
 from appliance.api.services_of import services_of
 from appliance.api.shapes import (
     KeyShape,
@@ -120,7 +120,6 @@ class RotationBody(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
 async def list_tenants(request: AdminRequest) -> PageShape[TenantShape]:
     """Return the tenants that the caller may see, in the order they were made; archived ones with `include_archived=true`."""
     access = await authenticate_administrator(request, Action.READ)
-    check_query(request)
     limit, cursor = paging(request)
     archived = flag(request, "include_archived")
     page = await services_of(request).tenants.list(limit, cursor, include_archived=archived, access=access)
@@ -177,7 +176,6 @@ async def archive_tenant(request: AdminRequest, tenant_id: FromPath[str]) -> Ten
 async def list_keys(request: AdminRequest, tenant_id: FromPath[str]) -> PageShape[KeyShape]:
     """Return the keys of a tenant, revoked ones too."""
     access = await authenticate_administrator(request, Action.READ, tenant_id)
-    check_query(request)
     services = services_of(request)
     tenant = await services.tenants.get(tenant_id, access=access)
     limit, cursor = paging(request)

@@ -14,7 +14,7 @@ from litestar.params import FromPath
 from appliance.api.auth import authenticate_administrator
 from appliance.api.bodies import decode_body
 from appliance.api.organization.queries import TAGS, ListShape, count, list_shape, paths
-from appliance.api.queries import AdminRequest, check_query
+from appliance.api.queries import AdminRequest
 from appliance.api.services_of import services_of
 from appliance.base.errors import InvalidValue, NotFound, UnsupportedParameter
 from appliance.tenancy.fields import LIMIT_MAX
@@ -69,7 +69,6 @@ class RateLimitShape(msgspec.Struct, kw_only=True):
 async def list_rate_limits(request: AdminRequest, project_id: FromPath[str]) -> ListShape[RateLimitShape]:
     """Return the limits of a tenant: over all models first, then of each that is served to it or has limits of its own."""
     access = await authenticate_administrator(request, Action.READ, project_id)
-    check_query(request)
     services = services_of(request)
     tenant = await services.tenants.get(project_id, access=access)
     served = [model.name for model in services.models.list()]

@@ -20,7 +20,7 @@ from appliance.api.organization.queries import (
     paths,
     unix,
 )
-from appliance.api.queries import AdminRequest, check_query, choice, flag
+from appliance.api.queries import AdminRequest, choice, flag
 from appliance.api.services_of import services_of
 from appliance.base.errors import NotFound, UnsupportedParameter
 from appliance.tenancy.access import Access
@@ -93,7 +93,6 @@ class ProjectKeyShape(msgspec.Struct, kw_only=True):
 async def list_projects(request: AdminRequest) -> ListShape[ProjectShape]:
     """Return tenants in the order they were made."""
     access = await authenticate_administrator(request, Action.READ)
-    check_query(request)
     page = await services_of(request).tenants.list(
         count(request), _after(request, "tenants"), include_archived=flag(request, "include_archived"), access=access
     )
@@ -151,7 +150,6 @@ async def archive_project(request: AdminRequest, project_id: FromPath[str]) -> P
 async def list_project_keys(request: AdminRequest, project_id: FromPath[str]) -> ListShape[ProjectKeyShape]:
     """Return the keys of a tenant that were not revoked. All are `active`, unless the tenant is archived."""
     access = await authenticate_administrator(request, Action.READ, project_id)
-    check_query(request)
     services = services_of(request)
     tenant = await services.tenants.get(project_id, access=access)
     wanted = choice(request, "owner_project_access", ("active", "inactive", "any"), "any")

@@ -20,7 +20,7 @@ from litestar import get
 
 from appliance.api.auth import authenticate_reader
 from appliance.api.organization.queries import TAGS, both, count, many, paths, seconds, unix
-from appliance.api.queries import AdminRequest, check_query, choice
+from appliance.api.queries import AdminRequest, choice
 from appliance.api.services_of import services_of
 from appliance.base.errors import InvalidValue, UnsupportedParameter
 from appliance.base.money import PICOS_PER_UNIT
@@ -133,8 +133,7 @@ class UsageQuestion:
     def of(
         cls, request: AdminRequest, groups: tuple[str, ...], models_name: str, limits: dict[str, tuple[int, int]]
     ) -> UsageQuestion:
-        """Return the question of `request`. Raises UnknownParameter, UnsupportedParameter or InvalidValue."""
-        check_query(request)
+        """Return the question of `request`. Raises UnsupportedParameter or InvalidValue."""
         for name in NOT_COUNTED:
             if many(request, name) is not None:
                 narrowing = ", ".join((*FILTERS, models_name))
