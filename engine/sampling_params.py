@@ -133,7 +133,7 @@ def _shown(value: object) -> str:
     """A value in a message: short, whatever it is."""
     if isinstance(value, float) or (isinstance(value, int) and value.bit_length() <= 64):
         return repr(value)
-    return "a huge integer" if isinstance(value, int) else type(value).__name__
+    return f"a number of {value.bit_length()} bits" if isinstance(value, int) else type(value).__name__
 
 
 def _is_int(value: object) -> bool:

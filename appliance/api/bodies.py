@@ -18,7 +18,11 @@ Omittable = msgspec.UnsetType
 _PATH = re.compile(r" - at `\$\.?(?P<path>[^`]*)`$")
 _SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
 _UNKNOWN = re.compile(r"Object contains unknown field `(?P<name>[^`]*)`")
-_NOT_WHOLE = re.compile(r"Expected `int(?P<null> \| null)?`, got")
+_NOT_OF_TYPE = re.compile(r"Expected `(?P<types>[a-z |]+)`, got")
+_WORDS = {
+    "array": ("a list",), "bool": ("true", "false"), "float": ("a number",), "int": ("a whole number",), "null": ("null",),
+    "object": ("an object",), "str": ("a string",),
+}  # fmt: skip
 _MISSING = re.compile(r"Object missing required field `(?P<name>[^`]*)`")
 
 
@@ -29,6 +33,8 @@ def decode_body(body: bytes, kind: type[T]) -> T:
     except msgspec.ValidationError as error:
         raise _refusal(str(error)) from error
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        if not body.strip():
+            raise InvalidValue("the body is empty; send a JSON object") from error
         raise InvalidValue(f"the body is not valid UTF-8 JSON: {_fault(body, error)}", param=_field_at_fault(body)) from error
     except RecursionError as error:
         raise InvalidValue("the body is nested too deeply") from error
@@ -44,7 +50,7 @@ def _fault(body: bytes, error: Exception) -> str:
         return "a text has bytes that are not UTF-8"
     if _SURROGATE.search(body):
         return "an escape \\ud800 to \\udfff may stand alone; such escapes come in pairs"
-    return str(error)
+    return str(error).removeprefix("JSON is malformed: ")
 
 
 def _field_at_fault(body: bytes) -> str | None:
@@ -78,10 +84,16 @@ def _refusal(message: str) -> InvalidValue | UnknownParameter:
     if missing:
         name = _joined(path, missing.group("name"))
         return InvalidValue(f"missing parameter: {name}", param=name)
-    whole = _NOT_WHOLE.match(problem)
-    if whole and path:
-        return InvalidValue(f"{path} must be a whole number{' or null' if whole.group('null') else ''}", param=path)
+    expected = _NOT_OF_TYPE.match(problem)
+    if expected:
+        return InvalidValue(f"{path or 'the body'} must be {_one_of(expected.group('types'))}", param=path or None)
     return InvalidValue(f"{path or 'the body'}: {problem[:1].lower()}{problem[1:]}", param=path or None)
+
+
+def _one_of(types: str) -> str:
+    """Return the types of a decoder's message in words: `str | null` is `a string or null`."""
+    *others, last = [word for name in types.split(" | ") for word in _WORDS[name]]
+    return f"{', '.join(others)} or {last}" if others else last
 
 
 def _joined(path: str, name: str) -> str:

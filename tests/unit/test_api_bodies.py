@@ -46,6 +46,43 @@ def test_what_is_no_whole_number_is_refused_in_the_words_for_one_out_of_range(fi
 @pytest.mark.parametrize(
     ("field", "value", "message"),
     [
+        ("temperature", '"hot"', "temperature must be a number or null"),
+        ("stream", '"yes"', "stream must be true, false or null"),
+        ("model", "5", "model must be a string"),
+        ("messages", '"hello"', "messages must be a list"),
+        ("messages", "[5]", "messages[0] must be an object"),
+        ("stop", "5", "stop must be a string, a list or null"),
+        ("max_tokens", "1.5", "max_tokens must be a whole number or null"),
+    ],
+)
+def test_a_value_of_another_type_is_refused_in_the_words_of_json(field: str, value: str, message: str) -> None:
+    given = {"model": '"m"', "messages": "[]", field: value}
+    body = "{" + ", ".join(f'"{name}": {text}' for name, text in given.items()) + "}"
+    with pytest.raises(InvalidValue) as refused:
+        check_messages(decode_body(body.encode(), ChatCompletionRequest).messages)
+
+    assert (refused.value.message, refused.value.param) == (message, message.partition(" ")[0])
+
+
+@pytest.mark.parametrize(
+    ("body", "message"),
+    [
+        (b"", "the body is empty; send a JSON object"),
+        (b" \r\n", "the body is empty; send a JSON object"),
+        (b"[]", "the body must be an object"),
+        (b"model=m", "the body is not valid UTF-8 JSON: invalid character (byte 0)"),
+    ],
+)
+def test_a_body_that_is_no_object_is_refused_as_a_whole(body: bytes, message: str) -> None:
+    with pytest.raises(InvalidValue) as refused:
+        decode_body(body, ChatCompletionRequest)
+
+    assert (refused.value.message, refused.value.param) == (message, None)
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "message"),
+    [
         ("tools", '[{"type": "function"}]', "tools is not supported by this version"),
         ("functions", "[{}]", "functions is not supported by this version"),
         ("audio", "{}", "audio is not supported by this version"),
