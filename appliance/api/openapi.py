@@ -114,8 +114,8 @@ def _error_statuses(operation: dict[str, Any], route: HTTPRoute, handler: HTTPRo
     statuses = set(handler.opt.get("errors", ()))
     if _security(operation):
         statuses |= {401, 403}
-    if handler.opt.get("query"):
-        statuses.add(400)
+    if handler.opt.get("query") or "administrator" in _security(operation):
+        statuses.add(400)  # whatever an administrator asks refuses a query parameter that it does not take
     if handler.opt.get("body") is not None:
         statuses |= {400, 413}
     if route.path_parameters:
