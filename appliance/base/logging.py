@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import sys
-from typing import Any
+from typing import Any, TextIO, cast
 
 import structlog
 
@@ -31,15 +31,25 @@ def configure_logging(level: str, *, json: bool) -> None:
     structlog.configure(
         processors=[*shared, *last],
         wrapper_class=structlog.make_filtering_bound_logger(number),
-        logger_factory=structlog.PrintLoggerFactory(sys.stderr),
+        logger_factory=structlog.PrintLoggerFactory(cast(TextIO, _StandardError())),
         cache_logger_on_first_use=False,
     )
     _route_standard_library(number, shared, last)
 
 
+class _StandardError:
+    """Standard error as it is when a line is written: while a progress bar is drawn, what is there writes above the bar."""
+
+    def write(self, text: str) -> int:
+        return sys.stderr.write(text)
+
+    def flush(self) -> None:
+        sys.stderr.flush()
+
+
 def _route_standard_library(number: int, shared: list[Any], last: list[Any]) -> None:
     """Give lines of libraries (uvicorn, alembic) the same form. Their access log is ours to write, so it is off."""
-    handler = logging.StreamHandler(sys.stderr)
+    handler = logging.StreamHandler(cast(TextIO, _StandardError()))
     handler.setFormatter(
         structlog.stdlib.ProcessorFormatter(
             foreign_pre_chain=[*shared, structlog.stdlib.add_logger_name],

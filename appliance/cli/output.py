@@ -85,7 +85,7 @@ def progress(title: str, *, quiet: bool) -> Iterator[Callable[[float], None]]:
         return
     from rich.progress import Progress
 
-    with Progress(transient=True) as bar:
+    with Progress(transient=True, redirect_stderr=sys.stderr.isatty()) as bar:  # a log in a file stays there
         task = bar.add_task(title, total=1.0)
         yield lambda fraction: bar.update(task, completed=fraction)
 

@@ -30,6 +30,7 @@ from appliance.base.errors import EngineUnavailable, ModelLoading
 from appliance.base.settings import ENVIRONMENT_PREFIX
 from appliance.serving.engine_client import EngineClient
 from appliance.serving.engine_figures import EngineFigures
+from appliance.serving.engine_log import LINE_BYTES_MAX, forward_log
 from appliance.serving.event_stream import EventStream
 from engine.protocol import EngineFrame, EngineInfo, EngineStatus, GenerationRequest
 
@@ -41,7 +42,6 @@ EXIT_GRACE_S = 5.0
 SILENCE_MAX_S = 120.0  # an engine sends a frame per step, and twice a second when idle; the longest step takes far less
 LOADING_STALL_MAX_S = 600.0  # without progress; one part of a large model from a slow disk, or compiling, takes minutes
 SILENCE_POLL_S = 1.0
-LOG_LINE_BYTES_MAX = 8192
 RETRY_AFTER_LOADING_S = 2.0
 
 log = structlog.get_logger()
@@ -194,7 +194,8 @@ class Supervisor:
         self._process, self._client = process, client
         self._progress_monotonic_s, self._loaded = self._clock.monotonic_s(), None
         self.pid, self.started_at = process.pid, self._clock.now()
-        logging_task = asyncio.create_task(_forward_log(process, self.name))
+        assert process.stdout is not None
+        logging_task = asyncio.create_task(forward_log(process.stdout, model=self.name, pid=process.pid))
         watchdog = asyncio.create_task(self._kill_when_silent(process))
         try:
             await client.run()
@@ -235,7 +236,7 @@ class Supervisor:
             stderr=asyncio.subprocess.STDOUT,
             pass_fds=[theirs.fileno()],
             env=engine_environment(self._switched_off),
-            limit=LOG_LINE_BYTES_MAX,
+            limit=LINE_BYTES_MAX,
             start_new_session=True,
         )
 
@@ -283,20 +284,3 @@ async def _end(process: asyncio.subprocess.Process, *, grace_s: float) -> int:
         with suppress(ProcessLookupError):
             process.kill()
         return await process.wait()
-
-
-async def _forward_log(process: asyncio.subprocess.Process, model: str) -> None:
-    """Copy what the engine prints into our log, a line each; lines over LOG_LINE_BYTES_MAX are cut."""
-    assert process.stdout is not None
-    while True:
-        try:
-            line = await process.stdout.readuntil(b"\n")
-        except asyncio.IncompleteReadError as ending:
-            line = ending.partial
-            if not line:
-                return
-        except asyncio.LimitOverrunError:
-            line = await process.stdout.read(LOG_LINE_BYTES_MAX)
-        text = line.decode("utf-8", "replace").rstrip()
-        if text:
-            log.info(text, role="engine", model=model, pid=process.pid)

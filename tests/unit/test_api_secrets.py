@@ -18,10 +18,9 @@ SECRET = "gha_secret-that-must-not-be-logged"
 
 
 @pytest.fixture(params=[True, False], ids=["json", "console"])
-def logged(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[io.StringIO]:
+def logged(request: pytest.FixtureRequest) -> Iterator[io.StringIO]:
     """What the appliance logs, in both forms; afterwards the suite's own logging is back."""
     written = io.StringIO()
-    monkeypatch.setattr(sys, "stderr", written)
     root = logging.getLogger()
     handlers, level = root.handlers[:], root.level
     configure_logging("debug", json=request.param)
@@ -34,6 +33,7 @@ def logged(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> I
 async def test_a_traceback_shows_no_key(
     migrated_sqlite_file: Path, tmp_path: Path, logged: io.StringIO, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(sys, "stderr", logged)
     async with open_api_box(migrated_sqlite_file, tmp_path) as box:
 
         async def broken(secret: str) -> None:

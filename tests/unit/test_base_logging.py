@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import io
 import json
 import logging
+import sys
 from collections.abc import Iterator
 
 import pytest
@@ -55,3 +57,13 @@ def test_a_person_reads_plain_text(capsys: pytest.CaptureFixture[str]) -> None:
     (line,) = capsys.readouterr().err.splitlines()
     assert "disk nearly full" in line
     assert "free_bytes=5" in line
+
+
+def test_lines_go_where_standard_error_is_when_they_are_written(monkeypatch: pytest.MonkeyPatch) -> None:
+    configure_logging("info", json=True)
+    above_a_progress_bar = io.StringIO()
+    monkeypatch.setattr(sys, "stderr", above_a_progress_bar)
+    structlog.get_logger().info("ours")
+    logging.getLogger("some.library").info("theirs")
+
+    assert [json.loads(line)["event"] for line in above_a_progress_bar.getvalue().splitlines()] == ["ours", "theirs"]
