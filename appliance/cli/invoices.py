@@ -107,7 +107,8 @@ def export(
     everybody: All = False,
     out: Annotated[Path, typer.Option("--out", metavar="DIR", help="Folder for the files, created if missing.")] = Path("."),
     forms: Annotated[
-        list[str] | None, typer.Option("--format", help="pdf, csv, json or events (each request as CSV); repeatable.")
+        list[str] | None,
+        typer.Option("--format", metavar="FORMAT", help="pdf, csv, json or events (each request as CSV); repeatable."),
     ] = None,
     drafts: Annotated[bool, typer.Option("--drafts", help="Export drafts too, marked as such.")] = False,
     as_json: AsJson = False,

@@ -70,7 +70,8 @@ def create(
     tenant: Which,
     name: Annotated[str, typer.Option(help="What the key is for.")] = "key",
     scope: Annotated[
-        list[str] | None, typer.Option(help="inference or usage; repeatable (default: inference).", show_default=False)
+        list[str] | None,
+        typer.Option(metavar="SCOPE", help="inference or usage; repeatable (default: inference).", show_default=False),
     ] = None,
     expires_at: Annotated[
         str | None, typer.Option(metavar="TIME", help="Expiry, as in 2027-01-31T00:00:00Z.", show_default=False)
@@ -111,7 +112,9 @@ def create(
 def update(
     key: KeyId,
     name: Annotated[str | None, typer.Option(help="A new name.", show_default=False)] = None,
-    scope: Annotated[list[str] | None, typer.Option(help="inference or usage; repeatable.", show_default=False)] = None,
+    scope: Annotated[
+        list[str] | None, typer.Option(metavar="SCOPE", help="inference or usage; repeatable.", show_default=False)
+    ] = None,
     expires_at: Annotated[
         str | None, typer.Option(metavar="TIME", help="Expiry; `none` for never.", show_default=False)
     ] = None,

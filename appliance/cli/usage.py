@@ -29,7 +29,9 @@ def usage(
         list[str] | None,
         typer.Option(metavar="KEY", help="Only this key (id or public prefix); repeatable.", show_default=False),
     ] = None,
-    model: Annotated[list[str] | None, typer.Option(help="Only this model; repeatable.", show_default=False)] = None,
+    model: Annotated[
+        list[str] | None, typer.Option(metavar="MODEL", help="Only this model; repeatable.", show_default=False)
+    ] = None,
     as_json: AsJson = False,
     data_dir: DataDir = None,
     database: DatabaseUrl = None,

@@ -26,7 +26,13 @@ KINDS = {
     "tokens_per_day": "Tokens per day",
     "budget": "Budget per month",
 }
-FIELDS = ("model", "key", "prompt_tokens", "max_tokens", "service_tier")
+FIELDS = {
+    "model": "Model",
+    "key": "Key",
+    "prompt_tokens": "Prompt tokens",
+    "max_tokens": "max_tokens",
+    "service_tier": "Service tier",
+}
 
 
 @get("/tenants/{tenant_id:str}/check")
@@ -48,6 +54,7 @@ async def check_request(request: ConsoleRequest, console: ConsoleDependency, ten
         keys=keys,
         models=models,
         form=form,
+        fields=FIELDS,
         verdict=verdict,
         headline=headline(verdict) if verdict else None,
         rows=[_row(decision, console, tenant) for decision in verdict.forecast.decisions] if verdict else [],
@@ -69,6 +76,8 @@ async def _ask(console: Console, form: Form, tenant: Tenant, keys: list[ApiKey])
     prompt_tokens = form.whole_number("prompt_tokens", most=LIMIT_MAX)
     max_tokens = form.whole_number("max_tokens", least=1, most=LIMIT_MAX)
     key = next((key for key in keys if key.id == form.raw("key")), None)
+    if form.raw("key") and key is None:
+        form.fail("key", "No such key, or it was revoked.")
     if not form.raw("model"):
         form.fail("model", "Fill this in.")
     if form.raw("service_tier"):
@@ -86,7 +95,7 @@ async def _ask(console: Console, form: Form, tenant: Tenant, keys: list[ApiKey])
         )
         return await console.services.forecasts.ask(question)
     except GatehouseError as error:
-        form.fail_with(error, FIELDS)
+        form.fail_with(error, tuple(FIELDS))
         return None
 
 
