@@ -216,38 +216,6 @@ async def test_an_unknown_query_parameter_is_named(box: ApiBox) -> None:
 
 
 @pytest.mark.parametrize(
-    ("method", "path"),
-    [
-        *(("GET", path) for path in ("/me", "/system", "/tenants/tn_x", "/keys/key_x", "/requests/req_x", "/invoices/inv_x")),
-        ("POST", "/tenants"),
-        ("PATCH", "/tenants/tn_x"),
-        ("DELETE", "/requests/req_x"),
-    ],
-)
-async def test_whatever_takes_no_query_refuses_one_by_name(box: ApiBox, method: str, path: str) -> None:
-    assert await refusal(box, method, f"{path}?expand=keys", 400) == ("unknown_parameter", "expand")
-
-
-async def test_a_credential_for_the_other_interface_is_told_which_one_it_is_for(box: ApiBox) -> None:
-    tenant = await new_tenant(box)
-    key = await box.call("POST", f"/tenants/{tenant['id']}/keys", status=201, json={"name": "k"})
-
-    async def told(path: str, secret: str) -> str:
-        answer = await box.client.get(path, headers={"authorization": f"Bearer {secret}"})
-        assert (answer.status_code, answer.json()["error"]["code"]) == (401, "invalid_api_key")
-        return str(answer.json()["error"]["message"])
-
-    assert "administrator token, gha_" in await told("/admin/v1/me", key["key"])
-    assert "send an API key, gh_" in await told("/v1/models", "gha_first")
-
-
-async def test_nobody_unknown_is_told_of_parameters(box: ApiBox) -> None:
-    answer = await box.client.get("/admin/v1/system?expand=keys", headers={"authorization": "Bearer gha_unknown"})
-
-    assert answer.status_code == 401
-
-
-@pytest.mark.parametrize(
     ("query", "param"),
     [
         ("ledger?tenant_id=a&tenant_id=b", "tenant_id"),
