@@ -15,7 +15,7 @@ app = typer.Typer(help="The usage events: one per request, and corrections of th
 
 COLUMNS = (
     "id", "posting", "admitted_at", "tenant_id", "model", "kind", "batch", "status", "finish_reason", "cause", "prompt_tokens",
-    "cached_tokens", "completion_tokens", "rejected_tokens", "cost", "note",
+    "cached_tokens", "completion_tokens", "rejected_tokens", "cost", "note", "request_id",
 )  # fmt: skip
 
 Tokens = Annotated[int, typer.Option(metavar="TOKENS", help="Tokens to add; negative to subtract.")]

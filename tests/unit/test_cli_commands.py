@@ -432,6 +432,7 @@ def test_a_budget_says_its_unit_before_and_after(typed: Any) -> None:
 
 def test_an_empty_ledger_is_listed_and_what_is_not_there_is_not_corrected(typed: Any) -> None:
     assert typed("ledger", "list", "--json").json() == {"data": []}
+    assert "request_id" in typed("ledger", "list").out.split(), "what answers, log and console name a request by"
     assert typed("ledger", "correct", "7", "--note", "why", "--completion-tokens", "-5").status == 1
 
 
