@@ -35,7 +35,7 @@ from engine.runner.paged_decoder import PagedDecoder
 from engine.runner.runner_choice import make_slot_runner
 from engine.runner.slot_runner import SlotRunner
 from engine.runner.warm_up import (
-    compile_masks,
+    compile_float32_logits,
     compile_steps,
     compile_verification,
     compiles_at_first_use,
@@ -223,7 +223,7 @@ def _ask_for_kernels(cached: CachedModels, limits: SchedulerLimits, options: Eng
         compile_steps(decoder, limits, max_guesses=options.max_guesses)
     cached.mover.compile()
     device = cached.target.kv_caches[0].device
-    compile_masks(cached.target.vocab_size, device)
+    compile_float32_logits(cached.target.vocab_size, device)
     speculative = options.speculative_config
     if not cached.mode.has_slots and cached.draft is not None and speculative is not None:
         compile_verification(cached.target.vocab_size, speculative.num_speculative_tokens, device)

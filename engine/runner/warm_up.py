@@ -22,6 +22,7 @@ from engine.runner.input_rows import InputRow
 from engine.runner.paged_decoder import PagedDecoder
 from engine.sampling.acceptance import accept_by_rejection
 from engine.sampling.logits_rules import LogitsRules
+from engine.sampling.logprobs import prompt_logprobs
 from engine.scheduling.limits import SchedulerLimits
 from kernels import ops
 
@@ -133,10 +134,13 @@ def compile_verification(vocab_size: int, max_guesses: int, device: torch.device
 
 
 @torch.inference_mode()
-def compile_masks(vocab_size: int, device: torch.device) -> None:
-    """A grammar applied to logits in float32, as in steps of the plain runner, and by typical sampling in those over slots."""
+def compile_float32_logits(vocab_size: int, device: torch.device) -> None:
+    """What steps of the plain runner do with logits, which it has in float32: log-probabilities, and a grammar's mask, which
+    typical sampling over slots applies as well."""
+    logits = torch.zeros(1, vocab_size, device=device)
     masks = torch.full((1, -(-vocab_size // WORD_BITS)), -1, dtype=torch.int32, device=device)
-    LogitsRules(device).apply_masks(torch.zeros(1, vocab_size, device=device), masks, [0])
+    LogitsRules(device).apply_masks(logits, masks, [0])
+    prompt_logprobs(logits, [0], 1)
 
 
 def _row(num_tokens: int, block_size: int, *, start: int = 0, has_guesses: bool = False) -> InputRow:
