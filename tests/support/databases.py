@@ -29,7 +29,7 @@ _SERVER_OPTIONS = {
     "synchronous_commit": "off",
     "full_page_writes": "off",
     "shared_buffers": "64MB",
-    "max_connections": "100",
+    "max_connections": "400",  # of tasks that were cancelled on the way a busy server ends its halves late
 }
 
 
