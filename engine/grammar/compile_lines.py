@@ -36,6 +36,11 @@ class _Line:
     waiting: deque[GrammarSpec] = field(default_factory=deque)
     num_served: int = 0
 
+    @property
+    def num_kept(self) -> int:
+        """What neither waits nor is under way, which may be forgotten."""
+        return len(self.known) - len(self.waiting) - self.num_served
+
 
 class CompileLines:
     """The lines of all tenants that have anything here, the one whose turn is next first."""
@@ -67,7 +72,6 @@ class CompileLines:
         self._lines.setdefault(tenant_id, line)
         line.waiting.append(spec)
         line.known[spec] = grammar = Future[CompiledGrammar]()
-        self._forget_oldest()
         return grammar
 
     def begin(self) -> Job | None:
@@ -88,6 +92,7 @@ class CompileLines:
         """A compile that was begun is over: its tenant may have the next one."""
         self._lines[job.tenant_id].num_served -= 1
         self._drop_if_empty(job.tenant_id)
+        self._forget_oldest()
 
     def cancel(self) -> None:
         """Cancel all that waits."""
@@ -97,16 +102,12 @@ class CompileLines:
             line.waiting.clear()
 
     def _forget_oldest(self) -> None:
-        """Keep CACHED_GRAMMARS_MAX; what waits or is under way is never forgotten."""
-        surplus = sum(len(line.known) for line in self._lines.values()) - CACHED_GRAMMARS_MAX
-        while surplus > 0:
-            tenant_id, line = max(self._lines.items(), key=lambda item: len(item[1].known))
-            oldest = next((spec for spec, grammar in line.known.items() if grammar.done()), None)
-            if oldest is None:
-                return
-            del line.known[oldest]
+        """Keep CACHED_GRAMMARS_MAX. What waits or is under way is never forgotten, and drives out nobody's."""
+        surplus = sum(line.num_kept for line in self._lines.values()) - CACHED_GRAMMARS_MAX
+        for _ in range(surplus):
+            tenant_id, line = max(self._lines.items(), key=lambda item: item[1].num_kept)
+            del line.known[next(spec for spec, grammar in line.known.items() if grammar.done())]
             self._drop_if_empty(tenant_id)
-            surplus -= 1
 
     def _drop_if_empty(self, tenant_id: str) -> None:
         line = self._lines[tenant_id]

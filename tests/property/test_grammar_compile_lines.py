@@ -76,6 +76,23 @@ def test_what_one_tenant_compiles_drives_out_its_own_grammars() -> None:
     assert lines.find("alice", text(1)) is None
 
 
+@pytest.mark.parametrize("num_compiled", [8, 15])
+def test_what_waits_drives_out_nothing_and_does_not_let_others_keep_more(num_compiled: int) -> None:
+    lines = CompileLines(waiting_max=None)
+    for number in range(20):
+        lines.add("alice", text(number))
+    alices = begun(lines)
+    for number in range(num_compiled):
+        grammar = lines.add("bob", text(number))
+        job = begun(lines)
+        grammar.set_exception(ValueError())
+        lines.end(job)
+    lines.add("alice", text(20))
+    kept = [number for number in range(num_compiled) if lines.find("bob", text(number)) is not None]
+    assert kept == [*range(num_compiled)][-9:]
+    assert not alices.grammar.done()
+
+
 @settings(max_examples=200, deadline=None)
 @given(
     st.lists(
