@@ -51,6 +51,11 @@ class CompileLines:
         self._at_a_time = at_a_time
         self._lines: OrderedDict[str, _Line] = OrderedDict()
 
+    @property
+    def num_waiting(self) -> int:
+        """Compiles that were not begun."""
+        return sum(len(line.waiting) for line in self._lines.values())
+
     def find(self, tenant_id: str, spec: GrammarSpec) -> Future[CompiledGrammar] | None:
         """What is known of this grammar, which makes it the latest one."""
         line = self._lines.get(tenant_id)
@@ -63,7 +68,7 @@ class CompileLines:
         """Put a grammar that is not known at the end of its tenant's line. Raises `EngineOverloaded` when too many wait, unless
         another tenant has more of them by two: then the last of those is refused in its place."""
         line = self._lines.get(tenant_id) or _Line()
-        if self._waiting_max is not None and sum(len(each.waiting) for each in self._lines.values()) >= self._waiting_max:
+        if self._waiting_max is not None and self.num_waiting >= self._waiting_max:
             longest = max(self._lines.values(), key=lambda each: len(each.waiting), default=line)
             if len(longest.waiting) < len(line.waiting) + 2:
                 raise self._overloaded(spec)

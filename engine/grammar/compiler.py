@@ -131,7 +131,7 @@ class GrammarCompiler:
                 refused: Future[CompiledGrammar] = Future()
                 refused.set_exception(refusal)
                 return refused
-            if not self._num_idle and len(self._threads) < self._workers:
+            if self._num_idle < self._lines.num_waiting and len(self._threads) < self._workers:
                 thread = threading.Thread(target=self._work, name="grammar-compiler", daemon=True)
                 self._threads.append(thread)
                 with new_threads_get(STACK_BYTES):

@@ -141,6 +141,36 @@ def test_texts_that_explode_delay_only_the_tenant_that_sent_them(monkeypatch: py
     compiler.close()
 
 
+def test_two_grammars_at_once_get_two_workers_although_one_was_idle(monkeypatch: pytest.MonkeyPatch) -> None:
+    ask, released = compiler_module._WorkerProcess.ask, threading.Event()
+
+    def held_up(process: compiler_module._WorkerProcess, spec: GrammarSpec, deadline_s: float) -> dict[str, str]:
+        if spec.kind == "regex":
+            assert released.wait(60)
+        return ask(process, spec, deadline_s)
+
+    monkeypatch.setattr(compiler_module._WorkerProcess, "ask", held_up)
+    compiler = GrammarCompiler(BYTES, workers=2)
+    changed, is_idle = compiler._changed, threading.Event()
+    wait = changed.wait
+
+    def watched(timeout: float | None = None) -> bool:
+        is_idle.set()
+        return wait(timeout)
+
+    monkeypatch.setattr(changed, "wait", watched)
+    compiler.submit(GrammarSpec("choice", '["a"]'), ALICE).result(timeout=60)
+    assert is_idle.wait(60)
+    with changed:  # the idle worker does not wake before both are there
+        slow = compiler.submit(GrammarSpec("regex", "a+"), ALICE)
+        quick = compiler.submit(GrammarSpec("choice", '["b"]'), BOB)
+    assert quick.result(timeout=20).start().is_complete is False
+    assert not slow.done()
+    released.set()
+    assert slow.result(timeout=60)
+    compiler.close()
+
+
 def test_a_worker_that_misses_its_deadline_is_replaced() -> None:
     slow = GrammarSpec("json", json.dumps({"items": {"not": {"anyOf": [{"multipleOf": p} for p in (4993,)]}}}))
     compiler = GrammarCompiler(BYTES, deadline_s=0.05, workers=1)
