@@ -104,7 +104,7 @@ class TokenEvent:  # neither frozen nor of keywords only: a step may make hundre
 
 DecodedToken = tuple[str, int, int]
 """One more token of an answer that goes on: request_id, index, token id. Its count is one more, and all else is as the last
-event of the answer had it. A step in which nobody comes or goes has hundreds of these and no event."""
+event of the answer had it, but for preemptions since then. A step in which nobody comes or goes has hundreds and no event."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -153,8 +153,10 @@ class LiveRequest:
         return figures
 
     def _count_preemptions(self, figures: _AnswerFigures, preemptions: int) -> None:
-        self.preemptions += preemptions - figures.preemptions
-        figures.preemptions = preemptions
+        """The number never falls: a token that was under way when its answer was preempted tells the former one."""
+        if preemptions > figures.preemptions:
+            self.preemptions += preemptions - figures.preemptions
+            figures.preemptions = preemptions
 
     def _count_tokens(self, figures: _AnswerFigures, count: int, now: datetime, monotonic_s: float) -> list[float]:
         last_s, figures.last_token_monotonic_s = figures.last_token_monotonic_s, monotonic_s

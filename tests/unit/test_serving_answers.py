@@ -16,7 +16,7 @@ from appliance.tenancy import fields
 from appliance.tenancy.access import WHOLE_BOX
 from appliance.tenancy.principals import Limits, TenantChanges
 from appliance.tenancy.tenants import Tenants
-from engine.protocol import WEIGHT_MAX, Priority, RequestProgress
+from engine.protocol import WEIGHT_MAX, Priority, RequestProgress, TokenEvent
 from tests.support.cast import Cast, Person, make_person
 from tests.support.clock import FakeClock
 from tests.support.fake_engine import BLAME, BUSY, FAIL, HALF, LATE, STALL
@@ -246,5 +246,10 @@ async def test_a_live_request_sums_its_answers_and_shows_the_furthest(box: Servi
     assert (live.state, live.queue_position, live.kv_blocks, live.preemptions) == ("decode", None, 7, 3)
     live.apply_progress(rows[:1])
     assert (live.state, live.queue_position, live.kv_blocks, live.kv_blocks_max, live.preemptions) == ("queued", 3, 0, 7, 3)
+    token_under_way = TokenEvent(
+        request_id=live.id, token_ids=[7], num_output_tokens=1, num_prompt_tokens_computed=1, num_preemptions=1
+    )
+    live.apply_event(token_under_way, now=live.admitted_at, monotonic_s=live.admitted_monotonic_s)
+    assert live.preemptions == 3, "the token was launched before its answer was preempted once more"
     generation.leave("disconnected")
     await generation.outcome
