@@ -92,7 +92,7 @@ def _refusal(message: str) -> InvalidValue | UnknownParameter:
 
 def _one_of(types: str) -> str:
     """Return the types of a decoder's message in words: `str | null` is `a string or null`."""
-    *others, last = [word for name in types.split(" | ") for word in _WORDS[name]]
+    *others, last = [word for name in types.split(" | ") for word in _WORDS.get(name, (name,))]
     return f"{', '.join(others)} or {last}" if others else last
 
 
