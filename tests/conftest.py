@@ -16,7 +16,7 @@ from appliance.base.db import Database
 from appliance.tenancy import members
 from tests.support.cast import Cast, make_cast, quick_hasher
 from tests.support.clock import FakeClock
-from tests.support.databases import Cluster, postgresql_binaries, required, running_cluster, statements_compiled_once
+from tests.support.databases import Cluster, postgresql_binaries, required, running_cluster
 
 YOUNG_OBJECTS_MAX = 20_000  # of a collection: tests make more of them than a program that serves, and nobody waits
 _STAY_FROZEN = mock.patch.object(gc, "unfreeze")
@@ -44,13 +44,6 @@ def pytest_unconfigure() -> None:
 def _cheap_passwords() -> Iterator[None]:
     """Let whole applications hash passwords as quickly as `quick_hasher` does: argon2 is made to take a tenth of a second."""
     with mock.patch.object(members, "PasswordHasher", quick_hasher):
-        yield
-
-
-@pytest.fixture(scope="session", autouse=True)
-def _statements_stay_compiled() -> Iterator[None]:
-    """Let the databases of all tests share what SQLAlchemy has compiled: for each anew it takes a quarter of their time."""
-    with statements_compiled_once():
         yield
 
 

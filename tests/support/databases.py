@@ -11,18 +11,13 @@ import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
-from unittest import mock
 
 import psycopg
-from sqlalchemy import Engine
-from sqlalchemy.util import LRUCache
 
 from appliance.base import db
 from appliance.base.tables import metadata
 
 BINARIES = Path("/usr/lib/postgresql")
-STATEMENTS_MAX = 10_000
 _SERVER_OPTIONS = {
     "listen_addresses": "",  # a socket in our own folder: no port to collide with
     "fsync": "off",
@@ -91,29 +86,6 @@ class Cluster:
     def _execute(self, statement: str) -> None:
         with psycopg.connect(self.url("postgres"), autocommit=True) as connection:
             connection.execute(statement.encode())
-
-
-class CompiledStatements(LRUCache[Any, Any]):
-    """Compiled statements by what they say and for which dialect and driver, whichever of its databases they are for."""
-
-    def get(self, key: Any, default: Any = None) -> Any:
-        return super().get((type(key[0]), *key[1:]), default)
-
-    def __setitem__(self, key: Any, value: Any) -> None:
-        super().__setitem__((type(key[0]), *key[1:]), value)
-
-
-@contextmanager
-def statements_compiled_once() -> Iterator[None]:
-    """Let every engine made meanwhile keep its compiled statements in one place with all others."""
-    compiled, make = CompiledStatements(STATEMENTS_MAX), Engine.__init__
-
-    def make_sharing(engine: Engine, *arguments: Any, **options: Any) -> None:
-        make(engine, *arguments, **options)
-        engine._compiled_cache = compiled
-
-    with mock.patch.object(Engine, "__init__", make_sharing):
-        yield
 
 
 @contextmanager
