@@ -70,7 +70,10 @@ class Watch:
         if len(self.left) >= PERIODS_MAX:
             self.left.clear()
         next_at = self.plan.next_at(period.kind, used)
-        self.left[period] = None if next_at is None else next_at - used
+        left = None if next_at is None else next_at - used
+        # A transaction that began when this one had ended may have remembered already: the nearer threshold counts.
+        later = self.left.get(period, left)
+        self.left[period] = None if left is None or later is None else min(left, later)
 
 
 class _Watches:
