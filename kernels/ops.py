@@ -48,6 +48,7 @@ from kernels.quantised_weights import (
 from kernels.recorded_operations import NotRecordable, RecordedOperations
 from kernels.residual_stream import Stream
 from kernels.sampling_columns import SUPPRESSED_IDS_MAX, SamplingColumns
+from kernels.simd.large_pages import on_large_pages
 from kernels.transfer import send
 from kernels.variants import CompilationFailed, Variants
 
@@ -88,6 +89,7 @@ __all__ = [
     "implementation",
     "int4_scale_dtype",
     "invariant_planner",
+    "lasting_zeros",
     "layer_norm",
     "listed",
     "operations",
@@ -142,6 +144,14 @@ def sampling_kernels(device: torch.device, dtype: torch.dtype | None = None) -> 
     """The module whose `sample` and `sampling_workspace` serve a device and logits of `dtype`, None is any; `plain_sampling` is
     the twin on every device."""
     return importlib.import_module(_module(device, dtype).replace(".table", ".sampling"))
+
+
+def lasting_zeros(*shape: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """A tensor of zeros that lives as long as an engine. On a CPU it is read block by block from all over its memory, which is
+    asked for in large pages. Raises what the allocator of the device raises: RuntimeError, and of a system OSError."""
+    if device.type == "cpu":
+        return on_large_pages(*shape, dtype=dtype).zero_()
+    return torch.zeros(shape, dtype=dtype, device=device)
 
 
 def attention_planner(

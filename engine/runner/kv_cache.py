@@ -27,8 +27,8 @@ def allocate_kv_cache(
     is no memory for them."""
     shape = (num_blocks, block_size, 2, config.num_kv_heads, config.head_dim)
     try:
-        return [torch.zeros(shape, dtype=dtype, device=device) for _ in range(config.num_layers)]
-    except RuntimeError as error:  # of the allocator, whose message may run over many lines
+        return [ops.lasting_zeros(*shape, dtype=dtype, device=device) for _ in range(config.num_layers)]
+    except (RuntimeError, OSError, OverflowError) as error:  # of the allocator, whose message may run over many lines
         num_bytes = math.prod(shape) * dtype.itemsize * config.num_layers
         reason = str(error).partition("\n")[0]
         raise EngineConfigError("kv_cache_bytes", f"({num_bytes}) cannot be allocated; lower it: {reason}") from error

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import itertools
 import mmap
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
 
+from kernels import ops
 from kernels.simd import large_pages
 from kernels.simd.large_pages import LINE_BYTES, PAGE_BYTES, PIECE_BYTES, Pieces, on_large_pages
 
@@ -48,13 +50,19 @@ def test_a_piece_outlives_whoever_made_it_and_begins_with_a_page() -> None:
     assert int(first.sum()) == 5 * PAGE_BYTES
 
 
-def test_weights_are_on_large_pages_as_soon_as_they_are_written() -> None:
+def _made_on_a_cpu(*shape: int) -> torch.Tensor:
+    return ops.lasting_zeros(*shape, dtype=torch.float32, device=torch.device("cpu"))
+
+
+@pytest.mark.parametrize("make", [lambda *shape: on_large_pages(*shape).zero_(), _made_on_a_cpu], ids=["weights", "kv cache"])
+def test_tensors_are_on_large_pages_as_soon_as_they_are_written(make: Callable[..., torch.Tensor]) -> None:
     setting = Path("/sys/kernel/mm/transparent_hugepage/enabled")
     if not setting.exists() or "[never]" in setting.read_text():
-        assert on_large_pages(4).zero_().sum() == 0  # nobody has such pages to give
+        assert make(4).sum() == 0  # nobody has such pages to give
         return
     before = _on_large_pages_kib()
-    kept = [on_large_pages(700, 1000).zero_() for _ in range(40)]  # 2.7 MB each
+    kept = [make(700, 1000) for _ in range(40)]  # 2.7 MB each
+    assert not any(each.any() for each in kept)
     assert _on_large_pages_kib() - before >= 0.75 * sum(each.nbytes for each in kept) / 1024
 
 
