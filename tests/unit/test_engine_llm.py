@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
+import gc
 import inspect
+import itertools
 import json
 import re
 import signal
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest.mock import Mock
@@ -19,6 +22,7 @@ from engine import LLM, SamplingParams
 from engine.errors import EngineBroken, EngineConfigError, EngineError, PromptError
 from engine.grammar.compile_lines import CompileLines
 from engine.options import LIMITS, EngineOptions
+from engine.protocol import TokenEvent
 from tests.support.tiny_models import greedy, make_model
 from tests.support.tiny_tokenizer import VOCAB_SIZE, write_tokenizer
 
@@ -257,6 +261,25 @@ def test_several_answers_have_texts_stops_and_ends_of_their_own(llm: LLM) -> Non
     for answer, text in zip(outputs, whole, strict=True):
         assert answer.text == text.split(stop)[0]
         assert (answer.finish_reason, answer.stop_reason) == (("stop", stop) if stop in text else ("length", None))
+
+
+@pytest.mark.parametrize(("frozen_before", "calls"), [(0, ["freeze", "step", "unfreeze"]), (5, ["step"])])
+def test_the_collector_looks_through_what_a_call_makes_alone_and_leaves_what_the_script_froze(
+    frozen_before: int, calls: list[str], llm: LLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine, seen = llm._generator(), list[str]()
+    step = engine.step
+
+    def noted_step() -> list[TokenEvent]:
+        seen.append("step")
+        return step()
+
+    monkeypatch.setattr(engine, "step", noted_step)
+    monkeypatch.setattr(gc, "get_freeze_count", lambda: frozen_before)
+    for name in ("freeze", "unfreeze"):
+        monkeypatch.setattr(gc, name, partial(seen.append, name))
+    llm.generate([[1, 2, 3]], GREEDY)
+    assert [name for name, _ in itertools.groupby(seen)] == calls
 
 
 def test_an_interrupted_call_leaves_an_engine_that_goes_on(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
