@@ -16,7 +16,18 @@ import numba
 
 from kernels.simd.compiling import part
 from kernels.simd.fetching import touch
-from kernels.simd.tiles import CACHE_LINE, DOT_ROWS, ROWS, WIDE, dots, dots_of_rows, multiply, multiply_narrow, turn
+from kernels.simd.tiles import (
+    CACHE_LINE,
+    DOT_QUERIES,
+    DOT_ROWS,
+    ROWS,
+    WIDE,
+    dots,
+    dots_of_rows,
+    multiply,
+    multiply_narrow,
+    turn,
+)
 from kernels.simd.vectors import (
     BYTES,
     LANES,
@@ -42,6 +53,10 @@ HEAD_DIM_MAX = 256
 TILE_ROWS = 32
 """Rows of the largest tile: that many share what is read of keys and values. A row has its scores of a chunk beside it."""
 
+STREAMS = 4
+"""Places at which a block is read through in turn. What a processor fetches ahead of a reader ends with a page of 4 kB, so that
+one place waits for the memory at the beginning of each: with four, 16 slots of four heads of 32 begin their pages together."""
+
 ROWS_PER_TURN = 8
 """The cost of transposing LANES keys: about the sums of a query for every so many of their numbers."""
 
@@ -65,22 +80,36 @@ def _multiply_keys(rows, queries, keys, key_stride, count, size, turned, product
             first, target = queries + row * size * BYTES, products + row * STRIDE * BYTES
             dots_of_rows(min(DOT_ROWS, rows - row), first, size, turned, target, STRIDE)
     else:
-        for row in range(rows):
-            store(products, row * STRIDE, dots(queries + row * size * BYTES, keys, key_stride, count, size))
+        for row in range(0, rows, DOT_QUERIES):
+            first, target = queries + row * size * BYTES, products + row * STRIDE * BYTES
+            dots(min(DOT_QUERIES, rows - row), first, keys, key_stride, count, size, target, STRIDE)
 
 
 @part
-def _scaled(scores, scale, softcap):
-    return tanh(scores * splat(scale / softcap)) * splat(softcap) if softcap > 0 else scores * splat(scale)
+def _bound_and_hide(products, rows, heads, count, visible, window, softcap):
+    """Scores of `count` keys, of which the first query sees `visible`: they are bounded by the cap, and what a row does not see
+    becomes -inf."""
+    hidden = splat(numba.float32(-math.inf))
+    for row in range(rows):
+        found = load(products, row * STRIDE)
+        if softcap > 0:
+            found = tanh(found * splat(numba.float32(1.0) / softcap)) * splat(softcap)
+        seen = visible + row // heads
+        found = first_lanes(found, min(count, seen), hidden)
+        if window > 0 and seen > window:
+            found = first_lanes(hidden, seen - window, found)
+        store(products, row * STRIDE, found)
 
 
 @part
 def _touch(keys, slot, count, size):
-    """Read once, in order, `size` numbers of the keys, and as many of the values, of `count` slots."""
-    for key in range(keys, keys + count * slot * BYTES, slot * BYTES):
-        for part_of in range(key, key + slot * BYTES, slot // 2 * BYTES):
+    """Read once `size` numbers of the keys, and as many of the values, of `count` slots, in STREAMS places at a time."""
+    behind = -(-count // STREAMS)
+    for key in range(behind):
+        for part_of in range(0, slot * BYTES, slot // 2 * BYTES):
             for line in range(part_of, part_of + size * BYTES, CACHE_LINE):
-                touch(line)
+                for stream in range(STREAMS):
+                    touch(keys + min(stream * behind + key, count - 1) * slot * BYTES + line)
 
 
 @part
@@ -100,7 +129,6 @@ def _score_chunk(
     end,
     own,
     window,
-    scale,
     softcap,
     is_cold,
 ):
@@ -131,13 +159,9 @@ def _score_chunk(
                 turned,
                 products,
             )
-            for query in range(rows // heads):
-                visible = own + query + 1 - position
-                for row in range(query * heads, (query + 1) * heads):
-                    found = first_lanes(_scaled(load(products, row * STRIDE), scale, softcap), min(count, visible), hidden)
-                    if window > 0 and visible > window:
-                        found = first_lanes(hidden, visible - window, found)
-                    store(products, row * STRIDE, found)
+            visible = own + 1 - position
+            if count < LANES or visible < LANES or window > 0 or softcap > 0:
+                _bound_and_hide(products, rows, heads, count, visible, window, softcap)
         position += count
 
 
@@ -225,7 +249,7 @@ def attend_tile(
     for row in range(all_rows):
         head, query = row // rows * heads + row % heads, row % rows // heads
         for place in range(0, size, LANES):
-            store(kept, row * size + place, load(queries + (query * query_stride + head * size) * BYTES, place))
+            store(kept, row * size + place, load(queries + (query * query_stride + head * size) * BYTES, place) * splat(scale))
         put(largest_scores, row, numba.float32(-math.inf))
         put(totals, row, numba.float32(0.0))
     values = cache + slot // 2 * BYTES
@@ -235,7 +259,7 @@ def attend_tile(
         end = min(last, (first // CHUNK + 1) * CHUNK)
         _score_chunk(
             scores, kv_heads, rows, heads, kept, turned, size, cache, table, block, slot,
-            first, end, own, window, scale, softcap, is_cold,
+            first, end, own, window, softcap, is_cold,
         )  # fmt: skip
         _weigh_chunk(scores, all_rows, size, first, end, sums, largest_scores, totals, room)
         _add_values(scores, kv_heads, rows, size, values, table, block, slot, first, end, sums)

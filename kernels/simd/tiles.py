@@ -26,7 +26,6 @@ from kernels.simd.vectors import (
     emit_load,
     emit_splat,
     emit_store,
-    f32s,
     place,
 )
 
@@ -67,6 +66,19 @@ def _emit_tile(builder, rows, width, arguments, *, fetches):
             emit_store(builder, c, builder.add(first, INT64(LANES * i)), builder.load(sums[row][i]))
 
 
+def _for_each_count(builder, count, most, emit) -> None:
+    """What `emit(n)` emits is run where `count` is n, 1 to `most`."""
+    behind = builder.append_basic_block("behind")
+    choice = builder.switch(count, behind)
+    for number in range(1, most + 1):
+        block = builder.append_basic_block(f"count_{number}")
+        choice.add_case(INT64(number), block)
+        builder.position_at_end(block)
+        emit(number)
+        builder.branch(behind)
+    builder.position_at_end(behind)
+
+
 def prefetch(builder, address, line) -> None:
     """Ask for a line of the cache, counted from an address."""
     pointer = builder.inttoptr(builder.add(address, INT64(line * CACHE_LINE)), ir.IntType(8).as_pointer())
@@ -79,15 +91,7 @@ def _tiles(width, *, fetches=False):
     @intrinsic
     def tiles(typing, rows, a, a_stride, b, b_stride, length, start, start_stride, c, c_stride, ahead):
         def emit(context, builder, sig, args):
-            behind = builder.append_basic_block("behind")
-            choice = builder.switch(args[0], behind)
-            for rows in range(1, ROWS + 1):
-                block = builder.append_basic_block(f"rows_{rows}")
-                choice.add_case(INT64(rows), block)
-                builder.position_at_end(block)
-                _emit_tile(builder, rows, width, args[1:], fetches=fetches)
-                builder.branch(behind)
-            builder.position_at_end(behind)
+            _for_each_count(builder, args[0], ROWS, lambda rows: _emit_tile(builder, rows, width, args[1:], fetches=fetches))
             return context.get_dummy_value()
 
         return types.void(*[types.int64] * 11), emit
@@ -112,26 +116,56 @@ multiply_widest_fetching = _tiles(WIDEST, fetches=True)
 """As `multiply_fetching`, for rows of WIDEST vectors."""
 
 
-@intrinsic
-def dots(typing, query, keys, key_stride, count, size):
-    """Products of one query with LANES keys, of which the first `count` are read and the others repeat the last of these.
+DOT_QUERIES = 2
+"""Queries of `dots` at a time."""
 
-    Numbers of `size`, a multiple of LANES; `key_stride` in elements. Partial sums of LANES keys are added up crosswise: four
-    rounds of pairs for 16 keys, in the place of 16 sums over 16 lanes.
+_DOT_KEYS = LANES // 2
+"""Keys whose sums are under way together in `dots`: with those of DOT_QUERIES they leave registers for the operands."""
+
+
+@intrinsic
+def dots(typing, rows, queries, keys, key_stride, count, size, out, out_stride):
+    """Products of 1 to DOT_QUERIES queries, one behind the other, with LANES keys, of which the first `count` are read and the
+    others repeat the last of these. Row r goes to `out` + r · `out_stride`.
+
+    Numbers of `size`, a multiple of LANES; strides in elements. A key is read once for all queries. Partial sums of LANES keys
+    are added up crosswise: four rounds of pairs for 16 keys, in the place of 16 sums over 16 lanes.
     """
 
     def emit(context, builder, sig, args):
-        query, keys, key_stride, count, size = args
-        firsts = _key_places(builder, key_stride, count)
-        sums = [cgutils.alloca_once_value(builder, ZEROS) for _ in range(LANES)]
-        with cgutils.for_range_slice(builder, INT64(0), size, INT64(LANES), intp=INT64) as (index, _):
-            values = emit_load(builder, query, index)
-            for key in range(LANES):
-                others = emit_load(builder, keys, builder.add(firsts[key], index))
-                builder.store(emit_fma(builder, values, others, builder.load(sums[key])), sums[key])
-        return _crosswise(builder, [builder.load(each) for each in sums])
+        rows, queries, keys, key_stride, count, *others = args
 
-    return f32s(*[types.int64] * 5), emit
+        def emit_rows(kept):
+            _for_each_count(
+                builder, rows, DOT_QUERIES, lambda number: _emit_dots(builder, number, queries, keys, key_stride, kept, *others)
+            )
+
+        with builder.if_else(builder.icmp_signed("<", count, INT64(LANES))) as (some, all_of_them):
+            with some:
+                emit_rows(_kept_keys(builder, count))
+            with all_of_them:  # places without a choice take a tenth of a decode's time less
+                emit_rows([INT64(key) for key in range(LANES)])
+        return context.get_dummy_value()
+
+    return types.void(*[types.int64] * 8), emit
+
+
+def _emit_dots(builder, rows, queries, keys, key_stride, kept, size, out, out_stride):
+    firsts = [builder.mul(size, INT64(row)) for row in range(rows)]
+    found: list[list[Any]] = [[] for _ in range(rows)]
+    for first_key in range(0, LANES, _DOT_KEYS):
+        places = [builder.mul(key_stride, key) for key in kept[first_key : first_key + _DOT_KEYS]]
+        sums = [[cgutils.alloca_once_value(builder, ZEROS) for _ in places] for _ in range(rows)]
+        with cgutils.for_range_slice(builder, INT64(0), size, INT64(LANES), intp=INT64) as (index, _):
+            values = [emit_load(builder, queries, builder.add(first, index)) for first in firsts]
+            for key, place_of in enumerate(places):
+                numbers = emit_load(builder, keys, builder.add(place_of, index))
+                for value, of_row in zip(values, sums, strict=True):
+                    builder.store(emit_fma(builder, value, numbers, builder.load(of_row[key])), of_row[key])
+        for of_row, row in zip(sums, found, strict=True):
+            row.append(_crosswise(builder, [builder.load(each) for each in of_row], 1))
+    for number, halves in enumerate(found):
+        emit_store(builder, out, builder.mul(out_stride, INT64(number)), _crosswise(builder, halves, _DOT_KEYS))
 
 
 DOT_ROWS = 4 if LANES == 16 else 2
@@ -145,7 +179,7 @@ def turn(typing, keys, key_stride, count, size, turned):
 
     def emit(context, builder, sig, args):
         keys, key_stride, count, size, turned = args
-        firsts = _key_places(builder, key_stride, count)
+        firsts = [builder.mul(key_stride, key) for key in _kept_keys(builder, count)]
         with cgutils.for_range_slice(builder, INT64(0), size, INT64(LANES), intp=INT64) as (index, _):
             vectors = [emit_load(builder, keys, builder.add(first, index)) for first in firsts]
             for lane, vector in enumerate(_transposed(builder, vectors)):
@@ -162,15 +196,7 @@ def dots_of_rows(typing, rows, queries, size, turned, out, out_stride):
     lane by lane. Row r goes to `out` + r · `out_stride`."""
 
     def emit(context, builder, sig, args):
-        behind = builder.append_basic_block("behind")
-        choice = builder.switch(args[0], behind)
-        for rows in range(1, DOT_ROWS + 1):
-            block = builder.append_basic_block(f"rows_{rows}")
-            choice.add_case(INT64(rows), block)
-            builder.position_at_end(block)
-            _emit_dots_of_rows(builder, rows, *args[1:])
-            builder.branch(behind)
-        builder.position_at_end(behind)
+        _for_each_count(builder, args[0], DOT_ROWS, lambda rows: _emit_dots_of_rows(builder, rows, *args[1:]))
         return context.get_dummy_value()
 
     return types.void(*[types.int64] * 6), emit
@@ -215,16 +241,14 @@ def _transposed(builder, vectors):
     return vectors
 
 
-def _key_places(builder, key_stride, count):
-    """Where LANES keys begin, counted in elements: behind the first `count` the last of these is repeated."""
+def _kept_keys(builder, count):
+    """Which of LANES keys are read: behind the first `count` the last of these is repeated."""
     last = builder.sub(count, INT64(1))
-    keys = [builder.select(builder.icmp_signed("<", INT64(key), last), INT64(key), last) for key in range(LANES)]
-    return [builder.mul(key, key_stride) for key in keys]
+    return [builder.select(builder.icmp_signed("<", INT64(key), last), INT64(key), last) for key in range(LANES)]
 
 
-def _crosswise(builder, vectors):
-    """Lane i of the result is the sum of vector i."""
-    distance = 1
+def _crosswise(builder, vectors, distance):
+    """Vectors of sums whose lanes hold `distance` keys each, side by side, added up in pairs until there is one."""
     while len(vectors) > 1:
         low = [lane + (LANES - distance if lane & distance else 0) for lane in range(LANES)]
         high = [lane + (LANES if lane & distance else distance) for lane in range(LANES)]
