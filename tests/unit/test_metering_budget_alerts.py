@@ -245,12 +245,43 @@ async def settle_directly(spender: Spender, person: Person, costs: Sequence[int]
         await connection.run_sync(spender.budgets.settled, events)
 
 
+TODAY = Period("tokens_per_day", START.date())
+
+
+def watched(left: int | None = None) -> Watch:
+    """Return the watch of a hundred tokens a day that tells of 80: `left` tokens before that, as far as it is known."""
+    owner = Owner("model", ALL_TENANTS, "demo")
+    plan = Plan(owner=owner, whose={}, currency="EUR", limits={"tokens_per_day": 100}, percents=(80,))
+    return Watch(plan, left={} if left is None else {TODAY: left})
+
+
+def used(watch: Watch, person: Person, tokens: int) -> object | None:
+    """Count tokens of today, and return the look that is due then, None when none is."""
+    looks = list(watch.count(settled_event(person, 0, START, tokens=tokens), START.date()))
+    return watch.looks[TODAY] if looks else None
+
+
 def test_a_period_that_must_be_looked_at_is_unknown_until_the_look_is_durable(cast: Cast) -> None:
     """A COMMIT that failed to whoever sent it may have happened: what it counted is in no memory."""
-    owner = Owner("model", ALL_TENANTS, "demo")
-    today = Period("tokens_per_day", START.date())
-    plan = Plan(owner=owner, whose={}, currency="EUR", limits={"tokens_per_day": 100}, percents=(80,))
-    watch = Watch(plan, left={today: 5})
-    one, five = (settled_event(cast.bob, 0, START, tokens=tokens) for tokens in (1, 5))
-    assert [list(watch.count(event, START.date())) for event in (one, five, one)] == [[], [today], [today]]
+    watch = watched(left=5)
+    assert [used(watch, cast.bob, tokens) is not None for tokens in (1, 5, 1)] == [False, True, True]
     assert watch.left == {}
+
+
+def test_transactions_that_end_in_another_order_than_they_looked_put_no_threshold_off(cast: Cast) -> None:
+    watch = watched()
+    first, second = used(watch, cast.bob, 20), used(watch, cast.bob, 50)
+    watch.remember(TODAY, 70, second)
+    watch.remember(TODAY, 20, first)
+    assert watch.left == {TODAY: 10}
+
+
+def test_what_a_look_has_not_seen_is_counted_although_its_transaction_ends_behind_a_later_look(cast: Cast) -> None:
+    watch = watched()
+    first, second = used(watch, cast.bob, 50), used(watch, cast.bob, 20)
+    watch.remember(TODAY, 50, first)
+    third = used(watch, cast.bob, 15)
+    assert third is not None, "85 are used, and nobody has seen more than 70 of them"
+    watch.remember(TODAY, 70, second)
+    watch.remember(TODAY, 85, third)
+    assert watch.left == {TODAY: None}

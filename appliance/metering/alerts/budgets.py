@@ -40,10 +40,14 @@ SWEPT_AT_ONCE = 50  # notices in one transaction of a sweep: a settlement waits 
 
 @dataclass(slots=True)
 class Watch:
-    """A plan, and how much can be used at least of each period until the next alert is due; None when none is left."""
+    """A plan, and how much can be used at least of each period until the next alert is due; None when none is left.
+
+    `looks` has the last look at each period of which nothing is remembered yet.
+    """
 
     plan: Plan
     left: dict[Period, int | None] = field(default_factory=dict)
+    looks: dict[Period, object] = field(default_factory=dict)
 
     def count(self, event: UsageEvent, since: date) -> Iterator[Period]:
         """Count the event, and yield the periods that must be looked at, of those that begin on `since` or later.
@@ -63,17 +67,22 @@ class Watch:
                 continue
             # Until the alert is durable nothing is remembered: if this is rolled back, the next one looks again.
             self.left.pop(period, None)
+            self.looks[period] = object()
             yield period
 
-    def remember(self, period: Period, used: int, _db: Database) -> None:
-        """Take what was found by a look that is durable now."""
+    def remember(self, period: Period, used: int, look: object, _db: Database | None = None) -> None:
+        """Take what was found by a look that is durable now, if it was the last one.
+
+        On PostgreSQL a transaction may hear of its COMMIT when the next one has looked already, or has remembered even: what
+        that one counted is in no sum of the first.
+        """
+        if self.looks.get(period) is not look:
+            return
+        del self.looks[period]
         if len(self.left) >= PERIODS_MAX:
             self.left.clear()
         next_at = self.plan.next_at(period.kind, used)
-        left = None if next_at is None else next_at - used
-        # A transaction that began when this one had ended may have remembered already: the nearer threshold counts.
-        later = self.left.get(period, left)
-        self.left[period] = None if left is None or later is None else min(left, later)
+        self.left[period] = None if next_at is None else next_at - used
 
 
 class _Watches:
@@ -140,7 +149,7 @@ class BudgetAlerts:
         used = used_by(connection, self._calendar, period, {owner: watch.plan for owner, watch in watches.items()})
         for owner, watch in watches.items():
             self._tell(connection, notices_of(watch.plan, period, used[owner]))
-            after_commit(connection, partial(watch.remember, period, used[owner]))
+            after_commit(connection, partial(watch.remember, period, used[owner], watch.looks[period]))
 
     async def sweep(self) -> None:
         """Tell of every threshold that stands reached now, if owners or webhooks have changed since the last time.
