@@ -8,9 +8,12 @@ from pathlib import Path
 
 import pytest
 import structlog
+from hypothesis import settings
 
 from tests.support.clock import FakeClock
 from tests.support.console_fixtures import Box, open_box
+
+settings.load_profile("ci")  # the same examples in every run, and no verdict on how long one took
 
 
 @pytest.fixture
