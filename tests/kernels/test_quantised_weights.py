@@ -162,7 +162,8 @@ def test_fp8_weights_are_within_their_three_bits_of_mantissa(per_row: bool) -> N
 
 
 def test_products_with_quantised_weights_are_products_with_what_they_stand_for() -> None:
-    weight, x = torch.randn(6, 64, generator=torch.Generator().manual_seed(3)), torch.randn(3, 64)
+    generator = torch.Generator().manual_seed(3)
+    weight, x = torch.randn(6, 64, generator=generator), torch.randn(3, 64, generator=generator)
     int8, int4, fp8, out = pack_int8(weight), pack_int4(weight, 32), pack_fp8(weight), torch.empty(3, 6)
     for product, dequantised in (
         (reference.linear_int8(x, int8, out=out), reference.dequantise(int8)),
@@ -174,10 +175,11 @@ def test_products_with_quantised_weights_are_products_with_what_they_stand_for()
 
 
 def test_quantised_rows_times_their_scales_are_the_rows() -> None:
-    x = torch.randn(4, 32, generator=torch.Generator().manual_seed(3))
+    generator = torch.Generator().manual_seed(3)
+    x = torch.randn(4, 32, generator=generator)
     x[1] = 0
     values, scales = quantize_rows_fp8(x)
     assert ((values.float() * scales - x).abs() <= x.abs() * 2**-4 + scales * 2**-10).all()
-    weight = pack_fp8(torch.randn(6, 32))
+    weight = pack_fp8(torch.randn(6, 32, generator=generator))
     product = reference.linear_fp8(values, weight, x_scales=scales, out_dtype=torch.float32)
     torch.testing.assert_close(product, (values.float() * scales) @ reference.dequantise(weight).T)
