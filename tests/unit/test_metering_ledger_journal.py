@@ -56,6 +56,13 @@ def database_url(tmp_path: Path, migrated_sqlite_file: Path) -> str:
     return f"sqlite:///{shutil.copyfile(migrated_sqlite_file, tmp_path / 'gatehouse.db')}"
 
 
+@pytest.fixture(autouse=True)
+def _patience(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let nobody give a slow disk up after a second, unless that is what a test is about."""
+    monkeypatch.setattr(writer_module, "CATCH_UP_S", 60.0)
+    monkeypatch.setattr(writer_module, "LINE_TIMEOUT_S", 60.0)
+
+
 @asynccontextmanager
 async def journaling(database: Database, clock: FakeClock, epoch_id: str, path: Path, **options: Any) -> AsyncIterator[Ledger]:
     """Yield a started ledger with a journal, and stop both in order."""
