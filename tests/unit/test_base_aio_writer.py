@@ -18,6 +18,13 @@ from appliance.base import aio_writer
 from appliance.base import journal as journal_module
 from appliance.base.aio_writer import BLOCK_BYTES, ROOM_BYTES, SLOW_SUBMITS_MAX, AioWriter
 from appliance.base.journal import Journal, left_in
+from tests.support.ledgers import DEADLINE_S, until
+
+
+@pytest.fixture(autouse=True)
+def _patience(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let no slow disk be left to the thread, unless that is what a test is about."""
+    monkeypatch.setattr(aio_writer, "SLOW_SUBMIT_S", 60.0)
 
 
 async def written(writer: AioWriter, index: int, data: bytes, offset: int) -> bool:
@@ -196,7 +203,7 @@ async def test_no_error_lets_anybody_wait_for_ever(tmp_path: Path, monkeypatch: 
 
     journal, held = await journal_of(tmp_path)
     monkeypatch.setattr(AioWriter, "write", no_memory)
-    await asyncio.wait_for(journal.append(b"after"), 5)
+    await asyncio.wait_for(journal.append(b"after"), DEADLINE_S)
     assert left_in(tmp_path / "j") == [*held, b"after"]
 
 
@@ -262,8 +269,7 @@ async def test_a_write_that_does_not_end_is_an_error_and_closing_does_not_wait_f
     monkeypatch.setattr(AioWriter, "_hear", lambda _self: None)
     asyncio.get_running_loop().remove_reader(kernel._eventfd)
     stuck = asyncio.create_task(journal.append(b"stuck"))
-    await asyncio.sleep(0.1)
-    assert "has not returned" in str(journal.last_error)
+    await until(lambda: "has not returned" in str(journal.last_error))
     await journal.close()
     stuck.cancel()
     assert left_in(tmp_path / "j")[: len(held)] == held
