@@ -19,7 +19,7 @@ from engine.protocol import EngineFrame, EngineInfo, FinishReason, GatewayFrame,
 from engine.transport import AsyncFrameSocket, PeerClosed, decode_engine_frame, encode_frame
 from tests.support.tiny_models import make_model
 
-DEADLINE_S = 60
+DEADLINE_S = 300  # a hang: starts have to wait for a processor
 REPOSITORY = Path(__file__).resolve().parents[2]
 
 
@@ -89,7 +89,7 @@ async def engine_process(
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     directory = tmp_path_factory.mktemp("model")
-    make_model("llama", directory)
+    make_model("llama", directory, max_position_embeddings=4096)  # a request of 4000 tokens is not over before it is aborted
     return directory
 
 
@@ -101,14 +101,14 @@ def request(request_id: str, *, max_tokens: int) -> GenerationRequest:
 async def test_a_request_streams_to_its_end_and_an_abort_frees_its_blocks_with_exact_counts(model: Path) -> None:
     async with engine_process(model) as engine:
         info = await engine.ready()
-        assert (info.architecture, info.device, info.max_model_len) == ("LlamaForCausalLM", "cpu", 256)
+        assert (info.architecture, info.device, info.max_model_len) == ("LlamaForCausalLM", "cpu", 4096)
 
         engine.send(GatewayFrame(submit=[request("short", max_tokens=12)]))
         events = [event async for event in engine.events("short")]
         assert sum(len(event.token_ids) for event in events) == events[-1].num_output_tokens == 12
         assert events[-1].finish_reason is FinishReason.LENGTH
 
-        engine.send(GatewayFrame(submit=[request("long", max_tokens=250)]))
+        engine.send(GatewayFrame(submit=[request("long", max_tokens=4000)]))
         received = 0
         async for event in engine.events("long"):
             received += len(event.token_ids)
@@ -116,7 +116,7 @@ async def test_a_request_streams_to_its_end_and_an_abort_frees_its_blocks_with_e
                 engine.send(GatewayFrame(abort=["long", "never known"]))
             if event.finish_reason is not None:
                 assert event.finish_reason is FinishReason.ABORTED
-                assert event.num_output_tokens == received < 250
+                assert event.num_output_tokens == received < 4000
                 assert event.num_prompt_tokens_computed == 3
         status = engine.last_frame.status
         assert status is not None
@@ -163,7 +163,7 @@ async def test_a_prompt_that_cannot_run_is_answered_and_the_engine_goes_on(model
 async def test_a_shutdown_aborts_live_requests_and_ends_the_process_in_order(model: Path) -> None:
     async with engine_process(model) as engine:
         await engine.ready()
-        engine.send(GatewayFrame(submit=[request("open", max_tokens=250)]))
+        engine.send(GatewayFrame(submit=[request("open", max_tokens=4000)]))
         engine.send(GatewayFrame(shutdown=True))
         events = [event async for event in engine.events("open")]
         assert events[-1].finish_reason is FinishReason.ABORTED
@@ -191,7 +191,7 @@ async def test_a_frame_that_is_no_frame_ends_the_process_with_an_error(model: Pa
 async def test_the_process_ends_when_the_gateway_is_gone(model: Path) -> None:
     async with engine_process(model) as engine:
         await engine.ready()
-        engine.send(GatewayFrame(submit=[request("open", max_tokens=250)]))
+        engine.send(GatewayFrame(submit=[request("open", max_tokens=4000)]))
         engine.hang_up()
         assert await engine.exit_status() == 0
 
