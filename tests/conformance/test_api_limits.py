@@ -6,6 +6,7 @@ import asyncio
 import json
 import random
 from collections.abc import Iterator
+from datetime import date, timedelta
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,7 @@ MODEL = "tiny"
 CLIENTS = 200
 STEP_S = 0.002
 MESSAGES = [{"role": "user", "content": "the lazy dog"}]
-SETTLED_DEADLINE_S = 30.0
+SETTLED_DEADLINE_S = 60.0
 
 
 @pytest.fixture(scope="module")
@@ -173,15 +174,17 @@ async def test_of_200_clients_at_once_the_sum_that_is_charged_is_the_sum_of_the_
     assert set(statuses) <= {200, 429}
     assert len(events) == statuses.count(200) >= CLIENTS // 3
     check_tokens(events, truths)
-    usage = box.admin("GET", "/usage", params=_today(box))["data"]
+    usage = box.admin("GET", "/usage", params=_so_far(box))["data"]
     tenants = {tenant_id for tenant_id, _ in people}
     charged = sum(row["completion_tokens"] for row in usage if row["tenant_id"] in tenants)
     assert charged == sum(event["completion_tokens"] for event in events.values())
 
 
-def _today(box: Server) -> dict[str, str]:
-    day = box.everything("/ledger")[0]["admitted_at"][:10]
-    return {"start": f"{day}T00:00:00Z", "end": f"{day}T23:59:59Z", "bucket": "hour", "group_by": "tenant"}
+def _so_far(box: Server) -> dict[str, str]:
+    """Ask for all days of which the ledger has something: midnight may come meanwhile."""
+    days = [date.fromisoformat(row["admitted_at"][:10]) for row in box.everything("/ledger")]
+    end = max(days) + timedelta(days=1)
+    return {"start": f"{min(days)}T00:00:00Z", "end": f"{end}T00:00:00Z", "bucket": "hour", "group_by": "tenant"}
 
 
 async def test_at_every_token_position_of_a_disconnect_the_event_has_the_engines_count(
@@ -189,7 +192,7 @@ async def test_at_every_token_position_of_a_disconnect_the_event_has_the_engines
 ) -> None:
     tenant_id, secret = box.new_key()
     for chunks in range(1, 16):
-        status, frames = await clients.read(secret, chunks=chunks, max_tokens=400)
+        status, frames = await clients.read(secret, chunks=chunks, max_tokens=400, seed=ENDLESS_SEED)
         assert (status, len(frames)) == (200, chunks)
     events = settled(box, {tenant_id})
 
@@ -252,17 +255,17 @@ async def test_a_hard_budget_ends_a_stream_with_an_error_event(box: Server, trut
 
 async def test_a_refusal_says_when_to_come_back_and_a_patient_tier_waits_instead(box: Server, clients: Clients) -> None:
     _, secret = box.new_key(tenant={"name": "patient", "tier": "batch", "limits": {"requests_per_minute": 60}})
-    await asyncio.gather(*(clients.whole(secret, max_tokens=1) for _ in range(60)))
-    refused = await clients.whole(secret, max_tokens=1)
-    box.admin("PATCH", "/tiers/batch", json={"admission_wait_ms": 5000})
-    waited = await clients.whole(secret, max_tokens=1)
+    crowd = await asyncio.gather(*(clients.whole(secret, max_tokens=1) for _ in range(90)))  # a place comes back each second
+    refused = next(answer for answer in crowd if answer.status_code != 200)
+    box.admin("PATCH", "/tiers/batch", json={"admission_wait_ms": 60_000})
+    waited = await asyncio.gather(*(clients.whole(secret, max_tokens=1) for _ in range(3)))
     box.admin("PATCH", "/tiers/batch", json={"admission_wait_ms": 0})
     counts = await metrics(box)
 
     assert (refused.status_code, refused.json()["error"]["code"]) == (429, "rate_limit_exceeded")
     assert 0 < int(refused.headers["retry-after-ms"]) <= 1000
     assert refused.headers["retry-after"] == "1"
-    assert waited.status_code == 200
+    assert [answer.status_code for answer in waited] == [200] * 3
     assert f'gatehouse_admission_waits_total{{model="{MODEL}",reason="admitted"}}' in counts
     assert f'gatehouse_admission_waiting{{model="{MODEL}"}} 0.0' in counts
 
@@ -271,12 +274,13 @@ async def test_a_client_that_leaves_the_admission_queue_takes_nothing(box: Serve
     tenant_id, secret = box.new_key(tenant={"name": "leaver", "tier": "batch", "limits": {"concurrent_requests": 1}})
     box.admin("PATCH", "/tiers/batch", json={"admission_wait_ms": 20_000})
     begun = asyncio.Event()
-    first = asyncio.create_task(clients.read(secret, max_tokens=900, begun=begun))
+    first = asyncio.create_task(clients.read(secret, max_tokens=900, seed=ENDLESS_SEED, begun=begun))
     await begun.wait()
     waiting = asyncio.create_task(clients.read(secret, max_tokens=5))
     await until_metrics(box, f'gatehouse_admission_waiting{{model="{MODEL}"}} 1.0')
     waiting.cancel()
     await until_metrics(box, 'reason="abandoned"} 1.0')
+    first.cancel()
     await asyncio.gather(first, waiting, return_exceptions=True)
     box.admin("PATCH", "/tiers/batch", json={"admission_wait_ms": 0})
 

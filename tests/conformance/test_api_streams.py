@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Iterator
 from typing import Any
 
@@ -21,7 +22,7 @@ LONG: dict[str, Any] = {
     "temperature": 0,
     "ignore_eos": True,
 }
-DEADLINE_S = 20.0
+DEADLINE_S = 60.0
 
 
 @pytest.fixture(scope="module")
@@ -51,12 +52,15 @@ def used_blocks(server: Server) -> int:
 def test_a_client_that_leaves_frees_its_blocks_and_is_billed_for_what_was_generated(server: Server) -> None:
     headers = {"authorization": f"Bearer {server.api_key}"}
     body = {**LONG, "stream": True}
-    with httpx.stream("POST", f"{server.url}/v1/chat/completions", json=body, headers=headers, timeout=60) as answer:
-        request_id = answer.headers["x-request-id"]
-        lines = answer.iter_lines()
-        for _ in range(20):
-            next(lines)
-    event = finished(server, request_id)
+    for _ in range(10):
+        with httpx.stream("POST", f"{server.url}/v1/chat/completions", json=body, headers=headers, timeout=60) as answer:
+            request_id = answer.headers["x-request-id"]
+            lines = answer.iter_lines()
+            for _ in range(20):
+                next(lines)
+        event = finished(server, request_id)
+        if event["finish_reason"] != "length":  # the whole answer may be there before this process has its turn to leave
+            break
 
     assert event["finish_reason"] == "disconnected"
     assert event["status"] == "posted"
@@ -64,14 +68,21 @@ def test_a_client_that_leaves_frees_its_blocks_and_is_billed_for_what_was_genera
     wait_until(lambda: used_blocks(server) == 0, DEADLINE_S, server.log)
 
 
-def test_a_client_that_leaves_before_a_whole_answer_ends_it(slow_server: Server) -> None:
+async def test_a_client_that_leaves_before_a_whole_answer_ends_it(slow_server: Server) -> None:
     headers = {"authorization": f"Bearer {slow_server.api_key}"}
-    known = {row["id"] for row in slow_server.everything("/requests")}
-    with pytest.raises(httpx.ReadTimeout):
-        httpx.post(f"{slow_server.url}/v1/chat/completions", json=LONG, headers=headers, timeout=1.0)
-    (request_id,) = {row["id"] for row in slow_server.everything("/requests")} - known
 
-    event = finished(slow_server, request_id)
+    async def requests() -> set[str]:
+        return {row["id"] for row in await asyncio.to_thread(slow_server.everything, "/requests")}
+
+    known, new = await requests(), set[str]()
+    async with asyncio.timeout(DEADLINE_S), httpx.AsyncClient(headers=headers, timeout=DEADLINE_S) as client:
+        asking = asyncio.create_task(client.post(f"{slow_server.url}/v1/chat/completions", json=LONG))
+        while not new:
+            new = await requests() - known
+        asking.cancel()
+        await asyncio.wait({asking})
+
+    event = finished(slow_server, *new)
     assert event["finish_reason"] == "disconnected"
     assert event["completion_tokens"] < 900
 
