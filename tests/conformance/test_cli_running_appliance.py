@@ -19,8 +19,8 @@ import pytest
 from tests.support.served_model import make_hollow_model
 from tests.support.server import REPOSITORY, Server, wait_until
 
-GREETING_DEADLINE_S = 90.0
-LIST_DEADLINE_S = 30.0
+GREETING_DEADLINE_S = 300.0
+LIST_DEADLINE_S = 60.0
 LAST_LINE = "Ctrl-C drains and stops."
 Command = Callable[..., "subprocess.CompletedProcess[str]"]
 

@@ -34,7 +34,7 @@ def start(clone: Path, *arguments: str, **environment: str) -> subprocess.Comple
         stdin=subprocess.DEVNULL,
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=300,
         check=False,
     )
 

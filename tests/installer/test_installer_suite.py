@@ -21,7 +21,7 @@ from steps.side_by_side import SideBySide, summary
 REPO = Path(__file__).resolve().parents[2]
 PYTEST = [sys.executable, *check._WHOLE_SUITE]
 BARE = {**os.environ, "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}  # begins sooner
-DEADLINE_S = 60.0
+DEADLINE_S = 300.0
 
 
 @pytest.fixture

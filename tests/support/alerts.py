@@ -29,7 +29,7 @@ from appliance.telemetry.metrics import Metrics
 from tests.support.cast import PEPPER, Person
 
 LOOPBACK = Reach((ipaddress.ip_network("127.0.0.0/8"), ipaddress.ip_network("::1/128")))
-DEADLINE_S = 10.0
+DEADLINE_S = 60.0
 TARGET = "https://alerts.example.com/in"
 
 

@@ -171,7 +171,7 @@ async def serving(
     engine_task = asyncio.create_task(engine.run())
     client_task = asyncio.create_task(client.run())
     try:
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(60):
             yield Serving(
                 generations=generations,
                 model=model,

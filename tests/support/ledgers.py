@@ -27,7 +27,7 @@ from appliance.metering.limits.quotas import Owner
 from appliance.metering.limits.sums import LedgerSums, SumsReader
 from appliance.metering.prices import PriceBook
 
-DEADLINE_S = 10.0
+DEADLINE_S = 60.0
 UTC = BillingCalendar("UTC")
 EUR = "EUR"
 _TERMS: dict[str, Any] = {"currency": EUR, "calendar": UTC}

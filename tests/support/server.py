@@ -18,8 +18,8 @@ import httpx
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 ADMIN_TOKEN = "gha_token-of-the-tests"
-READY_DEADLINE_S = 90.0
-STOP_DEADLINE_S = 60.0
+READY_DEADLINE_S = 300.0
+STOP_DEADLINE_S = 120.0
 POLL_S = 0.05
 
 

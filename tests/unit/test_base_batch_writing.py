@@ -103,7 +103,7 @@ async def test_a_batch_whose_caller_is_cancelled_leaves_the_next_one_alone(
     def slow(connection: Connection) -> None:
         add(connection, "cancelled")
         loop.call_soon_threadsafe(began.set)
-        assert go_on.wait(10)
+        assert go_on.wait(60)
 
     async def write() -> None:
         async with database.batch_writing() as connection:
@@ -158,7 +158,7 @@ async def test_every_error_reaches_who_waits_for_it(database: Database) -> None:
     def find_nothing(_connection: Connection) -> None:
         next(iter([]))
 
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(60):
         with pytest.raises(RuntimeError, match="StopIteration"):
             await database.batch_write(find_nothing)
         await database.batch_write(add, "next")
@@ -171,17 +171,17 @@ def test_a_loop_that_closed_meanwhile_is_no_matter_to_the_next_one() -> None:
 
     def slow() -> None:
         began.set()
-        assert go_on.wait(10)
+        assert go_on.wait(60)
 
     async def leave() -> None:
         task = asyncio.create_task(caller.call(slow))
-        await asyncio.to_thread(began.wait, 10)
+        await asyncio.to_thread(began.wait, 60)
         task.cancel()
         with suppress(asyncio.CancelledError):
             await task
 
     async def ask() -> str:
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(60):
             return await caller.call(lambda: "answer")
 
     loop = asyncio.SelectorEventLoop()

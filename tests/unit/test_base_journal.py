@@ -93,7 +93,7 @@ async def test_what_is_appended_while_the_journal_is_closed_is_refused_or_found(
     tasks = [asyncio.create_task(append_until_refused(name)) for name in range(6)]
     await until(lambda: len(told) > 100)
     await journal.close()
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(60):
         await asyncio.gather(*tasks)
     assert set(left_in(tmp_path / "j")) == set(told)
 
@@ -226,7 +226,7 @@ async def test_no_error_ends_the_thread(tmp_path: Path, monkeypatch: pytest.Monk
     with monkeypatch.context() as failing:
         failing.setattr(os, "pwrite", _no_memory)
         with pytest.raises(OSError, match="MemoryError"):
-            await asyncio.wait_for(journal.append(b"refused"), 5)
+            await asyncio.wait_for(journal.append(b"refused"), 60)
         assert "MemoryError" in str(journal.last_error)
     await until(lambda: journal.last_error is None)
     await journal.append(b"after")
@@ -246,7 +246,7 @@ async def test_a_thread_that_cannot_be_started_holds_nothing_and_is_tried_again(
         with pytest.raises(RuntimeError):
             await journal.append(b"refused")
     assert not journal._held
-    await asyncio.wait_for(journal.append(b"after"), 5)
+    await asyncio.wait_for(journal.append(b"after"), 60)
     assert left_in(tmp_path / "j") == [b"after"]
 
 

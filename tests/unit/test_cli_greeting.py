@@ -39,7 +39,7 @@ def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
 
 async def greeted(greeter: serve.Greeter) -> None:
     assert greeter._task is not None
-    await asyncio.wait_for(greeter._task, 10)
+    await asyncio.wait_for(greeter._task, 60)
 
 
 async def test_the_login_is_shown_before_any_model_is_ready_and_once(capsys: pytest.CaptureFixture[str]) -> None:

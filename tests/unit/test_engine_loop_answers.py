@@ -300,7 +300,7 @@ def test_a_vocabulary_that_cannot_be_read_refuses_every_grammar() -> None:
     compiler = LateCompiler(make)
     for _ in range(2):
         with pytest.raises(GrammarError, match=r"guided_regex cannot be followed with this model: .* no readable tokenizer"):
-            compiler.submit(GrammarSpec("regex", "a+"), "alice").result(timeout=10)
+            compiler.submit(GrammarSpec("regex", "a+"), "alice").result(timeout=60)
 
 
 def test_a_compiler_that_cannot_be_made_leaves_no_request_waiting() -> None:
@@ -308,7 +308,7 @@ def test_a_compiler_that_cannot_be_made_leaves_no_request_waiting() -> None:
         raise RuntimeError("a bug")
 
     with pytest.raises(RuntimeError, match="a bug"):
-        LateCompiler(make).submit(GrammarSpec("regex", "a+"), "alice").result(timeout=10)
+        LateCompiler(make).submit(GrammarSpec("regex", "a+"), "alice").result(timeout=60)
 
 
 def test_a_compiler_that_is_made_late_passes_grammars_and_refusals_on() -> None:
@@ -316,9 +316,9 @@ def test_a_compiler_that_is_made_late_passes_grammars_and_refusals_on() -> None:
     compiler = LateCompiler(lambda: made)
     good, bad = compiler.submit(GrammarSpec("regex", "a+"), "alice"), compiler.submit(GrammarSpec("regex", "b("), "alice")
     assert compiler._made is not None
-    compiler._made.result(timeout=10)
+    compiler._made.result(timeout=60)
     made.asked[GrammarSpec("regex", "a+")].set_result(GRAMMAR)
     made.asked[GrammarSpec("regex", "b(")].set_exception(GrammarError("guided_regex", "unbalanced"))
-    assert good.result(timeout=10) is GRAMMAR
+    assert good.result(timeout=60) is GRAMMAR
     with pytest.raises(GrammarError, match="unbalanced"):
-        bad.result(timeout=10)
+        bad.result(timeout=60)

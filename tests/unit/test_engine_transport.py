@@ -53,7 +53,7 @@ def in_loop(new_loop: NewLoop, run: Callable[[AsyncFrameSocket, socket.socket], 
         ours = AsyncFrameSocket(connection)
         with theirs:
             try:
-                async with asyncio.timeout(10):
+                async with asyncio.timeout(60):
                     await run(ours, theirs)
             finally:
                 ours.close()

@@ -77,7 +77,7 @@ async def test_a_record_that_the_server_commits_after_its_gateway_died_is_recove
         row = event_row(pending(cast.bob), cast.epoch_id, "EUR", clock.now().date())
         await dying.run_sync(INSERT_EVENTS.execute, [row])
         recovering = asyncio.create_task(utc_recover(database, clock, epoch))
-        async with asyncio.timeout(10), database.reading() as watching:
+        async with asyncio.timeout(60), database.reading() as watching:
             while not (await watching.execute(waiting)).scalar_one():  # noqa: ASYNC110 - the server has no event
                 await asyncio.sleep(0)
         assert not recovering.done()

@@ -201,7 +201,7 @@ async def test_switches_of_the_settings_reach_the_engine_process(tmp_path: Path)
     (model,) = build_models(settings, clock=SystemClock(), metrics=Metrics(), on_frame=lambda _: None).list()
     model.client.start()
     try:
-        async with asyncio.timeout(120):
+        async with asyncio.timeout(300):
             await model.client.wait_for_state("ready", "failed", "restarting")
         assert model.client.info is not None, model.client.error
         assert model.client.info.switched_off == ["GATEHOUSE_GRAPHS", "GATEHOUSE_OVERLAPPED_PREFILL"]
