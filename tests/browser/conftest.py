@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 import pytest_asyncio
 import uvicorn
-from playwright.async_api import Browser, BrowserContext, ConsoleMessage, Error, Page, Playwright, async_playwright
+from playwright.async_api import Browser, BrowserContext, ConsoleMessage, Error, Page, Playwright, async_playwright, expect
 
 from appliance.base.clock import SystemClock
 from tests.support.cast import ALICE_PASSWORD
@@ -21,7 +21,7 @@ from tests.support.console_fixtures import Box, open_box
 from tests.support.databases import required
 
 SAMPLE_INTERVAL_S = 0.15
-DEADLINE_MS = 20_000
+DEADLINE_MS = 60_000
 LAUNCHES_MAX = 3
 CHROMIUM = os.environ.get("CHROMIUM", "/usr/bin/chromium")
 ARGUMENTS = [
@@ -42,6 +42,7 @@ async def chromium() -> AsyncIterator[Browser]:
     if shutil.which(CHROMIUM) is None:
         reason = f"no Chromium at {CHROMIUM}"
         pytest.fail(reason) if required("browser") else pytest.skip(reason)
+    expect.set_options(timeout=DEADLINE_MS)  # its own is five seconds, whatever a context has
     async with async_playwright() as playwright:
         browser = await _launch(playwright)
         yield browser
