@@ -10,6 +10,7 @@ import structlog
 from litestar import Request, Response
 from litestar.exceptions import HTTPException
 
+from appliance.base.database_errors import as_outage
 from appliance.base.errors import GatehouseError, InternalError
 
 MEDIA_TYPE = "application/json"
@@ -53,7 +54,8 @@ def answer_error(request: Request[Any, Any, Any], error: Exception) -> Response[
     if isinstance(error, HTTPException) and error.status_code in _FRAMEWORK_ERRORS:
         return _answer_framework_error(request, error)
     log.error("request failed", path=request.scope["path"], exc_info=error)
-    return answer_error(request, InternalError("an internal error occurred; the request id finds it in the log"))
+    told = as_outage(error) or InternalError("an internal error occurred; the request id finds it in the log")
+    return answer_error(request, told)
 
 
 def _answer_framework_error(request: Request[Any, Any, Any], error: HTTPException) -> Response[bytes]:

@@ -289,7 +289,7 @@ class ModelLoading(ServerError):
 
 
 class Overloaded(ServerError):
-    """The waiting queue is full, or the database takes no usage records now."""
+    """The waiting queue is full, or the database cannot be used now."""
 
     code = "overloaded"
 

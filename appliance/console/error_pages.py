@@ -9,6 +9,7 @@ import structlog
 from litestar import Response
 from litestar.exceptions import HTTPException
 
+from appliance.base.database_errors import as_outage
 from appliance.base.errors import GatehouseError, PasswordChangeNeeded, Unauthenticated
 from appliance.base.ids import new_id
 from appliance.console.forms import sentence
@@ -41,11 +42,12 @@ def error_handler(pages: Pages) -> Callable[[ConsoleRequest, Exception], Html]:
             return _to_login(request)
         if isinstance(error, PasswordChangeNeeded):
             return pages.redirect(request, "/account", done="password-needed")
-        status, message = _describe(request, error)
+        told = as_outage(error) or error
+        status, message = _describe(request, told)
         reference = _logged(request, error) if status >= 500 else None
         response = _render(pages, request, status, message, reference)
-        if isinstance(error, GatehouseError) and error.retry_after_s is not None:
-            response.headers["retry-after"] = str(math.ceil(error.retry_after_s))
+        if isinstance(told, GatehouseError) and told.retry_after_s is not None:
+            response.headers["retry-after"] = str(math.ceil(told.retry_after_s))
         return response
 
     return answer

@@ -1,0 +1,46 @@
+"""Which errors say that the database cannot be used at the moment, and not that a statement is wrong. Knows no table."""
+
+from __future__ import annotations
+
+import sqlite3
+
+from sqlalchemy.exc import InterfaceError, OperationalError
+from sqlalchemy.exc import TimeoutError as PoolTimeout
+
+from appliance.base.errors import Overloaded
+
+RETRY_AFTER_S = 2.0
+# Of SQLite's errors the driver names one kind for all of these and for a table that does not exist.
+_OF_THE_MOMENT = frozenset(
+    (
+        sqlite3.SQLITE_BUSY,
+        sqlite3.SQLITE_LOCKED,
+        sqlite3.SQLITE_READONLY,
+        sqlite3.SQLITE_IOERR,
+        sqlite3.SQLITE_FULL,
+        sqlite3.SQLITE_CANTOPEN,
+    )
+)
+_PRIMARY_CODE = 0xFF  # the rest of a code says more of the same
+
+
+def as_outage(error: Exception) -> Overloaded | None:
+    """Return what a caller is told where the database is away, locked or full; None where `error` says something else.
+
+    In words of our own: those of the driver name hosts and paths.
+    """
+    if not _is_outage(error):
+        return None
+    message = "the database cannot be used now; see whether a change was made before you send it again"
+    return Overloaded(message, retry_after_s=RETRY_AFTER_S)
+
+
+def _is_outage(error: Exception) -> bool:
+    if isinstance(error, PoolTimeout):
+        return True
+    if not isinstance(error, OperationalError | InterfaceError):
+        return False
+    if isinstance(error.orig, sqlite3.Error):
+        code = getattr(error.orig, "sqlite_errorcode", None)
+        return code is not None and code & _PRIMARY_CODE in _OF_THE_MOMENT
+    return True

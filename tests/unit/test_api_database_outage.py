@@ -1,0 +1,78 @@
+"""A database that is away, locked or full is no bug: whoever asks meanwhile is told to come back."""
+
+from __future__ import annotations
+
+import sqlite3
+from collections.abc import AsyncIterator, Awaitable, Callable
+from pathlib import Path
+
+import psycopg
+import pytest
+from sqlalchemy.exc import OperationalError
+from sqlalchemy.exc import TimeoutError as PoolTimeout
+
+from appliance.base.database_errors import as_outage
+from tests.support.api_box import ApiBox, open_api_box
+from tests.support.console_fixtures import Box
+
+
+@pytest.fixture
+async def api(migrated_sqlite_file: Path, tmp_path: Path) -> AsyncIterator[ApiBox]:
+    async with open_api_box(migrated_sqlite_file, tmp_path) as opened:
+        yield opened
+
+
+def sqlite_error(path: Path, statement: str) -> OperationalError:
+    """Return what SQLAlchemy makes of SQLite's refusal of `statement` while somebody else holds the file for himself."""
+    holder = sqlite3.connect(path, isolation_level=None)
+    holder.execute("BEGIN EXCLUSIVE")
+    asking = sqlite3.connect(path, timeout=0, isolation_level=None)
+    try:
+        with pytest.raises(sqlite3.OperationalError) as refused:
+            asking.execute(statement)
+    finally:
+        asking.close()
+        holder.close()
+    return OperationalError(statement, (), refused.value)
+
+
+def failing(error: Exception) -> Callable[..., Awaitable[None]]:
+    async def fail(*_arguments: object, **_options: object) -> None:
+        raise error
+
+    return fail
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        pytest.param(OperationalError("SELECT 1", (), psycopg.OperationalError("connection refused")), id="away"),
+        pytest.param(PoolTimeout("QueuePool limit reached"), id="no connection free"),
+    ],
+)
+async def test_a_key_that_cannot_be_looked_up_now_is_told_to_come_back(
+    api: ApiBox, monkeypatch: pytest.MonkeyPatch, error: Exception
+) -> None:
+    monkeypatch.setattr(api.services.keys, "_find", failing(error))
+    answer = await api.client.post("/v1/chat/completions", headers={"authorization": f"Bearer gh_{'a' * 8}_{'b' * 26}"})
+
+    assert (answer.status_code, answer.json()["error"]["code"]) == (503, "overloaded"), answer.text
+    assert answer.headers["retry-after"] == "2"
+    assert str(error) not in answer.text
+
+
+async def test_a_page_that_meets_a_locked_database_says_so(box: Box, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    alice = await box.alice()
+    monkeypatch.setattr(box.services.tenants, "list", failing(sqlite_error(tmp_path / "locked.db", "BEGIN IMMEDIATE")))
+    answer = await alice.get("/tenants")
+
+    assert (answer.status_code, answer.headers["retry-after"]) == (503, "2")
+    assert "The database cannot be used now" in answer.text
+
+
+def test_a_statement_that_is_wrong_is_no_outage(tmp_path: Path) -> None:
+    with sqlite3.connect(tmp_path / "empty.db") as connection, pytest.raises(sqlite3.OperationalError) as refused:
+        connection.execute("SELECT * FROM nothing")
+
+    assert as_outage(OperationalError("SELECT * FROM nothing", (), refused.value)) is None
+    assert as_outage(RuntimeError("a bug")) is None
