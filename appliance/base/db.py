@@ -73,6 +73,7 @@ class Database:
             max_overflow=0,
             pool_timeout=CHECKOUT_TIMEOUT_S,
             pool_pre_ping=True,
+            hide_parameters=True,
         )
         return cls(kind, engine, engine)
 
@@ -230,11 +231,19 @@ def parse_url(url: str) -> tuple[Kind, URL]:
 
 
 def _sqlite_writer(target: URL) -> AsyncEngine:
-    engine = create_async_engine(
-        target.set(drivername="sqlite+aiosqlite"), pool_size=1, max_overflow=0, pool_timeout=CHECKOUT_TIMEOUT_S
-    )
+    engine = _sqlite_engine(target, 1)
     _prepare_sqlite(engine.sync_engine, begin="BEGIN IMMEDIATE")
     return engine
+
+
+def _sqlite_engine(target: URL, connections_max: int) -> AsyncEngine:
+    return create_async_engine(
+        target.set(drivername="sqlite+aiosqlite"),
+        pool_size=connections_max,
+        max_overflow=0,
+        pool_timeout=CHECKOUT_TIMEOUT_S,
+        hide_parameters=True,  # an error goes to the log, and among them are hashes of passwords
+    )
 
 
 def _sqlite_batch_writer(target: URL) -> Engine:
@@ -245,9 +254,7 @@ def _sqlite_batch_writer(target: URL) -> Engine:
 
 
 def _sqlite_readers(target: URL) -> AsyncEngine:
-    engine = create_async_engine(
-        target.set(drivername="sqlite+aiosqlite"), pool_size=READERS_MAX, max_overflow=0, pool_timeout=CHECKOUT_TIMEOUT_S
-    )
+    engine = _sqlite_engine(target, READERS_MAX)
     _prepare_sqlite(engine.sync_engine, begin="BEGIN", query_only=True)
     return engine
 

@@ -15,7 +15,7 @@ from sqlalchemy.exc import DBAPIError
 from appliance.base import db
 from appliance.base.db import Database
 from appliance.base.settings import UnusableData
-from appliance.base.tables import epochs
+from appliance.base.tables import epochs, members
 from tests.support.clock import START
 
 
@@ -37,6 +37,20 @@ async def _add(database: Database, number: int, then: Exception | None = None) -
 async def _count(database: Database) -> int:
     async with database.reading() as connection:
         return (await connection.execute(select(func.count()).select_from(epochs))).scalar_one()
+
+
+async def test_the_error_of_a_statement_does_not_say_what_was_to_be_written(sqlite_file: Path) -> None:
+    database = Database.open(f"sqlite:///{sqlite_file}")
+    values = {"id": "mb_1", "email": "a@example.com", "role": None, "created_at": START, "password_hash": "$argon2id$hash"}
+    try:
+        with pytest.raises(DBAPIError) as refused:
+            async with database.writing() as connection:
+                await connection.execute(insert(members).values(**values))
+    finally:
+        await database.close()
+
+    assert "INSERT INTO members" in str(refused.value)
+    assert "$argon2id$hash" not in str(refused.value)
 
 
 async def test_a_block_that_ends_is_committed_and_one_that_raises_is_not(database: Database) -> None:
