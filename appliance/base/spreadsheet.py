@@ -1,10 +1,13 @@
-"""Text in a CSV file that no spreadsheet takes for a formula."""
+"""Text in a CSV file that no spreadsheet takes for a formula, in whichever language it reads the file."""
 
 from __future__ import annotations
 
-FORMULA_STARTS = ("=", "+", "-", "@", "\t", "\r")  # OWASP, CSV injection
+import re
+
+FORMULA_STARTS = ("=", "+", "-", "@", "\t", "\r", "＝", "＋", "－", "＠")  # OWASP, CSV injection; full width for East Asia
+_BEGINS = re.compile(f"(^|[;\t\r\n])(?=[{re.escape(''.join(FORMULA_STARTS))}])")  # many countries divide cells at semicolons
 
 
 def plain_text(text: str) -> str:
-    """Return `text`, with an apostrophe in front where a spreadsheet would take it for a formula."""
-    return f"'{text}" if text.startswith(FORMULA_STARTS) else text
+    """Return `text`, with an apostrophe wherever a cell would begin that a spreadsheet takes for a formula."""
+    return _BEGINS.sub(r"\1'", text)

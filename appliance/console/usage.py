@@ -157,8 +157,8 @@ async def export_usage(request: ConsoleRequest, console: ConsoleDependency) -> R
     for row in rows:
         owner = owner_of(row, view.group)
         counts = [getattr(row, name) for name in COUNTS]
-        name = plain_text(names.get(owner, (owner, ""))[0])
-        table.writerow([rfc3339(row.start), rfc3339(row.end), owner, name, *counts, row.cost_picos, row.currency])
+        cells = [rfc3339(row.start), rfc3339(row.end), owner, names.get(owner, (owner, ""))[0]]
+        table.writerow([*map(plain_text, cells), *counts, row.cost_picos, row.currency])
     disposition = f'attachment; filename="usage-{view.period}-by-{view.group}.csv"'
     return Response(text.getvalue(), media_type="text/csv; charset=utf-8", headers={"content-disposition": disposition})
 

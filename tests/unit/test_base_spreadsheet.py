@@ -19,7 +19,12 @@ def test_a_formula_gets_an_apostrophe(start: str) -> None:
     assert plain_text(f"{start}1+1") == f"'{start}1+1"
 
 
-@pytest.mark.parametrize("text", ["", "demo", "1+1", "a=b", "'=1", " =1"])
+@pytest.mark.parametrize("start", FORMULA_STARTS)
+def test_a_formula_behind_a_semicolon_begins_a_cell_in_many_countries(start: str) -> None:
+    assert plain_text(f"Bob;{start}1+1;{start}2") == f"Bob;'{start}1+1;'{start}2"
+
+
+@pytest.mark.parametrize("text", ["", "demo", "1+1", "Bob; Söhne", "a;b=c", "a=b", "'=1", " =1"])
 def test_any_other_text_stays(text: str) -> None:
     assert plain_text(text) == text
 

@@ -93,6 +93,12 @@ async def test_the_file_has_the_exact_numbers_and_no_formula(box: Box) -> None:
     assert (rows[0]["prompt_tokens"], rows[0]["cached_tokens"], rows[0]["currency"]) == ("50", "20", "EUR")
 
 
+async def test_a_model_is_no_formula_either(box: Box) -> None:
+    await use(box, box.cast.bob, model="=HYPERLINK(1)")
+    (row,) = csv.DictReader(io.StringIO((await (await box.alice()).get("/usage.csv?group=model")).text))
+    assert (row["model"], row["name"]) == ("'=HYPERLINK(1)", "'=HYPERLINK(1)")
+
+
 async def test_a_file_that_would_be_cut_is_refused(box: Box, monkeypatch: pytest.MonkeyPatch) -> None:
     alice = await box.alice()
     for person in (box.cast.bob, box.cast.charlie):
