@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 NAME_CHARS_MAX = 200
 COUNT_MAX = 2**53  # exact in every client that reads our JSON
 _AMOUNT = re.compile(r"(\d{1,9})(?:[.,](\d{1,6}))?")
+_THOUSANDS = re.compile(r"[1-9]\d{0,2},\d{3}")  # as pages show a large amount, and as others write a part of a small one
 FORM_ERROR = "form"
 NO_NAME = "none"
 """What a list that allows nothing reads in its field, whose empty text allows everything."""
@@ -87,7 +88,10 @@ class Form:
         return value
 
     def amount_micros(self, field: str) -> int | None:
-        """Return an amount of money in micro-units, or None for an empty field. No floating point on the way."""
+        """Return an amount of money in micro-units, or None for an empty field. No floating point on the way.
+
+        A comma before three digits is refused: it may divide thousands or begin the decimals.
+        """
         typed = self.raw(field)
         if not typed:
             return None
@@ -96,6 +100,9 @@ class Form:
             self.fail(field, "An amount like 250 or 12.50, with at most six decimals, or empty.")
             return None
         whole, decimals = match.group(1), match.group(2) or ""
+        if _THOUSANDS.fullmatch(typed):
+            self.fail(field, f"Either {whole}{decimals} or {whole}.{decimals}: write it without a comma.")
+            return None
         return int(whole) * MICROS_PER_UNIT + int(decimals.ljust(6, "0"))
 
     def last_day(self, field: str, now: datetime, calendar: BillingCalendar) -> datetime | None:

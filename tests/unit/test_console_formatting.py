@@ -96,6 +96,20 @@ def test_an_amount_that_is_shown_in_a_form_is_read_back_the_same(micros: int) ->
 
 
 @pytest.mark.parametrize(
+    ("typed", "micros"), [("1,5", 1_500_000), ("0,150", 150_000), ("1.500", 1_500_000), ("1500,125", 1_500_125_000)]
+)
+def test_an_amount_has_decimals_behind_a_point_or_a_comma(typed: str, micros: int) -> None:
+    assert Form({"amount": typed}).amount_micros("amount") == micros
+
+
+@pytest.mark.parametrize("typed", ["1,500", "12,000", "999,999"])
+def test_an_amount_that_may_be_thousands_is_not_guessed(typed: str) -> None:
+    form = Form({"amount": typed})
+    assert form.amount_micros("amount") is None
+    assert typed.replace(",", "") in form.errors["amount"]
+
+
+@pytest.mark.parametrize(
     ("age", "text"),
     [
         (timedelta(0), "just now"),

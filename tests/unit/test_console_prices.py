@@ -32,6 +32,7 @@ async def test_a_price_is_added_in_units_of_money_and_counts_from_now(box: Box, 
     [
         ({"prompt": ""}, "Fill this in."),
         ({"prompt": "-1"}, "An amount like 250 or 12.50"),
+        ({"prompt": "1,500"}, "Either 1500 or 1.500"),
         ({"currency": "euros"}, "urrency"),
         ({"effective_from": "tomorrow"}, "A day like 2027-03-31"),
         ({"batch_percent": "101"}, "Between 0 and 100."),
