@@ -5,16 +5,20 @@ from __future__ import annotations
 import pytest
 from sqlalchemy import select
 
+from appliance.base.acting import SYSTEM
 from appliance.base.db import Database
 from appliance.base.errors import InvalidValue, NotFound
 from appliance.base.sealing import Sealer, Unsealable
 from appliance.base.tables import audit_log, webhooks
 from appliance.metering.alerts.outbox import EVENTS, TENANT_EVENTS
 from appliance.metering.alerts.webhooks import GRACE_S_MAX, WEBHOOKS_MAX, WebhookChanges, Webhooks
-from appliance.tenancy.access import WHOLE_BOX
+from appliance.tenancy.access import WHOLE_BOX, Access
+from appliance.tenancy.members import Members
+from appliance.tenancy.memberships import Memberships
+from appliance.tenancy.roles import Role, TenantRole
 from appliance.tenancy.tenants import Tenants
 from tests.support.alerts import LOOPBACK, TARGET, AlertBox, alert_box
-from tests.support.cast import Cast
+from tests.support.cast import Cast, quick_hasher
 from tests.support.clock import FakeClock
 
 
@@ -56,6 +60,26 @@ async def test_e_mail_has_no_secret_and_needs_a_mail_server(alerts: AlertBox, da
     without = alert_box(database, clock, mail=False)
     with pytest.raises(InvalidValue, match="smtp_url"):
         await without.webhooks.create(kind="email", target="ops@example.com", access=WHOLE_BOX)
+
+
+async def test_a_manager_sends_mail_to_people_of_the_tenant_alone(alerts: AlertBox, cast: Cast, clock: FakeClock) -> None:
+    members, tenant_id = Members(alerts.db, clock, hasher=quick_hasher()), cast.bob.tenant.id
+    people = Memberships(alerts.db, clock)
+    for email in ("bella@example.com", "gone@example.com"):
+        member = await members.create(email, "a long password", Role.MEMBER)
+        await people.add(tenant_id, member.id, TenantRole.VIEWER, access=WHOLE_BOX)
+    await members.change(member.id, disabled=True)
+    manager = Access(role=Role.MEMBER, actor=SYSTEM, tenants={tenant_id: TenantRole.MANAGER})
+    mail = {"kind": "email", "tenant_id": tenant_id, "access": manager}
+
+    made, _ = await alerts.webhooks.create(**mail, target="Bella@example.com")  # type: ignore[arg-type]
+    for stranger in ("victim@example.com", "gone@example.com", cast.alice.email):
+        with pytest.raises(InvalidValue, match="member of the tenant"):
+            await alerts.webhooks.create(**mail, target=stranger)  # type: ignore[arg-type]
+        with pytest.raises(InvalidValue, match="member of the tenant"):
+            await alerts.webhooks.update(made.id, WebhookChanges(target=stranger), access=manager)
+    given, _ = await alerts.webhooks.create(kind="email", tenant_id=tenant_id, target="ops@example.com", access=WHOLE_BOX)
+    assert (await alerts.webhooks.update(given.id, WebhookChanges(target="ops@example.com"), access=manager)) == given
 
 
 async def test_after_a_rotation_both_secrets_sign_until_the_grace_is_over(alerts: AlertBox, clock: FakeClock) -> None:

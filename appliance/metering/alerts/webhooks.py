@@ -20,7 +20,7 @@ from appliance.base.db import Database, after_commit
 from appliance.base.errors import InvalidValue, NotFound
 from appliance.base.ids import new_id
 from appliance.base.sealing import Sealer
-from appliance.base.tables import outbox, tenants, webhooks
+from appliance.base.tables import members, memberships, outbox, tenants, webhooks
 from appliance.metering.alerts.outbox import EVENTS, TENANT_EVENTS, abandon, reading
 from appliance.metering.alerts.signature import new_signing_secret
 from appliance.metering.alerts.targets import Reach, check_mailbox, check_web_target, shown_target
@@ -111,6 +111,8 @@ class Webhooks:
         secret = new_signing_secret() if kind == "webhook" else None
         async with self._db.writing() as connection:
             await _check_owner(connection, tenant_id)
+            if kind == "email":
+                await _check_addressee(connection, str(columns["target"]), tenant_id, access)
             sealed = None if secret is None else self._sealer.seal(secret)
             await connection.execute(insert(webhooks).values(**columns, secret=sealed))
             made = await _get(connection, str(columns["id"]), access, Action.WEBHOOKS)
@@ -162,6 +164,8 @@ class Webhooks:
         async with self._db.writing() as connection:
             before = await _get(connection, webhook_id, access, Action.WEBHOOKS)
             columns = self._changed_columns(before, changes)
+            if before.kind == "email" and columns.get("target", before.target) != before.target:
+                await _check_addressee(connection, columns["target"], before.tenant_id, access)
             if columns:
                 await connection.execute(update(webhooks).where(webhooks.c.id == webhook_id).values(**columns))
             after = await _get(connection, webhook_id, access, Action.WEBHOOKS)
@@ -306,6 +310,22 @@ async def _check_owner(connection: AsyncConnection, tenant_id: str | None) -> No
     count = select(func.count()).select_from(webhooks).where(owner, webhooks.c.removed_at.is_(None))
     if (await connection.execute(count)).scalar_one() >= WEBHOOKS_MAX:
         raise InvalidValue(f"at most {WEBHOOKS_MAX} webhooks can exist: remove one first", param="tenant_id")
+
+
+async def _check_addressee(connection: AsyncConnection, mailbox: str, tenant_id: str | None, access: Access) -> None:
+    """Raise InvalidValue unless the mailbox is of somebody who belongs to the tenant, or is chosen by who may do so on the box.
+
+    Names in an alert are the tenant's own: the operator's mail server would carry them to anybody, as often as limits change.
+    """
+    if access.may(Action.WEBHOOKS):
+        return
+    of_tenant = (memberships.c.tenant_id == tenant_id) & (members.c.email == mailbox.lower()) & members.c.disabled_at.is_(None)
+    query = select(members.c.id).join_from(members, memberships, memberships.c.member_id == members.c.id).where(of_tenant)
+    if (await connection.execute(query)).first() is None:
+        raise InvalidValue(
+            "target must be the e-mail address of a member of the tenant; an administrator of the appliance may add another",
+            param="target",
+        )
 
 
 async def _get(connection: AsyncConnection, webhook_id: str, access: Access, action: Action) -> Webhook:
