@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -79,7 +79,7 @@ class ExchangeWrapper:
         async def send_with_headers(message: Message) -> None:
             if message["type"] == "http.response.start":
                 exchange.status = message["status"]
-                message["headers"] = [*message["headers"], *_header_lines(exchange)]
+                message["headers"] = [*message["headers"], *_not_kept(message["headers"]), *_header_lines(exchange)]
             await send(message)
 
         try:
@@ -96,6 +96,13 @@ class ExchangeWrapper:
             for closer in exchange.closers:
                 closer()
             _log_access(exchange, scope)
+
+
+def _not_kept(headers: Iterable[tuple[bytes, bytes]]) -> list[tuple[bytes, bytes]]:
+    """Return what keeps an answer out of caches that does not say itself how long it may be kept: some take a `.pdf` by its
+    name, and a draft changes."""
+    is_said = any(name.lower() == b"cache-control" for name, _value in headers)
+    return [] if is_said else [(b"cache-control", b"no-store")]
 
 
 def _header_lines(exchange: Exchange) -> list[tuple[bytes, bytes]]:

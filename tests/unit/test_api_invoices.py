@@ -54,6 +54,13 @@ async def refusal(box: ApiBox, method: str, path: str, status: int, **options: A
     return error["code"], error["param"]
 
 
+@pytest.mark.parametrize("ending", ["", ".json", ".csv", ".pdf", ".odt"])
+async def test_no_cache_keeps_an_invoice(box: ApiBox, bob: Person, ending: str) -> None:
+    draft = await drafted(box, bob)
+    answer = await box.client.get(f"/admin/v1/invoices/{draft['id']}{ending}")
+    assert answer.headers.get_list("cache-control") == ["no-store"]
+
+
 async def test_an_invoice_is_drafted_closed_and_read(box: ApiBox, bob: Person) -> None:
     await box.call("PUT", "/seller", json=SELLER)
     allowance = {"first_month": "2026-01", "monthly_micros": 1_000_000}
