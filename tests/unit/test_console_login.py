@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -148,6 +149,26 @@ def test_one_address_cannot_try_many_accounts(clock: FakeClock) -> None:
 
     assert refused.value.retry_after_s == PER_ADDRESS.refill_s
     attempts.count(address="192.0.2.2", account="fresh@example.com")
+
+
+@pytest.mark.parametrize(
+    ("tried_from", "and_from", "is_other"),
+    [
+        ("2001:db8:1:2::1", "2001:db8:1:2:ffff::9", False),
+        ("fe80::1%eth0", "fe80::2%eth0", False),
+        ("::ffff:192.0.2.1", "192.0.2.1", False),
+        ("2001:db8:1:2::1", "2001:db8:1:3::1", True),
+        ("::ffff:192.0.2.1", "::ffff:192.0.2.2", True),
+        ("unknown", "2001:db8:1:2::1", True),
+    ],
+)
+def test_the_addresses_of_one_sender_count_as_one(clock: FakeClock, tried_from: str, and_from: str, is_other: bool) -> None:
+    attempts = LoginAttempts(clock)
+    for _ in range(PER_ADDRESS.burst):
+        attempts.count_address(address=tried_from)
+
+    with nullcontext() if is_other else pytest.raises(RateLimitExceeded):
+        attempts.count_address(address=and_from)
 
 
 def test_a_proven_password_forgives_the_account_s_attempts(clock: FakeClock) -> None:
