@@ -109,7 +109,7 @@ def _attend(
     places = torch.arange(seen.start, seen.stop, device=query.device)
     blocks = block_table[places // shape.block_size].long()
     found = kv_cache[blocks, places % shape.block_size, :, kv_head].double()  # [seen, 2, D]
-    key_scale, value_scale = (1.0, 1.0) if kv_scales is None else kv_scales.double().tolist()
+    key_scale, value_scale = (1.0, 1.0) if kv_scales is None else kv_scales.double().unbind()
     keys, values = found[:, 0] * key_scale, found[:, 1] * value_scale
     scores = (keys @ query.double()) * (shape.head_dim**-0.5 if shape.scale is None else shape.scale)
     if shape.softcap is not None:

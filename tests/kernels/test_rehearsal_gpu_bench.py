@@ -21,6 +21,7 @@ from bench.gpu import calibration, models, same_tokens, serve, serve_idle, traff
 from bench.gpu.conduct import Outcome
 from bench.gpu.context import Context
 from bench.gpu.idle import Idle
+from bench.gpu.inputs import FP8, make_pages, queries
 from bench.gpu.models import random_engine
 from bench.gpu.plan import PARTS, Part
 from bench.gpu.report import document
@@ -34,6 +35,8 @@ from engine.runner.paged_decoder import PagedDecoder
 from engine.runner.slot_runner import SlotRunner
 from engine.runner.slots import SlotState
 from engine.switches import EARLY_LAUNCH
+from kernels.attention_rows import AttentionShape
+from kernels.reference.attention import paged_decode as exact_decode
 from tests.support.rehearsal import DEVICE, H100, H200, Kind, Schedule, rehearsal
 from tests.support.rehearsal.table import in_place_of_triton
 
@@ -205,6 +208,21 @@ def test_kernels_are_those_of_graphs_captured_in_turn_and_waits_those_of_what_is
     assert last["error"] == ""
     assert last["facts"]["gaps_percent"] == 0.0
     assert last["value"] == last["facts"]["waits_percent"], "any two events are as far apart here"
+
+
+def test_the_reference_of_attention_waits_for_the_card_no_more_often_for_more_heads() -> None:
+    """A check that waits at each head waits thousands of times, each time for its turn on a card that other processes share."""
+
+    def num_waits(num_heads: int) -> int:
+        shape = AttentionShape(16, num_heads, 2, 32)
+        with rehearsal(Schedule.EARLY) as card:
+            pages = make_pages([5, 20], shape, dtype=FP8, device=DEVICE)
+            q, scales = queries(pages, 2, torch.float16), torch.tensor([0.5, 2.0], device=DEVICE)
+            card.syncs.clear()
+            exact_decode(q.double(), pages.cache, pages.tables, pages.context_lens, shape, kv_scales=scales)
+            return len(card.syncs)
+
+    assert num_waits(8) == num_waits(2)
 
 
 def test_memory_is_given_back_behind_a_row_unless_its_engine_is_open_and_it_went_well(
