@@ -72,7 +72,8 @@ def _rope(context: Context) -> tuple[Call, int]:
     cache = torch.zeros(rows // 16 + 1, 16, 2, kv_heads, size, dtype=dtype, device=device)
     slots = torch.randperm(rows, device=device)
     token = size * qkv.element_size()
-    moved = rows * (token * (heads + 2 * kv_heads) + token * (heads + kv_heads) + token * 2 * kv_heads + 2 * token)
+    tables = token  # of cosines and sines one half each: the other has the same numbers
+    moved = rows * (token * (heads + 2 * kv_heads) + token * (heads + kv_heads) + token * 2 * kv_heads + tables)
     call = lambda: rope_and_cache(qkv, cos, sin, cache, slots, num_kv_heads=kv_heads, rotary_dim=size)  # noqa: E731
     return call, moved
 
@@ -103,6 +104,7 @@ def _experts(context: Context) -> tuple[Call, int]:
     likely, ids = torch.topk(torch.rand(tokens, count, device=device).softmax(-1), chosen)
     weights = (likely / likely.sum(-1, keepdim=True)).to(dtype)
     mix = bind_experts(list(gate_up), list(down), "silu")
+    assert mix is not None, "matrices of one kind"
     return lambda: mix(x, weights, ids), len(set(ids.flatten().tolist())) * (gate_up[0].nbytes + down[0].nbytes)
 
 

@@ -1,0 +1,54 @@
+"""What rows of the bench that needs a GPU are computed from: errors that hang on no luck, and no bytes that a kernel leaves."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+
+from bench.gpu import check_sampling, speed_rows
+from bench.gpu.context import Context
+from bench.gpu.errors import compare
+from bench.gpu.targets import ERROR_RATIO_MAX, numbers
+
+LOG2_UNIT = 2.0**-22
+"""By so much of its result at most a card's logarithm is wrong, beyond numbers near one (PTX ISA, lg2.approx)."""
+
+
+def roughly(logits: torch.Tensor, ids: torch.Tensor) -> tuple[torch.Tensor, None]:
+    """`token_logprobs` in its order, each logarithm as wrong as it may be, up or down by the row."""
+    largest = logits.amax(1)
+    total = (logits - largest[:, None]).double().exp().sum(1).float()
+    wrong = 1 + LOG2_UNIT * (1 - 2 * (torch.arange(len(logits)) % 2))
+    whole = largest + (total.double().log2() * wrong).float() * torch.tensor(2.0).log()
+    return logits.gather(1, ids) - whole[:, None], None
+
+
+def exactly(logits: torch.Tensor, dim: int) -> torch.Tensor:
+    """`log_softmax` in the order of torch's kernel for GPUs, with an exact sum; that for CPUs is wrong by more."""
+    below = logits - logits.amax(dim, keepdim=True)
+    return below - below.double().exp().sum(dim, keepdim=True).log().to(logits.dtype)
+
+
+def test_log_probabilities_pass_whatever_numbers_are_drawn(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(check_sampling, "both", lambda *_: (roughly, None))
+    monkeypatch.setattr(torch.Tensor, "log_softmax", exactly)
+    ratios = []
+    for seed in range(8):
+        torch.manual_seed(seed)
+        told: list[dict[str, Any]] = []
+        context = Context(torch.device("cpu"), False, {}, told.append, 0.0)
+        compare(context, "log-probabilities", [("rows", partial(check_sampling._scored, context))])
+        assert told[0]["row"]["name"] == numbers("log-probabilities")
+        ratios.append(told[0]["row"]["value"])
+    assert max(ratios) < ERROR_RATIO_MAX, ratios
+
+
+def test_of_cosines_and_sines_a_rotation_is_counted_one_half() -> None:
+    context = Context(torch.device("cpu"), True, {}, lambda _: None, 0.0)
+    _, num_bytes = speed_rows._rope(context)
+    tokens, heads, kv_heads, head = 6, 4, 2, 32 * 2
+    read, turned, cached = heads + 2 * kv_heads, heads + kv_heads, 2 * kv_heads
+    assert num_bytes == tokens * head * (read + turned + cached + 1)
