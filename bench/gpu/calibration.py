@@ -1,7 +1,9 @@
 """What the card itself reaches: the base of every fraction. Copies, reads, matrix products, and the gap between kernels.
 
-copy       out ← x, bytes read and written (the base of all bandwidth fractions: the best of the sizes), captured in a graph and
-           launched as it stands: the better of the two, since a copy that takes a slow way would raise every fraction
+copy       out ← x, bytes read and written (the base of all bandwidth fractions: the best of the sizes). The best of three
+           ways, since a slow one would raise every fraction: the driver's copy, captured in a graph and launched as it
+           stands, and a kernel that negates. On H200s the driver's was seen at two thirds of the memory's speed
+           (NVIDIA/cccl, issue 1672)
 read       the largest of x, bytes read; may beat the copy a little
 matmul     8192³ on normal numbers, two operations for each product
 graph gap  a kernel of one program that does next to nothing, 500 of them in a graph
@@ -21,7 +23,7 @@ import triton.language as tl
 from bench.gpu import driver
 from bench.gpu.context import Context
 from bench.gpu.rows import Row
-from bench.gpu.timing import median, seconds
+from bench.gpu.timing import Call, median, seconds
 
 GB = 1_000_000_000
 SIZES_GB = (1, 4, 8)
@@ -76,9 +78,14 @@ def _copy(context: Context, size_gb: int, rates_found: list[float]) -> None:
     count = context.size(size_gb * GB // 4, 4096 * size_gb)
     x = torch.empty(count, device=context.device).normal_()
     out = torch.empty_like(x)
+    tried: dict[str, tuple[Call, bool]] = {
+        "captured": (lambda: out.copy_(x), True),
+        "plain": (lambda: out.copy_(x), False),
+        "kernel": (lambda: torch.neg(x, out=out), True),
+    }
     ways: dict[str, list[float]] = {}
-    for way, captured in (("captured", True), ("plain", False)):
-        taken = seconds([lambda: out.copy_(x)], context.device, captured=captured)
+    for way, (call, captured) in tried.items():
+        taken = seconds([call], context.device, captured=captured)
         ways[way] = [2 * x.nbytes / taken_s for taken_s in taken]
     rates = max(ways.values(), key=median)
     row = Row(name=f"copy {size_gb} GB", value=median(rates) / 1e9, samples=[rate / 1e9 for rate in rates])
