@@ -15,6 +15,7 @@ import pytest
 from kernels.triton.attention_splits import decode_tiling
 from kernels.triton.gate.compilation import Compilation, Compiled, exponentials_beside_products, faults, touches_early
 from kernels.triton.gate.declared import declared, module_names
+from kernels.triton.gate.machine_code import overwritten_operands
 from kernels.triton.tuning import CARDS, card, power_of_two
 from tests.support.triton_jobs import KERNELS
 
@@ -56,6 +57,7 @@ def test_what_fits_may_be_served() -> None:
         ({"tensor_memory_columns": 513}, "tensor memory"),
         ({"programs": 0}, "does not fit"),
         ({"touches_early": True}, "before it waits"),
+        ({"overwritten": 1}, "products under way still read"),
         ({"tensor_instructions": ("mma.sync",)}, "lacks wgmma"),
         ({"capability": 80}, "lacks mma.sync"),
         ({"capability": 100}, "lacks tcgen05"),
@@ -79,6 +81,33 @@ def test_exponentials_stand_where_products_are_under_way() -> None:
     assert faults(asked(exponentials_min=2), replace(GOOD, exponentials=kept)) == []
     (found,) = faults(asked(exponentials_min=2), replace(GOOD, exponentials=moved))
     assert found == "takes 0 exponentials beside products, not 2"
+
+
+WAITS = "WARPGROUP.DEPBAR.LE gsb0, 0x0"
+PRODUCTS = (
+    "HGMMA.64x64x16.F32.BF16 R24, gdesc[UR4], RZ, !UPT, gsb0",
+    "HGMMA.64x64x16.F32.BF16 R88, R152, gdesc[UR8], R88, gsb0",
+)
+"""Of two tiles in shared memory, and of registers 152 to 155 with one."""
+
+
+@pytest.mark.parametrize(
+    ("instructions", "num_wrong"),
+    [
+        ((*PRODUCTS, "F2FP.BF16.F32.PACK_AB R151, R3, R2", "MUFU.EX2 R156, R3", WAITS, "MOV R152, R1"), 0),
+        ((*PRODUCTS, "F2FP.BF16.F32.PACK_AB R155, R3, R2", WAITS), 1),
+        ((*PRODUCTS, "@!P1 LDG.E.128 R149, desc[UR4][R2.64]", "IMAD.WIDE R151, R2, 0x2, R4", "CS2R R150, SRZ", WAITS), 2),
+        ((*PRODUCTS, "STG.E desc[UR4][R152.64], R153", "ISETP.GE.AND P0, PT, R152, R3, PT", "FADD R9, R152, R3", WAITS), 0),
+        ((*PRODUCTS, "SHFL.BFLY PT, R153, R9, 0x1, 0x1f", WAITS), 1),
+        ((*PRODUCTS, "WARPGROUP.DEPBAR.LE gsb0, 0x1", "MOV R152, R1", WAITS), 1),  # waits for the first alone
+        ((*reversed(PRODUCTS), "WARPGROUP.DEPBAR.LE gsb0, 0x1", "MOV R152, R1", WAITS), 0),
+        (("MOV R153, R1", WAITS, *PRODUCTS, "@P0 BRA 0x0000"), 1),  # under way into the next turn of a loop
+        ((WAITS, "MOV R153, R1", *PRODUCTS, "@P0 BRA 0x0000"), 0),
+    ],
+)
+def test_what_products_under_way_read_is_left_alone(instructions: tuple[str, ...], num_wrong: int) -> None:
+    lines = (f"        /*{16 * place:04x}*/    {code} ;  /* 0x0000 */" for place, code in enumerate(instructions))
+    assert overwritten_operands("\n".join(lines)) == num_wrong
 
 
 def test_a_tile_of_few_rows_needs_the_instruction_that_every_card_has() -> None:

@@ -22,6 +22,7 @@ from triton.experimental.gluon._runtime import GluonASTSource, GluonJITFunction
 from triton.runtime.jit import JITFunction
 
 from kernels.triton.early_launch import CAPABILITY_MIN as EARLY_CAPABILITY
+from kernels.triton.gate.machine_code import overwritten_operands
 from kernels.triton.tuning import TENSOR_MEMORY_COLUMNS, card
 
 CAPABILITIES = (80, 89, 90, 100)
@@ -79,7 +80,7 @@ class Compilation:
 class Compiled:
     """What the assembler made of it. `spill_bytes` of each thread; `programs` that one multiprocessor holds at a time;
     `touches_early`: reads or writes memory before it waits for the kernel in front of it; `exponentials` beside products,
-    counted where a configuration asks for some."""
+    counted where a configuration asks for some; `overwritten`: of Hopper, instructions that write what products still read."""
 
     name: str
     capability: int
@@ -94,6 +95,7 @@ class Compiled:
     programs: int
     touches_early: bool = False
     exponentials: int = 0
+    overwritten: int = 0
 
 
 def source_key(compilation: Compilation, capability: int) -> str:
@@ -119,6 +121,8 @@ def compile_kernel(compilation: Compilation, capability: int) -> Compiled:
     kernel = triton.compile(_source(compilation, capability), target=target, options=_options(compilation))
     registers, spill_bytes = _resources(kernel.asm["cubin"])
     num_warps = int(kernel.metadata.num_warps)
+    has_products = TENSOR_INSTRUCTIONS[1] in kernel.asm["ptx"]
+    sass = _dumped(kernel.asm["cubin"], "-sass") if has_products or compilation.exponentials_min else ""
     return Compiled(
         name=compilation.name,
         capability=capability,
@@ -132,7 +136,8 @@ def compile_kernel(compilation: Compilation, capability: int) -> Compiled:
         tensor_instructions=tuple(name for name in TENSOR_INSTRUCTIONS if name in kernel.asm["ptx"]),
         programs=card(capability).programs(registers, int(kernel.metadata.shared), num_warps),
         touches_early=_is_early(compilation, capability) and touches_early(kernel.asm["ptx"]),
-        exponentials=exponentials_beside_products(_dumped(kernel.asm["cubin"], "-sass")) if compilation.exponentials_min else 0,
+        exponentials=exponentials_beside_products(sass) if compilation.exponentials_min else 0,
+        overwritten=overwritten_operands(sass),
     )
 
 
@@ -171,6 +176,8 @@ def faults(compilation: Compilation, compiled: Compiled) -> list[str]:
         found.append("reads or writes memory before it waits for the kernel in front of it")
     if compiled.exponentials < compilation.exponentials_min:
         found.append(f"takes {compiled.exponentials} exponentials beside products, not {compilation.exponentials_min}")
+    if compiled.overwritten:
+        found.append(f"{compiled.overwritten} instructions write registers that products under way still read")
     if compiled.programs == 0:
         found.append("does not fit a multiprocessor")
     elif compiled.programs < compilation.programs:

@@ -27,6 +27,7 @@ SHORT = {
     "programs": "programs",
     "touches_early": "early",
     "exponentials": "exponentials",
+    "overwritten": "overwritten",
 }
 
 
@@ -40,6 +41,7 @@ USUAL: dict[str, Any] = {
     "programs": 0,
     "touches_early": False,
     "exponentials": 0,
+    "overwritten": 0,
 }
 """Left out of an entry."""
 
