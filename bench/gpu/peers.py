@@ -212,7 +212,8 @@ def _managed(context: Context, model: Any, work: list[Asked], sizes: dict[str, i
         warmup=True,
     ) as manager:
         how = f"{model.config._attn_implementation}, graphs {manager.continuous_batching_config.use_cuda_graph}"
-        _through(manager, [Asked(asked.prompt, WARM_OUTPUTS) for asked in work], "w", context)
+        # Backwards, so that none of a conversation's prompt is found in the cache when it is timed.
+        _through(manager, [Asked(asked.prompt[::-1], WARM_OUTPUTS) for asked in work], "w", context)
         started_s = time.perf_counter()
         returned = _through(manager, work, "r", context)
         return returned, time.perf_counter() - started_s, how

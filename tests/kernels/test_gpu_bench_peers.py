@@ -29,6 +29,7 @@ class FakeManager:
     """Answers whatever is asked, in order."""
 
     asked: list[tuple[str, list[int], int]] = field(default_factory=list)
+    prompts: dict[str, list[int]] = field(default_factory=dict)
     cancelled: list[str] = field(default_factory=list)
     answers: bool = True
     continuous_batching_config: Any = field(default_factory=lambda: SimpleNamespace(use_cuda_graph=(True, True)))
@@ -36,6 +37,7 @@ class FakeManager:
     def add_request(self, prompt: list[int], *, request_id: str, max_new_tokens: int, eos_token_id: int) -> None:
         assert eos_token_id == -1
         self.asked.append((request_id, prompt, max_new_tokens))
+        self.prompts[request_id] = prompt
 
     def cancel_request(self, request_id: str) -> None:
         self.cancelled.append(request_id)
@@ -95,6 +97,16 @@ def test_the_peers_get_the_conversations_that_we_had() -> None:
     hints = model.begun["workload_hints"]
     assert (hints.num_requests, hints.max_prompt_length) == (len(ours), max(len(each.prompt) for each in ours))
     assert hints.max_generated_length == max(each.num_outputs for each in ours)
+
+
+def test_the_warm_up_leaves_no_prefix_of_a_conversation_to_the_timed_run() -> None:
+    """Continuous batching keeps whole pages of prompts that it has read, and ours was warmed up with other prompts too."""
+    model = FakeModel()
+    peers._continuous(context_with([]), model, WORK)
+    for number, asked in enumerate(WORK):
+        warm, timed = (model.manager.prompts[f"{label}{number}"] for label in "wr")
+        assert (len(warm), timed) == (len(timed), list(asked.prompt))
+        assert len(timed) < 2 or warm[:2] != timed[:2]
 
 
 WORK = traffic.chats(40, 10, VOCAB)
