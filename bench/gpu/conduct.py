@@ -31,6 +31,8 @@ LEFT_MIN_S = 8.0
 """A part that has less time left is not begun."""
 IMPORT_S = 120.0
 """So long the first part, behind which nothing is imported meanwhile, may import before its own time begins."""
+ROUNDING = ("TORCH_ALLOW_TF32_CUBLAS_OVERRIDE", "NVIDIA_TF32_OVERRIDE")
+"""An image may set them: products of float32 would have 10 bits, those that checks call exact among them."""
 END_S = 10.0
 """So long a process that was killed may take to end. One that hangs in a driver takes for ever, and the run goes on."""
 
@@ -190,7 +192,8 @@ def _wait_for_imports(processes: Sequence[Process], lines: Lines) -> None:
 
 def _environment(rehearse: bool) -> dict[str, str]:
     environment = {**os.environ, "PYTHONUNBUFFERED": "1", FP_FUSION: "1"}
-    environment.pop("TRITON_INTERPRET", None)
+    for name in ("TRITON_INTERPRET", *ROUNDING):
+        environment.pop(name, None)
     if rehearse:
         environment |= {"TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
     return environment

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from bench.gpu import check_sampling, speed_rows
+from bench.gpu import check_sampling, conduct, speed_rows
 from bench.gpu.context import Context
 from bench.gpu.errors import compare
 from bench.gpu.targets import ERROR_RATIO_MAX, numbers
@@ -52,3 +52,9 @@ def test_of_cosines_and_sines_a_rotation_is_counted_one_half() -> None:
     tokens, heads, kv_heads, head = 6, 4, 2, 32 * 2
     read, turned, cached = heads + 2 * kv_heads, heads + kv_heads, 2 * kv_heads
     assert num_bytes == tokens * head * (read + turned + cached + 1)
+
+
+def test_what_a_check_calls_exact_is_float32_whatever_the_environment_says(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("TORCH_ALLOW_TF32_CUBLAS_OVERRIDE", "NVIDIA_TF32_OVERRIDE"):
+        monkeypatch.setenv(name, "1")
+        assert name not in conduct._environment(rehearse=False)
