@@ -234,8 +234,9 @@ def _rows(a):
         scale = get(floats, _SCALE * columns + slot)
         if token != NO_TOKEN and scale > 0:
             key = key_of(get_int64(longs, _STREAM * columns + slot), position)
+            most = get(x, token) + numba.float32(0.0)  # not -0.0: 0.0 would lie -0.0 below it, whose bits are out of order
             token = _drawn(
-                x, size, get(x, token), scale, get_int32(ints, _TOP_K * columns + slot), get(floats, _TOP_P * columns + slot),
+                x, size, most, scale, get_int32(ints, _TOP_K * columns + slot), get(floats, _TOP_P * columns + slot),
                 get(floats, _NEG_LOG2_MIN_P * columns + slot), key, room + size * BYTES,
             )  # fmt: skip
         put_int64(out, row, token)

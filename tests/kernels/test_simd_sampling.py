@@ -122,6 +122,14 @@ def test_equal_logits_stand_or_fall_together() -> None:
         compare(torch.zeros_like(logits), columns, slots, slots.long() + step)
 
 
+def test_zeros_of_either_sign_are_equal() -> None:
+    columns = columns_of([{"top_k": 3}, {"top_p": 0.5}], 70)
+    logits = torch.where(torch.rand(2, 70, generator=torch.Generator().manual_seed(6)) < 0.5, 0.0, -0.0)
+    logits[:, 40:], logits[:, 0] = -1.0, -0.0
+    for step in range(9):
+        compare(logits, columns, torch.arange(2, dtype=torch.int32), torch.full((2,), step))
+
+
 def test_a_mask_leaves_what_it_allows_and_forbidding_hides_no_failure() -> None:
     settings: list[dict[str, Any]] = [{}, {"temperature": 0.0}, {"top_k": 4}, {"top_p": 0.7}, {"held": [3]}, {"rule": 1}]
     columns = columns_of(settings, 70)
