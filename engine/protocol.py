@@ -137,7 +137,6 @@ class PlainReason(StrEnum):
     """What a request asks for that takes the steps it is in out of the fast way, with all who are in them."""
 
     PROMPT_LOGPROBS = "prompt_logprobs"
-    TYPICAL_P = "typical_p"
     LOGIT_BIAS = "logit_bias"
 
 

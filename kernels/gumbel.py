@@ -1,4 +1,4 @@
-"""Gumbel-max sampling noise keyed by (seed, position, token), and the weights of top-p: the definition for every device.
+"""Gumbel-max noise keyed by (seed, position, token), and the weights of top-p and typical sampling: one definition for all.
 
 Each token that may be drawn gets an exponential variate E of its own, and the largest of log2(weight) − log2(E), or of
 weight / E, is drawn: with probability weight / Σ weights (Gumbel 1954; the form used here is section 2 of
@@ -13,6 +13,9 @@ a GPU, a CPU and the plain twins find the same bits.
     log2   : x = 2^e · (1 + t) with √½ ≤ 1 + t < √2, e + t · P(t)
     weight = ⌊2^30 · Q(f)⌋ / 2^n for a token n + f binary orders below the likeliest one; 0 from 31 on. Integers: their sums
              have no order either.
+    centre = (Σ ⌊weight · distance · scale⌋ / Σ weight) / scale, of the tokens that are left: the mean distance. A surprise
+             −log2 p is distance · scale and the logarithm of the sum, and the entropy is its mean, so that |surprise − entropy|
+             is |distance − centre| · scale: typical sampling weighs tokens in the order of |distance − centre|.
 """
 
 from __future__ import annotations

@@ -17,13 +17,13 @@ class SamplingColumns:
 
     scale: [S] float32, log2(e) / temperature; 0 is greedy. streams: [S] int64, what the noise of a seed comes from
     top_k: [S] int32, 0 is off; top_p: [S] float32, 1 is off; neg_log2_min_p: [S] float32, −log2(min_p), inf is off: min-p
-        keeps tokens at most so many binary orders below the likeliest one
+        keeps tokens at most so many binary orders below the likeliest one; typical_p: [S] float32, 1 is off
     repetition, frequency, presence: [S] float32; 1, 0, 0 are off
     min_tokens_until: [S] int64, below this position no token is one of suppressed_ids: [S, SUPPRESSED_IDS_MAX] int32, -1 none
     counts: [S, V] int32, for the three penalties. Bit 0: stands in prompt or output; above it: its number in the output
     rules: [S] int32, the row of bias that a slot uses, -1 none. bias: [Q, V] float32, added to the logits; -inf forbids
     floats, ints, longs: the columns of one number in the tables that they are rows of, so that a slot is written in few copies:
-        scale, top_p, neg_log2_min_p, repetition, frequency, presence; top_k, rules; streams, min_tokens_until
+        scale, top_p, neg_log2_min_p, typical_p, repetition, frequency, presence; top_k, rules; streams, min_tokens_until
     """
 
     scale: torch.Tensor
@@ -31,6 +31,7 @@ class SamplingColumns:
     top_k: torch.Tensor
     top_p: torch.Tensor
     neg_log2_min_p: torch.Tensor
+    typical_p: torch.Tensor
     repetition: torch.Tensor
     frequency: torch.Tensor
     presence: torch.Tensor
@@ -51,9 +52,9 @@ class SamplingColumns:
             width = -(-num_slots // 4) * 4  # each column begins where kernels take pointers to: at a multiple of 16 bytes
             return torch.tensor(values, dtype=dtype)[:, None].repeat(1, width).to(device)[:, :num_slots]
 
-        floats = table(torch.float32, 0.0, 1.0, float("inf"), 1.0, 0.0, 0.0)
+        floats = table(torch.float32, 0.0, 1.0, float("inf"), 1.0, 1.0, 0.0, 0.0)
         ints, longs = table(torch.int32, 0, -1), table(torch.int64, 0, 0)
-        scale, top_p, neg_log2_min_p, repetition, frequency, presence = floats.unbind(0)
+        scale, top_p, neg_log2_min_p, typical_p, repetition, frequency, presence = floats.unbind(0)
         top_k, rules = ints.unbind(0)
         streams, min_tokens_until = longs.unbind(0)
         return cls(
@@ -62,6 +63,7 @@ class SamplingColumns:
             top_k=top_k,
             top_p=top_p,
             neg_log2_min_p=neg_log2_min_p,
+            typical_p=typical_p,
             repetition=repetition,
             frequency=frequency,
             presence=presence,

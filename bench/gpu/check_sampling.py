@@ -25,6 +25,7 @@ Launcher = Callable[..., Any]
 FILTERS: tuple[dict[str, float], ...] = (
     {}, {"top_k": 1}, {"top_k": 40, "temperature": 1.7}, {"top_k": 300, "top_p": 0.9}, {"top_p": 0.1},
     {"top_p": 0.95, "temperature": 0.6}, {"min_p": 0.05}, {"top_k": 20, "top_p": 0.5, "min_p": 0.2}, {"top_p": 0.9999},
+    {"typical_p": 0.8}, {"top_k": 300, "top_p": 0.9, "min_p": 0.01, "typical_p": 0.5},
 )  # fmt: skip
 
 
@@ -51,6 +52,7 @@ def columns_of(settings: Sequence[dict[str, float]], vocab: int, device: torch.d
         columns.top_k[slot] = int(each.get("top_k", 0))
         columns.top_p[slot] = each.get("top_p", 1.0)
         columns.neg_log2_min_p[slot] = -math.log2(each["min_p"]) if "min_p" in each else math.inf
+        columns.typical_p[slot] = each.get("typical_p", 1.0)
     return columns
 
 

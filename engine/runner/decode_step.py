@@ -86,14 +86,10 @@ class DecodeStep:
         """Have steps of this kind recorded, where they can be."""
         (self._recorded_guesses if has_guesses else self._recorded).make_ready(kind)
 
-    def logits(self, size: int) -> torch.Tensor:
-        """Of a step that was computed as far as them: [size, V]"""
-        assert self._logits is not None, "no step ended with its logits"
-        return self._logits[:size]
-
     def choose(self, size: int, kind: Kind, masks: torch.Tensor | None = None) -> None:
         """The rest of a step that was computed as far as its logits. masks: [size, ceil(V / 32)] int32, where rows have some"""
-        self._choose(self.logits(size), size, kind, masks)
+        assert self._logits is not None, "no step ended with its logits"
+        self._choose(self._logits[:size], size, kind, masks)
 
     def _run(
         self, size: int, kind: Kind | None, before_layer: Callable[[], None] | None, *, has_guesses: bool

@@ -9,10 +9,9 @@ A step in which requests verify guesses (`runner.rows`) is one or the other, wit
 launched before it is settled. A draft model writes its guesses just before, over the same slots (`draft_steps`); it runs in
 every step, because it has a KV cache of its own.
 
-Rows that need a mask (of a grammar, or of typical sampling: `row_masks`) wait for the token before theirs, and the choice of
-tokens of the whole step waits with them. Its layers do not: the step is launched ahead as far as its logits.
-`LaunchedStep.complete` begins the choice when the step before it has been settled, while the device still computes; where it
-has to wait for the logits (typical sampling), when the events of the step before are out.
+Rows that need a mask (of a grammar: `row_masks`) wait for the token before theirs, and the choice of tokens of the whole step
+waits with them. Its layers do not: the step is launched ahead as far as its logits. `LaunchedStep.complete` begins the choice
+when the step before it has been settled, while the device still computes.
 """
 
 from __future__ import annotations
@@ -32,7 +31,7 @@ from engine.runner.launched_step import Choosing, LaunchedStep
 from engine.runner.model_runner import ModelRunner
 from engine.runner.paged_decoder import PagedDecoder
 from engine.runner.ready_steps import NO_INPUTS, NO_ROWS, ReadySteps
-from engine.runner.row_masks import MasksUnderWay, RowMasks, masked_rows, wait_for_logits
+from engine.runner.row_masks import MasksUnderWay, RowMasks, masked_rows
 from engine.runner.rows import FIRST, UNKNOWN, SampledRows, guess_places, input_row, scored_positions, unknown_places
 from engine.runner.slots import NOTHING, SlotState, SlotTable
 from engine.runner.staging import Fetch, FetchedAtOnce, Staging, TokenReturn
@@ -281,7 +280,6 @@ class SlotRunner:
         sends_inputs = bool(launched.depths) and launched.inputs is None
         if needs.masked:
             launched.choice = partial(self._choose_decodes, len(rows), size, needs, masked, begun, sends_inputs=sends_inputs)
-            launched.completion_waits = wait_for_logits(masked)
         else:
             if kind is None:
                 self._step.choose(size, needs.kind)
@@ -300,7 +298,7 @@ class SlotRunner:
         sends_inputs: bool,
     ) -> Choosing:
         """The rest of a step that ends with its logits."""
-        masks, errors = self._masks.fill(self._step.logits(size), needs.masked, rows, begun)
+        masks, errors = self._masks.fill(size, needs.masked, rows, begun)
         self._step.choose(size, needs.kind, masks)
         return self._fetch(num_rows, needs.kind, sends_inputs=sends_inputs), errors
 
@@ -345,8 +343,7 @@ class SlotRunner:
         choose = partial(self._choose_rows, logits, where, inputs, needs.kind)
         launched.scored = needs.scored
         if masked:
-            launched.choice = partial(self._choose_masked, choose, logits, needs.masked, masked, begun)
-            launched.completion_waits = wait_for_logits(masked)
+            launched.choice = partial(self._choose_masked, choose, len(logits), needs.masked, masked, begun)
         else:
             launched.fetch = choose(None)
         return launched
@@ -377,12 +374,12 @@ class SlotRunner:
     def _choose_masked(
         self,
         choose: Callable[[torch.Tensor], Fetch],
-        logits: torch.Tensor,
+        num_rows: int,
         masked: Sequence[int],
         rows: Sequence[SampledRow],
         begun: MasksUnderWay | None,
     ) -> Choosing:
-        masks, errors = self._masks.fill(logits, masked, rows, begun)
+        masks, errors = self._masks.fill(num_rows, masked, rows, begun)
         return choose(masks), errors
 
 

@@ -135,8 +135,7 @@ def compile_verification(vocab_size: int, max_guesses: int, device: torch.device
 
 @torch.inference_mode()
 def compile_float32_logits(vocab_size: int, device: torch.device) -> None:
-    """What steps of the plain runner do with logits, which it has in float32: log-probabilities, and a grammar's mask, which
-    typical sampling over slots applies as well."""
+    """What steps of the plain runner do with logits, which it has in float32: log-probabilities, and a grammar's mask."""
     logits = torch.zeros(1, vocab_size, device=device)
     masks = torch.full((1, -(-vocab_size // WORD_BITS)), -1, dtype=torch.int32, device=device)
     LogitsRules(device).apply_masks(logits, masks, [0])

@@ -1,14 +1,12 @@
 """Sampling that never asks the host: the parameters of a request lie in its slot, and kernels choose by them.
 
 `ColumnSampler` is what the runner over slots samples with. It chooses the very tokens of `sampling.sampler`, by Gumbel-max
-with the same noise; what a slot cannot hold (`refusal`) is left to that. Some rows wait for
-a mask (`host_masks`, `typical_masks`).
+with the same noise; what a slot cannot hold (`refusal`) is left to that. Some rows wait for a mask of the host (`host_masks`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import NamedTuple
 
 import numpy as np
@@ -21,7 +19,6 @@ from engine.sampling.host_masks import needs_masks
 from engine.sampling.logits_filters import is_greedy, neg_log2_min_p_of, scale_of
 from engine.sampling.logits_rules import FORBIDDEN, changes_logits, has_penalties
 from engine.sampling.randomness import signed, stream
-from engine.sampling.typical_masks import is_typical, reads_tokens
 from engine.scheduling.request import Request
 from kernels import ops
 
@@ -75,11 +72,6 @@ def _bias_of(sampling: SamplingParams) -> dict[int, float]:
     return {**(sampling.logit_bias or {}), **dict.fromkeys(forbidden, FORBIDDEN)}
 
 
-def _drawn_by(sampling: SamplingParams) -> SamplingParams:
-    """What the columns say: of typical sampling the filters are in its mask."""
-    return replace(sampling, top_k=0, top_p=1.0, min_p=0.0) if is_typical(sampling) else sampling
-
-
 class ColumnSampler:
     """Columns for `num_slots` slots of one engine. One thread calls everything."""
 
@@ -111,12 +103,9 @@ class ColumnSampler:
         self._scored = np.full(num_slots, NO_SCORES, dtype=np.int64)
 
     def refusal(self, request: Request) -> PlainReason | None:
-        """What this request asks of its tokens that is neither in its columns nor in a mask, None if nothing is. Typical
-        sampling behind rules that read the tokens is; a bias is when there is no row for it."""
-        sampling = request.sampling
-        if is_typical(sampling) and reads_tokens(sampling):
-            return PlainReason.TYPICAL_P
-        bias = _bias_of(sampling)
+        """What this request asks of its tokens that is neither in its columns nor in a mask, None if nothing is. A bias is
+        when there is no row for it."""
+        bias = _bias_of(request.sampling)
         return PlainReason.LOGIT_BIAS if bias and not self._reserve(request, bias) else None
 
     def _reserve(self, request: Request, bias: dict[int, float]) -> bool:
@@ -135,7 +124,7 @@ class ColumnSampler:
     def place(self, slots: Sequence[int], requests: Sequence[Request]) -> None:
         """The slots have these owners from now on. What their tokens are, `restart` says."""
         index = ops.send(slots, torch.int64, self._device)
-        params = [_drawn_by(request.sampling) for request in requests]
+        params = [request.sampling for request in requests]
         held = [sorted(request.stop_ids) if request.sampling.min_tokens > 0 else [] for request in requests]
         held = [ids if len(ids) <= ops.SUPPRESSED_IDS_MAX else [] for ids in held]
         c = self.columns
@@ -143,6 +132,7 @@ class ColumnSampler:
             [scale_of(p) for p in params],
             [p.top_p for p in params],
             [neg_log2_min_p_of(p) for p in params],
+            [p.typical_p for p in params],
             [p.repetition_penalty for p in params],
             [p.frequency_penalty for p in params],
             [p.presence_penalty for p in params],
@@ -161,9 +151,9 @@ class ColumnSampler:
         c.suppressed_ids.index_copy_(0, index, ops.send(suppressed_ids, torch.int32, self._device))
         for slot, request in zip(slots, requests, strict=True):
             sampling = request.sampling
-            self._weighs[slot] = weighs(_drawn_by(sampling), self.vocab_size)
+            self._weighs[slot] = weighs(sampling, self.vocab_size)
             self._counts[slot] = has_penalties(sampling)
-            self._masked[slot] = needs_masks(request) or is_typical(sampling)
+            self._masked[slot] = needs_masks(request)
             self._greedy[slot] = is_greedy(sampling) and not changes_logits(sampling) and sampling.logprobs is None
             self._scored[slot] = NO_SCORES if sampling.logprobs is None else sampling.logprobs
         for rule in {self._rules[request] for request in requests if request in self._rules}:

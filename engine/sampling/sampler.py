@@ -12,22 +12,13 @@ This is the plain twin of the kernels that choose on a GPU: both draw the very s
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 
 from engine.protocol import SamplingParams, TokenLogprob
-from engine.sampling.logits_filters import (
-    FilterColumns,
-    column,
-    filtered_candidates,
-    is_filtered,
-    needs_all_tokens,
-    neg_log2_min_p_of,
-    scale_of,
-    typical_tokens,
-)
+from engine.sampling.logits_filters import is_filtered, neg_log2_min_p_of, scale_of
 from engine.sampling.logits_filters import is_greedy as is_greedy
 from engine.sampling.logits_rules import LogitsRules, SampledRow, has_rules
 from engine.sampling.logprobs import token_logprobs
@@ -64,7 +55,7 @@ class Sampler:
         model_logits = self._constrain(logits, rows, masks)
         maxima, chosen = plain_sampling.largest(logits)
         for group in _sampled_groups(rows):
-            chosen[group] = self._draw(logits, maxima, rows, group)
+            chosen[group] = self._draw(logits, rows, group)
         usable = (torch.isfinite(maxima) & (chosen != NO_TOKEN)).tolist()
         return self._outputs(logits, model_logits, usable, chosen, maxima, rows)
 
@@ -79,14 +70,16 @@ class Sampler:
         maxima, chosen = logits.max(dim=-1)
         result = torch.zeros_like(logits).scatter_(1, chosen[:, None], 1.0)
         for group in _sampled_groups(rows):
-            scaled = self._scaled(logits, maxima, rows, group)
+            temperatures = self._column([rows[i].sampling.temperature for i in group])[:, None]
+            index = self._column(group, torch.int64)
             if not is_filtered(rows[group[0]].sampling):
-                result[group] = torch.softmax(scaled, dim=-1)
+                result[index] = torch.softmax((logits[index] - maxima[index, None]).div_(temperatures), dim=-1)
                 continue
-            result[group] = 0.0
-            for part, ids, weights in self._candidates(scaled, [rows[row].sampling for row in group]):
-                places = column([group[i] for i in part], torch.int64, self._device)
-                result[places, ids] = weights / weights.sum(dim=-1, keepdim=True)
+            result[index] = 0.0
+            for part in self._candidates(logits[index], [rows[i].sampling for i in group]):
+                scaled = (part.logits - maxima[index[part.rows], None]).div_(temperatures[part.rows])
+                shares = torch.softmax(scaled.masked_fill_(~part.kept, float("-inf")), dim=-1)
+                result[index[part.rows, None], part.ids] = shares
         drawable = torch.isfinite(maxima)[:, None] & torch.isfinite(result.sum(dim=-1, keepdim=True))
         return torch.where(drawable, result, 0.0)
 
@@ -103,84 +96,32 @@ class Sampler:
             self._rules.apply_masks(logits, masks, guided)
         return kept
 
-    def _scaled(self, logits: torch.Tensor, maxima: torch.Tensor, rows: Sequence[SampledRow], group: list[int]) -> torch.Tensor:
-        """Logits over temperature, the largest moved to zero: [len(group), V]"""
-        temperatures = column([rows[i].sampling.temperature for i in group], torch.float32, self._device)
-        if len(group) == len(rows):
-            return (logits - maxima[:, None]).div_(temperatures)
-        return (logits[group] - maxima[group, None]).div_(temperatures)
-
-    def _draw(self, logits: torch.Tensor, maxima: torch.Tensor, rows: Sequence[SampledRow], group: list[int]) -> torch.Tensor:
+    def _draw(self, logits: torch.Tensor, rows: Sequence[SampledRow], group: list[int]) -> torch.Tensor:
         """Token ids of the rows of `group`, which either all filter or all do not, or NO_TOKEN: [len(group)] int64"""
         params = [rows[i].sampling for i in group]
-        keys = torch.tensor([_key(rows[i]) for i in group], dtype=torch.int64).to(self._device)
-        scale = column([scale_of(p) for p in params], torch.float32, self._device)[:, 0]
+        keys = self._column([_key(rows[i]) for i in group], torch.int64)
+        scale = self._column([scale_of(p) for p in params])
         part = logits if len(group) == len(rows) else logits[group]
         if not is_filtered(params[0]):
             return plain_sampling.draw(part, scale, keys)
-        chosen = torch.full((len(group),), NO_TOKEN, dtype=torch.int64, device=self._device)
-        typical = [i for i, p in enumerate(params) if p.typical_p < 1.0]
-        others = [i for i, p in enumerate(params) if p.typical_p >= 1.0]
-        if others:
-            self._draw_filtered(part, params, others, scale, keys, chosen)
-        if typical:
-            scaled = self._scaled(logits, maxima, rows, [group[i] for i in typical])
-            for found, ids, weights in self._candidates(scaled, [params[i] for i in typical]):
-                places = [typical[i] for i in found]
-                kept = weights > 0
-                winners, _ = plain_sampling.winner(ids, part[places].gather(1, ids), kept, scale[places], keys[places])
-                chosen[places] = torch.where(kept.any(dim=-1), winners, NO_TOKEN)
+        chosen = torch.empty(len(group), dtype=torch.int64, device=self._device)
+        for found in self._candidates(part, params):
+            places = found.rows
+            chosen[places] = plain_sampling.winner(found.ids, found.logits, found.kept, scale[places], keys[places])[0]
         return chosen
 
-    def _draw_filtered(
-        self,
-        logits: torch.Tensor,
-        params: Sequence[SamplingParams],
-        places: list[int],
-        scale: torch.Tensor,
-        keys: torch.Tensor,
-        chosen: torch.Tensor,
-    ) -> None:
-        """Write the tokens of the rows `places`, which have filters but typical sampling, to `chosen`."""
-        asked = [params[i] for i in places]
+    def _candidates(self, logits: torch.Tensor, params: Sequence[SamplingParams]) -> list[plain_sampling.Candidates]:
+        """What the filters leave of every row; logits: [len(params), V]"""
         filters = plain_sampling.Filters(
-            column([max(0, p.top_k) for p in asked], torch.int64, self._device)[:, 0],
-            column([p.top_p for p in asked], torch.float32, self._device)[:, 0],
-            column([neg_log2_min_p_of(p) for p in asked], torch.float32, self._device)[:, 0],
+            self._column([max(0, p.top_k) for p in params], torch.int64),
+            self._column([p.top_p for p in params]),
+            self._column([neg_log2_min_p_of(p) for p in params]),
+            self._column([p.typical_p for p in params]),
         )
-        index = torch.tensor(places, device=self._device)
-        everyone = len(places) == len(params)
-        for part in plain_sampling.candidates(logits if everyone else logits[index], scale[index], filters):
-            rows = index[part.rows]
-            chosen[rows] = plain_sampling.winner(part.ids, part.logits, part.kept, scale[rows], keys[rows])[0]
+        return plain_sampling.candidates(logits, self._column([scale_of(p) for p in params]), filters)
 
-    def _candidates(
-        self, scaled: torch.Tensor, params: Sequence[SamplingParams]
-    ) -> Iterator[tuple[list[int], torch.Tensor, torch.Tensor]]:
-        """Parts of the rows with ids and weights of their candidates, as far as each row's own filter reaches.
-
-        The candidates are widened stage by stage for the rows that need it: which stage serves a row is its own affair.
-        """
-        vocab_size = scaled.shape[-1]
-        everything = {i: None for i, sampling in enumerate(params) if needs_all_tokens(sampling)}
-        for i in everything:  # one at a time: its sort is what it costs, and takes five times the memory of its logits
-            ids = torch.arange(vocab_size, device=self._device)[None]
-            yield [i], ids, typical_tokens(scaled[i : i + 1], [params[i]])
-        waiting = [i for i in range(len(params)) if i not in everything]
-        for count in (*(stage for stage in plain_sampling.CANDIDATE_STAGES if stage < vocab_size), vocab_size):
-            reached = [i for i in waiting if count == vocab_size or params[i].top_k <= count]
-            if not reached:
-                continue
-            part = scaled if len(reached) == len(params) else scaled[reached]
-            filters = FilterColumns.of([params[i] for i in reached], self._device)
-            ids, weights, reaches_end = filtered_candidates(part, count, filters)
-            done = [k for k, open_end in enumerate(reaches_end.tolist()) if count == vocab_size or not open_end]
-            if len(done) == len(reached):
-                yield reached, ids, weights
-            elif done:
-                yield [reached[k] for k in done], ids[done], weights[done]
-            served = {reached[k] for k in done}
-            waiting = [i for i in waiting if i not in served]
+    def _column(self, values: Sequence[float], dtype: torch.dtype = torch.float32) -> torch.Tensor:
+        return torch.tensor(values, dtype=dtype).to(self._device)
 
     def _outputs(
         self,

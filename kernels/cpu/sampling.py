@@ -20,6 +20,9 @@ CANDIDATE_STAGES = (64, 1024)
 """Partial top-k, widened only for rows whose own filter reaches beyond it; then the whole vocabulary. A partial top-k of 64
 costs a third of one of 256, and trained models rarely keep more."""
 
+WIDE_ELEMENTS = 1 << 17
+"""Logits whose whole rows are sorted at a time, which takes some twenty times their memory."""
+
 SLICE_ELEMENTS = 1 << 16
 """Noise that a CPU makes at a time: it passes over it a dozen times, so it should stay in the second-level cache."""
 
@@ -29,14 +32,15 @@ _ABOUT = 4e-6  # how far the sum of float32 weights may be from the exact one, o
 
 
 class Filters(NamedTuple):
-    """Filters of B rows, [B] each: top_k int64 (0 is off), top_p float32 (1 is off), neg_log2_min_p float32 (inf is off)."""
+    """Filters of B rows, [B] each: top_k int64 (0 is off), top_p, neg_log2_min_p and typical_p float32 (1, inf, 1 are off)."""
 
     top_k: torch.Tensor
     top_p: torch.Tensor
     neg_log2_min_p: torch.Tensor
+    typical_p: torch.Tensor
 
-    def rows(self, index: torch.Tensor | list[int]) -> Filters:
-        return Filters(self.top_k[index], self.top_p[index], self.neg_log2_min_p[index])
+    def rows(self, index: torch.Tensor) -> Filters:
+        return Filters(*(each[index] for each in self))
 
 
 class Candidates(NamedTuple):
@@ -147,16 +151,19 @@ def candidates(logits: torch.Tensor, scale: torch.Tensor, filters: Filters) -> l
     vocab_size = logits.shape[1]
     waiting = torch.arange(len(logits), device=logits.device)
     found: list[Candidates] = []
-    for count in (*(stage for stage in CANDIDATE_STAGES if stage < vocab_size), vocab_size):
+    for count in (stage for stage in CANDIDATE_STAGES if stage < vocab_size):
         part = logits if len(waiting) == len(logits) else logits[waiting]
         tried, is_open = _candidates(part, scale[waiting], filters.rows(waiting), count)
-        still = is_open.nonzero()[:, 0] if count < vocab_size else is_open.new_zeros(0, dtype=torch.int64)
+        still = is_open.nonzero()[:, 0]
         if not len(still):
             return [*found, tried._replace(rows=waiting)]
         done = (~is_open).nonzero()[:, 0]
         if len(done):
             found.append(Candidates(waiting[done], tried.ids[done], tried.logits[done], tried.kept[done]))
         waiting = waiting[still]
+    for rows in torch.split(waiting, max(1, WIDE_ELEMENTS // vocab_size)):
+        tried, _ = _candidates(logits[rows], scale[rows], filters.rows(rows), vocab_size)
+        found.append(tried._replace(rows=rows))
     return found
 
 
@@ -185,6 +192,13 @@ def _candidates(logits: torch.Tensor, scale: torch.Tensor, filters: Filters, cou
         kept &= (distance <= distance.gather(1, cut)) | ~has_top_p[:, None]
     kept &= orders <= filters.neg_log2_min_p[:, None]
     is_open |= kept[:, -1]  # equals of the last one, or whatever lies behind it
+    is_typical = filters.typical_p < 1
+    if bool(is_typical.any()):
+        weights = gumbel.weights(orders) * kept
+        away, order = gumbel.deviations(distance, weights, scale[:, None]).sort(dim=-1)
+        short = weights.gather(1, order).cumsum(dim=-1) < _targets(filters.typical_p, weights.sum(dim=-1))[:, None]
+        last = away.gather(1, short.sum(dim=-1, keepdim=True).clamp_(max=count - 1))
+        kept &= torch.empty_like(kept).scatter_(1, order, away <= last) | ~is_typical[:, None]
     rows = torch.arange(len(logits), device=logits.device)
     return Candidates(rows, ids, values, kept), is_open
 
@@ -267,9 +281,10 @@ def _sample(values: torch.Tensor, slots: torch.Tensor, positions: torch.Tensor, 
     maxima, chosen = largest(values)
     usable = maxima.isfinite()
     scale = columns.scale[slots]
-    filters = Filters(columns.top_k[slots].long(), columns.top_p[slots], columns.neg_log2_min_p[slots])
+    shares = (columns.top_p, columns.neg_log2_min_p, columns.typical_p)
+    filters = Filters(columns.top_k[slots].long(), *(column[slots] for column in shares))
     is_plain = ((filters.top_k == 0) | (filters.top_k >= values.shape[1])) & (filters.top_p >= 1)
-    is_plain &= filters.neg_log2_min_p == _INFINITE
+    is_plain &= (filters.neg_log2_min_p == _INFINITE) & (filters.typical_p >= 1)
     draws = usable & (scale > 0)
     keys = gumbel.keys(columns.streams[slots], positions)
     whole = (draws & is_plain).nonzero()[:, 0]

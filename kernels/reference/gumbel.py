@@ -88,3 +88,13 @@ def weights(orders: torch.Tensor) -> torch.Tensor:
     whole = near.int()
     scaled = (_polynomial(near - whole.float(), gumbel.EXP2_MINUS) * 2.0**gumbel.WEIGHT_BITS).long()
     return torch.where(near < gumbel.FARTHEST, scaled >> whole.long(), 0)
+
+
+def deviations(distance: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+    """How far each token's surprise lies from the entropy, times `scale` in binary orders: [..., C] float32
+
+    distance: [..., C] ≥ 0 below the largest logit; weight: [..., C] int64, some of it above 0; scale: [..., 1] or one number
+    """
+    moments = (weight.float() * (distance * scale).clamp(max=gumbel.FARTHEST)).long()
+    mean = moments.sum(-1, keepdim=True).double() / weight.sum(-1, keepdim=True).double()
+    return (distance - (mean / scale.double()).float()).abs()

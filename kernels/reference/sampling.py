@@ -63,7 +63,8 @@ def _sample_row(
     scale = columns.scale[slot]
     if scale == 0:
         return int((values == largest).nonzero()[0])
-    kept = keep(largest - values, scale, int(columns.top_k[slot]), columns.top_p[slot], columns.neg_log2_min_p[slot])
+    filters = int(columns.top_k[slot]), columns.top_p[slot], columns.neg_log2_min_p[slot], columns.typical_p[slot]
+    kept = keep(largest - values, scale, *filters)
     key = gumbel.keys(columns.streams[slot][None], position[None])
     ids = torch.arange(len(values), device=values.device)
     score = values * scale + gumbel.noise(key, ids[None])[0]
@@ -72,21 +73,33 @@ def _sample_row(
 
 
 def keep(
-    distance: torch.Tensor, scale: torch.Tensor, top_k: int, top_p: torch.Tensor, neg_log2_min_p: torch.Tensor
+    distance: torch.Tensor,
+    scale: torch.Tensor,
+    top_k: int,
+    top_p: torch.Tensor,
+    neg_log2_min_p: torch.Tensor,
+    typical_p: torch.Tensor,
 ) -> torch.Tensor:
     """The mask of tokens that the filters leave: [V] bool. Equals are kept or dropped together.
 
     distance: [V] ≥ 0, how far a logit lies below the largest. top-k first, then the smallest set whose weight reaches top_p
-    of what top-k left, then min-p.
+    of what top-k left, then min-p, then of what is left the most typical ones whose weight reaches typical_p of theirs.
     """
     within = torch.ones_like(distance, dtype=torch.bool)
     if 0 < top_k < len(distance):
         within = distance <= distance.sort().values[top_k - 1]
     if top_p < 1:
+        within = within & _reaching(distance, torch.where(within, gumbel.weights(distance * scale), 0), top_p)
+    within = within & (distance * scale <= neg_log2_min_p)
+    if typical_p < 1:
         weight = torch.where(within, gumbel.weights(distance * scale), 0)
-        target = max(1, math.ceil(float(top_p.double() * weight.sum().double())))
-        order = distance.sort(stable=True).indices
-        reached = weight[order].cumsum(0) >= target
-        if reached.any():
-            within = within & (distance <= distance[order][reached.int().argmax()])
-    return within & (distance * scale <= neg_log2_min_p)
+        within = within & _reaching(gumbel.deviations(distance, weight, scale), weight, typical_p)
+    return within
+
+
+def _reaching(distance: torch.Tensor, weight: torch.Tensor, share: torch.Tensor) -> torch.Tensor:
+    """Which are near enough that the weight of all of them reaches `share` of the whole: [V] bool"""
+    target = max(1, math.ceil(float(share.double() * weight.sum().double())))
+    order = distance.sort(stable=True).indices
+    reached = weight[order].cumsum(0) >= target
+    return distance <= distance[order][reached.int().argmax()]

@@ -1,11 +1,12 @@
 """The sampler of the next token of each row, with parameters in `SamplingColumns`: the very tokens of `kernels.cpu.sampling`.
 
     logits ─► what the request changes (a copy of the row, where there is such a thing) ─► the first of the largest
-        ─► distances below it ─► the limits of top-k and top-p, each the smallest distance that leaves enough ─► Gumbel-max
+        ─► distances below it ─► the limits of top-k and top-p, each the smallest distance that leaves enough
+        ─► of what min-p leaves too, the same by distances from their mean: typical sampling ─► Gumbel-max
 
 Such a limit is found in three passes over the row: distances are not negative, so that their bits have their order, and the
 sums of what lies in each of 2048 ranges of bits tell in which one the limit is (a radix select). Reads a row once or, where
-there are filters, up to nine times from the cache.
+there are filters, up to fifteen times from the cache.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ import os
 import numba
 import torch
 
-from kernels.gumbel import NO_TOKEN
+from kernels.gumbel import FARTHEST, NO_TOKEN
 from kernels.sampling_columns import SUPPRESSED_IDS_MAX, SamplingColumns
 from kernels.simd.compiling import entry, part, task
 from kernels.simd.gumbel import gumbel_noise, key_of, times, weights
@@ -40,7 +41,7 @@ from kernels.simd.vectors import (
     where_less,
 )
 
-_SCALE, _TOP_P, _NEG_LOG2_MIN_P, _REPETITION, _FREQUENCY, _PRESENCE = range(6)
+_SCALE, _TOP_P, _NEG_LOG2_MIN_P, _TYPICAL_P, _REPETITION, _FREQUENCY, _PRESENCE = range(7)
 _TOP_K, _RULE = range(2)
 _STREAM, _MIN_TOKENS_UNTIL = range(2)
 
@@ -151,17 +152,46 @@ def _gumbel_max(x, size, scale, key, most, limit, neg_log2_min_p):
 
 
 @part
-def _drawn(x, size, most, scale, top_k, top_p, neg_log2_min_p, key, room):
+def _share(part_of_it, whole):
+    """What a part of a weight is at least."""
+    return max(1, numba.int64(math.ceil(numba.float64(part_of_it) * numba.float64(whole))))
+
+
+@part
+def _leave_typical(x, distances, weighed, size, scale, typical_p, limit, neg_log2_min_p):
+    """Of the tokens within the limits those nearest to their mean: into `weighed` the logits of a row without the others."""
+    whole, moments = 0, 0
+    for i in range(size):
+        distance = get(distances, i)
+        if distance <= limit and distance * scale <= neg_log2_min_p:
+            weight = get_int32(weighed, i)
+            whole += weight
+            moments += numba.int64(numba.float32(weight) * min(distance * scale, numba.float32(FARTHEST)))
+        else:
+            put(weighed, i, numba.float32(0.0))
+    centre = numba.float32(numba.float64(moments) / numba.float64(whole) / numba.float64(scale))
+    for i in range(size):
+        put(distances, i, abs(get(distances, i) - centre))
+    nearest = _limit(distances, weighed, size, _share(typical_p, whole))
+    for i in range(size):
+        put(weighed, i, get(x, i) if get(distances, i) <= nearest else numba.float32(-_INFINITE))
+
+
+@part
+def _drawn(x, size, most, scale, top_k, top_p, neg_log2_min_p, typical_p, key, room):
     """Room is for two rows."""
     limit = numba.float32(_INFINITE)
-    if (0 < top_k < size) or top_p < 1:
-        weighed = room + size * BYTES if top_p < 1 else 0
+    if (0 < top_k < size) or top_p < 1 or typical_p < 1:
+        weighed = room + size * BYTES if top_p < 1 or typical_p < 1 else 0
         _measure(x, room, weighed, size, most, scale)
         if 0 < top_k < size:
             limit = _limit(room, 0, size, top_k)
         if top_p < 1:
-            target = math.ceil(numba.float64(top_p) * numba.float64(_total_weight(room, weighed, size, limit)))
-            limit = min(limit, _limit(room, weighed, size, max(1, numba.int64(target))))
+            target = _share(top_p, _total_weight(room, weighed, size, limit))
+            limit = min(limit, _limit(room, weighed, size, target))
+        if typical_p < 1:
+            _leave_typical(x, room, weighed, size, scale, typical_p, limit, neg_log2_min_p)
+            x = weighed
     return _gumbel_max(x, size, scale, key, most, limit, neg_log2_min_p)
 
 
@@ -237,7 +267,8 @@ def _rows(a):
             most = get(x, token) + numba.float32(0.0)  # not -0.0: 0.0 would lie -0.0 below it, whose bits are out of order
             token = _drawn(
                 x, size, most, scale, get_int32(ints, _TOP_K * columns + slot), get(floats, _TOP_P * columns + slot),
-                get(floats, _NEG_LOG2_MIN_P * columns + slot), key, room + size * BYTES,
+                get(floats, _NEG_LOG2_MIN_P * columns + slot), get(floats, _TYPICAL_P * columns + slot), key,
+                room + size * BYTES,
             )  # fmt: skip
         put_int64(out, row, token)
 

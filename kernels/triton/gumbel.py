@@ -117,3 +117,15 @@ def top_p_weight(orders):
     p = p * f + _Q0
     scaled = (p * _WEIGHT_ONE).to(tl.int32) >> whole
     return tl.where(near < _FARTHEST, scaled, 0).to(tl.int64)
+
+
+@triton.jit
+def typical_moment(weight, orders):
+    """What a token adds to the mean that typical sampling starts from: int64. weight: int64, of `top_p_weight`"""
+    return (weight.to(tl.float32) * tl.minimum(orders, _FARTHEST)).to(tl.int64)
+
+
+@triton.jit
+def typical_centre(moments, total, scale):
+    """The mean distance of tokens, float32. moments, total: int64 sums; scale: float32"""
+    return (moments.to(tl.float64) / total.to(tl.float64) / scale.to(tl.float64)).to(tl.float32)

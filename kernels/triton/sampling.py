@@ -1,10 +1,11 @@
-"""The next token of each row of logits: penalties, bias, grammar, temperature, top-k, top-p, min-p and Gumbel-max, sort-free.
+"""The next token of each row of logits: penalties, bias, grammar, temperature, filters and Gumbel-max, sort-free.
 
 Formula. x' = logits after the slot's rules; a greedy row takes the largest x', the lowest id among equals. Others are
 drawn by Gumbel-max (`kernels.gumbel`): argmax over kept tokens of x' · scale + noise(seed, position, token), scale = log2(e) /
 temperature.
 Kept: the top_k largest x'; of these the smallest set of largest x' whose weights reach top_p of theirs; of these what lies at
-most −log2(min_p) binary orders below the largest. Equals stand or fall together.
+most −log2(min_p) binary orders below the largest; of these the most typical ones (`kernels.gumbel`) whose weights reach
+typical_p of theirs. Equals stand or fall together.
 Sources: Gumbel-max of arXiv 1611.00712, section 2. Thresholds instead of sorts as in FlashInfer (arXiv
 2501.01005) and Triton samplers of others; here the exact threshold is searched, on the bits of the distance from the largest
 logit, which are ordered as the distances are.
@@ -14,7 +15,8 @@ finishes rows that are greedy or without filters. Rows with top-p and without to
 their weights. `choose` reads only groups whose largest logit can pass the filters: with top-k, k groups have an element at
 the k-th largest group maximum, so nothing below it is among the k; with top-p the group maxima alone must not reach p. What
 remains are a few thousand logits, listed and searched in registers. A nearly flat row with top-p alone leaves more: its
-threshold is narrowed by three or four passes over the groups. 256 rows of 128,256 float32: 131 MB a pass, 31 µs at 4.3 TB/s;
+threshold is narrowed by three or four passes over the groups. So does one with typical sampling alone, which needs a pass
+more for the mean that tokens are typical of. 256 rows of 128,256 float32: 131 MB a pass, 31 µs at 4.3 TB/s;
 one pass and some with top-k, two and some with top-p alone.
 Operations. About 20 for each logit of a row that draws without filters (a hash and a bound; exact noise only for what the
 bound lets through), 15 for `weigh`, 2 otherwise. Logits are taken to float32 right after the load; counts and
@@ -44,13 +46,13 @@ NUM_WARPS = 8
 
 
 @triton.jit
-def _filters(slot, V, scales, top_ks, top_ps, neg_log2_min_ps):
-    """scale, top_k (0: off), top_p, neg_log2_min_p of a slot, and whether its row is finished by `scan`."""
+def _filters(slot, V, scales, top_ks, top_ps, neg_log2_min_ps, typical_ps):
+    """scale, (top_k (0: off), top_p, neg_log2_min_p, typical_p) of a slot, and whether its row is finished by `scan`."""
     scale, top_k, top_p = tl.load(scales + slot), tl.load(top_ks + slot), tl.load(top_ps + slot)
-    neg_log2_min_p = tl.load(neg_log2_min_ps + slot)
+    neg_log2_min_p, typical_p = tl.load(neg_log2_min_ps + slot), tl.load(typical_ps + slot)
     top_k = tl.where(top_k < V, top_k, 0)
-    is_plain = (scale == 0.0) | ((top_k == 0) & (top_p >= 1.0) & (neg_log2_min_p == float("inf")))
-    return scale, top_k, top_p, neg_log2_min_p, is_plain
+    is_unfiltered = (top_k == 0) & (top_p >= 1.0) & (neg_log2_min_p == float("inf")) & (typical_p >= 1.0)
+    return scale, (top_k, top_p, neg_log2_min_p, typical_p), (scale == 0.0) | is_unfiltered
 
 
 @triton.jit
@@ -65,7 +67,7 @@ def _largest(group_maxima_row, G, GROUPS_PADDED: tl.constexpr):
 @triton.jit(do_not_specialize=["masks_stride", "G", "tiles"], do_not_specialize_on_alignment=["positions"])
 def scan_kernel(
     logits, slots, positions, masks, group_maxima, best_scores, best_tokens,
-    scales, streams, top_ks, top_ps, neg_log2_min_ps, repetition, frequency, presence, counts,
+    scales, streams, top_ks, top_ps, neg_log2_min_ps, typical_ps, repetition, frequency, presence, counts,
     min_tokens_until, suppressed_ids, rules, bias,
     logits_stride, masks_stride, V, G, tiles,
 ):  # fmt: skip
@@ -74,7 +76,7 @@ def scan_kernel(
     slot = tl.load(slots + row)
     if slot >= 0:
         position = tl.load(positions + row)
-        scale, _top_k, _top_p, _neg_log2_min_p, is_plain = _filters(slot, V, scales, top_ks, top_ps, neg_log2_min_ps)
+        scale, _asked, is_plain = _filters(slot, V, scales, top_ks, top_ps, neg_log2_min_ps, typical_ps)
         key = noise_key(tl.load(streams + slot), position, 0)
         columns = (repetition, frequency, presence, counts, min_tokens_until, suppressed_ids, rules, bias)
         request = (row, slot, position, V, columns, masks, masks_stride)
@@ -104,7 +106,7 @@ def scan_kernel(
 @triton.jit(do_not_specialize=["masks_stride", "G", "tiles"], do_not_specialize_on_alignment=["positions"])
 def weigh_kernel(
     logits, slots, positions, masks, group_maxima, weights,
-    scales, top_ks, top_ps, neg_log2_min_ps, repetition, frequency, presence, counts,
+    scales, top_ks, top_ps, neg_log2_min_ps, typical_ps, repetition, frequency, presence, counts,
     min_tokens_until, suppressed_ids, rules, bias,
     logits_stride, masks_stride, V, G, tiles,
     GROUPS_PADDED: tl.constexpr,
@@ -113,7 +115,8 @@ def weigh_kernel(
     row, split = tl.program_id(0), tl.program_id(1)
     slot = tl.load(slots + row)
     if slot >= 0:
-        scale, top_k, top_p, _neg_log2_min_p, is_plain = _filters(slot, V, scales, top_ks, top_ps, neg_log2_min_ps)
+        scale, asked, is_plain = _filters(slot, V, scales, top_ks, top_ps, neg_log2_min_ps, typical_ps)
+        top_k, top_p, _neg_log2_min_p, _typical_p = asked
         if (not is_plain) & (top_k == 0) & (top_p < 1.0):
             position = tl.load(positions + row)
             columns = (repetition, frequency, presence, counts, min_tokens_until, suppressed_ids, rules, bias)
@@ -135,7 +138,7 @@ def weigh_kernel(
 @triton.jit(do_not_specialize=["masks_stride", "G", "num_splits"], do_not_specialize_on_alignment=["positions"])
 def choose_kernel(
     logits, slots, positions, masks, group_maxima, best_scores, best_tokens, weights, groups, listed_logits, listed_ids, out,
-    scales, streams, top_ks, top_ps, neg_log2_min_ps, repetition, frequency, presence, counts,
+    scales, streams, top_ks, top_ps, neg_log2_min_ps, typical_ps, repetition, frequency, presence, counts,
     min_tokens_until, suppressed_ids, rules, bias,
     logits_stride, masks_stride, V, G, num_splits,
     GROUPS_PADDED: tl.constexpr, SPLITS: tl.constexpr, LISTED: tl.constexpr,
@@ -146,7 +149,8 @@ def choose_kernel(
     token = slot * 0 + _NO_TOKEN
     if slot >= 0:
         maxima, largest, is_finite = _largest(group_maxima + row.to(tl.int64) * G, G, GROUPS_PADDED)
-        scale, top_k, top_p, neg_log2_min_p, is_plain = _filters(slot, V, scales, top_ks, top_ps, neg_log2_min_ps)
+        scale, asked, is_plain = _filters(slot, V, scales, top_ks, top_ps, neg_log2_min_ps, typical_ps)
+        top_k, top_p, neg_log2_min_p, _typical_p = asked
         split = tl.arange(0, SPLITS)
         place = row * num_splits + split
         if is_finite & is_plain:
@@ -172,7 +176,7 @@ def choose_kernel(
             part = (logits + row.to(tl.int64) * logits_stride, groups_row, num_active, largest, request, spread)
             list_place = row.to(tl.int64) * LISTED
             token = filtered_winner(
-                part, scale, top_k, top_p, neg_log2_min_p, limit, bound, total, noise_key(tl.load(streams + slot), position, 0),
+                part, scale, asked, limit, bound, total, noise_key(tl.load(streams + slot), position, 0),
                 listed_logits + list_place, listed_ids + list_place, LISTED,
             )  # fmt: skip
     tl.store(out + row, token)
@@ -255,7 +259,7 @@ def sample(
     splits, tiles = _splits(rows, vocab_size, device)
     num_groups, (padded, most_splits) = -(-vocab_size // GROUP.value), padded_sizes(vocab_size)
     c = columns
-    filters = (c.top_k, c.top_p, c.neg_log2_min_p)
+    filters = (c.top_k, c.top_p, c.neg_log2_min_p, c.typical_p)
     rules = (c.repetition, c.frequency, c.presence, c.counts, c.min_tokens_until, c.suppressed_ids, c.rules, c.bias)
     masks_stride = 0 if masks is None else masks.stride(0)
     sizes = (logits.stride(0), masks_stride, vocab_size, num_groups)

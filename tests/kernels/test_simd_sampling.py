@@ -32,7 +32,14 @@ SETTINGS: list[dict[str, Any]] = [
     {"min_p": 0.05},
     {"top_p": 0.9, "min_p": 0.1},
     {"top_k": 20, "top_p": 0.5, "min_p": 0.2},
+    {"typical_p": 0.2},
+    {"typical_p": 0.9, "temperature": 1.7},
+    {"typical_p": 1e-9},
+    {"typical_p": 0.99999994, "min_p": 0.01},
+    {"top_k": 30, "top_p": 0.9, "min_p": 0.05, "typical_p": 0.6, "temperature": 0.7},
+    {"top_k": 2, "typical_p": 0.5},
     {"temperature": 1e-4},
+    {"temperature": 1e-4, "typical_p": 0.5},
     {"top_k": 10**6},
     {"repetition": 1.3, "temperature": 0.0},
     {"repetition": 0.7, "frequency": 0.4, "presence": -0.3, "top_p": 0.9},
@@ -40,6 +47,7 @@ SETTINGS: list[dict[str, Any]] = [
     {"rule": 1, "temperature": 0.0},
     {"held": [0, 3], "temperature": 0.0},
     {"held": [1], "rule": 1, "presence": 2.0, "top_k": 7},
+    {"held": [1], "rule": 1, "repetition": 1.2, "typical_p": 0.7},
 ]
 VOCABS = (1, LANES - 1, LANES, 129, 4093)
 
@@ -65,6 +73,7 @@ def columns_of(settings: list[dict[str, Any]], vocab_size: int) -> SamplingColum
         columns.top_k[slot] = int(each.get("top_k", 0))
         columns.top_p[slot] = each.get("top_p", 1.0)
         columns.neg_log2_min_p[slot] = -math.log2(each["min_p"]) if "min_p" in each else math.inf
+        columns.typical_p[slot] = each.get("typical_p", 1.0)
         columns.repetition[slot] = each.get("repetition", 1.0)
         columns.frequency[slot], columns.presence[slot] = each.get("frequency", 0.0), each.get("presence", 0.0)
         columns.rules[slot] = each.get("rule", -1)
@@ -113,6 +122,8 @@ def test_equal_logits_stand_or_fall_together() -> None:
         {"temperature": 0.0},
         {},
         {"top_k": 5, "top_p": 0.5},
+        {"typical_p": 0.3},
+        {"top_p": 0.8, "typical_p": 0.5},
     ]
     columns = columns_of(settings, 700)
     logits = torch.randn(len(settings), 700, generator=torch.Generator().manual_seed(2)).round()
@@ -123,15 +134,16 @@ def test_equal_logits_stand_or_fall_together() -> None:
 
 
 def test_zeros_of_either_sign_are_equal() -> None:
-    columns = columns_of([{"top_k": 3}, {"top_p": 0.5}], 70)
-    logits = torch.where(torch.rand(2, 70, generator=torch.Generator().manual_seed(6)) < 0.5, 0.0, -0.0)
+    columns = columns_of([{"top_k": 3}, {"top_p": 0.5}, {"top_k": 3, "typical_p": 0.5}], 70)
+    logits = torch.where(torch.rand(3, 70, generator=torch.Generator().manual_seed(6)) < 0.5, 0.0, -0.0)
     logits[:, 40:], logits[:, 0] = -1.0, -0.0
     for step in range(9):
-        compare(logits, columns, torch.arange(2, dtype=torch.int32), torch.full((2,), step))
+        compare(logits, columns, torch.arange(3, dtype=torch.int32), torch.full((3,), step))
 
 
 def test_a_mask_leaves_what_it_allows_and_forbidding_hides_no_failure() -> None:
     settings: list[dict[str, Any]] = [{}, {"temperature": 0.0}, {"top_k": 4}, {"top_p": 0.7}, {"held": [3]}, {"rule": 1}]
+    settings.append({"typical_p": 0.6})
     columns = columns_of(settings, 70)
     generator = torch.Generator().manual_seed(3)
     masks = torch.randint(-(2**31), 2**31, (len(settings), 5), generator=generator, dtype=torch.int64).int()[:, :3]
@@ -142,23 +154,23 @@ def test_a_mask_leaves_what_it_allows_and_forbidding_hides_no_failure() -> None:
     masks[0], masks[1:, 0] = 0, ~8
     logits[2:4, 3], logits[4, 3], logits[5, 3] = math.nan, math.inf, -math.inf
     found = compare(logits, columns, slots, slots.long(), masks)
-    assert [token_id == NO_TOKEN for token_id in found] == [True, False, True, True, True, False]
+    assert [token_id == NO_TOKEN for token_id in found] == [True, False, True, True, True, False, False]
 
 
 def test_a_row_without_a_finite_largest_logit_has_no_token_and_leaves_the_others_alone() -> None:
-    settings: list[dict[str, Any]] = [{"temperature": 0.0}, {}, {"top_k": 4}, {"top_p": 0.7}]
+    settings: list[dict[str, Any]] = [{"temperature": 0.0}, {}, {"top_k": 4}, {"top_p": 0.7}, {"typical_p": 0.7}]
     columns = columns_of(settings, 300)
-    logits = torch.randn(16, 300, generator=torch.Generator().manual_seed(4))
-    logits[0:4, 130], logits[4:8, 299], logits[8:12] = math.nan, math.inf, -math.inf
-    found = compare(logits, columns, torch.arange(16, dtype=torch.int32) % 4, torch.full((16,), 5))
-    assert [token_id == NO_TOKEN for token_id in found] == [True] * 12 + [False] * 4
+    logits = torch.randn(20, 300, generator=torch.Generator().manual_seed(4))
+    logits[0:5, 130], logits[5:10, 299], logits[10:15] = math.nan, math.inf, -math.inf
+    found = compare(logits, columns, torch.arange(20, dtype=torch.int32) % 5, torch.full((20,), 5))
+    assert [token_id == NO_TOKEN for token_id in found] == [True] * 15 + [False] * 5
 
 
 def test_fewer_tokens_than_top_k_asks_for_are_all_that_there_are() -> None:
-    columns = columns_of([{"top_k": 9}, {"top_k": 9, "top_p": 0.9}], 200)
-    logits = torch.full((2, 200), -math.inf)
+    columns = columns_of([{"top_k": 9}, {"top_k": 9, "top_p": 0.9}, {"top_k": 9, "typical_p": 0.99}], 200)
+    logits = torch.full((3, 200), -math.inf)
     logits[:, [3, 77, 150]] = torch.tensor([1.0, 2.0, 0.5])
-    found = [compare(logits, columns, torch.tensor([0, 1], dtype=torch.int32), torch.full((2,), at)) for at in range(20)]
+    found = [compare(logits, columns, torch.tensor([0, 1, 2], dtype=torch.int32), torch.full((3,), at)) for at in range(20)]
     assert {row[0] for row in found} == {3, 77, 150}
 
 

@@ -32,7 +32,15 @@ FILTERS: list[dict[str, float]] = [
     {"min_p": 0.05},
     {"top_p": 0.9, "min_p": 0.1},
     {"top_k": 20, "top_p": 0.5, "min_p": 0.2},
+    {"typical_p": 0.2},
+    {"typical_p": 0.9, "temperature": 1.7},
+    {"typical_p": 1e-9},
+    {"min_p": 0.05, "typical_p": 0.99999994},
+    {"top_k": 300, "top_p": 0.9, "min_p": 0.02, "typical_p": 0.6},
+    {"top_p": 0.9, "typical_p": 0.5, "temperature": 0.6},
+    {"top_k": 2, "typical_p": 0.5},
     {"temperature": 1e-4},
+    {"temperature": 1e-4, "typical_p": 0.5},
     {"top_k": 10**6},
 ]
 
@@ -46,6 +54,7 @@ def columns_of(settings: list[dict[str, float]], vocab_size: int, device: torch.
         columns.top_k[slot] = int(each.get("top_k", 0))
         columns.top_p[slot] = each.get("top_p", 1.0)
         columns.neg_log2_min_p[slot] = -math.log2(each["min_p"]) if "min_p" in each else math.inf
+        columns.typical_p[slot] = each.get("typical_p", 1.0)
     return columns
 
 
@@ -85,7 +94,15 @@ def test_logits_of_two_bytes_are_read_as_they_are(dtype: torch.dtype, device: to
 
 
 def test_equal_logits_stand_or_fall_together(device: torch.device) -> None:
-    settings: list[dict[str, float]] = [{"top_k": 3}, {"top_p": 0.5}, {"min_p": 0.5}, {"temperature": 0.0}, {}]
+    settings: list[dict[str, float]] = [
+        {"top_k": 3},
+        {"top_p": 0.5},
+        {"min_p": 0.5},
+        {"temperature": 0.0},
+        {},
+        {"typical_p": 0.3},
+        {"top_p": 0.8, "typical_p": 0.5},
+    ]
     columns = columns_of(settings, 700, device)
     logits = normal(len(settings), 700, dtype=torch.float32, device=device).round()
     drawn = [compare(logits, columns, list(range(len(settings))), [step] * len(settings)) for step in range(2)]
@@ -99,9 +116,12 @@ def test_equal_logits_all_over_a_long_row_are_searched_in_passes(monkeypatch: py
         {"top_p": 0.5},
         {"top_k": 600, "top_p": 0.3},
         {"top_p": 0.9, "min_p": 0.4},
+        {"typical_p": 0.5},
+        {"top_k": 600, "typical_p": 0.5},
     ]
     columns = columns_of(settings, 700, device)
-    compare(torch.zeros(len(settings), 700, device=device), columns, [0, 1, 2, 3], [1, 2, 3, 4])
+    count = len(settings)
+    compare(torch.zeros(count, 700, device=device), columns, list(range(count)), list(range(1, count + 1)))
 
 
 @pytest.mark.parametrize("spread", [1e-3, 0.3, 4.0])
@@ -114,6 +134,10 @@ def test_too_many_candidates_for_registers_make_no_difference(
         {"top_p": 0.99, "temperature": 0.5},
         {"top_k": 400, "top_p": 0.8, "min_p": 0.01},
         {"min_p": 0.3},
+        {"typical_p": 0.4},
+        {"typical_p": 0.95, "temperature": 0.5},
+        {"top_k": 400, "top_p": 0.9, "min_p": 0.01, "typical_p": 0.7},
+        {"top_p": 0.9, "typical_p": 0.3},
     ]
     columns = columns_of(settings, 1500, device)
     logits = normal(len(settings), 1500, dtype=torch.float32, device=device, seed=3) * spread
@@ -121,15 +145,15 @@ def test_too_many_candidates_for_registers_make_no_difference(
 
 
 def test_a_row_without_a_finite_largest_logit_has_no_token_and_leaves_the_others_alone(device: torch.device) -> None:
-    settings: list[dict[str, float]] = [{"temperature": 0.0}, {}, {"top_k": 4}, {"top_p": 0.7}]
+    settings: list[dict[str, float]] = [{"temperature": 0.0}, {}, {"top_k": 4}, {"top_p": 0.7}, {"typical_p": 0.7}]
     columns = columns_of(settings, 300, device)
-    logits = normal(16, 300, dtype=torch.float32, device=device)
-    logits[0:4, 130] = math.nan
-    logits[4:8, 299] = math.inf
-    logits[8:12] = -math.inf
-    tokens = compare(logits, columns, list(range(4)) * 4, [5] * 16)
-    assert tokens[:12].tolist() == [NO_TOKEN] * 12
-    assert (tokens[12:] >= 0).all()
+    logits = normal(20, 300, dtype=torch.float32, device=device)
+    logits[0:5, 130] = math.nan
+    logits[5:10, 299] = math.inf
+    logits[10:15] = -math.inf
+    tokens = compare(logits, columns, list(range(5)) * 4, [5] * 20)
+    assert tokens[:15].tolist() == [NO_TOKEN] * 15
+    assert (tokens[15:] >= 0).all()
 
 
 def test_forbidding_a_logit_does_not_hide_that_it_is_not_finite(device: torch.device) -> None:
@@ -144,14 +168,15 @@ def test_forbidding_a_logit_does_not_hide_that_it_is_not_finite(device: torch.de
 
 def test_only_what_a_mask_allows_is_drawn(device: torch.device) -> None:
     settings: list[dict[str, float]] = [{}, {"temperature": 0.0}, {"top_k": 5, "top_p": 0.9}, {"top_p": 0.8}, {"min_p": 0.1}]
+    settings.append({"typical_p": 0.5})
     columns = columns_of(settings, 515, device)
-    logits = normal(5, 515, dtype=torch.float32, device=device)
+    logits = normal(6, 515, dtype=torch.float32, device=device)
     generator = torch.Generator().manual_seed(2)
-    masks = torch.randint(-(2**31), 2**31, (5, 17), generator=generator, dtype=torch.int64).int().to(device)
+    masks = torch.randint(-(2**31), 2**31, (6, 17), generator=generator, dtype=torch.int64).int().to(device)
     masks[1] = 0
     masks[2] = 0
     masks[2, 16] = 4
-    tokens = compare(logits, columns, [0, 1, 2, 3, 4], [9] * 5, masks)
+    tokens = compare(logits, columns, [0, 1, 2, 3, 4, 5], [9] * 6, masks)
     assert tokens[1] == NO_TOKEN
     assert tokens[2] == 514
 
@@ -223,7 +248,8 @@ def test_draws_over_seeds_and_positions_follow_the_softmax(settings: dict[str, A
     logits = normal(1, 40, dtype=torch.float32, device=device)[0] * 1.5
     columns = columns_of([settings], 40, device)
     scale = columns.scale[0]
-    kept = reference.keep(logits.max() - logits, scale, int(columns.top_k[0]), columns.top_p[0], columns.neg_log2_min_p[0])
+    filters = int(columns.top_k[0]), columns.top_p[0], columns.neg_log2_min_p[0], columns.typical_p[0]
+    kept = reference.keep(logits.max() - logits, scale, *filters)
     streams = torch.tensor([random.Random(i).getrandbits(63) for i in range(400)], device=device)
     keys = gumbel.keys(streams.repeat_interleave(100), torch.arange(100, device=device).repeat(400))
     score = logits * scale + gumbel.noise(keys, torch.arange(40, device=device)[None])

@@ -28,6 +28,8 @@ FILTERS: list[dict[str, float]] = [
     {"top_p": 0.95, "temperature": 0.6},
     {"min_p": 0.05},
     {"top_k": 20, "top_p": 0.5, "min_p": 0.2},
+    {"typical_p": 0.6, "temperature": 1.5},
+    {"top_k": 300, "top_p": 0.9, "min_p": 0.02, "typical_p": 0.6},
 ]
 
 
@@ -40,6 +42,7 @@ def columns_of(vocab_size: int) -> SamplingColumns:
         columns.top_k[slot] = int(each.get("top_k", 0))
         columns.top_p[slot] = each.get("top_p", 1.0)
         columns.neg_log2_min_p[slot] = -math.log2(each["min_p"]) if "min_p" in each else math.inf
+        columns.typical_p[slot] = each.get("typical_p", 1.0)
     return columns
 
 

@@ -27,7 +27,7 @@ from tests.support.tiny_models import EOS, VOCAB_SIZE
 
 MAX_LEN = 64
 
-# What a request may ask for. Prompts with scores, and typical sampling behind penalties, are computed in the plain way.
+# What a request may ask for. Prompts with scores are computed in the plain way.
 WISHES: dict[str, dict[str, Any]] = {
     "greedy": {},
     "sampled": {"temperature": 1.0},
@@ -49,6 +49,7 @@ WISHES: dict[str, dict[str, Any]] = {
     "typical of some": {"typical_p": 0.7, "top_p": 0.9, "min_p": 0.01, "temperature": 1.2, "logprobs": 1, "min_tokens": 2},
     "typical, guided": {"typical_p": 0.6, "guided_regex": "([a-z]+ )*", "temperature": 1.3, "logit_bias": {8: 3.0}},
     "typical, penalised": {"typical_p": 0.8, "presence_penalty": 1.5, "temperature": 0.9},
+    "typical, without words": {"typical_p": 0.8, "bad_words_token_ids": [[5], [6, 7]], "temperature": 1.0, "top_k": 30},
 }
 LETTERS = Vocabulary((b"",) * 3 + tuple(bytes([byte]) for byte in range(3, VOCAB_SIZE)), (EOS,))
 

@@ -112,7 +112,7 @@ CASES: dict[str, Case] = {
 }
 LETTERS = "[a-z]*"
 MASKED: tuple[dict[str, Any], ...] = (
-    {"guided_regex": LETTERS}, {"guided_regex": LETTERS, "temperature": 0.7}, {"temperature": 0.7, "typical_p": 0.9},
+    {"guided_regex": LETTERS}, {"guided_regex": LETTERS, "temperature": 0.7},
     {"guided_regex": LETTERS, "temperature": 0.7, "typical_p": 0.9}, {"guided_regex": LETTERS, "prompt_logprobs": 1},
     {"bad_words_token_ids": [[3, 4]]},
 )  # fmt: skip
@@ -370,7 +370,7 @@ def sampling(rng: random.Random) -> dict[str, Any]:
         [
             {}, {}, {}, {"temperature": 0.7}, {"temperature": 0.7}, {"temperature": 1.0, "top_p": 0.9},
             {"temperature": 1.0, "top_k": 20, "top_p": 0.9}, {"temperature": 1.0, "min_p": 0.1}, {"presence_penalty": 0.5},
-            {"logprobs": rng.choice([0, 1, 5, 20])}, {"logit_bias": {7: 1.0}},
+            {"temperature": 0.7, "typical_p": 0.9}, {"logprobs": rng.choice([0, 1, 5, 20])}, {"logit_bias": {7: 1.0}},
         ]
     )  # fmt: skip
 

@@ -384,11 +384,12 @@ async def test_an_engine_that_falls_back_to_its_plain_way_is_shown_with_the_reas
     assert "1,200 steps fell back to the slow path; the last because a step under way failed: &lt;boom&gt;" in page
 
 
-async def test_steps_that_a_request_took_out_of_the_fast_path_are_shown_by_reason(box: Box) -> None:
-    box.engine_side.status = engine_status(plain_steps_total={"prompt_logprobs": 0, "typical_p": 1200, "logit_bias": 3})
+@pytest.mark.parametrize(("scored", "told"), [(0, "3 logit_bias"), (1200, "1,200 prompt_logprobs, 3 logit_bias")])
+async def test_steps_that_a_request_took_out_of_the_fast_path_are_shown_by_reason(box: Box, scored: int, told: str) -> None:
+    box.engine_side.status = engine_status(plain_steps_total={"prompt_logprobs": scored, "logit_bias": 3})
     page = await overview(box)
 
-    assert "Steps on the slow path because of a request in them: 1,200 typical_p, 3 logit_bias</p>" in page
+    assert f"Steps on the slow path because of a request in them: {told}</p>" in page
 
 
 async def test_the_host_tier_and_speculation_are_shown_where_they_are_on(box: Box) -> None:

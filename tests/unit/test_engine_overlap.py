@@ -376,9 +376,9 @@ def test_steps_that_no_slot_can_hold_are_counted_by_their_reason() -> None:
     runner = FakeAheadRunner()
     runner.not_launched = {"a"}
     engine = make_engine(runner)
-    assert engine.status().plain_steps_total == dict.fromkeys(("prompt_logprobs", "typical_p", "logit_bias"), 0)
+    assert engine.status().plain_steps_total == dict.fromkeys(("prompt_logprobs", "logit_bias"), 0)
     run_to_end(engine, [wanted("a", [1, 2], max_tokens=2), wanted("b", [1, 2], max_tokens=5)])
-    assert engine.status().plain_steps_total == {"prompt_logprobs": 0, "typical_p": 0, "logit_bias": 2}
+    assert engine.status().plain_steps_total == {"prompt_logprobs": 0, "logit_bias": 2}
 
 
 def test_the_same_failure_is_told_with_its_traceback_once(caplog: pytest.LogCaptureFixture) -> None:

@@ -13,7 +13,6 @@ from engine.sampling.columns import ColumnSampler, Kind
 from engine.sampling.host_masks import HostMasks
 from engine.sampling.logits_rules import SampledRow
 from engine.sampling.scores import unpacked
-from engine.sampling.typical_masks import TypicalMasks
 from engine.scheduling.request import RequestStatus
 from kernels.ops import NO_TOKEN, SamplingColumns
 from tests.support.sampling import sample, sampling_request
@@ -87,53 +86,39 @@ def test_padding_has_no_token() -> None:
     assert not sampler.columns.counts.any()
 
 
-@pytest.mark.parametrize("rules", [{"presence_penalty": 0.5}, {"bad_words_token_ids": [[3]]}], ids=str)
-def test_typical_sampling_behind_rules_that_read_the_tokens_is_left_to_the_plain_sampler(rules: dict[str, Any]) -> None:
-    sampler = ColumnSampler(1, 50, CPU)
-    assert sampler.refusal(sampling_request(typical_p=0.9, **rules)) == PlainReason.TYPICAL_P
-    assert sampler.refusal(sampling_request(typical_p=0.9, temperature=0.0, **rules)) is None
-
-
 TYPICAL: list[dict[str, Any]] = [
     {"typical_p": 0.9},
     {"typical_p": 0.2, "temperature": 1.7},
+    {"typical_p": 1e-9},
     {"typical_p": 0.5, "top_k": 40},
     {"typical_p": 0.5, "top_p": 0.7},
     {"typical_p": 0.8, "top_k": 300, "top_p": 0.9, "min_p": 0.02, "temperature": 0.6},
     {"typical_p": 0.7, "logit_bias": {7: 6.0, 8: -100.0}},
     {"typical_p": 0.7, "min_tokens": 3, "stop_token_ids": [5, 6]},
     {"typical_p": 0.7, "top_k": 1},
+    {"typical_p": 0.7, "repetition_penalty": 1.3, "presence_penalty": 1.5, "frequency_penalty": -0.4},
+    {"typical_p": 0.7, "bad_words_token_ids": [[3], [4]], "presence_penalty": 0.5, "min_p": 0.01},
     {"top_p": 0.9},
 ]
 
 
-def test_masks_of_typical_sampling_have_the_tokens_of_the_plain_sampler_drawn() -> None:
+@pytest.mark.parametrize("spread", [0.02, 3.0])
+def test_typical_sampling_is_a_filter_of_the_slots_beside_all_others(spread: float) -> None:
     settings = [each for each in TYPICAL for _ in range(20)]
-    logits = torch.randn(len(settings), VOCAB_SIZE, generator=torch.Generator().manual_seed(3)) * 3
-    sampler, slots = ColumnSampler(len(settings), VOCAB_SIZE, CPU), list(range(len(settings)))
-    requests = [sampling_request(str(i), seed=i, **each) for i, each in enumerate(settings)]
+    logits = torch.randn(len(settings), VOCAB_SIZE, generator=torch.Generator().manual_seed(3)) * spread
+    logits[::4] = (logits[::4] * 2).round()
+    logits[1::4, 50:900] = -torch.inf
+    sampler, slots = ColumnSampler(len(settings), VOCAB_SIZE, CPU, dtype=torch.float32), list(range(len(settings)))
+    requests = [sampling_request(str(i), prompt=(9, 4, 9), output=(7,), seed=i, **each) for i, each in enumerate(settings)]
     assert all(sampler.refusal(request) is None for request in requests)
     sampler.place(slots, requests)
+    for slot, request in zip(slots, requests, strict=True):
+        sampler.restart(slot, request, request.num_tokens)
     needs = sampler.needs(slots)
-    assert needs.masked == [slot for slot in slots if "typical_p" in settings[slot] and settings[slot].get("top_k") != 1]
-    rows = {slot: SampledRow(requests[slot], requests[slot].num_tokens) for slot in needs.masked}
-    masks = torch.full((len(slots), -(-VOCAB_SIZE // 32)), -1, dtype=torch.int32)
-    TypicalMasks(CPU).narrow(masks, logits, rows)
+    assert needs.masked == []
     positions = torch.tensor([request.num_tokens for request in requests])
-    chosen = sampler.choose(logits, torch.tensor(slots), positions, needs.kind, masks)
+    chosen = sampler.choose(logits, torch.tensor(slots, dtype=torch.int32), positions, needs.kind)
     assert chosen.tokens.tolist() == [token.token_id for token in sample(logits, requests)]
-
-
-def test_a_mask_of_typical_sampling_forbids_what_was_forbidden_and_the_rest_of_the_last_word() -> None:
-    logits = torch.zeros(2, 40)
-    masks = torch.full((2, 2), -1, dtype=torch.int32)
-    masks[:, 1] = 1
-    typical = sampling_request(typical_p=0.9)
-    TypicalMasks(CPU).narrow(masks, logits, {0: SampledRow(typical, 1), 1: SampledRow(sampling_request(), 1)})
-    assert masks.tolist() == [[-1, 1], [-1, 1]]
-    logits[0, 31] = 90.0
-    TypicalMasks(CPU).narrow(masks, logits, {0: SampledRow(typical, 1)})
-    assert masks.tolist() == [[-(1 << 31), 0], [-1, 1]]
 
 
 @pytest.mark.parametrize(
@@ -221,7 +206,7 @@ def test_only_top_p_without_top_k_weighs_the_vocabulary() -> None:
 def test_every_column_begins_at_a_multiple_of_16_bytes(num_slots: int) -> None:
     columns = SamplingColumns.empty(num_slots, 33, 1, CPU)
     penalties = ("repetition", "frequency", "presence")
-    for name in ("scale", "streams", "top_k", "top_p", "neg_log2_min_p", *penalties, "min_tokens_until", "rules"):
+    for name in ("scale", "streams", "top_k", "top_p", "neg_log2_min_p", "typical_p", *penalties, "min_tokens_until", "rules"):
         column = getattr(columns, name)
         assert column.shape == (num_slots,)
         assert column.data_ptr() % 16 == 0, name

@@ -10,9 +10,9 @@ from kernels.triton.sampling import LISTED, NUM_WARPS, choose_kernel, padded_siz
 _TYPES = {
     "slots": "*i32", "positions": "*i64", "group_maxima": "*fp32", "best_scores": "*fp32", "best_tokens": "*i32",
     "weights": "*i64", "groups": "*i32", "listed_logits": "*fp32", "listed_ids": "*i32", "out": "*i64", "scales": "*fp32",
-    "streams": "*i64", "top_ks": "*i32", "top_ps": "*fp32", "neg_log2_min_ps": "*fp32", "repetition": "*fp32",
-    "frequency": "*fp32", "presence": "*fp32", "counts": "*i32", "min_tokens_until": "*i64", "suppressed_ids": "*i32",
-    "rules": "*i32", "bias": "*fp32",
+    "streams": "*i64", "top_ks": "*i32", "top_ps": "*fp32", "neg_log2_min_ps": "*fp32", "typical_ps": "*fp32",
+    "repetition": "*fp32", "frequency": "*fp32", "presence": "*fp32", "counts": "*i32", "min_tokens_until": "*i64",
+    "suppressed_ids": "*i32", "rules": "*i32", "bias": "*fp32",
     "logits_stride": "i32", "masks_stride": "i32", "V": "i32", "G": "i32", "tiles": "i32", "num_splits": "i32",
 }  # fmt: skip
 KINDS = (
