@@ -11,9 +11,6 @@ With `overlap` the next step is launched before this one's tokens are known (`en
 
     expire → schedule → move blocks → launch ── wait for the step before → accept grammars → settle → complete the launch
 
-A launch whose completion waits for the device is completed at the beginning of the next step, when the events of this one are
-out.
-
 How far a guess of speculative decoding gets is not known beforehand, and guessing needs the tokens before it: a step that looks
 for guesses is planned when the one before it is settled, and one that verifies some is computed and applied at once.
 
@@ -155,9 +152,8 @@ class Engine:
 
     def step_in_columns(self) -> StepEvents:
         """As `step`, without an object for each token."""
-        happened = StepEvents() if self._overlapped is None else self._complete(self._overlapped)
         started_s = self._clock()
-        happened.others += self._admit_parked() + self._expire_parked() + self._scheduler.expire()
+        happened = StepEvents(self._admit_parked() + self._expire_parked() + self._scheduler.expire())
         if self._overlapped is not None and self._under_way is not None and self._scheduler.looks_for_guesses():
             happened.add(self._collect(self._overlapped, None))
         batch = self._scheduler.schedule()
@@ -233,19 +229,12 @@ class Engine:
         elif self._under_way is None and self._grammars:
             self._grammars.wait(PARKED_WAIT_S)
         happened = StepEvents() if self._under_way is None else self._collect(overlapped, launched)
+        if launched is not None:
+            overlapped.complete(launched)
         self._under_way = launched
-        if launched is not None and (overlapped.is_synchronous or not launched.completion_waits):
-            happened.add(self._complete(overlapped))
-        if self._under_way is not None and overlapped.is_synchronous:
+        if launched is not None and (launched.pending is None or overlapped.is_synchronous):
             happened.add(self._collect(overlapped, None))
         return happened
-
-    def _complete(self, overlapped: OverlappedSteps) -> StepEvents:
-        """Begin the rest of the step under way, if there is one; when that cannot be, compute it in the plain way."""
-        if self._under_way is None:
-            return StepEvents()
-        overlapped.complete(self._under_way)
-        return StepEvents() if self._under_way.pending is not None else self._collect(overlapped, None)
 
     def _collect(self, overlapped: OverlappedSteps, behind: StepUnderWay | None) -> StepEvents:
         """Take over the step under way; `behind` was launched after it."""

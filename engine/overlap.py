@@ -4,11 +4,10 @@
     device           step 1 ─────────────┤├── step 2 ────────────────┤├── step 3 ──────
 
 Where a row waits for a mask that depends on the token before (a grammar), `launch` begins what can be begun without it and
-`complete`, behind `settle`, the rest; where the host waits for the device there, the settled events are handed out before. A
-batch with a request that no slot can hold is computed in the plain way, when all before it is settled. So is, once more, a
-step that failed: its rows are as they were planned, `run_isolated` finds the culprit, and the step that was launched behind it
-is computed again as well. Rows of requests that ended or lost their blocks meanwhile are left out. The plain way is right and
-slow, for all who are in the step: either is counted, with the reason.
+`complete`, behind `settle`, the rest. A batch with a request that no slot can hold is computed in the plain way, when all
+before it is settled. So is, once more, a step that failed: its rows are as they were planned, `run_isolated` finds the
+culprit, and the step that was launched behind it is computed again as well. Rows of requests that ended or lost their blocks
+meanwhile are left out. The plain way is right and slow, for all who are in the step: either is counted, with the reason.
 """
 
 from __future__ import annotations
@@ -32,13 +31,8 @@ REASON_CHARS_MAX = 500
 class PendingStep(Protocol):
     """A launched step."""
 
-    @property
-    def completion_waits(self) -> bool:
-        """Whether `complete` has the host wait for what the step computes."""
-        ...
-
     def complete(self) -> None:
-        """Begin what had to wait for the step before to be settled, unless that was done. Raises when it cannot."""
+        """Begin what had to wait for the step before to be settled, if anything. Raises when it cannot."""
         ...
 
     def outputs(self) -> list[RowResult]:
@@ -102,11 +96,6 @@ class StepUnderWay:
     pending: PendingStep | None
     predicted_s: float
     launched_s: float
-
-    @property
-    def completion_waits(self) -> bool:
-        """Whether the host waits for the device before it can begin the rest of the step."""
-        return self.pending is not None and self.pending.completion_waits
 
 
 class OverlappedSteps:
@@ -201,7 +190,6 @@ class OverlappedSteps:
         if step.pending is None:
             return None
         try:
-            step.pending.complete()
             return step.pending.outputs()
         except Exception as error:  # noqa: BLE001 - noted, with its traceback
             self.fallbacks.note("a step under way failed", error)

@@ -24,7 +24,7 @@ class LaunchedStep:
     `rows[i]` is the item that token i belongs to, all of them in order if None. `scored`: (token, number of likeliest ones) of
     those with log-probabilities. `depths`: how many guesses a request had, by the first of its tokens, of which there is one
     more; `inputs`: what each token was chosen behind, guesses among them, None where only the device knows.
-    `choice` is what has to be begun yet, `completion_waits` whether the host waits for logits then, `errors` what came of it.
+    `choice` is what has to be begun yet, `errors` what came of it.
     """
 
     num_items: int
@@ -35,7 +35,6 @@ class LaunchedStep:
     inputs: Sequence[int] | None = None
     fetch: Fetch | None = None
     choice: Callable[[], Choosing] | None = None
-    completion_waits: bool = False
     errors: dict[int, GrammarError] = field(default_factory=dict)
 
     def complete(self) -> None:

@@ -45,10 +45,6 @@ class FakePendingStep:
     culprits: frozenset[str]
     is_complete: bool = False
 
-    @property
-    def completion_waits(self) -> bool:
-        return bool(self.culprits & self.runner.waits_for_logits)
-
     def complete(self) -> None:
         if self.culprits & self.runner.waits and not self.is_complete:
             self.is_complete = True
@@ -76,7 +72,6 @@ class FakeAheadRunner:
         self.log: list[str] = []
         self.fails_at_launch: set[str] = set()
         self.waits: set[str] = set()
-        self.waits_for_logits: set[str] = set()
         self.fails_at_completion: set[str] = set()
         self.fails_under_way: set[str] = set()
         self.yields_nothing: set[str] = set()
@@ -212,22 +207,6 @@ def test_a_row_that_waits_for_a_mask_is_completed_behind_the_step_before_and_ahe
     ]
 
 
-def test_tokens_of_a_step_are_out_before_the_host_waits_for_the_logits_of_the_next_one() -> None:
-    runner = FakeAheadRunner()
-    runner.waits = runner.waits_for_logits = {"a"}
-    engine = make_engine(runner)
-    engine.submit(wanted("a", [1, 2], max_tokens=3))
-    for launched, out in (
-        (["launch 1"], []),
-        (["complete", "launch 1", "collect"], [1]),
-        (["complete", "launch 1", "collect"], [2]),
-        (["complete", "collect"], [3]),
-    ):
-        runner.log.clear()
-        assert [event.num_output_tokens for event in engine.step()] == out
-        assert runner.log == launched
-
-
 def test_a_step_in_which_nobody_comes_or_goes_has_no_events() -> None:
     engine = make_engine(FakeAheadRunner())
     engine.submit(wanted("a", [1, 2], max_tokens=4))
@@ -252,16 +231,16 @@ def test_tokens_of_two_steps_that_come_at_once_are_told_in_order() -> None:
 
 def test_a_surplus_step_is_completed_before_it_is_thrown_away() -> None:
     runner = FakeAheadRunner()
-    runner.waits = runner.waits_for_logits = {"a"}
+    runner.waits = {"a"}
     engine = make_engine(runner)
     run_to_end(engine, [wanted("a", [1, 2], max_tokens=9, stop_token_ids=[token_of("a", 2)])])
     assert runner.log == ["launch 1", "complete", "launch 1", "collect", "complete", "collect"]
     assert engine.fallbacks.count == 0
 
 
-def test_a_step_whose_requests_ended_before_it_was_completed_is_thrown_away() -> None:
+def test_a_step_whose_requests_ended_is_thrown_away() -> None:
     runner = FakeAheadRunner()
-    runner.waits = runner.waits_for_logits = {"a"}
+    runner.waits = {"a"}
     engine = make_engine(runner)
     engine.submit(wanted("a", [1, 2], max_tokens=9))
     engine.step()
@@ -269,15 +248,13 @@ def test_a_step_whose_requests_ended_before_it_was_completed_is_thrown_away() ->
     engine.abort("a")
     runner.log.clear()
     assert engine.step() == []
-    assert runner.log == ["complete", "collect"]
+    assert runner.log == ["collect"]
     engine.check_when_idle()
 
 
-@pytest.mark.parametrize("waits_for_logits", [False, True])
-def test_a_step_that_cannot_be_completed_is_computed_in_the_plain_way(waits_for_logits: bool) -> None:
+def test_a_step_that_cannot_be_completed_is_computed_in_the_plain_way() -> None:
     runner = FakeAheadRunner()
     runner.waits = runner.fails_at_completion = {"bb"}
-    runner.waits_for_logits = {"bb"} if waits_for_logits else set()
     events = run_to_end(make_engine(runner), [wanted("a", [1, 2], max_tokens=6), wanted("bb", [1, 2, 3], max_tokens=4)])
     assert [tokens(events["a"]), tokens(events["bb"])] == [expected("a", 2, 6, stops=False), expected("bb", 3, 4, stops=False)]
     assert {"forget", "run 2"} < set(runner.log)
