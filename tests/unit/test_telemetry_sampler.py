@@ -133,7 +133,7 @@ async def test_who_holds_seats_and_blocks_is_measured_with_bounded_labels(
 
 async def test_the_host_tier_and_speculation_are_measured(clock: FakeClock) -> None:
     totals = {"swapped_in_blocks_total": 3, "swapped_out_blocks_total": 4, "draft_tokens_total": 50, "fallback_steps_total": 6}
-    plain = {"typical_p": 4, "logit_bias": 5}
+    plain = {"prompt_logprobs": 4, "logit_bias": 5}
     status = engine_status(
         host_blocks_total=100, host_blocks_used=7, accepted_draft_tokens_total=30, plain_steps_total=plain, **totals
     )
@@ -151,8 +151,7 @@ async def test_the_host_tier_and_speculation_are_measured(clock: FakeClock) -> N
         'gatehouse_accepted_draft_tokens_total{model="demo"} 30.0',
         'gatehouse_engine_steps_total{model="demo"} 10.0',
         'gatehouse_engine_fallback_steps_total{model="demo"} 6.0',
-        'gatehouse_engine_plain_steps_total{model="demo",reason="prompt_logprobs"} 0.0',
-        'gatehouse_engine_plain_steps_total{model="demo",reason="typical_p"} 4.0',
+        'gatehouse_engine_plain_steps_total{model="demo",reason="prompt_logprobs"} 4.0',
         'gatehouse_engine_plain_steps_total{model="demo",reason="logit_bias"} 5.0',
     ):
         assert line in text
