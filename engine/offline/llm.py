@@ -15,7 +15,7 @@ from engine.config.pooling import MODES, PoolingConfig, load_pooling_config
 from engine.cpu_environment import prepare_cpu
 from engine.errors import EngineBroken, EngineConfigError, EngineError, PromptError
 from engine.gpu_environment import prepare_gpu
-from engine.offline.collector import only_new_objects
+from engine.offline.collector import rare_full_collections
 from engine.offline.completion import Completion, engine_params
 from engine.offline.interrupts import between_steps
 from engine.offline.outputs import GenerationFailed, RequestOutput
@@ -103,6 +103,7 @@ class LLM:
             self._tokenizer = Tokenizer(self._directory)
         return self._tokenizer
 
+    @rare_full_collections()
     def generate(
         self,
         prompts: Prompt | Sequence[Prompt],
@@ -266,7 +267,7 @@ class LLM:
 
 def _run(engine: Engine, completions: Sequence[Completion], progress: Progress) -> list[RequestOutput]:
     """Submit all and step until none is live."""
-    with only_new_objects(), between_steps() as look_for_interrupt:
+    with between_steps() as look_for_interrupt:
         for index, completion in enumerate(completions):
             refused = engine.submit(completion.wanted)
             if refused:

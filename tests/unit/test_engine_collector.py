@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import argparse
 import gc
+import subprocess
+import sys
 import weakref
 from pathlib import Path
 from typing import Any
@@ -12,6 +14,7 @@ from unittest import mock
 import pytest
 
 from engine import main
+from engine.offline import collector
 from tests.support.engines import small_engine
 from tests.support.tiny_models import make_model
 
@@ -40,3 +43,31 @@ def test_an_engine_that_a_program_drops_is_collected_when_it_builds_another(tmp_
     gc.collect()
     assert [found() for found in dropped] == [None, None]
     assert gc.get_freeze_count() <= frozen
+
+
+CALLS = 1200
+SCRIPT = f"""
+import gc, weakref
+from collections import deque
+from engine.offline.collector import rare_full_collections
+
+class Cycle:
+    def __init__(self):
+        self.itself = self
+
+dropped, latest = [], deque(maxlen=30)
+for _ in range({CALLS}):
+    with rare_full_collections():
+        made = [[] for _ in range(2000)]
+    latest.append(Cycle())
+    dropped.append(weakref.ref(latest[-1]))
+    del made
+print(sum(found() is not None for found in dropped))
+"""
+
+
+def test_cycles_that_a_script_drops_between_its_calls_are_found_however_often_it_calls() -> None:
+    """In a process of its own: in this one the libraries are frozen, and collections rarer."""
+    repository = Path(collector.__file__).parents[2]
+    ended = subprocess.run([sys.executable, "-c", SCRIPT], cwd=repository, capture_output=True, text=True, check=True)
+    assert int(ended.stdout) < CALLS

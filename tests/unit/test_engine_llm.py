@@ -5,13 +5,11 @@ from __future__ import annotations
 import dataclasses
 import gc
 import inspect
-import itertools
 import json
 import re
 import signal
 import subprocess
 import sys
-from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest.mock import Mock
@@ -21,6 +19,7 @@ import pytest
 from engine import LLM, SamplingParams
 from engine.errors import EngineBroken, EngineConfigError, EngineError, PromptError
 from engine.grammar.compile_lines import CompileLines
+from engine.offline.collector import OLDER_PER_FULL
 from engine.options import LIMITS, EngineOptions
 from engine.protocol import TokenEvent
 from tests.support.tiny_models import greedy, make_model
@@ -263,23 +262,27 @@ def test_several_answers_have_texts_stops_and_ends_of_their_own(llm: LLM) -> Non
         assert (answer.finish_reason, answer.stop_reason) == (("stop", stop) if stop in text else ("length", None))
 
 
-@pytest.mark.parametrize(("frozen_before", "calls"), [(0, ["freeze", "step", "unfreeze"]), (5, ["step"])])
-def test_the_collector_looks_through_what_a_call_makes_alone_and_leaves_what_the_script_froze(
-    frozen_before: int, calls: list[str], llm: LLM, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(("full", "inside"), [(10, OLDER_PER_FULL), (OLDER_PER_FULL + 1, OLDER_PER_FULL + 1)])
+def test_full_collections_are_rare_while_a_call_runs_and_as_the_script_wants_them_behind_it(
+    full: int, inside: int, llm: LLM, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    engine, seen = llm._generator(), list[str]()
-    step = engine.step
+    engine, seen = llm._generator(), set[int]()
+    step, (young, older, before) = engine.step, gc.get_threshold()
 
     def noted_step() -> list[TokenEvent]:
-        seen.append("step")
+        seen.add(gc.get_threshold()[2])
         return step()
 
     monkeypatch.setattr(engine, "step", noted_step)
-    monkeypatch.setattr(gc, "get_freeze_count", lambda: frozen_before)
-    for name in ("freeze", "unfreeze"):
-        monkeypatch.setattr(gc, name, partial(seen.append, name))
-    llm.generate([[1, 2, 3]], GREEDY)
-    assert [name for name, _ in itertools.groupby(seen)] == calls
+    gc.set_threshold(young, older, full)
+    try:
+        llm.generate([[1, 2, 3]], GREEDY)
+        with pytest.raises(PromptError):
+            llm.generate([[]], GREEDY)
+        assert gc.get_threshold() == (young, older, full)
+    finally:
+        gc.set_threshold(young, older, before)
+    assert seen == {inside}
 
 
 def test_an_interrupted_call_leaves_an_engine_that_goes_on(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
