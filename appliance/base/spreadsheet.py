@@ -5,7 +5,8 @@ from __future__ import annotations
 import re
 
 FORMULA_STARTS = ("=", "+", "-", "@", "\t", "\r", "＝", "＋", "－", "＠")  # OWASP, CSV injection; full width for East Asia
-_BEGINS = re.compile(f"(^|[;\t\r\n])(?=[{re.escape(''.join(FORMULA_STARTS))}])")  # many countries divide cells at semicolons
+# Many countries divide cells at semicolons, and what is quoted there is a cell without its quotes.
+_BEGINS = re.compile(f'(^|[;\t\r\n])(?="*[{re.escape("".join(FORMULA_STARTS))}])')
 
 
 def plain_text(text: str) -> str:

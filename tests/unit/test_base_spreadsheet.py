@@ -24,7 +24,12 @@ def test_a_formula_behind_a_semicolon_begins_a_cell_in_many_countries(start: str
     assert plain_text(f"Bob;{start}1+1;{start}2") == f"Bob;'{start}1+1;'{start}2"
 
 
-@pytest.mark.parametrize("text", ["", "demo", "1+1", "Bob; Söhne", "a;b=c", "a=b", "'=1", " =1"])
+def test_a_formula_in_quotes_behind_a_semicolon_begins_a_cell_too() -> None:
+    """A quote is doubled in the file: where semicolons divide it, `""=1+1` is an empty quoted text and what is behind it."""
+    assert plain_text('Bob;"=1+1;""=2') == """Bob;'"=1+1;'""=2"""
+
+
+@pytest.mark.parametrize("text", ["", "demo", "1+1", "Bob; Söhne", "a;b=c", 'a;"b"', "a=b", "'=1", " =1"])
 def test_any_other_text_stays(text: str) -> None:
     assert plain_text(text) == text
 
