@@ -99,8 +99,8 @@ class ExchangeWrapper:
 
 
 def _not_kept(headers: Iterable[tuple[bytes, bytes]]) -> list[tuple[bytes, bytes]]:
-    """Return what keeps an answer out of caches that does not say itself how long it may be kept: some take a `.pdf` by its
-    name, and a draft changes."""
+    """Return what keeps an answer out of caches that does not say itself how long it may be kept: a page is for one member, and
+    some take a `.pdf` by its name, of a draft that changes."""
     is_said = any(name.lower() == b"cache-control" for name, _value in headers)
     return [] if is_said else [(b"cache-control", b"no-store")]
 

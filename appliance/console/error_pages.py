@@ -71,7 +71,7 @@ def _render(pages: Pages, request: ConsoleRequest, status: int, message: str, re
     heading = HEADINGS.get(status, "Request refused")
     template = "fragments/error.html" if is_fragment(request) else "pages/error.html"
     answer = pages.page(request, template, status=status, code=status, heading=heading, message=message, reference=reference)
-    answer.headers.update(SECURITY_HEADERS | {"cache-control": "no-store"})
+    answer.headers.update(SECURITY_HEADERS)
     if is_fragment(request):
         answer.headers["hx-trigger"] = toast_header(f"{heading}. {message}", "error")
     return answer
@@ -79,7 +79,7 @@ def _render(pages: Pages, request: ConsoleRequest, status: int, message: str, re
 
 def _to_login(request: ConsoleRequest) -> Html:
     """Send the visitor to the sign-in page; htmx gets a 401 that moves the whole window there."""
-    headers = SECURITY_HEADERS | {"cache-control": "no-store", "vary": "HX-Request, Cookie"}
+    headers = SECURITY_HEADERS | {"vary": "HX-Request, Cookie"}
     if is_fragment(request):
         return Response("", status_code=401, media_type=HTML, headers=headers | {"hx-redirect": "/login"})
     return Response("", status_code=303, media_type=HTML, headers=headers | {"location": login_path(request)})

@@ -41,8 +41,7 @@ async def live_stream(request: ConsoleRequest, console: ConsoleDependency, view:
     except TooManySubscribers as error:
         raise Overloaded(str(error), retry_after_s=RETRY_AFTER_S) from error
     frames = _frames(console, view, token=session_token(request, console.services) or "")
-    headers = {"cache-control": "no-store", "x-accel-buffering": "no"}
-    return Stream(frames, media_type="text/event-stream", headers=headers)
+    return Stream(frames, media_type="text/event-stream", headers={"x-accel-buffering": "no"})
 
 
 async def _frames(console: Console, view: str, *, token: str) -> AsyncGenerator[bytes, None]:

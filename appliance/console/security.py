@@ -55,7 +55,7 @@ SECURITY_HEADERS = {
 
 
 class SecurityHeaders(ASGIMiddleware):
-    """Sets the security headers on every answer, errors included; pages are never stored by a cache."""
+    """Sets the security headers on every answer, errors included."""
 
     scopes = (ScopeType.HTTP,)
 
@@ -67,7 +67,6 @@ class SecurityHeaders(ASGIMiddleware):
                 headers = MutableScopeHeaders.from_message(message)
                 for name, value in SECURITY_HEADERS.items():
                     headers.setdefault(name, value)
-                headers.setdefault("cache-control", "no-store")
             await send(message)
 
         await next_app(scope, receive, send_with_headers)

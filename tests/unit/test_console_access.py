@@ -197,7 +197,9 @@ async def test_every_answer_carries_the_security_headers(box: Box) -> None:
 async def test_pages_are_not_stored_and_static_files_are_kept(box: Box) -> None:
     alice = await box.alice()
 
-    assert (await alice.get("/")).headers["cache-control"] == "no-store"
+    for path in ("/", "/login", "/usage.csv", "/tenants/none", "/nowhere"):
+        assert (await alice.get(path)).headers.get_list("cache-control") == ["no-store"], path
+    assert (await box.visitor().get("/")).headers.get_list("cache-control") == ["no-store"], "to the sign-in page"
     assert "HX-Request" in (await alice.get("/requests")).headers["vary"]
     assert "immutable" in (await alice.get("/static/js/live.js")).headers["cache-control"]
 
