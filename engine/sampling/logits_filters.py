@@ -1,4 +1,4 @@
-"""What a request says of the tokens that it is drawn from, as kernels take it.
+"""What a request says of the tokens that one is drawn from, as kernels take it.
 
 Order, as in `transformers`: top-k, top-p (arXiv 1904.09751) on what top-k left, min-p (arXiv 2407.01082), and typical
 sampling (arXiv 2202.00666) on what these left. All of them work on probabilities after temperature.
