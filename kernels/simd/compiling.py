@@ -1,7 +1,7 @@
 """Compilation of the functions here, and the folder that keeps compiled code.
 
 Compiled code is kept in a folder named after the sources: Numba itself looks only at the file that a function stands in, not at
-those it calls. An operator may name another folder with NUMBA_CACHE_DIR.
+those it calls. An operator may name with NUMBA_CACHE_DIR where that folder is made.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ log = logging.getLogger("gatehouse.engine")
 
 def _folder() -> Path:
     """Where compiled code can be kept from start to start, or for this process alone where nothing else can be written."""
-    digest = hashlib.sha256()
-    for source in sorted(Path(__file__).parent.glob("*.py")):
+    digest, here = hashlib.sha256(), Path(__file__).parent
+    for source in (*sorted(here.glob("*.py")), *sorted(here.parent.glob("*.py"))):  # constants of `kernels` are compiled in too
         digest.update(source.read_bytes())
-    base = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
-    folder = Path(base, "gatehouse", f"simd-{digest.hexdigest()[:16]}")
+    users = Path(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache"), "gatehouse")
+    folder = Path(os.environ.get("NUMBA_CACHE_DIR") or users, f"simd-{digest.hexdigest()[:16]}")
     try:
         folder.mkdir(parents=True, exist_ok=True)
         tempfile.TemporaryFile(dir=folder).close()
@@ -37,8 +37,7 @@ def _folder() -> Path:
     return folder
 
 
-if "NUMBA_CACHE_DIR" not in os.environ:
-    numba.config.CACHE_DIR = str(_folder())
+numba.config.CACHE_DIR = str(_folder())
 
 # Division by zero is not looked for, and numbers are not reordered: what may be fused or reordered says so in `vectors`.
 _OPTIONS: dict[str, Any] = {"cache": True, "error_model": "numpy"}

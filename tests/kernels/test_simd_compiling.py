@@ -10,6 +10,12 @@ import pytest
 from kernels.simd import compiling
 
 
+@pytest.fixture(autouse=True)
+def _unnamed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let the operator have named no folder."""
+    monkeypatch.delenv("NUMBA_CACHE_DIR", raising=False)
+
+
 def test_the_first_start_says_that_it_compiles_and_later_ones_do_not(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -23,6 +29,28 @@ def test_the_first_start_says_that_it_compiles_and_later_ones_do_not(
     with caplog.at_level(logging.INFO, "gatehouse.engine"):
         assert compiling._folder() == folder
     assert not caplog.text
+
+
+def test_a_folder_that_the_operator_names_has_one_named_after_the_sources_too(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Numba alone would run what it compiled before an upgrade, where only a function that others call has changed."""
+    named = compiling._folder().name
+    monkeypatch.setenv("NUMBA_CACHE_DIR", str(tmp_path))
+    assert compiling._folder() == tmp_path / named
+
+
+def test_the_folder_is_named_after_the_constants_that_are_compiled_in_too(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setattr(compiling, "__file__", str(tmp_path / "kernels" / "simd" / "compiling.py"))
+    Path(compiling.__file__).parent.mkdir(parents=True)
+    names = set()
+    for farthest in (31, 32):
+        (tmp_path / "kernels" / "gumbel.py").write_text(f"FARTHEST = {farthest}")
+        names.add(compiling._folder().name)
+    assert len(names) == 2
 
 
 def test_a_folder_that_cannot_be_written_is_said_and_another_one_taken(
