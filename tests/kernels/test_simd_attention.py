@@ -136,4 +136,4 @@ def test_who_attends_is_chosen_by_the_formats_and_the_heads() -> None:
         return type(ops.attention_planner(shape, dtype=dtype, device=CPU, kv_dtype=kv_dtype)).__name__
 
     assert planner(64) == planner(64, torch.float32) == "PagedPlanner"
-    assert planner(12) == planner(64, torch.float8_e4m3fn) == planner(64, dtype=torch.bfloat16) == "AttentionPlanner"
+    assert planner(LANES + 2) == planner(64, torch.float8_e4m3fn) == planner(64, dtype=torch.bfloat16) == "AttentionPlanner"
