@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sqlite3
 
-from sqlalchemy.exc import InterfaceError, OperationalError
+from sqlalchemy.exc import InterfaceError, InternalError, OperationalError
 from sqlalchemy.exc import TimeoutError as PoolTimeout
 
 from appliance.base.errors import Overloaded
@@ -22,10 +22,11 @@ _OF_THE_MOMENT = frozenset(
     )
 )
 _PRIMARY_CODE = 0xFF  # the rest of a code says more of the same
+_READ_ONLY = "25006"  # of PostgreSQL: a standby that is not in charge yet, or no longer
 
 
 def as_outage(error: Exception) -> Overloaded | None:
-    """Return what a caller is told where the database is away, locked or full; None where `error` says something else.
+    """Return what a caller is told where the database is away, locked, full or read-only; None for any other error.
 
     In words of our own: those of the driver name hosts and paths.
     """
@@ -38,6 +39,8 @@ def as_outage(error: Exception) -> Overloaded | None:
 def _is_outage(error: Exception) -> bool:
     if isinstance(error, PoolTimeout):
         return True
+    if isinstance(error, InternalError):
+        return getattr(error.orig, "sqlstate", None) == _READ_ONLY
     if not isinstance(error, OperationalError | InterfaceError):
         return False
     if isinstance(error.orig, sqlite3.Error):

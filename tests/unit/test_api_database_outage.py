@@ -1,4 +1,4 @@
-"""A database that is away, locked or full is no bug: whoever asks meanwhile is told to come back."""
+"""A database that is away, locked, full or read-only is no bug: whoever asks meanwhile is told to come back."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 
 import psycopg
 import pytest
-from sqlalchemy.exc import OperationalError
+from sqlalchemy.exc import InternalError, OperationalError
 from sqlalchemy.exc import TimeoutError as PoolTimeout
 
 from appliance.base.database_errors import as_outage
@@ -48,6 +48,7 @@ def failing(error: Exception) -> Callable[..., Awaitable[None]]:
     [
         pytest.param(OperationalError("SELECT 1", (), psycopg.OperationalError("connection refused")), id="away"),
         pytest.param(PoolTimeout("QueuePool limit reached"), id="no connection free"),
+        pytest.param(InternalError("INSERT", (), psycopg.errors.ReadOnlySqlTransaction("cannot INSERT")), id="a standby"),
     ],
 )
 async def test_a_key_that_cannot_be_looked_up_now_is_told_to_come_back(
@@ -75,4 +76,5 @@ def test_a_statement_that_is_wrong_is_no_outage(tmp_path: Path) -> None:
         connection.execute("SELECT * FROM nothing")
 
     assert as_outage(OperationalError("SELECT * FROM nothing", (), refused.value)) is None
+    assert as_outage(InternalError("COMMIT", (), psycopg.errors.InvalidCursorName("none"))) is None
     assert as_outage(RuntimeError("a bug")) is None
