@@ -76,6 +76,8 @@ def run(connection: FrameSocket, options: argparse.Namespace) -> int:
     except Exception as error:
         log.exception("the engine stops because of a bug or a broken device")
         return _die(connection, f"{type(error).__name__}: {error}"[:FATAL_CHARS_MAX])
+    finally:
+        gc.unfreeze()  # or Triton's bindings complain in forty lines of what is left when the process ends
 
 
 def _die(connection: FrameSocket, reason: str) -> int:

@@ -19,15 +19,17 @@ from tests.support.engines import small_engine
 from tests.support.tiny_models import make_model
 
 
-def test_what_a_serving_process_has_at_its_start_is_never_collected_again(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_a_serving_process_has_at_its_start_is_not_collected_while_it_serves(monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[int] = []
     monkeypatch.setattr(main, "build_engine", mock.MagicMock())
     monkeypatch.setattr(main, "_engine_options", lambda _: None)
     monkeypatch.setattr(main, "serve", lambda *_: seen.append(gc.get_freeze_count()))
+    monkeypatch.setattr(gc, "unfreeze", lambda: seen.append(0))
     connection: Any = mock.MagicMock()
     before = gc.get_freeze_count()
     assert main.run(connection, argparse.Namespace()) == 0
     assert seen[0] > before
+    assert seen[1:] == [0], "but is at its end"
 
 
 def test_an_engine_that_a_program_drops_is_collected_when_it_builds_another(tmp_path: Path) -> None:
