@@ -138,7 +138,7 @@ async def retry_delivery(
     webhook = await _found(request, console, webhook_id)
     try:
         await console.services.alerts.outbox.retry(webhook_id, delivery_id, access=access_of(request))
-    except BadRequest as error:
+    except (BadRequest, RateLimitExceeded) as error:
         return await _alert_page(request, console, webhook, notice=sentence(error.message))
     return console.pages.redirect(request, f"/alerts/{webhook_id}", done="delivery-retried")
 

@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 
 from appliance.base.tables import outbox
-from appliance.metering.alerts.outbox import TENANT_EVENTS, TESTS_PER_HOUR_MAX
+from appliance.metering.alerts.outbox import TENANT_EVENTS
+from appliance.metering.alerts.send_limits import TESTS_PER_HOUR_MAX
 from appliance.tenancy.access import WHOLE_BOX
 from tests.support.alerts import TARGET
 from tests.support.api_box import ApiBox, open_api_box

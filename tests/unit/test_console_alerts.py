@@ -9,7 +9,8 @@ import pytest
 from sqlalchemy import select, update
 
 from appliance.base.tables import outbox
-from appliance.metering.alerts.outbox import EVENTS, TENANT_EVENTS, TESTS_PER_HOUR_MAX, tell
+from appliance.metering.alerts.outbox import EVENTS, TENANT_EVENTS, tell
+from appliance.metering.alerts.send_limits import TESTS_PER_HOUR_MAX
 from appliance.metering.alerts.webhooks import Webhook
 from appliance.tenancy.access import WHOLE_BOX
 from tests.support.clock import FakeClock

@@ -10,7 +10,8 @@ import pytest
 from appliance.base.db import Database
 from appliance.base.errors import InvalidValue, NotFound, RateLimitExceeded
 from appliance.metering.alerts import outbox as outbox_module
-from appliance.metering.alerts.outbox import ATTEMPTS_MAX, LEASE_S, TESTS_PER_HOUR_MAX, retry_s
+from appliance.metering.alerts.outbox import ATTEMPTS_MAX, LEASE_S, retry_s
+from appliance.metering.alerts.send_limits import RETRIES_PER_HOUR_MAX, TESTS_PER_HOUR_MAX
 from appliance.metering.alerts.webhooks import WebhookChanges
 from appliance.tenancy.access import WHOLE_BOX
 from tests.support.alerts import TARGET, AlertBox, alert_box
@@ -181,6 +182,41 @@ async def test_a_test_is_for_its_webhook_alone_and_there_are_so_many_an_hour(ale
     clock.advance(0.001)
     await alerts.outbox.test(webhook_id, access=WHOLE_BOX)
     assert len(await alerts.messages()) == TESTS_PER_HOUR_MAX + 1
+
+
+async def test_tests_of_removed_webhooks_count_for_those_that_their_owner_makes_next(
+    alerts: AlertBox, cast: Cast, clock: FakeClock
+) -> None:
+    for _ in range(TESTS_PER_HOUR_MAX):
+        removed = await add_webhook(alerts, cast.bob.tenant.id)
+        await alerts.outbox.test(removed, access=WHOLE_BOX)
+        await alerts.webhooks.remove(removed, access=WHOLE_BOX)
+    made_again = await add_webhook(alerts, cast.bob.tenant.id)
+    with pytest.raises(RateLimitExceeded):
+        await alerts.outbox.test(made_again, access=WHOLE_BOX)
+    for stranger in (cast.charlie.tenant.id, None):
+        await alerts.outbox.test(await add_webhook(alerts, stranger), access=WHOLE_BOX)
+    clock.advance(3600)
+    await alerts.outbox.test(made_again, access=WHOLE_BOX)
+
+
+async def test_an_owner_has_so_many_messages_sent_again_an_hour(alerts: AlertBox, cast: Cast, clock: FakeClock) -> None:
+    webhook_ids = [await add_webhook(alerts, cast.bob.tenant.id) for _ in range(2)]
+    await alerts.tell(tenant_id=cast.bob.tenant.id)
+    bobs = await alerts.messages()
+    box = await add_webhook(alerts)
+    boxs = await alerts.outbox.test(box, access=WHOLE_BOX)
+    for attempt in range(RETRIES_PER_HOUR_MAX):
+        message = bobs[attempt % 2]
+        await alerts.outbox.retry(message.webhook_id, message.id, access=WHOLE_BOX)
+        clock.advance(1)
+    assert {message.webhook_id for message in bobs} == set(webhook_ids)
+    with pytest.raises(RateLimitExceeded) as refused:
+        await alerts.outbox.retry(bobs[0].webhook_id, bobs[0].id, access=WHOLE_BOX)
+    assert refused.value.retry_after_s == 3600 - RETRIES_PER_HOUR_MAX
+    await alerts.outbox.retry(box, boxs.id, access=WHOLE_BOX)
+    clock.advance(refused.value.retry_after_s)
+    await alerts.outbox.retry(bobs[0].webhook_id, bobs[0].id, access=WHOLE_BOX)
 
 
 async def test_what_is_not_there_is_not_found(alerts: AlertBox) -> None:

@@ -17,7 +17,8 @@ from typing import Any
 import pytest
 from aiosmtpd.smtp import SMTP, AuthResult, Envelope
 
-from appliance.metering.alerts.outbox import EVENTS, TEST_EVENT, Delivery
+from appliance.metering.alerts.outbox import EVENTS, Delivery
+from appliance.metering.alerts.send_limits import TEST_EVENT
 from appliance.metering.alerts.webhooks import Endpoint
 from appliance.serving.alerting.delivery import SendFailed
 from appliance.serving.alerting.mail import MailSender

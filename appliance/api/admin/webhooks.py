@@ -142,7 +142,7 @@ async def retrieve_delivery(request: AdminRequest, webhook_id: FromPath[str], de
     status_code=200,
     summary="Send a message again",
     tags=TAGS,
-    opt={"errors": (400,)},
+    opt={"errors": (400, 429)},
 )
 async def retry_delivery(request: AdminRequest, webhook_id: FromPath[str], delivery_id: FromPath[str]) -> DeliveryShape:
     """Send a message again from now on, whatever became of it, under the same id."""

@@ -11,7 +11,7 @@ is sent again then, or at once by the next run, under the same id: receivers tel
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from datetime import datetime, timedelta
 from typing import Any, Literal, NamedTuple
@@ -22,9 +22,10 @@ from sqlalchemy.ext.asyncio import AsyncConnection
 
 from appliance.base.clock import Clock, rfc3339
 from appliance.base.db import Database, after_commit
-from appliance.base.errors import InvalidValue, NotFound, RateLimitExceeded
+from appliance.base.errors import InvalidValue, NotFound
 from appliance.base.ids import new_id
 from appliance.base.tables import outbox, webhooks
+from appliance.metering.alerts.send_limits import TEST_EVENT, Retries, check_tests
 from appliance.tenancy import audit
 from appliance.tenancy.access import Access
 from appliance.tenancy.pages import PAGE_ROWS_DEFAULT, Page, check_limit, decode_cursor, page_of
@@ -33,14 +34,12 @@ from appliance.tenancy.roles import Action
 TENANT_EVENTS = ("budget.threshold", "tokens_per_day.threshold", "invoice.closed", "key.expiring")
 BOX_EVENTS = ("engine.down",)
 EVENTS = (*TENANT_EVENTS, *BOX_EVENTS)
-TEST_EVENT = "webhook.test"
 
 ATTEMPTS_MAX = 14
 RETRY_S_MIN = 10.0
 RETRY_S_MAX = 12 * 3600.0
 RETRY_FACTOR = 3.0  # with these four, the last attempt comes 2.9 days after the first on average
 LEASE_S = 120.0  # longer than any attempt may take
-TESTS_PER_HOUR_MAX = 10
 ERROR_CHARS_MAX = 500
 
 State = Literal["pending", "delivered", "failed"]
@@ -177,6 +176,7 @@ class Outbox:
     def __init__(self, db: Database, clock: Clock) -> None:
         self._db = db
         self._clock = clock
+        self._retries = Retries(clock)
 
     async def claim(self, count: int, busy: Collection[str] = ()) -> list[Delivery]:
         """Claim and return the oldest due message of each of at most `count` webhooks that are not `busy`.
@@ -286,11 +286,12 @@ class Outbox:
     async def retry(self, webhook_id: str, delivery_id: str, *, access: Access) -> Delivery:
         """Send a message again from now on, as often as a new one, under its old id.
 
-        Raises NotFound, RoleNotAllowed and InvalidValue.
+        Raises NotFound, RoleNotAllowed, InvalidValue and RateLimitExceeded.
         """
         async with self._db.writing() as connection:
             tenant_id = await _check_ready(connection, webhook_id, access)
             before = await _get(connection, webhook_id, delivery_id)
+            self._retries.count(tenant_id)
             await connection.execute(
                 update(outbox)
                 .where(outbox.c.id == delivery_id)
@@ -312,7 +313,7 @@ class Outbox:
         now = self._clock.now()
         async with self._db.writing() as connection:
             tenant_id = await _check_ready(connection, webhook_id, access)
-            await self._check_tests(connection, webhook_id, now)
+            await check_tests(connection, webhook_id, tenant_id, now)
             text = "This is a test. Nothing has happened."
             data = {"webhook_id": webhook_id, "note": text}
             message_id = await connection.run_sync(_put, now, TEST_EVENT, data, webhook_id, new_id(TEST_EVENT))
@@ -328,23 +329,6 @@ class Outbox:
                 after={"delivery": message_id},
             )
         return delivery
-
-    @staticmethod
-    async def _check_tests(connection: AsyncConnection, webhook_id: str, now: datetime) -> None:
-        an_hour = timedelta(hours=1)
-        query = (
-            select(outbox.c.created_at)
-            .where(outbox.c.webhook_id == webhook_id, outbox.c.event == TEST_EVENT, outbox.c.created_at > now - an_hour)
-            .order_by(outbox.c.created_at.desc())
-            .limit(TESTS_PER_HOUR_MAX)
-        )
-        recent: Sequence[datetime] = (await connection.execute(query)).scalars().all()
-        if len(recent) >= TESTS_PER_HOUR_MAX:
-            raise RateLimitExceeded(
-                f"a webhook takes {TESTS_PER_HOUR_MAX} tests an hour",
-                limit_type="requests",
-                retry_after_s=(recent[-1] + an_hour - now).total_seconds(),
-            )
 
 
 def reading(access: Access) -> Action:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from appliance.base.money import PICOS_PER_MICRO, format_picos
-from appliance.metering.alerts.outbox import TEST_EVENT
+from appliance.metering.alerts.send_limits import TEST_EVENT
 
 SUBJECT_CHARS_MAX = 300
 MICROS_PER_CENT = 10_000

@@ -1,0 +1,58 @@
+"""How often people may have something sent to a webhook now. Knows nothing of what is sent, nor of who may ask for it."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from datetime import datetime, timedelta
+
+from sqlalchemy import select
+from sqlalchemy.ext.asyncio import AsyncConnection
+
+from appliance.base.clock import Clock
+from appliance.base.errors import RateLimitExceeded
+from appliance.base.tables import outbox, webhooks
+
+TEST_EVENT = "webhook.test"
+TESTS_PER_HOUR_MAX = 10
+RETRIES_PER_HOUR_MAX = 100
+_AN_HOUR = timedelta(hours=1)
+
+
+async def check_tests(connection: AsyncConnection, webhook_id: str, tenant_id: str | None, now: datetime) -> None:
+    """Raise RateLimitExceeded unless a webhook may get a test now.
+
+    Tests of webhooks that its owner has removed count as its own: making one again gives nobody more.
+    """
+    owner = webhooks.c.tenant_id.is_(None) if tenant_id is None else webhooks.c.tenant_id == tenant_id
+    counting = select(webhooks.c.id).where(owner, webhooks.c.removed_at > now - _AN_HOUR)
+    query = (
+        select(outbox.c.created_at)
+        .where(outbox.c.webhook_id.in_(counting.union_all(select(webhooks.c.id).where(webhooks.c.id == webhook_id))))
+        .where(outbox.c.event == TEST_EVENT, outbox.c.created_at > now - _AN_HOUR)
+        .order_by(outbox.c.created_at.desc())
+        .limit(TESTS_PER_HOUR_MAX)
+    )
+    recent: Sequence[datetime] = (await connection.execute(query)).scalars().all()
+    if len(recent) >= TESTS_PER_HOUR_MAX:
+        raise _refusal(f"a webhook takes {TESTS_PER_HOUR_MAX} tests an hour", recent[-1], now)
+
+
+class Retries:
+    """Counts what is sent again, by owner: a tenant, or None for the box. In memory, so that a restart forgets it."""
+
+    def __init__(self, clock: Clock) -> None:
+        self._clock = clock
+        self._recent: dict[str | None, deque[datetime]] = {}
+
+    def count(self, tenant_id: str | None) -> None:
+        """Count one, or raise RateLimitExceeded and count none."""
+        now = self._clock.now()
+        recent = self._recent.setdefault(tenant_id, deque(maxlen=RETRIES_PER_HOUR_MAX))
+        if len(recent) == RETRIES_PER_HOUR_MAX and recent[0] > now - _AN_HOUR:
+            raise _refusal(f"{RETRIES_PER_HOUR_MAX} messages an hour can be sent again", recent[0], now)
+        recent.append(now)
+
+
+def _refusal(message: str, earliest: datetime, now: datetime) -> RateLimitExceeded:
+    return RateLimitExceeded(message, limit_type="requests", retry_after_s=(earliest + _AN_HOUR - now).total_seconds())
