@@ -54,7 +54,8 @@ def answer_error(request: Request[Any, Any, Any], error: Exception) -> Response[
     if isinstance(error, HTTPException) and error.status_code in _FRAMEWORK_ERRORS:
         return _answer_framework_error(request, error)
     log.error("request failed", path=request.scope["path"], exc_info=error)
-    told = as_outage(error) or InternalError("an internal error occurred; the request id finds it in the log")
+    outage = as_outage(error, request.scope["method"])
+    told = outage or InternalError("an internal error occurred; the request id finds it in the log")
     return answer_error(request, told)
 
 

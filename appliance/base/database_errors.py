@@ -10,6 +10,7 @@ from sqlalchemy.exc import TimeoutError as PoolTimeout
 from appliance.base.errors import Overloaded
 
 RETRY_AFTER_S = 2.0
+_READING = ("GET", "HEAD")
 # Of SQLite's errors the driver names one kind for all of these and for a table that does not exist.
 _OF_THE_MOMENT = frozenset(
     (
@@ -25,15 +26,15 @@ _PRIMARY_CODE = 0xFF  # the rest of a code says more of the same
 _READ_ONLY = "25006"  # of PostgreSQL: a standby that is not in charge yet, or no longer
 
 
-def as_outage(error: Exception) -> Overloaded | None:
-    """Return what a caller is told where the database is away, locked, full or read-only; None for any other error.
+def as_outage(error: Exception, method: str) -> Overloaded | None:
+    """Return what the sender of a `method` is told where the database is away, locked, full or read-only, else None.
 
     In words of our own: those of the driver name hosts and paths.
     """
     if not _is_outage(error):
         return None
-    message = "the database cannot be used now; see whether a change was made before you send it again"
-    return Overloaded(message, retry_after_s=RETRY_AFTER_S)
+    then = "try again in a moment" if method in _READING else "see whether a change was made before you send it again"
+    return Overloaded(f"the database cannot be used now; {then}", retry_after_s=RETRY_AFTER_S)
 
 
 def _is_outage(error: Exception) -> bool:

@@ -42,7 +42,7 @@ def error_handler(pages: Pages) -> Callable[[ConsoleRequest, Exception], Html]:
             return _to_login(request)
         if isinstance(error, PasswordChangeNeeded):
             return pages.redirect(request, "/account", done="password-needed")
-        told = as_outage(error) or error
+        told = as_outage(error, request.method) or error
         status, message = _describe(request, told)
         reference = _logged(request, error) if status >= 500 else None
         response = _render(pages, request, status, message, reference)

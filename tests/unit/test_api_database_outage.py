@@ -68,13 +68,20 @@ async def test_a_page_that_meets_a_locked_database_says_so(box: Box, tmp_path: P
     answer = await alice.get("/tenants")
 
     assert (answer.status_code, answer.headers["retry-after"]) == (503, "2")
-    assert "The database cannot be used now" in answer.text
+    assert "The database cannot be used now; try again in a moment" in answer.text
+
+
+@pytest.mark.parametrize(("method", "told"), [("GET", False), ("HEAD", False), ("POST", True), ("DELETE", True)])
+def test_only_who_may_have_changed_something_is_told_to_look(method: str, told: bool) -> None:
+    outage = as_outage(PoolTimeout("QueuePool limit reached"), method)
+    assert outage is not None
+    assert ("see whether a change was made" in outage.message) == told
 
 
 def test_a_statement_that_is_wrong_is_no_outage(tmp_path: Path) -> None:
     with sqlite3.connect(tmp_path / "empty.db") as connection, pytest.raises(sqlite3.OperationalError) as refused:
         connection.execute("SELECT * FROM nothing")
 
-    assert as_outage(OperationalError("SELECT * FROM nothing", (), refused.value)) is None
-    assert as_outage(InternalError("COMMIT", (), psycopg.errors.InvalidCursorName("none"))) is None
-    assert as_outage(RuntimeError("a bug")) is None
+    assert as_outage(OperationalError("SELECT * FROM nothing", (), refused.value), "GET") is None
+    assert as_outage(InternalError("COMMIT", (), psycopg.errors.InvalidCursorName("none")), "GET") is None
+    assert as_outage(RuntimeError("a bug"), "GET") is None
