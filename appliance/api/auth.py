@@ -37,7 +37,7 @@ from appliance.tenancy.roles import Action, Role
 from appliance.tenancy.secrets import ADMIN_PREFIX, api_key_prefix
 from appliance.tenancy.sessions import Session
 
-PROXY_HEADERS = ("x-forwarded-for", "x-forwarded-proto", "x-real-ip", "forwarded")
+PROXY_HEADERS = ("x-forwarded-for", "x-forwarded-proto", "x-forwarded-host", "x-real-ip", "forwarded", "via")
 OPERATOR_HEADER = "x-gatehouse-operator"  # the command line sends it
 OPERATOR_CHARS_MAX = 200
 

@@ -175,7 +175,7 @@ async def test_others_need_an_administrators_token_for_the_metrics(box: ApiBox, 
     assert await metrics_status(box, address, await box.as_role("viewer")) == 200
 
 
-@pytest.mark.parametrize("header", ["x-forwarded-for", "forwarded", "x-real-ip"])
+@pytest.mark.parametrize("header", ["x-forwarded-for", "x-forwarded-host", "forwarded", "x-real-ip", "via"])
 async def test_who_comes_through_a_proxy_is_not_this_machine(box: ApiBox, header: str) -> None:
     assert await metrics_status(box, "127.0.0.1", {header: "192.0.2.1"}) == 401
 
