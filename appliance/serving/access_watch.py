@@ -1,5 +1,5 @@
-"""Ends running requests whose key or tenant may not ask any more: revoked, expired, suspended, archived; and holds those that
-wait for room to the limits as they are now. Knows no engine.
+"""Ends running requests whose key or tenant may not ask any more: revoked, expired, suspended, archived; and holds the
+others, and those that wait for room, to the limits as they are now. Knows no engine.
 
 A change of keys or tenants is looked at once it is committed; an expiry that is known beforehand is a timer of the generation.
 """
@@ -75,11 +75,11 @@ class AccessWatch:
                 self._look.set()
 
     async def look(self) -> None:
-        """Read the keys of all requests: end those that may not go on, and tell admission what those that wait may use."""
+        """Read the keys of all requests: end those that may not go on, and tell admission what the others may use."""
         running, waiting = list(self._live()), self._admission.asking
         keys = {generation.live.key_id for generation in running} | {asked.principal.key.id for asked in waiting}
         standing = await read_standing(self._db, keys)
-        if waiting:
+        if keys:
             self._admission.reconfigure(standing, {policy.model: policy for policy in await self._policies.list()})
         now = self._clock.now()
         for generation in running:

@@ -212,6 +212,18 @@ async def test_what_several_requests_cost_together_uses_a_hard_budget_up(
     assert outcomes[1].usage.completion_tokens >= 300
 
 
+async def test_a_hard_budget_that_is_lowered_ends_what_runs_at_its_next_token(
+    box: Serving, database: Database, clock: FakeClock, cast: Cast
+) -> None:
+    prompt = len(box.ids(TEXT))
+    generation = await begun(box, await hard_budget(database, clock, cast.bob, prompt + 1000), 5)
+    lowered = TenantChanges(limits=Limits(monthly_budget=prompt + 5))
+    await Tenants(database, clock).update(cast.bob.tenant.id, lowered, access=WHOLE_BOX)
+    await box.generations._watch.look()
+    box.engine.allow(1)
+    await check(box, generation, "aborted", "budget_exceeded")
+
+
 async def test_a_budget_that_is_not_hard_never_cuts_an_answer(
     box: Serving, database: Database, clock: FakeClock, cast: Cast
 ) -> None:

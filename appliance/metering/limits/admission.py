@@ -156,19 +156,20 @@ class Admission:
         return list(self._asking.values())
 
     def reconfigure(self, principals: Mapping[str, Principal], policies: Mapping[str, ModelPolicy]) -> None:
-        """Hold those who wait to the limits as they are now, and let them try again: one may be raised, or lowered below what
-        they need. `principals` are by the id of the key, `policies` by model. A limit for a model that had none counts from the
-        next request on."""
+        """Hold those who wait or run to the limits as they are now. Who waits tries again: a limit may be raised, or lowered
+        below what they need. `principals` are by the id of the key, `policies` by model. A limit that has had no request yet
+        counts from the next one on."""
         at, touched = self._moment(), set()
-        for asked in self._asking.values():
-            principal = principals.get(asked.principal.key.id)
+        waiting = {(asked.principal.key.id, asked.model) for asked in self._asking.values()}
+        for key_id, model in waiting | {(running.work.key_id, running.work.model) for running in self._live}:
+            principal = principals.get(key_id)
             if principal is None:
                 continue
-            policy = policies.get(asked.model)
-            rules = {rule.owner: rule for rule in rules_for(principal, asked.model, policy, self._currency)}
-            before = rules_for(asked.principal, asked.model, asked.policy, self._currency)
-            for owner in (rule.owner for rule in before if rule.owner in self._allowances):
-                allowance, rule = self._allowances[owner], rules.get(owner)
+            rules = {rule.owner: rule for rule in rules_for(principal, model, policies.get(model), self._currency)}
+            for owner in owners_of(principal.tenant.id, key_id, model):
+                allowance, rule = self._allowances.get(owner), rules.get(owner)
+                if allowance is None:
+                    continue
                 touched.add(allowance)
                 if rule is not None:
                     allowance.bill_in(rule.currency)
