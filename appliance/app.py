@@ -17,7 +17,7 @@ from litestar.datastructures import State
 from sqlalchemy.exc import SQLAlchemyError
 
 from appliance.api.error_responses import answer_error
-from appliance.api.exchange import ExchangeWrapper
+from appliance.api.exchange import ExchangeWrapper, WholeRequest
 from appliance.api.head_requests import HeadLikeGet
 from appliance.api.http_server import CannotStart, HttpServer, control_file, listening_socket, only_one
 from appliance.api.openapi import openapi_config
@@ -321,6 +321,7 @@ def create_app(appliance: Appliance) -> Litestar:
         openapi_config=openapi_config(services.version),
         request_max_body_size=services.settings.max_body_bytes,
         logging_config=None,
+        request_class=WholeRequest,
     )
     app.asgi_handler = ExchangeWrapper(HeadLikeGet(app.asgi_handler))
     return app

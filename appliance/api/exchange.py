@@ -7,13 +7,15 @@ from __future__ import annotations
 
 import dataclasses
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import AsyncGenerator, Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 import structlog
+from litestar import Request
 from litestar.connection import ASGIConnection
 from litestar.enums import ScopeType
+from litestar.exceptions import InternalServerException
 from litestar.types import ASGIApp, Message, Receive, Scope, Send
 
 from appliance.api.error_responses import encode_error
@@ -51,6 +53,18 @@ def exchange_of(connection: ASGIConnection[Any, Any, Any, Any]) -> Exchange:
     """Return the exchange that `connection` belongs to."""
     exchange: Exchange = connection.scope["state"]["exchange"]
     return exchange
+
+
+class WholeRequest(Request[Any, Any, Any]):
+    """A request whose client may leave before its body is whole. That is no fault of ours, as the framework takes it to be."""
+
+    async def stream(self) -> AsyncGenerator[bytes, None]:
+        """Yield the body in pieces. Raises InvalidValue when its sender has gone."""
+        try:
+            async for piece in super().stream():
+                yield piece
+        except InternalServerException as error:
+            raise InvalidValue("the sender left before the body was whole") from error
 
 
 class ExchangeWrapper:

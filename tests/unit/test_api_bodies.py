@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+from typing import Any
+
 import pytest
+import structlog
 
 from appliance.api.admin.usage import NewPriceBody
 from appliance.api.bodies import decode_body
 from appliance.api.schemas import ChatCompletionRequest, check_messages, check_supported
 from appliance.base.errors import InvalidValue, UnknownParameter, UnsupportedParameter
+from tests.support.api_box import open_api_box
 
 
 @pytest.mark.parametrize(
@@ -142,3 +147,30 @@ def test_what_openai_says_of_its_cache_is_taken_without_effect() -> None:
 
     check_supported(body)
     assert check_messages(body.messages) == [{"role": "user", "content": "x"}]
+
+
+@pytest.mark.parametrize("path", ["/admin/v1/tenants", "/login"])
+async def test_who_leaves_before_the_body_is_whole_is_no_fault_of_ours(
+    migrated_sqlite_file: Path, tmp_path: Path, path: str
+) -> None:
+    events: list[Any] = [{"type": "http.request", "body": b"{", "more_body": True}, {"type": "http.disconnect"}]
+    sent: list[Any] = []
+
+    async def receive() -> Any:
+        return events.pop(0)
+
+    async def send(message: Any) -> None:
+        sent.append(message)
+
+    async with open_api_box(migrated_sqlite_file, tmp_path) as box:
+        headers = {"host": "a", "content-type": "application/x-www-form-urlencoded", **await box.as_role("owner")}
+        scope: Any = {
+            "type": "http", "http_version": "1.1", "method": "POST", "scheme": "http", "path": path, "raw_path": path.encode(),
+            "query_string": b"", "headers": [(name.encode(), value.encode()) for name, value in headers.items()],
+            "client": ("127.0.0.1", 1), "server": ("127.0.0.1", 80), "state": {},
+        }  # fmt: skip
+        with structlog.testing.capture_logs() as logs:
+            await box.app(scope, receive, send)
+
+    assert sent[0]["status"] == 400
+    assert [entry for entry in logs if entry["log_level"] not in ("debug", "info")] == []
