@@ -13,7 +13,7 @@ from litestar.types import Receive
 
 from appliance.api.auth import authenticate_tenant
 from appliance.api.bodies import decode_body
-from appliance.api.chat_answers import ChatCompletion, ChunkFramer, whole_answer
+from appliance.api.chat_answers import ChatCompletion, ChunkFramer, WholeAnswer
 from appliance.api.error_responses import MEDIA_TYPE
 from appliance.api.exchange import exchange_of
 from appliance.api.sampling import asked_max_tokens, field_names, sampling_params
@@ -25,7 +25,6 @@ from appliance.metering.limits.queue import Abandoned
 from appliance.serving.generation import Generation
 from appliance.serving.generations import Order
 from appliance.serving.services import Services
-from appliance.serving.text_output import Chunk
 from appliance.tenancy.principals import Principal
 
 T = TypeVar("T")
@@ -130,29 +129,27 @@ async def _began(generation: Generation) -> Generation:
 async def _answer_whole(
     request: Request[Any, Any, Any], generation: Generation, asked: ChatCompletionRequest, created: int
 ) -> Response[Any]:
-    chunks = await _unless_disconnected(_collect(generation), request.receive)
-    if chunks is None:
+    answer = WholeAnswer(generation.live.num_answers, logprobs=bool(asked.logprobs))
+    if await _unless_disconnected(_collect(generation, answer), request.receive) is None:
         return Response(b"", status_code=CLIENT_CLOSED_REQUEST, media_type=MEDIA_TYPE)
     outcome = await generation.outcome
     if outcome.error is not None:
         raise outcome.error
-    body = whole_answer(
+    body = answer.body(
         request_id=generation.request_id,
         created=created,
         model=generation.live.model,
-        chunks=chunks,
         outcome=outcome,
-        logprobs=bool(asked.logprobs),
         service_tier=service_tier_of(asked),
     )
     return Response(body, media_type=MEDIA_TYPE)
 
 
-async def _collect(generation: Generation) -> list[Chunk]:
-    chunks: list[Chunk] = []
+async def _collect(generation: Generation, answer: WholeAnswer) -> WholeAnswer:
     while not generation.chunks.ended:
-        chunks.extend(await generation.chunks.take(COLLECT_WAIT_S))
-    return chunks
+        for chunk in await generation.chunks.take(COLLECT_WAIT_S):
+            answer.add(chunk)
+    return answer
 
 
 async def _unless_disconnected(awaited: Awaitable[T], receive: Receive) -> T | None:

@@ -74,10 +74,11 @@ def usage_shape(usage: Usage) -> UsageShape:
 
 def logprobs_shape(entries: Sequence[NamedLogprob]) -> dict[str, Any]:
     """Return the log-probabilities of some tokens as clients read them."""
-    return {
-        "content": [{**_token(entry), "top_logprobs": [_token(top) for top in entry.top]} for entry in entries],
-        "refusal": None,
-    }
+    return {"content": _tokens(entries), "refusal": None}
+
+
+def _tokens(entries: Sequence[NamedLogprob]) -> list[dict[str, Any]]:
+    return [{**_token(entry), "top_logprobs": [_token(top) for top in entry.top]} for entry in entries]
 
 
 def _token(entry: NamedLogprob) -> dict[str, Any]:
@@ -161,42 +162,41 @@ class ChunkFramer:
         return b',"usage":null' if self._include_usage else b""
 
 
-def whole_answer(
-    *,
-    request_id: str,
-    created: int,
-    model: str,
-    chunks: Sequence[Chunk],
-    outcome: Outcome,
-    logprobs: bool,
-    service_tier: str | None = None,
-) -> bytes:
-    """Return the body of an answer that was not streamed."""
-    return encode(
-        ChatCompletion(
-            id=request_id,
-            object="chat.completion",
-            created=created,
-            model=model,
-            choices=_choices(chunks, outcome.finish_reasons, logprobs=logprobs),
-            usage=usage_shape(outcome.usage),
-            service_tier=service_tier or msgspec.UNSET,
-        )
-    )
+class WholeAnswer:
+    """An answer that is not streamed, as it grows.
 
+    Log-probabilities are encoded as they come: those of many answers are millions of objects. Kept, gone through by the
+    collector and encoded together at the end, they would hold up every stream of all tenants for seconds.
+    """
 
-def _choices(chunks: Sequence[Chunk], finish_reasons: Sequence[str], *, logprobs: bool) -> list[Choice]:
-    texts: list[list[str]] = [[] for _ in finish_reasons]
-    named: list[list[NamedLogprob]] = [[] for _ in finish_reasons]
-    for chunk in chunks:
-        texts[chunk.index].append(chunk.text)
-        named[chunk.index] += chunk.logprobs
-    return [
-        Choice(
-            index=index,
-            message=AnswerMessage(role="assistant", content="".join(texts[index])),
-            logprobs=logprobs_shape(named[index]) if logprobs else None,
-            finish_reason=reason,
+    def __init__(self, num_answers: int, *, logprobs: bool) -> None:
+        self._texts: list[list[str]] = [[] for _ in range(num_answers)]
+        self._tokens: list[list[bytes]] | None = [[] for _ in range(num_answers)] if logprobs else None
+
+    def add(self, chunk: Chunk) -> None:
+        """Add what a chunk says."""
+        self._texts[chunk.index].append(chunk.text)
+        if self._tokens is not None and chunk.logprobs:
+            self._tokens[chunk.index].append(encode(_tokens(chunk.logprobs))[1:-1])
+
+    def body(self, *, request_id: str, created: int, model: str, outcome: Outcome, service_tier: str | None = None) -> bytes:
+        """Return the body of the answer, which has ended."""
+        return encode(
+            ChatCompletion(
+                id=request_id,
+                object="chat.completion",
+                created=created,
+                model=model,
+                choices=[self._choice(index, reason) for index, reason in enumerate(outcome.finish_reasons)],
+                usage=usage_shape(outcome.usage),
+                service_tier=service_tier or msgspec.UNSET,
+            )
         )
-        for index, reason in enumerate(finish_reasons)
-    ]
+
+    def _choice(self, index: int, finish_reason: str) -> Choice:
+        logprobs: dict[str, Any] | None = None
+        if self._tokens is not None:
+            content = b"[" + b",".join(self._tokens[index]) + b"]"
+            logprobs = {"content": msgspec.Raw(content), "refusal": None}
+        message = AnswerMessage(role="assistant", content="".join(self._texts[index]))
+        return Choice(index=index, message=message, logprobs=logprobs, finish_reason=finish_reason)

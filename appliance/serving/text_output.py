@@ -10,13 +10,16 @@ from appliance.serving.prompting import Prompting
 from engine.protocol import FinishReason, TokenEvent, TokenLogprob
 
 
-class NamedLogprob(msgspec.Struct, frozen=True, kw_only=True):
-    """A token as text and bytes with its natural log-probability, and the likeliest ones beside it."""
+class NamedLogprob(msgspec.Struct, frozen=True, kw_only=True, gc=False):
+    """A token as text and bytes with its natural log-probability, and the likeliest ones beside it.
+
+    There are up to 21 for each token, and a stream that nobody reads keeps all of its own: nothing for the collector to see.
+    """
 
     token: str
     token_bytes: bytes
     logprob: float
-    top: list[NamedLogprob] = []
+    top: tuple[NamedLogprob, ...] = ()
 
 
 class Chunk(msgspec.Struct, frozen=True, kw_only=True):  # one for each token of each stream: cheaper to make than a dataclass
@@ -75,11 +78,9 @@ class TextOutput:
         return text
 
     def _name(self, token_id: int, entry: TokenLogprob) -> NamedLogprob:
-        top = [self._single(top_id, logprob) for top_id, logprob in zip(entry.top_token_ids, entry.top_logprobs, strict=True)]
-        return self._single(token_id, entry.logprob, top)
+        likeliest = zip(entry.top_token_ids, entry.top_logprobs, strict=True)
+        return self._single(token_id, entry.logprob, tuple(self._single(*pair) for pair in likeliest))
 
-    def _single(self, token_id: int, logprob: float, top: list[NamedLogprob] | None = None) -> NamedLogprob:
+    def _single(self, token_id: int, logprob: float, top: tuple[NamedLogprob, ...] = ()) -> NamedLogprob:
         token_bytes = self._vocabulary.token_bytes(token_id)
-        return NamedLogprob(
-            token=token_bytes.decode("utf-8", "replace"), token_bytes=token_bytes, logprob=logprob, top=top or []
-        )
+        return NamedLogprob(token=token_bytes.decode("utf-8", "replace"), token_bytes=token_bytes, logprob=logprob, top=top)

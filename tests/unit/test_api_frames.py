@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import json
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -10,11 +11,13 @@ from typing import Any
 
 import pytest
 
-from appliance.api.chat_answers import DONE, PING, ChunkFramer
+from appliance.api.chat_answers import DONE, PING, ChunkFramer, WholeAnswer
 from appliance.api.rate_limit_headers import UNLIMITED, duration, rate_limit_headers
 from appliance.api.sse import EventStream, LastFrame, chat_frames
 from appliance.base.db import Database
+from appliance.metering.ledger.records import Usage
 from appliance.metering.limits.admission import RateLimit, RateLimitState
+from appliance.serving.endings import Outcome
 from appliance.serving.text_output import Chunk, NamedLogprob
 from tests.support.cast import Cast
 from tests.support.clock import FakeClock
@@ -113,6 +116,26 @@ def test_the_log_probability_of_a_last_token_without_text_of_its_own_is_told() -
 
     assert (choice["delta"], choice["finish_reason"]) == ({}, "length")
     assert [entry["bytes"] for entry in choice["logprobs"]["content"]] == [[0xE2]]
+
+
+def test_of_a_whole_answer_the_collector_has_no_more_to_look_through_for_its_log_probabilities() -> None:
+    answer = WholeAnswer(2, logprobs=True)
+    top = tuple(NamedLogprob(token=text, token_bytes=text.encode(), logprob=-1.0) for text in ("é", "b"))
+    tracked = len(gc.get_objects())
+    for position in range(1000):
+        entry = NamedLogprob(token="é", token_bytes="é".encode(), logprob=-0.5, top=tuple(top))
+        assert not gc.is_tracked(entry)
+        answer.add(Chunk(text="é", completion_tokens=position, cached_tokens=0, logprobs=[entry], index=position % 2))
+    assert len(gc.get_objects()) - tracked < 100
+
+    usage = Usage(prompt_tokens=3, cached_tokens=0, completion_tokens=1000)
+    outcome = Outcome(finish_reason="length", usage=usage, finish_reasons=("length", "stop"))
+    body = json.loads(answer.body(request_id="req_1", created=1, model="tiny", outcome=outcome))
+    names = {"é": [0xC3, 0xA9], "b": [0x62]}
+    rivals = [{"token": text, "logprob": -1.0, "bytes": numbers} for text, numbers in names.items()]
+    said = {"token": "é", "logprob": -0.5, "bytes": names["é"], "top_logprobs": rivals}
+    assert [choice["logprobs"] for choice in body["choices"]] == [{"content": [said] * 500, "refusal": None}] * 2
+    assert [choice["message"]["content"] for choice in body["choices"]] == ["é" * 500] * 2
 
 
 async def test_every_frame_of_a_stream_says_its_service_tier_when_the_request_said_one(box: Serving, cast: Cast) -> None:
