@@ -41,7 +41,8 @@ def are_recordable(
 
 
 class Attention:
-    """Projects, normalises and rotates queries and keys, writes keys and values to the cache, attends, projects back."""
+    """Projects, normalises and rotates queries and keys, writes keys and values to the cache, attends. Who calls it chooses
+    the rows that are projected back."""
 
     def __init__(self, config: ModelConfig, layer: LayerConfig, *, dtype: torch.dtype, device: torch.device) -> None:
         heads, kv_heads, size = config.num_heads, config.num_kv_heads, config.head_dim
@@ -95,8 +96,12 @@ class Attention:
         return self._qkv.takes_fp8_rows
 
     def __call__(self, x: torch.Tensor | ops.Fp8Rows, inputs: BatchInputs, kv_cache: torch.Tensor | None) -> torch.Tensor:
-        """x: [T, hidden], kv_cache: [N, P, 2, K, D] or None when all of every text is in this batch → [T, hidden]"""
-        return self._out(self.attend(self._qkv(x), inputs, kv_cache))
+        """x: [T, hidden], kv_cache: [N, P, 2, K, D] or None when all of every text is in this batch → [T, H·D]"""
+        return self.attend(self._qkv(x), inputs, kv_cache)
+
+    def project_back(self, attended: torch.Tensor) -> torch.Tensor:
+        """attended: [R, H·D], some rows of what was attended → [R, hidden]"""
+        return self._out(attended)
 
     def attend(self, projected: torch.Tensor, inputs: BatchInputs, kv_cache: torch.Tensor | None) -> torch.Tensor:
         """projected: [T, (H+2K)·D], changed in place → [T, H·D]"""

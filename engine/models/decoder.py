@@ -78,14 +78,18 @@ class DecoderLayer:
         inputs: BatchInputs,
         kv_cache: torch.Tensor | None,
         next_norm: RMSNorm | None,
+        wanted: torch.Tensor | None,
     ) -> tuple[torch.Tensor | ops.Fp8Rows, torch.Tensor]:
-        """x: residual normalised by `norm`, both [T, hidden] → the new residual normalised by `next_norm`, and itself"""
-        branch = self._attention(x, inputs, kv_cache)
+        """x: residual normalised by `norm`, both [T, hidden] → the new residual normalised by `next_norm`, and itself, both
+        [R, hidden]: all rows are attended, the rest is computed for those that are `wanted`, None is all of them."""
+        x, slots = self._attention(x, inputs, kv_cache), None if kv_cache is None else inputs.slot_mapping
+        if wanted is not None:
+            x, residual, slots = x.index_select(0, wanted), residual.index_select(0, wanted), None
+            if not len(wanted):
+                return residual, residual
+        branch = self._attention.project_back(x)
         x, residual = self._add(branch, residual, self._after_attention, self._before_mlp)
-        if isinstance(self._mlp, SparseMLP):
-            branch = self._mlp(_plain(x), None if kv_cache is None else inputs.slot_mapping)
-        else:
-            branch = self._mlp(x)
+        branch = self._mlp(_plain(x), slots) if isinstance(self._mlp, SparseMLP) else self._mlp(x)
         return self._add(branch, residual, self._after_mlp, next_norm)
 
     def _add(
@@ -239,8 +243,7 @@ class Decoder:
         if self._fused is not None and kv_caches is not None and len(inputs.token_ids) <= ops.FUSED_ROWS_MAX:
             x = self._fused(self._embedded(inputs), inputs, kv_caches, self._norm)
             return self._norm(x if inputs.sampled_rows is None else x.index_select(0, inputs.sampled_rows))
-        x = self._through(self._embedded(inputs), inputs, kv_caches)  # which alone holds the rows, and lets go of them
-        return x if inputs.sampled_rows is None else self._norm(x.index_select(0, inputs.sampled_rows))
+        return self._through(self._embedded(inputs), inputs, kv_caches)  # which alone holds the rows, and lets go of them
 
     def _embedded(self, inputs: BatchInputs) -> torch.Tensor:
         return self._ops.embed(inputs.token_ids, self._embedding, multiplier=self._multiplier)
@@ -252,15 +255,16 @@ class Decoder:
         kv_caches: Sequence[torch.Tensor] | None,
         before_layer: Callable[[], None] = lambda: None,
     ) -> torch.Tensor:
-        """The way through all layers: [T, hidden] → [T, hidden], normalised where all rows are wanted: for fewer the last norm
-        is not computed together with the last sum."""
+        """The way through all layers: [T, hidden] → [R, hidden], of the rows that are wanted, normalised. Behind the attention
+        of the last layer nobody reads the others, and nothing is computed for them."""
         first = self._layers[0].norm
         rows: torch.Tensor | ops.Fp8Rows = residual if first is None else first.rows(residual)
-        norms = (*self._later_norms, self._norm if inputs.sampled_rows is None else None)
+        norms = (*self._later_norms, self._norm)
         caches = (None,) * len(norms) if kv_caches is None else kv_caches
         for layer, kv_cache, next_norm in zip(self._layers, caches, norms, strict=True):
             before_layer()
-            rows, residual = layer(rows, residual, inputs, kv_cache, next_norm)
+            wanted = inputs.sampled_rows if layer is self._layers[-1] else None
+            rows, residual = layer(rows, residual, inputs, kv_cache, next_norm, wanted)
         return _plain(rows)
 
     def logits(self, hidden: torch.Tensor, *, wide: bool = True) -> torch.Tensor:

@@ -79,11 +79,11 @@ def compiling(what: str, progress: Callable[[float], None] = lambda _: None) -> 
 
 @torch.inference_mode()
 def run_largest_step(decoder: PagedDecoder, limits: SchedulerLimits, *, max_guesses: int = 0) -> None:
-    """One pass over as many rows as a step may have, and the logits of as many as may sample: what memory was planned for. The
-    cache must be empty; what is left there is nobody's."""
+    """One pass over as many rows as a step may have, all of them wanted, and the logits of as many as may sample: what memory
+    was planned for. The cache must be empty; what is left there is nobody's."""
     max_tokens, max_len = limits.max_num_batched_tokens, limits.max_model_len
     lengths = [min(max_len, max_tokens - first) for first in range(0, max_tokens, max_len)]
-    hidden = decoder.forward(decoder.prepare([_row(length, limits.block_size) for length in lengths]))
+    hidden = decoder.forward(decoder.prepare([_row(length, limits.block_size, wants_all=True) for length in lengths]))
     sampled = torch.arange(min(max_tokens, limits.max_num_seqs + max_guesses), device=hidden.device) % len(lengths)
     decoder.logits(hidden.index_select(0, sampled))
 
@@ -113,7 +113,7 @@ def compile_steps(decoder: PagedDecoder, limits: SchedulerLimits, *, max_guesses
             decoder.logits(decoder.forward(decoder.prepare([*decodes, _row(2, block_size)])), wide=False)
     for size in sorted(sizes):
         if size > max_seqs:
-            rows = [_row(min(room, size - first), block_size, has_guesses=True) for first in range(0, size, room)]
+            rows = [_row(min(room, size - first), block_size, wants_all=True) for first in range(0, size, room)]
             decoder.logits(decoder.forward(decoder.prepare(rows)), wide=False)
     _compile_texts(decoder, room)
 
@@ -142,6 +142,6 @@ def compile_float32_logits(vocab_size: int, device: torch.device) -> None:
     prompt_logprobs(logits, [0], 1)
 
 
-def _row(num_tokens: int, block_size: int, *, start: int = 0, has_guesses: bool = False) -> InputRow:
-    outputs = range(num_tokens) if has_guesses else (num_tokens - 1,)
+def _row(num_tokens: int, block_size: int, *, start: int = 0, wants_all: bool = False) -> InputRow:
+    outputs = range(num_tokens) if wants_all else (num_tokens - 1,)
     return InputRow([0] * num_tokens, start, range(-(-(start + num_tokens) // block_size)), outputs)

@@ -85,9 +85,10 @@ def test_norms_and_activations_make_the_rows_of_products_with_weights_in_8_bits(
     if device.type != "cpu":
         pytest.skip("on a GPU the kernels serve, and bench/gpu.sh compares what they say")
     hidden, attended, inner = 64, 128, 96
-    make_model("llama", folder / "fp8", num_hidden_layers=2, hidden_size=hidden, num_attention_heads=8, head_dim=16,
+    make_model("llama", folder / "fp8", num_hidden_layers=3, hidden_size=hidden, num_attention_heads=8, head_dim=16,
                intermediate_size=inner)  # fmt: skip
-    assert widths_rounded_alone(small_engine, folder / "fp8", "cpu") == {inner: 2, attended: 2, hidden: 4}
+    # Behind the attention of the last layer there are few rows.
+    assert widths_rounded_alone(small_engine, folder / "fp8", "cpu") == {inner: 2, attended: 2, hidden: 5}
     assert widths_rounded_alone(overlapped_engine, folder / "fp8", "cuda") == {attended: 2}
 
 

@@ -1,0 +1,79 @@
+"""Behind the attention of the last layer only the rows whose hidden states are wanted are computed, with the same results."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from engine.runner.input_rows import InputRow
+from engine.runner.paged_decoder import PagedDecoder
+from tests.support.engines import small_engine
+from tests.support.tiny_models import make_model
+
+FAMILIES = ("llama", "gemma2", "qwen3_moe", "granite")
+BLOCK_SIZE = 16
+LENGTHS = (1, 9, 1, 40)
+"""Tokens of the rows: decodes and chunks."""
+
+
+@pytest.fixture(params=FAMILIES)
+def decoder(request: pytest.FixtureRequest, tmp_path: Path) -> PagedDecoder:
+    make_model(request.param, tmp_path)
+    engine = small_engine(tmp_path, num_kv_blocks=16, kv_cache_bytes=None, block_size=BLOCK_SIZE)
+    return engine.runner._target  # type: ignore[attr-defined,no-any-return]
+
+
+def rows(outputs: Sequence[Sequence[int]]) -> list[InputRow]:
+    """Of LENGTHS tokens, with these outputs."""
+    made, block = [], 0
+    for length, wanted in zip(LENGTHS, outputs, strict=True):
+        blocks = -(-length // BLOCK_SIZE)
+        made.append(InputRow([(7 * block + i) % 50 for i in range(length)], 0, range(block, block + blocks), wanted))
+        block += blocks
+    return made
+
+
+def computed(decoder: PagedDecoder, outputs: Sequence[Sequence[int]]) -> tuple[torch.Tensor, list[torch.Tensor]]:
+    """Hidden states, and what the caches hold then."""
+    for cache in decoder.kv_caches:
+        cache.zero_()
+    with torch.inference_mode():
+        hidden = decoder.forward(decoder.prepare(rows(outputs)))
+    return hidden, [cache.clone() for cache in decoder.kv_caches]
+
+
+EVERYTHING = [range(length) for length in LENGTHS]
+
+
+@pytest.mark.parametrize("outputs", [[(0,), (8,), (0,), (39,)], [(0,), (), (), (39, 3)], [(), (), (), (5,)], [()] * 4])
+def test_hidden_states_and_caches_are_those_of_a_pass_that_wants_all(
+    decoder: PagedDecoder, outputs: list[tuple[int, ...]]
+) -> None:
+    hidden, caches = computed(decoder, outputs)
+    everything, all_caches = computed(decoder, EVERYTHING)
+    firsts = [sum(LENGTHS[:row]) for row in range(len(LENGTHS))]
+    wanted = [first + output for first, of_row in zip(firsts, outputs, strict=True) for output in of_row]
+    assert torch.equal(hidden, everything[wanted])
+    assert all(torch.equal(cache, whole) for cache, whole in zip(caches, all_caches, strict=True))
+
+
+def test_the_last_layer_computes_no_other_rows_behind_its_attention(
+    decoder: PagedDecoder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: list[int] = []
+    layers = decoder._decoder._layers
+    for layer in layers:
+        mlp = layer._mlp
+
+        def noted(x: torch.Tensor, *others: Any, mlp: Any = mlp) -> torch.Tensor:
+            seen.append(len(x))
+            result: torch.Tensor = mlp(x, *others)
+            return result
+
+        monkeypatch.setattr(layer, "_mlp", noted)
+    computed(decoder, [(0,), (), (0,), (39,)])
+    assert seen == [sum(LENGTHS)] * (len(layers) - 1) + [3]
