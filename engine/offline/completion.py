@@ -54,13 +54,18 @@ class Answer:
     def take(self, event: TokenEvent) -> None:
         """Take over one event of the engine; tokens behind a stop string are nobody's."""
         self.last = event
-        taken = len(event.token_ids)
-        if self._text is not None:
-            piece, taken = self._text.push(event.token_ids, ends_by_token=event.finish_reason is FinishReason.STOP)
-            self._pieces.append(piece)
-        self.token_ids += event.token_ids[:taken]
+        taken = self.take_tokens(event.token_ids, ends_by_token=event.finish_reason is FinishReason.STOP)
         self.logprobs += (event.logprobs or [])[:taken]
         self.num_accepted_draft_tokens += max(0, taken - 1)
+
+    def take_tokens(self, token_ids: list[int], *, ends_by_token: bool = False) -> int:
+        """How many of them are the answer's."""
+        taken = len(token_ids)
+        if self._text is not None:
+            piece, taken = self._text.push(token_ids, ends_by_token=ends_by_token)
+            self._pieces.append(piece)
+        self.token_ids += token_ids[:taken]
+        return taken
 
     def text(self, tokenizer: Tokenizer | None, end_ids: Collection[int]) -> str:
         """Without the stop string or end token that ended it."""
@@ -123,9 +128,22 @@ class Completion:
         if not event.index:
             self._prompt_logprobs += event.prompt_logprobs or []
         answer.take(event)
-        if answer.has_ended() and all(other.has_ended() for other in self._answers):
+        return self._notes_end(answer) and event.finish_reason is None
+
+    def take_token(self, index: int, token_id: int) -> bool:
+        """As `take`, of an answer that merely goes on with one more token: nearly all that a step says."""
+        answer = self._answers[index]
+        if answer.has_ended():
+            return False
+        answer.take_tokens([token_id])
+        return self._notes_end(answer)
+
+    def _notes_end(self, answer: Answer) -> bool:
+        """Whether it has ended, and perhaps the request with it."""
+        has_ended = answer.has_ended()
+        if has_ended and all(other.has_ended() for other in self._answers):
             self._finished_s = time.monotonic()
-        return answer.has_ended() and event.finish_reason is None
+        return has_ended
 
     def result(self) -> RequestOutput:
         """The finished request. Calling it earlier is a bug."""

@@ -282,10 +282,13 @@ def _run(engine: Engine, completions: Sequence[Completion], progress: Progress) 
 
 
 def _step(engine: Engine, by_id: Mapping[str, Completion], progress: Progress) -> None:
-    for event in engine.step():
-        completion = by_id[event.request_id]
-        if completion.take(event):
+    happened = engine.step_in_columns()
+    for event in happened.others:
+        if by_id[event.request_id].take(event):
             engine.abort_answer(event.request_id, event.index)
+    for request_id, index, token_id in happened.decoded:
+        if by_id[request_id].take_token(index, token_id):
+            engine.abort_answer(request_id, index)
     if progress.is_due:
         progress.show(sum(completion.is_finished for completion in by_id.values()), **_num_tokens(by_id.values()))
 

@@ -157,6 +157,20 @@ def test_tokens_behind_a_stop_string_are_nobodys(tokenizer: Tokenizer) -> None:
     assert made.take(event(ids)) is False, "an answer that has ended takes no more"
 
 
+def test_tokens_that_come_without_an_event_of_their_own_make_the_same_answers(tokenizer: Tokenizer) -> None:
+    first, second, *others = tokenizer.encode("xaEND")
+    one_by_one, by_events = (completion(tokenizer, n=2, stop=["EN"]) for _ in range(2))
+    for made in (one_by_one, by_events):
+        assert not made.take(event([first], index=1))
+        made.take(event([first, 2], index=0, finish_reason=FinishReason.STOP))
+    for token_id in (second, *others):
+        assert one_by_one.take_token(1, token_id) == by_events.take(event([token_id], index=1))
+    assert not one_by_one.take_token(1, first), "an answer that has ended takes no more"
+    assert one_by_one.is_finished
+    assert one_by_one.result().outputs == by_events.result().outputs
+    assert one_by_one.result().outputs[1].text == "xa"
+
+
 def test_what_was_held_back_belongs_to_an_answer_that_no_stop_string_ended(tokenizer: Tokenizer) -> None:
     made = completion(tokenizer, stop=["END"])
     output = finished(made, event(tokenizer.encode("xEN"), finish_reason=FinishReason.LENGTH))

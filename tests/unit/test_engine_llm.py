@@ -21,7 +21,7 @@ from engine.errors import EngineBroken, EngineConfigError, EngineError, PromptEr
 from engine.grammar.compile_lines import CompileLines
 from engine.offline.collector import OLDER_PER_FULL
 from engine.options import LIMITS, EngineOptions
-from engine.protocol import TokenEvent
+from engine.scheduling.token_events import StepEvents
 from tests.support.tiny_models import greedy, make_model
 from tests.support.tiny_tokenizer import VOCAB_SIZE, write_tokenizer
 
@@ -267,13 +267,13 @@ def test_full_collections_are_rare_while_a_call_runs_and_as_the_script_wants_the
     full: int, inside: int, llm: LLM, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     engine, seen = llm._generator(), set[int]()
-    step, (young, older, before) = engine.step, gc.get_threshold()
+    step, (young, older, before) = engine.step_in_columns, gc.get_threshold()
 
-    def noted_step() -> list[TokenEvent]:
+    def noted_step() -> StepEvents:
         seen.add(gc.get_threshold()[2])
         return step()
 
-    monkeypatch.setattr(engine, "step", noted_step)
+    monkeypatch.setattr(engine, "step_in_columns", noted_step)
     gc.set_threshold(young, older, full)
     try:
         llm.generate([[1, 2, 3]], GREEDY)
@@ -289,7 +289,7 @@ def test_an_interrupted_call_leaves_an_engine_that_goes_on(llm: LLM, monkeypatch
     before = llm.generate("abc", GREEDY)[0].outputs[0].token_ids
     engine = llm._engine
     assert engine is not None
-    steps = iter([engine.step, engine.step])
+    steps = iter([engine.step_in_columns, engine.step_in_columns])
 
     def interrupted() -> Any:
         step = next(steps, None)
@@ -298,7 +298,7 @@ def test_an_interrupted_call_leaves_an_engine_that_goes_on(llm: LLM, monkeypatch
         return step()
 
     with monkeypatch.context() as patched:
-        patched.setattr(engine, "step", interrupted)
+        patched.setattr(engine, "step_in_columns", interrupted)
         with pytest.raises(KeyboardInterrupt):
             llm.generate(["abc", "def"], SamplingParams(n=3, max_tokens=50, ignore_eos=True))
     assert not engine.has_requests
@@ -355,7 +355,7 @@ def test_a_second_interrupt_does_not_wait_and_leaves_an_engine_that_goes_on(llm:
 @pytest.mark.parametrize(
     ("place", "error", "message"),
     [
-        ("step", EngineBroken("blocks cannot be moved"), "must be made anew: blocks cannot be moved"),
+        ("step_in_columns", EngineBroken("blocks cannot be moved"), "must be made anew: blocks cannot be moved"),
         ("abort_all", AssertionError("a block was lost"), "KeyboardInterrupt came within a step, .*: a block was lost"),
     ],
 )
@@ -365,7 +365,7 @@ def test_an_llm_whose_engine_is_out_of_order_takes_no_more_work(
     llm = LLM(model, **SMALL)
     assert llm._engine is not None
     with monkeypatch.context() as patched:
-        patched.setattr(llm._engine, "step", Mock(side_effect=KeyboardInterrupt))
+        patched.setattr(llm._engine, "step_in_columns", Mock(side_effect=KeyboardInterrupt))
         patched.setattr(llm._engine, place, Mock(side_effect=error))
         with pytest.raises((EngineBroken, KeyboardInterrupt)):
             llm.generate("abc", GREEDY)
