@@ -7,11 +7,12 @@ several places in one tensor, so nothing is held twice. Missing, unexpected and 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -135,12 +136,19 @@ def stored_names(directory: Path) -> set[str]:
     """Names of all tensors in the files of a model directory. Raises `WeightsError`."""
     names: set[str] = set()
     for path in weight_files(directory):
-        try:
-            with safe_open(path, framework="pt") as tensors:
-                names.update(tensors.keys())
-        except (SafetensorError, OSError) as error:
-            raise _unreadable(path, error) from error
+        with _opened(path) as tensors:
+            names.update(tensors.keys())
     return names
+
+
+@contextmanager
+def _opened(path: Path) -> Iterator[Any]:
+    """The tensors of one file. What cannot be read of it, now or inside the block, is raised as `WeightsError`."""
+    try:
+        with safe_open(path, framework="pt") as tensors:
+            yield tensors
+    except (SafetensorError, OSError) as error:
+        raise _unreadable(path, error) from error
 
 
 def _read_ahead(paths: Sequence[Path]) -> None:
@@ -162,21 +170,18 @@ def load_weights(directory: Path, plan: WeightPlan, *, progress: Callable[[float
     twins: dict[str, torch.Tensor] = {}
     files = weight_files(directory)
     for number, path in enumerate(files):
-        try:
+        with _opened(path) as tensors:
             _read_ahead(files[number : number + 2])
-            with safe_open(path, framework="pt") as tensors:
-                for stored in tensors.keys():  # noqa: SIM118 - not a mapping
-                    name = plan.name_of(stored)
-                    if name in seen:
-                        raise WeightsError(f"{path.name}: tensor {stored} stands in two files")
-                    seen.add(name)
-                    if name in plan.twins:
-                        twins[name] = tensors.get_tensor(stored)
-                    elif not _take(plan, name, partial(tensors.get_tensor, stored), path):
-                        unexpected.append(stored)
-                    progress(min(1.0, len(seen) / max(1, len(plan.places))))
-        except (SafetensorError, OSError) as error:
-            raise _unreadable(path, error) from error
+            for stored in tensors.keys():  # noqa: SIM118 - not a mapping
+                name = plan.name_of(stored)
+                if name in seen:
+                    raise WeightsError(f"{path.name}: tensor {stored} stands in two files")
+                seen.add(name)
+                if name in plan.twins:
+                    twins[name] = tensors.get_tensor(stored)
+                elif not _take(plan, name, partial(tensors.get_tensor, stored), path):
+                    unexpected.append(stored)
+                progress(min(1.0, len(seen) / max(1, len(plan.places))))
     _check_complete(directory, plan, seen, unexpected)
     for name, tensor in twins.items():
         _check_twin(plan, name, tensor)
