@@ -6,6 +6,7 @@ Rows that need none may choose anything. All tokens before a row's own must be k
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 
 import torch
 
@@ -18,17 +19,13 @@ from engine.sampling.logits_rules import SampledRow
 from engine.scheduling.scheduled_batch import ScheduledRequest
 from kernels import ops
 
-MasksUnderWay = Callable[[], StepMasks]
-"""Masks that are being filled."""
-
-
-def masked_rows(items: Sequence[ScheduledRequest], needs: SamplingNeeds) -> list[SampledRow]:
-    """The rows that wait for masks, as the step was planned: its items move on."""
-    return [SampledRow(items[row].request, items[row].start + items[row].num_tokens) for row in needs.masked]
+FillMasks = Callable[[int], tuple[torch.Tensor, dict[int, GrammarError]]]
+"""Makes the masks of a step of so many rows: [rows, ceil(V / 32)] int32, bit b of word w allows token 32 w + b; and says why a
+row has none, by row."""
 
 
 class RowMasks:
-    """Of one engine. One thread calls everything."""
+    """The masks of one engine's steps. One thread calls everything."""
 
     def __init__(self, host: HostMasks, device: torch.device, *, begins_early: bool) -> None:
         """`begins_early`: the tokens that masks depend on are known when a step is launched, and nobody ends meanwhile."""
@@ -37,17 +34,21 @@ class RowMasks:
         self._staging = Staging(device)
         self._device = device
 
-    def begin(self, rows: Sequence[SampledRow]) -> MasksUnderWay | None:
-        """What the host forbids, filled while the step is computed, where that can begin when it is launched."""
-        return self._host.begin(rows) if rows and self._begins_early else None
+    def begin(self, items: Sequence[ScheduledRequest], needs: SamplingNeeds) -> FillMasks | None:
+        """What makes the masks of a step when the tokens before its rows are known; None if no row waits for a mask.
 
-    def fill(
-        self, num_rows: int, masked: Sequence[int], rows: Sequence[SampledRow], begun: MasksUnderWay | None
-    ) -> tuple[torch.Tensor, dict[int, GrammarError]]:
-        """Masks of the `num_rows` rows of a step: those of `rows` stand at `masked`. And why there are none.
-
-        → [num_rows, ceil(V / 32)] int32, bit b of word w allows token 32 w + b
+        `items[i]` is that of row i. With `begins_early` the host fills the masks from now on, while the step is computed.
         """
+        if not needs.masked:
+            return None
+        rows = [SampledRow(items[row].request, items[row].start + items[row].num_tokens) for row in needs.masked]
+        begun = self._host.begin(rows) if self._begins_early else None
+        return partial(self._fill, needs.masked, rows, begun)
+
+    def _fill(
+        self, masked: Sequence[int], rows: Sequence[SampledRow], begun: Callable[[], StepMasks] | None, num_rows: int
+    ) -> tuple[torch.Tensor, dict[int, GrammarError]]:
+        """`rows` are as the step was planned, because its items move on; they stand at `masked` among its `num_rows` rows."""
         live = [index for index, row in enumerate(rows) if not row.request.is_finished]
         filled = self._host.fill([rows[index] for index in live]) if begun is None else begun()
         masks = torch.full((num_rows, filled.rows.shape[1]), -1, dtype=torch.int32, device=self._device)

@@ -31,7 +31,7 @@ from engine.runner.launched_step import Choosing, LaunchedStep
 from engine.runner.model_runner import ModelRunner
 from engine.runner.paged_decoder import PagedDecoder
 from engine.runner.ready_steps import NO_INPUTS, NO_ROWS, ReadySteps
-from engine.runner.row_masks import MasksUnderWay, RowMasks, masked_rows
+from engine.runner.row_masks import FillMasks, RowMasks
 from engine.runner.rows import FIRST, UNKNOWN, SampledRows, guess_places, input_row, scored_positions, unknown_places
 from engine.runner.slots import NOTHING, SlotState, SlotTable
 from engine.runner.staging import Fetch, FetchedAtOnce, Staging, TokenReturn
@@ -40,12 +40,14 @@ from engine.runner.warm_up import compiles_at_first_use, compiling
 from engine.sampling import scores
 from engine.sampling.columns import ColumnSampler, Kind, SamplingNeeds
 from engine.sampling.host_masks import HostMasks
-from engine.sampling.logits_rules import SampledRow
 from engine.sampling_params import TOP_LOGPROBS_MAX
 from engine.scheduling.scheduled_batch import BlockMoves, ScheduledRequest, StepOutput
 
 PlacedTokens = tuple[torch.Tensor, torch.Tensor]
 """Places among the tokens of a pass, and the tokens that stand there: [N] int64 each."""
+
+Choose = Callable[[torch.Tensor | None], Fetch]
+"""Chooses the tokens of a step whose logits are launched, as far as masks allow: [R, ceil(V / 32)] int32, None for all."""
 
 KINDS = (Kind(), Kind(greedy=True), Kind(weighs=True), Kind(counts=True), Kind(num_top=1))
 """What steps do in their own kernels, one way at a time: whatever else they do are these together."""
@@ -273,34 +275,17 @@ class SlotRunner:
         self, rows: Sequence[ScheduledRequest], size: int, kind: Kind | None, needs: SamplingNeeds, launched: LaunchedStep
     ) -> LaunchedStep:
         """A decode step whose inputs are written; `rows`: whose they are."""
-        masked = masked_rows(rows, needs) if needs.masked else []
-        begun = self._masks.begin(masked)
+        fill = self._masks.begin(rows, needs)
         self._steps.run(size, kind, has_guesses=bool(launched.depths))
         launched.scored = needs.scored
         sends_inputs = bool(launched.depths) and launched.inputs is None
-        if needs.masked:
-            launched.choice = partial(self._choose_decodes, len(rows), size, needs, masked, begun, sends_inputs=sends_inputs)
-        else:
-            if kind is None:
-                self._step.choose(size, needs.kind)
-            launched.fetch = self._fetch(len(rows), needs.kind, sends_inputs=sends_inputs)
-        return launched
 
-    @torch.inference_mode()
-    def _choose_decodes(
-        self,
-        num_rows: int,
-        size: int,
-        needs: SamplingNeeds,
-        rows: Sequence[SampledRow],
-        begun: MasksUnderWay | None,
-        *,
-        sends_inputs: bool,
-    ) -> Choosing:
-        """The rest of a step that ends with its logits."""
-        masks, errors = self._masks.fill(size, needs.masked, rows, begun)
-        self._step.choose(size, needs.kind, masks)
-        return self._fetch(num_rows, needs.kind, sends_inputs=sends_inputs), errors
+        def choose(masks: torch.Tensor | None) -> Fetch:
+            if kind is None:
+                self._step.choose(size, needs.kind, masks)
+            return self._fetch(len(rows), needs.kind, sends_inputs=sends_inputs)
+
+        return self._begin_choice(launched, choose, size, fill)
 
     def _fetch(self, num_rows: int, kind: Kind, *, sends_inputs: bool = False) -> Fetch:
         """What the decode step leaves, and what it began with where the host does not know that."""
@@ -321,8 +306,7 @@ class SlotRunner:
             slots = self._slots.update(chosen)
         choosing = SampledRows.of(chosen, slots)
         needs = self._sampler.needs(choosing.slots)
-        masked = masked_rows(choosing.items, needs) if needs.masked else []
-        begun = self._masks.begin(masked)
+        fill = self._masks.begin(choosing.items, needs)
         rows = [input_row(item) for item in items]
         unknown = self._last_tokens(rows, dict(zip(sampling, slots, strict=True)))
         launched = LaunchedStep(len(items), len(choosing.slots), sampling, depths=choosing.depths, inputs=choosing.tokens)
@@ -342,11 +326,7 @@ class SlotRunner:
         logits = self._target.logits(hidden, wide=False)
         choose = partial(self._choose_rows, logits, where, inputs, needs.kind)
         launched.scored = needs.scored
-        if masked:
-            launched.choice = partial(self._choose_masked, choose, len(logits), needs.masked, masked, begun)
-        else:
-            launched.fetch = choose(None)
-        return launched
+        return self._begin_choice(launched, choose, len(logits), fill)
 
     def _guess(self, rows: SampledRows) -> torch.Tensor:
         """The guesses of a draft model for requests whose slots are current: [Σ depths] int64"""
@@ -370,16 +350,17 @@ class SlotRunner:
         self._state.advance(slots, chosen.tokens)
         return self._return.send(chosen.tokens, chosen.scores, inputs=inputs)
 
+    def _begin_choice(self, launched: LaunchedStep, choose: Choose, num_rows: int, fill: FillMasks | None) -> LaunchedStep:
+        """Choose the tokens of a step: now, or, if rows wait for masks, when the step is completed."""
+        if fill is None:
+            launched.fetch = choose(None)
+        else:
+            launched.choice = partial(self._choose_masked, choose, num_rows, fill)
+        return launched
+
     @torch.inference_mode()
-    def _choose_masked(
-        self,
-        choose: Callable[[torch.Tensor], Fetch],
-        num_rows: int,
-        masked: Sequence[int],
-        rows: Sequence[SampledRow],
-        begun: MasksUnderWay | None,
-    ) -> Choosing:
-        masks, errors = self._masks.fill(num_rows, masked, rows, begun)
+    def _choose_masked(self, choose: Choose, num_rows: int, fill: FillMasks) -> Choosing:
+        masks, errors = fill(num_rows)
         return choose(masks), errors
 
 
