@@ -194,19 +194,8 @@ class Shapes:
         return Listed(tuple(int(value) if is_whole else value for value in listed)) if listed else None
 
     def _texts(self, facts: Facts, excluded: list[Any]) -> Shape | None:
-        parts: list[Regex] = []
-        low, high = 0, None
-        for constraint, holds in facts:
-            value = constraint.value
-            if constraint.kind in ("min_length", "max_length"):
-                if (constraint.kind == "min_length") is holds:
-                    low = max(low, value if holds else value + 1)
-                elif not holds and value == 0:
-                    return None
-                else:
-                    high = min(high if high is not None else value, value if holds else value - 1)
-            elif constraint.kind in ("pattern", "format"):
-                parts.append(_text_rule(constraint, holds))
+        low, high = _limits(facts, "min_length", "max_length")
+        parts = [_text_rule(constraint, holds) for constraint, holds in facts if constraint.kind in ("pattern", "format")]
         if high is not None and high < low:
             return None
         parts.append(repeat(ANY_CHAR, low, high))
@@ -219,8 +208,8 @@ class Shapes:
         return language == NOTHING or (not is_plain(language) and self._is_nothing(language))
 
     def _array(self, facts: Facts, excluded: list[Any]) -> Shape | None:
-        groups = [c.value for c, _ in facts if c.kind == "items"]
-        broken = [c.value for c, _ in facts if c.kind == "at"]
+        groups: list[Items] = _values_of(facts, "items")
+        broken: list[tuple[int, Node]] = _values_of(facts, "at")
         low, high = _limits(facts, "min_items", "max_items")
         low = max([low, *(place + 1 for place, _ in broken)])
         if excluded:  # the empty one; others were taken apart before
@@ -236,7 +225,10 @@ class Shapes:
             return None
         if high is not None:
             first = first[:high]
-        counted = tuple(self._counted(c.value.node, c.value.holds, c) for c, _ in facts if c.kind == "contains")
+        counted = tuple(
+            Counted(((each.node, each.holds),), ((each.node, not each.holds),), each.low, each.high)
+            for each in _values_of(facts, "contains")
+        )
         if any(each.low and self.is_empty(term((*each.value, *others))) and not first for each in counted):
             return None
         rules = {holds for c, holds in facts if c.kind == "unique"}
@@ -246,11 +238,6 @@ class Shapes:
         if rules and (high is None or high > 1):
             unique = self._unique(facts, others if not first and not counted else None)
         return Array(tuple(first), others, low, high, counted, unique)
-
-    @staticmethod
-    def _counted(node: Node, holds: bool, constraint: Constraint) -> Counted:
-        contains = constraint.value
-        return Counted(((node, holds),), ((node, not holds),), contains.low, contains.high)
 
     @staticmethod
     def _item(groups: list[Items], broken: Any, place: int) -> Term:
@@ -267,19 +254,18 @@ class Shapes:
         return tuple(values)
 
     def _object(self, facts: Facts, excluded: list[Any]) -> Shape | None:
-        groups: list[tuple[Members, str]] = [(c.value, c.path) for c, _ in facts if c.kind == "members"]
-        pairs = tuple(c.value for c, _ in facts if c.kind == "pair")
+        groups: list[Members] = _values_of(facts, "members")
+        pairs: tuple[Pair, ...] = tuple(_values_of(facts, "pair"))
         low, high = _limits(facts, "min_members", "max_members")
         if excluded:  # the empty one; others were taken apart before
             low = max(low, 1)
-        demanded = [c.value for c, _ in facts if c.kind == "member"]
-        required = {c.value for c, holds in facts if c.kind == "required" and holds} | {name for name, _ in demanded}
-        absent = {c.value for c, holds in facts if c.kind == "required" and not holds}
+        demanded: list[tuple[str, Literal]] = _values_of(facts, "member")
+        required = {*_values_of(facts, "required", holds=True), *(name for name, _ in demanded)}
+        absent = {*_values_of(facts, "required", holds=False)}
         rules: list[Literal] = [(c.value, holds) for c, holds in facts if c.kind == "names"]
         allowed = self._allowed_names(facts)
-        mentioned = [c.value for c, _ in facts if c.kind == "required"]
-        listed = (*(n for group, _ in groups for n in group.named), *mentioned, *(n for n, _ in demanded), *(allowed or ()))
-        names = list(dict.fromkeys(listed))
+        mentioned = (*_values_of(facts, "required"), *(name for name, _ in demanded), *(allowed or ()))
+        names = list(dict.fromkeys((*(name for group in groups for name in group.named), *mentioned)))
         named: list[Member] = []
         try:
             for name in names:
@@ -293,10 +279,8 @@ class Shapes:
             others = () if allowed is not None or high == len(required) else self._others(groups, facts, names, pairs)
         except PatternError as error:
             raise refusal(_path_of(facts), f"a pattern with {error}") from error
-        sources = [set(group.named) for group, _ in groups if group.named and group.is_list]
-        left = [{member.name for member in named} - source for source in sources or [set()]]
-        any_order = all(left)
-        return self._checked_object(Object(tuple(named), others, low, high, pairs, any_order), len(required), facts)
+        found = Object(tuple(named), others, low, high, pairs, any_order=_no_list_has_all(named, groups))
+        return self._checked_object(found, len(required), facts)
 
     def _checked_object(self, found: Object, num_required: int, facts: Facts) -> Object | None:
         if found.high is not None and found.high < max(found.low, num_required):
@@ -314,7 +298,7 @@ class Shapes:
 
     def _allowed_names(self, facts: Facts) -> list[str] | None:
         """All names there can be, when `propertyNames` lists them."""
-        rules = term((c.value, True) for c, _ in facts if c.kind == "names")
+        rules = term((schema, True) for schema in _values_of(facts, "names"))
         if not rules:
             return None
         listed: list[str] = []
@@ -326,12 +310,12 @@ class Shapes:
         return listed
 
     def _others(
-        self, groups: list[tuple[Members, str]], facts: Facts, names: list[str], pairs: tuple[Pair, ...]
+        self, groups: list[Members], facts: Facts, names: list[str], pairs: tuple[Pair, ...]
     ) -> tuple[OtherMembers, ...]:
         """Names beyond the named ones, by the patterns and pairs they meet, on which the schemas of their values depend."""
-        rules = term((c.value, True) for c, _ in facts if c.kind == "names")
+        rules = term((schema, True) for schema in _values_of(facts, "names"))
         start = self.texts(rules) if rules else ANYTHING
-        patterns = list(dict.fromkeys(pattern for group, _ in groups for pattern, _ in group.patterned))
+        patterns = list(dict.fromkeys(pattern for group in groups for pattern, _ in group.patterned))
         classes: list[tuple[Regex, frozenset[str | int]]] = [(start, frozenset())]
         tests: list[tuple[str | int, Regex, Regex]] = [
             (pattern, search_language(pattern), no(search_language(pattern, wide=True))) for pattern in patterns
@@ -344,7 +328,7 @@ class Shapes:
                 raise refusal(_path_of(facts, "members"), f"patterns that overlap in more than {NAME_CLASSES_MAX} ways")
         found = []
         for language, met in classes:
-            value = term((node, True) for group, _ in groups for node in _nodes_met(group, met))
+            value = term((node, True) for group in groups for node in _nodes_met(group, met))
             taken = [literal(name) for name in names if matches(language, name)]
             free = both(language, no(alt(*taken))) if taken else language
             if not self.is_empty(value) and not (taken and language != ANYTHING and self.is_nothing(free)):
@@ -352,8 +336,19 @@ class Shapes:
         return tuple(found)
 
 
-def _met(groups: list[tuple[Members, str]], name: str) -> list[Literal]:
-    return [(node, True) for group, _ in groups for node in nodes_of(group, name)]
+def _values_of(facts: Facts, kind: str, *, holds: bool | None = None) -> list[Any]:
+    """The values of the constraints of a kind: of all of them, or of those that must hold, or must not."""
+    return [constraint.value for constraint, is_wanted in facts if constraint.kind == kind and holds in (None, is_wanted)]
+
+
+def _no_list_has_all(named: list[Member], groups: list[Members]) -> bool:
+    """Whether no `properties` of the schema lists all of these names, which would then come in its order."""
+    lists = [set(group.named) for group in groups if group.named and group.is_list]
+    return all(any(member.name not in listed for member in named) for listed in lists or [set[str]()])
+
+
+def _met(groups: list[Members], name: str) -> list[Literal]:
+    return [(node, True) for group in groups for node in nodes_of(group, name)]
 
 
 def _nodes_met(group: Members, met: frozenset[str | int]) -> list[Node]:
