@@ -83,8 +83,8 @@ class LoadedModel:
 
 @dataclass(frozen=True, slots=True)
 class CachedModels:
-    """The models with their caches, and the runner that needs no slots. `asks_host`: a model does within a step, so that
-    `mode` has no graphs."""
+    """The models with their caches, and the plain runner over them. `asks_host`: a model waits for the host within a step,
+    so that no step can be captured, and `mode` has no graphs."""
 
     plan: MemoryPlan
     target: PagedDecoder
@@ -105,15 +105,16 @@ class CachedModels:
 
     @property
     def has_no_graphs(self) -> bool:
-        """Whether a model keeps steps from being captured, and not a switch."""
+        """Whether steps are launched ahead but not captured, because a model asks the host: not because of a switch."""
         return self.asks_host and self.mode.launches_ahead
 
 
 def build_engine(
     options: EngineOptions, *, progress: Callable[[float], None] = lambda _: None, has_one_caller: bool = False
 ) -> Engine:
-    """Load the model and allocate its cache. Raises `ModelError` or `EngineConfigError`; `progress` gets 0 … 1, of which a
-    device that compiles its kernels gets the last part for them. With `has_one_caller` any number of grammars may wait."""
+    """Load the model and allocate its cache. Raises `ModelError` or `EngineConfigError`; `progress` is called
+    with 0 … 1; where kernels are compiled at the start, the last part is theirs. With `has_one_caller` any number of grammars
+    may wait."""
     times = StartTimes()
     torch.set_num_threads(options.threads or default_threads())
     resolved = ResolvedOptions.of(options)
@@ -181,7 +182,7 @@ def _with_caches(resolved: ResolvedOptions, model: LoadedModel, draft: LoadedMod
 
 
 def _over_slots(resolved: ResolvedOptions, cached: CachedModels, limits: SchedulerLimits, meter: MemoryMeter) -> SlotRunner:
-    """The runner that launches steps over slots, with those ready that few requests need."""
+    """Make the runner that launches steps over slots, with the steps ready that a few requests need."""
     meter.begin_slots()
     ahead = make_slot_runner(
         cached.runner, cached.target, cached.masks, limits, resolved.device, cached.mode,
@@ -195,7 +196,7 @@ def _over_slots(resolved: ResolvedOptions, cached: CachedModels, limits: Schedul
 def _measured_speed(
     resolved: ResolvedOptions, cached: CachedModels, model: LoadedModel, limits: SchedulerLimits, ahead: SlotRunner | None
 ) -> MeasuredSpeed:
-    """Of decodes and of what verifies guesses as they will be run, and of chunks of prompts."""
+    """Time the loaded models: decodes and the verification of guesses in the way they will be run, and chunks of prompts."""
     options = resolved.options
     speed = measure_speed(
         resolved.config,
@@ -218,7 +219,7 @@ def _measured_speed(
 
 
 def _ask_for_kernels(cached: CachedModels, limits: SchedulerLimits, options: EngineOptions) -> None:
-    """Those of all steps."""
+    """Launch one step of each kind: within `compiling` that asks for their kernels and runs nothing."""
     for decoder in cached.decoders:
         compile_steps(decoder, limits, max_guesses=options.max_guesses)
     cached.mover.compile()
@@ -230,14 +231,14 @@ def _ask_for_kernels(cached: CachedModels, limits: SchedulerLimits, options: Eng
 
 
 def _mode_words(cached: CachedModels, ahead: SlotRunner | None) -> str:
-    """How steps are run, and what keeps them from a faster way."""
+    """How steps are run, in words, and what keeps them from a faster way."""
     if cached.mode is StepMode.RECORDED and ahead is not None and not ahead.is_recorded:
         return f"over slots ({NOT_RECORDED})"
     return f"{cached.mode} ({NO_GRAPHS})" if cached.has_no_graphs else cached.mode
 
 
 def _tell_start(info: EngineInfo, runner: str, times: StartTimes) -> None:
-    """In the log, which those who build an engine in their own process read too."""
+    """Log what was started, how long it took and where memory went; scripts that build an engine themselves read it too."""
     log.info("started model=%s runner=%s seats=%d %s", info.model, runner, info.max_num_seqs, times)
     log.info("memory: %s", format_parts(info.memory))
     if info.memory_note is not None:

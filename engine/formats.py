@@ -67,7 +67,7 @@ def computed_dtype(wanted: str, stored: str, device_type: str) -> str:
 
 
 def has_fp8(capability: tuple[int, int] | None) -> bool:
-    """None is a CPU: it decodes fp8 in its registers."""
+    """Whether a GPU of this compute capability computes with fp8. None is a CPU, which decodes fp8 in its registers."""
     return capability is None or capability >= FP8_CAPABILITY
 
 

@@ -63,7 +63,7 @@ class Engine:
         overlap: AheadRunner | None = None,
     ) -> None:
         """`step_budget` is told how long steps took; it should be the scheduler's. Without `grammars` no request may ask for
-        a form of its answer. `overlap` is `runner` again, if steps are to overlap."""
+        structured output. `overlap` is `runner` again, if steps are to overlap."""
         self.info = info
         self._scheduler = scheduler
         self._runner = runner
@@ -131,7 +131,7 @@ class Engine:
         return [self._end(request, FinishReason.ABORTED) for request in answers]
 
     def abort_all(self) -> list[TokenEvent]:
-        """End everything that is live, also where an interrupt has left a step: those under way are nobody's from now on."""
+        """End everything that is live, also after an interrupt within a step: results of steps under way are dropped."""
         self._scheduler.abandon_steps()
         if self._overlapped is not None:
             self._under_way = None
@@ -287,7 +287,8 @@ class Engine:
             raise EngineBroken(f"{self._failed_steps} steps in a row failed for every request, and for a probe")
 
     def _device_works(self) -> bool:
-        """The applied step gave its blocks back, so the probe finds one unless others live, who will tell in their turn."""
+        """Whether one harmless token can be computed. It needs a free block: the failed requests gave theirs back, and where
+        others hold them all, it counts as working, because their own steps will tell."""
         with self._scheduler.probe() as item:
             return item is None or run_isolated(self._runner, [item])[0].error is None
 
@@ -311,7 +312,7 @@ class Engine:
         return [only_event(request, FinishReason.DEADLINE) for request in late]
 
     def _enqueue(self, answers: Sequence[Request]) -> None:
-        """The first of them computes the prompt, the others share it."""
+        """Queue the answers of a request: the first computes the prompt, the others share it."""
         self._scheduler.add(answers[0])
         for request in answers[1:]:
             request.forked_from = answers[0]

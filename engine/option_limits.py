@@ -14,7 +14,7 @@ THREADS_PER_CORE_MAX = 16
 
 @dataclass(frozen=True, slots=True)
 class Limit:
-    """`holds` of a value that may be. `words` follow the option's name where one may not."""
+    """`holds` tells whether a value is allowed. Where it is not, `words` follow the option's name in the error."""
 
     holds: Callable[[Any], bool]
     words: str

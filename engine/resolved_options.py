@@ -67,7 +67,7 @@ class ResolvedOptions:
         return resolved
 
     def memory_plan(self, available_bytes: int) -> MemoryPlan:
-        """Of so many bytes for the KV cache. Raises `EngineConfigError`."""
+        """Divide so many bytes of KV cache into blocks. Raises `EngineConfigError`."""
         size, draft = self.kv_dtype.itemsize, self.draft
         plan = plan_memory(self.config, self.options, element_bytes=size, available_bytes=available_bytes, draft=draft)
         if draft is not None:
@@ -75,7 +75,7 @@ class ResolvedOptions:
         return plan
 
     def scheduler_limits(self, plan: MemoryPlan) -> SchedulerLimits:
-        """Raises `EngineConfigError`."""
+        """The bounds of scheduling over a cache of this plan. Raises `EngineConfigError`."""
         options, device = self.options, self.device.type
         return SchedulerLimits(
             max_num_seqs=options.seats(device),
@@ -88,7 +88,7 @@ class ResolvedOptions:
 def _draft_config(
     options: EngineOptions, target: ModelConfig, dtype: str, capability: tuple[int, int] | None
 ) -> ModelConfig | None:
-    """Of the draft model, where one guesses. It is loaded as it is stored, whatever the target is quantised to."""
+    """The configuration of the draft model, if one guesses. It is loaded as stored, whatever the target is quantised to."""
     if options.draft_model is None:
         return None
     draft = load_model_config(options.draft_model)

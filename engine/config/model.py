@@ -89,12 +89,12 @@ class ModelConfig:
 
     @property
     def kv_numbers_per_token(self) -> int:
-        """Keys and values of one token, in all layers."""
+        """How many numbers one token has in the cache, in all layers."""
         return kv_numbers_per_token(self.num_layers, self.num_kv_heads, self.head_dim)
 
 
 def kv_numbers_per_token(num_layers: int, num_kv_heads: int, head_dim: int) -> int:
-    """Of a key and a value for each head that has some, in every layer."""
+    """How many numbers one token has in the cache: a key and a value for each KV head of every layer."""
     return 2 * num_layers * num_kv_heads * head_dim
 
 

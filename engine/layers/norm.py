@@ -31,15 +31,15 @@ class RMSNorm:
             self._offset = False
 
     def feed(self, *, takes_fp8_rows: bool) -> None:
-        """Nothing but one product reads what comes out; whether that takes rows in 8 bits, which are made here where there is a
-        kernel that does and where there are more than the product leaves as they are."""
+        """Say that one product alone reads what comes out, and whether it takes rows in 8 bits. Then `rows` makes such rows,
+        if there is a kernel for it and there are more rows than the product multiplies unrounded."""
         self._feeds_fp8 = takes_fp8_rows and self._ops.rms_norm_fp8 is not None
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         return self._ops.rms_norm(x, self.weight, self.eps)
 
     def rows(self, x: torch.Tensor) -> torch.Tensor | ops.Fp8Rows:
-        """What it feeds the product behind it with. x: [T, hidden]"""
+        """The normalised rows in the form that the product behind takes. x: [T, hidden]"""
         if self._feeds_fp8 and x.shape[0] > ops.FUSED_ROWS_MAX and self._ops.rms_norm_fp8 is not None:
             return ops.Fp8Rows(*self._ops.rms_norm_fp8(x, self.weight, self.eps), x.dtype)
         return self(x)

@@ -51,7 +51,7 @@ class MemoryFit:
 
     @property
     def needs(self) -> MemoryNeeds:
-        """With the context that there will be."""
+        """What is needed with the context that fits."""
         return self._needs(self.context_len)
 
     def _needs(self, context_len: int) -> MemoryNeeds:
@@ -66,7 +66,7 @@ class MemoryFit:
 
     @property
     def needed_bytes(self) -> int:
-        """With keys and values of one request of the wanted length."""
+        """Bytes that are needed for one request of the wanted length."""
         return self._needed_bytes(self.wanted_len)
 
     @property
@@ -85,12 +85,13 @@ class MemoryFit:
 
     @property
     def kv_tokens(self) -> int:
-        """For whose keys and values there is room beside the rest."""
+        """How many tokens have room for their keys and values beside the rest."""
         return self.needs.num_blocks(self.usable_bytes) * self.load.block_size
 
     def remedies(self) -> list[Remedy]:
-        """What helps, in the order of what it costs, with the context that it leaves: every single change that keeps the
-        wanted one; else what leaves more than all before it, two changes only where neither of them is enough."""
+        """The changes that help, in the order of what they cost, each with the context that then fits: every single change
+        with which the wanted one fits, and others where they leave more than all before them. Two changes at a time are
+        offered only where neither is enough."""
         if self.fits:
             return []
         found = [Remedy("a shorter context", self.context_len)] if self.context_len else []
@@ -115,11 +116,11 @@ class MemoryFit:
 
     @property
     def share(self) -> float | None:
-        """Of a GPU's memory, as the option `gpu_memory_utilization` says it; None on a CPU."""
+        """The usable share of a GPU's memory, as the option `gpu_memory_utilization` counts it; None on a CPU."""
         return None if self.memory_bytes is None else round(self.usable_bytes / self.memory_bytes, 4)
 
     def explain(self, *, in_lines: bool = False) -> str:
-        """What it needs, what there is, and what would make it fit: in one line, or each change in its own."""
+        """What the model needs, what there is, and what would make it fit: in one line, or with a line for each change."""
         needs = self._needs(self.wanted_len)
         parts = [
             ("weights", needs.weights_bytes),
@@ -150,7 +151,7 @@ class MemoryFit:
 
 
 def gib(num_bytes: int, digits: int = 1) -> str:
-    """In GiB, as memory of devices is told; small amounts in MiB."""
+    """An amount of memory in words: in GiB, small ones in MiB."""
     return f"{num_bytes / GIB:.{digits}f} GiB" if num_bytes >= GIB // 2 else f"{num_bytes / (1 << 20):.{digits}f} MiB"
 
 
@@ -164,7 +165,7 @@ def format_distinct(one: int, other: int) -> tuple[str, str]:
 
 
 def format_parts(parts: Sequence[MemoryPart]) -> str:
-    """For the log: `weights 15.0 GiB (predicted 15.1 GiB), graphs 0.1 GiB of 9 (predicted 1.0 GiB of 91), …`."""
+    """The parts in words: `weights 15.0 GiB (predicted 15.1 GiB), graphs 0.1 GiB of 9 (predicted 1.0 GiB of 91), …`."""
     return ", ".join(_said(part) for part in parts if part.predicted_bytes or part.measured_bytes)
 
 
@@ -180,7 +181,7 @@ def _of(number: int | None) -> str:
 
 
 def underestimated(parts: Sequence[MemoryPart]) -> list[MemoryPart]:
-    """Those that took more than was predicted; the device context holds what other processes took and is left out."""
+    """The parts that took more than predicted. The device context is left out, as memory of other processes counts in it."""
     return [
         part
         for part in parts

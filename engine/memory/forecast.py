@@ -22,8 +22,8 @@ from kernels import ops
 
 @dataclass(frozen=True, slots=True)
 class MemoryForecast:
-    """`fit` of what was asked; `kv_bytes` is the size of the cache where an option or the device decides it, not what is
-    left."""
+    """`fit`: of the model with its options. `kv_bytes`: the size of the cache where an option or the device decides it, None
+    where the cache gets what is left."""
 
     fit: MemoryFit
     kv_bytes: int | None
@@ -31,12 +31,12 @@ class MemoryForecast:
 
     @property
     def available_kv_bytes(self) -> int:
-        """For keys and values: as an option or the device decides, else what is predicted to be left."""
+        """Bytes for keys and values: as an option or the device decides, else what is predicted to be left."""
         return self.predicted_kv_bytes if self.kv_bytes is None else self.kv_bytes
 
     @property
     def predicted_kv_bytes(self) -> int:
-        """Of whole blocks."""
+        """Bytes of the whole blocks that have room in the cache."""
         needs = self.fit.needs
         if self.kv_bytes is not None:
             return self.kv_bytes // needs.block_bytes * needs.block_bytes
@@ -88,7 +88,7 @@ class MemoryForecast:
 
     @property
     def _num_graphs(self) -> int | None:
-        """That are predicted, None where no step is captured."""
+        """How many captured graphs are predicted, None where no step is captured."""
         load = self.fit.load
         if not self.fit.needs.graphs_bytes:
             return None
@@ -97,7 +97,7 @@ class MemoryForecast:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MeasuredMemory:
-    """What was taken in the end; None is what this device does not tell, or what has not been taken yet."""
+    """What was taken in the end; None where this device does not tell, or where nothing has been taken yet."""
 
     weights_bytes: int
     kv_bytes: int
@@ -119,7 +119,7 @@ def forecast_memory(
     device: torch.device,
     draft: ModelConfig | None = None,
 ) -> MemoryForecast:
-    """Predict from the configuration and what the device says now; the driver's context is there afterwards."""
+    """Predict from the configuration and what the device says now. Creates the driver's context, to count it."""
     ops.operations(device, dtype)  # loads what is compiled for a CPU, and the compiler: a part of what is taken
     fit = estimate_fit(config, options, format_name(dtype), _memory(options, device), mode, draft=draft)
     kv_bytes = _fixed_kv_bytes(options, device, fit.needs.block_bytes)
@@ -161,25 +161,25 @@ class MemoryMeter:
         self._on_gpu = device.type == "cuda"
 
     def begin_run(self) -> None:
-        """Weights and cache are there, steps have not run yet."""
+        """Call when weights and cache are made and no step has run yet."""
         if self._on_gpu:
             torch.cuda.reset_peak_memory_stats(self._device)
             self._before_run = torch.cuda.memory_allocated(self._device)
 
     def begin_slots(self) -> None:
-        """Slots and what belongs to them are made from here on."""
+        """Call before slots, and what belongs to them, are made."""
         if self._on_gpu:
             self._before_slots = torch.cuda.memory_allocated(self._device)
 
     def begin_graphs(self) -> None:
-        """Slots are made; the first graphs are captured from here on."""
+        """Call when slots are made and no graph is captured yet."""
         if self._on_gpu:
             self._before_graphs = torch.cuda.memory_reserved(self._device)
             self._slots_bytes = torch.cuda.memory_allocated(self._device) - self._before_slots
 
     def with_graphs(self, measured: MeasuredMemory, taken: GraphsTaken) -> MeasuredMemory:
-        """`measured`, slots, and what those graphs took: of torch's allocator for what they compute with, and of the driver
-        (`taken`, which other processes on the card may disturb). Later ones come out of what was predicted for all."""
+        """`measured` with the slots and the graphs captured so far: what these compute with, from torch's allocator, and what
+        the driver took for them (`taken`, which other processes on the card may disturb)."""
         if not self._on_gpu:
             return measured
         pool_bytes = max(0, torch.cuda.memory_reserved(self._device) - self._before_graphs)
@@ -187,7 +187,7 @@ class MemoryMeter:
         return replace(measured, graphs_bytes=graphs_bytes, num_graphs=taken.num_graphs, slots_bytes=self._slots_bytes)
 
     def measured(self, weights_bytes: int, kv_bytes: int, rotary_bytes: int) -> MeasuredMemory:
-        """After the first steps ran. On CPUs the sizes of what is held are given by those who made it."""
+        """What was taken, once the first steps have run. On a CPU that is the given sizes and nothing else."""
         if not self._on_gpu:
             return MeasuredMemory(weights_bytes=weights_bytes, kv_bytes=kv_bytes, rotary_bytes=rotary_bytes)
         return MeasuredMemory(

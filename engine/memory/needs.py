@@ -210,13 +210,13 @@ class MemoryShape:
 
     @property
     def graph_bytes(self) -> int:
-        """Of one captured step, beside activations."""
+        """Bytes of one captured step, beside activations."""
         of_layers = LAUNCHES_OF_LAYER * self.num_layers + LAUNCHES_OF_EXPERTS * self.num_sparse_layers
         return (of_layers + LAUNCHES_OF_STEP) * LAUNCH_BYTES
 
     def splits_bytes(self, num_seqs: int, context_len: int, kv_element_bytes: int, *, batch_invariant: bool = False) -> int:
-        """What `num_seqs` decodes of up to `context_len` tokens leave for the kernel that puts their parts together, which are
-        as many as the request's own length says, so that results depend on no batch."""
+        """What the splits of `num_seqs` decodes of up to `context_len` tokens leave for the kernel that combines them. The
+        number of splits follows from the request's own length, so that results do not depend on the batch."""
         if batch_invariant:
             sizes = num_seqs, context_len, self.num_heads, self.head_dim
             return sum(invariant_bytes(*sizes, window) for window in self.windows)

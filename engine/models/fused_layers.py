@@ -33,7 +33,7 @@ class FusedNorm:
 
     @classmethod
     def of(cls, norm: RMSNorm, dtype: torch.dtype) -> FusedNorm:
-        """For rows of `dtype`."""
+        """`norm` for rows of `dtype`. In float16 its weight is divided by a power of two, so that no product overflows."""
         if dtype is not torch.float16:
             return cls(norm, norm.weight, 1.0)
         exponent = int(torch.frexp(norm.weight.float().abs().amax()).exponent)
@@ -57,7 +57,7 @@ class FusedLayer:
     def of(
         cls, attention: Attention, mlp: GatedMLP | SparseMLP, norms: Sequence[RMSNorm | None], dtype: torch.dtype
     ) -> FusedLayer | None:
-        """None where something stands in the way. `norms`: before and after attention, before and after the other part."""
+        """The fused layer, None if its parts cannot be fused. `norms`: before and after attention, before and after `mlp`."""
         before_attention, after_attention, before_mlp, after_mlp = norms
         if isinstance(mlp, SparseMLP) or after_attention is not None or after_mlp is not None:
             return None
