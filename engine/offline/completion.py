@@ -214,7 +214,7 @@ class Completion:
         return [{}, *self._named_prompt(self._asked.logprobs or 0)]
 
     def _named_prompt(self, count: int) -> list[dict[int, Logprob]]:
-        """Of every prompt token but the first, with `count` of the likeliest tokens beside it."""
+        """The log-probabilities of every prompt token but the first, with `count` of the likeliest tokens beside it."""
         pairs = zip(self.wanted.prompt_token_ids[1:], self._prompt_logprobs, strict=False)
         return [self._named(token_id, entry, count) for token_id, entry in pairs]
 

@@ -214,7 +214,7 @@ class LLM:
         )
 
     def _engine_params(self, sampling: SamplingParams) -> SamplingParams:
-        """With what the engine needs and the caller need not give: a seed, bad words as ids."""
+        """`sampling` completed by what the engine needs and the caller may leave out: a seed, and bad words as ids."""
         sampling = engine_params(sampling)
         if sampling.seed is None:
             sampling = replace(sampling, seed=self._seeds.getrandbits(63))
@@ -294,7 +294,7 @@ def _step(engine: Engine, by_id: Mapping[str, Completion], progress: Progress) -
 
 
 def _end_all(engine: Engine, error: BaseException) -> str | None:
-    """End what `error` has left live. Why the engine cannot go on with other requests, None where it can."""
+    """End what `error` has left live. → why the engine cannot go on with other requests, None where it can"""
     if isinstance(error, EngineBroken):
         return str(error)
     try:

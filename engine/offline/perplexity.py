@@ -74,18 +74,18 @@ def text_tokens(directory: Path) -> list[int]:
 
 
 def window_tokens(directory: Path) -> int:
-    """One position of the context is left for the token that the engine generates."""
+    """Tokens of a window: as many as the context has, less one position for the token that the engine generates."""
     return min(WINDOW_TOKENS, load_model_config(directory).max_position_len - 1)
 
 
 def windows_of(tokens: Sequence[int], size: int) -> list[list[int]]:
-    """One after the other; a last one of a single token would foretell nothing."""
+    """Cut `tokens` into windows of `size`. A last one of a single token is left out: it would foretell nothing."""
     windows = [list(tokens[first : first + size]) for first in range(0, len(tokens), size)]
     return [window for window in windows if len(window) > 1]
 
 
 def perplexity(directory: Path, tokens: Sequence[int], formats: FormatOptions, size: int) -> float:
-    """Over windows of `size` tokens, each read from its own beginning."""
+    """The perplexity of `tokens`, cut into windows of `size` of which each is read from its own beginning."""
     with LLM(
         directory,
         max_model_len=size + 1,

@@ -93,8 +93,8 @@ class CudaGraphs:
         return key in self._graphs
 
     def admits(self, key: Hashable) -> bool:
-        """Where all places are taken, those that come and go would drive each other out, each at the price of a capture. What
-        could not be captured once is computed in the other way, which may be captured."""
+        """Whether this key has a graph or is worth one: where all places are taken, keys that come and go would evict each
+        other, each at the price of a capture. A key whose capture has failed is not tried again."""
         return key not in self._failed and self._places.admits(key)
 
     def make_ready(self, key: Hashable, function: Callable[[], None]) -> None:

@@ -78,7 +78,7 @@ def make_batch_inputs(
 
 
 def _plans(rows: Sequence[AttentionRow], planners: Sequence[AnyPlanner]) -> Iterator[AnyPlan]:
-    """Tables are sent once for all planners that read them on the device."""
+    """The plan of each planner; all that read pages on the device share one copy of the block tables."""
     paged: PagedPlan | None = None
     for planner in planners:
         if not isinstance(planner, PagedPlanner):

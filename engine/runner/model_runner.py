@@ -115,7 +115,8 @@ class ModelRunner:
         return drawn
 
     def _sample(self, logits: torch.Tensor, rows: Sequence[SampledRow], masks: torch.Tensor | None) -> list[SampledToken]:
-        """A lone row has its reductions split between threads, unlike one of several: invariance needs two."""
+        """The tokens of rows of logits. For batch invariance a lone row is computed twice: a reduction over a single row is
+        split between threads, one over several is not."""
         if not self._batch_invariant or len(rows) > 1:
             return self._sampler.sample(logits, rows, masks)
         twice = None if masks is None else masks.expand(2, -1)
@@ -138,8 +139,8 @@ class ModelRunner:
         return accept_by_rejection(wanted, guesses_from, item.draft_token_ids, seed=seed, position=request.num_tokens)
 
     def _by_rejection(self, request: Request) -> bool:
-        """Equality also serves where log-probabilities are asked for, and where tokens must not depend on the batch: how deep
-        a request guesses does depend on it."""
+        """Whether the guesses of a request are verified by rejection. Equality is the rule where log-probabilities are asked
+        for, and where tokens must not depend on the batch, because the number of guesses does."""
         sampling = request.sampling
         return not (self._guesses_are_equal or is_greedy(sampling) or sampling.logprobs is not None)
 

@@ -120,7 +120,7 @@ class SlotRunner:
 
     @property
     def text_model(self) -> TextModel:
-        """For work beside the steps."""
+        """The model for whole texts, which are embedded beside the steps."""
         return self.plain.text_model
 
     def move(self, moves: BlockMoves) -> None:
@@ -133,7 +133,7 @@ class SlotRunner:
         return self.plain.run(items)
 
     def forget(self) -> None:
-        """Send everything again with the next step."""
+        """Send the state of all slots again with the next step."""
         self._slots.forget()
 
     def plain_reason(self, items: Sequence[ScheduledRequest]) -> PlainReason | None:
@@ -166,13 +166,16 @@ class SlotRunner:
 
     @torch.inference_mode()
     def make_ready(self, num_rows: int, kind: Kind | None, *, has_guesses: bool = False) -> int:
-        """Have the decode step of so many rows captured, None as far as its logits; the size that it is rounded up to."""
+        """Have the decode step of so many rows captured, as far as its logits if `kind` is None. → the size it is rounded to"""
         return self._steps.make_ready(num_rows, kind, has_guesses=has_guesses)
 
     @torch.inference_mode()
     def run_for_timing(self, num_rows: int) -> None:
-        """Run a step of nobody's tokens up to what it samples: a decode if of one row, else one with guesses. Its rows are no
-        padding, whose experts a mixture does not read. What it leaves in slot 0 and in block 0 is overwritten before use."""
+        """Run a step without requests, as far as its tokens: a decode if it has one row, else a step with guesses.
+
+        Its rows are not padding, for which a mixture would read no experts. What it leaves in slot 0 and block 0 is
+        overwritten before it is used.
+        """
         has_guesses = num_rows > 1
         size = self.make_ready(num_rows, Kind(), has_guesses=has_guesses)
         if has_guesses:
@@ -203,9 +206,11 @@ class SlotRunner:
         return self._step.is_recorded
 
     def warm_up(self) -> None:
-        """Have the steps of the fewest rows ready; larger ones are captured when they are first needed. Before them all comes
-        the largest step that draws, which costs the start one capture: what it leaves in the memory of graphs is reused only
-        by tensors that fit in it, so that of steps that grow each would take logits of its own."""
+        """Make the steps of few rows ready; larger ones are captured when they are first needed.
+
+        The largest step that draws is captured first, though it costs the start one more capture: graphs reuse memory of
+        earlier ones only for tensors that fit into it, so that captured in growing order each would hold logits of its own.
+        """
         if compiles_at_first_use(self._device):
             with compiling("choices"):
                 self._compile_choices()
@@ -229,8 +234,8 @@ class SlotRunner:
 
     @torch.inference_mode()
     def _compile_choices(self) -> None:
-        """Choose a token in every way, after a decode and after a chunk, with and without masks: for a row of padding. Before
-        that, steps with guesses of all sizes as far as their logits."""
+        """Ask for the kernels that choose tokens: for a row of padding, in every way, after a decode and after a chunk, with
+        and without masks. Before that, for those of steps with guesses, in all sizes, as far as their logits."""
         for size in self._steps.guess_sizes if self._has_guesses else ():
             self._inputs.write(NO_INPUTS, size)
             self._step(size, None, has_guesses=True)
@@ -274,7 +279,7 @@ class SlotRunner:
     def _run_step(
         self, rows: Sequence[ScheduledRequest], size: int, kind: Kind | None, needs: SamplingNeeds, launched: LaunchedStep
     ) -> LaunchedStep:
-        """A decode step whose inputs are written; `rows`: whose they are."""
+        """Launch a decode step whose inputs are written; `rows[i]` is the item of row i."""
         fill = self._masks.begin(rows, needs)
         self._steps.run(size, kind, has_guesses=bool(launched.depths))
         launched.scored = needs.scored
@@ -288,7 +293,7 @@ class SlotRunner:
         return self._begin_choice(launched, choose, size, fill)
 
     def _fetch(self, num_rows: int, kind: Kind, *, sends_inputs: bool = False) -> Fetch:
-        """What the decode step leaves, and what it began with where the host does not know that."""
+        """Send the tokens of a decode step to the host, with their scores, and with its inputs if only the device has them."""
         if self._step.host_sampled is not None and not kind.num_top and not sends_inputs:
             return FetchedAtOnce(self._step.host_sampled[:num_rows].tolist())
         table = self._step.scores[:num_rows, : scores.width(kind.num_top)] if kind.num_top else None
@@ -296,7 +301,7 @@ class SlotRunner:
         return self._return.send(self._step.sampled[:num_rows], table, inputs=inputs)
 
     def _launch_rows(self, items: Sequence[ScheduledRequest], *, has_guesses: bool = False) -> LaunchedStep:
-        """A step with chunks of prompts, computed by the plain forward pass."""
+        """Launch a step with chunks of prompts, which the plain forward pass computes."""
         sampling = [row for row, item in enumerate(items) if item.samples]
         chosen = [items[row] for row in sampling]
         slots = NO_ROWS

@@ -52,7 +52,7 @@ class BufferRing(Generic[Buffer]):
 
 
 class Staging:
-    """Small tables of integers on their way to the device, in each step.
+    """Sends small tables of integers to the device, in each step.
 
     `ops.send` takes page-locked memory from torch's allocator for each copy; what every step sends has buffers of its own.
     """

@@ -78,7 +78,7 @@ class Admission:
         return owner.scheduled_step >= self._step - 1
 
     def _own_tokens(self, request: Request) -> int:
-        """Slots that it takes beside blocks that others hold anyway."""
+        """KV slots that a request takes beyond the blocks that others hold anyway."""
         if _shares_prompt(request):
             return self._block_size
         found = self._found
@@ -94,7 +94,7 @@ class Admission:
         return len(self._found.blocks) * self._block_size
 
     def start(self, request: Request) -> int:
-        """Blocks and a predicted end for a request that got a seat; the number of blocks that come from the host tier."""
+        """Give a request that got a seat its blocks and a predicted end. → how many of the blocks come from the host tier"""
         self._forecast.add(request, self._step, self._own_tokens(request), predicted_remaining(request))
         if _shares_prompt(request):
             assert request.forked_from is not None

@@ -73,7 +73,7 @@ class FairPolicy:
             self._leads.look_at(account)
 
     def left(self, request: Request) -> None:
-        """It started, or it ended while it waited."""
+        """A request no longer waits: it was started, or it ended."""
         account = account_of(request)
         self._note_head(account)
         self._num_waiting[account.priority] -= 1
@@ -91,7 +91,7 @@ class FairPolicy:
         self._started_step[priority] = self._accounts.step
 
     def settled(self, account: Account) -> None:
-        """Something of the account has ended, or a prefill is complete: it may not be backlogged any more."""
+        """A request of the account has ended, or a prefill is complete: the account may have no backlog any more."""
         if not account.is_backlogged:
             self.backlogs[account.priority].leave(account)
 

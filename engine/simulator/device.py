@@ -203,6 +203,6 @@ class SimulatedDevice:
 
 
 def _pairs(num_tokens: int, window: int) -> float:
-    """Of a query and a key that it sees, in a text of so many tokens."""
+    """The number of pairs of a query and a key that it sees, in a text of so many tokens."""
     short = min(num_tokens, window)
     return short * short / 2 + (num_tokens - short) * window

@@ -44,7 +44,7 @@ class SimulatedModel:
 
     @property
     def windows(self) -> tuple[int | None, ...]:
-        """Of each layer; none where each sees all of a context."""
+        """The window of each layer; empty for a known model, all of whose layers see the whole context."""
         return () if self.config is None else tuple(self.config.windows[layer.window_idx] for layer in self.config.layers)
 
 
@@ -142,7 +142,7 @@ def config_of(model: SimulatedModel) -> dict[str, Any]:
 
 
 def _of_folder(folder: Path) -> SimulatedModel:
-    """As an engine reads it, in the format that its checkpoint is in."""
+    """The model of a folder as an engine reads it, in the format of its checkpoint."""
     config = load_model_config(folder)
     dtype = computed_dtype("auto", config.torch_dtype, "cuda")
     formats, shape = formats_of(config, EngineOptions(model=folder), dtype), ModelShape.of(config)

@@ -88,7 +88,7 @@ class Setup:
 
     @property
     def kv_bytes(self) -> int:
-        """Of each number of the cache."""
+        """Bytes of each number in the KV cache."""
         return KV_BYTES[self.kv_cache_dtype] or self.model.element_bytes
 
     @property

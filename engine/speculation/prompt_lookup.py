@@ -57,7 +57,7 @@ class SpeculationCosts:
     draft_step: float = 0.0
 
     def of(self, num_rows: int, num_draft_steps: int = 0) -> float:
-        """Linear between what was measured, and beyond it as between the last two."""
+        """The time of a step, linear between the measured numbers of rows; beyond them the last slope goes on."""
         rows, times = self.rows, self.times
         upper = min(max(1, bisect_left(rows, num_rows)), len(rows) - 1)
         slope = (times[upper] - times[upper - 1]) / (rows[upper] - rows[upper - 1])
