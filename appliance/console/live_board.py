@@ -197,9 +197,7 @@ def _slowest(values: Sequence[float | None]) -> float | None:
 
 def engine_view(engine: EngineReading, history: Sequence[SystemSnapshot], now: datetime) -> EngineView:
     """Return the card of one engine."""
-    status = engine.status
-    prompt_rates = prompt_history(engine.model, history)
-    prompt_tokens = status.prompt_tokens_total if status else 0
+    figures, prompt_rates = engine.figures, prompt_history(engine.model, history)
     return EngineView(
         model=engine.model,
         state=engine.state,
@@ -211,19 +209,19 @@ def engine_view(engine: EngineReading, history: Sequence[SystemSnapshot], now: d
         out_history=[reading.tokens_per_second for snapshot in history for reading in _of(engine.model, snapshot)],
         in_history=prompt_rates,
         block_size=engine.info.block_size if engine.info else 0,
-        kv_total=status.kv_blocks_total if status else 0,
-        kv_used=status.kv_blocks_used if status else 0,
-        kv_cached=status.kv_blocks_cached if status else 0,
-        kv_free=status.kv_blocks_free if status else 0,
-        step_s=status.step_ms / 1000 if status else None,
-        hit_rate=min(status.prefix_cache_hit_tokens_total / prompt_tokens, 1.0) if status and prompt_tokens else None,
-        preemptions=status.preemptions_total if status else 0,
-        host_total=status.host_blocks_total if status else 0,
-        host_used=status.host_blocks_used if status else 0,
-        draft_rate=_draft_rate(status),
-        fallback_steps=status.fallback_steps_total if status else 0,
-        fallback_reason=status.fallback_reason if status else None,
-        plain_steps={reason: steps for reason, steps in status.plain_steps_total.items() if steps} if status else {},
+        kv_total=figures.kv_blocks_total,
+        kv_used=figures.kv_blocks_used,
+        kv_cached=figures.kv_blocks_cached,
+        kv_free=figures.kv_blocks_free,
+        step_s=None if engine.status is None else figures.step_ms / 1000,
+        hit_rate=_hit_rate(figures),
+        preemptions=figures.preemptions_total,
+        host_total=figures.host_blocks_total,
+        host_used=figures.host_blocks_used,
+        draft_rate=_draft_rate(figures),
+        fallback_steps=figures.fallback_steps_total,
+        fallback_reason=figures.fallback_reason,
+        plain_steps={reason: steps for reason, steps in figures.plain_steps_total.items() if steps},
         memory=[] if engine.info is None else memory_lines(engine.info.memory),
         memory_note=None if engine.info is None else engine.info.memory_note,
         tenants=tenants_view(engine.tenants),
@@ -245,10 +243,16 @@ def memory_lines(parts: Sequence[MemoryPart]) -> list[MemoryLine]:
     ]
 
 
-def _draft_rate(status: EngineStatus | None) -> float | None:
-    if status is None or not status.draft_tokens_total:
+def _hit_rate(figures: EngineStatus) -> float | None:
+    if not figures.prompt_tokens_total:
         return None
-    return status.accepted_draft_tokens_total / status.draft_tokens_total
+    return min(figures.prefix_cache_hit_tokens_total / figures.prompt_tokens_total, 1.0)
+
+
+def _draft_rate(figures: EngineStatus) -> float | None:
+    if not figures.draft_tokens_total:
+        return None
+    return figures.accepted_draft_tokens_total / figures.draft_tokens_total
 
 
 def tenants_view(tenants: Sequence[TenantReading]) -> TenantsView:

@@ -24,6 +24,22 @@ HISTORY_SAMPLES = 120
 SUBSCRIBERS_MAX = 256
 CONSOLE_SUBSCRIBERS = 64  # of these places: programs cannot take them from people
 
+NO_STATUS = EngineStatus(
+    num_running=0,
+    num_waiting=0,
+    kv_blocks_total=0,
+    kv_blocks_used=0,
+    kv_blocks_cached=0,
+    kv_blocks_free=0,
+    step_ms=0.0,
+    num_batched_tokens=0,
+    steps_total=0,
+    prompt_tokens_total=0,
+    generation_tokens_total=0,
+    prefix_cache_hit_tokens_total=0,
+    preemptions_total=0,
+)
+
 log = structlog.get_logger()
 
 
@@ -60,6 +76,11 @@ class EngineReading:
     ttft_p95_s: float | None
     probe_prompt_tokens: int = 0
     tenants: list[TenantReading] = field(default_factory=list)
+
+    @property
+    def figures(self) -> EngineStatus:
+        """Return the engine's status; zeros while it has sent none."""
+        return NO_STATUS if self.status is None else self.status
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -201,7 +222,6 @@ class SystemSampler:
     async def _read(self) -> SystemSnapshot:
         engines = list(self._engines())
         gpus = self._gpus()
-        statuses = [engine.status for engine in engines if engine.status is not None]
         gateway = self._gateway()
         return SystemSnapshot(
             at=self._clock.now(),
@@ -211,8 +231,8 @@ class SystemSampler:
             host=self._host(),
             database=await self._database(),
             processes=[gateway, *(_engine_process(engine) for engine in engines)],
-            requests_running=sum(status.num_running for status in statuses),
-            requests_waiting=sum(status.num_waiting for status in statuses),
+            requests_running=sum(engine.figures.num_running for engine in engines),
+            requests_waiting=sum(engine.figures.num_waiting for engine in engines),
             tokens_per_second=sum(engine.tokens_per_second for engine in engines),
         )
 

@@ -22,21 +22,15 @@ LATENCY_BUCKETS_S = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10
 TOKEN_BUCKETS_S = (0.001, 0.0025, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.2, 0.5, 1.0)
 
 ENGINE_GAUGES: dict[str, tuple[str, Callable[[EngineReading], float]]] = {
-    "gatehouse_requests_running": ("Requests in the running batch", lambda e: e.status.num_running if e.status else 0),
-    "gatehouse_requests_waiting": ("Requests that wait for a place", lambda e: e.status.num_waiting if e.status else 0),
+    "gatehouse_requests_running": ("Requests in the running batch", lambda e: e.figures.num_running),
+    "gatehouse_requests_waiting": ("Requests that wait for a place", lambda e: e.figures.num_waiting),
     "gatehouse_kv_cache_usage_ratio": (
         "Used share of the KV blocks, 0 to 1",
-        lambda e: e.status.kv_blocks_used / e.status.kv_blocks_total if e.status and e.status.kv_blocks_total else 0.0,
+        lambda e: e.figures.kv_blocks_used / max(e.figures.kv_blocks_total, 1),
     ),
     "gatehouse_engine_up": ("1 when the engine takes requests", lambda e: float(e.state == "ready")),
-    "gatehouse_host_kv_blocks": (
-        "KV blocks that main memory has room for",
-        lambda e: e.status.host_blocks_total if e.status else 0,
-    ),
-    "gatehouse_host_kv_blocks_used": (
-        "KV blocks that lie in main memory",
-        lambda e: e.status.host_blocks_used if e.status else 0,
-    ),
+    "gatehouse_host_kv_blocks": ("KV blocks that main memory has room for", lambda e: e.figures.host_blocks_total),
+    "gatehouse_host_kv_blocks_used": ("KV blocks that lie in main memory", lambda e: e.figures.host_blocks_used),
 }
 ENGINE_COUNTERS: dict[str, tuple[str, Callable[[EngineStatus], int]]] = {
     "gatehouse_engine_steps": ("Steps of the running engine process", lambda s: s.steps_total),
@@ -260,7 +254,7 @@ def _engine_counters(snapshot: SystemSnapshot) -> Iterator[Metric]:
     for name, (text, total) in ENGINE_COUNTERS.items():
         family = CounterMetricFamily(name, text, labels=["model"])
         for engine in snapshot.engines:
-            family.add_metric([engine.model], total(engine.status) if engine.status else 0)
+            family.add_metric([engine.model], total(engine.figures))
         yield family
 
 
@@ -269,9 +263,8 @@ def _plain_steps(snapshot: SystemSnapshot) -> Iterator[Metric]:
     text = "Steps computed in the plain way because of what a request in them asks for"
     family = CounterMetricFamily("gatehouse_engine_plain_steps", text, labels=["model", "reason"])
     for engine in snapshot.engines:
-        totals = engine.status.plain_steps_total if engine.status else {}
         for reason in PlainReason:
-            family.add_metric([engine.model, reason.value], totals.get(reason.value, 0))
+            family.add_metric([engine.model, reason.value], engine.figures.plain_steps_total.get(reason.value, 0))
     yield family
 
 

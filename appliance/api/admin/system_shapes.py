@@ -159,7 +159,7 @@ def _process(process: ProcessReading) -> ProcessShape:
 
 
 def _engine(engine: EngineReading) -> EngineShape:
-    status, info = engine.status, engine.info
+    figures, info = engine.figures, engine.info
     return EngineShape(
         model=engine.model,
         state=engine.state,
@@ -168,32 +168,32 @@ def _engine(engine: EngineReading) -> EngineShape:
         device=info.device if info else None,
         device_name=info.device_name if info else None,
         max_model_len=info.max_model_len if info else None,
-        requests_running=status.num_running if status else 0,
-        requests_waiting=status.num_waiting if status else 0,
+        requests_running=figures.num_running,
+        requests_waiting=figures.num_waiting,
         kv_blocks=KvBlocksShape(
-            total=status.kv_blocks_total if status else 0,
-            used=status.kv_blocks_used if status else 0,
-            cached=status.kv_blocks_cached if status else 0,
-            free=status.kv_blocks_free if status else 0,
+            total=figures.kv_blocks_total,
+            used=figures.kv_blocks_used,
+            cached=figures.kv_blocks_cached,
+            free=figures.kv_blocks_free,
         ),
         host_kv_blocks=HostBlocksShape(
-            total=status.host_blocks_total if status else 0,
-            used=status.host_blocks_used if status else 0,
-            swapped_in_total=status.swapped_in_blocks_total if status else 0,
-            swapped_out_total=status.swapped_out_blocks_total if status else 0,
+            total=figures.host_blocks_total,
+            used=figures.host_blocks_used,
+            swapped_in_total=figures.swapped_in_blocks_total,
+            swapped_out_total=figures.swapped_out_blocks_total,
         ),
         memory=[_memory_part(part) for part in info.memory] if info else [],
         memory_note=info.memory_note if info else None,
-        preemptions_total=status.preemptions_total if status else 0,
-        draft_tokens_total=status.draft_tokens_total if status else 0,
-        accepted_draft_tokens_total=status.accepted_draft_tokens_total if status else 0,
-        fallback_steps_total=status.fallback_steps_total if status else 0,
-        fallback_reason=status.fallback_reason if status else None,
-        plain_steps_total=status.plain_steps_total if status else {},
+        preemptions_total=figures.preemptions_total,
+        draft_tokens_total=figures.draft_tokens_total,
+        accepted_draft_tokens_total=figures.accepted_draft_tokens_total,
+        fallback_steps_total=figures.fallback_steps_total,
+        fallback_reason=figures.fallback_reason,
+        plain_steps_total=figures.plain_steps_total,
         switched_off=info.switched_off if info else [],
         tenants=[_tenant(tenant) for tenant in engine.tenants],
         tokens_per_second=engine.tokens_per_second,
-        step_ms=status.step_ms if status else 0.0,
+        step_ms=figures.step_ms,
         ttft_p50_s=engine.ttft_p50_s,
         ttft_p95_s=engine.ttft_p95_s,
     )
