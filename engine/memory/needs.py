@@ -27,6 +27,7 @@ What is divided here is that of paged caches, Kwon et al., arXiv 2309.06180, sec
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from engine.config.model import ModelConfig
@@ -181,19 +182,28 @@ class MemoryShape:
         logits = min(num_rows * self.vocab_size, LOGITS_ELEMENTS_MAX) * 4 * 2
         return max(num_tokens * self.layer_width * element_bytes, logits)
 
+    def step_bytes(self, load: Load, context_len: int, formats: Formats) -> int:
+        """The most that a step of any kind holds besides weights, cache and slots."""
+        size = formats.element_bytes
+        largest = self.activations_bytes(load.num_tokens, load.num_rows, size)
+        if not load.on_gpu or load.batch_invariant:
+            return largest
+        chunks = self.split_chunks_bytes(load.num_tokens, context_len, size)
+        return max(largest, chunks, self.few_queries_bytes(load, context_len, formats))
+
     def split_chunks_bytes(self, num_tokens: int, context_len: int, element_bytes: int) -> int:
-        """What a step of a few of its `num_tokens` holds whose keys are cut into splits, two at least: activations, and what
-        the splits leave."""
+        """What a step of few tokens behind a long context holds: activations, and what the splits of its keys leave, two or
+        more for each token. 0 where contexts are too short to be split."""
         if context_len < CHUNK_CONTEXT_MIN:
             return 0
         few_tokens = min(num_tokens, CHUNK_PARTS_MAX // (2 * self.num_heads))
         return few_tokens * self.layer_width * element_bytes + CHUNK_PARTS_MAX * (self.head_dim + 1) * 4
 
     def few_queries_bytes(self, load: Load, context_len: int, formats: Formats) -> int:
-        """What a step of chunks of few tokens each holds that are more rows than decodes have a workspace for: activations, and
-        one of their own. 0 where no step has so many."""
+        """What a step of short chunks, of FEW_QUERIES_MAX tokens at most, holds where they are more rows than the workspace of
+        decodes has: activations, and a workspace of its own. 0 where no step has so many."""
         num_tokens = min(load.num_tokens, FEW_QUERIES_MAX * load.num_seqs)
-        if num_tokens <= load.num_seqs + load.num_guesses:
+        if num_tokens <= load.num_rows:
             return 0
         kv_bytes = formats.kv_element_bytes
         splits = max(num_splits(context_len, self.head_dim, kv_bytes, window) for window in self.windows)
@@ -271,6 +281,11 @@ class Load:
     has_slots: bool = False
     batch_invariant: bool = False
 
+    @property
+    def num_rows(self) -> int:
+        """The most rows of a step that choose a token."""
+        return self.num_seqs + self.num_guesses
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MemoryNeeds:
@@ -301,22 +316,15 @@ class MemoryNeeds:
         both = [model] if draft is None else [model, draft]
         size = formats.element_bytes
         drafts_bytes = 0 if draft is None else draft.weights_bytes(unquantised(size), size)
-        logits_bytes = 4 if load.batch_invariant else size
-        rows = load.num_seqs + load.num_guesses
-        asked = rows, context_len, formats.kv_element_bytes
-        logits = rows * model.vocab_size * logits_bytes if load.has_slots else 0
-        columns = model.columns_bytes(load.num_seqs, logits_bytes, num_guesses=load.num_guesses)
-        recorded = [each.recorded_bytes(load.recorded_rows, size) for each in both]
-        splits = [each.splits_bytes(*asked, batch_invariant=load.batch_invariant) for each in both if load.on_gpu]
-        cuts_chunks = load.on_gpu and not load.batch_invariant
-        chunks = [each.split_chunks_bytes(load.num_tokens, context_len, size) for each in both if cuts_chunks]
-        chunks += [each.few_queries_bytes(load, context_len, formats) for each in both if cuts_chunks]
+        logit_bytes = 4 if load.batch_invariant else size
+        logits_bytes = load.num_rows * model.vocab_size * logit_bytes if load.has_slots else 0
+        recorded_bytes = sum(each.recorded_bytes(load.recorded_rows, size) for each in both)
+        largest_step_bytes = max(logits_bytes, *(each.step_bytes(load, context_len, formats) for each in both))
         return cls(
             weights_bytes=model.weights_bytes(formats.weights, size) + drafts_bytes,
-            activations_bytes=max(logits, *chunks, *(each.activations_bytes(load.num_tokens, rows, size) for each in both))
-            + sum(recorded),
-            graphs_bytes=cls._graphs_bytes(model, draft, load, size, logits) if load.has_slots else 0,
-            slots_bytes=(sum(splits) + columns) if load.has_slots else max(splits, default=0),
+            activations_bytes=largest_step_bytes + recorded_bytes,
+            graphs_bytes=cls._graphs_bytes(model, draft, load, size, logits_bytes) if load.has_slots else 0,
+            slots_bytes=cls._slots_bytes(both, load, context_len, formats.kv_element_bytes, logit_bytes),
             rotary_bytes=sum(each.rotary_bytes(context_len, size) for each in both),
             context_bytes=context_bytes,
             block_bytes=sum(each.kv_token for each in both) * formats.kv_element_bytes * load.block_size,
@@ -324,11 +332,25 @@ class MemoryNeeds:
         )
 
     @staticmethod
+    def _slots_bytes(
+        models: Sequence[MemoryShape], load: Load, context_len: int, kv_element_bytes: int, logit_bytes: int
+    ) -> int:
+        """Splits of decodes, and what sampling keeps for the model that is served. Without slots the models take turns with one
+        piece of memory for their splits."""
+        splits: list[int] = []
+        if load.on_gpu:
+            asked = load.num_rows, context_len, kv_element_bytes
+            splits = [each.splits_bytes(*asked, batch_invariant=load.batch_invariant) for each in models]
+        if not load.has_slots:
+            return max(splits, default=0)
+        return sum(splits) + models[0].columns_bytes(load.num_seqs, logit_bytes, num_guesses=load.num_guesses)
+
+    @staticmethod
     def _graphs_bytes(model: MemoryShape, draft: MemoryShape | None, load: Load, element_bytes: int, logits_bytes: int) -> int:
         """Captured steps share one pool of activations, at least `logits_bytes`. Those of a draft model are a part of all, and
         there are some of its own."""
-        num_graphs, rows = graphs_kept(load.num_seqs, load.num_guesses), load.num_seqs + load.num_guesses
-        activations = max(logits_bytes, model.activations_bytes(rows, rows, element_bytes))
+        num_graphs = graphs_kept(load.num_seqs, load.num_guesses)
+        activations = max(logits_bytes, model.activations_bytes(load.num_rows, load.num_rows, element_bytes))
         if draft is None:
             return num_graphs * model.graph_bytes + activations
         num_drafts = num_graphs + draft_graphs_kept(load.num_seqs)
