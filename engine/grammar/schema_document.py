@@ -15,6 +15,7 @@ from engine.grammar.schema_nodes import PARAM, Constraint, Node, json_type, refu
 from engine.grammar.spec import GrammarError
 
 NODES_MAX = 50_000
+_LITERALS = ("enum", "const", "default", "examples")  # keywords whose values are no schemas
 _DRAFTS = {"draft-04": 4, "draft-06": 6, "draft-07": 7, "2019-09": 2019, "2020-12": 2020}
 _SCHEMA_URI = re.compile(r"https?://json-schema\.org/(?:draft/)?(draft-0[467]|2019-09|2020-12)/(?:hyper-)?schema#?")
 
@@ -30,7 +31,7 @@ class Document:
         self._places: dict[str, tuple[Any, str, str]] = {}
         self._constraints: dict[int, tuple[Constraint, ...]] = {}
         self._id = "id" if self.draft == 4 else "$id"
-        self._index(root, "", "")
+        self._index(root)
         self.root = self.node(root, "", "#")
 
     def node(self, value: Any, base: str, path: str) -> Node:
@@ -108,27 +109,30 @@ class Document:
             return base
         return urldefrag(urljoin(base, own))[0]
 
-    def _index(self, root: Any, base: str, path: str) -> None:
+    def _index(self, root: Any) -> None:
         """Remember every schema that has a name of its own: the root, identifiers and anchors."""
-        self._places.setdefault("", (root, base, "#"))
-        waiting = [(root, base, "#")]
+        self._places[""] = (root, "", "#")
+        waiting: list[tuple[Any, str, str]] = [(root, "", "#")]
         while waiting:
             value, base, path = waiting.pop()
-            if isinstance(value, dict):
-                inner = self._base_of(value, base)
-                if inner != base or path == "#":
-                    self._places.setdefault(inner, (value, base, path))
-                anchors = [value.get("$anchor")] if self.draft >= 2019 else []
-                own = value.get(self._id)
-                if isinstance(own, str) and own.startswith("#") and len(own) > 1 and self.draft < 2019:
-                    anchors.append(own[1:])
-                for anchor in anchors:
-                    if isinstance(anchor, str):
-                        self._places.setdefault(f"{inner}#{anchor}", (value, base, path))
-                literal = ("enum", "const", "default", "examples")
-                waiting.extend((v, inner, f"{path}/{k}") for k, v in value.items() if k not in literal)
-            elif isinstance(value, list):
+            if isinstance(value, list):
                 waiting.extend((v, base, f"{path}/{k}") for k, v in enumerate(value))
+            if not isinstance(value, dict):
+                continue
+            inner, anchor = self._base_of(value, base), self._anchor_of(value)
+            if inner != base or path == "#":
+                self._places.setdefault(inner, (value, base, path))
+            if anchor is not None:
+                self._places.setdefault(f"{inner}#{anchor}", (value, base, path))
+            waiting.extend((v, inner, f"{path}/{k}") for k, v in value.items() if k not in _LITERALS)
+
+    def _anchor_of(self, schema: dict[str, Any]) -> str | None:
+        """The name of a schema within its document: `$anchor`, before 2019 an identifier that begins with #."""
+        if self.draft >= 2019:
+            anchor = schema.get("$anchor")
+            return anchor if isinstance(anchor, str) else None
+        own = schema.get(self._id)
+        return own[1:] if isinstance(own, str) and own.startswith("#") and len(own) > 1 else None
 
 
 def _draft(root: Any) -> int:
