@@ -56,9 +56,9 @@ def compiles_at_first_use(device: torch.device) -> bool:
 
 @contextmanager
 def compiling(what: str, progress: Callable[[float], None] = lambda _: None) -> Iterator[None]:
-    """Launches in the block only ask for their kernels, so that tensors are uninitialised; behind it all kernels are compiled
-    and loaded. The log tells how far that is, and `progress` gets … 1. Raises `kernels.ops.CompilationFailed`, which names the
-    kernel."""
+    """Compile the kernels of all launches in the block, together, when it ends. The launches themselves run nothing, so that
+    tensors are uninitialised. The log tells how far it is, and `progress` is called with up to 1. Raises
+    `kernels.ops.CompilationFailed`, which names the kernel."""
     started_s = told_s = time.monotonic()
     variants = ops.Variants()
 
@@ -79,8 +79,8 @@ def compiling(what: str, progress: Callable[[float], None] = lambda _: None) -> 
 
 @torch.inference_mode()
 def run_largest_step(decoder: PagedDecoder, limits: SchedulerLimits, *, max_guesses: int = 0) -> None:
-    """One pass over as many rows as a step may have, all of them wanted, and the logits of as many as may sample: what memory
-    was planned for. The cache must be empty; what is left there is nobody's."""
+    """Compute the largest step that memory was planned for: as many rows as a step may have, all of them wanted, and the logits
+    of as many as may sample. The cache must be empty; what this leaves there belongs to no request."""
     max_tokens, max_len = limits.max_num_batched_tokens, limits.max_model_len
     lengths = [min(max_len, max_tokens - first) for first in range(0, max_tokens, max_len)]
     hidden = decoder.forward(decoder.prepare([_row(length, limits.block_size, wants_all=True) for length in lengths]))
@@ -90,8 +90,16 @@ def run_largest_step(decoder: PagedDecoder, limits: SchedulerLimits, *, max_gues
 
 @torch.inference_mode()
 def compile_steps(decoder: PagedDecoder, limits: SchedulerLimits, *, max_guesses: int = 0) -> None:
-    """One step of each kind, as far as its logits, in an empty cache. `max_guesses`: logits beyond one row for each
+    """Run one step of each kind, as far as its logits, in an empty cache. `max_guesses`: logits beyond one row for each
     request, of guesses that are verified like chunks of prompts; their runner asks for steps over slots with guesses."""
+    for rows in _steps_of_each_kind(limits, max_guesses):
+        decoder.logits(decoder.forward(decoder.prepare(rows)), wide=False)
+    _compile_texts(decoder, min(limits.max_num_batched_tokens, limits.max_model_len))
+
+
+def _steps_of_each_kind(limits: SchedulerLimits, max_guesses: int) -> Iterator[list[InputRow]]:
+    """The rows of each step: decodes, a chunk beside short ones, a chunk behind a long context, decodes of long contexts beside
+    a chunk, and guesses."""
     max_tokens, max_seqs, block_size = limits.max_num_batched_tokens, limits.max_num_seqs, limits.block_size
     room = min(max_tokens, limits.max_model_len)
     max_rows = min(max_seqs + max_guesses, max_tokens)
@@ -102,24 +110,21 @@ def compile_steps(decoder: PagedDecoder, limits: SchedulerLimits, *, max_guesses
         numbers = {min(FEW, most), min(MANY, most), *(number for number in SEARCHED if number <= most)}
         steps |= {(number, longest) for number in numbers}
     for number, longest in sorted(steps):
-        rows = [_row(longest, block_size)] + [_row(min(longest, 2), block_size)] * (number - 1)
-        decoder.logits(decoder.forward(decoder.prepare(rows)), wide=False)
+        yield [_row(longest, block_size)] + [_row(min(longest, 2), block_size)] * (number - 1)
     for length in CHUNKS:
         if (behind := min(LONG_CONTEXT, limits.max_model_len) - length) > 0 and length <= max_tokens:
-            decoder.logits(decoder.forward(decoder.prepare([_row(length, block_size, start=behind)])), wide=False)
+            yield [_row(length, block_size, start=behind)]
     for number in SEARCHED:
         if number < max_seqs and number + 2 <= max_tokens:  # decodes of more tokens than a split, beside a chunk
             decodes = [_row(1, block_size, start=min(CHUNKS[-1], limits.max_model_len) - 1)] * number
-            decoder.logits(decoder.forward(decoder.prepare([*decodes, _row(2, block_size)])), wide=False)
+            yield [*decodes, _row(2, block_size)]
     for size in sorted(sizes):
         if size > max_seqs:
-            rows = [_row(min(room, size - first), block_size, wants_all=True) for first in range(0, size, room)]
-            decoder.logits(decoder.forward(decoder.prepare(rows)), wide=False)
-    _compile_texts(decoder, room)
+            yield [_row(min(room, size - first), block_size, wants_all=True) for first in range(0, size, room)]
 
 
 def _compile_texts(decoder: PagedDecoder, max_tokens: int) -> None:
-    """Embeddings of whole texts, which have no cache and no fused layers."""
+    """Embed whole texts, which use no cache and no fused layers."""
     embedder = Embedder(decoder.text_model, PoolingConfig(mode="last"))
     for length in sorted({min(length, max_tokens) for length in (1, *CHUNKS)}):
         embedder.embed([[0] * length])
@@ -127,7 +132,7 @@ def _compile_texts(decoder: PagedDecoder, max_tokens: int) -> None:
 
 @torch.inference_mode()
 def compile_verification(vocab_size: int, max_guesses: int, device: torch.device) -> None:
-    """Guesses of a draft model judged, once for each of their numbers."""
+    """Judge guesses of a draft model, once for each number of them."""
     probabilities = torch.zeros(max_guesses + 1, vocab_size, device=device)
     for number in range(1, max_guesses + 1):
         accept_by_rejection(probabilities[: number + 1], probabilities[:number], [0] * number, seed=0, position=0)
@@ -135,7 +140,7 @@ def compile_verification(vocab_size: int, max_guesses: int, device: torch.device
 
 @torch.inference_mode()
 def compile_float32_logits(vocab_size: int, device: torch.device) -> None:
-    """What steps of the plain runner do with logits, which it has in float32: log-probabilities, and a grammar's mask."""
+    """Do what the plain runner does with logits, which it has in float32: apply a grammar's mask, and score tokens."""
     logits = torch.zeros(1, vocab_size, device=device)
     masks = torch.full((1, -(-vocab_size // WORD_BITS)), -1, dtype=torch.int32, device=device)
     LogitsRules(device).apply_masks(logits, masks, [0])
