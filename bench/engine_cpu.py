@@ -134,7 +134,7 @@ def run_continuous(model: Any, work: Workload) -> list[list[int]]:
 
 @dataclass(frozen=True)
 class Cost:
-    """Of one run. CPU seconds are of this process, all threads: they bear a busy neighbour better than wall-clock time."""
+    """What a run took. CPU seconds are those of all threads here: they bear a busy neighbour better than wall-clock time."""
 
     wall_s: float
     cpu_s: float

@@ -30,7 +30,7 @@ def compare(context: Context, name: str, cases: Sequence[tuple[str, Callable[[],
 
 
 def _error(ours: Outputs, exact: Outputs, theirs: Outputs) -> dict[str, float]:
-    """Of several outputs the one with the worst ratio."""
+    """Our error and torch's, for the output with the worst ratio of the two."""
     found = []
     for mine, true, other in zip(_listed(ours), _listed(exact), _listed(theirs), strict=True):
         true = true.double()
@@ -45,12 +45,12 @@ def _error(ours: Outputs, exact: Outputs, theirs: Outputs) -> dict[str, float]:
 
 
 def equal(context: Context, name: str, cases: Sequence[tuple[str, Callable[[], tuple[Outputs, Outputs]]]]) -> None:
-    """The row counts elements that differ from the reference."""
+    """Emit a row that counts the elements which differ from the reference."""
     _count(context, exactly(name), cases)
 
 
 def invariant(context: Context, name: str, cases: Sequence[tuple[str, Callable[[], tuple[Outputs, Outputs]]]]) -> None:
-    """The row counts bytes that differ between a row computed alone and the same row in a batch."""
+    """Emit a row that counts the bytes which differ between a row computed alone and the same row in a batch."""
     _count(context, same_bits(name), cases)
 
 

@@ -23,14 +23,14 @@ class GraphUse:
 
     @property
     def lacks(self) -> str:
-        """What makes the time of these steps another than that of whole graphs, or nothing."""
+        """Why these steps did not take the time of whole graphs; empty if they did."""
         found = [f"{self.captured} graphs were captured within the time"] if self.captured else []
         if self.without_choice:
             found.append(f"{self.without_choice} of {self.steps} steps chose their tokens outside of a graph")
         return ", ".join(found)
 
     def told(self, row: Row, *, whole: bool = False) -> Row:
-        """The row with what its steps lacked in its note. `whole`: it stands for whole graphs, and fails without them."""
+        """Put what its steps lacked into the note of a row. `whole`: it stands for whole graphs, and fails without them."""
         row.facts["graphs"] = asdict(self)
         row.note = "; ".join(words for words in (self.lacks, row.note) if words)
         if whole:
@@ -40,7 +40,7 @@ class GraphUse:
 
 @contextmanager
 def graph_use() -> Iterator[GraphUse]:
-    """Counts until it is left, for the engine that steps meanwhile. Without graphs every step is as asked."""
+    """Count the decode steps inside the block, and those whose graph was not whole. Without graphs none lacks anything."""
     use = GraphUse()
     choose_graph, make_ready = ReadySteps.choose_graph, CudaGraphs.make_ready
 

@@ -45,14 +45,14 @@ LONG_US = 5.0
 
 @dataclass(slots=True)
 class Replays:
-    """The beginning and the end of each, in milliseconds since the first one began, and whose graphs they were."""
+    """Replays of graphs: when each began and ended, in milliseconds since the first began, and whose graphs they were."""
 
     spans_ms: list[tuple[float, float]] = field(default_factory=list)
     graphs: dict[CudaGraphs, None] = field(default_factory=dict)
 
     @property
     def waits(self) -> float:
-        """Share of the time from the first to the last that none covers."""
+        """The share of the time from the first replay to the last that no replay covers."""
         if not self.spans_ms:
             raise RuntimeError("no step was replayed or called")
         whole = self.spans_ms[-1][1] - self.spans_ms[0][0]
@@ -61,7 +61,7 @@ class Replays:
 
 @contextmanager
 def timed_replays(device: torch.device) -> Iterator[Replays]:
-    """Every replay until it is left; the times are there afterwards. A rehearsal times the calls in place of graphs."""
+    """Time every replay inside the block; the times are there behind it. A rehearsal times the calls in place of graphs."""
     found = Replays()
     marks: list[tuple[Any, Any]] = []
     replay, call = CudaGraphs.run, DirectCalls.run
@@ -93,7 +93,7 @@ def _mark(device: torch.device) -> Any:
 
 
 def _since(first: Any, mark: Any) -> float:
-    """Milliseconds."""
+    """Milliseconds from one mark to another."""
     return float(mark - first if isinstance(mark, float) else first.elapsed_time(mark))
 
 
@@ -112,14 +112,14 @@ class Idle:
 
 @dataclass(frozen=True, slots=True)
 class Stretch:
-    """Steps in a row, in seconds. `at` counts the steps before them, from anywhere."""
+    """Steps in a row, in seconds. `at` is the number of the first one, counted from any step before."""
 
     at: float
     step_s: list[float]
 
     @property
     def warm_s(self) -> list[float]:
-        """Without the first step, during part of which nobody called."""
+        """The steps without the first, which also holds time before it was called."""
         return self.step_s[1:]
 
     def step_at(self, at: float, growth: float) -> float:

@@ -37,7 +37,7 @@ class Pages:
 
     @property
     def kv_bytes(self) -> int:
-        """Of all tokens that a decode step sees."""
+        """Bytes of the keys and values that a decode step sees."""
         tokens = sum(self.lengths)
         if self.shape.sliding_window is not None:
             tokens = sum(min(length, self.shape.sliding_window) for length in self.lengths)
@@ -47,7 +47,7 @@ class Pages:
 def make_pages(
     lengths: Sequence[int], shape: AttentionShape, *, dtype: torch.dtype, device: torch.device, spare_blocks: int = 1
 ) -> Pages:
-    """What lies behind a request's last token in its last block is NaN where the dtype has one."""
+    """Scattered blocks for requests of these lengths. Behind its last token a request's last block holds NaN."""
     counts = [-(-length // shape.block_size) for length in lengths]
     num_blocks = sum(counts) + spare_blocks
     size = (num_blocks, shape.block_size, 2, shape.num_kv_heads, shape.head_dim)
@@ -77,7 +77,7 @@ def coded(kind: str, weight: torch.Tensor) -> Weight:
 
 
 def stored_bytes(weight: Weight) -> int:
-    """Of codes, scales and zero points."""
+    """Bytes of a weight as it is stored: codes, scales and zero points."""
     if isinstance(weight, Int8Weight | Fp8Weight):
         return weight.values.nbytes + weight.scales.nbytes
     return weight.words.nbytes + weight.scales_zeros.nbytes if isinstance(weight, Int4Weight) else weight.nbytes

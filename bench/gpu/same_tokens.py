@@ -121,7 +121,7 @@ def _check(context: Context) -> None:
 
 
 def _bisected(context: Context, again: Callable[[], dict[str, Found]]) -> str:
-    """The same with parts of the fast path switched off: whatever mends it is at fault."""
+    """Compare again with parts of the fast path switched off: the part without which tokens are right is at fault."""
     switches: dict[str, tuple[AbstractContextManager[object], ...]] = {
         "GATEHOUSE_EARLY_LAUNCH=0": (_in_turn(context),),
         f"{GRAPHS}=0": (mock.patch.dict(os.environ, {GRAPHS: "0"}),),
@@ -179,7 +179,7 @@ def _requests(context: Context, count: int, temperature: float, vocab_size: int)
 
 
 def _tokens(engine: Engine, requests: Sequence[GenerationRequest]) -> list[list[int]]:
-    """Of each request all tokens; the last quarter comes later."""
+    """All tokens of each request. The last quarter of the requests is submitted later than the others."""
     told: dict[str, list[int]] = {request.request_id: [] for request in requests}
     first = -(-3 * len(requests) // 4)
 
@@ -227,7 +227,7 @@ def _compare(
 
 
 def _gap(twin: Engine, decoder: AsManyRows, request: GenerationRequest, wanted: list[int], had: int) -> float:
-    """By how much of a logit the last of `wanted` goes before `had` where the twin chose it."""
+    """By how much, in logits, the twin preferred the last token of `wanted` to `had`, when it chose that token."""
     prompt = [*request.prompt_token_ids, *wanted[:-1]]
     sampling = SamplingParams(
         temperature=request.sampling.temperature, seed=request.sampling.seed, max_tokens=1, ignore_eos=True

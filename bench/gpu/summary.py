@@ -16,7 +16,7 @@ JUDGED_BY = {"of limit": "fraction", "× peer": "ratio"}
 
 
 def summary(report: dict[str, Any]) -> str:
-    """Name, what is judged, goal and verdict of every row with a goal; of the checks the numbers, and what does not pass."""
+    """A line for every row with a goal: verdict, name, figure, goal. Checks are counted, and only those that fail are named."""
     judged = [row for row in report["rows"] if row.get("must_show", "-") != "-"]
     lines = ["", "judged"]
     for part in COUNTED:

@@ -86,7 +86,7 @@ def submit(engine: Engine, name: str, asked: Asked, *, temperature: float = 0.0)
 
 
 def kv_tokens(engine: Engine) -> int:
-    """For whose keys and values the cache has room."""
+    """How many tokens' keys and values the cache has room for."""
     return engine.info.num_kv_blocks * engine.info.block_size
 
 
@@ -99,8 +99,8 @@ def check_room(engine: Engine, num_requests: int, num_tokens: int) -> None:
 
 @contextmanager
 def watched(engine: Engine) -> Iterator[tuple[Callable[[], None], GraphUse]]:
-    """Yields what to call behind every step, which raises when one fell back to the plain way, whose time is not the engine's,
-    and what is seen of graphs. Whatever raises inside leaves no request to those who come after."""
+    """Watch an engine that is timed. Yields a function to call behind every step, which raises when one fell back to the plain
+    way and so took another time, and the use of graphs. When the block raises, no request of it stays live."""
     fallbacks, before = engine.fallbacks, engine.fallbacks.count
 
     def look() -> None:

@@ -58,7 +58,7 @@ class MeasuredSpeed:
     speculation: SpeculationCosts
 
     def with_guesses(self, costs: SpeculationCosts) -> MeasuredSpeed:
-        """With these costs of guesses, in steps of one row, as a part of the time of a step."""
+        """The same with these costs of guesses, which the step-time model then counts in too."""
         self.step_times.draft_step_s = costs.draft_step * self.step_times.weights_s(1)
         return MeasuredSpeed(self.step_times, costs)
 
@@ -78,9 +78,11 @@ def measure_speed(
     for_speculation: bool,
     decode: Callable[[], None] | None = None,
 ) -> MeasuredSpeed:
-    """Run the models in their empty caches; what that leaves there is nobody's. A pass is no larger than the steps that memory
-    was planned for: of `max_tokens` rows and the logits of `max_seqs` of them, or of what is guessed. `decode`
-    computes a step of one row and waits for its token, where that is another way than a pass."""
+    """Time passes of the models over their empty caches; what they leave there belongs to no request.
+
+    No pass is larger than the steps that memory was planned for: `max_tokens` rows, and logits of `max_seqs` of them or of the
+    guesses. `decode` computes a step of one row and waits for its token, where decodes are run in another way than a pass.
+    """
     device = target.kv_caches[0].device.type
     asked = {*ROWS[device], *(ROWS_BETWEEN if for_speculation else ())}
     rows = sorted({min(num_rows, max_tokens) for num_rows in asked if min(num_rows, CHUNK_ROWS) <= plan.max_model_len})
