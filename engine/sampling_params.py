@@ -197,7 +197,7 @@ def _check_numbers(p: SamplingParams) -> None:
 
 
 def _make_floats(p: SamplingParams) -> None:
-    """Of numbers that were checked."""
+    """Turn numbers that were checked into floats."""
     for param in FLOAT_PARAMS:
         value = getattr(p, param)
         if type(value) is not float:

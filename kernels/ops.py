@@ -123,8 +123,9 @@ _INVARIANT_TABLES = {"kernels.triton.table": "kernels.triton.invariant_table"}
 
 
 def operations(device: torch.device, dtype: torch.dtype | None = None, *, batch_invariant: bool = False) -> Operations:
-    """The table of a device for tensors of `dtype`, None where operations know no dtype; of batch-invariant engines, which for
-    some is that of all. Raises KeyError for a device that has none, ImportError where its kernels cannot be loaded."""
+    """The operations of a device for tensors of `dtype`, None for those that no dtype matters to. `batch_invariant`: those of
+    batch-invariant engines, which on a CPU are those of all. Raises KeyError for a device that has none, ImportError where its
+    kernels cannot be loaded."""
     name = _module(device, dtype)
     return _table(_INVARIANT_TABLES.get(name, name) if batch_invariant else name)
 
@@ -187,8 +188,8 @@ def pack_linear_row_invariant(weight: torch.Tensor, bias: torch.Tensor | None) -
 
 
 def row_invariant(multiply: LinearKernel, num_columns: int, *, dtype: torch.dtype, device: torch.device) -> LinearKernel:
-    """A product of plain or quantised weights, or, where it does not give a row the same bits in any batch, one that does.
-    Raises TypeError for a product of a GPU that shows no weight."""
+    """`multiply` if it gives a row the same bits in any batch, else a product with its weights that does. Raises TypeError for
+    a product of a GPU that shows no weight."""
     name = _module(device, dtype)
     if _table(name).is_row_invariant:
         return multiply

@@ -103,13 +103,12 @@ class ColumnSampler:
         self._scored = np.full(num_slots, NO_SCORES, dtype=np.int64)
 
     def refusal(self, request: Request) -> PlainReason | None:
-        """What this request asks of its tokens that is neither in its columns nor in a mask, None if nothing is. A bias is
-        when there is no row for it."""
+        """Why this request cannot be sampled from a slot, None if it can: it has a bias, and no row for biases is free."""
         bias = _bias_of(request.sampling)
         return PlainReason.LOGIT_BIAS if bias and not self._reserve(request, bias) else None
 
     def _reserve(self, request: Request, bias: dict[int, float]) -> bool:
-        """A row for the bias of a request, for as long as the request lives; those with the same bias share one."""
+        """Reserve a row for the bias of a request while it lives, shared with equal biases. → whether there is one"""
         if request not in self._rules:
             self._rules = {owner: rule for owner, rule in self._rules.items() if not owner.is_finished}
             used = set(self._rules.values())
@@ -122,7 +121,7 @@ class ColumnSampler:
         return True
 
     def place(self, slots: Sequence[int], requests: Sequence[Request]) -> None:
-        """The slots have these owners from now on. What their tokens are, `restart` says."""
+        """Assign the slots to these requests and write their parameters; their tokens are counted by `restart`."""
         index = ops.send(slots, torch.int64, self._device)
         params = [request.sampling for request in requests]
         held = [sorted(request.stop_ids) if request.sampling.min_tokens > 0 else [] for request in requests]
@@ -160,7 +159,7 @@ class ColumnSampler:
             self._write_bias(rule)
 
     def restart(self, slot: int, request: Request, num_tokens: int) -> None:
-        """What the device has counted of this slot's tokens is in doubt; the first `num_tokens` of its request are known."""
+        """Count the first `num_tokens` tokens of the slot's request anew: what the device has counted is in doubt."""
         if not self._counts[slot]:
             return
         ids, places = np.unique(request.token_ids[:num_tokens], return_inverse=True)

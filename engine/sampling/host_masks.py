@@ -33,8 +33,8 @@ class HostMasks:
         self._forbidden = ForbiddenTokens()
 
     def begin(self, rows: Sequence[SampledRow]) -> Callable[[], StepMasks]:
-        """Begin to fill the masks of these rows, in a thread beside this one; what gives them when they are filled: masks, and
-        why there are none, [len(rows), ceil(V / 32)] int32. All tokens before theirs are known."""
+        """Begin to fill the masks of these rows in a thread beside this one; all tokens before theirs are known. → a function
+        that waits for them: masks, [len(rows), ceil(V / 32)] int32, and why a row has none"""
         masks = self._grammars.fill([row.request for row in rows])
         return partial(self._finish, rows, masks)
 

@@ -15,7 +15,7 @@ PS_PER_NS = 1000
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TokenCosts:
-    """Prices in picoseconds, so that integers are exact enough; the methods answer in nanoseconds.
+    """Prices in picoseconds, so that integers are exact enough. Methods answer in the unit that their name ends with.
 
     prefill_token_ps      one prompt token through all matrix products
     prefill_pair_ps       one (query, key) pair of prompt attention

@@ -203,7 +203,7 @@ class Outcomes:
         return happened
 
     def _settle_rarely(self, request: Request, start: int, end: int, output: StepOutput) -> TokenEvent:
-        """What has log-probabilities or an error; positions `start` … `end` - 1 were computed."""
+        """Settle a row that ends a prefill, has log-probabilities or an error; positions `start` … `end` - 1 were computed."""
         if output.error is not None:
             request.forget_unknown()
             return self._lifecycle.fail(request, output.error, output.error_param)

@@ -49,8 +49,9 @@ class Preemption:
         )
 
     def victim(self, applicant: Request) -> Request | None:
-        """The youngest request of a lower class, of who holds most seats or blocks, or of who is furthest ahead; then of
-        somebody in another class who pauses. A preempted request that has waited for long takes turns within its tenant."""
+        """The running request that makes room for `applicant`, None if none has to: the youngest of a lower class, of the
+        account that holds most seats or blocks, of the one furthest ahead, or of one that pauses. Else an applicant that was
+        preempted and has waited for long takes turns with a request of its own account."""
         account = account_of(applicant)
         has_seat = len(self._accounts.running_requests) < self._context.max_num_seqs
         if not self._can_free(applicant):

@@ -32,7 +32,7 @@ class Rank(IntEnum):
 
 
 class PrefillOrder:
-    """`note_head` is told of an account whose line has changed its order."""
+    """Chooses between prefills. `note_head` is told of an account whose line has changed its order."""
 
     def __init__(self, context: PolicyContext, note_head: Callable[[Account], None]) -> None:
         self._accounts = context.accounts
@@ -43,9 +43,9 @@ class PrefillOrder:
     def among(
         self, accounts: Sequence[Account], current_round: int, can_start: CanStart | None
     ) -> tuple[Request | None, Request | None]:
-        """A prefill under way that is not in this step yet, or one that starts; and one that nobody may pass any more.
+        """The request that gets prompt tokens next, and the one that nobody may pass any more; None where there is none.
 
-        Nobody starts without `can_start`.
+        The first is a prefill under way that is not in this step yet or, with `can_start`, a waiting request that can start.
         """
         step = self._accounts.step
         prefills = [request for account in accounts for request in account.prefilling if request.scheduled_step != step]

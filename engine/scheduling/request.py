@@ -118,7 +118,7 @@ class Request:
 
     @property
     def num_output_tokens(self) -> int:
-        """Those that are known."""
+        """How many output tokens are known."""
         return len(self.token_ids) - self.num_prompt_tokens - self.num_unknown_tokens
 
     @property
