@@ -104,10 +104,10 @@ class Invoices:
             head = await self._draft_of(connection, tenant_id, month, keep=True)
         return await self.get(head.id, access=access)
 
-    async def head(self, invoice_id: str, *, access: Access, action: Action = Action.INVOICES) -> InvoiceHead:
+    async def head(self, invoice_id: str, *, access: Access) -> InvoiceHead:
         """Return an invoice without its lines. Raises NotFound, also for another tenant's, and RoleNotAllowed."""
         async with self._db.reading() as connection:
-            return await _read_head(connection, invoice_id, access, action)
+            return await _read_head(connection, invoice_id, access, Action.INVOICES)
 
     async def get(self, invoice_id: str, *, access: Access, action: Action = Action.INVOICES) -> Invoice:
         """Return an invoice, a draft as it would be now. Raises as `head`, and CurrenciesMixed."""

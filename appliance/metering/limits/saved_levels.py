@@ -61,17 +61,9 @@ class LevelSource(Protocol):
 class LimitLevels:
     """Writes what `source` has changed about once a second; `stop` writes the rest."""
 
-    def __init__(
-        self,
-        db: Database,
-        source: LevelSource,
-        *,
-        interval_s: float = SAVE_INTERVAL_S,
-        sleep: Callable[[float], Any] = asyncio.sleep,
-    ) -> None:
+    def __init__(self, db: Database, source: LevelSource, *, sleep: Callable[[float], Any] = asyncio.sleep) -> None:
         self._db = db
         self._source = source
-        self._interval_s = interval_s
         self._sleep = sleep
         self._saving = Background("limit levels", self._run)
 
@@ -99,7 +91,7 @@ class LimitLevels:
 
     async def _run(self) -> None:
         while True:
-            await self._sleep(self._interval_s)
+            await self._sleep(SAVE_INTERVAL_S)
             try:
                 await self.save()
             except Exception:  # noqa: BLE001 - owned task: a database that is away for a moment must not end it
