@@ -104,7 +104,9 @@ def _find(own_file: Path, settings_file: Path, settings: Mapping[str, Any]) -> t
             raise ChatTemplateError(f"{own_file} cannot be read: {error}") from error
     entry, origin = settings.get("chat_template"), f"chat_template of {settings_file}"
     if entry is None:
-        raise NoChatTemplate(f"{own_file.parent.name} has no chat template: it is a base model; use completions instead")
+        raise NoChatTemplate(
+            f"{own_file.parent.name} has no chat template: it is a base model, which continues text (`LLM.generate`)"
+        )
     if isinstance(entry, list):
         return _default_of(entry, origin), origin
     if not isinstance(entry, str):

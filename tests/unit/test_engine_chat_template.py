@@ -41,9 +41,9 @@ def test_the_default_of_several_named_templates_is_taken(model: Path) -> None:
     assert ChatTemplate.load(model).render(MESSAGES) == "yes"
 
 
-def test_a_model_without_template_says_that_it_is_a_base_model(tmp_path: Path) -> None:
+def test_a_model_without_template_says_that_it_is_a_base_model_and_what_to_call(tmp_path: Path) -> None:
     write_tokenizer(tmp_path, template=None)
-    with pytest.raises(NoChatTemplate, match="no chat template"):
+    with pytest.raises(NoChatTemplate, match=r"no chat template: it is a base model.*LLM\.generate"):
         ChatTemplate.load(tmp_path)
 
 
