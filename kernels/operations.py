@@ -36,6 +36,7 @@ class Operations:
 
     Operations that end with `_fp8` leave e4m3 rows and their scales for a product with 8-bit weights. `linear_add` and
     `normed_linear` are the products of a decode step of at most FUSED_ROWS_MAX rows with the norms around them.
+    `rotated_decode` is `rope_and_cache` and `paged_decode` at once, for plans that say `takes_projections`.
     `bind_experts` makes one function of all experts' weights, which asks the host nothing, for what `route_live` chooses; where
     there is none, or none for such weights, `route` and `mix_experts` serve. `bind_greedy_head` makes a function of an output
     head, the most likely tokens of at most FUSED_ROWS_MAX rows, or None where its sums would differ from those of the head's
@@ -79,6 +80,7 @@ class Operations:
     scatter_blocks: Callable[..., None]
     supports_paged: Callable[[AttentionShape, torch.dtype], bool] = lambda _shape, _kv_dtype: True
     max_verify_group: Callable[[AttentionShape, torch.dtype, torch.device], int] = lambda *_: 1
+    rotated_decode: Callable[..., Tensor] | None = None
     is_row_invariant: bool = False
     sequence: Callable[[int], RecordedOperations] | None = None
     score_tokens: Callable[..., None] | None = None

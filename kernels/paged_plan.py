@@ -30,6 +30,12 @@ class PagedPlan:
     max_query_len: int = 1
     workspace: Any = None  # of `paged_decode`, and of `paged_prefill` where it has one
     is_row_invariant: bool = False  # computed by the operations of batch-invariant engines
+    is_newest: bool = False  # every row is the newest token of a request of its own, or padding
+
+    @property
+    def takes_projections(self) -> bool:
+        """Whether `rotated_decode` may stand for the two operations that it is."""
+        return self.is_newest and not self.is_row_invariant
 
 
 class PagedPlanner:

@@ -5,18 +5,22 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 import torch
 from torch.nn import functional
 
 from bench.gpu.context import Context
 from bench.gpu.errors import Outputs, compare, invariant
-from bench.gpu.inputs import FP8, Pages, gathered, make_pages, queries
+from bench.gpu.inputs import FP8, Pages, angles, gathered, make_pages, normal, queries
 from kernels.attention_rows import AttentionShape
+from kernels.cpu.rope_and_cache import rope_and_cache as torch_rope
 from kernels.reference.attention import paged_decode as exact_decode
 from kernels.reference.attention import paged_prefill as exact_prefill
+from kernels.reference.rope_and_cache import rope_and_cache as exact_rope
 from kernels.triton.attention_decode import paged_decode
 from kernels.triton.attention_prefill import paged_prefill
+from kernels.triton.rotated_decode import rotated_decode
 
 Case = tuple[str, Callable[[], tuple[Outputs, Outputs, Outputs]]]
 
@@ -29,6 +33,11 @@ def check(context: Context) -> None:
     compare(context, "paged decode", [_decode(context, shape, lengths) for shape in shapes] + _long(context, llama))
     compare(context, "paged decode, head size 64", [_decode(context, slim, lengths)])
     compare(context, "paged decode, window and soft-cap", [_decode(context, gemma, lengths)])
+    compare(
+        context,
+        "paged decode with rotation",
+        [_rotated(context, shape, list(filter(None, lengths))) for shape in (llama, slim, gemma)],
+    )
     shapes = [llama] if small else [llama, slim, gemma]
     invariant(context, "paged decode", [(_name(shape), partial(_alone, context, shape, lengths)) for shape in shapes])
 
@@ -81,6 +90,41 @@ def _decode(context: Context, shape: AttentionShape, lengths: list[int], *, fp8:
         return ours, exact, theirs
 
     return label or _name(shape), make
+
+
+def _rotated(context: Context, shape: AttentionShape, lengths: list[int]) -> Case:
+    """With QK-norm; beside torch's own operations, which round queries and keys between them."""
+
+    def make() -> tuple[Outputs, Outputs, Outputs]:
+        device, dtype, size = context.device, context.dtype, shape.head_dim
+        pages = make_pages(lengths, shape, dtype=dtype, device=device)
+        qkv = normal(len(lengths), shape.num_heads + 2 * shape.num_kv_heads, size, dtype=dtype, device=device)
+        cos, sin = angles(len(lengths), size, dtype, device)
+        newest = pages.context_lens.long() - 1
+        blocks = pages.tables.gather(1, (newest // shape.block_size)[:, None])[:, 0].long()
+        slots = blocks * shape.block_size + newest % shape.block_size
+        norms: dict[str, Any] = {
+            "q_weight": normal(size, dtype=dtype, device=device),
+            "k_weight": normal(size, dtype=dtype, device=device),
+        }
+
+        def apart(rotate: Callable[..., None], kind: torch.dtype) -> tuple[torch.Tensor, Pages]:
+            turned, cache = qkv.to(kind, copy=True), pages.cache.to(kind, copy=True)
+            weights = {name: weight.to(kind) for name, weight in norms.items()}
+            rotate(
+                turned, cos.to(kind), sin.to(kind), cache, slots,
+                num_kv_heads=shape.num_kv_heads, rotary_dim=size, eps=1e-6, **weights,
+            )  # fmt: skip
+            return turned[:, : shape.num_heads], replace(pages, cache=cache)
+
+        q, held = apart(exact_rope, torch.float64)
+        exact = exact_decode(q, held.cache, held.tables, held.context_lens, shape)
+        q, held = apart(torch_rope, dtype)
+        theirs = torch.stack([_torch(q[row : row + 1], held, row, None)[0] for row in range(len(lengths))])
+        given = (qkv, cos, sin, pages.cache, slots, pages.tables, pages.context_lens, shape)
+        return rotated_decode(*given, rotary_dim=size, eps=1e-6, **norms), exact, theirs
+
+    return _name(shape), make
 
 
 def _torch(q: torch.Tensor, pages: Pages, request: int, scales: torch.Tensor | None) -> torch.Tensor:

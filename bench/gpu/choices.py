@@ -16,7 +16,7 @@ from unittest import mock
 import torch
 
 from bench.gpu.context import Context
-from bench.gpu.inputs import Weight, coded, make_pages, normal, queries
+from bench.gpu.inputs import Pages, Weight, angles, coded, make_pages, normal, queries
 from bench.gpu.layer import CHOSEN, LLAMA, MODELS, TINY, emit_choice, launched_with, make_layer
 from bench.gpu.rows import Row
 from bench.gpu.serve import head_in_8_bits
@@ -35,6 +35,8 @@ from kernels.triton import (
 from kernels.triton.attention_splits import DecodeTiling
 from kernels.triton.fused_linear import BY_BYTES, linear_add, normed_linear
 from kernels.triton.linear_tiles import Tiles
+from kernels.triton.rope_and_cache import rope_and_cache
+from kernels.triton.rotated_decode import rotated_decode
 from kernels.triton.tuning import capability, multiprocessors
 
 SECTOR_BYTES = 32
@@ -51,6 +53,8 @@ def measure(context: Context) -> None:
     for lengths in ([1024] * 256, [1024]):
         name = f"decode {len(lengths)} × 1k: chosen splits over others"
         context.guard(name, partial(_decode, context, name, lengths))
+        name = f"decode {len(lengths)} × 1k with its rotation: one launch over two"
+        context.guard(name, partial(_rotation, context, name, lengths))
     context.guard("prefill 8k: chosen tile over others", lambda: _prefill(context))
     context.guard(TURN, lambda: _turn(context))
     head = "Llama-3.1-8B int4, head in 8 bits, batch 1"
@@ -184,6 +188,32 @@ def _decode(context: Context, name: str, lengths: list[int]) -> None:
             return median(seconds(calls, device, samples=3))
 
     emit_choice(context, name, {case: times(tiling) for case, tiling in cases.items()})
+
+
+def _rotation(context: Context, name: str, lengths: list[int]) -> None:
+    """What stands between the projection of a layer and its next product, both ways."""
+    shape, device = (TINY if context.rehearsal else LLAMA), context.device
+    lengths = [20, 5] if context.rehearsal else lengths
+    copies = context.size(2 if len(lengths) > 1 else 32, 1)
+    held = [make_pages(lengths, shape, dtype=context.dtype, device=device) for _ in range(copies)]
+    workspace = attention_decode.decode_workspace(shape, len(lengths), held[0].tables.shape[1], context.dtype, device)
+    heads, size = shape.num_heads, shape.head_dim
+    qkv = normal(len(lengths), heads + 2 * shape.num_kv_heads, size, dtype=context.dtype, device=device)
+    cos, sin = angles(len(lengths), size, context.dtype, device)
+    slots = torch.arange(len(lengths), device=device) * shape.block_size
+
+    def apart(pages: Pages) -> None:
+        rope_and_cache(qkv, cos, sin, pages.cache, slots, num_kv_heads=shape.num_kv_heads, rotary_dim=size)
+        given = (qkv[:, :heads], pages.cache, pages.tables, pages.context_lens, shape)
+        attention_decode.paged_decode(*given, workspace=workspace)
+
+    def together(pages: Pages) -> None:
+        given = (qkv, cos, sin, pages.cache, slots, pages.tables, pages.context_lens, shape)
+        rotated_decode(*given, rotary_dim=size, workspace=workspace)
+
+    cases = {CHOSEN: together, "two launches": apart}
+    taken = {case: median(seconds([partial(call, pages) for pages in held], device, samples=3)) for case, call in cases.items()}
+    emit_choice(context, name, taken)
 
 
 def _prefill(context: Context) -> None:

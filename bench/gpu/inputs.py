@@ -90,6 +90,12 @@ def queries(pages: Pages, num_rows: int, dtype: torch.dtype) -> torch.Tensor:
     return wide[:, : shape.num_heads]
 
 
+def angles(num_rows: int, rotary_dim: int, dtype: torch.dtype, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+    """Cosines and sines of some angles, as `rope_and_cache` takes them: [T, 1, rotary_dim] each."""
+    turned = torch.rand(num_rows, 1, rotary_dim // 2, device=device) * 6
+    return torch.cat((turned.cos(), turned.cos()), -1).to(dtype), torch.cat((-turned.sin(), turned.sin()), -1).to(dtype)
+
+
 def gathered(pages: Pages, request: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Keys and values of one request, [1, K, T, D] each, as a library that knows no pages takes them."""
     length = pages.lengths[request]

@@ -18,7 +18,7 @@ from kernels.attention_rows import AttentionShape
 from kernels.triton import attention_decode
 from kernels.triton.early_launch import VARIABLE, early_launch
 from kernels.triton.fused_linear import linear_add, normed_linear
-from kernels.triton.rope_and_cache import rope_and_cache
+from kernels.triton.rotated_decode import rotated_decode
 
 LLAMA, TINY = AttentionShape(16, 32, 8, 128), AttentionShape(16, 4, 2, 32)
 MODELS = {
@@ -70,7 +70,7 @@ def launched_with(patch: AbstractContextManager[object]) -> Iterator[None]:
 
 
 def make_layer(context: Context, model: str) -> tuple[Callable[[], None], int]:
-    """The seven launches of a layer of plain weights, between one token and a context of 1k, and of how many layers in turn."""
+    """The six launches of a layer of plain weights, between one token and a context of 1k, and of how many layers in turn."""
     shape, hidden, inner, layers = (TINY, 64, 96, 1) if context.rehearsal else MODELS[model]
     device, dtype = context.device, context.dtype
     made = partial(normal, dtype=dtype, device=device)
@@ -86,10 +86,10 @@ def make_layer(context: Context, model: str) -> tuple[Callable[[], None], int]:
         stream = linear_add(made_rows, weights[0]["out"], first, norm_weight)
         for layer in weights:
             qkv = normed_linear(stream, layer["qkv"], 1e-6).view(1, -1, shape.head_dim)
-            rope_and_cache(qkv, cos, sin, pages.cache, slot, num_kv_heads=shape.num_kv_heads, rotary_dim=shape.head_dim)
-            rows = attention_decode.paged_decode(
-                qkv[:, : shape.num_heads], pages.cache, pages.tables, pages.context_lens, shape, workspace=workspace
-            )
+            rows = rotated_decode(
+                qkv, cos, sin, pages.cache, slot, pages.tables, pages.context_lens, shape,
+                rotary_dim=shape.head_dim, workspace=workspace,
+            )  # fmt: skip
             stream = linear_add(rows.view(1, -1), layer["out"], stream.total, norm_weight)
             gated = normed_linear(stream, layer["gate_up"], 1e-6, gate="silu")
             stream = linear_add(gated, layer["down"], stream.total, norm_weight)

@@ -10,7 +10,7 @@ import torch
 
 from bench.gpu.check_sampling import both, columns_of
 from bench.gpu.context import Context
-from bench.gpu.inputs import coded, normal, stored_bytes
+from bench.gpu.inputs import angles, coded, normal, stored_bytes
 from bench.gpu.rows import Row
 from bench.gpu.timing import Call, median, seconds
 from kernels.triton.activation import silu_mul
@@ -66,9 +66,7 @@ def _rope(context: Context) -> tuple[Call, int]:
     rows, heads, kv_heads, size = (6, 4, 2, 32) if context.rehearsal else (8192, 32, 8, 128)
     device, dtype = context.device, context.dtype
     qkv = normal(rows, heads + 2 * kv_heads, size, dtype=dtype, device=device, scale=0.1)
-    angles = torch.rand(rows, 1, size // 2, device=device) * 6
-    cos = torch.cat((angles.cos(), angles.cos()), -1).to(dtype)
-    sin = torch.cat((-angles.sin(), angles.sin()), -1).to(dtype)
+    cos, sin = angles(rows, size, dtype, device)
     cache = torch.zeros(rows // 16 + 1, 16, 2, kv_heads, size, dtype=dtype, device=device)
     slots = torch.randperm(rows, device=device)
     token = size * qkv.element_size()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 
@@ -48,6 +49,8 @@ class Attention:
         heads, kv_heads, size = config.num_heads, config.num_kv_heads, config.head_dim
         self._num_heads, self._num_kv_heads, self._head_dim = heads, kv_heads, size
         self._ops = ops.operations(device, dtype)
+        norms_heads = config.family.qk_norm != "full"  # each by itself, which needs no other head
+        self._rotated_decode = self._ops.rotated_decode if norms_heads else None
         self.kv_scales: torch.Tensor | None = None
         """[2] float32, of keys and of values, by which a cache of 8 bits is scaled; None for any other cache."""
         self._stored_kv_scales = KvScales(device)
@@ -104,23 +107,24 @@ class Attention:
         return self._out(attended)
 
     def attend(self, projected: torch.Tensor, inputs: BatchInputs, kv_cache: torch.Tensor | None) -> torch.Tensor:
-        """projected: [T, (H+2K)·D], changed in place → [T, H·D]"""
+        """projected: [T, (H+2K)·D], which may be changed in place → [T, H·D]"""
         heads, kv_heads, size = self._num_heads, self._num_kv_heads, self._head_dim
         qkv = projected.view(-1, heads + 2 * kv_heads, size)
         cos, sin = inputs.rotations[self._rope_idx]
         q_norm, k_norm = self._q_norm, self._k_norm
-        self._ops.rope_and_cache(
-            qkv,
-            cos,
-            sin,
-            kv_cache,
-            inputs.slot_mapping,
-            num_kv_heads=kv_heads,
-            rotary_dim=self._rotary_dim,
-            q_weight=None if q_norm is None else q_norm.weight,
-            k_weight=None if k_norm is None else k_norm.weight,
-            eps=0.0 if q_norm is None else q_norm.eps,
-            kv_scales=self.kv_scales,
-        )
-        attended = ops.paged_attention(qkv, kv_cache, inputs.attention[self._window_idx], self.kv_scales)
+        plan = inputs.attention[self._window_idx]
+        rows = (qkv, cos, sin, kv_cache, inputs.slot_mapping)
+        kept: dict[str, Any] = {
+            "rotary_dim": self._rotary_dim,
+            "q_weight": None if q_norm is None else q_norm.weight,
+            "k_weight": None if k_norm is None else k_norm.weight,
+            "eps": 0.0 if q_norm is None else q_norm.eps,
+            "kv_scales": self.kv_scales,
+        }
+        if self._rotated_decode is not None and isinstance(plan, ops.PagedPlan) and plan.takes_projections:
+            tables = (plan.block_tables, plan.context_lens, plan.shape)
+            attended = self._rotated_decode(*rows, *tables, workspace=plan.workspace, **kept)
+        else:
+            self._ops.rope_and_cache(*rows, num_kv_heads=kv_heads, **kept)
+            attended = ops.paged_attention(qkv, kv_cache, plan, self.kv_scales)
         return attended.view(-1, heads * size)

@@ -1,4 +1,4 @@
-"""A decode step of few rows with every norm inside a product: seven launches for a layer where ten stand apart.
+"""A decode step of few rows with every norm inside a product: six launches for a layer where nine stand apart.
 
 The residual stream goes from product to product as `ops.Stream`: its rows, already times the weight of the coming norm, and the
 squares from which the next product takes the root. Only for layers that are normalised before attention and before the

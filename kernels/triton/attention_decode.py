@@ -6,6 +6,8 @@ captured graph serves any lengths, and a batch with one long and many short requ
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 import triton
 import triton.language as tl
@@ -29,6 +31,7 @@ from kernels.triton.attention_splits import (
 )
 from kernels.triton.e4m3_pairs import e4m3_pairs
 from kernels.triton.early_launch import early_launch, start_in_turn
+from kernels.triton.newest_token import ask_newest, score_of, see_newest, take_newest
 from kernels.triton.tuning import LOG2_E, multiprocessors
 
 __all__ = ["DecodeWorkspace", "check_attention", "decode_workspace", "paged_decode", "score_factor"]
@@ -36,36 +39,16 @@ __all__ = ["DecodeWorkspace", "check_attention", "decode_workspace", "paged_deco
 
 @triton.jit(do_not_specialize=["num_requests", "table_stride", "max_splits"], do_not_specialize_on_alignment=TABLES)
 def split_kernel(
-    q,
-    kv_cache,
-    block_tables,
-    context_lens,
-    query_starts,
-    kv_scales,
-    out,
-    attended,
-    log_weights,
-    num_requests,
-    scale,
-    q_stride,
-    block_stride,
-    table_stride,
-    max_splits,
-    H: tl.constexpr,
-    K: tl.constexpr,
-    D: tl.constexpr,
-    P: tl.constexpr,
-    QUERIES: tl.constexpr,
-    WINDOW: tl.constexpr,
-    SOFTCAP: tl.constexpr,
-    ROWS: tl.constexpr,
-    WIDTH: tl.constexpr,
-    TILE: tl.constexpr,
-    SPLIT: tl.constexpr,
-    REQUESTS: tl.constexpr,
-    EARLY: tl.constexpr,
-):
-    """Program i works on key head i % K, so that neighbours read neighbouring heads of the same tokens at the same time."""
+    q, kv_cache, block_tables, context_lens, query_starts, kv_scales, cos, sin, slot_mapping, q_weight, k_weight, out,
+    attended, log_weights, num_requests, scale, q_stride, block_stride, table_stride, max_splits, eps,
+    H: tl.constexpr, K: tl.constexpr, D: tl.constexpr, P: tl.constexpr, ROTARY: tl.constexpr, QUERIES: tl.constexpr,
+    WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr, TILE: tl.constexpr,
+    SPLIT: tl.constexpr, REQUESTS: tl.constexpr, EARLY: tl.constexpr,
+):  # fmt: skip
+    """Program i works on key head i % K, so that neighbours read neighbouring heads of the same tokens at the same time.
+
+    With ROTARY > 0 q is the whole projection as it comes, and each request has one query: the program of its last split
+    rotates its key as well and stores key and value, and the cache is read as far as the token before."""
     start_in_turn(EARLY)
     kv_head = tl.program_id(0) % K
     request, split, num_items = schedule(
@@ -84,10 +67,12 @@ def split_kernel(
     AHEAD: tl.constexpr = WIDTH <= 128
     if AHEAD:
         block, begin, end, context_len, num_splits = _first_tile(
-            block_tables, context_lens, request, split, num_items > 0, table_stride, P, QUERIES, WINDOW, TILE, SPLIT
+            block_tables, context_lens, request, split, num_items > 0, table_stride, P, ROTARY, QUERIES, WINDOW, TILE, SPLIT
         )
-        first_query, num_queries = _rows(query_starts, request, num_items > 0)
-        queries = _queries(q, first_query, num_queries, query, head, lane, q_stride, D)
+        asked = _ask(
+            q, cos, sin, slot_mapping, query_starts, request, split + 1 == num_splits, num_items > 0, query, head, kv_head,
+            lane, q_stride, H, K, D, ROTARY,
+        )  # fmt: skip
     for item in range(num_items):
         first_query, num_queries = request, 1
         if query_starts is not None:
@@ -95,42 +80,44 @@ def split_kernel(
             num_queries = tl.load(query_starts + request + 1) - first_query
         if not AHEAD:
             block, begin, end, context_len, num_splits = _first_tile(
-                block_tables, context_lens, request, split, num_items > 0, table_stride, P, QUERIES, WINDOW, TILE, SPLIT
+                block_tables, context_lens, request, split, num_items > 0, table_stride, P, ROTARY, QUERIES, WINDOW, TILE, SPLIT
             )
-            queries = _queries(q, first_query, num_queries, query, head, lane, q_stride, D)
+            if ROTARY > 0:
+                asked = ask_newest(
+                    q, cos, sin, slot_mapping, request, num_items > 0, split + 1 == num_splits, head, query < 1, kv_head, lane,
+                    q_stride, H, K, D, ROTARY,
+                )  # fmt: skip
+            else:  # `_ask` would read the rows a second time, for which these kernels lack registers too
+                asked = _queries(q, first_query, num_queries, query, head, lane, q_stride, D)
         live = query < num_queries
         token_row = (first_query + query).to(tl.int64)
         inside = live[:, None] & (lane < D)[None, :]
-        found, found_odd, weights, largest = _attend(
-            queries,
-            block,
-            kv_cache + kv_head * D,
-            block_tables + request.to(tl.int64) * table_stride,
-            begin,
-            end,
-            context_len - num_queries + 1,
-            context_len - (num_queries - 1 - query),
-            scale,
-            block_stride,
-            2 * K * D,
-            K * D,
-            D,
-            P,
-            QUERIES,
-            WINDOW,
-            SOFTCAP,
-            TILE,
-        )
         is_last = split + 1 == num_splits
+        if ROTARY > 0:
+            queries, key, value = take_newest(
+                asked, q_weight, k_weight, kv_cache, kv_scales, kv_head, lane, block_stride, eps, K, D, P, ROTARY
+            )
+            seen = see_newest(queries, key, value, is_last & (context_len > 0), scale, SOFTCAP, TILE)
+        else:
+            queries = asked
+            seen = _see_nothing(queries, kv_cache, TILE)
+        found, found_odd, weights, largest = _attend(
+            queries, seen, block, kv_cache + kv_head * D, block_tables + request.to(tl.int64) * table_stride, begin, end,
+            context_len - num_queries + 1, context_len - (num_queries - 1 - query), scale, block_stride, 2 * K * D, K * D, D,
+            P, QUERIES, WINDOW, SOFTCAP, TILE,
+        )  # fmt: skip
         next_request, next_split = tl.where(is_last, request + 1, request), tl.where(is_last, 0, split + 1)
         next_splits = num_splits
         if AHEAD:
             more = item + 1 < num_items
             block, begin, end, context_len, next_splits = _first_tile(
-                block_tables, context_lens, next_request, next_split, more, table_stride, P, QUERIES, WINDOW, TILE, SPLIT
-            )
-            next_query, next_queries = _rows(query_starts, next_request, more)
-            queries = _queries(q, next_query, next_queries, query, head, lane, q_stride, D)
+                block_tables, context_lens, next_request, next_split, more, table_stride,
+                P, ROTARY, QUERIES, WINDOW, TILE, SPLIT,
+            )  # fmt: skip
+            asked = _ask(
+                q, cos, sin, slot_mapping, query_starts, next_request, next_split + 1 == next_splits, more, query, head,
+                kv_head, lane, q_stride, H, K, D, ROTARY,
+            )  # fmt: skip
         if kv_cache.dtype.element_ty.primitive_bitwidth == 8:
             found = tl.reshape(tl.join(found, found_odd), [ROWS, WIDTH])
         weight = tl.sum(weights, 1)
@@ -148,28 +135,37 @@ def split_kernel(
 
 @triton.jit
 def _first_tile(
-    block_tables,
-    context_lens,
-    request,
-    split,
-    is_there,
-    table_stride,
-    P: tl.constexpr,
-    QUERIES: tl.constexpr,
-    WINDOW: tl.constexpr,
-    TILE: tl.constexpr,
+    block_tables, context_lens, request, split, is_there, table_stride,
+    P: tl.constexpr, ROTARY: tl.constexpr, QUERIES: tl.constexpr, WINDOW: tl.constexpr, TILE: tl.constexpr,
     SPLIT: tl.constexpr,
-):
-    """→ blocks of a split's first tile, where its tokens begin and end, its request's length and number of splits. Nothing is
-    read of one that is not there."""
+):  # fmt: skip
+    """→ blocks of a split's first tile, where its tokens in the cache begin and end, its request's length and number of splits.
+    Nothing is read of one that is not there. The newest token is not in the cache where ROTARY > 0."""
     context_len = tl.load(context_lens + request, mask=is_there, other=0)
     first, tiles, num_splits = splits_of(context_len, WINDOW, QUERIES, TILE, SPLIT)
     begin = first + split * tiles * TILE
-    end = tl.minimum(begin + tiles * TILE, context_len)
+    end = tl.minimum(begin + tiles * TILE, context_len - (1 if ROTARY > 0 else 0))
     column = tl.arange(0, TILE)
     table = block_tables + request.to(tl.int64) * table_stride
     block = tl.load(table + begin // P + column // P, mask=begin + column < end, other=0)
     return block, begin, end, context_len, num_splits
+
+
+@triton.jit
+def _ask(
+    q, cos, sin, slot_mapping, query_starts, request, is_last, is_there, query, head, kv_head, lane, q_stride,
+    H: tl.constexpr, K: tl.constexpr, D: tl.constexpr, ROTARY: tl.constexpr,
+):  # fmt: skip
+    """→ the rows that a split is attended by, [ROWS, WIDTH], or what `take_newest` makes them of."""
+    if ROTARY > 0:
+        asked = ask_newest(
+            q, cos, sin, slot_mapping, request, is_there, is_last & is_there, head, query < 1, kv_head, lane, q_stride,
+            H, K, D, ROTARY,
+        )  # fmt: skip
+    else:
+        first_query, num_queries = _rows(query_starts, request, is_there)
+        asked = _queries(q, first_query, num_queries, query, head, lane, q_stride, D)
+    return asked
 
 
 @triton.jit
@@ -184,37 +180,31 @@ def _rows(query_starts, request, is_there):
 
 @triton.jit
 def _queries(q, first_query, num_queries, query, head, lane, q_stride, D: tl.constexpr):
-    """→ the rows that a split is attended by: [ROWS, WIDTH]"""
+    """→ [ROWS, WIDTH]"""
     token_row = (first_query + query).to(tl.int64)
     inside = (query < num_queries)[:, None] & (lane < D)[None, :]
     return tl.load(q + token_row[:, None] * q_stride + (head * D)[:, None] + lane[None, :], mask=inside, other=0.0)
 
 
 @triton.jit
-def _attend(
-    queries,
-    block,
-    keys,
-    table,
-    begin,
-    end,
-    oldest_seen,
-    seen,
-    scale,
-    block_stride,
-    TOKEN_STRIDE: tl.constexpr,
-    VALUE_OFFSET: tl.constexpr,
-    D: tl.constexpr,
-    P: tl.constexpr,
-    QUERIES: tl.constexpr,
-    WINDOW: tl.constexpr,
-    SOFTCAP: tl.constexpr,
-    TILE: tl.constexpr,
-):
-    """Tokens begin … end - 1 of one request and one key head: sum of weighted values, weights that are still to be added up
-    by row, and the largest score. Of an fp8 cache the values of even and of odd columns stand apart. block: of the first
-    tile's tokens."""
+def _see_nothing(queries, kv_cache, TILE: tl.constexpr):
+    """→ what `_attend` begins with: sums of values of even and odd columns, weights and the largest score."""
+    FP8: tl.constexpr = kv_cache.dtype.element_ty.primitive_bitwidth == 8
     ROWS: tl.constexpr = queries.shape[0]
+    VALUES: tl.constexpr = queries.shape[1] // 2 if FP8 else queries.shape[1]
+    found = tl.zeros([ROWS, VALUES], tl.float32)
+    return found, found, tl.zeros([ROWS, TILE], tl.float32), tl.full([ROWS], float("-inf"), tl.float32)
+
+
+@triton.jit
+def _attend(
+    queries, seen_before, block, keys, table, begin, end, oldest_seen, seen, scale, block_stride,
+    TOKEN_STRIDE: tl.constexpr, VALUE_OFFSET: tl.constexpr, D: tl.constexpr, P: tl.constexpr, QUERIES: tl.constexpr,
+    WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, TILE: tl.constexpr,
+):  # fmt: skip
+    """Tokens begin … end - 1 of one request and one key head, behind what was seen before: sum of weighted values, weights that
+    are still to be added up by row, and the largest score. Of an fp8 cache the values of even and of odd columns stand apart.
+    block: of the first tile's tokens."""
     WIDTH: tl.constexpr = queries.shape[1]
     FP8: tl.constexpr = keys.dtype.element_ty.primitive_bitwidth == 8
     DOT: tl.constexpr = tl.float16 if FP8 else keys.dtype.element_ty
@@ -223,10 +213,7 @@ def _attend(
     column = tl.arange(0, TILE)
     lane = tl.arange(0, WIDTH)
     pair = tl.arange(0, VALUES)
-    largest = tl.full([ROWS], float("-inf"), tl.float32)
-    weights = tl.zeros([ROWS, TILE], tl.float32)
-    found = tl.zeros([ROWS, VALUES], tl.float32)
-    found_odd = tl.zeros([ROWS, VALUES], tl.float32)
+    found, found_odd, weights, largest = seen_before
     # The blocks of a tile are asked for while the tile before is at work. A tile begins at a multiple of its length, so what it
     # is of whole blocks, or which part of a block, needs no division.
     for start in range(begin, end, TILE):
@@ -242,9 +229,7 @@ def _attend(
         # Whatever lies in a key that is not held, its score is replaced; a value would spoil the sum even with no weight.
         places = keys + place[:, None] + lane[None, :]
         key = tl.load(places) if WIDTH == D else tl.load(places, mask=(lane < D)[None, :], other=0.0)
-        score = tl.dot(queries, tl.trans(key.to(DOT)), input_precision="ieee") * scale
-        if SOFTCAP > 0.0:
-            score = SOFTCAP - 2.0 * SOFTCAP / (tl.exp2(score) + 1.0)
+        score = score_of(tl.dot(queries, tl.trans(key.to(DOT)), input_precision="ieee"), scale, SOFTCAP)
         visible = held[None, :]
         if QUERIES > 1:
             visible = visible & (token[None, :] < seen[:, None])
@@ -304,15 +289,39 @@ def paged_decode(
     A split's size is a function of its request's length alone and splits are merged in their order, so a row's result has
     the same bits in any batch. No lengths are read on the host; with `out` and `workspace` nothing is allocated.
     """
-    num_requests, max_blocks = block_tables.shape
-    tiling = shape_tiling(shape, kv_cache.dtype, max_query_len, q.device)
     check_attention(q, kv_cache, shape)
     if out is None:
         out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
-    if num_requests == 0:
-        return out
     assert (max_query_len == 1) == (query_starts is None), "rows of several queries have beginnings"
     assert max_query_len <= SPLIT_QUERIES[-1], "the splits of a window have no room for so many queries"
+    launch_decode(
+        q, kv_cache, block_tables, context_lens, shape, out, workspace,
+        query_starts=query_starts, max_query_len=max_query_len, kv_scales=kv_scales,
+    )  # fmt: skip
+    return out
+
+
+def launch_decode(
+    q: torch.Tensor,
+    kv_cache: torch.Tensor,
+    block_tables: torch.Tensor,
+    context_lens: torch.Tensor,
+    shape: AttentionShape,
+    out: torch.Tensor,
+    workspace: DecodeWorkspace | None,
+    *,
+    query_starts: torch.Tensor | None = None,
+    max_query_len: int = 1,
+    kv_scales: torch.Tensor | None = None,
+    newest: Sequence[torch.Tensor | None] = (None,) * 5,
+    eps: float = 0.0,
+    rotary_dim: int = 0,
+) -> None:
+    """newest: cos, sin, slot_mapping, q_weight and k_weight of `rotated_decode`, of which q is the whole projection then."""
+    num_requests, max_blocks = block_tables.shape
+    if num_requests == 0:
+        return
+    tiling = shape_tiling(shape, kv_cache.dtype, max_query_len, q.device)
     if workspace is None:
         workspace = decode_workspace(shape, q.shape[0], max_blocks, kv_cache.dtype, q.device)
     assert out.is_contiguous(), "outputs of decodes lie together"
@@ -323,17 +332,17 @@ def paged_decode(
     groups = max(1, multiprocessors(q.device) * tiling.programs // kv_heads)
     constants, requests = split_constants(shape, max_query_len, tiling), scheduled_requests(num_requests)
     split_kernel[(min(groups, num_requests * splits) * kv_heads,)](
-        q, kv_cache, block_tables, context_lens, query_starts, kv_scales, out, *workspace,
-        num_requests, score_factor(shape), q.stride(0), kv_cache.stride(0), block_tables.stride(0), splits,
-        **constants, REQUESTS=requests, **early_launch(q.device),
-        num_warps=tiling.num_warps, num_stages=tiling.num_stages, maxnreg=tiling.registers_max,
+        q, kv_cache, block_tables, context_lens, query_starts, kv_scales, *newest, out, *workspace,
+        num_requests, score_factor(shape), q.stride(0), kv_cache.stride(0), block_tables.stride(0), splits, eps,
+        **constants, ROTARY=rotary_dim, REQUESTS=requests, **early_launch(q.device),
+        num_warps=tiling.num_warps, num_stages=tiling.num_stages,
+        maxnreg=tiling.registers_rotated if rotary_dim else tiling.registers_max,
     )  # fmt: skip
     merge_kernel[(q.shape[0], shape.num_heads)](
         context_lens, query_starts, out, *workspace, num_requests, splits,
         **{name: constants[name] for name in MERGE_CONSTANTS}, REQUESTS=1 if query_starts is None else requests,
         CHUNK=MERGE_CHUNK, num_warps=MERGE_WARPS, **early_launch(q.device),
     )  # fmt: skip
-    return out
 
 
 def score_factor(shape: AttentionShape) -> float:

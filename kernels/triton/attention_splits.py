@@ -47,6 +47,11 @@ class DecodeTiling:
     programs: int  # of one multiprocessor
     registers_max: int | None = None  # of a thread; None leaves their number to the assembler
 
+    @property
+    def registers_rotated(self) -> int:
+        """Of a thread that rotates what it attends. Left to the assembler it takes 254; the grid is made for more programs."""
+        return registers_for(self.programs, self.num_warps)
+
 
 def decode_tiling(head_dim: int, kv_bytes: int, rows: int, capability: int, queries: int = 1) -> DecodeTiling:
     """rows: of queries of one key head, before they are rounded to a tile.

@@ -1,7 +1,7 @@
 """Products of a decode step of few rows with what stands around them: three launches fewer in every layer.
 
-    unfused   norm ─ qkv ─ rope ─ attention (2) ─ out ─ norm ─ gate_up ─ activation ─ down     10 launches
-    here             qkv ─ rope ─ attention (2) ─ out ────────── gate_up ───────────── down      7
+    unfused   norm ─ qkv ─ attention (2) ─ out ─ norm ─ gate_up ─ activation ─ down     9 launches
+    here             qkv ─ attention (2) ─ out ────────── gate_up ───────────── down     6
 
 RMS normalisation divides a whole row by one number, and the product behind it can do so at its end: rms_norm(x) Wᵀ is
 (x · w) Wᵀ / rms(x). So the product that adds to the residual stream also stores the sum times the next norm's weight w, and

@@ -62,6 +62,7 @@ OPERATIONS = replace(
     linear_add=None,
     normed_linear=None,
     paged_decode=paged_decode,
+    rotated_decode=None,
     paged_prefill=paged_prefill,
     decode_workspace=decode_workspace,
     max_verify_group=lambda *_: 1,

@@ -26,6 +26,7 @@ from kernels.triton.logprobs import token_logprobs
 from kernels.triton.norm import add_rms_norm, add_rms_norm_fp8, rms_norm, rms_norm_fp8
 from kernels.triton.plain_linear import PlainLinear
 from kernels.triton.rope_and_cache import rope_and_cache
+from kernels.triton.rotated_decode import rotated_decode
 from kernels.triton.router import route_live
 from kernels.triton.token_counts import count_tokens
 
@@ -50,6 +51,7 @@ OPERATIONS = Operations(
     linear_add=linear_add,
     normed_linear=normed_linear,
     paged_decode=paged_decode,
+    rotated_decode=rotated_decode,
     paged_prefill=paged_prefill,
     decode_workspace=decode_workspace,
     max_verify_group=max_verify_group,

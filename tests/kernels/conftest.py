@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -34,6 +35,33 @@ elif DEVICE.type == "cpu":
 def device() -> torch.device:
     """The GPU, or the CPU with kernels in Triton's interpreter."""
     return DEVICE
+
+
+@pytest.fixture
+def launches(monkeypatch: pytest.MonkeyPatch, device: torch.device) -> Callable[[], int]:
+    """How many kernels were launched since it was asked last."""
+    count = [0]
+    if device.type == "cuda":
+        from triton.runtime.jit import JITFunction as Launcher
+
+        name = "run"
+    else:
+        from triton.runtime.interpreter import GridExecutor as Launcher
+
+        name = "__call__"
+    original = getattr(Launcher, name)
+
+    def counted(self: object, *args: object, **kwargs: object) -> object:
+        count[0] += 1
+        return original(self, *args, **kwargs)
+
+    monkeypatch.setattr(Launcher, name, counted)
+
+    def since() -> int:
+        made, count[0] = count[0], 0
+        return made
+
+    return since
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

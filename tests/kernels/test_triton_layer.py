@@ -81,33 +81,6 @@ def fused(layers: list[Layer], x: torch.Tensor, step: Step) -> torch.Tensor:
     return stream.total
 
 
-@pytest.fixture
-def launches(monkeypatch: pytest.MonkeyPatch, device: torch.device) -> Callable[[], int]:
-    """How many kernels were launched since it was asked last."""
-    count = [0]
-    if device.type == "cuda":
-        from triton.runtime.jit import JITFunction as Launcher
-
-        name = "run"
-    else:
-        from triton.runtime.interpreter import GridExecutor as Launcher
-
-        name = "__call__"
-    original = getattr(Launcher, name)
-
-    def counted(self: object, *args: object, **kwargs: object) -> object:
-        count[0] += 1
-        return original(self, *args, **kwargs)
-
-    monkeypatch.setattr(Launcher, name, counted)
-
-    def since() -> int:
-        made, count[0] = count[0], 0
-        return made
-
-    return since
-
-
 @pytest.mark.parametrize("rows", [1, 5])
 def test_a_fused_layer_is_the_layer_with_three_launches_fewer(
     rows: int, launches: Callable[[], int], device: torch.device

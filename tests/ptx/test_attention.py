@@ -7,9 +7,17 @@ import torch
 
 from kernels.attention_rows import AttentionShape
 from kernels.reference import attention as reference
-from kernels.triton import attention_decode, attention_prefill, attention_splits, chunk_splits, invariant_attention
-from tests.support.kernel_cases import Guarded, filled_cache, normal, padded_rows, scattered_tables, table_tensor
-from tests.support.kernel_tolerances import assert_near, assert_same
+from kernels.reference import rotated_decode as exact
+from kernels.triton import (
+    attention_decode,
+    attention_prefill,
+    attention_splits,
+    chunk_splits,
+    invariant_attention,
+    rotated_decode,
+)
+from tests.support.kernel_cases import Guarded, RotatedBatch, filled_cache, normal, padded_rows, scattered_tables, table_tensor
+from tests.support.kernel_tolerances import Kind, assert_near, assert_same
 from tests.support.ptx.card import EmulatedCard
 
 CPU = torch.device("cpu")
@@ -64,6 +72,26 @@ class Batch:
             max_query_len=self.max_query_len, kv_scales=self.scales, out=out.tensor,
         )  # fmt: skip
         assert_near(out.check(), self.expected(), "attention")
+
+
+@pytest.mark.parametrize(
+    ("shape", "lengths", "kv_dtype", "is_normed"),
+    [
+        (AttentionShape(BLOCK, 4, 1, 128), [1, 15, 0, 257], BF16, False),
+        (AttentionShape(BLOCK, 2, 1, 128), [17, 300], FP8, True),
+        (AttentionShape(BLOCK, 4, 1, 256, sliding_window=100, softcap=50.0), [140, 33], BF16, True),
+    ],
+)
+def test_decode_steps_that_rotate(shape: AttentionShape, lengths: list[int], kv_dtype: torch.dtype, is_normed: bool) -> None:
+    batch = RotatedBatch(lengths, shape, CPU, dtype=BF16, kv_dtype=kv_dtype, is_normed=is_normed)
+    cache = batch.cache.clone()
+    expected = exact.rotated_decode(*batch.given(cache), **batch.options)
+    found = rotated_decode.rotated_decode(*batch.given(batch.cache), **batch.options)
+    kind: Kind = "fp8" if kv_dtype == FP8 else "normed"
+    assert_near(found, expected, "attention", scale=2**6 if kv_dtype == FP8 else 4)
+    untouched = cache.float().isnan()
+    assert_same(batch.cache.float().isnan(), untouched)
+    assert_near(batch.cache[~untouched], cache[~untouched], kind, scale=2**6)
 
 
 @pytest.mark.parametrize(

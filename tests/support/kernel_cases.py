@@ -5,8 +5,11 @@ from __future__ import annotations
 import math
 import random
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
+
+from kernels.attention_rows import AttentionShape
 
 # Lengths on both sides of a block's and a tile's edge.
 AWKWARD_LENGTHS = (1, 15, 16, 17, 31, 67)
@@ -98,3 +101,48 @@ def filled_cache(
             values = torch.randn(2, kv_heads, head_dim, generator=generator).to(device)
             cache[table[position // block_size], position % block_size] = values
     return cache.to(dtype)
+
+
+class RotatedBatch:
+    """The newest tokens of requests of given lengths as a projection, and a cache that is NaN at their places and elsewhere."""
+
+    def __init__(
+        self,
+        lengths: list[int],
+        shape: AttentionShape,
+        device: torch.device,
+        *,
+        dtype: torch.dtype = torch.float32,
+        kv_dtype: torch.dtype | None = None,
+        rotary_dim: int | None = None,
+        is_normed: bool = False,
+    ) -> None:
+        size, turned = shape.head_dim, rotary_dim or shape.head_dim
+        self.shape = shape
+        tables, num_blocks = scattered_tables(lengths, shape.block_size)
+        held = [max(length - 1, 0) for length in lengths]
+        cached = (num_blocks, shape.block_size, shape.num_kv_heads, size)
+        self.cache = filled_cache(tables, held, cached, dtype=kv_dtype or dtype, device=device)
+        self.tables = table_tensor(tables, device)
+        self.lens = torch.tensor(lengths, dtype=torch.int32, device=device)
+        places = [divmod(length, shape.block_size) for length in held]
+        slots = [
+            table[block] * shape.block_size + at if table else -1 for table, (block, at) in zip(tables, places, strict=True)
+        ]
+        self.slots = torch.tensor(slots, device=device)
+        wide = (shape.num_heads + 2 * shape.num_kv_heads) * size
+        self.qkv = padded_rows(normal(len(lengths), wide, dtype=dtype, device=device), wide + 16).view(len(lengths), -1, size)
+        angles = normal(len(lengths), 1, turned // 2, dtype=torch.float32, device=device, seed=1) * 3
+        self.cos = torch.cat((angles.cos(), angles.cos()), -1).to(dtype)
+        self.sin = torch.cat((-angles.sin(), angles.sin()), -1).to(dtype)
+        self.options: dict[str, Any] = {"rotary_dim": turned, "eps": 1e-6}
+        if is_normed:
+            weights = normal(2, size, dtype=dtype, device=device, seed=2)
+            self.options |= {"q_weight": weights[0], "k_weight": weights[1]}
+        if kv_dtype is not None and kv_dtype.itemsize == 1:
+            self.options["kv_scales"] = torch.tensor([0.5, 2.0], device=device)
+
+    def given(self, cache: torch.Tensor, rows: slice = slice(None)) -> tuple[Any, ...]:
+        """What `rotated_decode` takes before its options, for some of the rows."""
+        angles = self.cos[rows], self.sin[rows]
+        return self.qkv[rows], *angles, cache, self.slots[rows], self.tables[rows], self.lens[rows], self.shape

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from itertools import product
+from typing import Any
 
 from kernels.attention_rows import AttentionShape
 from kernels.triton.attention_decode import split_kernel
@@ -11,7 +12,7 @@ from kernels.triton.attention_splits import SPLIT_QUERIES, DecodeTiling, decode_
 from kernels.triton.gate.attention_splits import SPILL_BYTES_MAX
 from kernels.triton.gate.compilation import CAPABILITIES, FP8_CAPABILITIES, Compilation
 
-SPILL_BYTES_WIDE = 80  # heads of 256 over an fp8 cache: what stays the same through the loop
+SPILL_BYTES_WIDE = 80  # heads of 256 over an fp8 cache: what stays the same through the loop; rotation, between two splits
 
 
 def compilations() -> list[Compilation]:
@@ -57,6 +58,21 @@ def compilations() -> list[Compilation]:
         for (queries, requests), kv in product(((1, 32), (1, 256), (4, 256), (8, 256)), ("bf16", "fp8e4nv")):
             what = f"gemma-3 {kv}, window {window}, {queries} tokens, {requests} requests"
             found.append(_compilation(what, shape, "bf16", kv, max_query_len=queries, requests=requests))
+    for kv in ("bf16", "fp8e4nv"):
+        for requests in (32, 256):
+            kept: dict[str, Any] = {"requests": requests, "rotary": 128}
+            found.append(_compilation(f"llama-8b {kv}, {requests} requests", llama, "bf16", kv, **kept))
+            for name, shape in (("qwen-0.6b", qwen), ("qwen-30b-a3b", AttentionShape(16, 32, 4, 128))):
+                found.append(_compilation(f"{name} {kv}, {requests} requests", shape, "bf16", kv, qk_norm=True, **kept))
+            for window in (None, 1024):
+                shape, kept = AttentionShape(16, 8, 4, 256, sliding_window=window), {"requests": requests, "rotary": 256}
+                what = f"gemma-3 {kv}, window {window}, {requests} requests"
+                found.append(_compilation(what, shape, "bf16", kv, qk_norm=True, **kept))
+        found.append(_compilation(f"llama-1b {kv}", small_llama, "bf16", kv, rotary=64))
+        found.append(_compilation(f"llama-8b {kv}, 1024 requests", llama, "bf16", kv, requests=1024, rotary=128))
+    found.append(_compilation("llama-8b fp32", llama, "fp32", "fp32", rotary=128))
+    found.append(_compilation("7 heads", seven, "bf16", "bf16", rotary=128))
+    found.append(_compilation("head size 96, 64 turned", AttentionShape(16, 32, 32, 96), "bf16", "bf16", rotary=64))
     return [compilation for several in found for compilation in several]
 
 
@@ -68,17 +84,22 @@ def _compilation(
     *,
     max_query_len: int = 1,
     requests: int = 256,
+    rotary: int = 0,
+    qk_norm: bool = False,
 ) -> list[Compilation]:
-    """One for each tiling: cards differ in what they hold."""
+    """One for each tiling: cards differ in what they hold. rotary: of `rotated_decode`, 0 is `paged_decode`."""
     passed = {"q": f"*{dtype}", "kv_cache": f"*{kv_dtype}", "block_tables": "*i32", "context_lens": "*i32"}
-    absent: dict[str, object] = {}
-    for tensor, kind, there in (("query_starts", "*i32", max_query_len > 1), ("kv_scales", "*fp32", "fp8" in kv_dtype)):
+    absent: dict[str, object] = {"ROTARY": rotary}
+    optional = [("query_starts", "*i32", max_query_len > 1), ("kv_scales", "*fp32", "fp8" in kv_dtype)]
+    optional += [(name, f"*{dtype}", rotary > 0) for name in ("cos", "sin")]
+    optional += [(name, f"*{dtype}", qk_norm) for name in ("q_weight", "k_weight")]
+    for tensor, kind, there in [*optional, ("slot_mapping", "*i64", rotary > 0)]:
         if there:
             passed[tensor] = kind
         else:
             absent[tensor] = None
     passed |= {"out": f"*{dtype}", "attended": "*fp32", "log_weights": "*fp32", "num_requests": "i32", "scale": "fp32"}
-    passed |= dict.fromkeys(("q_stride", "block_stride", "table_stride", "max_splits"), "i32")
+    passed |= dict.fromkeys(("q_stride", "block_stride", "table_stride", "max_splits"), "i32") | {"eps": "fp32"}
     kv_bytes = {"fp32": 4, "fp8e4nv": 1}.get(kv_dtype, 2)
     tilings: dict[DecodeTiling, list[int]] = {}
     rows = query_rows(shape, max_query_len)
@@ -87,7 +108,7 @@ def _compilation(
         tilings.setdefault(tiling, []).append(number)
     return [
         Compilation(
-            f"paged decode {name}, tiles of {tiling.tile}, {tiling.programs} at a time",
+            f"{'rotated' if rotary else 'paged'} decode {name}, tiles of {tiling.tile}, {tiling.programs} at a time",
             split_kernel,
             passed,
             {**absent, **split_constants(shape, max_query_len, tiling), "REQUESTS": requests},
@@ -96,9 +117,9 @@ def _compilation(
             capabilities=tuple(numbers),
             tensor_cores=kv_bytes < 4,
             small_tile=tile_rows(shape, max_query_len) < 64,
-            spill_bytes_max=SPILL_BYTES_MAX if shape.head_dim <= 128 else SPILL_BYTES_WIDE,
+            spill_bytes_max=SPILL_BYTES_WIDE if rotary or shape.head_dim > 128 else SPILL_BYTES_MAX,
             divisible=("q_stride", "block_stride"),
-            registers_max=tiling.registers_max,
+            registers_max=tiling.registers_rotated if rotary else tiling.registers_max,
             programs=tiling.programs,
         )
         for tiling, numbers in tilings.items()

@@ -17,7 +17,9 @@ from unittest import mock
 import torch
 
 from kernels import ops, quantised_linear
+from kernels.attention_rows import AttentionShape
 from kernels.cpu import table
+from kernels.reference.rotated_decode import rotated_decode
 from tests.support.rehearsal import quantised
 from tests.support.rehearsal.card import current_card
 from tests.support.rehearsal.leaves import mapped
@@ -59,9 +61,15 @@ def _like_queries(q: torch.Tensor, *_: Any) -> torch.Tensor:
     return torch.empty(q.shape, dtype=q.dtype, device=q.device)
 
 
+def _like_heads(qkv: torch.Tensor, *rest: Any) -> torch.Tensor:
+    shape: AttentionShape = rest[-1]
+    return torch.empty(qkv.shape[0], shape.num_heads, shape.head_dim, dtype=qkv.dtype, device=qkv.device)
+
+
 _LAUNCHED: dict[str, Any] = {
     **{name: launched_into(getattr(table, name), _like_queries) for name in RETURNING},
     **{name: launched(getattr(table, name)) for name in WRITING},
+    "rotated_decode": launched_into(rotated_decode, _like_heads),
 }
 OPERATIONS = replace(
     table.OPERATIONS,

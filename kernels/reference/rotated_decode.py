@@ -1,0 +1,49 @@
+"""A decode that rotates its newest token itself, row by row: each row sees the cache as it was, and its own key and value."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from kernels.attention_rows import AttentionShape
+from kernels.reference.attention import paged_decode
+from kernels.reference.rope_and_cache import rope_and_cache
+
+
+def rotated_decode(
+    qkv: torch.Tensor,
+    cos: torch.Tensor,
+    sin: torch.Tensor,
+    kv_cache: torch.Tensor,
+    slot_mapping: torch.Tensor,
+    block_tables: torch.Tensor,
+    context_lens: torch.Tensor,
+    shape: AttentionShape,
+    *,
+    rotary_dim: int,
+    q_weight: torch.Tensor | None = None,
+    k_weight: torch.Tensor | None = None,
+    eps: float = 0.0,
+    kv_scales: torch.Tensor | None = None,
+    workspace: Any = None,  # noqa: ARG001 - as every implementation takes it
+) -> torch.Tensor:
+    """`rope_and_cache`, then `paged_decode`: qkv: [B, H+2K, D], left as it is → [B, H, D]; the cache gets keys and values.
+
+    A row does not see what other rows write in this call, so rows of one request would differ from the two operations.
+    """
+    before, turned = kv_cache.clone(), qkv.clone()
+    rope_and_cache(
+        turned, cos, sin, kv_cache, slot_mapping, num_kv_heads=shape.num_kv_heads, rotary_dim=rotary_dim,
+        q_weight=q_weight, k_weight=k_weight, eps=eps, kv_scales=kv_scales,
+    )  # fmt: skip
+    out = torch.zeros(qkv.shape[0], shape.num_heads, shape.head_dim, dtype=qkv.dtype, device=qkv.device)
+    for row, slot in enumerate(slot_mapping.tolist()):
+        block, place = divmod(slot, shape.block_size)
+        kept = before[block, place].clone()
+        if slot >= 0:
+            before[block, place] = kv_cache[block, place]
+        queries, one = turned[row : row + 1, : shape.num_heads], slice(row, row + 1)
+        out[row] = paged_decode(queries, before, block_tables[one], context_lens[one], shape, kv_scales=kv_scales)[0]
+        before[block, place] = kept
+    return out

@@ -1,0 +1,83 @@
+"""Which steps rotate inside their attention: those in which each request has one row. Their tokens are those of any other."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+
+from engine.runner.decode_step import DecodeStep
+from engine.speculation.options import SpeculativeOptions
+from tests.support.engines import run_to_end, small_engine, tokens, wanted
+from tests.support.guessing import foresee
+from tests.support.kernel_device import interpret_without_gpu
+from tests.support.rehearsal import Schedule, rehearsal
+from tests.support.tiny_models import make_model
+
+interpret_without_gpu()
+from kernels.triton import attention_decode, rotated_decode  # noqa: E402
+
+# The interpreter of Triton 3.6 turns the bounds of a loop into integers in a way that numpy will refuse one day.
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:Conversion of an array with ndim:DeprecationWarning"),
+    pytest.mark.skipif(torch.cuda.is_available(), reason="with a GPU nothing is rehearsed"),
+]
+
+SMALL: dict[str, Any] = {"max_num_seqs": 1, "max_model_len": 16, "num_kv_blocks": 4, "max_num_batched_tokens": 16}
+NUM_TOKENS = 5
+REQUEST = wanted("a", [5, 6, 7], max_tokens=NUM_TOKENS)
+
+
+def served(folder: Path, *, guesses: list[int] | None = None, **options: Any) -> tuple[list[int], set[bool]]:
+    """Tokens of a request on a rehearsed card, and whether decode steps with guesses (True) and without (False) had layers that
+    rotate inside their attention."""
+    launch, steps, of_steps = attention_decode.launch_decode, DecodeStep.inputs, [False]
+    rotated: set[bool] = set()
+
+    def inputs(self: DecodeStep, size: int, *, has_guesses: bool) -> Any:
+        of_steps[0] = has_guesses
+        return steps(self, size, has_guesses=has_guesses)
+
+    def noted(*args: Any, **kwargs: Any) -> None:
+        rotated.add(of_steps[0])
+        launch(*args, **kwargs)
+
+    patches = mock.patch.object(rotated_decode, "launch_decode", noted), mock.patch.object(DecodeStep, "inputs", inputs)
+    with rehearsal(Schedule.RANDOM), patches[0], patches[1]:
+        engine = small_engine(folder, device="cuda", dtype="float32", **SMALL, **options)
+        if guesses is not None:
+            foresee(engine, guesses, 3)
+        found = run_to_end(engine, [REQUEST])
+    assert engine.fallbacks.count == 0
+    assert guesses is None or engine.status().accepted_draft_tokens_total > 0
+    return tokens(found["a"]), rotated
+
+
+def plain(folder: Path) -> list[int]:
+    return tokens(run_to_end(small_engine(folder, dtype="float32", **SMALL), [REQUEST])["a"])
+
+
+@pytest.mark.parametrize(
+    ("family", "is_rotated"), [("llama", True), ("qwen3", True), ("phi3", True), ("gemma3_text", True), ("olmo2", False)]
+)
+def test_a_layer_rotates_inside_its_attention_unless_heads_are_normed_together(
+    family: str, is_rotated: bool, tmp_path: Path
+) -> None:
+    make_model(family, tmp_path, num_hidden_layers=1)
+    assert served(tmp_path) == (plain(tmp_path), {False} if is_rotated else set())
+
+
+def test_a_batch_invariant_engine_keeps_two_operations(tmp_path: Path) -> None:
+    make_model("llama", tmp_path, num_hidden_layers=1)
+    found, rotated = served(tmp_path, batch_invariant=True)
+    assert (len(found), rotated) == (NUM_TOKENS, set())
+
+
+def test_so_do_steps_in_which_a_request_has_several_rows(tmp_path: Path) -> None:
+    make_model("llama", tmp_path, num_hidden_layers=1)
+    expected = plain(tmp_path)
+    guessing = SpeculativeOptions.parse({"method": "ngram", "num_speculative_tokens": 2, "prompt_lookup_max": 3})
+    assert served(tmp_path, guesses=expected, speculative_config=guessing) == (expected, {False})

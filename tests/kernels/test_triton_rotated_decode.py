@@ -1,0 +1,117 @@
+"""Rotation, cache write and attention of decodes in one launch, against the two operations one after the other."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from kernels.attention_rows import AttentionShape
+from kernels.reference import rotated_decode as reference
+from tests.support.interpreted_fp8 import correct_e4m3
+from tests.support.kernel_cases import RotatedBatch
+from tests.support.kernel_device import interpret_without_gpu
+from tests.support.kernel_tolerances import assert_near, assert_same
+
+interpret_without_gpu()
+from kernels.triton import attention_splits as splits  # noqa: E402
+from kernels.triton import rotated_decode as kernel  # noqa: E402
+from kernels.triton.attention_decode import paged_decode  # noqa: E402
+from kernels.triton.rope_and_cache import rope_and_cache  # noqa: E402
+
+SHAPE = AttentionShape(16, 4, 2, 64)
+FP8 = torch.float8_e4m3fn
+
+
+@pytest.fixture(autouse=True)
+def _small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Short requests have many splits, and programs several of them."""
+    tiling = splits.DecodeTiling(tile=32, split=32, num_warps=4, num_stages=2, programs=2)
+    monkeypatch.setattr(splits, "decode_tiling", lambda *_: tiling)
+    correct_e4m3(monkeypatch)
+
+
+def compare(batch: RotatedBatch) -> None:
+    """Outputs, the cache, and that nothing else is written."""
+    cache, qkv = batch.cache.clone(), batch.qkv.clone()
+    expected = reference.rotated_decode(*batch.given(cache), **batch.options)
+    found = kernel.rotated_decode(*batch.given(batch.cache), **batch.options)
+    kind: Any = "fp8" if batch.cache.dtype == FP8 else "attention"
+    assert_near(found, expected, "attention", scale=2.0**8 if kind == "fp8" else 1.0)
+    untouched = cache.float().isnan()
+    assert_same(batch.cache.float().isnan(), untouched)
+    assert_near(batch.cache.float()[~untouched], cache.float()[~untouched], kind)
+    assert_same(batch.qkv, qkv)
+
+
+@pytest.mark.parametrize("lengths", [[1, 15, 16, 17], [33, 31, 0, 1], [257, 129, 67, 128], [2], [32, 64, 96, 33, 65]])
+def test_awkward_lengths_equal_the_two_operations(lengths: list[int], device: torch.device) -> None:
+    compare(RotatedBatch(lengths, SHAPE, device))
+
+
+@pytest.mark.parametrize("head_dim", [16, 64, 96, 128, 256])
+@pytest.mark.parametrize("is_normed", [False, True])
+def test_every_head_size(head_dim: int, is_normed: bool, device: torch.device) -> None:
+    compare(RotatedBatch([67, 5], AttentionShape(16, 4, 2, head_dim), device, is_normed=is_normed))
+
+
+@pytest.mark.parametrize("heads", [(8, 8), (8, 2), (8, 1), (6, 2), (20, 1)])
+def test_every_number_of_query_heads_for_a_key_head(heads: tuple[int, int], device: torch.device) -> None:
+    compare(RotatedBatch([37, 5], AttentionShape(16, *heads, 16), device))
+
+
+@pytest.mark.parametrize(("head_dim", "rotary_dim"), [(64, 32), (64, 16), (96, 64), (128, 96)])
+def test_a_part_of_the_dimensions_turns(head_dim: int, rotary_dim: int, device: torch.device) -> None:
+    shape = AttentionShape(32, 4, 2, head_dim)
+    compare(RotatedBatch([65, 40, 2], shape, device, rotary_dim=rotary_dim, is_normed=True))
+
+
+@pytest.mark.parametrize("window", [1, 16, 21, 64])
+def test_a_window_and_a_soft_cap(window: int, device: torch.device) -> None:
+    shape = AttentionShape(16, 2, 1, 32, sliding_window=window, softcap=5.0)
+    compare(RotatedBatch([1, 50, 22, 90], shape, device, is_normed=True))
+
+
+@pytest.mark.parametrize("head_dim", [64, 256])
+def test_a_cache_of_8_bits(head_dim: int, device: torch.device) -> None:
+    shape = AttentionShape(16, 4, 2, head_dim)
+    compare(RotatedBatch([65, 140, 2, 0], shape, device, kv_dtype=FP8, is_normed=True))
+
+
+def test_a_key_beyond_448_is_kept_as_448(device: torch.device) -> None:
+    batch = RotatedBatch([33], SHAPE, device, kv_dtype=FP8)
+    batch.qkv *= 4000.0
+    kernel.rotated_decode(*batch.given(batch.cache), **batch.options)
+    written = batch.cache[batch.slots[0] // 16, batch.slots[0] % 16].float()
+    assert written.abs().max() == 448
+
+
+def test_a_row_without_a_place_is_attended_and_not_stored(device: torch.device) -> None:
+    batch = RotatedBatch([40, 3], SHAPE, device)
+    batch.slots[0] = -1
+    before = batch.cache.clone()
+    found = kernel.rotated_decode(*batch.given(batch.cache), **batch.options)
+    changed = batch.cache.nan_to_num(7.0) != before.nan_to_num(7.0)
+    assert changed.any(-1).any(-1).any(-1).sum() == 1
+    assert found.isfinite().all()
+
+
+def test_a_row_has_the_same_bits_alone(device: torch.device) -> None:
+    lengths = [257, 3, 64, 0, 129]
+    batch = RotatedBatch(lengths, SHAPE, device, is_normed=True)
+    together = kernel.rotated_decode(*batch.given(batch.cache.clone()), **batch.options)
+    for row in range(len(lengths)):
+        alone = kernel.rotated_decode(*batch.given(batch.cache.clone(), slice(row, row + 1)), **batch.options)
+        assert_same(alone[0], together[row])
+
+
+def test_it_takes_one_launch_fewer(device: torch.device, launches: Callable[[], int]) -> None:
+    batch = RotatedBatch([33, 7], SHAPE, device)
+    kernel.rotated_decode(*batch.given(batch.cache), **batch.options)
+    assert launches() == 2
+    qkv, cos, sin, cache, slots, tables, lens, shape = batch.given(batch.cache)
+    rope_and_cache(qkv, cos, sin, cache, slots, num_kv_heads=shape.num_kv_heads, **batch.options)
+    paged_decode(qkv[:, : shape.num_heads], cache, tables, lens, shape)
+    assert launches() == 3
