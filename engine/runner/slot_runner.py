@@ -36,7 +36,7 @@ from engine.runner.rows import FIRST, UNKNOWN, SampledRows, guess_places, input_
 from engine.runner.slots import NOTHING, SlotState, SlotTable
 from engine.runner.staging import Fetch, FetchedAtOnce, Staging, TokenReturn
 from engine.runner.step_inputs import StepInputs
-from engine.runner.warm_up import compiles_at_first_use, compiling
+from engine.runner.warm_up import STEP_SIZES, compiles_at_first_use, compiling
 from engine.sampling import scores
 from engine.sampling.columns import ColumnSampler, Kind, SamplingNeeds
 from engine.sampling.host_masks import HostMasks
@@ -235,12 +235,13 @@ class SlotRunner:
     @torch.inference_mode()
     def _compile_choices(self) -> None:
         """Ask for the kernels that choose tokens: for a row of padding, in every way, after a decode and after a chunk, with
-        and without masks. Before that, for those of steps with guesses, in all sizes, as far as their logits."""
+        and without masks. Before that, for those of steps as far as their logits, in all sizes that make a difference."""
         for size in self._steps.guess_sizes if self._has_guesses else ():
             self._inputs.write(NO_INPUTS, size)
             self._step(size, None, has_guesses=True)
-        self._inputs.write_rows(NO_ROWS, 1)
-        self._step(1, None)
+        for size in reversed([size for size in STEP_SIZES if size <= self._max_num_seqs]):
+            self._inputs.write_rows(NO_ROWS, size)
+            self._step(size, None)
         logits = self._target.logits(
             self._target.forward(self._target.prepare([InputRow(UNKNOWN, 0, (0,), FIRST)])), wide=False
         )

@@ -63,11 +63,11 @@ def compilations() -> list[Compilation]:
             kept: dict[str, Any] = {"requests": requests, "rotary": 128}
             found.append(_compilation(f"llama-8b {kv}, {requests} requests", llama, "bf16", kv, **kept))
             for name, shape in (("qwen-0.6b", qwen), ("qwen-30b-a3b", AttentionShape(16, 32, 4, 128))):
-                found.append(_compilation(f"{name} {kv}, {requests} requests", shape, "bf16", kv, qk_norm=True, **kept))
+                found.append(_compilation(f"{name} {kv}, {requests} requests", shape, "bf16", kv, qk_norm="bf16", **kept))
             for window in (None, 1024):
                 shape, kept = AttentionShape(16, 8, 4, 256, sliding_window=window), {"requests": requests, "rotary": 256}
                 what = f"gemma-3 {kv}, window {window}, {requests} requests"
-                found.append(_compilation(what, shape, "bf16", kv, qk_norm=True, **kept))
+                found.append(_compilation(what, shape, "bf16", kv, qk_norm="fp32", **kept))
         found.append(_compilation(f"llama-1b {kv}", small_llama, "bf16", kv, rotary=64))
         found.append(_compilation(f"llama-8b {kv}, 1024 requests", llama, "bf16", kv, requests=1024, rotary=128))
     found.append(_compilation("llama-8b fp32", llama, "fp32", "fp32", rotary=128))
@@ -85,14 +85,15 @@ def _compilation(
     max_query_len: int = 1,
     requests: int = 256,
     rotary: int = 0,
-    qk_norm: bool = False,
+    qk_norm: str | None = None,
 ) -> list[Compilation]:
-    """One for each tiling: cards differ in what they hold. rotary: of `rotated_decode`, 0 is `paged_decode`."""
+    """One for each tiling: cards differ in what they hold. rotary: of `rotated_decode`, 0 is `paged_decode`. qk_norm: of the
+    weights."""
     passed = {"q": f"*{dtype}", "kv_cache": f"*{kv_dtype}", "block_tables": "*i32", "context_lens": "*i32"}
     absent: dict[str, object] = {"ROTARY": rotary}
     optional = [("query_starts", "*i32", max_query_len > 1), ("kv_scales", "*fp32", "fp8" in kv_dtype)]
     optional += [(name, f"*{dtype}", rotary > 0) for name in ("cos", "sin")]
-    optional += [(name, f"*{dtype}", qk_norm) for name in ("q_weight", "k_weight")]
+    optional += [(name, f"*{qk_norm}", qk_norm is not None) for name in ("q_weight", "k_weight")]
     for tensor, kind, there in [*optional, ("slot_mapping", "*i64", rotary > 0)]:
         if there:
             passed[tensor] = kind
