@@ -109,10 +109,8 @@ class StepInputs:
         """The first `size` rows for one of the models. workspaces: of its attention, for as many rows as there may be.
         `has_guesses`: as `write` has left them."""
         positions, tables = self.positions[:size], self.block_tables[:size]
-        lens, plan = (
-            self.context_lens[:size],
-            partial(ops.PagedPlan, num_decodes=size, is_newest=not has_guesses),
-        )
+        lens = self.context_lens[:size]
+        plan = partial(ops.PagedPlan, num_decodes=size, is_newest=not has_guesses)
         if has_guesses and self._max_verify_group > 1:
             starts = self._group_starts[: size + 1]
             lens = self._group_lens[:size]
