@@ -16,6 +16,7 @@ import torch
 
 DEPTH = 4
 """Buffers in ring: two steps are under way at a time."""
+STAGED_NUMBERS = 4096
 
 Buffer = TypeVar("Buffer")
 
@@ -51,6 +52,16 @@ class BufferRing(Generic[Buffer]):
         self._buffers[place] = buffer
 
 
+class PinnedNumbers:
+    """Page-locked integers, and the event behind the copy that uses them. Both are made once: each costs a call of the driver."""
+
+    def __init__(self, size: int, *, sleeps: bool = False) -> None:
+        """`sleeps`: who waits for the event does not keep a core busy."""
+        self.numbers = torch.empty(size, dtype=torch.int64, pin_memory=True)
+        self.on_host = self.numbers.numpy()  # the same memory
+        self.event = torch.cuda.Event(blocking=sleeps)  # type: ignore[no-untyped-call]
+
+
 class Staging:
     """Sends small tables of integers to the device, in each step.
 
@@ -59,25 +70,27 @@ class Staging:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._ring: BufferRing[torch.Tensor] | None = None
+        self._ring: BufferRing[PinnedNumbers] | None = None
         if device.type == "cuda":
-            self._ring = BufferRing(lambda: torch.empty(4096, dtype=torch.int64, pin_memory=True))
+            self._ring = BufferRing(lambda: PinnedNumbers(STAGED_NUMBERS))
 
     def send(self, values: Sequence[Sequence[int]] | Sequence[int] | np.ndarray[Any, Any]) -> torch.Tensor:
         """A tensor on the device with these integers, int64, behind everything launched so far."""
-        wanted = torch.from_numpy(np.array(values, dtype=np.int64))
         if self._ring is None:
-            return wanted
+            return torch.from_numpy(np.array(values, dtype=np.int64))
+        wanted = np.asarray(values, dtype=np.int64)
+        size = wanted.size
         place, buffer = self._ring.take()
-        if buffer.numel() < wanted.numel():
-            buffer = torch.empty(2 * wanted.numel(), dtype=torch.int64, pin_memory=True)
+        if len(buffer.on_host) < size:
+            buffer = PinnedNumbers(2 * size)
             self._ring.replace(place, buffer)
-        pinned = buffer[: wanted.numel()].view(wanted.shape)
-        pinned.copy_(wanted)
+        buffer.on_host[:size] = wanted.reshape(-1)
+        pinned = buffer.numbers[:size]
+        if wanted.ndim > 1:
+            pinned = pinned.view(wanted.shape)
         sent = pinned.to(self._device, non_blocking=True)
-        event = torch.cuda.Event()  # type: ignore[no-untyped-call]
-        event.record()
-        self._ring.used(place, event)
+        buffer.event.record()
+        self._ring.used(place, buffer.event)
         return sent
 
 
@@ -118,61 +131,64 @@ class FetchedAtOnce:
 
 
 class CudaFetch:
-    """Tokens in a page-locked buffer; the wait sleeps instead of spinning, and ends with the copy, not with later steps."""
+    """Tokens in a page-locked buffer. The wait ends with their copy, not with later steps."""
 
-    def __init__(self, pinned: torch.Tensor, event: torch.cuda.Event, *, has_inputs: bool) -> None:
-        self._pinned = pinned
-        self._event = event
+    def __init__(self, buffer: PinnedNumbers, shape: tuple[int, ...], *, has_inputs: bool) -> None:
+        """shape: (R,), or (R, columns) with inputs and scores behind each token"""
+        self._buffer = buffer
+        self._shape = shape
         self._has_inputs = has_inputs
 
+    def wait(self) -> None:
+        """The one place where a step's thread waits for the device. Nobody else of this process is held up meanwhile."""
+        self._buffer.event.synchronize()
+
     def tokens(self) -> list[int]:
-        self._event.synchronize()
-        found: list[int] = self._pinned[:, 0].tolist()
-        return found
+        self.wait()
+        if len(self._shape) == 1:
+            found: list[int] = self._buffer.on_host[: self._shape[0]].tolist()
+            return found
+        return self._column(0)
 
     def scores(self) -> torch.Tensor:
-        return self._pinned[:, 1 + self._has_inputs :]
+        num_rows, width = self._shape
+        return self._buffer.numbers[: num_rows * width].view(num_rows, width)[:, 1 + self._has_inputs :]
 
     def inputs(self) -> list[int]:
         assert self._has_inputs, "they were not sent"
-        found: list[int] = self._pinned[:, 1].tolist()
+        return self._column(1)
+
+    def _column(self, index: int) -> list[int]:
+        num_rows, width = self._shape
+        found: list[int] = self._buffer.on_host[index : num_rows * width : width].tolist()
         return found
 
 
 class TokenReturn:
-    """Sends the tokens of steps to the host, and what was asked about them. On a GPU over a stream of its own: the next step
-    does not wait for the bus."""
+    """Sends the tokens of steps to the host, and what was asked about them.
+
+    On a GPU the copy is launched in the stream of the step, so that it is over before the next step changes what it reads. The
+    next step waits for it, for a few microseconds; on a stream of its own the copy would cost the host more than that.
+    """
 
     def __init__(self, max_rows: int, max_scores: int, *, device: torch.device) -> None:
         """`max_scores`: columns of the widest table of scores."""
-        self._ring: BufferRing[tuple[torch.Tensor, torch.Tensor]] | None = None
+        self._ring: BufferRing[PinnedNumbers] | None = None
         if device.type == "cuda":
-            self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-            size = max_rows * (2 + max_scores)
-            self._ring = BufferRing(
-                lambda: (
-                    torch.empty(size, dtype=torch.int64, device=device),
-                    torch.empty(size, dtype=torch.int64, pin_memory=True),
-                )
-            )
+            self._ring = BufferRing(lambda: PinnedNumbers(max_rows * (2 + max_scores), sleeps=True))
 
     def send(self, tokens: torch.Tensor, scores: torch.Tensor | None = None, *, inputs: torch.Tensor | None = None) -> Fetch:
         """tokens: [R] int64, scores: [R, W] int64, inputs: [R] int64, on the device, free to be overwritten by the next step"""
         if self._ring is None:
             kept_inputs = None if inputs is None else inputs.tolist()
             return FetchedAtOnce(tokens.tolist(), None if scores is None else scores.clone(), kept_inputs)
-        numbers = (tokens[:, None],) if inputs is None else (tokens[:, None], inputs[:, None])
-        parts = numbers if scores is None else (*numbers, scores)
-        shape = tokens.shape[0], sum(part.shape[1] for part in parts)
-        place, buffers = self._ring.take()
-        kept, pinned = (buffer[: shape[0] * shape[1]].view(shape) for buffer in buffers)
-        torch.cat(parts, dim=1, out=kept)
-        ready = torch.cuda.Event()  # type: ignore[no-untyped-call]
-        ready.record()
-        done = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
-        with torch.cuda.stream(self._stream):
-            self._stream.wait_event(ready)
-            pinned.copy_(kept, non_blocking=True)
-            done.record(self._stream)
-        self._ring.used(place, done)
-        return CudaFetch(pinned, done, has_inputs=inputs is not None)
+        sent = tokens
+        if scores is not None or inputs is not None:
+            parts = [tokens[:, None], *([] if inputs is None else [inputs[:, None]]), *([] if scores is None else [scores])]
+            sent = torch.cat(parts, dim=1)
+        place, buffer = self._ring.take()
+        pinned = buffer.numbers[: sent.numel()]
+        (pinned if sent is tokens else pinned.view(sent.shape)).copy_(sent, non_blocking=True)
+        buffer.event.record()
+        self._ring.used(place, buffer.event)
+        return CudaFetch(buffer, tuple(sent.shape), has_inputs=inputs is not None)
