@@ -33,6 +33,7 @@ class SlotState:
         self.last_tokens = torch.zeros(num_slots, dtype=torch.int64, device=device)  # [S]
         self.num_tokens = torch.zeros(num_slots, dtype=torch.int32, device=device)  # [S], the last one included
         self.tables = torch.zeros(num_slots, max_blocks, dtype=torch.int32, device=device)  # [S, M]
+        self._flat_tables = self.tables.view(-1)
         self._staging = Staging(device)
         self.host_tables = self.tables.numpy() if device.type == "cpu" else None  # the same memory
         self._ops = ops.operations(device, dtype)
@@ -43,13 +44,13 @@ class SlotState:
 
     def write_lengths(self, slots: Sequence[int], last_tokens: Sequence[int], num_tokens: Sequence[int]) -> None:
         """A last token that is below 0 is not known and left as it is on the device."""
-        for chosen, target, values in (
-            ([i for i, token in enumerate(last_tokens) if token >= 0], self.last_tokens, last_tokens),
-            (range(len(slots)), self.num_tokens, num_tokens),
-        ):
-            if chosen:
-                sent = self._staging.send([[slots[i] for i in chosen], [values[i] for i in chosen]])
-                target.index_copy_(0, sent[0], sent[1].to(target.dtype))
+        known = [(slot, token) for slot, token in zip(slots, last_tokens, strict=True) if token >= 0]
+        num_known, num_slots = len(known), len(slots)
+        wide = [*(slot for slot, _ in known), *(token for _, token in known), *slots]
+        sent, lens = self._send(wide, num_tokens)
+        if known:
+            self.last_tokens.index_copy_(0, sent[:num_known], sent[num_known : 2 * num_known])
+        self.num_tokens.index_copy_(0, sent[-num_slots:], lens)
 
     def write_blocks(self, pieces: Sequence[tuple[int, int, Sequence[int]]]) -> None:
         """pieces: (slot, first column, block ids)"""
@@ -63,8 +64,16 @@ class SlotState:
             place = slot * columns + first
             places.extend(range(place, place + len(ids)))
             blocks.extend(ids)
-        sent = self._staging.send(np.array((places, blocks), dtype=np.int64))
-        self.tables.view(-1).index_copy_(0, sent[0], sent[1].to(torch.int32))
+        self._flat_tables.index_copy_(0, *self._send(places, blocks))
+
+    def _send(self, wide: Sequence[int], narrow: Sequence[int]) -> tuple[torch.Tensor, torch.Tensor]:
+        """Both on the device, by one copy and nothing else: [len(wide)] int64, as indices are, and [len(narrow)] int32"""
+        num_wide, num_narrow = len(wide), len(narrow)
+        numbers = np.empty(num_wide + (num_narrow + 1) // 2, dtype=np.int64)
+        numbers[:num_wide] = wide
+        numbers[num_wide:].view(np.int32)[:num_narrow] = narrow
+        sent = self._staging.send(numbers)
+        return sent[:num_wide], sent[num_wide:].view(torch.int32)[:num_narrow]
 
     def advance(self, slots: torch.Tensor, sampled: torch.Tensor, *, out: torch.Tensor | None = None) -> None:
         """slots: [R] int32, below 0 is padding; sampled: [R] int64, copied to `out`; where it is below 0 there is no token,

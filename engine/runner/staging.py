@@ -53,7 +53,7 @@ class BufferRing(Generic[Buffer]):
 
 
 class PinnedNumbers:
-    """Page-locked integers, and the event behind the copy that uses them. Both are made once: each costs a call of the driver."""
+    """Page-locked integers, and the event behind the copy that uses them. Both are made once: the driver makes them."""
 
     def __init__(self, size: int, *, sleeps: bool = False) -> None:
         """`sleeps`: who waits for the event does not keep a core busy."""

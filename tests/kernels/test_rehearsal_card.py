@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from unittest import mock
 
 import numpy as np
 import pytest
 import torch
 
+from engine.runner.slots import SlotState
 from engine.runner.staging import BufferRing, Staging, TokenReturn
 from tests.support.rehearsal import DEVICE, Card, rehearsal
 
@@ -264,3 +266,34 @@ def test_tokens_come_back_as_they_were_when_their_step_was_launched(card: Card, 
     assert returned(9) == expected
     monkeypatch.setattr(torch.cuda.Event, "synchronize", lambda _: None)
     assert returned(9) != expected
+
+
+def test_scores_and_inputs_come_back_with_the_tokens_of_their_step(card: Card) -> None:
+    back, tokens = TokenReturn(3, 2, device=DEVICE), numbers(4, 5)
+    inputs, scores = numbers(6, 7), numbers(1, 2, 3, 4).view(2, 2)
+    both, alone = back.send(tokens, scores, inputs=inputs), back.send(tokens, scores)
+    for each in (tokens, inputs, scores):
+        each.zero_()
+    assert (both.tokens(), both.inputs(), both.scores().tolist()) == ([4, 5], [6, 7], [[1, 2], [3, 4]])
+    assert (alone.tokens(), alone.scores().tolist()) == ([4, 5], [[1, 2], [3, 4]])
+
+
+def test_events_of_buffers_are_made_once(card: Card, monkeypatch: pytest.MonkeyPatch) -> None:
+    staging, back, tokens = Staging(DEVICE), TokenReturn(2, 3, device=DEVICE), numbers(0, 0)
+    monkeypatch.setattr(torch.cuda, "Event", None)
+    for number in range(9):
+        assert staging.send([[number, 1], [2, 3]]).tolist() == [[number, 1], [2, 3]]
+        assert back.send(tokens).tokens() == [number, number]
+        tokens.add_(1)
+
+
+@pytest.mark.parametrize("tokens", [[7, 8, 9], [-1, 8, -1], [-1, -1, -1]])
+def test_what_slots_hold_is_sent_in_one_piece_to_numbers_of_both_widths(card: Card, tokens: list[int]) -> None:
+    state = SlotState(4, 3, device=DEVICE)
+    with mock.patch.object(Staging, "send", autospec=True, side_effect=Staging.send) as sent:
+        state.write_lengths([2, 0, 3], tokens, [10, 11, 12])
+        state.write_blocks([(2, 1, [5, 6]), (0, 0, [9])])
+    assert sent.call_count == 2
+    assert state.last_tokens.tolist() == [max(0, token) for token in (tokens[1], 0, tokens[0], tokens[2])]
+    assert state.num_tokens.tolist() == [11, 0, 10, 12]
+    assert state.tables.tolist() == [[9, 0, 0], [0, 0, 0], [0, 5, 6], [0, 0, 0]]
