@@ -18,7 +18,7 @@ ENVIRONMENT_PREFIX = "GATEHOUSE_"
 FILE_NAME = "gatehouse.toml"
 _TESTS_ONLY = {"REQUIRE"}  # GATEHOUSE_REQUIRE speaks to the test suite
 _NOT_IN_FILE = {"data_dir"}  # the file lies in it
-ENGINE_SWITCHES = ("graphs", "early_launch", "overlapped_prefill")
+ENGINE_SWITCHES = ("graphs", "early_launch", "overlapped_prefill", "busy_wait")
 """Parts of the engine that can be turned off to tell whether a fault is in them; it reads variables of these names."""
 _NEEDED_TOGETHER = (
     ("oidc_issuer", "oidc_client_id"),
@@ -58,6 +58,7 @@ class Settings(EngineSettings):
     graphs: Annotated[bool, values_of.flag] = True
     early_launch: Annotated[bool, values_of.flag] = True
     overlapped_prefill: Annotated[bool, values_of.flag] = True
+    busy_wait: Annotated[bool, values_of.flag] = True
     max_waiting_requests: Annotated[int, values_of.whole(0, 1_000_000)] = 1024
     queue_deadline_s: Annotated[float, values_of.seconds(0.1, 3600)] = 600.0
     request_deadline_s: Annotated[float, values_of.seconds(1, 86_400)] = 3600.0

@@ -18,6 +18,7 @@ PACKAGES = ("torch", "triton", "numpy", "transformers", "safetensors", "llguidan
 HEAD = ("row", "value", "unit", "limit", "frac", "peer", "ratio", "must show", "verdict")
 SWITCHES = (
     *("GATEHOUSE_EARLY_LAUNCH", "GATEHOUSE_GRAPHS", "GATEHOUSE_OVERLAPPED_PREFILL"),
+    "GATEHOUSE_BUSY_WAIT",
     *("CUDA_LAUNCH_BLOCKING", "PYTORCH_ALLOC_CONF", "OMP_NUM_THREADS"),
 )
 """Of the environment: those that change what is measured."""

@@ -14,9 +14,14 @@ from typing import Any, Generic, Protocol, TypeVar
 import numpy as np
 import torch
 
+from engine.cpu_environment import num_cores
+from engine.switches import BUSY_WAIT, is_on
+
 DEPTH = 4
 """Buffers in ring: two steps are under way at a time."""
 STAGED_NUMBERS = 4096
+BUSY_WAIT_CORES = 4
+"""With fewer, whoever keeps one busy takes it from the gateway and from those who compile grammars."""
 
 Buffer = TypeVar("Buffer")
 
@@ -130,6 +135,11 @@ class FetchedAtOnce:
         return self._inputs
 
 
+def waits_busily() -> bool:
+    """Whether the thread of the steps stays awake while it waits for tokens. See `CudaFetch.wait`."""
+    return num_cores() >= BUSY_WAIT_CORES and is_on(BUSY_WAIT)
+
+
 class CudaFetch:
     """Tokens in a page-locked buffer. The wait ends with their copy, not with later steps."""
 
@@ -140,7 +150,11 @@ class CudaFetch:
         self._has_inputs = has_inputs
 
     def wait(self) -> None:
-        """The one place where a step's thread waits for the device. Nobody else of this process is held up meanwhile."""
+        """The one place where the thread of the steps waits for the device, as long as that computes and no longer: while
+        nothing is under way nobody is here. Other threads of the process go on meanwhile.
+
+        It stays awake (`waits_busily`). A core that has slept for the milliseconds of a step wakes at a low clock, with cold
+        caches: what follows was measured to take several times as long (ADR 55)."""
         self._buffer.event.synchronize()
 
     def tokens(self) -> list[int]:
@@ -175,7 +189,8 @@ class TokenReturn:
         """`max_scores`: columns of the widest table of scores."""
         self._ring: BufferRing[PinnedNumbers] | None = None
         if device.type == "cuda":
-            self._ring = BufferRing(lambda: PinnedNumbers(max_rows * (2 + max_scores), sleeps=True))
+            sleeps = not waits_busily()
+            self._ring = BufferRing(lambda: PinnedNumbers(max_rows * (2 + max_scores), sleeps=sleeps))
 
     def send(self, tokens: torch.Tensor, scores: torch.Tensor | None = None, *, inputs: torch.Tensor | None = None) -> Fetch:
         """tokens: [R] int64, scores: [R, W] int64, inputs: [R] int64, on the device, free to be overwritten by the next step"""

@@ -10,8 +10,10 @@ import numpy as np
 import pytest
 import torch
 
+from engine.runner import staging
 from engine.runner.slots import SlotState
 from engine.runner.staging import BufferRing, Staging, TokenReturn
+from engine.switches import BUSY_WAIT
 from tests.support.rehearsal import DEVICE, Card, rehearsal
 
 pytest.importorskip("triton")
@@ -297,3 +299,17 @@ def test_what_slots_hold_is_sent_in_one_piece_to_numbers_of_both_widths(card: Ca
     assert state.last_tokens.tolist() == [max(0, token) for token in (tokens[1], 0, tokens[0], tokens[2])]
     assert state.num_tokens.tolist() == [11, 0, 10, 12]
     assert state.tables.tolist() == [[9, 0, 0], [0, 0, 0], [0, 5, 6], [0, 0, 0]]
+
+
+@pytest.mark.parametrize(
+    ("cores", "says", "sleeps"), [(16, "1", False), (4, "1", False), (3, "1", True), (1, "1", True), (16, "0", True)]
+)
+def test_who_waits_for_tokens_keeps_a_core_busy_where_there_are_enough(
+    card: Card, cores: int, says: str, *, sleeps: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(staging, "num_cores", lambda: cores)
+    monkeypatch.setenv(BUSY_WAIT, says)
+    waited: list[bool] = []
+    monkeypatch.setattr(torch.cuda.Event, "synchronize", lambda event: waited.append(event.sleeps))
+    TokenReturn(2, 3, device=DEVICE).send(numbers(0, 0)).tokens()
+    assert waited == [sleeps]

@@ -14,7 +14,7 @@ from engine.errors import EngineConfigError
 from engine.loop import Engine
 from engine.protocol import MemoryPart
 from engine.runner.cuda_graphs import CaptureFailed, CudaGraphs
-from engine.switches import EARLY_LAUNCH, GRAPHS, OVERLAPPED_PREFILL
+from engine.switches import BUSY_WAIT, EARLY_LAUNCH, GRAPHS, OVERLAPPED_PREFILL
 from tests.support.engines import run_to_end, small_engine, tokens, wanted
 from tests.support.rehearsal import DEVICE, Schedule, rehearsal
 from tests.support.rehearsal.card import SEGMENT_BYTES
@@ -308,7 +308,7 @@ def test_without_graphs_steps_are_launched_ahead_all_the_same_with_the_same_toke
     assert any(f"{GRAPHS}=0" in record.getMessage() for record in caplog.records) is (says == "0")
 
 
-@pytest.mark.parametrize("switch", [GRAPHS, EARLY_LAUNCH, OVERLAPPED_PREFILL])
+@pytest.mark.parametrize("switch", [GRAPHS, EARLY_LAUNCH, OVERLAPPED_PREFILL, BUSY_WAIT])
 @pytest.mark.parametrize("says", ["no", "false", ""])
 def test_a_switch_that_is_neither_on_nor_off_stops_the_start(
     switch: str, says: str, llama: Path, monkeypatch: pytest.MonkeyPatch

@@ -139,6 +139,7 @@ class Event:
     def __init__(self, enable_timing: bool = False, blocking: bool = False, **_: object) -> None:
         self.card = current_card()
         self.times = enable_timing
+        self.sleeps = blocking
         self.stream: Stream | None = None
         self.graph: Graph | None = None
         self.position = 0
