@@ -21,7 +21,7 @@ from bench.gpu.models import random_engine
 from bench.gpu.planner import Planner
 from bench.gpu.rows import Row
 from bench.gpu.serve_idle import idle_row, progress
-from bench.gpu.step_parts import REST, step_parts
+from bench.gpu.step_parts import REST, WAIT, step_parts
 from bench.gpu.timing import median
 from bench.gpu.traffic import Asked, Window
 from engine.loop import Engine
@@ -251,16 +251,18 @@ def _times(num_steps: int) -> Callable[[Window], bool]:
 
 
 def _host(context: Context, name: str, engine: Engine, window: Window) -> None:
-    """The thread's CPU clock stands still while it waits for the device, so what it counts is work between two launches. Its
-    parts are those of further steps, since clocks around them take time too."""
+    """The thread's CPU clock without the waits for tokens, so what counts is work between two launches. Its parts are those of
+    further steps, since clocks around them take time too."""
     samples = [1e6 * cpu_s for cpu_s in window.cpu_s]
     row = Row(name=name, value=median(samples), samples=samples, facts={"p99_us": sorted(samples)[int(0.99 * len(samples))]})
     with step_parts() as taken_s:
         further = traffic.steps(engine, _times(max(3, len(window.step_s) // 2))).cpu_s
     parts = {label: 1e6 * of_all_s / len(further) for label, of_all_s in taken_s.items()}
+    row.facts["wait_us"] = parts.pop(WAIT)
     row.facts["parts_us"] = parts | {REST: 1e6 * mean(further) - sum(parts.values())}
     told = ", ".join(f"{label} {taken_us:.0f}" for label, taken_us in row.facts["parts_us"].items())
-    row.note = f"CPU time of a step as it is served, waiting for the device sleeps; its parts in further steps, mean µs: {told}"
+    row.note = "CPU time of a step as it is served, without what its thread spends waiting for tokens; its parts in further "
+    row.note += f"steps, mean µs: {told}"
     context.emit(window.graphs.told(row, whole=True))
 
 
@@ -283,7 +285,7 @@ def _turnover(context: Context, engine: Engine, name: str) -> None:
     engine.abort_all()
     samples = [1e6 * cpu_s for cpu_s in window.cpu_s]
     row = Row(name=name, value=mean(samples), samples=samples, facts={"p50_us": median(samples), "max_us": max(samples)})
-    row.note = "mean over steps that admit a request of 8 tokens and steps that do not, by turns"
+    row.note = "mean over steps that admit a request of 8 tokens and steps that do not, by turns; waiting for tokens left out"
     context.emit(window.graphs.told(row, whole=True))
 
 

@@ -11,8 +11,10 @@ from unittest import mock
 from engine.overlap import OverlappedSteps
 from engine.runner.cuda_graphs import CudaGraphs, DirectCalls
 from engine.runner.slot_runner import SlotRunner
+from engine.runner.staging import CudaFetch
 from engine.scheduling.scheduler import Scheduler
 
+WAIT = "wait"
 PARTS: tuple[tuple[str, Any, str], ...] = (
     ("plan", Scheduler, "schedule"),
     ("book", OverlappedSteps, "launch"),
@@ -22,10 +24,11 @@ PARTS: tuple[tuple[str, Any, str], ...] = (
     ("complete", OverlappedSteps, "complete"),
     ("fetch", OverlappedSteps, "collect"),
     ("settle", Scheduler, "settle"),
+    (WAIT, CudaFetch, "wait"),
 )
 """plan: who is in the step · book: whether slots hold it, and booking it as done · launch: its inputs, and what is launched
-beside the graph · graph: asking the driver for it · complete: the rest of a step whose masks come late · fetch: its tokens, for
-which the thread sleeps · settle: tokens and events of the step before"""
+beside the graph · graph: asking the driver for it · complete: the rest of a step whose masks come late · fetch: its tokens,
+when they are there · settle: tokens and events of the step before · wait: until they are there, which is no work of the host"""
 REST = "rest"
 
 

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 
 from bench.gpu.context import Context
 from bench.gpu.graph_use import GraphUse, graph_use
+from bench.gpu.waiting import waited
 from engine.loop import Engine
 from engine.protocol import GenerationRequest, SamplingParams
 
@@ -147,7 +148,8 @@ def each_size(engine: Engine, seats: int, *, temperature: float) -> None:
 
 @dataclass(slots=True)
 class Window:
-    """Steps of an engine that is kept busy: wall and thread time of each, tokens by step."""
+    """Steps of an engine that is kept busy: wall time of each, thread time without what was spent waiting for tokens, tokens by
+    step."""
 
     step_s: list[float] = field(default_factory=list)
     cpu_s: list[float] = field(default_factory=list)
@@ -162,11 +164,11 @@ class Window:
 def steps(engine: Engine, until: Callable[[Window], bool], *, ended: Callable[[str], None] | None = None) -> Window:
     """Step until told to stop; `ended` is called for every request that finishes."""
     window = Window()
-    with watched(engine) as (look, window.graphs):
+    with watched(engine) as (look, window.graphs), waited() as waits:
         while engine.has_requests and not until(window):
-            cpu_s, started_s = time.thread_time(), time.perf_counter()
+            waited_s, cpu_s, started_s = waits.cpu_s, time.thread_time(), time.perf_counter()
             happened = engine.step_in_columns()
-            window.cpu_s.append(time.thread_time() - cpu_s)
+            window.cpu_s.append(time.thread_time() - cpu_s - (waits.cpu_s - waited_s))
             window.step_s.append(time.perf_counter() - started_s)
             window.tokens.append(len(happened.token_ids) + sum(len(event.token_ids) for event in happened.others))
             for event in happened.others:

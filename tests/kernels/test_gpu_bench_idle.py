@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import time
 from dataclasses import replace
 from typing import Any
+from unittest import mock
 
 import pytest
 
+from bench.gpu import traffic
 from bench.gpu.idle import WORK, Idle, Stretch, Traced, growth_s, idle_of
-from bench.gpu.step_parts import REST, step_parts
+from bench.gpu.step_parts import REST, WAIT, step_parts
 from bench.host_step import make_engine, submit
+from engine.runner.staging import CudaFetch
 from engine.scheduling.scheduler import Scheduler
 
 GRAPH = [(0.0, 40.0), (45.0, 30.0), (77.0, 20.0)]
@@ -92,3 +96,24 @@ def test_parts_of_the_hosts_time_are_counted_once_and_left_alone_afterwards() ->
     assert all(taken >= 0 for taken in taken_s.values())
     assert REST not in taken_s
     assert (Scheduler.__dict__["advance"], Scheduler.__dict__["settle"]) == before
+
+
+def test_a_thread_that_stays_awake_until_tokens_come_does_no_work_meanwhile() -> None:
+    engine, _ = make_engine(4)
+    submit(engine, 0, 40)
+    step, fetch, wait_s = engine.step_in_columns, mock.Mock(spec=CudaFetch), 0.02
+
+    def awake(_: CudaFetch) -> None:
+        until_s = time.thread_time() + wait_s
+        while time.thread_time() < until_s:
+            pass
+
+    def step_that_waits() -> Any:
+        CudaFetch.wait(fetch)
+        return step()
+
+    engine.step_in_columns = step_that_waits  # type: ignore[method-assign]
+    with mock.patch.object(CudaFetch, "wait", awake), step_parts() as taken_s:
+        window = traffic.steps(engine, lambda window: len(window.step_s) >= 8)
+    assert min(window.step_s) > wait_s > sorted(window.cpu_s)[4]
+    assert taken_s[WAIT] >= 8 * wait_s
