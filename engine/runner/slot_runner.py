@@ -112,6 +112,7 @@ class SlotRunner:
         self._needs_of: list[int] = []  # the slots that need this:
         self._needs = SamplingNeeds(Kind(), [], [])
         self._decodes: Sequence[ScheduledRequest] = []  # of the last step of one token each: mostly those of the next one
+        self._inference = torch.inference_mode()  # of every launch: to make one costs a step as much as to enter it
 
     @property
     def stage(self) -> str:
@@ -138,7 +139,7 @@ class SlotRunner:
 
     def plain_reason(self, items: Sequence[ScheduledRequest]) -> PlainReason | None:
         """What in this step needs the plain way, None if nothing does: the scores of prompts do, and whatever no slot holds."""
-        if items == self._decodes:
+        if self._are_decodes(items):
             return None
         for item in items:
             if not self._slots.holds(item.request):
@@ -147,15 +148,19 @@ class SlotRunner:
                     return reason
         return None
 
-    @torch.inference_mode()
     def launch(self, items: Sequence[ScheduledRequest]) -> LaunchedStep:
         """Begin a step."""
-        if items == self._decodes:
-            return self._launch_decodes(items)
-        if all(item.num_tokens == 1 and item.samples for item in items):
-            self._decodes = items
-            return self._launch_decodes(items)
-        return self._launch_rows(items)
+        with self._inference:
+            if self._are_decodes(items):
+                return self._launch_decodes(items)
+            if all(item.num_tokens == 1 and item.samples for item in items):
+                self._decodes = items
+                return self._launch_decodes(items)
+            return self._launch_rows(items)
+
+    def _are_decodes(self, items: Sequence[ScheduledRequest]) -> bool:
+        """Whether these are those of the last step of one token each."""
+        return items is self._decodes or items == self._decodes
 
     @torch.inference_mode()
     def launch_guesses(self, items: Sequence[ScheduledRequest]) -> LaunchedStep:

@@ -111,6 +111,7 @@ class SlotTable:
         self._step_slots = np.zeros(0, dtype=np.int64)
         self._step_tables: list[Sequence[int]] = []
         self._step_sizes: list[int] = []
+        self._num_gone_on = 0  # steps by which `_lens` is behind for these slots
 
     def holds(self, request: Request) -> bool:
         """Whether the request has a slot."""
@@ -154,8 +155,8 @@ class SlotTable:
         return slots
 
     def _bring_up(self, items: Sequence[ScheduledRequest], requests: list[Request], *, sends_tokens: bool = False) -> list[int]:
-        slots = self._seats(requests)
         self._drop_step()  # until the step is as `update` says
+        slots = self._seats(requests)
         index = self._step_slots = np.array(slots, dtype=np.int64)
         lens = np.array([item.start + item.num_tokens - item.num_draft_tokens for item in items], dtype=np.int64)
         is_known = self._lens[index] == lens
@@ -176,12 +177,15 @@ class SlotTable:
         if sizes != self._step_sizes:
             self._grow(self._requests, self._slots)
             self._step_sizes = sizes
-        self._lens[self._step_slots] += 1
+        self._num_gone_on += 1
         return self._slots
 
     def _drop_step(self) -> None:
         """The next step is none of the same requests with current slots."""
         self._items, self._requests = None, []
+        if self._num_gone_on:
+            self._lens[self._step_slots] += self._num_gone_on
+            self._num_gone_on = 0
 
     def _send(self, items: Sequence[ScheduledRequest], slots: Sequence[int]) -> None:
         tokens: list[int] = []

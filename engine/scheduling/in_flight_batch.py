@@ -16,6 +16,8 @@ class InFlightBatch:
 
     `decodes` is the batch's own list. `tables[i]` is the block table that row i was planned with: one that lost its blocks
     since has another. `chunks` are the tokens of the rows behind the decodes, which have one each, and whether they sample.
+    `first_end`: the least that lies between the start of a decode and the length at which it ends, so that a step far from all
+    ends looks for none.
     """
 
     decodes: list[ScheduledRequest]
@@ -23,21 +25,25 @@ class InFlightBatch:
     starts: list[int]
     tables: list[Sequence[int]]
     chunks: list[tuple[int, bool]]
+    first_end: int
 
     @classmethod
     def of(cls, batch: ScheduledBatch, before: InFlightBatch | None) -> InFlightBatch:
-        """`before`: the last one, which may have the same rows."""
+        """`before`: the step before, if that was in flight too: it may have the same rows, each one token earlier."""
         items = batch.items
         starts = [item.start for item in items]
         if before is not None and items is before.decodes and not before.chunks:
-            return cls(items, before.requests, starts, before.tables, [])
+            return cls(items, before.requests, starts, before.tables, [], before.first_end - 1)
         requests = [item.request for item in items]
+        num_decodes = len(batch.decodes)
+        ends = [request.max_total_tokens - start for request, start in zip(requests[:num_decodes], starts, strict=False)]
         return cls(
             decodes=batch.decodes,
             requests=requests,
             starts=starts,
             tables=[request.block_table for request in requests],
             chunks=[(item.num_tokens, item.samples) for item in batch.prefills],
+            first_end=min(ends, default=0),
         )
 
     @property

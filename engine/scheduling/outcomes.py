@@ -53,6 +53,7 @@ class Outcomes:
     def apply(self, batch: ScheduledBatch, outputs: Sequence[StepOutput]) -> list[TokenEvent]:
         """See `Scheduler.apply`."""
         assert len(outputs) == len(batch.decodes) + len(batch.prefills), "a step has one output per item"
+        self._advanced = None  # the items go on from here by as many tokens as there are
         events = [self._apply_decode(item, output) for item, output in zip(batch.decodes, outputs, strict=False)]
         for item, output in zip(batch.prefills, outputs[len(batch.decodes) :], strict=True):
             event = self._apply_prefill(item, output)
@@ -143,14 +144,13 @@ class Outcomes:
         assert not batch.num_draft_tokens, "how far a guess gets is not known beforehand"
         self.num_under_way += 1
         in_flight = self._advanced = InFlightBatch.of(batch, self._advanced)
-        last: list[Request] = []
+        rows = zip(in_flight.requests[: in_flight.num_decodes], in_flight.starts, strict=False)
+        last = [request for request, start in rows if start + 2 >= request.max_total_tokens] if in_flight.first_end <= 2 else []
         for item in batch.decodes:
-            request, start = item.request, item.start + 1
-            item.start = request.num_computed_tokens = start
+            request = item.request
+            item.start = request.num_computed_tokens = item.start + 1
             request.token_ids.append(UNKNOWN_TOKEN)
             request.num_unknown_tokens += 1
-            if start + 1 >= request.max_total_tokens:
-                last.append(request)
         for item in batch.prefills:
             request = item.request
             request.num_computed_tokens = item.start + item.num_tokens
@@ -170,7 +170,7 @@ class Outcomes:
         assert len(outputs) == len(in_flight.requests), "a step has one output per row"
         self.num_under_way -= 1
         num_decodes, block_size = in_flight.num_decodes, self._block_size
-        finished = RequestStatus.FINISHED
+        finished, is_far = RequestStatus.FINISHED, in_flight.first_end > 2
         events: list[TokenEvent] = []
         others: set[Request] = set()  # who does not merely go on with one more token
         for request, start, output in zip(in_flight.requests[:num_decodes], in_flight.starts, outputs, strict=False):
@@ -183,7 +183,8 @@ class Outcomes:
             end = start + 1
             if not end % block_size and request.block_table:
                 self._kv.register(request, start, end)
-            if output not in request.stop_ids and end + 1 < request.max_total_tokens:  # what `fill` does when nothing ends
+            # what `fill` does when nothing ends:
+            if output not in request.stop_ids and (is_far or end + 1 < request.max_total_tokens):
                 request.token_ids[end] = output
                 request.num_unknown_tokens -= 1
             else:
