@@ -540,6 +540,16 @@ def test_a_step_with_guesses_that_fails_is_computed_in_the_plain_way_and_counted
     assert tokens(events) == expected("a", 2, 9, stops=False)
 
 
+@pytest.mark.parametrize("max_tokens", range(9, 16))
+def test_an_answer_ends_by_length_however_far_guesses_brought_it_between_steps_launched_ahead(max_tokens: int) -> None:
+    requests = [wanted(name, [1, 2], max_tokens=max_tokens, ignore_eos=True) for name in ("a", "b")]
+    oracle = Oracle({"a": [0, 4], "b": [0, 1]})
+    events = run_to_end(make_engine(FakeAheadRunner(), drafter=oracle), requests)
+    assert {name: tokens(each) for name, each in events.items()} == {
+        name: expected(name, 2, max_tokens, stops=False) for name in ("a", "b")
+    }
+
+
 @pytest.mark.parametrize("is_synchronous", [False, True])
 def test_nobody_waits_for_tokens_when_no_guess_is_worth_its_row(is_synchronous: bool) -> None:
     runner = FakeAheadRunner(is_synchronous=is_synchronous)
