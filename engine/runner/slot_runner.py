@@ -107,6 +107,7 @@ class SlotRunner:
             self._drafts = DraftSteps(make_ready("draft", draft_step), self._inputs, sampler, device)
         self._step = make_step(target, *over_slots, draft=draft_step)
         self._steps = make_ready("decode", self._step)
+        self._sampled = self._step.sampled  # of as many rows as the last step had
         self._staging = Staging(device)
         self._return = TokenReturn(max_rows, scores.width(TOP_LOGPROBS_MAX), device=device)
         self._needs_of: list[int] = []  # the slots that need this:
@@ -304,7 +305,9 @@ class SlotRunner:
             return FetchedAtOnce(self._step.host_sampled[:num_rows].tolist())
         table = self._step.scores[:num_rows, : scores.width(kind.num_top)] if kind.num_top else None
         inputs = self._inputs.token_ids[:num_rows] if sends_inputs else None
-        return self._return.send(self._step.sampled[:num_rows], table, inputs=inputs)
+        if len(self._sampled) != num_rows:
+            self._sampled = self._step.sampled[:num_rows]
+        return self._return.send(self._sampled, table, inputs=inputs)
 
     def _launch_rows(self, items: Sequence[ScheduledRequest], *, has_guesses: bool = False) -> LaunchedStep:
         """Launch a step with chunks of prompts, which the plain forward pass computes."""
