@@ -126,7 +126,11 @@ def overlapped_kernel(
     found = gl.zeros([ROWS, D], gl.float32, FOUND)
     nothing = gl.zeros([ROWS, KEYS], gl.float32, SCORES)
     column = gl.arange(0, KEYS, layout=gl.SliceLayout(0, SCORES))
-    _load_tile(key_tiles.index(0), value_tiles.index(0), keys, table, 0, newest, block_stride, K, D, P, KEYS, LOADED)
+    block = _blocks(table, 0, newest, P, KEYS, LOADED)
+    _load_tile(key_tiles.index(0), value_tiles.index(0), keys, block, 0, newest, block_stride, K, D, P, KEYS, LOADED)
+    # The blocks of a tile are asked for a tile ahead of it, but by splits: their exponentials would come behind the products.
+    if SPLIT == 0:
+        block = _blocks(table, KEYS, newest, P, KEYS, LOADED)
     for MASKED in gl.static_range(2):
         begin = num_whole if MASKED else 0
         end = newest // KEYS + 1 if MASKED else num_whole
@@ -138,7 +142,12 @@ def overlapped_kernel(
             found = warpgroup_mma(weight, value_tile, found, is_async=True)
             # All warps have passed the barrier behind the wait: nobody reads any more what is loaded over.
             key_tile, value_tile = key_tiles.index((tile + 1) % 3), value_tiles.index((tile + 1) % 3)
-            _load_tile(key_tile, value_tile, keys, table, (tile + 1) * KEYS, newest, block_stride, K, D, P, KEYS, LOADED)
+            following = (tile + 1) * KEYS
+            if SPLIT > 0:
+                block = _blocks(table, following, newest, P, KEYS, LOADED)
+            _load_tile(key_tile, value_tile, keys, block, following, newest, block_stride, K, D, P, KEYS, LOADED)
+            if SPLIT == 0:
+                block = _blocks(table, following + KEYS, newest, P, KEYS, LOADED)
             score = warpgroup_mma_wait(1, deps=[score])
             if MASKED:
                 score = gl.where((tile * KEYS + column)[None, :] <= position[:, None], score, float("-inf"))
@@ -195,11 +204,18 @@ def _row_places(
 
 
 @gluon.jit
+def _blocks(table, first, newest, P: gl.constexpr, KEYS: gl.constexpr, LAYOUT: gl.constexpr):
+    """Numbers of the blocks of the tokens from `first`: [KEYS], 0 behind the newest."""
+    column = gl.arange(0, KEYS, layout=gl.SliceLayout(1, LAYOUT))
+    return gl.load(table + first // P + column // P, mask=first + column <= newest, other=0)
+
+
+@gluon.jit
 def _load_tile(
     key_tile,
     value_tile,
     keys,
-    table,
+    block,
     first,
     newest,
     block_stride,
@@ -213,7 +229,6 @@ def _load_tile(
     column = gl.arange(0, KEYS, layout=gl.SliceLayout(1, LAYOUT))
     lane = gl.arange(0, D, layout=gl.SliceLayout(0, LAYOUT))
     held = first + column <= newest
-    block = gl.load(table + first // P + column // P, mask=held, other=0)
     place = block.to(gl.int64) * block_stride + column % P * (2 * K * D)
     places = keys + place[:, None] + lane[None, :]
     copy_async(key_tile, places, mask=held[:, None])
