@@ -14,7 +14,7 @@ import numpy as np
 import torch
 
 from kernels.attention_rows import AttentionRow, AttentionShape
-from kernels.operations import Operations
+from kernels.operations import FUSED_ROWS_MAX, Operations
 from kernels.transfer import send
 
 
@@ -34,8 +34,9 @@ class PagedPlan:
 
     @property
     def takes_projections(self) -> bool:
-        """Whether `rotated_decode` may stand for the two operations that it is."""
-        return self.is_newest and not self.is_row_invariant
+        """Whether `rotated_decode` stands for the two operations that it is: in steps of few rows. Each split of a request
+        rotates its queries again, which takes longer than the launch that is saved where there are many."""
+        return self.is_newest and not self.is_row_invariant and self.num_decodes <= FUSED_ROWS_MAX
 
 
 class PagedPlanner:

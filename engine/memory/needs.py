@@ -60,13 +60,14 @@ def bias_rows(num_seqs: int, vocab_size: int) -> int:
 
 def num_splits(num_tokens: int, head_dim: int, kv_element_bytes: int, window: int | None) -> int:
     """The most parts that the keys of one decode are cut into (`kernels.triton.attention_splits`): they are of 128 tokens for
-    heads of 128 numbers in 16 bits, four times that in long requests. A window sees no more of a long one than itself."""
+    heads of 128 numbers in 16 bits, eight times that in long requests. A window sees no more of a long one than itself."""
     row_bytes = (1 << (head_dim - 1).bit_length()) * kv_element_bytes
     split = max(64, 32768 // row_bytes)
     if window is not None:
         num_tokens = min(num_tokens, window + split)
-    few, some, many = (-(-num_tokens // (times * split)) for times in (1, 2, 4))
-    return max(1, min(4, few), min(8, some) if few > 4 else 1, many if few > 16 else 1)
+    few, some, many, most = (-(-num_tokens // (times * split)) for times in (1, 2, 4, 8))
+    of_middle = max(min(8, some) if few > 4 else 1, min(32, many) if few > 16 else 1)
+    return max(1, min(4, few), of_middle, most if few > 128 else 1)
 
 
 CHUNK_CONTEXT_MIN, CHUNK_PARTS_MAX = 2048, 1 << 16

@@ -30,17 +30,19 @@ from kernels.triton.attention_splits import (
     splits_of,
 )
 from kernels.triton.e4m3_pairs import e4m3_pairs
-from kernels.triton.early_launch import early_launch, start_in_turn
+from kernels.triton.early_launch import early_launch, wait_for_previous
 from kernels.triton.newest_token import ask_newest, score_of, see_newest, take_newest
 from kernels.triton.tuning import LOG2_E, multiprocessors
 
 __all__ = ["DecodeWorkspace", "check_attention", "decode_workspace", "paged_decode", "score_factor"]
 
 
-@triton.jit(do_not_specialize=["num_requests", "table_stride", "max_splits"], do_not_specialize_on_alignment=TABLES)
+@triton.jit(
+    do_not_specialize=["num_requests", "table_stride", "max_splits", "card_groups"], do_not_specialize_on_alignment=TABLES
+)
 def split_kernel(
     q, kv_cache, block_tables, context_lens, query_starts, kv_scales, cos, sin, slot_mapping, q_weight, k_weight, out,
-    attended, log_weights, num_requests, scale, q_stride, block_stride, table_stride, max_splits, eps,
+    attended, log_weights, num_requests, scale, q_stride, block_stride, table_stride, max_splits, card_groups, eps,
     H: tl.constexpr, K: tl.constexpr, D: tl.constexpr, P: tl.constexpr, ROTARY: tl.constexpr, QUERIES: tl.constexpr,
     WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr, TILE: tl.constexpr,
     SPLIT: tl.constexpr, REQUESTS: tl.constexpr, EARLY: tl.constexpr,
@@ -49,11 +51,11 @@ def split_kernel(
 
     With ROTARY > 0 q is the whole projection as it comes, and each request has one query: the program of its last split
     rotates its key as well and stores key and value, and the cache is read as far as the token before."""
-    start_in_turn(EARLY)
+    wait_for_previous(EARLY)
     kv_head = tl.program_id(0) % K
     request, split, num_items = schedule(
         context_lens, query_starts, num_requests, tl.program_id(0) // K, tl.num_programs(0) // K,
-        WINDOW, QUERIES, TILE, SPLIT, REQUESTS,
+        card_groups, WINDOW, QUERIES, TILE, SPLIT, REQUESTS,
     )  # fmt: skip
     GROUP: tl.constexpr = H // K
     row = tl.arange(0, ROWS)
@@ -67,8 +69,9 @@ def split_kernel(
     AHEAD: tl.constexpr = WIDTH <= 128
     if AHEAD:
         block, begin, end, context_len, num_splits = _first_tile(
-            block_tables, context_lens, request, split, num_items > 0, table_stride, P, ROTARY, QUERIES, WINDOW, TILE, SPLIT
-        )
+            block_tables, context_lens, request, split, num_items > 0, table_stride, card_groups,
+            P, ROTARY, QUERIES, WINDOW, TILE, SPLIT,
+        )  # fmt: skip
         asked = _ask(
             q, cos, sin, slot_mapping, query_starts, request, split + 1 == num_splits, num_items > 0, query, head, kv_head,
             lane, q_stride, H, K, D, ROTARY,
@@ -80,8 +83,9 @@ def split_kernel(
             num_queries = tl.load(query_starts + request + 1) - first_query
         if not AHEAD:
             block, begin, end, context_len, num_splits = _first_tile(
-                block_tables, context_lens, request, split, num_items > 0, table_stride, P, ROTARY, QUERIES, WINDOW, TILE, SPLIT
-            )
+                block_tables, context_lens, request, split, num_items > 0, table_stride, card_groups,
+                P, ROTARY, QUERIES, WINDOW, TILE, SPLIT,
+            )  # fmt: skip
             if ROTARY > 0:
                 asked = ask_newest(
                     q, cos, sin, slot_mapping, request, num_items > 0, split + 1 == num_splits, head, query < 1, kv_head, lane,
@@ -101,7 +105,9 @@ def split_kernel(
         else:
             queries = asked
             seen = _see_nothing(queries, kv_cache, TILE)
-        found, found_odd, weights, largest = _attend(
+        # Columns of products instead of their rows: `COLUMNS_MAX` queries over an fp8 cache.
+        attend: tl.constexpr = _attend_columns if ROWS < 16 else _attend
+        found, found_odd, weights, largest = attend(
             queries, seen, block, kv_cache + kv_head * D, block_tables + request.to(tl.int64) * table_stride, begin, end,
             context_len - num_queries + 1, context_len - (num_queries - 1 - query), scale, block_stride, 2 * K * D, K * D, D,
             P, QUERIES, WINDOW, SOFTCAP, TILE,
@@ -111,7 +117,7 @@ def split_kernel(
         if AHEAD:
             more = item + 1 < num_items
             block, begin, end, context_len, next_splits = _first_tile(
-                block_tables, context_lens, next_request, next_split, more, table_stride,
+                block_tables, context_lens, next_request, next_split, more, table_stride, card_groups,
                 P, ROTARY, QUERIES, WINDOW, TILE, SPLIT,
             )  # fmt: skip
             asked = _ask(
@@ -135,14 +141,14 @@ def split_kernel(
 
 @triton.jit
 def _first_tile(
-    block_tables, context_lens, request, split, is_there, table_stride,
+    block_tables, context_lens, request, split, is_there, table_stride, card_groups,
     P: tl.constexpr, ROTARY: tl.constexpr, QUERIES: tl.constexpr, WINDOW: tl.constexpr, TILE: tl.constexpr,
     SPLIT: tl.constexpr,
 ):  # fmt: skip
     """→ blocks of a split's first tile, where its tokens in the cache begin and end, its request's length and number of splits.
     Nothing is read of one that is not there. The newest token is not in the cache where ROTARY > 0."""
     context_len = tl.load(context_lens + request, mask=is_there, other=0)
-    first, tiles, num_splits = splits_of(context_len, WINDOW, QUERIES, TILE, SPLIT)
+    first, tiles, num_splits = splits_of(context_len, card_groups, WINDOW, QUERIES, TILE, SPLIT)
     begin = first + split * tiles * TILE
     end = tl.minimum(begin + tiles * TILE, context_len - (1 if ROTARY > 0 else 0))
     column = tl.arange(0, TILE)
@@ -197,6 +203,18 @@ def _see_nothing(queries, kv_cache, TILE: tl.constexpr):
 
 
 @triton.jit
+def _places(block, block_stride, start, column, TOKEN_STRIDE: tl.constexpr, P: tl.constexpr, TILE: tl.constexpr):
+    """Where the tokens of a tile lie. It begins at a multiple of its length, so what it is of whole blocks, or which part of a
+    block, needs no division."""
+    at_block = block.to(tl.uint32).to(tl.uint64) * block_stride.to(tl.uint32).to(tl.uint64)  # one wide product of 32 bits
+    if TILE >= P:
+        place = at_block.to(tl.int64) + (column % P) * TOKEN_STRIDE
+    else:
+        place = at_block.to(tl.int64) + (start % P + column) * TOKEN_STRIDE
+    return place
+
+
+@triton.jit
 def _attend(
     queries, seen_before, block, keys, table, begin, end, oldest_seen, seen, scale, block_stride,
     TOKEN_STRIDE: tl.constexpr, VALUE_OFFSET: tl.constexpr, D: tl.constexpr, P: tl.constexpr, QUERIES: tl.constexpr,
@@ -214,17 +232,13 @@ def _attend(
     lane = tl.arange(0, WIDTH)
     pair = tl.arange(0, VALUES)
     found, found_odd, weights, largest = seen_before
-    # The blocks of a tile are asked for while the tile before is at work. A tile begins at a multiple of its length, so what it
-    # is of whole blocks, or which part of a block, needs no division.
+    # The blocks of a tile are asked for while the tile before is at work.
     for start in range(begin, end, TILE):
         token = start + column
         held = token < end
         if WINDOW > 0:
             held = held & (token >= oldest_seen - WINDOW)
-        if TILE >= P:
-            place = block.to(tl.int64) * block_stride + (column % P) * TOKEN_STRIDE
-        else:
-            place = block.to(tl.int64) * block_stride + (start % P + column) * TOKEN_STRIDE
+        place = _places(block, block_stride, start, column, TOKEN_STRIDE, P, TILE)
         block = tl.load(table + (start + TILE) // P + column // P, mask=token + TILE < end, other=0)
         # Whatever lies in a key that is not held, its score is replaced; a value would spoil the sum even with no weight.
         places = keys + place[:, None] + lane[None, :]
@@ -254,6 +268,53 @@ def _attend(
             found = tl.dot(weight, value, found * faded[:, None], input_precision="ieee")
         largest = larger
     return found, found_odd, weights, largest
+
+
+@triton.jit
+def _attend_columns(
+    queries, seen_before, block, keys, table, begin, end, oldest_seen, seen, scale, block_stride,
+    TOKEN_STRIDE: tl.constexpr, VALUE_OFFSET: tl.constexpr, D: tl.constexpr, P: tl.constexpr, QUERIES: tl.constexpr,
+    WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, TILE: tl.constexpr,
+):  # fmt: skip
+    """As `_attend`, of few queries over an fp8 cache, which are columns of the products; their rows are tokens, then numbers of
+    values. Keys are taken apart into even and odd numbers, as values are."""
+    VALUES: tl.constexpr = queries.shape[1] // 2
+    even_queries, odd_queries = tl.split(tl.reshape(queries.to(tl.float16), [queries.shape[0], VALUES, 2]))
+    even_queries, odd_queries = tl.trans(even_queries), tl.trans(odd_queries)
+    column = tl.arange(0, TILE)
+    pair = tl.arange(0, VALUES)
+    found, found_odd, weights, largest = seen_before
+    found, found_odd, weights = tl.trans(found), tl.trans(found_odd), tl.trans(weights)
+    for start in range(begin, end, TILE):
+        token = start + column
+        held = token < end
+        if WINDOW > 0:
+            held = held & (token >= oldest_seen - WINDOW)
+        place = _places(block, block_stride, start, column, TOKEN_STRIDE, P, TILE)
+        block = tl.load(table + (start + TILE) // P + column // P, mask=token + TILE < end, other=0)
+        twos = (keys + place).to(tl.pointer_type(tl.uint16))[:, None] + pair[None, :]
+        two = tl.load(twos) if VALUES * 2 == D else tl.load(twos, mask=(pair < D // 2)[None, :], other=0)
+        even, odd = e4m3_pairs(two)
+        score = score_of(tl.dot(odd, odd_queries, tl.dot(even, even_queries)), scale, SOFTCAP)
+        visible = held[:, None]
+        if QUERIES > 1:
+            visible = visible & (token[:, None] < seen[None, :])
+            if WINDOW > 0:
+                visible = visible & (token[:, None] >= (seen - WINDOW)[None, :])
+        score = tl.where(visible, score, float("-inf"))
+        larger = tl.maximum(largest, tl.max(score, 0))
+        base = tl.where(larger == float("-inf"), 0.0, larger)
+        weight = tl.exp2(score - base[None, :])
+        faded = tl.exp2(largest - base)
+        weights = weights * faded[None, :] + weight
+        weight = weight.to(tl.float16)
+        # Loaded with a column for each token, as the product takes them.
+        twos = (keys + VALUE_OFFSET + place).to(tl.pointer_type(tl.uint16))[None, :] + pair[:, None]
+        even, odd = e4m3_pairs(tl.load(twos, mask=held[None, :] & (pair < D // 2)[:, None], other=0))
+        found = tl.dot(even, weight, found * faded[None, :])
+        found_odd = tl.dot(odd, weight, found_odd * faded[None, :])
+        largest = larger
+    return tl.trans(found), tl.trans(found_odd), tl.trans(weights), largest
 
 
 def paged_decode(
@@ -322,6 +383,8 @@ def launch_decode(
     if num_requests == 0:
         return
     tiling = shape_tiling(shape, kv_cache.dtype, max_query_len, q.device)
+    if rotary_dim:
+        tiling = tiling.rotated
     if workspace is None:
         workspace = decode_workspace(shape, q.shape[0], max_blocks, kv_cache.dtype, q.device)
     assert out.is_contiguous(), "outputs of decodes lie together"
@@ -330,16 +393,16 @@ def launch_decode(
     assert splits >= shape_splits(shape, max_blocks, tiling), "the workspace has too few splits"
     kv_heads = shape.num_kv_heads
     groups = max(1, multiprocessors(q.device) * tiling.programs // kv_heads)
-    constants, requests = split_constants(shape, max_query_len, tiling), scheduled_requests(num_requests)
+    constants = split_constants(shape, max_query_len, kv_cache.element_size(), tiling)
+    requests = scheduled_requests(num_requests)
     split_kernel[(min(groups, num_requests * splits) * kv_heads,)](
         q, kv_cache, block_tables, context_lens, query_starts, kv_scales, *newest, out, *workspace,
-        num_requests, score_factor(shape), q.stride(0), kv_cache.stride(0), block_tables.stride(0), splits, eps,
+        num_requests, score_factor(shape), q.stride(0), kv_cache.stride(0), block_tables.stride(0), splits, groups, eps,
         **constants, ROTARY=rotary_dim, REQUESTS=requests, **early_launch(q.device),
-        num_warps=tiling.num_warps, num_stages=tiling.num_stages,
-        maxnreg=tiling.registers_rotated if rotary_dim else tiling.registers_max,
+        num_warps=tiling.num_warps, num_stages=tiling.num_stages, maxnreg=tiling.registers_max,
     )  # fmt: skip
     merge_kernel[(q.shape[0], shape.num_heads)](
-        context_lens, query_starts, out, *workspace, num_requests, splits,
+        context_lens, query_starts, out, *workspace, num_requests, splits, groups,
         **{name: constants[name] for name in MERGE_CONSTANTS}, REQUESTS=1 if query_starts is None else requests,
         CHUNK=MERGE_CHUNK, num_warps=MERGE_WARPS, **early_launch(q.device),
     )  # fmt: skip

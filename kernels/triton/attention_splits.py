@@ -7,15 +7,15 @@ program does which split follows from all lengths, so that programs share the wo
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
-from typing import NamedTuple
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 
 from kernels.attention_rows import AttentionShape
-from kernels.triton.early_launch import start_in_turn
+from kernels.triton.early_launch import wait_for_previous
 from kernels.triton.tuning import LOG2_E, REGISTERS_MULTIPROCESSOR, SHARED_BYTES_RESERVED, capability, card, power_of_two
 
 MERGE_CHUNK, MERGE_WARPS = 16, 2
@@ -27,6 +27,9 @@ MERGE_CONSTANTS = ("H", "D", "QUERIES", "WINDOW", "WIDTH", "TILE", "SPLIT")
 SPLIT_QUERIES = (4, 8)
 """Queries that are attended together over the splits of their request: numbers that the kernel is made for, besides one. Fewer
 take no more room in a tile of 16 rows."""
+COLUMNS_MAX = 8
+"""Queries of one key head that are columns of products over an fp8 cache, and its tokens their rows: as rows they would be
+16 at least, twice the instructions."""
 
 
 class DecodeWorkspace(NamedTuple):
@@ -48,23 +51,27 @@ class DecodeTiling:
     registers_max: int | None = None  # of a thread; None leaves their number to the assembler
 
     @property
-    def registers_rotated(self) -> int:
-        """Of a thread that rotates what it attends. Left to the assembler it takes 254; the grid is made for more programs."""
-        return registers_for(self.programs, self.num_warps)
+    def rotated(self) -> DecodeTiling:
+        """The same for programs that rotate what they attend. Left to the assembler a thread takes 254 registers; with those
+        of four programs it spills."""
+        programs = min(3, self.programs)
+        return replace(self, programs=programs, registers_max=registers_for(programs, self.num_warps))
 
 
 def decode_tiling(head_dim: int, kv_bytes: int, rows: int, capability: int, queries: int = 1) -> DecodeTiling:
     """rows: of queries of one key head, before they are rounded to a tile.
 
     Two tiles of 16 KiB of keys and as much of values are on their way while one is at work, in each of the programs of a
-    multiprocessor: 4.3 TB/s at 0.8 µs of latency want 26 KiB of each of an H200's 132. A split is 64 KiB to 256 KiB of keys
-    and values: two tiles for a short request, so that a lone one keeps many programs busy, eight for a long one, whose parts
-    would otherwise be a large share of what is read. Products of float32 have no matrix instructions: their operands lie in
-    registers, for which eight warps and short tiles leave room."""
+    multiprocessor: 4.3 TB/s at 0.8 µs of latency want 26 KiB of each of an H200's 132. Few queries over an fp8 cache have one
+    program more, of tiles of 8 KiB: 158 µs for 256 requests of 1k of Llama-8B, 171 as the others. A split is 64 KiB to 512 KiB
+    of keys and values: two tiles of 16 KiB of keys for a short request, so that a lone one keeps many programs busy, sixteen
+    for a long one, whose parts would otherwise be a large share of what is read. Products of float32 have no matrix
+    instructions: their operands lie in registers, for which eight warps and short tiles leave room."""
     row_bytes, is_float32 = power_of_two(head_dim) * kv_bytes, kv_bytes == 4
     small = card(capability).is_small
-    tile = max(16 if is_float32 else 32, min(128, (8192 if small else 16384) // row_bytes))
-    programs = 3 if capability >= 90 and not small else 2
+    is_columns = kv_bytes == 1 and rows <= COLUMNS_MAX
+    tile = max(16 if is_float32 else 32, min(128, (8192 if small or is_columns else 16384) // row_bytes))
+    programs = 2 if capability < 90 or small else 4 if is_columns else 3
     is_wide = rows > 16 or is_float32
     num_warps = 8 if is_wide else 4
     if is_wide:  # with many rows over an fp8 cache a thread takes 250 registers, and 64 rows half of the shared memory
@@ -101,18 +108,16 @@ def registers_for(programs: int, num_warps: int) -> int:
 
 
 def max_splits(num_tokens: int, split: int) -> int:
-    """The most splits of a request of at most `num_tokens`: what `_splits` can answer."""
-    few = min(4, -(-num_tokens // split))
-    some = min(8, -(-num_tokens // (2 * split))) if num_tokens > 4 * split else 1
-    many = -(-num_tokens // (4 * split)) if num_tokens > 16 * split else 1
-    return max(1, few, some, many)
+    """The most splits of a request of at most `num_tokens`, whatever card it is on: what `splits_of` can answer."""
+    few, some, many, most = (-(-num_tokens // (times * split)) for times in (1, 2, 4, 8))
+    return max(1, min(4, few), min(8, some) if few > 4 else 1, min(32, many) if few > 16 else 1, most if few > 128 else 1)
 
 
 def decode_workspace(
     shape: AttentionShape, max_rows: int, max_blocks: int, kv_dtype: torch.dtype, device: torch.device
 ) -> DecodeWorkspace:
     """Room for `max_rows` queries, whatever requests of up to `max_blocks` blocks they are of. Llama-3.1-8B, 256 queries over
-    32k tokens: 258 MiB."""
+    32k tokens: 129 MiB."""
     size = _workspace_size(shape, max_rows, max_blocks, kv_dtype, device)
     return DecodeWorkspace(
         torch.empty(*size, shape.head_dim, dtype=torch.float32, device=device),
@@ -164,12 +169,13 @@ def query_rows(shape: AttentionShape, max_query_len: int) -> int:
     return max_query_len * (shape.num_heads // shape.num_kv_heads)
 
 
-def tile_rows(shape: AttentionShape, max_query_len: int) -> int:
-    """Rows of a tile, which holds them; matrix instructions take 16 at least."""
-    return max(16, power_of_two(query_rows(shape, max_query_len)))
+def tile_rows(shape: AttentionShape, max_query_len: int, kv_bytes: int) -> int:
+    """Queries of a tile, which holds them; matrix instructions take 16 rows at least, or 8 columns."""
+    rows = query_rows(shape, max_query_len)
+    return COLUMNS_MAX if kv_bytes == 1 and rows <= COLUMNS_MAX else max(16, power_of_two(rows))
 
 
-def split_constants(shape: AttentionShape, max_query_len: int, tiling: DecodeTiling) -> dict[str, object]:
+def split_constants(shape: AttentionShape, max_query_len: int, kv_bytes: int, tiling: DecodeTiling) -> dict[str, Any]:
     """Constants of `attention_decode.split_kernel`, but for REQUESTS; those of MERGE_CONSTANTS are `merge_kernel`'s too."""
     return {
         "H": shape.num_heads,
@@ -179,7 +185,7 @@ def split_constants(shape: AttentionShape, max_query_len: int, tiling: DecodeTil
         "QUERIES": max_query_len,
         "WINDOW": shape.sliding_window or 0,
         "SOFTCAP": (shape.softcap or 0.0) * LOG2_E,
-        "ROWS": tile_rows(shape, max_query_len),
+        "ROWS": tile_rows(shape, max_query_len, kv_bytes),
         "WIDTH": power_of_two(shape.head_dim),
         "TILE": tiling.tile,
         "SPLIT": tiling.split,
@@ -187,13 +193,19 @@ def split_constants(shape: AttentionShape, max_query_len: int, tiling: DecodeTil
 
 
 @triton.jit
-def splits_of(context_len, WINDOW: tl.constexpr, QUERIES: tl.constexpr, TILE: tl.constexpr, SPLIT: tl.constexpr):
-    """First token, tokens of a split and number of splits of a request: all from its own length, nothing from the batch."""
+def splits_of(
+    context_len, card_groups, WINDOW: tl.constexpr, QUERIES: tl.constexpr, TILE: tl.constexpr, SPLIT: tl.constexpr
+):  # fmt: skip
+    """First token, tiles of a split and number of splits of a request: all from its own length, nothing from the batch.
+    card_groups: of programs that the card holds. A long request with as many splits has a multiple of them, so that alone it
+    loads all alike."""
     first = context_len * 0
     if WINDOW > 0:
         first = tl.maximum(context_len - (WINDOW + QUERIES - 1), 0) // TILE * TILE
     num_tokens = context_len - first
-    few, some, many = tl.cdiv(num_tokens, SPLIT), tl.cdiv(num_tokens, 2 * SPLIT), tl.cdiv(num_tokens, 4 * SPLIT)
+    few, some = tl.cdiv(num_tokens, SPLIT), tl.cdiv(num_tokens, 2 * SPLIT)
+    many = tl.where(few <= 128, tl.cdiv(num_tokens, 4 * SPLIT), tl.cdiv(num_tokens, 8 * SPLIT))
+    many = tl.where(many >= card_groups, many // card_groups * card_groups, many)
     num_splits = tl.maximum(tl.where(few <= 4, few, tl.where(few <= 16, some, many)), 1)
     # Evenly, so that no split is a remainder of a few tokens.
     tiles = tl.maximum((num_tokens + num_splits * TILE - 1) // (num_splits * TILE), 1)
@@ -207,6 +219,7 @@ def schedule(
     num_requests,
     group,
     num_groups,
+    card_groups,
     WINDOW: tl.constexpr,
     QUERIES: tl.constexpr,
     TILE: tl.constexpr,
@@ -221,7 +234,7 @@ def schedule(
     if query_starts is not None:
         first_query = tl.load(query_starts + request, mask=there, other=0)
         there = tl.load(query_starts + request + 1, mask=there, other=0) > first_query
-    _, tiles, num_splits = splits_of(context_len, WINDOW, QUERIES, TILE, SPLIT)
+    _, tiles, num_splits = splits_of(context_len, card_groups, WINDOW, QUERIES, TILE, SPLIT)
     cost = tiles + 1  # a split begins and ends with the work of about one tile
     num_splits = tl.where(there, num_splits, 0)
     end = tl.cumsum(num_splits * cost, 0)
@@ -239,7 +252,7 @@ def schedule(
     return first_request, first_split, tl.sum(until - before, 0)
 
 
-@triton.jit(do_not_specialize=["num_requests", "max_splits"], do_not_specialize_on_alignment=TABLES[1:])
+@triton.jit(do_not_specialize=["num_requests", "max_splits", "card_groups"], do_not_specialize_on_alignment=TABLES[1:])
 def merge_kernel(
     context_lens,
     query_starts,
@@ -248,6 +261,7 @@ def merge_kernel(
     log_weights,
     num_requests,
     max_splits,
+    card_groups,
     H: tl.constexpr,
     D: tl.constexpr,
     QUERIES: tl.constexpr,
@@ -260,14 +274,14 @@ def merge_kernel(
     EARLY: tl.constexpr,
 ):
     """One query and head: the average of its splits by weight, always added up in the same order."""
-    start_in_turn(EARLY)
+    wait_for_previous(EARLY)
     token_row, head = tl.program_id(0), tl.program_id(1)
     request = token_row
     if query_starts is not None:
         index = tl.arange(0, REQUESTS)
         end = tl.load(query_starts + index + 1, mask=index < num_requests, other=token_row + 1)
         request = tl.sum((end <= token_row).to(tl.int32), 0)
-    _, _, num_splits = splits_of(tl.load(context_lens + request), WINDOW, QUERIES, TILE, SPLIT)
+    _, _, num_splits = splits_of(tl.load(context_lens + request), card_groups, WINDOW, QUERIES, TILE, SPLIT)
     if num_splits > 1:
         merge_row(out, attended, log_weights, token_row, head, num_splits, max_splits, H, D, WIDTH, CHUNK)
 

@@ -1,4 +1,4 @@
-"""A decode's rotation, its write to the cache and its attention in one launch: one fewer in every layer of a decode step.
+"""A decode's rotation, its write to the cache and its attention in one launch: one fewer in every layer of a step of few rows.
 
 The projection is rotated where it is attended (`newest_token`), by the kernel of attention_decode.py.
 """

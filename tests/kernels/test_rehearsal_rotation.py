@@ -1,4 +1,5 @@
-"""Which steps rotate inside their attention: those in which each request has one row. Their tokens are those of any other."""
+"""Which steps rotate inside their attention: those of few rows, in which each request has one. Their tokens are those of any
+other."""
 
 from __future__ import annotations
 
@@ -11,6 +12,8 @@ import torch
 
 from engine.runner.decode_step import DecodeStep
 from engine.speculation.options import SpeculativeOptions
+from kernels.attention_rows import AttentionShape
+from kernels.paged_plan import PagedPlan
 from tests.support.engines import run_to_end, small_engine, tokens, wanted
 from tests.support.guessing import foresee
 from tests.support.kernel_device import interpret_without_gpu
@@ -68,6 +71,12 @@ def test_a_layer_rotates_inside_its_attention_unless_heads_are_normed_together(
 ) -> None:
     make_model(family, tmp_path, num_hidden_layers=1)
     assert served(tmp_path) == (plain(tmp_path), {False} if is_rotated else set())
+
+
+def test_steps_of_many_rows_keep_two_operations() -> None:
+    none = torch.zeros(0, dtype=torch.int32)
+    plans = (PagedPlan(AttentionShape(16, 4, 2, 16), rows, none, none, is_newest=True) for rows in (1, 16, 17, 256))
+    assert [plan.takes_projections for plan in plans] == [True, True, False, False]
 
 
 def test_a_batch_invariant_engine_keeps_two_operations(tmp_path: Path) -> None:

@@ -149,12 +149,13 @@ def test_the_tiles_of_every_card(
 
 
 @pytest.mark.parametrize("number", CARDS)
-@pytest.mark.parametrize("rows", [16, 32, 48, 128])
+@pytest.mark.parametrize("rows", [4, 16, 32, 48, 128])
 @pytest.mark.parametrize("head_dim", [64, 128])
 def test_registers_are_left_for_all_programs_over_an_fp8_cache(number: int, rows: int, head_dim: int) -> None:
     tiling = splits.decode_tiling(head_dim, 1, rows, number)
-    assert tiling.registers_max is not None
-    assert card(number).programs(tiling.registers_max, 0, tiling.num_warps) >= tiling.programs >= 1
+    for each in (tiling, tiling.rotated):
+        assert each.registers_max is not None
+        assert card(number).programs(each.registers_max, 0, each.num_warps) >= each.programs >= 1
 
 
 @pytest.mark.parametrize(
@@ -164,15 +165,36 @@ def test_registers_are_left_for_all_programs_over_an_fp8_cache(number: int, rows
         (128, 128, 90, (64, 8, 1)), (48, 128, 90, (64, 8, 1)), (40, 96, 90, (64, 8, 1)),
         (16, 64, 90, (128, 4, 3)), (64, 64, 90, (128, 8, 1)), (28, 128, 90, (128, 8, 1)), (64, 128, 90, (128, 8, 1)),
         (128, 128, 89, (64, 8, 1)), (48, 256, 90, (64, 8, 1)),
+        (8, 128, 90, (64, 4, 4)), (8, 64, 90, (128, 4, 4)), (8, 256, 100, (32, 4, 4)), (8, 128, 89, (64, 4, 2)),
     ],
 )  # fmt: skip
-def test_tiles_over_an_fp8_cache_are_short_where_a_thread_would_lack_registers(
+def test_tiles_over_an_fp8_cache_are_short_for_few_queries_and_where_a_thread_would_lack_registers(
     rows: int, head_dim: int, number: int, expected: tuple[int, int, int]
 ) -> None:
     """Tokens of a tile, warps, programs of a multiprocessor. A split stays what the workspace has room for."""
     tiling = splits.decode_tiling(head_dim, 1, rows, number, 4)
     assert (tiling.tile, tiling.num_warps, tiling.programs) == expected
     assert tiling.split == splits.decode_tiling(head_dim, 1, 1, number).split
+    assert (tiling.rotated.tile, tiling.rotated.split) == (tiling.tile, tiling.split)
+    assert tiling.rotated.programs == min(3, tiling.programs)
+
+
+@pytest.mark.usefixtures("small_tiles")
+@pytest.mark.parametrize("window", [None, 21])
+@pytest.mark.parametrize(
+    ("heads", "query_len"),
+    [((1, 1, 64), 1), ((4, 1, 96), 1), ((8, 1, 64), 1), ((7, 1, 128), 1), ((2, 1, 64), 4), ((9, 1, 64), 1)],
+)
+def test_few_queries_over_an_fp8_cache_are_columns_of_its_products(
+    heads: tuple[int, int, int], query_len: int, window: int | None, device: torch.device
+) -> None:
+    """Up to eight of a key head, be they heads or guesses; those of nine heads are rows."""
+    shape = AttentionShape(BLOCK, *heads, sliding_window=window)
+    is_columns = splits.tile_rows(shape, query_len, 1) == splits.COLUMNS_MAX
+    assert is_columns == (splits.query_rows(shape, query_len) <= splits.COLUMNS_MAX)
+    lengths, counts = [5, 130, 67], [query_len, 1, query_len]
+    batch = Batch(lengths, shape, device, dtype=torch.float16, kv_dtype=FP8, query_lens=counts if query_len > 1 else None)
+    batch.compare(torch.tensor((0.5, 3.0), dtype=torch.float32, device=device))
 
 
 @pytest.mark.parametrize(
@@ -294,25 +316,32 @@ def test_a_workspace_is_used_again_by_shorter_batches(device: torch.device) -> N
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def shares_kernel(context_lens, query_starts, shares, num_requests, REQUESTS: tl.constexpr):  # type: ignore[no-untyped-def]
+def shares_kernel(context_lens, query_starts, shares, num_requests, card_groups, REQUESTS: tl.constexpr):  # type: ignore[no-untyped-def]
     """What each group of programs would do: first request, first split, number of splits."""
     group, num_groups = tl.program_id(0), tl.num_programs(0)
     request, split, count = splits.schedule(
-        context_lens, query_starts, num_requests, group, num_groups, 0, 1, 64, 128, REQUESTS
+        context_lens, query_starts, num_requests, group, num_groups, card_groups, 0, 1, 64, 128, REQUESTS
     )
     tl.store(shares + group * 3, request)
     tl.store(shares + group * 3 + 1, split)
     tl.store(shares + group * 3 + 2, count)
 
 
-def cut(length: int) -> list[int]:
+def split_length(length: int, split: int) -> int:
+    """Tokens of the splits of a request of this length, before they are made alike; `split` at least."""
+    return split * next((times for times, most in ((1, 4), (2, 16), (4, 128)) if length <= most * split), 8)
+
+
+def cut(length: int, card_groups: int) -> list[int]:
     """Tiles of 64 tokens in each split of a request of this length, splits being at least 128 tokens."""
-    wanted = 128 if length <= 512 else 256 if length <= 2048 else 512
-    count = max(1, -(-length // wanted))
+    count = max(1, -(-length // split_length(length, 128)))
+    if length > 2048 and count >= card_groups:
+        count -= count % card_groups
     tiles = max(1, -(-length // (64 * count)))
     return [tiles] * max(1, -(-length // (64 * tiles)))
 
 
+@pytest.mark.parametrize("card_groups", [1, 49])
 @pytest.mark.parametrize("num_absent", [0, 20])
 @pytest.mark.parametrize(
     "lengths",
@@ -320,7 +349,7 @@ def cut(length: int) -> list[int]:
     ids=["one long", "uniform", "odd", "ones", "padding", "all sorts", "alone"],
 )
 def test_every_split_is_done_once_and_no_program_does_much_more_than_its_share(
-    lengths: list[int], num_absent: int, device: torch.device
+    lengths: list[int], num_absent: int, card_groups: int, device: torch.device
 ) -> None:
     """Requests without a query have no part in it."""
     num_groups = 49
@@ -328,8 +357,9 @@ def test_every_split_is_done_once_and_no_program_does_much_more_than_its_share(
     ends = [*range(1, len(lengths) + 1), *[len(lengths)] * num_absent]
     starts = torch.tensor([0, *ends], dtype=torch.int32, device=device) if num_absent else None
     shares = torch.full((num_groups, 3), -1, dtype=torch.int32, device=device)
-    shares_kernel[(num_groups,)](lens, starts, shares, len(lens), REQUESTS=128)
-    every = [(request, split, tiles + 1) for request, length in enumerate(lengths) for split, tiles in enumerate(cut(length))]
+    shares_kernel[(num_groups,)](lens, starts, shares, len(lens), card_groups, REQUESTS=128)
+    cuts = [cut(length, card_groups) for length in lengths]
+    every = [(request, split, tiles + 1) for request, each in enumerate(cuts) for split, tiles in enumerate(each)]
     place, costs = 0, []
     for request, split, count in shares.tolist():
         if count:
@@ -340,6 +370,14 @@ def test_every_split_is_done_once_and_no_program_does_much_more_than_its_share(
     assert max(costs) < sum(costs) / num_groups + max(cost for _, _, cost in every)
 
 
+@pytest.mark.parametrize("length", [50_176, 65_536, 100_352, 131_072])
+def test_alone_a_long_request_loads_the_groups_of_a_card_alike(length: int) -> None:
+    """The busiest group's tiles against its share, which would be 1.5 times that at 64k with all splits of sixteen tiles."""
+    groups = 49
+    tiles = cut(length, groups)
+    assert -(-len(tiles) // groups) * tiles[0] <= 1.15 * length / 64 / groups
+
+
 def test_the_bytes_of_a_workspace_are_those_it_takes(device: torch.device) -> None:
     workspace = splits.decode_workspace(SHAPE, 3, 70, torch.float16, device)
     taken = sum(tensor.numel() * tensor.element_size() for tensor in workspace)
@@ -348,9 +386,9 @@ def test_the_bytes_of_a_workspace_are_those_it_takes(device: torch.device) -> No
 
 def test_no_request_has_more_splits_than_the_workspace_holds() -> None:
     split = 128
-    for length in [*range(1, 40 * split, 61), 4 * split, 4 * split + 1, 16 * split, 16 * split + 1, 131072]:
-        wanted = split if length <= 4 * split else 2 * split if length <= 16 * split else 4 * split
-        assert -(-length // wanted) <= splits.max_splits(length, split)
+    edges = [times * split + more for times in (4, 16, 64, 128) for more in (0, 1)]
+    for length in [*range(1, 140 * split, 61), *edges, 131_072]:
+        assert -(-length // split_length(length, split)) <= splits.max_splits(length, split)
         assert splits.max_splits(length, split) <= splits.max_splits(length + 1, split)
 
 

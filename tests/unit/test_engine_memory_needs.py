@@ -101,7 +101,9 @@ def test_many_chunks_of_few_tokens_are_planned_for_with_the_workspace_that_they_
     assert activations(small, 1024) == plain_bytes + 512 * 4 * place_bytes, "four splits"
     assert activations(small, 32_768) == plain_bytes + (256 << 20), "more are not made: such chunks are tiled"
     fewer = replace(small, num_seqs=40)
-    assert activations(fewer, 32_768) == LLAMA_8B.activations_bytes(8 * 40, 40, 2) + (256 << 20)
+    few_bytes = LLAMA_8B.activations_bytes(8 * 40, 40, 2)
+    assert activations(fewer, 32_768) == few_bytes + 8 * 40 * 32 * place_bytes
+    assert activations(fewer, 65_536) == few_bytes + (256 << 20)
     decodes_bytes = LLAMA_8B.activations_bytes(512, 512, 2)
     assert activations(replace(small, num_seqs=512), 32_768) == decodes_bytes, "as many decodes have a workspace"
     assert activations(replace(small, num_guesses=448), 32_768) == decodes_bytes, "and so have guesses"
@@ -139,7 +141,7 @@ def test_memory_is_planned_for_as_many_graphs_as_are_kept() -> None:
 
 
 def test_slots_hold_what_decodes_and_sampling_keep_for_each_of_them() -> None:
-    assert LLAMA_8B.splits_bytes(256, 32_768, 2) == 256 * 64 * 32 * 129 * 4
+    assert LLAMA_8B.splits_bytes(256, 32_768, 2) == 256 * 32 * 32 * 129 * 4
     assert LLAMA_8B.columns_bytes(256, 2) == 128_256 * (256 * 6 + 256 * 4)
     assert LLAMA_8B.columns_bytes(512, 2) == 128_256 * (512 * 6 + 261 * 4), "128 MiB of biases"
     eager = MemoryNeeds.of(LLAMA_8B, BF16, replace(LOAD, on_gpu=True), context_bytes=0, context_len=32_768)

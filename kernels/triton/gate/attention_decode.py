@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import replace
 from itertools import product
-from typing import Any
 
 from kernels.attention_rows import AttentionShape
 from kernels.triton.attention_decode import split_kernel
@@ -59,17 +58,13 @@ def compilations() -> list[Compilation]:
             what = f"gemma-3 {kv}, window {window}, {queries} tokens, {requests} requests"
             found.append(_compilation(what, shape, "bf16", kv, max_query_len=queries, requests=requests))
     for kv in ("bf16", "fp8e4nv"):
-        for requests in (32, 256):
-            kept: dict[str, Any] = {"requests": requests, "rotary": 128}
-            found.append(_compilation(f"llama-8b {kv}, {requests} requests", llama, "bf16", kv, **kept))
-            for name, shape in (("qwen-0.6b", qwen), ("qwen-30b-a3b", AttentionShape(16, 32, 4, 128))):
-                found.append(_compilation(f"{name} {kv}, {requests} requests", shape, "bf16", kv, qk_norm="bf16", **kept))
-            for window in (None, 1024):
-                shape, kept = AttentionShape(16, 8, 4, 256, sliding_window=window), {"requests": requests, "rotary": 256}
-                what = f"gemma-3 {kv}, window {window}, {requests} requests"
-                found.append(_compilation(what, shape, "bf16", kv, qk_norm="fp32", **kept))
+        found.append(_compilation(f"llama-8b {kv}", llama, "bf16", kv, rotary=128))
+        for name, shape in (("qwen-0.6b", qwen), ("qwen-30b-a3b", AttentionShape(16, 32, 4, 128))):
+            found.append(_compilation(f"{name} {kv}", shape, "bf16", kv, rotary=128, qk_norm="bf16"))
+        for window in (None, 1024):
+            shape = AttentionShape(16, 8, 4, 256, sliding_window=window)
+            found.append(_compilation(f"gemma-3 {kv}, window {window}", shape, "bf16", kv, rotary=256, qk_norm="fp32"))
         found.append(_compilation(f"llama-1b {kv}", small_llama, "bf16", kv, rotary=64))
-        found.append(_compilation(f"llama-8b {kv}, 1024 requests", llama, "bf16", kv, requests=1024, rotary=128))
     found.append(_compilation("llama-8b fp32", llama, "fp32", "fp32", rotary=128))
     found.append(_compilation("7 heads", seven, "bf16", "bf16", rotary=128))
     found.append(_compilation("head size 96, 64 turned", AttentionShape(16, 32, 32, 96), "bf16", "bf16", rotary=64))
@@ -83,12 +78,13 @@ def _compilation(
     kv_dtype: str,
     *,
     max_query_len: int = 1,
-    requests: int = 256,
+    requests: int | None = None,
     rotary: int = 0,
     qk_norm: str | None = None,
 ) -> list[Compilation]:
-    """One for each tiling: cards differ in what they hold. rotary: of `rotated_decode`, 0 is `paged_decode`. qk_norm: of the
-    weights."""
+    """One for each tiling: cards differ in what they hold. rotary: of `rotated_decode`, which is for few requests; 0 is
+    `paged_decode`. qk_norm: of the weights."""
+    requests = requests or (32 if rotary else 256)
     passed = {"q": f"*{dtype}", "kv_cache": f"*{kv_dtype}", "block_tables": "*i32", "context_lens": "*i32"}
     absent: dict[str, object] = {"ROTARY": rotary}
     optional = [("query_starts", "*i32", max_query_len > 1), ("kv_scales", "*fp32", "fp8" in kv_dtype)]
@@ -100,27 +96,27 @@ def _compilation(
         else:
             absent[tensor] = None
     passed |= {"out": f"*{dtype}", "attended": "*fp32", "log_weights": "*fp32", "num_requests": "i32", "scale": "fp32"}
-    passed |= dict.fromkeys(("q_stride", "block_stride", "table_stride", "max_splits"), "i32") | {"eps": "fp32"}
+    passed |= dict.fromkeys(("q_stride", "block_stride", "table_stride", "max_splits", "card_groups"), "i32") | {"eps": "fp32"}
     kv_bytes = {"fp32": 4, "fp8e4nv": 1}.get(kv_dtype, 2)
     tilings: dict[DecodeTiling, list[int]] = {}
     rows = query_rows(shape, max_query_len)
     for number in FP8_CAPABILITIES if "fp8" in kv_dtype else CAPABILITIES:
         tiling = decode_tiling(shape.head_dim, kv_bytes, rows, number, max_query_len)
-        tilings.setdefault(tiling, []).append(number)
+        tilings.setdefault(tiling.rotated if rotary else tiling, []).append(number)
     return [
         Compilation(
             f"{'rotated' if rotary else 'paged'} decode {name}, tiles of {tiling.tile}, {tiling.programs} at a time",
             split_kernel,
             passed,
-            {**absent, **split_constants(shape, max_query_len, tiling), "REQUESTS": requests},
+            {**absent, **split_constants(shape, max_query_len, kv_bytes, tiling), "REQUESTS": requests},
             num_warps=tiling.num_warps,
             num_stages=tiling.num_stages,
             capabilities=tuple(numbers),
             tensor_cores=kv_bytes < 4,
-            small_tile=tile_rows(shape, max_query_len) < 64,
+            small_tile=tile_rows(shape, max_query_len, kv_bytes) < 64,
             spill_bytes_max=SPILL_BYTES_WIDE if rotary or shape.head_dim > 128 else SPILL_BYTES_MAX,
             divisible=("q_stride", "block_stride"),
-            registers_max=tiling.registers_rotated if rotary else tiling.registers_max,
+            registers_max=tiling.registers_max,
             programs=tiling.programs,
         )
         for tiling, numbers in tilings.items()

@@ -12,6 +12,7 @@ from kernels.triton.attention_splits import (
     SPLIT_QUERIES,
     decode_tiling,
     merge_kernel,
+    query_rows,
     split_constants,
 )
 from kernels.triton.gate.compilation import FP8_CAPABILITIES, Compilation
@@ -28,28 +29,28 @@ CARDS = ((80,), (89,), (90, 100))
 def compilations() -> list[Compilation]:
     """Of the merge, for each head size, and for guesses and the windows of heads of 256. The cutting is part of the kernel of
     decodes."""
-    sizes: list[tuple[tuple[int, int], int | None, int, int]]
-    sizes = [((64, 32), None, 2, 1), ((96, 32), None, 2, 1)]
-    sizes += [((128, 32), None, 2, queries) for queries in (1, *SPLIT_QUERIES)]
-    sizes += [((256, 8), window, kv, queries) for window in (None, 1024) for kv in (2, 1) for queries in (1, *SPLIT_QUERIES)]
+    sizes = [(AttentionShape(16, 32, 8, 64), 2, 1), (AttentionShape(16, 32, 32, 96), 2, 1)]
+    numbers = 1, *SPLIT_QUERIES
+    sizes += [(AttentionShape(16, 32, 8, 128), kv, queries) for kv in (2, 1) for queries in numbers]
+    gemma = [AttentionShape(16, 8, 4, 256, sliding_window=window) for window in (None, 1024)]
+    sizes += [(shape, kv, queries) for shape in gemma for kv in (2, 1) for queries in numbers]
     return [
         _compilation(*size, cards)
         for size, cards in product(sizes, CARDS)
-        if size[2] > 1 or set(cards) <= set(FP8_CAPABILITIES)
+        if size[1] > 1 or set(cards) <= set(FP8_CAPABILITIES)
     ]
 
 
-def _compilation(
-    heads: tuple[int, int], window: int | None, kv_bytes: int, queries: int, capabilities: tuple[int, ...]
-) -> Compilation:
-    """heads: their size, and how many; kv_bytes: of an element of the cache; capabilities: of cards with the same tiles."""
-    shape = AttentionShape(16, heads[1], heads[1], heads[0], sliding_window=window)
-    constants = split_constants(shape, queries, decode_tiling(heads[0], kv_bytes, 16, capabilities[-1]))
+def _compilation(shape: AttentionShape, kv_bytes: int, queries: int, capabilities: tuple[int, ...]) -> Compilation:
+    """kv_bytes: of an element of the cache; capabilities: of cards with the same tiles."""
+    tiling = decode_tiling(shape.head_dim, kv_bytes, query_rows(shape, queries), capabilities[-1])
+    constants = split_constants(shape, queries, kv_bytes, tiling)
     types = {"context_lens": "*i32", "out": "*bf16", "attended": "*fp32", "log_weights": "*fp32"}
-    types |= {"num_requests": "i32", "max_splits": "i32"}
+    types |= {"num_requests": "i32", "max_splits": "i32", "card_groups": "i32"}
     absent: dict[str, object] = {"query_starts": None} if queries == 1 else {}
     return Compilation(
-        f"merge of splits of {constants['SPLIT']}, head size {heads[0]}, window {window}, {queries} tokens",
+        f"merge of splits of {tiling.split}, tiles of {tiling.tile}, head size {shape.head_dim}, "
+        f"window {shape.sliding_window}, {queries} tokens",
         merge_kernel,
         types if queries == 1 else types | {"query_starts": "*i32"},
         {

@@ -16,7 +16,7 @@ import torch
 from tests.support.ptx.types import POISON, RAW, Array
 
 WARPS_MAX = 32  # of a block
-GRANULE = 2  # bytes of shared memory that have one owner: nothing narrower is written there by two threads
+GRANULE = 1  # bytes of shared memory that have one owner: e4m3 values are written one by one, by threads of several warps
 _WHO_BITS = 11  # of an owner: a thread below 1024, or one of these
 _OF_WARP = 1024  # several threads of this warp or a later one, each for itself
 _AS_WARP = 1056  # this warp or a later one, as one
