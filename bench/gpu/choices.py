@@ -17,10 +17,11 @@ import torch
 
 from bench.gpu.context import Context
 from bench.gpu.inputs import Pages, Weight, angles, coded, make_pages, normal, queries
-from bench.gpu.layer import CHOSEN, LLAMA, MODELS, TINY, emit_choice, launched_with, make_layer
+from bench.gpu.layer import CHOSEN, LLAMA, TINY, emit_choice
 from bench.gpu.rows import Row
 from bench.gpu.serve import head_in_8_bits
 from bench.gpu.timing import Call, median, seconds
+from kernels.operations import FUSED_ROWS_MAX
 from kernels.quantised_weights import Fp8Weight, Int8Weight
 from kernels.triton import (
     attention_decode,
@@ -28,47 +29,33 @@ from kernels.triton import (
     attention_prefill_hopper,
     attention_splits,
     chunk_splits,
-    early_launch,
     fused_int4,
-    fused_linear,
+    fused_row,
 )
 from kernels.triton.attention_splits import DecodeTiling
-from kernels.triton.fused_linear import BY_BYTES, linear_add, normed_linear
-from kernels.triton.linear_tiles import Tiles
+from kernels.triton.fused_linear import linear_add, normed_linear
+from kernels.triton.fused_row import RowTiles
 from kernels.triton.rope_and_cache import rope_and_cache
 from kernels.triton.rotated_decode import rotated_decode
 from kernels.triton.tuning import capability, multiprocessors
 
-SECTOR_BYTES = 32
+ROW_TILES = [RowTiles(2, 2048), RowTiles(2, 2048, 8), RowTiles(4, 1024), RowTiles(8, 512), RowTiles(16, 512, 8)]
 TURN = "100 tokens behind 32k: chosen splits over others"
 
 
 def measure(context: Context) -> None:
-    for model in MODELS:
-        name = f"layer of {model}, 1 row: fetched ahead by lines over sectors"
-        context.guard(name, partial(_fetched, context, name, model))
     for kind in ("bf16", "int8", "fp8", "int4"):
         name = f"fused products of Llama-8B, {kind}: chosen tiles over others"
         context.guard(name, partial(_products, context, name, kind))
     for lengths in ([1024] * 256, [1024]):
         name = f"decode {len(lengths)} × 1k: chosen splits over others"
         context.guard(name, partial(_decode, context, name, lengths))
-        name = f"decode {len(lengths)} × 1k with its rotation: one launch over two"
+        name = f"decode {len(lengths)} × 1k with its rotation: chosen launches over others"
         context.guard(name, partial(_rotation, context, name, lengths))
     context.guard("prefill 8k: chosen tile over others", lambda: _prefill(context))
     context.guard(TURN, lambda: _turn(context))
     head = "Llama-3.1-8B int4, head in 8 bits, batch 1"
     context.guard(head, lambda: head_in_8_bits(context, head))
-
-
-def _fetched(context: Context, name: str, model: str) -> None:
-    """What kernels fetch of their weights before they may begin, asked for by lines of the second-level cache or by sectors, by
-    which it is filled."""
-    run, layers = make_layer(context, model)
-    taken = {CHOSEN: median(seconds([run], context.device)) / layers}
-    with launched_with(mock.patch.object(early_launch, "WHEN_EARLY", SECTOR_BYTES)):
-        taken[f"by {SECTOR_BYTES} bytes"] = median(seconds([run], context.device)) / layers
-    emit_choice(context, name, taken)
 
 
 def _products(context: Context, name: str, kind: str) -> None:
@@ -105,22 +92,18 @@ def _tile_times(
     weights: list[Weight],
     call: Callable[[Weight], object],
 ) -> dict[str, float]:
-    """Seconds of a product with what was chosen, with other candidates undivided, and with the choice divided by two more."""
-    device, is_gated = context.device, part == "gate_up"
+    """Seconds of a product of one row with what was chosen, and with other tiles."""
+    is_gated, is_summed = part == "gate_up", part in ("out", "down")
     weight_bytes = 1 if isinstance(weights[0], Int8Weight | Fp8Weight) else 2
-    outputs = size[0] // 2 if is_gated else size[0]
-    chosen = fused_linear.fused_tiles(
-        outputs, size[1], capability(device), multiprocessors(device), gated=is_gated, weight_bytes=weight_bytes
-    )
+    chosen = fused_row.row_tiles(size[1], gated=is_gated, is_summed=is_summed, weight_bytes=weight_bytes)
     calls: list[Call] = [partial(call, weight) for weight in weights]
-    taken = {CHOSEN: median(seconds(calls, device))}
-    others = [
-        replace(chosen, block_n=block_n, block_k=block_k, num_stages=stages, splits=1)
-        for block_n, block_k, stages in BY_BYTES[weight_bytes][is_gated]
-    ]
-    for tiles in [*others, chosen.divided(2 * chosen.splits)]:
+    taken = {CHOSEN: median(seconds(calls, context.device))}
+    for tiles in ROW_TILES:
         if tiles != chosen:
-            taken[_words(tiles)] = median(_with_tiles(tiles, calls, device))
+            with mock.patch.object(fused_row, "row_tiles", mock.Mock(return_value=tiles)):
+                taken[f"{tiles.block_n}x{tiles.block_k} of {tiles.num_warps} warps"] = median(
+                    seconds(calls, context.device, samples=3)
+                )
     return taken
 
 
@@ -134,7 +117,7 @@ def _int4_times(
     """As `_tile_times`: divided by two more or less, one load less under way for a fourth program, half as many outputs."""
     device, is_gated = context.device, part == "gate_up"
     outputs = size[0] // 2 if is_gated else size[0]
-    chosen = fused_int4.fused_int4_tiles(outputs, size[1], capability(device), multiprocessors(device), gated=is_gated)
+    chosen = fused_int4.fused_int4_tiles(outputs, size[1], multiprocessors(device), gated=is_gated)
     calls: list[Call] = [partial(call, weight) for weight in weights]
     taken = {CHOSEN: median(seconds(calls, device))}
     others = {
@@ -148,15 +131,6 @@ def _int4_times(
             with mock.patch.object(fused_int4, "fused_int4_tiles", mock.Mock(return_value=tiles)):
                 taken[words] = median(seconds(calls, device, samples=3))
     return taken
-
-
-def _words(tiles: Tiles) -> str:
-    return f"{tiles.block_n}x{tiles.block_k} split {tiles.splits}"
-
-
-def _with_tiles(tiles: Tiles, calls: list[Call], device: torch.device) -> list[float]:
-    with mock.patch.object(fused_linear, "fused_tiles", mock.Mock(return_value=tiles)):
-        return seconds(calls, device, samples=3)
 
 
 def _decode(context: Context, name: str, lengths: list[int]) -> None:
@@ -192,7 +166,7 @@ def _decode(context: Context, name: str, lengths: list[int]) -> None:
 
 def _rotation(context: Context, name: str, lengths: list[int]) -> None:
     """What stands between the projection of a layer and its next product, both ways."""
-    shape, device = (TINY if context.rehearsal else LLAMA), context.device
+    shape, device, num_requests = (TINY if context.rehearsal else LLAMA), context.device, len(lengths)
     lengths = [20, 5] if context.rehearsal else lengths
     copies = context.size(2 if len(lengths) > 1 else 32, 1)
     held = [make_pages(lengths, shape, dtype=context.dtype, device=device) for _ in range(copies)]
@@ -212,6 +186,8 @@ def _rotation(context: Context, name: str, lengths: list[int]) -> None:
         rotated_decode(*given, rotary_dim=size, workspace=workspace)
 
     cases = {CHOSEN: together, "two launches": apart}
+    if num_requests > FUSED_ROWS_MAX:  # `PagedPlan.takes_projections`
+        cases = {CHOSEN: apart, "one launch": together}
     taken = {case: median(seconds([partial(call, pages) for pages in held], device, samples=3)) for case, call in cases.items()}
     emit_choice(context, name, taken)
 

@@ -159,7 +159,6 @@ TARGETS: list[Target] = [
     *_rows("choices", "tokens/s", ("Llama-3.1-8B int4, head in 8 bits, batch 1",)),
     *_rows(
         "choices", "× the fastest",
-        *[(f"layer of {model}, 1 row: fetched ahead by lines over sectors",) for model in LAYERS],
         *[(f"fused products of Llama-8B, {kind}: chosen tiles over others",) for kind in OF_PRODUCTS],
         *[(f"decode {size} × 1k: chosen splits over others",) for size in (256, 1)],
         ("prefill 8k: chosen tile over others",),

@@ -8,7 +8,7 @@ import torch
 import triton
 import triton.language as tl
 
-from kernels.triton.early_launch import early_launch, start_in_turn
+from kernels.triton.early_launch import early_launch, wait_for_previous
 from kernels.triton.fp8_rows import e4m3_rows, fp8_outputs
 from kernels.triton.row_tiles import row_tile
 
@@ -43,7 +43,7 @@ def activated(gate, up, GELU: tl.constexpr):
 
 @triton.jit
 def gated_kernel(gate_up, out, row_stride, INNER: tl.constexpr, BLOCK: tl.constexpr, GELU: tl.constexpr, EARLY: tl.constexpr):
-    start_in_turn(EARLY)
+    wait_for_previous(EARLY)
     row = tl.program_id(0).to(tl.int64)
     columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = columns < INNER
@@ -57,7 +57,7 @@ def gated_fp8_kernel(
     gate_up, quantised, scales, num_rows, row_stride,
     INNER: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr, GELU: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
-    start_in_turn(EARLY)
+    wait_for_previous(EARLY)
     rows = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     columns = tl.arange(0, BLOCK)
     inside = (rows < num_rows)[:, None] & (columns < INNER)[None, :]

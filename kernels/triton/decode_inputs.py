@@ -11,7 +11,7 @@ import torch
 import triton
 import triton.language as tl
 
-from kernels.triton.early_launch import early_launch, start_in_turn
+from kernels.triton.early_launch import early_launch, wait_for_previous
 
 COLUMNS = 512
 """Entries of a block table that one program moves: 8,192 tokens at 16 to a block."""
@@ -23,7 +23,7 @@ def prepare_decode_kernel(
     slots, last_tokens, num_tokens, slot_tables, token_ids, positions, slot_mapping, context_lens, block_tables,
     columns, slot_stride, row_stride, BLOCK_SIZE: tl.constexpr, COLUMNS: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
-    start_in_turn(EARLY)
+    wait_for_previous(EARLY)
     row = tl.program_id(0)
     slot = tl.load(slots + row).to(tl.int64)
     active = slot >= 0
@@ -45,7 +45,7 @@ def prepare_decode_kernel(
 
 @triton.jit(do_not_specialize=["num_rows"])
 def advance_slots_kernel(slots, sampled, last_tokens, num_tokens, out, num_rows, ROWS: tl.constexpr, EARLY: tl.constexpr):
-    start_in_turn(EARLY)
+    wait_for_previous(EARLY)
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     slot = tl.load(slots + row, mask=row < num_rows, other=-1).to(tl.int64)
     token = tl.load(sampled + row, mask=row < num_rows, other=0)

@@ -6,7 +6,7 @@ import torch
 import triton
 import triton.language as tl
 
-from kernels.triton.early_launch import early_launch, start_in_turn
+from kernels.triton.early_launch import early_launch, wait_for_previous
 from kernels.triton.tuning import power_of_two
 
 BLOCK_MAX = 1024
@@ -16,7 +16,7 @@ BLOCK_MAX = 1024
 def embed_kernel(
     token_ids, table, out, multiplier, WIDTH: tl.constexpr, BLOCK: tl.constexpr, SCALED: tl.constexpr, EARLY: tl.constexpr
 ):
-    start_in_turn(EARLY)
+    wait_for_previous(EARLY)
     row = tl.program_id(0).to(tl.int64)
     columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = columns < WIDTH
@@ -32,7 +32,7 @@ def rotation_rows_kernel(
     cos, sin, positions, cos_out, sin_out, num_rows, WIDTH: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr,
     EARLY: tl.constexpr,
 ):  # fmt: skip
-    start_in_turn(EARLY)
+    wait_for_previous(EARLY)
     rows = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     columns = tl.arange(0, BLOCK)[None, :]
     inside = (rows < num_rows)[:, None] & (columns < WIDTH)

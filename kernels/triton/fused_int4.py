@@ -11,15 +11,16 @@ import triton
 import triton.language as tl
 
 from kernels.quantised_weights import CHUNK_COLUMNS, Int4Weight
-from kernels.triton.early_launch import early_launch, let_next_start, wait_for_previous
+from kernels.triton.early_launch import early_launch, wait_for_previous
 from kernels.triton.fused_sums import Around, asked_squares, finish
-from kernels.triton.int4_codes import fetch_chunks, int4_sums
+from kernels.triton.int4_codes import int4_sums
 from kernels.triton.linear_int4 import DTYPES, Int4Tiles
 from kernels.triton.split_sum import UNPACK, counters, partial_sums, split_count
-from kernels.triton.tuning import card, power_of_two
+from kernels.triton.tuning import power_of_two
 
 ROWS = 16
 OUTPUTS = 128  # of a program, both halves of a gated one together
+STAGES = 4  # more loads under way leave room for fewer programs: down of Llama-8B took 17.2 µs with 6, 14.9 with 4
 
 
 @triton.jit(do_not_specialize=["M"])
@@ -30,7 +31,6 @@ def fused_int4_kernel(
     SPLITS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, STAGES: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """Program (tile, split): BLOCK_N columns of out, the chunks of its split. N counts the columns of out."""
-    let_next_start(EARLY)
     HALVES: tl.constexpr = 1 if GATE is None else 2
     tile, split = tl.program_id(0), tl.program_id(1)
     rows, columns = tl.arange(0, BLOCK_M), tile * BLOCK_N + tl.arange(0, BLOCK_N)
@@ -41,8 +41,6 @@ def fused_int4_kernel(
     if SPLITS > 1:
         first = split * split_chunks
         last = min(first + split_chunks, num_chunks)
-    if EARLY:
-        fetch_chunks(words, outputs, HALVES * N, first, num_chunks, STAGES, EARLY)
     wait_for_previous(EARLY)
     row_squares = asked_squares(squares, rows, M, num_squares, SQUARES_BLOCK)
     product = int4_sums(
@@ -58,11 +56,11 @@ def fused_int4_kernel(
     )  # fmt: skip
 
 
-def fused_int4_tiles(num_outputs: int, num_columns: int, capability: int, multiprocessors: int, *, gated: bool) -> Int4Tiles:
+def fused_int4_tiles(num_outputs: int, num_columns: int, multiprocessors: int, *, gated: bool) -> Int4Tiles:
     """The tile of `int4_tiles` for few rows; the same for any number of rows."""
     block_n, chunks = OUTPUTS // 2 if gated else OUTPUTS, -(-num_columns // CHUNK_COLUMNS)
     splits = split_count(-(-num_outputs // block_n), chunks, multiprocessors, OUTPUTS * CHUNK_COLUMNS // 2, pace=UNPACK)
-    return Int4Tiles(ROWS, block_n, num_warps=4, num_stages=4 if card(capability).is_small else 6, splits=splits)
+    return Int4Tiles(ROWS, block_n, num_warps=4, num_stages=STAGES, splits=splits)
 
 
 def launch(x: torch.Tensor, weight: Int4Weight, around: Around, tiles: Int4Tiles) -> None:

@@ -20,10 +20,10 @@ import triton.language as tl
 from kernels.operations import FUSED_ROWS_MAX
 from kernels.quantised_weights import Fp8Weight, Int4Weight, Int8Weight
 from kernels.residual_stream import Gate, Stream
-from kernels.triton import fused_int4
-from kernels.triton.early_launch import early_launch, fetch_rows, let_next_start, wait_for_previous
+from kernels.triton import fused_int4, fused_row
+from kernels.triton.early_launch import early_launch, wait_for_previous
+from kernels.triton.fused_row import RowTiles
 from kernels.triton.fused_sums import Around, asked_squares, finish
-from kernels.triton.linear import CANDIDATES
 from kernels.triton.linear_int4 import Int4Tiles
 from kernels.triton.linear_tiles import Tiles, decoded
 from kernels.triton.split_sum import (
@@ -40,14 +40,16 @@ from kernels.triton.split_sum import (
 from kernels.triton.tuning import capability, card, multiprocessors, power_of_two
 
 BLOCK_M = 16
-# As CANDIDATES: columns of out, of x, and loads under way. A gated step reads two such tiles.
-CANDIDATES_GATED = ((32, 128, 6), (16, 256, 5))
-CANDIDATES_BYTES = ((64, 256, 4), (32, 256, 6))
-CANDIDATES_BYTES_GATED = ((32, 256, 4), (16, 256, 6))
+# Columns of out and of x of a step, and loads under way. A gated step reads two such tiles.
+CANDIDATES = ((64, 128, 6), (32, 256, 4))
+CANDIDATES_GATED = ((32, 256, 3), (16, 512, 3))
+CANDIDATES_BYTES = ((64, 128, 6),)
+CANDIDATES_BYTES_GATED = ((64, 128, 4),)
 BY_BYTES = {1: (CANDIDATES_BYTES, CANDIDATES_BYTES_GATED), 2: (CANDIDATES, CANDIDATES_GATED)}
 CANDIDATES_FLOAT32 = ((16, 64, 4),)  # no tensor core multiplies such rows: registers are the limit, whatever the weights are
 
 Weight = torch.Tensor | Int8Weight | Fp8Weight | Int4Weight
+AnyTiles = Tiles | Int4Tiles | RowTiles
 
 
 @triton.jit(do_not_specialize=["M"])
@@ -58,7 +60,6 @@ def fused_linear_kernel(
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, WARPS: tl.constexpr, STAGES: tl.constexpr,
     EARLY: tl.constexpr,
 ):  # fmt: skip
-    let_next_start(EARLY)
     tile, split = tl.program_id(0), tl.program_id(1)
     rows, columns = tl.arange(0, BLOCK_M), tile * BLOCK_N + tl.arange(0, BLOCK_N)
     row_mask, column_mask = rows < M, columns < N
@@ -68,12 +69,6 @@ def fused_linear_kernel(
     if SPLITS > 1:
         start = split * split_columns
         end = min(start + split_columns, K)
-    if EARLY:
-        w_rows = weight + tl.minimum(columns, N - 1).to(tl.int64) * K
-        for stage in tl.static_range(STAGES - 1):
-            fetch_rows(w_rows, start + stage * BLOCK_K, end, BLOCK_K, EARLY)
-            if GATE is not None:
-                fetch_rows(w_rows + N.to(tl.int64) * K, start + stage * BLOCK_K, end, BLOCK_K, EARLY)
     wait_for_previous(EARLY)
     row_squares = asked_squares(squares, rows, M, num_squares, SQUARES_BLOCK)
     x_places = x + rows[:, None] * x_stride + x_inner
@@ -116,7 +111,7 @@ def linear_add(
     squared, weighted a second time.
     """
     num_rows, width = x.shape[0], residual.shape[1]
-    tiles = _tiles_on(x, weight, width, gated=False)
+    tiles = _tiles_on(x, weight, width, gated=False, is_summed=True)
     total, weighted = torch.empty_like(residual), torch.empty_like(residual)
     squares = torch.empty(triton.cdiv(width, tiles.block_n), num_rows, dtype=torch.float32, device=x.device)
     around = Around(
@@ -144,7 +139,7 @@ def normed_linear(
     """
     x, num_rows = stream.weighted, weight.num_rows if isinstance(weight, Int4Weight) else _values(weight).shape[0]
     outputs = num_rows if gate is None else num_rows // 2
-    tiles = _tiles_on(x, weight, outputs, gated=gate is not None)
+    tiles = _tiles_on(x, weight, outputs, gated=gate is not None, is_summed=False)
     out = torch.empty(x.shape[0], outputs, dtype=x.dtype, device=x.device)
     _launch(x, weight, Around(out=out, bias=bias, squares=stream.squares, eps=eps, alpha=factor, gate=gate), tiles)
     return out
@@ -170,7 +165,7 @@ def fused_tiles(
         step_bytes = matrices * block_n * block_k * weight_bytes
         work = -(-num_outputs // block_n), -(-num_columns // block_k), multiprocessors, step_bytes
         splits = split_count(*work, pace=pace)
-        column_warps = 1 if row_bytes == 4 else 4  # see split_sum.step_columns
+        column_warps = 1 if row_bytes == 4 or block_n >= 64 else 4  # see split_sum.step_columns
         stages = _stages(stages, capability)
         tiles = Tiles(BLOCK_M, block_n, block_k, num_warps=4, num_stages=stages, splits=splits, column_warps=column_warps)
         return split_cost(*work, splits, pace=pace), tiles
@@ -178,11 +173,14 @@ def fused_tiles(
     return min((choice(*candidate) for candidate in candidates), key=lambda pair: pair[0])[1]
 
 
-def _tiles_on(x: torch.Tensor, weight: Weight, num_outputs: int, *, gated: bool) -> Tiles | Int4Tiles:
+def _tiles_on(x: torch.Tensor, weight: Weight, num_outputs: int, *, gated: bool, is_summed: bool) -> AnyTiles:
     sizes = num_outputs, x.shape[1], capability(x.device), multiprocessors(x.device)
     if isinstance(weight, Int4Weight):
-        return fused_int4.fused_int4_tiles(*sizes, gated=gated)
-    return fused_tiles(*sizes, gated=gated, weight_bytes=_values(weight).element_size(), row_bytes=x.element_size())
+        return fused_int4.fused_int4_tiles(num_outputs, x.shape[1], multiprocessors(x.device), gated=gated)
+    weight_bytes, row_bytes = _values(weight).element_size(), x.element_size()
+    if x.shape[0] == 1 and row_bytes == 2 and x.shape[1] % fused_row.FOUR.value == 0:
+        return fused_row.row_tiles(x.shape[1], gated=gated, is_summed=is_summed, weight_bytes=weight_bytes)
+    return fused_tiles(*sizes, gated=gated, weight_bytes=weight_bytes, row_bytes=row_bytes)
 
 
 def _values(weight: torch.Tensor | Int8Weight | Fp8Weight) -> torch.Tensor:
@@ -194,7 +192,7 @@ def _stages(stages: int, capability: int) -> int:
     return min(stages, 3) if card(capability).is_small else stages
 
 
-def _launch(x: torch.Tensor, weight: Weight, around: Around, tiles: Tiles | Int4Tiles) -> None:
+def _launch(x: torch.Tensor, weight: Weight, around: Around, tiles: AnyTiles) -> None:
     num_rows, num_columns = x.shape
     assert num_rows <= FUSED_ROWS_MAX, f"{num_rows} rows are for other kernels"
     assert x.stride(1) == 1, "a row of x is one piece of memory"
@@ -203,6 +201,9 @@ def _launch(x: torch.Tensor, weight: Weight, around: Around, tiles: Tiles | Int4
     if isinstance(weight, Int4Weight):
         assert isinstance(tiles, Int4Tiles)
         fused_int4.launch(x, weight, around, tiles)
+        return
+    if isinstance(tiles, RowTiles):
+        fused_row.launch(x, weight, around, tiles)
         return
     assert isinstance(tiles, Tiles)
     values, scales = _values(weight), None if isinstance(weight, torch.Tensor) else weight.scales

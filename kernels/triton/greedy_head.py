@@ -22,14 +22,14 @@ import triton.language as tl
 from kernels.gumbel import NO_TOKEN
 from kernels.operations import FUSED_ROWS_MAX
 from kernels.quantised_weights import Fp8Weight, Int4Weight, Int8Weight
-from kernels.triton.early_launch import early_launch, fetch_rows, let_next_start, start_in_turn, wait_for_previous
+from kernels.triton.early_launch import early_launch, wait_for_previous
 from kernels.triton.linear import skinny_tiles
 from kernels.triton.linear_tiles import FLOAT32_FEW, Tiles, byte_tiles, decoded
 from kernels.triton.split_sum import empty_sums, step_columns, summed
 from kernels.triton.tuning import capability, card, multiprocessors, power_of_two
 
 TILES = Tiles(FUSED_ROWS_MAX, 64, 128, num_warps=4, num_stages=6)
-TILES_BYTES = Tiles(FUSED_ROWS_MAX, 64, 256, num_warps=4, num_stages=4, column_warps=4)
+TILES_BYTES = Tiles(FUSED_ROWS_MAX, 64, 128, num_warps=4, num_stages=6)
 _ROWS = tl.constexpr(FUSED_ROWS_MAX)
 _NO_TOKEN = tl.constexpr(NO_TOKEN)
 _NOBODY = tl.constexpr(0x7FFFFFFF)
@@ -41,7 +41,6 @@ def head_kernel(
     TOKENS: tl.constexpr, COLUMNS: tl.constexpr, WARPS: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """Program (tile): the largest logit of TOKENS tokens in each row; +inf stands for one that is not finite above."""
-    let_next_start(EARLY)
     tile = tl.program_id(0)
     row = tl.arange(0, _ROWS)
     token = tile * TOKENS + tl.arange(0, TOKENS)
@@ -49,10 +48,6 @@ def head_kernel(
     x_column, w_column = tl.expand_dims(column, -2), tl.expand_dims(column, -1)
     weights = weight + token.to(tl.int64)[None, :] * weight_stride + w_column
     inputs = hidden + row[:, None] * hidden_stride + x_column
-    if EARLY:
-        rows = weight + tl.minimum(token, V - 1).to(tl.int64) * weight_stride
-        for step in tl.static_range(4):
-            fetch_rows(rows, step * COLUMNS, K, COLUMNS, EARLY)
     wait_for_previous(EARLY)
     total = empty_sums(_ROWS, TOKENS, WARPS)
     for start in range(0, K, COLUMNS):
@@ -74,7 +69,7 @@ def head_kernel(
 @triton.jit(do_not_specialize=["tiles"])
 def join_kernel(maxima, tokens, out, tiles, TILES: tl.constexpr, EARLY: tl.constexpr):
     """Program (row): the largest of all tiles."""
-    start_in_turn(EARLY)
+    wait_for_previous(EARLY)
     row = tl.program_id(0)
     tile = tl.arange(0, TILES)
     best = tl.load(maxima + row * tiles + tile, mask=tile < tiles, other=float("-inf"))
@@ -109,7 +104,7 @@ def bind_greedy_head(
         by_bytes = partial(byte_tiles, 1, values.shape, *on_card, row_bytes=row_bytes)
         product = skinny_tiles(num_tokens, num_columns, *on_card, weight_bytes) if is_plain else by_bytes()
         own = head_tiles(weight_bytes=weight_bytes, capability=on_card[0], row_bytes=row_bytes)
-        return replace(product, num_stages=own.num_stages) == own
+        return replace(product, num_stages=own.num_stages, block_n=own.block_n) == own
 
     return partial(greedy_head, weight=weight) if all(map(is_in_order, (2, 4))) else None
 

@@ -11,7 +11,6 @@ import triton
 import triton.language as tl
 
 from kernels.quantised_weights import CHUNK_COLUMNS, CHUNK_RUNS, RUN_COLUMNS
-from kernels.triton.early_launch import fetch_rows
 from kernels.triton.tuning import interpreted
 
 COLUMNS = tl.constexpr(CHUNK_COLUMNS)
@@ -53,15 +52,6 @@ def group_scales(meta, IS_BFLOAT: tl.constexpr):
     """The lower 16 bits as what they are, in float32."""
     kind: tl.constexpr = tl.bfloat16 if IS_BFLOAT else tl.float16
     return (meta & 0xFFFF).to(tl.int16).to(kind, bitcast=True).to(tl.float32)
-
-
-@triton.jit
-def fetch_chunks(words, outputs, num_outputs, first, num_chunks, STAGES: tl.constexpr, EARLY: tl.constexpr):
-    """Has the second-level cache fetch the words of the first chunks of a program."""
-    rows = words + tl.minimum(outputs, num_outputs - 1) * RUN
-    for stage in tl.static_range(STAGES - 1):
-        chunk = tl.minimum(first + stage, num_chunks - 1)
-        fetch_rows(rows + tl.cast(chunk, tl.int64) * (num_outputs * RUN), 0, RUN, 2 * RUN, EARLY)
 
 
 @triton.jit

@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 
 from kernels.quantised_weights import CHUNK_COLUMNS, Int4Weight
-from kernels.triton.early_launch import early_launch, start_in_turn
+from kernels.triton.early_launch import early_launch, wait_for_previous
 from kernels.triton.int4_codes import int4_sums
 from kernels.triton.invariant_linear import own_parts, parts_room, shares_parts, whole_sums
 from kernels.triton.linear_int4 import DTYPES, Int4Tiles
@@ -30,7 +30,7 @@ def invariant_int4_kernel(
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, STAGES: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """One tile of out, all of its parts or one of them. Row tiles of the same columns follow each other."""
-    start_in_turn(EARLY)
+    wait_for_previous(EARLY)
     row_tiles = tl.cdiv(M, BLOCK_M)
     tile = tl.program_id(0)
     rows = (tile % row_tiles) * BLOCK_M + tl.arange(0, BLOCK_M)

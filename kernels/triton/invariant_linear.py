@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 
 from kernels.quantised_weights import FP8, Fp8Weight, Int8Weight
-from kernels.triton.early_launch import early_launch, start_in_turn
+from kernels.triton.early_launch import early_launch, wait_for_previous
 from kernels.triton.linear_fp8 import check_fp8
 from kernels.triton.linear_tiles import Tiles, decoded
 from kernels.triton.split_sum import CONVERT, COUNTERS, STREAM, counters, partial_sums, split_count
@@ -91,7 +91,7 @@ def invariant_kernel(
     EARLY: tl.constexpr,
 ):  # fmt: skip
     """One tile of out, all of its parts or one of them."""
-    start_in_turn(EARLY)
+    wait_for_previous(EARLY)
     row_tiles = tl.cdiv(M, BLOCK_M)
     tile = tl.program_id(0)
     in_group = GROUP_M * tl.cdiv(N, BLOCK_N)

@@ -6,7 +6,7 @@ import triton
 import triton.language as tl
 
 from kernels.triton.attention_splits import TABLES
-from kernels.triton.early_launch import start_in_turn
+from kernels.triton.early_launch import wait_for_previous
 from kernels.triton.query_tiles import tile_owner, tile_queries, tile_rows
 
 SIZES = ("num_requests", "max_splits")
@@ -43,7 +43,7 @@ def rows_kernel(
     EARLY: tl.constexpr,
 ):  # fmt: skip
     """Program (tile and key head, share): every split of a tile, or, where programs share them, each so manieth of them."""
-    start_in_turn(EARLY)
+    wait_for_previous(EARLY)
     GROUP: tl.constexpr = H // K
     QUERIES: tl.constexpr = ROWS // GROUP
     kv_head, request, first_row, num_queries, first = tile_owner(query_starts, num_requests, num_tiles, K, QUERIES, REQUESTS)
@@ -150,7 +150,7 @@ def merge_rows_kernel(
     TOGETHER: tl.constexpr, REQUESTS: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """Program (query, head): its splits in their order, as `rows_kernel` merges them. Those beyond its last change nothing."""
-    start_in_turn(EARLY)
+    wait_for_previous(EARLY)
     token_row, head = tl.program_id(0), tl.program_id(1)
     request = tl.arange(0, REQUESTS)
     starts = tl.load(query_starts + request, mask=request < num_requests, other=0)

@@ -12,8 +12,8 @@ from kernels.triton.linear_tiles import Tiles, launch
 from kernels.triton.split_sum import split_cost, split_count
 from kernels.triton.tuning import capability, card, multiprocessors
 
-# Columns of out and of x that one step of a program reads: 16 KiB of weights, or 8 where the matrix has few rows.
-CANDIDATES = ((32, 256, 5), (64, 128, 6), (16, 256, 6))
+# Columns of out and of x that one step of a program reads, 16 or 32 KiB of weights, and loads under way.
+CANDIDATES = ((64, 128, 6), (128, 128, 3))
 
 
 def linear(
@@ -57,7 +57,7 @@ def skinny_tiles(num_outputs: int, num_columns: int, capability: int, multiproce
 
 def tiles_of(block_n: int, block_k: int, stages: int, splits: int) -> Tiles:
     """Four warps lie side by side over 64 outputs, 16 for each, and share the columns of fewer."""
-    return Tiles(16, block_n, block_k, num_warps=4, num_stages=stages, splits=splits, column_warps=1 if block_n == 64 else 4)
+    return Tiles(16, block_n, block_k, num_warps=4, num_stages=stages, splits=splits, column_warps=1 if block_n >= 64 else 4)
 
 
 def stages_on(stages: int, capability: int, weight_bytes: int) -> int:

@@ -10,8 +10,8 @@ import triton.language as tl
 from torch.nn import functional
 
 from kernels.quantised_weights import CHUNK_COLUMNS, Int4Weight
-from kernels.triton.early_launch import early_launch, let_next_start, wait_for_previous
-from kernels.triton.int4_codes import COLUMNS, RUN, RUNS, fetch_chunks, group_scales, int4_sums
+from kernels.triton.early_launch import early_launch, wait_for_previous
+from kernels.triton.int4_codes import COLUMNS, RUN, RUNS, group_scales, int4_sums
 from kernels.triton.split_sum import UNPACK, counters, partial_sums, split_count, store_product
 from kernels.triton.tuning import capability, card, multiprocessors, power_of_two
 
@@ -57,7 +57,6 @@ def linear_int4_kernel(
     STAGES: tl.constexpr,
     EARLY: tl.constexpr,
 ):
-    let_next_start(EARLY)
     row_tiles = tl.cdiv(M, BLOCK_M)
     tile = tl.program_id(0)
     split = tl.program_id(1)
@@ -68,8 +67,6 @@ def linear_int4_kernel(
     if SPLITS > 1:
         first = split * split_chunks
         last = min(first + split_chunks, num_chunks)
-    if EARLY:
-        fetch_chunks(words_ptr, columns, N, first, num_chunks, STAGES, EARLY)
     wait_for_previous(EARLY)
     acc = int4_sums(
         x_ptr, rows, rows < M, stride_x, words_ptr, scales_zeros_ptr, columns, columns < N, N, K, first, last,

@@ -13,7 +13,7 @@ import torch
 import triton
 import triton.language as tl
 
-from kernels.triton.early_launch import early_launch, fetch_rows, let_next_start, wait_for_previous
+from kernels.triton.early_launch import early_launch, wait_for_previous
 from kernels.triton.split_sum import (
     CONVERT,
     counters,
@@ -65,8 +65,7 @@ def byte_tiles(
         tiles = Tiles(128, 128, 64, num_warps=8, num_stages=3 if capability < 90 else 4)
     else:
         block_m = max(16, power_of_two(num_rows))
-        tiles = Tiles(block_m, 64, 256 if block_m < ROWS_FEW else 128, num_warps=4, num_stages=4)
-        tiles = replace(tiles, column_warps=4 if block_m == 16 else 1)
+        tiles = Tiles(block_m, 64, 128, num_warps=4, num_stages=6 if block_m == 16 else 4)
     if num_rows > ROWS_FEW:
         return tiles
     work = -(-num_outputs // tiles.block_n), -(-num_columns // tiles.block_k), multiprocessors, tiles.block_n * tiles.block_k
@@ -111,7 +110,6 @@ def linear_kernel(
     EARLY: tl.constexpr,
 ):
     """One tile of out, or one part of its columns. ROW_SCALES, COLUMN_SCALES: a scale for each row of x and of W, else one."""
-    let_next_start(EARLY)
     row_tiles = tl.cdiv(M, BLOCK_M)
     tile = tl.program_id(0)
     split = tl.program_id(1)
@@ -132,10 +130,6 @@ def linear_kernel(
     x_places = x_ptr + rows.to(tl.int64)[:, None] * stride_x + x_inner
     w_base = weight_ptr + (column_tile * BLOCK_N).to(tl.int64) * stride_weight
     w_places = w_base + tl.arange(0, BLOCK_N)[None, :] * stride_weight + w_inner
-    if EARLY:
-        w_rows = weight_ptr + tl.minimum(columns, N - 1).to(tl.int64) * stride_weight
-        for stage in tl.static_range(STAGES - 1):
-            fetch_rows(w_rows, start + stage * BLOCK_K, end, BLOCK_K, EARLY)
     wait_for_previous(EARLY)
     acc = empty_sums(BLOCK_M, BLOCK_N, WARPS)
     for k in tl.range(start, end, BLOCK_K, num_stages=STAGES):

@@ -10,7 +10,7 @@ import torch
 import triton
 import triton.language as tl
 
-from kernels.triton.early_launch import early_launch, start_in_turn
+from kernels.triton.early_launch import early_launch, wait_for_previous
 from kernels.triton.fp8_rows import e4m3_rows, fp8_outputs
 from kernels.triton.row_tiles import row_tile
 
@@ -28,7 +28,7 @@ def rms_norm_kernel(
     num_rows, x_stride, residual_stride, normed_stride, eps, alpha,
     WIDTH: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
-    start_in_turn(EARLY)
+    wait_for_previous(EARLY)
     rows = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     columns = tl.arange(0, BLOCK)
     inside = (rows < num_rows)[:, None] & (columns < WIDTH)[None, :]

@@ -14,7 +14,7 @@ import torch
 import triton
 import triton.language as tl
 
-from kernels.triton.early_launch import early_launch, start_in_turn
+from kernels.triton.early_launch import early_launch, wait_for_previous
 from kernels.triton.fp8_rows import bounded
 from kernels.triton.norm import rms_norm
 from kernels.triton.tuning import power_of_two
@@ -60,7 +60,7 @@ def rope_and_cache_kernel(
     HALF_BLOCK: tl.constexpr, REST_BLOCK: tl.constexpr, HEAD_BLOCK: tl.constexpr,
     TILE_TOKENS: tl.constexpr, TILE_HEADS: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
-    start_in_turn(EARLY)
+    wait_for_previous(EARLY)
     HALF: tl.constexpr = ROTARY // 2
     row = tl.arange(0, TILE_TOKENS * TILE_HEADS)
     token = (tl.program_id(0) * TILE_TOKENS + row // TILE_HEADS).to(tl.int64)

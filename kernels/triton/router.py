@@ -11,7 +11,7 @@ import torch
 import triton
 import triton.language as tl
 
-from kernels.triton.early_launch import early_launch, start_in_turn
+from kernels.triton.early_launch import early_launch, wait_for_previous
 from kernels.triton.tuning import LOG2_E, power_of_two
 
 WARP_EXPERTS = 512
@@ -41,7 +41,7 @@ def route_kernel(
     NORMALISED: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """Program (row)"""
-    start_in_turn(EARLY)
+    wait_for_previous(EARLY)
     row = tl.program_id(0).to(tl.int64)
     experts, choices = tl.arange(0, EXPERTS_BLOCK), tl.arange(0, CHOSEN_BLOCK)
     is_expert, is_choice = experts < EXPERTS, choices < CHOSEN

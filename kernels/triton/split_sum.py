@@ -30,8 +30,8 @@ class Pace:
     alone: float
 
 
-STREAM = Pace(resident=2, alone=0.5)  # weights are multiplied as they are
-CONVERT = Pace(resident=2, alone=1.5)  # bytes become floats
+STREAM = Pace(resident=2, alone=1.0)  # weights are multiplied as they are
+CONVERT = Pace(resident=3, alone=1.5)  # bytes become floats
 UNPACK = Pace(resident=3, alone=1.5)  # so do codes of four bits
 
 

@@ -119,11 +119,15 @@ def test_a_tile_of_few_rows_needs_the_instruction_that_every_card_has() -> None:
 @pytest.mark.parametrize(
     ("ptx", "touches"),
     [
-        ("prefetch.global.L2 [%rd1];\ngriddepcontrol.wait;\n@%p1 ld.global.b32 { %r1 }, [ %rd1 + 0 ];", False),
+        (
+            "ld.global.L1::evict_first.L2::cache_hint.v2.b64 { %rd3, %rd4 }, [ %rd1 + 0 ], %rd2;\ngriddepcontrol.wait;\n"
+            "@%p1 ld.global.b32 { %r1 }, [ %rd1 + 0 ];",
+            False,
+        ),
         ("@%p1 ld.global.b32 { %r1 }, [ %rd1 + 0 ];\ngriddepcontrol.wait;", True),
         ("cp.async.cg.shared.global [ %r1 + 0 ], [ %rd1 + 0 ], 0x10, 0x10;\ngriddepcontrol.wait;", True),
         ("@%p1 atom.global.gpu.acq_rel.add.s32 %r1, [ %rd1 + 0 ], %r2;\ngriddepcontrol.wait;", True),
-        ("griddepcontrol.launch_dependents;\nst.global.b32 [ %rd1 + 0 ], { %r1 };", True),
+        ("createpolicy.fractional.L2::evict_first.b64 %rd2, 1.0;\nst.global.b32 [ %rd1 + 0 ], { %r1 };", True),
     ],
 )
 def test_a_kernel_that_is_launched_early_touches_memory_only_behind_its_wait(ptx: str, touches: bool) -> None:

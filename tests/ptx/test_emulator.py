@@ -188,7 +188,8 @@ def test_a_barrier_that_not_all_come_to(card: EmulatedCard, order: str) -> None:
 
 def test_a_kernel_that_starts_early_waits_before_it_touches_memory(card: EmulatedCard) -> None:
     store, wait = "st.global.b32 [%rd5], %r1;", "griddepcontrol.wait;"
-    assert executed(card, "prefetch.global.L2 [%rd4];" + wait + store, numbers(), early=True).tolist() == [*range(64)]
+    weights = "ld.global.L1::evict_first.b32 %r3, [%rd4];"
+    assert executed(card, weights + wait + store, numbers(), early=True).tolist() == [*range(64)]
     for body in (store + wait, "ld.global.b32 %r3, [%rd4];" + wait):
         with pytest.raises(Fault, match=r"before griddepcontrol.wait"):
             executed(card, body, numbers(), early=True)

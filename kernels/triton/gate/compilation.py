@@ -31,7 +31,7 @@ FP8_CAPABILITIES = (89, 90, 100)  # the others cannot convert to e4m3
 TENSOR_INSTRUCTIONS = ("mma.sync", "wgmma.mma_async", "tcgen05.mma")
 WAIT = "griddepcontrol.wait"
 PRODUCTS_WAIT, EXPONENTIAL = "WARPGROUP.DEPBAR", "MUFU.EX2"  # of Hopper's machine code
-_MEMORY = re.compile(r"\b(?:ld\.global|st\.global|cp\.async|atom\.|red\.global)")
+_MEMORY = re.compile(r"\b(?:ld\.global(?!\.L1::evict_first)|st\.global|cp\.async|atom\.|red\.global)")
 _USAGE = re.compile(r"REG:(\d+) STACK:(\d+) SHARED:(\d+) LOCAL:(\d+)")
 
 
@@ -79,8 +79,9 @@ class Compilation:
 @dataclass(frozen=True)
 class Compiled:
     """What the assembler made of it. `spill_bytes` of each thread; `programs` that one multiprocessor holds at a time;
-    `touches_early`: reads or writes memory before it waits for the kernel in front of it; `exponentials` beside products,
-    counted where a configuration asks for some; `overwritten`: of Hopper, instructions that write what products still read."""
+    `touches_early`: reads or writes other memory than weights before it waits for the kernel in front of it; `exponentials`
+    beside products, counted where a configuration asks for some; `overwritten`: of Hopper, instructions that write what
+    products still read."""
 
     name: str
     capability: int
@@ -142,8 +143,8 @@ def compile_kernel(compilation: Compilation, capability: int) -> Compiled:
 
 
 def touches_early(ptx: str) -> bool:
-    """Whether a kernel that may be launched early reads or writes memory before it waits, or never waits. Fetching ahead into
-    the second-level cache is neither: what is fetched is read again behind the wait."""
+    """Whether a kernel that may be launched early reads or writes memory before it waits, or never waits. What it reads once
+    and has the caches evict first are weights, which no kernel writes."""
     before, wait, _ = ptx.partition(WAIT)
     return not wait or _MEMORY.search(before) is not None
 

@@ -20,7 +20,7 @@ def compilations() -> list[Compilation]:
 def _compilation(name: str, dtype: str, group: int, card: int) -> Compilation:
     outputs, columns = LLAMA_8B[name]
     gated, own = name == "gate_up", f"*{dtype}"
-    tiles = fused_int4_tiles(outputs, columns, card, 132, gated=gated)
+    tiles = fused_int4_tiles(outputs, columns, 132, gated=gated)
     around, absent = around_types(name, own, tiles.splits)
     numbers = dict.fromkeys(("M", "N", "K", "x_stride", "num_chunks", "split_chunks", "num_squares"), "i32")
     return Compilation(

@@ -40,7 +40,8 @@ def load(block: Block, code: Instruction, active: Array) -> None:
     if "shared" in space:
         found = block.shared.load(addresses, kind.width, len(targets), block.chosen(block.threads, active))
     elif "global" in space:
-        _check_waited(block, active)
+        if "L1::evict_first" not in code.text:  # which weights are asked for with, and nothing that a kernel writes
+            _check_waited(block, active)
         found = block.launch.memory.load(addresses, kind.width, len(targets))
     else:
         raise UnknownPtx("another space of addresses")

@@ -1,0 +1,51 @@
+"""Configurations of `kernels.triton.fused_row` that the compile gate compiles."""
+
+from __future__ import annotations
+
+from kernels.triton.fused_row import fused_row_kernel, row_tiles
+from kernels.triton.gate.compilation import CAPABILITIES, FP8_CAPABILITIES, Compilation
+from kernels.triton.gate.fused_linear import QWEN_600M
+from kernels.triton.gate.fused_sums import LLAMA_8B, around_types
+from kernels.triton.tuning import power_of_two
+
+
+def compilations() -> list[Compilation]:
+    """One row through a layer of Llama-3.1-8B, also with weights of 8 bits, and of Qwen3-0.6B; of fp16 where it is gated."""
+    kinds = [("llama_8b", LLAMA_8B, "bf16", "bf16", CAPABILITIES), ("qwen_600m", QWEN_600M, "bf16", "bf16", (90,))]
+    kinds += [("llama_8b", LLAMA_8B, "bf16", "i8", (80, 90)), ("llama_8b", LLAMA_8B, "bf16", "fp8e4nv", FP8_CAPABILITIES)]
+    kinds += [
+        ("llama_8b_row_of_fp16", {"gate_up": LLAMA_8B["gate_up"]}, "fp16", weight, (90,))
+        for weight in ("fp16", "i8", "fp8e4nv")
+    ]
+    return [
+        _compilation(f"{model}_{name}_{kind}_sm{card}", name, sizes, row, kind, card)
+        for model, shapes, row, kind, cards in kinds
+        for card in cards
+        for name, sizes in shapes.items()
+    ]
+
+
+def _compilation(label: str, name: str, sizes: tuple[int, int], row: str, kind: str, card: int) -> Compilation:
+    """`row` and `kind` are the types of x and of the weight."""
+    columns, is_summed = sizes[1], name in ("out", "down")
+    weight_bytes = 1 if kind in ("i8", "fp8e4nv") else 2
+    tiles = row_tiles(columns, gated=name == "gate_up", is_summed=is_summed, weight_bytes=weight_bytes)
+    before = row_tiles(columns, gated=False, is_summed=True, weight_bytes=weight_bytes).block_n
+    around, absent = around_types(name, f"*{row}", 1)
+    scales = {"weight_scales": "*fp32"} if weight_bytes == 1 else {}
+    arguments = set(fused_row_kernel.arg_names)
+    numbers = dict.fromkeys(("N", "K", "num_squares"), "i32")
+    constants = {
+        "GATE": "silu" if name == "gate_up" else None, "COLUMN_SCALES": bool(scales), "EVEN_K": columns % tiles.block_k == 0,
+        "SQUARES_BLOCK": power_of_two(-(-columns // before)), "BLOCK_N": tiles.block_n, "BLOCK_K": tiles.block_k,
+    }  # fmt: skip
+    return Compilation(
+        f"fused_row_{label}",
+        fused_row_kernel,
+        {"x": f"*{row}", "weight": f"*{kind}", **scales, **around, **numbers, "eps": "fp32", "alpha": "fp32"},
+        {**({} if scales else {"weight_scales": None}), **{key: value for key, value in absent.items() if key in arguments},
+         **constants},
+        num_warps=tiles.num_warps,
+        capabilities=(card,),
+        divisible=("N", "K", "num_squares"),
+    )  # fmt: skip

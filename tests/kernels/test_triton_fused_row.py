@@ -1,0 +1,111 @@
+"""Products of one row with what stands around them, for weights of 16 and 8 bits, against float32."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+
+from kernels.quantised_weights import pack_fp8, pack_int8
+from kernels.reference import fused_linear as reference
+from kernels.residual_stream import Gate, Stream
+from kernels.triton import fused_linear, fused_row
+from kernels.triton.fused_row import RowTiles, row_tiles
+from tests.support.interpreted_fp8 import correct_e4m3
+from tests.support.kernel_cases import normal
+from tests.support.kernel_tolerances import assert_near
+
+EPS = 1e-6
+Pack = Callable[[torch.Tensor], Any]
+PACKERS: dict[str, Pack] = {
+    "plain": lambda weight: weight,
+    "int8": pack_int8,
+    "fp8": pack_fp8,
+    "fp8 as one": partial(pack_fp8, per_row=False),
+}
+KINDS = pytest.mark.parametrize("kind", PACKERS)
+TILES = pytest.mark.parametrize("sizes", [(2, 16), (4, 64), (8, 512)])
+"""Outputs and columns of a step."""
+
+
+@pytest.fixture
+def tiles(sizes: tuple[int, int], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fused_row, "row_tiles", lambda *_, **__: RowTiles(*sizes))
+    correct_e4m3(monkeypatch)
+
+
+def weight_of(kind: str, outputs: int, columns: int, device: torch.device, seed: int = 1) -> Any:
+    exact = normal(outputs, columns, dtype=torch.float32, device=device, seed=seed) / math.sqrt(columns)
+    return PACKERS[kind](exact.half())
+
+
+@pytest.mark.usefixtures("tiles")
+@KINDS
+@TILES
+@pytest.mark.parametrize(("width", "columns"), [(24, 512), (19, 300)])
+def test_a_product_is_added_to_the_stream(kind: str, width: int, columns: int, device: torch.device) -> None:
+    float16 = partial(normal, dtype=torch.float16, device=device)
+    given = {
+        "x": float16(1, columns),
+        "weight": weight_of(kind, width, columns, device),
+        "residual": float16(1, width, seed=2),
+        "norm_weight": normal(width, dtype=torch.float32, device=device, seed=3),
+    }
+    plain: dict[str, Any] = {}
+    for options in (plain, {"alpha": 0.25, "bias": float16(width, seed=4)}):
+        made, expected = fused_linear.linear_add(**given, **options), reference.linear_add(**given, **options)
+        assert_near(made.total, expected.total, "matmul", scale=2)
+        assert_near(made.weighted, expected.weighted, "matmul", scale=4)
+        assert_near(made.squares.sum(0), made.total.float().square().sum(-1), "matmul")
+
+
+@pytest.mark.usefixtures("tiles")
+@KINDS
+@TILES
+@pytest.mark.parametrize("gate", [None, "silu", "gelu_tanh"])
+def test_a_product_of_what_is_not_yet_normalised(kind: str, gate: Gate | None, device: torch.device) -> None:
+    float16 = partial(normal, dtype=torch.float16, device=device)
+    total, norm_weight = float16(1, 640) * 3, float16(640, seed=1)
+    stream = Stream(total, total * norm_weight, total.float().square().view(1, 20, 32).sum(-1).T.contiguous())
+    outputs = 24 * (1 if gate is None else 2)
+    weight = weight_of(kind, outputs, 640, device)
+    for bias in (None, float16(outputs, seed=3)):
+        made = fused_linear.normed_linear(stream, weight, EPS, bias=bias, gate=gate)
+        assert_near(made, reference.normed_linear(stream, weight, EPS, bias=bias, gate=gate), "matmul", scale=64)
+
+
+def test_rows_that_others_stand_beside(device: torch.device) -> None:
+    """Among rows that are NaN and values behind its end, neither of which is read."""
+    poisoned = torch.full((3, 272), float("nan"), dtype=torch.float16, device=device)
+    poisoned[1, :256] = normal(256, dtype=torch.float16, device=device)
+    x, weight = poisoned[1:2, :256], weight_of("plain", 16, 256, device)
+    residual, norm_weight = (normal(*size, dtype=torch.float16, device=device, seed=5) for size in ((1, 16), (16,)))
+    made = fused_linear.linear_add(x, weight, residual, norm_weight)
+    assert_near(made.total, reference.linear_add(x.clone(), weight, residual, norm_weight).total, "matmul", scale=2)
+
+
+def test_one_row_of_16_bits_alone_comes_here(device: torch.device) -> None:
+    weight = weight_of("plain", 16, 64, device)
+    residual, norm_weight = (normal(*size, dtype=torch.float16, device=device) for size in ((2, 16), (16,)))
+    with mock.patch.object(fused_row, "launch", wraps=fused_row.launch) as launched:
+        for rows, columns in ((2, 64), (1, 64)):
+            x = normal(rows, columns, dtype=torch.float16, device=device)
+            fused_linear.linear_add(x, weight, residual[:rows], norm_weight)
+            assert launched.call_count == (rows == 1)
+        wide = fused_linear.linear_add(x.float(), weight.float(), residual[:1].float(), norm_weight.float())
+        odd = fused_linear.linear_add(x[:, :63], weight[:, :63].contiguous(), residual[:1], norm_weight)
+    assert launched.call_count == 1
+    assert wide.total.shape == odd.total.shape == (1, 16)
+
+
+def test_programs_are_many_and_steps_no_longer_than_rows() -> None:
+    for outputs, columns, gated in ((6144, 4096, False), (4096, 4096, False), (14336, 4096, True), (1024, 2048, False)):
+        for weight_bytes in (1, 2):
+            tiles = row_tiles(columns, gated=gated, is_summed=not gated, weight_bytes=weight_bytes)
+            assert outputs // tiles.block_n >= 132
+            assert tiles.block_k <= columns
