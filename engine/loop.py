@@ -225,7 +225,10 @@ class Engine:
         """Launch a step, then take over the one before it; one that cannot be launched is computed when that is done."""
         launched = None
         if not batch.is_empty:
+            begun_s = self._clock()
             launched = overlapped.launch(batch, predicted_s=self._predict(batch), now_s=started_s)
+            if not overlapped.is_synchronous:
+                launched.host_s = self._clock() - begun_s
         elif self._under_way is None and self._grammars:
             self._grammars.wait(PARKED_WAIT_S)
         happened = StepEvents() if self._under_way is None else self._collect(overlapped, launched)
@@ -244,7 +247,9 @@ class Engine:
         self._follow_grammars(step.in_flight.requests, outputs)
         happened = self._scheduler.settle(step.in_flight, outputs)
         now_s = self._clock()
-        self._observe(step.batch, step.predicted_s, now_s - max(step.launched_s, self._collected_s))
+        # A host that takes longer to launch a step than the device for it says nothing of the device.
+        expected_s = max(step.predicted_s, step.host_s) if step.predicted_s else 0.0
+        self._observe(step.batch, expected_s, now_s - max(step.launched_s, self._collected_s))
         self._collected_s = now_s
         if any(isinstance(output, int) for output in outputs):
             self._failed_steps = 0

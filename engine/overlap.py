@@ -89,13 +89,15 @@ class Fallbacks:
 
 @dataclass(slots=True)
 class StepUnderWay:
-    """A step that is booked as done. `pending` is None when it must be computed in the plain way."""
+    """A step that is booked as done. `pending` is None when it must be computed in the plain way. `host_s`: how long the host
+    was launching it, where the device computes meanwhile."""
 
     batch: ScheduledBatch
     in_flight: InFlightBatch
     pending: PendingStep | None
     predicted_s: float
     launched_s: float
+    host_s: float = 0.0
 
 
 class OverlappedSteps:

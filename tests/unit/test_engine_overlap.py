@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -180,6 +181,25 @@ def test_the_next_step_is_launched_before_the_last_one_is_waited_for() -> None:
     runner = FakeAheadRunner()
     run_to_end(make_engine(runner), [wanted("a", [1, 2], max_tokens=3)])
     assert runner.log == ["launch 1", "launch 1", "collect", "launch 1", "collect", "collect"]
+
+
+class SlowHost(FakeAheadRunner):
+    """Takes half a second to launch a step."""
+
+    def launch(self, items: Sequence[ScheduledRequest]) -> FakePendingStep:
+        self.now_s += 0.5
+        return super().launch(items)
+
+
+@pytest.mark.parametrize("is_synchronous", [False, True])
+def test_what_the_host_takes_to_launch_a_step_is_no_sign_of_a_slow_device(is_synchronous: bool) -> None:
+    """Else chunks of prompts beside decodes become smaller and smaller, and their steps no shorter. Where launching is
+    computing it says all."""
+    engine, budget = make_engine(SlowHost(is_synchronous=is_synchronous)), mock.Mock()
+    budget.model.batch_s.return_value = 0.25
+    engine._step_budget = budget
+    run_to_end(engine, [wanted("a", [1, 2], max_tokens=3)])
+    assert {call.args[0] for call in budget.observe.call_args_list} == {0.25 if is_synchronous else 0.5}
 
 
 def test_a_step_that_is_over_when_it_was_launched_is_taken_over_before_the_next_one() -> None:
