@@ -260,6 +260,7 @@ def _take(line: str, process: Process, outcome: Outcome, show: Callable[[str], N
 def _close(process: Process, outcome: Outcome, show: Callable[[str], None], logs: Path | None) -> None:
     taken_s = round(process.taken_s, 2)
     status, words = process.close()
+    words = words.replace(f"{Path(__file__).resolve().parents[2]}/", "")
     found: dict[str, Any] = {**_described(process.job), "s": taken_s, "limit_s": round(process.limit_s, 1)}
     if process.ended:
         found["error"] = f"ended after its limit of {process.limit_s:g} s"

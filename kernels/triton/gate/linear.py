@@ -20,5 +20,5 @@ def compilations() -> list[Compilation]:
         for dtype, cards in (("bf16", (80, 89, 90, 100)), ("fp16", (90,)), ("fp32", (89,)))
         for card in cards
         for block_n, block_k, stages in CANDIDATES
-        for splits in ((1, 8) if dtype != "fp32" else (8,))
+        for splits in ((1, 2, 4, 8) if dtype != "fp32" else (8,))
     ]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from kernels.triton.gate.compilation import Compilation
 from kernels.triton.linear_tiles import GROUP_ROWS, Tiles, linear_kernel
 
-SPILL_BYTES_MAX = 8
+SPILL_BYTES_MAX = 16
 
 
 def compilation(
