@@ -52,7 +52,12 @@ def skinny_tiles(num_outputs: int, num_columns: int, capability: int, multiproce
         splits = split_count(*work)
         return split_cost(*work, splits), tiles_of(block_n, block_k, stages_on(stages, capability, weight_bytes), splits)
 
-    return min((choice(*candidate) for candidate in CANDIDATES), key=lambda pair: pair[0])[1]
+    return min((choice(*candidate) for candidate in candidates(weight_bytes)), key=lambda pair: pair[0])[1]
+
+
+def candidates(weight_bytes: int) -> tuple[tuple[int, int, int], ...]:
+    """Wide tiles of float32 would fill more shared memory than some cards have."""
+    return CANDIDATES if weight_bytes < 4 else CANDIDATES[:1]
 
 
 def tiles_of(block_n: int, block_k: int, stages: int, splits: int) -> Tiles:

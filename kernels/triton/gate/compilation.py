@@ -46,10 +46,11 @@ class Compilation:
     A kernel's EARLY (`kernels.triton.early_launch`) is not named: it is what a launch on the card says.
 
     `tensor_cores`: matrix instructions of the card's own kind must be there: mma.sync on 80 and 89, wgmma on 90, tcgen05 on
-    100. `small_tile` says that the tile has fewer than 64 rows, for which only mma.sync exists on any card. `fp_fusion` is what
-    the launch says of products that are added to: fused, unless every rounding counts. `registers_max` is what it grants a
-    thread (`maxnreg`), None as many as there are; `programs` how many its grid has for each multiprocessor to hold at a time;
-    `exponentials_min` how many a thread takes at least while products of its loop are under way.
+    100. `small_tile` says that the tile has fewer than 64 rows, for which only mma.sync exists on any card, or 64 that Triton
+    may turn for it: either kind will do. `fp_fusion` is what the launch says of products that are added to: fused, unless every
+    rounding counts. `registers_max` is what it grants a thread (`maxnreg`), None as many as there are; `programs` how many its
+    grid has for each multiprocessor to hold at a time; `exponentials_min` how many a thread takes at least while products of
+    its loop are under way.
     """
 
     name: str
@@ -170,9 +171,10 @@ def faults(compilation: Compilation, compiled: Compiled) -> list[str]:
         found.append(f"takes {compiled.shared_bytes} bytes of shared memory, the card has {limits.shared_bytes_max}")
     if compiled.tensor_memory_columns > TENSOR_MEMORY_COLUMNS:
         found.append(f"takes {compiled.tensor_memory_columns} columns of tensor memory, the card has {TENSOR_MEMORY_COLUMNS}")
-    if compilation.tensor_cores and _wanted(compilation, compiled.capability) not in compiled.tensor_instructions:
+    wanted, own = _wanted(compilation, compiled.capability), _own(compiled.capability)
+    if compilation.tensor_cores and not {wanted, own}.intersection(compiled.tensor_instructions):
         present = ", ".join(compiled.tensor_instructions) or "none"
-        found.append(f"lacks {_wanted(compilation, compiled.capability)} (matrix instructions: {present})")
+        found.append(f"lacks {wanted} (matrix instructions: {present})")
     if compiled.touches_early:
         found.append("reads or writes memory before it waits for the kernel in front of it")
     if compiled.exponentials < compilation.exponentials_min:
@@ -187,8 +189,12 @@ def faults(compilation: Compilation, compiled: Compiled) -> list[str]:
 
 
 def _wanted(compilation: Compilation, capability: int) -> str:
+    return TENSOR_INSTRUCTIONS[0] if compilation.small_tile else _own(capability)
+
+
+def _own(capability: int) -> str:
     older, hopper, blackwell = TENSOR_INSTRUCTIONS
-    if compilation.small_tile or capability < 90 or capability >= 120:
+    if capability < 90 or capability >= 120:
         return older
     return hopper if capability < 100 else blackwell
 

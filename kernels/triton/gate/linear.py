@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from kernels.triton.gate.compilation import Compilation
 from kernels.triton.gate.linear_tiles import compilation
-from kernels.triton.linear import CANDIDATES, stages_on, tiles_of
+from kernels.triton.linear import candidates, stages_on, tiles_of
 
 
 def compilations() -> list[Compilation]:
@@ -19,6 +19,6 @@ def compilations() -> list[Compilation]:
         )
         for dtype, cards in (("bf16", (80, 89, 90, 100)), ("fp16", (90,)), ("fp32", (89,)))
         for card in cards
-        for block_n, block_k, stages in CANDIDATES
+        for block_n, block_k, stages in candidates(4 if dtype == "fp32" else 2)
         for splits in ((1, 2, 4, 8) if dtype != "fp32" else (8,))
     ]
