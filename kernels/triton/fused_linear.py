@@ -6,7 +6,8 @@
 RMS normalisation divides a whole row by one number, and the product behind it can do so at its end: rms_norm(x) Wᵀ is
 (x · w) Wᵀ / rms(x). So the product that adds to the residual stream also stores the sum times the next norm's weight w, and
 each of its tiles the sum of squares of its columns; the next product adds up these sums in the order of the tiles. Only the
-launch that needs a whole row waits for it, and a row's bits are the same whatever else is in the batch.
+launch that needs a whole row waits for it. A row has the same bits whatever others are with it; alone it is multiplied in
+another way (`fused_row`), at the speed of the memory.
 """
 
 from __future__ import annotations

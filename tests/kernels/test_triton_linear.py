@@ -212,7 +212,7 @@ def test_no_rows_give_no_rows(device: torch.device) -> None:
 def test_a_matrix_is_divided_where_the_card_would_wait() -> None:
     count = partial(split_count, multiprocessors=132, step_bytes=16384)
     assert count(tiles=128, steps=16) == 1
-    assert count(tiles=32, steps=64) == 4
+    assert count(tiles=32, steps=64) == 8
     assert count(tiles=1, steps=64) == 8
     assert count(tiles=1, steps=2) == 1
     assert count(tiles=128, steps=56, pace=split_sum.CONVERT) == 2

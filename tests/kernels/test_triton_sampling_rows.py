@@ -167,9 +167,9 @@ def test_a_row_whose_logits_are_not_finite_has_no_token(device: torch.device) ->
 
 
 def test_a_head_is_fused_where_its_product_adds_in_the_same_order(device: torch.device) -> None:
-    for vocab_size, is_fused in ((16, False), (40_000, True)):
-        weight = normal(vocab_size, 64, dtype=torch.float32, device=device, seed=1)
-        tiles = skinny_tiles(vocab_size, 64, capability(device), multiprocessors(device))
+    for vocab_size, columns, is_fused in ((16, 2048, False), (40_000, 64, True)):
+        weight = normal(vocab_size, columns, dtype=torch.float32, device=device, seed=1)
+        tiles = skinny_tiles(vocab_size, columns, capability(device), multiprocessors(device), weight.element_size())
         head = greedy_head.bind_greedy_head(weight)
         assert ((tiles.block_n, tiles.block_k, tiles.splits) == (64, 128, 1)) == is_fused == (head is not None)
 
