@@ -18,6 +18,7 @@ import torch
 from bench.gpu.context import Context
 from bench.gpu.inputs import Pages, Weight, angles, coded, make_pages, normal, queries
 from bench.gpu.layer import CHOSEN, LLAMA, TINY, emit_choice
+from bench.gpu.prefill_by_groups import prefill_by_groups
 from bench.gpu.rows import Row
 from bench.gpu.serve import head_in_8_bits
 from bench.gpu.timing import Call, median, seconds
@@ -40,6 +41,7 @@ from kernels.triton.rotated_decode import rotated_decode
 from kernels.triton.tuning import capability, multiprocessors
 
 ROW_TILES = [RowTiles(2, 2048), RowTiles(2, 2048, 8), RowTiles(4, 1024), RowTiles(8, 512), RowTiles(16, 512, 8)]
+PREFILL = "prefill 8k: chosen tile over others"
 TURN = "100 tokens behind 32k: chosen splits over others"
 
 
@@ -55,7 +57,7 @@ def measure(context: Context) -> None:
     context.guard(TURN, lambda: _turn(context))
     head = "Llama-3.1-8B int4, head in 8 bits, batch 1"
     context.guard(head, lambda: head_in_8_bits(context, head))
-    context.guard("prefill 8k: chosen tile over others", lambda: _prefill(context))
+    context.guard(PREFILL, lambda: _prefill(context))
 
 
 def _products(context: Context, name: str, kind: str) -> None:
@@ -219,13 +221,12 @@ def _prefill(context: Context) -> None:
             if case != CHOSEN:
                 stack.enter_context(mock.patch.object(attention_prefill_hopper, "is_overlapped", mock.Mock(return_value=False)))
             taken[case] = median(seconds([prefill], context.device, samples=3))
-    emit_choice(context, "prefill 8k: chosen tile over others", taken)
-    if not context.rehearsal and attention_prefill_hopper.is_overlapped(shape, 2, 128, capability(context.device)):
-        from bench.gpu.prefill_by_groups import prefill_by_groups
-
+    emit_choice(context, PREFILL, taken)
+    rows, card = attention_prefill_hopper.ROWS, capability(context.device)
+    if not context.rehearsal and attention_prefill_hopper.is_overlapped(shape, pages.cache.element_size(), rows, card):
         with mock.patch.object(attention_prefill_hopper, "overlapped_prefill", prefill_by_groups):
             taken["groups of warps"] = median(seconds([prefill], context.device, samples=3))
-        emit_choice(context, "prefill 8k: chosen tile over others", taken)
+        emit_choice(context, PREFILL, taken)
 
 
 def _turn(context: Context) -> None:

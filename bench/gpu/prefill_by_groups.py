@@ -30,7 +30,6 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from kernels.attention_rows import AttentionShape
 from kernels.triton import attention_prefill_hopper as hopper
-from kernels.triton import chunk_splits
 from kernels.triton.attention_decode import score_factor
 from kernels.triton.attention_prefill_hopper import copy_async
 from kernels.triton.attention_splits import TABLES, DecodeWorkspace, scheduled_requests
@@ -38,10 +37,9 @@ from kernels.triton.attention_splits import TABLES, DecodeWorkspace, scheduled_r
 NUM_WARPS = 4
 """Warps: those of the first group of rows, which the launch is told of; Triton adds those of the others."""
 CHOSEN = {"STAGES": 3, "LOADERS": 4, "GROUP_REGISTERS": 216, "LOADER_REGISTERS": 72}
-_FROM = gl.constexpr(chunk_splits.SPLIT_FROM)
 
 
-@gluon.jit(do_not_specialize=["num_requests", "num_tiles", "table_stride", "max_splits"], do_not_specialize_on_alignment=TABLES)
+@gluon.jit(do_not_specialize=["num_requests", "num_tiles", "table_stride"], do_not_specialize_on_alignment=TABLES)
 def groups_kernel(
     q,
     kv_cache,
@@ -49,29 +47,25 @@ def groups_kernel(
     query_starts,
     context_lens,
     out,
-    attended,
-    log_weights,
     num_requests,
     num_tiles,
     scale,
     q_stride,
     block_stride,
     table_stride,
-    max_splits,
     H: gl.constexpr,
     K: gl.constexpr,
     D: gl.constexpr,
     P: gl.constexpr,
     ROWS: gl.constexpr,
     KEYS: gl.constexpr,
-    SPLIT: gl.constexpr,
     REQUESTS: gl.constexpr,
     STAGES: gl.constexpr,
     LOADERS: gl.constexpr,
     GROUP_REGISTERS: gl.constexpr,
     LOADER_REGISTERS: gl.constexpr,
 ):
-    """One tile of queries, for one key head; with SPLIT, which is 0 otherwise, one of its splits."""
+    """One tile of queries, for one key head."""
     GROUP: gl.constexpr = H // K
     QUERIES: gl.constexpr = ROWS // GROUP
     DTYPE: gl.constexpr = kv_cache.dtype.element_ty
@@ -94,21 +88,7 @@ def groups_kernel(
     start = gl.load(context_lens + request) - num_queries
     newest = start + gl.minimum(first + QUERIES, num_queries) - 1
     table = block_tables + request.to(gl.int64) * table_stride
-    split, num_splits = gl.program_id(1), 1
-    if SPLIT > 0:
-        num_tokens = newest + 1
-        num_splits = gl.where(num_tokens < _FROM * SPLIT, 1, gl.minimum(num_tokens // SPLIT, max_splits))
-        tiles = gl.maximum((num_tokens + num_splits * KEYS - 1) // (num_splits * KEYS), 1)
-        num_splits = (num_tokens + tiles * KEYS - 1) // (tiles * KEYS)
-        is_work = is_work & (split < num_splits)
-        # As if the request began with the split and ended with it.
-        skipped = split * tiles * KEYS
-        table += skipped // P
-        start -= skipped
-        newest = gl.minimum(newest - skipped, tiles * KEYS - 1)
     num_whole = (start + first + 1) // KEYS
-    if SPLIT > 0:
-        num_whole = gl.minimum(gl.maximum(num_whole, 0), newest // KEYS + 1)
 
     queries = gl.allocate_shared_memory(DTYPE, [2, 64, D], ASKED)
     key_tiles = gl.allocate_shared_memory(DTYPE, [STAGES, KEYS, D], SHARED)
@@ -129,13 +109,13 @@ def groups_kernel(
 
     newest = gl.where(is_work, newest, -1)
     shared = (queries, key_tiles, value_tiles, queries_there, keys_there, values_there, begun)
-    places = (q, kv_cache, table, out, attended, log_weights)
-    sizes = (kv_head, first_row, num_queries, first, start, newest, num_whole, split, num_splits)
-    numbers = (scale, q_stride, block_stride, max_splits)
+    places = (q, kv_cache, table, out)
+    sizes = (kv_head, first_row, num_queries, first, start, newest, num_whole)
+    numbers = (scale, q_stride, block_stride)
     gl.warp_specialize(
         [
-            (_attend, (shared, places, sizes, numbers, 0, H, K, D, ROWS, KEYS, SPLIT, STAGES)),
-            (_attend, (shared, places, sizes, numbers, 1, H, K, D, ROWS, KEYS, SPLIT, STAGES)),
+            (_attend, (shared, places, sizes, numbers, 0, H, K, D, ROWS, KEYS, STAGES)),
+            (_attend, (shared, places, sizes, numbers, 1, H, K, D, ROWS, KEYS, STAGES)),
             (_load, (shared, places, sizes, numbers, H, K, D, P, ROWS, KEYS, STAGES, LOADERS)),
         ],
         [4, LOADERS],
@@ -160,9 +140,9 @@ def _load(
 ):
     """Loads queries, and tiles of keys and of values one after the other, zeros behind the newest token."""
     queries, key_tiles, value_tiles, queries_there, keys_there, values_there, begun = shared
-    q, kv_cache, table, _out, _attended, _log_weights = places
-    kv_head, first_row, num_queries, first, _start, newest, _num_whole, _split, _num_splits = sizes
-    _scale, q_stride, block_stride, _max_splits = numbers
+    q, kv_cache, table, _out = places
+    kv_head, first_row, num_queries, first, _start, newest, _num_whole = sizes
+    _scale, q_stride, block_stride = numbers
     if newest >= 0:
         GROUP: gl.constexpr = H // K
         ASKED: gl.constexpr = gl.BlockedLayout([1, 8], [256 // D, D // 8], [LOADERS, 1], [1, 0])
@@ -251,14 +231,13 @@ def _attend(
     D: gl.constexpr,
     ROWS: gl.constexpr,
     KEYS: gl.constexpr,
-    SPLIT: gl.constexpr,
     STAGES: gl.constexpr,
 ):
     """64 rows over all tiles, and writes what was found."""
     queries, key_tiles, value_tiles, queries_there, keys_there, values_there, begun = shared
-    _q, kv_cache, _table, out, attended, log_weights = places
-    kv_head, first_row, num_queries, first, start, newest, num_whole, split, num_splits = sizes
-    scale, _q_stride, _block_stride, max_splits = numbers
+    _q, kv_cache, _table, out = places
+    kv_head, first_row, num_queries, first, start, newest, num_whole = sizes
+    scale, _q_stride, _block_stride = numbers
     GROUP: gl.constexpr = H // K
     DTYPE: gl.constexpr = kv_cache.dtype.element_ty
     SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, KEYS, 16])
@@ -290,11 +269,8 @@ def _attend(
                 if MASKED:
                     score = gl.where((tile * KEYS + column)[None, :] <= position[:, None], score, float("-inf"))
                 larger = gl.maximum(largest, gl.max(score, 1) * scale)
-                base = larger
-                if SPLIT > 0 and MASKED:  # which may begin behind what a query sees
-                    base = gl.where(larger == float("-inf"), 0.0, larger)
-                power = gl.exp2(score * scale - base[:, None])
-                faded = gl.exp2(largest - base)
+                power = gl.exp2(score * scale - larger[:, None])
+                faded = gl.exp2(largest - larger)
                 total = total * faded + gl.sum(power, 1)
                 largest = larger
                 rounded = gl.convert_layout(power.to(DTYPE), WEIGHTS)
@@ -309,28 +285,10 @@ def _attend(
         fence_async_shared()
         found = warpgroup_mma(weight, value_tiles.index(last % STAGES), found)
 
-        if SPLIT > 0:
-            total = gl.where(total > 0.0, total, 1.0)
         found = found / gl.convert_layout(total, gl.SliceLayout(1, FOUND))[:, None]
         lane = gl.arange(0, D, layout=gl.SliceLayout(0, FOUND))
-        is_split = False
-        if SPLIT > 0:
-            is_split = num_splits > 1
-        if SPLIT > 0 and is_split:
-            stride = max_splits * H
-            parts, filled = _half_places(
-                kv_head, first_row, num_queries, first, stride, 1, GROUP, ROWS, PART, gl.SliceLayout(1, SCORES)
-            )
-            gl.store(log_weights + parts + split * H, largest + gl.log2(total), mask=filled)
-            part, full = _half_places(
-                kv_head, first_row, num_queries, first, stride, 1, GROUP, ROWS, PART, gl.SliceLayout(1, FOUND)
-            )
-            gl.store(attended + ((part + split * H) * D)[:, None] + lane[None, :], found, mask=full[:, None])
-        else:
-            rows, live = _half_places(
-                kv_head, first_row, num_queries, first, H * D, D, GROUP, ROWS, PART, gl.SliceLayout(1, FOUND)
-            )
-            gl.store(out + rows[:, None] + lane[None, :], found.to(DTYPE), mask=live[:, None])
+        rows, live = _half_places(kv_head, first_row, num_queries, first, H * D, D, GROUP, ROWS, PART, gl.SliceLayout(1, FOUND))
+        gl.store(out + rows[:, None] + lane[None, :], found.to(DTYPE), mask=live[:, None])
 
 
 @gluon.jit
@@ -364,17 +322,13 @@ def prefill_by_groups(
     out: torch.Tensor,
     parts: DecodeWorkspace | None = None,
 ) -> torch.Tensor:
-    """As `attention_prefill_hopper.overlapped_prefill`."""
-    attended, log_weights = parts or (None, None)
-    num_requests, splits = block_tables.shape[0], 1 if parts is None else parts.attended.shape[1]
-    groups_kernel[(num_tiles * shape.num_kv_heads, splits)](
-        q, kv_cache, block_tables, query_starts, context_lens, out, attended, log_weights,
-        num_requests, num_tiles, score_factor(shape), q.stride(0), kv_cache.stride(0), block_tables.stride(0), splits,
-        **constants(shape, is_split=parts is not None), REQUESTS=scheduled_requests(num_requests),
-        num_warps=NUM_WARPS,
+    """As `attention_prefill_hopper.overlapped_prefill`, of tiles that are not split."""
+    assert parts is None, "this kernel knows no splits"
+    num_requests, sizes = block_tables.shape[0], hopper.overlapped_constants(shape)
+    del sizes["SPLIT"]
+    groups_kernel[(num_tiles * shape.num_kv_heads,)](
+        q, kv_cache, block_tables, query_starts, context_lens, out,
+        num_requests, num_tiles, score_factor(shape), q.stride(0), kv_cache.stride(0), block_tables.stride(0),
+        **sizes, **CHOSEN, REQUESTS=scheduled_requests(num_requests), num_warps=NUM_WARPS,
     )  # fmt: skip
     return out
-
-
-def constants(shape: AttentionShape, *, is_split: bool = False) -> dict[str, object]:
-    return {**hopper.overlapped_constants(shape, is_split=is_split), **CHOSEN}

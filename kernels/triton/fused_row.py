@@ -67,14 +67,12 @@ def _floats(words, DTYPE: tl.constexpr):
         return _half(words, 0, DTYPE), _half(words, 1, DTYPE), _half(words, 2, DTYPE), _half(words, 3, DTYPE)
     elif tl.int8 == DTYPE:  # noqa: RET505
         if _INTERPRETED:
-            first = (words << 24 >> 24).to(tl.float32), (words << 16 >> 24).to(tl.float32)
-            return first[0], first[1], (words << 8 >> 24).to(tl.float32), (words >> 24).to(tl.float32)
+            return _byte(words, 24), _byte(words, 16), _byte(words, 8), _byte(words, 0)
         else:  # noqa: RET505
             a, b, c, d = tl.inline_asm_elementwise(
                 _INT8, "=r,=r,=r,=r,r", [words], dtype=(tl.int32, tl.int32, tl.int32, tl.int32), is_pure=True, pack=1
             )
-            a, b = a.to(tl.float32, bitcast=True) - _RAISED, b.to(tl.float32, bitcast=True) - _RAISED
-            return a, b, c.to(tl.float32, bitcast=True) - _RAISED, d.to(tl.float32, bitcast=True) - _RAISED
+            return _lowered(a), _lowered(b), _lowered(c), _lowered(d)
     else:
         if _INTERPRETED:
             return _e4m3(words), _e4m3(words >> 8), _e4m3(words >> 16), _e4m3(words >> 24)
@@ -82,6 +80,16 @@ def _floats(words, DTYPE: tl.constexpr):
             return tl.inline_asm_elementwise(
                 _E4M3, "=f,=f,=f,=f,r", [words], dtype=(tl.float32, tl.float32, tl.float32, tl.float32), is_pure=True, pack=1
             )
+
+
+@triton.jit
+def _byte(words, SHIFT: tl.constexpr):
+    return (words << SHIFT >> 24).to(tl.float32)
+
+
+@triton.jit
+def _lowered(bits):
+    return bits.to(tl.float32, bitcast=True) - _RAISED
 
 
 @triton.jit

@@ -22,8 +22,8 @@ def linear(
     """out[m, n] = Σ_k x[m, k] · weight[n, k] + bias[n]; x: [M, K], weight: [N, K], bias: [N], all of one type → [M, N]
 
     For M ≤ 16 a kernel that waits for nothing but its weights: tiles of 16 rows for the tensor cores whatever M is, so a row
-    has the same bits in any of these batches, five loads of 16 KiB under way in each program, and the columns divided among
-    programs where the matrix alone has too few tiles (arXiv 2402.00025; the sum is kernels/triton/split_sum.py's and does
+    has the same bits in any of these batches, up to six loads of 16 KiB under way in each program, and the columns divided
+    among programs where the matrix alone has too few tiles (arXiv 2402.00025; the sum is kernels/triton/split_sum.py's and does
     not depend on timing). Above, cuBLAS. Reads 2·N·K bytes once and x from the second-level cache, writes 2·M·N;
     2·M·N·K operations. Rows beyond M, columns beyond N and K are masked. Accumulates in float32.
     """
@@ -61,8 +61,8 @@ def candidates(weight_bytes: int) -> tuple[tuple[int, int, int], ...]:
 
 
 def tiles_of(block_n: int, block_k: int, stages: int, splits: int) -> Tiles:
-    """Four warps lie side by side over 64 outputs, 16 for each, and share the columns of fewer."""
-    return Tiles(16, block_n, block_k, num_warps=4, num_stages=stages, splits=splits, column_warps=1 if block_n >= 64 else 4)
+    """Four warps lie side by side over the outputs."""
+    return Tiles(16, block_n, block_k, num_warps=4, num_stages=stages, splits=splits)
 
 
 def stages_on(stages: int, capability: int, weight_bytes: int) -> int:

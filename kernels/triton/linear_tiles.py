@@ -56,7 +56,7 @@ FLOAT32_MANY = Tiles(32, 64, 32, num_warps=4, num_stages=2)
 def byte_tiles(
     num_rows: int, weight_shape: tuple[int, ...], capability: int, multiprocessors: int, *, row_bytes: int = 2
 ) -> Tiles:
-    """For weights [N, K] of one byte. Up to 64 rows tiles are as low as they can be, with 8 or 16 KiB of weights a step.
+    """For weights [N, K] of one byte. Up to 64 rows tiles are as low as they can be, with 8 KiB of weights a step.
     `row_bytes`: of an element of x. No matrix instruction multiplies rows of 32 bits: there registers are the limit."""
     num_outputs, num_columns = weight_shape
     if row_bytes == 4:
