@@ -38,6 +38,9 @@ def check(context: Context) -> None:
         "paged decode with rotation",
         [_rotated(context, shape, list(filter(None, lengths))) for shape in (llama, slim, gemma)],
     )
+    alone = [9] if small else [1, 65, 1023, 4095]
+    cases = [_rotated(context, shape, [length]) for shape in (llama, slim, gemma) for length in alone]
+    compare(context, "paged decode with rotation, one request", cases)
     shapes = [llama] if small else [llama, slim, gemma]
     invariant(context, "paged decode", [(_name(shape), partial(_alone, context, shape, lengths)) for shape in shapes])
 

@@ -32,10 +32,13 @@ from kernels.triton import (
     chunk_splits,
     fused_int4,
     fused_row,
+    lone_decode,
 )
 from kernels.triton.attention_splits import DecodeTiling
+from kernels.triton.fused_int4 import Int4RowTiles
 from kernels.triton.fused_linear import linear_add, normed_linear
 from kernels.triton.fused_row import RowTiles
+from kernels.triton.linear_int4 import Int4Tiles
 from kernels.triton.rope_and_cache import rope_and_cache
 from kernels.triton.rotated_decode import rotated_decode
 from kernels.triton.tuning import capability, multiprocessors
@@ -116,22 +119,19 @@ def _int4_times(
     weights: list[Weight],
     call: Callable[[Weight], object],
 ) -> dict[str, float]:
-    """As `_tile_times`: divided by two more or less, one load less under way for a fourth program, half as many outputs."""
+    """As `_tile_times`: through shared memory, as more rows are multiplied, and with other numbers of warps."""
     device, is_gated = context.device, part == "gate_up"
     outputs = size[0] // 2 if is_gated else size[0]
-    chosen = fused_int4.fused_int4_tiles(outputs, size[1], multiprocessors(device), gated=is_gated)
     calls: list[Call] = [partial(call, weight) for weight in weights]
     taken = {CHOSEN: median(seconds(calls, device))}
-    others = {
-        "split by two more": replace(chosen, splits=2 * chosen.splits),
-        "split by two less": replace(chosen, splits=max(1, chosen.splits // 2)),
-        "a stage less": replace(chosen, num_stages=chosen.num_stages - 1),
-        "half the outputs": replace(chosen, block_n=chosen.block_n // 2, num_warps=chosen.num_warps // 2),
+    others: dict[str, Int4Tiles | Int4RowTiles] = {
+        "through shared memory": fused_int4.fused_int4_tiles(outputs, size[1], multiprocessors(device), gated=is_gated)
     }
+    if not context.rehearsal and capability(device) == fused_int4.HOPPER:
+        others |= {f"{num_warps} warps": Int4RowTiles(num_warps, registers_max=128) for num_warps in (2, 4, 8)}
     for words, tiles in others.items():
-        if tiles != chosen:
-            with mock.patch.object(fused_int4, "fused_int4_tiles", mock.Mock(return_value=tiles)):
-                taken[words] = median(seconds(calls, device, samples=3))
+        with mock.patch.object(fused_int4, "tiles_on", return_value=tiles):
+            taken[words] = median(seconds(calls, device, samples=3))
     return taken
 
 
@@ -187,10 +187,24 @@ def _rotation(context: Context, name: str, lengths: list[int]) -> None:
         given = (qkv, cos, sin, pages.cache, slots, pages.tables, pages.context_lens, shape)
         rotated_decode(*given, rotary_dim=size, workspace=workspace)
 
+    def merged_apart(pages: Pages) -> None:
+        out = torch.empty_like(qkv[:, :heads])
+        given = (qkv, pages.cache, pages.tables, pages.context_lens, shape, out, workspace)
+        attention_decode.launch_decode(*given, newest=(cos, sin, slots, None, None), rotary_dim=size)
+
     cases = {CHOSEN: together, "two launches": apart}
+    if num_requests == 1:
+        cases["splits, then their merge"] = merged_apart
     if num_requests > FUSED_ROWS_MAX:  # `PagedPlan.takes_projections`
         cases = {CHOSEN: apart, "one launch": together}
-    taken = {case: median(seconds([partial(call, pages) for pages in held], device, samples=3)) for case, call in cases.items()}
+
+    def times(call: Callable[[Pages], None]) -> float:
+        return median(seconds([partial(call, pages) for pages in held], device, samples=3))
+
+    taken = {case: times(call) for case, call in cases.items()}
+    if num_requests == 1:
+        with mock.patch.object(lone_decode, "TILE_NUMBERS", lone_decode.TILE_NUMBERS // 2):
+            taken["tiles of half the size"] = times(together)
     emit_choice(context, name, taken)
 
 

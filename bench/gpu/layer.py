@@ -16,7 +16,7 @@ from bench.gpu.rows import Row
 from bench.gpu.timing import median, seconds
 from kernels.attention_rows import AttentionShape
 from kernels.triton import attention_decode
-from kernels.triton.early_launch import VARIABLE, early_launch
+from kernels.triton.early_launch import VARIABLE, may_be_early
 from kernels.triton.fused_linear import linear_add, normed_linear
 from kernels.triton.rotated_decode import rotated_decode
 
@@ -63,14 +63,14 @@ def launched_with(patch: AbstractContextManager[object]) -> Iterator[None]:
     """Launches see what is patched, and do not see it afterwards."""
     try:
         with patch:
-            early_launch.cache_clear()
+            may_be_early.cache_clear()
             yield
     finally:
-        early_launch.cache_clear()
+        may_be_early.cache_clear()
 
 
 def make_layer(context: Context, model: str) -> tuple[Callable[[], None], int]:
-    """The six launches of a layer of plain weights, between one token and a context of 1k, and of how many layers in turn."""
+    """The five launches of a layer of plain weights, between one token and a context of 1k, and of how many layers in turn."""
     shape, hidden, inner, layers = (TINY, 64, 96, 1) if context.rehearsal else MODELS[model]
     device, dtype = context.device, context.dtype
     made = partial(normal, dtype=dtype, device=device)

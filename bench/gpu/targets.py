@@ -18,7 +18,7 @@ LAYERS = ("Llama-8B", "Qwen3-0.6B")
 
 CHECKED = (
     "paged decode", "paged decode, head size 64", "paged decode, window and soft-cap", "paged decode, fp8 KV",
-    "paged decode with rotation",
+    "paged decode with rotation", "paged decode with rotation, one request",
     "paged prefill", "paged prefill, small chunks", "paged prefill, window and soft-cap", "paged prefill, fp8 KV",
     "rope, QK-norm and KV write", "rope and KV write, fp8 KV",
     "rms norm", "add + rms norm", "add + rms norm to fp8", "silu·mul", "silu·mul to fp8", "gelu·mul", "quantise rows to fp8",
@@ -69,7 +69,7 @@ def _rows(
 TARGETS: list[Target] = [
     *_rows("calibrate", "GB/s", *[(f"{kind} {size} GB",) for kind in ("copy", "read") for size in (1, 4, 8)]),
     *_rows("calibrate", "TFLOP/s", ("matmul bf16 8192³",), ("matmul fp8 8192³",)),
-    *_rows("calibrate", "µs", ("graph gap per kernel",), higher=False),
+    *_rows("calibrate", "µs", ("graph gap per kernel",), ("host: one call of each kind beside a busy device",), higher=False),
     *_rows("checks", "× torch's error", *[(numbers(name), ERROR_RATIO_MAX) for name in CHECKED], higher=False),
     *_rows("checks", "differences", *[(exactly(name), 0) for name in EXACT], higher=False),
     *_rows("checks", "differences", *[(same_bits(name), 0) for name in INVARIANT], higher=False),

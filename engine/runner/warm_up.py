@@ -35,8 +35,9 @@ SEARCHED = (257, 513, 1025)
 """Numbers of requests of a step, one above each power of two from 256 on, for which kernels that search among the requests of a
 step are compiled (`kernels.triton.attention_splits.scheduled_requests`); all that seats and guesses add up to."""
 
-STEP_SIZES = (1, ops.FUSED_ROWS_MAX + 1, 33, *SEARCHED)
-"""Sizes of steps over slots, one for each variant of those kernels: few rows rotate inside their attention."""
+STEP_SIZES = (1, 2, ops.FUSED_ROWS_MAX + 1, 33, *SEARCHED)
+"""Sizes of steps over slots, one for each variant of those kernels: one row has kernels of its own, few rotate inside their
+attention and are launched early."""
 
 DECODES = (1, 2, 8, 16, 24, 40, 72, 136, *SEARCHED)
 """Numbers of requests that decode: one on each side of where a launcher takes another tile."""

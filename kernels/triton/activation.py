@@ -105,7 +105,7 @@ def _launch(gate_up: torch.Tensor, out: torch.Tensor | None, *, gelu: bool) -> t
         grid = (num_rows, triton.cdiv(inner, tile.block))
         gated_kernel[grid](
             gate_up, result, gate_up.stride(0), inner, tile.block, gelu,
-            num_warps=tile.num_warps, **early_launch(gate_up.device),
+            num_warps=tile.num_warps, **early_launch(gate_up.device, num_rows),
         )  # fmt: skip
     return result
 
@@ -117,6 +117,6 @@ def _launch_fp8(gate_up: torch.Tensor, *, gelu: bool) -> tuple[torch.Tensor, tor
     if num_rows:
         gated_fp8_kernel[(triton.cdiv(num_rows, tile.rows),)](
             gate_up, quantised, scales, num_rows, gate_up.stride(0),
-            inner, tile.block, tile.rows, gelu, num_warps=tile.num_warps, **early_launch(gate_up.device),
+            inner, tile.block, tile.rows, gelu, num_warps=tile.num_warps, **early_launch(gate_up.device, num_rows),
         )  # fmt: skip
     return quantised, scales

@@ -31,7 +31,7 @@ from kernels.triton.attention_splits import (
 )
 from kernels.triton.decode_tiles import attend, attend_columns, see_nothing
 from kernels.triton.early_launch import early_launch, wait_for_previous
-from kernels.triton.newest_token import ask_newest, see_newest, take_newest
+from kernels.triton.newest_token import ask_angles, ask_newest, see_newest, take_newest
 from kernels.triton.tuning import LOG2_E, multiprocessors
 
 __all__ = ["DecodeWorkspace", "check_attention", "decode_workspace", "paged_decode", "score_factor"]
@@ -87,9 +87,9 @@ def split_kernel(
                 P, ROTARY, QUERIES, WINDOW, TILE, SPLIT,
             )  # fmt: skip
             if ROTARY > 0:
-                asked = ask_newest(
-                    q, cos, sin, slot_mapping, request, num_items > 0, split + 1 == num_splits, head, query < 1, kv_head, lane,
-                    q_stride, H, K, D, ROTARY,
+                asked = _ask(
+                    q, cos, sin, slot_mapping, query_starts, request, split + 1 == num_splits, num_items > 0, query, head,
+                    kv_head, lane, q_stride, H, K, D, ROTARY,
                 )  # fmt: skip
             else:  # `_ask` would read the rows a second time, for which these kernels lack registers too
                 asked = _queries(q, first_query, num_queries, query, head, lane, q_stride, D)
@@ -98,8 +98,9 @@ def split_kernel(
         inside = live[:, None] & (lane < D)[None, :]
         is_last = split + 1 == num_splits
         if ROTARY > 0:
+            newest, angles = asked
             queries, key, value = take_newest(
-                asked, q_weight, k_weight, kv_cache, kv_scales, kv_head, lane, block_stride, eps, K, D, P, ROTARY
+                newest, angles, q_weight, k_weight, kv_cache, kv_scales, kv_head, lane, block_stride, eps, K, D, P, ROTARY
             )
             seen = see_newest(queries, key, value, is_last & (context_len > 0), scale, SOFTCAP, TILE)
         else:
@@ -164,10 +165,9 @@ def _ask(
 ):  # fmt: skip
     """→ the rows that a split is attended by, [ROWS, WIDTH], or what `take_newest` makes them of."""
     if ROTARY > 0:
-        asked = ask_newest(
-            q, cos, sin, slot_mapping, request, is_there, is_last & is_there, head, query < 1, kv_head, lane, q_stride,
-            H, K, D, ROTARY,
-        )  # fmt: skip
+        last = is_last & is_there
+        newest = ask_newest(q, request, is_there, last, head, query < 1, kv_head, lane, q_stride, H, K, D, ROTARY)
+        asked = newest, ask_angles(cos, sin, slot_mapping, request, is_there, last, lane, ROTARY)
     else:
         first_query, num_queries = _rows(query_starts, request, is_there)
         asked = _queries(q, first_query, num_queries, query, head, lane, q_stride, D)
@@ -273,13 +273,13 @@ def launch_decode(
     split_kernel[(min(groups, num_requests * splits) * kv_heads,)](
         q, kv_cache, block_tables, context_lens, query_starts, kv_scales, *newest, out, *workspace,
         num_requests, score_factor(shape), q.stride(0), kv_cache.stride(0), block_tables.stride(0), splits, groups, eps,
-        **constants, ROTARY=rotary_dim, REQUESTS=requests, **early_launch(q.device),
+        **constants, ROTARY=rotary_dim, REQUESTS=requests, **early_launch(q.device, q.shape[0]),
         num_warps=tiling.num_warps, num_stages=tiling.num_stages, maxnreg=tiling.registers_max,
     )  # fmt: skip
     merge_kernel[(q.shape[0], shape.num_heads)](
         context_lens, query_starts, out, *workspace, num_requests, splits, groups,
         **{name: constants[name] for name in MERGE_CONSTANTS}, REQUESTS=1 if query_starts is None else requests,
-        CHUNK=MERGE_CHUNK, num_warps=MERGE_WARPS, **early_launch(q.device),
+        CHUNK=MERGE_CHUNK, num_warps=MERGE_WARPS, **early_launch(q.device, q.shape[0]),
     )  # fmt: skip
 
 

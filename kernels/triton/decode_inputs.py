@@ -86,7 +86,7 @@ def prepare_decode(
     prepare_decode_kernel[(rows, triton.cdiv(columns, COLUMNS))](
         slots, last_tokens, num_tokens, slot_tables, token_ids, positions, slot_mapping, context_lens, block_tables,
         columns, slot_tables.stride(0), block_tables.stride(0), block_size, COLUMNS, num_warps=4,
-        **early_launch(slots.device),
+        **early_launch(slots.device, rows),
     )  # fmt: skip
 
 
@@ -107,6 +107,7 @@ def advance_slots(
     rows = slots.shape[0]
     if rows:
         grid = (triton.cdiv(rows, ROWS),)
+        # As if there were few rows: one launch of a step, behind whatever chose its tokens, in one variant.
         advance_slots_kernel[grid](
-            slots, sampled, last_tokens, num_tokens, out, rows, ROWS, num_warps=4, **early_launch(slots.device)
+            slots, sampled, last_tokens, num_tokens, out, rows, ROWS, num_warps=4, **early_launch(slots.device, 1)
         )

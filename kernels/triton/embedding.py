@@ -57,8 +57,9 @@ def embed(
     if num_rows:
         grid = (num_rows, triton.cdiv(width, block))
         embed_kernel[grid](
-            token_ids, table, rows, multiplier, width, block, multiplier != 1.0, num_warps=4, **early_launch(table.device)
-        )
+            token_ids, table, rows, multiplier, width, block, multiplier != 1.0,
+            num_warps=4, **early_launch(table.device, num_rows),
+        )  # fmt: skip
     return rows
 
 
@@ -78,7 +79,7 @@ def rotation_rows(
     if num_rows:
         grid = (triton.cdiv(num_rows, rows),)
         rotation_rows_kernel[grid](
-            cos, sin, positions, cosines, sines, num_rows, width, block, rows, num_warps=1, **early_launch(cos.device)
+            cos, sin, positions, cosines, sines, num_rows, width, block, rows, num_warps=1, **early_launch(cos.device, num_rows)
         )
     return cosines, sines
 

@@ -7,7 +7,7 @@ RMS normalisation divides a whole row by one number, and the product behind it c
 (x · w) Wᵀ / rms(x). So the product that adds to the residual stream also stores the sum times the next norm's weight w, and
 each of its tiles the sum of squares of its columns; the next product adds up these sums in the order of the tiles. Only the
 launch that needs a whole row waits for it. A row has the same bits whatever others are with it; alone it is multiplied in
-another way (`fused_row`), at the speed of the memory.
+another way (`fused_row`, `fused_int4_row`), at the speed of the memory.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from kernels.quantised_weights import Fp8Weight, Int4Weight, Int8Weight
 from kernels.residual_stream import Gate, Stream
 from kernels.triton import fused_int4, fused_row
 from kernels.triton.early_launch import early_launch, wait_for_previous
+from kernels.triton.fused_int4 import Int4RowTiles
 from kernels.triton.fused_row import RowTiles
 from kernels.triton.fused_sums import Around, asked_squares, finish
 from kernels.triton.linear_int4 import Int4Tiles
@@ -50,7 +51,7 @@ BY_BYTES = {1: (CANDIDATES_BYTES, CANDIDATES_BYTES_GATED), 2: (CANDIDATES, CANDI
 CANDIDATES_FLOAT32 = ((16, 64, 4),)  # no tensor core multiplies such rows: registers are the limit, whatever the weights are
 
 Weight = torch.Tensor | Int8Weight | Fp8Weight | Int4Weight
-AnyTiles = Tiles | Int4Tiles | RowTiles
+AnyTiles = Tiles | Int4Tiles | Int4RowTiles | RowTiles
 
 
 @triton.jit(do_not_specialize=["M"])
@@ -178,7 +179,7 @@ def _tiles_on(x: torch.Tensor, weight: Weight, num_outputs: int, *, gated: bool,
     """`is_summed`: whether the squares of the outputs are stored."""
     (num_rows, num_columns), on_card = x.shape, multiprocessors(x.device)
     if isinstance(weight, Int4Weight):
-        return fused_int4.fused_int4_tiles(num_outputs, num_columns, on_card, gated=gated)
+        return fused_int4.tiles_on(x, weight, num_outputs, gated=gated)
     weight_bytes, row_bytes = _values(weight).element_size(), x.element_size()
     if num_rows == 1 and row_bytes == 2 and num_columns % fused_row.FOUR.value == 0:
         return fused_row.row_tiles(num_columns, gated=gated, is_summed=is_summed, weight_bytes=weight_bytes)
@@ -203,7 +204,7 @@ def _launch(x: torch.Tensor, weight: Weight, around: Around, tiles: AnyTiles) ->
     if not num_rows:
         return
     if isinstance(weight, Int4Weight):
-        assert isinstance(tiles, Int4Tiles)
+        assert isinstance(tiles, Int4Tiles | Int4RowTiles)
         fused_int4.launch(x, weight, around, tiles)
         return
     if isinstance(tiles, RowTiles):
@@ -223,5 +224,5 @@ def _launch(x: torch.Tensor, weight: Weight, around: Around, tiles: AnyTiles) ->
         GATE=around.gate, COLUMN_SCALES=scales is not None and scales.numel() > 1,
         EVEN_K=num_columns % tiles.block_k == 0, SQUARES_BLOCK=power_of_two(around.num_squares),
         SPLITS=tiles.splits, BLOCK_M=tiles.block_m, BLOCK_N=tiles.block_n, BLOCK_K=tiles.block_k,
-        WARPS=tiles.column_warps, STAGES=tiles.num_stages, num_warps=tiles.num_warps, **early_launch(x.device),
+        WARPS=tiles.column_warps, STAGES=tiles.num_stages, num_warps=tiles.num_warps, **early_launch(x.device, x.shape[0]),
     )  # fmt: skip

@@ -184,5 +184,5 @@ def launch(x: torch.Tensor, weight: torch.Tensor | Int8Weight | Fp8Weight, aroun
         GATE=around.gate, COLUMN_SCALES=scales is not None and scales.numel() > 1,
         EVEN_K=num_columns % tiles.block_k == 0,
         SQUARES_BLOCK=power_of_two(around.num_squares), BLOCK_N=tiles.block_n, BLOCK_K=tiles.block_k,
-        num_warps=tiles.num_warps, **early_launch(x.device),
+        num_warps=tiles.num_warps, **early_launch(x.device, 1),
     )  # fmt: skip

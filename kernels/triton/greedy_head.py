@@ -130,7 +130,9 @@ def greedy_head(
     head_kernel[(tiles,)](
         hidden, values, scales, maxima, tokens, rows, vocab_size, num_columns, hidden.stride(0), values.stride(0), tiles,
         TOKENS=sizes.block_n, COLUMNS=sizes.block_k, WARPS=sizes.column_warps, num_warps=sizes.num_warps,
-        num_stages=sizes.num_stages, **early_launch(hidden.device),
+        num_stages=sizes.num_stages, **early_launch(hidden.device, rows),
     )  # fmt: skip
-    join_kernel[(rows,)](maxima, tokens, out, tiles, TILES=power_of_two(tiles), num_warps=4, **early_launch(hidden.device))
+    join_kernel[(rows,)](
+        maxima, tokens, out, tiles, TILES=power_of_two(tiles), num_warps=4, **early_launch(hidden.device, rows)
+    )
     return out

@@ -175,7 +175,7 @@ def _attend_rows(
     if not num_requests or not q.shape[0]:
         return out
     tiling = _tiling(shape, kv_cache)
-    early, requests = early_launch(q.device), scheduled_requests(num_requests)
+    early, requests = early_launch(q.device, q.shape[0]), scheduled_requests(num_requests)
     num_tiles = _num_tiles(q, kv_cache, block_tables, shape)
     rows_kernel[(num_tiles * shape.num_kv_heads, _num_programs(num_tiles * shape.num_kv_heads, splits, q.device))](
         q, kv_cache, block_tables, query_starts, context_lens, kv_scales, out, *workspace,

@@ -169,6 +169,6 @@ def invariant_linear(
         ROW_SCALES=x_scales is not None and x_scales.numel() > 1,
         COLUMN_SCALES=scales is not None and scales.numel() > 1, EVEN_K=num_columns % tiles.block_k == 0,
         SPLITS=tiles.splits, BLOCK_M=tiles.block_m, BLOCK_N=tiles.block_n, BLOCK_K=tiles.block_k, GROUP_M=GROUP_ROWS,
-        STAGES=tiles.num_stages, num_warps=tiles.num_warps, enable_fp_fusion=False, **early_launch(x.device),
+        STAGES=tiles.num_stages, num_warps=tiles.num_warps, enable_fp_fusion=False, **early_launch(x.device, num_rows),
     )  # fmt: skip
     return out

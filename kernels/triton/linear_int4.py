@@ -152,7 +152,7 @@ def _launch(
         GROUP=weight.group_size, BFLOAT_SCALES=weight.scale_dtype is torch.bfloat16,
         EVEN_K=num_columns % CHUNK_COLUMNS == 0, SPLITS=tiles.splits,
         BLOCK_M=tiles.block_m, BLOCK_N=tiles.block_n, STAGES=tiles.num_stages, num_warps=tiles.num_warps,
-        **early_launch(x.device),
+        **early_launch(x.device, num_rows),
     )  # fmt: skip
     return out
 

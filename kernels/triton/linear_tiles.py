@@ -188,6 +188,6 @@ def launch(
         EVEN_K=num_columns % tiles.block_k == 0,
         SPLITS=tiles.splits, BLOCK_M=tiles.block_m, BLOCK_N=tiles.block_n, BLOCK_K=tiles.block_k,
         GROUP_M=GROUP_ROWS, WARPS=tiles.column_warps, STAGES=tiles.num_stages, num_warps=tiles.num_warps,
-        **early_launch(x.device),
+        **early_launch(x.device, num_rows),
     )  # fmt: skip
     return out

@@ -14,19 +14,30 @@ from kernels.triton.fp8_rows import bounded
 
 
 @triton.jit
+def ask_angles(cos, sin, slot_mapping, request, is_there, is_last, lane, ROTARY: tl.constexpr):
+    """→ the angle's cosine and sine, [1, WIDTH] each, negative in the first half, and the place in the cache, which a request's
+    last split alone has. They are written when a step begins, and every layer reads them."""
+    row = request.to(tl.int64)
+    lane = lane[None, :]
+    turned = lane < ROTARY * is_there.to(tl.int32)
+    cosine = tl.load(cos + row * ROTARY + lane, mask=turned, other=1.0, eviction_policy="evict_last")
+    sine = tl.load(sin + row * ROTARY + lane, mask=turned, other=0.0, eviction_policy="evict_last")
+    place = tl.load(slot_mapping + row, mask=is_last, other=-1, eviction_policy="evict_last").to(tl.int64)
+    return cosine, sine, place
+
+
+@triton.jit
 def ask_newest(
-    qkv, cos, sin, slot_mapping, request, is_there, is_last, heads, is_head, kv_head, lane, qkv_stride,
+    qkv, request, is_there, is_last, heads, is_head, kv_head, lane, qkv_stride,
     H: tl.constexpr, K: tl.constexpr, D: tl.constexpr, ROTARY: tl.constexpr,
 ):  # fmt: skip
-    """→ queries and their partners in the rotation [ROWS, WIDTH], the key and its partners, the value, the angle's cosine and
-    sine, each [1, WIDTH], and the place in the cache. Key, value and place only for a request's last split.
+    """→ queries and their partners in the rotation [ROWS, WIDTH], the key and its partners, and the value, each [1, WIDTH]. Key
+    and value only for a request's last split.
 
-    heads: [ROWS], of which `is_head` says which are there. A pair is (i, i + ROTARY / 2); the sine is negative in the first
-    half.
+    heads: [ROWS], of which `is_head` says which are there. A pair is (i, i + ROTARY / 2).
     """
     HALF: tl.constexpr = ROTARY // 2
-    row = request.to(tl.int64)
-    at_row = qkv + row * qkv_stride
+    at_row = qkv + request.to(tl.int64) * qkv_stride
     lane = lane[None, :]
     partner = tl.where(lane < ROTARY, tl.where(lane < HALF, lane + HALF, lane - HALF), lane)
     there, last = is_there.to(tl.int32), is_last.to(tl.int32)
@@ -39,11 +50,7 @@ def ask_newest(
     key = tl.load(at_key + lane, mask=of_key, other=0.0)
     key_partners = tl.load(at_key + partner, mask=of_key, other=0.0)
     value = tl.load(at_key + K * D + lane, mask=of_key, other=0.0)
-    turned = lane < ROTARY * there
-    cosine = tl.load(cos + row * ROTARY + lane, mask=turned, other=1.0)
-    sine = tl.load(sin + row * ROTARY + lane, mask=turned, other=0.0)
-    place = tl.load(slot_mapping + row, mask=is_last, other=-1).to(tl.int64)
-    return queries, query_partners, key, key_partners, value, cosine, sine, place
+    return queries, query_partners, key, key_partners, value
 
 
 @triton.jit
@@ -62,12 +69,13 @@ def _rotated(values, partners, cosine, sine, weight, lane, eps, D: tl.constexpr,
 
 @triton.jit
 def take_newest(
-    asked, q_weight, k_weight, kv_cache, kv_scales, kv_head, lane, block_stride, eps,
+    asked, angles, q_weight, k_weight, kv_cache, kv_scales, kv_head, lane, block_stride, eps,
     K: tl.constexpr, D: tl.constexpr, P: tl.constexpr, ROTARY: tl.constexpr,
 ):  # fmt: skip
-    """Stores key and value in the cache, where there is a place. asked: of `ask_newest` → rotated queries [ROWS, WIDTH],
-    key and value [1, WIDTH] as the cache holds them."""
-    queries, query_partners, key, key_partners, value, cosine, sine, place = asked
+    """Stores key and value in the cache, where there is a place. asked: of `ask_newest`, angles: of `ask_angles` → rotated
+    queries [ROWS, WIDTH], key and value [1, WIDTH] as the cache holds them."""
+    queries, query_partners, key, key_partners, value = asked
+    cosine, sine, place = angles
     CACHED: tl.constexpr = kv_cache.dtype.element_ty
     queries = _rotated(queries, query_partners, cosine, sine, q_weight, lane, eps, D, ROTARY)
     key = _rotated(key, key_partners, cosine, sine, k_weight, lane, eps, D, ROTARY)

@@ -145,5 +145,5 @@ def _launch(
     rms_norm_kernel[(triton.cdiv(num_rows, tile.rows),)](
         x_rows, residual_rows, weight, branch_weight, normed, total, scales,
         num_rows, x_rows.stride(0), residual_stride, normed_stride, eps, alpha,
-        width, tile.block, tile.rows, num_warps=tile.num_warps, **early_launch(x.device),
+        width, tile.block, tile.rows, num_warps=tile.num_warps, **early_launch(x.device, num_rows),
     )  # fmt: skip

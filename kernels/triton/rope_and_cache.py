@@ -165,7 +165,7 @@ def rope_and_cache(
         qkv, cos, sin, kv_cache, slot_mapping, q_weight, k_weight, kv_scales,
         num_tokens, qkv.stride(0), strides[0], strides[1], eps,
         **kernel_sizes(num_heads, num_kv_heads, head_dim, rotary_dim, block_size, tile),
-        num_warps=tile.num_warps, **early_launch(qkv.device),
+        num_warps=tile.num_warps, **early_launch(qkv.device, num_tokens),
     )  # fmt: skip
 
 

@@ -10,6 +10,7 @@ import torch
 from kernels.attention_rows import AttentionShape
 from kernels.triton.attention_decode import check_attention, launch_decode
 from kernels.triton.attention_splits import DecodeWorkspace
+from kernels.triton.lone_decode import lone_decode
 
 
 def rotated_decode(
@@ -38,6 +39,12 @@ def rotated_decode(
     """
     check_attention(qkv[:, : shape.num_heads], kv_cache, shape)
     out = torch.empty(qkv.shape[0], shape.num_heads, shape.head_dim, dtype=qkv.dtype, device=qkv.device)
+    if qkv.shape[0] == 1:
+        lone_decode(
+            qkv, cos, sin, kv_cache, slot_mapping, block_tables, context_lens, shape, out,
+            rotary_dim=rotary_dim, q_weight=q_weight, k_weight=k_weight, eps=eps, kv_scales=kv_scales,
+        )  # fmt: skip
+        return out
     launch_decode(
         qkv, kv_cache, block_tables, context_lens, shape, out, workspace, kv_scales=kv_scales,
         newest=(cos, sin, slot_mapping, q_weight, k_weight), eps=eps, rotary_dim=rotary_dim,

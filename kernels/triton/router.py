@@ -98,7 +98,7 @@ def route_live(
     if num_rows:
         route_kernel[(num_rows,)](
             logits, slots, *out, logits.stride(0), num_experts, block, num_chosen, power_of_two(num_chosen), normalised,
-            num_warps=num_router_warps(block), **early_launch(device),
+            num_warps=num_router_warps(block), **early_launch(device, num_rows),
         )  # fmt: skip
     return out
 

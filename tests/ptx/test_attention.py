@@ -14,10 +14,13 @@ from kernels.triton import (
     attention_splits,
     chunk_splits,
     invariant_attention,
+    lone_decode,
     rotated_decode,
 )
+from kernels.triton.split_sum import counters
 from tests.support.kernel_cases import Guarded, RotatedBatch, filled_cache, normal, padded_rows, scattered_tables, table_tensor
 from tests.support.kernel_tolerances import Kind, assert_near, assert_same
+from tests.support.ptx.block import LOCKSTEP, REVERSE
 from tests.support.ptx.card import EmulatedCard
 
 CPU = torch.device("cpu")
@@ -83,15 +86,49 @@ class Batch:
     ],
 )
 def test_decode_steps_that_rotate(shape: AttentionShape, lengths: list[int], kv_dtype: torch.dtype, is_normed: bool) -> None:
-    batch = RotatedBatch(lengths, shape, CPU, dtype=BF16, kv_dtype=kv_dtype, is_normed=is_normed)
+    rotated(RotatedBatch(lengths, shape, CPU, dtype=BF16, kv_dtype=kv_dtype, is_normed=is_normed))
+
+
+def rotated(batch: RotatedBatch) -> None:
+    """Outputs and the cache, against the reference."""
     cache = batch.cache.clone()
     expected = exact.rotated_decode(*batch.given(cache), **batch.options)
     found = rotated_decode.rotated_decode(*batch.given(batch.cache), **batch.options)
-    kind: Kind = "fp8" if kv_dtype == FP8 else "normed"
-    assert_near(found, expected, "attention", scale=2**6 if kv_dtype == FP8 else 4)
+    is_fp8 = batch.cache.dtype == FP8
+    kind: Kind = "fp8" if is_fp8 else "normed"
+    assert_near(found, expected, "attention", scale=2**6 if is_fp8 else 4)
     untouched = cache.float().isnan()
     assert_same(batch.cache.float().isnan(), untouched)
     assert_near(batch.cache[~untouched], cache[~untouched], kind, scale=2**6)
+
+
+@pytest.mark.parametrize(
+    ("shape", "length", "kv_dtype", "is_normed"),
+    [
+        (AttentionShape(BLOCK, 8, 2, 128), 0, BF16, False),
+        (AttentionShape(BLOCK, 8, 2, 128), 1, BF16, True),
+        (AttentionShape(BLOCK, 8, 2, 128), 65, BF16, False),
+        (AttentionShape(BLOCK, 8, 2, 128), 1025, BF16, True),
+        (AttentionShape(BLOCK, 2, 1, 128), 300, FP8, True),
+        (AttentionShape(BLOCK, 4, 1, 64), 200, FP8, False),
+        (AttentionShape(BLOCK, 3, 1, 96), 130, BF16, True),
+        (AttentionShape(64, 32, 1, 64), 130, BF16, False),
+        (AttentionShape(BLOCK, 4, 1, 256, sliding_window=100, softcap=50.0), 140, BF16, True),
+    ],
+)
+@pytest.mark.parametrize("order", [LOCKSTEP, REVERSE])
+def test_the_decode_of_a_lone_request(
+    shape: AttentionShape, length: int, kv_dtype: torch.dtype, is_normed: bool, order: str, card: EmulatedCard
+) -> None:
+    """In reverse the first split comes last, and puts the others together."""
+    card.order = order
+    rotated(RotatedBatch([length], shape, CPU, dtype=BF16, kv_dtype=kv_dtype, is_normed=is_normed))
+    assert not counters(CPU).any()
+
+
+def test_splits_of_several_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(lone_decode, "multiprocessors", lambda _: 2)
+    rotated(RotatedBatch([700], AttentionShape(BLOCK, 4, 1, 128), CPU, dtype=BF16))
 
 
 @pytest.mark.parametrize(

@@ -197,6 +197,19 @@ def test_a_kernel_that_starts_early_waits_before_it_touches_memory(card: Emulate
         executed(card, "", numbers(), early=True)
 
 
+@pytest.mark.parametrize("policy", ["evict_first", "evict_last"])
+def test_what_the_kernel_in_front_has_stored_is_not_read_early(card: EmulatedCard, policy: str) -> None:
+    given, card.follows = numbers(), True
+    early, wait = f"ld.global.L1::{policy}.b32 %r3, [%rd4];", "griddepcontrol.wait;"
+    copy = wait + "st.global.b32 [%rd5], %r3;"
+    written = executed(card, "st.global.b32 [%rd4], %r1; st.global.b32 [%rd5], %r1;", given)
+    with pytest.raises(Fault, match="the kernel in front has stored"):
+        executed(card, early + copy, given, early=True)
+    executed(card, "st.global.b32 [%rd5], %r1;", given)  # another one in between has ended
+    assert executed(card, early + copy, given, early=True).tolist() == written.tolist()
+    assert executed(card, wait + early + copy, given, early=True).tolist() == written.tolist()
+
+
 PRODUCT = """
     mov.b32 %r20, 0; mov.b32 %r21, 0; mov.b32 %r22, 0; mov.b32 %r23, 0;
     mov.b64 %rd6, 0x0000000800080000;

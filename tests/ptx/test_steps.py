@@ -2,19 +2,43 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from types import ModuleType
+from typing import Any, NamedTuple
 
+import pytest
 import torch
 
+from kernels.attention_rows import AttentionShape
 from kernels.reference import blocks as reference_blocks
 from kernels.reference import decode_inputs as reference_inputs
-from kernels.triton import blocks, decode_inputs
-from tests.support.kernel_cases import Guarded, normal
+from kernels.reference import fused_linear as reference_products
+from kernels.reference import rotated_decode as reference_decode
+from kernels.triton import blocks, decode_inputs, fused_linear, rotated_decode
+from tests.support.kernel_cases import Guarded, RotatedBatch, normal
 from tests.support.kernel_tolerances import assert_same
 from tests.support.ptx.card import EmulatedCard
 
 CPU = torch.device("cpu")
 BLOCK_SHAPE = (16, 2, 2, 24)
+
+
+class Layers(NamedTuple):
+    """What a decode step of few rows and plain weights is made of, without what comes behind attention's output."""
+
+    prepare_decode: Callable[..., None]
+    linear_add: Callable[..., Any]
+    normed_linear: Callable[..., torch.Tensor]
+    rotated_decode: Callable[..., torch.Tensor]
+
+    @classmethod
+    def of(cls, inputs: ModuleType, products: ModuleType, decode: ModuleType) -> Layers:
+        return cls(inputs.prepare_decode, products.linear_add, products.normed_linear, decode.rotated_decode)
+
+
+OURS = Layers.of(decode_inputs, fused_linear, rotated_decode)
+EXACT = Layers.of(reference_inputs, reference_products, reference_decode)
 
 
 def test_inputs_of_a_decode_step() -> None:
@@ -32,6 +56,42 @@ def test_inputs_of_a_decode_step() -> None:
 
     for ours, expected in zip(made(decode_inputs).values(), made(reference_inputs).values(), strict=True):
         assert_same(ours, expected)
+
+
+@pytest.mark.parametrize("lengths", [[131], [70, 33]])
+def test_layers_read_early_only_what_the_kernel_in_front_leaves_alone(lengths: list[int], card: EmulatedCard) -> None:
+    """Two layers of a decode step, from the slots on, as launches that follow one another."""
+    shape = AttentionShape(16, 4, 2, 64)
+    rows, width, hidden = len(lengths), 8 * 64, 4 * 64
+    batches = [RotatedBatch(lengths, shape, CPU, dtype=torch.bfloat16) for _ in "ab"]
+    given, slots = batches[0], torch.arange(rows, dtype=torch.int32)
+    caches, expected_caches = ([batch.cache.clone() for batch in batches] for _ in "ab")
+    made = partial(normal, dtype=torch.bfloat16, device=CPU)
+    weights = {"qkv": made(width, hidden, seed=3) / 16, "out": made(hidden, hidden, seed=4) / 16}
+    norm, first = made(hidden, seed=5) + 1, made(rows, hidden, seed=6)
+    start = torch.zeros(rows, hidden, dtype=torch.bfloat16)
+
+    def layers(ops: Layers, kept: list[torch.Tensor]) -> torch.Tensor:
+        step = {"positions": torch.empty(rows, dtype=torch.int64), "token_ids": torch.empty(rows, dtype=torch.int64)}
+        step["slot_mapping"] = torch.empty(rows, dtype=torch.int64)
+        lens, tables = torch.empty(rows, dtype=torch.int32), torch.empty_like(given.tables)
+        ops.prepare_decode(
+            slots, torch.arange(rows), given.lens, given.tables, block_size=16, context_lens=lens, block_tables=tables, **step
+        )
+        stream = ops.linear_add(first, weights["out"], start, norm)
+        for cache in kept:
+            qkv = ops.normed_linear(stream, weights["qkv"], 1e-6).view(rows, -1, 64)
+            attended = ops.rotated_decode(
+                qkv, given.cos, given.sin, cache, step["slot_mapping"], tables, lens, shape, **given.options
+            )
+            stream = ops.linear_add(attended.view(rows, -1), weights["out"], stream.total, norm)
+        total: torch.Tensor = stream.total
+        return total
+
+    expected = layers(EXACT, expected_caches)
+    card.follows = True
+    found = layers(OURS, caches)
+    torch.testing.assert_close([found, *caches], [expected, *expected_caches], rtol=0.02, atol=0.02, equal_nan=True)
 
 
 def test_sampled_tokens_become_the_last_of_their_slots() -> None:

@@ -31,7 +31,7 @@ FP8_CAPABILITIES = (89, 90, 100)  # the others cannot convert to e4m3
 TENSOR_INSTRUCTIONS = ("mma.sync", "wgmma.mma_async", "tcgen05.mma")
 WAIT = "griddepcontrol.wait"
 PRODUCTS_WAIT, EXPONENTIAL = "WARPGROUP.DEPBAR", "MUFU.EX2"  # of Hopper's machine code
-_MEMORY = re.compile(r"\b(?:ld\.global(?!\.L1::evict_first)|st\.global|cp\.async|atom\.|red\.global)")
+_MEMORY = re.compile(r"\b(?:ld\.global(?!\.L1::evict_(?:first|last))|st\.global|cp\.async|atom\.|red\.global)")
 _USAGE = re.compile(r"REG:(\d+) STACK:(\d+) SHARED:(\d+) LOCAL:(\d+)")
 
 
@@ -80,9 +80,9 @@ class Compilation:
 @dataclass(frozen=True)
 class Compiled:
     """What the assembler made of it. `spill_bytes` of each thread; `programs` that one multiprocessor holds at a time;
-    `touches_early`: reads or writes other memory than weights before it waits for the kernel in front of it; `exponentials`
-    beside products, counted where a configuration asks for some; `overwritten`: of Hopper, instructions that write what
-    products still read."""
+    `touches_early`: before it waits for the kernel in front of it, it writes, or reads what it does not say that one leaves
+    alone (`kernels.triton.early_launch`); `exponentials` beside products, counted where a configuration asks for some;
+    `overwritten`: of Hopper, instructions that write what products still read."""
 
     name: str
     capability: int

@@ -19,7 +19,7 @@ import torch
 from tests.support.absent_card import AbsentCard
 from tests.support.ptx import arithmetic, bits, conversions, copies, matrices, moves, warpgroups, warps
 from tests.support.ptx.block import LOCKSTEP, REVERSE, Action, Block, Launch
-from tests.support.ptx.memory import GlobalMemory
+from tests.support.ptx.memory import NO_WORDS, GlobalMemory
 from tests.support.ptx.operations import actions_of
 from tests.support.ptx.program import Program, read_program
 
@@ -31,8 +31,8 @@ SHARED_BYTES_MAX = 227 * 1024
 
 class EmulatedCard(AbsentCard):
     """`order`: in which order warps and blocks run. `edit` changes the text of what is launched. `adds_waits`: as the assembler
-    does, which waits for a product where its result is used too early (ptxas, C7517); else that is a fault. `launched` counts
-    blocks by kernel."""
+    does, which waits for a product where its result is used too early (ptxas, C7517); else that is a fault. `follows`: launches
+    follow one another with nothing between them. `launched` counts blocks by kernel."""
 
     def __init__(self) -> None:
         self.utils = self
@@ -41,6 +41,8 @@ class EmulatedCard(AbsentCard):
         self.adds_waits = False
         self.launched: Counter[str] = Counter()
         self._reachable: list[torch.Tensor] = []
+        self.follows = False
+        self._stored = NO_WORDS
 
     @contextmanager
     def reaching(self, *tensors: torch.Tensor) -> Iterator[None]:
@@ -79,13 +81,14 @@ class EmulatedCard(AbsentCard):
         tensors = [value for value in arguments if isinstance(value, torch.Tensor)]
         numbers = [value.data_ptr() if isinstance(value, torch.Tensor) else value for value in arguments]
         scratch = [0] * (len(program.parameters) - len(numbers))  # of a profiler and of Triton: these kernels have none
-        memory = GlobalMemory([*tensors, *self._reachable])
+        memory = GlobalMemory([*tensors, *self._reachable], self._stored if self.follows else NO_WORDS)
         launch = Launch(program, actions, numbers + scratch, memory, grid, shared_bytes, early, self.adds_waits)
         places = [(x, y, z) for z, y, x in itertools.product(*(range(size) for size in reversed(grid)))]
         with np.errstate(all="ignore"):
             for place in reversed(places) if self.order == REVERSE else places:
                 Block(launch, place, self.order).run()
         self.launched[program.name] += len(places)
+        self._stored = memory.stored
 
 
 @functools.cache

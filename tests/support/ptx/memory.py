@@ -16,6 +16,8 @@ import torch
 from tests.support.ptx.types import POISON, RAW, Array
 
 WARPS_MAX = 32  # of a block
+WORD = 4  # bytes of global memory that count as stored by whoever stored any of them
+NO_WORDS = np.zeros(0, np.int64)
 GRANULE = 1  # bytes of shared memory that have one owner: e4m3 values are written one by one, by threads of several warps
 _WHO_BITS = 11  # of an owner: a thread below 1024, or one of these
 _OF_WARP = 1024  # several threads of this warp or a later one, each for itself
@@ -28,9 +30,12 @@ class Fault(Exception):
 
 
 class GlobalMemory:
-    """The storages of `tensors`, each up to its own end."""
+    """The storages of `tensors`, each up to its own end. `unseen`: words that the launch in front of this one has stored, which
+    nobody may count on who has not waited for it."""
 
-    def __init__(self, tensors: Iterable[torch.Tensor]) -> None:
+    def __init__(self, tensors: Iterable[torch.Tensor], unseen: Array = NO_WORDS) -> None:
+        self._unseen = unseen
+        self._stored: list[Array] = []
         storages = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in tensors}
         spans = sorted((begin, begin + size) for begin, size in storages.items() if size)
         self._begins = np.array([begin for begin, _ in spans], np.int64)
@@ -60,6 +65,16 @@ class GlobalMemory:
             return f"{size} bytes that begin {ahead[span]} before a tensor"
         return f"{size} bytes that end {behind[span]} behind a tensor of {self._ends[span] - self._begins[span]}"
 
+    @property
+    def stored(self) -> Array:
+        """The words that were stored so far, each once, in order."""
+        return np.unique(np.concatenate(self._stored)) if self._stored else NO_WORDS
+
+    def check_seen(self, addresses: Array, size: int) -> None:
+        """Raises Fault if any of so many bytes at each address was stored by the launch in front."""
+        if np.isin(_words_of(addresses, size), self._unseen).any():
+            raise Fault("what the kernel in front has stored is read before griddepcontrol.wait")
+
     def load(self, addresses: Array, width: int, count: int) -> Array:
         """[n] addresses → [n, count] raw numbers of `width` bytes each."""
         self.check(addresses, width * count, width * count)
@@ -74,10 +89,17 @@ class GlobalMemory:
         width, count = values.dtype.itemsize, values.shape[1]
         self.check(addresses, width * count, width * count)
         if addresses.size:
+            self._stored.append(_words_of(addresses, width * count))
             self._words(width)[((addresses - self._origin) // width)[:, None] + np.arange(count)] = values
 
     def _words(self, width: int) -> Array:
         return self._bytes[: self._bytes.size // width * width].view(RAW[width])
+
+
+def _words_of(addresses: Array, size: int) -> Array:
+    """Numbers of the words that so many bytes at each address, aligned, lie in."""
+    found: Array = (addresses[:, None] + np.arange(0, size, WORD)).ravel() // WORD
+    return found
 
 
 class SharedMemory:

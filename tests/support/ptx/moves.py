@@ -11,6 +11,8 @@ from tests.support.ptx.program import Instruction, Symbol, UnknownPtx, Vector
 from tests.support.ptx.types import NUMBERS, RAW, Array
 
 CACHES = "L1 L2 ca cg cs wt nc v2 v4 v8"
+READ_EARLY = ("L1::evict_first", "L1::evict_last")
+"""How a kernel says that no kernel in front of it writes what it reads: `kernels.triton.early_launch`."""
 ORDERS = "volatile weak relaxed acquire release acq_rel gpu sys cta"
 
 
@@ -40,7 +42,10 @@ def load(block: Block, code: Instruction, active: Array) -> None:
     if "shared" in space:
         found = block.shared.load(addresses, kind.width, len(targets), block.chosen(block.threads, active))
     elif "global" in space:
-        if "L1::evict_first" not in code.text:  # which weights are asked for with, and nothing that a kernel writes
+        if any(policy in code.text for policy in READ_EARLY):
+            if block.launch.early and not block.waited[active].all():
+                block.launch.memory.check_seen(addresses, kind.width * len(targets))
+        else:
             _check_waited(block, active)
         found = block.launch.memory.load(addresses, kind.width, len(targets))
     else:

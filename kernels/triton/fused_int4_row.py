@@ -1,0 +1,195 @@
+"""Products of one row with weights of 4 bits and what stands around them, on Hopper: those of fused_int4.py for one request.
+
+`fused_int4` brings words through shared memory, divides columns among programs, adds up their sums, and asks for nothing before
+its wait: 5 to 6 µs of each product on an H200 are not its bytes. Here a thread loads 16 bytes that are its own part of an
+operand of matrix instructions: eight words of one output, codes of the columns 8 t … 8 t + 7 of four runs. Which columns an
+operand's are is ours to say where x is taken in the same order, so that nothing moves between threads. Warps multiply chunks
+by turns; the first two of each are asked for before the wait. No output is shared by programs.
+
+Codes stay under their exponent, 128 + code (bfloat16) or 1024 + code (float16). What that adds to the sum of a group is the
+same multiple of the sum of x, a product with ones. All products are exact, and added up in float32.
+
+Triton's language has no word for what a thread holds. This is in Gluon, its lower level (`triton.experimental`); no interpreter
+runs it, the executed PTX does (`tests/ptx`). `fused_int4` serves everything else: smaller groups, other cards.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.ampere import mma_v2
+
+from kernels.quantised_weights import CHUNK_COLUMNS, CHUNK_RUNS, RUN_COLUMNS, Int4Weight
+from kernels.triton.activation import activated
+from kernels.triton.early_launch import early_launch
+from kernels.triton.fused_int4 import Int4RowTiles
+from kernels.triton.fused_sums import Around
+from kernels.triton.int4_codes import unpacking
+from kernels.triton.tuning import power_of_two
+
+OUTPUTS = gl.constexpr(16)
+COLUMNS, RUN, RUNS = gl.constexpr(CHUNK_COLUMNS), gl.constexpr(RUN_COLUMNS), gl.constexpr(CHUNK_RUNS)
+TWOS = gl.constexpr(RUN_COLUMNS // 2)
+"""Registers of two words each, of one output and chunk."""
+COPIES = gl.constexpr(8)
+"""Of x, the columns of a matrix instruction's right operand."""
+
+activated_here = gluon.jit(activated.fn)
+
+
+@gluon.jit
+def _operand(values, LAYOUT: gl.constexpr):
+    """[WARPS, outputs or COPIES, RUN] as loaded → the left or the right operand of two matrix instructions. A run is taken
+    apart by thread of four, instruction, half of its columns, and pair."""
+    WARPS: gl.constexpr = values.shape[0]
+    COUNT: gl.constexpr = values.shape[1]
+    parts = values.reshape([WARPS, COUNT, 4, 2, 2, 2])
+    if LAYOUT.operand_index == 0:
+        ordered = parts.permute([0, 1, 3, 4, 2, 5]).reshape([WARPS, COUNT, RUN])
+    else:
+        ordered = parts.permute([0, 3, 4, 2, 5, 1]).reshape([WARPS, RUN, COUNT])
+    return gl.convert_layout(ordered, LAYOUT, assert_trivial=True)
+
+
+@gluon.jit
+def _codes(twos, RUN_INDEX: gl.constexpr, DTYPE: gl.constexpr):
+    """The codes of one run, each under its exponent. twos: [WARPS, outputs, TWOS] int32 → [WARPS, outputs, RUN]"""
+    words = gl.join(twos.to(gl.int16), (twos >> 16).to(gl.int16)).reshape([twos.shape[0], twos.shape[1], RUN])
+    INSTRUCTIONS: gl.constexpr = unpacking(RUN_INDEX, 0x4300 if gl.bfloat16 == DTYPE else 0x6400)
+    raised = gl.inline_asm_elementwise(INSTRUCTIONS, "=r,r", [words], dtype=gl.int16, is_pure=True, pack=2)
+    return raised.to(DTYPE, bitcast=True)
+
+
+@gluon.jit
+def _added(total, part, ones, meta, BFLOAT_SCALES: gl.constexpr, DTYPE: gl.constexpr):
+    """total + scale · Σ (code - zero) · x. part: of codes under their exponent; ones: of x alone."""
+    if gl.bfloat16 == DTYPE:
+        zero = (meta & -65536 | 0x43000000).to(gl.float32, bitcast=True)  # 128 + zero
+    else:
+        zero = (meta >> 16 << 13 | 0x44800000).to(gl.float32, bitcast=True)  # 1024 + zero
+    if BFLOAT_SCALES:
+        scale = (meta << 16).to(gl.float32, bitcast=True)
+    else:
+        scale = (meta & 0xFFFF).to(gl.int16).to(gl.float16, bitcast=True).to(gl.float32)
+    return total + (part - zero[:, :, None] * ones) * scale[:, :, None]
+
+
+@gluon.jit
+def _multiplied(total, twos, meta, x, first, column, K, BFLOAT_SCALES: gl.constexpr):
+    """total and the products of the chunk of each warp, whose columns begin at `first`. column: [WARPS, RUN]"""
+    WARPS: gl.constexpr = total.shape[0]
+    ROW: gl.constexpr = column.type.layout.parent
+    LEFT: gl.constexpr = gl.DotOperandLayout(0, total.type.layout, 2)
+    RIGHT: gl.constexpr = gl.DotOperandLayout(1, total.type.layout, 2)
+    DTYPE: gl.constexpr = x.dtype.element_ty
+    part, ones = gl.zeros_like(total), gl.zeros_like(total)
+    one = gl.full([WARPS, total.shape[1], RUN], 1.0, DTYPE, layout=LEFT)
+    for run in gl.static_range(RUNS):
+        k = first + RUN * run + column
+        row = gl.load(x + k, mask=k < K, other=0.0)
+        row, _ = gl.broadcast(row[:, None, :], gl.full([WARPS, COPIES, RUN], 0.0, DTYPE, layout=ROW))
+        right = _operand(row, RIGHT)
+        part = mma_v2(_operand(_codes(twos, run, DTYPE), LEFT), right, part)
+        ones = mma_v2(one, right, ones)
+    return _added(total, part, ones, meta, BFLOAT_SCALES, DTYPE)
+
+
+@gluon.jit
+def _words(places, held, chunk, num_chunks, stride, warp):
+    """→ the words of the chunks from `chunk` on, one for each warp, as far as there are, and zeros: [WARPS, outputs, TWOS]"""
+    held = held & (chunk + warp < num_chunks)
+    return gl.load(places + chunk * stride, mask=held[:, :, None], other=0, eviction_policy="evict_first")
+
+
+@gluon.jit
+def _scales(places, held, chunk, num_chunks, num_outputs, warp, CHUNKS: gl.constexpr):
+    """→ scales with zero points of their groups: [WARPS, outputs]"""
+    held = held & (chunk + warp < num_chunks)
+    return gl.load(places + (chunk + warp) // CHUNKS * num_outputs, mask=held, other=0, eviction_policy="evict_first")
+
+
+@gluon.jit(do_not_specialize=["num_squares"])
+def fused_int4_row_kernel(
+    x, words, scales_zeros, bias, squares, residual, norm_weight, out, weighted, squares_out,
+    N, K, num_chunks, num_squares, eps, alpha,
+    GATE: gl.constexpr, CHUNKS: gl.constexpr, BFLOAT_SCALES: gl.constexpr, SQUARES_BLOCK: gl.constexpr, WARPS: gl.constexpr,
+    EARLY: gl.constexpr,
+):  # fmt: skip
+    """Program (tile): OUTPUTS columns of out, and of both halves of the weight where it is gated. CHUNKS: of a group."""
+    HALVES: gl.constexpr = 1 if GATE is None else 2
+    LOADED: gl.constexpr = gl.BlockedLayout([1, 1, 4], [1, 8, 4], [WARPS, 1, 1], [2, 1, 0])
+    ROW: gl.constexpr = gl.BlockedLayout([1, 1, 8], [1, 8, 4], [WARPS, 1, 1], [2, 1, 0])
+    SUMS: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [WARPS, 1, 1], [1, 16, 8])
+    tile = gl.program_id(0)
+    num_outputs = N * HALVES
+    # Words of a chunk for each warp, and scales with zero points of its group as sums will want them.
+    warp = gl.arange(0, WARPS, layout=gl.SliceLayout(1, gl.SliceLayout(2, LOADED)))[:, None]
+    lane = gl.arange(0, HALVES * OUTPUTS, layout=gl.SliceLayout(0, gl.SliceLayout(2, LOADED)))[None, :]
+    inner = gl.arange(0, TWOS, layout=gl.SliceLayout(0, gl.SliceLayout(1, LOADED)))[None, None, :]
+    output = tile * OUTPUTS + lane % OUTPUTS
+    place = warp * (num_outputs * TWOS) + (output + lane // OUTPUTS * N) * TWOS
+    places = words.to(gl.pointer_type(gl.int32), bitcast=True) + place[:, :, None] + inner
+    held, stride = output < N, num_outputs.to(gl.int64) * TWOS
+    meta_warp = gl.arange(0, WARPS, layout=gl.SliceLayout(1, gl.SliceLayout(2, SUMS)))[:, None]
+    meta_lane = gl.arange(0, HALVES * OUTPUTS, layout=gl.SliceLayout(0, gl.SliceLayout(2, SUMS)))[None, :]
+    meta_output = tile * OUTPUTS + meta_lane % OUTPUTS
+    meta_places = scales_zeros + meta_output + meta_lane // OUTPUTS * N
+    meta_held = meta_output < N
+    even = _words(places, held, 0, num_chunks, stride, warp)
+    odd = _words(places, held, WARPS, num_chunks, stride, warp)
+    meta = _scales(meta_places, meta_held, 0, num_chunks, num_outputs, meta_warp, CHUNKS)
+    if EARLY:
+        gl.inline_asm_elementwise("griddepcontrol.wait; // $0", "=r", [], dtype=gl.int32, is_pure=False, pack=1)
+    if squares is not None:
+        seen = gl.arange(0, SQUARES_BLOCK, layout=gl.BlockedLayout([1], [32], [WARPS], [0]))
+        row_squares = gl.load(squares + seen, mask=seen < num_squares, other=0.0)
+    row_warp = gl.arange(0, WARPS, layout=gl.SliceLayout(1, gl.SliceLayout(1, ROW)))[:, None]
+    column = row_warp * COLUMNS + gl.arange(0, RUN, layout=gl.SliceLayout(0, gl.SliceLayout(1, ROW)))[None, :]
+    total = gl.zeros([WARPS, HALVES * OUTPUTS, COPIES], gl.float32, layout=SUMS)
+    # Two turns in one, so that no register moves from one to the next.
+    for chunk in range(0, num_chunks, 2 * WARPS):
+        odd_meta = _scales(meta_places, meta_held, chunk + WARPS, num_chunks, num_outputs, meta_warp, CHUNKS)
+        total = _multiplied(total, even, meta, x, chunk * COLUMNS, column, K, BFLOAT_SCALES)
+        even = _words(places, held, chunk + 2 * WARPS, num_chunks, stride, warp)
+        meta = _scales(meta_places, meta_held, chunk + 2 * WARPS, num_chunks, num_outputs, meta_warp, CHUNKS)
+        total = _multiplied(total, odd, odd_meta, x, (chunk + WARPS) * COLUMNS, column, K, BFLOAT_SCALES)
+        odd = _words(places, held, chunk + 3 * WARPS, num_chunks, stride, warp)
+    product = gl.max(gl.sum(total, 0), 1)  # copies of x have one sum
+    if squares is not None:
+        product *= alpha * gl.rsqrt(gl.sum(row_squares, 0) / K + eps)
+    lane = gl.arange(0, HALVES * OUTPUTS, layout=product.type.layout)
+    if bias is not None:
+        at = tile * OUTPUTS + lane % OUTPUTS
+        product += gl.load(bias + at + lane // OUTPUTS * N, mask=at < N, other=0.0).to(gl.float32)
+    if GATE is not None:
+        gate, up = product.reshape([HALVES, OUTPUTS]).permute([1, 0]).split()
+        product = activated_here(gate, up, GATE == "gelu_tanh")
+    columns = tile * OUTPUTS + gl.arange(0, OUTPUTS, layout=product.type.layout)
+    inside = columns < N
+    if residual is not None:
+        product = gl.load(residual + columns, mask=inside, other=0.0).to(gl.float32) + alpha * product
+    stored = product.to(out.dtype.element_ty)
+    gl.store(out + columns, stored, mask=inside)
+    if norm_weight is not None:
+        kept = gl.where(inside, stored.to(gl.float32), 0.0)
+        weight = gl.load(norm_weight + columns, mask=inside, other=0.0).to(gl.float32)
+        gl.store(weighted + columns, (kept * weight).to(weighted.dtype.element_ty), mask=inside)
+        gl.store(squares_out + tile, gl.sum(kept * kept, 0))
+
+
+def launch_row(x: torch.Tensor, weight: Int4Weight, around: Around, tiles: Int4RowTiles) -> None:
+    """As `fused_int4.launch`, for M = 1. x: [1, K] of 16 bits, columns as the weight has them, in groups of whole chunks.
+
+    2 · 16 · N · K operations on tensor cores, twice. Outputs beyond N and columns beyond K are masked. Reads N·K / 2 +
+    4·N·K / group bytes of weights once. Sums of a group are scaled and added in float32, in an order that follows from K alone.
+    """
+    outputs = around.out.shape[1]
+    fused_int4_row_kernel[(triton.cdiv(outputs, tiles.block_n),)](
+        x, weight.words, weight.scales_zeros, *around.tensors,
+        outputs, x.shape[1], weight.words.shape[0], around.num_squares, around.eps, around.alpha,
+        GATE=around.gate, CHUNKS=weight.group_size // CHUNK_COLUMNS, BFLOAT_SCALES=weight.scale_dtype is torch.bfloat16,
+        SQUARES_BLOCK=power_of_two(around.num_squares), WARPS=tiles.num_warps, num_warps=tiles.num_warps,
+        maxnreg=tiles.registers_max, **early_launch(x.device, 1),
+    )  # fmt: skip

@@ -1,0 +1,79 @@
+"""Products of one row with weights of 4 bits as machine-level code: Hopper's own kernel."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import partial
+from unittest import mock
+
+import pytest
+import torch
+
+from kernels.quantised_weights import Int4Weight, pack_int4
+from kernels.reference import fused_linear as reference
+from kernels.residual_stream import Gate
+from kernels.triton import fused_int4
+from kernels.triton.fused_linear import linear_add, normed_linear
+from tests.support.kernel_cases import normal, padded_rows
+from tests.support.kernel_tolerances import assert_near
+from tests.support.ptx.card import EmulatedCard
+
+CPU = torch.device("cpu")
+EPS = 1e-6
+
+
+@pytest.mark.parametrize("num_warps", [4, 8])
+@pytest.mark.parametrize(
+    ("sizes", "gate", "dtype", "has_bias"),
+    [
+        ((96, 384, 80), "silu", torch.bfloat16, False),  # width of the stream, columns before it, columns behind the gate
+        ((72, 2432, 40), None, torch.bfloat16, True),  # 19 chunks, outputs that are no multiple of 16
+        ((160, 300, 24), "gelu_tanh", torch.float16, True),  # columns that are no whole chunk
+    ],
+)
+def test_a_row_is_multiplied(
+    sizes: tuple[int, int, int], gate: Gate | None, dtype: torch.dtype, has_bias: bool, num_warps: int, card: EmulatedCard
+) -> None:
+    width, columns, inner = sizes
+    scale_dtype = torch.float16 if dtype == torch.bfloat16 else torch.bfloat16
+
+    def pack(outputs: int, count: int, seed: int) -> Int4Weight:
+        weight = normal(outputs, count, dtype=torch.float32, device=CPU, seed=seed) / count**0.5
+        return pack_int4(weight + 0.01, 128, scale_dtype=scale_dtype)
+
+    before, behind = pack(width, columns, 1), pack(inner * (2 if gate else 1), width, 2)
+    x = padded_rows(normal(1, columns, dtype=dtype, device=CPU) + 0.5, columns + 16)
+    made_of = partial(normal, dtype=dtype, device=CPU)
+    given = x, before, made_of(1, width, seed=3), made_of(width, seed=4)
+    biases = made_of(width, seed=5), made_of(inner * (2 if gate else 1), seed=6)
+    launched = card.launched["fused_int4_row_kernel"]
+    with mock.patch.object(fused_int4, "int4_row_tiles", return_value=fused_int4.Int4RowTiles(num_warps)):
+        made = linear_add(*given, alpha=0.5, bias=biases[0] if has_bias else None)
+        product = normed_linear(made, behind, EPS, gate=gate, bias=biases[1] if has_bias else None)
+    assert card.launched["fused_int4_row_kernel"] > launched
+    expected = reference.linear_add(*given, alpha=0.5, bias=biases[0] if has_bias else None)
+    assert_near(made.total, expected.total, "matmul")
+    assert_near(made.weighted, expected.weighted, "matmul", scale=4)
+    assert_near(made.squares.sum(0), made.total.float().square().sum(-1), "matmul")
+    exact = reference.normed_linear(made, behind, EPS, gate=gate, bias=biases[1] if has_bias else None)
+    assert_near(product, exact, "matmul", scale=8)
+
+
+def test_columns_in_another_order_and_groups_of_two_chunks(card: EmulatedCard) -> None:
+    weight = pack_int4(normal(48, 512, dtype=torch.float32, device=CPU) / 16, 256)
+    weight = replace(weight, permutation=torch.randperm(512, generator=torch.Generator().manual_seed(1)))
+    x, residual = (normal(1, size, dtype=torch.bfloat16, device=CPU, seed=size) for size in (512, 48))
+    norm_weight, launched = torch.ones(48, dtype=torch.bfloat16), card.launched["fused_int4_row_kernel"]
+    made = linear_add(x, weight, residual, norm_weight)
+    assert card.launched["fused_int4_row_kernel"] > launched
+    assert_near(made.total, reference.linear_add(x, weight, residual, norm_weight).total, "matmul")
+
+
+def test_smaller_groups_and_more_rows_are_multiplied_in_tiles(card: EmulatedCard) -> None:
+    norm_weight, launched = torch.ones(48, dtype=torch.bfloat16), card.launched["fused_int4_row_kernel"]
+    for count, group in ((1, 64), (2, 128)):
+        weight = pack_int4(normal(48, 256, dtype=torch.float32, device=CPU) / 16, group)
+        x, residual = (normal(count, size, dtype=torch.bfloat16, device=CPU, seed=size) for size in (256, 48))
+        made = linear_add(x, weight, residual, norm_weight)
+        assert_near(made.total, reference.linear_add(x, weight, residual, norm_weight).total, "matmul")
+    assert card.launched["fused_int4_row_kernel"] == launched
