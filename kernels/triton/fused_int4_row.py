@@ -6,8 +6,9 @@ operand of matrix instructions: eight words of one output, codes of the columns 
 operand's are is ours to say where x is taken in the same order, so that nothing moves between threads. Warps multiply chunks
 by turns; the first two of each are asked for before the wait. No output is shared by programs.
 
-Codes stay under their exponent, 128 + code (bfloat16) or 1024 + code (float16). What that adds to the sum of a group is the
-same multiple of the sum of x, a product with ones. All products are exact, and added up in float32.
+Codes stay under an exponent, as 128 + code (bfloat16) or 16 + code (float16). What that adds to the sum of a group is the same
+multiple of the sum of x, a product with ones. All products are exact, and added up in float32: what cancels costs at most 6e-5
+of a result where all of x has one sign (docs/log/gpu-kernels.md), a twentieth of its rounding to bfloat16.
 
 Triton's language has no word for what a thread holds. This is in Gluon, its lower level (`triton.experimental`); no interpreter
 runs it, the executed PTX does (`tests/ptx`). `fused_int4` serves everything else: smaller groups, other cards.
@@ -53,11 +54,20 @@ def _operand(values, LAYOUT: gl.constexpr):
     return gl.convert_layout(ordered, LAYOUT, assert_trivial=True)
 
 
+@triton.constexpr_function
+def _unpacking(run: int, is_bfloat: bool) -> str:
+    """Of two words the codes of a run. Float16 has room for them at the upper end of its mantissa, below a smaller exponent."""
+    if is_bfloat:
+        return unpacking(run, 0x4300)
+    shift = f"shl.b32 shifted, $1, {6 - 4 * run}" if run < 2 else f"shr.u32 shifted, $1, {4 * run - 6}"
+    return f"{{ .reg .b32 shifted; {shift}; lop3.b32 $0, shifted, 0x03C003C0, 0x4C004C00, 0xEA; }}"
+
+
 @gluon.jit
 def _codes(twos, RUN_INDEX: gl.constexpr, DTYPE: gl.constexpr):
     """The codes of one run, each under its exponent. twos: [WARPS, outputs, TWOS] int32 → [WARPS, outputs, RUN]"""
     words = gl.join(twos.to(gl.int16), (twos >> 16).to(gl.int16)).reshape([twos.shape[0], twos.shape[1], RUN])
-    INSTRUCTIONS: gl.constexpr = unpacking(RUN_INDEX, 0x4300 if gl.bfloat16 == DTYPE else 0x6400)
+    INSTRUCTIONS: gl.constexpr = _unpacking(RUN_INDEX, gl.bfloat16 == DTYPE)
     raised = gl.inline_asm_elementwise(INSTRUCTIONS, "=r,r", [words], dtype=gl.int16, is_pure=True, pack=2)
     return raised.to(DTYPE, bitcast=True)
 
@@ -68,7 +78,7 @@ def _added(total, part, ones, meta, BFLOAT_SCALES: gl.constexpr, DTYPE: gl.const
     if gl.bfloat16 == DTYPE:
         zero = (meta & -65536 | 0x43000000).to(gl.float32, bitcast=True)  # 128 + zero
     else:
-        zero = (meta >> 16 << 13 | 0x44800000).to(gl.float32, bitcast=True)  # 1024 + zero
+        zero = ((meta >> 16 << 19) + 0x41800000).to(gl.float32, bitcast=True)  # 16 + zero, which may be 16
     if BFLOAT_SCALES:
         scale = (meta << 16).to(gl.float32, bitcast=True)
     else:

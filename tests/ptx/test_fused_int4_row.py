@@ -69,6 +69,16 @@ def test_columns_in_another_order_and_groups_of_two_chunks(card: EmulatedCard) -
     assert_near(made.total, reference.linear_add(x, weight, residual, norm_weight).total, "matmul")
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_a_zero_point_of_16_is_one_more_than_any_code(dtype: torch.dtype) -> None:
+    weight = pack_int4(normal(48, 256, dtype=torch.float32, device=CPU) / 16, 128)
+    weight = replace(weight, scales_zeros=weight.scales_zeros & 0xFFFF | 16 << 16)
+    x, residual = (normal(1, size, dtype=dtype, device=CPU, seed=size) for size in (256, 48))
+    norm_weight = torch.ones(48, dtype=dtype)
+    made = linear_add(x, weight, residual, norm_weight)
+    assert_near(made.total, reference.linear_add(x, weight, residual, norm_weight).total, "matmul")
+
+
 def test_smaller_groups_and_more_rows_are_multiplied_in_tiles(card: EmulatedCard) -> None:
     norm_weight, launched = torch.ones(48, dtype=torch.bfloat16), card.launched["fused_int4_row_kernel"]
     for count, group in ((1, 64), (2, 128)):
