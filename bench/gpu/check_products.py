@@ -42,7 +42,9 @@ def check_fused(context: Context) -> None:
     few = [count for count in _rows(context) if count <= 16]
     compare(context, "product + residual + norm", [(f"{m} rows", partial(_fused, context, m)) for m in few])
     compare(context, "product fp8 + residual + norm", [(f"{m} rows", partial(_fused_fp8, context, m)) for m in few])
-    compare(context, "product int4 + residual + norm", [(f"{m} rows", partial(_fused_int4, context, m)) for m in few])
+    of_int4 = [(f"{m} rows", partial(_fused_int4, context, m)) for m in few]
+    of_int4.append(("1 row, most of it above 0", partial(_fused_int4, context, 1, mean=1.0)))
+    compare(context, "product int4 + residual + norm", of_int4)
     tokens = [3] if context.rehearsal else [1, 9, 64]
     compare(context, "experts", [(f"{m} tokens", partial(_experts, context, m)) for m in tokens])
     alone = [(str(shape), partial(_alone, context, *shape, four_bits=True)) for shape in _shapes(context)]
@@ -137,20 +139,26 @@ def _fused_weights(context: Context) -> tuple[torch.Tensor, torch.Tensor]:
     return made(width, columns, scale=columns**-0.5), made(2 * inner, width, scale=width**-0.5)
 
 
-def _fused_int4(context: Context, m: int) -> Three:
+def _fused_int4(context: Context, m: int, *, mean: float = 0.0) -> Three:
     width, columns, inner = _fused_sizes(context)
     packed = [_int4_weight(context.dtype, context.device, n, k) for n, k in ((width, columns), (2 * inner, width))]
     (weight, exact_weight), (gates, exact_gates) = packed
-    return _layer_tail(context, m, (weight, gates), (exact_weight, exact_gates))
+    return _layer_tail(context, m, (weight, gates), (exact_weight, exact_gates), mean=mean)
 
 
 def _layer_tail(
-    context: Context, m: int, weights: tuple[Weight, Weight], exact_weights: tuple[torch.Tensor, torch.Tensor]
+    context: Context,
+    m: int,
+    weights: tuple[Weight, Weight],
+    exact_weights: tuple[torch.Tensor, torch.Tensor],
+    *,
+    mean: float = 0.0,
 ) -> Three:
-    """With `weights` as they are served, with `exact_weights` in float32, and as torch does it in the type of the rows."""
+    """With `weights` as they are served, with `exact_weights` in float32, and as torch does it in the type of the rows.
+    mean: of what is multiplied first."""
     width, columns, inner = _fused_sizes(context)
     dtype, device = context.dtype, context.device
-    x, residual = normal(m, columns, dtype=dtype, device=device), normal(m, width, dtype=dtype, device=device)
+    x, residual = mean + normal(m, columns, dtype=dtype, device=device), normal(m, width, dtype=dtype, device=device)
     norm_weight = 1 + normal(width, dtype=dtype, device=device, scale=0.1)
     stream = linear_add(x, weights[0], residual, norm_weight)
     ours = [stream.total, normed_linear(stream, weights[1], EPS, gate="silu")]

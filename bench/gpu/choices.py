@@ -41,7 +41,7 @@ from kernels.triton.fused_row import RowTiles
 from kernels.triton.linear_int4 import Int4Tiles
 from kernels.triton.rope_and_cache import rope_and_cache
 from kernels.triton.rotated_decode import rotated_decode
-from kernels.triton.tuning import capability, multiprocessors
+from kernels.triton.tuning import HOPPER, capability, multiprocessors
 
 ROW_TILES = [RowTiles(2, 2048), RowTiles(2, 2048, 8), RowTiles(4, 1024), RowTiles(8, 512), RowTiles(16, 512, 8)]
 PREFILL = "prefill 8k: chosen tile over others"
@@ -127,8 +127,9 @@ def _int4_times(
     others: dict[str, Int4Tiles | Int4RowTiles] = {
         "through shared memory": fused_int4.fused_int4_tiles(outputs, size[1], multiprocessors(device), gated=is_gated)
     }
-    if not context.rehearsal and capability(device) == fused_int4.HOPPER:
+    if not context.rehearsal and capability(device) == HOPPER:
         others |= {f"{num_warps} warps": Int4RowTiles(num_warps, registers_max=128) for num_warps in (2, 4, 8)}
+        del others[f"{fused_int4.int4_row_tiles(gated=is_gated).num_warps} warps"]
     for words, tiles in others.items():
         with mock.patch.object(fused_int4, "tiles_on", return_value=tiles):
             taken[words] = median(seconds(calls, device, samples=3))

@@ -1,4 +1,4 @@
-"""One layer of plain weights for one row: the launches of a decode step, early or one after the other has ended."""
+"""One layer of plain weights: the launches of a decode step, early or one after the other has ended."""
 
 from __future__ import annotations
 
@@ -9,15 +9,21 @@ from functools import partial
 from unittest import mock
 
 import torch
+from torch.nn.functional import linear
 
 from bench.gpu.context import Context
 from bench.gpu.inputs import make_pages, normal
 from bench.gpu.rows import Row
+from bench.gpu.targets import LAYER_ROWS, layer_of
 from bench.gpu.timing import median, seconds
 from kernels.attention_rows import AttentionShape
-from kernels.triton import attention_decode
+from kernels.operations import FUSED_ROWS_MAX
+from kernels.triton import attention_decode, early_launch
+from kernels.triton.activation import silu_mul
 from kernels.triton.early_launch import VARIABLE, may_be_early
 from kernels.triton.fused_linear import linear_add, normed_linear
+from kernels.triton.norm import add_rms_norm
+from kernels.triton.rope_and_cache import rope_and_cache
 from kernels.triton.rotated_decode import rotated_decode
 
 LLAMA, TINY = AttentionShape(16, 32, 8, 128), AttentionShape(16, 4, 2, 32)
@@ -25,24 +31,30 @@ MODELS = {
     "Llama-8B": (LLAMA, 4096, 14_336, 4),
     "Qwen3-0.6B": (AttentionShape(16, 16, 8, 128), 1024, 3072, 28),
 }
-"""Heads, width of the residual stream and of the feed-forward part, and layers in turn, more than a cache holds."""
+"""Heads, width of the residual stream and of the feed-forward part, and layers in turn, each with weights and keys of its own:
+more than a cache holds."""
 CONTEXT_LEN = 1024
 CHOSEN = "chosen"
 
 
 def measure_layers(context: Context) -> None:
-    """Whether early launches are the faster ones: a row for each model."""
-    for model in MODELS:
-        name = f"layer of {model}, 1 row: early launches over others"
-        context.guard(name, partial(_early, context, name, model))
+    """Whether kernels are launched early where that is the faster way: a row for each model and number of rows."""
+    for model, numbers in LAYER_ROWS.items():
+        for rows in numbers:
+            name = layer_of(model, rows)
+            context.guard(name, partial(_early, context, name, model, rows))
 
 
-def _early(context: Context, name: str, model: str) -> None:
-    run, layers = make_layer(context, model)
-    taken = {CHOSEN: median(seconds([run], context.device)) / layers}
-    with launched_in_turn():
-        taken["in turn"] = median(seconds([run], context.device)) / layers
-    emit_choice(context, name, taken)
+def _early(context: Context, name: str, model: str, rows: int) -> None:
+    run, layers = make_layer(context, model, rows)
+    ways = {"early": lambda: mock.patch.object(early_launch, "EARLY_ROWS_MAX", rows), "in turn": launched_in_turn}
+    served = "early" if rows <= early_launch.EARLY_ROWS_MAX else "in turn"
+    taken: dict[str, list[float]] = {way: [] for way in ways}
+    for _ in range(2):
+        for way, launched in ways.items():
+            with launched():
+                taken[way] += seconds([run], context.device, samples=3)
+    emit_choice(context, name, {CHOSEN if way == served else way: median(found) / layers for way, found in taken.items()})
 
 
 def emit_choice(context: Context, name: str, taken: dict[str, float]) -> None:
@@ -69,31 +81,46 @@ def launched_with(patch: AbstractContextManager[object]) -> Iterator[None]:
         may_be_early.cache_clear()
 
 
-def make_layer(context: Context, model: str) -> tuple[Callable[[], None], int]:
-    """The five launches of a layer of plain weights, between one token and a context of 1k, and of how many layers in turn."""
+def make_layer(context: Context, model: str, rows: int) -> tuple[Callable[[], None], int]:
+    """The launches of a layer of plain weights, between one token of each request and a context of 1k, as a step of so many
+    rows makes them, and of how many layers in turn."""
     shape, hidden, inner, layers = (TINY, 64, 96, 1) if context.rehearsal else MODELS[model]
     device, dtype = context.device, context.dtype
     made = partial(normal, dtype=dtype, device=device)
-    pages = make_pages([context.size(CONTEXT_LEN, 20)], shape, dtype=dtype, device=device)
+    rows = context.size(rows, min(rows, FUSED_ROWS_MAX + 1))
+    lengths = [context.size(CONTEXT_LEN, 20)] * rows
+    held = [make_pages(lengths, shape, dtype=dtype, device=device) for _ in range(layers)]
     width, attended = (shape.num_heads + 2 * shape.num_kv_heads) * shape.head_dim, shape.num_heads * shape.head_dim
-    cos, sin = made(1, 1, shape.head_dim), made(1, 1, shape.head_dim)
-    slot = torch.zeros(1, dtype=torch.int64, device=device)
-    norm_weight, first = torch.ones(hidden, dtype=dtype, device=device), made(1, hidden)
+    cos, sin = made(rows, 1, shape.head_dim), made(rows, 1, shape.head_dim)
+    slots = torch.arange(rows, device=device) * shape.block_size
+    norm_weight, first = torch.ones(hidden, dtype=dtype, device=device), made(rows, hidden)
     sizes = {"qkv": (width, hidden), "out": (hidden, attended), "gate_up": (2 * inner, hidden), "down": (hidden, inner)}
     weights = [{part: made(*size, scale=size[1] ** -0.5) for part, size in sizes.items()} for _ in range(layers)]
+    workspace = attention_decode.decode_workspace(shape, rows, held[0].tables.shape[1], dtype, device)
 
-    def run() -> None:
+    def few() -> None:
         stream = linear_add(made_rows, weights[0]["out"], first, norm_weight)
-        for layer in weights:
-            qkv = normed_linear(stream, layer["qkv"], 1e-6).view(1, -1, shape.head_dim)
-            rows = rotated_decode(
-                qkv, cos, sin, pages.cache, slot, pages.tables, pages.context_lens, shape,
+        for layer, pages in zip(weights, held, strict=True):
+            qkv = normed_linear(stream, layer["qkv"], 1e-6).view(rows, -1, shape.head_dim)
+            found = rotated_decode(
+                qkv, cos, sin, pages.cache, slots, pages.tables, pages.context_lens, shape,
                 rotary_dim=shape.head_dim, workspace=workspace,
             )  # fmt: skip
-            stream = linear_add(rows.view(1, -1), layer["out"], stream.total, norm_weight)
+            stream = linear_add(found.view(rows, -1), layer["out"], stream.total, norm_weight)
             gated = normed_linear(stream, layer["gate_up"], 1e-6, gate="silu")
             stream = linear_add(gated, layer["down"], stream.total, norm_weight)
 
-    made_rows = made(1, attended)
-    workspace = attention_decode.decode_workspace(shape, 1, pages.tables.shape[1], dtype, device)
-    return run, layers
+    def many() -> None:
+        normed, total = add_rms_norm(first, first, norm_weight, 1e-6)
+        for layer, pages in zip(weights, held, strict=True):
+            qkv = linear(normed, layer["qkv"]).view(rows, -1, shape.head_dim)
+            rope_and_cache(qkv, cos, sin, pages.cache, slots, num_kv_heads=shape.num_kv_heads, rotary_dim=shape.head_dim)
+            queries = qkv[:, : shape.num_heads]
+            given = (queries, pages.cache, pages.tables, pages.context_lens, shape)
+            found = attention_decode.paged_decode(*given, workspace=workspace)
+            normed, total = add_rms_norm(linear(found.view(rows, -1), layer["out"]), total, norm_weight, 1e-6)
+            gated = silu_mul(linear(normed, layer["gate_up"]))
+            normed, total = add_rms_norm(linear(gated, layer["down"]), total, norm_weight, 1e-6)
+
+    made_rows = made(rows, attended)
+    return (few if rows <= FUSED_ROWS_MAX else many), layers

@@ -14,7 +14,9 @@ from bench.gpu.rows import Judged, Target
 ERROR_RATIO_MAX = 2.0
 OF_PRODUCTS = {"bf16": (0.85, 0.92), "int8": (0.75, 0.85), "fp8": (0.75, 0.85), "int4": (0.65, 0.78)}
 """Of the bandwidth, by the format of the weights."""
-LAYERS = ("Llama-8B", "Qwen3-0.6B")
+
+LAYER_ROWS = {"Llama-8B": (1, 16, 64, 256), "Qwen3-0.6B": (1,)}
+"""Of which steps a layer is timed both ways, early and in turn."""
 
 CHECKED = (
     "paged decode", "paged decode, head size 64", "paged decode, window and soft-cap", "paged decode, fp8 KV",
@@ -40,6 +42,10 @@ def numbers(name: str) -> str:
 
 def exactly(name: str) -> str:
     return f"equal to the reference: {name}"
+
+
+def layer_of(model: str, rows: int) -> str:
+    return f"layer of {model}, {rows} row{'s' * (rows > 1)}: early launches over others"
 
 
 def same_bits(name: str) -> str:
@@ -154,7 +160,7 @@ TARGETS: list[Target] = [
     ),
     *_rows("peers", "tokens/s", ("against transformers continuous batching", 8, 14),
            ("against transformers static generate, batches of 16", 15, 23), judged="ratio"),
-    *_rows("kernels", "× the fastest", *[(f"layer of {model}, 1 row: early launches over others",) for model in LAYERS],
+    *_rows("kernels", "× the fastest", *[(layer_of(model, rows),) for model, numbers in LAYER_ROWS.items() for rows in numbers],
            higher=False),
     *_rows("choices", "tokens/s", ("Llama-3.1-8B int4, head in 8 bits, batch 1",)),
     *_rows(

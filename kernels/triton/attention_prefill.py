@@ -15,9 +15,8 @@ from kernels.triton.attention_decode import check_attention, paged_decode, score
 from kernels.triton.attention_splits import SPLIT_QUERIES, TABLES, DecodeWorkspace, scheduled_requests, workspace_bytes
 from kernels.triton.chunk_splits import splits_of_tile
 from kernels.triton.query_tiles import tile_keys, tile_owner, tile_queries, tile_rows
-from kernels.triton.tuning import LOG2_E, capability, card, interpreted, multiprocessors, power_of_two
+from kernels.triton.tuning import HOPPER, LOG2_E, capability, card, interpreted, multiprocessors, power_of_two
 
-HOPPER = 90
 SPLIT_BYTES_MAX = 256 * 1024 * 1024
 """What splitting the keys of short chunks may need of memory beyond the workspace of decodes; many of them beside one very long
 request are tiled after all."""

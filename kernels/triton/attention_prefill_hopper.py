@@ -23,10 +23,9 @@ from kernels.attention_rows import AttentionShape
 from kernels.triton import chunk_splits
 from kernels.triton.attention_decode import score_factor
 from kernels.triton.attention_splits import TABLES, DecodeWorkspace, scheduled_requests
-from kernels.triton.tuning import interpreted
+from kernels.triton.tuning import HOPPER, interpreted
 
 VARIABLE = "GATEHOUSE_OVERLAPPED_PREFILL"
-H200 = 90
 ROWS, KEYS, NUM_WARPS = 128, 128, 8
 """Two groups of four warps hold 64 rows each, in registers of a thread: 64 of scores, 64 of what was found, 64 of weights.
 Queries and three tiles take 224 KiB: one tile is on its way, one is multiplied with queries, one with weights."""
@@ -240,7 +239,7 @@ def is_overlapped(shape: AttentionShape, kv_bytes: int, rows: int, capability: i
     """Whether chunks in tiles of `rows` go through this kernel on such a card. The interpreter knows no Gluon."""
     is_plain = shape.sliding_window is None and shape.softcap is None
     is_held = shape.head_dim in HEAD_SIZES and shape.block_size <= KEYS and kv_bytes == 2 and rows == ROWS
-    return capability == H200 and is_plain and is_held and _is_wanted() and not interpreted()
+    return capability == HOPPER and is_plain and is_held and _is_wanted() and not interpreted()
 
 
 def overlapped_prefill(

@@ -3,15 +3,16 @@
 In a decode step of one request a kernel works for 2 to 60 µs, and about one more passes between two of them: results are
 written back, the next programs are handed out, compute their addresses and wait for their first bytes. A kernel that is
 launched early begins when the programs in front of it have ended, and waits by itself until what they wrote can be seen.
-Whoever is launched early waits, so that an order in which each kernel sees all before it remains: the one of a stream. What a
-kernel further in front wrote can be seen at once, since the one between has waited for it.
+Whoever is launched early waits, so that an order in which each kernel sees all before it remains: the one of a stream.
 
 Before its wait a kernel may ask for what the kernel just in front of it does not write, and for nothing else: weights; in the
 decode of a lone request also the table, the length and the angle that its step begins with, and what its cache holds. It says
 so by how long the caches keep that: evicted first where it is read once in a step, last where every layer reads it. The compile
-gate and the emulated card refuse every other access, the card also what the kernel in front has in fact stored.
+gate and the emulated card refuse every other access, the card also what the kernel in front has in fact stored. Why that is
+safe: what a kernel further in front wrote lies in memory, since the one between has waited for it; and no multiprocessor has an
+older copy, since it was read last in the step before, behind which a graph begins with a launch that is not early.
 
-Steps of more than `EARLY_ROWS_MAX` rows launch their kernels in turn, which is faster then.
+A kernel of more than `EARLY_ROWS_MAX` rows is launched in turn.
 
 No kernel lets the next one begin any sooner. On an H200 programs that wait beside those that work cost more than they gain:
 170 µs a layer of Llama-3.1-8B, 157 in turn, 154 as here (docs/log/gpu-kernels.md).
@@ -35,7 +36,8 @@ from kernels.triton.tuning import capability, interpreted
 VARIABLE = "GATEHOUSE_EARLY_LAUNCH"
 CAPABILITY_MIN = 90
 EARLY_ROWS_MAX = FUSED_ROWS_MAX
-"""With 256 rows a step of Llama-8B took 17.75 ms on an H200 when its kernels were launched early, and 17.30 in turn."""
+"""Measured at 1 row, where early is the faster, and at 256, where it is not: a step of Llama-8B took 17.75 ms on an H200, 17.30
+in turn. In between it is where a step begins to consist of other kernels."""
 
 
 def early_launch(device: torch.device, num_rows: int) -> dict[str, bool]:
@@ -52,6 +54,7 @@ def may_be_early(device: torch.device) -> bool:
     return capability(device) >= CAPABILITY_MIN
 
 
+# Weights, and for `lone_decode` what the module names. (A kernel's text is what it is recorded by.)
 @triton.jit
 def wait_for_previous(EARLY: tl.constexpr):
     """Only weights may be read before, and nothing written."""

@@ -18,9 +18,8 @@ from kernels.triton.fused_sums import Around, asked_squares, finish
 from kernels.triton.int4_codes import int4_sums
 from kernels.triton.linear_int4 import DTYPES, Int4Tiles
 from kernels.triton.split_sum import UNPACK, counters, partial_sums, split_count
-from kernels.triton.tuning import capability, interpreted, multiprocessors, power_of_two
+from kernels.triton.tuning import HOPPER, capability, interpreted, multiprocessors, power_of_two
 
-HOPPER = 90
 ROWS = 16
 OUTPUTS = 128  # of a program, both halves of a gated one together
 STAGES = 4  # more loads under way leave room for fewer programs: down of Llama-8B took 17.2 µs with 6, 14.9 with 4

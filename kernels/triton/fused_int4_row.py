@@ -32,8 +32,8 @@ from kernels.triton.tuning import power_of_two
 
 OUTPUTS = gl.constexpr(16)
 COLUMNS, RUN, RUNS = gl.constexpr(CHUNK_COLUMNS), gl.constexpr(RUN_COLUMNS), gl.constexpr(CHUNK_RUNS)
-TWOS = gl.constexpr(RUN_COLUMNS // 2)
-"""Registers of two words each, of one output and chunk."""
+PAIRS = gl.constexpr(RUN_COLUMNS // 2)
+"""Of words, of one output and chunk: a register each."""
 COPIES = gl.constexpr(8)
 """Of x, the columns of a matrix instruction's right operand."""
 
@@ -58,57 +58,58 @@ def _operand(values, LAYOUT: gl.constexpr):
 def _unpacking(run: int, is_bfloat: bool) -> str:
     """Of two words the codes of a run. Float16 has room for them at the upper end of its mantissa, below a smaller exponent."""
     if is_bfloat:
-        return unpacking(run, 0x4300)
+        instructions: str = unpacking(run, 0x4300)
+        return instructions
     shift = f"shl.b32 shifted, $1, {6 - 4 * run}" if run < 2 else f"shr.u32 shifted, $1, {4 * run - 6}"
     return f"{{ .reg .b32 shifted; {shift}; lop3.b32 $0, shifted, 0x03C003C0, 0x4C004C00, 0xEA; }}"
 
 
 @gluon.jit
-def _codes(twos, RUN_INDEX: gl.constexpr, DTYPE: gl.constexpr):
-    """The codes of one run, each under its exponent. twos: [WARPS, outputs, TWOS] int32 → [WARPS, outputs, RUN]"""
-    words = gl.join(twos.to(gl.int16), (twos >> 16).to(gl.int16)).reshape([twos.shape[0], twos.shape[1], RUN])
+def _codes(pairs, RUN_INDEX: gl.constexpr, DTYPE: gl.constexpr):
+    """The codes of one run, each under its exponent. pairs: [WARPS, outputs, PAIRS] int32 → [WARPS, outputs, RUN]"""
+    words = gl.join(pairs.to(gl.int16), (pairs >> 16).to(gl.int16)).reshape([pairs.shape[0], pairs.shape[1], RUN])
     INSTRUCTIONS: gl.constexpr = _unpacking(RUN_INDEX, gl.bfloat16 == DTYPE)
     raised = gl.inline_asm_elementwise(INSTRUCTIONS, "=r,r", [words], dtype=gl.int16, is_pure=True, pack=2)
     return raised.to(DTYPE, bitcast=True)
 
 
 @gluon.jit
-def _added(total, part, ones, meta, BFLOAT_SCALES: gl.constexpr, DTYPE: gl.constexpr):
-    """total + scale · Σ (code - zero) · x. part: of codes under their exponent; ones: of x alone."""
+def _added(total, part, row_sum, scale_zero, BFLOAT_SCALES: gl.constexpr, DTYPE: gl.constexpr):
+    """total + scale · Σ (code - zero) · x. part: of codes under their exponent; row_sum: of x alone."""
     if gl.bfloat16 == DTYPE:
-        zero = (meta & -65536 | 0x43000000).to(gl.float32, bitcast=True)  # 128 + zero
+        zero = (scale_zero & -65536 | 0x43000000).to(gl.float32, bitcast=True)  # 128 + zero
     else:
-        zero = ((meta >> 16 << 19) + 0x41800000).to(gl.float32, bitcast=True)  # 16 + zero, which may be 16
+        zero = ((scale_zero >> 16 << 19) + 0x41800000).to(gl.float32, bitcast=True)  # 16 + zero, which may be 16
     if BFLOAT_SCALES:
-        scale = (meta << 16).to(gl.float32, bitcast=True)
+        scale = (scale_zero << 16).to(gl.float32, bitcast=True)
     else:
-        scale = (meta & 0xFFFF).to(gl.int16).to(gl.float16, bitcast=True).to(gl.float32)
-    return total + (part - zero[:, :, None] * ones) * scale[:, :, None]
+        scale = (scale_zero & 0xFFFF).to(gl.int16).to(gl.float16, bitcast=True).to(gl.float32)
+    return total + (part - zero[:, :, None] * row_sum) * scale[:, :, None]
 
 
 @gluon.jit
-def _multiplied(total, twos, meta, x, first, column, K, BFLOAT_SCALES: gl.constexpr):
+def _multiplied(total, pairs, scale_zero, x, first, column, K, BFLOAT_SCALES: gl.constexpr):
     """total and the products of the chunk of each warp, whose columns begin at `first`. column: [WARPS, RUN]"""
     WARPS: gl.constexpr = total.shape[0]
     ROW: gl.constexpr = column.type.layout.parent
     LEFT: gl.constexpr = gl.DotOperandLayout(0, total.type.layout, 2)
     RIGHT: gl.constexpr = gl.DotOperandLayout(1, total.type.layout, 2)
     DTYPE: gl.constexpr = x.dtype.element_ty
-    part, ones = gl.zeros_like(total), gl.zeros_like(total)
+    part, row_sum = gl.zeros_like(total), gl.zeros_like(total)
     one = gl.full([WARPS, total.shape[1], RUN], 1.0, DTYPE, layout=LEFT)
     for run in gl.static_range(RUNS):
         k = first + RUN * run + column
         row = gl.load(x + k, mask=k < K, other=0.0)
         row, _ = gl.broadcast(row[:, None, :], gl.full([WARPS, COPIES, RUN], 0.0, DTYPE, layout=ROW))
         right = _operand(row, RIGHT)
-        part = mma_v2(_operand(_codes(twos, run, DTYPE), LEFT), right, part)
-        ones = mma_v2(one, right, ones)
-    return _added(total, part, ones, meta, BFLOAT_SCALES, DTYPE)
+        part = mma_v2(_operand(_codes(pairs, run, DTYPE), LEFT), right, part)
+        row_sum = mma_v2(one, right, row_sum)
+    return _added(total, part, row_sum, scale_zero, BFLOAT_SCALES, DTYPE)
 
 
 @gluon.jit
 def _words(places, held, chunk, num_chunks, stride, warp):
-    """→ the words of the chunks from `chunk` on, one for each warp, as far as there are, and zeros: [WARPS, outputs, TWOS]"""
+    """→ the words of the chunks from `chunk` on, one for each warp, as far as there are, and zeros: [WARPS, outputs, PAIRS]"""
     held = held & (chunk + warp < num_chunks)
     return gl.load(places + chunk * stride, mask=held[:, :, None], other=0, eviction_policy="evict_first")
 
@@ -137,19 +138,19 @@ def fused_int4_row_kernel(
     # Words of a chunk for each warp, and scales with zero points of its group as sums will want them.
     warp = gl.arange(0, WARPS, layout=gl.SliceLayout(1, gl.SliceLayout(2, LOADED)))[:, None]
     lane = gl.arange(0, HALVES * OUTPUTS, layout=gl.SliceLayout(0, gl.SliceLayout(2, LOADED)))[None, :]
-    inner = gl.arange(0, TWOS, layout=gl.SliceLayout(0, gl.SliceLayout(1, LOADED)))[None, None, :]
+    inner = gl.arange(0, PAIRS, layout=gl.SliceLayout(0, gl.SliceLayout(1, LOADED)))[None, None, :]
     output = tile * OUTPUTS + lane % OUTPUTS
-    place = warp * (num_outputs * TWOS) + (output + lane // OUTPUTS * N) * TWOS
+    place = warp * (num_outputs * PAIRS) + (output + lane // OUTPUTS * N) * PAIRS
     places = words.to(gl.pointer_type(gl.int32), bitcast=True) + place[:, :, None] + inner
-    held, stride = output < N, num_outputs.to(gl.int64) * TWOS
-    meta_warp = gl.arange(0, WARPS, layout=gl.SliceLayout(1, gl.SliceLayout(2, SUMS)))[:, None]
-    meta_lane = gl.arange(0, HALVES * OUTPUTS, layout=gl.SliceLayout(0, gl.SliceLayout(2, SUMS)))[None, :]
-    meta_output = tile * OUTPUTS + meta_lane % OUTPUTS
-    meta_places = scales_zeros + meta_output + meta_lane // OUTPUTS * N
-    meta_held = meta_output < N
+    held, stride = output < N, num_outputs.to(gl.int64) * PAIRS
+    scales_warp = gl.arange(0, WARPS, layout=gl.SliceLayout(1, gl.SliceLayout(2, SUMS)))[:, None]
+    scales_lane = gl.arange(0, HALVES * OUTPUTS, layout=gl.SliceLayout(0, gl.SliceLayout(2, SUMS)))[None, :]
+    scales_output = tile * OUTPUTS + scales_lane % OUTPUTS
+    scales_places = scales_zeros + scales_output + scales_lane // OUTPUTS * N
+    scales_held = scales_output < N
     even = _words(places, held, 0, num_chunks, stride, warp)
     odd = _words(places, held, WARPS, num_chunks, stride, warp)
-    meta = _scales(meta_places, meta_held, 0, num_chunks, num_outputs, meta_warp, CHUNKS)
+    even_scales = _scales(scales_places, scales_held, 0, num_chunks, num_outputs, scales_warp, CHUNKS)
     if EARLY:
         gl.inline_asm_elementwise("griddepcontrol.wait; // $0", "=r", [], dtype=gl.int32, is_pure=False, pack=1)
     if squares is not None:
@@ -160,11 +161,11 @@ def fused_int4_row_kernel(
     total = gl.zeros([WARPS, HALVES * OUTPUTS, COPIES], gl.float32, layout=SUMS)
     # Two turns in one, so that no register moves from one to the next.
     for chunk in range(0, num_chunks, 2 * WARPS):
-        odd_meta = _scales(meta_places, meta_held, chunk + WARPS, num_chunks, num_outputs, meta_warp, CHUNKS)
-        total = _multiplied(total, even, meta, x, chunk * COLUMNS, column, K, BFLOAT_SCALES)
+        odd_scales = _scales(scales_places, scales_held, chunk + WARPS, num_chunks, num_outputs, scales_warp, CHUNKS)
+        total = _multiplied(total, even, even_scales, x, chunk * COLUMNS, column, K, BFLOAT_SCALES)
         even = _words(places, held, chunk + 2 * WARPS, num_chunks, stride, warp)
-        meta = _scales(meta_places, meta_held, chunk + 2 * WARPS, num_chunks, num_outputs, meta_warp, CHUNKS)
-        total = _multiplied(total, odd, odd_meta, x, (chunk + WARPS) * COLUMNS, column, K, BFLOAT_SCALES)
+        even_scales = _scales(scales_places, scales_held, chunk + 2 * WARPS, num_chunks, num_outputs, scales_warp, CHUNKS)
+        total = _multiplied(total, odd, odd_scales, x, (chunk + WARPS) * COLUMNS, column, K, BFLOAT_SCALES)
         odd = _words(places, held, chunk + 3 * WARPS, num_chunks, stride, warp)
     product = gl.max(gl.sum(total, 0), 1)  # copies of x have one sum
     if squares is not None:
@@ -192,9 +193,10 @@ def fused_int4_row_kernel(
 def launch_row(x: torch.Tensor, weight: Int4Weight, around: Around, tiles: Int4RowTiles) -> None:
     """As `fused_int4.launch`, for M = 1. x: [1, K] of 16 bits, columns as the weight has them, in groups of whole chunks.
 
-    2 · 16 · N · K operations on tensor cores, twice. Outputs beyond N and columns beyond K are masked. Reads N·K / 2 +
+    2 · 8 · N · K operations on tensor cores, twice. Outputs beyond N and columns beyond K are masked. Reads N·K / 2 +
     4·N·K / group bytes of weights once. Sums of a group are scaled and added in float32, in an order that follows from K alone.
     """
+    assert tiles.block_n == OUTPUTS.value, "squares are added up for so many outputs"
     outputs = around.out.shape[1]
     fused_int4_row_kernel[(triton.cdiv(outputs, tiles.block_n),)](
         x, weight.words, weight.scales_zeros, *around.tensors,

@@ -1,7 +1,7 @@
 """Products of a decode step of few rows with what stands around them: three launches fewer in every layer.
 
     unfused   norm ─ qkv ─ attention (2) ─ out ─ norm ─ gate_up ─ activation ─ down     9 launches
-    here             qkv ─ attention (2) ─ out ────────── gate_up ───────────── down     6
+    here             qkv ─ attention (2) ─ out ────────── gate_up ───────────── down     6, of one request 5
 
 RMS normalisation divides a whole row by one number, and the product behind it can do so at its end: rms_norm(x) Wᵀ is
 (x · w) Wᵀ / rms(x). So the product that adds to the residual stream also stores the sum times the next norm's weight w, and
@@ -13,6 +13,7 @@ another way (`fused_row`, `fused_int4_row`), at the speed of the memory.
 from __future__ import annotations
 
 import functools
+from dataclasses import dataclass
 
 import torch
 import triton
@@ -32,12 +33,9 @@ from kernels.triton.split_sum import (
     CONVERT,
     STREAM,
     counters,
-    empty_sums,
     partial_sums,
     split_cost,
     split_count,
-    step_columns,
-    summed,
 )
 from kernels.triton.tuning import capability, card, multiprocessors, power_of_two
 
@@ -50,8 +48,48 @@ CANDIDATES_BYTES_GATED = ((64, 128, 4),)
 BY_BYTES = {1: (CANDIDATES_BYTES, CANDIDATES_BYTES_GATED), 2: (CANDIDATES, CANDIDATES_GATED)}
 CANDIDATES_FLOAT32 = ((16, 64, 4),)  # no tensor core multiplies such rows: registers are the limit, whatever the weights are
 
+
+@dataclass(frozen=True, slots=True)
+class FusedTiles(Tiles):
+    """`column_warps`: warps that share the columns of a step, all of the program's, or 1 where they lie side by side over the
+    outputs."""
+
+    column_warps: int = 1
+
+
 Weight = torch.Tensor | Int8Weight | Fp8Weight | Int4Weight
-AnyTiles = Tiles | Int4Tiles | Int4RowTiles | RowTiles
+AnyTiles = FusedTiles | Int4Tiles | Int4RowTiles | RowTiles
+
+
+@triton.jit
+def step_columns(BLOCK_K: tl.constexpr, WARPS: tl.constexpr):
+    """Columns of x that one step multiplies: [BLOCK_K], or [WARPS, BLOCK_K / WARPS] where each warp multiplies its own.
+
+    Warps side by side over few outputs would each read all of x, or even all of the weights, from shared memory, which is
+    then slower than the card's memory. With columns of its own each reads both once, and their sums are added at the end.
+    """
+    if WARPS == 1:
+        return tl.arange(0, BLOCK_K)
+    else:  # noqa: RET505 - Triton takes the branch away where it is not a tail
+        PART: tl.constexpr = BLOCK_K // WARPS
+        return tl.arange(0, WARPS)[:, None] * PART + tl.arange(0, PART)[None, :]
+
+
+@triton.jit
+def empty_sums(BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, WARPS: tl.constexpr):
+    if WARPS == 1:
+        return tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+    else:  # noqa: RET505
+        return tl.zeros((WARPS, BLOCK_M, BLOCK_N), tl.float32)
+
+
+@triton.jit
+def summed(sums, WARPS: tl.constexpr):
+    """→ [BLOCK_M, BLOCK_N]"""
+    if WARPS == 1:
+        return sums
+    else:  # noqa: RET505
+        return tl.sum(sums, axis=0)
 
 
 @triton.jit(do_not_specialize=["M"])
@@ -157,19 +195,19 @@ def fused_tiles(
     gated: bool,
     weight_bytes: int = 2,
     row_bytes: int = 2,
-) -> Tiles:
+) -> FusedTiles:
     """The candidate with which the card is done soonest; the same for any number of rows. `row_bytes`: of an element of x"""
     matrices = 2 if gated else 1
     pace = CONVERT if weight_bytes == 1 else STREAM
     candidates = CANDIDATES_FLOAT32 if row_bytes == 4 else BY_BYTES[weight_bytes][gated]
 
-    def choice(block_n: int, block_k: int, stages: int) -> tuple[float, Tiles]:
+    def choice(block_n: int, block_k: int, stages: int) -> tuple[float, FusedTiles]:
         step_bytes = matrices * block_n * block_k * weight_bytes
         work = -(-num_outputs // block_n), -(-num_columns // block_k), multiprocessors, step_bytes
         splits = split_count(*work, pace=pace)
-        column_warps = 1 if row_bytes == 4 or block_n >= 64 else 4  # see split_sum.step_columns
+        column_warps = 1 if row_bytes == 4 or block_n >= 64 else 4  # see `step_columns`
         stages = _stages(stages, capability)
-        tiles = Tiles(BLOCK_M, block_n, block_k, num_warps=4, num_stages=stages, splits=splits, column_warps=column_warps)
+        tiles = FusedTiles(BLOCK_M, block_n, block_k, num_warps=4, num_stages=stages, splits=splits, column_warps=column_warps)
         return split_cost(*work, splits, pace=pace), tiles
 
     return min((choice(*candidate) for candidate in candidates), key=lambda pair: pair[0])[1]
@@ -210,7 +248,7 @@ def _launch(x: torch.Tensor, weight: Weight, around: Around, tiles: AnyTiles) ->
     if isinstance(tiles, RowTiles):
         fused_row.launch(x, weight, around, tiles)
         return
-    assert isinstance(tiles, Tiles)
+    assert isinstance(tiles, FusedTiles)
     values, scales = _values(weight), None if isinstance(weight, torch.Tensor) else weight.scales
     assert values.is_contiguous(), "rows of the weight lie one behind the other"
     outputs = around.out.shape[1]

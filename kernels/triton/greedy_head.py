@@ -25,7 +25,6 @@ from kernels.quantised_weights import Fp8Weight, Int4Weight, Int8Weight
 from kernels.triton.early_launch import early_launch, wait_for_previous
 from kernels.triton.linear import skinny_tiles
 from kernels.triton.linear_tiles import FLOAT32_FEW, Tiles, byte_tiles, decoded
-from kernels.triton.split_sum import empty_sums, step_columns, summed
 from kernels.triton.tuning import capability, card, multiprocessors, power_of_two
 
 TILES = Tiles(FUSED_ROWS_MAX, 64, 128, num_warps=4, num_stages=6)
@@ -38,23 +37,21 @@ _NOBODY = tl.constexpr(0x7FFFFFFF)
 @triton.jit(do_not_specialize=["M", "V", "tiles"])
 def head_kernel(
     hidden, weight, scales, maxima, tokens, M, V, K, hidden_stride, weight_stride, tiles,
-    TOKENS: tl.constexpr, COLUMNS: tl.constexpr, WARPS: tl.constexpr, EARLY: tl.constexpr,
+    TOKENS: tl.constexpr, COLUMNS: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """Program (tile): the largest logit of TOKENS tokens in each row; +inf stands for one that is not finite above."""
     tile = tl.program_id(0)
     row = tl.arange(0, _ROWS)
     token = tile * TOKENS + tl.arange(0, TOKENS)
-    column = step_columns(COLUMNS, WARPS)
-    x_column, w_column = tl.expand_dims(column, -2), tl.expand_dims(column, -1)
-    weights = weight + token.to(tl.int64)[None, :] * weight_stride + w_column
-    inputs = hidden + row[:, None] * hidden_stride + x_column
+    column = tl.arange(0, COLUMNS)
+    weights = weight + token.to(tl.int64)[None, :] * weight_stride + column[:, None]
+    inputs = hidden + row[:, None] * hidden_stride + column[None, :]
     wait_for_previous(EARLY)
-    total = empty_sums(_ROWS, TOKENS, WARPS)
+    total = tl.zeros((_ROWS, TOKENS), tl.float32)
     for start in range(0, K, COLUMNS):
-        x = tl.load(inputs + start, mask=(row < M)[:, None] & (x_column < K - start), other=0.0)
-        w = tl.load(weights + start, mask=(token < V)[None, :] & (w_column < K - start), other=0.0)
+        x = tl.load(inputs + start, mask=(row < M)[:, None] & (column < K - start)[None, :], other=0.0)
+        w = tl.load(weights + start, mask=(token < V)[None, :] & (column < K - start)[:, None], other=0.0)
         total = tl.dot(x, decoded(w, x.dtype), total, input_precision="ieee")
-    total = summed(total, WARPS)
     if scales is not None:
         total *= tl.load(scales + token, mask=token < V, other=0.0)[None, :]
     logit = total.to(hidden.dtype.element_ty).to(tl.float32)
@@ -129,7 +126,7 @@ def greedy_head(
     tokens = torch.empty(rows, tiles, dtype=torch.int32, device=hidden.device)
     head_kernel[(tiles,)](
         hidden, values, scales, maxima, tokens, rows, vocab_size, num_columns, hidden.stride(0), values.stride(0), tiles,
-        TOKENS=sizes.block_n, COLUMNS=sizes.block_k, WARPS=sizes.column_warps, num_warps=sizes.num_warps,
+        TOKENS=sizes.block_n, COLUMNS=sizes.block_k, num_warps=sizes.num_warps,
         num_stages=sizes.num_stages, **early_launch(hidden.device, rows),
     )  # fmt: skip
     join_kernel[(rows,)](

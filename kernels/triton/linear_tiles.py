@@ -17,12 +17,9 @@ from kernels.triton.early_launch import early_launch, wait_for_previous
 from kernels.triton.split_sum import (
     CONVERT,
     counters,
-    empty_sums,
     partial_sums,
     split_count,
-    step_columns,
     store_product,
-    summed,
 )
 from kernels.triton.tuning import power_of_two
 
@@ -33,8 +30,7 @@ GROUP_ROWS = 8  # row tiles that run side by side over the same columns, so that
 
 @dataclass(frozen=True, slots=True)
 class Tiles:
-    """Sizes of one program's work. `splits`: programs that share the columns of one tile; `column_warps`: warps that share
-    those of one step, all of the program's, or 1 where they lie side by side over the outputs."""
+    """Sizes of one program's work. `splits`: programs that share the columns of one tile."""
 
     block_m: int
     block_n: int
@@ -42,7 +38,6 @@ class Tiles:
     num_warps: int
     num_stages: int
     splits: int = 1
-    column_warps: int = 1
 
     def divided(self, splits: int) -> Tiles:
         return replace(self, splits=splits)
@@ -105,7 +100,6 @@ def linear_kernel(
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
     GROUP_M: tl.constexpr,
-    WARPS: tl.constexpr,
     STAGES: tl.constexpr,
     EARLY: tl.constexpr,
 ):
@@ -121,31 +115,29 @@ def linear_kernel(
     rows = row_tile * BLOCK_M + tl.arange(0, BLOCK_M)
     columns = column_tile * BLOCK_N + tl.arange(0, BLOCK_N)
     row_mask, column_mask = rows < M, columns < N
-    inner = step_columns(BLOCK_K, WARPS)
-    x_inner, w_inner = tl.expand_dims(inner, -2), tl.expand_dims(inner, -1)
+    inner = tl.arange(0, BLOCK_K)
     start, end = 0, K
     if SPLITS > 1:
         start = split * split_columns
         end = min(start + split_columns, K)
-    x_places = x_ptr + rows.to(tl.int64)[:, None] * stride_x + x_inner
+    x_places = x_ptr + rows.to(tl.int64)[:, None] * stride_x + inner[None, :]
     w_base = weight_ptr + (column_tile * BLOCK_N).to(tl.int64) * stride_weight
-    w_places = w_base + tl.arange(0, BLOCK_N)[None, :] * stride_weight + w_inner
+    w_places = w_base + tl.arange(0, BLOCK_N)[None, :] * stride_weight + inner[:, None]
     wait_for_previous(EARLY)
-    acc = empty_sums(BLOCK_M, BLOCK_N, WARPS)
+    acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
     for k in tl.range(start, end, BLOCK_K, num_stages=STAGES):
         if EVEN_K:
             x = tl.load(x_places + k, mask=row_mask[:, None], other=0.0)
             weight = tl.load(w_places + k, mask=column_mask[None, :], other=0.0, eviction_policy="evict_first")
         else:
-            x = tl.load(x_places + k, mask=row_mask[:, None] & (x_inner < K - k), other=0.0)
-            w_mask = column_mask[None, :] & (w_inner < K - k)
+            x = tl.load(x_places + k, mask=row_mask[:, None] & (inner < K - k)[None, :], other=0.0)
+            w_mask = column_mask[None, :] & (inner < K - k)[:, None]
             weight = tl.load(w_places + k, mask=w_mask, other=0.0, eviction_policy="evict_first")
         if x.dtype == tl.float32:
             acc = tl.dot(x, decoded(weight, x.dtype), acc, input_precision="ieee")
         else:
             # Hopper adds products of fp8 with about 14 bits: its sums are carried over into float32 after each tile.
-            acc = tl.dot(x, decoded(weight, x.dtype), acc, max_num_imprecise_acc=BLOCK_K // WARPS)
-    acc = summed(acc, WARPS)
+            acc = tl.dot(x, decoded(weight, x.dtype), acc, max_num_imprecise_acc=BLOCK_K)
     if weight_scales_ptr is not None:
         if COLUMN_SCALES:
             acc *= tl.load(weight_scales_ptr + columns, mask=column_mask, other=0.0)[None, :]
@@ -187,7 +179,7 @@ def launch(
         COLUMN_SCALES=weight_scales is not None and weight_scales.numel() > 1,
         EVEN_K=num_columns % tiles.block_k == 0,
         SPLITS=tiles.splits, BLOCK_M=tiles.block_m, BLOCK_N=tiles.block_n, BLOCK_K=tiles.block_k,
-        GROUP_M=GROUP_ROWS, WARPS=tiles.column_warps, STAGES=tiles.num_stages, num_warps=tiles.num_warps,
+        GROUP_M=GROUP_ROWS, STAGES=tiles.num_stages, num_warps=tiles.num_warps,
         **early_launch(x.device, num_rows),
     )  # fmt: skip
     return out

@@ -1,7 +1,7 @@
 """The decode of a single request: rotation, cache write, attention and the merge of its splits in one launch.
 
-With one request alone nothing hides a wait: a layer of Llama-3.1-8B attends 2 MB, half a microsecond of an H200's memory, and
-took 13 µs in two launches (docs/log/gpu-kernels.md), most of it loads that wait for one another. Here every tile of keys has a
+With one request alone nothing hides a wait: a layer of Llama-3.1-8B attends 4 MB, a microsecond of an H200's memory, and took
+13 µs in two launches (docs/log/gpu-kernels.md), most of it loads that wait for one another. Here every tile of keys has a
 program of its own as long as the card has room; lengths, blocks and the first tile are asked for before the wait for the
 projection, and whoever comes last puts the splits together.
 """
@@ -22,7 +22,7 @@ from kernels.triton.split_sum import counters
 from kernels.triton.tuning import LOG2_E, multiprocessors, power_of_two
 
 TILE_NUMBERS, MERGED_NUMBERS = 8192, 8192
-"""Keys of a tile, and results of splits that are added up at a time: 64 numbers of a thread."""
+"""Numbers of a tile of keys, and of results of splits that are added up at a time: 64 of a thread."""
 WARPS = 8
 """Of a multiprocessor, in two programs of four: while one computes, 32 KiB of keys and values of the other are on their way."""
 
@@ -191,7 +191,7 @@ def lone_decode(
     lone_kernel[(splits * shape.num_kv_heads,)](
         qkv, kv_cache, block_table, context_lens, kv_scales, cos, sin, slot_mapping, q_weight, k_weight, out,
         parts, parts[-splits * heads :], counters(qkv.device), score_factor(shape), kv_cache.stride(0), splits, eps,
-        **lone_constants(shape, kv_bytes), ROTARY=rotary_dim, num_warps=num_warps(shape, kv_bytes), num_stages=1,
+        **lone_constants(shape, kv_bytes), ROTARY=rotary_dim, num_warps=warps_of(shape, kv_bytes), num_stages=1,
         **early_launch(qkv.device, 1),
     )  # fmt: skip
 
@@ -213,7 +213,7 @@ def lone_constants(shape: AttentionShape, kv_bytes: int) -> dict[str, Any]:
     }
 
 
-def num_warps(shape: AttentionShape, kv_bytes: int) -> int:
+def warps_of(shape: AttentionShape, kv_bytes: int) -> int:
     """More than four where a thread would lack registers."""
     return 8 if kv_bytes == 4 or shape.num_heads // shape.num_kv_heads > 16 else 4
 
@@ -229,5 +229,5 @@ def most_splits(shape: AttentionShape, max_blocks: int, kv_bytes: int, device: t
     tile, num_tokens = lone_tile(shape.head_dim, kv_bytes), max_blocks * shape.block_size
     if shape.sliding_window is not None:
         num_tokens = min(num_tokens, shape.sliding_window + tile)
-    programs = multiprocessors(device) * WARPS // num_warps(shape, kv_bytes)
+    programs = multiprocessors(device) * WARPS // warps_of(shape, kv_bytes)
     return max(1, min(programs // shape.num_kv_heads, -(-num_tokens // tile)))

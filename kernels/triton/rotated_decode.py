@@ -1,4 +1,5 @@
-"""A decode's rotation, its write to the cache and its attention in one launch: one fewer in every layer of a step of few rows.
+"""A decode's rotation, its write to the cache and its attention in one launch: one fewer in every layer of a step of few rows,
+two fewer of one row (`lone_decode`).
 
 The projection is rotated where it is attended (`newest_token`), by the kernel of attention_decode.py.
 """
@@ -34,8 +35,9 @@ def rotated_decode(
 
     qkv: [B, H+2K, D], rows may lie apart, stays as it is; cos, sin, slot_mapping, weights of QK-norm ([D] alone), eps and
     rotary_dim as `rope_and_cache` takes them, everything else as `paged_decode` does, each request having one row. Sources,
-    operations and rounding are theirs; the newest token is attended before those in the cache. Bytes: theirs without writing
-    queries and reading them again. Each program rotates the queries of its split; the one of a request's last split writes.
+    operations and rounding are theirs; the newest token is attended before those in the cache, of one row alone behind them.
+    Bytes: theirs without writing queries and reading them again. Each program rotates the queries of its split; the one of a
+    request's last split writes.
     """
     check_attention(qkv[:, : shape.num_heads], kv_cache, shape)
     out = torch.empty(qkv.shape[0], shape.num_heads, shape.head_dim, dtype=qkv.dtype, device=qkv.device)

@@ -75,37 +75,6 @@ def partial_sums(tiles: int, splits: int, tile_size: int, device: torch.device) 
 
 
 @triton.jit
-def step_columns(BLOCK_K: tl.constexpr, WARPS: tl.constexpr):
-    """Columns of x that one step multiplies: [BLOCK_K], or [WARPS, BLOCK_K / WARPS] where each warp multiplies its own.
-
-    Warps side by side over few outputs would each read all of x, or even all of the weights, from shared memory, which is
-    then slower than the card's memory. With columns of its own each reads both once, and their sums are added at the end.
-    """
-    if WARPS == 1:
-        return tl.arange(0, BLOCK_K)
-    else:  # noqa: RET505 - Triton takes the branch away where it is not a tail
-        PART: tl.constexpr = BLOCK_K // WARPS
-        return tl.arange(0, WARPS)[:, None] * PART + tl.arange(0, PART)[None, :]
-
-
-@triton.jit
-def empty_sums(BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, WARPS: tl.constexpr):
-    if WARPS == 1:
-        return tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
-    else:  # noqa: RET505
-        return tl.zeros((WARPS, BLOCK_M, BLOCK_N), tl.float32)
-
-
-@triton.jit
-def summed(sums, WARPS: tl.constexpr):
-    """→ [BLOCK_M, BLOCK_N]"""
-    if WARPS == 1:
-        return sums
-    else:  # noqa: RET505
-        return tl.sum(sums, axis=0)
-
-
-@triton.jit
 def store_product(
     product,
     out_ptr,

@@ -13,6 +13,7 @@ import torch
 from triton import knobs
 
 LOG2_E = 1.4426950408889634
+HOPPER = 90  # of an H200
 # Under the interpreter launchers choose as they would on this card.
 INTERPRETED_CAPABILITY = 90
 # Fewer than any card has: kernels that loop over their work with a fixed grid stay cheap to interpret.

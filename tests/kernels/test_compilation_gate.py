@@ -119,6 +119,7 @@ def test_a_tile_of_few_rows_needs_the_instruction_that_every_card_has() -> None:
 @pytest.mark.parametrize(
     ("ptx", "touches"),
     [
+        ("ld.global.L1::evict_last.L2::cache_hint.b32 { %r1 }, [ %rd1 + 0 ], %rd2;\ngriddepcontrol.wait;\n", False),
         (
             "ld.global.L1::evict_first.L2::cache_hint.v2.b64 { %rd3, %rd4 }, [ %rd1 + 0 ], %rd2;\ngriddepcontrol.wait;\n"
             "@%p1 ld.global.b32 { %r1 }, [ %rd1 + 0 ];",

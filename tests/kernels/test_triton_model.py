@@ -23,7 +23,9 @@ from tests.support.kernel_tables import replaced
 from tests.support.tiny_models import make_model
 
 # The interpreter of Triton 3.6 turns the bounds of a loop into integers in a way that numpy will refuse one day.
-LAUNCHES_OF_A_LAYER = 6  # qkv, attention and its merge, out, gate and up, down
+LAUNCHES_OF_A_LAYER = {1: 5, 2: 6}  # by requests: qkv, attention and with several its merge, out, gate and up, down
+BEGINNING = ("prepare_decode_kernel", "rotation_rows_kernel")
+"""What writes all that `lone_kernel` reads before its wait, but for the cache."""
 PROMPTS = {"a": [5, 6, 7], "b": list(range(3, 21)), "c": [8]}
 MAX_TOKENS = 3
 
@@ -92,29 +94,47 @@ def test_norms_and_activations_make_the_rows_of_products_with_weights_in_8_bits(
     assert widths_rounded_alone(overlapped_engine, folder / "fp8", "cuda") == {attended: 2}
 
 
-def test_a_decode_step_of_few_rows_takes_six_launches_for_a_layer(
-    folder: Path, device: torch.device, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.fixture
+def launched(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Names of the kernels that were launched, in order."""
     if device.type != "cpu":
-        pytest.skip("launches are counted in the interpreter")
+        pytest.skip("launches are seen in the interpreter")
     interpreter = importlib.import_module("triton.runtime.interpreter")
-    execute = interpreter.GridExecutor.__call__
-    launches = 0
+    execute, names = interpreter.GridExecutor.__call__, []
 
-    def counted(self: Any, *arguments: Any, **named: Any) -> Any:
-        nonlocal launches
-        launches += 1
+    def noted(self: Any, *arguments: Any, **named: Any) -> Any:
+        names.append(self.fn.__name__)
         return execute(self, *arguments, **named)
 
-    monkeypatch.setattr(interpreter.GridExecutor, "__call__", counted)
-    totals = {}
-    for num_layers in (1, 3):
-        make_model("llama", folder / str(num_layers), num_hidden_layers=num_layers, head_dim=16)
-        with replaced("cpu", "cuda"):
-            engine = overlapped_engine(folder / str(num_layers), max_num_seqs=2, max_model_len=16, num_kv_blocks=2)
-            engine.submit(wanted("a", [5, 6], max_tokens=4))
-            engine.step()
-            launches = 0
-            engine.step()
-            totals[num_layers] = launches
-    assert (totals[3] - totals[1]) / 2 == LAUNCHES_OF_A_LAYER
+    monkeypatch.setattr(interpreter.GridExecutor, "__call__", noted)
+    return names
+
+
+def launches_of_a_step(model: Path, launched: list[str], num_requests: int, num_layers: int) -> list[str]:
+    make_model("llama", model, num_hidden_layers=num_layers, head_dim=16)
+    with replaced("cpu", "cuda"):
+        engine = overlapped_engine(model, max_num_seqs=2, max_model_len=16, num_kv_blocks=4)
+        for number in range(num_requests):
+            engine.submit(wanted(str(number), [5, 6], max_tokens=4))
+        engine.step()
+        launched.clear()
+        engine.step()
+    return launched.copy()
+
+
+@pytest.mark.parametrize("num_requests", LAUNCHES_OF_A_LAYER)
+def test_a_decode_step_of_few_rows_takes_few_launches_for_a_layer(
+    num_requests: int, tmp_path: Path, launched: list[str]
+) -> None:
+    totals = [len(launches_of_a_step(tmp_path / str(layers), launched, num_requests, layers)) for layers in (1, 3)]
+    assert (totals[1] - totals[0]) / 2 == LAUNCHES_OF_A_LAYER[num_requests]
+
+
+def test_what_is_read_before_a_wait_was_written_further_in_front(tmp_path: Path, launched: list[str]) -> None:
+    """`kernels.triton.early_launch`: a kernel may read early what the one just in front of it leaves alone."""
+    names = launches_of_a_step(tmp_path / "model", launched, 1, 2)
+    lone = [place for place, name in enumerate(names) if name == "lone_kernel"]
+    assert len(lone) == 2
+    assert set(BEGINNING) <= set(names[: lone[0] - 1])
+    assert not set(BEGINNING) & set(names[lone[0] - 1 :])
+    assert {names[place - 1] for place in lone} <= {"linear_kernel", "fused_linear_kernel"}, "products, which wait"

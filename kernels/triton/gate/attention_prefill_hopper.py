@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from kernels.attention_rows import AttentionShape
-from kernels.triton.attention_prefill_hopper import H200, KEYS, NUM_WARPS, ROWS, overlapped_constants, overlapped_kernel
+from kernels.triton.attention_prefill_hopper import KEYS, NUM_WARPS, ROWS, overlapped_constants, overlapped_kernel
 from kernels.triton.chunk_splits import FEW_REQUESTS
 from kernels.triton.gate.compilation import Compilation
+from kernels.triton.tuning import HOPPER
 
 
 def compilations() -> list[Compilation]:
@@ -36,7 +37,7 @@ def _compilation(name: str, shape: AttentionShape, *, is_split: bool) -> Compila
         tensors | (dict.fromkeys(parts, "*fp32") if is_split else {}) | numbers | {"scale": "fp32"},
         {**absent, **overlapped_constants(shape, is_split=is_split), "REQUESTS": FEW_REQUESTS if is_split else 256},
         num_warps=NUM_WARPS,
-        capabilities=(H200,),
+        capabilities=(HOPPER,),
         tensor_cores=True,
         exponentials_min=ROWS * KEYS // (32 * NUM_WARPS),
         divisible=("q_stride", "block_stride"),

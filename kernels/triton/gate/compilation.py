@@ -144,8 +144,8 @@ def compile_kernel(compilation: Compilation, capability: int) -> Compiled:
 
 
 def touches_early(ptx: str) -> bool:
-    """Whether a kernel that may be launched early reads or writes memory before it waits, or never waits. What it reads once
-    and has the caches evict first are weights, which no kernel writes."""
+    """Whether a kernel that may be launched early reads or writes memory before it waits, or never waits. What it has the
+    caches evict first or last it says that the kernel in front leaves alone."""
     before, wait, _ = ptx.partition(WAIT)
     return not wait or _MEMORY.search(before) is not None
 

@@ -31,7 +31,7 @@ def _compilation(rows: str, weight: str, card: int) -> Compilation:
         f"greedy_head_{rows}_{weight}_sm{card}",
         head_kernel,
         {"hidden": f"*{rows}", "weight": f"*{weight}", **scales, **PARTS, **numbers},
-        {"TOKENS": tiles.block_n, "COLUMNS": tiles.block_k, "WARPS": tiles.column_warps, **absent},
+        {"TOKENS": tiles.block_n, "COLUMNS": tiles.block_k, **absent},
         num_warps=tiles.num_warps,
         num_stages=tiles.num_stages,
         capabilities=(card,),

@@ -28,7 +28,7 @@ def compilation(
     constants = {
         **dict.fromkeys(sorted(absent), None), "ROW_SCALES": x_scales, "COLUMN_SCALES": weight_scales, "EVEN_K": True,
         "SPLITS": tiles.splits, "BLOCK_M": tiles.block_m, "BLOCK_N": tiles.block_n, "BLOCK_K": tiles.block_k,
-        "GROUP_M": GROUP_ROWS, "WARPS": tiles.column_warps, "STAGES": tiles.num_stages,
+        "GROUP_M": GROUP_ROWS, "STAGES": tiles.num_stages,
     }  # fmt: skip
     return Compilation(
         name, linear_kernel, signature, constants, tiles.num_warps, tiles.num_stages, capabilities,

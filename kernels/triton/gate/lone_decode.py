@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from kernels.attention_rows import AttentionShape
 from kernels.triton.gate.compilation import CAPABILITIES, FP8_CAPABILITIES, Compilation
-from kernels.triton.lone_decode import WARPS, lone_constants, lone_kernel, num_warps
+from kernels.triton.lone_decode import WARPS, lone_constants, lone_kernel, warps_of
 
 KV_BYTES = {"fp32": 4, "fp8e4nv": 1}
 
@@ -53,11 +53,11 @@ def _compilation(
         lone_kernel,
         passed,
         {**absent, **lone_constants(shape, kv_bytes)},
-        num_warps=num_warps(shape, kv_bytes),
+        num_warps=warps_of(shape, kv_bytes),
         num_stages=1,
         capabilities=FP8_CAPABILITIES if "fp8" in kv_dtype else CAPABILITIES,
         tensor_cores=kv_bytes < 4,
         small_tile=True,
         divisible=("block_stride",),
-        programs=WARPS // num_warps(shape, kv_bytes),
+        programs=WARPS // warps_of(shape, kv_bytes),
     )
