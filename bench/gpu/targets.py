@@ -45,7 +45,7 @@ def exactly(name: str) -> str:
 
 
 def layer_of(model: str, rows: int) -> str:
-    return f"layer of {model}, {rows} row{'s' * (rows > 1)}: early launches over others"
+    return f"layer of {model}, {rows} row{'s' * (rows > 1)}: launches as they are over the faster way"
 
 
 def same_bits(name: str) -> str:
