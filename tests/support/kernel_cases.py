@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import math
 import random
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
 from kernels.attention_rows import AttentionShape
+from kernels.reference.rotated_decode import rotated_decode
+from tests.support.kernel_tolerances import Kind, assert_near, assert_same
 
 # Lengths on both sides of a block's and a tile's edge.
 AWKWARD_LENGTHS = (1, 15, 16, 17, 31, 67)
@@ -146,3 +149,16 @@ class RotatedBatch:
         """What `rotated_decode` takes before its options, for some of the rows."""
         angles = self.cos[rows], self.sin[rows]
         return self.qkv[rows], *angles, cache, self.slots[rows], self.tables[rows], self.lens[rows], self.shape
+
+    def compare(self, decode: Callable[..., torch.Tensor]) -> torch.Tensor:
+        """Raises unless outputs and the cache are those of the reference and nothing else is written. → outputs"""
+        cache, qkv = self.cache.clone(), self.qkv.clone()
+        expected = rotated_decode(*self.given(cache), **self.options)
+        found = decode(*self.given(self.cache), **self.options)
+        kind: Kind = "fp8" if self.cache.dtype.itemsize == 1 else "attention"
+        assert_near(found, expected, "attention", scale=2.0**8 if kind == "fp8" else 1.0)
+        untouched = cache.float().isnan()
+        assert_same(self.cache.float().isnan(), untouched)
+        assert_near(self.cache.float()[~untouched], cache.float()[~untouched], kind)
+        assert_same(self.qkv, qkv)
+        return found
