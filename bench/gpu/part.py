@@ -81,8 +81,8 @@ def _give_way(names: Sequence[str]) -> None:
 
 
 def _prepare_interpreter() -> None:
-    """The interpreter rounds to e4m3 as no card does, and takes most of its time for what nobody sees; the tests know how to put
-    both right."""
+    """The interpreter rounds to e4m3 as no card does, and takes most of its time for what nobody sees; the tests know how to
+    put both right."""
     import pytest
 
     from tests.support.interpreted_fp8 import correct_e4m3
