@@ -6,7 +6,7 @@ Needs no GPU. Every version of Triton in the environment is used (the installer'
 newest that we allow). Writes bench/results/compiled_kernels.jsonl, the record by which CI knows what need not be compiled again
 (kernels/triton/gate/record.py): sm (capability), regs and spill (bytes) of a thread, shared (bytes) and tmem (columns of tensor
 memory) of a program, mma (matrix instructions), programs that one multiprocessor holds at a time. What the record holds is not
-compiled again without `--all`, but for one configuration of each kernel on each card.
+compiled again without `--all`, but for one configuration of each kernel on every second card.
 """
 
 from __future__ import annotations

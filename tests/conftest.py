@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import gc
+import os
 import shutil
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
@@ -14,12 +15,17 @@ import pytest
 from appliance.base import db
 from appliance.base.db import Database
 from appliance.tenancy import members
+from engine.cpu_environment import SPINS
 from tests.support.cast import Cast, make_cast, quick_hasher
 from tests.support.clock import FakeClock
 from tests.support.databases import Cluster, postgresql_binaries, required, running_cluster
 
 YOUNG_OBJECTS_MAX = 20_000  # of a collection: tests make more of them than a program that serves, and nobody waits
 _STAY_FROZEN = mock.patch.object(gc, "unfreeze")
+
+# As the engine does before torch comes: threads that wait for one another at full speed, on processors that the suite shares,
+# took twice as long as everything else that the tests of kernels for CPUs do.
+os.environ.setdefault("GOMP_SPINCOUNT", str(SPINS))
 
 
 def pytest_collection_finish() -> None:

@@ -43,7 +43,7 @@ def main() -> None:
     from bench.gpu.context import Context
 
     if options.rehearse:
-        _correct_interpreter()
+        _prepare_interpreter()
     modules = [importlib.import_module(BY_NAME[name].module) for name in options.names]
     functions = [getattr(module, BY_NAME[name].function) for module, name in zip(modules, options.names, strict=True)]
     torch.backends.cuda.enable_cudnn_sdp(False)  # it plans for every length anew; the row that measures it names it
@@ -80,12 +80,15 @@ def _give_way(names: Sequence[str]) -> None:
         os.nice(BEHIND)
 
 
-def _correct_interpreter() -> None:
-    """The interpreter rounds to e4m3 as no card does; the tests know how to put it right."""
+def _prepare_interpreter() -> None:
+    """The interpreter rounds to e4m3 as no card does, and takes most of its time for what nobody sees; the tests know how to
+    put both right."""
     import pytest
 
     from tests.support.interpreted_fp8 import correct_e4m3
+    from tests.support.quick_interpreter import replace_language_once
 
+    replace_language_once()
     correct_e4m3(pytest.MonkeyPatch())
 
 

@@ -32,18 +32,23 @@ def rotated_decode(
 
     A row does not see what other rows write in this call, so rows of one request would differ from the two operations.
     """
-    before, turned = kv_cache.clone(), qkv.clone()
+    places = {slot: divmod(slot, shape.block_size) for slot in slot_mapping.tolist() if slot >= 0}
+    before, turned = {slot: kv_cache[place].clone() for slot, place in places.items()}, qkv.clone()
     rope_and_cache(
         turned, cos, sin, kv_cache, slot_mapping, num_kv_heads=shape.num_kv_heads, rotary_dim=rotary_dim,
         q_weight=q_weight, k_weight=k_weight, eps=eps, kv_scales=kv_scales,
     )  # fmt: skip
+    written = {slot: kv_cache[place].clone() for slot, place in places.items()}
+    for slot, place in places.items():
+        kv_cache[place] = before[slot]
     out = torch.zeros(qkv.shape[0], shape.num_heads, shape.head_dim, dtype=qkv.dtype, device=qkv.device)
     for row, slot in enumerate(slot_mapping.tolist()):
-        block, place = divmod(slot, shape.block_size)
-        kept = before[block, place].clone()
         if slot >= 0:
-            before[block, place] = kv_cache[block, place]
+            kv_cache[places[slot]] = written[slot]
         queries, one = turned[row : row + 1, : shape.num_heads], slice(row, row + 1)
-        out[row] = paged_decode(queries, before, block_tables[one], context_lens[one], shape, kv_scales=kv_scales)[0]
-        before[block, place] = kept
+        out[row] = paged_decode(queries, kv_cache, block_tables[one], context_lens[one], shape, kv_scales=kv_scales)[0]
+        if slot >= 0:
+            kv_cache[places[slot]] = before[slot]
+    for slot, place in places.items():
+        kv_cache[place] = written[slot]
     return out

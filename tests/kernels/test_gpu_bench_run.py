@@ -326,7 +326,7 @@ def test_no_part_waits_for_plans_of_cudnn_for_each_length_of_a_text(monkeypatch:
     """From capability 9.0 on torch 2.11 asks its attention first: the peer's too, whose keys are longer with every token."""
     said = io.StringIO()
     monkeypatch.setattr(part, "_own_output", lambda: said)
-    monkeypatch.setattr(part, "_correct_interpreter", lambda: None)
+    monkeypatch.setattr(part, "_prepare_interpreter", lambda: None)
     monkeypatch.setattr("sys.argv", ["part", "calibrate", "--rehearse"])
     monkeypatch.setattr("sys.stdin", io.StringIO(""))  # told nothing, it ends
     try:

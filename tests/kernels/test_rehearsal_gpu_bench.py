@@ -67,7 +67,7 @@ def test_a_part_runs_to_its_end_on_a_card(part: Part, monkeypatch: pytest.Monkey
     told: list[dict[str, Any]] = []
     has_kernels = part.family in ("calibrate", "kernels") or part.module.startswith("bench.gpu.check_")
     with ExitStack() as stack:
-        runs = part.family != "kernels" and part.name not in NUMBERS_ELSEWHERE
+        runs = part.family not in ("kernels", "choices") and part.name not in NUMBERS_ELSEWHERE
         card = stack.enter_context(rehearsal(Schedule.EARLY, total_bytes=8 << 30, runs_kernels=runs))
         if not has_kernels:
             stack.enter_context(in_place_of_triton())

@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import importlib
+from collections.abc import Callable
+from functools import partial
+from itertools import product
+from typing import Any
 
 import numpy as np
 import pytest
@@ -48,3 +52,36 @@ def test_a_type_that_is_made_again_is_what_it_was_the_first_time() -> None:
     for _ in range(2):
         with pytest.raises(ValueError, match="power of 2"):
             tl.block_type(tl.float32, [3])
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="with a GPU nothing is interpreted")
+@pytest.mark.parametrize("kind", [tl.float32, tl.float16, tl.int32, tl.uint32, tl.int64, tl.int1, tl.pointer_type(tl.int32)])
+def test_what_becomes_of_a_number_beside_a_tensor_is_what_triton_makes_of_it(kind: tl.dtype) -> None:
+    interpreter = importlib.import_module("triton.runtime.interpreter")
+    semantic = interpreter.interpreter_semantic
+    quick, plain = semantic.binary_op_type_checking_impl, type(semantic).binary_op_type_checking_impl.__wrapped__
+    zeros = np.zeros(4, interpreter._get_np_dtype(kind))
+    block = tl.tensor(interpreter.TensorHandle(zeros, kind), tl.block_type(kind, [4]))
+    single = tl.tensor(interpreter.TensorHandle(zeros[:1], kind), kind)
+
+    def told(check: Callable[..., Any], operands: tuple[Any, ...], flags: tuple[bool, ...]) -> object:
+        try:
+            made = check(*operands, *flags)
+        except Exception as error:  # Triton's own, numpy's warnings among them
+            return type(error), str(error)
+        return [(str(each.type), each.handle.data.dtype, each.handle.data.tobytes()) for each in made]
+
+    numbers = (0, 1, True, False, -1, 7, 1 << 31, 1 << 40, 0.0, -0.0, 1.0, 0.1, -2.5, 1e39, float("inf"), float("nan"))
+    for operand in (block, single):
+        for number in (*numbers, operand):
+            for operands in ((operand, number), (number, operand)):
+                for flags in product((False, True), repeat=4):
+                    expected = told(partial(plain, semantic), operands, flags)
+                    assert [told(quick, operands, flags) for _ in range(2)] == [expected] * 2, (operands, flags)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="with a GPU nothing is interpreted")
+def test_equal_shapes_are_one_object_and_others_are_not() -> None:
+    kinds = [tl.block_type(kind, shape) for kind in (tl.float32, tl.int1) for shape in ([2, 4], [tl.constexpr(2), 4])]
+    assert len({id(kind.shape) for kind in kinds}) == 1
+    assert kinds[0].shape is not tl.block_type(tl.float32, [4, 2]).shape

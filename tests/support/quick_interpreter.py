@@ -15,6 +15,8 @@ from typing import Any
 
 import numpy as np
 
+from tests.support.quick_semantic import decide_once
+
 
 def replace_language_once() -> None:
     """Let what functions of a module need of the interpreter's language stand for the rest of the process once one of them has
@@ -36,8 +38,9 @@ def replace_language_once() -> None:
     vars(interpreter)["_get_np_dtype"] = looked_up_once(interpreter._get_np_dtype)
     vars(interpreter)["_convert_float"] = with_shifts(interpreter._convert_float)
     core = importlib.import_module("triton.language.core")
-    core.block_type.__init__ = with_known_shapes(core.block_type.__init__)
+    core.block_type.__init__ = with_known_shapes(core.block_type.__init__, core.dtype)
     core.tensor.__init__ = with_known_sizes(core.tensor.__init__)
+    decide_once()
 
 
 def looked_up_once(look_up: Callable[[Any], np.dtype[Any]]) -> Callable[[Any], np.dtype[Any]]:
@@ -73,15 +76,20 @@ def with_shifts(convert: Callable[..., Any]) -> Callable[..., Any]:
     return converted
 
 
-def with_known_shapes(make: Callable[..., None]) -> Callable[..., None]:
-    """As `make`, which makes the type of a block; what follows from its shape is kept."""
-    found: dict[tuple[Any, ...], dict[str, Any]] = {}
+def with_known_shapes(make: Callable[..., None], plain: Any) -> Callable[..., None]:
+    """As `make`, which makes the type of a block; what follows from its shape is kept, and equal shapes are one object."""
+    found: dict[tuple[str, tuple[int, ...]], dict[str, Any]] = {}
+    shapes: dict[tuple[int, ...], Any] = {}
+    sizes: dict[int, tuple[int, ...]] = {}  # by the identity of each of `shapes`
 
     def make_known(self: Any, element_ty: Any, shape: Any) -> None:
-        key = (str(element_ty), *[getattr(size, "value", size) for size in shape])
+        known_sizes = sizes.get(id(shape)) or (*[getattr(size, "value", size) for size in shape],)
+        key = (element_ty.name if type(element_ty) is plain else str(element_ty), known_sizes)
         known = found.get(key)
         if known is None:
             make(self, element_ty, shape)
+            self.shape = shapes.setdefault(known_sizes, self.shape)
+            sizes[id(self.shape)] = known_sizes
             found[key] = {name: value for name, value in vars(self).items() if name != "element_ty"}
         else:
             self.element_ty = element_ty
@@ -91,17 +99,17 @@ def with_known_shapes(make: Callable[..., None]) -> Callable[..., None]:
 
 
 def with_known_sizes(make: Callable[..., None]) -> Callable[..., None]:
-    """As `make`, which makes a tensor of a type; its shape in Triton's own numbers is kept."""
-    found: dict[tuple[int, ...], tuple[Any, Any]] = {}
+    """As `make`, which makes a tensor of a type; its shape in Triton's own numbers is kept, by the object that the type has."""
+    found: dict[int, tuple[Any, Any, Any]] = {}
 
     def make_known(self: Any, handle: Any, type: Any) -> None:
-        key = (*type.shape,) if type.is_block() else ()
-        known = found.get(key)
+        shape = type.shape if type.is_block() else None
+        known = found.get(id(shape))
         if known is None:
             make(self, handle, type)
-            found[key] = self.shape, self.numel
+            found[id(shape)] = shape, self.shape, self.numel  # which lives as long as its identity is known
         else:
             self.handle, self.type, self.dtype = handle, type, type.scalar
-            self.shape, self.numel = known
+            _, self.shape, self.numel = known
 
     return make_known

@@ -10,6 +10,7 @@ import pytest
 import structlog
 from hypothesis import settings
 
+from tests.support import commands
 from tests.support.clock import FakeClock
 from tests.support.console_fixtures import Box, open_box
 
@@ -21,6 +22,16 @@ async def box(migrated_sqlite_file: Path, tmp_path: Path, clock: FakeClock) -> A
     """A console with Alice (owner), Vera (viewer), and the tenants of Bob and Charlie."""
     async with open_box(migrated_sqlite_file, tmp_path, clock) as opened:
         yield opened
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _kept_commands(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Let the tests of commands type one after another in one process."""
+    if not request.path.name.startswith("test_cli_"):
+        yield
+        return
+    with commands.kept():
+        yield
 
 
 @pytest.fixture

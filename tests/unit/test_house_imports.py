@@ -7,6 +7,7 @@ import graphlib
 import subprocess
 import sys
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -53,13 +54,16 @@ def modules(*folders: str) -> Iterator[tuple[str, Path]]:
             yield name.removesuffix(".__init__"), path
 
 
-def imports(path: Path) -> Iterator[str]:
+@cache
+def imports(path: Path) -> list[str]:
+    found: list[str] = []
     for node in ast.walk(ast.parse(path.read_text("utf-8"))):
         if isinstance(node, ast.Import):
-            yield from (alias.name for alias in node.names)
+            found += (alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
             assert node.level == 0, f"{path}: imports are absolute"
-            yield from (f"{node.module}.{alias.name}" for alias in node.names)
+            found += (f"{node.module}.{alias.name}" for alias in node.names)
+    return found
 
 
 def within(name: str, area: str) -> bool:
@@ -116,6 +120,7 @@ def test_no_part_imports_itself_by_way_of_others(top: str) -> None:
         pytest.fail(" imports ".join(reversed(error.args[1])))
 
 
+@cache
 def names_of(path: Path) -> set[str]:
     """What a module defines or imports at its top, on any branch."""
     found = set()
@@ -131,14 +136,17 @@ def names_of(path: Path) -> set[str]:
 
 def test_benches_import_what_is_there() -> None:
     """Nothing else reads them all: types are not checked there, and CI measures nothing."""
-    defined = {module: names_of(path) for module, path in modules(*OURS)}
+    paths = dict(modules(*OURS))
+
+    def is_there(name: str) -> bool:
+        module, _, defined = name.rpartition(".")
+        return name in paths or (module in paths and defined in names_of(paths[module]))
+
     wrong = [
         f"{module} imports {name}"
         for module, path in modules("bench")
         for name in imports(path)
-        if name.split(".")[0] in OURS
-        and name not in defined
-        and name.rpartition(".")[2] not in defined.get(name.rpartition(".")[0], ())
+        if name.split(".")[0] in OURS and not is_there(name)
     ]
     assert not wrong, "\n".join(wrong)
 

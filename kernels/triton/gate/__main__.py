@@ -2,8 +2,8 @@
 or of all, to what its machine code may be, and prints one JSON line for each and each compute capability.
 
 A line holds what was read from the machine code and what is wrong with it (`faults`). What a record (`record.py`) holds is not
-compiled again, but for one configuration of each kernel on each card. Used by the tests and by bench/compiled_kernels.py, in
-processes without TRITON_INTERPRET.
+compiled again, but for one configuration of each kernel on every second card, by versions of Triton in turn (`in_turn`). Used
+by the tests and by bench/compiled_kernels.py, in processes without TRITON_INTERPRET.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from typing import Any
 
 from triton import __version__
 
-from kernels.triton.gate.compilation import Compilation, compile_kernel, faults, forget_lines, source_key
+from kernels.triton.gate.compilation import CAPABILITIES, Compilation, compile_kernel, faults, forget_lines, source_key
 from kernels.triton.gate.declared import declared, module_names
 from kernels.triton.gate.record import Record, Recorded, differences, read
 
@@ -29,12 +29,18 @@ Row = dict[str, Any]
 def rows_of_module(module: str, record: Record, only: int | None = None) -> Iterator[Row]:
     """One row for each configuration and capability of `module`, in their order; of one capability where `only` names it.
 
-    `is_recorded` says that the record holds this machine code. The first such configuration of each kernel on each card is
-    compiled all the same, and a difference is a fault.
+    `is_recorded` says that the record holds this machine code. The first such configuration of each kernel on each card whose
+    turn it is is compiled all the same, and a difference is a fault.
     """
     compilations = declared(module)
     forget_lines()
-    sample: set[tuple[str, int]] = set()
+    kernels = list(dict.fromkeys(compilation.kernel.__name__ for compilation in compilations))
+    sample = {
+        (kernel, capability)
+        for number, kernel in enumerate(kernels)
+        for capability in CAPABILITIES
+        if not in_turn(number, capability, __version__)
+    }
     for compilation in compilations:
         for capability in compilation.capabilities:
             if only not in (None, capability):
@@ -50,6 +56,12 @@ def rows_of_module(module: str, record: Record, only: int | None = None) -> Iter
             else:
                 sample.add(kernel)
                 yield row | _compiled(compilation, capability, before)
+
+
+def in_turn(number: int, capability: int, version: str) -> bool:
+    """Whether this version of Triton is the one that compiles the kernel of that place in its file for that card, though it is
+    recorded: every second version is, for half of the cards, and the others for the other half."""
+    return (number + CAPABILITIES.index(capability) + int(version.split(".")[1])) % 2 == 0
 
 
 def _compiled(compilation: Compilation, capability: int, before: Recorded | None) -> Row:

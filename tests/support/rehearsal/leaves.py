@@ -1,4 +1,7 @@
-"""Values in lists, tuples and dictionaries, as operations take them; `torch.utils._pytree` knows more kinds and is slower."""
+"""Values in lists, tuples and dictionaries, as operations take them; `torch.utils._pytree` knows more kinds and is slower.
+
+A rehearsal takes a good part of its time here: what is of one of Python's own three kinds is known by that.
+"""
 
 from __future__ import annotations
 
@@ -8,20 +11,33 @@ from typing import Any
 
 def leaves_of(value: Any) -> list[Any]:
     """All values, in order."""
-    if isinstance(value, list | tuple):
-        return [leaf for each in value for leaf in leaves_of(each)]
-    if isinstance(value, dict):
-        return [leaf for each in value.values() for leaf in leaves_of(each)]
-    return [value]
+    found: list[Any] = []
+    _gather(value, found)
+    return found
+
+
+def _gather(value: Any, found: list[Any]) -> None:
+    kind = type(value)
+    if kind is tuple or kind is list or isinstance(value, (list, tuple)):
+        for each in value:
+            _gather(each, found)
+    elif kind is dict or isinstance(value, dict):
+        for each in value.values():
+            _gather(each, found)
+    else:
+        found.append(value)
 
 
 def mapped(function: Callable[[Any], Any], value: Any) -> Any:
     """The same with every value replaced. Named tuples stay what they are, sizes become tuples."""
-    if isinstance(value, tuple) and hasattr(value, "_fields"):
-        return type(value)(*(mapped(function, each) for each in value))
-    if isinstance(value, list | tuple):
-        found = (mapped(function, each) for each in value)
-        return list(found) if isinstance(value, list) else tuple(found)
-    if isinstance(value, dict):
-        return {name: mapped(function, each) for name, each in value.items()}
+    kind = type(value)
+    if kind is tuple:
+        return tuple([mapped(function, each) for each in value])
+    if kind is list or isinstance(value, list):
+        return [mapped(function, each) for each in value]
+    if kind is dict or isinstance(value, dict):
+        return {name: mapped(function, each) for name, each in value.items()} if value else {}
+    if isinstance(value, tuple):
+        found = [mapped(function, each) for each in value]
+        return kind(*found) if hasattr(value, "_fields") else tuple(found)
     return function(value)

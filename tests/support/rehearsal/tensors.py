@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import fields, replace
+from functools import cache
 from typing import Any
 
 import torch
@@ -175,7 +176,7 @@ def dispatch(func: Any, args: Sequence[Any], kwargs: dict[str, Any], mode: Torch
             return locked(found)
         return func(*args, **kwargs)
     refuse_missing(name, (args, kwargs))
-    if name not in WHOLE and func._can_decompose():
+    if name not in WHOLE and _can_decompose(func):
         args, kwargs = mapped(_with_index, (args, kwargs))
         with mode:
             found = func.decompose(*args, **kwargs)
@@ -191,6 +192,11 @@ def dispatch(func: Any, args: Sequence[Any], kwargs: dict[str, Any], mode: Torch
     if _is_view(func):
         return _view(func, args, kwargs)
     return _launch(func, args, kwargs)
+
+
+@cache
+def _can_decompose(func: Any) -> bool:
+    return bool(func._can_decompose())
 
 
 def _with_index(value: Any) -> Any:
@@ -244,6 +250,7 @@ def _by_masks(args: Any) -> bool:
     return any(is_mask(each) for each in args[1] if each is not None)
 
 
+@cache
 def _is_view(func: Any) -> bool:
     returns = func._schema.returns
     return bool(returns) and all(each.alias_info is not None and not each.alias_info.is_write for each in returns)
@@ -279,7 +286,7 @@ def computed_now(func: Any, args: Any, kwargs: Any) -> Any:
 def _launch(func: Any, args: Any, kwargs: Any) -> Any:
     schema = func._schema
     host_args, host_kwargs = _unwrapped(args, kwargs)
-    written = _written(schema, args, kwargs)
+    written = _written(func, args, kwargs)
     if written or not schema.returns:
         current_card().stream.add(lambda: func(*host_args, **host_kwargs))
         return None if not schema.returns else written[0] if len(schema.returns) == 1 else tuple(written)
@@ -304,14 +311,20 @@ def _launch(func: Any, args: Any, kwargs: Any) -> Any:
     return outs
 
 
-def _written(schema: Any, args: Any, kwargs: Any) -> list[torch.Tensor]:
+def _written(func: Any, args: Any, kwargs: Any) -> list[torch.Tensor]:
     """The arguments that are results as well, in the order of the results."""
-    by_set: dict[str, Any] = {}
+    return [args[index] if index is not None and index < len(args) else kwargs.get(name) for index, name in _places(func)]
+
+
+@cache
+def _places(func: Any) -> list[tuple[int | None, str]]:
+    """Where they stand among the arguments, by place, None where they have none, and by name."""
+    schema = func._schema
+    by_set: dict[str, tuple[int | None, str]] = {}
     for index, each in enumerate(schema.arguments):
         if each.alias_info is not None and each.alias_info.is_write:
-            value = args[index] if index < len(args) and not each.kwarg_only else kwargs.get(each.name)
             for name in each.alias_info.before_set:
-                by_set[name] = value
+                by_set[name] = None if each.kwarg_only else index, each.name
     for each in schema.returns:
         assert bool(each.alias_info) == bool(by_set), f"{schema.name} has results of both kinds"
     return [by_set[next(iter(each.alias_info.before_set))] for each in schema.returns if each.alias_info is not None]

@@ -1,0 +1,163 @@
+"""What Triton's interpreter decides at every operation anew, decided once: which type two operands are computed in, in which
+shape, what a number beside a block becomes. Results are the same objects or the same bits. So in 3.6.0 and 3.9.0, where it
+takes more of a test's time than numpy's work.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable
+from functools import wraps
+from typing import Any
+
+CONSTANTS_MAX = 1024
+"""So many numbers are kept as blocks, of 64 KiB at most as a rule; behind them it begins anew."""
+NUMBERS = (bool, int, float)
+
+
+def decide_once() -> None:
+    """For the rest of the process. Where the language has been replaced already, its functions stay as they are."""
+    core = importlib.import_module("triton.language.core")
+    interpreter = importlib.import_module("triton.runtime.interpreter")
+    semantic = importlib.import_module("triton.language.semantic").TritonSemantic
+    integers = frozenset(core.dtype.SINT_TYPES + core.dtype.UINT_TYPES)
+    core.dtype.is_int = lambda kind: kind.name in integers
+    core.dtype.__eq__ = with_the_same(core.dtype.__eq__)
+    vars(core)["_unwrap_if_constexpr"] = with_plain_values(core)
+    semantic.computation_type_impl = looked_up_once(semantic.computation_type_impl, core.dtype)
+    semantic.broadcast_impl_value = with_equal_shapes(semantic.broadcast_impl_value)
+    semantic.binary_op_type_checking_impl = with_known_operands(semantic.binary_op_type_checking_impl, core)
+    interpreter.TensorHandle.__post_init__ = with_known_widths(interpreter.TensorHandle.__post_init__, core)
+    vars(interpreter)["_patch_attr"] = in_one_call(core, semantic)
+
+
+def with_the_same(equal: Callable[[Any, Any], bool]) -> Callable[[Any, Any], bool]:
+    """As `equal`; a type is itself."""
+    return lambda one, other: one is other or equal(one, other)
+
+
+def with_plain_values(core: Any) -> Callable[[Any], Any]:
+    """As `core._unwrap_if_constexpr`, which looks at what is no constant of Triton's for tuples, lists and constants."""
+    unwrap, constant = core._unwrap_if_constexpr, core.constexpr
+    plain = {core.tensor, core.dtype, core.block_type, core.pointer_type, int, float, bool, str, type(None)}
+
+    def unwrapped(value: Any) -> Any:
+        kind = type(value)
+        if kind in plain:
+            return value
+        return value.value if kind is constant else unwrap(value)
+
+    return unwrapped
+
+
+def looked_up_once(decide: Callable[..., Any], plain: Any) -> Callable[..., Any]:
+    """As `decide`, the type that operands of two types are computed in. What is refused is refused each time."""
+    found: dict[tuple[Any, ...], Any] = {}
+
+    def decided(self: Any, one: Any, one_is_number: bool, other: Any, other_is_number: bool, div_or_mod: bool) -> Any:
+        if type(one) is not plain or type(other) is not plain:
+            return decide(self, one, one_is_number, other, other_is_number, div_or_mod)
+        key = (one.name, one_is_number, other.name, other_is_number, div_or_mod)
+        if key not in found:
+            found[key] = decide(self, one, one_is_number, other, other_is_number, div_or_mod)
+        return found[key]
+
+    return decided
+
+
+def are_alike(one: Any, other: Any) -> bool:
+    """Whether two types are both no blocks, or blocks whose shape is one object, as equal shapes are (`quick_interpreter`)."""
+    if one.is_block():
+        return other.is_block() and one.shape is other.shape
+    return not other.is_block()
+
+
+def with_equal_shapes(broadcast: Callable[..., Any]) -> Callable[..., Any]:
+    """As `broadcast`; two of one shape stay as they are."""
+    return lambda self, lhs, rhs: (lhs, rhs) if are_alike(lhs.type, rhs.type) else broadcast(self, lhs, rhs)
+
+
+def with_known_operands(check: Callable[..., Any], core: Any) -> Callable[..., Any]:
+    """As `check`, which makes two operands of one type and one shape. Two that are so already are looked at once for each type;
+    what became of a number beside a tensor that stayed as it was is kept, read-only."""
+    tensor, plain = core.tensor, core.dtype
+    stay: dict[tuple[Any, ...], bool] = {}
+    constants: dict[tuple[Any, ...], Any] = {}
+
+    @wraps(check)
+    def checked(
+        self: Any,
+        lhs: Any,
+        rhs: Any,
+        allow_lhs_ptr: bool = False,
+        allow_rhs_ptr: bool = False,
+        arithmetic_check: bool = True,
+        div_or_mod: bool = False,
+    ) -> Any:
+        flags = (allow_lhs_ptr, allow_rhs_ptr, arithmetic_check, div_or_mod)
+        left, right = type(lhs), type(rhs)
+        if left is tensor and right is tensor:
+            kind = lhs.dtype
+            if (
+                type(kind) is plain
+                and type(rhs.dtype) is plain
+                and kind.name == rhs.dtype.name
+                and are_alike(lhs.type, rhs.type)
+            ):
+                kept = (kind.name, *flags)
+                if stay.get(kept):
+                    return lhs, rhs
+                made = check(self, lhs, rhs, *flags)
+                stay[kept] = made[0] is lhs and made[1] is rhs
+                return made
+        elif (left is tensor and right in NUMBERS) or (right is tensor and left in NUMBERS):
+            is_left = right is tensor
+            number, operand = (lhs, rhs) if is_left else (rhs, lhs)
+            if number == number and (number or type(number) is not float):  # no NaN, and no zero that has a sign
+                key = (type(number), number, is_left, operand.type.name, *flags)
+                constant = constants.get(key)
+                if constant is None:
+                    made = check(self, lhs, rhs, *flags)
+                    if made[is_left] is operand:
+                        if len(constants) >= CONSTANTS_MAX:
+                            constants.clear()
+                        constants[key] = made[not is_left]
+                        constants[key].handle.data.flags.writeable = False
+                    return made
+                return (constant, operand) if is_left else (operand, constant)
+        return check(self, lhs, rhs, *flags)
+
+    return checked
+
+
+def with_known_widths(check: Callable[[Any], None], core: Any) -> Callable[[Any], None]:
+    """As `check`, which refuses numbers wider than their type; how wide a type may be is kept by its name."""
+    widest: dict[str, int] = {}
+
+    def checked(self: Any) -> None:
+        kind = self.dtype
+        limit = widest.get(kind.name)
+        if limit is None or self.data.itemsize > limit:
+            check(self)
+            if type(kind) in (core.dtype, core.pointer_type):
+                widest[kind.name] = max(self.data.itemsize, limit or 0)
+
+    return checked
+
+
+def in_one_call(core: Any, semantic: Any) -> Callable[..., None]:
+    """As the interpreter's `_patch_attr`, which lets a function of the language know that it is interpreted: called at once,
+    without a dictionary and a check for that."""
+    checking = core.builtin(lambda: None).__code__
+
+    def patch(owner: object, name: str, member: Any, builder: Any, scope: Any) -> None:
+        function = member.__wrapped__ if getattr(member, "__code__", None) is checking else member
+        decides = semantic(builder)
+
+        def called(*args: Any, **kwargs: Any) -> Any:
+            kwargs["_semantic"] = decides
+            return function(*args, **kwargs)
+
+        scope.set_attr(owner, name, called)
+
+    return patch
