@@ -15,7 +15,7 @@ from kernels.reference import fused_linear as reference
 from kernels.reference.elementwise import rms_norm
 from kernels.residual_stream import Gate, Stream
 from kernels.triton import fused_linear
-from kernels.triton.linear_tiles import Tiles
+from kernels.triton.fused_linear import FusedTiles
 from tests.support.kernel_cases import FLOATS, normal
 from tests.support.kernel_tolerances import assert_near, assert_same
 
@@ -26,7 +26,7 @@ SPLITS = pytest.mark.parametrize("splits", [1, 4])
 
 
 def divide(monkeypatch: pytest.MonkeyPatch, splits: int) -> None:
-    tiles = Tiles(16, 16, 32, num_warps=4, num_stages=3, splits=splits)
+    tiles = FusedTiles(16, 16, 32, num_warps=4, num_stages=3, splits=splits)
     monkeypatch.setattr(fused_linear, "fused_tiles", lambda *_, **__: tiles)
 
 
