@@ -9,8 +9,9 @@ Before its wait a kernel may ask for what the kernel just in front of it does no
 decode of a lone request also the table, the length and the angle that its step begins with, and what its cache holds. It says
 so by how long the caches keep that: evicted first where it is read once in a step, last where every layer reads it. The compile
 gate and the emulated card refuse every other access, the card also what the kernel in front has in fact stored. Why that is
-safe: what a kernel further in front wrote lies in memory, since the one between has waited for it; and no multiprocessor has an
-older copy, since it was read last in the step before, behind which a graph begins with a launch that is not early.
+safe: what a kernel further in front wrote lies in memory, since the one between has waited for it. And no multiprocessor has an
+older copy of its own: each drops what it has when it starts a program or when that waits, whichever the card does; tables and
+lengths were read last in the step before, and since then the output head has run on all of them.
 
 A kernel of more than `EARLY_ROWS_MAX` rows is launched in turn.
 
