@@ -92,11 +92,13 @@ def _multiplied(total, pairs, scale_zero, x, first, column, K, BFLOAT_SCALES: gl
     """total and the products of the chunk of each warp, whose columns begin at `first`. column: [WARPS, RUN]"""
     WARPS: gl.constexpr = total.shape[0]
     ROW: gl.constexpr = column.type.layout.parent
-    LEFT: gl.constexpr = gl.DotOperandLayout(0, total.type.layout, 2)
-    RIGHT: gl.constexpr = gl.DotOperandLayout(1, total.type.layout, 2)
+    SUMS: gl.constexpr = total.type.layout
+    LEFT: gl.constexpr = gl.DotOperandLayout(0, SUMS, 2)
+    RIGHT: gl.constexpr = gl.DotOperandLayout(1, SUMS, 2)
     DTYPE: gl.constexpr = x.dtype.element_ty
-    part, row_sum = gl.zeros_like(total), gl.zeros_like(total)
-    one = gl.full([WARPS, total.shape[1], RUN], 1.0, DTYPE, layout=LEFT)
+    part = gl.zeros_like(total)
+    row_sum = gl.zeros([WARPS, OUTPUTS, COPIES], gl.float32, layout=SUMS)
+    one = gl.full([WARPS, OUTPUTS, RUN], 1.0, DTYPE, layout=LEFT)
     for run in gl.static_range(RUNS):
         k = first + RUN * run + column
         row = gl.load(x + k, mask=k < K, other=0.0)
@@ -104,6 +106,9 @@ def _multiplied(total, pairs, scale_zero, x, first, column, K, BFLOAT_SCALES: gl
         right = _operand(row, RIGHT)
         part = mma_v2(_operand(_codes(pairs, run, DTYPE), LEFT), right, part)
         row_sum = mma_v2(one, right, row_sum)
+    if total.shape[1] > OUTPUTS:  # the same for the other half
+        both = gl.join(row_sum, row_sum).permute([0, 3, 1, 2]).reshape([WARPS, 2 * OUTPUTS, COPIES])
+        row_sum = gl.convert_layout(both, SUMS, assert_trivial=True)
     return _added(total, part, row_sum, scale_zero, BFLOAT_SCALES, DTYPE)
 
 

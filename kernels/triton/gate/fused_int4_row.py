@@ -48,6 +48,5 @@ def _compilation(
         small_tile=True,
         divisible=("N", "K"),
         registers_max=tiles.registers_max,
-        spill_bytes_max=40,  # written before the loop and read behind it
         programs=16 // tiles.num_warps,
     )
