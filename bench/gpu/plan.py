@@ -58,7 +58,7 @@ PARTS: tuple[Part, ...] = (
     Part("warm 4 bits", "warm-up", "bench.gpu.warm_up", "warm_4_bits", 55, 60, "checks", beside=True),
     Part("warm in turn", "warm-up", "bench.gpu.warm_up", "warm_in_turn", 55, 60, "checks", beside=True),
     Part("kernel attention", "kernels", "bench.gpu.speed_attention", "measure", 15, 75, "kernels"),
-    Part("kernel products", "kernels", "bench.gpu.speed_products", "measure", 15, 65, "kernels"),
+    Part("kernel products", "kernels", "bench.gpu.speed_products", "measure", 22, 65, "kernels"),
     Part("kernel rows", "kernels", "bench.gpu.speed_rows", "measure", 8, 45, "kernels"),
     Part("llama 8b", "llama 8b", "bench.gpu.serve", "llama_8b", 58, 70, "engines", needs=(*LLAMA, "warm in turn")),
     Part("small models", "small models", "bench.gpu.serve", "small_models", 22, 30, "engines", needs=SMALL),
