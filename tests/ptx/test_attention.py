@@ -108,7 +108,7 @@ def rotated(batch: RotatedBatch) -> None:
         (AttentionShape(BLOCK, 8, 2, 128), 0, BF16, False),
         (AttentionShape(BLOCK, 8, 2, 128), 1, BF16, True),
         (AttentionShape(BLOCK, 8, 2, 128), 65, BF16, False),
-        (AttentionShape(BLOCK, 8, 2, 128), 1025, BF16, True),
+        (AttentionShape(BLOCK, 8, 2, 128), 449, BF16, True),
         (AttentionShape(BLOCK, 2, 1, 128), 300, FP8, True),
         (AttentionShape(BLOCK, 4, 1, 64), 200, FP8, False),
         (AttentionShape(BLOCK, 3, 1, 96), 130, BF16, True),
