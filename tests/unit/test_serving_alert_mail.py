@@ -81,7 +81,7 @@ class MailServer:
 
 
 def _authenticate(_server: Any, _session: Any, _envelope: Any, _mechanism: str, login: Any) -> AuthResult:
-    return AuthResult(success=(login.login, login.password) == (b"gate@house", b"p:w/d"))
+    return AuthResult(success=(login.login, login.password) == (b"gate@house", b"p:w/d"), handled=False)
 
 
 @asynccontextmanager
@@ -219,6 +219,7 @@ async def test_the_login_of_the_setting_is_used_with_its_escapes_read(certificat
         await send(f"smtp+starttls://gate%40house:p%3Aw%2Fd@127.0.0.1:{server.port}", tls=certificate.client())
         with pytest.raises(SendFailed) as failure:
             await send(f"smtp+starttls://gate%40house:wrong-one@127.0.0.1:{server.port}", tls=certificate.client())
+    assert "535" in str(failure.value)
     assert "wrong-one" not in str(failure.value)
     assert len(server.taken) == 1
 
