@@ -12,10 +12,17 @@ import triton.language as tl
 from kernels.attention_rows import AttentionShape
 from kernels.triton import chunk_splits
 from kernels.triton.attention_decode import check_attention, paged_decode, score_factor
-from kernels.triton.attention_splits import SPLIT_QUERIES, TABLES, DecodeWorkspace, scheduled_requests, workspace_bytes
+from kernels.triton.attention_splits import (
+    SPLIT_QUERIES,
+    TABLES,
+    DecodeWorkspace,
+    scheduled_requests,
+    shape_constants,
+    workspace_bytes,
+)
 from kernels.triton.chunk_splits import splits_of_tile
 from kernels.triton.query_tiles import tile_keys, tile_owner, tile_queries, tile_rows
-from kernels.triton.tuning import HOPPER, LOG2_E, capability, card, interpreted, multiprocessors, power_of_two
+from kernels.triton.tuning import HOPPER, capability, card, interpreted, multiprocessors, power_of_two
 
 SPLIT_BYTES_MAX = 256 * 1024 * 1024
 """What splitting the keys of short chunks may need of memory beyond the workspace of decodes; many of them beside one very long
@@ -330,14 +337,8 @@ def _may_be_split(shape: AttentionShape, kv_dtype: torch.dtype, num_rows: int, m
 def prefill_constants(shape: AttentionShape, tiling: PrefillTiling, *, is_split: bool = False) -> dict[str, object]:
     """Constants of `prefill_kernel`, but for REQUESTS."""
     return {
-        "H": shape.num_heads,
-        "K": shape.num_kv_heads,
-        "D": shape.head_dim,
-        "P": shape.block_size,
-        "WINDOW": shape.sliding_window or 0,
-        "SOFTCAP": (shape.softcap or 0.0) * LOG2_E,
+        **shape_constants(shape),
         "ROWS": tiling.rows,
-        "WIDTH": power_of_two(shape.head_dim),
         "KEYS": tiling.keys,
         "SPLIT": chunk_splits.SPLIT_KEYS if is_split else 0,
     }

@@ -175,18 +175,25 @@ def tile_rows(shape: AttentionShape, max_query_len: int, kv_bytes: int) -> int:
     return COLUMNS_MAX if kv_bytes == 1 and rows <= COLUMNS_MAX else max(16, power_of_two(rows))
 
 
-def split_constants(shape: AttentionShape, max_query_len: int, kv_bytes: int, tiling: DecodeTiling) -> dict[str, Any]:
-    """Constants of `attention_decode.split_kernel`, but for REQUESTS; those of MERGE_CONSTANTS are `merge_kernel`'s too."""
+def shape_constants(shape: AttentionShape) -> dict[str, Any]:
+    """Constants that follow from the shape alone, by the names that all kernels of paged attention give them."""
     return {
         "H": shape.num_heads,
         "K": shape.num_kv_heads,
         "D": shape.head_dim,
         "P": shape.block_size,
-        "QUERIES": max_query_len,
         "WINDOW": shape.sliding_window or 0,
         "SOFTCAP": (shape.softcap or 0.0) * LOG2_E,
-        "ROWS": tile_rows(shape, max_query_len, kv_bytes),
         "WIDTH": power_of_two(shape.head_dim),
+    }
+
+
+def split_constants(shape: AttentionShape, max_query_len: int, kv_bytes: int, tiling: DecodeTiling) -> dict[str, Any]:
+    """Constants of `attention_decode.split_kernel`, but for REQUESTS; those of MERGE_CONSTANTS are `merge_kernel`'s too."""
+    return {
+        **shape_constants(shape),
+        "QUERIES": max_query_len,
+        "ROWS": tile_rows(shape, max_query_len, kv_bytes),
         "TILE": tiling.tile,
         "SPLIT": tiling.split,
     }

@@ -215,15 +215,16 @@ def fused_tiles(
 
 def _tiles_on(x: torch.Tensor, weight: Weight, num_outputs: int, *, gated: bool, is_summed: bool) -> AnyTiles:
     """`is_summed`: whether the squares of the outputs are stored."""
-    (num_rows, num_columns), on_card = x.shape, multiprocessors(x.device)
+    num_rows, num_columns = x.shape
     if isinstance(weight, Int4Weight):
         return fused_int4.tiles_on(x, weight, num_outputs, gated=gated)
     weight_bytes, row_bytes = _values(weight).element_size(), x.element_size()
     if num_rows == 1 and row_bytes == 2 and num_columns % fused_row.FOUR.value == 0:
         return fused_row.row_tiles(num_columns, gated=gated, is_summed=is_summed, weight_bytes=weight_bytes)
     return fused_tiles(
-        num_outputs, num_columns, capability(x.device), on_card, gated=gated, weight_bytes=weight_bytes, row_bytes=row_bytes
-    )
+        num_outputs, num_columns, capability(x.device), multiprocessors(x.device),
+        gated=gated, weight_bytes=weight_bytes, row_bytes=row_bytes,
+    )  # fmt: skip
 
 
 def _values(weight: torch.Tensor | Int8Weight | Fp8Weight) -> torch.Tensor:

@@ -17,10 +17,10 @@ import torch
 
 from kernels.attention_rows import AttentionShape
 from kernels.triton.attention_decode import check_attention, score_factor
-from kernels.triton.attention_splits import scheduled_requests
+from kernels.triton.attention_splits import scheduled_requests, shape_constants
 from kernels.triton.early_launch import early_launch
 from kernels.triton.invariant_rows import merge_rows_kernel, rows_kernel
-from kernels.triton.tuning import LOG2_E, capability, card, multiprocessors, power_of_two
+from kernels.triton.tuning import capability, card, multiprocessors, power_of_two
 
 SPLIT = 256
 """Tokens: 128 KiB of keys and values of 128 numbers of 16 bits, of which a program writes and reads back a fiftieth."""
@@ -234,13 +234,7 @@ def _tiling(shape: AttentionShape, kv_cache: torch.Tensor) -> RowsTiling:
 
 def rows_constants(shape: AttentionShape, tiling: RowsTiling) -> dict[str, object]:
     """Constants of `rows_kernel`, but for REQUESTS."""
-    return merge_constants(shape) | {
-        "K": shape.num_kv_heads,
-        "P": shape.block_size,
-        "SOFTCAP": (shape.softcap or 0.0) * LOG2_E,
-        "ROWS": tiling.rows,
-        "KEYS": tiling.keys,
-    }
+    return shape_constants(shape) | {"SPLIT": SPLIT, "ROWS": tiling.rows, "KEYS": tiling.keys}
 
 
 def merge_constants(shape: AttentionShape) -> dict[str, object]:

@@ -16,10 +16,11 @@ import triton.language as tl
 
 from kernels.attention_rows import AttentionShape
 from kernels.triton.attention_decode import score_factor
+from kernels.triton.attention_splits import shape_constants
 from kernels.triton.early_launch import early_launch, wait_for_previous
 from kernels.triton.newest_token import ask_angles, ask_newest, score_of, take_newest
 from kernels.triton.split_sum import counters
-from kernels.triton.tuning import LOG2_E, multiprocessors, power_of_two
+from kernels.triton.tuning import multiprocessors, power_of_two
 
 TILE_NUMBERS, MERGED_NUMBERS = 8192, 8192
 """Numbers of a tile of keys, and of results of splits that are added up at a time: 64 of a thread."""
@@ -200,14 +201,8 @@ def lone_constants(shape: AttentionShape, kv_bytes: int) -> dict[str, Any]:
     """Constants of `lone_kernel`, but for ROTARY."""
     width, group = power_of_two(shape.head_dim), shape.num_heads // shape.num_kv_heads
     return {
-        "H": shape.num_heads,
-        "K": shape.num_kv_heads,
-        "D": shape.head_dim,
-        "P": shape.block_size,
-        "WINDOW": shape.sliding_window or 0,
-        "SOFTCAP": (shape.softcap or 0.0) * LOG2_E,
+        **shape_constants(shape),
         "ROWS": max(16, power_of_two(group)),
-        "WIDTH": width,
         "TILE": lone_tile(shape.head_dim, kv_bytes),
         "CHUNK": max(2, MERGED_NUMBERS // (power_of_two(group) * width)),
     }

@@ -81,7 +81,7 @@ class EmulatedCard(AbsentCard):
         tensors = [value for value in arguments if isinstance(value, torch.Tensor)]
         numbers = [value.data_ptr() if isinstance(value, torch.Tensor) else value for value in arguments]
         scratch = [0] * (len(program.parameters) - len(numbers))  # of a profiler and of Triton: these kernels have none
-        memory = GlobalMemory([*tensors, *self._reachable], self._stored if self.follows else NO_WORDS)
+        memory = GlobalMemory([*tensors, *self._reachable], self._stored if self.follows else None)
         launch = Launch(program, actions, numbers + scratch, memory, grid, shared_bytes, early, self.adds_waits)
         places = [(x, y, z) for z, y, x in itertools.product(*(range(size) for size in reversed(grid)))]
         with np.errstate(all="ignore"):

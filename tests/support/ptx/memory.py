@@ -31,9 +31,9 @@ class Fault(Exception):
 
 class GlobalMemory:
     """The storages of `tensors`, each up to its own end. `unseen`: words that the launch in front of this one has stored, which
-    nobody may count on who has not waited for it."""
+    nobody may count on who has not waited for it; None where nobody asks, nor what this one stores."""
 
-    def __init__(self, tensors: Iterable[torch.Tensor], unseen: Array = NO_WORDS) -> None:
+    def __init__(self, tensors: Iterable[torch.Tensor], unseen: Array | None = None) -> None:
         self._unseen = unseen
         self._stored: list[Array] = []
         storages = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in tensors}
@@ -72,7 +72,7 @@ class GlobalMemory:
 
     def check_seen(self, addresses: Array, size: int) -> None:
         """Raises Fault if any of so many bytes at each address was stored by the launch in front."""
-        if np.isin(_words_of(addresses, size), self._unseen).any():
+        if self._unseen is not None and np.isin(_words_of(addresses, size), self._unseen).any():
             raise Fault("what the kernel in front has stored is read before griddepcontrol.wait")
 
     def load(self, addresses: Array, width: int, count: int) -> Array:
@@ -89,7 +89,8 @@ class GlobalMemory:
         width, count = values.dtype.itemsize, values.shape[1]
         self.check(addresses, width * count, width * count)
         if addresses.size:
-            self._stored.append(_words_of(addresses, width * count))
+            if self._unseen is not None:
+                self._stored.append(_words_of(addresses, width * count))
             self._words(width)[((addresses - self._origin) // width)[:, None] + np.arange(count)] = values
 
     def _words(self, width: int) -> Array:
