@@ -3,10 +3,12 @@
     usual kinds   1, 2, 4, 8, 16, 24 … 256 │ 272, 288 … 512 │ 544, 576 … 1024 │ …
     all others    1, 2, 4, 8, 16, 32, 64, 96 … 256 │ 320, 384 … 512 │ 640, 768 … 1024 │ …
     guesses       2, 4, 8, 16, 32, 64 …
+    with chunks   16, 32, 64, 96 … 256 │ 320, 384 … 512 │ 640, 768 … 1024 │ …
 
 Padding costs products and nothing else. Steps of the usual kinds, greedy ones and drawn ones, are at most a sixteenth longer
 for it from 128 rows on. Steps without a graph of their own take one that ends with the logits, of which there are few sizes,
-so that all of these have a place.
+so that all of these have a place. Steps with chunks of prompts have any number of rows: of them there are few sizes as well,
+and those without a graph are launched kernel by kernel.
 """
 
 from __future__ import annotations
@@ -18,6 +20,23 @@ FINE_ROWS = 256
 USUAL_KINDS = 2
 RARE_KEPT = 8
 """Captured steps of other kinds that are met often: those that weigh the vocabulary, count penalties or score tokens."""
+
+CHUNK_ROWS_MIN = 16
+CHUNK_ROWS_BYTES_MAX = 128 << 20
+"""Of activations in a captured step with chunks: 1,020 rows of Llama-3.1-8B, 4,300 of Qwen3-0.6B. Longer steps keep a card busy
+for about as long as the host takes to launch their kernels one by one, and all graphs hold the memory of the largest."""
+
+CHUNKS_MAX = (3, 31)
+"""Chunks of a captured step at most, each a kind of its own: attention cuts the keys of few chunks into more pieces."""
+
+CHUNK_GRAPHS = "chunks"
+"""What the keys of their graphs begin with."""
+
+CHUNK_GRAPHS_KEPT = 24
+CHUNK_USES_BEFORE, CHUNK_WORTH = 3, 8
+"""Captured steps with chunks that are kept at a time, steps of a shape that are launched kernel by kernel before it is
+captured, and those by which a shape must be ahead of another one to take its place. A capture takes the host about as long as
+launching four steps, and there are more shapes than will be met often."""
 
 RECORDED_ROWS_MAX = 64
 """Rows of a recorded step on a CPU. What more rows compute takes so long that the calls do not matter."""
@@ -45,9 +64,28 @@ def guesses_size(num_rows: int, max_rows: int) -> int:
     return min(_power_of_two(num_rows), max_rows)
 
 
+def chunks_size(num_rows: int, max_rows: int) -> int:
+    """To how many rows a step with chunks of prompts is rounded up."""
+    return logits_size(max(num_rows, CHUNK_ROWS_MIN), max_rows)
+
+
+def chunk_rows_max(max_tokens: int, row_bytes: int) -> int:
+    """Rows of the largest captured step with chunks, 0 if none is captured. `max_tokens`: of any step; `row_bytes`: what layers
+    hold of a row, where they hold most."""
+    most = min(max_tokens, CHUNK_ROWS_BYTES_MAX // row_bytes)
+    sizes = {chunks_size(num_rows, 2 * most) for num_rows in range(1, most + 1)}
+    return max((size for size in sizes if size <= most), default=0)
+
+
 def graphs_kept(max_num_seqs: int, max_guesses: int, *, has_draft: bool = False) -> int:
-    """Captured steps that are kept at a time: every size of the usual kinds, every size of those that end with the logits, and
-    some more. `max_guesses`: rows of a step beyond one for each request. `has_draft`: of both models, else of the target."""
+    """Captured steps that are kept at a time, with chunks of prompts or without; arguments as of `decode_graphs_kept`."""
+    return decode_graphs_kept(max_num_seqs, max_guesses, has_draft=has_draft) + CHUNK_GRAPHS_KEPT
+
+
+def decode_graphs_kept(max_num_seqs: int, max_guesses: int, *, has_draft: bool = False) -> int:
+    """Captured decode steps that are kept at a time: every size of the usual kinds, every size of those that end with the
+    logits, and some more. `max_guesses`: rows of a step beyond one for each request. `has_draft`: of both models, else of the
+    target."""
     usual = len({step_size(number, max_num_seqs) for number in range(1, max_num_seqs + 1)})
     logits = len({logits_size(number, max_num_seqs) for number in range(1, max_num_seqs + 1)})
     max_rows = max_num_seqs + max_guesses

@@ -20,17 +20,21 @@ from kernels.transfer import send
 
 @dataclass(frozen=True, slots=True)
 class PagedPlan:
-    """Rows of one step: the first `num_decodes` have one query each, the others those between their `query_starts`."""
+    """Rows of one step: the first `num_decodes` have one query each, the others those between their `query_starts`.
+
+    Where only the device knows how many decodes there are, `num_decodes` is how many there may be, and `counts_all` says that
+    tokens of longer rows follow those of decodes at once: what attention of decodes leaves in their place is overwritten."""
 
     shape: AttentionShape
     num_decodes: int
     block_tables: torch.Tensor  # [B, M] int32
     context_lens: torch.Tensor  # [B] int32, 0 for a row that is padding
-    query_starts: torch.Tensor | None = None  # [B - num_decodes + 1] int32, counted from the first longer row
+    query_starts: torch.Tensor | None = None  # [B - num_decodes + 1] int32, counted from token `num_decodes`, or from 0
     max_query_len: int = 1
     workspace: Any = None  # of `paged_decode`, and of `paged_prefill` where it has one
     is_row_invariant: bool = False  # computed by the operations of batch-invariant engines
     is_newest: bool = False  # every row is the newest token of a request of its own, or padding
+    counts_all: bool = False
 
     @property
     def takes_projections(self) -> bool:
@@ -110,8 +114,9 @@ def paged_plan_attention(
             out=out[:num_decodes],
             workspace=plan.workspace,
         )
+    first = 0 if plan.counts_all else num_decodes
     operations.paged_prefill(
-        queries[num_decodes:],
+        queries[first:],
         kv_cache,
         plan.block_tables[num_decodes:],
         plan.query_starts,
@@ -119,7 +124,7 @@ def paged_plan_attention(
         shape,
         max_query_len=plan.max_query_len,
         kv_scales=kv_scales,
-        out=out[num_decodes:],
+        out=out[first:],
         workspace=plan.workspace,
     )
     return out

@@ -13,7 +13,8 @@ b_kv bytes per weight, per number computed with and per stored key or value, T t
                      at least t·w·b + min(t·splits·H·(D + 1)·4, 256 MiB) with t = min(T, 8 · requests)
     graphs       G = A of the largest captured step, and for each that is kept 24 KiB for each of its 10·L + 20 launches;
                      13 in a layer that is a mixture. Steps over slots hold the logits of all rows at once, so that both
-                     their A are at least R·V·b
+                     their A are at least R·V·b. Captured steps with chunks have at most 128 MiB / (w·b) tokens, and room
+                     for 2^16·(D + 1)·4 that splits leave
     slots        S = R·(splits of the context·H·(D + 1)·4 for each window + V·(4 + b)) + min(R·V·4, 128 MiB), on a GPU:
                      what decodes leave between two kernels, counts of tokens, logits that wait for masks, biases. Rows of
                      guesses add to R, though not to counts and biases. Batch-invariant decodes leave
@@ -32,7 +33,7 @@ from dataclasses import dataclass
 
 from engine.config.model import ModelConfig
 from engine.formats import Formats, WeightFormat, unquantised
-from engine.step_sizes import draft_graphs_kept, graphs_kept
+from engine.step_sizes import chunk_rows_max, draft_graphs_kept, graphs_kept
 
 GIB = 1 << 30
 LOGITS_ELEMENTS_MAX = 1 << 25
@@ -200,6 +201,13 @@ class MemoryShape:
         few_tokens = min(num_tokens, CHUNK_PARTS_MAX // (2 * self.num_heads))
         return few_tokens * self.layer_width * element_bytes + CHUNK_PARTS_MAX * (self.head_dim + 1) * 4
 
+    def captured_chunks_bytes(self, num_tokens: int, element_bytes: int) -> int:
+        """What the largest captured step with chunks holds, where a step has `num_tokens` at most: activations, and what the
+        splits of few of them leave. A few block tables are not counted."""
+        row_bytes = self.layer_width * element_bytes
+        num_rows = chunk_rows_max(num_tokens, row_bytes)
+        return num_rows * row_bytes + (CHUNK_PARTS_MAX * (self.head_dim + 1) * 4 if num_rows else 0)
+
     def few_queries_bytes(self, load: Load, context_len: int, formats: Formats) -> int:
         """What a step of short chunks, of FEW_QUERIES_MAX tokens at most, holds where they are more rows than the workspace of
         decodes has: activations, and a workspace of its own. 0 where no step has so many."""
@@ -351,7 +359,8 @@ class MemoryNeeds:
         """Captured steps share one pool of activations, at least `logits_bytes`. Those of a draft model are a part of all, and
         there are some of its own."""
         num_graphs = graphs_kept(load.num_seqs, load.num_guesses)
-        activations = max(logits_bytes, model.activations_bytes(load.num_rows, load.num_rows, element_bytes))
+        decodes_bytes = model.activations_bytes(load.num_rows, load.num_rows, element_bytes)
+        activations = max(logits_bytes, decodes_bytes, model.captured_chunks_bytes(load.num_tokens, element_bytes))
         if draft is None:
             return num_graphs * model.graph_bytes + activations
         num_drafts = num_graphs + draft_graphs_kept(load.num_seqs)

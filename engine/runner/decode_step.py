@@ -64,7 +64,7 @@ class DecodeStep:
         recorder = decoder.recorder if is_recorded else None
         self._recorded = RecordedSteps(recorder, partial(self._run, has_guesses=False), max_rows)
         self._recorded_guesses = RecordedSteps(recorder, partial(self._run, has_guesses=True), max_rows)
-        self._workspaces = decoder.keep_workspaces(max_rows, max_blocks)
+        decoder.keep_workspaces(max_rows, max_blocks)
 
     def __call__(self, size: int, kind: Kind | None, *, has_guesses: bool = False) -> None:
         """Compute the first `size` rows, None as far as their logits. Makes no decision by anything on the device.
@@ -112,7 +112,7 @@ class DecodeStep:
 
     def inputs(self, size: int, *, has_guesses: bool) -> BatchInputs:
         """The first `size` rows, as they are written, for this model."""
-        return self._inputs.of(self._decoder, self._workspaces, size, has_guesses=has_guesses)
+        return self._inputs.of(self._decoder, size, has_guesses=has_guesses)
 
     def forward(self, inputs: BatchInputs, before_layer: Callable[[], None] | None) -> torch.Tensor:
         """Hidden states of all rows, [R, hidden]; their keys and values go to the cache."""

@@ -12,13 +12,16 @@ from engine.layers.attention import are_recordable, attention_shapes
 from engine.layers.batch_inputs import BatchInputs
 from engine.layers.rotary import RotaryTable
 from engine.memory.kv_plan import MemoryPlan
+from engine.memory.needs import MemoryShape
 from engine.models.decoder import Decoder
 from engine.runner.embedder import TextModel
 from engine.runner.input_rows import InputRow, make_batch_inputs
 from engine.runner.kv_cache import allocate_kv_cache
+from engine.step_sizes import chunk_rows_max
 from kernels.ops import (
     AnyPlanner,
     AttentionPlanner,
+    PagedPlan,
     PagedPlanner,
     RecordedOperations,
     attention_planner,
@@ -57,6 +60,8 @@ class PagedDecoder:
         self.greedy_head = decoder.greedy_head
         self._recorded: RecordedOperations | None = None
         self._decoder = decoder
+        self._workspaces: list[Any] = [None] * len(config.windows)
+        self._max_len, self._layer_width = plan.max_model_len, MemoryShape.of(config).layer_width
         self._block_size = block_size
         self._device = device
         self.batch_invariant = batch_invariant
@@ -76,15 +81,40 @@ class PagedDecoder:
             batch_tokens=text_tokens,
         )
 
-    def keep_workspaces(self, num_rows: int, max_blocks: int) -> list[Any]:
-        """What the attention of decodes leaves between two kernels, one for each of `attention_shapes`, in steps of so many
-        rows and blocks. Steps follow one another: those of `prepare` use the same from now on instead of making their own."""
+    def keep_workspaces(self, num_rows: int, max_blocks: int) -> None:
+        """Make room for what the attention of decodes leaves between two kernels, for each of `attention_shapes`, in steps of
+        so many rows and blocks. Steps follow one another: all use the same from now on instead of making their own."""
         make, dtype = operations(self._device, batch_invariant=self.batch_invariant).decode_workspace, self.kv_caches[0].dtype
-        workspaces = [make(shape, num_rows, max_blocks, dtype, self._device) for shape in self.attention_shapes]
-        for planner, workspace in zip(self._planners, workspaces, strict=True):
+        self._workspaces = [make(shape, num_rows, max_blocks, dtype, self._device) for shape in self.attention_shapes]
+        for planner, workspace in zip(self._planners, self._workspaces, strict=True):
             if isinstance(planner, PagedPlanner):
                 planner.workspace = workspace
-        return workspaces
+
+    def inputs(
+        self,
+        token_ids: torch.Tensor,
+        positions: torch.Tensor,
+        slot_mapping: torch.Tensor,
+        plan: Callable[..., PagedPlan],
+        *,
+        sampled_rows: torch.Tensor | None = None,
+    ) -> BatchInputs:
+        """Inputs of a pass over rows that lie on the device; `plan` makes the plan of each of `attention_shapes`."""
+        return BatchInputs(
+            token_ids=token_ids,
+            positions=positions,
+            rotations=tuple(rotary.at(positions) for rotary in self.rotaries),
+            slot_mapping=slot_mapping,
+            sampled_rows=sampled_rows,
+            attention=tuple(
+                plan(shape=shape, workspace=workspace, is_row_invariant=self.batch_invariant)
+                for shape, workspace in zip(self.attention_shapes, self._workspaces, strict=True)
+            ),
+        )
+
+    def chunk_rows(self, max_tokens: int) -> int:
+        """Rows of the largest captured step with chunks (`step_sizes.chunk_rows_max`), of steps of up to `max_tokens`."""
+        return chunk_rows_max(min(max_tokens, self._max_len), self._layer_width * self.dtype.itemsize)
 
     @property
     def max_verify_group(self) -> int:

@@ -24,7 +24,7 @@ from engine.sampling.columns import ColumnSampler
 from engine.sampling.host_masks import HostMasks
 from engine.scheduling.limits import SchedulerLimits
 from engine.step_mode import StepMode
-from engine.step_sizes import graphs_kept
+from engine.step_sizes import decode_graphs_kept
 from engine.switches import GRAPHS
 from kernels import ops
 
@@ -59,7 +59,7 @@ def make_slot_runner(
     """A runner over slots for all seats of the engine, in any mode that has some. `draft`: the model that guesses, if one does.
     `max_guesses`: of a step."""
     assert mode.has_slots, "plain steps are over no slots"
-    max_graphs = graphs_kept(limits.max_num_seqs, max_guesses, has_draft=draft is not None)
+    max_graphs = decode_graphs_kept(limits.max_num_seqs, max_guesses, has_draft=draft is not None)
     calls: Calls = CudaGraphs(device, max_graphs=max_graphs) if mode is StepMode.CAPTURED else DirectCalls()
     return SlotRunner(
         plain,
@@ -72,6 +72,7 @@ def make_slot_runner(
         max_blocks=-(-limits.max_model_len // limits.block_size),
         block_size=limits.block_size,
         device=device,
+        chunk_rows=0 if mode is StepMode.RECORDED else target.chunk_rows(limits.max_num_batched_tokens),
         is_synchronous=mode is StepMode.RECORDED,
         draft=draft,
     )

@@ -22,6 +22,7 @@ from functools import partial
 import torch
 
 from engine.protocol import PlainReason
+from engine.runner.chunk_step import ChunkStep, ChunkSteps
 from engine.runner.cuda_graphs import Calls
 from engine.runner.decode_step import DecodeStep
 from engine.runner.draft_steps import DraftSteps
@@ -74,15 +75,17 @@ class SlotRunner:
         max_blocks: int,
         block_size: int,
         device: torch.device,
+        chunk_rows: int = 0,
         is_synchronous: bool = False,
         draft: PagedDecoder | None = None,
     ) -> None:
-        """`max_guesses`: of all requests of a step, 0 if none are made. `max_blocks`: of the longest request.
-        `is_synchronous`: a step is over when it was launched, and is recorded instead of rounded up to one of the sizes of
-        graphs. `draft`: the model that guesses; without one the host does."""
+        """`max_guesses`: of all requests of a step, 0 if none are made. `max_blocks`: of the longest request. `chunk_rows`: of
+        the largest step with chunks that is captured, 0 if none is. `is_synchronous`: a step is over when it was launched, and
+        is recorded instead of rounded up to one of the sizes of graphs. `draft`: the model that guesses; without one the host
+        does."""
         self.plain = plain
         self._target = target
-        self._draft = draft
+        self._decoders = [target] if draft is None else [draft, target]
         self._sampler = sampler
         self._masks = RowMasks(masks, device, begins_early=is_synchronous)
         self._max_num_seqs = max_num_seqs
@@ -107,6 +110,10 @@ class SlotRunner:
             self._drafts = DraftSteps(make_ready("draft", draft_step), self._inputs, sampler, device)
         self._step = make_step(target, *over_slots, draft=draft_step)
         self._steps = make_ready("decode", self._step)
+        self._chunks: ChunkSteps | None = None
+        if chunk_rows:
+            chunk_step = ChunkStep(self._decoders, self._state, max_tokens=chunk_rows, block_size=block_size, device=device)
+            self._chunks = ChunkSteps(chunk_step, calls)
         self._sampled = self._step.sampled  # of as many rows as the last step had
         self._staging = Staging(device)
         self._return = TokenReturn(max_rows, scores.width(TOP_LOGPROBS_MAX), device=device)
@@ -228,6 +235,8 @@ class SlotRunner:
             self._warm_up(self._drafts.steps, sizes)
         if self._has_guesses:
             self._warm_up(self._steps, WARM_ROWS[:0:-1], has_guesses=True)
+        if self._chunks is not None:
+            self._chunks.warm_up()
 
     @torch.inference_mode()
     def _warm_up(self, steps: ReadySteps, sizes: Sequence[int], *, has_guesses: bool = False) -> None:
@@ -310,7 +319,7 @@ class SlotRunner:
         return self._return.send(self._sampled, table, inputs=inputs)
 
     def _launch_rows(self, items: Sequence[ScheduledRequest], *, has_guesses: bool = False) -> LaunchedStep:
-        """Launch a step with chunks of prompts, which the plain forward pass computes."""
+        """Launch a step with chunks of prompts: as one graph, or as the plain forward pass computes it."""
         sampling = [row for row, item in enumerate(items) if item.samples]
         chosen = [items[row] for row in sampling]
         slots = NO_ROWS
@@ -321,20 +330,21 @@ class SlotRunner:
         choosing = SampledRows.of(chosen, slots)
         needs = self._sampler.needs(choosing.slots)
         fill = self._masks.begin(choosing.items, needs)
-        rows = [input_row(item) for item in items]
-        unknown = self._last_tokens(rows, dict(zip(sampling, slots, strict=True)))
+        rows, slot_of = [input_row(item) for item in items], dict(zip(sampling, slots, strict=True))
         launched = LaunchedStep(len(items), len(choosing.slots), sampling, depths=choosing.depths, inputs=choosing.tokens)
         inputs: torch.Tensor | None = None
-        if has_guesses and self._drafts is not None:
-            guesses = self._guess(choosing)
-            unknown.append((self._staging.send(guess_places(items, rows)), guesses))
-            inputs = self._staging.send(choosing.tokens)
-            inputs.index_copy_(0, self._staging.send(choosing.guessing), guesses)
-            launched.inputs = None
-        if self._draft is not None:
-            _forward(self._draft, rows, unknown)
-        hidden = _forward(self._target, rows, unknown)
-        if not sampling:
+        hidden = self._chunks.run(rows, slot_of) if self._chunks is not None and not has_guesses else None
+        if hidden is None:
+            unknown = self._last_tokens(rows, slot_of)
+            if has_guesses and self._drafts is not None:
+                guesses = self._guess(choosing)
+                unknown.append((self._staging.send(guess_places(items, rows)), guesses))
+                inputs = self._staging.send(choosing.tokens)
+                inputs.index_copy_(0, self._staging.send(choosing.guessing), guesses)
+                launched.inputs = None
+            for decoder in self._decoders:
+                hidden = _forward(decoder, rows, unknown)
+        if hidden is None or not sampling:
             return launched
         where = self._staging.send([choosing.slots, choosing.positions])
         logits = self._target.logits(hidden, wide=False)

@@ -86,10 +86,16 @@ class Staging:
         if device.type == "cuda":
             self._ring = BufferRing(lambda: PinnedNumbers(STAGED_NUMBERS))
 
-    def send(self, values: Sequence[Sequence[int]] | Sequence[int] | np.ndarray[Any, Any]) -> torch.Tensor:
-        """A tensor on the device with these integers, int64, behind everything launched so far."""
+    def send(
+        self,
+        values: Sequence[Sequence[int]] | Sequence[int] | np.ndarray[Any, Any],
+        *,
+        into: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """A tensor on the device with these integers, int64, behind everything launched so far: `into`, else a new one."""
         if self._ring is None:
-            return torch.from_numpy(np.array(values, dtype=np.int64))
+            given = torch.from_numpy(np.array(values, dtype=np.int64))
+            return given if into is None else into.copy_(given)
         wanted = np.asarray(values, dtype=np.int64)
         size = wanted.size
         place, buffer = self._ring.take()
@@ -100,7 +106,7 @@ class Staging:
         pinned = buffer.first(size)
         if wanted.ndim > 1:
             pinned = pinned.view(wanted.shape)
-        sent = pinned.to(self._device, non_blocking=True)
+        sent = pinned.to(self._device, non_blocking=True) if into is None else into.copy_(pinned, non_blocking=True)
         buffer.event.record()
         self._ring.used(place, buffer.event)
         return sent

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import partial
-from typing import Any
 
 import numpy as np
 import torch
@@ -105,30 +104,12 @@ class StepInputs:
             block_tables=self.block_tables[:size],
         )
 
-    def of(self, decoder: PagedDecoder, workspaces: Sequence[Any], size: int, *, has_guesses: bool) -> BatchInputs:
-        """The first `size` rows for one of the models. workspaces: of its attention, for as many rows as there may be.
-        `has_guesses`: as `write` has left them."""
-        positions, tables = self.positions[:size], self.block_tables[:size]
-        lens = self.context_lens[:size]
-        plan = partial(ops.PagedPlan, num_decodes=size, is_newest=not has_guesses)
+    def of(self, decoder: PagedDecoder, size: int, *, has_guesses: bool) -> BatchInputs:
+        """The first `size` rows for one of the models. `has_guesses`: as `write` has left them."""
+        plan = partial(ops.PagedPlan, block_tables=self.block_tables[:size])
         if has_guesses and self._max_verify_group > 1:
-            starts = self._group_starts[: size + 1]
-            lens = self._group_lens[:size]
-            plan = partial(ops.PagedPlan, num_decodes=0, query_starts=starts, max_query_len=self._max_verify_group)
-        return BatchInputs(
-            token_ids=self.token_ids[:size],
-            positions=positions,
-            rotations=tuple(rotary.at(positions) for rotary in decoder.rotaries),
-            slot_mapping=self.slot_mapping[:size],
-            sampled_rows=None,
-            attention=tuple(
-                plan(
-                    shape=shape,
-                    block_tables=tables,
-                    context_lens=lens,
-                    workspace=workspace,
-                    is_row_invariant=decoder.batch_invariant,
-                )
-                for shape, workspace in zip(decoder.attention_shapes, workspaces, strict=True)
-            ),
-        )
+            groups = {"query_starts": self._group_starts[: size + 1], "context_lens": self._group_lens[:size]}
+            plan = partial(plan, num_decodes=0, max_query_len=self._max_verify_group, **groups)
+        else:
+            plan = partial(plan, num_decodes=size, context_lens=self.context_lens[:size], is_newest=not has_guesses)
+        return decoder.inputs(self.token_ids[:size], self.positions[:size], self.slot_mapping[:size], plan)

@@ -245,7 +245,8 @@ def paged_prefill(
     q: [T, H, D] fp16, bf16 or fp32, rows any distance apart; kv_cache: [N, P, 2, K, D] of q's dtype, or float8_e4m3fn with
     kv_scales [2] float32 (of keys, of values; None is 1), the chunks' own tokens already written; block_tables: [B, M] int32;
     query_starts: [B + 1] int32, rows query_starts[b] … query_starts[b + 1] - 1 are the newest tokens of request b, at most
-    `max_query_len`; context_lens: [B] int32, the newest one's position plus one.
+    `max_query_len`; context_lens: [B] int32, the newest one's position plus one. Rows before query_starts[0] are nobody's and
+    stay as they are in `out`; all others are somebody's.
 
     Operations: 4 · D · H for each pair of a query and a token it sees, and at most one tile's worth more for each tile. Bytes:
     keys and values once for each tile of queries, mostly from the second-level cache. Only tiles on the diagonal and at the

@@ -83,11 +83,11 @@ def overlapped_kernel(
     query_tile = num_tiles - 1 - gl.program_id(0) // K
     each = gl.arange(0, REQUESTS, layout=EACH)
     first_tile = gl.load(query_starts + each, mask=each < num_requests, other=0) // QUERIES + each
-    request = gl.sum(((first_tile <= query_tile) & (each < num_requests)).to(gl.int32), 0) - 1
+    request = gl.maximum(gl.sum(((first_tile <= query_tile) & (each < num_requests)).to(gl.int32), 0) - 1, 0)
     first_row = gl.load(query_starts + request)
     num_queries = gl.load(query_starts + request + 1) - first_row
     first = (query_tile - (first_row // QUERIES + request)) * QUERIES
-    if first >= num_queries:
+    if (first < 0) | (first >= num_queries):
         return
     places, live = _row_places(kv_head, first_row, num_queries, first, q_stride, D, GROUP, ROWS, gl.SliceLayout(1, LOADED))
     lane = gl.arange(0, D, layout=gl.SliceLayout(0, LOADED))

@@ -112,6 +112,8 @@ def merge_chunks_kernel(
     ends = tl.load(query_starts + index + 1, mask=index < num_requests, other=token_row + 1)
     request = tl.sum((ends <= token_row).to(tl.int32), 0)
     first_row = tl.load(query_starts + request)
+    if token_row < first_row:  # of nobody, as `tile_owner` says
+        return
     num_queries = tl.load(query_starts + request + 1) - first_row
     first = (token_row - first_row) // queries * queries
     start = tl.load(context_lens + request) - num_queries

@@ -155,6 +155,8 @@ def merge_rows_kernel(
     request = tl.arange(0, REQUESTS)
     starts = tl.load(query_starts + request, mask=request < num_requests, other=0)
     request = tl.sum(((starts <= token_row) & (request < num_requests)).to(tl.int32), 0) - 1
+    if request < 0:  # of nobody, as `tile_owner` says
+        return
     behind = tl.load(query_starts + request + 1) - token_row
     position = tl.load(context_lens + request) - behind
     num_splits = (position + SPLIT) // SPLIT - _split_range(position, WINDOW, SPLIT)

@@ -11,15 +11,17 @@ def tile_owner(query_starts, num_requests, num_tiles, K: tl.constexpr, QUERIES: 
     """→ key head and request of a program, the request's first row and number of queries, and the tile's first query, which is
     beyond them where a tile is nobody's. Late tiles, which see most, come first; neighbours have neighbouring heads.
 
-    Request b's tiles begin at query_starts[b] // QUERIES + b: room enough for a last tile that is not full.
+    Request b's tiles begin at query_starts[b] // QUERIES + b: room enough for a last tile that is not full. Those before the
+    first request's are nobody's.
     """
     tile = num_tiles - 1 - tl.program_id(0) // K
     request = tl.arange(0, REQUESTS)
     first_tile = tl.load(query_starts + request, mask=request < num_requests, other=0) // QUERIES + request
-    request = tl.sum(((first_tile <= tile) & (request < num_requests)).to(tl.int32), 0) - 1
+    request = tl.maximum(tl.sum(((first_tile <= tile) & (request < num_requests)).to(tl.int32), 0) - 1, 0)
     first_row = tl.load(query_starts + request)
     num_queries = tl.load(query_starts + request + 1) - first_row
     first = (tile - (first_row // QUERIES + request)) * QUERIES
+    first = tl.where(first < 0, num_queries, first)
     return tl.program_id(0) % K, request, first_row, num_queries, first
 
 

@@ -17,9 +17,8 @@ from bench.gpu.idle import Idle
 from bench.gpu.rows import Row
 from bench.host_step import make_engine
 from engine.loop import Engine
-from engine.runner.cuda_graphs import CudaGraphs
-from engine.runner.graph_eviction import GraphEviction
-from engine.step_sizes import graphs_kept
+from engine.runner.cuda_graphs import CudaGraphs, Places
+from engine.step_sizes import decode_graphs_kept
 
 STEADY = [f"Llama-3.1-8B bf16, batch {size}, 1k context" for size in (64, 256)]
 WHOLE = (
@@ -35,7 +34,7 @@ class NoGraph:
 def graphs_of(num_places: int) -> CudaGraphs:
     """Its choice of what is captured and kept, and nothing that a card is needed for."""
     graphs = object.__new__(CudaGraphs)
-    graphs._max_graphs, graphs._places, graphs._graphs, graphs._failed = num_places, GraphEviction(num_places), {}, {}
+    graphs._max_graphs, graphs._places, graphs._graphs, graphs._failed = num_places, Places.of(num_places), {}, {}
     graphs._captured = lambda _: NoGraph()  # type: ignore[method-assign,return-value,assignment]
     return graphs
 
@@ -48,7 +47,7 @@ def rows_of(
 
     @contextmanager
     def engine_of(*_: object, max_num_seqs: int, max_model_len: int, **__: object) -> Iterator[Engine]:
-        places = graphs_kept(max_num_seqs, 0) if num_places is None else num_places
+        places = decode_graphs_kept(max_num_seqs, 0) if num_places is None else num_places
         engine, _parts = make_engine(max_num_seqs, calls=graphs_of(places), max_model_len=max_model_len, budget=budget)
         runner: Any = engine._overlapped._runner  # type: ignore[union-attr]
         monkeypatch.setattr(runner._step, "choose", lambda *_: None)

@@ -283,14 +283,14 @@ def test_where_there_is_no_place_for_a_graph_a_kind_of_steps_takes_the_one_that_
     llama: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("engine.runner.graph_eviction.WORTH", 3)
-    monkeypatch.setattr("engine.runner.runner_choice.graphs_kept", lambda *_, **__: 9)
+    monkeypatch.setattr("engine.runner.runner_choice.decode_graphs_kept", lambda *_, **__: 9)
     requests = [wanted(name, prompt, max_tokens=9, temperature=1.0, top_p=0.9) for name, prompt in PROMPTS.items()]
     expected = run_to_end(engine_of(llama), requests)
     with rehearsal() as card, in_place_of_triton():
         engine = engine_of(llama, device="cuda")
         found = run_to_end(engine, requests)
     assert {name: tokens(each) for name, each in found.items()} == {name: tokens(each) for name, each in expected.items()}
-    assert card.num_captures == 9 + 2, "of 16 rows: as far as the logits, and from the third step on of this kind"
+    assert card.num_captures == 9 + 1 + 2, "of 16 rows: as far as the logits, and from the third step on of this kind"
     assert card.num_replays == 8, "one for each token but the first"
 
 

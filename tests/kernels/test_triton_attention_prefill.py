@@ -37,7 +37,7 @@ def tiles(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> No
 
 
 class Chunks:
-    """Chunks of prompts in a poisoned cache, their queries in a poisoned projection."""
+    """Chunks of prompts in a poisoned cache, their queries in a poisoned projection, behind `before` rows of nobody."""
 
     def __init__(
         self,
@@ -47,15 +47,16 @@ class Chunks:
         *,
         dtype: torch.dtype = torch.float32,
         kv_dtype: torch.dtype | None = None,
+        before: int = 0,
     ) -> None:
-        self.shape, self.dtype = shape, dtype
+        self.shape, self.dtype, self.before = shape, dtype, before
         lengths = [context_len for _, context_len in rows]
         tables, num_blocks = scattered_tables(lengths, shape.block_size)
         size = (num_blocks, shape.block_size, shape.num_kv_heads, shape.head_dim)
         self.cache = filled_cache(tables, lengths, size, dtype=kv_dtype or dtype, device=device)
         self.tables = table_tensor(tables, device)
         self.context_lens = torch.tensor(lengths, dtype=torch.int32, device=device)
-        starts = [0, *accumulate(query_len for query_len, _ in rows)]
+        starts = [*accumulate((query_len for query_len, _ in rows), initial=before)]
         self.query_starts = torch.tensor(starts, dtype=torch.int32, device=device)
         self.max_query_len = max(query_len for query_len, _ in rows)
         queries = normal(starts[-1], shape.num_heads * shape.head_dim, dtype=dtype, device=device)
@@ -67,14 +68,21 @@ class Chunks:
         given = (self.q, self.cache, self.tables, self.query_starts, self.context_lens, self.shape)
         sizes: dict[str, Any] = {"max_query_len": self.max_query_len, "kv_scales": kv_scales}
         prefill.paged_prefill(*given, **sizes, out=out.tensor, workspace=workspace)
-        expected = reference.paged_prefill(*given, **sizes)
-        assert_near(out.check(), expected, "attention")
+        expected = reference.paged_prefill(*given, **sizes)[self.before :]
+        assert_near(out.check()[self.before :], expected, "attention")
+        assert out.tensor[: self.before].isnan().all(), "rows of nobody were written"
 
 
 @pytest.mark.usefixtures("tiles")
 @pytest.mark.parametrize("rows", [[(17, 17), (2, 16), (16, 33), (15, 15)], [(1, 1), (67, 67), (3, 20)], [(33, 129), (5, 97)]])
 def test_first_and_later_chunks_equal_the_loops(rows: Rows, device: torch.device) -> None:
     Chunks(rows, SHAPE, device).compare()
+
+
+@pytest.mark.usefixtures("tiles")
+@pytest.mark.parametrize("before", [1, 8, 33, 70])
+def test_rows_before_the_first_chunk_stay_as_they_are(before: int, device: torch.device) -> None:
+    Chunks([(17, 17), (2, 16), (40, 90)], SHAPE, device, before=before).compare()
 
 
 @pytest.mark.parametrize("head_dim", [64, 96, 128, 256])

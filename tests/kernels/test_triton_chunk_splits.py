@@ -80,6 +80,13 @@ def test_awkward_lengths_equal_the_loops(rows: Rows, parts: Parts, device: torch
     assert parts.splits == min(MOST, chunks.tables.shape[1] * BLOCK // 32) > 1
 
 
+@pytest.mark.usefixtures("tiles")
+@pytest.mark.parametrize("before", [3, 40])
+def test_rows_before_the_first_chunk_stay_as_they_are(before: int, parts: Parts, device: torch.device) -> None:
+    Chunks([(15, 159), (33, 300)], SHAPE, device, before=before).compare()
+    assert parts.splits == MOST
+
+
 def test_a_long_context_of_the_tiles_that_are_served(
     parts: Parts, device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:

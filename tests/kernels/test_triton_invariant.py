@@ -70,20 +70,23 @@ class Request:
     def ints(self, values: list[int]) -> torch.Tensor:
         return torch.tensor(values, dtype=torch.int32, device=self.device)
 
-    def chunk(self, first: int, count: int, *, neighbours: tuple[int, int] = (0, 0)) -> torch.Tensor:
-        """Queries first … first + count - 1, as a chunk between two of the NaN requests of so many queries."""
+    def chunk(self, first: int, count: int, *, neighbours: tuple[int, int] = (0, 0), behind: int = 0) -> torch.Tensor:
+        """Queries first … first + count - 1, as a chunk between two of the NaN requests of so many queries, all of it `behind`
+        so many rows of nobody."""
         before, after = neighbours
         around = [(1, before, 40), (0, count, first + count), (2, after, 3)]
         rows = [each for each in around if each[1]]
         q = [self.q[first : first + count] if row == 0 else poisoned(
             many, *self.q.shape[1:], dtype=self.q.dtype, device=self.device) for row, many, _ in rows]  # fmt: skip
-        starts = self.ints([sum(each[1] for each in rows[:index]) for index in range(len(rows) + 1)])
+        q.insert(0, poisoned(behind, *self.q.shape[1:], dtype=self.q.dtype, device=self.device))
+        starts = self.ints([behind + sum(each[1] for each in rows[:index]) for index in range(len(rows) + 1)])
         out = Guarded((int(starts[-1]), *self.q.shape[1:]), self.q.dtype, self.device)
         attention.paged_prefill(
             torch.cat(q), self.cache, self.tables[[row for row, *_ in rows]], starts, self.ints([each[2] for each in rows]),
             self.shape, max_query_len=max(each[1] for each in rows), kv_scales=self.kv_scales, out=out.tensor,
         )  # fmt: skip
-        found = out.check()
+        found = out.check()[behind:]
+        assert out.tensor[:behind].isnan().all(), "rows of nobody were written"
         return found[before : before + count] if before else found[:count]
 
     def decode(self, position: int, batch: int) -> torch.Tensor:
@@ -128,7 +131,7 @@ def test_a_query_has_the_same_bits_in_any_chunk_and_as_a_decode(
     for first, count in ((0, 5), (31, 2), (32, 39)):
         assert_same(request.chunk(first, count), whole[first : first + count])
     for first, count in ((0, 1), (3, 29), (63, 8)):
-        assert_same(request.chunk(first, count, neighbours=(2, 3)), whole[first : first + count])
+        assert_same(request.chunk(first, count, neighbours=(2, 3), behind=70), whole[first : first + count])
     for position in (0, 31, 32, 70):
         assert_same(request.decode(position, 1), whole[position])
 

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from engine.runner.graph_eviction import WINDOW, WORTH, GraphEviction
-from engine.step_sizes import graphs_kept, guesses_size, logits_size, step_size
+from engine.step_sizes import decode_graphs_kept, guesses_size, logits_size, step_size
 
 SEATS = 256
 USUAL, RARE = ("greedy", "drawn"), ("weighs", "counts", "scores 1", "scores 8")
@@ -51,7 +51,7 @@ class Steps:
 
 @pytest.mark.parametrize("seats", [1, 8, 64, 256, 512, 1024, 4096])
 def test_greedy_and_drawn_steps_of_every_size_have_a_graph_each(seats: int) -> None:
-    steps = Steps(seats, graphs_kept(seats, 0))
+    steps = Steps(seats, decode_graphs_kept(seats, 0))
     first, some_ended_with_logits = steps.walk(20_000, USUAL)
     then, others_did = steps.walk(20_000, USUAL[1:])
     assert first + then <= 2 * len({step_size(number, seats) for number in range(1, seats + 1)})
@@ -60,7 +60,7 @@ def test_greedy_and_drawn_steps_of_every_size_have_a_graph_each(seats: int) -> N
 
 def test_what_is_one_step_in_ten_leaves_the_others_their_graphs() -> None:
     kinds = [*USUAL * 18, *RARE]
-    steps = Steps(SEATS, graphs_kept(SEATS, 0))
+    steps = Steps(SEATS, decode_graphs_kept(SEATS, 0))
     steps.walk(60_000, kinds)
     captures, ended_with_logits = steps.walk(60_000, kinds)
     assert captures < 30
@@ -68,7 +68,7 @@ def test_what_is_one_step_in_ten_leaves_the_others_their_graphs() -> None:
 
 
 def test_six_kinds_alike_do_not_drive_each_other_out() -> None:
-    steps = Steps(SEATS, graphs_kept(SEATS, 0))
+    steps = Steps(SEATS, decode_graphs_kept(SEATS, 0))
     captures, _ = steps.walk(20_000, USUAL + RARE)
     assert captures < 110
     captures, ended_with_logits = steps.walk(20_000, USUAL + RARE)
@@ -77,7 +77,7 @@ def test_six_kinds_alike_do_not_drive_each_other_out() -> None:
 
 
 def test_when_the_traffic_is_another_one_its_steps_get_the_places() -> None:
-    steps = Steps(SEATS, graphs_kept(SEATS, 0))
+    steps = Steps(SEATS, decode_graphs_kept(SEATS, 0))
     steps.walk(20_000, RARE)
     steps.walk(40_000, USUAL)
     captures, ended_with_logits = steps.walk(20_000, USUAL)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import accumulate
+
 import pytest
 import torch
 
@@ -39,16 +41,19 @@ class Batch:
         counts: list[int],
         kv_dtype: torch.dtype = BF16,
         dtype: torch.dtype = BF16,
+        *,
+        before: int = 0,
     ) -> None:
-        self.shape, self.dtype = shape, dtype
+        """`before`: rows of nobody."""
+        self.shape, self.dtype, self.before = shape, dtype, before
         tables, num_blocks = scattered_tables(lengths, shape.block_size)
         size = (num_blocks, shape.block_size, shape.num_kv_heads, shape.head_dim)
         self.cache = filled_cache(tables, lengths, size, dtype=kv_dtype, device=CPU)
         self.tables = table_tensor(tables, CPU)
         self.lens = torch.tensor(lengths, dtype=torch.int32)
-        self.starts = torch.tensor([sum(counts[:place]) for place in range(len(counts) + 1)], dtype=torch.int32)
+        self.starts = torch.tensor([*accumulate(counts, initial=before)], dtype=torch.int32)
         self.max_query_len = max(counts)
-        queries = normal(sum(counts), shape.num_heads * shape.head_dim, dtype=dtype, device=CPU)
+        queries = normal(before + sum(counts), shape.num_heads * shape.head_dim, dtype=dtype, device=CPU)
         wide = padded_rows(queries, (shape.num_heads + 2 * shape.num_kv_heads) * shape.head_dim)
         self.q = wide.view(-1, shape.num_heads, shape.head_dim)
         self.scales = SCALES if kv_dtype == FP8 else None
@@ -74,7 +79,8 @@ class Batch:
             self.q, self.cache, self.tables, self.starts, self.lens, self.shape,
             max_query_len=self.max_query_len, kv_scales=self.scales, out=out.tensor,
         )  # fmt: skip
-        assert_near(out.check(), self.expected(), "attention")
+        assert_near(out.check()[self.before :], self.expected()[self.before :], "attention")
+        assert out.tensor[: self.before].isnan().all(), "rows of nobody were written"
 
 
 @pytest.mark.parametrize(

@@ -66,6 +66,13 @@ def test_chunks_of_prompts(card: EmulatedCard, shape: AttentionShape, lengths: l
     assert card.launched[KERNEL] > before
 
 
+@pytest.mark.parametrize("before", [40, 64])
+def test_rows_before_the_first_chunk_stay_as_they_are(card: EmulatedCard, before: int) -> None:
+    launched = card.launched.get(KERNEL, 0)
+    Batch(SHAPE, [129, 40], [33, 12], before=before).prefilled()
+    assert card.launched[KERNEL] > launched
+
+
 def test_a_request_has_the_same_bits_alone_as_beside_others() -> None:
     batch = Batch(SHAPE, [40, 300, 17], [30, 37, 17])
     given = (batch.cache, batch.tables)
@@ -76,22 +83,27 @@ def test_a_request_has_the_same_bits_alone_as_beside_others() -> None:
 
 
 @pytest.mark.parametrize(
-    ("shape", "lengths", "counts"),
+    ("shape", "lengths", "counts", "before"),
     [
-        (SHAPE, [512, 511, 60], [17, 1, 20]),
-        (SHAPE, [640], [70]),
-        (replace(SHAPE, head_dim=64, block_size=64), [520], [33]),
-        (replace(SHAPE, num_heads=7, block_size=KEYS), [530, 3], [40, 2]),
+        (SHAPE, [512, 511, 60], [17, 1, 20], 0),
+        (SHAPE, [640], [70], 35),
+        (replace(SHAPE, head_dim=64, block_size=64), [520], [33], 0),
+        (replace(SHAPE, num_heads=7, block_size=KEYS), [530, 3], [40, 2], 1),
     ],
 )
 def test_several_programs_share_the_keys_of_few_queries(
-    card: EmulatedCard, shape: AttentionShape, lengths: list[int], counts: list[int], monkeypatch: pytest.MonkeyPatch
+    card: EmulatedCard,
+    shape: AttentionShape,
+    lengths: list[int],
+    counts: list[int],
+    before: int,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Splits of one tile and of two; of the last one some queries see nothing."""
     monkeypatch.setattr(chunk_splits, "SPLIT_KEYS", KEYS)
-    before = {name: card.launched.get(name, 0) for name in (KERNEL, MERGE)}
-    Batch(shape, lengths, counts).prefilled()
-    assert all(card.launched[name] > number for name, number in before.items())
+    launched = {name: card.launched.get(name, 0) for name in (KERNEL, MERGE)}
+    Batch(shape, lengths, counts, before=before).prefilled()
+    assert all(card.launched[name] > number for name, number in launched.items())
 
 
 def test_splits_have_the_same_bits_alone_as_beside_a_longer_request(monkeypatch: pytest.MonkeyPatch) -> None:

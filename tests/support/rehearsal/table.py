@@ -44,14 +44,11 @@ def launched(function: Callable[..., Any]) -> Callable[..., None]:
 
 
 def launched_into(function: Callable[..., Any], make: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
-    """One that returns a tensor; `make` allocates it unless it is given as `out`."""
-
-    def write(out: torch.Tensor, *args: Any, **kwargs: Any) -> None:
-        out.copy_(function(*args, **kwargs))
+    """One that writes into `out` and returns it; `make` allocates it unless it is given."""
 
     def launch(*args: Any, out: torch.Tensor | None = None, **kwargs: Any) -> torch.Tensor:
         out = make(*args) if out is None else out
-        launched(write)(out, *args, **kwargs)
+        launched(function)(*args, out=out, **kwargs)
         return out
 
     return launch
@@ -66,10 +63,14 @@ def _like_heads(qkv: torch.Tensor, *rest: Any) -> torch.Tensor:
     return torch.empty(qkv.shape[0], shape.num_heads, shape.head_dim, dtype=qkv.dtype, device=qkv.device)
 
 
+def _rotated_into(*args: Any, out: torch.Tensor, **kwargs: Any) -> None:
+    out.copy_(rotated_decode(*args, **kwargs))
+
+
 _LAUNCHED: dict[str, Any] = {
     **{name: launched_into(getattr(table, name), _like_queries) for name in RETURNING},
     **{name: launched(getattr(table, name)) for name in WRITING},
-    "rotated_decode": launched_into(rotated_decode, _like_heads),
+    "rotated_decode": launched_into(_rotated_into, _like_heads),
 }
 OPERATIONS = replace(
     table.OPERATIONS,
