@@ -44,6 +44,7 @@ WARM_STEPS = 60
 BLOCK_SIZE = 16
 MAX_MODEL_LEN = 8192
 PROMPT_LEN = 8
+CHUNK_ROWS = 896  # of the largest captured step with chunks: those of Llama-3.1-8B
 DEVICE = torch.device("cpu")
 
 
@@ -59,8 +60,7 @@ class NoDecoder:
     vocab_size = 1
     dtype = None
 
-    def keep_workspaces(self, num_rows: int, max_blocks: int) -> list[Any]:
-        return []
+    def keep_workspaces(self, num_rows: int, max_blocks: int) -> None: ...
 
     def prepare(self, rows: list[Any]) -> Any:
         class Inputs:
@@ -159,7 +159,9 @@ def make_engine(
         max_blocks=max_model_len // BLOCK_SIZE,
         block_size=BLOCK_SIZE,
         device=DEVICE,
+        chunk_rows=CHUNK_ROWS,
     )
+    runner._chunks._step._hidden = torch.zeros(batch, 1)  # nothing computes it
     runner._state.host_tables = runner._step.host_sampled = None  # as on a GPU, where the device's memory is not the host's
     engine = Engine(scheduler, runner, info, overlap=runner)
     parts = Parts()

@@ -1,7 +1,7 @@
 """A step with chunks of prompts beside decodes as a function of buffers that stay where they are: what a graph captures.
 
-    host    slots, tokens, positions, places, lengths ─► one copy ┐
-    slots   last tokens and block tables of the decodes ──────────┴─► layers ─► hidden states of the rows that sample
+    host    slots of decodes; tokens, places, lengths of chunks ─► one copy ┐
+    slots   last tokens, lengths, block tables of decodes ──────────────────┴─► layers ─► hidden states of rows that sample
 
 Launched kernel by kernel, a step of 32 layers costs the host some 350 launches, which on an H200 took 21 to 38 ms beside 17 ms
 of the device's; captured it costs one, and a few for the choice of tokens behind it.
@@ -17,6 +17,7 @@ launched kernel by kernel (`SlotRunner`). On a CPU nothing is captured.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping, Sequence
 from functools import partial
 from itertools import accumulate
@@ -26,11 +27,10 @@ import numpy as np
 import torch
 
 from engine.runner.cuda_graphs import Calls
-from engine.runner.input_rows import InputRow
 from engine.runner.paged_decoder import PagedDecoder
-from engine.runner.rows import UNKNOWN
 from engine.runner.slots import NOTHING, SlotState
 from engine.runner.staging import Staging
+from engine.scheduling.scheduled_batch import ScheduledRequest
 from engine.step_sizes import CHUNK_GRAPHS, CHUNKS_MAX, chunks_size
 from kernels import ops
 
@@ -49,16 +49,41 @@ class ChunkShape(NamedTuple):
         tokens, decodes, chunks = self.num_tokens, self.num_decodes, self.num_chunks
         sizes = {
             "slots": decodes,  # of decodes, NOTHING for no decode
-            "lens": decodes + chunks,  # of contexts
-            "starts": chunks + 1,  # of chunks among the tokens
-            "unused": 1,  # so that those behind it begin on 16 bytes, for which kernels are compiled
-            "tokens": tokens,  # below 0: in the slot
+            "lens": chunks,  # of their contexts
+            "starts": chunks + 1,  # among the tokens
+            "unused": (decodes + 1) % 2,  # so that what follows begins on 16 bytes, for which kernels are compiled
+            "tokens": tokens,  # NOTHING for a decode
             "positions": tokens,
             "places": tokens,  # in the cache
             "wanted": decodes,  # the tokens behind which one is chosen
         }
         ends = [*accumulate(sizes.values(), initial=0)]
         return dict(zip(sizes, map(slice, ends, ends[1:]), strict=True))
+
+
+class ChunkRows(NamedTuple):
+    """A step: slots of decodes, chunks, and the tokens behind which one is chosen, decodes being the first of all tokens."""
+
+    slots: Sequence[int]
+    chunks: Sequence[ScheduledRequest]
+    wanted: Sequence[int]
+
+    @classmethod
+    def of(cls, items: Sequence[ScheduledRequest], slots: Mapping[int, int]) -> ChunkRows:
+        """slots: of the items that sample, by index, and in the order of their tokens. One of a single token is a decode."""
+        chunks = [index for index, item in enumerate(items) if item.num_tokens > 1 or not item.samples]
+        num_decodes = len(items) - len(chunks)
+        ends = dict(
+            zip(chunks, accumulate((items[index].num_tokens for index in chunks), initial=num_decodes - 1), strict=False)
+        )
+        lasts = {index: first + items[index].num_tokens for index, first in ends.items()}
+        decode = itertools.count()
+        wanted = [lasts[index] if index in lasts else next(decode) for index in slots]
+        return cls([slot for index, slot in slots.items() if index not in lasts], [items[index] for index in chunks], wanted)
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.slots) + sum(item.num_tokens for item in self.chunks)
 
 
 class ChunkStep:
@@ -74,13 +99,13 @@ class ChunkStep:
         self._decoders = decoders
         self._state = state
         self._block_size = block_size
-        self._device = device
         self._num_decodes = min(max_tokens, num_slots)
         largest = self.shape(max_tokens, CHUNKS_MAX[-1] + 1)
         self._numbers = torch.zeros(largest.pieces["wanted"].stop, dtype=torch.int64, device=device)
-        self._tables = torch.zeros(largest.num_chunks, max_blocks, dtype=torch.int32, device=device)
+        self._tables = torch.zeros(largest.num_chunks, max_blocks, dtype=torch.int32, device=device)  # of chunks
         self._hidden: torch.Tensor | None = None  # [num_decodes, hidden], outside the memory of graphs
         self._staging = Staging(device)
+        self._ops = ops.operations(device, decoders[0].dtype)
 
     def shape(self, num_tokens: int, num_chunks: int) -> ChunkShape:
         """The shape of so many tokens and chunks, padding among both."""
@@ -91,74 +116,72 @@ class ChunkStep:
         assert self._hidden is not None, "no step was computed"
         return self._hidden[:num_rows]
 
-    def write(self, rows: Sequence[InputRow], slots: Mapping[int, int], shape: ChunkShape) -> None:
-        """Write a step of `rows`, of which those in `slots` sample. Those of one token among them are decodes, and their slots
-        are current."""
+    def write(self, rows: ChunkRows, shape: ChunkShape) -> None:
+        """Write a step, the slots of whose decodes are current; what is left of its shape is padding."""
         pieces = shape.pieces
         numbers = np.zeros(pieces["wanted"].stop, dtype=np.int64)
         at = {name: numbers[piece] for name, piece in pieces.items()}
+        num_decodes, num_chunks = len(rows.slots), len(rows.chunks)
         at["slots"][:] = at["places"][:] = NOTHING
-        firsts = dict.fromkeys(index for index in slots if len(rows[index].token_ids) == 1)
-        chunks = [index for index in range(len(rows)) if index not in firsts]
-        self._write_decodes(at, [rows[index] for index in firsts], [slots[index] for index in firsts])
-        ends = [*accumulate((len(rows[index].token_ids) for index in chunks), initial=len(firsts))]
-        places = dict(zip([*firsts, *chunks], [*range(len(firsts)), *ends], strict=False))
-        for index in chunks:
-            self._write_chunk(at, rows[index], places[index])
-        num_padded = shape.num_tokens - ends[-1]
-        at["starts"][: len(ends)], at["starts"][len(ends) : -1], at["starts"][-1] = ends, ends[-1], shape.num_tokens
-        lens = at["lens"][shape.num_decodes :]
-        lens[: len(chunks)] = [rows[index].start + len(rows[index].token_ids) for index in chunks]
-        lens[-1] = num_padded
-        at["wanted"][: len(slots)] = [places[index] + rows[index].outputs[0] for index in slots]
+        at["slots"][:num_decodes], at["tokens"][:num_decodes], at["wanted"][: len(rows.wanted)] = (
+            rows.slots,
+            NOTHING,
+            rows.wanted,
+        )
+        first = num_decodes
+        for index, item in enumerate(rows.chunks):
+            end, context_len = first + item.num_tokens, item.start + item.num_tokens
+            here, positions = slice(first, end), np.arange(item.start, context_len)
+            at["tokens"][here], at["positions"][here] = item.request.token_ids[item.start : context_len], positions
+            blocks = np.asarray(item.request.block_table)[positions // self._block_size]
+            at["places"][here] = blocks * self._block_size + positions % self._block_size
+            at["starts"][index], at["lens"][index] = first, context_len
+            first = end
+        at["starts"][num_chunks:-1], at["starts"][-1], at["lens"][-1] = first, shape.num_tokens, shape.num_tokens - first
         self._staging.send(numbers, into=self._numbers[: len(numbers)])
-        if chunks:
-            self._write_tables([rows[index].block_table for index in chunks], lens[: len(chunks)].tolist())
+        if num_chunks:
+            self._write_tables(rows.chunks, at["lens"][:num_chunks])
 
-    def _write_decodes(self, at: Mapping[str, np.ndarray], rows: Sequence[InputRow], slots: Sequence[int]) -> None:
-        block_size, num_rows = self._block_size, len(rows)
-        starts = at["positions"][:num_rows] = [row.start for row in rows]
-        at["slots"][:num_rows] = slots
-        at["lens"][:num_rows] = [start + 1 for start in starts]
-        at["tokens"][:num_rows] = [NOTHING if row.token_ids is UNKNOWN else row.token_ids[0] for row in rows]
-        blocks = [row.block_table[row.start // block_size] for row in rows]
-        at["places"][:num_rows] = [block * block_size + start % block_size for block, start in zip(blocks, starts, strict=True)]
-
-    def _write_chunk(self, at: Mapping[str, np.ndarray], row: InputRow, first: int) -> None:
-        num_tokens = len(row.token_ids)
-        here, positions = slice(first, first + num_tokens), np.arange(row.start, row.start + num_tokens)
-        at["tokens"][here], at["positions"][here] = row.token_ids, positions
-        blocks = np.asarray(row.block_table)[positions // self._block_size]
-        at["places"][here] = blocks * self._block_size + positions % self._block_size
-
-    def _write_tables(self, tables: Sequence[Sequence[int]], lens: Sequence[int]) -> None:
-        counts = [-(-length // self._block_size) for length in lens]
-        numbers = np.zeros((len(tables), max(counts)), dtype=np.int64)
-        for line, table, count in zip(numbers, tables, counts, strict=True):
-            line[:count] = table[:count]
-        self._tables[: len(tables), : numbers.shape[1]].copy_(self._staging.send(numbers))
+    def _write_tables(self, chunks: Sequence[ScheduledRequest], lens: np.ndarray) -> None:
+        counts = -(-lens // self._block_size)
+        numbers = np.zeros((len(chunks), counts.max()), dtype=np.int64)
+        for line, item, count in zip(numbers, chunks, counts, strict=True):
+            line[:count] = item.request.block_table[:count]
+        self._tables[: len(chunks), : numbers.shape[1]].copy_(self._staging.send(numbers))
 
     def __call__(self, shape: ChunkShape) -> None:
         """Compute what was written, as far as `hidden`. Makes no decision by anything on the device."""
-        at = shape.pieces
-        narrow = self._numbers[: at["starts"].stop].to(torch.int32)
-        tokens, positions, places, wanted = (self._numbers[at[name]] for name in ("tokens", "positions", "places", "wanted"))
-        slots, decodes = narrow[at["slots"]].clamp_min(0), slice(shape.num_decodes)
-        token_ids = tokens.clone()
-        known, last = tokens[decodes], self._state.last_tokens.index_select(0, slots)
-        token_ids[decodes] = torch.where(known < 0, last, known)
-        tables = torch.cat([self._state.tables.index_select(0, slots), self._tables[: shape.num_chunks]])
+        at, decodes = shape.pieces, slice(shape.num_decodes)
+        narrow = self._numbers[: at["tokens"].start].to(torch.int32)
+        lens = torch.cat([narrow.new_empty(shape.num_decodes), narrow[at["lens"]]])
+        tables = torch.cat([self._tables.new_empty(shape.num_decodes, self._tables.shape[1]), self._tables[: shape.num_chunks]])
+        given = [self._numbers[at[name]].clone() for name in ("tokens", "positions", "places")]
+        made = [torch.empty_like(each[decodes]) for each in given]
+        self._ops.prepare_decode(
+            narrow[at["slots"]],
+            self._state.last_tokens,
+            self._state.num_tokens,
+            self._state.tables,
+            block_size=self._block_size,
+            **dict(zip(("token_ids", "positions", "slot_mapping"), made, strict=True)),
+            context_lens=lens[decodes],
+            block_tables=tables[decodes],
+        )
+        is_decode = given[0][decodes] < 0
+        for numbers, of_decodes in zip(given, made, strict=True):
+            numbers[decodes] = torch.where(is_decode, of_decodes, numbers[decodes])
         plan = partial(
             ops.PagedPlan,
             num_decodes=shape.num_decodes,
             block_tables=tables,
-            context_lens=narrow[at["lens"]],
+            context_lens=lens,
             query_starts=narrow[at["starts"]],
             max_query_len=shape.num_tokens,
             counts_all=True,
         )
         for decoder in self._decoders:
-            hidden = decoder.forward(decoder.inputs(token_ids, positions, places, plan, sampled_rows=wanted))
+            inputs = decoder.inputs(given[0], given[1], given[2], plan, sampled_rows=self._numbers[at["wanted"]])
+            hidden = decoder.forward(inputs)
         if self._hidden is None:  # in the run before the first capture
             self._hidden = hidden.new_empty(self._num_decodes, hidden.shape[1])
         self._hidden[decodes].copy_(hidden)
@@ -171,14 +194,15 @@ class ChunkSteps:
         self._step = step
         self._calls = calls
 
-    def run(self, rows: Sequence[InputRow], slots: Mapping[int, int]) -> torch.Tensor | None:
-        """Hidden states that choose tokens, of the rows in `slots` and in their order, until the next step:
+    def run(self, items: Sequence[ScheduledRequest], slots: Mapping[int, int]) -> torch.Tensor | None:
+        """Hidden states that choose tokens, of the items in `slots` and in their order, until the next step:
         [len(slots), hidden]. None for a step that is to be launched in another way. Raises `CaptureFailed`."""
-        shape = self._shape(rows, slots)
+        rows = ChunkRows.of(items, slots)
+        shape = self._shape(rows)
         if shape is None or not self._calls.admits(shape):
             return None
         self.make_ready(shape)
-        self._step.write(rows, slots, shape)
+        self._step.write(rows, shape)
         self._calls.run(shape, partial(self._step, shape))
         return self._step.hidden(len(slots))
 
@@ -189,13 +213,14 @@ class ChunkSteps:
     def make_ready(self, shape: ChunkShape) -> None:
         """Capture the steps of this shape, unless that is done."""
         if not self._calls.is_ready(shape):  # captured with nothing but padding: the step changes nothing
-            self._step.write((), {}, shape)
+            self._step.write(NO_ROWS, shape)
             self._calls.make_ready(shape, partial(self._step, shape))
 
-    def _shape(self, rows: Sequence[InputRow], slots: Mapping[int, int]) -> ChunkShape | None:
-        num_tokens = sum(len(row.token_ids) for row in rows)
-        num_chunks = len(rows) - sum(len(rows[index].token_ids) == 1 for index in slots)
-        most = next((most for most in CHUNKS_MAX if num_chunks <= most), None)
-        if most is None or num_tokens > self._step.max_tokens:
+    def _shape(self, rows: ChunkRows) -> ChunkShape | None:
+        most = next((most for most in CHUNKS_MAX if len(rows.chunks) <= most), None)
+        if most is None or rows.num_tokens > self._step.max_tokens:
             return None
-        return self._step.shape(chunks_size(num_tokens, self._step.max_tokens), most + 1)
+        return self._step.shape(chunks_size(rows.num_tokens, self._step.max_tokens), most + 1)
+
+
+NO_ROWS = ChunkRows((), (), ())

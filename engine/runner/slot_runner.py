@@ -330,11 +330,12 @@ class SlotRunner:
         choosing = SampledRows.of(chosen, slots)
         needs = self._sampler.needs(choosing.slots)
         fill = self._masks.begin(choosing.items, needs)
-        rows, slot_of = [input_row(item) for item in items], dict(zip(sampling, slots, strict=True))
+        slot_of = dict(zip(sampling, slots, strict=True))
         launched = LaunchedStep(len(items), len(choosing.slots), sampling, depths=choosing.depths, inputs=choosing.tokens)
         inputs: torch.Tensor | None = None
-        hidden = self._chunks.run(rows, slot_of) if self._chunks is not None and not has_guesses else None
+        hidden = self._chunks.run(items, slot_of) if self._chunks is not None and not has_guesses else None
         if hidden is None:
+            rows = [input_row(item) for item in items]
             unknown = self._last_tokens(rows, slot_of)
             if has_guesses and self._drafts is not None:
                 guesses = self._guess(choosing)

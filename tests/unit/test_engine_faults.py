@@ -15,7 +15,7 @@ from engine.grammar.spec import GrammarError
 from engine.layers.batch_inputs import BatchInputs
 from engine.loop import Engine
 from engine.protocol import FinishReason, TokenEvent
-from engine.runner.chunk_step import ChunkStep
+from engine.runner.chunk_step import ChunkRows, ChunkStep
 from engine.runner.draft_model import DraftModel
 from engine.runner.input_rows import InputRow
 from engine.runner.kv_cache import BlockMover
@@ -88,8 +88,11 @@ def raising(original: Callable[..., Any], when: Callable[..., bool]) -> Callable
 def test_a_request_whose_inputs_cannot_be_made_ends_alone(
     make_engine: MakeEngine, model: Path, undisturbed: dict[str, list[int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for owner, name in ((PagedDecoder, "prepare"), (ChunkStep, "write")):
-        monkeypatch.setattr(owner, name, raising(getattr(owner, name), lambda _, rows, *__: is_bad(rows)))
+    def has_bad(_: ChunkStep, rows: ChunkRows, *__: Any) -> bool:
+        return any(99 in item.request.token_ids for item in rows.chunks)
+
+    monkeypatch.setattr(PagedDecoder, "prepare", raising(PagedDecoder.prepare, lambda self, rows: is_bad(rows)))
+    monkeypatch.setattr(ChunkStep, "write", raising(ChunkStep.write, has_bad))
     events = run_with_bad_one(make_engine(model))
     assert_alone_at_fault(events, undisturbed, "failed while preparing this request for the device: ValueError: a fault")
 
