@@ -62,15 +62,8 @@ class NoDecoder:
 
     def keep_workspaces(self, num_rows: int, max_blocks: int) -> None: ...
 
-    def prepare(self, rows: list[Any]) -> Any:
-        class Inputs:
-            token_ids = torch.zeros(sum(len(row.token_ids) for row in rows), dtype=torch.int64)
-
-        Inputs.num_outputs = sum(len(row.outputs) for row in rows)  # type: ignore[attr-defined]
-        return Inputs
-
-    def forward(self, inputs: Any) -> torch.Tensor:
-        return torch.zeros(inputs.num_outputs, 1)
+    def pass_over(self, rows: list[Any], unknown: Any = ()) -> torch.Tensor:
+        return torch.zeros(sum(len(row.outputs) for row in rows), 1)
 
     def logits(self, hidden: torch.Tensor, *, wide: bool = True) -> torch.Tensor:
         return hidden
@@ -95,7 +88,7 @@ class NoCalls:
     def admits(self, key: Hashable) -> bool:
         return True
 
-    def make_ready(self, key: Hashable, function: Callable[[], None]) -> None: ...
+    def make_ready(self, key: Hashable, function: Callable[[], None], *, is_kept: bool = False) -> None: ...
 
     def run(self, key: Hashable, function: Callable[[], None]) -> None: ...
 

@@ -210,6 +210,7 @@ def _measured_speed(
         max_seqs=limits.max_num_seqs,
         for_speculation=options.speculative_config is not None and not cached.mode.has_slots,
         decode=None if ahead is None else partial(ahead.run_for_timing, 1),
+        hidden_of=None if ahead is None else ahead.hidden_for_timing,
     )
     if ahead is None or not options.max_guesses:
         return speed

@@ -3,12 +3,11 @@
     usual kinds   1, 2, 4, 8, 16, 24 … 256 │ 272, 288 … 512 │ 544, 576 … 1024 │ …
     all others    1, 2, 4, 8, 16, 32, 64, 96 … 256 │ 320, 384 … 512 │ 640, 768 … 1024 │ …
     guesses       2, 4, 8, 16, 32, 64 …
-    with chunks   16, 32, 64, 96 … 256 │ 320, 384 … 512 │ 640, 768 … 1024 │ …
+    with chunks   16, 32, 64, 128, 192, 256 │ 320, 384 … 512 │ 640, 768 … 1024 │ …
 
 Padding costs products and nothing else. Steps of the usual kinds, greedy ones and drawn ones, are at most a sixteenth longer
 for it from 128 rows on. Steps without a graph of their own take one that ends with the logits, of which there are few sizes,
-so that all of these have a place. Steps with chunks of prompts have any number of rows: of them there are few sizes as well,
-and those without a graph are launched kernel by kernel.
+so that all of these have a place. Steps with chunks of prompts are captured at the start, all sizes of them.
 """
 
 from __future__ import annotations
@@ -21,22 +20,15 @@ USUAL_KINDS = 2
 RARE_KEPT = 8
 """Captured steps of other kinds that are met often: those that weigh the vocabulary, count penalties or score tokens."""
 
-CHUNK_ROWS_MIN = 16
+CHUNK_ROWS_FEW = (16, 32, 64, 128, 192, 256)
+"""Rows of captured steps with chunks where reading the weights takes longer than multiplying with them: padding is free."""
+
+CHUNKS_FEW, CHUNKS_MANY = 3, 31
+"""Chunks of such a step at most. With few of them attention cuts keys into more pieces, which matters to few rows alone."""
+
 CHUNK_ROWS_BYTES_MAX = 128 << 20
-"""Of activations in a captured step with chunks: 1,020 rows of Llama-3.1-8B, 4,300 of Qwen3-0.6B. Longer steps keep a card busy
+"""Of activations in a captured step with chunks: 992 rows of Llama-3.1-8B, 4,300 of Qwen3-0.6B. Longer steps keep a card busy
 for about as long as the host takes to launch their kernels one by one, and all graphs hold the memory of the largest."""
-
-CHUNKS_MAX = (3, 31)
-"""Chunks of a captured step at most, each a kind of its own: attention cuts the keys of few chunks into more pieces."""
-
-CHUNK_GRAPHS = "chunks"
-"""What the keys of their graphs begin with."""
-
-CHUNK_GRAPHS_KEPT = 24
-CHUNK_USES_BEFORE, CHUNK_WORTH = 3, 8
-"""Captured steps with chunks that are kept at a time, steps of a shape that are launched kernel by kernel before it is
-captured, and those by which a shape must be ahead of another one to take its place. A capture takes the host about as long as
-launching four steps, and there are more shapes than will be met often."""
 
 RECORDED_ROWS_MAX = 64
 """Rows of a recorded step on a CPU. What more rows compute takes so long that the calls do not matter."""
@@ -64,22 +56,22 @@ def guesses_size(num_rows: int, max_rows: int) -> int:
     return min(_power_of_two(num_rows), max_rows)
 
 
-def chunks_size(num_rows: int, max_rows: int) -> int:
-    """To how many rows a step with chunks of prompts is rounded up."""
-    return logits_size(max(num_rows, CHUNK_ROWS_MIN), max_rows)
+def chunk_shapes(max_rows: int) -> list[tuple[int, int]]:
+    """Rows and chunks of the captured steps with chunks, up to `max_rows`, each sufficient for what has no more of either."""
+    few = [(rows, chunks) for rows in CHUNK_ROWS_FEW for chunks in (CHUNKS_FEW, CHUNKS_MANY)]
+    more = sorted({logits_size(rows, 2 * max_rows) for rows in range(CHUNK_ROWS_FEW[-1] + 1, max_rows + 1)})
+    return [shape for shape in (*few, *((rows, CHUNKS_MANY) for rows in more)) if shape[0] <= max_rows]
 
 
 def chunk_rows_max(max_tokens: int, row_bytes: int) -> int:
     """Rows of the largest captured step with chunks, 0 if none is captured. `max_tokens`: of any step; `row_bytes`: what layers
     hold of a row, where they hold most."""
-    most = min(max_tokens, CHUNK_ROWS_BYTES_MAX // row_bytes)
-    sizes = {chunks_size(num_rows, 2 * most) for num_rows in range(1, most + 1)}
-    return max((size for size in sizes if size <= most), default=0)
+    return max((rows for rows, _ in chunk_shapes(min(max_tokens, CHUNK_ROWS_BYTES_MAX // row_bytes))), default=0)
 
 
-def graphs_kept(max_num_seqs: int, max_guesses: int, *, has_draft: bool = False) -> int:
-    """Captured steps that are kept at a time, with chunks of prompts or without; arguments as of `decode_graphs_kept`."""
-    return decode_graphs_kept(max_num_seqs, max_guesses, has_draft=has_draft) + CHUNK_GRAPHS_KEPT
+def graphs_kept(max_num_seqs: int, max_guesses: int, *, has_draft: bool = False, chunk_rows: int = 0) -> int:
+    """Captured steps that are kept at a time. `chunk_rows`: of the largest with chunks; the rest as of `decode_graphs_kept`."""
+    return decode_graphs_kept(max_num_seqs, max_guesses, has_draft=has_draft) + len(chunk_shapes(chunk_rows))
 
 
 def decode_graphs_kept(max_num_seqs: int, max_guesses: int, *, has_draft: bool = False) -> int:

@@ -50,9 +50,9 @@ def graph_use() -> Iterator[GraphUse]:
         use.without_choice += kind is None and not needs.masked
         return size, kind
 
-    def captured(graphs: CudaGraphs, key: Hashable, function: Callable[[], None]) -> None:
+    def captured(graphs: CudaGraphs, key: Hashable, function: Callable[[], None], *, is_kept: bool = False) -> None:
         use.captured += 1
-        make_ready(graphs, key, function)
+        make_ready(graphs, key, function, is_kept=is_kept)
 
     with mock.patch.object(ReadySteps, "choose_graph", chosen), mock.patch.object(CudaGraphs, "make_ready", captured):
         yield use

@@ -92,7 +92,8 @@ class MemoryForecast:
         load = self.fit.load
         if not self.fit.needs.graphs_bytes:
             return None
-        return graphs_kept(load.num_seqs, load.num_guesses, has_draft=self.fit.draft is not None)
+        chunk_rows = self.fit.model.chunk_rows(load.num_tokens, self.fit.formats.element_bytes)
+        return graphs_kept(load.num_seqs, load.num_guesses, has_draft=self.fit.draft is not None, chunk_rows=chunk_rows)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

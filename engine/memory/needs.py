@@ -204,9 +204,13 @@ class MemoryShape:
     def captured_chunks_bytes(self, num_tokens: int, element_bytes: int) -> int:
         """What the largest captured step with chunks holds, where a step has `num_tokens` at most: activations, and what the
         splits of few of them leave. A few block tables are not counted."""
-        row_bytes = self.layer_width * element_bytes
-        num_rows = chunk_rows_max(num_tokens, row_bytes)
-        return num_rows * row_bytes + (CHUNK_PARTS_MAX * (self.head_dim + 1) * 4 if num_rows else 0)
+        num_rows = self.chunk_rows(num_tokens, element_bytes)
+        left_bytes = CHUNK_PARTS_MAX * (self.head_dim + 1) * 4 if num_rows else 0
+        return num_rows * self.layer_width * element_bytes + left_bytes
+
+    def chunk_rows(self, num_tokens: int, element_bytes: int) -> int:
+        """Rows of the largest captured step with chunks, of steps of at most `num_tokens`; 0 if there is none."""
+        return chunk_rows_max(num_tokens, self.layer_width * element_bytes)
 
     def few_queries_bytes(self, load: Load, context_len: int, formats: Formats) -> int:
         """What a step of short chunks, of FEW_QUERIES_MAX tokens at most, holds where they are more rows than the workspace of
@@ -358,7 +362,8 @@ class MemoryNeeds:
     def _graphs_bytes(model: MemoryShape, draft: MemoryShape | None, load: Load, element_bytes: int, logits_bytes: int) -> int:
         """Captured steps share one pool of activations, at least `logits_bytes`. Those of a draft model are a part of all, and
         there are some of its own."""
-        num_graphs = graphs_kept(load.num_seqs, load.num_guesses)
+        chunk_rows = model.chunk_rows(load.num_tokens, element_bytes)
+        num_graphs = graphs_kept(load.num_seqs, load.num_guesses, chunk_rows=chunk_rows)
         decodes_bytes = model.activations_bytes(load.num_rows, load.num_rows, element_bytes)
         activations = max(logits_bytes, decodes_bytes, model.captured_chunks_bytes(load.num_tokens, element_bytes))
         if draft is None:

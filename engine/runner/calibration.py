@@ -6,7 +6,7 @@ what lies between decides when guessing tokens is worth its rows.
 
     one row        the decode step as it will be run: captured, recorded or, without slots, the pass; a draft model's part
                    in it, and the way of its token to the host included
-    many rows      the pass that computes chunks of prompts, operation by operation, and a draft model's
+    many rows      the pass that computes chunks of prompts, captured where it will be, and a draft model's
     guesses        the steps that will verify them, and those of the draft model; without slots, passes
 """
 
@@ -77,11 +77,13 @@ def measure_speed(
     max_seqs: int,
     for_speculation: bool,
     decode: Callable[[], None] | None = None,
+    hidden_of: Callable[[Sequence[InputRow]], torch.Tensor] | None = None,
 ) -> MeasuredSpeed:
     """Time passes of the models over their empty caches; what they leave there belongs to no request.
 
     No pass is larger than the steps that memory was planned for: `max_tokens` rows, and logits of `max_seqs` of them or of the
-    guesses. `decode` computes a step of one row and waits for its token, where decodes are run in another way than a pass.
+    guesses. `decode` computes a step of one row and waits for its token, where decodes are run in another way than a pass;
+    `hidden_of` what the target makes of chunks of prompts, where that is.
     """
     device = target.kv_caches[0].device.type
     asked = {*ROWS[device], *(ROWS_BETWEEN if for_speculation else ())}
@@ -89,7 +91,8 @@ def measure_speed(
     max_sampled = min(rows[-1], ROWS[device][1] if for_speculation else max_seqs)
     sampled_share = max_sampled / rows[-1]
     one_row_s = _pass_s(target, 1, 1, block_size) if decode is None else _fastest_s(decode, STEPS)
-    passes_s = [_pass_s(target, num_rows, min(num_rows, max_sampled), block_size) for num_rows in rows[1:]]
+    of_chunks = partial(_pass_s, target, block_size=block_size, hidden_of=hidden_of)
+    passes_s = [of_chunks(num_rows, min(num_rows, max_sampled)) for num_rows in rows[1:]]
     times = list(accumulate([one_row_s, *passes_s], max))
     drafts_s = [0.0 if draft is None else _pass_s(draft, num_rows, 1, block_size) for num_rows in (1, rows[-1])]
     if len(rows) == 1:
@@ -124,7 +127,14 @@ def _costs(rows: Sequence[int], times: Sequence[float], draft_s: float) -> Specu
     return SpeculationCosts(rows=tuple(rows), times=tuple(time_s / one_s for time_s in times), draft_step=draft_s / one_s)
 
 
-def _pass_s(decoder: PagedDecoder, num_rows: int, num_sampled: int, block_size: int) -> float:
+def _pass_s(
+    decoder: PagedDecoder,
+    num_rows: int,
+    num_sampled: int,
+    block_size: int,
+    *,
+    hidden_of: Callable[[Sequence[InputRow]], torch.Tensor] | None = None,
+) -> float:
     def chunk(first: int) -> InputRow:
         length = min(CHUNK_ROWS, num_rows - first)
         not_sampled = min(length, max(0, num_rows - num_sampled - first))
@@ -133,7 +143,7 @@ def _pass_s(decoder: PagedDecoder, num_rows: int, num_sampled: int, block_size: 
     rows = [chunk(first) for first in range(0, num_rows, CHUNK_ROWS)]
 
     def run() -> None:
-        decoder.logits(decoder.forward(decoder.prepare(rows)))
+        decoder.logits((hidden_of or decoder.pass_over)(rows))
         if decoder.kv_caches[0].is_cuda:
             torch.cuda.synchronize()
 

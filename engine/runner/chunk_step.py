@@ -6,18 +6,19 @@
 Launched kernel by kernel, a step of 32 layers costs the host some 350 launches, which on an H200 took 21 to 38 ms beside 17 ms
 of the device's; captured it costs one, and a few for the choice of tokens behind it.
 
-A graph is made for a number of tokens and a number of chunks, both rounded up, and for nothing else: tokens of decodes come
+A graph is made for a number of tokens and a number of chunks, both rounded up, and nothing else: tokens of decodes come
 first, those of chunks follow at once, then padding, and where one ends and the next begins are numbers on the device. Attention
 of decodes is launched for as many as there may be, and that of chunks overwrites what it left in place of theirs. Padding is a
 chunk of its own, whose tokens write nothing, read whatever its table names, and are nobody's.
 
-Steps that verify guesses, those of more tokens or chunks than any graph has, and those of sizes that are seldom met are
-launched kernel by kernel (`SlotRunner`). On a CPU nothing is captured.
+Steps that verify guesses and those of more tokens or chunks than any graph has are launched kernel by kernel (`SlotRunner`).
+On a CPU nothing is captured.
 """
 
 from __future__ import annotations
 
 import itertools
+import logging
 from collections.abc import Mapping, Sequence
 from functools import partial
 from itertools import accumulate
@@ -26,19 +27,23 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from engine.runner.cuda_graphs import Calls
+from engine.runner.cuda_graphs import Calls, CaptureFailed
+from engine.runner.input_rows import InputRow
 from engine.runner.paged_decoder import PagedDecoder
+from engine.runner.rows import input_row
 from engine.runner.slots import NOTHING, SlotState
 from engine.runner.staging import Staging
 from engine.scheduling.scheduled_batch import ScheduledRequest
-from engine.step_sizes import CHUNK_GRAPHS, CHUNKS_MAX, chunks_size
+from engine.step_sizes import chunk_shapes
 from kernels import ops
+
+log = logging.getLogger("gatehouse.engine")
 
 
 class ChunkShape(NamedTuple):
     """What a graph is made for, and its key: `num_tokens` in all, at most `num_decodes` of them, `num_chunks` with padding."""
 
-    group: str
+    name: str
     num_tokens: int
     num_decodes: int
     num_chunks: int
@@ -65,7 +70,7 @@ class ChunkRows(NamedTuple):
     """A step: slots of decodes, chunks, and the tokens behind which one is chosen, decodes being the first of all tokens."""
 
     slots: Sequence[int]
-    chunks: Sequence[ScheduledRequest]
+    chunks: Sequence[InputRow]
     wanted: Sequence[int]
 
     @classmethod
@@ -79,11 +84,12 @@ class ChunkRows(NamedTuple):
         lasts = {index: first + items[index].num_tokens for index, first in ends.items()}
         decode = itertools.count()
         wanted = [lasts[index] if index in lasts else next(decode) for index in slots]
-        return cls([slot for index, slot in slots.items() if index not in lasts], [items[index] for index in chunks], wanted)
+        decodes = [slot for index, slot in slots.items() if index not in lasts]
+        return cls(decodes, [input_row(items[index]) for index in chunks], wanted)
 
     @property
     def num_tokens(self) -> int:
-        return len(self.slots) + sum(item.num_tokens for item in self.chunks)
+        return len(self.slots) + sum(len(row.token_ids) for row in self.chunks)
 
 
 class ChunkStep:
@@ -95,21 +101,25 @@ class ChunkStep:
         """decoders: in their order; hidden states are those of the last one. A request holds `max_tokens` at least."""
         num_slots, max_blocks = state.tables.shape
         assert max_tokens <= max_blocks * block_size, "padding is attended like one request"
-        self.max_tokens = max_tokens
+        self._max_tokens = max_tokens
         self._decoders = decoders
         self._state = state
         self._block_size = block_size
         self._num_decodes = min(max_tokens, num_slots)
-        largest = self.shape(max_tokens, CHUNKS_MAX[-1] + 1)
+        largest = self.shapes[-1]
         self._numbers = torch.zeros(largest.pieces["wanted"].stop, dtype=torch.int64, device=device)
         self._tables = torch.zeros(largest.num_chunks, max_blocks, dtype=torch.int32, device=device)  # of chunks
         self._hidden: torch.Tensor | None = None  # [num_decodes, hidden], outside the memory of graphs
         self._staging = Staging(device)
         self._ops = ops.operations(device, decoders[0].dtype)
 
-    def shape(self, num_tokens: int, num_chunks: int) -> ChunkShape:
-        """The shape of so many tokens and chunks, padding among both."""
-        return ChunkShape(CHUNK_GRAPHS, num_tokens, min(num_tokens, self._num_decodes), num_chunks)
+    @property
+    def shapes(self) -> list[ChunkShape]:
+        """Those that graphs are made for, the largest last."""
+        return [
+            ChunkShape("chunks", num_tokens, min(num_tokens, self._num_decodes), num_chunks + 1)
+            for num_tokens, num_chunks in chunk_shapes(self._max_tokens)
+        ]
 
     def hidden(self, num_rows: int) -> torch.Tensor:
         """What the last step left of its first rows that sample, until the next one: [num_rows, hidden]"""
@@ -129,11 +139,11 @@ class ChunkStep:
             rows.wanted,
         )
         first = num_decodes
-        for index, item in enumerate(rows.chunks):
-            end, context_len = first + item.num_tokens, item.start + item.num_tokens
-            here, positions = slice(first, end), np.arange(item.start, context_len)
-            at["tokens"][here], at["positions"][here] = item.request.token_ids[item.start : context_len], positions
-            blocks = np.asarray(item.request.block_table)[positions // self._block_size]
+        for index, row in enumerate(rows.chunks):
+            end, context_len = first + len(row.token_ids), row.start + len(row.token_ids)
+            here, positions = slice(first, end), np.arange(row.start, context_len)
+            at["tokens"][here], at["positions"][here] = row.token_ids, positions
+            blocks = np.asarray(row.block_table)[positions // self._block_size]
             at["places"][here] = blocks * self._block_size + positions % self._block_size
             at["starts"][index], at["lens"][index] = first, context_len
             first = end
@@ -142,11 +152,11 @@ class ChunkStep:
         if num_chunks:
             self._write_tables(rows.chunks, at["lens"][:num_chunks])
 
-    def _write_tables(self, chunks: Sequence[ScheduledRequest], lens: np.ndarray) -> None:
+    def _write_tables(self, chunks: Sequence[InputRow], lens: np.ndarray) -> None:
         counts = -(-lens // self._block_size)
         numbers = np.zeros((len(chunks), counts.max()), dtype=np.int64)
-        for line, item, count in zip(numbers, chunks, counts, strict=True):
-            line[:count] = item.request.block_table[:count]
+        for line, row, count in zip(numbers, chunks, counts, strict=True):
+            line[:count] = row.block_table[:count]
         self._tables[: len(chunks), : numbers.shape[1]].copy_(self._staging.send(numbers))
 
     def __call__(self, shape: ChunkShape) -> None:
@@ -188,39 +198,54 @@ class ChunkStep:
 
 
 class ChunkSteps:
-    """Runs steps with chunks by shape, each captured before it first runs."""
+    """Runs steps with chunks by shape, each captured before the first request."""
 
     def __init__(self, step: ChunkStep, calls: Calls) -> None:
         self._step = step
         self._calls = calls
+        self._shapes = step.shapes  # from few tokens to many
 
     def run(self, items: Sequence[ScheduledRequest], slots: Mapping[int, int]) -> torch.Tensor | None:
         """Hidden states that choose tokens, of the items in `slots` and in their order, until the next step:
         [len(slots), hidden]. None for a step that is to be launched in another way. Raises `CaptureFailed`."""
-        rows = ChunkRows.of(items, slots)
-        shape = self._shape(rows)
-        if shape is None or not self._calls.admits(shape):
-            return None
-        self.make_ready(shape)
-        self._step.write(rows, shape)
-        self._calls.run(shape, partial(self._step, shape))
-        return self._step.hidden(len(slots))
+        return self._computed(ChunkRows.of(items, slots))
+
+    def run_for_timing(self, chunks: Sequence[InputRow]) -> torch.Tensor | None:
+        """Hidden states of all outputs of `chunks`; None as of `run`. What it leaves in the cache is overwritten before it is
+        used."""
+        firsts = accumulate((len(row.token_ids) for row in chunks), initial=0)
+        wanted = [first + output for first, row in zip(firsts, chunks, strict=False) for output in row.outputs]
+        return self._computed(ChunkRows((), chunks, wanted))
 
     def warm_up(self) -> None:
-        """Have the largest step captured: smaller ones take no memory beside its own."""
-        self.make_ready(self._step.shape(self._step.max_tokens, CHUNKS_MAX[0] + 1))
+        """Have the steps of all shapes captured, the largest first: the others take no memory beside its own. Shapes whose
+        capture fails, and those that come after, are launched kernel by kernel."""
+        ready: list[ChunkShape] = []
+        for shape in reversed(self._shapes):
+            try:
+                self._make_ready(shape)
+            except CaptureFailed as error:
+                log.error("steps with chunks of prompts have %d of %d graphs: %s", len(ready), len(self._shapes), error)
+                break
+            ready.append(shape)
+        self._shapes = ready[::-1]
 
-    def make_ready(self, shape: ChunkShape) -> None:
+    def _computed(self, rows: ChunkRows) -> torch.Tensor | None:
+        num_tokens, num_chunks = rows.num_tokens, len(rows.chunks) + 1
+        fitting = (shape for shape in self._shapes if num_tokens <= shape.num_tokens and num_chunks <= shape.num_chunks)
+        shape = next(fitting, None)
+        if shape is None:
+            return None
+        self._make_ready(shape)
+        self._step.write(rows, shape)
+        self._calls.run(shape, partial(self._step, shape))
+        return self._step.hidden(len(rows.wanted))
+
+    def _make_ready(self, shape: ChunkShape) -> None:
         """Capture the steps of this shape, unless that is done."""
         if not self._calls.is_ready(shape):  # captured with nothing but padding: the step changes nothing
             self._step.write(NO_ROWS, shape)
-            self._calls.make_ready(shape, partial(self._step, shape))
-
-    def _shape(self, rows: ChunkRows) -> ChunkShape | None:
-        most = next((most for most in CHUNKS_MAX if len(rows.chunks) <= most), None)
-        if most is None or rows.num_tokens > self._step.max_tokens:
-            return None
-        return self._step.shape(chunks_size(rows.num_tokens, self._step.max_tokens), most + 1)
+            self._calls.make_ready(shape, partial(self._step, shape), is_kept=True)
 
 
 NO_ROWS = ChunkRows((), (), ())

@@ -14,13 +14,12 @@ import gc
 import logging
 import time
 from collections.abc import Callable, Hashable, Iterator
-from typing import NamedTuple, Protocol
+from typing import Protocol
 
 import torch
 
 from engine.memory.device import GraphsTaken, driver_bytes
 from engine.runner.graph_eviction import GraphEviction
-from engine.step_sizes import CHUNK_GRAPHS, CHUNK_GRAPHS_KEPT, CHUNK_USES_BEFORE, CHUNK_WORTH
 
 log = logging.getLogger("gatehouse.engine")
 
@@ -40,8 +39,9 @@ class Calls(Protocol):
         """Asked once a step where there is another way to compute it: whether to `run` it by this key."""
         ...
 
-    def make_ready(self, key: Hashable, function: Callable[[], None]) -> None:
-        """Do what has to be done once; `function` must change nothing meanwhile. Raises when it cannot be done."""
+    def make_ready(self, key: Hashable, function: Callable[[], None], *, is_kept: bool = False) -> None:
+        """Do what has to be done once; `function` must change nothing meanwhile. `is_kept`: for good, and beside all others.
+        Raises when it cannot be done."""
         ...
 
     def run(self, key: Hashable, function: Callable[[], None]) -> None:
@@ -63,7 +63,7 @@ class DirectCalls:
     def admits(self, key: Hashable) -> bool:  # noqa: ARG002 - all of them
         return True
 
-    def make_ready(self, key: Hashable, function: Callable[[], None]) -> None:
+    def make_ready(self, key: Hashable, function: Callable[[], None], *, is_kept: bool = False) -> None:
         """Nothing has to be done."""
 
     def run(self, key: Hashable, function: Callable[[], None]) -> None:  # noqa: ARG002 - nothing was kept by it
@@ -75,30 +75,14 @@ class DirectCalls:
         return GraphsTaken()
 
 
-class Places(NamedTuple):
-    """Which graphs are kept, by what they compute."""
-
-    decodes: GraphEviction
-    chunks: GraphEviction
-
-    @classmethod
-    def of(cls, max_graphs: int) -> Places:
-        """`max_graphs`: of decode steps."""
-        chunks = GraphEviction(CHUNK_GRAPHS_KEPT, worth=CHUNK_WORTH, uses_before=CHUNK_USES_BEFORE)
-        return cls(GraphEviction(max_graphs), chunks)
-
-    def of_key(self, key: Hashable) -> GraphEviction:
-        return self.chunks if isinstance(key, tuple) and key[0] == CHUNK_GRAPHS else self.decodes
-
-
 class CudaGraphs:
-    """One graph per key, at most `max_graphs`, of what is met most (`graph_eviction`). CUDA keeps a graph that still runs until
-    it has ended. Steps with chunks of prompts have places of their own, so that neither kind takes those of the other."""
+    """One graph per key, at most `max_graphs`, of what is met most (`graph_eviction`), and those that are kept for good. CUDA
+    keeps a graph that still runs until it has ended."""
 
     def __init__(self, device: torch.device, *, max_graphs: int) -> None:
         self._device = device
         self._max_graphs = max_graphs
-        self._places = Places.of(max_graphs)
+        self._places = GraphEviction(max_graphs)
         self._graphs: dict[Hashable, torch.cuda.CUDAGraph] = {}
         self._failed: dict[Hashable, str] = {}  # why there is no graph
         self._num_captured = 0
@@ -112,22 +96,22 @@ class CudaGraphs:
     def admits(self, key: Hashable) -> bool:
         """Whether this key has a graph or is worth one: where all places are taken, keys that come and go would evict each
         other, each at the price of a capture. A key whose capture has failed is not tried again."""
-        return key not in self._failed and self._places.of_key(key).admits(key)
+        return key not in self._failed and self._places.admits(key)
 
-    def make_ready(self, key: Hashable, function: Callable[[], None]) -> None:
+    def make_ready(self, key: Hashable, function: Callable[[], None], *, is_kept: bool = False) -> None:
         """Capture a graph. Raises `CaptureFailed` when that fails or has failed before."""
         if key in self._failed:
             raise CaptureFailed(self._failed[key])
         started_s = time.perf_counter()
-        places = self._places.of_key(key)
-        given_up = places.make_room()
+        given_up = None if is_kept else self._places.make_room()
         self._graphs.pop(given_up, None)
         try:
             self._graphs[key] = self._captured(function)
         except Exception as error:
             self._failed[key] = f"the graph of {key} could not be captured: {type(error).__name__}: {error}"
             raise CaptureFailed(self._failed[key]) from error
-        places.hold(key, instead_of=given_up)
+        if not is_kept:
+            self._places.hold(key, instead_of=given_up)
         log.info("captured graph=%s s=%.3f", key, time.perf_counter() - started_s)
 
     @contextlib.contextmanager
@@ -135,7 +119,7 @@ class CudaGraphs:
         """Inside, every graph is captured anew, for whoever changes what steps launch; then those from before are back. They
         stay meanwhile: a pool of memory must not lose its last graph before another one is captured into it."""
         before = self._graphs, self._places, self._failed
-        self._graphs, self._places, self._failed = {}, Places.of(self._max_graphs), {}
+        self._graphs, self._places, self._failed = {}, GraphEviction(self._max_graphs), {}
         try:
             yield
         finally:
@@ -176,7 +160,8 @@ class CudaGraphs:
             raise
 
     def run(self, key: Hashable, function: Callable[[], None]) -> None:  # noqa: ARG002 - it was captured
-        self._places.of_key(key).use(key)
+        if key in self._places:
+            self._places.use(key)
         self._graphs[key].replay()
 
     @property

@@ -38,7 +38,7 @@ class DraftModel:
         for item in items:
             if item.num_draft_tokens:
                 item.draft_token_ids.clear()
-        hidden = self.decoder.forward(self.decoder.prepare([_known_tokens(item) for item in items]))
+        hidden = self.decoder.pass_over([_known_tokens(item) for item in items])
         drawn_from: list[list[torch.Tensor]] = [[] for _ in items]
         guessing = [index for index, item in enumerate(items) if item.num_draft_tokens]
         depth = 0
@@ -49,7 +49,7 @@ class DraftModel:
                     drawn_from[index].append(distribution)
             depth += 1
             rows = [_guessed_token(items[index], depth) for index in guessing]
-            hidden = self.decoder.forward(self.decoder.prepare(rows))
+            hidden = self.decoder.pass_over(rows)
             guessing = [index for index in guessing if items[index].num_draft_tokens > depth]
         return [torch.stack(each) if each else None for each in drawn_from]
 

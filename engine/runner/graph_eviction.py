@@ -18,19 +18,15 @@ WINDOW = 8192
 """Uses between two times that counts are halved: a minute or two of steps."""
 
 WORTH = 128
-"""Uses by which a key must be ahead of another one to replace it, as a rule. A step without a graph of its own costs a few
-launches more, a capture some hundred times that, which is won back in the minutes that are counted."""
+"""Uses by which a key must be ahead of another one to replace it. A step without a graph of its own costs a few launches more,
+a capture some hundred times that, which is won back in the minutes that are counted."""
 
 
 class GraphEviction:
     """The keys that have a graph, at most `max_graphs` of them."""
 
-    def __init__(self, max_graphs: int, *, worth: int | None = None, uses_before: int = 0) -> None:
-        """`worth`: uses by which a key must be ahead of another one to replace it, None is WORTH. `uses_before`: of a key
-        without a graph, where there is room for one."""
+    def __init__(self, max_graphs: int) -> None:
         self._max_graphs = max_graphs
-        self._worth = WORTH if worth is None else worth
-        self._uses_before = uses_before
         self._held: dict[Hashable, None] = {}  # in the order of their last use
         self._uses: Counter[Hashable] = Counter()
         self._num_counted = 0
@@ -44,12 +40,11 @@ class GraphEviction:
     def admits(self, key: Hashable) -> bool:
         """Whether a step of this key is to be computed by its own graph, which is there or is worth a capture. Asked once a
         step; a no is counted as a use."""
-        has_room = len(self._held) < self._max_graphs
-        if key in self._held or (has_room and self._uses[key] >= self._uses_before):
+        if key in self._held or len(self._held) < self._max_graphs:
             return True
         self._count(key)
         uses = self._uses[key]
-        return not has_room and uses >= self._worth and uses >= self._worth + self._uses[self._least()]
+        return uses >= WORTH and uses >= WORTH + self._uses[self._least()]
 
     def use(self, key: Hashable) -> None:
         """Count a step that was computed by the graph of this key."""
@@ -66,11 +61,11 @@ class GraphEviction:
         return least
 
     def hold(self, key: Hashable, *, instead_of: Hashable | None = None) -> None:
-        """Add a key, after `make_room`. It begins `worth` uses ahead of `instead_of`, the key that was evicted for it."""
+        """Add a key, after `make_room`. It begins `WORTH` uses ahead of `instead_of`, the key that was evicted for it."""
         assert len(self._held) < self._max_graphs, "there are as many graphs as there may be"
         self._held[key] = None
         if instead_of is not None:
-            self._uses[key] = max(self._uses[key], self._uses[instead_of] + self._worth)
+            self._uses[key] = max(self._uses[key], self._uses[instead_of] + WORTH)
 
     def _least(self) -> Hashable:
         return min(self._held, key=self._uses.__getitem__)

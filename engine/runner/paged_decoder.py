@@ -17,7 +17,6 @@ from engine.models.decoder import Decoder
 from engine.runner.embedder import TextModel
 from engine.runner.input_rows import InputRow, make_batch_inputs
 from engine.runner.kv_cache import allocate_kv_cache
-from engine.step_sizes import chunk_rows_max
 from kernels.ops import (
     AnyPlanner,
     AttentionPlanner,
@@ -28,6 +27,9 @@ from kernels.ops import (
     invariant_planner,
     operations,
 )
+
+PlacedTokens = tuple[torch.Tensor, torch.Tensor]
+"""Places among the tokens of a pass, and the tokens that stand there: [N] int64 each."""
 
 
 class PagedDecoder:
@@ -61,7 +63,7 @@ class PagedDecoder:
         self._recorded: RecordedOperations | None = None
         self._decoder = decoder
         self._workspaces: list[Any] = [None] * len(config.windows)
-        self._max_len, self._layer_width = plan.max_model_len, MemoryShape.of(config).layer_width
+        self._max_len, self._shape = plan.max_model_len, MemoryShape.of(config)
         self._block_size = block_size
         self._device = device
         self.batch_invariant = batch_invariant
@@ -113,8 +115,8 @@ class PagedDecoder:
         )
 
     def chunk_rows(self, max_tokens: int) -> int:
-        """Rows of the largest captured step with chunks (`step_sizes.chunk_rows_max`), of steps of up to `max_tokens`."""
-        return chunk_rows_max(min(max_tokens, self._max_len), self._layer_width * self.dtype.itemsize)
+        """Rows of the largest captured step with chunks , of steps of up to `max_tokens`."""
+        return self._shape.chunk_rows(min(max_tokens, self._max_len), self.dtype.itemsize)
 
     @property
     def max_verify_group(self) -> int:
@@ -127,6 +129,13 @@ class PagedDecoder:
         return make_batch_inputs(
             rows, block_size=self._block_size, rotaries=self.rotaries, planners=self._planners, device=self._device
         )
+
+    def pass_over(self, rows: Sequence[InputRow], unknown: Sequence[PlacedTokens] = ()) -> torch.Tensor:
+        """Hidden states of a pass over `rows`, into whose tokens those that only the device knows are put: [R, hidden]"""
+        inputs = self.prepare(rows)
+        for places, token_ids in unknown:
+            inputs.token_ids.index_copy_(0, places, token_ids)
+        return self.forward(inputs)
 
     @property
     def recorder(self) -> Callable[[int], RecordedOperations] | None:

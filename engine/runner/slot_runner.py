@@ -30,7 +30,7 @@ from engine.runner.embedder import TextModel
 from engine.runner.input_rows import InputRow
 from engine.runner.launched_step import Choosing, LaunchedStep
 from engine.runner.model_runner import ModelRunner
-from engine.runner.paged_decoder import PagedDecoder
+from engine.runner.paged_decoder import PagedDecoder, PlacedTokens
 from engine.runner.ready_steps import NO_INPUTS, NO_ROWS, ReadySteps
 from engine.runner.row_masks import FillMasks, RowMasks
 from engine.runner.rows import FIRST, UNKNOWN, SampledRows, guess_places, input_row, scored_positions, unknown_places
@@ -43,9 +43,6 @@ from engine.sampling.columns import ColumnSampler, Kind, SamplingNeeds
 from engine.sampling.host_masks import HostMasks
 from engine.sampling_params import TOP_LOGPROBS_MAX
 from engine.scheduling.scheduled_batch import BlockMoves, ScheduledRequest, StepOutput
-
-PlacedTokens = tuple[torch.Tensor, torch.Tensor]
-"""Places among the tokens of a pass, and the tokens that stand there: [N] int64 each."""
 
 Choose = Callable[[torch.Tensor | None], Fetch]
 """Chooses the tokens of a step whose logits are launched, as far as masks allow: [R, ceil(V / 32)] int32, None for all."""
@@ -203,6 +200,13 @@ class SlotRunner:
         self._fetch(size, Kind()).tokens()
 
     @torch.inference_mode()
+    def hidden_for_timing(self, rows: Sequence[InputRow]) -> torch.Tensor:
+        """Hidden states of the outputs of chunks, computed as in a step with them. With a draft model it is the pass of the
+        target alone."""
+        hidden = self._chunks.run_for_timing(rows) if self._chunks is not None and self._drafts is None else None
+        return self._target.pass_over(rows) if hidden is None else hidden
+
+    @torch.inference_mode()
     def run_draft_for_timing(self) -> None:
         """As `run_for_timing`, a decode of the draft model."""
         assert self._drafts is not None, "there is no draft model"
@@ -257,9 +261,7 @@ class SlotRunner:
         for size in reversed([size for size in STEP_SIZES if size <= self._max_num_seqs]):
             self._inputs.write_rows(NO_ROWS, size)
             self._step(size, None)
-        logits = self._target.logits(
-            self._target.forward(self._target.prepare([InputRow(UNKNOWN, 0, (0,), FIRST)])), wide=False
-        )
+        logits = self._target.logits(self._target.pass_over([InputRow(UNKNOWN, 0, (0,), FIRST)]), wide=False)
         masks = torch.full((1, -(-logits.shape[1] // 32)), -1, dtype=torch.int32, device=self._device)
         where = self._staging.send([[NOTHING], [0]])
         for kind in KINDS:
@@ -344,7 +346,7 @@ class SlotRunner:
                 inputs.index_copy_(0, self._staging.send(choosing.guessing), guesses)
                 launched.inputs = None
             for decoder in self._decoders:
-                hidden = _forward(decoder, rows, unknown)
+                hidden = decoder.pass_over(rows, unknown)
         if hidden is None or not sampling:
             return launched
         where = self._staging.send([choosing.slots, choosing.positions])
@@ -387,11 +389,3 @@ class SlotRunner:
     def _choose_masked(self, choose: Choose, num_rows: int, fill: FillMasks) -> Choosing:
         masks, errors = fill(num_rows)
         return choose(masks), errors
-
-
-def _forward(decoder: PagedDecoder, rows: Sequence[InputRow], unknown: Sequence[PlacedTokens]) -> torch.Tensor:
-    """Hidden states of a pass over `rows`, into whose tokens the unknown ones are put."""
-    inputs = decoder.prepare(rows)
-    for places, token_ids in unknown:
-        inputs.token_ids.index_copy_(0, places, token_ids)
-    return decoder.forward(inputs)

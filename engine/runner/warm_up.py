@@ -87,7 +87,7 @@ def run_largest_step(decoder: PagedDecoder, limits: SchedulerLimits, *, max_gues
     of as many as may sample. The cache must be empty; what this leaves there belongs to no request."""
     max_tokens, max_len = limits.max_num_batched_tokens, limits.max_model_len
     lengths = [min(max_len, max_tokens - first) for first in range(0, max_tokens, max_len)]
-    hidden = decoder.forward(decoder.prepare([_row(length, limits.block_size, wants_all=True) for length in lengths]))
+    hidden = decoder.pass_over([_row(length, limits.block_size, wants_all=True) for length in lengths])
     sampled = torch.arange(min(max_tokens, limits.max_num_seqs + max_guesses), device=hidden.device) % len(lengths)
     decoder.logits(hidden.index_select(0, sampled))
 
@@ -97,7 +97,7 @@ def compile_steps(decoder: PagedDecoder, limits: SchedulerLimits, *, max_guesses
     """Run one step of each kind, as far as its logits, in an empty cache. `max_guesses`: logits beyond one row for each
     request, of guesses that are verified like chunks of prompts; their runner asks for steps over slots with guesses."""
     for rows in _steps_of_each_kind(limits, max_guesses):
-        decoder.logits(decoder.forward(decoder.prepare(rows)), wide=False)
+        decoder.logits(decoder.pass_over(rows), wide=False)
     _compile_texts(decoder, min(limits.max_num_batched_tokens, limits.max_model_len))
 
 

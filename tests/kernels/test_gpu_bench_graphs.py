@@ -17,7 +17,8 @@ from bench.gpu.idle import Idle
 from bench.gpu.rows import Row
 from bench.host_step import make_engine
 from engine.loop import Engine
-from engine.runner.cuda_graphs import CudaGraphs, Places
+from engine.runner.cuda_graphs import CudaGraphs
+from engine.runner.graph_eviction import GraphEviction
 from engine.step_sizes import decode_graphs_kept
 
 STEADY = [f"Llama-3.1-8B bf16, batch {size}, 1k context" for size in (64, 256)]
@@ -34,7 +35,7 @@ class NoGraph:
 def graphs_of(num_places: int) -> CudaGraphs:
     """Its choice of what is captured and kept, and nothing that a card is needed for."""
     graphs = object.__new__(CudaGraphs)
-    graphs._max_graphs, graphs._places, graphs._graphs, graphs._failed = num_places, Places.of(num_places), {}, {}
+    graphs._max_graphs, graphs._places, graphs._graphs, graphs._failed = num_places, GraphEviction(num_places), {}, {}
     graphs._captured = lambda _: NoGraph()  # type: ignore[method-assign,return-value,assignment]
     return graphs
 
@@ -118,6 +119,6 @@ def test_steps_are_seen_while_they_are_timed_and_not_before() -> None:
     engine, _ = make_engine(4, calls=graphs_of(2))
     asked = [traffic.Asked((3, 4, 5), 6)]
     first, second = (traffic.run(engine, asked, temperature=0.6, label=label) for label in "ab")
-    assert (first.graphs.captured, second.graphs.captured) == (1, 0)
+    assert (first.graphs.captured, second.graphs.captured) == (2, 0), "of the prompt and of the decodes"
     assert first.graphs.steps == second.graphs.steps == 5
     assert CudaGraphs.make_ready is taken

@@ -9,9 +9,10 @@ import pytest
 import torch
 
 from engine.loop import Engine
+from engine.runner.chunk_step import ChunkShape
 from engine.runner.cuda_graphs import CudaGraphs
 from engine.speculation.options import SpeculativeOptions
-from engine.step_sizes import CHUNK_GRAPHS, CHUNK_USES_BEFORE, CHUNKS_MAX
+from engine.step_sizes import CHUNKS_MANY, chunk_shapes
 from tests.support.engines import run_to_end, small_engine, tokens, wanted
 from tests.support.rehearsal import Schedule, rehearsal
 from tests.support.rehearsal.card import Card
@@ -45,12 +46,6 @@ def shallow(folder: Path) -> Path:
 
 
 @pytest.fixture
-def at_first_use(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Steps of a shape are captured when they are met."""
-    monkeypatch.setattr("engine.runner.cuda_graphs.CHUNK_USES_BEFORE", 0)
-
-
-@pytest.fixture
 def replayed(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """How many operations each graph has that was replayed."""
     sizes: list[int] = []
@@ -79,7 +74,6 @@ def launched_beside_a_decode(card: Card, engine: Engine, replayed: list[int], pr
     return found
 
 
-@pytest.mark.usefixtures("at_first_use")
 def test_the_host_launches_as_much_for_many_layers_as_for_one(model: Path, shallow: Path, replayed: list[int]) -> None:
     found = []
     for folder in (shallow, model):
@@ -89,7 +83,6 @@ def test_the_host_launches_as_much_for_many_layers_as_for_one(model: Path, shall
     assert found[0] == found[1] < 40
 
 
-@pytest.mark.usefixtures("at_first_use")
 @pytest.mark.parametrize("schedule", Schedule)
 @pytest.mark.parametrize("options", [{}, {"kv_cache_dtype": "fp8"}, {"speculative": True}], ids=["plain", "fp8 cache", "draft"])
 def test_captured_steps_with_chunks_give_the_tokens_of_the_plain_runner(
@@ -115,22 +108,18 @@ def test_captured_steps_with_chunks_give_the_tokens_of_the_plain_runner(
     assert engine.fallbacks.count == 0
 
 
-def test_a_shape_is_captured_when_it_was_met_before(model: Path, replayed: list[int]) -> None:
+def test_all_shapes_are_captured_before_the_first_request(model: Path, replayed: list[int]) -> None:
     with rehearsal() as card, in_place_of_triton():
         engine = small_engine(model, device="cuda", dtype="float32", **ROOM)
-        captures: list[int] = []
-        for number in range(CHUNK_USES_BEFORE + 2):
-            captures.append(card.num_captures)
-            run_to_end(engine, [wanted(str(number), [3 + number] * 20, max_tokens=1)])
-        captured = card.num_captures - captures[0]
-    assert captured == 1
-    assert captures[-1] == captures[0] + 1, "by the step after so many"
-    assert len(replayed) == 2
+        captures = card.num_captures
+        for length in (2, 10, 20, 40, 60):
+            run_to_end(engine, [wanted(str(length), [3 + length] * length, max_tokens=1)])
+        assert card.num_captures == captures
+    assert len(replayed) == 5
 
 
-@pytest.mark.usefixtures("at_first_use")
 def test_more_chunks_than_any_graph_has_are_launched_one_by_one(model: Path, replayed: list[int]) -> None:
-    number = CHUNKS_MAX[-1] + 1
+    number = CHUNKS_MANY + 1
     room = {**ROOM, "max_num_seqs": number, "max_num_batched_tokens": 2 * number}
     requests = [wanted(str(place), [5, 6 + place], max_tokens=1) for place in range(number)]
     with rehearsal(), in_place_of_triton():
@@ -139,25 +128,30 @@ def test_more_chunks_than_any_graph_has_are_launched_one_by_one(model: Path, rep
     assert [len(tokens(events)) for events in found.values()] == [1] * number
 
 
-@pytest.mark.usefixtures("at_first_use")
-def test_a_step_whose_capture_fails_is_launched_one_by_one(
-    model: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+@pytest.mark.parametrize("fails_at", [64, 32])
+def test_shapes_behind_one_whose_capture_fails_are_launched_one_by_one(
+    fails_at: int, model: Path, replayed: list[int], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     captured = CudaGraphs._capture
 
     def fails(graphs: CudaGraphs, graph: torch.cuda.CUDAGraph, function: Any) -> None:
-        if getattr(function, "args", ((),))[0][:1] == (CHUNK_GRAPHS,) and function.args[0].num_tokens == 32:
+        shape = getattr(function, "args", (None,))[0]
+        if isinstance(shape, ChunkShape) and shape.num_tokens == fails_at:
             raise RuntimeError("no more graphs")
         captured(graphs, graph, function)
 
-    requests = [wanted(str(number), list(range(3, 23 + number)), max_tokens=3) for number in range(2)]
+    requests = [wanted(str(length), list(range(3, 3 + length)), max_tokens=1) for length in (20, 60)]
     with rehearsal(), in_place_of_triton():
-        expected = run_to_end(small_engine(model, device="cuda", dtype="float32", enforce_eager=True, **ROOM), requests[:1])
+        expected = run_to_end(small_engine(model, device="cuda", dtype="float32", enforce_eager=True, **ROOM), requests)
     monkeypatch.setattr(CudaGraphs, "_capture", fails)
     with rehearsal(), in_place_of_triton():
         engine = small_engine(model, device="cuda", dtype="float32", **ROOM)
-        first = run_to_end(engine, requests[:1])
-        run_to_end(engine, requests[1:])
-    assert tokens(first["0"]) == tokens(expected["0"])
-    assert engine.fallbacks.count == 1, "the step that found out"
+        found: dict[str, Any] = {}
+        for request in requests:
+            found |= run_to_end(engine, [request])
+    assert {name: tokens(each) for name, each in found.items()} == {name: tokens(each) for name, each in expected.items()}
+    assert len(replayed) == (2 if fails_at == 32 else 0), "shapes of 64 tokens serve fewer as well"
+    assert engine.fallbacks.count == 0
+    num_ready = sum(rows > fails_at for rows, _ in chunk_shapes(64))
+    assert f"have {num_ready} of {len(chunk_shapes(64))} graphs" in caplog.text
     assert "no more graphs" in caplog.text

@@ -67,8 +67,7 @@ def test_tokens_are_those_of_the_plain_runner(
     seed: int,
 ) -> None:
     few_graphs = mock.patch("engine.runner.runner_choice.CudaGraphs", partial(CudaGraphs, max_graphs=max_graphs))
-    at_once = mock.patch("engine.runner.cuda_graphs.CHUNK_USES_BEFORE", 0)  # there are few steps of a shape here
-    with rehearsal(schedule, seed=seed) as card, in_place_of_triton(), few_graphs, at_once:
+    with rehearsal(schedule, seed=seed) as card, in_place_of_triton(), few_graphs:
         engine = small_engine(
             folder / family,
             device="cuda",

@@ -148,7 +148,7 @@ class Captured(DirectCalls):
         self._num_asked += 1
         return self._num_asked % 2 == 0
 
-    def make_ready(self, key: Hashable, function: Callable[[], None]) -> None:
+    def make_ready(self, key: Hashable, function: Callable[[], None], *, is_kept: bool = False) -> None:
         function()
         self._keys.add(key)
 

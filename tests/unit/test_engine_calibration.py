@@ -26,11 +26,8 @@ class Passes:
         self.count = 0
         self.kv_caches = [SimpleNamespace(is_cuda=False)]
 
-    def prepare(self, rows: object) -> object:
+    def pass_over(self, rows: object) -> object:
         return rows
-
-    def forward(self, inputs: object) -> object:
-        return inputs
 
     def logits(self, hidden: object) -> None:
         self.now_s += self.times_s[min(self.count, len(self.times_s) - 1)]
@@ -98,7 +95,7 @@ class HostBound(Passes):
         self.kv_caches[0].device = torch.device("cuda")
         self.passes: list[list[InputRow]] = []
 
-    def prepare(self, rows: list[InputRow]) -> object:  # type: ignore[override]
+    def pass_over(self, rows: list[InputRow]) -> object:  # type: ignore[override]
         self.passes.append(rows)
         return rows
 

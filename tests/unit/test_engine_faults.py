@@ -89,7 +89,7 @@ def test_a_request_whose_inputs_cannot_be_made_ends_alone(
     make_engine: MakeEngine, model: Path, undisturbed: dict[str, list[int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def has_bad(_: ChunkStep, rows: ChunkRows, *__: Any) -> bool:
-        return any(99 in item.request.token_ids for item in rows.chunks)
+        return is_bad(rows.chunks)
 
     monkeypatch.setattr(PagedDecoder, "prepare", raising(PagedDecoder.prepare, lambda self, rows: is_bad(rows)))
     monkeypatch.setattr(ChunkStep, "write", raising(ChunkStep.write, has_bad))

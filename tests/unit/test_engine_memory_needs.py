@@ -114,7 +114,7 @@ def test_many_chunks_of_few_tokens_are_planned_for_with_the_workspace_that_they_
 
 def test_steps_over_slots_hold_the_logits_of_all_rows_at_once() -> None:
     qwen, load = shape_of("qwen3-0.6b"), replace(LOAD, num_seqs=1024, num_tokens=1024, on_gpu=True, has_slots=True)
-    kept_bytes = graphs_kept(1024, 0) * qwen.graph_bytes
+    kept_bytes = graphs_kept(1024, 0, chunk_rows=1024) * qwen.graph_bytes
     invariant = MemoryNeeds.of(qwen, BF16, replace(load, batch_invariant=True), context_bytes=0)
     assert invariant.graphs_bytes - kept_bytes == invariant.activations_bytes == 1024 * 151_936 * 4, "593.5 MiB"
     usual = MemoryNeeds.of(qwen, BF16, load, context_bytes=0)
@@ -132,12 +132,16 @@ def test_memory_is_planned_for_as_many_graphs_as_are_kept() -> None:
 
     assert LLAMA_8B.graph_bytes == (10 * 32 + 20) * 24 * 1024
     assert replace(LLAMA_8B, num_sparse_layers=30).graph_bytes == (10 * 2 + 13 * 30 + 20) * 24 * 1024
-    assert graphs_of(LOAD) == graphs_kept(256, 0) * LLAMA_8B.graph_bytes
-    assert graphs_of(replace(LOAD, num_seqs=32)) == graphs_kept(32, 0) * LLAMA_8B.graph_bytes, "fewer seats have fewer sizes"
+    assert graphs_of(LOAD) == graphs_kept(256, 0, chunk_rows=896) * LLAMA_8B.graph_bytes
+    assert graphs_of(replace(LOAD, num_seqs=32)) == graphs_kept(32, 0, chunk_rows=896) * LLAMA_8B.graph_bytes, (
+        "fewer seats have fewer sizes"
+    )
     guesses, small = replace(LOAD, num_guesses=64), shape_of("llama-3.2-1b")
-    assert graphs_of(guesses) == graphs_kept(256, 64) * LLAMA_8B.graph_bytes
+    assert graphs_of(guesses) == graphs_kept(256, 64, chunk_rows=896) * LLAMA_8B.graph_bytes
     of_draft = graphs_of(guesses, small) - graphs_of(guesses)
-    assert of_draft == (graphs_kept(256, 64) + draft_graphs_kept(256)) * small.graph_bytes, "the draft is in those with chunks"
+    assert of_draft == (graphs_kept(256, 64, chunk_rows=896) + draft_graphs_kept(256)) * small.graph_bytes, (
+        "the draft is in those with chunks"
+    )
     assert MemoryNeeds.of(LLAMA_8B, BF16, LOAD, context_bytes=0).graphs_bytes == 0, "where no step is captured"
 
 
