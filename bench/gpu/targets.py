@@ -44,6 +44,14 @@ def exactly(name: str) -> str:
     return f"equal to the reference: {name}"
 
 
+CHUNK_SIZES = (64, 512)
+
+
+def chunk_of(size: int) -> str:
+    """The row of a chunk of so many tokens, captured and not."""
+    return f"chunk of {size} tokens: captured over one by one"
+
+
 def layer_of(model: str, rows: int) -> str:
     return f"layer of {model}, {rows} row{'s' * (rows > 1)}: launches as they are over the faster way"
 
@@ -136,6 +144,7 @@ TARGETS: list[Target] = [
     *_rows("llama 8b", "%", ("GPU idle in steady decode, batch 256", 3, 1), higher=False),
     *_rows("llama 8b", "µs", ("host critical path per step, batch 256", 400, 200),
            ("host critical path, a request replaced every second step, batch 256",), higher=False),
+    *_rows("llama 8b", "× sooner", *[(chunk_of(size),) for size in CHUNK_SIZES]),
     *_rows("llama 8b", "s", ("start of Llama-3.1-8B beyond reading weights, warm cache", 15), higher=False),
     *_rows("llama 8b", "% off", ("planner: KV blocks", 2, 0.5), ("planner: batch 1", 15, 8), ("planner: 256 mixed", 15, 8),
            higher=False),
