@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from kernels.attention_rows import AttentionShape
+from kernels.paged_plan import PagedPlan, paged_plan_attention
 from kernels.reference import attention as reference
 from kernels.reference import rotated_decode as exact
 from kernels.triton import (
@@ -16,9 +17,11 @@ from kernels.triton import (
     attention_splits,
     chunk_splits,
     invariant_attention,
+    invariant_table,
     lone_decode,
     rotated_decode,
 )
+from kernels.triton import table as triton_table
 from kernels.triton.split_sum import counters
 from tests.support.kernel_cases import Guarded, RotatedBatch, filled_cache, normal, padded_rows, scattered_tables, table_tensor
 from tests.support.kernel_tolerances import Kind, assert_near, assert_same
@@ -81,6 +84,31 @@ class Batch:
         )  # fmt: skip
         assert_near(out.check()[self.before :], self.expected()[self.before :], "attention")
         assert out.tensor[: self.before].isnan().all(), "rows of nobody were written"
+
+
+@pytest.mark.parametrize("is_invariant", [False, True])
+@pytest.mark.parametrize("shape", [AttentionShape(BLOCK, 4, 1, 128), AttentionShape(BLOCK, 4, 2, 64, sliding_window=30)])
+def test_a_captured_step_with_chunks_tells_decodes_chunks_and_padding_apart(shape: AttentionShape, is_invariant: bool) -> None:
+    """Two decodes where there may be four, two chunks and an empty one, and padding as a chunk of its own."""
+    counts, num_decodes, num_tokens = [1, 1, 21, 9], 4, 48
+    batch = Batch(shape, [35, 18, 40, 130], counts)
+    padding = num_tokens - sum(counts)
+    tables = torch.zeros(num_decodes + 4, batch.tables.shape[1], dtype=torch.int32)
+    tables[:2], tables[num_decodes : num_decodes + 2] = batch.tables[:2], batch.tables[2:]
+    plan = PagedPlan(
+        shape,
+        num_decodes,
+        tables,
+        torch.tensor([35, 18, 0, 0, 40, 130, 0, padding], dtype=torch.int32),
+        torch.tensor([2, 23, 32, 32, num_tokens], dtype=torch.int32),
+        max_query_len=num_tokens,
+        counts_all=True,
+    )
+    qkv = torch.zeros(num_tokens, shape.num_heads + 2 * shape.num_kv_heads, shape.head_dim, dtype=BF16)
+    qkv[: sum(counts), : shape.num_heads] = batch.q
+    table = invariant_table.OPERATIONS if is_invariant else triton_table.OPERATIONS
+    found = paged_plan_attention(table, qkv, batch.cache, plan, None)
+    assert_near(found[: sum(counts)], batch.expected(), "attention")
 
 
 @pytest.mark.parametrize(
