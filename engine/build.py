@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -143,7 +143,7 @@ def build_engine(
         times.done("graphs")
     speed = _measured_speed(resolved, cached, model, limits, ahead)
     times.done("speed")
-    budget = _step_budget(options, speed.step_times)
+    budget = _step_budget(options, speed.step_times, () if ahead is None else ahead.chunk_sizes)
     scheduler = _scheduler(resolved, cached.plan, limits, speed, budget)
     info = _info(resolved, model, cached, load_s=times.total_s)
     info = replace(info, memory=resolved.forecast.parts(measured), memory_note=resolved.forecast.shortened())
@@ -284,10 +284,10 @@ def _paged(model: LoadedModel, resolved: ResolvedOptions, plan: MemoryPlan) -> P
     )
 
 
-def _step_budget(options: EngineOptions, step_times: StepTimeModel) -> StepBudget | None:
+def _step_budget(options: EngineOptions, step_times: StepTimeModel, sizes: Sequence[int]) -> StepBudget | None:
     if options.inter_token_target_ms is None:
         return None
-    return StepBudget(step_times, BudgetTargets.following(options.inter_token_target_ms / 1000))
+    return StepBudget(step_times, BudgetTargets.following(options.inter_token_target_ms / 1000), sizes=sizes)
 
 
 def _grammar_queue(options: EngineOptions, info: EngineInfo, masks: GrammarMasks, *, has_one_caller: bool) -> GrammarQueue:

@@ -34,7 +34,7 @@ from engine.runner.rows import input_row
 from engine.runner.slots import NOTHING, SlotState
 from engine.runner.staging import Staging
 from engine.scheduling.scheduled_batch import ScheduledRequest
-from engine.step_sizes import chunk_shapes
+from engine.step_sizes import CHUNK_ROWS_FEW, chunk_shapes
 from kernels import ops
 
 log = logging.getLogger("gatehouse.engine")
@@ -216,6 +216,11 @@ class ChunkSteps:
         firsts = accumulate((len(row.token_ids) for row in chunks), initial=0)
         wanted = [first + output for first, row in zip(firsts, chunks, strict=False) for output in row.outputs]
         return self._computed(ChunkRows((), chunks, wanted))
+
+    @property
+    def padded_sizes(self) -> list[int]:
+        """Numbers of tokens from which on padding takes time, in ascending order."""
+        return sorted({shape.num_tokens for shape in self._shapes if shape.num_tokens >= CHUNK_ROWS_FEW[-1]})
 
     def warm_up(self) -> None:
         """Have the steps of all shapes captured, the largest first: the others take no memory beside its own. Shapes whose

@@ -125,6 +125,11 @@ class SlotRunner:
         return self.plain.stage
 
     @property
+    def chunk_sizes(self) -> list[int]:
+        """Tokens to which steps with chunks are rounded up where padding costs time, in ascending order."""
+        return [] if self._chunks is None else self._chunks.padded_sizes
+
+    @property
     def text_model(self) -> TextModel:
         """The model for whole texts, which are embedded beside the steps."""
         return self.plain.text_model

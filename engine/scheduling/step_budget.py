@@ -6,12 +6,17 @@ With them, the step ends just before the target. (Letting a step last longer bec
 same work is done, and the mean moves up to the target.) A chunk never falls below a minimum, so that prefill does not starve
 behind many long decodes.
 
+Where steps are rounded up to the size of a graph, a chunk that ends with the time of its step ends with a size instead: what is
+left of the time would go into padding.
+
 Chunked prefill beside decodes: Sarathi-Serve, arXiv 2403.02310. There the chunk is a constant chosen per workload; here it
 follows from the step-time model.
 """
 
 from __future__ import annotations
 
+from bisect import bisect_right
+from collections.abc import Sequence
 from dataclasses import dataclass
 from math import sqrt
 
@@ -25,6 +30,9 @@ GAP_OF_TARGET = 1.2
 
 CROWDED_SHARE = 0.9
 """Nobody starts while decodes alone take more than this share of the target: a prompt must find room beside them."""
+
+BEYOND_SIZES = 1.25
+"""Of the largest size: steps of more tokens are not rounded, and would lose too much to it."""
 
 SCALE_MIN, SCALE_MAX = 0.25, 16.0
 SCALE_RATE = 1 / 64
@@ -47,15 +55,17 @@ class BudgetTargets:
 class StepBudget:
     """Deals out the time of one step. `begin_step` opens it, `chunk` takes from it."""
 
-    def __init__(self, model: StepTimeModel, targets: BudgetTargets | None = None) -> None:
+    def __init__(self, model: StepTimeModel, targets: BudgetTargets | None = None, *, sizes: Sequence[int] = ()) -> None:
+        """`sizes`: tokens to which steps with chunks are rounded up where padding costs time, in ascending order."""
         self.model = model
+        self._sizes = sizes
         self.targets = BudgetTargets() if targets is None else targets
         self.decode_scale = self.chunk_scale = 1.0
         self._limit_s = 0.0
         self._fixed_s = 0.0
         self._num_tokens = 0
         self._num_rows = 0
-        self._has_chunk = False
+        self._has_chunk = self._is_full = False
 
     def begin_step(self, num_decodes: int, sum_context: int) -> None:
         """Open a step with `num_decodes` decodes, whose cached tokens sum to `sum_context`."""
@@ -63,7 +73,7 @@ class StepBudget:
         self._limit_s = AIM_SHARE * (targets.target_s if num_decodes else targets.gap_max_s) / self.chunk_scale
         self._fixed_s = self.model.host_s + self.model.context_s * sum_context
         self._num_tokens = self._num_rows = num_decodes
-        self._has_chunk = False
+        self._has_chunk = self._is_full = False
 
     def is_crowded(self, num_decodes: int, sum_context: int) -> bool:
         """Whether one more request would slow all that decode below their target; their cached tokens sum to `sum_context`.
@@ -78,7 +88,10 @@ class StepBudget:
 
     def chunk(self, start: int, wanted: int) -> int:
         """Take up to `wanted` prefill tokens of a request that has `start` computed; 0 when the step is full."""
-        num_tokens = min(wanted, self._room(start))
+        room = 0 if self._is_full else self._room(start)
+        num_tokens = min(wanted, room)
+        if room < wanted:
+            num_tokens = self._fitted(num_tokens)
         if not self._has_chunk:
             num_tokens = max(num_tokens, min(wanted, self.targets.chunk_tokens_min))
         if num_tokens <= 0:
@@ -87,6 +100,18 @@ class StepBudget:
         self._num_tokens += num_tokens
         self._fixed_s += self.model.context_s * start + self.model.pair_s * num_tokens * (start + num_tokens / 2)
         return num_tokens
+
+    def _fitted(self, num_tokens: int) -> int:
+        """So many tokens or fewer, with which the step has one of the sizes, if these are worth a chunk. Then it is full."""
+        total = self._num_tokens + num_tokens
+        if not self._sizes or total > BEYOND_SIZES * self._sizes[-1]:
+            return num_tokens
+        place = bisect_right(self._sizes, total)
+        fitting = self._sizes[place - 1] - self._num_tokens if place else 0
+        if fitting < self.targets.chunk_tokens_min:
+            return num_tokens
+        self._is_full = True
+        return fitting
 
     def _room(self, start: int) -> int:
         """Largest chunk whose products, weights and attention still end within the limit."""

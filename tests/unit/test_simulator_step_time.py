@@ -126,6 +126,29 @@ def test_several_chunks_share_one_step() -> None:
     assert 0.024 < lasted_s <= 0.0245
 
 
+def test_a_chunk_that_ends_with_the_time_of_its_step_ends_with_a_size() -> None:
+    model, sizes = llama(), [256, 320, 384, 448, 512, 640, 768, 896]
+    free, sized = StepBudget(model), StepBudget(model, sizes=sizes)
+    for num_decodes in (1, 50, 100, 200, 256):
+        room = chunk_beside(free, num_decodes, num_decodes * 1000)
+        chunk = chunk_beside(sized, num_decodes, num_decodes * 1000)
+        assert chunk <= room
+        assert chunk + num_decodes == max(size for size in sizes if size <= room + num_decodes)
+        assert sized.chunk(0, 1 << 30) == 0, "the step is full"
+
+
+def test_chunks_that_leave_room_and_steps_beyond_all_sizes_are_as_long_as_they_are() -> None:
+    model = llama()
+    sized = StepBudget(model, sizes=[256, 320])
+    sized.begin_step(50, 50_000)
+    assert [sized.chunk(0, 37), sized.chunk(0, 38)] == [37, 38]
+    assert chunk_beside(sized, 50, 50_000) == chunk_beside(StepBudget(model), 50, 50_000) > 1.25 * 320
+    small = StepBudget(model, BudgetTargets(target_s=0.011, chunk_tokens_min=64), sizes=[256, 320])
+    room = chunk_beside(StepBudget(model, BudgetTargets(target_s=0.011)), 220, 220 * 500)
+    assert 36 < room < 100, "with decodes more than 256"
+    assert chunk_beside(small, 220, 220 * 500) == max(room, 64), "36 tokens are not worth a chunk"
+
+
 def test_prefill_goes_on_beside_decodes_that_fill_the_step_alone() -> None:
     budget = StepBudget(llama(), BudgetTargets(target_s=0.025, chunk_tokens_min=64))
     budget.begin_step(256, 256 * 3000)
