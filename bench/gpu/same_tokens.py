@@ -126,6 +126,7 @@ def _bisected(context: Context, again: Callable[[], dict[str, Found]]) -> str:
         "GATEHOUSE_EARLY_LAUNCH=0": (_in_turn(context),),
         f"{GRAPHS}=0": (mock.patch.dict(os.environ, {GRAPHS: "0"}),),
         "both": (_in_turn(context), mock.patch.dict(os.environ, {GRAPHS: "0"})),
+        "chunks one by one": (mock.patch.object(PagedDecoder, "chunk_rows", return_value=0),),
     }
     words = []
     for name, patches in switches.items():

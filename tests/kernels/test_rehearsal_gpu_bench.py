@@ -29,6 +29,7 @@ from bench.gpu.rows import Row
 from bench.gpu.targets import SAME_TOKENS, TARGETS
 from bench.gpu.traffic import Asked
 from engine.layers.batch_inputs import BatchInputs
+from engine.runner.chunk_step import ChunkStep
 from engine.runner.cuda_graphs import CudaGraphs
 from engine.runner.input_rows import InputRow
 from engine.runner.paged_decoder import PagedDecoder
@@ -140,7 +141,7 @@ def test_tokens_out_of_graphs_are_those_of_the_twin_which_computes_as_many_rows(
     assert 3 not in sizes, "a step of three rows is one of four"
 
 
-@pytest.mark.parametrize("fault", ["graphs", "slots"])
+@pytest.mark.parametrize("fault", ["graphs", "slots", "chunks"])
 def test_wrong_tokens_are_counted_and_the_row_says_what_mends_them(fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
     if fault == "graphs":
         run = CudaGraphs.run
@@ -150,6 +151,9 @@ def test_wrong_tokens_are_counted_and_the_row_says_what_mends_them(fault: str, m
             run(graphs, key, function)
 
         monkeypatch.setattr(CudaGraphs, "run", twice)
+    elif fault == "chunks":
+        hidden = ChunkStep.hidden
+        monkeypatch.setattr(ChunkStep, "hidden", lambda step, num_rows: hidden(step, num_rows) * -1.0)
     else:
         advance = SlotState.advance
 
@@ -162,6 +166,7 @@ def test_wrong_tokens_are_counted_and_the_row_says_what_mends_them(fault: str, m
     assert "of a logit apart" in row["note"]
     both = "GATEHOUSE_GRAPHS=0: 0 wrong, both: 0 wrong"
     assert (both in row["note"]) is (fault == "graphs"), row["note"]
+    assert ("chunks one by one: 0 wrong" in row["note"]) is (fault == "chunks"), row["note"]
 
 
 def test_a_row_whose_steps_fell_back_to_the_plain_way_fails_and_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
