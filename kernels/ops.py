@@ -49,7 +49,7 @@ from kernels.recorded_operations import NotRecordable, RecordedOperations
 from kernels.residual_stream import Stream
 from kernels.sampling_columns import SUPPRESSED_IDS_MAX, SamplingColumns
 from kernels.simd.large_pages import on_large_pages
-from kernels.transfer import send
+from kernels.transfer import send, send_together
 from kernels.variants import CompilationFailed, Variants
 
 __all__ = [
@@ -106,6 +106,7 @@ __all__ = [
     "row_invariant",
     "sampling_kernels",
     "send",
+    "send_together",
     "to_fp8",
 ]
 

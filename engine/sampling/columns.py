@@ -122,7 +122,6 @@ class ColumnSampler:
 
     def place(self, slots: Sequence[int], requests: Sequence[Request]) -> None:
         """Assign the slots to these requests and write their parameters; their tokens are counted by `restart`."""
-        index = ops.send(slots, torch.int64, self._device)
         params = [request.sampling for request in requests]
         held = [sorted(request.stop_ids) if request.sampling.min_tokens > 0 else [] for request in requests]
         held = [ids if len(ids) <= ops.SUPPRESSED_IDS_MAX else [] for ids in held]
@@ -144,10 +143,12 @@ class ColumnSampler:
             [signed(stream(p.seed or 0)) for p in params],
             [r.num_prompt_tokens + r.sampling.min_tokens for r in requests],
         ]
-        for table, values in ((c.floats, floats), (c.ints, ints), (c.longs, longs)):
-            table.index_copy_(1, index, ops.send(values, table.dtype, self._device))
         suppressed_ids = [ids + [-1] * (ops.SUPPRESSED_IDS_MAX - len(ids)) for ids in held]
-        c.suppressed_ids.index_copy_(0, index, ops.send(suppressed_ids, torch.int32, self._device))
+        values = np.array(slots), np.array(floats, np.float32), np.array(ints, np.int32), np.array(longs, np.int64)
+        index, *sent, held_ids = ops.send_together([*values, np.array(suppressed_ids, np.int32)], self._device)
+        for table, columns in zip((c.floats, c.ints, c.longs), sent, strict=True):
+            table.index_copy_(1, index, columns)
+        c.suppressed_ids.index_copy_(0, index, held_ids)
         for slot, request in zip(slots, requests, strict=True):
             sampling = request.sampling
             self._weighs[slot] = weighs(sampling, self.vocab_size)
