@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import torch
 
@@ -11,7 +13,7 @@ CPU = torch.device("cpu")
 
 
 def test_arrays_that_travel_together_keep_values_types_and_shapes() -> None:
-    arrays = [
+    arrays: list[np.ndarray[Any, Any]] = [
         np.array([7], np.int64),
         np.arange(21, dtype=np.float32).reshape(7, 3),
         np.array([[2**31 - 1], [-(2**31)]], np.int32),
