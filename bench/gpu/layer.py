@@ -47,7 +47,10 @@ def measure_layers(context: Context) -> None:
 
 def _early(context: Context, name: str, model: str, rows: int) -> None:
     run, layers = make_layer(context, model, rows)
-    ways = {"early": lambda: mock.patch.object(early_launch, "EARLY_ROWS_MAX", rows), "in turn": launched_in_turn}
+    ways: dict[str, Callable[[], AbstractContextManager[object]]] = {
+        "early": lambda: mock.patch.object(early_launch, "EARLY_ROWS_MAX", rows),
+        "in turn": launched_in_turn,
+    }
     served = "early" if rows <= early_launch.EARLY_ROWS_MAX else "in turn"
     taken: dict[str, list[float]] = {way: [] for way in ways}
     for _ in range(2):
