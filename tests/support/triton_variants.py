@@ -18,6 +18,7 @@ from collections.abc import Callable, Hashable, Iterator
 from concurrent.futures import Future
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -46,7 +47,7 @@ from engine.weights import WeightPlan
 from kernels import quantised_linear
 from kernels.triton import early_launch, tuning
 from tests.support.absent_card import AbsentCard
-from tests.support.engines import FREE_ROWS, run_to_end, wanted
+from tests.support.engines import FREE_ROWS, wanted
 from tests.support.grammars import BYTES
 from tests.support.kernel_tables import replaced
 
@@ -153,16 +154,20 @@ class Captured(DirectCalls):
         self._keys.add(key)
 
 
+@cache
+def bytes_and_padding(vocab_size: int) -> Any:
+    return token_trie(replace(BYTES, tokens=(*BYTES.tokens, *[NEVER] * (vocab_size - BYTES.size))))
+
+
 class GrammarCompiler:
     """Of texts of single bytes, at once: there is no tokenizer."""
 
     def __init__(self, vocab_size: int) -> None:
-        self._padding = [NEVER] * (vocab_size - BYTES.size)
+        self._trie = bytes_and_padding(vocab_size)
 
     def submit(self, spec: GrammarSpec, tenant_id: str) -> Future[CompiledGrammar]:
-        trie = token_trie(replace(BYTES, tokens=(*BYTES.tokens, *self._padding)))
         compiled: Future[CompiledGrammar] = Future()
-        compiled.set_result(CompiledGrammar(trie, of_text(to_lark(spec), first_space=False), spec))
+        compiled.set_result(CompiledGrammar(self._trie, of_text(to_lark(spec), first_space=False), spec))
         return compiled
 
     def close(self) -> None:
@@ -341,9 +346,11 @@ def throng(engine: Engine, seed: int) -> None:
 def mask(engine: Engine) -> None:
     """Requests of each kind that waits for masks, alone and all together."""
     requests = [wanted(f"masked-{number}", [5, 6, 7], max_tokens=3, **wants) for number, wants in enumerate(MASKED)]
-    for request in requests:
-        run_to_end(engine, [request])
-    run_to_end(engine, requests)
+    for together in (*([request] for request in requests), requests):
+        for request in together:
+            engine.submit(request)
+        while engine.has_requests:
+            engine.step()
 
 
 def turns(engine: Engine) -> None:
