@@ -114,7 +114,7 @@ def test_two_tensors_of_other_types_and_shapes_are_those_that_triton_makes_of_th
             for each, data in zip(found, whole, strict=True)
         ]
 
-    shapes: tuple[list[int], ...] = ([], [1], [4], [2, 4], [2, 1], [1, 4], [8], [4, 2, 4])
+    shapes: tuple[list[int], ...] = ([], [1], [4], [2, 4], [2, 1], [4, 2, 4])
     for one, other in product(shapes, repeat=2):
         operands = made(first, one), made(second, other)
         for flags in product((False, True), repeat=4):
