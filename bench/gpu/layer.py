@@ -47,10 +47,13 @@ def measure_layers(context: Context) -> None:
 
 def _early(context: Context, name: str, model: str, rows: int) -> None:
     run, layers = make_layer(context, model, rows)
-    ways = {"early": lambda: mock.patch.object(early_launch, "EARLY_ROWS_MAX", rows), "in turn": launched_in_turn}
+    ways: dict[str, Callable[[], AbstractContextManager[object]]] = {
+        "early": lambda: mock.patch.object(early_launch, "EARLY_ROWS_MAX", rows),
+        "in turn": launched_in_turn,
+    }
     served = "early" if rows <= early_launch.EARLY_ROWS_MAX else "in turn"
     taken: dict[str, list[float]] = {way: [] for way in ways}
-    for _ in range(2):
+    for _ in range(context.size(2, 1)):
         for way, launched in ways.items():
             with launched():
                 taken[way] += seconds([run], context.device, samples=3)
@@ -87,7 +90,7 @@ def make_layer(context: Context, model: str, rows: int) -> tuple[Callable[[], No
     shape, hidden, inner, layers = (TINY, 64, 96, 1) if context.rehearsal else MODELS[model]
     device, dtype = context.device, context.dtype
     made = partial(normal, dtype=dtype, device=device)
-    rows = context.size(rows, min(rows, FUSED_ROWS_MAX + 1))
+    rows = context.size(rows, min(rows, 3) if rows <= FUSED_ROWS_MAX else FUSED_ROWS_MAX + 1)
     lengths = [context.size(CONTEXT_LEN, 20)] * rows
     held = [make_pages(lengths, shape, dtype=dtype, device=device) for _ in range(layers)]
     width, attended = (shape.num_heads + 2 * shape.num_kv_heads) * shape.head_dim, shape.num_heads * shape.head_dim

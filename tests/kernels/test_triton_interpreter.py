@@ -15,6 +15,8 @@ import triton.language as tl
 
 from kernels.triton.norm import rms_norm
 
+KINDS = (tl.float32, tl.float16, tl.int32, tl.int64, tl.int1, tl.pointer_type(tl.int32))
+
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="with a GPU nothing is interpreted")
 def test_a_second_launch_finds_the_language_of_the_first(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -85,3 +87,36 @@ def test_equal_shapes_are_one_object_and_others_are_not() -> None:
     kinds = [tl.block_type(kind, shape) for kind in (tl.float32, tl.int1) for shape in ([2, 4], [tl.constexpr(2), 4])]
     assert len({id(kind.shape) for kind in kinds}) == 1
     assert kinds[0].shape is not tl.block_type(tl.float32, [4, 2]).shape
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="with a GPU nothing is interpreted")
+@pytest.mark.parametrize("first", KINDS)
+@pytest.mark.parametrize("second", KINDS)
+def test_two_tensors_of_other_types_and_shapes_are_those_that_triton_makes_of_them_once_numpy_broadcasts(
+    first: tl.dtype, second: tl.dtype
+) -> None:
+    interpreter = importlib.import_module("triton.runtime.interpreter")
+    semantic = interpreter.interpreter_semantic
+    quick, plain = semantic.binary_op_type_checking_impl, type(semantic).binary_op_type_checking_impl.__wrapped__
+
+    def made(kind: tl.dtype, shape: list[int]) -> tl.tensor:
+        numbers = np.arange(max(1, int(np.prod(shape)))).reshape(shape or [1]).astype(interpreter._get_np_dtype(kind))
+        return tl.tensor(interpreter.TensorHandle(numbers, kind), tl.block_type(kind, shape) if shape else kind)
+
+    def told(check: Callable[..., Any], operands: tuple[Any, ...], flags: tuple[bool, ...]) -> object:
+        try:
+            found = check(*operands, *flags)
+        except Exception as error:
+            return type(error), str(error)
+        whole = np.broadcast_arrays(*(each.handle.data for each in found))
+        return [
+            (str(each.type), str(each.handle.dtype), data.dtype, data.tobytes())
+            for each, data in zip(found, whole, strict=True)
+        ]
+
+    shapes: tuple[list[int], ...] = ([], [1], [4], [2, 4], [2, 1], [4, 2, 4])
+    for one, other in product(shapes, repeat=2):
+        operands = made(first, one), made(second, other)
+        for flags in product((False, True), repeat=4):
+            expected = told(partial(plain, semantic), operands, flags)
+            assert [told(quick, operands, flags) for _ in range(2)] == [expected] * 2, (one, other, flags)

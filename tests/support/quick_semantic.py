@@ -10,6 +10,8 @@ from collections.abc import Callable
 from functools import wraps
 from typing import Any
 
+import numpy as np
+
 CONSTANTS_MAX = 1024
 """So many numbers are kept as blocks, of 64 KiB at most as a rule; behind them it begins anew."""
 NUMBERS = (bool, int, float)
@@ -26,6 +28,7 @@ def decide_once() -> None:
     vars(core)["_unwrap_if_constexpr"] = with_plain_values(core)
     semantic.computation_type_impl = looked_up_once(semantic.computation_type_impl, core.dtype)
     semantic.broadcast_impl_value = with_equal_shapes(semantic.broadcast_impl_value)
+    semantic.cast = to_another_type(semantic.cast, core.dtype)
     semantic.binary_op_type_checking_impl = with_known_operands(semantic.binary_op_type_checking_impl, core)
     interpreter.TensorHandle.__post_init__ = with_known_widths(interpreter.TensorHandle.__post_init__, core)
     vars(interpreter)["_patch_attr"] = in_one_call(core, semantic)
@@ -77,10 +80,68 @@ def with_equal_shapes(broadcast: Callable[..., Any]) -> Callable[..., Any]:
     return lambda self, lhs, rhs: (lhs, rhs) if are_alike(lhs.type, rhs.type) else broadcast(self, lhs, rhs)
 
 
+def to_another_type(cast: Callable[..., Any], plain: Any) -> Callable[..., Any]:
+    """As `cast`; what is of the type already stays as it is."""
+
+    def quick(self: Any, value: Any, wanted: Any, fp_downcast_rounding: Any = None) -> Any:
+        kind = value.dtype
+        if kind is wanted or (type(kind) is plain and type(wanted) is plain and kind.name == wanted.name):
+            return value
+        return cast(self, value, wanted, fp_downcast_rounding)
+
+    return quick
+
+
+def in_one_shape(core: Any) -> Callable[[Any, Any], Any]:
+    """Two tensors for an operation that goes over both at once: their types are of the shape that comes of it, their numbers
+    stay as they are, for numpy broadcasts them itself. None where the shapes do not go together."""
+    shapes: dict[tuple[int, int], tuple[Any, Any, Any]] = {}  # by identity; those that were asked for live as long
+    types: dict[tuple[str, tuple[int, ...]], Any] = {}
+    tensor, block, plain = core.tensor, core.block_type, core.dtype
+
+    def found_once(one: Any, other: Any) -> tuple[int, ...] | None:
+        sizes = [tuple(getattr(size, "value", size) for size in shape or ()) for shape in (one, other)]
+        try:
+            return np.broadcast_shapes(*sizes)
+        except ValueError:
+            return None
+
+    def typed(operand: Any, shape: tuple[int, ...]) -> Any:
+        kind = operand.dtype
+        if type(kind) is not plain:
+            return tensor(operand.handle, block(kind, [*shape]))
+        key = (kind.name, shape)
+        known = types.get(key)
+        if known is None:
+            known = types[key] = block(kind, [*shape])
+        return tensor(operand.handle, known)
+
+    def together(lhs: Any, rhs: Any) -> Any:
+        one, other = (each.type.shape if each.type.is_block() else None for each in (lhs, rhs))
+        if one is other:
+            return lhs, rhs
+        key = (id(one), id(other))
+        known = shapes.get(key)
+        if known is None:
+            known = shapes[key] = one, other, found_once(one, other)
+        shape = known[2]
+        if shape is None:
+            return None
+        if one is None or (*one,) != shape:
+            lhs = typed(lhs, shape)
+        if other is None or (*other,) != shape:
+            rhs = typed(rhs, shape)
+        return lhs, rhs
+
+    return together
+
+
 def with_known_operands(check: Callable[..., Any], core: Any) -> Callable[..., Any]:
     """As `check`, which makes two operands of one type and one shape. Two that are so already are looked at once for each type;
-    what became of a number beside a tensor that stayed as it was is kept, read-only."""
-    tensor, plain = core.tensor, core.dtype
+    numbers of others are left to numpy to broadcast; what became of a number beside a tensor that stayed as it was is kept,
+    read-only."""
+    tensor, plain, pointer = core.tensor, core.dtype, core.pointer_type
+    together = in_one_shape(core)
     stay: dict[tuple[Any, ...], bool] = {}
     constants: dict[tuple[Any, ...], Any] = {}
 
@@ -110,6 +171,16 @@ def with_known_operands(check: Callable[..., Any], core: Any) -> Callable[..., A
                 made = check(self, lhs, rhs, *flags)
                 stay[kept] = made[0] is lhs and made[1] is rhs
                 return made
+            if type(rhs.dtype) is plain:
+                if type(kind) is plain and arithmetic_check:
+                    common = self.computation_type_impl(kind, False, rhs.dtype, False, div_or_mod)
+                    made = together(self.cast(lhs, common), self.cast(rhs, common))
+                elif type(kind) is pointer and allow_lhs_ptr and rhs.dtype.is_int():
+                    made = together(lhs, rhs)
+                else:
+                    made = None
+                if made is not None:
+                    return made
         elif (left is tensor and right in NUMBERS) or (right is tensor and left in NUMBERS):
             is_left = right is tensor
             number, operand = (lhs, rhs) if is_left else (rhs, lhs)

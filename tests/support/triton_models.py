@@ -1,8 +1,9 @@
 """Which variants of Triton's kernels models of real sizes ask for on a card, and which of them the compile gate lacks for it.
 
-Run as a script: `python -m tests.support.triton_models CAPABILITY MODEL …`. As `triton_variants`, whose machinery it is, at
-the start alone, where an engine asks for all that it will launch; nobody reads or writes a weight: only what is touched takes
-memory. Prints one JSON object a line, for each model: how many variants were `asked` for, and the `missing` ones by kernel.
+Run as a script: `python -m tests.support.triton_models CAPABILITY,… MODEL …`, each card in a process of its own. As
+`triton_variants`, whose machinery it is, at the start alone, where an engine asks for all that it will launch; nobody reads or
+writes a weight: only what is touched takes memory. Prints one JSON object a line, for each card and model: how many variants
+were `asked` for, and the `missing` ones by kernel.
 
 A variant is there when the gate has one of the same kernel with the same types, constants, warps, stages and registers. What
 makes no difference to an assembler counts as the same: the number of heads beyond those of a tile, float16 and bfloat16,
@@ -13,10 +14,11 @@ among how many requests is searched. The stages of a kernel that gets them as a 
 from __future__ import annotations
 
 import json
+import multiprocessing
 import sys
 import tempfile
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -122,8 +124,20 @@ def case_for(name: str, capability: int) -> Case:
     return case if card(capability).fp8 else replace(case, options=SMALL)
 
 
-def main(number: str, *names: str) -> None:
-    capability, recorder = int(number), Keys()
+def main(numbers: str, *names: str) -> None:
+    for module in module_names():
+        declared(module)  # which imports it, for all of them once
+    for number in numbers.split(","):
+        child = multiprocessing.get_context("fork").Process(target=answer, args=(int(number), names))
+        child.start()
+        child.join()
+        if child.exitcode:
+            sys.exit(child.exitcode)
+
+
+def answer(capability: int, names: Sequence[str]) -> None:
+    """Say what models ask for on one card."""
+    recorder = Keys()
     triton_variants.prepare(recorder, Untouched(), capability)
     compiled = compiled_keys(capability)
     for name in names:
@@ -135,8 +149,9 @@ def main(number: str, *names: str) -> None:
             triton_variants.engine_of(Path(folder), case_for(name, capability)),
         ):
             pass
-        answer = {"model": name, "asked": len(recorder.keys), "missing": by_kernel(recorder.keys - compiled)}
-        sys.stdout.write(json.dumps(answer) + "\n")
+        asked, missing = len(recorder.keys), by_kernel(recorder.keys - compiled)
+        sys.stdout.write(json.dumps({"capability": capability, "model": name, "asked": asked, "missing": missing}) + "\n")
+    sys.stdout.flush()
 
 
 if __name__ == "__main__":

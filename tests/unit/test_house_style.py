@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -9,6 +10,8 @@ from pathlib import Path
 import pytest
 
 REPO = Path(__file__).resolve().parents[2]
+CACHE = REPO / ".mypy_cache"
+"""Of who runs mypy himself, as before a commit. In a clone that is used once to write one takes a seventh of the time."""
 
 
 @pytest.mark.parametrize(
@@ -17,5 +20,8 @@ REPO = Path(__file__).resolve().parents[2]
     ids=" ".join,
 )
 def test_the_tool_finds_nothing(tool: tuple[str, ...]) -> None:
-    answer = subprocess.run([sys.executable, "-m", *tool], cwd=REPO, capture_output=True, text=True, check=False)
+    without_cache = ["--cache-dir", os.devnull] if tool[0] == "mypy" and not CACHE.exists() else []
+    answer = subprocess.run(
+        [sys.executable, "-m", *tool, *without_cache], cwd=REPO, capture_output=True, text=True, check=False
+    )
     assert answer.returncode == 0, answer.stdout + answer.stderr

@@ -22,6 +22,17 @@ REMOTE = ("192.0.2.7", 1)
 # What a role may do is decided before any row is read: one database will do.
 on_one_database = pytest.mark.parametrize("database_url", ["sqlite"], indirect=True)
 
+# Whose rows a role gets is decided by its tenants alone (`Access.visible`), in the same SQL for every role: every role tries
+# one database, and the other is tried by the role that is refused least and so asks it most.
+by_every_role_and_on_each_database = pytest.mark.parametrize(
+    ("database_url", "role"),
+    [
+        *(("sqlite", role) for role in TENANT_ROLES),
+        pytest.param("postgresql", "manager", marks=pytest.mark.postgres),
+    ],
+    indirect=["database_url"],
+)
+
 # For everybody: health, the description of the interface, how pages look, and signing in.
 PUBLIC = ("/health", "/schema", "/static/", "/login", "/theme")
 # A tenant's programs come here with their key.
@@ -119,7 +130,7 @@ async def test_every_name_in_a_path_stands_for_something_that_exists(box: ApiBox
     assert not unknown, "say in tests/support/strangers.py what Charlie has of this"
 
 
-@pytest.mark.parametrize("role", TENANT_ROLES)
+@by_every_role_and_on_each_database
 async def test_what_is_charlies_is_not_there_for_those_of_bobs_tenant(
     box: ApiBox, bob: Tenancy, charlie: Tenancy, role: str
 ) -> None:
@@ -143,7 +154,7 @@ async def test_what_is_charlies_is_not_there_for_those_of_bobs_tenant(
     assert await contents(box.services) == before
 
 
-@pytest.mark.parametrize("role", TENANT_ROLES)
+@by_every_role_and_on_each_database
 async def test_a_forged_id_in_a_body_is_an_id_of_nothing(box: ApiBox, bob: Tenancy, charlie: Tenancy, role: str) -> None:
     headers = await signed_in(box.services, bob.people[role])
     before = await contents(box.services)
@@ -162,7 +173,7 @@ async def test_a_forged_id_in_a_body_is_an_id_of_nothing(box: ApiBox, bob: Tenan
     assert await contents(box.services) == before
 
 
-@pytest.mark.parametrize("role", TENANT_ROLES)
+@by_every_role_and_on_each_database
 async def test_no_list_and_no_page_tells_bobs_people_of_charlie(box: ApiBox, bob: Tenancy, charlie: Tenancy, role: str) -> None:
     headers = await signed_in(box.services, bob.people[role])
     answered = 0
