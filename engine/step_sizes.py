@@ -12,6 +12,8 @@ so that all of these have a place. Steps with chunks of prompts are captured at 
 
 from __future__ import annotations
 
+import functools
+
 EVERY = 8
 COARSE_EVERY = 32
 FINE_ROWS = 256
@@ -56,11 +58,12 @@ def guesses_size(num_rows: int, max_rows: int) -> int:
     return min(_power_of_two(num_rows), max_rows)
 
 
-def chunk_shapes(max_rows: int) -> list[tuple[int, int]]:
+@functools.cache
+def chunk_shapes(max_rows: int) -> tuple[tuple[int, int], ...]:
     """Rows and chunks of the captured steps with chunks, up to `max_rows`, each sufficient for what has no more of either."""
     few = [(rows, chunks) for rows in CHUNK_ROWS_FEW for chunks in (CHUNKS_FEW, CHUNKS_MANY)]
     more = sorted({logits_size(rows, 2 * max_rows) for rows in range(CHUNK_ROWS_FEW[-1] + 1, max_rows + 1)})
-    return [shape for shape in (*few, *((rows, CHUNKS_MANY) for rows in more)) if shape[0] <= max_rows]
+    return tuple(shape for shape in (*few, *((rows, CHUNKS_MANY) for rows in more)) if shape[0] <= max_rows)
 
 
 def chunk_rows_max(max_tokens: int, row_bytes: int) -> int:
