@@ -115,7 +115,7 @@ class PagedDecoder:
         )
 
     def chunk_rows(self, max_tokens: int) -> int:
-        """Rows of the largest captured step with chunks , of steps of up to `max_tokens`."""
+        """Rows of the largest captured step with chunks, of steps of up to `max_tokens`."""
         return self._shape.chunk_rows(min(max_tokens, self._max_len), self.dtype.itemsize)
 
     @property
