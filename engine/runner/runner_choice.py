@@ -1,6 +1,6 @@
 """Which way an engine runs its steps (`engine.step_mode`), and the runner over slots that does so.
 
-With `GATEHOUSE_GRAPHS=0` an engine on a GPU launches the kernels of its decode steps one by one instead of replaying CUDA
+With `GATEHOUSE_GRAPHS=0` an engine on a GPU launches the kernels of its steps one by one instead of replaying CUDA
 graphs, still over slots and ahead. A fault that goes away with it is one of the graphs. `enforce_eager` turns off slots and
 launching ahead as well.
 """
@@ -38,7 +38,7 @@ def step_mode(config: ModelConfig, options: EngineOptions, *, dtype: torch.dtype
         table = ops.operations(device, batch_invariant=options.batch_invariant)
         mode = StepMode.of(options, "cuda", has_invariant_pages=table.is_row_invariant)
         if mode is StepMode.AHEAD:
-            log.warning("%s=0: decode steps are launched kernel by kernel", GRAPHS)
+            log.warning("%s=0: steps are launched kernel by kernel", GRAPHS)
         return mode
     shapes, kv_dtype = attention_shapes(config, options.block_size), resolve_kv_dtype(options.kv_cache_dtype, dtype)
     can_record = are_recordable(shapes, dtype=dtype, kv_dtype=kv_dtype, device=device)

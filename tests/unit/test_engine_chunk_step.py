@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,10 +13,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from engine.protocol import SamplingParams
 from engine.runner.chunk_step import NOBODY, ChunkRows, ChunkShape, ChunkStep, ChunkSteps
 from engine.runner.cuda_graphs import DirectCalls
+from engine.runner.slot_runner import SlotRunner
 from engine.runner.slots import SlotState
 from engine.scheduling.request import UNKNOWN_TOKEN, Request, table_of
 from engine.scheduling.scheduled_batch import ScheduledRequest
 from kernels.paged_plan import PagedPlan
+from tests.support.engines import overlapped_engine
+from tests.support.tiny_models import make_model
 
 CPU = torch.device("cpu")
 BLOCK, SEATS, BLOCKS = 4, 3, 8
@@ -146,3 +150,11 @@ def test_shapes_are_computed_in_inference_mode_as_serving_does(step: ChunkStep, 
     monkeypatch.setattr(DirectCalls, "make_ready", lambda *_, **__: modes.append(torch.is_inference_mode_enabled()))
     ChunkSteps(step, DirectCalls()).warm_up()
     assert modes == [True] * len(step.shapes)
+
+
+@pytest.mark.parametrize(("family", "waits"), [("llama", False), ("mixtral", True)])
+def test_where_the_host_chooses_experts_no_step_is_padded_for_a_graph(family: str, waits: bool, tmp_path: Path) -> None:
+    make_model(family, tmp_path)
+    runner = overlapped_engine(tmp_path).runner
+    assert isinstance(runner, SlotRunner)
+    assert (runner._chunks is None) == waits
