@@ -3,7 +3,7 @@
     plain      rows made on the host, operation by operation; a step is over before the next one is planned
     recorded   over slots; a decode step is one call of recorded operations, and over when it returns: a CPU's way
     ahead      over slots; a step is launched before the one before it is settled, kernel by kernel: a GPU's way
-    captured   as ahead, with steps replayed from CUDA graphs
+    captured   as ahead, with steps replayed from CUDA graphs, all but the longest
 
 What an engine does (`runner.runner_choice`), what is foretold of its memory (`memory.estimate`) and what its log says of its
 start follow from this one value.

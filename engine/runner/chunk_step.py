@@ -56,7 +56,6 @@ class ChunkShape(NamedTuple):
             "slots": decodes,  # of decodes, NOTHING for no decode
             "lens": chunks,  # of their contexts
             "starts": chunks + 1,  # among the tokens
-            "unused": (decodes + 1) % 2,  # so that what follows begins on 16 bytes, for which kernels are compiled
             "tokens": tokens,  # NOTHING for a decode
             "positions": tokens,
             "places": tokens,  # in the cache
@@ -76,20 +75,23 @@ class ChunkRows(NamedTuple):
     @classmethod
     def of(cls, items: Sequence[ScheduledRequest], slots: Mapping[int, int]) -> ChunkRows:
         """slots: of the items that sample, by index, and in the order of their tokens. One of a single token is a decode."""
-        chunks = [index for index, item in enumerate(items) if item.num_tokens > 1 or not item.samples]
-        num_decodes = len(items) - len(chunks)
-        ends = dict(
-            zip(chunks, accumulate((items[index].num_tokens for index in chunks), initial=num_decodes - 1), strict=False)
-        )
-        lasts = {index: first + items[index].num_tokens for index, first in ends.items()}
+        chunks = {index: item for index, item in enumerate(items) if item.num_tokens > 1 or not item.samples}
+        end, lasts = len(items) - len(chunks), {}  # behind the decodes
+        for index, item in chunks.items():
+            end += item.num_tokens
+            lasts[index] = end - 1
         decode = itertools.count()
         wanted = [lasts[index] if index in lasts else next(decode) for index in slots]
         decodes = [slot for index, slot in slots.items() if index not in lasts]
-        return cls(decodes, [input_row(items[index]) for index in chunks], wanted)
+        return cls(decodes, [input_row(item) for item in chunks.values()], wanted)
 
     @property
     def num_tokens(self) -> int:
         return len(self.slots) + sum(len(row.token_ids) for row in self.chunks)
+
+
+NOBODY = ChunkRows((), (), ())
+"""A step of nothing but padding, which changes nothing."""
 
 
 class ChunkStep:
@@ -165,21 +167,23 @@ class ChunkStep:
         narrow = self._numbers[: at["tokens"].start].to(torch.int32)
         lens = torch.cat([narrow.new_empty(shape.num_decodes), narrow[at["lens"]]])
         tables = torch.cat([self._tables.new_empty(shape.num_decodes, self._tables.shape[1]), self._tables[: shape.num_chunks]])
-        given = [self._numbers[at[name]].clone() for name in ("tokens", "positions", "places")]
-        made = [torch.empty_like(each[decodes]) for each in given]
+        given = [self._numbers[at[name]] for name in ("tokens", "positions", "places")]
+        made = [torch.empty_like(each) for each in given]
         self._ops.prepare_decode(
             narrow[at["slots"]],
             self._state.last_tokens,
             self._state.num_tokens,
             self._state.tables,
             block_size=self._block_size,
-            **dict(zip(("token_ids", "positions", "slot_mapping"), made, strict=True)),
+            token_ids=made[0][decodes],
+            positions=made[1][decodes],
+            slot_mapping=made[2][decodes],
             context_lens=lens[decodes],
             block_tables=tables[decodes],
         )
-        is_decode = given[0][decodes] < 0
-        for numbers, of_decodes in zip(given, made, strict=True):
-            numbers[decodes] = torch.where(is_decode, of_decodes, numbers[decodes])
+        is_decode = given[0] < 0
+        # Kernels and no copies: what is launched behind them may be launched early, which is defined behind kernels alone.
+        tokens, positions, places = (torch.where(is_decode, *each) for each in zip(made, given, strict=True))
         plan = partial(
             ops.PagedPlan,
             num_decodes=shape.num_decodes,
@@ -190,7 +194,7 @@ class ChunkStep:
             counts_all=True,
         )
         for decoder in self._decoders:
-            inputs = decoder.inputs(given[0], given[1], given[2], plan, sampled_rows=self._numbers[at["wanted"]])
+            inputs = decoder.inputs(tokens, positions, places, plan, sampled_rows=self._numbers[at["wanted"]])
             hidden = decoder.forward(inputs)
         if self._hidden is None:  # in the run before the first capture
             self._hidden = hidden.new_empty(self._num_decodes, hidden.shape[1])
@@ -222,6 +226,7 @@ class ChunkSteps:
         """Numbers of tokens from which on padding takes time, in ascending order."""
         return sorted({shape.num_tokens for shape in self._shapes if shape.num_tokens >= CHUNK_ROWS_FEW[-1]})
 
+    @torch.inference_mode()
     def warm_up(self) -> None:
         """Have the steps of all shapes captured, the largest first: the others take no memory beside its own. Shapes whose
         capture fails, and those that come after, are launched kernel by kernel."""
@@ -249,8 +254,5 @@ class ChunkSteps:
     def _make_ready(self, shape: ChunkShape) -> None:
         """Capture the steps of this shape, unless that is done."""
         if not self._calls.is_ready(shape):  # captured with nothing but padding: the step changes nothing
-            self._step.write(NO_ROWS, shape)
+            self._step.write(NOBODY, shape)
             self._calls.make_ready(shape, partial(self._step, shape), is_kept=True)
-
-
-NO_ROWS = ChunkRows((), (), ())

@@ -115,8 +115,9 @@ class PagedDecoder:
         )
 
     def chunk_rows(self, max_tokens: int) -> int:
-        """Rows of the largest captured step with chunks , of steps of up to `max_tokens`."""
-        return self._shape.chunk_rows(min(max_tokens, self._max_len), self.dtype.itemsize)
+        """Rows of the largest captured step with chunks, of steps of up to `max_tokens`. 0 where a step waits for the host: no
+        graph makes up there for the experts of padding."""
+        return 0 if self._decoder.asks_host else self._shape.chunk_rows(min(max_tokens, self._max_len), self.dtype.itemsize)
 
     @property
     def max_verify_group(self) -> int:
