@@ -44,7 +44,7 @@ WARM_STEPS = 60
 BLOCK_SIZE = 16
 MAX_MODEL_LEN = 8192
 PROMPT_LEN = 8
-CHUNK_ROWS = 896  # of the largest captured step with chunks: those of Llama-3.1-8B
+CHUNK_ROWS = 960  # of the largest captured step with chunks: those of Llama-3.1-8B
 DEVICE = torch.device("cpu")
 
 

@@ -25,11 +25,14 @@ RARE_KEPT = 8
 CHUNK_ROWS_FEW = (16, 32, 64, 128, 192, 256)
 """Rows of captured steps with chunks where reading the weights takes longer than multiplying with them: padding is free."""
 
+CHUNK_ROWS_EVERY = 64
+"""Of which the largest one has a multiple, where memory is its limit."""
+
 CHUNKS_FEW, CHUNKS_MANY = 3, 31
 """Chunks of such a step at most. With few of them attention cuts keys into more pieces, which matters to few rows alone."""
 
 CHUNK_ROWS_BYTES_MAX = 128 << 20
-"""Of activations in a captured step with chunks: 992 rows of Llama-3.1-8B, 4,300 of Qwen3-0.6B. Longer steps keep a card busy
+"""Of activations in a captured step with chunks: 960 rows of Llama-3.1-8B, 4,352 of Qwen3-0.6B. Longer steps keep a card busy
 for about as long as the host takes to launch their kernels one by one, and all graphs hold the memory of the largest."""
 
 RECORDED_ROWS_MAX = 64
@@ -61,15 +64,18 @@ def guesses_size(num_rows: int, max_rows: int) -> int:
 @functools.cache
 def chunk_shapes(max_rows: int) -> tuple[tuple[int, int], ...]:
     """Rows and chunks of the captured steps with chunks, up to `max_rows`, each sufficient for what has no more of either."""
-    few = [(rows, chunks) for rows in CHUNK_ROWS_FEW for chunks in (CHUNKS_FEW, CHUNKS_MANY)]
-    more = sorted({logits_size(rows, 2 * max_rows) for rows in range(CHUNK_ROWS_FEW[-1] + 1, max_rows + 1)})
-    return tuple(shape for shape in (*few, *((rows, CHUNKS_MANY) for rows in more)) if shape[0] <= max_rows)
+    if max_rows < CHUNK_ROWS_FEW[0]:
+        return ()
+    few = sorted({min(rows, max_rows) for rows in CHUNK_ROWS_FEW})
+    more = sorted({logits_size(rows, max_rows) for rows in range(few[-1] + 1, max_rows + 1)})
+    return (*((rows, chunks) for rows in few for chunks in (CHUNKS_FEW, CHUNKS_MANY)), *((rows, CHUNKS_MANY) for rows in more))
 
 
 def chunk_rows_max(max_tokens: int, row_bytes: int) -> int:
-    """Rows of the largest captured step with chunks, 0 if none is captured. `max_tokens`: of any step; `row_bytes`: what layers
-    hold of a row, where they hold most."""
-    return max((rows for rows, _ in chunk_shapes(min(max_tokens, CHUNK_ROWS_BYTES_MAX // row_bytes))), default=0)
+    """Rows of the largest captured step with chunks, 0 if none is captured: as many as a step has at most, `max_tokens`, or as
+    there is room for. `row_bytes`: what layers hold of a row, where they hold most."""
+    most = CHUNK_ROWS_BYTES_MAX // row_bytes // CHUNK_ROWS_EVERY * CHUNK_ROWS_EVERY
+    return max((rows for rows, _ in chunk_shapes(min(max_tokens, most))), default=0)
 
 
 def graphs_kept(max_num_seqs: int, max_guesses: int, *, has_draft: bool = False, chunk_rows: int = 0) -> int:

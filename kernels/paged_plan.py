@@ -123,6 +123,7 @@ def paged_plan_attention(
         plan.context_lens[num_decodes:],
         shape,
         max_query_len=plan.max_query_len,
+        any_lengths=plan.counts_all,
         kv_scales=kv_scales,
         out=out[first:],
         workspace=plan.workspace,

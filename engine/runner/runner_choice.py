@@ -59,6 +59,7 @@ def make_slot_runner(
     """A runner over slots for all seats of the engine, in any mode that has some. `draft`: the model that guesses, if one does.
     `max_guesses`: of a step."""
     assert mode.has_slots, "plain steps are over no slots"
+    chunk_rows = 0 if mode is StepMode.RECORDED else target.chunk_rows(limits.max_num_batched_tokens, limits.max_num_seqs)
     max_graphs = decode_graphs_kept(limits.max_num_seqs, max_guesses, has_draft=draft is not None)
     calls: Calls = CudaGraphs(device, max_graphs=max_graphs) if mode is StepMode.CAPTURED else DirectCalls()
     return SlotRunner(
@@ -72,7 +73,7 @@ def make_slot_runner(
         max_blocks=-(-limits.max_model_len // limits.block_size),
         block_size=limits.block_size,
         device=device,
-        chunk_rows=0 if mode is StepMode.RECORDED else target.chunk_rows(limits.max_num_batched_tokens),
+        chunk_rows=chunk_rows,
         is_synchronous=mode is StepMode.RECORDED,
         draft=draft,
     )

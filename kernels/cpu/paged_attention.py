@@ -45,6 +45,7 @@ def paged_prefill(
     shape: AttentionShape,
     *,
     max_query_len: int,
+    any_lengths: bool = False,  # noqa: ARG001 - the kernels' signature
     kv_scales: torch.Tensor | None = None,
     out: torch.Tensor | None = None,
     workspace: None = None,  # noqa: ARG001 - the kernels' signature

@@ -69,6 +69,7 @@ def paged_prefill(
     shape: AttentionShape,
     *,
     max_query_len: int,
+    any_lengths: bool = False,  # noqa: ARG001 - a matter of time alone
     kv_scales: torch.Tensor | None = None,
     out: torch.Tensor | None = None,
 ) -> torch.Tensor:

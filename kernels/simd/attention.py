@@ -134,6 +134,7 @@ def paged_prefill(
     shape: AttentionShape,
     *,
     max_query_len: int,
+    any_lengths: bool = False,  # the signature of those to whom it matters
     kv_scales: torch.Tensor | None = None,
     out: torch.Tensor | None = None,
     workspace: None = None,  # the signature of those that have one

@@ -233,6 +233,7 @@ def paged_prefill(
     shape: AttentionShape,
     *,
     max_query_len: int,
+    any_lengths: bool = False,
     kv_scales: torch.Tensor | None = None,
     out: torch.Tensor | None = None,
     workspace: DecodeWorkspace | None = None,
@@ -261,6 +262,8 @@ def paged_prefill(
     least 512 (`chunk_splits`); what they find, at most 2^16 · (D + 1) · 4 bytes, is allocated here. A tile's own
     keys and the most splits that the step may have decide how many it has.
 
+    `any_lengths`: the launch is captured, and of T rows and B requests any may be nobody's; keys of few are cut all the same.
+
     The grid depends on T, B and M alone. A query's result depends on its neighbours through the tiling, which follows from
     `max_query_len`, and the most splits, which follow from it, T, B and the card: nothing else, not their lengths, nor M.
     """
@@ -286,7 +289,8 @@ def paged_prefill(
     tile, programs = (tiling.rows, tiling.keys), multiprocessors(q.device) * tiling.programs
     splits = 1
     if not few_queries:
-        splits = chunk_splits.chunk_splits(shape, q.shape[0], num_requests, block_tables.shape[1], tile, programs)
+        asked = shape, q.shape[0], num_requests, block_tables.shape[1], tile, programs
+        splits = chunk_splits.captured_splits(*asked) if any_lengths else chunk_splits.chunk_splits(*asked)
     parts = chunk_splits.chunk_parts(q.shape[0], splits, shape, q.device) if splits > 1 else None
     given = (q, kv_cache, block_tables, query_starts, context_lens)
     overlapped = _overlapped(shape, kv_bytes, tiling, q.device)

@@ -29,6 +29,9 @@ FEW_REQUESTS = 32
 """Chunks of more requests are tiles enough, and are searched among by another variant of the kernels."""
 BEGIN_AND_END = 1 / 32
 """What a split takes besides its keys, of the time of a whole tile: two tiles of 128 keys of 8k."""
+WAVES_MAX = 16
+"""Programs of a captured launch at most, in those that the card holds at a time. One that finds nothing to do takes about a
+microsecond."""
 WORTH = 0.85
 """Of the time without splits, what splitting must come down to by `_fewest_waves`, which knows nothing of the merge."""
 _FROM = tl.constexpr(SPLIT_FROM)
@@ -42,16 +45,34 @@ def chunk_splits(
 
     `max_blocks` and the window bound the answer by what no tile exceeds by itself (`splits_of_tile`): what they are changes no
     tile's splits."""
+    num_tokens, num_tiles, most = _bounds(shape, num_rows, num_requests, max_blocks, tile, programs)
+    if num_requests > FEW_REQUESTS or num_tokens < SPLIT_FROM * SPLIT_KEYS:
+        return 1
+    return min(_fewest_waves(num_tiles, programs, most), num_tokens // SPLIT_KEYS)
+
+
+def captured_splits(
+    shape: AttentionShape, num_rows: int, num_requests: int, max_blocks: int, tile: tuple[int, int], programs: int
+) -> int:
+    """As `chunk_splits`, where tiles and requests are as many as there may be: as many splits as there is room for, so that a
+    short chunk by itself is divided too, and no more programs than WAVES_MAX says, most of which may have nothing to do."""
+    num_tokens, num_tiles, most = _bounds(shape, num_rows, num_requests, max_blocks, tile, programs)
+    if num_requests > FEW_REQUESTS or num_tokens < SPLIT_FROM * SPLIT_KEYS:
+        return 1
+    return max(1, min(most, num_tokens // SPLIT_KEYS, WAVES_MAX * programs // num_tiles))
+
+
+def _bounds(
+    shape: AttentionShape, num_rows: int, num_requests: int, max_blocks: int, tile: tuple[int, int], programs: int
+) -> tuple[int, int, int]:
+    """Keys that a tile may see, tiles of all key heads, and the splits of one for which there is room."""
     rows, keys = tile
     queries = rows // (shape.num_heads // shape.num_kv_heads)
     num_tokens = max_blocks * shape.block_size
     if shape.sliding_window is not None:
         num_tokens = min(num_tokens, shape.sliding_window + queries + keys)
-    if num_requests > FEW_REQUESTS or num_tokens < SPLIT_FROM * SPLIT_KEYS:
-        return 1
     num_tiles = (num_rows // queries + num_requests) * shape.num_kv_heads
-    most = min(programs, PARTS_MAX // (num_rows * shape.num_heads))
-    return min(_fewest_waves(num_tiles, programs, most), num_tokens // SPLIT_KEYS)
+    return num_tokens, num_tiles, min(programs, PARTS_MAX // (num_rows * shape.num_heads))
 
 
 @lru_cache(maxsize=4096)

@@ -130,6 +130,7 @@ def paged_prefill(
     shape: AttentionShape,
     *,
     max_query_len: int,
+    any_lengths: bool = False,
     kv_scales: torch.Tensor | None = None,
     out: torch.Tensor | None = None,
     workspace: RowsWorkspace | None = None,
@@ -145,7 +146,8 @@ def paged_prefill(
     splits = _max_splits(shape, block_tables.shape[1], max_query_len)
     needed = q.shape[0] * shape.num_heads * splits
     room = _num_places(shape, q.shape[0], splits) if workspace is None else workspace.num_places
-    if _num_tiles(q, kv_cache, block_tables, shape) * shape.num_kv_heads >= 2 * multiprocessors(q.device) or needed > room:
+    num_tiles = _num_tiles(q, kv_cache, block_tables, shape) * shape.num_kv_heads
+    if (num_tiles >= 2 * multiprocessors(q.device) and not any_lengths) or needed > room:
         splits = 1
     if workspace is None:
         workspace = _workspace(shape, needed if splits > 1 else 0, q.device)

@@ -132,14 +132,14 @@ def test_memory_is_planned_for_as_many_graphs_as_are_kept() -> None:
 
     assert LLAMA_8B.graph_bytes == (10 * 32 + 20) * 24 * 1024
     assert replace(LLAMA_8B, num_sparse_layers=30).graph_bytes == (10 * 2 + 13 * 30 + 20) * 24 * 1024
-    assert graphs_of(LOAD) == graphs_kept(256, 0, chunk_rows=896) * LLAMA_8B.graph_bytes
-    assert graphs_of(replace(LOAD, num_seqs=32)) == graphs_kept(32, 0, chunk_rows=896) * LLAMA_8B.graph_bytes, (
+    assert graphs_of(LOAD) == graphs_kept(256, 0, chunk_rows=960) * LLAMA_8B.graph_bytes
+    assert graphs_of(replace(LOAD, num_seqs=32)) == graphs_kept(32, 0, chunk_rows=960) * LLAMA_8B.graph_bytes, (
         "fewer seats have fewer sizes"
     )
     guesses, small = replace(LOAD, num_guesses=64), shape_of("llama-3.2-1b")
-    assert graphs_of(guesses) == graphs_kept(256, 64, chunk_rows=896) * LLAMA_8B.graph_bytes
+    assert graphs_of(guesses) == graphs_kept(256, 64, chunk_rows=960) * LLAMA_8B.graph_bytes
     of_draft = graphs_of(guesses, small) - graphs_of(guesses)
-    assert of_draft == (graphs_kept(256, 64, chunk_rows=896) + draft_graphs_kept(256)) * small.graph_bytes, (
+    assert of_draft == (graphs_kept(256, 64, chunk_rows=960) + draft_graphs_kept(256)) * small.graph_bytes, (
         "the draft is in those with chunks"
     )
     assert MemoryNeeds.of(LLAMA_8B, BF16, LOAD, context_bytes=0).graphs_bytes == 0, "where no step is captured"
@@ -147,8 +147,8 @@ def test_memory_is_planned_for_as_many_graphs_as_are_kept() -> None:
 
 def test_captured_steps_with_chunks_take_what_their_largest_one_holds() -> None:
     parts_bytes = 2**16 * 129 * 4
-    assert LLAMA_8B.captured_chunks_bytes(8192, 2) == 896 * 67_584 * 2 + parts_bytes, "of 128 MiB of activations"
-    assert LLAMA_8B.captured_chunks_bytes(500, 2) == 448 * 67_584 * 2 + parts_bytes, "no step has more tokens"
+    assert LLAMA_8B.captured_chunks_bytes(8192, 2) == 960 * 67_584 * 2 + parts_bytes, "of 128 MiB of activations"
+    assert LLAMA_8B.captured_chunks_bytes(500, 2) == 500 * 67_584 * 2 + parts_bytes, "no step has more tokens"
     assert LLAMA_8B.captured_chunks_bytes(15, 2) == 0
 
 
