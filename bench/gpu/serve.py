@@ -13,8 +13,6 @@ from pathlib import Path
 from statistics import mean
 from typing import Any
 
-import torch
-
 from bench.gpu import traffic
 from bench.gpu.context import Context
 from bench.gpu.graph_use import graph_use
@@ -22,13 +20,13 @@ from bench.gpu.idle import Stretch
 from bench.gpu.models import random_engine
 from bench.gpu.planner import Planner
 from bench.gpu.rows import Row
+from bench.gpu.serve_chunks import chunk_ways
 from bench.gpu.serve_idle import idle_row, progress
 from bench.gpu.step_parts import REST, WAIT, step_parts
 from bench.gpu.targets import CHUNK_SIZES, chunk_of
-from bench.gpu.timing import median, synchronize
+from bench.gpu.timing import median
 from bench.gpu.traffic import Asked, Window
 from engine.loop import Engine
-from engine.runner.input_rows import InputRow
 
 MIXED_TEMPERATURE = 0.6  # as in nano-vllm's bench
 SEATS = 256
@@ -70,7 +68,7 @@ def llama_8b(context: Context) -> None:
             turnover = "host critical path, a request replaced every second step, batch 256"
             context.guard(turnover, lambda: _turnover(context, engine, turnover))
             for size in CHUNK_SIZES:
-                context.guard(chunk_of(size), partial(_chunk_ways, context, engine, size))
+                context.guard(chunk_of(size), partial(chunk_ways, context, engine, size))
             profiled = ["GPU idle in steady decode, batch 256", "host critical path per step, batch 256"]
             context.guard(  # last: a profiler may slow down whatever comes after it, or end the process
                 [steady[1], *profiled], lambda: _steady(context, engine, directory, 256, steady[1], profiled=profiled)
@@ -293,31 +291,6 @@ def _turnover(context: Context, engine: Engine, name: str) -> None:
     row = Row(name=name, value=mean(samples), samples=samples, facts={"p50_us": median(samples), "max_us": max(samples)})
     row.note = "mean over steps that admit a request of 8 tokens and steps that do not, by turns; waiting for tokens left out"
     context.emit(window.graphs.told(row, whole=True))
-
-
-def _chunk_ways(context: Context, engine: Engine, size: int) -> None:
-    """A chunk of a prompt through all layers, captured as it is served and launched kernel by kernel, by turns. What it leaves
-    in the cache is in blocks that nobody holds any more."""
-    runner: Any = engine.runner
-    length, block_size = context.size(size, 5), engine.info.block_size
-    rows = [InputRow([0] * length, 0, range(-(-length // block_size)), (length - 1,))]
-    ways: dict[str, Callable[[], object]] = {
-        "captured": partial(runner.hidden_for_timing, rows),
-        "one by one": torch.inference_mode()(partial(runner._target.pass_over, rows)),
-    }
-    taken: dict[str, list[float]] = {f"{way}{what}": [] for way in ways for what in ("", ", host")}
-    for _ in range(1 + context.size(15, 2)):  # of which the first warms up
-        for way, run in ways.items():
-            synchronize(context.device)
-            started_s, host_s = time.perf_counter(), time.thread_time()
-            run()
-            taken[f"{way}, host"].append(1e6 * (time.thread_time() - host_s))
-            synchronize(context.device)
-            taken[way].append(1e6 * (time.perf_counter() - started_s))
-    us = {name: median(samples[1:]) for name, samples in taken.items()}
-    row = Row(name=chunk_of(size), value=us["one by one"] / us["captured"], facts={"us": us})
-    row.note = ", ".join(f"{name} {taken_us:.0f} µs" for name, taken_us in us.items())
-    context.emit(row)
 
 
 def _mixed(context: Context, engine: Engine, directory: Path, name: str, *, planned: str | None = None) -> None:
