@@ -135,11 +135,8 @@ class ChunkStep:
         at = {name: numbers[piece] for name, piece in pieces.items()}
         num_decodes, num_chunks = len(rows.slots), len(rows.chunks)
         at["slots"][:] = at["places"][:] = NOTHING
-        at["slots"][:num_decodes], at["tokens"][:num_decodes], at["wanted"][: len(rows.wanted)] = (
-            rows.slots,
-            NOTHING,
-            rows.wanted,
-        )
+        at["slots"][:num_decodes], at["tokens"][:num_decodes] = rows.slots, NOTHING
+        at["wanted"][: len(rows.wanted)] = rows.wanted
         first = num_decodes
         for index, row in enumerate(rows.chunks):
             end, context_len = first + len(row.token_ids), row.start + len(row.token_ids)
