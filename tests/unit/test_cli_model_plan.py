@@ -70,7 +70,7 @@ def test_a_person_reads_gib_and_one_change_a_line(typed: Any) -> None:
     assert said["weights"] == "15.0 GiB"
     assert said["usable"] == "21.6 GiB"
     assert not any(key.endswith("_bytes") for key in said)
-    assert said["note"].startswith("the context is shorter than the model's: needs 33.6 GiB")
+    assert said["note"].startswith("the context is shorter than the model's: needs 33.8 GiB")
     assert said["note"].endswith("; what makes it fit:")
     plan = json.loads(typed("llama-3.1-8b", "--memory-gib", "24", "--json").out)
     changes = [f"  {remedy['change']}: max_model_len={remedy['max_model_len']}" for remedy in plan["remedies"]]
