@@ -142,7 +142,8 @@ async def test_each_change_stands_in_the_audit_log_with_its_tenant(
     await belongings.remove(cast.bob.tenant.id, membership.member_id, access=WHOLE_BOX)
 
     async with database.reading() as connection:
-        rows = (await connection.execute(select(audit_log).where(audit_log.c.target_kind == "membership"))).all()
+        wanted = select(audit_log).where(audit_log.c.target_kind == "membership").order_by(audit_log.c.id)
+        rows = (await connection.execute(wanted)).all()
     assert [row.action for row in rows] == ["membership.add", "membership.change", "membership.remove"]
     assert {(row.tenant_id, row.target_id) for row in rows} == {(cast.bob.tenant.id, membership.member_id)}
 
