@@ -289,8 +289,9 @@ def paged_prefill(
     tile, programs = (tiling.rows, tiling.keys), multiprocessors(q.device) * tiling.programs
     splits = 1
     if not few_queries:
-        asked = shape, q.shape[0], num_requests, block_tables.shape[1], tile, programs
-        splits = chunk_splits.captured_splits(*asked) if any_lengths else chunk_splits.chunk_splits(*asked)
+        splits = chunk_splits.chunk_splits(
+            shape, q.shape[0], num_requests, block_tables.shape[1], tile, programs, any_lengths=any_lengths
+        )
     parts = chunk_splits.chunk_parts(q.shape[0], splits, shape, q.device) if splits > 1 else None
     given = (q, kv_cache, block_tables, query_starts, context_lens)
     overlapped = _overlapped(shape, kv_bytes, tiling, q.device)

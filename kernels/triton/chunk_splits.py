@@ -38,41 +38,33 @@ _FROM = tl.constexpr(SPLIT_FROM)
 
 
 def chunk_splits(
-    shape: AttentionShape, num_rows: int, num_requests: int, max_blocks: int, tile: tuple[int, int], programs: int
+    shape: AttentionShape,
+    num_rows: int,
+    num_requests: int,
+    max_blocks: int,
+    tile: tuple[int, int],
+    programs: int,
+    *,
+    any_lengths: bool = False,
 ) -> int:
     """Into how many splits a tile's keys are cut at most, 1 where they are not. tile: rows and keys; programs: that the card
-    holds at a time.
+    holds at a time. `any_lengths`: rows and requests are as many as there may be. Then there are as many splits as there is
+    room for, so that a short chunk by itself is divided too, and no more programs than WAVES_MAX says, most of which may have
+    nothing to do.
 
     `max_blocks` and the window bound the answer by what no tile exceeds by itself (`splits_of_tile`): what they are changes no
     tile's splits."""
-    num_tokens, num_tiles, most = _bounds(shape, num_rows, num_requests, max_blocks, tile, programs)
-    if num_requests > FEW_REQUESTS or num_tokens < SPLIT_FROM * SPLIT_KEYS:
-        return 1
-    return min(_fewest_waves(num_tiles, programs, most), num_tokens // SPLIT_KEYS)
-
-
-def captured_splits(
-    shape: AttentionShape, num_rows: int, num_requests: int, max_blocks: int, tile: tuple[int, int], programs: int
-) -> int:
-    """As `chunk_splits`, where tiles and requests are as many as there may be: as many splits as there is room for, so that a
-    short chunk by itself is divided too, and no more programs than WAVES_MAX says, most of which may have nothing to do."""
-    num_tokens, num_tiles, most = _bounds(shape, num_rows, num_requests, max_blocks, tile, programs)
-    if num_requests > FEW_REQUESTS or num_tokens < SPLIT_FROM * SPLIT_KEYS:
-        return 1
-    return max(1, min(most, num_tokens // SPLIT_KEYS, WAVES_MAX * programs // num_tiles))
-
-
-def _bounds(
-    shape: AttentionShape, num_rows: int, num_requests: int, max_blocks: int, tile: tuple[int, int], programs: int
-) -> tuple[int, int, int]:
-    """Keys that a tile may see, tiles of all key heads, and the splits of one for which there is room."""
     rows, keys = tile
     queries = rows // (shape.num_heads // shape.num_kv_heads)
     num_tokens = max_blocks * shape.block_size
     if shape.sliding_window is not None:
         num_tokens = min(num_tokens, shape.sliding_window + queries + keys)
+    if num_requests > FEW_REQUESTS or num_tokens < SPLIT_FROM * SPLIT_KEYS:
+        return 1
     num_tiles = (num_rows // queries + num_requests) * shape.num_kv_heads
-    return num_tokens, num_tiles, min(programs, PARTS_MAX // (num_rows * shape.num_heads))
+    most = min(programs, PARTS_MAX // (num_rows * shape.num_heads))
+    wanted = min(most, WAVES_MAX * programs // num_tiles) if any_lengths else _fewest_waves(num_tiles, programs, most)
+    return max(1, min(wanted, num_tokens // SPLIT_KEYS))
 
 
 @lru_cache(maxsize=4096)

@@ -281,10 +281,12 @@ def test_a_multiprocessor_has_memory_for_the_programs_that_splits_are_made_for(n
 def test_a_captured_launch_divides_the_keys_of_a_lone_chunk(num_rows: int, num_requests: int, at_least: int) -> None:
     """Most of the rows and requests that it is for may be nobody's."""
     asked = LLAMA, num_rows, num_requests, 2048, (128, 128), 132
-    splits = chunk_splits.captured_splits(*asked)
+    splits = chunk_splits.chunk_splits(*asked, any_lengths=True)
     assert splits >= max(at_least, chunk_splits.chunk_splits(*asked))
     assert splits * num_rows * LLAMA.num_heads <= chunk_splits.PARTS_MAX, "as memory is planned"
     assert splits * (num_rows // 32 + num_requests) * LLAMA.num_kv_heads <= chunk_splits.WAVES_MAX * 132
-    assert chunk_splits.captured_splits(LLAMA, num_rows, num_requests, 100, (128, 128), 132) == 1, "no context is long"
+    assert chunk_splits.chunk_splits(LLAMA, num_rows, num_requests, 100, (128, 128), 132, any_lengths=True) == 1, (
+        "no context is long"
+    )
     windowed = replace(LLAMA, sliding_window=1024)
-    assert chunk_splits.captured_splits(windowed, num_rows, num_requests, 2048, (128, 128), 132) == 1
+    assert chunk_splits.chunk_splits(windowed, num_rows, num_requests, 2048, (128, 128), 132, any_lengths=True) == 1
