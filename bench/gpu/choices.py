@@ -259,7 +259,9 @@ def _turn(context: Context) -> None:
     def taken(splits: Callable[[int], int], *, overlapped: bool = True) -> float:
         with ExitStack() as stack:
             stack.enter_context(mock.patch.object(chunk_splits, "SPLIT_KEYS", split_keys))
-            stack.enter_context(mock.patch.object(chunk_splits, "chunk_splits", lambda *sizes: splits(choose(*sizes))))
+            stack.enter_context(
+                mock.patch.object(chunk_splits, "chunk_splits", lambda *sizes, **known: splits(choose(*sizes, **known)))
+            )
             if not overlapped:
                 stack.enter_context(mock.patch.object(attention_prefill_hopper, "is_overlapped", mock.Mock(return_value=False)))
             return median(seconds([turn], context.device, samples=3))
