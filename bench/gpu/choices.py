@@ -23,7 +23,7 @@ from bench.gpu.rows import Row
 from bench.gpu.serve import head_in_8_bits
 from bench.gpu.timing import Call, median, seconds
 from kernels.operations import FUSED_ROWS_MAX
-from kernels.quantised_weights import Fp8Weight, Int8Weight
+from kernels.quantised_weights import Int4Weight
 from kernels.triton import (
     attention_decode,
     attention_prefill,
@@ -31,17 +31,16 @@ from kernels.triton import (
     attention_splits,
     chunk_splits,
     fused_int4,
+    fused_linear,
     fused_row,
     lone_decode,
 )
 from kernels.triton.attention_splits import DecodeTiling
-from kernels.triton.fused_int4 import Int4RowTiles
-from kernels.triton.fused_linear import linear_add, normed_linear
-from kernels.triton.fused_row import RowTiles
-from kernels.triton.linear_int4 import Int4Tiles
+from kernels.triton.fused_linear import AnyTiles, linear_add, normed_linear
+from kernels.triton.fused_row import HopperRowTiles, RowTiles
 from kernels.triton.rope_and_cache import rope_and_cache
 from kernels.triton.rotated_decode import rotated_decode
-from kernels.triton.tuning import HOPPER, capability, multiprocessors
+from kernels.triton.tuning import capability, multiprocessors
 
 ROW_TILES = [RowTiles(2, 2048), RowTiles(2, 2048, 8), RowTiles(4, 1024), RowTiles(8, 512), RowTiles(16, 512, 8)]
 PREFILL = "prefill 8k: chosen tile over others"
@@ -82,58 +81,39 @@ def _products(context: Context, name: str, kind: str) -> None:
         "gate_up": lambda each: normed_linear(stream, each, 1e-6, gate="silu"),
         "down": lambda each: linear_add(gated, each, residual, norm_weight),
     }
-    times = _int4_times if kind == "int4" else _tile_times
-    taken = {part: times(context, part, sizes[part], weights[part], call) for part, call in calls.items()}
+    taken = {part: _times(context, part, sizes[part], weights[part], call) for part, call in calls.items()}
     fastest = sum(min(times.values()) for times in taken.values())
     row = Row(name=name, value=sum(times[CHOSEN] for times in taken.values()) / fastest)
     row.facts = {"us": {part: {case: each * 1e6 for case, each in times.items()} for part, times in taken.items()}}
     context.emit(row)
 
 
-def _tile_times(
-    context: Context,
-    part: str,
-    size: tuple[int, int],
-    weights: list[Weight],
-    call: Callable[[Weight], object],
+def _times(
+    context: Context, part: str, size: tuple[int, int], weights: list[Weight], call: Callable[[Weight], object]
 ) -> dict[str, float]:
-    """Seconds of a product of one row with what was chosen, and with other tiles."""
+    """Seconds of a product of one row with the tiles that were chosen, and with others."""
     is_gated, is_summed = part == "gate_up", part in ("out", "down")
-    weight_bytes = 1 if isinstance(weights[0], Int8Weight | Fp8Weight) else 2
-    chosen = fused_row.row_tiles(size[1], gated=is_gated, is_summed=is_summed, weight_bytes=weight_bytes)
+    outputs, x = size[0] // 2 if is_gated else size[0], torch.empty(1, size[1], dtype=context.dtype, device=context.device)
+    chosen = fused_linear.tiles_on(x, weights[0], outputs, gated=is_gated, is_summed=is_summed)
     calls: list[Call] = [partial(call, weight) for weight in weights]
     taken = {CHOSEN: median(seconds(calls, context.device))}
-    for tiles in ROW_TILES:
+    for words, tiles in _candidates(context, weights[0], outputs, gated=is_gated).items():
         if tiles != chosen:
-            with mock.patch.object(fused_row, "row_tiles", mock.Mock(return_value=tiles)):
-                taken[f"{tiles.block_n}x{tiles.block_k} of {tiles.num_warps} warps"] = median(
-                    seconds(calls, context.device, samples=3)
-                )
+            with mock.patch.object(fused_linear, "tiles_on", mock.Mock(return_value=tiles)):
+                taken[words] = median(seconds(calls, context.device, samples=3))
     return taken
 
 
-def _int4_times(
-    context: Context,
-    part: str,
-    size: tuple[int, int],
-    weights: list[Weight],
-    call: Callable[[Weight], object],
-) -> dict[str, float]:
-    """As `_tile_times`: through shared memory, as more rows are multiplied, and with other numbers of warps."""
-    device, is_gated = context.device, part == "gate_up"
-    outputs = size[0] // 2 if is_gated else size[0]
-    calls: list[Call] = [partial(call, weight) for weight in weights]
-    taken = {CHOSEN: median(seconds(calls, device))}
-    others: dict[str, Int4Tiles | Int4RowTiles] = {
-        "through shared memory": fused_int4.fused_int4_tiles(outputs, size[1], multiprocessors(device), gated=is_gated)
-    }
-    if not context.rehearsal and capability(device) == HOPPER:
-        others |= {f"{num_warps} warps": Int4RowTiles(num_warps, registers_max=128) for num_warps in (2, 4, 8)}
-        del others[f"{fused_int4.int4_row_tiles(gated=is_gated).num_warps} warps"]
-    for words, tiles in others.items():
-        with mock.patch.object(fused_int4, "tiles_on", return_value=tiles):
-            taken[words] = median(seconds(calls, device, samples=3))
-    return taken
+def _candidates(context: Context, weight: Weight, outputs: int, *, gated: bool) -> dict[str, AnyTiles]:
+    """Through shared memory, as more rows are multiplied (4 bits); in registers (16 and 8 bits); as operands of tensor cores,
+    with other numbers of warps (Hopper, 8 and 4 bits)."""
+    candidates: dict[str, AnyTiles] = {f"{each.block_n}x{each.block_k} of {each.num_warps} warps": each for each in ROW_TILES}
+    if isinstance(weight, Int4Weight):
+        tiles = fused_int4.fused_int4_tiles(outputs, weight.num_columns, multiprocessors(context.device), gated=gated)
+        candidates = {"through shared memory": tiles}
+    if not isinstance(weight, torch.Tensor) and not context.rehearsal and fused_row.has_hopper_rows(context.device):
+        candidates |= {f"operands, {warps} warps": HopperRowTiles(warps, registers_max=128) for warps in (2, 4, 8)}
+    return candidates
 
 
 def _decode(context: Context, name: str, lengths: list[int]) -> None:

@@ -42,15 +42,18 @@ attention and are launched early."""
 DECODES = (1, 2, 8, 16, 24, 40, 72, 136, *SEARCHED)
 """Numbers of requests that decode: one on each side of where a launcher takes another tile."""
 
-CHUNKS = (2, 5, 8, 9, 16, 24, 40, 72, 136, 300, 600)
+CHUNKS = (2, 4, 5, 8, 9, 16, 24, 40, 72, 136, 300, 600)
 """Tokens of the longest chunk of a step."""
 
 LONG_CONTEXT = 4096
 """Tokens of a request whose few newest tokens make a step: keys of a long context are cut into splits
 (`kernels.triton.chunk_splits`)."""
 
-FEW, MANY = 1, 40
+FEW, SOME, MANY = 1, 20, 40
 """Requests whose prompts are read in one step."""
+
+SHORT_MAX = 8
+"""Tokens of a chunk at most of which SOME have more rows than are launched early, and are searched among as FEW are."""
 
 
 def compiles_at_first_use(device: torch.device) -> bool:
@@ -108,13 +111,15 @@ def _steps_of_each_kind(limits: SchedulerLimits, max_guesses: int) -> Iterator[l
     room = min(max_tokens, limits.max_model_len)
     max_rows = min(max_seqs + max_guesses, max_tokens)
     sizes = {min(size, max_rows) for size in (*DECODES, max_seqs, max_rows)}
-    steps = {(size, 1) for size in sizes if size <= max_seqs}
+    steps = {(size, 1, 1) for size in sizes if size <= max_seqs}
     for longest in {min(length, room) for length in (*CHUNKS, room)}:
         most = min(max_seqs, 1 + (max_tokens - longest) // 2)
         numbers = {min(FEW, most), min(MANY, most), *(number for number in SEARCHED if number <= most)}
-        steps |= {(number, longest) for number in numbers}
-    for number, longest in sorted(steps):
-        yield [_row(longest, block_size)] + [_row(min(longest, 2), block_size)] * (number - 1)
+        steps |= {(number, longest, min(longest, 2)) for number in numbers}
+        if longest <= SHORT_MAX:
+            steps.add((min(SOME, max_seqs, max_tokens // longest), longest, longest))
+    for number, longest, others in sorted(steps):
+        yield [_row(longest, block_size)] + [_row(others, block_size)] * (number - 1)
     for length in CHUNKS:
         if (behind := min(LONG_CONTEXT, limits.max_model_len) - length) > 0 and length <= max_tokens:
             yield [_row(length, block_size, start=behind)]

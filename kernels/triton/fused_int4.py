@@ -6,32 +6,22 @@ it is the same loop, and parts its sums behind it. Reads N·K / 2 + 4·N·K / gr
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 import triton
 import triton.language as tl
 
 from kernels.quantised_weights import CHUNK_COLUMNS, Int4Weight
 from kernels.triton.early_launch import early_launch, wait_for_previous
+from kernels.triton.fused_row import HopperRowTiles, has_hopper_rows, hopper_row_tiles
 from kernels.triton.fused_sums import Around, asked_squares, finish
 from kernels.triton.int4_codes import int4_sums
 from kernels.triton.linear_int4 import DTYPES, Int4Tiles
 from kernels.triton.split_sum import UNPACK, counters, partial_sums, split_count
-from kernels.triton.tuning import HOPPER, capability, interpreted, multiprocessors, power_of_two
+from kernels.triton.tuning import multiprocessors, power_of_two
 
 ROWS = 16
 OUTPUTS = 128  # of a program, both halves of a gated one together
 STAGES = 4  # more loads under way leave room for fewer programs: down of Llama-8B took 17.2 µs with 6, 14.9 with 4
-
-
-@dataclass(frozen=True, slots=True)
-class Int4RowTiles:
-    """Of `fused_int4_row`: `num_warps` at a chunk of 128 columns each, and outputs as a matrix instruction has rows."""
-
-    num_warps: int
-    registers_max: int | None = None  # of a thread; None leaves their number to the assembler
-    block_n: int = 16
 
 
 @triton.jit(do_not_specialize=["M"])
@@ -74,22 +64,14 @@ def fused_int4_tiles(num_outputs: int, num_columns: int, multiprocessors: int, *
     return Int4Tiles(ROWS, block_n, num_warps=4, num_stages=STAGES, splits=splits)
 
 
-def int4_row_tiles(*, gated: bool) -> Int4RowTiles:
-    """Eight warps where a matrix has few outputs, so that enough of it is on its way. Four of a gated one, of which a program
-    has twice as much: four programs of a multiprocessor, whose beginnings and ends the others fill."""
-    return Int4RowTiles(4, registers_max=128) if gated else Int4RowTiles(8)
-
-
-def tiles_on(x: torch.Tensor, weight: Int4Weight, num_outputs: int, *, gated: bool) -> Int4Tiles | Int4RowTiles:
-    """One row has tiles of its own on Hopper, for groups of whole chunks. Gluon's part of Triton is experimental: no other card
-    imports it, nor does an interpreter, which cannot run it."""
-    is_hopper = capability(x.device) == HOPPER and not interpreted()
-    if x.shape[0] == 1 and is_hopper and weight.group_size % CHUNK_COLUMNS == 0:
-        return int4_row_tiles(gated=gated)
+def tiles_on(x: torch.Tensor, weight: Int4Weight, num_outputs: int, *, gated: bool) -> Int4Tiles | HopperRowTiles:
+    """One row has tiles of its own on Hopper, for groups of whole chunks."""
+    if x.shape[0] == 1 and has_hopper_rows(x.device) and weight.group_size % CHUNK_COLUMNS == 0:
+        return hopper_row_tiles(gated=gated)
     return fused_int4_tiles(num_outputs, weight.num_columns, multiprocessors(x.device), gated=gated)
 
 
-def launch(x: torch.Tensor, weight: Int4Weight, around: Around, tiles: Int4Tiles | Int4RowTiles) -> None:
+def launch(x: torch.Tensor, weight: Int4Weight, around: Around, tiles: Int4Tiles | HopperRowTiles) -> None:
     """What fused_linear.py says, formula and source with it. x: [M, K] of 16 bits, columns as the checkpoint has them.
 
     2 · M · N · K operations on tensor cores. Rows beyond M, outputs beyond N and columns beyond K are masked. Sums of a group
@@ -98,7 +80,7 @@ def launch(x: torch.Tensor, weight: Int4Weight, around: Around, tiles: Int4Tiles
     assert x.dtype in DTYPES, f"weights of 4 bits are multiplied with rows of 16 bits, not {x.dtype}"
     if weight.permutation is not None:
         x = x.index_select(1, weight.permutation)
-    if isinstance(tiles, Int4RowTiles):
+    if isinstance(tiles, HopperRowTiles):
         from kernels.triton.fused_int4_row import launch_row
 
         launch_row(x, weight, around, tiles)

@@ -23,21 +23,16 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import mma_v2
 
 from kernels.quantised_weights import CHUNK_COLUMNS, CHUNK_RUNS, RUN_COLUMNS, Int4Weight
-from kernels.triton.activation import activated
 from kernels.triton.early_launch import early_launch
-from kernels.triton.fused_int4 import Int4RowTiles
+from kernels.triton.fused_row import HopperRowTiles
 from kernels.triton.fused_sums import Around
 from kernels.triton.int4_codes import unpacking
+from kernels.triton.row_ends import COPIES, OUTPUTS, asked, asked_squares, finish, outputs_of, wait_for_previous
 from kernels.triton.tuning import power_of_two
 
-OUTPUTS = gl.constexpr(16)
 COLUMNS, RUN, RUNS = gl.constexpr(CHUNK_COLUMNS), gl.constexpr(RUN_COLUMNS), gl.constexpr(CHUNK_RUNS)
 PAIRS = gl.constexpr(RUN_COLUMNS // 2)
 """Of words, of one output and chunk: a register each."""
-COPIES = gl.constexpr(8)
-"""Of x, the columns of a matrix instruction's right operand."""
-
-activated_here = gluon.jit(activated.fn)
 
 
 @gluon.jit
@@ -142,25 +137,22 @@ def fused_int4_row_kernel(
     num_outputs = N * HALVES
     # Words of a chunk for each warp, and scales with zero points of its group as sums will want them.
     warp = gl.arange(0, WARPS, layout=gl.SliceLayout(1, gl.SliceLayout(2, LOADED)))[:, None]
-    lane = gl.arange(0, HALVES * OUTPUTS, layout=gl.SliceLayout(0, gl.SliceLayout(2, LOADED)))[None, :]
+    row, held = outputs_of(tile, N, HALVES, gl.SliceLayout(0, gl.SliceLayout(2, LOADED)))
     inner = gl.arange(0, PAIRS, layout=gl.SliceLayout(0, gl.SliceLayout(1, LOADED)))[None, None, :]
-    output = tile * OUTPUTS + lane % OUTPUTS
-    place = warp * (num_outputs * PAIRS) + (output + lane // OUTPUTS * N) * PAIRS
+    place = warp * (num_outputs * PAIRS) + row[None, :] * PAIRS
     places = words.to(gl.pointer_type(gl.int32), bitcast=True) + place[:, :, None] + inner
-    held, stride = output < N, num_outputs.to(gl.int64) * PAIRS
+    held, stride = held[None, :], num_outputs.to(gl.int64) * PAIRS
     scales_warp = gl.arange(0, WARPS, layout=gl.SliceLayout(1, gl.SliceLayout(2, SUMS)))[:, None]
-    scales_lane = gl.arange(0, HALVES * OUTPUTS, layout=gl.SliceLayout(0, gl.SliceLayout(2, SUMS)))[None, :]
-    scales_output = tile * OUTPUTS + scales_lane % OUTPUTS
-    scales_places = scales_zeros + scales_output + scales_lane // OUTPUTS * N
-    scales_held = scales_output < N
+    scales_row, scales_held = outputs_of(tile, N, HALVES, gl.SliceLayout(0, gl.SliceLayout(2, SUMS)))
+    scales_places, scales_held = scales_zeros + scales_row[None, :], scales_held[None, :]
     even = _words(places, held, 0, num_chunks, stride, warp)
     odd = _words(places, held, WARPS, num_chunks, stride, warp)
     even_scales = _scales(scales_places, scales_held, 0, num_chunks, num_outputs, scales_warp, CHUNKS)
-    if EARLY:
-        gl.inline_asm_elementwise("griddepcontrol.wait; // $0", "=r", [], dtype=gl.int32, is_pure=False, pack=1)
-    if squares is not None:
-        seen = gl.arange(0, SQUARES_BLOCK, layout=gl.BlockedLayout([1], [32], [WARPS], [0]))
-        row_squares = gl.load(squares + seen, mask=seen < num_squares, other=0.0)
+    outputs, is_output = outputs_of(tile, N, HALVES, gl.SliceLayout(1, gl.SliceLayout(0, SUMS)))
+    own_bias, next_scale = asked(bias, outputs, is_output, 0.0), asked(norm_weight, outputs, is_output, 0.0)
+    wait_for_previous(EARLY)
+    row_squares = asked_squares(squares, num_squares, SQUARES_BLOCK, WARPS)
+    added_to = asked(residual, outputs, is_output, 0.0)
     row_warp = gl.arange(0, WARPS, layout=gl.SliceLayout(1, gl.SliceLayout(1, ROW)))[:, None]
     column = row_warp * COLUMNS + gl.arange(0, RUN, layout=gl.SliceLayout(0, gl.SliceLayout(1, ROW)))[None, :]
     total = gl.zeros([WARPS, HALVES * OUTPUTS, COPIES], gl.float32, layout=SUMS)
@@ -173,29 +165,13 @@ def fused_int4_row_kernel(
         total = _multiplied(total, odd, odd_scales, x, (chunk + WARPS) * COLUMNS, column, K, BFLOAT_SCALES)
         odd = _words(places, held, chunk + 3 * WARPS, num_chunks, stride, warp)
     product = gl.max(gl.sum(total, 0), 1)  # copies of x have one sum
-    if squares is not None:
-        product *= alpha * gl.rsqrt(gl.sum(row_squares, 0) / K + eps)
-    lane = gl.arange(0, HALVES * OUTPUTS, layout=product.type.layout)
-    if bias is not None:
-        at = tile * OUTPUTS + lane % OUTPUTS
-        product += gl.load(bias + at + lane // OUTPUTS * N, mask=at < N, other=0.0).to(gl.float32)
-    if GATE is not None:
-        gate, up = product.reshape([HALVES, OUTPUTS]).permute([1, 0]).split()
-        product = activated_here(gate, up, GATE == "gelu_tanh")
-    columns = tile * OUTPUTS + gl.arange(0, OUTPUTS, layout=product.type.layout)
-    inside = columns < N
-    if residual is not None:
-        product = gl.load(residual + columns, mask=inside, other=0.0).to(gl.float32) + alpha * product
-    stored = product.to(out.dtype.element_ty)
-    gl.store(out + columns, stored, mask=inside)
-    if norm_weight is not None:
-        kept = gl.where(inside, stored.to(gl.float32), 0.0)
-        weight = gl.load(norm_weight + columns, mask=inside, other=0.0).to(gl.float32)
-        gl.store(weighted + columns, (kept * weight).to(weighted.dtype.element_ty), mask=inside)
-        gl.store(squares_out + tile, gl.sum(kept * kept, 0))
+    finish(
+        product, outputs, is_output, own_bias, squares, row_squares, residual, added_to, norm_weight, next_scale, out, weighted,
+        squares_out, tile, N, K, eps, alpha, GATE,
+    )  # fmt: skip
 
 
-def launch_row(x: torch.Tensor, weight: Int4Weight, around: Around, tiles: Int4RowTiles) -> None:
+def launch_row(x: torch.Tensor, weight: Int4Weight, around: Around, tiles: HopperRowTiles) -> None:
     """As `fused_int4.launch`, for M = 1. x: [1, K] of 16 bits, columns as the weight has them, in groups of whole chunks.
 
     2 · 8 · N · K operations on tensor cores, twice. Outputs beyond N and columns beyond K are masked. Reads N·K / 2 +

@@ -7,7 +7,7 @@ RMS normalisation divides a whole row by one number, and the product behind it c
 (x · w) Wᵀ / rms(x). So the product that adds to the residual stream also stores the sum times the next norm's weight w, and
 each of its tiles the sum of squares of its columns; the next product adds up these sums in the order of the tiles. Only the
 launch that needs a whole row waits for it. A row has the same bits whatever others are with it; alone it is multiplied in
-another way (`fused_row`, `fused_int4_row`), at the speed of the memory.
+another way (`fused_row`, `fused_byte_row`, `fused_int4_row`), at the speed of the memory.
 """
 
 from __future__ import annotations
@@ -24,8 +24,7 @@ from kernels.quantised_weights import Fp8Weight, Int4Weight, Int8Weight
 from kernels.residual_stream import Gate, Stream
 from kernels.triton import fused_int4, fused_row
 from kernels.triton.early_launch import early_launch, wait_for_previous
-from kernels.triton.fused_int4 import Int4RowTiles
-from kernels.triton.fused_row import RowTiles
+from kernels.triton.fused_row import HopperRowTiles, RowTiles
 from kernels.triton.fused_sums import Around, asked_squares, finish
 from kernels.triton.linear_int4 import Int4Tiles
 from kernels.triton.linear_tiles import Tiles, decoded
@@ -58,7 +57,7 @@ class FusedTiles(Tiles):
 
 
 Weight = torch.Tensor | Int8Weight | Fp8Weight | Int4Weight
-AnyTiles = FusedTiles | Int4Tiles | Int4RowTiles | RowTiles
+AnyTiles = FusedTiles | Int4Tiles | HopperRowTiles | RowTiles
 
 
 @triton.jit
@@ -151,7 +150,7 @@ def linear_add(
     squared, weighted a second time.
     """
     num_rows, width = x.shape[0], residual.shape[1]
-    tiles = _tiles_on(x, weight, width, gated=False, is_summed=True)
+    tiles = tiles_on(x, weight, width, gated=False, is_summed=True)
     total, weighted = torch.empty_like(residual), torch.empty_like(residual)
     squares = torch.empty(triton.cdiv(width, tiles.block_n), num_rows, dtype=torch.float32, device=x.device)
     around = Around(
@@ -179,7 +178,7 @@ def normed_linear(
     """
     x, num_rows = stream.weighted, weight.num_rows if isinstance(weight, Int4Weight) else _values(weight).shape[0]
     outputs = num_rows if gate is None else num_rows // 2
-    tiles = _tiles_on(x, weight, outputs, gated=gate is not None, is_summed=False)
+    tiles = tiles_on(x, weight, outputs, gated=gate is not None, is_summed=False)
     out = torch.empty(x.shape[0], outputs, dtype=x.dtype, device=x.device)
     _launch(x, weight, Around(out=out, bias=bias, squares=stream.squares, eps=eps, alpha=factor, gate=gate), tiles)
     return out
@@ -213,16 +212,14 @@ def fused_tiles(
     return min((choice(*candidate) for candidate in candidates), key=lambda pair: pair[0])[1]
 
 
-def _tiles_on(x: torch.Tensor, weight: Weight, num_outputs: int, *, gated: bool, is_summed: bool) -> AnyTiles:
+def tiles_on(x: torch.Tensor, weight: Weight, num_outputs: int, *, gated: bool, is_summed: bool) -> AnyTiles:
     """`is_summed`: whether the squares of the outputs are stored."""
-    num_rows, num_columns = x.shape
     if isinstance(weight, Int4Weight):
         return fused_int4.tiles_on(x, weight, num_outputs, gated=gated)
     weight_bytes, row_bytes = _values(weight).element_size(), x.element_size()
-    if num_rows == 1 and row_bytes == 2 and num_columns % fused_row.FOUR.value == 0:
-        return fused_row.row_tiles(num_columns, gated=gated, is_summed=is_summed, weight_bytes=weight_bytes)
-    return fused_tiles(
-        num_outputs, num_columns, capability(x.device), multiprocessors(x.device),
+    of_one = fused_row.tiles_on(x, num_outputs, gated=gated, is_summed=is_summed, weight_bytes=weight_bytes)
+    return of_one or fused_tiles(
+        num_outputs, x.shape[1], capability(x.device), multiprocessors(x.device),
         gated=gated, weight_bytes=weight_bytes, row_bytes=row_bytes,
     )  # fmt: skip
 
@@ -243,10 +240,10 @@ def _launch(x: torch.Tensor, weight: Weight, around: Around, tiles: AnyTiles) ->
     if not num_rows:
         return
     if isinstance(weight, Int4Weight):
-        assert isinstance(tiles, Int4Tiles | Int4RowTiles)
+        assert isinstance(tiles, Int4Tiles | HopperRowTiles)
         fused_int4.launch(x, weight, around, tiles)
         return
-    if isinstance(tiles, RowTiles):
+    if isinstance(tiles, RowTiles | HopperRowTiles):
         fused_row.launch(x, weight, around, tiles)
         return
     assert isinstance(tiles, FusedTiles)

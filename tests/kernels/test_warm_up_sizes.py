@@ -2,19 +2,42 @@
 
 from __future__ import annotations
 
+import itertools
+
+import pytest
+
 from engine.options import SEATS_MAX
-from engine.runner.warm_up import DECODES, FEW, MANY, SEARCHED
-from engine.scheduling.limits import STEP_GUESSES_MAX
-from kernels.triton.attention_splits import scheduled_requests
+from engine.runner.warm_up import DECODES, FEW, MANY, SEARCHED, SOME, _steps_of_each_kind
+from engine.scheduling.limits import STEP_GUESSES_MAX, SchedulerLimits
+from kernels.triton.attention_splits import SPLIT_QUERIES, scheduled_requests
+from kernels.triton.early_launch import EARLY_ROWS_MAX
 
 ROWS_MAX = SEATS_MAX + STEP_GUESSES_MAX
 
 
 def test_every_number_of_decodes_and_of_chunks_is_of_a_size_that_was_compiled() -> None:
-    for compiled in (DECODES, (FEW, MANY, *SEARCHED)):
+    for compiled in (DECODES, (FEW, SOME, MANY, *SEARCHED)):
         for most in (1, 33, 256, 257, 600, 1024, ROWS_MAX):
             asked = {scheduled_requests(min(number, most)) for number in compiled}
             assert {scheduled_requests(number) for number in range(1, most + 1)} <= asked, f"{compiled} up to {most}"
+
+
+@pytest.mark.parametrize("seats", [1, 2, 3, 4, 5, 9, 20, 33, 300, 1024])
+def test_short_chunks_of_any_number_of_requests_are_launched_as_some_that_were_compiled(seats: int) -> None:
+    """By the length of which a variant is, among how many requests it searches, and whether it is launched early."""
+    limits = SchedulerLimits(max_num_seqs=seats, max_num_batched_tokens=2048, max_model_len=4096, block_size=16)
+
+    def variant(longest: int, number: int, num_rows: int) -> tuple[int, int, bool]:
+        most = next(queries for queries in SPLIT_QUERIES if longest <= queries)
+        return most, scheduled_requests(number), num_rows <= EARLY_ROWS_MAX
+
+    steps = [[len(row.token_ids) for row in rows] for rows in _steps_of_each_kind(limits, 0)]
+    short = [lengths for lengths in steps if 1 < max(lengths) <= SPLIT_QUERIES[-1]]
+    compiled = {variant(max(lengths), len(lengths), sum(lengths)) for lengths in short}
+    for longest, number in itertools.product(range(2, SPLIT_QUERIES[-1] + 1), range(1, seats + 1)):
+        for num_rows in {longest + 2 * (number - 1), longest * number}:  # of one token it is a decode
+            if num_rows <= limits.max_num_batched_tokens:
+                assert variant(longest, number, num_rows) in compiled
 
 
 def test_no_size_is_compiled_that_no_engine_has_requests_for() -> None:

@@ -14,6 +14,7 @@ from kernels.reference import fused_linear as reference
 from kernels.residual_stream import Gate
 from kernels.triton import fused_int4
 from kernels.triton.fused_linear import linear_add, normed_linear
+from kernels.triton.fused_row import HopperRowTiles
 from tests.support.kernel_cases import normal, padded_rows
 from tests.support.kernel_tolerances import assert_near
 from tests.support.ptx.card import EmulatedCard
@@ -47,7 +48,7 @@ def test_a_row_is_multiplied(
     given = x, before, made_of(1, width, seed=3), made_of(width, seed=4)
     biases = made_of(width, seed=5), made_of(inner * (2 if gate else 1), seed=6)
     launched = card.launched["fused_int4_row_kernel"]
-    with mock.patch.object(fused_int4, "int4_row_tiles", return_value=fused_int4.Int4RowTiles(num_warps)):
+    with mock.patch.object(fused_int4, "hopper_row_tiles", return_value=HopperRowTiles(num_warps)):
         made = linear_add(*given, alpha=0.5, bias=biases[0] if has_bias else None)
         product = normed_linear(made, behind, EPS, gate=gate, bias=biases[1] if has_bias else None)
     assert card.launched["fused_int4_row_kernel"] > launched

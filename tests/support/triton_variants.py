@@ -9,6 +9,7 @@ launches that run nothing, and which ones came otherwise, `launched_first` at th
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 import random
@@ -93,12 +94,14 @@ def stored_in(
 
 AWQ: dict[str, Any] = {"bits": 4, "group_size": 128, "zero_point": True, "version": "gemm"}
 GPTQ: dict[str, Any] = {"bits": 4, "group_size": 128, "sym": True, "desc_act": False, "checkpoint_format": "gptq"}
+WIDE = 2304
+"""Of so many outputs 16 for each program are enough for all multiprocessors of an H200."""
 WINDOW = {"model_type": "mistral", "architectures": ["MistralForCausalLM"], "sliding_window": 300}
 INVARIANT = {"batch_invariant": True}
 MANY_SEATS: dict[str, Any] = {"max_num_seqs": 1024, "max_num_batched_tokens": 8192}
 CASES: dict[str, Case] = {
     "plain": Case({"vocab_size": 32_000}),  # the others have few: the host's sampler takes long, and asks for no kernels
-    "window-fp8": Case(WINDOW, {"quantization": "fp8", "kv_cache_dtype": "fp8"}),
+    "window-fp8": Case({**WINDOW, "intermediate_size": WIDE}, {"quantization": "fp8", "kv_cache_dtype": "fp8"}),
     "fp8-static": stored_in("fp8", "weight_scale", activation_scheme="static"),
     "int8-head": Case({}, {"quantization": "int8", "head_quantization": "int8"}),
     "awq": stored_in("awq", "qweight", **AWQ),
@@ -361,6 +364,15 @@ def mask(engine: Engine) -> None:
             engine.step()
 
 
+def short_prompts(engine: Engine) -> None:
+    """As many together as are more rows than are launched early, and still few requests; and many."""
+    for count, length in itertools.product((2, 7, 20, 31, 60), (3, 7)):
+        for number in range(count):
+            engine.submit(wanted(f"{count} of {length}: {number}", range(3 + number, 3 + number + length), max_tokens=2))
+        while engine.has_requests:
+            engine.step()
+
+
 def turns(engine: Engine) -> None:
     """A chat whose prefix is longer than what keys are cut into splits from."""
     prefix = [*range(3, 503)] * 6
@@ -401,6 +413,7 @@ def variants(case: Case, recorder: Recorder, memory: Memory, steps: int) -> dict
         if engine.info.max_num_seqs > LIMITS["max_num_seqs"]:
             throng(engine, seed=0)
         mask(engine)
+        short_prompts(engine)
         turns(engine)
         embed(engine)
     asked = {name: sum(keys.values()) for name, keys in at_start.items()}

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from kernels.triton.fused_int4 import int4_row_tiles
 from kernels.triton.fused_int4_row import fused_int4_row_kernel
+from kernels.triton.fused_row import hopper_row_tiles
 from kernels.triton.gate.compilation import Compilation
 from kernels.triton.gate.fused_sums import LLAMA_8B, around_types
 from kernels.triton.tuning import HOPPER, power_of_two
@@ -27,7 +27,7 @@ def _compilation(
 ) -> Compilation:
     """chunks: of a group"""
     gated, own = name == "gate_up", f"*{dtype}"
-    tiles = int4_row_tiles(gated=gated)
+    tiles = hopper_row_tiles(gated=gated)
     around, absent = around_types(name, own, 1)
     if has_bias:
         around["bias"] = own

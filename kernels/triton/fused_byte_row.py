@@ -1,0 +1,169 @@
+"""Products of one row with weights of 8 bits and what stands around them, on Hopper: those of fused_row.py on tensor cores.
+
+`fused_row` makes each byte a float32 with two to three instructions and multiplies it with another: half of what a
+multiprocessor can issue while the memory delivers. Here two bytes become a pair of numbers of a matrix instruction with three
+to four, and these multiply for next to nothing. A thread loads 16 bytes, columns side by side of one output. Which columns an
+operand's are is ours to say where x is taken in the same order, so nothing moves between threads, and nothing is shared before
+the end. Warps multiply chunks by turns; the first two of each are asked for before the wait. No output is shared by programs.
+
+    int8 as bfloat16   seven of its bits lie under the exponent of 128; 128 or 256, as the eighth says, is taken off
+    int8 as float16    all of them lie under the exponent of 1024; that is taken off, with the 128 that made them positive
+    e4m3               its bits lie across an exponent and a mantissa as they are, which is 2^-120 (bfloat16) or 2^-8 (float16)
+                       of its value, zero and what is subnormal too; the scale makes up for it. It has no NaN
+
+All products are exact, and added up in float32. That sums of small numbers stay normal, x is multiplied by 2^64 where e4m3
+becomes bfloat16.
+
+In Gluon for the same reason as `fused_int4_row`; the executed PTX is its test (`tests/ptx`). `fused_row` serves all else: other
+cards, columns that are no whole chunks, matrices of few outputs.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.ampere import mma_v2
+
+from kernels.quantised_weights import CHUNK_COLUMNS, Fp8Weight, Int8Weight
+from kernels.triton.early_launch import early_launch
+from kernels.triton.fused_row import HopperRowTiles
+from kernels.triton.fused_sums import Around
+from kernels.triton.row_ends import COPIES, OUTPUTS, asked, asked_squares, finish, outputs_of, wait_for_previous
+from kernels.triton.tuning import power_of_two
+
+FOUR = gl.constexpr(4)
+COLUMNS, WORDS = gl.constexpr(CHUNK_COLUMNS), gl.constexpr(CHUNK_COLUMNS // 4)
+"""Of a chunk, and words that hold four of them."""
+RUN = gl.constexpr(64)
+"""Columns that the threads of an output hold side by side, 16 each."""
+RAISED_X = gl.constexpr(2.0**64)
+
+
+@triton.constexpr_function
+def _pairs(is_int8: bool, is_bfloat: bool) -> str:
+    """Of four bytes ($2) the numbers of the first and the third ($0), of the second and the fourth ($1), of 16 bits each."""
+    if is_int8 and is_bfloat:
+        one = (
+            "lop3.b32 low, {0}, 0x007F007F, 0x43004300, 0xEA; lop3.b32 sign, {0}, 0x00800080, 0x43004300, 0xEA; "
+            "sub.rn.bf16x2 {1}, low, sign;"
+        )
+        return "{ .reg .b32 odd, low, sign; shr.b32 odd, $2, 8; " + one.format("$2", "$0") + one.format("odd", "$1") + " }"
+    if is_int8:
+        one = "lop3.b32 low, {0}, 0x00FF00FF, 0x64806480, 0x6A; sub.rn.f16x2 {1}, low, both;"
+        first = "mov.b32 both, 0x64806480; shr.b32 odd, $2, 8; "
+        return "{ .reg .b32 odd, low, both; " + first + one.format("$2", "$0") + one.format("odd", "$1") + " }"
+    shift, mask = (4, "0x07F007F0") if is_bfloat else (1, "0x3F803F80")
+    one = "and.b32 low, low, " + mask + "; lop3.b32 {1}, {0}, 0x80008000, low, 0xEA;"
+    even = f"shl.b32 even, $2, 8; shl.b32 low, $2, {8 - shift}; " + one.format("even", "$0")
+    return "{ .reg .b32 even, low; " + even + f" shr.b32 low, $2, {shift}; " + one.format("$2", "$1") + " }"
+
+
+@triton.constexpr_function
+def _factor(is_int8: bool, is_bfloat: bool) -> float:
+    """By which a sum of what `_pairs` makes, and of x, is too small."""
+    return 1.0 if is_int8 else 2.0**56 if is_bfloat else 2.0**8
+
+
+@gluon.jit
+def _left(words, IS_INT8: gl.constexpr, DTYPE: gl.constexpr, LAYOUT: gl.constexpr):
+    """[WARPS, outputs, WORDS] as loaded → [WARPS, outputs, COLUMNS] of DTYPE in the order of matrix instructions: a run is
+    taken apart by thread of four, instruction, half of its columns, and pair."""
+    INSTRUCTIONS: gl.constexpr = _pairs(IS_INT8, gl.bfloat16 == DTYPE)
+    halves = gl.inline_asm_elementwise(INSTRUCTIONS, "=r,=r,r", [words], dtype=(gl.int32, gl.int32), is_pure=True, pack=1)
+    pairs = gl.join(halves[0], halves[1])
+    numbers = gl.join(pairs.to(gl.int16), (pairs >> 16).to(gl.int16)).to(DTYPE, bitcast=True)
+    parts = numbers.reshape([words.shape[0], words.shape[1], COLUMNS // RUN, 4, 4, 2, 2]).permute([0, 1, 2, 4, 5, 3, 6])
+    return gl.convert_layout(parts.reshape([words.shape[0], words.shape[1], COLUMNS]), LAYOUT, assert_trivial=True)
+
+
+@gluon.jit
+def _right(row, LAYOUT: gl.constexpr):
+    """[WARPS, COPIES, COLUMNS] as loaded → [WARPS, COLUMNS, COPIES], in the order of `_left`: pairs are of the first and the
+    third of four columns, of the second and the fourth."""
+    parts = row.reshape([row.shape[0], COPIES, COLUMNS // RUN, 4, 4, 2, 2])
+    ordered = parts.permute([0, 2, 4, 6, 3, 5, 1]).reshape([row.shape[0], COLUMNS, COPIES])
+    return gl.convert_layout(ordered, LAYOUT, assert_trivial=True)
+
+
+@gluon.jit
+def _multiplied(total, words, x, column, held, IS_INT8: gl.constexpr):
+    """total and the products of the chunk of each warp. column: of x, [WARPS, COLUMNS]; `held`: whether there is the chunk"""
+    WARPS: gl.constexpr = total.shape[0]
+    ROW: gl.constexpr = column.type.layout.parent
+    SUMS: gl.constexpr = total.type.layout
+    DTYPE: gl.constexpr = x.dtype.element_ty
+    row = gl.load(x + column, mask=held, other=0.0)
+    if gl.bfloat16 == DTYPE and not IS_INT8:
+        row = row * RAISED_X
+    row, _ = gl.broadcast(row[:, None, :], gl.full([WARPS, COPIES, COLUMNS], 0.0, DTYPE, layout=ROW))
+    left = _left(words, IS_INT8, DTYPE, gl.DotOperandLayout(0, SUMS, 2))
+    return mma_v2(left, _right(row, gl.DotOperandLayout(1, SUMS, 2)), total)
+
+
+@gluon.jit
+def _asked_chunk(places, held, chunk, num_chunks, warp):
+    """→ the words of the chunks from `chunk` on, one for each warp, as far as there are, and zeros: [WARPS, outputs, WORDS]"""
+    here = held & (chunk + warp < num_chunks)
+    return gl.load(places + chunk * WORDS, mask=here[:, :, None], other=0, eviction_policy="evict_first")
+
+
+@gluon.jit(do_not_specialize=["num_squares"])
+def fused_byte_row_kernel(
+    x, weight, weight_scales, bias, squares, residual, norm_weight, out, weighted, squares_out,
+    N, K, num_squares, eps, alpha,
+    GATE: gl.constexpr, COLUMN_SCALES: gl.constexpr, SQUARES_BLOCK: gl.constexpr, WARPS: gl.constexpr, EARLY: gl.constexpr,
+):  # fmt: skip
+    """Program (tile): OUTPUTS columns of out, and of both halves of the weight where it is gated."""
+    HALVES: gl.constexpr = 1 if GATE is None else 2
+    IS_INT8: gl.constexpr = gl.int8 == weight.dtype.element_ty
+    IS_BFLOAT: gl.constexpr = gl.bfloat16 == x.dtype.element_ty
+    LOADED: gl.constexpr = gl.BlockedLayout([1, 1, 4], [1, 8, 4], [WARPS, 1, 1], [2, 1, 0])
+    ROW: gl.constexpr = gl.BlockedLayout([1, 1, 16], [1, 8, 4], [WARPS, 1, 1], [2, 1, 0])
+    SUMS: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [WARPS, 1, 1], [1, 16, 8])
+    tile, num_chunks = gl.program_id(0), K // COLUMNS
+    # Weights of a chunk for each warp, and what there is for each output as sums will want it.
+    warp = gl.arange(0, WARPS, layout=gl.SliceLayout(1, gl.SliceLayout(2, LOADED)))[:, None]
+    row, row_held = outputs_of(tile, N, HALVES, gl.SliceLayout(0, gl.SliceLayout(2, LOADED)))
+    held = row_held[None, :]
+    inner = gl.arange(0, WORDS, layout=gl.SliceLayout(0, gl.SliceLayout(1, LOADED)))[None, None, :]
+    place = row.to(gl.int64)[None, :] * (K // FOUR) + warp * WORDS
+    places = weight.to(gl.pointer_type(gl.int32), bitcast=True) + place[:, :, None] + inner
+    outputs, is_output = outputs_of(tile, N, HALVES, gl.SliceLayout(1, gl.SliceLayout(0, SUMS)))
+    even = _asked_chunk(places, held, 0, num_chunks, warp)
+    odd = _asked_chunk(places, held, WARPS, num_chunks, warp)
+    scale = asked(weight_scales, outputs if COLUMN_SCALES else outputs * 0, is_output, 1.0)
+    own_bias, next_scale = asked(bias, outputs, is_output, 0.0), asked(norm_weight, outputs, is_output, 0.0)
+    wait_for_previous(EARLY)
+    row_squares = asked_squares(squares, num_squares, SQUARES_BLOCK, WARPS)
+    added_to = asked(residual, outputs, is_output, 0.0)
+    x_warp = gl.arange(0, WARPS, layout=gl.SliceLayout(1, gl.SliceLayout(1, ROW)))[:, None]
+    column = x_warp * COLUMNS + gl.arange(0, COLUMNS, layout=gl.SliceLayout(0, gl.SliceLayout(1, ROW)))[None, :]
+    total = gl.zeros([WARPS, HALVES * OUTPUTS, COPIES], gl.float32, layout=SUMS)
+    # Two turns in one, so that no register moves from one to the next.
+    for chunk in range(0, num_chunks, 2 * WARPS):
+        total = _multiplied(total, even, x + chunk * COLUMNS, column, chunk + x_warp < num_chunks, IS_INT8)
+        even = _asked_chunk(places, held, chunk + 2 * WARPS, num_chunks, warp)
+        total = _multiplied(total, odd, x + (chunk + WARPS) * COLUMNS, column, chunk + WARPS + x_warp < num_chunks, IS_INT8)
+        odd = _asked_chunk(places, held, chunk + 3 * WARPS, num_chunks, warp)
+    product = gl.max(gl.sum(total, 0), 1) * (scale * _factor(IS_INT8, IS_BFLOAT))  # copies of x have one sum
+    finish(
+        product, outputs, is_output, own_bias, squares, row_squares, residual, added_to, norm_weight, next_scale, out, weighted,
+        squares_out, tile, N, K, eps, alpha, GATE,
+    )  # fmt: skip
+
+
+def launch_byte_row(x: torch.Tensor, weight: Int8Weight | Fp8Weight, around: Around, tiles: HopperRowTiles) -> None:
+    """As `fused_row.launch`, for weights of 8 bits. x: [1, K] of 16 bits, K in whole chunks.
+
+    2 · 8 · N · K operations on tensor cores. Outputs beyond N are masked. Reads N·K bytes of weights once; scales and adds in
+    float32, in an order that follows from K alone.
+    """
+    assert tiles.block_n == OUTPUTS.value, "squares are added up for so many outputs"
+    num_columns, outputs = x.shape[1], around.out.shape[1]
+    fused_byte_row_kernel[(triton.cdiv(outputs, tiles.block_n),)](
+        x, weight.values, weight.scales, *around.tensors, outputs, num_columns, around.num_squares, around.eps, around.alpha,
+        GATE=around.gate, COLUMN_SCALES=weight.scales.numel() > 1, SQUARES_BLOCK=power_of_two(around.num_squares),
+        WARPS=tiles.num_warps, num_warps=tiles.num_warps, maxnreg=tiles.registers_max, **early_launch(x.device, 1),
+    )  # fmt: skip

@@ -1,0 +1,51 @@
+"""Configurations of `kernels.triton.fused_byte_row` that the compile gate compiles."""
+
+from __future__ import annotations
+
+from kernels.triton.fused_byte_row import fused_byte_row_kernel
+from kernels.triton.fused_row import hopper_row_tiles
+from kernels.triton.gate.compilation import Compilation
+from kernels.triton.gate.fused_sums import LLAMA_8B, around_types
+from kernels.triton.tuning import HOPPER, power_of_two
+
+
+def compilations() -> list[Compilation]:
+    """Products of a layer of Llama-3.1-8B in int8 and e4m3; rows of fp16 where it is gated and where it is added, one scale for
+    a whole matrix (checkpoints), and of other models another gate and a bias."""
+    asked = [(name, kind) for kind in ("i8", "fp8e4nv") for name in LLAMA_8B]
+    others = [_compilation(name, kind, row="fp16") for kind in ("i8", "fp8e4nv") for name in ("gate_up", "down")]
+    others += [_compilation(name, "fp8e4nv", column_scales=False) for name in LLAMA_8B]
+    others += [_compilation("gate_up", "i8", gate="gelu_tanh"), _compilation("qkv", "i8", has_bias=True)]
+    return [_compilation(*each) for each in asked] + others
+
+
+def _compilation(
+    name: str, kind: str, *, row: str = "bf16", gate: str = "silu", column_scales: bool = True, has_bias: bool = False
+) -> Compilation:
+    """`row` and `kind` are the types of x and of the weight."""
+    gated, own = name == "gate_up", f"*{row}"
+    tiles = hopper_row_tiles(gated=gated)
+    around, absent = around_types(name, own, 1)
+    if has_bias:
+        around["bias"] = own
+    absences = {key: None for key in absent if key in set(fused_byte_row_kernel.arg_names) - set(around)}
+    constants = {
+        "GATE": gate if gated else None, "COLUMN_SCALES": column_scales, "SQUARES_BLOCK": power_of_two(4096 // tiles.block_n),
+        "WARPS": tiles.num_warps,
+    }  # fmt: skip
+    label = f"{name}{'_bias' * has_bias}{f'_{gate}' * gated}_{row}_{kind}{'' if column_scales else '_one_scale'}"
+    return Compilation(
+        f"fused_byte_row_llama_8b_{label}",
+        fused_byte_row_kernel,
+        {"x": own, "weight": f"*{kind}", "weight_scales": "*fp32", **around, **dict.fromkeys(("N", "K", "num_squares"), "i32"),
+         "eps": "fp32", "alpha": "fp32"},
+        {**absences, **constants},
+        num_warps=tiles.num_warps,
+        capabilities=(HOPPER,),
+        tensor_cores=True,
+        small_tile=True,
+        divisible=("N", "K"),
+        registers_max=tiles.registers_max,
+        spill_bytes_max=24,  # where it is gated: written before the loop and read behind it
+        programs=16 // tiles.num_warps,
+    )  # fmt: skip

@@ -1,0 +1,76 @@
+"""What stands around a product of one row, for the kernels in Gluon: asked for in front of its sums, computed behind them.
+
+As `fused_sums.finish`, for kernels of which each program has all columns of OUTPUTS outputs, in matrix instructions whose rows
+are the outputs. What no kernel writes is asked for before the wait, so that at the end nothing is waited for.
+"""
+
+from __future__ import annotations
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+
+from kernels.triton.activation import activated
+
+OUTPUTS = gl.constexpr(16)
+COPIES = gl.constexpr(8)
+"""Of x, the columns of a matrix instruction's right operand."""
+
+activated_here = gluon.jit(activated.fn)
+
+
+@gluon.jit
+def outputs_of(tile, N, HALVES: gl.constexpr, LAYOUT: gl.constexpr):
+    """→ the rows of the weight that a program multiplies, OUTPUTS of each half, and which of them exist: [HALVES · OUTPUTS]"""
+    lane = gl.arange(0, HALVES * OUTPUTS, layout=LAYOUT)
+    column = tile * OUTPUTS + lane % OUTPUTS
+    return column + lane // OUTPUTS * N, column < N
+
+
+@gluon.jit
+def asked(values, outputs, held, ABSENT: gl.constexpr):
+    """Of weights the values of these outputs in float32, read once; ABSENT where there are none."""
+    if values is None:
+        return ABSENT
+    else:  # noqa: RET505 - Triton takes the branch away where it is not a tail
+        return gl.load(values + outputs, mask=held, other=0.0, eviction_policy="evict_first").to(gl.float32)
+
+
+@gluon.jit
+def asked_squares(squares, num_squares, BLOCK: gl.constexpr, WARPS: gl.constexpr):
+    """[BLOCK] float32: asked for before the product and added up behind it; 0 where there is no norm."""
+    if squares is None:
+        return 0.0
+    else:  # noqa: RET505
+        seen = gl.arange(0, BLOCK, layout=gl.BlockedLayout([1], [32], [WARPS], [0]))
+        return gl.load(squares + seen, mask=seen < num_squares, other=0.0)
+
+
+@gluon.jit
+def wait_for_previous(EARLY: gl.constexpr):
+    if EARLY:
+        gl.inline_asm_elementwise("griddepcontrol.wait; // $0", "=r", [], dtype=gl.int32, is_pure=False, pack=1)
+
+
+@gluon.jit
+def finish(
+    product, outputs, held, bias, squares, row_squares, residual, added_to, norm_weight, scale, out, weighted, squares_out,
+    tile, N, K, eps, alpha, GATE: gl.constexpr,
+):  # fmt: skip
+    """product: [HALVES · OUTPUTS] float32, and of its layout `bias`, `added_to`, which is the residual stream, and `scale`, the
+    next norm's weight: as `asked`. `residual` and `squares` say whether there are such."""
+    if squares is not None:
+        product *= alpha * gl.rsqrt(gl.sum(row_squares, 0) / K + eps)
+    product += bias
+    if GATE is not None:
+        gate, up = product.reshape([2, OUTPUTS]).permute([1, 0]).split()
+        product = activated_here(gate, up, GATE == "gelu_tanh")
+        LAYOUT: gl.constexpr = product.type.layout
+        outputs, held = outputs_of(tile, N, 1, LAYOUT)
+    if residual is not None:
+        product = added_to + alpha * product
+    stored = product.to(out.dtype.element_ty)
+    gl.store(out + outputs, stored, mask=held)
+    if norm_weight is not None:
+        kept = gl.where(held, stored.to(gl.float32), 0.0)
+        gl.store(weighted + outputs, (kept * scale).to(weighted.dtype.element_ty), mask=held)
+        gl.store(squares_out + tile, gl.sum(kept * kept, 0))
