@@ -22,61 +22,34 @@ TENANT_COLUMNS = (
 
 
 def simulate(
-    trace: Annotated[
-        Path | None,
-        typer.Option(metavar="FILE", help="Requests to replay: .csv or .jsonl.", show_default=False),
-    ] = None,
+    trace: Annotated[Path | None, typer.Option(metavar="FILE", help="Requests to replay: .csv or .jsonl.")] = None,
     scenario: Annotated[
         str | None,
         typer.Option(
-            metavar="NAME",
-            help="Instead of a trace: noisy-prefill, noisy-decode, or noisy-none (its victims alone).",
-            show_default=False,
+            metavar="NAME", help="Instead of a trace: noisy-prefill, noisy-decode, or noisy-none (its victims alone)."
         ),
     ] = None,
-    lengths: Annotated[
-        Path | None,
-        typer.Option(metavar="FILE", help="Lengths of the scenario's victims (.csv).", show_default=False),
-    ] = None,
+    lengths: Annotated[Path | None, typer.Option(metavar="FILE", help="Lengths of the scenario's victims (.csv).")] = None,
     speed: Annotated[float, typer.Option(help="Arrival times are divided by this.")] = 1.0,
     start: Annotated[float, typer.Option(help="Seconds to skip, after --speed.")] = 0.0,
-    duration: Annotated[
-        float | None,
-        typer.Option(help="Seconds in which requests arrive, after --speed.", show_default=False),
-    ] = None,
-    rate: Annotated[
-        float | None,
-        typer.Option(help="Requests per second, for a trace without times.", show_default=False),
-    ] = None,
+    duration: Annotated[float | None, typer.Option(help="Seconds in which requests arrive, after --speed.")] = None,
+    rate: Annotated[float | None, typer.Option(help="Requests per second, for a trace without times.")] = None,
     sample: Annotated[float, typer.Option(help="Share of conversations to keep.")] = 1.0,
-    tenants: Annotated[
-        int | None,
-        typer.Option(help="Number of tenants to split a trace without tenants over.", show_default=False),
-    ] = None,
-    weights: Annotated[
-        str | None,
-        typer.Option(metavar="NAME=N,…", help="Weights of tenants; others have 1.", show_default=False),
-    ] = None,
+    tenants: Annotated[int | None, typer.Option(help="Number of tenants to split a trace without tenants over.")] = None,
+    weights: Annotated[str | None, typer.Option(metavar="NAME=N,…", help="Weights of tenants; others have 1.")] = None,
     seed: Annotated[int, typer.Option(help="Seed of every random choice.")] = 0,
     model: Annotated[str, typer.Option(help="A known model or a folder with a config.json.")] = "llama-3.1-8b",
     gpu: Annotated[str, typer.Option(help="h200, h100, a100 or h20.")] = "h200",
     policy: Annotated[str, typer.Option(help="fair, fcfs, vtc or static.")] = "fair",
     max_num_seqs: Annotated[
-        int | None, typer.Option(help="Maximum number of running requests; default: that of the GPU.", show_default=False)
+        int | None, typer.Option(help="Maximum number of running requests; default: that of the GPU.")
     ] = None,
     token_budget: Annotated[
-        int | None,
-        typer.Option(
-            help="Tokens per step; default: as many as the TPOT objective allows.",
-            show_default=False,
-        ),
+        int | None, typer.Option(help="Tokens per step; default: as many as the TPOT objective allows.")
     ] = None,
     kv_cache_dtype: Annotated[str, typer.Option(help="auto, bf16 or fp8.")] = "auto",
     host_cache_gib: Annotated[float, typer.Option(help="Host memory for evicted KV blocks, in GiB.")] = 0.0,
-    max_tokens: Annotated[
-        int | None,
-        typer.Option(help="Maximum output tokens of each request; default: the context.", show_default=False),
-    ] = None,
+    max_tokens: Annotated[int | None, typer.Option(help="Maximum output tokens of each request; default: the context.")] = None,
     slo_ttft_ms: Annotated[float, typer.Option(help="TTFT objective in ms; slower requests miss the SLO.")] = 1000.0,
     slo_tpot_ms: Annotated[float, typer.Option(help="TPOT objective in ms, of the SLO and of the engine.")] = 25.0,
     as_json: AsJson = False,
