@@ -102,8 +102,7 @@ def _workload(trace: Path | None, scenario: str | None, lengths: Path | None, op
         raise WrongUsage("give either --trace FILE or --scenario NAME")
     if scenario is not None:
         if options != WorkloadOptions(seed=options.seed):
-            message = "--speed, --start, --duration, --rate, --sample and --tenants belong to --trace"
-            raise WrongUsage(message)
+            raise WrongUsage("--speed, --start, --duration, --rate, --sample and --tenants belong to --trace")
         return make_scenario(scenario, seed=options.seed, lengths=lengths)
     assert trace is not None
     if lengths is not None:
@@ -113,11 +112,10 @@ def _workload(trace: Path | None, scenario: str | None, lengths: Path | None, op
 
 def _weights(text: str | None) -> dict[str, int]:
     weights: dict[str, int] = {}
-    for part in (text or "").split(",") if text else []:
+    for part in text.split(",") if text else []:
         name, _, number = part.rpartition("=")
         if not name or not (number.isascii() and number.isdigit()) or not 1 <= int(number) <= WEIGHT_MAX:
-            message = f"--weights takes NAME=N,NAME=N with N between 1 and {WEIGHT_MAX}, not {part!r}"
-            raise WrongUsage(message)
+            raise WrongUsage(f"--weights takes NAME=N,NAME=N with N between 1 and {WEIGHT_MAX}, not {part!r}")
         weights[name] = int(number)
     return weights
 
@@ -125,8 +123,7 @@ def _weights(text: str | None) -> dict[str, int]:
 def _check_names(weights: dict[str, int], workload: Workload) -> None:
     unknown = sorted(set(weights) - {request.tenant for request in workload.requests})
     if unknown:
-        message = f"--weights names {unknown[0]!r}, who sends nothing in this traffic"
-        raise WrongUsage(message)
+        raise WrongUsage(f"--weights names {unknown[0]!r}, who sends nothing in this traffic")
 
 
 def _failure(error: Exception) -> CommandFailed:
@@ -146,17 +143,8 @@ def _print(report: dict[str, Any]) -> None:
     output.facts(flat(report))
     output.say("")
     shown = sorted(tenants, key=lambda tenant: -tenant["service_s"])[:TENANTS_SHOWN]
-    rows = [
-        {
-            **tenant,
-            **{
-                f"{figure}_{percentile}_ms": tenant[f"{figure}_ms"][percentile]
-                for figure in ("ttft", "tpot")
-                for percentile in ("p50", "p99")
-            },
-        }
-        for tenant in shown
-    ]
+    percentiles = [(figure, name) for figure in ("ttft", "tpot") for name in ("p50", "p99")]
+    rows = [tenant | {f"{figure}_{name}_ms": tenant[f"{figure}_ms"][name] for figure, name in percentiles} for tenant in shown]
     output.table(rows, TENANT_COLUMNS, empty="No tenants.")
     if len(tenants) > len(shown):
         output.say(f"{len(tenants) - len(shown)} tenants with less service are in --json only.")
