@@ -54,6 +54,18 @@ class UsageRow:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class UsageFilter:
+    """Whose usage a report counts; None is everybody's."""
+
+    tenant_ids: Collection[str] | None = None
+    key_ids: Collection[str] | None = None
+    models: Collection[str] | None = None
+
+
+ALL_USAGE = UsageFilter()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class LedgerFilter:
     """Which events a page of the ledger shows; None is all. `start <= admitted_at < end`."""
 
@@ -80,31 +92,27 @@ class UsageReports:
         end: datetime,
         bucket: str = "day",
         group_by: Sequence[str] = (),
-        tenant_id: str | None = None,
+        filters: UsageFilter = ALL_USAGE,
         *,
-        key_ids: Collection[str] | None = None,
-        models: Collection[str] | None = None,
-        tenant_ids: Collection[str] | None = None,
         rows_max: int | None = None,
         access: Access,
     ) -> list[UsageRow]:
         """Return the sums of posted and recovered events admitted in `start <= t < end`, per bucket and group.
 
         Buckets begin at whole minutes and hours of UTC, or with days of the billing time zone; empty ones are left out. Amounts
-        of different currencies are never added. `tenant_ids`, `key_ids` and `models` leave out all others; None is all.
-        Rows come in the order of their buckets, the first `rows_max` of them; without it, all of them. Raises InvalidValue for
-        what cannot be asked, and for a whole report of more than USAGE_ROWS_MAX rows.
+        of different currencies are never added. Rows come in the order of their buckets, the first `rows_max` of them; without
+        it, all of them. Raises InvalidValue for what cannot be asked, and for a whole report of more than USAGE_ROWS_MAX rows.
         """
-        owners = _owners(group_by, [_only(tenant_id), tenant_ids, access.within(Action.READ)], key_ids, models)
+        owners = _owners(group_by, filters, access)
         segments = self._segments(start, end, bucket)
         if not segments:
             return []
-        if rows_max is not None:
+        if rows_max is None:
+            found = await self._read(report_query(segments, owners).limit(USAGE_ROWS_MAX + 1))
+            if len(found) > USAGE_ROWS_MAX:
+                raise InvalidValue(f"the report has more than {USAGE_ROWS_MAX} rows; choose a larger bucket", param="bucket")
+        else:
             found = await self._read(page_query(segments, owners, rows_max, None))
-            return [row for row, _place in self._rows(found, owners, bucket)]
-        found = await self._read(report_query(segments, owners).limit(USAGE_ROWS_MAX + 1))
-        if len(found) > USAGE_ROWS_MAX:
-            raise InvalidValue(f"the report has more than {USAGE_ROWS_MAX} rows; choose a larger bucket", param="bucket")
         return [row for row, _place in self._rows(found, owners, bucket)]
 
     async def usage_page(
@@ -113,12 +121,10 @@ class UsageReports:
         end: datetime,
         bucket: str = "day",
         group_by: Sequence[str] = (),
-        tenant_id: str | None = None,
+        filters: UsageFilter = ALL_USAGE,
         *,
         limit: int = PAGE_ROWS_DEFAULT,
         cursor: str | None = None,
-        key_ids: Collection[str] | None = None,
-        models: Collection[str] | None = None,
         access: Access,
     ) -> Page[UsageRow]:
         """Return a part of the report of `usage`. Raises InvalidValue for a bad cursor, too.
@@ -128,7 +134,7 @@ class UsageReports:
         two pages changes no row that was shown: it is in the rows that come, where it belongs to one of them, and no row comes
         twice.
         """
-        owners = _owners(group_by, [_only(tenant_id), access.within(Action.READ)], key_ids, models)
+        owners = _owners(group_by, filters, access)
         name = _name(bucket, owners)
         after = None
         if cursor is not None:
@@ -170,13 +176,13 @@ class UsageReports:
         start: datetime,
         end: datetime,
         group_by: Sequence[str] = (),
-        tenant_id: str | None = None,
+        filters: UsageFilter = ALL_USAGE,
         *,
         rows_max: int = USAGE_ROWS_MAX,
         access: Access,
     ) -> list[UsageRow]:
         """Return the sums over the whole of `start <= t < end` per group and currency, the dearest first."""
-        owners = _owners(group_by, [_only(tenant_id), access.within(Action.READ)], None, None)
+        owners = _owners(group_by, filters, access)
         segments = self._segments(start, end, "day")
         found = await self._read(totals_query(segments, owners).limit(rows_max)) if segments else []
         columns = (*owners.columns, "currency")
@@ -292,26 +298,18 @@ def _check_period(start: datetime, end: datetime) -> None:
         raise InvalidValue("end must be later than start", param="end")
 
 
-def _owners(
-    group_by: Sequence[str],
-    tenant_ids: Sequence[Collection[str] | None],
-    key_ids: Collection[str] | None,
-    models: Collection[str] | None,
-) -> Owners:
-    """Return whose sums are asked for. A tenant must be in all of `tenant_ids`: asked for, and visible."""
+def _owners(group_by: Sequence[str], filters: UsageFilter, access: Access) -> Owners:
+    """Return whose sums are asked for, of the tenants that `access` shows."""
     for name in group_by:
         check_choice(name, "group_by", GROUPS)
-    narrowing = [set(ids) for ids in tenant_ids if ids is not None]
-    tenants = set.intersection(*narrowing) if narrowing else None
-    wanted = {"tenant_id": tenants, "key_id": key_ids, "model": models}
+    tenants, visible = filters.tenant_ids, access.within(Action.READ)
+    if visible is not None:
+        tenants = visible if tenants is None else visible & set(tenants)
+    wanted = {"tenant_id": tenants, "key_id": filters.key_ids, "model": filters.models}
     return Owners(
         columns=tuple(_GROUP_COLUMNS[name] for name in GROUPS if name in group_by),
         wanted={name: set(values) for name, values in wanted.items() if values is not None},
     )
-
-
-def _only(value: str | None) -> Collection[str] | None:
-    return None if value is None else {value}
 
 
 def _name(bucket: str, owners: Owners) -> str:
