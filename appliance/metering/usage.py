@@ -62,9 +62,6 @@ class UsageFilter:
     models: Collection[str] | None = None
 
 
-ALL_USAGE = UsageFilter()
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LedgerFilter:
     """Which events a page of the ledger shows; None is all. `start <= admitted_at < end`."""
@@ -77,6 +74,18 @@ class LedgerFilter:
     request_id: str | None = None
     start: datetime | None = None
     end: datetime | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RequestFilter:
+    """Which requests a page shows; None is all. `text` may be in id, model, or the key's name or prefix, in any case."""
+
+    tenant_id: str | None = None
+    key_id: str | None = None
+    model: str | None = None
+    finish_reason: str | None = None
+    text: str | None = None
+    finished_only: bool = True
 
 
 class UsageReports:
@@ -92,7 +101,7 @@ class UsageReports:
         end: datetime,
         bucket: str = "day",
         group_by: Sequence[str] = (),
-        filters: UsageFilter = ALL_USAGE,
+        filters: UsageFilter | None = None,
         *,
         rows_max: int | None = None,
         access: Access,
@@ -121,7 +130,7 @@ class UsageReports:
         end: datetime,
         bucket: str = "day",
         group_by: Sequence[str] = (),
-        filters: UsageFilter = ALL_USAGE,
+        filters: UsageFilter | None = None,
         *,
         limit: int = PAGE_ROWS_DEFAULT,
         cursor: str | None = None,
@@ -176,7 +185,7 @@ class UsageReports:
         start: datetime,
         end: datetime,
         group_by: Sequence[str] = (),
-        filters: UsageFilter = ALL_USAGE,
+        filters: UsageFilter | None = None,
         *,
         rows_max: int = USAGE_ROWS_MAX,
         access: Access,
@@ -232,41 +241,36 @@ class UsageReports:
         self,
         limit: int = PAGE_ROWS_DEFAULT,
         cursor: str | None = None,
-        tenant_id: str | None = None,
+        filters: RequestFilter | None = None,
         *,
-        key_id: str | None = None,
-        model: str | None = None,
-        finish_reason: str | None = None,
-        text: str | None = None,
-        finished_only: bool = True,
         access: Access,
     ) -> Page[RequestRow]:
         """Return past requests, the newest first. Raises InvalidValue for a bad cursor.
 
-        `text` is looked for, in any case, in the request's id, its model, and its key's name and prefix; a page looks through
-        SEARCHED_MAX requests and may have fewer rows than `limit` although there is more. A whole id is found at once.
+        A page looks through SEARCHED_MAX requests for a text, and may have fewer rows than `limit` although there is more. A
+        whole id is found at once.
         """
-        columns = requests.c
-        wanted = {columns.key_id: key_id, columns.model: model, columns.finish_reason: finish_reason}
-        behind = [] if tenant_id is None else [columns.tenant_id == tenant_id]
-        if key_id is not None and tenant_id is None:
+        columns, asked = requests.c, filters or RequestFilter()
+        wanted = {columns.key_id: asked.key_id, columns.model: asked.model, columns.finish_reason: asked.finish_reason}
+        behind = [] if asked.tenant_id is None else [columns.tenant_id == asked.tenant_id]
+        if asked.key_id is not None and asked.tenant_id is None:
             # Requests are found by tenant: those of a key that is hardly used would be looked for among everybody's.
-            behind.append(columns.tenant_id == tenant_of_key(key_id))
+            behind.append(columns.tenant_id == tenant_of_key(asked.key_id))
         if cursor is not None:
             micros, last_id = decode_cursor("requests", cursor, [int, str])
             moment = _from_micros(micros)
             earlier = or_(columns.admitted_at < moment, and_(columns.admitted_at == moment, columns.id < last_id))
             behind += [columns.admitted_at <= moment, earlier]
-        query = access.narrow(select(requests), columns.tenant_id).where(*behind)
-        query = query.where(*(column == value for column, value in wanted.items() if value is not None))
+        narrowed = [column == value for column, value in wanted.items() if value is not None]
+        if asked.finished_only:
+            narrowed.append(columns.finished_at.is_not(None))
+        if asked.text:
+            narrowed.append(mentions(asked.text))
+        query = access.narrow(select(requests), columns.tenant_id).where(*behind, *narrowed)
         query = query.order_by(columns.admitted_at.desc(), columns.id.desc())
-        if finished_only:
-            query = query.where(columns.finished_at.is_not(None))
-        if text:
-            query = query.where(mentions(text))
         unseen_at = None
         async with self._db.reading() as connection:
-            if text and not is_whole_id(text):
+            if asked.text and not is_whole_id(asked.text):
                 admitted = access.narrow(select(columns.admitted_at), columns.tenant_id).where(*behind)
                 unseen_at = (await connection.execute(beyond(admitted))).scalar_one_or_none()
             if unseen_at is not None:
@@ -298,14 +302,15 @@ def _check_period(start: datetime, end: datetime) -> None:
         raise InvalidValue("end must be later than start", param="end")
 
 
-def _owners(group_by: Sequence[str], filters: UsageFilter, access: Access) -> Owners:
+def _owners(group_by: Sequence[str], filters: UsageFilter | None, access: Access) -> Owners:
     """Return whose sums are asked for, of the tenants that `access` shows."""
     for name in group_by:
         check_choice(name, "group_by", GROUPS)
-    tenants, visible = filters.tenant_ids, access.within(Action.READ)
+    asked = filters or UsageFilter()
+    tenants, visible = asked.tenant_ids, access.within(Action.READ)
     if visible is not None:
         tenants = visible if tenants is None else visible & set(tenants)
-    wanted = {"tenant_id": tenants, "key_id": filters.key_ids, "model": filters.models}
+    wanted = {"tenant_id": tenants, "key_id": asked.key_ids, "model": asked.models}
     return Owners(
         columns=tuple(_GROUP_COLUMNS[name] for name in GROUPS if name in group_by),
         wanted={name: set(values) for name, values in wanted.items() if values is not None},
