@@ -62,7 +62,7 @@ class NoDecoder:
 
     def keep_workspaces(self, num_rows: int, max_blocks: int) -> None: ...
 
-    def pass_over(self, rows: list[Any], unknown: Any = ()) -> torch.Tensor:
+    def pass_over(self, rows: list[Any], unknown: Any = None) -> torch.Tensor:
         return torch.zeros(sum(len(row.outputs) for row in rows), 1)
 
     def logits(self, hidden: torch.Tensor, *, wide: bool = True) -> torch.Tensor:

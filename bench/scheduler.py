@@ -17,9 +17,9 @@ import gc
 import json
 import statistics
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
-from itertools import count
+from itertools import count, product
 from typing import Any
 
 from bench.rows import heading, keep
@@ -217,25 +217,11 @@ def prefix_match() -> dict[str, float]:
     return {"cold_ms": round(statistics.median(cold_s) * 1e3, 3), "again_us": _us(statistics.median(again_s))}
 
 
-def cells(grid: dict[str, tuple[int, ...]], phases: tuple[str, ...], *, full: bool) -> Iterator[Cell]:
+def cells(grid: dict[str, tuple[int, ...]], phases: tuple[str, ...], *, full: bool) -> list[Cell]:
     """Every factor alone from the base, in every phase; `full` adds all combinations in steady decode."""
-    seen: set[Cell] = set()
-    for phase in phases:
-        for factor, values in grid.items():
-            for value in values:
-                cell = Cell(phase, **{**BASE, factor: value})
-                if cell not in seen:
-                    seen.add(cell)
-                    yield cell
-    if full and "steady" in phases:
-        for running in grid["running"]:
-            for waiting in grid["waiting"]:
-                for tenants in grid["tenants"]:
-                    for cached in grid["cached"]:
-                        cell = Cell("steady", running, waiting, tenants, cached)
-                        if cell not in seen:
-                            seen.add(cell)
-                            yield cell
+    alone = [Cell(phase, **{**BASE, factor: value}) for phase in phases for factor, values in grid.items() for value in values]
+    together = [Cell("steady", *point) for point in product(*grid.values())] if full and "steady" in phases else []
+    return list(dict.fromkeys([*alone, *together]))
 
 
 def ratios(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:

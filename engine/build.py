@@ -202,12 +202,8 @@ def _measured_speed(
         resolved.config,
         cached.target,
         cached.draft,
-        cached.plan,
+        limits,
         weight_bytes=model.size.num_bytes / model.size.num_parameters,
-        kv_bytes=resolved.kv_dtype.itemsize,
-        block_size=options.block_size,
-        max_tokens=limits.max_num_batched_tokens,
-        max_seqs=limits.max_num_seqs,
         for_speculation=options.speculative_config is not None and not cached.mode.has_slots,
         decode=None if ahead is None else partial(ahead.run_for_timing, 1),
         hidden_of=None if ahead is None else ahead.hidden_for_timing,
@@ -216,7 +212,7 @@ def _measured_speed(
         return speed
     guess = None if cached.draft is None else ahead.run_draft_for_timing
     costs = measure_guesses(ahead.run_for_timing, limits.max_num_seqs + options.max_guesses, resolved.device, guess=guess)
-    return speed.with_guesses(costs)
+    return replace(speed, speculation=costs)
 
 
 def _ask_for_kernels(cached: CachedModels, limits: SchedulerLimits, options: EngineOptions) -> None:

@@ -96,10 +96,10 @@ def unlink_provider(email: Email, as_json: AsJson = False, data_dir: DataDir = N
 
 @app.command("token")
 def token(
-    name: Annotated[str | None, typer.Argument(help="What the new token is for.", show_default=False)] = None,
+    name: Annotated[str | None, typer.Argument(help="What the new token is for.")] = None,
     role: Annotated[str, typer.Option(help=ROLES)] = "admin",
     show: Annotated[bool, typer.Option("--list", help="List the tokens, without their secrets.")] = False,
-    revoke: Annotated[str | None, typer.Option(metavar="ID", help="Revoke a token.", show_default=False)] = None,
+    revoke: Annotated[str | None, typer.Option(metavar="ID", help="Revoke a token.")] = None,
     as_json: AsJson = False,
     data_dir: DataDir = None,
     database: DatabaseUrl = None,

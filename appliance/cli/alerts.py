@@ -24,9 +24,7 @@ POLLS_MAX = 50
 POLL_S = 0.4  # an attempt over HTTP ends after 15 s at the latest
 
 WebhookId = Annotated[str, typer.Argument(metavar="WEBHOOK", help="A webhook's id.")]
-TenantOption = Annotated[
-    str | None, typer.Option("--tenant", metavar="TENANT", help="A tenant's id or name.", show_default=False)
-]
+TenantOption = Annotated[str | None, typer.Option("--tenant", metavar="TENANT", help="A tenant's id or name.")]
 
 
 @app.command("list")
@@ -48,9 +46,7 @@ def list_webhooks(
 def add(
     target: Annotated[str, typer.Argument(metavar="TARGET", help="An https:// URL, or an e-mail address.")],
     tenant: TenantOption = None,
-    event: Annotated[
-        list[str] | None, typer.Option(metavar="EVENT", help="Only this event; repeatable.", show_default=False)
-    ] = None,
+    event: Annotated[list[str] | None, typer.Option(metavar="EVENT", help="Only this event; repeatable.")] = None,
     as_json: AsJson = False,
     data_dir: DataDir = None,
     database: DatabaseUrl = None,
@@ -112,7 +108,7 @@ def send_test(webhook: WebhookId, as_json: AsJson = False, data_dir: DataDir = N
 @app.command("deliveries")
 def deliveries(
     webhook: WebhookId,
-    state: Annotated[str | None, typer.Option(help="pending, delivered or failed.", show_default=False)] = None,
+    state: Annotated[str | None, typer.Option(help="pending, delivered or failed.")] = None,
     limit: Annotated[int, typer.Option(min=1, help="Maximum number of deliveries.")] = 50,
     as_json: AsJson = False,
     data_dir: DataDir = None,

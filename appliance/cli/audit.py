@@ -22,17 +22,15 @@ COLUMNS = ("id", "at", "actor", "action", "target", "tenant_id", "before", "afte
 HASH_CHARS = 64
 HEXADECIMAL = "0123456789abcdef"
 
-Moment = Annotated[str | None, typer.Option(metavar="TIME", help="As in 2027-01-31T00:00:00Z.", show_default=False)]
+Moment = Annotated[str | None, typer.Option(metavar="TIME", help="As in 2027-01-31T00:00:00Z.")]
 
 
 @app.command("list")
 def list_entries(
-    actor: Annotated[str | None, typer.Option(help="Only this actor: e-mail, token name or id.", show_default=False)] = None,
-    action: Annotated[str | None, typer.Option(help="Only this action, as in key.rotate.", show_default=False)] = None,
-    target: Annotated[str | None, typer.Option(metavar="ID", help="Only entries on this target.", show_default=False)] = None,
-    tenant: Annotated[
-        str | None, typer.Option(metavar="TENANT", help="Only entries of this tenant (id or name).", show_default=False)
-    ] = None,
+    actor: Annotated[str | None, typer.Option(help="Only this actor: e-mail, token name or id.")] = None,
+    action: Annotated[str | None, typer.Option(help="Only this action, as in key.rotate.")] = None,
+    target: Annotated[str | None, typer.Option(metavar="ID", help="Only entries on this target.")] = None,
+    tenant: Annotated[str | None, typer.Option(metavar="TENANT", help="Only entries of this tenant (id or name).")] = None,
     start: Moment = None,
     end: Moment = None,
     limit: Annotated[int, typer.Option(min=1, help="Maximum number of entries.")] = 50,
@@ -56,10 +54,7 @@ def list_entries(
 @app.command("verify")
 def verify(
     expect: Annotated[
-        str | None,
-        typer.Option(
-            metavar="HASH", help="A hash that an earlier verification printed: it must be there still.", show_default=False
-        ),
+        str | None, typer.Option(metavar="HASH", help="A hash that an earlier verification printed: it must be there still.")
     ] = None,
     as_json: AsJson = False,
     data_dir: DataDir = None,

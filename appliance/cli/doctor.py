@@ -35,11 +35,9 @@ class Check:
 
 
 def doctor(
-    host: Annotated[str | None, typer.Option(help="The address to listen on.", show_default=False)] = None,
-    port: Annotated[int | None, typer.Option(help="The port to listen on.", show_default=False)] = None,
-    model: Annotated[
-        list[str] | None, typer.Option("--model", metavar="MODEL", help="A model to serve; repeatable.", show_default=False)
-    ] = None,
+    host: Annotated[str | None, typer.Option(help="The address to listen on.")] = None,
+    port: Annotated[int | None, typer.Option(help="The port to listen on.")] = None,
+    model: Annotated[list[str] | None, typer.Option("--model", metavar="MODEL", help="A model to serve; repeatable.")] = None,
     as_json: AsJson = False,
     data_dir: DataDir = None,
     database: DatabaseUrl = None,

@@ -19,8 +19,7 @@ BREAK_EVEN = ("name", "hosted_per_million", "break_even_tokens_month", "share", 
 
 def economics(
     file: Annotated[
-        Path | None,
-        typer.Option("--file", metavar="JSON", help="Replace the cost of the hardware by this file.", show_default=False),
+        Path | None, typer.Option("--file", metavar="JSON", help="Replace the cost of the hardware by this file.")
     ] = None,
     as_json: AsJson = False,
     data_dir: DataDir = None,

@@ -32,7 +32,7 @@ _OF_EVERYBODY = ("invalid_value", "month_not_over")  # what is wrong with a mont
 FORMATS = ("pdf", "csv", "json", "events")
 
 Month = Annotated[str, typer.Option("--month", metavar="YYYY-MM", help="The month, in the billing time zone.")]
-Tenant = Annotated[str | None, typer.Option("--tenant", metavar="TENANT", help="One tenant (id or name).", show_default=False)]
+Tenant = Annotated[str | None, typer.Option("--tenant", metavar="TENANT", help="One tenant (id or name).")]
 All = Annotated[
     bool, typer.Option("--all", help="Every tenant, archived ones too; those without anything to bill are left out.")
 ]
@@ -52,7 +52,7 @@ class Step:
 
 @app.command("list")
 def list_invoices(
-    month: Annotated[str | None, typer.Option(metavar="YYYY-MM", help="Only this month.", show_default=False)] = None,
+    month: Annotated[str | None, typer.Option(metavar="YYYY-MM", help="Only this month.")] = None,
     tenant: Tenant = None,
     as_json: AsJson = False,
     data_dir: DataDir = None,
@@ -144,10 +144,7 @@ def export(
 
 @app.command("seller")
 def seller(
-    file: Annotated[
-        Path | None,
-        typer.Option("--file", metavar="JSON", help="Replace the seller by this file.", show_default=False),
-    ] = None,
+    file: Annotated[Path | None, typer.Option("--file", metavar="JSON", help="Replace the seller by this file.")] = None,
     as_json: AsJson = False,
     data_dir: DataDir = None,
     database: DatabaseUrl = None,

@@ -50,7 +50,7 @@ KeyId = Annotated[str, typer.Argument(metavar="KEY", help="A key's id or its pub
 
 @app.command("list")
 def list_keys(
-    tenant: Annotated[str | None, typer.Option(metavar="TENANT", help="Only this tenant's keys.", show_default=False)] = None,
+    tenant: Annotated[str | None, typer.Option(metavar="TENANT", help="Only this tenant's keys.")] = None,
     as_json: AsJson = False,
     data_dir: DataDir = None,
     database: DatabaseUrl = None,
@@ -70,15 +70,10 @@ def create(
     tenant: Which,
     name: Annotated[str, typer.Option(help="What the key is for.")] = "key",
     scope: Annotated[
-        list[str] | None,
-        typer.Option(metavar="SCOPE", help="inference or usage; repeatable (default: inference).", show_default=False),
+        list[str] | None, typer.Option(metavar="SCOPE", help="inference or usage; repeatable (default: inference).")
     ] = None,
-    expires_at: Annotated[
-        str | None, typer.Option(metavar="TIME", help="Expiry, as in 2027-01-31T00:00:00Z.", show_default=False)
-    ] = None,
-    network: Annotated[
-        list[str] | None, typer.Option(metavar="CIDR", help="An allowed network; repeatable.", show_default=False)
-    ] = None,
+    expires_at: Annotated[str | None, typer.Option(metavar="TIME", help="Expiry, as in 2027-01-31T00:00:00Z.")] = None,
+    network: Annotated[list[str] | None, typer.Option(metavar="CIDR", help="An allowed network; repeatable.")] = None,
     tokens_per_minute: LimitOption = None,
     requests_per_minute: LimitOption = None,
     concurrent_requests: LimitOption = None,
@@ -111,16 +106,11 @@ def create(
 @app.command("update")
 def update(
     key: KeyId,
-    name: Annotated[str | None, typer.Option(help="A new name.", show_default=False)] = None,
-    scope: Annotated[
-        list[str] | None, typer.Option(metavar="SCOPE", help="inference or usage; repeatable.", show_default=False)
-    ] = None,
-    expires_at: Annotated[
-        str | None, typer.Option(metavar="TIME", help="Expiry; `none` for never.", show_default=False)
-    ] = None,
+    name: Annotated[str | None, typer.Option(help="A new name.")] = None,
+    scope: Annotated[list[str] | None, typer.Option(metavar="SCOPE", help="inference or usage; repeatable.")] = None,
+    expires_at: Annotated[str | None, typer.Option(metavar="TIME", help="Expiry; `none` for never.")] = None,
     network: Annotated[
-        list[str] | None,
-        typer.Option(metavar="CIDR", help="An allowed network; repeatable; `all` for every one.", show_default=False),
+        list[str] | None, typer.Option(metavar="CIDR", help="An allowed network; repeatable; `all` for every one.")
     ] = None,
     tokens_per_minute: LimitOption = None,
     requests_per_minute: LimitOption = None,

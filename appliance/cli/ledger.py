@@ -23,14 +23,12 @@ Tokens = Annotated[int, typer.Option(metavar="TOKENS", help="Tokens to add; nega
 
 @app.command("list")
 def list_events(
-    tenant: Annotated[
-        str | None, typer.Option(metavar="TENANT", help="Only this tenant (id or name).", show_default=False)
-    ] = None,
-    request: Annotated[str | None, typer.Option(metavar="ID", help="Only this request.", show_default=False)] = None,
-    status: Annotated[str | None, typer.Option(help="pending, posted, voided or recovered.", show_default=False)] = None,
-    kind: Annotated[str | None, typer.Option(help="usage or adjustment.", show_default=False)] = None,
-    start: Annotated[str | None, typer.Option(metavar="TIME", help="Only events admitted since.", show_default=False)] = None,
-    end: Annotated[str | None, typer.Option(metavar="TIME", help="Only events admitted before.", show_default=False)] = None,
+    tenant: Annotated[str | None, typer.Option(metavar="TENANT", help="Only this tenant (id or name).")] = None,
+    request: Annotated[str | None, typer.Option(metavar="ID", help="Only this request.")] = None,
+    status: Annotated[str | None, typer.Option(help="pending, posted, voided or recovered.")] = None,
+    kind: Annotated[str | None, typer.Option(help="usage or adjustment.")] = None,
+    start: Annotated[str | None, typer.Option(metavar="TIME", help="Only events admitted since.")] = None,
+    end: Annotated[str | None, typer.Option(metavar="TIME", help="Only events admitted before.")] = None,
     limit: Annotated[int, typer.Option(min=1, help="Maximum number of events.")] = 50,
     as_json: AsJson = False,
     data_dir: DataDir = None,
@@ -58,8 +56,7 @@ def correct(
     completion_tokens: Tokens = 0,
     rejected_tokens: Tokens = 0,
     cost_picos: Annotated[
-        int | None,
-        typer.Option(metavar="PICOS", help="Cost to add, instead of tokens; negative to credit.", show_default=False),
+        int | None, typer.Option(metavar="PICOS", help="Cost to add, instead of tokens; negative to credit.")
     ] = None,
     yes: Annotated[bool, typer.Option("--yes", help="Confirm a correction above 1,000x the event or 10M tokens.")] = False,
     as_json: AsJson = False,

@@ -29,9 +29,7 @@ Tenant = Annotated[str, typer.Option("--tenant", metavar="TENANT", help="A tenan
 
 @app.command("list")
 def list_members(
-    tenant: Annotated[
-        str | None, typer.Option(metavar="TENANT", help="Only members of this tenant.", show_default=False)
-    ] = None,
+    tenant: Annotated[str | None, typer.Option(metavar="TENANT", help="Only members of this tenant.")] = None,
     as_json: AsJson = False,
     data_dir: DataDir = None,
     database: DatabaseUrl = None,
@@ -80,9 +78,7 @@ def invite(
 def set_role(
     email: Email,
     role: Annotated[str, typer.Argument(help=f"In a tenant {TENANT_ROLES} On the box {BOX_ROLES}")],
-    tenant: Annotated[
-        str | None, typer.Option(metavar="TENANT", help="The role in this tenant, not on the box.", show_default=False)
-    ] = None,
+    tenant: Annotated[str | None, typer.Option(metavar="TENANT", help="The role in this tenant, not on the box.")] = None,
     as_json: AsJson = False,
     data_dir: DataDir = None,
     database: DatabaseUrl = None,

@@ -16,26 +16,19 @@ from appliance.cli.options import AsJson, DataDir, settings_from
 def plan(
     model: Annotated[str, typer.Argument(metavar="MODEL", help="A folder, an added model, or a known one.")],
     gpu: Annotated[str, typer.Option(help="h200, h100, a100 or h20.")] = "h200",
-    memory_gib: Annotated[
-        float | None, typer.Option(help="Memory of the card in GiB, where it differs from --gpu.", show_default=False)
-    ] = None,
+    memory_gib: Annotated[float | None, typer.Option(help="Memory of the card in GiB, where it differs from --gpu.")] = None,
     dtype: Annotated[str, typer.Option(help="Compute dtype: auto, bfloat16, float16 or float32.")] = "auto",
     quantization: Annotated[
         str | None,
         typer.Option(
-            help="Of a folder: what `serve` takes (int8 or fp8 of a plain one). Of a known model: none, int8, fp8, int4.",
-            show_default=False,
+            help="Of a folder: what `serve` takes (int8 or fp8 of a plain one). Of a known model: none, int8, fp8, int4."
         ),
     ] = None,
-    head_quantization: Annotated[
-        str | None, typer.Option(help="Quantization of the output head: none or int8.", show_default=False)
-    ] = None,
+    head_quantization: Annotated[str | None, typer.Option(help="Quantization of the output head: none or int8.")] = None,
     kv_cache_dtype: Annotated[str, typer.Option(help="dtype of the KV cache: auto or fp8.")] = "auto",
-    max_model_len: Annotated[
-        int | None, typer.Option(help="Maximum context in tokens; default: that of the model.", show_default=False)
-    ] = None,
+    max_model_len: Annotated[int | None, typer.Option(help="Maximum context in tokens; default: that of the model.")] = None,
     max_num_seqs: Annotated[
-        int | None, typer.Option(help="Maximum number of running requests; default: as the engine chooses.", show_default=False)
+        int | None, typer.Option(help="Maximum number of running requests; default: as the engine chooses.")
     ] = None,
     max_num_batched_tokens: Annotated[int | None, typer.Option(help="Maximum tokens per step.", show_default="8192")] = None,
     enforce_eager: Annotated[bool, typer.Option("--enforce-eager", help="Disable CUDA graphs and overlapped steps.")] = False,

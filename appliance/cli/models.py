@@ -35,7 +35,7 @@ def list_models(as_json: AsJson = False, data_dir: DataDir = None, database: Dat
 @app.command("add")
 def add(
     path: Annotated[Path, typer.Argument(help="The folder of the model.")],
-    name: Annotated[str | None, typer.Option(help="Its name here (default: the folder's).", show_default=False)] = None,
+    name: Annotated[str | None, typer.Option(help="Its name here (default: the folder's).")] = None,
     copy: Annotated[bool, typer.Option("--copy", help="Copy the files instead of linking to the folder.")] = False,
     as_json: AsJson = False,
     data_dir: DataDir = None,

@@ -11,17 +11,10 @@ if TYPE_CHECKING:
     from appliance.base.settings import Settings
 
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON instead of a table; errors too.")]
-DataDir = Annotated[
-    str | None, typer.Option("--data-dir", metavar="DIR", help="The appliance's data folder.", show_default=False)
-]
+DataDir = Annotated[str | None, typer.Option("--data-dir", metavar="DIR", help="The appliance's data folder.")]
 DatabaseUrl = Annotated[
     str | None,
-    typer.Option(
-        "--database",
-        metavar="URL",
-        help="sqlite:///PATH or postgresql://… (default: SQLite in the data folder).",
-        show_default=False,
-    ),
+    typer.Option("--database", metavar="URL", help="sqlite:///PATH or postgresql://… (default: SQLite in the data folder)."),
 ]
 
 

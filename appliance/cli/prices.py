@@ -21,7 +21,7 @@ COLUMNS = (
 
 @app.command("list")
 def list_prices(
-    model: Annotated[str | None, typer.Option(help="Only this model.", show_default=False)] = None,
+    model: Annotated[str | None, typer.Option(help="Only this model.")] = None,
     as_json: AsJson = False,
     data_dir: DataDir = None,
     database: DatabaseUrl = None,
@@ -41,24 +41,18 @@ def add(
     prompt: Annotated[int, typer.Option(metavar="MICROS", help="Per million prompt tokens.")],
     completion: Annotated[int, typer.Option(metavar="MICROS", help="Per million completion tokens.")],
     cached_prompt: Annotated[
-        int | None,
-        typer.Option(metavar="MICROS", help="Per million cached prompt tokens; default: --prompt.", show_default=False),
+        int | None, typer.Option(metavar="MICROS", help="Per million cached prompt tokens; default: --prompt.")
     ] = None,
     rejected_draft: Annotated[int, typer.Option(metavar="MICROS", help="Per million rejected draft tokens.")] = 0,
-    currency: Annotated[
-        str | None, typer.Option(metavar="CODE", help="Three letters; default: the appliance's.", show_default=False)
-    ] = None,
+    currency: Annotated[str | None, typer.Option(metavar="CODE", help="Three letters; default: the appliance's.")] = None,
     effective_from: Annotated[
-        str | None,
-        typer.Option("--from", metavar="TIME", help="RFC 3339, also in the future; default: now.", show_default=False),
+        str | None, typer.Option("--from", metavar="TIME", help="RFC 3339, also in the future; default: now.")
     ] = None,
     batch_percent: Annotated[
-        int,
-        typer.Option(metavar="PERCENT", help="Percentage of the price for batch work (service tier flex)."),
+        int, typer.Option(metavar="PERCENT", help="Percentage of the price for batch work (service tier flex).")
     ] = 100,
     tier_percent: Annotated[
-        list[str] | None,
-        typer.Option(metavar="TIER=PERCENT", help="Share of the price that a tier pays; repeatable.", show_default=False),
+        list[str] | None, typer.Option(metavar="TIER=PERCENT", help="Share of the price that a tier pays; repeatable.")
     ] = None,
     as_json: AsJson = False,
     data_dir: DataDir = None,

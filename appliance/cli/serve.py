@@ -23,22 +23,16 @@ SETTLED = ("ready", "failed", "stopped")
 
 
 def serve(
-    host: Annotated[
-        str | None, typer.Option(metavar="ADDRESS", help="Address to listen on (default 127.0.0.1).", show_default=False)
-    ] = None,
-    port: Annotated[
-        int | None, typer.Option(metavar="PORT", help="Port to listen on (default 8000).", show_default=False)
-    ] = None,
+    host: Annotated[str | None, typer.Option(metavar="ADDRESS", help="Address to listen on (default 127.0.0.1).")] = None,
+    port: Annotated[int | None, typer.Option(metavar="PORT", help="Port to listen on (default 8000).")] = None,
     data_dir: DataDir = None,
     model: Annotated[
         list[str] | None,
-        typer.Option(
-            "--model", metavar="MODEL", help="A model's folder or the name of an added one; repeatable.", show_default=False
-        ),
+        typer.Option("--model", metavar="MODEL", help="A model's folder or the name of an added one; repeatable."),
     ] = None,
     database: DatabaseUrl = None,
-    device: Annotated[str | None, typer.Option(metavar="auto|cuda|cpu", help="Where models run.", show_default=False)] = None,
-    log_level: Annotated[str | None, typer.Option(help="debug, info, warning or error.", show_default=False)] = None,
+    device: Annotated[str | None, typer.Option(metavar="auto|cuda|cpu", help="Where models run.")] = None,
+    log_level: Annotated[str | None, typer.Option(help="debug, info, warning or error.")] = None,
 ) -> None:
     """Start the appliance. It migrates, loads the models, serves until Ctrl-C, then drains."""
     settings = settings_from(

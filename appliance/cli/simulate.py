@@ -22,61 +22,34 @@ TENANT_COLUMNS = (
 
 
 def simulate(
-    trace: Annotated[
-        Path | None,
-        typer.Option(metavar="FILE", help="Requests to replay: .csv or .jsonl.", show_default=False),
-    ] = None,
+    trace: Annotated[Path | None, typer.Option(metavar="FILE", help="Requests to replay: .csv or .jsonl.")] = None,
     scenario: Annotated[
         str | None,
         typer.Option(
-            metavar="NAME",
-            help="Instead of a trace: noisy-prefill, noisy-decode, or noisy-none (its victims alone).",
-            show_default=False,
+            metavar="NAME", help="Instead of a trace: noisy-prefill, noisy-decode, or noisy-none (its victims alone)."
         ),
     ] = None,
-    lengths: Annotated[
-        Path | None,
-        typer.Option(metavar="FILE", help="Lengths of the scenario's victims (.csv).", show_default=False),
-    ] = None,
+    lengths: Annotated[Path | None, typer.Option(metavar="FILE", help="Lengths of the scenario's victims (.csv).")] = None,
     speed: Annotated[float, typer.Option(help="Arrival times are divided by this.")] = 1.0,
     start: Annotated[float, typer.Option(help="Seconds to skip, after --speed.")] = 0.0,
-    duration: Annotated[
-        float | None,
-        typer.Option(help="Seconds in which requests arrive, after --speed.", show_default=False),
-    ] = None,
-    rate: Annotated[
-        float | None,
-        typer.Option(help="Requests per second, for a trace without times.", show_default=False),
-    ] = None,
+    duration: Annotated[float | None, typer.Option(help="Seconds in which requests arrive, after --speed.")] = None,
+    rate: Annotated[float | None, typer.Option(help="Requests per second, for a trace without times.")] = None,
     sample: Annotated[float, typer.Option(help="Share of conversations to keep.")] = 1.0,
-    tenants: Annotated[
-        int | None,
-        typer.Option(help="Number of tenants to split a trace without tenants over.", show_default=False),
-    ] = None,
-    weights: Annotated[
-        str | None,
-        typer.Option(metavar="NAME=N,…", help="Weights of tenants; others have 1.", show_default=False),
-    ] = None,
+    tenants: Annotated[int | None, typer.Option(help="Number of tenants to split a trace without tenants over.")] = None,
+    weights: Annotated[str | None, typer.Option(metavar="NAME=N,…", help="Weights of tenants; others have 1.")] = None,
     seed: Annotated[int, typer.Option(help="Seed of every random choice.")] = 0,
     model: Annotated[str, typer.Option(help="A known model or a folder with a config.json.")] = "llama-3.1-8b",
     gpu: Annotated[str, typer.Option(help="h200, h100, a100 or h20.")] = "h200",
     policy: Annotated[str, typer.Option(help="fair, fcfs, vtc or static.")] = "fair",
     max_num_seqs: Annotated[
-        int | None, typer.Option(help="Maximum number of running requests; default: that of the GPU.", show_default=False)
+        int | None, typer.Option(help="Maximum number of running requests; default: that of the GPU.")
     ] = None,
     token_budget: Annotated[
-        int | None,
-        typer.Option(
-            help="Tokens per step; default: as many as the TPOT objective allows.",
-            show_default=False,
-        ),
+        int | None, typer.Option(help="Tokens per step; default: as many as the TPOT objective allows.")
     ] = None,
     kv_cache_dtype: Annotated[str, typer.Option(help="auto, bf16 or fp8.")] = "auto",
     host_cache_gib: Annotated[float, typer.Option(help="Host memory for evicted KV blocks, in GiB.")] = 0.0,
-    max_tokens: Annotated[
-        int | None,
-        typer.Option(help="Maximum output tokens of each request; default: the context.", show_default=False),
-    ] = None,
+    max_tokens: Annotated[int | None, typer.Option(help="Maximum output tokens of each request; default: the context.")] = None,
     slo_ttft_ms: Annotated[float, typer.Option(help="TTFT objective in ms; slower requests miss the SLO.")] = 1000.0,
     slo_tpot_ms: Annotated[float, typer.Option(help="TPOT objective in ms, of the SLO and of the engine.")] = 25.0,
     as_json: AsJson = False,
@@ -129,8 +102,7 @@ def _workload(trace: Path | None, scenario: str | None, lengths: Path | None, op
         raise WrongUsage("give either --trace FILE or --scenario NAME")
     if scenario is not None:
         if options != WorkloadOptions(seed=options.seed):
-            message = "--speed, --start, --duration, --rate, --sample and --tenants belong to --trace"
-            raise WrongUsage(message)
+            raise WrongUsage("--speed, --start, --duration, --rate, --sample and --tenants belong to --trace")
         return make_scenario(scenario, seed=options.seed, lengths=lengths)
     assert trace is not None
     if lengths is not None:
@@ -140,11 +112,10 @@ def _workload(trace: Path | None, scenario: str | None, lengths: Path | None, op
 
 def _weights(text: str | None) -> dict[str, int]:
     weights: dict[str, int] = {}
-    for part in (text or "").split(",") if text else []:
+    for part in text.split(",") if text else []:
         name, _, number = part.rpartition("=")
         if not name or not (number.isascii() and number.isdigit()) or not 1 <= int(number) <= WEIGHT_MAX:
-            message = f"--weights takes NAME=N,NAME=N with N between 1 and {WEIGHT_MAX}, not {part!r}"
-            raise WrongUsage(message)
+            raise WrongUsage(f"--weights takes NAME=N,NAME=N with N between 1 and {WEIGHT_MAX}, not {part!r}")
         weights[name] = int(number)
     return weights
 
@@ -152,8 +123,7 @@ def _weights(text: str | None) -> dict[str, int]:
 def _check_names(weights: dict[str, int], workload: Workload) -> None:
     unknown = sorted(set(weights) - {request.tenant for request in workload.requests})
     if unknown:
-        message = f"--weights names {unknown[0]!r}, who sends nothing in this traffic"
-        raise WrongUsage(message)
+        raise WrongUsage(f"--weights names {unknown[0]!r}, who sends nothing in this traffic")
 
 
 def _failure(error: Exception) -> CommandFailed:
@@ -173,17 +143,8 @@ def _print(report: dict[str, Any]) -> None:
     output.facts(flat(report))
     output.say("")
     shown = sorted(tenants, key=lambda tenant: -tenant["service_s"])[:TENANTS_SHOWN]
-    rows = [
-        {
-            **tenant,
-            **{
-                f"{figure}_{percentile}_ms": tenant[f"{figure}_ms"][percentile]
-                for figure in ("ttft", "tpot")
-                for percentile in ("p50", "p99")
-            },
-        }
-        for tenant in shown
-    ]
+    percentiles = [(figure, name) for figure in ("ttft", "tpot") for name in ("p50", "p99")]
+    rows = [tenant | {f"{figure}_{name}_ms": tenant[f"{figure}_ms"][name] for figure, name in percentiles} for tenant in shown]
     output.table(rows, TENANT_COLUMNS, empty="No tenants.")
     if len(tenants) > len(shown):
         output.say(f"{len(tenants) - len(shown)} tenants with less service are in --json only.")

@@ -24,18 +24,13 @@ app = typer.Typer(help="The tenants of the appliance.", no_args_is_help=True)
 COLUMNS = ("id", "name", "tier", "weight", "limits", "limit_mode", "allowed_models", "suspended", "archived", "created_at")
 
 Which = Annotated[str, typer.Argument(metavar="TENANT", help="A tenant's id or name.")]
-LimitOption = Annotated[
-    str | None, typer.Option(metavar="N", help="A whole number, or `none` for no limit.", show_default=False)
-]
+LimitOption = Annotated[str | None, typer.Option(metavar="N", help="A whole number, or `none` for no limit.")]
 BudgetOption = Annotated[
     str | None,
-    typer.Option(
-        metavar="MICROS", help="In millionths of the currency: 5000000 is 5.00 EUR; or `none` for no limit.", show_default=False
-    ),
+    typer.Option(metavar="MICROS", help="In millionths of the currency: 5000000 is 5.00 EUR; or `none` for no limit."),
 ]
 ModelOption = Annotated[
-    list[str] | None,
-    typer.Option("--model", metavar="NAME", help="An allowed model; repeatable; `all` for every model.", show_default=False),
+    list[str] | None, typer.Option("--model", metavar="NAME", help="An allowed model; repeatable; `all` for every model.")
 ]
 ModelLimitOption = Annotated[
     list[str] | None,
@@ -44,29 +39,23 @@ ModelLimitOption = Annotated[
         metavar="MODEL:LIMIT=N",
         help="A limit for one model alone, as in large:tokens_per_minute=1000, a budget in millionths of the currency; "
         "repeatable; `none` lifts all of them.",
-        show_default=False,
     ),
 ]
 ModeOption = Annotated[
     str | None,
-    typer.Option(
-        "--limit-mode", metavar="MODE", help="enforce, or shadow: count what would be refused and serve it.", show_default=False
-    ),
+    typer.Option("--limit-mode", metavar="MODE", help="enforce, or shadow: count what would be refused and serve it."),
 ]
 CurrencyOption = Annotated[
     str | None,
     typer.Option(
         metavar="CODE",
         help="Billing currency, as EUR; cannot be changed after the first request. Without one: the appliance's currency.",
-        show_default=False,
     ),
 ]
 CutOption = Annotated[
     bool | None,
     typer.Option(
-        "--cut-at-budget/--finish-at-budget",
-        help="End a running answer when the monthly budget is spent, or let it finish.",
-        show_default=False,
+        "--cut-at-budget/--finish-at-budget", help="End a running answer when the monthly budget is spent, or let it finish."
     ),
 ]
 BillingOption = Annotated[
@@ -75,12 +64,10 @@ BillingOption = Annotated[
         "--billing",
         metavar="FIELD=TEXT",
         help="Who is billed: name, address, country, email, tax_id or reference; repeatable; replaces what was there.",
-        show_default=False,
     ),
 ]
 AlertOption = Annotated[
-    list[int] | None,
-    typer.Option("--alert-percent", metavar="N", help="Budget percentage that alerts; repeatable.", show_default=False),
+    list[int] | None, typer.Option("--alert-percent", metavar="N", help="Budget percentage that alerts; repeatable.")
 ]
 
 
@@ -147,9 +134,9 @@ def show(which: Which, as_json: AsJson = False, data_dir: DataDir = None, databa
 @app.command("update")
 def update(
     which: Which,
-    name: Annotated[str | None, typer.Option(help="A new name.", show_default=False)] = None,
-    tier: Annotated[str | None, typer.Option(help="interactive, standard or batch.", show_default=False)] = None,
-    weight: Annotated[int | None, typer.Option(help="Weight among tenants of the same tier.", show_default=False)] = None,
+    name: Annotated[str | None, typer.Option(help="A new name.")] = None,
+    tier: Annotated[str | None, typer.Option(help="interactive, standard or batch.")] = None,
+    weight: Annotated[int | None, typer.Option(help="Weight among tenants of the same tier.")] = None,
     tokens_per_minute: LimitOption = None,
     requests_per_minute: LimitOption = None,
     concurrent_requests: LimitOption = None,
@@ -163,7 +150,7 @@ def update(
     billing: BillingOption = None,
     alert_percent: AlertOption = None,
     suspended: Annotated[
-        bool | None, typer.Option("--suspend/--resume", help="Refuse its requests, or serve them again.", show_default=False)
+        bool | None, typer.Option("--suspend/--resume", help="Refuse its requests, or serve them again.")
     ] = None,
     as_json: AsJson = False,
     data_dir: DataDir = None,

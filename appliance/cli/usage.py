@@ -16,22 +16,15 @@ DAYS_DEFAULT = 30
 
 
 def usage(
-    start: Annotated[
-        str | None, typer.Option(metavar="TIME", help="RFC 3339; default: 30 days ago.", show_default=False)
-    ] = None,
-    end: Annotated[str | None, typer.Option(metavar="TIME", help="RFC 3339; default: now.", show_default=False)] = None,
+    start: Annotated[str | None, typer.Option(metavar="TIME", help="RFC 3339; default: 30 days ago.")] = None,
+    end: Annotated[str | None, typer.Option(metavar="TIME", help="RFC 3339; default: now.")] = None,
     bucket: Annotated[str, typer.Option(help="minute, hour or day.")] = "day",
     group_by: Annotated[str, typer.Option(help="tenant, key or model, or several with commas.")] = "tenant",
-    tenant: Annotated[
-        str | None, typer.Option(metavar="TENANT", help="Only this tenant (id or name).", show_default=False)
-    ] = None,
+    tenant: Annotated[str | None, typer.Option(metavar="TENANT", help="Only this tenant (id or name).")] = None,
     key: Annotated[
-        list[str] | None,
-        typer.Option(metavar="KEY", help="Only this key (id or public prefix); repeatable.", show_default=False),
+        list[str] | None, typer.Option(metavar="KEY", help="Only this key (id or public prefix); repeatable.")
     ] = None,
-    model: Annotated[
-        list[str] | None, typer.Option(metavar="MODEL", help="Only this model; repeatable.", show_default=False)
-    ] = None,
+    model: Annotated[list[str] | None, typer.Option(metavar="MODEL", help="Only this model; repeatable.")] = None,
     as_json: AsJson = False,
     data_dir: DataDir = None,
     database: DatabaseUrl = None,

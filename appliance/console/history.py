@@ -9,6 +9,7 @@ from appliance.console.addresses import address
 from appliance.console.request_lines import RequestLine, past_line
 from appliance.console.security import ConsoleRequest
 from appliance.metering.request_search import SEARCHED_MAX
+from appliance.metering.usage import RequestFilter
 
 if TYPE_CHECKING:
     from appliance.serving.services import Services
@@ -41,6 +42,11 @@ class Filters:
         )
 
     @property
+    def requests(self) -> RequestFilter:
+        """Return what is read."""
+        return RequestFilter(tenant_id=self.tenant or None, finish_reason=self.state or None, text=self.q or None)
+
+    @property
     def any(self) -> bool:
         """Return whether anything is narrowed, the place in the list included."""
         return bool(self.q or self.tenant or self.state or self.cursor)
@@ -67,14 +73,7 @@ class HistoryPage:
 
 async def history_page(services: Services, filters: Filters, names: dict[str, str], access: Access) -> HistoryPage:
     """Return a page of the history."""
-    page = await services.reports.requests_page(
-        PAGE_ROWS,
-        filters.cursor or None,
-        tenant_id=filters.tenant or None,
-        finish_reason=filters.state or None,
-        text=filters.q or None,
-        access=access,
-    )
+    page = await services.reports.requests_page(PAGE_ROWS, filters.cursor or None, filters.requests, access=access)
     live = services.generations.live(access=access)
     rows = [past_line(row, names) for row in page.data if row.id not in live]
     return HistoryPage(

@@ -10,6 +10,7 @@ from appliance.base.money import PICOS_PER_MICRO
 from appliance.console.formatting import budget, count, money_short
 from appliance.console.forms import Form
 from appliance.metering.limits.quotas import Owner
+from appliance.metering.usage import UsageFilter
 from appliance.tenancy.fields import LIMIT_MAX
 from appliance.tenancy.principals import ApiKey, Limits, Tenant
 
@@ -55,7 +56,8 @@ async def _period_levels(
         return []
     calendar, now = services.reports.calendar, services.clock.now()
     month, today, end = calendar.month_start(now), calendar.day_start(now), calendar.next_day_start(now)
-    days = await services.reports.usage(month, end, tenant_id=tenant.id, key_ids=key_ids, access=access)
+    filters = UsageFilter(tenant_ids=[tenant.id], key_ids=key_ids)
+    days = await services.reports.usage(month, end, filters=filters, access=access)
     currency = tenant.currency or services.settings.currency
     levels = []
     if limits.tokens_per_day is not None:

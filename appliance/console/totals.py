@@ -6,6 +6,8 @@ from dataclasses import dataclass
 from datetime import datetime, timedelta
 from typing import TYPE_CHECKING
 
+from appliance.metering.usage import UsageFilter
+
 if TYPE_CHECKING:
     from appliance.serving.services import Services
     from appliance.tenancy.access import Access
@@ -36,7 +38,8 @@ async def totals_this_month(services: Services, tenant_id: str, *, access: Acces
 async def totals_since(services: Services, start: datetime, tenant_id: str | None, *, access: Access) -> Totals:
     """Return the sums of what was admitted since `start` and is settled."""
     end = services.clock.now() + timedelta(seconds=1)
-    rows = await services.reports.usage(start, end, bucket="day", group_by=(), tenant_id=tenant_id, access=access)
+    filters = UsageFilter(tenant_ids=None if tenant_id is None else [tenant_id])
+    rows = await services.reports.usage(start, end, filters=filters, access=access)
     costs: dict[str, int] = {}
     for row in rows:
         costs[row.currency] = costs.get(row.currency, 0) + row.cost_picos

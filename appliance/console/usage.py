@@ -24,7 +24,7 @@ from appliance.console.rendering import Html
 from appliance.console.security import ConsoleRequest, access_of
 from appliance.console.tenant_names import tenant_names, tenants_by_name
 from appliance.metering.calendar import BillingCalendar
-from appliance.metering.usage import UsageRow
+from appliance.metering.usage import UsageFilter, UsageRow
 from appliance.metering.usage_cover import bucket_end, bucket_start
 from appliance.tenancy.access import Access
 
@@ -68,6 +68,11 @@ class View:
             end=end,
             bucket="hour" if period == "today" else "day",
         )
+
+    @property
+    def filters(self) -> UsageFilter:
+        """Return whose usage is shown."""
+        return UsageFilter(tenant_ids=[self.tenant] if self.tenant else None)
 
     def address(self, path: str = "/usage", **changes: str) -> str:
         """Return the address of this view with `changes`."""
@@ -114,10 +119,9 @@ async def show_usage(request: ConsoleRequest, console: ConsoleDependency) -> Htm
     """The page; htmx asks for its lower part alone when a choice changes."""
     services, access = console.services, access_of(request)
     view = View.of(request, services.clock.now(), services.reports.calendar)
-    only = view.tenant or None
-    bars = await services.reports.usage(view.start, view.end, view.bucket, tenant_id=only, access=access)
+    bars = await services.reports.usage(view.start, view.end, view.bucket, filters=view.filters, access=access)
     rows = await services.reports.totals(
-        view.start, view.end, (view.group,), tenant_id=only, rows_max=ROWS_MAX + 1, access=access
+        view.start, view.end, (view.group,), view.filters, rows_max=ROWS_MAX + 1, access=access
     )
     tenants = await tenants_by_name(services, access)
     names = await _names(services, view.group, rows, {tenant.id: tenant.name for tenant in tenants}, access)
@@ -145,7 +149,7 @@ async def export_usage(request: ConsoleRequest, console: ConsoleDependency) -> R
     services, access = console.services, access_of(request)
     view = View.of(request, services.clock.now(), services.reports.calendar)
     rows = await services.reports.totals(
-        view.start, view.end, (view.group,), tenant_id=view.tenant or None, rows_max=CSV_ROWS_MAX + 1, access=access
+        view.start, view.end, (view.group,), view.filters, rows_max=CSV_ROWS_MAX + 1, access=access
     )
     if len(rows) > CSV_ROWS_MAX:
         raise InvalidValue(f"the file would have more than {CSV_ROWS_MAX} rows: choose one tenant, or use /admin/v1/usage")

@@ -54,6 +54,15 @@ class UsageRow:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class UsageFilter:
+    """Whose usage a report counts; None is everybody's."""
+
+    tenant_ids: Collection[str] | None = None
+    key_ids: Collection[str] | None = None
+    models: Collection[str] | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class LedgerFilter:
     """Which events a page of the ledger shows; None is all. `start <= admitted_at < end`."""
 
@@ -65,6 +74,18 @@ class LedgerFilter:
     request_id: str | None = None
     start: datetime | None = None
     end: datetime | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RequestFilter:
+    """Which requests a page shows; None is all. `text` may be in id, model, or the key's name or prefix, in any case."""
+
+    tenant_id: str | None = None
+    key_id: str | None = None
+    model: str | None = None
+    finish_reason: str | None = None
+    text: str | None = None
+    finished_only: bool = True
 
 
 class UsageReports:
@@ -80,31 +101,27 @@ class UsageReports:
         end: datetime,
         bucket: str = "day",
         group_by: Sequence[str] = (),
-        tenant_id: str | None = None,
+        filters: UsageFilter | None = None,
         *,
-        key_ids: Collection[str] | None = None,
-        models: Collection[str] | None = None,
-        tenant_ids: Collection[str] | None = None,
         rows_max: int | None = None,
         access: Access,
     ) -> list[UsageRow]:
         """Return the sums of posted and recovered events admitted in `start <= t < end`, per bucket and group.
 
         Buckets begin at whole minutes and hours of UTC, or with days of the billing time zone; empty ones are left out. Amounts
-        of different currencies are never added. `tenant_ids`, `key_ids` and `models` leave out all others; None is all.
-        Rows come in the order of their buckets, the first `rows_max` of them; without it, all of them. Raises InvalidValue for
-        what cannot be asked, and for a whole report of more than USAGE_ROWS_MAX rows.
+        of different currencies are never added. Rows come in the order of their buckets, the first `rows_max` of them; without
+        it, all of them. Raises InvalidValue for what cannot be asked, and for a whole report of more than USAGE_ROWS_MAX rows.
         """
-        owners = _owners(group_by, [_only(tenant_id), tenant_ids, access.within(Action.READ)], key_ids, models)
+        owners = _owners(group_by, filters, access)
         segments = self._segments(start, end, bucket)
         if not segments:
             return []
-        if rows_max is not None:
+        if rows_max is None:
+            found = await self._read(report_query(segments, owners).limit(USAGE_ROWS_MAX + 1))
+            if len(found) > USAGE_ROWS_MAX:
+                raise InvalidValue(f"the report has more than {USAGE_ROWS_MAX} rows; choose a larger bucket", param="bucket")
+        else:
             found = await self._read(page_query(segments, owners, rows_max, None))
-            return [row for row, _place in self._rows(found, owners, bucket)]
-        found = await self._read(report_query(segments, owners).limit(USAGE_ROWS_MAX + 1))
-        if len(found) > USAGE_ROWS_MAX:
-            raise InvalidValue(f"the report has more than {USAGE_ROWS_MAX} rows; choose a larger bucket", param="bucket")
         return [row for row, _place in self._rows(found, owners, bucket)]
 
     async def usage_page(
@@ -113,12 +130,10 @@ class UsageReports:
         end: datetime,
         bucket: str = "day",
         group_by: Sequence[str] = (),
-        tenant_id: str | None = None,
+        filters: UsageFilter | None = None,
         *,
         limit: int = PAGE_ROWS_DEFAULT,
         cursor: str | None = None,
-        key_ids: Collection[str] | None = None,
-        models: Collection[str] | None = None,
         access: Access,
     ) -> Page[UsageRow]:
         """Return a part of the report of `usage`. Raises InvalidValue for a bad cursor, too.
@@ -128,7 +143,7 @@ class UsageReports:
         two pages changes no row that was shown: it is in the rows that come, where it belongs to one of them, and no row comes
         twice.
         """
-        owners = _owners(group_by, [_only(tenant_id), access.within(Action.READ)], key_ids, models)
+        owners = _owners(group_by, filters, access)
         name = _name(bucket, owners)
         after = None
         if cursor is not None:
@@ -170,13 +185,13 @@ class UsageReports:
         start: datetime,
         end: datetime,
         group_by: Sequence[str] = (),
-        tenant_id: str | None = None,
+        filters: UsageFilter | None = None,
         *,
         rows_max: int = USAGE_ROWS_MAX,
         access: Access,
     ) -> list[UsageRow]:
         """Return the sums over the whole of `start <= t < end` per group and currency, the dearest first."""
-        owners = _owners(group_by, [_only(tenant_id), access.within(Action.READ)], None, None)
+        owners = _owners(group_by, filters, access)
         segments = self._segments(start, end, "day")
         found = await self._read(totals_query(segments, owners).limit(rows_max)) if segments else []
         columns = (*owners.columns, "currency")
@@ -226,41 +241,36 @@ class UsageReports:
         self,
         limit: int = PAGE_ROWS_DEFAULT,
         cursor: str | None = None,
-        tenant_id: str | None = None,
+        filters: RequestFilter | None = None,
         *,
-        key_id: str | None = None,
-        model: str | None = None,
-        finish_reason: str | None = None,
-        text: str | None = None,
-        finished_only: bool = True,
         access: Access,
     ) -> Page[RequestRow]:
         """Return past requests, the newest first. Raises InvalidValue for a bad cursor.
 
-        `text` is looked for, in any case, in the request's id, its model, and its key's name and prefix; a page looks through
-        SEARCHED_MAX requests and may have fewer rows than `limit` although there is more. A whole id is found at once.
+        A page looks through SEARCHED_MAX requests for a text, and may have fewer rows than `limit` although there is more. A
+        whole id is found at once.
         """
-        columns = requests.c
-        wanted = {columns.key_id: key_id, columns.model: model, columns.finish_reason: finish_reason}
-        behind = [] if tenant_id is None else [columns.tenant_id == tenant_id]
-        if key_id is not None and tenant_id is None:
+        columns, asked = requests.c, filters or RequestFilter()
+        wanted = {columns.key_id: asked.key_id, columns.model: asked.model, columns.finish_reason: asked.finish_reason}
+        behind = [] if asked.tenant_id is None else [columns.tenant_id == asked.tenant_id]
+        if asked.key_id is not None and asked.tenant_id is None:
             # Requests are found by tenant: those of a key that is hardly used would be looked for among everybody's.
-            behind.append(columns.tenant_id == tenant_of_key(key_id))
+            behind.append(columns.tenant_id == tenant_of_key(asked.key_id))
         if cursor is not None:
             micros, last_id = decode_cursor("requests", cursor, [int, str])
             moment = _from_micros(micros)
             earlier = or_(columns.admitted_at < moment, and_(columns.admitted_at == moment, columns.id < last_id))
             behind += [columns.admitted_at <= moment, earlier]
-        query = access.narrow(select(requests), columns.tenant_id).where(*behind)
-        query = query.where(*(column == value for column, value in wanted.items() if value is not None))
+        narrowed = [column == value for column, value in wanted.items() if value is not None]
+        if asked.finished_only:
+            narrowed.append(columns.finished_at.is_not(None))
+        if asked.text:
+            narrowed.append(mentions(asked.text))
+        query = access.narrow(select(requests), columns.tenant_id).where(*behind, *narrowed)
         query = query.order_by(columns.admitted_at.desc(), columns.id.desc())
-        if finished_only:
-            query = query.where(columns.finished_at.is_not(None))
-        if text:
-            query = query.where(mentions(text))
         unseen_at = None
         async with self._db.reading() as connection:
-            if text and not is_whole_id(text):
+            if asked.text and not is_whole_id(asked.text):
                 admitted = access.narrow(select(columns.admitted_at), columns.tenant_id).where(*behind)
                 unseen_at = (await connection.execute(beyond(admitted))).scalar_one_or_none()
             if unseen_at is not None:
@@ -292,26 +302,19 @@ def _check_period(start: datetime, end: datetime) -> None:
         raise InvalidValue("end must be later than start", param="end")
 
 
-def _owners(
-    group_by: Sequence[str],
-    tenant_ids: Sequence[Collection[str] | None],
-    key_ids: Collection[str] | None,
-    models: Collection[str] | None,
-) -> Owners:
-    """Return whose sums are asked for. A tenant must be in all of `tenant_ids`: asked for, and visible."""
+def _owners(group_by: Sequence[str], filters: UsageFilter | None, access: Access) -> Owners:
+    """Return whose sums are asked for, of the tenants that `access` shows."""
     for name in group_by:
         check_choice(name, "group_by", GROUPS)
-    narrowing = [set(ids) for ids in tenant_ids if ids is not None]
-    tenants = set.intersection(*narrowing) if narrowing else None
-    wanted = {"tenant_id": tenants, "key_id": key_ids, "model": models}
+    asked = filters or UsageFilter()
+    tenants, visible = asked.tenant_ids, access.within(Action.READ)
+    if visible is not None:
+        tenants = visible if tenants is None else visible & set(tenants)
+    wanted = {"tenant_id": tenants, "key_id": asked.key_ids, "model": asked.models}
     return Owners(
         columns=tuple(_GROUP_COLUMNS[name] for name in GROUPS if name in group_by),
         wanted={name: set(values) for name, values in wanted.items() if values is not None},
     )
-
-
-def _only(value: str | None) -> Collection[str] | None:
-    return None if value is None else {value}
 
 
 def _name(bucket: str, owners: Owners) -> str:

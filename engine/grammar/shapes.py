@@ -23,7 +23,7 @@ from engine.grammar.regex import (
     no,
     repeat,
 )
-from engine.grammar.schema_cases import Case, Cases, term
+from engine.grammar.schema_cases import Case, Cases, positive, term
 from engine.grammar.schema_document import Document
 from engine.grammar.schema_nodes import Constraint, Items, Members, Node, refusal
 from engine.grammar.schema_values import Literal, Pair, Term, Values, nodes_of, same, type_of
@@ -260,23 +260,24 @@ class Shapes:
         if excluded:  # the empty one; others were taken apart before
             low = max(low, 1)
         demanded: list[tuple[str, Literal]] = _values_of(facts, "member")
-        required = {*_values_of(facts, "required", holds=True), *(name for name, _ in demanded)}
+        demanded_names = [name for name, _ in demanded]
+        required = {*_values_of(facts, "required", holds=True), *demanded_names}
         absent = {*_values_of(facts, "required", holds=False)}
-        rules: list[Literal] = [(c.value, holds) for c, holds in facts if c.kind == "names"]
-        allowed = self._allowed_names(facts)
-        mentioned = (*_values_of(facts, "required"), *(name for name, _ in demanded), *(allowed or ()))
-        names = list(dict.fromkeys((*(name for group in groups for name in group.named), *mentioned)))
+        rules = positive(_values_of(facts, "names"))  # a negated one was made a pair before
+        allowed = self._listed_names(rules)
+        listed = (name for group in groups for name in group.named)
+        names = list(dict.fromkeys((*listed, *_values_of(facts, "required"), *demanded_names, *(allowed or ()))))
         named: list[Member] = []
         try:
             for name in names:
                 value = term([*_met(groups, name), *(rule for n, rule in demanded if n == name)])
-                possible = name not in absent and all(self._values.holds(rule, name) for rule in rules)
-                if possible and not self.is_empty(value):
+                is_possible = name not in absent and all(self._values.holds(rule, name) for rule in rules)
+                if is_possible and not self.is_empty(value):
                     serves = tuple(i for i, pair in enumerate(pairs) if matches(pair.names, name))
                     named.append(Member(name, value, name in required, serves))
                 elif name in required:
                     return None
-            others = () if allowed is not None or high == len(required) else self._others(groups, facts, names, pairs)
+            others = () if allowed is not None or high == len(required) else self._others(groups, facts, rules, names, pairs)
         except PatternError as error:
             raise refusal(_path_of(facts), f"a pattern with {error}") from error
         found = Object(tuple(named), others, low, high, pairs, any_order=_no_list_has_all(named, groups))
@@ -296,24 +297,17 @@ class Shapes:
             raise refusal(_path_of(facts, "min_members"), "minProperties above 1 where names are open: a name may repeat")
         return found
 
-    def _allowed_names(self, facts: Facts) -> list[str] | None:
+    def _listed_names(self, rules: Term) -> list[str] | None:
         """All names there can be, when `propertyNames` lists them."""
-        rules = term((schema, True) for schema in _values_of(facts, "names"))
-        if not rules:
+        if not rules or any(isinstance(shape, Texts) for shape in self.of(rules)):
             return None
-        listed: list[str] = []
-        for shape in self.of(rules):
-            if isinstance(shape, Texts):
-                return None
-            if isinstance(shape, Listed):
-                listed.extend(value for value in shape.values if isinstance(value, str))
-        return listed
+        listed = (value for shape in self.of(rules) if isinstance(shape, Listed) for value in shape.values)
+        return [value for value in listed if isinstance(value, str)]
 
     def _others(
-        self, groups: list[Members], facts: Facts, names: list[str], pairs: tuple[Pair, ...]
+        self, groups: list[Members], facts: Facts, rules: Term, names: list[str], pairs: tuple[Pair, ...]
     ) -> tuple[OtherMembers, ...]:
         """Names beyond the named ones, by the patterns and pairs they meet, on which the schemas of their values depend."""
-        rules = term((schema, True) for schema in _values_of(facts, "names"))
         start = self.texts(rules) if rules else ANYTHING
         patterns = list(dict.fromkeys(pattern for group in groups for pattern, _ in group.patterned))
         classes: list[tuple[Regex, frozenset[str | int]]] = [(start, frozenset())]
@@ -328,7 +322,7 @@ class Shapes:
                 raise refusal(_path_of(facts, "members"), f"patterns that overlap in more than {NAME_CLASSES_MAX} ways")
         found = []
         for language, met in classes:
-            value = term((node, True) for group in groups for node in _nodes_met(group, met))
+            value = positive(node for group in groups for node in _nodes_met(group, met))
             taken = [literal(name) for name in names if matches(language, name)]
             free = both(language, no(alt(*taken))) if taken else language
             if not self.is_empty(value) and not (taken and language != ANYTHING and self.is_nothing(free)):

@@ -21,9 +21,9 @@ from itertools import accumulate
 import torch
 
 from engine.config.model import ModelConfig
-from engine.memory.kv_plan import MemoryPlan
 from engine.runner.input_rows import InputRow
 from engine.runner.paged_decoder import PagedDecoder
+from engine.scheduling.limits import SchedulerLimits
 from engine.scheduling.step_time import DeviceSpeed, Efficiency, ModelShape, StepTimeModel
 from engine.speculation.prompt_lookup import SpeculationCosts
 
@@ -46,6 +46,9 @@ than a millisecond."""
 STEPS = 20
 """As many steps of each size, of which small ones take less than a millisecond."""
 
+MEASURED = Efficiency(bandwidth=1.0, flops=1.0, host_s=0.0)
+"""The speeds are those that whole steps reached, with what the host adds to them."""
+
 LINK_BANDWIDTH = {"cuda": 25e9, "cpu": 5e9}
 """Bytes per second between device and host tier: PCIe with page-locked memory, and copying within main memory."""
 
@@ -57,10 +60,9 @@ class MeasuredSpeed:
     step_times: StepTimeModel
     speculation: SpeculationCosts
 
-    def with_guesses(self, costs: SpeculationCosts) -> MeasuredSpeed:
-        """The same with these costs of guesses, which the step-time model then counts in too."""
-        self.step_times.draft_step_s = costs.draft_step * self.step_times.weights_s(1)
-        return MeasuredSpeed(self.step_times, costs)
+    def __post_init__(self) -> None:
+        """Have the step-time model count in what a draft model costs."""
+        self.step_times.draft_step_s = self.speculation.draft_step * self.step_times.weights_s(1)
 
 
 @torch.inference_mode()
@@ -68,47 +70,47 @@ def measure_speed(
     config: ModelConfig,
     target: PagedDecoder,
     draft: PagedDecoder | None,
-    plan: MemoryPlan,
+    limits: SchedulerLimits,
     *,
     weight_bytes: float,
-    kv_bytes: int,
-    block_size: int,
-    max_tokens: int,
-    max_seqs: int,
     for_speculation: bool,
     decode: Callable[[], None] | None = None,
     hidden_of: Callable[[Sequence[InputRow]], torch.Tensor] | None = None,
 ) -> MeasuredSpeed:
     """Time passes of the models over their empty caches; what they leave there belongs to no request.
 
-    No pass is larger than the steps that memory was planned for: `max_tokens` rows, and logits of `max_seqs` of them or of the
-    guesses. `decode` computes a step of one row and waits for its token, where decodes are run in another way than a pass;
-    `hidden_of` what the target makes of chunks of prompts, where that is.
+    No pass is larger than the steps that memory was planned for: the rows that `limits` allow, and logits of one for each
+    request, or of the guesses. `weight_bytes` is the mean of all weights. `decode` computes a step of one row and waits for its
+    token, where decodes are run in another way than a pass; `hidden_of` what the target makes of chunks of prompts, where that
+    is.
     """
-    device = target.kv_caches[0].device.type
+    cache, block_size = target.kv_caches[0], limits.block_size
+    device = cache.device.type
     asked = {*ROWS[device], *(ROWS_BETWEEN if for_speculation else ())}
-    rows = sorted({min(num_rows, max_tokens) for num_rows in asked if min(num_rows, CHUNK_ROWS) <= plan.max_model_len})
-    max_sampled = min(rows[-1], ROWS[device][1] if for_speculation else max_seqs)
-    sampled_share = max_sampled / rows[-1]
+    fitting = [num_rows for num_rows in asked if min(num_rows, CHUNK_ROWS) <= limits.max_model_len]
+    rows = sorted({min(num_rows, limits.max_num_batched_tokens) for num_rows in fitting})
+    most_rows = rows[-1]
+    max_sampled = min(most_rows, ROWS[device][1] if for_speculation else limits.max_num_seqs)
     one_row_s = _pass_s(target, 1, 1, block_size) if decode is None else _fastest_s(decode, STEPS)
     of_chunks = partial(_pass_s, target, block_size=block_size, hidden_of=hidden_of)
     passes_s = [of_chunks(num_rows, min(num_rows, max_sampled)) for num_rows in rows[1:]]
     times = list(accumulate([one_row_s, *passes_s], max))
-    drafts_s = [0.0 if draft is None else _pass_s(draft, num_rows, 1, block_size) for num_rows in (1, rows[-1])]
-    if len(rows) == 1:
-        rows, times, drafts_s = [1, 2], [times[0], 2 * times[0]], [drafts_s[0], 2 * drafts_s[0]]
-    costs = _costs(rows, [time_s + drafts_s[0] for time_s in times], drafts_s[0])
-    step_times = step_time_model(
-        config,
-        times[0] + (drafts_s[0] if decode is None else 0.0),
-        (times[-1] + drafts_s[1]) / rows[-1],
+    draft_s, draft_most_s = (0.0 if draft is None else _pass_s(draft, num_rows, 1, block_size) for num_rows in (1, most_rows))
+    shape = ModelShape.of(config)
+    speed = _device_speed(
+        shape,
+        times[0] + (draft_s if decode is None else 0.0),
+        (times[-1] + draft_most_s) / most_rows,
         weight_bytes=weight_bytes,
-        kv_bytes=kv_bytes,
-        block_size=block_size,
-        device=device,
-        sampled_share=sampled_share,
+        sampled_share=max_sampled / most_rows,
+        link_bandwidth=LINK_BANDWIDTH[device],
     )
-    return MeasuredSpeed(step_times, costs).with_guesses(costs)
+    step_times = StepTimeModel(
+        shape, speed, weight_bytes=weight_bytes, kv_bytes=cache.itemsize, block_size=block_size, efficiency=MEASURED
+    )
+    if len(rows) == 1:  # in so short a context, another row costs as much as the first
+        rows, times = [1, 2], [times[0], 2 * times[0]]
+    return MeasuredSpeed(step_times, _costs(rows, [time_s + draft_s for time_s in times], draft_s))
 
 
 def measure_guesses(
@@ -163,29 +165,21 @@ def _fastest_s(run: Callable[[], None], most: int = PASSES) -> float:
     return min(times)
 
 
-def step_time_model(
-    config: ModelConfig,
+def _device_speed(
+    shape: ModelShape,
     one_row_s: float,
     per_row_s: float,
     *,
     weight_bytes: float,
-    kv_bytes: int,
-    block_size: int,
-    device: str,
-    sampled_share: float = 1.0,
-) -> StepTimeModel:
-    """The model that predicts a pass with one row, and one with many. Attention and swaps are priced by the same bandwidth.
-
-    `weight_bytes` is the mean of all weights, `kv_bytes` that of one number of the cache. `sampled_share` of the many rows were
-    multiplied with the head as well.
-    """
-    shape = ModelShape.of(config)
+    sampled_share: float,
+    link_bandwidth: float,
+) -> DeviceSpeed:
+    """The speed at which the step-time model predicts a pass with one row, and one with many, of which `sampled_share` were
+    multiplied with the head as well. Attention and swaps are priced by the same bandwidth."""
     head = shape.head_params
     active = shape.num_layers * (shape.attention_params + shape.num_chosen_experts * shape.expert_params) + head
-    speed = DeviceSpeed(
+    return DeviceSpeed(
         bandwidth=weight_bytes * active / one_row_s,
         flops=2 * (active - (1 - sampled_share) * head) / per_row_s,
-        link_bandwidth=LINK_BANDWIDTH[device],
+        link_bandwidth=link_bandwidth,
     )
-    measured = Efficiency(bandwidth=1.0, flops=1.0, host_s=0.0)
-    return StepTimeModel(shape, speed, weight_bytes=weight_bytes, kv_bytes=kv_bytes, block_size=block_size, efficiency=measured)

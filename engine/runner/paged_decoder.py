@@ -136,11 +136,11 @@ class PagedDecoder:
             rows, block_size=self._block_size, rotaries=self.rotaries, planners=self._planners, device=self._device
         )
 
-    def pass_over(self, rows: Sequence[InputRow], unknown: Sequence[PlacedTokens] = ()) -> torch.Tensor:
+    def pass_over(self, rows: Sequence[InputRow], unknown: PlacedTokens | None = None) -> torch.Tensor:
         """Hidden states of a pass over `rows`, into whose tokens those that only the device knows are put: [R, hidden]"""
         inputs = self.prepare(rows)
-        for places, token_ids in unknown:
-            inputs.token_ids.index_copy_(0, places, token_ids)
+        if unknown is not None:
+            inputs.token_ids.index_copy_(0, *unknown)
         return self.forward(inputs)
 
     @property

@@ -287,17 +287,14 @@ class SlotRunner:
 
     def _launch_guesses(self, items: Sequence[ScheduledRequest]) -> LaunchedStep:
         rows = SampledRows.of(items, self._slots.update_beside_guesses(items, sends_tokens=self._drafts is None))
-        launched = LaunchedStep(len(items), len(rows.slots), depths=rows.depths)
-        guesses = None
-        if self._drafts is None:
-            launched.inputs = rows.tokens
-        else:
-            guesses = self._guess(rows)
+        guesses = self._guess(rows)
         needs = self._sampler.needs(rows.slots)
         size, kind = self._steps.choose_graph(len(rows.slots), needs, has_guesses=True)
         self._inputs.write(rows.inputs(self._block_size), size)
         if guesses is not None:
             self._inputs.put_in(rows.guessing, guesses)
+        known = rows.tokens if guesses is None else None
+        launched = LaunchedStep(len(items), len(rows.slots), depths=rows.depths, inputs=known)
         return self._run_step(rows.items, size, kind, needs, launched)
 
     def _run_step(
@@ -330,49 +327,51 @@ class SlotRunner:
         """Launch a step with chunks of prompts: as one graph, or as the plain forward pass computes it."""
         sampling = [row for row, item in enumerate(items) if item.samples]
         chosen = [items[row] for row in sampling]
-        slots = NO_ROWS
-        if chosen and has_guesses:
+        if has_guesses:
             slots = self._slots.update_beside_guesses(chosen, sends_tokens=self._drafts is None)
-        elif chosen:
-            slots = self._slots.update(chosen)
-        choosing = SampledRows.of(chosen, slots)
-        needs = self._sampler.needs(choosing.slots)
-        fill = self._masks.begin(choosing.items, needs)
-        slot_of = dict(zip(sampling, slots, strict=True))
-        launched = LaunchedStep(len(items), len(choosing.slots), sampling, depths=choosing.depths, inputs=choosing.tokens)
-        inputs: torch.Tensor | None = None
+        else:
+            slots = self._slots.update(chosen) if chosen else NO_ROWS
+        rows, slot_of = SampledRows.of(chosen, slots), dict(zip(sampling, slots, strict=True))
+        needs = self._sampler.needs(rows.slots)
+        fill = self._masks.begin(rows.items, needs)
+        guesses = self._guess(rows) if has_guesses else None
         hidden = self._chunks.run(items, slot_of) if self._chunks is not None and not has_guesses else None
         if hidden is None:
-            rows = [input_row(item) for item in items]
-            unknown = self._last_tokens(rows, slot_of)
-            if has_guesses and self._drafts is not None:
-                guesses = self._guess(choosing)
-                unknown.append((self._staging.send(guess_places(items, rows)), guesses))
-                inputs = self._staging.send(choosing.tokens)
-                inputs.index_copy_(0, self._staging.send(choosing.guessing), guesses)
-                launched.inputs = None
-            for decoder in self._decoders:
-                hidden = decoder.pass_over(rows, unknown)
-        if hidden is None or not sampling:
+            hidden = self._pass_over(items, slot_of, guesses)
+        known = rows.tokens if guesses is None else None
+        launched = LaunchedStep(len(items), len(rows.slots), sampling, needs.scored, rows.depths, known)
+        if not sampling:
             return launched
-        where = self._staging.send([choosing.slots, choosing.positions])
+        inputs = None
+        if guesses is not None:
+            inputs = self._staging.send(rows.tokens).index_copy_(0, self._staging.send(rows.guessing), guesses)
+        where = self._staging.send([rows.slots, rows.positions])
         logits = self._target.logits(hidden, wide=False)
         choose = partial(self._choose_rows, logits, where, inputs, needs.kind)
-        launched.scored = needs.scored
         return self._begin_choice(launched, choose, len(logits), fill)
 
-    def _guess(self, rows: SampledRows) -> torch.Tensor:
-        """The guesses of a draft model for requests whose slots are current: [Σ depths] int64"""
-        assert self._drafts is not None, "there is no draft model"
+    def _guess(self, rows: SampledRows) -> torch.Tensor | None:
+        """The guesses of a draft model for requests whose slots are current: [Σ depths] int64. None without one: then the host
+        has guessed, and they are among the tokens of `rows`."""
+        if self._drafts is None:
+            return None
         return self._drafts.guess([rows.slots[first] for first in rows.depths], [*rows.depths.values()])
 
-    def _last_tokens(self, rows: Sequence[InputRow], slots: dict[int, int]) -> list[PlacedTokens]:
-        """Tokens of rows that only the device knows, from their slots."""
-        places = unknown_places(rows)
-        if not places:
-            return []
-        sent = self._staging.send([[*places], [slots[row] for row in places.values()]])
-        return [(sent[0], self._state.last_tokens.index_select(0, sent[1]))]
+    def _pass_over(
+        self, items: Sequence[ScheduledRequest], slots: dict[int, int], guesses: torch.Tensor | None
+    ) -> torch.Tensor:
+        """Hidden states of the plain forward pass, with the tokens that only the device knows put in: guesses of a draft model,
+        or else last ones, from the slots of the items that sample. Where there are guesses, the host knows the last ones."""
+        rows = [input_row(item) for item in items]
+        unknown: PlacedTokens | None = None
+        if guesses is not None:
+            unknown = self._staging.send(guess_places(items, rows)), guesses
+        elif places := unknown_places(rows):
+            sent = self._staging.send([[*places], [slots[row] for row in places.values()]])
+            unknown = sent[0], self._state.last_tokens.index_select(0, sent[1])
+        for decoder in self._decoders:
+            hidden = decoder.pass_over(rows, unknown)
+        return hidden
 
     def _choose_rows(
         self, logits: torch.Tensor, where: torch.Tensor, inputs: torch.Tensor | None, kind: Kind, masks: torch.Tensor | None

@@ -19,7 +19,7 @@ from appliance.base.tables import usage_box_rollups, usage_events
 from appliance.metering.calendar import BillingCalendar
 from appliance.metering.ledger import rollups
 from appliance.metering.ledger.records import UsageEvent
-from appliance.metering.usage import BUCKETS, GROUPS, UsageReports, UsageRow
+from appliance.metering.usage import BUCKETS, GROUPS, UsageFilter, UsageReports, UsageRow
 from appliance.metering.usage_cover import bucket_start
 from appliance.tenancy.access import WHOLE_BOX
 from appliance.tenancy.keys import Keys
@@ -111,9 +111,11 @@ class Story:
             "end": end + timedelta(microseconds=1) if chance.random() < 0.5 else self.middle + timedelta(days=3),
             "bucket": chance.choice(BUCKETS),
             "group_by": chance.sample(GROUPS, chance.randrange(len(GROUPS) + 1)),
-            "tenant_id": chance.choice([None, None, *tenants]),
-            "key_ids": None if chance.random() < 0.7 else chance.sample(keys, chance.randrange(1, 3)),
-            "models": None if chance.random() < 0.7 else chance.sample(MODELS, chance.randrange(1, 3)),
+            "filters": UsageFilter(
+                tenant_ids=chance.choice([None, None, *([tenant_id] for tenant_id in tenants)]),
+                key_ids=None if chance.random() < 0.7 else chance.sample(keys, chance.randrange(1, 3)),
+                models=None if chance.random() < 0.7 else chance.sample(MODELS, chance.randrange(1, 3)),
+            ),
         }
 
 
@@ -137,11 +139,12 @@ def plain(events: Sequence[UsageEvent], calendar: BillingCalendar, question: dic
     def wanted(value: str, values: Collection[str] | None) -> bool:
         return values is None or value in values
 
+    filters: UsageFilter = question["filters"]
     sums: dict[Place, list[int]] = {}
     for event in events:
         asked = question["start"] <= event.admitted_at < question["end"] and event.status in ("posted", "recovered")
-        asked = asked and question["tenant_id"] in (None, event.tenant_id)
-        if not (asked and wanted(event.key_id, question["key_ids"]) and wanted(event.model, question["models"])):
+        asked = asked and wanted(event.tenant_id, filters.tenant_ids)
+        if not (asked and wanted(event.key_id, filters.key_ids) and wanted(event.model, filters.models)):
             continue
         names = {"tenant": event.tenant_id, "key": event.key_id, "model": event.model}
         shown = [names[name] if name in question["group_by"] else None for name in GROUPS]
@@ -234,12 +237,12 @@ async def test_a_cursor_of_another_report_is_refused(story: Story) -> None:
 async def test_a_cursor_of_a_report_on_others_is_refused(story: Story) -> None:
     period = (story.middle - timedelta(days=1), story.middle + timedelta(days=1))
     tenant_id, key_id = story.owners[0]
-    asked: list[dict[str, Any]] = [{}, {"tenant_id": tenant_id}, {"key_ids": [key_id]}, {"models": MODELS[:2]}]
+    asked = [UsageFilter(), UsageFilter(tenant_ids=[tenant_id]), UsageFilter(key_ids=[key_id]), UsageFilter(models=MODELS[:2])]
     for question in asked:
-        page = await story.reports.usage_page(*period, "hour", ["key"], limit=1, **question, access=WHOLE_BOX)
+        page = await story.reports.usage_page(*period, "hour", ["key"], question, limit=1, access=WHOLE_BOX)
         for other in asked:
             again = story.reports.usage_page(
-                *period, "hour", ["key"], limit=1, **other, cursor=page.next_cursor, access=WHOLE_BOX
+                *period, "hour", ["key"], other, limit=1, cursor=page.next_cursor, access=WHOLE_BOX
             )
             if other == question:
                 assert (await again).data

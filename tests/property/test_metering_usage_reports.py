@@ -16,7 +16,7 @@ from appliance.base.tables import usage_events
 from appliance.metering.calendar import BillingCalendar
 from appliance.metering.ledger import rollups
 from appliance.metering.ledger.records import UsageEvent
-from appliance.metering.usage import GROUPS, UsageReports
+from appliance.metering.usage import GROUPS, UsageFilter, UsageReports
 from appliance.tenancy.access import WHOLE_BOX
 from appliance.tenancy.keys import Keys
 from tests.support.cast import PEPPER, Cast
@@ -118,8 +118,9 @@ async def test_a_period_takes_its_start_and_leaves_its_end(database: Database, e
 
 
 async def test_a_tenant_sees_its_own_sums_alone(database: Database, cast: Cast, events: list[UsageEvent]) -> None:
-    rows = await UsageReports(database, calendar=BillingCalendar()).usage(
-        START - timedelta(days=1), START + timedelta(days=3), "day", ["tenant"], tenant_id=cast.bob.tenant.id, access=WHOLE_BOX
+    reports, bobs_usage = UsageReports(database, calendar=BillingCalendar()), UsageFilter(tenant_ids=[cast.bob.tenant.id])
+    rows = await reports.usage(
+        START - timedelta(days=1), START + timedelta(days=3), "day", ["tenant"], bobs_usage, access=WHOLE_BOX
     )
     assert {row.tenant_id for row in rows} == {cast.bob.tenant.id}
     bobs = [event for event in events if event.tenant_id == cast.bob.tenant.id]

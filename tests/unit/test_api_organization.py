@@ -15,6 +15,7 @@ from appliance.api.organization.admin import TYPE_OF, audit_log_shape
 from appliance.api.organization.usage import UsageQuestion
 from appliance.metering.calendar import BillingCalendar
 from appliance.metering.ledger.recovery import begin_epoch
+from appliance.metering.usage import UsageFilter
 from appliance.tenancy.access import WHOLE_BOX
 from appliance.tenancy.audit_chain import AuditEntry
 from tests.support.api_box import ApiBox, open_api_box
@@ -64,7 +65,7 @@ async def use(box: ApiBox, person: Person, *moments: datetime, currency: str = "
 
 
 def question(start: datetime, end: datetime, bucket: str = "day") -> UsageQuestion:
-    return UsageQuestion(start=start, end=end, bucket=bucket, buckets_max=10, groups=(), models=None)
+    return UsageQuestion(start=start, end=end, bucket=bucket, buckets_max=10, groups=(), filters=UsageFilter())
 
 
 def test_days_are_those_of_the_billing_time_zone_and_have_23_or_25_hours() -> None:

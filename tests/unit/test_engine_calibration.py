@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
 from types import SimpleNamespace
 from typing import Any, cast
@@ -13,8 +14,11 @@ from engine.config.model import parse_model_config
 from engine.runner import calibration
 from engine.runner.calibration import PASSES, PASSES_S
 from engine.runner.input_rows import InputRow
+from engine.scheduling.limits import SchedulerLimits
 from engine.simulator.models import MODELS, config_of
 from engine.speculation.prompt_lookup import SpeculationCosts
+
+LIMITS = SchedulerLimits(max_num_seqs=64, max_num_batched_tokens=512, max_model_len=4096, block_size=16)
 
 
 class Passes:
@@ -24,7 +28,7 @@ class Passes:
         self.times_s = list(times_s)
         self.now_s = 0.0
         self.count = 0
-        self.kv_caches = [SimpleNamespace(is_cuda=False)]
+        self.kv_caches = [SimpleNamespace(is_cuda=False, itemsize=2)]
 
     def pass_over(self, rows: object) -> object:
         return rows
@@ -59,9 +63,7 @@ def test_a_decode_is_timed_as_it_will_be_run_and_chunks_as_passes(monkeypatch: p
 
     monkeypatch.setattr(calibration, "time", SimpleNamespace(perf_counter=lambda: passes.now_s))
     config = parse_model_config(config_of(MODELS["llama-3.1-8b"]), {})
-    plan = SimpleNamespace(max_model_len=4096)
-    asked: dict[str, Any] = {"weight_bytes": 2.0, "kv_bytes": 2, "block_size": 16, "max_tokens": 512, "max_seqs": 64}
-    measure = partial(calibration.measure_speed, config, cast("Any", passes), None, cast("Any", plan), **asked)
+    measure = partial(calibration.measure_speed, config, cast("Any", passes), None, LIMITS, weight_bytes=2.0)
     found = measure(for_speculation=False, decode=decode).step_times
     assert found.weights_s(1) == pytest.approx(0.0043)
     assert 64 * (found.token_s + found.sampled_row_s) == pytest.approx(0.008)
@@ -75,15 +77,15 @@ def test_a_draft_model_has_a_part_in_every_step_and_one_of_its_own_for_each_gues
     clock = SimpleNamespace(perf_counter=lambda: target.now_s + small.now_s)
     monkeypatch.setattr(calibration, "time", clock)
     config = parse_model_config(config_of(MODELS["llama-3.1-8b"]), {})
-    plan: Any = SimpleNamespace(max_model_len=4096)
-    asked: dict[str, Any] = {"weight_bytes": 2.0, "kv_bytes": 2, "block_size": 16, "max_tokens": 512, "max_seqs": 64}
-    found = calibration.measure_speed(config, cast("Any", target), cast("Any", small), plan, for_speculation=True, **asked)
+    found = calibration.measure_speed(
+        config, cast("Any", target), cast("Any", small), LIMITS, weight_bytes=2.0, for_speculation=True
+    )
     times = found.step_times
     assert times.weights_s(1) == pytest.approx(0.009)
     assert 64 * (times.token_s + times.sampled_row_s) == pytest.approx(0.009)
     assert times.draft_step_s == pytest.approx(0.001)
     assert found.speculation.times[0] == 1.0
-    captured = found.with_guesses(SpeculationCosts(rows=(1, 2), times=(1.0, 1.0), draft_step=0.05))
+    captured = replace(found, speculation=SpeculationCosts(rows=(1, 2), times=(1.0, 1.0), draft_step=0.05))
     assert captured.step_times.draft_step_s == pytest.approx(0.05 * 0.009)
 
 
@@ -112,8 +114,8 @@ def test_a_row_on_a_gpu_costs_what_it_does_in_a_step_that_is_not_bound_by_its_la
     monkeypatch.setattr(calibration, "time", SimpleNamespace(perf_counter=lambda: passes.now_s))
     found = calibration.measure_speed(
         parse_model_config(config_of(MODELS["llama-3.1-8b"]), {}), cast("Any", passes), None,
-        cast("Any", SimpleNamespace(max_model_len=300)), weight_bytes=2.0, kv_bytes=2, block_size=16, max_tokens=max_tokens,
-        max_seqs=256, for_speculation=for_speculation,
+        SchedulerLimits(max_num_seqs=256, max_num_batched_tokens=max_tokens, max_model_len=300, block_size=16),
+        weight_bytes=2.0, for_speculation=for_speculation,
     )  # fmt: skip
     times = found.step_times
     assert most * times.token_s + 256 * times.sampled_row_s == pytest.approx(1e-5 * most)

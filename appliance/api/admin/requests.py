@@ -10,6 +10,7 @@ from appliance.api.queries import PAGING, AdminRequest, paging
 from appliance.api.services_of import services_of
 from appliance.api.shapes import PageShape, RequestShape, live_request_shape, page_shape, past_request_shape
 from appliance.base.errors import NotFound
+from appliance.metering.usage import RequestFilter
 from appliance.serving.services import Services
 from appliance.tenancy.access import Access
 from appliance.tenancy.roles import Action
@@ -23,15 +24,13 @@ async def list_requests(request: AdminRequest) -> PageShape[RequestShape]:
     access = await authenticate_administrator(request, Action.READ)
     services = services_of(request)
     limit, cursor = paging(request)
-    page = await services.reports.requests_page(
-        limit,
-        cursor,
-        request.query_params.get("tenant_id"),
+    filters = RequestFilter(
+        tenant_id=request.query_params.get("tenant_id"),
         key_id=request.query_params.get("key_id"),
         model=request.query_params.get("model"),
         finished_only=False,
-        access=access,
     )
+    page = await services.reports.requests_page(limit, cursor, filters, access=access)
     return page_shape(page, lambda row: _live_shape(services, row.id, access) or past_request_shape(row))
 
 

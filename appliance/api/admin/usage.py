@@ -25,7 +25,7 @@ from appliance.api.shapes import (
 from appliance.base.errors import NotFound
 from appliance.base.money import PERCENT_MAX
 from appliance.metering.ledger.corrections import Correction
-from appliance.metering.usage import BUCKETS, KINDS, STATUSES, LedgerFilter
+from appliance.metering.usage import BUCKETS, KINDS, STATUSES, LedgerFilter, UsageFilter
 from appliance.tenancy.pages import PAGE_ROWS_MAX
 from appliance.tenancy.roles import Action
 
@@ -147,17 +147,21 @@ async def _usage(request: AdminRequest) -> PageShape[UsageRowShape]:
     services = services_of(request)
     start, end = _period(request, services.clock.now())
     groups = [name for text in request.query_params.getall("group_by", []) for name in text.split(",") if name]
+    tenant_id = request.query_params.get("tenant_id")
+    filters = UsageFilter(
+        tenant_ids=None if tenant_id is None else [tenant_id],
+        key_ids=request.query_params.getall("key_id", None),
+        models=request.query_params.getall("model", None),
+    )
     limit, cursor = paging(request, limit_default=PAGE_ROWS_MAX)
     page = await services.reports.usage_page(
         start,
         end,
         bucket=choice(request, "bucket", BUCKETS, "day") or "day",
         group_by=groups,
-        tenant_id=request.query_params.get("tenant_id"),
+        filters=filters,
         limit=limit,
         cursor=cursor,
-        key_ids=request.query_params.getall("key_id", None),
-        models=request.query_params.getall("model", None),
         access=access,
     )
     return page_shape(page, usage_row_shape)

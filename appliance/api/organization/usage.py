@@ -25,7 +25,7 @@ from appliance.api.services_of import services_of
 from appliance.base.errors import InvalidValue, UnsupportedParameter
 from appliance.base.money import PICOS_PER_UNIT
 from appliance.metering.calendar import BillingCalendar
-from appliance.metering.usage import UsageRow
+from appliance.metering.usage import UsageFilter, UsageRow
 from appliance.metering.usage_cover import bucket_end, bucket_start
 from appliance.tenancy.access import Access
 from appliance.tenancy.pages import decode_cursor, encode_cursor
@@ -127,7 +127,7 @@ class UsageQuestion:
     bucket: str
     buckets_max: int
     groups: tuple[str, ...]
-    models: frozenset[str] | None
+    filters: UsageFilter
 
     @classmethod
     def of(
@@ -151,7 +151,11 @@ class UsageQuestion:
             bucket=bucket,
             buckets_max=count(request, *limits[width]),
             groups=_groups(request, groups),
-            models=many(request, models_name),
+            filters=UsageFilter(
+                tenant_ids=many(request, "project_ids"),
+                key_ids=many(request, "api_key_ids"),
+                models=many(request, models_name),
+            ),
         )
 
     def buckets(self, calendar: BillingCalendar, now: datetime) -> Iterator[tuple[datetime, datetime]]:
@@ -200,9 +204,7 @@ async def _page(
         services.reports.usage,
         bucket=question.bucket,
         group_by=[GROUP_OF[name] for name in question.groups],
-        tenant_ids=many(request, "project_ids"),
-        key_ids=many(request, "api_key_ids"),
-        models=question.models,
+        filters=question.filters,
         access=access,
     )
     buckets = question.buckets(calendar, services.clock.now())
