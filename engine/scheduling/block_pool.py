@@ -37,6 +37,10 @@ class Block:
     was_found: bool = False
 
 
+def _difference(found: Iterable[object], expected: Iterable[object]) -> list[object]:
+    return sorted(set(found) ^ set(expected), key=repr)
+
+
 def _discard(block_id: int, content_hash: bytes) -> None:
     """What happens to evicted content when there is no host tier."""
 
@@ -171,14 +175,15 @@ class BlockPool:
     def check_invariants(self, block_tables: Iterable[Sequence[int]]) -> None:
         """Raise `AssertionError` unless the pool agrees with all live block tables."""
         owners = Counter(block_id for table in block_tables for block_id in table)
-        free, cached = set(self._free), {*self._probation, *self._protected}
-        for block in self._blocks:
-            assert block.ref_count == owners[block.block_id], (
-                f"block {block.block_id} counts {block.ref_count} owners but has {owners[block.block_id]}"
-            )
-            unused, has_content = block.ref_count == 0, block.content_hash is not None
-            assert (unused and not has_content) == (block.block_id in free), f"block {block.block_id} is wrongly (not) free"
-            assert (unused and has_content) == (block.block_id in cached), f"block {block.block_id} is wrongly (not) cached"
+        counts = {b.block_id: b.ref_count for b in self._blocks if b.ref_count}
+        unused = [b for b in self._blocks if not b.ref_count]
+        free = {b.block_id for b in unused if b.content_hash is None}
+        cached = {b.block_id for b in unused if b.content_hash is not None}
+        assert counts == dict(owners), f"blocks count other owners: {_difference(counts.items(), owners.items())}"
+        assert free == set(self._free), f"blocks are wrongly (not) free: {_difference(free, self._free)}"
+        assert len(free) == len(self._free), "a block is free twice"
+        listed = {*self._probation, *self._protected}
+        assert cached == listed, f"blocks are wrongly (not) cached: {_difference(cached, listed)}"
         hashed = {b.content_hash: b.block_id for b in self._blocks if b.content_hash is not None}
         assert hashed == self._by_hash, "the hash index and the blocks disagree"
         assert len(self._protected) <= self._protected_max, "too many protected blocks"

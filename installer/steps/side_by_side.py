@@ -109,8 +109,10 @@ class SideBySide:
     def __init__(self, command: Sequence[str], folder: Path, environ: Mapping[str, str], at_once: int) -> None:
         self._command = command
         self._folder = folder
-        # They share the processors: libraries that would take all of them for one process take one.
+        # They share the processors: libraries that would take all of them for one process take one. And they import the same
+        # sources, as do the hundreds of processes that tests start: what one has compiled is kept for the others.
         self._environ = {**({"OMP_NUM_THREADS": "1"} if at_once > 1 else {}), **environ}
+        self._environ.pop("PYTHONDONTWRITEBYTECODE", None)
         self._at_once = at_once
         self._outputs = tempfile.TemporaryDirectory(prefix="gatehouse-tests-")
         self._running: list[Running] = []

@@ -131,6 +131,12 @@ def test_as_many_parts_run_at_once_as_were_asked_for(tmp_path: Path) -> None:
     assert [outcome.status for outcome in outcomes] == [0] * 5
 
 
+def test_parts_share_what_they_have_compiled(tmp_path: Path) -> None:
+    with shell(tmp_path, 1, PYTHONDONTWRITEBYTECODE="1") as running:
+        (outcome,) = running.run([script(tmp_path, "part", 'echo "<$PYTHONDONTWRITEBYTECODE>"')])
+    assert outcome.output == "<>\n"
+
+
 @pytest.mark.parametrize(("at_once", "given", "threads"), [(2, {}, "1"), (1, {}, ""), (2, {"OMP_NUM_THREADS": "3"}, "3")])
 def test_parts_beside_one_another_take_one_processor_each(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, at_once: int, given: dict[str, str], threads: str

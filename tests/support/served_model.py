@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import numpy as np
+from safetensors.numpy import save_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 SPECIAL_TOKENS = ["<|end|>", "<|system|>", "<|user|>", "<|assistant|>"]
@@ -15,6 +17,12 @@ TEMPLATE = (
 CORPUS = ["the quick brown fox jumps over the lazy dog", "pack my box with five dozen liquor jugs"] * 4
 VOCAB_SIZE = 320
 CONTEXT_LEN = 1024
+LLAMA = {
+    "architectures": ["LlamaForCausalLM"], "model_type": "llama", "dtype": "float32", "hidden_act": "silu",
+    "hidden_size": 48, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2,
+    "head_dim": 12, "rms_norm_eps": 1e-6, "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
+    "tie_word_embeddings": False, "bos_token_id": None, "eos_token_id": 0, "pad_token_id": 0,
+}  # fmt: skip
 
 
 def make_tokenizer() -> Tokenizer:
@@ -41,12 +49,38 @@ def write_text_files(folder: Path, *, template: str | None = TEMPLATE) -> None:
 
 
 def make_served_model(folder: Path, *, context_len: int = CONTEXT_LEN) -> Path:
-    """Write a servable model and return its folder. Needs torch, which its tests run in another process than the gateway."""
-    from tests.support.tiny_models import make_model
-
-    make_model("llama", folder, vocab_size=VOCAB_SIZE, max_position_embeddings=context_len, eos_token_id=0, bos_token_id=None)
+    """Write a servable model, a Llama of two layers as transformers would save it, and return its folder. Needs no torch, whose
+    import and that of transformers take longer than all else that the gateway's own tests import."""
     write_text_files(folder)
+    config = {**LLAMA, "vocab_size": VOCAB_SIZE, "max_position_embeddings": context_len}
+    (folder / "config.json").write_text(json.dumps(config), "utf-8")
+    numbers = np.random.default_rng(7)
+    weights = {
+        name: (numbers.normal(1.0, 0.2, shape) if len(shape) == 1 else numbers.normal(0.0, 0.25, shape)).astype(np.float32)
+        for name, shape in _llama_shapes().items()
+    }
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
     return folder
+
+
+def _llama_shapes() -> dict[str, tuple[int, ...]]:
+    hidden, inner, of_keys = 48, 96, 24
+    shapes: dict[str, tuple[int, ...]] = {}
+    for layer in range(2):
+        of_layer = {
+            "input_layernorm": (hidden,),
+            "self_attn.q_proj": (hidden, hidden),
+            "self_attn.k_proj": (of_keys, hidden),
+            "self_attn.v_proj": (of_keys, hidden),
+            "self_attn.o_proj": (hidden, hidden),
+            "post_attention_layernorm": (hidden,),
+            "mlp.gate_proj": (inner, hidden),
+            "mlp.up_proj": (inner, hidden),
+            "mlp.down_proj": (hidden, inner),
+        }
+        shapes |= {f"model.layers.{layer}.{name}.weight": shape for name, shape in of_layer.items()}
+    whole = {"model.embed_tokens": (VOCAB_SIZE, hidden), "model.norm": (hidden,), "lm_head": (VOCAB_SIZE, hidden)}
+    return shapes | {f"{name}.weight": shape for name, shape in whole.items()}
 
 
 def make_hollow_model(folder: Path, *, context_len: int = CONTEXT_LEN) -> Path:

@@ -19,12 +19,14 @@ TARGET_S = 1.0
 
 
 class Box:
-    """A scheduler with room for everybody, a clock that is set by hand, and requests by name."""
+    """A scheduler with room for everybody who runs, a clock that is set by hand, and requests by name."""
 
-    def __init__(self, *, budget: int = 64, target_s: float | None = TARGET_S) -> None:
+    def __init__(self, *, budget: int = 64, target_s: float | None = TARGET_S, num_blocks: int = 40_000) -> None:
         self.now_s = 0.0
-        self.pool = BlockPool(40_000)
-        limits = SchedulerLimits(max_num_seqs=32, max_num_batched_tokens=budget, max_model_len=500_000, block_size=BLOCK_SIZE)
+        self.pool = BlockPool(num_blocks)
+        limits = SchedulerLimits(
+            max_num_seqs=32, max_num_batched_tokens=budget, max_model_len=num_blocks * BLOCK_SIZE, block_size=BLOCK_SIZE
+        )
         self.scheduler = Scheduler(
             limits,
             self.pool,
@@ -150,7 +152,7 @@ def test_one_that_has_been_late_for_long_goes_first_in_some_steps() -> None:
 
 @pytest.mark.parametrize("count", [1, 40, 300])
 def test_everybody_is_served_in_the_end(count: int) -> None:
-    box = Box(budget=256)
+    box = Box(budget=256, num_blocks=4_000)
     requests = [box.add(str(number), 16 + 37 * (number % 50)) for number in range(count)]
     for _ in range(20 * count):
         box.now_s += 0.01

@@ -1,0 +1,45 @@
+"""Statements that one test has compiled need not be compiled by the next: SQLAlchemy keeps them by engine, and every test opens
+engines of its own. A statement's text depends on the kind of database alone; all databases of the tests are of one version.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+from unittest import mock
+
+from sqlalchemy import create_engine
+from sqlalchemy.ext.asyncio import create_async_engine
+from sqlalchemy.util import LRUCache
+
+from appliance.base import db
+
+KEPT = 4000  # all that a part of the suite sends
+
+
+class SharedStatements(LRUCache[Any, Any]):
+    """What SQLAlchemy asks for by an engine's dialect, shared by all dialects of that class."""
+
+    def get(self, key: Any, default: Any = None) -> Any:
+        return super().get(_of_kind(key), default)
+
+    def __setitem__(self, key: Any, value: Any) -> None:
+        super().__setitem__(_of_kind(key), value)
+
+
+def _of_kind(key: Any) -> Any:
+    dialect, *statement = key
+    return type(dialect), *statement
+
+
+@contextmanager
+def shared_by_all_engines() -> Iterator[None]:
+    """Let all engines that the appliance opens keep their compiled statements in one place."""
+    options = {"compiled_cache": SharedStatements(KEPT)}
+    with (
+        mock.patch.object(db, "create_engine", partial(create_engine, execution_options=options)),
+        mock.patch.object(db, "create_async_engine", partial(create_async_engine, execution_options=options)),
+    ):
+        yield
