@@ -9,7 +9,8 @@ the end. Warps multiply chunks by turns; the first two of each are asked for bef
     int8 as bfloat16   seven of its bits lie under the exponent of 128; 128 or 256, as the eighth says, is taken off
     int8 as float16    all of them lie under the exponent of 1024; that is taken off, with the 128 that made them positive
     e4m3               its bits lie across an exponent and a mantissa as they are, which is 2^-120 (bfloat16) or 2^-8 (float16)
-                       of its value, zero and what is subnormal too; the scale makes up for it. It has no NaN
+                       of its value, zero and what is subnormal too; the scale makes up for it. A NaN, which no weight
+                       is, would be 480
 
 All products are exact, and added up in float32. That sums of small numbers stay normal, x is multiplied by 2^64 where e4m3
 becomes bfloat16.
@@ -55,9 +56,11 @@ def _pairs(is_int8: bool, is_bfloat: bool) -> str:
         first = "mov.b32 both, 0x64806480; shr.b32 odd, $2, 8; "
         return "{ .reg .b32 odd, low, both; " + first + one.format("$2", "$0") + one.format("odd", "$1") + " }"
     shift, mask = (4, "0x07F007F0") if is_bfloat else (1, "0x3F803F80")
-    one = "and.b32 low, low, " + mask + "; lop3.b32 {1}, {0}, 0x80008000, low, 0xEA;"
-    even = f"shl.b32 even, $2, 8; shl.b32 low, $2, {8 - shift}; " + one.format("even", "$0")
-    return "{ .reg .b32 even, low; " + even + f" shr.b32 low, $2, {shift}; " + one.format("$2", "$1") + " }"
+    one = "lop3.b32 {1}, {0}, 0x80008000, {2}, 0xEA;"
+    even = f"shl.b32 even, $2, 8; shl.b32 low, $2, {8 - shift}; and.b32 low, low, {mask}; "
+    odd = f"shr.b32 high, $2, {shift}; and.b32 high, high, {mask}; "
+    both = one.format("$2", "$1", "high") + one.format("even", "$0", "low")  # $2 may be where $0 is
+    return "{ .reg .b32 even, low, high; " + even + odd + both + " }"
 
 
 @triton.constexpr_function
