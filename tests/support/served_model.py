@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from safetensors.numpy import save_file
@@ -17,7 +18,7 @@ TEMPLATE = (
 CORPUS = ["the quick brown fox jumps over the lazy dog", "pack my box with five dozen liquor jugs"] * 4
 VOCAB_SIZE = 320
 CONTEXT_LEN = 1024
-LLAMA = {
+LLAMA: dict[str, Any] = {
     "architectures": ["LlamaForCausalLM"], "model_type": "llama", "dtype": "float32", "hidden_act": "silu",
     "hidden_size": 48, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2,
     "head_dim": 12, "rms_norm_eps": 1e-6, "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
@@ -64,9 +65,9 @@ def make_served_model(folder: Path, *, context_len: int = CONTEXT_LEN) -> Path:
 
 
 def _llama_shapes() -> dict[str, tuple[int, ...]]:
-    hidden, inner, of_keys = 48, 96, 24
+    hidden, inner, of_keys = LLAMA["hidden_size"], LLAMA["intermediate_size"], LLAMA["num_key_value_heads"] * LLAMA["head_dim"]
     shapes: dict[str, tuple[int, ...]] = {}
-    for layer in range(2):
+    for layer in range(LLAMA["num_hidden_layers"]):
         of_layer = {
             "input_layernorm": (hidden,),
             "self_attn.q_proj": (hidden, hidden),
