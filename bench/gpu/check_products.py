@@ -12,7 +12,7 @@ from torch.nn import functional
 from bench.gpu.context import Context
 from bench.gpu.errors import Outputs, compare, invariant
 from bench.gpu.inputs import Weight, normal
-from kernels.quantised_weights import Int4Weight, pack_fp8, pack_int4, pack_int8
+from kernels.quantised_weights import Fp8Weight, Int4Weight, Int8Weight, pack_fp8, pack_int4, pack_int8
 from kernels.reference import experts as exact_experts
 from kernels.reference import fused_linear as exact_fused
 from kernels.reference import quantised as exact
@@ -42,6 +42,7 @@ def check_fused(context: Context) -> None:
     few = [count for count in _rows(context) if count <= 16]
     compare(context, "product + residual + norm", [(f"{m} rows", partial(_fused, context, m)) for m in few])
     compare(context, "product fp8 + residual + norm", [(f"{m} rows", partial(_fused_fp8, context, m)) for m in few])
+    compare(context, "product int8 + residual + norm", [(f"{m} rows", partial(_fused_int8, context, m)) for m in few])
     of_int4 = [(f"{m} rows", partial(_fused_int4, context, m)) for m in few]
     of_int4.append(("1 row, most of it above 0", partial(_fused_int4, context, 1, mean=1.0)))
     compare(context, "product int4 + residual + norm", of_int4)
@@ -129,8 +130,16 @@ def _fused(context: Context, m: int) -> Three:
 def _fused_fp8(context: Context, m: int) -> Three:
     """The first with a scale for each row, the second with one for all."""
     weight, gates = _fused_weights(context)
-    coded = pack_fp8(weight), pack_fp8(gates, per_row=False)
-    return _layer_tail(context, m, coded, (exact.dequantise(coded[0]), exact.dequantise(coded[1])))
+    return _fused_coded(context, m, pack_fp8(weight), pack_fp8(gates, per_row=False))
+
+
+def _fused_int8(context: Context, m: int) -> Three:
+    weight, gates = _fused_weights(context)
+    return _fused_coded(context, m, pack_int8(weight), pack_int8(gates))
+
+
+def _fused_coded(context: Context, m: int, weight: Int8Weight | Fp8Weight, gates: Int8Weight | Fp8Weight) -> Three:
+    return _layer_tail(context, m, (weight, gates), (exact.dequantise(weight), exact.dequantise(gates)))
 
 
 def _fused_weights(context: Context) -> tuple[torch.Tensor, torch.Tensor]:

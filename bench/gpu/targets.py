@@ -25,7 +25,8 @@ CHECKED = (
     "rope, QK-norm and KV write", "rope and KV write, fp8 KV",
     "rms norm", "add + rms norm", "add + rms norm to fp8", "silu·mul", "silu·mul to fp8", "gelu·mul", "quantise rows to fp8",
     "embedding", "log-probabilities", "product bf16", "product int8", "product fp8 weights", "product fp8 rows", "product int4",
-    "product + residual + norm", "product fp8 + residual + norm", "product int4 + residual + norm", "experts",
+    "product + residual + norm", "product fp8 + residual + norm", "product int8 + residual + norm",
+    "product int4 + residual + norm", "experts",
 )  # fmt: skip
 EXACT = (
     "sampler, greedy", "sampler, top-k top-p min-p", "sampler, penalties and bitmask", "grammar bitmask", "step inputs",
