@@ -111,11 +111,11 @@ class Admission:
         """A prefill is complete."""
         self._under_way.forget(request)
 
-    def stop(self, request: Request, *, is_preempted: bool) -> None:
+    def stop(self, request: Request, *, is_preempted: bool, is_failed: bool) -> None:
         """Take everything back."""
         self._forecast.remove(request)
         self._under_way.forget(request)
-        self._kv.release(request, is_preempted=is_preempted)
+        self._kv.release(request, is_preempted=is_preempted, is_failed=is_failed)
 
     def check_invariants(self) -> None:
         self._forecast.check_invariants()

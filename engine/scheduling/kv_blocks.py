@@ -163,7 +163,7 @@ class KvBlocks:
         self._hold(request, self.pool.allocate(missing))
 
     def register(self, request: Request, num_computed_before: int, num_computed: int) -> None:
-        """Make the blocks findable by others that became full between these numbers of tokens, all of which are known."""
+        """Make the blocks of a prompt findable by others that became full between these numbers of tokens."""
         if self.prefix_cache.is_shared:
             self.prefix_cache.register(request, num_computed_before, num_computed)
 
@@ -173,10 +173,14 @@ class KvBlocks:
             request.block_table.append(block_id)
             account_of(request).num_blocks += 1
 
-    def release(self, request: Request, *, is_preempted: bool = False) -> None:
-        """Take all blocks. Those of a preempted request are made findable first, so that it need not compute them again."""
-        if is_preempted and not self.prefix_cache.is_shared:
-            self.prefix_cache.register(request, 0, request.num_settled_tokens)
+    def release(self, request: Request, *, is_preempted: bool = False, is_failed: bool = False) -> None:
+        """Take all blocks. What an answer filled becomes findable first: while it is written hardly anybody asks for it, and
+        all at once it takes a third of the time. A request that failed leaves nothing; one that is preempted finds the
+        blocks of its prompt again where no other may."""
+        is_shared = self.prefix_cache.is_shared
+        if not is_failed and (is_shared or is_preempted):
+            first = request.num_prompt_tokens if is_shared else 0
+            self.prefix_cache.register(request, first, min(request.num_settled_tokens, request.num_tokens - 1))
         self._promise(request, -request.num_promised_blocks)
         self.pool.release(request.block_table, is_wanted=is_preempted if request.num_preemptions else None)
         if request.account is not None:

@@ -137,10 +137,10 @@ class Lifecycle:
         request.move_to(RequestStatus.QUEUED)
         request.num_computed_tokens = request.num_in_flight_tokens = 0
 
-    def _stop(self, request: Request, *, is_preempted: bool = False) -> None:
+    def _stop(self, request: Request, *, is_preempted: bool = False, is_failed: bool = False) -> None:
         """Take the seat and the blocks of a running request."""
         self._decodes.remove(request)
-        self._admission.stop(request, is_preempted=is_preempted)
+        self._admission.stop(request, is_preempted=is_preempted, is_failed=is_failed)
         self._accounts.stop(account_of(request), request)
         self._policy.settled(account_of(request))
 
@@ -152,7 +152,7 @@ class Lifecycle:
             self._accounts.quit(account_of(request), request)
             self._policy.left(request)
         elif not self._forks.leave(request):
-            self._stop(request)
+            self._stop(request, is_failed=reason is FinishReason.ERROR)
         if account is not None and reason in (FinishReason.STOP, FinishReason.LENGTH):
             account.record_output(request.num_output_tokens)
         request.finish(reason)

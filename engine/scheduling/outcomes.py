@@ -7,8 +7,10 @@ without its results (progress, the end of a prompt, that there will be one more 
     every request of n has one unknown token       two: of n, n+1                  one: of n+1
 
 Nothing becomes findable by others and no fork starts before `settle`, so other requests build only on steps that are known to
-have worked. A request that ended meanwhile (a stop token of step n, an abort) has a surplus row in step n+1, which is
-discarded. One that reaches its last token for certain is not planned again, and keeps its seat until that token is known.
+have worked. Blocks of an answer become findable all at once, when it gives them back (`KvBlocks.release`).
+
+A request that ended meanwhile (a stop token of step n, an abort) has a surplus row in step n+1, which is discarded. One that
+reaches its last token for certain is not planned again, and keeps its seat until that token is known.
 """
 
 from __future__ import annotations
@@ -38,14 +40,12 @@ class Outcomes:
         admission: Admission,
         drafting: Drafting | None,
         totals: SchedulerTotals,
-        block_size: int,
     ) -> None:
         self._lifecycle = lifecycle
         self._kv = kv
         self._admission = admission
         self._drafting = drafting
         self._totals = totals
-        self._block_size = block_size
         self.num_under_way = 0
         """Steps that were advanced and not settled."""
         self._advanced: InFlightBatch | None = None
@@ -67,18 +67,15 @@ class Outcomes:
             request.num_computed_tokens += 1  # that token was booked when the step was planned
             return self._lifecycle.fail(request, output.error, output.error_param)
         num_new = len(token_ids)
-        start = item.start
-        request.num_computed_tokens = item.start = computed = start + num_new
+        request.num_computed_tokens = item.start = item.start + num_new
         if item.num_draft_tokens:
             assert self._drafting is not None
             self._drafting.settle(request, item, num_new - 1)
         if num_new == 1 and output.logprobs is None:
-            if computed % self._block_size == 0:
-                self._kv.register(request, start, computed)
             self._totals.generation_tokens += 1
             reason = request.append(token_ids[0])
             return token_event(request, token_ids) if reason is None else self._lifecycle.end(request, reason, token_ids)
-        return self._take_tokens(request, output, start)
+        return self._take_tokens(request, output)
 
     def _apply_prefill(self, item: ScheduledRequest, output: StepOutput) -> TokenEvent | None:
         request = item.request
@@ -87,20 +84,17 @@ class Outcomes:
         request.num_computed_tokens = item.start + item.num_tokens
         self._keep_new_scores(request, output, item.start, request.num_computed_tokens)
         self._count_prompt(request, request.num_computed_tokens)
+        self._kv.register(request, item.start, request.num_computed_tokens)
         if item.samples:
             self._lifecycle.start_decoding(request)
             self._lifecycle.release_forks(request)
-            return self._take_tokens(request, output, item.start)
-        return self._finish_chunk(request, output, item.start, request.num_computed_tokens)
+            return self._take_tokens(request, output)
+        return self._finish_chunk(request, output)
 
-    def _finish_chunk(
-        self, request: Request, output: StepOutput, start: int, end: int, *, is_running: bool = True
-    ) -> TokenEvent | None:
-        """Positions `start` … `end` - 1 of a prompt were computed, and more follow. The event, if the chunk has scores."""
-        if is_running:
-            self._kv.register(request, start, end)
-            if request.status is RequestStatus.PREFILL:
-                self._admission.advance(request)
+    def _finish_chunk(self, request: Request, output: StepOutput, *, is_running: bool = True) -> TokenEvent | None:
+        """A part of a prompt was computed, and more follow. The event, if the chunk has scores."""
+        if is_running and request.status is RequestStatus.PREFILL:
+            self._admission.advance(request)
         if not output.prompt_logprobs:
             return None
         return token_event(request, [], prompt_logprobs=output.prompt_logprobs)
@@ -120,9 +114,8 @@ class Outcomes:
         if computed == request.num_prompt_tokens and request.forked_from is None:
             self._totals.prompt_tokens += computed
 
-    def _take_tokens(self, request: Request, output: StepOutput, start: int) -> TokenEvent:
-        """Append what was sampled up to the first token that ends the request; tokens behind it never existed. Makes the
-        blocks findable that the step filled, from position `start` on."""
+    def _take_tokens(self, request: Request, output: StepOutput) -> TokenEvent:
+        """Append what was sampled up to the first token that ends the request; tokens behind it never existed."""
         token_ids, logprobs = output.token_ids, output.logprobs
         assert token_ids, f"request {request.request_id} sampled no token"
         reason = request.append(token_ids[0])
@@ -134,7 +127,6 @@ class Outcomes:
             token_ids, logprobs = token_ids[:number], logprobs and logprobs[:number]
         self._totals.generation_tokens += number
         self._totals.accepted_draft_tokens += min(number, len(output.token_ids) - 1)  # the last one was no guess
-        self._kv.register(request, start, request.num_computed_tokens)
         event = token_event(request, token_ids) if reason is None else self._lifecycle.end(request, reason, token_ids)
         event.logprobs, event.prompt_logprobs = logprobs, output.prompt_logprobs
         return event
@@ -169,7 +161,7 @@ class Outcomes:
         """See `Scheduler.settle`."""
         assert len(outputs) == len(in_flight.requests), "a step has one output per row"
         self.num_under_way -= 1
-        num_decodes, block_size = in_flight.num_decodes, self._block_size
+        num_decodes = in_flight.num_decodes
         finished, is_far = RequestStatus.FINISHED, in_flight.first_end > 2
         events: list[TokenEvent] = []
         others: set[Request] = set()  # who does not merely go on with one more token
@@ -178,11 +170,9 @@ class Outcomes:
                 others.add(request)
                 if output is not None and request.status is not finished:
                     assert isinstance(output, StepOutput)
-                    events.append(self._settle_rarely(request, start, start + 1, output))
+                    events.append(self._settle_rarely(request, start + 1, output))
                 continue
             end = start + 1
-            if not end % block_size and request.block_table:
-                self._kv.register(request, start, end)
             # what `fill` does when nothing ends:
             if output not in request.stop_ids and (is_far or end + 1 < request.max_total_tokens):
                 request.token_ids[end] = output
@@ -203,13 +193,11 @@ class Outcomes:
                     events.append(event)
         return happened
 
-    def _settle_rarely(self, request: Request, start: int, end: int, output: StepOutput) -> TokenEvent:
-        """Settle a row that ends a prefill, has log-probabilities or an error; positions `start` … `end` - 1 were computed."""
+    def _settle_rarely(self, request: Request, end: int, output: StepOutput) -> TokenEvent:
+        """Settle a row that ends a prefill, has log-probabilities or an error; what it samples stands at `end`."""
         if output.error is not None:
             request.forget_unknown()
             return self._lifecycle.fail(request, output.error, output.error_param)
-        if request.block_table:
-            self._kv.register(request, start, end)
         (token_id,) = output.token_ids
         self._totals.generation_tokens += 1
         reason = request.fill(end, token_id)
@@ -224,13 +212,15 @@ class Outcomes:
         if is_running:
             request.num_in_flight_tokens -= num_tokens
         if output.error is not None:
-            return self._settle_rarely(request, start, end, output)
+            return self._settle_rarely(request, end, output)
         self._keep_new_scores(request, output, start, end)
         self._count_prompt(request, end)
+        if is_running:
+            self._kv.register(request, start, end)
         if samples:
             self._lifecycle.release_forks(request)
-            return self._settle_rarely(request, start, end, output)
-        return self._finish_chunk(request, output, start, end, is_running=is_running)
+            return self._settle_rarely(request, end, output)
+        return self._finish_chunk(request, output, is_running=is_running)
 
 
 def _columns(

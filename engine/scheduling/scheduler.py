@@ -86,7 +86,7 @@ class Scheduler:
             self._drafting = Drafting(
                 drafter, self.accounts, self.kv, self._decodes, self.totals, block_size, self._lifecycle.charge
             )
-        self._outcomes = Outcomes(self._lifecycle, self.kv, self.admission, self._drafting, self.totals, block_size)
+        self._outcomes = Outcomes(self._lifecycle, self.kv, self.admission, self._drafting, self.totals)
         self._planned: ScheduledBatch | None = None  # and neither applied nor advanced yet
 
     @property

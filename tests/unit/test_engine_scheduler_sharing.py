@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import pytest
+
 from engine.protocol import FinishReason
 from engine.scheduling.block_pool import BlockPool
 from engine.scheduling.costs import TokenCosts
 from engine.scheduling.host_tier import HostTier
 from engine.scheduling.prefix_cache import PrefixCache
 from engine.scheduling.request import RequestStatus
+from engine.scheduling.scheduled_batch import StepOutput
 from tests.support.scheduling import BLOCK_SIZE, drain, finish, make_request, make_scheduler, plan, step
 
 
@@ -126,6 +129,30 @@ def test_a_preempted_request_finds_its_blocks_again_even_without_a_prefix_cache(
     scheduler.add(other)
     step(scheduler)
     assert other.num_cached_tokens == 0, "nothing is shared with others"
+    drain(scheduler)
+
+
+@pytest.mark.parametrize(("end", "num_found"), [("length", 16), ("abort", 16), ("preempt", 16), ("error", 8)])
+def test_the_next_turn_finds_what_an_answer_filled_unless_it_failed(end: str, num_found: int) -> None:
+    scheduler = make_scheduler(num_blocks=32, caches=True)
+    request = make_request("a", 10, max_tokens=7 if end == "length" else 9)
+    scheduler.add(request)
+    for _ in range(7):
+        step(scheduler)
+    next_turn = make_request("b", 10)
+    next_turn.token_ids = [*request.token_ids, 1, 2, 3, 4]
+    next_turn.num_prompt_tokens = len(next_turn.token_ids)
+    next_turn.max_total_tokens = next_turn.num_prompt_tokens + 4
+    if end == "abort":
+        scheduler.abort(request)
+    elif end == "preempt":
+        scheduler.preempt(request)
+    elif end == "error":
+        scheduler.apply(scheduler.schedule(), [StepOutput(error="broken")])
+    assert request.is_finished or end == "preempt"
+    scheduler.add(next_turn)
+    step(scheduler)
+    assert next_turn.num_cached_tokens == num_found
     drain(scheduler)
 
 
