@@ -155,7 +155,8 @@ def make_engine(
         chunk_rows=CHUNK_ROWS,
     )
     runner._chunks._step._hidden = torch.zeros(batch, 1)  # nothing computes it
-    runner._state.host_tables = runner._step.host_sampled = None  # as on a GPU, where the device's memory is not the host's
+    runner._step.host_sampled = None  # as on a GPU, where the device's memory is not the host's
+    runner._state.words.on_host = runner._sampler.columns.words.on_host = None
     engine = Engine(scheduler, runner, info, overlap=runner)
     parts = Parts()
     for holder, name in ((scheduler, "schedule"), (scheduler, "advance"), (scheduler, "settle"), (runner, "plain_reason")):

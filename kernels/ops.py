@@ -23,6 +23,7 @@ from kernels.cpu.attention import AttentionPlan, AttentionPlanner, planned_atten
 from kernels.cpu.elementwise import gelu, gelu_tanh, layer_norm
 from kernels.cpu.invariant_attention import InvariantPlan, InvariantPlanner, invariant_attention
 from kernels.cpu.row_tiles import in_agreeing_tiles
+from kernels.device_words import DeviceWords
 from kernels.gumbel import GUESS, NO_TOKEN
 from kernels.operations import FUSED_ROWS_MAX, LinearKernel, LinearPacker, Operations
 from kernels.paged_plan import PagedPlan, PagedPlanner, paged_plan_attention
@@ -49,7 +50,7 @@ from kernels.recorded_operations import NotRecordable, RecordedOperations
 from kernels.residual_stream import Stream
 from kernels.sampling_columns import SUPPRESSED_IDS_MAX, SamplingColumns
 from kernels.simd.large_pages import on_large_pages
-from kernels.transfer import send, send_together
+from kernels.transfer import send
 from kernels.variants import CompilationFailed, Variants
 
 __all__ = [
@@ -63,6 +64,7 @@ __all__ = [
     "AttentionRow",
     "AttentionShape",
     "CompilationFailed",
+    "DeviceWords",
     "Fp8Product",
     "Fp8Rows",
     "Fp8Weight",
@@ -106,7 +108,6 @@ __all__ = [
     "row_invariant",
     "sampling_kernels",
     "send",
-    "send_together",
     "to_fp8",
 ]
 

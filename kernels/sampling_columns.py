@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
+
+from kernels.device_words import ALIGNED_WORDS, DeviceWords
 
 SUPPRESSED_IDS_MAX = 8
 """End tokens of a slot that `min_tokens_until` can suppress."""
@@ -22,8 +25,9 @@ class SamplingColumns:
     min_tokens_until: [S] int64, below this position no token is one of suppressed_ids: [S, SUPPRESSED_IDS_MAX] int32, -1 none
     counts: [S, V] int32, for the three penalties. Bit 0: stands in prompt or output; above it: its number in the output
     rules: [S] int32, the row of bias that a slot uses, -1 none. bias: [Q, V] float32, added to the logits; -inf forbids
-    floats, ints, longs: the columns of one number in the tables that they are rows of, so that a slot is written in few copies:
-        scale, top_p, neg_log2_min_p, typical_p, repetition, frequency, presence; top_k, rules; streams, min_tokens_until
+    floats, ints, longs: the columns of one number in the tables that they are rows of: scale, top_p, neg_log2_min_p, typical_p,
+        repetition, frequency, presence; top_k, rules; streams, min_tokens_until
+    words: of these three and suppressed_ids; places: [S, 21] int64 on the host, which of them are those of a slot
     """
 
     scale: torch.Tensor
@@ -43,17 +47,19 @@ class SamplingColumns:
     floats: torch.Tensor
     ints: torch.Tensor
     longs: torch.Tensor
+    words: DeviceWords
+    places: np.ndarray[Any, Any]
 
     @classmethod
     def empty(cls, num_slots: int, vocab_size: int, num_rules: int, device: torch.device) -> SamplingColumns:
         """All slots greedy and without rules. 4 · V bytes for each slot and each row of bias."""
-
-        def table(dtype: torch.dtype, *values: float) -> torch.Tensor:
-            width = -(-num_slots // 4) * 4  # each column begins where kernels take pointers to: at a multiple of 16 bytes
-            return torch.tensor(values, dtype=dtype)[:, None].repeat(1, width).to(device)[:, :num_slots]
-
-        floats = table(torch.float32, 0.0, 1.0, float("inf"), 1.0, 1.0, 0.0, 0.0)
-        ints, longs = table(torch.int32, 0, -1), table(torch.int64, 0, 0)
+        width = -(-num_slots // ALIGNED_WORDS) * ALIGNED_WORDS  # each column begins where kernels take pointers to
+        pieces = {name: (dtype, (len(off), width)) for name, (dtype, off) in _TABLES.items()}
+        words = DeviceWords({**pieces, "suppressed_ids": (torch.int32, (num_slots, SUPPRESSED_IDS_MAX))}, device)
+        for name, (dtype, off) in _TABLES.items():
+            words.tensor(name).copy_(torch.tensor(off, dtype=dtype)[:, None])
+        floats, ints, longs = (words.tensor(name)[:, :num_slots] for name in _TABLES)
+        places = [words.places(name).swapaxes(0, 1)[:num_slots] for name in _TABLES] + [words.places("suppressed_ids")]
         scale, top_p, neg_log2_min_p, typical_p, repetition, frequency, presence = floats.unbind(0)
         top_k, rules = ints.unbind(0)
         streams, min_tokens_until = longs.unbind(0)
@@ -68,14 +74,37 @@ class SamplingColumns:
             frequency=frequency,
             presence=presence,
             min_tokens_until=min_tokens_until,
-            suppressed_ids=torch.full((num_slots, SUPPRESSED_IDS_MAX), -1, dtype=torch.int32, device=device),
+            suppressed_ids=words.tensor("suppressed_ids").fill_(-1),
             counts=_zeros(num_slots, vocab_size, torch.int32, device),
             rules=rules,
             bias=_zeros(max(1, num_rules), vocab_size, torch.float32, device),
             floats=floats,
             ints=ints,
             longs=longs,
+            words=words,
+            places=np.concatenate([each.reshape(num_slots, -1) for each in places], axis=1),
         )
+
+    def write(
+        self,
+        slots: np.ndarray[Any, Any],
+        floats: np.ndarray[Any, Any],
+        ints: np.ndarray[Any, Any],
+        longs: np.ndarray[Any, Any],
+        suppressed_ids: np.ndarray[Any, Any],
+    ) -> None:
+        """Set the parameters of slots: [n] int64, no two alike. floats: [n, 7] float32, ints: [n, 2] int32, longs: [n, 2]
+        int64, in the order of the tables' rows; suppressed_ids: [n, SUPPRESSED_IDS_MAX] int32"""
+        values = np.concatenate([floats.view(np.int32), ints, longs.view(np.int32), suppressed_ids], axis=1)
+        self.words.write(self.places[slots].reshape(-1), values.reshape(-1))
+
+
+_TABLES: dict[str, tuple[torch.dtype, list[float]]] = {
+    "floats": (torch.float32, [0.0, 1.0, float("inf"), 1.0, 1.0, 0.0, 0.0]),
+    "ints": (torch.int32, [0, -1]),
+    "longs": (torch.int64, [0, 0]),
+}
+"""The tables by name, with what a slot has in each of their rows when everything is off."""
 
 
 def _zeros(num_rows: int, vocab_size: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:

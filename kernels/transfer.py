@@ -2,14 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from itertools import accumulate
 from typing import Any
 
-import numpy as np
 import torch
-
-ALIGNED_BYTES = 16
 
 
 def send(values: Any, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
@@ -20,18 +15,3 @@ def send(values: Any, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
     """
     kept = torch.as_tensor(values, dtype=dtype)
     return kept.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else kept
-
-
-def send_together(arrays: Sequence[np.ndarray[Any, Any]], device: torch.device) -> list[torch.Tensor]:
-    """As `send` of each, with their types and shapes, by one copy: pieces of one tensor, each on 16 bytes."""
-    sizes = [-(-array.nbytes // ALIGNED_BYTES) * ALIGNED_BYTES for array in arrays]
-    starts = [*accumulate(sizes, initial=0)]
-    kept = torch.empty(starts[-1], dtype=torch.uint8, pin_memory=device.type == "cuda")
-    on_host = kept.numpy()
-    for array, start in zip(arrays, starts, strict=False):
-        on_host[start : start + array.nbytes].view(array.dtype)[:] = array.reshape(-1)
-    sent = kept.to(device, non_blocking=True)
-    return [
-        sent[start : start + array.nbytes].view(torch.from_numpy(array).dtype).view(array.shape)
-        for array, start in zip(arrays, starts, strict=False)
-    ]

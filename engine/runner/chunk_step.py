@@ -50,7 +50,7 @@ class ChunkShape(NamedTuple):
 
     @property
     def pieces(self) -> dict[str, slice]:
-        """Where each kind of number stands among those of a step; those in front of the tokens are narrow."""
+        """Where each kind of number stands among those of a step, from 16 bytes on; those in front of the tokens are narrow."""
         tokens, decodes, chunks = self.num_tokens, self.num_decodes, self.num_chunks
         sizes = {
             "slots": decodes,  # of decodes, NOTHING for no decode
@@ -60,17 +60,30 @@ class ChunkShape(NamedTuple):
             "positions": tokens,
             "places": tokens,  # in the cache
             "wanted": decodes,  # the tokens behind which one is chosen
+            "positions of chosen": decodes,
+            "slots of chosen": -(-decodes // 2),  # of 32 bits
         }
-        ends = [*accumulate(sizes.values(), initial=0)]
-        return dict(zip(sizes, map(slice, ends, ends[1:]), strict=True))
+        firsts = accumulate((_even(size) for size in sizes.values()), initial=0)
+        return {name: slice(first, first + size) for (name, size), first in zip(sizes.items(), firsts, strict=False)}
+
+    @property
+    def num_numbers(self) -> int:
+        return _even(self.pieces["slots of chosen"].stop)
+
+
+def _even(size: int) -> int:
+    return size + size % 2
 
 
 class ChunkRows(NamedTuple):
-    """A step: slots of decodes, chunks, and the tokens behind which one is chosen, decodes being the first of all tokens."""
+    """A step: slots of decodes, chunks, and the tokens behind which one is chosen, decodes being the first of all tokens. Of
+    the chosen ones also slots, and indices in prompt plus output."""
 
     slots: Sequence[int]
     chunks: Sequence[InputRow]
     wanted: Sequence[int]
+    slots_of_chosen: Sequence[int] = ()
+    positions_of_chosen: Sequence[int] = ()
 
     @classmethod
     def of(cls, items: Sequence[ScheduledRequest], slots: Mapping[int, int]) -> ChunkRows:
@@ -83,7 +96,8 @@ class ChunkRows(NamedTuple):
         decode = itertools.count()
         wanted = [lasts[index] if index in lasts else next(decode) for index in slots]
         decodes = [slot for index, slot in slots.items() if index not in lasts]
-        return cls(decodes, [input_row(item) for item in chunks.values()], wanted)
+        positions = [items[index].start + items[index].num_tokens for index in slots]
+        return cls(decodes, [input_row(item) for item in chunks.values()], wanted, [*slots.values()], positions)
 
     @property
     def num_tokens(self) -> int:
@@ -92,6 +106,15 @@ class ChunkRows(NamedTuple):
 
 NOBODY = ChunkRows((), (), ())
 """A step of nothing but padding, which changes nothing."""
+
+
+class ToChoose(NamedTuple):
+    """What a step leaves of R rows that choose a token, until the next one: hidden states [R, hidden], slots [R] int32, and the
+    index of the chosen token in prompt plus output [R] int64."""
+
+    hidden: torch.Tensor
+    slots: torch.Tensor
+    positions: torch.Tensor
 
 
 class ChunkStep:
@@ -109,8 +132,9 @@ class ChunkStep:
         self._block_size = block_size
         self._num_decodes = min(max_tokens, num_slots)
         largest = self.shapes[-1]
-        self._numbers = torch.zeros(largest.pieces["wanted"].stop, dtype=torch.int64, device=device)
-        self._tables = torch.zeros(largest.num_chunks, max_blocks, dtype=torch.int32, device=device)  # of chunks
+        self._num_numbers, size = largest.num_numbers, largest.num_chunks * max_blocks
+        self._sent = torch.zeros(self._num_numbers + -(-size // 2), dtype=torch.int64, device=device)
+        self._tables = self._sent[self._num_numbers :].view(torch.int32)[:size].view(-1, max_blocks)  # of chunks
         self._hidden: torch.Tensor | None = None  # [num_decodes, hidden], outside the memory of graphs
         self._staging = Staging(device)
         self._ops = ops.operations(device, decoders[0].dtype)
@@ -123,20 +147,31 @@ class ChunkStep:
             for num_tokens, num_chunks in chunk_shapes(self._max_tokens)
         ]
 
-    def hidden(self, num_rows: int) -> torch.Tensor:
-        """What the last step left of its first rows that sample, until the next one: [num_rows, hidden]"""
+    def to_choose(self, num_rows: int, shape: ChunkShape) -> ToChoose:
+        """What the last step, of this shape, left of its first rows that sample."""
         assert self._hidden is not None, "no step was computed"
-        return self._hidden[:num_rows]
+        numbers, at = self._numbers(shape), shape.pieces
+        slots = numbers[at["slots of chosen"]].view(torch.int32)[:num_rows]
+        return ToChoose(self._hidden[:num_rows], slots, numbers[at["positions of chosen"]][:num_rows])
+
+    def _numbers(self, shape: ChunkShape) -> torch.Tensor:
+        """[num_numbers] int64, which end where the tables begin: both are sent together, and the tables stay where they are."""
+        return self._sent[self._num_numbers - shape.num_numbers : self._num_numbers]
 
     def write(self, rows: ChunkRows, shape: ChunkShape) -> None:
         """Write a step, the slots of whose decodes are current; what is left of its shape is padding."""
-        pieces = shape.pieces
-        numbers = np.zeros(pieces["wanted"].stop, dtype=np.int64)
-        at = {name: numbers[piece] for name, piece in pieces.items()}
+        size = shape.num_numbers
+        tables = self._flat_tables(rows.chunks)
+        numbers = np.zeros(size + -(-len(tables) // 2), dtype=np.int64)
+        numbers[size:].view(np.int32)[: len(tables)] = tables
+        at = {name: numbers[piece] for name, piece in shape.pieces.items()}
         num_decodes, num_chunks = len(rows.slots), len(rows.chunks)
         at["slots"][:] = at["places"][:] = NOTHING
         at["slots"][:num_decodes], at["tokens"][:num_decodes] = rows.slots, NOTHING
+        num_chosen = len(rows.slots_of_chosen)
         at["wanted"][: len(rows.wanted)] = rows.wanted
+        at["positions of chosen"][:num_chosen] = rows.positions_of_chosen
+        at["slots of chosen"].view(np.int32)[:num_chosen] = rows.slots_of_chosen
         first = num_decodes
         for index, row in enumerate(rows.chunks):
             end, context_len = first + len(row.token_ids), row.start + len(row.token_ids)
@@ -147,24 +182,26 @@ class ChunkStep:
             at["starts"][index], at["lens"][index] = first, context_len
             first = end
         at["starts"][num_chunks:-1], at["starts"][-1], at["lens"][-1] = first, shape.num_tokens, shape.num_tokens - first
-        self._staging.send(numbers, into=self._numbers[: len(numbers)])
-        if num_chunks:
-            self._write_tables(rows.chunks, at["lens"][:num_chunks])
+        self._staging.send(numbers, into=self._sent[self._num_numbers - size :][: len(numbers)])
 
-    def _write_tables(self, chunks: Sequence[InputRow], lens: np.ndarray) -> None:
-        counts = -(-lens // self._block_size)
-        numbers = np.zeros((len(chunks), counts.max()), dtype=np.int64)
-        for line, row, count in zip(numbers, chunks, counts, strict=True):
-            line[:count] = row.block_table[:count]
-        self._tables[: len(chunks), : numbers.shape[1]].copy_(self._staging.send(numbers))
+    def _flat_tables(self, chunks: Sequence[InputRow]) -> np.ndarray:
+        """What is read of the block tables of chunks, as far as the last one goes: int32, each from a row of its own on"""
+        columns, lines = self._tables.shape[1], []
+        for row in chunks:
+            num_blocks = -(-(row.start + len(row.token_ids)) // self._block_size)
+            lines.append(row.block_table[:num_blocks])
+        flat = np.zeros((len(lines) - 1) * columns + len(lines[-1]) if lines else 0, dtype=np.int32)
+        for index, line in enumerate(lines):
+            flat[index * columns :][: len(line)] = line
+        return flat
 
     def __call__(self, shape: ChunkShape) -> None:
         """Compute what was written, as far as `hidden`. Makes no decision by anything on the device."""
-        at, decodes = shape.pieces, slice(shape.num_decodes)
-        narrow = self._numbers[: at["tokens"].start].to(torch.int32)
+        numbers, at, decodes = self._numbers(shape), shape.pieces, slice(shape.num_decodes)
+        narrow = numbers[: at["tokens"].start].to(torch.int32)
         lens = torch.cat([narrow.new_empty(shape.num_decodes), narrow[at["lens"]]])
         tables = torch.cat([self._tables.new_empty(shape.num_decodes, self._tables.shape[1]), self._tables[: shape.num_chunks]])
-        given = [self._numbers[at[name]] for name in ("tokens", "positions", "places")]
+        given = [numbers[at[name]] for name in ("tokens", "positions", "places")]
         made = [torch.empty_like(each) for each in given]
         self._ops.prepare_decode(
             narrow[at["slots"]],
@@ -191,7 +228,7 @@ class ChunkStep:
             counts_all=True,
         )
         for decoder in self._decoders:
-            inputs = decoder.inputs(tokens, positions, places, plan, sampled_rows=self._numbers[at["wanted"]])
+            inputs = decoder.inputs(tokens, positions, places, plan, sampled_rows=numbers[at["wanted"]])
             hidden = decoder.forward(inputs)
         if self._hidden is None:  # in the run before the first capture
             self._hidden = hidden.new_empty(self._num_decodes, hidden.shape[1])
@@ -206,9 +243,9 @@ class ChunkSteps:
         self._calls = calls
         self._shapes = step.shapes  # from few tokens to many
 
-    def run(self, items: Sequence[ScheduledRequest], slots: Mapping[int, int]) -> torch.Tensor | None:
-        """Hidden states that choose tokens, of the items in `slots` and in their order, until the next step:
-        [len(slots), hidden]. None for a step that is to be launched in another way. Raises `CaptureFailed`."""
+    def run(self, items: Sequence[ScheduledRequest], slots: Mapping[int, int]) -> ToChoose | None:
+        """Compute a step, as far as what chooses the tokens of the items in `slots`, in their order. None for one that is to be
+        launched in another way. Raises `CaptureFailed`."""
         return self._computed(ChunkRows.of(items, slots))
 
     def run_for_timing(self, chunks: Sequence[InputRow]) -> torch.Tensor | None:
@@ -216,7 +253,8 @@ class ChunkSteps:
         used."""
         firsts = accumulate((len(row.token_ids) for row in chunks), initial=0)
         wanted = [first + output for first, row in zip(firsts, chunks, strict=False) for output in row.outputs]
-        return self._computed(ChunkRows((), chunks, wanted))
+        computed = self._computed(ChunkRows((), chunks, wanted))
+        return None if computed is None else computed.hidden
 
     @property
     def padded_sizes(self) -> list[int]:
@@ -237,7 +275,7 @@ class ChunkSteps:
             ready.append(shape)
         self._shapes = ready[::-1]
 
-    def _computed(self, rows: ChunkRows) -> torch.Tensor | None:
+    def _computed(self, rows: ChunkRows) -> ToChoose | None:
         num_tokens, num_chunks = rows.num_tokens, len(rows.chunks) + 1
         fitting = (shape for shape in self._shapes if num_tokens <= shape.num_tokens and num_chunks <= shape.num_chunks)
         shape = next(fitting, None)
@@ -246,7 +284,7 @@ class ChunkSteps:
         self._make_ready(shape)
         self._step.write(rows, shape)
         self._calls.run(shape, partial(self._step, shape))
-        return self._step.hidden(len(rows.wanted))
+        return self._step.to_choose(len(rows.wanted), shape)
 
     def _make_ready(self, shape: ChunkShape) -> None:
         """Capture the steps of this shape, unless that is done."""

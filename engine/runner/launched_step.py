@@ -48,12 +48,10 @@ class LaunchedStep:
         results = self._results()
         if self.depths:
             results = self._accepted(results)
-        if self.rows is None:
-            return results
-        outputs: list[RowResult] = [StepOutput() for _ in range(self.num_items)]
-        for row, result in zip(self.rows, results, strict=True):
-            outputs[row] = result
-        return outputs
+        if self.rows is not None and len(self.rows) < self.num_items:
+            for row in sorted(set(range(self.num_items)).difference(self.rows)):
+                results.insert(row, StepOutput())
+        return results
 
     def _accepted(self, results: Sequence[RowResult]) -> list[RowResult]:
         """One per request; None where the first token could not be drawn."""

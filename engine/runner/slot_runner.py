@@ -19,11 +19,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
+from operator import attrgetter
 
 import torch
 
 from engine.protocol import PlainReason
-from engine.runner.chunk_step import ChunkStep, ChunkSteps
+from engine.runner.chunk_step import ChunkStep, ChunkSteps, ToChoose
 from engine.runner.cuda_graphs import Calls
 from engine.runner.decode_step import DecodeStep
 from engine.runner.draft_steps import DraftSteps
@@ -35,7 +36,7 @@ from engine.runner.paged_decoder import PagedDecoder, PlacedTokens
 from engine.runner.ready_steps import NO_INPUTS, NO_ROWS, ReadySteps
 from engine.runner.row_masks import FillMasks, RowMasks
 from engine.runner.rows import FIRST, UNKNOWN, SampledRows, guess_places, input_row, scored_positions, unknown_places
-from engine.runner.slots import NOTHING, SlotState, SlotTable
+from engine.runner.slots import NOTHING, SlotState, SlotTable, SlotWrites
 from engine.runner.staging import Fetch, FetchedAtOnce, Staging, TokenReturn
 from engine.runner.step_inputs import StepInputs
 from engine.runner.warm_up import STEP_SIZES, compiles_at_first_use, compiling
@@ -52,6 +53,9 @@ KINDS = (Kind(), Kind(greedy=True), Kind(weighs=True), Kind(counts=True), Kind(n
 """What steps do in their own kernels, one way at a time: whatever else they do are these together."""
 
 TIMED_SLOTS = [0]
+TIMED_WRITES = SlotWrites(slots=TIMED_SLOTS, last_tokens=[0], num_tokens=[1])
+_size_of = attrgetter("num_tokens", "samples")
+
 WARM_ROWS = (1, 2, 4, 8)
 """Steps that are captured before the first request: what few requests need at once. The others take some tens of milliseconds
 each, when so many run for the first time."""
@@ -152,11 +156,10 @@ class SlotRunner:
         """What in this step needs the plain way, None if nothing does: the scores of prompts do, and whatever no slot holds."""
         if self._are_decodes(items):
             return None
-        for item in items:
-            if not self._slots.holds(item.request):
-                reason = PlainReason.PROMPT_LOGPROBS if scored_positions(item) else self._sampler.refusal(item.request)
-                if reason is not None:
-                    return reason
+        for item in self._slots.newcomers(items):
+            reason = PlainReason.PROMPT_LOGPROBS if scored_positions(item) else self._sampler.refusal(item.request)
+            if reason is not None:
+                return reason
         return None
 
     def launch(self, items: Sequence[ScheduledRequest]) -> LaunchedStep:
@@ -164,7 +167,7 @@ class SlotRunner:
         with self._inference:
             if self._are_decodes(items):
                 return self._launch_decodes(items)
-            if all(item.num_tokens == 1 and item.samples for item in items):
+            if {*map(_size_of, items)} == {(1, True)}:
                 self._decodes = items
                 return self._launch_decodes(items)
             return self._launch_rows(items)
@@ -200,7 +203,7 @@ class SlotRunner:
             places = [row % self._block_size for row in range(num_rows)]
             self._inputs.write([no_slots, tokens, zeros, places, zeros], size)
         else:
-            self._state.write_lengths(TIMED_SLOTS, [0], [1])
+            self._state.write(TIMED_WRITES)
             self._inputs.write_rows(TIMED_SLOTS, size)
         self._steps.run(size, Kind(), has_guesses=has_guesses)
         self._fetch(size, Kind()).tokens()
@@ -217,7 +220,7 @@ class SlotRunner:
         """As `run_for_timing`, a decode of the draft model."""
         assert self._drafts is not None, "there is no draft model"
         size = self._drafts.steps.make_ready(1, Kind())
-        self._state.write_lengths(TIMED_SLOTS, [0], [1])
+        self._state.write(TIMED_WRITES)
         self._inputs.write_rows(TIMED_SLOTS, size)
         self._drafts.steps.run(size, Kind())
         self._return.send(self._drafts.steps.step.sampled[:1]).tokens()
@@ -335,9 +338,8 @@ class SlotRunner:
         needs = self._sampler.needs(rows.slots)
         fill = self._masks.begin(rows.items, needs)
         guesses = self._guess(rows) if has_guesses else None
-        hidden = self._chunks.run(items, slot_of) if self._chunks is not None and not has_guesses else None
-        if hidden is None:
-            hidden = self._pass_over(items, slot_of, guesses)
+        to_choose = self._chunks.run(items, slot_of) if self._chunks is not None and not has_guesses else None
+        hidden = self._pass_over(items, slot_of, guesses) if to_choose is None else to_choose.hidden
         known = rows.tokens if guesses is None else None
         launched = LaunchedStep(len(items), len(rows.slots), sampling, needs.scored, rows.depths, known)
         if not sampling:
@@ -345,9 +347,11 @@ class SlotRunner:
         inputs = None
         if guesses is not None:
             inputs = self._staging.send(rows.tokens).index_copy_(0, self._staging.send(rows.guessing), guesses)
-        where = self._staging.send([rows.slots, rows.positions])
+        if to_choose is None:
+            where = self._staging.send([rows.slots, rows.positions])
+            to_choose = ToChoose(hidden, where[0].to(torch.int32), where[1])
         logits = self._target.logits(hidden, wide=False)
-        choose = partial(self._choose_rows, logits, where, inputs, needs.kind)
+        choose = partial(self._choose_rows, logits, to_choose, inputs, needs.kind)
         return self._begin_choice(launched, choose, len(logits), fill)
 
     def _guess(self, rows: SampledRows) -> torch.Tensor | None:
@@ -374,12 +378,11 @@ class SlotRunner:
         return hidden
 
     def _choose_rows(
-        self, logits: torch.Tensor, where: torch.Tensor, inputs: torch.Tensor | None, kind: Kind, masks: torch.Tensor | None
+        self, logits: torch.Tensor, rows: ToChoose, inputs: torch.Tensor | None, kind: Kind, masks: torch.Tensor | None
     ) -> Fetch:
-        """logits: [R, V]; where: [2, R], slots and positions; inputs: [R], if the host does not know them"""
-        slots = where[0].to(torch.int32)
-        chosen = self._sampler.choose(logits, slots, where[1], kind, masks)
-        self._state.advance(slots, chosen.tokens)
+        """logits: [R, V]; inputs: [R], if the host does not know them"""
+        chosen = self._sampler.choose(logits, rows.slots, rows.positions, kind, masks)
+        self._state.advance(rows.slots, chosen.tokens)
         return self._return.send(chosen.tokens, chosen.scores, inputs=inputs)
 
     def _begin_choice(self, launched: LaunchedStep, choose: Choose, num_rows: int, fill: FillMasks | None) -> LaunchedStep:

@@ -11,7 +11,9 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Sequence
-from operator import and_, is_
+from dataclasses import dataclass, field
+from itertools import compress
+from operator import and_, attrgetter, is_, ne
 from typing import Protocol
 
 import numpy as np
@@ -23,6 +25,21 @@ from engine.scheduling.scheduled_batch import ScheduledRequest
 from kernels import ops
 
 NOTHING = -1
+_request_of, _table_of = attrgetter("request"), attrgetter("block_table")
+
+
+@dataclass(slots=True)
+class SlotWrites:
+    """What is changed of slots before a step. In columns those whose lengths are sent, their last tokens (below 0: not known,
+    and left as it is) and numbers of tokens; and pieces of block tables: (slot, first column, block ids)."""
+
+    slots: list[int] = field(default_factory=list)
+    last_tokens: list[int] = field(default_factory=list)
+    num_tokens: list[int] = field(default_factory=list)
+    blocks: list[tuple[int, int, Sequence[int]]] = field(default_factory=list)
+
+    def __bool__(self) -> bool:
+        return bool(self.slots or self.blocks)
 
 
 class SlotState:
@@ -30,11 +47,15 @@ class SlotState:
 
     def __init__(self, num_slots: int, max_blocks: int, *, device: torch.device, dtype: torch.dtype | None = None) -> None:
         """`dtype`: of the model, whose operations advance the slots; None is any."""
-        self.last_tokens = torch.zeros(num_slots, dtype=torch.int64, device=device)  # [S]
-        self.num_tokens = torch.zeros(num_slots, dtype=torch.int32, device=device)  # [S], the last one included
-        self.tables = torch.zeros(num_slots, max_blocks, dtype=torch.int32, device=device)  # [S, M]
-        self._flat_tables = self.tables.view(-1)
-        self._staging = Staging(device)
+        pieces = {
+            "last_tokens": (torch.int64, (num_slots,)),
+            "num_tokens": (torch.int32, (num_slots,)),
+            "tables": (torch.int32, (num_slots, max_blocks)),
+        }
+        self.words = ops.DeviceWords(pieces, device, send_numbers=Staging(device).send)
+        self.last_tokens = self.words.tensor("last_tokens")  # [S]
+        self.num_tokens = self.words.tensor("num_tokens")  # [S], the last one included
+        self.tables = self.words.tensor("tables")  # [S, M]
         self.host_tables = self.tables.numpy() if device.type == "cpu" else None  # the same memory
         self._ops = ops.operations(device, dtype)
 
@@ -42,38 +63,24 @@ class SlotState:
     def num_slots(self) -> int:
         return self.tables.shape[0]
 
-    def write_lengths(self, slots: Sequence[int], last_tokens: Sequence[int], num_tokens: Sequence[int]) -> None:
-        """A last token that is below 0 is not known and left as it is on the device."""
-        known = [(slot, token) for slot, token in zip(slots, last_tokens, strict=True) if token >= 0]
-        num_known, num_slots = len(known), len(slots)
-        wide = [*(slot for slot, _ in known), *(token for _, token in known), *slots]
-        sent, lens = self._send(wide, num_tokens)
-        if known:
-            self.last_tokens.index_copy_(0, sent[:num_known], sent[num_known : 2 * num_known])
-        self.num_tokens.index_copy_(0, sent[-num_slots:], lens)
-
-    def write_blocks(self, pieces: Sequence[tuple[int, int, Sequence[int]]]) -> None:
-        """pieces: (slot, first column, block ids)"""
-        if self.host_tables is not None:
-            for slot, first, ids in pieces:
-                self.host_tables[slot, first : first + len(ids)] = ids
-            return
-        columns = self.tables.shape[1]
-        places, blocks = array("q"), array("i")
-        for slot, first, ids in pieces:
-            place = slot * columns + first
+    def write(self, writes: SlotWrites) -> None:
+        """Change slots, none of them twice, by one copy and one operation."""
+        places, values = array("q"), array("i")
+        first, columns = self.words.first("tables"), self.tables.shape[1]
+        for slot, column, ids in writes.blocks:
+            place = first + slot * columns + column
             places.extend(range(place, place + len(ids)))
-            blocks.extend(ids)
-        self._flat_tables.index_copy_(0, *self._send(places, blocks))
-
-    def _send(self, wide: Sequence[int], narrow: Sequence[int]) -> tuple[torch.Tensor, torch.Tensor]:
-        """Both on the device, by one copy and nothing else: [len(wide)] int64, as indices are, and [len(narrow)] int32"""
-        num_wide, num_narrow = len(wide), len(narrow)
-        numbers = np.empty(num_wide + (num_narrow + 1) // 2, dtype=np.int64)
-        numbers[:num_wide] = wide
-        numbers[num_wide:].view(np.int32)[:num_narrow] = narrow
-        sent = self._staging.send(numbers)
-        return sent[:num_wide], sent[num_wide:].view(torch.int32)[:num_narrow]
+            values.extend(ids)
+        first = self.words.first("num_tokens")
+        places.extend(first + slot for slot in writes.slots)
+        values.extend(writes.num_tokens)
+        first = self.words.first("last_tokens")
+        for slot, token_id in zip(writes.slots, writes.last_tokens, strict=True):
+            if token_id >= 0:
+                place = first + 2 * slot
+                places.extend((place, place + 1))
+                values.extend((token_id, 0))
+        self.words.write(np.frombuffer(places, np.int64), np.frombuffer(values, np.int32))
 
     def advance(self, slots: torch.Tensor, sampled: torch.Tensor, *, out: torch.Tensor | None = None) -> None:
         """slots: [R] int32, below 0 is padding; sampled: [R] int64, copied to `out`; where it is below 0 there is no token,
@@ -94,7 +101,11 @@ class SlotListener(Protocol):
 
 
 class SlotTable:
-    """The host's record of each slot: its request, the tokens it will hold after the steps launched so far, its blocks."""
+    """The host's record of each slot: its request, the tokens it will hold after the steps launched so far, its blocks.
+
+    Most requests of a step are those of the last one, each with one token more and the same block table. So the last step is
+    kept in columns: who has left is taken out, the others go on together, and only who comes is looked at.
+    """
 
     def __init__(self, state: SlotState, listener: SlotListener) -> None:
         num_slots = state.num_slots
@@ -106,16 +117,15 @@ class SlotTable:
         self._tables: list[Sequence[int] | None] = [None] * num_slots
         self._num_blocks = [0] * num_slots
         self._items: Sequence[ScheduledRequest] | None = None  # of the last step
-        self._requests: list[Request] = []
+        self._requests: list[Request] = []  # of the last step, as the columns below
         self._slots: list[int] = []
-        self._step_slots = np.zeros(0, dtype=np.int64)
         self._step_tables: list[Sequence[int]] = []
         self._step_sizes: list[int] = []
         self._num_gone_on = 0  # steps by which `_lens` is behind for these slots
 
-    def holds(self, request: Request) -> bool:
-        """Whether the request has a slot."""
-        return request in self._of
+    def newcomers(self, items: Sequence[ScheduledRequest]) -> list[ScheduledRequest]:
+        """Those whose request has no slot yet."""
+        return [item for item in items if item.request not in self._of]
 
     def forget(self) -> None:
         """Drop all assignments: what the device holds is in doubt, blocks and parameters too."""
@@ -133,94 +143,129 @@ class SlotTable:
     def update(self, items: Sequence[ScheduledRequest]) -> list[int]:
         """Bring the slots of `items`, all of which yield a token, up to date, and expect the step to advance them. → slots
 
-        The very list of the last step says that nobody in it came, went or lost blocks since.
+        The very list of the last step says that nobody in it came, went or lost blocks since, and the very slots of the last
+        step that they are the same in the same order.
         Where the slot is not current, the input token must be known, unless the step computes a chunk from known ones."""
-        if items is self._items:
-            return self._go_on()
-        requests = [item.request for item in items]
-        if requests == self._requests and all(map(is_, (request.block_table for request in requests), self._step_tables)):
+        writes = SlotWrites()
+        if items is not self._items:
+            requests = [*map(_request_of, items)]
+            self._keep(requests)
+            self._go_on(writes)
+            self._add(items, requests, writes)
             self._items = items
-            return self._go_on()
-        slots = self._bring_up(items, requests)
-        self._items, self._requests, self._slots = items, requests, slots
-        self._step_tables = [request.block_table for request in requests]
-        self._step_sizes = [*map(len, self._step_tables)]
-        return slots
+        else:
+            self._go_on(writes)
+        if writes:
+            self._state.write(writes)
+        return self._slots
 
     def update_beside_guesses(self, items: Sequence[ScheduledRequest], *, sends_tokens: bool = True) -> list[int]:
         """As `update`, for a step in which some requests verify guesses; their slots are sent again with a later step.
         `sends_tokens`: their input tokens come from the host with the step, and not from their slots."""
-        slots = self._bring_up(items, [item.request for item in items], sends_tokens=sends_tokens)
+        requests, writes = [*map(_request_of, items)], SlotWrites()
+        self._drop_step()
+        slots = self._bring_up(items, requests, requests, writes, sends_tokens=sends_tokens)
+        if writes:
+            self._state.write(writes)
         self._lens[[slot for item, slot in zip(items, slots, strict=True) if item.num_draft_tokens]] = NOTHING
         return slots
 
-    def _bring_up(self, items: Sequence[ScheduledRequest], requests: list[Request], *, sends_tokens: bool = False) -> list[int]:
-        self._drop_step()  # until the step is as `update` says
-        slots = self._seats(requests)
-        index = self._step_slots = np.array(slots, dtype=np.int64)
+    def _keep(self, requests: list[Request]) -> None:
+        """Narrow the last step to those who are the first of `requests` with the blocks that they had, or to nobody."""
+        stays = [*map(set(requests).__contains__, self._requests)]
+        if not all(stays):
+            gone = [slot for slot, stay in zip(self._slots, stays, strict=True) if not stay]
+            self._lens[gone] += self._num_gone_on
+            self._requests = [*compress(self._requests, stays)]
+            self._slots = [*compress(self._slots, stays)]
+            self._step_tables = [*compress(self._step_tables, stays)]
+            self._step_sizes = [*compress(self._step_sizes, stays)]
+        has_tables = all(map(is_, map(_table_of, self._requests), self._step_tables))
+        if not has_tables or requests[: len(self._requests)] != self._requests:
+            self._drop_step()
+
+    def _go_on(self, writes: SlotWrites) -> None:
+        """Record one more step of all that are in the last one."""
+        sizes = [*map(len, self._step_tables)]
+        if sizes != self._step_sizes:
+            grown = [*map(ne, sizes, self._step_sizes)]
+            self._grow([*compress(self._requests, grown)], [*compress(self._slots, grown)], writes)
+            self._step_sizes = sizes
+        self._num_gone_on += 1
+
+    def _add(self, items: Sequence[ScheduledRequest], requests: list[Request], writes: SlotWrites) -> None:
+        """Bring those of a step up to date who were not in the last one."""
+        num_kept = len(self._requests)
+        new = requests[num_kept:]
+        if new:
+            slots = self._bring_up(items[num_kept:], new, requests, writes)
+            self._lens[slots] -= self._num_gone_on
+            self._requests, self._slots = requests, [*self._slots, *slots]
+            tables = [*map(_table_of, new)]
+            self._step_tables += tables
+            self._step_sizes += map(len, tables)
+
+    def _bring_up(
+        self,
+        items: Sequence[ScheduledRequest],
+        requests: Sequence[Request],
+        everybody: Sequence[Request],
+        writes: SlotWrites,
+        *,
+        sends_tokens: bool = False,
+    ) -> list[int]:
+        """Bring slots up to date as if they were in no step before. `everybody`: in the step. → slots"""
+        slots = self._seats(requests, everybody)
+        index = np.array(slots, dtype=np.int64)
         lens = np.array([item.start + item.num_tokens - item.num_draft_tokens for item in items], dtype=np.int64)
         is_known = self._lens[index] == lens
         if sends_tokens:
             is_known |= np.array([item.num_draft_tokens > 0 for item in items])
         tables = (self._tables[slot] for slot in slots)
-        has_table = map(is_, tables, (request.block_table for request in requests))
+        has_table = map(is_, tables, map(_table_of, requests))
         stale = [i for i, is_current in enumerate(map(and_, is_known.tolist(), has_table)) if not is_current]
         if stale:
-            self._send([items[i] for i in stale], [slots[i] for i in stale])
-        self._grow(requests, slots)
+            self._send([items[i] for i in stale], [slots[i] for i in stale], writes)
+        self._grow(requests, slots, writes)
         self._lens[index] = lens + 1
         return slots
 
-    def _go_on(self) -> list[int]:
-        """Update the record for the same requests as in the last step, with the same tables. → slots"""
-        sizes = [*map(len, self._step_tables)]
-        if sizes != self._step_sizes:
-            self._grow(self._requests, self._slots)
-            self._step_sizes = sizes
-        self._num_gone_on += 1
-        return self._slots
-
     def _drop_step(self) -> None:
-        """The next step is none of the same requests with current slots."""
-        self._items, self._requests = None, []
-        if self._num_gone_on:
-            self._lens[self._step_slots] += self._num_gone_on
-            self._num_gone_on = 0
+        """Nobody of the last step is known to be current in the next one."""
+        self._lens[self._slots] += self._num_gone_on
+        self._num_gone_on = 0
+        self._items, self._requests, self._slots, self._step_tables, self._step_sizes = None, [], [], [], []
 
-    def _send(self, items: Sequence[ScheduledRequest], slots: Sequence[int]) -> None:
-        tokens: list[int] = []
+    def _send(self, items: Sequence[ScheduledRequest], slots: Sequence[int], writes: SlotWrites) -> None:
         for item, slot in zip(items, slots, strict=True):
             request, last = item.request, item.start + item.num_tokens - item.num_draft_tokens - 1
             is_current = self._lens[slot] == last + 1
             token_id = request.token_ids[last]
             assert is_current or token_id >= 0, f"neither host nor device knows the last token of {request.request_id}"
-            tokens.append(NOTHING if is_current else token_id)
+            writes.slots.append(slot)
+            writes.last_tokens.append(NOTHING if is_current else token_id)
+            writes.num_tokens.append(last + 1)
             if not is_current:
                 self._listener.restart(slot, request, last + 1)
             self._tables[slot], self._num_blocks[slot] = request.block_table, 0
-        lens = [item.start + item.num_tokens - item.num_draft_tokens for item in items]
-        self._state.write_lengths(slots, tokens, lens)
 
-    def _grow(self, requests: Sequence[Request], slots: Sequence[int]) -> None:
+    def _grow(self, requests: Sequence[Request], slots: Sequence[int], writes: SlotWrites) -> None:
         """Send the blocks that were added to tables."""
         counts = self._num_blocks
-        pieces: list[tuple[int, int, Sequence[int]]] = []
         for request, slot in zip(requests, slots, strict=True):
             table, known = request.block_table, counts[slot]
             if len(table) != known:
-                pieces.append((slot, known, table[known:]))
+                writes.blocks.append((slot, known, table[known:]))
                 counts[slot] = len(table)
-        if pieces:
-            self._state.write_blocks(pieces)
 
-    def _seats(self, requests: Sequence[Request]) -> list[int]:
-        """Slots of these requests. One without a slot gets one, if need be that of a request which is not among them."""
+    def _seats(self, requests: Sequence[Request], everybody: Sequence[Request]) -> list[int]:
+        """Slots of these requests. One without a slot gets one, if need be that of a request which is not in the step."""
         slots = [self._of.get(request, NOTHING) for request in requests]
         new = [i for i, slot in enumerate(slots) if slot == NOTHING]
         if not new:
             return slots
         if len(new) > len(self._free):
-            staying = set(requests)
+            staying = set(everybody)
             for request in [request for request in self._of if request not in staying]:
                 self._free.append(self._of.pop(request))
         for i in new:

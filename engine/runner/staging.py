@@ -67,10 +67,10 @@ class PinnedNumbers:
         self.event = torch.cuda.Event(blocking=sleeps)  # type: ignore[no-untyped-call]
         self._first = self.numbers
 
-    def first(self, size: int) -> torch.Tensor:
+    def first(self, size: int, dtype: torch.dtype = torch.int64) -> torch.Tensor:
         """[size], of which the last one is kept: steps ask for the same again and again."""
-        if len(self._first) != size:
-            self._first = self.numbers[:size]
+        if len(self._first) != size or self._first.dtype is not dtype:
+            self._first = self.numbers.view(dtype)[:size]
         return self._first
 
 
@@ -92,18 +92,20 @@ class Staging:
         *,
         into: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """A tensor on the device with these integers, int64, behind everything launched so far: `into`, else a new one."""
+        """A tensor on the device with these integers, behind everything launched so far: `into`, int64 or int32, else a new
+        one, int64."""
         if self._ring is None:
             given = torch.from_numpy(np.array(values, dtype=np.int64))
             return given if into is None else into.copy_(given)
-        wanted = np.asarray(values, dtype=np.int64)
+        dtype = torch.int64 if into is None else into.dtype
+        wanted = np.asarray(values, dtype=np.int32 if dtype is torch.int32 else np.int64)
         size = wanted.size
         place, buffer = self._ring.take()
         if len(buffer.on_host) < size:
             buffer = PinnedNumbers(2 * size)
             self._ring.replace(place, buffer)
-        buffer.on_host[:size] = wanted.reshape(-1)
-        pinned = buffer.first(size)
+        buffer.on_host.view(wanted.dtype)[:size] = wanted.reshape(-1)
+        pinned = buffer.first(size, dtype)
         if wanted.ndim > 1:
             pinned = pinned.view(wanted.shape)
         sent = pinned.to(self._device, non_blocking=True) if into is None else into.copy_(pinned, non_blocking=True)

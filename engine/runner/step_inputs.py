@@ -59,7 +59,7 @@ class StepInputs:
         """Whose the first `size` rows are, up to which there is padding; the rest `prepare` makes of them."""
         written, written_size = self._written
         if slots is not written or size != written_size:
-            self.rows[:size].copy_(self._staging.send([*slots, *[NOTHING] * (size - len(slots))]))
+            self._staging.send([*slots, *[NOTHING] * (size - len(slots))], into=self.rows[:size])
             self._written = slots, size
 
     def write(self, columns: Sequence[Sequence[int]], size: int) -> None:

@@ -22,7 +22,8 @@ from engine.sampling.randomness import signed, stream
 from engine.scheduling.request import Request
 from kernels import ops
 
-NO_SCORES = -1
+WEIGHS, COUNTS, MASKED, SCORED, NOT_GREEDY = (1 << bit for bit in range(5))
+"""What a slot asks of a step: see `Kind` and `SamplingNeeds`."""
 
 
 class Kind(NamedTuple):
@@ -96,11 +97,8 @@ class ColumnSampler:
         self.vocab_size = vocab_size
         self._rules: dict[Request, int] = {}
         self._biases: list[dict[int, float]] = [{} for _ in range(num_rules)]
-        self._weighs = np.zeros(num_slots, dtype=bool)
-        self._counts = np.zeros(num_slots, dtype=bool)
-        self._masked = np.zeros(num_slots, dtype=bool)
-        self._greedy = np.zeros(num_slots, dtype=bool)
-        self._scored = np.full(num_slots, NO_SCORES, dtype=np.int64)
+        self._asks = np.zeros(num_slots, dtype=np.uint8)  # the constants above, together
+        self._num_scored = np.zeros(num_slots, dtype=np.int64)  # likeliest tokens
 
     def refusal(self, request: Request) -> PlainReason | None:
         """Why this request cannot be sampled from a slot, None if it can: it has a bias, and no row for biases is free."""
@@ -125,43 +123,39 @@ class ColumnSampler:
         params = [request.sampling for request in requests]
         held = [sorted(request.stop_ids) if request.sampling.min_tokens > 0 else [] for request in requests]
         held = [ids if len(ids) <= ops.SUPPRESSED_IDS_MAX else [] for ids in held]
-        c = self.columns
         floats = [
-            [scale_of(p) for p in params],
-            [p.top_p for p in params],
-            [neg_log2_min_p_of(p) for p in params],
-            [p.typical_p for p in params],
-            [p.repetition_penalty for p in params],
-            [p.frequency_penalty for p in params],
-            [p.presence_penalty for p in params],
-        ]
-        ints = [
-            [p.top_k if _cuts(p.top_k, self.vocab_size) else 0 for p in params],
-            [self._rules.get(r, -1) for r in requests],
-        ]
-        longs = [
-            [signed(stream(p.seed or 0)) for p in params],
-            [r.num_prompt_tokens + r.sampling.min_tokens for r in requests],
-        ]
-        suppressed_ids = [ids + [-1] * (ops.SUPPRESSED_IDS_MAX - len(ids)) for ids in held]
-        values = np.array(slots), np.array(floats, np.float32), np.array(ints, np.int32), np.array(longs, np.int64)
-        index, *sent, held_ids = ops.send_together([*values, np.array(suppressed_ids, np.int32)], self._device)
-        for table, columns in zip((c.floats, c.ints, c.longs), sent, strict=True):
-            table.index_copy_(1, index, columns)
-        c.suppressed_ids.index_copy_(0, index, held_ids)
+            (
+                scale_of(p), p.top_p, neg_log2_min_p_of(p), p.typical_p,
+                p.repetition_penalty, p.frequency_penalty, p.presence_penalty,
+            )
+            for p in params
+        ]  # fmt: skip
+        top_ks = [p.top_k if _cuts(p.top_k, self.vocab_size) else 0 for p in params]
+        longs = [(signed(stream(r.sampling.seed or 0)), r.num_prompt_tokens + r.sampling.min_tokens) for r in requests]
+        self.columns.write(
+            np.array(slots),
+            np.array(floats, np.float32),
+            np.array([*zip(top_ks, (self._rules.get(r, -1) for r in requests), strict=True)], np.int32),
+            np.array(longs, np.int64),
+            np.array([ids + [-1] * (ops.SUPPRESSED_IDS_MAX - len(ids)) for ids in held], np.int32),
+        )
         for slot, request in zip(slots, requests, strict=True):
             sampling = request.sampling
-            self._weighs[slot] = weighs(sampling, self.vocab_size)
-            self._counts[slot] = has_penalties(sampling)
-            self._masked[slot] = needs_masks(request)
-            self._greedy[slot] = is_greedy(sampling) and not changes_logits(sampling) and sampling.logprobs is None
-            self._scored[slot] = NO_SCORES if sampling.logprobs is None else sampling.logprobs
+            is_scored = sampling.logprobs is not None
+            self._asks[slot] = (
+                WEIGHS * weighs(sampling, self.vocab_size)
+                | COUNTS * has_penalties(sampling)
+                | MASKED * needs_masks(request)
+                | SCORED * is_scored
+                | NOT_GREEDY * (not is_greedy(sampling) or changes_logits(sampling) or is_scored)
+            )
+            self._num_scored[slot] = sampling.logprobs or 0
         for rule in {self._rules[request] for request in requests if request in self._rules}:
             self._write_bias(rule)
 
     def restart(self, slot: int, request: Request, num_tokens: int) -> None:
         """Count the first `num_tokens` tokens of the slot's request anew: what the device has counted is in doubt."""
-        if not self._counts[slot]:
+        if not self._asks[slot] & COUNTS:
             return
         ids, places = np.unique(request.token_ids[:num_tokens], return_inverse=True)
         in_output = np.bincount(places[request.num_prompt_tokens :], minlength=len(ids))
@@ -177,12 +171,14 @@ class ColumnSampler:
     def needs(self, slots: Sequence[int]) -> SamplingNeeds:
         """What a step with these slots, in this order, has to do."""
         index = np.array(slots, dtype=np.int64)
-        counts = self._scored[index]
-        scored = [(row, int(counts[row])) for row in (counts != NO_SCORES).nonzero()[0].tolist()]
-        num_top = scores.num_top([count for _, count in scored], self.vocab_size) if scored else 0
-        greedy = bool(self._greedy[index].all())
-        kind = Kind(bool(self._weighs[index].any()), bool(self._counts[index].any()), num_top, greedy)
-        return SamplingNeeds(kind, scored, self._masked[index].nonzero()[0].tolist())
+        asks = self._asks[index]
+        some = int(np.bitwise_or.reduce(asks))
+        scored, num_top = [], 0
+        if some & SCORED:
+            scored = [(row, int(self._num_scored[slots[row]])) for row in (asks & SCORED).nonzero()[0].tolist()]
+            num_top = scores.num_top([count for _, count in scored], self.vocab_size)
+        masked = (asks & MASKED).nonzero()[0].tolist() if some & MASKED else []
+        return SamplingNeeds(Kind(bool(some & WEIGHS), bool(some & COUNTS), num_top, not some & NOT_GREEDY), scored, masked)
 
     def choose(
         self,

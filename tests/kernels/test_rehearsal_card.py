@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from engine.runner import staging
-from engine.runner.slots import SlotState
+from engine.runner.slots import SlotState, SlotWrites
 from engine.runner.staging import BufferRing, Staging, TokenReturn
 from engine.switches import BUSY_WAIT
 from tests.support.rehearsal import DEVICE, Card, rehearsal
@@ -291,11 +291,10 @@ def test_events_of_buffers_are_made_once(card: Card, monkeypatch: pytest.MonkeyP
 
 @pytest.mark.parametrize("tokens", [[7, 8, 9], [-1, 8, -1], [-1, -1, -1]])
 def test_what_slots_hold_is_sent_in_one_piece_to_numbers_of_both_widths(card: Card, tokens: list[int]) -> None:
-    state = SlotState(4, 3, device=DEVICE)
     with mock.patch.object(Staging, "send", autospec=True, side_effect=Staging.send) as sent:
-        state.write_lengths([2, 0, 3], tokens, [10, 11, 12])
-        state.write_blocks([(2, 1, [5, 6]), (0, 0, [9])])
-    assert sent.call_count == 2
+        state = SlotState(4, 3, device=DEVICE)
+        state.write(SlotWrites([2, 0, 3], tokens, [10, 11, 12], [(2, 1, [5, 6]), (0, 0, [9])]))
+    assert sent.call_count == 1
     assert state.last_tokens.tolist() == [max(0, token) for token in (tokens[1], 0, tokens[0], tokens[2])]
     assert state.num_tokens.tolist() == [11, 0, 10, 12]
     assert state.tables.tolist() == [[9, 0, 0], [0, 0, 0], [0, 5, 6], [0, 0, 0]]

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 
 from engine.loop import Engine
-from engine.runner.slots import SlotState, SlotTable
+from engine.runner.slots import SlotState, SlotTable, SlotWrites
 from engine.sampling.columns import Kind
 from engine.scheduling.request import table_of
 from engine.scheduling.scheduled_batch import ScheduledRequest
@@ -200,7 +200,7 @@ def test_what_did_not_reach_a_slot_is_sent_again(what: str, number: int, loop: s
     run_to_end(engine, [wanted("b", [8, 6, 7], max_tokens=3)])  # whose slot a has next
     foresee(engine, tokens(plain), 3)
     runner: Any = engine.runner
-    owner, name = (runner._state, "write_blocks") if what == "blocks" else (runner._sampler, "place")
+    owner, name = (runner._state, "write") if what == "blocks" else (runner._sampler, "place")
     right, calls = getattr(owner, name), iter([None] * (number - 1) + [RuntimeError("out of memory")])
 
     def fails_once(*values: Any) -> None:
@@ -240,9 +240,9 @@ def test_a_slot_whose_request_verified_guesses_is_sent_again_even_when_all_of_th
 def test_blocks_of_several_requests_are_sent_to_where_the_host_itself_writes_them() -> None:
     pieces = [(2, 0, table_of([7])), (0, 3, table_of([4, 1, 6])), (1, 5, table_of()), (3, 1, [9, 8])]
     sent, written = (SlotState(4, 6, device=torch.device("cpu")) for _ in range(2))
-    sent.host_tables = None  # as on a GPU
+    sent.words.on_host = None  # as on a GPU
     for state in (sent, written):
-        state.write_blocks(pieces)
+        state.write(SlotWrites(blocks=pieces))
     assert sent.tables.tolist() == written.tables.tolist() == [
         [0, 0, 0, 4, 1, 6], [0] * 6, [7, 0, 0, 0, 0, 0], [0, 9, 8, 0, 0, 0],
     ]  # fmt: skip

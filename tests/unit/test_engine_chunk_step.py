@@ -14,7 +14,7 @@ from engine.protocol import SamplingParams
 from engine.runner.chunk_step import NOBODY, ChunkRows, ChunkShape, ChunkStep, ChunkSteps
 from engine.runner.cuda_graphs import DirectCalls
 from engine.runner.slot_runner import SlotRunner
-from engine.runner.slots import SlotState
+from engine.runner.slots import SlotState, SlotWrites
 from engine.scheduling.request import UNKNOWN_TOKEN, Request, table_of
 from engine.scheduling.scheduled_batch import ScheduledRequest
 from kernels.paged_plan import PagedPlan
@@ -88,8 +88,7 @@ def decoder() -> Decoder:
 @pytest.fixture
 def step(decoder: Decoder) -> ChunkStep:
     state = SlotState(SEATS, BLOCKS, device=CPU, dtype=torch.float32)
-    state.write_lengths([2, 0], [99, 76], [6, 7])
-    state.write_blocks([(2, 0, [1, 2]), (0, 0, [0, 7])])
+    state.write(SlotWrites([2, 0], [99, 76], [6, 7], [(2, 0, [1, 2]), (0, 0, [0, 7])]))
     return ChunkStep([decoder], state, max_tokens=32, block_size=BLOCK, device=CPU)  # type: ignore[list-item]
 
 
@@ -117,7 +116,10 @@ def test_decodes_come_from_their_slots_and_what_is_left_is_padding(step: ChunkSt
     assert plan.query_starts.tolist() == [2, 3, 8, 8, 16]
     assert plan.context_lens.tolist() == [6, 7, 0, 5, 7, 0, padding]
     assert [plan.block_tables[row, :2].tolist() for row in (0, 1, 3, 4)] == [[1, 2], [0, 7], [3, 4], [5, 6]]
-    assert step.hidden(3).flatten().tolist() == [99, 76, 56]
+    chosen = step.to_choose(3, SHAPE)
+    assert chosen.hidden.flatten().tolist() == [99, 76, 56]
+    assert (chosen.slots.tolist(), chosen.positions.tolist()) == ([2, 0, 1], [6, 7, 7])
+    assert (chosen.slots.dtype, chosen.positions.dtype) == (torch.int32, torch.int64)
 
 
 def test_a_full_step_has_no_padding_and_an_empty_one_nothing_else(step: ChunkStep, decoder: Decoder) -> None:

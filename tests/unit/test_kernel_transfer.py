@@ -1,31 +1,35 @@
-"""What goes to the device: values, types and places of arrays that travel together."""
+"""What goes to the device: values and types, and words of many tensors that are written together."""
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
+import pytest
 import torch
 
-from kernels.transfer import ALIGNED_BYTES, send, send_together
+from kernels.device_words import DeviceWords
+from kernels.transfer import send
 
 CPU = torch.device("cpu")
 
 
-def test_arrays_that_travel_together_keep_values_types_and_shapes() -> None:
-    arrays: list[np.ndarray[Any, Any]] = [
-        np.array([7], np.int64),
-        np.arange(21, dtype=np.float32).reshape(7, 3),
-        np.array([[2**31 - 1], [-(2**31)]], np.int32),
-        np.array([[-(2**63)], [2**63 - 1]], np.int64),
-        np.arange(12, dtype=np.int32).reshape(3, 4).T,  # not one piece of memory
+@pytest.mark.parametrize("is_host", [True, False])
+def test_words_of_several_tensors_are_written_together_and_nothing_else_is(*, is_host: bool) -> None:
+    pieces = {"longs": (torch.int64, (3,)), "floats": (torch.float32, (2, 3)), "ints": (torch.int32, (5,))}
+    words = DeviceWords(pieces, CPU)
+    longs, floats, ints = (words.tensor(name) for name in pieces)
+    if not is_host:
+        words.on_host = None  # as on a GPU
+    assert all(each.data_ptr() % 16 == longs.data_ptr() % 16 for each in (floats, ints)), "where kernels take pointers to"
+    places = [words.places("longs")[1], words.places("floats")[1, [0, 2]].reshape(-1), [words.first("ints") + 4]]
+    values = [
+        np.array([-(2**40)]).view(np.int32),
+        np.array([0.5, -np.inf], np.float32).view(np.int32),
+        np.array([-1], np.int32),
     ]
-    sent = send_together(arrays, CPU)
-    for array, tensor in zip(arrays, sent, strict=True):
-        assert torch.equal(tensor, torch.from_numpy(np.ascontiguousarray(array)))
-        assert tensor.dtype == torch.from_numpy(array).dtype
-        assert tensor.data_ptr() % ALIGNED_BYTES == sent[0].data_ptr() % ALIGNED_BYTES
-    assert len({tensor.untyped_storage().data_ptr() for tensor in sent}) == 1, "one copy"
+    words.write(np.concatenate(places), np.concatenate(values))
+    assert longs.tolist() == [0, -(2**40), 0]
+    assert floats.tolist() == [[0, 0, 0], [0.5, 0, -float("inf")]]
+    assert ints.tolist() == [0, 0, 0, 0, -1]
 
 
 def test_lists_are_sent_as_the_type_that_is_asked_for() -> None:

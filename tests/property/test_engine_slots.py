@@ -1,0 +1,111 @@
+"""Slots as requests come, go, pause and lose their blocks in any order: what a step reads there is what the scheduler has."""
+
+from __future__ import annotations
+
+import random
+from unittest import mock
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from engine.runner.slots import SlotState, SlotTable
+from engine.scheduling.request import UNKNOWN_TOKEN, Request, table_of
+from engine.scheduling.scheduled_batch import ScheduledRequest
+from tests.support.scheduling import make_request
+
+BLOCK, BLOCKS, SEATS, STEPS = 2, 40, 5, 30
+
+
+class Lives:
+    """A scheduler of no rules, and a device that chooses a token for each row of a step."""
+
+    def __init__(self, chance: random.Random, *, is_host: bool) -> None:
+        self.chance = chance
+        self.state = SlotState(SEATS, BLOCKS, device=torch.device("cpu"))
+        if not is_host:
+            self.state.words.on_host = None  # as on a GPU
+        self.table = SlotTable(self.state, mock.Mock())
+        self.decoding: list[Request] = []  # of the last step
+        self.others: list[Request] = []
+        self.sampled: dict[Request, int] = {}  # under way
+        self.last: list[ScheduledRequest] = []
+
+    def settle(self, requests: list[Request]) -> None:
+        for request in requests:
+            if request in self.sampled:
+                request.token_ids[-1] = self.sampled.pop(request)
+
+    def plan(self) -> list[ScheduledRequest]:
+        """Some of the last step go on, in its order unless something else happens; who comes is settled."""
+        if self.last and self.chance.random() < 0.3:
+            for request in self.decoding:
+                self.make_room(request)
+            for item in self.last:
+                item.start, item.num_tokens = len(item.request.token_ids) - 1, 1
+            return self.last
+        staying = [request for request in self.decoding if self.chance.random() < 0.8]
+        leaving = [request for request in self.decoding if request not in staying]
+        self.settle(leaving)
+        self.others += leaving
+        free = SEATS - len(staying)
+        coming = self.chance.sample(self.others, self.chance.randint(0, min(free, len(self.others))))
+        self.others = [request for request in self.others if request not in coming and self.chance.random() < 0.9]
+        if len(coming) < free and (self.chance.random() < 0.5 or not staying + coming):
+            coming.append(make_request("new", self.chance.randint(1, 6), max_tokens=BLOCK * BLOCKS))
+        planned = staying + coming
+        if self.chance.random() < 0.1:
+            self.chance.shuffle(planned)
+        items = []
+        for request in planned:
+            is_whole = not request.block_table or (request not in self.sampled and self.chance.random() < 0.1)
+            if is_whole:  # it is new, or lost its blocks and is computed again
+                request.block_table = table_of()
+            self.make_room(request)
+            num_tokens = len(request.token_ids)
+            items.append(ScheduledRequest(request, 0 if is_whole else num_tokens - 1, num_tokens if is_whole else 1, True))
+        self.decoding, self.last = planned, items
+        return items
+
+    def make_room(self, request: Request) -> None:
+        while len(request.block_table) * BLOCK < len(request.token_ids):
+            request.block_table.append(self.chance.randint(0, 1000))
+
+    def compute(self, items: list[ScheduledRequest], slots: list[int]) -> None:
+        """Check what the step reads, and advance its slots as the device does; the tokens of the step before arrive."""
+        assert len(set(slots)) == len(slots)
+        for item, slot in zip(items, slots, strict=True):
+            request, held = item.request, self.sampled.get(item.request)
+            tokens, blocks = request.token_ids, [*request.block_table]
+            assert int(self.state.num_tokens[slot]) == len(tokens)
+            assert int(self.state.last_tokens[slot]) == (tokens[-1] if held is None else held)
+            assert self.state.tables[slot, : len(blocks)].tolist() == blocks
+        self.settle([item.request for item in items])
+        for item, slot in zip(items, slots, strict=True):
+            token_id = self.chance.randint(0, 1 << 18)
+            self.state.last_tokens[slot], self.state.num_tokens[slot] = token_id, len(item.request.token_ids) + 1
+            item.request.token_ids.append(UNKNOWN_TOKEN)
+            self.sampled[item.request] = token_id
+
+
+@pytest.mark.parametrize("is_host", [True, False])
+@given(seed=st.integers(0, 2**32))
+def test_slots_hold_what_the_scheduler_has(seed: int, *, is_host: bool) -> None:
+    lives = Lives(random.Random(seed), is_host=is_host)
+    before: tuple[list[int], list[Request]] = [], []
+    for _ in range(STEPS):
+        items = lives.plan()
+        if items:
+            slots = lives.table.update(items)
+            if slots is before[0]:
+                assert [item.request for item in items] == before[1], "the very list says that nobody came or went"
+            lives.compute(items, slots)
+            before = slots, [item.request for item in items]
+        doubt = lives.chance.random()
+        if doubt < 0.1:
+            lives.settle(lives.decoding)
+            if doubt < 0.05:
+                lives.table.forget()
+            else:
+                lives.table.invalidate(lives.decoding[:2])
