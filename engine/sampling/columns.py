@@ -17,7 +17,7 @@ from engine.protocol import PlainReason, SamplingParams
 from engine.sampling import scores
 from engine.sampling.host_masks import needs_masks
 from engine.sampling.logits_filters import is_greedy, neg_log2_min_p_of, scale_of
-from engine.sampling.logits_rules import FORBIDDEN, changes_logits, has_penalties
+from engine.sampling.logits_rules import FORBIDDEN, changes_logits
 from engine.sampling.randomness import signed, stream
 from engine.scheduling.request import Request
 from kernels import ops
@@ -152,7 +152,7 @@ class ColumnSampler:
         for slot, request in zip(slots, requests, strict=True):
             sampling = request.sampling
             self._weighs[slot] = weighs(sampling, self.vocab_size)
-            self._counts[slot] = has_penalties(sampling)
+            self._counts[slot] = sampling.has_penalties
             self._masked[slot] = needs_masks(request)
             self._greedy[slot] = is_greedy(sampling) and not changes_logits(sampling) and sampling.logprobs is None
             self._scored[slot] = NO_SCORES if sampling.logprobs is None else sampling.logprobs
