@@ -52,12 +52,11 @@ class Pages:
         return 2 * tokens * self.shape.num_kv_heads * self.shape.head_dim * self.cache.element_size()
 
 
-def make_pages(
-    lengths: Sequence[int], shape: AttentionShape, *, dtype: torch.dtype, device: torch.device, spare_blocks: int = 1
-) -> Pages:
-    """Scattered blocks for requests of these lengths. Behind its last token a request's last block holds NaN."""
+def make_pages(lengths: Sequence[int], shape: AttentionShape, *, dtype: torch.dtype, device: torch.device) -> Pages:
+    """Scattered blocks for requests of these lengths, and one that is nobody's. Behind its last token a request's last block
+    holds NaN."""
     counts = [-(-length // shape.block_size) for length in lengths]
-    num_blocks = sum(counts) + spare_blocks
+    num_blocks = sum(counts) + 1
     size = (num_blocks, shape.block_size, 2, shape.num_kv_heads, shape.head_dim)
     cache = normal(*size, dtype=dtype, device=device)
     order = torch.randperm(num_blocks, generator=torch.Generator().manual_seed(7)).tolist()

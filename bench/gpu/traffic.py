@@ -59,9 +59,9 @@ def uniform(count: int, low: int, high: int, vocab: int, *, seed: int = 0) -> li
     return [Asked(each, numbers.randint(low, high)) for each in prompts]
 
 
-def chats(count: int, longest: int, vocab: int, *, seed: int = 5) -> list[Asked]:
+def chats(count: int, longest: int, vocab: int) -> list[Asked]:
     """Lengths of conversations, by the percentiles above; none longer than `longest`, in and out."""
-    numbers = random.Random(seed)
+    numbers = random.Random(5)
 
     def length(values: Sequence[int]) -> int:
         at = numbers.uniform(0, PERCENTILES[-1])

@@ -101,7 +101,7 @@ def _emit_tile(builder, form: Format, rows: int, width: int, operands: _Operands
         group = form.group(builder, builder.add(groups, entry), width)
         with cgutils.for_range_slice(builder, group_first, group_end, _one(builder), intp=INT64) as (column, _):
             values = form.decode(builder, builder.add(codes, builder.mul(column, INT64(form.column_bytes))), width, group)
-            prefetch(builder, builder.add(ahead, builder.mul(column, ahead_step)), 0)
+            prefetch(builder, builder.add(ahead, builder.mul(column, ahead_step)))
             for i, value in enumerate(values if keeps else ()):
                 emit_store(builder, kept, builder.add(builder.mul(column, INT64(width * LANES)), INT64(i * LANES)), value)
             for row in range(rows):

@@ -51,7 +51,7 @@ def _emit_tile(builder, rows, width, arguments, *, fetches):
         column = builder.mul(loop.index, b_stride)
         values = [emit_load(builder, b, builder.add(column, INT64(LANES * i))) for i in range(width)]
         if fetches:
-            prefetch(builder, builder.add(ahead[0], builder.mul(loop.index, INT64(CACHE_LINE))), 0)
+            prefetch(builder, builder.add(ahead[0], builder.mul(loop.index, INT64(CACHE_LINE))))
         for row in range(rows):
             factor = emit_splat(builder, builder.load(builder.gep(row_places[row], [loop.index]), align=BYTES))
             for i in range(width):
@@ -90,9 +90,9 @@ def for_each_count(builder, count, most, emit, *, fewest=1) -> None:
     builder.position_at_end(behind)
 
 
-def prefetch(builder, address, line) -> None:
-    """Ask for a line of the cache, counted from an address."""
-    pointer = builder.inttoptr(builder.add(address, INT64(line * CACHE_LINE)), ir.IntType(8).as_pointer())
+def prefetch(builder, address) -> None:
+    """Ask for the line of the cache at an address."""
+    pointer = builder.inttoptr(address, ir.IntType(8).as_pointer())
     emit_call(builder, "llvm.prefetch.p0", ir.VoidType(), [pointer, INT32(0), INT32(2), INT32(1)])
 
 
