@@ -49,6 +49,7 @@ from appliance.metering.ledger.writer import Ledger
 from appliance.metering.limits.admission import Admission
 from appliance.metering.limits.saved_levels import LimitLevels
 from appliance.metering.limits.sums import LedgerSums
+from appliance.metering.past_requests import PastRequests
 from appliance.metering.prices import PriceBook
 from appliance.metering.usage import UsageReports
 from appliance.serving.alerting.alerts import Alerts
@@ -158,9 +159,8 @@ class Appliance:
 
     async def _build(self, db: Database) -> Services:
         settings, clock, metrics = self.settings, SystemClock(), Metrics()
-        started_at = clock.now()
+        started_at, calendar = clock.now(), BillingCalendar(settings.time_zone)
         pepper = read_or_create_pepper(settings.data_dir)
-        calendar = BillingCalendar(settings.time_zone)
         alerts = Alerts(settings, db, clock, calendar, pepper)
         epoch_id = await self._begin_epoch(db, clock, calendar, alerts.budgets.settled)
         sums = LedgerSums(db, calendar=calendar, request_deadline_s=settings.request_deadline_s)
@@ -176,10 +176,9 @@ class Appliance:
         generations = Generations(
             db, clock, metrics, limits, admission=admission, tiers=tiers, policies=policies, ledger=ledger, prices=prices
         )
-        models = ModelRegistry()
+        models, database_watch = ModelRegistry(), DatabaseWatch(db, clock)
         if self.engines:
             models = build_models(settings, clock=clock, metrics=metrics, on_frame=generations.note_frame)
-        database_watch = DatabaseWatch(db, clock)
         return Services(
             settings=settings,
             clock=clock,
@@ -299,6 +298,7 @@ def _billing_parts(settings: Settings, db: Database, clock: Clock, calendar: Bil
     return BillingParts(
         prices=PriceBook(db, clock, currency=settings.currency),
         reports=reports,
+        past_requests=PastRequests(db),
         box_records=box_records,
         free_allowances=FreeAllowances(db, clock),
         invoices=Invoices(db, clock, calendar, currency=settings.currency),

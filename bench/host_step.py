@@ -147,10 +147,8 @@ def make_engine(
         NoSampler(batch, 1, DEVICE),
         None,  # type: ignore[arg-type]
         calls or NoCalls(),
-        max_num_seqs=batch,
+        limits,
         max_guesses=0,
-        max_blocks=max_model_len // BLOCK_SIZE,
-        block_size=BLOCK_SIZE,
         device=DEVICE,
         chunk_rows=CHUNK_ROWS,
     )

@@ -56,7 +56,7 @@ def run_isolated(runner: Runner, items: Sequence[ScheduledRequest]) -> list[Step
 
 
 def _without_guesses(item: ScheduledRequest) -> ScheduledRequest:
-    return ScheduledRequest(item.request, item.start, item.num_tokens - item.num_draft_tokens, item.samples)
+    return ScheduledRequest(item.request, item.start, item.num_known_tokens, item.samples)
 
 
 def _halved(runner: Runner, items: Sequence[ScheduledRequest]) -> list[StepOutput]:

@@ -191,15 +191,13 @@ class Engine:
 
     def status(self, *, with_requests: bool = False) -> EngineStatus:
         """Gauges and totals now; `with_requests` adds every live answer, at a cost proportional to their number."""
-        parked = [] if self._grammars is None else list(self._grammars.requests()) if with_requests else []
-        num_parked = 0 if self._grammars is None else len(self._grammars)
         return make_status(
             self._scheduler,
             self._figures,
             self.fallbacks,
             self.plain_steps,
-            parked,
-            num_parked=num_parked,
+            () if self._grammars is None else self._grammars.requests(),
+            num_parked=0 if self._grammars is None else len(self._grammars),
             with_requests=with_requests,
         )
 

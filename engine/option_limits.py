@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from engine.cpu_environment import num_cores
+from engine.number_checks import is_integer, is_number
 
 THREADS_PER_CORE_MAX = 16
 
@@ -33,11 +34,11 @@ def at_most(most: int, why: str = "") -> Limit:
 
 
 def above_zero(most: float) -> Limit:
-    return Limit(lambda value: _is_number(value) and 0.0 < value <= most, f"must be above 0 and at most {most:g}")
+    return Limit(lambda value: is_number(value) and 0.0 < value <= most, f"must be above 0 and at most {most:g}")
 
 
 def gib_up_to(most: float) -> Limit:
-    return Limit(lambda value: _is_number(value) and 0.0 <= value <= most, f"must be a number of GiB between 0 and {most:g}")
+    return Limit(lambda value: is_number(value) and 0.0 <= value <= most, f"must be a number of GiB between 0 and {most:g}")
 
 
 def power_of_two(most: int) -> Limit:
@@ -54,11 +55,7 @@ def files(most: int) -> Limit:
 
 
 def _is_count(value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and value >= 1
-
-
-def _is_number(value: object) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool)
+    return is_integer(value) and value >= 1
 
 
 def _are_paths(value: object) -> bool:

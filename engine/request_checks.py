@@ -9,6 +9,7 @@ import math
 from collections.abc import Collection
 
 from engine.errors import PromptError
+from engine.number_checks import is_number
 from engine.protocol import WEIGHT_MAX, EngineInfo, GenerationRequest, InvalidOption, Priority
 
 PROMPT_PARAM = "prompt_token_ids"
@@ -58,6 +59,5 @@ def _check_service(wanted: GenerationRequest) -> None:
         raise InvalidOption("priority", f"priority must be one of {', '.join(Priority)}, not {wanted.priority!r}")
     if deadline_s is None:
         return
-    is_number = isinstance(deadline_s, int | float) and not isinstance(deadline_s, bool)
-    if not is_number or not math.isfinite(deadline_s) or deadline_s < 0:
+    if not is_number(deadline_s) or not math.isfinite(deadline_s) or deadline_s < 0:
         raise InvalidOption("queue_deadline_s", f"queue_deadline_s must be a finite number from 0 on, not {deadline_s!r}")

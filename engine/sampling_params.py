@@ -10,6 +10,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from engine.number_checks import is_integer, is_number
+
 N_MAX = 128
 TOP_LOGPROBS_MAX = 20
 STOP_STRINGS_MAX = 16
@@ -109,6 +111,11 @@ class SamplingParams:
         return self.n if self.best_of is None else self.best_of
 
     @property
+    def has_penalties(self) -> bool:
+        """Whether logits depend on which tokens stand in prompt or output."""
+        return self.repetition_penalty != 1.0 or self.presence_penalty != 0.0 or self.frequency_penalty != 0.0
+
+    @property
     def guided_param(self) -> str | None:
         """The one `guided_…` field that is set."""
         return next((param for param in GUIDED_PARAMS if getattr(self, param) is not None), None)
@@ -136,14 +143,6 @@ def _shown(value: object) -> str:
     return f"a number of {value.bit_length()} bits" if isinstance(value, int) else type(value).__name__
 
 
-def _is_int(value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool)
-
-
-def _is_number(value: object) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool)
-
-
 def _normalise(p: SamplingParams) -> None:
     """One stop string is a list of one, none an empty list, a schema its JSON text."""
     stop: Any = p.stop
@@ -166,7 +165,7 @@ def _schema_text(schema: Mapping[str, Any]) -> str:
 def _number(p: SamplingParams, param: str, low: float, high: float, *, above: bool = False) -> None:
     """A float between its limits; NaN is between none. `above`: the lower limit itself is refused."""
     value = getattr(p, param)
-    if _is_number(value) and (low < value if above else low <= value) and value <= high:
+    if is_number(value) and (low < value if above else low <= value) and value <= high:
         return
     limits = f"must be above {low:g} and at most {high:g}" if above else f"must be between {low:g} and {high:g}"
     raise InvalidOption(param, f"{param} {limits}, not {_shown(value)}")
@@ -174,7 +173,7 @@ def _number(p: SamplingParams, param: str, low: float, high: float, *, above: bo
 
 def _integer(p: SamplingParams, param: str, low: int, high: int, *, optional: bool = False, note: str = "") -> None:
     value = getattr(p, param)
-    if (optional and value is None) or (_is_int(value) and low <= value <= high):
+    if (optional and value is None) or (is_integer(value) and low <= value <= high):
         return
     raise InvalidOption(param, f"{param} must be an integer between {low} and {high}{note}, not {_shown(value)}")
 
@@ -248,7 +247,7 @@ def _text(values: Sequence[str], param: str) -> None:
 
 def _token_ids(ids: Any, param: str) -> None:
     _require(
-        all(_is_int(i) and 0 <= i <= TOKENS_MAX for i in ids), param, f"must hold token ids: integers from 0 to {TOKENS_MAX}"
+        all(is_integer(i) and 0 <= i <= TOKENS_MAX for i in ids), param, f"must hold token ids: integers from 0 to {TOKENS_MAX}"
     )
 
 
@@ -259,7 +258,7 @@ def _check_bias(p: SamplingParams) -> None:
     _require(isinstance(bias, Mapping), "logit_bias", f"must map token ids to numbers, not be {_shown(bias)}")
     _require(len(bias) <= LOGIT_BIAS_MAX, "logit_bias", f"takes at most {LOGIT_BIAS_MAX} tokens, not {len(bias)}")
     _token_ids(bias, "logit_bias")
-    ok = all(_is_number(value) and -100.0 <= value <= 100.0 for value in bias.values())
+    ok = all(is_number(value) and -100.0 <= value <= 100.0 for value in bias.values())
     _require(ok, "logit_bias", "values must be numbers between -100 and 100")
 
 

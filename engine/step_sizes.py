@@ -13,6 +13,7 @@ so that all of these have a place. Steps with chunks of prompts are captured at 
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 
 EVERY = 8
 COARSE_EVERY = 32
@@ -78,26 +79,29 @@ def chunk_rows_max(max_tokens: int, row_bytes: int) -> int:
     return max((rows for rows, _ in chunk_shapes(min(max_tokens, most))), default=0)
 
 
-def graphs_kept(max_num_seqs: int, max_guesses: int, *, has_draft: bool = False, chunk_rows: int = 0) -> int:
+def graphs_kept(max_num_seqs: int, max_guesses: int, *, chunk_rows: int = 0) -> int:
     """Captured steps that are kept at a time. `chunk_rows`: of the largest with chunks; the rest as of `decode_graphs_kept`."""
-    return decode_graphs_kept(max_num_seqs, max_guesses, has_draft=has_draft) + len(chunk_shapes(chunk_rows))
+    return decode_graphs_kept(max_num_seqs, max_guesses) + len(chunk_shapes(chunk_rows))
 
 
 def decode_graphs_kept(max_num_seqs: int, max_guesses: int, *, has_draft: bool = False) -> int:
     """Captured decode steps that are kept at a time: every size of the usual kinds, every size of those that end with the
     logits, and some more. `max_guesses`: rows of a step beyond one for each request. `has_draft`: of both models, else of the
     target."""
-    usual = len({step_size(number, max_num_seqs) for number in range(1, max_num_seqs + 1)})
-    logits = len({logits_size(number, max_num_seqs) for number in range(1, max_num_seqs + 1)})
-    max_rows = max_num_seqs + max_guesses
-    guesses = len({guesses_size(number, max_rows) for number in range(2, max_rows + 1)}) if max_guesses else 0
+    usual, logits = (len(sizes(size, max_num_seqs)) for size in (step_size, logits_size))
+    guesses = len(sizes(guesses_size, max_num_seqs + max_guesses, fewest=2)) if max_guesses else 0
     kept = USUAL_KINDS * (usual + guesses) + logits + RARE_KEPT
     return kept + draft_graphs_kept(max_num_seqs) if has_draft else kept
 
 
 def draft_graphs_kept(max_num_seqs: int) -> int:
     """Captured steps of a draft model by itself that are kept as well."""
-    return USUAL_KINDS * len({step_size(number, max_num_seqs) for number in range(1, max_num_seqs + 1)})
+    return USUAL_KINDS * len(sizes(step_size, max_num_seqs))
+
+
+def sizes(size: Callable[[int, int], int], max_rows: int, *, fewest: int = 1) -> list[int]:
+    """All that `size` rounds steps of `fewest` to `max_rows` rows up to, in ascending order."""
+    return sorted({size(number, max_rows) for number in range(fewest, max_rows + 1)})
 
 
 def _power_of_two(number: int) -> int:

@@ -98,7 +98,7 @@ class WeightsSize:
 
 def _size(place: torch.Tensor | Place) -> tuple[int, int]:
     if isinstance(place, torch.Tensor):
-        return place.numel(), place.numel() * place.element_size()
+        return place.numel(), place.nbytes
     return place.num_parameters, place.num_bytes
 
 

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 from appliance.console.addresses import address
 from appliance.console.request_lines import RequestLine, past_line
 from appliance.console.security import ConsoleRequest
+from appliance.metering.past_requests import RequestFilter
 from appliance.metering.request_search import SEARCHED_MAX
-from appliance.metering.usage import RequestFilter
 
 if TYPE_CHECKING:
     from appliance.serving.services import Services
@@ -73,7 +73,7 @@ class HistoryPage:
 
 async def history_page(services: Services, filters: Filters, names: dict[str, str], access: Access) -> HistoryPage:
     """Return a page of the history."""
-    page = await services.reports.requests_page(PAGE_ROWS, filters.cursor or None, filters.requests, access=access)
+    page = await services.past_requests.page(PAGE_ROWS, filters.cursor or None, filters.requests, access=access)
     live = services.generations.live(access=access)
     rows = [past_line(row, names) for row in page.data if row.id not in live]
     return HistoryPage(

@@ -159,7 +159,7 @@ class LiveBoard:
             return
         self._read_at_s = now_s
         self._totals = await totals_today(self._services, access=WHOLE_BOX)
-        page = await self._services.reports.requests_page(RECENT_ROWS, access=WHOLE_BOX)
+        page = await self._services.past_requests.page(RECENT_ROWS, access=WHOLE_BOX)
         names = await tenant_names(self._services, WHOLE_BOX)
         self._recent = [past_line(row, names) for row in page.data]
 

@@ -91,7 +91,7 @@ async def _find(console: Console, request_id: str, access: Access) -> tuple[Requ
     live = console.services.generations.find(request_id, access=access)
     if live is not None:
         return live_line(live, console.services.clock.now()), event
-    row = await console.services.reports.request(request_id, access=access)
+    row = await console.services.past_requests.get(request_id, access=access)
     tenant = await console.services.tenants.get(row.tenant_id, access=access)
     key = await console.services.keys.get(row.key_id, access=access)
     return past_line(row, {tenant.id: tenant.name}, key.prefix), event

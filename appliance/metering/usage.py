@@ -1,29 +1,28 @@
-"""What was used and what it cost: reports over the sums, and the pages of ledger and requests. Reads only."""
+"""What was used and what it cost: reports over the sums, and the pages of the ledger. Reads only."""
 
 from __future__ import annotations
 
 import hashlib
 import json
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass, replace
-from datetime import UTC, datetime, timedelta
+from dataclasses import dataclass
+from datetime import datetime
 from typing import Any
 
 from sqlalchemy import ColumnElement, Select, and_, func, literal, or_, select
 
 from appliance.base.db import Database
 from appliance.base.errors import InvalidValue, NotFound
-from appliance.base.tables import requests, usage_events
+from appliance.base.tables import usage_events
 from appliance.metering.calendar import BillingCalendar
-from appliance.metering.ledger.records import RequestRow, Status, UsageEvent
+from appliance.metering.ledger.records import Status, UsageEvent
 from appliance.metering.ledger.rollups import SPLIT, join_sum, split_sum
-from appliance.metering.ledger.rows import event_from_row, request_from_row
-from appliance.metering.request_search import beyond, is_whole_id, mentions
+from appliance.metering.ledger.rows import event_from_row
 from appliance.metering.usage_cover import Segment, bucket_end, cover, reaching
-from appliance.metering.usage_queries import Owners, Place, page_query, report_query, tenant_of_key, totals_query
+from appliance.metering.usage_queries import Owners, Place, page_query, report_query, totals_query
 from appliance.tenancy.access import Access
 from appliance.tenancy.fields import check_choice
-from appliance.tenancy.pages import PAGE_ROWS_DEFAULT, Page, check_limit, decode_cursor, encode_cursor, page_of
+from appliance.tenancy.pages import PAGE_ROWS_DEFAULT, Page, check_limit, decode_cursor, from_micros, page_of, to_micros
 from appliance.tenancy.roles import Action
 
 BUCKETS = ("minute", "hour", "day")
@@ -32,7 +31,6 @@ _GROUP_COLUMNS = {"tenant": "tenant_id", "key": "key_id", "model": "model"}
 USAGE_ROWS_MAX = 50_000
 STATUSES = ("pending", "posted", "voided", "recovered")
 KINDS = ("usage", "adjustment")
-_EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -76,20 +74,8 @@ class LedgerFilter:
     end: datetime | None = None
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RequestFilter:
-    """Which requests a page shows; None is all. `text` may be in id, model, or the key's name or prefix, in any case."""
-
-    tenant_id: str | None = None
-    key_id: str | None = None
-    model: str | None = None
-    finish_reason: str | None = None
-    text: str | None = None
-    finished_only: bool = True
-
-
 class UsageReports:
-    """Reports over the ledger and the table of requests. Every method narrows what it reads to what `access` shows."""
+    """Reports over the ledger. Every method narrows what it reads to what `access` shows."""
 
     def __init__(self, db: Database, *, calendar: BillingCalendar) -> None:
         self._db = db
@@ -153,10 +139,10 @@ class UsageReports:
             segments = reaching(segments, after.start_at)
         found = await self._read(page_query(segments, owners, check_limit(limit) + 1, after)) if segments else []
         rows = self._rows(found, owners, bucket)
-        period = [_to_micros(start), _to_micros(end)]
+        period = [to_micros(start), to_micros(end)]
 
         def position(row: tuple[UsageRow, Place]) -> list[str | int]:
-            return [*period, _to_micros(row[1].start_at), *row[1].names]
+            return [*period, to_micros(row[1].start_at), *row[1].names]
 
         page = page_of(rows, limit, name, position)
         return Page(data=[row for row, _place in page.data], next_cursor=page.next_cursor)
@@ -237,62 +223,6 @@ class UsageReports:
             number, high, low = (await connection.execute(query)).one()
         return number, join_sum(high, low)
 
-    async def requests_page(
-        self,
-        limit: int = PAGE_ROWS_DEFAULT,
-        cursor: str | None = None,
-        filters: RequestFilter | None = None,
-        *,
-        access: Access,
-    ) -> Page[RequestRow]:
-        """Return past requests, the newest first. Raises InvalidValue for a bad cursor.
-
-        A page looks through SEARCHED_MAX requests for a text, and may have fewer rows than `limit` although there is more. A
-        whole id is found at once.
-        """
-        columns, asked = requests.c, filters or RequestFilter()
-        wanted = {columns.key_id: asked.key_id, columns.model: asked.model, columns.finish_reason: asked.finish_reason}
-        behind = [] if asked.tenant_id is None else [columns.tenant_id == asked.tenant_id]
-        if asked.key_id is not None and asked.tenant_id is None:
-            # Requests are found by tenant: those of a key that is hardly used would be looked for among everybody's.
-            behind.append(columns.tenant_id == tenant_of_key(asked.key_id))
-        if cursor is not None:
-            micros, last_id = decode_cursor("requests", cursor, [int, str])
-            moment = _from_micros(micros)
-            earlier = or_(columns.admitted_at < moment, and_(columns.admitted_at == moment, columns.id < last_id))
-            behind += [columns.admitted_at <= moment, earlier]
-        narrowed = [column == value for column, value in wanted.items() if value is not None]
-        if asked.finished_only:
-            narrowed.append(columns.finished_at.is_not(None))
-        if asked.text:
-            narrowed.append(mentions(asked.text))
-        query = access.narrow(select(requests), columns.tenant_id).where(*behind, *narrowed)
-        query = query.order_by(columns.admitted_at.desc(), columns.id.desc())
-        unseen_at = None
-        async with self._db.reading() as connection:
-            if asked.text and not is_whole_id(asked.text):
-                admitted = access.narrow(select(columns.admitted_at), columns.tenant_id).where(*behind)
-                unseen_at = (await connection.execute(beyond(admitted))).scalar_one_or_none()
-            if unseen_at is not None:
-                query = query.where(columns.admitted_at > unseen_at)
-            rows = (await connection.execute(query.limit(check_limit(limit) + 1))).mappings().all()
-        found = [request_from_row(row) for row in rows]
-        page = page_of(found, limit, "requests", lambda row: [_to_micros(row.admitted_at), row.id])
-        if unseen_at is None or page.has_more:
-            return page
-        return replace(page, next_cursor=encode_cursor("requests", [_to_micros(unseen_at) + 1, ""]))
-
-    async def request(self, request_id: str, tenant_id: str | None = None, *, access: Access) -> RequestRow:
-        """Return a request. Raises NotFound, also for another tenant's."""
-        query = access.narrow(select(requests), requests.c.tenant_id).where(requests.c.id == request_id)
-        if tenant_id is not None:
-            query = query.where(requests.c.tenant_id == tenant_id)
-        async with self._db.reading() as connection:
-            row = (await connection.execute(query)).mappings().first()
-        if row is None:
-            raise NotFound("no such request", param="request_id")
-        return request_from_row(row)
-
 
 def _check_period(start: datetime, end: datetime) -> None:
     for name, moment in (("start", start), ("end", end)):
@@ -328,7 +258,7 @@ def _position(name: str, cursor: str, owners: Owners) -> tuple[datetime, datetim
     start, end, bucket_at, *names = decode_cursor(name, cursor, [int, int, int, *(str for _ in owners.place), str])
     if start >= end:
         raise InvalidValue("cursor is not one of this list", param="cursor")
-    return _from_micros(start), _from_micros(end), Place(_from_micros(bucket_at), tuple(names))
+    return from_micros(start), from_micros(end), Place(from_micros(bucket_at), tuple(names))
 
 
 def _usage_row(start: datetime, end: datetime, owners: Owners, columns: Sequence[str], values: Sequence[Any]) -> UsageRow:
@@ -387,14 +317,3 @@ def _corrections_of(event: UsageEvent) -> Select[Any]:
 
 def _is_kind(kind: str) -> ColumnElement[bool]:
     return usage_events.c.kind == literal(kind, literal_execute=True)
-
-
-def _to_micros(moment: datetime) -> int:
-    return (moment - _EPOCH) // timedelta(microseconds=1)
-
-
-def _from_micros(micros: int) -> datetime:
-    try:
-        return _EPOCH + timedelta(microseconds=micros)
-    except OverflowError:
-        raise InvalidValue("cursor is not one of this list", param="cursor") from None

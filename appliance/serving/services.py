@@ -17,6 +17,7 @@ from appliance.metering.ledger.corrections import Corrections
 from appliance.metering.ledger.writer import Ledger
 from appliance.metering.limits.admission import Admission
 from appliance.metering.limits.saved_levels import LimitLevels
+from appliance.metering.past_requests import PastRequests
 from appliance.metering.prices import PriceBook
 from appliance.metering.usage import UsageReports
 from appliance.serving.alerting.alerts import Alerts
@@ -63,6 +64,7 @@ class BillingParts(TypedDict):
 
     prices: PriceBook
     reports: UsageReports
+    past_requests: PastRequests
     box_records: BoxRecords
     free_allowances: FreeAllowances
     invoices: Invoices
@@ -101,6 +103,7 @@ class Services:
     corrections: Corrections
     prices: PriceBook
     reports: UsageReports
+    past_requests: PastRequests
     box_records: BoxRecords
     free_allowances: FreeAllowances
     invoices: Invoices

@@ -7,6 +7,7 @@ import binascii
 import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from datetime import UTC, datetime, timedelta
 from typing import Any, Generic, TypeVar
 
 from appliance.base.errors import InvalidValue
@@ -15,6 +16,7 @@ PAGE_ROWS_DEFAULT = 50
 PAGE_ROWS_MAX = 1000
 CURSOR_CHARS_MAX = 4096
 """More than the longest place needs: several names of 200 characters of four bytes, in base 64."""
+_EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
 
 T = TypeVar("T")
 
@@ -62,6 +64,19 @@ def decode_cursor(name: str, cursor: str, types: Sequence[type]) -> list[Any]:
     if any(isinstance(value, str) and not _is_storable(value) for value in values):
         raise refusal
     return values[1:]
+
+
+def to_micros(moment: datetime) -> int:
+    """Return a moment as it stands in a cursor."""
+    return (moment - _EPOCH) // timedelta(microseconds=1)
+
+
+def from_micros(micros: int) -> datetime:
+    """Return the moment of a cursor. Raise InvalidValue for one that no calendar has."""
+    try:
+        return _EPOCH + timedelta(microseconds=micros)
+    except OverflowError:
+        raise InvalidValue("cursor is not one of this list", param="cursor") from None
 
 
 def _is_storable(text: str) -> bool:

@@ -15,6 +15,7 @@ from __future__ import annotations
 import platform
 import time
 from functools import partial
+from statistics import median
 from typing import Any
 
 import torch
@@ -24,7 +25,7 @@ import triton.language as tl
 from bench.gpu import driver, host_calls
 from bench.gpu.context import Context
 from bench.gpu.rows import Row
-from bench.gpu.timing import Call, median, seconds
+from bench.gpu.timing import Call, seconds
 
 GB = 1_000_000_000
 SIZES_GB = (1, 4, 8)

@@ -11,7 +11,7 @@ import torch
 from torch.nn import functional
 
 from bench.gpu.context import Context
-from bench.gpu.errors import Outputs, compare, invariant
+from bench.gpu.errors import Three, Two, compare, invariant
 from bench.gpu.inputs import FP8, Pages, angles, gathered, make_pages, normal, queries
 from kernels.attention_rows import AttentionShape
 from kernels.cpu.rope_and_cache import rope_and_cache as torch_rope
@@ -22,7 +22,7 @@ from kernels.triton.attention_decode import paged_decode
 from kernels.triton.attention_prefill import paged_prefill
 from kernels.triton.rotated_decode import rotated_decode
 
-Case = tuple[str, Callable[[], tuple[Outputs, Outputs, Outputs]]]
+Case = tuple[str, Callable[[], Three]]
 
 
 def check(context: Context) -> None:
@@ -82,7 +82,7 @@ def _long(context: Context, shape: AttentionShape) -> list[Case]:
 
 
 def _decode(context: Context, shape: AttentionShape, lengths: list[int], *, fp8: bool = False, label: str = "") -> Case:
-    def make() -> tuple[Outputs, Outputs, Outputs]:
+    def make() -> Three:
         pages = make_pages(lengths, shape, dtype=FP8 if fp8 else context.dtype, device=context.device)
         scales = torch.tensor([0.5, 2.0], device=context.device) if fp8 else None
         q = queries(pages, len(lengths), context.dtype)
@@ -98,7 +98,7 @@ def _decode(context: Context, shape: AttentionShape, lengths: list[int], *, fp8:
 def _rotated(context: Context, shape: AttentionShape, lengths: list[int]) -> Case:
     """With QK-norm; beside torch's own operations, which round queries and keys between them."""
 
-    def make() -> tuple[Outputs, Outputs, Outputs]:
+    def make() -> Three:
         device, dtype, size = context.device, context.dtype, shape.head_dim
         pages = make_pages(lengths, shape, dtype=dtype, device=device)
         qkv = normal(len(lengths), shape.num_heads + 2 * shape.num_kv_heads, size, dtype=dtype, device=device)
@@ -161,7 +161,7 @@ def _prefill(
 ) -> Case:
     """chunks: (queries, tokens of the request)"""
 
-    def make() -> tuple[Outputs, Outputs, Outputs]:
+    def make() -> Three:
         lengths = [length for _, length in chunks]
         pages = make_pages(lengths, shape, dtype=FP8 if fp8 else context.dtype, device=context.device)
         scales = torch.tensor([0.5, 2.0], device=context.device) if fp8 else None
@@ -178,7 +178,7 @@ def _prefill(
     return label or _name(shape), make
 
 
-def _alone(context: Context, shape: AttentionShape, lengths: list[int]) -> tuple[Outputs, Outputs]:
+def _alone(context: Context, shape: AttentionShape, lengths: list[int]) -> Two:
     pages = make_pages(lengths, shape, dtype=context.dtype, device=context.device)
     q = queries(pages, len(lengths), context.dtype)
     together = paged_decode(q, pages.cache, pages.tables, pages.context_lens, shape)

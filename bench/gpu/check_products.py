@@ -10,8 +10,8 @@ import torch
 from torch.nn import functional
 
 from bench.gpu.context import Context
-from bench.gpu.errors import Outputs, compare, invariant
-from bench.gpu.inputs import Weight, normal
+from bench.gpu.errors import Cases, Three, Two, compare, invariant
+from bench.gpu.inputs import PRODUCTS, Weight, coded, normal
 from kernels.quantised_weights import Fp8Weight, Int4Weight, Int8Weight, pack_fp8, pack_int4, pack_int8
 from kernels.reference import experts as exact_experts
 from kernels.reference import fused_linear as exact_fused
@@ -22,15 +22,14 @@ from kernels.triton.fused_linear import linear_add, normed_linear
 from kernels.triton.linear import linear
 from kernels.triton.linear_fp8 import linear_fp8
 from kernels.triton.linear_int4 import linear_int4
-from kernels.triton.linear_int8 import linear_int8
 
-Three = tuple[Outputs, Outputs, Outputs]
 EPS = 1e-6
 
 
 def check(context: Context) -> None:
     """Products in 16 and 8 bits."""
-    for name, make in (("bf16", _plain), ("int8", _int8), ("fp8 weights", _fp8_weights), ("fp8 rows", _fp8_rows)):
+    of_int8, of_fp8 = partial(_coded, kind="int8"), partial(_coded, kind="fp8")
+    for name, make in (("bf16", _plain), ("int8", of_int8), ("fp8 weights", of_fp8), ("fp8 rows", _fp8_rows)):
         compare(context, f"product {name}", _cases(context, make))
     alone = [(str(shape), partial(_alone, context, *shape, four_bits=False)) for shape in _shapes(context)]
     invariant(context, "product bf16", alone)
@@ -60,7 +59,7 @@ def _rows(context: Context) -> list[int]:
     return [1, 3] if context.rehearsal else [1, 7, 16, 17, 64, 200]
 
 
-def _cases(context: Context, make: Callable[[Context, int, int, int], Three]) -> list[tuple[str, Callable[[], Three]]]:
+def _cases(context: Context, make: Callable[[Context, int, int, int], Three]) -> Cases[Three]:
     shapes = _shapes(context)
     return [(f"{m} × {n} × {k}", partial(make, context, m, n, k)) for n, k in shapes for m in _rows(context)]
 
@@ -79,18 +78,12 @@ def _plain(context: Context, m: int, n: int, k: int) -> Three:
     return linear(x, weight), _product(x, weight), functional.linear(x, weight)
 
 
-def _int8(context: Context, m: int, n: int, k: int) -> Three:
+def _coded(context: Context, m: int, n: int, k: int, *, kind: str) -> Three:
     x, weight = _pair(context, m, n, k)
-    packed = pack_int8(weight)
+    packed = coded(kind, weight)
+    assert not isinstance(packed, torch.Tensor), f"{kind} is no code"
     decoded = exact.dequantise(packed)
-    return linear_int8(x, packed), _product(x, decoded), functional.linear(x, decoded.to(x.dtype))
-
-
-def _fp8_weights(context: Context, m: int, n: int, k: int) -> Three:
-    x, weight = _pair(context, m, n, k)
-    packed = pack_fp8(weight)
-    decoded = exact.dequantise(packed)
-    return linear_fp8(x, packed), _product(x, decoded), functional.linear(x, decoded.to(x.dtype))
+    return PRODUCTS[kind](x, packed), _product(x, decoded), functional.linear(x, decoded.to(x.dtype))
 
 
 def _fp8_rows(context: Context, m: int, n: int, k: int) -> Three:
@@ -198,7 +191,7 @@ def _experts(context: Context, m: int) -> Three:
     return mix(x, weights, ids), exact, theirs
 
 
-def _alone(context: Context, n: int, k: int, *, four_bits: bool) -> tuple[Outputs, Outputs]:
+def _alone(context: Context, n: int, k: int, *, four_bits: bool) -> Two:
     """Every row of a full tile of 16, by itself."""
     x, weight = _pair(context, 4 if context.rehearsal else 16, n, k)
     packed = pack_int4(weight, 128) if four_bits else None

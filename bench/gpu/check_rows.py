@@ -10,8 +10,8 @@ import torch
 from torch.nn import functional
 
 from bench.gpu.context import Context
-from bench.gpu.errors import Outputs, compare, equal, invariant
-from bench.gpu.inputs import FP8, normal
+from bench.gpu.errors import Three, Two, compare, equal, invariant
+from bench.gpu.inputs import FP8, angles, normal
 from kernels.reference import blocks as exact_blocks
 from kernels.reference import decode_inputs as exact_inputs
 from kernels.reference import elementwise as exact
@@ -23,8 +23,6 @@ from kernels.triton.fp8_rows import quantize_rows_fp8
 from kernels.triton.rope_and_cache import rope_and_cache
 
 EPS = 1e-6
-Three = tuple[Outputs, Outputs, Outputs]
-Fp8Rows = tuple[torch.Tensor, torch.Tensor]
 
 
 def check(context: Context) -> None:
@@ -45,16 +43,8 @@ def check(context: Context) -> None:
     compare(context, "silu·mul to fp8", cases(_silu_fp8, gates))
     compare(context, "gelu·mul", cases(_gelu, gates))
     compare(context, "embedding", cases(_embedding, sizes))
-    compare(
-        context,
-        "rope, QK-norm and KV write",
-        [(f"{count} tokens", _rope_case(context, count, True, False)) for count in rows[:3]],
-    )
-    compare(
-        context,
-        "rope and KV write, fp8 KV",
-        [(f"{count} tokens", _rope_case(context, count, False, True)) for count in rows[:3]],
-    )
+    for name, way in (("rope, QK-norm and KV write", {"normed": True}), ("rope and KV write, fp8 KV", {"fp8": True})):
+        compare(context, name, [(f"{count} tokens", partial(_rotated, context, count, **way)) for count in rows[:3]])
     invariant(context, "rms norm", [(str(width), partial(_norm_alone, context, width)) for width in widths])
     invariant(context, "rope and KV write", [("9 tokens", lambda: _rope_alone(context))])
     equal(context, "step inputs", [("slots", lambda: _step_inputs(context))])
@@ -83,12 +73,12 @@ def _add_norm_fp8(context: Context, count: int, width: int) -> Three:
     x, residual, weight = _rows(context, count, width), _rows(context, count, width), _rows(context, 1, width)[0]
     values, scales, _ = norm.add_rms_norm_fp8(x, residual, weight, EPS)
     wide = exact_norm.add_rms_norm(x.float(), residual.float(), weight, EPS)[0]
-    return _wide(context, (values, scales)), wide, _torch_fp8(context, functional.rms_norm(x + residual, (width,), weight, EPS))
+    return _wide(values, scales), wide, _torch_fp8(functional.rms_norm(x + residual, (width,), weight, EPS))
 
 
 def _quantise(context: Context, count: int, width: int) -> Three:
     x = _rows(context, count, width)
-    return _wide(context, quantize_rows_fp8(x)), x.float(), _torch_fp8(context, x)
+    return _wide(*quantize_rows_fp8(x)), x.float(), _torch_fp8(x)
 
 
 def _silu(context: Context, count: int, width: int) -> Three:
@@ -99,7 +89,7 @@ def _silu(context: Context, count: int, width: int) -> Three:
 def _silu_fp8(context: Context, count: int, width: int) -> Three:
     x = _rows(context, count, 2 * width)
     theirs = functional.silu(x[:, :width]) * x[:, width:]
-    return _wide(context, activation.silu_mul_fp8(x)), exact.silu_mul(x.float()), _torch_fp8(context, theirs)
+    return _wide(*activation.silu_mul_fp8(x)), exact.silu_mul(x.float()), _torch_fp8(theirs)
 
 
 def _gelu(context: Context, count: int, width: int) -> Three:
@@ -114,30 +104,28 @@ def _embedding(context: Context, count: int, width: int) -> Three:
     return embed(ids, table), table.float()[ids], functional.embedding(ids, table)
 
 
-def _wide(context: Context, quantised: Fp8Rows) -> torch.Tensor:
+def _wide(values: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
     """What e4m3 rows and their scales stand for, in a dtype that errors are measured in."""
-    assert quantised[0].dtype is FP8
-    del context
-    return quantised[0].float() * quantised[1]
+    assert values.dtype is FP8
+    return values.float() * scales
 
 
-def _torch_fp8(context: Context, x: torch.Tensor) -> torch.Tensor:
+def _torch_fp8(x: torch.Tensor) -> torch.Tensor:
     """Torch's way: a pass for the largest of each row, one for the quotient."""
     scales = x.float().abs().amax(dim=1, keepdim=True).clamp_min(1e-12) / 448
-    return _wide(context, ((x.float() / scales).to(FP8), scales))
+    return _wide((x.float() / scales).to(FP8), scales)
 
 
 def _rope_inputs(context: Context, count: int, *, fp8: bool) -> dict[str, Any]:
     heads, kv_heads, size = (4, 2, 32) if context.rehearsal else (32, 8, 128)
     device, dtype = context.device, context.dtype
-    angles = torch.rand(count, 1, size // 2, device=device) * 6
-    cos, sin = angles.cos(), angles.sin()
+    cos, sin = angles(count, size, dtype, device)
     slots = torch.randperm(count + 20, device=device)[:count]
     slots[count // 2] = -1  # padding: nothing is written
     return {
         "qkv": normal(count, heads + 2 * kv_heads, size, dtype=dtype, device=device),
-        "cos": torch.cat((cos, cos), -1).to(dtype),
-        "sin": torch.cat((-sin, sin), -1).to(dtype),
+        "cos": cos,
+        "sin": sin,
         "kv_cache": torch.zeros(count // 16 + 2, 16, 2, kv_heads, size, dtype=FP8 if fp8 else dtype, device=device),
         "slot_mapping": slots,
         "num_kv_heads": kv_heads,
@@ -145,25 +133,21 @@ def _rope_inputs(context: Context, count: int, *, fp8: bool) -> dict[str, Any]:
     }
 
 
-def _rope_case(context: Context, count: int, normed: bool, fp8: bool) -> Callable[[], Three]:
-    def make() -> Three:
-        given = _rope_inputs(context, count, fp8=fp8)
-        size = given["rotary_dim"]
-        if normed:
-            weights = _rows(context, 2, size)
-            given |= {"q_weight": weights[0], "k_weight": weights[1], "eps": EPS}
-        if fp8:
-            given["kv_scales"] = torch.tensor([0.5, 2.0], device=context.device)
-        wide = {**given, "qkv": given["qkv"].float(), "kv_cache": torch.zeros_like(given["kv_cache"], dtype=torch.float32)}
-        exact_rope(**{**wide, "kv_scales": None})
-        if fp8:  # the reference rounds to e4m3 itself: what it writes unrounded, divided by the scales, is the exact result
-            wide["kv_cache"] = wide["kv_cache"] / given["kv_scales"].view(2, 1, 1)
-        theirs = _torch_rope({**given, "qkv": given["qkv"].clone(), "kv_cache": given["kv_cache"].clone()})
-        rope_and_cache(**given)
-        ours = [given["qkv"], given["kv_cache"].to(torch.float32 if fp8 else context.dtype)]
-        return ours, [wide["qkv"], wide["kv_cache"]], theirs
-
-    return make
+def _rotated(context: Context, count: int, *, normed: bool = False, fp8: bool = False) -> Three:
+    given = _rope_inputs(context, count, fp8=fp8)
+    if normed:
+        weights = _rows(context, 2, given["rotary_dim"])
+        given |= {"q_weight": weights[0], "k_weight": weights[1], "eps": EPS}
+    if fp8:
+        given["kv_scales"] = torch.tensor([0.5, 2.0], device=context.device)
+    wide = {**given, "qkv": given["qkv"].float(), "kv_cache": torch.zeros_like(given["kv_cache"], dtype=torch.float32)}
+    exact_rope(**{**wide, "kv_scales": None})
+    if fp8:  # the reference rounds to e4m3 itself: what it writes unrounded, divided by the scales, is the exact result
+        wide["kv_cache"] = wide["kv_cache"] / given["kv_scales"].view(2, 1, 1)
+    theirs = _torch_rope({**given, "qkv": given["qkv"].clone(), "kv_cache": given["kv_cache"].clone()})
+    rope_and_cache(**given)
+    ours = [given["qkv"], given["kv_cache"].to(torch.float32 if fp8 else context.dtype)]
+    return ours, [wide["qkv"], wide["kv_cache"]], theirs
 
 
 def _torch_rope(given: dict[str, Any]) -> list[torch.Tensor]:
@@ -185,13 +169,13 @@ def _torch_rope(given: dict[str, Any]) -> list[torch.Tensor]:
     return [qkv, flat.view(cache.shape)]
 
 
-def _norm_alone(context: Context, width: int) -> tuple[Outputs, Outputs]:
+def _norm_alone(context: Context, width: int) -> Two:
     x, weight = _rows(context, 5 if context.rehearsal else 300, width), _rows(context, 1, width)[0]
     together = norm.rms_norm(x, weight, EPS)
     return torch.cat([norm.rms_norm(x[row : row + 1], weight, EPS) for row in (0, 3, 4)]), together[[0, 3, 4]]
 
 
-def _rope_alone(context: Context) -> tuple[Outputs, Outputs]:
+def _rope_alone(context: Context) -> Two:
     count = 9 if context.rehearsal else 300
     given = _rope_inputs(context, count, fp8=False)
     alone = {**given, "qkv": given["qkv"].clone(), "kv_cache": given["kv_cache"].clone()}
@@ -203,7 +187,7 @@ def _rope_alone(context: Context) -> tuple[Outputs, Outputs]:
     return [alone["qkv"][rows]], [given["qkv"][rows]]
 
 
-def _step_inputs(context: Context) -> tuple[Outputs, Outputs]:
+def _step_inputs(context: Context) -> Two:
     device, lengths = context.device, torch.tensor([1, 15, 16, 17, 33, 96, 2], dtype=torch.int32)
     columns = 8
     held = (
@@ -231,7 +215,7 @@ def _caches(context: Context) -> list[torch.Tensor]:
     return [torch.randn(shape, generator=generator).to(context.dtype).to(context.device) for _ in range(3)]
 
 
-def _copy(context: Context) -> tuple[Outputs, Outputs]:
+def _copy(context: Context) -> Two:
     made, expected = _caches(context), _caches(context)
     ids = torch.tensor([[8, 0, 8], [3, 2, 7]], device=context.device)
     blocks.copy_blocks(made, ids[0], ids[1])
@@ -239,7 +223,7 @@ def _copy(context: Context) -> tuple[Outputs, Outputs]:
     return made, expected
 
 
-def _stage(context: Context) -> tuple[Outputs, Outputs]:
+def _stage(context: Context) -> Two:
     """Through page-locked memory on a GPU, as the host tier does."""
     made, expected = _caches(context), _caches(context)
     staging = torch.zeros(4, 3, *made[0].shape[1:], dtype=context.dtype, pin_memory=context.device.type == "cuda")

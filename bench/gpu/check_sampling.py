@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from bench.gpu.context import Context
-from bench.gpu.errors import Outputs, compare, equal, invariant
+from bench.gpu.errors import Three, Two, compare, equal, invariant
 from bench.gpu.inputs import coded, normal
 from kernels.quantised_weights import Int8Weight
 from kernels.reference import sampling as exact
@@ -72,9 +72,7 @@ def _given(
     return logits, slots, positions, columns_of(settings, vocab, context.device)
 
 
-def _drawn(
-    context: Context, vocab: int, settings: Sequence[dict[str, float]], *, rules: bool = False
-) -> tuple[Outputs, Outputs]:
+def _drawn(context: Context, vocab: int, settings: Sequence[dict[str, float]], *, rules: bool = False) -> Two:
     logits, slots, positions, columns = _given(context, vocab, settings)
     masks = None
     if rules:
@@ -90,7 +88,7 @@ def _drawn(
     return ours, exact.sample(logits, slots, positions, columns, masks=masks).to(ours.device)
 
 
-def _alone(context: Context, vocab: int) -> tuple[Outputs, Outputs]:
+def _alone(context: Context, vocab: int) -> Two:
     settings = FILTERS[:5]
     logits, slots, positions, columns = _given(context, vocab, settings)
     rows = [slice(row, row + 1) for row in range(len(settings))]
@@ -98,7 +96,7 @@ def _alone(context: Context, vocab: int) -> tuple[Outputs, Outputs]:
     return torch.cat(alone), sample(logits, slots, positions, columns)
 
 
-def _rejected(context: Context) -> tuple[Outputs, Outputs]:
+def _rejected(context: Context) -> Two:
     ours, exact_rejection = both("drafts", "reject_drafts")
     requests, guesses, vocab, device = 6, 3, context.size(32_000, 300), context.device
     target = torch.randn(requests, guesses + 1, vocab, device=device).mul_(2).softmax(-1)
@@ -114,7 +112,7 @@ def _rejected(context: Context) -> tuple[Outputs, Outputs]:
     return ours(*given), exact_rejection(*given)
 
 
-def _masked(context: Context) -> tuple[Outputs, Outputs]:
+def _masked(context: Context) -> Two:
     ours, exact_bitmask = both("bitmask", "apply_bitmask")
     rows, vocab = 4, 4099 if not context.rehearsal else 259
     logits = normal(rows, vocab, dtype=context.dtype, device=context.device)
@@ -126,7 +124,7 @@ def _masked(context: Context) -> tuple[Outputs, Outputs]:
     return logits, expected.to(logits.device)
 
 
-def _scored(context: Context) -> tuple[Outputs, Outputs, Outputs]:
+def _scored(context: Context) -> Three:
     """So many that the largest error of either is what its arithmetic allows: of a few numbers torch's are twice as exact by
     luck, in one run of twenty."""
     ours, _ = both("logprobs", "token_logprobs")
@@ -137,7 +135,7 @@ def _scored(context: Context) -> tuple[Outputs, Outputs, Outputs]:
     return ours(logits, ids)[0], wide, logits.log_softmax(-1).gather(1, ids)
 
 
-def _twice(context: Context, kind: str) -> tuple[Outputs, Outputs]:
+def _twice(context: Context, kind: str) -> Two:
     """The fused head and the plain product of the same rows, which is what the plain runner does: ties included."""
     ours, _ = both("greedy_head", "greedy_head")
     width, vocab = (64, 300) if context.rehearsal else (4096, 128_256)
@@ -152,7 +150,7 @@ def _twice(context: Context, kind: str) -> tuple[Outputs, Outputs]:
     return tokens, logits.float().argmax(dim=1).to(tokens.dtype)
 
 
-def _head(context: Context) -> tuple[Outputs, Outputs]:
+def _head(context: Context) -> Two:
     """Rows far from ties: what is largest does not hang on the order of a sum."""
     ours, _ = both("greedy_head", "greedy_head")
     width, vocab = (64, 300) if context.rehearsal else (4096, 128_256)

@@ -11,6 +11,7 @@ from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
+from statistics import median
 from unittest import mock
 
 import torch
@@ -21,7 +22,7 @@ from bench.gpu.layer import CHOSEN, LLAMA, TINY, emit_choice
 from bench.gpu.prefill_by_groups import prefill_by_groups
 from bench.gpu.rows import Row
 from bench.gpu.serve import head_in_8_bits
-from bench.gpu.timing import Call, median, seconds
+from bench.gpu.timing import Call, seconds
 from kernels.operations import FUSED_ROWS_MAX
 from kernels.quantised_weights import Int4Weight
 from kernels.triton import (

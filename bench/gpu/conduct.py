@@ -99,6 +99,12 @@ class Process:
     def taken_s(self) -> float:
         return time.monotonic() - self._begun_s
 
+    def end(self) -> None:
+        """Kill it because its time is over, and give its output time to end too."""
+        self.ended = True
+        self.kill()
+        self.grace_s = self.taken_s - self.limit_s + END_S
+
     def kill(self) -> None:
         """End it and what it started."""
         if self._process.poll() is None:
@@ -225,13 +231,11 @@ def _run(
                 process, line = lines.get(timeout=max(0.05, soonest_s))
             except queue.Empty:
                 for late in [process for process in running if process.left_s <= 0]:
-                    if late.ended:  # and something still holds its output open
+                    if not late.ended:
+                        late.end()  # which follows as a line
+                    else:  # something still holds its output open
                         running.remove(late)
                         _close(late, outcome, show, logs)
-                        continue
-                    late.ended = True
-                    late.kill()  # its end follows as a line
-                    late.grace_s = late.taken_s - late.limit_s + END_S
                 continue
             if process not in running:
                 continue  # given up before its output ended

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import TypeVar
 
 import torch
 
@@ -10,13 +11,20 @@ from bench.gpu.context import Context
 from bench.gpu.rows import Row
 from bench.gpu.targets import exactly, numbers, same_bits
 
+T = TypeVar("T")
 Outputs = torch.Tensor | Sequence[torch.Tensor]
+Two = tuple[Outputs, Outputs]
+"""Ours, and what it must equal."""
+Three = tuple[Outputs, Outputs, Outputs]
+"""Ours, the exact one, and torch's own."""
+Cases = Sequence[tuple[str, Callable[[], T]]]
+"""What each is, and what makes it."""
 FLOOR_UNITS = 0.25
 """Of the largest result's rounding unit: below that torch's error is a matter of luck (a copy has none)."""
 
 
-def compare(context: Context, name: str, cases: Sequence[tuple[str, Callable[[], tuple[Outputs, Outputs, Outputs]]]]) -> None:
-    """cases: what it is, and (ours, exact, torch's own). The row is the worst of them; its facts tell all."""
+def compare(context: Context, name: str, cases: Cases[Three]) -> None:
+    """Emit a row with the error of the worst of the cases; its facts tell all."""
 
     def measure() -> None:
         found = {label: _error(*make()) for label, make in cases}
@@ -44,17 +52,17 @@ def _error(ours: Outputs, exact: Outputs, theirs: Outputs) -> dict[str, float]:
     return max(found, key=lambda each: each["ratio"])
 
 
-def equal(context: Context, name: str, cases: Sequence[tuple[str, Callable[[], tuple[Outputs, Outputs]]]]) -> None:
+def equal(context: Context, name: str, cases: Cases[Two]) -> None:
     """Emit a row that counts the elements which differ from the reference."""
     _count(context, exactly(name), cases)
 
 
-def invariant(context: Context, name: str, cases: Sequence[tuple[str, Callable[[], tuple[Outputs, Outputs]]]]) -> None:
+def invariant(context: Context, name: str, cases: Cases[Two]) -> None:
     """Emit a row that counts the bytes which differ between a row computed alone and the same row in a batch."""
     _count(context, same_bits(name), cases)
 
 
-def _count(context: Context, name: str, cases: Sequence[tuple[str, Callable[[], tuple[Outputs, Outputs]]]]) -> None:
+def _count(context: Context, name: str, cases: Cases[Two]) -> None:
     def measure() -> None:
         found = {label: _differences(*make()) for label, make in cases}
         note = ", ".join(f"{label}: {count}" for label, count in found.items() if count)

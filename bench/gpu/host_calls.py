@@ -11,12 +11,13 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from statistics import median
 
 import torch
 
 from bench.gpu.context import Context
 from bench.gpu.rows import Row
-from bench.gpu.timing import median, synchronize
+from bench.gpu.timing import synchronize
 
 NAME = "host: one call of each kind beside a busy device"
 SAMPLES = 9

@@ -3,16 +3,24 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
 
 from kernels.attention_rows import AttentionShape
 from kernels.quantised_weights import Fp8Weight, Int4Weight, Int8Weight, pack_fp8, pack_int4, pack_int8
+from kernels.triton.linear import linear
+from kernels.triton.linear_fp8 import linear_fp8
+from kernels.triton.linear_int4 import linear_int4
+from kernels.triton.linear_int8 import linear_int8
 
 FP8 = torch.float8_e4m3fn
 Weight = torch.Tensor | Int8Weight | Fp8Weight | Int4Weight
+PRODUCTS: dict[str, Callable[..., torch.Tensor]] = {
+    "bf16": linear, "int8": linear_int8, "fp8": linear_fp8, "int4": linear_int4,
+}  # fmt: skip
+"""x: [T, K], a weight as `coded` of this kind → x Wᵀ"""
 
 
 def normal(*shape: int, dtype: torch.dtype, device: torch.device, scale: float = 1.0) -> torch.Tensor:
@@ -44,12 +52,11 @@ class Pages:
         return 2 * tokens * self.shape.num_kv_heads * self.shape.head_dim * self.cache.element_size()
 
 
-def make_pages(
-    lengths: Sequence[int], shape: AttentionShape, *, dtype: torch.dtype, device: torch.device, spare_blocks: int = 1
-) -> Pages:
-    """Scattered blocks for requests of these lengths. Behind its last token a request's last block holds NaN."""
+def make_pages(lengths: Sequence[int], shape: AttentionShape, *, dtype: torch.dtype, device: torch.device) -> Pages:
+    """Scattered blocks for requests of these lengths, and one that is nobody's. Behind its last token a request's last block
+    holds NaN."""
     counts = [-(-length // shape.block_size) for length in lengths]
-    num_blocks = sum(counts) + spare_blocks
+    num_blocks = sum(counts) + 1
     size = (num_blocks, shape.block_size, 2, shape.num_kv_heads, shape.head_dim)
     cache = normal(*size, dtype=dtype, device=device)
     order = torch.randperm(num_blocks, generator=torch.Generator().manual_seed(7)).tolist()

@@ -6,6 +6,7 @@ import os
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
+from statistics import median
 from unittest import mock
 
 import torch
@@ -15,7 +16,7 @@ from bench.gpu.context import Context
 from bench.gpu.inputs import make_pages, normal
 from bench.gpu.rows import Row
 from bench.gpu.targets import LAYER_ROWS, layer_of
-from bench.gpu.timing import median, seconds
+from bench.gpu.timing import seconds
 from kernels.attention_rows import AttentionShape
 from kernels.operations import FUSED_ROWS_MAX
 from kernels.triton import attention_decode, early_launch

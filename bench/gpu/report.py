@@ -13,14 +13,11 @@ from bench.gpu.conduct import Outcome
 from bench.gpu.rows import CARD_SHORT, GOALS_CARD, PEER_MISSING, Row, against, invalid, verdict
 from bench.gpu.targets import TARGETS
 from bench.rows import revision
+from engine.switches import SWITCHES
 
 PACKAGES = ("torch", "triton", "numpy", "transformers", "safetensors", "llguidance")
 HEAD = ("row", "value", "unit", "limit", "frac", "peer", "ratio", "must show", "verdict")
-SWITCHES = (
-    *("GATEHOUSE_EARLY_LAUNCH", "GATEHOUSE_GRAPHS", "GATEHOUSE_OVERLAPPED_PREFILL"),
-    "GATEHOUSE_BUSY_WAIT",
-    *("CUDA_LAUNCH_BLOCKING", "PYTORCH_ALLOC_CONF", "OMP_NUM_THREADS"),
-)
+VARIABLES = (*SWITCHES, "CUDA_LAUNCH_BLOCKING", "PYTORCH_ALLOC_CONF", "OMP_NUM_THREADS")
 """Of the environment: those that change what is measured."""
 CALIBRATED = {"bandwidth": (1e9, "GB/s"), "flops": (1e12, "TFLOP/s bf16"), "flops_fp8": (1e12, "TFLOP/s fp8")}
 """Facts, their units and words."""
@@ -68,7 +65,7 @@ def document(rows: Sequence[Row], outcome: Outcome, *, rehearsal: bool, taken_s:
         "python": platform.python_version(),
         "versions": {name: _version(name) for name in PACKAGES},
         "cpu_cores": os.cpu_count(),
-        "switches": {name: os.environ[name] for name in SWITCHES if name in os.environ},
+        "switches": {name: os.environ[name] for name in VARIABLES if name in os.environ},
         "facts": facts,
         "parts": outcome.parts,
         "rows": described,

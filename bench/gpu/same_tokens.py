@@ -185,9 +185,9 @@ def _tokens(engine: Engine, requests: Sequence[GenerationRequest]) -> list[list[
     first = -(-3 * len(requests) // 4)
 
     def step() -> None:
-        for event in engine.step():
-            if event.error is not None:
-                raise RuntimeError(f"request {event.request_id} failed: {event.error}")
+        events = engine.step()
+        traffic.check(events)
+        for event in events:
             told[event.request_id] += event.token_ids
         look()
 
@@ -203,8 +203,7 @@ def _tokens(engine: Engine, requests: Sequence[GenerationRequest]) -> list[list[
 
 def _submit(engine: Engine, requests: Sequence[GenerationRequest]) -> None:
     for request in requests:
-        for event in engine.submit(request):
-            raise RuntimeError(f"request {request.request_id} was refused: {event.error}")
+        traffic.check(engine.submit(request))
 
 
 def _compare(

@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from functools import partial
 from itertools import count
 from pathlib import Path
-from statistics import mean
+from statistics import mean, median
 from typing import Any
 
 from bench.gpu import traffic
@@ -24,7 +24,6 @@ from bench.gpu.serve_chunks import chunk_ways
 from bench.gpu.serve_idle import idle_row, progress
 from bench.gpu.step_parts import REST, WAIT, step_parts
 from bench.gpu.targets import CHUNK_SIZES, chunk_of
-from bench.gpu.timing import median
 from bench.gpu.traffic import Asked, Window
 from engine.loop import Engine
 

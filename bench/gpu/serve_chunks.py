@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from functools import partial
+from statistics import median
 from typing import Any
 
 import torch
@@ -12,7 +13,7 @@ import torch
 from bench.gpu.context import Context
 from bench.gpu.rows import Row
 from bench.gpu.targets import chunk_of
-from bench.gpu.timing import median, synchronize
+from bench.gpu.timing import synchronize
 from engine.loop import Engine
 from engine.runner.input_rows import InputRow
 

@@ -6,6 +6,7 @@ import random
 import tempfile
 import time
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 from bench.gpu import traffic
@@ -14,7 +15,6 @@ from bench.gpu.graph_use import GraphUse
 from bench.gpu.models import random_engine
 from bench.gpu.planner import Planner
 from bench.gpu.rows import Row
-from bench.gpu.timing import median
 from bench.gpu.traffic import Asked
 from engine.loop import Engine
 
@@ -122,9 +122,8 @@ def _gaps(engine: Engine, prompt: tuple[int, ...]) -> tuple[list[float], float, 
         while engine.has_requests:
             events, now_s = engine.step(), time.perf_counter()
             look()
+            traffic.check(events)
             for event in events:
-                if event.error is not None:
-                    raise RuntimeError(f"request {event.request_id} failed: {event.error}")
                 if event.request_id == "long":
                     came_s = now_s - arrived_s if came_s is None and event.token_ids else came_s
                     if event.finish_reason is not None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import partial
+from statistics import median
 
 import torch
 from torch.nn import functional
@@ -17,7 +18,7 @@ from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 from bench.gpu.context import Context
 from bench.gpu.inputs import FP8, Pages, gathered, make_pages, normal, queries
 from bench.gpu.rows import Row
-from bench.gpu.timing import median, seconds
+from bench.gpu.timing import seconds
 from kernels.attention_rows import AttentionShape
 from kernels.triton.attention_decode import decode_workspace, paged_decode
 from kernels.triton.attention_prefill import paged_prefill

@@ -3,30 +3,27 @@ layers, launched early or in turn."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from functools import partial
+from statistics import median
 
 import torch
 from torch.nn import functional
 
 from bench.gpu.context import Context
-from bench.gpu.inputs import Weight, coded, normal, stored_bytes
+from bench.gpu.inputs import PRODUCTS, Weight, coded, normal, stored_bytes
 from bench.gpu.layer import measure_layers
 from bench.gpu.rows import Row
-from bench.gpu.timing import Call, median, seconds
-from kernels.quantised_weights import pack_fp8, pack_int4, pack_int8
+from bench.gpu.timing import Call, seconds
+from kernels.quantised_weights import pack_fp8
 from kernels.triton.fp8_rows import quantize_rows_fp8
 from kernels.triton.fused_linear import linear_add, normed_linear
-from kernels.triton.linear import linear
 from kernels.triton.linear_fp8 import linear_fp8
-from kernels.triton.linear_int4 import linear_int4
-from kernels.triton.linear_int8 import linear_int8
 
 LAYER = {"qkv": (6144, 4096), "out": (4096, 4096), "gate_up": (28_672, 4096), "down": (4096, 14_336)}
 TINY = {"qkv": (24, 32), "down": (16, 48)}
 LAYERS = 4
 """So many layers' weights in turn: 1.7 GB in 16 bits and 0.45 in 4, of which the second-level cache holds 60 MB."""
-Product = Callable[[torch.Tensor], torch.Tensor]
 
 
 def measure(context: Context) -> None:
@@ -48,37 +45,23 @@ def _shapes(context: Context) -> dict[str, tuple[int, int]]:
     return TINY if context.rehearsal else LAYER
 
 
-def _weights(context: Context) -> Iterator[tuple[str, torch.Tensor]]:
+def _weights(context: Context) -> Iterator[torch.Tensor]:
     """Every matrix of so many layers, one at a time."""
     for _ in range(1 if context.rehearsal else LAYERS):
-        for name, (n, k) in _shapes(context).items():
-            yield name, normal(n, k, dtype=context.dtype, device=context.device, scale=k**-0.5)
-
-
-def _packed(kind: str, weight: torch.Tensor) -> tuple[Product, int]:
-    """The product and the bytes of its weights."""
-    if kind == "bf16":
-        return lambda x: linear(x, weight), weight.nbytes
-    if kind == "int8":
-        int8 = pack_int8(weight)
-        return lambda x: linear_int8(x, int8), int8.values.nbytes + int8.scales.nbytes
-    if kind == "fp8":
-        fp8 = pack_fp8(weight)
-        return lambda x: linear_fp8(x, fp8), fp8.values.nbytes + fp8.scales.nbytes
-    int4 = pack_int4(weight, 128)
-    return lambda x: linear_int4(x, int4), int4.words.nbytes + int4.scales_zeros.nbytes
+        for n, k in _shapes(context).values():
+            yield normal(n, k, dtype=context.dtype, device=context.device, scale=k**-0.5)
 
 
 def _layer(context: Context, kind: str) -> None:
-    products = [(weight.shape[1], *_packed(kind, weight)) for _, weight in _weights(context)]
-    plain = [weight for _, weight in _weights(context)] if kind == "bf16" else []
-    num_bytes = sum(size for _, _, size in products)
+    weights = [(weight.shape[1], coded(kind, weight)) for weight in _weights(context)]
+    plain = list(_weights(context)) if kind == "bf16" else []
+    num_bytes = sum(stored_bytes(weight) for _, weight in weights)
     for rows in (1, 16):
-        inputs = {columns: normal(rows, columns, dtype=context.dtype, device=context.device) for columns, _, _ in products}
-        taken = _total(context, [partial(product, inputs[columns]) for columns, product, _ in products])
+        inputs = {columns: normal(rows, columns, dtype=context.dtype, device=context.device) for columns, _ in weights}
+        taken = _total(context, [partial(PRODUCTS[kind], inputs[columns], weight) for columns, weight in weights])
         rates = [num_bytes / taken_s / 1e9 for taken_s in taken]
         row = Row(name=_name(kind, rows), value=median(rates), limit=context.bandwidth / 1e9, samples=rates)
-        row.facts = {"us_layer": median(taken) * 1e6 / max(1, len(products) / len(_shapes(context))), "bytes": num_bytes}
+        row.facts = {"us_layer": median(taken) * 1e6 / max(1, len(weights) / len(_shapes(context))), "bytes": num_bytes}
         if plain:
             theirs = _total(context, [partial(functional.linear, inputs[weight.shape[1]], weight) for weight in plain])
             row.peer, row.peer_name = num_bytes / median(theirs) / 1e9, "torch linear"

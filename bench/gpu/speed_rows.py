@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
+from statistics import median
 from typing import Any
 
 import torch
@@ -12,7 +13,7 @@ from bench.gpu.check_sampling import both, columns_of
 from bench.gpu.context import Context
 from bench.gpu.inputs import angles, coded, normal, stored_bytes
 from bench.gpu.rows import Row
-from bench.gpu.timing import Call, median, seconds
+from bench.gpu.timing import Call, seconds
 from kernels.triton.activation import silu_mul
 from kernels.triton.blocks import copy_blocks
 from kernels.triton.experts import bind_experts

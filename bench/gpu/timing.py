@@ -42,12 +42,6 @@ def _warmed(replay: Call) -> float:
     return max(_elapsed(replay, count) / count, 1e-6) if count else once_s
 
 
-def median(values: Sequence[float]) -> float:
-    ordered = sorted(values)
-    middle = len(ordered) // 2
-    return ordered[middle] if len(ordered) % 2 else (ordered[middle - 1] + ordered[middle]) / 2
-
-
 def synchronize(device: torch.device) -> None:
     if device.type == "cuda":
         torch.cuda.synchronize()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 import time
 import zlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
@@ -13,7 +13,7 @@ from bench.gpu.context import Context
 from bench.gpu.graph_use import GraphUse, graph_use
 from bench.gpu.waiting import waited
 from engine.loop import Engine
-from engine.protocol import GenerationRequest, SamplingParams
+from engine.protocol import GenerationRequest, SamplingParams, TokenEvent
 
 # Percentiles of a ShareGPT sample, in tokens: those of bench/engine_cpu.py, not divided.
 PERCENTILES = (0, 10, 25, 50, 75, 90, 97)
@@ -59,9 +59,9 @@ def uniform(count: int, low: int, high: int, vocab: int, *, seed: int = 0) -> li
     return [Asked(each, numbers.randint(low, high)) for each in prompts]
 
 
-def chats(count: int, longest: int, vocab: int, *, seed: int = 5) -> list[Asked]:
+def chats(count: int, longest: int, vocab: int) -> list[Asked]:
     """Lengths of conversations, by the percentiles above; none longer than `longest`, in and out."""
-    numbers = random.Random(seed)
+    numbers = random.Random(5)
 
     def length(values: Sequence[int]) -> int:
         at = numbers.uniform(0, PERCENTILES[-1])
@@ -81,9 +81,18 @@ def submit(engine: Engine, name: str, asked: Asked, *, temperature: float = 0.0)
     sampling = SamplingParams(
         temperature=temperature, max_tokens=asked.num_outputs, ignore_eos=True, seed=zlib.crc32(name.encode())
     )
-    wanted = GenerationRequest(request_id=name, tenant_id="bench", prompt_token_ids=list(asked.prompt), sampling=sampling)
-    for event in engine.submit(wanted):
-        raise RuntimeError(f"request {name} was refused: {event.error}")
+    check(
+        engine.submit(
+            GenerationRequest(request_id=name, tenant_id="bench", prompt_token_ids=list(asked.prompt), sampling=sampling)
+        )
+    )
+
+
+def check(events: Iterable[TokenEvent]) -> None:
+    """Raise RuntimeError where a request was refused or has failed."""
+    for event in events:
+        if event.error is not None:
+            raise RuntimeError(f"request {event.request_id} failed: {event.error}")
 
 
 def kv_tokens(engine: Engine) -> int:
@@ -125,9 +134,9 @@ def run(engine: Engine, requests: Sequence[Asked], *, temperature: float = 0.0, 
         for number, asked in enumerate(requests):
             submit(engine, f"{label}{number}", asked, temperature=temperature)
         while engine.has_requests:
-            for event in engine.step():
-                if event.error is not None:
-                    raise RuntimeError(f"request {event.request_id} failed: {event.error}")
+            events = engine.step()
+            check(events)
+            for event in events:
                 came.returned += len(event.token_ids)
                 lengths[event.request_id] = lengths.get(event.request_id, 0) + len(event.token_ids)
             look()
@@ -171,9 +180,8 @@ def steps(engine: Engine, until: Callable[[Window], bool], *, ended: Callable[[s
             window.cpu_s.append(time.thread_time() - cpu_s - (waits.cpu_s - waited_s))
             window.step_s.append(time.perf_counter() - started_s)
             window.tokens.append(len(happened.token_ids) + sum(len(event.token_ids) for event in happened.others))
+            check(happened.others)
             for event in happened.others:
-                if event.error is not None:
-                    raise RuntimeError(f"request {event.request_id} failed: {event.error}")
                 if event.finish_reason is not None and ended is not None:
                     ended(event.request_id)
             look()

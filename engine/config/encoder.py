@@ -8,6 +8,7 @@ from pathlib import Path
 from engine.config.model import ENCODERS, LAYERS_MAX, architecture_of, read_model_json, refuse_uncomputed
 from engine.config.values import JsonObject, number, positive
 from engine.errors import UnsupportedModel
+from engine.number_checks import is_integer
 
 ACTIVATIONS = ("gelu", "gelu_new", "gelu_pytorch_tanh")  # the last two are one function
 
@@ -75,6 +76,6 @@ def _refuse_other_encoders(config: JsonObject) -> None:
 
 def _padding_id(config: JsonObject) -> int:
     padding_id = config.get("pad_token_id", 1)
-    if not isinstance(padding_id, int) or isinstance(padding_id, bool) or padding_id < 0:
+    if not is_integer(padding_id) or padding_id < 0:
         raise UnsupportedModel(f"config.json: pad_token_id must be an integer from 0 on, not {padding_id!r}")
     return padding_id

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from engine.errors import UnsupportedModel
+from engine.number_checks import is_integer, is_number
 
 JsonObject = Mapping[str, Any]
 
@@ -18,7 +19,7 @@ def positive(config: JsonObject, key: str, *, default: int | None = None, at_mos
     value = config.get(key)
     if value is None and default is not None:
         return default
-    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+    if not is_integer(value) or value < 1:
         raise UnsupportedModel(f"config.json: {key} must be a positive integer, not {value!r}")
     if value > at_most:
         raise UnsupportedModel(f"config.json: {key} must be at most {at_most}, not {value}")
@@ -30,10 +31,9 @@ def number(config: JsonObject, key: str, default: float | None = None) -> float:
     value = config.get(key)
     if value is None and default is not None:
         return default
-    is_number = isinstance(value, int | float) and not isinstance(value, bool)
-    if not is_number or not math.isfinite(value) or value <= 0:  # type: ignore[arg-type, operator]
+    if not is_number(value) or not math.isfinite(value) or value <= 0:
         raise UnsupportedModel(f"config.json: {key} must be a positive number, not {value!r}")
-    return float(value)  # type: ignore[arg-type]
+    return float(value)
 
 
 def flag(config: JsonObject, key: str, *, default: bool = False) -> bool:
@@ -62,6 +62,6 @@ def integers(config: JsonObject, key: str) -> tuple[int, ...]:
     if value is None:
         return ()
     listed = value if isinstance(value, list) else [value]
-    if not all(isinstance(item, int) and not isinstance(item, bool) for item in listed):
+    if not all(map(is_integer, listed)):
         raise UnsupportedModel(f"config.json: {key} must be an integer or a list of them, not {value!r}")
     return tuple(listed)

@@ -20,6 +20,11 @@ from engine.scheduling.request import Request
 WORD_BITS = 32
 
 
+def allow_all(num_rows: int, vocab_size: int, device: torch.device) -> torch.Tensor:
+    """Masks that allow every token: [num_rows, ceil(V / 32)] int32"""
+    return torch.full((num_rows, -(-vocab_size // WORD_BITS)), -1, dtype=torch.int32, device=device)
+
+
 @dataclass(frozen=True, slots=True)
 class StepMasks:
     """Masks of the sampled rows of a step: [R, ceil(V / 32)] int32, all ones for requests without a grammar. `errors`: by row,
@@ -33,7 +38,7 @@ class GrammarMasks:
     """Follows every answer that is held to a grammar. One thread fills masks, one other calls everything else."""
 
     def __init__(self, vocab_size: int) -> None:
-        self._num_words = -(-vocab_size // WORD_BITS)
+        self._vocab_size = vocab_size
         self._states: WeakKeyDictionary[Request, GrammarState] = WeakKeyDictionary()
         self._worker = ThreadPoolExecutor(max_workers=1, thread_name_prefix="grammar-masks")
 
@@ -53,7 +58,7 @@ class GrammarMasks:
 
     def nothing_forbidden(self, num_rows: int) -> StepMasks:
         """Masks that allow everything."""
-        return StepMasks(torch.full((num_rows, self._num_words), -1, dtype=torch.int32), {})
+        return StepMasks(allow_all(num_rows, self._vocab_size, torch.device("cpu")), {})
 
     @property
     def are_empty(self) -> bool:

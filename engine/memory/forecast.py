@@ -16,7 +16,6 @@ from engine.memory.fit import MemoryFit, gib
 from engine.options import CPU_KV_CACHE_BYTES, EngineOptions
 from engine.protocol import MemoryPart
 from engine.step_mode import StepMode
-from engine.step_sizes import graphs_kept
 from kernels import ops
 
 
@@ -78,22 +77,13 @@ class MemoryForecast:
             MemoryPart(name="activations", predicted_bytes=needs.activations_bytes, measured_bytes=measured.activations_bytes),
             MemoryPart(
                 name="graphs", predicted_bytes=needs.graphs_bytes, measured_bytes=measured.graphs_bytes,
-                num_predicted=self._num_graphs, num_measured=measured.num_graphs,
+                num_predicted=needs.num_graphs or None, num_measured=measured.num_graphs,
             ),
             MemoryPart(name="slots", predicted_bytes=needs.slots_bytes, measured_bytes=measured.slots_bytes),
             MemoryPart(name="rotary_tables", predicted_bytes=needs.rotary_bytes, measured_bytes=measured.rotary_bytes),
             MemoryPart(name="device_context", predicted_bytes=needs.context_bytes, measured_bytes=measured.context_bytes),
             MemoryPart(name="kv_cache", predicted_bytes=self.predicted_kv_bytes, measured_bytes=measured.kv_bytes),
         ]  # fmt: skip
-
-    @property
-    def _num_graphs(self) -> int | None:
-        """How many captured graphs are predicted, None where no step is captured."""
-        load = self.fit.load
-        if not self.fit.needs.graphs_bytes:
-            return None
-        chunk_rows = self.fit.model.chunk_rows(load.num_tokens, self.fit.formats.element_bytes)
-        return graphs_kept(load.num_seqs, load.num_guesses, has_draft=self.fit.draft is not None, chunk_rows=chunk_rows)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -13,8 +13,8 @@ b_kv bytes per weight, per number computed with and per stored key or value, T t
                      at least t·w·b + min(t·splits·H·(D + 1)·4, 256 MiB) with t = min(T, 8 · requests)
     graphs       G = A of the largest captured step, and for each that is kept 24 KiB for each of its 10·L + 20 launches;
                      13 in a layer that is a mixture. Steps over slots hold the logits of all rows at once, so that both
-                     their A are at least R·V·b. Captured steps with chunks have at most 128 MiB / (w·b) tokens, and room
-                     for 2^16·(D + 1)·4 that splits leave
+                     their A are at least R·V·b. Captured steps with chunks have at most 128 MiB / (w·b) tokens, no more
+                     than a request, and room for 2^16·(D + 1)·4 that splits leave
     slots        S = R·(splits of the context·H·(D + 1)·4 for each window + V·(4 + b)) + min(R·V·4, 128 MiB), on a GPU:
                      what decodes leave between two kernels, counts of tokens, logits that wait for masks, biases. Rows of
                      guesses add to R, though not to counts and biases. Batch-invariant decodes leave
@@ -201,16 +201,19 @@ class MemoryShape:
         few_tokens = min(num_tokens, CHUNK_PARTS_MAX // (2 * self.num_heads))
         return few_tokens * self.layer_width * element_bytes + CHUNK_PARTS_MAX * (self.head_dim + 1) * 4
 
-    def captured_chunks_bytes(self, num_tokens: int, element_bytes: int) -> int:
-        """What the largest captured step with chunks holds, where a step has `num_tokens` at most: activations, and what the
-        splits of few of them leave. A few block tables are not counted."""
-        num_rows = self.chunk_rows(num_tokens, element_bytes)
+    def chunk_rows(self, load: Load, context_len: int, element_bytes: int) -> int:
+        """Rows of the largest captured step with chunks, no more than a request of `context_len` tokens has; 0 if there is
+        none. Batch-invariant programs share the keys of a chunk where their workspace has room for all rows of a step."""
+        num_tokens = min(load.num_tokens, context_len)
+        if load.batch_invariant:
+            num_tokens = min(num_tokens, max(load.num_seqs, INVARIANT_QUERIES_MIN))
+        return chunk_rows_max(num_tokens, self.layer_width * element_bytes)
+
+    def captured_chunks_bytes(self, num_rows: int, element_bytes: int) -> int:
+        """What a captured step with chunks holds: activations of so many rows, and what the splits of few of them leave. A few
+        block tables are not counted."""
         left_bytes = CHUNK_PARTS_MAX * (self.head_dim + 1) * 4 if num_rows else 0
         return num_rows * self.layer_width * element_bytes + left_bytes
-
-    def chunk_rows(self, num_tokens: int, element_bytes: int) -> int:
-        """Rows of the largest captured step with chunks, of steps of at most `num_tokens`; 0 if there is none."""
-        return chunk_rows_max(num_tokens, self.layer_width * element_bytes)
 
     def few_queries_bytes(self, load: Load, context_len: int, formats: Formats) -> int:
         """What a step of short chunks, of FEW_QUERIES_MAX tokens at most, holds where they are more rows than the workspace of
@@ -302,7 +305,8 @@ class Load:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MemoryNeeds:
-    """Predicted bytes of an engine: six parts that are fixed, and one block of keys and values."""
+    """Predicted bytes of an engine: six parts that are fixed, and one block of keys and values. `num_graphs`: captured steps
+    that are kept, those of a draft model by itself among them."""
 
     weights_bytes: int
     activations_bytes: int
@@ -312,6 +316,7 @@ class MemoryNeeds:
     context_bytes: int
     block_bytes: int
     block_size: int
+    num_graphs: int
 
     @classmethod
     def of(
@@ -333,15 +338,19 @@ class MemoryNeeds:
         logits_bytes = load.num_rows * model.vocab_size * logit_bytes if load.has_slots else 0
         recorded_bytes = sum(each.recorded_bytes(load.recorded_rows, size) for each in both)
         largest_step_bytes = max(logits_bytes, *(each.step_bytes(load, context_len, formats) for each in both))
+        num_graphs, graphs_bytes = (
+            cls._graphs(model, draft, load, context_len, size, logits_bytes) if load.has_slots else (0, 0)
+        )
         return cls(
             weights_bytes=model.weights_bytes(formats.weights, size) + drafts_bytes,
             activations_bytes=largest_step_bytes + recorded_bytes,
-            graphs_bytes=cls._graphs_bytes(model, draft, load, size, logits_bytes) if load.has_slots else 0,
+            graphs_bytes=graphs_bytes,
             slots_bytes=cls._slots_bytes(both, load, context_len, formats.kv_element_bytes, logit_bytes),
             rotary_bytes=sum(each.rotary_bytes(context_len, size) for each in both),
             context_bytes=context_bytes,
             block_bytes=sum(each.kv_token for each in both) * formats.kv_element_bytes * load.block_size,
             block_size=load.block_size,
+            num_graphs=num_graphs,
         )
 
     @staticmethod
@@ -359,17 +368,20 @@ class MemoryNeeds:
         return sum(splits) + models[0].columns_bytes(load.num_seqs, logit_bytes, num_guesses=load.num_guesses)
 
     @staticmethod
-    def _graphs_bytes(model: MemoryShape, draft: MemoryShape | None, load: Load, element_bytes: int, logits_bytes: int) -> int:
-        """Captured steps share one pool of activations, at least `logits_bytes`. Those of a draft model are a part of all, and
-        there are some of its own."""
-        chunk_rows = model.chunk_rows(load.num_tokens, element_bytes)
+    def _graphs(
+        model: MemoryShape, draft: MemoryShape | None, load: Load, context_len: int, element_bytes: int, logits_bytes: int
+    ) -> tuple[int, int]:
+        """How many captured steps are kept, and what they take. They share one pool of activations, at least `logits_bytes`.
+        Those of a draft model are a part of all, and there are some of its own."""
+        chunk_rows = model.chunk_rows(load, context_len, element_bytes)
         num_graphs = graphs_kept(load.num_seqs, load.num_guesses, chunk_rows=chunk_rows)
         decodes_bytes = model.activations_bytes(load.num_rows, load.num_rows, element_bytes)
-        activations = max(logits_bytes, decodes_bytes, model.captured_chunks_bytes(load.num_tokens, element_bytes))
+        activations_bytes = max(logits_bytes, decodes_bytes, model.captured_chunks_bytes(chunk_rows, element_bytes))
+        graphs_bytes = num_graphs * model.graph_bytes + activations_bytes
         if draft is None:
-            return num_graphs * model.graph_bytes + activations
+            return num_graphs, graphs_bytes
         num_drafts = num_graphs + draft_graphs_kept(load.num_seqs)
-        return num_graphs * model.graph_bytes + num_drafts * draft.graph_bytes + activations
+        return num_drafts, graphs_bytes + num_drafts * draft.graph_bytes
 
     @property
     def fixed_bytes(self) -> int:

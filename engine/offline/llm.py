@@ -15,12 +15,14 @@ from engine.config.pooling import MODES, PoolingConfig, load_pooling_config
 from engine.cpu_environment import prepare_cpu
 from engine.errors import EngineBroken, EngineConfigError, EngineError, PromptError
 from engine.gpu_environment import prepare_gpu
+from engine.number_checks import is_integer
 from engine.offline.collector import rare_full_collections
 from engine.offline.completion import Completion, engine_params
 from engine.offline.interrupts import between_steps
 from engine.offline.outputs import GenerationFailed, RequestOutput
 from engine.offline.progress import Progress
 from engine.offline.prompts import Prompt, conversations, listed, params_for, read_prompt
+from engine.option_limits import COUNT
 from engine.options import LIMITS, EngineOptions
 from engine.protocol import EngineStatus, GenerationRequest, InvalidOption, SamplingParams, TokenEvent, UnsupportedOption
 from engine.request_checks import PROMPT_PARAM
@@ -81,11 +83,12 @@ class LLM:
         given = {option: value for option, value in locals().items() if option in LIMITS}
         for option in unknown:
             raise EngineConfigError(option, "is not an option of this engine")
-        if not isinstance(seed, int) or isinstance(seed, bool):
+        if not is_integer(seed):
             raise EngineConfigError("seed", f"must be an integer, not {seed!r}")
         _refuse("enable_chunked_prefill", enable_chunked_prefill, enable_chunked_prefill)
         _refuse("tensor_parallel_size", tensor_parallel_size, tensor_parallel_size == 1)
-        _count("num_gpu_blocks_override", num_gpu_blocks_override)
+        if num_gpu_blocks_override is not None and not COUNT.holds(num_gpu_blocks_override):
+            raise EngineConfigError("num_gpu_blocks_override", COUNT.refusal(num_gpu_blocks_override))
         options = EngineOptions.of({**given, "num_kv_blocks": num_gpu_blocks_override})
         self._text_model = load_text_model(options) if gives_embeddings_only(options.model) else None
         self._engine = None if self._text_model else build_engine(options, has_one_caller=True)
@@ -223,9 +226,6 @@ class LLM:
             sampling = replace(sampling, bad_words_token_ids=token_ids + (sampling.bad_words_token_ids or []))
         return sampling
 
-    def _encode(self, text: str) -> list[int]:
-        return self.tokenizer.encode(text)
-
     def _encode_plainly(self, text: str) -> list[int]:
         return self.tokenizer.encode(text, add_special_tokens=False)
 
@@ -254,7 +254,7 @@ class LLM:
     def _text_ids(self, index: int, text: Prompt, pooling: PoolingConfig) -> list[int]:
         def encode(text: str) -> list[int]:
             text = pooling.prompt + text
-            return self._encode(text.lower() if pooling.lowercase else text)
+            return self.tokenizer.encode(text.lower() if pooling.lowercase else text)
 
         try:
             return read_prompt(text, encode)[1]
@@ -325,11 +325,6 @@ def _raise_for_blame(outputs: list[RequestOutput]) -> None:
         for answer in output.outputs:
             if answer.error_param is not None:
                 raise GenerationFailed(answer.error_param, f"prompt {index}: {answer.error}", outputs)
-
-
-def _count(option: str, value: object) -> None:
-    if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < 1):
-        raise EngineConfigError(option, f"must be at least 1, and an integer, not {value!r}")
 
 
 def _refuse(option: str, value: object, honoured: bool) -> None:

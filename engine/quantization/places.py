@@ -22,7 +22,7 @@ class ScalePlace:
 
     def __init__(self, target: torch.Tensor) -> None:
         self._target = target
-        self.num_bytes = target.numel() * target.element_size()
+        self.num_bytes = target.nbytes
 
     def take(self, tensor: torch.Tensor) -> None:
         rows = self._target.shape[0]
@@ -50,7 +50,7 @@ class Fp8CodesPlace:
     def __init__(self, target: torch.Tensor) -> None:
         self._target = target
         self.num_parameters = target.numel()
-        self.num_bytes = target.numel() * target.element_size()
+        self.num_bytes = target.nbytes
 
     def take(self, tensor: torch.Tensor) -> None:
         copy_checked(self._target, tensor)
@@ -66,7 +66,7 @@ class CodesPlace:
     def __init__(self, shape: tuple[int, ...], device: torch.device, *, counts: bool) -> None:
         self.tensor = torch.empty(shape, dtype=torch.int32, device=device)
         self.num_parameters = self.tensor.numel() * 8 if counts else 0
-        self.num_bytes = self.tensor.numel() * self.tensor.element_size()
+        self.num_bytes = self.tensor.nbytes
 
     def take(self, tensor: torch.Tensor) -> None:
         if tensor.dtype is not torch.int32:

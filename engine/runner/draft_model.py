@@ -84,13 +84,13 @@ class DraftModel:
 
 def _known_tokens(item: ScheduledRequest) -> InputRow:
     """What the step computes of `item` before any guess; the last of it predicts the first guess."""
-    request, num_known = item.request, item.num_tokens - item.num_draft_tokens
+    request, num_known = item.request, item.num_known_tokens
     outputs = (num_known - 1,) if item.num_draft_tokens else ()
     return InputRow(request.token_ids[item.start : item.start + num_known], item.start, request.block_table, outputs)
 
 
 def _guessed_token(item: ScheduledRequest, depth: int) -> InputRow:
     """Guess number `depth`, counted from 1; the last one is computed for its keys and values only."""
-    position = item.start + item.num_tokens - item.num_draft_tokens + depth - 1
+    position = item.start + item.num_known_tokens + depth - 1
     outputs = (0,) if item.num_draft_tokens > depth else ()
     return InputRow(item.draft_token_ids[depth - 1 :], position, item.request.block_table, outputs)

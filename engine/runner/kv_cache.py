@@ -40,7 +40,7 @@ def _host_tier(caches: Sequence[torch.Tensor], num_blocks: int) -> torch.Tensor:
     try:
         return torch.empty(shape, dtype=caches[0].dtype, pin_memory=caches[0].is_cuda)
     except RuntimeError as error:
-        num_bytes = math.prod(shape) * caches[0].element_size()
+        num_bytes = math.prod(shape) * caches[0].itemsize
         locked = f" and locked (of locked memory torch takes {1 << (num_bytes - 1).bit_length()})" if caches[0].is_cuda else ""
         reason = str(error).partition("\n")[0]
         raise EngineConfigError("swap_space", f"({num_bytes} bytes) cannot be allocated{locked}; lower it: {reason}") from error

@@ -12,7 +12,7 @@ from engine.layers.attention import are_recordable, attention_shapes
 from engine.layers.batch_inputs import BatchInputs
 from engine.layers.rotary import RotaryTable
 from engine.memory.kv_plan import MemoryPlan
-from engine.memory.needs import INVARIANT_QUERIES_MIN, MemoryShape
+from engine.memory.needs import Load, MemoryShape
 from engine.models.decoder import Decoder
 from engine.runner.embedder import TextModel
 from engine.runner.input_rows import InputRow, make_batch_inputs
@@ -116,13 +116,11 @@ class PagedDecoder:
 
     def chunk_rows(self, max_tokens: int, max_seqs: int) -> int:
         """Rows of the largest captured step with chunks, of steps of up to `max_tokens` and `max_seqs` requests. 0 where a step
-        waits for the host: no graph makes up there for the experts of padding. Batch-invariant programs share the keys of a
-        chunk where their workspace has room for all rows of a step."""
+        waits for the host: no graph makes up there for the experts of padding."""
         if self._decoder.asks_host:
             return 0
-        if self.batch_invariant:
-            max_tokens = min(max_tokens, max(max_seqs, INVARIANT_QUERIES_MIN))
-        return self._shape.chunk_rows(min(max_tokens, self._max_len), self.dtype.itemsize)
+        load = Load(num_tokens=max_tokens, num_seqs=max_seqs, block_size=self._block_size, batch_invariant=self.batch_invariant)
+        return self._shape.chunk_rows(load, self._max_len, self.dtype.itemsize)
 
     @property
     def max_verify_group(self) -> int:

@@ -6,7 +6,7 @@ from engine.runner.cuda_graphs import Calls
 from engine.runner.decode_step import DecodeStep
 from engine.runner.step_inputs import StepInputs
 from engine.sampling.columns import Kind, SamplingNeeds
-from engine.step_sizes import guesses_size, logits_size, step_size
+from engine.step_sizes import guesses_size, logits_size, sizes, step_size
 
 NO_ROWS: list[int] = []
 NO_INPUTS: list[list[int]] = [[]] * 5
@@ -30,8 +30,7 @@ class ReadySteps:
     @property
     def guess_sizes(self) -> list[int]:
         """The sizes of steps with guesses."""
-        max_rows = self._inputs.max_rows
-        return sorted({guesses_size(num_rows, max_rows) for num_rows in range(2, max_rows + 1)})
+        return sizes(guesses_size, self._inputs.max_rows, fewest=2)
 
     def choose_graph(self, num_rows: int, needs: SamplingNeeds, *, has_guesses: bool = False) -> tuple[int, Kind | None]:
         """The graph of a step: the size that the step is rounded up to, and its kind, None if it is computed as far as its

@@ -31,7 +31,7 @@ def input_row(item: ScheduledRequest) -> InputRow:
     token_ids, outputs = request.token_ids[start : start + num_tokens], NONE
     if item.samples:
         token_ids += item.draft_inputs
-        outputs = range(num_tokens - item.num_draft_tokens - 1, num_tokens)
+        outputs = range(item.num_known_tokens - 1, num_tokens)
     return InputRow(token_ids, start, request.block_table, outputs)
 
 
@@ -49,7 +49,7 @@ def guess_places(items: Sequence[ScheduledRequest], rows: Sequence[InputRow]) ->
     return [
         first + index
         for first, item in zip(firsts, items, strict=True)
-        for index in range(item.num_tokens - item.num_draft_tokens, item.num_tokens)
+        for index in range(item.num_known_tokens, item.num_tokens)
     ]
 
 

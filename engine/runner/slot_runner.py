@@ -1,5 +1,4 @@
-"""The runner whose steps the host only launches. Steps it cannot launch, and steps that must be
-repeated, go to the plain runner.
+"""The runner whose steps the host only launches. Those that it cannot launch or that must be repeated go to the plain runner.
 
 A step in which every row is one token that yields another is `DecodeStep`, replayed from a CUDA graph on a GPU. One with chunks
 of prompts is `ChunkStep` and a choice of tokens behind it; where no graph is large enough it is the plain forward pass over
@@ -23,6 +22,7 @@ from operator import attrgetter
 
 import torch
 
+from engine.grammar.masks import allow_all
 from engine.protocol import PlainReason
 from engine.runner.chunk_step import ChunkStep, ChunkSteps, ToChoose
 from engine.runner.cuda_graphs import Calls
@@ -44,6 +44,7 @@ from engine.sampling import scores
 from engine.sampling.columns import ColumnSampler, Kind, SamplingNeeds
 from engine.sampling.host_masks import HostMasks
 from engine.sampling_params import TOP_LOGPROBS_MAX
+from engine.scheduling.limits import SchedulerLimits
 from engine.scheduling.scheduled_batch import BlockMoves, ScheduledRequest, StepOutput
 
 Choose = Callable[[torch.Tensor | None], Fetch]
@@ -71,20 +72,18 @@ class SlotRunner:
         sampler: ColumnSampler,
         masks: HostMasks,
         calls: Calls,
+        limits: SchedulerLimits,
         *,
-        max_num_seqs: int,
         max_guesses: int,
-        max_blocks: int,
-        block_size: int,
         device: torch.device,
         chunk_rows: int = 0,
         is_synchronous: bool = False,
         draft: PagedDecoder | None = None,
     ) -> None:
-        """`max_guesses`: of all requests of a step, 0 if none are made. `max_blocks`: of the longest request. `chunk_rows`: of
-        the largest step with chunks that is captured, 0 if none is. `is_synchronous`: a step is over when it was launched, and
-        is recorded instead of rounded up to one of the sizes of graphs. `draft`: the model that guesses; without one the host
-        does."""
+        """`max_guesses`: of all requests of a step, 0 if none are made. `chunk_rows`: of the largest step with chunks that is
+        captured, 0 if none is. `is_synchronous`: a step is over when it was launched, and is recorded instead of rounded up to
+        one of the sizes of graphs. `draft`: the model that guesses; without one the host does."""
+        max_num_seqs, block_size = limits.max_num_seqs, limits.block_size
         self.plain = plain
         self._target = target
         self._decoders = [target] if draft is None else [draft, target]
@@ -96,6 +95,7 @@ class SlotRunner:
         self._block_size = block_size
         self.is_synchronous = is_synchronous
         self._device = device
+        max_blocks = -(-limits.max_model_len // block_size)
         self._state = SlotState(max_num_seqs, max_blocks, device=device, dtype=target.dtype)
         self._slots = SlotTable(self._state, sampler)
         max_rows = max_num_seqs + max_guesses
@@ -271,7 +271,7 @@ class SlotRunner:
             self._inputs.write_rows(NO_ROWS, size)
             self._step(size, None)
         logits = self._target.logits(self._target.pass_over([InputRow(UNKNOWN, 0, (0,), FIRST)]), wide=False)
-        masks = torch.full((1, -(-logits.shape[1] // 32)), -1, dtype=torch.int32, device=self._device)
+        masks = allow_all(1, logits.shape[1], self._device)
         where = self._staging.send([[NOTHING], [0]])
         for kind in KINDS:
             self._step(1, kind)

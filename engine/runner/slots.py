@@ -225,7 +225,7 @@ class SlotTable:
         has_table = map(is_, tables, map(_table_of, requests))
         stale = [i for i, is_current in enumerate(map(and_, is_known.tolist(), has_table)) if not is_current]
         if stale:
-            self._send([items[i] for i in stale], [slots[i] for i in stale], writes)
+            self._send([requests[i] for i in stale], [slots[i] for i in stale], lens[stale].tolist(), writes)
         self._grow(requests, slots, writes)
         self._lens[index] = lens + 1
         return slots
@@ -236,17 +236,17 @@ class SlotTable:
         self._num_gone_on = 0
         self._items, self._requests, self._slots, self._step_tables, self._step_sizes = None, [], [], [], []
 
-    def _send(self, items: Sequence[ScheduledRequest], slots: Sequence[int], writes: SlotWrites) -> None:
-        for item, slot in zip(items, slots, strict=True):
-            request, last = item.request, item.start + item.num_tokens - item.num_draft_tokens - 1
-            is_current = self._lens[slot] == last + 1
-            token_id = request.token_ids[last]
+    def _send(self, requests: Sequence[Request], slots: Sequence[int], lens: Sequence[int], writes: SlotWrites) -> None:
+        """Send the slots of these requests, of whose tokens the first `lens` are known or under way."""
+        for request, slot, num_tokens in zip(requests, slots, lens, strict=True):
+            is_current = self._lens[slot] == num_tokens
+            token_id = request.token_ids[num_tokens - 1]
             assert is_current or token_id >= 0, f"neither host nor device knows the last token of {request.request_id}"
             writes.slots.append(slot)
             writes.last_tokens.append(NOTHING if is_current else token_id)
-            writes.num_tokens.append(last + 1)
+            writes.num_tokens.append(num_tokens)
             if not is_current:
-                self._listener.restart(slot, request, last + 1)
+                self._listener.restart(slot, request, num_tokens)
             self._tables[slot], self._num_blocks[slot] = request.block_table, 0
 
     def _grow(self, requests: Sequence[Request], slots: Sequence[int], writes: SlotWrites) -> None:

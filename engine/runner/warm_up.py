@@ -16,7 +16,7 @@ from contextlib import contextmanager
 import torch
 
 from engine.config.pooling import PoolingConfig
-from engine.grammar.masks import WORD_BITS
+from engine.grammar.masks import allow_all
 from engine.runner.embedder import Embedder
 from engine.runner.input_rows import InputRow
 from engine.runner.paged_decoder import PagedDecoder
@@ -151,8 +151,7 @@ def compile_verification(vocab_size: int, max_guesses: int, device: torch.device
 def compile_float32_logits(vocab_size: int, device: torch.device) -> None:
     """Do what the plain runner does with logits, which it has in float32: apply a grammar's mask, and score tokens."""
     logits = torch.zeros(1, vocab_size, device=device)
-    masks = torch.full((1, -(-vocab_size // WORD_BITS)), -1, dtype=torch.int32, device=device)
-    LogitsRules(device).apply_masks(logits, masks, [0])
+    LogitsRules(device).apply_masks(logits, allow_all(1, vocab_size, device), [0])
     prompt_logprobs(logits, [0], 1)
 
 

@@ -17,7 +17,7 @@ from engine.protocol import PlainReason, SamplingParams
 from engine.sampling import scores
 from engine.sampling.host_masks import needs_masks
 from engine.sampling.logits_filters import is_greedy, neg_log2_min_p_of, scale_of
-from engine.sampling.logits_rules import FORBIDDEN, changes_logits, has_penalties
+from engine.sampling.logits_rules import FORBIDDEN, changes_logits
 from engine.sampling.randomness import signed, stream
 from engine.scheduling.request import Request
 from kernels import ops
@@ -144,7 +144,7 @@ class ColumnSampler:
             is_scored = sampling.logprobs is not None
             self._asks[slot] = (
                 WEIGHS * weighs(sampling, self.vocab_size)
-                | COUNTS * has_penalties(sampling)
+                | COUNTS * sampling.has_penalties
                 | MASKED * needs_masks(request)
                 | SCORED * is_scored
                 | NOT_GREEDY * (not is_greedy(sampling) or changes_logits(sampling) or is_scored)

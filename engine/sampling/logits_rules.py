@@ -40,10 +40,6 @@ class SampledRow(NamedTuple):
         return self.position - request.num_prompt_tokens < request.sampling.min_tokens and bool(request.stop_ids)
 
 
-def has_penalties(sampling: SamplingParams) -> bool:
-    return sampling.repetition_penalty != 1.0 or sampling.presence_penalty != 0.0 or sampling.frequency_penalty != 0.0
-
-
 def has_rules(row: SampledRow) -> bool:
     """Whether this row's logits differ from the model's, a grammar aside."""
     sampling = row.request.sampling
@@ -56,7 +52,7 @@ def changes_logits(sampling: SamplingParams) -> bool:
 
 
 def _has_rules_anywhere(sampling: SamplingParams) -> bool:
-    return has_penalties(sampling) or bool(sampling.logit_bias) or bool(sampling.bad_words_token_ids)
+    return sampling.has_penalties or bool(sampling.logit_bias) or bool(sampling.bad_words_token_ids)
 
 
 class TokenCounts:
@@ -165,7 +161,7 @@ class LogitsRules:
 
     def _apply_one(self, logits: torch.Tensor, row: SampledRow) -> None:
         sampling = row.request.sampling
-        if has_penalties(sampling):
+        if sampling.has_penalties:
             self._penalise(logits, row)
         if sampling.logit_bias:
             ids = torch.tensor(list(sampling.logit_bias), device=self._device)

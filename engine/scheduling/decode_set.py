@@ -72,11 +72,7 @@ class DecodeSet:
         """Enter the step in which the blocks of a decoding request are full, counted from the next one."""
         slots = len(request.block_table) * self._block_size
         request.growth_step = self._accounts.step + 1 + slots - request.num_computed_tokens
-        due = self._due.get(request.growth_step)
-        if due is None:
-            self._due[request.growth_step] = [request]
-        else:
-            due.append(request)
+        self._due.setdefault(request.growth_step, []).append(request)
 
     def expect_grown(self, requests: list[Request]) -> None:
         """Enter several that were full and have got one block each."""

@@ -92,10 +92,13 @@ class KvBlocks:
             longer.num_unowned += block_id is not None and not self.pool.is_used(block_id)
         return longer
 
+    def needed(self, request: Request, found: FoundPrefix) -> int:
+        """Blocks that the whole prompt takes from those available, behind its found prefix."""
+        return self.blocks_for(request.num_tokens) - len(found.blocks) + found.num_on_host + found.num_unowned
+
     def has_room(self, request: Request, found: FoundPrefix) -> bool:
         """Whether the whole prompt fits beside everything promised."""
-        needed = self.blocks_for(request.num_tokens) - len(found.blocks) + found.num_on_host
-        return needed + found.num_unowned <= self.num_spare
+        return self.needed(request, found) <= self.num_spare
 
     def place(self, request: Request, found: FoundPrefix) -> None:
         """Give an admitted request its found prefix, and promise it the rest of its prompt."""

@@ -69,17 +69,20 @@ class PrefillOrder:
                 choices.append((Rank.AGED, 0, late.arrived_s, len(choices), late))
             has_aged = current_round - account.head_round >= AGEING_ROUNDS
             for place, request in enumerate(islice(account.waiting, looked_at(len(accounts)))):
-                if request.num_preemptions:
-                    choices.append((Rank.PREEMPTED, 0, request.moved_step, len(choices), request))
-                elif request.is_late:
-                    choices.append((Rank.LATE, 0, request.arrived_s, len(choices), request))
-                elif has_aged and place == 0:
-                    choices.append((Rank.AGED, 0, request.arrived_s, len(choices), request))
-                else:
-                    cached = self._match_len(request)
-                    choices.append((Rank.IN_TIME, -cached, request.arrived_s, len(choices), request))
+                preference = self._preference(request, has_aged=has_aged and place == 0)
+                choices.append((*preference, len(choices), request))
         choices.sort()
         return [choice[-1] for choice in choices]
+
+    def _preference(self, request: Request, *, has_aged: bool) -> tuple[Rank, int, float]:
+        """Rank, minus cached blocks, and since when."""
+        if request.num_preemptions:
+            return Rank.PREEMPTED, 0, request.moved_step
+        if request.is_late:
+            return Rank.LATE, 0, request.arrived_s
+        if has_aged:
+            return Rank.AGED, 0, request.arrived_s
+        return Rank.IN_TIME, -self._match_len(request), request.arrived_s
 
     def _put_late(self, account: Account) -> None:
         """Let requests that will miss their first token step aside; each does so once."""

@@ -27,6 +27,11 @@ class ScheduledRequest:
     draft_token_ids: list[int] = field(default_factory=list)
 
     @property
+    def num_known_tokens(self) -> int:
+        """How many of them are no drafts."""
+        return self.num_tokens - self.num_draft_tokens
+
+    @property
     def draft_inputs(self) -> list[int]:
         """What stands for the guesses among the step's inputs: themselves, or token 0 where only the device knows them."""
         return self.draft_token_ids or [0] * self.num_draft_tokens

@@ -100,8 +100,8 @@ class TenantRotation:
         found = self._kv.find(request)
         start, now_s = len(found.blocks) * self._block_size, self._clock()
         lost = request.num_tokens - start
-        needed = self._kv.blocks_for(request.num_tokens) - len(found.blocks) + found.num_on_host + found.num_unowned
-        if needed > self._kv.num_spare + len(other.block_table) or (lost > FREE_TOKENS and now_s < self._ration_s):
+        room = self._kv.num_spare + len(other.block_table)
+        if self._kv.needed(request, found) > room or (lost > FREE_TOKENS and now_s < self._ration_s):
             return False
         if lost > FREE_TOKENS:
             self._ration_s = now_s + RATION * self._accounts.costs.prefill_ns(start, lost) / NS_PER_S

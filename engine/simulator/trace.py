@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from engine.errors import TraceError
+from engine.number_checks import is_integer
 
 ROWS_MAX = 5_000_000
 TOKENS_MAX = 100_000_000
@@ -117,7 +118,7 @@ class _Row:
         ids = self._values.get("hash_ids")
         if ids is None:
             return ()
-        if not isinstance(ids, list) or not all(isinstance(i, int) and not isinstance(i, bool) for i in ids):
+        if not isinstance(ids, list) or not all(map(is_integer, ids)):
             raise self.error("hash_ids", "must be a list of whole numbers")
         expected = -(-input_tokens // HASH_BLOCK_TOKENS)
         if len(ids) != expected:

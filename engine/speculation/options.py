@@ -9,6 +9,7 @@ from typing import Any
 
 from engine.config.model import ModelConfig
 from engine.errors import EngineConfigError
+from engine.number_checks import is_integer
 
 OPTION = "speculative_config"
 METHODS = ("ngram", "draft_model")
@@ -80,7 +81,7 @@ def check_draft_context(draft: ModelConfig, max_model_len: int) -> None:
 
 
 def _check_count(name: str, value: object, limit: int) -> None:
-    if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value <= limit:
+    if not is_integer(value) or not 1 <= value <= limit:
         raise _wrong(name, f"must be a whole number between 1 and {limit}, not {value!r}")
 
 

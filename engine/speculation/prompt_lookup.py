@@ -160,7 +160,7 @@ class _Guesses:
 
 
 class AdaptiveDrafter:
-    """The `Drafter` of both proposers; with `sizes` it looks n-grams up, without it leaves the tokens to the draft model."""
+    """The `Drafter` of both proposers: it looks up n-grams of `ngram_sizes`, or leaves the tokens to the draft model."""
 
     def __init__(self, options: SpeculativeOptions, costs: SpeculationCosts) -> None:
         self._costs = costs
@@ -232,9 +232,7 @@ def can_draft(request: Request) -> bool:
     sampling = request.sampling
     return not (
         sampling.is_guided
+        or sampling.has_penalties
         or bool(sampling.bad_words_token_ids)
-        or sampling.repetition_penalty != 1.0
-        or sampling.presence_penalty != 0.0
-        or sampling.frequency_penalty != 0.0
         or request.num_output_tokens < sampling.min_tokens
     )

@@ -17,7 +17,7 @@ from numba import types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
-from kernels.simd.tiles import ROWS, WIDE, prefetch
+from kernels.simd.tiles import ROWS, WIDE, begin_sums, for_each_count, prefetch, store_sums
 from kernels.simd.vectors import (
     BYTES,
     INT32,
@@ -26,7 +26,6 @@ from kernels.simd.vectors import (
     LANES,
     VECTOR,
     emit_fma,
-    emit_load,
     emit_splat,
     emit_store,
     place,
@@ -91,11 +90,7 @@ def _emit_tile(builder, form: Format, rows: int, width: int, operands: _Operands
     """c[r] = start[r] + Σ_k a[r, k] · decoded(codes[k]) for `rows` rows of `width` vectors."""
     a, a_stride, codes, first, end, groups, group_size, start, start_stride, c, c_stride, ahead, kept = operands
     row_places = [place(builder, a, builder.mul(a_stride, INT64(row))) for row in range(rows)]
-    sums: list[list[Any]] = []
-    for row in range(rows):
-        begin = builder.mul(start_stride, INT64(row))
-        values = [emit_load(builder, start, builder.add(begin, INT64(LANES * i))) for i in range(width)]
-        sums.append([cgutils.alloca_once_value(builder, value) for value in values])
+    sums = begin_sums(builder, start, start_stride, rows, width)
     ahead_step = INT64(form.column_bytes * width // PANEL_VECTORS)
     first_group = builder.sdiv(first, group_size)
     from_group = builder.mul(first_group, group_size)
@@ -106,17 +101,14 @@ def _emit_tile(builder, form: Format, rows: int, width: int, operands: _Operands
         group = form.group(builder, builder.add(groups, entry), width)
         with cgutils.for_range_slice(builder, group_first, group_end, _one(builder), intp=INT64) as (column, _):
             values = form.decode(builder, builder.add(codes, builder.mul(column, INT64(form.column_bytes))), width, group)
-            prefetch(builder, builder.add(ahead, builder.mul(column, ahead_step)), 0)
+            prefetch(builder, builder.add(ahead, builder.mul(column, ahead_step)))
             for i, value in enumerate(values if keeps else ()):
                 emit_store(builder, kept, builder.add(builder.mul(column, INT64(width * LANES)), INT64(i * LANES)), value)
             for row in range(rows):
                 factor = emit_splat(builder, builder.load(builder.gep(row_places[row], [column]), align=BYTES))
                 for value, pointer in zip(values, sums[row], strict=True):
                     builder.store(emit_fma(builder, factor, value, builder.load(pointer)), pointer)
-    for row in range(rows):
-        begin = builder.mul(c_stride, INT64(row))
-        for i, pointer in enumerate(sums[row]):
-            emit_store(builder, c, builder.add(begin, INT64(LANES * i)), builder.load(pointer))
+    store_sums(builder, c, c_stride, sums)
 
 
 def _one(builder):
@@ -142,15 +134,10 @@ def tiles_of(form: Format, width: int, most_rows: int, *, fewest_rows: int = 1, 
     @intrinsic
     def tiles(typing, rows, a, a_stride, codes, first, end, groups, group_size, start, start_stride, c, c_stride, ahead, kept):
         def emit(context, builder, sig, args):
-            behind = builder.append_basic_block("behind")
-            choice = builder.switch(args[0], behind)
-            for rows in range(fewest_rows, most_rows + 1):
-                block = builder.append_basic_block(f"rows_{rows}")
-                choice.add_case(INT64(rows), block)
-                builder.position_at_end(block)
+            def emit_rows(rows):
                 _emit_tile(builder, form, rows, width, _Operands(*args[1:]), keeps=keeps)
-                builder.branch(behind)
-            builder.position_at_end(behind)
+
+            for_each_count(builder, args[0], most_rows, emit_rows, fewest=fewest_rows)
             return context.get_dummy_value()
 
         return types.void(*[types.int64] * 14), emit

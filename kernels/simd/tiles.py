@@ -46,31 +46,42 @@ def _emit_tile(builder, rows, width, arguments, *, fetches):
     """c[r] = start[r] + Σ_k a[r, k] · b[k] for `rows` rows of `width` vectors."""
     a, a_stride, b, b_stride, length, start, start_stride, c, c_stride, *ahead = arguments
     row_places = [place(builder, a, builder.mul(a_stride, INT64(row))) for row in range(rows)]
-    sums = []
-    for row in range(rows):
-        first = builder.mul(start_stride, INT64(row))
-        begin = [emit_load(builder, start, builder.add(first, INT64(LANES * i))) for i in range(width)]
-        sums.append([cgutils.alloca_once_value(builder, value) for value in begin])
+    sums = begin_sums(builder, start, start_stride, rows, width)
     with cgutils.for_range(builder, length) as loop:
         column = builder.mul(loop.index, b_stride)
         values = [emit_load(builder, b, builder.add(column, INT64(LANES * i))) for i in range(width)]
         if fetches:
-            prefetch(builder, builder.add(ahead[0], builder.mul(loop.index, INT64(CACHE_LINE))), 0)
+            prefetch(builder, builder.add(ahead[0], builder.mul(loop.index, INT64(CACHE_LINE))))
         for row in range(rows):
             factor = emit_splat(builder, builder.load(builder.gep(row_places[row], [loop.index]), align=BYTES))
             for i in range(width):
                 builder.store(emit_fma(builder, factor, values[i], builder.load(sums[row][i])), sums[row][i])
+    store_sums(builder, c, c_stride, sums)
+
+
+def begin_sums(builder, start, stride, rows, width):
+    """The variables of `rows` rows of `width` vectors, which begin with what stands at `start`."""
+    sums = []
     for row in range(rows):
-        first = builder.mul(c_stride, INT64(row))
-        for i in range(width):
-            emit_store(builder, c, builder.add(first, INT64(LANES * i)), builder.load(sums[row][i]))
+        first = builder.mul(stride, INT64(row))
+        values = [emit_load(builder, start, builder.add(first, INT64(LANES * i))) for i in range(width)]
+        sums.append([cgutils.alloca_once_value(builder, value) for value in values])
+    return sums
 
 
-def _for_each_count(builder, count, most, emit) -> None:
-    """What `emit(n)` emits is run where `count` is n, 1 to `most`."""
+def store_sums(builder, target, stride, sums) -> None:
+    """Write the variables of `begin_sums`."""
+    for row, pointers in enumerate(sums):
+        first = builder.mul(stride, INT64(row))
+        for i, pointer in enumerate(pointers):
+            emit_store(builder, target, builder.add(first, INT64(LANES * i)), builder.load(pointer))
+
+
+def for_each_count(builder, count, most, emit, *, fewest=1) -> None:
+    """What `emit(n)` emits is run where `count` is n, `fewest` to `most`."""
     behind = builder.append_basic_block("behind")
     choice = builder.switch(count, behind)
-    for number in range(1, most + 1):
+    for number in range(fewest, most + 1):
         block = builder.append_basic_block(f"count_{number}")
         choice.add_case(INT64(number), block)
         builder.position_at_end(block)
@@ -79,9 +90,9 @@ def _for_each_count(builder, count, most, emit) -> None:
     builder.position_at_end(behind)
 
 
-def prefetch(builder, address, line) -> None:
-    """Ask for a line of the cache, counted from an address."""
-    pointer = builder.inttoptr(builder.add(address, INT64(line * CACHE_LINE)), ir.IntType(8).as_pointer())
+def prefetch(builder, address) -> None:
+    """Ask for the line of the cache at an address."""
+    pointer = builder.inttoptr(address, ir.IntType(8).as_pointer())
     emit_call(builder, "llvm.prefetch.p0", ir.VoidType(), [pointer, INT32(0), INT32(2), INT32(1)])
 
 
@@ -91,7 +102,7 @@ def _tiles(width, *, fetches=False):
     @intrinsic
     def tiles(typing, rows, a, a_stride, b, b_stride, length, start, start_stride, c, c_stride, ahead):
         def emit(context, builder, sig, args):
-            _for_each_count(builder, args[0], ROWS, lambda rows: _emit_tile(builder, rows, width, args[1:], fetches=fetches))
+            for_each_count(builder, args[0], ROWS, lambda rows: _emit_tile(builder, rows, width, args[1:], fetches=fetches))
             return context.get_dummy_value()
 
         return types.void(*[types.int64] * 11), emit
@@ -136,7 +147,7 @@ def dots(typing, rows, queries, keys, key_stride, count, size, out, out_stride):
         rows, queries, keys, key_stride, count, *others = args
 
         def emit_rows(kept):
-            _for_each_count(
+            for_each_count(
                 builder, rows, DOT_QUERIES, lambda number: _emit_dots(builder, number, queries, keys, key_stride, kept, *others)
             )
 
@@ -196,7 +207,7 @@ def dots_of_rows(typing, rows, queries, size, turned, out, out_stride):
     lane by lane. Row r goes to `out` + r · `out_stride`."""
 
     def emit(context, builder, sig, args):
-        _for_each_count(builder, args[0], DOT_ROWS, lambda rows: _emit_dots_of_rows(builder, rows, *args[1:]))
+        for_each_count(builder, args[0], DOT_ROWS, lambda rows: _emit_dots_of_rows(builder, rows, *args[1:]))
         return context.get_dummy_value()
 
     return types.void(*[types.int64] * 6), emit

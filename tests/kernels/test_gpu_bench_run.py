@@ -47,15 +47,14 @@ class Stuck:
     limit_s: float = 1.0
     left_s: float = -1.0
     taken_s: float = 2.0
-    grace_s: float = 0.0
     ended: bool = False
     given_up: str = ""
-    kills: int = 0
+    ends: int = 0
 
     def begin(self, facts: dict[str, Any], limit_s: float) -> None: ...
 
-    def kill(self) -> None:
-        self.kills += 1
+    def end(self) -> None:
+        self.ended, self.ends = True, self.ends + 1
 
     def close(self) -> tuple[int | None, str]:
         self.given_up = "it does not end"
@@ -66,7 +65,7 @@ def test_a_process_that_cannot_be_ended_is_noted_and_the_run_goes_on() -> None:
     stuck, outcome, shown = Stuck(Job((BY_NAME["latency"],))), Outcome(), list[str]()
     lines: Any = queue.Queue()
     conduct._run([stuck], lines, 1.0, outcome, shown.append, None)  # type: ignore[list-item]
-    assert stuck.kills == 1
+    assert stuck.ends == 1
     assert outcome.parts[0]["error"] == "ended after its limit of 1 s; it does not end"
     assert outcome.parts[0]["log"] == "its log"
     assert shown

@@ -29,7 +29,7 @@ from bench.gpu.rows import Row
 from bench.gpu.targets import SAME_TOKENS, TARGETS
 from bench.gpu.traffic import Asked
 from engine.layers.batch_inputs import BatchInputs
-from engine.runner.chunk_step import ChunkStep
+from engine.runner.chunk_step import ChunkStep, ToChoose
 from engine.runner.cuda_graphs import CudaGraphs
 from engine.runner.input_rows import InputRow
 from engine.runner.paged_decoder import PagedDecoder
@@ -152,8 +152,13 @@ def test_wrong_tokens_are_counted_and_the_row_says_what_mends_them(fault: str, m
 
         monkeypatch.setattr(CudaGraphs, "run", twice)
     elif fault == "chunks":
-        hidden = ChunkStep.hidden
-        monkeypatch.setattr(ChunkStep, "hidden", lambda step, num_rows: hidden(step, num_rows) * -1.0)
+        to_choose = ChunkStep.to_choose
+
+        def negated(*given: Any) -> ToChoose:
+            rows = to_choose(*given)
+            return rows._replace(hidden=rows.hidden * -1.0)
+
+        monkeypatch.setattr(ChunkStep, "to_choose", negated)
     else:
         advance = SlotState.advance
 

@@ -77,10 +77,12 @@ def test_blocks_may_lie_apart(device: torch.device) -> None:
 @BOTH
 def test_no_blocks_are_no_work(kernels: ModuleType, device: torch.device) -> None:
     made = caches(torch.float32, device)
+    before = [cache.clone() for cache in made]
     nothing = ids(device=device)
     kernels.copy_blocks(made, nothing, nothing)
     kernels.gather_blocks(made, nothing, torch.empty(0, LAYERS, *BLOCK_SHAPE, device=device), nothing)
     kernels.scatter_blocks(made, nothing, torch.empty(0, LAYERS, *BLOCK_SHAPE, device=device), nothing)
+    assert all(torch.equal(*pair) for pair in zip(made, before, strict=True))
 
 
 def test_blocks_that_cannot_be_moved_in_words_are_refused(device: torch.device) -> None:

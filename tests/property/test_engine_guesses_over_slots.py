@@ -238,11 +238,11 @@ def test_a_slot_whose_request_verified_guesses_is_sent_again_even_when_all_of_th
 
 
 def test_blocks_of_several_requests_are_sent_to_where_the_host_itself_writes_them() -> None:
-    pieces = [(2, 0, table_of([7])), (0, 3, table_of([4, 1, 6])), (1, 5, table_of()), (3, 1, [9, 8])]
+    pieces = SlotWrites(blocks=[(2, 0, table_of([7])), (0, 3, table_of([4, 1, 6])), (1, 5, table_of()), (3, 1, [9, 8])])
     sent, written = (SlotState(4, 6, device=torch.device("cpu")) for _ in range(2))
     sent.words.on_host = None  # as on a GPU
     for state in (sent, written):
-        state.write(SlotWrites(blocks=pieces))
+        state.write(pieces)
     assert sent.tables.tolist() == written.tables.tolist() == [
         [0, 0, 0, 4, 1, 6], [0] * 6, [7, 0, 0, 0, 0, 0], [0, 9, 8, 0, 0, 0],
     ]  # fmt: skip

@@ -26,6 +26,7 @@ from appliance.console.routes import answer_unknown_path, create_console_router
 from appliance.metering.box_records import BoxRecords
 from appliance.metering.calendar import BillingCalendar
 from appliance.metering.economics_report import EconomicsReport
+from appliance.metering.past_requests import PastRequests
 from appliance.metering.usage import UsageReports
 from appliance.serving.alerting.alerts import Alerts
 from appliance.serving.forecasts import Forecasts
@@ -370,6 +371,7 @@ def _services(
         "prices": prices,
         "invoices": euro_invoices(database, clock, calendar),
         "reports": reports,
+        "past_requests": PastRequests(database),
         "corrections": utc_corrections(database, clock, calendar=calendar),
         "box_records": records,
         "economics": EconomicsReport(records, reports, clock),

@@ -309,7 +309,7 @@ async def test_a_fault_is_a_page_that_tells_nothing_but_where_to_look(box: Box, 
         raise RuntimeError("the secret inner detail")
 
     alice = await box.alice()
-    monkeypatch.setattr(type(box.services.reports), "requests_page", broken)
+    monkeypatch.setattr(type(box.services.past_requests), "page", broken)
 
     page, fragment = await alice.get("/requests"), await alice.fragment("/requests")
 

@@ -67,7 +67,7 @@ async def test_a_request_of_a_process_that_died_has_ended_in_page_and_interface_
     await box.services.ledger.open(entry)
 
     page = (await (await box.alice()).get(f"/requests/{entry.request_id}")).text
-    shape = past_request_shape(await box.services.reports.request(entry.request_id, access=WHOLE_BOX))
+    shape = past_request_shape(await box.services.past_requests.get(entry.request_id, access=WHOLE_BOX))
 
     assert shape.explanation == "Ended before its first token (error)."
     assert shape.explanation in page

@@ -12,7 +12,7 @@ from engine.scheduling.backlog import Backlog
 from engine.scheduling.costs import TokenCosts
 from engine.scheduling.fair_policy import AGEING_STEPS, FairPolicy
 from engine.scheduling.kv_forecast import KvForecast
-from engine.scheduling.policy import FcfsPolicy, Policy, PolicyContext
+from engine.scheduling.policy import FcfsPolicy
 from engine.scheduling.request import RequestStatus
 from engine.scheduling.scheduler import Scheduler
 from engine.simulator.vtc_policy import VtcPolicy
@@ -275,13 +275,12 @@ def test_a_changed_weight_keeps_what_a_tenant_is_ahead() -> None:
 
 @pytest.mark.parametrize("policy", [FcfsPolicy, VtcPolicy])
 def test_the_plain_policies_serve_everybody(policy: type[FcfsPolicy | VtcPolicy]) -> None:
-    def make(context: PolicyContext) -> Policy:
-        return policy(context)
-
-    scheduler = make_scheduler(num_blocks=64, max_num_seqs=3, budget=16, policy=make, costs=VtcPolicy.TOKEN_PRICES)
-    for number in range(30):
-        scheduler.add(make_request(str(number), 1 + number % 9, tenant=f"t{number % 4}"))
+    scheduler = make_scheduler(num_blocks=64, max_num_seqs=3, budget=16, policy=policy, costs=VtcPolicy.TOKEN_PRICES)
+    requests = [make_request(str(number), 1 + number % 9, tenant=f"t{number % 4}") for number in range(30)]
+    for request in requests:
+        scheduler.add(request)
     drain(scheduler)
+    assert all(request.is_finished for request in requests)
 
 
 def test_first_come_first_served_lets_a_flood_go_first_and_virtual_token_counters_do_not() -> None:

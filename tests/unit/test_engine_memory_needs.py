@@ -115,9 +115,9 @@ def test_many_chunks_of_few_tokens_are_planned_for_with_the_workspace_that_they_
 def test_steps_over_slots_hold_the_logits_of_all_rows_at_once() -> None:
     qwen, load = shape_of("qwen3-0.6b"), replace(LOAD, num_seqs=1024, num_tokens=1024, on_gpu=True, has_slots=True)
     kept_bytes = graphs_kept(1024, 0, chunk_rows=1024) * qwen.graph_bytes
-    invariant = MemoryNeeds.of(qwen, BF16, replace(load, batch_invariant=True), context_bytes=0)
+    invariant = MemoryNeeds.of(qwen, BF16, replace(load, batch_invariant=True), context_bytes=0, context_len=1024)
     assert invariant.graphs_bytes - kept_bytes == invariant.activations_bytes == 1024 * 151_936 * 4, "593.5 MiB"
-    usual = MemoryNeeds.of(qwen, BF16, load, context_bytes=0)
+    usual = MemoryNeeds.of(qwen, BF16, load, context_bytes=0, context_len=1024)
     assert usual.graphs_bytes - kept_bytes == usual.activations_bytes == 1024 * 151_936 * 2
     sliced = MemoryNeeds.of(qwen, BF16, replace(load, has_slots=False, batch_invariant=True), context_bytes=0)
     assert sliced.activations_bytes == 256 << 20, "without slots they are computed in slices"
@@ -125,9 +125,10 @@ def test_steps_over_slots_hold_the_logits_of_all_rows_at_once() -> None:
 
 def test_memory_is_planned_for_as_many_graphs_as_are_kept() -> None:
     def graphs_of(load: Load, draft: MemoryShape | None = None) -> int:
-        needs = MemoryNeeds.of(LLAMA_8B, BF16, replace(load, has_slots=True), context_bytes=0, draft=draft)
+        load = replace(load, has_slots=True)
+        needs = MemoryNeeds.of(LLAMA_8B, BF16, load, context_bytes=0, context_len=8192, draft=draft)
         rows = load.num_seqs + load.num_guesses
-        chunks_bytes = LLAMA_8B.captured_chunks_bytes(load.num_tokens, 2)
+        chunks_bytes = LLAMA_8B.captured_chunks_bytes(960, 2)
         return needs.graphs_bytes - max(chunks_bytes, LLAMA_8B.activations_bytes(rows, rows, 2))
 
     assert LLAMA_8B.graph_bytes == (10 * 32 + 20) * 24 * 1024
@@ -146,10 +147,16 @@ def test_memory_is_planned_for_as_many_graphs_as_are_kept() -> None:
 
 
 def test_captured_steps_with_chunks_take_what_their_largest_one_holds() -> None:
-    parts_bytes = 2**16 * 129 * 4
-    assert LLAMA_8B.captured_chunks_bytes(8192, 2) == 960 * 67_584 * 2 + parts_bytes, "of 128 MiB of activations"
-    assert LLAMA_8B.captured_chunks_bytes(500, 2) == 500 * 67_584 * 2 + parts_bytes, "no step has more tokens"
-    assert LLAMA_8B.captured_chunks_bytes(15, 2) == 0
+    def rows(num_tokens: int, context_len: int = 131_072, *, batch_invariant: bool = False) -> int:
+        return LLAMA_8B.chunk_rows(replace(LOAD, num_tokens=num_tokens, batch_invariant=batch_invariant), context_len, 2)
+
+    assert rows(8192) == 960, "of 128 MiB of activations"
+    assert rows(500) == 500, "no step has more tokens"
+    assert rows(8192, 500) == 500, "no request has"
+    assert rows(15) == rows(8192, 15) == 0
+    assert rows(8192, batch_invariant=True) == 256, "the rows that its workspace has room for"
+    assert LLAMA_8B.captured_chunks_bytes(960, 2) == 960 * 67_584 * 2 + 2**16 * 129 * 4
+    assert LLAMA_8B.captured_chunks_bytes(0, 2) == 0
 
 
 def test_slots_hold_what_decodes_and_sampling_keep_for_each_of_them() -> None:

@@ -29,6 +29,7 @@ from appliance.metering.ledger.corrections import Correction
 from appliance.metering.ledger.records import Checkpoint, UsageEvent
 from appliance.metering.ledger.recovery import begin_epoch
 from appliance.metering.limits.rules import Asked, is_batch_work
+from appliance.metering.past_requests import PastRequests
 from appliance.metering.prices import Price
 from appliance.tenancy.access import WHOLE_BOX
 from appliance.tenancy.principals import Limits
@@ -86,7 +87,7 @@ async def test_batch_work_runs_in_the_batch_class_whatever_the_tier_and_pays_the
     assert usual.cost_picos == 2 * flex.cost_picos > 0
     for generation, batch in zip(generations, (False, True), strict=True):
         assert generation.live.batch is batch
-        assert (await box.reports.request(generation.request_id, access=WHOLE_BOX)).batch is batch
+        assert (await PastRequests(database).get(generation.request_id, access=WHOLE_BOX)).batch is batch
 
 
 async def test_tier_and_batch_are_discounts_of_one_another(

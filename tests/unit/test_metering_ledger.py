@@ -14,6 +14,7 @@ from appliance.base.prepared import Prepared
 from appliance.metering.calendar import BillingCalendar
 from appliance.metering.ledger import rows as ledger_rows
 from appliance.metering.ledger.writer import RETRY_S_MIN, Checkpoint, LedgerBroken, RequestRecord, Settlement, Usage
+from appliance.metering.past_requests import PastRequests
 from appliance.metering.prices import Price, PriceBook
 from appliance.metering.usage import LedgerFilter, UsageReports
 from appliance.tenancy.access import WHOLE_BOX
@@ -66,7 +67,7 @@ async def test_the_row_of_the_request_is_finished_in_the_same_transaction(
     async with running_ledger(database, clock, cast.epoch_id) as ledger:
         await ledger.open(entry)
         await ledger.settle(settlement)
-    row = await UsageReports(database, calendar=BillingCalendar()).request(entry.request_id, access=WHOLE_BOX)
+    row = await PastRequests(database).get(entry.request_id, access=WHOLE_BOX)
     assert (row.queue_s, row.ttft_s, row.decode_s, row.kv_blocks, row.completion_tokens) == (0.5, 1.25, 2.0, 3, 5)
     assert row.tokens_per_second == 2.0
     assert row.error == ("ab" * 400)[:500]
@@ -135,9 +136,7 @@ async def test_an_entry_that_somebody_else_settles_meanwhile_is_not_settled_twic
             await ledger.settle(posted(entry.request_id))
         assert ledger.unrecorded_usage_tokens == 15
     assert [event.status for event in await all_events(database)] == ["pending"]
-    assert (
-        await UsageReports(database, calendar=BillingCalendar()).request(entry.request_id, access=WHOLE_BOX)
-    ).finished_at is None
+    assert (await PastRequests(database).get(entry.request_id, access=WHOLE_BOX)).finished_at is None
 
 
 async def test_settling_what_was_never_opened_is_refused_loudly(database: Database, clock: FakeClock, cast: Cast) -> None:
@@ -421,4 +420,4 @@ async def test_the_ledger_pages_in_order_and_shows_each_tenant_its_own(
     with pytest.raises(NotFound):
         await reports.event(entries[0].request_id, cast.bob.tenant.id, access=WHOLE_BOX)
     with pytest.raises(NotFound):
-        await reports.request(entries[0].request_id, cast.bob.tenant.id, access=WHOLE_BOX)
+        await PastRequests(database).get(entries[0].request_id, cast.bob.tenant.id, access=WHOLE_BOX)

@@ -31,8 +31,8 @@ from appliance.metering.ledger.journaled import Journaled, decode, encode, journ
 from appliance.metering.ledger.records import Checkpoint, PendingEntry, RequestRecord, Settlement, Usage, UsageEvent
 from appliance.metering.ledger.recovery import begin_epoch
 from appliance.metering.ledger.writer import Ledger, LedgerBroken
+from appliance.metering.past_requests import PastRequests
 from appliance.metering.prices import Price
-from appliance.metering.usage import UsageReports
 from appliance.tenancy.access import WHOLE_BOX
 from tests.support.cast import Cast
 from tests.support.clock import START, FakeClock
@@ -157,7 +157,7 @@ async def test_a_death_between_the_line_of_a_settlement_and_its_rows_leaves_the_
         event = events[entry.request_id]
         assert (event.status, event.estimated, event.completion_tokens) == ("posted", False, 5)
         assert event.cost_picos == 10 * 3 + 5 * 7
-        row = await UsageReports(database, calendar=BillingCalendar()).request(entry.request_id, access=WHOLE_BOX)
+        row = await PastRequests(database).get(entry.request_id, access=WHOLE_BOX)
         assert (row.finish_reason, row.completion_tokens, row.finished_at) == (event.finish_reason, 5, clock.now())
     assert events[refused.request_id].status == "voided"
     assert events[running.request_id].status == "recovered"

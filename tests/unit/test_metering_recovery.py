@@ -10,7 +10,6 @@ from sqlalchemy import text
 
 from appliance.base.db import Database
 from appliance.base.errors import RateLimitExceeded
-from appliance.metering.calendar import BillingCalendar
 from appliance.metering.ledger import recovery
 from appliance.metering.ledger.epochs import EpochEnded
 from appliance.metering.ledger.recovery import begin_epoch
@@ -18,7 +17,7 @@ from appliance.metering.ledger.rows import EVENTS_WITH_PRICES, INSERT_EVENTS, ev
 from appliance.metering.ledger.writer import Checkpoint, LedgerBroken
 from appliance.metering.limits.quotas import Moment, Owner
 from appliance.metering.limits.rules import Asked
-from appliance.metering.usage import UsageReports
+from appliance.metering.past_requests import PastRequests
 from appliance.tenancy.access import WHOLE_BOX
 from appliance.tenancy.principals import Limits, Principal
 from tests.support.cast import Cast, make_cast
@@ -59,7 +58,7 @@ async def test_a_request_of_a_dead_process_is_recovered_once_from_its_last_check
     assert first.cost_picos == 6 * 1_000_000 + 3 * 2_000_000
     assert (second.status, second.prompt_tokens, second.cost_picos) == ("recovered", 0, 0)
     assert third == settled
-    row = await UsageReports(database, calendar=BillingCalendar()).request(seen.request_id, access=WHOLE_BOX)
+    row = await PastRequests(database).get(seen.request_id, access=WHOLE_BOX)
     assert (row.finish_reason, row.completion_tokens, row.prompt_tokens) == ("error", 3, 10)
     assert row.finished_at == clock.now()
 

@@ -10,7 +10,7 @@ from appliance.api.queries import PAGING, AdminRequest, paging
 from appliance.api.services_of import services_of
 from appliance.api.shapes import PageShape, RequestShape, live_request_shape, page_shape, past_request_shape
 from appliance.base.errors import NotFound
-from appliance.metering.usage import RequestFilter
+from appliance.metering.past_requests import RequestFilter
 from appliance.serving.services import Services
 from appliance.tenancy.access import Access
 from appliance.tenancy.roles import Action
@@ -30,7 +30,7 @@ async def list_requests(request: AdminRequest) -> PageShape[RequestShape]:
         model=request.query_params.get("model"),
         finished_only=False,
     )
-    page = await services.reports.requests_page(limit, cursor, filters, access=access)
+    page = await services.past_requests.page(limit, cursor, filters, access=access)
     return page_shape(page, lambda row: _live_shape(services, row.id, access) or past_request_shape(row))
 
 
@@ -42,7 +42,7 @@ async def retrieve_request(request: AdminRequest, request_id: FromPath[str]) -> 
     live = services.generations.find(request_id, access=access)
     if live is not None:
         return live_request_shape(live)
-    return past_request_shape(await services.reports.request(request_id, access=access))
+    return past_request_shape(await services.past_requests.get(request_id, access=access))
 
 
 @delete("/requests/{request_id:str}", status_code=200, summary="Abort a request", tags=TAGS)

@@ -9,7 +9,7 @@ from kernels.attention_rows import AttentionShape
 from kernels.triton.attention_decode import split_kernel
 from kernels.triton.attention_splits import SPLIT_QUERIES, DecodeTiling, decode_tiling, query_rows, split_constants, tile_rows
 from kernels.triton.gate.attention_splits import SPILL_BYTES_MAX
-from kernels.triton.gate.compilation import CAPABILITIES, FP8_CAPABILITIES, Compilation
+from kernels.triton.gate.compilation import CAPABILITIES, FP8_CAPABILITIES, TYPE_BYTES, Compilation
 
 SPILL_BYTES_WIDE = 80  # heads of 256 over an fp8 cache: what stays the same through the loop; rotation, between two splits
 
@@ -97,7 +97,7 @@ def _compilation(
             absent[tensor] = None
     passed |= {"out": f"*{dtype}", "attended": "*fp32", "log_weights": "*fp32", "num_requests": "i32", "scale": "fp32"}
     passed |= dict.fromkeys(("q_stride", "block_stride", "table_stride", "max_splits", "card_groups"), "i32") | {"eps": "fp32"}
-    kv_bytes = {"fp32": 4, "fp8e4nv": 1}.get(kv_dtype, 2)
+    kv_bytes = TYPE_BYTES[kv_dtype]
     tilings: dict[DecodeTiling, list[int]] = {}
     rows = query_rows(shape, max_query_len)
     for number in FP8_CAPABILITIES if "fp8" in kv_dtype else CAPABILITIES:

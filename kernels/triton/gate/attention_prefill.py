@@ -10,7 +10,7 @@ from kernels.attention_rows import AttentionShape
 from kernels.triton.attention_prefill import PrefillTiling, prefill_constants, prefill_kernel, prefill_tiling
 from kernels.triton.attention_prefill_hopper import is_overlapped
 from kernels.triton.chunk_splits import FEW_REQUESTS
-from kernels.triton.gate.compilation import CAPABILITIES, FP8_CAPABILITIES, Compilation
+from kernels.triton.gate.compilation import CAPABILITIES, FP8_CAPABILITIES, TYPE_BYTES, Compilation
 
 SPILL_BYTES_MAX = 80
 """Of what stays the same through the loop, where the tile fills all registers: 100 with an fp8 cache."""
@@ -93,7 +93,7 @@ def _compilation(
         absent["kv_scales"] = None
     numbers = dict.fromkeys(("num_requests", "num_tiles", "q_stride", "block_stride", "table_stride", "max_splits"), "i32")
     rows = max_query_len * (shape.num_heads // shape.num_kv_heads)
-    kv_bytes = {"fp32": 4, "fp8e4nv": 1}.get(kv_dtype, 2)
+    kv_bytes = TYPE_BYTES[kv_dtype]
     tilings: dict[PrefillTiling, list[int]] = {}
     for number in FP8_CAPABILITIES if "fp8" in kv_dtype else CAPABILITIES:
         tiling = prefill_tiling(shape.head_dim, kv_bytes, rows, shape.sliding_window is not None, number)

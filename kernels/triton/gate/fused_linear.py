@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from kernels.triton.fused_linear import fused_linear_kernel, fused_tiles
-from kernels.triton.gate.compilation import CAPABILITIES, FP8_CAPABILITIES, Compilation
+from kernels.triton.gate.compilation import CAPABILITIES, FP8_CAPABILITIES, TYPE_BYTES, Compilation
 from kernels.triton.gate.fused_sums import LLAMA_8B, around_types
 from kernels.triton.gate.linear_tiles import SPILL_BYTES_MAX
 from kernels.triton.tuning import power_of_two
@@ -34,12 +34,12 @@ def compilations() -> list[Compilation]:
 
 def _compilation(label: str, name: str, sizes: tuple[int, int], rows: str, kind: str, card: int) -> Compilation:
     """`rows` and `kind` are the types of x and of the weight."""
-    (outputs, columns), bytes_ = sizes, {"fp32": 4, "bf16": 2, "fp16": 2, "i8": 1, "fp8e4nv": 1}
-    of_tiles = {"weight_bytes": bytes_[kind], "row_bytes": bytes_[rows]}
+    outputs, columns = sizes
+    of_tiles = {"weight_bytes": TYPE_BYTES[kind], "row_bytes": TYPE_BYTES[rows]}
     tiles = fused_tiles(outputs, columns, card, 132, gated=name == "gate_up", **of_tiles)
     before = fused_tiles(columns, columns, card, 132, gated=False, **of_tiles).block_n
     around, absent = around_types(name, f"*{rows}", tiles.splits)
-    scales = {"weight_scales": "*fp32"} if bytes_[kind] == 1 else {}
+    scales = {"weight_scales": "*fp32"} if TYPE_BYTES[kind] == 1 else {}
     numbers = dict.fromkeys(("M", "N", "K", "x_stride", "num_squares", "split_columns"), "i32")
     constants = {
         "GATE": "silu" if name == "gate_up" else None, "COLUMN_SCALES": bool(scales), "EVEN_K": True,

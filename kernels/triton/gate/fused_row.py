@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from kernels.triton.fused_row import fused_row_kernel, row_tiles
-from kernels.triton.gate.compilation import CAPABILITIES, FP8_CAPABILITIES, Compilation
+from kernels.triton.gate.compilation import CAPABILITIES, FP8_CAPABILITIES, TYPE_BYTES, Compilation
 from kernels.triton.gate.fused_linear import QWEN_600M
 from kernels.triton.gate.fused_sums import LLAMA_8B, around_types
 from kernels.triton.tuning import power_of_two
@@ -28,7 +28,7 @@ def compilations() -> list[Compilation]:
 def _compilation(label: str, name: str, sizes: tuple[int, int], row: str, kind: str, card: int) -> Compilation:
     """`row` and `kind` are the types of x and of the weight."""
     columns, is_summed = sizes[1], name in ("out", "down")
-    weight_bytes = 1 if kind in ("i8", "fp8e4nv") else 2
+    weight_bytes = TYPE_BYTES[kind]
     tiles = row_tiles(columns, gated=name == "gate_up", is_summed=is_summed, weight_bytes=weight_bytes)
     before = row_tiles(columns, gated=False, is_summed=True, weight_bytes=weight_bytes).block_n
     around, absent = around_types(name, f"*{row}", 1)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from kernels.triton.gate.compilation import CAPABILITIES, FP8_CAPABILITIES, Compilation
+from kernels.triton.gate.compilation import CAPABILITIES, FP8_CAPABILITIES, TYPE_BYTES, Compilation
 from kernels.triton.greedy_head import head_kernel, head_tiles, join_kernel
 
 PARTS = {"maxima": "*fp32", "tokens": "*i32"}
@@ -23,8 +23,7 @@ def compilations() -> list[Compilation]:
 
 def _compilation(rows: str, weight: str, card: int) -> Compilation:
     """`rows` and `weight` are types."""
-    row_bytes = 4 if rows == "fp32" else 2
-    tiles = head_tiles(weight_bytes=row_bytes if weight == rows else 1, capability=card, row_bytes=row_bytes)
+    tiles = head_tiles(weight_bytes=TYPE_BYTES[weight], capability=card, row_bytes=TYPE_BYTES[rows])
     scales, absent = ({}, {"scales": None}) if weight == rows else ({"scales": "*fp32"}, {})
     numbers = dict.fromkeys(("M", "V", "K", "hidden_stride", "weight_stride", "tiles"), "i32")
     return Compilation(

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from kernels.attention_rows import AttentionShape
-from kernels.triton.gate.compilation import CAPABILITIES, FP8_CAPABILITIES, Compilation
+from kernels.triton.gate.compilation import CAPABILITIES, FP8_CAPABILITIES, TYPE_BYTES, Compilation
 from kernels.triton.invariant_attention import MERGE_TOGETHER, MERGE_WARPS, merge_constants, rows_constants, rows_tiling
 from kernels.triton.invariant_rows import SIZES, merge_rows_kernel, rows_kernel
 
@@ -45,7 +45,7 @@ def _compilations(name: str, shape: AttentionShape, dtype: str, kv: str, capabil
     group = shape.num_heads // shape.num_kv_heads
     found = []
     for number in capabilities:
-        tiling = rows_tiling(shape.head_dim, 4 if kv == "fp32" else 2, group, number)
+        tiling = rows_tiling(shape.head_dim, TYPE_BYTES[kv], group, number)
         found.append(
             Compilation(
                 f"invariant rows {name}, {tiling.keys} keys by {tiling.num_warps} warps, sm{number}",

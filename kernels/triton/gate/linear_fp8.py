@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from kernels.triton.gate.compilation import Compilation
+from kernels.triton.gate.compilation import TYPE_BYTES, Compilation
 from kernels.triton.gate.linear_tiles import compilation
 from kernels.triton.linear_tiles import ROWS_FEW, byte_tiles
 
-BYTES = {"fp8e4nv": 1, "bf16": 2, "fp16": 2, "fp32": 4}
 KINDS = (
     ("fp8e4nv", "bf16", (89, 90, 100)), ("bf16", "bf16", (89, 90, 100)), ("fp16", "fp16", (90,)), ("fp32", "fp32", (90,)),
 )  # fmt: skip
@@ -18,7 +17,7 @@ def compilations() -> list[Compilation]:
     return [
         compilation(
             f"linear_fp8_{x}_{rows}rows_split{splits}_sm{number}",
-            byte_tiles(rows, (4096, 4096), number, 132, row_bytes=BYTES[x]).divided(splits),
+            byte_tiles(rows, (4096, 4096), number, 132, row_bytes=TYPE_BYTES[x]).divided(splits),
             x=f"*{x}",
             weight="*fp8e4nv",
             out=f"*{out}",

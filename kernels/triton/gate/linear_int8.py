@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from kernels.triton.gate.compilation import Compilation
+from kernels.triton.gate.compilation import TYPE_BYTES, Compilation
 from kernels.triton.gate.linear_tiles import compilation
 from kernels.triton.linear_tiles import ROWS_FEW, byte_tiles
 
@@ -12,7 +12,7 @@ def compilations() -> list[Compilation]:
     return [
         compilation(
             f"linear_int8_{dtype}_{rows}rows_split{splits}_sm{card}",
-            byte_tiles(rows, (4096, 4096), card, 132, row_bytes=4 if dtype == "fp32" else 2).divided(splits),
+            byte_tiles(rows, (4096, 4096), card, 132, row_bytes=TYPE_BYTES[dtype]).divided(splits),
             x=f"*{dtype}",
             weight="*i8",
             weight_scales=True,

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 from kernels.attention_rows import AttentionShape
-from kernels.triton.gate.compilation import CAPABILITIES, FP8_CAPABILITIES, Compilation
+from kernels.triton.gate.compilation import CAPABILITIES, FP8_CAPABILITIES, TYPE_BYTES, Compilation
 from kernels.triton.lone_decode import WARPS, lone_constants, lone_kernel, warps_of
-
-KV_BYTES = {"fp32": 4, "fp8e4nv": 1}
 
 
 def compilations() -> list[Compilation]:
@@ -47,7 +45,7 @@ def _compilation(
     passed |= {"cos": f"*{dtype}", "sin": f"*{dtype}", "slot_mapping": "*i64", "out": f"*{dtype}"}
     passed |= {"attended": "*fp32", "log_weights": "*fp32", "arrivals": "*i32"}
     passed |= {"scale": "fp32", "block_stride": "i32", "max_splits": "i32", "eps": "fp32"}
-    kv_bytes = KV_BYTES.get(kv_dtype, 2)
+    kv_bytes = TYPE_BYTES[kv_dtype]
     return Compilation(
         f"lone decode {name} {kv_dtype}",
         lone_kernel,
