@@ -40,7 +40,9 @@ def upgrade(
 
 @app.command("downgrade")
 def downgrade(
-    revision: Annotated[str, typer.Argument(metavar="REVISION", help="The revision to go back to; `base` removes every table.")],
+    revision: Annotated[
+        str, typer.Argument(metavar="REVISION", help="The revision to go back to; `base` removes every table.")
+    ],
     yes: Annotated[bool, typer.Option("--yes", help="Confirm that a backup exists: data of newer tables is lost.")] = False,
     as_json: AsJson = False,
     data_dir: DataDir = None,
