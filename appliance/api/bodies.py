@@ -75,7 +75,9 @@ def _is_text(value: object) -> bool:
 
 def _refusal(message: str) -> InvalidValue | UnknownParameter:
     found = _PATH.search(message)
-    path = found.group("path").replace("[...]", "") if found else ""
+    path = found.group("path") if found else ""
+    subject = f"each value of {path.removesuffix('[...]')}" if path.endswith("[...]") else path
+    path = path.replace("[...]", "")
     problem = message[: found.start()] if found else message
     unknown, missing = _UNKNOWN.match(problem), _MISSING.match(problem)
     if unknown:
@@ -86,8 +88,8 @@ def _refusal(message: str) -> InvalidValue | UnknownParameter:
         return InvalidValue(f"missing parameter: {name}", param=name)
     expected = _NOT_OF_TYPE.match(problem)
     if expected:
-        return InvalidValue(f"{path or 'the body'} must be {_one_of(expected.group('types'))}", param=path or None)
-    return InvalidValue(f"{path or 'the body'}: {problem[:1].lower()}{problem[1:]}", param=path or None)
+        return InvalidValue(f"{subject or 'the body'} must be {_one_of(expected.group('types'))}", param=path or None)
+    return InvalidValue(f"{subject or 'the body'}: {problem[:1].lower()}{problem[1:]}", param=path or None)
 
 
 def _one_of(types: str) -> str:

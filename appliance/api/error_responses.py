@@ -64,7 +64,7 @@ def _answer_framework_error(request: Request[Any, Any, Any], error: HTTPExceptio
     method, path = request.scope["method"], request.scope["path"]
     limit = request.app.request_max_body_size
     messages = {
-        404: f"there is nothing at {method} {path}",
+        404: f"there is nothing at {method} {path}; GET /schema/openapi.json describes what there is",
         405: f"{path} does not take {method}",
         413: f"the body is larger than the {limit} bytes that max_body_bytes allows",
     }

@@ -181,7 +181,7 @@ def _text(message: Message, path: str) -> str:
         return content
     if content is None:
         if message.role != "assistant":
-            raise InvalidValue(f"{path}.content must be a string", param=f"{path}.content")
+            raise InvalidValue(f"{path}.content must be a string or a list of text parts", param=f"{path}.content")
         return message.refusal or ""
     return "\n".join(_part_text(part, f"{path}.content[{index}]") for index, part in enumerate(content))
 

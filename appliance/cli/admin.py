@@ -96,7 +96,7 @@ def unlink_provider(email: Email, as_json: AsJson = False, data_dir: DataDir = N
 
 @app.command("token")
 def token(
-    name: Annotated[str | None, typer.Argument(help="What the new token is for.")] = None,
+    name: Annotated[str | None, typer.Argument(metavar="NAME", help="What the new token is for.")] = None,
     role: Annotated[str, typer.Option(help=ROLES)] = "admin",
     show: Annotated[bool, typer.Option("--list", help="List the tokens, without their secrets.")] = False,
     revoke: Annotated[str | None, typer.Option(metavar="ID", help="Revoke a token.")] = None,

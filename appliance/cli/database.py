@@ -23,7 +23,7 @@ app = typer.Typer(help="The database: its tables, and the invariants of the ledg
 
 @app.command("upgrade")
 def upgrade(
-    revision: Annotated[str, typer.Argument(help="A revision, or `head` for the newest.")] = "head",
+    revision: Annotated[str, typer.Argument(metavar="REVISION", help="A revision, or `head` for the newest.")] = "head",
     as_json: AsJson = False,
     data_dir: DataDir = None,
     database: DatabaseUrl = None,
@@ -40,7 +40,9 @@ def upgrade(
 
 @app.command("downgrade")
 def downgrade(
-    revision: Annotated[str, typer.Argument(help="The revision to go back to; `base` removes every table.")],
+    revision: Annotated[
+        str, typer.Argument(metavar="REVISION", help="The revision to go back to; `base` removes every table.")
+    ],
     yes: Annotated[bool, typer.Option("--yes", help="Confirm that a backup exists: data of newer tables is lost.")] = False,
     as_json: AsJson = False,
     data_dir: DataDir = None,

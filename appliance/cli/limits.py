@@ -26,7 +26,7 @@ def list_tiers(as_json: AsJson = False, data_dir: DataDir = None, database: Data
 
 @app.command("tier")
 def change_tier(
-    name: Annotated[str, typer.Argument(help="interactive, standard or batch.")],
+    name: Annotated[str, typer.Argument(metavar="TIER", help="interactive, standard or batch.")],
     admission_wait_ms: Annotated[
         int, typer.Option(metavar="MS", help="How long a request waits for its limits before it is refused, in ms.")
     ],

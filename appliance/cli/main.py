@@ -45,7 +45,9 @@ def build() -> typer.Typer:
         add_completion=False,
         pretty_exceptions_enable=False,
         rich_markup_mode=None,
+        context_settings={"help_option_names": ["--help", "-h"]},
     )
+    app.callback()(version.asked)
     app.command("serve")(serve.serve)
     app.command("doctor")(doctor.doctor)
     app.add_typer(models.app, name="models")
@@ -71,7 +73,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command and return its exit status."""
     given = list(sys.argv[1:] if arguments is None else arguments)
     try:
-        if given == ["version"]:
+        if given in (["version"], ["--version"]):
             # The one command that scripts call at every turn does not wait for the others to be imported.
             from appliance.base.version import current_version
 

@@ -77,13 +77,13 @@ def invite(
 @app.command("set-role")
 def set_role(
     email: Email,
-    role: Annotated[str, typer.Argument(help=f"In a tenant {TENANT_ROLES} On the box {BOX_ROLES}")],
-    tenant: Annotated[str | None, typer.Option(metavar="TENANT", help="The role in this tenant, not on the box.")] = None,
+    role: Annotated[str, typer.Argument(metavar="ROLE", help=f"In a tenant {TENANT_ROLES} On the appliance {BOX_ROLES}")],
+    tenant: Annotated[str | None, typer.Option(metavar="TENANT", help="The role in this tenant, not on the appliance.")] = None,
     as_json: AsJson = False,
     data_dir: DataDir = None,
     database: DatabaseUrl = None,
 ) -> None:
-    """Change the role of a member, on the box or in a tenant."""
+    """Change the role of a member, on the appliance or in a tenant."""
     work = _change(email, {"role": role}) if tenant is None else _at_membership(email, tenant, "PATCH", {"role": role})
     _print(work, as_json=as_json, data_dir=data_dir, database=database)
 

@@ -30,7 +30,7 @@ def plan(
     max_num_seqs: Annotated[
         int | None, typer.Option(help="Maximum number of running requests; default: as the engine chooses.")
     ] = None,
-    max_num_batched_tokens: Annotated[int | None, typer.Option(help="Maximum tokens per step.", show_default="8192")] = None,
+    max_num_batched_tokens: Annotated[int | None, typer.Option(help="Maximum tokens per step; default: 8192.")] = None,
     enforce_eager: Annotated[bool, typer.Option("--enforce-eager", help="Disable CUDA graphs and overlapped steps.")] = False,
     gpu_memory_utilization: Annotated[float, typer.Option(help="Fraction of GPU memory to use.")] = 0.9,
     as_json: AsJson = False,

@@ -34,7 +34,7 @@ def list_models(as_json: AsJson = False, data_dir: DataDir = None, database: Dat
 
 @app.command("add")
 def add(
-    path: Annotated[Path, typer.Argument(help="The folder of the model.")],
+    path: Annotated[Path, typer.Argument(metavar="FOLDER", help="The folder of the model.")],
     name: Annotated[str | None, typer.Option(help="Its name here (default: the folder's).")] = None,
     copy: Annotated[bool, typer.Option("--copy", help="Copy the files instead of linking to the folder.")] = False,
     as_json: AsJson = False,
@@ -90,7 +90,7 @@ app.command("plan")(model_plan.plan)
 
 @app.command("remove")
 def remove(
-    name: Annotated[str, typer.Argument(help="The name of an added model.")],
+    name: Annotated[str, typer.Argument(metavar="NAME", help="The name of an added model.")],
     yes: Annotated[bool, typer.Option("--yes", help="Delete the files of a copied model.")] = False,
     as_json: AsJson = False,
     data_dir: DataDir = None,

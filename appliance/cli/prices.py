@@ -37,7 +37,7 @@ def list_prices(
 
 @app.command("add")
 def add(
-    model: Annotated[str, typer.Argument(help="The model's name, as clients ask for it.")],
+    model: Annotated[str, typer.Argument(metavar="MODEL", help="The model's name, as clients ask for it.")],
     prompt: Annotated[int, typer.Option(metavar="MICROS", help="Per million prompt tokens.")],
     completion: Annotated[int, typer.Option(metavar="MICROS", help="Per million completion tokens.")],
     cached_prompt: Annotated[

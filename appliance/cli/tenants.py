@@ -90,7 +90,7 @@ def list_tenants(
 
 @app.command("create")
 def create(
-    name: Annotated[str, typer.Argument(help="The name of the new tenant.")],
+    name: Annotated[str, typer.Argument(metavar="NAME", help="The name of the new tenant.")],
     tier: Annotated[str, typer.Option(help="interactive, standard or batch.")] = "standard",
     weight: Annotated[int, typer.Option(help="Weight among tenants of the same tier.")] = 1,
     tokens_per_minute: LimitOption = None,

@@ -1,9 +1,12 @@
-"""`gatehouse version`."""
+"""`gatehouse version`, and `gatehouse --version`, which is typed as often."""
 
 from __future__ import annotations
 
 import platform
 import sys
+from typing import Annotated
+
+import typer
 
 from appliance.base.version import current_version
 from appliance.cli.options import AsJson
@@ -17,3 +20,12 @@ def version(as_json: AsJson = False) -> None:
         output.data({"version": current_version(), "python": platform.python_version(), "machine": platform.machine()})
     else:
         sys.stdout.write(f"gatehouse {current_version()}\n")
+
+
+def asked(
+    show: Annotated[bool, typer.Option("--version", help="Print the version and exit.")] = False,
+) -> None:
+    """Print the version where it is asked for as an option."""
+    if show:
+        version()
+        raise typer.Exit

@@ -10,6 +10,7 @@ from typing import Any
 
 import msgspec
 
+from appliance.console.formatting import units
 from appliance.tenancy.audit_chain import AuditEntry
 
 NOTHING = "none"
@@ -81,6 +82,8 @@ _WORDS = {action: words for group in ACTIONS.values() for action, words in group
 _BAD_NEWS = ("session.refuse", "tenant.archive", "key.revoke", "token.revoke", "second_factor.reset", "ledger.recover")
 _PAGES = {"tenant": "/tenants/", "key": "/keys/", "request": "/requests/", "invoice": "/invoices/"}
 _UNTOLD = ("id", "tenant_id")
+_MICROS = ("monthly_budget", "prompt", "cached_prompt", "completion", "rejected_draft")
+"""Amounts in micro-units of money, which a page shows as every other one does: 5000000 as 5.00."""
 _TIME = re.compile(r"^(\d{4}-\d\d-\d\d)T(\d\d:\d\d:\d\d)\.\d{6}Z$")
 
 
@@ -153,12 +156,15 @@ def _changes(before: Mapping[str, Any], after: Mapping[str, Any], prefix: str = 
         if isinstance(was, Mapping) or isinstance(now, Mapping):
             yield from _changes(was or {}, now or {}, f"{prefix}{name} › ")
         elif was != now and not (name in _UNTOLD and not prefix):
-            yield Change(f"{prefix}{name}".replace("_", " "), _shown(was, name in before), _shown(now, name in after))
+            shown = [_shown(name, value, name in facts) for value, facts in ((was, before), (now, after))]
+            yield Change(f"{prefix}{name}".replace("_", " "), *shown)
 
 
-def _shown(value: Any, is_told: bool) -> str | None:
+def _shown(name: str, value: Any, is_told: bool) -> str | None:
     if not is_told:
         return None
+    if name in _MICROS and isinstance(value, int):
+        return units(value)
     if value is None or value == []:
         return NOTHING
     if isinstance(value, bool):

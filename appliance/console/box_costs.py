@@ -68,11 +68,10 @@ def _value(figure: Figure, currency: str) -> str:
 
 
 def _read(form: Form, currency: str) -> dict[str, Any]:
-    amounts = {name: form.amount_micros(name) for name in _AMOUNTS}
+    amounts = {name: form.amount_micros(name, required=name == "cost_micros") for name in _AMOUNTS}
     months = form.whole_number("months", least=1, most=MONTHS_MAX)
-    for name, value in (("cost_micros", amounts["cost_micros"]), ("months", months)):
-        if value is None:
-            form.fail(name, "Fill this in.")
+    if months is None:
+        form.fail("months", "Fill this in.")
     return {
         "currency": form.raw("currency").upper() or currency,
         **{name: amount or 0 for name, amount in amounts.items()},

@@ -68,7 +68,13 @@ def duration(seconds: float | None) -> str:
         return f"{seconds:.2f} s"
     if seconds < _MINUTE_S:
         return f"{seconds:.1f} s"
-    whole = int(seconds)
+    return duration_s(int(seconds))
+
+
+def duration_s(whole: int) -> str:
+    """Return a length of time in whole seconds, for what is told once a second: 54 s, 4 m 05 s, 3 h 12 m, 5 d 3 h."""
+    if whole < _MINUTE_S:
+        return f"{whole} s"
     if whole < _HOUR_S:
         return f"{whole // _MINUTE_S} m {whole % _MINUTE_S:02d} s"
     if whole < _DAY_S:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from datetime import date, datetime, timedelta
 from typing import TYPE_CHECKING
 
@@ -53,9 +53,18 @@ class Form:
         self.errors.setdefault(field, sentence)
 
     def fail_with(self, error: GatehouseError, fields: Sequence[str]) -> None:
-        """Put what a service refused beside the field that it names, or above the form when that is none of `fields`."""
+        """Put what a service refused beside the field that it names, or above the form when that is none of `fields`.
+
+        Beside a field its own label names it: `email must be …` reads `Must be …` there.
+        """
         field = (error.param or "").rsplit(".", 1)[-1]
-        self.fail(field if field in fields else FORM_ERROR, sentence(error.message))
+        beside = field in fields
+        said = error.message.removeprefix(f"{error.param} ") if beside else error.message
+        self.fail(field if beside else FORM_ERROR, sentence(said if said.startswith("must ") else error.message))
+
+    def touches(self, fields: Iterable[str]) -> bool:
+        """Return whether one of `fields` has something typed in it or is wrong: what must not be hidden again."""
+        return any(self.raw(field) or field in self.errors for field in fields)
 
     def text(self, field: str, *, chars_max: int = NAME_CHARS_MAX) -> str:
         """Return a text that must not be empty."""
@@ -87,17 +96,19 @@ class Form:
             return None
         return value
 
-    def amount_micros(self, field: str) -> int | None:
-        """Return an amount of money in micro-units, or None for an empty field. No floating point on the way.
+    def amount_micros(self, field: str, *, required: bool = False) -> int | None:
+        """Return an amount of money in micro-units, or None for an empty field, which is wrong where one is `required`.
 
-        A comma before three digits is refused: it may divide thousands or begin the decimals.
+        No floating point on the way. A comma before three digits is refused: it may divide thousands or begin the decimals.
         """
         typed = self.raw(field)
         if not typed:
+            if required:
+                self.fail(field, "Fill this in.")
             return None
         match = _AMOUNT.fullmatch(typed)
         if match is None:
-            self.fail(field, "An amount like 250 or 12.50, with at most six decimals, or empty.")
+            self.fail(field, f"An amount like 250 or 12.50, with at most six decimals{'' if required else ', or empty'}.")
             return None
         whole, decimals = match.group(1), match.group(2) or ""
         if _THOUSANDS.fullmatch(typed):

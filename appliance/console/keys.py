@@ -46,6 +46,7 @@ async def list_keys(request: ConsoleRequest, console: ConsoleDependency) -> Html
         keys=page.data,
         owners={tenant.id: tenant for tenant in await tenants_by_name(console.services, access)},
         may_keys=access.may_somewhere(Action.KEYS),
+        sees_all=access.sees_all,
         next_page=next_page("/keys", page),
     )
 

@@ -12,7 +12,7 @@ from itertools import pairwise
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from appliance.console.charts import Segment, stack
-from appliance.console.formatting import duration, size
+from appliance.console.formatting import duration_s, size
 from appliance.console.request_lines import RequestLine, past_line
 from appliance.console.tenant_names import tenant_names
 from appliance.console.totals import Totals, totals_today
@@ -305,7 +305,7 @@ def _facts(engine: EngineReading, now: datetime) -> list[str]:
         facts += [f"weights {size(info.weights_bytes)}{quantised}", f"KV {size(info.kv_bytes)}{rounded}"]
         facts += [f"context {info.max_model_len:,} tokens"]
     if engine.started_at is not None:
-        age = duration(max((now - engine.started_at).total_seconds(), 1.0))
+        age = duration_s(max(int((now - engine.started_at).total_seconds()), 1))
         facts.append(f"up {age}" if engine.state == "ready" else f"started {age} ago")
     facts.append(f"{engine.restarts} {'restart' if engine.restarts == 1 else 'restarts'}")
     return facts

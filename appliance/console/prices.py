@@ -93,10 +93,9 @@ def books_of(prices: list[Price], now: datetime) -> list[tuple[str, str, list[tu
 
 
 def _read(form: Form, console: Console) -> dict[str, Any]:
-    amounts = {name: form.amount_micros(name) for name in ("prompt", "cached_prompt", "completion", "rejected_draft")}
-    for name in ("prompt", "completion"):
-        if amounts[name] is None:
-            form.fail(name, "Fill this in.")
+    required = ("prompt", "completion")
+    names = (*required, "cached_prompt", "rejected_draft")
+    amounts = {name: form.amount_micros(name, required=name in required) for name in names}
     batch_percent = form.whole_number("batch_percent", most=100)
     tiers = {tier: form.whole_number(f"tier_{tier}", most=100) for tier in TIERS}
     return {
@@ -121,6 +120,7 @@ def _form(request: ConsoleRequest, console: Console, form: Form | None, *, model
         model=model,
         current=current,
         tiers=TIERS,
+        discounts=("batch_percent", "rejected_draft", *(f"tier_{tier}" for tier in TIERS)),
         models=[served.name for served in console.services.models.list()],
         zone=console.services.settings.time_zone,
     )

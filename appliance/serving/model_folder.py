@@ -31,7 +31,7 @@ class ModelFolder:
         """Return the folder under the name of its directory. Raises NotAModel."""
         path = path.expanduser().absolute()
         if not path.is_dir():
-            raise NotAModel(f"{path} is not a model: there is no such folder")
+            raise NotAModel(f"{path} is not a model: there is no such folder, and nothing is downloaded")
         _check_name(path)
         missing = [name for name in ("config.json", "tokenizer.json") if not (path / name).is_file()]
         missing += _missing_weights(path)

@@ -63,7 +63,9 @@ class Identities:
         query = select(members).where(members.c.email == email).with_for_update()  # another first sign-in waits here
         row = (await connection.execute(query)).mappings().first()
         if row is None:
-            raise InvalidCredentials("There is no member with your e-mail address: ask an owner of this box to invite you.")
+            raise InvalidCredentials(
+                "There is no member with your e-mail address: ask an owner of this appliance to invite you."
+            )
         link = {"oidc_issuer": identity.issuer, "oidc_subject": identity.subject}
         free = members.c.oidc_issuer.is_(None) | (members.c.oidc_issuer != identity.issuer)
         may_link = (members.c.id == row["id"]) & members.c.disabled_at.is_(None) & free
@@ -73,7 +75,9 @@ class Identities:
                 connection, self._clock, "member.link_provider", "member", row["id"], after={"email": email, **link}
             )
         elif row["disabled_at"] is None and row["oidc_subject"] != identity.subject:
-            raise InvalidCredentials("This member is linked with another account of the provider: ask an owner of this box.")
+            raise InvalidCredentials(
+                "This member is linked with another account of the provider: ask an owner of this appliance."
+            )
         return row
 
     async def _linked(self, connection: AsyncConnection, identity: Identity) -> RowMapping | None:

@@ -29,13 +29,14 @@ TENANTS_OF_MEMBER_MAX = 500
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Membership:
-    """A member's role in one tenant."""
+    """A member's role in one tenant. `disabled` and `password_temporary` are those of the member."""
 
     member_id: str
     email: str
     tenant_id: str
     role: TenantRole
     disabled: bool
+    password_temporary: bool
     created_at: datetime
 
 
@@ -109,7 +110,7 @@ class Memberships:
             if error.param != "email":
                 raise
         if not access.may(Action.MEMBERS):
-            raise RoleNotAllowed("no member with this e-mail yet: ask an owner of the box to create them first")
+            raise RoleNotAllowed("no member with this e-mail yet: ask an owner of the appliance to create them first")
         password = new_password()
 
         async def join(connection: AsyncConnection, member: Member) -> None:
@@ -166,7 +167,7 @@ class Memberships:
 
 
 def _joined() -> Select[Any]:
-    columns = (memberships, members.c.email, members.c.disabled_at)
+    columns = (memberships, members.c.email, members.c.disabled_at, members.c.password_temporary)
     return select(*columns).join_from(memberships, members, members.c.id == memberships.c.member_id)
 
 
@@ -177,6 +178,7 @@ def _from_row(row: RowMapping) -> Membership:
         tenant_id=row["tenant_id"],
         role=TenantRole(row["role"]),
         disabled=row["disabled_at"] is not None,
+        password_temporary=row["password_temporary"],
         created_at=row["created_at"],
     )
 

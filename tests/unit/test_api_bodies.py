@@ -58,6 +58,7 @@ def test_what_is_no_whole_number_is_refused_in_the_words_for_one_out_of_range(fi
         ("messages", "[5]", "messages[0] must be an object"),
         ("stop", "5", "stop must be a string, a list or null"),
         ("max_tokens", "1.5", "max_tokens must be a whole number or null"),
+        ("messages", '[{"role": "user", "content": null}]', "messages[0].content must be a string or a list of text parts"),
     ],
 )
 def test_a_value_of_another_type_is_refused_in_the_words_of_json(field: str, value: str, message: str) -> None:
@@ -67,6 +68,20 @@ def test_a_value_of_another_type_is_refused_in_the_words_of_json(field: str, val
         check_messages(decode_body(body.encode(), ChatCompletionRequest).messages)
 
     assert (refused.value.message, refused.value.param) == (message, message.partition(" ")[0])
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "message"),
+    [
+        ("metadata", '{"a": 1}', "each value of metadata must be a string"),
+        ("logit_bias", '{"7": "x"}', "each value of logit_bias must be a number"),
+    ],
+)
+def test_a_value_within_a_field_is_not_taken_for_the_field(field: str, value: str, message: str) -> None:
+    with pytest.raises(InvalidValue) as refused:
+        decode_body(f'{{"model": "m", "messages": [], "{field}": {value}}}'.encode(), ChatCompletionRequest)
+
+    assert (refused.value.message, refused.value.param) == (message, field)
 
 
 @pytest.mark.parametrize(

@@ -115,6 +115,22 @@ def test_the_version_costs_no_imports() -> None:
     assert answer.stdout.splitlines() == [f"gatehouse {current_version()}", "[]"]
 
 
+def test_the_version_is_told_as_an_option_too(typed: Any) -> None:
+    version = f"gatehouse {current_version()}\n"
+    assert (typed("--version").out, typed("--version", "tenants").out) == (version, version)
+
+
+@pytest.mark.parametrize("command", [[], ["tenants"], ["tenants", "create"]], ids=" ".join)
+def test_a_short_option_shows_the_help_too(command: list[str], typed: Any) -> None:
+    assert typed(*command, "-h").out == typed(*command, "--help").out != ""
+
+
+@pytest.mark.parametrize("command", COMMANDS, ids=" ".join)
+def test_arguments_are_named_in_capitals(command: list[str], typed: Any) -> None:
+    usage = typed(*command, "--help").out.partition("\n")[0].removeprefix(f"Usage: gatehouse {' '.join(command)}")
+    assert usage == usage.upper()
+
+
 def test_no_command_shows_the_help(typed: Any) -> None:
     answer = typed()
     assert answer.status == 2

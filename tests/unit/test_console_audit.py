@@ -68,6 +68,18 @@ def test_a_change_is_told_value_by_value() -> None:
     }
 
 
+def test_amounts_of_money_are_told_in_units_and_not_in_millionths() -> None:
+    before = {"limits": {"monthly_budget": None}, "model_limits": {"m": {"monthly_budget": 12_500_000}}}
+    after = {"limits": {"monthly_budget": 5_000_000}, "model_limits": {"m": {"monthly_budget": 1}}}
+    assert audit_line(entry(before=before, after=after), {}).changes == (
+        Change("limits › monthly budget", NOTHING, "5.00"),
+        Change("model limits › m › monthly budget", "12.50", "0.000001"),
+    )
+    price = {"model": "m", "prompt": 150_000, "completion": 600_000, "batch_percent": 100}
+    told = {change.field: change.after for change in audit_line(entry("price.create", after=price), {}).changes}
+    assert told == {"model": "m", "prompt": "0.15", "completion": "0.60", "batch percent": "100"}
+
+
 def test_a_time_reads_as_times_do_elsewhere_in_the_console() -> None:
     line = audit_line(entry(before={"expires_at": None}, after={"expires_at": START}), {})
     assert line.changes == (Change("expires at", NOTHING, "2026-11-21 12:00:00 UTC"),)

@@ -6,6 +6,7 @@ from datetime import UTC, datetime, timedelta
 
 import pytest
 
+from appliance.base.errors import InvalidValue
 from appliance.console import formatting
 from appliance.console.charts import Segment, spark_area, spark_points, stack, timeline
 from appliance.console.forms import Form
@@ -53,6 +54,24 @@ def test_bytes_are_in_binary_units(value: int, text: str) -> None:
 )
 def test_durations_read_at_a_glance(seconds: float | None, text: str) -> None:
     assert formatting.duration(seconds) == text
+
+
+@pytest.mark.parametrize(("seconds", "text"), [(1, "1 s"), (59, "59 s"), (60, "1 m 00 s"), (86400, "1 d 0 h")])
+def test_an_age_has_no_decimals(seconds: int, text: str) -> None:
+    assert formatting.duration_s(seconds) == text
+
+
+def test_a_refusal_beside_a_field_does_not_repeat_the_field_s_name() -> None:
+    form = Form({})
+    form.fail_with(InvalidValue("target must begin with https://", param="target"), ("target",))
+    form.fail_with(InvalidValue("limits.weight must be 1", param="limits.weight"), ("weight",))
+    form.fail_with(InvalidValue("kind must be one of webhook, email", param="kind"), ("target",))
+
+    assert form.errors == {
+        "target": "Must begin with https://.",
+        "weight": "Must be 1.",
+        "form": "Kind must be one of webhook, email.",
+    }
 
 
 @pytest.mark.parametrize(

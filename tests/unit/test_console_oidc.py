@@ -140,7 +140,7 @@ async def test_a_stranger_with_a_good_token_is_told_to_ask_an_owner(box: Box, fa
     answer = await visitor.get(await way_back(visitor, fake))
 
     assert answer.status_code == 403
-    assert "ask an owner of this box to invite you" in answer.text
+    assert "ask an owner of this appliance to invite you" in answer.text
     assert COOKIE not in visitor.http.cookies
 
 

@@ -54,7 +54,7 @@ async def test_the_list_says_role_second_factor_state_tenants_and_when_last_seen
     ("fields", "sentence"),
     [
         ({"email": "", "role": "viewer"}, "Fill this in."),
-        ({"email": "nobody", "role": "viewer"}, "mail must be an e-mail address"),
+        ({"email": "nobody", "role": "viewer"}, "Must be an e-mail address"),
         ({"email": "vera@example.com", "role": "viewer"}, "There is a member vera@example.com already."),
         ({"email": "dora@example.com", "role": "king"}, "Choose one of"),
     ],

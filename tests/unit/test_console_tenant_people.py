@@ -33,6 +33,7 @@ async def test_an_owner_lets_somebody_new_in_whose_password_is_shown_once(box: B
     assert f'href="{path}"' in answer.text
     page = (await browser.get(path)).text
     assert "dora@example.com" in page
+    assert '<span class="badge warn">invited</span>' in page  # until a password of her own
     assert password not in page
     assert (await box.visitor().post("/login", email="dora@example.com", password=password)).status_code == 303
 
@@ -41,7 +42,7 @@ async def test_a_manager_adds_whom_the_box_knows_and_nobody_else(box: Box) -> No
     browser, path = await manager_of(box), f"/tenants/{box.cast.bob.tenant.id}"
     answer = await browser.post_htmx(f"{path}/members", email="dora@example.com", role="developer")
     assert answer.status_code == 422
-    assert "ask an owner of the box" in answer.text
+    assert "ask an owner of the appliance" in answer.text
     assert (await browser.post(f"{path}/members", email="vera@example.com", role="viewer")).status_code == 303
 
 
@@ -59,7 +60,7 @@ async def test_who_signs_in_already_is_added_without_a_new_password(box: Box) ->
     ("fields", "sentence"),
     [
         ({"email": "", "role": "viewer"}, "Fill this in."),
-        ({"email": "nobody", "role": "viewer"}, "must be an e-mail address"),
+        ({"email": "nobody", "role": "viewer"}, "Must be an e-mail address"),
         ({"email": "dora@example.com", "role": "owner"}, "Choose one of manager, developer, viewer."),
     ],
 )

@@ -93,6 +93,18 @@ async def test_a_wrong_field_comes_back_with_a_sentence_beside_it(box: Box, fiel
     assert {tenant.name for tenant in (await box.services.tenants.list(10, access=WHOLE_BOX)).data} == {"bob", "charlie"}
 
 
+@pytest.mark.parametrize(
+    ("fields", "opened"),
+    [({"weight": "0"}, False), ({"weight": "0", "tokens_per_day": "5"}, True), ({"monthly_budget": "-1"}, True)],
+)
+async def test_limits_open_again_where_something_was_typed_in_them(box: Box, fields: dict[str, str], opened: bool) -> None:
+    given = {"name": "Acme", "tier": "standard", "weight": "1", **fields}
+
+    page = (await (await box.alice()).post_htmx("/tenants", **given)).text
+
+    assert ('<details class="more" open>' in page) == opened
+
+
 async def test_what_was_typed_is_not_lost(box: Box) -> None:
     answer = await (await box.alice()).post("/tenants", **{**NEW, "tokens_per_minute": "many", "monthly_budget": "77.25"})
 

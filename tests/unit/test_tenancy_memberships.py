@@ -215,7 +215,7 @@ async def test_an_address_that_nobody_knows_is_let_in_by_an_owner_alone(
 ) -> None:
     tenant_id = cast.charlie.tenant.id
     access = Access(role=role, actor=SYSTEM, tenants={tenant_id: TenantRole.MANAGER})
-    with pytest.raises(RoleNotAllowed, match="ask an owner of the box"):
+    with pytest.raises(RoleNotAllowed, match="ask an owner of the appliance"):
         await belongings.invite(people, tenant_id, "cfo@bob.example", "viewer", access=access)
     with pytest.raises(NotFound):
         await people.get_by_email("cfo@bob.example")
