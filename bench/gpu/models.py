@@ -120,11 +120,10 @@ def _rehearsed_mode(context: Context, options: dict[str, Any]) -> StepMode:
 def _rehearsed(options: dict[str, Any]) -> dict[str, Any]:
     """The same options for a model of a few thousand weights."""
     options = {name: value for name, value in options.items() if name != "kv_cache_bytes"}
-    small = {"max_num_seqs": 4, "max_model_len": 64, "max_num_batched_tokens": 32, "num_kv_blocks": 64, "threads": 1}
-    return {
-        **options,
-        **{name: value for name, value in small.items() if name in options or name in ("num_kv_blocks", "threads")},
-    }
+    small = {"max_num_seqs": 4, "max_model_len": 64, "max_num_batched_tokens": 32}
+    always = {"num_kv_blocks": 64, "threads": 1}
+    at_start = {"max_num_batched_tokens": 64}  # which computes the largest step that there may be
+    return {**at_start, **options, **{name: value for name, value in small.items() if name in options}, **always}
 
 
 def tensor_shapes(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:

@@ -24,10 +24,10 @@ TOTAL_S = 470.0
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """`target` is the part of the targets whose rows it gives. A rehearsal computes a `family` in one process; a run does its
-    parts in processes of their own, one after the other, or at a time where they are `beside` each other. `needs` names parts
-    that come with it: without its warm-up it would compile while it measures. One that is `asked_for` is left out unless it is
-    named."""
+    """`target` is the part of the targets whose rows it gives. A run does the parts of a `family` in processes of their own,
+    one after the other, or at a time where they are `beside` each other; a rehearsal does those of a family in one process,
+    and those of all families behind the checks. `needs` names parts that come with it: without its warm-up it would compile
+    while it measures. One that is `asked_for` is left out unless it is named."""
 
     name: str
     target: str
@@ -115,10 +115,10 @@ def stages(only: set[str] | None = None, *, rehearse: bool = False) -> list[list
     chosen = _chosen(only, rehearse=rehearse)
     found: list[list[Job]] = []
     for part in chosen:
-        same_family = bool(found) and found[-1][0].parts[0].family == part.family
-        if same_family and rehearse:
+        before = found[-1][0].parts[0].family if found else None
+        if rehearse and before is not None and (before == part.family or before not in ("calibrate", "checks")):
             found[-1] = [Job((*found[-1][0].parts, part))]
-        elif same_family and part.beside:
+        elif before == part.family and part.beside:
             found[-1].append(Job((part,)))
         else:
             found.append([Job((part,))])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -13,10 +14,10 @@ import triton.language as tl
 from triton.runtime.jit import JITFunction
 
 from kernels.triton.gate import __main__ as gate
-from kernels.triton.gate.compilation import Compilation, Compiled, forget_lines, source_key
+from kernels.triton.gate.compilation import CAPABILITIES, Compilation, Compiled, forget_lines, source_key
 from kernels.triton.gate.declared import declared
 from kernels.triton.gate.record import Record, Recorded, differences, read, write
-from tests.support.triton_jobs import promised
+from tests.support.triton_jobs import MODULES, promised
 
 MODULE = "norm"
 Compile = Callable[[Compilation, int], Compiled]
@@ -62,29 +63,26 @@ def test_without_a_record_everything_is_compiled(compiled: list[tuple[str, int]]
     assert not any(row["is_recorded"] or row["faults"] for row in rows)
 
 
-def kernels_in_turn(version: str) -> set[tuple[str, int]]:
-    """Kernels of MODULE, and the cards for which this version of Triton compiles one of each that is recorded."""
-    numbers = {name: number for number, name in enumerate(dict.fromkeys(each.kernel.__name__ for each in declared(MODULE)))}
-    found = {(each.kernel.__name__, capability) for each, capability in pairs()}
-    return {(name, capability) for name, capability in found if gate.in_turn(numbers[name], capability, version)}
+def test_each_kernel_is_compiled_by_every_version_that_is_promised_and_each_compiles_for_every_card() -> None:
+    had: set[tuple[str, int]] = set()
+    for module in MODULES:
+        for kernel, cards in gate.cards_of(declared(module)).items():
+            turns = [gate.card_in_turn(kernel, cards, version) for version in promised()]
+            assert len(set(turns)) == min(len(turns), len(cards)), kernel
+            had.update(zip(promised(), turns, strict=True))
+    assert had == set(product(promised(), CAPABILITIES))
 
 
-def test_each_kernel_is_compiled_for_each_card_by_one_of_the_versions_that_are_promised() -> None:
-    one, other = (kernels_in_turn(version) for version in promised())
-    assert not one & other
-    assert one | other == {(each.kernel.__name__, capability) for each, capability in pairs()}
-    assert one
-    assert other
-
-
-def test_of_what_is_recorded_each_kernel_is_compiled_once_for_each_card_whose_turn_it_is(
+def test_of_what_is_recorded_each_kernel_is_compiled_once_for_the_card_whose_turn_it_is(
     compiled: list[tuple[str, int]],
 ) -> None:
     rows = list(gate.rows_of_module(MODULE, whole_record()))
-    kernels = kernels_in_turn(triton.__version__)
+    kernels = gate.cards_of(declared(MODULE)).items()
     names = {compilation.name: compilation.kernel.__name__ for compilation, _ in pairs()}
-    assert {(names[name], capability) for name, capability in compiled} == kernels
-    assert len(compiled) == len(kernels) < len(rows) == len(pairs())
+    assert [(names[name], capability) for name, capability in compiled] == [
+        (kernel, gate.card_in_turn(kernel, cards, triton.__version__)) for kernel, cards in kernels
+    ]
+    assert len(rows) == len(pairs())
     assert all(row["is_recorded"] and row["registers"] and not row["faults"] for row in rows)
 
 

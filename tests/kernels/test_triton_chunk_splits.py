@@ -26,6 +26,8 @@ from tests.kernels.test_triton_attention_prefill import BLOCK, FP8, SHAPE, Chunk
 
 LLAMA = AttentionShape(BLOCK, 32, 8, 128)
 MOST = 5
+SHORT, TALL = (16, 32), (64, 16)
+"""Tiles by their rows and keys. Where a tile is beside the point of a test, its cases have one or the other."""
 
 
 class Parts:
@@ -44,7 +46,7 @@ class Parts:
         return self.given[0].shape[1] if self.given else 1
 
 
-@pytest.fixture(params=[(16, 32), (64, 16)], ids=["tiles of 16", "tiles of 64"])
+@pytest.fixture(params=[SHORT, TALL], ids=["tiles of 16", "tiles of 64"])
 def tiles(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     rows, keys = request.param
     monkeypatch.setattr(prefill, "prefill_tiling", lambda *_: prefill.PrefillTiling(rows, keys, num_warps=4, num_stages=2))
@@ -81,7 +83,7 @@ def test_awkward_lengths_equal_the_loops(rows: Rows, parts: Parts, device: torch
 
 
 @pytest.mark.usefixtures("tiles")
-@pytest.mark.parametrize("before", [3, 40])
+@pytest.mark.parametrize(("tiles", "before"), [(SHORT, 40), (TALL, 3)], indirect=["tiles"])
 def test_rows_before_the_first_chunk_stay_as_they_are(before: int, parts: Parts, device: torch.device) -> None:
     Chunks([(15, 159), (33, 300)], SHAPE, device, before=before).compare()
     assert parts.splits == MOST
@@ -102,14 +104,16 @@ def test_every_head_size(head_dim: int, parts: Parts, device: torch.device) -> N
 
 
 @pytest.mark.usefixtures("tiles")
-@pytest.mark.parametrize("heads", [(8, 8), (8, 1), (6, 2), (7, 1)])
+@pytest.mark.parametrize(
+    ("tiles", "heads"), [(TALL, (8, 8)), (SHORT, (8, 1)), (SHORT, (6, 2)), (TALL, (7, 1))], indirect=["tiles"]
+)
 def test_every_number_of_query_heads_for_a_key_head(heads: tuple[int, int], parts: Parts, device: torch.device) -> None:
     Chunks([(18, 230), (5, 5)], AttentionShape(BLOCK, *heads, 16), device).compare()
     assert parts.splits == MOST
 
 
 @pytest.mark.usefixtures("tiles")
-@pytest.mark.parametrize("block_size", [16, 32, 64])
+@pytest.mark.parametrize(("tiles", "block_size"), [(SHORT, 16), (TALL, 32), (SHORT, 64)], indirect=["tiles"])
 def test_every_block_size(block_size: int, parts: Parts, device: torch.device) -> None:
     Chunks([(20, 167), (30, 330)], AttentionShape(block_size, 2, 1, 32), device).compare()
     assert parts.splits == MOST
@@ -128,7 +132,7 @@ def test_a_window_hides_what_lies_before_it(window: int, parts: Parts, device: t
 
 
 @pytest.mark.usefixtures("tiles")
-@pytest.mark.parametrize("window", [None, 150])
+@pytest.mark.parametrize(("tiles", "window"), [(SHORT, 150), (TALL, None)], indirect=["tiles"])
 def test_capped_scores_with_a_scale_of_their_own(window: int | None, parts: Parts, device: torch.device) -> None:
     shape = AttentionShape(BLOCK, 2, 1, 32, sliding_window=window, scale=0.4, softcap=1.5)
     Chunks([(33, 233), (9, 170)], shape, device).compare()
@@ -136,13 +140,14 @@ def test_capped_scores_with_a_scale_of_their_own(window: int | None, parts: Part
 
 
 @pytest.mark.usefixtures("tiles")
+@pytest.mark.parametrize("tiles", [TALL], indirect=True)
 def test_half_precision(parts: Parts, device: torch.device) -> None:
     Chunks([(33, 280), (9, 9)], SHAPE, device, dtype=torch.float16).compare()
     assert parts.splits == MOST
 
 
 @pytest.mark.usefixtures("tiles")
-@pytest.mark.parametrize("scales", [None, (0.5, 3.0)])
+@pytest.mark.parametrize(("tiles", "scales"), [(SHORT, None), (TALL, (0.5, 3.0))], indirect=["tiles"])
 def test_an_fp8_cache_with_and_without_scales(scales: tuple[float, float] | None, parts: Parts, device: torch.device) -> None:
     kv_scales = None if scales is None else torch.tensor(scales, dtype=torch.float32, device=device)
     Chunks([(33, 280), (9, 9)], SHAPE, device, dtype=torch.float16, kv_dtype=FP8).compare(kv_scales)
@@ -166,7 +171,7 @@ def test_splits_change_no_more_than_the_order_of_sums(
 
 
 @pytest.mark.usefixtures("tiles")
-@pytest.mark.parametrize("columns", [0, 40])
+@pytest.mark.parametrize(("tiles", "columns"), [(SHORT, 40), (TALL, 0)], indirect=["tiles"])
 def test_how_long_a_neighbour_is_changes_no_bit(columns: int, parts: Parts, device: torch.device) -> None:
     """Nor how wide the block tables are, from which the grid follows."""
     chunks = Chunks([(21, 150), (12, 700)], SHAPE, device)

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
+from itertools import product
 from typing import Any
 from unittest import mock
 
@@ -28,9 +29,14 @@ PACKERS: dict[str, Pack] = {
     "fp8": pack_fp8,
     "fp8 as one": partial(pack_fp8, per_row=False),
 }
-KINDS = pytest.mark.parametrize("kind", PACKERS)
-TILES = pytest.mark.parametrize("sizes", [(2, 16), (4, 64), (8, 512)])
+TILES = ((2, 16), (4, 64), (8, 512))
 """Outputs and columns of a step."""
+
+
+def with_one_of(values: Sequence[Any]) -> list[tuple[str, tuple[int, int], Any]]:
+    """Every kind of weight with every tile, each of which meets every value."""
+    pairs = product(enumerate(PACKERS), enumerate(TILES))
+    return [(kind, sizes, values[(one + other) % len(values)]) for (one, kind), (other, sizes) in pairs]
 
 
 @pytest.fixture
@@ -45,10 +51,9 @@ def weight_of(kind: str, outputs: int, columns: int, device: torch.device, seed:
 
 
 @pytest.mark.usefixtures("tiles")
-@KINDS
-@TILES
-@pytest.mark.parametrize(("width", "columns"), [(24, 512), (19, 300)])
-def test_a_product_is_added_to_the_stream(kind: str, width: int, columns: int, device: torch.device) -> None:
+@pytest.mark.parametrize(("kind", "sizes", "shape"), with_one_of([(24, 512), (19, 300)]))
+def test_a_product_is_added_to_the_stream(kind: str, shape: tuple[int, int], device: torch.device) -> None:
+    width, columns = shape
     float16 = partial(normal, dtype=torch.float16, device=device)
     given = {
         "x": float16(1, columns),
@@ -65,9 +70,7 @@ def test_a_product_is_added_to_the_stream(kind: str, width: int, columns: int, d
 
 
 @pytest.mark.usefixtures("tiles")
-@KINDS
-@TILES
-@pytest.mark.parametrize("gate", [None, "silu", "gelu_tanh"])
+@pytest.mark.parametrize(("kind", "sizes", "gate"), with_one_of([None, "silu", "gelu_tanh"]))
 def test_a_product_of_what_is_not_yet_normalised(
     kind: str, gate: Gate | None, sizes: tuple[int, int], device: torch.device
 ) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import operator
 from collections.abc import Callable
 from functools import partial
 from itertools import product
@@ -16,6 +17,7 @@ import triton.language as tl
 from kernels.triton.norm import rms_norm
 
 KINDS = (tl.float32, tl.float16, tl.int32, tl.int64, tl.int1, tl.pointer_type(tl.int32))
+MORE_KINDS = (*KINDS, tl.float64, tl.int8, tl.uint8, tl.uint32, tl.bfloat16, tl.float8e4nv)
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="with a GPU nothing is interpreted")
@@ -120,3 +122,68 @@ def test_two_tensors_of_other_types_and_shapes_are_those_that_triton_makes_of_th
         for flags in product((False, True), repeat=4):
             expected = told(partial(plain, semantic), operands, flags)
             assert [told(quick, operands, flags) for _ in range(2)] == [expected] * 2, (one, other, flags)
+
+
+OPERATORS: dict[str, Callable[..., Any]] = {
+    "add": operator.add, "sub": operator.sub, "mul": operator.mul, "less_than": operator.lt, "less_equal": operator.le,
+    "greater_than": operator.gt, "greater_equal": operator.ge, "equal": operator.eq, "not_equal": operator.ne,
+    "and_": operator.and_, "or_": operator.or_, "xor_": operator.xor,
+}  # fmt: skip
+
+
+def numbered(kind: tl.dtype, shape: list[int], begin: int = 0) -> tl.tensor:
+    interpreter = importlib.import_module("triton.runtime.interpreter")
+    numbers = np.arange(begin, begin + max(1, int(np.prod(shape)))) % 5
+    data = numbers.reshape(shape or [1]).astype(interpreter._get_np_dtype(kind))
+    return tl.tensor(interpreter.TensorHandle(data, kind), tl.block_type(kind, shape) if shape else kind)
+
+
+def told(compute: Callable[..., Any], *operands: Any) -> object:
+    """All that a result is, or what was said instead."""
+    try:
+        found = compute(*operands)
+    except Exception as error:
+        return type(error), str(error)
+    handle = found.handle
+    sizes = handle.data.shape, [int(size) for size in found.shape], int(found.numel)
+    return str(found.type), found.dtype, str(handle.dtype), handle.data.dtype, handle.data.tobytes(), sizes
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="with a GPU nothing is interpreted")
+@pytest.mark.parametrize("first", MORE_KINDS)
+def test_an_operator_gives_what_triton_makes_of_it_in_many_calls(first: tl.dtype) -> None:
+    rms_norm(torch.ones(1, 64), torch.ones(64), 1e-6)  # behind which tensors have the interpreter's operators
+    semantic = importlib.import_module("triton.runtime.interpreter").interpreter_semantic
+    shapes: tuple[tuple[list[int], list[int]], ...] = (([], []), ([], [4]), ([4], []), ([4], [4]), ([2, 4], [2, 1]))
+    for name, quick in OPERATORS.items():
+        is_sum = name in ("add", "sub", "mul")
+        plain = partial(getattr(semantic, name), **({"sanitize_overflow": False} if is_sum else {}))
+        for one, other in shapes:
+            operands = [numbered(kind, other, 1) for kind in MORE_KINDS]
+            for operand in [*operands, *((2, -1, 0.5, float("nan")) if is_sum else ())]:
+                pair = numbered(first, one), operand
+                assert told(quick, *pair) == told(plain, *pair), (name, one, other, operand)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="with a GPU nothing is interpreted")
+@pytest.mark.parametrize("kind", MORE_KINDS)
+def test_numbers_of_another_type_are_those_that_triton_makes_of_them(kind: tl.dtype) -> None:
+    semantic = importlib.import_module("triton.runtime.interpreter").interpreter_semantic
+    plain = partial(type(semantic).cast.__wrapped__, semantic)
+    for shape, wanted in product(([], [4], [2, 4]), MORE_KINDS):
+        value = numbered(kind, shape)
+        assert told(semantic.cast, value, wanted) == told(plain, value, wanted), (shape, wanted)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="with a GPU nothing is interpreted")
+def test_axes_that_are_put_in_again_are_what_they_were_the_first_time() -> None:
+    rms_norm(torch.ones(1, 64), torch.ones(64), 1e-6)
+    interpreter = importlib.import_module("triton.runtime.interpreter")
+    numbers = np.arange(8, dtype=np.float32).reshape(2, 4)
+    for data in (numbers, numbers + 1):
+        block = tl.tensor(interpreter.TensorHandle(data, tl.float32), tl.block_type(tl.float32, [2, 4]))
+        for sizes, found in (((1, 2, 4), block[None, :, :]), ((2, 1, 4), block[:, None, :]), ((2, 4, 1), block[:, :, None])):
+            assert (str(found.type), int(found.numel)) == (str(tl.block_type(tl.float32, [*sizes])), 8)
+            np.testing.assert_array_equal(found.handle.data, data.reshape(sizes))
+        with pytest.raises(ValueError, match="tensor index"):
+            block[0:1, :]

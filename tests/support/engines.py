@@ -21,6 +21,7 @@ from engine.speculation.prompt_lookup import AdaptiveDrafter, SpeculationCosts
 from engine.step_mode import StepMode
 
 KV_CACHE_BYTES = 1_000_000
+BATCHED_TOKENS = 256
 PASS_S = 0.001
 
 
@@ -32,6 +33,8 @@ def small_engine(model: Path, **changes: Any) -> Engine:
     kernels take as long for as for a short answer; guesses go as deep as they may."""
     chosen = {"device": "cpu", "threads": 1, "kv_cache_bytes": KV_CACHE_BYTES, "max_num_seqs": 16, **changes}
     chosen.setdefault("enforce_eager", chosen["device"] == "cpu")
+    if chosen["device"] == "cuda":  # whose largest step is computed at the start, here on a CPU
+        chosen.setdefault("max_num_batched_tokens", BATCHED_TOKENS)
     options = EngineOptions(model=model, **chosen)
     with mock.patch("engine.runner.calibration._fastest_s", return_value=PASS_S):
         engine = build_engine(options)

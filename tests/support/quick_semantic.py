@@ -12,6 +12,8 @@ from typing import Any
 
 import numpy as np
 
+from tests.support.quick_operators import Quick
+
 CONSTANTS_MAX = 1024
 """So many numbers are kept as blocks, of 64 KiB at most as a rule; behind them it begins anew."""
 NUMBERS = (bool, int, float)
@@ -28,10 +30,11 @@ def decide_once() -> None:
     vars(core)["_unwrap_if_constexpr"] = with_plain_values(core)
     semantic.computation_type_impl = looked_up_once(semantic.computation_type_impl, core.dtype)
     semantic.broadcast_impl_value = with_equal_shapes(semantic.broadcast_impl_value)
-    semantic.cast = to_another_type(semantic.cast, core.dtype)
+    quick = Quick(core, interpreter.TensorHandle)
+    semantic.cast = to_another_type(semantic.cast, core.dtype, quick)
     semantic.binary_op_type_checking_impl = with_known_operands(semantic.binary_op_type_checking_impl, core)
     interpreter.TensorHandle.__post_init__ = with_known_widths(interpreter.TensorHandle.__post_init__, core)
-    vars(interpreter)["_patch_attr"] = in_one_call(core, semantic)
+    vars(interpreter)["_patch_attr"] = in_one_call(core, semantic, quick)
 
 
 def with_the_same(equal: Callable[[Any, Any], bool]) -> Callable[[Any, Any], bool]:
@@ -80,16 +83,21 @@ def with_equal_shapes(broadcast: Callable[..., Any]) -> Callable[..., Any]:
     return lambda self, lhs, rhs: (lhs, rhs) if are_alike(lhs.type, rhs.type) else broadcast(self, lhs, rhs)
 
 
-def to_another_type(cast: Callable[..., Any], plain: Any) -> Callable[..., Any]:
+def to_another_type(cast: Callable[..., Any], plain: Any, quick: Quick) -> Callable[..., Any]:
     """As `cast`; what is of the type already stays as it is."""
 
-    def quick(self: Any, value: Any, wanted: Any, fp_downcast_rounding: Any = None) -> Any:
+    @wraps(cast)
+    def casted(self: Any, value: Any, wanted: Any, fp_downcast_rounding: Any = None) -> Any:
         kind = value.dtype
-        if kind is wanted or (type(kind) is plain and type(wanted) is plain and kind.name == wanted.name):
-            return value
+        if type(kind) is plain and type(wanted) is plain:
+            if kind.name == wanted.name:
+                return value
+            made = None if fp_downcast_rounding is not None else quick.cast(value, wanted)
+            if made is not None:
+                return made
         return cast(self, value, wanted, fp_downcast_rounding)
 
-    return quick
+    return casted
 
 
 def in_one_shape(core: Any) -> Callable[[Any, Any], Any]:
@@ -216,9 +224,9 @@ def with_known_widths(check: Callable[[Any], None], core: Any) -> Callable[[Any]
     return checked
 
 
-def in_one_call(core: Any, semantic: Any) -> Callable[..., None]:
+def in_one_call(core: Any, semantic: Any, quick: Quick) -> Callable[..., None]:
     """As the interpreter's `_patch_attr`, which lets a function of the language know that it is interpreted: called at once,
-    without a dictionary and a check for that."""
+    without a dictionary and a check for that. `quick` has methods of a tensor that need fewer calls."""
     checking = core.builtin(lambda: None).__code__
 
     def patch(owner: object, name: str, member: Any, builder: Any, scope: Any) -> None:
@@ -229,6 +237,6 @@ def in_one_call(core: Any, semantic: Any) -> Callable[..., None]:
             kwargs["_semantic"] = decides
             return function(*args, **kwargs)
 
-        scope.set_attr(owner, name, called)
+        scope.set_attr(owner, name, quick.method(name, called, decides) if owner is core.tensor else called)
 
     return patch

@@ -34,7 +34,7 @@ class TritonVersion:
         kept = {name: value for name, value in os.environ.items() if name not in ("TRITON_INTERPRET", "PYTHONPATH")}
         path = {"PYTHONPATH": str(self.folder)} if self.folder is not None else {}
         mode = {"TRITON_INTERPRET": "1"} if interpret else {}
-        single = {"OMP_NUM_THREADS": "1", "PYTHONDONTWRITEBYTECODE": "1"}  # several run beside one another
+        single = {"OMP_NUM_THREADS": "1"}  # several run beside one another
         # Nobody looks for lines of a source in that machine code, which is the same without: a sixteenth of a compiler's time.
         unlined = {"TRITON_DISABLE_LINE_INFO": "1"}
         return {**kept, **path, **mode, **single, **unlined, "TRITON_CACHE_DIR": str(cache)}

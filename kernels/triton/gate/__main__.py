@@ -2,7 +2,7 @@
 or of all, to what its machine code may be, and prints one JSON line for each and each compute capability.
 
 A line holds what was read from the machine code and what is wrong with it (`faults`). What a record (`record.py`) holds is not
-compiled again, but for one configuration of each kernel on every second card, by versions of Triton in turn (`in_turn`). Used
+compiled again, but for one configuration of each kernel on one card, another for each version of Triton (`card_in_turn`). Used
 by the tests and by bench/compiled_kernels.py, in processes without TRITON_INTERPRET.
 """
 
@@ -12,14 +12,15 @@ import argparse
 import gc
 import json
 import sys
-from collections.abc import Iterator, Sequence
+import zlib
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from triton import __version__
 
-from kernels.triton.gate.compilation import CAPABILITIES, Compilation, compile_kernel, faults, forget_lines, source_key
+from kernels.triton.gate.compilation import Compilation, compile_kernel, faults, forget_lines, source_key
 from kernels.triton.gate.declared import declared, module_names
 from kernels.triton.gate.record import Record, Recorded, differences, read
 
@@ -29,18 +30,12 @@ Row = dict[str, Any]
 def rows_of_module(module: str, record: Record, only: int | None = None) -> Iterator[Row]:
     """One row for each configuration and capability of `module`, in their order; of one capability where `only` names it.
 
-    `is_recorded` says that the record holds this machine code. The first such configuration of each kernel on each card whose
+    `is_recorded` says that the record holds this machine code. The first such configuration of each kernel for the card whose
     turn it is is compiled all the same, and a difference is a fault.
     """
     compilations = declared(module)
     forget_lines()
-    kernels = list(dict.fromkeys(compilation.kernel.__name__ for compilation in compilations))
-    sample = {
-        (kernel, capability)
-        for number, kernel in enumerate(kernels)
-        for capability in CAPABILITIES
-        if not in_turn(number, capability, __version__)
-    }
+    to_compile = {(kernel, card_in_turn(kernel, cards, __version__)) for kernel, cards in cards_of(compilations).items()}
     for compilation in compilations:
         for capability in compilation.capabilities:
             if only not in (None, capability):
@@ -51,17 +46,25 @@ def rows_of_module(module: str, record: Record, only: int | None = None) -> Iter
                 before = None
             row = {"module": module, "name": compilation.name, "capability": capability, "triton": __version__}
             row |= {"key": key, "is_recorded": before is not None}
-            if before is not None and kernel in sample:
+            if before is not None and kernel not in to_compile:
                 yield row | asdict(before.compiled) | {"faults": faults(compilation, before.compiled)}
             else:
-                sample.add(kernel)
+                to_compile.discard(kernel)
                 yield row | _compiled(compilation, capability, before)
 
 
-def in_turn(number: int, capability: int, version: str) -> bool:
-    """Whether this version of Triton is the one that compiles the kernel of that place in its file for that card, though it is
-    recorded: every second version is, for half of the cards, and the others for the other half."""
-    return (number + CAPABILITIES.index(capability) + int(version.split(".")[1])) % 2 == 0
+def cards_of(compilations: Sequence[Compilation]) -> Mapping[str, Sequence[int]]:
+    """The capabilities of each kernel, by its name."""
+    found: dict[str, set[int]] = {}
+    for compilation in compilations:
+        found.setdefault(compilation.kernel.__name__, set()).update(compilation.capabilities)
+    return {kernel: sorted(cards) for kernel, cards in found.items()}
+
+
+def card_in_turn(kernel: str, cards: Sequence[int], version: str) -> int:
+    """The card for which this version of Triton compiles a kernel though it is recorded. It follows from the kernel's name, so
+    that each card has its share of them, and is the next one for every second version."""
+    return cards[(zlib.crc32(kernel.encode()) + int(version.split(".")[1]) // 2) % len(cards)]
 
 
 def _compiled(compilation: Compilation, capability: int, before: Recorded | None) -> Row:
