@@ -16,8 +16,9 @@ from typing import Any
 import httpx
 import pytest
 
+from tests.support.forked import REPOSITORY
 from tests.support.served_model import make_hollow_model
-from tests.support.server import REPOSITORY, Server, wait_until
+from tests.support.server import Server, wait_until
 
 GREETING_DEADLINE_S = 300.0
 LIST_DEADLINE_S = 60.0
