@@ -21,6 +21,7 @@ from tests.support.cast import Cast, make_cast, quick_hasher
 from tests.support.clock import FakeClock
 from tests.support.compiled_statements import shared_by_all_engines
 from tests.support.databases import Cluster, postgresql_binaries, required, running_cluster
+from tests.support.kept_rows import made_in
 
 YOUNG_OBJECTS_MAX = 20_000  # of a collection: tests make more of them than a program that serves, and nobody waits
 _STAY_FROZEN = mock.patch.object(gc, "unfreeze")
@@ -133,4 +134,4 @@ async def database(database_url: str) -> AsyncIterator[Database]:
 @pytest.fixture
 async def cast(database: Database, clock: FakeClock) -> Cast:
     """Alice, Bob and Charlie, present in `database`."""
-    return await make_cast(database, clock)
+    return await made_in(database, clock, make_cast)
