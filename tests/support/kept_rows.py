@@ -6,7 +6,7 @@ from collections.abc import Awaitable, Callable
 from datetime import datetime
 from typing import Any, TypeVar
 
-from sqlalchemy import Table, insert, select
+from sqlalchemy import Connection, Insert, insert, select
 
 from appliance.base.clock import Clock
 from appliance.base.db import Database
@@ -15,7 +15,8 @@ from tests.support.clock import FakeClock
 
 Made = TypeVar("Made")
 Make = Callable[[Database, Clock], Awaitable[Made]]
-_KEPT: dict[tuple[Make[Any], datetime], tuple[Any, list[tuple[Table, list[dict[str, Any]]]]]] = {}
+Written = list[tuple[Insert, list[dict[str, Any]]]]
+_KEPT: dict[tuple[Make[Any], datetime], tuple[Any, Written]] = {}
 
 
 async def made_in(database: Database, clock: Clock, make: Make[Made]) -> Made:
@@ -28,12 +29,16 @@ async def made_in(database: Database, clock: Clock, make: Make[Made]) -> Made:
     place = (make, clock.now())
     if place in _KEPT:
         made, written = _KEPT[place]
-        async with database.changing_principals() as connection:
-            for table, rows in written:
-                await connection.execute(insert(table), rows)
+        await database.batch_write(_write, written)
         return made  # type: ignore[no-any-return]
     made = await make(database, clock)
     async with database.reading() as connection:
         found = [(table, (await connection.execute(select(table))).mappings().all()) for table in metadata.sorted_tables]
-    _KEPT[place] = made, [(table, [dict(row) for row in rows]) for table, rows in found if rows and table is not counters]
+    own = [(insert(table), [dict(row) for row in rows]) for table, rows in found if rows and table is not counters]
+    _KEPT[place] = made, own
     return made
+
+
+def _write(connection: Connection, written: Written) -> None:
+    for statement, rows in written:
+        connection.execute(statement, rows)
