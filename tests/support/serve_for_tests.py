@@ -1,9 +1,11 @@
-"""Runs the appliance for tests in a process of its own, and tells where it listens."""
+"""Runs the appliance for tests in a process of its own, and tells where it listens; or a command beside it."""
 
 from __future__ import annotations
 
 import asyncio
+import os
 import sys
+from collections.abc import Mapping, Sequence
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -11,6 +13,7 @@ from typing import Any
 from appliance.app import Started, serve
 from appliance.base.logging import configure_logging
 from appliance.base.settings import Settings, load_settings
+from appliance.cli import main as cli
 from appliance.serving import fleet
 from appliance.serving.model_folder import ModelFolder
 
@@ -46,3 +49,12 @@ def _use_fake_engine(step_s: float, truths: Path | None) -> None:
         return [sys.executable, "-m", module, "--fd", str(fd), "--step-s", str(step_s), *witness]
 
     fleet.engine_command = command
+
+
+def command(arguments: Sequence[str], environ: Mapping[str, str], said: Path, complained: Path) -> int:
+    """Be `gatehouse` with these arguments and variables, which writes into two files what it says; return its status."""
+    os.environ.update(environ)
+    for path, descriptor in ((said, sys.stdout.fileno()), (complained, sys.stderr.fileno())):
+        with path.open("wb") as file:
+            os.dup2(file.fileno(), descriptor)
+    return cli.main(arguments)
