@@ -12,6 +12,7 @@ from unittest import mock
 
 import pytest
 import structlog
+from alembic.script import ScriptDirectory
 
 from appliance.base import db
 from appliance.base.db import Database
@@ -21,6 +22,7 @@ from tests.support.cast import Cast, make_cast, quick_hasher
 from tests.support.clock import FakeClock
 from tests.support.compiled_statements import shared_by_all_engines
 from tests.support.databases import Cluster, postgresql_binaries, required, running_cluster
+from tests.support.kept_rows import made_in
 
 YOUNG_OBJECTS_MAX = 20_000  # of a collection: tests make more of them than a program that serves, and nobody waits
 _STAY_FROZEN = mock.patch.object(gc, "unfreeze")
@@ -59,6 +61,21 @@ def _cheap_passwords() -> Iterator[None]:
 def _statements_compiled_once() -> Iterator[None]:
     """Let whole applications share what they compile: a fifth of a test's time over a database went into that."""
     with shared_by_all_engines():
+        yield
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _migrations_read_once() -> Iterator[None]:
+    """Let every database that is migrated find the migrations loaded: a process that serves migrates one."""
+    scripts = ScriptDirectory.from_config(db._config())
+    with mock.patch.object(ScriptDirectory, "from_config", return_value=scripts):
+        yield
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _nothing_outlives_the_machine() -> Iterator[None]:
+    """Let SQLite wait for no disk: what a power cut would leave is nothing that a process can test on itself."""
+    with mock.patch.object(db, "SQLITE_SYNCHRONOUS", "OFF"):
         yield
 
 
@@ -133,4 +150,4 @@ async def database(database_url: str) -> AsyncIterator[Database]:
 @pytest.fixture
 async def cast(database: Database, clock: FakeClock) -> Cast:
     """Alice, Bob and Charlie, present in `database`."""
-    return await make_cast(database, clock)
+    return await made_in(database, clock, make_cast)

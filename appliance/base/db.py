@@ -34,6 +34,7 @@ T = TypeVar("T")
 Kind = Literal["sqlite", "postgresql"]
 
 SQLITE_MIN = (3, 35)  # RETURNING; UPDATE … FROM is a little older
+SQLITE_SYNCHRONOUS = "FULL"  # a COMMIT has reached the disk when it returns
 BUSY_TIMEOUT_MS = 5000
 READERS_MAX = 8
 BATCH_STATEMENTS = 512  # that stay compiled: those of `prepared` come in as many forms as they may have rows
@@ -261,7 +262,8 @@ def _sqlite_readers(target: URL) -> AsyncEngine:
 
 def _prepare_sqlite(engine: Engine, *, begin: str, query_only: bool = False, foreign_keys: bool = True) -> None:
     """Make every connection of `engine` durable and strict, and begin its transactions with the statement `begin`."""
-    pragmas = [f"busy_timeout={BUSY_TIMEOUT_MS}", f"foreign_keys={'ON' if foreign_keys else 'OFF'}", "synchronous=FULL"]
+    pragmas = [f"busy_timeout={BUSY_TIMEOUT_MS}", f"foreign_keys={'ON' if foreign_keys else 'OFF'}"]
+    pragmas += [f"synchronous={SQLITE_SYNCHRONOUS}"]
     pragmas += ["query_only=ON"] if query_only else ["journal_mode=WAL"]
 
     def on_connect(connection: Any, _record: object) -> None:

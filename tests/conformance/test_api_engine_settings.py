@@ -118,9 +118,9 @@ def test_a_draft_model_that_cannot_be_loaded_stops_the_start_and_is_named(served
     options: dict[str, Any] = {"speculative": {"method": "draft_model", "model": str(tmp_path / "hollow")}}
     server = start_server(served_folder, tmp_path / "data", **options)
     try:
-        wait_until(lambda: server.process.poll() is not None, DEADLINE_S, server.log)
+        wait_until(lambda: not server.process.is_alive(), DEADLINE_S, server.log)
 
-        assert server.process.returncode == 1
+        assert server.ended() == 1
         assert "hollow" in server.log()
     finally:
-        server.close()
+        server.kill()

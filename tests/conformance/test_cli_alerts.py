@@ -11,8 +11,9 @@ from pathlib import Path
 from typing import Any
 
 from tests.support.alerts import receiving
+from tests.support.forked import REPOSITORY
 from tests.support.served_model import make_hollow_model
-from tests.support.server import REPOSITORY, start_server
+from tests.support.server import start_server
 
 
 async def test_a_test_tells_how_it_went(tmp_path: Path) -> None:
@@ -41,7 +42,7 @@ async def test_a_test_tells_how_it_went(tmp_path: Path) -> None:
             passed, second = await asyncio.to_thread(gatehouse, "test", webhook["id"])
             assert await asyncio.to_thread(server.stop) == 0
     finally:
-        server.close()
+        server.kill()
 
     assert (failed, first["state"], first["last_error"]) == (1, "pending", "the receiver answered 500")
     assert (passed, second["state"], second["last_error"]) == (0, "delivered", None)

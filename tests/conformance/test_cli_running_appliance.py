@@ -8,6 +8,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -16,8 +17,9 @@ from typing import Any
 import httpx
 import pytest
 
+from tests.support import forked
 from tests.support.served_model import make_hollow_model
-from tests.support.server import REPOSITORY, Server, wait_until
+from tests.support.server import Server, wait_until
 
 GREETING_DEADLINE_S = 300.0
 LIST_DEADLINE_S = 60.0
@@ -30,20 +32,21 @@ def environment(data_dir: Path) -> dict[str, str]:
     return {**kept, "GATEHOUSE_DATA_DIR": str(data_dir), "GATEHOUSE_KV_CACHE_BYTES": "16MiB", "GATEHOUSE_ENGINE_THREADS": "1"}
 
 
+def typed(data_dir: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    """Run the command to its end in a process of its own, which is forked: `serve` below is started as an operator would."""
+    with tempfile.TemporaryDirectory() as name:
+        said, complained = Path(name, "said"), Path(name, "complained")
+        program = ("tests.support.serve_for_tests", "command", arguments, environment(data_dir), said, complained)
+        status = forked.ended(forked.begin(*program), GREETING_DEADLINE_S)
+        return subprocess.CompletedProcess(arguments, status, said.read_text("utf-8"), complained.read_text("utf-8"))
+
+
 @pytest.fixture
 def gatehouse(server: Server) -> Command:
     """Run the command as an operator would, beside the running appliance."""
 
     def run(*arguments: str) -> subprocess.CompletedProcess[str]:
-        return subprocess.run(
-            [sys.executable, "-m", "appliance.cli.main", *arguments],
-            cwd=REPOSITORY,
-            env=environment(server.data_dir),
-            stdin=subprocess.DEVNULL,
-            capture_output=True,
-            text=True,
-            check=False,
-        )
+        return typed(server.data_dir, *arguments)
 
     return run
 
@@ -99,28 +102,7 @@ def test_the_tables_are_not_touched_while_it_runs(gatehouse: Command) -> None:
 
 def serve_to_its_end(model: Path, data_dir: Path, *options: str) -> subprocess.CompletedProcess[str]:
     """Run `gatehouse serve`, which is expected to give up by itself."""
-    return subprocess.run(
-        [
-            sys.executable,
-            "-m",
-            "appliance.cli.main",
-            "serve",
-            "--port",
-            "0",
-            "--model",
-            str(model),
-            "--device",
-            "cpu",
-            *options,
-        ],
-        cwd=REPOSITORY,
-        env=environment(data_dir),
-        stdin=subprocess.DEVNULL,
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=GREETING_DEADLINE_S,
-    )
+    return typed(data_dir, "serve", "--port", "0", "--model", str(model), "--device", "cpu", *options)
 
 
 def test_an_appliance_whose_only_model_cannot_be_loaded_ends_and_says_why(tmp_path: Path, data_dir: Path) -> None:
@@ -186,7 +168,7 @@ def served(served_folder: Path, data_dir: Path) -> Iterator[Callable[[], subproc
                 "--device",
                 "cpu",
             ],
-            cwd=REPOSITORY,
+            cwd=forked.REPOSITORY,
             env=environment(data_dir),
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,

@@ -54,7 +54,7 @@ async def test_a_message_that_was_being_sent_at_a_kill_comes_again_with_its_id(t
             await until(lambda: len(receiver.requests) == 1)
             await asyncio.to_thread(server.kill)
         finally:
-            server.close()
+            server.kill()
         receiver.answers = [TAKES]
         server = await asyncio.to_thread(start_server, model, tmp_path / "data", **options)
         try:
@@ -63,7 +63,7 @@ async def test_a_message_that_was_being_sent_at_a_kill_comes_again_with_its_id(t
             sent = await asyncio.to_thread(server.everything, f"/webhooks/{webhook_id}/deliveries")
             assert await asyncio.to_thread(server.stop) == 0
         finally:
-            server.close()
+            server.kill()
 
     first, *again = ids(receiver)
     assert set(again) == {delivery["id"] for delivery in sent}

@@ -54,7 +54,7 @@ def test_after_a_kill_under_load_every_admitted_request_is_recorded_once(tmp_pat
         server.wait_until_ready()
         seen = asyncio.run(load_and_kill(server))
     finally:
-        server.close()
+        server.kill()
     with running_server(model, tmp_path / "data", fake_engine_step_s=STEP_S) as again:
         events = again.everything("/ledger")
         rows = again.everything("/requests")

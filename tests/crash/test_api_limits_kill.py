@@ -51,7 +51,6 @@ def test_a_kill_forgets_no_debt_and_fills_no_bucket(tmp_path: Path) -> None:
         wait_until(lambda: saved(data) > 0, SAVED_WITHIN_S, server.log)
     finally:
         server.kill()
-        server.close()
     with running_server(model, data, fake_engine_step_s=STEP_S) as again:
         after = level(again, tenant_id)
         passed_s = time.monotonic() - begun_s

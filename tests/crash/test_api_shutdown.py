@@ -45,7 +45,7 @@ async def stream_through_a_signal(server: Server) -> tuple[httpx.Response, str]:
     async with httpx.AsyncClient(timeout=30, headers=headers) as client, client.stream("POST", url, json=body(150)) as answer:
         lines = answer.aiter_lines()
         text = await anext(lines)
-        server.process.send_signal(signal.SIGTERM)
+        server.send_signal(signal.SIGTERM)
         while (refused := await client.post(url, json=body(3))).status_code == 200:
             pass
         async for line in lines:
@@ -58,7 +58,7 @@ def test_draining_refuses_new_requests_and_finishes_running_ones(tmp_path: Path,
         assert (tmp_path / "data" / CONTROL_FILE).exists()
         refused, text = asyncio.run(stream_through_a_signal(server))
 
-        assert server.process.wait(60) == 0
+        assert server.ended() == 0
     assert (refused.status_code, refused.json()["error"]["code"]) == (503, "draining")
     assert int(refused.headers["retry-after"]) >= 1
     assert text.endswith("data: [DONE]")
@@ -78,11 +78,11 @@ def test_a_second_signal_ends_at_once_and_the_ledger_says_that_the_appliance_shu
         with httpx.stream("POST", url, json=body(900), headers=headers, timeout=30) as answer:
             lines = answer.iter_lines()
             next(lines)
-            server.process.send_signal(signal.SIGINT)
+            server.send_signal(signal.SIGINT)
             wait_until(lambda: server.ready().json()["parts"]["gateway"] == "draining", 60)
-            server.process.send_signal(signal.SIGINT)
+            server.send_signal(signal.SIGINT)
 
-            assert server.process.wait(60) == 0
+            assert server.ended() == 0
     assert causes(tmp_path / "data") == [("aborted", "shutdown")]
 
 
@@ -93,10 +93,10 @@ def test_a_request_that_outlives_the_drain_ends_as_one_to_send_again(tmp_path: P
         with httpx.stream("POST", url, json=body(900), headers=headers, timeout=30) as answer:
             lines = answer.iter_lines()
             next(lines)
-            server.process.send_signal(signal.SIGTERM)
+            server.send_signal(signal.SIGTERM)
             *_, last = filter(None, lines)
 
-        assert server.process.wait(60) == 0
+        assert server.ended() == 0
     assert json.loads(last.removeprefix("data: "))["error"]["code"] == "draining"
     assert causes(tmp_path / "data") == [("aborted", "shutdown")]
 
@@ -173,7 +173,7 @@ def test_an_appliance_whose_database_another_one_has_taken_ends_its_requests_and
                 take_claim(url, other)
                 *_, last = filter(None, lines)
 
-        assert server.process.wait(60) == 1
+        assert server.ended() == 1
         log = server.log()
     assert json.loads(last.removeprefix("data: "))["error"]["code"] == "draining"
     assert "another Gatehouse took the database" in log

@@ -29,7 +29,10 @@ from tests.support.clock import START, FakeClock
 from tests.support.ledgers import FailingDatabase, euro_budget_alerts
 
 STEPS = 60
-SEEDS = 6
+EACH_SEED_ON_ONE_DATABASE = [
+    *(("sqlite", seed) for seed in (0, 2, 4)),
+    *(pytest.param("postgresql", seed, marks=pytest.mark.postgres) for seed in (1, 3, 5)),
+]
 PERCENTS = (50, 80, 100)
 LIMITS = (0, 40, 100, 101, 333)
 MODELS = ("demo", "other")
@@ -229,7 +232,7 @@ async def everybody(database: Database, clock: FakeClock, cast: Cast) -> list[Pe
     return [cast.bob, Person(tenant=cast.bob.tenant, key=key, secret=secret), cast.charlie]
 
 
-@pytest.mark.parametrize("seed", range(SEEDS))
+@pytest.mark.parametrize(("database_url", "seed"), EACH_SEED_ON_ONE_DATABASE, indirect=["database_url"])
 async def test_every_crossing_is_told_to_each_who_listens_once(
     database: Database, clock: FakeClock, cast: Cast, seed: int
 ) -> None:

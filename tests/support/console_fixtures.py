@@ -52,6 +52,7 @@ from appliance.tenancy.tickets import PROVIDER_SIGN_IN_LIFE_S, SIGN_IN_LIFE_S, T
 from appliance.tenancy.tiers import Tiers
 from engine.protocol import EngineInfo, EngineStatus, MemoryPart
 from tests.support.cast import ALICE_PASSWORD, PEPPER, Cast, Person, make_cast, quick_hasher
+from tests.support.kept_rows import made_in
 from tests.support.ledgers import euro_invoices, euro_prices, utc_admission, utc_corrections, utc_ledger, utc_sums
 from tests.support.standing import Standing
 
@@ -304,10 +305,9 @@ async def open_box(
     path = folder / "gatehouse.db"
     shutil.copyfile(template, path)
     database = Database.open(f"sqlite:///{path}")
-    people = await make_cast(database, clock)
+    people = await made_in(database, clock, _make_people)
     engine_side = EngineSide(clock)
     services = _services(database, clock, engine_side, people, folder, interval_s, BillingCalendar(time_zone))
-    await services.members.create("vera@example.com", VIEWER_PASSWORD, "viewer")
     await services.ledger.start()
     await services.sampler.start()
     idle = _IDLE[time_zone]
@@ -320,6 +320,12 @@ async def open_box(
         await services.sampler.stop()
         await services.ledger.stop()
         await database.close()
+
+
+async def _make_people(database: Database, clock: Clock) -> Cast:
+    people = await make_cast(database, clock)
+    await Members(database, clock, hasher=quick_hasher()).create("vera@example.com", VIEWER_PASSWORD, "viewer")
+    return people
 
 
 def _services(

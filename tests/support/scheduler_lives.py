@@ -7,11 +7,11 @@ runs that many random scripts and prints the largest service gap as a share of t
 
 from __future__ import annotations
 
+import math
 import random
 import sys
 from collections import defaultdict
 from dataclasses import dataclass, field
-from fractions import Fraction
 from functools import partial
 from itertools import islice
 
@@ -146,21 +146,23 @@ class RandomDrafter:
 class GapMeter:
     """Service per weight, counted from the batches alone, of accounts while they are backlogged together.
 
-    `gap` is the largest difference that two of them gathered over any interval in which both were backlogged throughout.
+    `gap` is the largest difference that two of them gathered over any interval in which both were backlogged throughout. It,
+    `bound` and `largest_step` are counted in `scale`-ths of a picosecond, of which every weight makes whole numbers.
     """
 
     quantum_ps: int
     cap_ps: int
+    scale: int
     service: dict[Account, int] = field(default_factory=lambda: defaultdict(int))
-    largest_step: Fraction = Fraction(0)
+    largest_step: int = 0
     recovery_ps: int = 0
-    gap: Fraction = Fraction(0)
-    _ranges: dict[tuple[Account, Account], tuple[Fraction, Fraction]] = field(default_factory=dict)
+    gap: int = 0
+    _ranges: dict[tuple[Account, Account], tuple[int, int]] = field(default_factory=dict)
 
     @property
-    def bound(self) -> Fraction:
+    def bound(self) -> int:
         """2(U + Q) with U = cap + the largest service that one step gave one account, or a secured request beyond the cap."""
-        return 2 * (self.cap_ps + self.largest_step + self.recovery_ps + self.quantum_ps)
+        return 2 * (self.scale * (self.cap_ps + self.recovery_ps + self.quantum_ps) + self.largest_step)
 
     def charge(self, batch: ScheduledBatch) -> None:
         step: dict[Account, int] = defaultdict(int)
@@ -175,13 +177,13 @@ class GapMeter:
             step[_account(item.request)] += len(swapped_in) * COSTS.swap_in_block_ps
         for account, cost in step.items():
             self.service[account] += cost
-            self.largest_step = max(self.largest_step, Fraction(cost, account.weight))
+            self.largest_step = max(self.largest_step, cost * self.scale // account.weight)
 
     def observe(self, backlogged: set[Account], joined: set[Account]) -> None:
         """`joined`: those whose backlog began since the last look."""
         chosen = sorted(backlogged, key=lambda account: (account.priority, account.tenant_id))[:10]
-        served = {account: Fraction(self.service[account], account.weight) for account in chosen}
-        ranges: dict[tuple[Account, Account], tuple[Fraction, Fraction]] = {}
+        served = {account: self.service[account] * self.scale // account.weight for account in chosen}
+        ranges: dict[tuple[Account, Account], tuple[int, int]] = {}
         for number, one in enumerate(chosen):
             for other in chosen[number + 1 :]:
                 if one.priority is not other.priority:
@@ -194,7 +196,7 @@ class GapMeter:
                 ranges[one, other] = low, high
                 self.gap = max(self.gap, high - low)
         self._ranges = ranges
-        assert self.gap <= self.bound, f"service gap {float(self.gap)} above the bound {float(self.bound)}"
+        assert self.gap <= self.bound, f"service gap {self.gap} above the bound {self.bound}"
 
 
 class SchedulerLife:
@@ -225,7 +227,7 @@ class SchedulerLife:
         assert isinstance(self.scheduler.policy, FairPolicy)
         self.policy = self.scheduler.policy
         self.cache = FakeCache(world)
-        self.meter = GapMeter(quantum_ps, settings.cap_ps)
+        self.meter = GapMeter(quantum_ps, settings.cap_ps, math.lcm(*(weight for _, weight in world.tenants)))
         self.live: dict[Request, None] = {}
         self.ended: dict[Request, TokenEvent] = {}
         self.delivered: dict[Request, int] = {}

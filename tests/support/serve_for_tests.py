@@ -1,43 +1,42 @@
-"""Runs the appliance as a process of its own for tests, and tells on standard output where it listens."""
+"""Runs the appliance for tests in a process of its own, and tells where it listens; or a command beside it."""
 
 from __future__ import annotations
 
-import argparse
 import asyncio
-import json
+import os
 import sys
+from collections.abc import Mapping, Sequence
+from multiprocessing.connection import Connection
 from pathlib import Path
+from typing import Any
 
 from appliance.app import Started, serve
 from appliance.base.logging import configure_logging
 from appliance.base.settings import Settings, load_settings
+from appliance.cli import main as cli
 from appliance.serving import fleet
 from appliance.serving.model_folder import ModelFolder
 
 
-def main() -> None:
-    """Serve until told to stop."""
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--fake-engine-step-s", type=float, help="serve a stand-in engine that takes this long per token")
-    parser.add_argument("--truths", type=Path, help="the stand-in engine writes into this folder what it counts itself")
-    parser.add_argument("--options", type=json.loads, default={})
-    arguments = parser.parse_args()
-    if arguments.fake_engine_step_s is not None:
-        _use_fake_engine(arguments.fake_engine_step_s, arguments.truths)
-    settings = load_settings(options=arguments.options, environ={})
+def run(tell: Connection, options: dict[str, Any], fake_engine_step_s: float | None, truths: Path | None) -> None:
+    """Serve until told to stop: with a stand-in engine that takes so long per token, if that is given, and writes into the
+    folder `truths` what it counts itself."""
+
+    def listening(started: Started) -> None:
+        first = started.first_start
+        tell.send(
+            {
+                "url": f"http://{started.host}:{started.port}",
+                "api_key": first.api_key if first else None,
+                "tenant_id": first.tenant_id if first else None,
+            }
+        )
+
+    if fake_engine_step_s is not None:
+        _use_fake_engine(fake_engine_step_s, truths)
+    settings = load_settings(options=options, environ={})
     configure_logging(settings.log_level, json=False)
-    asyncio.run(serve(settings, on_listening=_tell))
-
-
-def _tell(started: Started) -> None:
-    first = started.first_start
-    told = {
-        "url": f"http://{started.host}:{started.port}",
-        "api_key": first.api_key if first else None,
-        "tenant_id": first.tenant_id if first else None,
-    }
-    sys.stdout.write(json.dumps(told) + "\n")
-    sys.stdout.flush()
+    asyncio.run(serve(settings, on_listening=listening))
 
 
 def _use_fake_engine(step_s: float, truths: Path | None) -> None:
@@ -52,6 +51,10 @@ def _use_fake_engine(step_s: float, truths: Path | None) -> None:
     fleet.engine_command = command
 
 
-if __name__ == "__main__":
-    sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
-    main()
+def command(arguments: Sequence[str], environ: Mapping[str, str], said: Path, complained: Path) -> int:
+    """Be `gatehouse` with these arguments and variables, which writes into two files what it says; return its status."""
+    os.environ.update(environ)
+    for path, descriptor in ((said, sys.stdout.fileno()), (complained, sys.stderr.fileno())):
+        with path.open("wb") as file:
+            os.dup2(file.fileno(), descriptor)
+    return cli.main(arguments)

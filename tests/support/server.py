@@ -2,21 +2,19 @@
 
 from __future__ import annotations
 
-import json
-import os
 import signal
-import subprocess
-import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from multiprocessing.process import BaseProcess
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 import httpx
 
-REPOSITORY = Path(__file__).resolve().parents[2]
+from tests.support import forked
+
 ADMIN_TOKEN = "gha_token-of-the-tests"
 READY_DEADLINE_S = 300.0
 STOP_DEADLINE_S = 120.0
@@ -28,12 +26,11 @@ class Server:
     """A running appliance. `api_key` is the first key of the tenant `demo`, known after the first start only."""
 
     url: str
-    process: subprocess.Popen[str]
+    process: BaseProcess
     data_dir: Path
     api_key: str | None
     tenant_id: str | None
     log_path: Path
-    _log: IO[str] = field(repr=False)
 
     def admin(self, method: str, path: str, **options: Any) -> Any:
         """Call the administrators' API and return the decoded answer; an error fails the test."""
@@ -84,26 +81,26 @@ class Server:
         """Return the end of what the appliance has logged."""
         return self.log_path.read_text("utf-8", "replace")[-6000:]
 
+    def send_signal(self, number: signal.Signals) -> None:
+        """Send a signal."""
+        forked.send_signal(self.process, number)
+
+    def ended(self) -> int:
+        """Return the exit status when it has ended."""
+        return forked.ended(self.process, STOP_DEADLINE_S)
+
     def stop(self) -> int:
         """End in order and return the exit status."""
-        self.process.send_signal(signal.SIGTERM)
-        return self.process.wait(STOP_DEADLINE_S)
+        self.send_signal(signal.SIGTERM)
+        return self.ended()
 
     def kill(self) -> None:
-        """End as a power cut would."""
+        """End as a power cut would, if it has not ended yet."""
         self.process.kill()
-        self.process.wait(STOP_DEADLINE_S)
-
-    def close(self) -> None:
-        """Make sure that nothing is left."""
-        if self.process.poll() is None:
-            self.kill()
-        assert self.process.stdout is not None
-        self.process.stdout.close()
-        self._log.close()
+        self.ended()
 
     def _alive(self) -> bool:
-        assert self.process.poll() is None, self.log()
+        assert self.process.is_alive(), self.log()
         return True
 
 
@@ -123,32 +120,17 @@ def start_server(
         "admin_password": "a password of tests",
         **options,
     }
-    fake = [] if fake_engine_step_s is None else ["--fake-engine-step-s", str(fake_engine_step_s)]
-    fake += [] if truths is None else ["--truths", str(truths)]
     log_path = data_dir / "server.log"
-    log = log_path.open("a", encoding="utf-8")
-    process = subprocess.Popen(
-        [sys.executable, "-m", "tests.support.serve_for_tests", "--options", json.dumps(settings), *fake],
-        cwd=REPOSITORY,
-        env={name: value for name, value in os.environ.items() if not name.startswith("GATEHOUSE_")},
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        stderr=log,
-        text=True,
-    )
-    assert process.stdout is not None
-    line = process.stdout.readline()
-    assert line, log_path.read_text("utf-8")
-    told = json.loads(line)
-    return Server(
-        url=told["url"],
-        process=process,
-        data_dir=data_dir,
-        api_key=told["api_key"],
-        tenant_id=told["tenant_id"],
-        log_path=log_path,
-        _log=log,
-    )
+    ours, theirs = forked.CONTEXT.Pipe(duplex=False)
+    with ours:
+        with theirs:
+            program = ("tests.support.serve_for_tests", "run", theirs, settings, fake_engine_step_s, truths)
+            process = forked.begin(*program, log=log_path)
+        try:
+            told = ours.recv()
+        except EOFError:
+            raise AssertionError(log_path.read_text("utf-8")) from None
+    return Server(**told, process=process, data_dir=data_dir, log_path=log_path)
 
 
 @contextmanager
@@ -159,7 +141,7 @@ def running_server(model: Path, data_dir: Path, **options: Any) -> Iterator[Serv
         server.wait_until_ready()
         yield server
     finally:
-        server.close()
+        server.kill()
 
 
 def wait_until(condition: Any, deadline_s: float, explain: Any = str) -> None:

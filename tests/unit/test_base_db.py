@@ -13,7 +13,7 @@ from sqlalchemy import func, insert, select, text
 from sqlalchemy.exc import DBAPIError
 
 from appliance.base import db
-from appliance.base.db import Database
+from appliance.base.db import SQLITE_SYNCHRONOUS, Database
 from appliance.base.settings import UnusableData
 from appliance.base.tables import epochs, members
 from tests.support.clock import START
@@ -157,7 +157,8 @@ async def test_a_sqlite_writer_holds_the_lock_from_its_first_moment(sqlite_file:
     await opened.close()
 
 
-async def test_sqlite_connections_are_durable_and_strict(sqlite_file: Path) -> None:
+async def test_sqlite_connections_are_durable_and_strict(sqlite_file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(db, "SQLITE_SYNCHRONOUS", SQLITE_SYNCHRONOUS)  # the product's, and not the tests'
     opened = Database.open(f"sqlite:///{sqlite_file}")
     for block, query_only in ((opened.writing, 0), (opened.reading, 1)):
         async with block() as connection:

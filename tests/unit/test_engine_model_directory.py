@@ -29,6 +29,12 @@ def model(original: Path, tmp_path: Path) -> Path:
     return Path(shutil.copytree(original, tmp_path / "model"))
 
 
+def test_an_engine_says_which_of_its_parts_are_switched_off(original: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("GATEHOUSE_GRAPHS", "0")
+    monkeypatch.setenv("GATEHOUSE_OVERLAPPED_PREFILL", "0")
+    assert small_engine(original).info.switched_off == ["GATEHOUSE_GRAPHS", "GATEHOUSE_OVERLAPPED_PREFILL"]
+
+
 def change_config(model: Path, **changes: Any) -> None:
     config = json.loads((model / "config.json").read_text())
     (model / "config.json").write_text(json.dumps({**config, **changes}))

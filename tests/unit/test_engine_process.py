@@ -10,23 +10,25 @@ import socket
 import subprocess
 import sys
 from collections.abc import AsyncIterator
+from multiprocessing.process import BaseProcess
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 import pytest
 
 from engine.protocol import EngineFrame, EngineInfo, FinishReason, GatewayFrame, GenerationRequest, SamplingParams, TokenEvent
 from engine.transport import AsyncFrameSocket, PeerClosed, decode_engine_frame, encode_frame
+from tests.support import forked
 from tests.support.tiny_models import make_model
 
 DEADLINE_S = 300  # a hang: starts have to wait for a processor
-REPOSITORY = Path(__file__).resolve().parents[2]
+OPTIONS = {"device": "cpu", "threads": 1, "kv_cache_bytes": 2_000_000}
 
 
 class EngineProcess:
     """A running `engine.main` and our end of its socket."""
 
-    def __init__(self, process: subprocess.Popen[bytes], connection: socket.socket) -> None:
+    def __init__(self, process: BaseProcess, connection: socket.socket) -> None:
         self.process = process
         self._connection = connection
         self._socket = AsyncFrameSocket(connection)
@@ -57,7 +59,7 @@ class EngineProcess:
                         return
 
     async def exit_status(self) -> int:
-        return await asyncio.wait_for(asyncio.to_thread(self.process.wait), DEADLINE_S)
+        return await asyncio.to_thread(forked.ended, self.process, DEADLINE_S)
 
     def hang_up(self) -> None:
         self._connection.shutdown(socket.SHUT_RDWR)
@@ -65,20 +67,15 @@ class EngineProcess:
     def close(self) -> None:
         self._socket.close()
         self.process.kill()
-        self.process.wait()
+        forked.ended(self.process, DEADLINE_S)
 
 
 @contextlib.asynccontextmanager
-async def engine_process(
-    model: Path, *, log: int | IO[bytes] = subprocess.DEVNULL, **changes: Any
-) -> AsyncIterator[EngineProcess]:
+async def engine_process(model: Path, **changes: Any) -> AsyncIterator[EngineProcess]:
     ours, theirs = socket.socketpair()
-    options = {"model": str(model), "device": "cpu", "threads": 1, "kv_cache_bytes": 2_000_000, **changes}
-    command = [sys.executable, "-m", "engine.main", "--fd", str(theirs.fileno()), "--options", json.dumps(options)]
-    process = subprocess.Popen(  # noqa: ASYNC220 - starting is quick and waiting is done in a thread
-        command, pass_fds=[theirs.fileno()], cwd=REPOSITORY, stderr=log
-    )
-    theirs.close()
+    options = {**OPTIONS, "model": str(model), **changes}
+    with theirs:
+        process = forked.begin("tests.support.engine_for_tests", "run", theirs, json.dumps(options))
     engine = EngineProcess(process, ours)
     try:
         yield engine
@@ -175,7 +172,7 @@ async def test_a_shutdown_aborts_live_requests_and_ends_the_process_in_order(mod
 async def test_an_interrupt_is_left_to_the_gateway(model: Path) -> None:
     async with engine_process(model) as engine:
         await engine.ready()
-        engine.process.send_signal(signal.SIGINT)
+        forked.send_signal(engine.process, signal.SIGINT)
         engine.send(GatewayFrame(submit=[request("after", max_tokens=3)]))
         events = [event async for event in engine.events("after")]
         assert events[-1].num_output_tokens == 3
@@ -204,12 +201,15 @@ async def test_a_folder_that_is_no_model_is_a_fatal_frame_that_says_so(tmp_path:
         assert await engine.exit_status() == 1
 
 
-async def test_an_engine_that_ends_closes_its_socket(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("PYTHONWARNINGS", "always::ResourceWarning")
-    with (tmp_path / "log").open("w+b") as log:
-        async with engine_process(tmp_path / "no-model", log=log) as engine:
-            assert await engine.exit_status() == 1
-        log.seek(0)
-        told = log.read().decode()
-    assert "the engine stops" in told
-    assert "ResourceWarning" not in told
+def test_an_engine_that_ends_closes_its_socket(tmp_path: Path) -> None:
+    ours, theirs = socket.socketpair()
+    options = json.dumps({**OPTIONS, "model": str(tmp_path / "no-model")})
+    command = [sys.executable, "-W", "always::ResourceWarning", "-m", "engine.main"]
+    command += ["--fd", str(theirs.fileno()), "--options", options]
+    with ours, theirs:
+        engine = subprocess.run(
+            command, cwd=forked.REPOSITORY, pass_fds=[theirs.fileno()], capture_output=True, text=True, check=False
+        )
+    assert engine.returncode == 1
+    assert "the engine stops" in engine.stderr
+    assert "ResourceWarning" not in engine.stderr

@@ -314,8 +314,8 @@ def queries(route: Route, of: Tenancy) -> list[dict[str, str]]:
 
 def leaks(answer: httpx.Response, of: Tenancy, *, given: object) -> set[str]:
     """Return what of the tenant stands in the answer and was not in the question."""
-    asked = set(given)  # type: ignore[call-overload]
-    return {mark for mark in of.marks - asked if mark.casefold() in answer.text.casefold() and mark not in str(answer.url)}
+    asked, text, url = set(given), answer.text.casefold(), str(answer.url)  # type: ignore[call-overload]
+    return {mark for mark in of.marks - asked if mark.casefold() in text and mark not in url}
 
 
 async def test_charlies_own_people_do_read_it_all(box: ApiBox, charlie: Tenancy) -> None:

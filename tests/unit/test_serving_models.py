@@ -7,6 +7,7 @@ import dataclasses
 import json
 import os
 import re
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from appliance.base.clock import SystemClock
 from appliance.base.engine_settings import _OPTION_NAMES, EngineSettings
 from appliance.base.errors import ModelNotFound
 from appliance.base.settings import ENGINE_SWITCHES, ENVIRONMENT_PREFIX, SettingsError, load_settings
+from appliance.serving import fleet
 from appliance.serving.fleet import build_models, engine_command, tenant_readings
 from appliance.serving.model_folder import ModelFolder, NotAModel
 from appliance.serving.model_registry import ModelRegistry
@@ -193,11 +195,12 @@ def test_as_many_shared_prefixes_as_a_setting_takes_an_engine_takes(tmp_path: Pa
         options_of(folder, shared_prefixes=[*prefixes, prefixes[0]])
 
 
-async def test_switches_of_the_settings_reach_the_engine_process(tmp_path: Path) -> None:
+async def test_switches_of_the_settings_reach_the_engine_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    stand_in = [sys.executable, "-m", "tests.support.fake_engine", "--fd"]  # it tells of its switches as an engine does
+    monkeypatch.setattr(fleet, "engine_command", lambda _folder, _settings, fd: [*stand_in, str(fd)])
     environ = {"GATEHOUSE_GRAPHS": "0", "GATEHOUSE_OVERLAPPED_PREFILL": "0", "GATEHOUSE_MODELS": str(tmp_path / "model")}
-    make_served_model(tmp_path / "model")
-    options = {"data_dir": tmp_path, "device": "cpu", "kv_cache_bytes": 1 << 20, "enforce_eager": True}
-    settings = load_settings(options=options, environ=environ)
+    make_hollow_model(tmp_path / "model")
+    settings = load_settings(options={"data_dir": tmp_path}, environ=environ)
     (model,) = build_models(settings, clock=SystemClock(), metrics=Metrics(), on_frame=lambda _: None).list()
     model.client.start()
     try:

@@ -1,0 +1,44 @@
+"""What is made in one empty database after another is made once: from then on its rows are copied, in one transaction."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable
+from datetime import datetime
+from typing import Any, TypeVar
+
+from sqlalchemy import Connection, Insert, insert, select
+
+from appliance.base.clock import Clock
+from appliance.base.db import Database
+from appliance.base.tables import counters, metadata
+from tests.support.clock import FakeClock
+
+Made = TypeVar("Made")
+Make = Callable[[Database, Clock], Awaitable[Made]]
+Written = list[tuple[Insert, list[dict[str, Any]]]]
+_KEPT: dict[tuple[Make[Any], datetime], tuple[Any, Written]] = {}
+
+
+async def made_in(database: Database, clock: Clock, make: Make[Made]) -> Made:
+    """Return what `make` does, and have its rows in `database`, which is empty but for what migrations write.
+
+    What it returns must not change, and only a clock that stands still makes the same twice.
+    """
+    if not isinstance(clock, FakeClock):
+        return await make(database, clock)
+    place = (make, clock.now())
+    if place in _KEPT:
+        made, written = _KEPT[place]
+        await database.batch_write(_write, written)
+        return made  # type: ignore[no-any-return]
+    made = await make(database, clock)
+    async with database.reading() as connection:
+        found = [(table, (await connection.execute(select(table))).mappings().all()) for table in metadata.sorted_tables]
+    own = [(insert(table), [dict(row) for row in rows]) for table, rows in found if rows and table is not counters]
+    _KEPT[place] = made, own
+    return made
+
+
+def _write(connection: Connection, written: Written) -> None:
+    for statement, rows in written:
+        connection.execute(statement, rows)
