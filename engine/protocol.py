@@ -107,7 +107,7 @@ DecodedToken = tuple[str, int, int]
 event of the answer had it, but for preemptions since then. A step in which nobody comes or goes has hundreds and no event."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(slots=True, kw_only=True)  # not frozen: there are hundreds at a time, and to make a frozen one takes twice as long
 class RequestProgress:
     """A live answer as the engine sees it. `state` is queued, prefill or decode. `queue_position` counts, from 0, the requests
     of its own tenant that wait before it; between tenants the shares decide, in no order that would hold."""
