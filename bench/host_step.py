@@ -9,7 +9,8 @@ step, the status, and the frame with its events, written to the socket; `decode`
 Times are of the thread's CPU clock, so that other work on the machine does not count but for what it does to caches;
 `calibrator_us` is the time of 256 attribute updates just then. A call of that clock adds about 0.3 microseconds to each part.
 Phases: `steady` decodes at one batch size; `turnover` replaces a request in every second step, as 256 requests of 500 tokens
-do. One JSON row per run is appended to bench/results/host_step.jsonl.
+do. Prompts differ in length, so that blocks are not all full at once. One JSON row per run is appended to
+bench/results/host_step.jsonl.
 """
 
 from __future__ import annotations
@@ -174,7 +175,7 @@ def wanted(number: int, max_tokens: int) -> GenerationRequest:
     return GenerationRequest(
         request_id=f"req_{number:032x}",
         tenant_id=f"t{number % 8}",
-        prompt_token_ids=[number % 1000 + 2] * PROMPT_LEN,
+        prompt_token_ids=[number % 1000 + 2] * (PROMPT_LEN + number % BLOCK_SIZE),
         sampling=SamplingParams(seed=number, max_tokens=max_tokens, ignore_eos=True),
     )
 

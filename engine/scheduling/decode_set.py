@@ -2,13 +2,22 @@
 
 A decoding request computes one token per step, so the step in which its last block is full is known when the block is given,
 and nothing is touched until then. Accepted drafts and pauses move that step; a request that is due too early is entered again.
+
+Where there are many, some are full in every step, and what a step sends to the device because of them costs as much for one as
+for all. So every few steps those that will be full before the next time come along.
 """
 
 from __future__ import annotations
 
+from itertools import groupby
+from operator import attrgetter
+
 from engine.scheduling.accounts import Account, Accounts
 from engine.scheduling.request import Request, RequestStatus, account_of
 from engine.scheduling.scheduled_batch import ScheduledRequest
+
+TOGETHER_STEPS = 8
+"""Steps between two at which requests get their next blocks together: half a block of tokens early at most."""
 
 
 class DecodeSet:
@@ -75,21 +84,46 @@ class DecodeSet:
         self._due.setdefault(request.growth_step, []).append(request)
 
     def expect_grown(self, requests: list[Request]) -> None:
-        """Enter several that were full and have got one block each."""
-        step = self._accounts.step + 1 + self._block_size
-        for request in requests:
-            request.growth_step = step
-        self._due.setdefault(step, []).extend(requests)
+        """Enter several that have got one block each, by the step in which they would have been full."""
+        for due, together in groupby(requests, attrgetter("growth_step")):
+            grown, step = [*together], due + self._block_size
+            for request in grown:
+                request.growth_step = step
+            self._due.setdefault(step, []).extend(grown)
 
     def take_due(self) -> list[Request]:
-        """The requests that cannot compute a token in the next step without one more block, each once: a rejected draft enters
-        the same step again."""
-        step = self._accounts.step + 1
+        """The requests that cannot compute a token in the next step without one more block."""
+        return self._take_full(self._accounts.step + 1)
+
+    def take_soon_due(self, most: int) -> list[Request]:
+        """Once in `TOGETHER_STEPS` steps, those that will need a block before the next time and will not have ended by then, at
+        most so many. `take_due` came first."""
+        next_step = self._accounts.step + 1
+        soon: list[Request] = []
+        if next_step % TOGETHER_STEPS == 0:
+            for step in range(next_step + 1, next_step + TOGETHER_STEPS):
+                if len(soon) + len(self._due.get(step, ())) > most:
+                    break
+                full = self._take_full(step)
+                ending = [request for request in full if self._ends_before(request)]
+                if ending:
+                    self._due[step] = ending
+                    full = [request for request in full if request not in ending]
+                soon += full
+        return soon
+
+    def _ends_before(self, request: Request) -> bool:
+        """Whether a request has its last token before its blocks are full: the last one is never computed."""
+        return len(request.block_table) * self._block_size >= request.max_total_tokens - 1
+
+    def _take_full(self, step: int) -> list[Request]:
+        """The requests whose blocks will be full before this step, each once: a rejected draft enters the same step again."""
         size, items = self._block_size, self.items
+        num_steps = step - self._accounts.step - 1  # before that one
         full: list[Request] = []
         for request in dict.fromkeys(self._due.pop(step, ())):
             if request.growth_step == step and request in items:
-                if request.num_computed_tokens == len(request.block_table) * size:
+                if request.num_computed_tokens + num_steps == len(request.block_table) * size:
                     full.append(request)
                 else:
                     self.expect(request)

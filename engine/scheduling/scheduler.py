@@ -42,6 +42,9 @@ from engine.scheduling.tenant_rotation import TenantRotation
 from engine.scheduling.token_events import StepEvents
 from engine.scheduling.urgency import FIRST_TOKEN_TARGET_S, Urgency
 
+SPARE_PER_EARLY_BLOCK = 8
+"""Blocks that must be spare for each that is given before it is needed: whoever waits for blocks does not wait for longer."""
+
 
 class Scheduler:
     """Plans the steps of one engine. Not thread-safe: one loop calls it."""
@@ -194,6 +197,7 @@ class Scheduler:
         while len(full) > self.kv.num_spare:
             self._lifecycle.preempt(self.policy.growth_victim(self.accounts.running_requests))
             full = [request for request in full if request in self._decodes.items]
+        full += self._decodes.take_soon_due((self.kv.num_spare - len(full)) // SPARE_PER_EARLY_BLOCK)
         self.kv.grow(full)
         self._decodes.expect_grown(full)
 

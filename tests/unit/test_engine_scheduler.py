@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import pytest
 
+import engine.scheduling.scheduler
 from engine.errors import EngineConfigError
+from engine.scheduling import decode_set
 from engine.scheduling.block_pool import BlockPool, OutOfBlocks
 from engine.scheduling.drafting import NO_DRAFT, Draft
 from engine.scheduling.limits import SchedulerLimits
@@ -211,3 +213,33 @@ def test_guesses_that_are_rejected_leave_no_request_with_blocks_it_does_not_need
     while not request.is_finished:
         assert len(request.block_table) <= -(-request.num_tokens // BLOCK_SIZE)
         step(scheduler)
+
+
+def held(requests: list[Request]) -> int:
+    return sum(len(request.block_table) for request in requests)
+
+
+@pytest.mark.parametrize("together", [True, False])
+def test_requests_get_their_next_blocks_together_where_many_are_spare(
+    *, together: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(decode_set, "TOGETHER_STEPS", BLOCK_SIZE)
+    if not together:
+        monkeypatch.setattr(engine.scheduling.scheduler, "SPARE_PER_EARLY_BLOCK", 1000)
+    scheduler = make_scheduler(num_blocks=200, max_num_seqs=4, budget=32)
+    requests = [make_request(str(length), length, max_tokens=14) for length in range(1, 5)]
+    for request in requests:
+        scheduler.add(request)
+    step(scheduler)
+    grown = []
+    while scheduler.num_running == len(requests):
+        before = held(requests)
+        step(scheduler)
+        grown.append(held(requests) - before)
+        for request in requests:
+            assert len(request.block_table) <= -(-(request.max_total_tokens - 1) // BLOCK_SIZE), (
+                "nobody computes the last token"
+            )
+    grown = grown[BLOCK_SIZE : 2 * BLOCK_SIZE]
+    assert sum(grown) == len(requests), "one block each in as many steps as it has tokens"
+    assert sorted(grown) == ([0, 0, 0, 4] if together else [1, 1, 1, 1])
