@@ -10,7 +10,7 @@ from sqlalchemy import Connection, Insert, insert, select
 
 from appliance.base.clock import Clock
 from appliance.base.db import Database
-from appliance.base.tables import counters, metadata
+from appliance.base.tables import audit_head, counters, metadata
 from tests.support.clock import FakeClock
 
 Made = TypeVar("Made")
@@ -20,11 +20,12 @@ _KEPT: dict[tuple[Make[Any], datetime], tuple[Any, Written]] = {}
 
 
 async def made_in(database: Database, clock: Clock, make: Make[Made]) -> Made:
-    """Return what `make` does, and have its rows in `database`, which is empty but for what migrations write.
+    """Return what `make` does, and have its rows in `database`.
 
-    What it returns must not change, and only a clock that stands still makes the same twice.
+    What it returns must not change. Rows are kept and copied where nothing was done before in the database, and where the
+    clock stands still: only then does it make the same twice.
     """
-    if not isinstance(clock, FakeClock):
+    if not isinstance(clock, FakeClock) or await _has_rows(database):
         return await make(database, clock)
     place = (make, clock.now())
     if place in _KEPT:
@@ -37,6 +38,12 @@ async def made_in(database: Database, clock: Clock, make: Make[Made]) -> Made:
     own = [(insert(table), [dict(row) for row in rows]) for table, rows in found if rows and table is not counters]
     _KEPT[place] = made, own
     return made
+
+
+async def _has_rows(database: Database) -> bool:
+    """Return whether something was done in `database`: whatever is done is in the audit log."""
+    async with database.reading() as connection:
+        return (await connection.execute(select(audit_head.c.id))).first() is not None
 
 
 def _write(connection: Connection, written: Written) -> None:
