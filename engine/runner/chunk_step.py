@@ -50,7 +50,8 @@ class ChunkShape(NamedTuple):
 
     @property
     def pieces(self) -> dict[str, slice]:
-        """Where each kind of number stands among those of a step, from 16 bytes on; those in front of the tokens are narrow."""
+        """Where each kind of number stands among those of a step: at a multiple of 16 bytes. Those in front of the tokens are
+        narrow."""
         tokens, decodes, chunks = self.num_tokens, self.num_decodes, self.num_chunks
         sizes = {
             "slots": decodes,  # of decodes, NOTHING for no decode
@@ -68,6 +69,7 @@ class ChunkShape(NamedTuple):
 
     @property
     def num_numbers(self) -> int:
+        """Of all pieces together."""
         return _even(self.pieces["slots of chosen"].stop)
 
 
