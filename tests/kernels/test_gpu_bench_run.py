@@ -25,7 +25,7 @@ from bench.gpu.models import random_engine
 from bench.gpu.plan import BY_NAME, Job
 from bench.gpu.report import complete, document, table
 from bench.gpu.result_files import ResultFiles
-from bench.gpu.rows import GOALS_CARD, PEER_MISSING, Row
+from bench.gpu.rows import GOALS_CARD, PEER_MISSING, Row, invalid
 from bench.gpu.summary import CHARS_MAX, summary
 from bench.gpu.targets import TARGETS
 from engine.runner.cuda_graphs import DirectCalls
@@ -91,7 +91,9 @@ def test_what_a_process_says_after_it_was_given_up_is_left_out_while_others_run(
     assert not outcome.rows
 
 
-def test_who_waits_for_a_process_does_not_wait_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_part_that_takes_too_long_is_ended_its_rows_say_so_and_nobody_waits_for_it_for_ever(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     held: list[subprocess.Popen[str]] = []
     wait = subprocess.Popen.wait
 
@@ -112,6 +114,10 @@ def test_who_waits_for_a_process_does_not_wait_for_ever(monkeypatch: pytest.Monk
     assert "ended after its limit of 0.01 s; its process does not end" in outcome.parts[0]["error"]
     assert "begins part=check rows" in outcome.parts[0]["log"], "what it imports is not of its time"
     assert kept == [1], "behind each stage"
+    rows = {row.name: row for row in complete(outcome, {"checks"})}
+    assert "check rows: ended after its limit" in rows["numbers: rms norm"].error
+    assert "failed" in table(document(list(rows.values()), outcome, rehearsal=False, taken_s=1.0))
+    assert not invalid(rows["numbers: rms norm"])
 
 
 def test_the_first_part_may_import_in_peace_but_not_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:

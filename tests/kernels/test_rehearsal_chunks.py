@@ -83,10 +83,19 @@ def test_the_host_launches_as_much_for_many_layers_as_for_one(model: Path, shall
     assert found[0] == found[1] < 16
 
 
-@pytest.mark.parametrize("schedule", Schedule)
-@pytest.mark.parametrize("options", [{}, {"kv_cache_dtype": "fp8"}, {"speculative": True}], ids=["plain", "fp8 cache", "draft"])
+@pytest.mark.parametrize(
+    ("options", "schedule"),
+    [
+        ({}, Schedule.LATE),
+        ({}, Schedule.RANDOM),
+        ({"kv_cache_dtype": "fp8"}, Schedule.EARLY),
+        ({"speculative": True}, Schedule.LATE),
+        ({"speculative": True}, Schedule.RANDOM),
+    ],
+    ids=str,
+)
 def test_captured_steps_with_chunks_give_the_tokens_of_the_plain_runner(
-    schedule: Schedule, options: dict[str, Any], model: Path, shallow: Path, replayed: list[int]
+    options: dict[str, Any], schedule: Schedule, model: Path, shallow: Path, replayed: list[int]
 ) -> None:
     """Prompts of one step and of several, beside decodes, of lengths on both sides of a size."""
     given = {**ROOM, "device": "cuda", "dtype": "float32", **options}

@@ -166,8 +166,9 @@ def test_wrong_tokens_are_counted_and_the_row_says_what_mends_them(fault: str, m
             advance(state, rows, tokens.clamp(max=100), **out)
 
         monkeypatch.setattr(SlotState, "advance", cut_off)
+    wrong = "3 drawn" if fault == "graphs" else "3 greedy"
     cases = same_tokens._cases  # of which every wrong one is computed again with each switch
-    monkeypatch.setattr(same_tokens, "_cases", lambda *given: {name: cases(*given)[name] for name in ("3 greedy", "3 drawn")})
+    monkeypatch.setattr(same_tokens, "_cases", lambda *given: {wrong: cases(*given)[wrong]})
     row = told_by(same_tokens.check)[SAME_TOKENS]
     assert row["value"] > 0
     assert "of a logit apart" in row["note"]

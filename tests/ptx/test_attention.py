@@ -137,20 +137,20 @@ def rotated(batch: RotatedBatch) -> None:
 
 
 @pytest.mark.parametrize(
-    ("shape", "length", "kv_dtype", "is_normed"),
+    ("shape", "length", "kv_dtype", "is_normed", "order"),
     [
-        (AttentionShape(BLOCK, 8, 2, 128), 0, BF16, False),
-        (AttentionShape(BLOCK, 8, 2, 128), 1, BF16, True),
-        (AttentionShape(BLOCK, 8, 2, 128), 65, BF16, False),
-        (AttentionShape(BLOCK, 8, 2, 128), 449, BF16, True),
-        (AttentionShape(BLOCK, 2, 1, 128), 300, FP8, True),
-        (AttentionShape(BLOCK, 4, 1, 64), 200, FP8, False),
-        (AttentionShape(BLOCK, 3, 1, 96), 130, BF16, True),
-        (AttentionShape(64, 32, 1, 64), 130, BF16, False),
-        (AttentionShape(BLOCK, 4, 1, 256, sliding_window=100, softcap=50.0), 140, BF16, True),
+        (AttentionShape(BLOCK, 8, 2, 128), 0, BF16, False, LOCKSTEP),
+        (AttentionShape(BLOCK, 8, 2, 128), 1, BF16, True, REVERSE),
+        (AttentionShape(BLOCK, 8, 2, 128), 65, BF16, False, REVERSE),
+        (AttentionShape(BLOCK, 8, 2, 128), 257, BF16, True, LOCKSTEP),
+        (AttentionShape(BLOCK, 8, 2, 128), 257, BF16, True, REVERSE),
+        (AttentionShape(BLOCK, 2, 1, 128), 300, FP8, True, REVERSE),
+        (AttentionShape(BLOCK, 4, 1, 64), 200, FP8, False, LOCKSTEP),
+        (AttentionShape(BLOCK, 3, 1, 96), 130, BF16, True, REVERSE),
+        (AttentionShape(64, 32, 1, 64), 130, BF16, False, LOCKSTEP),
+        (AttentionShape(BLOCK, 4, 1, 256, sliding_window=100, softcap=50.0), 140, BF16, True, REVERSE),
     ],
 )
-@pytest.mark.parametrize("order", [LOCKSTEP, REVERSE])
 def test_the_decode_of_a_lone_request(
     shape: AttentionShape, length: int, kv_dtype: torch.dtype, is_normed: bool, order: str, card: EmulatedCard
 ) -> None:
@@ -244,9 +244,9 @@ def test_guesses_of_one_request_are_verified_in_groups(
 @pytest.mark.parametrize(
     ("shape", "lengths", "counts", "kv_dtype"),
     [
-        (AttentionShape(BLOCK, 4, 1, 128), [300, 40], [9, 12], BF16),
-        (AttentionShape(BLOCK, 4, 1, 128), [390], [40], FP8),
-        (AttentionShape(BLOCK, 2, 1, 256, sliding_window=270, softcap=50.0), [330], [40], BF16),
+        (AttentionShape(BLOCK, 4, 1, 128), [200, 40], [9, 12], BF16),
+        (AttentionShape(BLOCK, 4, 1, 128), [200], [40], FP8),
+        (AttentionShape(BLOCK, 2, 1, 256, sliding_window=140, softcap=50.0), [200], [40], BF16),
     ],
 )
 def test_keys_of_few_queries_are_cut_into_splits(
@@ -258,6 +258,7 @@ def test_keys_of_few_queries_are_cut_into_splits(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(chunk_splits, "SPLIT_KEYS", 64)
+    monkeypatch.setattr(chunk_splits, "SPLIT_FROM", 2)
     before = card.launched.get("merge_chunks_kernel", 0)
     Batch(shape, lengths, counts, kv_dtype).prefilled()
     assert card.launched["merge_chunks_kernel"] > before

@@ -93,7 +93,6 @@ def stored_in(
 
 
 AWQ: dict[str, Any] = {"bits": 4, "group_size": 128, "zero_point": True, "version": "gemm"}
-GPTQ: dict[str, Any] = {"bits": 4, "group_size": 128, "sym": True, "desc_act": False, "checkpoint_format": "gptq"}
 WIDE = 2304
 """Of so many outputs 16 for each program are enough for all multiprocessors of an H200."""
 WINDOW = {"model_type": "mistral", "architectures": ["MistralForCausalLM"], "sliding_window": 300}
@@ -105,7 +104,6 @@ CASES: dict[str, Case] = {
     "fp8-static": stored_in("fp8", "weight_scale", activation_scheme="static"),
     "int8-head": Case({}, {"quantization": "int8", "head_quantization": "int8"}),
     "awq": stored_in("awq", "qweight", **AWQ),
-    "gptq": stored_in("gptq", "qweight", **GPTQ),
     "experts-int8": Case(EXPERTS, {"quantization": "int8"}),
     "experts-awq": stored_in("awq", "qweight", EXPERTS, **AWQ),
     "guesses": Case({}, {"speculative_config": SpeculativeOptions(method="ngram"), **MANY_SEATS}),

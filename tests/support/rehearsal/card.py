@@ -17,7 +17,6 @@ from types import FrameType
 from typing import TYPE_CHECKING
 
 import torch
-from torch.utils._python_dispatch import _disable_current_modes
 
 if TYPE_CHECKING:
     from tests.support.rehearsal.graphs import Graph
@@ -100,7 +99,7 @@ class Stream:
             return
         if self.card.broken is not None:
             raise RuntimeError(f"CUDA error: the device is lost since: {self.card.broken!r}")
-        with _disable_current_modes(), torch.inference_mode():
+        with torch._C._DisableTorchDispatch(), torch.inference_mode():
             while self.done < position:
                 work = self.queue.popleft()
                 self.done += 1

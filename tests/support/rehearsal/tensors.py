@@ -299,6 +299,10 @@ def _launch(func: Any, args: Any, kwargs: Any) -> Any:
         outs = mapped(lambda each: CardTensor(empty_on_card(*each.of)) if isinstance(each, Geometry) else each, shapes)
     if schema.name in EMPTY:
         return outs
+    if isinstance(outs, CardTensor):
+        only = outs.data_on_host
+        current_card().stream.add(lambda: only.copy_(func(*host_args, **host_kwargs)))
+        return outs
     places = [each.data_on_host if isinstance(each, CardTensor) else None for each in leaves_of(outs)]
 
     def fill() -> None:
