@@ -149,7 +149,8 @@ async def test_what_is_charlies_is_not_there_for_those_of_bobs_tenant(
         assert answer.status_code in (401, 403, 404), (route, answer.status_code, answer.text[:300])
         assert told(answer, *charlie.ids.values()) == told(nothing, *charlie.missing.values()), route
         assert not leaks(answer, charlie, given=charlie.ids.values()), route
-        own = {name: bob.ids[name] for name in ("tenant_id", "project_id") if name in (*route.parameters, *FORMS.get(route.path, ()))}
+        named = (*route.parameters, *FORMS.get(route.path, ()))
+        own = {name: bob.ids[name] for name in ("tenant_id", "project_id") if name in named}
         if own:
             mixed = await call(box, route, headers, BOX_NAMES | charlie.ids | own, **asked)
             assert not leaks(mixed, charlie, given=charlie.ids.values()), route
