@@ -28,7 +28,7 @@ from tests.support.cast import PEPPER, Cast, Person
 from tests.support.clock import START, FakeClock
 from tests.support.ledgers import FailingDatabase, euro_budget_alerts
 
-STEPS = 60
+STEPS = 40
 EACH_SEED_ON_ONE_DATABASE = [
     *(("sqlite", seed) for seed in (0, 2, 4)),
     *(pytest.param("postgresql", seed, marks=pytest.mark.postgres) for seed in (1, 3, 5)),

@@ -27,7 +27,7 @@ from tests.support.clock import FakeClock
 from tests.support.ledgers import euro_invoices
 
 MONTHS = ("2026-07", "2026-08", "2026-09", "2026-10", "2026-11")
-STEPS = 250
+STEPS = 200
 
 
 class Twin:

@@ -25,7 +25,7 @@ from bench.rows import append_row, heading
 from tests.support.databases import postgresql_binaries, running_cluster
 from tests.support.reconciliation import ZONE, History, reconcile
 
-REQUESTS = 5_000
+REQUESTS = 2_500
 
 
 async def test_every_view_of_the_ledger_comes_to_the_same_sums(database: Database, database_url: str) -> None:

@@ -31,7 +31,7 @@ from tests.support.ledgers import all_events
 ZONE = "Europe/Berlin"
 CLOCKS_GO_BACK = datetime(2026, 10, 25, 1, tzinfo=UTC)
 CLOCKS_GO_FORWARD = datetime(2026, 3, 29, 1, tzinfo=UTC)
-EVENTS, QUESTIONS = 400, 30
+EVENTS, QUESTIONS = 300, 18
 MODELS = ("demo", "other", "qwen/größer\u200b", "模" * 200)
 Place = tuple[Any, ...]
 

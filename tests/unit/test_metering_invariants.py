@@ -313,8 +313,17 @@ async def test_a_batch_boundary_hides_nothing(
     assert await broken(database_url) == {"cost"}
 
 
-@pytest.mark.parametrize("column", ["requests", "prompt_tokens", "rejected_tokens", "cost_high", "cost_low"])
-@pytest.mark.parametrize("bucket", ["minute", "hour", "day"])
+@pytest.mark.parametrize(
+    ("bucket", "column"),
+    [  # one comparison has every column, whatever the bucket
+        ("minute", "requests"),
+        ("minute", "cost_low"),
+        ("hour", "prompt_tokens"),
+        ("hour", "cost_high"),
+        ("day", "rejected_tokens"),
+        ("day", "cost_low"),
+    ],
+)
 async def test_a_sum_that_is_off_by_one_is_found(
     database: Database, database_url: str, ledger: str, bucket: str, column: str
 ) -> None:

@@ -19,20 +19,20 @@ from tests.support.api_box import ApiBox, open_api_box_on
 from tests.support.cast import quick_hasher
 from tests.support.strangers import Route, Tenancy, make_tenancy, routes_of, signed_in
 
-FEW, MANY = 1, 20
-EVENTS = 1200
-"""More than the longest page has rows; a question for each tenant, key or row shows with twenty of them as with more."""
+FEW, MANY = 1, 6
+EVENTS = 240
+"""More than the longest page asked for has rows; a question for each tenant, key or row shows with six of them as with more."""
 DAY = timedelta(days=1)
 STATEMENTS_MAX = 25
 """No page has more to say than this many questions to the database."""
 REPORTS = (
-    "/admin/v1/usage?bucket=hour&group_by=tenant,key,model&limit=1000&start={start}",
+    "/admin/v1/usage?bucket=hour&group_by=tenant,key,model&limit=200&start={start}",
     "/admin/v1/usage?bucket=minute&limit=3&start={start}",
     "/admin/v1/usage?bucket=minute&group_by=tenant&model=demo&start={start}",
     "/v1/organization/usage/completions?bucket_width=1m&limit=1440&start_time={unix}&group_by=api_key_id",
     "/v1/organization/costs?start_time={unix}&group_by=line_item",
-    "/admin/v1/ledger?limit=1000&order=desc",
-    "/admin/v1/requests?limit=1000",
+    "/admin/v1/ledger?limit=200&order=desc",
+    "/admin/v1/requests?limit=200",
     "/usage?group=key&period=today",
 )
 """Questions that a route without its query does not ask."""

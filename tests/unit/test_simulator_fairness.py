@@ -49,9 +49,9 @@ def test_tenants_that_flood_the_engine_get_equal_shares() -> None:
 
 
 def test_a_tenant_of_long_answers_is_slowed_and_not_silenced_when_others_come() -> None:
-    requests = traffic("hog", 400, until_s=10, prompt=100, answer=1500)
+    requests = traffic("hog", 250, until_s=6, prompt=100, answer=1500)
     for number in range(4):
-        requests += traffic(f"tenant-{number}", 60, from_s=8, until_s=30, prompt=2500, answer=300)
+        requests += traffic(f"tenant-{number}", 30, from_s=5, until_s=16, prompt=2500, answer=300)
     report = report_of(requests)
     assert report["kv"]["preemptions"] > 0
     check_bars(report)
@@ -59,7 +59,7 @@ def test_a_tenant_of_long_answers_is_slowed_and_not_silenced_when_others_come() 
 
 def test_victims_of_a_noisy_neighbour_hardly_notice_it() -> None:
     workload = make_scenario("noisy-prefill", seed=2)
-    requests = [request for request in workload.requests if request.arrival_s < 30]
+    requests = [request for request in workload.requests if request.arrival_s < 15]
     beside = report_of(requests)
     victims = [tenant for tenant in beside["tenants"] if tenant["tenant"] in workload.victims]
     assert max(tenant["ttft_ms"]["p90"] for tenant in victims) < 500
