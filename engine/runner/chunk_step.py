@@ -20,7 +20,7 @@ from __future__ import annotations
 import itertools
 import logging
 from collections.abc import Mapping, Sequence
-from functools import partial
+from functools import cache, partial
 from itertools import accumulate
 from typing import NamedTuple
 
@@ -49,6 +49,7 @@ class ChunkShape(NamedTuple):
     num_chunks: int
 
     @property
+    @cache  # noqa: B019 - of the few shapes that graphs are made for, asked for several times a step
     def pieces(self) -> dict[str, slice]:
         """Where each kind of number stands among those of a step: at a multiple of 16 bytes. Those in front of the tokens are
         narrow."""

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import compress
 from operator import and_, attrgetter, is_, ne
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -56,12 +56,16 @@ class SlotState:
         self.last_tokens = self.words.tensor("last_tokens")  # [S]
         self.num_tokens = self.words.tensor("num_tokens")  # [S], the last one included
         self.tables = self.words.tensor("tables")  # [S, M]
-        self.host_tables = self.tables.numpy() if device.type == "cpu" else None  # the same memory
         self._ops = ops.operations(device, dtype)
 
     @property
     def num_slots(self) -> int:
         return self.tables.shape[0]
+
+    @property
+    def host_tables(self) -> np.ndarray[Any, Any] | None:
+        """The very tables, where the device is the host."""
+        return None if self.words.on_host is None else self.tables.numpy()
 
     def write(self, writes: SlotWrites) -> None:
         """Change slots, none of them twice, by one copy and one operation."""

@@ -75,10 +75,11 @@ class StepInputs:
             padded += groups
             inputs += [self._group_lens, self._group_starts[1:]]
         table = np.array([owners, *padded])
-        if self._state.host_tables is not None:
+        host_tables = self._state.host_tables
+        if host_tables is not None:
             for target, values in zip(inputs, table[1:], strict=True):
                 target.numpy()[:size] = values
-            self.block_tables.numpy()[:size] = self._state.host_tables[table[0]]
+            self.block_tables.numpy()[:size] = host_tables[table[0]]
             return
         sent = self._staging.send(table)
         for target, column in zip(inputs, sent[1:], strict=True):

@@ -104,12 +104,11 @@ class DecodeSet:
             for step in range(next_step + 1, next_step + TOGETHER_STEPS):
                 if len(soon) + len(self._due.get(step, ())) > most:
                     break
-                full = self._take_full(step)
-                ending = [request for request in full if self._ends_before(request)]
+                ending: list[Request] = []
+                for request in self._take_full(step):
+                    (ending if self._ends_before(request) else soon).append(request)
                 if ending:
                     self._due[step] = ending
-                    full = [request for request in full if request not in ending]
-                soon += full
         return soon
 
     def _ends_before(self, request: Request) -> bool:
