@@ -34,6 +34,7 @@ from engine.memory.device import GraphsTaken
 from engine.protocol import EngineFrame, EngineInfo, GatewayFrame, GenerationRequest, SamplingParams
 from engine.runner.cuda_graphs import Calls
 from engine.runner.slot_runner import SlotRunner
+from engine.runner.slot_steps import SlotSteps
 from engine.sampling.columns import Chosen, ColumnSampler, Kind
 from engine.scheduling.block_pool import BlockPool
 from engine.scheduling.limits import SchedulerLimits
@@ -142,20 +143,19 @@ def make_engine(
         block_size=BLOCK_SIZE, num_kv_blocks=pool.num_blocks, dtype="none", device="none", device_name="none", kernels="none",
         max_num_seqs=batch, num_parameters=0, weights_bytes=0, kv_bytes=0, load_s=0.0,
     )  # fmt: skip
-    runner: Any = SlotRunner(
-        NoPlainRunner(),  # type: ignore[arg-type]
+    steps: Any = SlotSteps(
         NoDecoder(),  # type: ignore[arg-type]
         NoSampler(batch, 1, DEVICE),
-        None,  # type: ignore[arg-type]
         calls or NoCalls(),
         limits,
         max_guesses=0,
         device=DEVICE,
         chunk_rows=CHUNK_ROWS,
     )
-    runner._chunks._step._hidden = torch.zeros(batch, 1)  # nothing computes it
-    runner._step.host_sampled = None  # as on a GPU, where the device's memory is not the host's
-    runner._state.words.on_host = runner._sampler.columns.words.on_host = None
+    steps.chunks._step._hidden = torch.zeros(batch, 1)  # nothing computes it
+    steps.decode_step.host_sampled = None  # as on a GPU, where the device's memory is not the host's
+    steps.state.words.on_host = steps.sampler.columns.words.on_host = None
+    runner: Any = SlotRunner(NoPlainRunner(), steps, None)  # type: ignore[arg-type]
     engine = Engine(scheduler, runner, info, overlap=runner)
     parts = Parts()
     for holder, name in ((scheduler, "schedule"), (scheduler, "advance"), (scheduler, "settle"), (runner, "plain_reason")):

@@ -34,6 +34,8 @@ from engine.runner.model_runner import ModelRunner
 from engine.runner.paged_decoder import PagedDecoder
 from engine.runner.runner_choice import make_slot_runner
 from engine.runner.slot_runner import SlotRunner
+from engine.runner.slot_timing import SlotTiming
+from engine.runner.slot_warm_up import warm_up
 from engine.runner.warm_up import (
     compile_float32_logits,
     compile_steps,
@@ -139,7 +141,7 @@ def build_engine(
     measured = meter.measured(weights_bytes, cached.plan.kv_bytes, cached.rotary_bytes)
     ahead = _over_slots(resolved, cached, limits, meter) if cached.mode.has_slots else None
     if ahead is not None:
-        measured = meter.with_graphs(measured, ahead.calls.taken)
+        measured = meter.with_graphs(measured, ahead.steps.calls.taken)
         times.done("graphs")
     speed = _measured_speed(resolved, cached, model, limits, ahead)
     times.done("speed")
@@ -189,7 +191,7 @@ def _over_slots(resolved: ResolvedOptions, cached: CachedModels, limits: Schedul
         draft=cached.draft, max_guesses=resolved.options.max_guesses,
     )  # fmt: skip
     meter.begin_graphs()
-    ahead.warm_up()
+    warm_up(ahead.steps)
     return ahead
 
 
@@ -198,6 +200,7 @@ def _measured_speed(
 ) -> MeasuredSpeed:
     """Time the loaded models: decodes and the verification of guesses in the way they will be run, and chunks of prompts."""
     options = resolved.options
+    timing = None if ahead is None else SlotTiming(ahead.steps)
     speed = measure_speed(
         resolved.config,
         cached.target,
@@ -205,13 +208,13 @@ def _measured_speed(
         limits,
         weight_bytes=model.size.num_bytes / model.size.num_parameters,
         for_speculation=options.speculative_config is not None and not cached.mode.has_slots,
-        decode=None if ahead is None else partial(ahead.run_for_timing, 1),
-        hidden_of=None if ahead is None else ahead.hidden_for_timing,
+        decode=None if timing is None else partial(timing.decode, 1),
+        hidden_of=None if timing is None else timing.hidden,
     )
-    if ahead is None or not options.max_guesses:
+    if timing is None or not options.max_guesses:
         return speed
-    guess = None if cached.draft is None else ahead.run_draft_for_timing
-    costs = measure_guesses(ahead.run_for_timing, limits.max_num_seqs + options.max_guesses, resolved.device, guess=guess)
+    guess = None if cached.draft is None else timing.draft
+    costs = measure_guesses(timing.decode, limits.max_num_seqs + options.max_guesses, resolved.device, guess=guess)
     return replace(speed, speculation=costs)
 
 

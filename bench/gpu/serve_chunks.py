@@ -16,6 +16,7 @@ from bench.gpu.targets import chunk_of
 from bench.gpu.timing import synchronize
 from engine.loop import Engine
 from engine.runner.input_rows import InputRow
+from engine.runner.slot_timing import SlotTiming
 
 SAMPLES = 15
 
@@ -23,13 +24,13 @@ SAMPLES = 15
 def chunk_ways(context: Context, engine: Engine, size: int) -> None:
     """A chunk of a prompt through all layers, both ways by turns. What it leaves in the cache is in blocks that nobody holds
     any more. Raises RuntimeError where steps with such a chunk have no graph."""
-    runner: Any = engine.runner
+    steps: Any = engine.runner.steps  # type: ignore[attr-defined]
     length, block_size = context.size(size, 5), engine.info.block_size
     rows = [InputRow([0] * length, 0, range(-(-length // block_size)), (length - 1,))]
-    served = runner.hidden_for_timing if context.device.type == "cpu" else runner._chunks.run_for_timing
+    served = SlotTiming(steps).hidden if context.device.type == "cpu" else steps.chunks.run_for_timing
     ways: dict[str, Callable[[], object]] = {
         "captured": partial(served, rows),
-        "one by one": partial(runner._target.pass_over, rows),
+        "one by one": partial(steps.target.pass_over, rows),
     }
     taken: dict[str, list[float]] = {f"{way}{what}": [] for way in ways for what in ("", ", host")}
     with torch.inference_mode():

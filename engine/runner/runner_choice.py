@@ -20,6 +20,7 @@ from engine.runner.cuda_graphs import Calls, CudaGraphs, DirectCalls
 from engine.runner.model_runner import ModelRunner
 from engine.runner.paged_decoder import PagedDecoder
 from engine.runner.slot_runner import SlotRunner
+from engine.runner.slot_steps import SlotSteps
 from engine.sampling.columns import ColumnSampler
 from engine.sampling.host_masks import HostMasks
 from engine.scheduling.limits import SchedulerLimits
@@ -62,11 +63,9 @@ def make_slot_runner(
     chunk_rows = 0 if mode is StepMode.RECORDED else target.chunk_rows(limits.max_num_batched_tokens, limits.max_num_seqs)
     max_graphs = decode_graphs_kept(limits.max_num_seqs, max_guesses, has_draft=draft is not None)
     calls: Calls = CudaGraphs(device, max_graphs=max_graphs) if mode is StepMode.CAPTURED else DirectCalls()
-    return SlotRunner(
-        plain,
+    steps = SlotSteps(
         target,
         ColumnSampler(limits.max_num_seqs, target.vocab_size, device, max_guesses=max_guesses, dtype=target.dtype),
-        HostMasks(masks),
         calls,
         limits,
         max_guesses=max_guesses,
@@ -75,3 +74,4 @@ def make_slot_runner(
         is_synchronous=mode is StepMode.RECORDED,
         draft=draft,
     )
+    return SlotRunner(plain, steps, HostMasks(masks))

@@ -19,6 +19,7 @@ from bench.host_step import make_engine
 from engine.loop import Engine
 from engine.runner.cuda_graphs import CudaGraphs
 from engine.runner.graph_eviction import GraphEviction
+from engine.runner.slot_warm_up import warm_up
 from engine.step_sizes import decode_graphs_kept
 
 STEADY = [f"Llama-3.1-8B bf16, batch {size}, 1k context" for size in (64, 256)]
@@ -51,8 +52,8 @@ def rows_of(
         places = decode_graphs_kept(max_num_seqs, 0) if num_places is None else num_places
         engine, _parts = make_engine(max_num_seqs, calls=graphs_of(places), max_model_len=max_model_len, budget=budget)
         runner: Any = engine._overlapped._runner  # type: ignore[union-attr]
-        monkeypatch.setattr(runner._step, "choose", lambda *_: None)
-        runner.warm_up()
+        monkeypatch.setattr(runner.steps.decode_step, "choose", lambda *_: None)
+        warm_up(runner.steps)
         yield engine
 
     nothing = SimpleNamespace(read_bytes=1, decode_rate=lambda *_: 1e9, offline_rate=lambda *_: 1e9, prefill_s=lambda _: 1e-9)

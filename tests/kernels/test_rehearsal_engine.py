@@ -19,7 +19,9 @@ from engine.loop import Engine
 from engine.options import EngineOptions
 from engine.runner.cuda_graphs import CudaGraphs
 from engine.runner.embedder import Embedder
-from engine.runner.slot_runner import WARM_ROWS, SlotRunner
+from engine.runner.slot_runner import SlotRunner
+from engine.runner.slot_timing import SlotTiming
+from engine.runner.slot_warm_up import WARM_ROWS
 from engine.runner.text_models import load_text_model
 from engine.sampling.columns import Kind
 from engine.scheduling.limits import STEP_GUESSES_MAX
@@ -285,7 +287,7 @@ def test_padding_of_a_captured_step_is_left_out_of_the_mixture(tmp_path: Path, m
         assert isinstance(engine.runner, SlotRunner)
         for num_rows in (1, 3, 6):
             seen.zero_()
-            engine.runner.run_for_timing(num_rows)
+            SlotTiming(engine.runner.steps).decode(num_rows)
             assert int(seen.nonzero().max()) == 3 * num_rows
         seen.zero_()
         run_to_end(engine, [wanted(name, [5], max_tokens=3) for name in "abc"])

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from engine.loop import Engine
-from engine.runner import slot_runner
+from engine.runner import slot_warm_up
 from tests.support.engines import run_to_end, small_engine, wanted
 from tests.support.interpreted_rows import rows_alike
 from tests.support.rehearsal import rehearsal
@@ -43,8 +43,8 @@ def small(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(invariant_attention, "_num_programs", lambda _, splits, __: min(splits, 2))
     tiles = Tiles(16, 64, 32, num_warps=4, num_stages=2, splits=2)
     monkeypatch.setattr(invariant_linear, "invariant_tiles", lambda *_: tiles)
-    monkeypatch.setattr(slot_runner, "WARM_ROWS", ())
-    monkeypatch.setattr(slot_runner, "compiles_at_first_use", lambda _: False)
+    monkeypatch.setattr(slot_warm_up, "WARM_ROWS", ())
+    monkeypatch.setattr(slot_warm_up, "compiles_at_first_use", lambda _: False)
 
 
 def engine_of(model: Path, **options: Any) -> Engine:

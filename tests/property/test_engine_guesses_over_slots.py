@@ -123,7 +123,7 @@ def test_a_model_that_guesses_for_itself_is_always_right(loop: str, wish: dict[s
 def test_what_two_models_read_in_all_layers_is_made_before_the_layers_of_either(folder: Path) -> None:
     """A record keeps what was made before the first layer, and has others take the places of the rest."""
     engine = recorded_engine(folder / "llama", speculative_config=drafting(folder / "gemma2 draft"))
-    step: Any = engine.runner._step  # type: ignore[attr-defined]
+    step: Any = engine.runner.steps.decode_step  # type: ignore[attr-defined]
     calls = mock.Mock()
     for number, each in enumerate((step, step._draft)):
         calls.attach_mock(mock.Mock(wraps=each.forward), f"forward_{number}")
@@ -138,7 +138,7 @@ def test_a_draft_model_that_fails_costs_a_step_and_no_answer(loop: str, folder: 
     asked: dict[str, Any] = {"temperature": 0.8, "max_tokens": 20}
     (plain,) = run_to_end(small_engine(folder / "llama"), [wanted("a", [5, 6, 7], **asked)]).values()
     engine = LOOPS[loop](folder / "llama", speculative_config=drafting(folder / "llama"))
-    drafts: Any = engine.runner._drafts  # type: ignore[attr-defined]
+    drafts: Any = engine.runner.steps.drafts  # type: ignore[attr-defined]
     right, calls = drafts.guess, iter((None, None, RuntimeError("out of memory")))
 
     def fails_once(*values: Any) -> Any:
@@ -200,7 +200,7 @@ def test_what_did_not_reach_a_slot_is_sent_again(what: str, number: int, loop: s
     run_to_end(engine, [wanted("b", [8, 6, 7], max_tokens=3)])  # whose slot a has next
     foresee(engine, tokens(plain), 3)
     runner: Any = engine.runner
-    owner, name = (runner._state, "write") if what == "blocks" else (runner._sampler, "place")
+    owner, name = (runner.steps.state, "write") if what == "blocks" else (runner._sampler, "place")
     right, calls = getattr(owner, name), iter([None] * (number - 1) + [RuntimeError("out of memory")])
 
     def fails_once(*values: Any) -> None:

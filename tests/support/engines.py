@@ -16,6 +16,7 @@ from engine.protocol import GenerationRequest, SamplingParams, TokenEvent
 from engine.runner.model_runner import ModelRunner
 from engine.runner.runner_choice import make_slot_runner
 from engine.runner.slot_runner import SlotRunner
+from engine.runner.slot_warm_up import warm_up
 from engine.scheduling.limits import STEP_GUESSES_MAX
 from engine.speculation.prompt_lookup import AdaptiveDrafter, SpeculationCosts
 from engine.step_mode import StepMode
@@ -55,7 +56,7 @@ def overlapped_engine(model: Path, **changes: Any) -> Engine:
     draft = None if runner._draft is None else runner._draft.decoder
     over_slots = runner, runner._target, runner._masks, scheduler.limits, torch.device("cpu")
     ahead = make_slot_runner(*over_slots, StepMode.AHEAD, draft=draft, max_guesses=guesses)
-    ahead.warm_up()
+    warm_up(ahead.steps)
     return Engine(scheduler, ahead, plain.info, grammars=plain._grammars, step_budget=plain._step_budget, overlap=ahead)
 
 

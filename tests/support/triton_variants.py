@@ -314,7 +314,7 @@ def engine_of(folder: Path, case: Case) -> Iterator[Engine]:
         grammars = GrammarCompiler((MODEL | case.model)["vocab_size"])
         stack.enter_context(mock.patch("engine.build.LateCompiler", return_value=grammars))
         stack.enter_context(mock.patch("engine.runner.runner_choice.DirectCalls", Captured))
-        for module in ("build", "runner.slot_runner"):
+        for module in ("build", "runner.slot_warm_up"):
             stack.enter_context(mock.patch(f"engine.{module}.compiles_at_first_use", return_value=True))
         stack.enter_context(mock.patch.dict(quantised_linear._MODULES, cpu=quantised_linear._MODULES["cuda"]))
         stack.enter_context(replaced("cpu", "cuda"))

@@ -159,4 +159,4 @@ def test_where_the_host_chooses_experts_no_step_is_padded_for_a_graph(family: st
     make_model(family, tmp_path)
     runner = overlapped_engine(tmp_path).runner
     assert isinstance(runner, SlotRunner)
-    assert (runner._chunks is None) == waits
+    assert (runner.steps.chunks is None) == waits

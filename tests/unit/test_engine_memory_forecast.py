@@ -29,7 +29,8 @@ from engine.options import CPU_KV_CACHE_BYTES, EngineOptions
 from engine.protocol import MemoryPart
 from engine.runner.input_rows import InputRow
 from engine.runner.runner_choice import step_mode
-from engine.runner.slot_runner import KINDS, SlotRunner
+from engine.runner.slot_runner import SlotRunner
+from engine.runner.slot_warm_up import KINDS
 from engine.speculation.options import SpeculativeOptions
 from engine.start_times import StartTimes
 from engine.step_mode import StepMode
@@ -215,8 +216,8 @@ def test_steps_of_all_kinds_keep_no_more_than_is_foretold_with_and_without_guess
     assert isinstance(engine.runner, SlotRunner)
     for kind in (*KINDS, None):
         for has_guesses in (False, True):
-            engine.runner.make_ready(4, kind, has_guesses=has_guesses)
-            engine.runner._step.make_ready(kind, has_guesses=has_guesses)
+            engine.runner.steps.decodes.make_ready(4, kind, has_guesses=has_guesses)
+            engine.runner.steps.decode_step.make_ready(kind, has_guesses=has_guesses)
     buffers = engine.runner._target._recorded._buffers  # type: ignore[union-attr]
     kept = sum(tensor.numel() for layer in buffers.layers for tensor in layer)
     shape = MemoryShape.of(load_model_config(tmp_path))

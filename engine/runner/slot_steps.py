@@ -1,0 +1,93 @@
+"""What steps over slots consist of, made once for all of them.
+
+SlotState, StepInputs      what the device knows of each request, and the rows of a step
+ReadySteps of DecodeStep   steps of one token each, and those with guesses
+ChunkSteps                 steps with chunks of prompts, as far as what chooses their tokens
+DraftSteps                 the small steps of a model that guesses
+Staging, TokenReturn       to the device and back
+"""
+
+from __future__ import annotations
+
+import torch
+
+from engine.runner.chunk_step import ChunkStep, ChunkSteps
+from engine.runner.cuda_graphs import Calls
+from engine.runner.decode_step import DecodeStep
+from engine.runner.draft_steps import DraftSteps
+from engine.runner.paged_decoder import PagedDecoder
+from engine.runner.ready_steps import ReadySteps
+from engine.runner.slots import SlotState
+from engine.runner.staging import Fetch, FetchedAtOnce, Staging, TokenReturn
+from engine.runner.step_inputs import StepInputs
+from engine.sampling import scores
+from engine.sampling.columns import ColumnSampler, Kind
+from engine.sampling_params import TOP_LOGPROBS_MAX
+from engine.scheduling.limits import SchedulerLimits
+
+
+class SlotSteps:
+    """The steps of one engine over the slots of its seats, and the buffers that they share."""
+
+    def __init__(
+        self,
+        target: PagedDecoder,
+        sampler: ColumnSampler,
+        calls: Calls,
+        limits: SchedulerLimits,
+        *,
+        max_guesses: int,
+        device: torch.device,
+        chunk_rows: int = 0,
+        is_synchronous: bool = False,
+        draft: PagedDecoder | None = None,
+    ) -> None:
+        """`max_guesses`: of all requests of a step, 0 if none are made. `chunk_rows`: of the largest step with chunks that is
+        captured, 0 if none is. `is_synchronous`: a step is over when it was launched, and is recorded instead of rounded up to
+        one of the sizes of graphs. `draft`: the model that guesses; without one the host does."""
+        self.target = target
+        self.decoders = [target] if draft is None else [draft, target]
+        self.sampler = sampler
+        self.calls = calls
+        self.limits = limits
+        self.has_guesses = max_guesses > 0
+        self.is_synchronous = is_synchronous
+        self.device = device
+        max_num_seqs, block_size = limits.max_num_seqs, limits.block_size
+        self.state = SlotState(max_num_seqs, -(-limits.max_model_len // block_size), device=device, dtype=target.dtype)
+        max_rows = max_num_seqs + max_guesses
+        self.inputs = StepInputs(self.state, target, max_rows=max_rows, block_size=block_size, device=device)
+        self.drafts: DraftSteps | None = None
+        draft_step = None
+        if draft is not None:
+            draft_step = self._decode_step(draft)
+            self.drafts = DraftSteps(self._ready("draft", draft_step), self.inputs, sampler, device)
+        self.decode_step = self._decode_step(target, draft_step)
+        self.decodes = self._ready("decode", self.decode_step)
+        self.chunks: ChunkSteps | None = None
+        if chunk_rows:
+            chunk_step = ChunkStep(self.decoders, self.state, max_tokens=chunk_rows, block_size=block_size, device=device)
+            self.chunks = ChunkSteps(chunk_step, calls)
+        self.staging = Staging(device)
+        self.returned = TokenReturn(max_rows, scores.width(TOP_LOGPROBS_MAX), device=device)
+        self._sampled = self.decode_step.sampled  # of as many rows as the last step had
+
+    def _decode_step(self, decoder: PagedDecoder, draft: DecodeStep | None = None) -> DecodeStep:
+        over_slots = self.inputs, self.state, self.sampler
+        return DecodeStep(decoder, *over_slots, device=self.device, is_recorded=self.is_synchronous, draft=draft)
+
+    def _ready(self, name: str, step: DecodeStep) -> ReadySteps:
+        max_num_seqs = self.limits.max_num_seqs
+        return ReadySteps(name, step, self.inputs, self.calls, max_num_seqs=max_num_seqs, is_synchronous=self.is_synchronous)
+
+    def fetch_decodes(self, num_rows: int, kind: Kind, *, sends_inputs: bool = False) -> Fetch:
+        """Send the tokens of the decode step just launched to the host, with their scores, and with its inputs if only the
+        device has them."""
+        step = self.decode_step
+        if step.host_sampled is not None and not kind.num_top and not sends_inputs:
+            return FetchedAtOnce(step.host_sampled[:num_rows].tolist())
+        table = step.scores[:num_rows, : scores.width(kind.num_top)] if kind.num_top else None
+        inputs = self.inputs.token_ids[:num_rows] if sends_inputs else None
+        if len(self._sampled) != num_rows:
+            self._sampled = step.sampled[:num_rows]
+        return self.returned.send(self._sampled, table, inputs=inputs)

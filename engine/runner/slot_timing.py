@@ -1,0 +1,59 @@
+"""Steps over slots without requests, run to be timed: what `calibration` measures of an engine that launches them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from engine.runner.input_rows import InputRow
+from engine.runner.slot_steps import SlotSteps
+from engine.runner.slots import NOTHING, SlotWrites
+from engine.sampling.columns import Kind
+
+SLOTS = [0]
+WRITES = SlotWrites(slots=SLOTS, last_tokens=[0], num_tokens=[1])
+
+
+class SlotTiming:
+    """Each method runs one step to its end. What it leaves in slot 0 and block 0 is overwritten before it is used."""
+
+    def __init__(self, steps: SlotSteps) -> None:
+        self._steps = steps
+
+    @torch.inference_mode()
+    def decode(self, num_rows: int) -> None:
+        """Run a step as far as its tokens: a decode if it has one row, else a step with guesses. Its rows are not padding, for
+        which a mixture would read no experts."""
+        steps, has_guesses = self._steps, num_rows > 1
+        size = steps.decodes.make_ready(num_rows, Kind(), has_guesses=has_guesses)
+        if has_guesses:
+            no_slots, zeros = [NOTHING] * num_rows, [0] * num_rows
+            tokens = [row % steps.sampler.vocab_size for row in range(num_rows)]
+            places = [row % steps.limits.block_size for row in range(num_rows)]
+            steps.inputs.write([no_slots, tokens, zeros, places, zeros], size)
+        else:
+            steps.state.write(WRITES)
+            steps.inputs.write_rows(SLOTS, size)
+        steps.decodes.run(size, Kind(), has_guesses=has_guesses)
+        steps.fetch_decodes(size, Kind()).tokens()
+
+    @torch.inference_mode()
+    def hidden(self, rows: Sequence[InputRow]) -> torch.Tensor:
+        """Hidden states of the outputs of chunks, computed as in a step with them. With a draft model it is the pass of the
+        target alone."""
+        steps = self._steps
+        hidden = steps.chunks.run_for_timing(rows) if steps.chunks is not None and steps.drafts is None else None
+        return steps.target.pass_over(rows) if hidden is None else hidden
+
+    @torch.inference_mode()
+    def draft(self) -> None:
+        """As `decode` of one row, by the draft model."""
+        steps = self._steps
+        assert steps.drafts is not None, "there is no draft model"
+        drafts = steps.drafts.steps
+        size = drafts.make_ready(1, Kind())
+        steps.state.write(WRITES)
+        steps.inputs.write_rows(SLOTS, size)
+        drafts.run(size, Kind())
+        steps.returned.send(drafts.step.sampled[:1]).tokens()

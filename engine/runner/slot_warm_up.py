@@ -1,0 +1,75 @@
+"""What is made ready of steps over slots before the first request: their kernels, and graphs of the sizes that few requests
+need."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from engine.grammar.masks import allow_all
+from engine.runner.input_rows import InputRow
+from engine.runner.ready_steps import NO_INPUTS, NO_ROWS, ReadySteps
+from engine.runner.rows import FIRST, UNKNOWN
+from engine.runner.slot_steps import SlotSteps
+from engine.runner.slots import NOTHING
+from engine.runner.warm_up import STEP_SIZES, compiles_at_first_use, compiling
+from engine.sampling.columns import Kind
+
+KINDS = (Kind(), Kind(greedy=True), Kind(weighs=True), Kind(counts=True), Kind(num_top=1))
+"""What steps do in their own kernels, one way at a time: whatever else they do are these together."""
+
+WARM_ROWS = (1, 2, 4, 8)
+"""Steps that are captured before the first request: what few requests need at once. The others take some tens of milliseconds
+each, when so many run for the first time."""
+
+
+@torch.inference_mode()
+def warm_up(steps: SlotSteps) -> None:
+    """Make the steps of few rows ready; larger ones are captured when they are first needed.
+
+    The largest step that draws is captured first, though it costs the start one more capture: graphs reuse memory of earlier
+    ones only for tensors that fit into it, so that captured in growing order each would hold logits of its own.
+    """
+    if compiles_at_first_use(steps.device):
+        with compiling("choices"):
+            _ask_for_choices(steps)
+    steps.decodes.make_ready(steps.inputs.max_rows, Kind(), has_guesses=steps.has_guesses)
+    sizes = [num_rows for num_rows in reversed(WARM_ROWS) if num_rows <= steps.limits.max_num_seqs]
+    _make_ready(steps.decodes, sizes)
+    if steps.drafts is not None:
+        _make_ready(steps.drafts.steps, sizes)
+    if steps.has_guesses:
+        _make_ready(steps.decodes, WARM_ROWS[:0:-1], has_guesses=True)
+    if steps.chunks is not None:
+        steps.chunks.warm_up()
+
+
+def _make_ready(steps: ReadySteps, sizes: Sequence[int], *, has_guesses: bool = False) -> None:
+    kinds = Kind(), Kind(greedy=True)
+    for kind in kinds:
+        steps.step.make_ready(kind, has_guesses=has_guesses)
+    for num_rows in sizes:
+        for kind in kinds:
+            steps.make_ready(num_rows, kind, has_guesses=has_guesses)
+
+
+def _ask_for_choices(steps: SlotSteps) -> None:
+    """Ask for the kernels that choose tokens: for a row of padding, in every way, after a decode and after a chunk, with and
+    without masks. Before that, for those of steps as far as their logits, in all sizes that make a difference."""
+    step, inputs, target = steps.decode_step, steps.inputs, steps.target
+    for size in steps.decodes.guess_sizes if steps.has_guesses else ():
+        inputs.write(NO_INPUTS, size)
+        step(size, None, has_guesses=True)
+    for size in reversed([size for size in STEP_SIZES if size <= steps.limits.max_num_seqs]):
+        inputs.write_rows(NO_ROWS, size)
+        step(size, None)
+    logits = target.logits(target.pass_over([InputRow(UNKNOWN, 0, (0,), FIRST)]), wide=False)
+    masks = allow_all(1, logits.shape[1], steps.device)
+    where = steps.staging.send([[NOTHING], [0]])
+    for kind in KINDS:
+        step(1, kind)
+        step.choose(1, kind, masks)
+        for filled in (None, masks):
+            slots = where[0].to(torch.int32)
+            steps.state.advance(slots, steps.sampler.choose(logits, slots, where[1], kind, filled).tokens)
