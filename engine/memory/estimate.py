@@ -10,8 +10,8 @@ from dataclasses import dataclass, replace
 from engine.config.model import ModelConfig
 from engine.formats import formats_of, has_fp8
 from engine.memory.fit import MemoryFit
-from engine.memory.needs import Load, MemoryShape
 from engine.memory.remedies import FEW_SEATS
+from engine.memory.shape import Load, MemoryShape
 from engine.options import EngineOptions
 from engine.step_mode import StepMode
 from engine.step_sizes import RECORDED_ROWS_MAX

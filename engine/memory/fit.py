@@ -12,8 +12,9 @@ from itertools import pairwise
 from typing import NamedTuple
 
 from engine.formats import Formats
-from engine.memory.needs import GIB, Load, MemoryNeeds, MemoryShape
+from engine.memory.needs import GIB, MemoryNeeds
 from engine.memory.remedies import MemoryChoices, changes_in_order
+from engine.memory.shape import Load, MemoryShape
 from engine.protocol import MemoryPart
 
 REMEDIES_MAX = 6

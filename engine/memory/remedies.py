@@ -12,7 +12,7 @@ from dataclasses import replace
 from typing import NamedTuple
 
 from engine.formats import EIGHT_BITS, FOUR_BITS, Formats, unquantised
-from engine.memory.needs import Load
+from engine.memory.shape import Load
 
 FEW_SEATS = 32
 FEW_TOKENS = 2048

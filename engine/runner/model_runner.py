@@ -8,7 +8,7 @@ from concurrent.futures import Future
 import torch
 
 from engine.grammar.masks import GrammarMasks, StepMasks
-from engine.memory.needs import LOGITS_ELEMENTS_MAX
+from engine.memory.shape import LOGITS_ELEMENTS_MAX
 from engine.protocol import TokenLogprob
 from engine.runner.draft_model import DraftModel
 from engine.runner.kv_cache import BlockMover

@@ -12,7 +12,7 @@ from engine.layers.attention import are_recordable, attention_shapes
 from engine.layers.batch_inputs import BatchInputs
 from engine.layers.rotary import RotaryTable
 from engine.memory.kv_plan import MemoryPlan
-from engine.memory.needs import Load, MemoryShape
+from engine.memory.shape import Load, MemoryShape
 from engine.models.decoder import Decoder
 from engine.runner.embedder import TextModel
 from engine.runner.input_rows import InputRow, make_batch_inputs

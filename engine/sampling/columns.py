@@ -12,7 +12,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from engine.memory.needs import bias_rows
+from engine.memory.shape import bias_rows
 from engine.protocol import PlainReason, SamplingParams
 from engine.sampling import scores
 from engine.sampling.host_masks import needs_masks

@@ -15,7 +15,8 @@ from typing import Any
 from engine.config.model import ModelConfig, load_model_config
 from engine.errors import EngineConfigError, UnsupportedModel
 from engine.formats import check_formats, computed_dtype, formats_of
-from engine.memory.needs import GIB, MemoryShape
+from engine.memory.needs import GIB
+from engine.memory.shape import MemoryShape
 from engine.options import EngineOptions
 from engine.scheduling.step_time import DeviceSpeed, ModelShape
 

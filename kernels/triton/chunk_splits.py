@@ -24,7 +24,7 @@ SPLIT_FROM = 4
 """So many splits' keys a tile has at least that is split at all: with fewer the launch of the merge outweighs what is won."""
 PARTS_MAX = 1 << 16
 """Rows of a query, a head and a split that a step leaves at most: those of four tiles for each multiprocessor of an H200, 34 MB
-for heads of 128. `engine.memory.needs` plans for them."""
+for heads of 128. `engine.memory.splits` plans for them."""
 FEW_REQUESTS = 32
 """Chunks of more requests are tiles enough, and are searched among by another variant of the kernels."""
 BEGIN_AND_END = 1 / 32

@@ -29,7 +29,7 @@ PROGRAMS_MIN, PROGRAMS_MULTIPROCESSOR = 8, 4
 """Programs that share the splits of a tile at least, for one long request among many short ones, and of a multiprocessor, twice
 as many as it holds, where there are few tiles. Those that find no split end at once."""
 WORKSPACE_BYTES_MAX = 256 * 1024 * 1024
-"""Of what splits leave for the second kernel (`engine.memory.needs` plans for it); more decodes are taken in turns, chunks are
+"""Of what splits leave for the second kernel (`engine.memory.splits` plans for it); more decodes are taken in turns, chunks are
 not divided."""
 WORKSPACE_QUERIES_MIN = 64
 """Queries with room for all of their splits, where a chunk has more of them than there are requests."""

@@ -8,7 +8,7 @@ from itertools import accumulate
 import pytest
 import torch
 
-from engine.memory.needs import num_splits
+from engine.memory.splits import num_splits
 from kernels.attention_rows import AttentionShape
 from kernels.reference import attention as reference
 from tests.support.kernel_cases import Guarded, filled_cache, normal, padded_rows, scattered_tables, table_tensor

@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from engine.memory import needs
+from engine.memory import splits
 from kernels.attention_rows import AttentionShape
 from tests.support.kernel_cases import Guarded
 from tests.support.kernel_device import interpret_without_gpu
@@ -239,9 +239,9 @@ def test_what_splits_leave_is_bounded_whatever_the_step(programs: int) -> None:
 
 
 def test_the_memory_plan_knows_what_splits_leave() -> None:
-    assert chunk_splits.PARTS_MAX == needs.CHUNK_PARTS_MAX
-    assert chunk_splits.SPLIT_FROM * chunk_splits.SPLIT_KEYS == needs.CHUNK_CONTEXT_MIN
-    assert (SPLIT_QUERIES[-1], prefill.SPLIT_BYTES_MAX) == (needs.FEW_QUERIES_MAX, needs.FEW_QUERIES_BYTES_MAX)
+    assert chunk_splits.PARTS_MAX == splits.CHUNK_PARTS_MAX
+    assert chunk_splits.SPLIT_FROM * chunk_splits.SPLIT_KEYS == splits.CHUNK_CONTEXT_MIN
+    assert (SPLIT_QUERIES[-1], prefill.SPLIT_BYTES_MAX) == (splits.FEW_QUERIES_MAX, splits.FEW_QUERIES_BYTES_MAX)
 
 
 GROUPS = [(8 * group, 8, 128) for group in (1, 2, 3, 4, 5, 7, 8, 16)] + [(8, 4, 256), (32, 1, 64), (64, 64, 64), (14, 2, 64)]

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from engine.memory.needs import invariant_bytes
+from engine.memory.splits import invariant_bytes
 from kernels.attention_rows import AttentionShape
 from kernels.quantised_weights import Fp8Weight, Int4Weight, Int8Weight, pack_fp8, pack_int4, pack_int8
 from kernels.reference import attention as reference

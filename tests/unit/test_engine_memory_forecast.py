@@ -23,7 +23,9 @@ from engine.memory import forecast as memory_forecast
 from engine.memory.estimate import DeviceMemory
 from engine.memory.fit import format_parts, underestimated
 from engine.memory.forecast import MeasuredMemory, MemoryForecast, forecast_memory
-from engine.memory.needs import GIB, MemoryNeeds, MemoryShape, invariant_bytes
+from engine.memory.needs import GIB, MemoryNeeds
+from engine.memory.shape import MemoryShape
+from engine.memory.splits import invariant_bytes
 from engine.models.decoder import Decoder
 from engine.options import CPU_KV_CACHE_BYTES, EngineOptions
 from engine.protocol import MemoryPart

@@ -10,8 +10,10 @@ import pytest
 from engine.config.model import parse_model_config
 from engine.formats import EIGHT_BITS, FOUR_BITS, Formats, unquantised
 from engine.memory.fit import GAIN_MIN, REMEDIES_MAX, MemoryFit, gib
-from engine.memory.needs import GIB, Load, MemoryNeeds, MemoryShape, invariant_bytes
+from engine.memory.needs import GIB, MemoryNeeds
 from engine.memory.remedies import MemoryChoices, changes_in_order
+from engine.memory.shape import Load, MemoryShape
+from engine.memory.splits import invariant_bytes
 from engine.simulator.models import MODELS, config_of
 from engine.step_sizes import draft_graphs_kept, graphs_kept
 

@@ -1,0 +1,239 @@
+"""What a model, by its shape alone, needs for each thing that stands in memory. `engine.memory.needs` tells the formulae."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from engine.config.model import ModelConfig
+from engine.formats import Formats, WeightFormat
+from engine.memory.splits import (
+    CHUNK_CONTEXT_MIN,
+    CHUNK_PARTS_MAX,
+    FEW_QUERIES_BYTES_MAX,
+    FEW_QUERIES_MAX,
+    INVARIANT_QUERIES_MIN,
+    invariant_bytes,
+    num_splits,
+)
+from engine.step_sizes import chunk_rows_max
+
+LOGITS_ELEMENTS_MAX = 1 << 25
+"""Logits that stand in memory at a time, 128 MiB: those of a step's rows are computed in slices of so many."""
+
+LAUNCHES_OF_LAYER, LAUNCHES_OF_STEP, LAUNCHES_OF_EXPERTS = 10, 20, 3
+LAUNCH_BYTES = 24 << 10
+"""Of a captured step: at most so many kernels of each layer, of what comes before and behind, and of a mixture of experts more
+than of a gated feed-forward part (router, choice, sort, two products, sum); and what the driver keeps on the card for one of
+them. PyTorch's documentation of CUDA graph trees says 64 KiB up to CUDA 12.4 and driver 550, then less; vLLM's log tells 0.21
+GiB for 35 sizes of Llama-3.2-1B, which without activations is some 17 to 30 KiB a launch. A guess until our own are measured:
+Llama-3.1-8B's steps come to 8 MiB each."""
+
+BIAS_BYTES_MAX = 128 << 20
+"""What the biases of requests may take. A row of the vocabulary takes 0.5 MiB for 128k tokens: one for each of 256 requests."""
+
+
+def bias_rows(num_seqs: int, vocab_size: int) -> int:
+    """How many biases steps over slots hold at a time: one for each request, as far as `BIAS_BYTES_MAX` goes."""
+    return max(1, min(num_seqs, BIAS_BYTES_MAX // (4 * vocab_size)))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Load:
+    """What an engine is to hold: steps of `num_tokens`, `num_seqs` requests with `num_guesses` rows beyond one for each, blocks
+    of `block_size`. `on_gpu`: decodes are cut into splits, `batch_invariant` ones by position. `has_slots`:
+    steps are launched ahead over slots. `recorded_rows`: of steps that are recorded on a CPU."""
+
+    num_tokens: int
+    num_seqs: int
+    block_size: int
+    num_guesses: int = 0
+    recorded_rows: int = 0
+    on_gpu: bool = False
+    has_slots: bool = False
+    batch_invariant: bool = False
+
+    @property
+    def num_rows(self) -> int:
+        """The most rows of a step that choose a token."""
+        return self.num_seqs + self.num_guesses
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MemoryShape:
+    """Sizes of a model that decide about memory, as counts of elements.
+
+    matrices         weights in matrices of all layers
+    embedding        weights of the embedding
+    head             weights of an output head of its own
+    others           weights that are never quantised: norms, biases, routers
+    kv_token         keys and values of one token in all layers
+    layer_width      activations of one token where a layer holds most of them
+    vocab_size       words
+    num_heads        query heads
+    head_dim         size of a head
+    windows          sliding windows, each distinct one once; None is full attention
+    tied_head        weights of an embedding that is the output head as well
+    recorded_width   all activations of one token in a layer whose operations can be recorded
+    num_layers       layers
+    num_sparse_layers  of these, mixtures of experts
+    rotary_width     cosines and sines of one position, of all distinct rotations
+    """
+
+    matrices: int
+    embedding: int
+    head: int
+    others: int
+    kv_token: int
+    layer_width: int
+    vocab_size: int
+    num_heads: int
+    head_dim: int
+    windows: tuple[int | None, ...] = (None,)
+    tied_head: int = 0
+    recorded_width: int = 0
+    num_layers: int = 0
+    num_sparse_layers: int = 0
+    rotary_width: int = 0
+
+    @classmethod
+    def of(cls, config: ModelConfig) -> MemoryShape:
+        """Every tensor of the checkpoint is counted once."""
+        d, qkv = config.hidden_size, (config.num_heads + 2 * config.num_kv_heads) * config.head_dim
+        attended = qkv + config.num_heads * config.head_dim
+        biases = (qkv if config.qkv_bias else 0) + (d if config.o_bias else 0)
+        norms = d * sum(name is not None for name in config.family.norms.value) + _qk_norm(config)
+        feed_forward = [_feed_forward(config, is_sparse=layer.is_sparse) for layer in config.layers]
+        has_own_head, is_tied = config.has_head and not config.tie_word_embeddings, config.tie_word_embeddings
+        return cls(
+            matrices=sum(d * qkv + config.num_heads * config.head_dim * d + matrices for matrices, _ in feed_forward),
+            embedding=config.vocab_size * d,
+            head=config.vocab_size * d if has_own_head else 0,
+            others=d + sum(biases + norms + others for _, others in feed_forward),
+            kv_token=config.kv_numbers_per_token,
+            layer_width=_layer_width(
+                d,
+                attended,
+                dense=0 if all(layer.is_sparse for layer in config.layers) else config.intermediate_size,
+                chosen=0 if config.experts is None else config.experts.num_chosen,
+                expert=0 if config.experts is None else config.experts.intermediate_size,
+            ),
+            vocab_size=config.vocab_size,
+            num_heads=config.num_heads,
+            head_dim=config.head_dim,
+            windows=config.windows,
+            tied_head=config.vocab_size * d if config.has_head and is_tied else 0,
+            recorded_width=attended + 6 * d + 3 * config.intermediate_size if config.experts is None else 0,
+            num_layers=config.num_layers,
+            num_sparse_layers=sum(layer.is_sparse for layer in config.layers),
+            rotary_width=sum(2 * rope.rotary_dim for rope in config.ropes),
+        )
+
+    def weights_bytes(self, weights: WeightFormat, element_bytes: int) -> int:
+        """Embedding, norms, biases and routers keep `element_bytes` each. Rows are looked up in a tied embedding as it is: a
+        head in fewer bits is kept beside it."""
+        head_bits, heads = weights.head_bits, self.head + self.tied_head
+        head_bytes = -(-heads * head_bits // 8) if head_bits else self.head * element_bytes
+        return weights.num_bytes(self.matrices) + head_bytes + (self.embedding + self.others) * element_bytes
+
+    def activations_bytes(self, num_tokens: int, num_rows: int, element_bytes: int) -> int:
+        """What a pass of `num_tokens`, of which `num_rows` are sampled, holds at a time besides weights and cache, where logits
+        are computed in slices."""
+        logits = min(num_rows * self.vocab_size, LOGITS_ELEMENTS_MAX) * 4 * 2
+        return max(num_tokens * self.layer_width * element_bytes, logits)
+
+    def step_bytes(self, load: Load, context_len: int, formats: Formats) -> int:
+        """The most that a step of any kind holds besides weights, cache and slots."""
+        size = formats.element_bytes
+        largest = self.activations_bytes(load.num_tokens, load.num_rows, size)
+        if not load.on_gpu or load.batch_invariant:
+            return largest
+        chunks = self.split_chunks_bytes(load.num_tokens, context_len, size)
+        return max(largest, chunks, self.few_queries_bytes(load, context_len, formats))
+
+    def split_chunks_bytes(self, num_tokens: int, context_len: int, element_bytes: int) -> int:
+        """What a step of few tokens behind a long context holds: activations, and what the splits of its keys leave, two or
+        more for each token. 0 where contexts are too short to be split."""
+        if context_len < CHUNK_CONTEXT_MIN:
+            return 0
+        few_tokens = min(num_tokens, CHUNK_PARTS_MAX // (2 * self.num_heads))
+        return few_tokens * self.layer_width * element_bytes + CHUNK_PARTS_MAX * (self.head_dim + 1) * 4
+
+    def chunk_rows(self, load: Load, context_len: int, element_bytes: int) -> int:
+        """Rows of the largest captured step with chunks, no more than a request of `context_len` tokens has; 0 if there is
+        none. Batch-invariant programs share the keys of a chunk where their workspace has room for all rows of a step."""
+        num_tokens = min(load.num_tokens, context_len)
+        if load.batch_invariant:
+            num_tokens = min(num_tokens, max(load.num_seqs, INVARIANT_QUERIES_MIN))
+        return chunk_rows_max(num_tokens, self.layer_width * element_bytes)
+
+    def captured_chunks_bytes(self, num_rows: int, element_bytes: int) -> int:
+        """What a captured step with chunks holds: activations of so many rows, and what the splits of few of them leave. A few
+        block tables are not counted."""
+        left_bytes = CHUNK_PARTS_MAX * (self.head_dim + 1) * 4 if num_rows else 0
+        return num_rows * self.layer_width * element_bytes + left_bytes
+
+    def few_queries_bytes(self, load: Load, context_len: int, formats: Formats) -> int:
+        """What a step of short chunks, of FEW_QUERIES_MAX tokens at most, holds where they are more rows than the workspace of
+        decodes has: activations, and a workspace of its own. 0 where no step has so many."""
+        num_tokens = min(load.num_tokens, FEW_QUERIES_MAX * load.num_seqs)
+        if num_tokens <= load.num_rows:
+            return 0
+        kv_bytes = formats.kv_element_bytes
+        splits = max(num_splits(context_len, self.head_dim, kv_bytes, window) for window in self.windows)
+        left_bytes = min(num_tokens * splits * self.num_heads * (self.head_dim + 1) * 4, FEW_QUERIES_BYTES_MAX)
+        return num_tokens * self.layer_width * formats.element_bytes + left_bytes
+
+    def recorded_bytes(self, num_rows: int, element_bytes: int) -> int:
+        """What recorded steps of `num_rows` rows keep, of whatever kinds: two layers, which take turns, what is made before the
+        first one (embedding, its norm, rotations), and logits."""
+        if not self.recorded_width:
+            return 0
+        before = 2 * (self.embedding // self.vocab_size + len(self.windows) * self.head_dim)
+        return num_rows * (2 * self.recorded_width + before + self.vocab_size) * element_bytes
+
+    @property
+    def graph_bytes(self) -> int:
+        """Bytes of one captured step, beside activations."""
+        of_layers = LAUNCHES_OF_LAYER * self.num_layers + LAUNCHES_OF_EXPERTS * self.num_sparse_layers
+        return (of_layers + LAUNCHES_OF_STEP) * LAUNCH_BYTES
+
+    def splits_bytes(self, num_seqs: int, context_len: int, kv_element_bytes: int, *, batch_invariant: bool = False) -> int:
+        """What the splits of `num_seqs` decodes of up to `context_len` tokens leave for the kernel that combines them. The
+        number of splits follows from the request's own length, so that results do not depend on the batch."""
+        if batch_invariant:
+            sizes = num_seqs, context_len, self.num_heads, self.head_dim
+            return sum(invariant_bytes(*sizes, window) for window in self.windows)
+        splits = sum(num_splits(context_len, self.head_dim, kv_element_bytes, window) for window in self.windows)
+        return num_seqs * splits * self.num_heads * (self.head_dim + 1) * 4
+
+    def rotary_bytes(self, context_len: int, element_bytes: int) -> int:
+        """Cosines and sines of all positions (`layers.rotary.RotaryTable`)."""
+        return context_len * self.rotary_width * element_bytes
+
+    def columns_bytes(self, num_seqs: int, element_bytes: int, *, num_guesses: int = 0) -> int:
+        """What sampling keeps for `num_seqs` slots and as many rows, or `num_guesses` more."""
+        row_bytes = num_seqs * (4 + element_bytes) + num_guesses * element_bytes + bias_rows(num_seqs, self.vocab_size) * 4
+        return self.vocab_size * row_bytes
+
+
+def _layer_width(hidden: int, attended: int, *, dense: int, chosen: int = 0, expert: int = 0) -> int:
+    """Numbers of one token that a layer holds at a time where it holds most: five rows of the residual stream (sum and norm
+    that it began with, those in its middle, what attention added), and gates, products and result of a part `dense` wide;
+    or the products and results of `chosen` experts, `expert` wide, and the gates of one; or what attention computes with."""
+    mixture = (chosen + 2) * expert + (chosen + 1) * hidden if chosen else 0
+    return 5 * hidden + max(3 * dense + hidden if dense else 0, mixture, attended)
+
+
+def _feed_forward(config: ModelConfig, *, is_sparse: bool) -> tuple[int, int]:
+    """Weights of one layer's feed-forward part: in matrices, and others."""
+    d, experts = config.hidden_size, config.experts
+    if not is_sparse:
+        return 3 * d * config.intermediate_size, (2 * config.intermediate_size + d) if config.mlp_bias else 0
+    assert experts is not None
+    return 3 * d * experts.intermediate_size * experts.num_experts, d * experts.num_experts
+
+
+def _qk_norm(config: ModelConfig) -> int:
+    if config.family.qk_norm == "head":
+        return 2 * config.head_dim
+    return (config.num_heads + config.num_kv_heads) * config.head_dim if config.family.qk_norm == "full" else 0

@@ -1,0 +1,43 @@
+"""Into how many splits attention cuts keys, and what these leave in memory: numbers of `kernels.triton`, needed here without
+torch. Tests compare both."""
+
+from __future__ import annotations
+
+CHUNK_CONTEXT_MIN, CHUNK_PARTS_MAX = 2048, 1 << 16
+"""Of chunks of prompts (`kernels.triton.chunk_splits`): the shortest context whose keys are cut into splits, and for how many
+splits, queries and heads a step has room."""
+
+FEW_QUERIES_MAX = 8
+FEW_QUERIES_BYTES_MAX = 256 << 20
+"""Of chunks that the kernel of decodes attends (`kernels.triton.attention_prefill`): tokens of one at most, and what their
+splits may take where they are more rows than the workspace of decodes has."""
+
+INVARIANT_SPLIT = 256
+INVARIANT_QUERIES_MIN = 64
+INVARIANT_BYTES_MAX = 256 << 20
+"""Of batch-invariant attention (`kernels.triton.invariant_attention`): tokens of a part, queries for whose parts there is room
+at least, and the most that all parts of a step may take."""
+
+
+def num_splits(num_tokens: int, head_dim: int, kv_element_bytes: int, window: int | None) -> int:
+    """The most parts that the keys of one decode are cut into (`kernels.triton.attention_splits`): they are of 128 tokens for
+    heads of 128 numbers in 16 bits, eight times that in long requests. A window sees no more of a long one than itself."""
+    row_bytes = (1 << (head_dim - 1).bit_length()) * kv_element_bytes
+    split = max(64, 32768 // row_bytes)
+    if window is not None:
+        num_tokens = min(num_tokens, window + split)
+    few, some, many, most = (-(-num_tokens // (times * split)) for times in (1, 2, 4, 8))
+    of_middle = max(min(8, some) if few > 4 else 1, min(32, many) if few > 16 else 1)
+    return max(1, min(4, few), of_middle, most if few > 128 else 1)
+
+
+def invariant_bytes(num_seqs: int, num_tokens: int, num_heads: int, head_dim: int, window: int | None) -> int:
+    """What the parts of `num_seqs` decodes of up to `num_tokens` tokens take; nothing where keys are not divided."""
+    splits = -(-num_tokens // INVARIANT_SPLIT)
+    if window is not None:
+        splits = min(splits, (window + 129) // INVARIANT_SPLIT + 2)
+    if splits <= 1:
+        return 0
+    place_bytes = (head_dim + 2) * 4
+    places = min(max(num_seqs, INVARIANT_QUERIES_MIN) * num_heads * splits, INVARIANT_BYTES_MAX // place_bytes)
+    return max(num_heads * splits, places) * place_bytes
