@@ -132,8 +132,9 @@ class SampledRows:
     request a, no guesses      last │ → token                       one row
     request b, guesses x, y    last │ → token   x │ → token   y │ → token      three rows, one slot
 
-    In columns: whose row it is, the slot of that, the input token (0 for a guess that only the device knows), and the index
-    of the chosen one in prompt plus output. `depths`: numbers of guesses, by the first row of a request that has some.
+    In columns: whose row it is, the slot of that, the input token (0 for a guess that only the device knows; none at all where
+    nobody guesses: they are in the slots), and the index of the chosen one in prompt plus output. `depths`: numbers of guesses,
+    by the first row of a request that has some.
     """
 
     items: list[ScheduledRequest] = field(default_factory=list)
@@ -148,9 +149,7 @@ class SampledRows:
         assert len(slots) == len(items), "every request of the step has a slot"
         depths = [item.num_draft_tokens for item in items]
         if not any(depths):
-            ends = [item.start + item.num_tokens for item in items]
-            tokens = [item.request.token_ids[end - 1] for item, end in zip(items, ends, strict=True)]
-            return cls([*items], [*slots], tokens, ends)
+            return cls([*items], [*slots], positions=[item.start + item.num_tokens for item in items])
         rows = cls()
         for item, slot, depth in zip(items, slots, depths, strict=True):
             end, num_rows = item.start + item.num_tokens, 1 + depth
