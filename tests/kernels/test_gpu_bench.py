@@ -229,12 +229,19 @@ def test_what_a_part_logs_is_kept_whether_it_fails_or_not(tmp_path: Path) -> Non
     assert all(row.came_s is not None for row in outcome.rows)
 
 
-HANGS = """
-import sys, threading, types
+STANDS_STILL = """
+import ctypes, sys, threading, types
 from bench.gpu import part, plan
-sys.modules["stands_still"] = types.SimpleNamespace(wait_for_ever=lambda context: threading.Event().wait())
-plan.BY_NAME["hangs"] = plan.Part("hangs", "checks", "stands_still", "wait_for_ever", 1, 1, "checks")
-sys.argv = ["part", "hangs", "--rehearse"]
+def works(context):
+    threading.Event().wait()
+def hangs(context):
+    mutex = ctypes.create_string_buffer(64)
+    for _ in range(2):  # the second lock never comes, whatever signals do
+        ctypes.CDLL(None).pthread_mutex_lock(mutex)
+sys.modules["stands_still"] = types.SimpleNamespace(works=works, hangs=hangs)
+for name in ("works", "hangs"):
+    plan.BY_NAME[name] = plan.Part(name, "checks", "stands_still", name, 1, 1, "checks")
+sys.argv = ["part", sys.argv[1], "--rehearse"]
 part.main()
 """
 
@@ -259,9 +266,10 @@ def test_what_the_driver_says_is_kept_and_so_is_that_it_says_nothing(tmp_path: P
     assert driver.state() == "580.1"
 
 
-def test_a_part_that_hangs_says_where_before_it_is_ended() -> None:
+@pytest.mark.parametrize(("name", "who"), [("works", "Current thread"), ("hangs", "Timeout")])
+def test_a_part_says_where_it_stands_before_it_is_ended_by_itself_unless_it_hangs(name: str, who: str) -> None:
     process = subprocess.Popen(
-        [sys.executable, "-c", HANGS], cwd=REPO, text=True,
+        [sys.executable, "-c", STANDS_STILL, name], cwd=REPO, text=True,
         stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
     )  # fmt: skip
     with process:
@@ -269,8 +277,10 @@ def test_a_part_that_hangs_says_where_before_it_is_ended() -> None:
         assert process.stdout is not None
         process.stdin.write('{"facts": {}, "until_s": 0}\n')
         process.stdin.flush()
-        where = next(line for line in process.stdout if "in <lambda>" in line)
+        told = next(line for line in process.stdout if line.startswith(("Current thread", "Timeout")))
+        where = next(line for line in process.stdout if f"in {name}" in line)
         process.kill()
+    assert told.startswith(who)
     assert 'File "<string>"' in where
 
 
