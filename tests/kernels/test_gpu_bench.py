@@ -25,7 +25,7 @@ from bench.gpu.plan import BY_NAME, CALLS, PARTS, TOTAL_S, Job, share_s, stages,
 from bench.gpu.report import document, table
 from bench.gpu.rows import GOALS_CARD, Row, Target, against, verdict
 from bench.gpu.targets import BY_NAME as TARGET_OF
-from bench.gpu.targets import TARGETS, numbers, same_bits
+from bench.gpu.targets import HOST_CALLS, TARGETS, numbers, same_bits
 from engine.triton_toolchain import toolchain_problem
 from tests.support.databases import required
 from tests.support.triton_versions import REPO, TritonVersion, installed
@@ -124,6 +124,12 @@ def test_what_the_parts_of_a_run_usually_take_fits_its_time() -> None:
     assert all(part.usual_s <= part.limit_s for part in PARTS)
     assert {part.target for part in PARTS if part.asked_for} == {"choices"}
     assert "choices" not in [job.name for stage in stages() for job in stage]
+
+
+def test_what_calls_cost_the_host_is_measured_while_no_crowd_of_processes_imports() -> None:
+    planned = stages()
+    of_part = [any(part.target == TARGET_OF[HOST_CALLS].part for part in job.parts) for job, *_ in planned]
+    assert {len(importing) for is_mine, importing in zip(of_part, planned[1:], strict=False) if is_mine} == {1}
 
 
 def test_every_check_is_made_by_one_part_though_its_module_has_two(monkeypatch: pytest.MonkeyPatch) -> None:
