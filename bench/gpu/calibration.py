@@ -7,7 +7,6 @@ copy       out ← x, bytes read and written (the base of all bandwidth fraction
 read       the largest of x, bytes read; may beat the copy a little
 matmul     8192³ on normal numbers, two operations for each product
 graph gap  a kernel of one program that does next to nothing, 500 of them in a graph
-host       what a call of the driver costs the thread that makes it (`bench.gpu.host_calls`)
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ import torch
 import triton
 import triton.language as tl
 
-from bench.gpu import driver, host_calls
+from bench.gpu import driver
 from bench.gpu.context import Context
 from bench.gpu.rows import Row
 from bench.gpu.timing import Call, seconds
@@ -54,8 +53,6 @@ def calibrate(context: Context) -> None:
         copy_and_read(size)
     context.guard("matmul fp8 8192³", lambda: _matmul_fp8(context))
     context.guard("graph gap per kernel", lambda: _gap(context))
-    place = torch.zeros(1, dtype=torch.int32, device=context.device)
-    context.guard(host_calls.NAME, lambda: host_calls.measure_calls(context, lambda: nothing_kernel[(1,)](place)))
     if context.device.type == "cuda":
         state = driver.state()
         context.tell(state_after_products=state, card={**card["card"], "driver": driver.version(state)})

@@ -17,9 +17,9 @@ import torch
 
 from bench.gpu.context import Context
 from bench.gpu.rows import Row
+from bench.gpu.targets import HOST_CALLS
 from bench.gpu.timing import synchronize
 
-NAME = "host: one call of each kind beside a busy device"
 SAMPLES = 9
 BUSY_S = 0.004
 COUNT = 256  # tokens of a step
@@ -39,7 +39,7 @@ def measure_calls(context: Context, launch: Call) -> None:
             "idle": 1e6 * median([_taken_s(context, call, lambda: None) for _ in range(SAMPLES)]),
             "busy": 1e6 * median([_taken_s(context, call, occupy) for _ in range(SAMPLES)]),
         }
-    row = Row(name=NAME, value=sum(each["busy"] for each in taken.values()), facts={"us": taken})
+    row = Row(name=HOST_CALLS, value=sum(each["busy"] for each in taken.values()), facts={"us": taken})
     row.note = "busy (idle): " + ", ".join(f"{name} {us['busy']:.0f} ({us['idle']:.0f})" for name, us in taken.items())
     context.emit(row)
 

@@ -12,6 +12,7 @@ import importlib
 import json
 import logging
 import os
+import signal
 import sys
 import time
 from collections.abc import Sequence
@@ -24,6 +25,8 @@ log = logging.getLogger("gatehouse.bench")
 
 LAST_WORDS_S = 2.0
 """So long before its end a part tells where each of its threads is."""
+HUNG_S = 1.0
+"""It hangs if it has not come to do so for so long."""
 BEHIND = 10
 """How much nicer a part is that gives no rows than those beside it."""
 
@@ -59,7 +62,7 @@ def main() -> None:
     if told is None:
         return
     facts, until_s = told["facts"], float(told["until_s"])  # by the clock that the processes of a machine share
-    faulthandler.dump_traceback_later(max(0.01, until_s - LAST_WORDS_S - time.monotonic()))
+    _tell_where_it_stands(max(0.01, until_s - LAST_WORDS_S - time.monotonic()))
     if not options.rehearse and not torch.cuda.is_available():
         raise SystemExit("torch finds no NVIDIA GPU here; `bench/gpu.sh --rehearse` tries the program without one")
     device = torch.device("cpu" if options.rehearse else "cuda")
@@ -68,6 +71,7 @@ def main() -> None:
         log.info("begins part=%s left_s=%.0f", name, context.left_s)
         torch.manual_seed(0)
         function(context)
+    signal.setitimer(signal.ITIMER_REAL, 0)
     faulthandler.cancel_dump_traceback_later()
     write({"done": options.names})
     logging.shutdown()
@@ -78,6 +82,19 @@ def _give_way(names: Sequence[str]) -> None:
     """What only warms up compiles with as many threads as there are cores, a check with one: the check goes first."""
     if all(BY_NAME[name].target == "warm-up" for name in names):
         os.nice(BEHIND)
+
+
+def _tell_where_it_stands(in_s: float) -> None:
+    """A thread that looks at the others while they work may end the process (CPython, issue 116008), as it did on an H200 to a
+    part that had two seconds left. So the main thread tells, when it holds Python's lock; the other one does where it hangs."""
+
+    def tell(*_: object) -> None:
+        faulthandler.cancel_dump_traceback_later()
+        faulthandler.dump_traceback()
+
+    signal.signal(signal.SIGALRM, tell)
+    signal.setitimer(signal.ITIMER_REAL, in_s)
+    faulthandler.dump_traceback_later(in_s + HUNG_S)
 
 
 def _prepare_interpreter() -> None:

@@ -42,6 +42,9 @@ from kernels.ops import plain_sampling
 MODEL, LAYERS = "qwen3-0.6b", 4
 SIZES, SEATS = (1, 16, 17, 200), 200
 """Requests at a time: a step of 17 rows is rounded up to 24, and as they end at different steps there are many between."""
+ALONE, ALONE_PROMPT, ALONE_TOKENS = "one after the other", 900, 60
+"""Requests that are alone, with more keys than one program attends: their kernels read before they wait for one another, which
+no check of a kernel by itself can find fault with."""
 KV_BYTES = 3 << 30
 LATE_STEP = 5
 """When the last quarter of the requests comes, so that their prompts stand among decodes."""
@@ -98,11 +101,12 @@ def _check(context: Context) -> None:
         decoder = AsManyRows(runner._target, context.size(SEATS, 4))
         runner._target = decoder  # type: ignore[assignment]
         cases = _cases(context, twin.info.vocab_size)
-        expected = {label: _tokens(twin, requests) for label, requests in cases.items()}
+        expected = {label: _told(twin, label, requests) for label, requests in cases.items()}
 
         def compare(labels: Sequence[str]) -> dict[str, Found]:
             with _engine(context, Path(folder)) as ahead:
-                return {label: _compare(twin, decoder, cases[label], expected[label], ahead) for label in labels}
+                told = {label: _told(ahead, label, cases[label]) for label in labels}
+                return {label: _compare(twin, decoder, cases[label], expected[label], told[label]) for label in labels}
 
         found = compare(list(cases))
         wrong = [label for label, each in found.items() if each.wrong]
@@ -155,28 +159,37 @@ def _engine(context: Context, folder: Path, **options: Any) -> Iterator[Engine]:
 
 def _cases(context: Context, vocab_size: int) -> dict[str, list[GenerationRequest]]:
     sizes = (1, 3, 4) if context.rehearsal else SIZES
-    return {
-        f"{size} {words}": _requests(context, size, temperature, vocab_size)
+    found = {
+        f"{size} {words}": _requests(size, temperature, vocab_size, context.size(300, 9), context.size(16, 3))
         for size in sizes
         for words, temperature in (("greedy", 0.0), ("drawn", 0.8))
     }
+    longest, least = context.size(ALONE_PROMPT, 20), context.size(ALONE_TOKENS, 3)
+    return {**found, ALONE: _requests(context.size(6, 2), 0.0, vocab_size, longest, least)}
 
 
-def _requests(context: Context, count: int, temperature: float, vocab_size: int) -> list[GenerationRequest]:
-    """Prompts of all lengths; nine lengths of answers, so that rows leave one after the other."""
+def _requests(count: int, temperature: float, vocab_size: int, longest: int, least: int) -> list[GenerationRequest]:
+    """Prompts of all lengths up to `longest`; answers of nine lengths from `least` on, or of three of the shortest, so that
+    rows leave one after the other."""
     numbers = random.Random(count)
-    longest, least = context.size(300, 9), context.size(16, 3)
     return [
         GenerationRequest(
             request_id=str(number),
             tenant_id="bench",
             prompt_token_ids=list(traffic.prompt(numbers, numbers.randint(1, longest), vocab_size)),
             sampling=SamplingParams(
-                temperature=temperature, seed=number, max_tokens=least + number % context.size(9, 3), ignore_eos=True
+                temperature=temperature, seed=number, max_tokens=least + number % min(9, least), ignore_eos=True
             ),
         )
         for number in range(count)
     ]
+
+
+def _told(engine: Engine, label: str, requests: Sequence[GenerationRequest]) -> list[list[int]]:
+    """All tokens of each request of a case."""
+    if label == ALONE:
+        return [tokens for request in requests for tokens in _tokens(engine, [request])]
+    return _tokens(engine, requests)
 
 
 def _tokens(engine: Engine, requests: Sequence[GenerationRequest]) -> list[list[int]]:
@@ -207,10 +220,14 @@ def _submit(engine: Engine, requests: Sequence[GenerationRequest]) -> None:
 
 
 def _compare(
-    twin: Engine, decoder: AsManyRows, requests: Sequence[GenerationRequest], expected: Sequence[list[int]], ahead: Engine
+    twin: Engine,
+    decoder: AsManyRows,
+    requests: Sequence[GenerationRequest],
+    expected: Sequence[list[int]],
+    told: Sequence[list[int]],
 ) -> Found:
     found = Found(len(requests))
-    for request, wanted, had in zip(requests, expected, _tokens(ahead, requests), strict=True):
+    for request, wanted, had in zip(requests, expected, told, strict=True):
         if had == wanted:
             continue
         place = next((place for place, both in enumerate(zip(wanted, had, strict=False)) if both[0] != both[1]), None)

@@ -1,4 +1,6 @@
-"""Operations on rows by the clock: bytes that must be read and written, over the calibrated bandwidth; and the sampler."""
+"""Operations on rows by the clock: bytes that must be read and written, over the calibrated bandwidth; the sampler; and what
+calls of the driver cost the host. These are here because nothing else runs meanwhile: beside the calibration a dozen processes
+import, on all cores."""
 
 from __future__ import annotations
 
@@ -9,10 +11,13 @@ from typing import Any
 
 import torch
 
+from bench.gpu.calibration import nothing_kernel
 from bench.gpu.check_sampling import both, columns_of
 from bench.gpu.context import Context
+from bench.gpu.host_calls import measure_calls
 from bench.gpu.inputs import angles, coded, normal, stored_bytes
 from bench.gpu.rows import Row
+from bench.gpu.targets import HOST_CALLS
 from bench.gpu.timing import Call, seconds
 from kernels.triton.activation import silu_mul
 from kernels.triton.blocks import copy_blocks
@@ -38,6 +43,8 @@ def measure(context: Context) -> None:
         context.guard(name, partial(_bytes_row, context, name, make))
     names = ["sample top-k top-p, 256 × 128k", "sample top-k top-p against torch's sort"]
     context.guard(names, lambda: _sampler(context, *names))
+    place = torch.zeros(1, dtype=torch.int32, device=context.device)
+    context.guard(HOST_CALLS, lambda: measure_calls(context, lambda: nothing_kernel[(1,)](place)))
 
 
 def _bytes_row(context: Context, name: str, make: Callable[[Context], tuple[Call, int]]) -> None:

@@ -25,7 +25,7 @@ from bench.gpu.plan import BY_NAME, CALLS, PARTS, TOTAL_S, Job, share_s, stages,
 from bench.gpu.report import document, table
 from bench.gpu.rows import GOALS_CARD, Row, Target, against, verdict
 from bench.gpu.targets import BY_NAME as TARGET_OF
-from bench.gpu.targets import TARGETS, numbers, same_bits
+from bench.gpu.targets import HOST_CALLS, TARGETS, numbers, same_bits
 from engine.triton_toolchain import toolchain_problem
 from tests.support.databases import required
 from tests.support.triton_versions import REPO, TritonVersion, installed
@@ -124,6 +124,12 @@ def test_what_the_parts_of_a_run_usually_take_fits_its_time() -> None:
     assert all(part.usual_s <= part.limit_s for part in PARTS)
     assert {part.target for part in PARTS if part.asked_for} == {"choices"}
     assert "choices" not in [job.name for stage in stages() for job in stage]
+
+
+def test_what_calls_cost_the_host_is_measured_while_no_crowd_of_processes_imports() -> None:
+    planned = stages()
+    of_part = [any(part.target == TARGET_OF[HOST_CALLS].part for part in job.parts) for job, *_ in planned]
+    assert {len(importing) for is_mine, importing in zip(of_part, planned[1:], strict=False) if is_mine} == {1}
 
 
 def test_every_check_is_made_by_one_part_though_its_module_has_two(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -229,12 +235,19 @@ def test_what_a_part_logs_is_kept_whether_it_fails_or_not(tmp_path: Path) -> Non
     assert all(row.came_s is not None for row in outcome.rows)
 
 
-HANGS = """
-import sys, threading, types
+STANDS_STILL = """
+import ctypes, sys, threading, types
 from bench.gpu import part, plan
-sys.modules["stands_still"] = types.SimpleNamespace(wait_for_ever=lambda context: threading.Event().wait())
-plan.BY_NAME["hangs"] = plan.Part("hangs", "checks", "stands_still", "wait_for_ever", 1, 1, "checks")
-sys.argv = ["part", "hangs", "--rehearse"]
+def works(context):
+    threading.Event().wait()
+def hangs(context):
+    mutex = ctypes.create_string_buffer(64)
+    for _ in range(2):  # the second lock never comes, whatever signals do
+        ctypes.CDLL(None).pthread_mutex_lock(mutex)
+sys.modules["stands_still"] = types.SimpleNamespace(works=works, hangs=hangs)
+for name in ("works", "hangs"):
+    plan.BY_NAME[name] = plan.Part(name, "checks", "stands_still", name, 1, 1, "checks")
+sys.argv = ["part", sys.argv[1], "--rehearse"]
 part.main()
 """
 
@@ -259,9 +272,10 @@ def test_what_the_driver_says_is_kept_and_so_is_that_it_says_nothing(tmp_path: P
     assert driver.state() == "580.1"
 
 
-def test_a_part_that_hangs_says_where_before_it_is_ended() -> None:
+@pytest.mark.parametrize(("name", "who"), [("works", "Current thread"), ("hangs", "Timeout")])
+def test_a_part_says_where_it_stands_before_it_is_ended_by_itself_unless_it_hangs(name: str, who: str) -> None:
     process = subprocess.Popen(
-        [sys.executable, "-c", HANGS], cwd=REPO, text=True,
+        [sys.executable, "-c", STANDS_STILL, name], cwd=REPO, text=True,
         stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
     )  # fmt: skip
     with process:
@@ -269,8 +283,10 @@ def test_a_part_that_hangs_says_where_before_it_is_ended() -> None:
         assert process.stdout is not None
         process.stdin.write('{"facts": {}, "until_s": 0}\n')
         process.stdin.flush()
-        where = next(line for line in process.stdout if "in <lambda>" in line)
+        told = next(line for line in process.stdout if line.startswith(("Current thread", "Timeout")))
+        where = next(line for line in process.stdout if f"in {name}" in line)
         process.kill()
+    assert told.startswith(who)
     assert 'File "<string>"' in where
 
 

@@ -219,6 +219,15 @@ def test_an_error_on_the_card_comes_when_somebody_waits_and_stays(card: Card) ->
         torch.cuda.synchronize()
 
 
+def test_two_values_for_one_place_are_refused_and_one_that_comes_twice_is_not(card: Card) -> None:
+    found = numbers(0, 0, 0)
+    found.index_copy_(0, numbers(2, 0, 2), numbers(7, 8, 7))
+    assert found.tolist() == [8, 0, 7]
+    found.index_copy_(0, numbers(2, 0, 2), numbers(7, 8, 9))
+    with pytest.raises(RuntimeError, match="different values to one place"):
+        found.tolist()
+
+
 def test_indexing_is_that_of_torch(card: Card) -> None:
     here = torch.arange(24).view(2, 3, 4)
     there = here.to(DEVICE)

@@ -29,6 +29,8 @@ from bench.gpu.rows import Row
 from bench.gpu.targets import SAME_TOKENS, TARGETS
 from bench.gpu.traffic import Asked
 from engine.layers.batch_inputs import BatchInputs
+from engine.loop import Engine
+from engine.protocol import GenerationRequest
 from engine.runner.chunk_step import ChunkStep, ToChoose
 from engine.runner.cuda_graphs import CudaGraphs
 from engine.runner.input_rows import InputRow
@@ -133,10 +135,19 @@ def test_tokens_out_of_graphs_are_those_of_the_twin_which_computes_as_many_rows(
             sizes.add(len(rows))
         return prepare(decoder, rows)
 
+    at_a_time: list[int] = []
+    tokens = same_tokens._tokens
+
+    def counted(engine: Engine, requests: Sequence[GenerationRequest]) -> list[list[int]]:
+        at_a_time.append(len(requests))
+        return tokens(engine, requests)
+
     monkeypatch.setattr(PagedDecoder, "prepare", noted)
+    monkeypatch.setattr(same_tokens, "_tokens", counted)
     row = told_by(same_tokens.check)[SAME_TOKENS]
     assert (row["value"], row["error"]) == (0.0, "")
-    assert row["note"] == "of 16 requests; 0 more by a tie of less than 0.1 of a logit"
+    assert row["note"] == "of 18 requests; 0 more by a tie of less than 0.1 of a logit"
+    assert at_a_time == 2 * [1, 1, 3, 3, 4, 4, 1, 1], "the twin's, then those of the graphs; the last two are alone"
     assert 4 in sizes
     assert 3 not in sizes, "a step of three rows is one of four"
 

@@ -27,6 +27,7 @@ from tests.support.rehearsal.leaves import leaves_of, mapped
 from tests.support.rehearsal.memory import Memory, empty_on_card, is_locked, locked, spoil
 from tests.support.rehearsal.missing import refuse_missing
 from tests.support.rehearsal.shapes import Geometry, shapes_of
+from tests.support.rehearsal.writes import computed
 
 aten = torch.ops.aten
 DEVICE = torch.device("cuda", 0)
@@ -288,7 +289,7 @@ def _launch(func: Any, args: Any, kwargs: Any) -> Any:
     host_args, host_kwargs = _unwrapped(args, kwargs)
     written = _written(func, args, kwargs)
     if written or not schema.returns:
-        current_card().stream.add(lambda: func(*host_args, **host_kwargs))
+        current_card().stream.add(lambda: computed(func, host_args, host_kwargs))
         return None if not schema.returns else written[0] if len(schema.returns) == 1 else tuple(written)
     shapes = shapes_of(func, args, kwargs)
     if shapes is None:
