@@ -139,7 +139,7 @@ class ChunkStep:
         self._sent = torch.zeros(self._num_numbers + -(-size // 2), dtype=torch.int64, device=device)
         self._tables = self._sent[self._num_numbers :].view(torch.int32)[:size].view(-1, max_blocks)  # of chunks
         self._hidden: torch.Tensor | None = None  # [num_decodes, hidden], outside the memory of graphs
-        self._staging = Staging(device)
+        self._staging = Staging(device, len(self._sent))
         self._ops = ops.operations(device, decoders[0].dtype)
 
     @property

@@ -80,11 +80,12 @@ class Staging:
     `ops.send` takes page-locked memory from torch's allocator for each copy; what every step sends has buffers of its own.
     """
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, size: int = STAGED_NUMBERS) -> None:
+        """`size`: numbers that are sent at once. More can be: then page-locked memory is asked for while requests wait."""
         self._device = device
         self._ring: BufferRing[PinnedNumbers] | None = None
         if device.type == "cuda":
-            self._ring = BufferRing(lambda: PinnedNumbers(STAGED_NUMBERS))
+            self._ring = BufferRing(lambda: PinnedNumbers(size))
 
     def send(
         self,
