@@ -3,14 +3,16 @@
 A step's host time is told by parts of ours (`step_parts`). This tells what lies below them: on an H200 launching a step took
 616 µs of processor time, where the same Python takes 28 with the driver mocked.
 
-idle   the device has nothing to do, and the host has just been at work
-busy   the device computes for some milliseconds, and the host stays awake for as long as half of it, as it does between steps
+idle      the device has nothing to do, and the host has just been at work
+busy      the device computes for some milliseconds, and the host stays awake for half of them, as it does between steps
+behind    the same, and a graph was launched just before, as a step's tokens are sent behind its graph
 """
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from functools import partial
 from statistics import median
 
 import torch
@@ -24,6 +26,7 @@ SAMPLES = 9
 BUSY_S = 0.004
 COUNT = 256  # tokens of a step
 GRAPH_KERNELS = 200
+GRAPH = f"graph of {GRAPH_KERNELS} kernels"
 Call = Callable[[], object]
 
 
@@ -32,15 +35,20 @@ def measure_calls(context: Context, launch: Call) -> None:
     size = context.size(4096, 64)
     matrix = torch.randn(size, size, device=context.device).to(context.dtype)
     occupy = _occupation(context, lambda: torch.mm(matrix, matrix))
+    calls = _calls(context, launch)
+    situations: dict[str, Call] = {"idle": lambda: None, "busy": occupy}
+    if (replay := calls.get(GRAPH)) is not None:
+        situations["behind"] = partial(_in_turn, occupy, replay)
     taken: dict[str, dict[str, float]] = {}
-    for name, call in _calls(context, launch).items():
+    for name, call in calls.items():
         call()
         taken[name] = {
-            "idle": 1e6 * median([_taken_s(context, call, lambda: None) for _ in range(SAMPLES)]),
-            "busy": 1e6 * median([_taken_s(context, call, occupy) for _ in range(SAMPLES)]),
+            situation: 1e6 * median([_taken_s(context, call, before) for _ in range(SAMPLES)])
+            for situation, before in situations.items()
         }
     row = Row(name=HOST_CALLS, value=sum(each["busy"] for each in taken.values()), facts={"us": taken})
-    row.note = "busy (idle): " + ", ".join(f"{name} {us['busy']:.0f} ({us['idle']:.0f})" for name, us in taken.items())
+    told = (f"{name} {' / '.join(f'{us:.0f}' for us in found.values())}" for name, found in taken.items())
+    row.note = f"{' / '.join(situations)}: {', '.join(told)}"
     context.emit(row)
 
 
@@ -61,9 +69,13 @@ def _calls(context: Context, launch: Call) -> dict[str, Call]:
         with torch.cuda.graph(graph):
             for _ in range(GRAPH_KERNELS):
                 tokens.add_(1)
-        calls |= {"event": event.record, "wait for what is over": passed.synchronize}
-        calls[f"graph of {GRAPH_KERNELS} kernels"] = graph.replay
+        calls |= {"event": event.record, "wait for what is over": passed.synchronize, GRAPH: graph.replay}
     return calls
+
+
+def _in_turn(*calls: Call) -> None:
+    for call in calls:
+        call()
 
 
 def _occupation(context: Context, product: Call) -> Call:
