@@ -10,7 +10,7 @@ import pytest
 from sqlalchemy.exc import TimeoutError as PoolTimeout
 
 from appliance.api.admin.system_shapes import system_shape
-from appliance.console import live_stream
+from appliance.console import error_pages, live_stream
 from appliance.console.context import Console
 from appliance.console.live_board import prompt_history
 from appliance.metering.prices import PriceBook
@@ -357,6 +357,7 @@ async def test_who_is_signed_in_keeps_the_menu_on_a_path_that_is_nowhere(box: Bo
     assert 'href="/tenants"' in page.text
     assert "alice" in page.text
     assert 'href="/tenants"' not in visitor.text
+    assert (error_pages.NOT_FOUND if status == 404 else error_pages.NOT_FOR_LINKS) in page.text
 
 
 async def test_a_path_that_is_nowhere_is_told_while_the_database_is_away(box: Box, monkeypatch: pytest.MonkeyPatch) -> None:
