@@ -30,7 +30,8 @@ from appliance.base.errors import GatehouseError
 from appliance.base.journal import Journal
 from appliance.base.settings import Settings, UnusableData
 from appliance.base.version import current_version
-from appliance.console.routes import answer_unknown_path, create_console_router
+from appliance.console.routes import create_console_router
+from appliance.console.strayed import answer_unknown_path
 from appliance.metering import sealed_secrets
 from appliance.metering.alerts.outbox_history import OutboxHistory
 from appliance.metering.box_records import BoxRecords
@@ -359,9 +360,8 @@ async def _start(appliance: Appliance) -> None:
     try:
         await appliance.start()
     except (SQLAlchemyError, CommandError) as error:
-        raise CannotStart(
-            f"the database cannot be used: {reason_of(error)}; check --database and `gatehouse doctor`"
-        ) from error
+        reason = f"the database cannot be used: {reason_of(error)}; check --database and `gatehouse doctor`"
+        raise CannotStart(reason) from error
     except (UnusableData, ValueError, EpochEnded) as error:
         raise CannotStart(str(error)) from error
 

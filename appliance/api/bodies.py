@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from itertools import islice
 from typing import Any, TypeVar
 
 import msgspec
@@ -23,6 +24,9 @@ _WORDS = {
     "array": ("a list",), "bool": ("true", "false"), "float": ("a number",), "int": ("a whole number",), "null": ("null",),
     "object": ("an object",), "str": ("a string",),
 }  # fmt: skip
+_STRUCTURE = re.compile(rb'"(?:[^"\\]|\\.)*"|[\[\]{}]')
+_LEVELS_MANY = 200  # fewer than the decoder takes, and more than anybody means
+_TOKENS_MAX = 100_000  # some 50 ms: it is one client's fault, and others wait
 _MISSING = re.compile(r"Object missing required field `(?P<name>[^`]*)`")
 
 
@@ -37,7 +41,8 @@ def decode_body(body: bytes, kind: type[T]) -> T:
             raise InvalidValue("the body is empty; send a JSON object") from error
         raise InvalidValue(f"the body is not valid UTF-8 JSON: {_fault(body, error)}", param=_field_at_fault(body)) from error
     except RecursionError as error:
-        raise InvalidValue("the body is nested too deeply") from error
+        name = _deep_field(body)
+        raise InvalidValue(f"{name or 'the body'} is nested too deeply", param=name) from error
 
 
 def named(body: msgspec.Struct) -> dict[str, Any]:
@@ -63,6 +68,24 @@ def _field_at_fault(body: bytes) -> str | None:
         return None
     names = fields if isinstance(fields, dict) else {}
     return next((name for name, value in names.items() if not _is_text(name) or not _is_text(value)), None)
+
+
+def _deep_field(body: bytes) -> str | None:
+    """Return the field of the body whose lists and objects lie the most levels within each other, if that is found soon."""
+    if body.lstrip()[:1] != b"{":
+        return None
+    depth, text = 0, b""
+    for token in islice(_STRUCTURE.finditer(body), _TOKENS_MAX):
+        found = token[0]
+        if found in b"[{":
+            depth += 1
+        elif found in b"]}":
+            depth -= 1
+        elif depth == 1:
+            text = found  # of one level the last text is the name of what comes
+        if depth > _LEVELS_MANY:
+            return text[1:-1].decode("utf-8", "replace") or None
+    return None
 
 
 def _is_text(value: object) -> bool:

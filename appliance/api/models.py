@@ -10,8 +10,7 @@ from litestar.params import FromPath
 
 from appliance.api.auth import authenticate_tenant
 from appliance.api.services_of import services_of
-from appliance.base.errors import ModelNotFound
-from appliance.serving.model_registry import ServedModel
+from appliance.serving.model_registry import ServedModel, no_such_model
 
 OWNER = "gatehouse"
 
@@ -48,7 +47,7 @@ async def retrieve_model(request: Request[Any, Any, Any], model_id: FromPath[str
     name = model_id.removeprefix("/")
     model = services_of(request).models.get(name)
     if not principal.may_use(model.name):
-        raise ModelNotFound(f"the model {name!r} does not exist here", param="model")
+        raise no_such_model(name)
     return model_shape(model)
 
 

@@ -17,6 +17,7 @@ from appliance.serving.generation import Generation
 
 EVENT_STREAM = "text/event-stream"
 PING_AFTER_S = 15.0
+LOGPROBS_AT_ONCE = 8  # tokens; more of them have piled up for a slow reader, and take long to encode
 HEADERS: list[tuple[bytes, bytes]] = [
     (b"content-type", f"{EVENT_STREAM}; charset=utf-8".encode()),
     (b"cache-control", b"no-cache"),
@@ -82,7 +83,11 @@ async def chat_frames(
         yield framer.first()
         while not chunks.ended:
             ready = await chunks.take(ping_after_s)
-            if ready:
+            if sum(len(chunk.logprobs) for chunk in ready) > LOGPROBS_AT_ONCE:
+                for chunk in ready:
+                    await _others_turn()
+                    yield framer.text(chunk)
+            elif ready:
                 yield framer.text(ready[0]) if len(ready) == 1 else b"".join(framer.text(chunk) for chunk in ready)
             elif not chunks.ended:
                 yield PING
@@ -91,6 +96,13 @@ async def chat_frames(
     except Exception:  # HTTP edge: a stream that merely stops would be taken for a complete answer
         log.exception("stream failed", request_id=generation.request_id)
         yield _error_frame(InternalError("the answer could not be sent"))
+
+
+async def _others_turn() -> None:
+    """Let others run before a part of a backlog is encoded. A client that has left wakes this task before the one that listens
+    for that, which cancels this one a turn of the loop later: nothing is encoded for it."""
+    for _ in range(2):
+        await asyncio.sleep(0)
 
 
 def _error_frame(error: GatehouseError) -> LastFrame:

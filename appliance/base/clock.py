@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from datetime import UTC, datetime
 from typing import Protocol
@@ -36,3 +37,24 @@ def rfc3339(moment: datetime) -> str:
     if moment.tzinfo is None:
         raise ValueError("a time without a zone cannot be shown")
     return moment.astimezone(UTC).isoformat(timespec="milliseconds").replace("+00:00", "Z")
+
+
+def spoken(wait_s: float) -> str:
+    """Return how long to wait, as people say it, and never too short: 20 ms, 13 s, 4 min 5 s, 3 h 12 min, 2 d 7 h."""
+    milliseconds = max(1, math.ceil(wait_s * 1000))
+    if milliseconds < 1000:
+        return f"{milliseconds} ms"
+    seconds = math.ceil(milliseconds / 1000)
+    if seconds < 60:
+        return f"{seconds} s"
+    if seconds < 3600:
+        return _two_units(seconds, 60, "min", "s")
+    minutes = math.ceil(seconds / 60)
+    if minutes < 24 * 60:
+        return _two_units(minutes, 60, "h", "min")
+    return _two_units(math.ceil(minutes / 60), 24, "d", "h")
+
+
+def _two_units(length: int, size: int, large: str, small: str) -> str:
+    whole, rest = divmod(length, size)
+    return f"{whole} {large} {rest} {small}" if rest else f"{whole} {large}"

@@ -23,7 +23,13 @@ _OF_THE_MOMENT = frozenset(
     )
 )
 _PRIMARY_CODE = 0xFF  # the rest of a code says more of the same
-_READ_ONLY = "25006"  # of PostgreSQL: a standby that is not in charge yet, or no longer
+# Of PostgreSQL's errors, by their class (https://www.postgresql.org/docs/current/errcodes-appendix.html): no connection, none
+# with this password, a transaction that others undid, no memory or disk or connection left, ended by the operator or by a time
+# limit, a file system that fails. The driver's kinds hold more: too many arguments, a savepoint that nobody set.
+_CLASSES_OF_THE_MOMENT = frozenset(("08", "28", "40", "53", "57", "58"))
+# A standby that is not in charge (any more), a transaction that was left open for too long, a lock that was not free in time.
+_STATES_OF_THE_MOMENT = frozenset(("25006", "25P03", "55P03"))
+_PROTOCOL_VIOLATION = "08P01"
 
 
 def as_outage(error: Exception, method: str) -> Overloaded | None:
@@ -40,11 +46,14 @@ def as_outage(error: Exception, method: str) -> Overloaded | None:
 def _is_outage(error: Exception) -> bool:
     if isinstance(error, PoolTimeout):
         return True
-    if isinstance(error, InternalError):
-        return getattr(error.orig, "sqlstate", None) == _READ_ONLY
-    if not isinstance(error, OperationalError | InterfaceError):
+    if not isinstance(error, OperationalError | InterfaceError | InternalError):
         return False
+    if error.connection_invalidated:
+        return True
     if isinstance(error.orig, sqlite3.Error):
         code = getattr(error.orig, "sqlite_errorcode", None)
         return code is not None and code & _PRIMARY_CODE in _OF_THE_MOMENT
-    return True
+    state = getattr(error.orig, "sqlstate", None)
+    if state is None:
+        return isinstance(error, OperationalError)  # the driver's own: no server has answered
+    return state in _STATES_OF_THE_MOMENT or (state[:2] in _CLASSES_OF_THE_MOMENT and state != _PROTOCOL_VIOLATION)

@@ -171,6 +171,8 @@ class Journal:
             kernel.write(index, lines, end, lambda is_durable: self._on_written(batch, len(lines), is_durable))
             self._writing_since_s = time.monotonic()
         except Exception as error:  # noqa: BLE001 - whoever waits would do so for ever
+            if not isinstance(error, OSError):
+                _log.exception("the journal could not be written by the kernel")
             self._leave_to_thread(batch, f"{type(error).__name__}: {error}")
 
     def _on_written(self, batch: list[_Append], num_bytes: int, is_durable: bool) -> None:
@@ -235,6 +237,7 @@ class Journal:
             except OSError as raised:
                 error = raised
             except Exception as raised:  # noqa: BLE001 - a thread that ended would let everybody wait, and say nothing
+                _log.exception("the journal could not be written")
                 error = OSError(f"{type(raised).__name__}: {raised}")
             self._last_error = None if error is None else f"{type(error).__name__}: {error}"
             self._writing_since_s = None

@@ -10,6 +10,7 @@ import typer
 from appliance.base.ids import is_id
 from appliance.base.money import PICOS_PER_MICRO, format_exactly
 from appliance.cli import output
+from appliance.cli.confirmation import Yes, ask_for_name, needs_terminal
 from appliance.cli.failure import CommandFailed, WrongUsage
 from appliance.cli.options import AsJson, DatabaseUrl, DataDir, settings_from
 from appliance.tenancy.fields import LIMIT_MAX
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
 app = typer.Typer(help="The tenants of the appliance.", no_args_is_help=True)
 
 COLUMNS = ("id", "name", "tier", "weight", "limits", "limit_mode", "allowed_models", "suspended", "archived", "created_at")
+ARCHIVED = "Its keys are refused and it is hidden from lists, for good. Its ledger and its invoices are kept."
 
 Which = Annotated[str, typer.Argument(metavar="TENANT", help="A tenant's id or name.")]
 LimitOption = Annotated[str | None, typer.Option(metavar="N", help="A whole number, or `none` for no limit.")]
@@ -178,11 +180,19 @@ def update(
 
 
 @app.command("archive")
-def archive(which: Which, as_json: AsJson = False, data_dir: DataDir = None, database: DatabaseUrl = None) -> None:
-    """Archive a tenant. Its keys stop working at once; its usage and invoices stay."""
+def archive(
+    which: Which, yes: Yes = False, as_json: AsJson = False, data_dir: DataDir = None, database: DatabaseUrl = None
+) -> None:
+    """Archive a tenant for good, once its name is typed. Usage and invoices stay."""
     from appliance.cli.connection import run
 
     settings = settings_from(data_dir, database)
+    if not yes:
+        needs_terminal("archiving a tenant cannot be undone")
+        tenant = run(settings, lambda client: find(client, which))
+        if not tenant["archived"]:
+            ask_for_name(tenant["name"], ARCHIVED)
+        which = tenant["id"]
     _print(run(settings, at_tenant(which, "DELETE")), settings, as_json=as_json)
 
 

@@ -31,6 +31,7 @@ HEADINGS = {
 }
 INTERNAL = "Internal error."
 CHANGE_UNKNOWN = "Internal error. Check whether the change was made before you send it again."
+NOT_FOR_LINKS = "This address takes what a form sends. Open the page of the form and send it from there."
 NOT_FOUND = "There is no such page, or what it showed was removed."
 
 
@@ -57,7 +58,8 @@ def _describe(request: ConsoleRequest, error: Exception) -> tuple[int, str]:
     if isinstance(error, GatehouseError):
         return error.status, sentence(error.message)
     if isinstance(error, HTTPException) and error.status_code < 500:
-        return error.status_code, NOT_FOUND if error.status_code == 404 else sentence(error.detail)
+        own_words = {404: NOT_FOUND, 405: NOT_FOR_LINKS}
+        return error.status_code, own_words.get(error.status_code, sentence(error.detail))
     return 500, INTERNAL if request.method in ("GET", "HEAD") else CHANGE_UNKNOWN
 
 

@@ -123,7 +123,10 @@ def amount(picos: int | None, currency: str) -> str:
 
 def budget(micros: int | None, currency: str) -> str:
     """Return an amount in micro-units, with as many decimals as it needs and at least two."""
-    return NOTHING if micros is None else f"{units(micros)} {currency}"
+    if micros is None:
+        return NOTHING
+    whole, _, decimals = units(abs(micros)).partition(".")
+    return f"{'-' if micros < 0 else ''}{int(whole):,}.{decimals} {currency}"
 
 
 def units(micros: int | None) -> str:

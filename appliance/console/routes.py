@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from litestar import Response, Router
 from litestar.di import Provide
@@ -38,13 +37,11 @@ from appliance.console import (
 )
 from appliance.console.context import Console
 from appliance.console.error_pages import error_handler
-from appliance.console.rendering import STATIC_DIR, Pages
-from appliance.console.security import Connection, ConsoleRequest, SecurityHeaders, require_csrf_token, session_guard
+from appliance.console.rendering import STATIC_DIR
+from appliance.console.security import Connection, SecurityHeaders, require_csrf_token, session_guard
 
 if TYPE_CHECKING:
     from appliance.serving.services import Services
-
-ErrorHandler = Callable[[ConsoleRequest, Exception], Response[Any]]
 
 MODULES = (
     login, login_code, login_oidc, account, second_factor, overview, live_stream, requests, tenants, tenant_terms, people, keys,
@@ -75,17 +72,6 @@ def create_console_router(services: Services) -> Router:
         request_max_body_size=FORM_BYTES_MAX,
     )
     return Router(path="/", route_handlers=[pages, _static_files()], middleware=[SecurityHeaders()])
-
-
-def answer_unknown_path(services: Services, otherwise: ErrorHandler) -> ErrorHandler:
-    """Return the handler of errors outside every route: a page for a browser that strayed, `otherwise` for programs."""
-    show_page = error_handler(Pages(services))
-
-    def answer(request: ConsoleRequest, error: Exception) -> Response[Any]:
-        strayed = isinstance(error, NotFoundException) and "text/html" in request.headers.get("accept", "")
-        return show_page(request, error) if strayed else otherwise(request, error)
-
-    return answer
 
 
 def _static_files() -> Router:

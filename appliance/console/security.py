@@ -151,10 +151,7 @@ def session_guard(services: Services) -> Guard:
     async def guard(connection: Connection, handler: BaseRouteHandler) -> None:
         if connection.scope.get("method") not in SAFE_METHODS:
             require_own_origin(connection)
-        token = session_token(connection, services)
-        session = await services.sessions.resolve(token) if token else None
-        connection.state["session"] = session
-        connection.state["access"] = None if session is None else await resolve_access(services, session)
+        session = await recognise(connection, services)
         if session is not None:
             access = access_of(connection)
             act_as(access.actor)
@@ -166,6 +163,15 @@ def session_guard(services: Services) -> Guard:
             raise Unauthenticated("Sign in first.")
 
     return guard
+
+
+async def recognise(connection: Connection, services: Services) -> Session | None:
+    """Return the live session of a connection, if any, and keep it with what its member may see where pages find both."""
+    token = session_token(connection, services)
+    session = await services.sessions.resolve(token) if token else None
+    connection.state["session"] = session
+    connection.state["access"] = None if session is None else await resolve_access(services, session)
+    return session
 
 
 async def resolve_access(services: Services, session: Session) -> Access:

@@ -7,10 +7,12 @@ from collections import deque
 from appliance.serving.text_output import Chunk, joined
 from appliance.serving.wakeup import Wakeup
 
+LOGPROBS_JOINED_MAX = 32  # tokens; some 2 ms of encoding, with the twenty likeliest of each
+
 
 class ChunkQueue:
-    """Holds about `limit` chunks: beyond it a further one is joined to the last of its answer, if there is one, so memory is
-    bounded by the answers' own length. It has one reader."""
+    """Holds about `limit` chunks: beyond it a further one is joined to the last of its answer, if there is one that names fewer
+    than LOGPROBS_JOINED_MAX tokens, so memory is bounded by the answers' own length. It has one reader."""
 
     def __init__(self, limit: int) -> None:
         self._limit = limit
@@ -52,6 +54,8 @@ class ChunkQueue:
         """Join `chunk` to the last one of its answer; return whether there was one."""
         for place in range(len(self._chunks) - 1, -1, -1):
             if self._chunks[place].index == chunk.index:
+                if len(self._chunks[place].logprobs) >= LOGPROBS_JOINED_MAX:
+                    return False
                 self._chunks[place] = joined(self._chunks[place], chunk)
                 return True
         return False

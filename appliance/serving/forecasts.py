@@ -5,13 +5,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from appliance.base.clock import Clock
-from appliance.base.errors import GatehouseError, ModelNotFound
+from appliance.base.errors import GatehouseError
 from appliance.metering.limits.admission import Admission, Forecast
 from appliance.metering.limits.queue import known_wait_s
 from appliance.metering.limits.refusals import not_priced, refusal
 from appliance.metering.limits.rules import Asked
 from appliance.metering.prices import PriceBook
-from appliance.serving.model_registry import ModelRegistry, ServedModel
+from appliance.serving.model_registry import ModelRegistry, ServedModel, no_such_model
 from appliance.serving.prompting import output_room
 from appliance.serving.request_limits import RequestLimits
 from appliance.tenancy.fields import DEFAULT_SCOPES, INFERENCE_SCOPE
@@ -121,7 +121,7 @@ class Forecasts:
             principal.check_scope(INFERENCE_SCOPE)
             served = self._served(question.model)
             if served is None:
-                return ModelNotFound(f"the model {question.model!r} does not exist here", param="model")
+                return no_such_model(question.model)
             principal.check_model(question.model)
             if served.max_model_len is not None:
                 output_room(

@@ -52,9 +52,14 @@ class ModelRegistry:
         """Return the model. Raises ModelNotFound."""
         model = self._models.get(name)
         if model is None:
-            raise ModelNotFound(f"the model {name!r} does not exist here", param="model")
+            raise no_such_model(name)
         return model
 
     def list(self) -> list[ServedModel]:
         """Return every served model in the order of the settings."""
         return list(self._models.values())
+
+
+def no_such_model(name: str) -> ModelNotFound:
+    """Return what is told of a name that nobody serves, or that this key does not learn of."""
+    return ModelNotFound(f"the model {name!r} does not exist here; GET /v1/models lists those that do", param="model")

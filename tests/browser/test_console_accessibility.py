@@ -98,8 +98,9 @@ async def test_no_page_is_wider_than_a_telephone(site: Site) -> None:
     assert wide == []
 
 
-async def test_no_table_is_wider_than_its_frame_on_a_laptop(site: Site) -> None:
-    page = await site.alice(viewport={"width": 1280, "height": 800})
+@pytest.mark.parametrize("width", [768, 1024, 1280])
+async def test_no_table_is_wider_than_its_frame_on_a_tablet_and_a_laptop(site: Site, width: int) -> None:
+    page = await site.alice(viewport={"width": width, "height": 800})
     cut = []
     for path in await pages(site):
         await page.goto(path)

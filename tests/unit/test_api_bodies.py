@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 import structlog
 
@@ -189,3 +190,30 @@ async def test_who_leaves_before_the_body_is_whole_is_no_fault_of_ours(
 
     assert sent[0]["status"] == 400
     assert [entry for entry in logs if entry["log_level"] not in ("debug", "info")] == []
+
+
+class Deep(msgspec.Struct, forbid_unknown_fields=True):
+    """A body with a field that takes anything."""
+
+    model: str = ""
+    tools: Any = None
+    metadata: Any = None
+
+
+@pytest.mark.parametrize(("start", "end"), [("[", "]"), ('{"a":', "}")])
+def test_a_field_that_is_nested_too_deeply_is_named(start: str, end: str) -> None:
+    deep = start * 3000 + "1" + end * 3000
+    body = f'{{"model": "a \\" [[[", "metadata": {{"tools": [[["x"]]]}}, "tools": {deep}}}'
+    with pytest.raises(InvalidValue, match="tools is nested too deeply") as refused:
+        decode_body(body.encode(), Deep)
+    assert refused.value.param == "tools"
+
+
+def test_the_search_for_a_deep_field_ends_soon() -> None:
+    body = b'{"metadata": [' + b"[]," * 200_000 + b'1], "tools": ' + b"[" * 3000 + b"]" * 3000 + b"}"
+    with pytest.raises(InvalidValue, match="the body is nested too deeply"):
+        decode_body(body, Deep)
+
+
+def test_the_last_of_two_values_counts() -> None:
+    assert decode_body(b'{"model": "a", "model": "b"}', Deep).model == "b"

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import psycopg
 import pytest
-from sqlalchemy.exc import InternalError, OperationalError
+from sqlalchemy.exc import InterfaceError, InternalError, OperationalError
 from sqlalchemy.exc import TimeoutError as PoolTimeout
 
 from appliance.base.database_errors import as_outage
@@ -76,6 +76,25 @@ def test_only_who_may_have_changed_something_is_told_to_look(method: str, told: 
     outage = as_outage(PoolTimeout("QueuePool limit reached"), method)
     assert outage is not None
     assert ("see whether a change was made" in outage.message) == told
+
+
+@pytest.mark.parametrize(
+    ("state", "outage"),
+    [
+        ("08006", True), ("28P01", True), ("40P01", True), ("53100", True), ("53300", True), ("55P03", True),
+        ("57014", True), ("57P01", True), ("57P03", True), ("58030", True), ("08P01", False),
+        ("3B001", False), ("54023", False), ("55000", False),
+    ],
+)  # fmt: skip
+def test_postgresql_says_by_its_code_whether_it_is_a_moment_or_a_bug(state: str, outage: bool) -> None:
+    error = OperationalError("SELECT 1", (), psycopg.errors.lookup(state)("what it says"))
+    assert (as_outage(error, "GET") is not None) == outage
+
+
+def test_a_connection_that_broke_is_an_outage_and_one_that_was_misused_is_not() -> None:
+    closed = psycopg.InterfaceError("the connection is closed")
+    assert as_outage(InterfaceError("SELECT 1", (), closed, connection_invalidated=True), "GET") is not None
+    assert as_outage(InterfaceError("SELECT 1", (), psycopg.InterfaceError("no result")), "GET") is None
 
 
 def test_a_statement_that_is_wrong_is_no_outage(tmp_path: Path) -> None:

@@ -17,6 +17,7 @@ from appliance.api.sse import EventStream, LastFrame, chat_frames
 from appliance.base.db import Database
 from appliance.metering.ledger.records import Usage
 from appliance.metering.limits.admission import RateLimit, RateLimitState
+from appliance.serving.chunk_queue import LOGPROBS_JOINED_MAX, ChunkQueue
 from appliance.serving.endings import Outcome
 from appliance.serving.text_output import Chunk, NamedLogprob
 from tests.support.cast import Cast
@@ -136,6 +137,71 @@ def test_of_a_whole_answer_the_collector_has_no_more_to_look_through_for_its_log
     said = {"token": "é", "logprob": -0.5, "bytes": names["é"], "top_logprobs": rivals}
     assert [choice["logprobs"] for choice in body["choices"]] == [{"content": [said] * 500, "refusal": None}] * 2
     assert [choice["message"]["content"] for choice in body["choices"]] == ["é" * 500] * 2
+
+
+def named(tokens: int) -> Chunk:
+    entry = NamedLogprob(token="a", token_bytes=b"a", logprob=-0.5)
+    return Chunk(text="a" * tokens, completion_tokens=tokens, cached_tokens=0, logprobs=[entry] * tokens)
+
+
+def test_log_probabilities_of_a_slow_reader_are_joined_to_pieces_of_a_bounded_size() -> None:
+    queue = ChunkQueue(4)
+    for _ in range(1000):
+        queue.put(named(1))
+    queue.close()
+    pieces = asyncio.run(queue.take(1.0))
+
+    assert max(len(piece.logprobs) for piece in pieces) == LOGPROBS_JOINED_MAX
+    assert sum(len(piece.logprobs) for piece in pieces) == 1000
+    assert len(pieces) < 50
+
+
+async def test_nothing_is_encoded_of_the_backlog_of_a_client_that_has_left(box: Serving, cast: Cast) -> None:
+    generation = await box.start(cast.bob, [STALL, 5])
+    encoded: list[Chunk] = []
+    making = framer(logprobs=True)
+    text = making.text
+    making.text = lambda chunk: encoded.append(chunk) or text(chunk)  # type: ignore[method-assign, func-returns-value]
+    blocked, left = asyncio.Event(), asyncio.Event()
+
+    async def send(message: Any) -> None:
+        if message["type"] == "http.response.body":
+            blocked.set()
+            await left.wait()
+
+    async def receive() -> Any:
+        await left.wait()
+        return {"type": "http.disconnect"}
+
+    scope: Any = {}
+    app: Any = EventStream(chat_frames(generation, making)).to_asgi_response()
+    sending = asyncio.create_task(app(scope, receive, send))
+    await blocked.wait()
+    for _ in range(10):
+        generation.chunks.put(named(20))
+    left.set()  # which wakes the sender first
+    await sending
+    generation.leave("disconnected")
+    await generation.outcome
+
+    assert encoded == []
+
+
+async def test_others_run_between_the_pieces_of_a_backlog(box: Serving, cast: Cast) -> None:
+    generation = await box.start(cast.bob, [STALL, 5])
+    frames = chat_frames(generation, framer(logprobs=True))
+    await anext(frames)
+    for _ in range(5):
+        generation.chunks.put(named(20))
+    turns: list[int] = []
+    asyncio.get_running_loop().call_soon(turns.append, 1)
+    first = await anext(frames)
+
+    assert turns == [1]
+    assert len(payload(first)["choices"][0]["logprobs"]["content"]) == 20
+    generation.leave("disconnected")
+    await generation.outcome
+    await frames.aclose()  # type: ignore[attr-defined]
 
 
 async def test_every_frame_of_a_stream_says_its_service_tier_when_the_request_said_one(box: Serving, cast: Cast) -> None:

@@ -12,6 +12,7 @@ from threading import Event, Thread
 from typing import Any
 
 import pytest
+import structlog
 
 from appliance.base import journal as journal_module
 from appliance.base.aio_writer import BLOCK_BYTES
@@ -225,9 +226,10 @@ async def test_no_error_ends_the_thread(tmp_path: Path, monkeypatch: pytest.Monk
     journal = Journal(tmp_path / "j")
     with monkeypatch.context() as failing:
         failing.setattr(os, "pwrite", _no_memory)
-        with pytest.raises(OSError, match="MemoryError"):
+        with pytest.raises(OSError, match="MemoryError"), structlog.testing.capture_logs() as logs:
             await asyncio.wait_for(journal.append(b"refused"), 60)
         assert "MemoryError" in str(journal.last_error)
+        assert [line["event"] for line in logs if line.get("exc_info")] != []  # with its traceback
     await until(lambda: journal.last_error is None)
     await journal.append(b"after")
     assert left_in(tmp_path / "j") == [b"after"]

@@ -215,7 +215,7 @@ def test_a_tenant_lives_through_its_commands(typed: Any) -> None:
     changed = typed("tenants", "update", "bob", "--tokens-per-minute", "none", "--model", "all", "--suspend", "--json").json()
     assert (changed["limits"]["tokens_per_minute"], changed["allowed_models"], changed["suspended"]) == (None, None, True)
     assert typed("tenants", "show", made["id"], "--json").json() == changed
-    assert typed("tenants", "archive", "bob", "--json").json()["archived"] is True
+    assert typed("tenants", "archive", "bob", "--yes", "--json").json()["archived"] is True
     assert typed("tenants", "list", "--json").json() == {"data": []}
     assert [row["name"] for row in typed("tenants", "list", "--archived", "--json").json()["data"]] == ["bob"]
 

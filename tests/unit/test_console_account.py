@@ -8,6 +8,7 @@ import pytest
 
 from appliance.console.login_attempts import PER_ACCOUNT
 from appliance.tenancy.devices import device_of
+from appliance.tenancy.members import PASSWORD_CHARS_MIN
 from tests.support.cast import ALICE_PASSWORD
 from tests.support.clock import FakeClock
 from tests.support.console_fixtures import Box, Browser
@@ -150,3 +151,9 @@ async def test_a_user_agent_is_shown_escaped(box: Box) -> None:
     alice = await device(box, "<script>alert(1)</script>")
 
     assert "<script>alert" not in (await alice.get("/account")).text
+
+
+async def test_the_page_says_how_long_a_password_is_to_be(box: Box) -> None:
+    page = await (await box.alice()).get("/account")
+
+    assert f"At least {PASSWORD_CHARS_MIN} characters; without a second factor choose 15 or more." in page.text

@@ -92,7 +92,7 @@ async def test_a_test_is_written_and_its_delivery_listed_until_there_were_too_ma
         await alice.post(f"{path}/test")
     refused = await alice.post(f"{path}/test")
     assert refused.status_code == 422
-    assert f"A webhook takes {TESTS_PER_HOUR_MAX} tests an hour." in refused.text
+    assert f"A webhook takes {TESTS_PER_HOUR_MAX} tests an hour; try again in 1 h." in refused.text
 
 
 async def test_a_delivery_says_what_it_told(box: Box, clock: FakeClock) -> None:

@@ -15,6 +15,14 @@ from tests.support.clock import START
 
 
 @pytest.mark.parametrize(
+    ("micros", "text"),
+    [(0, "0.00 EUR"), (12_500_000_000, "12,500.00 EUR"), (1_234_567, "1.234567 EUR"), (-500_000, "-0.50 EUR"), (None, "–")],
+)
+def test_budgets_group_their_thousands_as_counts_do(micros: int | None, text: str) -> None:
+    assert formatting.budget(micros, "EUR") == text
+
+
+@pytest.mark.parametrize(
     ("value", "text"),
     [(0, "0"), (99_999, "99,999"), (100_000, "100 k"), (1_036_020, "1.04 M"), (2_500_000_000, "2.5 G"), (None, "–")],
 )

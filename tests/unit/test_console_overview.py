@@ -7,9 +7,10 @@ import re
 from typing import Any
 
 import pytest
+from sqlalchemy.exc import TimeoutError as PoolTimeout
 
 from appliance.api.admin.system_shapes import system_shape
-from appliance.console import live_stream
+from appliance.console import error_pages, live_stream
 from appliance.console.context import Console
 from appliance.console.live_board import prompt_history
 from appliance.metering.prices import PriceBook
@@ -344,6 +345,32 @@ async def test_a_path_that_is_nowhere_is_a_page_for_a_browser_and_an_error_objec
     assert "There is no such page" in page.text
     assert page.headers["x-frame-options"] == "DENY"
     assert program.json()["error"]["code"] == "not_found"
+
+
+@pytest.mark.parametrize(("path", "status"), [("/nothing/here", 404), ("/tenants/tn_x/nothing", 404), ("/logout", 405)])
+async def test_who_is_signed_in_keeps_the_menu_on_a_path_that_is_nowhere(box: Box, path: str, status: int) -> None:
+    browser = "text/html,application/xhtml+xml,*/*;q=0.8"
+    page = await (await box.alice()).get(path, Accept=browser)
+    visitor = await box.visitor().get(path, Accept=browser)
+
+    assert (page.status_code, visitor.status_code) == (status, status)
+    assert 'href="/tenants"' in page.text
+    assert "alice" in page.text
+    assert 'href="/tenants"' not in visitor.text
+    assert (error_pages.NOT_FOUND if status == 404 else error_pages.NOT_FOR_LINKS) in page.text
+
+
+async def test_a_path_that_is_nowhere_is_told_while_the_database_is_away(box: Box, monkeypatch: pytest.MonkeyPatch) -> None:
+    alice = await box.alice()
+
+    async def away(_token: str) -> None:
+        raise PoolTimeout
+
+    monkeypatch.setattr(box.services.sessions, "resolve", away)
+    page = await alice.get("/nothing/here", Accept="text/html")
+
+    assert page.status_code == 503
+    assert "err_" in page.text
 
 
 async def test_the_stream_ends_when_the_appliance_is_shutting_down(box: Box) -> None:

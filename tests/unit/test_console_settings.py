@@ -119,7 +119,7 @@ async def test_what_the_box_costs_leads_to_the_cost_of_a_million_tokens_and_to_b
         HostedPrice(name="Hosted small", prompt=100_000, completion=300_000),
     )
     page = (await alice.get("/settings")).text
-    for text in ("1300.00 EUR", "Hosted large", "3.60 EUR", "entered by the operator", "total month"):
+    for text in ("1,300.00 EUR", "Hosted large", "3.60 EUR", "entered by the operator", "total month"):
         assert text in page, text
     assert "Hosted small; 0.10; 0.30</textarea>" in (await alice.fragment("/settings/economics")).text
 

@@ -224,6 +224,22 @@ async def test_a_hard_budget_that_is_lowered_ends_what_runs_at_its_next_token(
     await check(box, generation, "aborted", "budget_exceeded")
 
 
+@pytest.mark.parametrize(("before", "end"), [(False, ("aborted", "budget_exceeded")), (True, ("length", None))])
+async def test_whether_a_budget_is_hard_can_be_changed_under_a_running_request(
+    box: Serving, database: Database, clock: FakeClock, cast: Cast, before: bool, end: tuple[str, str | None]
+) -> None:
+    bob = await hard_budget(database, clock, cast.bob, len(box.ids(TEXT)) + 300, cut=before)
+    box.engine.allow(0)
+    generation = await box.start(bob, TEXT, max_tokens=1000)
+    box.engine.allow(290)
+    await until(lambda: generation.live.completion_tokens == 290)
+
+    await Tenants(database, clock).update(bob.tenant.id, TenantChanges(cut_at_budget=not before), access=WHOLE_BOX)
+    await box.generations._watch.look()
+    box.engine.allow(710)
+    await check(box, generation, *end)
+
+
 async def test_a_budget_that_is_not_hard_never_cuts_an_answer(
     box: Serving, database: Database, clock: FakeClock, cast: Cast
 ) -> None:

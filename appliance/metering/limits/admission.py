@@ -160,6 +160,9 @@ class Admission:
         below what they need. `principals` are by the id of the key, `policies` by model. A limit that has had no request yet
         counts from the next one on."""
         at, touched = self._moment(), set()
+        for running in self._live:
+            if (principal := principals.get(running.work.key_id)) is not None:
+                running.cut_at_budget = principal.tenant.cut_at_budget
         waiting = {(asked.principal.key.id, asked.model) for asked in self._asking.values()}
         for key_id, model in waiting | {(running.work.key_id, running.work.model) for running in self._live}:
             principal = principals.get(key_id)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from appliance.base.clock import spoken
 from appliance.base.errors import BudgetExceeded, ModelNotPriced, RateLimitExceeded, Refused, RequestExceedsLimit
 from appliance.base.money import PICOS_PER_MICRO, format_micros
 from appliance.metering.limits.quotas import LimitDecision
@@ -65,8 +66,8 @@ def _money(picos: int, currency: str) -> str:
 
 
 def _about(decision: LimitDecision) -> str:
-    wait_s = decision.wait_s or 0.0
-    return f"about {wait_s:.0f} s, when running requests have probably ended" if decision.estimated else f"{wait_s:.3f} s"
+    wait = spoken(decision.wait_s or 0.0)
+    return f"about {wait}, when running requests have probably ended" if decision.estimated else wait
 
 
 def _reason(decision: LimitDecision) -> str:

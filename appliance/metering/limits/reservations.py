@@ -62,7 +62,7 @@ class Reservation:
         self._moment = moment
         self._on_end = on_end
         self._on_recorded = on_recorded
-        self._cut_at_budget = cut_at_budget
+        self.cut_at_budget = cut_at_budget
         self._ended = False
         self.request_id: str | None = None
         """Of the record that its settlement goes to, once it is settled."""
@@ -85,7 +85,7 @@ class Reservation:
         self.output_tokens = completion_tokens
         if self._first is None and completion_tokens:
             self._first = (self._moment().monotonic_s, completion_tokens)
-        if not self._cut_at_budget or self._ended:
+        if not self.cut_at_budget or self._ended:
             return None
         at = self._moment()
         cost_picos = self.work.cost(cached_tokens, completion_tokens, rejected_tokens=rejected_tokens)

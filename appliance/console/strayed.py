@@ -1,0 +1,63 @@
+"""The page for a browser that asks for what no route has. No guard has run there, so the session is looked up as it is sent."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable
+from typing import TYPE_CHECKING, Any
+
+from litestar import Request, Response
+from litestar.exceptions import MethodNotAllowedException, NotFoundException
+from litestar.response.base import ASGIResponse
+from litestar.types import Receive, Scope, Send
+from sqlalchemy.exc import SQLAlchemyError
+
+from appliance.console.error_pages import error_handler
+from appliance.console.rendering import Html, Pages
+from appliance.console.security import ConsoleRequest, recognise
+
+if TYPE_CHECKING:
+    from appliance.serving.services import Services
+
+ErrorHandler = Callable[[ConsoleRequest, Exception], Response[Any]]
+
+
+def answer_unknown_path(services: Services, otherwise: ErrorHandler) -> ErrorHandler:
+    """Return the handler of errors outside every route: a page for a browser that strayed, `otherwise` for programs."""
+    show_page = error_handler(Pages(services))
+
+    def answer(request: ConsoleRequest, error: Exception) -> Response[Any]:
+        strayed = isinstance(error, NotFoundException | MethodNotAllowedException)
+        if not strayed or "text/html" not in request.headers.get("accept", ""):
+            return otherwise(request, error)
+
+        async def page() -> Html:
+            try:
+                await recognise(request, services)
+            except SQLAlchemyError as failure:
+                return show_page(request, failure)
+            return show_page(request, error)
+
+        return _Later(page)
+
+    return answer
+
+
+class _Later(Response[str]):
+    """An answer that is made as it is sent: a handler of errors is no coroutine and cannot wait for the database."""
+
+    def __init__(self, page: Callable[[], Awaitable[Html]]) -> None:
+        super().__init__("")
+        self._page = page
+
+    def to_asgi_response(self, app: Any, request: Request[Any, Any, Any], **_options: Any) -> ASGIResponse:  # noqa: ARG002 - theirs
+        return _Sending(self._page, request)
+
+
+class _Sending(ASGIResponse):
+    def __init__(self, page: Callable[[], Awaitable[Html]], request: Request[Any, Any, Any]) -> None:
+        super().__init__()
+        self._page, self._request = page, request
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        page = await self._page()
+        await page.to_asgi_response(app=None, request=self._request)(scope, receive, send)

@@ -1,0 +1,30 @@
+"""What a refused client reads: the limit, what it needs, and when to come back in words of people."""
+
+from __future__ import annotations
+
+import pytest
+
+from appliance.base.errors import RateLimitExceeded
+from appliance.metering.limits.quotas import LimitDecision
+from appliance.metering.limits.refusals import refusal
+
+
+def refused(wait_s: float, *, held: bool = False) -> LimitDecision:
+    return LimitDecision(
+        allowed=False, scope="key", kind="tokens_per_day", need=800, limit=1000, level=300, wait_s=wait_s, held=held
+    )
+
+
+def test_a_limit_of_the_day_tells_hours_and_minutes_and_the_exact_wait_goes_into_headers() -> None:
+    error = refusal([refused(3 * 3600 + 11 * 60 + 7.25)])
+    assert error.message == (
+        "the key's limit of 1000 tokens per day is reached: the request needs 800 tokens, 300 are left; try again in 3 h 12 min"
+    )
+    assert isinstance(error, RateLimitExceeded)
+    assert error.retry_after_s == pytest.approx(11_467.25)
+
+
+def test_a_wait_for_running_requests_says_that_it_is_a_guess() -> None:
+    assert refusal([refused(42.0, held=True)]).message.endswith(
+        "try again in about 42 s, when running requests have probably ended, or ask for fewer max_tokens"
+    )
