@@ -16,7 +16,7 @@ from unittest import mock
 import aiosqlite
 
 WAITING = "BEGIN IMMEDIATE"
-_in_its_thread = aiosqlite.Connection._execute
+_in_its_thread: Callable[..., Any] = aiosqlite.Connection._execute
 _busy: set[aiosqlite.Connection] = set()
 """Those whose thread has something to do, from which a cancelled task may have gone away."""
 

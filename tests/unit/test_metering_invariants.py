@@ -37,9 +37,10 @@ PRICE = {"prompt": 1_500_000, "cached_prompt": 150_000, "completion": 6_000_000}
 
 def on_either_database(names: str, *cases: Any) -> pytest.MarkDecorator:
     """Cases of a test that each run on one of the two databases, in turn: both read what is compared by the same statement."""
-    given = [case if isinstance(case, tuple) else (case,) for case in cases]
-    turns = itertools.cycle((("sqlite", ()), ("postgresql", pytest.mark.postgres)))
-    values = [pytest.param(kind, *case, marks=marks) for case, (kind, marks) in zip(given, turns, strict=False)]
+    kinds = itertools.cycle(["sqlite", "postgresql"])
+    marks = {"sqlite": (), "postgresql": (pytest.mark.postgres,)}
+    given = [(kind, *(case if isinstance(case, tuple) else (case,))) for kind, case in zip(kinds, cases, strict=False)]
+    values = [pytest.param(*each, marks=marks[each[0]]) for each in given]
     return pytest.mark.parametrize(f"database_url, {names}", values, indirect=["database_url"])
 
 
