@@ -10,7 +10,7 @@ import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from steps import machine, pip, stamp
@@ -22,6 +22,8 @@ from steps.refusal import Refusal
 _NEEDED_MIB = {"cpu": 2200, "gpu": 9000}
 _NEEDED_TEST_MIB = 2400  # two versions of Triton are 1650 of them
 _LOCK_POLL_S = 0.3
+# Python compiles what the tests import when they do: pip would compile every file, of which they import few, one by one.
+_AS_IMPORTED = ("--no-compile",)
 # Where the builds of torch without a GPU's libraries are published; the ordinary index has one build per system.
 _SMALL_TORCH_INDEX = "https://download.pytorch.org/whl/cpu"
 _SCRIPT = """#!{python}
@@ -126,7 +128,7 @@ def _build(venv: Path, run: Lock, test: Lock | None, *, add_tests_only: bool) ->
             _install_lock(venv, run, "packages")
             _link_clone(venv)
         if test is not None:
-            _install_lock(venv, test, "test packages")
+            _install_lock(venv, test, "test packages", _AS_IMPORTED)
             _install_tritons(venv, run)
         shutil.rmtree(venv / "tmp", ignore_errors=True)
         version = stamp.interpreter_version(venv) or platform.python_version()
@@ -183,8 +185,8 @@ def _install_small_torch(venv: Path, version: str, step: Step) -> None:
         step.outcome("done, with a GPU's libraries, which are not used: no index that answered has a build without them")
 
 
-def _install_lock(venv: Path, lock: Lock, what: str) -> None:
-    """Install a whole lock without resolving anything: it is the full closure."""
+def _install_lock(venv: Path, lock: Lock, what: str, options: Sequence[str] = ()) -> None:
+    """Install a whole lock without resolving anything: it is the full closure. `options` are pip's."""
     wanted = [pin for pin in lock.pins if pin.name != "torch"]
     listing = venv / "tmp" / f"{lock.profile}.txt"
     listing.parent.mkdir(exist_ok=True)
@@ -192,7 +194,7 @@ def _install_lock(venv: Path, lock: Lock, what: str) -> None:
         "".join(f"{pin.name}=={pin.version}{' ; ' + pin.marker if pin.marker else ''}\n" for pin in wanted), "utf-8"
     )
     with Step(f"Installing {len(wanted)} {what}") as step:
-        pip.install(venv, ["--no-deps", "-r", str(listing)], step, expected=len(wanted))
+        pip.install(venv, ["--no-deps", *options, "-r", str(listing)], step, expected=len(wanted))
 
 
 def _install_tritons(venv: Path, run: Lock) -> None:
@@ -209,7 +211,7 @@ def _install_tritons(venv: Path, run: Lock) -> None:
     for version in (oldest, newest):
         place = [] if version == own else ["--target", str(venv / f"triton-{version}")]
         with Step(f"Installing Triton {version} for the kernels' tests") as step:
-            pip.install(venv, ["--no-deps", *place, f"triton=={version}"], step, expected=1)
+            pip.install(venv, ["--no-deps", *place, *_AS_IMPORTED, f"triton=={version}"], step, expected=1)
 
 
 def _link_clone(venv: Path) -> None:

@@ -9,7 +9,7 @@ import subprocess
 import sys
 import tomllib
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +18,7 @@ import torch
 from packaging.requirements import Requirement
 
 from bench.gpu import check_attention, check_products, driver, requirements
-from bench.gpu.conduct import Outcome, conduct, shortened
+from bench.gpu.conduct import Outcome, shortened
 from bench.gpu.context import Context
 from bench.gpu.idle import WORK, idle_of
 from bench.gpu.plan import BY_NAME, CALLS, PARTS, TOTAL_S, Job, share_s, stages, usual_s
@@ -78,18 +78,35 @@ def oldest_triton() -> TritonVersion:
     return versions[0]
 
 
-def test_a_rehearsal_gives_every_row_and_no_figures(tmp_path: Path) -> None:
-    result = tmp_path / "result.json"
+@dataclass(frozen=True)
+class Rehearsed:
+    """What became of a rehearsal of everything; `folder` has its `result.json` and the `logs` of its parts."""
+
+    answer: subprocess.CompletedProcess[str]
+    folder: Path
+
+    def report(self) -> dict[str, Any]:
+        report: dict[str, Any] = json.loads((self.folder / "result.json").read_text("utf-8"))
+        return report
+
+
+@pytest.fixture(scope="module")
+def rehearsed(tmp_path_factory: pytest.TempPathFactory) -> Rehearsed:
+    folder = tmp_path_factory.mktemp("rehearsal")
     answer = subprocess.run(
-        [sys.executable, "-m", "bench.gpu", "--rehearse", "--out", str(result)],
+        [sys.executable, "-m", "bench.gpu", "--rehearse", "--out", folder / "result.json", "--logs", folder / "logs"],
         cwd=REPO,
-        env={**oldest_triton().environment(tmp_path / "cache", interpret=True), "OMP_NUM_THREADS": "1"},
+        env={**oldest_triton().environment(folder / "cache", interpret=True), "OMP_NUM_THREADS": "1"},
         capture_output=True,
         text=True,
         check=False,
         timeout=LIMIT_S,
     )
-    report: dict[str, Any] = json.loads(result.read_text("utf-8"))
+    return Rehearsed(answer, folder)
+
+
+def test_a_rehearsal_gives_every_row_and_no_figures(rehearsed: Rehearsed) -> None:
+    answer, report = rehearsed.answer, rehearsed.report()
     rows = {row["name"]: row for row in report["rows"]}
     assert {name: row["error"] for name, row in rows.items() if row["error"]} == {}, answer.stderr[-2000:]
     assert answer.returncode == 0, answer.stdout[-3000:]
@@ -220,19 +237,14 @@ def test_a_missing_peer_is_no_pass() -> None:
     assert verdict(Row(name=target.name, value=1000.0), target, card=GOALS_CARD) == "not measured"
 
 
-def test_what_a_part_logs_is_kept_whether_it_fails_or_not(tmp_path: Path) -> None:
-    job = Job((replace(BY_NAME["check sampling"], limit_s=60.0),))
-    environment = oldest_triton().environment(tmp_path / "cache", interpret=True)
-    with pytest.MonkeyPatch.context() as patch:
-        for name, value in environment.items():
-            patch.setenv(name, value)
-        outcome = conduct([[job]], rehearse=True, total_s=LIMIT_S, facts={}, show=lambda _: None, logs=tmp_path / "logs")
-    (part,) = outcome.parts
+def test_what_a_part_logs_is_kept_whether_it_fails_or_not(rehearsed: Rehearsed) -> None:
+    report = rehearsed.report()
+    part = report["parts"][0]
     assert "error" not in part
-    assert "INFO gatehouse.bench: begins part=check sampling" in part["log"]
-    assert part["limit_s"] == 480.0
-    assert (tmp_path / "logs" / "check-sampling.txt").read_text("utf-8").endswith(part["log"])
-    assert all(row.came_s is not None for row in outcome.rows)
+    assert "INFO gatehouse.bench: begins part=calibrate" in part["log"]
+    assert part["limit_s"] >= BY_NAME["calibrate"].usual_s
+    assert (rehearsed.folder / "logs" / "calibrate.txt").read_text("utf-8").endswith(part["log"])
+    assert all(row["came_s"] is not None for row in report["rows"])
 
 
 STANDS_STILL = """

@@ -146,9 +146,9 @@ def rotated(batch: RotatedBatch) -> None:
         (AttentionShape(BLOCK, 8, 2, 128), 257, BF16, True, REVERSE),
         (AttentionShape(BLOCK, 2, 1, 128), 300, FP8, True, REVERSE),
         (AttentionShape(BLOCK, 4, 1, 64), 200, FP8, False, LOCKSTEP),
-        (AttentionShape(BLOCK, 3, 1, 96), 130, BF16, True, REVERSE),
+        (AttentionShape(BLOCK, 3, 1, 96), 130, BF16, True, LOCKSTEP),
         (AttentionShape(64, 32, 1, 64), 130, BF16, False, LOCKSTEP),
-        (AttentionShape(BLOCK, 4, 1, 256, sliding_window=100, softcap=50.0), 140, BF16, True, REVERSE),
+        (AttentionShape(BLOCK, 4, 1, 256, sliding_window=100, softcap=50.0), 140, BF16, True, LOCKSTEP),
     ],
 )
 def test_the_decode_of_a_lone_request(
@@ -162,7 +162,7 @@ def test_the_decode_of_a_lone_request(
 
 def test_splits_of_several_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(lone_decode, "multiprocessors", lambda _: 2)
-    rotated(RotatedBatch([700], AttentionShape(BLOCK, 4, 1, 128), CPU, dtype=BF16))
+    rotated(RotatedBatch([700], AttentionShape(BLOCK, 8, 2, 128), CPU, dtype=BF16))
 
 
 @pytest.mark.parametrize(
@@ -184,7 +184,7 @@ def test_decode_steps(shape: AttentionShape, lengths: list[int], kv_dtype: torch
     [
         (AttentionShape(BLOCK, 4, 1, 128), [300, 1, 0, 257, 17], BF16),
         (AttentionShape(BLOCK, 4, 1, 128), [600, 300, 16], FP8),
-        (AttentionShape(BLOCK, 4, 1, 256, sliding_window=100), [140, 33, 90, 7], BF16),
+        (AttentionShape(BLOCK, 4, 1, 256, sliding_window=100, softcap=50.0), [140, 33, 90, 7], BF16),
     ],
 )
 def test_decode_steps_of_several_splits_for_each_program(

@@ -88,7 +88,7 @@ def test_a_request_has_the_same_bits_alone_as_beside_others() -> None:
         (SHAPE, [512, 511, 60], [17, 1, 20], 0),
         (SHAPE, [640], [70], 35),
         (replace(SHAPE, head_dim=64, block_size=64), [520], [33], 0),
-        (replace(SHAPE, num_heads=7, block_size=KEYS), [530, 3], [40, 2], 1),
+        (replace(SHAPE, num_heads=7, block_size=KEYS), [530, 3], [20, 2], 1),
     ],
 )
 def test_several_programs_share_the_keys_of_few_queries(

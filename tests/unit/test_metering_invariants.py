@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from datetime import timedelta
 from typing import Any
 
@@ -32,6 +33,15 @@ PROMISES = (
     "requests", "price", "day", "kept",
 )  # fmt: skip
 PRICE = {"prompt": 1_500_000, "cached_prompt": 150_000, "completion": 6_000_000}
+
+
+def on_either_database(names: str, *cases: Any) -> pytest.MarkDecorator:
+    """Cases of a test that each run on one of the two databases, in turn: both read what is compared by the same statement."""
+    kinds = itertools.cycle(["sqlite", "postgresql"])
+    marks = {"sqlite": (), "postgresql": (pytest.mark.postgres,)}
+    given = [(kind, *(case if isinstance(case, tuple) else (case,))) for kind, case in zip(kinds, cases, strict=False)]
+    values = [pytest.param(*each, marks=marks[each[0]]) for each in given]
+    return pytest.mark.parametrize(f"database_url, {names}", values, indirect=["database_url"])
 
 
 @pytest.fixture
@@ -142,14 +152,12 @@ async def change_price(database: Database, **values: Any) -> None:
 LONG_AGO = FakeClock().now() - timedelta(days=30)
 
 
-@pytest.mark.parametrize(
+@on_either_database(
     "values",
-    [
-        {"model": "other"},
-        {"currency": "CHF"},
-        {"effective_from": FakeClock().now() + timedelta(days=1)},
-        {"batch_percent": 100},
-    ],
+    {"model": "other"},
+    {"currency": "CHF"},
+    {"effective_from": FakeClock().now() + timedelta(days=1)},
+    {"batch_percent": 100},
 )
 async def test_a_price_that_is_not_the_events_own_is_found(
     database: Database, database_url: str, ledger: str, values: dict[str, Any]
@@ -242,7 +250,7 @@ async def test_triggers_that_are_off_are_found(database: Database, database_url:
     assert (found["kept"], (await states(database_url))["kept"]) == ("broken", "holds")
 
 
-@pytest.mark.parametrize("change", [{"currency": "CHF"}, {"price_basis_points": 0}, {"price_id": "price_other"}])
+@on_either_database("change", {"currency": "CHF"}, {"price_basis_points": 0}, {"price_id": "price_other"})
 async def test_an_adjustment_unlike_the_event_that_it_corrects_is_found(
     database: Database, database_url: str, ledger: str, change: dict[str, Any]
 ) -> None:
@@ -313,16 +321,14 @@ async def test_a_batch_boundary_hides_nothing(
     assert await broken(database_url) == {"cost"}
 
 
-@pytest.mark.parametrize(
-    ("bucket", "column"),
-    [  # one comparison has every column, whatever the bucket
-        ("minute", "requests"),
-        ("minute", "cost_low"),
-        ("hour", "prompt_tokens"),
-        ("hour", "cost_high"),
-        ("day", "rejected_tokens"),
-        ("day", "cost_low"),
-    ],
+@on_either_database(
+    "bucket, column",  # one comparison has every column, whatever the bucket
+    ("minute", "requests"),
+    ("minute", "cost_low"),
+    ("hour", "prompt_tokens"),
+    ("hour", "cost_high"),
+    ("day", "rejected_tokens"),
+    ("day", "cost_low"),
 )
 async def test_a_sum_that_is_off_by_one_is_found(
     database: Database, database_url: str, ledger: str, bucket: str, column: str
@@ -337,7 +343,7 @@ async def test_a_sum_that_is_off_by_one_is_found(
     assert (await states(database_url))["rollups"] == "holds"
 
 
-@pytest.mark.parametrize("bucket", ["minute", "hour", "day"])
+@on_either_database("bucket", "minute", "hour", "day")
 async def test_a_sum_of_the_box_that_is_not_that_of_its_owners_is_found(
     database: Database, database_url: str, ledger: str, bucket: str
 ) -> None:
@@ -360,7 +366,7 @@ async def test_a_sum_without_events_and_an_event_without_a_sum_are_found(
     assert (await states(database_url))["rollups"] == "broken"
 
 
-@pytest.mark.parametrize(("posting", "counter"), [(3, 2), (3, 3), (1, 3), (1, 1), (None, 2)])
+@on_either_database("posting, counter", (3, 2), (3, 3), (1, 3), (1, 1), (None, 2))
 async def test_a_posting_that_is_missing_or_a_counter_that_ran_on_is_found(
     database: Database, database_url: str, ledger: str, posting: int | None, counter: int
 ) -> None:
@@ -398,7 +404,7 @@ async def test_a_correction_that_takes_too_much_is_found(database: Database, dat
     assert await broken(database_url) == {"corrections"}
 
 
-@pytest.mark.parametrize("corrects", ["req_1", "req_2", None])
+@on_either_database("corrects", "req_1", "req_2", None)
 async def test_an_adjustment_of_nothing_that_was_settled_is_found(
     database: Database, database_url: str, ledger: str, corrects: str | None
 ) -> None:
@@ -470,14 +476,12 @@ async def test_an_invoice_that_a_version_before_batch_work_closed_is_the_sum_of_
     assert await broken(database_url) == set()
 
 
-@pytest.mark.parametrize(
+@on_either_database(
     "statement",
-    [
-        "UPDATE invoice_lines SET tokens = tokens + 1 WHERE kind = 'prompt'",
-        "UPDATE invoice_lines SET requests = 1 WHERE kind = 'completion'",
-        "UPDATE invoice_lines SET batch = (1 = 1) WHERE kind = 'prompt'",
-        "DELETE FROM invoice_lines WHERE kind = 'cached_prompt'",
-    ],
+    "UPDATE invoice_lines SET tokens = tokens + 1 WHERE kind = 'prompt'",
+    "UPDATE invoice_lines SET requests = 1 WHERE kind = 'completion'",
+    "UPDATE invoice_lines SET batch = (1 = 1) WHERE kind = 'prompt'",
+    "DELETE FROM invoice_lines WHERE kind = 'cached_prompt'",
 )
 async def test_such_an_invoice_that_is_off_is_found(
     database: Database, database_url: str, ledger: str, clock: FakeClock, cast: Cast, statement: str
@@ -509,22 +513,20 @@ async def test_a_correction_of_batch_work_by_a_version_before_it_is_one_of_the_s
     assert await broken(database_url) == {"corrections"}
 
 
-@pytest.mark.parametrize(
+@on_either_database(
     "statement",
-    [
-        "UPDATE invoices SET total_micros = 1",
-        "UPDATE invoices SET tax_micros = -5000",
-        "UPDATE invoices SET currency = 'JPY'",
-        'UPDATE invoices SET buyer = \'{"name": "somebody else"}\'',
-        "UPDATE invoices SET seller = '{}'",
-        "UPDATE invoices SET number = '2026-0002'",
-        "UPDATE invoices SET state = 'draft'",
-        "DELETE FROM invoices; UPDATE counters SET value = 0 WHERE name <> 'posting'",
-        "UPDATE invoice_lines SET rounded_micros = -1 WHERE kind = 'free_allowance'",
-        "DELETE FROM invoice_lines WHERE kind = 'free_allowance'",
-        "UPDATE free_allowances SET monthly_micros = 7",
-        "DELETE FROM audit_log WHERE action = 'invoice.close'",
-    ],
+    "UPDATE invoices SET total_micros = 1",
+    "UPDATE invoices SET tax_micros = -5000",
+    "UPDATE invoices SET currency = 'JPY'",
+    'UPDATE invoices SET buyer = \'{"name": "somebody else"}\'',
+    "UPDATE invoices SET seller = '{}'",
+    "UPDATE invoices SET number = '2026-0002'",
+    "UPDATE invoices SET state = 'draft'",
+    "DELETE FROM invoices; UPDATE counters SET value = 0 WHERE name <> 'posting'",
+    "UPDATE invoice_lines SET rounded_micros = -1 WHERE kind = 'free_allowance'",
+    "DELETE FROM invoice_lines WHERE kind = 'free_allowance'",
+    "UPDATE free_allowances SET monthly_micros = 7",
+    "DELETE FROM audit_log WHERE action = 'invoice.close'",
 )
 async def test_a_closed_invoice_that_is_not_as_it_was_closed_is_found(
     database: Database, database_url: str, ledger: str, clock: FakeClock, cast: Cast, statement: str

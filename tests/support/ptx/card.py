@@ -120,4 +120,5 @@ def put_in_place() -> EmulatedCard:
     driver.set_active(card)
     knobs.runtime.add_stages_inspection_hook = keep_ptx
     knobs.compilation.disable_line_info = True  # nobody reads it here, and it is a third of the text
+    knobs.compilation.store_binary_only = True  # nor what a kernel is on its way to PTX
     return card

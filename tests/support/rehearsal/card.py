@@ -99,7 +99,7 @@ class Stream:
             return
         if self.card.broken is not None:
             raise RuntimeError(f"CUDA error: the device is lost since: {self.card.broken!r}")
-        with torch._C._DisableTorchDispatch(), torch.inference_mode():
+        with torch._C._DisableTorchDispatch(), torch._C._InferenceMode(True):
             while self.done < position:
                 work = self.queue.popleft()
                 self.done += 1

@@ -8,6 +8,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import torch
+
+PLAIN = {int, float, bool, str, slice, type(None), torch.dtype, torch.layout, torch.memory_format}
+"""No operation on a rehearsed card makes anything else of these: no function is asked about them."""
+
 
 def leaves_of(value: Any) -> list[Any]:
     """All values, in order."""
@@ -20,7 +25,10 @@ def _gather(value: Any, found: list[Any]) -> None:
     kind = type(value)
     if kind is tuple or kind is list or isinstance(value, (list, tuple)):
         for each in value:
-            _gather(each, found)
+            if type(each) in PLAIN:
+                found.append(each)
+            else:
+                _gather(each, found)
     elif kind is dict or isinstance(value, dict):
         for each in value.values():
             _gather(each, found)
@@ -29,12 +37,14 @@ def _gather(value: Any, found: list[Any]) -> None:
 
 
 def mapped(function: Callable[[Any], Any], value: Any) -> Any:
-    """The same with every value replaced. Named tuples stay what they are, sizes become tuples."""
+    """The same with every value replaced that is not plain. Named tuples stay what they are, sizes become tuples."""
     kind = type(value)
+    if kind in PLAIN:
+        return value
     if kind is tuple:
-        return tuple([mapped(function, each) for each in value])
+        return tuple([each if type(each) in PLAIN else mapped(function, each) for each in value])
     if kind is list or isinstance(value, list):
-        return [mapped(function, each) for each in value]
+        return [each if type(each) in PLAIN else mapped(function, each) for each in value]
     if kind is dict or isinstance(value, dict):
         return {name: mapped(function, each) for name, each in value.items()} if value else {}
     if isinstance(value, tuple):

@@ -52,7 +52,7 @@ class CardTensor(torch.Tensor):
 
     @staticmethod
     def __new__(cls, data: torch.Tensor, memory: Memory | None = None) -> CardTensor:
-        with torch.inference_mode(False):  # else torch could not make views of it in inference mode
+        with torch._C._InferenceMode(False):  # else torch could not make views of it in inference mode
             found: CardTensor = torch.Tensor._make_wrapper_subclass(
                 cls, data.size(), strides=data.stride(), storage_offset=data.storage_offset(), dtype=data.dtype, device=DEVICE
             )
@@ -165,8 +165,8 @@ def dispatch(func: Any, args: Sequence[Any], kwargs: dict[str, Any], mode: Torch
         return not isinstance(args[0], CardTensor) and is_locked(args[0])
     if name in ("aten::pin_memory", "aten::_pin_memory"):
         return args[0] if is_locked(args[0]) else locked(args[0])
-    flat = leaves_of((args, kwargs))
-    on_card = any(isinstance(each, CardTensor) for each in flat)
+    kinds = {type(each) for each in leaves_of((args, kwargs))}
+    on_card = CardTensor in kinds
     device = kwargs.get("device")
     wanted = None if device is None else torch.device(device)
     if not on_card and (wanted is None or wanted.type != "cuda"):
@@ -186,7 +186,7 @@ def dispatch(func: Any, args: Sequence[Any], kwargs: dict[str, Any], mode: Torch
     special = SPECIAL.get(name)
     if special is not None:
         return special(func, args, kwargs)
-    if on_card and any(isinstance(each, torch.Tensor) and not isinstance(each, CardTensor) for each in flat):
+    if on_card and any(kind is not CardTensor and issubclass(kind, torch.Tensor) for kind in kinds):
         args, kwargs = mapped(lambda each: _of_one_device(name, each), (args, kwargs))
     if name in WAITING or (name in INDEXED and _by_masks(args)):
         return _waiting(func, args, kwargs)
@@ -224,9 +224,9 @@ def refuse_host(values: Any) -> None:
 
 
 def _unwrapped(args: Any, kwargs: Any) -> tuple[Any, Any]:
-    kwargs = {name: value for name, value in kwargs.items() if name != "pin_memory"}
-    found: tuple[Any, Any] = mapped(to_host, (args, kwargs))
-    return found
+    if kwargs:
+        kwargs = mapped(to_host, {name: value for name, value in kwargs.items() if name != "pin_memory"})
+    return mapped(to_host, args), kwargs
 
 
 def _of_one_device(name: str, value: Any) -> Any:
@@ -258,9 +258,11 @@ def _is_view(func: Any) -> bool:
 
 
 def _view(func: Any, args: Any, kwargs: Any) -> Any:
-    base = next(each for each in leaves_of(args) if isinstance(each, CardTensor))
+    base = (
+        args[0] if isinstance(args[0], CardTensor) else next(each for each in leaves_of(args) if isinstance(each, CardTensor))
+    )
     host_args, host_kwargs = _unwrapped(args, kwargs)
-    with torch.inference_mode():
+    with torch._C._InferenceMode(True):
         found = func(*host_args, **host_kwargs)
     return mapped(lambda each: CardTensor(each, base.memory) if isinstance(each, torch.Tensor) else each, found)
 
