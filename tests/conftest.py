@@ -23,7 +23,6 @@ from tests.support.clock import FakeClock
 from tests.support.compiled_statements import shared_by_all_engines
 from tests.support.databases import Cluster, postgresql_binaries, required, running_cluster
 from tests.support.kept_rows import made_in
-from tests.support.quick_sqlite import in_the_thread_that_asks
 
 YOUNG_OBJECTS_MAX = 20_000  # of a collection: tests make more of them than a program that serves, and nobody waits
 _STAY_FROZEN = mock.patch.object(gc, "unfreeze")
@@ -77,13 +76,6 @@ def _migrations_read_once() -> Iterator[None]:
 def _nothing_outlives_the_machine() -> Iterator[None]:
     """Let SQLite wait for no disk: what a power cut would leave is nothing that a process can test on itself."""
     with mock.patch.object(db, "SQLITE_SYNCHRONOUS", "OFF"):
-        yield
-
-
-@pytest.fixture(scope="session", autouse=True)
-def _sqlite_without_threads() -> Iterator[None]:
-    """Let a call of SQLite be no more than that: a fifth of a test's time went into handing it to a thread and back."""
-    with in_the_thread_that_asks():
         yield
 
 
