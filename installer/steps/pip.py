@@ -79,8 +79,7 @@ def install(venv: Path, arguments: Sequence[str], step: Step, *, expected: int) 
     """Run `pip install ARGUMENTS` in `venv`, telling `step` how far it is. Raises PipFailed.
 
     `expected` is the number of packages that will be installed. Downloads go through a folder inside `venv`, so that
-    they can be measured, lie on the disk that was checked, and vanish with it. Nothing is compiled to bytecode: few of so
-    many modules are ever imported, and Python keeps the bytecode of those.
+    they can be measured, lie on the disk that was checked, and vanish with it.
     """
     scratch = venv / "tmp"
     scratch.mkdir(exist_ok=True)
@@ -91,7 +90,6 @@ def install(venv: Path, arguments: Sequence[str], step: Step, *, expected: int) 
         "install",
         "--disable-pip-version-check",
         "--no-input",
-        "--no-compile",
         "--progress-bar",
         "off",
     ]
