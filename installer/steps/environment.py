@@ -22,7 +22,7 @@ from steps.refusal import Refusal
 _NEEDED_MIB = {"cpu": 2200, "gpu": 9000}
 _NEEDED_TEST_MIB = 2400  # two versions of Triton are 1650 of them
 _LOCK_POLL_S = 0.3
-# Python compiles what the tests import when they do: pip would compile every file, of which they import few, one by one.
+# For tests, which import few of all files: Python compiles those when they do. Who serves may not be able to write into it.
 _AS_IMPORTED = ("--no-compile",)
 # Where the builds of torch without a GPU's libraries are published; the ordinary index has one build per system.
 _SMALL_TORCH_INDEX = "https://download.pytorch.org/whl/cpu"
@@ -121,15 +121,16 @@ def _remove(venv: Path, why: str) -> None:
 
 def _build(venv: Path, run: Lock, test: Lock | None, *, add_tests_only: bool) -> None:
     stamp.mark_incomplete(venv)
+    options = () if test is None else _AS_IMPORTED
     try:
         if not add_tests_only:
             _make_venv(venv)
-            _install_torch(venv, run)
-            _install_lock(venv, run, "packages")
+            _install_torch(venv, run, options)
+            _install_lock(venv, run, "packages", options)
             _link_clone(venv)
         if test is not None:
-            _install_lock(venv, test, "test packages", _AS_IMPORTED)
-            _install_tritons(venv, run)
+            _install_lock(venv, test, "test packages", options)
+            _install_tritons(venv, run, options)
         shutil.rmtree(venv / "tmp", ignore_errors=True)
         version = stamp.interpreter_version(venv) or platform.python_version()
         stamp.write_stamp(
@@ -155,37 +156,38 @@ def _make_venv(venv: Path) -> None:
             )
 
 
-def _install_torch(venv: Path, lock: Lock) -> None:
-    """Install torch before everything else, so that nothing else can draw in another build of it."""
+def _install_torch(venv: Path, lock: Lock, options: Sequence[str]) -> None:
+    """Install torch before everything else, so that nothing else can draw in another build of it. `options` are pip's."""
     version = lock.version("torch")
     with Step(f"Installing torch {version} (the largest part)") as step:
         if lock.profile == "gpu" or sys.platform != "linux":
-            pip.install(venv, ["--no-deps", f"torch=={version}"], step, expected=1)
+            pip.install(venv, ["--no-deps", *options, f"torch=={version}"], step, expected=1)
             return
-        _install_small_torch(venv, version, step)
+        _install_small_torch(venv, version, step, options)
 
 
-def _install_small_torch(venv: Path, version: str, step: Step) -> None:
+def _install_small_torch(venv: Path, version: str, step: Step, options: Sequence[str]) -> None:
     """Take the build without a GPU's libraries: from the index that pip is set up for, else from where it is published.
 
     Where neither has it, the locked version is taken as the index has it, with whatever it needs: larger, and as good.
     """
     pin = f"torch=={version}+cpu"
     try:
-        pip.install(venv, ["--no-deps", pin], step, expected=1)
+        pip.install(venv, ["--no-deps", *options, pin], step, expected=1)
         return
     except pip.PipFailed as failure:
         if not failure.missing:
             raise
     try:
-        pip.install(venv, ["--no-deps", "--retries", "2", "--index-url", _SMALL_TORCH_INDEX, pin], step, expected=1)
+        elsewhere = ["--retries", "2", "--index-url", _SMALL_TORCH_INDEX]
+        pip.install(venv, ["--no-deps", *options, *elsewhere, pin], step, expected=1)
     except pip.PipFailed:
         machine.check_disk(venv, _NEEDED_MIB["gpu"] * machine.MIB, "the only build of torch that the package index has")
-        pip.install(venv, [f"torch=={version}"], step, expected=1)
+        pip.install(venv, [*options, f"torch=={version}"], step, expected=1)
         step.outcome("done, with a GPU's libraries, which are not used: no index that answered has a build without them")
 
 
-def _install_lock(venv: Path, lock: Lock, what: str, options: Sequence[str] = ()) -> None:
+def _install_lock(venv: Path, lock: Lock, what: str, options: Sequence[str]) -> None:
     """Install a whole lock without resolving anything: it is the full closure. `options` are pip's."""
     wanted = [pin for pin in lock.pins if pin.name != "torch"]
     listing = venv / "tmp" / f"{lock.profile}.txt"
@@ -197,7 +199,7 @@ def _install_lock(venv: Path, lock: Lock, what: str, options: Sequence[str] = ()
         pip.install(venv, ["--no-deps", *options, "-r", str(listing)], step, expected=len(wanted))
 
 
-def _install_tritons(venv: Path, run: Lock) -> None:
+def _install_tritons(venv: Path, run: Lock, options: Sequence[str]) -> None:
     """Install both ends of the range of Triton that the kernels are written for; it is made for Linux alone.
 
     Where torch brings no Triton of its own the newest goes into the environment; any other has a folder `triton-<version>`.
@@ -211,7 +213,7 @@ def _install_tritons(venv: Path, run: Lock) -> None:
     for version in (oldest, newest):
         place = [] if version == own else ["--target", str(venv / f"triton-{version}")]
         with Step(f"Installing Triton {version} for the kernels' tests") as step:
-            pip.install(venv, ["--no-deps", *place, *_AS_IMPORTED, f"triton=={version}"], step, expected=1)
+            pip.install(venv, ["--no-deps", *place, *options, f"triton=={version}"], step, expected=1)
 
 
 def _link_clone(venv: Path) -> None:

@@ -107,6 +107,7 @@ def tritons(fake: FakePip) -> dict[str, str]:
 def test_without_a_gpu_the_newest_triton_is_the_environments_and_the_oldest_lies_beside_it(venv: Path, fake: FakePip) -> None:
     environment.ensure("cpu", with_tests=True, venv=venv)
     assert tritons(fake) == {"3.6.0": "triton-3.6.0", "3.9.0": ""}
+    assert all("--no-compile" in call for call in fake.calls), "tests import few of all files"
 
 
 def test_the_triton_that_torch_is_tied_to_is_not_replaced_by_the_tests(venv: Path, fake: FakePip) -> None:
