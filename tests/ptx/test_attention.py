@@ -146,9 +146,9 @@ def rotated(batch: RotatedBatch) -> None:
         (AttentionShape(BLOCK, 8, 2, 128), 257, BF16, True, REVERSE),
         (AttentionShape(BLOCK, 2, 1, 128), 300, FP8, True, REVERSE),
         (AttentionShape(BLOCK, 4, 1, 64), 200, FP8, False, LOCKSTEP),
-        (AttentionShape(BLOCK, 3, 1, 96), 130, BF16, True, LOCKSTEP),
+        (AttentionShape(BLOCK, 3, 1, 96), 130, BF16, True, REVERSE),
         (AttentionShape(64, 32, 1, 64), 130, BF16, False, LOCKSTEP),
-        (AttentionShape(BLOCK, 4, 1, 256, sliding_window=100, softcap=50.0), 140, BF16, True, LOCKSTEP),
+        (AttentionShape(BLOCK, 4, 1, 256, sliding_window=100, softcap=50.0), 140, BF16, True, REVERSE),
     ],
 )
 def test_the_decode_of_a_lone_request(
