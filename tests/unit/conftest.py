@@ -13,6 +13,7 @@ from hypothesis import settings
 from tests.support import commands
 from tests.support.clock import FakeClock
 from tests.support.console_fixtures import Box, open_box
+from tests.support.typed_commands import Run, commands_of
 
 settings.load_profile("ci")  # the same examples in every run, and no verdict on how long one took
 
@@ -43,3 +44,15 @@ def own_logging() -> Iterator[None]:
     structlog.reset_defaults()
     root.handlers[:] = handlers
     root.setLevel(level)
+
+
+@pytest.fixture
+def typed(
+    tmp_path: Path,
+    migrated_sqlite_file: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    own_logging: None,
+    capsys: pytest.CaptureFixture[str],
+) -> Run:
+    """Commands on an appliance that does not run, with the tenant `bob`."""
+    return commands_of(tmp_path, migrated_sqlite_file, monkeypatch, capsys)

@@ -2,51 +2,11 @@
 
 from __future__ import annotations
 
-import json
-import os
-import shutil
-from pathlib import Path
 from typing import Any
 
 import pytest
 
-from appliance.cli.main import main
-
 DORA = "dora@example.com"
-
-
-class Typed:
-    """What a command line did: its exit status and what it wrote."""
-
-    def __init__(self, status: int, out: str, err: str) -> None:
-        self.status, self.out, self.err = status, out, err
-
-    def json(self) -> Any:
-        assert self.status == 0, self.out + self.err
-        return json.loads(self.out)
-
-
-@pytest.fixture
-def typed(
-    tmp_path: Path,
-    migrated_sqlite_file: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    own_logging: None,
-    capsys: pytest.CaptureFixture[str],
-) -> Any:
-    """Run commands on an appliance that does not run, with the tenant `bob`."""
-    for name in [name for name in os.environ if name.startswith("GATEHOUSE_")]:
-        monkeypatch.delenv(name)
-    shutil.copyfile(migrated_sqlite_file, tmp_path / "gatehouse.db")
-    monkeypatch.setenv("GATEHOUSE_DATA_DIR", str(tmp_path))
-
-    def run(*arguments: str) -> Typed:
-        status = main(list(arguments))
-        written = capsys.readouterr()
-        return Typed(status, written.out, written.err)
-
-    assert run("tenants", "create", "bob").status == 0
-    return run
 
 
 def test_somebody_is_invited_promoted_and_removed(typed: Any) -> None:

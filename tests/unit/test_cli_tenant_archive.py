@@ -2,64 +2,13 @@
 
 from __future__ import annotations
 
-import io
-import json
-import os
-import shutil
-import sys
-from collections.abc import Callable
-from pathlib import Path
-from typing import Any, NamedTuple
-
 import pytest
 
-from appliance.cli.main import main
-
-
-class Answer(NamedTuple):
-    status: int
-    out: str
-    err: str
-
-
-class Terminal(io.StringIO):
-    """What somebody types at a terminal."""
-
-    def isatty(self) -> bool:
-        return True
-
-
-Run = Callable[..., Answer]
-
-
-@pytest.fixture
-def typed(
-    tmp_path: Path,
-    migrated_sqlite_file: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    own_logging: None,
-    capsys: pytest.CaptureFixture[str],
-) -> Run:
-    """Run commands on an appliance that does not run, with the tenant `bob`; `at_terminal` is what is typed there."""
-    for name in [name for name in os.environ if name.startswith("GATEHOUSE_")]:
-        monkeypatch.delenv(name)
-    shutil.copyfile(migrated_sqlite_file, tmp_path / "gatehouse.db")
-    monkeypatch.setenv("GATEHOUSE_DATA_DIR", str(tmp_path))
-
-    def run(*arguments: str, at_terminal: str | None = None) -> Answer:
-        with monkeypatch.context() as patch:
-            patch.setattr(sys, "stdin", io.StringIO() if at_terminal is None else Terminal(at_terminal))
-            patch.setattr(sys.stderr, "isatty", lambda: at_terminal is not None)
-            status = main(list(arguments))
-        return Answer(status, *capsys.readouterr())
-
-    assert run("tenants", "create", "bob").status == 0
-    return run
+from tests.support.typed_commands import Run
 
 
 def archived(typed: Run) -> list[bool]:
-    rows: list[dict[str, Any]] = json.loads(typed("tenants", "list", "--archived", "--json").out)["data"]
-    return [row["archived"] for row in rows]
+    return [row["archived"] for row in typed("tenants", "list", "--archived", "--json").json()["data"]]
 
 
 def test_a_program_must_say_yes(typed: Run) -> None:

@@ -1,0 +1,57 @@
+"""Commands as they are typed, on an appliance that does not run and has the tenant `bob`."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import shutil
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+
+from appliance.cli.main import main
+
+
+class Typed(NamedTuple):
+    """What a command line did: its exit status and what it wrote."""
+
+    status: int
+    out: str
+    err: str
+
+    def json(self) -> Any:
+        assert self.status == 0, self.out + self.err
+        return json.loads(self.out)
+
+
+class Terminal(io.StringIO):
+    """What somebody types at a terminal."""
+
+    def isatty(self) -> bool:
+        return True
+
+
+Run = Callable[..., Typed]
+
+
+def commands_of(folder: Path, database: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Run:
+    """Runs a command on a copy of `database` in `folder`; `at_terminal` is what is typed when it asks, without it there is no
+    terminal."""
+    for name in [name for name in os.environ if name.startswith("GATEHOUSE_")]:
+        monkeypatch.delenv(name)
+    shutil.copyfile(database, folder / "gatehouse.db")
+    monkeypatch.setenv("GATEHOUSE_DATA_DIR", str(folder))
+
+    def run(*arguments: str, at_terminal: str | None = None) -> Typed:
+        with monkeypatch.context() as patch:
+            patch.setattr(sys, "stdin", io.StringIO() if at_terminal is None else Terminal(at_terminal))
+            patch.setattr(sys.stderr, "isatty", lambda: at_terminal is not None)
+            status = main(list(arguments))
+        return Typed(status, *capsys.readouterr())
+
+    assert run("tenants", "create", "bob").status == 0
+    return run
