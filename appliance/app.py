@@ -31,7 +31,7 @@ from appliance.base.journal import Journal
 from appliance.base.settings import Settings, UnusableData
 from appliance.base.version import current_version
 from appliance.console.routes import create_console_router
-from appliance.console.strayed import answer_unknown_path
+from appliance.console.unknown_paths import answer_unknown_path
 from appliance.metering import sealed_secrets
 from appliance.metering.alerts.outbox_history import OutboxHistory
 from appliance.metering.box_records import BoxRecords

@@ -153,7 +153,7 @@ def make_engine(
         chunk_rows=CHUNK_ROWS,
     )
     steps.chunks._step._hidden = torch.zeros(batch, 1)  # nothing computes it
-    steps.decode_step.host_sampled = None  # as on a GPU, where the device's memory is not the host's
+    steps.decodes.step.host_sampled = None  # as on a GPU, where the device's memory is not the host's
     steps.state.words.on_host = steps.sampler.columns.words.on_host = None
     runner: Any = SlotRunner(NoPlainRunner(), steps, None)  # type: ignore[arg-type]
     engine = Engine(scheduler, runner, info, overlap=runner)

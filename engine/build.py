@@ -209,11 +209,11 @@ def _measured_speed(
         weight_bytes=model.size.num_bytes / model.size.num_parameters,
         for_speculation=options.speculative_config is not None and not cached.mode.has_slots,
         decode=None if timing is None else partial(timing.decode, 1),
-        hidden_of=None if timing is None else timing.hidden,
+        hidden_of=None if timing is None else timing.chunks,
     )
     if timing is None or not options.max_guesses:
         return speed
-    guess = None if cached.draft is None else timing.draft
+    guess = None if cached.draft is None else timing.draft_decode
     costs = measure_guesses(timing.decode, limits.max_num_seqs + options.max_guesses, resolved.device, guess=guess)
     return replace(speed, speculation=costs)
 

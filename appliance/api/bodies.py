@@ -24,9 +24,10 @@ _WORDS = {
     "array": ("a list",), "bool": ("true", "false"), "float": ("a number",), "int": ("a whole number",), "null": ("null",),
     "object": ("an object",), "str": ("a string",),
 }  # fmt: skip
-_STRUCTURE = re.compile(rb'"(?:[^"\\]|\\.)*"|[\[\]{}]')
+# Possessive: nothing is kept for a way back, of which a text would need one for each of its characters.
+_STRUCTURE = re.compile(rb'"(?:[^"\\]++|\\.)*+"|[\[\]{}]')
 _LEVELS_MANY = 200  # fewer than the decoder takes, and more than anybody means
-_TOKENS_MAX = 100_000  # some 50 ms: it is one client's fault, and others wait
+_SEARCHED_BYTES, _SEARCHED_TOKENS = 1 << 20, 100_000  # some 50 ms at most: it is one client's fault, and others wait
 _MISSING = re.compile(r"Object missing required field `(?P<name>[^`]*)`")
 
 
@@ -72,10 +73,11 @@ def _field_at_fault(body: bytes) -> str | None:
 
 def _deep_field(body: bytes) -> str | None:
     """Return the field of the body whose lists and objects lie the most levels within each other, if that is found soon."""
-    if body.lstrip()[:1] != b"{":
+    if body[:_SEARCHED_BYTES].lstrip()[:1] != b"{":
         return None
     depth, text = 0, b""
-    for token in islice(_STRUCTURE.finditer(body), _TOKENS_MAX):
+    deepest, name = _LEVELS_MANY, None
+    for token in islice(_STRUCTURE.finditer(body, 0, _SEARCHED_BYTES), _SEARCHED_TOKENS):
         found = token[0]
         if found in b"[{":
             depth += 1
@@ -83,9 +85,12 @@ def _deep_field(body: bytes) -> str | None:
             depth -= 1
         elif depth == 1:
             text = found  # of one level the last text is the name of what comes
-        if depth > _LEVELS_MANY:
-            return text[1:-1].decode("utf-8", "replace") or None
-    return None
+        if depth > deepest:
+            deepest, name = depth, text
+    try:
+        return None if name is None else json.loads(name) or None
+    except ValueError:
+        return None
 
 
 def _is_text(value: object) -> bool:

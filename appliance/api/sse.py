@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from typing import Any
 
 import structlog
@@ -14,10 +14,11 @@ from appliance.api.chat_answers import PING, ChunkFramer
 from appliance.api.error_responses import encode_error
 from appliance.base.errors import GatehouseError, InternalError
 from appliance.serving.generation import Generation
+from appliance.serving.text_output import Chunk
 
 EVENT_STREAM = "text/event-stream"
 PING_AFTER_S = 15.0
-LOGPROBS_AT_ONCE = 8  # tokens; more of them have piled up for a slow reader, and take long to encode
+LOGPROBS_AT_ONCE = 8  # tokens that are encoded in a turn of the loop; one chunk may have more (`serving.chunk_queue`)
 HEADERS: list[tuple[bytes, bytes]] = [
     (b"content-type", f"{EVENT_STREAM}; charset=utf-8".encode()),
     (b"cache-control", b"no-cache"),
@@ -83,12 +84,14 @@ async def chat_frames(
         yield framer.first()
         while not chunks.ended:
             ready = await chunks.take(ping_after_s)
-            if sum(len(chunk.logprobs) for chunk in ready) > LOGPROBS_AT_ONCE:
-                for chunk in ready:
-                    await _others_turn()
-                    yield framer.text(chunk)
+            if len(ready) == 1:
+                yield framer.text(ready[0])
             elif ready:
-                yield framer.text(ready[0]) if len(ready) == 1 else b"".join(framer.text(chunk) for chunk in ready)
+                pieces = _pieces(ready)
+                for piece in pieces:
+                    if len(pieces) > 1:
+                        await _others_turn()
+                    yield b"".join([framer.text(chunk) for chunk in piece])
             elif not chunks.ended:
                 yield PING
         outcome = await generation.outcome
@@ -96,6 +99,19 @@ async def chat_frames(
     except Exception:  # HTTP edge: a stream that merely stops would be taken for a complete answer
         log.exception("stream failed", request_id=generation.request_id)
         yield _error_frame(InternalError("the answer could not be sent"))
+
+
+def _pieces(ready: Sequence[Chunk]) -> list[list[Chunk]]:
+    """Cut what is ready into pieces that are encoded at once: one, unless there are many log-probabilities."""
+    pieces: list[list[Chunk]] = [[]]
+    num_tokens = 0
+    for chunk in ready:
+        num_tokens += len(chunk.logprobs)
+        if num_tokens > LOGPROBS_AT_ONCE and pieces[-1]:
+            pieces.append([])
+            num_tokens = len(chunk.logprobs)
+        pieces[-1].append(chunk)
+    return pieces
 
 
 async def _others_turn() -> None:

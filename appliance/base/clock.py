@@ -39,7 +39,7 @@ def rfc3339(moment: datetime) -> str:
     return moment.astimezone(UTC).isoformat(timespec="milliseconds").replace("+00:00", "Z")
 
 
-def spoken(wait_s: float) -> str:
+def format_wait(wait_s: float) -> str:
     """Return how long to wait, as people say it, and never too short: 20 ms, 13 s, 4 min 5 s, 3 h 12 min, 2 d 7 h."""
     milliseconds = max(1, math.ceil(wait_s * 1000))
     if milliseconds < 1000:

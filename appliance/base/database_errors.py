@@ -25,11 +25,11 @@ _OF_THE_MOMENT = frozenset(
 _PRIMARY_CODE = 0xFF  # the rest of a code says more of the same
 # Of PostgreSQL's errors, by their class (https://www.postgresql.org/docs/current/errcodes-appendix.html): no connection, none
 # with this password, a transaction that others undid, no memory or disk or connection left, ended by the operator or by a time
-# limit, a file system that fails. The driver's kinds hold more: too many arguments, a savepoint that nobody set.
+# limit, a file system that fails. The driver's kinds hold more: a statement too complex, a savepoint that nobody set.
 _CLASSES_OF_THE_MOMENT = frozenset(("08", "28", "40", "53", "57", "58"))
-# A standby that is not in charge (any more), a transaction that was left open for too long, a lock that was not free in time.
-_STATES_OF_THE_MOMENT = frozenset(("25006", "25P03", "55P03"))
-_PROTOCOL_VIOLATION = "08P01"
+# A standby that is not in charge (any more), a transaction that was open for too long, a lock that was not free in time.
+_STATES_OF_THE_MOMENT = frozenset(("25006", "25P03", "25P04", "55P03"))
+_PROTOCOL_VIOLATION = "08P01"  # of class 08, but where the connection stays, what we sent was wrong
 
 
 def as_outage(error: Exception, method: str) -> Overloaded | None:

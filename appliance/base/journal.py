@@ -237,9 +237,10 @@ class Journal:
             except OSError as raised:
                 error = raised
             except Exception as raised:  # noqa: BLE001 - a thread that ended would let everybody wait, and say nothing
-                _log.exception("the journal could not be written")
                 error = OSError(f"{type(raised).__name__}: {raised}")
-            self._last_error = None if error is None else f"{type(error).__name__}: {error}"
+                if self._last_error != _told(error):  # once, and not at each further try
+                    _log.exception("the journal could not be written")
+            self._last_error = None if error is None else _told(error)
             self._writing_since_s = None
             with suppress(RuntimeError):  # the loop has been closed: nobody waits any more
                 loop.call_soon_threadsafe(_tell, batch, error)
@@ -311,6 +312,10 @@ class _Append:
 def left_in(path: Path) -> list[bytes]:
     """Return what `read_left` would, and make no file. Raises OSError."""
     return _read([file for file in _paths(path) if file.exists()])
+
+
+def _told(error: OSError) -> str:
+    return f"{type(error).__name__}: {error}"
 
 
 def _tell(batch: list[_Append], error: OSError | None) -> None:

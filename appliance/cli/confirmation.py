@@ -14,7 +14,7 @@ Yes = Annotated[bool, typer.Option("--yes", help="Do not ask for its name: for p
 
 def needs_terminal(what: str) -> None:
     """Raise WrongUsage where nobody can be asked. `what` is the command's effect: "archiving a tenant cannot be undone"."""
-    if not (sys.stdin.isatty() and sys.stderr.isatty()):
+    if sys.stdin is None or not (sys.stdin.isatty() and sys.stderr.isatty()):
         raise WrongUsage(f"{what}: on a terminal its name is asked for, elsewhere add --yes")
 
 

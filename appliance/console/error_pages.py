@@ -31,7 +31,7 @@ HEADINGS = {
 }
 INTERNAL = "Internal error."
 CHANGE_UNKNOWN = "Internal error. Check whether the change was made before you send it again."
-NOT_FOR_LINKS = "This address takes what a form sends. Open the page of the form and send it from there."
+WRONG_METHOD = "This address cannot be opened in this way. Open the page that leads to it and start from there."
 NOT_FOUND = "There is no such page, or what it showed was removed."
 
 
@@ -47,6 +47,8 @@ def error_handler(pages: Pages) -> Callable[[ConsoleRequest, Exception], Html]:
         status, message = _describe(request, told)
         reference = _logged(request, error) if status >= 500 else None
         response = _render(pages, request, status, message, reference)
+        if isinstance(told, HTTPException):
+            response.headers.update(told.headers or {})  # as `allow` of a wrong method
         if isinstance(told, GatehouseError) and told.retry_after_s is not None:
             response.headers["retry-after"] = str(math.ceil(told.retry_after_s))
         return response
@@ -58,7 +60,7 @@ def _describe(request: ConsoleRequest, error: Exception) -> tuple[int, str]:
     if isinstance(error, GatehouseError):
         return error.status, sentence(error.message)
     if isinstance(error, HTTPException) and error.status_code < 500:
-        own_words = {404: NOT_FOUND, 405: NOT_FOR_LINKS}
+        own_words = {404: NOT_FOUND, 405: WRONG_METHOD}
         return error.status_code, own_words.get(error.status_code, sentence(error.detail))
     return 500, INTERNAL if request.method in ("GET", "HEAD") else CHANGE_UNKNOWN
 

@@ -5,9 +5,10 @@ from __future__ import annotations
 from litestar import get
 from litestar.params import FromPath
 
+from appliance.base.clock import format_wait
 from appliance.base.errors import GatehouseError
 from appliance.console.context import Console, ConsoleDependency
-from appliance.console.formatting import count, duration, money
+from appliance.console.formatting import count, money
 from appliance.console.forms import Form, sentence
 from appliance.console.rendering import Html
 from appliance.console.security import ConsoleRequest, access_of
@@ -66,7 +67,8 @@ def headline(verdict: Verdict) -> tuple[str, str]:
     if verdict.allowed:
         return "ok", f"Admitted: {count(verdict.forecast.tokens)} tokens would be reserved."
     if verdict.would_wait:
-        return "warn", f"Waits {duration(verdict.wait_s)} for room, and is then admitted unless other requests take it."
+        wait = format_wait(verdict.wait_s or 0.0)
+        return "warn", f"Waits {wait} for room, and is then admitted unless other requests take it."
     assert verdict.error is not None, "what neither passes nor waits is refused"
     return "bad", f"Refused with {verdict.error.status} {verdict.error.code}: {sentence(verdict.error.message)}"
 
@@ -114,7 +116,7 @@ def _row(decision: LimitDecision, console: Console, tenant: Tenant) -> dict[str,
         "left": shown(max(decision.level, 0)),
         "limit": shown(decision.limit),
         "allowed": decision.allowed,
-        "wait": "never" if decision.wait_s is None else f"{'about ' * decision.estimated}{duration(decision.wait_s)}",
+        "wait": "never" if decision.wait_s is None else f"{'about ' * decision.estimated}{format_wait(decision.wait_s)}",
     }
 
 

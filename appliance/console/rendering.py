@@ -39,11 +39,11 @@ SCRIPTS = ("live", "dialog", "toasts", "keyboard", "copy")
 # What a finished change says on the page it leads to. The cookie carries the name, never the text.
 DONE = {
     "tenant-created": "Tenant created. Create an API key next.",
-    "tenant-saved": "Tenant saved. New limits apply from the next request on.",
+    "tenant-saved": "Tenant saved. New limits apply at once.",
     "tenant-suspended": "Tenant suspended. All its requests are refused.",
     "tenant-resumed": "Tenant resumed.",
     "tenant-archived": "Tenant archived. Its ledger is kept.",
-    "key-saved": "Key saved. New limits apply from the next request on.",
+    "key-saved": "Key saved. New limits apply at once.",
     "key-revoked": "Key revoked. Requests with it are refused.",
     "member-saved": "Member saved. The role applies from the next request on.",
     "factor-reset": "Second factor reset. All devices of the member are signed out.",

@@ -151,7 +151,7 @@ def session_guard(services: Services) -> Guard:
     async def guard(connection: Connection, handler: BaseRouteHandler) -> None:
         if connection.scope.get("method") not in SAFE_METHODS:
             require_own_origin(connection)
-        session = await recognise(connection, services)
+        session = await resolve_session(connection, services)
         if session is not None:
             access = access_of(connection)
             act_as(access.actor)
@@ -165,7 +165,7 @@ def session_guard(services: Services) -> Guard:
     return guard
 
 
-async def recognise(connection: Connection, services: Services) -> Session | None:
+async def resolve_session(connection: Connection, services: Services) -> Session | None:
     """Return the live session of a connection, if any, and keep it with what its member may see where pages find both."""
     token = session_token(connection, services)
     session = await services.sessions.resolve(token) if token else None

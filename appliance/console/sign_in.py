@@ -9,7 +9,7 @@ import dataclasses
 import math
 
 from appliance.base.acting import ActorKind, act_as, current_actor
-from appliance.base.clock import spoken
+from appliance.base.clock import format_wait
 from appliance.base.errors import InvalidValue, RateLimitExceeded
 from appliance.console.context import Console
 from appliance.console.rendering import Html
@@ -105,5 +105,5 @@ def _act_as(request: ConsoleRequest, kind: ActorKind, name: str, actor_id: str |
 
 def wait_of(error: RateLimitExceeded) -> tuple[str, dict[str, str]]:
     """Return the sentence and the header for too many attempts."""
-    wait_s = math.ceil(error.retry_after_s or 0)
-    return f"{error.message} Wait {spoken(wait_s)}, then try again.", {"retry-after": str(wait_s)}
+    wait_s = max(1, math.ceil(error.retry_after_s or 0))
+    return f"{error.message} Wait {format_wait(wait_s)}, then try again.", {"retry-after": str(wait_s)}

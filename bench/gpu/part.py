@@ -26,7 +26,7 @@ log = logging.getLogger("gatehouse.bench")
 LAST_WORDS_S = 2.0
 """So long before its end a part tells where each of its threads is."""
 HUNG_S = 1.0
-"""It hangs if it has not come to do so for so long."""
+"""After so long without that, the main thread runs no Python any more, and the watchdog tells."""
 BEHIND = 10
 """How much nicer a part is that gives no rows than those beside it."""
 

@@ -43,8 +43,8 @@ MODEL, LAYERS = "qwen3-0.6b", 4
 SIZES, SEATS = (1, 16, 17, 200), 200
 """Requests at a time: a step of 17 rows is rounded up to 24, and as they end at different steps there are many between."""
 ALONE, ALONE_PROMPT, ALONE_TOKENS = "one after the other", 900, 60
-"""Requests that are alone, with more keys than one program attends: their kernels read before they wait for one another, which
-no check of a kernel by itself can find fault with."""
+"""Requests that are alone, most with more keys than one program attends: their kernels read before they wait for one another,
+which no check of a kernel by itself can find fault with."""
 KV_BYTES = 3 << 30
 LATE_STEP = 5
 """When the last quarter of the requests comes, so that their prompts stand among decodes."""
@@ -169,7 +169,7 @@ def _cases(context: Context, vocab_size: int) -> dict[str, list[GenerationReques
 
 
 def _requests(count: int, temperature: float, vocab_size: int, longest: int, least: int) -> list[GenerationRequest]:
-    """Prompts of all lengths up to `longest`; answers of nine lengths from `least` on, or of three of the shortest, so that
+    """Prompts of all lengths up to `longest`; answers of `least` tokens and up to eight more (fewer in a rehearsal), so that
     rows leave one after the other."""
     numbers = random.Random(count)
     return [

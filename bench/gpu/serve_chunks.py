@@ -27,7 +27,7 @@ def chunk_ways(context: Context, engine: Engine, size: int) -> None:
     steps: Any = engine.runner.steps  # type: ignore[attr-defined]
     length, block_size = context.size(size, 5), engine.info.block_size
     rows = [InputRow([0] * length, 0, range(-(-length // block_size)), (length - 1,))]
-    served = SlotTiming(steps).hidden if context.device.type == "cpu" else steps.chunks.run_for_timing
+    served = SlotTiming(steps).chunks if context.device.type == "cpu" else steps.chunks.run_for_timing
     ways: dict[str, Callable[[], object]] = {
         "captured": partial(served, rows),
         "one by one": partial(steps.target.pass_over, rows),

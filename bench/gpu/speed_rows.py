@@ -1,6 +1,6 @@
 """Operations on rows by the clock: bytes that must be read and written, over the calibrated bandwidth; the sampler; and what
-calls of the driver cost the host. These are here because nothing else runs meanwhile: beside the calibration a dozen processes
-import, on all cores."""
+calls of the driver cost the host. These are here because only one process imports meanwhile: beside the calibration a dozen do,
+on all cores."""
 
 from __future__ import annotations
 

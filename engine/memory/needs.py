@@ -23,6 +23,8 @@ b_kv bytes per weight, per number computed with and per stored key or value, T t
     context      C = the driver's context, the libraries' workspaces, the kernels' code
     KV blocks      = floor((share·memory − W − A − G − S − C) / (block_size·2·L·K·D·b_kv))
 
+W, A, S and the rotary tables are methods of `MemoryShape`, G is `MemoryNeeds._graphs`, C comes from the device.
+
 What is divided here is that of paged caches, Kwon et al., arXiv 2309.06180, section 4; the constants are ours.
 """
 

@@ -1,4 +1,5 @@
-"""What a model, by its shape alone, needs for each thing that stands in memory. `engine.memory.needs` tells the formulae."""
+"""What a model, by its shape alone, needs for each thing that stands in memory under a load. `engine.memory.needs` tells the
+formulae."""
 
 from __future__ import annotations
 

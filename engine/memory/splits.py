@@ -15,12 +15,12 @@ splits may take where they are more rows than the workspace of decodes has."""
 INVARIANT_SPLIT = 256
 INVARIANT_QUERIES_MIN = 64
 INVARIANT_BYTES_MAX = 256 << 20
-"""Of batch-invariant attention (`kernels.triton.invariant_attention`): tokens of a part, queries for whose parts there is room
-at least, and the most that all parts of a step may take."""
+"""Of batch-invariant attention (`kernels.triton.invariant_attention`): tokens of a split, queries for whose splits there is
+room at least, and the most that all splits of a step may take."""
 
 
 def num_splits(num_tokens: int, head_dim: int, kv_element_bytes: int, window: int | None) -> int:
-    """The most parts that the keys of one decode are cut into (`kernels.triton.attention_splits`): they are of 128 tokens for
+    """The most splits that the keys of one decode are cut into (`kernels.triton.attention_splits`): they are of 128 tokens for
     heads of 128 numbers in 16 bits, eight times that in long requests. A window sees no more of a long one than itself."""
     row_bytes = (1 << (head_dim - 1).bit_length()) * kv_element_bytes
     split = max(64, 32768 // row_bytes)
@@ -32,7 +32,7 @@ def num_splits(num_tokens: int, head_dim: int, kv_element_bytes: int, window: in
 
 
 def invariant_bytes(num_seqs: int, num_tokens: int, num_heads: int, head_dim: int, window: int | None) -> int:
-    """What the parts of `num_seqs` decodes of up to `num_tokens` tokens take; nothing where keys are not divided."""
+    """What the splits of `num_seqs` decodes of up to `num_tokens` tokens take; nothing where keys are not divided."""
     splits = -(-num_tokens // INVARIANT_SPLIT)
     if window is not None:
         splits = min(splits, (window + 129) // INVARIANT_SPLIT + 2)

@@ -23,8 +23,8 @@ from engine.speculation.options import SPECULATIVE_TOKENS_MAX
 class DraftSteps:
     """Guesses tokens for requests in slots."""
 
-    def __init__(self, steps: ReadySteps, inputs: StepInputs, sampler: ColumnSampler, device: torch.device) -> None:
-        self.steps = steps
+    def __init__(self, decodes: ReadySteps, inputs: StepInputs, sampler: ColumnSampler, device: torch.device) -> None:
+        self.decodes = decodes
         self._inputs = inputs
         self._sampler = sampler
         self._staging = Staging(device)
@@ -39,7 +39,7 @@ class DraftSteps:
             while depths[order[len(going) - 1]] <= depth:
                 going = going[:-1]  # another list: one that stays is not sent again
             self._step(going)
-            self._guesses[depth, : len(going)].copy_(self.steps.step.sampled[: len(going)])
+            self._guesses[depth, : len(going)].copy_(self.decodes.step.sampled[: len(going)])
         column = {index: place for place, index in enumerate(order)}
         width = self._guesses.shape[1]
         places = [depth * width + column[index] for index, number in enumerate(depths) for depth in range(number)]
@@ -48,8 +48,8 @@ class DraftSteps:
     def _step(self, slots: Sequence[int]) -> None:
         """One more token in each of these slots. Of a guess nobody asks for scores, and what a mask forbids is not accepted."""
         needs = SamplingNeeds(self._sampler.needs(slots).kind._replace(num_top=0), [], [])
-        size, kind = self.steps.choose_graph(len(slots), needs)
+        size, kind = self.decodes.choose_graph(len(slots), needs)
         self._inputs.write_rows(slots, size)
-        self.steps.run(size, kind)
+        self.decodes.run(size, kind)
         if kind is None:
-            self.steps.step.choose(size, needs.kind)
+            self.decodes.step.choose(size, needs.kind)

@@ -127,7 +127,7 @@ class SlotRunner:
     @torch.inference_mode()
     def is_recorded(self) -> bool:
         """Whether decode steps are one recorded call."""
-        return self.steps.decode_step.is_recorded
+        return self.steps.decodes.step.is_recorded
 
     def _launch_decodes(self, items: Sequence[ScheduledRequest]) -> LaunchedStep:
         slots = self._slots.update(items)
@@ -160,7 +160,7 @@ class SlotRunner:
 
         def choose(masks: torch.Tensor | None) -> Fetch:
             if kind is None:
-                self.steps.decode_step.choose(size, needs.kind, masks)
+                self.steps.decodes.step.choose(size, needs.kind, masks)
             return self.steps.fetch_decodes(len(rows), needs.kind, sends_inputs=sends_inputs)
 
         return self._begin_choice(launched, choose, size, fill)
@@ -222,7 +222,7 @@ class SlotRunner:
         """logits: [R, V]; inputs: [R], if the host does not know them"""
         chosen = self._sampler.choose(logits, rows.slots, rows.positions, kind, masks)
         self.steps.state.advance(rows.slots, chosen.tokens)
-        return self.steps.returned.send(chosen.tokens, chosen.scores, inputs=inputs)
+        return self.steps.token_return.send(chosen.tokens, chosen.scores, inputs=inputs)
 
     def _begin_choice(self, launched: LaunchedStep, choose: Choose, num_rows: int, fill: FillMasks | None) -> LaunchedStep:
         """Choose the tokens of a step: now, or, if rows wait for masks, when the step is completed."""

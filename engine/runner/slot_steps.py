@@ -27,7 +27,7 @@ from engine.scheduling.limits import SchedulerLimits
 
 
 class SlotSteps:
-    """The steps of one engine over the slots of its seats, and the buffers that they share."""
+    """What an engine launches over its slots, one for each seat, and the buffers that these steps share."""
 
     def __init__(
         self,
@@ -62,15 +62,14 @@ class SlotSteps:
         if draft is not None:
             draft_step = self._decode_step(draft)
             self.drafts = DraftSteps(self._ready("draft", draft_step), self.inputs, sampler, device)
-        self.decode_step = self._decode_step(target, draft_step)
-        self.decodes = self._ready("decode", self.decode_step)
+        self.decodes = self._ready("decode", self._decode_step(target, draft_step))
         self.chunks: ChunkSteps | None = None
         if chunk_rows:
             chunk_step = ChunkStep(self.decoders, self.state, max_tokens=chunk_rows, block_size=block_size, device=device)
             self.chunks = ChunkSteps(chunk_step, calls)
         self.staging = Staging(device)
-        self.returned = TokenReturn(max_rows, scores.width(TOP_LOGPROBS_MAX), device=device)
-        self._sampled = self.decode_step.sampled  # of as many rows as the last step had
+        self.token_return = TokenReturn(max_rows, scores.width(TOP_LOGPROBS_MAX), device=device)
+        self._sampled = self.decodes.step.sampled  # of as many rows as the last step had, which mostly the next one has
 
     def _decode_step(self, decoder: PagedDecoder, draft: DecodeStep | None = None) -> DecodeStep:
         over_slots = self.inputs, self.state, self.sampler
@@ -83,11 +82,11 @@ class SlotSteps:
     def fetch_decodes(self, num_rows: int, kind: Kind, *, sends_inputs: bool = False) -> Fetch:
         """Send the tokens of the decode step just launched to the host, with their scores, and with its inputs if only the
         device has them."""
-        step = self.decode_step
+        step = self.decodes.step
         if step.host_sampled is not None and not kind.num_top and not sends_inputs:
             return FetchedAtOnce(step.host_sampled[:num_rows].tolist())
         table = step.scores[:num_rows, : scores.width(kind.num_top)] if kind.num_top else None
         inputs = self.inputs.token_ids[:num_rows] if sends_inputs else None
         if len(self._sampled) != num_rows:
             self._sampled = step.sampled[:num_rows]
-        return self.returned.send(self._sampled, table, inputs=inputs)
+        return self.token_return.send(self._sampled, table, inputs=inputs)

@@ -11,8 +11,8 @@ from engine.runner.slot_steps import SlotSteps
 from engine.runner.slots import NOTHING, SlotWrites
 from engine.sampling.columns import Kind
 
-SLOTS = [0]
-WRITES = SlotWrites(slots=SLOTS, last_tokens=[0], num_tokens=[1])
+ONE_SLOT = [0]
+ITS_WRITES = SlotWrites(slots=ONE_SLOT, last_tokens=[0], num_tokens=[1])
 
 
 class SlotTiming:
@@ -33,13 +33,13 @@ class SlotTiming:
             places = [row % steps.limits.block_size for row in range(num_rows)]
             steps.inputs.write([no_slots, tokens, zeros, places, zeros], size)
         else:
-            steps.state.write(WRITES)
-            steps.inputs.write_rows(SLOTS, size)
+            steps.state.write(ITS_WRITES)
+            steps.inputs.write_rows(ONE_SLOT, size)
         steps.decodes.run(size, Kind(), has_guesses=has_guesses)
         steps.fetch_decodes(size, Kind()).tokens()
 
     @torch.inference_mode()
-    def hidden(self, rows: Sequence[InputRow]) -> torch.Tensor:
+    def chunks(self, rows: Sequence[InputRow]) -> torch.Tensor:
         """Hidden states of the outputs of chunks, computed as in a step with them. With a draft model it is the pass of the
         target alone."""
         steps = self._steps
@@ -47,13 +47,13 @@ class SlotTiming:
         return steps.target.pass_over(rows) if hidden is None else hidden
 
     @torch.inference_mode()
-    def draft(self) -> None:
+    def draft_decode(self) -> None:
         """As `decode` of one row, by the draft model."""
         steps = self._steps
         assert steps.drafts is not None, "there is no draft model"
-        drafts = steps.drafts.steps
+        drafts = steps.drafts.decodes
         size = drafts.make_ready(1, Kind())
-        steps.state.write(WRITES)
-        steps.inputs.write_rows(SLOTS, size)
+        steps.state.write(ITS_WRITES)
+        steps.inputs.write_rows(ONE_SLOT, size)
         drafts.run(size, Kind())
-        steps.returned.send(drafts.step.sampled[:1]).tokens()
+        steps.token_return.send(drafts.step.sampled[:1]).tokens()

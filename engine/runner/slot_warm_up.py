@@ -1,5 +1,5 @@
 """What is made ready of steps over slots before the first request: their kernels, and graphs of the sizes that few requests
-need."""
+need. `warm_up` asks for the kernels of steps that are launched one by one."""
 
 from __future__ import annotations
 
@@ -33,12 +33,12 @@ def warm_up(steps: SlotSteps) -> None:
     """
     if compiles_at_first_use(steps.device):
         with compiling("choices"):
-            _ask_for_choices(steps)
+            _compile_choices(steps)
     steps.decodes.make_ready(steps.inputs.max_rows, Kind(), has_guesses=steps.has_guesses)
     sizes = [num_rows for num_rows in reversed(WARM_ROWS) if num_rows <= steps.limits.max_num_seqs]
     _make_ready(steps.decodes, sizes)
     if steps.drafts is not None:
-        _make_ready(steps.drafts.steps, sizes)
+        _make_ready(steps.drafts.decodes, sizes)
     if steps.has_guesses:
         _make_ready(steps.decodes, WARM_ROWS[:0:-1], has_guesses=True)
     if steps.chunks is not None:
@@ -54,10 +54,11 @@ def _make_ready(steps: ReadySteps, sizes: Sequence[int], *, has_guesses: bool = 
             steps.make_ready(num_rows, kind, has_guesses=has_guesses)
 
 
-def _ask_for_choices(steps: SlotSteps) -> None:
-    """Ask for the kernels that choose tokens: for a row of padding, in every way, after a decode and after a chunk, with and
-    without masks. Before that, for those of steps as far as their logits, in all sizes that make a difference."""
-    step, inputs, target = steps.decode_step, steps.inputs, steps.target
+def _compile_choices(steps: SlotSteps) -> None:
+    """Ask for the kernels that choose tokens (within `compiling` nothing runs, and what is asked for is compiled): for a row of
+    padding, in every way, after a decode and after a chunk, with and without masks. Before that, for those of steps as far as
+    their logits, in all sizes that make a difference."""
+    step, inputs, target = steps.decodes.step, steps.inputs, steps.target
     for size in steps.decodes.guess_sizes if steps.has_guesses else ():
         inputs.write(NO_INPUTS, size)
         step(size, None, has_guesses=True)

@@ -213,7 +213,9 @@ def test_a_body_that_is_too_large(server: Server) -> None:
     ("method", "path", "status"), [("GET", "/v1/nothing", 404), ("GET", CHAT, 405), ("DELETE", "/v1/models", 405)]
 )
 def test_paths_and_methods_that_do_not_exist(server: Server, method: str, path: str, status: int) -> None:
-    check_shape(raw(server, method, path), status, "not_found" if status == 404 else "method_not_allowed")
+    for accept in ("*/*", "text/html,*/*;q=0.8"):  # a browser that strays here gets what a program gets
+        answer = raw(server, method, path, headers={"accept": accept})
+        check_shape(answer, status, "not_found" if status == 404 else "method_not_allowed")
 
 
 async def test_requests_per_minute(server: Server) -> None:

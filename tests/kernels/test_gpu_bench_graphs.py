@@ -52,7 +52,7 @@ def rows_of(
         places = decode_graphs_kept(max_num_seqs, 0) if num_places is None else num_places
         engine, _parts = make_engine(max_num_seqs, calls=graphs_of(places), max_model_len=max_model_len, budget=budget)
         runner: Any = engine._overlapped._runner  # type: ignore[union-attr]
-        monkeypatch.setattr(runner.steps.decode_step, "choose", lambda *_: None)
+        monkeypatch.setattr(runner.steps.decodes.step, "choose", lambda *_: None)
         warm_up(runner.steps)
         yield engine
 

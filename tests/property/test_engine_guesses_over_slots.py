@@ -123,7 +123,7 @@ def test_a_model_that_guesses_for_itself_is_always_right(loop: str, wish: dict[s
 def test_what_two_models_read_in_all_layers_is_made_before_the_layers_of_either(folder: Path) -> None:
     """A record keeps what was made before the first layer, and has others take the places of the rest."""
     engine = recorded_engine(folder / "llama", speculative_config=drafting(folder / "gemma2 draft"))
-    step: Any = engine.runner.steps.decode_step  # type: ignore[attr-defined]
+    step: Any = engine.runner.steps.decodes.step  # type: ignore[attr-defined]
     calls = mock.Mock()
     for number, each in enumerate((step, step._draft)):
         calls.attach_mock(mock.Mock(wraps=each.forward), f"forward_{number}")

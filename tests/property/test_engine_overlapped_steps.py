@@ -101,7 +101,7 @@ def test_tokens_of_recorded_steps_are_those_of_the_plain_runner(
 @pytest.mark.parametrize("family", RECORDED)
 def test_a_step_is_recorded_where_torch_has_no_part_in_it(family: str, wide_folder: Path) -> None:
     engine = recorded_engine(wide_folder / family)
-    records = engine.runner.steps.decode_step._recorded  # type: ignore[attr-defined]
+    records = engine.runner.steps.decodes.step._recorded  # type: ignore[attr-defined]
     for kind in (Kind(greedy=True), Kind(num_top=1), Kind(counts=True, num_top=20), None):
         assert (records.make_ready(kind) is not None) == (family != "qwen3_moe")
 
@@ -116,12 +116,12 @@ def test_tokens_of_recorded_steps_come_with_the_step_that_computed_them(wide_fol
 def test_masks_are_filled_while_a_recorded_step_is_computed(wide_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     engine = with_grammars(recorded_engine(wide_folder / "llama"))
     runner: Any = engine.runner
-    begin, compute = mock.Mock(wraps=runner._masks.begin), mock.Mock(wraps=runner.steps.decode_step._recorded)
+    begin, compute = mock.Mock(wraps=runner._masks.begin), mock.Mock(wraps=runner.steps.decodes.step._recorded)
     calls = mock.Mock()
     calls.attach_mock(begin, "begin")
     calls.attach_mock(compute, "compute")
     monkeypatch.setattr(runner._masks, "begin", begin)
-    monkeypatch.setattr(runner.steps.decode_step, "_recorded", compute)
+    monkeypatch.setattr(runner.steps.decodes.step, "_recorded", compute)
     engine.submit(wanted("a", [5, 6, 7], max_tokens=3, guided_regex="[a-d]*"))
     run_to_end(engine, [])
     names = [call[0] for call in calls.mock_calls]

@@ -23,7 +23,7 @@ from appliance.base.db import Database
 from appliance.base.errors import NotFound
 from appliance.base.settings import Settings
 from appliance.console.routes import create_console_router
-from appliance.console.strayed import answer_unknown_path
+from appliance.console.unknown_paths import answer_unknown_path
 from appliance.metering.box_records import BoxRecords
 from appliance.metering.calendar import BillingCalendar
 from appliance.metering.economics_report import EconomicsReport

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tracemalloc
 from pathlib import Path
 from typing import Any
 
@@ -207,6 +208,23 @@ def test_a_field_that_is_nested_too_deeply_is_named(start: str, end: str) -> Non
     with pytest.raises(InvalidValue, match="tools is nested too deeply") as refused:
         decode_body(body.encode(), Deep)
     assert refused.value.param == "tools"
+
+
+def test_of_deep_fields_the_deepest_is_named_as_it_is_meant() -> None:
+    body = '{"metadata": ' + "[" * 300 + "]" * 300 + ', "t\\u006fols": ' + "[" * 3000 + "]" * 3000 + "}"
+    with pytest.raises(InvalidValue, match="tools is nested too deeply"):
+        decode_body(body.encode(), Deep)
+
+
+@pytest.mark.parametrize("text", [b"a", b"\\n"])
+def test_a_long_text_takes_no_memory_to_step_over(text: bytes) -> None:
+    body = b'{"model": "' + text * 2_000_000 + b'", "tools": ' + b"[" * 3000 + b"]" * 3000 + b"}"
+    tracemalloc.start()
+    with pytest.raises(InvalidValue, match="nested too deeply"):
+        decode_body(body, Deep)
+    most = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert most < 3 * len(body)
 
 
 def test_the_search_for_a_deep_field_ends_soon() -> None:

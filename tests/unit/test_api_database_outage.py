@@ -81,7 +81,7 @@ def test_only_who_may_have_changed_something_is_told_to_look(method: str, told: 
 @pytest.mark.parametrize(
     ("state", "outage"),
     [
-        ("08006", True), ("28P01", True), ("40P01", True), ("53100", True), ("53300", True), ("55P03", True),
+        ("08006", True), ("25P03", True), ("28P01", True), ("40P01", True), ("53100", True), ("53300", True), ("55P03", True),
         ("57014", True), ("57P01", True), ("57P03", True), ("58030", True), ("08P01", False),
         ("3B001", False), ("54023", False), ("55000", False),
     ],

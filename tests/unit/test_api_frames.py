@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from appliance.api import sse
 from appliance.api.chat_answers import DONE, PING, ChunkFramer, WholeAnswer
 from appliance.api.rate_limit_headers import UNLIMITED, duration, rate_limit_headers
 from appliance.api.sse import EventStream, LastFrame, chat_frames
@@ -185,6 +186,13 @@ async def test_nothing_is_encoded_of_the_backlog_of_a_client_that_has_left(box: 
     await generation.outcome
 
     assert encoded == []
+
+
+def test_a_backlog_is_cut_where_a_piece_would_have_too_many_log_probabilities() -> None:
+    ready = [named(size) for size in (3, 5, 1, 20, 0, 8)]
+    sizes = [[len(chunk.logprobs) for chunk in piece] for piece in sse._pieces(ready)]
+    assert sizes == [[3, 5], [1], [20], [0, 8]]
+    assert len(sse._pieces([named(0)] * 1000)) == 1
 
 
 async def test_others_run_between_the_pieces_of_a_backlog(box: Serving, cast: Cast) -> None:

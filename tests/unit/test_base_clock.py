@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from appliance.base.clock import spoken
+from appliance.base.clock import format_wait
 
 
 @pytest.mark.parametrize(
@@ -27,4 +27,4 @@ from appliance.base.clock import spoken
     ],
 )
 def test_a_wait_is_rounded_up_to_two_units(wait_s: float, words: str) -> None:
-    assert spoken(wait_s) == words
+    assert format_wait(wait_s) == words

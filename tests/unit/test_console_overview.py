@@ -357,7 +357,16 @@ async def test_who_is_signed_in_keeps_the_menu_on_a_path_that_is_nowhere(box: Bo
     assert 'href="/tenants"' in page.text
     assert "alice" in page.text
     assert 'href="/tenants"' not in visitor.text
-    assert (error_pages.NOT_FOUND if status == 404 else error_pages.NOT_FOR_LINKS) in page.text
+    assert (error_pages.NOT_FOUND if status == 404 else error_pages.WRONG_METHOD) in page.text
+
+
+async def test_a_wrong_method_is_told_which_are_right_and_paths_of_programs_have_no_pages(box: Box) -> None:
+    alice = await box.alice()
+    page = await alice.get("/logout", Accept="text/html")
+    program = await alice.get("/v1/nothing/here", Accept="text/html")
+
+    assert "POST" in page.headers["allow"]
+    assert program.json()["error"]["code"] == "not_found"
 
 
 async def test_a_path_that_is_nowhere_is_told_while_the_database_is_away(box: Box, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -241,6 +241,17 @@ async def test_a_budget_that_was_taken_away_ends_no_request(admission: Admission
     assert running.note(0, 50) is None
 
 
+async def test_what_a_running_request_has_cost_counts_only_while_a_spent_budget_is_to_end_it(admission: Admission) -> None:
+    hard, shared = with_tenant(principal(), cut_at_budget=True), policy(monthly_budget=100)
+    first, second = [await admit(admission, hard, 10, cost=price(), policy=shared) for _ in range(2)]
+    assert first.note(0, 10) is None, "10 + 3 · 10"
+    assert second.note(0, 25) is not None, "10 + 3 · 25"
+    first.hold_to_budget(False)
+    assert second.note(0, 25) is None, "what the first has cost is forgotten until it ends"
+    first.settle(20)
+    assert second.note(0, 25) is not None
+
+
 @pytest.mark.parametrize("owner", ["tenant", "key", "model"])
 async def test_what_ran_over_the_end_of_a_month_counts_in_that_one_with_limits_that_are_new(
     admission: Admission, clock: FakeClock, owner: str

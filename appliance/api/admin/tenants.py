@@ -158,7 +158,7 @@ async def retrieve_tenant(request: AdminRequest, tenant_id: FromPath[str]) -> Te
 
 @patch("/tenants/{tenant_id:str}", summary="Change a tenant", tags=TAGS, opt={"body": TenantPatch, "errors": (409,)})
 async def change_tenant(request: AdminRequest, tenant_id: FromPath[str]) -> TenantShape:
-    """Change what the body names; it counts from the next request on."""
+    """Change what the body names. It counts at once, limits for running and waiting requests too."""
     access = await authenticate_administrator(request, Action.WRITE, tenant_id)
     body = decode_body(await request.body(), TenantPatch)
     services = services_of(request)

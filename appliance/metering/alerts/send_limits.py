@@ -9,7 +9,7 @@ from datetime import datetime, timedelta
 from sqlalchemy import select
 from sqlalchemy.ext.asyncio import AsyncConnection
 
-from appliance.base.clock import Clock, spoken
+from appliance.base.clock import Clock, format_wait
 from appliance.base.errors import RateLimitExceeded
 from appliance.base.tables import outbox, webhooks
 
@@ -56,4 +56,4 @@ class Retries:
 
 def _refusal(message: str, earliest: datetime, now: datetime) -> RateLimitExceeded:
     wait_s = (earliest + _AN_HOUR - now).total_seconds()
-    return RateLimitExceeded(f"{message}; try again in {spoken(wait_s)}", limit_type="requests", retry_after_s=wait_s)
+    return RateLimitExceeded(f"{message}; try again in {format_wait(wait_s)}", limit_type="requests", retry_after_s=wait_s)

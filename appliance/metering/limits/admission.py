@@ -162,7 +162,7 @@ class Admission:
         at, touched = self._moment(), set()
         for running in self._live:
             if (principal := principals.get(running.work.key_id)) is not None:
-                running.cut_at_budget = principal.tenant.cut_at_budget
+                running.hold_to_budget(principal.tenant.cut_at_budget)
         waiting = {(asked.principal.key.id, asked.model) for asked in self._asking.values()}
         for key_id, model in waiting | {(running.work.key_id, running.work.model) for running in self._live}:
             principal = principals.get(key_id)

@@ -333,6 +333,11 @@ class Hold:
         self.live_picos = cost_picos
         return self.allowance.spent(self.month, at)
 
+    def forget_live(self) -> None:
+        """Let what the running request has cost so far count no more."""
+        self.month.live -= self.live_picos
+        self.live_picos = 0
+
     def settle(self, used: Amount, currency: str | None, monotonic_s: float) -> None:
         """Replace what was reserved by what was used."""
         self.day.used += used.tokens
@@ -360,8 +365,7 @@ class Hold:
         self.allowance.running -= 1
         self.day.reserved -= self.held.tokens
         self.month.reserved -= self.held.cost_picos
-        self.month.live -= self.live_picos
-        self.live_picos = 0
+        self.forget_live()
 
 
 def _window_from(windows: dict[date, Window], start: date, step_days: int) -> Window:

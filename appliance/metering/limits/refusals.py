@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from appliance.base.clock import spoken
+from appliance.base.clock import format_wait
 from appliance.base.errors import BudgetExceeded, ModelNotPriced, RateLimitExceeded, Refused, RequestExceedsLimit
 from appliance.base.money import PICOS_PER_MICRO, format_micros
 from appliance.metering.limits.quotas import LimitDecision
@@ -66,7 +66,7 @@ def _money(picos: int, currency: str) -> str:
 
 
 def _about(decision: LimitDecision) -> str:
-    wait = spoken(decision.wait_s or 0.0)
+    wait = format_wait(decision.wait_s or 0.0)
     return f"about {wait}, when running requests have probably ended" if decision.estimated else wait
 
 

@@ -62,7 +62,7 @@ class Reservation:
         self._moment = moment
         self._on_end = on_end
         self._on_recorded = on_recorded
-        self.cut_at_budget = cut_at_budget
+        self._cut_at_budget = cut_at_budget
         self._ended = False
         self.request_id: str | None = None
         """Of the record that its settlement goes to, once it is settled."""
@@ -85,12 +85,19 @@ class Reservation:
         self.output_tokens = completion_tokens
         if self._first is None and completion_tokens:
             self._first = (self._moment().monotonic_s, completion_tokens)
-        if not self.cut_at_budget or self._ended:
+        if not self._cut_at_budget or self._ended:
             return None
         at = self._moment()
         cost_picos = self.work.cost(cached_tokens, completion_tokens, rejected_tokens=rejected_tokens)
         spent = [refusal for hold in self.holds if (refusal := hold.note(cost_picos, self.work.currency, at)) is not None]
         return spent[0] if spent else None
+
+    def hold_to_budget(self, cut_at_budget: bool) -> None:
+        """Hear whether a spent budget ends the request from now on; if not, it counts in its budgets once it has ended."""
+        if self._cut_at_budget and not cut_at_budget and not self._ended:
+            for hold in self.holds:
+                hold.forget_live()
+        self._cut_at_budget = cut_at_budget
 
     def token_s(self, now_s: float) -> float | None:
         """Return the seconds that a token of its answers takes together, None before the second time that it was heard of."""

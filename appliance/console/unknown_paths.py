@@ -9,14 +9,16 @@ from litestar import Request, Response
 from litestar.exceptions import MethodNotAllowedException, NotFoundException
 from litestar.response.base import ASGIResponse
 from litestar.types import Receive, Scope, Send
-from sqlalchemy.exc import SQLAlchemyError
 
 from appliance.console.error_pages import error_handler
 from appliance.console.rendering import Html, Pages
-from appliance.console.security import ConsoleRequest, recognise
+from appliance.console.security import ConsoleRequest, resolve_session
 
 if TYPE_CHECKING:
     from appliance.serving.services import Services
+
+OF_PROGRAMS = ("/v1", "/admin", "/health", "/metrics", "/schema")
+"""What lies below answers in JSON, to browsers too."""
 
 ErrorHandler = Callable[[ConsoleRequest, Exception], Response[Any]]
 
@@ -26,23 +28,28 @@ def answer_unknown_path(services: Services, otherwise: ErrorHandler) -> ErrorHan
     show_page = error_handler(Pages(services))
 
     def answer(request: ConsoleRequest, error: Exception) -> Response[Any]:
-        strayed = isinstance(error, NotFoundException | MethodNotAllowedException)
-        if not strayed or "text/html" not in request.headers.get("accept", ""):
+        has_strayed = isinstance(error, NotFoundException | MethodNotAllowedException) and not _is_of_programs(request)
+        if not has_strayed or "text/html" not in request.headers.get("accept", ""):
             return otherwise(request, error)
 
         async def page() -> Html:
             try:
-                await recognise(request, services)
-            except SQLAlchemyError as failure:
+                await resolve_session(request, services)
+            except Exception as failure:  # noqa: BLE001 - HTTP edge: it is logged with the reference that the page shows
                 return show_page(request, failure)
             return show_page(request, error)
 
-        return _Later(page)
+        return DeferredPage(page)
 
     return answer
 
 
-class _Later(Response[str]):
+def _is_of_programs(request: ConsoleRequest) -> bool:
+    path = request.scope["path"]
+    return any(path == prefix or path.startswith(f"{prefix}/") for prefix in OF_PROGRAMS)
+
+
+class DeferredPage(Response[str]):
     """An answer that is made as it is sent: a handler of errors is no coroutine and cannot wait for the database."""
 
     def __init__(self, page: Callable[[], Awaitable[Html]]) -> None:
@@ -50,10 +57,10 @@ class _Later(Response[str]):
         self._page = page
 
     def to_asgi_response(self, app: Any, request: Request[Any, Any, Any], **_options: Any) -> ASGIResponse:  # noqa: ARG002 - theirs
-        return _Sending(self._page, request)
+        return _DeferredAnswer(self._page, request)
 
 
-class _Sending(ASGIResponse):
+class _DeferredAnswer(ASGIResponse):
     def __init__(self, page: Callable[[], Awaitable[Html]], request: Request[Any, Any, Any]) -> None:
         super().__init__()
         self._page, self._request = page, request
