@@ -22,8 +22,9 @@ from steps.refusal import Refusal
 _NEEDED_MIB = {"cpu": 2200, "gpu": 9000}
 _NEEDED_TEST_MIB = 2400  # two versions of Triton are 1650 of them
 _LOCK_POLL_S = 0.3
-# For tests, which import few of all files: Python compiles those when they do. Who serves may not be able to write into it.
-_AS_IMPORTED = ("--no-compile",)
+# Tests import few of all files, and Python compiles those then. An environment for serving is compiled whole: the service may
+# not be able to write there.
+_WITHOUT_BYTECODE = ("--no-compile",)
 # Where the builds of torch without a GPU's libraries are published; the ordinary index has one build per system.
 _SMALL_TORCH_INDEX = "https://download.pytorch.org/whl/cpu"
 _SCRIPT = """#!{python}
@@ -121,7 +122,7 @@ def _remove(venv: Path, why: str) -> None:
 
 def _build(venv: Path, run: Lock, test: Lock | None, *, add_tests_only: bool) -> None:
     stamp.mark_incomplete(venv)
-    options = () if test is None else _AS_IMPORTED
+    options = () if test is None else _WITHOUT_BYTECODE
     try:
         if not add_tests_only:
             _make_venv(venv)

@@ -1,4 +1,4 @@
-"""A plugin of pytest (`-p tests.support.each_value`): of a test's combinations of parameters, as few as have each value once.
+"""A plugin of pytest (`-p tests.support.each_value`): of a test's combinations of parameters, few that have each value.
 
 For kernels under another Triton: what a kernel makes of which combination is found out under this environment's own.
 """

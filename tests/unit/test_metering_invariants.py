@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from datetime import timedelta
 from typing import Any
 
@@ -35,12 +34,11 @@ PROMISES = (
 PRICE = {"prompt": 1_500_000, "cached_prompt": 150_000, "completion": 6_000_000}
 
 
-def on_either_database(names: str, *cases: Any) -> pytest.MarkDecorator:
-    """Cases of a test that each run on one of the two databases, in turn: both read what is compared by the same statement."""
-    kinds = itertools.cycle(["sqlite", "postgresql"])
-    marks = {"sqlite": (), "postgresql": (pytest.mark.postgres,)}
-    given = [(kind, *(case if isinstance(case, tuple) else (case,))) for kind, case in zip(kinds, cases, strict=False)]
-    values = [pytest.param(*each, marks=marks[each[0]]) for each in given]
+def on_databases(names: str, *cases: Any) -> pytest.MarkDecorator:
+    """Cases of a test on SQLite, every second one on PostgreSQL too: both read what is compared by the same statement."""
+    given = [case if isinstance(case, tuple) else (case,) for case in cases]
+    values = [pytest.param("sqlite", *case) for case in given]
+    values += [pytest.param("postgresql", *case, marks=pytest.mark.postgres) for case in given[1::2]]
     return pytest.mark.parametrize(f"database_url, {names}", values, indirect=["database_url"])
 
 
@@ -152,7 +150,7 @@ async def change_price(database: Database, **values: Any) -> None:
 LONG_AGO = FakeClock().now() - timedelta(days=30)
 
 
-@on_either_database(
+@on_databases(
     "values",
     {"model": "other"},
     {"currency": "CHF"},
@@ -250,7 +248,7 @@ async def test_triggers_that_are_off_are_found(database: Database, database_url:
     assert (found["kept"], (await states(database_url))["kept"]) == ("broken", "holds")
 
 
-@on_either_database("change", {"currency": "CHF"}, {"price_basis_points": 0}, {"price_id": "price_other"})
+@on_databases("change", {"currency": "CHF"}, {"price_basis_points": 0}, {"price_id": "price_other"})
 async def test_an_adjustment_unlike_the_event_that_it_corrects_is_found(
     database: Database, database_url: str, ledger: str, change: dict[str, Any]
 ) -> None:
@@ -321,7 +319,7 @@ async def test_a_batch_boundary_hides_nothing(
     assert await broken(database_url) == {"cost"}
 
 
-@on_either_database(
+@on_databases(
     "bucket, column",  # one comparison has every column, whatever the bucket
     ("minute", "requests"),
     ("minute", "cost_low"),
@@ -343,7 +341,7 @@ async def test_a_sum_that_is_off_by_one_is_found(
     assert (await states(database_url))["rollups"] == "holds"
 
 
-@on_either_database("bucket", "minute", "hour", "day")
+@on_databases("bucket", "minute", "hour", "day")
 async def test_a_sum_of_the_box_that_is_not_that_of_its_owners_is_found(
     database: Database, database_url: str, ledger: str, bucket: str
 ) -> None:
@@ -366,7 +364,7 @@ async def test_a_sum_without_events_and_an_event_without_a_sum_are_found(
     assert (await states(database_url))["rollups"] == "broken"
 
 
-@on_either_database("posting, counter", (3, 2), (3, 3), (1, 3), (1, 1), (None, 2))
+@on_databases("posting, counter", (3, 2), (3, 3), (1, 3), (1, 1), (None, 2))
 async def test_a_posting_that_is_missing_or_a_counter_that_ran_on_is_found(
     database: Database, database_url: str, ledger: str, posting: int | None, counter: int
 ) -> None:
@@ -404,7 +402,7 @@ async def test_a_correction_that_takes_too_much_is_found(database: Database, dat
     assert await broken(database_url) == {"corrections"}
 
 
-@on_either_database("corrects", "req_1", "req_2", None)
+@on_databases("corrects", "req_1", "req_2", None)
 async def test_an_adjustment_of_nothing_that_was_settled_is_found(
     database: Database, database_url: str, ledger: str, corrects: str | None
 ) -> None:
@@ -476,7 +474,7 @@ async def test_an_invoice_that_a_version_before_batch_work_closed_is_the_sum_of_
     assert await broken(database_url) == set()
 
 
-@on_either_database(
+@on_databases(
     "statement",
     "UPDATE invoice_lines SET tokens = tokens + 1 WHERE kind = 'prompt'",
     "UPDATE invoice_lines SET requests = 1 WHERE kind = 'completion'",
@@ -513,7 +511,7 @@ async def test_a_correction_of_batch_work_by_a_version_before_it_is_one_of_the_s
     assert await broken(database_url) == {"corrections"}
 
 
-@on_either_database(
+@on_databases(
     "statement",
     "UPDATE invoices SET total_micros = 1",
     "UPDATE invoices SET tax_micros = -5000",

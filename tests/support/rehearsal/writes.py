@@ -1,4 +1,4 @@
-"""What an operation of torch writes by indices: to one place twice, a card does so in whatever order it likes."""
+"""What `index_copy_` writes: to one place twice, a card does so in whatever order it likes."""
 
 from __future__ import annotations
 
@@ -22,6 +22,6 @@ def _refuse_two_values(dim: int, index: torch.Tensor, source: torch.Tensor) -> N
     if len(places) == index.numel():
         return
     chosen = torch.zeros(len(places), dtype=torch.int64).scatter_(0, numbers, torch.arange(index.numel()))
-    taken = source.index_select(dim, chosen[numbers]) if source.dim() else source
+    taken = source.index_select(dim, chosen[numbers])
     if not torch.equal(taken.contiguous().view(torch.uint8), source.contiguous().view(torch.uint8)):
         raise RuntimeError("index_copy_ writes different values to one place, and a card decides which one stays")
