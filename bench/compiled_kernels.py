@@ -6,7 +6,9 @@ Needs no GPU. Every version of Triton in the environment is used (the installer'
 newest that we allow). Writes bench/results/compiled_kernels.jsonl, the record by which CI knows what need not be compiled again
 (kernels/triton/gate/record.py): sm (capability), regs and spill (bytes) of a thread, shared (bytes) and tmem (columns of tensor
 memory) of a program, mma (matrix instructions), programs that one multiprocessor holds at a time. What the record holds is not
-compiled again without `--all`, but for one configuration of each kernel on every second card.
+compiled again without `--all`, but for one configuration of each kernel on every second card. Under Triton 3.6 a key can depend
+on which modules were read before (a kernel's captured constants are those of functions that were hashed already): rows that are
+to be kept are made with all modules.
 """
 
 from __future__ import annotations
