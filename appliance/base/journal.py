@@ -173,7 +173,7 @@ class Journal:
         except Exception as error:  # noqa: BLE001 - whoever waits would do so for ever
             if not isinstance(error, OSError):
                 _log.exception("the journal could not be written by the kernel")
-            self._leave_to_thread(batch, f"{type(error).__name__}: {error}")
+            self._leave_to_thread(batch, _told(error))
 
     def _on_written(self, batch: list[_Append], num_bytes: int, is_durable: bool) -> None:
         self._writing_since_s = None
@@ -237,7 +237,7 @@ class Journal:
             except OSError as raised:
                 error = raised
             except Exception as raised:  # noqa: BLE001 - a thread that ended would let everybody wait, and say nothing
-                error = OSError(f"{type(raised).__name__}: {raised}")
+                error = OSError(_told(raised))
                 if self._last_error != _told(error):  # once, and not at each further try
                     _log.exception("the journal could not be written")
             self._last_error = None if error is None else _told(error)
@@ -314,7 +314,7 @@ def left_in(path: Path) -> list[bytes]:
     return _read([file for file in _paths(path) if file.exists()])
 
 
-def _told(error: OSError) -> str:
+def _told(error: Exception) -> str:
     return f"{type(error).__name__}: {error}"
 
 

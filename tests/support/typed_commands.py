@@ -24,8 +24,13 @@ class Typed(NamedTuple):
     err: str
 
     def json(self) -> Any:
-        assert self.status == 0, self.out + self.err
+        """What it wrote with --json, of a failure too."""
         return json.loads(self.out)
+
+    def done(self) -> Any:
+        """The same of a command that did not fail."""
+        assert self.status == 0, self.out + self.err
+        return self.json()
 
 
 class Terminal(io.StringIO):

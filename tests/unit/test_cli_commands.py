@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import os
 import re
 import shutil
@@ -36,6 +35,7 @@ from appliance.tenancy.second_factor import SecondFactors
 from tests.support import factories
 from tests.support.cast import make_cast
 from tests.support.ledgers import running_ledger
+from tests.support.typed_commands import Typed
 
 REPO = Path(__file__).resolve().parents[2]
 COMMANDS = (
@@ -70,22 +70,11 @@ def data_dir(tmp_path: Path, migrated_sqlite_file: Path, monkeypatch: pytest.Mon
     return folder
 
 
-class Typed:
-    """What a command line did: its exit status and what it wrote."""
-
-    def __init__(self, status: int, out: str, err: str) -> None:
-        self.status, self.out, self.err = status, out, err
-
-    def json(self) -> Any:
-        return json.loads(self.out)
-
-
 @pytest.fixture
 def typed(data_dir: Path, own_logging: None, capsys: pytest.CaptureFixture[str]) -> Any:
     def run(*arguments: str) -> Typed:
         status = main(list(arguments))
-        written = capsys.readouterr()
-        return Typed(status, written.out, written.err)
+        return Typed(status, *capsys.readouterr())
 
     return run
 

@@ -12,13 +12,7 @@ import pytest
 from appliance.cli import model_store
 from appliance.cli.main import main
 from appliance.serving.fleet import DEMO_MODEL
-
-
-class Typed:
-    """What a command line did."""
-
-    def __init__(self, status: int, out: str, err: str) -> None:
-        self.status, self.out, self.err = status, out, err
+from tests.support.typed_commands import Typed
 
 
 @pytest.fixture
@@ -26,8 +20,7 @@ def typed(capsys: pytest.CaptureFixture[str]) -> Any:
     def run(*arguments: str) -> Typed:
         capsys.readouterr()
         status = main(["models", "plan", *arguments])
-        told = capsys.readouterr()
-        return Typed(status, told.out, told.err)
+        return Typed(status, *capsys.readouterr())
 
     return run
 

@@ -11,16 +11,7 @@ import pytest
 from appliance.cli.main import main
 from tests.support import quantised_checkpoints as layouts
 from tests.support.published_configs import LLAMA_8B
-
-
-class Typed:
-    """What a command line did."""
-
-    def __init__(self, status: int, out: str, err: str) -> None:
-        self.status, self.out, self.err = status, out, err
-
-    def json(self) -> Any:
-        return json.loads(self.out)
+from tests.support.typed_commands import Typed
 
 
 @pytest.fixture
@@ -36,8 +27,7 @@ def typed(capsys: pytest.CaptureFixture[str]) -> Any:
     def run(*arguments: str | Path) -> Typed:
         capsys.readouterr()
         status = main(["simulate", *map(str, arguments)])
-        told = capsys.readouterr()
-        return Typed(status, told.out, told.err)
+        return Typed(status, *capsys.readouterr())
 
     return run
 

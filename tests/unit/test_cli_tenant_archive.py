@@ -8,7 +8,7 @@ from tests.support.typed_commands import Run
 
 
 def archived(typed: Run) -> list[bool]:
-    return [row["archived"] for row in typed("tenants", "list", "--archived", "--json").json()["data"]]
+    return [row["archived"] for row in typed("tenants", "list", "--archived", "--json").done()["data"]]
 
 
 def test_a_program_must_say_yes(typed: Run) -> None:
