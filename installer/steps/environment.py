@@ -162,7 +162,7 @@ def _install_torch(venv: Path, lock: Lock, options: Sequence[str]) -> None:
     version = lock.version("torch")
     with Step(f"Installing torch {version} (the largest part)") as step:
         if lock.profile == "gpu" or sys.platform != "linux":
-            pip.install(venv, ["--no-deps", *options, f"torch=={version}"], step, expected=1)
+            pip.install(venv, [["--no-deps", *options, f"torch=={version}"]], step, expected=1)
             return
         _install_small_torch(venv, version, step, options)
 
@@ -174,30 +174,34 @@ def _install_small_torch(venv: Path, version: str, step: Step, options: Sequence
     """
     pin = f"torch=={version}+cpu"
     try:
-        pip.install(venv, ["--no-deps", *options, pin], step, expected=1)
+        pip.install(venv, [["--no-deps", *options, pin]], step, expected=1)
         return
     except pip.PipFailed as failure:
         if not failure.missing:
             raise
     try:
         elsewhere = ["--retries", "2", "--index-url", _SMALL_TORCH_INDEX]
-        pip.install(venv, ["--no-deps", *options, *elsewhere, pin], step, expected=1)
+        pip.install(venv, [["--no-deps", *options, *elsewhere, pin]], step, expected=1)
     except pip.PipFailed:
         machine.check_disk(venv, _NEEDED_MIB["gpu"] * machine.MIB, "the only build of torch that the package index has")
-        pip.install(venv, [*options, f"torch=={version}"], step, expected=1)
+        pip.install(venv, [[*options, f"torch=={version}"]], step, expected=1)
         step.outcome("done, with a GPU's libraries, which are not used: no index that answered has a build without them")
 
 
 def _install_lock(venv: Path, lock: Lock, what: str, options: Sequence[str]) -> None:
     """Install a whole lock without resolving anything: it is the full closure. `options` are pip's."""
-    wanted = [pin for pin in lock.pins if pin.name != "torch"]
-    listing = venv / "tmp" / f"{lock.profile}.txt"
-    listing.parent.mkdir(exist_ok=True)
-    listing.write_text(
-        "".join(f"{pin.name}=={pin.version}{' ; ' + pin.marker if pin.marker else ''}\n" for pin in wanted), "utf-8"
-    )
+    wanted = [
+        f"{pin.name}=={pin.version}{' ; ' + pin.marker if pin.marker else ''}" for pin in lock.pins if pin.name != "torch"
+    ]
+    shares = [wanted[first :: pip.at_once()] for first in range(pip.at_once())]
+    commands = []
+    for number, share in enumerate(shares):
+        listing = venv / "tmp" / f"{lock.profile}-{number}.txt"
+        listing.parent.mkdir(exist_ok=True)
+        listing.write_text("".join(f"{line}\n" for line in share), "utf-8")
+        commands.append(["--no-deps", *options, "-r", str(listing)])
     with Step(f"Installing {len(wanted)} {what}") as step:
-        pip.install(venv, ["--no-deps", *options, "-r", str(listing)], step, expected=len(wanted))
+        pip.install(venv, commands, step, expected=len(wanted))
 
 
 def _install_tritons(venv: Path, run: Lock, options: Sequence[str]) -> None:
@@ -211,10 +215,12 @@ def _install_tritons(venv: Path, run: Lock, options: Sequence[str]) -> None:
         shutil.rmtree(left)
     oldest, newest = (pin.version for pin in read_lock("triton").pins)
     own = next((pin.version for pin in run.pins if pin.name == "triton"), newest)
+    commands = []
     for version in (oldest, newest):
         place = [] if version == own else ["--target", str(venv / f"triton-{version}")]
-        with Step(f"Installing Triton {version} for the kernels' tests") as step:
-            pip.install(venv, ["--no-deps", *place, *options, f"triton=={version}"], step, expected=1)
+        commands.append(["--no-deps", *place, *options, f"triton=={version}"])
+    with Step(f"Installing Triton {oldest} and {newest} for the kernels' tests") as step:
+        pip.install(venv, commands, step, expected=len(commands))
 
 
 def _link_clone(venv: Path) -> None:

@@ -15,6 +15,8 @@ from steps.progress import Step
 from steps.refusal import Refusal
 
 _POLL_S = 0.25
+_AT_ONCE_MAX = 4
+_INSTALL = ("-m", "pip", "install", "--disable-pip-version-check", "--no-input", "--progress-bar", "off")
 _LINES_SHOWN = 12
 # Settings of a person's own pip that would put packages elsewhere than into the environment.
 _MISPLACING = ("PIP_USER", "PIP_TARGET", "PIP_PREFIX", "PIP_ROOT", "PIP_REQUIRE_VIRTUALENV", "PYTHONPATH", "PYTHONHOME")
@@ -75,91 +77,54 @@ def relevant(lines: Sequence[str]) -> tuple[str, ...]:
     return tuple(line[:300] for line in shown[-_LINES_SHOWN:])
 
 
-def install(venv: Path, arguments: Sequence[str], step: Step, *, expected: int) -> None:
-    """Run `pip install ARGUMENTS` in `venv`, telling `step` how far it is. Raises PipFailed.
+def at_once() -> int:
+    """Return how many pips share the work where it can be shared: unpacking takes a processor, as fetching does in part."""
+    return min(os.cpu_count() or 1, _AT_ONCE_MAX)
 
-    `expected` is the number of packages that will be installed. Downloads go through a folder inside `venv`, so that
-    they can be measured, lie on the disk that was checked, and vanish with it.
+
+def install(venv: Path, commands: Sequence[Sequence[str]], step: Step, *, expected: int) -> None:
+    """Run `pip install ARGUMENTS` in `venv` for each of `commands`, all at once, telling `step` how far they are. Raises
+    PipFailed for the first that fails, and ends the others.
+
+    No two may install the same package. `expected` is the number of packages that will be installed. Downloads go through a
+    folder inside `venv`, so that they can be measured, lie on the disk that was checked, and vanish with it.
     """
-    scratch = venv / "tmp"
-    scratch.mkdir(exist_ok=True)
-    command = [
-        str(venv_python(venv)),
-        "-m",
-        "pip",
-        "install",
-        "--disable-pip-version-check",
-        "--no-input",
-        "--progress-bar",
-        "off",
-    ]
-    process = subprocess.Popen(
-        [*command, *arguments],
-        env=_environment(scratch),
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        errors="replace",
-        close_fds=False,  # the installer's lock goes along
-    )
-    lines: list[str] = []
+    inbox: queue.SimpleQueue[tuple[_Pip, str | None]] = queue.SimpleQueue()
+    pips: list[_Pip] = []
     try:
-        _follow(process, lines, _Meter(venv, scratch, step, expected))
-    except BaseException:
-        process.terminate()
-        process.wait()
-        raise
-    if process.returncode != 0:
-        raise PipFailed(lines)
+        for number, arguments in enumerate(commands):
+            pips.append(_Pip(venv, arguments, venv / "tmp" / str(number), inbox))
+        _follow(inbox, len(pips), _Meter(venv, [pip.said for pip in pips], step, expected))
+    finally:
+        for pip in pips:
+            pip.end()
 
 
-def _environment(scratch: Path) -> dict[str, str]:
-    kept = {name: value for name, value in os.environ.items() if name not in _MISPLACING}
-    return {**kept, "TMPDIR": str(scratch), "PYTHONUNBUFFERED": "1", "PIP_ROOT_USER_ACTION": "ignore"}
+class _Said:
+    """What one pip has said, and what follows from it."""
 
-
-class _Meter:
-    """Turns pip's output and the growing folders into a few words."""
-
-    def __init__(self, venv: Path, scratch: Path, step: Step, expected: int) -> None:
-        self._venv, self._scratch, self._step, self._expected = venv, scratch, step, expected
-        self._collected = 0
-        self._bytes_wanted = 0
-        self._installing = False
-        self._before = self._installed()
+    def __init__(self, scratch: Path) -> None:
+        self.lines: list[str] = []
+        self.num_collected = 0
+        self.bytes_wanted = 0
+        self.is_unpacking = False
+        self._scratch = scratch
 
     def line(self, line: str) -> None:
+        self.lines.append(line)
         if line.startswith(("Collecting ", "Processing ", "Looking in")):
-            self._bytes_wanted = 0
-            self._collected += line.startswith("Collecting ")
+            self.bytes_wanted = 0
+            self.num_collected += line.startswith("Collecting ")
         elif line.startswith("Installing collected packages"):
-            self._installing = True
+            self.bytes_wanted = 0
+            self.is_unpacking = True
         elif match := _DOWNLOAD.match(line):
-            self._bytes_wanted = int(float(match["size"]) * _UNITS[match["unit"]])
+            self.bytes_wanted = int(float(match["size"]) * _UNITS[match["unit"]])
 
-    def show(self) -> None:
-        if self._installing:
-            self._step.detail(
-                f"unpacked {self._installed() - self._before} of {self._expected}" if self._expected > 1 else "unpacking"
-            )
-        elif self._bytes_wanted >= _UNITS["MB"]:
-            self._step.detail(
-                f"downloading {self._downloaded() / 1e6:.0f} of {self._bytes_wanted / 1e6:.0f} MB{self._count(', package')}"
-            )
-        else:
-            self._step.detail(f"fetching{self._count()}")
-
-    def _count(self, lead: str = "") -> str:
-        return f"{lead} {self._collected} of {self._expected}" if self._expected > 1 else ""
-
-    def _installed(self) -> int:
-        return sum(1 for _ in self._venv.glob("lib/python3*/site-packages/*.dist-info"))
-
-    def _downloaded(self) -> int:
-        """Return the size of the file that pip is writing now: the one that was touched last."""
+    def bytes_downloaded(self) -> int:
+        """Return the size of the file that pip is writing now, the one that was touched last; 0 while it writes none."""
         newest = (0.0, 0)
-        for file in self._scratch.glob("pip-unpack-*/*"):
+        for file in self._scratch.glob("pip-unpack-*/*") if self.bytes_wanted else ():
             try:
                 known = file.stat()
             except OSError:
@@ -168,27 +133,85 @@ class _Meter:
         return newest[1]
 
 
-def _follow(process: subprocess.Popen[str], lines: list[str], meter: _Meter) -> None:
-    """Read the output to its end; a thread reads so that the line on the terminal moves while pip is silent."""
-    inbox: queue.SimpleQueue[str | None] = queue.SimpleQueue()
-    output = process.stdout
-    assert output is not None
+class _Pip:
+    """One pip at work, with a folder of its own for what it downloads. What it says is put into `inbox`, then None."""
 
-    def read() -> None:
-        for line in output:
-            inbox.put(line.rstrip("\n"))
-        inbox.put(None)
+    def __init__(
+        self, venv: Path, arguments: Sequence[str], scratch: Path, inbox: queue.SimpleQueue[tuple[_Pip, str | None]]
+    ) -> None:
+        scratch.mkdir(parents=True, exist_ok=True)
+        self.said = _Said(scratch)
+        self.process = subprocess.Popen(
+            [str(venv_python(venv)), *_INSTALL, *arguments],
+            env=_environment(scratch),
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            errors="replace",
+            close_fds=False,  # the installer's lock goes along
+        )
+        self._inbox = inbox
+        self._reader = threading.Thread(target=self._read, daemon=True)
+        self._reader.start()
 
-    threading.Thread(target=read, daemon=True).start()
-    while True:
+    def _read(self) -> None:
+        assert self.process.stdout is not None
+        with self.process.stdout as output:
+            for line in output:
+                self._inbox.put((self, line.rstrip("\n")))
+        self._inbox.put((self, None))
+
+    def end(self) -> None:
+        """End it if it is still at work."""
+        self.process.terminate()
+        self.process.wait()
+        self._reader.join()
+
+
+def _environment(scratch: Path) -> dict[str, str]:
+    kept = {name: value for name, value in os.environ.items() if name not in _MISPLACING}
+    return {**kept, "TMPDIR": str(scratch), "PYTHONUNBUFFERED": "1", "PIP_ROOT_USER_ACTION": "ignore"}
+
+
+class _Meter:
+    """Turns what the pips say and the growing folders into a few words."""
+
+    def __init__(self, venv: Path, said: Sequence[_Said], step: Step, expected: int) -> None:
+        self._venv, self._said, self._step, self._expected = venv, said, step, expected
+        self._before = self._installed()
+
+    def show(self) -> None:
+        wanted = sum(said.bytes_wanted for said in self._said)
+        if all(said.is_unpacking for said in self._said):
+            several = self._expected > len(self._said)
+            self._step.detail(f"unpacked {self._installed() - self._before} of {self._expected}" if several else "unpacking")
+        elif wanted >= _UNITS["MB"]:
+            downloaded = sum(said.bytes_downloaded() for said in self._said)
+            self._step.detail(f"downloading {downloaded / 1e6:.0f} of {wanted / 1e6:.0f} MB{self._count(', package')}")
+        else:
+            self._step.detail(f"fetching{self._count()}")
+
+    def _count(self, lead: str = "") -> str:
+        collected = sum(said.num_collected for said in self._said)
+        return f"{lead} {collected} of {self._expected}" if self._expected > 1 else ""
+
+    def _installed(self) -> int:
+        return sum(1 for _ in self._venv.glob("lib/python3*/site-packages/*.dist-info"))
+
+
+def _follow(inbox: queue.SimpleQueue[tuple[_Pip, str | None]], num_at_work: int, meter: _Meter) -> None:
+    """Take in what they say to its end; the line on the terminal moves while they are silent."""
+    while num_at_work:
         try:
-            line = inbox.get(timeout=_POLL_S)
+            pip, line = inbox.get(timeout=_POLL_S)
         except queue.Empty:
             meter.show()
             continue
-        if line is None:
-            process.wait()
-            return
-        lines.append(line)
-        meter.line(line)
-        meter.show()
+        if line is not None:
+            pip.said.line(line)
+            meter.show()
+        elif pip.process.wait() == 0:
+            num_at_work -= 1
+        else:
+            raise PipFailed(pip.said.lines)

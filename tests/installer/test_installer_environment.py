@@ -29,12 +29,13 @@ class FakePip:
         (venv / "lib" / "python3.11" / "site-packages").mkdir(parents=True)
         (venv / "bin" / "python").symlink_to(sys.executable)
 
-    def install(self, venv: Path, arguments: Sequence[str], step: Step, *, expected: int) -> None:
+    def install(self, venv: Path, commands: Sequence[Sequence[str]], step: Step, *, expected: int) -> None:
         assert (venv / stamp.INCOMPLETE).exists(), "work goes on without the marker"
         (venv / "tmp").mkdir(exist_ok=True)
-        self.calls.append(list(arguments))
-        if self.fail_at == len(self.calls):
-            raise self.failure
+        for arguments in commands:
+            self.calls.append(list(arguments))
+            if self.fail_at == len(self.calls):
+                raise self.failure
 
 
 @pytest.fixture
@@ -47,6 +48,7 @@ def fake(venv: Path, monkeypatch: pytest.MonkeyPatch) -> FakePip:
     fake = FakePip(venv)
     monkeypatch.setattr(environment, "_make_venv", fake.make_venv)
     monkeypatch.setattr(pip, "install", fake.install)
+    monkeypatch.setattr(pip, "at_once", lambda: 2)
     monkeypatch.setattr(environment, "REPO", venv.parent)
     monkeypatch.setattr(sys, "platform", "linux")
     return fake
@@ -58,7 +60,7 @@ def run_state(venv: Path, *, tests: bool = False) -> str:
 
 def test_a_first_run_installs_torch_first_and_everything_by_exact_version(venv: Path, fake: FakePip) -> None:
     environment.ensure("cpu", with_tests=False, venv=venv)
-    assert [call[1] for call in fake.calls] == ["torch==2.13.0+cpu", "-r"]
+    assert [call[1] for call in fake.calls] == ["torch==2.13.0+cpu", "-r", "-r"]
     assert all(call[0] == "--no-deps" for call in fake.calls)
     assert not any("--no-compile" in call for call in fake.calls), "who serves may not be able to write here"
     assert run_state(venv) == "ready"
@@ -67,7 +69,7 @@ def test_a_first_run_installs_torch_first_and_everything_by_exact_version(venv: 
 def test_a_second_run_asks_pip_for_nothing(venv: Path, fake: FakePip) -> None:
     environment.ensure("cpu", with_tests=False, venv=venv)
     environment.ensure("cpu", with_tests=False, venv=venv)
-    assert len(fake.calls) == 2
+    assert len(fake.calls) == 3
 
 
 def test_an_environment_of_another_python_is_used_and_told(
@@ -85,10 +87,10 @@ def test_an_environment_of_another_python_is_used_and_told(
 def test_the_tests_add_their_packages_to_what_is_there(venv: Path, fake: FakePip) -> None:
     environment.ensure("cpu", with_tests=False, venv=venv)
     environment.ensure("cpu", with_tests=True, venv=venv)
-    assert [call[-1] for call in fake.calls[3:]] == ["triton==3.6.0", "triton==3.9.0"]
+    assert [call[-1] for call in fake.calls[5:]] == ["triton==3.6.0", "triton==3.9.0"]
     assert run_state(venv, tests=True) == "ready"
     environment.ensure("cpu", with_tests=False, venv=venv)
-    assert len(fake.calls) == 5, "an environment with the test packages serves as well"
+    assert len(fake.calls) == 7, "an environment with the test packages serves as well"
 
 
 def test_a_machine_with_a_gpu_gets_its_own_lock(venv: Path, fake: FakePip) -> None:
@@ -213,10 +215,10 @@ def test_the_small_build_of_torch_is_looked_for_where_it_is_published(venv: Path
 def test_a_larger_build_of_torch_is_taken_where_there_is_no_small_one_and_told(
     venv: Path, fake: FakePip, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    def install(venv: Path, arguments: Sequence[str], step: Step, *, expected: int) -> None:
-        fake.install(venv, arguments, step, expected=expected)
-        if arguments[-1].endswith("+cpu"):
-            raise pip.PipFailed([f"ERROR: No matching distribution found for {arguments[-1]}"])
+    def install(venv: Path, commands: Sequence[Sequence[str]], step: Step, *, expected: int) -> None:
+        fake.install(venv, commands, step, expected=expected)
+        if commands[0][-1].endswith("+cpu"):
+            raise pip.PipFailed([f"ERROR: No matching distribution found for {commands[0][-1]}"])
 
     monkeypatch.setattr(pip, "install", install)
     environment.ensure("cpu", with_tests=False, venv=venv)
