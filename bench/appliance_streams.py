@@ -47,17 +47,17 @@ class Answer:
 
 
 @contextmanager
-def appliance(data_dir: Path) -> Iterator[tuple[str, str, float]]:
-    """Start an appliance on a free port; yield its address, an administrator token and the seconds to ready."""
+def appliance(data_dir: Path, **settings: str) -> Iterator[tuple[str, str, float]]:
+    """Start an appliance on a free port; yield its address, an administrator token and the seconds to ready. `settings`: of its
+    environment, without `GATEHOUSE_`."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     token = f"gha_{secrets.token_hex(16)}"
     command = [sys.executable, "-m", "appliance.cli.main", "serve", "--data-dir", str(data_dir), "--port", str(port)]
     started_s = time.perf_counter()
-    process = subprocess.Popen(
-        command, env={**os.environ, "GATEHOUSE_ADMIN_TOKEN": token}, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
-    )
+    environ = {f"GATEHOUSE_{name.upper()}": value for name, value in {"admin_token": token, **settings}.items()}
+    process = subprocess.Popen(command, env={**os.environ, **environ}, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     url = f"http://127.0.0.1:{port}"
     try:
         wait_until_ready(url, process)

@@ -1,0 +1,329 @@
+"""What grows while the appliance serves: memory, open files and threads of gateway and engine, over hours of mixed traffic.
+
+Clients of four tenants ask in every manner that takes another way through the code: whole and streamed answers, several
+answers, schemas and regular expressions that nobody has sent before, log-probabilities, prompts that share a beginning and
+prompts that do not, requests that are refused, clients that leave, administrators that end a request. Beside them a person has
+the console open, keys come and go, and metrics are scraped. At the end the ledger is held against what clients were told.
+
+Memory is what belongs to the process alone (USS). Its growth is the slope over the second half, per thousand requests: by
+then caches of a fixed size are full.
+
+    python -m bench.soak --minutes 60            prints one row and adds it to bench/results/
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import random
+import re
+import subprocess
+import sys
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import httpx
+import psutil
+
+from bench.appliance_streams import MODEL, appliance
+from bench.rows import heading, keep
+
+TENANTS = 4
+SAMPLE_S = 10.0
+MIB = 2**20
+WORDS = tuple(
+    [
+        "list",
+        "loop",
+        "class",
+        "string",
+        "module",
+        "value",
+        "return",
+        "import",
+        "yield",
+        "async",
+        "tuple",
+        "lambda",
+        "decorator",
+        "file",
+        "error",
+        "test",
+    ]
+)
+EMAIL, PASSWORD = "soak@example.com", "what a soak signs in with"
+PRICE = {"prompt": 1_000_000, "cached_prompt": 100_000, "completion": 4_000_000}
+CSRF = re.compile(r'name="csrf_token" value="([^"]+)"')
+PAGES = ("/", "/requests", "/usage", "/tenants", "/keys", "/audit", "/invoices", "/prices", "/alerts", "/settings")
+LISTS = ("/tenants", "/requests?limit=50", "/ledger?limit=100", "/audit?limit=50", "/system")
+
+
+@dataclass(slots=True)
+class Told:
+    """What clients were told: answers by manner and status, and of those read to their end the tokens that were reported."""
+
+    answers: Counter[str] = field(default_factory=Counter)
+    completion_tokens: dict[str, int] = field(default_factory=dict)
+    faults: list[str] = field(default_factory=list)
+
+
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """One process at one time."""
+
+    at_s: float
+    num_answers: int
+    uss: int
+    num_fds: int
+    num_threads: int
+
+
+class Client:
+    """One program with a key: asks in a random manner, again and again."""
+
+    def __init__(self, url: str, key: str, admin: httpx.AsyncClient, told: Told, dice: random.Random) -> None:
+        self._http = httpx.AsyncClient(base_url=f"{url}/v1", headers={"authorization": f"Bearer {key}"}, timeout=120)
+        self._admin = admin
+        self._told = told
+        self._dice = dice
+        self._beginning = self._words(120)
+
+    async def run(self) -> None:
+        """Ask until cancelled."""
+        manners: dict[str, Callable[[], Awaitable[int]]] = {
+            "whole": lambda: self._whole({}),
+            "streamed": lambda: self._streamed({}),
+            "long": lambda: self._streamed({"max_tokens": self._dice.randint(200, 400), "ignore_eos": True}),
+            "leaves": lambda: self._streamed({"max_tokens": 300, "ignore_eos": True}, leaves_after=self._dice.randint(0, 40)),
+            "is ended": lambda: self._streamed({"max_tokens": 300, "ignore_eos": True}, ended_after=self._dice.randint(1, 20)),
+            "several": lambda: self._whole({"n": 3, "temperature": 1.0}),
+            "scored": lambda: self._streamed({"logprobs": True, "top_logprobs": 5}),
+            "schema": lambda: self._whole({"response_format": self._schema()}),
+            "expression": lambda: self._whole({"guided_regex": f"({self._words(3)}|[a-z]{{{self._dice.randint(2, 30)}}})"}),
+            "sampled": lambda: self._streamed(self._sampling()),
+            "common beginning": lambda: self._whole({"messages": self._messages(self._beginning)}),
+            "refused": lambda: self._whole(self._dice.choice(REFUSED)),
+        }
+        try:
+            while True:
+                manner = self._dice.choice(list(manners))
+                try:
+                    status = await manners[manner]()
+                except httpx.TransportError as error:
+                    self._told.faults.append(f"{manner}: {error!r}")
+                    continue
+                self._told.answers[f"{manner} {status}"] += 1
+        finally:
+            await self._http.aclose()
+
+    def _words(self, count: int) -> str:
+        return " ".join(self._dice.choices(WORDS, k=count))
+
+    def _messages(self, beginning: str = "") -> list[dict[str, str]]:
+        return [{"role": "user", "content": f"{beginning} {self._words(self._dice.randint(1, 40))}"}]
+
+    def _body(self, fields: dict[str, Any]) -> dict[str, Any]:
+        return {"model": MODEL, "messages": self._messages(), "max_tokens": self._dice.randint(1, 40), **fields}
+
+    def _schema(self) -> dict[str, Any]:
+        names = self._dice.sample(WORDS, 3)
+        properties = {
+            f"{name}{self._dice.randrange(10**6)}": {"type": self._dice.choice(("integer", "boolean"))} for name in names
+        }
+        schema = {"type": "object", "properties": properties, "required": [*properties], "additionalProperties": False}
+        return {"type": "json_schema", "json_schema": {"name": "soak", "schema": schema, "strict": True}}
+
+    def _sampling(self) -> dict[str, Any]:
+        return {
+            "temperature": 0.9, "top_p": 0.9, "top_k": 40, "seed": self._dice.randrange(2**31), "frequency_penalty": 0.5,
+            "stop": [self._dice.choice(WORDS)], "logit_bias": {str(self._dice.randrange(1000)): 5},
+        }  # fmt: skip
+
+    async def _whole(self, fields: dict[str, Any]) -> int:
+        answer = await self._http.post("/chat/completions", json=self._body(fields))
+        if answer.status_code == 200:
+            usage = answer.json()["usage"]
+            self._told.completion_tokens[answer.headers["x-request-id"]] = usage["completion_tokens"]
+        elif answer.status_code >= 500:
+            self._told.faults.append(answer.text[:300])
+        return answer.status_code
+
+    async def _streamed(self, fields: dict[str, Any], *, leaves_after: int = -1, ended_after: int = -1) -> int:
+        body = self._body({**fields, "stream": True, "stream_options": {"include_usage": True}})
+        async with self._http.stream("POST", "/chat/completions", json=body) as answer:
+            if answer.status_code != 200:
+                await answer.aread()
+                self._told.faults.extend([answer.text[:300]] if answer.status_code >= 500 else [])
+                return answer.status_code
+            request_id, num_frames = answer.headers["x-request-id"], 0
+            async for line in answer.aiter_lines():
+                if not line.startswith("data: {"):
+                    continue
+                if num_frames == leaves_after:
+                    break
+                if num_frames == ended_after:
+                    await self._admin.delete(f"/requests/{request_id}")
+                num_frames += 1
+                if (usage := json.loads(line[6:]).get("usage")) is not None:
+                    self._told.completion_tokens[request_id] = usage["completion_tokens"]
+        return 200
+
+
+REFUSED: tuple[dict[str, Any], ...] = (
+    {"model": "nobody's"},
+    {"temperature": 9},
+    {"no_such_field": 1},
+    {"messages": []},
+    {"max_tokens": 10**6},
+    {"guided_regex": "(unclosed"},
+    {"response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": {"$ref": "#/nowhere"}}}},
+)
+
+
+async def watch_console(url: str) -> None:
+    """A person who is signed in: the live stream is open, pages are read, and now and then he signs in anew."""
+    while True:
+        async with httpx.AsyncClient(base_url=url, timeout=60, follow_redirects=True) as person:
+            form = CSRF.findall((await person.get("/login")).text)
+            fields = {"email": EMAIL, "password": PASSWORD, **({"csrf_token": form[0]} if form else {})}
+            (await person.post("/login", data=fields, headers={"origin": url})).raise_for_status()
+            for _ in range(20):
+                async with person.stream("GET", "/console/events") as live:
+                    lines = live.aiter_lines()
+                    for page in PAGES:
+                        (await person.get(page)).raise_for_status()
+                        await anext(lines)
+                        await asyncio.sleep(0.5)
+
+
+async def administer(admin: httpx.AsyncClient, url: str, dice: random.Random) -> None:
+    """Keys that come, are rotated and go; lists that are read; metrics."""
+    async with httpx.AsyncClient(base_url=url, timeout=60) as anybody:
+        while True:
+            tenant = (await admin.post("/tenants", json={"name": f"guest {dice.getrandbits(48):x}"})).raise_for_status().json()
+            key = (await admin.post(f"/tenants/{tenant['id']}/keys", json={"name": "guest"})).raise_for_status().json()
+            await anybody.get("/v1/models", headers={"authorization": f"Bearer {key['key']}"})
+            (await admin.post(f"/keys/{key['id']}/rotate")).raise_for_status()
+            (await admin.delete(f"/tenants/{tenant['id']}")).raise_for_status()
+            for path in LISTS:
+                (await admin.get(path)).raise_for_status()
+            for path in ("/metrics", "/health/ready"):
+                (await anybody.get(path)).raise_for_status()
+            await asyncio.sleep(1)
+
+
+async def sample(processes: dict[str, psutil.Process], told: Told, samples: dict[str, list[Sample]]) -> None:
+    """Note every process each SAMPLE_S."""
+    began_s = time.monotonic()
+    while True:
+        await asyncio.sleep(SAMPLE_S)
+        for role, process in processes.items():
+            uss = process.memory_full_info().uss
+            now = time.monotonic() - began_s, told.answers.total()
+            samples[role].append(Sample(*now, uss, process.num_fds(), process.num_threads()))
+        latest = {role: f"{taken[-1].uss / MIB:.0f} MiB, {taken[-1].num_fds} files" for role, taken in samples.items()}
+        print(f"{time.monotonic() - began_s:6.0f} s {told.answers.total():8} answers  {latest}", file=sys.stderr, flush=True)
+
+
+def growth(taken: list[Sample]) -> float:
+    """Bytes per thousand answers: the slope of a straight line through the second half, by least squares."""
+    half = taken[len(taken) // 2 :]
+    mean_x = sum(each.num_answers for each in half) / len(half)
+    mean_y = sum(each.uss for each in half) / len(half)
+    spread = sum((each.num_answers - mean_x) ** 2 for each in half)
+    return 1000 * sum((each.num_answers - mean_x) * (each.uss - mean_y) for each in half) / spread if spread else 0.0
+
+
+async def wrong_in_ledger(admin: httpx.AsyncClient, told: Told) -> list[str]:
+    """Ids of requests whose tokens the ledger has otherwise than their client was told, once nothing runs."""
+    posted: dict[str, int] = {}
+    cursor = None
+    while True:
+        page = (await admin.get("/ledger", params={"limit": 100, **({"cursor": cursor} if cursor else {})})).json()
+        posted |= {row["request_id"]: row["completion_tokens"] for row in page["data"] if row["kind"] == "usage"}
+        cursor = page["next_cursor"]
+        if not page["has_more"]:
+            return [name for name, tokens in told.completion_tokens.items() if posted.get(name) != tokens]
+
+
+async def soak(url: str, token: str, minutes: float, clients: int, seed: int) -> dict[str, Any]:
+    """Return what a row says of the traffic and of what grew."""
+    dice, told = random.Random(seed), Told()
+    async with httpx.AsyncClient(base_url=f"{url}/admin/v1", headers={"authorization": f"Bearer {token}"}, timeout=60) as admin:
+        (await admin.post("/prices", json={"model": MODEL, **PRICE})).raise_for_status()
+        keys = []
+        for number in range(TENANTS):
+            tenant = (await admin.post("/tenants", json={"name": f"soak {number}"})).raise_for_status().json()
+            made = (await admin.post(f"/tenants/{tenant['id']}/keys", json={"name": "soak"})).raise_for_status().json()
+            keys.append(made["key"])
+        system = (await admin.get("/system")).raise_for_status().json()
+        processes = {each["role"]: psutil.Process(each["pid"]) for each in system["processes"]}
+        samples: dict[str, list[Sample]] = {role: [] for role in processes}
+        work = [Client(url, keys[n % TENANTS], admin, told, random.Random(dice.random())).run() for n in range(clients)]
+        others = [watch_console(url), administer(admin, url, dice), sample(processes, told, samples)]
+        tasks = [asyncio.ensure_future(each) for each in [*work, *others]]
+        done, _ = await asyncio.wait(tasks, timeout=60 * minutes, return_when=asyncio.FIRST_EXCEPTION)
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        for task in done:
+            task.result()  # raises what ended it
+        await asyncio.sleep(5)
+        wrong = await wrong_in_ledger(admin, told)
+    return {
+        "answers": told.answers.total(),
+        "answers_by_manner": dict(sorted(told.answers.items())),
+        "faults": told.faults[:20],
+        "ledger_wrong": wrong[:20],
+        "held_against_ledger": len(told.completion_tokens),
+        "grown": {
+            role: {
+                "uss_mib_first": round(taken[0].uss / MIB, 1),
+                "uss_mib_half": round(taken[len(taken) // 2].uss / MIB, 1),
+                "uss_mib_last": round(taken[-1].uss / MIB, 1),
+                "kib_per_1000_answers": round(growth(taken) / 1024, 1),
+                "files": [taken[0].num_fds, max(each.num_fds for each in taken), taken[-1].num_fds],
+                "threads": [taken[0].num_threads, max(each.num_threads for each in taken), taken[-1].num_threads],
+                "samples": [[round(each.at_s), each.num_answers, round(each.uss / MIB, 1)] for each in taken],
+            }
+            for role, taken in samples.items()
+        },
+    }
+
+
+def main() -> None:
+    """Measure, print the row, and add it to the results."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--minutes", type=float, default=30.0, help="of traffic")
+    parser.add_argument("--clients", type=int, default=8, help="programs that ask at once")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--no-save", action="store_true", help="print only")
+    options = parser.parse_args()
+    with tempfile.TemporaryDirectory() as folder:
+        data_dir = Path(folder)
+        with appliance(data_dir, admin_email=EMAIL, admin_password=PASSWORD) as (url, token, _):
+            found = asyncio.run(soak(url, token, options.minutes, options.clients, options.seed))
+        files = {path.name: path.stat().st_size for path in data_dir.iterdir() if path.is_file()}
+        check = [sys.executable, "-m", "appliance.cli.main", "db", "check", "--data-dir", folder]
+        is_sound = subprocess.run(check, check=False, stdout=sys.stderr).returncode == 0
+    row = {
+        **heading("soak"),
+        "minutes": options.minutes,
+        "clients": options.clients,
+        **found,
+        "files": files,
+        "db_check": is_sound,
+    }
+    print(json.dumps(row))
+    if not options.no_save:
+        keep(row)
+
+
+if __name__ == "__main__":
+    main()
