@@ -37,26 +37,10 @@ from bench.rows import heading, keep
 TENANTS = 4
 SAMPLE_S = 10.0
 MIB = 2**20
-WORDS = tuple(
-    [
-        "list",
-        "loop",
-        "class",
-        "string",
-        "module",
-        "value",
-        "return",
-        "import",
-        "yield",
-        "async",
-        "tuple",
-        "lambda",
-        "decorator",
-        "file",
-        "error",
-        "test",
-    ]
-)
+WORDS = (
+    "list", "loop", "class", "string", "module", "value", "return", "import", "yield", "async", "tuple", "lambda", "decorator",
+    "file", "error", "test",
+)  # fmt: skip
 EMAIL, PASSWORD = "soak@example.com", "what a soak signs in with"
 PRICE = {"prompt": 1_000_000, "cached_prompt": 100_000, "completion": 4_000_000}
 CSRF = re.compile(r'name="csrf_token" value="([^"]+)"')
