@@ -46,7 +46,9 @@ def moment(request: AdminRequest, name: str) -> datetime | None:
 
 
 def parse_moment(text: str, param: str) -> datetime:
-    """Return `text`, an RFC 3339 time with a zone. A plus sign that a form turned into a space is understood."""
+    """Return `text`, an RFC 3339 time with a zone, whose letters may be small ones. A plus sign that a form turned into a space
+    is understood."""
+    text = text.upper()
     try:
         parsed = datetime.fromisoformat(text.replace(" ", "+") if "T" in text else text)
         if parsed.tzinfo is not None:
