@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Callable, Collection, Iterable
 from datetime import UTC, datetime
-from typing import Any
+from typing import Any, TypeVar
 
 from litestar import Request
 from litestar.connection import ASGIConnection
 
 from appliance.base.errors import InvalidValue, UnknownParameter
-from appliance.tenancy.pages import PAGE_ROWS_DEFAULT
+from appliance.tenancy.pages import PAGE_ROWS_DEFAULT, PAGE_ROWS_MAX, Page, check_limit, decode_cursor, page_of
 
 AdminRequest = Request[Any, Any, Any]
 Connection = ASGIConnection[Any, Any, Any, Any]
 PAGING = ("limit", "cursor")
+
+T = TypeVar("T")
 
 
 def check_query(connection: Connection) -> None:
@@ -37,6 +39,17 @@ def paging(request: AdminRequest, *, limit_default: int = PAGE_ROWS_DEFAULT) -> 
     if not (text.isascii() and text.isdigit()) or len(text) > 9:
         raise InvalidValue("limit must be a whole number", param="limit")
     return int(text), request.query_params.get("cursor")
+
+
+def short_page(request: AdminRequest, rows: Iterable[T], name: str, position_of: Callable[[T], str]) -> Page[T]:
+    """Return a page of the list `name`, of which `rows` are all there are. Without a limit it is as long as a page may be."""
+    limit, cursor = paging(request, limit_default=PAGE_ROWS_MAX)
+    check_limit(limit)
+    ordered = sorted(rows, key=position_of)
+    if cursor is not None:
+        (last,) = decode_cursor(name, cursor, [str])
+        ordered = [row for row in ordered if position_of(row) > last]
+    return page_of(ordered, limit, name, lambda row: [position_of(row)])
 
 
 def moment(request: AdminRequest, name: str) -> datetime | None:
