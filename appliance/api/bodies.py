@@ -28,6 +28,10 @@ _WORDS = {
 _STRUCTURE = re.compile(rb'"(?:[^"\\]++|\\.)*+"|[\[\]{}]')
 _LEVELS_MANY = 200  # fewer than the decoder takes, and more than anybody means
 _SEARCHED_BYTES, _SEARCHED_TOKENS = 1 << 20, 100_000  # some 50 ms at most: it is one client's fault, and others wait
+_OPENINGS = {
+    b"\x1f\x8b": "it is compressed, and is to be sent as it is",
+    b"\xef\xbb\xbf": "it begins with a byte order mark",
+}
 _MISSING = re.compile(r"Object missing required field `(?P<name>[^`]*)`")
 
 
@@ -52,6 +56,9 @@ def named(body: msgspec.Struct) -> dict[str, Any]:
 
 
 def _fault(body: bytes, error: Exception) -> str:
+    for opening, fault in _OPENINGS.items():
+        if body.startswith(opening):
+            return fault
     if isinstance(error, UnicodeDecodeError):
         return "a text has bytes that are not UTF-8"
     if _SURROGATE.search(body):

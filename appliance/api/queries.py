@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Callable, Collection, Iterable
 from datetime import UTC, datetime
-from typing import Any
+from typing import Any, TypeVar
 
 from litestar import Request
 from litestar.connection import ASGIConnection
 
 from appliance.base.errors import InvalidValue, UnknownParameter
-from appliance.tenancy.pages import PAGE_ROWS_DEFAULT
+from appliance.tenancy.pages import PAGE_ROWS_DEFAULT, PAGE_ROWS_MAX, Page, check_limit, decode_cursor, page_of
 
 AdminRequest = Request[Any, Any, Any]
 Connection = ASGIConnection[Any, Any, Any, Any]
 PAGING = ("limit", "cursor")
+
+T = TypeVar("T")
 
 
 def check_query(connection: Connection) -> None:
@@ -39,6 +41,17 @@ def paging(request: AdminRequest, *, limit_default: int = PAGE_ROWS_DEFAULT) -> 
     return int(text), request.query_params.get("cursor")
 
 
+def short_page(request: AdminRequest, rows: Iterable[T], name: str, position_of: Callable[[T], str]) -> Page[T]:
+    """Return a page of the list `name`, of which `rows` are all there are. Without a limit it is as long as a page may be."""
+    limit, cursor = paging(request, limit_default=PAGE_ROWS_MAX)
+    check_limit(limit)
+    ordered = sorted(rows, key=position_of)
+    if cursor is not None:
+        (last,) = decode_cursor(name, cursor, [str])
+        ordered = [row for row in ordered if position_of(row) > last]
+    return page_of(ordered, limit, name, lambda row: [position_of(row)])
+
+
 def moment(request: AdminRequest, name: str) -> datetime | None:
     """Return an RFC 3339 time, None when it was not given."""
     text = request.query_params.get(name)
@@ -46,7 +59,9 @@ def moment(request: AdminRequest, name: str) -> datetime | None:
 
 
 def parse_moment(text: str, param: str) -> datetime:
-    """Return `text`, an RFC 3339 time with a zone. A plus sign that a form turned into a space is understood."""
+    """Return `text`, an RFC 3339 time with a zone, whose letters may be small ones. A plus sign that a form turned into a space
+    is understood."""
+    text = text.upper()
     try:
         parsed = datetime.fromisoformat(text.replace(" ", "+") if "T" in text else text)
         if parsed.tzinfo is not None:

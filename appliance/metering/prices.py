@@ -257,4 +257,4 @@ def _check_tiers(tier_percents: Mapping[str, int] | None) -> dict[str, int] | No
 def _check_start(effective_from: datetime) -> datetime:
     if effective_from.tzinfo is None:
         raise InvalidValue("effective_from must include a UTC offset, e.g. 2026-01-31T12:00:00Z", param="effective_from")
-    return effective_from
+    return effective_from.replace(microsecond=effective_from.microsecond // 1000 * 1000)  # what begins then is shown so

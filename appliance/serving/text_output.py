@@ -54,19 +54,25 @@ class TextOutput:
     ) -> None:
         self._vocabulary = prompting.vocabulary
         self._text = prompting.answer_text(stop=stop, stop_token_ids=stop_token_ids, min_tokens=min_tokens)
+        self._stop_token_ids = frozenset(stop_token_ids)
         self.stopped = False
 
     def push(self, event: TokenEvent) -> Chunk:
-        """Return what `event` adds. The chunk counts the token that completed a stop string and none behind it."""
-        text, num_taken = self._text.push(event.token_ids, ends_by_token=event.finish_reason is FinishReason.STOP)
+        """Return what `event` adds. The chunk counts the token that completed a stop string and none behind it.
+
+        Log-probabilities are those of tokens of the text. A token that ended it, by itself or by a stop string, has none.
+        """
+        token_ids = event.token_ids
+        ends_by_token = event.finish_reason is FinishReason.STOP
+        text, num_taken = self._text.push(token_ids, ends_by_token=ends_by_token)
         self.stopped = self._text.matched is not None
         named: list[NamedLogprob] = []
         if event.logprobs:
-            shown = event.token_ids[: num_taken - 1 if self.stopped else num_taken]
-            named = [self._name(*pair) for pair in zip(shown, event.logprobs, strict=False)]
+            ended = self.stopped or (ends_by_token and self._is_no_text(token_ids[-1]))
+            named = [self._name(*pair) for pair in zip(token_ids[: num_taken - ended], event.logprobs, strict=False)]
         return Chunk(
             text=text,
-            completion_tokens=event.num_output_tokens - len(event.token_ids) + num_taken,
+            completion_tokens=event.num_output_tokens - len(token_ids) + num_taken,
             cached_tokens=event.num_cached_tokens,
             logprobs=named,
         )
@@ -76,6 +82,9 @@ class TextOutput:
         text = self._text.flush()
         self.stopped = self._text.matched is not None
         return text
+
+    def _is_no_text(self, end_token_id: int) -> bool:
+        return end_token_id in self._stop_token_ids or self._vocabulary.is_special(end_token_id)
 
     def _name(self, token_id: int, entry: TokenLogprob) -> NamedLogprob:
         likeliest = zip(entry.top_token_ids, entry.top_logprobs, strict=True)

@@ -21,6 +21,10 @@ class Vocabulary:
         self.longest_token_chars = max((len(piece) for piece in tokenizer.get_vocab(with_added_tokens=True)), default=1)
         self._special = {index for index, token in tokenizer.get_added_tokens_decoder().items() if token.special}
 
+    def is_special(self, token_id: int) -> bool:
+        """Return whether the token is left out of an answer's text."""
+        return token_id in self._special
+
     def token_bytes(self, token_id: int) -> bytes:
         """Return the bytes that the token stands for; may be part of a character."""
         piece = self._tokenizer.id_to_token(token_id)

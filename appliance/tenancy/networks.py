@@ -9,6 +9,8 @@ from appliance.base.errors import InvalidValue
 from appliance.tenancy.fields import LIST_ITEMS_MAX
 
 Network = ipaddress.IPv4Network | ipaddress.IPv6Network
+MAPPED = ipaddress.IPv6Network("::ffff:0:0/96")
+"""IPv4 as a socket of both versions writes it."""
 
 
 def check_networks(value: Sequence[str] | None) -> tuple[str, ...] | None:
@@ -21,10 +23,14 @@ def check_networks(value: Sequence[str] | None) -> tuple[str, ...] | None:
 
 
 def _network(text: object) -> Network:
+    """Return a network in which `lies_in` finds its addresses: IPv4 within IPv6 is IPv4."""
     try:
         if not isinstance(text, str):
             raise TypeError
-        return ipaddress.ip_network(text.strip())
+        network = ipaddress.ip_network(text.strip())
+        if isinstance(network, ipaddress.IPv6Network) and network.subnet_of(MAPPED):
+            return ipaddress.IPv4Network((network.network_address.packed[-4:], network.prefixlen - MAPPED.prefixlen))
+        return network
     except (TypeError, ValueError):
         raise InvalidValue(f"allowed_networks: {text!r} is not a network like 10.0.0.0/8", param="allowed_networks") from None
 

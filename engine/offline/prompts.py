@@ -66,14 +66,31 @@ def _token_ids(ids: Any) -> list[int]:
 
 
 def conversations(messages: Any) -> list[Any]:
-    """A single conversation as a list of one. Raises `PromptError` for what is no list of messages."""
+    """A single conversation as a list of one. Raises `PromptError` for what is no list of messages or no text."""
     found = listed(messages)
     found = [found] if found and isinstance(found[0], Mapping) else found
     for index, conversation in enumerate(found):
         is_list = isinstance(conversation, Sequence) and not isinstance(conversation, str | bytes)
         if not is_list or not all(isinstance(message, Mapping) for message in conversation):
             raise PromptError(f"conversation {index} must be a list of messages, each a mapping with role and content")
-    return found
+    return [[_with_text(index, message) for message in conversation] for index, conversation in enumerate(found)]
+
+
+def _with_text(index: int, message: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The message; where its content is a list of parts, with their texts, joined as the gateway joins them. Templates of text
+    models would write the list itself into the prompt."""
+    content = message.get("content")
+    if content is None or isinstance(content, str):
+        return message
+    parts = content if isinstance(content, list | tuple) else [content]
+    texts = [part["text"] for part in parts if _is_text_part(part)]
+    if len(texts) < len(parts):
+        raise PromptError(f'conversation {index}: a content must be text or a list of texts, {{"type": "text", "text": ...}}')
+    return {**message, "content": "\n".join(texts)}
+
+
+def _is_text_part(part: Any) -> bool:
+    return isinstance(part, Mapping) and part.get("type") == "text" and isinstance(part.get("text"), str)
 
 
 def params_for(params: Any, count: int) -> list[SamplingParams]:

@@ -98,6 +98,22 @@ async def test_logprobs_name_each_token_and_its_rivals(client: AsyncOpenAI) -> N
     assert spelled.decode("utf-8", "replace") == answer.choices[0].message.content
 
 
+async def test_the_token_that_ends_an_answer_is_counted_and_has_no_logprob(client: AsyncOpenAI) -> None:
+    asked: dict[str, Any] = {"logprobs": True, "logit_bias": {"0": 100}, "extra_body": {"min_tokens": 4}}
+    answer = await client.chat.completions.create(**{**GREEDY, **asked})
+    text, chunks = await stream_text(client, **asked)
+    whole = answer.choices[0].logprobs
+    streamed = [choice.logprobs for chunk in chunks for choice in chunk.choices if choice.logprobs]
+    assert whole is not None
+    assert answer.usage is not None
+
+    assert answer.choices[0].finish_reason == chunks[-1].choices[0].finish_reason == "stop"
+    assert whole.content == [entry for part in streamed for entry in part.content]
+    assert len(whole.content or []) == answer.usage.completion_tokens - 1
+    spelled = b"".join(bytes(entry.bytes or []) for entry in whole.content or [])
+    assert spelled.decode("utf-8", "replace") == text == answer.choices[0].message.content
+
+
 async def test_a_stop_string_ends_the_answer_and_is_not_shown(client: AsyncOpenAI) -> None:
     text = (await client.chat.completions.create(**GREEDY, max_tokens=40)).choices[0].message.content or ""
     stop = next(text[at : at + 2] for at in range(4, len(text)) if text[at : at + 2].isascii() and len(text[at : at + 2]) == 2)

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from appliance.api.admin.system import CREDENTIAL_CHECKED_EVERY_TICKS
+from appliance.api.queries import parse_moment
 from appliance.telemetry import events
 from appliance.tenancy.browser_rules import PLAIN_COOKIE, SECURE_COOKIE
 from tests.support.api_box import ApiBox, open_api_box
@@ -242,6 +244,15 @@ async def test_a_parameter_of_several_values_may_be_given_several_times(box: Api
 )
 async def test_wrong_report_queries_are_named(box: ApiBox, query: str) -> None:
     assert await refusal(box, "GET", f"/usage?{query}", 400) == ("invalid_value", query.partition("=")[0])
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["2026-01-31T12:00:00Z", "2026-01-31t12:00:00.000z", "2026-01-31 12:00:00Z", "2026-01-31T13:00:00+01:00",
+     "2026-01-31t13:00:00 01:00"],
+)  # fmt: skip
+def test_a_time_is_understood_in_every_form_of_rfc_3339(text: str) -> None:
+    assert parse_moment(text, "start") == datetime(2026, 1, 31, 12, tzinfo=UTC)
 
 
 async def test_a_price_is_added_with_the_boxs_currency(box: ApiBox) -> None:

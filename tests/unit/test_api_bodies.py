@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import tracemalloc
 from pathlib import Path
 from typing import Any
@@ -31,6 +32,14 @@ def test_half_a_surrogate_pair_is_refused_by_the_name_of_its_field(body: bytes, 
         decode_body(body, ChatCompletionRequest)
 
     assert refused.value.param == param
+
+
+@pytest.mark.parametrize(
+    ("body", "fault"), [(gzip.compress(b"{}"), "it is compressed"), (b"\xef\xbb\xbf{}", "it begins with a byte order mark")]
+)
+def test_what_stands_before_the_json_is_told(body: bytes, fault: str) -> None:
+    with pytest.raises(InvalidValue, match=f"not valid UTF-8 JSON: {fault}"):
+        decode_body(body, ChatCompletionRequest)
 
 
 @pytest.mark.parametrize(

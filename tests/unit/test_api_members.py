@@ -255,6 +255,27 @@ async def test_a_model_is_limited_and_freed(box: ApiBox) -> None:
     assert (await refusal(box, "DELETE", path, 404))[0] == "not_found"
 
 
+async def test_short_lists_are_paged_as_all_lists(box: ApiBox, bob: str) -> None:
+    for model in ("b", "a", "c"):
+        await box.call("PUT", f"/model-limits/{model}", json={"limits": {"tokens_per_minute": 7}})
+    for month in ("2026-12", "2026-11"):
+        body = {"first_month": month, "monthly_micros": 1}
+        await box.call("POST", f"/tenants/{bob}/allowances", status=201, json=body)
+    for path, name, names in (
+        ("/tiers", "name", ["interactive", "standard", "batch"]),
+        ("/model-limits", "model", ["a", "b", "c"]),
+        (f"/tenants/{bob}/allowances", "first_month", ["2026-11", "2026-12"]),
+    ):
+        whole = await box.call("GET", path)
+        first = await box.call("GET", path, params={"limit": 1})
+        rest = await box.call("GET", path, params={"cursor": first["next_cursor"]})
+
+        assert [row[name] for row in whole["data"]] == names
+        assert (first["has_more"], rest["has_more"], rest["next_cursor"]) == (True, False, None)
+        assert [*first["data"], *rest["data"]] == whole["data"]
+        assert await refusal(box, "GET", f"{path}?limit=0", 400) == ("invalid_value", "limit")
+
+
 @contextmanager
 def counted(box: ApiBox) -> Iterator[list[str]]:
     """Yield the list of the statements that are executed meanwhile."""

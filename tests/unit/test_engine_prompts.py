@@ -78,6 +78,20 @@ def test_what_is_no_prompt_is_refused_and_says_why(prompt: Any, message: str) ->
         read(prompt)
 
 
+def test_text_parts_of_a_message_become_its_text() -> None:
+    parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
+    (conversation,) = conversations([{"role": "user", "content": parts, "name": "x"}, {"role": "assistant", "content": None}])
+    assert conversation == [{"role": "user", "content": "a\nb", "name": "x"}, {"role": "assistant", "content": None}]
+
+
+@pytest.mark.parametrize(
+    "content", [[{"type": "image_url", "image_url": {}}], [{"type": "text"}], ["a"], [None], {"text": "a"}, 5]
+)
+def test_a_content_that_is_no_text_is_refused(content: Any) -> None:
+    with pytest.raises(PromptError, match="conversation 1: a content must be text"):
+        conversations([[], [{"role": "user", "content": content}]])
+
+
 def test_conversations_are_one_or_several() -> None:
     message = {"role": "user", "content": "a"}
     assert conversations([message]) == [[message]]

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from appliance.base.clock import rfc3339
 from appliance.base.db import Database
 from appliance.base.errors import InvalidValue, NotFound, PriceBegun
 from appliance.base.money import PRICE_MICROS_MAX
@@ -119,6 +120,14 @@ async def test_a_price_that_overlaps_is_refused_and_names_the_one_that_is_there(
         await add(book, prompt=9, effective_from=START + timedelta(days=30))
     assert refused.value.param == "effective_from"
     assert (await book.list()).data == [there]
+
+
+async def test_a_price_begins_when_it_is_said_to_begin(database: Database, clock: FakeClock) -> None:
+    book = euro_prices(database, clock)
+    there = await add(book, effective_from=START + timedelta(days=30, microseconds=1999))
+    assert there.effective_from == datetime.fromisoformat(rfc3339(there.effective_from))
+    with pytest.raises(InvalidValue, match=there.id):
+        await add(book, prompt=9, effective_from=there.effective_from + timedelta(microseconds=1))
 
 
 def test_discounts_of_tier_and_batch_multiply_and_make_whole_unit_prices() -> None:

@@ -101,6 +101,21 @@ def test_a_stop_string_ends_at_the_same_token_however_events_are_merged(tmp_path
     assert sum(len(chunk.logprobs) for chunk in chunks) == expected - 1
 
 
+@pytest.mark.parametrize(
+    ("end", "stop_token_ids", "named"), [(0, [], 2), (5, [5], 2), (5, [], 3)], ids=["special", "stop", "text"]
+)
+def test_a_token_that_ends_an_answer_and_is_no_text_of_it_has_no_logprob(
+    tmp_path: Path, end: int, stop_token_ids: list[int], named: int
+) -> None:
+    prompting = Prompting.load(make_hollow_model(tmp_path / "model"))
+    ids = [*prompting._tokenizer.encode("a b", add_special_tokens=False).ids[-2:], end]
+    request = GenerationRequest(request_id="r", tenant_id="t", prompt_token_ids=ids, sampling=SamplingParams(logprobs=0))
+    output = TextOutput(prompting, stop=[], min_tokens=0, stop_token_ids=stop_token_ids)
+    chunk = output.push(event(request, ids, len(ids), finish_reason=FinishReason.STOP))
+
+    assert (chunk.completion_tokens, len(chunk.logprobs)) == (3, named)
+
+
 def test_a_stop_string_in_what_was_held_back_ends_the_answer_too(tmp_path: Path) -> None:
     prompting = Prompting.load(make_hollow_model(tmp_path / "model"))
     ids = prompting._tokenizer.encode("the \N{PARROT}", add_special_tokens=False).ids[:-1]  # the last character lacks a byte

@@ -20,7 +20,7 @@ from appliance.api.admin.invoice_shapes import (
 )
 from appliance.api.auth import authenticate_administrator
 from appliance.api.bodies import decode_body
-from appliance.api.queries import PAGING, AdminRequest, choice, paging
+from appliance.api.queries import PAGING, AdminRequest, choice, paging, short_page
 from appliance.api.services_of import services_of
 from appliance.api.shapes import LedgerEventShape, PageShape, ledger_event_shape, page_shape
 from appliance.base.errors import NotFound
@@ -153,14 +153,14 @@ async def discard_invoice(request: AdminRequest, invoice_id: FromPath[str]) -> N
     await services_of(request).invoices.discard(invoice_id, access=access)
 
 
-@get("/tenants/{tenant_id:str}/allowances", summary="List a tenant's free allowances", tags=TAGS)
+@get("/tenants/{tenant_id:str}/allowances", summary="List a tenant's free allowances", tags=TAGS, opt={"query": PAGING})
 async def list_allowances(request: AdminRequest, tenant_id: FromPath[str]) -> PageShape[AllowanceShape]:
     """Return what is free each month, in the order of the months from which it counts."""
     access = await authenticate_administrator(request, Action.INVOICES, tenant_id)
     services = services_of(request)
     await services.tenants.get(tenant_id, access=access)
-    rows = [allowance_shape(row) for row in await services.free_allowances.list(tenant_id, access=access)]
-    return PageShape(data=rows, has_more=False, next_cursor=None)
+    rows = await services.free_allowances.list(tenant_id, access=access)
+    return page_shape(short_page(request, rows, "allowances", lambda row: row.first_month), allowance_shape)
 
 
 @post(

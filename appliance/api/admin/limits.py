@@ -9,10 +9,11 @@ from litestar.params import FromPath
 from appliance.api.admin.tenants import LimitsBody
 from appliance.api.auth import authenticate_administrator
 from appliance.api.bodies import decode_body, named
-from appliance.api.queries import AdminRequest
+from appliance.api.queries import PAGING, AdminRequest, short_page
 from appliance.api.services_of import services_of
-from appliance.api.shapes import LimitsShape, PageShape, limits_shape
+from appliance.api.shapes import LimitsShape, PageShape, limits_shape, page_shape
 from appliance.base.clock import rfc3339
+from appliance.tenancy.fields import TIERS
 from appliance.tenancy.model_policies import ModelPolicy
 from appliance.tenancy.principals import Limits
 from appliance.tenancy.roles import Action
@@ -50,12 +51,12 @@ class ModelLimitsBody(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     limit_mode: str = "enforce"
 
 
-@get("/tiers", summary="List tiers", tags=TAGS)
+@get("/tiers", summary="List tiers", tags=TAGS, opt={"query": PAGING})
 async def list_tiers(request: AdminRequest) -> PageShape[TierShape]:
     """Return the three tiers, from the most to the least urgent."""
     await authenticate_administrator(request, Action.READ_BOX)
-    tiers = [_tier_shape(tier) for tier in await services_of(request).tiers.list()]
-    return PageShape(data=tiers, has_more=False, next_cursor=None)
+    tiers = await services_of(request).tiers.list()
+    return page_shape(short_page(request, tiers, "tiers", lambda tier: str(TIERS.index(tier.name))), _tier_shape)
 
 
 @patch("/tiers/{name:str}", summary="Change a tier", tags=TAGS, opt={"body": TierPatch})
@@ -66,12 +67,12 @@ async def change_tier(request: AdminRequest, name: FromPath[str]) -> TierShape:
     return _tier_shape(await services_of(request).tiers.update(name, admission_wait_ms=body.admission_wait_ms))
 
 
-@get("/model-limits", summary="List the limits of models", tags=TAGS)
+@get("/model-limits", summary="List the limits of models", tags=TAGS, opt={"query": PAGING})
 async def list_model_limits(request: AdminRequest) -> PageShape[ModelLimitsShape]:
     """Return the limits of every model that has some, by the model's name."""
     await authenticate_administrator(request, Action.READ_BOX)
-    found = [_model_limits_shape(policy) for policy in await services_of(request).model_policies.list()]
-    return PageShape(data=found, has_more=False, next_cursor=None)
+    found = await services_of(request).model_policies.list()
+    return page_shape(short_page(request, found, "model-limits", lambda policy: policy.model), _model_limits_shape)
 
 
 @put("/model-limits/{model:path}", status_code=200, summary="Limit a model", tags=TAGS, opt={"body": ModelLimitsBody})
