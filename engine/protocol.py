@@ -176,9 +176,9 @@ class EngineStatus:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MemoryPart:
-    """What one part of an engine takes of its device: weights, activations, graphs, slots, context, kv_cache. `measured_bytes`
-    is None where the device does not tell, or where nothing was taken yet. Of graphs `num_predicted` may be kept, and
-    `num_measured` had been captured when that was measured; None of other parts."""
+    """What one part of an engine takes of its device. `name`: weights, activations, graphs, slots, rotary_tables,
+    device_context or kv_cache. `measured_bytes` is None where the device does not tell, or where nothing was taken yet.
+    `num_predicted` graphs may be kept, and `num_measured` had been captured when that was measured; None of other parts."""
 
     name: str
     predicted_bytes: int
