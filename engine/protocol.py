@@ -140,7 +140,7 @@ class PlainReason(StrEnum):
     LOGIT_BIAS = "logit_bias"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(slots=True, kw_only=True)  # not frozen: one is made in each step, and a frozen one takes three times as long
 class EngineStatus:
     """Gauges and running totals of one engine process since its start. `requests` and `tenants` are filled a few times per
     second. Host blocks are the tier in main memory that evicted KV blocks move to; draft tokens are those of speculative
@@ -230,7 +230,7 @@ class GatewayFrame:
     shutdown: bool = False
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(slots=True, kw_only=True)  # not frozen, as its status
 class EngineFrame:
     """Engine to gateway. While loading only `load_fraction` is set; then `ready` once; then `events`, what is `decoded` behind
     them, and `status`.
