@@ -15,8 +15,9 @@ import os
 import sys
 from pathlib import Path
 
-log = logging.getLogger("gatehouse.engine")
+from engine import cgroup
 
+log = logging.getLogger("gatehouse.engine")
 
 SPINS = 10_000
 """Turns that a waiting thread takes before it sleeps: some 100 µs, longer than a part of a decode step."""
@@ -63,8 +64,11 @@ def default_threads() -> int:
 
 
 def num_cores() -> int:
-    """Cores that this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    """Cores that this process may use, whole ones: those it may run on, and no more than the quota of its container. With more
+    threads the system stops all of them for the rest of each tenth of a second."""
+    usable = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    quota = cgroup.cores()
+    return usable if quota is None else max(1, min(usable, int(quota)))
 
 
 def _is_amd() -> bool:

@@ -66,7 +66,7 @@ def make_status(
         accepted_draft_tokens_total=totals.accepted_draft_tokens,
         fallback_steps_total=fallbacks.count,
         fallback_reason=fallbacks.reason,
-        plain_steps_total={reason.value: count for reason, count in plain_steps.items()},
+        plain_steps_total={str(reason): count for reason, count in plain_steps.items()},
     )
 
 

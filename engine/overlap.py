@@ -67,8 +67,8 @@ class AheadRunner(Runner, Protocol):
 
 @dataclass(slots=True)
 class Fallbacks:
-    """How many steps were computed in the plain way because the fast one failed, and why the last one was. Steps with a request
-    that no slot can hold are none, nor is a row that has no token in the plain way either."""
+    """How many steps were computed in the plain way because the fast one failed, and why the last one was. Not counted: a step
+    with a request that no slot can hold (see `OverlappedSteps.plain_steps`), and a row that has no token in either way."""
 
     count: int = 0
     reason: str | None = None

@@ -140,7 +140,7 @@ class PlainReason(StrEnum):
     LOGIT_BIAS = "logit_bias"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(slots=True, kw_only=True)  # not frozen: one is made in each step, and a frozen one takes three times as long
 class EngineStatus:
     """Gauges and running totals of one engine process since its start. `requests` and `tenants` are filled a few times per
     second. Host blocks are the tier in main memory that evicted KV blocks move to; draft tokens are those of speculative
@@ -176,9 +176,9 @@ class EngineStatus:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MemoryPart:
-    """What one part of an engine takes of its device: weights, activations, graphs, slots, context, kv_cache. `measured_bytes`
-    is None where the device does not tell, or where nothing was taken yet. Of graphs `num_predicted` may be kept, and
-    `num_measured` had been captured when that was measured; None of other parts."""
+    """What one part of an engine takes of its device. `name`: weights, activations, graphs, slots, rotary_tables,
+    device_context or kv_cache. `measured_bytes` is None where the device does not tell, or where nothing was taken yet.
+    `num_predicted` graphs may be kept, and `num_measured` had been captured when that was measured; None of other parts."""
 
     name: str
     predicted_bytes: int
@@ -230,7 +230,7 @@ class GatewayFrame:
     shutdown: bool = False
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(slots=True, kw_only=True)  # not frozen, as its status
 class EngineFrame:
     """Engine to gateway. While loading only `load_fraction` is set; then `ready` once; then `events`, what is `decoded` behind
     them, and `status`.

@@ -186,16 +186,18 @@ class FrameSocket:
     def __init__(self, connection: socket.socket) -> None:
         connection.setblocking(False)
         self._connection = connection
+        self._poll = select.poll()  # not `select.select`, which takes no file whose number is 1024 or more
         self._received = bytearray()
         self._unsent = bytearray()
 
     def receive(self, timeout_s: float) -> list[bytes]:
         """Bodies of all frames that are here, after waiting up to `timeout_s` for something to happen."""
-        writable = [self._connection] if self._unsent else []
-        readable, writable, _ = select.select([self._connection], writable, [], timeout_s)
-        if writable:
+        self._poll.register(self._connection, select.POLLIN | select.POLLOUT if self._unsent else select.POLLIN)
+        found = self._poll.poll(timeout_s * 1000)
+        happened = found[0][1] if found else 0
+        if happened & select.POLLOUT:
             self.flush()
-        if readable:
+        if happened & ~select.POLLOUT:
             self._read_all()
         return self._take_frames()
 

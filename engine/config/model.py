@@ -204,7 +204,7 @@ def _family(config: JsonObject) -> Family:
 
 
 def refuse_uncomputed(config: JsonObject, family: Family | None = None) -> None:
-    """Options that change the numbers and that nothing here computes. `family` is None for encoders."""
+    """Raise `UnsupportedModel` for an option that changes the numbers and is not computed. `family`: None of an encoder."""
     if family is None and config.get(QUANTIZATION):
         raise UnsupportedModel(f"config.json: {QUANTIZATION} is not supported for encoders; supported: unquantised weights")
     if config.get("use_bidirectional_attention") or config.get("is_causal", True) is not True:

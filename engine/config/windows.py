@@ -8,6 +8,7 @@ from __future__ import annotations
 from engine.config.families import Family, Windows
 from engine.config.values import JsonObject, flag, positive
 from engine.errors import UnsupportedModel
+from engine.number_checks import is_integer
 
 FULL, SLIDING = "full_attention", "sliding_attention"
 
@@ -60,6 +61,6 @@ def _types_of_rule(config: JsonObject, family: Family, window: int | None, num_l
 
 def _first_window_layer(config: JsonObject) -> int:
     first = config.get("max_window_layers", 28)
-    if not isinstance(first, int) or isinstance(first, bool) or first < 0:
+    if not is_integer(first) or first < 0:
         raise UnsupportedModel(f"config.json: max_window_layers must be an integer from 0 on, not {first!r}")
     return first

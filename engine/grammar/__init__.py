@@ -11,6 +11,18 @@
     matcher.py     CompiledGrammar.start() -> GrammarState             one per answer, microseconds
                    GrammarState.fill_mask(row)                         row: [ceil(V / 32)] int32, 1 = allowed; releases the GIL
                    GrammarState.accept(token_id), .is_complete
+    queue.py       GrammarQueue                                        requests until their grammar is there
+    masks.py       GrammarMasks                                        masks of a step, filled in a thread beside it
+
+A text becomes a grammar of the library in a process of its own (`worker.py`), in this order:
+
+    lark              any constraint; `gbnf` reads grammars in the notation of llama.cpp
+    json_schema       a schema, by way of the next four
+    schema_document   its draft and references; `schema_keywords`: each keyword as constraints, see `schema_nodes`
+    schema_cases      alternatives taken apart until any one case suffices; `schema_values`: whether a given value satisfies it
+    shapes            what the values of a case look like, type by type
+    json_grammar      shapes as rules: `json_containers`, `lark_rules`, and `terminals` for what stands in strings
+    patterns          patterns and names of `formats` as languages: `regex` over `char_sets`; `numbers` as automata
 
 End-of-sequence ids are allowed by the mask exactly while `is_complete`. Both `fill_mask` and `accept` raise `GrammarError`,
 which ends that request alone.

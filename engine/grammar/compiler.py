@@ -57,10 +57,10 @@ class _WorkerProcess:
         end = time.monotonic() + deadline_s
         self._write(job_line(spec, deadline_s))
         assert self._process.stdout is not None
-        pipe = self._process.stdout.fileno()
+        pipe, poll = self._process.stdout.fileno(), select.poll()  # of a file of any number, unlike `select.select`
+        poll.register(pipe, select.POLLIN)
         while b"\n" not in self._unread:
-            ready, _, _ = select.select([pipe], [], [], max(0.0, end - time.monotonic()))
-            if not ready:
+            if not poll.poll(max(0.0, end - time.monotonic()) * 1000):
                 raise WorkerLost(f"takes more than {deadline_s:g} s to compile")
             data = os.read(pipe, _READ_BYTES)
             if not data:

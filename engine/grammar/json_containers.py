@@ -181,7 +181,7 @@ class ArrayWriter:
 
     def _state(self, state: tuple[int, ...]) -> str:
         if state not in self._known:
-            if len(self._known) > STATES_MAX:
+            if len(self._known) == STATES_MAX:
                 raise GrammarError(PARAM, f"the schema has an array whose limits need more than {STATES_MAX} states")
             self._known[state] = self._rules.rule([])
             self._waiting.append(state)

@@ -16,6 +16,7 @@ from engine.grammar.spec import GrammarError
 
 NODES_MAX = 50_000
 _LITERALS = ("enum", "const", "default", "examples")  # keywords whose values are no schemas
+_PLACE = re.compile("[0-9]{1,9}")  # in an array, as a reference writes it
 _DRAFTS = {"draft-04": 4, "draft-06": 6, "draft-07": 7, "2019-09": 2019, "2020-12": 2020}
 _SCHEMA_URI = re.compile(r"https?://json-schema\.org/(?:draft/)?(draft-0[467]|2019-09|2020-12)/(?:hyper-)?schema#?")
 
@@ -77,7 +78,7 @@ class Document:
         """Where a `$ref` leads. Raises `GrammarError` when it leaves the document or leads nowhere."""
         if not isinstance(reference, str):
             raise refusal(node.path, "$ref must be a string")
-        target = urljoin(node.base, reference)
+        target = _joined(node.base, reference)
         place, fragment = urldefrag(target)
         if target in self._places and not fragment.startswith("/"):
             return self.node(*self._places[target])
@@ -93,7 +94,7 @@ class Document:
             base = self._base_of(value, base)
             if isinstance(value, dict) and key in value:
                 value = value[key]
-            elif isinstance(value, list) and key.isdigit() and int(key) < len(value):
+            elif isinstance(value, list) and _PLACE.fullmatch(key) and int(key) < len(value):
                 value = value[int(key)]
             else:
                 raise refusal(node.path, f"$ref to {reference[:80]}, which is nowhere in the schema")
@@ -107,7 +108,7 @@ class Document:
         own = value.get(self._id)
         if not isinstance(own, str) or own.startswith("#") or (self.draft in (4, 6, 7) and "$ref" in value):
             return base
-        return urldefrag(urljoin(base, own))[0]
+        return urldefrag(_joined(base, own))[0]
 
     def _index(self, root: Any) -> None:
         """Remember every schema that has a name of its own: the root, identifiers and anchors."""
@@ -133,6 +134,14 @@ class Document:
             return anchor if isinstance(anchor, str) else None
         own = schema.get(self._id)
         return own[1:] if isinstance(own, str) and own.startswith("#") and len(own) > 1 else None
+
+
+def _joined(base: str, reference: str) -> str:
+    """A reference, or the identifier of a schema, as it is meant inside `base`."""
+    try:
+        return urljoin(base, reference)
+    except ValueError as error:
+        raise GrammarError(PARAM, f"the schema has {reference[:80]!r} where a URI should be: {error}") from error
 
 
 def _draft(root: Any) -> int:

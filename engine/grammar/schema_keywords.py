@@ -115,7 +115,7 @@ class KeywordReader:
         if node.index in visited or not isinstance(node.value, dict):
             return names, patterns, count
         visited.add(node.index)
-        schema = node.value
+        schema, inside = node.value, KeywordReader(self.document, node)
         whole = ("additionalProperties",) if keyword == "unevaluatedProperties" else ("items", "additionalItems")
         if any(word in schema and not isinstance(schema[word], list) for word in whole):
             return None
@@ -124,12 +124,12 @@ class KeywordReader:
         uncertain = [w for w in ("anyOf", "oneOf", "if", "dependentSchemas", "not") if w in schema]
         if uncertain or (keyword == "unevaluatedItems" and "contains" in schema):
             raise self.refuse(keyword, f"{keyword} beside {(uncertain or ['contains'])[0]}")
-        names.update(schema.get("properties", {}))
-        patterns.update(schema.get("patternProperties", {}))
+        names.update(inside.mapping("properties"))
+        patterns.update(inside.mapping("patternProperties"))
         positional = schema.get("prefixItems", schema.get("items", []))
         count = len(positional) if isinstance(positional, list) else 0
         included = [self.document.resolve(schema["$ref"], node)] if "$ref" in schema else []
-        included += [self.document.node(v, node.base, f"{node.path}/allOf/{i}") for i, v in enumerate(schema.get("allOf", []))]
+        included += inside.subs("allOf", schema["allOf"]) if "allOf" in schema else []
         for inner in included:
             found = self._evaluated(keyword, inner, visited)
             if found is None:
@@ -222,12 +222,16 @@ def count_of(value: Any) -> int | None:
     return int(value)
 
 
+def _whole(reader: KeywordReader, keyword: str, value: Any) -> int:
+    count = count_of(value)
+    if count is None:
+        raise reader.refuse(keyword, f"{keyword} must be a whole number of at least 0")
+    return count
+
+
 def _count(kind: str) -> _Read:
     def read(reader: KeywordReader, keyword: str, value: Any) -> Iterator[Constraint]:
-        count = count_of(value)
-        if count is None:
-            raise reader.refuse(keyword, f"{keyword} must be a whole number of at least 0")
-        yield reader.made(keyword, kind, count)
+        yield reader.made(keyword, kind, _whole(reader, keyword, value))
 
     return read
 
@@ -270,14 +274,13 @@ def _dependent(reader: KeywordReader, keyword: str, value: Any) -> Iterator[Cons
 
 
 def _contains(reader: KeywordReader, keyword: str, value: Any) -> Iterator[Constraint]:
-    draft = reader.document.draft
-    if draft < 6:
+    if reader.document.draft < 6:
         return
-    counts = [count_of(reader.schema[k]) if k in reader.schema and draft >= 2019 else d for k, d in _CONTAINED.items()]
-    yield reader.made(keyword, "contains", Contains(reader.sub(keyword, value), counts[0] or 0, counts[1]))
-
-
-_CONTAINED: dict[str, int | None] = {"minContains": 1, "maxContains": None}
+    low, high = 1, None
+    if reader.document.draft >= 2019:
+        low = _whole(reader, "minContains", reader.schema.get("minContains", low))
+        high = _whole(reader, "maxContains", reader.schema["maxContains"]) if "maxContains" in reader.schema else None
+    yield reader.made(keyword, "contains", Contains(reader.sub(keyword, value), low, high))
 
 
 def _unique(reader: KeywordReader, keyword: str, value: Any) -> Iterator[Constraint]:

@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 import torch
 
+from engine import cgroup
 from engine.errors import EngineConfigError
 from engine.memory.needs import GIB, MemoryNeeds
 from engine.options import CPU_KV_CACHE_BYTES, EngineOptions
@@ -47,7 +48,9 @@ def driver_bytes(device: torch.device) -> int:
 
 
 def main_memory_bytes() -> int:
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    """Memory of the machine, or of the container, which ends who takes more."""
+    whole, allowed = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"), cgroup.memory_bytes()
+    return whole if allowed is None else min(whole, allowed)
 
 
 def check_swap_space(options: EngineOptions, device: torch.device) -> None:

@@ -15,7 +15,7 @@ from engine.memory.needs import GIB
 from engine.options import EngineOptions
 
 CONTEXT_MIN = 2
-NO_ANSWER = "a request is a token of a prompt and one of its answer at least"
+SHORTEST_REQUEST = "a request is a token of a prompt and one of its answer at least"
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +44,7 @@ def check_context(config: ModelConfig, options: EngineOptions) -> None:
     if wanted is None:
         return
     if wanted < CONTEXT_MIN:
-        raise EngineConfigError("max_model_len", f"({wanted}) is too short: {NO_ANSWER}")
+        raise EngineConfigError("max_model_len", f"({wanted}) is too short: {SHORTEST_REQUEST}")
     if wanted > longest:
         dynamic = any(rope.kind == "dynamic" for rope in config.ropes)
         why = "; rope type 'dynamic' is not computed beyond it" if dynamic else ""
@@ -66,7 +66,7 @@ def plan_memory(
         raise EngineConfigError("kv_cache_bytes", f"({available_bytes}) is less than one KV block ({block_bytes} bytes)")
     if num_blocks * size < CONTEXT_MIN:
         option = "kv_cache_bytes" if options.num_kv_blocks is None else "num_gpu_blocks_override"
-        raise EngineConfigError(option, f"leaves {num_blocks * size} tokens of context; {NO_ANSWER}")
+        raise EngineConfigError(option, f"leaves {num_blocks * size} tokens of context; {SHORTEST_REQUEST}")
     if options.max_model_len is None:
         return MemoryPlan(num_blocks, block_bytes, min(config.max_position_len, num_blocks * size), num_host_blocks)
     if options.max_model_len > num_blocks * size:

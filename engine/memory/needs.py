@@ -21,7 +21,7 @@ b_kv bytes per weight, per number computed with and per stored key or value, T t
                      max(R, 64)·(context / 256)·H·(D + 2)·4 for each window, at most 256 MiB, and b is 4
     rotary tables  2·context·D_rotary·b for each rotation of the model: cosines and sines of all positions
     context      C = the driver's context, the libraries' workspaces, the kernels' code
-    KV blocks      = floor((share·memory − W − A − G − S − C) / (block_size·2·L·K·D·b_kv))
+    KV blocks      = floor((share·memory − W − A − G − S − rotary tables − C) / (block_size·2·L·K·D·b_kv))
 
 W, A, S and the rotary tables are methods of `MemoryShape`, G is `MemoryNeeds._graphs`, C comes from the device.
 

@@ -23,7 +23,12 @@ def listed(prompts: Any) -> list[Any]:
     if not isinstance(prompts, Iterable) or isinstance(prompts, bytes | bytearray):
         raise PromptError(f"prompts must be text, token ids, a mapping or a list of these, not {type(prompts).__name__}")
     found = list(prompts)
-    return [found] if found and isinstance(found[0], int | float) else found
+    return [found] if found and _is_number(found[0]) else found
+
+
+def _is_number(value: Any) -> bool:
+    """Also of numpy or torch, whose arrays of one prompt's ids are made of such."""
+    return isinstance(value, int | float) or getattr(value, "ndim", None) == 0
 
 
 def read_prompt(prompt: Any, encode: Callable[[str], list[int]]) -> tuple[str | None, list[int]]:

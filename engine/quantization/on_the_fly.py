@@ -120,5 +120,5 @@ class _Rows:
 
     def take(self, tensor: torch.Tensor) -> None:
         if tensor.shape != self._shape:
-            copy_checked(torch.empty(self._shape, device="meta"), tensor)
+            copy_checked(torch.empty(self._shape, device="meta"), tensor)  # says what is wrong about it
         self._target.take(self._start, tensor)

@@ -9,7 +9,7 @@ from engine.weights import copy_checked
 from kernels import ops
 
 NO_NUMBER = 0x7F
-"""Of either sign, in e4m3."""
+"""The bits of NaN in e4m3, but for its sign: the one code without a number."""
 
 CHECKED_BYTES = 1 << 20
 """Looked through at a time on a CPU, so that what is in between stays in the second-level cache: five times faster."""

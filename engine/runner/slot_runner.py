@@ -54,8 +54,8 @@ class SlotRunner:
         self._sampler = steps.sampler
         self._masks = RowMasks(masks, steps.device, begins_early=steps.is_synchronous)
         self._slots = SlotTable(steps.state, steps.sampler)
-        self._needs_of: list[int] = []  # the slots that need this:
-        self._needs = SamplingNeeds(Kind(), [], [])
+        self._needs = SamplingNeeds(Kind(), [], [])  # of the last decodes, found out for these slots:
+        self._needs_of: list[int] = []
         self._decodes: Sequence[ScheduledRequest] = []  # of the last step of one token each: mostly those of the next one
         self._inference = torch.inference_mode()  # of every launch: to make one costs a step as much as to enter it
 
@@ -113,7 +113,7 @@ class SlotRunner:
             return self._launch_rows(items)
 
     def _are_decodes(self, items: Sequence[ScheduledRequest]) -> bool:
-        """Whether these are those of the last step of one token each."""
+        """Whether these are the very items of the last decode step, known by one look at their list: nobody came or went."""
         return items is self._decodes or items == self._decodes
 
     @torch.inference_mode()

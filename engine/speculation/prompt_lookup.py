@@ -16,6 +16,7 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from weakref import WeakKeyDictionary, WeakSet
 
 from engine.scheduling.drafting import NO_DRAFT, Draft
@@ -35,7 +36,10 @@ GOOD_ACCEPTANCE = 0.9
 """Where guesses of this quality are not worth it, none are looked for at all."""
 
 ACCEPTANCE_STEPS = 64
-"""How finely acceptance is told apart when depths are chosen: each is computed once."""
+"""How finely acceptance is told apart when depths are chosen."""
+
+DEPTHS_KEPT = 4096
+"""Chosen depths that need not be computed again, the latest ones: of so many requests and guesses there are half a million."""
 
 NUM_RUNNING_MAX = 4096
 
@@ -163,11 +167,10 @@ class AdaptiveDrafter:
     """The `Drafter` of both proposers: it looks up n-grams of `ngram_sizes`, or leaves the tokens to the draft model."""
 
     def __init__(self, options: SpeculativeOptions, costs: SpeculationCosts) -> None:
-        self._costs = costs
+        self._best_depth = lru_cache(DEPTHS_KEPT)(costs.best_depth)
         self._depth_max = options.num_speculative_tokens
         self._sizes = options.ngram_sizes
         self._num_running_max = options.disable_by_batch_size or costs.crossover(GOOD_ACCEPTANCE)
-        self._depths: dict[tuple[int, int, int], int] = {}
         self._states: WeakKeyDictionary[Request, _Guesses] = WeakKeyDictionary()
         self._unread: WeakSet[Request] = WeakSet()
 
@@ -209,11 +212,8 @@ class AdaptiveDrafter:
 
     def _depth(self, request: Request, state: _Guesses, num_running: int, limit: int) -> int:
         """What pays best, or now and then one guess where none does, to notice when that changes."""
-        acceptance = round(state.record.acceptance * ACCEPTANCE_STEPS)
-        key = (acceptance, num_running, limit)
-        depth = self._depths.get(key)
-        if depth is None:
-            depth = self._depths[key] = self._costs.best_depth(acceptance / ACCEPTANCE_STEPS, num_running, limit)
+        acceptance = round(state.record.acceptance * ACCEPTANCE_STEPS) / ACCEPTANCE_STEPS
+        depth = self._best_depth(acceptance, num_running, limit)
         if not depth and request.num_tokens - state.guessed_at >= PROBE_INTERVAL:
             depth = 1
         if depth:

@@ -37,7 +37,8 @@ def shared_prefixes(options: EngineOptions) -> list[list[int]]:
 
 def _read(path: Path) -> str:
     try:
-        content = path.read_bytes()
+        with path.open("rb") as file:
+            content = file.read(PREFIX_BYTES_MAX + 1)
         if len(content) > PREFIX_BYTES_MAX:
             raise EngineConfigError("shared_prefixes", f"file {path} is larger than {PREFIX_BYTES_MAX} bytes")
         return content.decode("utf-8")

@@ -178,14 +178,6 @@ class AttentionPlanner:
         return mask.to(self._device)
 
 
-def write_kv(kv: torch.Tensor, kv_cache: torch.Tensor, slot_mapping: torch.Tensor) -> None:
-    """Write keys and values to the cache, in place.
-
-    kv: [T, 2K, D] (keys, then values), kv_cache: [N, P, 2, K, D], slot_mapping: [T] int64
-    """
-    kv_cache.view(kv_cache.shape[0] * kv_cache.shape[1], -1).index_copy_(0, slot_mapping, kv.flatten(1))
-
-
 def planned_attention(
     qkv: torch.Tensor, kv_cache: torch.Tensor | None, plan: AttentionPlan, kv_scales: torch.Tensor | None = None
 ) -> torch.Tensor:

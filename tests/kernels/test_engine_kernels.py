@@ -10,7 +10,6 @@ import torch
 
 from kernels import ops
 from kernels.attention_rows import AttentionRow, AttentionShape
-from kernels.cpu.attention import write_kv
 from kernels.cpu.elementwise import rope
 from kernels.reference import attention as reference_attention
 from kernels.reference import elementwise as reference_elementwise
@@ -60,7 +59,7 @@ def compare_attention(rows: list[tuple[int, int]], shape: AttentionShape) -> Non
         fill(cache, list(row.block_table), row.start)
         positions = range(row.start, row.context_len)
         slots += [row.block_table[p // BLOCK_SIZE] * BLOCK_SIZE + p % BLOCK_SIZE for p in positions]
-    write_kv(qkv[:, shape.num_heads :], cache, torch.tensor(slots))
+    reference_attention.write_kv(qkv[:, shape.num_heads :], cache, torch.tensor(slots))
     before = cache.clone()
     planner = ops.AttentionPlanner(shape, dtype=torch.float32, device=CPU)
     attended = ops.paged_attention(qkv, cache, planner.plan(planned))
@@ -122,7 +121,7 @@ def test_whole_texts_need_no_cache(causal: bool, softcap: float | None) -> None:
     cache = poisoned_cache(num_blocks, 2, 16)
     rows = [AttentionRow(table, length, length) for table, length in zip(block_tables, lens, strict=True)]
     slots = [row.block_table[p // BLOCK_SIZE] * BLOCK_SIZE + p % BLOCK_SIZE for row in rows for p in range(row.context_len)]
-    write_kv(qkv[:, 4:], cache, torch.tensor(slots))
+    reference_attention.write_kv(qkv[:, 4:], cache, torch.tensor(slots))
     plan = ops.AttentionPlanner(shape, dtype=torch.float32, device=CPU).plan_whole(lens)
     assert_near(ops.paged_attention(qkv, None, plan), reference_attention.paged_attention(qkv, cache, rows, shape))
 
@@ -142,17 +141,6 @@ def test_a_group_of_decodes_is_cut_where_padding_costs_more_than_a_call() -> Non
     table = list(range(300))
     plan = planner.plan([AttentionRow(table, 1, length) for length in (4095, 4000, 40, 33, 1)])
     assert [(group.first, group.last) for group in plan.groups] == [(0, 2), (2, 5)]
-
-
-def test_a_cache_write_touches_its_slots_only() -> None:
-    cache = torch.full((4, BLOCK_SIZE, 2, 2, 8), -7.0)
-    kv = torch.randn(3, 4, 8)
-    slots = torch.tensor([5, 63, 16])
-    expected = cache.clone()
-    reference_attention.write_kv(kv, expected, slots)
-    write_kv(kv, cache, slots)
-    torch.testing.assert_close(cache, expected, rtol=0, atol=0)
-    assert (cache == -7.0).sum() == cache.numel() - kv.numel()
 
 
 @pytest.mark.parametrize("tokens", [1, 15, 16, 17, 33])

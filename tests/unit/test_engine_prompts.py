@@ -24,7 +24,20 @@ def read(prompt: Any) -> tuple[str | None, list[int]]:
 
 @pytest.mark.parametrize(
     ("prompts", "count"),
-    [("a", 1), (["a", "b"], 2), ([1, 2], 1), ([[1, 2], [3]], 2), ((1, 2), 1), ({"prompt": "a"}, 1), ([], 0), ([[]], 1)],
+    [
+        ("a", 1),
+        (["a", "b"], 2),
+        ([1, 2], 1),
+        ([[1, 2], [3]], 2),
+        ((1, 2), 1),
+        ({"prompt": "a"}, 1),
+        ([], 0),
+        ([[]], 1),
+        (np.array([1, 2]), 1),
+        (torch.tensor([1, 2]), 1),
+        (np.array([[1, 2], [3, 4]]), 2),
+        ([np.array([1, 2])], 1),
+    ],
 )
 def test_one_prompt_is_a_list_of_one(prompts: Any, count: int) -> None:
     assert len(listed(prompts)) == count

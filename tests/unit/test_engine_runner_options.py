@@ -233,6 +233,7 @@ def test_shared_prefixes_that_cannot_be_read_are_refused_by_name(model: Path, tm
         ({"model": model, "shared_prefixes": (prefix_file,)}, "need the model's tokenizer"),
         ({"model": folder, "shared_prefixes": (tmp_path / "missing",)}, "missing cannot be read"),
         ({"model": folder, "shared_prefixes": (binary,)}, "binary cannot be read as UTF-8"),
+        ({"model": folder, "shared_prefixes": (Path("/dev/zero"),)}, "/dev/zero is larger than 1048576 bytes"),
         ({"model": folder, "shared_prefixes": (prefix_file,), "enable_prefix_caching": False}, "need prefix caching"),
     ]
     for options, message in cases:

@@ -13,6 +13,7 @@ import uvloop
 from engine import transport
 from engine.protocol import EngineFrame, FinishReason, GatewayFrame, GenerationRequest, SamplingParams, TokenEvent, TokenLogprob
 from engine.transport import AsyncFrameSocket, FrameSocket, FrameTooLarge, MalformedFrame, PeerClosed, PeerStalled
+from tests.support.many_files import every_low_number_taken
 
 SUBMIT = GatewayFrame(
     submit=[
@@ -95,6 +96,14 @@ def test_frames_arrive_whole_however_the_bytes_were_cut(pair: tuple[FrameSocket,
         sender.sendall(stream[byte : byte + 7])
         frames += receiver.receive(0.0)
     assert [transport.decode_gateway_frame(frame) for frame in frames] == [SUBMIT] * 3
+
+
+def test_a_socket_works_in_a_process_with_many_files() -> None:
+    with every_low_number_taken():
+        ours, theirs = socket.socketpair()
+        with ours, theirs:
+            theirs.sendall(transport.encode_frame(SUBMIT))
+            assert [transport.decode_gateway_frame(frame) for frame in FrameSocket(ours).receive(1.0)] == [SUBMIT]
 
 
 def test_the_end_of_the_stream_is_noticed(pair: tuple[FrameSocket, socket.socket]) -> None:

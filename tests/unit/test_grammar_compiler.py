@@ -20,6 +20,7 @@ from engine.grammar.matcher import GrammarState
 from engine.grammar.spec import GrammarError, GrammarSpec
 from engine.grammar.vocabulary import Vocabulary
 from tests.support.grammars import BYTES, EOS, compiled, empty_mask
+from tests.support.many_files import every_low_number_taken
 
 ALICE, BOB = "alice", "bob"
 TWO_TOKENS = Vocabulary((b"", b"{", b"}", b" {", b'"a"', b"", b""), (0, 5), strips_first_space=True)
@@ -61,6 +62,15 @@ def test_a_text_is_followed_to_its_end(compiler: GrammarCompiler) -> None:
     assert state.is_complete
     assert allowed(state) == {EOS}
     state.accept(EOS)
+
+
+def test_a_grammar_is_compiled_in_a_process_with_many_files() -> None:
+    with every_low_number_taken():
+        compiler = GrammarCompiler(BYTES, deadline_s=60.0, workers=1)
+        try:
+            write(compiler.submit(GrammarSpec("choice", '["a"]'), ALICE).result().start(), "a")
+        finally:
+            compiler.close()
 
 
 def test_equal_constraints_share_a_compile(compiler: GrammarCompiler) -> None:

@@ -156,6 +156,28 @@ def test_what_cannot_be_exact_is_refused_by_name(what: str) -> None:
     assert caught.value.param == "guided_json"
 
 
+INCLUDED = {"$ref": "#/$defs/a", "unevaluatedProperties": False}
+
+
+@pytest.mark.parametrize(
+    ("schema", "what"),
+    [
+        ({"$id": "http://a", "items": {"$id": "http://["}}, r"'http://\[' where a URI should be"),
+        ({"$id": "http://a", "items": {"$ref": "http://["}}, r"'http://\[' where a URI should be"),
+        ({"$ref": "#/prefixItems/²", "prefixItems": [TEXT]}, "nowhere"),
+        ({"$ref": f"#/prefixItems/{'1' * 5000}", "prefixItems": [TEXT]}, "nowhere"),
+        ({**INCLUDED, "$defs": {"a": {"allOf": 5}}}, "#/$defs/a/allOf: allOf must be an array"),
+        ({**INCLUDED, "$defs": {"a": {"properties": 5}}}, "#/$defs/a/properties: properties must be an object"),
+        ({**INCLUDED, "$defs": {"a": {"patternProperties": [[]]}}}, "patternProperties must be an object"),
+        ({"contains": TEXT, "minContains": -1}, "minContains must be a whole number"),
+        ({"contains": TEXT, "maxContains": "2"}, "maxContains must be a whole number"),
+    ],
+)
+def test_what_is_no_schema_is_refused_by_name(schema: Any, what: str) -> None:
+    with pytest.raises(GrammarError, match=what.replace("$", r"\$")):
+        compiled("json", json.dumps(schema))
+
+
 @pytest.mark.parametrize(
     ("schema", "what"),
     [

@@ -1,0 +1,90 @@
+"""Limits of control groups, of either version, and what they mean for threads and for memory."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from engine import cgroup
+from engine.cpu_environment import default_threads, num_cores
+from engine.memory.device import main_memory_bytes
+
+GIB = 1 << 30
+Write = Callable[[str, str], None]
+
+
+@pytest.fixture
+def write(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Write:
+    """Writes a file below the mount. The process is in the group `app/worker` of version 2 until a test says otherwise."""
+    monkeypatch.setattr(cgroup, "MOUNT", tmp_path)
+    monkeypatch.setattr(cgroup, "MEMBERSHIP", tmp_path / "membership")
+
+    def write_file(name: str, text: str) -> None:
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(text + "\n")
+
+    write_file("membership", "0::/app/worker")
+    return write_file
+
+
+def test_a_process_without_limits_has_all_of_its_machine(write: Write) -> None:
+    write("app/worker/cpu.max", "max 100000")
+    write("app/worker/memory.max", "max")
+    assert cgroup.cores() is None
+    assert cgroup.memory_bytes() is None
+
+
+def test_the_least_limit_on_the_way_to_the_root_holds(write: Write) -> None:
+    write("app/worker/cpu.max", "400000 100000")
+    write("app/cpu.max", "150000 100000")
+    write("app/worker/memory.max", str(2 * GIB))
+    write("app/memory.max", str(3 * GIB))
+    assert cgroup.cores() == 1.5
+    assert cgroup.memory_bytes() == 2 * GIB
+
+
+def test_a_container_that_sees_the_path_outside_has_the_limits_of_its_root(write: Write) -> None:
+    write("membership", "0::/system.slice/docker-1.scope")
+    write("cpu.max", "200000 100000")
+    write("memory.max", str(GIB))
+    assert cgroup.cores() == 2.0
+    assert cgroup.memory_bytes() == GIB
+
+
+def test_groups_of_version_1_are_read_by_controller(write: Write) -> None:
+    write("membership", "4:memory:/app\n3:cpu,cpuacct:/app\n1:name=systemd:/\n0::/")
+    write("cpu/app/cpu.cfs_quota_us", "250000")
+    write("cpu/app/cpu.cfs_period_us", "100000")
+    write("cpu/cpu.cfs_quota_us", "-1")
+    write("cpu/cpu.cfs_period_us", "100000")
+    write("memory/app/memory.limit_in_bytes", str(GIB))
+    assert cgroup.cores() == 2.5
+    assert cgroup.memory_bytes() == GIB
+
+
+def test_a_system_without_groups_limits_nothing(write: Write, tmp_path: Path) -> None:
+    write("cpu.max", "100000 100000")
+    (tmp_path / "membership").unlink()
+    assert cgroup.cores() is None
+    assert cgroup.memory_bytes() is None
+
+
+@pytest.mark.parametrize(("quota", "cores", "threads"), [(None, 8, 7), (100.0, 8, 7), (2.5, 2, 1), (0.5, 1, 1)])
+def test_threads_share_no_core_that_the_process_has_not(
+    monkeypatch: pytest.MonkeyPatch, quota: float | None, cores: int, threads: int
+) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(8)), raising=False)
+    monkeypatch.setattr(cgroup, "cores", lambda: quota)
+    assert num_cores() == cores
+    assert default_threads() == threads
+
+
+def test_memory_that_a_container_may_not_take_is_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    whole = main_memory_bytes()
+    monkeypatch.setattr(cgroup, "memory_bytes", lambda: 64 << 20)
+    assert main_memory_bytes() == 64 << 20
+    monkeypatch.setattr(cgroup, "memory_bytes", lambda: whole + 1)
+    assert main_memory_bytes() == whole

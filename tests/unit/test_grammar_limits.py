@@ -1,0 +1,86 @@
+"""The limits of grammars: what reaches one is written, and what exceeds it is refused with its number."""
+
+from __future__ import annotations
+
+import json
+from itertools import pairwise
+from typing import Any
+
+import pytest
+
+from engine.grammar import gbnf, json_grammar, lark_rules, numbers, patterns, schema_nodes, shapes
+from engine.grammar.lark import to_lark
+from engine.grammar.spec import GrammarError, GrammarSpec, Kind
+
+
+def groups(number: int) -> str:
+    return "(" * number + '"a"' + ")" * number
+
+
+def rules(number: int) -> str:
+    """One that names the next, `root` among them."""
+    names = ["root", *(f"r{index}" for index in range(1, number))]
+    return "\n".join([*(f"{name} ::= {after}" for name, after in pairwise(names)), f'{names[-1]} ::= "a"'])
+
+
+def listed(number: int) -> dict[str, Any]:
+    return {"items": {"enum": list(range(number))}, "uniqueItems": True}
+
+
+def schema(**keywords: Any) -> str:
+    return json.dumps(keywords)
+
+
+LIMITS: list[tuple[Kind, str, str, str]] = [
+    ("grammar", rules(gbnf.RULES_MAX), rules(gbnf.RULES_MAX + 1), "more than 5000 rules"),
+    ("grammar", f'root ::= "a"{{{gbnf.REPEAT_MAX}}}', f'root ::= "a"{{{gbnf.REPEAT_MAX + 1}}}', "more than 10000"),
+    ("grammar", f"root ::= {groups(gbnf.NESTING_MAX)}", f"root ::= {groups(gbnf.NESTING_MAX + 1)}", "more than 60 deep"),
+    ("regex", f"a{{{patterns.REPEAT_MAX}}}", f"a{{{patterns.REPEAT_MAX + 1}}}", "more than 100000"),
+    ("regex", groups(patterns.GROUPS_DEEP_MAX), groups(patterns.GROUPS_DEEP_MAX + 1), "more than 60 deep"),
+    ("regex", f"({'|'.join(['^a'] * patterns.ALTERNATIVES_MAX)})b",
+     f"({'|'.join(['^a'] * (patterns.ALTERNATIVES_MAX + 1))})b", "more than 256 alternatives"),
+    ("json", schema(type="array", minItems=json_grammar.REPEATED_MAX),
+     schema(type="array", minItems=json_grammar.REPEATED_MAX + 1), "above 100000"),
+    ("json", schema(**listed(shapes.UNIQUE_VALUES_MAX)), schema(**listed(shapes.UNIQUE_VALUES_MAX + 1)), "at most 60 values"),
+    ("json", f'{{"default": 1e{schema_nodes.NUMBER_EXPONENT_MAX}}}',
+     f'{{"default": 1e{schema_nodes.NUMBER_EXPONENT_MAX + 1}}}', "exponents go to 400"),
+    ("json", f'{{"multipleOf": 1e-{numbers.DECIMALS_MAX}}}', f'{{"multipleOf": 1e-{numbers.DECIMALS_MAX + 1}}}',
+     "more than 40 decimals"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("kind", "allowed", "beyond", "message"), LIMITS, ids=[message for *_, message in LIMITS])
+def test_what_reaches_a_limit_is_written_and_what_exceeds_it_is_refused(
+    kind: Kind, allowed: str, beyond: str, message: str
+) -> None:
+    assert to_lark(GrammarSpec(kind, allowed))
+    with pytest.raises(GrammarError, match=message) as refused:
+        to_lark(GrammarSpec(kind, beyond))
+    assert refused.value.param == f"guided_{kind}"
+
+
+MANY = {f"p{index}": {"type": "string"} for index in range(80)}
+CHOICES = [{"anyOf": [{"required": [f"a{place}_{index}"]} for index in range(13)]} for place in range(3)]
+
+
+@pytest.mark.parametrize(
+    ("keywords", "message"),
+    [
+        (
+            {"type": "object", "properties": MANY, "minProperties": 70, "additionalProperties": False},
+            "object .* 5000 states",
+        ),
+        ({"type": "array", "contains": {"type": "string"}, "minContains": 5001}, "array .* 5000 states"),
+        ({"allOf": CHOICES}, "more than 2000 cases"),
+    ],
+)
+def test_what_multiplies_is_refused_before_it_takes_the_memory_of_all_others(keywords: dict[str, Any], message: str) -> None:
+    with pytest.raises(GrammarError, match=message):
+        to_lark(GrammarSpec("json", json.dumps(keywords)))
+
+
+def test_a_schema_of_too_many_rules_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(lark_rules, "RULES_MAX", 20)
+    assert to_lark(GrammarSpec("json", json.dumps({"enum": list(range(15))})))
+    with pytest.raises(GrammarError, match="more than 20 rules"):
+        to_lark(GrammarSpec("json", json.dumps({"properties": MANY})))
