@@ -10,7 +10,7 @@ import psycopg
 import pytest
 from sqlalchemy import text
 
-from appliance.base.db import Database
+from appliance.base.db import READERS_MAX, Database
 from appliance.base.errors import Overloaded
 from tests.support.cast import make_cast
 from tests.support.clock import FakeClock
@@ -90,3 +90,21 @@ def _drop_connections(url: str) -> None:
             "SELECT pg_terminate_backend(pid) FROM pg_stat_activity "
             "WHERE datname = current_database() AND pid <> pg_backend_pid()"
         )
+
+
+async def test_readers_that_take_every_connection_hold_up_no_request(database: Database, clock: FakeClock) -> None:
+    cast = await make_cast(database, clock)
+    entry, done = pending(cast.bob), asyncio.Event()
+
+    async def read() -> None:
+        async with database.reading():
+            await done.wait()
+
+    reading = [asyncio.create_task(read()) for _ in range(4 * READERS_MAX)]
+    async with running_ledger(database, clock, cast.epoch_id) as ledger:
+        await asyncio.sleep(0)  # each of them has asked for a connection
+        await ledger.open(entry)
+        await ledger.settle(posted(entry.request_id))
+    done.set()
+    await asyncio.gather(*reading)
+    assert [event.status for event in await all_events(database)] == ["posted"]
