@@ -108,3 +108,28 @@ async def test_readers_that_take_every_connection_hold_up_no_request(database: D
     done.set()
     await asyncio.gather(*reading)
     assert [event.status for event in await all_events(database)] == ["posted"]
+
+
+@pytest.mark.postgres
+async def test_tables_that_are_away_for_a_moment_cost_no_settlement(postgresql: Cluster, clock: FakeClock) -> None:
+    url = postgresql.lend()
+    database = Database.open(url)
+    cast = await make_cast(database, clock)
+    entry = pending(cast.bob)
+    async with running_ledger(database, clock, cast.epoch_id) as ledger:
+        await ledger.open(entry)
+        await asyncio.to_thread(_execute, url, "ALTER TABLE usage_events RENAME TO away")
+        settling = asyncio.create_task(ledger.settle(posted(entry.request_id)))
+        await until(lambda: ledger.last_error is not None or settling.done())
+        assert not ledger.healthy
+        await asyncio.to_thread(_execute, url, "ALTER TABLE away RENAME TO usage_events")
+        await settling
+        assert ledger.unrecorded_usage_tokens == 0
+    assert [event.status for event in await all_events(database)] == ["posted"]
+    await database.close()
+    postgresql.give_back(url)
+
+
+def _execute(url: str, statement: str) -> None:
+    with psycopg.connect(url, autocommit=True) as connection:
+        connection.execute(statement.encode())
