@@ -252,6 +252,20 @@ async def test_a_full_queue_refuses_before_admission(database: Database, clock: 
             generation.leave("disconnected")
 
 
+async def test_a_tenant_that_fills_the_queue_leaves_places_to_the_others(
+    database: Database, clock: FakeClock, cast: Cast, tmp_path: Path
+) -> None:
+    async with serving(database, clock, tmp_path / "model", cast.epoch_id, max_waiting_requests=3, max_num_seqs=1) as box:
+        held = []
+        for person, most in ((cast.charlie, 4), (cast.bob, 2)):  # one alone has all places; then 4 + 2 and 2 come to 8
+            for _ in range(most):
+                held.append(await box.start(person, [STALL, 5]))
+            with pytest.raises(Overloaded):
+                await box.start(person, TEXT)
+        for generation in held:
+            generation.leave("disconnected")
+
+
 async def test_while_the_ledger_cannot_be_written_new_ones_are_refused_at_once(box: Serving, cast: Cast) -> None:
     box.ledger.last_error = "disk full"
     with pytest.raises(Overloaded) as caught:
