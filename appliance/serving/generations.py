@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
+from datetime import datetime
 
 import structlog
 
@@ -160,7 +161,7 @@ class Generations:
             reservation = await self._admission.admit(_asked(order, price, policy), patience)
             try:
                 self.check_open(order.model, order.principal.tenant.id)  # it may have waited
-                if await self._prices.current(order.model.name, self._clock.now(), currency=currency) == price:
+                if await self._prices.current(order.model.name, reservation.admitted_at, currency=currency) == price:
                     self._note_overlooked(reservation)
                     if price is None:
                         self._metrics.unpriced(order.model.name)
@@ -258,7 +259,7 @@ class Generations:
         return generation
 
     def _generation(self, order: Order, price: Price | None, reservation: Reservation) -> Generation:
-        live = self._live_request(order)
+        live = self._live_request(order, reservation.admitted_at)
         entry = PendingEntry(
             request_id=order.request_id,
             tenant_id=live.tenant_id,
@@ -289,7 +290,7 @@ class Generations:
             on_end=self._forget,
         )
 
-    def _live_request(self, order: Order) -> LiveRequest:
+    def _live_request(self, order: Order, admitted_at: datetime) -> LiveRequest:
         tenant, key = order.principal.tenant, order.principal.key
         return LiveRequest(
             id=order.request_id,
@@ -301,7 +302,7 @@ class Generations:
             endpoint=order.endpoint,
             stream=order.stream,
             prompt_tokens=len(order.prompt_token_ids),
-            admitted_at=self._clock.now(),
+            admitted_at=admitted_at,
             admitted_monotonic_s=self._clock.monotonic_s(),
             num_answers=order.sampling.num_answers,
             batch=order.batch,

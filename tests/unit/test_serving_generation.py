@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator
+from datetime import datetime
 from pathlib import Path
 
 import pytest
@@ -10,6 +11,7 @@ import pytest
 from appliance.base.db import Database
 from appliance.base.errors import Draining, EngineUnavailable, InternalError, Overloaded, RateLimitExceeded
 from appliance.metering.ledger.records import PendingEntry
+from appliance.metering.prices import Price
 from appliance.serving import engine_client
 from appliance.serving.answers import Answer
 from appliance.serving.prompting import Prompting
@@ -52,6 +54,30 @@ async def test_the_record_is_settled_before_the_reader_hears_of_the_end(box: Ser
     await generation.outcome
 
     assert (await box.event(generation)).status == "posted"
+
+
+async def test_a_request_belongs_to_the_moment_of_its_reservation(
+    box: Serving, database: Database, cast: Cast, clock: FakeClock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    current, asked_at = box.generations._prices.current, []
+
+    async def slow(model: str, at: datetime, *, currency: str | None) -> Price | None:
+        asked_at.append(at)
+        clock.advance(len(asked_at) - 1)  # midnight comes when the price is looked up for the second time
+        return await current(model, at, currency=currency)
+
+    monkeypatch.setattr(box.generations._prices, "current", slow)
+    clock.advance(12 * 3600 - 0.5)
+    before = clock.now()
+    dora = await make_person(database, clock, "dora", Limits(tokens_per_day=100))
+    generation = await box.start(dora, TEXT)
+    await generation.outcome
+    event = await box.event(generation)
+    (day,) = [hold.day for hold in generation._reservation.holds if hold.allowance.limits.tokens_per_day]
+
+    assert (event.admitted_at, asked_at) == (before, [before, before])
+    assert event.billing_day == day.start == before.date() != clock.now().date()
+    assert day.used == event.prompt_tokens + event.completion_tokens
 
 
 async def test_a_stop_string_aborts_the_engine_and_bills_up_to_the_token_that_completed_it(box: Serving, cast: Cast) -> None:
