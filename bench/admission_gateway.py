@@ -21,6 +21,7 @@ import uvloop
 
 from appliance.api import chat
 from appliance.app import Started, serve
+from appliance.base.clock import SystemClock
 from appliance.base.gc_tuning import prepare_to_serve
 from appliance.base.logging import configure_logging
 from appliance.base.settings import Settings, load_settings
@@ -71,6 +72,9 @@ class NoReservation:
     tokens_reserved = 0
     basis_points = 10_000
     overlooked: tuple[()] = ()
+
+    def __init__(self) -> None:
+        self.admitted_at = SystemClock().now()
 
     def settle(self, tokens_used: int, **_options: Any) -> None:
         """Do nothing."""

@@ -80,7 +80,7 @@ async def _order(
     asked, _ = asked_max_tokens(body)
     model = services.models.get(body.model)
     principal.check_model(model.name)
-    services.generations.check_open(model)
+    services.generations.check_open(model, principal.tenant.id)
     assert model.max_model_len is not None, "an engine that is ready has told its context"
     prompt_token_ids = await model.prompting.chat_prompt(
         messages, max_model_len=model.max_model_len, tenant_id=principal.tenant.id

@@ -37,8 +37,9 @@ SQLITE_MIN = (3, 35)  # RETURNING; UPDATE … FROM is a little older
 SQLITE_SYNCHRONOUS = "FULL"  # a COMMIT has reached the disk when it returns
 BUSY_TIMEOUT_MS = 5000
 READERS_MAX = 8
+WRITERS_MAX = 6  # on PostgreSQL; SQLite has one
+BATCH_WRITERS_MAX = 2  # of their own: whoever reads or changes much holds up no request
 BATCH_STATEMENTS = 512  # that stay compiled: those of `prepared` come in as many forms as they may have rows
-POSTGRESQL_CONNECTIONS_MAX = 16
 CHECKOUT_TIMEOUT_S = 10.0
 _AFTER_COMMIT = "after_commit"
 _MIGRATIONS = Path(__file__).resolve().parents[2] / "migrations"
@@ -48,7 +49,7 @@ class Database:
     """Connections to one database. `reading` sees one snapshot; `writing` is one transaction, and on SQLite the only one."""
 
     def __init__(
-        self, kind: Kind, writers: AsyncEngine, readers: AsyncEngine, batch_writer: SqliteThread | None = None
+        self, kind: Kind, writers: AsyncEngine, readers: AsyncEngine, batch_writer: SqliteThread | AsyncEngine
     ) -> None:
         self.kind: Kind = kind
         self.principals = ChangeCount()
@@ -68,15 +69,9 @@ class Database:
         if kind == "sqlite":
             writer = _sqlite_writer(target)
             return cls(kind, writer, _sqlite_readers(target), SqliteThread(_sqlite_batch_writer(target), writer))
-        engine = create_async_engine(
-            target.set(drivername="postgresql+psycopg"),
-            pool_size=POSTGRESQL_CONNECTIONS_MAX,
-            max_overflow=0,
-            pool_timeout=CHECKOUT_TIMEOUT_S,
-            pool_pre_ping=True,
-            hide_parameters=True,
-        )
-        return cls(kind, engine, engine)
+        server, sizes = target.set(drivername="postgresql+psycopg"), (WRITERS_MAX, READERS_MAX, BATCH_WRITERS_MAX)
+        writers, readers, batch_writers = (_engine(server, size, pool_pre_ping=True) for size in sizes)
+        return cls(kind, writers, readers, batch_writers)
 
     @asynccontextmanager
     async def reading(self) -> AsyncIterator[AsyncConnection]:
@@ -122,7 +117,7 @@ class Database:
 
     async def batch_write(self, fn: Callable[Concatenate[Connection, P], T], *args: P.args, **options: P.kwargs) -> T:
         """Return what `fn(connection, …)` returns, which is all there is to a transaction: on SQLite that costs one turn."""
-        if self._batch_writer is None:
+        if isinstance(self._batch_writer, AsyncEngine):
             async with self.batch_writing() as connection:
                 return await connection.run_sync(fn, *args, **options)
         async with self._writer_lock:
@@ -154,8 +149,8 @@ class Database:
 
     @asynccontextmanager
     async def _batch_transaction(self) -> AsyncIterator[AsyncConnection]:
-        if self._batch_writer is None:
-            async with self._transaction() as connection:
+        if isinstance(self._batch_writer, AsyncEngine):
+            async with self._batch_writer.begin() as connection:
                 yield connection
             return
         async with self._writer_lock, self._batch_writer.writing() as connection:
@@ -167,14 +162,14 @@ class Database:
 
     async def close(self) -> None:
         """Close every connection."""
-        if self._batch_writer is not None:
-            await self._batch_writer.close()
+        await (self._batch_writer.dispose() if isinstance(self._batch_writer, AsyncEngine) else self._batch_writer.close())
         await self._readers.dispose()
         await self._writers.dispose()
 
     def checked_out(self) -> int:
         """Return how many connections are in use now."""
-        pools: set[Any] = {self._readers.pool, self._writers.pool}
+        engines = [each for each in (self._readers, self._writers, self._batch_writer) if isinstance(each, AsyncEngine)]
+        pools: list[Any] = [engine.pool for engine in engines]
         return sum(pool.checkedout() for pool in pools)
 
 
@@ -231,20 +226,21 @@ def parse_url(url: str) -> tuple[Kind, URL]:
     raise ValueError("the database must be sqlite:///PATH or postgresql://…")
 
 
-def _sqlite_writer(target: URL) -> AsyncEngine:
-    engine = _sqlite_engine(target, 1)
-    _prepare_sqlite(engine.sync_engine, begin="BEGIN IMMEDIATE")
-    return engine
-
-
-def _sqlite_engine(target: URL, connections_max: int) -> AsyncEngine:
+def _engine(target: URL, connections_max: int, **options: bool) -> AsyncEngine:
     return create_async_engine(
-        target.set(drivername="sqlite+aiosqlite"),
+        target,
         pool_size=connections_max,
         max_overflow=0,
         pool_timeout=CHECKOUT_TIMEOUT_S,
         hide_parameters=True,  # an error goes to the log, and among them are hashes of passwords
+        **options,
     )
+
+
+def _sqlite_writer(target: URL) -> AsyncEngine:
+    engine = _engine(target.set(drivername="sqlite+aiosqlite"), 1)
+    _prepare_sqlite(engine.sync_engine, begin="BEGIN IMMEDIATE")
+    return engine
 
 
 def _sqlite_batch_writer(target: URL) -> Engine:
@@ -255,7 +251,7 @@ def _sqlite_batch_writer(target: URL) -> Engine:
 
 
 def _sqlite_readers(target: URL) -> AsyncEngine:
-    engine = _sqlite_engine(target, READERS_MAX)
+    engine = _engine(target.set(drivername="sqlite+aiosqlite"), READERS_MAX)
     _prepare_sqlite(engine.sync_engine, begin="BEGIN", query_only=True)
     return engine
 

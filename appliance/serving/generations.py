@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
+from datetime import datetime
 
 import structlog
 
@@ -24,6 +24,7 @@ from appliance.serving.access_watch import AccessWatch
 from appliance.serving.generation import Generation
 from appliance.serving.live_requests import LiveRequest
 from appliance.serving.model_registry import ServedModel
+from appliance.serving.open_requests import OpenRequests
 from appliance.serving.request_limits import RequestLimits
 from appliance.telemetry.metrics import Metrics
 from appliance.tenancy.access import WHOLE_BOX, Access
@@ -90,8 +91,7 @@ class Generations:
         self._limits = limits
         self._generations: dict[str, Generation] = {}
         self._watch = AccessWatch(db, clock, self._generations.values, admission=admission, policies=policies)
-        self._open_requests: Counter[str] = Counter()  # by model; each answer of a request counts
-        self._open_of_tenants: Counter[tuple[str, str]] = Counter()  # requests by model and tenant
+        self._open = OpenRequests()
         self._tasks: set[asyncio.Task[None]] = set()
         self._checkpoints = Background("checkpoints", self._checkpoint_forever)
         self._idle = asyncio.Event()
@@ -115,14 +115,14 @@ class Generations:
         access.require(action, generation.live.tenant_id)
         return generation.live
 
-    def check_open(self, model: ServedModel) -> None:
-        """Raise Draining, ModelLoading, EngineUnavailable or Overloaded when a request could not be taken now."""
+    def check_open(self, model: ServedModel, tenant_id: str) -> None:
+        """Raise Draining, ModelLoading, EngineUnavailable or Overloaded when a request of the tenant could not be taken now."""
         if self.draining:
             raise _draining()
         if not self._ledger.healthy:
             raise Overloaded("the usage ledger cannot be written now", retry_after_s=RETRY_AFTER_OVERLOADED_S)
         model.client.check_ready()
-        if self._open_requests[model.name] >= self._limits.max_waiting_requests + self._seats(model):
+        if not self._open.has_place(model.name, tenant_id, self._limits.max_waiting_requests + self._seats(model)):
             raise Overloaded("the waiting queue is full", retry_after_s=RETRY_AFTER_OVERLOADED_S)
 
     def _seats(self, model: ServedModel) -> int:
@@ -136,7 +136,7 @@ class Generations:
 
         Where its tier lets it wait for room, `gone` returns when the client has left meanwhile: then Abandoned is raised.
         """
-        self.check_open(order.model)
+        self.check_open(order.model, order.principal.tenant.id)
         price, reservation = await self._admit(order, gone)
         try:
             generation = self._generation(order, price, reservation)
@@ -160,8 +160,8 @@ class Generations:
             policy = await self._policies.find(order.model.name)
             reservation = await self._admission.admit(_asked(order, price, policy), patience)
             try:
-                self.check_open(order.model)  # it may have waited
-                if await self._prices.current(order.model.name, self._clock.now(), currency=currency) == price:
+                self.check_open(order.model, order.principal.tenant.id)  # it may have waited
+                if await self._prices.current(order.model.name, reservation.admitted_at, currency=currency) == price:
                     self._note_overlooked(reservation)
                     if price is None:
                         self._metrics.unpriced(order.model.name)
@@ -259,7 +259,7 @@ class Generations:
         return generation
 
     def _generation(self, order: Order, price: Price | None, reservation: Reservation) -> Generation:
-        live = self._live_request(order)
+        live = self._live_request(order, reservation.admitted_at)
         entry = PendingEntry(
             request_id=order.request_id,
             tenant_id=live.tenant_id,
@@ -290,7 +290,7 @@ class Generations:
             on_end=self._forget,
         )
 
-    def _live_request(self, order: Order) -> LiveRequest:
+    def _live_request(self, order: Order, admitted_at: datetime) -> LiveRequest:
         tenant, key = order.principal.tenant, order.principal.key
         return LiveRequest(
             id=order.request_id,
@@ -302,11 +302,11 @@ class Generations:
             endpoint=order.endpoint,
             stream=order.stream,
             prompt_tokens=len(order.prompt_token_ids),
-            admitted_at=self._clock.now(),
+            admitted_at=admitted_at,
             admitted_monotonic_s=self._clock.monotonic_s(),
             num_answers=order.sampling.num_answers,
             batch=order.batch,
-            tenant_open=self._open_of_tenants[order.model.name, tenant.id],
+            tenant_open=self._open.requests_of(order.model.name, tenant.id),
         )
 
     def _generation_request(self, order: Order) -> GenerationRequest:
@@ -325,7 +325,8 @@ class Generations:
 
     def _own(self, generation: Generation) -> None:
         self._generations[generation.request_id] = generation
-        self._count_open(generation.live, 1)
+        live = generation.live
+        self._open.began(live.model, live.tenant_id, live.num_answers)
         self._idle.clear()
         task = asyncio.create_task(generation.run(), name=f"generation {generation.request_id}")
         self._tasks.add(task)
@@ -333,15 +334,10 @@ class Generations:
 
     def _forget(self, generation: Generation) -> None:
         del self._generations[generation.request_id]
-        self._count_open(generation.live, -1)
+        live = generation.live
+        self._open.ended(live.model, live.tenant_id, live.num_answers)
         if not self._generations:
             self._idle.set()
-
-    def _count_open(self, live: LiveRequest, sign: int) -> None:
-        self._open_requests[live.model] += sign * live.num_answers
-        self._open_of_tenants[live.model, live.tenant_id] += sign
-        if not self._open_of_tenants[live.model, live.tenant_id]:
-            del self._open_of_tenants[live.model, live.tenant_id]
 
     async def _checkpoint_forever(self) -> None:
         while True:

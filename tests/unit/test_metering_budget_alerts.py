@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncIterator, Sequence
 from datetime import UTC, datetime
 
+import psycopg
 import pytest
 
+from appliance.base import counters
 from appliance.base.db import Database
 from appliance.metering.alerts.budgets import SWEEP_INTERVAL_S, Watch
 from appliance.metering.alerts.outbox_history import KEEP_DAYS_MIN, OutboxHistory
@@ -20,7 +23,7 @@ from appliance.tenancy.tenants import Tenants
 from tests.support.alerts import TARGET, AlertBox, alert_box, settled_event
 from tests.support.cast import Cast, Person
 from tests.support.clock import START, FakeClock
-from tests.support.ledgers import FailingDatabase
+from tests.support.ledgers import FailingDatabase, until
 from tests.support.spending import UNIT, Spender, budget, spending, statements_seen, told_by
 
 
@@ -153,6 +156,30 @@ async def test_a_sweep_tells_of_a_budget_that_was_lowered_and_nobody_settles(
     clock.advance(SWEEP_INTERVAL_S)
     await spender.budgets.sweep()
     assert await spender.told() == [("2026-11", 80)]
+
+
+async def test_a_sweep_and_a_settlement_that_tell_the_same_do_not_wait_for_each_other(
+    database: Database, database_url: str, clock: FakeClock, cast: Cast, spender: Spender
+) -> None:
+    for person in (cast.bob, cast.charlie):
+        await spender.spend(person, 90)
+        await budget(database, clock, person, 100)
+    async with database.reading() as connection:
+        first, last = await connection.run_sync(spender.budgets._standing, clock.now().date())
+    async with database.writing() as connection:
+        await counters.locked(connection, counters.POSTING)  # as whoever settles
+        await connection.run_sync(spender.budgets._tell, [last])
+        sweeping = asyncio.create_task(spender.budgets.sweep())
+        await until(lambda: database.kind == "sqlite" or _somebody_waits(database_url))
+        await connection.run_sync(spender.budgets._tell, [first])
+    await sweeping
+    assert await spender.told() == [("2026-11", 80)] * 2
+
+
+def _somebody_waits(url: str) -> bool:
+    """Return whether a transaction waits for another one."""
+    with psycopg.connect(url) as connection:
+        return connection.execute("SELECT 1 FROM pg_locks WHERE NOT granted").fetchone() is not None
 
 
 async def test_a_webhook_that_is_new_hears_how_it_stands(

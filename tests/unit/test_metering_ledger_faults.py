@@ -10,7 +10,7 @@ import psycopg
 import pytest
 from sqlalchemy import text
 
-from appliance.base.db import Database
+from appliance.base.db import READERS_MAX, Database
 from appliance.base.errors import Overloaded
 from tests.support.cast import make_cast
 from tests.support.clock import FakeClock
@@ -90,3 +90,46 @@ def _drop_connections(url: str) -> None:
             "SELECT pg_terminate_backend(pid) FROM pg_stat_activity "
             "WHERE datname = current_database() AND pid <> pg_backend_pid()"
         )
+
+
+async def test_readers_that_take_every_connection_hold_up_no_request(database: Database, clock: FakeClock) -> None:
+    cast = await make_cast(database, clock)
+    entry, done = pending(cast.bob), asyncio.Event()
+
+    async def read() -> None:
+        async with database.reading():
+            await done.wait()
+
+    reading = [asyncio.create_task(read()) for _ in range(4 * READERS_MAX)]
+    async with running_ledger(database, clock, cast.epoch_id) as ledger:
+        await asyncio.sleep(0)  # each of them has asked for a connection
+        await ledger.open(entry)
+        await ledger.settle(posted(entry.request_id))
+    done.set()
+    await asyncio.gather(*reading)
+    assert [event.status for event in await all_events(database)] == ["posted"]
+
+
+@pytest.mark.postgres
+async def test_tables_that_are_away_for_a_moment_cost_no_settlement(postgresql: Cluster, clock: FakeClock) -> None:
+    url = postgresql.lend()
+    database = Database.open(url)
+    cast = await make_cast(database, clock)
+    entry = pending(cast.bob)
+    async with running_ledger(database, clock, cast.epoch_id) as ledger:
+        await ledger.open(entry)
+        await asyncio.to_thread(_execute, url, "ALTER TABLE usage_events RENAME TO away")
+        settling = asyncio.create_task(ledger.settle(posted(entry.request_id)))
+        await until(lambda: ledger.last_error is not None or settling.done())
+        assert not ledger.healthy
+        await asyncio.to_thread(_execute, url, "ALTER TABLE away RENAME TO usage_events")
+        await settling
+        assert ledger.unrecorded_usage_tokens == 0
+    assert [event.status for event in await all_events(database)] == ["posted"]
+    await database.close()
+    postgresql.give_back(url)
+
+
+def _execute(url: str, statement: str) -> None:
+    with psycopg.connect(url, autocommit=True) as connection:
+        connection.execute(statement.encode())

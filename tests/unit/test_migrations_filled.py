@@ -177,12 +177,19 @@ def fill_fifth(url: str) -> None:
     db.upgrade(url, "0005")
 
 
+def fill_sixth(url: str) -> None:
+    """Make a database of the sixth version, in which nothing takes the place of what it keeps."""
+    fill_fifth(url)
+    db.upgrade(url, "0006")
+
+
 FILLED: dict[str, Callable[[str], None]] = {
     "0001": fill_first,
     "0002": fill_second,
     "0003": fill_third,
     "0004": fill_fourth,
     "0005": fill_fifth,
+    "0006": fill_sixth,
 }
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator
+from datetime import datetime
 from pathlib import Path
 
 import pytest
@@ -10,6 +11,7 @@ import pytest
 from appliance.base.db import Database
 from appliance.base.errors import Draining, EngineUnavailable, InternalError, Overloaded, RateLimitExceeded
 from appliance.metering.ledger.records import PendingEntry
+from appliance.metering.prices import Price
 from appliance.serving import engine_client
 from appliance.serving.answers import Answer
 from appliance.serving.prompting import Prompting
@@ -52,6 +54,30 @@ async def test_the_record_is_settled_before_the_reader_hears_of_the_end(box: Ser
     await generation.outcome
 
     assert (await box.event(generation)).status == "posted"
+
+
+async def test_a_request_belongs_to_the_moment_of_its_reservation(
+    box: Serving, database: Database, cast: Cast, clock: FakeClock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    current, asked_at = box.generations._prices.current, []
+
+    async def slow(model: str, at: datetime, *, currency: str | None) -> Price | None:
+        asked_at.append(at)
+        clock.advance(len(asked_at) - 1)  # midnight comes when the price is looked up for the second time
+        return await current(model, at, currency=currency)
+
+    monkeypatch.setattr(box.generations._prices, "current", slow)
+    clock.advance(12 * 3600 - 0.5)
+    before = clock.now()
+    dora = await make_person(database, clock, "dora", Limits(tokens_per_day=100))
+    generation = await box.start(dora, TEXT)
+    await generation.outcome
+    event = await box.event(generation)
+    (day,) = [hold.day for hold in generation._reservation.holds if hold.allowance.limits.tokens_per_day]
+
+    assert (event.admitted_at, asked_at) == (before, [before, before])
+    assert event.billing_day == day.start == before.date() != clock.now().date()
+    assert day.used == event.prompt_tokens + event.completion_tokens
 
 
 async def test_a_stop_string_aborts_the_engine_and_bills_up_to_the_token_that_completed_it(box: Serving, cast: Cast) -> None:
@@ -263,6 +289,20 @@ async def test_a_full_queue_refuses_before_admission(database: Database, clock: 
         held = [await box.start(cast.bob, [STALL, 5]) for _ in range(2)]
         with pytest.raises(Overloaded):
             await box.start(cast.bob, TEXT)
+        for generation in held:
+            generation.leave("disconnected")
+
+
+async def test_a_tenant_that_fills_the_queue_leaves_places_to_the_others(
+    database: Database, clock: FakeClock, cast: Cast, tmp_path: Path
+) -> None:
+    async with serving(database, clock, tmp_path / "model", cast.epoch_id, max_waiting_requests=3, max_num_seqs=1) as box:
+        held = []
+        for person, most in ((cast.charlie, 4), (cast.bob, 2)):  # one alone has all places; then 4 + 2 and 2 come to 8
+            for _ in range(most):
+                held.append(await box.start(person, [STALL, 5]))
+            with pytest.raises(Overloaded):
+                await box.start(person, TEXT)
         for generation in held:
             generation.leave("disconnected")
 

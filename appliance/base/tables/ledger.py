@@ -109,6 +109,15 @@ usage_events = Table(
     Index("ix_usage_events_key_id_admitted_at", "key_id", "admitted_at"),
     Index("ix_usage_events_tenant_id_billing_day", "tenant_id", "billing_day"),
     Index("ix_usage_events_admitted_at", "admitted_at"),
+    # What a tenant's invoice has of months that were closed before: what was posted since.
+    Index(
+        "ix_usage_events_tenant_id_posting",
+        "tenant_id",
+        "posting",
+        "billing_day",
+        sqlite_where=text("posting IS NOT NULL"),
+        postgresql_where=text("posting IS NOT NULL"),
+    ),
     Index(
         "ix_usage_events_pending",
         "epoch_id",

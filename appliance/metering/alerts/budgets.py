@@ -19,6 +19,7 @@ from functools import partial
 
 from sqlalchemy import Connection
 
+from appliance.base import counters
 from appliance.base.clock import Clock
 from appliance.base.db import Database, after_commit
 from appliance.metering.alerts import outbox
@@ -170,6 +171,8 @@ class BudgetAlerts:
         for first in range(0, len(new), SWEPT_AT_ONCE):
             some = new[first : first + SWEPT_AT_ONCE]
             async with self._db.writing() as connection:
+                # As whoever settles does: two that tell the same in another order would wait for each other on PostgreSQL.
+                await counters.locked(connection, counters.POSTING)
                 await connection.run_sync(self._tell, some)
             self._told |= {(notice.event, notice.subject) for notice in some}
         self._swept_of, self._swept_s = of, now_s

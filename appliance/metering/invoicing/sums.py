@@ -8,6 +8,7 @@ the difference to the one before it, every event is on exactly one, and what non
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import date
 from typing import Any
@@ -37,8 +38,10 @@ class Cover:
 
 async def read_event_sums(connection: AsyncConnection, tenant_id: str, cover: Cover, before: Cover | None) -> list[EventSums]:
     """Return the sums of what `cover` covers and `before`, the invoice closed last before it, does not."""
-    rows = (await connection.execute(_query(tenant_id, cover, before))).mappings().all()
-    return [_event_sums(row) for row in rows]
+    found: list[EventSums] = []
+    for query in _queries(tenant_id, cover, before):
+        found += map(_event_sums, (await connection.execute(query)).mappings())
+    return found
 
 
 async def read_covered_events(
@@ -53,14 +56,33 @@ async def read_covered_events(
 ) -> list[UsageEvent]:
     """Return the events that `read_event_sums` sums, from the day `first` on (None: all), in the order of their postings."""
     events = usage_events.c
-    query = select(usage_events).where(*_covered(tenant_id, cover, before), events.posting > after_posting)
+    covered = [*_of_tenant(tenant_id, cover), events.billing_day <= last_day(cover.month)]
+    if before is not None:
+        covered.append(or_(events.billing_day > last_day(before.month), events.posting > before.through_posting))
+    query = select(usage_events).where(*covered, events.posting > after_posting)
     if first is not None:
         query = query.where(events.billing_day >= first)
     rows = (await connection.execute(query.order_by(events.posting).limit(rows_max))).mappings().all()
     return [event_from_row(row) for row in rows]
 
 
-def _query(tenant_id: str, cover: Cover, before: Cover | None) -> Select[Any]:
+def _queries(tenant_id: str, cover: Cover, before: Cover | None) -> list[Select[Any]]:
+    """Return the queries for the sums of what `cover` covers and `before` does not: of the days that `before` does not reach,
+    and of those that it does what was posted since. Each is as long as its answer, whatever the tenant has used in all.
+    """
+    events, end = usage_events.c, last_day(cover.month)
+    if before is None:
+        return [_query([*_of_tenant(tenant_id, cover), events.billing_day <= end])]
+    reached = last_day(before.month)
+    # The day stands in an expression, because a planner without statistics would rather read all of the tenant's days.
+    is_reached = func.coalesce(events.billing_day, events.billing_day) <= reached
+    late = _query([*_of_tenant(tenant_id, cover), is_reached, events.posting > before.through_posting])
+    if before.month == cover.month:
+        return [late]
+    return [_query([*_of_tenant(tenant_id, cover), events.billing_day > reached, events.billing_day <= end]), late]
+
+
+def _query(covered: Sequence[ColumnElement[bool]]) -> Select[Any]:
     events = usage_events.c
     terms = (events.currency, events.batch, events.price_id, events.price_basis_points)
     groups = (events.billing_day, events.model, events.kind, *terms)
@@ -74,7 +96,7 @@ def _query(tenant_id: str, cover: Cover, before: Cover | None) -> Select[Any]:
             high.label("cost_high"),
             low.label("cost_low"),
         )
-        .where(*_covered(tenant_id, cover, before))
+        .where(*covered)
         .group_by(*groups)
         .subquery()
     )
@@ -95,25 +117,10 @@ def _has_tokens() -> dict[str, ColumnElement[bool]]:
     return dict(zip(TOKEN_KINDS, conditions, strict=True))
 
 
-def _covered(tenant_id: str, cover: Cover, before: Cover | None) -> list[ColumnElement[bool]]:
-    """Return the conditions on events that `cover` covers and `before` does not.
-
-    Within one month these are the last few of all tenants' postings, and are asked for under the lock of a closing. The tenant
-    then stands in an expression, because a planner without statistics would rather read all of its days.
-    """
+def _of_tenant(tenant_id: str, cover: Cover) -> list[ColumnElement[bool]]:
+    """Return the conditions on the tenant's events that had their final state when `cover` was."""
     events = usage_events.c
-    within_month = before is not None and before.month == cover.month
-    conditions = [
-        (events.tenant_id.concat("") if within_month else events.tenant_id) == tenant_id,
-        events.status.in_(SETTLED),
-        events.billing_day <= last_day(cover.month),
-        events.posting <= cover.through_posting,
-    ]
-    if before is not None and within_month:
-        conditions.append(events.posting > before.through_posting)
-    elif before is not None:
-        conditions.append(or_(events.billing_day > last_day(before.month), events.posting > before.through_posting))
-    return conditions
+    return [events.tenant_id == tenant_id, events.status.in_(SETTLED), events.posting <= cover.through_posting]
 
 
 def _event_sums(row: RowMapping) -> EventSums:

@@ -31,10 +31,14 @@ class LedgerBroken(Exception):
 
 def is_bad_row(error: Exception) -> bool:
     """Return whether an operation will meet `error` again however often it is tried; other errors are the database's."""
+    if getattr(getattr(error, "orig", None), "sqlstate", None) in _TABLES_AWAY:
+        return False
     bad = (IntegrityError, DataError, ProgrammingError, ValueError, OverflowError, LedgerBroken)
     return isinstance(error, bad) or type(error) is StatementError  # whose subclasses are the driver's errors
 
 
+# Of PostgreSQL: no right to the table (its owner was changed), no such table, no such column (it is being restored).
+_TABLES_AWAY = ("42501", "42P01", "42703")
 _BAD_OR_FAILED = (StatementError, ValueError, OverflowError, LedgerBroken)
 
 

@@ -319,6 +319,7 @@ class Admission:
             needs.work,
             needs.common,
             holds,
+            admitted_at=at.now,
             moment=self._moment,
             on_end=self._ended,
             on_recorded=self._first_reads.recorded,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from datetime import datetime
 
 import msgspec
 
@@ -41,7 +42,10 @@ class Work(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Reservation:
-    """What a request holds. `overlooked` are the refusals of limits in shadow mode, which refused nobody."""
+    """What a request holds since `admitted_at`, in the windows and by the price of that moment.
+
+    `overlooked` are the refusals of limits in shadow mode, which refused nobody.
+    """
 
     def __init__(
         self,
@@ -49,6 +53,7 @@ class Reservation:
         need: Need,
         holds: Sequence[Hold],
         *,
+        admitted_at: datetime,
         moment: Callable[[], Moment],
         on_end: Callable[[Reservation, int], None],
         on_recorded: Callable[[str], None],
@@ -58,6 +63,7 @@ class Reservation:
         self.work = work
         self.need = need
         self.holds = list(holds)
+        self.admitted_at = admitted_at
         self.overlooked = overlooked
         self._moment = moment
         self._on_end = on_end

@@ -1,0 +1,46 @@
+"""How many requests of each model and tenant are open, and whether there is a place for one more. Knows no request."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+
+class OpenRequests:
+    """Every answer of a request takes a place of its model."""
+
+    def __init__(self) -> None:
+        self._answers: Counter[str] = Counter()  # by model
+        self._answers_of: Counter[tuple[str, str]] = Counter()  # by model and tenant
+        self._requests_of: Counter[tuple[str, str]] = Counter()
+
+    def has_place(self, model: str, tenant_id: str, places: int) -> bool:
+        """Return whether the tenant may open one more request of a model with so many `places`.
+
+        A tenant alone gets all of them. What one has open and what all have open may together come to twice the places: of k
+        tenants that ask for all they can get, each has 2 / (k + 1) of them, and there is one for whoever has none (dynamic
+        thresholds: Choudhury and Hahne, IEEE/ACM Transactions on Networking 6(2), 1998).
+        """
+        return self._answers[model] + self._answers_of[model, tenant_id] < 2 * places
+
+    def requests_of(self, model: str, tenant_id: str) -> int:
+        """Return how many requests of a tenant are open."""
+        return self._requests_of[model, tenant_id]
+
+    def answers(self, model: str) -> int:
+        """Return how many places are taken."""
+        return self._answers[model]
+
+    def began(self, model: str, tenant_id: str, num_answers: int) -> None:
+        """Hear that a request begins."""
+        self._count(model, tenant_id, 1, num_answers)
+
+    def ended(self, model: str, tenant_id: str, num_answers: int) -> None:
+        """Hear that it has ended."""
+        self._count(model, tenant_id, -1, -num_answers)
+        if not self._requests_of[model, tenant_id]:
+            del self._requests_of[model, tenant_id], self._answers_of[model, tenant_id]
+
+    def _count(self, model: str, tenant_id: str, requests: int, answers: int) -> None:
+        self._answers[model] += answers
+        self._answers_of[model, tenant_id] += answers
+        self._requests_of[model, tenant_id] += requests

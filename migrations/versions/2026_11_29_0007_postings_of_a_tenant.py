@@ -1,0 +1,30 @@
+"""An index for what a tenant's invoice covers beside its own month: what was posted since the month before was closed.
+
+Without it a draft reads every event that the tenant ever had.
+"""
+
+from __future__ import annotations
+
+import sqlalchemy as sa
+from alembic import op
+
+revision = "0007"
+down_revision = "0006"
+
+_POSTED = "posting IS NOT NULL"
+
+
+def upgrade() -> None:
+    """Bring the schema up."""
+    op.create_index(
+        "ix_usage_events_tenant_id_posting",
+        "usage_events",
+        ["tenant_id", "posting", "billing_day"],
+        sqlite_where=sa.text(_POSTED),
+        postgresql_where=sa.text(_POSTED),
+    )
+
+
+def downgrade() -> None:
+    """Take the schema back."""
+    op.drop_index("ix_usage_events_tenant_id_posting", "usage_events")
