@@ -133,6 +133,28 @@ async def test_escape_closes_the_dialog_and_the_focus_returns(site: Site) -> Non
     await expect(opener).to_be_focused()
 
 
+async def test_a_click_beside_the_dialog_closes_it_but_never_loses_what_was_typed(site: Site) -> None:
+    page = await site.alice()
+    await page.goto("/tenants")
+    opener, dialog = page.get_by_role("link", name="New tenant"), page.get_by_role("dialog")
+    await opener.click()
+    await expect(dialog).to_be_visible()
+    await page.mouse.click(5, 5)
+    await expect(dialog).to_be_hidden()
+
+    await opener.click()
+    box = await dialog.get_by_label("Name").bounding_box()
+    assert box is not None
+    await page.mouse.move(box["x"] + 90, box["y"] + 9)
+    await page.mouse.down()
+    await page.mouse.move(5, box["y"] + 9)
+    await page.mouse.up()
+    await expect(dialog).to_be_visible()  # what was pressed inside was a selection, wherever it was let go
+    await dialog.get_by_label("Name").fill("Acme")
+    await page.mouse.click(5, 5)
+    await expect(dialog.get_by_label("Name")).to_have_value("Acme")
+
+
 async def test_a_running_request_is_cancelled_and_leaves_the_table(site: Site) -> None:
     side = site.box.engine_side
     side.add(site.box.cast.bob, "req_keeps_running_1")
