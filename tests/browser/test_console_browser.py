@@ -245,6 +245,23 @@ async def test_the_history_is_searched_while_typing_and_the_address_follows(site
     await expect(page.get_by_text("No request yet.")).to_be_visible()
 
 
+async def test_choices_of_the_usage_page_are_made_one_after_another_by_keyboard(site: Site) -> None:
+    page = await site.alice()
+    await page.goto("/usage")
+    await page.get_by_label("Period").focus()
+
+    await page.keyboard.press("ArrowUp")
+    await page.wait_for_url("**/usage?period=7d*")
+    await page.keyboard.press("Tab")
+    await expect(page.get_by_label("By")).to_be_focused()
+    await page.keyboard.press("ArrowDown")
+
+    await page.wait_for_url("**/usage?period=7d&group=key*")
+    await expect(page.get_by_label("By")).to_be_focused()
+    await page.go_back()
+    await expect(page.get_by_label("By")).to_have_value("tenant")
+
+
 async def test_the_first_tab_stop_skips_to_the_content(site: Site) -> None:
     page = await site.alice()
     await page.keyboard.press("Tab")
