@@ -65,6 +65,7 @@ DONE = {
     "price-withdrawn": "Price withdrawn. The price in force is unchanged.",
     "request-cancelled": "Cancelled. Its KV blocks are free; generated tokens are billed.",
     "signed-out": "Signed out.",
+    "session-over": "Your session had ended, so nothing was changed. Sign in again.",
     "sign-in-expired": "The sign-in expired or began in another browser. Start again.",
     "password-needed": "Your password is temporary. Choose a new one to continue.",
     "password-changed": "Password changed. All other devices are signed out.",
