@@ -17,7 +17,7 @@ from appliance.console.charts import spark_area, spark_points, stack, timeline
 from appliance.console.formatting import filters_of
 from appliance.console.forms import names_text, sentence
 from appliance.console.sections import sections_of
-from appliance.console.security import ConsoleRequest, address_asked, current_session, may
+from appliance.console.security import ConsoleRequest, current_session, may, page_shown
 
 if TYPE_CHECKING:
     from appliance.serving.services import Services
@@ -172,7 +172,7 @@ class Pages:
             "scope": "page",
             "now": self.now(),
             "path": request.scope["path"],
-            "here": address_asked(request),
+            "here": page_shown(request),
             "theme": theme if theme in THEMES else "auto",
             "member": session.member if session else None,
             "csrf_token": session.csrf_token if session else "",
