@@ -262,6 +262,40 @@ async def test_choices_of_the_usage_page_are_made_one_after_another_by_keyboard(
     await expect(page.get_by_label("By")).to_have_value("tenant")
 
 
+async def test_the_history_stays_where_it_is_while_requests_in_flight_end(site: Site) -> None:
+    side = site.box.engine_side
+    for number in range(9):
+        side.add(site.box.cast.bob, f"req_{number}")
+    page = await site.alice()
+    await page.goto("/requests")
+    await expect(page.locator("#live tbody tr")).to_have_count(9)
+    await expect(page.locator("#live")).to_have_attribute("style", re.compile("min-height"))
+    top = await page.locator("#history").evaluate("part => part.offsetTop")
+
+    for number in range(8):
+        del side.requests[f"req_{number}"]
+    await expect(page.locator("#live tbody tr")).to_have_count(1)
+
+    assert await page.locator("#history").evaluate("part => part.offsetTop") == top
+    side.requests.clear()
+    await expect(page.get_by_text("No requests in flight.")).to_be_visible()
+    await expect(page.locator("#live")).not_to_have_attribute("style", re.compile("min-height"))
+
+
+async def test_requests_that_ended_join_the_history_when_it_is_reloaded(site: Site) -> None:
+    box = site.box
+    page = await site.alice()
+    await page.goto("/requests")
+    await expect(page.get_by_text("No request yet.")).to_be_visible()
+    entry = pending(box.cast.bob, admitted_at=box.services.clock.now())
+    await box.services.ledger.open(entry)
+    await box.services.ledger.settle(posted(entry.request_id))
+
+    await page.get_by_role("button", name="Reload").click()
+
+    await expect(page.locator("#history tbody tr")).to_have_count(1)
+
+
 async def test_the_first_tab_stop_skips_to_the_content(site: Site) -> None:
     page = await site.alice()
     await page.keyboard.press("Tab")
