@@ -83,7 +83,7 @@ def _render(pages: Pages, request: ConsoleRequest, status: int, message: str, re
 
 
 def _to_login(request: ConsoleRequest) -> Html:
-    """Send the visitor to the sign-in page; htmx gets a 401 that moves the whole window there. A change says that it was none."""
+    """Send the visitor to the sign-in page; htmx gets a 401 that moves the whole window there. Changes say that nothing was."""
     headers = SECURITY_HEADERS | {"vary": "HX-Request, Cookie"}
     if is_fragment(request):
         answer = Response("", status_code=401, media_type=HTML, headers=headers | {"hx-redirect": login_path(request)})

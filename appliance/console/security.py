@@ -248,7 +248,7 @@ def login_path(request: ConsoleRequest) -> str:
 
 
 def page_shown(request: ConsoleRequest) -> str:
-    """Return the address of the page that a browser shows or opens: the one it asks for, or that a form or a part was asked from.
+    """Return the address of the page that a browser shows or opens: the one asked for, or that a form or a part comes from.
 
     Of what a browser says of that page nothing but path and query is taken.
     """

@@ -10,7 +10,7 @@ from litestar.params import FromPath
 from appliance.base.errors import BadRequest, Conflict
 from appliance.console.addresses import next_page
 from appliance.console.context import Console, ConsoleDependency
-from appliance.console.forms import Form
+from appliance.console.forms import NAME_CHARS_MAX, Form
 from appliance.console.limits import read_limits, tenant_levels
 from appliance.console.people import people_of
 from appliance.console.rendering import Html
@@ -29,17 +29,20 @@ FIELDS = ("name", "tier", "weight", "allowed_models", *LIMIT_NAMES)
 
 @get("/tenants")
 async def list_tenants(request: ConsoleRequest, console: ConsoleDependency) -> Html:
-    """Every tenant that the member may see, archived ones on request."""
-    archived = request.query_params.get("archived") == "yes"
+    """Every tenant that the member may see and whose name has what was searched for, archived ones on request."""
+    asked = request.query_params
+    text, archived = asked.get("q", "").strip()[:NAME_CHARS_MAX], asked.get("archived") == "yes"
     page = await console.services.tenants.list(
-        PAGE_ROWS, request.query_params.get("cursor"), include_archived=archived, access=access_of(request)
+        PAGE_ROWS, asked.get("cursor"), include_archived=archived, text=text or None, access=access_of(request)
     )
     return console.pages.page(
         request,
         "pages/tenants.html",
+        part="fragments/tenant_list.html",
         tenants=page.data,
+        text=text,
         archived=archived,
-        next_page=next_page("/tenants", page, archived="yes" if archived else ""),
+        next_page=next_page("/tenants", page, q=text, archived="yes" if archived else ""),
     )
 
 

@@ -235,6 +235,17 @@ async def test_archiving_needs_the_name_to_be_typed(box: Box) -> None:
     assert f"/tenants/{tenant.id}" in (await alice.get("/tenants?archived=yes")).text
 
 
+async def test_tenants_are_found_by_a_part_of_their_name(box: Box) -> None:
+    alice = await box.alice()
+
+    found = (await alice.fragment("/tenants?q=BO")).text
+
+    assert f"/tenants/{box.cast.bob.tenant.id}" in found
+    assert f"/tenants/{box.cast.charlie.tenant.id}" not in found
+    assert "<html" not in found
+    assert "No tenant matches." in (await alice.get("/tenants?q=_")).text
+
+
 async def test_an_archived_tenant_has_no_form_and_takes_no_change(box: Box) -> None:
     alice, tenant = await box.alice(), box.cast.bob.tenant
     await box.services.tenants.archive(tenant.id, access=WHOLE_BOX)
