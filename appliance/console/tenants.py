@@ -16,7 +16,7 @@ from appliance.console.people import people_of
 from appliance.console.rendering import Html
 from appliance.console.security import ConsoleRequest, access_of, needs
 from appliance.console.tenant_terms import model_lines
-from appliance.console.totals import totals_this_month, totals_today
+from appliance.console.totals import costs_this_month, totals_this_month, totals_today
 from appliance.metering.unpriced import unpriced
 from appliance.tenancy.fields import TIERS, UNSET, WEIGHT_MAX
 from appliance.tenancy.principals import LIMIT_NAMES, Tenant, TenantChanges
@@ -40,6 +40,7 @@ async def list_tenants(request: ConsoleRequest, console: ConsoleDependency) -> H
         "pages/tenants.html",
         part="fragments/tenant_list.html",
         tenants=page.data,
+        costs=await costs_this_month(console.services, [tenant.id for tenant in page.data], access=access_of(request)),
         text=text,
         archived=archived,
         next_page=next_page("/tenants", page, q=text, archived="yes" if archived else ""),
