@@ -130,13 +130,10 @@ async def archive_tenant(request: ConsoleRequest, console: ConsoleDependency, te
 
 
 def _read(form: Form) -> dict[str, Any]:
-    weight = form.whole_number("weight", least=1, most=WEIGHT_MAX)
-    if weight is None:
-        form.fail("weight", "Fill this in.")
     return {
         "name": form.text("name"),
         "tier": form.choice("tier", TIERS),
-        "weight": weight,
+        "weight": form.whole_number("weight", least=1, most=WEIGHT_MAX, required=True),
         "limits": read_limits(form),
         "allowed_models": form.names("allowed_models"),
     }

@@ -67,7 +67,7 @@ async def test_htmx_is_moved_to_the_new_tenant(box: Box) -> None:
         ("tier", "gold", "Choose one of"),
         ("weight", "", "Fill this in."),
         ("weight", "0", "Between 1 and"),
-        ("weight", "-1", "A whole number"),
+        ("weight", "-1", "A whole number."),
         ("tokens_per_minute", "many", "A whole number, or empty."),
         ("requests_per_minute", "1e9", "A whole number, or empty."),
         ("tokens_per_day", "9" * 400, "Between 0 and"),
@@ -205,6 +205,21 @@ async def test_a_list_of_keys_that_is_cut_says_so(box: Box, monkeypatch: pytest.
     await box.services.keys.create(bob.id, name="one more", access=WHOLE_BOX)
 
     assert 'The first 1 are shown; <a href="/keys">Keys</a> lists all.' in (await alice.get(f"/tenants/{bob.id}")).text
+
+
+async def test_the_page_of_a_tenant_leads_to_its_requests_usage_and_audit(box: Box) -> None:
+    bob, alice = box.cast.bob, await box.alice()
+
+    page = (await alice.get(f"/tenants/{bob.tenant.id}")).text
+
+    for path in (
+        f"/requests?tenant={bob.tenant.id}",
+        f"/usage?group=key&amp;tenant={bob.tenant.id}",
+        f"/audit?tenant={bob.tenant.id}",
+    ):
+        assert f'href="{path}"' in page
+        assert (await alice.get(path.replace("&amp;", "&"))).status_code == 200
+    assert f'href="/requests?q={bob.key.prefix}"' in (await alice.get(f"/keys/{bob.key.id}")).text
 
 
 async def test_suspending_refuses_the_tenant_s_keys_until_it_is_resumed(box: Box) -> None:
