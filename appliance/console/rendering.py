@@ -55,7 +55,7 @@ DONE = {
     "alert-paused": "Paused. No new alerts are sent to this target.",
     "alert-resumed": "Resumed. Pending alerts are delivered first.",
     "alert-removed": "Removed. No more alerts are sent to this target.",
-    "test-sent": "Test queued. Reload in a moment to see its delivery.",
+    "test-sent": "Test queued. Its delivery is listed below.",
     "delivery-retried": "Retry queued under the same id.",
     "settings-saved": "Saved. It applies from the next request on.",
     "costs-saved": "Saved. Figures were recalculated.",

@@ -6,7 +6,10 @@ import re
 
 import pytest
 from playwright.async_api import Dialog, Locator, Page, expect
+from sqlalchemy import update
 
+from appliance.base.tables import outbox
+from appliance.tenancy.access import WHOLE_BOX
 from tests.browser.conftest import Site
 from tests.support.console_fixtures import engine_status
 from tests.support.factories import pending, posted
@@ -294,6 +297,23 @@ async def test_requests_that_ended_join_the_history_when_it_is_reloaded(site: Si
     await page.get_by_role("button", name="Reload").click()
 
     await expect(page.locator("#history tbody tr")).to_have_count(1)
+
+
+async def test_the_page_of_an_alert_target_follows_a_test_until_it_is_delivered(site: Site) -> None:
+    box = site.box
+    webhook, _ = await box.services.alerts.webhooks.create(
+        kind="webhook", target="https://hooks.example.com/x", tenant_id=None, events=None, access=WHOLE_BOX
+    )
+    page = await site.alice()
+    await page.goto(f"/alerts/{webhook.id}")
+    await page.get_by_role("button", name="Send test").click()
+    await expect(page.locator("#deliveries .badge")).to_have_text("pending")
+
+    async with box.services.db.writing() as connection:
+        await connection.execute(update(outbox).values(next_attempt_at=None, attempts=1, delivered_at=outbox.c.created_at))
+
+    await expect(page.locator("#deliveries .badge")).to_have_text("delivered")
+    await expect(page.locator("#deliveries-follow")).to_have_count(0)
 
 
 async def test_the_first_tab_stop_skips_to_the_content(site: Site) -> None:
