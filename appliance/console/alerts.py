@@ -6,6 +6,7 @@ Every role on the box reads the list; in a tenant only who manages its webhooks 
 from __future__ import annotations
 
 from collections.abc import Collection
+from datetime import datetime, timedelta
 from typing import Any
 
 from litestar import get, post
@@ -18,7 +19,7 @@ from appliance.console.forms import Form, sentence
 from appliance.console.rendering import Html
 from appliance.console.security import ConsoleRequest, access_of, needs
 from appliance.console.tenant_names import tenant_names, tenants_by_name
-from appliance.metering.alerts.outbox import EVENTS, TENANT_EVENTS, reading
+from appliance.metering.alerts.outbox import EVENTS, LEASE_S, TENANT_EVENTS, Delivery, reading
 from appliance.metering.alerts.targets import shown_target
 from appliance.metering.alerts.webhooks import KINDS, Webhook, WebhookChanges
 from appliance.serving.alerting.texts import text_of
@@ -28,6 +29,7 @@ from appliance.tenancy.roles import Action
 
 PAGE_ROWS = 100
 DELIVERIES_SHOWN = 50
+FOLLOWED_BEFORE = timedelta(seconds=LEASE_S)  # an attempt that is being made counts as the next one
 FIELDS = ("kind", "target", "tenant_id", "events", "grace_s")
 KIND_WORDS = (("webhook", "Webhook (signed HTTP request)"), ("email", "E-mail"))
 EVENT_WORDS = {
@@ -270,11 +272,18 @@ async def _alert_page(
         may_webhooks=access.may(Action.WEBHOOKS, webhook.tenant_id),
         deliveries=[(delivery, text_of(delivery.event, delivery.payload["data"]).sentence) for delivery in deliveries.data],
         deliveries_more=deliveries.has_more,
+        follows=not webhook.disabled and any(_is_due(delivery, console.services.clock.now()) for delivery in deliveries.data),
         event_words=EVENT_WORDS,
         choices=_choices(webhook.events, EVENTS if webhook.tenant_id is None else TENANT_EVENTS),
         form=form,
         notice=notice,
     )
+
+
+def _is_due(delivery: Delivery, now: datetime) -> bool:
+    """Return whether the next attempt is so near that the page waits for how it goes."""
+    due = delivery.next_attempt_at
+    return delivery.state == "pending" and due is not None and due - now <= FOLLOWED_BEFORE
 
 
 HANDLERS = (

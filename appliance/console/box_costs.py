@@ -69,13 +69,10 @@ def _value(figure: Figure, currency: str) -> str:
 
 def _read(form: Form, currency: str) -> dict[str, Any]:
     amounts = {name: form.amount_micros(name, required=name == "cost_micros") for name in _AMOUNTS}
-    months = form.whole_number("months", least=1, most=MONTHS_MAX)
-    if months is None:
-        form.fail("months", "Fill this in.")
     return {
         "currency": form.raw("currency").upper() or currency,
         **{name: amount or 0 for name, amount in amounts.items()},
-        "months": months,
+        "months": form.whole_number("months", least=1, most=MONTHS_MAX, required=True),
         "power_w": form.whole_number("power_w", most=POWER_W_MAX),
         "other_power_w": form.whole_number("other_power_w", most=POWER_W_MAX) or 0,
         "hosted": _read_hosted(form),

@@ -31,10 +31,7 @@ async def show_settings(request: ConsoleRequest, console: ConsoleDependency) -> 
 async def save_tiers(request: ConsoleRequest, console: ConsoleDependency) -> Html:
     """Save how long requests of each tier may wait for room, or show the page again with what is wrong."""
     form = await console.form(request)
-    waits = {tier: form.whole_number(field, most=ADMISSION_WAIT_MS_MAX) for tier, field in TIER_FIELDS.items()}
-    for tier, wait_ms in waits.items():
-        if wait_ms is None:
-            form.fail(TIER_FIELDS[tier], "Fill this in.")
+    waits = {tier: form.whole_number(field, most=ADMISSION_WAIT_MS_MAX, required=True) for tier, field in TIER_FIELDS.items()}
     if form.errors:
         return await _page(request, console, form)
     for tier, wait_ms in waits.items():

@@ -13,8 +13,9 @@ from appliance.base.database_errors import as_outage
 from appliance.base.errors import GatehouseError, PasswordChangeNeeded, Unauthenticated
 from appliance.base.ids import new_id
 from appliance.console.forms import sentence
-from appliance.console.rendering import HTML, Html, Pages, is_fragment, toast_header
+from appliance.console.rendering import DONE_SHOWN_FOR_S, HTML, Html, Pages, done_cookie, is_fragment, toast_header
 from appliance.console.security import SECURITY_HEADERS, ConsoleRequest, login_path
+from appliance.tenancy.browser_rules import SAFE_METHODS
 
 log = structlog.get_logger()
 
@@ -82,8 +83,12 @@ def _render(pages: Pages, request: ConsoleRequest, status: int, message: str, re
 
 
 def _to_login(request: ConsoleRequest) -> Html:
-    """Send the visitor to the sign-in page; htmx gets a 401 that moves the whole window there."""
+    """Send the visitor to the sign-in page; htmx gets a 401 that moves the whole window there. Changes say that nothing was."""
     headers = SECURITY_HEADERS | {"vary": "HX-Request, Cookie"}
     if is_fragment(request):
-        return Response("", status_code=401, media_type=HTML, headers=headers | {"hx-redirect": "/login"})
-    return Response("", status_code=303, media_type=HTML, headers=headers | {"location": login_path(request)})
+        answer = Response("", status_code=401, media_type=HTML, headers=headers | {"hx-redirect": login_path(request)})
+    else:
+        answer = Response("", status_code=303, media_type=HTML, headers=headers | {"location": login_path(request)})
+    if request.method not in SAFE_METHODS:
+        answer.set_cookie(done_cookie("session-over", DONE_SHOWN_FOR_S))
+    return answer

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from datetime import UTC, datetime
 from functools import partial
@@ -91,7 +92,7 @@ def rate(per_second: float | None) -> str:
 
 def percent(fraction: float | None) -> str:
     """Return a fraction of one as a whole percentage."""
-    return NOTHING if fraction is None else f"{fraction * 100:.0f} %"
+    return NOTHING if fraction is None else f"{fraction * 100:,.0f} %"
 
 
 def money(picos: int | None, currency: str) -> str:
@@ -101,19 +102,24 @@ def money(picos: int | None, currency: str) -> str:
     if picos and not micros_of_picos(picos):
         sign, least = ("<", PICOS_PER_MICRO) if picos > 0 else (">", -PICOS_PER_MICRO)
         return f"{sign} {format_picos(least, currency, _MONEY_DECIMALS)}"
-    return format_picos(picos, currency, _MONEY_DECIMALS)
+    return _grouped(format_picos(picos, currency, _MONEY_DECIMALS))
 
 
 def money_exactly(picos: int, currency: str) -> str:
     """Return a cost in pico-units with all its digits, up to twelve decimals."""
-    return format_exactly(picos, currency)
+    return _grouped(format_exactly(picos, currency))
 
 
 def money_short(picos: int | None, currency: str) -> str:
     """Return a cost for a tile: two decimals from one unit up, where the rest would only be noise, else as `money` does."""
     if picos is None or picos < PICOS_PER_UNIT:
         return money(picos, currency)
-    return format_picos(picos, currency, _CENTS_DECIMALS)
+    return _grouped(format_picos(picos, currency, _CENTS_DECIMALS))
+
+
+def _grouped(amount: str) -> str:
+    """Return a decimal number, with what follows it, with the thousands of its whole part grouped."""
+    return re.sub(r"\d+", lambda whole: f"{int(whole[0]):,}", amount, count=1)
 
 
 def amount(picos: int | None, currency: str) -> str:
@@ -125,8 +131,14 @@ def budget(micros: int | None, currency: str) -> str:
     """Return an amount in micro-units, with as many decimals as it needs and at least two."""
     if micros is None:
         return NOTHING
-    whole, _, decimals = units(abs(micros)).partition(".")
-    return f"{'-' if micros < 0 else ''}{int(whole):,}.{decimals} {currency}"
+    return _grouped(f"{units(micros)} {currency}")
+
+
+def estimate(micros: int | None, currency: str) -> str:
+    """Return a computed amount in micro-units as `money_short` does: two decimals from one unit up, on either side of zero."""
+    if micros is None:
+        return NOTHING
+    return ("-" if micros < 0 else "") + money_short(abs(micros) * PICOS_PER_MICRO, currency)
 
 
 def units(micros: int | None) -> str:
@@ -192,6 +204,7 @@ FILTERS: dict[str, Callable[..., Any]] = {
     "compact": compact,
     "count": count,
     "duration": duration,
+    "estimate": estimate,
     "exact_time": exact_time,
     "money": money,
     "money_exactly": money_exactly,

@@ -82,13 +82,18 @@ class Form:
             self.fail(field, f"Choose one of {', '.join(allowed)}.")
         return value
 
-    def whole_number(self, field: str, *, least: int = 0, most: int = COUNT_MAX) -> int | None:
-        """Return a whole number within the limits, or None for an empty field. Spaces and commas between digits are fine."""
+    def whole_number(self, field: str, *, least: int = 0, most: int = COUNT_MAX, required: bool = False) -> int | None:
+        """Return a whole number within the limits, or None for an empty field, which is wrong where one is `required`.
+
+        Spaces and commas between digits are fine.
+        """
         typed = re.sub(r"[\s,_]", "", self.raw(field))
         if not typed:
+            if required:
+                self.fail(field, "Fill this in.")
             return None
         if not typed.isascii() or not typed.isdigit():
-            self.fail(field, "A whole number, or empty.")
+            self.fail(field, f"A whole number{'' if required else ', or empty'}.")
             return None
         value = int(typed) if len(typed) <= 20 else most + 1
         if not least <= value <= most:

@@ -11,7 +11,7 @@ from litestar.params import FromPath
 from appliance.base.errors import BadRequest, Conflict
 from appliance.console.addresses import next_page
 from appliance.console.context import Console, ConsoleDependency
-from appliance.console.forms import Form
+from appliance.console.forms import NAME_CHARS_MAX, Form
 from appliance.console.limits import key_levels, read_limits
 from appliance.console.rendering import Html
 from appliance.console.security import ConsoleRequest, access_of, needs
@@ -37,17 +37,25 @@ CONSEQUENCES = {
 
 @get("/keys")
 async def list_keys(request: ConsoleRequest, console: ConsoleDependency) -> Html:
-    """Every key of every tenant that the member may see."""
-    access = access_of(request)
-    page = await console.services.keys.list(None, PAGE_ROWS, request.query_params.get("cursor"), access=access)
+    """The keys of every tenant that the member may see: those in use, and on request or by a search those that have ended."""
+    access, asked = access_of(request), request.query_params
+    text, ended = asked.get("q", "").strip()[:NAME_CHARS_MAX], asked.get("ended") == "yes"
+    page = await console.services.keys.list(
+        None, PAGE_ROWS, asked.get("cursor"), include_ended=ended or bool(text), text=text or None, access=access
+    )
+    tenants = await tenants_by_name(console.services, access)
     return console.pages.page(
         request,
         "pages/keys.html",
+        part="fragments/key_list.html",
         keys=page.data,
-        owners={tenant.id: tenant for tenant in await tenants_by_name(console.services, access)},
+        owners={tenant.id: tenant for tenant in tenants},
+        makers=[tenant for tenant in tenants if not tenant.archived and access.may(Action.KEYS, tenant.id)],
         may_keys=access.may_somewhere(Action.KEYS),
         sees_all=access.sees_all,
-        next_page=next_page("/keys", page),
+        text=text,
+        ended=ended,
+        next_page=next_page("/keys", page, q=text, ended="yes" if ended else ""),
     )
 
 

@@ -17,7 +17,7 @@ from appliance.console.charts import spark_area, spark_points, stack, timeline
 from appliance.console.formatting import filters_of
 from appliance.console.forms import names_text, sentence
 from appliance.console.sections import sections_of
-from appliance.console.security import ConsoleRequest, address_asked, current_session, may
+from appliance.console.security import ConsoleRequest, current_session, may, page_shown
 
 if TYPE_CHECKING:
     from appliance.serving.services import Services
@@ -55,7 +55,7 @@ DONE = {
     "alert-paused": "Paused. No new alerts are sent to this target.",
     "alert-resumed": "Resumed. Pending alerts are delivered first.",
     "alert-removed": "Removed. No more alerts are sent to this target.",
-    "test-sent": "Test queued. Reload in a moment to see its delivery.",
+    "test-sent": "Test queued. Its delivery is listed below.",
     "delivery-retried": "Retry queued under the same id.",
     "settings-saved": "Saved. It applies from the next request on.",
     "costs-saved": "Saved. Figures were recalculated.",
@@ -65,6 +65,7 @@ DONE = {
     "price-withdrawn": "Price withdrawn. The price in force is unchanged.",
     "request-cancelled": "Cancelled. Its KV blocks are free; generated tokens are billed.",
     "signed-out": "Signed out.",
+    "session-over": "Your session had ended, so nothing was changed. Sign in again.",
     "sign-in-expired": "The sign-in expired or began in another browser. Start again.",
     "password-needed": "Your password is temporary. Choose a new one to continue.",
     "password-changed": "Password changed. All other devices are signed out.",
@@ -171,7 +172,7 @@ class Pages:
             "scope": "page",
             "now": self.now(),
             "path": request.scope["path"],
-            "here": address_asked(request),
+            "here": page_shown(request),
             "theme": theme if theme in THEMES else "auto",
             "member": session.member if session else None,
             "csrf_token": session.csrf_token if session else "",

@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import string
 from typing import TYPE_CHECKING, Any
-from urllib.parse import quote
+from urllib.parse import quote, urlsplit
 
 from litestar import Request
 from litestar.connection import ASGIConnection
@@ -242,7 +242,21 @@ def address_asked(request: ConsoleRequest) -> str:
 
 
 def login_path(request: ConsoleRequest) -> str:
-    """Return where a visitor without a session goes: the sign-in page, which leads back here after a GET."""
-    if request.method not in SAFE_METHODS or request.scope["path"] == "/":
-        return "/login"
-    return f"/login?next={quote(address_asked(request), safe='')}"
+    """Return where a visitor without a session goes: the sign-in page, which leads back to the page in the browser."""
+    target = page_shown(request)
+    return "/login" if target == "/" else f"/login?next={quote(target, safe='')}"
+
+
+def page_shown(request: ConsoleRequest) -> str:
+    """Return the address of the page that a browser shows or opens: the one asked for, or that a form or a part comes from.
+
+    Of what a browser says of that page nothing but path and query is taken.
+    """
+    whole = request.method in SAFE_METHODS and "hx-request" not in request.headers
+    if whole:
+        return address_asked(request)
+    try:
+        page = urlsplit(request.headers.get("hx-current-url") or request.headers.get("referer") or "")
+    except ValueError:
+        return "/"
+    return safe_next(f"{page.path}?{page.query}" if page.query else page.path)

@@ -10,13 +10,13 @@ from litestar.params import FromPath
 from appliance.base.errors import BadRequest, Conflict
 from appliance.console.addresses import next_page
 from appliance.console.context import Console, ConsoleDependency
-from appliance.console.forms import Form
+from appliance.console.forms import NAME_CHARS_MAX, Form
 from appliance.console.limits import read_limits, tenant_levels
 from appliance.console.people import people_of
 from appliance.console.rendering import Html
 from appliance.console.security import ConsoleRequest, access_of, needs
 from appliance.console.tenant_terms import model_lines
-from appliance.console.totals import totals_this_month, totals_today
+from appliance.console.totals import costs_this_month, totals_this_month, totals_today
 from appliance.metering.unpriced import unpriced
 from appliance.tenancy.fields import TIERS, UNSET, WEIGHT_MAX
 from appliance.tenancy.principals import LIMIT_NAMES, Tenant, TenantChanges
@@ -29,17 +29,21 @@ FIELDS = ("name", "tier", "weight", "allowed_models", *LIMIT_NAMES)
 
 @get("/tenants")
 async def list_tenants(request: ConsoleRequest, console: ConsoleDependency) -> Html:
-    """Every tenant that the member may see, archived ones on request."""
-    archived = request.query_params.get("archived") == "yes"
+    """Every tenant that the member may see and whose name has what was searched for, archived ones on request."""
+    asked = request.query_params
+    text, archived = asked.get("q", "").strip()[:NAME_CHARS_MAX], asked.get("archived") == "yes"
     page = await console.services.tenants.list(
-        PAGE_ROWS, request.query_params.get("cursor"), include_archived=archived, access=access_of(request)
+        PAGE_ROWS, asked.get("cursor"), include_archived=archived, text=text or None, access=access_of(request)
     )
     return console.pages.page(
         request,
         "pages/tenants.html",
+        part="fragments/tenant_list.html",
         tenants=page.data,
+        costs=await costs_this_month(console.services, [tenant.id for tenant in page.data], access=access_of(request)),
+        text=text,
         archived=archived,
-        next_page=next_page("/tenants", page, archived="yes" if archived else ""),
+        next_page=next_page("/tenants", page, q=text, archived="yes" if archived else ""),
     )
 
 
@@ -126,13 +130,10 @@ async def archive_tenant(request: ConsoleRequest, console: ConsoleDependency, te
 
 
 def _read(form: Form) -> dict[str, Any]:
-    weight = form.whole_number("weight", least=1, most=WEIGHT_MAX)
-    if weight is None:
-        form.fail("weight", "Fill this in.")
     return {
         "name": form.text("name"),
         "tier": form.choice("tier", TIERS),
-        "weight": weight,
+        "weight": form.whole_number("weight", least=1, most=WEIGHT_MAX, required=True),
         "limits": read_limits(form),
         "allowed_models": form.names("allowed_models"),
     }

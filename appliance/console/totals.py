@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass
 from datetime import datetime, timedelta
 from typing import TYPE_CHECKING
 
-from appliance.metering.usage import UsageFilter
+from appliance.metering.usage import UsageFilter, UsageRow
 
 if TYPE_CHECKING:
     from appliance.serving.services import Services
@@ -33,6 +34,23 @@ async def totals_this_month(services: Services, tenant_id: str, *, access: Acces
     """Return the sums of one tenant since the billing month began: the month that its budget and its invoice count."""
     start = services.reports.calendar.month_start(services.clock.now())
     return await totals_since(services, start, tenant_id, access=access)
+
+
+async def costs_this_month(services: Services, tenant_ids: Collection[str], *, access: Access) -> dict[str, list[UsageRow]]:
+    """Return what each of the tenants that used anything cost since the billing month began: a row for every currency."""
+    now = services.clock.now()
+    rows = await services.reports.totals(
+        services.reports.calendar.month_start(now),
+        now + timedelta(seconds=1),
+        ("tenant",),
+        UsageFilter(tenant_ids=tenant_ids),
+        access=access,
+    )
+    costs: dict[str, list[UsageRow]] = {}
+    for row in rows:
+        assert row.tenant_id is not None, "a grouped row names its group"
+        costs.setdefault(row.tenant_id, []).append(row)
+    return costs
 
 
 async def totals_since(services: Services, start: datetime, tenant_id: str | None, *, access: Access) -> Totals:

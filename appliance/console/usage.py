@@ -126,6 +126,7 @@ async def show_usage(request: ConsoleRequest, console: ConsoleDependency) -> Htm
     tenants = await tenants_by_name(services, access)
     names = await _names(services, view.group, rows, {tenant.id: tenant.name for tenant in tenants}, access)
     sums = add_up(bars, services.settings.currency)
+    whole = sum(measured(row, view.measure, services.settings.currency) for row in bars)
     return console.pages.page(
         request,
         "pages/usage.html",
@@ -133,7 +134,7 @@ async def show_usage(request: ConsoleRequest, console: ConsoleDependency) -> Htm
         view=view,
         sums=sums,
         bars=_bars(bars, view, services.reports.calendar, services.settings.currency),
-        lines=lines_of(rows[:ROWS_MAX], names, view, services.settings.currency),
+        lines=lines_of(rows[:ROWS_MAX], names, view, services.settings.currency, whole=whole),
         more=len(rows) > ROWS_MAX,
         tenants=tenants,
         periods=PERIODS,
@@ -188,16 +189,17 @@ def owner_of(row: UsageRow, group: str) -> str:
     return owner
 
 
-def lines_of(rows: Sequence[UsageRow], names: Mapping[str, tuple[str, str]], view: View, currency: str) -> list[UsageLine]:
-    """Return the rows of the table. Shares are of the largest row, in the measure that is shown."""
-    amounts = [measured(row, view.measure, currency) for row in rows]
-    largest = max(amounts, default=0) or 1
+def lines_of(
+    rows: Sequence[UsageRow], names: Mapping[str, tuple[str, str]], view: View, currency: str, *, whole: int
+) -> list[UsageLine]:
+    """Return the rows of the table. Shares are of `whole`, what all rows count in the measure that is shown."""
     lines = []
-    for row, value in zip(rows, amounts, strict=True):
+    for row in rows:
+        share = measured(row, view.measure, currency) / whole if whole > 0 else 0.0
         owner = owner_of(row, view.group)
         name, note = names.get(owner, (owner, ""))
         address = None if view.group == "model" else f"/{view.group}s/{owner}"
-        lines.append(UsageLine(name=name, note=note, address=address, usage=row, share=max(value / largest, 0.0)))
+        lines.append(UsageLine(name=name, note=note, address=address, usage=row, share=min(max(share, 0.0), 1.0)))
     return lines
 
 

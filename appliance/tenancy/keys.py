@@ -131,14 +131,24 @@ class Keys:
         cursor: str | None = None,
         *,
         include_revoked: bool = True,
+        include_ended: bool = True,
+        text: str | None = None,
         access: Access,
     ) -> Page[ApiKey]:
-        """Return the keys that `access` shows of one tenant, or of all when None, in the order they were made."""
+        """Return the keys that `access` shows of one tenant, or of all when None, in the order they were made.
+
+        A key has ended that was revoked, that gave way to its successor, or whose tenant is archived; one that only expired may
+        be missed by somebody. `text` narrows to those that have it in name or prefix, in any case; a secret finds its key.
+        """
         query = access.narrow(select(api_keys), api_keys.c.tenant_id).order_by(api_keys.c.id).limit(check_limit(limit) + 1)
         if tenant_id is not None:
             query = query.where(api_keys.c.tenant_id == tenant_id)
         if not include_revoked:
             query = query.where(api_keys.c.revoked_at.is_(None))
+        if not include_ended:
+            query = query.where(*_not_ended(self._clock.now()))
+        if text is not None:
+            query = query.where(_mentions(api_key_prefix(text) or text))
         if cursor is not None:
             (last_id,) = decode_cursor("keys", cursor, [str])
             query = query.where(api_keys.c.id > last_id)
@@ -343,6 +353,19 @@ async def _retire(connection: AsyncConnection, key: ApiKey, successor_id: str, n
         ending = {"expires_at": last if key.expires_at is None else min(last, key.expires_at)}
     statement = update(api_keys).where(_unrevoked(key.id), api_keys.c.replaced_by.is_(None), _unexpired(now))
     return (await connection.execute(statement.values(replaced_by=successor_id, **ending))).rowcount == 1
+
+
+def _not_ended(now: datetime) -> tuple[ColumnElement[bool], ...]:
+    there = select(tenants.c.id).where(tenants.c.archived_at.is_(None))
+    return (
+        api_keys.c.revoked_at.is_(None),
+        or_(api_keys.c.replaced_by.is_(None), _unexpired(now)),
+        api_keys.c.tenant_id.in_(there),
+    )
+
+
+def _mentions(text: str) -> ColumnElement[bool]:
+    return or_(*(column.icontains(text, autoescape=True) for column in (api_keys.c.name, api_keys.c.prefix)))
 
 
 def _why_not_rotated(key: ApiKey, now: datetime) -> str:

@@ -123,15 +123,18 @@ class Tenants:
         cursor: str | None = None,
         *,
         include_archived: bool = False,
+        text: str | None = None,
         access: Access,
     ) -> Page[Tenant]:
-        """Return the tenants that `access` shows, in the order they were made."""
+        """Return the tenants that `access` shows, in the order they were made; with `text` those that have it in their name."""
         query = access.narrow(select(tenants), tenants.c.id).order_by(tenants.c.id).limit(check_limit(limit) + 1)
         if cursor is not None:
             (last_id,) = decode_cursor("tenants", cursor, [str])
             query = query.where(tenants.c.id > last_id)
         if not include_archived:
             query = query.where(tenants.c.archived_at.is_(None))
+        if text is not None:
+            query = query.where(tenants.c.name.icontains(text, autoescape=True))
         async with self._db.reading() as connection:
             rows = (await connection.execute(query)).mappings().all()
         return page_of([tenant_from_row(row) for row in rows], limit, "tenants", lambda tenant: [tenant.id])

@@ -6,7 +6,10 @@ import re
 
 import pytest
 from playwright.async_api import Dialog, Locator, Page, expect
+from sqlalchemy import update
 
+from appliance.base.tables import outbox
+from appliance.tenancy.access import WHOLE_BOX
 from tests.browser.conftest import Site
 from tests.support.console_fixtures import engine_status
 from tests.support.factories import pending, posted
@@ -133,6 +136,28 @@ async def test_escape_closes_the_dialog_and_the_focus_returns(site: Site) -> Non
     await expect(opener).to_be_focused()
 
 
+async def test_a_click_beside_the_dialog_closes_it_but_never_loses_what_was_typed(site: Site) -> None:
+    page = await site.alice()
+    await page.goto("/tenants")
+    opener, dialog = page.get_by_role("link", name="New tenant"), page.get_by_role("dialog")
+    await opener.click()
+    await expect(dialog).to_be_visible()
+    await page.mouse.click(5, 5)
+    await expect(dialog).to_be_hidden()
+
+    await opener.click()
+    box = await dialog.get_by_label("Name").bounding_box()
+    assert box is not None
+    await page.mouse.move(box["x"] + 90, box["y"] + 9)
+    await page.mouse.down()
+    await page.mouse.move(5, box["y"] + 9)
+    await page.mouse.up()
+    await expect(dialog).to_be_visible()  # what was pressed inside was a selection, wherever it was let go
+    await dialog.get_by_label("Name").fill("Acme")
+    await page.mouse.click(5, 5)
+    await expect(dialog.get_by_label("Name")).to_have_value("Acme")
+
+
 async def test_a_running_request_is_cancelled_and_leaves_the_table(site: Site) -> None:
     side = site.box.engine_side
     side.add(site.box.cast.bob, "req_keeps_running_1")
@@ -221,6 +246,74 @@ async def test_the_history_is_searched_while_typing_and_the_address_follows(site
     await page.wait_for_url("**/requests?q=nothing*")
     await page.go_back()
     await expect(page.get_by_text("No request yet.")).to_be_visible()
+
+
+async def test_choices_of_the_usage_page_are_made_one_after_another_by_keyboard(site: Site) -> None:
+    page = await site.alice()
+    await page.goto("/usage")
+    await page.get_by_label("Period").focus()
+
+    await page.keyboard.press("ArrowUp")
+    await page.wait_for_url("**/usage?period=7d*")
+    await page.keyboard.press("Tab")
+    await expect(page.get_by_label("By")).to_be_focused()
+    await page.keyboard.press("ArrowDown")
+
+    await page.wait_for_url("**/usage?period=7d&group=key*")
+    await expect(page.get_by_label("By")).to_be_focused()
+    await page.go_back()
+    await expect(page.get_by_label("By")).to_have_value("tenant")
+
+
+async def test_the_history_stays_where_it_is_while_requests_in_flight_end(site: Site) -> None:
+    side = site.box.engine_side
+    for number in range(9):
+        side.add(site.box.cast.bob, f"req_{number}")
+    page = await site.alice()
+    await page.goto("/requests")
+    await expect(page.locator("#live tbody tr")).to_have_count(9)
+    await expect(page.locator("#live")).to_have_attribute("style", re.compile("min-height"))
+    top = await page.locator("#history").evaluate("part => part.offsetTop")
+
+    for number in range(8):
+        del side.requests[f"req_{number}"]
+    await expect(page.locator("#live tbody tr")).to_have_count(1)
+
+    assert await page.locator("#history").evaluate("part => part.offsetTop") == top
+    side.requests.clear()
+    await expect(page.get_by_text("No requests in flight.")).to_be_visible()
+    await expect(page.locator("#live")).not_to_have_attribute("style", re.compile("min-height"))
+
+
+async def test_requests_that_ended_join_the_history_when_it_is_reloaded(site: Site) -> None:
+    box = site.box
+    page = await site.alice()
+    await page.goto("/requests")
+    await expect(page.get_by_text("No request yet.")).to_be_visible()
+    entry = pending(box.cast.bob, admitted_at=box.services.clock.now())
+    await box.services.ledger.open(entry)
+    await box.services.ledger.settle(posted(entry.request_id))
+
+    await page.get_by_role("button", name="Reload").click()
+
+    await expect(page.locator("#history tbody tr")).to_have_count(1)
+
+
+async def test_the_page_of_an_alert_target_follows_a_test_until_it_is_delivered(site: Site) -> None:
+    box = site.box
+    webhook, _ = await box.services.alerts.webhooks.create(
+        kind="webhook", target="https://hooks.example.com/x", tenant_id=None, events=None, access=WHOLE_BOX
+    )
+    page = await site.alice()
+    await page.goto(f"/alerts/{webhook.id}")
+    await page.get_by_role("button", name="Send test").click()
+    await expect(page.locator("#deliveries .badge")).to_have_text("pending")
+
+    async with box.services.db.writing() as connection:
+        await connection.execute(update(outbox).values(next_attempt_at=None, attempts=1, delivered_at=outbox.c.created_at))
+
+    await expect(page.locator("#deliveries .badge")).to_have_text("delivered")
+    await expect(page.locator("#deliveries-follow")).to_have_count(0)
 
 
 async def test_the_first_tab_stop_skips_to_the_content(site: Site) -> None:

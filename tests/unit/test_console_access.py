@@ -52,6 +52,33 @@ async def test_a_stranger_s_fragment_moves_the_whole_window_to_the_sign_in_page(
     assert (answer.status_code, answer.headers["hx-redirect"]) == (401, "/login")
 
 
+@pytest.mark.parametrize(
+    ("sent", "headers"),
+    [
+        ("part", {"hx-request": "true", "hx-current-url": "http://box:8000/requests?q=gh_1&state="}),
+        ("form", {"referer": "http://box:8000/requests?q=gh_1&state="}),
+        ("form", {"hx-request": "true", "hx-current-url": "http://evil.example/requests?q=gh_1&state="}),
+    ],
+)
+async def test_whose_session_has_ended_comes_back_to_the_page_that_was_shown(
+    box: Box, sent: str, headers: dict[str, str]
+) -> None:
+    visitor = box.visitor()
+
+    answer = await (visitor.get("/tenants/new", **headers) if sent == "part" else visitor.post_with(headers, "/tenants"))
+
+    way = answer.headers.get("hx-redirect") or answer.headers["location"]
+    assert way == "/login?next=%2Frequests%3Fq%3Dgh_1%26state%3D"
+    assert ("Your session had ended, so nothing was changed." in (await visitor.get(way)).text) is (sent == "form")
+
+
+@pytest.mark.parametrize("page", ["http://[", "//evil.example", "", "http://box\\evil/", "mailto:x"])
+async def test_a_page_that_cannot_be_gone_back_to_is_the_overview(box: Box, page: str) -> None:
+    answer = await box.visitor().get("/tenants/new", **{"hx-request": "true", "hx-current-url": page})
+
+    assert answer.headers["hx-redirect"] == "/login"
+
+
 async def test_a_stranger_changes_nothing(box: Box) -> None:
     for path in changes(box):
         answer = await box.visitor().post(path, name="mallory")

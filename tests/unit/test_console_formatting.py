@@ -205,3 +205,27 @@ def test_the_first_sentence_about_a_field_stays() -> None:
     form.fail("name", "another")
 
     assert form.errors == {"name": "Fill this in."}
+
+
+@pytest.mark.parametrize(
+    ("micros", "text"),
+    [
+        (None, "–"),
+        (71_037_393_572, "71,037.39 EUR"),
+        (267_072, "0.267072 EUR"),
+        (-1_372_650_395, "-1,372.65 EUR"),
+        (-5, "-0.000005 EUR"),
+    ],
+)
+def test_an_estimate_has_no_more_decimals_than_mean_something(micros: int | None, text: str) -> None:
+    assert formatting.estimate(micros, "EUR") == text
+
+
+def test_large_costs_group_their_thousands_as_budgets_do() -> None:
+    picos = 1_234_567_890_000_000_000
+
+    assert formatting.money(picos, "EUR") == "1,234,567.890000 EUR"
+    assert formatting.amount(-picos, "EUR") == "-1,234,567.890000"
+    assert formatting.amount(picos, "EUR") == "1,234,567.89"
+    assert formatting.money_exactly(picos + 1, "EUR") == "1,234,567.890000000001 EUR"
+    assert formatting.money(-500_000_000_000, "EUR") == "-0.500000 EUR"

@@ -13,6 +13,7 @@ import pytest
 from appliance.base.errors import ExpiredApiKey, InvalidApiKey
 from appliance.tenancy.access import WHOLE_BOX
 from appliance.tenancy.principals import KeyChanges, Limits, TenantChanges
+from tests.support.cast import ALICE_PASSWORD
 from tests.support.clock import FakeClock
 from tests.support.console_fixtures import Box, Browser, open_box
 from tests.support.factories import pending, posted
@@ -219,6 +220,30 @@ async def test_the_page_of_all_keys_leads_to_where_a_new_one_is_made(box: Box) -
     assert '<a class="button" href="/tenants">New key: choose a tenant</a>' in page
 
 
+async def test_the_page_of_all_keys_makes_a_new_one_for_whom_there_is_one_tenant(box: Box) -> None:
+    member = await box.services.members.create("dora@example.com", ALICE_PASSWORD, "member")
+    await box.services.memberships.add(box.cast.bob.tenant.id, member.id, "developer", access=WHOLE_BOX)
+
+    page = (await (await box.visitor().sign_in(member.email, ALICE_PASSWORD)).get("/keys")).text
+
+    assert f'href="/tenants/{box.cast.bob.tenant.id}/keys/new"' in page
+    assert "choose a tenant" not in page
+
+
+async def test_keys_that_have_ended_are_listed_on_request_and_found_by_name_prefix_and_secret(box: Box) -> None:
+    alice, bob = await box.alice(), box.cast.bob
+    await box.services.keys.revoke(bob.key.id, access=WHOLE_BOX)
+    link = f"/keys/{bob.key.id}"
+
+    assert link not in (await alice.get("/keys")).text
+    assert link in (await alice.get("/keys?ended=yes")).text
+    for text in (bob.key.prefix, bob.key.prefix[3:9].upper(), bob.secret, bob.key.name[1:]):
+        assert link in (await alice.fragment(f"/keys?q={text}")).text, text
+    nothing = (await alice.fragment("/keys?q=100%25")).text
+    assert "No key matches." in nothing
+    assert "<html" not in nothing
+
+
 async def test_both_secrets_work_until_the_grace_of_a_rotation_is_over(box: Box, clock: FakeClock) -> None:
     alice, old = await box.alice(), box.cast.bob
     path = f"/keys/{old.key.id}/rotate"
@@ -267,7 +292,7 @@ async def test_keys_of_an_archived_tenant_say_so_and_have_no_buttons(box: Box) -
     bob = box.cast.bob
     await box.services.tenants.archive(bob.tenant.id, access=WHOLE_BOX)
     alice = await box.alice()
-    for path in ("/keys", f"/tenants/{bob.tenant.id}", f"/keys/{bob.key.id}"):
+    for path in ("/keys?ended=yes", f"/tenants/{bob.tenant.id}", f"/keys/{bob.key.id}"):
         page = (await alice.get(path)).text
         assert ">tenant archived</span>" in page
         assert f'href="/keys/{bob.key.id}/rotate"' not in page

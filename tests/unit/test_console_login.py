@@ -208,3 +208,12 @@ async def test_colours_that_do_not_exist_change_nothing(box: Box) -> None:
 
     page = (await alice.get("/keys")).text
     assert "data-theme" not in page
+
+
+async def test_colours_chosen_beside_a_form_with_an_error_show_the_page_of_the_form_again(box: Box) -> None:
+    alice = await box.alice()
+
+    answer = await alice.post_with({"referer": "http://box/account?from=mail"}, "/account/password", current="wrong")
+
+    assert answer.status_code == 422
+    assert 'name="next" value="/account?from=mail"' in answer.text

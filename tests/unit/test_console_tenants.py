@@ -67,7 +67,7 @@ async def test_htmx_is_moved_to_the_new_tenant(box: Box) -> None:
         ("tier", "gold", "Choose one of"),
         ("weight", "", "Fill this in."),
         ("weight", "0", "Between 1 and"),
-        ("weight", "-1", "A whole number"),
+        ("weight", "-1", "A whole number."),
         ("tokens_per_minute", "many", "A whole number, or empty."),
         ("requests_per_minute", "1e9", "A whole number, or empty."),
         ("tokens_per_day", "9" * 400, "Between 0 and"),
@@ -207,6 +207,21 @@ async def test_a_list_of_keys_that_is_cut_says_so(box: Box, monkeypatch: pytest.
     assert 'The first 1 are shown; <a href="/keys">Keys</a> lists all.' in (await alice.get(f"/tenants/{bob.id}")).text
 
 
+async def test_the_page_of_a_tenant_leads_to_its_requests_usage_and_audit(box: Box) -> None:
+    bob, alice = box.cast.bob, await box.alice()
+
+    page = (await alice.get(f"/tenants/{bob.tenant.id}")).text
+
+    for path in (
+        f"/requests?tenant={bob.tenant.id}",
+        f"/usage?group=key&amp;tenant={bob.tenant.id}",
+        f"/audit?tenant={bob.tenant.id}",
+    ):
+        assert f'href="{path}"' in page
+        assert (await alice.get(path.replace("&amp;", "&"))).status_code == 200
+    assert f'href="/requests?q={bob.key.prefix}"' in (await alice.get(f"/keys/{bob.key.id}")).text
+
+
 async def test_suspending_refuses_the_tenant_s_keys_until_it_is_resumed(box: Box) -> None:
     alice, tenant = await box.alice(), box.cast.bob.tenant
 
@@ -233,6 +248,17 @@ async def test_archiving_needs_the_name_to_be_typed(box: Box) -> None:
     assert (await box.services.tenants.get(tenant.id, access=WHOLE_BOX)).archived
     assert f"/tenants/{tenant.id}" not in (await alice.get("/tenants")).text
     assert f"/tenants/{tenant.id}" in (await alice.get("/tenants?archived=yes")).text
+
+
+async def test_tenants_are_found_by_a_part_of_their_name(box: Box) -> None:
+    alice = await box.alice()
+
+    found = (await alice.fragment("/tenants?q=BO")).text
+
+    assert f"/tenants/{box.cast.bob.tenant.id}" in found
+    assert f"/tenants/{box.cast.charlie.tenant.id}" not in found
+    assert "<html" not in found
+    assert "No tenant matches." in (await alice.get("/tenants?q=_")).text
 
 
 async def test_an_archived_tenant_has_no_form_and_takes_no_change(box: Box) -> None:

@@ -13,7 +13,7 @@ import pytest
 from appliance.base.acting import SYSTEM
 from appliance.base.ids import new_id
 from appliance.console.limits import key_levels, tenant_levels
-from appliance.console.totals import Totals, totals_this_month, totals_today
+from appliance.console.totals import Totals, costs_this_month, totals_this_month, totals_today
 from appliance.metering.limits.admission import Patience
 from appliance.metering.limits.rules import Asked
 from appliance.tenancy.access import WHOLE_BOX, Access
@@ -46,6 +46,25 @@ async def use(box: Box, clock: FakeClock, tokens: int) -> None:
 
 def asked(who: Principal, tokens: int = 1) -> Asked:
     return Asked(principal=who, model="demo", prompt_tokens=tokens, max_output_tokens=0, price=None)
+
+
+async def test_the_list_of_tenants_tells_what_each_cost_this_month(late: tuple[Box, FakeClock]) -> None:
+    box, clock = late
+    await use(box, clock, 5_000)
+    clock.advance(HALF_A_DAY_S)
+    await use(box, clock, 2_500_000)
+    seen = Access(actor=SYSTEM, role=Role.MEMBER, tenants={box.cast.charlie.tenant.id: TenantRole.VIEWER})
+    ids = [box.cast.bob.tenant.id, box.cast.charlie.tenant.id]
+
+    costs = await costs_this_month(box.services, ids, access=WHOLE_BOX)
+    page = (await (await box.alice()).get("/tenants")).text
+
+    assert {tenant: [(row.cost_picos, row.currency) for row in rows] for tenant, rows in costs.items()} == {
+        ids[0]: [(2_500_000_000_000, "EUR")]
+    }
+    assert await costs_this_month(box.services, ids, access=seen) == {}
+    assert page.count('data-label="This month" class="num unfolds">2.50 EUR</td>') == 1
+    assert page.count('data-label="This month" class="num unfolds">–</td>') == page.count('data-label="This month"') - 1
 
 
 async def test_the_day_and_the_month_begin_at_midnight_of_the_billing_zone(late: tuple[Box, FakeClock]) -> None:

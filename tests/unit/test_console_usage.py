@@ -72,6 +72,16 @@ async def test_every_choice_has_a_page_and_a_fragment(box: Box, group: str, meas
         assert part.text.strip() in whole.text
 
 
+async def test_shares_are_of_all_that_was_used_and_the_bars_say_how_high_they_are(box: Box) -> None:
+    for person in (box.cast.bob, box.cast.bob, box.cast.bob, box.cast.charlie):
+        await use(box, person)
+
+    page = (await (await box.alice()).fragment("/usage?measure=requests")).text
+
+    assert re.findall(r'of-all muted">([^<]+)<', page) == ["75 %", "25 %"]
+    assert '<span class="muted">at most 4</span>' in page
+
+
 async def test_wrong_choices_are_as_if_they_were_not_there(box: Box) -> None:
     await use(box, box.cast.bob)
     alice = await box.alice()

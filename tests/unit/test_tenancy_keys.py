@@ -308,6 +308,29 @@ async def test_the_list_of_a_tenant_shows_its_own_keys_alone(keys: Keys, cast: C
     assert len((await keys.list(None, access=WHOLE_BOX)).data) == 6
 
 
+async def test_a_list_leaves_out_what_has_ended_and_finds_by_name_prefix_and_secret(
+    database: Database, keys: Keys, cast: Cast, clock: FakeClock
+) -> None:
+    bob, made = cast.bob, {}
+    for name, expires_at in (("spare", None), ("Night_shift", clock.now() + timedelta(seconds=9)), ("rotated", None)):
+        made[name] = await keys.create(bob.tenant.id, name=name, expires_at=expires_at, access=WHOLE_BOX)
+    await keys.revoke(made["spare"][0].id, access=WHOLE_BOX)
+    await keys.rotate(made["rotated"][0].id, grace_s=60, access=WHOLE_BOX)
+    clock.advance(61)
+
+    async def listed(**asked: Any) -> list[str]:
+        return [key.name for key in (await keys.list(bob.tenant.id, access=WHOLE_BOX, **asked)).data]
+
+    assert await listed() == [bob.key.name, "spare", "Night_shift", "rotated", "rotated"]
+    assert await listed(include_ended=False) == [bob.key.name, "Night_shift", "rotated"]
+    assert await listed(text="t_S") == ["Night_shift"]
+    assert await listed(text="%") == []
+    for text in (made["spare"][0].prefix, made["spare"][0].prefix[4:], made["spare"][1]):
+        assert await listed(text=text) == ["spare"]
+    await Tenants(database, clock).archive(bob.tenant.id, access=WHOLE_BOX)
+    assert await listed(include_ended=False) == []
+
+
 async def test_times_of_use_are_written_in_a_batch_and_never_go_back(keys: Keys, cast: Cast, clock: FakeClock) -> None:
     await keys.flush_last_used()
     await keys.authenticate(cast.bob.secret, HERE)

@@ -2,9 +2,12 @@
 (() => {
   const dialog = document.getElementById("dialog");
   if (!dialog) return;
+  let pressed = null;
+  let typed = false;
 
   document.addEventListener("htmx:after:swap", (event) => {
     if (event.detail.ctx?.target !== dialog || dialog.open) return;
+    typed = false;
     dialog.showModal();
     dialog.querySelector("input:not([type=hidden])")?.focus();
   });
@@ -12,9 +15,12 @@
     document.querySelector("[aria-invalid=true]")?.focus();
   });
   dialog.addEventListener("close", () => dialog.replaceChildren());
+  dialog.addEventListener("input", () => (typed = true));
+  dialog.addEventListener("pointerdown", (event) => (pressed = event.target));
   dialog.addEventListener("click", (event) => {
-    // A shown secret goes only by its own button; other sheets also by a click beside them.
-    if (event.target === dialog && !dialog.querySelector(".secret")) dialog.close();
+    // A click beside it closes it, unless it began inside (a selection drawn too far) or would lose what was typed or a secret.
+    const beside = event.target === dialog && pressed === dialog;
+    if (beside && !typed && !dialog.querySelector(".secret")) dialog.close();
   });
   dialog.addEventListener("cancel", (event) => {
     if (dialog.querySelector(".secret")) event.preventDefault();

@@ -1,4 +1,4 @@
-// "/" goes to the search field; a marked checkbox sends its form at once.
+// "/" goes to the search field.
 (() => {
   const typing = (element) => element.matches("input, select, textarea, [contenteditable]");
 
@@ -9,8 +9,5 @@
     event.preventDefault();
     search.focus();
     search.select();
-  });
-  document.addEventListener("change", (event) => {
-    if (event.target.matches("[data-submit-on-change]")) event.target.form.requestSubmit();
   });
 })();

@@ -29,4 +29,10 @@
     show();
   });
   setInterval(show, 1000);
+
+  // While requests are in flight their table keeps the height that it once took: the history below stays where it is.
+  const live = document.getElementById("live");
+  const hold = () => (live.style.minHeight = live.querySelector("[id^=live-req]") ? `${live.offsetHeight}px` : "");
+  document.addEventListener("htmx:after:swap", (event) => event.detail.ctx?.target === live && hold());
+  addEventListener("resize", () => (live.style.minHeight = ""));
 })();
