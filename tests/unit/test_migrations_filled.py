@@ -318,7 +318,7 @@ async def test_the_way_back_keeps_what_the_first_version_knew(filled_url: str) -
 
     assert same(before, {name: [row for row in after[name] if row in before[name]] for name in MONEY})
     assert {name: len(rows) for name, rows in extra.items() if rows} == {"prices": 2}
-    assert len({row["model"] for row in extra["prices"]} | {"demo"}) == 3
+    assert len({(row["model"], row["effective_from"]) for row in after["prices"]}) == len(after["prices"])
     db.upgrade(filled_url)
     findings = await check_ledger(filled_url, running=False, time_zone="UTC")
     assert [finding.name for finding in findings if finding.state == "broken"] == []
