@@ -9,13 +9,14 @@ import typer
 
 from appliance.cli.failure import CommandFailed, WrongUsage
 
-Yes = Annotated[bool, typer.Option("--yes", help="Do not ask for its name: for programs.")]
+Yes = Annotated[bool, typer.Option("--yes", help="Do not ask for a name: for programs.")]
 
 
-def needs_terminal(what: str) -> None:
-    """Raise WrongUsage where nobody can be asked. `what` is the command's effect: "archiving a tenant cannot be undone"."""
+def needs_terminal(what: str, *, whose: str = "its name") -> None:
+    """Raise WrongUsage where nobody can be asked. `what` is the command's effect: "archiving a tenant cannot be undone", and
+    `whose` is what is asked for."""
     if sys.stdin is None or not (sys.stdin.isatty() and sys.stderr.isatty()):
-        raise WrongUsage(f"{what}: on a terminal its name is asked for, elsewhere add --yes")
+        raise WrongUsage(f"{what}: on a terminal {whose} is asked for, elsewhere add --yes")
 
 
 def ask_for_name(name: str, effect: str) -> None:
@@ -29,4 +30,4 @@ def ask_for_name(name: str, effect: str) -> None:
     if not typed:
         raise typer.Abort
     if typed.rstrip("\r\n") != name:
-        raise CommandFailed("this is not its name, so nothing was changed", code="not_confirmed")
+        raise CommandFailed("this is not the name, so nothing was changed", code="not_confirmed")

@@ -80,6 +80,10 @@ class AdminClient:
         """Return a file."""
         return (await self._ask("GET", path)).content
 
+    async def remove(self, path: str) -> None:
+        """Remove what the server answers nothing about any more."""
+        await self._ask("DELETE", path)
+
     async def find(self, collection: str, member_id: str) -> dict[str, Any] | None:
         """Return a member of a collection such as `/keys`; None when it has none. `member_id` must be an id (`is_id`)."""
         try:

@@ -1,4 +1,4 @@
-"""`gatehouse invoices`: draft, close, export, list; the seller and the free allowances that stand on them."""
+"""`gatehouse invoices`: draft, discard, close, export, list; the seller and the free allowances that stand on them."""
 
 from __future__ import annotations
 
@@ -9,10 +9,12 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
+from urllib.parse import quote
 
 import typer
 
 from appliance.cli import output
+from appliance.cli.confirmation import Yes, ask_for_name, needs_terminal
 from appliance.cli.failure import CommandFailed, WrongUsage
 from appliance.cli.options import AsJson, DatabaseUrl, DataDir, settings_from
 
@@ -98,6 +100,28 @@ def close(
 ) -> None:
     """Close the invoices of a month that is over. They get their numbers and never change again."""
     _each(data_dir, database, month, tenant, CLOSE, everybody=everybody, as_json=as_json)
+
+
+@app.command("discard")
+def discard(
+    invoice_id: Annotated[str, typer.Argument(metavar="ID", help="The draft's id, as `invoices list` shows it.")],
+    yes: Yes = False,
+    as_json: AsJson = False,
+    data_dir: DataDir = None,
+    database: DatabaseUrl = None,
+) -> None:
+    """Discard a draft, once its tenant's name is typed. Its usage stays."""
+    from appliance.cli.connection import run
+
+    settings = settings_from(data_dir, database)
+    if not yes:
+        needs_terminal("discarding removes the draft", whose="the tenant's name")
+        draft = run(settings, lambda client: _find_draft(client, invoice_id))
+        if "tenant" in draft:
+            month, name = draft["month"], draft["tenant"]
+            effect = f"The draft of {month} of {name} is removed. Its usage is kept; the month can be drafted again."
+            ask_for_name(name, effect)
+    output.thing(run(settings, lambda client: _discarded(client, invoice_id)), as_json=as_json)
 
 
 @app.command("export")
@@ -227,6 +251,22 @@ def _why_nothing(verb: str, month: str, left_out: Counter[str]) -> str:
     """Return why a month of everybody came to nothing: `Nothing to close of 2026-10: 3 are closed already.`"""
     reasons = [f"{left_out[code]} {_LEFT_OUT[code]}" for code in _LEFT_OUT if left_out[code]]
     return f"Nothing to {verb} of {month}: {', '.join(reasons) or 'there are no tenants'}."
+
+
+async def _find_draft(client: AdminClient, invoice_id: str) -> Row:
+    """Return whose draft of which month it is; nothing but the id of what is no draft. Its lines are not asked for: over two
+    currencies it has none."""
+    for head in await client.every("/invoices", query={"state": "draft"}):
+        if head["id"] == invoice_id:
+            tenant = await client.call("GET", f"/tenants/{head['tenant_id']}")
+            return {"id": invoice_id, "tenant_id": tenant["id"], "tenant": tenant["name"], "month": head["month"]}
+    return {"id": invoice_id}
+
+
+async def _discarded(client: AdminClient, invoice_id: str) -> Row:
+    draft = await _find_draft(client, invoice_id)
+    await client.remove(f"/invoices/{quote(invoice_id, safe='')}")
+    return {**draft, "discarded": True}
 
 
 async def _drafted(_client: AdminClient, invoice: Row) -> Row:

@@ -24,6 +24,7 @@ _EXACT_COUNT_MAX = 99_999
 _CENTS_DECIMALS = 2
 _MONEY_DECIMALS = 6
 _DAY, _TIME_OF_DAY = "%Y-%m-%d", "%H:%M:%S"
+_MINUTE = f"{_DAY} %H:%M{_NO_BREAK}%Z"  # 2026-10-24 14:03 CEST
 _UTC = BillingCalendar()
 
 
@@ -169,6 +170,14 @@ def ago(moment: datetime | None, now: datetime, calendar: BillingCalendar = _UTC
     return _TIME.format(rfc3339(moment), exact_time(moment, calendar), distance(moment, now))
 
 
+def when(moment: datetime, now: datetime, calendar: BillingCalendar = _UTC) -> Markup:
+    """Return what `ago` does of the last day, and of what lies further back its minute in the billing zone, for lists that are
+    searched for a moment."""
+    if (now - moment).total_seconds() < _DAY_S:
+        return ago(moment, now, calendar)
+    return _TIME.format(rfc3339(moment), exact_time(moment, calendar), f"{calendar.local(moment):{_MINUTE}}")
+
+
 def distance(moment: datetime, now: datetime) -> str:
     """Return how far `moment` lies from `now` in its largest unit."""
     seconds = (now - moment).total_seconds()
@@ -193,7 +202,7 @@ def clock_time(moment: datetime, calendar: BillingCalendar = _UTC) -> str:
 
 def filters_of(calendar: BillingCalendar) -> dict[str, Callable[..., Any]]:
     """Return the filters for a box whose days are those of `calendar`."""
-    return FILTERS | {time.__name__: partial(time, calendar=calendar) for time in (ago, clock_time, exact_time)}
+    return FILTERS | {time.__name__: partial(time, calendar=calendar) for time in (ago, clock_time, exact_time, when)}
 
 
 FILTERS: dict[str, Callable[..., Any]] = {
@@ -214,4 +223,5 @@ FILTERS: dict[str, Callable[..., Any]] = {
     "rfc3339": rfc3339,
     "size": size,
     "units": units,
+    "when": when,
 }

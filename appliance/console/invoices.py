@@ -1,5 +1,5 @@
-"""Invoices: the list of a month, one in full, a draft made, a draft closed. Knows no price: what an invoice says is computed
-below it, and the files come from the administrators' interface."""
+"""Invoices: the list of a month, one in full, a draft made, closed or discarded. Knows no price: what an invoice says is
+computed below it, and the files come from the administrators' interface."""
 
 from __future__ import annotations
 
@@ -17,7 +17,8 @@ from appliance.console.rendering import Html
 from appliance.console.security import ConsoleRequest, access_of, needs
 from appliance.console.tenant_names import tenants_by_name
 from appliance.metering.calendar import first_day
-from appliance.metering.invoicing.rows import Invoice
+from appliance.metering.invoicing.invoices import check_draft
+from appliance.metering.invoicing.rows import Invoice, InvoiceHead
 from appliance.metering.invoicing.wording import ABORT_POLICY, day_name, line_name, month_name, payment, percent
 from appliance.tenancy.principals import Tenant
 from appliance.tenancy.roles import Action
@@ -80,11 +81,37 @@ async def close_invoice(request: ConsoleRequest, console: ConsoleDependency, inv
     return console.pages.redirect(request, f"/invoices/{invoice_id}", done="invoice-closed")
 
 
+@get("/invoices/{invoice_id:str}/discard", guards=[needs(Action.BILLING)])
+async def confirm_discard(request: ConsoleRequest, console: ConsoleDependency, invoice_id: FromPath[str]) -> Html:
+    """Say what discarding does before it is done; of a closed invoice, that it stays."""
+    head, tenant = await _find_head(request, console, invoice_id)
+    check_draft(head)
+    return _discard_form(request, console, head, tenant, None)
+
+
+@post("/invoices/{invoice_id:str}/discard", guards=[needs(Action.BILLING)], status_code=200)
+async def discard_invoice(request: ConsoleRequest, console: ConsoleDependency, invoice_id: FromPath[str]) -> Html:
+    """Remove the draft, or say why it stays."""
+    head, tenant = await _find_head(request, console, invoice_id)
+    try:
+        await console.services.invoices.discard(invoice_id, access=access_of(request))
+    except Conflict as error:
+        return _discard_form(request, console, head, tenant, error)
+    return console.pages.redirect(request, "/invoices", done="draft-discarded")
+
+
 async def _find(request: ConsoleRequest, console: Console, invoice_id: str, action: Action) -> tuple[Invoice, Tenant]:
     """Return an invoice and its tenant. Raises NotFound for one that is not the member's."""
     access = access_of(request)
     invoice = await console.services.invoices.get(invoice_id, access=access, action=action)
     return invoice, await console.services.tenants.get(invoice.head.tenant_id, access=access)
+
+
+async def _find_head(request: ConsoleRequest, console: Console, invoice_id: str) -> tuple[InvoiceHead, Tenant]:
+    """Return an invoice without its lines, as a draft over two currencies has none, and its tenant. Raises as `_find`."""
+    access = access_of(request)
+    head = await console.services.invoices.head(invoice_id, access=access, action=Action.BILLING)
+    return head, await console.services.tenants.get(head.tenant_id, access=access)
 
 
 async def _list(request: ConsoleRequest, console: Console, form: Form | None) -> Html:
@@ -123,19 +150,36 @@ def _last_month(console: Console) -> str:
 def _close_form(
     request: ConsoleRequest, console: Console, invoice: Invoice, tenant: Tenant, error: GatehouseError | None
 ) -> Html:
-    form = None
-    if error is not None:
-        form = Form({})
-        form.fail_with(error, ())
     return console.pages.sheet(
         request,
         "fragments/invoice_close.html",
         title=f"Close {month_name(invoice.head.month)} of {tenant.name}",
         invoice=invoice,
         tenant=tenant,
-        form=form,
+        form=_refused(error),
         **WORDS,
     )
 
 
-HANDLERS = (list_invoices, draft_invoice, show_invoice, confirm_close, close_invoice)
+def _discard_form(
+    request: ConsoleRequest, console: Console, head: InvoiceHead, tenant: Tenant, error: GatehouseError | None
+) -> Html:
+    return console.pages.sheet(
+        request,
+        "fragments/invoice_discard.html",
+        title=f"Discard {month_name(head.month)} of {tenant.name}",
+        head=head,
+        form=_refused(error),
+    )
+
+
+def _refused(error: GatehouseError | None) -> Form | None:
+    """Return the form without fields that says `error`; None for one that was not sent yet."""
+    if error is None:
+        return None
+    form = Form({})
+    form.fail_with(error, ())
+    return form
+
+
+HANDLERS = (list_invoices, draft_invoice, show_invoice, confirm_close, close_invoice, confirm_discard, discard_invoice)

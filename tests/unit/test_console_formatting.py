@@ -154,6 +154,16 @@ def test_times_are_distances_with_the_exact_time_beside_them(age: timedelta, tex
     assert "UTC" in shown
 
 
+def test_a_list_that_is_searched_says_the_minute_of_what_is_older_than_a_day() -> None:
+    when = formatting.filters_of(BillingCalendar("Europe/Zurich"))["when"]
+    moment = datetime(2026, 7, 1, 22, 30, 5, tzinfo=UTC)
+
+    assert ">23 h ago</time>" in str(when(moment, moment + timedelta(hours=23)))
+    older = str(when(moment, moment + timedelta(hours=24)))
+    assert ">2026-07-02 00:30\N{NO-BREAK SPACE}CEST</time>" in older
+    assert 'title="2026-07-01 22:30:05 UTC' in older
+
+
 def test_the_live_clock_shows_the_billing_zone_and_names_it() -> None:
     moment = datetime(2026, 7, 1, 22, 30, 5, tzinfo=UTC)
 

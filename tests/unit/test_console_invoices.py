@@ -1,4 +1,4 @@
-"""Invoices in the console: drafted, read in full, closed once."""
+"""Invoices in the console: drafted, read in full, closed once, discarded."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from datetime import timedelta
 from appliance.base.ids import new_id
 from appliance.metering.invoicing.free_allowances import FreeAllowances
 from appliance.tenancy.access import WHOLE_BOX
+from appliance.tenancy.audit import AuditFilter
 from tests.support.cast import Person
 from tests.support.clock import START, FakeClock
 from tests.support.console_fixtures import Box, Browser
@@ -78,6 +79,74 @@ async def test_a_closed_invoice_has_a_number_and_cannot_be_closed_again(box: Box
     assert (await alice.post(f"{address}/close")).status_code == 422
 
 
+async def test_a_draft_is_discarded_once_it_is_confirmed_and_can_be_drafted_again(box: Box) -> None:
+    await use(box, box.cast.bob)
+    alice = await box.alice()
+    address = await drafted(box, alice, box.cast.bob)
+    assert f'href="{address}/discard"' in (await alice.get(address)).text
+
+    for asked in (await alice.get(f"{address}/discard"), await alice.fragment(f"{address}/discard")):
+        assert asked.status_code == 200
+        assert f"Discard {MONTH_NAME} of bob" in asked.text
+        assert f'method="post" action="{address}/discard"' in asked.text
+    assert (await alice.get(address)).status_code == 200  # it was only asked
+
+    answer = await alice.post(f"{address}/discard")
+    assert (answer.status_code, answer.headers["location"]) == (303, "/invoices")
+    listed = (await alice.get("/invoices")).text
+    assert "Draft discarded." in listed
+    assert "No invoices." in listed
+    (entry,) = (await box.services.audit.page(filters=AuditFilter(actions=["invoice.discard"]), access=WHOLE_BOX)).data
+    assert (entry.actor_name, entry.tenant_id, entry.before) == (
+        "alice@example.com",
+        box.cast.bob.tenant.id,
+        f'{{"month":"{MONTH}"}}',
+    )
+    assert "0.001230 EUR" in (await alice.get(await drafted(box, alice, box.cast.bob))).text
+
+
+async def test_a_closed_invoice_is_not_discarded_and_it_is_said_why(box: Box, clock: FakeClock) -> None:
+    over(clock)
+    alice = await box.alice()
+    address = await drafted(box, alice, box.cast.bob)
+    await alice.post(f"{address}/close")
+    assert f'href="{address}/discard"' not in (await alice.get(address)).text
+
+    asked = await alice.get(f"{address}/discard")
+    assert asked.status_code == 409
+    told = await alice.fragment(f"{address}/discard")
+    assert "never changes" in told.headers["hx-trigger"]
+    refused = await alice.post(f"{address}/discard")
+    assert refused.status_code == 422
+    for answer in (asked, refused):
+        assert f"The invoice of {MONTH} is closed as" in answer.text
+    assert (await alice.get(address)).status_code == 200
+
+
+async def test_a_draft_that_cannot_be_computed_is_discarded_too(box: Box) -> None:
+    alice = await box.alice()
+    address = await drafted(box, alice, box.cast.bob)
+    for currency in ("EUR", "USD"):
+        price = await box.services.prices.add(
+            model="demo", currency=currency, prompt=1_000_000, cached_prompt=0, completion=0, effective_from=START
+        )
+        entry = pending(box.cast.bob, request_id=new_id("req"), price=price)
+        await box.services.ledger.open(entry)
+        await box.services.ledger.settle(posted(entry.request_id, prompt=50, completion=0))
+    assert (await alice.get(address)).status_code == 409
+    assert (await alice.get(f"{address}/discard")).status_code == 200
+    assert (await alice.post(f"{address}/discard")).status_code == 303
+
+
+async def test_a_draft_that_somebody_else_discarded_is_not_there(box: Box) -> None:
+    alice = await box.alice()
+    address = await drafted(box, alice, box.cast.bob)
+    await box.services.invoices.discard(address.rpartition("/")[2], access=WHOLE_BOX)
+    for answer in (await alice.get(f"{address}/discard"), await alice.post(f"{address}/discard")):
+        assert answer.status_code == 404
+        assert "No such invoice." in answer.text
+
+
 async def test_a_wrong_month_is_said_above_the_list(box: Box) -> None:
     alice = await box.alice()
     answer = await alice.post("/invoices", tenant=box.cast.bob.tenant.id, month="soon")
@@ -90,7 +159,10 @@ async def test_a_viewer_reads_and_a_member_of_another_tenant_does_not(box: Box) 
     address = await drafted(box, await box.alice(), box.cast.bob)
     vera = await box.vera()
     assert (await vera.get(address)).status_code == 200
-    assert (await vera.post(f"{address}/close")).status_code == 403
+    assert "/discard" not in (await vera.get(address)).text
+    assert (await vera.get(f"{address}/discard")).status_code == 403
+    for deed in ("close", "discard"):
+        assert (await vera.post(f"{address}/{deed}")).status_code == 403
     stranger = await box.services.members.create("mallory@example.com", "mallory's long password", "member")
     await box.services.memberships.add(box.cast.charlie.tenant.id, stranger.id, "manager", access=WHOLE_BOX)
     mallory = await box.visitor().sign_in("mallory@example.com", "mallory's long password")

@@ -104,10 +104,10 @@ class Invoices:
             head = await self._draft_of(connection, tenant_id, month, keep=True)
         return await self.get(head.id, access=access)
 
-    async def head(self, invoice_id: str, *, access: Access) -> InvoiceHead:
+    async def head(self, invoice_id: str, *, access: Access, action: Action = Action.INVOICES) -> InvoiceHead:
         """Return an invoice without its lines. Raises NotFound, also for another tenant's, and RoleNotAllowed."""
         async with self._db.reading() as connection:
-            return await _read_head(connection, invoice_id, access, Action.INVOICES)
+            return await _read_head(connection, invoice_id, access, action)
 
     async def get(self, invoice_id: str, *, access: Access, action: Action = Action.INVOICES) -> Invoice:
         """Return an invoice, a draft as it would be now. Raises as `head`, and CurrenciesMixed."""
@@ -148,13 +148,13 @@ class Invoices:
         """
         async with self._db.reading() as connection:
             head = await _read_head(connection, invoice_id, access, Action.BILLING)
-            _check_draft(head)
+            check_draft(head)
             self._check_over(head.month)
             ahead = await _sum_ahead(connection, head)
         async with self._db.writing() as connection:
             through = await locked(connection, POSTING)
             head = await _read_head(connection, invoice_id, access, Action.BILLING)
-            _check_draft(head)
+            check_draft(head)
             before = await rows.read_last_cover(connection, head.tenant_id)
             sums = await _sums_since(connection, head, before, through, ahead)
             content = await self._content(connection, head, before, sums)
@@ -181,7 +181,7 @@ class Invoices:
         async with self._db.writing() as connection:
             await locked(connection, POSTING)
             head = await _read_head(connection, invoice_id, access, Action.BILLING)
-            _check_draft(head)
+            check_draft(head)
             await rows.delete_draft(connection, head.id)
             before = {"month": head.month}
             await audit.record(
@@ -211,7 +211,7 @@ class Invoices:
                 await audit.record(
                     connection, self._clock, "invoice.draft", "invoice", head.id, tenant_id=tenant_id, after=after
                 )
-        _check_draft(head)
+        check_draft(head)
         return head
 
     async def _begun(self, connection: AsyncConnection, tenant_id: str, month: str, currency: str) -> InvoiceHead:
@@ -381,7 +381,8 @@ async def _free_months(
     }
 
 
-def _check_draft(head: InvoiceHead) -> None:
+def check_draft(head: InvoiceHead) -> None:
+    """Raise InvoiceClosed for an invoice that is no draft any more."""
     if head.state != "draft":
         raise InvoiceClosed(
             f"the invoice of {head.month} is closed as {head.number} and never changes; what comes later is on the next one",
