@@ -11,8 +11,8 @@ from appliance.console.context import Console, ConsoleDependency
 from appliance.console.rendering import THEME_COOKIE, THEMES, Html
 from appliance.console.security import ConsoleRequest, current_session, form_of, is_secure, safe_next, session_cookie
 from appliance.console.sign_in import address_of, close_session, first_factor_proven, note_refusal, wait_of
+from appliance.tenancy.members import EMAIL_CHARS_MAX, PASSWORD_CHARS_MAX
 
-FIELD_CHARS_MAX = 1000
 THEME_KEPT_S = 365 * 24 * 3600
 # One sentence for an unknown address and a wrong password alike.
 WRONG = "Wrong e-mail or password."
@@ -34,7 +34,8 @@ async def sign_in(request: ConsoleRequest, console: ConsoleDependency) -> Html:
     email, password = str(form.get("email", "")).strip(), str(form.get("password", ""))
     target = safe_next(str(form.get("next", "")))
     try:
-        if len(email) > FIELD_CHARS_MAX or len(password) > FIELD_CHARS_MAX:
+        if len(email) > EMAIL_CHARS_MAX or len(password) > PASSWORD_CHARS_MAX:
+            console.attempts.count_address(address=address_of(request))  # of no account: nobody's name is as long
             raise InvalidCredentials(WRONG)
         console.attempts.count(address=address_of(request), account=email)
         proven = await console.services.members.prove_password(email, password)

@@ -10,6 +10,9 @@ import pytest
 from appliance.base.errors import RateLimitExceeded
 from appliance.console.login import WRONG
 from appliance.console.login_attempts import PER_ACCOUNT, PER_ADDRESS, LoginAttempts
+from appliance.tenancy.access import WHOLE_BOX
+from appliance.tenancy.audit import AuditFilter
+from appliance.tenancy.members import PASSWORD_CHARS_MAX
 from tests.support.cast import ALICE_PASSWORD
 from tests.support.clock import FakeClock
 from tests.support.console_fixtures import Box
@@ -137,6 +140,25 @@ async def test_guessing_one_account_is_slowed_down_and_the_right_password_does_n
     assert (refused.status_code, refused.headers["retry-after"]) == (429, str(round(PER_ACCOUNT.refill_s)))
     clock.advance(PER_ACCOUNT.refill_s)
     assert (await visitor.post("/login", email=EMAIL, password=ALICE_PASSWORD)).status_code == 303
+
+
+@pytest.mark.parametrize(("email", "password"), [("x" * 1001, "wrong"), (EMAIL, "y" * 1025)])
+async def test_what_is_too_long_to_be_right_counts_as_an_attempt(box: Box, email: str, password: str) -> None:
+    visitor = box.visitor()
+    statuses = [
+        (await visitor.post("/login", email=email, password=password)).status_code for _ in range(PER_ADDRESS.burst + 1)
+    ]
+
+    assert statuses == [401] * PER_ADDRESS.burst + [429]
+    entries = await box.services.audit.page(200, None, AuditFilter(actions=frozenset({"session.refuse"})), access=WHOLE_BOX)
+    assert len(entries.data) == PER_ADDRESS.burst
+
+
+async def test_the_longest_password_that_may_be_chosen_signs_in(box: Box) -> None:
+    longest = "long password, ".ljust(PASSWORD_CHARS_MAX, "!")
+    await box.services.members.reset_password(EMAIL, longest)
+
+    assert (await box.visitor().post("/login", email=EMAIL, password=longest)).status_code == 303
 
 
 def test_one_address_cannot_try_many_accounts(clock: FakeClock) -> None:
