@@ -34,9 +34,12 @@ class Sealer:
         return base64.urlsafe_b64encode(nonce + self._cipher.encrypt(nonce, text.encode(), None)).decode()
 
     def open(self, sealed: str) -> str:
-        """Return the text that was sealed. Raises Unsealable."""
+        """Return the text that was sealed. Raises Unsealable, also where it is spelt in another way than `seal` did: base 64 is
+        read with signs that say nothing, and what serves once would be found new."""
         try:
             raw = base64.urlsafe_b64decode(sealed)
+            if base64.urlsafe_b64encode(raw).decode() != sealed:
+                raise ValueError("not as it was spelt")
             return self._cipher.decrypt(raw[:_NONCE_BYTES], raw[_NONCE_BYTES:], None).decode()
         except (InvalidTag, ValueError) as error:
             raise Unsealable("a stored secret cannot be read: secret.key is not the one that it was sealed with") from error

@@ -92,6 +92,17 @@ async def test_a_way_back_serves_once_also_with_the_old_cookie(box: Box, fake: F
     assert fake.requests.count("POST /token") == 1
 
 
+@pytest.mark.parametrize("respelt", ["{}!", "{}==", "*{}", "{}%0A"])
+async def test_a_way_back_serves_once_however_its_cookie_is_spelt(box: Box, fake: FakeProvider, respelt: str) -> None:
+    visitor, thief = box.visitor(), box.visitor()
+    back = await way_back(visitor, fake)
+    thief.http.cookies.set(STEP, respelt.format(visitor.http.cookies[STEP].strip('"')), domain="gatehouse.test")
+    assert (await visitor.get(back)).status_code == 303
+
+    assert (await thief.get(back)).status_code == 400
+    assert fake.requests.count("POST /token") == 1
+
+
 async def test_a_way_back_that_took_too_long_is_refused(box: Box, fake: FakeProvider, clock: FakeClock) -> None:
     visitor = box.visitor()
     back = await way_back(visitor, fake)
