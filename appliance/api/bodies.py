@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 import msgspec
 
 from appliance.base.errors import InvalidValue, UnknownParameter
+from appliance.base.gc_tuning import without_collections
 
 T = TypeVar("T")
 OMITTED = msgspec.UNSET
@@ -38,7 +39,8 @@ _MISSING = re.compile(r"Object missing required field `(?P<name>[^`]*)`")
 def decode_body(body: bytes, kind: type[T]) -> T:
     """Return `body` (JSON) as `kind`. Raises UnknownParameter or InvalidValue."""
     try:
-        return msgspec.json.decode(body, type=kind)
+        with without_collections():
+            return msgspec.json.decode(body, type=kind)
     except msgspec.ValidationError as error:
         raise _refusal(str(error)) from error
     except (msgspec.DecodeError, UnicodeDecodeError) as error:

@@ -106,10 +106,10 @@ def _stop(stop: str | list[str] | None) -> list[str]:
 
 def _check_token_ids(token_ids: list[int], model: ServedModel) -> None:
     assert model.info is not None
-    wrong = [token_id for token_id in token_ids if not 0 <= token_id < model.info.vocab_size]
-    if wrong or len(token_ids) > STOP_TOKEN_IDS_MAX:
+    vocab_size = model.info.vocab_size
+    if len(token_ids) > STOP_TOKEN_IDS_MAX or not all(0 <= token_id < vocab_size for token_id in token_ids):
         raise InvalidValue(
-            f"stop_token_ids takes at most {STOP_TOKEN_IDS_MAX} ids from 0 to {model.info.vocab_size - 1}",
+            f"stop_token_ids takes at most {STOP_TOKEN_IDS_MAX} ids from 0 to {vocab_size - 1}",
             param="stop_token_ids",
         )
 

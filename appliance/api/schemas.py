@@ -15,6 +15,7 @@ from appliance.base.errors import InvalidValue, UnknownParameter, UnsupportedPar
 from appliance.metering.limits.rules import is_batch_work
 
 MESSAGES_MAX = 4096
+PARTS_MAX = 16_384  # of content, in all messages: some 50 ms of a processor, in which everybody else waits
 STOP_CHARS_MAX = 1000
 TEXT_ROLES = ("developer", "system", "user", "assistant")
 OPENAI_ROLES = (*TEXT_ROLES, "tool", "function")
@@ -157,6 +158,9 @@ def check_messages(messages: list[Message]) -> list[dict[str, Any]]:
     """
     if not 1 <= len(messages) <= MESSAGES_MAX:
         raise InvalidValue(f"messages must hold 1 to {MESSAGES_MAX} messages, not {len(messages)}", param="messages")
+    parts = sum(len(message.content) for message in messages if isinstance(message.content, list))
+    if parts > PARTS_MAX:
+        raise InvalidValue(f"messages must hold at most {PARTS_MAX} content parts in all, not {parts}", param="messages")
     return [_checked_message(message, f"messages[{index}]") for index, message in enumerate(messages)]
 
 

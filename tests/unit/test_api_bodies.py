@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import gc
 import gzip
 import tracemalloc
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import msgspec
 import pytest
@@ -13,7 +16,8 @@ import structlog
 
 from appliance.api.admin.usage import NewPriceBody
 from appliance.api.bodies import decode_body
-from appliance.api.schemas import ChatCompletionRequest, check_messages, check_supported
+from appliance.api.sampling import STOP_TOKEN_IDS_MAX, sampling_params
+from appliance.api.schemas import PARTS_MAX, ChatCompletionRequest, check_messages, check_supported
 from appliance.base.errors import InvalidValue, UnknownParameter, UnsupportedParameter
 from tests.support.api_box import open_api_box
 
@@ -244,3 +248,48 @@ def test_the_search_for_a_deep_field_ends_soon() -> None:
 
 def test_the_last_of_two_values_counts() -> None:
     assert decode_body(b'{"model": "a", "model": "b"}', Deep).model == "b"
+
+
+@pytest.mark.parametrize("end", [b"]}", b"]"])
+def test_no_collection_looks_through_a_body_while_it_is_read(end: bytes) -> None:
+    body = b'{"model": "m", "tools": [' + b",".join([b"[[]]"] * 50_000) + end
+    begun: list[str] = []
+
+    def note(phase: str, _info: dict[str, int]) -> None:
+        begun.append(phase)
+
+    gc.callbacks.append(note)
+    try:
+        if end == b"]}":
+            decode_body(body, Deep)
+        else:
+            with pytest.raises(InvalidValue, match="not valid UTF-8 JSON"):
+                decode_body(body, Deep)
+    finally:
+        gc.callbacks.remove(note)
+
+    assert begun.count("start") <= 2, "what follows the reading may collect, the reading itself may not"
+    assert gc.isenabled()
+
+
+def test_the_parts_of_all_messages_have_a_limit() -> None:
+    half = ",".join(['{"type": "text", "text": ""}'] * (PARTS_MAX // 2))
+    body = '{"model": "m", "messages": [{"role": "user", "content": [%s]}, {"role": "user", "content": [%s]}]}'
+    assert len(check_messages(decode_body((body % (half, half)).encode(), ChatCompletionRequest).messages)) == 2
+
+    more = half + ', {"type": "text", "text": ""}'
+    with pytest.raises(InvalidValue, match=f"at most {PARTS_MAX} content parts in all, not {PARTS_MAX + 1}") as refused:
+        check_messages(decode_body((body % (half, more)).encode(), ChatCompletionRequest).messages)
+    assert refused.value.param == "messages"
+
+
+def test_too_many_stop_token_ids_are_refused_without_a_look_at_each() -> None:
+    class Unread(list[int]):
+        def __iter__(self) -> Iterator[int]:
+            raise AssertionError("they were counted already")
+
+    body = decode_body(b'{"model": "m", "messages": []}', ChatCompletionRequest)
+    body.stop_token_ids = Unread([1] * (STOP_TOKEN_IDS_MAX + 1))
+    model = cast(Any, SimpleNamespace(max_model_len=100, info=SimpleNamespace(vocab_size=9)))
+    with pytest.raises(InvalidValue, match="stop_token_ids takes at most"):
+        sampling_params(body, model, prompt_tokens=1)
