@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
@@ -25,7 +26,7 @@ class Console:
         self.pages = Pages(services)
         self.attempts = LoginAttempts(services.clock)
         self.board = LiveBoard(services)
-        self.open_streams = 0
+        self.open_streams: Counter[str] = Counter()  # live pages by the id of their member
         # The frames of the newest sample, by view and by what their readers may see; filled by `live_stream`.
         self.frames_at = ""
         self.frames: dict[tuple[str, str, frozenset[tuple[str, str]]], bytes] = {}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
 
@@ -11,6 +12,7 @@ from litestar.params import FromQuery
 from litestar.response import Stream
 
 from appliance.base.errors import InvalidValue, Overloaded
+from appliance.console.account import own_session
 from appliance.console.context import Console, ConsoleDependency
 from appliance.console.overview import overview_fragment
 from appliance.console.requests import live_requests_fragment
@@ -22,6 +24,7 @@ from appliance.tenancy.roles import Action
 log = structlog.get_logger()
 
 STREAMS_MAX = CONSOLE_SUBSCRIBERS
+STREAMS_OF_MEMBER_MAX = 12  # two browsers, each with the six connections that it opens to a host
 SESSION_CHECKED_EVERY_TICKS = 10
 RETRY_AFTER_S = 10.0
 VIEWS = {"overview": overview_fragment, "requests": live_requests_fragment}
@@ -34,19 +37,44 @@ async def live_stream(request: ConsoleRequest, console: ConsoleDependency, view:
         raise InvalidValue(f"view must be one of {', '.join(VIEWS)}", param="view")
     if view == "overview":
         access_of(request).require(Action.READ_BOX)
-    if console.open_streams >= STREAMS_MAX:
-        raise Overloaded(f"at most {STREAMS_MAX} live pages can be open", retry_after_s=RETRY_AFTER_S)
+    member_id = own_session(request).member.id
+    _check_place(console, member_id)
     try:
         console.services.sampler.check_place()
     except TooManySubscribers as error:
         raise Overloaded(str(error), retry_after_s=RETRY_AFTER_S) from error
     frames = _frames(console, view, token=session_token(request, console.services) or "")
-    return Stream(frames, media_type="text/event-stream", headers={"x-accel-buffering": "no"})
+    return Stream(_placed(console, member_id, frames), media_type="text/event-stream", headers={"x-accel-buffering": "no"})
+
+
+def _check_place(console: Console, member_id: str) -> None:
+    """Raise Overloaded when as many live pages are open as may be, of all members or of this one, who may belong to a single
+    tenant and must not take the places of everybody else."""
+    if console.open_streams.total() >= STREAMS_MAX:
+        raise Overloaded(f"at most {STREAMS_MAX} live pages can be open", retry_after_s=RETRY_AFTER_S)
+    if console.open_streams[member_id] >= STREAMS_OF_MEMBER_MAX:
+        raise Overloaded(f"you can have at most {STREAMS_OF_MEMBER_MAX} live pages open", retry_after_s=RETRY_AFTER_S)
+
+
+async def _placed(console: Console, member_id: str, frames: AsyncGenerator[bytes, None]) -> AsyncGenerator[bytes, None]:
+    """Yield `frames` in a place that this member takes until they end."""
+    async with aclosing(frames):
+        try:
+            _check_place(console, member_id)  # many may have been let in before the first of them began
+        except Overloaded as error:
+            log.warning("a live page found no place; it tries again by itself", reason=error.message)
+            return
+        console.open_streams[member_id] += 1
+        try:
+            async for frame in frames:
+                yield frame
+        finally:
+            console.open_streams[member_id] -= 1
+            console.open_streams += Counter()  # which keeps those alone that have some
 
 
 async def _frames(console: Console, view: str, *, token: str) -> AsyncGenerator[bytes, None]:
     """Yield frames until the appliance drains, the session ends, or its member may not see the page any more."""
-    console.open_streams += 1
     access: Access | None = None
     try:
         async with aclosing(console.services.sampler.subscribe()) as ticks:
@@ -64,8 +92,6 @@ async def _frames(console: Console, view: str, *, token: str) -> AsyncGenerator[
                 yield await _rendered(console, view, access, at=snapshot.at.isoformat())
     except TooManySubscribers:
         log.warning("a live page found no place at the sampler; it tries again by itself")
-    finally:
-        console.open_streams -= 1
 
 
 async def _rendered(console: Console, view: str, access: Access, *, at: str) -> bytes:
