@@ -14,8 +14,10 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-from collections.abc import Awaitable, Callable, Collection, Iterable, Sequence
+from bisect import bisect_left
+from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from operator import attrgetter
 from typing import Protocol
 
 from appliance.base.clock import Clock
@@ -73,21 +75,17 @@ class Refusals:
 
 @dataclass(slots=True, eq=False, kw_only=True)
 class Waiter:
-    """A request in lines. `lines` maps whoever refused it to whether it waits there for a day's or a month's limit."""
+    """A request in lines. `lines` maps whoever refused it to whether it waits there for a day's or a month's limit, `tokens`
+    all of its allowances to what it is expected to need there."""
 
     seq: int
     tenant_id: str
-    allowances: Sequence[Allowance]
-    needs: Sequence[Need]
+    tokens: Mapping[Allowance, int]
     attempt: Callable[[Waiter], Reservation | Refusals]
     deadline_s: float
     answer: asyncio.Future[Reservation]
     lines: dict[Allowance, bool] = field(default_factory=dict)
     alarm: Alarm | None = None
-
-    def need_of(self, allowance: Allowance) -> Need:
-        """Return what it needs there."""
-        return self.needs[self.allowances.index(allowance)]
 
 
 class AdmissionQueue:
@@ -108,10 +106,10 @@ class AdmissionQueue:
         line = self._lines.get(allowance)
         if not line:
             return NOBODY
-        before = [other for other in line if waiter is None or other.seq < waiter.seq]
+        before = line if waiter is None else line[: bisect_left(line, waiter.seq, key=attrgetter("seq"))]
         return Ahead(
             requests=len(before),
-            tokens=sum(other.need_of(allowance).expected.tokens for other in before),
+            tokens=sum(other.tokens[allowance] for other in before),
             for_window=any(other.lines[allowance] for other in before),
         )
 
@@ -139,8 +137,7 @@ class AdmissionQueue:
         waiter = Waiter(
             seq=next(self._seq),
             tenant_id=tenant_id,
-            allowances=allowances,
-            needs=needs,
+            tokens={allowance: need.expected.tokens for allowance, need in zip(allowances, needs, strict=True)},
             attempt=attempt,
             deadline_s=self._clock.monotonic_s() + patience_s,
             answer=asyncio.get_running_loop().create_future(),
