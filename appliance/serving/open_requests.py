@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections import Counter
 
+from appliance.base.shared_places import has_place
+
 
 class OpenRequests:
     """Every answer of a request takes a place of its model."""
@@ -14,13 +16,8 @@ class OpenRequests:
         self._requests_of: Counter[tuple[str, str]] = Counter()
 
     def has_place(self, model: str, tenant_id: str, places: int) -> bool:
-        """Return whether the tenant may open one more request of a model with so many `places`.
-
-        A tenant alone gets all of them. What one has open and what all have open may together come to twice the places: of k
-        tenants that ask for all they can get, each has 2 / (k + 1) of them, and there is one for whoever has none (dynamic
-        thresholds: Choudhury and Hahne, IEEE/ACM Transactions on Networking 6(2), 1998).
-        """
-        return self._answers[model] + self._answers_of[model, tenant_id] < 2 * places
+        """Return whether the tenant may open one more request of a model with so many `places`, which all tenants share."""
+        return has_place(self._answers_of[model, tenant_id], self._answers[model], places)
 
     def requests_of(self, model: str, tenant_id: str) -> int:
         """Return how many requests of a tenant are open."""

@@ -18,6 +18,12 @@ from engine.grammar.spec import GrammarSpec
 
 CACHED_GRAMMARS_MAX = 128
 WAITING_MAX = 512
+NO_THREAD = "the system starts no more threads"
+
+
+def overloaded(spec: GrammarSpec, why: str) -> EngineOverloaded:
+    """Why a grammar is not compiled, which may be asked for again."""
+    return EngineOverloaded(f"{spec.param} cannot be compiled now: {why}")
 
 
 class Job(NamedTuple):
@@ -120,4 +126,4 @@ class CompileLines:
             del self._lines[tenant_id]
 
     def _overloaded(self, spec: GrammarSpec) -> EngineOverloaded:
-        return EngineOverloaded(f"{spec.param} cannot be compiled now: {self._waiting_max} grammars wait already")
+        return overloaded(spec, f"{self._waiting_max} grammars wait already")

@@ -16,7 +16,7 @@ import time
 from concurrent.futures import Future
 
 from engine.errors import EngineOverloaded
-from engine.grammar.compile_lines import CompileLines, Job
+from engine.grammar.compile_lines import NO_THREAD, CompileLines, Job, overloaded
 from engine.grammar.matcher import CompiledGrammar, token_trie
 from engine.grammar.spec import GrammarError, GrammarSpec
 from engine.grammar.stacks import STACK_BYTES, new_threads_get
@@ -119,23 +119,20 @@ class GrammarCompiler:
 
     def submit(self, spec: GrammarSpec, tenant_id: str) -> Future[CompiledGrammar]:
         """The grammar of `spec`, now or later. The future raises `GrammarError` naming the field, and `EngineOverloaded` when
-        too many wait already."""
+        too many wait already, or no thread can be started."""
         with self._changed:
             known = self._lines.find(tenant_id, spec)
             if known is not None:
                 return known
             try:
                 self._refuse(spec)
+                if self._num_idle <= self._lines.num_waiting and len(self._threads) < self._workers:
+                    self._start_worker(spec)
                 grammar = self._lines.add(tenant_id, spec)
             except (GrammarError, EngineOverloaded) as refusal:
                 refused: Future[CompiledGrammar] = Future()
                 refused.set_exception(refusal)
                 return refused
-            if self._num_idle < self._lines.num_waiting and len(self._threads) < self._workers:
-                thread = threading.Thread(target=self._work, name="grammar-compiler", daemon=True)
-                self._threads.append(thread)
-                with new_threads_get(STACK_BYTES):
-                    thread.start()
             self._changed.notify()
             return grammar
 
@@ -147,6 +144,19 @@ class GrammarCompiler:
             self._changed.notify_all()
         for thread in self._threads:
             thread.join()
+
+    def _start_worker(self, spec: GrammarSpec) -> None:
+        """One thread more, which begins when the lock is free. Where the system starts none, those that there are do its work;
+        raises `EngineOverloaded` where there are none."""
+        thread = threading.Thread(target=self._work, name="grammar-compiler", daemon=True)
+        try:
+            with new_threads_get(STACK_BYTES):
+                thread.start()
+        except RuntimeError as error:
+            if not self._threads:
+                raise overloaded(spec, NO_THREAD) from error
+        else:
+            self._threads.append(thread)
 
     def _refuse(self, spec: GrammarSpec) -> None:
         if self._closed:

@@ -10,6 +10,7 @@ from typing import Protocol
 
 from engine.errors import EngineError, EngineOverloaded, ModelError
 from engine.fault_isolation import failure
+from engine.grammar.compile_lines import NO_THREAD, overloaded
 from engine.grammar.matcher import CompiledGrammar
 from engine.grammar.spec import GrammarError, GrammarSpec
 from engine.scheduling.request import Request
@@ -47,11 +48,16 @@ class LateCompiler:
 
     def submit(self, spec: GrammarSpec, tenant_id: str) -> Future[CompiledGrammar]:
         """As of `GrammarCompiler`. A model whose vocabulary cannot be read refuses every grammar, saying why."""
+        compiled: Future[CompiledGrammar] = Future()
         if self._made is None:
             worker = ThreadPoolExecutor(max_workers=1, thread_name_prefix="grammar-vocabulary")
-            self._made = worker.submit(self._make)
-            worker.shutdown(wait=False)
-        compiled: Future[CompiledGrammar] = Future()
+            try:
+                self._made = worker.submit(self._make)
+            except RuntimeError:  # the next request tries again
+                compiled.set_exception(overloaded(spec, NO_THREAD))
+                return compiled
+            finally:
+                worker.shutdown(wait=False)
         self._made.add_done_callback(lambda made: _pass_on(made, spec, tenant_id, compiled))
         return compiled
 

@@ -94,6 +94,7 @@ class FairPolicy:
         """A request of the account has ended, or a prefill is complete: the account may have no backlog any more."""
         if not account.is_backlogged:
             self.backlogs[account.priority].leave(account)
+            self._leads.look_at(account)  # it is ahead of nobody; without decodes nothing else would look again
 
     def begin_step(self) -> None:
         step = self._accounts.step

@@ -372,6 +372,7 @@ class SchedulerLife:
         for account in backlogged:
             lead = policy.backlogs[account.priority].lead_at(account, step)
             assert -lead <= policy.settings.quantum_ps * account.weight, "a deficit above the quantum"
+        assert backlogged.issuperset(policy._leads.ahead), "an account without a backlog is kept as being ahead"
         self.meter.recovery_ps = policy.recovery_max_ps
         self.meter.observe(backlogged, self.joined)
         self.joined = set()

@@ -23,6 +23,7 @@ from engine.scheduling.scheduled_batch import BlockMoves, ScheduledRequest, Step
 from engine.scheduling.scheduler import Scheduler
 from tests.support.clock import FakeClock
 from tests.support.engines import run_to_end, tokens, wanted
+from tests.support.few_threads import no_more_threads
 
 EOS = 9
 GRAMMAR: Any = object()
@@ -309,6 +310,18 @@ def test_a_compiler_that_cannot_be_made_leaves_no_request_waiting() -> None:
 
     with pytest.raises(RuntimeError, match="a bug"):
         LateCompiler(make).submit(GrammarSpec("regex", "a+"), "alice").result(timeout=60)
+
+
+def test_where_no_thread_can_be_started_a_late_compiler_refuses_without_blame_and_is_made_for_a_later_request() -> None:
+    made = FakeCompiler()
+    compiler, spec = LateCompiler(lambda: made), GrammarSpec("regex", "a+")
+    with no_more_threads(), pytest.raises(EngineOverloaded, match="the system starts no more threads"):
+        compiler.submit(spec, "alice").result(timeout=60)
+    good = compiler.submit(spec, "alice")
+    assert compiler._made is not None
+    compiler._made.result(timeout=60)
+    made.asked[spec].set_result(GRAMMAR)
+    assert good.result(timeout=60) is GRAMMAR
 
 
 def test_a_compiler_that_is_made_late_passes_grammars_and_refusals_on() -> None:

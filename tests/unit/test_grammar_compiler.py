@@ -19,6 +19,7 @@ from engine.grammar.compiler import GrammarCompiler
 from engine.grammar.matcher import GrammarState
 from engine.grammar.spec import GrammarError, GrammarSpec
 from engine.grammar.vocabulary import Vocabulary
+from tests.support.few_threads import no_more_threads
 from tests.support.grammars import BYTES, EOS, compiled, empty_mask
 from tests.support.many_files import every_low_number_taken
 
@@ -201,6 +202,31 @@ def test_a_failure_that_is_no_grammars_is_told_and_the_next_compile_gets_a_proce
     with pytest.raises(OSError, match="no room"):
         compiler.submit(spec, ALICE).result(timeout=60)
     assert compiler.submit(spec, ALICE).result(timeout=60).start().is_complete is False
+    compiler.close()
+
+
+def test_where_no_thread_can_be_started_a_grammar_is_refused_without_blame_and_a_later_one_is_compiled() -> None:
+    compiler, spec = GrammarCompiler(BYTES, workers=1), GrammarSpec("choice", '["a"]')
+    with no_more_threads(), pytest.raises(EngineOverloaded, match="the system starts no more threads"):
+        compiler.submit(spec, ALICE).result(timeout=60)
+    assert compiler.submit(spec, ALICE).result(timeout=60).start().is_complete is False
+    compiler.close()
+
+
+def test_where_no_thread_can_be_started_a_compiler_can_be_closed() -> None:
+    compiler = GrammarCompiler(BYTES)
+    with no_more_threads():
+        compiler.submit(GrammarSpec("choice", '["a"]'), ALICE)
+    compiler.close()
+
+
+def test_where_no_further_thread_can_be_started_a_grammar_waits_for_those_that_there_are() -> None:
+    compiler = GrammarCompiler(BYTES, workers=2)
+    first = compiler.submit(GrammarSpec("choice", '["a"]'), ALICE)
+    with no_more_threads():
+        second = compiler.submit(GrammarSpec("choice", '["b"]'), BOB)
+    assert first.result(timeout=60).start().is_complete is False
+    assert second.result(timeout=60).start().is_complete is False
     compiler.close()
 
 

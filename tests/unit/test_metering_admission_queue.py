@@ -249,6 +249,36 @@ async def test_a_line_has_an_end(queue: Queue, monkeypatch: pytest.MonkeyPatch) 
     assert isinstance(waiting[2].exception(), RateLimitExceeded)
 
 
+async def test_a_tenant_of_many_keys_that_fills_all_places_keeps_nobody_else_from_waiting(
+    queue: Queue, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(admission_queue, "WAITING_MAX", 6)
+    one = Limits(concurrent_requests=1)
+    hog, bob, charlie = principal(), principal(one), principal(one)
+    keys = [with_key(hog, f"key {number}", one) for number in range(4)]
+    for who in (*keys, bob, charlie):
+        assert (await queue.ask(who, 1)).done()
+    flood = [await queue.ask(key, 1) for _ in range(2) for key in keys]
+    assert [task.done() for task in flood] == [False] * 6 + [True] * 2
+    for who, waits in ((bob, 3), (charlie, 2)):  # 6 + 3 + 3 and 9 + 2 + 2 are twice the places, as nearly as may be
+        asked = [await queue.ask(who, 1) for _ in range(5)]
+        assert [task.done() for task in asked] == [False] * waits + [True] * (5 - waits)
+    assert isinstance((await queue.ask(keys[0], 1)).exception(), RateLimitExceeded)
+
+
+async def test_a_tenant_that_fills_the_line_of_a_model_keeps_nobody_else_from_waiting(
+    queue: Queue, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(admission_queue, "LINE_MAX", 4)
+    policy = ModelPolicy(model="demo", limits=Limits(tokens_per_minute=60), limit_mode="enforce", updated_at=START)
+    hog, bob = principal(), principal()
+    await queue.ask(hog, 60, policy=policy)
+    flood = [await queue.ask(hog, 1, policy=policy) for _ in range(5)]
+    assert [task.done() for task in flood] == [False] * 4 + [True]
+    asked = [await queue.ask(bob, 1, policy=policy) for _ in range(3)]
+    assert [task.done() for task in asked] == [False, False, True]
+
+
 async def test_a_limit_that_was_lowered_while_it_waits_counts_and_one_that_never_fits_any_more_ends_the_wait(
     queue: Queue,
 ) -> None:

@@ -134,10 +134,11 @@ class Admission:
         answer = self._try(asked, allowances, needs)
         if isinstance(answer, Reservation):
             return answer
-        if not may_wait(answer.decisions, patience.wait_s) or not self._queue.has_room(answer):
+        if not may_wait(answer.decisions, patience.wait_s) or not self._queue.has_room(answer, asked.principal.tenant.id):
             raise answer.told
         waiting = self._queue.wait(
             answer,
+            asked.principal.tenant.id,
             allowances,
             needs.each,
             lambda waiter: self._try(asked, allowances, needs, waiter),

@@ -7,25 +7,28 @@
 A line is in the order of arrival, and nobody takes what somebody before him waits for. Whoever was refused by a tenant or a key
 stays in that line to the end: while he waits for another limit, nobody behind him may use this one up. In the line of a model,
 which tenants share, he stands only as long as it is the model that refuses him: else a tenant that waits for itself would stop
-all others.
+all others. Places in that line, and all together, are shared: a tenant that fills them keeps no other out.
 """
 
 from __future__ import annotations
 
 import asyncio
 import itertools
-from collections.abc import Awaitable, Callable, Iterable, Sequence
+from bisect import bisect_left
+from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from operator import attrgetter
 from typing import Protocol
 
 from appliance.base.clock import Clock
 from appliance.base.errors import Refused
+from appliance.base.shared_places import has_place
 from appliance.metering.limits.allowances import NOBODY, Ahead, Allowance, Need
 from appliance.metering.limits.quotas import LimitDecision
 from appliance.metering.limits.refusals import refusal
 from appliance.metering.limits.reservations import Reservation
 
-WAITING_MAX = 1024
+WAITING_MAX = 1024  # places of all lines together
 LINE_MAX = 256
 ROUNDING_S = 0.001  # waits are told in whole milliseconds, rounded up
 WINDOWS = ("tokens_per_day", "budget")
@@ -72,20 +75,17 @@ class Refusals:
 
 @dataclass(slots=True, eq=False, kw_only=True)
 class Waiter:
-    """A request in lines. `lines` maps whoever refused it to whether it waits there for a day's or a month's limit."""
+    """A request in lines. `lines` maps whoever refused it to whether it waits there for a day's or a month's limit, `tokens`
+    all of its allowances to what it is expected to need there."""
 
     seq: int
-    allowances: Sequence[Allowance]
-    needs: Sequence[Need]
+    tenant_id: str
+    tokens: Mapping[Allowance, int]
     attempt: Callable[[Waiter], Reservation | Refusals]
     deadline_s: float
     answer: asyncio.Future[Reservation]
     lines: dict[Allowance, bool] = field(default_factory=dict)
     alarm: Alarm | None = None
-
-    def need_of(self, allowance: Allowance) -> Need:
-        """Return what it needs there."""
-        return self.needs[self.allowances.index(allowance)]
 
 
 class AdmissionQueue:
@@ -106,21 +106,24 @@ class AdmissionQueue:
         line = self._lines.get(allowance)
         if not line:
             return NOBODY
-        before = [other for other in line if waiter is None or other.seq < waiter.seq]
+        before = line if waiter is None else line[: bisect_left(line, waiter.seq, key=attrgetter("seq"))]
         return Ahead(
             requests=len(before),
-            tokens=sum(other.need_of(allowance).expected.tokens for other in before),
+            tokens=sum(other.tokens[allowance] for other in before),
             for_window=any(other.lines[allowance] for other in before),
         )
 
-    def has_room(self, refusals: Refusals) -> bool:
-        """Return whether one more may wait there."""
+    def has_room(self, refusals: Refusals, tenant_id: str) -> bool:
+        """Return whether one more of the tenant may wait there."""
         lines = [self._lines.get(allowance, ()) for allowance, _decision in refusals.by]
-        return len(self._waiting) < WAITING_MAX and all(len(line) < LINE_MAX for line in lines)
+        return _has_place(self._waiting, tenant_id, WAITING_MAX) and all(
+            _has_place(line, tenant_id, LINE_MAX) for line in lines
+        )
 
     async def wait(
         self,
         refusals: Refusals,
+        tenant_id: str,
         allowances: Sequence[Allowance],
         needs: Sequence[Need],
         attempt: Callable[[Waiter], Reservation | Refusals],
@@ -133,8 +136,8 @@ class AdmissionQueue:
         """
         waiter = Waiter(
             seq=next(self._seq),
-            allowances=allowances,
-            needs=needs,
+            tenant_id=tenant_id,
+            tokens={allowance: need.expected.tokens for allowance, need in zip(allowances, needs, strict=True)},
             attempt=attempt,
             deadline_s=self._clock.monotonic_s() + patience_s,
             answer=asyncio.get_running_loop().create_future(),
@@ -234,6 +237,10 @@ class AdmissionQueue:
 
 async def _never() -> None:
     await asyncio.Event().wait()
+
+
+def _has_place(waiters: Collection[Waiter], tenant_id: str, places: int) -> bool:
+    return has_place(sum(waiter.tenant_id == tenant_id for waiter in waiters), len(waiters), places)
 
 
 def known_wait_s(decisions: Iterable[LimitDecision]) -> float:
