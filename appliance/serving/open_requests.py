@@ -23,10 +23,6 @@ class OpenRequests:
         """Return how many requests of a tenant are open."""
         return self._requests_of[model, tenant_id]
 
-    def answers(self, model: str) -> int:
-        """Return how many places are taken."""
-        return self._answers[model]
-
     def began(self, model: str, tenant_id: str, num_answers: int) -> None:
         """Hear that a request begins."""
         self._count(model, tenant_id, 1, num_answers)
