@@ -25,6 +25,7 @@ from kernels.cpu.invariant_attention import InvariantPlan, InvariantPlanner, inv
 from kernels.cpu.row_tiles import in_agreeing_tiles
 from kernels.device_words import DeviceWords
 from kernels.gumbel import GUESS, NO_TOKEN
+from kernels.host_tokens import HostTokens
 from kernels.operations import FUSED_ROWS_MAX, LinearKernel, LinearPacker, Operations
 from kernels.paged_plan import PagedPlan, PagedPlanner, paged_plan_attention
 from kernels.plain_weights import PlainWeights, ReadsWeight, plain_product
@@ -68,6 +69,7 @@ __all__ = [
     "Fp8Product",
     "Fp8Rows",
     "Fp8Weight",
+    "HostTokens",
     "Int4Weight",
     "LinearKernel",
     "LinearPacker",

@@ -12,6 +12,7 @@ from torch.nn import functional
 from bench.gpu.context import Context
 from bench.gpu.errors import Three, Two, compare, equal, invariant
 from bench.gpu.inputs import FP8, angles, normal
+from kernels.host_tokens import HostTokens
 from kernels.reference import blocks as exact_blocks
 from kernels.reference import decode_inputs as exact_inputs
 from kernels.reference import elementwise as exact
@@ -48,6 +49,7 @@ def check(context: Context) -> None:
     invariant(context, "rms norm", [(str(width), partial(_norm_alone, context, width)) for width in widths])
     invariant(context, "rope and KV write", [("9 tokens", lambda: _rope_alone(context))])
     equal(context, "step inputs", [("slots", lambda: _step_inputs(context))])
+    equal(context, "tokens left for the host", [("two steps", lambda: _left_for_the_host(context))])
     equal(context, "block copy", [("layers", lambda: _copy(context))])
     equal(context, "block gather and scatter", [("there and back", lambda: _stage(context))])
 
@@ -207,6 +209,30 @@ def _step_inputs(context: Context) -> Two:
         return [*wide.values(), lens, tables]
 
     return made(decode_inputs.prepare_decode), made(exact_inputs.prepare_decode)
+
+
+def _left_for_the_host(context: Context) -> Two:
+    """In page-locked memory on a GPU, and read behind an event as the engine does. Of two steps with padding, the second longer
+    than what the kernel takes at once, and one of nothing but padding between them."""
+    device = context.device
+    on_card = device.type == "cuda"
+    steps = [[3, 0, -1], [-1, -1], [*range(300)]]
+
+    def left(advance: Callable[..., None], *, locked: bool) -> list[torch.Tensor]:
+        places = torch.zeros(4, 301, dtype=torch.int64, device=None if locked else device, pin_memory=locked and on_card)
+        host = HostTokens(places, torch.zeros(1, dtype=torch.int64, device=device))
+        last = torch.zeros(300, dtype=torch.int64, device=device)
+        lens = torch.zeros(300, dtype=torch.int32, device=device)
+        for rows in steps:
+            slots = torch.tensor(rows, dtype=torch.int32, device=device)
+            advance(slots, slots.long() * 7 + 1, last, lens, host=host)
+        if on_card:
+            event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            event.record()
+            event.synchronize()
+        return [places.clone().to(device), host.num_steps, last, lens]
+
+    return left(decode_inputs.advance_slots, locked=True), left(exact_inputs.advance_slots, locked=False)
 
 
 def _caches(context: Context) -> list[torch.Tensor]:

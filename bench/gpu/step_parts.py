@@ -11,7 +11,7 @@ from unittest import mock
 from engine.overlap import OverlappedSteps
 from engine.runner.cuda_graphs import CudaGraphs, DirectCalls
 from engine.runner.slot_runner import SlotRunner
-from engine.runner.staging import CudaFetch
+from engine.runner.token_return import CudaFetch
 from engine.scheduling.scheduler import Scheduler
 
 WAIT = "wait"

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from unittest import mock
 
-from engine.runner.staging import CudaFetch
+from engine.runner.token_return import CudaFetch
 
 
 @dataclass(slots=True)

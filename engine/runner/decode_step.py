@@ -2,9 +2,9 @@
 
     slots ─► inputs (last tokens, positions, places, blocks) ─► layers ─► logits ─► tokens ─► slots, and out
 
-It takes its rows from `StepInputs.rows`, where the host writes the slots of the step, and leaves their tokens in `sampled`, and
-what was asked about them in `scores`. A row below 0 is padding: it reads no context, writes no key, and changes no slot, so a
-step of nothing but padding changes nothing.
+It takes its rows from `StepInputs.rows`, where the host writes the slots of the step, and leaves their tokens in `sampled` and
+in memory of the host (`token_return`), and what was asked about them in `scores`. A row below 0 is padding: it reads no
+context, writes no key, and changes no slot, so a step of nothing but padding changes nothing.
 
 A step in which requests verify guesses of speculative decoding (`runner.rows`) is one of the same kind with several rows of a
 slot. The host writes the inputs, and what the step leaves in such a slot is not used: the host sees how many guesses were
@@ -47,9 +47,10 @@ class DecodeStep:
         device: torch.device,
         is_recorded: bool = False,
         draft: DecodeStep | None = None,
+        host: ops.HostTokens | None = None,
     ) -> None:
         """`is_recorded`: as one call of the decoder's operations, where they can be recorded. `draft`: the step of the model
-        that goes along, over the same inputs."""
+        that goes along, over the same inputs. `host`: where tokens are left for it, if anywhere."""
         max_rows, max_blocks = inputs.block_tables.shape
         self.sampled = torch.zeros(max_rows, dtype=torch.int64, device=device)
         self.host_sampled = self.sampled.numpy() if device.type == "cpu" else None  # the same memory
@@ -61,6 +62,7 @@ class DecodeStep:
         self._state = state
         self._sampler = sampler
         self._draft = draft
+        self._host = host
         recorder = decoder.recorder if is_recorded else None
         self._recorded = RecordedSteps(recorder, partial(self._run, has_guesses=False), max_rows)
         self._recorded_guesses = RecordedSteps(recorder, partial(self._run, has_guesses=True), max_rows)
@@ -102,7 +104,7 @@ class DecodeStep:
         for step, each in zip(steps, inputs, strict=True):
             hidden = step.forward(each, before_layer)
         if kind is not None and kind.greedy and self._greedy_head is not None and size <= ops.FUSED_ROWS_MAX:
-            self._state.advance(self._inputs.rows[:size], self._greedy_head(hidden), out=self.sampled[:size])
+            self._advance(self._inputs.rows[:size], self._greedy_head(hidden))
             return None
         logits = self._decoder.logits(hidden, wide=False)
         if kind is None:
@@ -122,4 +124,7 @@ class DecodeStep:
         rows, lens = self._inputs.rows[:size], self._inputs.context_lens[:size]
         out = self.scores[:size, : scores.width(kind.num_top)] if kind.num_top else None
         chosen = self._sampler.choose(logits, rows, lens, kind, masks, scores_out=out)
-        self._state.advance(rows, chosen.tokens, out=self.sampled[:size])
+        self._advance(rows, chosen.tokens)
+
+    def _advance(self, rows: torch.Tensor, tokens: torch.Tensor) -> None:
+        self._state.advance(rows, tokens, out=self.sampled[: len(rows)], host=self._host)

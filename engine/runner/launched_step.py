@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from engine.grammar.spec import GrammarError
-from engine.runner.staging import Fetch
+from engine.runner.token_return import Fetch
 from engine.sampling import scores
 from engine.sampling.acceptance import accept_equal
 from engine.sampling.sampler import SampledToken

@@ -33,7 +33,7 @@ from engine.runner.row_masks import FillMasks, RowMasks
 from engine.runner.rows import SampledRows, guess_places, input_row, scored_positions, unknown_places
 from engine.runner.slot_steps import SlotSteps
 from engine.runner.slots import SlotTable
-from engine.runner.staging import Fetch
+from engine.runner.token_return import Fetch
 from engine.sampling.columns import Kind, SamplingNeeds
 from engine.sampling.host_masks import HostMasks
 from engine.scheduling.scheduled_batch import BlockMoves, ScheduledRequest, StepOutput
@@ -91,6 +91,7 @@ class SlotRunner:
     def forget(self) -> None:
         """Send the state of all slots again with the next step."""
         self._slots.forget()
+        self.steps.token_return.forget()
 
     def plain_reason(self, items: Sequence[ScheduledRequest]) -> PlainReason | None:
         """What in this step needs the plain way, None if nothing does: the scores of prompts do, and whatever no slot holds."""
@@ -105,6 +106,7 @@ class SlotRunner:
     def launch(self, items: Sequence[ScheduledRequest]) -> LaunchedStep:
         """Begin a step."""
         with self._inference:
+            self.steps.token_return.begin_step()
             if self._are_decodes(items):
                 return self._launch_decodes(items)
             if {*map(_size_of, items)} == {(1, True)}:
@@ -119,6 +121,7 @@ class SlotRunner:
     @torch.inference_mode()
     def launch_guesses(self, items: Sequence[ScheduledRequest]) -> LaunchedStep:
         """Begin a step in which some rows verify guesses; all before it is settled."""
+        self.steps.token_return.begin_step()
         if all(item.samples and item.num_tokens == 1 + item.num_draft_tokens for item in items):
             return self._launch_guesses(items)
         return self._launch_rows(items, has_guesses=True)
@@ -221,8 +224,8 @@ class SlotRunner:
     ) -> Fetch:
         """logits: [R, V]; inputs: [R], if the host does not know them"""
         chosen = self._sampler.choose(logits, rows.slots, rows.positions, kind, masks)
-        self.steps.state.advance(rows.slots, chosen.tokens)
-        return self.steps.token_return.send(chosen.tokens, chosen.scores, inputs=inputs)
+        self.steps.state.advance(rows.slots, chosen.tokens, host=self.steps.token_return.host)
+        return self.steps.token_return.fetch(chosen.tokens, chosen.scores, inputs=inputs)
 
     def _begin_choice(self, launched: LaunchedStep, choose: Choose, num_rows: int, fill: FillMasks | None) -> LaunchedStep:
         """Choose the tokens of a step: now, or, if rows wait for masks, when the step is completed."""

@@ -18,12 +18,14 @@ from engine.runner.draft_steps import DraftSteps
 from engine.runner.paged_decoder import PagedDecoder
 from engine.runner.ready_steps import ReadySteps
 from engine.runner.slots import SlotState
-from engine.runner.staging import Fetch, FetchedAtOnce, Staging, TokenReturn
+from engine.runner.staging import Staging
 from engine.runner.step_inputs import StepInputs
+from engine.runner.token_return import Fetch, FetchedAtOnce, TokenReturn
 from engine.sampling import scores
 from engine.sampling.columns import ColumnSampler, Kind
 from engine.sampling_params import TOP_LOGPROBS_MAX
 from engine.scheduling.limits import SchedulerLimits
+from kernels import ops
 
 
 class SlotSteps:
@@ -57,23 +59,25 @@ class SlotSteps:
         self.state = SlotState(max_num_seqs, -(-limits.max_model_len // block_size), device=device, dtype=target.dtype)
         max_rows = max_num_seqs + max_guesses
         self.inputs = StepInputs(self.state, target, max_rows=max_rows, block_size=block_size, device=device)
+        self.token_return = TokenReturn(max_rows, scores.width(TOP_LOGPROBS_MAX), device=device)
         self.drafts: DraftSteps | None = None
         draft_step = None
         if draft is not None:
             draft_step = self._decode_step(draft)
             self.drafts = DraftSteps(self._ready("draft", draft_step), self.inputs, sampler, device)
-        self.decodes = self._ready("decode", self._decode_step(target, draft_step))
+        self.decodes = self._ready("decode", self._decode_step(target, draft_step, self.token_return.host))
         self.chunks: ChunkSteps | None = None
         if chunk_rows:
             chunk_step = ChunkStep(self.decoders, self.state, max_tokens=chunk_rows, block_size=block_size, device=device)
             self.chunks = ChunkSteps(chunk_step, calls)
         self.staging = Staging(device)
-        self.token_return = TokenReturn(max_rows, scores.width(TOP_LOGPROBS_MAX), device=device)
         self._sampled = self.decodes.step.sampled  # of as many rows as the last step had, which mostly the next one has
 
-    def _decode_step(self, decoder: PagedDecoder, draft: DecodeStep | None = None) -> DecodeStep:
+    def _decode_step(
+        self, decoder: PagedDecoder, draft: DecodeStep | None = None, host: ops.HostTokens | None = None
+    ) -> DecodeStep:
         over_slots = self.inputs, self.state, self.sampler
-        return DecodeStep(decoder, *over_slots, device=self.device, is_recorded=self.is_synchronous, draft=draft)
+        return DecodeStep(decoder, *over_slots, device=self.device, is_recorded=self.is_synchronous, draft=draft, host=host)
 
     def _ready(self, name: str, step: DecodeStep) -> ReadySteps:
         max_num_seqs = self.limits.max_num_seqs
@@ -89,4 +93,4 @@ class SlotSteps:
         inputs = self.inputs.token_ids[:num_rows] if sends_inputs else None
         if len(self._sampled) != num_rows:
             self._sampled = step.sampled[:num_rows]
-        return self.token_return.send(self._sampled, table, inputs=inputs)
+        return self.token_return.fetch(self._sampled, table, inputs=inputs)

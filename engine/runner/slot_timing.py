@@ -36,7 +36,7 @@ class SlotTiming:
             steps.state.write(ITS_WRITES)
             steps.inputs.write_rows(ONE_SLOT, size)
         steps.decodes.run(size, Kind(), has_guesses=has_guesses)
-        steps.fetch_decodes(size, Kind()).tokens()
+        self._end()
 
     @torch.inference_mode()
     def chunks(self, rows: Sequence[InputRow]) -> torch.Tensor:
@@ -56,4 +56,10 @@ class SlotTiming:
         steps.state.write(ITS_WRITES)
         steps.inputs.write_rows(ONE_SLOT, size)
         drafts.run(size, Kind())
-        steps.token_return.send(drafts.step.sampled[:1]).tokens()
+        self._end()
+
+    def _end(self) -> None:
+        """Wait for what was launched. Nobody asks for its tokens."""
+        self._steps.token_return.forget()
+        if self._steps.device.type == "cuda":
+            torch.cuda.current_stream(self._steps.device).synchronize()

@@ -73,4 +73,5 @@ def _compile_choices(steps: SlotSteps) -> None:
         step.choose(1, kind, masks)
         for filled in (None, masks):
             slots = where[0].to(torch.int32)
-            steps.state.advance(slots, steps.sampler.choose(logits, slots, where[1], kind, filled).tokens)
+            chosen = steps.sampler.choose(logits, slots, where[1], kind, filled)
+            steps.state.advance(slots, chosen.tokens, host=steps.token_return.host)

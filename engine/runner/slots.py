@@ -86,10 +86,17 @@ class SlotState:
                 values.extend((token_id, 0))
         self.words.write(np.frombuffer(places, np.int64), np.frombuffer(values, np.int32))
 
-    def advance(self, slots: torch.Tensor, sampled: torch.Tensor, *, out: torch.Tensor | None = None) -> None:
-        """slots: [R] int32, below 0 is padding; sampled: [R] int64, copied to `out`; where it is below 0 there is no token,
-        and token 0 stands in the slot"""
-        self._ops.advance_slots(slots, sampled, self.last_tokens, self.num_tokens, out=out)
+    def advance(
+        self,
+        slots: torch.Tensor,
+        sampled: torch.Tensor,
+        *,
+        out: torch.Tensor | None = None,
+        host: ops.HostTokens | None = None,
+    ) -> None:
+        """slots: [R] int32, below 0 is padding; sampled: [R] int64, copied to `out` and left for the host; where it is below 0
+        there is no token, and token 0 stands in the slot"""
+        self._ops.advance_slots(slots, sampled, self.last_tokens, self.num_tokens, out=out, host=host)
 
 
 class SlotListener(Protocol):

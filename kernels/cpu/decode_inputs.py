@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import torch
 
+from kernels.host_tokens import HostTokens
+
 
 def prepare_decode(
     slots: torch.Tensor,
@@ -48,8 +50,10 @@ def advance_slots(
     num_tokens: torch.Tensor,
     *,
     out: torch.Tensor | None = None,
+    host: HostTokens | None = None,
 ) -> None:
-    """The tokens of a step become the last of their slots, in place, and are copied to `out`.
+    """The tokens of a step become the last of their slots, in place, and are copied to `out` and, with the number of the step,
+    to the next of the host's places unless all rows are padding, which comes last.
 
     slots: [B] int32, below 0 is padding; sampled: [B], below 0 where no token could be drawn, for which a slot gets token 0.
     """
@@ -59,3 +63,8 @@ def advance_slots(
     num_tokens.index_add_(0, rows, torch.ones_like(rows, dtype=num_tokens.dtype))
     if out is not None:
         out.copy_(sampled)
+    if host is not None and len(slots) and slots[0] >= 0:
+        host.num_steps.add_(1)
+        place = host.places[host.num_steps[0] % len(host.places)]
+        place[0] = host.num_steps[0]
+        place[1 : 1 + len(slots)] = sampled

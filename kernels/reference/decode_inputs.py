@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import torch
 
+from kernels.host_tokens import HostTokens
+
 
 def prepare_decode(
     slots: torch.Tensor,
@@ -45,11 +47,17 @@ def advance_slots(
     num_tokens: torch.Tensor,
     *,
     out: torch.Tensor | None = None,
+    host: HostTokens | None = None,
 ) -> None:
-    """The tokens of a step become the last of their slots, in place, and are copied to `out`.
+    """The tokens of a step become the last of their slots, in place, and are copied to `out` and, with the number of the step,
+    to the next of the host's places unless all rows are padding, which comes last.
 
     slots: [B] int32, below 0 is padding; sampled: [B], below 0 where no token could be drawn, for which a slot gets token 0.
     """
+    if host is not None and slots.tolist()[:1] > [-1]:
+        host.num_steps[0] += 1
+        number = int(host.num_steps[0])
+        host.places[number % len(host.places), : 1 + len(slots)] = torch.tensor([number, *sampled.tolist()])
     for row, slot in enumerate(slots.tolist()):
         if out is not None:
             out[row] = sampled[row]

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import torch
 
+from kernels.host_tokens import HostTokens
 from kernels.simd.compiling import entry, task
 from kernels.simd.launching import Launch
 from kernels.simd.threads import argument, run, share
@@ -114,8 +115,10 @@ def advance_slots(
     num_tokens: torch.Tensor,
     *,
     out: torch.Tensor | None = None,
+    host: HostTokens | None = None,
 ) -> None:
     """As `kernels.cpu.decode_inputs.advance_slots`: slots and num_tokens int32, sampled, last_tokens and out int64."""
+    assert host is None, "this device is the host"
     assert slots.dtype is num_tokens.dtype is torch.int32
     assert sampled.dtype is last_tokens.dtype is torch.int64
     _go_on(

@@ -11,11 +11,12 @@ import torch
 import triton
 import triton.language as tl
 
+from kernels.host_tokens import HostTokens
 from kernels.triton.early_launch import early_launch, wait_for_previous
 
 COLUMNS = 512
 """Entries of a block table that one program moves: 8,192 tokens at 16 to a block."""
-ROWS = 128
+ROWS = 256
 
 
 @triton.jit
@@ -43,17 +44,31 @@ def prepare_decode_kernel(
     tl.store(block_tables + row.to(tl.int64) * row_stride + column, tl.load(table + column, mask=reached), mask=reached)
 
 
-@triton.jit(do_not_specialize=["num_rows"])
-def advance_slots_kernel(slots, sampled, last_tokens, num_tokens, out, num_rows, ROWS: tl.constexpr, EARLY: tl.constexpr):
+@triton.jit(do_not_specialize=["num_rows", "place_size"])
+def advance_slots_kernel(
+    slots, sampled, last_tokens, num_tokens, out, places, num_steps, num_rows, place_size,
+    DEPTH: tl.constexpr, ROWS: tl.constexpr, EARLY: tl.constexpr,
+):  # fmt: skip
     wait_for_previous(EARLY)
-    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
-    slot = tl.load(slots + row, mask=row < num_rows, other=-1).to(tl.int64)
-    token = tl.load(sampled + row, mask=row < num_rows, other=0)
-    active = slot >= 0
-    if out is not None:
-        tl.store(out + row, token, mask=row < num_rows)
-    tl.store(last_tokens + slot, tl.maximum(token, 0), mask=active)
-    tl.store(num_tokens + slot, tl.load(num_tokens + slot, mask=active, other=0) + 1, mask=active)
+    if places is not None:
+        leaves_tokens = tl.load(slots) >= 0
+        number = tl.load(num_steps) + 1
+        place = places + number % DEPTH * place_size
+    for first in range(0, num_rows, ROWS):
+        row = first + tl.arange(0, ROWS)
+        slot = tl.load(slots + row, mask=row < num_rows, other=-1).to(tl.int64)
+        token = tl.load(sampled + row, mask=row < num_rows, other=0)
+        active = slot >= 0
+        if out is not None:
+            tl.store(out + row, token, mask=row < num_rows)
+        if places is not None:
+            tl.store(place + 1 + row, token, mask=(row < num_rows) & leaves_tokens)
+        tl.store(last_tokens + slot, tl.maximum(token, 0), mask=active)
+        tl.store(num_tokens + slot, tl.load(num_tokens + slot, mask=active, other=0) + 1, mask=active)
+    if places is not None:
+        tl.store(place, number, mask=leaves_tokens)
+        tl.debug_barrier()  # all threads have read the number
+        tl.store(num_steps, number, mask=leaves_tokens)
 
 
 def prepare_decode(
@@ -97,17 +112,23 @@ def advance_slots(
     num_tokens: torch.Tensor,
     *,
     out: torch.Tensor | None = None,
+    host: HostTokens | None = None,
 ) -> None:
-    """last_tokens[slots[i]] = max(0, sampled[i]); num_tokens[slots[i]] += 1; out[i] = sampled[i], padding included
+    """last_tokens[slots[i]] = max(0, sampled[i]); num_tokens[slots[i]] += 1; out[i] = sampled[i], padding included.
+    If slots[0] ≥ 0: n = ++host.num_steps[0]; place = host.places[n mod D]; place[0] = n; place[1 + i] = sampled[i]
 
     slots: [B] int32, below 0 for padding, distinct but for those whose state does not matter any more; sampled: [B], below 0
     where no token could be drawn; in place. sampled, last_tokens, num_tokens and out (a copy that stays while the next step
-    runs) are int32 or int64. Moves some 30 bytes a row, integers alone. Rows beyond B and the state of padding are masked.
+    runs) are int32 or int64. `host`: what it reads when the step is over; as padding comes last, a step whose first row is
+    padding leaves nothing. Moves some 40 bytes a row, 8 of them to the host; integers alone. One program, as it counts. Rows
+    beyond B and the state of padding are masked.
     """
     rows = slots.shape[0]
     if rows:
-        grid = (triton.cdiv(rows, ROWS),)
+        places, num_steps = (None, None) if host is None else host
+        depth, place_size = (1, 0) if places is None else places.shape
         # As if there were few rows: one launch of a step, behind whatever chose its tokens, in one variant.
-        advance_slots_kernel[grid](
-            slots, sampled, last_tokens, num_tokens, out, rows, ROWS, num_warps=4, **early_launch(slots.device, 1)
-        )
+        advance_slots_kernel[(1,)](
+            slots, sampled, last_tokens, num_tokens, out, places, num_steps, rows, place_size, depth, ROWS, num_warps=4,
+            **early_launch(slots.device, 1),
+        )  # fmt: skip

@@ -13,7 +13,7 @@ from bench.gpu import traffic
 from bench.gpu.idle import WORK, Idle, Stretch, Traced, growth_s, idle_of
 from bench.gpu.step_parts import REST, WAIT, step_parts
 from bench.host_step import make_engine, submit
-from engine.runner.staging import CudaFetch
+from engine.runner.token_return import CudaFetch
 from engine.scheduling.scheduler import Scheduler
 
 GRAPH = [(0.0, 40.0), (45.0, 30.0), (77.0, 20.0)]

@@ -10,9 +10,10 @@ import numpy as np
 import pytest
 import torch
 
-from engine.runner import staging
+from engine.runner import token_return
 from engine.runner.slots import SlotState, SlotWrites
-from engine.runner.staging import BufferRing, Staging, TokenReturn
+from engine.runner.staging import BufferRing, Staging
+from engine.runner.token_return import CudaFetch, Fetch, TokenReturn
 from engine.switches import BUSY_WAIT
 from tests.support.rehearsal import DEVICE, Card, rehearsal
 
@@ -262,40 +263,112 @@ def test_a_buffer_that_is_used_again_too_early_shows(card: Card, monkeypatch: py
     assert sent(9) != expected
 
 
-def test_tokens_come_back_as_they_were_when_their_step_was_launched(card: Card, monkeypatch: pytest.MonkeyPatch) -> None:
+class Steps:
+    """Steps that do nothing but advance the slots, by a graph or one by one."""
+
+    def __init__(self, *, is_captured: bool) -> None:
+        self.back = TokenReturn(3, 3, device=DEVICE)
+        self.state = SlotState(3, 1, device=DEVICE)
+        self.slots, self.tokens, self.sampled = numbers(0, 2, -1).int(), numbers(10, 20, 0), numbers(0, 0, 0)
+        self.graph: torch.cuda.CUDAGraph | None = None
+        if is_captured:
+            self.slots.copy_(numbers(-1, -1, -1))
+            self._step()
+            with captured() as self.graph:
+                self._step()
+            self.slots.copy_(numbers(0, 2, -1))
+
+    def _step(self) -> None:
+        self.tokens.add_(1)
+        self.state.advance(self.slots, self.tokens, out=self.sampled, host=self.back.host)
+
+    def launch(self) -> None:
+        self.back.begin_step()
+        if self.graph is None:
+            self._step()
+        else:
+            self.graph.replay()
+
+    def fetch(self) -> Fetch:
+        return self.back.fetch(self.sampled[:2])
+
+
+@pytest.mark.parametrize("is_captured", [False, True])
+def test_tokens_are_those_of_their_step_and_are_there_when_its_event_has_passed(
+    card: Card, monkeypatch: pytest.MonkeyPatch, *, is_captured: bool
+) -> None:
     def returned(count: int) -> list[list[int]]:
-        back, tokens = TokenReturn(2, 3, device=DEVICE), numbers(0, 0)
+        steps = Steps(is_captured=is_captured)
         under_way, found = [], []
         for _ in range(count):
-            under_way.append(back.send(tokens))
-            tokens.add_(1)
+            steps.launch()
+            under_way.append(steps.fetch())
             if len(under_way) == 2:
                 found.append(under_way.pop(0).tokens())
         return found
 
-    expected = [[number, number] for number in range(8)]
-    assert returned(9) == expected
+    first = 12 if is_captured else 11  # what ran before the capture counted as no step
+    assert returned(9) == [[first + number, first + 10 + number] for number in range(8)]
     monkeypatch.setattr(torch.cuda.Event, "synchronize", lambda _: None)
-    assert returned(9) != expected
+    with pytest.raises(RuntimeError, match="step 1 left no tokens: in its place are those of step 0"):
+        returned(2)
 
 
-def test_scores_and_inputs_come_back_with_the_tokens_of_their_step(card: Card) -> None:
-    back, tokens = TokenReturn(3, 2, device=DEVICE), numbers(4, 5)
+def test_steps_that_nobody_fetched_are_no_steps_when_that_is_said(card: Card) -> None:
+    steps = Steps(is_captured=False)
+    for number in range(6):
+        steps.launch()
+        steps.launch()
+        steps.back.forget()
+        steps.launch()
+        assert steps.fetch().tokens() == [13 + 3 * number, 23 + 3 * number]
+
+
+def test_a_step_that_left_no_tokens_is_an_error_and_not_those_of_another(card: Card) -> None:
+    steps = Steps(is_captured=False)
+    for _ in range(5):
+        steps.launch()
+        steps.fetch()
+    lost = steps.fetch()
+    with pytest.raises(RuntimeError, match="step 6 left no tokens: in its place are those of step 2"):
+        lost.tokens()
+
+
+def test_memory_of_the_host_is_kept_until_the_device_has_written_to_it(card: Card) -> None:
+    steps = Steps(is_captured=False)
+    steps.launch()
+    steps.fetch()
+    kinds(card)
+    del steps.back
+    assert kinds(card) == ["event"]
+
+
+def test_what_is_asked_of_a_step_comes_back_with_its_tokens_and_plain_steps_go_on_behind_it(card: Card) -> None:
+    steps = Steps(is_captured=True)
     inputs, scores = numbers(6, 7), numbers(1, 2, 3, 4).view(2, 2)
-    both, alone = back.send(tokens, scores, inputs=inputs), back.send(tokens, scores)
-    for each in (tokens, inputs, scores):
+    steps.launch()
+    both = steps.back.fetch(steps.sampled[:2], scores, inputs=inputs)
+    steps.launch()
+    alone = steps.back.fetch(steps.sampled[:2], scores)
+    for each in (inputs, scores):
         each.zero_()
-    assert (both.tokens(), both.inputs(), both.scores().tolist()) == ([4, 5], [6, 7], [[1, 2], [3, 4]])
-    assert (alone.tokens(), alone.scores().tolist()) == ([4, 5], [[1, 2], [3, 4]])
+    steps.launch()
+    plain = steps.fetch()
+    assert (both.tokens(), both.inputs(), both.scores().tolist()) == ([12, 22], [6, 7], [[1, 2], [3, 4]])
+    assert (alone.tokens(), alone.scores().tolist()) == ([13, 23], [[1, 2], [3, 4]])
+    assert plain.tokens() == [14, 24]
 
 
-def test_events_of_buffers_are_made_once(card: Card, monkeypatch: pytest.MonkeyPatch) -> None:
-    staging, back, tokens = Staging(DEVICE), TokenReturn(2, 3, device=DEVICE), numbers(0, 0)
-    monkeypatch.setattr(torch.cuda, "Event", None)
+def test_a_step_launches_an_event_and_no_copy_for_its_tokens(card: Card, monkeypatch: pytest.MonkeyPatch) -> None:
+    steps, staging = Steps(is_captured=True), Staging(DEVICE)
+    monkeypatch.setattr(torch.cuda, "Event", None)  # all were made
     for number in range(9):
         assert staging.send([[number, 1], [2, 3]]).tolist() == [[number, 1], [2, 3]]
-        assert back.send(tokens).tokens() == [number, number]
-        tokens.add_(1)
+        steps.launch()
+        replayed = card.stream.launched
+        fetch = steps.fetch()
+        assert card.stream.launched == replayed
+        assert fetch.tokens() == [12 + number, 22 + number]
 
 
 @pytest.mark.parametrize("tokens", [[7, 8, 9], [-1, 8, -1], [-1, -1, -1]])
@@ -315,9 +388,13 @@ def test_what_slots_hold_is_sent_in_one_piece_to_numbers_of_both_widths(card: Ca
 def test_who_waits_for_tokens_keeps_a_core_busy_where_there_are_enough(
     card: Card, cores: int, says: str, *, sleeps: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(staging, "num_cores", lambda: cores)
+    monkeypatch.setattr(token_return, "num_cores", lambda: cores)
     monkeypatch.setenv(BUSY_WAIT, says)
     waited: list[bool] = []
     monkeypatch.setattr(torch.cuda.Event, "synchronize", lambda event: waited.append(event.sleeps))
-    TokenReturn(2, 3, device=DEVICE).send(numbers(0, 0)).tokens()
-    assert waited == [sleeps]
+    steps = Steps(is_captured=False)
+    steps.launch()
+    for fetch in (steps.fetch(), steps.back.fetch(steps.sampled, inputs=steps.tokens)):
+        assert isinstance(fetch, CudaFetch)
+        fetch.wait()
+    assert waited == [sleeps, sleeps]

@@ -111,7 +111,7 @@ def test_a_step_that_decodes_waits_for_the_tokens_of_the_one_before_and_for_noth
             card.syncs.clear()
             engine.step()
             assert [sync.kind for sync in card.syncs] == ["event"]
-            assert card.syncs[0].innermost.startswith("engine/runner/staging.py:")
+            assert card.syncs[0].innermost.startswith("engine/runner/token_return.py:")
             assert card.syncs[0].innermost.endswith(" wait")
     assert card.num_captures == captures
     assert card.num_replays == replays + 5

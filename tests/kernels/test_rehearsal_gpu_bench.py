@@ -9,10 +9,11 @@ from __future__ import annotations
 import importlib
 import os
 import time
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -154,14 +155,19 @@ def test_tokens_out_of_graphs_are_those_of_the_twin_which_computes_as_many_rows(
 
 @pytest.mark.parametrize("fault", ["graphs", "slots", "chunks"])
 def test_wrong_tokens_are_counted_and_the_row_says_what_mends_them(fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    advance = SlotState.advance
+
+    def cut_off(state: SlotState, rows: torch.Tensor, tokens: torch.Tensor, **out: Any) -> None:
+        advance(state, rows, tokens.clamp(max=100), **out)
+
     if fault == "graphs":
-        run = CudaGraphs.run
+        capture = CudaGraphs._capture
 
-        def twice(graphs: CudaGraphs, key: Hashable, function: Callable[[], None]) -> None:
-            run(graphs, key, function)
-            run(graphs, key, function)
+        def capture_another(graphs: CudaGraphs, graph: torch.cuda.CUDAGraph, function: Callable[[], None]) -> None:
+            with mock.patch.object(SlotState, "advance", cut_off):
+                capture(graphs, graph, function)
 
-        monkeypatch.setattr(CudaGraphs, "run", twice)
+        monkeypatch.setattr(CudaGraphs, "_capture", capture_another)
     elif fault == "chunks":
         to_choose = ChunkStep.to_choose
 
@@ -171,11 +177,6 @@ def test_wrong_tokens_are_counted_and_the_row_says_what_mends_them(fault: str, m
 
         monkeypatch.setattr(ChunkStep, "to_choose", negated)
     else:
-        advance = SlotState.advance
-
-        def cut_off(state: SlotState, rows: torch.Tensor, tokens: torch.Tensor, **out: Any) -> None:
-            advance(state, rows, tokens.clamp(max=100), **out)
-
         monkeypatch.setattr(SlotState, "advance", cut_off)
     wrong = "3 drawn" if fault == "graphs" else "3 greedy"
     cases = same_tokens._cases  # of which every wrong one is computed again with each switch

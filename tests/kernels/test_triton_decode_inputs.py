@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from kernels.cpu import decode_inputs as cpu_inputs
+from kernels.host_tokens import HostTokens
 from kernels.reference import decode_inputs as reference
 from kernels.triton import decode_inputs as triton_inputs
 from tests.support.kernel_cases import Guarded
@@ -102,3 +103,23 @@ def test_more_rows_than_a_program_holds(kernels: ModuleType, device: torch.devic
     kernels.advance_slots(slots, torch.arange(1, 258, device=device), last, counts)
     assert int(counts.sum()) == 300 + 257
     assert_same(last[slots.long()], torch.arange(1, 258, device=device))
+
+
+@BOTH
+def test_steps_leave_their_tokens_for_the_host_in_turn(kernels: ModuleType, device: torch.device) -> None:
+    """Steps of several sizes, one of nothing but padding, and one with more rows than the kernel takes at once."""
+    steps = [[3], [0, 5, -1, 4], [-1, -1], [*range(299)], [2, -1], [6, 1, 3], [5]]
+    found, expected = (state([3] * 300, device)[:2] for _ in "ab")
+    guards = [Guarded((3, 301), torch.int64, device) for _ in "ab"]
+    left, expected_left = (
+        HostTokens(guard.tensor.zero_(), torch.zeros(1, dtype=torch.int64, device=device)) for guard in guards
+    )
+    for number, rows in enumerate(steps):
+        slots = torch.tensor(rows, dtype=torch.int32, device=device)
+        sampled = 1000 * number + slots.long()
+        kernels.advance_slots(slots, sampled, *found, host=left)
+        reference.advance_slots(slots, sampled, *expected, host=expected_left)
+        for ours, theirs in zip([*found, *left], [*expected, *expected_left], strict=True):
+            assert_same(ours, theirs)
+    assert left.num_steps.tolist() == [6]
+    assert guards[0].check()[:, :4].tolist() == [[6, 6005, 3001, 3002], [4, 4002, 3999, 0], [5, 5006, 5001, 5003]]

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from kernels.attention_rows import AttentionShape
+from kernels.host_tokens import HostTokens
 from kernels.reference import blocks as reference_blocks
 from kernels.reference import decode_inputs as reference_inputs
 from kernels.reference import fused_linear as reference_products
@@ -94,16 +95,23 @@ def test_layers_read_early_only_what_the_kernel_in_front_leaves_alone(lengths: l
     torch.testing.assert_close([found, *caches], [expected, *expected_caches], rtol=0.02, atol=0.02, equal_nan=True)
 
 
-def test_sampled_tokens_become_the_last_of_their_slots() -> None:
-    slots, sampled = torch.tensor([6, -1, 2], dtype=torch.int32), torch.tensor([100, 101, -1])
-    last, lengths = torch.arange(7), torch.arange(7, dtype=torch.int32)
+@pytest.mark.parametrize("rows", [[6, -1, 2], [-1, -1], [*range(7), *range(300, 640)]])
+def test_sampled_tokens_become_the_last_of_their_slots_and_are_left_for_the_host(rows: list[int]) -> None:
+    slots, sampled = torch.tensor(rows, dtype=torch.int32), torch.arange(100, 100 + len(rows))
+    sampled[-1] = -1
+    last, lengths = torch.arange(640), torch.arange(640, dtype=torch.int32)
     expected_last, expected_lengths = last.clone(), lengths.clone()
-    out = Guarded((3,), torch.int64, CPU)
-    decode_inputs.advance_slots(slots, sampled, last, lengths, out=out.tensor)
-    reference_inputs.advance_slots(slots, sampled, expected_last, expected_lengths)
-    assert_same(out.check(), sampled)
-    assert_same(last, expected_last)
-    assert_same(lengths, expected_lengths)
+    places = [Guarded((4, 1 + len(rows)), torch.int64, CPU) for _ in "ab"]
+    host, expected_host = (HostTokens(each.tensor.zero_(), torch.tensor([6])) for each in places)
+    for _ in range(2):
+        out = Guarded((len(rows),), torch.int64, CPU)
+        decode_inputs.advance_slots(slots, sampled, last, lengths, out=out.tensor, host=host)
+        reference_inputs.advance_slots(slots, sampled, expected_last, expected_lengths, host=expected_host)
+        assert_same(out.check(), sampled)
+        for ours, theirs in ((last, expected_last), (lengths, expected_lengths), *zip(host, expected_host, strict=True)):
+            assert_same(ours, theirs)
+    places[0].check()
+    assert host.num_steps.item() == (8 if rows[0] >= 0 else 6)
 
 
 def test_blocks_are_copied_and_staged(card: EmulatedCard) -> None:

@@ -7,18 +7,24 @@ from kernels.triton.gate.compilation import Compilation
 
 
 def compilations() -> list[Compilation]:
-    """Blocks of 16 and of 32 tokens."""
+    """Blocks of 16 and of 32 tokens; slots with tokens for the host, and of a draft model without."""
     state = {"slots": "*i32", "last_tokens": "*i64", "num_tokens": "*i32"}
     outputs = {"token_ids": "*i64", "positions": "*i64", "slot_mapping": "*i64", "context_lens": "*i32", "block_tables": "*i32"}
     sizes = {"columns": "i32", "slot_stride": "i32", "row_stride": "i32"}
-    advance = Compilation(
-        "advance_slots",
-        advance_slots_kernel,
-        {**state, "sampled": "*i64", "out": "*i64", "num_rows": "i32"},
-        {"ROWS": ROWS},
-    )
+    advanced = {**state, "sampled": "*i64", "out": "*i64", "num_rows": "i32", "place_size": "i32"}
     return [
-        advance,
+        Compilation(
+            "advance_slots",
+            advance_slots_kernel,
+            {**advanced, "places": "*i64", "num_steps": "*i64"},
+            {"DEPTH": 4, "ROWS": ROWS},
+        ),
+        Compilation(
+            "advance_slots_draft",
+            advance_slots_kernel,
+            advanced,
+            {"places": None, "num_steps": None, "DEPTH": 1, "ROWS": ROWS},
+        ),
         *(
             Compilation(
                 f"prepare_decode_{block_size}",

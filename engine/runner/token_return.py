@@ -1,0 +1,199 @@
+"""Tokens of steps on their way to the host.
+
+    step ─► ops.advance_slots ─► page-locked memory ─► event          LeftTokens: nothing but tokens is wanted
+    step ─► tokens, scores, inputs ─► copy ─► event                   SentColumns
+    step                                                              FetchedAtOnce: the device is the host
+
+Places and buffers are used in turn, and there are more of them than steps under way.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import weakref
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+
+from engine.cpu_environment import num_cores
+from engine.runner.staging import DEPTH, BufferRing, Event, PinnedNumbers
+from engine.switches import BUSY_WAIT, is_on
+from kernels import ops
+
+BUSY_WAIT_CORES = 4
+"""With fewer, whoever keeps one busy takes it from the gateway and from those who compile grammars."""
+
+
+class Fetch(Protocol):
+    """Tokens on their way to the host."""
+
+    def tokens(self) -> list[int]:
+        """Wait for them. Raises what the device failed with."""
+        ...
+
+    def scores(self) -> torch.Tensor:
+        """[R, W] int64, what was sent with the tokens, when these are there; good until a few steps later"""
+        ...
+
+    def inputs(self) -> list[int]:
+        """The tokens behind which those were chosen, where they were sent with them, when these are there."""
+        ...
+
+
+class FetchedAtOnce:
+    """Tokens of a device that is the host."""
+
+    def __init__(self, tokens: list[int], scores: torch.Tensor | None = None, inputs: list[int] | None = None) -> None:
+        self._tokens = tokens
+        self._scores = scores
+        self._inputs = inputs
+
+    def tokens(self) -> list[int]:
+        return self._tokens
+
+    def scores(self) -> torch.Tensor:
+        assert self._scores is not None, "nothing was sent with the tokens"
+        return self._scores
+
+    def inputs(self) -> list[int]:
+        assert self._inputs is not None, "they were not sent"
+        return self._inputs
+
+
+def waits_busily() -> bool:
+    """Whether the thread of the steps stays awake while it waits for tokens. See `CudaFetch.wait`."""
+    return num_cores() >= BUSY_WAIT_CORES and is_on(BUSY_WAIT)
+
+
+class CudaFetch:
+    """What comes behind an event. The wait ends with that, not with later steps."""
+
+    def __init__(self, event: Event) -> None:
+        self._event = event
+
+    def wait(self) -> None:
+        """The one place where the thread of the steps waits for the device, as long as that computes and no longer: while
+        nothing is under way nobody is here. Other threads of the process go on meanwhile.
+
+        It stays awake (`waits_busily`). A core that has slept for the milliseconds of a step wakes at a low clock, with cold
+        caches: what follows was measured to take several times as long (ADR 55)."""
+        self._event.synchronize()
+
+
+class LeftTokens(CudaFetch):
+    """Tokens that the step's last kernel writes to the host's memory."""
+
+    def __init__(self, event: Event, place: np.ndarray[Any, Any], number: int, num_rows: int) -> None:
+        """place: [1 + B] int64, of `ops.HostTokens`; `number`: of the step"""
+        super().__init__(event)
+        self._place = place
+        self._number = number
+        self._num_rows = num_rows
+
+    def tokens(self) -> list[int]:
+        """Raises RuntimeError where another step has written there: host and device have lost count of each other."""
+        self.wait()
+        found: list[int] = self._place[: 1 + self._num_rows].tolist()
+        number = found.pop(0)
+        if number != self._number:
+            raise RuntimeError(f"step {self._number} left no tokens: in its place are those of step {number}")
+        return found
+
+    def scores(self) -> torch.Tensor:
+        raise AssertionError("nothing was sent with the tokens")
+
+    def inputs(self) -> list[int]:
+        raise AssertionError("they were not sent")
+
+
+class SentColumns(CudaFetch):
+    """Tokens, and what was sent beside them, in a page-locked buffer: [R, 1 or 2 + W], inputs and scores behind each token."""
+
+    def __init__(self, buffer: PinnedNumbers, shape: tuple[int, ...], *, has_inputs: bool) -> None:
+        super().__init__(buffer.event)
+        self._buffer = buffer
+        self._num_rows, self._width = shape
+        self._has_inputs = has_inputs
+
+    def tokens(self) -> list[int]:
+        self.wait()
+        return self._column(0)
+
+    def scores(self) -> torch.Tensor:
+        num_rows, width = self._num_rows, self._width
+        return self._buffer.numbers[: num_rows * width].view(num_rows, width)[:, 1 + self._has_inputs :]
+
+    def inputs(self) -> list[int]:
+        assert self._has_inputs, "they were not sent"
+        return self._column(1)
+
+    def _column(self, index: int) -> list[int]:
+        found: list[int] = self._buffer.on_host[index : self._num_rows * self._width : self._width].tolist()
+        return found
+
+
+def _outlast(events: Sequence[Event], places: torch.Tensor) -> None:  # noqa: ARG001 - is held until then
+    """Let go of `places` behind the events: torch does not know that kernels still write there, and would give the memory to
+    somebody else."""
+    with contextlib.suppress(RuntimeError):  # of a device that computes no more
+        for event in events:
+            event.synchronize()
+
+
+class TokenReturn:
+    """Brings the tokens of steps to the host, and what was asked about them.
+
+    On a GPU the last kernel of a step writes them to the host's memory, so that a replayed graph brings them itself: all that
+    the host launches behind it is an event. Scores and inputs are copied, in the stream of the step, so that the copy is over
+    before the next step changes what it reads. The next step waits for it, for a few microseconds; on a stream of its own the
+    copy would cost the host more than that.
+    """
+
+    def __init__(self, max_rows: int, max_scores: int, *, device: torch.device) -> None:
+        """`max_scores`: columns of the widest table of scores."""
+        self._num_steps = 0  # that were fetched
+        self._is_in_doubt = False  # whether the device has counted as many
+        self.host: ops.HostTokens | None = None
+        """Where each step leaves its tokens, and is fetched once for it; None where the device is the host."""
+        if device.type == "cuda":
+            sleeps = not waits_busily()
+            places = torch.zeros(DEPTH, 1 + max_rows, dtype=torch.int64, pin_memory=True)
+            self.host = ops.HostTokens(places, torch.zeros(1, dtype=torch.int64, device=device))
+            self._places = [*places.numpy()]  # the same memory
+            self._events = [torch.cuda.Event(blocking=sleeps) for _ in self._places]  # type: ignore[no-untyped-call]
+            weakref.finalize(self, _outlast, self._events, places).atexit = False
+            self._columns = BufferRing(lambda: PinnedNumbers(max_rows * (2 + max_scores), sleeps=sleeps))
+
+    def begin_step(self) -> None:
+        """In front of whatever a step launches. Raises what the device has failed with."""
+        if self._is_in_doubt and self.host is not None:
+            self.host.num_steps.fill_(self._num_steps)
+        self._is_in_doubt = False
+
+    def fetch(self, tokens: torch.Tensor, scores: torch.Tensor | None = None, *, inputs: torch.Tensor | None = None) -> Fetch:
+        """Of the step just launched. tokens: [R] int64, as given to `ops.advance_slots` with `host`; scores: [R, W] int64,
+        inputs: [R] int64, on the device. All are free to be overwritten by the next step."""
+        if self.host is None:
+            kept_inputs = None if inputs is None else inputs.tolist()
+            return FetchedAtOnce(tokens.tolist(), None if scores is None else scores.clone(), kept_inputs)
+        self._num_steps += 1
+        if scores is not None or inputs is not None:
+            return self._send(tokens, scores, inputs)
+        place = self._num_steps % DEPTH
+        self._events[place].record()
+        return LeftTokens(self._events[place], self._places[place], self._num_steps, len(tokens))
+
+    def forget(self) -> None:
+        """A step may have been launched that was not fetched: the device has perhaps counted one more."""
+        self._is_in_doubt = True
+
+    def _send(self, tokens: torch.Tensor, scores: torch.Tensor | None, inputs: torch.Tensor | None) -> Fetch:
+        parts = [tokens[:, None], *([] if inputs is None else [inputs[:, None]]), *([] if scores is None else [scores])]
+        sent = torch.cat(parts, dim=1)
+        place, buffer = self._columns.take()
+        buffer.first(sent.numel()).view(sent.shape).copy_(sent, non_blocking=True)
+        buffer.event.record()
+        self._columns.used(place, buffer.event)
+        return SentColumns(buffer, tuple(sent.shape), has_inputs=inputs is not None)
