@@ -21,6 +21,7 @@ from appliance.base.ids import new_id
 from appliance.base.tables import members, sessions
 from appliance.tenancy import audit
 from appliance.tenancy.fields import check_flag, is_email
+from appliance.tenancy.mailboxes import silence
 from appliance.tenancy.pages import PAGE_ROWS_DEFAULT, Page, check_limit, decode_cursor, page_of
 from appliance.tenancy.roles import Role, check_role
 
@@ -156,8 +157,8 @@ class Members:
     async def change(self, member_id: str, *, role: str | None = None, disabled: bool | None = None) -> Member:
         """Return the member after the change; None leaves as it is. A role on the box counts from the next request on.
 
-        Whoever is disabled is signed out everywhere at once and may not sign in. Raises NotFound, InvalidValue, and LastOwner
-        for what would leave nobody who signs in as owner.
+        Whoever is disabled is signed out everywhere at once, may not sign in, and gets no more alerts. Raises NotFound,
+        InvalidValue, and LastOwner for what would leave nobody who signs in as owner.
         """
         granted = None if role is None else check_role(role)
         async with self._db.writing() as connection:
@@ -177,6 +178,8 @@ class Members:
                 await connection.execute(delete(sessions).where(sessions.c.member_id == member_id))
             facts = [audit.facts_of(each, "id", "created_at") for each in (before, after)]
             await audit.record(connection, self._clock, "member.change", "member", member_id, before=facts[0], after=facts[1])
+            if after.disabled and not before.disabled:
+                await silence(connection, self._clock, after.email)
         return after
 
     async def list(self, limit: int = PAGE_ROWS_DEFAULT, cursor: str | None = None) -> Page[Member]:

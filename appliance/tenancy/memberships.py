@@ -18,6 +18,7 @@ from appliance.base.errors import InvalidValue, NameTaken, NotFound, RoleNotAllo
 from appliance.base.tables import members, memberships, tenants
 from appliance.tenancy import audit
 from appliance.tenancy.access import Access
+from appliance.tenancy.mailboxes import silence
 from appliance.tenancy.members import Member, Members, check_email
 from appliance.tenancy.pages import PAGE_ROWS_DEFAULT, Page, check_limit, decode_cursor, page_of
 from appliance.tenancy.roles import Action, Role, TenantRole, check_tenant_role
@@ -135,7 +136,8 @@ class Memberships:
         return after
 
     async def remove(self, tenant_id: str, member_id: str, *, access: Access) -> Membership:
-        """Return the membership that was: its member sees nothing of the tenant from the next request on.
+        """Return the membership that was: its member sees nothing of the tenant from the next request on, and gets no more
+        alerts of it unless a role on the box shows them.
 
         Raises NotFound and RoleNotAllowed.
         """
@@ -144,6 +146,9 @@ class Memberships:
             before = await _get(connection, tenant_id, member_id, access, Action.TENANT_MEMBERS)
             await connection.execute(delete(memberships).where(whose))
             await self._record(connection, "membership.remove", before, None)
+            role = (await connection.execute(select(members.c.role).where(members.c.id == member_id))).scalar_one()
+            if role == Role.MEMBER.value:
+                await silence(connection, self._clock, before.email, tenant_id=tenant_id)
         return before
 
     async def _add(

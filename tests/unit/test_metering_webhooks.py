@@ -11,7 +11,7 @@ from appliance.base.errors import InvalidValue, NotFound
 from appliance.base.sealing import Sealer, Unsealable
 from appliance.base.tables import audit_log, webhooks
 from appliance.metering.alerts.outbox import EVENTS, TENANT_EVENTS
-from appliance.metering.alerts.webhooks import GRACE_S_MAX, WEBHOOKS_MAX, WebhookChanges, Webhooks
+from appliance.metering.alerts.webhooks import GRACE_S_MAX, WEBHOOKS_MAX, Webhook, WebhookChanges, Webhooks
 from appliance.tenancy.access import WHOLE_BOX, Access
 from appliance.tenancy.members import Members
 from appliance.tenancy.memberships import Memberships
@@ -80,6 +80,36 @@ async def test_a_manager_sends_mail_to_people_of_the_tenant_alone(alerts: AlertB
             await alerts.webhooks.update(made.id, WebhookChanges(target=stranger), access=manager)
     given, _ = await alerts.webhooks.create(kind="email", tenant_id=tenant_id, target="ops@example.com", access=WHOLE_BOX)
     assert (await alerts.webhooks.update(given.id, WebhookChanges(target="ops@example.com"), access=manager)) == given
+
+
+@pytest.mark.parametrize("leaves", ["removed", "disabled"])
+async def test_who_leaves_gets_no_more_mail(alerts: AlertBox, cast: Cast, clock: FakeClock, leaves: str) -> None:
+    members, tenant_id = Members(alerts.db, clock, hasher=quick_hasher()), cast.bob.tenant.id
+    people = Memberships(alerts.db, clock)
+    bella = await members.create("bella@example.com", "a long password", Role.MEMBER)
+    for person in (bella.id, cast.alice.id):
+        await people.add(tenant_id, person, TenantRole.VIEWER, access=WHOLE_BOX)
+
+    async def mail(target: str, tenant: str | None) -> Webhook:
+        return (await alerts.webhooks.create(kind="email", target=target, tenant_id=tenant, access=WHOLE_BOX))[0]
+
+    hers, of_the_box = await mail("Bella@example.com", tenant_id), await mail("bella@example.com", None)
+    others = [await mail("ops@example.com", tenant_id), await mail(cast.alice.email, tenant_id)]
+    count = alerts.db.webhooks.value
+    if leaves == "removed":
+        await people.remove(tenant_id, bella.id, access=WHOLE_BOX)
+        await people.remove(tenant_id, cast.alice.id, access=WHOLE_BOX)
+    else:
+        await members.change(bella.id, disabled=True)
+    assert alerts.db.webhooks.value > count, "who remembers them looks again"
+    assert (await alerts.webhooks.get(hers.id, access=WHOLE_BOX)).disabled
+    assert (await alerts.webhooks.get(of_the_box.id, access=WHOLE_BOX)).disabled is (leaves == "disabled")
+    assert not any([(await alerts.webhooks.get(other.id, access=WHOLE_BOX)).disabled for other in others])
+    async with alerts.db.reading() as connection:
+        query = select(audit_log.c.target_id, audit_log.c.tenant_id).where(audit_log.c.action == "webhook.disable")
+        told = (await connection.execute(query.order_by(audit_log.c.id))).all()
+    assert told == [(hers.id, tenant_id), *([(of_the_box.id, None)] if leaves == "disabled" else [])]
+    assert (await alerts.webhooks.update(hers.id, WebhookChanges(disabled=False), access=WHOLE_BOX)).disabled is False
 
 
 async def test_after_a_rotation_both_secrets_sign_until_the_grace_is_over(alerts: AlertBox, clock: FakeClock) -> None:
