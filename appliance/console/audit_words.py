@@ -69,12 +69,12 @@ ACTIONS: dict[str, dict[str, str]] = {
         "request.abort": "Request aborted",
     },
     "Alerts": {
-        "webhook.create": "Webhook added",
-        "webhook.update": "Webhook changed",
-        "webhook.rotate": "Webhook secret rotated",
-        "webhook.disable": "Webhook disabled",
-        "webhook.remove": "Webhook removed",
-        "webhook.test": "Webhook tested",
+        "webhook.create": "Alert target added",
+        "webhook.update": "Alert target changed",
+        "webhook.rotate": "Signing secret rotated",
+        "webhook.disable": "Alert target disabled",
+        "webhook.remove": "Alert target removed",
+        "webhook.test": "Test alert sent",
         "webhook.retry": "Alert sent again",
     },
 }
@@ -143,7 +143,7 @@ def audit_line(entry: AuditEntry, names: Mapping[str, str]) -> AuditLine:
 def _name_of(entry: AuditEntry, before: dict[str, Any], after: dict[str, Any], names: Mapping[str, str]) -> str:
     """Return what the target is called: by the entry itself where it says so, else as it is called now, else by its id."""
     for facts in (after, before):
-        for field in ("name", "email", "model", "number"):
+        for field in ("name", "email", "model", "number", "target"):
             if isinstance(name := facts.get(field), str):
                 return name
     return names.get(entry.target_id, entry.target_id)
