@@ -84,8 +84,7 @@ class SlotSteps:
         return ReadySteps(name, step, self.inputs, self.calls, max_num_seqs=max_num_seqs, is_synchronous=self.is_synchronous)
 
     def fetch_decodes(self, num_rows: int, kind: Kind, *, sends_inputs: bool = False) -> Fetch:
-        """Send the tokens of the decode step just launched to the host, with their scores, and with its inputs if only the
-        device has them."""
+        """The tokens of the decode step just launched, with their scores, and with its inputs if only the device has them."""
         step = self.decodes.step
         if step.host_sampled is not None and not kind.num_top and not sends_inputs:
             return FetchedAtOnce(step.host_sampled[:num_rows].tolist())
