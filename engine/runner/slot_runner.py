@@ -3,7 +3,7 @@
 A step in which every row is one token that yields another is `DecodeStep`, replayed from a CUDA graph on a GPU. One with chunks
 of prompts is `ChunkStep` and a choice of tokens behind it; where no graph is large enough it is the plain forward pass over
 rows made on the host, where the tokens that only the device knows are filled in. Either way tokens go from slot to slot on the
-device, and a copy of them is sent to the host behind the step.
+device, and are left for the host.
 
 A step in which requests verify guesses (`runner.rows`) is one or the other, with a row for each guess. The next step is not
 launched before it is settled. A draft model writes its guesses just before, over the same slots (`draft_steps`); it runs in
