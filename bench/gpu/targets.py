@@ -30,7 +30,8 @@ CHECKED = (
 )  # fmt: skip
 EXACT = (
     "sampler, greedy", "sampler, top-k top-p min-p", "sampler, penalties and bitmask", "grammar bitmask", "step inputs",
-    "block copy", "block gather and scatter", "rejection sampling", "fused head + argmax", "fused head in 8 bits + argmax",
+    "tokens left for the host", "block copy", "block gather and scatter", "rejection sampling", "fused head + argmax",
+    "fused head in 8 bits + argmax",
 )  # fmt: skip
 INVARIANT = ("paged decode", "product bf16", "product int4", "rms norm", "rope and KV write", "sampler")
 

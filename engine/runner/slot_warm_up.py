@@ -19,6 +19,9 @@ from engine.sampling.columns import Kind
 KINDS = (Kind(), Kind(greedy=True), Kind(weighs=True), Kind(counts=True), Kind(num_top=1))
 """What steps do in their own kernels, one way at a time: whatever else they do are these together."""
 
+USUAL = KINDS[:2]
+"""What few requests mostly need, and what a draft model has of its own: it leaves no tokens for the host."""
+
 WARM_ROWS = (1, 2, 4, 8)
 """Steps that are captured before the first request: what few requests need at once. The others take some tens of milliseconds
 each, when so many run for the first time."""
@@ -46,11 +49,10 @@ def warm_up(steps: SlotSteps) -> None:
 
 
 def _make_ready(steps: ReadySteps, sizes: Sequence[int], *, has_guesses: bool = False) -> None:
-    kinds = Kind(), Kind(greedy=True)
-    for kind in kinds:
+    for kind in USUAL:
         steps.step.make_ready(kind, has_guesses=has_guesses)
     for num_rows in sizes:
-        for kind in kinds:
+        for kind in USUAL:
             steps.make_ready(num_rows, kind, has_guesses=has_guesses)
 
 
@@ -65,6 +67,9 @@ def _compile_choices(steps: SlotSteps) -> None:
     for size in reversed([size for size in STEP_SIZES if size <= steps.limits.max_num_seqs]):
         inputs.write_rows(NO_ROWS, size)
         step(size, None)
+    if steps.drafts is not None:
+        for kind in USUAL:
+            steps.drafts.decodes.step(1, kind)
     logits = target.logits(target.pass_over([InputRow(UNKNOWN, 0, (0,), FIRST)]), wide=False)
     masks = allow_all(1, logits.shape[1], steps.device)
     where = steps.staging.send([[NOTHING], [0]])

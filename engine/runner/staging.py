@@ -55,11 +55,10 @@ class BufferRing(Generic[Buffer]):
 class PinnedNumbers:
     """Page-locked integers, and the event behind the copy that uses them. Both are made once: the driver makes them."""
 
-    def __init__(self, size: int, *, sleeps: bool = False) -> None:
-        """`sleeps`: who waits for the event does not keep a core busy."""
+    def __init__(self, size: int) -> None:
         self.numbers = torch.empty(size, dtype=torch.int64, pin_memory=True)
         self.on_host = self.numbers.numpy()  # the same memory
-        self.event = torch.cuda.Event(blocking=sleeps)  # type: ignore[no-untyped-call]
+        self.event = torch.cuda.Event()  # type: ignore[no-untyped-call]
         self._first = self.numbers
 
     def first(self, size: int, dtype: torch.dtype = torch.int64) -> torch.Tensor:

@@ -1,10 +1,10 @@
 """Tokens of steps on their way to the host.
 
-    step ─► ops.advance_slots ─► page-locked memory ─► event          LeftTokens: nothing but tokens is wanted
-    step ─► tokens, scores, inputs ─► copy ─► event                   SentColumns
-    step                                                              FetchedAtOnce: the device is the host
+    step ─► ops.advance_slots ─► page-locked memory ─► event               CudaFetch
+         ─► inputs, scores ─► copy, where somebody asks for them ─┘
+    step                                                                   FetchedAtOnce: the device is the host
 
-Places and buffers are used in turn, and there are more of them than steps under way.
+Places are used in turn, and there are more of them than steps under way.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import numpy as np
 import torch
 
 from engine.cpu_environment import num_cores
-from engine.runner.staging import DEPTH, BufferRing, Event, PinnedNumbers
+from engine.runner.staging import DEPTH, Event
 from engine.switches import BUSY_WAIT, is_on
 from kernels import ops
 
@@ -68,10 +68,27 @@ def waits_busily() -> bool:
 
 
 class CudaFetch:
-    """What comes behind an event. The wait ends with that, not with later steps."""
+    """Tokens that the step's last kernel writes to the host's memory, and what is copied behind it, when an event has passed.
+    The wait ends with that, not with later steps."""
 
-    def __init__(self, event: Event) -> None:
+    def __init__(
+        self,
+        event: Event,
+        place: np.ndarray[Any, Any],
+        number: int,
+        num_rows: int,
+        columns: torch.Tensor | None = None,
+        *,
+        has_inputs: bool = False,
+    ) -> None:
+        """place: [1 + B] int64, of `ops.HostTokens`; `number`: of the step; columns: [R, W] or [R, 1 + W] int64, scores, and
+        inputs in front of them, page-locked."""
         self._event = event
+        self._place = place
+        self._number = number
+        self._num_rows = num_rows
+        self._columns = columns
+        self._has_inputs = has_inputs
 
     def wait(self) -> None:
         """The one place where the thread of the steps waits for the device, as long as that computes and no longer: while
@@ -80,17 +97,6 @@ class CudaFetch:
         It stays awake (`waits_busily`). A core that has slept for the milliseconds of a step wakes at a low clock, with cold
         caches: what follows was measured to take several times as long (ADR 55)."""
         self._event.synchronize()
-
-
-class LeftTokens(CudaFetch):
-    """Tokens that the step's last kernel writes to the host's memory."""
-
-    def __init__(self, event: Event, place: np.ndarray[Any, Any], number: int, num_rows: int) -> None:
-        """place: [1 + B] int64, of `ops.HostTokens`; `number`: of the step"""
-        super().__init__(event)
-        self._place = place
-        self._number = number
-        self._num_rows = num_rows
 
     def tokens(self) -> list[int]:
         """Raises RuntimeError where another step has written there: host and device have lost count of each other."""
@@ -102,35 +108,13 @@ class LeftTokens(CudaFetch):
         return found
 
     def scores(self) -> torch.Tensor:
-        raise AssertionError("nothing was sent with the tokens")
+        assert self._columns is not None, "nothing was sent with the tokens"
+        return self._columns[:, int(self._has_inputs) :]
 
     def inputs(self) -> list[int]:
-        raise AssertionError("they were not sent")
-
-
-class SentColumns(CudaFetch):
-    """Tokens, and what was sent beside them, in a page-locked buffer: [R, 1 or 2 + W], inputs and scores behind each token."""
-
-    def __init__(self, buffer: PinnedNumbers, shape: tuple[int, ...], *, has_inputs: bool) -> None:
-        super().__init__(buffer.event)
-        self._buffer = buffer
-        self._num_rows, self._width = shape
-        self._has_inputs = has_inputs
-
-    def tokens(self) -> list[int]:
-        self.wait()
-        return self._column(0)
-
-    def scores(self) -> torch.Tensor:
-        num_rows, width = self._num_rows, self._width
-        return self._buffer.numbers[: num_rows * width].view(num_rows, width)[:, 1 + self._has_inputs :]
-
-    def inputs(self) -> list[int]:
+        assert self._columns is not None, "nothing was sent with the tokens"
         assert self._has_inputs, "they were not sent"
-        return self._column(1)
-
-    def _column(self, index: int) -> list[int]:
-        found: list[int] = self._buffer.on_host[index : self._num_rows * self._width : self._width].tolist()
+        found: list[int] = self._columns[:, 0].tolist()
         return found
 
 
@@ -164,7 +148,7 @@ class TokenReturn:
             self._places = [*places.numpy()]  # the same memory
             self._events = [torch.cuda.Event(blocking=sleeps) for _ in self._places]  # type: ignore[no-untyped-call]
             weakref.finalize(self, _outlast, self._events, places).atexit = False
-            self._columns = BufferRing(lambda: PinnedNumbers(max_rows * (2 + max_scores), sleeps=sleeps))
+            self._columns = torch.empty(DEPTH, max_rows * (1 + max_scores), dtype=torch.int64, pin_memory=True)
 
     def begin_step(self) -> None:
         """In front of whatever a step launches. Raises what the device has failed with."""
@@ -179,21 +163,15 @@ class TokenReturn:
             kept_inputs = None if inputs is None else inputs.tolist()
             return FetchedAtOnce(tokens.tolist(), None if scores is None else scores.clone(), kept_inputs)
         self._num_steps += 1
+        turn, columns = self._num_steps % DEPTH, None
         if scores is not None or inputs is not None:
-            return self._send(tokens, scores, inputs)
-        place = self._num_steps % DEPTH
-        self._events[place].record()
-        return LeftTokens(self._events[place], self._places[place], self._num_steps, len(tokens))
+            sent = torch.cat([*([] if inputs is None else [inputs[:, None]]), *([] if scores is None else [scores])], dim=1)
+            columns = self._columns[turn, : sent.numel()].view(sent.shape)
+            columns.copy_(sent, non_blocking=True)
+        event = self._events[turn]
+        event.record()
+        return CudaFetch(event, self._places[turn], self._num_steps, len(tokens), columns, has_inputs=inputs is not None)
 
     def forget(self) -> None:
         """A step may have been launched that was not fetched: the device has perhaps counted one more."""
         self._is_in_doubt = True
-
-    def _send(self, tokens: torch.Tensor, scores: torch.Tensor | None, inputs: torch.Tensor | None) -> Fetch:
-        parts = [tokens[:, None], *([] if inputs is None else [inputs[:, None]]), *([] if scores is None else [scores])]
-        sent = torch.cat(parts, dim=1)
-        place, buffer = self._columns.take()
-        buffer.first(sent.numel()).view(sent.shape).copy_(sent, non_blocking=True)
-        buffer.event.record()
-        self._columns.used(place, buffer.event)
-        return SentColumns(buffer, tuple(sent.shape), has_inputs=inputs is not None)

@@ -329,9 +329,9 @@ def test_a_step_that_left_no_tokens_is_an_error_and_not_those_of_another(card: C
     for _ in range(5):
         steps.launch()
         steps.fetch()
-    lost = steps.fetch()
-    with pytest.raises(RuntimeError, match="step 6 left no tokens: in its place are those of step 2"):
-        lost.tokens()
+    for number, fetch in ((6, steps.fetch()), (7, steps.back.fetch(steps.sampled, numbers(1, 2, 3)[:, None]))):
+        with pytest.raises(RuntimeError, match=f"step {number} left no tokens: in its place are those of step {number - 4}"):
+            fetch.tokens()
 
 
 def test_memory_of_the_host_is_kept_until_the_device_has_written_to_it(card: Card) -> None:

@@ -83,6 +83,8 @@ def test_a_part_runs_to_its_end_on_a_card(part: Part, monkeypatch: pytest.Monkey
     assert card.broken is None
     mine = {target.name for target in TARGETS if target.part == part.target}
     assert not rows or rows.keys() & mine
+    if part.family == "checks":
+        assert rows.keys() <= mine, "a check that is no target is judged by nobody"
 
 
 @pytest.mark.parametrize(("kind", "judged"), [(H200, "below"), (H100, "other card")])

@@ -42,12 +42,14 @@ from engine.options import EngineOptions
 from engine.quantization.places import Fp8CodesPlace
 from engine.runner.cuda_graphs import DirectCalls
 from engine.runner.embedder import Embedder
+from engine.runner.token_return import Fetch, FetchedAtOnce, TokenReturn
 from engine.scheduling.scheduled_batch import BlockMoves
 from engine.speculation.options import SpeculativeOptions
 from engine.speculation.prompt_lookup import AdaptiveDrafter
 from engine.step_mode import StepMode
 from engine.weights import WeightPlan
 from kernels import quantised_linear
+from kernels.ops import HostTokens
 from kernels.triton import early_launch, tuning
 from tests.support.absent_card import AbsentCard
 from tests.support.engines import FREE_ROWS, wanted
@@ -155,6 +157,18 @@ class Captured(DirectCalls):
     def make_ready(self, key: Hashable, function: Callable[[], None], *, is_kept: bool = False) -> None:
         function()
         self._keys.add(key)
+
+
+class LeftOnCard(TokenReturn):
+    """Has steps leave their tokens for the host, as on a GPU, though these are fetched as from a device that is the host."""
+
+    def __init__(self, max_rows: int, max_scores: int, *, device: torch.device) -> None:
+        super().__init__(max_rows, max_scores, device=device)
+        self.host = HostTokens(torch.zeros(4, 1 + max_rows, dtype=torch.int64), torch.zeros(1, dtype=torch.int64))
+
+    def fetch(self, tokens: torch.Tensor, scores: torch.Tensor | None = None, *, inputs: torch.Tensor | None = None) -> Fetch:
+        kept_inputs = None if inputs is None else inputs.tolist()
+        return FetchedAtOnce(tokens.tolist(), None if scores is None else scores.clone(), kept_inputs)
 
 
 @cache
@@ -314,6 +328,7 @@ def engine_of(folder: Path, case: Case) -> Iterator[Engine]:
         grammars = GrammarCompiler((MODEL | case.model)["vocab_size"])
         stack.enter_context(mock.patch("engine.build.LateCompiler", return_value=grammars))
         stack.enter_context(mock.patch("engine.runner.runner_choice.DirectCalls", Captured))
+        stack.enter_context(mock.patch("engine.runner.slot_steps.TokenReturn", LeftOnCard))
         for module in ("build", "runner.slot_warm_up"):
             stack.enter_context(mock.patch(f"engine.{module}.compiles_at_first_use", return_value=True))
         stack.enter_context(mock.patch.dict(quantised_linear._MODULES, cpu=quantised_linear._MODULES["cuda"]))

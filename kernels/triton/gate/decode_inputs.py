@@ -7,17 +7,25 @@ from kernels.triton.gate.compilation import Compilation
 
 
 def compilations() -> list[Compilation]:
-    """Blocks of 16 and of 32 tokens; slots with tokens for the host, and of a draft model without."""
+    """Blocks of 16 and of 32 tokens; slots with tokens for the host, of decodes and, without a copy of theirs, behind chunks of
+    prompts, and slots of a draft model, without any."""
     state = {"slots": "*i32", "last_tokens": "*i64", "num_tokens": "*i32"}
     outputs = {"token_ids": "*i64", "positions": "*i64", "slot_mapping": "*i64", "context_lens": "*i32", "block_tables": "*i32"}
     sizes = {"columns": "i32", "slot_stride": "i32", "row_stride": "i32"}
-    advanced = {**state, "sampled": "*i64", "out": "*i64", "num_rows": "i32", "place_size": "i32"}
+    chosen = {**state, "sampled": "*i64", "num_rows": "i32", "place_size": "i32"}
+    advanced, left = {**chosen, "out": "*i64"}, {"places": "*i64", "num_steps": "*i64"}
     return [
         Compilation(
             "advance_slots",
             advance_slots_kernel,
-            {**advanced, "places": "*i64", "num_steps": "*i64"},
+            {**advanced, **left},
             {"DEPTH": 4, "ROWS": ROWS},
+        ),
+        Compilation(
+            "advance_slots_chosen",
+            advance_slots_kernel,
+            {**chosen, **left},
+            {"out": None, "DEPTH": 4, "ROWS": ROWS},
         ),
         Compilation(
             "advance_slots_draft",

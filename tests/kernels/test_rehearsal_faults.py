@@ -1,0 +1,107 @@
+"""Launches that fail at any line of theirs, on a rehearsed card: whatever was launched by then, tokens are those of the plain
+runner. A step that the device has counted and nobody fetches, or the other way round, would give those of other steps."""
+
+from __future__ import annotations
+
+import random
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from types import FrameType
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+
+from engine.runner.launched_step import LaunchedStep
+from engine.runner.slot_runner import SlotRunner
+from engine.speculation.options import SpeculativeOptions
+from engine.switches import GRAPHS
+from tests.support.engine_histories import MAX_LEN, PlannedRequest, assert_as_alone, run, with_grammars
+from tests.support.engines import small_engine
+from tests.support.rehearsal import Card, Schedule, rehearsal
+from tests.support.rehearsal.table import in_place_of_triton
+from tests.support.tiny_models import VOCAB_SIZE, make_first_layers, make_model
+
+pytest.importorskip("triton")
+pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="with a GPU nothing is rehearsed")
+
+FOLDERS = "/engine/runner/", "/engine/sampling/", "/kernels/device_words.py", "/kernels/transfer.py"
+ONE_LINE_OF = 3000
+LAUNCHING = ((SlotRunner, "launch"), (SlotRunner, "launch_guesses"), (LaunchedStep, "complete"), (LaunchedStep, "outputs"))
+"""What may raise for any reason: the engine computes the step in the plain way."""
+WISHES = ("greedy", "sampled", "stops", "guided", "guided, sampled", "scored", "scored more", "penalised", "two answers")
+
+
+class Fault(RuntimeError):
+    """Nothing else has failed."""
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("models")
+    make_first_layers(make_model("llama", folder / "llama"), folder / "draft", 1)
+    return folder
+
+
+@contextmanager
+def failing(numbers: random.Random, card: Card) -> Iterator[list[str]]:
+    """Lines of launches fail, one in so many, but for those of a capture, whose graph would never be tried again."""
+    failed: list[str] = []
+
+    def line(frame: FrameType, event: str, _: object) -> Any:
+        if event == "line" and card.capture is None and numbers.random() * ONE_LINE_OF < 1:
+            failed.append(f"{frame.f_code.co_filename}:{frame.f_lineno}")
+            raise Fault(failed[-1])
+        return line
+
+    def call(frame: FrameType, _: str, __: object) -> Any:
+        return line if any(folder in frame.f_code.co_filename for folder in FOLDERS) else None
+
+    def traced(inner: Callable[..., Any]) -> Callable[..., Any]:
+        def run_traced(*given: Any) -> Any:
+            before = sys.gettrace()
+            sys.settrace(call)
+            try:
+                return inner(*given)
+            finally:
+                sys.settrace(before)
+
+        return run_traced
+
+    with ExitStack() as stack:
+        for owner, name in LAUNCHING:
+            stack.enter_context(mock.patch.object(owner, name, traced(getattr(owner, name))))
+        yield failed
+
+
+@pytest.mark.parametrize("guesser", [None, "ngram", "draft_model", "without graphs"])
+@pytest.mark.parametrize("seed", [0, 1])
+def test_tokens_are_those_of_the_plain_runner_wherever_a_launch_fails(
+    folder: Path, guesser: str | None, seed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    numbers, speculative = random.Random(f"{seed} {guesser}"), None
+    if guesser == "without graphs":
+        monkeypatch.setenv(GRAPHS, "0")
+    elif guesser is not None:
+        model = folder / "draft" if guesser == "draft_model" else None
+        speculative = SpeculativeOptions(method=guesser, model=model, num_speculative_tokens=3)
+    requests = [
+        PlannedRequest(
+            prompt=tuple((start + 7 * place) % VOCAB_SIZE for place in range(numbers.randint(1, 30))),
+            wish=numbers.choice(WISHES), max_tokens=numbers.randint(4, 24), seed=number % 4, arrives=number, aborted_after=None,
+        )
+        for number, start in enumerate(numbers.choices((3, 50, 90), k=8))
+    ]  # fmt: skip
+    with rehearsal(numbers.choice([*Schedule]), seed=seed) as card, in_place_of_triton():
+        engine = small_engine(
+            folder / "llama", device="cuda", dtype="float32", max_num_seqs=5, max_num_batched_tokens=32, max_model_len=MAX_LEN,
+            block_size=4, num_kv_blocks=200, speculative_config=speculative,
+        )  # fmt: skip
+        with failing(numbers, card) as failed:
+            found = run(with_grammars(engine), requests, preempt_at=None)
+    assert 0 < engine.fallbacks.count <= len(failed), "no step but those that failed was computed in the plain way"
+    assert card.broken is None
+    assert_as_alone(folder, "llama", requests, found)
