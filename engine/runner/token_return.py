@@ -18,7 +18,7 @@ import numpy as np
 import torch
 
 from engine.cpu_environment import num_cores
-from engine.runner.staging import DEPTH, Event
+from engine.runner.staging import DEPTH
 from engine.switches import BUSY_WAIT, is_on
 from kernels import ops
 
@@ -73,7 +73,7 @@ class CudaFetch:
 
     def __init__(
         self,
-        event: Event,
+        event: torch.cuda.Event,
         place: np.ndarray[Any, Any],
         number: int,
         num_rows: int,
@@ -118,7 +118,7 @@ class CudaFetch:
         return found
 
 
-def _outlast(events: Sequence[Event], places: torch.Tensor) -> None:  # noqa: ARG001 - is held until then
+def _outlast(events: Sequence[torch.cuda.Event], places: torch.Tensor) -> None:  # noqa: ARG001 - is held until then
     """Let go of `places` behind the events: torch does not know that kernels still write there, and would give the memory to
     somebody else."""
     with contextlib.suppress(RuntimeError):  # of a device that computes no more

@@ -12,7 +12,7 @@ import torch
 
 from engine.runner import token_return
 from engine.runner.slots import SlotState, SlotWrites
-from engine.runner.staging import BufferRing, Staging
+from engine.runner.staging import STAGED_NUMBERS, Staging
 from engine.runner.token_return import CudaFetch, Fetch, TokenReturn
 from engine.switches import BUSY_WAIT
 from tests.support.rehearsal import DEVICE, Card, rehearsal
@@ -250,15 +250,18 @@ def test_indexing_is_that_of_torch(card: Card) -> None:
             assert other.cpu().equal(one), key
 
 
-def test_a_buffer_that_is_used_again_too_early_shows(card: Card, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("size", [1, STAGED_NUMBERS])  # one is too few
+def test_a_buffer_that_is_used_again_too_early_shows(card: Card, monkeypatch: pytest.MonkeyPatch, size: int) -> None:
     def sent(depth: int) -> list[list[int]]:
-        staging = Staging(DEVICE)
+        staging = Staging(DEVICE, size)
         arrived = [staging.send([number, number]) for number in range(depth)]
         return [each.tolist() for each in arrived]
 
     expected = [[number, number] for number in range(9)]
+    kinds(card)
     assert sent(9) == expected
-    monkeypatch.setattr(BufferRing, "used", lambda *_: None)
+    assert kinds(card) == 5 * ["event"] + ["copy to the host"] * 9, "each of the last five waits for the one four before it"
+    monkeypatch.setattr(torch.cuda.Event, "synchronize", lambda _: None)
     assert sent(4) == expected[:4]
     assert sent(9) != expected
 

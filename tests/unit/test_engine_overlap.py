@@ -8,13 +8,11 @@ from typing import Any
 from unittest import mock
 
 import pytest
-import torch
 
 from engine.errors import EngineBroken
 from engine.loop import Engine
 from engine.overlap import Fallbacks
 from engine.protocol import EngineInfo, FinishReason, PlainReason
-from engine.runner.staging import BufferRing
 from engine.scheduling.block_pool import BlockPool
 from engine.scheduling.drafting import Draft, Drafter
 from engine.scheduling.limits import SchedulerLimits
@@ -576,28 +574,6 @@ def test_nobody_waits_for_tokens_when_no_guess_is_worth_its_row(is_synchronous: 
     run_to_end(make_engine(runner, drafter=Oracle({}, pays=False)), [wanted("a", [1, 2], max_tokens=4)])
     ahead = ["launch 1", *["launch 1", "collect"] * 3, "collect"]
     assert runner.log == (["launch 1", "collect"] * 4 if is_synchronous else ahead)
-
-
-@dataclass
-class Copy:
-    """A copy that takes its time; whoever waits for it ends it."""
-
-    done: bool = False
-
-    def synchronize(self) -> None:
-        self.done = True
-
-
-def test_a_buffer_is_not_touched_before_the_copy_that_uses_it_has_ended() -> None:
-    ring = BufferRing(lambda: torch.zeros(1), depth=3)
-    copies: list[tuple[int, Copy]] = []
-    for _ in range(7):
-        place, _ = ring.take()
-        assert all(copy.done for used, copy in copies if used == place)
-        copies.append((place, Copy()))
-        ring.used(place, copies[-1][1])
-    assert [place for place, _ in copies] == [0, 1, 2, 0, 1, 2, 0]
-    assert [copy.done for _, copy in copies] == [True] * 4 + [False] * 3, "and nobody waits for younger ones"
 
 
 @pytest.mark.parametrize("max_rows", [1, 3, 4, 8, 20, 256])
