@@ -70,7 +70,7 @@ def _halved(runner: Runner, items: Sequence[ScheduledRequest]) -> list[StepOutpu
     return _halved(runner, items[:middle]) + _halved(runner, items[middle:])
 
 
-def failure(stage: str, error: Exception) -> str:
+def failure(stage: str, error: BaseException) -> str:
     """What a caller is told of a request that failed inside the engine."""
     return f"the engine failed while {DOING.get(stage, stage)}: {type(error).__name__}: {error}"[:ERROR_CHARS_MAX]
 

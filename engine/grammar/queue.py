@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import FIRST_COMPLETED, CancelledError, Future, ThreadPoolExecutor, wait
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -157,19 +157,24 @@ class GrammarQueue:
         return expired
 
     def _start(self, parked: _Parked) -> tuple[list[Request], GrammarError | EngineError | None]:
+        """A refusal is kept for those who ask again. So it is not raised: it would keep the frames of each raise, with every
+        request in them."""
         self._num_answers -= len(parked.answers)
-        try:
-            grammar = parked.grammar.result()
-            for request in parked.answers:
-                self._masks.start(request, grammar)
-        except (GrammarError, EngineOverloaded) as error:
-            return parked.answers, error
-        except CancelledError:
+        if parked.grammar.cancelled():
             return parked.answers, GrammarError(parked.param, f"{parked.param} was not compiled: the engine is stopping")
-        except Exception as error:  # of the task that compiles: whoever waits for it ends alone
-            log.exception("a grammar could not be compiled param=%s request_id=%s", parked.param, parked.answers[0].request_id)
-            return parked.answers, EngineError(failure("compile", error))
-        return parked.answers, None
+        error = parked.grammar.exception()
+        try:
+            if error is None:
+                grammar = parked.grammar.result()
+                for request in parked.answers:
+                    self._masks.start(request, grammar)
+        except Exception as failed:  # noqa: BLE001 - of the task that compiles: whoever waits for it ends alone
+            error = failed
+        if error is None or isinstance(error, GrammarError | EngineOverloaded):
+            return parked.answers, error
+        told = parked.param, parked.answers[0].request_id
+        log.error("a grammar could not be compiled param=%s request_id=%s", *told, exc_info=error)
+        return parked.answers, EngineError(failure("compile", error))
 
     @property
     def guides(self) -> bool:

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Iterator
-from heapq import heappop, heappush
+from heapq import heapify, heappop, heappush
 from itertools import chain, count
 from weakref import ref
 
 from engine.scheduling.request import Request
+
+DEADLINES_KEPT = 512
+"""So many are kept without a look at who still waits."""
 
 
 class WaitingLine:
@@ -66,24 +69,41 @@ class WaitingLine:
 
 
 class Deadlines:
-    """Requests by the time at which they have waited too long; O(log n) each. Keeps none of them, with its prompt, alive."""
+    """Requests by the time at which they have waited too long; O(log n) each over time. Keeps none of them, with its prompt,
+    alive. Nearly all wait no longer, long before that time: they are taken out whenever they may be half of what is here."""
 
     def __init__(self) -> None:
         self._heap: list[tuple[float, int, ref[Request]]] = []
         self._numbers = count()
+        self._len_max = DEADLINES_KEPT
+
+    def __len__(self) -> int:
+        """What is kept, of requests that wait no longer too."""
+        return len(self._heap)
 
     def add(self, request: Request) -> None:
-        if request.queue_deadline_s is not None:
-            heappush(self._heap, (request.queue_deadline_s, next(self._numbers), ref(request)))
+        if request.queue_deadline_s is None:
+            return
+        if len(self._heap) >= self._len_max:
+            self._heap = [entry for entry in self._heap if _waiting(entry[-1]) is not None]
+            heapify(self._heap)
+            self._len_max = max(DEADLINES_KEPT, 2 * len(self._heap))
+        heappush(self._heap, (request.queue_deadline_s, next(self._numbers), ref(request)))
 
     def expired(self, now_s: float) -> list[Request]:
         """Those that were never scheduled and whose time is up."""
         late: list[Request] = []
         while self._heap and self._heap[0][0] <= now_s:
-            request = heappop(self._heap)[-1]()
-            if request is not None and request.first_scheduled_s is None and not request.is_finished:
+            request = _waiting(heappop(self._heap)[-1])
+            if request is not None:
                 late.append(request)
         return late
+
+
+def _waiting(kept: ref[Request]) -> Request | None:
+    """The request, if it was never scheduled and has not ended."""
+    request = kept()
+    return None if request is None or request.first_scheduled_s is not None or request.is_finished else request
 
 
 class ParkedForks:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Sequence
 from concurrent.futures import Future
 from dataclasses import replace
 from typing import Any
+from weakref import ref
 
 import pytest
 
@@ -24,6 +26,7 @@ from engine.scheduling.scheduler import Scheduler
 from tests.support.clock import FakeClock
 from tests.support.engines import run_to_end, tokens, wanted
 from tests.support.few_threads import no_more_threads
+from tests.support.scheduling import make_request
 
 EOS = 9
 GRAMMAR: Any = object()
@@ -179,6 +182,21 @@ def test_equal_grammars_are_compiled_once() -> None:
     for name in "abc":
         box.engine.submit(guided(name))
     assert len(box.compiler.asked) == 1
+
+
+@pytest.mark.parametrize("why", [GrammarError("guided_regex", "unclosed"), EngineOverloaded("full"), RuntimeError("a bug")])
+def test_a_refusal_that_is_kept_keeps_nobody_who_was_told_of_it(why: Exception) -> None:
+    compiler, spec, request = FakeCompiler(), GrammarSpec("regex", "(a"), make_request("a", 2)
+    queue = GrammarQueue(compiler, FakeMasks())
+    queue.park([request], spec)
+    compiler.asked[spec].set_exception(why)
+    ((answers, error),) = queue.take_ready()
+    assert answers == [request]
+    assert error is not None
+    told = ref(request)
+    del request, answers, error
+    gc.collect()
+    assert told() is None
 
 
 def test_a_grammar_that_is_refused_ends_every_answer_and_names_the_field() -> None:

@@ -20,3 +20,17 @@ def test_a_request_that_ended_long_before_its_deadline_is_not_kept_until_then() 
     assert kept() is None
     assert deadlines.expired(4.9) == []
     assert deadlines.expired(5.0) == [waiting]
+
+
+def test_deadlines_of_requests_that_wait_no_longer_take_no_room_until_they_pass() -> None:
+    deadlines = Deadlines()
+    waiting = [make_request(f"waiting {number}", 4, queue_deadline_s=600.0 - number) for number in range(200)]
+    running = make_request("running", 4, queue_deadline_s=600.0)
+    running.schedule_first(0.0)
+    for request in waiting:
+        deadlines.add(request)
+    for number in range(20_000):
+        deadlines.add(running if number % 2 else make_request("gone", 4, queue_deadline_s=600.0))
+    assert len(deadlines) < 1000
+    assert deadlines.expired(600.0) == waiting[::-1]
+    assert len(deadlines) == 0
