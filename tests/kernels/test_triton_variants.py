@@ -21,6 +21,9 @@ arguments of a kernel apart does: a version that tests run under beside the newe
 CASES = ALL_CASES if metadata.version("triton") == promised()[-1] else FEWER_CASES
 
 
+pytestmark = pytest.mark.every_case
+
+
 @pytest.fixture(scope="module")
 def variants() -> dict[str, dict[str, Any]]:
     """What each case asked for."""
