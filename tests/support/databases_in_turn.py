@@ -1,7 +1,8 @@
 """Cases of one test take turns on the two databases: which database there is and what a case asks are independent.
 
 A test without other parameters meets both databases. So does each case of one that is marked `on_each_database`, because its
-cases themselves are of the databases, as versions of the schema are. Where there is no PostgreSQL, SQLite has every case.
+cases themselves are of the databases, as triggers are. In a file that is marked `on_either_database`, because it asks the
+database nothing that others do not test on both, tests take turns, too. Where there is no PostgreSQL, SQLite has all.
 """
 
 from __future__ import annotations
@@ -24,9 +25,14 @@ def left_out(items: list[pytest.Item]) -> list[pytest.Item]:
             test, ids = item.nodeid.partition("[")[0], item.callspec._idlist  # type: ignore[attr-defined]
             tests[test][tuple(name for name in ids if name != database)][database] = item
     found = []
-    for cases in tests.values():
+    alone: dict[str, int] = defaultdict(int)  # tests without cases, by file
+    for test, cases in tests.items():
         either = {ids: case for ids, case in cases.items() if len(case) == len(DATABASES)}
-        if len(either) > 1:
+        if len(either) == 1 and next(iter(either.values()))[DATABASES[0]].get_closest_marker("on_either_database"):
+            file = test.partition("::")[0]
+            found.append(next(iter(either.values()))[DATABASES[alone[file] % len(DATABASES)]])
+            alone[file] += 1
+        elif len(either) > 1:
             found += [case[DATABASES[1 - turn]] for turn, case in zip(_turns(either), either.values(), strict=True)]
     return found
 
