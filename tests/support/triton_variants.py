@@ -109,8 +109,7 @@ CASES: dict[str, Case] = {
     "draft-fp8-static": stored_in("fp8", "weight_scale", None, {"speculative_config": DRAFT}, activation_scheme="static"),
     "draft-eager": Case({}, {"speculative_config": DRAFT, "enforce_eager": True}),
     "invariant-fp8": Case({}, {**INVARIANT, **MANY_SEATS, "quantization": "fp8", "kv_cache_dtype": "fp8"}),
-    "invariant-awq": stored_in("awq", "qweight", None, INVARIANT, **AWQ),
-    "invariant-experts": Case(EXPERTS, INVARIANT),
+    "invariant-awq-experts": stored_in("awq", "qweight", EXPERTS, INVARIANT, **AWQ),
 }
 """How weights are stored and who guesses are independent: formats without a case of their own are those of one that guesses."""
 LETTERS = "[a-z]*"
