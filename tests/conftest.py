@@ -22,6 +22,7 @@ from tests.support.cast import Cast, make_cast, quick_hasher
 from tests.support.clock import FakeClock
 from tests.support.compiled_statements import shared_by_all_engines
 from tests.support.databases import Cluster, postgresql_binaries, required, running_cluster
+from tests.support.databases_in_turn import left_out
 from tests.support.kept_rows import made_in
 
 YOUNG_OBJECTS_MAX = 20_000  # of a collection: tests make more of them than a program that serves, and nobody waits
@@ -30,6 +31,15 @@ _STAY_FROZEN = mock.patch.object(gc, "unfreeze")
 # As the engine does before torch comes: threads that wait for one another at full speed, on processors that the suite shares,
 # took twice as long as everything else that the tests of kernels for CPUs do.
 os.environ.setdefault("GOMP_SPINCOUNT", str(SPINS))
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Let the cases of a test take turns on the databases, where there are both."""
+    if postgresql_binaries() is None and not required("postgres"):
+        return
+    gone = left_out(items)
+    config.hook.pytest_deselected(items=gone)
+    items[:] = [item for item in items if item not in set(gone)]
 
 
 def pytest_collection_finish() -> None:

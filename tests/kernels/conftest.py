@@ -11,6 +11,7 @@ import torch
 
 from tests.support.databases import required
 from tests.support.kernel_device import interpret_without_gpu
+from tests.support.pairs import left_out
 from tests.support.quick_interpreter import replace_language_once
 from tests.support.triton_jobs import OLD_INTERPRETER, TritonJobs, promised
 
@@ -64,11 +65,15 @@ def launches(monkeypatch: pytest.MonkeyPatch, device: torch.device) -> Callable[
     return since
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Put what waits for other processes behind everything that runs meanwhile, the tests of other folders included.
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Take few cases that have each pair of options. Put what waits for other processes behind everything that runs meanwhile,
+    the tests of other folders included.
 
     Tests of this folder do not fail on what an old interpreter does: where this environment's own Triton is one, all meet it.
     """
+    gone = set(left_out([item for item in items if item.path.parent == FOLDER]))
+    config.hook.pytest_deselected(items=[*gone])
+    items[:] = [item for item in items if item not in gone]
     for item in items:
         if item.path.parent == FOLDER:
             item.add_marker(pytest.mark.filterwarnings(OLD_INTERPRETER, NO_TRAPS))

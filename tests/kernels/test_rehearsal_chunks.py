@@ -86,11 +86,9 @@ def test_the_host_launches_as_much_for_many_layers_as_for_one(model: Path, shall
 @pytest.mark.parametrize(
     ("options", "schedule"),
     [
-        ({}, Schedule.LATE),
         ({}, Schedule.RANDOM),
         ({"kv_cache_dtype": "fp8"}, Schedule.EARLY),
         ({"speculative": True}, Schedule.LATE),
-        ({"speculative": True}, Schedule.RANDOM),
     ],
     ids=str,
 )

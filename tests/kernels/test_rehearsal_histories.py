@@ -42,7 +42,7 @@ def guessing(draft: Path | None, num_tokens: int) -> SpeculativeOptions:
     return SpeculativeOptions(method=method, model=draft, num_speculative_tokens=num_tokens)
 
 
-@settings(max_examples=12, deadline=None, derandomize=True, phases=(Phase.generate,))
+@settings(max_examples=8, deadline=None, derandomize=True, phases=(Phase.generate,))
 @given(
     family=st.sampled_from(FAMILIES),
     requests=st.lists(asked | repeating, min_size=1, max_size=9),

@@ -72,9 +72,7 @@ def plain(folder: Path) -> list[int]:
     return tokens(run_to_end(small_engine(folder, dtype="float32", **SMALL), [REQUEST])["a"])
 
 
-@pytest.mark.parametrize(
-    ("family", "is_rotated"), [("llama", True), ("qwen3", True), ("phi3", True), ("gemma3_text", True), ("olmo2", False)]
-)
+@pytest.mark.parametrize(("family", "is_rotated"), [("llama", True), ("gemma3_text", True), ("olmo2", False)])
 def test_a_layer_rotates_inside_its_attention_unless_heads_are_normed_together(
     family: str, is_rotated: bool, tmp_path: Path
 ) -> None:

@@ -60,14 +60,23 @@ def compare(lens: Sequence[tuple[int, int]], shape: AttentionShape, *, rtol: flo
 MIXED = [(1, 33), (1, 17), (1, 16), (1, 15), (1, 1), (17, 17), (2, 16), (16, 33), (3, 20)]
 
 
-@pytest.mark.parametrize(("heads", "kv_heads"), [(4, 4), (4, 2), (4, 1), (12, 4), (8, 1), (9, 1), (24, 2)])
-@pytest.mark.parametrize("head_dim", [LANES, 64, 80, 96, HEAD_DIM_MAX])
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "head_dim"),
+    [
+        *((heads, kv_heads, 64) for heads, kv_heads in ((4, 4), (4, 1), (12, 4), (8, 1), (9, 1), (24, 2))),
+        *((4, 2, head_dim) for head_dim in (LANES, 64, 80, 96, HEAD_DIM_MAX)),
+        (9, 1, 80),
+        (24, 2, HEAD_DIM_MAX),
+    ],
+)
 def test_awkward_lengths_equal_the_loops(heads: int, kv_heads: int, head_dim: int) -> None:
     compare(MIXED, AttentionShape(16, heads, kv_heads, head_dim))
 
 
-@pytest.mark.parametrize("block_size", [1, 8, 16, 32])
-@pytest.mark.parametrize("window", [None, 1, 7, 16, 40])
+@pytest.mark.parametrize(
+    ("block_size", "window"),
+    [(1, None), (1, 7), (8, 1), (8, 7), (8, 16), (16, None), (16, 1), (16, 16), (16, 40), (32, 7), (32, 16), (32, 40)],
+)
 def test_windows_in_blocks_of_any_size(block_size: int, window: int | None) -> None:
     compare([*MIXED, (1, 50), (5, 60)], AttentionShape(block_size, 4, 2, 32, sliding_window=window))
 

@@ -66,15 +66,16 @@ def parts(monkeypatch: pytest.MonkeyPatch) -> Iterator[Parts]:
 
 @pytest.mark.usefixtures("tiles")
 @pytest.mark.parametrize(
-    "rows",
+    ("tiles", "rows"),
     [
-        [(9, 127), (9, 128), (9, 129)],
-        [(15, 159), (16, 160), (17, 161)],
-        [(1, 1), (33, 300), (2, 40), (15, 15)],
-        [(40, 136)],
-        [(67, 223), (16, 16)],
+        (SHORT, [(9, 127), (9, 128), (9, 129)]),
+        (TALL, [(15, 159), (16, 160), (17, 161)]),
+        (SHORT, [(1, 1), (33, 300), (2, 40), (15, 15)]),
+        (TALL, [(40, 136)]),
+        (TALL, [(67, 223), (16, 16)]),
     ],
     ids=["at the first split", "at the second", "long and short", "over the diagonal", "a long chunk"],
+    indirect=["tiles"],
 )
 def test_awkward_lengths_equal_the_loops(rows: Rows, parts: Parts, device: torch.device) -> None:
     chunks = Chunks(rows, SHAPE, device)
@@ -93,7 +94,7 @@ def test_a_long_context_of_the_tiles_that_are_served(
     parts: Parts, device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(chunk_splits, "SPLIT_KEYS", 512)
-    Chunks([(33, 4095)], SHAPE, device).compare()
+    Chunks([(33, 2559)], SHAPE, device).compare()
     assert parts.splits == MOST
 
 
@@ -120,7 +121,7 @@ def test_every_block_size(block_size: int, parts: Parts, device: torch.device) -
 
 
 @pytest.mark.usefixtures("tiles")
-@pytest.mark.parametrize("window", [100, 128, 200])
+@pytest.mark.parametrize(("tiles", "window"), [(SHORT, 100), (TALL, 128), (SHORT, 200)], indirect=["tiles"])
 def test_a_window_hides_what_lies_before_it(window: int, parts: Parts, device: torch.device) -> None:
     rows = [(33, 33), (9, 390), (40, 240)]
     chunks = Chunks(rows, AttentionShape(BLOCK, 2, 1, 32, sliding_window=window), device)

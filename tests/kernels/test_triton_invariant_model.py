@@ -24,7 +24,6 @@ SMALL: dict[str, Any] = {"max_model_len": 48, "num_kv_blocks": 12, "block_size":
 ALONE: dict[str, Any] = {"max_num_seqs": 1, "max_num_batched_tokens": 64, "enable_prefix_caching": False}
 FORMATS: dict[str, Any] = {
     "float32": {},
-    "int8": {"quantization": "int8"},
     "fp8": {"quantization": "fp8", "kv_cache_dtype": "fp8"},
     "mixture": {},
 }
@@ -79,7 +78,6 @@ def test_its_tokens_are_those_of_torch(tmp_path: Path) -> None:
 
 
 STORED = {
-    "awq": layouts.awq(),
     "gptq in an order": layouts.gptq(desc_act=True),
     "fp8, inputs of values by another scale": layouts.fp8(per_row=False, activations="static", compressed=False),
 }

@@ -12,13 +12,16 @@ from tests.support.triton_jobs import promised
 from tests.support.triton_versions import compiling_process
 
 ALL_CASES = (
-    "plain", "window-fp8", "fp8-static", "int8-head", "awq", "experts-int8", "experts-awq", "guesses", "draft",
-    "draft-eager", "invariant", "invariant-fp8", "invariant-awq", "invariant-experts",
+    "plain", "window-fp8", "awq", "experts-int8", "experts-awq", "guesses-int8-head", "draft-fp8-static", "draft-eager",
+    "invariant-fp8", "invariant-awq-experts",
 )  # fmt: skip
-FEWER_CASES = ("window-fp8", "awq", "experts-int8", "experts-awq", "guesses", "draft-eager", "invariant-awq")
+FEWER_CASES = ("window-fp8", "awq", "experts-int8", "experts-awq", "draft-eager", "invariant-awq-experts")
 """Those that ask for every kernel. Which variants an engine asks for does not depend on Triton, but how Triton tells the
 arguments of a kernel apart does: a version that tests run under beside the newest has each kernel asked for."""
 CASES = ALL_CASES if metadata.version("triton") == promised()[-1] else FEWER_CASES
+
+
+pytestmark = pytest.mark.every_case
 
 
 @pytest.fixture(scope="module")

@@ -76,7 +76,7 @@ def test_an_encoder_of_the_shape_of_minilm_equals_mean_pooling_over_transformers
     torch.manual_seed(5)
     model = transformers.BertModel(transformers.BertConfig(**MINILM)).eval()
     model.save_pretrained(tmp_path)
-    texts = make_texts((3, 128, 17, 64, 9, 511, 512, 30), 30522)
+    texts = make_texts((3, 17, 64, 512), 30522)
     assert_near(load(tmp_path).embed(texts), reference(model, texts, "mean"))
 
 

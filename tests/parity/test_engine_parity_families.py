@@ -76,7 +76,7 @@ def test_prompts_in_chunks_of_a_few_tokens(family: str, case_of: Callable[[str],
     case.check(make_prompts(PROMPT_LENS), small_engine(case.directory, max_num_seqs=4, max_num_batched_tokens=7))
 
 
-@families
+@pytest.mark.parametrize("family", ["llama", "gemma3_text", "phi3-longrope", "qwen3_moe"])
 def test_requests_that_were_preempted_and_computed_again(family: str, case_of: Callable[[str], Case]) -> None:
     case, prompts = case_of(family), make_prompts(PROMPT_LENS)
     engine = small_engine(case.directory, enable_prefix_caching=False, max_num_batched_tokens=64)

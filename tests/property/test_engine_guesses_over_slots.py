@@ -50,7 +50,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@settings(max_examples=25, deadline=None, derandomize=True)
+@settings(max_examples=15, deadline=None, derandomize=True)
 @given(
     loop=st.sampled_from(sorted(LOOPS)),
     family=st.sampled_from(FAMILIES),
@@ -77,7 +77,7 @@ def test_tokens_are_those_of_the_plain_runner_without_guesses(
     assert engine.fallbacks.count == 0
 
 
-@settings(max_examples=25, deadline=None, derandomize=True)
+@settings(max_examples=15, deadline=None, derandomize=True)
 @given(
     loop=st.sampled_from(sorted(LOOPS)),
     family=st.sampled_from(FAMILIES),

@@ -93,7 +93,7 @@ asked = st.builds(
 )
 
 
-@settings(max_examples=30, deadline=None, derandomize=True)
+@settings(max_examples=20, deadline=None, derandomize=True)
 @given(
     family=st.sampled_from(sorted(FAMILIES)),
     requests=st.lists(asked, min_size=1, max_size=7),

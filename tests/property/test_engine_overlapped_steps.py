@@ -52,7 +52,7 @@ def wide_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@settings(max_examples=25, deadline=None, derandomize=True)
+@settings(max_examples=15, deadline=None, derandomize=True)
 @given(
     family=st.sampled_from(FAMILIES),
     requests=st.lists(asked, min_size=1, max_size=9),
@@ -77,7 +77,7 @@ RECORDED = ("llama", "mistral-window", "gemma2", "qwen3_moe")
 """With heads that compiled attention takes. Of the last one no step can be recorded: torch mixes experts."""
 
 
-@settings(max_examples=25, deadline=None, derandomize=True)
+@settings(max_examples=15, deadline=None, derandomize=True)
 @given(
     family=st.sampled_from(RECORDED[:2]) | st.sampled_from(RECORDED),
     requests=st.lists(asked, min_size=1, max_size=9),

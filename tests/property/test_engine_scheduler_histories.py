@@ -18,7 +18,7 @@ from engine.protocol import Priority
 from engine.scheduling.request import Request
 from tests.support.scheduler_lives import SchedulerLife, World, random_life
 
-NUM_SCRIPTS = int(os.environ.get("GATEHOUSE_SCRIPTS", "60"))
+NUM_SCRIPTS = int(os.environ.get("GATEHOUSE_SCRIPTS", "40"))
 TENANTS = (("alice", 1), ("bob", 2), ("charlie", 4))
 
 

@@ -88,7 +88,7 @@ def schemas() -> st.SearchStrategy[Any]:
     return st.recursive(st.one_of(st.booleans(), keywords(st.booleans())), keywords, max_leaves=6)
 
 
-@settings(max_examples=250, deadline=None, suppress_health_check=list(HealthCheck), derandomize=True)
+@settings(max_examples=150, deadline=None, suppress_health_check=list(HealthCheck), derandomize=True)
 @given(schema=schemas(), instances=st.lists(values(), min_size=8, max_size=8))
 def test_a_grammar_accepts_exactly_what_a_validator_finds_valid(schema: Any, instances: list[Any]) -> None:
     validator = jsonschema.Draft202012Validator(schema)

@@ -86,8 +86,10 @@ class Batch:
         assert out.tensor[: self.before].isnan().all(), "rows of nobody were written"
 
 
-@pytest.mark.parametrize("is_invariant", [False, True])
-@pytest.mark.parametrize("shape", [AttentionShape(BLOCK, 4, 1, 128), AttentionShape(BLOCK, 4, 2, 64, sliding_window=30)])
+@pytest.mark.parametrize(
+    ("shape", "is_invariant"),
+    [(AttentionShape(BLOCK, 4, 1, 128), False), (AttentionShape(BLOCK, 4, 2, 64, sliding_window=30), True)],
+)
 def test_a_captured_step_with_chunks_tells_decodes_chunks_and_padding_apart(shape: AttentionShape, is_invariant: bool) -> None:
     """Two decodes where there may be four, two chunks and an empty one, and padding as a chunk of its own."""
     counts, num_decodes, num_tokens = [1, 1, 21, 9], 4, 48
@@ -115,8 +117,7 @@ def test_a_captured_step_with_chunks_tells_decodes_chunks_and_padding_apart(shap
     ("shape", "lengths", "kv_dtype", "is_normed"),
     [
         (AttentionShape(BLOCK, 4, 1, 128), [1, 15, 0, 257], BF16, False),
-        (AttentionShape(BLOCK, 2, 1, 128), [17, 300], FP8, True),
-        (AttentionShape(BLOCK, 4, 1, 256, sliding_window=100, softcap=50.0), [140, 33], BF16, True),
+        (AttentionShape(BLOCK, 4, 1, 256, sliding_window=100, softcap=50.0), [140, 33], FP8, True),
     ],
 )
 def test_decode_steps_that_rotate(shape: AttentionShape, lengths: list[int], kv_dtype: torch.dtype, is_normed: bool) -> None:
@@ -140,14 +141,9 @@ def rotated(batch: RotatedBatch) -> None:
     ("shape", "length", "kv_dtype", "is_normed", "order"),
     [
         (AttentionShape(BLOCK, 8, 2, 128), 0, BF16, False, LOCKSTEP),
-        (AttentionShape(BLOCK, 8, 2, 128), 1, BF16, True, REVERSE),
         (AttentionShape(BLOCK, 8, 2, 128), 65, BF16, False, REVERSE),
-        (AttentionShape(BLOCK, 8, 2, 128), 257, BF16, True, LOCKSTEP),
         (AttentionShape(BLOCK, 8, 2, 128), 257, BF16, True, REVERSE),
-        (AttentionShape(BLOCK, 2, 1, 128), 300, FP8, True, REVERSE),
-        (AttentionShape(BLOCK, 4, 1, 64), 200, FP8, False, LOCKSTEP),
-        (AttentionShape(BLOCK, 3, 1, 96), 130, BF16, True, REVERSE),
-        (AttentionShape(64, 32, 1, 64), 130, BF16, False, LOCKSTEP),
+        (AttentionShape(BLOCK, 3, 1, 96), 130, FP8, True, REVERSE),
         (AttentionShape(BLOCK, 4, 1, 256, sliding_window=100, softcap=50.0), 140, BF16, True, REVERSE),
     ],
 )
@@ -169,9 +165,7 @@ def test_splits_of_several_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
     ("shape", "lengths", "kv_dtype"),
     [
         (AttentionShape(BLOCK, 4, 1, 128), [1, 15, 0, 257], BF16),
-        (AttentionShape(BLOCK, 4, 1, 128), [17, 300], FP8),
-        (AttentionShape(BLOCK, 2, 2, 64), [16, 130], BF16),
-        (AttentionShape(64, 4, 1, 128), [65, 3], BF16),
+        (AttentionShape(64, 4, 1, 128), [17, 300], FP8),
         (AttentionShape(BLOCK, 4, 1, 256, sliding_window=100, softcap=50.0), [140, 33], BF16),
     ],
 )
@@ -212,7 +206,6 @@ def test_guesses_are_verified_by_the_decode_kernel() -> None:
 @pytest.mark.parametrize(
     ("shape", "kv_dtype", "dtype"),
     [
-        (AttentionShape(BLOCK, 4, 1, 128), BF16, BF16),
         (AttentionShape(BLOCK, 4, 1, 128), FP8, BF16),
         (AttentionShape(BLOCK, 8, 1, 64, sliding_window=90), torch.float16, torch.float16),
     ],
@@ -244,8 +237,7 @@ def test_guesses_of_one_request_are_verified_in_groups(
 @pytest.mark.parametrize(
     ("shape", "lengths", "counts", "kv_dtype"),
     [
-        (AttentionShape(BLOCK, 4, 1, 128), [200, 40], [9, 12], BF16),
-        (AttentionShape(BLOCK, 4, 1, 128), [200], [40], FP8),
+        (AttentionShape(BLOCK, 4, 1, 128), [200, 40], [9, 12], FP8),
         (AttentionShape(BLOCK, 2, 1, 256, sliding_window=140, softcap=50.0), [200], [40], BF16),
     ],
 )
@@ -269,7 +261,6 @@ def test_keys_of_few_queries_are_cut_into_splits(
     [
         (AttentionShape(BLOCK, 2, 1, 128), [40, 17], [12, 9], BF16),
         (AttentionShape(BLOCK, 4, 1, 128), [150, 40], [40, 12], BF16),
-        (AttentionShape(BLOCK, 4, 1, 64), [90, 70], [33, 70], BF16),
         (AttentionShape(BLOCK, 4, 1, 128), [100], [40], FP8),
         (AttentionShape(BLOCK, 2, 1, 256, sliding_window=60, softcap=50.0), [110], [40], BF16),
     ],
@@ -278,9 +269,8 @@ def test_chunks_of_prompts(shape: AttentionShape, lengths: list[int], counts: li
     Batch(shape, lengths, counts, kv_dtype).prefilled()
 
 
-@pytest.mark.parametrize("kv_dtype", [BF16, FP8])
-def test_a_query_has_the_same_bits_in_any_chunk_and_in_a_decode_step(kv_dtype: torch.dtype) -> None:
-    batch = Batch(AttentionShape(BLOCK, 4, 1, 128), [330, 40], [20, 12], kv_dtype)
+def test_a_query_has_the_same_bits_in_any_chunk_and_in_a_decode_step() -> None:
+    batch = Batch(AttentionShape(BLOCK, 4, 1, 128), [330, 40], [20, 12], FP8)
     given = (batch.cache, batch.tables)
     whole = invariant_attention.paged_prefill(
         batch.q, *given, batch.starts, batch.lens, batch.shape, max_query_len=20, kv_scales=batch.scales

@@ -62,7 +62,6 @@ def weights(outputs: int, columns: int, *, seed: int = 1) -> torch.Tensor:
         ("fp8", linear_fp8, (3, 80, 512)),
         ("fp8", linear_fp8, (40, 64, 256)),
         ("int4", linear_int4, (2, 80, 384)),
-        ("int4", linear_int4, (40, 144, 384)),
         ("int4", linear_int4, (130, 144, 384)),
     ],
 )
@@ -85,7 +84,7 @@ def test_rows_of_8_bits_meet_weights_of_8_bits(card: EmulatedCard, kernel: Kerne
     assert_near(made, codes.float() * scales @ exact.dequantise(weight).T, "matmul")
 
 
-@pytest.mark.parametrize(("kind", "kernel"), [("bf16", linear), ("fp8", linear_fp8), ("int4", linear_int4)])
+@pytest.mark.parametrize(("kind", "kernel"), [("bf16", linear), ("int4", linear_int4)])
 def test_products_in_half_precision(kind: str, kernel: Kernel) -> None:
     pack = PACKERS[kind]
     x, weight = rows(3, 384).half(), pack(weights(80, 384).half())

@@ -82,7 +82,7 @@ class TritonJobs:
 
     def _test(self, found: TritonVersion, files: Sequence[str]) -> str:
         interpret = not torch.cuda.is_available()
-        fewer = ("-p", "tests.support.each_value")  # which combination a kernel computes how, this environment's own has told
+        fewer = ("-p", "tests.support.case_in_turn")  # what a kernel makes of which case, this environment's own has told
         command = [
             *(sys.executable, "-m", "pytest", "-p", "no:cacheprovider", *fewer), "--tb=short", "-W", OLD_INTERPRETER, *files
         ]  # fmt: skip

@@ -1,6 +1,6 @@
 """Which variants of Triton's kernels models of real sizes ask for on a card, and which of them the compile gate lacks for it.
 
-Run as a script: `python -m tests.support.triton_models CAPABILITY,… MODEL …`, each card in a process of its own. As
+Run as a script: `python -m tests.support.triton_models CAPABILITY=MODEL,… …`, each card in a process of its own. As
 `triton_variants`, whose machinery it is, at the start alone, where an engine asks for all that it will launch; nobody reads or
 writes a weight: only what is touched takes memory. Prints one JSON object a line, for each card and model: how many variants
 were `asked` for, and the `missing` ones by kernel.
@@ -124,11 +124,12 @@ def case_for(name: str, capability: int) -> Case:
     return case if card(capability).fp8 else replace(case, options=SMALL)
 
 
-def main(numbers: str, *names: str) -> None:
+def main(*cards: str) -> None:
     for module in module_names():
         declared(module)  # which imports it, for all of them once
-    for number in numbers.split(","):
-        child = multiprocessing.get_context("fork").Process(target=answer, args=(int(number), names))
+    for asked in cards:
+        number, _, names = asked.partition("=")
+        child = multiprocessing.get_context("fork").Process(target=answer, args=(int(number), names.split(",")))
         child.start()
         child.join()
         if child.exitcode:

@@ -99,23 +99,21 @@ WIDE = 2304
 """Of so many outputs 16 for each program are enough for all multiprocessors of an H200."""
 WINDOW = {"model_type": "mistral", "architectures": ["MistralForCausalLM"], "sliding_window": 300}
 INVARIANT = {"batch_invariant": True}
+GUESSES = {"speculative_config": SpeculativeOptions(method="ngram")}
 MANY_SEATS: dict[str, Any] = {"max_num_seqs": 1024, "max_num_batched_tokens": 8192}
 CASES: dict[str, Case] = {
     "plain": Case({"vocab_size": 32_000}),  # the others have few: the host's sampler takes long, and asks for no kernels
     "window-fp8": Case({**WINDOW, "intermediate_size": WIDE}, {"quantization": "fp8", "kv_cache_dtype": "fp8"}),
-    "fp8-static": stored_in("fp8", "weight_scale", activation_scheme="static"),
-    "int8-head": Case({}, {"quantization": "int8", "head_quantization": "int8"}),
     "awq": stored_in("awq", "qweight", **AWQ),
     "experts-int8": Case(EXPERTS, {"quantization": "int8"}),
     "experts-awq": stored_in("awq", "qweight", EXPERTS, **AWQ),
-    "guesses": Case({}, {"speculative_config": SpeculativeOptions(method="ngram"), **MANY_SEATS}),
-    "draft": Case({}, {"speculative_config": DRAFT}),
+    "guesses-int8-head": Case({}, {**GUESSES, **MANY_SEATS, "quantization": "int8", "head_quantization": "int8"}),
+    "draft-fp8-static": stored_in("fp8", "weight_scale", None, {"speculative_config": DRAFT}, activation_scheme="static"),
     "draft-eager": Case({}, {"speculative_config": DRAFT, "enforce_eager": True}),
-    "invariant": Case({}, {**INVARIANT, **MANY_SEATS}),
-    "invariant-fp8": Case({}, {**INVARIANT, "quantization": "fp8", "kv_cache_dtype": "fp8"}),
-    "invariant-awq": stored_in("awq", "qweight", None, INVARIANT, **AWQ),
-    "invariant-experts": Case(EXPERTS, INVARIANT),
+    "invariant-fp8": Case({}, {**INVARIANT, **MANY_SEATS, "quantization": "fp8", "kv_cache_dtype": "fp8"}),
+    "invariant-awq-experts": stored_in("awq", "qweight", EXPERTS, INVARIANT, **AWQ),
 }
+"""How weights are stored and who guesses are independent: formats without a case of their own are those of one that guesses."""
 LETTERS = "[a-z]*"
 MASKED: tuple[dict[str, Any], ...] = (
     {"guided_regex": LETTERS}, {"guided_regex": LETTERS, "temperature": 0.7},

@@ -26,6 +26,8 @@ from tests.support.clock import FakeClock
 from tests.support.fake_engine import STALL
 from tests.support.generations import Serving, serving
 
+pytestmark = pytest.mark.on_either_database
+
 
 @pytest.fixture
 async def box(database: Database, clock: FakeClock, cast: Cast, tmp_path: Path) -> AsyncIterator[Serving]:

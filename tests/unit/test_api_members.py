@@ -292,20 +292,19 @@ def counted(box: ApiBox) -> Iterator[list[str]]:
         event.remove(engine, "before_cursor_execute", note)
 
 
-@pytest.mark.parametrize(
-    "path", ["/members", "/tenants/{bob}/members", "/tenants", "/tenants/{bob}/keys", "/tiers", "/model-limits"]
-)
-async def test_a_list_takes_the_same_queries_however_long_it_is(box: ApiBox, bob: str, path: str) -> None:
-    counts = []
+async def test_a_list_takes_the_same_queries_however_long_it_is(box: ApiBox, bob: str) -> None:
+    paths = ("/members", f"/tenants/{bob}/members", "/tenants", f"/tenants/{bob}/keys", "/tiers", "/model-limits")
+    counts: dict[str, list[int]] = {path: [] for path in paths}
     for many in (1, 20):
         for number in range(many):
             email = f"m{many}-{number}@example.com"
             await box.call("POST", f"/tenants/{bob}/members", status=201, json={"email": email, "role": "viewer"})
             await box.call("POST", "/tenants", status=201, json={"name": email})
             await box.call("POST", f"/tenants/{bob}/keys", status=201, json={"name": email})
-        await box.call("GET", path.format(bob=bob))  # what is read once is read
-        with counted(box) as statements:
-            await box.call("GET", path.format(bob=bob))
-        counts.append(len(statements))
+        for path in paths:
+            await box.call("GET", path)  # what is read once is read
+            with counted(box) as statements:
+                await box.call("GET", path)
+            counts[path].append(len(statements))
 
-    assert counts[0] == counts[1] <= 4
+    assert {path: found for path, found in counts.items() if not found[0] == found[1] <= 4} == {}

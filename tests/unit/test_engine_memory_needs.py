@@ -313,7 +313,7 @@ def test_what_is_in_small_formats_already_is_not_offered_them() -> None:
     assert not any(WEIGHTS_8 in words for words in words_of(fit(12, formats=eight)))
 
 
-@pytest.mark.parametrize("eighths", range(16, 280, 6))
+@pytest.mark.parametrize("eighths", range(16, 280, 18))
 @pytest.mark.parametrize("formats", [BF16, Formats(weights=FOUR_BITS, element_bytes=2, kv_element_bytes=2)])
 @pytest.mark.parametrize("share", [None, 0.6, 0.9])
 def test_whatever_there_is_the_remedies_are_few_and_each_costs_more_and_leaves_more(

@@ -65,7 +65,7 @@ def test_draws_follow_the_softmax_of_logits_over_temperature(logits: torch.Tenso
     assert_follows(draw_counts(logits, temperature=temperature), expected)
 
 
-@pytest.mark.parametrize("top_k", [1, 2, 64, 65, 1030, 1099, 5000])
+@pytest.mark.parametrize("top_k", [1, 64, 65, 1099, 5000])
 def test_top_k_keeps_the_k_most_likely(logits: torch.Tensor, top_k: int) -> None:
     probabilities = torch.softmax(logits.double(), -1)
     kept = probabilities >= probabilities.topk(min(top_k, VOCAB_SIZE)).values[-1]

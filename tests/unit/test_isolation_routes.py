@@ -113,6 +113,7 @@ def told(answer: httpx.Response, *given: str) -> tuple[int, str]:
     return answer.status_code, "" if "<html" in text else text
 
 
+@on_one_database
 async def test_nobody_gets_anything_without_saying_who_he_is(box: ApiBox, charlie: Tenancy) -> None:
     before = await contents(box.services)
     for route in routes(box):
@@ -124,6 +125,7 @@ async def test_nobody_gets_anything_without_saying_who_he_is(box: ApiBox, charli
     assert await contents(box.services) == before
 
 
+@on_one_database
 async def test_every_name_in_a_path_stands_for_something_that_exists(box: ApiBox, charlie: Tenancy) -> None:
     known = {*charlie.ids, *BOX_NAMES}
     unknown = [route for route in routes(box) if not set(route.parameters) <= known and not is_inference(route)]
@@ -322,6 +324,7 @@ def leaks(answer: httpx.Response, of: Tenancy, *, given: object) -> set[str]:
     return {mark for mark in of.marks - asked if mark.casefold() in text and mark not in url}
 
 
+@on_one_database
 async def test_charlies_own_people_do_read_it_all(box: ApiBox, charlie: Tenancy) -> None:
     headers = await signed_in(box.services, charlie.people["manager"])
     found = set()

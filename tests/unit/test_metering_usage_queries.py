@@ -24,6 +24,8 @@ START = datetime(2026, 10, 24, 9, 41, 12, 345, tzinfo=UTC)
 FIRST_HOUR = START.replace(minute=0, second=0, microsecond=0)
 HOURS, OTHERS, OWN_SUMS = 120, 200, 10
 GROUPINGS = [columns for size in range(len(OWNER) + 1) for columns in combinations(OWNER, size)]
+BUCKETS = [("minute", 3), ("hour", 30), ("day", 400)]
+WIDE = [(columns, *BUCKETS[number % len(BUCKETS)]) for number, columns in enumerate(GROUPINGS)]
 NARROWED = [{}, {"tenant_id": {"tn_1"}}, {"key_id": {"key_1"}}, {"model": {"demo"}}, {"tenant_id": {"tn_1", "tn_2"}}]
 NARROWED += [{"key_id": {"key_1", "key_2"}}, {"tenant_id": {"tn_1", "tn_2"}, "key_id": {"key_1", "key_2"}}]
 FEW = [wanted for wanted in NARROWED if {"tenant_id", "key_id"} & set(wanted)]
@@ -74,8 +76,7 @@ async def test_days_of_a_few_tenants_or_keys_are_read_without_those_of_others(
 
 
 @pytest.mark.parametrize("database_url", ["sqlite"], indirect=True)
-@pytest.mark.parametrize("columns", GROUPINGS, ids=lambda columns: "+".join(columns) or "nothing")
-@pytest.mark.parametrize(("bucket", "days"), [("minute", 3), ("hour", 30), ("day", 400)])
+@pytest.mark.parametrize(("columns", "bucket", "days"), WIDE)
 async def test_a_page_of_a_few_tenants_or_keys_is_read_without_others_however_wide_it_is(
     database: Database, columns: tuple[str, ...], bucket: str, days: int
 ) -> None:

@@ -14,6 +14,7 @@ from tests.support.cast import Cast
 from tests.support.clock import FakeClock
 
 REFUSED = "stays as it is"
+pytestmark = pytest.mark.on_each_database  # each has triggers of its own
 
 
 @pytest.fixture

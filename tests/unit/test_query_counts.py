@@ -120,6 +120,7 @@ async def use(box: ApiBox, people: Sequence[Tenancy]) -> None:
     await rollups.rebuild(box.services.db, box.services.reports.calendar)
 
 
+@pytest.mark.parametrize("database_url", ["sqlite"], indirect=True)  # they are the same statements on the other
 async def test_no_answer_asks_the_database_more_often_when_there_is_more_to_show(box: ApiBox) -> None:
     box.services.members._hasher = quick_hasher()
     owner = await box.services.members.create("alice@example.com", "a password of tests", "owner")

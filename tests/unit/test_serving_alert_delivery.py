@@ -16,6 +16,8 @@ from tests.support.alerts import LOOPBACK, TARGET, AlertBox, RememberingSender, 
 from tests.support.clock import FakeClock
 from tests.support.ledgers import FailingDatabase, until
 
+pytestmark = pytest.mark.on_either_database
+
 
 @pytest.fixture
 def alerts(database: Database, clock: FakeClock) -> AlertBox:

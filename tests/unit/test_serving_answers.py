@@ -23,6 +23,8 @@ from tests.support.fake_engine import BLAME, BUSY, FAIL, HALF, LATE, STALL
 from tests.support.generations import Serving, serving
 from tests.support.ledgers import running_of, until
 
+pytestmark = pytest.mark.on_either_database
+
 TEXT = "the quick brown fox — é 漢"
 
 

@@ -26,6 +26,8 @@ from tests.support.fake_engine import FAIL, HALF, LATE, STALL
 from tests.support.generations import Serving, serving, text_of
 from tests.support.ledgers import euro_prices, running_of, until
 
+pytestmark = pytest.mark.on_either_database
+
 TEXT = "the quick brown fox"
 POSITIONS = (0, 1, 2, 3, 6, 11)  # before the first token, at it, after it
 MICROS = 1_000_000  # a micro-unit of money per token

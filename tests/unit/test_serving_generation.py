@@ -26,6 +26,8 @@ from tests.support.generations import Serving, serving, text_of
 from tests.support.ledgers import running_of, until
 from tests.support.served_model import make_hollow_model
 
+pytestmark = pytest.mark.on_either_database
+
 TEXT = "the quick brown fox — é 漢"
 
 
