@@ -5,8 +5,9 @@ answers, schemas and regular expressions that nobody has sent before, log-probab
 prompts that do not, requests that are refused, clients that leave, administrators that end a request. Beside them a person has
 the console open, keys come and go, and metrics are scraped. At the end the ledger is held against what clients were told.
 
-Memory is what belongs to the process alone (USS). Its growth is the slope over the second half, per thousand requests: by
-then caches of a fixed size are full.
+Memory is what no file stands behind (`Anonymous` of smaps_rollup; Linux alone): pages of libraries count as a process's own or
+not as other processes come and go. Its growth is the slope over the second half, per thousand requests: by then caches of a
+fixed size are full.
 
     python -m bench.soak --minutes 60            prints one row and adds it to bench/results/
 """
@@ -63,7 +64,7 @@ class Sample:
 
     at_s: float
     num_answers: int
-    uss: int
+    anonymous: int
     num_fds: int
     num_threads: int
 
@@ -208,20 +209,26 @@ async def sample(processes: dict[str, psutil.Process], told: Told, samples: dict
     while True:
         await asyncio.sleep(SAMPLE_S)
         for role, process in processes.items():
-            uss = process.memory_full_info().uss
+            anonymous = anonymous_bytes(process.pid)
             now = time.monotonic() - began_s, told.answers.total()
-            samples[role].append(Sample(*now, uss, process.num_fds(), process.num_threads()))
-        latest = {role: f"{taken[-1].uss / MIB:.0f} MiB, {taken[-1].num_fds} files" for role, taken in samples.items()}
+            samples[role].append(Sample(*now, anonymous, process.num_fds(), process.num_threads()))
+        latest = {role: f"{taken[-1].anonymous / MIB:.0f} MiB, {taken[-1].num_fds} files" for role, taken in samples.items()}
         print(f"{time.monotonic() - began_s:6.0f} s {told.answers.total():8} answers  {latest}", file=sys.stderr, flush=True)
+
+
+def anonymous_bytes(pid: int) -> int:
+    """Bytes of memory that no file stands behind."""
+    lines = Path(f"/proc/{pid}/smaps_rollup").read_text("ascii").splitlines()
+    return next(1024 * int(line.split()[1]) for line in lines if line.startswith("Anonymous:"))
 
 
 def growth(taken: list[Sample]) -> float:
     """Bytes per thousand answers: the slope of a straight line through the second half, by least squares."""
     half = taken[len(taken) // 2 :]
     mean_x = sum(each.num_answers for each in half) / len(half)
-    mean_y = sum(each.uss for each in half) / len(half)
+    mean_y = sum(each.anonymous for each in half) / len(half)
     spread = sum((each.num_answers - mean_x) ** 2 for each in half)
-    return 1000 * sum((each.num_answers - mean_x) * (each.uss - mean_y) for each in half) / spread if spread else 0.0
+    return 1000 * sum((each.num_answers - mean_x) * (each.anonymous - mean_y) for each in half) / spread if spread else 0.0
 
 
 async def wrong_in_ledger(admin: httpx.AsyncClient, told: Told) -> list[str]:
@@ -268,13 +275,13 @@ async def soak(url: str, token: str, minutes: float, clients: int, seed: int) ->
         "held_against_ledger": len(told.completion_tokens),
         "grown": {
             role: {
-                "uss_mib_first": round(taken[0].uss / MIB, 1),
-                "uss_mib_half": round(taken[len(taken) // 2].uss / MIB, 1),
-                "uss_mib_last": round(taken[-1].uss / MIB, 1),
+                "anonymous_mib_first": round(taken[0].anonymous / MIB, 1),
+                "anonymous_mib_half": round(taken[len(taken) // 2].anonymous / MIB, 1),
+                "anonymous_mib_last": round(taken[-1].anonymous / MIB, 1),
                 "kib_per_1000_answers": round(growth(taken) / 1024, 1),
                 "files": [taken[0].num_fds, max(each.num_fds for each in taken), taken[-1].num_fds],
                 "threads": [taken[0].num_threads, max(each.num_threads for each in taken), taken[-1].num_threads],
-                "samples": [[round(each.at_s), each.num_answers, round(each.uss / MIB, 1)] for each in taken],
+                "samples": [[round(each.at_s), each.num_answers, round(each.anonymous / MIB, 1)] for each in taken],
             }
             for role, taken in samples.items()
         },
