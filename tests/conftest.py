@@ -24,6 +24,7 @@ from tests.support.compiled_statements import shared_by_all_engines
 from tests.support.databases import Cluster, postgresql_binaries, required, running_cluster
 from tests.support.databases_in_turn import left_out
 from tests.support.kept_rows import made_in
+from tests.support.selection import leave_out
 
 YOUNG_OBJECTS_MAX = 20_000  # of a collection: tests make more of them than a program that serves, and nobody waits
 _STAY_FROZEN = mock.patch.object(gc, "unfreeze")
@@ -35,11 +36,8 @@ os.environ.setdefault("GOMP_SPINCOUNT", str(SPINS))
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Let the cases of a test take turns on the databases, where there are both."""
-    if postgresql_binaries() is None and not required("postgres"):
-        return
-    gone = left_out(items)
-    config.hook.pytest_deselected(items=gone)
-    items[:] = [item for item in items if item not in set(gone)]
+    if postgresql_binaries() is not None or required("postgres"):
+        leave_out(config, items, left_out(items))
 
 
 def pytest_collection_finish() -> None:

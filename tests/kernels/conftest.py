@@ -13,6 +13,7 @@ from tests.support.databases import required
 from tests.support.kernel_device import interpret_without_gpu
 from tests.support.pairs import left_out
 from tests.support.quick_interpreter import replace_language_once
+from tests.support.selection import leave_out
 from tests.support.triton_jobs import OLD_INTERPRETER, TritonJobs, promised
 
 FOLDER = Path(__file__).parent
@@ -71,9 +72,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
     Tests of this folder do not fail on what an old interpreter does: where this environment's own Triton is one, all meet it.
     """
-    gone = set(left_out([item for item in items if item.path.parent == FOLDER]))
-    config.hook.pytest_deselected(items=[*gone])
-    items[:] = [item for item in items if item not in gone]
+    leave_out(config, items, left_out([item for item in items if item.path.parent == FOLDER]))
     for item in items:
         if item.path.parent == FOLDER:
             item.add_marker(pytest.mark.filterwarnings(OLD_INTERPRETER, NO_TRAPS))

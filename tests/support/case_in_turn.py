@@ -10,6 +10,8 @@ from collections import defaultdict
 
 import pytest
 
+from tests.support.selection import leave_out
+
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Leave out the other cases, but for tests that are marked `every_case`."""
@@ -23,5 +25,4 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         numbers[file] += 1
         whole = of_one_test[0].get_closest_marker("every_case") is not None
         chosen |= set(of_one_test if whole else [of_one_test[number % len(of_one_test)]])
-    config.hook.pytest_deselected(items=[item for item in items if item not in chosen])
-    items[:] = [item for item in items if item in chosen]
+    leave_out(config, items, [item for item in items if item not in chosen])
