@@ -20,16 +20,15 @@ async def silence(connection: AsyncConnection, clock: Clock, email: str, *, tena
     found &= webhooks.c.removed_at.is_(None) & webhooks.c.disabled_at.is_(None)
     if tenant_id is not None:
         found &= webhooks.c.tenant_id == tenant_id
-    rows = (await connection.execute(select(webhooks.c.id, webhooks.c.tenant_id, webhooks.c.target).where(found))).all()
+    rows = (await connection.execute(select(webhooks.c.id, webhooks.c.tenant_id).where(found))).all()
     if not rows:
         return
     await connection.execute(update(webhooks).where(found).values(disabled_at=clock.now()))
     after_commit(connection, _changed)
     for row in rows:
-        await audit.record(
-            connection, clock, "webhook.disable", "webhook", row.id, tenant_id=row.tenant_id,
-            before={"target": row.target, "disabled": False}, after={"target": row.target, "disabled": True},
-        )  # fmt: skip
+        target = ("webhook.disable", "webhook", row.id)
+        before, after = {"disabled": False}, {"disabled": True}
+        await audit.record(connection, clock, *target, tenant_id=row.tenant_id, before=before, after=after)
 
 
 def _changed(db: Database) -> None:
