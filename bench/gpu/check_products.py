@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable
 from functools import partial
 
@@ -24,6 +25,8 @@ from kernels.triton.linear_fp8 import linear_fp8
 from kernels.triton.linear_int4 import linear_int4
 
 EPS = 1e-6
+SUBNORMAL_DEVIATION = 2.0**-7
+"""Of 0 … 7 times 2^-9 with either sign, roughly."""
 
 
 def check(context: Context) -> None:
@@ -40,7 +43,9 @@ def check_fused(context: Context) -> None:
     compare(context, "product int4", _cases(context, _int4))
     few = [count for count in _rows(context) if count <= 16]
     compare(context, "product + residual + norm", [(f"{m} rows", partial(_fused, context, m)) for m in few])
-    compare(context, "product fp8 + residual + norm", [(f"{m} rows", partial(_fused_fp8, context, m)) for m in few])
+    of_fp8 = [(f"{m} rows", partial(_fused_fp8, context, m)) for m in few]
+    of_fp8.append(("1 row, all weights subnormal", partial(_fused_subnormal, context)))
+    compare(context, "product fp8 + residual + norm", of_fp8)
     compare(context, "product int8 + residual + norm", [(f"{m} rows", partial(_fused_int8, context, m)) for m in few])
     of_int4 = [(f"{m} rows", partial(_fused_int4, context, m)) for m in few]
     of_int4.append(("1 row, most of it above 0", partial(_fused_int4, context, 1, mean=1.0)))
@@ -124,6 +129,20 @@ def _fused_fp8(context: Context, m: int) -> Three:
     """The first with a scale for each row, the second with one for all."""
     weight, gates = _fused_weights(context)
     return _fused_coded(context, m, pack_fp8(weight), pack_fp8(gates, per_row=False))
+
+
+def _fused_subnormal(context: Context) -> Three:
+    """Numbers of e4m3 below 2^-6 alone. As operands of bfloat16 they are subnormal too, and a card whose matrix instructions
+    took those for zeros would pass with any other weights: of normal ones they are one in some thousand, and the smallest."""
+    width, columns, inner = _fused_sizes(context)
+
+    def weight(rows: int, of_columns: int) -> Fp8Weight:
+        codes = torch.randint(0, 8, (rows, of_columns), dtype=torch.uint8, device=context.device)
+        codes |= torch.randint(0, 2, codes.shape, dtype=torch.uint8, device=context.device) << 7
+        scale = 2.0 ** round(math.log2(of_columns**-0.5 / SUBNORMAL_DEVIATION))
+        return Fp8Weight(codes.view(torch.float8_e4m3fn), torch.full((rows,), scale, device=context.device))
+
+    return _fused_coded(context, 1, weight(width, columns), weight(2 * inner, width))
 
 
 def _fused_int8(context: Context, m: int) -> Three:
