@@ -21,8 +21,8 @@ from engine.runner.slot_timing import SlotTiming
 
 SAMPLES = 15
 DIFFERENCE_MAX = 0.2
-"""Of hidden states both ways, over their size. Products of other sizes are rounded otherwise, by a hundredth through four
-layers in 16 bits, by a few through 32. What is wrong has nothing to do with what is right, and differs by more than all of it."""
+"""Of hidden states both ways, over their size. Products of other sizes are rounded otherwise: by a hundredth through four
+layers in 16 bits, by a few through 32. What is wrong has nothing to do with what is right, and differs by all of it."""
 
 
 def chunk_ways(context: Context, engine: Engine, size: int) -> None:
@@ -45,7 +45,7 @@ def chunk_ways(context: Context, engine: Engine, size: int) -> None:
                 started_s, host_s = time.perf_counter(), time.thread_time()
                 hidden = run()
                 if hidden is None:
-                    raise RuntimeError(f"a step with a chunk of {length} tokens has no graph")
+                    raise RuntimeError(f"a step with a chunk of {length} tokens has no graph: {steps.chunks.failure}")
                 taken[f"{way}, host"].append(1e6 * (time.thread_time() - host_s))
                 synchronize(context.device)
                 taken[way].append(1e6 * (time.perf_counter() - started_s))

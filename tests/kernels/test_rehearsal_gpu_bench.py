@@ -32,7 +32,7 @@ from bench.gpu.traffic import Asked
 from engine.layers.batch_inputs import BatchInputs
 from engine.loop import Engine
 from engine.protocol import GenerationRequest
-from engine.runner.chunk_step import ChunkStep, ToChoose
+from engine.runner.chunk_step import ChunkShape, ChunkStep, ToChoose
 from engine.runner.cuda_graphs import CudaGraphs
 from engine.runner.input_rows import InputRow
 from engine.runner.paged_decoder import PagedDecoder
@@ -203,6 +203,27 @@ def test_wrong_tokens_are_counted_and_the_row_says_what_mends_them(fault: str, m
     both = "GATEHOUSE_GRAPHS=0: 0 wrong, both: 0 wrong"
     assert (both in row["note"]) is (fault == "graphs"), row["note"]
     assert ("chunks one by one: 0 wrong" in row["note"]) is (fault == "chunks"), row["note"]
+
+
+def test_chunks_that_cannot_be_captured_fail_the_check_of_tokens_although_these_are_right(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    captured = CudaGraphs._capture
+
+    def fails(graphs: CudaGraphs, graph: torch.cuda.CUDAGraph, function: Any) -> None:
+        shape = getattr(function, "args", (None,))[0]
+        if isinstance(shape, ChunkShape) and shape.num_tokens:
+            raise RuntimeError("no graph here")
+        captured(graphs, graph, function)
+
+    monkeypatch.setattr(CudaGraphs, "_capture", fails)
+    cases = same_tokens._cases
+    monkeypatch.setattr(same_tokens, "_cases", lambda *given: {"3 greedy": cases(*given)["3 greedy"]})
+    rows = told_by(same_tokens.check)
+    assert rows[SAME_TOKENS]["value"] == 0.0
+    assert rows[SAME_TOKENS]["error"].startswith("steps with chunks lack graphs: ")
+    assert "no graph here" in rows[SAME_TOKENS]["error"]
+    assert rows[ALIKE]["error"] == ""
 
 
 def test_a_fault_as_small_as_rounding_is_seen_where_the_twin_computes_chunks_alike(monkeypatch: pytest.MonkeyPatch) -> None:
