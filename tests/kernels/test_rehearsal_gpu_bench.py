@@ -258,7 +258,8 @@ def test_tokens_of_replayed_steps_are_read_behind_their_events(waits: bool, monk
 def test_a_captured_chunk_that_computes_something_else_fails_however_fast_it_is(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    to_choose, told = ChunkStep.to_choose, []
+    to_choose = ChunkStep.to_choose
+    told: list[dict[str, Any]] = []
 
     def negated(*given: Any) -> ToChoose:
         rows = to_choose(*given)
