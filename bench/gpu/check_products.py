@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable
 from functools import partial
+from typing import NamedTuple, TypeVar
 
 import torch
 from torch.nn import functional
@@ -16,6 +18,7 @@ from kernels.quantised_weights import Fp8Weight, Int4Weight, Int8Weight, pack_fp
 from kernels.reference import experts as exact_experts
 from kernels.reference import fused_linear as exact_fused
 from kernels.reference import quantised as exact
+from kernels.residual_stream import Gate
 from kernels.triton.experts import bind_experts
 from kernels.triton.fp8_rows import quantize_rows_fp8
 from kernels.triton.fused_linear import linear_add, normed_linear
@@ -24,6 +27,9 @@ from kernels.triton.linear_fp8 import linear_fp8
 from kernels.triton.linear_int4 import linear_int4
 
 EPS = 1e-6
+T = TypeVar("T")
+SUBNORMAL_DEVIATION = 2.0**-7
+"""Of 0 … 7 times 2^-9 with either sign, roughly."""
 
 
 def check(context: Context) -> None:
@@ -39,12 +45,18 @@ def check_fused(context: Context) -> None:
     """Products in 4 bits, whose decoded weights are kept for what follows, fused products and experts."""
     compare(context, "product int4", _cases(context, _int4))
     few = [count for count in _rows(context) if count <= 16]
-    compare(context, "product + residual + norm", [(f"{m} rows", partial(_fused, context, m)) for m in few])
-    compare(context, "product fp8 + residual + norm", [(f"{m} rows", partial(_fused_fp8, context, m)) for m in few])
-    compare(context, "product int8 + residual + norm", [(f"{m} rows", partial(_fused_int8, context, m)) for m in few])
-    of_int4 = [(f"{m} rows", partial(_fused_int4, context, m)) for m in few]
-    of_int4.append(("1 row, most of it above 0", partial(_fused_int4, context, 1, mean=1.0)))
-    compare(context, "product int4 + residual + norm", of_int4)
+
+    def fused(make: Callable[[Context, int, Tail], Three]) -> list[tuple[str, Callable[[], Three]]]:
+        """For one row all four products of a layer: it has kernels of its own, and models of 8 and 4 bits are timed alone."""
+        found = [(f"{m} rows", partial(make, context, m, _out_and_gates(context))) for m in few]
+        return [*found, ("1 row, down and query-key-value", partial(make, context, 1, _down_and_first(context)))]
+
+    compare(context, "product + residual + norm", fused(_fused))
+    subnormal = ("1 row, all weights subnormal", partial(_fused_subnormal, context, _out_and_gates(context)))
+    compare(context, "product fp8 + residual + norm", [*fused(_fused_fp8), subnormal])
+    compare(context, "product int8 + residual + norm", fused(_fused_int8))
+    above = ("1 row, most of it above 0", partial(_fused_int4, context, 1, _out_and_gates(context), mean=1.0))
+    compare(context, "product int4 + residual + norm", [*fused(_fused_int4), above])
     tokens = [3] if context.rehearsal else [1, 9, 64]
     compare(context, "experts", [(f"{m} tokens", partial(_experts, context, m)) for m in tokens])
     alone = [(str(shape), partial(_alone, context, *shape, four_bits=True)) for shape in _shapes(context)]
@@ -109,48 +121,81 @@ def _int4_weight(dtype: torch.dtype, device: torch.device, n: int, k: int) -> tu
     return packed, exact.dequantise(packed)
 
 
-def _fused_sizes(context: Context) -> tuple[int, int, int]:
-    """Width of the stream, columns of the product that is added to it, gates."""
-    return (32, 48, 40) if context.rehearsal else (4096, 4096, 14336)
+class Tail(NamedTuple):
+    """A product that is added to the stream, and the next one: width of the stream, columns of the first, outputs of the next,
+    which are those of both halves where it is gated."""
+
+    width: int
+    columns: int
+    outputs: int
+    is_gated: bool
+
+    def weights(self, make: Callable[[int, int], T]) -> tuple[T, T]:
+        """Of both products, by rows and columns."""
+        return make(self.width, self.columns), make(self.outputs, self.width)
 
 
-def _fused(context: Context, m: int) -> Three:
-    """A product added to the stream, its norm, a gated product: the tail of one layer and the head of the next."""
-    weight, gates = _fused_weights(context)
-    return _layer_tail(context, m, (weight, gates), (weight.float(), gates.float()))
+def _out_and_gates(context: Context) -> Tail:
+    return Tail(32, 48, 2 * 40, True) if context.rehearsal else Tail(4096, 4096, 2 * 14336, True)
 
 
-def _fused_fp8(context: Context, m: int) -> Three:
+def _down_and_first(context: Context) -> Tail:
+    """The end of one layer and the beginning of the next."""
+    return Tail(32, 80, 56, False) if context.rehearsal else Tail(4096, 14336, 6144, False)
+
+
+def _fused(context: Context, m: int, tail: Tail) -> Three:
+    """A product added to the stream, its norm, and the next product."""
+    weights = _plain_weights(context, tail)
+    return _layer_tail(context, m, tail, weights, (weights[0].float(), weights[1].float()))
+
+
+def _fused_fp8(context: Context, m: int, tail: Tail) -> Three:
     """The first with a scale for each row, the second with one for all."""
-    weight, gates = _fused_weights(context)
-    return _fused_coded(context, m, pack_fp8(weight), pack_fp8(gates, per_row=False))
+    first, second = _plain_weights(context, tail)
+    return _fused_coded(context, m, tail, (pack_fp8(first), pack_fp8(second, per_row=False)))
 
 
-def _fused_int8(context: Context, m: int) -> Three:
-    weight, gates = _fused_weights(context)
-    return _fused_coded(context, m, pack_int8(weight), pack_int8(gates))
+def _fused_subnormal(context: Context, tail: Tail) -> Three:
+    """Numbers of e4m3 below 2^-6 alone. As operands of bfloat16 they are subnormal too, and a card whose matrix instructions
+    took those for zeros would pass with any other weights: of normal ones they are one in some thousand, and the smallest."""
+
+    def weight(rows: int, columns: int) -> Fp8Weight:
+        codes = torch.randint(0, 8, (rows, columns), dtype=torch.uint8, device=context.device)
+        codes |= torch.randint(0, 2, codes.shape, dtype=torch.uint8, device=context.device) << 7
+        scale = 2.0 ** round(math.log2(columns**-0.5 / SUBNORMAL_DEVIATION))
+        return Fp8Weight(codes.view(torch.float8_e4m3fn), torch.full((rows,), scale, device=context.device))
+
+    return _fused_coded(context, 1, tail, tail.weights(weight))
 
 
-def _fused_coded(context: Context, m: int, weight: Int8Weight | Fp8Weight, gates: Int8Weight | Fp8Weight) -> Three:
-    return _layer_tail(context, m, (weight, gates), (exact.dequantise(weight), exact.dequantise(gates)))
+def _fused_int8(context: Context, m: int, tail: Tail) -> Three:
+    first, second = _plain_weights(context, tail)
+    return _fused_coded(context, m, tail, (pack_int8(first), pack_int8(second)))
 
 
-def _fused_weights(context: Context) -> tuple[torch.Tensor, torch.Tensor]:
-    width, columns, inner = _fused_sizes(context)
-    made = partial(normal, dtype=context.dtype, device=context.device)
-    return made(width, columns, scale=columns**-0.5), made(2 * inner, width, scale=width**-0.5)
+def _fused_coded(
+    context: Context, m: int, tail: Tail, weights: tuple[Int8Weight, Int8Weight] | tuple[Fp8Weight, Fp8Weight]
+) -> Three:
+    return _layer_tail(context, m, tail, weights, (exact.dequantise(weights[0]), exact.dequantise(weights[1])))
 
 
-def _fused_int4(context: Context, m: int, *, mean: float = 0.0) -> Three:
-    width, columns, inner = _fused_sizes(context)
-    packed = [_int4_weight(context.dtype, context.device, n, k) for n, k in ((width, columns), (2 * inner, width))]
-    (weight, exact_weight), (gates, exact_gates) = packed
-    return _layer_tail(context, m, (weight, gates), (exact_weight, exact_gates), mean=mean)
+def _plain_weights(context: Context, tail: Tail) -> tuple[torch.Tensor, torch.Tensor]:
+    def weight(rows: int, columns: int) -> torch.Tensor:
+        return normal(rows, columns, dtype=context.dtype, device=context.device, scale=columns**-0.5)
+
+    return tail.weights(weight)
+
+
+def _fused_int4(context: Context, m: int, tail: Tail, *, mean: float = 0.0) -> Three:
+    (first, exact_first), (second, exact_second) = tail.weights(partial(_int4_weight, context.dtype, context.device))
+    return _layer_tail(context, m, tail, (first, second), (exact_first, exact_second), mean=mean)
 
 
 def _layer_tail(
     context: Context,
     m: int,
+    tail: Tail,
     weights: tuple[Weight, Weight],
     exact_weights: tuple[torch.Tensor, torch.Tensor],
     *,
@@ -158,18 +203,21 @@ def _layer_tail(
 ) -> Three:
     """With `weights` as they are served, with `exact_weights` in float32, and as torch does it in the type of the rows.
     mean: of what is multiplied first."""
-    width, columns, inner = _fused_sizes(context)
     dtype, device = context.dtype, context.device
-    x, residual = mean + normal(m, columns, dtype=dtype, device=device), normal(m, width, dtype=dtype, device=device)
-    norm_weight = 1 + normal(width, dtype=dtype, device=device, scale=0.1)
+    gate: Gate | None = "silu" if tail.is_gated else None
+    x, residual = mean + normal(m, tail.columns, dtype=dtype, device=device), normal(m, tail.width, dtype=dtype, device=device)
+    norm_weight = 1 + normal(tail.width, dtype=dtype, device=device, scale=0.1)
     stream = linear_add(x, weights[0], residual, norm_weight)
-    ours = [stream.total, normed_linear(stream, weights[1], EPS, gate="silu")]
+    ours = [stream.total, normed_linear(stream, weights[1], EPS, gate=gate)]
     true = exact_fused.linear_add(x.float(), exact_weights[0], residual.float(), norm_weight)
-    wide = [true.total, exact_fused.normed_linear(true, exact_weights[1], EPS, gate="silu")]
-    plain, gates = (weight.to(dtype) for weight in exact_weights)
-    total = residual + functional.linear(x, plain)
-    both = functional.linear(functional.rms_norm(total, (width,), norm_weight, EPS), gates)
-    return ours, wide, [total, functional.silu(both[:, :inner]) * both[:, inner:]]
+    wide = [true.total, exact_fused.normed_linear(true, exact_weights[1], EPS, gate=gate)]
+    first, second = (weight.to(dtype) for weight in exact_weights)
+    total = residual + functional.linear(x, first)
+    product = functional.linear(functional.rms_norm(total, (tail.width,), norm_weight, EPS), second)
+    if tail.is_gated:
+        gates, up = product.chunk(2, dim=1)
+        product = functional.silu(gates) * up
+    return ours, wide, [total, product]
 
 
 def _experts(context: Context, m: int) -> Three:

@@ -62,7 +62,7 @@ PARTS: tuple[Part, ...] = (
     Part("kernel rows", "kernels", "bench.gpu.speed_rows", "measure", 8, 45, "kernels"),
     Part("llama 8b", "llama 8b", "bench.gpu.serve", "llama_8b", 58, 70, "engines", needs=(*LLAMA, "warm in turn")),
     Part("small models", "small models", "bench.gpu.serve", "small_models", 22, 30, "engines", needs=SMALL),
-    Part("formats", "formats", "bench.gpu.serve", "formats", 38, 45, "engines", needs=FORMATS),
+    Part("formats", "formats", "bench.gpu.serve", "formats", 42, 45, "engines", needs=FORMATS),
     Part("latency", "latency", "bench.gpu.serve_latency", "latency", 75, 85, "engines", needs=LLAMA),
     Part("saturated", "saturated", "bench.gpu.serve", "saturated", 44, 50, "engines", needs=LLAMA),
     Part("peers", "peers", "bench.gpu.peers", "against_transformers", 105, 110, "peers", needs=("llama 8b",)),

@@ -1,4 +1,5 @@
-"""What a graph saves a step with a chunk of a prompt: the same pass captured and launched kernel by kernel."""
+"""What a graph saves a step with a chunk of a prompt: the same pass captured and launched kernel by kernel, which must come to
+the same."""
 
 from __future__ import annotations
 
@@ -19,6 +20,9 @@ from engine.runner.input_rows import InputRow
 from engine.runner.slot_timing import SlotTiming
 
 SAMPLES = 15
+DIFFERENCE_MAX = 0.2
+"""Of hidden states both ways, over their size. Products of other sizes are rounded otherwise: by a hundredth through four
+layers in 16 bits, by a few through 32. What is wrong has nothing to do with what is right, and differs by all of it."""
 
 
 def chunk_ways(context: Context, engine: Engine, size: int) -> None:
@@ -28,22 +32,33 @@ def chunk_ways(context: Context, engine: Engine, size: int) -> None:
     length, block_size = context.size(size, 5), engine.info.block_size
     rows = [InputRow([0] * length, 0, range(-(-length // block_size)), (length - 1,))]
     served = SlotTiming(steps).chunks if context.device.type == "cpu" else steps.chunks.run_for_timing
-    ways: dict[str, Callable[[], object]] = {
+    ways: dict[str, Callable[[], torch.Tensor | None]] = {
         "captured": partial(served, rows),
         "one by one": partial(steps.target.pass_over, rows),
     }
     taken: dict[str, list[float]] = {f"{way}{what}": [] for way in ways for what in ("", ", host")}
+    left: dict[str, torch.Tensor] = {}
     with torch.inference_mode():
         for _ in range(1 + context.size(SAMPLES, 2)):  # of which the first warms up
             for way, run in ways.items():
                 synchronize(context.device)
                 started_s, host_s = time.perf_counter(), time.thread_time()
-                if run() is None:
-                    raise RuntimeError(f"a step with a chunk of {length} tokens has no graph")
+                hidden = run()
+                if hidden is None:
+                    raise RuntimeError(f"a step with a chunk of {length} tokens has no graph: {steps.chunks.failure}")
                 taken[f"{way}, host"].append(1e6 * (time.thread_time() - host_s))
                 synchronize(context.device)
                 taken[way].append(1e6 * (time.perf_counter() - started_s))
+                left[way] = hidden.float().clone()
     us = {name: median(samples[1:]) for name, samples in taken.items()}
     row = Row(name=chunk_of(size), value=us["one by one"] / us["captured"], facts={"us": us})
     row.note = ", ".join(f"{name} {taken_us:.0f} µs" for name, taken_us in us.items())
+    difference = _difference(left["captured"], left["one by one"])
+    row.facts["difference"] = difference
+    if not difference <= DIFFERENCE_MAX:
+        row.error = f"what a captured chunk computes is wrong: {difference:.3g} of the size of what it should be"
     context.emit(row)
+
+
+def _difference(found: torch.Tensor, expected: torch.Tensor) -> float:
+    return float((found - expected).norm() / expected.norm().clamp_min(1e-30))

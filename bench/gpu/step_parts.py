@@ -11,24 +11,28 @@ from unittest import mock
 from engine.overlap import OverlappedSteps
 from engine.runner.cuda_graphs import CudaGraphs, DirectCalls
 from engine.runner.slot_runner import SlotRunner
-from engine.runner.token_return import CudaFetch
+from engine.runner.token_return import CudaFetch, TokenReturn
 from engine.scheduling.scheduler import Scheduler
+from kernels.device_words import DeviceWords
 
 WAIT = "wait"
 PARTS: tuple[tuple[str, Any, str], ...] = (
     ("plan", Scheduler, "schedule"),
     ("book", OverlappedSteps, "launch"),
     ("launch", SlotRunner, "launch"),
+    ("write", DeviceWords, "write"),
     ("graph", CudaGraphs, "run"),
     ("graph", DirectCalls, "run"),
+    ("return", TokenReturn, "fetch"),
     ("complete", OverlappedSteps, "complete"),
     ("fetch", OverlappedSteps, "collect"),
     ("settle", Scheduler, "settle"),
     (WAIT, CudaFetch, "wait"),
 )
 """plan: who is in the step · book: whether slots hold it, and booking it as done · launch: its inputs, and what is launched
-beside the graph · graph: asking the driver for it · complete: the rest of a step whose masks come late · fetch: its tokens,
-when they are there · settle: tokens and events of the step before · wait: until they are there, which is no work of the host"""
+beside the graph · write: slots and blocks that changed, a copy and an operation · graph: asking the driver for it · return: an
+event that brings its tokens · complete: the rest of a step whose masks come late · fetch: its tokens, when they are there ·
+settle: tokens and events of the step before · wait: until they are there, which is no work of the host"""
 REST = "rest"
 
 

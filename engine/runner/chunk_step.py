@@ -245,6 +245,8 @@ class ChunkSteps:
         self._step = step
         self._calls = calls
         self._shapes = step.shapes  # from few tokens to many
+        self.failure = ""
+        """Why some shapes have no graph; empty where all have one."""
 
     def run(self, items: Sequence[ScheduledRequest], slots: Mapping[int, int]) -> ToChoose | None:
         """Compute a step, as far as what chooses the tokens of the items in `slots`, in their order. None for one that is to be
@@ -273,6 +275,7 @@ class ChunkSteps:
             try:
                 self._make_ready(shape)
             except CaptureFailed as error:
+                self.failure = str(error)
                 log.error("steps with chunks of prompts have %d of %d graphs: %s", len(ready), len(self._shapes), error)
                 break
             ready.append(shape)

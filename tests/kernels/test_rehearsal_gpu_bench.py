@@ -18,7 +18,7 @@ from unittest import mock
 import pytest
 import torch
 
-from bench.gpu import calibration, models, same_tokens, serve, serve_idle, traffic
+from bench.gpu import calibration, check_rows, models, same_tokens, serve, serve_chunks, serve_idle, traffic
 from bench.gpu.conduct import Outcome
 from bench.gpu.context import Context
 from bench.gpu.idle import Idle
@@ -27,12 +27,12 @@ from bench.gpu.models import random_engine
 from bench.gpu.plan import PARTS, Part
 from bench.gpu.report import document
 from bench.gpu.rows import Row
-from bench.gpu.targets import SAME_TOKENS, TARGETS
+from bench.gpu.targets import ALIKE, ALIKE_MAX, SAME_TOKENS, TARGETS
 from bench.gpu.traffic import Asked
 from engine.layers.batch_inputs import BatchInputs
 from engine.loop import Engine
 from engine.protocol import GenerationRequest
-from engine.runner.chunk_step import ChunkStep, ToChoose
+from engine.runner.chunk_step import ChunkShape, ChunkStep, ToChoose
 from engine.runner.cuda_graphs import CudaGraphs
 from engine.runner.input_rows import InputRow
 from engine.runner.paged_decoder import PagedDecoder
@@ -159,10 +159,12 @@ def test_tokens_out_of_graphs_are_those_of_the_twin_which_computes_as_many_rows(
 
     monkeypatch.setattr(PagedDecoder, "prepare", noted)
     monkeypatch.setattr(same_tokens, "_tokens", counted)
-    row = told_by(same_tokens.check)[SAME_TOKENS]
+    rows = told_by(same_tokens.check)
+    row = rows[SAME_TOKENS]
     assert (row["value"], row["error"]) == (0.0, "")
     assert row["note"] == "of 18 requests; 0 more by a tie of less than 0.1 of a logit"
-    assert at_a_time == 2 * [1, 1, 3, 3, 4, 4, 1, 1], "the twin's, then those of the graphs; the last two are alone"
+    assert (rows[ALIKE]["value"], rows[ALIKE]["error"], rows[ALIKE]["note"]) == (0.0, "", "")
+    assert at_a_time == 3 * [1, 1, 3, 3, 4, 4, 1, 1], "the twin's, then those of the graphs, twice; the last two are alone"
     assert 4 in sizes
     assert 3 not in sizes, "a step of three rows is one of four"
 
@@ -201,6 +203,79 @@ def test_wrong_tokens_are_counted_and_the_row_says_what_mends_them(fault: str, m
     both = "GATEHOUSE_GRAPHS=0: 0 wrong, both: 0 wrong"
     assert (both in row["note"]) is (fault == "graphs"), row["note"]
     assert ("chunks one by one: 0 wrong" in row["note"]) is (fault == "chunks"), row["note"]
+
+
+def test_chunks_that_cannot_be_captured_fail_the_check_of_tokens_although_these_are_right(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    captured = CudaGraphs._capture
+
+    def fails(graphs: CudaGraphs, graph: torch.cuda.CUDAGraph, function: Any) -> None:
+        shape = getattr(function, "args", (None,))[0]
+        if isinstance(shape, ChunkShape) and shape.num_tokens:
+            raise RuntimeError("no graph here")
+        captured(graphs, graph, function)
+
+    monkeypatch.setattr(CudaGraphs, "_capture", fails)
+    cases = same_tokens._cases
+    monkeypatch.setattr(same_tokens, "_cases", lambda *given: {"3 greedy": cases(*given)["3 greedy"]})
+    rows = told_by(same_tokens.check)
+    assert rows[SAME_TOKENS]["value"] == 0.0
+    assert rows[SAME_TOKENS]["error"].startswith("steps with chunks lack graphs: ")
+    assert "no graph here" in rows[SAME_TOKENS]["error"]
+    assert rows[ALIKE]["error"] == ""
+
+
+def test_a_fault_as_small_as_rounding_is_seen_where_the_twin_computes_chunks_alike(monkeypatch: pytest.MonkeyPatch) -> None:
+    advance = SlotState.advance
+
+    def cut_off(state: SlotState, rows: torch.Tensor, tokens: torch.Tensor, **out: Any) -> None:
+        advance(state, rows, tokens.clamp(max=100), **out)
+
+    monkeypatch.setattr(SlotState, "advance", cut_off)
+    monkeypatch.setattr(same_tokens, "TIE", 1e9)
+    cases = same_tokens._cases
+    monkeypatch.setattr(same_tokens, "_cases", lambda *given: {"3 greedy": cases(*given)["3 greedy"]})
+    rows = told_by(same_tokens.check)
+    assert rows[SAME_TOKENS]["value"] == 0.0
+    assert rows[ALIKE]["value"] > ALIKE_MAX
+    assert rows[ALIKE]["note"].startswith("3 greedy: ")
+
+
+@pytest.mark.parametrize("waits", [True, False])
+def test_tokens_of_replayed_steps_are_read_behind_their_events(waits: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    with rehearsal(Schedule.LATE):
+        if not waits:
+            monkeypatch.setattr(torch.cuda.Event, "synchronize", lambda _: None)
+        found, expected = check_rows._left_by_a_graph(
+            Context(DEVICE, True, dict(FACTS), lambda _: None, time.monotonic() + 600)
+        )
+        assert isinstance(found, torch.Tensor)
+        assert isinstance(expected, torch.Tensor)
+        assert torch.equal(found, expected) is waits
+
+
+def test_a_captured_chunk_that_computes_something_else_fails_however_fast_it_is(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    to_choose = ChunkStep.to_choose
+    told: list[dict[str, Any]] = []
+
+    def negated(*given: Any) -> ToChoose:
+        rows = to_choose(*given)
+        return rows._replace(hidden=rows.hidden * -1.0)
+
+    with rehearsal(Schedule.EARLY, total_bytes=8 << 30), in_place_of_triton():
+        context = Context(DEVICE, True, dict(FACTS), told.append, time.monotonic() + 600)
+        with random_engine(context, tmp_path, "qwen3-0.6b", layers=1, max_num_seqs=4) as engine:
+            serve_chunks.chunk_ways(context, engine, 64)
+            monkeypatch.setattr(ChunkStep, "to_choose", negated)
+            serve_chunks.chunk_ways(context, engine, 64)
+    right, wrong = (line["row"] for line in told)
+    assert right["error"] == ""
+    assert right["facts"]["difference"] <= serve_chunks.DIFFERENCE_MAX
+    assert "what a captured chunk computes is wrong" in wrong["error"]
+    assert wrong["facts"]["us"], "what was timed is kept"
 
 
 def test_a_row_whose_steps_fell_back_to_the_plain_way_fails_and_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
