@@ -18,8 +18,8 @@ from sqlalchemy.exc import SQLAlchemyError
 
 from appliance.api.error_responses import answer_error
 from appliance.api.exchange import ExchangeWrapper, WholeRequest
-from appliance.api.head_requests import HeadLikeGet
 from appliance.api.http_server import CannotStart, HttpServer, control_file, listening_socket, only_one
+from appliance.api.implied_methods import CompleteOptions, HeadLikeGet
 from appliance.api.openapi import openapi_config
 from appliance.api.routers import api_routers
 from appliance.base.clock import Clock, SystemClock
@@ -324,7 +324,7 @@ def create_app(appliance: Appliance) -> Litestar:
         logging_config=None,
         request_class=WholeRequest,
     )
-    app.asgi_handler = ExchangeWrapper(HeadLikeGet(app.asgi_handler))
+    app.asgi_handler = ExchangeWrapper(CompleteOptions(HeadLikeGet(app.asgi_handler), app.routes))
     return app
 
 

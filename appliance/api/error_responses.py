@@ -10,6 +10,7 @@ import structlog
 from litestar import Request, Response
 from litestar.exceptions import HTTPException
 
+from appliance.api.implied_methods import allow
 from appliance.base.database_errors import as_outage
 from appliance.base.errors import GatehouseError, InternalError
 
@@ -69,9 +70,8 @@ def _answer_framework_error(request: Request[Any, Any, Any], error: HTTPExceptio
         413: f"the body is larger than the {limit} bytes that max_body_bytes allows",
     }
     message = messages.get(error.status_code, error.detail)
-    return Response(
-        _encode(message, kind, None, code), status_code=error.status_code, media_type=MEDIA_TYPE, headers=error.headers or {}
-    )
+    headers = {name: allow(value.split(", ")) if name == "allow" else value for name, value in (error.headers or {}).items()}
+    return Response(_encode(message, kind, None, code), status_code=error.status_code, media_type=MEDIA_TYPE, headers=headers)
 
 
 def _headers(error: GatehouseError) -> dict[str, str]:

@@ -17,6 +17,7 @@ from engine.protocol import InvalidOption, SamplingParams, UnsupportedOption
 
 STOP_TOKEN_IDS_MAX = 256
 TOKEN_ID_DIGITS_MAX = 10
+SEED_BITS = 63  # of the engine's seeds, which are not negative
 _PLAIN_FIELDS = (
     "n",
     "temperature",
@@ -86,7 +87,7 @@ def _build(fields: Mapping[str, Any], body: ChatCompletionRequest, model: Served
         return SamplingParams(
             **fields,
             max_tokens=max_tokens,
-            seed=secrets.randbits(63) if body.seed is None else body.seed,
+            seed=_seed(body.seed),
             stop=_stop(body.stop),
             logit_bias=_logit_bias(body.logit_bias, model),
             logprobs=_logprobs(body),
@@ -95,6 +96,15 @@ def _build(fields: Mapping[str, Any], body: ChatCompletionRequest, model: Served
         kind = UnsupportedParameter if isinstance(error, UnsupportedOption) else InvalidValue
         message, param = as_written(str(error), error.param, field_names(body))
         raise kind(message, param=param) from error
+
+
+def _seed(seed: int | None) -> int:
+    """Return the engine's seed: OpenAI's are signed 64-bit integers, of which the negative ones are folded onto the others."""
+    if seed is None:
+        return secrets.randbits(SEED_BITS)
+    if not -(1 << SEED_BITS) <= seed < 1 << SEED_BITS:
+        raise InvalidValue(f"seed must be a whole number from {-(1 << SEED_BITS)} to {(1 << SEED_BITS) - 1}", param="seed")
+    return seed % (1 << SEED_BITS)
 
 
 def _stop(stop: str | list[str] | None) -> list[str]:

@@ -26,6 +26,7 @@ app = typer.Typer(help="Administrators: who may sign in, and tokens for /admin/v
 
 T = TypeVar("T")
 ROLES = "owner, admin, billing or viewer."
+VERBS_ELSEWHERE = ("create", "list", "revoke")  # of keys, say: who types one here does not ask for a token of that name
 KEEP_IT = "Keep it now: it is not shown again."
 TOKEN_COLUMNS = ("id", "name", "role", "revoked_at", "created_at")
 
@@ -110,6 +111,8 @@ def token(
 
     if (name is not None) + show + (revoke is not None) != 1:
         raise WrongUsage("give a name for a new token, or --list, or --revoke ID")
+    if name in VERBS_ELSEWHERE:
+        raise WrongUsage(f"{name!r} would be the name of a new token: write --list, --revoke ID, or another name")
     settings = settings_from(data_dir, database)
     if revoke is not None:
         revoked = _on_database(settings, lambda db: AdminTokens(db, SystemClock()).revoke(revoke))

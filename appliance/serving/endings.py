@@ -17,6 +17,8 @@ from appliance.base.errors import (
 )
 from appliance.metering.ledger.records import Usage
 
+RETRY_AFTER_DRAINING_S = 5.0
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ended:
@@ -73,7 +75,7 @@ def _told(why: str) -> GatehouseError | None:
         case "deadline":
             return DeadlineExceeded("the request ran longer than the appliance allows and was ended")
         case "shutdown":
-            return Draining("the appliance is shutting down and ended the request")
+            return Draining("the appliance is shutting down and ended the request", retry_after_s=RETRY_AFTER_DRAINING_S)
         case "key_revoked":
             return InvalidApiKey("the API key was revoked while the request ran; it was ended")
         case "key_expired":

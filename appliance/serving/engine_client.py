@@ -35,11 +35,14 @@ class EngineClient:
         *,
         on_frame: Callable[[EngineFrame], None] = lambda _frame: None,
         on_discarded: Callable[[int], None] = lambda _tokens: None,
+        back_in_s: Callable[[], float | None] = lambda: None,
         final_event_wait_s: float | None = None,
     ) -> None:
+        """`back_in_s` tells, once the process has ended, when its successor is probably ready."""
         self._socket = AsyncFrameSocket(connection)
         self._on_frame = on_frame
         self._on_discarded = on_discarded
+        self._back_in_s = back_in_s
         self._final_event_wait_s = FINAL_EVENT_WAIT_S if final_event_wait_s is None else final_event_wait_s
         self._streams: dict[str, EventStream] = {}
         self._submits: dict[str, bytes] = {}
@@ -63,7 +66,7 @@ class EngineClient:
         It is encoded here, so that what cannot be sent is told to its own caller, as TransportError, and to nobody else.
         """
         if self._closed_reason is not None:
-            raise EngineUnavailable(self._closed_reason)
+            raise EngineUnavailable(self._closed_reason, retry_after_s=self._back_in_s())
         encoded = encode_request(request)
         stream = EventStream(request.request_id, request.sampling.num_answers)
         self._streams[request.request_id] = stream
@@ -179,7 +182,7 @@ class EngineClient:
         self._closed_reason = reason
         streams, self._streams = self._streams, {}
         for stream in streams.values():
-            stream.fail(reason)
+            stream.fail(reason, retry_after_s=self._back_in_s())
         self._socket.close()
 
 

@@ -29,6 +29,7 @@ class EventStream:
         self._events: deque[TokenEvent] = deque()
         self._last: dict[int, TokenEvent] = {}
         self._failure: str | None = None
+        self._retry_after_s: float | None = None
         self._reader = Wakeup()
 
     def put(self, event: TokenEvent) -> None:
@@ -48,16 +49,16 @@ class EventStream:
             raise MalformedFrame(f"answer {index} of request {self.request_id} goes on without a beginning")
         self.put(one_more(last, token_id))
 
-    def fail(self, reason: str) -> None:
-        """Say that the engine is gone. Events that came before are still delivered."""
-        self._failure = reason
+    def fail(self, reason: str, *, retry_after_s: float | None = None) -> None:
+        """Say that the engine is gone, and when it is probably back. Events that came before are still delivered."""
+        self._failure, self._retry_after_s = reason, retry_after_s
         self._reader.wake()
 
     async def take(self) -> list[TokenEvent]:
         """Wait for events and return all of them, in order. Raises EngineUnavailable when the engine ended first."""
         while not self._events:
             if self._failure is not None:
-                raise EngineUnavailable(self._failure)
+                raise EngineUnavailable(self._failure, retry_after_s=self._retry_after_s)
             await self._reader.wait()
         events = list(self._events)
         self._events.clear()

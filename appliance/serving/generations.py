@@ -21,6 +21,7 @@ from appliance.metering.limits.reservations import Reservation
 from appliance.metering.limits.rules import Asked
 from appliance.metering.prices import Price, PriceBook
 from appliance.serving.access_watch import AccessWatch
+from appliance.serving.endings import RETRY_AFTER_DRAINING_S
 from appliance.serving.generation import Generation
 from appliance.serving.live_requests import LiveRequest
 from appliance.serving.model_registry import ServedModel
@@ -36,7 +37,6 @@ from engine.protocol import EngineFrame, GenerationRequest, Priority, RequestPro
 
 CHECKPOINT_INTERVAL_S = 0.75  # a death leaves at most a second unbilled: the rest of it is for writing them
 RETRY_AFTER_OVERLOADED_S = 1.0
-RETRY_AFTER_DRAINING_S = 5.0
 ABORT_WAIT_S = 5.0
 
 log = structlog.get_logger()

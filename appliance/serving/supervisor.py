@@ -75,6 +75,7 @@ class Supervisor:
         self._loaded: float | None = None
         self._starts_monotonic_s = 0.0  # when the last process was started, or the next one will be
         self._start_s: float | None = None  # how long the last start took that succeeded
+        self._backoff_s = BACKOFF_FIRST_S
         self._command = command
         self._clock = clock
         self._on_frame = on_frame
@@ -121,14 +122,25 @@ class Supervisor:
         if self.state == "loading":
             raise ModelLoading(f"model {self.name} is being loaded", retry_after_s=RETRY_AFTER_LOADING_S)
         reason = f": {self.error}" if self.error else ""
-        retry_after_s = self._restarted_in_s() if self.state == "restarting" else BACKOFF_MAX_S
+        retry_after_s = self._ready_in_s(self._starts_monotonic_s) if self.state == "restarting" else BACKOFF_MAX_S
         raise EngineUnavailable(f"the engine of {self.name} is {self.state}{reason}", retry_after_s=retry_after_s)
 
-    def _restarted_in_s(self) -> float:
-        """Return when an engine that is being started again is probably ready: its last start tells how long one takes."""
+    def _back_in_s(self) -> float | None:
+        """Return when the successor of a process that has just ended is probably ready; None when there will be none."""
+        if self.state == "stopped":
+            return None
+        return self._ready_in_s(self._clock.monotonic_s() + self._pause_s())
+
+    def _ready_in_s(self, starts_monotonic_s: float) -> float:
+        """Return when an engine that starts then is probably ready: its last start tells how long one takes."""
         if self._start_s is None:
             return RETRY_AFTER_LOADING_S
-        return max(self._starts_monotonic_s + self._start_s - self._clock.monotonic_s(), RETRY_AFTER_LOADING_S)
+        return max(starts_monotonic_s + self._start_s - self._clock.monotonic_s(), RETRY_AFTER_LOADING_S)
+
+    def _pause_s(self) -> float:
+        """Return how long after the end of this process the next one starts."""
+        was_steady = self._clock.monotonic_s() - self._starts_monotonic_s >= STEADY_S
+        return BACKOFF_FIRST_S if was_steady else self._backoff_s
 
     def submit(self, request: GenerationRequest) -> EventStream:
         """Hand `request` to the engine. Raises like `check_ready`."""
@@ -157,10 +169,8 @@ class Supervisor:
         self._changed = asyncio.Event()
 
     async def _keep_running(self) -> None:
-        backoff_s = BACKOFF_FIRST_S
         crashes_before_ready = 0
         while True:
-            began_s = self._clock.monotonic_s()
             was_ready, fatal = await self._run_process()
             if self.state == "stopped":
                 return
@@ -169,13 +179,12 @@ class Supervisor:
                 self._set_state("failed")
                 log.error("engine failed", role="engine", model=self.name, reason=self.error)
                 return
-            if self._clock.monotonic_s() - began_s >= STEADY_S:
-                backoff_s = BACKOFF_FIRST_S
-            log.warning("engine ended; restarting", role="engine", model=self.name, reason=self.error, wait_s=backoff_s)
-            self._starts_monotonic_s = self._clock.monotonic_s() + backoff_s
+            pause_s = self._pause_s()
+            log.warning("engine ended; restarting", role="engine", model=self.name, reason=self.error, wait_s=pause_s)
+            self._starts_monotonic_s = self._clock.monotonic_s() + pause_s
             self._set_state("restarting")
-            await asyncio.sleep(backoff_s)
-            backoff_s = min(BACKOFF_MAX_S, backoff_s * 2)
+            await asyncio.sleep(pause_s)
+            self._backoff_s = min(BACKOFF_MAX_S, pause_s * 2)
             self.restarts += 1
             self._on_restart()
 
@@ -190,7 +199,8 @@ class Supervisor:
             raise
         finally:
             theirs.close()
-        client = EngineClient(ours, on_frame=self._receive, on_discarded=self.figures.balance.discarded)
+        discarded = self.figures.balance.discarded
+        client = EngineClient(ours, on_frame=self._receive, on_discarded=discarded, back_in_s=self._back_in_s)
         self._process, self._client = process, client
         self._progress_monotonic_s, self._loaded = self._clock.monotonic_s(), None
         self.pid, self.started_at = process.pid, self._clock.now()

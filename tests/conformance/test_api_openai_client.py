@@ -7,6 +7,7 @@ import json
 from typing import Any
 
 import httpx
+import pytest
 from openai import AsyncOpenAI
 
 from tests.conformance.conftest import MODEL
@@ -83,6 +84,16 @@ async def test_the_same_seed_gives_the_same_answer(client: AsyncOpenAI) -> None:
 
     assert await sampled(7) == await sampled(7)
     assert await sampled(7) != await sampled(8)
+
+
+@pytest.mark.parametrize("seed", [-1, -(2**63), 2**63 - 1])
+async def test_seeds_are_signed_integers_of_64_bits(client: AsyncOpenAI, seed: int) -> None:
+    answers = [
+        await client.chat.completions.create(model=MODEL, messages=HELLO, max_tokens=24, temperature=1, seed=seed)
+        for _ in range(2)
+    ]
+
+    assert answers[0].choices[0].message.content == answers[1].choices[0].message.content
 
 
 async def test_logprobs_name_each_token_and_its_rivals(client: AsyncOpenAI) -> None:

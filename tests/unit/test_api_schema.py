@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import re
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any, cast
@@ -111,6 +112,18 @@ async def test_every_reference_of_the_schema_has_its_target(box: ApiBox) -> None
 
     assert named
     assert named <= set(targets)
+
+
+async def test_allow_names_every_method_of_a_path_whoever_asks_for_it(box: ApiBox) -> None:
+    for route in (route for route in box.app.routes if isinstance(route, HTTPRoute) and _is_interface(route)):
+        path = re.sub(r"{[^}]*}", "nothing", route.path)
+        answered = {*route.methods, *({"HEAD"} if "GET" in route.methods else ())}
+        for method, status in (("OPTIONS", 204), ("TRACE", 405)):
+            answer = await box.client.request(method, path)
+            assert (answer.status_code, set(answer.headers["allow"].split(", "))) == (status, answered), f"{method} {path}"
+
+    nothing = await box.client.request("OPTIONS", "/v1/nothing")
+    assert (nothing.status_code, "allow" in nothing.headers) == (404, False)
 
 
 @pytest.mark.parametrize("path", ["/schema", "/schema/swagger", "/schema/redoc", "/schema/elements"])

@@ -326,6 +326,8 @@ def test_an_administrator_token_is_shown_once_and_can_be_revoked(typed: Any) -> 
     assert made["token"] not in listed.out
     assert typed("admin", "token", "--revoke", made["id"], "--json").json()["revoked_at"] is not None
     assert typed("admin", "token").status == 2
+    for verb in ("create", "list", "revoke"):  # as with keys; it would be a token that nobody asked for
+        assert typed("admin", "token", verb, "--json").status == 2
 
 
 def test_the_database_is_checked_downgraded_and_upgraded(typed: Any) -> None:

@@ -320,11 +320,14 @@ async def test_while_the_ledger_cannot_be_written_new_ones_are_refused_at_once(b
 async def test_draining_refuses_new_ones_and_waits_for_the_rest(box: Serving, cast: Cast) -> None:
     generation = await box.start(cast.bob, [STALL, 5])
     assert not await box.generations.drain(0.01)
-    with pytest.raises(Draining):
+    with pytest.raises(Draining) as refused:
         await box.start(cast.bob, TEXT)
-    generation.leave("aborted")
+    box.generations.end_all()
+    ended = (await generation.outcome).error
 
     assert await box.generations.drain(5.0)
+    assert isinstance(ended, Draining)
+    assert ended.retry_after_s == refused.value.retry_after_s  # one appliance, one time to come back
 
 
 async def test_a_live_request_shows_its_progress(box: Serving, cast: Cast) -> None:

@@ -92,15 +92,21 @@ async def test_while_an_engine_is_started_again_clients_are_told_how_long_its_st
     try:
         async with asyncio.timeout(DEADLINE_S):
             await watched.wait_for_state("ready")
+            stream = watched.submit(wanted(STALL))
             assert watched.pid is not None
             os.kill(watched.pid, signal.SIGKILL)
+            with pytest.raises(EngineUnavailable) as of_a_running_request:
+                await stream.take()
+            with pytest.raises(EngineUnavailable) as before_the_exit_is_known:
+                watched.submit(wanted(5))
             await watched.wait_for_state("restarting")
-        with pytest.raises(EngineUnavailable) as caught:
+        with pytest.raises(EngineUnavailable) as of_a_new_request:
             watched.check_ready()
     finally:
         await watched.stop()
 
-    assert caught.value.retry_after_s == pytest.approx(9 + supervisor.BACKOFF_FIRST_S)
+    for told in (of_a_running_request, before_the_exit_is_known, of_a_new_request):
+        assert told.value.retry_after_s == pytest.approx(9 + supervisor.BACKOFF_FIRST_S)
 
 
 async def test_an_engine_that_dies_of_a_request_is_started_again() -> None:

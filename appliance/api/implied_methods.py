@@ -1,0 +1,65 @@
+"""HEAD and OPTIONS, which no handler of ours takes. Knows the methods of the routes, and no handler.
+
+HEAD is GET without the body (RFC 9110, section 9.3.2), for every path that answers GET. Allow names every method of a path
+(section 10.2.1), in answers to OPTIONS as in those with 405.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from litestar.datastructures import MutableScopeHeaders
+from litestar.enums import ScopeType
+from litestar.routes import BaseRoute, HTTPRoute
+from litestar.types import ASGIApp, Message, Receive, Scope, Send
+
+
+class HeadLikeGet:
+    """ASGI wrapper that lets the application see GET where HEAD was asked, and keeps the bodies of its answers."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Serve one connection; anything but HEAD passes through."""
+        if scope["type"] != ScopeType.HTTP or scope["method"] != "HEAD":
+            await self._app(scope, receive, send)
+            return
+        as_get: Scope = {**scope, "method": "GET"}
+
+        async def send_head(message: Message) -> None:
+            if message["type"] != "http.response.start":
+                return
+            await send(message)
+            # The answer ends here, so that what would stream for ever hears at once that nobody listens.
+            await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+        await self._app(as_get, receive, send_head)
+
+
+class CompleteOptions:
+    """ASGI wrapper for answers to OPTIONS. Of a path with several handlers the framework names the first one's methods only."""
+
+    def __init__(self, app: ASGIApp, routes: Iterable[BaseRoute]) -> None:
+        self._app = app
+        self._allow_by_path = {route.path_format: allow(route.methods) for route in routes if isinstance(route, HTTPRoute)}
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Serve one connection; anything but OPTIONS passes through."""
+        if scope["type"] != ScopeType.HTTP or scope["method"] != "OPTIONS":
+            await self._app(scope, receive, send)
+            return
+
+        async def send_complete(message: Message) -> None:
+            told = self._allow_by_path.get(scope.get("path_template", ""))  # none where there is nothing at this path
+            if message["type"] == "http.response.start" and told is not None:
+                MutableScopeHeaders(message)["allow"] = told
+            await send(message)
+
+        await self._app(scope, receive, send_complete)
+
+
+def allow(methods: Iterable[str]) -> str:
+    """Return the value of Allow for a path whose handlers take `methods`."""
+    answered = set(methods)
+    return ", ".join(sorted(answered | {"HEAD"} if "GET" in answered else answered))
