@@ -9,6 +9,7 @@ if TYPE_CHECKING:
     from appliance.metering.ledger.records import RequestRow
 
 NOTICEABLE_S = 0.5  # below this nobody asks why
+COMPLETE = frozenset(("stop", "length"))  # the finish reasons of answers that came to their end
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,17 +33,21 @@ class Timeline:
 
 
 def explain(timeline: Timeline) -> str:
-    """Return the sentence: what took longest, with its figure, and what made it worse."""
+    """Return the sentence: what took longest, with its figure, what made it worse, and whether it was ended early."""
     if timeline.ttft_s is None:
         return _explain_before_first_token(timeline)
     queue_s = timeline.queue_s or 0.0
     prefill_s = max(0.0, timeline.ttft_s - queue_s)
     decode_s = timeline.decode_s or 0.0
     total_s = queue_s + prefill_s + decode_s
+    is_cut = timeline.finish_reason is not None and timeline.finish_reason not in COMPLETE
+    end = f"; ended early ({timeline.finish_reason})" if is_cut else ""
     if total_s < NOTICEABLE_S and not timeline.preemptions:
+        if is_cut:
+            return f"Ended early, after {_seconds(total_s)} ({timeline.finish_reason})."
         return f"Quick: {_seconds(total_s)} in all."
     name, longest_s = max((("queue", queue_s), ("prefill", prefill_s), ("decode", decode_s)), key=lambda stage: stage[1])
-    return f"{_cause(name, longest_s, total_s, timeline)}{_preempted(timeline.preemptions)}."
+    return f"{_cause(name, longest_s, total_s, timeline)}{_preempted(timeline.preemptions)}{end}."
 
 
 def explain_past(row: RequestRow) -> str:

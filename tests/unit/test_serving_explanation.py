@@ -33,6 +33,12 @@ DONE = Timeline(
         ),
         ({"ttft_s": 4.1}, "Mostly read its prompt: 4.0 s of 6.1 s for 40 tokens that were not cached."),
         ({"ttft_s": 0.15, "decode_s": 0.2}, "Quick: 350 ms in all."),
+        ({"ttft_s": 0.15, "decode_s": 0.2, "finish_reason": "length"}, "Quick: 350 ms in all."),
+        ({"ttft_s": 0.15, "decode_s": 0.2, "finish_reason": "aborted"}, "Ended early, after 350 ms (aborted)."),
+        (
+            {"finish_reason": "disconnected"},
+            "Mostly generated: 2.0 s of 2.3 s for 40 tokens at 20.0 per second; ended early (disconnected).",
+        ),
         (
             {"ttft_s": None, "is_queued": True, "queue_position": 3, "finish_reason": None},
             "Waiting for a place in the batch: 3 requests of its own tenant ahead of it.",
