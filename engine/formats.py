@@ -1,6 +1,6 @@
 """In which formats an engine computes and keeps its numbers, as its checkpoint, its options and its card decide.
 
-What contradicts itself is refused here, before anything is loaded. Knows no torch: `models plan` asks on any machine what an
+What contradicts itself is refused here, before anything is loaded. Knows no torch: `gatehouse plan` asks on any machine what an
 engine asks on its own.
 """
 

@@ -30,6 +30,7 @@ def build() -> typer.Typer:
         limits,
         members,
         models,
+        plan,
         prices,
         serve,
         simulate,
@@ -61,6 +62,7 @@ def build() -> typer.Typer:
     app.add_typer(invoices.app, name="invoices")
     app.add_typer(alerts.app, name="alerts")
     app.command("economics")(economics.economics)
+    app.command("plan")(plan.plan)
     app.command("simulate")(simulate.simulate)
     app.add_typer(database.app, name="db")
     app.add_typer(admin.app, name="admin")

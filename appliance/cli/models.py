@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from appliance.cli import model_plan, model_store, output
+from appliance.cli import model_store, output
 from appliance.cli.failure import CommandFailed, WrongUsage
 from appliance.cli.options import AsJson, DatabaseUrl, DataDir, settings_from
 
@@ -83,9 +83,6 @@ def verify(
         options += ["--perplexity"] if perplexity else []
         facts = check_model(path, options, switched_off=settings.switched_off, progress=report)
     output.thing({"path": str(path), **facts}, as_json=as_json)
-
-
-app.command("plan")(model_plan.plan)
 
 
 @app.command("remove")

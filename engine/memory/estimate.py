@@ -1,6 +1,6 @@
 """What an engine with these options would need of a device's memory, told by its configuration alone.
 
-An engine asks before it loads, `models plan` wherever it is: both answers are this one. Knows no torch.
+An engine asks before it loads, `gatehouse plan` wherever it is: both answers are this one. Knows no torch.
 """
 
 from __future__ import annotations

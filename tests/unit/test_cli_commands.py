@@ -143,7 +143,7 @@ def test_a_usage_error_is_json_when_asked(typed: Any) -> None:
         ["tenants", "create", "dora", "--weight", "-1"], ["limits", "tier", "nope", "--admission-wait-ms", "5"],
         ["limits", "tier", "batch", "--admission-wait-ms", "-5"], ["limits", "model", "m", "--mode", "softly"],
         ["simulate", "--policy", "best"], ["serve", "--device", "tpu"], ["admin", "create", "no address"],
-        ["models", "plan", "llama-3.1-8b", "--gpu", "none"], ["invoices", "list", "--month", "June"],
+        ["plan", "llama-3.1-8b", "--gpu", "none"], ["invoices", "list", "--month", "June"],
         ["audit", "list", "--start", "then"],
     ],
     ids=" ".join,

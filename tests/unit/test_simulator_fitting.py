@@ -1,4 +1,4 @@
-"""`models plan` of a folder against the forecast of the engine that would serve it: one prediction, not two."""
+"""`gatehouse plan` of a folder against the forecast of the engine that would serve it: one prediction, not two."""
 
 from __future__ import annotations
 

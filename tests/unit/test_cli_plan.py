@@ -1,4 +1,4 @@
-"""`models plan` as it is typed: parts that add up, what would help, and options that are refused by name."""
+"""`gatehouse plan` as it is typed: parts that add up, what would help, and options that are refused by name."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tests.support.typed_commands import Typed
 def typed(capsys: pytest.CaptureFixture[str]) -> Any:
     def run(*arguments: str) -> Typed:
         capsys.readouterr()
-        status = main(["models", "plan", *arguments])
+        status = main(["plan", *arguments])
         return Typed(status, *capsys.readouterr())
 
     return run

@@ -1,4 +1,4 @@
-"""`gatehouse models plan`: what a model would take of a GPU's memory, and what would make it fit. Needs neither of them."""
+"""`gatehouse plan`: what a model would take of a GPU's memory, and what would make it fit. Needs neither of them."""
 
 from __future__ import annotations
 
