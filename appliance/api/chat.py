@@ -16,7 +16,7 @@ from appliance.api.bodies import decode_body, in_turn
 from appliance.api.chat_answers import ChatCompletion, ChunkFramer, WholeAnswer
 from appliance.api.error_responses import MEDIA_TYPE
 from appliance.api.exchange import Exchange, exchange_of
-from appliance.api.sampling import asked_max_tokens, field_names, sampling_params
+from appliance.api.sampling import asked_max_tokens, field_names, sampling_params, with_bad_words
 from appliance.api.schemas import ChatCompletionRequest, check_messages, check_supported, service_tier_of
 from appliance.api.services_of import services_of
 from appliance.api.sse import EVENT_STREAM, PING_AFTER_S, EventStream, chat_frames, until_disconnected
@@ -102,6 +102,8 @@ async def _order(request_id: str, asked: _Asked, principal: Principal, services:
     prompt_token_ids = await model.prompting.chat_prompt(
         messages, max_model_len=model.max_model_len, tenant_id=principal.tenant.id
     )
+    sampling = sampling_params(body, model, prompt_tokens=len(prompt_token_ids))
+    sampling = await with_bad_words(sampling, model, tenant_id=principal.tenant.id)
     return Order(
         request_id=request_id,
         principal=principal,
@@ -109,7 +111,7 @@ async def _order(request_id: str, asked: _Asked, principal: Principal, services:
         endpoint=ENDPOINT,
         stream=bool(body.stream),
         prompt_token_ids=prompt_token_ids,
-        sampling=sampling_params(body, model, prompt_tokens=len(prompt_token_ids)),
+        sampling=sampling,
         max_output_tokens=max_output_tokens,
         field_names=field_names(body),
         change_count=change_count,
