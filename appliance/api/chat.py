@@ -16,6 +16,7 @@ from appliance.api.bodies import decode_body, in_turn
 from appliance.api.chat_answers import ChatCompletion, ChunkFramer, WholeAnswer
 from appliance.api.error_responses import MEDIA_TYPE
 from appliance.api.exchange import Exchange, exchange_of
+from appliance.api.pieces import PIECE_BYTES, PiecedBody
 from appliance.api.sampling import asked_max_tokens, field_names, sampling_params, with_bad_words
 from appliance.api.schemas import ChatCompletionRequest, check_messages, check_supported, service_tier_of
 from appliance.api.services_of import services_of
@@ -154,14 +155,16 @@ async def _answer_whole(
     outcome = await generation.outcome
     if outcome.error is not None:
         raise outcome.error
-    body = answer.body(
+    parts, length = answer.body(
         request_id=generation.request_id,
         created=created,
         model=generation.live.model,
         outcome=outcome,
         service_tier=service_tier_of(asked),
     )
-    return Response(body, media_type=MEDIA_TYPE)
+    if length > PIECE_BYTES:
+        return PiecedBody(parts, length)
+    return Response(b"".join(parts), media_type=MEDIA_TYPE)
 
 
 async def _collect(generation: Generation, answer: WholeAnswer) -> WholeAnswer:
