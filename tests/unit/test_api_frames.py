@@ -155,9 +155,9 @@ def test_the_parts_of_an_answer_have_the_length_that_is_said(logprobs: bool, tex
     usage = Usage(prompt_tokens=3, cached_tokens=0, completion_tokens=1)
     outcome = Outcome(finish_reason="length", usage=usage, finish_reasons=("length", "stop"))
     parts, length = answer.body(request_id="req_1", created=1, model="tiny", outcome=outcome)
-    text = b"".join(parts)
-    assert len(text) == length
-    choices = json.loads(text)["choices"]
+    whole = b"".join(parts)
+    assert len(whole) == length
+    choices = json.loads(whole)["choices"]
     assert [choice["message"]["content"] for choice in choices] == texts
     told = [choice["logprobs"] and len(choice["logprobs"]["content"]) for choice in choices]
     assert told == ([len(text) for text in texts] if logprobs else [None, None])
