@@ -23,7 +23,6 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
 from itertools import chain
 
 from engine.engine_status import StepFigures, make_status
@@ -352,7 +351,7 @@ class Engine:
         sampling, limit, now_s = wanted.sampling, self.info.max_model_len, self._clock()
         assert sampling.seed is not None, f"request {wanted.request_id} was not checked"
         if index:
-            sampling = replace(sampling, seed=seed_of_answer(sampling.seed, index))
+            sampling = sampling.with_checked(seed=seed_of_answer(sampling.seed, index))
         num_prompt_tokens = len(wanted.prompt_token_ids)
         ends = spec is not None or not sampling.ignore_eos
         return Request(

@@ -6,8 +6,10 @@ Every value is checked where the parameters are made, by type and by limit, so t
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
+from copy import copy
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import Any
 
 from engine.number_checks import is_integer, is_number
@@ -104,6 +106,13 @@ class SamplingParams:
         _check_bad_words(self)
         _check_guided(self)
         _make_floats(self)
+
+    def with_checked(self, **fields: Any) -> SamplingParams:
+        """The same with these fields, of which the caller knows that they are right: nothing is checked again."""
+        other = copy(self)
+        for name, value in fields.items():
+            object.__setattr__(other, name, value)
+        return other
 
     @property
     def num_answers(self) -> int:
@@ -245,10 +254,12 @@ def _text(values: Sequence[str], param: str) -> None:
         raise InvalidOption(param, f"{param} holds half of a surrogate pair, which is not text") from error
 
 
-def _token_ids(ids: Any, param: str) -> None:
-    _require(
-        all(is_integer(i) and 0 <= i <= TOKENS_MAX for i in ids), param, f"must hold token ids: integers from 0 to {TOKENS_MAX}"
-    )
+def _token_ids(ids: Collection[Any], param: str) -> None:
+    """Up to BAD_WORDS_TOKENS_MAX of them: looked at one by one only where some are of a type of their own."""
+    are_plain = set(map(type, ids)) <= {int}
+    ok = are_plain or all(map(is_integer, ids))
+    ok = ok and (not ids or (min(ids) >= 0 and max(ids) <= TOKENS_MAX))
+    _require(ok, param, f"must hold token ids: integers from 0 to {TOKENS_MAX}")
 
 
 def _check_bias(p: SamplingParams) -> None:
@@ -276,8 +287,7 @@ def _check_bad_words(p: SamplingParams) -> None:
     _require(len(words) <= 2 * BAD_WORDS_MAX, param, f"takes at most {2 * BAD_WORDS_MAX} words, not {len(words)}")
     num_ids = sum(map(len, words))
     _require(num_ids <= BAD_WORDS_TOKENS_MAX, param, f"takes at most {BAD_WORDS_TOKENS_MAX} ids in all, not {num_ids}")
-    for word in words:
-        _token_ids(word, param)
+    _token_ids(list(chain.from_iterable(words)), param)
 
 
 def _check_guided(p: SamplingParams) -> None:

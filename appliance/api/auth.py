@@ -117,7 +117,7 @@ async def _by_token(connection: Connection, secret: str) -> Access:
         return Access(role=Role.OWNER, actor=_actor("cli", _operator(connection)))
     if api_key_prefix(secret) is not None:
         raise InvalidApiKey("this is a tenant's API key, for /v1; here it takes an administrator token, gha_...")
-    token = await services.admin_tokens.authenticate(secret)
+    token = await services.admin_tokens.authenticate(secret, _address(connection))
     return Access(role=token.role, actor=_actor("token", token.name, token.id))
 
 

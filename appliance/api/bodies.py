@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import re
+from collections.abc import Callable
 from itertools import islice
 from typing import Any, TypeVar
 
@@ -11,6 +13,7 @@ import msgspec
 
 from appliance.base.errors import InvalidValue, UnknownParameter
 from appliance.base.gc_tuning import without_collections
+from appliance.serving.turns import Turns
 
 T = TypeVar("T")
 OMITTED = msgspec.UNSET
@@ -28,11 +31,12 @@ _WORDS = {
 # Possessive: nothing is kept for a way back, of which a text would need one for each of its characters.
 _STRUCTURE = re.compile(rb'"(?:[^"\\]++|\\.)*+"|[\[\]{}]')
 _LEVELS_MANY = 200  # fewer than the decoder takes, and more than anybody means
-_SEARCHED_BYTES, _SEARCHED_TOKENS = 1 << 20, 100_000  # some 50 ms at most: it is one client's fault, and others wait
+_SEARCHED_BYTES, _SEARCHED_TOKENS = 1 << 20, 20_000  # some 10 ms at most: it is one client's fault, and others wait
 _OPENINGS = {
     b"\x1f\x8b": "it is compressed, and is to be sent as it is",
     b"\xef\xbb\xbf": "it begins with a byte order mark",
 }
+DECODED_OUT_OF_TURN_BYTES_MAX = 16 * 1024  # two milliseconds at most, whatever it holds
 _MISSING = re.compile(r"Object missing required field `(?P<name>[^`]*)`")
 
 
@@ -50,6 +54,20 @@ def decode_body(body: bytes, kind: type[T]) -> T:
     except RecursionError as error:
         name = _deep_field(body)
         raise InvalidValue(f"{name or 'the body'} is nested too deeply", param=name) from error
+
+
+async def in_turn(body: bytes, read: Callable[[bytes], T], *, turns: Turns, tenant_id: str) -> T:
+    """Return what `read` makes of `body`. Of long ones one is read in a turn of the event loop, and tenants take turns.
+
+    Raises Overloaded, where too many wait, and what `read` raises.
+    """
+    if len(body) <= DECODED_OUT_OF_TURN_BYTES_MAX:
+        return read(body)
+    await turns.take(tenant_id)
+    try:
+        return read(body)
+    finally:
+        asyncio.get_running_loop().call_soon(turns.give_back)
 
 
 def named(body: msgspec.Struct) -> dict[str, Any]:

@@ -6,17 +6,18 @@ import asyncio
 from collections.abc import Awaitable
 from contextlib import suppress
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 from litestar import Request, Response, post
 from litestar.types import Receive
 
 from appliance.api.auth import authenticate_tenant
-from appliance.api.bodies import decode_body
+from appliance.api.bodies import decode_body, in_turn
 from appliance.api.chat_answers import ChatCompletion, ChunkFramer, WholeAnswer
 from appliance.api.error_responses import MEDIA_TYPE
-from appliance.api.exchange import exchange_of
-from appliance.api.sampling import asked_max_tokens, field_names, sampling_params
+from appliance.api.exchange import Exchange, exchange_of
+from appliance.api.pieces import PIECE_BYTES, PiecedBody
+from appliance.api.sampling import asked_max_tokens, field_names, sampling_params, with_bad_words
 from appliance.api.schemas import ChatCompletionRequest, check_messages, check_supported, service_tier_of
 from appliance.api.services_of import services_of
 from appliance.api.sse import EVENT_STREAM, PING_AFTER_S, EventStream, chat_frames, until_disconnected
@@ -52,9 +53,14 @@ async def create_chat_completion(request: Request[Any, Any, Any]) -> Response[An
     change_count = services.db.principals.value
     try:
         principal = await authenticate_tenant(request)
-        body = decode_body(await request.body(), ChatCompletionRequest)
-        exchange_of(request).model = body.model
-        order = await _order(exchange_of(request).request_id, body, principal, services, change_count)
+        asked = await in_turn(
+            await request.body(),
+            partial(_read, exchange_of(request)),
+            turns=services.body_turns,
+            tenant_id=principal.tenant.id,
+        )
+        body = asked.body
+        order = await _order(exchange_of(request).request_id, asked, principal, services, change_count)
         generation = await services.generations.start(order, gone=partial(until_disconnected, request.receive))
     except Abandoned:
         return Response(b"", status_code=CLIENT_CLOSED_REQUEST, media_type=MEDIA_TYPE)
@@ -70,14 +76,26 @@ async def create_chat_completion(request: Request[Any, Any, Any]) -> Response[An
     return await _answer_whole(request, generation, body, created)
 
 
-async def _order(
-    request_id: str, body: ChatCompletionRequest, principal: Principal, services: Services, change_count: int
-) -> Order:
-    """Return the checked order: model, messages, prompt ids, sampling. Nothing is reserved yet."""
+class _Asked(NamedTuple):
+    """A body that was read, with its messages and service tier as they were checked."""
+
+    body: ChatCompletionRequest
+    messages: list[dict[str, Any]]
+    service_tier: str | None
+
+
+def _read(exchange: Exchange, content: bytes) -> _Asked:
+    body = decode_body(content, ChatCompletionRequest)
+    exchange.model = body.model
     check_supported(body)
     service_tier = service_tier_of(body)
-    messages = check_messages(body.messages)
-    asked, _ = asked_max_tokens(body)
+    return _Asked(body, check_messages(body.messages), service_tier)
+
+
+async def _order(request_id: str, asked: _Asked, principal: Principal, services: Services, change_count: int) -> Order:
+    """Return the checked order: model, messages, prompt ids, sampling. Nothing is reserved yet."""
+    body, messages, service_tier = asked
+    max_output_tokens, _ = asked_max_tokens(body)
     model = services.models.get(body.model)
     principal.check_model(model.name)
     services.generations.check_open(model, principal.tenant.id)
@@ -85,6 +103,8 @@ async def _order(
     prompt_token_ids = await model.prompting.chat_prompt(
         messages, max_model_len=model.max_model_len, tenant_id=principal.tenant.id
     )
+    sampling = sampling_params(body, model, prompt_tokens=len(prompt_token_ids))
+    sampling = await with_bad_words(sampling, model, tenant_id=principal.tenant.id)
     return Order(
         request_id=request_id,
         principal=principal,
@@ -92,8 +112,8 @@ async def _order(
         endpoint=ENDPOINT,
         stream=bool(body.stream),
         prompt_token_ids=prompt_token_ids,
-        sampling=sampling_params(body, model, prompt_tokens=len(prompt_token_ids)),
-        max_output_tokens=asked,
+        sampling=sampling,
+        max_output_tokens=max_output_tokens,
         field_names=field_names(body),
         change_count=change_count,
         batch=service_tier == "flex",
@@ -135,14 +155,16 @@ async def _answer_whole(
     outcome = await generation.outcome
     if outcome.error is not None:
         raise outcome.error
-    body = answer.body(
+    parts, length = answer.body(
         request_id=generation.request_id,
         created=created,
         model=generation.live.model,
         outcome=outcome,
         service_tier=service_tier_of(asked),
     )
-    return Response(body, media_type=MEDIA_TYPE)
+    if length > PIECE_BYTES:
+        return PiecedBody(parts, length)
+    return Response(b"".join(parts), media_type=MEDIA_TYPE)
 
 
 async def _collect(generation: Generation, answer: WholeAnswer) -> WholeAnswer:

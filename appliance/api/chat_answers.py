@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import msgspec
@@ -13,6 +13,8 @@ from appliance.serving.text_output import Chunk, NamedLogprob
 
 DONE = b"data: [DONE]\n\n"
 PING = b": ping\n\n"
+
+_TOKENS = b"\0"  # where the tokens of an answer belong: no text encodes to it
 
 encode = msgspec.json.encode
 
@@ -166,22 +168,28 @@ class WholeAnswer:
     """An answer that is not streamed, as it grows.
 
     Log-probabilities are encoded as they come: those of many answers are millions of objects. Kept, gone through by the
-    collector and encoded together at the end, they would hold up every stream of all tenants for seconds.
+    collector and encoded together at the end, they would hold up every stream of all tenants for seconds. Nor are they put
+    together at the end, where they are most of the body.
     """
 
     def __init__(self, num_answers: int, *, logprobs: bool) -> None:
         self._texts: list[list[str]] = [[] for _ in range(num_answers)]
         self._tokens: list[list[bytes]] | None = [[] for _ in range(num_answers)] if logprobs else None
+        self._token_bytes = 0
 
     def add(self, chunk: Chunk) -> None:
         """Add what a chunk says."""
         self._texts[chunk.index].append(chunk.text)
         if self._tokens is not None and chunk.logprobs:
-            self._tokens[chunk.index].append(encode(_tokens(chunk.logprobs))[1:-1])
+            encoded = encode(_tokens(chunk.logprobs))[1:-1]
+            self._tokens[chunk.index].append(encoded)
+            self._token_bytes += len(encoded)
 
-    def body(self, *, request_id: str, created: int, model: str, outcome: Outcome, service_tier: str | None = None) -> bytes:
-        """Return the body of the answer, which has ended."""
-        return encode(
+    def body(
+        self, *, request_id: str, created: int, model: str, outcome: Outcome, service_tier: str | None = None
+    ) -> tuple[Iterable[bytes], int]:
+        """Return the body of the answer, which has ended, in parts, and its length."""
+        frame = encode(
             ChatCompletion(
                 id=request_id,
                 object="chat.completion",
@@ -192,11 +200,26 @@ class WholeAnswer:
                 service_tier=service_tier or msgspec.UNSET,
             )
         )
+        if self._tokens is None:
+            return (frame,), len(frame)
+        between = frame.split(_TOKENS)
+        num_bytes = sum(map(len, between)) + sum(max(len(tokens) - 1, 0) for tokens in self._tokens)
+        return _with_tokens(between, self._tokens), num_bytes + self._token_bytes
 
     def _choice(self, index: int, finish_reason: str) -> Choice:
         logprobs: dict[str, Any] | None = None
         if self._tokens is not None:
-            content = b"[" + b",".join(self._tokens[index]) + b"]"
-            logprobs = {"content": msgspec.Raw(content), "refusal": None}
+            logprobs = {"content": msgspec.Raw(b"[" + _TOKENS + b"]"), "refusal": None}
         message = AnswerMessage(role="assistant", content="".join(self._texts[index]))
         return Choice(index=index, message=message, logprobs=logprobs, finish_reason=finish_reason)
+
+
+def _with_tokens(between: Sequence[bytes], tokens: Sequence[Sequence[bytes]]) -> Iterator[bytes]:
+    """Yield what stands around the tokens of each answer, and these, with the commas between them."""
+    for before, own in zip(between, tokens, strict=False):
+        yield before
+        for place, token in enumerate(own):
+            if place:
+                yield b","
+            yield token
+    yield between[-1]

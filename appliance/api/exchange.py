@@ -19,6 +19,7 @@ from litestar.exceptions import InternalServerException
 from litestar.types import ASGIApp, Message, Receive, Scope, Send
 
 from appliance.api.error_responses import encode_error
+from appliance.api.json_structure import check_structure
 from appliance.base.acting import SYSTEM, acting
 from appliance.base.errors import GatehouseError, InternalError, InvalidValue
 from appliance.base.ids import new_id
@@ -57,6 +58,12 @@ def exchange_of(connection: ASGIConnection[Any, Any, Any, Any]) -> Exchange:
 
 class WholeRequest(Request[Any, Any, Any]):
     """A request whose client may leave before its body is whole. That is no fault of ours, as the framework takes it to be."""
+
+    async def body(self) -> bytes:
+        """Return the whole body. Raises RequestTooLarge for JSON that takes too long to read, and InvalidValue as `stream`."""
+        text = await super().body()
+        await check_structure(text)
+        return text
 
     async def stream(self) -> AsyncGenerator[bytes, None]:
         """Yield the body in pieces. Raises InvalidValue when its sender has gone."""

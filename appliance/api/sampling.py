@@ -76,10 +76,18 @@ def sampling_params(body: ChatCompletionRequest, model: ServedModel, *, prompt_t
     held_to = constraint(body)
     if held_to is not None:
         given[held_to.field] = held_to.value
-    params = _build({**model.sampling_defaults, **given}, body, model, max_tokens=room)
+    return _build({**model.sampling_defaults, **given}, body, model, max_tokens=room)
+
+
+async def with_bad_words(params: SamplingParams, model: ServedModel, *, tenant_id: str) -> SamplingParams:
+    """Return `params` with the tokens of the bad words, if there are any. Raises InvalidValue for too many, and Overloaded."""
     if not params.bad_words:
         return params
-    return dataclasses.replace(params, bad_words_token_ids=model.prompting.bad_words_token_ids(params.bad_words))
+    ids = await model.prompting.bad_words_token_ids(params.bad_words, tenant_id=tenant_id)
+    try:
+        return dataclasses.replace(params, bad_words_token_ids=ids)
+    except InvalidOption as error:
+        raise InvalidValue(f"bad_words: {error}", param="bad_words") from error
 
 
 def _build(fields: Mapping[str, Any], body: ChatCompletionRequest, model: ServedModel, *, max_tokens: int) -> SamplingParams:

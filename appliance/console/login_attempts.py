@@ -6,15 +6,14 @@ and one at a code comes after a password that was right.
 
 from __future__ import annotations
 
-import ipaddress
 from collections import OrderedDict
 from dataclasses import dataclass
 
 from appliance.base.clock import Clock
 from appliance.base.errors import RateLimitExceeded
+from appliance.tenancy.networks import site_of
 
 ENTRIES_MAX = 10_000
-IPV6_SITE_BITS = 64  # what one customer of a network has, at least: his addresses count as one (RFC 6177)
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,15 +41,15 @@ class LoginAttempts:
 
     def count(self, *, address: str, account: str) -> None:
         """Take one attempt at a password from both allowances, or raise RateLimitExceeded with the exact wait and take none."""
-        self._count({("address", _site_of(address)): PER_ADDRESS, ("account", account.strip().casefold()): PER_ACCOUNT})
+        self._count({("address", site_of(address)): PER_ADDRESS, ("account", account.strip().casefold()): PER_ACCOUNT})
 
     def count_code(self, *, address: str, member_id: str) -> None:
         """Take one attempt at a code of the second factor, or raise RateLimitExceeded and take none."""
-        self._count({("address", _site_of(address)): PER_ADDRESS, ("code", member_id): PER_MEMBER_CODES})
+        self._count({("address", site_of(address)): PER_ADDRESS, ("code", member_id): PER_MEMBER_CODES})
 
     def count_address(self, *, address: str) -> None:
         """Take one attempt at anything else that signs in, or raise RateLimitExceeded and take none."""
-        self._count({("address", _site_of(address)): PER_ADDRESS})
+        self._count({("address", site_of(address)): PER_ADDRESS})
 
     def forgive(self, *, account: str) -> None:
         """Forget the attempts of an account whose owner has just proven the password."""
@@ -77,14 +76,3 @@ class LoginAttempts:
         self._full_at.move_to_end(key)
         while len(self._full_at) > ENTRIES_MAX:
             self._full_at.popitem(last=False)
-
-
-def _site_of(address: str) -> str:
-    """Return what `address` is counted under: itself, and of IPv6 the network of its sender, who has 2**64 of them."""
-    try:
-        parsed = ipaddress.ip_address(address.partition("%")[0])
-    except ValueError:
-        return address
-    if isinstance(parsed, ipaddress.IPv4Address):
-        return address
-    return str(parsed.ipv4_mapped or ipaddress.IPv6Network((int(parsed), IPV6_SITE_BITS), strict=False))

@@ -23,7 +23,9 @@ T = TypeVar("T")
 
 # Longer ones are rendered, and tokenised, in a thread, so that nobody's stream stutters.
 RENDERED_INLINE_CHARS_MAX = 20_000
+RENDERED_INLINE_MESSAGES_MAX = 64  # a template may look at every pair of them
 TOKENISED_INLINE_CHARS_MAX = 4_000  # one millisecond; 20,000 characters take up to 25
+BAD_WORDS_INLINE_MAX, BAD_WORDS_INLINE_CHARS_MAX = 16, 1_000  # some 15 µs each, twice
 LONG_AT_A_TIME = 2  # threads
 LONG_WAITING_MAX = 1024  # for a thread, of all tenants
 RETRY_AFTER_S = 1.0
@@ -61,8 +63,8 @@ class Prompting:
         Raises InvalidValue when the model's template does not take the messages, ContextLengthExceeded when the text is so
         long that it need not be tokenised to know that it does not fit, and Overloaded when too many long ones wait.
         """
-        size = sum(len(str(message.get("content") or "")) for message in messages)
-        if size > RENDERED_INLINE_CHARS_MAX:
+        size = sum(len(str(value or "")) for message in messages for value in message.values())
+        if size > RENDERED_INLINE_CHARS_MAX or len(messages) > RENDERED_INLINE_MESSAGES_MAX:
             text = await self._in_thread(tenant_id, self._render, messages)
         else:
             text = self._render(messages)
@@ -75,9 +77,11 @@ class Prompting:
         """Return what makes the text of one answer from its tokens."""
         return AnswerText(self._decode, stop=stop, stop_token_ids=stop_token_ids, min_tokens=min_tokens)
 
-    def bad_words_token_ids(self, words: Sequence[str]) -> list[list[int]]:
-        """Return the tokens of words that an answer must not contain."""
-        return bad_words_token_ids(words, lambda text: list(self._tokenizer.encode(text, add_special_tokens=False).ids))
+    async def bad_words_token_ids(self, words: Sequence[str], *, tenant_id: str) -> list[list[int]]:
+        """Return the tokens of words that an answer must not contain. Tenants take turns with many. Raises Overloaded."""
+        if len(words) <= BAD_WORDS_INLINE_MAX and sum(map(len, words)) <= BAD_WORDS_INLINE_CHARS_MAX:
+            return self._encode_words(words)
+        return await self._in_thread(tenant_id, self._encode_words, words)
 
     def _decode(self, token_ids: Sequence[int]) -> str:
         return str(self._tokenizer.decode(token_ids, skip_special_tokens=True))
@@ -100,6 +104,9 @@ class Prompting:
     def _encode_long(self, text: str) -> list[int]:
         """Return the token ids. `encode` keeps the interpreter to itself while it runs; `encode_batch_fast` lets it go."""
         return list(self._tokenizer.encode_batch_fast([text], add_special_tokens=False)[0].ids)
+
+    def _encode_words(self, words: Sequence[str]) -> list[list[int]]:
+        return bad_words_token_ids(words, self._encode_long)
 
     def _check_could_fit(self, text: str, max_model_len: int) -> None:
         """Raise ContextLengthExceeded when even the longest tokens could not cover `text`."""

@@ -27,6 +27,7 @@ from appliance.serving.generations import Generations
 from appliance.serving.housekeeping import Housekeeping
 from appliance.serving.model_registry import ModelRegistry
 from appliance.serving.readiness import Readiness
+from appliance.serving.turns import Turns
 from appliance.telemetry.events import SystemSampler
 from appliance.telemetry.metrics import Metrics
 from appliance.tenancy.admin_tokens import AdminTokens
@@ -42,6 +43,8 @@ from appliance.tenancy.sessions import Sessions
 from appliance.tenancy.tenants import Tenants
 from appliance.tenancy.tickets import Tickets
 from appliance.tenancy.tiers import Tiers
+
+LONG_BODIES_WAITING_MAX = 1024  # of all tenants
 
 
 class SignInParts(TypedDict):
@@ -71,9 +74,14 @@ class BillingParts(TypedDict):
     economics: EconomicsReport
 
 
+def _body_turns() -> Turns:
+    return Turns(1, LONG_BODIES_WAITING_MAX, refusal="too many long requests are waiting to be read", retry_after_s=1.0)
+
+
 @dataclass(slots=True, kw_only=True)
 class Services:
-    """The parts of a running appliance. `control_token` is the owner's token of this run, for the local command line."""
+    """The parts of a running appliance. `control_token` is the owner's token of this run, for the local command line, and
+    `body_turns` are those of the tenants whose long bodies are read, one in a turn of the event loop."""
 
     settings: Settings
     clock: Clock
@@ -117,6 +125,7 @@ class Services:
     metrics: Metrics
     control_token: str | None = field(default=None, repr=False)
     engines: bool = True
+    body_turns: Turns = field(default_factory=_body_turns)
 
     def __deepcopy__(self, _memo: object) -> Services:
         """Return the same services: the framework copies routers with everything in them, and these are shared."""

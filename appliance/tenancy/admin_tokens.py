@@ -18,6 +18,7 @@ from appliance.tenancy.fields import check_name
 from appliance.tenancy.pages import PAGE_ROWS_DEFAULT, Page, check_limit, decode_cursor, page_of
 from appliance.tenancy.roles import Role, check_token_role
 from appliance.tenancy.secrets import new_admin_secret, plain_digest
+from appliance.tenancy.token_attempts import TokenAttempts
 
 _SECRET_CHARS_MAX = 1024
 
@@ -39,6 +40,7 @@ class AdminTokens:
     def __init__(self, db: Database, clock: Clock) -> None:
         self._db = db
         self._clock = clock
+        self._attempts = TokenAttempts(clock)
 
     async def create(self, name: str, role: str) -> tuple[AdminToken, str]:
         """Return (token, secret); the secret cannot be had again. Raises InvalidValue."""
@@ -57,11 +59,15 @@ class AdminTokens:
             assert known is not None, "the digest was taken and is gone"
             return known
 
-    async def authenticate(self, secret: str) -> AdminToken:
-        """Return the token of `secret`. Raises InvalidApiKey."""
+    async def authenticate(self, secret: str, address: str = "") -> AdminToken:
+        """Return the token of `secret`, which came from `address`. Raises InvalidApiKey, and RateLimitExceeded where too many
+        wrong ones came from there."""
+        self._attempts.begin(address, secret)
         token = await self._find(secret) if 0 < len(secret) <= _SECRET_CHARS_MAX else None
         if token is None or token.revoked_at is not None:
+            self._attempts.was_wrong(secret)
             raise InvalidApiKey("the administrator token is not known or was revoked")
+        self._attempts.was_right(address, secret)
         return token
 
     async def revoke(self, token_id: str) -> AdminToken:

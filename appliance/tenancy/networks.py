@@ -1,4 +1,5 @@
-"""The networks that a key may be used from: read from text in CIDR form, and whether an address lies in one. Knows no table."""
+"""The networks that a key may be used from: read from text in CIDR form, and whether an address lies in one. What an
+address is counted under. Knows no table."""
 
 from __future__ import annotations
 
@@ -11,6 +12,7 @@ from appliance.tenancy.fields import LIST_ITEMS_MAX
 Network = ipaddress.IPv4Network | ipaddress.IPv6Network
 MAPPED = ipaddress.IPv6Network("::ffff:0:0/96")
 """IPv4 as a socket of both versions writes it."""
+IPV6_SITE_BITS = 64  # what one customer of a network has, at least: his addresses count as one (RFC 6177)
 
 
 def check_networks(value: Sequence[str] | None) -> tuple[str, ...] | None:
@@ -44,3 +46,14 @@ def lies_in(address: str, networks: tuple[Network, ...]) -> bool:
     if isinstance(parsed, ipaddress.IPv6Address) and parsed.ipv4_mapped is not None:
         parsed = parsed.ipv4_mapped
     return any(parsed in network for network in networks)
+
+
+def site_of(address: str) -> str:
+    """Return what `address` is counted under: itself, and of IPv6 the network of its sender, who has 2**64 of them."""
+    try:
+        parsed = ipaddress.ip_address(address.partition("%")[0])
+    except ValueError:
+        return address
+    if isinstance(parsed, ipaddress.IPv4Address):
+        return address
+    return str(parsed.ipv4_mapped or ipaddress.IPv6Network((int(parsed), IPV6_SITE_BITS), strict=False))

@@ -9,7 +9,7 @@ from collections.abc import Callable
 
 from tests.support.clock import FakeClock
 
-TURNS = 5  # of the event loop, so that whoever was woken goes on
+TURNS = 10  # of the event loop, so that whoever was woken goes on
 
 
 class PlannedCall:

@@ -13,6 +13,7 @@ import pytest
 
 from appliance.api import sse
 from appliance.api.chat_answers import DONE, PING, ChunkFramer, WholeAnswer
+from appliance.api.pieces import PIECE_BYTES, PiecedBody
 from appliance.api.rate_limit_headers import UNLIMITED, duration, rate_limit_headers
 from appliance.api.sse import EventStream, LastFrame, chat_frames
 from appliance.base.db import Database
@@ -134,12 +135,58 @@ def test_of_a_whole_answer_the_collector_has_no_more_to_look_through_for_its_log
 
     usage = Usage(prompt_tokens=3, cached_tokens=0, completion_tokens=1000)
     outcome = Outcome(finish_reason="length", usage=usage, finish_reasons=("length", "stop"))
-    body = json.loads(answer.body(request_id="req_1", created=1, model="tiny", outcome=outcome))
+    parts, length = answer.body(request_id="req_1", created=1, model="tiny", outcome=outcome)
+    text = b"".join(parts)
+    assert len(text) == length
+    body = json.loads(text)
     names = {"é": [0xC3, 0xA9], "b": [0x62]}
     rivals = [{"token": text, "logprob": -1.0, "bytes": numbers} for text, numbers in names.items()]
     said = {"token": "é", "logprob": -0.5, "bytes": names["é"], "top_logprobs": rivals}
     assert [choice["logprobs"] for choice in body["choices"]] == [{"content": [said] * 500, "refusal": None}] * 2
     assert [choice["message"]["content"] for choice in body["choices"]] == ["é" * 500] * 2
+
+
+@pytest.mark.parametrize(("logprobs", "texts"), [(False, ["a\0", ""]), (True, ["a\0", ""]), (True, ["", ""])])
+def test_the_parts_of_an_answer_have_the_length_that_is_said(logprobs: bool, texts: list[str]) -> None:
+    answer = WholeAnswer(2, logprobs=logprobs)
+    for index, text in enumerate(texts):
+        entries = [NamedLogprob(token="\0", token_bytes=b"\0", logprob=-0.5)] * len(text)
+        answer.add(Chunk(text=text, completion_tokens=1, cached_tokens=0, logprobs=entries, index=index))
+    usage = Usage(prompt_tokens=3, cached_tokens=0, completion_tokens=1)
+    outcome = Outcome(finish_reason="length", usage=usage, finish_reasons=("length", "stop"))
+    parts, length = answer.body(request_id="req_1", created=1, model="tiny", outcome=outcome)
+    whole = b"".join(parts)
+    assert len(whole) == length
+    choices = json.loads(whole)["choices"]
+    assert [choice["message"]["content"] for choice in choices] == texts
+    told = [choice["logprobs"] and len(choice["logprobs"]["content"]) for choice in choices]
+    assert told == ([len(text) for text in texts] if logprobs else [None, None])
+
+
+async def test_a_long_answer_leaves_in_pieces_and_others_run_between_them() -> None:
+    parts = [b"a" * 3000] * 2000
+    sent: list[dict[str, Any]] = []
+    turns = 0
+
+    async def send(message: Any) -> None:
+        sent.append(message)
+
+    async def run() -> None:
+        nonlocal turns
+        while True:
+            turns += 1
+            await asyncio.sleep(0)
+
+    other = asyncio.create_task(run())
+    answer: Any = PiecedBody(parts, sum(map(len, parts))).to_asgi_response()
+    await answer({}, None, send)
+    other.cancel()
+    bodies = [message["body"] for message in sent[1:]]
+    assert dict(sent[0]["headers"])[b"content-length"] == b"6000000"
+    assert b"".join(bodies) == b"".join(parts)
+    assert max(map(len, bodies)) < PIECE_BYTES + 3000
+    assert turns >= len(bodies) - 1 > 80
+    assert [message["more_body"] for message in sent[1:]] == [True] * (len(bodies) - 1) + [False]
 
 
 def named(tokens: int) -> Chunk:

@@ -11,6 +11,8 @@ from typing import Any
 import pytest
 from transformers.utils.chat_template_utils import render_jinja_template
 
+from appliance.api.schemas import MESSAGES_MAX
+from engine.text import loop_turns
 from engine.text.chat_template import TEMPLATE_CHARS_MAX, ChatTemplate, ChatTemplateError, NoChatTemplate
 from tests.support.tiny_tokenizer import write_tokenizer
 
@@ -172,3 +174,47 @@ def test_there_is_one_renderer() -> None:
 
 def _is_import(node: ast.AST) -> bool:
     return isinstance(node, ast.Import | ast.ImportFrom)
+
+
+PAIRS = "{% for m in messages %}{% for n in messages[loop.index:] %}{{ loop.length }}{{ n.content }}{% endfor %}{% endfor %}"
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        PAIRS,
+        "{% for m in messages %}{% for n in messages if n.role == 'tool' %}{% endfor %}{% endfor %}",
+        "{% for m in messages %}{{ messages | selectattr('role', 'equalto', 'tool') | list | length }}{% endfor %}",
+        "{% macro last(m) %}{% for n in messages %}{% endfor %}{% endmacro %}{% for m in messages %}{{ last(m) }}{% endfor %}",
+    ],
+    ids=["loops", "conditions", "filters", "macros"],
+)
+def test_a_template_that_looks_at_every_pair_is_bounded_by_its_turns(source: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(loop_turns, "LOOP_TURNS_MAX", 1000)
+    template = ChatTemplate(source, {})
+    few = template.render(MESSAGES * 20)
+    assert few == template.render(MESSAGES * 20), "each rendering has turns of its own"
+    with pytest.raises(ChatTemplateError, match="refuses these messages: its loops take more than 1000 turns"):
+        template.render(MESSAGES * 60)
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        PAIRS,
+        "{% for m in messages | map(attribute='content') %}{{ loop.last }}{{ loop.revindex }}{{ m }}{% else %}none{% endfor %}",
+        "{{ messages | map(attribute='role') | unique | sort | join(',') }}{{ nothing | map('upper') | list }}",
+        "{% for k, v in messages[0].items() recursive %}{{ k }}={{ v }}{% endfor %}",
+        "{% for x in nothing %}{% else %}empty{% endfor %}",
+        "{% for role, group in messages | groupby('role') %}{{ role }}{{ group | list | length }}{% endfor %}",
+        "{% for x in range(3) %}{% if x == 1 %}{% continue %}{% endif %}{{ x }}{% endfor %}{{ [1, 2] | sum }}",
+    ],
+)
+def test_counting_turns_changes_no_text(source: str) -> None:
+    messages = [*MESSAGES, {"role": "assistant", "content": "yes"}, {"role": "user", "content": "so"}]
+    expected, _ = render_jinja_template(conversations=[messages], chat_template=source, add_generation_prompt=True)
+    assert [ChatTemplate(source, {}).render(messages)] == expected
+
+
+def test_every_pair_of_a_gateways_longest_conversation_is_within_the_turns() -> None:
+    assert MESSAGES_MAX**2 <= loop_turns.LOOP_TURNS_MAX

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import random
+from typing import Any
 
 import msgspec
 import pytest
@@ -11,6 +13,8 @@ import pytest
 from appliance.base.errors import BudgetExceeded, Draining, RateLimitExceeded, RequestExceedsLimit
 from appliance.metering.limits import queue as admission_queue
 from appliance.metering.limits.admission import Patience
+from appliance.metering.limits.allowances import Ahead
+from appliance.metering.limits.line import Line
 from appliance.metering.limits.queue import Abandoned
 from appliance.metering.limits.reservations import Reservation
 from appliance.metering.limits.rules import Asked
@@ -345,3 +349,83 @@ async def test_who_waited_while_limits_of_its_model_came_counts_against_them(que
     waiting.result().settle(60)
     assert isinstance((await queue.ask(charlie, 21, policy=policy, wait_s=0.0)).exception(), RateLimitExceeded)
     assert not (await queue.ask(charlie, 20, policy=policy)).exception()
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_what_stands_before_a_place_in_a_line_is_the_sum_over_it(seed: int) -> None:
+    draw, line, standing = random.Random(seed), Line[str](), dict[int, tuple[int, bool]]()
+    for _ in range(400):
+        seq, tokens, for_window = draw.randrange(30), draw.randrange(100), draw.random() < 0.2
+        if draw.random() < 0.4 and standing:
+            gone = draw.choice(sorted(standing))
+            line.leave(gone)
+            del standing[gone]
+        else:
+            line.stand(seq, f"who {seq}", tokens, for_window=for_window)
+            standing[seq] = (tokens, for_window)
+        for asked in (seq, None):
+            before = [need for each, need in sorted(standing.items()) if asked is None or each < asked]
+            expected = Ahead(
+                requests=len(before), tokens=sum(need[0] for need in before), for_window=any(need[1] for need in before)
+            )
+            assert line.ahead(asked) == expected
+        assert list(line) == [f"who {each}" for each in sorted(standing)]
+
+
+class Tries:
+    """Counts how often admission is tried, in all and at most in one turn of the event loop."""
+
+    def __init__(self, queue: Queue, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.num = self.most = self._of_turn = 0
+        attempt = queue.admission._try
+
+        def counted(*given: Any) -> Any:
+            self.num += 1
+            self._of_turn += 1
+            self.most = max(self.most, self._of_turn)
+            return attempt(*given)
+
+        monkeypatch.setattr(queue.admission, "_try", counted)
+        self._turns = asyncio.create_task(self._count_turns())
+
+    async def _count_turns(self) -> None:
+        while True:
+            self._of_turn = 0
+            await asyncio.sleep(0)
+
+    def stop(self) -> None:
+        self._turns.cancel()
+
+
+async def test_those_who_leave_a_full_line_together_are_one_reason_to_try_again(
+    queue: Queue, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bob = principal(Limits(concurrent_requests=1))
+    await queue.ask(bob, 1)
+    waiting = [await queue.ask(bob, 1) for _ in range(admission_queue.LINE_MAX)]
+    tries = Tries(queue, monkeypatch)
+    for task in waiting[: admission_queue.LINE_MAX // 2]:
+        task.cancel()
+    for _ in range(40):
+        await asyncio.sleep(0)
+    tries.stop()
+    assert queue.admission.waiting == admission_queue.LINE_MAX // 2
+    assert tries.num <= admission_queue.LINE_MAX, "everybody was tried again for each who left"
+    assert tries.most <= admission_queue.TRIES_AT_ONCE, "others wait while a whole line is tried"
+
+
+async def test_a_full_line_is_gone_through_in_turns_and_ends_where_there_is_room(
+    queue: Queue, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bob = principal(Limits(concurrent_requests=200))
+    running = [await queue.ask(bob, 1) for _ in range(200)]
+    waiting = [await queue.ask(bob, 1) for _ in range(admission_queue.LINE_MAX)]
+    tries = Tries(queue, monkeypatch)
+    for task in running:
+        task.result().settle(1)
+    for _ in range(60):
+        await asyncio.sleep(0)
+    tries.stop()
+    assert [task.done() for task in waiting] == [True] * 200 + [False] * 56, "in the order of arrival"
+    assert tries.num <= 3 * admission_queue.LINE_MAX
+    assert tries.most <= admission_queue.TRIES_AT_ONCE

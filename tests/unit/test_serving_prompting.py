@@ -267,8 +267,43 @@ def test_what_does_not_fit_is_refused_with_the_numbers(prompt_tokens: int, max_t
     assert caught.value.param == param
 
 
-def test_words_that_must_not_be_said_are_found_as_the_tokenizer_writes_them(tmp_path: Path) -> None:
+async def test_words_that_must_not_be_said_are_found_as_the_tokenizer_writes_them(tmp_path: Path) -> None:
     tokenizer = make_tokenizer()
-    found = loaded(tmp_path, None).bad_words_token_ids(["fox"])
+    found = await loaded(tmp_path, None).bad_words_token_ids(["fox"], tenant_id="alice")
 
     assert [tokenizer.decode(ids) for ids in found] == ["fox", " fox"]
+
+
+@pytest.mark.parametrize(
+    "words",
+    [["fox"] * (prompting.BAD_WORDS_INLINE_MAX + 1), ["fox " * (prompting.BAD_WORDS_INLINE_CHARS_MAX // 4 + 1)]],
+    ids=["many", "long"],
+)
+async def test_many_or_long_words_are_tokenised_beside_the_loop(tmp_path: Path, words: list[str]) -> None:
+    model, threads = loaded(tmp_path, None), set()
+    encode = model._encode_long
+
+    def noting(text: str) -> list[int]:
+        threads.add(threading.current_thread())
+        return encode(text)
+
+    model._encode_long = noting  # type: ignore[method-assign]
+    found = await model.bad_words_token_ids(words, tenant_id="alice")
+    assert len(found) == 2 * len(words)
+    assert threads
+    assert threading.main_thread() not in threads
+
+
+@pytest.mark.parametrize("at_most", [True, False])
+async def test_many_messages_are_rendered_beside_the_loop_however_short(tmp_path: Path, at_most: bool) -> None:
+    model, threads = loaded(tmp_path, "{{ messages | length }}"), set()
+    render = model._render
+
+    def noting(messages: Any) -> str:
+        threads.add(threading.current_thread())
+        return render(messages)
+
+    model._render = noting  # type: ignore[method-assign]
+    messages = [{"role": "user", "content": ""}] * (prompting.RENDERED_INLINE_MESSAGES_MAX + (not at_most))
+    await model.chat_prompt(messages, max_model_len=CONTEXT, tenant_id="alice")
+    assert (threads == {threading.main_thread()}) is at_most

@@ -14,22 +14,23 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-from bisect import bisect_left
+from collections import deque
 from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from operator import attrgetter
 from typing import Protocol
 
 from appliance.base.clock import Clock
 from appliance.base.errors import Refused
 from appliance.base.shared_places import has_place
 from appliance.metering.limits.allowances import NOBODY, Ahead, Allowance, Need
+from appliance.metering.limits.line import Line
 from appliance.metering.limits.quotas import LimitDecision
 from appliance.metering.limits.refusals import refusal
 from appliance.metering.limits.reservations import Reservation
 
 WAITING_MAX = 1024  # places of all lines together
 LINE_MAX = 256
+TRIES_AT_ONCE = 32  # in a turn of the event loop: two milliseconds
 ROUNDING_S = 0.001  # waits are told in whole milliseconds, rounded up
 WINDOWS = ("tokens_per_day", "budget")
 
@@ -75,8 +76,8 @@ class Refusals:
 
 @dataclass(slots=True, eq=False, kw_only=True)
 class Waiter:
-    """A request in lines. `lines` maps whoever refused it to whether it waits there for a day's or a month's limit, `tokens`
-    all of its allowances to what it is expected to need there."""
+    """A request in the `lines` of whoever refused it. `tokens` maps all of its allowances to what it is expected to need
+    there."""
 
     seq: int
     tenant_id: str
@@ -84,7 +85,7 @@ class Waiter:
     attempt: Callable[[Waiter], Reservation | Refusals]
     deadline_s: float
     answer: asyncio.Future[Reservation]
-    lines: dict[Allowance, bool] = field(default_factory=dict)
+    lines: set[Allowance] = field(default_factory=set)
     alarm: Alarm | None = None
 
 
@@ -95,8 +96,11 @@ class AdmissionQueue:
         self._clock = clock
         self._later = later
         self._seq = itertools.count()
-        self._lines: dict[Allowance, list[Waiter]] = {}
+        self._lines: dict[Allowance, Line[Waiter]] = {}
         self._waiting: set[Waiter] = set()
+        self._moved: set[Allowance] = set()  # lines in which everybody tries again
+        self._due: deque[Waiter] = deque()  # who does, in the order of arrival
+        self._trying = False
 
     def __len__(self) -> int:
         return len(self._waiting)
@@ -104,20 +108,13 @@ class AdmissionQueue:
     def ahead(self, allowance: Allowance, waiter: Waiter | None = None) -> Ahead:
         """Return what those before `waiter` in the line need; of all in it when None, for one who has just come."""
         line = self._lines.get(allowance)
-        if not line:
-            return NOBODY
-        before = line if waiter is None else line[: bisect_left(line, waiter.seq, key=attrgetter("seq"))]
-        return Ahead(
-            requests=len(before),
-            tokens=sum(other.tokens[allowance] for other in before),
-            for_window=any(other.lines[allowance] for other in before),
-        )
+        return NOBODY if line is None else line.ahead(None if waiter is None else waiter.seq)
 
     def has_room(self, refusals: Refusals, tenant_id: str) -> bool:
         """Return whether one more of the tenant may wait there."""
-        lines = [self._lines.get(allowance, ()) for allowance, _decision in refusals.by]
+        lines = [self._lines[allowance] for allowance, _decision in refusals.by if allowance in self._lines]
         return _has_place(self._waiting, tenant_id, WAITING_MAX) and all(
-            _has_place(line, tenant_id, LINE_MAX) for line in lines
+            _has_place(list(line), tenant_id, LINE_MAX) for line in lines
         )
 
     async def wait(
@@ -157,13 +154,33 @@ class AdmissionQueue:
             self._let_go(waiter, kept=kept)
 
     def wake(self, allowances: Iterable[Allowance]) -> None:
-        """Try again for everybody in these lines, in the order of arrival: something was given back, or somebody has left."""
-        affected = {allowance for allowance in allowances if allowance in self._lines}
-        while affected:
-            waiters = {waiter for allowance in affected for waiter in self._lines.get(allowance, ())}
-            affected = set()
-            for waiter in sorted(waiters, key=lambda each: each.seq):
-                affected |= self._try(waiter)
+        """Try again for everybody in these lines, in the order of arrival: something was given back, or somebody has left.
+
+        It is done in the next turns of the event loop, once for all that happens in one of them, and not for too many at once.
+        Nobody comes in between: whoever arrives leaves room for those who wait.
+        """
+        self._moved.update(allowance for allowance in allowances if allowance in self._lines)
+        self._go_on()
+
+    def _go_on(self) -> None:
+        if (self._moved or self._due) and not self._trying:
+            self._trying = True
+            asyncio.get_running_loop().call_soon(self._try_some)
+
+    def _try_some(self) -> None:
+        """Try for some of those who are due. Lines that moved meanwhile come after them."""
+        self._trying = False
+        if not self._due:
+            waiters = {waiter for allowance in self._moved for waiter in self._lines.get(allowance, ())}
+            self._moved.clear()
+            self._due.extend(sorted(waiters, key=lambda each: each.seq))
+        try:
+            for _ in range(min(TRIES_AT_ONCE, len(self._due))):
+                waiter = self._due.popleft()
+                if waiter in self._waiting:
+                    self._moved |= self._try(waiter)
+        finally:
+            self._go_on()
 
     def refuse_all(self, error: Exception) -> None:
         """Tell everybody who waits that nothing will come."""
@@ -190,11 +207,10 @@ class AdmissionQueue:
         """Join the line of everybody who refused, leave those of models that did not, and plan the next try."""
         refusing = {allowance for allowance, _decision in refusals.by}
         for allowance in refusing:
-            line = self._lines.setdefault(allowance, [])
-            if allowance not in waiter.lines:
-                line.append(waiter)
-                line.sort(key=lambda each: each.seq)
-            waiter.lines[allowance] = any(each is allowance and d.kind in WINDOWS for each, d in refusals.by)
+            for_window = any(each is allowance and d.kind in WINDOWS for each, d in refusals.by)
+            line = self._lines.setdefault(allowance, Line())
+            line.stand(waiter.seq, waiter, waiter.tokens[allowance], for_window=for_window)
+            waiter.lines.add(allowance)
         left = {each for each in waiter.lines if each.owner.scope == "model" and each not in refusing}
         for allowance in left:
             self._leave_line(waiter, allowance)
@@ -221,8 +237,8 @@ class AdmissionQueue:
 
     def _leave_line(self, waiter: Waiter, allowance: Allowance) -> None:
         line = self._lines[allowance]
-        line.remove(waiter)
-        del waiter.lines[allowance]
+        line.leave(waiter.seq)
+        waiter.lines.discard(allowance)
         if not line:
             del self._lines[allowance]
 

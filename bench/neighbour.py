@@ -1,0 +1,178 @@
+"""What one tenant's worst requests cost the others: the whole appliance with the demo model, an attacker and a neighbour.
+
+For each attack: the processor time that one request takes of the thread with the gateway's event loop and of the one with the
+engine's steps (the smallest of the tries, measured while nothing else is asked for), and the longest that a neighbour waited
+for `/health/live` meanwhile (the smallest of the tries). Linux only.
+
+    python -m bench.neighbour                    prints one row and adds it to bench/results/
+    python -m bench.neighbour --tree DIR         the same of the code in another checkout
+"""
+
+from __future__ import annotations
+
+import argparse
+import http.client
+import json
+import os
+import socket
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import httpx
+
+from bench.appliance_streams import MODEL, appliance, make_key
+from bench.rows import heading, keep, revision
+
+BODY_BYTES = 10 * 1024 * 1024 - 2_000
+ANSWERS, STEPS = 128, 40
+LINE = 256
+PING_S = 0.002
+
+Attack = Callable[[], None]
+
+
+class Box:
+    """A running appliance, as an attacker with one key sees it, and the operator who measures."""
+
+    def __init__(self, url: str, token: str) -> None:
+        self.address = (httpx.URL(url).host, httpx.URL(url).port or 80)
+        self.admin = httpx.Client(base_url=f"{url}/admin/v1", headers={"authorization": f"Bearer {token}"}, timeout=60)
+        self.key = make_key(url, token)
+        self.pids = {each["role"]: each["pid"] for each in self.admin.get("/system").json()["processes"]}
+
+    def cpu_ms(self, role: str) -> float:
+        """Processor time of the main thread of the gateway or the engine so far."""
+        pid = self.pids[role]
+        return int(Path(f"/proc/{pid}/task/{pid}/schedstat").read_text().split()[0]) / 1e6
+
+    def post(self, body: bytes, *, key: str | None = None) -> None:
+        """Send a chat completion and read all of the answer, whatever it is."""
+        connection = http.client.HTTPConnection(*self.address, timeout=300)
+        connection.request("POST", "/v1/chat/completions", body, {"authorization": f"Bearer {key or self.key}"})
+        connection.getresponse().read()
+        connection.close()
+
+    def longest_wait_ms(self, attack: Attack) -> float:
+        """The longest time of an answer to a neighbour who does nothing but ask whether the process lives."""
+        waits, over = [0.0], threading.Event()
+
+        def ask() -> None:
+            connection = http.client.HTTPConnection(*self.address, timeout=300)
+            while not over.is_set():
+                began_s = time.perf_counter()
+                connection.request("GET", "/health/live")
+                connection.getresponse().read()
+                waits.append(time.perf_counter() - began_s)
+                time.sleep(PING_S)
+
+        neighbour = threading.Thread(target=ask)
+        neighbour.start()
+        time.sleep(0.1)
+        attack()
+        over.set()
+        neighbour.join()
+        return 1000 * max(waits)
+
+
+def _chat(**fields: Any) -> bytes:
+    return json.dumps({"model": MODEL, "messages": [{"role": "user", "content": "hi"}], "max_tokens": 1, **fields}).encode()
+
+
+def _with(field: str, value: bytes) -> bytes:
+    return _chat(**{field: "@"}).replace(b'"@"', value)
+
+
+def _members(count: int) -> bytes:
+    return b"{" + b",".join(b'"%x":1' % number for number in range(count)) + b"}"
+
+
+def _short_words() -> list[str]:
+    letters = "abcdefghijklmnopqrstuvwxyz"
+    return [a + b for a in letters for b in letters] + ["one two three"]
+
+
+def bodies() -> dict[str, bytes]:
+    """The attacks that are one request, by name."""
+    nest = b"[" * 90 + b"]" * 90
+    many = {"n": ANSWERS, "max_tokens": STEPS, "ignore_eos": True}
+    return {
+        "small": _chat(),
+        "one text": _chat(messages=[{"role": "user", "content": "x, [y] {" * (BODY_BYTES // 8)}]),
+        "lists": _with("tools", b"[" + b",".join([nest] * (BODY_BYTES // 181)) + b"]"),
+        "members": _with("guided_json", _members(BODY_BYTES // 11)),
+        "numbers": _with("tools", b"[" + b"1," * (BODY_BYTES // 2) + b"1]"),
+        "bad words": _chat(bad_words=[f"{number}é世ß{number}界ñ{number:x}"[:16] for number in range(1000)]),
+        f"{ANSWERS} answers": _chat(**many),
+        f"{ANSWERS} answers, bad words": _chat(**many, bad_words=_short_words()),
+        f"{ANSWERS} answers, log-probabilities": _chat(**many, logprobs=True, top_logprobs=20),
+    }
+
+
+def leave_line(box: Box) -> float:
+    """The longest wait while LINE clients that stand in one line leave it together."""
+    box.admin.patch("/tiers/standard", json={"admission_wait_ms": 60_000}).raise_for_status()
+    limits = {"limits": {"concurrent_requests": 1}}
+    tenant = box.admin.post("/tenants", json={"name": "line", "tier": "standard", **limits}).raise_for_status().json()
+    key = box.admin.post(f"/tenants/{tenant['id']}/keys", json={"name": "line"}).raise_for_status().json()["key"]
+    body = _chat(max_tokens=900, ignore_eos=True)
+    head = (
+        f"POST /v1/chat/completions HTTP/1.1\r\nhost: x\r\nauthorization: Bearer {key}\r\ncontent-length: {len(body)}\r\n\r\n"
+    )
+    clients = []
+    for _ in range(LINE + 1):
+        clients.append(socket.create_connection(box.address))
+        clients[-1].sendall(head.encode() + body)
+    time.sleep(1.0)
+
+    def leave() -> None:
+        for client in reversed(clients):
+            client.close()
+        time.sleep(3.0)
+
+    return box.longest_wait_ms(leave)
+
+
+def measure(box: Box, tries: int) -> dict[str, dict[str, float]]:
+    """Figures of each attack in milliseconds, by its name."""
+    found = {}
+    for name, body in bodies().items():
+        costs = []
+        for _ in range(tries):
+            gateway, engine = box.cpu_ms("gateway"), box.cpu_ms("engine")
+            box.post(body)
+            costs.append((box.cpu_ms("gateway") - gateway, box.cpu_ms("engine") - engine))
+        waits = [box.longest_wait_ms(lambda body=body: box.post(body)) for _ in range(tries)]  # type: ignore[misc]
+        found[name] = {
+            "gateway_cpu_ms": round(min(cost[0] for cost in costs), 1),
+            "engine_cpu_ms": round(min(cost[1] for cost in costs), 1),
+            "neighbour_ms": round(min(waits), 1),
+        }
+        sys.stderr.write(f"{name}: {found[name]}\n")
+    found[f"{LINE} leave a line"] = {"neighbour_ms": round(min(leave_line(box) for _ in range(1)), 1)}
+    return found
+
+
+def main() -> None:
+    """Measure, print the row and keep it."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--tries", type=int, default=5)
+    parser.add_argument("--tree", type=Path, default=None, help="checkout whose appliance is measured")
+    chosen = parser.parse_args()
+    row = heading("neighbour")
+    if chosen.tree is not None:
+        row |= revision(chosen.tree)
+        os.environ["PYTHONPATH"] = str(chosen.tree)
+        os.chdir(chosen.tree)
+    with tempfile.TemporaryDirectory() as folder, appliance(Path(folder)) as (url, token, _ready_s):
+        row["attacks"] = measure(Box(url, token), chosen.tries)
+    sys.stdout.write(f"{json.dumps(row)}\n")
+    keep(row)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,88 @@
+"""Bounds the work of a chat template: the turns of its loops, and of filters that loop, are counted while it renders.
+
+What a template does with the messages is its author's choice, how many messages there are is anybody's. One that looks at every
+pair of messages is quick for ten and takes minutes for ten thousand. Knows no message and no model.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from typing import Any, NoReturn
+
+import jinja2
+from jinja2 import nodes
+from jinja2.runtime import Context
+
+LOOP_TURNS_MAX = 1 << 24
+"""Every pair of 4,096 messages: a few seconds."""
+
+_FILTER = "counted turns"  # names that no template can write
+_COUNTER = "turns left"
+_LOOPING_FILTERS = frozenset(
+    ("select", "reject", "selectattr", "rejectattr", "map", "list", "join", "sort", "unique", "groupby", "sum")
+)
+
+
+class TooManyTurns(jinja2.TemplateError):
+    """A template has gone through LOOP_TURNS_MAX turns of loops."""
+
+
+class _TurnsLeft:
+    """Of one rendering."""
+
+    def __init__(self, turns: int) -> None:
+        self._turns = turns
+        self.left = turns
+
+    def refuse(self) -> NoReturn:
+        raise TooManyTurns(f"its loops take more than {self._turns} turns for them")
+
+
+class _Counted:
+    """An iterable each of whose items takes one of the turns that are left."""
+
+    def __init__(self, iterable: Iterable[Any], turns: _TurnsLeft) -> None:
+        self._iterable = iterable
+        self._turns = turns
+
+    def __iter__(self) -> Iterator[Any]:
+        turns = self._turns
+        for item in self._iterable:
+            turns.left -= 1
+            if turns.left < 0:
+                turns.refuse()
+            yield item
+
+    def __bool__(self) -> bool:
+        return bool(self._iterable)
+
+    def __len__(self) -> int:
+        """The length, for `loop.length`. Raises TypeError where there is none, as everybody expects."""
+        return len(self._iterable)  # type: ignore[arg-type]
+
+
+def compiled(environment: jinja2.Environment, source: str) -> jinja2.Template:
+    """`source` with its turns counted; `environment` learns how. Raises what compiling raises."""
+    environment.filters[_FILTER] = _counted
+    tree = environment.parse(source)
+    for loop in list(tree.find_all(nodes.For)):
+        loop.iter = _counting(loop.iter)
+    for looping in list(tree.find_all(nodes.Filter)):
+        if looping.name in _LOOPING_FILTERS and looping.node is not None:
+            looping.node = _counting(looping.node)
+    return environment.from_string(tree)
+
+
+def turns_left(turns: int | None = None) -> dict[str, Any]:
+    """What a rendering is given along with its values: `turns`, LOOP_TURNS_MAX if None."""
+    return {_COUNTER: _TurnsLeft(LOOP_TURNS_MAX if turns is None else turns)}
+
+
+@jinja2.pass_context
+def _counted(context: Context, iterable: Iterable[Any]) -> _Counted:
+    return _Counted(iterable, context[_COUNTER])
+
+
+def _counting(node: nodes.Node) -> nodes.Filter:
+    assert isinstance(node, nodes.Expr), "what is gone through is an expression"
+    return nodes.Filter(node, _FILTER, [], [], None, None, lineno=node.lineno)

@@ -1,0 +1,156 @@
+"""What reading a body may cost is bounded before it is read, by what stands outside of its strings; long ones take turns."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from appliance.api import json_structure
+from appliance.api.admin import tenants
+from appliance.api.bodies import DECODED_OUT_OF_TURN_BYTES_MAX, decode_body, in_turn
+from appliance.api.json_structure import STRUCTURE_MAX, StructureCount, check_structure
+from appliance.api.schemas import MESSAGES_MAX, PARTS_MAX, ChatCompletionRequest, check_messages
+from appliance.base.errors import RequestTooLarge
+from appliance.serving.turns import Turns
+from engine.sampling_params import GUIDED_CHARS_MAX
+from tests.support.api_box import open_api_box
+
+
+def _count(text: bytes) -> int:
+    """The plain twin: one byte after the other."""
+    structural, in_string, escaped = 0, False, False
+    for byte in text.decode():
+        if escaped:
+            escaped = False
+        elif in_string and byte == "\\":
+            escaped = True
+        elif byte == '"':
+            in_string = not in_string
+        elif not in_string and byte in "{}[]:,":
+            structural += 1
+    return structural
+
+
+def _value(draw: random.Random, depth: int) -> Any:
+    kind = draw.random()
+    if depth == 0 or kind < 0.5:
+        return "".join(draw.choice('a\\",:[]{}\nä') for _ in range(draw.randrange(8)))
+    if kind < 0.75:
+        return [_value(draw, depth - 1) for _ in range(draw.randrange(5))]
+    return {_value(draw, 0): _value(draw, depth - 1) for _ in range(draw.randrange(5))}
+
+
+@pytest.mark.parametrize("slice_bytes", [1, 2, 3, 5, 64])
+def test_the_count_is_that_of_a_look_at_each_byte_wherever_slices_end(
+    slice_bytes: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(json_structure, "_SLICE_BYTES", slice_bytes)
+    draw = random.Random(slice_bytes)
+    for _ in range(200):
+        text = json.dumps(_value(draw, 5), ensure_ascii=draw.random() < 0.5).encode()
+        count = StructureCount()
+        while count.end < len(text):
+            count.take_slice(text)
+        assert count.structural == _count(text), text
+
+
+@pytest.mark.parametrize("unit", ["1", "[]", "{}", '""', '{"a":1}', '[["a"]]'])
+async def test_small_values_beyond_the_limit_are_refused_before_the_work_of_reading_them(unit: str) -> None:
+    body = '{"model": "m", "messages": [], "tools": [' + ",".join([unit] * STRUCTURE_MAX) + "]}"
+    with pytest.raises(RequestTooLarge, match=f"more than {STRUCTURE_MAX} structural characters"):
+        await check_structure(body.encode())
+
+
+async def test_one_more_than_the_limit_is_one_too_many() -> None:
+    within = b"[" + b"1," * (STRUCTURE_MAX - 2) + b"1" + b" " * STRUCTURE_MAX + b"]"
+    await check_structure(within)
+    with pytest.raises(RequestTooLarge):
+        await check_structure(within + b",")
+
+
+async def test_no_path_decodes_what_is_refused(
+    migrated_sqlite_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def decode(*_given: object) -> None:
+        raise AssertionError("it was to be refused before")
+
+    monkeypatch.setattr(tenants, "decode_body", decode)
+    async with open_api_box(migrated_sqlite_file, tmp_path) as box:
+        refused = await box.call("POST", "/tenants", status=413, content=b"[" * (STRUCTURE_MAX + 1))
+    assert refused["error"]["code"] == "request_too_large"
+
+
+async def test_all_that_the_fields_of_a_chat_may_hold_at_once_is_within_the_limit() -> None:
+    part = {"type": "text", "text": 'a document, [with] {"commas": 1, "and": "brackets"}, \\" and \\\\ escapes' * 5}
+    messages = [{"role": "user", "content": [part] * (PARTS_MAX // MESSAGES_MAX)} for _ in range(MESSAGES_MAX)]
+    schema: dict[str, Any] = {"type": "object", "properties": {}}
+    while len(json.dumps(schema)) < GUIDED_CHARS_MAX - 4000:
+        start = len(schema["properties"])
+        schema["properties"].update({f"p{start + index}": {"type": "string"} for index in range(100)})
+    asked = {
+        "model": "m",
+        "messages": messages,
+        "response_format": {"type": "json_schema", "json_schema": {"name": "s", "schema": schema}},
+        "logit_bias": {str(token_id): 1 for token_id in range(1024)},
+        "stop_token_ids": list(range(256)),
+    }
+    body = json.dumps(asked).encode()
+    await check_structure(body)
+    assert len(check_messages(decode_body(body, ChatCompletionRequest).messages)) == MESSAGES_MAX
+
+
+async def test_others_run_while_a_long_text_is_counted() -> None:
+    turns = 0
+
+    async def run() -> None:
+        nonlocal turns
+        while True:
+            turns += 1
+            await asyncio.sleep(0)
+
+    other = asyncio.create_task(run())
+    await check_structure(b'"' + b"a" * 4_000_000 + b'"')
+    other.cancel()
+    assert turns > 30
+
+
+async def test_one_long_body_is_read_in_a_turn_of_the_loop_and_tenants_take_turns() -> None:
+    turns, now, read = Turns(1, 100, refusal="too many", retry_after_s=1.0), 0, []
+    long, short = b"x" * (DECODED_OUT_OF_TURN_BYTES_MAX + 1), b"x"
+
+    async def count_turns() -> None:
+        nonlocal now
+        while True:
+            now += 1
+            await asyncio.sleep(0)
+
+    async def ask(tenant_id: str, body: bytes) -> None:
+        await in_turn(body, lambda _body: read.append((tenant_id, now)), turns=turns, tenant_id=tenant_id)
+
+    counting = asyncio.create_task(count_turns())
+    asked = [ask("flood", long) for _ in range(20)] + [ask("neighbour", long), ask("neighbour", short)]
+    await asyncio.gather(*asked)
+    counting.cancel()
+
+    moments = [moment for _tenant, moment in read]
+    order = [tenant for tenant, _moment in read]
+    assert len(set(moments[2:])) == len(moments[2:]), "two long bodies were read in one turn"
+    assert order.index("neighbour") <= 1, "what is short waits for nobody"
+    assert order[:5].count("neighbour") == 2, "the neighbour waits behind the whole flood"
+
+
+async def test_a_body_that_cannot_be_read_gives_its_turn_back() -> None:
+    turns = Turns(1, 100, refusal="too many", retry_after_s=1.0)
+    long = b"x" * (DECODED_OUT_OF_TURN_BYTES_MAX + 1)
+
+    def fail(_body: bytes) -> None:
+        raise ValueError("no JSON")
+
+    for _ in range(2):
+        with pytest.raises(ValueError, match="no JSON"):
+            await asyncio.wait_for(in_turn(long, fail, turns=turns, tenant_id="a"), 5)

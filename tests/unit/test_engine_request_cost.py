@@ -1,0 +1,118 @@
+"""What one request may cost the step loop, in which all others wait: counted, not timed."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from types import SimpleNamespace
+from typing import Any, cast
+
+import numpy as np
+import pytest
+import torch
+
+from engine import sampling_params
+from engine.grammar.masks import allow_all
+from engine.loop import Engine
+from engine.protocol import InvalidOption, SamplingParams
+from engine.sampling.host_masks import HostMasks
+from engine.sampling.logits_rules import ForbiddenTokens, SampledRow
+from engine.sampling.randomness import seed_of_answer
+from engine.scheduling.request import Request
+from tests.support.engines import wanted
+from tests.support.sampling import next_rows, sampling_request
+
+
+def _forbidden(request: Request, rules: ForbiddenTokens) -> set[int]:
+    return set(rules.of(next_rows([request])[0]).tolist())
+
+
+def _naive(request: Request) -> set[int]:
+    """The plain twin: every word against the end of the output."""
+    output = request.token_ids[request.num_prompt_tokens :]
+    words = request.sampling.bad_words_token_ids or []
+    return {word[-1] for word in words if len(word) <= len(output) + 1 and output[len(output) - len(word) + 1 :] == word[:-1]}
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_the_tree_of_bad_words_forbids_what_a_look_at_each_word_does(seed: int) -> None:
+    draw = random.Random(seed)
+    words = [[draw.randrange(4) for _ in range(draw.randrange(1, 6))] for _ in range(40)]
+    request, rules = sampling_request(prompt=(0, 1, 2, 3), bad_words_token_ids=words), ForbiddenTokens()
+    for _ in range(200):
+        assert _forbidden(request, rules) == _naive(request)
+        request.token_ids.append(draw.randrange(4))
+
+
+class Looks(list[int]):
+    """Tokens that count how often somebody looks at some of them."""
+
+    num = 0
+
+    def __getitem__(self, place: Any) -> Any:
+        self.num += 1
+        return super().__getitem__(place)
+
+
+def test_a_step_does_not_look_at_every_bad_word_that_its_last_token_may_belong_to() -> None:
+    words = [[first, 7, last] for first in range(100, 132) for last in range(200, 232)]
+    request, rules = sampling_request(output=(100, 7), bad_words_token_ids=words), ForbiddenTokens()
+    assert _forbidden(request, rules) == set(range(200, 232))
+
+    request.token_ids = tokens = Looks([*request.token_ids, 100, 7])
+    assert _forbidden(request, rules) == set(range(200, 232))
+    assert tokens.num <= 4, "each of 1,024 words was held against the text"
+
+
+def test_words_of_one_token_and_end_tokens_are_gathered_once_for_all_steps() -> None:
+    singles = [[token_id] for token_id in range(1000)]
+    request, rules = sampling_request(bad_words_token_ids=singles), ForbiddenTokens()
+    first = rules.of(next_rows([request])[0])
+    request.token_ids.append(5)
+    assert rules.of(next_rows([request])[0]) is first
+
+    ends = sampling_request(end_ids=tuple(range(300)), min_tokens=9)
+    first = rules.of(next_rows([ends])[0])
+    assert first.tolist() == list(range(300))
+    assert rules.of(SampledRow(ends, ends.num_tokens)) is first
+
+
+def test_all_answers_of_a_request_share_what_is_known_of_its_bad_words() -> None:
+    words = [[3, 4], [5]]
+    sampling = SamplingParams(seed=1, n=3, bad_words_token_ids=words)
+    rules, answers = ForbiddenTokens(), [sampling_request(str(index)) for index in range(3)]
+    for request in answers:
+        request.sampling = sampling.with_checked(seed=2)
+        rules.of(next_rows([request])[0])
+    assert len({id(tree) for tree in rules._bad_words.values()}) == 1
+
+
+def test_a_mask_loses_exactly_the_forbidden_tokens() -> None:
+    words = [[token_id] for token_id in (0, 31, 32, 63, 64, 99)]
+    request = sampling_request(bad_words_token_ids=[*words, [1, 31]], output=(1,))
+    grammars = SimpleNamespace(
+        fill=lambda _requests: None,
+        nothing_forbidden=lambda rows: SimpleNamespace(rows=allow_all(rows, 100, torch.device("cpu")), errors={}),
+    )
+    rows: Sequence[SampledRow] = next_rows([request])
+    mask = HostMasks(cast(Any, grammars)).fill(rows).rows[0].numpy()
+    allowed = np.unpackbits(mask.view(np.uint8), bitorder="little")[:100]
+    assert [token_id for token_id in range(100) if not allowed[token_id]] == [0, 31, 32, 63, 64, 99]
+
+
+def test_what_a_request_asks_for_is_checked_once_and_not_for_each_of_its_answers(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = wanted("a", [1, 2], n=128, seed=5, bad_words_token_ids=[[1, 2]])
+    checks: list[object] = []
+    monkeypatch.setattr(sampling_params, "_check_bad_words", checks.append)
+    engine = cast(Engine, SimpleNamespace(info=SimpleNamespace(max_model_len=64, eos_token_ids=[9]), _clock=lambda: 0.0))
+    answers = [Engine._make_request(engine, asked, index, None) for index in range(asked.sampling.num_answers)]
+    assert not checks
+    assert [answer.sampling.seed for answer in answers[1:]] == [seed_of_answer(5, index) for index in range(1, 128)]
+    assert {answer.sampling.n for answer in answers} == {128}
+    assert asked.sampling.seed == 5
+
+
+@pytest.mark.parametrize("ids", [[True], [-1], [1, 2**31], [1.0], ["1"], [None]])
+def test_ids_that_are_none_are_found_among_many(ids: list[Any]) -> None:
+    with pytest.raises(InvalidOption, match="must hold token ids"):
+        SamplingParams(bad_words_token_ids=[[1, 2], [*range(100), *ids]])
