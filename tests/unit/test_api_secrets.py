@@ -36,8 +36,8 @@ async def test_a_traceback_shows_no_key(
     monkeypatch.setattr(sys, "stderr", logged)
     async with open_api_box(migrated_sqlite_file, tmp_path) as box:
 
-        async def broken(secret: str) -> None:
-            raise RuntimeError(f"failed with {len(secret)} characters")
+        async def broken(secret: str, address: str) -> None:
+            raise RuntimeError(f"failed with {len(secret)} characters from {address}")
 
         monkeypatch.setattr(box.services.admin_tokens, "authenticate", broken)
         answer = await box.client.get("/admin/v1/tenants", headers={"authorization": f"Bearer {SECRET}"})
