@@ -33,15 +33,15 @@ from kernels.triton import (
     chunk_splits,
     fused_int4,
     fused_linear,
-    fused_row,
     lone_decode,
 )
 from kernels.triton.attention_splits import DecodeTiling
 from kernels.triton.fused_linear import AnyTiles, linear_add, normed_linear
-from kernels.triton.fused_row import HopperRowTiles, RowTiles
+from kernels.triton.fused_row import RowTiles
+from kernels.triton.hopper_rows import HopperRowTiles
 from kernels.triton.rope_and_cache import rope_and_cache
 from kernels.triton.rotated_decode import rotated_decode
-from kernels.triton.tuning import capability, multiprocessors
+from kernels.triton.tuning import capability, has_gluon, multiprocessors
 
 ROW_TILES = [RowTiles(2, 2048), RowTiles(2, 2048, 8), RowTiles(4, 1024), RowTiles(8, 512), RowTiles(16, 512, 8)]
 PREFILL = "prefill 8k: chosen tile over others"
@@ -112,7 +112,7 @@ def _candidates(context: Context, weight: Weight, outputs: int, *, gated: bool) 
     if isinstance(weight, Int4Weight):
         tiles = fused_int4.fused_int4_tiles(outputs, weight.num_columns, multiprocessors(context.device), gated=gated)
         candidates = {"through shared memory": tiles}
-    if not isinstance(weight, torch.Tensor) and not context.rehearsal and fused_row.has_hopper_rows(context.device):
+    if not isinstance(weight, torch.Tensor) and not context.rehearsal and has_gluon(context.device):
         candidates |= {f"operands, {warps} warps": HopperRowTiles(warps, registers_max=128) for warps in (2, 4, 8)}
     return candidates
 

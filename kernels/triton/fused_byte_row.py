@@ -29,8 +29,8 @@ from triton.experimental.gluon.language.nvidia.ampere import mma_v2
 
 from kernels.quantised_weights import CHUNK_COLUMNS, Fp8Weight, Int8Weight
 from kernels.triton.early_launch import early_launch
-from kernels.triton.fused_row import HopperRowTiles
 from kernels.triton.fused_sums import Around
+from kernels.triton.hopper_rows import HopperRowTiles
 from kernels.triton.row_ends import COPIES, OUTPUTS, asked, asked_squares, finish, outputs_of, wait_for_previous
 from kernels.triton.tuning import power_of_two
 

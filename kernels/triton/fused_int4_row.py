@@ -24,8 +24,8 @@ from triton.experimental.gluon.language.nvidia.ampere import mma_v2
 
 from kernels.quantised_weights import CHUNK_COLUMNS, CHUNK_RUNS, RUN_COLUMNS, Int4Weight
 from kernels.triton.early_launch import early_launch
-from kernels.triton.fused_row import HopperRowTiles
 from kernels.triton.fused_sums import Around
+from kernels.triton.hopper_rows import HopperRowTiles
 from kernels.triton.int4_codes import unpacking
 from kernels.triton.row_ends import COPIES, OUTPUTS, asked, asked_squares, finish, outputs_of, wait_for_previous
 from kernels.triton.tuning import power_of_two

@@ -24,8 +24,9 @@ from kernels.quantised_weights import Fp8Weight, Int4Weight, Int8Weight
 from kernels.residual_stream import Gate, Stream
 from kernels.triton import fused_int4, fused_row
 from kernels.triton.early_launch import early_launch, wait_for_previous
-from kernels.triton.fused_row import HopperRowTiles, RowTiles
+from kernels.triton.fused_row import RowTiles
 from kernels.triton.fused_sums import Around, asked_squares, finish
+from kernels.triton.hopper_rows import HopperRowTiles
 from kernels.triton.linear_int4 import Int4Tiles
 from kernels.triton.linear_tiles import Tiles, decoded
 from kernels.triton.split_sum import (

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from kernels.triton.fused_int4_row import fused_int4_row_kernel
-from kernels.triton.fused_row import hopper_row_tiles
 from kernels.triton.gate.compilation import Compilation
 from kernels.triton.gate.fused_sums import LLAMA_8B, around_types
+from kernels.triton.hopper_rows import hopper_row_tiles
 from kernels.triton.tuning import HOPPER, power_of_two
 
 
