@@ -28,7 +28,6 @@ from kernels.triton.linear_tiles import FLOAT32_FEW, Tiles, byte_tiles, decoded
 from kernels.triton.tuning import capability, card, multiprocessors, power_of_two
 
 TILES = Tiles(FUSED_ROWS_MAX, 64, 128, num_warps=4, num_stages=6)
-TILES_BYTES = Tiles(FUSED_ROWS_MAX, 64, 128, num_warps=4, num_stages=6)
 _ROWS = tl.constexpr(FUSED_ROWS_MAX)
 _NO_TOKEN = tl.constexpr(NO_TOKEN)
 _NOBODY = tl.constexpr(0x7FFFFFFF)
@@ -81,8 +80,9 @@ def head_tiles(*, weight_bytes: int, capability: int, row_bytes: int = 2) -> Til
     rows that are multiplied with weights of 8 bits."""
     if weight_bytes == 1 and row_bytes == 4:
         return FLOAT32_FEW
-    tiles, stages = (TILES_BYTES, 3) if weight_bytes == 1 else (TILES, 3 if weight_bytes == 4 else 4)
-    return replace(tiles, num_stages=stages) if card(capability).is_small or weight_bytes == 4 else tiles
+    if card(capability).is_small or weight_bytes == 4:
+        return replace(TILES, num_stages=4 if weight_bytes == 2 else 3)
+    return TILES
 
 
 def bind_greedy_head(
