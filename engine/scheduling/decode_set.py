@@ -139,5 +139,5 @@ class DecodeSet:
             assert self._accounts.step < request.growth_step <= limit, f"{request.request_id} grows in no step to come"
             assert request in self._due[request.growth_step], f"{request.request_id} is not in the calendar"
         contexts = sum(request.num_computed_tokens for request in self.items)
-        total = self._accounts.all
+        total = self._accounts.everybody
         assert (total.num_decoding, total.context_at(self._accounts.step)) == (len(self.items), contexts), "wrong contexts"

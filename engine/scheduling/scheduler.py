@@ -205,7 +205,7 @@ class Scheduler:
         if not self.accounts.prefilling and not (self._lifecycle.has_queued and self.admission.has_seat):
             return
         if self._step_budget is not None:
-            self._step_budget.begin_step(len(batch.decodes), self.accounts.all.context_at(self.accounts.step))
+            self._step_budget.begin_step(len(batch.decodes), self.accounts.everybody.context_at(self.accounts.step))
         for back in self._rotation.first(self.admission.can_return):
             if not self._add_chunk(batch, back):
                 return
