@@ -86,7 +86,7 @@ def keys(streams: torch.Tensor, positions: torch.Tensor, draw: int = 0) -> torch
 
 
 def uniform(key: torch.Tensor) -> torch.Tensor:
-    """A uniform number of each key, as `engine.sampling.randomness.uniform`: [R] int64 → [R] float64 in [0, 1)"""
+    """A uniform number of each key, its upper 48 bits: [R] int64 → [R] float64 in [0, 1)"""
     return _shifted(key, 16).double() / 2.0**48
 
 
