@@ -197,8 +197,7 @@ def _prefill(context: Context) -> None:
     pages = make_pages([length], shape, dtype=context.dtype, device=context.device)
     q = queries(pages, length, context.dtype)
     starts = torch.tensor([0, length], dtype=torch.int32, device=context.device)
-    group = shape.num_heads // shape.num_kv_heads
-    sizes = (shape.head_dim, pages.cache.element_size(), length * group)
+    sizes = (shape.head_dim, pages.cache.element_size(), length * shape.group)
     chosen = attention_prefill.prefill_tiling(*sizes, False, capability(context.device))
     cases = {
         CHOSEN: chosen,

@@ -285,7 +285,7 @@ def launch_decode(
 
 def score_factor(shape: AttentionShape) -> float:
     """What a product is multiplied by: to the base-2 score, or, under a soft-cap, to the exponent that gives its tanh."""
-    scale = shape.head_dim**-0.5 if shape.scale is None else shape.scale
+    scale = shape.product_scale
     return scale * LOG2_E if shape.softcap is None else 2.0 * LOG2_E * scale / shape.softcap
 
 

@@ -281,11 +281,10 @@ def paged_prefill(
     if num_requests == 0:
         return out
     assert out.is_contiguous(), "outputs lie together"
-    group = shape.num_heads // shape.num_kv_heads
-    kv_bytes, rows, windowed = kv_cache.element_size(), max_query_len * group, shape.sliding_window is not None
+    kv_bytes, rows, windowed = kv_cache.element_size(), max_query_len * shape.group, shape.sliding_window is not None
     tiling = prefill_tiling(shape.head_dim, kv_bytes, rows, windowed, capability(q.device))
-    assert group <= tiling.rows, "a tile holds the heads of at least one query"
-    num_tiles = q.shape[0] // (tiling.rows // group) + num_requests
+    assert shape.group <= tiling.rows, "a tile holds the heads of at least one query"
+    num_tiles = q.shape[0] // (tiling.rows // shape.group) + num_requests
     tile, programs = (tiling.rows, tiling.keys), multiprocessors(q.device) * tiling.programs
     splits = 1
     if not few_queries:

@@ -199,18 +199,18 @@ def lone_decode(
 
 def lone_constants(shape: AttentionShape, kv_bytes: int) -> dict[str, Any]:
     """Constants of `lone_kernel`, but for ROTARY."""
-    width, group = power_of_two(shape.head_dim), shape.num_heads // shape.num_kv_heads
+    rows = power_of_two(shape.group)
     return {
         **shape_constants(shape),
-        "ROWS": max(16, power_of_two(group)),
+        "ROWS": max(16, rows),
         "TILE": lone_tile(shape.head_dim, kv_bytes),
-        "CHUNK": max(2, MERGED_NUMBERS // (power_of_two(group) * width)),
+        "CHUNK": max(2, MERGED_NUMBERS // (rows * power_of_two(shape.head_dim))),
     }
 
 
 def warps_of(shape: AttentionShape, kv_bytes: int) -> int:
     """More than four where a thread would lack registers."""
-    return 8 if kv_bytes == 4 or shape.num_heads // shape.num_kv_heads > 16 else 4
+    return 8 if kv_bytes == 4 or shape.group > 16 else 4
 
 
 def lone_tile(head_dim: int, kv_bytes: int) -> int:
