@@ -17,14 +17,14 @@ from unittest import mock
 import torch
 
 from bench.gpu.context import Context
-from bench.gpu.inputs import Pages, Weight, angles, coded, make_pages, normal, queries
+from bench.gpu.inputs import Pages, angles, coded, make_pages, normal, queries
 from bench.gpu.layer import CHOSEN, LLAMA, TINY, emit_choice
 from bench.gpu.prefill_by_groups import prefill_by_groups
 from bench.gpu.rows import Row
 from bench.gpu.serve import head_in_8_bits
 from bench.gpu.timing import Call, seconds
 from kernels.operations import FUSED_ROWS_MAX
-from kernels.quantised_weights import Int4Weight
+from kernels.quantised_weights import Int4Weight, Weight
 from kernels.triton import (
     attention_decode,
     attention_prefill,

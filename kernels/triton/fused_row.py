@@ -16,7 +16,7 @@ import torch
 import triton
 import triton.language as tl
 
-from kernels.quantised_weights import CHUNK_COLUMNS, Fp8Weight, Int8Weight
+from kernels.quantised_weights import CHUNK_COLUMNS, Fp8Weight, Int8Weight, values_and_scales
 from kernels.triton.early_launch import early_launch, wait_for_previous
 from kernels.triton.fused_sums import Around, asked_squares, finish
 from kernels.triton.hopper_rows import HopperRowTiles, hopper_row_tiles
@@ -201,7 +201,7 @@ def launch(
         assert not isinstance(weight, torch.Tensor)
         launch_byte_row(x, weight, around, tiles)
         return
-    values, scales = (weight, None) if isinstance(weight, torch.Tensor) else (weight.values, weight.scales)
+    values, scales = values_and_scales(weight)
     num_columns, outputs = x.shape[1], around.out.shape[1]
     fused_row_kernel[(triton.cdiv(outputs, tiles.block_n),)](
         x, values, scales, *around.tensors, outputs, num_columns, around.num_squares, around.eps, around.alpha,
