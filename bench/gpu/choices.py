@@ -39,6 +39,7 @@ from kernels.triton.attention_splits import DecodeTiling
 from kernels.triton.fused_linear import AnyTiles, linear_add, normed_linear
 from kernels.triton.fused_row import RowTiles
 from kernels.triton.hopper_rows import HopperRowTiles
+from kernels.triton.newest_token import Rotation
 from kernels.triton.rope_and_cache import rope_and_cache
 from kernels.triton.rotated_decode import rotated_decode
 from kernels.triton.tuning import capability, has_gluon, multiprocessors
@@ -172,7 +173,7 @@ def _rotation(context: Context, name: str, lengths: list[int]) -> None:
     def merged_apart(pages: Pages) -> None:
         out = torch.empty_like(qkv[:, :heads])
         given = (qkv, pages.cache, pages.tables, pages.context_lens, shape, out, workspace)
-        attention_decode.launch_decode(*given, newest=(cos, sin, slots, None, None), rotary_dim=size)
+        attention_decode.launch_decode(*given, rotation=Rotation(cos, sin, slots, None, None, 0.0, size))
 
     cases = {CHOSEN: together, "two launches": apart}
     if num_requests == 1:
