@@ -5,5 +5,5 @@
     reference              obviously right twins, for tests
     triton.gate            compiles every kernel for cards that are not here, and counts registers, spills and shared memory
 
-The modules beside these are what implementations share: plans of attention, forms of weights, constants of the noise.
+The modules beside these are what implementations share: plans of attention, forms of weights, the noise that draws tokens.
 """

@@ -24,6 +24,16 @@ class AttentionShape:
     softcap: float | None = None
     causal: bool = True
 
+    @property
+    def group(self) -> int:
+        """Query heads of one key head."""
+        return self.num_heads // self.num_kv_heads
+
+    @property
+    def product_scale(self) -> float:
+        """What products of queries and keys are multiplied by."""
+        return self.head_dim**-0.5 if self.scale is None else self.scale
+
 
 class AttentionRow(NamedTuple):
     """`query_len` consecutive queries of one request. The last one sees `context_len` tokens, itself included."""

@@ -18,6 +18,7 @@ LinearKernel = Callable[[Tensor], Tensor]
 LinearPacker = Callable[[Tensor, Tensor | None], LinearKernel]
 
 FUSED_ROWS_MAX = 16
+"""Rows of a step at most that fused products and greedy heads are made for: those of one tile of tensor cores."""
 PACKAGES = {"kernels.triton": "triton", "kernels.simd": "simd", "kernels.cpu": "torch"}
 FACTS = ("description", "decode_workspace", "max_verify_group", "supports_paged", "is_row_invariant")
 

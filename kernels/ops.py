@@ -167,7 +167,7 @@ def attention_planner(
     `kv_dtype` is the format of the cache, None is `dtype`.
     """
     if operations(device, dtype).supports_paged(shape, kv_dtype or dtype):
-        return PagedPlanner(shape, dtype=dtype, device=device)
+        return PagedPlanner(shape, device=device)
     return AttentionPlanner(shape, dtype=dtype, device=device, kv_dtype=kv_dtype)
 
 
@@ -177,7 +177,7 @@ def invariant_planner(
     """The planner of attention that gives a query the same bits in any batch, however its prompt was cut."""
     table = operations(device, dtype, batch_invariant=True)
     if table.is_row_invariant and table.supports_paged(shape, kv_dtype or dtype):
-        return PagedPlanner(shape, dtype=dtype, device=device, is_row_invariant=True)
+        return PagedPlanner(shape, device=device, is_row_invariant=True)
     return InvariantPlanner(shape, dtype=dtype, device=device)
 
 

@@ -22,8 +22,8 @@ from kernels.transfer import send
 class PagedPlan:
     """Rows of one step: the first `num_decodes` have one query each, the others those between their `query_starts`.
 
-    Where only the device knows how many decodes there are, `num_decodes` is how many there may be, and `counts_all` says that
-    tokens of longer rows follow those of decodes at once: what attention of decodes leaves in their place is overwritten."""
+    `counts_all`: only the device knows how many decodes there are, and `num_decodes` is how many there may be. Tokens of longer
+    rows follow those of the real decodes at once; what attention of decodes leaves in their places is overwritten."""
 
     shape: AttentionShape
     num_decodes: int
@@ -46,11 +46,8 @@ class PagedPlan:
 class PagedPlanner:
     """Makes plans for the rows of a step, of which those of one query come first."""
 
-    def __init__(
-        self, shape: AttentionShape, *, dtype: torch.dtype, device: torch.device, is_row_invariant: bool = False
-    ) -> None:
-        self._shape, self._is_row_invariant = shape, is_row_invariant
-        self._dtype, self._device = dtype, device
+    def __init__(self, shape: AttentionShape, *, device: torch.device, is_row_invariant: bool = False) -> None:
+        self._shape, self._device, self._is_row_invariant = shape, device, is_row_invariant
         self.workspace: Any = None
         """The workspace of `paged_decode` for the most rows and blocks of a step; without it each call makes its own."""
 

@@ -61,6 +61,15 @@ class Int4Weight:
         return self.words.shape[1]
 
 
+Weight = torch.Tensor | Int8Weight | Fp8Weight | Int4Weight
+"""A matrix as products take it: plain, [N, K], or in one of these forms."""
+
+
+def values_and_scales(weight: torch.Tensor | Int8Weight | Fp8Weight) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """The numbers or codes of a matrix, [N, K], and the scales of codes, [N] or [1], None of numbers."""
+    return (weight, None) if isinstance(weight, torch.Tensor) else (weight.values, weight.scales)
+
+
 def pack_int8(weight: torch.Tensor) -> Int8Weight:
     """Symmetric int8 of a weight, [N, K] float, with one scale a row: the largest magnitude becomes 127, ties round to even."""
     exact = weight.float()

@@ -25,9 +25,9 @@ class SamplingColumns:
     min_tokens_until: [S] int64, below this position no token is one of suppressed_ids: [S, SUPPRESSED_IDS_MAX] int32, -1 none
     counts: [S, V] int32, for the three penalties. Bit 0: stands in prompt or output; above it: its number in the output
     rules: [S] int32, the row of bias that a slot uses, -1 none. bias: [Q, V] float32, added to the logits; -inf forbids
-    floats, ints, longs: the columns of one number in the tables that they are rows of: scale, top_p, neg_log2_min_p, typical_p,
-        repetition, frequency, presence; top_k, rules; streams, min_tokens_until
-    words: of these three and suppressed_ids; places: [S, 21] int64 on the host, which of them are those of a slot
+    floats, ints, longs: three tables whose rows are the columns above of one number for each slot. floats: scale, top_p,
+        neg_log2_min_p, typical_p, repetition, frequency, presence; ints: top_k, rules; longs: streams, min_tokens_until
+    words: what the three tables and suppressed_ids lie in; places: [S, 21] int64 on the host, the places in it of each slot
     """
 
     scale: torch.Tensor

@@ -139,7 +139,7 @@ def _torch(q: torch.Tensor, pages: Pages, request: int, scales: torch.Tensor | N
     if scales is not None:
         keys, values = keys * scales[0].to(q.dtype), values * scales[1].to(q.dtype)
     length, count = pages.lengths[request], q.shape[0]
-    group = shape.num_heads // shape.num_kv_heads
+    group = shape.group
     wide = q.transpose(0, 1).unsqueeze(0)
     if shape.sliding_window is None and shape.softcap is None and count in (1, length):
         attend = functional.scaled_dot_product_attention

@@ -13,8 +13,8 @@ from torch.nn import functional
 
 from bench.gpu.context import Context
 from bench.gpu.errors import Cases, Three, Two, compare, invariant
-from bench.gpu.inputs import PRODUCTS, Weight, coded, normal
-from kernels.quantised_weights import Fp8Weight, Int4Weight, Int8Weight, pack_fp8, pack_int4, pack_int8
+from bench.gpu.inputs import PRODUCTS, coded, normal
+from kernels.quantised_weights import Fp8Weight, Int4Weight, Int8Weight, Weight, pack_fp8, pack_int4, pack_int8
 from kernels.reference import experts as exact_experts
 from kernels.reference import fused_linear as exact_fused
 from kernels.reference import quantised as exact

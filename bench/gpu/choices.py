@@ -17,14 +17,14 @@ from unittest import mock
 import torch
 
 from bench.gpu.context import Context
-from bench.gpu.inputs import Pages, Weight, angles, coded, make_pages, normal, queries
+from bench.gpu.inputs import Pages, angles, coded, make_pages, normal, queries
 from bench.gpu.layer import CHOSEN, LLAMA, TINY, emit_choice
 from bench.gpu.prefill_by_groups import prefill_by_groups
 from bench.gpu.rows import Row
 from bench.gpu.serve import head_in_8_bits
 from bench.gpu.timing import Call, seconds
 from kernels.operations import FUSED_ROWS_MAX
-from kernels.quantised_weights import Int4Weight
+from kernels.quantised_weights import Int4Weight, Weight
 from kernels.triton import (
     attention_decode,
     attention_prefill,
@@ -33,15 +33,16 @@ from kernels.triton import (
     chunk_splits,
     fused_int4,
     fused_linear,
-    fused_row,
     lone_decode,
 )
 from kernels.triton.attention_splits import DecodeTiling
 from kernels.triton.fused_linear import AnyTiles, linear_add, normed_linear
-from kernels.triton.fused_row import HopperRowTiles, RowTiles
+from kernels.triton.fused_row import RowTiles
+from kernels.triton.hopper_rows import HopperRowTiles
+from kernels.triton.newest_token import Rotation
 from kernels.triton.rope_and_cache import rope_and_cache
 from kernels.triton.rotated_decode import rotated_decode
-from kernels.triton.tuning import capability, multiprocessors
+from kernels.triton.tuning import capability, has_gluon, multiprocessors
 
 ROW_TILES = [RowTiles(2, 2048), RowTiles(2, 2048, 8), RowTiles(4, 1024), RowTiles(8, 512), RowTiles(16, 512, 8)]
 PREFILL = "prefill 8k: chosen tile over others"
@@ -112,7 +113,7 @@ def _candidates(context: Context, weight: Weight, outputs: int, *, gated: bool) 
     if isinstance(weight, Int4Weight):
         tiles = fused_int4.fused_int4_tiles(outputs, weight.num_columns, multiprocessors(context.device), gated=gated)
         candidates = {"through shared memory": tiles}
-    if not isinstance(weight, torch.Tensor) and not context.rehearsal and fused_row.has_hopper_rows(context.device):
+    if not isinstance(weight, torch.Tensor) and not context.rehearsal and has_gluon(context.device):
         candidates |= {f"operands, {warps} warps": HopperRowTiles(warps, registers_max=128) for warps in (2, 4, 8)}
     return candidates
 
@@ -172,7 +173,7 @@ def _rotation(context: Context, name: str, lengths: list[int]) -> None:
     def merged_apart(pages: Pages) -> None:
         out = torch.empty_like(qkv[:, :heads])
         given = (qkv, pages.cache, pages.tables, pages.context_lens, shape, out, workspace)
-        attention_decode.launch_decode(*given, newest=(cos, sin, slots, None, None), rotary_dim=size)
+        attention_decode.launch_decode(*given, rotation=Rotation(cos, sin, slots, None, None, 0.0, size))
 
     cases = {CHOSEN: together, "two launches": apart}
     if num_requests == 1:
@@ -197,8 +198,7 @@ def _prefill(context: Context) -> None:
     pages = make_pages([length], shape, dtype=context.dtype, device=context.device)
     q = queries(pages, length, context.dtype)
     starts = torch.tensor([0, length], dtype=torch.int32, device=context.device)
-    group = shape.num_heads // shape.num_kv_heads
-    sizes = (shape.head_dim, pages.cache.element_size(), length * group)
+    sizes = (shape.head_dim, pages.cache.element_size(), length * shape.group)
     chosen = attention_prefill.prefill_tiling(*sizes, False, capability(context.device))
     cases = {
         CHOSEN: chosen,

@@ -9,14 +9,13 @@ from dataclasses import dataclass
 import torch
 
 from kernels.attention_rows import AttentionShape
-from kernels.quantised_weights import Fp8Weight, Int4Weight, Int8Weight, pack_fp8, pack_int4, pack_int8
+from kernels.quantised_weights import Fp8Weight, Int4Weight, Int8Weight, Weight, pack_fp8, pack_int4, pack_int8
 from kernels.triton.linear import linear
 from kernels.triton.linear_fp8 import linear_fp8
 from kernels.triton.linear_int4 import linear_int4
 from kernels.triton.linear_int8 import linear_int8
 
 FP8 = torch.float8_e4m3fn
-Weight = torch.Tensor | Int8Weight | Fp8Weight | Int4Weight
 PRODUCTS: dict[str, Callable[..., torch.Tensor]] = {
     "bf16": linear, "int8": linear_int8, "fp8": linear_fp8, "int4": linear_int4,
 }  # fmt: skip

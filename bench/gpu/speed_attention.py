@@ -173,7 +173,7 @@ def _heads(context: Context, shape: AttentionShape, length: int) -> tuple[torch.
 def _sdpa(context: Context, shape: AttentionShape, length: int) -> Peers:
     """Of every backend of torch's attention that takes the shape."""
     q, k, v = _heads(context, shape, length)
-    group = shape.num_heads // shape.num_kv_heads
+    group = shape.group
     wide = k.repeat_interleave(group, 1), v.repeat_interleave(group, 1)  # for backends that want them for each query head
     attend = functional.scaled_dot_product_attention
     found = {}

@@ -11,11 +11,11 @@ import torch
 from torch.nn import functional
 
 from bench.gpu.context import Context
-from bench.gpu.inputs import PRODUCTS, Weight, coded, normal, stored_bytes
+from bench.gpu.inputs import PRODUCTS, coded, normal, stored_bytes
 from bench.gpu.layer import measure_layers
 from bench.gpu.rows import Row
 from bench.gpu.timing import Call, seconds
-from kernels.quantised_weights import pack_fp8
+from kernels.quantised_weights import Weight, pack_fp8
 from kernels.triton.fp8_rows import quantize_rows_fp8
 from kernels.triton.fused_linear import linear_add, normed_linear
 from kernels.triton.linear_fp8 import linear_fp8

@@ -8,7 +8,6 @@ plane as a pair. Every text has a spelling here and no two texts share one, so `
 from __future__ import annotations
 
 import functools
-import json
 from collections.abc import Iterator
 
 from engine.grammar import char_sets
@@ -166,8 +165,3 @@ def _hex_digits(low: int, high: int) -> str:
     digits = "".join(f"{digit:X}" for digit in range(low, high + 1))
     both_cases = digits + "".join(digit.lower() for digit in digits if digit.isalpha())
     return both_cases if len(both_cases) == 1 else f"[{both_cases}]"
-
-
-def quoted(text: str) -> str:
-    """A Lark string for plain text."""
-    return json.dumps(text)

@@ -28,8 +28,9 @@ from engine.scheduling.step_time import DeviceSpeed, Efficiency, ModelShape, Ste
 from engine.speculation.prompt_lookup import SpeculationCosts
 
 ROWS = {"cpu": (1, 64), "cuda": (1, 256, 2048)}
-"""Numbers of rows that are timed; the last one is more than reading the weights leaves time for, and on a GPU more than
-launching the kernels of a small model one by one does. With guesses, as many rows as the second says are sampled at most."""
+"""Numbers of rows that are timed. With the last one, products take longer than reading the weights and, on a GPU, than
+launching the kernels of a small model one by one. Where tokens are guessed, the second one is also how many rows of a pass are
+sampled at most."""
 
 CHUNK_ROWS = 256
 """Rows of one request in a pass, so that attention has no part in the price of products."""

@@ -8,8 +8,8 @@ of the device's; captured it costs one, and a few for the choice of tokens behin
 
 A graph is made for a number of tokens and a number of chunks, both rounded up, and nothing else: tokens of decodes come
 first, those of chunks follow at once, then padding, and where one ends and the next begins are numbers on the device. Attention
-of decodes is launched for as many as there may be, and that of chunks overwrites what it left in place of theirs. Padding is a
-chunk of its own, whose tokens write nothing, read whatever its table names, and are nobody's.
+of decodes is launched for as many tokens as may be decodes; that of chunks comes after it and overwrites those that were none.
+Padding is a chunk of its own: its tokens write no keys, read whatever blocks its table names, and nobody reads their results.
 
 Steps that verify guesses and those of more tokens or chunks than any graph has are launched kernel by kernel (`SlotRunner`).
 On a CPU nothing is captured.
@@ -41,7 +41,8 @@ log = logging.getLogger("gatehouse.engine")
 
 
 class ChunkShape(NamedTuple):
-    """What a graph is made for, and its key: `num_tokens` in all, at most `num_decodes` of them, `num_chunks` with padding."""
+    """What a graph is made for, and its key: `num_tokens` in all, at most `num_decodes` of them of decodes; `num_chunks`
+    chunks, that of padding included."""
 
     name: str
     num_tokens: int
@@ -79,8 +80,8 @@ def _even(size: int) -> int:
 
 
 class ChunkRows(NamedTuple):
-    """A step: slots of decodes, chunks, and the tokens behind which one is chosen, decodes being the first of all tokens. Of
-    the chosen ones also slots, and indices in prompt plus output."""
+    """A step, whose decodes are the first of all its tokens: their slots, the chunks, and which tokens (`wanted`) another one
+    is chosen behind. Of each chosen one the slot, and its index in prompt plus output."""
 
     slots: Sequence[int]
     chunks: Sequence[InputRow]
@@ -188,7 +189,7 @@ class ChunkStep:
         self._staging.send(numbers, into=self._sent[self._num_numbers - size :][: len(numbers)])
 
     def _flat_tables(self, chunks: Sequence[InputRow]) -> np.ndarray:
-        """What is read of the block tables of chunks, as far as the last one goes: int32, each from a row of its own on"""
+        """The blocks that chunks read, int32: each chunk's begin with its row of `_tables`, and nothing follows the last."""
         columns, lines = self._tables.shape[1], []
         for row in chunks:
             num_blocks = -(-(row.start + len(row.token_ids)) // self._block_size)
@@ -199,7 +200,7 @@ class ChunkStep:
         return flat
 
     def __call__(self, shape: ChunkShape) -> None:
-        """Compute what was written, as far as `hidden`. Makes no decision by anything on the device."""
+        """Compute what was written, as far as `hidden`. Looks at no value on the device, so that it can be captured."""
         numbers, at, decodes = self._numbers(shape), shape.pieces, slice(shape.num_decodes)
         narrow = numbers[: at["tokens"].start].to(torch.int32)
         lens = torch.cat([narrow.new_empty(shape.num_decodes), narrow[at["lens"]]])

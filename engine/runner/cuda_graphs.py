@@ -32,16 +32,16 @@ class Calls(Protocol):
     """Runs a function by key."""
 
     def is_ready(self, key: Hashable) -> bool:
-        """Whether `run` will do no more than what it is asked to."""
+        """Whether `run` needs no `make_ready` before it."""
         ...
 
     def admits(self, key: Hashable) -> bool:
-        """Asked once a step where there is another way to compute it: whether to `run` it by this key."""
+        """Whether to `run` a step by this key. Asked once a step, and only where the step can be computed in another way."""
         ...
 
     def make_ready(self, key: Hashable, function: Callable[[], None], *, is_kept: bool = False) -> None:
-        """Do what has to be done once; `function` must change nothing meanwhile. `is_kept`: for good, and beside all others.
-        Raises when it cannot be done."""
+        """Do once what `run` needs. It may call `function`, which must change nothing then. `is_kept`: for good, and not
+        counted with the others. Raises `CaptureFailed`."""
         ...
 
     def run(self, key: Hashable, function: Callable[[], None]) -> None:
@@ -76,8 +76,8 @@ class DirectCalls:
 
 
 class CudaGraphs:
-    """One graph per key, at most `max_graphs`, of what is met most (`graph_eviction`), and those that are kept for good. CUDA
-    keeps a graph that still runs until it has ended."""
+    """A graph for each of up to `max_graphs` keys, those that are used most (`graph_eviction`), and for keys that are kept for
+    good. CUDA keeps a graph that still runs until it has ended."""
 
     def __init__(self, device: torch.device, *, max_graphs: int) -> None:
         self._device = device

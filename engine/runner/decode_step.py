@@ -69,8 +69,8 @@ class DecodeStep:
         decoder.keep_workspaces(max_rows, max_blocks)
 
     def __call__(self, size: int, kind: Kind | None, *, has_guesses: bool = False) -> None:
-        """Compute the first `size` rows, None as far as their logits. Makes no decision by anything on the device.
-        `has_guesses`: as the host has written the inputs, not from the slots."""
+        """Compute the first `size` rows as far as their tokens, or, without a kind, their logits. Looks at no value on the
+        device, so that it can be captured. `has_guesses`: with the inputs that the host has written, not from the slots."""
         logits = (self._recorded_guesses if has_guesses else self._recorded)(size, kind)
         if logits is None:
             return
@@ -80,8 +80,8 @@ class DecodeStep:
 
     @property
     def is_recorded(self) -> bool:
-        """Whether a step that chooses the most likely tokens is one call: where an operation of a model, or of its draft model,
-        cannot be recorded, none is."""
+        """Whether steps are recorded, told by one that chooses the most likely tokens: where an operation of a model, or of its
+        draft model, cannot be recorded, no step is."""
         return self._recorded.make_ready(Kind(greedy=True)) is not None
 
     def make_ready(self, kind: Kind | None, *, has_guesses: bool = False) -> None:

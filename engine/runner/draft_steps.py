@@ -37,7 +37,7 @@ class DraftSteps:
         going = [slots[i] for i in order]
         for depth in range(depths[order[0]]):
             while depths[order[len(going) - 1]] <= depth:
-                going = going[:-1]  # another list: one that stays is not sent again
+                going = going[:-1]  # a new list: `write_rows` takes the same list for the same slots
             self._step(going)
             self._guesses[depth, : len(going)].copy_(self.decodes.step.sampled[: len(going)])
         column = {index: place for place, index in enumerate(order)}

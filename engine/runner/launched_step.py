@@ -23,8 +23,8 @@ class LaunchedStep:
 
     `rows[i]` is the item that token i belongs to, all of them in order if None. `scored`: (token, number of likeliest ones) of
     those with log-probabilities. `depths`: how many guesses a request had, by the first of its tokens, of which there is one
-    more; `inputs`: what each token was chosen behind, guesses among them, None where only the device knows.
-    `choice` is what has to be begun yet, `errors` what came of it.
+    more. `inputs`: the token in front of each, which may be a guess; None where only the device knows them.
+    `choice` begins to choose the tokens of a step that waits for masks; `errors` says which rows got no mask.
     """
 
     num_items: int

@@ -15,9 +15,10 @@ from engine.runner.kv_cache import BlockMover
 from engine.runner.paged_decoder import PagedDecoder
 from engine.runner.rows import PlainStepRows
 from engine.sampling.acceptance import accept_by_rejection, accept_equal
+from engine.sampling.logits_filters import is_greedy
 from engine.sampling.logits_rules import SampledRow
 from engine.sampling.logprobs import prompt_logprobs
-from engine.sampling.sampler import SampledToken, Sampler, is_greedy
+from engine.sampling.sampler import SampledToken, Sampler
 from engine.scheduling.request import Request
 from engine.scheduling.scheduled_batch import BlockMoves, ScheduledRequest, StepOutput
 

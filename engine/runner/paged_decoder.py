@@ -115,8 +115,8 @@ class PagedDecoder:
         )
 
     def chunk_rows(self, max_tokens: int, max_seqs: int) -> int:
-        """Rows of the largest captured step with chunks, of steps of up to `max_tokens` and `max_seqs` requests. 0 where a step
-        waits for the host: no graph makes up there for the experts of padding."""
+        """Rows of the largest captured step with chunks, of steps of up to `max_tokens` and `max_seqs` requests. 0 where layers
+        ask the host: such a step cannot be captured, and experts would be computed for its padding."""
         if self._decoder.asks_host:
             return 0
         load = Load(num_tokens=max_tokens, num_seqs=max_seqs, block_size=self._block_size, batch_invariant=self.batch_invariant)
@@ -143,8 +143,8 @@ class PagedDecoder:
 
     @property
     def recorder(self) -> Callable[[int], RecordedOperations] | None:
-        """Begins a record of up to so many rows of a step, None where the way to attend cannot be in one. All records take the
-        same memory: of two one is over when the other runs."""
+        """Begins a record of a step of up to so many rows; None where attention cannot be recorded. All records share their
+        memory, so that only one may run at a time."""
         shapes, kv_dtype = self.attention_shapes, self.kv_caches[0].dtype
         can_record = are_recordable(shapes, dtype=self.dtype, kv_dtype=kv_dtype, device=self._device)
         return self._new_record if can_record else None

@@ -33,8 +33,8 @@ class ReadySteps:
         return sizes(guesses_size, self._inputs.max_rows, fewest=2)
 
     def choose_graph(self, num_rows: int, needs: SamplingNeeds, *, has_guesses: bool = False) -> tuple[int, Kind | None]:
-        """The graph of a step: the size that the step is rounded up to, and its kind, None if it is computed as far as its
-        logits, which all kinds of a size have in common. The inputs are written after this call."""
+        """The graph of a step: the size that the step is rounded up to, and its kind, or None for the graph that ends with the
+        logits, which all kinds of a size have in common. Inputs are written after this call, which may capture the graph."""
         kind: Kind | None = needs.kind
         size = self._size(num_rows, kind, has_guesses=has_guesses)
         if needs.masked or not self._calls.admits(self._key(size, kind, has_guesses=has_guesses)):

@@ -61,7 +61,7 @@ class SlotRunner:
 
     @property
     def is_synchronous(self) -> bool:
-        """Whether a step is over when it was launched."""
+        """Whether `launch` returns only when the step is over."""
         return self.steps.is_synchronous
 
     @property

@@ -45,8 +45,8 @@ class SlotSteps:
         draft: PagedDecoder | None = None,
     ) -> None:
         """`max_guesses`: of all requests of a step, 0 if none are made. `chunk_rows`: of the largest step with chunks that is
-        captured, 0 if none is. `is_synchronous`: a step is over when it was launched, and is recorded instead of rounded up to
-        one of the sizes of graphs. `draft`: the model that guesses; without one the host does."""
+        captured, 0 if none is. `is_synchronous`: a launch returns when its step is over, and steps are recorded instead of
+        rounded up to one of the sizes of graphs. `draft`: the model that guesses; without one the host does."""
         self.target = target
         self.decoders = [target] if draft is None else [draft, target]
         self.sampler = sampler

@@ -17,10 +17,10 @@ from engine.runner.warm_up import STEP_SIZES, compiles_at_first_use, compiling
 from engine.sampling.columns import Kind
 
 KINDS = (Kind(), Kind(greedy=True), Kind(weighs=True), Kind(counts=True), Kind(num_top=1))
-"""What steps do in their own kernels, one way at a time: whatever else they do are these together."""
+"""Kinds of steps that each call kernels which the others do not. Any other kind calls those of several of these."""
 
 USUAL = KINDS[:2]
-"""What few requests mostly need, and what a draft model has of its own: it leaves no tokens for the host."""
+"""What few requests mostly need; also the kinds of a draft model's own variants, which leave no tokens for the host."""
 
 WARM_ROWS = (1, 2, 4, 8)
 """Steps that are captured before the first request: what few requests need at once. The others take some tens of milliseconds

@@ -30,8 +30,11 @@ _request_of, _table_of = attrgetter("request"), attrgetter("block_table")
 
 @dataclass(slots=True)
 class SlotWrites:
-    """What is changed of slots before a step. In columns those whose lengths are sent, their last tokens (below 0: not known,
-    and left as it is) and numbers of tokens; and pieces of block tables: (slot, first column, block ids)."""
+    """What is changed of slots before a step.
+
+    `slots`, `last_tokens`, `num_tokens`: columns of the slots whose length is sent. A last token below 0 is one that the host
+    does not know: the slot keeps its own. `blocks`: pieces of block tables, (slot, first column, block ids).
+    """
 
     slots: list[int] = field(default_factory=list)
     last_tokens: list[int] = field(default_factory=list)
@@ -154,9 +157,10 @@ class SlotTable:
     def update(self, items: Sequence[ScheduledRequest]) -> list[int]:
         """Bring the slots of `items`, all of which yield a token, up to date, and expect the step to advance them. → slots
 
-        The very list of the last step says that nobody in it came, went or lost blocks since, and the very slots of the last
-        step that they are the same in the same order.
-        Where the slot is not current, the input token must be known, unless the step computes a chunk from known ones."""
+        Lists are told apart by identity. Whoever passes the list of the last step says that nobody in it came, went or lost
+        blocks since; whoever gets the slots of the last step knows that they are the same, in the same order. Where a slot is
+        not current, the input token must be known, unless the step computes a chunk from known ones.
+        """
         writes = SlotWrites()
         if items is not self._items:
             requests = [*map(_request_of, items)]

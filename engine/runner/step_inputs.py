@@ -56,7 +56,8 @@ class StepInputs:
         return self.rows.shape[0]
 
     def write_rows(self, slots: Sequence[int], size: int) -> None:
-        """Whose the first `size` rows are, up to which there is padding; the rest `prepare` makes of them."""
+        """Send the slots of the first `size` rows, padding behind the last of `slots`; `prepare` makes the other inputs from
+        them. The very list that was sent last is not sent again."""
         written, written_size = self._written
         if slots is not written or size != written_size:
             self._staging.send([*slots, *[NOTHING] * (size - len(slots))], into=self.rows[:size])

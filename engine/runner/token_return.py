@@ -140,7 +140,7 @@ class TokenReturn:
         self._num_steps = 0  # that were fetched
         self._is_in_doubt = False  # whether the device has counted as many
         self.host: ops.HostTokens | None = None
-        """Where each step leaves its tokens, and is fetched once for it; None where the device is the host."""
+        """Where each step leaves its tokens, which are fetched once; None where the device is the host."""
         if device.type == "cuda":
             sleeps = not waits_busily()
             places = torch.zeros(DEPTH, 1 + max_rows, dtype=torch.int64, pin_memory=True)
@@ -151,7 +151,7 @@ class TokenReturn:
             self._columns = torch.empty(DEPTH, max_rows * (1 + max_scores), dtype=torch.int64, pin_memory=True)
 
     def begin_step(self) -> None:
-        """In front of whatever a step launches. Raises what the device has failed with."""
+        """Call this before a step launches anything. Raises what the device has failed with."""
         if self._is_in_doubt and self.host is not None:
             self.host.num_steps.fill_(self._num_steps)
         self._is_in_doubt = False

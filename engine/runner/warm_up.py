@@ -53,7 +53,8 @@ FEW, SOME, MANY = 1, 20, 40
 """Requests whose prompts are read in one step."""
 
 SHORT_MAX = 8
-"""Tokens of a chunk at most of which SOME have more rows than are launched early, and are searched among as FEW are."""
+"""Up to so many tokens of a chunk, steps of SOME requests are compiled too: they have more rows than are launched early, and
+their requests are searched among as FEW are."""
 
 
 def compiles_at_first_use(device: torch.device) -> bool:

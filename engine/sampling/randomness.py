@@ -32,11 +32,6 @@ def signed(bits: int) -> int:
     return bits - 2**64 if bits >= 2**63 else bits
 
 
-def uniform(seed: int, position: int, *, draw: int = 0) -> float:
-    """A number in [0, 1) with 48 of the bits of `key`."""
-    return (key(seed, position, draw=draw) >> 16) / 2.0**48
-
-
 def seed_of_answer(seed: int, index: int) -> int:
     """The seed of answer `index` of a request: its own for the first one, mixed with the index for the others."""
     if not index:

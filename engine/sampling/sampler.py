@@ -18,8 +18,7 @@ from dataclasses import dataclass
 import torch
 
 from engine.protocol import SamplingParams, TokenLogprob
-from engine.sampling.logits_filters import is_filtered, neg_log2_min_p_of, scale_of
-from engine.sampling.logits_filters import is_greedy as is_greedy
+from engine.sampling.logits_filters import is_filtered, is_greedy, neg_log2_min_p_of, scale_of
 from engine.sampling.logits_rules import LogitsRules, SampledRow, has_rules
 from engine.sampling.logprobs import token_logprobs
 from engine.sampling.randomness import key, signed

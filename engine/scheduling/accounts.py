@@ -168,7 +168,7 @@ class Accounts:
     def __init__(self, costs: TokenCosts) -> None:
         self.costs = costs
         self.step = 0  # the last step whose decodes were charged
-        self.all = Account("", Priority.STANDARD, 1, costs)  # everybody's service and decoding requests together
+        self.everybody = Account("", Priority.STANDARD, 1, costs)  # service and decoding requests of all, as of one account
         self.totals = {priority: ClassTotals() for priority in Priority}
         self.running_requests: dict[Request, None] = {}  # by age
         self.seated: dict[Account, None] = {}  # those with running requests
@@ -220,7 +220,7 @@ class Accounts:
 
     def charge(self, account: Account, cost_ps: int) -> None:
         account.charge(cost_ps)
-        self.all.charge(cost_ps)
+        self.everybody.charge(cost_ps)
 
     def totals_above(self, priority: Priority) -> bool:
         """Whether a higher class has requests, waiting or running."""
@@ -228,11 +228,11 @@ class Accounts:
 
     def start_decoding(self, account: Account, context_len: int) -> None:
         account.add_decode(context_len, self.step)
-        self.all.add_decode(context_len, self.step)
+        self.everybody.add_decode(context_len, self.step)
 
     def stop_decoding(self, account: Account, context_len: int) -> None:
         account.remove_decode(context_len, self.step)
-        self.all.remove_decode(context_len, self.step)
+        self.everybody.remove_decode(context_len, self.step)
 
     def _change_seats(self, account: Account, change: int) -> None:
         totals = self.totals[account.priority]
@@ -256,7 +256,7 @@ class Accounts:
 
     def lengthen(self, account: Account, num_tokens: int) -> None:
         """A decoding request has got further than by the one token that is booked each step."""
-        for each in (account, self.all):
+        for each in (account, self.everybody):
             each.settle(self.step)
             each.sum_context += num_tokens
 

@@ -67,7 +67,7 @@ class Admission:
         """Whether those that decode fill the step by themselves."""
         if self._step_budget is None:
             return False
-        total = self._accounts.all
+        total = self._accounts.everybody
         return self._step_budget.is_crowded(total.num_decoding, total.context_at(self._accounts.step))
 
     def _is_being_computed(self, request: Request, num_found_blocks: int) -> bool:

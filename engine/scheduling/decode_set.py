@@ -3,8 +3,8 @@
 A decoding request computes one token per step, so the step in which its last block is full is known when the block is given,
 and nothing is touched until then. Accepted drafts and pauses move that step; a request that is due too early is entered again.
 
-Where there are many, some are full in every step, and what a step sends to the device because of them costs as much for one as
-for all. So every few steps those that will be full before the next time come along.
+Among many requests some are full in every step, and to send the device a block for one of them costs as much as for all. So
+once in `TOGETHER_STEPS` steps blocks are also given to those that will be full before the next such step.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class DecodeSet:
             self._accounts.stop_decoding(account_of(request), request.num_computed_tokens)
 
     def pause(self, account: Account) -> None:
-        """Leave the requests of an account, but the one that recovers, out of the steps from now on; they keep their blocks."""
+        """Leave the requests of an account, except the one that recovers, out of the steps; they keep their blocks."""
         account.is_held = True
         for request in account.running:
             item = None if request is account.recovering else self._take(request)
@@ -139,5 +139,5 @@ class DecodeSet:
             assert self._accounts.step < request.growth_step <= limit, f"{request.request_id} grows in no step to come"
             assert request in self._due[request.growth_step], f"{request.request_id} is not in the calendar"
         contexts = sum(request.num_computed_tokens for request in self.items)
-        total = self._accounts.all
+        total = self._accounts.everybody
         assert (total.num_decoding, total.context_at(self._accounts.step)) == (len(self.items), contexts), "wrong contexts"

@@ -49,7 +49,6 @@ class FairPolicy:
         )
         self.backlogs = {p: Backlog(self.settings.quantum_ps, self.settings.cap_ps) for p in Priority}
         self.recovery_max_ps = 0  # the most that a secured request may have used beyond the cap
-        self._context = context
         self._order = PrefillOrder(context, self._note_head)
         self._accounts = context.accounts
         self._started_step = dict.fromkeys(Priority, 0)

@@ -42,7 +42,7 @@ class HostTier:
         return content_hash in self._by_hash and content_hash not in self._arriving
 
     def _evict(self) -> int | None:
-        """O(1) but for pinned blocks at the old end, which step aside to the new end: each at most once per step."""
+        """O(1), except for pinned blocks at the old end, which are moved to the new end: each at most once a step."""
         for _ in range(len(self._pinned) + 1):
             if not self._by_hash:
                 return None

@@ -16,8 +16,8 @@ class InFlightBatch:
 
     `decodes` is the batch's own list. `tables[i]` is the block table that row i was planned with: one that lost its blocks
     since has another. `chunks` are the tokens of the rows behind the decodes, which have one each, and whether they sample.
-    `first_end`: the least that lies between the start of a decode and the length at which it ends, so that a step far from all
-    ends looks for none.
+    `first_end`: how far the decode that is nearest to its greatest length is from it, so that a step in which none can reach
+    it does not look for ends.
     """
 
     decodes: list[ScheduledRequest]

@@ -177,9 +177,9 @@ class KvBlocks:
             account_of(request).num_blocks += 1
 
     def release(self, request: Request, *, is_preempted: bool = False, is_failed: bool = False) -> None:
-        """Take all blocks. What an answer filled becomes findable first: while it is written hardly anybody asks for it, and
-        all at once it takes a third of the time. A request that failed leaves nothing; one that is preempted finds the
-        blocks of its prompt again where no other may."""
+        """Take all blocks. Those that an answer filled become findable before: hardly anybody asks for them while it is being
+        written, and all at once that takes a third of the time. A request that failed leaves nothing. One that is preempted
+        finds the blocks of its prompt again, even where nobody else may."""
         is_shared = self.prefix_cache.is_shared
         if not is_failed and (is_shared or is_preempted):
             first = request.num_prompt_tokens if is_shared else 0

@@ -9,10 +9,8 @@ integers, nothing is touched as time passes, and the peak costs one pass over th
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    from engine.scheduling.request import Request
+from engine.scheduling.request import Request
 
 BUCKET_STEPS = 32
 

@@ -170,7 +170,7 @@ class Outcomes:
                 others.add(request)
                 if output is not None and request.status is not finished:
                     assert isinstance(output, StepOutput)
-                    events.append(self._settle_rarely(request, start + 1, output))
+                    events.append(self._settle_output(request, start + 1, output))
                 continue
             end = start + 1
             # what `fill` does when nothing ends:
@@ -193,7 +193,7 @@ class Outcomes:
                     events.append(event)
         return happened
 
-    def _settle_rarely(self, request: Request, end: int, output: StepOutput) -> TokenEvent:
+    def _settle_output(self, request: Request, end: int, output: StepOutput) -> TokenEvent:
         """Settle a row that ends a prefill, has log-probabilities or an error; what it samples stands at `end`."""
         if output.error is not None:
             request.forget_unknown()
@@ -212,14 +212,14 @@ class Outcomes:
         if is_running:
             request.num_in_flight_tokens -= num_tokens
         if output.error is not None:
-            return self._settle_rarely(request, end, output)
+            return self._settle_output(request, end, output)
         self._keep_new_scores(request, output, start, end)
         self._count_prompt(request, end)
         if is_running:
             self._kv.register(request, start, end)
         if samples:
             self._lifecycle.release_forks(request)
-            return self._settle_rarely(request, end, output)
+            return self._settle_output(request, end, output)
         return self._finish_chunk(request, output, is_running=is_running)
 
 

@@ -137,7 +137,7 @@ class Preemption:
             return best
         allowed_ps = (
             WASTE_FREE_QUANTA * self._leads.settings.quantum_ps
-            + self._accounts.all.service_at(self._accounts.step) * WASTE_PERCENT // 100
+            + self._accounts.everybody.service_at(self._accounts.step) * WASTE_PERCENT // 100
         )
         return best if self.wasted_ps < allowed_ps else None
 

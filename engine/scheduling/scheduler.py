@@ -145,7 +145,7 @@ class Scheduler:
         """Plan one step. An empty batch means that no request is live, or that all of them wait for a step under way."""
         batch = self._plan()
         if not batch.num_tokens and self.has_requests and not self._outcomes.num_under_way:
-            batch = self._plan()  # whom room was made for had stepped aside for others, and now it is their turn
+            batch = self._plan()  # the one that room was made for had stepped aside for others: now it is its turn
         batch.moves = self.kv.take_moves()
         assert batch.num_tokens <= self.limits.max_num_batched_tokens, "the token budget was exceeded"
         self._planned = batch
@@ -205,7 +205,7 @@ class Scheduler:
         if not self.accounts.prefilling and not (self._lifecycle.has_queued and self.admission.has_seat):
             return
         if self._step_budget is not None:
-            self._step_budget.begin_step(len(batch.decodes), self.accounts.all.context_at(self.accounts.step))
+            self._step_budget.begin_step(len(batch.decodes), self.accounts.everybody.context_at(self.accounts.step))
         for back in self._rotation.first(self.admission.can_return):
             if not self._add_chunk(batch, back):
                 return

@@ -78,7 +78,7 @@ class StepBudget:
     def is_crowded(self, num_decodes: int, sum_context: int) -> bool:
         """Whether one more request would slow all that decode below their target; their cached tokens sum to `sum_context`.
 
-        A target that one request alone can hardly meet crowds nobody out before steps take twice as long as they must.
+        Where one request alone can hardly meet the target, nobody is kept out before steps take twice as long as the shortest.
         """
         model = self.model
         products_s = num_decodes * (model.token_s + model.sampled_row_s)

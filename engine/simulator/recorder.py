@@ -57,7 +57,6 @@ class TenantRecord:
     window_from_tokens: int = 0
     gap_max_s: float = 0.0
     gaps: Histogram = field(default_factory=new_histogram)
-    ttfts_s: list[float] = field(default_factory=list)
     outcomes: list[tuple[float, float | None]] = field(default_factory=list)
 
     def queue(self, now_s: float) -> None:
@@ -75,7 +74,6 @@ class TenantRecord:
 class Window:
     """Services per weight of the tenants that had a request waiting all through one window: device seconds, tokens."""
 
-    from_s: float
     services_s: list[float]
     services_tokens: list[float]
 
@@ -128,7 +126,6 @@ class Recorder:
         if len(inside) > 1:
             self.windows.append(
                 Window(
-                    self._window_from_s,
                     [(t.service_ns - t.window_from_ns) / 1e9 / t.weight for t in inside],
                     [(t.service_tokens - t.window_from_tokens) / t.weight for t in inside],
                 )

@@ -205,7 +205,6 @@ def _attend_group(
     kv_scales: torch.Tensor | None,
 ) -> None:
     shape, batch = plan.shape, group.last - group.first
-    heads_per_kv = shape.num_heads // shape.num_kv_heads
     num_blocks = group.blocks.shape[0]
     block_elements = kv_cache[0].numel()
     gathered = plan.workspace[: num_blocks * block_elements].view(num_blocks, block_elements)
@@ -216,7 +215,7 @@ def _attend_group(
     slots = gathered.view(num_blocks * shape.block_size, 2 * shape.num_kv_heads * shape.head_dim)
     slots.index_fill_(0, group.hidden_slots, 0.0)
     kv = slots.view(batch, -1, 2, shape.num_kv_heads, shape.head_dim)
-    queries = qkv[group.first : group.last, : shape.num_heads].view(batch, shape.num_kv_heads, heads_per_kv, shape.head_dim)
+    queries = qkv[group.first : group.last, : shape.num_heads].view(batch, shape.num_kv_heads, shape.group, shape.head_dim)
     keys, values = kv[:, :, 0].transpose(1, 2), kv[:, :, 1].transpose(1, 2)
     if shape.softcap is None:
         attended = functional.scaled_dot_product_attention(queries, keys, values, attn_mask=group.mask, scale=shape.scale)
@@ -282,5 +281,4 @@ def _attend_in_the_open(
 def _capped(products: torch.Tensor, shape: AttentionShape) -> torch.Tensor:
     """Products of queries and keys → bounded scores in float32."""
     assert shape.softcap is not None
-    scale = shape.head_dim**-0.5 if shape.scale is None else shape.scale
-    return products.float().mul_(scale / shape.softcap).tanh_().mul_(shape.softcap)
+    return products.float().mul_(shape.product_scale / shape.softcap).tanh_().mul_(shape.softcap)

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import torch
 
+from kernels import gumbel
 from kernels.cpu.sampling import draw_weighted
 from kernels.gumbel import ACCEPT, NO_TOKEN, RESIDUAL
-from kernels.reference import gumbel
 
 
 def reject_drafts(

@@ -102,7 +102,7 @@ class InvariantPlanner:
         if self._shape.sliding_window is not None:
             visible &= keys > queries - self._shape.sliding_window
         mask = torch.zeros(visible.shape, dtype=self._mask_dtype).masked_fill_(~visible, float("-inf"))
-        return mask.repeat(self._shape.num_heads // self._shape.num_kv_heads, 1).to(self._device)
+        return mask.repeat(self._shape.group, 1).to(self._device)
 
 
 def invariant_attention(
@@ -136,8 +136,8 @@ def _attend_tile(qkv: torch.Tensor, slots: torch.Tensor, shape: AttentionShape, 
     if shape.softcap is None:
         attended = functional.scaled_dot_product_attention(stacked, keys, values, attn_mask=tile.mask, scale=shape.scale)
     else:
-        scale = size**-0.5 if shape.scale is None else shape.scale
-        scores = (stacked @ keys.transpose(-1, -2)).float().mul_(scale / shape.softcap).tanh_().mul_(shape.softcap)
+        products = (stacked @ keys.transpose(-1, -2)).float()
+        scores = products.mul_(shape.product_scale / shape.softcap).tanh_().mul_(shape.softcap)
         attended = scores.add_(tile.mask).softmax(dim=-1).to(values.dtype) @ values
     heads_first = attended.view(shape.num_heads, QUERY_TILE, size)
     out[tile.first : tile.last] = heads_first[:, tile.place : tile.place + count].transpose(0, 1)

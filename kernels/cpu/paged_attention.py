@@ -79,10 +79,8 @@ def _attend(
     """queries: [Q, H, D], the newest of `context_len` tokens → [Q, H, D]"""
     found = _indexable(kv_cache).index_select(0, blocks).view(kv_cache.dtype).flatten(0, 1)[:context_len]  # [C, 2, K, D]
     found = found.to(queries.dtype) if kv_scales is None else (found.float() * kv_scales[:, None, None]).to(queries.dtype)
-    per_kv = shape.num_heads // shape.num_kv_heads
-    keys, values = (found[:, i].transpose(0, 1).repeat_interleave(per_kv, 0) for i in (0, 1))  # [H, C, D]
-    scale = shape.head_dim**-0.5 if shape.scale is None else shape.scale
-    scores = (queries.transpose(0, 1) @ keys.transpose(1, 2)).float() * scale
+    keys, values = (found[:, i].transpose(0, 1).repeat_interleave(shape.group, 0) for i in (0, 1))  # [H, C, D]
+    scores = (queries.transpose(0, 1) @ keys.transpose(1, 2)).float() * shape.product_scale
     if shape.softcap is not None:
         scores = shape.softcap * torch.tanh(scores / shape.softcap)
     positions = torch.arange(context_len, device=queries.device)

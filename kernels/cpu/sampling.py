@@ -11,9 +11,8 @@ from typing import NamedTuple
 
 import torch
 
-from kernels import gumbel as constants
+from kernels import gumbel
 from kernels.gumbel import NO_TOKEN
-from kernels.reference import gumbel
 from kernels.sampling_columns import SamplingColumns
 
 CANDIDATE_STAGES = (64, 1024)
@@ -84,12 +83,12 @@ def _gumbel_bounds(key: torch.Tensor, num_ids: int) -> torch.Tensor:
     """
     low = (key << 32 >> 32).int()[:, None]
     high = (key >> 32).int()[:, None]
-    x = torch.arange(num_ids, dtype=torch.int32, device=key.device)[None].mul_(_int32(constants.TOKEN_STEP)) + low
+    x = torch.arange(num_ids, dtype=torch.int32, device=key.device)[None].mul_(_int32(gumbel.TOKEN_STEP)) + low
     x ^= (x >> 16).bitwise_and_(0xFFFF)
-    x *= _int32(constants.HASH_1)
+    x *= _int32(gumbel.HASH_1)
     x ^= (x >> 15).bitwise_and_(0x1FFFF)
     x += high
-    x *= _int32(constants.HASH_2)
+    x *= _int32(gumbel.HASH_2)
     x ^= (x >> 15).bitwise_and_(0x1FFFF)
     # One bit less, which makes a positive number of it. Between powers of two the pattern of a float is linear and its
     # logarithm above that line; 31.4725 is 32 − log2(log2(e)), and 0.001 for what rounding does.

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import torch
 
+from kernels import gumbel
 from kernels.gumbel import ACCEPT, NO_TOKEN, RESIDUAL
-from kernels.reference import gumbel
 
 
 def reject_drafts(

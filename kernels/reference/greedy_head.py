@@ -5,7 +5,8 @@ from __future__ import annotations
 import torch
 
 from kernels.gumbel import NO_TOKEN
-from kernels.reference.quantised import Weight, dequantise
+from kernels.quantised_weights import Weight
+from kernels.reference.quantised import dequantise
 
 
 def greedy_head(hidden: torch.Tensor, weight: Weight) -> torch.Tensor:

@@ -8,9 +8,7 @@ from __future__ import annotations
 
 import torch
 
-from kernels.quantised_weights import Fp8Weight, Int4Weight, Int8Weight
-
-Weight = torch.Tensor | Int8Weight | Fp8Weight | Int4Weight
+from kernels.quantised_weights import Fp8Weight, Int4Weight, Int8Weight, Weight
 
 
 def nibble(word: int, position: int) -> int:

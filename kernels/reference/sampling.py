@@ -6,8 +6,8 @@ import math
 
 import torch
 
+from kernels import gumbel
 from kernels.gumbel import NO_TOKEN
-from kernels.reference import gumbel
 from kernels.sampling_columns import SamplingColumns
 
 

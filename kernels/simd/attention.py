@@ -176,7 +176,7 @@ def _attention(
         size,
         shape.block_size,
         shape.sliding_window or 0,
-        size**-0.5 if shape.scale is None else shape.scale,
+        shape.product_scale,
         shape.softcap or 0.0,
     )
     return attended

@@ -6,8 +6,6 @@ captured graph serves any lengths, and a batch with one long and many short requ
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch
 import triton
 import triton.language as tl
@@ -31,7 +29,7 @@ from kernels.triton.attention_splits import (
 )
 from kernels.triton.decode_tiles import attend, attend_columns, see_nothing
 from kernels.triton.early_launch import early_launch, wait_for_previous
-from kernels.triton.newest_token import ask_angles, ask_newest, see_newest, take_newest
+from kernels.triton.newest_token import NO_ROTATION, Rotation, ask_angles, ask_newest, see_newest, take_newest
 from kernels.triton.tuning import LOG2_E, multiprocessors
 
 __all__ = ["DecodeWorkspace", "check_attention", "decode_workspace", "paged_decode", "score_factor"]
@@ -249,14 +247,13 @@ def launch_decode(
     query_starts: torch.Tensor | None = None,
     max_query_len: int = 1,
     kv_scales: torch.Tensor | None = None,
-    newest: Sequence[torch.Tensor | None] = (None,) * 5,
-    eps: float = 0.0,
-    rotary_dim: int = 0,
+    rotation: Rotation | None = None,
 ) -> None:
-    """newest: cos, sin, slot_mapping, q_weight and k_weight of `rotated_decode`, of which q is the whole projection then."""
+    """rotation: of `rotated_decode`, of which q is the whole projection then."""
     num_requests, max_blocks = block_tables.shape
     if num_requests == 0:
         return
+    *given, eps, rotary_dim = rotation or NO_ROTATION
     tiling = shape_tiling(shape, kv_cache.dtype, max_query_len, q.device)
     if rotary_dim:
         tiling = tiling.rotated
@@ -271,7 +268,7 @@ def launch_decode(
     constants = split_constants(shape, max_query_len, kv_cache.element_size(), tiling)
     requests = scheduled_requests(num_requests)
     split_kernel[(min(groups, num_requests * splits) * kv_heads,)](
-        q, kv_cache, block_tables, context_lens, query_starts, kv_scales, *newest, out, *workspace,
+        q, kv_cache, block_tables, context_lens, query_starts, kv_scales, *given, out, *workspace,
         num_requests, score_factor(shape), q.stride(0), kv_cache.stride(0), block_tables.stride(0), splits, groups, eps,
         **constants, ROTARY=rotary_dim, REQUESTS=requests, **early_launch(q.device, q.shape[0]),
         num_warps=tiling.num_warps, num_stages=tiling.num_stages, maxnreg=tiling.registers_max,
@@ -285,7 +282,7 @@ def launch_decode(
 
 def score_factor(shape: AttentionShape) -> float:
     """What a product is multiplied by: to the base-2 score, or, under a soft-cap, to the exponent that gives its tanh."""
-    scale = shape.head_dim**-0.5 if shape.scale is None else shape.scale
+    scale = shape.product_scale
     return scale * LOG2_E if shape.softcap is None else 2.0 * LOG2_E * scale / shape.softcap
 
 

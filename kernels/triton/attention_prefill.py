@@ -22,7 +22,7 @@ from kernels.triton.attention_splits import (
 )
 from kernels.triton.chunk_splits import splits_of_tile
 from kernels.triton.query_tiles import tile_keys, tile_owner, tile_queries, tile_rows
-from kernels.triton.tuning import HOPPER, capability, card, interpreted, multiprocessors, power_of_two
+from kernels.triton.tuning import HOPPER, capability, card, has_gluon, multiprocessors, power_of_two
 
 SPLIT_BYTES_MAX = 256 * 1024 * 1024
 """What splitting the keys of short chunks may need of memory beyond the workspace of decodes; many of them beside one very long
@@ -281,11 +281,10 @@ def paged_prefill(
     if num_requests == 0:
         return out
     assert out.is_contiguous(), "outputs lie together"
-    group = shape.num_heads // shape.num_kv_heads
-    kv_bytes, rows, windowed = kv_cache.element_size(), max_query_len * group, shape.sliding_window is not None
+    kv_bytes, rows, windowed = kv_cache.element_size(), max_query_len * shape.group, shape.sliding_window is not None
     tiling = prefill_tiling(shape.head_dim, kv_bytes, rows, windowed, capability(q.device))
-    assert group <= tiling.rows, "a tile holds the heads of at least one query"
-    num_tiles = q.shape[0] // (tiling.rows // group) + num_requests
+    assert shape.group <= tiling.rows, "a tile holds the heads of at least one query"
+    num_tiles = q.shape[0] // (tiling.rows // shape.group) + num_requests
     tile, programs = (tiling.rows, tiling.keys), multiprocessors(q.device) * tiling.programs
     splits = 1
     if not few_queries:
@@ -307,9 +306,8 @@ def paged_prefill(
 def _overlapped(
     shape: AttentionShape, kv_bytes: int, tiling: PrefillTiling, device: torch.device
 ) -> Callable[..., torch.Tensor] | None:
-    """What serves these tiles in the place of `prefill_kernel`, if anything does. Gluon's part of Triton is experimental: no
-    other card imports it, nor does an interpreter, which cannot run it."""
-    if capability(device) != HOPPER or interpreted():
+    """What serves these tiles in the place of `prefill_kernel`, if anything does."""
+    if not has_gluon(device):
         return None
     from kernels.triton import attention_prefill_hopper as hopper
 

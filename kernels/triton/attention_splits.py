@@ -166,7 +166,7 @@ def scheduled_requests(num_requests: int) -> int:
 
 def query_rows(shape: AttentionShape, max_query_len: int) -> int:
     """Queries of one key head that are attended together."""
-    return max_query_len * (shape.num_heads // shape.num_kv_heads)
+    return max_query_len * shape.group
 
 
 def tile_rows(shape: AttentionShape, max_query_len: int, kv_bytes: int) -> int:

@@ -55,7 +55,7 @@ def chunk_splits(
     `max_blocks` and the window bound the answer by what no tile exceeds by itself (`splits_of_tile`): what they are changes no
     tile's splits."""
     rows, keys = tile
-    queries = rows // (shape.num_heads // shape.num_kv_heads)
+    queries = rows // shape.group
     num_tokens = max_blocks * shape.block_size
     if shape.sliding_window is not None:
         num_tokens = min(num_tokens, shape.sliding_window + queries + keys)
@@ -146,7 +146,7 @@ def merge_chunks(
 ) -> None:
     """Puts what the splits of every tile found together, in their order, into the rows of `out`. tile: rows and keys."""
     rows, keys = tile
-    num_requests, queries = context_lens.shape[0], rows // (shape.num_heads // shape.num_kv_heads)
+    num_requests, queries = context_lens.shape[0], rows // shape.group
     merge_chunks_kernel[out.shape[:2]](
         context_lens, query_starts, out, *parts,
         num_requests, parts.attended.shape[1], queries, shape.sliding_window or 0, keys,

@@ -5,13 +5,15 @@ written back, the next programs are handed out, compute their addresses and wait
 launched early begins when the programs in front of it have ended, and waits by itself until what they wrote can be seen.
 Whoever is launched early waits, so that an order in which each kernel sees all before it remains: the one of a stream.
 
-Before its wait a kernel may ask for what the kernel just in front of it does not write, and for nothing else: weights; in the
-decode of a lone request also the table, the length and the angle that its step begins with, and what its cache holds. It says
-so by how long the caches keep that: evicted first where it is read once in a step, last where every layer reads it. The compile
-gate and the emulated card refuse every other access, the card also what the kernel in front has in fact stored. Why that is
-safe: what a kernel further in front wrote lies in memory, since the one between has waited for it. And no multiprocessor has an
-older copy of its own: each drops what it has when it starts a program or when that waits, whichever the card does; tables and
-lengths were read last in the step before, and since then the output head has run on all of them.
+Before its wait a kernel may read only what the kernel just in front of it does not write: weights; in the decode of a lone
+request (`lone_decode`) also the block table, the length and the angle that its step begins with, and what its cache holds. Such
+a read is marked by its eviction policy: first where the data is read once in a step, last where every layer reads it. The
+compile gate and the emulated card refuse every other access before the wait, the card also one to what the kernel in front has
+in fact stored.
+
+Why that is safe: what kernels further in front wrote is in memory, since the one between has waited for them. And no
+multiprocessor holds an older copy: each drops its own when it starts a program or when a program waits, whichever the card
+does; tables and lengths were read last in the step before, and since then the output head has run on all multiprocessors.
 
 A kernel of more than `EARLY_ROWS_MAX` rows is launched in turn.
 
@@ -55,7 +57,8 @@ def may_be_early(device: torch.device) -> bool:
     return capability(device) >= CAPABILITY_MIN
 
 
-# Weights, and for `lone_decode` what the module names. (A kernel's text is what it is recorded by.)
+# "Weights" is too little: the module's docstring names what `lone_decode` reads too. This docstring is part of nearly all keys
+# of the record of machine code.
 @triton.jit
 def wait_for_previous(EARLY: tl.constexpr):
     """Only weights may be read before, and nothing written."""

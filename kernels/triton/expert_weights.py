@@ -9,9 +9,7 @@ from typing import Any
 import torch
 import triton.language as tl
 
-from kernels.quantised_weights import Fp8Weight, Int4Weight, Int8Weight
-
-Weight = torch.Tensor | Int8Weight | Fp8Weight | Int4Weight
+from kernels.quantised_weights import Fp8Weight, Int4Weight, Int8Weight, Weight, values_and_scales
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,9 +81,7 @@ def _addresses(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
 
 
 def _numbers(weight: Weight) -> torch.Tensor:
-    if isinstance(weight, torch.Tensor):
-        return weight
-    return weight.words if isinstance(weight, Int4Weight) else weight.values
+    return weight.words if isinstance(weight, Int4Weight) else values_and_scales(weight)[0]
 
 
 def _scales(weight: Int8Weight | Fp8Weight | Int4Weight) -> torch.Tensor:

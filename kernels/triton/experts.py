@@ -12,11 +12,11 @@ import torch
 import triton
 import triton.language as tl
 
-from kernels.quantised_weights import Int4Weight
+from kernels.quantised_weights import Int4Weight, Weight
 from kernels.triton import experts_int4
 from kernels.triton.activation import activated
 from kernels.triton.expert_tiles import SortedTokens, group_tiles, own_tile, sort_by_expert
-from kernels.triton.expert_weights import ExpertWeights, Weight, are_alike, bind_weights
+from kernels.triton.expert_weights import ExpertWeights, are_alike, bind_weights
 from kernels.triton.linear_tiles import decoded
 from kernels.triton.tuning import capability, power_of_two
 

@@ -2,9 +2,10 @@
 
 `fused_row` makes each byte a float32 with two to three instructions and multiplies it with another: half of what a
 multiprocessor can issue while the memory delivers. Here two bytes become a pair of numbers of a matrix instruction with three
-to four, and these multiply for next to nothing. A thread loads 16 bytes, columns side by side of one output. Which columns an
-operand's are is ours to say where x is taken in the same order, so nothing moves between threads, and nothing is shared before
-the end. Warps multiply chunks by turns; the first two of each are asked for before the wait. No output is shared by programs.
+to four, and these multiply for next to nothing. A thread loads 16 bytes, columns side by side of one output. A product may take
+its columns in any order if x is taken in the same one; here it is the order in which threads hold what they loaded, so nothing
+moves between them, and nothing is shared before the end. Warps multiply chunks by turns; the first two of each are asked for
+before the wait. No output is shared by programs.
 
     int8 as bfloat16   seven of its bits lie under the exponent of 128; 128 or 256, as the eighth says, is taken off
     int8 as float16    all of them lie under the exponent of 1024; that is taken off, with the 128 that made them positive
@@ -29,8 +30,8 @@ from triton.experimental.gluon.language.nvidia.ampere import mma_v2
 
 from kernels.quantised_weights import CHUNK_COLUMNS, Fp8Weight, Int8Weight
 from kernels.triton.early_launch import early_launch
-from kernels.triton.fused_row import HopperRowTiles
 from kernels.triton.fused_sums import Around
+from kernels.triton.hopper_rows import HopperRowTiles
 from kernels.triton.row_ends import COPIES, OUTPUTS, asked, asked_squares, finish, outputs_of, wait_for_previous
 from kernels.triton.tuning import power_of_two
 

@@ -12,12 +12,12 @@ import triton.language as tl
 
 from kernels.quantised_weights import CHUNK_COLUMNS, Int4Weight
 from kernels.triton.early_launch import early_launch, wait_for_previous
-from kernels.triton.fused_row import HopperRowTiles, has_hopper_rows, hopper_row_tiles
 from kernels.triton.fused_sums import Around, asked_squares, finish
+from kernels.triton.hopper_rows import HopperRowTiles, hopper_row_tiles
 from kernels.triton.int4_codes import int4_sums
 from kernels.triton.linear_int4 import DTYPES, Int4Tiles
 from kernels.triton.split_sum import UNPACK, counters, partial_sums, split_count
-from kernels.triton.tuning import multiprocessors, power_of_two
+from kernels.triton.tuning import has_gluon, multiprocessors, power_of_two
 
 ROWS = 16
 OUTPUTS = 128  # of a program, both halves of a gated one together
@@ -66,7 +66,7 @@ def fused_int4_tiles(num_outputs: int, num_columns: int, multiprocessors: int, *
 
 def tiles_on(x: torch.Tensor, weight: Int4Weight, num_outputs: int, *, gated: bool) -> Int4Tiles | HopperRowTiles:
     """One row has tiles of its own on Hopper, for groups of whole chunks."""
-    if x.shape[0] == 1 and has_hopper_rows(x.device) and weight.group_size % CHUNK_COLUMNS == 0:
+    if x.shape[0] == 1 and has_gluon(x.device) and weight.group_size % CHUNK_COLUMNS == 0:
         return hopper_row_tiles(gated=gated)
     return fused_int4_tiles(num_outputs, weight.num_columns, multiprocessors(x.device), gated=gated)
 

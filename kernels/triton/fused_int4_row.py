@@ -2,9 +2,10 @@
 
 `fused_int4` brings words through shared memory, divides columns among programs, adds up their sums, and asks for nothing before
 its wait: 5 to 6 µs of each product on an H200 are not its bytes. Here a thread loads 16 bytes that are its own part of an
-operand of matrix instructions: eight words of one output, codes of the columns 8 t … 8 t + 7 of four runs. Which columns an
-operand's are is ours to say where x is taken in the same order, so that nothing moves between threads. Warps multiply chunks
-by turns; the first two of each are asked for before the wait. No output is shared by programs.
+operand of matrix instructions: eight words of one output, codes of the columns 8 t … 8 t + 7 of four runs. A product may take
+its columns in any order if x is taken in the same one; here it is the order in which threads hold what they loaded, so that
+nothing moves between them. Warps multiply chunks by turns; the first two of each are asked for before the wait. No output is
+shared by programs.
 
 Codes stay under an exponent, as 128 + code (bfloat16) or 16 + code (float16). What that adds to the sum of a group is the same
 multiple of the sum of x, a product with ones. All products are exact, and added up in float32: what cancels costs at most 6e-5
@@ -24,8 +25,8 @@ from triton.experimental.gluon.language.nvidia.ampere import mma_v2
 
 from kernels.quantised_weights import CHUNK_COLUMNS, CHUNK_RUNS, RUN_COLUMNS, Int4Weight
 from kernels.triton.early_launch import early_launch
-from kernels.triton.fused_row import HopperRowTiles
 from kernels.triton.fused_sums import Around
+from kernels.triton.hopper_rows import HopperRowTiles
 from kernels.triton.int4_codes import unpacking
 from kernels.triton.row_ends import COPIES, OUTPUTS, asked, asked_squares, finish, outputs_of, wait_for_previous
 from kernels.triton.tuning import power_of_two

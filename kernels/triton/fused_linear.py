@@ -20,12 +20,13 @@ import triton
 import triton.language as tl
 
 from kernels.operations import FUSED_ROWS_MAX
-from kernels.quantised_weights import Fp8Weight, Int4Weight, Int8Weight
+from kernels.quantised_weights import Int4Weight, Weight, values_and_scales
 from kernels.residual_stream import Gate, Stream
 from kernels.triton import fused_int4, fused_row
 from kernels.triton.early_launch import early_launch, wait_for_previous
-from kernels.triton.fused_row import HopperRowTiles, RowTiles
+from kernels.triton.fused_row import RowTiles
 from kernels.triton.fused_sums import Around, asked_squares, finish
+from kernels.triton.hopper_rows import HopperRowTiles
 from kernels.triton.linear_int4 import Int4Tiles
 from kernels.triton.linear_tiles import Tiles, decoded
 from kernels.triton.split_sum import (
@@ -56,7 +57,6 @@ class FusedTiles(Tiles):
     column_warps: int = 1
 
 
-Weight = torch.Tensor | Int8Weight | Fp8Weight | Int4Weight
 AnyTiles = FusedTiles | Int4Tiles | HopperRowTiles | RowTiles
 
 
@@ -176,7 +176,7 @@ def normed_linear(
     the same columns of both halves. Reads the weight once. Else as `linear_add`; `weighted` must be finite, which it is in fp16
     wherever total is, if `factor` leaves no weight of the norm above one.
     """
-    x, num_rows = stream.weighted, weight.num_rows if isinstance(weight, Int4Weight) else _values(weight).shape[0]
+    x, num_rows = stream.weighted, weight.num_rows if isinstance(weight, Int4Weight) else values_and_scales(weight)[0].shape[0]
     outputs = num_rows if gate is None else num_rows // 2
     tiles = tiles_on(x, weight, outputs, gated=gate is not None, is_summed=False)
     out = torch.empty(x.shape[0], outputs, dtype=x.dtype, device=x.device)
@@ -216,16 +216,12 @@ def tiles_on(x: torch.Tensor, weight: Weight, num_outputs: int, *, gated: bool, 
     """`is_summed`: whether the squares of the outputs are stored."""
     if isinstance(weight, Int4Weight):
         return fused_int4.tiles_on(x, weight, num_outputs, gated=gated)
-    weight_bytes, row_bytes = _values(weight).element_size(), x.element_size()
+    weight_bytes, row_bytes = values_and_scales(weight)[0].element_size(), x.element_size()
     of_one = fused_row.tiles_on(x, num_outputs, gated=gated, is_summed=is_summed, weight_bytes=weight_bytes)
     return of_one or fused_tiles(
         num_outputs, x.shape[1], capability(x.device), multiprocessors(x.device),
         gated=gated, weight_bytes=weight_bytes, row_bytes=row_bytes,
     )  # fmt: skip
-
-
-def _values(weight: torch.Tensor | Int8Weight | Fp8Weight) -> torch.Tensor:
-    return weight if isinstance(weight, torch.Tensor) else weight.values
 
 
 def _stages(stages: int, capability: int) -> int:
@@ -247,7 +243,7 @@ def _launch(x: torch.Tensor, weight: Weight, around: Around, tiles: AnyTiles) ->
         fused_row.launch(x, weight, around, tiles)
         return
     assert isinstance(tiles, FusedTiles)
-    values, scales = _values(weight), None if isinstance(weight, torch.Tensor) else weight.scales
+    values, scales = values_and_scales(weight)
     assert values.is_contiguous(), "rows of the weight lie one behind the other"
     outputs = around.out.shape[1]
     num_tiles = triton.cdiv(outputs, tiles.block_n)

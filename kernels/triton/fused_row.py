@@ -16,10 +16,11 @@ import torch
 import triton
 import triton.language as tl
 
-from kernels.quantised_weights import CHUNK_COLUMNS, Fp8Weight, Int8Weight
+from kernels.quantised_weights import CHUNK_COLUMNS, Fp8Weight, Int8Weight, values_and_scales
 from kernels.triton.early_launch import early_launch, wait_for_previous
 from kernels.triton.fused_sums import Around, asked_squares, finish
-from kernels.triton.tuning import HOPPER, capability, interpreted, multiprocessors, power_of_two
+from kernels.triton.hopper_rows import HopperRowTiles, hopper_row_tiles
+from kernels.triton.tuning import has_gluon, interpreted, multiprocessors, power_of_two
 
 _INTERPRETED = tl.constexpr(interpreted())
 WARP_SIZE = 32
@@ -46,16 +47,6 @@ class RowTiles:
     block_n: int
     block_k: int
     num_warps: int = 4
-
-
-@dataclass(frozen=True, slots=True)
-class HopperRowTiles:
-    """Of `fused_byte_row` and `fused_int4_row`: `num_warps` at a chunk of 128 columns each, and outputs as a matrix instruction
-    has rows."""
-
-    num_warps: int
-    registers_max: int | None = None  # of a thread; None leaves their number to the assembler
-    block_n: int = 16
 
 
 @triton.jit
@@ -182,18 +173,6 @@ def row_tiles(num_columns: int, *, gated: bool, is_summed: bool, weight_bytes: i
     return replace(tiles, block_k=min(tiles.block_k, max(4 * WARP_SIZE, power_of_two(num_columns))))
 
 
-def has_hopper_rows(device: torch.device) -> bool:
-    """Whether one row has the kernels in Gluon. That part of Triton is experimental: no other card imports it, nor does an
-    interpreter, which cannot run it."""
-    return capability(device) == HOPPER and not interpreted()
-
-
-def hopper_row_tiles(*, gated: bool) -> HopperRowTiles:
-    """Eight warps where a matrix has few outputs, so that enough of it is on its way. Four of a gated one, of which a program
-    has twice as much: four programs of a multiprocessor, whose beginnings and ends the others fill."""
-    return HopperRowTiles(4, registers_max=128) if gated else HopperRowTiles(8)
-
-
 def tiles_on(
     x: torch.Tensor, num_outputs: int, *, gated: bool, is_summed: bool, weight_bytes: int
 ) -> RowTiles | HopperRowTiles | None:
@@ -202,7 +181,7 @@ def tiles_on(
     num_rows, num_columns = x.shape
     if num_rows != 1 or x.element_size() != 2 or num_columns % FOUR.value:
         return None
-    if weight_bytes == 1 and has_hopper_rows(x.device) and num_columns % CHUNK_COLUMNS == 0:
+    if weight_bytes == 1 and has_gluon(x.device) and num_columns % CHUNK_COLUMNS == 0:
         tiles = hopper_row_tiles(gated=gated)
         if num_outputs >= tiles.block_n * multiprocessors(x.device):
             return tiles
@@ -222,7 +201,7 @@ def launch(
         assert not isinstance(weight, torch.Tensor)
         launch_byte_row(x, weight, around, tiles)
         return
-    values, scales = (weight, None) if isinstance(weight, torch.Tensor) else (weight.values, weight.scales)
+    values, scales = values_and_scales(weight)
     num_columns, outputs = x.shape[1], around.out.shape[1]
     fused_row_kernel[(triton.cdiv(outputs, tiles.block_n),)](
         x, values, scales, *around.tensors, outputs, num_columns, around.num_squares, around.eps, around.alpha,

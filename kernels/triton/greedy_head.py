@@ -21,14 +21,13 @@ import triton.language as tl
 
 from kernels.gumbel import NO_TOKEN
 from kernels.operations import FUSED_ROWS_MAX
-from kernels.quantised_weights import Fp8Weight, Int4Weight, Int8Weight
+from kernels.quantised_weights import Fp8Weight, Int4Weight, Int8Weight, Weight, values_and_scales
 from kernels.triton.early_launch import early_launch, wait_for_previous
 from kernels.triton.linear import skinny_tiles
 from kernels.triton.linear_tiles import FLOAT32_FEW, Tiles, byte_tiles, decoded
 from kernels.triton.tuning import capability, card, multiprocessors, power_of_two
 
 TILES = Tiles(FUSED_ROWS_MAX, 64, 128, num_warps=4, num_stages=6)
-TILES_BYTES = Tiles(FUSED_ROWS_MAX, 64, 128, num_warps=4, num_stages=6)
 _ROWS = tl.constexpr(FUSED_ROWS_MAX)
 _NO_TOKEN = tl.constexpr(NO_TOKEN)
 _NOBODY = tl.constexpr(0x7FFFFFFF)
@@ -81,25 +80,23 @@ def head_tiles(*, weight_bytes: int, capability: int, row_bytes: int = 2) -> Til
     rows that are multiplied with weights of 8 bits."""
     if weight_bytes == 1 and row_bytes == 4:
         return FLOAT32_FEW
-    tiles, stages = (TILES_BYTES, 3) if weight_bytes == 1 else (TILES, 3 if weight_bytes == 4 else 4)
-    return replace(tiles, num_stages=stages) if card(capability).is_small or weight_bytes == 4 else tiles
+    if card(capability).is_small or weight_bytes == 4:
+        return replace(TILES, num_stages=4 if weight_bytes == 2 else 3)
+    return TILES
 
 
-def bind_greedy_head(
-    weight: torch.Tensor | Int8Weight | Fp8Weight | Int4Weight,
-) -> Callable[[torch.Tensor], torch.Tensor] | None:
+def bind_greedy_head(weight: Weight) -> Callable[[torch.Tensor], torch.Tensor] | None:
     """`greedy_head` with this head; None where its product adds in another order, so that near a tie the two could choose
     differently, and for weights of 4 bits. weight: [V, K], of 8 bits with a scale for each token"""
     if isinstance(weight, Int4Weight):
         return None
-    is_plain = isinstance(weight, torch.Tensor)
-    values = weight if isinstance(weight, torch.Tensor) else weight.values
+    values, scales = values_and_scales(weight)
     weight_bytes, (num_tokens, num_columns) = values.element_size(), values.shape
     on_card = capability(values.device), multiprocessors(values.device)
 
     def is_in_order(row_bytes: int) -> bool:
         by_bytes = partial(byte_tiles, 1, values.shape, *on_card, row_bytes=row_bytes)
-        product = skinny_tiles(num_tokens, num_columns, *on_card, weight_bytes) if is_plain else by_bytes()
+        product = skinny_tiles(num_tokens, num_columns, *on_card, weight_bytes) if scales is None else by_bytes()
         own = head_tiles(weight_bytes=weight_bytes, capability=on_card[0], row_bytes=row_bytes)
         return replace(product, num_stages=own.num_stages, block_n=own.block_n) == own
 
@@ -113,7 +110,7 @@ def greedy_head(
 
     hidden: [M, K], M ≤ 16, weight: [V, K] of the same type, or of 8 bits with a scale for each token.
     """
-    values, scales = (weight, None) if isinstance(weight, torch.Tensor) else (weight.values, weight.scales)
+    values, scales = values_and_scales(weight)
     (rows, num_columns), vocab_size = hidden.shape, values.shape[0]
     assert rows <= FUSED_ROWS_MAX, f"{rows} rows, {FUSED_ROWS_MAX} at most"
     out = torch.empty(rows, dtype=torch.int64, device=hidden.device) if out is None else out

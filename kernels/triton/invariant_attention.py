@@ -217,7 +217,7 @@ def _one_each(device: torch.device, size: int) -> torch.Tensor:
 
 
 def _num_tiles(q: torch.Tensor, kv_cache: torch.Tensor, block_tables: torch.Tensor, shape: AttentionShape) -> int:
-    queries = _tiling(shape, kv_cache).rows // (shape.num_heads // shape.num_kv_heads)
+    queries = _tiling(shape, kv_cache).rows // shape.group
     return q.shape[0] // queries + block_tables.shape[0]
 
 
@@ -230,8 +230,7 @@ def _max_splits(shape: AttentionShape, max_blocks: int, max_query_len: int) -> i
 
 
 def _tiling(shape: AttentionShape, kv_cache: torch.Tensor) -> RowsTiling:
-    group = shape.num_heads // shape.num_kv_heads
-    return rows_tiling(shape.head_dim, kv_cache.element_size(), group, capability(kv_cache.device))
+    return rows_tiling(shape.head_dim, kv_cache.element_size(), shape.group, capability(kv_cache.device))
 
 
 def rows_constants(shape: AttentionShape, tiling: RowsTiling) -> dict[str, object]:

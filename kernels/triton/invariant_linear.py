@@ -12,7 +12,7 @@ import torch
 import triton
 import triton.language as tl
 
-from kernels.quantised_weights import FP8, Fp8Weight, Int8Weight
+from kernels.quantised_weights import FP8, Fp8Weight, Int8Weight, values_and_scales
 from kernels.triton.early_launch import early_launch, wait_for_previous
 from kernels.triton.linear_fp8 import check_fp8
 from kernels.triton.linear_tiles import Tiles, decoded
@@ -151,7 +151,7 @@ def invariant_linear(
     the same. Rows beyond M and columns beyond N and K are masked. Accumulates in float32. Raises ValueError for e4m3 on a card
     without it.
     """
-    values, scales = (weight, None) if isinstance(weight, torch.Tensor) else (weight.values, weight.scales)
+    values, scales = values_and_scales(weight)
     if values.dtype is FP8:
         check_fp8(x.device)
     (num_rows, num_columns), num_outputs = x.shape, values.shape[0]

@@ -24,7 +24,6 @@ from kernels.triton.split_sum import (
 from kernels.triton.tuning import power_of_two
 
 ROWS_FEW = 64  # up to here reading the weights takes longer than multiplying
-# Where an assembler stops at 64 registers it keeps one or two numbers on the stack from before the loop until behind it.
 GROUP_ROWS = 8  # row tiles that run side by side over the same columns, so that both stay in the second-level cache
 
 

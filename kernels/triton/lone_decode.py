@@ -18,7 +18,7 @@ from kernels.attention_rows import AttentionShape
 from kernels.triton.attention_decode import score_factor
 from kernels.triton.attention_splits import shape_constants
 from kernels.triton.early_launch import early_launch, wait_for_previous
-from kernels.triton.newest_token import ask_angles, ask_newest, score_of, take_newest
+from kernels.triton.newest_token import Rotation, ask_angles, ask_newest, score_of, take_newest
 from kernels.triton.split_sum import counters
 from kernels.triton.tuning import multiprocessors, power_of_two
 
@@ -164,19 +164,13 @@ def _merge(
 
 def lone_decode(
     qkv: torch.Tensor,
-    cos: torch.Tensor,
-    sin: torch.Tensor,
+    rotation: Rotation,
     kv_cache: torch.Tensor,
-    slot_mapping: torch.Tensor,
     block_table: torch.Tensor,
     context_lens: torch.Tensor,
     shape: AttentionShape,
     out: torch.Tensor,
     *,
-    rotary_dim: int,
-    q_weight: torch.Tensor | None = None,
-    k_weight: torch.Tensor | None = None,
-    eps: float = 0.0,
     kv_scales: torch.Tensor | None = None,
 ) -> None:
     """`rotated_decode` of one request, formula, sources and rounding with it, into out: [1, H, D].
@@ -189,8 +183,9 @@ def lone_decode(
     kv_bytes, heads = kv_cache.element_size(), shape.num_heads
     splits = most_splits(shape, block_table.shape[1], kv_bytes, qkv.device)
     parts = torch.empty(splits * heads * (shape.head_dim + 1), dtype=torch.float32, device=qkv.device)
+    *given, eps, rotary_dim = rotation
     lone_kernel[(splits * shape.num_kv_heads,)](
-        qkv, kv_cache, block_table, context_lens, kv_scales, cos, sin, slot_mapping, q_weight, k_weight, out,
+        qkv, kv_cache, block_table, context_lens, kv_scales, *given, out,
         parts, parts[-splits * heads :], counters(qkv.device), score_factor(shape), kv_cache.stride(0), splits, eps,
         **lone_constants(shape, kv_bytes), ROTARY=rotary_dim, num_warps=warps_of(shape, kv_bytes), num_stages=1,
         **early_launch(qkv.device, 1),
@@ -199,18 +194,18 @@ def lone_decode(
 
 def lone_constants(shape: AttentionShape, kv_bytes: int) -> dict[str, Any]:
     """Constants of `lone_kernel`, but for ROTARY."""
-    width, group = power_of_two(shape.head_dim), shape.num_heads // shape.num_kv_heads
+    rows = power_of_two(shape.group)
     return {
         **shape_constants(shape),
-        "ROWS": max(16, power_of_two(group)),
+        "ROWS": max(16, rows),
         "TILE": lone_tile(shape.head_dim, kv_bytes),
-        "CHUNK": max(2, MERGED_NUMBERS // (power_of_two(group) * width)),
+        "CHUNK": max(2, MERGED_NUMBERS // (rows * power_of_two(shape.head_dim))),
     }
 
 
 def warps_of(shape: AttentionShape, kv_bytes: int) -> int:
     """More than four where a thread would lack registers."""
-    return 8 if kv_bytes == 4 or shape.num_heads // shape.num_kv_heads > 16 else 4
+    return 8 if kv_bytes == 4 or shape.group > 16 else 4
 
 
 def lone_tile(head_dim: int, kv_bytes: int) -> int:

@@ -7,10 +7,29 @@ begins with its score, so that no key that is read waits for one that is written
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
+import torch
 import triton
 import triton.language as tl
 
 from kernels.triton.fp8_rows import bounded
+
+
+class Rotation(NamedTuple):
+    """Angles, weights of QK-norm and places in the cache of newest tokens, as `rope_and_cache` takes them."""
+
+    cos: torch.Tensor
+    sin: torch.Tensor
+    slot_mapping: torch.Tensor
+    q_weight: torch.Tensor | None
+    k_weight: torch.Tensor | None
+    eps: float
+    rotary_dim: int
+
+
+NO_ROTATION = (None, None, None, None, None, 0.0, 0)
+"""In the place of one where queries are rotated already, and keys and values are in the cache."""
 
 
 @triton.jit

@@ -61,9 +61,9 @@ def rms_norm_kernel(
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float, *, out: torch.Tensor | None = None) -> torch.Tensor:
     """x / √(mean(x²) + eps) · weight: x: [..., hidden], weight: [hidden] in x's dtype or float32 → [..., hidden]
 
-    Source: arXiv 1910.07467, eq. 4. Reads and writes T · hidden elements of fp32, fp16 or bf16; 4 operations an element;
-    sums and products in float32, rounded once. Rows of a matrix may lie
-    apart, those of `out` too, which may be x itself. Columns beyond `hidden` are masked.
+    Source: arXiv 1910.07467, eq. 4. Reads and writes T · hidden elements of fp32, fp16 or bf16; 4 operations an element; sums
+    and products in float32, rounded once. Rows of a matrix may lie apart, those of `out` too, which may be x itself. Columns
+    beyond `hidden` are masked.
     """
     normed = torch.empty(x.shape, dtype=x.dtype, device=x.device) if out is None else out
     _launch(x, None, weight, None, normed, None, None, eps, 1.0)

@@ -12,6 +12,7 @@ from kernels.attention_rows import AttentionShape
 from kernels.triton.attention_decode import check_attention, launch_decode
 from kernels.triton.attention_splits import DecodeWorkspace
 from kernels.triton.lone_decode import lone_decode
+from kernels.triton.newest_token import Rotation
 
 
 def rotated_decode(
@@ -41,14 +42,9 @@ def rotated_decode(
     """
     check_attention(qkv[:, : shape.num_heads], kv_cache, shape)
     out = torch.empty(qkv.shape[0], shape.num_heads, shape.head_dim, dtype=qkv.dtype, device=qkv.device)
+    rotation = Rotation(cos, sin, slot_mapping, q_weight, k_weight, eps, rotary_dim)
     if qkv.shape[0] == 1:
-        lone_decode(
-            qkv, cos, sin, kv_cache, slot_mapping, block_tables, context_lens, shape, out,
-            rotary_dim=rotary_dim, q_weight=q_weight, k_weight=k_weight, eps=eps, kv_scales=kv_scales,
-        )  # fmt: skip
+        lone_decode(qkv, rotation, kv_cache, block_tables, context_lens, shape, out, kv_scales=kv_scales)
         return out
-    launch_decode(
-        qkv, kv_cache, block_tables, context_lens, shape, out, workspace, kv_scales=kv_scales,
-        newest=(cos, sin, slot_mapping, q_weight, k_weight), eps=eps, rotary_dim=rotary_dim,
-    )  # fmt: skip
+    launch_decode(qkv, kv_cache, block_tables, context_lens, shape, out, workspace, kv_scales=kv_scales, rotation=rotation)
     return out

@@ -81,6 +81,12 @@ def capability(device: torch.device) -> int:
     return max((known for known in CARDS if known <= number), default=number)
 
 
+def has_gluon(device: torch.device) -> bool:
+    """Whether the kernels in Gluon serve here. That part of Triton is experimental: no card but Hopper imports it, nor does an
+    interpreter, which cannot run it."""
+    return capability(device) == HOPPER and not interpreted()
+
+
 @functools.cache
 def multiprocessors(device: torch.device) -> int:
     """How many programs run side by side at least: 132 on an H200, 4 under the interpreter."""

@@ -135,6 +135,18 @@ def test_a_key_is_of_the_kernel_its_types_its_options_and_the_card() -> None:
     assert len({same, *others, made(fp_fusion=False)}) == 8
 
 
+def as_given(block: int) -> int:
+    return block
+
+
+places = triton.constexpr_function(as_given)
+
+
+def copied_with_a_constant(source: tl.tensor, out: tl.tensor, BLOCK: tl.constexpr) -> None:
+    index = tl.arange(0, places(BLOCK))
+    tl.store(out + index, tl.load(source + index))
+
+
 def test_a_key_is_not_of_the_line_where_a_kernel_stands(monkeypatch: pytest.MonkeyPatch) -> None:
     below, above = JITFunction(copied), JITFunction(copied)
     below.starting_line_number += 1000
@@ -142,6 +154,18 @@ def test_a_key_is_not_of_the_line_where_a_kernel_stands(monkeypatch: pytest.Monk
     monkeypatch.setattr(f"kernels.triton.{MODULE}.above", above, raising=False)
     forget_lines()
     assert keyed(below) == keyed(above)
+
+
+def test_nor_of_the_line_of_a_function_that_it_asks_for_a_constant(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = []
+    for line in (1, 1000):
+        constant = triton.constexpr_function(as_given)
+        constant.starting_line_number = line
+        monkeypatch.setattr(f"{__name__}.places", constant)
+        monkeypatch.setattr(f"kernels.triton.{MODULE}.places", constant, raising=False)
+        forget_lines()
+        found.append(keyed(JITFunction(copied_with_a_constant)))
+    assert found[0] == found[1]
 
 
 def test_a_record_is_read_as_it_was_written(tmp_path: Path) -> None:

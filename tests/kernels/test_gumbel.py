@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 
 from engine.sampling import randomness
+from kernels import gumbel
 from kernels.gumbel import ACCEPT, GUESS, RESIDUAL
-from kernels.reference import gumbel
 
 SEEDS = (0, 1, 2**63 - 1)
 POSITIONS = (0, 1, 4095, 2**31)
@@ -18,6 +18,6 @@ def test_kernels_key_a_token_by_the_bits_of_the_engine() -> None:
         for seed in SEEDS:
             streams = torch.tensor([randomness.signed(randomness.stream(seed))] * len(POSITIONS))
             made = gumbel.keys(streams, torch.tensor(POSITIONS), draw)
-            assert made.tolist() == [randomness.signed(randomness.key(seed, position, draw=draw)) for position in POSITIONS]
-            uniform = [randomness.uniform(seed, position, draw=draw) for position in POSITIONS]
-            assert gumbel.uniform(made).tolist() == uniform
+            keys = [randomness.key(seed, position, draw=draw) for position in POSITIONS]
+            assert made.tolist() == [randomness.signed(key) for key in keys]
+            assert gumbel.uniform(made).tolist() == [(key >> 16) / 2.0**48 for key in keys]

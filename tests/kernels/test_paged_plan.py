@@ -27,7 +27,7 @@ class UncountedTable(array):  # type: ignore[type-arg]  # subscripts of it came 
 def plans(rows: list[InputRow], *windows: int | None) -> list[PagedPlan]:
     planners = []
     for window in windows:
-        planner = PagedPlanner(AttentionShape(SIZE, 4, 2, 8, sliding_window=window), dtype=torch.float32, device=CPU)
+        planner = PagedPlanner(AttentionShape(SIZE, 4, 2, 8, sliding_window=window), device=CPU)
         planner.workspace = f"of window {window}"
         planners.append(planner)
     inputs = make_batch_inputs(rows, block_size=SIZE, rotaries=[], planners=planners, device=CPU)

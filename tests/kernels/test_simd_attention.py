@@ -45,7 +45,7 @@ def case(lens: Sequence[tuple[int, int]], shape: AttentionShape) -> tuple[torch.
 
 
 def attended(qkv: torch.Tensor, cache: torch.Tensor, rows: list[AttentionRow], shape: AttentionShape) -> torch.Tensor:
-    plan = PagedPlanner(shape, dtype=torch.float32, device=CPU).plan(rows)
+    plan = PagedPlanner(shape, device=CPU).plan(rows)
     return paged_plan_attention(OPERATIONS, qkv, cache, plan, None)
 
 

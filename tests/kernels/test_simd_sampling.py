@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 import torch
 
+from kernels import gumbel
 from kernels.cpu import sampling as torch_sampling
 from kernels.gumbel import NO_TOKEN
-from kernels.reference import gumbel
 from kernels.reference import sampling as reference
 from kernels.sampling_columns import SamplingColumns
 from kernels.simd import sampling

@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 import torch
 
+from kernels import gumbel
 from kernels.cpu import sampling as cpu
 from kernels.gumbel import FARTHEST, NO_TOKEN
-from kernels.reference import gumbel
 from kernels.reference import sampling as reference
 from kernels.sampling_columns import SamplingColumns
 from kernels.triton import sampling

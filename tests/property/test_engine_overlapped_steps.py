@@ -150,7 +150,7 @@ def test_steps_with_prompts_attend_in_the_workspaces_of_decode_steps(folder: Pat
     monkeypatch.setattr("engine.runner.paged_decoder.operations", lambda _device, **_: table)
     shapes = decoder.attention_shapes
     assert len(shapes) == 2, "a window and none"
-    decoder._planners = [ops.PagedPlanner(shape, dtype=torch.float32, device=CPU) for shape in shapes]
+    decoder._planners = [ops.PagedPlanner(shape, device=CPU) for shape in shapes]
     decoder.keep_workspaces(16, 4)
     plans = decoder.prepare([InputRow([1], 4, [0], FIRST), InputRow([1, 2, 3], 0, [1], NONE)]).attention
     assert [plan.workspace for plan in plans] == [(shape, 16, 4) for shape in shapes]

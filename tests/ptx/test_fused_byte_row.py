@@ -12,7 +12,7 @@ import torch
 from kernels.quantised_weights import Fp8Weight, Int8Weight, pack_fp8, pack_int8
 from kernels.residual_stream import Gate
 from kernels.triton import fused_row
-from kernels.triton.fused_row import HopperRowTiles
+from kernels.triton.hopper_rows import HopperRowTiles
 from tests.support.fused_rows import CPU, check_row
 from tests.support.kernel_cases import normal
 from tests.support.ptx.card import EmulatedCard

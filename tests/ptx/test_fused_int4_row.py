@@ -13,7 +13,7 @@ from kernels.reference import fused_linear as reference
 from kernels.residual_stream import Gate
 from kernels.triton import fused_int4
 from kernels.triton.fused_linear import linear_add
-from kernels.triton.fused_row import HopperRowTiles
+from kernels.triton.hopper_rows import HopperRowTiles
 from tests.support.fused_rows import CPU, check_row
 from tests.support.kernel_cases import normal
 from tests.support.kernel_tolerances import assert_near

@@ -6,9 +6,10 @@ from functools import partial
 
 import torch
 
+from kernels.quantised_weights import Weight
 from kernels.reference import fused_linear as reference
 from kernels.residual_stream import Gate
-from kernels.triton.fused_linear import Weight, linear_add, normed_linear
+from kernels.triton.fused_linear import linear_add, normed_linear
 from tests.support.kernel_cases import normal, padded_rows
 from tests.support.kernel_tolerances import assert_near
 

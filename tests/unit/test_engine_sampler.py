@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from engine.sampling.randomness import seed_of_answer, uniform
+from engine.sampling.randomness import key, seed_of_answer
 from engine.sampling.sampler import NOT_FINITE, SampledToken
 from kernels.ops import NO_TOKEN, plain_sampling
 from tests.support.sampling import sample, sampling_request
@@ -188,17 +188,17 @@ def test_a_row_that_is_not_finite_fails_alone(logits: torch.Tensor, poison: floa
     assert outputs == [healthy, SampledToken(error=NOT_FINITE), healthy]
 
 
-def test_uniform_numbers_repeat_for_seed_and_position_and_differ_otherwise() -> None:
-    numbers = {uniform(seed, position) for seed in range(50) for position in range(50)}
+def test_random_bits_repeat_for_seed_and_position_and_differ_otherwise() -> None:
+    numbers = {key(seed, position) for seed in range(50) for position in range(50)}
     assert len(numbers) == 2500
-    assert uniform(3, 4) == uniform(3, 4)
-    assert all(0.0 <= number < 1.0 for number in numbers)
-    assert abs(sum(numbers) / 2500 - 0.5) < 0.03
-    assert uniform(2**63 - 1, 2**20) < 1.0
+    assert key(3, 4) == key(3, 4)
+    assert all(0 <= number < 2**64 for number in numbers)
+    assert abs(sum(numbers) / 2500 / 2**64 - 0.5) < 0.03
+    assert key(2**63 - 1, 2**20) < 2**64
 
 
 def test_a_second_number_for_a_position_is_another_one() -> None:
-    numbers = {uniform(seed, position, draw=draw) for seed in range(20) for position in range(20) for draw in range(3)}
+    numbers = {key(seed, position, draw=draw) for seed in range(20) for position in range(20) for draw in range(3)}
     assert len(numbers) == 1200
 
 
@@ -207,7 +207,7 @@ def test_every_answer_has_a_seed_of_its_own_and_the_first_that_of_the_request() 
     assert len(seeds) == 41 * 128
     assert all(0 <= seed < 2**63 for seed in seeds)
     assert seed_of_answer(7, 0) == 7
-    streams = [[uniform(seed_of_answer(7, index), position) for position in range(50)] for index in range(4)]
+    streams = [[key(seed_of_answer(7, index), position) for position in range(50)] for index in range(4)]
     assert len({number for stream in streams for number in stream}) == 200
 
 

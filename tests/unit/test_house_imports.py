@@ -161,13 +161,14 @@ def test_references_know_no_implementation() -> None:
     assert not wrong, "\n".join(wrong)
 
 
-def test_serving_knows_nothing_of_the_compile_gate() -> None:
+@pytest.mark.parametrize("part", ["kernels.triton.gate", "kernels.reference"])
+def test_serving_knows_nothing_of_what_kernels_are_tested_with(part: str) -> None:
     wrong = [
         f"{module} imports {name}"
         for module, path in modules("engine", "kernels")
-        if not within(module, "kernels.triton.gate")
+        if not within(module, part)
         for name in imports(path)
-        if within(name, "kernels.triton.gate")
+        if within(name, part)
     ]
     assert not wrong, "\n".join(wrong)
 

@@ -110,7 +110,6 @@ class Admission:
         self._clock = clock
         self._currency = currency
         self._calendar = calendar
-        self._sums = sums
         self._allowances: dict[Owner, Allowance] = {}
         self.output_estimates = OutputEstimates(sums, clock)
         self._live = Running(self._moment)

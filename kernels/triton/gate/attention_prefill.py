@@ -92,7 +92,7 @@ def _compilation(
     else:
         absent["kv_scales"] = None
     numbers = dict.fromkeys(("num_requests", "num_tiles", "q_stride", "block_stride", "table_stride", "max_splits"), "i32")
-    rows = max_query_len * (shape.num_heads // shape.num_kv_heads)
+    rows = max_query_len * shape.group
     kv_bytes = TYPE_BYTES[kv_dtype]
     tilings: dict[PrefillTiling, list[int]] = {}
     for number in FP8_CAPABILITIES if "fp8" in kv_dtype else CAPABILITIES:

@@ -19,7 +19,7 @@ from triton import knobs
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.experimental.gluon._runtime import GluonASTSource, GluonJITFunction
-from triton.runtime.jit import JITFunction
+from triton.runtime.jit import JITCallable
 
 from kernels.triton.early_launch import CAPABILITY_MIN as EARLY_CAPABILITY
 from kernels.triton.gate.machine_code import overwritten_operands
@@ -111,11 +111,12 @@ def source_key(compilation: Compilation, capability: int) -> str:
 
 
 def forget_lines() -> None:
-    """Have keys not depend on where in its file a kernel of the imported modules stands: Triton's own do."""
+    """Have keys not depend on where in its file a kernel of the imported modules stands, nor what it calls, functions that make
+    constants among them: Triton's own do."""
     for name, module in list(sys.modules.items()):
         if name.startswith("kernels."):
             for function in vars(module).values():
-                if isinstance(function, JITFunction):
+                if isinstance(function, JITCallable):
                     function.starting_line_number = 0
 
 

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from kernels.triton.fused_byte_row import fused_byte_row_kernel
-from kernels.triton.fused_row import hopper_row_tiles
 from kernels.triton.gate.compilation import Compilation
 from kernels.triton.gate.fused_sums import LLAMA_8B, around_types
+from kernels.triton.hopper_rows import hopper_row_tiles
 from kernels.triton.tuning import HOPPER, power_of_two
 
 
@@ -25,10 +25,7 @@ def _compilation(
     """`row` and `kind` are the types of x and of the weight."""
     gated, own = name == "gate_up", f"*{row}"
     tiles = hopper_row_tiles(gated=gated)
-    around, absent = around_types(name, own, 1)
-    if has_bias:
-        around["bias"] = own
-    absences = {key: None for key in absent if key in set(fused_byte_row_kernel.arg_names) - set(around)}
+    around, absent = around_types(fused_byte_row_kernel, name, own, has_bias=has_bias)
     constants = {
         "GATE": gate if gated else None, "COLUMN_SCALES": column_scales, "SQUARES_BLOCK": power_of_two(4096 // tiles.block_n),
         "WARPS": tiles.num_warps,
@@ -39,7 +36,7 @@ def _compilation(
         fused_byte_row_kernel,
         {"x": own, "weight": f"*{kind}", "weight_scales": "*fp32", **around, **dict.fromkeys(("N", "K", "num_squares"), "i32"),
          "eps": "fp32", "alpha": "fp32"},
-        {**absences, **constants},
+        {**absent, **constants},
         num_warps=tiles.num_warps,
         capabilities=(HOPPER,),
         tensor_cores=True,

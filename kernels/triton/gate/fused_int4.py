@@ -21,7 +21,7 @@ def _compilation(name: str, dtype: str, group: int, card: int) -> Compilation:
     outputs, columns = LLAMA_8B[name]
     gated, own = name == "gate_up", f"*{dtype}"
     tiles = fused_int4_tiles(outputs, columns, 132, gated=gated)
-    around, absent = around_types(name, own, tiles.splits)
+    around, absent = around_types(fused_int4_kernel, name, own, splits=tiles.splits)
     numbers = dict.fromkeys(("M", "N", "K", "x_stride", "num_chunks", "split_chunks", "num_squares"), "i32")
     return Compilation(
         f"fused_int4_llama_8b_{name}_{dtype}_group{group}_sm{card}",

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from kernels.triton.fused_int4_row import fused_int4_row_kernel
-from kernels.triton.fused_row import hopper_row_tiles
 from kernels.triton.gate.compilation import Compilation
 from kernels.triton.gate.fused_sums import LLAMA_8B, around_types
+from kernels.triton.hopper_rows import hopper_row_tiles
 from kernels.triton.tuning import HOPPER, power_of_two
 
 
@@ -28,10 +28,7 @@ def _compilation(
     """chunks: of a group"""
     gated, own = name == "gate_up", f"*{dtype}"
     tiles = hopper_row_tiles(gated=gated)
-    around, absent = around_types(name, own, 1)
-    if has_bias:
-        around["bias"] = own
-    absences = {key: None for key in absent if key in set(fused_int4_row_kernel.arg_names) - set(around)}
+    around, absent = around_types(fused_int4_row_kernel, name, own, has_bias=has_bias)
     numbers = dict.fromkeys(("N", "K", "num_chunks", "num_squares"), "i32")
     constants = {
         "GATE": gate if gated else None, "CHUNKS": chunks, "BFLOAT_SCALES": scales == "bf16",
@@ -41,7 +38,7 @@ def _compilation(
         f"fused_int4_row_llama_8b_{name}{'_bias' * has_bias}{f'_{gate}' * gated}_{dtype}_scales_{scales}_group{128 * chunks}",
         fused_int4_row_kernel,
         {"x": own, "words": "*i16", "scales_zeros": "*i32", **around, **numbers, "eps": "fp32", "alpha": "fp32"},
-        {**absences, **constants},
+        {**absent, **constants},
         num_warps=tiles.num_warps,
         capabilities=(HOPPER,),
         tensor_cores=True,

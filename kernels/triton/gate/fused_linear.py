@@ -38,7 +38,7 @@ def _compilation(label: str, name: str, sizes: tuple[int, int], rows: str, kind:
     of_tiles = {"weight_bytes": TYPE_BYTES[kind], "row_bytes": TYPE_BYTES[rows]}
     tiles = fused_tiles(outputs, columns, card, 132, gated=name == "gate_up", **of_tiles)
     before = fused_tiles(columns, columns, card, 132, gated=False, **of_tiles).block_n
-    around, absent = around_types(name, f"*{rows}", tiles.splits)
+    around, absent = around_types(fused_linear_kernel, name, f"*{rows}", splits=tiles.splits)
     scales = {"weight_scales": "*fp32"} if TYPE_BYTES[kind] == 1 else {}
     numbers = dict.fromkeys(("M", "N", "K", "x_stride", "num_squares", "split_columns"), "i32")
     constants = {

@@ -31,9 +31,8 @@ def _compilation(label: str, name: str, sizes: tuple[int, int], row: str, kind: 
     weight_bytes = TYPE_BYTES[kind]
     tiles = row_tiles(columns, gated=name == "gate_up", is_summed=is_summed, weight_bytes=weight_bytes)
     before = row_tiles(columns, gated=False, is_summed=True, weight_bytes=weight_bytes).block_n
-    around, absent = around_types(name, f"*{row}", 1)
+    around, absent = around_types(fused_row_kernel, name, f"*{row}")
     scales = {"weight_scales": "*fp32"} if weight_bytes == 1 else {}
-    arguments = set(fused_row_kernel.arg_names)
     numbers = dict.fromkeys(("N", "K", "num_squares"), "i32")
     constants = {
         "GATE": "silu" if name == "gate_up" else None, "COLUMN_SCALES": bool(scales), "EVEN_K": columns % tiles.block_k == 0,
@@ -43,8 +42,7 @@ def _compilation(label: str, name: str, sizes: tuple[int, int], row: str, kind: 
         f"fused_row_{label}",
         fused_row_kernel,
         {"x": f"*{row}", "weight": f"*{kind}", **scales, **around, **numbers, "eps": "fp32", "alpha": "fp32"},
-        {**({} if scales else {"weight_scales": None}), **{key: value for key, value in absent.items() if key in arguments},
-         **constants},
+        {**({} if scales else {"weight_scales": None}), **absent, **constants},
         num_warps=tiles.num_warps,
         capabilities=(card,),
         divisible=("N", "K", "num_squares"),

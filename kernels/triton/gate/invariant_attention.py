@@ -42,10 +42,9 @@ def _compilations(name: str, shape: AttentionShape, dtype: str, kv: str, capabil
     absent: dict[str, object] = {} if "fp8" in kv else {"kv_scales": None}
     scales = {"kv_scales": "*fp32"} if "fp8" in kv else {}
     numbers = dict.fromkeys((*SIZES, "num_tiles", "q_stride", "block_stride", "table_stride"), "i32")
-    group = shape.num_heads // shape.num_kv_heads
     found = []
     for number in capabilities:
-        tiling = rows_tiling(shape.head_dim, TYPE_BYTES[kv], group, number)
+        tiling = rows_tiling(shape.head_dim, TYPE_BYTES[kv], shape.group, number)
         found.append(
             Compilation(
                 f"invariant rows {name}, {tiling.keys} keys by {tiling.num_warps} warps, sm{number}",
