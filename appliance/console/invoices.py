@@ -3,7 +3,7 @@ computed below it, and the files come from the administrators' interface."""
 
 from __future__ import annotations
 
-from datetime import timedelta
+from datetime import date, timedelta
 from typing import Any
 
 from litestar import get, post
@@ -19,7 +19,7 @@ from appliance.console.tenant_names import tenants_by_name
 from appliance.metering.calendar import first_day
 from appliance.metering.invoicing.invoices import check_draft
 from appliance.metering.invoicing.rows import Invoice, InvoiceHead
-from appliance.metering.invoicing.wording import ABORT_POLICY, day_name, line_name, month_name, payment, percent
+from appliance.metering.invoicing.wording import ABORT_POLICY, day_name, line_name, month_name, payment, tax_name
 from appliance.tenancy.principals import Tenant
 from appliance.tenancy.roles import Action
 
@@ -31,7 +31,7 @@ WORDS: dict[str, Any] = {
     "day_name": day_name,
     "line_name": line_name,
     "payment": payment,
-    "tax_percent": percent,
+    "tax_name": tax_name,
     "abort_policy": ABORT_POLICY,
 }
 
@@ -60,7 +60,8 @@ async def draft_invoice(request: ConsoleRequest, console: ConsoleDependency) -> 
 async def show_invoice(request: ConsoleRequest, console: ConsoleDependency, invoice_id: FromPath[str]) -> Html:
     """One invoice; a draft as it would be now."""
     invoice, tenant = await _find(request, console, invoice_id, Action.INVOICES)
-    return console.pages.page(request, "pages/invoice.html", invoice=invoice, tenant=tenant, **WORDS)
+    open_until = _open_until(console, invoice.head)
+    return console.pages.page(request, "pages/invoice.html", invoice=invoice, tenant=tenant, open_until=open_until, **WORDS)
 
 
 @get("/invoices/{invoice_id:str}/close", guards=[needs(Action.BILLING)])
@@ -145,6 +146,13 @@ def _last_month(console: Console) -> str:
     """Return the month before the current one: the one that is usually billed."""
     calendar = console.services.reports.calendar
     return calendar.month_of(first_day(calendar.month_of(console.services.clock.now())) - timedelta(days=1))
+
+
+def _open_until(console: Console, head: InvoiceHead) -> date | None:
+    """Return the first day on which the draft can be closed, or None when its month is over."""
+    calendar = console.services.reports.calendar
+    end = calendar.next_month_start(head.month)
+    return calendar.day_of(end) if console.services.clock.now() < end else None
 
 
 def _close_form(

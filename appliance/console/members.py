@@ -88,7 +88,7 @@ async def invite_member(request: ConsoleRequest, console: ConsoleDependency) -> 
 @get("/members/{member_id:str}", guards=[needs(Action.MEMBERS)])
 async def edit_member(request: ConsoleRequest, console: ConsoleDependency, member_id: FromPath[str]) -> Html:
     """The form with role and state of a member."""
-    return _change_form(request, console, await console.services.members.get(member_id), None)
+    return await _change_form(request, console, await console.services.members.get(member_id), None)
 
 
 @post("/members/{member_id:str}", guards=[needs(Action.MEMBERS)], status_code=200)
@@ -103,7 +103,7 @@ async def change_member(request: ConsoleRequest, console: ConsoleDependency, mem
             return console.pages.redirect(request, "/members", done="member-saved")
         except (BadRequest, Conflict) as error:
             form.fail_with(error, FIELDS)
-    return _change_form(request, console, member, form)
+    return await _change_form(request, console, member, form)
 
 
 @get("/members/{member_id:str}/password", guards=[needs(Action.MEMBERS)])
@@ -152,7 +152,7 @@ def _invitation(request: ConsoleRequest, console: Console, form: Form | None) ->
     return console.pages.sheet(request, "fragments/member_new.html", title="Invite a member", form=form, roles=ROLES)
 
 
-def _change_form(request: ConsoleRequest, console: Console, member: Member, form: Form | None) -> Html:
+async def _change_form(request: ConsoleRequest, console: Console, member: Member, form: Form | None) -> Html:
     return console.pages.sheet(
         request,
         "fragments/member_change.html",
@@ -160,6 +160,7 @@ def _change_form(request: ConsoleRequest, console: Console, member: Member, form
         person=member,
         form=form,
         roles=ROLES,
+        has_factor=member.id in await console.services.second_factors.enabled_of([member.id]),
     )
 
 

@@ -7,6 +7,7 @@ from typing import Any
 from litestar import Response, get, post
 from litestar.params import FromPath
 
+from appliance.base.errors import NotFound
 from appliance.console.context import Console, ConsoleDependency
 from appliance.console.history import ENDS, Filters, history_page
 from appliance.console.rendering import DONE, HTML, Html, is_fragment, toast_header
@@ -77,6 +78,8 @@ async def cancel_request(request: ConsoleRequest, console: ConsoleDependency) ->
     form, access, services = await console.form(request), access_of(request), console.services
     request_id = form.raw("request_id")
     live = services.generations.find(request_id, access=access, action=Action.ABORT)
+    if live is not None and live.state == "finished":  # what it used is being written down; nothing is left to end
+        raise NotFound(f"the request {request_id} has ended")
     if live is not None:
         await services.audit.note("request.abort", "request", request_id, tenant_id=live.tenant_id)
     services.generations.abort(request_id, access=access)

@@ -88,7 +88,8 @@ def _cause(stage: str, longest_s: float, total_s: float, timeline: Timeline) -> 
     if stage == "prefill":
         computed = timeline.prompt_tokens - timeline.cached_tokens
         return f"Mostly read its prompt: {share} for {computed} tokens that were not cached"
-    rate = timeline.completion_tokens / longest_s if longest_s > 0 else 0.0
+    # The first token is there when decoding begins: the same rate as `LiveRequest.tokens_per_second`.
+    rate = max(timeline.completion_tokens - 1, 0) / longest_s if longest_s > 0 else 0.0
     return f"Mostly generated: {share} for {timeline.completion_tokens} tokens at {rate:.1f} per second"
 
 

@@ -11,7 +11,7 @@ from sqlalchemy import update
 from appliance.base.tables import outbox
 from appliance.tenancy.access import WHOLE_BOX
 from tests.browser.conftest import Site
-from tests.support.console_fixtures import engine_status
+from tests.support.console_fixtures import engine_status, tenant
 from tests.support.factories import pending, posted
 
 pytestmark = [pytest.mark.browser, pytest.mark.asyncio(loop_scope="session")]
@@ -283,6 +283,22 @@ async def test_the_history_stays_where_it_is_while_requests_in_flight_end(site: 
     side.requests.clear()
     await expect(page.get_by_text("No requests in flight.")).to_be_visible()
     await expect(page.locator("#live")).not_to_have_attribute("style", re.compile("min-height"))
+
+
+async def test_the_overview_stays_where_it_is_while_tenants_come_and_go(site: Site) -> None:
+    side = site.box.engine_side
+    side.tenants = [tenant(name) for name in ("alice", "bob", "charlie")]
+    page = await site.alice()
+    rows, host = page.locator(".shares tbody tr"), page.get_by_label("Host")
+    await expect(rows).to_have_count(3)
+    top = await host.evaluate("part => part.offsetTop")
+
+    side.tenants = []
+    await expect(page.get_by_text("No running or waiting requests.")).to_be_visible()
+    assert await host.evaluate("part => part.offsetTop") == top
+    side.tenants = [tenant("bob")]
+    await expect(rows).to_have_count(1)
+    assert await host.evaluate("part => part.offsetTop") == top
 
 
 async def test_requests_that_ended_join_the_history_when_it_is_reloaded(site: Site) -> None:

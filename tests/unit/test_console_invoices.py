@@ -65,6 +65,17 @@ async def test_a_month_that_is_not_over_is_not_closed_and_the_reason_stands_in_t
     assert "not over" in answer.text
 
 
+async def test_closing_is_offered_when_the_month_is_over_and_before_that_it_is_said_when(box: Box, clock: FakeClock) -> None:
+    await use(box, box.cast.bob)
+    alice = await box.alice()
+    address = await drafted(box, alice, box.cast.bob)
+    page = (await alice.get(address)).text
+    assert f'href="{address}/close"' not in page
+    assert f"It can be closed from 1 {START + timedelta(days=31):%B %Y} on" in page
+    over(clock)
+    assert f'href="{address}/close"' in (await (await box.alice()).get(address)).text
+
+
 async def test_a_closed_invoice_has_a_number_and_cannot_be_closed_again(box: Box, clock: FakeClock) -> None:
     await use(box, box.cast.bob)
     over(clock)
@@ -179,7 +190,20 @@ async def test_list_and_page_say_the_same_sum_with_the_tax_by_its_name(box: Box,
     await alice.post(f"{address}/close")
     for path in (address, "/invoices"):
         assert "720.00 EUR" in (await alice.get(path)).text
-    assert "VAT" in (await alice.get(address)).text
+    assert "VAT 20 %" in (await alice.get(address)).text
+
+
+async def test_the_sums_stand_in_the_order_in_which_they_are_computed_as_on_the_pdf(box: Box) -> None:
+    await box.services.box_records.put("seller", {"name": "Alice Ltd", "tax_label": "VAT", "tax_basis_points": 2000})
+    await use(box, box.cast.bob, completion=50_000_000)
+    alice = await box.alice()
+    page = (await alice.get(await drafted(box, alice, box.cast.bob))).text
+    sums = ("Lines", "600.000030 EUR", "Rounding", "-0.000030 EUR", "Net amount", "600.00 EUR", "VAT 20 %", "120.00 EUR", "720.00 EUR")
+    places, after = [], page.index('class="sums"')
+    for text in sums:
+        after = page.index(text, after)
+        places.append(after)
+    assert places == sorted(places)
 
 
 async def test_exact_shows_all_digits_and_a_free_allowance_counts_nothing(box: Box) -> None:

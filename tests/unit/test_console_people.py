@@ -119,6 +119,7 @@ async def test_a_lost_second_factor_is_reset(box: Box, clock: FakeClock) -> None
     await factors.enable(member, enrolment, pyotp.TOTP(enrolment.secret).at(clock.now()))
     assert await factors.enabled_of([member.id]) == {member.id}
     path = f"/members/{member.id}/second-factor"
+    assert f'href="{path}"' in (await alice.get(f"/members/{member.id}")).text
     assert "lost phone" in (await alice.get(path)).text
     assert (await alice.post(path)).headers["location"] == "/members"
     assert await factors.enabled_of([member.id]) == frozenset()

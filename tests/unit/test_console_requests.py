@@ -13,6 +13,7 @@ from appliance.console import request_bill
 from appliance.metering.ledger.corrections import Correction
 from appliance.metering.ledger.records import RequestRecord, Usage
 from appliance.tenancy.access import WHOLE_BOX
+from appliance.tenancy.audit import AuditFilter
 from tests.support.cast import Person
 from tests.support.clock import START, FakeClock
 from tests.support.console_fixtures import Box
@@ -171,7 +172,7 @@ async def test_a_request_in_detail_shows_where_the_time_went_and_what_it_cost(bo
 
     page = (await (await box.alice()).get(f"/requests/{request_id}")).text
 
-    assert "Mostly generated: 4.0 s of 4.5 s for 100 tokens at 25.0 per second; preempted once" in page
+    assert "Mostly generated: 4.0 s of 4.5 s for 100 tokens at 24.8 per second; preempted once" in page
     for text in ("queue <b>200 ms</b>", "prefill <b>300 ms</b>", "decode <b>4.00 s</b>", "posted", "bob", "stop"):
         assert text in page
     # 6 computed at 1, 4 cached at 0.1 and 100 generated at 3 micro-units each
@@ -210,6 +211,27 @@ async def test_cancelling_what_has_ended_is_told_and_harmless(box: Box) -> None:
     assert (await alice.post("/requests/cancel", request_id="req_gone")).status_code == 404
     answer = await alice.post_htmx("/requests/cancel", request_id="req_gone")
     assert (answer.status_code, "gatehouse:toast" in answer.headers["hx-trigger"]) == (404, True)
+
+
+async def test_what_has_ended_is_no_more_offered_to_cancel_while_it_is_settled(box: Box) -> None:
+    entry = pending(box.cast.bob, request_id="req_over")
+    await box.services.ledger.open(entry)
+    box.engine_side.add(box.cast.bob, "req_over", state="finished", finish_reason="stop")
+    alice = await box.alice()
+
+    assert "Cancel</button>" not in (await alice.get("/requests")).text
+    assert "Cancel</button>" not in (await alice.get("/requests/req_over")).text
+
+
+async def test_cancelling_what_is_being_settled_is_told_and_not_noted_as_an_abort(box: Box) -> None:
+    box.engine_side.add(box.cast.bob, "req_over", state="finished", finish_reason="stop")
+
+    answer = await (await box.alice()).post_htmx("/requests/cancel", request_id="req_over")
+
+    assert (answer.status_code, box.engine_side.aborted) == (404, [])
+    assert "has ended" in answer.headers["hx-trigger"]
+    noted = await box.services.audit.page(filters=AuditFilter(actions=["request.abort"]), access=WHOLE_BOX)
+    assert noted.data == []
 
 
 async def test_a_request_that_does_not_exist_is_not_here(box: Box) -> None:

@@ -20,7 +20,7 @@ DONE = Timeline(
 @pytest.mark.parametrize(
     ("changes", "expected"),
     [
-        ({}, "Mostly generated: 2.0 s of 2.3 s for 40 tokens at 20.0 per second."),
+        ({}, "Mostly generated: 2.0 s of 2.3 s for 40 tokens at 19.5 per second."),
         ({"queue_s": 5.0, "ttft_s": 5.2}, "Mostly waited for a place in the batch: 5.0 s of 7.2 s."),
         (
             {"queue_s": 5.0, "ttft_s": 5.2, "tenant_open": 12},

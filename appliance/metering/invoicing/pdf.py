@@ -186,11 +186,8 @@ class _Sheet:
             smallest = format_micros(10 ** (6 - coins), decimals=coins)
             yield f"Rounding to {smallest}", format_micros(totals.rounding_micros, decimals=self._decimals)
             yield "Net amount", format_micros(totals.due_micros - totals.tax_micros, decimals=coins)
-        rate = seller.get("tax_basis_points", 0)
-        if rate or totals.tax_micros:
-            label = seller.get("tax_label") or "Tax"
-            shown = label if "%" in label else f"{label} {words.percent(rate)}"
-            yield shown, format_micros(totals.tax_micros, decimals=coins)
+        if seller.get("tax_basis_points") or totals.tax_micros:
+            yield words.tax_name(seller), format_micros(totals.tax_micros, decimals=coins)
 
     def _write_terms(self) -> None:
         for text in _terms(self._invoice):

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from datetime import date
+from typing import Any
 
 from appliance.base.money import format_micros, minor_unit_decimals
 from appliance.metering.invoicing.lines import ADJUSTMENT, FREE_ALLOWANCE, InvoiceLine
@@ -50,6 +52,12 @@ def line_name(line: InvoiceLine) -> str:
 def percent(basis_points: int) -> str:
     """Return 1900 as 19 %, 775 as 7.75 %."""
     return f"{basis_points // 100}{f'.{basis_points % 100:02d}'.rstrip('0').rstrip('.')} %"
+
+
+def tax_name(seller: Mapping[str, Any]) -> str:
+    """Return the tax as the seller calls it, with its rate: VAT 19 %."""
+    label = seller.get("tax_label") or "Tax"
+    return label if "%" in label else f"{label} {percent(seller.get('tax_basis_points', 0))}"
 
 
 def decimals_for(amounts: list[int]) -> int:
