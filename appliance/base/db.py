@@ -23,6 +23,7 @@ from sqlalchemy.engine import URL
 from sqlalchemy.ext.asyncio import AsyncConnection, AsyncEngine, create_async_engine
 from sqlalchemy.pool import NullPool
 
+from appliance.base.database_encoding import check_encoding, server_url
 from appliance.base.settings import UnusableData
 from appliance.base.sqlite_thread import SqliteThread
 
@@ -69,7 +70,7 @@ class Database:
         if kind == "sqlite":
             writer = _sqlite_writer(target)
             return cls(kind, writer, _sqlite_readers(target), SqliteThread(_sqlite_batch_writer(target), writer))
-        server, sizes = target.set(drivername="postgresql+psycopg"), (WRITERS_MAX, READERS_MAX, BATCH_WRITERS_MAX)
+        server, sizes = server_url(target), (WRITERS_MAX, READERS_MAX, BATCH_WRITERS_MAX)
         writers, readers, batch_writers = (_engine(server, size, pool_pre_ping=True) for size in sizes)
         return cls(kind, writers, readers, batch_writers)
 
@@ -286,7 +287,7 @@ def _prepare_sqlite(engine: Engine, *, begin: str, query_only: bool = False, for
 def _reading(url: str) -> Iterator[Connection]:
     """Yield a connection that holds up no writer: commands look at the schema of a database that serves."""
     kind, target = parse_url(url)
-    engine = create_engine(target if kind == "sqlite" else target.set(drivername="postgresql+psycopg"), poolclass=NullPool)
+    engine = create_engine(target if kind == "sqlite" else server_url(target), poolclass=NullPool)
     if kind == "sqlite":
         _prepare_sqlite(engine, begin="BEGIN", query_only=True)
     with engine.connect() as connection:
@@ -304,7 +305,7 @@ def _connected(url: str) -> Iterator[Connection]:
         # A table is changed by making it anew, while others refer to it; what came of that is checked at the end.
         _prepare_sqlite(engine, begin="BEGIN IMMEDIATE", foreign_keys=False)
     else:
-        engine = create_engine(target.set(drivername="postgresql+psycopg"), poolclass=NullPool)
+        engine = create_engine(server_url(target), poolclass=NullPool)
     with engine.begin() as connection:
         yield connection
         if kind == "sqlite":
@@ -344,15 +345,16 @@ def _config(connection: Connection | None = None) -> Config:
 def upgrade(url: str, revision: str = "head") -> None:
     """Bring the schema to `revision` in one transaction.
 
-    Raises UnusableData when a newer version has been at this database, for what its tables mean is not known here, and when
-    Python's SQLite is too old.
+    Raises UnusableData when a newer version has been at this database, for what its tables mean is not known here, when
+    Python's SQLite is too old, and where tables would be made in a database that is not in UTF-8.
     """
     with _connected(url) as connection:
-        _check_known(connection)
+        if _check_known(connection) is None:
+            check_encoding(connection)
         command.upgrade(_config(connection), revision)
 
 
-def _check_known(connection: Connection) -> None:
+def _check_known(connection: Connection) -> str | None:
     current = MigrationContext.configure(connection).get_current_revision()
     known = {script.revision for script in ScriptDirectory.from_config(_config()).walk_revisions()}
     if current is not None and current not in known:
@@ -360,6 +362,7 @@ def _check_known(connection: Connection) -> None:
             f"the database is at revision {current}, which this version does not know (its newest is {head_revision()}): "
             "start the newer version, or restore a backup"
         )
+    return current
 
 
 def downgrade(url: str, revision: str) -> None:

@@ -55,7 +55,8 @@ def add(
     from appliance.cli.connection import run
 
     async def work(client: AdminClient) -> dict[str, Any]:
-        body = {"kind": "webhook" if "://" in target else "email", "target": target, "events": event or None}
+        kind = "email" if "@" in target and "://" not in target else "webhook"
+        body = {"kind": kind, "target": target, "events": event or None}
         return await client.call("POST", "/webhooks", body=body | await tenant_field(client, tenant))
 
     _print_secret(run(settings_from(data_dir, database), work), as_json=as_json)

@@ -136,8 +136,9 @@ def check_there(settings: Settings) -> None:
 
     if db.current_revision(settings.database_url) is None:
         raise CommandFailed(
-            f"there is no appliance in {settings.data_dir} (its database has no tables yet): gatehouse serve, gatehouse admin "
-            "create or gatehouse db upgrade makes one",
+            f"there is no appliance in {settings.data_dir} (its database has no tables yet): name the folder of another with "
+            "--data-dir after the command, or GATEHOUSE_DATA_DIR; gatehouse serve, gatehouse admin create or gatehouse db "
+            "upgrade makes one here",
             code="no_appliance",
         )
 

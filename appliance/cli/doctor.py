@@ -130,28 +130,34 @@ def _database(settings: Settings) -> list[Check]:
     from sqlalchemy.exc import SQLAlchemyError
 
     from appliance.base import db
+    from appliance.base.database_encoding import ENCODING, encoding_of
 
     if _not_there_yet(settings):
         return [Check("database", "ok", "not there yet: the first start makes it")]
 
-    async def ping() -> str:
+    async def ping() -> tuple[str, str]:
         database = db.Database.open(settings.database_url)
         try:
             await database.ping()
-            return database.kind
+            async with database.reading() as connection:
+                return database.kind, await connection.run_sync(encoding_of)
         finally:
             await database.close()
 
     try:
-        kind = asyncio.run(ping())
+        kind, encoding = asyncio.run(ping())
         current, head = db.current_revision(settings.database_url), db.head_revision()
     except (SQLAlchemyError, OSError, ValueError) as error:
         advice = (
             "start the database server, or correct --database" if "postgres" in settings.database_url else "restore a backup"
         )
         return [Check("database", "wrong", f"it does not answer: {db.reason_of(error)}", advice)]
+    if encoding != ENCODING:
+        advice = f"move it into one that was created with ENCODING '{ENCODING}': pg_dump, then psql"
+        return [Check("database", "wrong", f"{kind}, in {encoding}: names with other characters cannot be stored", advice)]
     if current != head:
-        return [Check("database", "note", f"{kind}, at revision {current or 'base'}", "the next start brings it up to date")]
+        where = f"at revision {current}" if current else "without tables yet"
+        return [Check("database", "note", f"{kind}, {where}", "the next start brings it up to date")]
     return [Check("database", "ok", f"{kind}, writable, at revision {head}")]
 
 

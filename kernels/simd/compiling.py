@@ -33,7 +33,7 @@ def _folder() -> Path:
         log.warning("compiled kernels cannot be kept, every start compiles them again: %s", error)
         return Path(tempfile.mkdtemp(prefix="gatehouse-simd-"))
     if not any(folder.iterdir()):
-        log.info("compiling kernels for this processor, once: some seconds")
+        log.info("compiling kernels for this processor, once: a few seconds, or a minute where it is slow or busy")
     return folder
 
 

@@ -17,6 +17,7 @@ from appliance.tenancy.access import WHOLE_BOX
 from appliance.tenancy.principals import Limits, TenantChanges
 from tests.browser.conftest import Site
 from tests.support.cast import Person
+from tests.support.clock import START
 from tests.support.console_fixtures import tenant as tenant_load
 from tests.support.factories import pending, posted
 
@@ -109,6 +110,23 @@ async def test_no_page_is_wider_than_a_telephone(site: Site) -> None:
             wide.append(path)
 
     assert wide == []
+
+
+@pytest.mark.parametrize("width", [390, 320])
+async def test_no_figure_of_a_tenant_is_broken_on_a_telephone(site: Site, width: int) -> None:
+    services, bob = site.box.services, site.box.cast.bob
+    price = await services.prices.add(
+        model="demo", currency="EUR", prompt=9_000_000, cached_prompt=0, completion=9_000_000, effective_from=START
+    )
+    entry = pending(bob, admitted_at=services.clock.now(), price=price)
+    await services.ledger.open(entry)
+    await services.ledger.settle(posted(entry.request_id))
+    limits = {"tokens_per_minute": 1_500_000, "monthly_budget": 5_000_000}
+    await services.tenants.update(bob.tenant.id, TenantChanges(limits=limits), access=WHOLE_BOX)
+    page = await site.alice(viewport={"width": width, "height": 800})
+    await page.goto("/tenants?q=bob")
+    heights = await page.locator(".rows td.num").evaluate_all("cells => cells.map(cell => cell.clientHeight)")
+    assert len(set(heights)) == 1
 
 
 async def test_no_table_is_wider_than_its_frame_on_a_tablet_and_a_laptop(site: Site) -> None:

@@ -53,10 +53,10 @@ class Cluster:
         """Return the URL of the database `name`."""
         return f"postgresql://postgres@/{name}?host={self._folder}"
 
-    def create(self) -> str:
+    def create(self, *, encoding: str = "UTF8") -> str:
         """Return the URL of a new database."""
         name = f"test_{uuid.uuid4().hex[:12]}"
-        self._execute(f"CREATE DATABASE {name} TEMPLATE template0")
+        self._execute(f"CREATE DATABASE {name} TEMPLATE template0 ENCODING '{encoding}'")
         return self.url(name)
 
     def lend(self) -> str:

@@ -17,6 +17,7 @@ from appliance.base.db import SQLITE_SYNCHRONOUS, Database
 from appliance.base.settings import UnusableData
 from appliance.base.tables import epochs, members
 from tests.support.clock import START
+from tests.support.databases import Cluster
 
 
 @pytest.fixture
@@ -124,6 +125,21 @@ def test_a_sqlite_that_is_too_old_is_refused_before_anything_is_written(
     with pytest.raises(UnusableData, match=r"SQLite 3\.34\.1 .* 3\.35 .* --database"):
         db.upgrade(f"sqlite:///{path}")
     assert not path.exists()
+
+
+@pytest.mark.postgres
+@pytest.mark.parametrize("encoding", ["SQL_ASCII", "LATIN1"])
+async def test_no_tables_are_made_where_names_could_not_be_stored(postgresql: Cluster, encoding: str) -> None:
+    url = postgresql.create(encoding=encoding)
+    try:
+        with pytest.raises(UnusableData, match=f"in {encoding}, .*ENCODING 'UTF8'"):
+            db.upgrade(url)
+        assert db.current_revision(url) is None
+        database = Database.open(url)
+        await database.ping()
+        await database.close()
+    finally:
+        postgresql.drop(url)
 
 
 async def test_ping_of_a_database_that_takes_writes_returns(database: Database) -> None:

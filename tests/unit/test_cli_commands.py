@@ -34,6 +34,7 @@ from appliance.tenancy.pages import PAGE_ROWS_DEFAULT
 from appliance.tenancy.second_factor import SecondFactors
 from tests.support import factories
 from tests.support.cast import make_cast
+from tests.support.databases import Cluster
 from tests.support.ledgers import running_ledger
 from tests.support.typed_commands import Typed
 
@@ -174,6 +175,7 @@ def test_a_command_that_reads_makes_no_appliance(typed: Any, tmp_path: Path, com
     answer = typed(*command, "--data-dir", str(nowhere), "--json")
     assert (answer.status, answer.json()["error"]["code"]) == (1, "no_appliance")
     assert str(nowhere) in answer.json()["error"]["message"]
+    assert "--data-dir" in answer.json()["error"]["message"]
     assert not nowhere.exists()
 
 
@@ -533,6 +535,18 @@ def test_a_correction_that_is_too_large_names_the_option_that_confirms_it(typed:
     assert refused.status == 2
     assert "need `--yes`" in refused.err
     assert typed(*asked, "--yes").status == 0
+
+
+@pytest.mark.postgres
+def test_doctor_says_that_a_database_is_not_in_utf_8(typed: Any, postgresql: Cluster) -> None:
+    url = postgresql.create(encoding="SQL_ASCII")
+    try:
+        rows = {row["check"]: row for row in typed("doctor", "--database", url, "--json").json()["data"]}
+    finally:
+        postgresql.drop(url)
+    assert rows["database"]["state"] == "wrong"
+    assert "SQL_ASCII" in rows["database"]["found"]
+    assert "ENCODING 'UTF8'" in rows["database"]["advice"]
 
 
 def test_doctor_names_what_is_served_without_a_price(typed: Any, data_dir: Path) -> None:

@@ -379,6 +379,7 @@ async def test_a_path_that_is_nowhere_is_told_while_the_database_is_away(box: Bo
 
     assert page.status_code == 503
     assert "err_" in page.text
+    assert '<a class="button primary" href="">Try again</a>' in page.text
 
 
 async def test_the_stream_ends_when_the_appliance_is_shutting_down(box: Box) -> None:

@@ -33,6 +33,9 @@ from appliance.metering.invoicing.seller import TERMS_DAYS_DEFAULT, Seller, sell
 from appliance.tenancy.roles import Action
 
 TAGS = ["administration"]
+NO_SELLER = (
+    "the seller has not been entered yet: use gatehouse invoices seller --file, PUT /admin/v1/seller or the console's settings"
+)
 _FILES: dict[str, tuple[str, Callable[[Invoice], bytes]]] = {
     "json": ("application/json", lambda invoice: msgspec.json.encode(invoice_shape(invoice))),
     "csv": ("text/csv", render_csv),
@@ -185,7 +188,7 @@ async def retrieve_seller(request: AdminRequest) -> SellerShape:
     (await authenticate_administrator(request, Action.READ_BOX)).require(Action.READ_BOX)
     record = await services_of(request).box_records.get(SELLER)
     if record is None:
-        raise NotFound("the seller has not been entered yet: PUT /admin/v1/seller", param="seller")
+        raise NotFound(NO_SELLER, param="seller")
     return _seller_shape(seller_from_record(record.value))
 
 
