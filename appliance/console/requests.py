@@ -29,20 +29,19 @@ async def list_requests(request: ConsoleRequest, console: ConsoleDependency) -> 
     tenants = await tenants_by_name(console.services, access)
     names = {tenant.id: tenant.name for tenant in tenants}
     history = await history_page(console.services, filters, names, access)
+    live = live_rows(console, access)
+    known = {"history": history, "filters": filters, "in_flight": live["live_total"] > 0, **console.example()}
     if is_fragment(request):
-        template = "fragments/request_history.html"
-        return console.pages.page(request, template, history=history, filters=filters, **console.example())
+        return console.pages.page(request, "fragments/request_history.html", **known)
     return console.pages.page(
         request,
         "pages/requests.html",
-        **live_rows(console, access),
+        **live,
+        **known,
         may_abort=access.may_somewhere(Action.ABORT),
         at=console.services.clock.now(),
-        history=history,
-        filters=filters,
         tenants=tenants,
         ends=ENDS,
-        **console.example(),
     )
 
 

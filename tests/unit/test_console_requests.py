@@ -50,6 +50,15 @@ async def test_requests_in_flight_show_state_place_and_figures(box: Box, clock: 
         assert text in page
 
 
+async def test_the_first_request_is_not_asked_for_while_one_is_in_flight(box: Box) -> None:
+    alice = await box.alice()
+    assert "No request yet." in (await alice.get("/requests")).text
+    box.engine_side.add(box.cast.bob, "req_first")
+    for answer in (await alice.get("/requests"), await alice.fragment("/requests")):
+        assert "No request has ended yet." in answer.text
+        assert "curl" not in answer.text
+
+
 async def test_batch_work_has_a_badge_in_flight_and_in_the_history(box: Box) -> None:
     bob = box.cast.bob
     box.engine_side.add(bob, "req_flex", batch=True)
