@@ -76,8 +76,9 @@ def _render(pages: Pages, request: ConsoleRequest, status: int, message: str, re
     heading = HEADINGS.get(status, "Request refused")
     template = "fragments/error.html" if is_fragment(request) else "pages/error.html"
     again = status == 503 and request.method in SAFE_METHODS
-    words = {"code": status, "heading": heading, "message": message, "reference": reference, "again": again}
-    answer = pages.page(request, template, status=status, **words)
+    answer = pages.page(
+        request, template, status=status, code=status, heading=heading, message=message, reference=reference, again=again
+    )
     answer.headers.update(SECURITY_HEADERS)
     if is_fragment(request):
         answer.headers["hx-trigger"] = toast_header(f"{heading}. {message}", "error")
