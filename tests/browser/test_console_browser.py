@@ -122,6 +122,20 @@ async def test_a_wrong_field_is_told_inside_the_dialog_and_has_the_focus(site: S
     site.complaints.clear()  # Chromium reports every answer of 4xx to its console
 
 
+@pytest.mark.parametrize("scripts", [True, False])
+async def test_a_wrong_field_of_a_page_has_the_focus_and_is_in_sight(site: Site, scripts: bool) -> None:
+    page = await site.alice(java_script_enabled=scripts, viewport={"width": 800, "height": 500})
+    await page.goto(f"/tenants/{site.box.cast.bob.tenant.id}")
+    await page.get_by_label("Requests per minute").fill("many")
+    await page.get_by_label("Tokens per day").fill("some")
+    await page.get_by_role("button", name="Save").click()
+
+    await expect(page.get_by_text("2 fields have an error")).to_have_count(1)
+    await expect(page.get_by_label("Requests per minute")).to_be_focused()
+    await expect(page.get_by_label("Requests per minute")).to_be_in_viewport()
+    site.complaints.clear()  # Chromium reports every answer of 4xx to its console
+
+
 async def test_escape_closes_the_dialog_and_the_focus_returns(site: Site) -> None:
     page = await site.alice()
     await page.goto("/tenants")
