@@ -314,16 +314,22 @@ def events_csv(rows: list[Row]) -> bytes:
     import csv
     import io
 
-    from appliance.base.spreadsheet import plain_text
-
     buffer = io.StringIO()
     writer = csv.writer(buffer, lineterminator="\r\n")
     columns = list(rows[0]) if rows else ["id"]
     writer.writerow(columns)
     for row in rows:
-        cells = (row[column] for column in columns)
-        writer.writerow([plain_text(cell) if isinstance(cell, str) else cell for cell in cells])
+        writer.writerow([_cell(row[column]) for column in columns])
     return buffer.getvalue().encode()
+
+
+def _cell(value: object) -> object:
+    """Return what stands in a cell: yes and no as in the invoice's own file."""
+    from appliance.base.spreadsheet import plain_text
+
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    return plain_text(value) if isinstance(value, str) else value
 
 
 def _save(path: Path, content: bytes) -> str:

@@ -13,6 +13,9 @@ if TYPE_CHECKING:
     import typer
 
 
+OF_COMMANDS = ("--data-dir", "--database", "--json")  # options that every command takes, and `gatehouse` itself does not
+
+
 def build() -> typer.Typer:
     """Return the whole command. Imports happen here, so that `gatehouse version` costs nothing."""
     import typer
@@ -96,6 +99,10 @@ def _run(given: list[str]) -> int:
     from appliance.cli import output
 
     as_json = "--json" in given
+    first = given[0].partition("=")[0] if given else ""
+    if first in OF_COMMANDS:
+        output.failed(f"{first} stands after the command, as in gatehouse doctor {first}", "usage", as_json=as_json)
+        return 2
     try:
         status = build()(given, standalone_mode=False, prog_name="gatehouse")
         return status if isinstance(status, int) else 0

@@ -162,6 +162,14 @@ def test_a_setting_that_cannot_be_parsed_names_itself(typed: Any, monkeypatch: p
     assert "GATEHOUSE_PORT" in answer.err
 
 
+@pytest.mark.parametrize("option", ["--data-dir", "--data-dir=somewhere", "--database", "--json"])
+def test_an_option_in_front_of_the_command_is_told_its_place(typed: Any, option: str) -> None:
+    answer = typed(option, "somewhere", "doctor")
+    name = option.partition("=")[0]
+    assert answer.status == 2
+    assert f"{name} stands after the command" in answer.out + answer.err
+
+
 def test_an_unknown_setting_stops_the_command(typed: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("GATEHOUSE_PROT", "8000")
     assert typed("tenants", "list", "--json").json()["error"]["code"] == "invalid_setting"

@@ -85,6 +85,7 @@ def test_a_month_is_closed_for_everybody_and_exported(typed: Type, tmp_path: Pat
         f"invoice-{year}-000{number}{ending}" for number in (2, 3) for ending in ("-events.csv", ".csv", ".pdf")
     ]
     assert all(Path(name).read_bytes().startswith((b"%PDF-", b"number,", b"id,request_id,")) for name in files["files"])
+    assert not any(b"False" in Path(name).read_bytes() for name in files["files"] if name.endswith("-events.csv"))
     assert len(typed("invoices", "list")[1]["data"]) == 3
     assert len(typed("invoices", "list", "--tenant", "bob", "--month", "2026-01")[1]["data"]) == 1
 
