@@ -29,21 +29,4 @@
     show();
   });
   setInterval(show, 1000);
-
-  // While requests are in flight their table keeps the height that it once took: the history below stays where it is.
-  const live = document.getElementById("live");
-  const hold = () => (live.style.minHeight = live.querySelector("[id^=live-req]") ? `${live.offsetHeight}px` : "");
-  // On the overview tenants come and go several times a second: their list takes height at once and gives it back after a while.
-  const HELD_MS = 20_000;
-  let held = [];
-  const holdShares = () =>
-    live.querySelectorAll(".shares").forEach((list, i) => {
-      list.style.minHeight = "";
-      const height = list.offsetHeight;
-      if (!(held[i]?.height > height && Date.now() - held[i].since < HELD_MS)) held[i] = { height, since: Date.now() };
-      list.style.minHeight = `${held[i].height}px`;
-    });
-  document.addEventListener("htmx:after:swap", (event) => event.detail.ctx?.target === live && (hold(), holdShares()));
-  holdShares();
-  addEventListener("resize", () => ((live.style.minHeight = ""), (held = [])));
 })();
