@@ -37,7 +37,7 @@ DONE = Timeline(
         ({"ttft_s": 0.15, "decode_s": 0.2, "finish_reason": "aborted"}, "Ended early, after 350 ms (aborted)."),
         (
             {"finish_reason": "disconnected"},
-            "Mostly generated: 2.0 s of 2.3 s for 40 tokens at 20.0 per second; ended early (disconnected).",
+            "Mostly generated: 2.0 s of 2.3 s for 40 tokens at 19.5 per second; ended early (disconnected).",
         ),
         (
             {"ttft_s": None, "is_queued": True, "queue_position": 3, "finish_reason": None},
