@@ -12,9 +12,13 @@ import pytest
 
 from appliance.api.admin.system import CREDENTIAL_CHECKED_EVERY_TICKS
 from appliance.api.queries import parse_moment
+from appliance.serving.live_requests import LiveRequest
 from appliance.telemetry import events
+from appliance.tenancy.access import WHOLE_BOX
 from appliance.tenancy.browser_rules import PLAIN_COOKIE, SECURE_COOKIE
 from tests.support.api_box import ApiBox, open_api_box
+from tests.support.cast import Person
+from tests.support.console_fixtures import EngineSide
 
 TENANT_FIELDS = {"id", "name", "tier", "weight", "limits", "allowed_models", "suspended", "archived", "created_at"}
 KEY_FIELDS = {
@@ -182,6 +186,28 @@ async def test_a_name_that_is_taken_is_a_conflict(box: ApiBox) -> None:
 @pytest.mark.parametrize("path", ["/tenants/tn_x", "/tenants/tn_x/keys", "/requests/req_x"])
 async def test_what_does_not_exist_is_not_found(box: ApiBox, path: str) -> None:
     assert (await refusal(box, "GET", path, 404))[0] == "not_found"
+
+
+@pytest.mark.parametrize(("state", "aborts"), [("decode", 1), ("finished", 0)])
+async def test_an_abort_is_noted_only_of_what_still_ran(
+    box: ApiBox, monkeypatch: pytest.MonkeyPatch, state: str, aborts: int
+) -> None:
+    tenant = await new_tenant(box)
+    person = Person(
+        tenant=await box.services.tenants.get(tenant["id"], access=WHOLE_BOX),
+        key=(await box.services.keys.create(tenant["id"], name="key", access=WHOLE_BOX))[0],
+        secret="",
+    )
+    live = EngineSide(box.services.clock).add(person, "req_live", state=state)
+
+    async def ended(_id: str, **_access: Any) -> LiveRequest:
+        return live
+
+    monkeypatch.setattr(box.services.generations, "find", lambda _id, **_access: live)
+    monkeypatch.setattr(box.services.generations, "abort_and_wait", ended)
+    assert (await box.call("DELETE", "/requests/req_live"))["id"] == "req_live"
+    noted = await box.call("GET", "/audit", params={"action": "request.abort"})
+    assert len(noted["data"]) == aborts
 
 
 async def test_lists_are_paged_by_cursor_to_the_end(box: ApiBox) -> None:

@@ -63,8 +63,8 @@ async def test_the_list_of_tenants_tells_what_each_cost_this_month(late: tuple[B
         ids[0]: [(2_500_000_000_000, "EUR")]
     }
     assert await costs_this_month(box.services, ids, access=seen) == {}
-    assert page.count('data-label="This month" class="num unfolds">2.50 EUR</td>') == 1
-    assert page.count('data-label="This month" class="num unfolds">–</td>') == page.count('data-label="This month"') - 1
+    assert page.count('data-label="This month" class="num unfolds whole">2.50 EUR</td>') == 1
+    assert page.count('data-label="This month" class="num unfolds whole">–</td>') == page.count('data-label="This month"') - 1
 
 
 async def test_the_day_and_the_month_begin_at_midnight_of_the_billing_zone(late: tuple[Box, FakeClock]) -> None:
