@@ -11,7 +11,7 @@ from weakref import WeakKeyDictionary, WeakValueDictionary
 
 import numpy as np
 
-from engine.scheduling.request import Request
+from engine.scheduling.request import UNKNOWN_TOKEN, Request
 
 START = 0  # the place of a text that ends with the beginning of no word
 
@@ -94,8 +94,10 @@ class BadWords:
         self._trees: WeakValueDictionary[int, BadWordTree] = WeakValueDictionary()  # by the id of their words, which they keep
 
     def ids(self, request: Request, position: int) -> np.ndarray:
-        """The tokens that would complete a bad word at `position`: [F] int64, ascending. Those before it must be known, and
-        stay as they are."""
+        """The tokens that would complete a bad word at `position`: [F] int64, ascending.
+
+        Where a token before it is unknown, because the row's step will yield nothing, the text is read up to there.
+        """
         reading = self._readings.get(request)
         if reading is None:
             reading = self._readings[request] = _Reading(self._tree_of(request), request.num_prompt_tokens)
@@ -103,7 +105,11 @@ class BadWords:
             reading.position, reading.place = request.num_prompt_tokens, START
         tokens, tree, place = request.token_ids, reading.tree, reading.place
         for at in range(reading.position, position):
-            place = tree.behind(place, tokens[at])
+            token_id = tokens[at]
+            if token_id == UNKNOWN_TOKEN:
+                position = at
+                break
+            place = tree.behind(place, token_id)
         reading.position, reading.place = position, place
         return tree.ids(place)
 

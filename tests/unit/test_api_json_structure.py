@@ -120,20 +120,30 @@ async def test_others_run_while_a_long_text_is_counted() -> None:
     assert turns > 5
 
 
-async def test_what_has_more_strings_than_json_could_part_is_not_counted_to_its_end(monkeypatch: pytest.MonkeyPatch) -> None:
-    slices: list[bytes] = []
+def _slices_taken(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """The length of the text of each slice, from now on."""
+    taken: list[int] = []
     take = StructureCount.take_slice
-    monkeypatch.setattr(StructureCount, "take_slice", lambda count, text: (slices.append(text), take(count, text)))
+
+    def note(count: StructureCount, text: bytes) -> None:
+        taken.append(len(text))
+        take(count, text)
+
+    monkeypatch.setattr(StructureCount, "take_slice", note)
+    return taken
+
+
+async def test_what_has_more_strings_than_json_could_part_is_not_counted_to_its_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    slices = _slices_taken(monkeypatch)
     await check_structure(b"[" + b'"' * 8_000_000)
     assert len(slices) <= 2 * STRUCTURE_MAX // json_structure._SLICE_BYTES + 2
 
 
 async def test_long_bodies_are_counted_one_at_a_time_and_tenants_take_turns(monkeypatch: pytest.MonkeyPatch) -> None:
-    turns, counted, ended = Turns(1, 100, refusal="too many", retry_after_s=1.0), [], []
+    turns, ended = Turns(1, 100, refusal="too many", retry_after_s=1.0), []
     floods = [b'"' + rb"\"" * 500_000 + b"a" * number + b'"' for number in range(20)]
-    take = StructureCount.take_slice
     monkeypatch.setattr(json_structure, "_AT_ONCE_S", 0.0)
-    monkeypatch.setattr(StructureCount, "take_slice", lambda count, text: (counted.append(len(text)), take(count, text)))
+    counted = _slices_taken(monkeypatch)
 
     async def ask(tenant_id: str, body: bytes) -> None:
         await in_turn(body, lambda _body: ended.append(tenant_id), turns=turns, tenant_id=tenant_id)

@@ -18,7 +18,7 @@ from engine.protocol import InvalidOption, SamplingParams
 from engine.sampling.host_masks import HostMasks
 from engine.sampling.logits_rules import ForbiddenTokens, SampledRow
 from engine.sampling.randomness import seed_of_answer
-from engine.scheduling.request import Request
+from engine.scheduling.request import UNKNOWN_TOKEN, Request
 from tests.support.engines import wanted
 from tests.support.sampling import next_rows, sampling_request
 
@@ -83,6 +83,13 @@ def test_a_text_that_got_shorter_is_read_anew() -> None:
     assert _forbidden(request, rules) == {6}
     request.token_ids += [4]
     assert _forbidden(request, rules) == {5, 6}
+
+
+def test_a_token_that_becomes_known_later_was_not_read_before() -> None:
+    request, rules = sampling_request(output=(3, UNKNOWN_TOKEN), bad_words_token_ids=[[3, 4, 5]]), ForbiddenTokens()
+    assert _forbidden(request, rules) == set()
+    request.token_ids[-1] = 4
+    assert _forbidden(request, rules) == {5}
 
 
 def test_words_of_one_token_and_end_tokens_are_gathered_once_for_all_steps() -> None:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
 from pathlib import Path
 
 import pytest
@@ -74,10 +72,8 @@ async def test_what_the_database_did_not_answer_was_no_wrong_token(
 ) -> None:
     _, secret = await tokens.create("alice", "owner")
 
-    @asynccontextmanager
-    async def away() -> AsyncIterator[None]:
+    def away() -> None:
         raise OperationalError("SELECT", {}, Exception("no server answers"))
-        yield
 
     with monkeypatch.context() as outage:
         outage.setattr(tokens._db, "reading", away)
