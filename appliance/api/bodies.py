@@ -11,6 +11,7 @@ from typing import Any, TypeVar
 
 import msgspec
 
+from appliance.api.json_structure import check_structure
 from appliance.base.errors import InvalidValue, UnknownParameter
 from appliance.base.gc_tuning import without_collections
 from appliance.serving.turns import Turns
@@ -57,14 +58,15 @@ def decode_body(body: bytes, kind: type[T]) -> T:
 
 
 async def in_turn(body: bytes, read: Callable[[bytes], T], *, turns: Turns, tenant_id: str) -> T:
-    """Return what `read` makes of `body`. Of long ones one is read in a turn of the event loop, and tenants take turns.
+    """Return what `read` makes of `body`. Long ones are counted and read one at a time, and tenants take turns.
 
-    Raises Overloaded, where too many wait, and what `read` raises.
+    Raises Overloaded, where too many wait, and what `check_structure` and `read` raise.
     """
     if len(body) <= DECODED_OUT_OF_TURN_BYTES_MAX:
         return read(body)
     await turns.take(tenant_id)
     try:
+        await check_structure(body)
         return read(body)
     finally:
         asyncio.get_running_loop().call_soon(turns.give_back)

@@ -15,7 +15,7 @@ from appliance.api.auth import authenticate_tenant
 from appliance.api.bodies import decode_body, in_turn
 from appliance.api.chat_answers import ChatCompletion, ChunkFramer, WholeAnswer
 from appliance.api.error_responses import MEDIA_TYPE
-from appliance.api.exchange import Exchange, exchange_of
+from appliance.api.exchange import Exchange, WholeRequest, exchange_of
 from appliance.api.pieces import PIECE_BYTES, PiecedBody
 from appliance.api.sampling import asked_max_tokens, field_names, sampling_params, with_bad_words
 from appliance.api.schemas import ChatCompletionRequest, check_messages, check_supported, service_tier_of
@@ -47,14 +47,14 @@ COLLECT_WAIT_S = 3600.0
         "errors": (404, 429, 503),
     },
 )
-async def create_chat_completion(request: Request[Any, Any, Any]) -> Response[Any]:
+async def create_chat_completion(request: WholeRequest) -> Response[Any]:
     """Answer a conversation. With `stream` true the answer comes as server-sent events."""
     services = services_of(request)
     change_count = services.db.principals.value
     try:
         principal = await authenticate_tenant(request)
         asked = await in_turn(
-            await request.body(),
+            await request.uncounted_body(),
             partial(_read, exchange_of(request)),
             turns=services.body_turns,
             tenant_id=principal.tenant.id,

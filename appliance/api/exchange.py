@@ -61,9 +61,13 @@ class WholeRequest(Request[Any, Any, Any]):
 
     async def body(self) -> bytes:
         """Return the whole body. Raises RequestTooLarge for JSON that takes too long to read, and InvalidValue as `stream`."""
-        text = await super().body()
+        text = await self.uncounted_body()
         await check_structure(text)
         return text
+
+    async def uncounted_body(self) -> bytes:
+        """Return the whole body for `in_turn`, which counts it. Raises as `stream`."""
+        return await super().body()
 
     async def stream(self) -> AsyncGenerator[bytes, None]:
         """Yield the body in pieces. Raises InvalidValue when its sender has gone."""

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from datetime import datetime
 
 from sqlalchemy import RowMapping, insert, select, update
-from sqlalchemy.exc import IntegrityError
+from sqlalchemy.exc import IntegrityError, SQLAlchemyError
 
 from appliance.base.clock import Clock
 from appliance.base.db import Database
@@ -63,7 +63,11 @@ class AdminTokens:
         """Return the token of `secret`, which came from `address`. Raises InvalidApiKey, and RateLimitExceeded where too many
         wrong ones came from there."""
         self._attempts.begin(address, secret)
-        token = await self._find(secret) if 0 < len(secret) <= _SECRET_CHARS_MAX else None
+        try:
+            token = await self._find(secret) if 0 < len(secret) <= _SECRET_CHARS_MAX else None
+        except SQLAlchemyError:
+            self._attempts.give_back(address, secret)
+            raise
         if token is None or token.revoked_at is not None:
             self._attempts.was_wrong(secret)
             raise InvalidApiKey("the administrator token is not known or was revoked")

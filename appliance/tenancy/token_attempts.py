@@ -45,13 +45,19 @@ class TokenAttempts:
 
     def was_right(self, address: str, secret: str) -> None:
         """Give the attempt back, and let this token in without one from now on."""
+        self.give_back(address, secret)
         digest = self._digest(secret)
-        if digest not in self._known and (full_at := self._full_at.get(site_of(address))) is not None:
-            self._full_at[site_of(address)] = full_at - REFILL_S
         self._known[digest] = None
         self._known.move_to_end(digest)
         while len(self._known) > KNOWN_MAX:
             self._known.popitem(last=False)
+
+    def give_back(self, address: str, secret: str) -> None:
+        """Give the attempt back, if one was taken: nobody found out whether the token is right."""
+        site = site_of(address)
+        full_at = self._full_at.get(site)
+        if full_at is not None and self._digest(secret) not in self._known:
+            self._full_at[site] = full_at - REFILL_S
 
     def was_wrong(self, secret: str) -> None:
         """Forget that this token was right, if it was: each attempt with it counts again."""

@@ -8,14 +8,14 @@ and every token that the grammar does not allow.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import cached_property
 from typing import NamedTuple
-from weakref import WeakKeyDictionary, WeakValueDictionary
+from weakref import WeakKeyDictionary
 
 import numpy as np
 import torch
 
 from engine.protocol import SamplingParams
+from engine.sampling.bad_words import BadWords
 from engine.scheduling.request import Request
 from kernels import ops
 
@@ -99,76 +99,20 @@ class TokenCounts:
         self._ids[end - len(ids) : end] = torch.tensor(ids, device=self._ids.device)
 
 
-class BadWords:
-    """Bad words as a tree, read backwards from the token before the last one. A step goes down one way in it, however many
-    words there are; nodes are made when a text first comes to them.
-
-    ids: [F] int64, the last tokens of the words whose other tokens lead here.
-    """
-
-    def __init__(self, words: Sequence[Sequence[int]], depth: int = 0) -> None:
-        """`depth`: how many tokens before the last one have been read."""
-        self.words = words
-        self.ids = np.array(sorted({word[-1] for word in words if len(word) == depth + 1}), dtype=np.int64)
-        self._depth = depth
-        self._nodes: dict[int, BadWords] = {}
-
-    def forbidden(self, row: SampledRow) -> np.ndarray:
-        """Ids that would complete a bad word in the output that stands before this row's token: [F] int64"""
-        tokens, node, found = row.request.token_ids, self, [self.ids]
-        for place in range(row.position - 1, row.request.num_prompt_tokens - 1, -1):
-            before = node.before(tokens[place])
-            if before is None:
-                break
-            node = before
-            if len(node.ids):
-                found.append(node.ids)
-        return found[0] if len(found) == 1 else np.concatenate(found)
-
-    def before(self, token_id: int) -> BadWords | None:
-        """The words that go on with this token, None if none does."""
-        node = self._nodes.get(token_id)
-        if node is None and (words := self._groups.pop(token_id, None)):
-            node = self._nodes[token_id] = BadWords(words, self._depth + 1)
-        return node
-
-    @cached_property
-    def _groups(self) -> dict[int, list[Sequence[int]]]:
-        """The words of nodes that were not made, by their token."""
-        groups: dict[int, list[Sequence[int]]] = {}
-        place = -2 - self._depth
-        for word in self.words:
-            if len(word) >= -place:
-                groups.setdefault(word[place], []).append(word)
-        return groups
-
-
 class ForbiddenTokens:
     """What may not be the token of a row, whatever its logit. Keeps what it knows of requests for as long as they live."""
 
     def __init__(self) -> None:
-        self._bad_words: WeakKeyDictionary[Request, BadWords] = WeakKeyDictionary()
-        self._shared: WeakValueDictionary[int, BadWords] = WeakValueDictionary()  # by the id of their list, which they keep
+        self._bad_words = BadWords()
         self._ends: WeakKeyDictionary[Request, np.ndarray] = WeakKeyDictionary()
 
     def of(self, row: SampledRow) -> np.ndarray:
         """[F] int64; the tokens before `row.position` must be known."""
         forbidden = self._ends_of(row.request) if row.is_too_short_to_end else _NOTHING
-        words = row.request.sampling.bad_words_token_ids
-        if not words:
+        if not row.sampling.bad_words_token_ids:
             return forbidden
-        bad_words = self._bad_words.get(row.request)
-        if bad_words is None:
-            bad_words = self._bad_words[row.request] = self._tree_of(words)
-        found = bad_words.forbidden(row)
+        found = self._bad_words.ids(row.request, row.position)
         return np.concatenate((forbidden, found)) if len(forbidden) else found
-
-    def _tree_of(self, words: Sequence[Sequence[int]]) -> BadWords:
-        """All answers of a request share one."""
-        tree = self._shared.get(id(words))
-        if tree is None:
-            tree = self._shared[id(words)] = BadWords(words)
-        return tree
 
     def _ends_of(self, request: Request) -> np.ndarray:
         ends = self._ends.get(request)

@@ -19,8 +19,11 @@ LOOP_TURNS_MAX = 1 << 24
 _FILTER = "counted turns"  # names that no template can write
 _COUNTER = "turns left"
 _LOOPING_FILTERS = frozenset(
-    ("select", "reject", "selectattr", "rejectattr", "map", "list", "join", "sort", "unique", "groupby", "sum")
-)
+    (
+        "batch", "groupby", "join", "list", "map", "max", "min", "reject", "rejectattr", "select", "selectattr", "slice",
+        "sort", "sum", "unique",
+    )
+)  # fmt: skip
 
 
 class TooManyTurns(jinja2.TemplateError):
@@ -65,8 +68,12 @@ def compiled(environment: jinja2.Environment, source: str) -> jinja2.Template:
     """`source` with its turns counted; `environment` learns how. Raises what compiling raises."""
     environment.filters[_FILTER] = _counted
     tree = environment.parse(source)
-    for loop in list(tree.find_all(nodes.For)):
+    loops = list(tree.find_all(nodes.For))
+    again = {id(call): call for loop in loops if loop.recursive for call in loop.find_all(nodes.Call) if _is_loop(call)}
+    for loop in loops:
         loop.iter = _counting(loop.iter)
+    for call in again.values():
+        call.args[:1] = map(_counting, call.args[:1])
     for looping in list(tree.find_all(nodes.Filter)):
         if looping.name in _LOOPING_FILTERS and looping.node is not None:
             looping.node = _counting(looping.node)
@@ -76,6 +83,11 @@ def compiled(environment: jinja2.Environment, source: str) -> jinja2.Template:
 def turns_left(turns: int | None = None) -> dict[str, Any]:
     """What a rendering is given along with its values: `turns`, LOOP_TURNS_MAX if None."""
     return {_COUNTER: _TurnsLeft(LOOP_TURNS_MAX if turns is None else turns)}
+
+
+def _is_loop(call: nodes.Call) -> bool:
+    """Whether this is `loop(…)`, which in a recursive loop goes through what it is given."""
+    return isinstance(call.node, nodes.Name) and call.node.name == "loop"
 
 
 @jinja2.pass_context

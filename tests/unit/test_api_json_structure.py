@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import random
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -114,9 +115,56 @@ async def test_others_run_while_a_long_text_is_counted() -> None:
             await asyncio.sleep(0)
 
     other = asyncio.create_task(run())
-    await check_structure(b'"' + b"a" * 4_000_000 + b'"')
+    await check_structure(b'"' + rb"\"" * 4_000_000 + b'"')
     other.cancel()
-    assert turns > 30
+    assert turns > 5
+
+
+def _slices_taken(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """The length of the text of each slice, from now on."""
+    taken: list[int] = []
+    take = StructureCount.take_slice
+
+    def note(count: StructureCount, text: bytes) -> None:
+        taken.append(len(text))
+        take(count, text)
+
+    monkeypatch.setattr(StructureCount, "take_slice", note)
+    return taken
+
+
+async def test_what_has_more_strings_than_json_could_part_is_not_counted_to_its_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    slices = _slices_taken(monkeypatch)
+    await check_structure(b"[" + b'"' * 8_000_000)
+    assert len(slices) <= 2 * STRUCTURE_MAX // json_structure._SLICE_BYTES + 2
+
+
+async def test_long_bodies_are_counted_one_at_a_time_and_tenants_take_turns(monkeypatch: pytest.MonkeyPatch) -> None:
+    turns, ended = Turns(1, 100, refusal="too many", retry_after_s=1.0), []
+    floods = [b'"' + rb"\"" * 500_000 + b"a" * number + b'"' for number in range(20)]
+    monkeypatch.setattr(json_structure, "_AT_ONCE_S", 0.0)
+    counted = _slices_taken(monkeypatch)
+
+    async def ask(tenant_id: str, body: bytes) -> None:
+        await in_turn(body, lambda _body: ended.append(tenant_id), turns=turns, tenant_id=tenant_id)
+
+    await asyncio.gather(*[ask("flood", body) for body in floods], ask("neighbour", b'"' + b"a" * STRUCTURE_MAX + b'"'))
+    assert ended.index("neighbour") <= 2, "the neighbour's body waits behind the whole flood"
+    changes = sum(before != after for before, after in pairwise(counted))
+    assert changes == len(floods), "several were counted between each other, each in every turn of the loop"
+
+
+async def test_a_chat_is_counted_too(migrated_sqlite_file: Path, tmp_path: Path) -> None:
+    async with open_api_box(migrated_sqlite_file, tmp_path) as box:
+        tenant = await box.call("POST", "/tenants", status=201, json={"name": "alice"})
+        key = await box.call("POST", f"/tenants/{tenant['id']}/keys", status=201, json={"name": "key"})
+        refused = await box.client.post(
+            "/v1/chat/completions",
+            content=b"[" * (STRUCTURE_MAX + 1),
+            headers={"authorization": f"Bearer {key['key']}"},
+        )
+    assert refused.status_code == 413
+    assert refused.json()["error"]["code"] == "request_too_large"
 
 
 async def test_one_long_body_is_read_in_a_turn_of_the_loop_and_tenants_take_turns() -> None:

@@ -186,8 +186,11 @@ PAIRS = "{% for m in messages %}{% for n in messages[loop.index:] %}{{ loop.leng
         "{% for m in messages %}{% for n in messages if n.role == 'tool' %}{% endfor %}{% endfor %}",
         "{% for m in messages %}{{ messages | selectattr('role', 'equalto', 'tool') | list | length }}{% endfor %}",
         "{% macro last(m) %}{% for n in messages %}{% endfor %}{% endmacro %}{% for m in messages %}{{ last(m) }}{% endfor %}",
+        "{% for m in messages recursive %}{% if loop.depth < 2 %}{{ loop(messages) }}{% endif %}{% endfor %}",
+        "{% for m in messages %}{{ (messages | max(attribute='content')).role }}{% endfor %}",
+        "{% for m in messages %}{{ messages | batch(2) | list | length }}{% endfor %}",
     ],
-    ids=["loops", "conditions", "filters", "macros"],
+    ids=["loops", "conditions", "filters", "macros", "recursion", "extremes", "batches"],
 )
 def test_a_template_that_looks_at_every_pair_is_bounded_by_its_turns(source: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(loop_turns, "LOOP_TURNS_MAX", 1000)
@@ -206,6 +209,8 @@ def test_a_template_that_looks_at_every_pair_is_bounded_by_its_turns(source: str
         "{{ messages | map(attribute='role') | unique | sort | join(',') }}{{ nothing | map('upper') | list }}",
         "{% for k, v in messages[0].items() recursive %}{{ k }}={{ v }}{% endfor %}",
         "{% for x in nothing %}{% else %}empty{% endfor %}",
+        "{% for x in [[1, [2, 3]], [4]] recursive %}{{ loop.depth }}{{ x if x is number else loop(x) }}{% endfor %}",
+        "{{ [3, 1, 2] | max }}{{ nothing | min }}{{ messages | batch(2) | list }}{{ messages | slice(2) | list }}",
         "{% for role, group in messages | groupby('role') %}{{ role }}{{ group | list | length }}{% endfor %}",
         "{% for x in range(3) %}{% if x == 1 %}{% continue %}{% endif %}{{ x }}{% endfor %}{{ [1, 2] | sum }}",
     ],

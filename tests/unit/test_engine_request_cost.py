@@ -18,7 +18,7 @@ from engine.protocol import InvalidOption, SamplingParams
 from engine.sampling.host_masks import HostMasks
 from engine.sampling.logits_rules import ForbiddenTokens, SampledRow
 from engine.sampling.randomness import seed_of_answer
-from engine.scheduling.request import Request
+from engine.scheduling.request import UNKNOWN_TOKEN, Request
 from tests.support.engines import wanted
 from tests.support.sampling import next_rows, sampling_request
 
@@ -64,6 +64,34 @@ def test_a_step_does_not_look_at_every_bad_word_that_its_last_token_may_belong_t
     assert tokens.num <= 4, "each of 1,024 words was held against the text"
 
 
+def test_a_step_does_not_go_back_through_a_text_that_is_the_beginning_of_a_long_bad_word() -> None:
+    words = [[7] * 3000, [9, *[7] * 3000]]
+    request, rules = sampling_request(output=(7,) * 2000, bad_words_token_ids=words), ForbiddenTokens()
+    assert _forbidden(request, rules) == set()
+
+    request.token_ids = tokens = Looks([*request.token_ids, 7])
+    assert _forbidden(request, rules) == set()
+    assert tokens.num <= 1, "the text was read again"
+    request.token_ids = [*tokens, *[7] * 998]
+    assert _forbidden(request, rules) == _naive(request) == {7}
+
+
+def test_a_text_that_got_shorter_is_read_anew() -> None:
+    request, rules = sampling_request(output=(3, 4), bad_words_token_ids=[[3, 4, 5], [3, 6], [6]]), ForbiddenTokens()
+    assert _forbidden(request, rules) == {5, 6}
+    del request.token_ids[-1]
+    assert _forbidden(request, rules) == {6}
+    request.token_ids += [4]
+    assert _forbidden(request, rules) == {5, 6}
+
+
+def test_a_token_that_becomes_known_later_was_not_read_before() -> None:
+    request, rules = sampling_request(output=(3, UNKNOWN_TOKEN), bad_words_token_ids=[[3, 4, 5]]), ForbiddenTokens()
+    assert _forbidden(request, rules) == set()
+    request.token_ids[-1] = 4
+    assert _forbidden(request, rules) == {5}
+
+
 def test_words_of_one_token_and_end_tokens_are_gathered_once_for_all_steps() -> None:
     singles = [[token_id] for token_id in range(1000)]
     request, rules = sampling_request(bad_words_token_ids=singles), ForbiddenTokens()
@@ -84,7 +112,11 @@ def test_all_answers_of_a_request_share_what_is_known_of_its_bad_words() -> None
     for request in answers:
         request.sampling = sampling.with_checked(seed=2)
         rules.of(next_rows([request])[0])
-    assert len({id(tree) for tree in rules._bad_words.values()}) == 1
+    assert len({id(reading.tree) for reading in rules._bad_words._readings.values()}) == 1
+
+    del request
+    answers.clear()
+    assert not rules._bad_words._trees, "a tree outlives its requests"
 
 
 def test_a_mask_loses_exactly_the_forbidden_tokens() -> None:

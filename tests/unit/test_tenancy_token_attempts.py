@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from sqlalchemy.exc import OperationalError
 
 from appliance.base.db import Database
 from appliance.base.errors import InvalidApiKey, RateLimitExceeded
@@ -64,6 +65,23 @@ async def test_whoever_was_right_before_is_let_in_beside_a_stranger_of_the_same_
         await tokens.authenticate(secret, STRANGER)
     with pytest.raises(RateLimitExceeded):
         await tokens.authenticate(secret, STRANGER)
+
+
+async def test_what_the_database_did_not_answer_was_no_wrong_token(
+    tokens: AdminTokens, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _, secret = await tokens.create("alice", "owner")
+
+    def away() -> None:
+        raise OperationalError("SELECT", {}, Exception("no server answers"))
+
+    with monkeypatch.context() as outage:
+        outage.setattr(tokens._db, "reading", away)
+        for _ in range(BURST + 1):
+            with pytest.raises(OperationalError):
+                await tokens.authenticate(secret, ALICE)
+    assert (await tokens.authenticate(secret, ALICE)).name == "alice"
+    await _guess(tokens, BURST, ALICE)
 
 
 async def test_the_addresses_of_an_ipv6_site_count_as_one_and_what_is_kept_is_bounded(
