@@ -221,5 +221,5 @@ def test_counting_turns_changes_no_text(source: str) -> None:
     assert [ChatTemplate(source, {}).render(messages)] == expected
 
 
-def test_every_pair_of_a_gateways_longest_conversation_is_within_the_turns() -> None:
-    assert MESSAGES_MAX**2 <= loop_turns.LOOP_TURNS_MAX
+def test_a_gateways_longest_conversation_may_be_gone_through_a_thousand_times() -> None:
+    assert 1000 * MESSAGES_MAX <= loop_turns.LOOP_TURNS_MAX
