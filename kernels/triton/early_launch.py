@@ -57,10 +57,8 @@ def may_be_early(device: torch.device) -> bool:
     return capability(device) >= CAPABILITY_MIN
 
 
-# "Weights" is too little: the module's docstring names what `lone_decode` reads too. This docstring is part of nearly all keys
-# of the record of machine code.
 @triton.jit
 def wait_for_previous(EARLY: tl.constexpr):
-    """Only weights may be read before, and nothing written."""
+    """Before it nothing may be written, and only what the kernel in front does not write may be read (see above)."""
     if EARLY:
         gdc_wait()

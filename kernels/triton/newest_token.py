@@ -121,7 +121,7 @@ def score_of(product, scale, SOFTCAP: tl.constexpr):
 
 @triton.jit
 def see_newest(queries, key, value, is_there, scale, SOFTCAP: tl.constexpr, TILE: tl.constexpr):
-    """What `attention_decode._attend` begins with, the newest token seen where it is there: sums of values of even and of odd
+    """What `decode_tiles.attend` begins with, the newest token seen where it is there: sums of values of even and of odd
     columns, weights and the largest score. key, value: [1, WIDTH], as the cache holds them."""
     FP8: tl.constexpr = key.dtype.primitive_bitwidth == 8
     ROWS: tl.constexpr = queries.shape[0]
