@@ -35,10 +35,10 @@ def table() -> dict[str, str]:
     """Return every key of the table with what stands under `default`."""
     found: dict[str, str] = {}
     section = GUIDE.read_text("utf-8").partition("## Settings")[2].partition("\n## ")[0]
-    for line in section.splitlines():
+    for line in filter(lambda line: line.startswith("|"), section.splitlines()):
         cells = [cell.strip() for cell in line.strip("|").split("|")]
         keys = re.findall(r"`(\w+)`", cells[0])
-        defaults = cells[1].split(", ") if len(cells) > 1 else []
+        defaults = cells[1].split(", ")
         found |= dict(zip(keys, defaults if len(defaults) == len(keys) else defaults * len(keys), strict=True))
     return found
 
