@@ -11,11 +11,10 @@ import os
 from collections import OrderedDict
 
 from appliance.base.clock import Clock
-from appliance.base.errors import RateLimitExceeded
+from appliance.tenancy.attempts import Allowance, Attempts
 from appliance.tenancy.networks import site_of
 
-BURST = 100
-REFILL_S = 1.0
+PER_ADDRESS = Allowance(burst=100, refill_s=1.0)
 ADDRESSES_MAX = 10_000
 KNOWN_MAX = 1_000
 
@@ -24,24 +23,14 @@ class TokenAttempts:
     """Counts before the token is looked up, so that parallel guesses do not slip through."""
 
     def __init__(self, clock: Clock) -> None:
-        self._clock = clock
         self._salt = os.urandom(16)
         self._known: OrderedDict[bytes, None] = OrderedDict()  # digests of tokens that were right
-        self._full_at: OrderedDict[str, float] = OrderedDict()  # when the allowance of a site will be full again (GCRA)
+        self._attempts: Attempts[str] = Attempts(clock, keys_max=ADDRESSES_MAX, refusal="too many wrong administrator tokens")
 
     def begin(self, address: str, secret: str) -> None:
         """Take an attempt, or raise RateLimitExceeded with the exact wait and take none."""
-        if self._digest(secret) in self._known:
-            return
-        site, now = site_of(address), self._clock.monotonic_s()
-        full_at = max(self._full_at.get(site, now), now)
-        wait_s = full_at - now + REFILL_S - BURST * REFILL_S
-        if wait_s > 0:
-            raise RateLimitExceeded("too many wrong administrator tokens", limit_type="requests", retry_after_s=wait_s)
-        self._full_at[site] = full_at + REFILL_S
-        self._full_at.move_to_end(site)
-        while len(self._full_at) > ADDRESSES_MAX:
-            self._full_at.popitem(last=False)
+        if self._digest(secret) not in self._known:
+            self._attempts.take({site_of(address): PER_ADDRESS})
 
     def was_right(self, address: str, secret: str) -> None:
         """Give the attempt back, and let this token in without one from now on."""
@@ -54,10 +43,8 @@ class TokenAttempts:
 
     def give_back(self, address: str, secret: str) -> None:
         """Give the attempt back, if one was taken: nobody found out whether the token is right."""
-        site = site_of(address)
-        full_at = self._full_at.get(site)
-        if full_at is not None and self._digest(secret) not in self._known:
-            self._full_at[site] = full_at - REFILL_S
+        if self._digest(secret) not in self._known:
+            self._attempts.give_back(site_of(address), PER_ADDRESS)
 
     def was_wrong(self, secret: str) -> None:
         """Forget that this token was right, if it was: each attempt with it counts again."""

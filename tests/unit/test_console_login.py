@@ -210,7 +210,7 @@ def test_attempts_are_remembered_of_a_bounded_number_of_visitors(clock: FakeCloc
     for number in range(20):
         attempts.count(address=f"192.0.2.{number}", account=f"{number}@example.com")
 
-    assert len(attempts._full_at) == 4
+    assert len(attempts._attempts) == 4
 
 
 @pytest.mark.parametrize(("theme", "attribute"), [("dark", 'data-theme="dark"'), ("light", 'data-theme="light"')])

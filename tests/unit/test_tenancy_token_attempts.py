@@ -11,7 +11,7 @@ from appliance.base.db import Database
 from appliance.base.errors import InvalidApiKey, RateLimitExceeded
 from appliance.tenancy import token_attempts
 from appliance.tenancy.admin_tokens import AdminTokens
-from appliance.tenancy.token_attempts import BURST, REFILL_S
+from appliance.tenancy.token_attempts import PER_ADDRESS
 from tests.support.api_box import open_api_box
 from tests.support.clock import FakeClock
 
@@ -31,17 +31,17 @@ async def _guess(tokens: AdminTokens, count: int, address: str = STRANGER) -> No
 
 
 async def test_wrong_tokens_from_an_address_are_not_looked_up_any_more(tokens: AdminTokens, clock: FakeClock) -> None:
-    await _guess(tokens, BURST)
+    await _guess(tokens, PER_ADDRESS.burst)
     with pytest.raises(RateLimitExceeded) as refused:
         await tokens.authenticate("gha_another", STRANGER)
-    assert refused.value.retry_after_s == pytest.approx(REFILL_S)
+    assert refused.value.retry_after_s == pytest.approx(PER_ADDRESS.refill_s)
 
     _, secret = await tokens.create("alice", "owner")
     with pytest.raises(RateLimitExceeded):
         await tokens.authenticate(secret, STRANGER)
     assert (await tokens.authenticate(secret, ALICE)).name == "alice"
 
-    clock.advance(REFILL_S)
+    clock.advance(PER_ADDRESS.refill_s)
     await _guess(tokens, 1)
     with pytest.raises(RateLimitExceeded):
         await tokens.authenticate("gha_another", STRANGER)
@@ -49,15 +49,15 @@ async def test_wrong_tokens_from_an_address_are_not_looked_up_any_more(tokens: A
 
 async def test_a_right_token_costs_no_attempt_however_often_it_is_used(tokens: AdminTokens) -> None:
     _, secret = await tokens.create("alice", "owner")
-    for _ in range(BURST + 10):
+    for _ in range(PER_ADDRESS.burst + 10):
         await tokens.authenticate(secret, ALICE)
-    await _guess(tokens, BURST, ALICE)
+    await _guess(tokens, PER_ADDRESS.burst, ALICE)
 
 
 async def test_whoever_was_right_before_is_let_in_beside_a_stranger_of_the_same_address(tokens: AdminTokens) -> None:
     known, secret = await tokens.create("alice", "owner")
     await tokens.authenticate(secret, STRANGER)
-    await _guess(tokens, BURST)
+    await _guess(tokens, PER_ADDRESS.burst)
     assert (await tokens.authenticate(secret, STRANGER)).id == known.id
 
     await tokens.revoke(known.id)
@@ -77,35 +77,36 @@ async def test_what_the_database_did_not_answer_was_no_wrong_token(
 
     with monkeypatch.context() as outage:
         outage.setattr(tokens._db, "reading", away)
-        for _ in range(BURST + 1):
+        for _ in range(PER_ADDRESS.burst + 1):
             with pytest.raises(OperationalError):
                 await tokens.authenticate(secret, ALICE)
     assert (await tokens.authenticate(secret, ALICE)).name == "alice"
-    await _guess(tokens, BURST, ALICE)
+    await _guess(tokens, PER_ADDRESS.burst, ALICE)
 
 
 async def test_the_addresses_of_an_ipv6_site_count_as_one_and_what_is_kept_is_bounded(
     tokens: AdminTokens, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for number in range(BURST):
+    for number in range(PER_ADDRESS.burst):
         await _guess(tokens, 1, f"2001:db8::{number + 1:x}")
     with pytest.raises(RateLimitExceeded):
         await tokens.authenticate("gha_another", "2001:db8::ffff")
 
     monkeypatch.setattr(token_attempts, "ADDRESSES_MAX", 3)
     monkeypatch.setattr(token_attempts, "KNOWN_MAX", 3)
+    tokens = AdminTokens(tokens._db, tokens._clock)
     for number in range(10):
         _, secret = await tokens.create(f"token {number}", "viewer")
         await tokens.authenticate(secret, f"198.51.100.{number}")
-    assert len(tokens._attempts._full_at) == len(tokens._attempts._known) == 3
+    assert len(tokens._attempts._attempts) == len(tokens._attempts._known) == 3
 
 
 @pytest.mark.parametrize("path", ["/admin/v1/tenants", "/v1/organization/projects"])
 async def test_the_answer_says_when_to_come_back(migrated_sqlite_file: Path, tmp_path: Path, path: str) -> None:
     async with open_api_box(migrated_sqlite_file, tmp_path) as box:
         wrong = {"authorization": "Bearer gha_wrong"}
-        answers = [await box.client.get(path, headers=wrong) for _ in range(BURST + 1)]
-        assert [answer.status_code for answer in answers] == [401] * BURST + [429]
+        answers = [await box.client.get(path, headers=wrong) for _ in range(PER_ADDRESS.burst + 1)]
+        assert [answer.status_code for answer in answers] == [401] * PER_ADDRESS.burst + [429]
         assert answers[-1].json()["error"]["code"] == "rate_limit_exceeded"
         assert answers[-1].headers["retry-after"] == "1"
         assert (await box.client.get(path)).status_code == 200, "the operator of this machine is let in"

@@ -1,0 +1,62 @@
+"""So many attempts at once for each key, then one every so often. Kept in memory and bounded; a restart forgets it."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Hashable, Mapping
+from dataclasses import dataclass
+from typing import Generic, TypeVar
+
+from appliance.base.clock import Clock
+from appliance.base.errors import RateLimitExceeded
+
+K = TypeVar("K", bound=Hashable)
+
+
+@dataclass(frozen=True, slots=True)
+class Allowance:
+    """`burst` attempts at once, and one more every `refill_s` seconds."""
+
+    burst: int
+    refill_s: float
+
+
+class Attempts(Generic[K]):
+    """The attempts of at most `keys_max` keys; those that were not used for longest are forgotten."""
+
+    def __init__(self, clock: Clock, *, keys_max: int, refusal: str) -> None:
+        """`refusal` is what those are told who have no attempt left."""
+        self._clock = clock
+        self._keys_max = keys_max
+        self._refusal = refusal
+        # Each entry is the time at which it will be full again: one number holds the level of a bucket (GCRA).
+        self._full_at: OrderedDict[K, float] = OrderedDict()
+
+    def __len__(self) -> int:
+        return len(self._full_at)
+
+    def take(self, allowances: Mapping[K, Allowance]) -> None:
+        """Take one attempt from each of these, or raise RateLimitExceeded with the exact wait and take none."""
+        now = self._clock.monotonic_s()
+        wait_s = max(self._wait_s(key, allowance, now) for key, allowance in allowances.items())
+        if wait_s > 0:
+            raise RateLimitExceeded(self._refusal, limit_type="requests", retry_after_s=wait_s)
+        for key, allowance in allowances.items():
+            self._full_at[key] = max(self._full_at.get(key, now), now) + allowance.refill_s
+            self._full_at.move_to_end(key)
+            while len(self._full_at) > self._keys_max:
+                self._full_at.popitem(last=False)
+
+    def give_back(self, key: K, allowance: Allowance) -> None:
+        """Give one attempt back that was taken."""
+        full_at = self._full_at.get(key)
+        if full_at is not None:
+            self._full_at[key] = full_at - allowance.refill_s
+
+    def forget(self, key: K) -> None:
+        """Give all of them back."""
+        self._full_at.pop(key, None)
+
+    def _wait_s(self, key: K, allowance: Allowance, now: float) -> float:
+        used_s = max(self._full_at.get(key, now) - now, 0.0)
+        return used_s + allowance.refill_s - allowance.burst * allowance.refill_s
