@@ -5,11 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from appliance.serving.answers import SERVED
+
 if TYPE_CHECKING:
     from appliance.metering.ledger.records import RequestRow
 
 NOTICEABLE_S = 0.5  # below this nobody asks why
-COMPLETE = frozenset(("stop", "length"))  # the finish reasons of answers that came to their end
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,7 +41,7 @@ def explain(timeline: Timeline) -> str:
     prefill_s = max(0.0, timeline.ttft_s - queue_s)
     decode_s = timeline.decode_s or 0.0
     total_s = queue_s + prefill_s + decode_s
-    is_cut = timeline.finish_reason is not None and timeline.finish_reason not in COMPLETE
+    is_cut = timeline.finish_reason is not None and timeline.finish_reason not in SERVED
     end = f"; ended early ({timeline.finish_reason})" if is_cut else ""
     if total_s < NOTICEABLE_S and not timeline.preemptions:
         if is_cut:
