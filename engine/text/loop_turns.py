@@ -7,7 +7,7 @@ pair of messages is quick for ten and takes minutes for ten thousand. Knows no m
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from typing import Any, NoReturn
+from typing import Any
 
 import jinja2
 from jinja2 import nodes
@@ -33,12 +33,13 @@ class TooManyTurns(jinja2.TemplateError):
 class _TurnsLeft:
     """Of one rendering."""
 
-    def __init__(self, turns: int) -> None:
-        self._turns = turns
-        self.left = turns
+    def __init__(self) -> None:
+        self.left = LOOP_TURNS_MAX
 
-    def refuse(self) -> NoReturn:
-        raise TooManyTurns(f"its loops take more than {self._turns} turns for them")
+    def take(self) -> None:
+        self.left -= 1
+        if self.left < 0:
+            raise TooManyTurns(f"its loops take more than {LOOP_TURNS_MAX} turns for them")
 
 
 class _Counted:
@@ -49,11 +50,8 @@ class _Counted:
         self._turns = turns
 
     def __iter__(self) -> Iterator[Any]:
-        turns = self._turns
         for item in self._iterable:
-            turns.left -= 1
-            if turns.left < 0:
-                turns.refuse()
+            self._turns.take()
             yield item
 
     def __bool__(self) -> bool:
@@ -80,9 +78,9 @@ def compiled(environment: jinja2.Environment, source: str) -> jinja2.Template:
     return environment.from_string(tree)
 
 
-def turns_left(turns: int | None = None) -> dict[str, Any]:
-    """What a rendering is given along with its values: `turns`, LOOP_TURNS_MAX if None."""
-    return {_COUNTER: _TurnsLeft(LOOP_TURNS_MAX if turns is None else turns)}
+def turns_left() -> dict[str, Any]:
+    """What a rendering is given along with its values."""
+    return {_COUNTER: _TurnsLeft()}
 
 
 def _is_loop(call: nodes.Call) -> bool:
