@@ -26,6 +26,7 @@ from tests.support.cast import Cast
 from tests.support.clock import FakeClock
 from tests.support.fake_engine import STALL
 from tests.support.generations import Serving, serving
+from tests.support.loop_turns import counted_turns
 
 pytestmark = pytest.mark.on_either_database
 
@@ -166,26 +167,18 @@ def test_the_parts_of_an_answer_have_the_length_that_is_said(logprobs: bool, tex
 async def test_a_long_answer_leaves_in_pieces_and_others_run_between_them() -> None:
     parts = [b"a" * 3000] * 2000
     sent: list[dict[str, Any]] = []
-    turns = 0
 
     async def send(message: Any) -> None:
         sent.append(message)
 
-    async def run() -> None:
-        nonlocal turns
-        while True:
-            turns += 1
-            await asyncio.sleep(0)
-
-    other = asyncio.create_task(run())
-    answer: Any = PiecedBody(parts, sum(map(len, parts))).to_asgi_response()
-    await answer({}, None, send)
-    other.cancel()
+    async with counted_turns() as turns:
+        answer: Any = PiecedBody(parts, sum(map(len, parts))).to_asgi_response()
+        await answer({}, None, send)
     bodies = [message["body"] for message in sent[1:]]
     assert dict(sent[0]["headers"])[b"content-length"] == b"6000000"
     assert b"".join(bodies) == b"".join(parts)
     assert max(map(len, bodies)) < PIECE_BYTES + 3000
-    assert turns >= len(bodies) - 1 > 80
+    assert turns.count >= len(bodies) - 1 > 80
     assert [message["more_body"] for message in sent[1:]] == [True] * (len(bodies) - 1) + [False]
 
 

@@ -20,6 +20,7 @@ from appliance.base.errors import RequestTooLarge
 from appliance.serving.turns import Turns
 from engine.sampling_params import GUIDED_CHARS_MAX
 from tests.support.api_box import open_api_box
+from tests.support.loop_turns import counted_turns
 
 
 def _count(text: bytes) -> int:
@@ -106,18 +107,9 @@ async def test_all_that_the_fields_of_a_chat_may_hold_at_once_is_within_the_limi
 
 
 async def test_others_run_while_a_long_text_is_counted() -> None:
-    turns = 0
-
-    async def run() -> None:
-        nonlocal turns
-        while True:
-            turns += 1
-            await asyncio.sleep(0)
-
-    other = asyncio.create_task(run())
-    await check_structure(b'"' + rb"\"" * 4_000_000 + b'"')
-    other.cancel()
-    assert turns > 5
+    async with counted_turns() as turns:
+        await check_structure(b'"' + rb"\"" * 4_000_000 + b'"')
+    assert turns.count > 5
 
 
 def _slices_taken(monkeypatch: pytest.MonkeyPatch) -> list[int]:
@@ -168,22 +160,15 @@ async def test_a_chat_is_counted_too(migrated_sqlite_file: Path, tmp_path: Path)
 
 
 async def test_one_long_body_is_read_in_a_turn_of_the_loop_and_tenants_take_turns() -> None:
-    turns, now, read = Turns(1, 100, refusal="too many", retry_after_s=1.0), 0, []
+    turns, read = Turns(1, 100, refusal="too many", retry_after_s=1.0), []
     long, short = b"x" * (DECODED_OUT_OF_TURN_BYTES_MAX + 1), b"x"
 
-    async def count_turns() -> None:
-        nonlocal now
-        while True:
-            now += 1
-            await asyncio.sleep(0)
-
     async def ask(tenant_id: str, body: bytes) -> None:
-        await in_turn(body, lambda _body: read.append((tenant_id, now)), turns=turns, tenant_id=tenant_id)
+        await in_turn(body, lambda _body: read.append((tenant_id, now.count)), turns=turns, tenant_id=tenant_id)
 
-    counting = asyncio.create_task(count_turns())
-    asked = [ask("flood", long) for _ in range(20)] + [ask("neighbour", long), ask("neighbour", short)]
-    await asyncio.gather(*asked)
-    counting.cancel()
+    async with counted_turns() as now:
+        asked = [ask("flood", long) for _ in range(20)] + [ask("neighbour", long), ask("neighbour", short)]
+        await asyncio.gather(*asked)
 
     moments = [moment for _tenant, moment in read]
     order = [tenant for tenant, _moment in read]
