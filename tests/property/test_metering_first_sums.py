@@ -93,10 +93,11 @@ def plainly(owner: Owner, currency: str, events: Sequence[Row], levels: Levels, 
     for kind, level in known.items():
         since = []
         for event in usage:
+            used, reserved = tokens_of(event), event["reserved_tokens"]
             if event["admitted_at"] >= level.saved_at:
-                since.append((event["admitted_at"], tokens_of(event) if kind == "tokens" else 1))
-            elif event["settled_at"] >= level.saved_at and kind == "tokens":
-                since.append((event["settled_at"], max(tokens_of(event) - event["reserved_tokens"], 0)))
+                since.append((event["admitted_at"], min(used, reserved) if kind == "tokens" else 1))
+            if event["settled_at"] >= level.saved_at and kind == "tokens" and used > reserved:
+                since.append((event["settled_at"], used - reserved))
         found[kind] = LevelNow(capacity=level.capacity, units=level.units, saved_at=level.saved_at, since=tuple(sorted(since)))
     costs: Counter[str] = Counter()
     for event in settled:

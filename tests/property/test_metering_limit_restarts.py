@@ -138,6 +138,8 @@ async def test_no_row_of_kills_gives_more_than_one_life_without_any(
     chance = random.Random(seed)
     box = make_box(database, clock, cast)
     await box.start()
+    await box.ask(1, 0)
+    await box.save()  # of a level that was never saved only the last minute is known
     for _ in range(STEPS):
         clock.advance(chance.choice([0.001, 0.4, 1.0, 8.0, 61.0]))
         dice = chance.random()
@@ -152,6 +154,23 @@ async def test_no_row_of_kills_gives_more_than_one_life_without_any(
             await box.save()
         else:
             await box.kill()
+    await box.ledger.stop()
+
+
+async def test_what_a_request_took_beyond_its_reservation_is_asked_for_when_it_ended_not_when_it_began(
+    database: Database, clock: FakeClock, cast: Cast
+) -> None:
+    """It left a debt at its end; charged at its admission, the refill of all the time that it ran would have paid it."""
+    box = make_box(database, clock, cast)
+    await box.start()
+    await box.ask(300, 0)
+    await box.save()
+    clock.advance(1.0)
+    await box.ask(174, 0)
+    clock.advance(61.0)
+    await box.end(box.running[1], 900)
+    await box.kill()  # compares
+    assert box.level() == 600 - 726
     await box.ledger.stop()
 
 

@@ -168,16 +168,17 @@ def _level(kind: LimitKind, saved: SavedLevel, events: Sequence[Row[Any]]) -> Le
 
 
 def _charges(kind: LimitKind, saved_at: datetime, events: Sequence[Row[Any]]) -> Iterator[tuple[datetime, int]]:
-    """Yield what was used since a level was saved.
+    """Yield what was used since a level was saved, at the moments at which a bucket that lives on would have been charged.
 
-    What was admitted since counts whole. What ran when it was saved stands in it as reserved: if it took more, the rest counts;
-    if it took less, the difference is not given back, because it may have been given back before the level was saved.
+    What was admitted since counts at its admission as far as it was reserved, and the rest when it was settled. What ran when
+    the level was saved stands in it as reserved: if it took more, the rest counts; if it took less, the difference is not given
+    back, because it may have been given back before the level was saved.
     """
     for event in events:
         if event.admitted_at >= saved_at:
-            yield event.admitted_at, event.tokens if kind == "tokens" else 1
-        elif event.settled_at >= saved_at and kind == "tokens":
-            yield event.settled_at, max(event.tokens - event.reserved_tokens, 0)
+            yield event.admitted_at, min(event.tokens, event.reserved_tokens) if kind == "tokens" else 1
+        if event.settled_at >= saved_at and kind == "tokens" and event.tokens > event.reserved_tokens:
+            yield event.settled_at, event.tokens - event.reserved_tokens
 
 
 async def _settled(connection: AsyncConnection, requests: Sequence[str]) -> frozenset[str]:
