@@ -117,7 +117,6 @@ async def test_a_prompt_that_is_too_long(server: Server) -> None:
 
     assert isinstance(error, openai.BadRequestError)
     assert error.code == "context_length_exceeded"
-    assert "1024" in error.message
 
 
 async def test_more_output_than_the_context_holds(server: Server) -> None:
@@ -125,6 +124,16 @@ async def test_more_output_than_the_context_holds(server: Server) -> None:
 
     assert error.code == "context_length_exceeded"
     assert error.param == "max_completion_tokens"
+    assert "this model's maximum context length is 1024 tokens" in error.message
+
+
+@pytest.mark.parametrize("words", [1100, 3000, 20_000])
+async def test_libraries_know_by_its_words_that_a_prompt_is_too_long(server: Server, words: int) -> None:
+    # LangChain: ContextOverflowError; LiteLLM: ContextWindowExceededError, for which it takes another model.
+    error = await refused(server, server.api_key, messages=[{"role": "user", "content": "fox " * words}])
+
+    assert "prompt is too long" in error.message
+    assert "this model's maximum context length is 1024 tokens" in error.message
 
 
 @pytest.mark.parametrize(
