@@ -219,7 +219,8 @@ def test_a_body_that_is_too_large(server: Server) -> None:
 
 
 @pytest.mark.parametrize(
-    ("method", "path", "status"), [("GET", "/v1/nothing", 404), ("GET", CHAT, 405), ("DELETE", "/v1/models", 405)]
+    ("method", "path", "status"),
+    [("GET", "/v1/nothing", 404), ("GET", "/v1", 404), ("GET", CHAT, 405), ("DELETE", "/v1/models", 405)],
 )
 def test_paths_and_methods_that_do_not_exist(server: Server, method: str, path: str, status: int) -> None:
     for accept in ("*/*", "text/html,*/*;q=0.8"):  # a browser that strays here gets what a program gets
