@@ -25,6 +25,13 @@ _FRAMEWORK_ERRORS = {
     415: ("invalid_request_error", "invalid_value"),
 }
 
+CHAT_PATH = "/chat/completions"
+# What other servers of this kind have beside chat completions: the first part of the path.
+_ASKED_ELSEWHERE = frozenset({
+    "audio", "batches", "completions", "detokenize", "embeddings", "files", "images", "messages", "moderations", "rerank",
+    "responses", "score", "tokenize",
+})  # fmt: skip
+
 log = structlog.get_logger()
 
 
@@ -65,13 +72,23 @@ def _answer_framework_error(request: Request[Any, Any, Any], error: HTTPExceptio
     method, path = request.scope["method"], request.scope["path"]
     limit = request.app.request_max_body_size
     messages = {
-        404: f"there is nothing at {method} {path}; GET /schema/openapi.json describes what there is",
+        404: _nothing_at(method, path),
         405: f"{path} does not take {method}",
         413: f"the body is larger than the {limit} bytes that max_body_bytes allows",
     }
     message = messages.get(error.status_code, error.detail)
     headers = {name: allow(value.split(", ")) if name == "allow" else value for name, value in (error.headers or {}).items()}
     return Response(_encode(message, kind, None, code), status_code=error.status_code, media_type=MEDIA_TYPE, headers=headers)
+
+
+def _nothing_at(method: str, path: str) -> str:
+    """Return why there is no answer at `path`, in words that lead on those whose library asks elsewhere than it should here."""
+    if path.removeprefix("/v1").removeprefix("/").split("/")[0] in _ASKED_ELSEWHERE:
+        return f"{path} is not supported by this version; ask for chat completions, POST /v1{CHAT_PATH}"
+    where = (
+        "a client's base URL ends in /v1" if path.endswith(CHAT_PATH) else "GET /schema/openapi.json describes what there is"
+    )
+    return f"there is nothing at {method} {path}; {where}"
 
 
 def _headers(error: GatehouseError) -> dict[str, str]:

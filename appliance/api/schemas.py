@@ -1,8 +1,8 @@
 """The fields of `POST /v1/chat/completions`: which are honoured, which are refused by name, which are taken and ignored.
 
 Ignored by documented choice: `store`, `metadata`, `user`, `safety_identifier`, `prompt_cache_key`, `prompt_cache_retention`,
-`prompt_cache_options`, `verbosity`, `parallel_tool_calls`, `stream_options.include_obfuscation`, `annotations` of a message,
-`prompt_cache_breakpoint` of a content part.
+`prompt_cache_options`, `verbosity`, `parallel_tool_calls`, `stream_options.include_obfuscation`, `annotations` and the `type`
+`text` of a message, `prompt_cache_breakpoint` of a content part.
 """
 
 from __future__ import annotations
@@ -34,9 +34,10 @@ class StreamOptions(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
 
 class Message(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     """One turn of the conversation. Only text content is taken; several parts are joined by line feeds. `annotations` are
-    ignored: answers of OpenAI's have them, and come back with the next request."""
+    ignored: answers of OpenAI's have them, and come back with the next request. `type` may be text: lm-eval 0.4.9 says so."""
 
     role: str
+    type: str | None = None
     content: str | list[dict[str, Any]] | None = None
     name: str | None = None
     refusal: str | None = None
@@ -61,6 +62,21 @@ class ResponseFormat(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
 
     type: str
     json_schema: JsonSchema | None = None
+
+
+class StructuredOutputs(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """The form of an answer as vLLM names it: one of the first five, which are those of `guided_*` and an object of any fields.
+    The others change how the form is enforced, and are taken only where they ask for nothing."""
+
+    json: str | dict[str, Any] | None = None
+    regex: str | None = None
+    choice: list[str] | None = None
+    grammar: str | None = None
+    json_object: bool | None = None
+    structural_tag: Any = None
+    disable_any_whitespace: bool | None = None
+    disable_additional_properties: bool | None = None
+    whitespace_pattern: str | None = None
 
 
 class ChatCompletionRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
@@ -104,6 +120,7 @@ class ChatCompletionRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=
     guided_regex: str | None = None
     guided_choice: list[str] | None = None
     guided_grammar: str | None = None
+    structured_outputs: StructuredOutputs | None = None
     best_of: int | None = None
     typical_p: float | None = None
     bad_words: list[str] | None = None
@@ -169,6 +186,8 @@ def _checked_message(message: Message, path: str) -> dict[str, Any]:
         raise InvalidValue(f"{path}.role must be one of {', '.join(TEXT_ROLES)}", param=f"{path}.role")
     if message.role not in TEXT_ROLES:
         raise UnsupportedParameter(f"{path}.role {message.role} is not supported by this version", param=f"{path}.role")
+    if message.type not in (None, "text"):
+        raise UnsupportedParameter(f"{path}.type {message.type!r} is not supported; send text", param=f"{path}.type")
     for name in ("tool_calls", "function_call", "audio", "tool_call_id"):
         if getattr(message, name):
             raise UnsupportedParameter(f"{path}.{name} is not supported by this version", param=f"{path}.{name}")

@@ -1,4 +1,5 @@
-"""What an answer must look like: `response_format` and `guided_*` of a request as the one constraint that the engine takes.
+"""What an answer must look like: `response_format`, `guided_*` and `structured_outputs` of a request as the one constraint that
+the engine takes.
 
 Only forms and sizes are checked here. Whether a schema can be honoured is found out by the engine, which compiles it.
 """
@@ -9,10 +10,12 @@ import re
 from dataclasses import dataclass
 from typing import Any
 
-from appliance.api.schemas import ChatCompletionRequest, ResponseFormat
-from appliance.base.errors import InvalidValue
+from appliance.api.schemas import ChatCompletionRequest, ResponseFormat, StructuredOutputs
+from appliance.base.errors import InvalidValue, UnsupportedParameter
 
 GUIDED_FIELDS = ("guided_json", "guided_regex", "guided_choice", "guided_grammar")
+STRUCTURED_FORMS = ("json", "regex", "choice", "grammar")
+STRUCTURED_OPTIONS = ("structural_tag", "disable_any_whitespace", "disable_additional_properties", "whitespace_pattern")
 FORMATS = ("text", "json_object", "json_schema")
 ANY_OBJECT: dict[str, Any] = {"type": "object"}
 _NAME = re.compile(r"[a-zA-Z0-9_-]{1,64}")
@@ -28,10 +31,11 @@ class Constraint:
 
 
 def constraint(body: ChatCompletionRequest) -> Constraint | None:
-    """Return what the answer is held to, None when it is free. Raises InvalidValue, naming the field."""
+    """Return what the answer is held to, None when free. Raises InvalidValue or UnsupportedParameter, naming the field."""
     schema = _schema_of_format(body.response_format)
     found = [] if schema is None else [Constraint("guided_json", schema, "response_format")]
     found += [Constraint(name, getattr(body, name), name) for name in GUIDED_FIELDS if getattr(body, name) is not None]
+    found += _structured(body.structured_outputs)
     if len(found) > 1:
         first, second = found[0].written_as, found[1].written_as
         raise InvalidValue(f"{second} cannot be combined with {first}: an answer is held to one form", param=second)
@@ -56,3 +60,22 @@ def _schema_of_format(response_format: ResponseFormat | None) -> dict[str, Any] 
             param="response_format.json_schema.name",
         )
     return ANY_OBJECT if given.schema is None else given.schema
+
+
+def _structured(asked: StructuredOutputs | None) -> list[Constraint]:
+    if asked is None:
+        return []
+    for name in STRUCTURED_OPTIONS:
+        if getattr(asked, name) not in (None, False):
+            field = f"structured_outputs.{name}"
+            raise UnsupportedParameter(f"{field} is not supported by this version", param=field)
+    given = {name: getattr(asked, name) for name in STRUCTURED_FORMS}
+    found = [
+        Constraint(f"guided_{name}", value, f"structured_outputs.{name}") for name, value in given.items() if value is not None
+    ]
+    if asked.json_object:
+        found.append(Constraint("guided_json", ANY_OBJECT, "structured_outputs.json_object"))
+    if not found:
+        forms = ", ".join((*STRUCTURED_FORMS, "json_object"))
+        raise InvalidValue(f"structured_outputs needs one of {forms}", param="structured_outputs")
+    return found

@@ -113,7 +113,7 @@ class Prompting:
         fewest = fewest_tokens(text, longest_token_chars=self.vocabulary.longest_token_chars)
         if fewest >= max_model_len:
             raise ContextLengthExceeded(
-                f"the prompt has at least {fewest} tokens: this model's context is {max_model_len} tokens",
+                f"the prompt is too long: it has at least {fewest} tokens, and {_longest(max_model_len)}",
                 param="messages",
             )
 
@@ -126,17 +126,22 @@ def output_room(*, prompt_tokens: int, max_tokens: int | None, max_model_len: in
     room = max_model_len - prompt_tokens
     if room < 1:
         raise ContextLengthExceeded(
-            f"the prompt has {prompt_tokens} tokens and leaves no room for an answer: this model's context is"
-            f" {max_model_len} tokens",
+            f"the prompt is too long: it has {prompt_tokens} tokens, which leaves no room for an answer, and"
+            f" {_longest(max_model_len)}",
             param="messages",
         )
     if max_tokens is not None and max_tokens > room:
         raise ContextLengthExceeded(
-            f"the prompt has {prompt_tokens} tokens and {max_tokens} were asked for, {prompt_tokens + max_tokens} in total:"
-            f" this model's context is {max_model_len} tokens",
+            f"the prompt has {prompt_tokens} tokens and {max_tokens} were asked for, {prompt_tokens + max_tokens} in total, and"
+            f" {_longest(max_model_len)}",
             param="max_tokens",
         )
     return room if max_tokens is None else max_tokens
+
+
+def _longest(max_model_len: int) -> str:
+    """Return the context in the words of OpenAI's: client libraries tell such a refusal from others by them."""
+    return f"this model's maximum context length is {max_model_len} tokens"
 
 
 def _read_tokenizer(path: Path) -> Tokenizer:

@@ -1,8 +1,10 @@
 """Writes the shapes of a schema as a Lark grammar of JSON texts. Knows the library's syntax and nothing of schemas' keywords.
 
-White space is what JSON writers put: any run of up to `SPACE_MAX` blanks around punctuation. Every terminal is one token of
-JSON together with its punctuation's blanks, so that the library's greedy lexer never has to choose. Rules are kept as data
-until the end, when those that can produce no text are taken out: a text can always be completed.
+White space is what JSON writers put: a space beside punctuation, and line breaks with indentation inside brackets and behind
+commas. Where JSON's own rule was followed, weak models lost themselves in blanks: whatever else the schema forbids, one more
+blank was always allowed. Every terminal is one token of JSON together with its punctuation's blanks, so that the library's
+greedy lexer never has to choose. Rules are kept as data until the end, when those that can produce no text are taken out: a
+text can always be completed.
 """
 
 from __future__ import annotations
@@ -21,17 +23,18 @@ from engine.grammar.schema_values import Term, type_of
 from engine.grammar.shapes import Array, Listed, Object, Shape, Shapes, Texts
 from engine.grammar.spec import GrammarError
 
-SPACE_MAX = 128
+LINE_BREAKS_MAX = 2
+INDENT_MAX = 64
 REPEATED_MAX = 100_000
 
-_SPACE = rf"[ \n\r\t]{{0,{SPACE_MAX}}}"
+_LINE = rf"( ?|(\r?\n){{1,{LINE_BREAKS_MAX}}}[ \t]{{0,{INDENT_MAX}}})"
 _PUNCTUATION = {
-    "LBRACE": rf"/\{{{_SPACE}/",
-    "RBRACE": rf"/{_SPACE}\}}/",
-    "LBRACKET": rf"/\[{_SPACE}/",
-    "RBRACKET": rf"/{_SPACE}\]/",
-    "COMMA": rf"/{_SPACE},{_SPACE}/",
-    "COLON": rf"/{_SPACE}:{_SPACE}/",
+    "LBRACE": rf"/\{{{_LINE}/",
+    "RBRACE": rf"/{_LINE}\}}/",
+    "LBRACKET": rf"/\[{_LINE}/",
+    "RBRACKET": rf"/{_LINE}\]/",
+    "COMMA": rf"/ ?,{_LINE}/",
+    "COLON": r"/ ?: ?/",
     "INTEGER": r"/-?(0|[1-9][0-9]*)/",
     # Exponents stop short of what a 64-bit float cannot hold.
     "NUMBER": r"/-?(0|[1-9][0-9]*)(\.[0-9]+)?([eE][+-]?0*([0-9]|[1-9][0-9]|[12][0-9][0-9]))?/",

@@ -117,7 +117,6 @@ async def test_a_prompt_that_is_too_long(server: Server) -> None:
 
     assert isinstance(error, openai.BadRequestError)
     assert error.code == "context_length_exceeded"
-    assert "1024" in error.message
 
 
 async def test_more_output_than_the_context_holds(server: Server) -> None:
@@ -125,6 +124,16 @@ async def test_more_output_than_the_context_holds(server: Server) -> None:
 
     assert error.code == "context_length_exceeded"
     assert error.param == "max_completion_tokens"
+    assert "this model's maximum context length is 1024 tokens" in error.message
+
+
+@pytest.mark.parametrize("words", [1100, 3000, 20_000])
+async def test_libraries_know_by_its_words_that_a_prompt_is_too_long(server: Server, words: int) -> None:
+    # LangChain: ContextOverflowError; LiteLLM: ContextWindowExceededError, for which it takes another model.
+    error = await refused(server, server.api_key, messages=[{"role": "user", "content": "fox " * words}])
+
+    assert "prompt is too long" in error.message
+    assert "this model's maximum context length is 1024 tokens" in error.message
 
 
 @pytest.mark.parametrize(
@@ -210,7 +219,8 @@ def test_a_body_that_is_too_large(server: Server) -> None:
 
 
 @pytest.mark.parametrize(
-    ("method", "path", "status"), [("GET", "/v1/nothing", 404), ("GET", CHAT, 405), ("DELETE", "/v1/models", 405)]
+    ("method", "path", "status"),
+    [("GET", "/v1/nothing", 404), ("GET", "/v1", 404), ("GET", CHAT, 405), ("DELETE", "/v1/models", 405)],
 )
 def test_paths_and_methods_that_do_not_exist(server: Server, method: str, path: str, status: int) -> None:
     for accept in ("*/*", "text/html,*/*;q=0.8"):  # a browser that strays here gets what a program gets

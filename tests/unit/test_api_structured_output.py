@@ -16,6 +16,10 @@ from appliance.base.errors import BadRequest
 from appliance.serving.endings import as_written
 
 SCHEMA = {"type": "object", "properties": {"b": {"type": "integer"}, "a": {"const": 10**30}}}
+ALL_OF_VLLM = {
+    "json": None, "regex": None, "choice": None, "grammar": None, "json_object": None, "structural_tag": None,
+    "disable_any_whitespace": False, "disable_additional_properties": False, "whitespace_pattern": None,
+}  # fmt: skip
 NAMED = {"name": "point", "schema": SCHEMA, "strict": True}
 
 
@@ -42,6 +46,22 @@ def body(**fields: Any) -> ChatCompletionRequest:
         ({"guided_regex": "a+"}, Constraint("guided_regex", "a+", "guided_regex")),
         ({"guided_choice": ["a", "b"]}, Constraint("guided_choice", ["a", "b"], "guided_choice")),
         ({"guided_grammar": "start: /a/"}, Constraint("guided_grammar", "start: /a/", "guided_grammar")),
+        ({"structured_outputs": None}, None),
+        ({"structured_outputs": {"json": SCHEMA}}, Constraint("guided_json", SCHEMA, "structured_outputs.json")),
+        ({"structured_outputs": {"regex": "a+"}}, Constraint("guided_regex", "a+", "structured_outputs.regex")),
+        ({"structured_outputs": {"choice": ["a"]}}, Constraint("guided_choice", ["a"], "structured_outputs.choice")),
+        (
+            {"structured_outputs": {"grammar": "start: /a/"}},
+            Constraint("guided_grammar", "start: /a/", "structured_outputs.grammar"),
+        ),
+        (
+            {"structured_outputs": {"json_object": True}},
+            Constraint("guided_json", ANY_OBJECT, "structured_outputs.json_object"),
+        ),
+        (
+            {"structured_outputs": {**ALL_OF_VLLM, "regex": "a+"}},
+            Constraint("guided_regex", "a+", "structured_outputs.regex"),
+        ),
     ],
     ids=str,
 )
@@ -75,6 +95,15 @@ def test_the_order_of_properties_is_kept() -> None:
         ({"guided_json": [1]}, "guided_json"),
         ({"guided_json": {}, "guided_regex": "a"}, "guided_regex"),
         ({"response_format": {"type": "json_object"}, "guided_json": {}}, "guided_json"),
+        ({"structured_outputs": {}}, "structured_outputs"),
+        ({"structured_outputs": {"json_object": False}}, "structured_outputs"),
+        ({"structured_outputs": {"json": {}, "regex": "a"}}, "structured_outputs.regex"),
+        ({"structured_outputs": {"json": {}}, "guided_choice": ["a"]}, "structured_outputs.json"),
+        ({"structured_outputs": {"json": {}, "whitespace_pattern": " "}}, "structured_outputs.whitespace_pattern"),
+        ({"structured_outputs": {"json": {}, "disable_any_whitespace": True}}, "structured_outputs.disable_any_whitespace"),
+        ({"structured_outputs": {"structural_tag": "{}"}}, "structured_outputs.structural_tag"),
+        ({"structured_outputs": {"choice": "a"}}, "structured_outputs.choice"),
+        ({"structured_outputs": {"xml": "a"}}, "structured_outputs.xml"),
     ],
     ids=str,
 )

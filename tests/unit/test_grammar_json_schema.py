@@ -214,10 +214,24 @@ def test_half_a_surrogate_pair_is_no_text() -> None:
     assert not accepts(grammar, '"\\ud83d"')
 
 
-def test_white_space_ends_somewhere() -> None:
-    grammar = compiled("json", json.dumps({"items": WHOLE, "type": "array"}))
-    assert accepts(grammar, "[\n" + " " * 80 + "1]")
-    assert not accepts(grammar, "[1" + " " * 1000 + "]")
+@pytest.mark.parametrize("indent", [None, 0, 1, 2, 4, 8, "\t", "\t\t"])
+@pytest.mark.parametrize("line_end", ["\n", "\r\n"])
+def test_white_space_is_what_writers_of_json_put(indent: int | str | None, line_end: str) -> None:
+    grammar = compiled("json", json.dumps({"items": {"properties": {"a": {"items": WHOLE}, "b": WHOLE}}, "type": "array"}))
+    text = json.dumps([{"a": [1, 2], "b": 3}, {}], indent=indent)
+    assert accepts(grammar, text.replace("\n", line_end))
+    assert accepts(grammar, json.dumps([{"a": [1, 2], "b": 3}], separators=(" , ", " : ")))
+    assert accepts(grammar, '[ { "a": [ 1, 2 ], "b" : 3 }, { } ]')
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["[\n\n\n1]", "[\n \n \n1]", "[  1]", "[1\n,2]", "[\n" + " " * 65 + "1]", '[{"a"\n:1}]', '[{"a":\n1}]', '[{"a":  1}]'],
+)
+def test_a_weak_model_cannot_lose_itself_in_white_space(text: str) -> None:
+    schema = {"items": {"anyOf": [WHOLE, {"properties": {"a": WHOLE}, "type": "object"}]}, "type": "array"}
+    assert json.loads(text)
+    assert not accepts(compiled("json", json.dumps(schema)), text)
 
 
 def test_a_property_comes_once() -> None:
