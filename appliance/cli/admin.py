@@ -12,8 +12,10 @@ from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 import typer
 
+from appliance.base.clock import SystemClock, rfc3339
 from appliance.cli import output
 from appliance.cli.failure import CommandFailed, WrongUsage
+from appliance.cli.operator import operator
 from appliance.cli.options import AsJson, DatabaseUrl, DataDir, settings_from
 
 if TYPE_CHECKING:
@@ -46,7 +48,6 @@ def create(
     database: DatabaseUrl = None,
 ) -> None:
     """Create a member who may sign in to the console. Prints the generated password, once."""
-    from appliance.base.clock import SystemClock
     from appliance.tenancy.members import Members
 
     given, password = _password(password_stdin)
@@ -65,7 +66,6 @@ def reset_password(
     database: DatabaseUrl = None,
 ) -> None:
     """Reset a member's password and end all their sessions."""
-    from appliance.base.clock import SystemClock
     from appliance.tenancy.members import Members
 
     given, password = _password(password_stdin)
@@ -78,7 +78,6 @@ def reset_password(
 @app.command("reset-second-factor")
 def reset_second_factor(email: Email, as_json: AsJson = False, data_dir: DataDir = None, database: DatabaseUrl = None) -> None:
     """Reset a member's second factor (lost device). The password alone signs in until a new one is set up."""
-    from appliance.base.clock import SystemClock
     from appliance.tenancy.second_factor import reset_by_email
 
     member = _on_database(settings_from(data_dir, database), lambda db: reset_by_email(db, SystemClock(), email))
@@ -88,7 +87,6 @@ def reset_second_factor(email: Email, as_json: AsJson = False, data_dir: DataDir
 @app.command("unlink-provider")
 def unlink_provider(email: Email, as_json: AsJson = False, data_dir: DataDir = None, database: DatabaseUrl = None) -> None:
     """Unlink a member from the sign-in provider. The next sign-in there links again, by verified e-mail."""
-    from appliance.base.clock import SystemClock
     from appliance.tenancy.identities import unlink_by_email
 
     member = _on_database(settings_from(data_dir, database), lambda db: unlink_by_email(db, SystemClock(), email))
@@ -106,7 +104,6 @@ def token(
     database: DatabaseUrl = None,
 ) -> None:
     """Create, list or revoke bearer tokens of /admin/v1. A new one is printed, once."""
-    from appliance.base.clock import SystemClock
     from appliance.tenancy.admin_tokens import AdminTokens
 
     if (name is not None) + show + (revoke is not None) != 1:
@@ -159,7 +156,6 @@ def _on_database(settings: Settings, work: Callable[[Database], Awaitable[T]]) -
     """Run `work` on the database, which must have its tables already."""
     from appliance.base import db
     from appliance.base.acting import act_as
-    from appliance.cli.operator import operator
 
     async def go() -> T:
         act_as(operator())
@@ -183,8 +179,6 @@ def _print_member(member: Member, password: str | None, *, as_json: bool) -> Non
 
 
 def _token_row(token: AdminToken) -> dict[str, Any]:
-    from appliance.base.clock import rfc3339
-
     return {
         "id": token.id,
         "name": token.name,

@@ -8,9 +8,12 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from appliance.base.clock import SystemClock
 from appliance.cli import output
+from appliance.cli.connection import AdminClient, check_there, run
 from appliance.cli.failure import CommandFailed, WrongUsage
 from appliance.cli.options import AsJson, DatabaseUrl, DataDir, settings_from
+from appliance.cli.tenants import tenant_field
 
 if TYPE_CHECKING:
     from appliance.base.settings import Settings
@@ -39,9 +42,6 @@ def list_entries(
     database: DatabaseUrl = None,
 ) -> None:
     """List entries, the newest first."""
-    from appliance.cli.connection import AdminClient, run
-    from appliance.cli.tenants import tenant_field
-
     query = {"actor": actor, "action": action, "target": target, "start": start, "end": end}
 
     async def work(client: AdminClient) -> list[dict[str, Any]]:
@@ -84,8 +84,6 @@ def verify(
 
 async def _verdict(settings: Settings, expect: str | None, *, quiet: bool) -> Verdict:
     from appliance.base import db
-    from appliance.base.clock import SystemClock
-    from appliance.cli.connection import check_there
     from appliance.tenancy.audit import AuditLog
 
     await asyncio.to_thread(check_there, settings)

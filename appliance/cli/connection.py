@@ -10,14 +10,16 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
-
-import httpx
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from appliance.base.errors import NotFound
-from appliance.base.settings import Settings
 from appliance.cli.failure import CommandFailed, exit_status
 from appliance.cli.operator import operator_headers
+
+if TYPE_CHECKING:
+    import httpx
+
+    from appliance.base.settings import Settings
 
 CONTROL_FILE = "control.json"
 TIMEOUT_S = 30.0
@@ -107,6 +109,8 @@ class AdminClient:
                 return rows[:at_most]
 
     async def _ask(self, method: str, path: str, **parts: Any) -> httpx.Response:
+        import httpx
+
         try:
             answer = await self._client.request(method, f"/admin/v1{path}", **parts)
         except httpx.HTTPError as error:
@@ -168,6 +172,8 @@ async def claimed(settings: Settings, *, shared: bool) -> AsyncIterator[None]:
 @asynccontextmanager
 async def connected(settings: Settings) -> AsyncIterator[AdminClient]:
     """Yield a client of the appliance of these settings."""
+    import httpx
+
     control = read_control(settings.data_dir)
     if control is not None:
         headers = {"authorization": f"Bearer {control.token}"} | operator_headers()
@@ -185,6 +191,8 @@ async def _in_process(settings: Settings) -> AsyncIterator[httpx.AsyncClient]:
 
     From its first change on it shares the claim on the database; a command that only reads holds nothing.
     """
+    import httpx
+
     from appliance.app import Appliance, create_app
     from appliance.base import db
     from appliance.base.logging import configure_logging

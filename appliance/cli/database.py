@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, TypeVar
 import typer
 
 from appliance.cli import output
+from appliance.cli.connection import check_there, claimed, read_control
 from appliance.cli.failure import CommandFailed, WrongUsage
 from appliance.cli.options import AsJson, DatabaseUrl, DataDir, settings_from
 
@@ -71,7 +72,6 @@ def downgrade(
 @app.command("check")
 def check(as_json: AsJson = False, data_dir: DataDir = None, database: DatabaseUrl = None) -> None:
     """Check the invariants of the ledger. The database may be in use. Exit status 1 when one is broken."""
-    from appliance.cli.connection import check_there, read_control
     from appliance.metering.invariants.check import check_ledger
 
     settings = settings_from(data_dir, database)
@@ -119,8 +119,6 @@ def _print_findings(findings: list[Finding], *, as_json: bool) -> None:
 
 
 def _refuse_while_running(settings: Settings) -> None:
-    from appliance.cli.connection import read_control
-
     control = read_control(settings.data_dir)
     if control is not None:
         raise CommandFailed(f"the appliance is running at {control.url} (pid {control.pid}): stop it first", code="running")
@@ -149,7 +147,6 @@ def _refuse_while_journal_is_ahead(database_url: str) -> None:
 
 def _alone(settings: Settings, step: Callable[[], T]) -> T:
     """Return what `step` does to the database while nobody else changes it. It runs in a thread of its own."""
-    from appliance.cli.connection import claimed
 
     async def go() -> T:
         async with claimed(settings, shared=False):

@@ -12,8 +12,11 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from appliance.base.clock import SystemClock
 from appliance.cli import output
+from appliance.cli.connection import read_control
 from appliance.cli.failure import CommandFailed
+from appliance.cli.model_store import locate
 from appliance.cli.options import AsJson, DatabaseUrl, DataDir, settings_from
 
 if TYPE_CHECKING:
@@ -92,8 +95,6 @@ def _try_to_write(folder: Path) -> None:
 
 def _port(settings: Settings) -> list[Check]:
     import socket
-
-    from appliance.cli.connection import read_control
 
     control = read_control(settings.data_dir)
     if control is not None:
@@ -209,7 +210,6 @@ def _prices(settings: Settings) -> list[Check]:
     from sqlalchemy.exc import SQLAlchemyError
 
     from appliance.base import db
-    from appliance.base.clock import SystemClock
     from appliance.metering.ledger import rollups
     from appliance.metering.prices import PriceBook
     from appliance.metering.unpriced import unpriced
@@ -238,9 +238,7 @@ def _prices(settings: Settings) -> list[Check]:
 
 
 def _models(settings: Settings) -> list[Check]:
-    from appliance.cli.connection import read_control
     from appliance.cli.model_check import check_model
-    from appliance.cli.model_store import locate
     from appliance.serving.fleet import DEMO_MODEL
 
     if not settings.models and read_control(settings.data_dir) is not None:

@@ -11,6 +11,7 @@ import typer
 
 from appliance.cli import output
 from appliance.cli.failure import CommandFailed
+from appliance.cli.model_store import locate
 from appliance.cli.options import DatabaseUrl, DataDir, settings_from
 
 if TYPE_CHECKING:
@@ -42,8 +43,6 @@ def serve(
 
 
 def _with_models_found(settings: Settings) -> Settings:
-    from appliance.cli.model_store import locate
-
     return dataclasses.replace(settings, models=tuple(str(locate(model, settings.data_dir)) for model in settings.models))
 
 
