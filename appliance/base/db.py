@@ -65,7 +65,10 @@ class Database:
 
     @classmethod
     def open(cls, url: str) -> Database:
-        """Return the database at `url` without connecting yet. Raises ValueError when it is not a URL that we serve."""
+        """Return the database at `url` without connecting yet, which `async with` closes.
+
+        Raises ValueError when it is not a URL that we serve.
+        """
         kind, target = parse_url(url)
         if kind == "sqlite":
             writer = _sqlite_writer(target)
@@ -73,6 +76,12 @@ class Database:
         server, sizes = server_url(target), (WRITERS_MAX, READERS_MAX, BATCH_WRITERS_MAX)
         writers, readers, batch_writers = (_engine(server, size, pool_pre_ping=True) for size in sizes)
         return cls(kind, writers, readers, batch_writers)
+
+    async def __aenter__(self) -> Database:
+        return self
+
+    async def __aexit__(self, *_raised: object) -> None:
+        await self.close()
 
     @asynccontextmanager
     async def reading(self) -> AsyncIterator[AsyncConnection]:

@@ -14,7 +14,8 @@ import typer
 
 from appliance.base.clock import SystemClock, rfc3339
 from appliance.cli import output
-from appliance.cli.failure import CommandFailed, WrongUsage
+from appliance.cli.connection import opened
+from appliance.cli.failure import WrongUsage
 from appliance.cli.operator import operator
 from appliance.cli.options import AsJson, DatabaseUrl, DataDir, settings_from
 
@@ -154,19 +155,13 @@ def _make_tables(settings: Settings) -> None:
 
 def _on_database(settings: Settings, work: Callable[[Database], Awaitable[T]]) -> T:
     """Run `work` on the database, which must have its tables already."""
-    from appliance.base import db
     from appliance.base.acting import act_as
 
     async def go() -> T:
         act_as(operator())
-        database = db.Database.open(settings.database_url)
-        try:
+        async with opened(settings) as database:
             return await work(database)
-        finally:
-            await database.close()
 
-    if db.current_revision(settings.database_url) != db.head_revision():
-        raise CommandFailed("the database is not ready: start the appliance once, or run gatehouse db upgrade", code="database")
     return asyncio.run(go())
 
 

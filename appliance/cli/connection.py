@@ -19,6 +19,7 @@ from appliance.cli.operator import operator_headers
 if TYPE_CHECKING:
     import httpx
 
+    from appliance.base.db import Database
     from appliance.base.settings import Settings
 
 CONTROL_FILE = "control.json"
@@ -145,6 +146,17 @@ def check_there(settings: Settings) -> None:
             "upgrade makes one here",
             code="no_appliance",
         )
+
+
+@asynccontextmanager
+async def opened(settings: Settings) -> AsyncIterator[Database]:
+    """Yield the database itself, for what no appliance is asked. Raises CommandFailed unless it has its newest tables."""
+    from appliance.base import db
+
+    if await asyncio.to_thread(db.current_revision, settings.database_url) != db.head_revision():
+        raise CommandFailed("the database is not ready: start the appliance once, or run gatehouse db upgrade", code="database")
+    async with db.Database.open(settings.database_url) as database:
+        yield database
 
 
 @asynccontextmanager

@@ -97,11 +97,8 @@ def rebuild_rollups(as_json: AsJson = False, data_dir: DataDir = None, database:
     _refuse_while_running(settings)
 
     async def rebuild() -> int:
-        opened = Database.open(settings.database_url)
-        try:
+        async with Database.open(settings.database_url) as opened:
             return await rollups.rebuild(opened, BillingCalendar(settings.time_zone))
-        finally:
-            await opened.close()
 
     rows = _alone(settings, lambda: asyncio.run(rebuild()))
     if as_json:
@@ -129,12 +126,8 @@ def _refuse_while_journal_is_ahead(database_url: str) -> None:
     from appliance.metering.ledger.journaled import ahead_of_tables
 
     async def count() -> int:
-        opened = Database.open(database_url)
-        try:
-            async with opened.reading() as connection:
-                return await ahead_of_tables(connection, database_url)
-        finally:
-            await opened.close()
+        async with Database.open(database_url) as opened, opened.reading() as connection:
+            return await ahead_of_tables(connection, database_url)
 
     ahead = asyncio.run(count()) if current_revision(database_url) is not None else 0
     if ahead:

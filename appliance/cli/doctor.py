@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import asyncio
 import platform
 import shutil
+import socket
 import sys
+import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass
+from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -87,15 +91,11 @@ def _disk(settings: Settings) -> list[Check]:
 
 
 def _try_to_write(folder: Path) -> None:
-    import tempfile
-
     with tempfile.TemporaryFile(dir=folder) as file:
         file.write(b"0")
 
 
 def _port(settings: Settings) -> list[Check]:
-    import socket
-
     control = read_control(settings.data_dir)
     if control is not None:
         return [Check("appliance", "ok", f"running at {control.url} (pid {control.pid})"), *_readiness(control.url)]
@@ -126,8 +126,6 @@ def _readiness(url: str) -> list[Check]:
 
 
 def _database(settings: Settings) -> list[Check]:
-    import asyncio
-
     from sqlalchemy.exc import SQLAlchemyError
 
     from appliance.base import db
@@ -137,13 +135,10 @@ def _database(settings: Settings) -> list[Check]:
         return [Check("database", "ok", "not there yet: the first start makes it")]
 
     async def ping() -> tuple[str, str]:
-        database = db.Database.open(settings.database_url)
-        try:
+        async with db.Database.open(settings.database_url) as database:
             await database.ping()
             async with database.reading() as connection:
                 return database.kind, await connection.run_sync(encoding_of)
-        finally:
-            await database.close()
 
     try:
         kind, encoding = asyncio.run(ping())
@@ -164,8 +159,6 @@ def _database(settings: Settings) -> list[Check]:
 
 def _secrets(settings: Settings) -> list[Check]:
     """Tell whether `secret.key` is the file with which second factors and signing secrets were sealed."""
-    import asyncio
-
     from sqlalchemy.exc import SQLAlchemyError
 
     from appliance.base import db
@@ -174,12 +167,8 @@ def _secrets(settings: Settings) -> list[Check]:
     from appliance.tenancy.secrets import PEPPER_FILE, read_pepper
 
     async def look(pepper: bytes | None) -> sealed_secrets.Sealed:
-        database = db.Database.open(settings.database_url)
-        try:
-            async with database.reading() as connection:
-                return await sealed_secrets.look(connection, pepper)
-        finally:
-            await database.close()
+        async with db.Database.open(settings.database_url) as database, database.reading() as connection:
+            return await sealed_secrets.look(connection, pepper)
 
     if _not_there_yet(settings):
         return []
@@ -204,9 +193,6 @@ def _not_there_yet(settings: Settings) -> bool:
 
 def _prices(settings: Settings) -> list[Check]:
     """Tell what was used lately and costs nothing: a price that was forgotten, or one in another currency."""
-    import asyncio
-    from datetime import timedelta
-
     from sqlalchemy.exc import SQLAlchemyError
 
     from appliance.base import db
@@ -218,13 +204,11 @@ def _prices(settings: Settings) -> list[Check]:
         return []
 
     async def look() -> list[tuple[str, str]]:
-        database, clock = db.Database.open(settings.database_url), SystemClock()
-        try:
+        clock = SystemClock()
+        async with db.Database.open(settings.database_url) as database:
             async with database.reading() as connection:
                 used = await rollups.used_since(connection, clock.now() - timedelta(days=UNPRICED_DAYS))
             return await unpriced(PriceBook(database, clock, currency=settings.currency), used, clock.now())
-        finally:
-            await database.close()
 
     try:
         missing = asyncio.run(look())

@@ -74,8 +74,7 @@ async def check_ledger(url: str, *, running: bool, time_zone: str, data_dir: Pat
     """
     if db.current_revision(url) is None:
         raise UnusableData("the database has no tables yet: start the appliance once, or run gatehouse db upgrade")
-    database = db.Database.open(url)
-    try:
+    async with db.Database.open(url) as database:
         async with database.reading() as connection:
             findings = [await _tables(connection, url, database.kind), await _once(connection)]
             epoch = await _running_epoch(connection) if running else None
@@ -96,8 +95,6 @@ async def check_ledger(url: str, *, running: bool, time_zone: str, data_dir: Pat
         verdict = await AuditLog(database, SystemClock()).verify()
         audit = f"{verdict.entries} entries, each chained to the one before" if verdict.fault is None else verdict.fault.text
         return [*findings, Finding("audit", "holds" if verdict.fault is None else "broken", audit)]
-    finally:
-        await database.close()
 
 
 async def _tables(connection: AsyncConnection, url: str, kind: str) -> Finding:
