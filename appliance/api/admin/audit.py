@@ -11,7 +11,7 @@ from appliance.api.auth import authenticate_administrator
 from appliance.api.organization.queries import many
 from appliance.api.queries import PAGING, AdminRequest, moment, paging
 from appliance.api.services_of import services_of
-from appliance.api.shapes import PageShape, page_shape
+from appliance.api.shapes import PageShape, page_shape, shape_of
 from appliance.tenancy.audit import AuditFilter
 from appliance.tenancy.audit_chain import AuditEntry, rfc3339_micros
 from appliance.tenancy.roles import Action
@@ -71,19 +71,15 @@ async def list_audit(request: AdminRequest) -> PageShape[AuditEntryShape]:
 
 def audit_entry_shape(entry: AuditEntry) -> AuditEntryShape:
     """Return `entry` as JSON."""
-    return AuditEntryShape(
+    return shape_of(
+        AuditEntryShape,
+        entry,
         id=str(entry.id),
         at=rfc3339_micros(entry.at),
         actor=AuditActorShape(kind=entry.actor_kind, id=entry.actor_id, name=entry.actor_name),
-        action=entry.action,
         target=AuditTargetShape(kind=entry.target_kind, id=entry.target_id),
-        tenant_id=entry.tenant_id,
         before=facts_from(entry.before),
         after=facts_from(entry.after),
-        request_id=entry.request_id,
-        address=entry.address,
-        previous_hash=entry.previous_hash,
-        hash=entry.hash,
     )
 
 

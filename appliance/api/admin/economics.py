@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from typing import Any
 
 import msgspec
 from litestar import get, put
@@ -12,6 +11,7 @@ from appliance.api.auth import authenticate_administrator
 from appliance.api.bodies import decode_body
 from appliance.api.queries import AdminRequest
 from appliance.api.services_of import services_of
+from appliance.api.shapes import shape_of
 from appliance.metering.economics import Economics, Hardware, HostedPrice
 from appliance.tenancy.roles import Action
 
@@ -98,18 +98,13 @@ async def _report(request: AdminRequest) -> EconomicsShape:
 
 
 def _economics_shape(hardware: Hardware, economics: Economics) -> EconomicsShape:
-    fields = hardware.to_record()
-    hosted = [HostedPriceShape(**price) for price in fields.pop("hosted")]
+    hosted = [shape_of(HostedPriceShape, price) for price in hardware.hosted]
     return EconomicsShape(
         currency=economics.currency,
-        hardware=HardwareShape(**fields, hosted=hosted),
-        figures=[FigureShape(**_fields_of(figure, FigureShape)) for figure in economics.figures],
-        break_even=[BreakEvenShape(**_fields_of(row, BreakEvenShape)) for row in economics.break_even],
+        hardware=shape_of(HardwareShape, hardware, hosted=hosted),
+        figures=[shape_of(FigureShape, figure) for figure in economics.figures],
+        break_even=[shape_of(BreakEvenShape, row) for row in economics.break_even],
     )
-
-
-def _fields_of(value: object, shape: type[msgspec.Struct]) -> dict[str, Any]:
-    return {name: getattr(value, name) for name in shape.__struct_fields__}
 
 
 HANDLERS = [retrieve_economics, replace_hardware]
