@@ -30,7 +30,7 @@ import httpx
 from sqlalchemy import insert, text
 
 from appliance.app import Appliance, create_app
-from appliance.base import counters, db
+from appliance.base import counters, migrations
 from appliance.base.db import Database
 from appliance.base.gc_tuning import prepare_to_serve
 from appliance.base.logging import configure_logging
@@ -231,7 +231,7 @@ def fresh_database(kind: str, folder: Path) -> Iterator[str]:
     """Yield the URL of a migrated database of its own."""
     if kind == "sqlite":
         url = f"sqlite:///{folder / 'gatehouse.db'}"
-        db.upgrade(url)
+        migrations.upgrade(url)
         yield url
         return
     binaries = postgresql_binaries()

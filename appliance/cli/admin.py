@@ -146,11 +146,11 @@ def _password(from_stdin: bool) -> tuple[bool, str]:
 
 def _make_tables(settings: Settings) -> None:
     """Make the tables where there are none: the first administrator may come before the first start."""
-    from appliance.base import db
+    from appliance.base import migrations
 
-    if db.current_revision(settings.database_url) is None:
+    if migrations.current_revision(settings.database_url) is None:
         settings.data_dir.mkdir(parents=True, exist_ok=True, mode=0o700)
-        db.upgrade(settings.database_url)
+        migrations.upgrade(settings.database_url)
 
 
 def _on_database(settings: Settings, work: Callable[[Database], Awaitable[T]]) -> T:

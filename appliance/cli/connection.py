@@ -137,9 +137,9 @@ def _refusal(answer: httpx.Response) -> CommandFailed:
 
 def check_there(settings: Settings) -> None:
     """Raise CommandFailed where no appliance has its database: a mistyped folder must not look like one without tenants."""
-    from appliance.base import db
+    from appliance.base import migrations
 
-    if db.current_revision(settings.database_url) is None:
+    if migrations.current_revision(settings.database_url) is None:
         raise CommandFailed(
             f"there is no appliance in {settings.data_dir} (its database has no tables yet): name the folder of another with "
             "--data-dir after the command, or GATEHOUSE_DATA_DIR; gatehouse serve, gatehouse admin create or gatehouse db "
@@ -151,9 +151,9 @@ def check_there(settings: Settings) -> None:
 @asynccontextmanager
 async def opened(settings: Settings) -> AsyncIterator[Database]:
     """Yield the database itself, for what no appliance is asked. Raises CommandFailed unless it has its newest tables."""
-    from appliance.base import db
+    from appliance.base import db, migrations
 
-    if await asyncio.to_thread(db.current_revision, settings.database_url) != db.head_revision():
+    if await asyncio.to_thread(migrations.current_revision, settings.database_url) != migrations.head_revision():
         raise CommandFailed("the database is not ready: start the appliance once, or run gatehouse db upgrade", code="database")
     async with db.Database.open(settings.database_url) as database:
         yield database
@@ -206,13 +206,13 @@ async def _in_process(settings: Settings) -> AsyncIterator[httpx.AsyncClient]:
     import httpx
 
     from appliance.app import Appliance, create_app
-    from appliance.base import db
+    from appliance.base import migrations
     from appliance.base.logging import configure_logging
 
     configure_logging("warning", json=False)
-    if await asyncio.to_thread(db.current_revision, settings.database_url) != db.head_revision():
+    if await asyncio.to_thread(migrations.current_revision, settings.database_url) != migrations.head_revision():
         async with claimed(settings, shared=False):
-            await asyncio.to_thread(db.upgrade, settings.database_url)
+            await asyncio.to_thread(migrations.upgrade, settings.database_url)
     appliance = Appliance(settings, engines=False)
     async with AsyncExitStack() as held:
         await appliance.start()

@@ -30,12 +30,12 @@ def upgrade(
     database: DatabaseUrl = None,
 ) -> None:
     """Bring the tables up to a revision. The appliance does this itself when it starts."""
-    from appliance.base import db
+    from appliance.base import migrations
 
     settings = settings_from(data_dir, database)
     _refuse_while_running(settings)
     settings.data_dir.mkdir(parents=True, exist_ok=True, mode=0o700)
-    _migrate(settings, lambda: db.upgrade(settings.database_url, revision))
+    _migrate(settings, lambda: migrations.upgrade(settings.database_url, revision))
     _tell(settings, as_json=as_json)
 
 
@@ -54,7 +54,7 @@ def downgrade(
     It refuses while the journal of a killed appliance holds what the tables lack: the version that reads it next may not
     know all of its words, or have no journal.
     """
-    from appliance.base import db
+    from appliance.base import migrations
 
     settings = settings_from(data_dir, database)
     _refuse_while_running(settings)
@@ -63,7 +63,7 @@ def downgrade(
 
     def step() -> None:
         _refuse_while_journal_is_ahead(settings.database_url)
-        db.downgrade(settings.database_url, revision)
+        migrations.downgrade(settings.database_url, revision)
 
     _migrate(settings, step)
     _tell(settings, as_json=as_json)
@@ -122,7 +122,8 @@ def _refuse_while_running(settings: Settings) -> None:
 
 
 def _refuse_while_journal_is_ahead(database_url: str) -> None:
-    from appliance.base.db import Database, current_revision
+    from appliance.base.db import Database
+    from appliance.base.migrations import current_revision
     from appliance.metering.ledger.journaled import ahead_of_tables
 
     async def count() -> int:
@@ -162,9 +163,9 @@ def _migrate(settings: Settings, step: Callable[[], None]) -> None:
 
 
 def _tell(settings: Settings, *, as_json: bool) -> None:
-    from appliance.base import db
+    from appliance.base import migrations
 
-    current, head = db.current_revision(settings.database_url), db.head_revision()
+    current, head = migrations.current_revision(settings.database_url), migrations.head_revision()
     if as_json:
         output.data({"revision": current, "head": head})
     else:

@@ -128,7 +128,7 @@ def _readiness(url: str) -> list[Check]:
 def _database(settings: Settings) -> list[Check]:
     from sqlalchemy.exc import SQLAlchemyError
 
-    from appliance.base import db
+    from appliance.base import db, migrations
     from appliance.base.database_encoding import ENCODING, encoding_of
 
     if _not_there_yet(settings):
@@ -142,7 +142,7 @@ def _database(settings: Settings) -> list[Check]:
 
     try:
         kind, encoding = asyncio.run(ping())
-        current, head = db.current_revision(settings.database_url), db.head_revision()
+        current, head = migrations.current_revision(settings.database_url), migrations.head_revision()
     except (SQLAlchemyError, OSError, ValueError) as error:
         advice = (
             "start the database server, or correct --database" if "postgres" in settings.database_url else "restore a backup"

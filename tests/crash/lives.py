@@ -25,7 +25,8 @@ from itertools import cycle
 from pathlib import Path
 from typing import Any, Protocol
 
-from appliance.base.db import Database, downgrade
+from appliance.base.db import Database
+from appliance.base.migrations import downgrade
 from bench.rows import append_row, heading
 from tests.crash import points
 from tests.crash.checks import Evidence, Examination, Tally

@@ -18,7 +18,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from appliance.base import db
+from appliance.base import migrations
 from appliance.base.db import Database
 from appliance.metering.invariants.check import check_ledger
 from bench.rows import append_row, heading
@@ -55,7 +55,7 @@ def fresh_database(kind: str) -> Iterator[str]:
     if kind == "sqlite":
         with tempfile.TemporaryDirectory() as folder:
             url = f"sqlite:///{Path(folder) / 'gatehouse.db'}"
-            db.upgrade(url)
+            migrations.upgrade(url)
             yield url
         return
     binaries = postgresql_binaries()

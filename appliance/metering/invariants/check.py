@@ -33,7 +33,7 @@ from typing import Any
 from sqlalchemy import func, select, text
 from sqlalchemy.ext.asyncio import AsyncConnection
 
-from appliance.base import db, tables
+from appliance.base import db, migrations, tables
 from appliance.base.clock import SystemClock
 from appliance.base.money import cost_picos, discounted
 from appliance.base.settings import UnusableData
@@ -72,7 +72,7 @@ async def check_ledger(url: str, *, running: bool, time_zone: str, data_dir: Pat
     Without the data folder that belongs to it, nothing is said of the secrets. Raises UnusableData where there are no tables,
     and the database's own error.
     """
-    if db.current_revision(url) is None:
+    if migrations.current_revision(url) is None:
         raise UnusableData("the database has no tables yet: start the appliance once, or run gatehouse db upgrade")
     async with db.Database.open(url) as database:
         async with database.reading() as connection:
@@ -98,7 +98,7 @@ async def check_ledger(url: str, *, running: bool, time_zone: str, data_dir: Pat
 
 
 async def _tables(connection: AsyncConnection, url: str, kind: str) -> Finding:
-    current, head = db.current_revision(url), db.head_revision()
+    current, head = migrations.current_revision(url), migrations.head_revision()
     if current != head:
         return Finding("tables", "broken", f"at revision {current}, the newest is {head}: run gatehouse db upgrade")
     if kind == "sqlite":
