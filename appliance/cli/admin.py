@@ -22,7 +22,7 @@ from appliance.cli.options import AsJson, DatabaseUrl, DataDir, settings_from
 if TYPE_CHECKING:
     from appliance.base.db import Database
     from appliance.base.settings import Settings
-    from appliance.tenancy.admin_tokens import AdminToken, AdminTokens
+    from appliance.tenancy.admin_tokens import AdminToken
     from appliance.tenancy.members import Member
 
 app = typer.Typer(help="Administrators: who may sign in, and tokens for /admin/v1.", no_args_is_help=True)
@@ -106,6 +106,7 @@ def token(
 ) -> None:
     """Create, list or revoke bearer tokens of /admin/v1. A new one is printed, once."""
     from appliance.tenancy.admin_tokens import AdminTokens
+    from appliance.tenancy.pages import every_row
 
     if (name is not None) + show + (revoke is not None) != 1:
         raise WrongUsage("give a name for a new token, or --list, or --revoke ID")
@@ -116,25 +117,11 @@ def token(
         revoked = _on_database(settings, lambda db: AdminTokens(db, SystemClock()).revoke(revoke))
         output.thing(_token_row(revoked), as_json=as_json)
     elif show:
-        rows = [_token_row(known) for known in _on_database(settings, lambda db: _every(AdminTokens(db, SystemClock())))]
-        output.rows(rows, TOKEN_COLUMNS, empty="There are no tokens.", as_json=as_json)
+        found = _on_database(settings, lambda db: every_row(AdminTokens(db, SystemClock()).list))
+        output.rows([_token_row(known) for known in found], TOKEN_COLUMNS, empty="There are no tokens.", as_json=as_json)
     else:
         made, secret = _on_database(settings, lambda db: AdminTokens(db, SystemClock()).create(str(name), role))
         output.thing({"token": secret, **_token_row(made)}, as_json=as_json, note=KEEP_IT)
-
-
-async def _every(tokens: AdminTokens) -> list[AdminToken]:
-    """Return all tokens, page by page."""
-    from appliance.tenancy.pages import PAGE_ROWS_MAX
-
-    found: list[AdminToken] = []
-    cursor: str | None = None
-    while True:
-        page = await tokens.list(PAGE_ROWS_MAX, cursor)
-        found += page.data
-        cursor = page.next_cursor
-        if cursor is None:
-            return found
 
 
 def _password(from_stdin: bool) -> tuple[bool, str]:
