@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import math
-
 import msgspec
 from litestar import get, put
 
@@ -12,7 +10,7 @@ from appliance.api.bodies import decode_body
 from appliance.api.queries import AdminRequest
 from appliance.api.services_of import services_of
 from appliance.api.shapes import shape_of
-from appliance.metering.economics import Economics, Hardware, HostedPrice
+from appliance.metering.economics import Hardware, HostedPrice
 from appliance.tenancy.roles import Action
 
 TAGS = ["administration"]
@@ -92,12 +90,7 @@ async def replace_hardware(request: AdminRequest) -> EconomicsShape:
 
 async def _report(request: AdminRequest) -> EconomicsShape:
     services = services_of(request)
-    powers = [gpu.power_w for gpu in services.sampler.latest.gpus if gpu.power_w is not None]
-    hardware, economics = await services.economics.report([math.ceil(power) for power in powers])
-    return _economics_shape(hardware, economics)
-
-
-def _economics_shape(hardware: Hardware, economics: Economics) -> EconomicsShape:
+    hardware, economics = await services.economics.report(services.sampler.latest.gpu_power_w)
     hosted = [shape_of(HostedPriceShape, price) for price in hardware.hosted]
     return EconomicsShape(
         currency=economics.currency,
