@@ -8,12 +8,11 @@ import msgspec
 from litestar import get
 
 from appliance.api.auth import authenticate_administrator
-from appliance.api.organization.queries import many
-from appliance.api.queries import PAGING, AdminRequest, moment, paging
+from appliance.api.queries import PAGING, AdminRequest, many, moment, paging
 from appliance.api.services_of import services_of
 from appliance.api.shapes import PageShape, page_shape, shape_of
 from appliance.tenancy.audit import AuditFilter
-from appliance.tenancy.audit_chain import AuditEntry, rfc3339_micros
+from appliance.tenancy.audit_chain import AuditEntry, facts_from, rfc3339_micros
 from appliance.tenancy.roles import Action
 
 TAGS = ["administration"]
@@ -81,11 +80,6 @@ def audit_entry_shape(entry: AuditEntry) -> AuditEntryShape:
         before=facts_from(entry.before),
         after=facts_from(entry.after),
     )
-
-
-def facts_from(text: str | None) -> dict[str, Any] | None:
-    """Return what `before` or `after` of an entry says."""
-    return None if text is None else msgspec.json.decode(text, type=dict[str, Any])
 
 
 HANDLERS = [list_audit]
