@@ -8,7 +8,7 @@ import shutil
 import socket
 import sys
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -198,17 +198,16 @@ def _prices(settings: Settings) -> list[Check]:
     from appliance.base import db
     from appliance.metering.ledger import rollups
     from appliance.metering.prices import PriceBook
-    from appliance.metering.unpriced import unpriced
 
     if _not_there_yet(settings):
         return []
 
-    async def look() -> list[tuple[str, str]]:
+    async def look() -> Sequence[tuple[str, str]]:
         clock = SystemClock()
         async with db.Database.open(settings.database_url) as database:
             async with database.reading() as connection:
                 used = await rollups.used_since(connection, clock.now() - timedelta(days=UNPRICED_DAYS))
-            return await unpriced(PriceBook(database, clock, currency=settings.currency), used, clock.now())
+            return await PriceBook(database, clock, currency=settings.currency).unpriced(used, clock.now())
 
     try:
         missing = asyncio.run(look())

@@ -14,7 +14,6 @@ from appliance.console.forms import Form
 from appliance.console.rendering import Html
 from appliance.console.security import ConsoleRequest, needs
 from appliance.metering.prices import Price
-from appliance.metering.unpriced import unpriced
 from appliance.tenancy.fields import TIERS
 from appliance.tenancy.pages import every_row
 from appliance.tenancy.roles import Action
@@ -35,7 +34,7 @@ async def list_prices(request: ConsoleRequest, console: ConsoleDependency) -> Ht
         books=books_of(prices, services.clock.now()),
         tiers=TIERS,
         refuse_unpriced=services.settings.unpriced == "refuse",
-        unpriced=await unpriced(services.prices, served, services.clock.now()),
+        unpriced=await services.prices.unpriced(served, services.clock.now()),
     )
 
 
