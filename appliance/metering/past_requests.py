@@ -94,11 +94,9 @@ class PastRequests:
             return page
         return replace(page, next_cursor=encode_cursor("requests", [to_micros(unseen_at) + 1, ""]))
 
-    async def get(self, request_id: str, tenant_id: str | None = None, *, access: Access) -> RequestRow:
+    async def get(self, request_id: str, *, access: Access) -> RequestRow:
         """Return a request. Raises NotFound, also for another tenant's."""
         query = access.narrow(select(requests), requests.c.tenant_id).where(requests.c.id == request_id)
-        if tenant_id is not None:
-            query = query.where(requests.c.tenant_id == tenant_id)
         async with self._db.reading() as connection:
             row = (await connection.execute(query)).mappings().first()
         if row is None:
