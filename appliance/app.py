@@ -42,9 +42,9 @@ from appliance.metering.invoicing.free_allowances import FreeAllowances
 from appliance.metering.invoicing.invoices import Invoices
 from appliance.metering.ledger import rollups
 from appliance.metering.ledger.corrections import Corrections
-from appliance.metering.ledger.epochs import EpochEnded
+from appliance.metering.ledger.epochs import EpochEnded, begin_epoch, end_epoch
 from appliance.metering.ledger.journaled import SUFFIX, journal_beside, replay
-from appliance.metering.ledger.recovery import begin_epoch, end_epoch, recover
+from appliance.metering.ledger.recovery import recover
 from appliance.metering.ledger.request_history import RequestHistory
 from appliance.metering.ledger.round import OnSettled
 from appliance.metering.ledger.writer import Ledger

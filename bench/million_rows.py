@@ -38,7 +38,7 @@ from appliance.base.settings import load_settings
 from appliance.base.tables import requests, usage_events
 from appliance.metering.calendar import BillingCalendar
 from appliance.metering.ledger import rollups
-from appliance.metering.ledger.recovery import begin_epoch
+from appliance.metering.ledger.epochs import begin_epoch
 from appliance.serving.services import Services
 from appliance.tenancy.access import WHOLE_BOX
 from appliance.tenancy.browser_rules import session_cookie_name

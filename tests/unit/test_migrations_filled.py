@@ -21,8 +21,8 @@ from appliance.metering.calendar import BillingCalendar
 from appliance.metering.invariants.check import check_ledger
 from appliance.metering.ledger import rollups
 from appliance.metering.ledger.corrections import Correction
+from appliance.metering.ledger.epochs import begin_epoch
 from appliance.metering.ledger.records import PendingEntry, Settlement, Usage
-from appliance.metering.ledger.recovery import begin_epoch
 from appliance.metering.usage import UsageReports
 from appliance.tenancy.access import WHOLE_BOX
 from tests.support.ledgers import euro_prices, utc_corrections, utc_ledger, utc_recover
