@@ -17,7 +17,8 @@ from appliance.base.journal import Journal
 from appliance.metering.calendar import BillingCalendar
 from appliance.metering.ledger.epochs import begin_epoch
 from appliance.metering.ledger.journaled import replay
-from appliance.metering.ledger.writer import Checkpoint, Ledger
+from appliance.metering.ledger.records import Checkpoint
+from appliance.metering.ledger.writer import Ledger
 from appliance.metering.prices import Price
 from tests.support.cast import Cast
 from tests.support.clock import FakeClock

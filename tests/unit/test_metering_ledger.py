@@ -14,7 +14,9 @@ from appliance.base.errors import InternalError, NotFound, Overloaded
 from appliance.base.prepared import Prepared
 from appliance.metering.calendar import BillingCalendar
 from appliance.metering.ledger import rows as ledger_rows
-from appliance.metering.ledger.writer import RETRY_S_MIN, Checkpoint, LedgerBroken, RequestRecord, Settlement, Usage
+from appliance.metering.ledger.records import Checkpoint, RequestRecord, Settlement, Usage
+from appliance.metering.ledger.round import LedgerBroken
+from appliance.metering.ledger.writer import RETRY_S_MIN
 from appliance.metering.past_requests import PastRequests
 from appliance.metering.prices import Price, PriceBook
 from appliance.metering.usage import LedgerFilter, UsageReports

@@ -1,5 +1,4 @@
-"""Runs of the gateway, one after the other on a database. Whether one may still write: the one that begins after it ends it,
-whatever the earlier gateway knows of that."""
+"""Runs of the gateway on one database: each may write until the next begins, whatever it knows of that itself."""
 
 from __future__ import annotations
 
