@@ -17,7 +17,7 @@ from appliance.base.tables import requests, usage_events
 from appliance.metering.calendar import BillingCalendar
 from appliance.metering.ledger import rollups
 from appliance.metering.ledger.epochs import hold
-from appliance.metering.ledger.records import Usage, UsageEvent
+from appliance.metering.ledger.records import TOKEN_COLUMNS, Usage, UsageEvent
 from appliance.metering.ledger.round import OnSettled
 from appliance.metering.ledger.rows import (
     EVENTS_WITH_PRICES,
@@ -105,12 +105,7 @@ def _left_behind(current_epoch: str) -> Select[Any]:
 
 def _recovered(row: RowMapping, posting: int, now: datetime) -> UsageEvent:
     event = event_from_row(row)
-    usage = Usage(
-        prompt_tokens=event.prompt_tokens,
-        cached_tokens=event.cached_tokens,
-        completion_tokens=event.completion_tokens,
-        rejected_tokens=event.rejected_tokens,
-    )
+    usage = Usage(**{name: row[name] for name in TOKEN_COLUMNS})
     return msgspec.structs.replace(
         event,
         status="recovered",

@@ -40,7 +40,7 @@ from appliance.base.db import Database
 from appliance.base.prepared import Prepared
 from appliance.base.tables import UtcDateTime, usage_box_rollups, usage_events, usage_rollups
 from appliance.metering.calendar import BillingCalendar
-from appliance.metering.ledger.records import UsageEvent
+from appliance.metering.ledger.records import TOKEN_COLUMNS, UsageEvent
 
 MINUTE, HOUR, DAY = "minute", "hour", "day"
 LEVELS = (MINUTE, HOUR, DAY)
@@ -48,8 +48,7 @@ SETTLED = ("posted", "recovered")
 SPLIT = 10**9
 KEYS = ("bucket", "start_at", "tenant_id", "key_id", "model", "currency")
 BOX_KEYS = ("bucket", "start_at", "model", "currency")
-TOKENS = ("prompt_tokens", "cached_tokens", "completion_tokens", "rejected_tokens")
-COUNTS = ("requests", *TOKENS, "cost_high", "cost_low")
+COUNTS = ("requests", *TOKEN_COLUMNS, "cost_high", "cost_low")
 _OWNERS = ("tenant_id", "key_id", "model", "currency")
 _INSERT_ROWS = 5000
 
@@ -124,8 +123,7 @@ def _of_box(rows: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
 def _counts(event: UsageEvent) -> list[int]:
     """Return what the event adds to each of COUNTS."""
     high, low = halves(event.cost_picos)
-    tokens = event.prompt_tokens, event.cached_tokens, event.completion_tokens, event.rejected_tokens
-    return [int(event.kind == "usage"), *tokens, high, low]
+    return [int(event.kind == "usage"), *(getattr(event, name) for name in TOKEN_COLUMNS), high, low]
 
 
 def _add_to(sums: dict[tuple[Any, ...], list[int]], place: tuple[Any, ...], counts: list[int]) -> None:
@@ -185,7 +183,7 @@ def event_counts() -> list[ColumnElement[Any]]:
     events = usage_events.c
     return [
         func.sum(case((events.kind == "usage", 1), else_=0)).label("requests"),
-        *(func.sum(events[name]).label(name) for name in TOKENS),
+        *(func.sum(events[name]).label(name) for name in TOKEN_COLUMNS),
         func.sum(events.cost_picos // SPLIT).label("cost_high"),
         func.sum(events.cost_picos % SPLIT).label("cost_low"),
     ]
