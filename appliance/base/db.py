@@ -11,7 +11,8 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from typing import TYPE_CHECKING, Any, Concatenate, Literal, ParamSpec, TypeVar
 
-from sqlalchemy import Connection, Engine, create_engine, event, make_url, text
+from sqlalchemy import Connection, Engine, Table, create_engine, event, make_url, text
+from sqlalchemy.dialects import postgresql, sqlite
 from sqlalchemy.engine import URL
 from sqlalchemy.ext.asyncio import AsyncConnection, AsyncEngine, create_async_engine
 from sqlalchemy.pool import NullPool
@@ -212,6 +213,11 @@ class ChangeCount:
         self.value += 1
         for listener in self.listeners:
             listener()
+
+
+def insert_for(kind: str, table: Table) -> Any:
+    """Return the INSERT of one kind of database, which knows ON CONFLICT: both say it in the same words."""
+    return (sqlite if kind == "sqlite" else postgresql).insert(table)
 
 
 def parse_url(url: str) -> tuple[Kind, URL]:

@@ -32,11 +32,10 @@ from sqlalchemy import (
     select,
     type_coerce,
 )
-from sqlalchemy.dialects import postgresql, sqlite
 from sqlalchemy.ext.asyncio import AsyncConnection
 
 from appliance.base import counters
-from appliance.base.db import Database
+from appliance.base.db import Database, insert_for
 from appliance.base.prepared import Prepared
 from appliance.base.tables import UtcDateTime, usage_box_rollups, usage_events, usage_rollups
 from appliance.metering.calendar import BillingCalendar
@@ -55,17 +54,16 @@ _INSERT_ROWS = 5000
 
 def _upserts(table: Table, keys: Sequence[str]) -> dict[str, Prepared]:
     """Return the statements, by dialect, that add counts to the rows of `keys`."""
-    return {name: Prepared(_upsert(dialect, table, keys)) for name, dialect in _DIALECTS.items()}
+    return {kind: Prepared(_upsert(kind, table, keys)) for kind in ("sqlite", "postgresql")}
 
 
-def _upsert(dialect: Any, table: Table, keys: Sequence[str]) -> Insert:
-    statement = dialect.insert(table)
+def _upsert(kind: str, table: Table, keys: Sequence[str]) -> Insert:
+    statement = insert_for(kind, table)
     added = {name: table.c[name] + statement.excluded[name] for name in COUNTS}
     made: Insert = statement.on_conflict_do_update(index_elements=list(keys), set_=added)
     return made
 
 
-_DIALECTS: dict[str, Any] = {"sqlite": sqlite, "postgresql": postgresql}
 _ADD = _upserts(usage_rollups, KEYS)
 _ADD_TO_BOX = _upserts(usage_box_rollups, BOX_KEYS)
 
