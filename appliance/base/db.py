@@ -7,11 +7,11 @@ BEGIN IMMEDIATE: a deferred transaction that reads first and writes later is ref
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from typing import TYPE_CHECKING, Any, Concatenate, Literal, ParamSpec, TypeVar
 
-from sqlalchemy import Connection, Engine, Table, create_engine, event, make_url, text
+from sqlalchemy import Connection, Engine, Insert, Table, create_engine, event, make_url, text
 from sqlalchemy.dialects import postgresql, sqlite
 from sqlalchemy.engine import URL
 from sqlalchemy.ext.asyncio import AsyncConnection, AsyncEngine, create_async_engine
@@ -218,6 +218,15 @@ class ChangeCount:
 def insert_for(kind: str, table: Table) -> Any:
     """Return the INSERT of one kind of database, which knows ON CONFLICT: both say it in the same words."""
     return (sqlite if kind == "sqlite" else postgresql).insert(table)
+
+
+def overwriting(kind: str, table: Table, keys: Sequence[str], columns: Sequence[str]) -> Insert:
+    """Return the INSERT that changes `columns` of a row that has the same `keys`, where there is one already."""
+    statement = insert_for(kind, table)
+    made: Insert = statement.on_conflict_do_update(
+        index_elements=keys, set_={name: statement.excluded[name] for name in columns}
+    )
+    return made
 
 
 def parse_url(url: str) -> tuple[Kind, URL]:

@@ -13,11 +13,11 @@ from datetime import datetime
 from typing import Any, Protocol
 
 import structlog
-from sqlalchemy import Insert, select
+from sqlalchemy import select
 from sqlalchemy.ext.asyncio import AsyncConnection
 
 from appliance.base.background import Background
-from appliance.base.db import Database, insert_for
+from appliance.base.db import Database, overwriting
 from appliance.base.prepared import Prepared
 from appliance.base.tables import limit_levels
 from appliance.metering.limits.quotas import LimitKind, Owner
@@ -121,11 +121,7 @@ def _columns(row: LevelRow) -> dict[str, Any]:
     }
 
 
-def _upsert(kind: str) -> Insert:
-    statement = insert_for(kind, limit_levels)
-    changed = {name: statement.excluded[name] for name in ("capacity", "level_units", "saved_at")}
-    made: Insert = statement.on_conflict_do_update(index_elements=["owner", "model", "kind"], set_=changed)
-    return made
-
-
-_SAVE = {kind: Prepared(_upsert(kind)) for kind in ("sqlite", "postgresql")}
+_SAVE = {
+    kind: Prepared(overwriting(kind, limit_levels, ["owner", "model", "kind"], ["capacity", "level_units", "saved_at"]))
+    for kind in ("sqlite", "postgresql")
+}
