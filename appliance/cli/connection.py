@@ -22,7 +22,6 @@ if TYPE_CHECKING:
     from appliance.base.db import Database
     from appliance.base.settings import Settings
 
-CONTROL_FILE = "control.json"
 TIMEOUT_S = 30.0
 PAGE_LIMIT = 100
 CLAIM_WAIT_S = 2.0  # an appliance that has just ended; a server notices that a little later
@@ -40,6 +39,8 @@ class Control:
 
 def read_control(data_dir: Path) -> Control | None:
     """Return the control file of an appliance that runs now. A file that a killed one left counts as none."""
+    from appliance.base.data_folder import CONTROL_FILE
+
     try:
         content = json.loads((data_dir / CONTROL_FILE).read_text("utf-8"))
         control = Control(str(content["url"]), int(content["pid"]), str(content["token"]))

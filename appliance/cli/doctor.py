@@ -162,9 +162,10 @@ def _secrets(settings: Settings) -> list[Check]:
     from sqlalchemy.exc import SQLAlchemyError
 
     from appliance.base import db
+    from appliance.base.data_folder import PEPPER_FILE
     from appliance.base.settings import UnusableData
     from appliance.metering import sealed_secrets
-    from appliance.tenancy.secrets import PEPPER_FILE, read_pepper
+    from appliance.tenancy.secrets import read_pepper
 
     async def look(pepper: bytes | None) -> sealed_secrets.Sealed:
         async with db.Database.open(settings.database_url) as database, database.reading() as connection:

@@ -35,6 +35,7 @@ from sqlalchemy.ext.asyncio import AsyncConnection
 
 from appliance.base import db, migrations, tables
 from appliance.base.clock import SystemClock
+from appliance.base.data_folder import PEPPER_FILE
 from appliance.base.money import cost_picos, discounted
 from appliance.base.settings import UnusableData
 from appliance.metering import sealed_secrets
@@ -44,7 +45,7 @@ from appliance.metering.invariants.finding import NAMED_MAX, Finding, named
 from appliance.metering.ledger import journaled
 from appliance.metering.ledger.rollups import join_sum, split_sum
 from appliance.tenancy.audit import AuditLog
-from appliance.tenancy.secrets import PEPPER_FILE, read_pepper
+from appliance.tenancy.secrets import read_pepper
 
 BATCH_ROWS = 2000
 
