@@ -103,12 +103,12 @@ class Greeter:
 
 
 def _facts(started: Started) -> Welcome:
-    from appliance.base.settings import default_data_dir
-    from appliance.cli.welcome import Welcome, program, reachable
+    from appliance.base.settings import default_data_dir, local_url
+    from appliance.cli.welcome import Welcome, program
 
     first, data_dir = started.first_start, started.services.settings.data_dir
     return Welcome(
-        url=reachable(started.host, started.port),
+        url=local_url(started.host, started.port),
         model=started.models[0],
         command=program(),
         data_dir=None if data_dir == default_data_dir() else data_dir,
