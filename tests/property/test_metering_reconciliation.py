@@ -66,14 +66,11 @@ def fresh_database(kind: str) -> Iterator[str]:
 
 async def run(url: str, num_requests: int, seed: int) -> dict[str, Any]:
     """Reconcile and return the row of figures. Raises AssertionError when two views differ or a promise is broken."""
-    database = Database.open(url)
-    try:
+    async with Database.open(url) as database:
         began_s = time.monotonic()
         history, totals = await reconcile(database, url, num_requests, seed)
         reconciled_s = time.monotonic() - began_s
         assert await broken(url) == []
-    finally:
-        await database.close()
     return {
         **heading("metering_reconciliation"),
         "database": database.kind,

@@ -290,8 +290,7 @@ async def test_what_the_first_version_wrote_comes_through_whole(filled_url: str)
 
 async def test_the_upgraded_database_serves_at_once(filled_url: str) -> None:
     migrations.upgrade(filled_url)
-    database = Database.open(filled_url)
-    try:
+    async with Database.open(filled_url) as database:
         epoch_id = await begin_epoch(database, SystemClock(), "next")
         assert await utc_recover(database, SystemClock(), epoch_id) == 1
         rows = await UsageReports(database, calendar=BillingCalendar()).usage(
@@ -302,8 +301,6 @@ async def test_the_upgraded_database_serves_at_once(filled_url: str) -> None:
         # The first version knew days of UTC alone; those events keep their day, and the sums move to where it begins elsewhere.
         assert await rollups.align(database, BillingCalendar("Europe/Berlin"))
         assert not await rollups.align(database, BillingCalendar("Europe/Berlin"))
-    finally:
-        await database.close()
     findings = await check_ledger(filled_url, running=False, time_zone="Europe/Berlin")
     assert [finding.name for finding in findings if finding.state != "holds"] == []
 
