@@ -25,9 +25,10 @@ from appliance.api.routers import api_routers
 from appliance.base.clock import Clock, SystemClock
 from appliance.base.data_folder import StartTraces, make_data_folder
 from appliance.base.database_claim import DatabaseClaim, claim_database
-from appliance.base.db import Database, reason_of, upgrade
+from appliance.base.db import Database, reason_of
 from appliance.base.errors import GatehouseError
 from appliance.base.journal import Journal
+from appliance.base.migrations import upgrade
 from appliance.base.settings import Settings, UnusableData
 from appliance.base.version import current_version
 from appliance.console.routes import create_console_router
@@ -41,9 +42,9 @@ from appliance.metering.invoicing.free_allowances import FreeAllowances
 from appliance.metering.invoicing.invoices import Invoices
 from appliance.metering.ledger import rollups
 from appliance.metering.ledger.corrections import Corrections
-from appliance.metering.ledger.epochs import EpochEnded
+from appliance.metering.ledger.epochs import EpochEnded, begin_epoch, end_epoch
 from appliance.metering.ledger.journaled import SUFFIX, journal_beside, replay
-from appliance.metering.ledger.recovery import begin_epoch, end_epoch, recover
+from appliance.metering.ledger.recovery import recover
 from appliance.metering.ledger.request_history import RequestHistory
 from appliance.metering.ledger.round import OnSettled
 from appliance.metering.ledger.writer import Ledger
@@ -201,7 +202,11 @@ class Appliance:
             ledger=ledger,
             corrections=Corrections(db, clock, calendar=calendar, on_settled=on_settled, on_committed=admission.correct),
             **billing,
-            housekeeping=_housekeeping(settings, db, clock, keys),
+            housekeeping=Housekeeping(
+                keys,
+                RequestHistory(db, clock, keep_days=settings.request_history_days),
+                OutboxHistory(db, clock, keep_days=settings.request_history_days),
+            ),
             alerts=alerts,
             models=models,
             generations=generations,
@@ -305,11 +310,6 @@ def _billing_parts(settings: Settings, db: Database, clock: Clock, calendar: Bil
         invoices=Invoices(db, clock, calendar, currency=settings.currency),
         economics=EconomicsReport(box_records, reports, clock),
     )
-
-
-def _housekeeping(settings: Settings, db: Database, clock: Clock, keys: Keys) -> Housekeeping:
-    keep_days = settings.request_history_days
-    return Housekeeping(keys, RequestHistory(db, clock, keep_days=keep_days), OutboxHistory(db, clock, keep_days=keep_days))
 
 
 def create_app(appliance: Appliance) -> Litestar:

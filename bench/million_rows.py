@@ -30,7 +30,7 @@ import httpx
 from sqlalchemy import insert, text
 
 from appliance.app import Appliance, create_app
-from appliance.base import counters, db
+from appliance.base import counters, migrations
 from appliance.base.db import Database
 from appliance.base.gc_tuning import prepare_to_serve
 from appliance.base.logging import configure_logging
@@ -38,7 +38,7 @@ from appliance.base.settings import load_settings
 from appliance.base.tables import requests, usage_events
 from appliance.metering.calendar import BillingCalendar
 from appliance.metering.ledger import rollups
-from appliance.metering.ledger.recovery import begin_epoch
+from appliance.metering.ledger.epochs import begin_epoch
 from appliance.serving.services import Services
 from appliance.tenancy.access import WHOLE_BOX
 from appliance.tenancy.browser_rules import session_cookie_name
@@ -231,7 +231,7 @@ def fresh_database(kind: str, folder: Path) -> Iterator[str]:
     """Yield the URL of a migrated database of its own."""
     if kind == "sqlite":
         url = f"sqlite:///{folder / 'gatehouse.db'}"
-        db.upgrade(url)
+        migrations.upgrade(url)
         yield url
         return
     binaries = postgresql_binaries()

@@ -1,1 +1,1 @@
-"""Alembic migrations of the appliance's database; `appliance.base.db` runs them."""
+"""Alembic migrations of the appliance's database; `appliance.base.migrations` runs them."""

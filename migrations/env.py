@@ -1,4 +1,4 @@
-"""Runs migrations on the connection that `appliance.base.db` hands over, inside its transaction, on both databases."""
+"""Runs migrations on the connection that `appliance.base.migrations` hands over, inside its transaction, on both databases."""
 
 from __future__ import annotations
 

@@ -14,7 +14,7 @@ import pytest
 import structlog
 from alembic.script import ScriptDirectory
 
-from appliance.base import db
+from appliance.base import db, migrations
 from appliance.base.db import Database
 from appliance.tenancy import members
 from engine.cpu_environment import SPINS
@@ -75,7 +75,7 @@ def _statements_compiled_once() -> Iterator[None]:
 @pytest.fixture(scope="session", autouse=True)
 def _migrations_read_once() -> Iterator[None]:
     """Let every database that is migrated find the migrations loaded: a process that serves migrates one."""
-    scripts = ScriptDirectory.from_config(db._config())
+    scripts = ScriptDirectory.from_config(migrations._config())
     with mock.patch.object(ScriptDirectory, "from_config", return_value=scripts):
         yield
 
@@ -116,7 +116,7 @@ def postgresql() -> Iterator[Cluster]:
 def migrated_sqlite_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A SQLite file with all migrations applied, to be copied."""
     path = tmp_path_factory.mktemp("sqlite") / "template.db"
-    db.upgrade(f"sqlite:///{path}")
+    migrations.upgrade(f"sqlite:///{path}")
     return path
 
 

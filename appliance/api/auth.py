@@ -20,7 +20,7 @@ from appliance.api.exchange import exchange_of
 from appliance.api.queries import check_query
 from appliance.api.rate_limit_headers import rate_limit_headers
 from appliance.api.services_of import services_of
-from appliance.base.acting import Actor, ActorKind, act_as, current_actor
+from appliance.base.acting import OPERATOR_HEADER, Actor, ActorKind, act_as, current_actor
 from appliance.base.errors import InvalidApiKey, PasswordChangeNeeded, RoleNotAllowed
 from appliance.tenancy.access import Access, access_of_key
 from appliance.tenancy.browser_rules import (
@@ -38,7 +38,6 @@ from appliance.tenancy.secrets import ADMIN_PREFIX, api_key_prefix
 from appliance.tenancy.sessions import Session
 
 PROXY_HEADERS = ("x-forwarded-for", "x-forwarded-proto", "x-forwarded-host", "x-real-ip", "forwarded", "via")
-OPERATOR_HEADER = "x-gatehouse-operator"  # the command line sends it
 OPERATOR_CHARS_MAX = 200
 
 Connection = ASGIConnection[Any, Any, Any, Any]

@@ -25,14 +25,13 @@ import uvicorn
 from litestar.types import ASGIApp
 
 from appliance.api.http_connection import LimitedConnection, raise_open_files_limit
+from appliance.base.data_folder import CONTROL_FILE, LOCK_FILE
 from appliance.base.setting_values import Network
-from appliance.base.settings import Settings
+from appliance.base.settings import Settings, local_url
 from appliance.serving.generations import Generations
 from appliance.tenancy.access import WHOLE_BOX
 
 BACKLOG = 2048
-LOCK_FILE = "gatehouse.lock"
-CONTROL_FILE = "control.json"
 CLOSE_TIMEOUT_S = 2
 IPV4_MAPPED_BITS = 96  # of an IPv6 address, before the IPv4 address that it holds
 KEEP_ALIVE_S = 75  # longer than clients keep idle connections, so that they close them and not we under their next request
@@ -178,10 +177,7 @@ def _why_not_bound(settings: Settings, error: OSError) -> str:
 def control_file(data_dir: Path, host: str, port: int, token: str) -> Iterator[None]:
     """Tell local commands where the appliance is and how to be let in; gone when it stops in order."""
     path = data_dir / CONTROL_FILE
-    everywhere = {"0.0.0.0": "127.0.0.1", "::": "::1"}  # noqa: S104 - read, not bound
-    reachable = everywhere.get(host, host)
-    address = f"[{reachable}]" if ":" in reachable else reachable
-    content = {"url": f"http://{address}:{port}", "pid": os.getpid(), "token": token}
+    content = {"url": local_url(host, port), "pid": os.getpid(), "token": token}
     descriptor, draft = tempfile.mkstemp(dir=data_dir, prefix=CONTROL_FILE)
     with os.fdopen(descriptor, "w", encoding="utf-8") as file:
         json.dump(content, file)

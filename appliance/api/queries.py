@@ -15,6 +15,7 @@ from appliance.tenancy.pages import PAGE_ROWS_DEFAULT, PAGE_ROWS_MAX, Page, chec
 AdminRequest = Request[Any, Any, Any]
 Connection = ASGIConnection[Any, Any, Any, Any]
 PAGING = ("limit", "cursor")
+VALUES_MAX = 1000  # of a parameter that may be given several times
 
 T = TypeVar("T")
 
@@ -84,3 +85,16 @@ def choice(request: AdminRequest, name: str, choices: Collection[str], default: 
 def flag(request: AdminRequest, name: str) -> bool:
     """Return a true/false parameter; false when it was not given."""
     return choice(request, name, ("true", "false"), "false") == "true"
+
+
+def both(*names: str) -> tuple[str, ...]:
+    """Return how repeated parameters may be written: `name` and `name[]`."""
+    return tuple(form for name in names for form in (name, f"{name}[]"))
+
+
+def many(request: AdminRequest, name: str) -> frozenset[str] | None:
+    """Return every value of a repeated parameter, None when it was not given. Raises InvalidValue for too many."""
+    values = [value for form in both(name) for value in request.query_params.getall(form, [])]
+    if len(values) > VALUES_MAX:
+        raise InvalidValue(f"{name} takes at most {VALUES_MAX} values", param=name)
+    return frozenset(values) if values else None

@@ -1,12 +1,13 @@
 """The JSON of the administrators' API, one struct per noun, and how each is made from what the other layers hold.
 
-Times are RFC 3339 in UTC, costs are integers in pico-units, lists are pages.
+Times are RFC 3339 in UTC, costs are integers in pico-units, lists are pages. `shape_of` makes every struct; what is said beside
+it is what the answer calls or shows otherwise than the other layers do.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from datetime import datetime
+from datetime import date, datetime
 from typing import Any, Generic, TypeVar
 
 import msgspec
@@ -21,6 +22,7 @@ from appliance.tenancy.pages import Page
 from appliance.tenancy.principals import ApiKey, Limits, ModelLimits, Tenant
 
 S = TypeVar("S")
+Shape = TypeVar("Shape", bound=msgspec.Struct)
 T = TypeVar("T")
 
 
@@ -180,130 +182,71 @@ class UsageRowShape(msgspec.Struct, kw_only=True, omit_defaults=True):
     model: str | msgspec.UnsetType = msgspec.UNSET
 
 
+def shape_of(shape: type[Shape], source: object, **given: object) -> Shape:
+    """Return the JSON of `source`: every field of `shape` is its attribute of the same name, unless it is `given`."""
+    return shape(**{name: _plain(getattr(source, name)) for name in shape.__struct_fields__ if name not in given}, **given)
+
+
+def _plain(value: Any) -> Any:
+    form = _FORMS.get(type(value))
+    return value if form is None else form(value)
+
+
 def page_shape(page: Page[T], shape: Callable[[T], S]) -> PageShape[S]:
     """Return `page` with each row as `shape` makes it."""
     return PageShape(data=[shape(row) for row in page.data], has_more=page.has_more, next_cursor=page.next_cursor)
 
 
-def limits_shape(limits: Limits) -> LimitsShape:
-    """Return `limits` as JSON."""
-    return LimitsShape(**{name: getattr(limits, name) for name in LimitsShape.__struct_fields__})
+def _limits(limits: Limits) -> LimitsShape:
+    return shape_of(LimitsShape, limits)
 
 
-def model_limits_shape(limits: ModelLimits) -> dict[str, LimitsShape]:
-    """Return limits of single models as JSON."""
-    return {model: limits_shape(each) for model, each in sorted(limits.items())}
+_FORMS: dict[type, Callable[[Any], object]] = {datetime: rfc3339, date: date.isoformat, tuple: list, Limits: _limits}
+"""How JSON says what it has no word for."""
+
+
+def _model_limits(limits: ModelLimits) -> dict[str, LimitsShape]:
+    return {model: _limits(each) for model, each in sorted(limits.items())}
 
 
 def tenant_shape(tenant: Tenant) -> TenantShape:
     """Return `tenant` as JSON."""
-    return TenantShape(
-        id=tenant.id,
-        name=tenant.name,
-        tier=tenant.tier,
-        weight=tenant.weight,
-        limits=limits_shape(tenant.limits),
-        model_limits=model_limits_shape(tenant.model_limits),
-        limit_mode=tenant.limit_mode,
-        cut_at_budget=tenant.cut_at_budget,
-        currency=tenant.currency,
-        billing=None if tenant.billing is None else dict(tenant.billing),
-        alert_percents=None if tenant.alert_percents is None else list(tenant.alert_percents),
-        allowed_models=_list(tenant.allowed_models),
-        suspended=tenant.suspended,
-        archived=tenant.archived,
-        created_at=rfc3339(tenant.created_at),
-    )
+    billing = None if tenant.billing is None else dict(tenant.billing)
+    return shape_of(TenantShape, tenant, model_limits=_model_limits(tenant.model_limits), billing=billing)
 
 
 def key_shape(key: ApiKey) -> KeyShape:
     """Return `key` as JSON."""
-    return KeyShape(**_key_fields(key))
+    return shape_of(KeyShape, key, model_limits=_model_limits(key.model_limits))
 
 
 def new_key_shape(key: ApiKey, secret: str) -> NewKeyShape:
     """Return `key` as JSON with its secret."""
-    return NewKeyShape(**_key_fields(key), key=secret)
+    return shape_of(NewKeyShape, key, model_limits=_model_limits(key.model_limits), key=secret)
 
 
 def ledger_event_shape(event: UsageEvent) -> LedgerEventShape:
     """Return `event` as JSON; the order of its id is the order of the ledger."""
-    return LedgerEventShape(
-        id=str(event.id),
-        **_same(event, LedgerEventShape, without=("id", "billing_day", "corrects_id", "admitted_at", "settled_at")),
-        billing_day=event.billing_day.isoformat(),
-        corrects_id=None if event.corrects_id is None else str(event.corrects_id),
-        admitted_at=rfc3339(event.admitted_at),
-        settled_at=_time(event.settled_at),
-    )
+    corrects_id = None if event.corrects_id is None else str(event.corrects_id)
+    return shape_of(LedgerEventShape, event, id=str(event.id), corrects_id=corrects_id)
 
 
 def usage_row_shape(row: UsageRow) -> UsageRowShape:
     """Return sums as JSON."""
-    same = _same(row, UsageRowShape, without=("start", "end"))
-    given = {name: value for name, value in same.items() if value is not None}
-    return UsageRowShape(start=rfc3339(row.start), end=rfc3339(row.end), **given)
+    owner = {name: getattr(row, name) for name in ("tenant_id", "key_id", "model")}
+    return shape_of(UsageRowShape, row, **{name: msgspec.UNSET if value is None else value for name, value in owner.items()})
 
 
 def price_shape(price: Price) -> PriceShape:
     """Return `price` as JSON."""
-    return PriceShape(**_same(price, PriceShape, without=("effective_from",)), effective_from=rfc3339(price.effective_from))
+    return shape_of(PriceShape, price)
 
 
 def live_request_shape(live: LiveRequest) -> RequestShape:
     """Return a live request as JSON."""
-    return RequestShape(
-        **_same(live, RequestShape, without=_REQUEST_TIMES),
-        admitted_at=rfc3339(live.admitted_at),
-        first_token_at=_time(live.first_token_at),
-        finished_at=_time(live.finished_at),
-    )
+    return shape_of(RequestShape, live)
 
 
 def past_request_shape(row: RequestRow) -> RequestShape:
     """Return a past request as JSON. A row without an end that is not live any more belongs to a process that died."""
-    return RequestShape(
-        **_same(row, RequestShape, without=(*_REQUEST_TIMES, "state", "queue_position", "explanation")),
-        state="finished",
-        queue_position=None,
-        admitted_at=rfc3339(row.admitted_at),
-        first_token_at=_time(row.first_token_at),
-        finished_at=_time(row.finished_at),
-        explanation=explain_past(row),
-    )
-
-
-_REQUEST_TIMES = ("admitted_at", "first_token_at", "finished_at")
-
-
-def _key_fields(key: ApiKey) -> dict[str, Any]:
-    return {
-        "id": key.id,
-        "tenant_id": key.tenant_id,
-        "name": key.name,
-        "prefix": key.prefix,
-        "scopes": list(key.scopes),
-        "limits": limits_shape(key.limits),
-        "model_limits": model_limits_shape(key.model_limits),
-        "limit_mode": key.limit_mode,
-        "expires_at": _time(key.expires_at),
-        "allowed_models": _list(key.allowed_models),
-        "allowed_networks": _list(key.allowed_networks),
-        "revoked_at": _time(key.revoked_at),
-        "replaced_by": key.replaced_by,
-        "last_used_at": _time(key.last_used_at),
-        "created_at": rfc3339(key.created_at),
-    }
-
-
-def _same(source: object, shape: type[msgspec.Struct], *, without: tuple[str, ...]) -> dict[str, Any]:
-    """Return the fields of `shape` that `source` has under the same name and in the same form."""
-    return {name: getattr(source, name) for name in shape.__struct_fields__ if name not in without}
-
-
-def _time(moment: datetime | None) -> str | None:
-    return None if moment is None else rfc3339(moment)
-
-
-def _list(values: tuple[str, ...] | None) -> list[str] | None:
-    return None if values is None else list(values)
+    return shape_of(RequestShape, row, state="finished", queue_position=None, explanation=explain_past(row))

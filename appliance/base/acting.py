@@ -15,6 +15,10 @@ from typing import Literal
 ActorKind = Literal["member", "token", "cli", "key", "system"]
 
 
+OPERATOR_HEADER = "x-gatehouse-operator"
+"""Whom a command names. Believed only beside the control token, which the owner of its file alone can read."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Actor:
     """The author of a change. `name` is an e-mail address or the name of a token; `address` where the request came from."""

@@ -6,9 +6,9 @@ The row stays locked until that transaction ends, so whoever takes the next numb
 from __future__ import annotations
 
 from sqlalchemy import Connection, bindparam, select, update
-from sqlalchemy.dialects import postgresql, sqlite
 from sqlalchemy.ext.asyncio import AsyncConnection
 
+from appliance.base.db import insert_for
 from appliance.base.prepared import Prepared
 from appliance.base.tables import counters
 
@@ -49,8 +49,8 @@ def _advanced(connection: Connection, name: str, count: int) -> int:
     value = _ADVANCE.scalar(connection, parameters)
     if value is None:
         # Unless another transaction did so in between.
-        insert = sqlite.insert if connection.dialect.name == "sqlite" else postgresql.insert
-        connection.execute(insert(counters).values(name=name, value=0).on_conflict_do_nothing())
+        first = insert_for(connection.dialect.name, counters).values(name=name, value=0)
+        connection.execute(first.on_conflict_do_nothing())
         value = _ADVANCE.scalar(connection, parameters)
     return int(value)
 

@@ -1,4 +1,4 @@
-"""The data folder at a start: made private, and left as it was found when the start is refused. Knows no file's content."""
+"""The data folder at a start: made private, and left as it was found when the start is refused. Knows what files are called."""
 
 from __future__ import annotations
 
@@ -10,8 +10,11 @@ from pathlib import Path
 
 from appliance.base.settings import UnusableData
 
+LOCK_FILE = "gatehouse.lock"
+PEPPER_FILE = "secret.key"
+CONTROL_FILE = "control.json"
 # What a start makes before anything that somebody could miss: database with its companions, lock, pepper, control file.
-TRACES = ("gatehouse.db", "gatehouse.lock", "secret.key", "control.json")
+TRACES = ("gatehouse.db", LOCK_FILE, PEPPER_FILE, CONTROL_FILE)
 
 
 def make_data_folder(path: Path) -> bool:

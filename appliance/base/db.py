@@ -1,4 +1,4 @@
-"""One database for the appliance, SQLite or PostgreSQL: read-only connections, one-transaction writers, migrations.
+"""One database for the appliance, SQLite or PostgreSQL: read-only connections, one-transaction writers.
 
 Nobody else opens connections. SQLAlchemy's own transaction handling for SQLite is switched off, so that a writer begins with
 BEGIN IMMEDIATE: a deferred transaction that reads first and writes later is refused at once when another one wrote between.
@@ -7,34 +7,26 @@ BEGIN IMMEDIATE: a deferred transaction that reads first and writes later is ref
 from __future__ import annotations
 
 import asyncio
-import os
-import sqlite3
-from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import AbstractAsyncContextManager, asynccontextmanager, contextmanager
-from pathlib import Path
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from typing import TYPE_CHECKING, Any, Concatenate, Literal, ParamSpec, TypeVar
 
-from alembic import command
-from alembic.config import Config
-from alembic.runtime.migration import MigrationContext
-from alembic.script import ScriptDirectory
-from sqlalchemy import Connection, Engine, create_engine, event, make_url, text
+from sqlalchemy import Connection, Engine, Insert, Table, create_engine, event, make_url, text
+from sqlalchemy.dialects import postgresql, sqlite
 from sqlalchemy.engine import URL
 from sqlalchemy.ext.asyncio import AsyncConnection, AsyncEngine, create_async_engine
 from sqlalchemy.pool import NullPool
 
-from appliance.base.database_encoding import check_encoding, server_url
-from appliance.base.settings import UnusableData
+from appliance.base.database_encoding import server_url
 from appliance.base.sqlite_thread import SqliteThread
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    pass
 
 P = ParamSpec("P")
 T = TypeVar("T")
 Kind = Literal["sqlite", "postgresql"]
 
-SQLITE_MIN = (3, 35)  # RETURNING; UPDATE … FROM is a little older
 SQLITE_SYNCHRONOUS = "FULL"  # a COMMIT has reached the disk when it returns
 BUSY_TIMEOUT_MS = 5000
 READERS_MAX = 8
@@ -43,7 +35,6 @@ BATCH_WRITERS_MAX = 2  # of their own: whoever reads or changes much holds up no
 BATCH_STATEMENTS = 512  # that stay compiled: those of `prepared` come in as many forms as they may have rows
 CHECKOUT_TIMEOUT_S = 10.0
 _AFTER_COMMIT = "after_commit"
-_MIGRATIONS = Path(__file__).resolve().parents[2] / "migrations"
 
 
 class Database:
@@ -65,7 +56,10 @@ class Database:
 
     @classmethod
     def open(cls, url: str) -> Database:
-        """Return the database at `url` without connecting yet. Raises ValueError when it is not a URL that we serve."""
+        """Return the database at `url` without connecting yet, which `async with` closes.
+
+        Raises ValueError when it is not a URL that we serve.
+        """
         kind, target = parse_url(url)
         if kind == "sqlite":
             writer = _sqlite_writer(target)
@@ -73,6 +67,12 @@ class Database:
         server, sizes = server_url(target), (WRITERS_MAX, READERS_MAX, BATCH_WRITERS_MAX)
         writers, readers, batch_writers = (_engine(server, size, pool_pre_ping=True) for size in sizes)
         return cls(kind, writers, readers, batch_writers)
+
+    async def __aenter__(self) -> Database:
+        return self
+
+    async def __aexit__(self, *_raised: object) -> None:
+        await self.close()
 
     @asynccontextmanager
     async def reading(self) -> AsyncIterator[AsyncConnection]:
@@ -215,6 +215,20 @@ class ChangeCount:
             listener()
 
 
+def insert_for(kind: str, table: Table) -> Any:
+    """Return the INSERT of one kind of database, which knows ON CONFLICT: both say it in the same words."""
+    return (sqlite if kind == "sqlite" else postgresql).insert(table)
+
+
+def overwriting(kind: str, table: Table, keys: Sequence[str], columns: Sequence[str]) -> Insert:
+    """Return the INSERT that changes `columns` of a row that has the same `keys`, where there is one already."""
+    statement = insert_for(kind, table)
+    made: Insert = statement.on_conflict_do_update(
+        index_elements=keys, set_={name: statement.excluded[name] for name in columns}
+    )
+    return made
+
+
 def parse_url(url: str) -> tuple[Kind, URL]:
     """Return which kind of database `url` names, and its parts. Raises ValueError when it is not one that we serve."""
     target = make_url("postgresql://" + url.removeprefix("postgres://") if url.startswith("postgres://") else url)
@@ -240,24 +254,24 @@ def _engine(target: URL, connections_max: int, **options: bool) -> AsyncEngine:
 
 def _sqlite_writer(target: URL) -> AsyncEngine:
     engine = _engine(target.set(drivername="sqlite+aiosqlite"), 1)
-    _prepare_sqlite(engine.sync_engine, begin="BEGIN IMMEDIATE")
+    prepare_sqlite(engine.sync_engine, begin="BEGIN IMMEDIATE")
     return engine
 
 
 def _sqlite_batch_writer(target: URL) -> Engine:
     options = {"check_same_thread": False, "cached_statements": BATCH_STATEMENTS}
     engine = create_engine(target, poolclass=NullPool, connect_args=options)
-    _prepare_sqlite(engine, begin="BEGIN IMMEDIATE")
+    prepare_sqlite(engine, begin="BEGIN IMMEDIATE")
     return engine
 
 
 def _sqlite_readers(target: URL) -> AsyncEngine:
     engine = _engine(target.set(drivername="sqlite+aiosqlite"), READERS_MAX)
-    _prepare_sqlite(engine.sync_engine, begin="BEGIN", query_only=True)
+    prepare_sqlite(engine.sync_engine, begin="BEGIN", query_only=True)
     return engine
 
 
-def _prepare_sqlite(engine: Engine, *, begin: str, query_only: bool = False, foreign_keys: bool = True) -> None:
+def prepare_sqlite(engine: Engine, *, begin: str, query_only: bool = False, foreign_keys: bool = True) -> None:
     """Make every connection of `engine` durable and strict, and begin its transactions with the statement `begin`."""
     pragmas = [f"busy_timeout={BUSY_TIMEOUT_MS}", f"foreign_keys={'ON' if foreign_keys else 'OFF'}"]
     pragmas += [f"synchronous={SQLITE_SYNCHRONOUS}"]
@@ -280,119 +294,8 @@ def _prepare_sqlite(engine: Engine, *, begin: str, query_only: bool = False, for
     engine.dialect.do_begin = send_begin  # type: ignore[method-assign, assignment]
 
 
-# Migrations are synchronous: they run at start and from the command line, before anything is served.
-
-
-@contextmanager
-def _reading(url: str) -> Iterator[Connection]:
-    """Yield a connection that holds up no writer: commands look at the schema of a database that serves."""
-    kind, target = parse_url(url)
-    engine = create_engine(target if kind == "sqlite" else server_url(target), poolclass=NullPool)
-    if kind == "sqlite":
-        _prepare_sqlite(engine, begin="BEGIN", query_only=True)
-    with engine.connect() as connection:
-        yield connection
-    engine.dispose()
-
-
-@contextmanager
-def _connected(url: str) -> Iterator[Connection]:
-    kind, target = parse_url(url)
-    if kind == "sqlite":
-        _check_sqlite()
-        _create_private(Path(str(target.database)))
-        engine = create_engine(target, poolclass=NullPool)
-        # A table is changed by making it anew, while others refer to it; what came of that is checked at the end.
-        _prepare_sqlite(engine, begin="BEGIN IMMEDIATE", foreign_keys=False)
-    else:
-        engine = create_engine(server_url(target), poolclass=NullPool)
-    with engine.begin() as connection:
-        yield connection
-        if kind == "sqlite":
-            _check_references(connection)
-    engine.dispose()
-
-
-def _check_sqlite() -> None:
-    if sqlite3.sqlite_version_info < SQLITE_MIN:
-        needed = ".".join(map(str, SQLITE_MIN))
-        raise UnusableData(
-            f"the SQLite {sqlite3.sqlite_version} of this Python is too old: take a Python with {needed} or newer, "
-            "or PostgreSQL with --database"
-        )
-
-
-def _check_references(connection: Connection) -> None:
-    dangling = connection.execute(text("PRAGMA foreign_key_check")).all()
-    if dangling:
-        raise UnusableData(f"{len(dangling)} references lead nowhere, the first in the table {dangling[0][0]}")
-
-
-def _create_private(path: Path) -> None:
-    """Create the file readable by its owner alone, if it is not there; the WAL inherits its mode."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    os.close(os.open(path, os.O_CREAT | os.O_RDWR, 0o600))
-
-
-def _config(connection: Connection | None = None) -> Config:
-    config = Config()
-    config.set_main_option("script_location", str(_MIGRATIONS).replace("%", "%%"))
-    config.set_main_option("path_separator", "os")
-    config.attributes["connection"] = connection
-    return config
-
-
-def upgrade(url: str, revision: str = "head") -> None:
-    """Bring the schema to `revision` in one transaction.
-
-    Raises UnusableData when a newer version has been at this database, for what its tables mean is not known here, when
-    Python's SQLite is too old, and where tables would be made in a database that is not in UTF-8.
-    """
-    with _connected(url) as connection:
-        if _check_known(connection) is None:
-            check_encoding(connection)
-        command.upgrade(_config(connection), revision)
-
-
-def _check_known(connection: Connection) -> str | None:
-    current = MigrationContext.configure(connection).get_current_revision()
-    known = {script.revision for script in ScriptDirectory.from_config(_config()).walk_revisions()}
-    if current is not None and current not in known:
-        raise UnusableData(
-            f"the database is at revision {current}, which this version does not know (its newest is {head_revision()}): "
-            "start the newer version, or restore a backup"
-        )
-    return current
-
-
-def downgrade(url: str, revision: str) -> None:
-    """Take the schema back to `revision` (`base` for none) in one transaction. Rows of removed tables are lost.
-
-    Raises UnusableData as `upgrade` does.
-    """
-    with _connected(url) as connection:
-        _check_known(connection)
-        command.downgrade(_config(connection), revision)
-
-
 def reason_of(error: BaseException) -> str:
     """Return why the database, or the way to it, refused: the first line of what its driver says, or else the error's name."""
     cause = getattr(error, "orig", None) or error
     said = str(cause).strip().splitlines()
     return said[0] if said else type(cause).__name__
-
-
-def current_revision(url: str) -> str | None:
-    """Return the revision of the schema, or None when no migration ran. Makes no file and waits for no writer."""
-    kind, target = parse_url(url)
-    if kind == "sqlite" and not Path(str(target.database)).exists():
-        return None
-    with _reading(url) as connection:
-        return MigrationContext.configure(connection).get_current_revision()
-
-
-def head_revision() -> str:
-    """Return the newest revision that this version brings."""
-    head = ScriptDirectory.from_config(_config()).get_current_head()
-    assert head is not None
-    return head

@@ -122,6 +122,13 @@ def _environment(environ: Mapping[str, str]) -> dict[str, object]:
     return {name.lower(): value for name, value in names.items() if name not in _TESTS_ONLY}
 
 
+def local_url(host: str, port: int) -> str:
+    """Return the address that is asked on this machine for a service that listens on `host`."""
+    everywhere = {"0.0.0.0": "127.0.0.1", "::": "::1"}  # noqa: S104 - read here, not bound
+    address = everywhere.get(host, host)
+    return f"http://{f'[{address}]' if ':' in address else address}:{port}"
+
+
 def _read_file(path: Path) -> dict[str, object]:
     try:
         text = path.read_text(encoding="utf-8")

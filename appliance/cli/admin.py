@@ -12,14 +12,17 @@ from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 import typer
 
+from appliance.base.clock import SystemClock, rfc3339
 from appliance.cli import output
-from appliance.cli.failure import CommandFailed, WrongUsage
+from appliance.cli.connection import opened
+from appliance.cli.failure import WrongUsage
+from appliance.cli.operator import operator
 from appliance.cli.options import AsJson, DatabaseUrl, DataDir, settings_from
 
 if TYPE_CHECKING:
     from appliance.base.db import Database
     from appliance.base.settings import Settings
-    from appliance.tenancy.admin_tokens import AdminToken, AdminTokens
+    from appliance.tenancy.admin_tokens import AdminToken
     from appliance.tenancy.members import Member
 
 app = typer.Typer(help="Administrators: who may sign in, and tokens for /admin/v1.", no_args_is_help=True)
@@ -46,7 +49,6 @@ def create(
     database: DatabaseUrl = None,
 ) -> None:
     """Create a member who may sign in to the console. Prints the generated password, once."""
-    from appliance.base.clock import SystemClock
     from appliance.tenancy.members import Members
 
     given, password = _password(password_stdin)
@@ -65,7 +67,6 @@ def reset_password(
     database: DatabaseUrl = None,
 ) -> None:
     """Reset a member's password and end all their sessions."""
-    from appliance.base.clock import SystemClock
     from appliance.tenancy.members import Members
 
     given, password = _password(password_stdin)
@@ -78,7 +79,6 @@ def reset_password(
 @app.command("reset-second-factor")
 def reset_second_factor(email: Email, as_json: AsJson = False, data_dir: DataDir = None, database: DatabaseUrl = None) -> None:
     """Reset a member's second factor (lost device). The password alone signs in until a new one is set up."""
-    from appliance.base.clock import SystemClock
     from appliance.tenancy.second_factor import reset_by_email
 
     member = _on_database(settings_from(data_dir, database), lambda db: reset_by_email(db, SystemClock(), email))
@@ -88,7 +88,6 @@ def reset_second_factor(email: Email, as_json: AsJson = False, data_dir: DataDir
 @app.command("unlink-provider")
 def unlink_provider(email: Email, as_json: AsJson = False, data_dir: DataDir = None, database: DatabaseUrl = None) -> None:
     """Unlink a member from the sign-in provider. The next sign-in there links again, by verified e-mail."""
-    from appliance.base.clock import SystemClock
     from appliance.tenancy.identities import unlink_by_email
 
     member = _on_database(settings_from(data_dir, database), lambda db: unlink_by_email(db, SystemClock(), email))
@@ -106,8 +105,8 @@ def token(
     database: DatabaseUrl = None,
 ) -> None:
     """Create, list or revoke bearer tokens of /admin/v1. A new one is printed, once."""
-    from appliance.base.clock import SystemClock
     from appliance.tenancy.admin_tokens import AdminTokens
+    from appliance.tenancy.pages import every_row
 
     if (name is not None) + show + (revoke is not None) != 1:
         raise WrongUsage("give a name for a new token, or --list, or --revoke ID")
@@ -118,25 +117,11 @@ def token(
         revoked = _on_database(settings, lambda db: AdminTokens(db, SystemClock()).revoke(revoke))
         output.thing(_token_row(revoked), as_json=as_json)
     elif show:
-        rows = [_token_row(known) for known in _on_database(settings, lambda db: _every(AdminTokens(db, SystemClock())))]
-        output.rows(rows, TOKEN_COLUMNS, empty="There are no tokens.", as_json=as_json)
+        found = _on_database(settings, lambda db: every_row(AdminTokens(db, SystemClock()).list))
+        output.rows([_token_row(known) for known in found], TOKEN_COLUMNS, empty="There are no tokens.", as_json=as_json)
     else:
         made, secret = _on_database(settings, lambda db: AdminTokens(db, SystemClock()).create(str(name), role))
         output.thing({"token": secret, **_token_row(made)}, as_json=as_json, note=KEEP_IT)
-
-
-async def _every(tokens: AdminTokens) -> list[AdminToken]:
-    """Return all tokens, page by page."""
-    from appliance.tenancy.pages import PAGE_ROWS_MAX
-
-    found: list[AdminToken] = []
-    cursor: str | None = None
-    while True:
-        page = await tokens.list(PAGE_ROWS_MAX, cursor)
-        found += page.data
-        cursor = page.next_cursor
-        if cursor is None:
-            return found
 
 
 def _password(from_stdin: bool) -> tuple[bool, str]:
@@ -148,29 +133,22 @@ def _password(from_stdin: bool) -> tuple[bool, str]:
 
 def _make_tables(settings: Settings) -> None:
     """Make the tables where there are none: the first administrator may come before the first start."""
-    from appliance.base import db
+    from appliance.base import migrations
 
-    if db.current_revision(settings.database_url) is None:
+    if migrations.current_revision(settings.database_url) is None:
         settings.data_dir.mkdir(parents=True, exist_ok=True, mode=0o700)
-        db.upgrade(settings.database_url)
+        migrations.upgrade(settings.database_url)
 
 
 def _on_database(settings: Settings, work: Callable[[Database], Awaitable[T]]) -> T:
     """Run `work` on the database, which must have its tables already."""
-    from appliance.base import db
     from appliance.base.acting import act_as
-    from appliance.cli.operator import operator
 
     async def go() -> T:
         act_as(operator())
-        database = db.Database.open(settings.database_url)
-        try:
+        async with opened(settings) as database:
             return await work(database)
-        finally:
-            await database.close()
 
-    if db.current_revision(settings.database_url) != db.head_revision():
-        raise CommandFailed("the database is not ready: start the appliance once, or run gatehouse db upgrade", code="database")
     return asyncio.run(go())
 
 
@@ -183,8 +161,6 @@ def _print_member(member: Member, password: str | None, *, as_json: bool) -> Non
 
 
 def _token_row(token: AdminToken) -> dict[str, Any]:
-    from appliance.base.clock import rfc3339
-
     return {
         "id": token.id,
         "name": token.name,

@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import asyncio
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 
 from appliance.cli import output
+from appliance.cli.connection import AdminClient, read_control, run
 from appliance.cli.failure import CommandFailed
 from appliance.cli.options import AsJson, DatabaseUrl, DataDir, settings_from
 from appliance.cli.tenants import tenant_field
-
-if TYPE_CHECKING:
-    from appliance.cli.connection import AdminClient
 
 app = typer.Typer(help="Alerts by signed webhook and by e-mail.", no_args_is_help=True)
 
@@ -32,7 +30,6 @@ def list_webhooks(
     tenant: TenantOption = None, as_json: AsJson = False, data_dir: DataDir = None, database: DatabaseUrl = None
 ) -> None:
     """List the webhooks."""
-    from appliance.cli.connection import run
 
     async def work(client: AdminClient) -> list[dict[str, Any]]:
         return await client.every("/webhooks", query=await tenant_field(client, tenant))
@@ -52,7 +49,6 @@ def add(
     database: DatabaseUrl = None,
 ) -> None:
     """Send alerts to TARGET, of one tenant or of all. Prints the secret that signs them, once."""
-    from appliance.cli.connection import run
 
     async def work(client: AdminClient) -> dict[str, Any]:
         kind = "email" if "@" in target and "://" not in target else "webhook"
@@ -71,8 +67,6 @@ def rotate(
     database: DatabaseUrl = None,
 ) -> None:
     """Rotate the secret of a webhook and print the new one, once."""
-    from appliance.cli.connection import run
-
     path, body = f"/webhooks/{webhook}/rotate", {"grace_s": grace_s}
     rotated = run(settings_from(data_dir, database), lambda client: client.call("POST", path, body=body))
     _print_secret(rotated, as_json=as_json)
@@ -81,8 +75,6 @@ def rotate(
 @app.command("remove")
 def remove(webhook: WebhookId, as_json: AsJson = False, data_dir: DataDir = None, database: DatabaseUrl = None) -> None:
     """Remove a webhook and drop its pending deliveries."""
-    from appliance.cli.connection import run
-
     removed = run(settings_from(data_dir, database), lambda client: client.call("DELETE", f"/webhooks/{webhook}"))
     output.thing(removed, as_json=as_json)
 
@@ -90,8 +82,6 @@ def remove(webhook: WebhookId, as_json: AsJson = False, data_dir: DataDir = None
 @app.command("test")
 def send_test(webhook: WebhookId, as_json: AsJson = False, data_dir: DataDir = None, database: DatabaseUrl = None) -> None:
     """Send a test alert and wait for its first attempt. Exit status 1 when that fails."""
-    from appliance.cli.connection import read_control, run
-
     settings = settings_from(data_dir, database)
     if read_control(settings.data_dir) is None:
         raise CommandFailed("the appliance is not running: nothing would be sent", code="not_running")
@@ -116,7 +106,6 @@ def deliveries(
     database: DatabaseUrl = None,
 ) -> None:
     """List the deliveries of a webhook, the newest first."""
-    from appliance.cli.connection import run
     from appliance.serving.alerting.texts import text_of
 
     path, query = f"/webhooks/{webhook}/deliveries", {"state": state}
@@ -139,8 +128,6 @@ def retry(
     database: DatabaseUrl = None,
 ) -> None:
     """Retry a delivery, under the same id."""
-    from appliance.cli.connection import run
-
     path = f"/webhooks/{webhook}/deliveries/{delivery}/retry"
     sent = run(settings_from(data_dir, database), lambda client: client.call("POST", path))
     output.thing({name: sent[name] for name in DELIVERY_COLUMNS}, as_json=as_json)

@@ -8,9 +8,12 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from appliance.base.clock import SystemClock
 from appliance.cli import output
-from appliance.cli.failure import CommandFailed, WrongUsage
+from appliance.cli.connection import AdminClient, check_there, opened, run
+from appliance.cli.failure import WrongUsage
 from appliance.cli.options import AsJson, DatabaseUrl, DataDir, settings_from
+from appliance.cli.tenants import tenant_field
 
 if TYPE_CHECKING:
     from appliance.base.settings import Settings
@@ -39,9 +42,6 @@ def list_entries(
     database: DatabaseUrl = None,
 ) -> None:
     """List entries, the newest first."""
-    from appliance.cli.connection import AdminClient, run
-    from appliance.cli.tenants import tenant_field
-
     query = {"actor": actor, "action": action, "target": target, "start": start, "end": end}
 
     async def work(client: AdminClient) -> list[dict[str, Any]]:
@@ -83,20 +83,12 @@ def verify(
 
 
 async def _verdict(settings: Settings, expect: str | None, *, quiet: bool) -> Verdict:
-    from appliance.base import db
-    from appliance.base.clock import SystemClock
-    from appliance.cli.connection import check_there
     from appliance.tenancy.audit import AuditLog
 
     await asyncio.to_thread(check_there, settings)
-    if await asyncio.to_thread(db.current_revision, settings.database_url) != db.head_revision():
-        raise CommandFailed("the database is not ready: start the appliance once, or run gatehouse db upgrade", code="database")
-    database = db.Database.open(settings.database_url)
-    try:
+    async with opened(settings) as database:
         with output.progress("Verifying the audit log", quiet=quiet) as progress:
             return await AuditLog(database, SystemClock()).verify(expect, progress)
-    finally:
-        await database.close()
 
 
 def _line(row: Mapping[str, Any]) -> dict[str, Any]:

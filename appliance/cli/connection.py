@@ -10,16 +10,18 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
-
-import httpx
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from appliance.base.errors import NotFound
-from appliance.base.settings import Settings
 from appliance.cli.failure import CommandFailed, exit_status
 from appliance.cli.operator import operator_headers
 
-CONTROL_FILE = "control.json"
+if TYPE_CHECKING:
+    import httpx
+
+    from appliance.base.db import Database
+    from appliance.base.settings import Settings
+
 TIMEOUT_S = 30.0
 PAGE_LIMIT = 100
 CLAIM_WAIT_S = 2.0  # an appliance that has just ended; a server notices that a little later
@@ -37,6 +39,8 @@ class Control:
 
 def read_control(data_dir: Path) -> Control | None:
     """Return the control file of an appliance that runs now. A file that a killed one left counts as none."""
+    from appliance.base.data_folder import CONTROL_FILE
+
     try:
         content = json.loads((data_dir / CONTROL_FILE).read_text("utf-8"))
         control = Control(str(content["url"]), int(content["pid"]), str(content["token"]))
@@ -107,6 +111,8 @@ class AdminClient:
                 return rows[:at_most]
 
     async def _ask(self, method: str, path: str, **parts: Any) -> httpx.Response:
+        import httpx
+
         try:
             answer = await self._client.request(method, f"/admin/v1{path}", **parts)
         except httpx.HTTPError as error:
@@ -132,15 +138,26 @@ def _refusal(answer: httpx.Response) -> CommandFailed:
 
 def check_there(settings: Settings) -> None:
     """Raise CommandFailed where no appliance has its database: a mistyped folder must not look like one without tenants."""
-    from appliance.base import db
+    from appliance.base import migrations
 
-    if db.current_revision(settings.database_url) is None:
+    if migrations.current_revision(settings.database_url) is None:
         raise CommandFailed(
             f"there is no appliance in {settings.data_dir} (its database has no tables yet): name the folder of another with "
             "--data-dir after the command, or GATEHOUSE_DATA_DIR; gatehouse serve, gatehouse admin create or gatehouse db "
             "upgrade makes one here",
             code="no_appliance",
         )
+
+
+@asynccontextmanager
+async def opened(settings: Settings) -> AsyncIterator[Database]:
+    """Yield the database itself, for what no appliance is asked. Raises CommandFailed unless it has its newest tables."""
+    from appliance.base import db, migrations
+
+    if await asyncio.to_thread(migrations.current_revision, settings.database_url) != migrations.head_revision():
+        raise CommandFailed("the database is not ready: start the appliance once, or run gatehouse db upgrade", code="database")
+    async with db.Database.open(settings.database_url) as database:
+        yield database
 
 
 @asynccontextmanager
@@ -168,6 +185,8 @@ async def claimed(settings: Settings, *, shared: bool) -> AsyncIterator[None]:
 @asynccontextmanager
 async def connected(settings: Settings) -> AsyncIterator[AdminClient]:
     """Yield a client of the appliance of these settings."""
+    import httpx
+
     control = read_control(settings.data_dir)
     if control is not None:
         headers = {"authorization": f"Bearer {control.token}"} | operator_headers()
@@ -185,14 +204,16 @@ async def _in_process(settings: Settings) -> AsyncIterator[httpx.AsyncClient]:
 
     From its first change on it shares the claim on the database; a command that only reads holds nothing.
     """
+    import httpx
+
     from appliance.app import Appliance, create_app
-    from appliance.base import db
+    from appliance.base import migrations
     from appliance.base.logging import configure_logging
 
     configure_logging("warning", json=False)
-    if await asyncio.to_thread(db.current_revision, settings.database_url) != db.head_revision():
+    if await asyncio.to_thread(migrations.current_revision, settings.database_url) != migrations.head_revision():
         async with claimed(settings, shared=False):
-            await asyncio.to_thread(db.upgrade, settings.database_url)
+            await asyncio.to_thread(migrations.upgrade, settings.database_url)
     appliance = Appliance(settings, engines=False)
     async with AsyncExitStack() as held:
         await appliance.start()

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, TypeVar
 import typer
 
 from appliance.cli import output
+from appliance.cli.connection import check_there, claimed, read_control
 from appliance.cli.failure import CommandFailed, WrongUsage
 from appliance.cli.options import AsJson, DatabaseUrl, DataDir, settings_from
 
@@ -29,12 +30,12 @@ def upgrade(
     database: DatabaseUrl = None,
 ) -> None:
     """Bring the tables up to a revision. The appliance does this itself when it starts."""
-    from appliance.base import db
+    from appliance.base import migrations
 
     settings = settings_from(data_dir, database)
     _refuse_while_running(settings)
     settings.data_dir.mkdir(parents=True, exist_ok=True, mode=0o700)
-    _migrate(settings, lambda: db.upgrade(settings.database_url, revision))
+    _migrate(settings, lambda: migrations.upgrade(settings.database_url, revision))
     _tell(settings, as_json=as_json)
 
 
@@ -53,7 +54,7 @@ def downgrade(
     It refuses while the journal of a killed appliance holds what the tables lack: the version that reads it next may not
     know all of its words, or have no journal.
     """
-    from appliance.base import db
+    from appliance.base import migrations
 
     settings = settings_from(data_dir, database)
     _refuse_while_running(settings)
@@ -62,7 +63,7 @@ def downgrade(
 
     def step() -> None:
         _refuse_while_journal_is_ahead(settings.database_url)
-        db.downgrade(settings.database_url, revision)
+        migrations.downgrade(settings.database_url, revision)
 
     _migrate(settings, step)
     _tell(settings, as_json=as_json)
@@ -71,7 +72,6 @@ def downgrade(
 @app.command("check")
 def check(as_json: AsJson = False, data_dir: DataDir = None, database: DatabaseUrl = None) -> None:
     """Check the invariants of the ledger. The database may be in use. Exit status 1 when one is broken."""
-    from appliance.cli.connection import check_there, read_control
     from appliance.metering.invariants.check import check_ledger
 
     settings = settings_from(data_dir, database)
@@ -97,11 +97,8 @@ def rebuild_rollups(as_json: AsJson = False, data_dir: DataDir = None, database:
     _refuse_while_running(settings)
 
     async def rebuild() -> int:
-        opened = Database.open(settings.database_url)
-        try:
+        async with Database.open(settings.database_url) as opened:
             return await rollups.rebuild(opened, BillingCalendar(settings.time_zone))
-        finally:
-            await opened.close()
 
     rows = _alone(settings, lambda: asyncio.run(rebuild()))
     if as_json:
@@ -119,24 +116,19 @@ def _print_findings(findings: list[Finding], *, as_json: bool) -> None:
 
 
 def _refuse_while_running(settings: Settings) -> None:
-    from appliance.cli.connection import read_control
-
     control = read_control(settings.data_dir)
     if control is not None:
         raise CommandFailed(f"the appliance is running at {control.url} (pid {control.pid}): stop it first", code="running")
 
 
 def _refuse_while_journal_is_ahead(database_url: str) -> None:
-    from appliance.base.db import Database, current_revision
+    from appliance.base.db import Database
+    from appliance.base.migrations import current_revision
     from appliance.metering.ledger.journaled import ahead_of_tables
 
     async def count() -> int:
-        opened = Database.open(database_url)
-        try:
-            async with opened.reading() as connection:
-                return await ahead_of_tables(connection, database_url)
-        finally:
-            await opened.close()
+        async with Database.open(database_url) as opened, opened.reading() as connection:
+            return await ahead_of_tables(connection, database_url)
 
     ahead = asyncio.run(count()) if current_revision(database_url) is not None else 0
     if ahead:
@@ -149,7 +141,6 @@ def _refuse_while_journal_is_ahead(database_url: str) -> None:
 
 def _alone(settings: Settings, step: Callable[[], T]) -> T:
     """Return what `step` does to the database while nobody else changes it. It runs in a thread of its own."""
-    from appliance.cli.connection import claimed
 
     async def go() -> T:
         async with claimed(settings, shared=False):
@@ -172,9 +163,9 @@ def _migrate(settings: Settings, step: Callable[[], None]) -> None:
 
 
 def _tell(settings: Settings, *, as_json: bool) -> None:
-    from appliance.base import db
+    from appliance.base import migrations
 
-    current, head = db.current_revision(settings.database_url), db.head_revision()
+    current, head = migrations.current_revision(settings.database_url), migrations.head_revision()
     if as_json:
         output.data({"revision": current, "head": head})
     else:

@@ -2,18 +2,25 @@
 
 from __future__ import annotations
 
+import asyncio
 import platform
 import shutil
+import socket
 import sys
-from collections.abc import Callable
+import tempfile
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from appliance.base.clock import SystemClock
 from appliance.cli import output
+from appliance.cli.connection import read_control
 from appliance.cli.failure import CommandFailed
+from appliance.cli.model_store import locate
 from appliance.cli.options import AsJson, DatabaseUrl, DataDir, settings_from
 
 if TYPE_CHECKING:
@@ -84,17 +91,11 @@ def _disk(settings: Settings) -> list[Check]:
 
 
 def _try_to_write(folder: Path) -> None:
-    import tempfile
-
     with tempfile.TemporaryFile(dir=folder) as file:
         file.write(b"0")
 
 
 def _port(settings: Settings) -> list[Check]:
-    import socket
-
-    from appliance.cli.connection import read_control
-
     control = read_control(settings.data_dir)
     if control is not None:
         return [Check("appliance", "ok", f"running at {control.url} (pid {control.pid})"), *_readiness(control.url)]
@@ -125,28 +126,23 @@ def _readiness(url: str) -> list[Check]:
 
 
 def _database(settings: Settings) -> list[Check]:
-    import asyncio
-
     from sqlalchemy.exc import SQLAlchemyError
 
-    from appliance.base import db
+    from appliance.base import db, migrations
     from appliance.base.database_encoding import ENCODING, encoding_of
 
     if _not_there_yet(settings):
         return [Check("database", "ok", "not there yet: the first start makes it")]
 
     async def ping() -> tuple[str, str]:
-        database = db.Database.open(settings.database_url)
-        try:
+        async with db.Database.open(settings.database_url) as database:
             await database.ping()
             async with database.reading() as connection:
                 return database.kind, await connection.run_sync(encoding_of)
-        finally:
-            await database.close()
 
     try:
         kind, encoding = asyncio.run(ping())
-        current, head = db.current_revision(settings.database_url), db.head_revision()
+        current, head = migrations.current_revision(settings.database_url), migrations.head_revision()
     except (SQLAlchemyError, OSError, ValueError) as error:
         advice = (
             "start the database server, or correct --database" if "postgres" in settings.database_url else "restore a backup"
@@ -163,22 +159,17 @@ def _database(settings: Settings) -> list[Check]:
 
 def _secrets(settings: Settings) -> list[Check]:
     """Tell whether `secret.key` is the file with which second factors and signing secrets were sealed."""
-    import asyncio
-
     from sqlalchemy.exc import SQLAlchemyError
 
     from appliance.base import db
+    from appliance.base.data_folder import PEPPER_FILE
     from appliance.base.settings import UnusableData
     from appliance.metering import sealed_secrets
-    from appliance.tenancy.secrets import PEPPER_FILE, read_pepper
+    from appliance.tenancy.secrets import read_pepper
 
     async def look(pepper: bytes | None) -> sealed_secrets.Sealed:
-        database = db.Database.open(settings.database_url)
-        try:
-            async with database.reading() as connection:
-                return await sealed_secrets.look(connection, pepper)
-        finally:
-            await database.close()
+        async with db.Database.open(settings.database_url) as database, database.reading() as connection:
+            return await sealed_secrets.look(connection, pepper)
 
     if _not_there_yet(settings):
         return []
@@ -203,28 +194,21 @@ def _not_there_yet(settings: Settings) -> bool:
 
 def _prices(settings: Settings) -> list[Check]:
     """Tell what was used lately and costs nothing: a price that was forgotten, or one in another currency."""
-    import asyncio
-    from datetime import timedelta
-
     from sqlalchemy.exc import SQLAlchemyError
 
     from appliance.base import db
-    from appliance.base.clock import SystemClock
     from appliance.metering.ledger import rollups
     from appliance.metering.prices import PriceBook
-    from appliance.metering.unpriced import unpriced
 
     if _not_there_yet(settings):
         return []
 
-    async def look() -> list[tuple[str, str]]:
-        database, clock = db.Database.open(settings.database_url), SystemClock()
-        try:
+    async def look() -> Sequence[tuple[str, str]]:
+        clock = SystemClock()
+        async with db.Database.open(settings.database_url) as database:
             async with database.reading() as connection:
                 used = await rollups.used_since(connection, clock.now() - timedelta(days=UNPRICED_DAYS))
-            return await unpriced(PriceBook(database, clock, currency=settings.currency), used, clock.now())
-        finally:
-            await database.close()
+            return await PriceBook(database, clock, currency=settings.currency).unpriced(used, clock.now())
 
     try:
         missing = asyncio.run(look())
@@ -238,9 +222,7 @@ def _prices(settings: Settings) -> list[Check]:
 
 
 def _models(settings: Settings) -> list[Check]:
-    from appliance.cli.connection import read_control
     from appliance.cli.model_check import check_model
-    from appliance.cli.model_store import locate
     from appliance.serving.fleet import DEMO_MODEL
 
     if not settings.models and read_control(settings.data_dir) is not None:

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 
+from appliance.base.money import format_micros
 from appliance.cli import output
+from appliance.cli.connection import AdminClient, run
 from appliance.cli.failure import CommandFailed
+from appliance.cli.invoices import read_json
 from appliance.cli.options import AsJson, DatabaseUrl, DataDir, settings_from
-
-if TYPE_CHECKING:
-    from appliance.cli.connection import AdminClient
 
 BREAK_EVEN = ("name", "hosted_per_million", "break_even_tokens_month", "share", "hosted_month", "saved_month")
 
@@ -26,9 +26,6 @@ def economics(
     database: DatabaseUrl = None,
 ) -> None:
     """Show the cost of a million tokens. With the break-even, and the source of each figure."""
-    from appliance.cli.connection import run
-    from appliance.cli.invoices import read_json
-
     body = None if file is None else read_json(file)
 
     async def work(client: AdminClient) -> dict[str, Any]:
@@ -77,6 +74,4 @@ def _in_units(row: dict[str, Any]) -> dict[str, Any]:
 
 
 def _money(micros: int | None) -> str | None:
-    from appliance.base.money import format_micros
-
     return None if micros is None else format_micros(micros)

@@ -8,18 +8,20 @@ from collections import Counter
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 from urllib.parse import quote
 
 import typer
 
+from appliance.base.errors import InvalidValue
+from appliance.base.money import format_micros, minor_unit_decimals
+from appliance.base.spreadsheet import plain_text
 from appliance.cli import output
 from appliance.cli.confirmation import Yes, ask_for_name, needs_terminal
+from appliance.cli.connection import AdminClient, run
 from appliance.cli.failure import CommandFailed, WrongUsage
 from appliance.cli.options import AsJson, DatabaseUrl, DataDir, settings_from
-
-if TYPE_CHECKING:
-    from appliance.cli.connection import AdminClient
+from appliance.cli.tenants import at_tenant, find
 
 app = typer.Typer(help="Invoices: drafts, closing a month, files to send.", no_args_is_help=True)
 
@@ -61,8 +63,6 @@ def list_invoices(
     database: DatabaseUrl = None,
 ) -> None:
     """List invoices, the newest month first. Drafts are shown as they would be now."""
-    from appliance.cli.connection import run
-
     if month is not None:
         _check_month(month)
 
@@ -111,8 +111,6 @@ def discard(
     database: DatabaseUrl = None,
 ) -> None:
     """Discard a draft, once its tenant's name is typed. Its usage stays."""
-    from appliance.cli.connection import run
-
     settings = settings_from(data_dir, database)
     if not yes:
         needs_terminal("discarding removes the draft", whose="the tenant's name")
@@ -140,8 +138,6 @@ def export(
     database: DatabaseUrl = None,
 ) -> None:
     """Write invoices as files to send: invoice-2026-0001.pdf."""
-    from appliance.cli.connection import run
-
     _check_month(month)
     for form in forms or ():
         if form not in FORMATS:
@@ -174,8 +170,6 @@ def seller(
     database: DatabaseUrl = None,
 ) -> None:
     """Show or replace the seller on invoices. Name, address, tax and bank, as in docs/billing.md."""
-    from appliance.cli.connection import run
-
     body = None if file is None else read_json(file)
 
     method = "GET" if body is None else "PUT"
@@ -193,9 +187,6 @@ def allowance(
     database: DatabaseUrl = None,
 ) -> None:
     """Set the free allowance of a tenant, from a month on."""
-    from appliance.cli.connection import run
-    from appliance.cli.tenants import at_tenant
-
     body = {"first_month": month, "monthly_micros": micros}
     work = at_tenant(tenant, "POST", "/allowances", body=body)
     output.thing(run(settings_from(data_dir, database), work), as_json=as_json)
@@ -205,8 +196,6 @@ def _each(
     data_dir: str | None, database: str | None, month: str, tenant: str | None, step: Step, *, everybody: bool, as_json: bool
 ) -> None:
     """Take `step` for each tenant and show what came of it. One that fails stops no other, and the status tells of it."""
-    from appliance.cli.connection import run
-
     _check_month(month)
     left_out: Counter[str] = Counter()
 
@@ -283,7 +272,6 @@ CLOSE = Step("Closing", "close", "closable", _closed)
 
 def _check_month(month: str) -> None:
     """Refuse what is no month before anybody is asked about it."""
-    from appliance.base.errors import InvalidValue
     from appliance.metering.calendar import first_day
 
     try:
@@ -293,8 +281,6 @@ def _check_month(month: str) -> None:
 
 
 async def _tenants(client: AdminClient, tenant: str | None, *, everybody: bool) -> list[Row]:
-    from appliance.cli.tenants import find
-
     if (tenant is None) != everybody:
         raise WrongUsage("choose --tenant TENANT or --all")
     if tenant is not None:
@@ -325,8 +311,6 @@ def events_csv(rows: list[Row]) -> bytes:
 
 def _cell(value: object) -> object:
     """Return what stands in a cell: yes and no as in the invoice's own file."""
-    from appliance.base.spreadsheet import plain_text
-
     if isinstance(value, bool):
         return "yes" if value else "no"
     return plain_text(value) if isinstance(value, str) else value
@@ -342,8 +326,6 @@ def _save(path: Path, content: bytes) -> str:
 
 
 def _row(invoice: Row, tenant: Row) -> Row:
-    from appliance.base.money import format_micros, minor_unit_decimals
-
     currency = invoice["currency"]
     due = f"{format_micros(invoice['due_micros'], decimals=minor_unit_decimals(currency))} {currency}"
     return {**invoice, "tenant": tenant["name"], "due": invoice["problem"] or due}

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 
 from appliance.base.ids import is_id
 from appliance.cli import output
+from appliance.cli.connection import AdminClient, run
 from appliance.cli.failure import CommandFailed, WrongUsage
 from appliance.cli.options import AsJson, DatabaseUrl, DataDir, settings_from
 from appliance.cli.tenants import (
@@ -24,9 +25,6 @@ from appliance.cli.tenants import (
     models_body,
     with_money,
 )
-
-if TYPE_CHECKING:
-    from appliance.cli.connection import AdminClient
 
 app = typer.Typer(help="The API keys of tenants.", no_args_is_help=True)
 
@@ -56,7 +54,6 @@ def list_keys(
     database: DatabaseUrl = None,
 ) -> None:
     """List keys, without their secrets."""
-    from appliance.cli.connection import run
 
     async def work(client: AdminClient) -> list[dict[str, Any]]:
         return await _keys(client, tenant)
@@ -87,8 +84,6 @@ def create(
     database: DatabaseUrl = None,
 ) -> None:
     """Create a key and print its secret, once."""
-    from appliance.cli.connection import run
-
     optional = {"scopes": scope, "expires_at": expires_at, "allowed_networks": network, "limit_mode": limit_mode}
     body: dict[str, Any] = {"name": name} | {field: value for field, value in optional.items() if value not in (None, [])}
     body |= models_body(model) | model_limits_body(model_limit)
@@ -125,8 +120,6 @@ def update(
     database: DatabaseUrl = None,
 ) -> None:
     """Change a key; what is not named stays as it is."""
-    from appliance.cli.connection import run
-
     named = {"name": name, "scopes": scope or None, "limit_mode": limit_mode}
     body: dict[str, Any] = {field: value for field, value in named.items() if value is not None}
     body |= {} if expires_at is None else {"expires_at": None if expires_at == "none" else expires_at}
@@ -162,7 +155,6 @@ def rotate(
     database: DatabaseUrl = None,
 ) -> None:
     """Rotate a key. Prints the new secret, once; the old one stops working at once, or after the grace period."""
-    from appliance.cli.connection import run
 
     async def work(client: AdminClient) -> dict[str, Any]:
         found = await find_key(client, key)
@@ -174,7 +166,6 @@ def rotate(
 @app.command("revoke")
 def revoke(key: KeyId, as_json: AsJson = False, data_dir: DataDir = None, database: DatabaseUrl = None) -> None:
     """Revoke a key: it stops working at once."""
-    from appliance.cli.connection import run
 
     async def work(client: AdminClient) -> dict[str, Any]:
         return await client.call("DELETE", f"/keys/{(await find_key(client, key))['id']}")

@@ -7,9 +7,12 @@ from typing import Annotated, Any
 
 import typer
 
+from appliance.base.money import format_picos
 from appliance.cli import output
+from appliance.cli.connection import AdminClient, run
 from appliance.cli.failure import CommandFailed
 from appliance.cli.options import AsJson, DatabaseUrl, DataDir, settings_from
+from appliance.cli.tenants import tenant_field
 
 app = typer.Typer(help="The usage events: one per request, and corrections of them.", no_args_is_help=True)
 
@@ -35,9 +38,6 @@ def list_events(
     database: DatabaseUrl = None,
 ) -> None:
     """List usage events, the newest first."""
-    from appliance.cli.connection import AdminClient, run
-    from appliance.cli.tenants import tenant_field
-
     query = {"order": "desc", "request_id": request, "status": status, "kind": kind, "start": start, "end": end}
 
     async def work(client: AdminClient) -> list[dict[str, Any]]:
@@ -64,8 +64,6 @@ def correct(
     database: DatabaseUrl = None,
 ) -> None:
     """Correct a settled event by a new one. Both stay; the correction is billed on the next invoice that is closed."""
-    from appliance.cli.connection import AdminClient, run
-
     body: dict[str, Any] = {
         "note": note,
         "prompt_tokens": prompt_tokens,
@@ -90,6 +88,4 @@ def correct(
 
 
 def _line(event: Mapping[str, Any]) -> dict[str, Any]:
-    from appliance.base.money import format_picos
-
     return {**event, "cost": format_picos(int(event["cost_picos"]), str(event["currency"]))}

@@ -9,6 +9,7 @@ from urllib.parse import quote
 import typer
 
 from appliance.cli import output
+from appliance.cli.connection import run
 from appliance.cli.options import AsJson, DatabaseUrl, DataDir, settings_from
 from appliance.cli.tenants import BudgetOption, LimitOption, ModeOption, limits_body, with_money
 from appliance.tenancy.fields import TIERS, check_choice
@@ -81,16 +82,12 @@ def free_model(model: Model, as_json: AsJson = False, data_dir: DataDir = None, 
 def _list(
     path: str, columns: tuple[str, ...], empty: str, *, as_json: bool, data_dir: str | None, database: str | None
 ) -> None:
-    from appliance.cli.connection import run
-
     settings = settings_from(data_dir, database)
     rows = run(settings, lambda client: client.call("GET", path))["data"]
     output.rows(rows, columns, empty=empty, as_json=as_json, line=lambda row: _readable(row, settings.currency))
 
 
 def _call(method: str, path: str, body: object = None, *, as_json: bool, data_dir: str | None, database: str | None) -> None:
-    from appliance.cli.connection import run
-
     settings = settings_from(data_dir, database)
     answer = run(settings, lambda client: client.call(method, path, body=body))
     output.thing(answer if as_json else _readable(answer, settings.currency), as_json=as_json)

@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 
 from appliance.cli import output
+from appliance.cli.connection import AdminClient, Work, run
 from appliance.cli.failure import CommandFailed
 from appliance.cli.options import AsJson, DatabaseUrl, DataDir, settings_from
 from appliance.cli.tenants import at_tenant, find
-
-if TYPE_CHECKING:
-    from appliance.cli.connection import AdminClient, Work
 
 app = typer.Typer(help="Members and their roles in tenants.", no_args_is_help=True)
 
@@ -35,7 +33,6 @@ def list_members(
     database: DatabaseUrl = None,
 ) -> None:
     """List all members, or those of one tenant."""
-    from appliance.cli.connection import run
 
     async def work(client: AdminClient) -> list[dict[str, Any]]:
         path = "/members" if tenant is None else f"/tenants/{(await find(client, tenant))['id']}/members"
@@ -64,8 +61,6 @@ def invite(
     database: DatabaseUrl = None,
 ) -> None:
     """Add a member to a tenant. Prints the password of a new member, once."""
-    from appliance.cli.connection import run
-
     body = {"email": email, "role": role}
     made = run(settings_from(data_dir, database), at_tenant(tenant, "POST", "/members", body=body))
     if made["password"] or as_json:
@@ -134,6 +129,4 @@ async def _find_in(client: AdminClient, path: str, field: str, email: str) -> st
 
 
 def _print(work: Work, *, as_json: bool, data_dir: str | None, database: str | None) -> None:
-    from appliance.cli.connection import run
-
     output.thing(run(settings_from(data_dir, database), work), as_json=as_json)

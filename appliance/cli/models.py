@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from appliance.cli import model_store, output
+from appliance.cli.connection import read_control, run
 from appliance.cli.failure import CommandFailed, WrongUsage
 from appliance.cli.options import AsJson, DatabaseUrl, DataDir, settings_from
 
@@ -120,8 +121,6 @@ def _state(path: Path) -> str:
 
 def _served(settings: Settings) -> dict[str, str]:
     """Return the models of the running appliance with the states of their engines; empty when none runs."""
-    from appliance.cli.connection import read_control, run
-
     if read_control(settings.data_dir) is None:
         return {}
     system = run(settings, lambda client: client.call("GET", "/system"))

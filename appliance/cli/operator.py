@@ -6,9 +6,7 @@ import getpass
 import os
 from urllib.parse import quote
 
-from appliance.base.acting import Actor
-
-OPERATOR_HEADER = "x-gatehouse-operator"  # believed only beside the control token, which its file's owner alone can read
+from appliance.base.acting import OPERATOR_HEADER, Actor
 
 
 def operator_headers() -> dict[str, str]:

@@ -8,6 +8,7 @@ from urllib.parse import quote
 import typer
 
 from appliance.cli import output
+from appliance.cli.connection import run
 from appliance.cli.failure import WrongUsage
 from appliance.cli.options import AsJson, DatabaseUrl, DataDir, settings_from
 
@@ -27,8 +28,6 @@ def list_prices(
     database: DatabaseUrl = None,
 ) -> None:
     """List all prices, in the order they were added. Also past and future ones."""
-    from appliance.cli.connection import run
-
     prices = run(settings_from(data_dir, database), lambda client: client.every("/prices"))
     rows = [price for price in prices if model in (None, price["model"])]
     empty = "There are no prices: requests cost nothing."
@@ -59,8 +58,6 @@ def add(
     database: DatabaseUrl = None,
 ) -> None:
     """Add a price. Earlier prices stay, and settled usage keeps its cost."""
-    from appliance.cli.connection import run
-
     optional = {"cached_prompt": cached_prompt, "currency": currency, "effective_from": effective_from}
     body: dict[str, Any] = {
         "model": model,
@@ -86,8 +83,6 @@ def withdraw(
     database: DatabaseUrl = None,
 ) -> None:
     """Withdraw a price that is not in force yet. One that is stays: add a new price to replace it."""
-    from appliance.cli.connection import run
-
     path = f"/prices/{quote(price_id, safe='')}"
     price = run(settings_from(data_dir, database), lambda client: client.call("DELETE", path))
     if as_json:

@@ -11,6 +11,7 @@ import typer
 
 from appliance.cli import output
 from appliance.cli.failure import CommandFailed
+from appliance.cli.model_store import locate
 from appliance.cli.options import DatabaseUrl, DataDir, settings_from
 
 if TYPE_CHECKING:
@@ -42,8 +43,6 @@ def serve(
 
 
 def _with_models_found(settings: Settings) -> Settings:
-    from appliance.cli.model_store import locate
-
     return dataclasses.replace(settings, models=tuple(str(locate(model, settings.data_dir)) for model in settings.models))
 
 
@@ -104,12 +103,12 @@ class Greeter:
 
 
 def _facts(started: Started) -> Welcome:
-    from appliance.base.settings import default_data_dir
-    from appliance.cli.welcome import Welcome, program, reachable
+    from appliance.base.settings import default_data_dir, local_url
+    from appliance.cli.welcome import Welcome, program
 
     first, data_dir = started.first_start, started.services.settings.data_dir
     return Welcome(
-        url=reachable(started.host, started.port),
+        url=local_url(started.host, started.port),
         model=started.models[0],
         command=program(),
         data_dir=None if data_dir == default_data_dir() else data_dir,

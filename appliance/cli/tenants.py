@@ -11,6 +11,7 @@ from appliance.base.ids import is_id
 from appliance.base.money import PICOS_PER_MICRO, format_exactly
 from appliance.cli import output
 from appliance.cli.confirmation import Yes, ask_for_name, needs_terminal
+from appliance.cli.connection import AdminClient, Work, run
 from appliance.cli.failure import CommandFailed, WrongUsage
 from appliance.cli.options import AsJson, DatabaseUrl, DataDir, settings_from
 from appliance.tenancy.fields import LIMIT_MAX
@@ -18,7 +19,6 @@ from appliance.tenancy.principals import LIMIT_NAMES
 
 if TYPE_CHECKING:
     from appliance.base.settings import Settings
-    from appliance.cli.connection import AdminClient, Work
 
 app = typer.Typer(help="The tenants of the appliance.", no_args_is_help=True)
 
@@ -81,8 +81,6 @@ def list_tenants(
     database: DatabaseUrl = None,
 ) -> None:
     """List the tenants."""
-    from appliance.cli.connection import run
-
     query = {"include_archived": "true"} if archived else {}
     settings = settings_from(data_dir, database)
     rows = run(settings, lambda client: client.every("/tenants", query=query))
@@ -127,8 +125,6 @@ def create(
 @app.command("show")
 def show(which: Which, as_json: AsJson = False, data_dir: DataDir = None, database: DatabaseUrl = None) -> None:
     """Show one tenant."""
-    from appliance.cli.connection import run
-
     settings = settings_from(data_dir, database)
     _print(run(settings, lambda client: find(client, which)), settings, as_json=as_json)
 
@@ -159,8 +155,6 @@ def update(
     database: DatabaseUrl = None,
 ) -> None:
     """Change a tenant; what is not named stays as it is."""
-    from appliance.cli.connection import run
-
     named = {"name": name, "tier": tier, "weight": weight, "suspended": suspended}
     body: dict[str, Any] = {field: value for field, value in named.items() if value is not None} | models_body(model)
     body |= model_limits_body(model_limit)
@@ -184,8 +178,6 @@ def archive(
     which: Which, yes: Yes = False, as_json: AsJson = False, data_dir: DataDir = None, database: DatabaseUrl = None
 ) -> None:
     """Archive a tenant for good, once its name is typed. Usage and invoices stay."""
-    from appliance.cli.connection import run
-
     settings = settings_from(data_dir, database)
     if not yes:
         needs_terminal("archiving a tenant cannot be undone")
@@ -312,6 +304,4 @@ def _print(tenant: Mapping[str, Any], settings: Settings, *, as_json: bool) -> N
 
 
 def _change(settings: Settings, method: str, path: str, body: object, *, as_json: bool) -> None:
-    from appliance.cli.connection import run
-
     _print(run(settings, lambda client: client.call(method, path, body=body)), settings, as_json=as_json)

@@ -8,8 +8,12 @@ from typing import Annotated, Any
 
 import typer
 
+from appliance.base.money import format_picos
 from appliance.cli import output
+from appliance.cli.connection import AdminClient, run
+from appliance.cli.keys import find_key
 from appliance.cli.options import AsJson, DatabaseUrl, DataDir, settings_from
+from appliance.cli.tenants import tenant_field
 
 COLUMNS = ("start", "tenant", "key_id", "model", "requests", "prompt_tokens", "cached_tokens", "completion_tokens", "cost")
 DAYS_DEFAULT = 30
@@ -30,10 +34,6 @@ def usage(
     database: DatabaseUrl = None,
 ) -> None:
     """Show usage and cost, by time and by tenant, key or model."""
-    from appliance.cli.connection import AdminClient, run
-    from appliance.cli.keys import find_key
-    from appliance.cli.tenants import tenant_field
-
     now = datetime.now(UTC)
     query: dict[str, Any] = {
         "start": _rfc3339(now - timedelta(days=DAYS_DEFAULT)) if start is None else start,
@@ -60,8 +60,6 @@ def usage(
 
 
 def _cost(row: Mapping[str, Any]) -> str:
-    from appliance.base.money import format_picos
-
     return format_picos(int(row["cost_picos"]), str(row["currency"]))
 
 

@@ -28,12 +28,6 @@ class Welcome:
     api_key: str | None = None
 
 
-def reachable(host: str, port: int) -> str:
-    """Return the address that a person on this machine types for a service that listens on `host`."""
-    everywhere = {"0.0.0.0": "127.0.0.1", "::": "[::1]"}  # noqa: S104 - read here, not bound
-    return f"http://{everywhere.get(host, f'[{host}]' if ':' in host else host)}:{port}"
-
-
 def login(welcome: Welcome) -> str:
     """Return the lines of the first start, printed before the models load: what loads may fail."""
     lines = ["", f"Your login, shown once: keep it now.  Console:  {welcome.url}/"]

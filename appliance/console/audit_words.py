@@ -8,10 +8,8 @@ from dataclasses import dataclass
 from datetime import datetime
 from typing import Any
 
-import msgspec
-
 from appliance.console.formatting import units
-from appliance.tenancy.audit_chain import AuditEntry
+from appliance.tenancy.audit_chain import AuditEntry, facts_from
 
 NOTHING = "none"
 VALUE_CHARS_MAX = 200
@@ -119,7 +117,7 @@ class AuditLine:
 
 def audit_line(entry: AuditEntry, names: Mapping[str, str]) -> AuditLine:
     """Return `entry` in words. `names` are those of tenants and keys, by id."""
-    before, after = _facts(entry.before), _facts(entry.after)
+    before, after = facts_from(entry.before) or {}, facts_from(entry.after) or {}
     page = _PAGES.get(entry.target_kind)
     return AuditLine(
         id=entry.id,
@@ -171,7 +169,3 @@ def _shown(name: str, value: Any, is_told: bool) -> str | None:
         return "yes" if value else "no"
     text = ", ".join(map(str, value)) if isinstance(value, list) else _TIME.sub(r"\1 \2 UTC", str(value))
     return text if len(text) <= VALUE_CHARS_MAX else text[: VALUE_CHARS_MAX - 1] + "…"
-
-
-def _facts(text: str | None) -> dict[str, Any]:
-    return {} if text is None else msgspec.json.decode(text, type=dict[str, Any])

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import re
 from typing import TYPE_CHECKING, Any
 
@@ -50,8 +49,7 @@ async def costs_of(services: Services) -> dict[str, Any] | None:
     hardware = await services.economics.hardware()
     if hardware is None:
         return None
-    powers = [math.ceil(gpu.power_w) for gpu in services.sampler.latest.gpus if gpu.power_w is not None]
-    economics = economics_of(hardware, await services.economics.measured(), powers)
+    economics = economics_of(hardware, await services.economics.measured(), services.sampler.latest.gpu_power_w)
     return {
         "economics": economics,
         "figures": [

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from litestar.di import NamedDependency
 
+from appliance.base.settings import local_url
 from appliance.console.forms import Form
 from appliance.console.live_board import LiveBoard
 from appliance.console.login_attempts import LoginAttempts
@@ -39,8 +40,7 @@ class Console:
         """Return what a ready curl line names: the address of this appliance and the first model that may be used."""
         settings = self.services.settings
         names = [model.name for model in self.services.models.list() if may_use(model.name)]
-        host = "127.0.0.1" if settings.host in ("0.0.0.0", "::") else settings.host  # noqa: S104  a name to print, not a bind
-        address = settings.external_url or f"http://{f'[{host}]' if ':' in host else host}:{settings.port}"
+        address = settings.external_url or local_url(settings.host, settings.port)
         return {"address": address, "first_model": names[0] if names else "MODEL"}
 
 

@@ -8,8 +8,7 @@ from typing import TYPE_CHECKING
 from appliance.console.addresses import address
 from appliance.console.request_lines import RequestLine, past_line
 from appliance.console.security import ConsoleRequest
-from appliance.metering.past_requests import RequestFilter
-from appliance.metering.request_search import SEARCHED_MAX
+from appliance.metering.past_requests import SEARCHED_MAX, RequestFilter
 
 if TYPE_CHECKING:
     from appliance.serving.services import Services

@@ -16,18 +16,17 @@ from appliance.console.formatting import duration_s, size
 from appliance.console.request_lines import RequestLine, past_line
 from appliance.console.tenant_names import tenant_names
 from appliance.console.totals import Totals, totals_today
+from appliance.telemetry.gpu import NO_GPU, GpuReading
 from appliance.tenancy.access import WHOLE_BOX
 
 if TYPE_CHECKING:
     from appliance.serving.services import Services
     from appliance.telemetry.events import EngineReading, SystemSnapshot, TenantReading
-    from appliance.telemetry.gpu import GpuReading
     from engine.protocol import EngineStatus, MemoryPart
 
 TOTALS_KEPT_S = 4.0
 RECENT_ROWS = 8
 TENANT_ROWS = 6
-NO_GPU = "no NVIDIA GPU"
 _MEMORY_LABELS = {
     "weights": "Weights",
     "activations": "Activations",
@@ -101,13 +100,7 @@ class EngineView:
 class GpuView:
     """One GPU as a card; its memory is split as far as the engines tell what they hold."""
 
-    index: int
-    name: str
-    memory_total_bytes: int
-    memory_used_bytes: int
-    utilization: int | None
-    power_w: float | None
-    temperature_c: int | None
+    reading: GpuReading
     segments: list[Segment]
     legend: list[tuple[str, str, str]]
 
@@ -315,13 +308,7 @@ def gpu_view(gpu: GpuReading, snapshot: SystemSnapshot) -> GpuView:
     """Return the card of one GPU. With several GPUs it is not known which engine holds what, so only used is shown."""
     parts = _memory_parts(gpu, snapshot)
     return GpuView(
-        index=gpu.index,
-        name=gpu.name,
-        memory_total_bytes=gpu.memory_total_bytes,
-        memory_used_bytes=gpu.memory_used_bytes,
-        utilization=gpu.utilization,
-        power_w=gpu.power_w,
-        temperature_c=gpu.temperature_c,
+        reading=gpu,
         segments=stack(parts, gpu.memory_total_bytes),
         legend=[
             *((name, label, size(amount)) for name, label, amount in parts),

@@ -14,9 +14,8 @@ from appliance.console.forms import Form
 from appliance.console.rendering import Html
 from appliance.console.security import ConsoleRequest, needs
 from appliance.metering.prices import Price
-from appliance.metering.unpriced import unpriced
 from appliance.tenancy.fields import TIERS
-from appliance.tenancy.pages import PAGE_ROWS_MAX
+from appliance.tenancy.pages import every_row
 from appliance.tenancy.roles import Action
 
 FIELDS = ("model", "currency", "prompt", "cached_prompt", "completion", "rejected_draft", "effective_from", "batch_percent")
@@ -25,7 +24,8 @@ FIELDS = ("model", "currency", "prompt", "cached_prompt", "completion", "rejecte
 @get("/prices", guards=[needs(Action.READ_BOX)])
 async def list_prices(request: ConsoleRequest, console: ConsoleDependency) -> Html:
     """Every price: of each model and currency the one in force, those to come, and those that were."""
-    services, prices = console.services, await _every_price(console)
+    services = console.services
+    prices = await every_row(services.prices.list)
     currencies = await services.tenants.currencies(services.settings.currency)
     served = [(model.name, currency) for model in services.models.list() for currency in currencies]
     return console.pages.page(
@@ -34,7 +34,7 @@ async def list_prices(request: ConsoleRequest, console: ConsoleDependency) -> Ht
         books=books_of(prices, services.clock.now()),
         tiers=TIERS,
         refuse_unpriced=services.settings.unpriced == "refuse",
-        unpriced=await unpriced(services.prices, served, services.clock.now()),
+        unpriced=await services.prices.unpriced(served, services.clock.now()),
     )
 
 
@@ -131,21 +131,10 @@ def _withdrawal(request: ConsoleRequest, console: Console, form: Form | None, pr
 
 
 async def _price(console: Console, price_id: str) -> Price:
-    found = next((price for price in await _every_price(console) if price.id == price_id), None)
+    found = next((price for price in await every_row(console.services.prices.list) if price.id == price_id), None)
     if found is None:
         raise NotFound("no such price", param="price_id")
     return found
-
-
-async def _every_price(console: Console) -> list[Price]:
-    prices: list[Price] = []
-    cursor = None
-    while True:
-        page = await console.services.prices.list(PAGE_ROWS_MAX, cursor)
-        prices += page.data
-        cursor = page.next_cursor
-        if cursor is None:
-            return prices
 
 
 HANDLERS = (list_prices, new_price, add_price, confirm_withdrawal, withdraw_price)

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from datetime import datetime
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
+from appliance.metering.ledger.records import RequestRow
 from appliance.serving.explanation import explain_past
 
 if TYPE_CHECKING:
-    from appliance.metering.ledger.records import RequestRow
     from appliance.serving.live_requests import LiveRequest
 
 TAIL_CHARS = 8  # the random end of an id; its head is the time and alike for neighbours
@@ -68,36 +68,16 @@ class RequestLine:
 def live_line(live: LiveRequest, now: datetime) -> RequestLine:
     """Return the row of a request that is not settled yet; its total is its age."""
     return RequestLine(
-        id=live.id,
+        **_same(live),
         live=True,
         state=live.state,
         state_text=_state_text(live),
         end=live.finish_reason or "",
         tone="",
-        tenant_id=live.tenant_id,
         tenant_name=live.tenant_name,
-        key_id=live.key_id,
         key_prefix=live.key_prefix,
-        model=live.model,
-        endpoint=live.endpoint,
-        stream=live.stream,
-        batch=live.batch,
-        prompt_tokens=live.prompt_tokens,
-        cached_tokens=live.cached_tokens,
-        completion_tokens=live.completion_tokens,
-        kv_blocks=live.kv_blocks,
-        preemptions=live.preemptions,
-        queue_s=live.queue_s,
-        ttft_s=live.ttft_s,
-        decode_s=live.decode_s,
         total_s=max(((live.finished_at or now) - live.admitted_at).total_seconds(), 0.0),
-        tokens_per_second=live.tokens_per_second,
-        inter_token_p50_s=live.inter_token_p50_s,
-        admitted_at=live.admitted_at,
-        first_token_at=live.first_token_at,
-        finished_at=live.finished_at,
         explanation=live.explanation,
-        error=live.error,
     )
 
 
@@ -111,34 +91,22 @@ def past_line(row: RequestRow, tenant_names: Mapping[str, str], key_prefix: str 
     """Return the row of a request that the ledger has settled."""
     end = row.finish_reason or "unsettled"
     return RequestLine(
-        id=row.id,
+        **_same(row),
         live=False,
         state="finished",
         state_text="finished",
         end=end,
         tone=_TONES.get(end, "warn"),
-        tenant_id=row.tenant_id,
         tenant_name=tenant_names.get(row.tenant_id, row.tenant_id),
-        key_id=row.key_id,
         key_prefix=key_prefix,
-        model=row.model,
-        endpoint=row.endpoint,
-        stream=row.stream,
-        batch=row.batch,
-        prompt_tokens=row.prompt_tokens,
-        cached_tokens=row.cached_tokens,
-        completion_tokens=row.completion_tokens,
-        kv_blocks=row.kv_blocks,
-        preemptions=row.preemptions,
-        queue_s=row.queue_s,
-        ttft_s=row.ttft_s,
-        decode_s=row.decode_s,
         total_s=(row.finished_at - row.admitted_at).total_seconds() if row.finished_at else None,
-        tokens_per_second=row.tokens_per_second,
-        inter_token_p50_s=row.inter_token_p50_s,
-        admitted_at=row.admitted_at,
-        first_token_at=row.first_token_at,
-        finished_at=row.finished_at,
         explanation=explain_past(row),
-        error=row.error,
     )
+
+
+def _same(request: LiveRequest | RequestRow) -> dict[str, Any]:
+    """Return what a row shows as it is told of the request."""
+    return {name: getattr(request, name) for name in _SAME}
+
+
+_SAME = tuple(field.name for field in fields(RequestRow) if field.name != "finish_reason")

@@ -5,9 +5,10 @@ All of them, however many there are: a tenant that is left out would be an id am
 
 from __future__ import annotations
 
+from functools import partial
 from typing import TYPE_CHECKING
 
-from appliance.tenancy.pages import PAGE_ROWS_MAX
+from appliance.tenancy.pages import every_row
 
 if TYPE_CHECKING:
     from appliance.serving.services import Services
@@ -17,14 +18,8 @@ if TYPE_CHECKING:
 
 async def tenants_by_name(services: Services, access: Access) -> list[Tenant]:
     """Return the tenants that `access` shows in the order of their names, archived ones too."""
-    tenants: list[Tenant] = []
-    cursor = None
-    while True:
-        page = await services.tenants.list(PAGE_ROWS_MAX, cursor, include_archived=True, access=access)
-        tenants += page.data
-        cursor = page.next_cursor
-        if cursor is None:
-            return sorted(tenants, key=lambda tenant: tenant.name.casefold())
+    tenants = await every_row(partial(services.tenants.list, include_archived=True, access=access))
+    return sorted(tenants, key=lambda tenant: tenant.name.casefold())
 
 
 async def tenant_names(services: Services, access: Access) -> dict[str, str]:

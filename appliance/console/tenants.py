@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from litestar import get, post
@@ -17,7 +18,6 @@ from appliance.console.rendering import Html
 from appliance.console.security import ConsoleRequest, access_of, needs
 from appliance.console.tenant_terms import model_lines
 from appliance.console.totals import costs_this_month, totals_this_month, totals_today
-from appliance.metering.unpriced import unpriced
 from appliance.tenancy.fields import TIERS, UNSET, WEIGHT_MAX
 from appliance.tenancy.principals import LIMIT_NAMES, Tenant, TenantChanges
 from appliance.tenancy.roles import Action
@@ -148,13 +148,13 @@ def _archive_form(request: ConsoleRequest, console: Console, tenant: Tenant, for
     return console.pages.sheet(request, "fragments/tenant_archive.html", title=title, tenant=tenant, form=form)
 
 
-async def _unpriced(console: Console, tenant: Tenant) -> list[tuple[str, str]]:
+async def _unpriced(console: Console, tenant: Tenant) -> Sequence[tuple[str, str]]:
     """Return the models that the tenant may use at no cost because they have no price in its currency."""
     services = console.services
     currency = tenant.currency or services.settings.currency
     names = [model.name for model in services.models.list()]
     mine = [name for name in names if tenant.allowed_models is None or name in tenant.allowed_models]
-    return await unpriced(services.prices, [(name, currency) for name in mine], services.clock.now())
+    return await services.prices.unpriced([(name, currency) for name in mine], services.clock.now())
 
 
 async def _tenant_page(request: ConsoleRequest, console: Console, tenant: Tenant, form: Form | None = None) -> Html:

@@ -7,11 +7,11 @@ from dataclasses import dataclass
 from datetime import datetime
 from typing import Any
 
-from sqlalchemy import insert, select, update
+from sqlalchemy import select
 from sqlalchemy.ext.asyncio import AsyncConnection
 
 from appliance.base.clock import Clock
-from appliance.base.db import Database
+from appliance.base.db import Database, overwriting
 from appliance.base.tables import box_records
 from appliance.tenancy import audit
 
@@ -45,10 +45,8 @@ class BoxRecords:
         columns = {"value": dict(value), "updated_at": now}
         async with self._db.writing() as connection:
             before = await read_record(connection, name)
-            if before is None:
-                await connection.execute(insert(box_records).values(name=name, **columns))
-            else:
-                await connection.execute(update(box_records).where(box_records.c.name == name).values(**columns))
+            statement = overwriting(connection.dialect.name, box_records, ["name"], list(columns))
+            await connection.execute(statement.values(name=name, **columns))
             old = {} if before is None else before.value
             await audit.record(connection, self._clock, f"{name}.change", "box", name, before=old, after=value)
         return BoxRecord(value, now)

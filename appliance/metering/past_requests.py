@@ -1,17 +1,18 @@
-"""Past requests: pages of them, the newest first, and one by its id. Reads only."""
+"""Past requests: pages of them, the newest first, found by a text or not, and one by its id. Reads only."""
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass, replace
+from typing import Any
 
-from sqlalchemy import and_, or_, select
+from sqlalchemy import ColumnElement, Select, and_, or_, select
 
 from appliance.base.db import Database
 from appliance.base.errors import NotFound
-from appliance.base.tables import requests
+from appliance.base.tables import api_keys, requests
 from appliance.metering.ledger.records import RequestRow
 from appliance.metering.ledger.rows import request_from_row
-from appliance.metering.request_search import beyond, is_whole_id, mentions
 from appliance.metering.usage_queries import tenant_of_key
 from appliance.tenancy.access import Access
 from appliance.tenancy.pages import (
@@ -24,6 +25,10 @@ from appliance.tenancy.pages import (
     page_of,
     to_micros,
 )
+
+SEARCHED_MAX = 100_000
+"""Requests that a page looks through. No index finds a text within a name, and a text that nobody has is nowhere."""
+_WHOLE_ID = re.compile(r"req_[0-9a-z]{26}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -72,14 +77,14 @@ class PastRequests:
         if asked.finished_only:
             narrowed.append(columns.finished_at.is_not(None))
         if asked.text:
-            narrowed.append(mentions(asked.text))
+            narrowed.append(_mentions(asked.text))
         query = access.narrow(select(requests), columns.tenant_id).where(*behind, *narrowed)
         query = query.order_by(columns.admitted_at.desc(), columns.id.desc())
         unseen_at = None
         async with self._db.reading() as connection:
-            if asked.text and not is_whole_id(asked.text):
+            if asked.text and not _is_whole_id(asked.text):
                 admitted = access.narrow(select(columns.admitted_at), columns.tenant_id).where(*behind)
-                unseen_at = (await connection.execute(beyond(admitted))).scalar_one_or_none()
+                unseen_at = (await connection.execute(_beyond(admitted))).scalar_one_or_none()
             if unseen_at is not None:
                 query = query.where(columns.admitted_at > unseen_at)
             rows = (await connection.execute(query.limit(check_limit(limit) + 1))).mappings().all()
@@ -89,13 +94,32 @@ class PastRequests:
             return page
         return replace(page, next_cursor=encode_cursor("requests", [to_micros(unseen_at) + 1, ""]))
 
-    async def get(self, request_id: str, tenant_id: str | None = None, *, access: Access) -> RequestRow:
+    async def get(self, request_id: str, *, access: Access) -> RequestRow:
         """Return a request. Raises NotFound, also for another tenant's."""
         query = access.narrow(select(requests), requests.c.tenant_id).where(requests.c.id == request_id)
-        if tenant_id is not None:
-            query = query.where(requests.c.tenant_id == tenant_id)
         async with self._db.reading() as connection:
             row = (await connection.execute(query)).mappings().first()
         if row is None:
             raise NotFound("no such request", param="request_id")
         return request_from_row(row)
+
+
+def _mentions(text: str) -> ColumnElement[bool]:
+    """Return the condition that a request has `text`, in any case, in its id, its model, or its key's name or prefix."""
+    if _is_whole_id(text):
+        return requests.c.id == text
+    columns = (requests.c.id, requests.c.model)
+    keys = select(api_keys.c.id).where(
+        or_(*(column.icontains(text, autoescape=True) for column in (api_keys.c.name, api_keys.c.prefix)))
+    )
+    return or_(*(column.icontains(text, autoescape=True) for column in columns), requests.c.key_id.in_(keys))
+
+
+def _is_whole_id(text: str) -> bool:
+    """Return whether `text` is the whole id of a request, which an index finds however old it is."""
+    return _WHOLE_ID.fullmatch(text) is not None
+
+
+def _beyond(admitted: Select[Any]) -> Select[Any]:
+    """Return the query for the latest moment that a page does not look at, of those that `admitted` asks for."""
+    return admitted.order_by(requests.c.admitted_at.desc()).offset(SEARCHED_MAX).limit(1)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime, timedelta
 from typing import Any
@@ -181,6 +181,14 @@ class PriceBook:
         currency = currency or self._currency
         in_force = [price for price in known if price.effective_from <= at and price.currency == currency]
         return in_force[-1] if in_force else None
+
+    async def unpriced(self, pairs: Iterable[tuple[str, str]], at: datetime) -> Sequence[tuple[str, str]]:
+        """Return those of the pairs of model and currency that have no price at `at`, in order: what is served at no cost."""
+        missing = []
+        for model, currency in sorted(set(pairs)):
+            if await self.current(model, at, currency=currency) is None:
+                missing.append((model, currency))
+        return missing
 
     async def _read(self, model: str) -> Sequence[Price]:
         changes = self._changes

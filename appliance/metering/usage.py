@@ -208,10 +208,9 @@ class UsageReports:
             rows = (await connection.execute(shown)).mappings().all()
         return page_of([event_from_row(row) for row in rows], limit, name, lambda event: [event.id])
 
-    async def event(self, request_id: str, tenant_id: str | None = None, *, access: Access) -> UsageEvent:
+    async def event(self, request_id: str, *, access: Access) -> UsageEvent:
         """Return the usage event of a request. Raises NotFound, also for another tenant's."""
-        filters = LedgerFilter(request_id=request_id, tenant_id=tenant_id)
-        page = await self.ledger_page(1, None, filters, access=access)
+        page = await self.ledger_page(1, None, LedgerFilter(request_id=request_id), access=access)
         if not page.data:
             raise NotFound("no such request", param="request_id")
         return page.data[0]

@@ -22,7 +22,8 @@ from appliance.base.errors import (
     Overloaded,
 )
 from appliance.metering.ledger.records import PendingEntry, RequestRecord, Settlement, Usage
-from appliance.metering.ledger.writer import Ledger, LedgerBroken
+from appliance.metering.ledger.round import LedgerBroken
+from appliance.metering.ledger.writer import Ledger
 from appliance.metering.limits.reservations import Reservation
 from appliance.serving.answers import SERVED, Answer, reason_of_all
 from appliance.serving.chunk_queue import ChunkQueue

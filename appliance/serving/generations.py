@@ -13,7 +13,7 @@ from appliance.base.background import Background
 from appliance.base.clock import Clock
 from appliance.base.db import Database
 from appliance.base.errors import Draining, NotFound, Overloaded
-from appliance.metering.ledger.records import Checkpoint, PendingEntry
+from appliance.metering.ledger.records import TOKEN_COLUMNS, Checkpoint, PendingEntry
 from appliance.metering.ledger.writer import Ledger
 from appliance.metering.limits.admission import Admission, Patience
 from appliance.metering.limits.refusals import not_priced
@@ -209,13 +209,7 @@ class Generations:
     def checkpoint(self) -> None:
         """Tell the ledger how far the live requests are."""
         rows = [
-            Checkpoint(
-                request_id=live.id,
-                prompt_tokens=live.prompt_tokens,
-                cached_tokens=live.cached_tokens,
-                completion_tokens=live.completion_tokens,
-                rejected_tokens=live.rejected_tokens,
-            )
+            Checkpoint(request_id=live.id, **{name: getattr(live, name) for name in TOKEN_COLUMNS})
             for live in self.live(access=WHOLE_BOX).values()
             if live.state != "finished" and live.completion_tokens > 0
         ]

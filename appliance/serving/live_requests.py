@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from datetime import datetime
 from statistics import median
 
+from appliance.metering.ledger.rows import tokens_per_second
 from appliance.serving.explanation import Timeline, explain
 from engine.protocol import FinishReason, RequestProgress, TokenEvent
 
@@ -70,9 +71,7 @@ class LiveRequest:
     @property
     def tokens_per_second(self) -> float | None:
         """Return generated tokens per second of decoding, or None before the second token."""
-        if not self.decode_s or self.completion_tokens < 2:
-            return None
-        return (self.completion_tokens - 1) / self.decode_s
+        return tokens_per_second(self.completion_tokens, self.decode_s)
 
     @property
     def inter_token_p50_s(self) -> float | None:

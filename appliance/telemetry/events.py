@@ -6,6 +6,7 @@ It is given functions to read from, so that it knows neither the serving layer n
 from __future__ import annotations
 
 import asyncio
+import math
 from collections import deque
 from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
@@ -116,6 +117,11 @@ class SystemSnapshot:
     requests_running: int
     requests_waiting: int
     tokens_per_second: float
+
+    @property
+    def gpu_power_w(self) -> list[int]:
+        """Return what each GPU that tells it draws now, rounded up."""
+        return [math.ceil(gpu.power_w) for gpu in self.gpus if gpu.power_w is not None]
 
 
 class TooManySubscribers(Exception):

@@ -13,13 +13,12 @@ from datetime import datetime
 from typing import TYPE_CHECKING, Any
 
 from sqlalchemy import ColumnElement, RowMapping, insert, select, update
-from sqlalchemy.dialects import postgresql, sqlite
 from sqlalchemy.exc import OperationalError
 from sqlalchemy.ext.asyncio import AsyncConnection
 
 from appliance.base.acting import current_actor
 from appliance.base.clock import Clock
-from appliance.base.db import Database
+from appliance.base.db import Database, insert_for
 from appliance.base.tables import audit_head, audit_log
 from appliance.tenancy.access import Access
 from appliance.tenancy.audit_chain import COLUMNS, FIRST_HASH, AuditEntry, ChainWalk, Head, Verdict, canonical, changed, hash_of
@@ -187,8 +186,7 @@ async def _lock_head(connection: AsyncConnection) -> tuple[int, str]:
     )
     row = (await connection.execute(step)).first()
     if row is None:
-        dialect = sqlite if connection.dialect.name == "sqlite" else postgresql
-        first = dialect.insert(audit_head).values(id=_HEAD_ID, entries=0, hash=FIRST_HASH)
+        first = insert_for(connection.dialect.name, audit_head).values(id=_HEAD_ID, entries=0, hash=FIRST_HASH)
         await connection.execute(first.on_conflict_do_nothing())
         row = (await connection.execute(step)).one()
     return row.entries, row.hash

@@ -40,6 +40,12 @@ class AuditEntry:
 COLUMNS = tuple(field.name for field in fields(AuditEntry))
 
 
+def facts_from(text: str | None) -> dict[str, Any] | None:
+    """Return what `before` or `after` of an entry says."""
+    facts: dict[str, Any] | None = None if text is None else json.loads(text)
+    return facts
+
+
 @dataclass(frozen=True, slots=True)
 class Head:
     """How many entries were written, and the hash of the last one."""

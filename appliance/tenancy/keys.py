@@ -7,7 +7,7 @@ import hashlib
 import hmac
 import ipaddress
 import os
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from datetime import datetime, timedelta
 from typing import Any
@@ -25,7 +25,6 @@ from appliance.tenancy.audit import facts_of, record
 from appliance.tenancy.fields import (
     DEFAULT_SCOPES,
     LIMIT_MODES,
-    Unset,
     check_choice,
     check_name,
     check_names,
@@ -37,12 +36,13 @@ from appliance.tenancy.pages import PAGE_ROWS_DEFAULT, Page, check_limit, decode
 from appliance.tenancy.principals import ApiKey, KeyChanges, Limits, ModelLimitChanges, Principal, Tenant, unknown_key
 from appliance.tenancy.roles import Action
 from appliance.tenancy.rows import (
-    changed_limits_to_row,
+    changed_columns,
     check_model_limits,
     key_from_row,
     limits_to_row,
     list_column,
     model_limits_to_row,
+    or_none,
     tenant_from_row,
 )
 from appliance.tenancy.secrets import api_key_prefix, keyed_digest, new_api_key
@@ -300,23 +300,17 @@ class Keys:
         return expires_at
 
     def _changed_columns(self, changes: KeyChanges) -> dict[str, Any]:
-        columns: dict[str, Any] = {**changed_limits_to_row(changes.limits)}
-        if not isinstance(changes.name, Unset):
-            columns["name"] = check_name(changes.name)
-        if not isinstance(changes.scopes, Unset):
-            columns["scopes"] = list(check_scopes(changes.scopes))
-        if not isinstance(changes.model_limits, Unset):
-            columns["model_limits"] = model_limits_to_row(check_model_limits(changes.model_limits or {}))
-        if not isinstance(changes.limit_mode, Unset):
-            columns["limit_mode"] = check_choice(changes.limit_mode, "limit_mode", LIMIT_MODES)
-        if not isinstance(changes.expires_at, Unset):
-            columns["expires_at"] = self._check_expiry(changes.expires_at)
-        if not isinstance(changes.allowed_models, Unset):
-            models = changes.allowed_models
-            columns["allowed_models"] = None if models is None else list(check_names(models, "allowed_models"))
-        if not isinstance(changes.allowed_networks, Unset):
-            columns["allowed_networks"] = list_column(check_networks(changes.allowed_networks))
-        return columns
+        return changed_columns(changes, _CHECKS | {"expires_at": self._check_expiry})
+
+
+_CHECKS: dict[str, Callable[[Any], Any]] = {
+    "name": check_name,
+    "scopes": lambda value: list(check_scopes(value)),
+    "model_limits": lambda value: model_limits_to_row(check_model_limits(value or {})),
+    "limit_mode": lambda value: check_choice(value, "limit_mode", LIMIT_MODES),
+    "allowed_models": or_none(lambda value: list(check_names(value, "allowed_models"))),
+    "allowed_networks": lambda value: list_column(check_networks(value)),
+}
 
 
 def _check_usable(known: _CachedKey, now: datetime, address: str) -> None:

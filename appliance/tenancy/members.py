@@ -103,10 +103,7 @@ class Members:
     async def get(self, member_id: str) -> Member:
         """Return the member. Raises NotFound."""
         async with self._db.reading() as connection:
-            row = (await connection.execute(select(members).where(members.c.id == member_id))).mappings().first()
-        if row is None:
-            raise NotFound("no such member", param="member_id")
-        return member_from_row(row)
+            return await _get(connection, member_id)
 
     async def get_by_email(self, email: str) -> Member:
         """Return the member. Raises NotFound."""

@@ -5,12 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from datetime import datetime
 
-from sqlalchemy import RowMapping, delete, func, insert, select, update
-from sqlalchemy.exc import IntegrityError
+from sqlalchemy import RowMapping, delete, func, select
 from sqlalchemy.ext.asyncio import AsyncConnection
 
 from appliance.base.clock import Clock
-from appliance.base.db import Database
+from appliance.base.db import Database, overwriting
 from appliance.base.errors import InvalidValue, NotFound
 from appliance.base.tables import model_policies
 from appliance.tenancy import audit
@@ -102,14 +101,7 @@ async def _get(connection: AsyncConnection, model: str) -> ModelPolicy | None:
 
 async def _write(connection: AsyncConnection, policy: ModelPolicy, *, known: bool) -> None:
     values = {"limit_mode": policy.limit_mode, "updated_at": policy.updated_at, **limits_to_row(policy.limits)}
-    statement = update(model_policies).where(model_policies.c.model == policy.model).values(**values)
-    if known:
-        await connection.execute(statement)
-        return
-    if (await connection.execute(select(func.count()).select_from(model_policies))).scalar_one() >= MODELS_MAX:
+    if not known and (await connection.execute(select(func.count()).select_from(model_policies))).scalar_one() >= MODELS_MAX:
         raise InvalidValue(f"at most {MODELS_MAX} models have limits of their own", param="model")
-    try:
-        async with connection.begin_nested():
-            await connection.execute(insert(model_policies).values(model=policy.model, **values))
-    except IntegrityError:
-        await connection.execute(statement)
+    statement = overwriting(connection.dialect.name, model_policies, ["model"], list(values))
+    await connection.execute(statement.values(model=policy.model, **values))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import base64
 import binascii
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 from typing import Any, Generic, TypeVar
@@ -88,3 +88,13 @@ def page_of(rows: Sequence[T], limit: int, name: str, position_of: Callable[[T],
     """Return a page from `limit + 1` rows that were asked for: the extra one tells whether there is more."""
     data = list(rows[:limit])
     return Page(data=data, next_cursor=encode_cursor(name, position_of(data[-1])) if len(rows) > limit else None)
+
+
+async def every_row(read: Callable[[int, str | None], Awaitable[Page[T]]]) -> list[T]:
+    """Return the rows of all pages of a list, of which `read` returns the one behind a cursor, with at most so many rows."""
+    page = await read(PAGE_ROWS_MAX, None)
+    rows = page.data
+    while page.next_cursor is not None:
+        page = await read(PAGE_ROWS_MAX, page.next_cursor)
+        rows += page.data
+    return rows

@@ -2,14 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import TypeVar
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, TypeVar
 
 from sqlalchemy import RowMapping
 
 from appliance.base.errors import InvalidValue
 from appliance.tenancy.fields import LIMIT_MAX, MODELS_LIMITED_MAX, Unset, check_name, check_whole
-from appliance.tenancy.principals import LIMIT_NAMES, ApiKey, LimitChanges, Limits, ModelLimits, Tenant
+from appliance.tenancy.principals import (
+    LIMIT_NAMES,
+    ApiKey,
+    KeyChanges,
+    LimitChanges,
+    Limits,
+    ModelLimits,
+    Tenant,
+    TenantChanges,
+)
 
 T = TypeVar("T")
 _COLUMN_OF_LIMIT = {name: name for name in LIMIT_NAMES} | {"monthly_budget": "monthly_budget_micros"}
@@ -36,6 +45,17 @@ def changed_limits_to_row(change: LimitChanges | Unset) -> dict[str, int | None]
             raise InvalidValue(f"limits.{name} is not a limit", param=f"limits.{name}")
     checked = limits_to_row(Limits(**change))
     return {_COLUMN_OF_LIMIT[name]: checked[_COLUMN_OF_LIMIT[name]] for name in change}
+
+
+def changed_columns(changes: TenantChanges | KeyChanges, checks: Mapping[str, Callable[[Any], Any]]) -> dict[str, Any]:
+    """Return the columns that `changes` names. Each stores what its check returns, which raises InvalidValue."""
+    named = {name: value for name in checks if not isinstance(value := getattr(changes, name), Unset)}
+    return {**changed_limits_to_row(changes.limits), **{name: checks[name](value) for name, value in named.items()}}
+
+
+def or_none(check: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    """Return a check that lets None pass."""
+    return lambda value: None if value is None else check(value)
 
 
 def model_limits_from_row(row: RowMapping) -> dict[str, Limits]:

@@ -9,9 +9,9 @@ import re
 import secrets
 from pathlib import Path
 
+from appliance.base.data_folder import PEPPER_FILE
 from appliance.base.settings import UnusableData
 
-PEPPER_FILE = "secret.key"
 PEPPER_BYTES = 32
 _ALPHABET = "abcdefghijklmnopqrstuvwxyz234567"  # base 32 of RFC 4648, lower case: 5 bits a character
 _PREFIX_CHARS = 8

@@ -22,7 +22,6 @@ from appliance.tenancy.fields import (
     LIMIT_MODES,
     TIERS,
     WEIGHT_MAX,
-    Unset,
     check_alert_percents,
     check_billing,
     check_choice,
@@ -37,11 +36,12 @@ from appliance.tenancy.pages import PAGE_ROWS_DEFAULT, Page, check_limit, decode
 from appliance.tenancy.principals import Limits, ModelLimitChanges, Tenant, TenantChanges
 from appliance.tenancy.roles import Action
 from appliance.tenancy.rows import (
-    changed_limits_to_row,
+    changed_columns,
     check_model_limits,
     limits_to_row,
     list_column,
     model_limits_to_row,
+    or_none,
     tenant_from_row,
 )
 
@@ -145,7 +145,7 @@ class Tenants:
         Raises NotFound, RoleNotAllowed, NameTaken, and InvalidValue (also for an archived tenant, and for another currency once
         it was billed; None may then still become a currency that its usage has).
         """
-        columns = _changed_columns(changes)
+        columns = changed_columns(changes, _CHECKS)
         try:
             async with self._db.changing_principals() as connection:
                 before = await _get(connection, tenant_id, access, Action.WRITE, lock=True)
@@ -245,27 +245,16 @@ def _columns(tenant: Tenant) -> dict[str, Any]:
     }
 
 
-def _changed_columns(changes: TenantChanges) -> dict[str, Any]:
-    """Return the checked columns that `changes` names."""
-    named = {name: value for name in _CHECKS if not isinstance(value := getattr(changes, name), Unset)}
-    return {**changed_limits_to_row(changes.limits), **{name: _CHECKS[name](value) for name, value in named.items()}}
-
-
-def _or_none(check: Callable[[Any], Any]) -> Callable[[Any], Any]:
-    return lambda value: None if value is None else check(value)
-
-
-# What a change of each column is checked by; the result is what the column stores.
 _CHECKS: dict[str, Callable[[Any], Any]] = {
     "name": check_name,
     "tier": lambda value: check_choice(value, "tier", TIERS),
     "weight": lambda value: check_whole(value, "weight", 1, WEIGHT_MAX),
-    "model_limits": _or_none(lambda value: model_limits_to_row(check_model_limits(value))),
+    "model_limits": or_none(lambda value: model_limits_to_row(check_model_limits(value))),
     "limit_mode": lambda value: check_choice(value, "limit_mode", LIMIT_MODES),
     "cut_at_budget": lambda value: check_flag(value, "cut_at_budget"),
-    "currency": _or_none(check_currency),
-    "billing": _or_none(check_billing),
-    "alert_percents": _or_none(lambda value: list(check_alert_percents(value))),
-    "allowed_models": _or_none(lambda value: list(check_names(value, "allowed_models"))),
+    "currency": or_none(check_currency),
+    "billing": or_none(check_billing),
+    "alert_percents": or_none(lambda value: list(check_alert_percents(value))),
+    "allowed_models": or_none(lambda value: list(check_names(value, "allowed_models"))),
     "suspended": lambda value: check_flag(value, "suspended"),
 }

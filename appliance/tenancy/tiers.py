@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from sqlalchemy import insert, select, update
-from sqlalchemy.exc import IntegrityError
+from sqlalchemy import select
 from sqlalchemy.ext.asyncio import AsyncConnection
 
 from appliance.base.clock import Clock
-from appliance.base.db import Database
+from appliance.base.db import Database, overwriting
 from appliance.base.errors import NotFound
 from appliance.base.tables import tiers
 from appliance.tenancy import audit
@@ -59,14 +58,8 @@ class Tiers:
 
     async def _write(self, connection: AsyncConnection, tier: Tier) -> None:
         values = {"admission_wait_ms": tier.admission_wait_ms, "updated_at": self._clock.now()}
-        statement = update(tiers).where(tiers.c.name == tier.name).values(**values)
-        if (await connection.execute(statement)).rowcount == 1:
-            return
-        try:
-            async with connection.begin_nested():
-                await connection.execute(insert(tiers).values(name=tier.name, **values))
-        except IntegrityError:
-            await connection.execute(statement)
+        statement = overwriting(connection.dialect.name, tiers, ["name"], list(values))
+        await connection.execute(statement.values(name=tier.name, **values))
 
     async def _all(self) -> dict[str, Tier]:
         change_count = self._db.principals.value

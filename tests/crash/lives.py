@@ -25,7 +25,8 @@ from itertools import cycle
 from pathlib import Path
 from typing import Any, Protocol
 
-from appliance.base.db import Database, downgrade
+from appliance.base.db import Database
+from appliance.base.migrations import downgrade
 from bench.rows import append_row, heading
 from tests.crash import points
 from tests.crash.checks import Evidence, Examination, Tally
@@ -250,13 +251,10 @@ class Lives:
 
     async def _examine(self, books: Books, *, running: bool = True) -> None:
         """Check the books as the start has left them, before anybody is served."""
-        database = Database.open(books.url)
-        try:
+        async with Database.open(books.url) as database:
             examination = Examination(database, books.evidence, self.result.tally)
             books.checked_id = await examination.run(books.checked_id)
             await examination.prove(books.url, running=running)
-        finally:
-            await database.close()
         for finding in examination.findings:
             self._find(finding)
         self.result.checks += 1

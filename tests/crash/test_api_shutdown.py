@@ -16,8 +16,9 @@ import httpx
 import psycopg
 import pytest
 
-from appliance.api.http_server import CONTROL_FILE, CannotStart
+from appliance.api.http_server import CannotStart
 from appliance.app import serve
+from appliance.base.data_folder import CONTROL_FILE
 from appliance.base.database_claim import LOCK_KEY
 from appliance.base.settings import load_settings
 from appliance.serving.model_folder import NotAModel

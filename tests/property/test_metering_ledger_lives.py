@@ -15,9 +15,10 @@ from appliance.base.db import Database
 from appliance.base.errors import Overloaded
 from appliance.base.journal import Journal
 from appliance.metering.calendar import BillingCalendar
+from appliance.metering.ledger.epochs import begin_epoch
 from appliance.metering.ledger.journaled import replay
-from appliance.metering.ledger.recovery import begin_epoch
-from appliance.metering.ledger.writer import Checkpoint, Ledger
+from appliance.metering.ledger.records import Checkpoint
+from appliance.metering.ledger.writer import Ledger
 from appliance.metering.prices import Price
 from tests.support.cast import Cast
 from tests.support.clock import FakeClock

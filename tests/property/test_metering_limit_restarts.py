@@ -11,8 +11,8 @@ import pytest
 
 from appliance.base.db import Database
 from appliance.base.errors import RateLimitExceeded
-from appliance.metering.ledger.recovery import begin_epoch
-from appliance.metering.ledger.writer import Checkpoint
+from appliance.metering.ledger.epochs import begin_epoch
+from appliance.metering.ledger.records import Checkpoint
 from appliance.metering.limits.quotas import Owner
 from appliance.metering.limits.reservations import Reservation
 from appliance.metering.limits.rules import Asked

@@ -18,7 +18,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from appliance.base import db
+from appliance.base import migrations
 from appliance.base.db import Database
 from appliance.metering.invariants.check import check_ledger
 from bench.rows import append_row, heading
@@ -55,7 +55,7 @@ def fresh_database(kind: str) -> Iterator[str]:
     if kind == "sqlite":
         with tempfile.TemporaryDirectory() as folder:
             url = f"sqlite:///{Path(folder) / 'gatehouse.db'}"
-            db.upgrade(url)
+            migrations.upgrade(url)
             yield url
         return
     binaries = postgresql_binaries()
@@ -66,14 +66,11 @@ def fresh_database(kind: str) -> Iterator[str]:
 
 async def run(url: str, num_requests: int, seed: int) -> dict[str, Any]:
     """Reconcile and return the row of figures. Raises AssertionError when two views differ or a promise is broken."""
-    database = Database.open(url)
-    try:
+    async with Database.open(url) as database:
         began_s = time.monotonic()
         history, totals = await reconcile(database, url, num_requests, seed)
         reconciled_s = time.monotonic() - began_s
         assert await broken(url) == []
-    finally:
-        await database.close()
     return {
         **heading("metering_reconciliation"),
         "database": database.kind,

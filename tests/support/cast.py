@@ -8,7 +8,7 @@ from argon2 import PasswordHasher
 
 from appliance.base.clock import Clock
 from appliance.base.db import Database
-from appliance.metering.ledger.recovery import begin_epoch
+from appliance.metering.ledger.epochs import begin_epoch
 from appliance.tenancy.access import WHOLE_BOX
 from appliance.tenancy.keys import Keys
 from appliance.tenancy.members import Member, Members

@@ -14,7 +14,7 @@ from sqlalchemy import create_engine
 from sqlalchemy.ext.asyncio import create_async_engine
 from sqlalchemy.util import LRUCache
 
-from appliance.base import db
+from appliance.base import db, migrations
 
 KEPT = 4000  # all that a part of the suite sends
 
@@ -38,8 +38,10 @@ def _of_kind(key: Any) -> Any:
 def shared_by_all_engines() -> Iterator[None]:
     """Let all engines that the appliance opens keep their compiled statements in one place."""
     options = {"compiled_cache": SharedStatements(KEPT)}
+    make_engine = partial(create_engine, execution_options=options)
     with (
-        mock.patch.object(db, "create_engine", partial(create_engine, execution_options=options)),
+        mock.patch.object(db, "create_engine", make_engine),
+        mock.patch.object(migrations, "create_engine", make_engine),
         mock.patch.object(db, "create_async_engine", partial(create_async_engine, execution_options=options)),
     ):
         yield

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import psycopg
 
-from appliance.base import db
+from appliance.base import migrations
 from appliance.base.tables import metadata
 
 BINARIES = Path("/usr/lib/postgresql")
@@ -64,7 +64,7 @@ class Cluster:
         if self._free:
             return self._free.pop()
         url = self.create()
-        db.upgrade(url)
+        migrations.upgrade(url)
         return url
 
     def give_back(self, url: str) -> None:

@@ -30,9 +30,10 @@ from appliance.metering.invoicing.lines import ADJUSTMENT
 from appliance.metering.invoicing.rows import Invoice
 from appliance.metering.ledger import rollups
 from appliance.metering.ledger.corrections import Correction, Corrections
+from appliance.metering.ledger.epochs import begin_epoch
 from appliance.metering.ledger.journaled import journal_beside, replay
 from appliance.metering.ledger.records import Checkpoint, PendingEntry, Settlement, Usage
-from appliance.metering.ledger.recovery import begin_epoch, recover
+from appliance.metering.ledger.recovery import recover
 from appliance.metering.ledger.waiting import TOGETHER_FROM
 from appliance.metering.prices import Price
 from appliance.metering.usage import GROUPS, UsageReports

@@ -13,7 +13,7 @@ from sqlalchemy import Table, insert, select
 
 from appliance.base.ids import new_id
 from appliance.base.tables import free_allowances, invoice_lines, invoices, metadata, outbox, webhooks
-from appliance.metering.ledger.recovery import begin_epoch
+from appliance.metering.ledger.epochs import begin_epoch
 from appliance.serving.services import Services
 from appliance.tenancy.access import WHOLE_BOX
 from appliance.tenancy.browser_rules import CSRF_HEADER, PLAIN_COOKIE

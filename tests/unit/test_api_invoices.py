@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 from pypdf import PdfReader
 
-from appliance.metering.ledger.recovery import begin_epoch
+from appliance.metering.ledger.epochs import begin_epoch
 from tests.support.api_box import ApiBox, open_api_box
 from tests.support.billing import Tokens, add_price, post_event
 from tests.support.cast import Person, make_person

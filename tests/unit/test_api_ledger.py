@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from appliance.base.clock import rfc3339
-from appliance.metering.ledger.recovery import begin_epoch
+from appliance.metering.ledger.epochs import begin_epoch
 from appliance.tenancy.access import WHOLE_BOX
 from appliance.tenancy.keys import Keys
 from appliance.tenancy.tenants import Tenants

@@ -14,7 +14,7 @@ import pytest
 from appliance.api.organization.admin import TYPE_OF, audit_log_shape
 from appliance.api.organization.usage import UsageQuestion
 from appliance.metering.calendar import BillingCalendar
-from appliance.metering.ledger.recovery import begin_epoch
+from appliance.metering.ledger.epochs import begin_epoch
 from appliance.metering.usage import UsageFilter
 from appliance.tenancy.access import WHOLE_BOX
 from appliance.tenancy.audit_chain import AuditEntry

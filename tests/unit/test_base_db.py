@@ -12,7 +12,7 @@ import pytest
 from sqlalchemy import func, insert, select, text
 from sqlalchemy.exc import DBAPIError
 
-from appliance.base import db
+from appliance.base import db, migrations
 from appliance.base.db import SQLITE_SYNCHRONOUS, Database
 from appliance.base.settings import UnusableData
 from appliance.base.tables import epochs, members
@@ -123,7 +123,7 @@ def test_a_sqlite_that_is_too_old_is_refused_before_anything_is_written(
     monkeypatch.setattr(sqlite3, "sqlite_version_info", (3, 34, 1))
     monkeypatch.setattr(sqlite3, "sqlite_version", "3.34.1")
     with pytest.raises(UnusableData, match=r"SQLite 3\.34\.1 .* 3\.35 .* --database"):
-        db.upgrade(f"sqlite:///{path}")
+        migrations.upgrade(f"sqlite:///{path}")
     assert not path.exists()
 
 
@@ -133,8 +133,8 @@ async def test_no_tables_are_made_where_names_could_not_be_stored(postgresql: Cl
     url = postgresql.create(encoding=encoding)
     try:
         with pytest.raises(UnusableData, match=f"in {encoding}, .*ENCODING 'UTF8'"):
-            db.upgrade(url)
-        assert db.current_revision(url) is None
+            migrations.upgrade(url)
+        assert migrations.current_revision(url) is None
         database = Database.open(url)
         await database.ping()
         await database.close()
@@ -207,12 +207,12 @@ async def test_both_spellings_of_postgresql_are_taken() -> None:
 
 def test_the_revision_is_read_while_somebody_writes_and_makes_no_file(tmp_path: Path) -> None:
     path = tmp_path / "gatehouse.db"
-    assert db.current_revision(f"sqlite:///{path}") is None
+    assert migrations.current_revision(f"sqlite:///{path}") is None
     assert not path.exists()
-    db.upgrade(f"sqlite:///{path}")
+    migrations.upgrade(f"sqlite:///{path}")
     writer = sqlite3.connect(path, isolation_level=None)
     writer.execute("BEGIN IMMEDIATE")
-    assert db.current_revision(f"sqlite:///{path}") == db.head_revision()
+    assert migrations.current_revision(f"sqlite:///{path}") == migrations.head_revision()
     writer.execute("ROLLBACK")
     writer.close()
 

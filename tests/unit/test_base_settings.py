@@ -8,7 +8,7 @@ import pytest
 
 from appliance.base import settings
 from appliance.base.setting_values import MIB
-from appliance.base.settings import SettingsError, default_data_dir, load_settings
+from appliance.base.settings import SettingsError, default_data_dir, load_settings, local_url
 
 
 def load(tmp_path: Path, file: str = "", environ: dict[str, str] | None = None, **options: object) -> settings.Settings:
@@ -217,3 +217,17 @@ def test_the_default_folder_follows_the_platform(monkeypatch: pytest.MonkeyPatch
     assert default_data_dir() == Path.home() / ".local" / "share" / "gatehouse"
     monkeypatch.setattr("platform.system", lambda: "Darwin")
     assert default_data_dir().parts[-2:] == ("Application Support", "gatehouse")
+
+
+@pytest.mark.parametrize(
+    ("host", "url"),
+    [
+        ("127.0.0.1", "http://127.0.0.1:8000"),
+        ("0.0.0.0", "http://127.0.0.1:8000"),
+        ("::", "http://[::1]:8000"),
+        ("fe80::1", "http://[fe80::1]:8000"),
+        ("gate.example", "http://gate.example:8000"),
+    ],
+)
+def test_the_address_of_a_service_is_one_that_can_be_typed_beside_it(host: str, url: str) -> None:
+    assert local_url(host, 8000) == url

@@ -18,7 +18,7 @@ import structlog
 from appliance.base.clock import SystemClock
 from appliance.base.db import Database
 from appliance.cli.main import main
-from appliance.metering.ledger.recovery import begin_epoch
+from appliance.metering.ledger.epochs import begin_epoch
 from tests.support.billing import Tokens, add_price, post_event
 from tests.support.cast import make_person
 

@@ -6,9 +6,7 @@ import json
 import shlex
 from pathlib import Path
 
-import pytest
-
-from appliance.cli.welcome import Welcome, curl, login, reachable, ready
+from appliance.cli.welcome import Welcome, curl, login, ready
 
 FIRST = Welcome(
     url="http://127.0.0.1:8000",
@@ -56,17 +54,3 @@ def test_the_curl_line_is_one_line_that_a_shell_takes_apart_rightly() -> None:
     assert words[:3] == ["curl", "-N", "http://127.0.0.1:8000/v1/chat/completions"]
     assert "Authorization: Bearer gh_abc_def" in words
     assert json.loads(words[-1])["model"] == "odd \"name's"
-
-
-@pytest.mark.parametrize(
-    ("host", "url"),
-    [
-        ("127.0.0.1", "http://127.0.0.1:8000"),
-        ("0.0.0.0", "http://127.0.0.1:8000"),
-        ("::", "http://[::1]:8000"),
-        ("fe80::1", "http://[fe80::1]:8000"),
-        ("gate.example", "http://gate.example:8000"),
-    ],
-)
-def test_the_address_is_one_that_can_be_typed(host: str, url: str) -> None:
-    assert reachable(host, 8000) == url

@@ -138,7 +138,7 @@ async def test_the_history_is_paged_and_keeps_its_filters(box: Box, monkeypatch:
 
 
 async def test_a_search_looks_so_far_back_says_so_and_goes_on(box: Box, monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in ("metering.request_search", "console.history"):
+    for module in ("metering.past_requests", "console.history"):
         monkeypatch.setattr(f"appliance.{module}.SEARCHED_MAX", 2)
     models = ["demo", "rare", "demo", "demo", "rare"]
     ids = [await settle(box, box.cast.bob, age_s=age, model=model) for age, model in enumerate(models)]

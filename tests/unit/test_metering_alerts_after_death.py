@@ -14,9 +14,10 @@ from appliance.base.journal import Journal
 from appliance.metering.alerts.budgets import BudgetAlerts
 from appliance.metering.alerts.keys import KeyAlerts
 from appliance.metering.calendar import BillingCalendar
+from appliance.metering.ledger.epochs import begin_epoch
 from appliance.metering.ledger.journaled import replay
 from appliance.metering.ledger.records import Checkpoint
-from appliance.metering.ledger.recovery import begin_epoch, recover
+from appliance.metering.ledger.recovery import recover
 from appliance.metering.prices import Price
 from appliance.serving.alerting.watch import AlertWatch
 from appliance.tenancy.access import WHOLE_BOX

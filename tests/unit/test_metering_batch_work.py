@@ -26,8 +26,8 @@ from appliance.metering.invoicing.lines import InvoiceLine
 from appliance.metering.invoicing.pdf import render_pdf
 from appliance.metering.invoicing.wording import ABORT_POLICY, line_name
 from appliance.metering.ledger.corrections import Correction
+from appliance.metering.ledger.epochs import begin_epoch
 from appliance.metering.ledger.records import Checkpoint, UsageEvent
-from appliance.metering.ledger.recovery import begin_epoch
 from appliance.metering.limits.rules import Asked, is_batch_work
 from appliance.metering.past_requests import PastRequests
 from appliance.metering.prices import Price

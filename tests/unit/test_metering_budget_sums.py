@@ -9,7 +9,7 @@ from sqlalchemy import text
 from sqlalchemy.dialects import sqlite
 
 from appliance.base.db import Database
-from appliance.metering.alerts.budget_sums import used_query
+from appliance.metering.alerts.budgets import used_query
 from appliance.metering.alerts.plans import Period, Plan
 from appliance.metering.calendar import BillingCalendar
 from appliance.metering.limits.quotas import ALL_TENANTS, LimitScope, Owner

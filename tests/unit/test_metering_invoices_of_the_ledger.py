@@ -14,8 +14,8 @@ from appliance.metering.invariants import invoices as promise
 from appliance.metering.invoicing.lines import usage_picos
 from appliance.metering.invoicing.sums import Cover, _queries, read_event_sums
 from appliance.metering.ledger.corrections import Correction
+from appliance.metering.ledger.epochs import begin_epoch
 from appliance.metering.ledger.records import Checkpoint, Settlement, Usage
-from appliance.metering.ledger.recovery import begin_epoch
 from appliance.tenancy.access import WHOLE_BOX
 from tests.support.billing import Tokens, add_price, post_event
 from tests.support.cast import Cast

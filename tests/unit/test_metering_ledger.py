@@ -8,16 +8,20 @@ import msgspec
 import pytest
 from sqlalchemy import Update, false
 
+from appliance.base.acting import SYSTEM
 from appliance.base.db import Database
 from appliance.base.errors import InternalError, NotFound, Overloaded
 from appliance.base.prepared import Prepared
 from appliance.metering.calendar import BillingCalendar
 from appliance.metering.ledger import rows as ledger_rows
-from appliance.metering.ledger.writer import RETRY_S_MIN, Checkpoint, LedgerBroken, RequestRecord, Settlement, Usage
+from appliance.metering.ledger.records import Checkpoint, RequestRecord, Settlement, Usage
+from appliance.metering.ledger.round import LedgerBroken
+from appliance.metering.ledger.writer import RETRY_S_MIN
 from appliance.metering.past_requests import PastRequests
 from appliance.metering.prices import Price, PriceBook
 from appliance.metering.usage import LedgerFilter, UsageReports
-from appliance.tenancy.access import WHOLE_BOX
+from appliance.tenancy.access import WHOLE_BOX, Access
+from appliance.tenancy.roles import Role, TenantRole
 from tests.support.cast import Cast
 from tests.support.clock import FakeClock
 from tests.support.factories import pending, posted, voided
@@ -417,7 +421,8 @@ async def test_the_ledger_pages_in_order_and_shows_each_tenant_its_own(
     assert [event.request_id for event in newest.data] == [entry.request_id for entry in reversed(entries)][:4]
     bobs = await reports.ledger_page(50, None, LedgerFilter(tenant_id=cast.bob.tenant.id), access=WHOLE_BOX)
     assert [event.request_id for event in bobs.data] == [e.request_id for n, e in enumerate(entries) if n % 3]
+    bob = Access(role=Role.MEMBER, actor=SYSTEM, tenants={cast.bob.tenant.id: TenantRole.VIEWER})
     with pytest.raises(NotFound):
-        await reports.event(entries[0].request_id, cast.bob.tenant.id, access=WHOLE_BOX)
+        await reports.event(entries[0].request_id, access=bob)
     with pytest.raises(NotFound):
-        await PastRequests(database).get(entries[0].request_id, cast.bob.tenant.id, access=WHOLE_BOX)
+        await PastRequests(database).get(entries[0].request_id, access=bob)

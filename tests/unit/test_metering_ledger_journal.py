@@ -27,10 +27,11 @@ from appliance.metering.ledger import journaled as journaled_module
 from appliance.metering.ledger import rollups
 from appliance.metering.ledger import waiting as waiting_module
 from appliance.metering.ledger import writer as writer_module
+from appliance.metering.ledger.epochs import begin_epoch
 from appliance.metering.ledger.journaled import Journaled, decode, encode, journal_beside, only_in_journal, replay
 from appliance.metering.ledger.records import Checkpoint, PendingEntry, RequestRecord, Settlement, Usage, UsageEvent
-from appliance.metering.ledger.recovery import begin_epoch
-from appliance.metering.ledger.writer import Ledger, LedgerBroken
+from appliance.metering.ledger.round import LedgerBroken
+from appliance.metering.ledger.writer import Ledger
 from appliance.metering.past_requests import PastRequests
 from appliance.metering.prices import Price
 from appliance.tenancy.access import WHOLE_BOX

@@ -11,10 +11,10 @@ from sqlalchemy import text
 from appliance.base.db import Database
 from appliance.base.errors import RateLimitExceeded
 from appliance.metering.ledger import recovery
-from appliance.metering.ledger.epochs import EpochEnded
-from appliance.metering.ledger.recovery import begin_epoch
+from appliance.metering.ledger.epochs import EpochEnded, begin_epoch
+from appliance.metering.ledger.records import Checkpoint
+from appliance.metering.ledger.round import LedgerBroken
 from appliance.metering.ledger.rows import EVENTS_WITH_PRICES, INSERT_EVENTS, event_row
-from appliance.metering.ledger.writer import Checkpoint, LedgerBroken
 from appliance.metering.limits.quotas import Moment, Owner
 from appliance.metering.limits.rules import Asked
 from appliance.metering.past_requests import PastRequests

@@ -11,7 +11,6 @@ from appliance.base.db import Database
 from appliance.base.errors import BudgetExceeded, ModelNotPriced
 from appliance.metering.ledger import rollups
 from appliance.metering.limits.rules import Asked
-from appliance.metering.unpriced import unpriced
 from appliance.tenancy.principals import Limits
 from tests.support import factories
 from tests.support.cast import Cast
@@ -32,7 +31,7 @@ async def test_what_was_used_without_a_price_is_named(database: Database, clock:
     async with database.reading() as connection:
         used = await rollups.used_since(connection, clock.now() - timedelta(days=30))
     assert sorted(used) == [("demo", "EUR"), ("demo", "USD")]
-    assert await unpriced(prices, used, clock.now()) == [("demo", "USD")]
+    assert await prices.unpriced(used, clock.now()) == [("demo", "USD")]
 
 
 @pytest.mark.parametrize("refuse", [False, True])

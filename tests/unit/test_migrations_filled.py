@@ -14,15 +14,15 @@ from sqlalchemy import Connection, MetaData, Table, create_engine, event, insert
 from sqlalchemy.exc import IntegrityError
 from sqlalchemy.pool import NullPool
 
-from appliance.base import db, tables
+from appliance.base import migrations, tables
 from appliance.base.clock import SystemClock
 from appliance.base.db import Database
 from appliance.metering.calendar import BillingCalendar
 from appliance.metering.invariants.check import check_ledger
 from appliance.metering.ledger import rollups
 from appliance.metering.ledger.corrections import Correction
+from appliance.metering.ledger.epochs import begin_epoch
 from appliance.metering.ledger.records import PendingEntry, Settlement, Usage
-from appliance.metering.ledger.recovery import begin_epoch
 from appliance.metering.usage import UsageReports
 from appliance.tenancy.access import WHOLE_BOX
 from tests.support.ledgers import euro_prices, utc_corrections, utc_ledger, utc_recover
@@ -111,7 +111,7 @@ def adding(url: str) -> Iterator[Callable[..., None]]:
 
 def fill_first(url: str) -> None:
     """Make a database of the first version with two tenants, four events of every kind, and people."""
-    db.upgrade(url, "0001")
+    migrations.upgrade(url, "0001")
     at = moment(url)
     with adding(url) as add:
         for name in ("bob", "charlie"):
@@ -134,7 +134,7 @@ def fill_first(url: str) -> None:
 def fill_second(url: str) -> None:
     """Make a database of the second version: what the first wrote, a correction, invoices closed and not, an audit entry."""
     fill_first(url)
-    db.upgrade(url, "0002")
+    migrations.upgrade(url, "0002")
     at, corrected = moment(url), contents(url)["usage_events"][0]
     lower = {"completion_tokens": -1, "prompt_tokens": 0, "cached_tokens": 0, "cost_picos": -6_000_000}
     with adding(url) as add:
@@ -160,13 +160,13 @@ def fill_second(url: str) -> None:
 def fill_third(url: str) -> None:
     """Make a database of the third version, which keeps what the second wrote."""
     fill_second(url)
-    db.upgrade(url, "0003")
+    migrations.upgrade(url, "0003")
 
 
 def fill_fourth(url: str) -> None:
     """Make a database of the fourth version, which knows of batch work: what runs when it ends is."""
     fill_third(url)
-    db.upgrade(url, "0004")
+    migrations.upgrade(url, "0004")
     with connected(url) as connection:
         connection.execute(text("UPDATE usage_events SET batch = true WHERE status = 'pending'"))
 
@@ -174,13 +174,13 @@ def fill_fourth(url: str) -> None:
 def fill_fifth(url: str) -> None:
     """Make a database of the fifth version, which has sums of the box."""
     fill_fourth(url)
-    db.upgrade(url, "0005")
+    migrations.upgrade(url, "0005")
 
 
 def fill_sixth(url: str) -> None:
     """Make a database of the sixth version, in which nothing takes the place of what it keeps."""
     fill_fifth(url)
-    db.upgrade(url, "0006")
+    migrations.upgrade(url, "0006")
 
 
 FILLED: dict[str, Callable[[str], None]] = {
@@ -234,9 +234,9 @@ def same(before: Rows, after: Rows) -> bool:
 
 
 def test_every_version_before_the_newest_is_filled_here() -> None:
-    migrations = Path(__file__).parents[2] / "migrations"
-    versions = {script.revision for script in ScriptDirectory(str(migrations)).walk_revisions()}
-    assert set(FILLED) == versions - {db.head_revision()}
+    scripts = ScriptDirectory(str(Path(__file__).parents[2] / "migrations"))
+    versions = {script.revision for script in scripts.walk_revisions()}
+    assert set(FILLED) == versions - {migrations.head_revision()}
 
 
 @pytest.mark.parametrize("version", FILLED)
@@ -246,19 +246,19 @@ def test_a_filled_version_goes_to_the_newest_and_back_and_no_row_is_lost_or_chan
     url = empty_database_url
     FILLED[version](url)
     before = everything(url)
-    db.upgrade(url)
+    migrations.upgrade(url)
     newest = everything(url)
-    db.downgrade(url, version)
+    migrations.downgrade(url, version)
 
     assert same(before, newest)
     assert everything(url, anew=True) == before
-    db.upgrade(url)
+    migrations.upgrade(url)
     assert everything(url, anew=True) == newest
 
 
 def test_what_was_written_for_good_before_the_database_kept_it_is_kept_from_then_on(empty_database_url: str) -> None:
     fill_second(empty_database_url)
-    db.upgrade(empty_database_url)
+    migrations.upgrade(empty_database_url)
     for statement in (
         "UPDATE usage_events SET cost_picos = 0 WHERE id = 5",
         "UPDATE prices SET prompt = 0 WHERE id = 'price_2'",
@@ -273,7 +273,7 @@ def test_what_was_written_for_good_before_the_database_kept_it_is_kept_from_then
 
 async def test_what_the_first_version_wrote_comes_through_whole(filled_url: str) -> None:
     before = contents(filled_url)
-    db.upgrade(filled_url)
+    migrations.upgrade(filled_url)
     after = contents(filled_url)
 
     assert same(before, after)
@@ -289,9 +289,8 @@ async def test_what_the_first_version_wrote_comes_through_whole(filled_url: str)
 
 
 async def test_the_upgraded_database_serves_at_once(filled_url: str) -> None:
-    db.upgrade(filled_url)
-    database = Database.open(filled_url)
-    try:
+    migrations.upgrade(filled_url)
+    async with Database.open(filled_url) as database:
         epoch_id = await begin_epoch(database, SystemClock(), "next")
         assert await utc_recover(database, SystemClock(), epoch_id) == 1
         rows = await UsageReports(database, calendar=BillingCalendar()).usage(
@@ -302,24 +301,22 @@ async def test_the_upgraded_database_serves_at_once(filled_url: str) -> None:
         # The first version knew days of UTC alone; those events keep their day, and the sums move to where it begins elsewhere.
         assert await rollups.align(database, BillingCalendar("Europe/Berlin"))
         assert not await rollups.align(database, BillingCalendar("Europe/Berlin"))
-    finally:
-        await database.close()
     findings = await check_ledger(filled_url, running=False, time_zone="Europe/Berlin")
     assert [finding.name for finding in findings if finding.state != "holds"] == []
 
 
 async def test_the_way_back_keeps_what_the_first_version_knew(filled_url: str) -> None:
     before = contents(filled_url)
-    db.upgrade(filled_url)
+    migrations.upgrade(filled_url)
     await use_what_is_new(filled_url)
-    db.downgrade(filled_url, "0001")
+    migrations.downgrade(filled_url, "0001")
     after = contents(filled_url)
     extra = {name: [row for row in after[name] if row not in before[name]] for name in MONEY}
 
     assert same(before, {name: [row for row in after[name] if row in before[name]] for name in MONEY})
     assert {name: len(rows) for name, rows in extra.items() if rows} == {"prices": 2}
     assert len({(row["model"], row["effective_from"]) for row in after["prices"]}) == len(after["prices"])
-    db.upgrade(filled_url)
+    migrations.upgrade(filled_url)
     findings = await check_ledger(filled_url, running=False, time_zone="UTC")
     assert [finding.name for finding in findings if finding.state == "broken"] == []
 
@@ -328,11 +325,11 @@ async def test_the_way_back_keeps_what_the_first_version_knew(filled_url: str) -
 async def test_the_way_back_and_forth_does_not_forget_which_work_was_batch_work_and_what_it_paid(
     version: str, filled_url: str
 ) -> None:
-    db.upgrade(filled_url)
+    migrations.upgrade(filled_url)
     await do_batch_work(filled_url)
     before = everything(filled_url)
-    db.downgrade(filled_url, version)
-    db.upgrade(filled_url)
+    migrations.downgrade(filled_url, version)
+    migrations.upgrade(filled_url)
     after = everything(filled_url)
 
     for name in ("usage_events", "requests"):

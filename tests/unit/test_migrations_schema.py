@@ -13,7 +13,7 @@ from alembic.runtime.migration import MigrationContext
 from sqlalchemy import create_engine, inspect, text
 from sqlalchemy.pool import NullPool
 
-from appliance.base import db
+from appliance.base import db, migrations
 from appliance.base.settings import UnusableData
 from appliance.base.tables import metadata
 
@@ -31,35 +31,35 @@ def _inspect(url: str) -> tuple[set[str], list[object]]:
 
 
 def test_an_upgrade_from_nothing_makes_the_tables_of_the_code(empty_database_url: str) -> None:
-    db.upgrade(empty_database_url)
+    migrations.upgrade(empty_database_url)
     tables, differences = _inspect(empty_database_url)
     assert tables == {"alembic_version", *metadata.tables}
     assert differences == []
-    assert db.current_revision(empty_database_url) == db.head_revision()
+    assert migrations.current_revision(empty_database_url) == migrations.head_revision()
 
 
 def test_a_downgrade_removes_every_table_and_an_upgrade_brings_them_back(empty_database_url: str) -> None:
-    db.upgrade(empty_database_url)
-    db.downgrade(empty_database_url, "base")
+    migrations.upgrade(empty_database_url)
+    migrations.downgrade(empty_database_url, "base")
     assert _inspect(empty_database_url)[0] == {"alembic_version"}
-    assert db.current_revision(empty_database_url) is None
-    db.upgrade(empty_database_url)
+    assert migrations.current_revision(empty_database_url) is None
+    migrations.upgrade(empty_database_url)
     assert _inspect(empty_database_url)[1] == []
 
 
 def test_an_upgrade_of_an_upgraded_database_changes_nothing(empty_database_url: str) -> None:
-    db.upgrade(empty_database_url)
-    db.upgrade(empty_database_url)
-    assert db.current_revision(empty_database_url) == db.head_revision()
+    migrations.upgrade(empty_database_url)
+    migrations.upgrade(empty_database_url)
+    assert migrations.current_revision(empty_database_url) == migrations.head_revision()
 
 
 def test_an_empty_database_has_no_revision(empty_database_url: str) -> None:
-    assert db.current_revision(empty_database_url) is None
+    assert migrations.current_revision(empty_database_url) is None
 
 
 def test_the_sqlite_file_is_readable_by_its_owner_alone(tmp_path: Path) -> None:
     path = tmp_path / "new" / "gatehouse.db"
-    db.upgrade(f"sqlite:///{path}")
+    migrations.upgrade(f"sqlite:///{path}")
     assert stat.S_IMODE(path.stat().st_mode) == 0o600
 
 
@@ -71,14 +71,14 @@ def test_every_migration_is_named_by_date_and_number() -> None:
 
 
 def test_a_database_of_a_newer_version_is_refused_and_left_alone(empty_database_url: str) -> None:
-    db.upgrade(empty_database_url)
+    migrations.upgrade(empty_database_url)
     engine = create_engine(empty_database_url.replace("postgresql://", "postgresql+psycopg://"), poolclass=NullPool)
     with engine.begin() as connection:
         connection.execute(text("UPDATE alembic_version SET version_num = '9999'"))
-    for step, revision in ((db.upgrade, "head"), (db.downgrade, "base")):
+    for step, revision in ((migrations.upgrade, "head"), (migrations.downgrade, "base")):
         with pytest.raises(UnusableData, match="at revision 9999, which this version does not know"):
             step(empty_database_url, revision)
-    assert db.current_revision(empty_database_url) == "9999"
+    assert migrations.current_revision(empty_database_url) == "9999"
     assert len(_inspect(empty_database_url)[0]) > 1
 
 
@@ -95,7 +95,7 @@ def test_an_upgrade_that_is_interrupted_leaves_nothing_half_made(
     with monkeypatch.context() as patched:
         patched.setattr(Operations, "create_index", killed)
         with pytest.raises(KeyboardInterrupt):
-            db.upgrade(empty_database_url)
+            migrations.upgrade(empty_database_url)
     assert _inspect(empty_database_url)[0] == set()
-    db.upgrade(empty_database_url)
+    migrations.upgrade(empty_database_url)
     assert _inspect(empty_database_url)[1] == []

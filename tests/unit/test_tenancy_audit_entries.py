@@ -14,7 +14,7 @@ from appliance.base.acting import Actor, acting
 from appliance.base.db import Database
 from appliance.base.errors import GatehouseError, InvalidValue, NameTaken
 from appliance.base.tables import audit_log
-from appliance.metering.ledger.recovery import begin_epoch
+from appliance.metering.ledger.epochs import begin_epoch
 from appliance.tenancy.access import WHOLE_BOX
 from appliance.tenancy.admin_tokens import AdminTokens
 from appliance.tenancy.audit import AuditLog

@@ -8,12 +8,11 @@ import msgspec
 from litestar import get
 
 from appliance.api.auth import authenticate_administrator
-from appliance.api.organization.queries import many
-from appliance.api.queries import PAGING, AdminRequest, moment, paging
+from appliance.api.queries import PAGING, AdminRequest, many, moment, paging
 from appliance.api.services_of import services_of
-from appliance.api.shapes import PageShape, page_shape
+from appliance.api.shapes import PageShape, page_shape, shape_of
 from appliance.tenancy.audit import AuditFilter
-from appliance.tenancy.audit_chain import AuditEntry, rfc3339_micros
+from appliance.tenancy.audit_chain import AuditEntry, facts_from, rfc3339_micros
 from appliance.tenancy.roles import Action
 
 TAGS = ["administration"]
@@ -71,25 +70,16 @@ async def list_audit(request: AdminRequest) -> PageShape[AuditEntryShape]:
 
 def audit_entry_shape(entry: AuditEntry) -> AuditEntryShape:
     """Return `entry` as JSON."""
-    return AuditEntryShape(
+    return shape_of(
+        AuditEntryShape,
+        entry,
         id=str(entry.id),
         at=rfc3339_micros(entry.at),
         actor=AuditActorShape(kind=entry.actor_kind, id=entry.actor_id, name=entry.actor_name),
-        action=entry.action,
         target=AuditTargetShape(kind=entry.target_kind, id=entry.target_id),
-        tenant_id=entry.tenant_id,
         before=facts_from(entry.before),
         after=facts_from(entry.after),
-        request_id=entry.request_id,
-        address=entry.address,
-        previous_hash=entry.previous_hash,
-        hash=entry.hash,
     )
-
-
-def facts_from(text: str | None) -> dict[str, Any] | None:
-    """Return what `before` or `after` of an entry says."""
-    return None if text is None else msgspec.json.decode(text, type=dict[str, Any])
 
 
 HANDLERS = [list_audit]

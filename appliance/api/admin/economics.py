@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import math
-from typing import Any
-
 import msgspec
 from litestar import get, put
 
@@ -12,7 +9,8 @@ from appliance.api.auth import authenticate_administrator
 from appliance.api.bodies import decode_body
 from appliance.api.queries import AdminRequest
 from appliance.api.services_of import services_of
-from appliance.metering.economics import Economics, Hardware, HostedPrice
+from appliance.api.shapes import shape_of
+from appliance.metering.economics import Hardware, HostedPrice
 from appliance.tenancy.roles import Action
 
 TAGS = ["administration"]
@@ -92,24 +90,14 @@ async def replace_hardware(request: AdminRequest) -> EconomicsShape:
 
 async def _report(request: AdminRequest) -> EconomicsShape:
     services = services_of(request)
-    powers = [gpu.power_w for gpu in services.sampler.latest.gpus if gpu.power_w is not None]
-    hardware, economics = await services.economics.report([math.ceil(power) for power in powers])
-    return _economics_shape(hardware, economics)
-
-
-def _economics_shape(hardware: Hardware, economics: Economics) -> EconomicsShape:
-    fields = hardware.to_record()
-    hosted = [HostedPriceShape(**price) for price in fields.pop("hosted")]
+    hardware, economics = await services.economics.report(services.sampler.latest.gpu_power_w)
+    hosted = [shape_of(HostedPriceShape, price) for price in hardware.hosted]
     return EconomicsShape(
         currency=economics.currency,
-        hardware=HardwareShape(**fields, hosted=hosted),
-        figures=[FigureShape(**_fields_of(figure, FigureShape)) for figure in economics.figures],
-        break_even=[BreakEvenShape(**_fields_of(row, BreakEvenShape)) for row in economics.break_even],
+        hardware=shape_of(HardwareShape, hardware, hosted=hosted),
+        figures=[shape_of(FigureShape, figure) for figure in economics.figures],
+        break_even=[shape_of(BreakEvenShape, row) for row in economics.break_even],
     )
-
-
-def _fields_of(value: object, shape: type[msgspec.Struct]) -> dict[str, Any]:
-    return {name: getattr(value, name) for name in shape.__struct_fields__}
 
 
 HANDLERS = [retrieve_economics, replace_hardware]

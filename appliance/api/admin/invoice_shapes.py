@@ -6,9 +6,9 @@ from typing import Any
 
 import msgspec
 
-from appliance.base.clock import rfc3339
+from appliance.api.shapes import shape_of
 from appliance.metering.invoicing.free_allowances import FreeAllowance
-from appliance.metering.invoicing.lines import InvoiceLine, usage_picos
+from appliance.metering.invoicing.lines import usage_picos
 from appliance.metering.invoicing.rows import TIME_ZONE, Invoice, InvoiceHead
 from appliance.metering.invoicing.wording import ABORT_POLICY
 
@@ -109,14 +109,11 @@ def invoice_shape(invoice: Invoice) -> InvoiceShape:
     """Return a whole invoice as JSON."""
     head, totals = invoice.head, invoice.totals
     seller = {name: value for name, value in invoice.seller.items() if name != TIME_ZONE}
-    return InvoiceShape(
-        id=head.id,
-        number=head.number,
-        tenant_id=head.tenant_id,
-        month=head.month,
-        state=head.state,
+    return shape_of(
+        InvoiceShape,
+        head,
         currency=invoice.currency,
-        lines=[_line_shape(line) for line in invoice.lines],
+        lines=[shape_of(InvoiceLineShape, line, exact_picos=_exact(line.exact_picos)) for line in invoice.lines],
         subtotal_micros=totals.subtotal_micros,
         tax_micros=totals.tax_micros,
         total_micros=totals.total_micros,
@@ -126,9 +123,6 @@ def invoice_shape(invoice: Invoice) -> InvoiceShape:
         seller=seller or None,
         buyer=dict(invoice.buyer),
         time_zone=invoice.seller.get(TIME_ZONE, "UTC"),
-        through_posting=head.through_posting,
-        created_at=rfc3339(head.created_at),
-        closed_at=None if head.closed_at is None else rfc3339(head.closed_at),
         issued_on=None if invoice.issued_on is None else invoice.issued_on.isoformat(),
         due_on=None if invoice.due_on is None else invoice.due_on.isoformat(),
         abort_policy=ABORT_POLICY,
@@ -138,36 +132,13 @@ def invoice_shape(invoice: Invoice) -> InvoiceShape:
 
 def invoice_head_shape(head: InvoiceHead) -> InvoiceHeadShape:
     """Return a row of the list of all invoices as JSON."""
-    is_draft = head.state == "draft"
-    return InvoiceHeadShape(
-        id=head.id,
-        number=head.number,
-        tenant_id=head.tenant_id,
-        month=head.month,
-        state=head.state,
-        currency=head.currency,
-        total_micros=None if is_draft else head.total_micros,
-        tax_micros=None if is_draft else head.tax_micros,
-        through_posting=head.through_posting,
-        created_at=rfc3339(head.created_at),
-        closed_at=None if head.closed_at is None else rfc3339(head.closed_at),
-    )
+    unknown = {"total_micros": None, "tax_micros": None} if head.state == "draft" else {}
+    return shape_of(InvoiceHeadShape, head, **unknown)
 
 
 def allowance_shape(allowance: FreeAllowance) -> AllowanceShape:
     """Return an allowance as JSON."""
-    return AllowanceShape(
-        id=allowance.id,
-        tenant_id=allowance.tenant_id,
-        first_month=allowance.first_month,
-        monthly_micros=allowance.monthly_micros,
-        created_at=rfc3339(allowance.created_at),
-    )
-
-
-def _line_shape(line: InvoiceLine) -> InvoiceLineShape:
-    fields = {name: getattr(line, name) for name in InvoiceLineShape.__struct_fields__}
-    return InvoiceLineShape(**fields | {"exact_picos": _exact(line.exact_picos)})
+    return shape_of(AllowanceShape, allowance)
 
 
 def _exact(picos: int) -> int:

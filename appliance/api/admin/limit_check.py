@@ -9,8 +9,8 @@ from appliance.api.auth import authenticate_administrator
 from appliance.api.bodies import decode_body
 from appliance.api.queries import AdminRequest
 from appliance.api.services_of import services_of
-from appliance.base.errors import GatehouseError, NotFound
-from appliance.metering.limits.quotas import LimitDecision
+from appliance.api.shapes import shape_of
+from appliance.base.errors import NotFound
 from appliance.metering.limits.rules import is_batch_work
 from appliance.serving.forecasts import Question, Verdict
 from appliance.tenancy.fields import LIMIT_MAX, check_name, check_whole
@@ -102,24 +102,12 @@ async def check_limits(request: AdminRequest) -> LimitCheckShape:
 
 
 def _shape(verdict: Verdict) -> LimitCheckShape:
-    return LimitCheckShape(
-        allowed=verdict.allowed,
-        would_wait=verdict.would_wait,
-        wait_s=verdict.wait_s,
-        admission_wait_ms=verdict.admission_wait_ms,
+    return shape_of(
+        LimitCheckShape,
+        verdict,
         reserved_tokens=verdict.forecast.tokens,
-        error=None if verdict.error is None else _error_shape(verdict.error),
-        decisions=[_decision_shape(decision) for decision in verdict.forecast.decisions],
-    )
-
-
-def _decision_shape(decision: LimitDecision) -> LimitDecisionShape:
-    return LimitDecisionShape(**{name: getattr(decision, name) for name in LimitDecisionShape.__struct_fields__})
-
-
-def _error_shape(error: GatehouseError) -> LimitErrorShape:
-    return LimitErrorShape(
-        status=error.status, type=error.type, code=error.code, message=error.message, retry_after_s=error.retry_after_s
+        error=None if verdict.error is None else shape_of(LimitErrorShape, verdict.error),
+        decisions=[shape_of(LimitDecisionShape, decision) for decision in verdict.forecast.decisions],
     )
 
 

@@ -11,8 +11,7 @@ from appliance.api.auth import authenticate_administrator
 from appliance.api.bodies import decode_body, named
 from appliance.api.queries import PAGING, AdminRequest, short_page
 from appliance.api.services_of import services_of
-from appliance.api.shapes import LimitsShape, PageShape, limits_shape, page_shape
-from appliance.base.clock import rfc3339
+from appliance.api.shapes import LimitsShape, PageShape, page_shape, shape_of
 from appliance.tenancy.fields import TIERS
 from appliance.tenancy.model_policies import ModelPolicy
 from appliance.tenancy.principals import Limits
@@ -93,16 +92,11 @@ async def remove_model_limits(request: AdminRequest, model: FromPath[str]) -> Mo
 
 
 def _tier_shape(tier: Tier) -> TierShape:
-    return TierShape(name=tier.name, admission_wait_ms=tier.admission_wait_ms)
+    return shape_of(TierShape, tier)
 
 
 def _model_limits_shape(policy: ModelPolicy) -> ModelLimitsShape:
-    return ModelLimitsShape(
-        model=policy.model,
-        limits=limits_shape(policy.limits),
-        limit_mode=policy.limit_mode,
-        updated_at=rfc3339(policy.updated_at),
-    )
+    return shape_of(ModelLimitsShape, policy)
 
 
 HANDLERS = [list_tiers, change_tier, list_model_limits, put_model_limits, remove_model_limits]

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import msgspec
 
-from appliance.base.clock import rfc3339
+from appliance.api.shapes import shape_of
 from appliance.tenancy.access import Access
 from appliance.tenancy.members import Member
 from appliance.tenancy.memberships import Membership
@@ -65,48 +65,25 @@ class MeShape(msgspec.Struct, kw_only=True):
 
 def member_shape(member: Member, memberships: Sequence[Membership]) -> MemberShape:
     """Return a member as JSON; `memberships` are his own."""
-    return MemberShape(**_member_fields(member, memberships))  # type: ignore[arg-type]
+    return shape_of(MemberShape, member, memberships=[shape_of(TenantRoleShape, each) for each in memberships])
 
 
 def new_member_shape(member: Member, password: str) -> NewMemberShape:
     """Return a member as JSON with a password that was made for him."""
-    return NewMemberShape(**_member_fields(member, ()), password=password)  # type: ignore[arg-type]
+    return shape_of(NewMemberShape, member, memberships=[], password=password)
 
 
 def membership_shape(membership: Membership) -> MembershipShape:
     """Return a membership as JSON."""
-    return MembershipShape(**_membership_fields(membership))  # type: ignore[arg-type]
+    return shape_of(MembershipShape, membership)
 
 
 def new_membership_shape(membership: Membership, password: str | None) -> NewMembershipShape:
     """Return a membership as JSON with the password of a new member."""
-    return NewMembershipShape(**_membership_fields(membership), password=password)  # type: ignore[arg-type]
+    return shape_of(NewMembershipShape, membership, password=password)
 
 
 def me_shape(access: Access) -> MeShape:
     """Return who asks as JSON."""
-    actor = access.actor
     memberships = [TenantRoleShape(tenant_id=tenant_id, role=role) for tenant_id, role in sorted(access.tenants.items())]
-    return MeShape(kind=actor.kind, id=actor.id, name=actor.name, role=access.role, memberships=memberships)
-
-
-def _member_fields(member: Member, memberships: Sequence[Membership]) -> dict[str, object]:
-    return {
-        "id": member.id,
-        "email": member.email,
-        "role": member.role.value,
-        "disabled": member.disabled,
-        "memberships": [TenantRoleShape(tenant_id=each.tenant_id, role=each.role.value) for each in memberships],
-        "created_at": rfc3339(member.created_at),
-    }
-
-
-def _membership_fields(membership: Membership) -> dict[str, object]:
-    return {
-        "tenant_id": membership.tenant_id,
-        "member_id": membership.member_id,
-        "email": membership.email,
-        "role": membership.role.value,
-        "disabled": membership.disabled,
-        "created_at": rfc3339(membership.created_at),
-    }
+    return shape_of(MeShape, access.actor, role=access.role, memberships=memberships)

@@ -12,8 +12,7 @@ from litestar.params import FromPath
 from appliance.api.auth import authenticate_administrator, authenticate_anybody, session_of
 from appliance.api.queries import PAGING, AdminRequest, paging
 from appliance.api.services_of import services_of
-from appliance.api.shapes import PageShape, page_shape
-from appliance.base.clock import rfc3339
+from appliance.api.shapes import PageShape, page_shape, shape_of
 from appliance.base.errors import InvalidValue, NotFound
 from appliance.tenancy.access import Access
 from appliance.tenancy.devices import device_of
@@ -138,27 +137,17 @@ def _member_id(access: Access) -> str | None:
 
 async def _second_factor(request: AdminRequest, member_id: str) -> SecondFactorShape:
     state = await services_of(request).second_factors.state(member_id)
-    return SecondFactorShape(
-        member_id=member_id,
-        enabled=state.enabled_at is not None,
-        enabled_at=None if state.enabled_at is None else rfc3339(state.enabled_at),
-        recovery_codes_left=state.recovery_codes_left,
-    )
+    return shape_of(SecondFactorShape, state, member_id=member_id, enabled=state.enabled_at is not None)
 
 
 def _shape(session: Session, asking: Session | None) -> SessionShape:
-    return SessionShape(
-        id=session.id,
+    return shape_of(
+        SessionShape,
+        session,
         member_id=session.member.id,
         email=session.member.email,
-        method=session.method,
         device=device_of(session.user_agent),
-        user_agent=session.user_agent,
-        address=session.address,
         current=asking is not None and asking.id == session.id,
-        created_at=rfc3339(session.created_at),
-        last_seen_at=rfc3339(session.last_seen_at),
-        expires_at=rfc3339(session.expires_at),
     )
 
 

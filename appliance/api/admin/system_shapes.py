@@ -4,11 +4,8 @@ from __future__ import annotations
 
 import msgspec
 
-from appliance.base.clock import rfc3339
-from appliance.telemetry.events import EngineReading, ProcessReading, SystemSnapshot, TenantReading
-from appliance.telemetry.gpu import GpuReading
-from appliance.telemetry.host import HostReading
-from engine.protocol import MemoryPart
+from appliance.api.shapes import shape_of
+from appliance.telemetry.events import EngineReading, SystemSnapshot
 
 
 class ProcessShape(msgspec.Struct, kw_only=True):
@@ -136,35 +133,23 @@ class SystemShape(msgspec.Struct, kw_only=True):
 
 def system_shape(snapshot: SystemSnapshot, version: str) -> SystemShape:
     """Return `snapshot` as JSON."""
-    return SystemShape(
+    return shape_of(
+        SystemShape,
+        snapshot,
         version=version,
-        at=rfc3339(snapshot.at),
-        processes=[_process(process) for process in snapshot.processes],
+        processes=[shape_of(ProcessShape, process) for process in snapshot.processes],
         engine=[_engine(engine) for engine in snapshot.engines],
-        gpus=[_gpu(gpu) for gpu in snapshot.gpus],
-        gpu_error=snapshot.gpu_error,
-        host=_host(snapshot.host),
-        database=DatabaseShape(kind=snapshot.database.kind, ok=snapshot.database.ok),
-    )
-
-
-def _process(process: ProcessReading) -> ProcessShape:
-    return ProcessShape(
-        role=process.role,
-        pid=process.pid,
-        model=process.model,
-        started_at=None if process.started_at is None else rfc3339(process.started_at),
-        restarts=process.restarts,
+        gpus=[shape_of(GpuShape, gpu) for gpu in snapshot.gpus],
+        host=shape_of(HostShape, snapshot.host),
+        database=shape_of(DatabaseShape, snapshot.database),
     )
 
 
 def _engine(engine: EngineReading) -> EngineShape:
     figures, info = engine.figures, engine.info
-    return EngineShape(
-        model=engine.model,
-        state=engine.state,
-        error=engine.error,
-        load_fraction=engine.load_fraction,
+    return shape_of(
+        EngineShape,
+        engine,
         device=info.device if info else None,
         device_name=info.device_name if info else None,
         max_model_len=info.max_model_len if info else None,
@@ -182,7 +167,7 @@ def _engine(engine: EngineReading) -> EngineShape:
             swapped_in_total=figures.swapped_in_blocks_total,
             swapped_out_total=figures.swapped_out_blocks_total,
         ),
-        memory=[_memory_part(part) for part in info.memory] if info else [],
+        memory=[shape_of(MemoryPartShape, part) for part in info.memory] if info else [],
         memory_note=info.memory_note if info else None,
         preemptions_total=figures.preemptions_total,
         draft_tokens_total=figures.draft_tokens_total,
@@ -191,44 +176,6 @@ def _engine(engine: EngineReading) -> EngineShape:
         fallback_reason=figures.fallback_reason,
         plain_steps_total=figures.plain_steps_total,
         switched_off=info.switched_off if info else [],
-        tenants=[_tenant(tenant) for tenant in engine.tenants],
-        tokens_per_second=engine.tokens_per_second,
+        tenants=[shape_of(TenantLoadShape, tenant) for tenant in engine.tenants],
         step_ms=figures.step_ms,
-        ttft_p50_s=engine.ttft_p50_s,
-        ttft_p95_s=engine.ttft_p95_s,
-    )
-
-
-def _memory_part(part: MemoryPart) -> MemoryPartShape:
-    return MemoryPartShape(
-        name=part.name,
-        predicted_bytes=part.predicted_bytes,
-        measured_bytes=part.measured_bytes,
-        num_predicted=part.num_predicted,
-        num_measured=part.num_measured,
-    )
-
-
-def _tenant(tenant: TenantReading) -> TenantLoadShape:
-    return TenantLoadShape(**{name: getattr(tenant, name) for name in TenantLoadShape.__struct_fields__})
-
-
-def _gpu(gpu: GpuReading) -> GpuShape:
-    return GpuShape(
-        index=gpu.index,
-        name=gpu.name,
-        memory_total_bytes=gpu.memory_total_bytes,
-        memory_used_bytes=gpu.memory_used_bytes,
-        utilization=gpu.utilization,
-        power_w=gpu.power_w,
-        temperature_c=gpu.temperature_c,
-    )
-
-
-def _host(host: HostReading) -> HostShape:
-    return HostShape(
-        cpu_percent=host.cpu_percent,
-        memory_total_bytes=host.memory_total_bytes,
-        memory_used_bytes=host.memory_used_bytes,
-        disk_free_bytes=host.disk_free_bytes,
     )

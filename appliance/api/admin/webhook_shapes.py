@@ -6,7 +6,7 @@ from typing import Any
 
 import msgspec
 
-from appliance.base.clock import rfc3339
+from appliance.api.shapes import shape_of
 from appliance.metering.alerts.outbox import Delivery
 from appliance.metering.alerts.targets import shown_target
 from appliance.metering.alerts.webhooks import Webhook
@@ -51,40 +51,15 @@ class DeliveryShape(msgspec.Struct, kw_only=True):
 
 def webhook_shape(webhook: Webhook, *, whole: bool = True) -> WebhookShape:
     """Return the JSON of `webhook`, with the whole target or as much as everybody may read."""
-    shape = WebhookShape(**_webhook(webhook))
-    return shape if whole else msgspec.structs.replace(shape, target=shown_target(webhook.kind, webhook.target))
+    target = webhook.target if whole else shown_target(webhook.kind, webhook.target)
+    return shape_of(WebhookShape, webhook, target=target)
 
 
 def new_webhook_shape(webhook: Webhook, secret: str | None) -> NewWebhookShape:
     """Return the JSON of `webhook` with its secret."""
-    return NewWebhookShape(**_webhook(webhook), secret=secret)
+    return shape_of(NewWebhookShape, webhook, secret=secret)
 
 
 def delivery_shape(delivery: Delivery) -> DeliveryShape:
     """Return the JSON of `delivery`."""
-    return DeliveryShape(
-        id=delivery.id,
-        webhook_id=delivery.webhook_id,
-        event=delivery.event,
-        state=delivery.state,
-        attempts=delivery.attempts,
-        next_attempt_at=None if delivery.next_attempt_at is None else rfc3339(delivery.next_attempt_at),
-        delivered_at=None if delivery.delivered_at is None else rfc3339(delivery.delivered_at),
-        last_error=delivery.last_error,
-        payload=delivery.payload,
-        created_at=rfc3339(delivery.created_at),
-    )
-
-
-def _webhook(webhook: Webhook) -> dict[str, Any]:
-    until = webhook.previous_secret_until
-    return {
-        "id": webhook.id,
-        "tenant_id": webhook.tenant_id,
-        "kind": webhook.kind,
-        "target": webhook.target,
-        "events": list(webhook.events),
-        "disabled": webhook.disabled,
-        "previous_secret_until": None if until is None else rfc3339(until),
-        "created_at": rfc3339(webhook.created_at),
-    }
+    return shape_of(DeliveryShape, delivery)

@@ -12,7 +12,6 @@ import msgspec
 from litestar import delete, get, post
 from litestar.params import FromPath
 
-from appliance.api.admin.audit import facts_from
 from appliance.api.auth import authenticate_administrator
 from appliance.api.bodies import decode_body
 from appliance.api.organization.queries import (
@@ -20,20 +19,18 @@ from appliance.api.organization.queries import (
     TAGS,
     DeletedShape,
     ListShape,
-    both,
     count,
     list_shape,
-    many,
     paths,
     unix,
     whole,
 )
-from appliance.api.queries import AdminRequest, choice
+from appliance.api.queries import AdminRequest, both, choice, many
 from appliance.api.services_of import services_of
 from appliance.base.errors import InvalidValue, NotFound, UnsupportedParameter
 from appliance.tenancy.admin_tokens import AdminToken
 from appliance.tenancy.audit import AuditFilter
-from appliance.tenancy.audit_chain import AuditEntry
+from appliance.tenancy.audit_chain import AuditEntry, facts_from
 from appliance.tenancy.pages import encode_cursor
 from appliance.tenancy.roles import Action, Role
 

@@ -1,4 +1,4 @@
-"""Query parameters and lists of OpenAI's organization API: Unix seconds, repeated parameters in brackets, ids as cursors."""
+"""Query parameters and lists of OpenAI's organization API: Unix seconds, and ids as cursors."""
 
 from __future__ import annotations
 
@@ -14,7 +14,6 @@ from appliance.base.errors import InvalidValue
 SECONDS_MAX = 253_402_300_799  # the last second of the year 9999
 LIMIT_DEFAULT = 20
 LIMIT_MAX = 100
-LISTED_MAX = 1000
 TAGS = ["administration"]
 
 S = TypeVar("S")
@@ -44,24 +43,11 @@ def paths(path: str) -> list[str]:
     return [f"/v1/organization{path}", f"/organization{path}"]
 
 
-def both(*names: str) -> tuple[str, ...]:
-    """Return how repeated parameters may be written: `name` and `name[]`."""
-    return tuple(form for name in names for form in (name, f"{name}[]"))
-
-
 def list_shape(rows: Sequence[T], shape: Callable[[T], S], id_of: Callable[[S], str], *, has_more: bool) -> ListShape[S]:
     """Return `rows` as a list whose ends are named."""
     data = [shape(row) for row in rows]
     first, last = (id_of(data[0]), id_of(data[-1])) if data else (None, None)
     return ListShape(data=data, first_id=first, last_id=last, has_more=has_more)
-
-
-def many(request: AdminRequest, name: str) -> frozenset[str] | None:
-    """Return every value of a repeated parameter, None when it was not given. Raises InvalidValue for too many."""
-    values = [value for form in both(name) for value in request.query_params.getall(form, [])]
-    if len(values) > LISTED_MAX:
-        raise InvalidValue(f"{name} takes at most {LISTED_MAX} values", param=name)
-    return frozenset(values) if values else None
 
 
 def count(request: AdminRequest, default: int = LIMIT_DEFAULT, most: int = LIMIT_MAX) -> int:

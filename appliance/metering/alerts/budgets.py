@@ -11,25 +11,27 @@ every settlement costs a subtraction for each of its owners that has a budget, a
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import date, timedelta
 from functools import partial
+from typing import Any
 
 from sqlalchemy import Connection
+from sqlalchemy.sql.selectable import CompoundSelect
 
 from appliance.base import counters
 from appliance.base.clock import Clock
 from appliance.base.db import Database, after_commit
 from appliance.metering.alerts import outbox
-from appliance.metering.alerts.budget_sums import used_by
 from appliance.metering.alerts.notices import Notice, notices_of
 from appliance.metering.alerts.outbox_history import KEEP_DAYS_MIN
 from appliance.metering.alerts.plans import Period, Plan, read_plans
 from appliance.metering.calendar import BillingCalendar
 from appliance.metering.ledger.records import UsageEvent
-from appliance.metering.ledger.rollups import SETTLED
+from appliance.metering.ledger.rollups import SETTLED, join_sum
+from appliance.metering.limits.owner_sums import days_of_month, spread, sums_query
 from appliance.metering.limits.quotas import Owner, owners_of
 
 PERIODS_MAX = 64  # of one owner: late events may be of other months and days than today's
@@ -147,7 +149,7 @@ class BudgetAlerts:
         return self._watches
 
     def _look(self, connection: Connection, period: Period, watches: dict[Owner, Watch]) -> None:
-        used = used_by(connection, self._calendar, period, {owner: watch.plan for owner, watch in watches.items()})
+        used = _used_by(connection, self._calendar, period, {owner: watch.plan for owner, watch in watches.items()})
         for owner, watch in watches.items():
             self._tell(connection, notices_of(watch.plan, period, used[owner]))
             after_commit(connection, partial(watch.remember, period, used[owner], watch.looks[period]))
@@ -183,7 +185,7 @@ class BudgetAlerts:
         standing: list[Notice] = []
         for period in (Period("budget", today.replace(day=1)), Period("tokens_per_day", today)):
             limited = {owner: plan for owner, plan in plans.items() if period.kind in plan.limits}
-            used = used_by(connection, self._calendar, period, limited) if limited else {}
+            used = _used_by(connection, self._calendar, period, limited) if limited else {}
             for owner, spent in used.items():
                 standing += notices_of(limited[owner], period, spent)
         return standing
@@ -198,3 +200,19 @@ class BudgetAlerts:
                 data=notice.data,
                 tenant_id=notice.tenant_id,
             )
+
+
+def _used_by(connection: Connection, calendar: BillingCalendar, period: Period, plans: Mapping[Owner, Plan]) -> Counter[Owner]:
+    """Return what each owner of `plans` has used in `period` that counts, in one statement."""
+    used: Counter[Owner] = Counter()
+    rows = connection.execute(used_query(calendar, period, plans)) if plans else ()
+    for owner, row in spread(rows, plans):
+        cost_picos = join_sum(row.high, row.low)
+        used[owner] += plans[owner].counted(period.kind, int(row.tokens), cost_picos, row.currency)
+    return used
+
+
+def used_query(calendar: BillingCalendar, period: Period, plans: Mapping[Owner, Plan]) -> CompoundSelect[Any]:
+    """Return the query for the sums of the owners of `plans`, who are some."""
+    is_month = period.kind == "budget"
+    return sums_query(plans, days_of_month(calendar, period.start) if is_month else [calendar.day_start(period.start)])

@@ -17,11 +17,10 @@ from datetime import datetime, timedelta
 from typing import Any, Literal, NamedTuple
 
 from sqlalchemy import ColumnElement, Connection, RowMapping, func, select, update
-from sqlalchemy.dialects import postgresql, sqlite
 from sqlalchemy.ext.asyncio import AsyncConnection
 
 from appliance.base.clock import Clock, rfc3339
-from appliance.base.db import Database, after_commit
+from appliance.base.db import Database, after_commit, insert_for
 from appliance.base.errors import InvalidValue, NotFound
 from appliance.base.ids import new_id
 from appliance.base.tables import outbox, webhooks
@@ -127,9 +126,8 @@ def _put(
     connection: Connection, now: datetime, event: str, data: Mapping[str, Any], webhook_id: str, dedupe_key: str
 ) -> str | None:
     """Return the id of the new message, None when the same was told before."""
-    dialect = sqlite if connection.dialect.name == "sqlite" else postgresql
     message_id = new_id("msg")
-    statement = dialect.insert(outbox).values(
+    statement = insert_for(connection.dialect.name, outbox).values(
         id=message_id,
         webhook_id=webhook_id,
         dedupe_key=dedupe_key,

@@ -14,11 +14,12 @@ from appliance.metering.calendar import BillingCalendar
 from appliance.metering.invariants import invoices
 from appliance.metering.invariants.finding import Finding, named
 from appliance.metering.ledger import rollups
+from appliance.metering.ledger.records import TOKEN_COLUMNS
 from appliance.metering.ledger.rollups import split_sum
 
 _EVENTS = tables.usage_events
 _SHARED = ("tenant_id", "key_id", "model", "currency", "billing_day", "price_basis_points", "admitted_at")
-_COUNTS = ("prompt_tokens", "cached_tokens", "completion_tokens", "rejected_tokens", "cost_picos")
+_COUNTS = (*TOKEN_COLUMNS, "cost_picos")
 
 
 async def check(connection: AsyncConnection, kind: str, calendar: BillingCalendar) -> list[Finding]:

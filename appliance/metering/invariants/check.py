@@ -33,8 +33,9 @@ from typing import Any
 from sqlalchemy import func, select, text
 from sqlalchemy.ext.asyncio import AsyncConnection
 
-from appliance.base import db, tables
+from appliance.base import db, migrations, tables
 from appliance.base.clock import SystemClock
+from appliance.base.data_folder import PEPPER_FILE
 from appliance.base.money import cost_picos, discounted
 from appliance.base.settings import UnusableData
 from appliance.metering import sealed_secrets
@@ -44,7 +45,7 @@ from appliance.metering.invariants.finding import NAMED_MAX, Finding, named
 from appliance.metering.ledger import journaled
 from appliance.metering.ledger.rollups import join_sum, split_sum
 from appliance.tenancy.audit import AuditLog
-from appliance.tenancy.secrets import PEPPER_FILE, read_pepper
+from appliance.tenancy.secrets import read_pepper
 
 BATCH_ROWS = 2000
 
@@ -72,10 +73,9 @@ async def check_ledger(url: str, *, running: bool, time_zone: str, data_dir: Pat
     Without the data folder that belongs to it, nothing is said of the secrets. Raises UnusableData where there are no tables,
     and the database's own error.
     """
-    if db.current_revision(url) is None:
+    if migrations.current_revision(url) is None:
         raise UnusableData("the database has no tables yet: start the appliance once, or run gatehouse db upgrade")
-    database = db.Database.open(url)
-    try:
+    async with db.Database.open(url) as database:
         async with database.reading() as connection:
             findings = [await _tables(connection, url, database.kind), await _once(connection)]
             epoch = await _running_epoch(connection) if running else None
@@ -96,12 +96,10 @@ async def check_ledger(url: str, *, running: bool, time_zone: str, data_dir: Pat
         verdict = await AuditLog(database, SystemClock()).verify()
         audit = f"{verdict.entries} entries, each chained to the one before" if verdict.fault is None else verdict.fault.text
         return [*findings, Finding("audit", "holds" if verdict.fault is None else "broken", audit)]
-    finally:
-        await database.close()
 
 
 async def _tables(connection: AsyncConnection, url: str, kind: str) -> Finding:
-    current, head = db.current_revision(url), db.head_revision()
+    current, head = migrations.current_revision(url), migrations.head_revision()
     if current != head:
         return Finding("tables", "broken", f"at revision {current}, the newest is {head}: run gatehouse db upgrade")
     if kind == "sqlite":

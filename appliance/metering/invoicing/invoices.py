@@ -369,16 +369,8 @@ async def _free_months(
     allowances = await read_allowances(connection, tenant_id)
     if not allowances:
         return {}
-    months = sorted({month, *(line.month for line in lines)})
-    said = await rows.read_months(connection, tenant_id, months)
-    return {
-        of: FreeMonth(
-            monthly_micros=free_in(allowances, of),
-            billed_micros=said[of].billed_micros,
-            granted_micros=said[of].granted_micros,
-        )
-        for of in months
-    }
+    months = {month, *(line.month for line in lines)}
+    return await rows.read_free_months(connection, tenant_id, {of: free_in(allowances, of) for of in months})
 
 
 def check_draft(head: InvoiceHead) -> None:

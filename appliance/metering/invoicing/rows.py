@@ -15,7 +15,7 @@ from sqlalchemy.ext.asyncio import AsyncConnection
 
 from appliance.base.tables import invoice_lines, invoices, tenants
 from appliance.metering.calendar import BillingCalendar
-from appliance.metering.invoicing.lines import FREE_ALLOWANCE, InvoiceLine, Totals, totals_of
+from appliance.metering.invoicing.lines import FREE_ALLOWANCE, FreeMonth, InvoiceLine, Totals, totals_of
 from appliance.metering.invoicing.seller import TERMS_DAYS_DEFAULT
 from appliance.metering.invoicing.sums import Cover
 
@@ -101,14 +101,6 @@ def closing_facts(head: InvoiceHead) -> dict[str, Any]:
 
 
 @dataclass(frozen=True, slots=True)
-class MonthOnInvoices:
-    """What closed invoices said of a month so far: its lines, and what of them was free."""
-
-    billed_micros: int
-    granted_micros: int
-
-
-@dataclass(frozen=True, slots=True)
 class Buyer:
     """The tenant as invoices name it."""
 
@@ -175,18 +167,25 @@ async def read_lines(connection: AsyncConnection, invoice_ids: Sequence[str]) ->
     return found
 
 
-async def read_months(connection: AsyncConnection, tenant_id: str, months: Sequence[str]) -> dict[str, MonthOnInvoices]:
-    """Return what the closed invoices of a tenant say of these months."""
+async def read_free_months(
+    connection: AsyncConnection, tenant_id: str, monthly_micros: Mapping[str, int]
+) -> dict[str, FreeMonth]:
+    """Return months with what is free in each, as given, and what the closed invoices of a tenant say of it."""
     lines = invoice_lines.c
     is_free = (lines.kind == FREE_ALLOWANCE).label("is_free")
     query = (
         select(lines.month, is_free, func.sum(lines.rounded_micros).label("micros"))
         .join_from(invoice_lines, invoices, invoices.c.id == lines.invoice_id)
-        .where(invoices.c.tenant_id == tenant_id, lines.month.in_(months))
+        .where(invoices.c.tenant_id == tenant_id, lines.month.in_(monthly_micros))
         .group_by(lines.month, is_free)
     )
     sums = {(row.month, bool(row.is_free)): int(row.micros) for row in (await connection.execute(query)).all()}
-    return {month: MonthOnInvoices(sums.get((month, False), 0), -sums.get((month, True), 0)) for month in months}
+    return {
+        month: FreeMonth(
+            monthly_micros=free, billed_micros=sums.get((month, False), 0), granted_micros=-sums.get((month, True), 0)
+        )
+        for month, free in monthly_micros.items()
+    }
 
 
 async def read_buyer(connection: AsyncConnection, tenant_id: str) -> Buyer | None:

@@ -20,11 +20,10 @@ from appliance.base.money import discounted
 from appliance.base.tables import prices, usage_events
 from appliance.metering.calendar import last_day
 from appliance.metering.invoicing.lines import TOKEN_KINDS, EventSums
-from appliance.metering.ledger.records import UsageEvent
+from appliance.metering.ledger.records import TOKEN_COLUMNS, UsageEvent
 from appliance.metering.ledger.rollups import SETTLED, join_sum, split_sum
 from appliance.metering.ledger.rows import event_from_row
 
-_TOKENS = ("prompt_tokens", "cached_tokens", "completion_tokens", "rejected_tokens")
 _PRICES = ("prompt", "cached_prompt", "completion", "rejected_draft")
 
 
@@ -92,7 +91,7 @@ def _query(covered: Sequence[ColumnElement[bool]]) -> Select[Any]:
             *groups,
             func.count().label("requests"),
             *(func.sum(case((has, 1), else_=0)).label(f"requests_{kind}") for kind, has in _has_tokens().items()),
-            *(func.sum(events[name]).label(name) for name in _TOKENS),
+            *(func.sum(events[name]).label(name) for name in TOKEN_COLUMNS),
             high.label("cost_high"),
             low.label("cost_low"),
         )
@@ -141,7 +140,7 @@ def _event_sums(row: RowMapping) -> EventSums:
             int(row["requests_completion"]),
             int(row["requests_rejected_draft"]),
         ),
-        **{name: int(row[name]) for name in _TOKENS},
+        **{name: int(row[name]) for name in TOKEN_COLUMNS},
         cost_picos=join_sum(row["cost_high"], row["cost_low"]),
     )
 

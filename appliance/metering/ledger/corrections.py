@@ -23,10 +23,10 @@ from appliance.base.money import format_picos
 from appliance.base.tables import usage_events
 from appliance.metering.calendar import BillingCalendar
 from appliance.metering.ledger import rollups
-from appliance.metering.ledger.records import UsageEvent
+from appliance.metering.ledger.records import TOKEN_COLUMNS, UsageEvent
 from appliance.metering.ledger.rollups import join_sum, split_sum
 from appliance.metering.ledger.round import OnSettled
-from appliance.metering.ledger.rows import COST_PICOS_MAX, TOKEN_COLUMNS, event_from_row, price_query, rate_of
+from appliance.metering.ledger.rows import COST_PICOS_MAX, event_from_row, price_query, rate_of
 from appliance.tenancy.audit import record
 from appliance.tenancy.fields import check_name, check_whole
 

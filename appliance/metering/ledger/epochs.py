@@ -1,15 +1,36 @@
-"""Whether an epoch may still write: the one that begins after it ends it, whatever the earlier gateway knows of that."""
+"""Runs of the gateway on one database: each may write until the next begins, whatever it knows of that itself."""
 
 from __future__ import annotations
 
-from sqlalchemy import Connection, select
+import os
 
+from sqlalchemy import Connection, insert, select, update
+
+from appliance.base.clock import Clock
 from appliance.base.db import Database
+from appliance.base.ids import new_id
 from appliance.base.tables import epochs
 
 
 class EpochEnded(Exception):
     """A later run of the gateway has begun on this database: this one must not write, nor settle what it finds."""
+
+
+async def begin_epoch(db: Database, clock: Clock, version: str) -> str:
+    """Return the id of a new epoch: one run of the gateway. Those before it end, and can begin no request any more."""
+    epoch_id, now = new_id("epoch"), clock.now()
+    async with db.writing() as connection:
+        await connection.execute(update(epochs).where(epochs.c.ended_at.is_(None)).values(ended_at=now))
+        await connection.execute(insert(epochs).values(id=epoch_id, version=version, pid=os.getpid(), started_at=now))
+    return epoch_id
+
+
+async def end_epoch(db: Database, clock: Clock, epoch_id: str) -> None:
+    """Note that the epoch ended, with nothing pending."""
+    async with db.writing() as connection:
+        await connection.execute(
+            update(epochs).where(epochs.c.id == epoch_id, epochs.c.ended_at.is_(None)).values(ended_at=clock.now())
+        )
 
 
 def hold(connection: Connection, epoch_id: str) -> None:

@@ -23,7 +23,7 @@ from appliance.base.db import Database, parse_url
 from appliance.base.journal import Journal, left_in
 from appliance.metering.calendar import BillingCalendar
 from appliance.metering.ledger import rows
-from appliance.metering.ledger.records import PendingEntry, Settlement
+from appliance.metering.ledger.records import TOKEN_COLUMNS, PendingEntry, Settlement
 from appliance.metering.ledger.round import OnSettled, Round, Settle, is_bad_row
 
 ENTRIES_PER_TRANSACTION = 200
@@ -61,7 +61,7 @@ def encode(promised: Journaled | Settlement) -> bytes:
     if isinstance(promised, Journaled):
         prefix, count = b"", max(promised.entry.prompt_tokens, promised.entry.reserved_tokens)
     else:
-        prefix, count = SETTLEMENT, max(getattr(promised.usage, name) for name in rows.TOKEN_COLUMNS)
+        prefix, count = SETTLEMENT, max(getattr(promised.usage, name) for name in TOKEN_COLUMNS)
     if count > INTEGER_MAX:
         raise ValueError("a count of tokens does not fit 64 bits")
     return prefix + _ENCODER.encode(promised)

@@ -35,6 +35,10 @@ class Usage(msgspec.Struct, frozen=True, kw_only=True):
         return self.prompt_tokens + self.completion_tokens
 
 
+TOKEN_COLUMNS = Usage.__struct_fields__
+"""The counts of tokens, as they are called in every table that has them."""
+
+
 class PendingEntry(msgspec.Struct, frozen=True, kw_only=True):
     """A request that was admitted and of which the engine has not heard yet. `prompt_tokens` is what it asks for; the record
     itself begins with zero tokens, because nothing has been computed. `price_basis_points` is the share of the price that is

@@ -1,25 +1,23 @@
-"""Epochs, and what a dead one left behind: its pending events become `recovered`, once, before anything is served."""
+"""What a dead epoch left behind: its pending events become `recovered`, once, before anything is served."""
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
 from datetime import datetime
 from typing import Any
 
 import msgspec
-from sqlalchemy import RowMapping, Select, bindparam, insert, literal_column, select, text, update
+from sqlalchemy import RowMapping, Select, bindparam, literal_column, select, text, update
 from sqlalchemy.ext.asyncio import AsyncConnection
 
 from appliance.base import counters
 from appliance.base.clock import Clock
 from appliance.base.db import Database
-from appliance.base.ids import new_id
-from appliance.base.tables import epochs, requests, usage_events
+from appliance.base.tables import requests, usage_events
 from appliance.metering.calendar import BillingCalendar
 from appliance.metering.ledger import rollups
 from appliance.metering.ledger.epochs import hold
-from appliance.metering.ledger.records import Usage, UsageEvent
+from appliance.metering.ledger.records import TOKEN_COLUMNS, Usage, UsageEvent
 from appliance.metering.ledger.round import OnSettled
 from appliance.metering.ledger.rows import (
     EVENTS_WITH_PRICES,
@@ -46,23 +44,6 @@ _FINISH_REQUESTS = (
         finished_at=bindparam("new_settled_at", type_=requests.c.finished_at.type),
     )
 )
-
-
-async def begin_epoch(db: Database, clock: Clock, version: str) -> str:
-    """Return the id of a new epoch: one run of the gateway. Those before it end, and can begin no request any more."""
-    epoch_id, now = new_id("epoch"), clock.now()
-    async with db.writing() as connection:
-        await connection.execute(update(epochs).where(epochs.c.ended_at.is_(None)).values(ended_at=now))
-        await connection.execute(insert(epochs).values(id=epoch_id, version=version, pid=os.getpid(), started_at=now))
-    return epoch_id
-
-
-async def end_epoch(db: Database, clock: Clock, epoch_id: str) -> None:
-    """Note that the epoch ended, with nothing pending."""
-    async with db.writing() as connection:
-        await connection.execute(
-            update(epochs).where(epochs.c.id == epoch_id, epochs.c.ended_at.is_(None)).values(ended_at=clock.now())
-        )
 
 
 async def recover(
@@ -124,12 +105,7 @@ def _left_behind(current_epoch: str) -> Select[Any]:
 
 def _recovered(row: RowMapping, posting: int, now: datetime) -> UsageEvent:
     event = event_from_row(row)
-    usage = Usage(
-        prompt_tokens=event.prompt_tokens,
-        cached_tokens=event.cached_tokens,
-        completion_tokens=event.completion_tokens,
-        rejected_tokens=event.rejected_tokens,
-    )
+    usage = Usage(**{name: row[name] for name in TOKEN_COLUMNS})
     return msgspec.structs.replace(
         event,
         status="recovered",

@@ -32,15 +32,14 @@ from sqlalchemy import (
     select,
     type_coerce,
 )
-from sqlalchemy.dialects import postgresql, sqlite
 from sqlalchemy.ext.asyncio import AsyncConnection
 
 from appliance.base import counters
-from appliance.base.db import Database
+from appliance.base.db import Database, insert_for
 from appliance.base.prepared import Prepared
 from appliance.base.tables import UtcDateTime, usage_box_rollups, usage_events, usage_rollups
 from appliance.metering.calendar import BillingCalendar
-from appliance.metering.ledger.records import UsageEvent
+from appliance.metering.ledger.records import TOKEN_COLUMNS, UsageEvent
 
 MINUTE, HOUR, DAY = "minute", "hour", "day"
 LEVELS = (MINUTE, HOUR, DAY)
@@ -48,25 +47,23 @@ SETTLED = ("posted", "recovered")
 SPLIT = 10**9
 KEYS = ("bucket", "start_at", "tenant_id", "key_id", "model", "currency")
 BOX_KEYS = ("bucket", "start_at", "model", "currency")
-TOKENS = ("prompt_tokens", "cached_tokens", "completion_tokens", "rejected_tokens")
-COUNTS = ("requests", *TOKENS, "cost_high", "cost_low")
+COUNTS = ("requests", *TOKEN_COLUMNS, "cost_high", "cost_low")
 _OWNERS = ("tenant_id", "key_id", "model", "currency")
 _INSERT_ROWS = 5000
 
 
 def _upserts(table: Table, keys: Sequence[str]) -> dict[str, Prepared]:
     """Return the statements, by dialect, that add counts to the rows of `keys`."""
-    return {name: Prepared(_upsert(dialect, table, keys)) for name, dialect in _DIALECTS.items()}
+    return {kind: Prepared(_upsert(kind, table, keys)) for kind in ("sqlite", "postgresql")}
 
 
-def _upsert(dialect: Any, table: Table, keys: Sequence[str]) -> Insert:
-    statement = dialect.insert(table)
+def _upsert(kind: str, table: Table, keys: Sequence[str]) -> Insert:
+    statement = insert_for(kind, table)
     added = {name: table.c[name] + statement.excluded[name] for name in COUNTS}
     made: Insert = statement.on_conflict_do_update(index_elements=list(keys), set_=added)
     return made
 
 
-_DIALECTS: dict[str, Any] = {"sqlite": sqlite, "postgresql": postgresql}
 _ADD = _upserts(usage_rollups, KEYS)
 _ADD_TO_BOX = _upserts(usage_box_rollups, BOX_KEYS)
 
@@ -124,8 +121,7 @@ def _of_box(rows: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
 def _counts(event: UsageEvent) -> list[int]:
     """Return what the event adds to each of COUNTS."""
     high, low = halves(event.cost_picos)
-    tokens = event.prompt_tokens, event.cached_tokens, event.completion_tokens, event.rejected_tokens
-    return [int(event.kind == "usage"), *tokens, high, low]
+    return [int(event.kind == "usage"), *(getattr(event, name) for name in TOKEN_COLUMNS), high, low]
 
 
 def _add_to(sums: dict[tuple[Any, ...], list[int]], place: tuple[Any, ...], counts: list[int]) -> None:
@@ -185,7 +181,7 @@ def event_counts() -> list[ColumnElement[Any]]:
     events = usage_events.c
     return [
         func.sum(case((events.kind == "usage", 1), else_=0)).label("requests"),
-        *(func.sum(events[name]).label(name) for name in TOKENS),
+        *(func.sum(events[name]).label(name) for name in TOKEN_COLUMNS),
         func.sum(events.cost_picos // SPLIT).label("cost_high"),
         func.sum(events.cost_picos % SPLIT).label("cost_low"),
     ]

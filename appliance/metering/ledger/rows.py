@@ -8,13 +8,14 @@ from datetime import date, datetime
 from typing import Any
 
 import msgspec
-from sqlalchemy import Connection, RowMapping, Select, bindparam, literal_column, select, update
+from sqlalchemy import BindParameter, Connection, RowMapping, Select, bindparam, literal_column, select, update
 from sqlalchemy import insert as insert_into
 
 from appliance.base.prepared import Lookup, Prepared
 from appliance.base.tables import prices, requests, usage_events
 from appliance.metering.ledger.records import (
     ERROR_CHARS_MAX,
+    TOKEN_COLUMNS,
     Checkpoint,
     PendingEntry,
     RequestRow,
@@ -29,72 +30,30 @@ COST_PICOS_MAX = 2**63 - 1
 _EVENT_FIELDS = UsageEvent.__struct_fields__
 _REQUEST_FIELDS = tuple(field.name for field in dataclasses.fields(RequestRow))
 _PRICE_FIELDS = tuple(field.name for field in dataclasses.fields(Price))
-TOKEN_COLUMNS = ("prompt_tokens", "cached_tokens", "completion_tokens", "rejected_tokens")
 _DURATIONS = ("queue", "ttft", "inter_token_p50", "decode")
 
 INSERT_EVENTS = Prepared(insert_into(usage_events))
 INSERT_REQUESTS = Prepared(insert_into(requests))
 
-SETTLE_EVENTS = Prepared(
-    update(usage_events)
-    .where(
-        usage_events.c.request_id == bindparam("of_request"),
-        usage_events.c.kind == "usage",
-        usage_events.c.status == "pending",
-    )
-    .values(
-        {
-            name: bindparam(f"new_{name}")
-            for name in (
-                "status",
-                "finish_reason",
-                "cause",
-                "prompt_tokens",
-                "cached_tokens",
-                "completion_tokens",
-                "rejected_tokens",
-                "estimated",
-                "cost_picos",
-                "posting",
-                "settled_at",
-            )
-        }
-    )
-)
+_SETTLED = ("status", "finish_reason", "cause", *TOKEN_COLUMNS, "estimated", "cost_picos", "posting", "settled_at")
+_FINISHED = (
+    "cached_tokens", "completion_tokens", "kv_blocks", "preemptions", "finish_reason", "error", "queue_us", "ttft_us",
+    "inter_token_p50_us", "decode_us", "first_token_at", "finished_at",
+)  # fmt: skip
 
-SETTLE_REQUESTS = Prepared(
-    update(requests)
-    .where(requests.c.id == bindparam("of_request"))
-    .values(
-        {
-            name: bindparam(f"new_{name}")
-            for name in (
-                "cached_tokens",
-                "completion_tokens",
-                "kv_blocks",
-                "preemptions",
-                "finish_reason",
-                "error",
-                "queue_us",
-                "ttft_us",
-                "inter_token_p50_us",
-                "decode_us",
-                "first_token_at",
-                "finished_at",
-            )
-        }
-    )
-)
 
-WRITE_CHECKPOINTS = Prepared(
-    update(usage_events)
-    .where(
-        usage_events.c.request_id == bindparam("of_request"),
-        usage_events.c.kind == "usage",
-        usage_events.c.status == "pending",
-    )
-    .values({name: bindparam(f"new_{name}") for name in TOKEN_COLUMNS})
+def _new(names: Sequence[str]) -> dict[str, BindParameter[Any]]:
+    return {name: bindparam(f"new_{name}") for name in names}
+
+
+_OF_PENDING = update(usage_events).where(
+    usage_events.c.request_id == bindparam("of_request"),
+    usage_events.c.kind == "usage",
+    usage_events.c.status == "pending",
 )
+SETTLE_EVENTS = Prepared(_OF_PENDING.values(_new(_SETTLED)))
+WRITE_CHECKPOINTS = Prepared(_OF_PENDING.values(_new(TOKEN_COLUMNS)))
+SETTLE_REQUESTS = Prepared(update(requests).where(requests.c.id == bindparam("of_request")).values(_new(_FINISHED)))
 
 
 def event_row(entry: PendingEntry, epoch_id: str, default_currency: str, billing_day: date) -> dict[str, Any]:
@@ -109,10 +68,7 @@ def event_row(entry: PendingEntry, epoch_id: str, default_currency: str, billing
         "kind": "usage",
         "status": "pending",
         "reserved_tokens": entry.reserved_tokens,
-        "prompt_tokens": 0,
-        "cached_tokens": 0,
-        "completion_tokens": 0,
-        "rejected_tokens": 0,
+        **dict.fromkeys(TOKEN_COLUMNS, 0),
         "estimated": False,
         "batch": entry.batch,
         "price_id": entry.price.id if entry.price else None,
@@ -248,10 +204,7 @@ def settled(event: UsageEvent, settlement: Settlement, cost_picos: int, now: dat
         status=settlement.status,
         finish_reason=settlement.finish_reason,
         cause=settlement.cause,
-        prompt_tokens=settlement.usage.prompt_tokens,
-        cached_tokens=settlement.usage.cached_tokens,
-        completion_tokens=settlement.usage.completion_tokens,
-        rejected_tokens=settlement.usage.rejected_tokens,
+        **msgspec.structs.asdict(settlement.usage),
         estimated=False,
         cost_picos=cost_picos,
         settled_at=now,
@@ -269,20 +222,7 @@ def same_outcome(event: UsageEvent, settlement: Settlement) -> bool:
 
 def settle_event_parameters(event: UsageEvent) -> dict[str, Any]:
     """Return the parameters of SETTLE_EVENTS for an event in its final state."""
-    return {
-        "of_request": event.request_id,
-        "new_status": event.status,
-        "new_finish_reason": event.finish_reason,
-        "new_cause": event.cause,
-        "new_prompt_tokens": event.prompt_tokens,
-        "new_cached_tokens": event.cached_tokens,
-        "new_completion_tokens": event.completion_tokens,
-        "new_rejected_tokens": event.rejected_tokens,
-        "new_estimated": event.estimated,
-        "new_cost_picos": event.cost_picos,
-        "new_posting": event.posting,
-        "new_settled_at": event.settled_at,
-    }
+    return _parameters(event, _SETTLED)
 
 
 def settle_request_parameters(settlement: Settlement, now: datetime) -> dict[str, Any]:
@@ -304,13 +244,11 @@ def settle_request_parameters(settlement: Settlement, now: datetime) -> dict[str
 
 def checkpoint_parameters(checkpoint: Checkpoint) -> dict[str, Any]:
     """Return the parameters of WRITE_CHECKPOINTS."""
-    return {
-        "of_request": checkpoint.request_id,
-        "new_prompt_tokens": checkpoint.prompt_tokens,
-        "new_cached_tokens": checkpoint.cached_tokens,
-        "new_completion_tokens": checkpoint.completion_tokens,
-        "new_rejected_tokens": checkpoint.rejected_tokens,
-    }
+    return _parameters(checkpoint, TOKEN_COLUMNS)
+
+
+def _parameters(source: UsageEvent | Checkpoint, names: Sequence[str]) -> dict[str, Any]:
+    return {"of_request": source.request_id, **{f"new_{name}": getattr(source, name) for name in names}}
 
 
 def request_from_row(row: RowMapping) -> RequestRow:

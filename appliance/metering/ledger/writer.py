@@ -30,21 +30,10 @@ from appliance.base.errors import InternalError, Overloaded
 from appliance.base.journal import Journal
 from appliance.metering.calendar import BillingCalendar
 from appliance.metering.ledger.journaled import Journaled, encode
-from appliance.metering.ledger.records import Checkpoint, PendingEntry, RequestRecord, Settlement, Usage, UsageEvent
+from appliance.metering.ledger.records import Checkpoint, PendingEntry, Settlement
 from appliance.metering.ledger.round import LedgerBroken, OnSettled, Open, Operation, Promised, Round, Settle, Void
 from appliance.metering.ledger.rows import Opened
 from appliance.metering.ledger.waiting import CHECKPOINT_INTERVAL_S, SETTLE_PAUSE_S, TOGETHER_FROM, Waiting
-
-__all__ = [
-    "Checkpoint",
-    "Ledger",
-    "LedgerBroken",
-    "PendingEntry",
-    "RequestRecord",
-    "Settlement",
-    "Usage",
-    "UsageEvent",
-]
 
 QUEUED_OPENS_MAX = 4096
 RETRY_S_MIN = 0.05

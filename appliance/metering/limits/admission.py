@@ -23,9 +23,9 @@ from appliance.metering.limits.first_reads import FirstReads
 from appliance.metering.limits.output_estimates import OutputEstimates
 from appliance.metering.limits.queue import AdmissionQueue, Later, Refusals, Waiter, may_wait, on_the_loop
 from appliance.metering.limits.quotas import ALL_TENANTS, LimitDecision, LimitKind, Moment, Owner, owners_of
-from appliance.metering.limits.remaining import Running
 from appliance.metering.limits.reservations import Reservation, Work
 from appliance.metering.limits.rules import Asked, rules_for
+from appliance.metering.limits.running import Running
 from appliance.metering.limits.saved_levels import LevelRow, SavedLevel
 from appliance.metering.limits.sums import SumsReader
 from appliance.metering.limits.token_bucket import TokenBucket

@@ -22,9 +22,9 @@ from collections.abc import Callable, Mapping, Sequence
 from appliance.metering.ledger.records import UsageEvent
 from appliance.metering.limits.allowances import Allowance
 from appliance.metering.limits.quotas import Moment, Owner, owners_of
-from appliance.metering.limits.remaining import Running
 from appliance.metering.limits.reservations import Reservation
 from appliance.metering.limits.rules import Rule
+from appliance.metering.limits.running import Running
 from appliance.metering.limits.sums import PeriodSums, SumsReader
 
 OWNERS_AT_ONCE = 64

@@ -13,12 +13,11 @@ from datetime import datetime
 from typing import Any, Protocol
 
 import structlog
-from sqlalchemy import Insert, select
-from sqlalchemy.dialects import postgresql, sqlite
+from sqlalchemy import select
 from sqlalchemy.ext.asyncio import AsyncConnection
 
 from appliance.base.background import Background
-from appliance.base.db import Database
+from appliance.base.db import Database, overwriting
 from appliance.base.prepared import Prepared
 from appliance.base.tables import limit_levels
 from appliance.metering.limits.quotas import LimitKind, Owner
@@ -122,11 +121,7 @@ def _columns(row: LevelRow) -> dict[str, Any]:
     }
 
 
-def _upsert(dialect: Any) -> Insert:
-    statement = dialect.insert(limit_levels)
-    changed = {name: statement.excluded[name] for name in ("capacity", "level_units", "saved_at")}
-    made: Insert = statement.on_conflict_do_update(index_elements=["owner", "model", "kind"], set_=changed)
-    return made
-
-
-_SAVE = {"sqlite": Prepared(_upsert(sqlite)), "postgresql": Prepared(_upsert(postgresql))}
+_SAVE = {
+    kind: Prepared(overwriting(kind, limit_levels, ["owner", "model", "kind"], ["capacity", "level_units", "saved_at"]))
+    for kind in ("sqlite", "postgresql")
+}

@@ -1,4 +1,4 @@
-"""When running requests will end, guessed from how far they are: for those who are told to come back then. Takes nothing.
+"""The requests that run, and when they will end, guessed from how far they are: for those who are told to come back then.
 
 A guess and no promise: nobody knows how long an answer will be. What is told as exact elsewhere never depends on it.
 """
