@@ -13,19 +13,19 @@ from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import compress
-from operator import and_, attrgetter, is_, ne
+from operator import is_, ne
 from typing import Any, Protocol
 
 import numpy as np
 import torch
 
 from engine.runner.staging import Staging
+from engine.scheduling.departures import departures, without
 from engine.scheduling.request import Request
 from engine.scheduling.scheduled_batch import ScheduledRequest
 from kernels import ops
 
 NOTHING = -1
-_request_of, _table_of = attrgetter("request"), attrgetter("block_table")
 
 
 @dataclass(slots=True)
@@ -163,7 +163,7 @@ class SlotTable:
         """
         writes = SlotWrites()
         if items is not self._items:
-            requests = [*map(_request_of, items)]
+            requests = [item.request for item in items]
             self._keep(requests)
             self._go_on(writes)
             self._add(items, requests, writes)
@@ -174,10 +174,15 @@ class SlotTable:
             self._state.write(writes)
         return self._slots
 
+    def update_and_look(self, items: Sequence[ScheduledRequest]) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]:
+        """As `update`. → slots, and the index in prompt plus output of the token that each of them yields, both int64"""
+        slots = np.array(self.update(items), dtype=np.int64)
+        return slots, self._lens[slots] + (self._num_gone_on - 1)
+
     def update_beside_guesses(self, items: Sequence[ScheduledRequest], *, sends_tokens: bool = True) -> list[int]:
         """As `update`, for a step in which some requests verify guesses; their slots are sent again with a later step.
         `sends_tokens`: their input tokens come from the host with the step, and not from their slots."""
-        requests, writes = [*map(_request_of, items)], SlotWrites()
+        requests, writes = [item.request for item in items], SlotWrites()
         self._drop_step()
         slots = self._bring_up(items, requests, requests, writes, sends_tokens=sends_tokens)
         if writes:
@@ -187,16 +192,13 @@ class SlotTable:
 
     def _keep(self, requests: list[Request]) -> None:
         """Narrow the last step to those who are the first of `requests` with the blocks that they had, or to nobody."""
-        stays = [*map(set(requests).__contains__, self._requests)]
-        if not all(stays):
-            gone = [slot for slot, stay in zip(self._slots, stays, strict=True) if not stay]
-            self._lens[gone] += self._num_gone_on
-            self._requests = [*compress(self._requests, stays)]
-            self._slots = [*compress(self._slots, stays)]
-            self._step_tables = [*compress(self._step_tables, stays)]
-            self._step_sizes = [*compress(self._step_sizes, stays)]
-        has_tables = all(map(is_, map(_table_of, self._requests), self._step_tables))
-        if not has_tables or requests[: len(self._requests)] != self._requests:
+        gone = departures(self._requests, requests)
+        if gone:
+            self._lens[[self._slots[row] for row in gone]] += self._num_gone_on
+            self._requests, self._slots = without(self._requests, gone), without(self._slots, gone)
+            self._step_tables, self._step_sizes = without(self._step_tables, gone), without(self._step_sizes, gone)
+        tables = [request.block_table for request in self._requests]
+        if not all(map(is_, tables, self._step_tables)):
             self._drop_step()
 
     def _go_on(self, writes: SlotWrites) -> None:
@@ -216,7 +218,7 @@ class SlotTable:
             slots = self._bring_up(items[num_kept:], new, requests, writes)
             self._lens[slots] -= self._num_gone_on
             self._requests, self._slots = requests, [*self._slots, *slots]
-            tables = [*map(_table_of, new)]
+            tables = [request.block_table for request in new]
             self._step_tables += tables
             self._step_sizes += map(len, tables)
 
@@ -236,9 +238,8 @@ class SlotTable:
         is_known = self._lens[index] == lens
         if sends_tokens:
             is_known |= np.array([item.num_draft_tokens > 0 for item in items])
-        tables = (self._tables[slot] for slot in slots)
-        has_table = map(is_, tables, map(_table_of, requests))
-        stale = [i for i, is_current in enumerate(map(and_, is_known.tolist(), has_table)) if not is_current]
+        rows = enumerate(zip(requests, slots, is_known.tolist(), strict=True))
+        stale = [i for i, (request, slot, knows) in rows if not knows or request.block_table is not self._tables[slot]]
         if stale:
             self._send([requests[i] for i in stale], [slots[i] for i in stale], lens[stale].tolist(), writes)
         self._grow(requests, slots, writes)

@@ -60,7 +60,9 @@ class StepInputs:
         them. The very list that was sent last is not sent again."""
         written, written_size = self._written
         if slots is not written or size != written_size:
-            self._staging.send([*slots, *[NOTHING] * (size - len(slots))], into=self.rows[:size])
+            padded = np.full(size, NOTHING, dtype=np.int32)
+            padded[: len(slots)] = slots
+            self._staging.send(padded, into=self.rows[:size])
             self._written = slots, size
 
     def write(self, columns: Sequence[Sequence[int]], size: int) -> None:

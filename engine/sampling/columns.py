@@ -7,7 +7,7 @@ with the same noise; what a slot cannot hold (`refusal`) is left to that. Some r
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -168,9 +168,9 @@ class ColumnSampler:
         row[list(bias)] = torch.tensor(list(bias.values()))
         self.columns.bias[rule].copy_(row, non_blocking=True)
 
-    def needs(self, slots: Sequence[int]) -> SamplingNeeds:
+    def needs(self, slots: Sequence[int] | np.ndarray[Any, Any]) -> SamplingNeeds:
         """What a step with these slots, in this order, has to do."""
-        index = np.array(slots, dtype=np.int64)
+        index = np.asarray(slots, dtype=np.int64)
         asks = self._asks[index]
         some = int(np.bitwise_or.reduce(asks))
         scored, num_top = [], 0

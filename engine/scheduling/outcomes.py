@@ -20,6 +20,7 @@ from typing import Any
 
 from engine.protocol import TokenEvent
 from engine.scheduling.admission import Admission
+from engine.scheduling.departures import without
 from engine.scheduling.drafting import Drafting
 from engine.scheduling.in_flight_batch import InFlightBatch
 from engine.scheduling.kv_blocks import KvBlocks
@@ -231,5 +232,5 @@ def _columns(
     columns: tuple[Any, Any, Any] = in_flight.requests[:num_decodes], in_flight.starts[:num_decodes], outputs[:num_decodes]
     if not others:
         return columns
-    rows = [row for row in zip(*columns, strict=True) if row[0] not in others]
-    return [row[0] for row in rows], [row[1] for row in rows], [row[2] for row in rows]
+    rows = [row for row, request in enumerate(columns[0]) if request in others]
+    return without(columns[0], rows), without(columns[1], rows), without(columns[2], rows)

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -92,17 +93,24 @@ def step(decoder: Decoder) -> ChunkStep:
     return ChunkStep([decoder], state, max_tokens=32, block_size=BLOCK, device=CPU)  # type: ignore[list-item]
 
 
+def rows_of(
+    prefills: Sequence[ScheduledRequest], slots: Sequence[int], *, decodes: Sequence[ScheduledRequest] = ()
+) -> ChunkRows:
+    """slots: of all that sample"""
+    positions = [each.start + each.num_tokens for each in [*decodes, *prefills] if each.samples]
+    return ChunkRows.of(prefills, np.array(slots), np.array(positions))
+
+
 def test_rows_that_sample_are_found_whatever_the_order_of_the_step() -> None:
-    rows = ChunkRows.of([READ_TO_END, DECODE, READ_ON, LAST_ONE], {0: 1, 1: 2, 3: 0})
-    assert rows.slots == [2, 0], "of single tokens that sample: they come from their slots"
+    rows = rows_of([READ_TO_END, DECODE, READ_ON, LAST_ONE], [1, 2, 0])
+    assert rows.slots.tolist() == [2, 0], "of single tokens that sample: they come from their slots"
     assert [row.token_ids for row in rows.chunks] == [READ_TO_END.request.token_ids[2:], READ_ON.request.token_ids[4:]]
-    assert rows.wanted == [6, 0, 1]
+    assert rows.wanted.tolist() == [6, 0, 1]
     assert rows.num_tokens == 8
 
 
 def test_decodes_come_from_their_slots_and_what_is_left_is_padding(step: ChunkStep, decoder: Decoder) -> None:
-    items = [DECODE, LAST_ONE, READ_ON, READ_TO_END]
-    step.write(ChunkRows.of(items, {0: 2, 1: 0, 3: 1}), SHAPE)
+    step.write(rows_of([LAST_ONE, READ_ON, READ_TO_END], [2, 0, 1], decodes=[DECODE]), SHAPE)
     step(SHAPE)
     padding = 16 - 8
     tokens, positions, places = (each.tolist() for each in decoder.given)
@@ -123,7 +131,7 @@ def test_decodes_come_from_their_slots_and_what_is_left_is_padding(step: ChunkSt
 
 
 def test_a_full_step_has_no_padding_and_an_empty_one_nothing_else(step: ChunkStep, decoder: Decoder) -> None:
-    step.write(ChunkRows.of([item(0, 16, samples=True, blocks=[1, 2, 3, 4])], {0: 1}), SHAPE)
+    step.write(rows_of([item(0, 16, samples=True, blocks=[1, 2, 3, 4])], [1]), SHAPE)
     step(SHAPE)
     assert decoder.plan is not None
     assert decoder.plan.query_starts is not None
