@@ -21,7 +21,7 @@ import logging
 from collections.abc import Sequence
 from functools import cache, partial
 from itertools import accumulate
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -30,16 +30,13 @@ from engine.runner.cuda_graphs import Calls, CaptureFailed
 from engine.runner.input_rows import InputRow
 from engine.runner.paged_decoder import PagedDecoder
 from engine.runner.rows import input_row
-from engine.runner.slots import NOTHING, SlotState
+from engine.runner.slots import NO_NUMBERS, NOTHING, Numbers, SlotState
 from engine.runner.staging import Staging
 from engine.scheduling.scheduled_batch import ScheduledRequest
 from engine.step_sizes import CHUNK_ROWS_FEW, chunk_shapes
 from kernels import ops
 
 log = logging.getLogger("gatehouse.engine")
-
-Numbers = np.ndarray[Any, np.dtype[np.int64]]
-NO_NUMBERS: Numbers = np.empty(0, dtype=np.int64)
 
 
 class ChunkShape(NamedTuple):

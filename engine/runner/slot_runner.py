@@ -23,7 +23,7 @@ import numpy as np
 import torch
 
 from engine.protocol import PlainReason
-from engine.runner.chunk_step import NO_NUMBERS, Numbers, ToChoose
+from engine.runner.chunk_step import ToChoose
 from engine.runner.embedder import TextModel
 from engine.runner.launched_step import Choosing, LaunchedStep
 from engine.runner.model_runner import ModelRunner
@@ -31,7 +31,7 @@ from engine.runner.paged_decoder import PlacedTokens
 from engine.runner.row_masks import FillMasks, RowMasks
 from engine.runner.rows import SampledRows, guess_places, input_row, scored_positions, unknown_places
 from engine.runner.slot_steps import SlotSteps
-from engine.runner.slots import SlotTable
+from engine.runner.slots import NO_NUMBERS, Numbers, SlotTable
 from engine.runner.token_return import Fetch
 from engine.sampling.columns import Kind, SamplingNeeds
 from engine.sampling.host_masks import HostMasks
@@ -52,7 +52,7 @@ class SlotRunner:
         self._masks = RowMasks(masks, steps.device, begins_early=steps.is_synchronous)
         self._slots = SlotTable(steps.state, steps.sampler)
         self._needs = SamplingNeeds(Kind(), [], [])  # of the last decodes, found out for these slots:
-        self._needs_of: list[int] = []
+        self._needs_of = NO_NUMBERS
         self._decodes: Sequence[ScheduledRequest] = []  # of the last step: mostly those of the next one
         self._inference = torch.inference_mode()  # of every launch: to make one costs a step as much as to enter it
 
@@ -104,7 +104,7 @@ class SlotRunner:
             self.steps.token_return.begin_step()
             self._decodes = batch.decodes
             if all(item.samples and item.num_tokens == 1 for item in batch.prefills):
-                return self._launch_decodes(batch.items)
+                return self._launch_decodes(batch)
             return self._launch_chunks(batch)
 
     @torch.inference_mode()
@@ -121,8 +121,8 @@ class SlotRunner:
         """Whether decode steps are one recorded call."""
         return self.steps.decodes.step.is_recorded
 
-    def _launch_decodes(self, items: Sequence[ScheduledRequest]) -> LaunchedStep:
-        slots = self._slots.update(items)
+    def _launch_decodes(self, batch: ScheduledBatch) -> LaunchedStep:
+        items, slots = batch.items, self._slots.update(batch.decodes, batch.prefills)
         if slots is not self._needs_of:
             self._needs_of, self._needs = slots, self._sampler.needs(slots)
         size, kind = self.steps.decodes.choose_graph(len(slots), self._needs)
@@ -160,10 +160,11 @@ class SlotRunner:
     def _launch_chunks(self, batch: ScheduledBatch) -> LaunchedStep:
         """Launch a step with chunks of prompts: as one graph, or as the plain forward pass computes it."""
         items, sampling = batch.items, _sampling_rows(batch)
-        chosen = items if len(sampling) == len(items) else [items[row] for row in sampling]
-        slots, positions = self._slots.update_and_look(chosen) if chosen else (NO_NUMBERS, NO_NUMBERS)
+        ending = [item for item in batch.prefills if item.samples]
+        slots = self._slots.update(batch.decodes, ending)
+        positions = self._slots.positions()
         needs = self._sampler.needs(slots)
-        fill = self._masks.begin(chosen, needs)
+        fill = self._masks.begin(batch.decodes + ending, needs)
         to_choose = None if self.steps.chunks is None else self.steps.chunks.run(batch.prefills, slots, positions)
         if to_choose is None:
             hidden = self._pass_over(items, dict(zip(sampling, slots.tolist(), strict=True)), None)

@@ -137,8 +137,10 @@ class Outcomes:
         assert not batch.num_draft_tokens, "how far a guess gets is not known beforehand"
         self.num_under_way += 1
         in_flight = self._advanced = InFlightBatch.of(batch, self._advanced)
-        rows = zip(in_flight.requests[: in_flight.num_decodes], in_flight.starts, strict=False)
-        last = [request for request, start in rows if start + 2 >= request.max_total_tokens] if in_flight.first_end <= 2 else []
+        last: list[Request] = []
+        if in_flight.first_end <= 2:
+            rows = zip(in_flight.requests, in_flight.starts, in_flight.ends, strict=False)
+            last = [request for request, start, end in rows if start + 2 >= end]
         for item in batch.decodes:
             request = item.request
             item.start = request.num_computed_tokens = item.start + 1

@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import random
+from functools import partial
 from unittest import mock
 
 import pytest
-import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engine.runner.slots import SlotState, SlotTable
+from engine.runner.slots import SlotState, SlotTable, slot_words
+from engine.sampling.columns import ColumnSampler
 from engine.scheduling.request import UNKNOWN_TOKEN, Request, table_of
 from engine.scheduling.scheduled_batch import ScheduledRequest
 from tests.support.scheduling import make_request
+from tests.support.slots import CPU, slot_state, slot_table
 
 BLOCK, BLOCKS, SEATS, STEPS = 2, 40, 5, 30
 
@@ -23,10 +25,10 @@ class Lives:
 
     def __init__(self, chance: random.Random, *, is_host: bool) -> None:
         self.chance = chance
-        self.state = SlotState(SEATS, BLOCKS, device=torch.device("cpu"))
+        self.state = slot_state(SEATS, BLOCKS)
         if not is_host:
             self.state.words.on_host = None  # as on a GPU
-        self.table = SlotTable(self.state, mock.Mock())
+        self.table = slot_table(self.state)
         self.decoding: list[Request] = []  # of the last step
         self.others: list[Request] = []
         self.sampled: dict[Request, int] = {}  # under way
@@ -109,3 +111,16 @@ def test_slots_hold_what_the_scheduler_has(seed: int, *, is_host: bool) -> None:
                 lives.table.forget()
             else:
                 lives.table.invalidate(lives.decoding[:2])
+
+
+def test_slots_blocks_and_parameters_of_who_comes_are_written_together() -> None:
+    make_words = partial(slot_words, num_slots=SEATS, max_blocks=BLOCKS)
+    sampler = ColumnSampler(SEATS, 9, CPU, make_words=make_words)
+    state = SlotState(sampler.columns.words, device=CPU)
+    request = make_request("new", 3)
+    request.block_table.extend([7, 4])
+    with mock.patch.object(state.words, "write", wraps=state.words.write) as write:
+        (slot,) = SlotTable(state, sampler).update([ScheduledRequest(request, 0, 3, True)])
+    write.assert_called_once()
+    assert (int(state.num_tokens[slot]), state.tables[slot, :2].tolist()) == (3, [7, 4])
+    assert int(sampler.columns.streams[slot]) != 0, "what the noise of its seed comes from"

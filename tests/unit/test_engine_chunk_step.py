@@ -15,11 +15,12 @@ from engine.protocol import SamplingParams
 from engine.runner.chunk_step import NOBODY, ChunkRows, ChunkShape, ChunkStep, ChunkSteps
 from engine.runner.cuda_graphs import DirectCalls
 from engine.runner.slot_runner import SlotRunner
-from engine.runner.slots import SlotState, SlotWrites
+from engine.runner.slots import SlotWrites
 from engine.scheduling.request import UNKNOWN_TOKEN, Request, table_of
 from engine.scheduling.scheduled_batch import ScheduledRequest
 from kernels.paged_plan import PagedPlan
 from tests.support.engines import overlapped_engine
+from tests.support.slots import slot_state
 from tests.support.tiny_models import make_model
 
 CPU = torch.device("cpu")
@@ -88,7 +89,7 @@ def decoder() -> Decoder:
 
 @pytest.fixture
 def step(decoder: Decoder) -> ChunkStep:
-    state = SlotState(SEATS, BLOCKS, device=CPU, dtype=torch.float32)
+    state = slot_state(SEATS, BLOCKS)
     state.write(SlotWrites([2, 0], [99, 76], [6, 7], [(2, 0, [1, 2]), (0, 0, [0, 7])]))
     return ChunkStep([decoder], state, max_tokens=32, block_size=BLOCK, device=CPU)  # type: ignore[list-item]
 
