@@ -1,4 +1,4 @@
-"""Slots of a device that is the host, and a table of them without a sampler."""
+"""Slots, mostly of a device that is the host, and a table of them without a sampler."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from engine.runner.slots import SlotState, SlotTable, slot_words
 CPU = torch.device("cpu")
 
 
-def slot_state(num_slots: int, max_blocks: int) -> SlotState:
-    return SlotState(slot_words({}, CPU, num_slots=num_slots, max_blocks=max_blocks), device=CPU)
+def slot_state(num_slots: int, max_blocks: int, device: torch.device = CPU) -> SlotState:
+    return SlotState(slot_words({}, device, num_slots=num_slots, max_blocks=max_blocks), device=device)
 
 
 def slot_table(state: SlotState) -> SlotTable:
