@@ -23,6 +23,7 @@ import statistics
 import time
 from collections.abc import Callable, Hashable
 from contextlib import closing, suppress
+from functools import partial
 from typing import Any
 
 import torch
@@ -35,6 +36,7 @@ from engine.protocol import EngineFrame, EngineInfo, GatewayFrame, GenerationReq
 from engine.runner.cuda_graphs import Calls
 from engine.runner.slot_runner import SlotRunner
 from engine.runner.slot_steps import SlotSteps
+from engine.runner.slots import slot_words
 from engine.sampling.columns import Chosen, ColumnSampler, Kind
 from engine.scheduling.block_pool import BlockPool
 from engine.scheduling.limits import SchedulerLimits
@@ -145,7 +147,7 @@ def make_engine(
     )  # fmt: skip
     steps: Any = SlotSteps(
         NoDecoder(),  # type: ignore[arg-type]
-        NoSampler(batch, 1, DEVICE),
+        NoSampler(batch, 1, DEVICE, make_words=partial(slot_words, num_slots=batch, max_blocks=limits.max_blocks)),
         calls or NoCalls(),
         limits,
         max_guesses=0,
@@ -154,7 +156,7 @@ def make_engine(
     )
     steps.chunks._step._hidden = torch.zeros(batch, 1)  # nothing computes it
     steps.decodes.step.host_sampled = None  # as on a GPU, where the device's memory is not the host's
-    steps.state.words.on_host = steps.sampler.columns.words.on_host = None
+    steps.state.words.on_host = None
     runner: Any = SlotRunner(NoPlainRunner(), steps, None)  # type: ignore[arg-type]
     engine = Engine(scheduler, runner, info, overlap=runner)
     parts = Parts()

@@ -202,7 +202,7 @@ class Engine:
 
     def _compute(self, batch: ScheduledBatch, started_s: float) -> StepEvents:
         items = batch.items
-        outputs = run_isolated(self._runner, items) if self._overlapped is None else self._overlapped.verify(items)
+        outputs = run_isolated(self._runner, items) if self._overlapped is None else self._overlapped.verify(batch)
         self._follow_grammars([item.request for item in items], outputs)
         predicted_s = self._predict(batch)
         happened = StepEvents(self._scheduler.apply(batch, outputs))

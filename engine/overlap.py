@@ -21,7 +21,7 @@ from typing import Protocol
 from engine.fault_isolation import Runner, run_isolated
 from engine.protocol import PlainReason
 from engine.scheduling.in_flight_batch import InFlightBatch, as_planned
-from engine.scheduling.scheduled_batch import BlockMoves, RowResult, ScheduledBatch, ScheduledRequest, StepOutput
+from engine.scheduling.scheduled_batch import BlockMoves, RowResult, ScheduledBatch, StepOutput
 
 log = logging.getLogger("gatehouse.engine")
 
@@ -48,15 +48,15 @@ class AheadRunner(Runner, Protocol):
         """Whether a step that was launched is over: nothing is gained by looking at it later."""
         ...
 
-    def plain_reason(self, items: Sequence[ScheduledRequest]) -> PlainReason | None:
+    def plain_reason(self, batch: ScheduledBatch) -> PlainReason | None:
         """Why a step with these rows cannot be launched before the one before it is settled; None where it can."""
         ...
 
-    def launch(self, items: Sequence[ScheduledRequest]) -> PendingStep:
+    def launch(self, batch: ScheduledBatch) -> PendingStep:
         """Begin a step, behind those begun before it. Raises when it cannot."""
         ...
 
-    def launch_guesses(self, items: Sequence[ScheduledRequest]) -> PendingStep:
+    def launch_guesses(self, batch: ScheduledBatch) -> PendingStep:
         """As `launch`, a step in which some rows verify guesses; everything before it is settled."""
         ...
 
@@ -116,10 +116,9 @@ class OverlappedSteps:
     def launch(self, batch: ScheduledBatch, *, predicted_s: float, now_s: float) -> StepUnderWay:
         """Begin a step and book it. Never raises for what the step itself does."""
         pending: PendingStep | None = None
-        items = batch.items
-        if self._can_launch(items):
+        if self._can_launch(batch):
             try:
-                pending = self._runner.launch(items)
+                pending = self._runner.launch(batch)
             except Exception as error:  # noqa: BLE001 - noted, with its traceback
                 self.fallbacks.note("a step could not be launched", error)
                 self._runner.forget()
@@ -151,10 +150,11 @@ class OverlappedSteps:
                 self._distrust(behind)
         return outputs
 
-    def verify(self, items: Sequence[ScheduledRequest]) -> list[StepOutput]:
+    def verify(self, batch: ScheduledBatch) -> list[StepOutput]:
         """Results of a step in which some rows verify guesses: how far those get is not known beforehand, so nothing is under
         way before it or launched behind it."""
-        found = self._verified(items) if self._can_launch(items) else None
+        items = batch.items
+        found = self._verified(batch) if self._can_launch(batch) else None
         if found is None:
             return run_isolated(self._runner, items)
         failed = [row for row, output in enumerate(found) if output is None]
@@ -170,17 +170,17 @@ class OverlappedSteps:
         """Nobody will look at the steps under way, and what was recorded of slots is in doubt."""
         self._runner.forget()
 
-    def _can_launch(self, items: Sequence[ScheduledRequest]) -> bool:
+    def _can_launch(self, batch: ScheduledBatch) -> bool:
         """Whether the step is one for slots. One that is not is counted."""
-        reason = self._runner.plain_reason(items)
+        reason = self._runner.plain_reason(batch)
         if reason is None:
             return True
         self.plain_steps[reason] += 1
         return False
 
-    def _verified(self, items: Sequence[ScheduledRequest]) -> list[RowResult] | None:
+    def _verified(self, batch: ScheduledBatch) -> list[RowResult] | None:
         try:
-            pending = self._runner.launch_guesses(items)
+            pending = self._runner.launch_guesses(batch)
             pending.complete()
             return pending.outputs()
         except Exception as error:  # noqa: BLE001 - noted, with its traceback

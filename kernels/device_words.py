@@ -17,6 +17,8 @@ ALIGNED_WORDS = 4
 """Kernels take pointers at multiples of 16 bytes."""
 
 Shape = tuple[int, ...]
+Pieces = Mapping[str, tuple[torch.dtype, Shape]]
+"""Numbers of 4 or 8 bytes, by name."""
 
 
 class DeviceWords:
@@ -28,12 +30,12 @@ class DeviceWords:
 
     def __init__(
         self,
-        pieces: Mapping[str, tuple[torch.dtype, Shape]],
+        pieces: Pieces,
         device: torch.device,
         *,
         send_numbers: Callable[[np.ndarray[Any, Any]], torch.Tensor] | None = None,
     ) -> None:
-        """`pieces`: of 4 or 8 bytes a number. `send_numbers`: what brings [n] int64 to the device, else `transfer.send`."""
+        """`send_numbers`: what brings [n] int64 to the device, else `transfer.send`."""
         self._pieces = pieces
         self._first: dict[str, int] = {}
         end = 0

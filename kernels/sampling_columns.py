@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import torch
 
-from kernels.device_words import ALIGNED_WORDS, DeviceWords
+from kernels.device_words import ALIGNED_WORDS, DeviceWords, Pieces
 
 SUPPRESSED_IDS_MAX = 8
 """End tokens of a slot that `min_tokens_until` can suppress."""
@@ -51,11 +52,20 @@ class SamplingColumns:
     places: np.ndarray[Any, Any]
 
     @classmethod
-    def empty(cls, num_slots: int, vocab_size: int, num_rules: int, device: torch.device) -> SamplingColumns:
-        """All slots greedy and without rules. 4 · V bytes for each slot and each row of bias."""
+    def empty(
+        cls,
+        num_slots: int,
+        vocab_size: int,
+        num_rules: int,
+        device: torch.device,
+        *,
+        make_words: Callable[[Pieces, torch.device], DeviceWords] = DeviceWords,
+    ) -> SamplingColumns:
+        """All slots greedy and without rules. 4 · V bytes for each slot and each row of bias. `make_words`: makes words that
+        have these pieces, perhaps beside others that are written together with them."""
         width = -(-num_slots // ALIGNED_WORDS) * ALIGNED_WORDS  # each column begins where kernels take pointers to
         pieces = {name: (dtype, (len(off), width)) for name, (dtype, off) in _TABLES.items()}
-        words = DeviceWords({**pieces, "suppressed_ids": (torch.int32, (num_slots, SUPPRESSED_IDS_MAX))}, device)
+        words = make_words({**pieces, "suppressed_ids": (torch.int32, (num_slots, SUPPRESSED_IDS_MAX))}, device)
         for name, (dtype, off) in _TABLES.items():
             words.tensor(name).copy_(torch.tensor(off, dtype=dtype)[:, None])
         floats, ints, longs = (words.tensor(name)[:, :num_slots] for name in _TABLES)
@@ -85,18 +95,18 @@ class SamplingColumns:
             places=np.concatenate([each.reshape(num_slots, -1) for each in places], axis=1),
         )
 
-    def write(
+    def to_write(
         self,
         slots: np.ndarray[Any, Any],
         floats: np.ndarray[Any, Any],
         ints: np.ndarray[Any, Any],
         longs: np.ndarray[Any, Any],
         suppressed_ids: np.ndarray[Any, Any],
-    ) -> None:
-        """Set the parameters of slots: [n] int64, no two alike. floats: [n, 7] float32, ints: [n, 2] int32, longs: [n, 2]
-        int64, in the order of the tables' rows; suppressed_ids: [n, SUPPRESSED_IDS_MAX] int32"""
+    ) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]:
+        """What to write to `words` for the parameters of slots: [n] int64, no two alike. floats: [n, 7] float32, ints: [n, 2]
+        int32, longs: [n, 2] int64, in the order of the tables' rows; suppressed_ids: [n, SUPPRESSED_IDS_MAX] int32"""
         values = np.concatenate([floats.view(np.int32), ints, longs.view(np.int32), suppressed_ids], axis=1)
-        self.words.write(self.places[slots].reshape(-1), values.reshape(-1))
+        return self.places[slots].reshape(-1), values.reshape(-1)
 
 
 _TABLES: dict[str, tuple[torch.dtype, list[float]]] = {

@@ -17,9 +17,8 @@ On a CPU nothing is captured.
 
 from __future__ import annotations
 
-import itertools
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from functools import cache, partial
 from itertools import accumulate
 from typing import NamedTuple
@@ -31,7 +30,7 @@ from engine.runner.cuda_graphs import Calls, CaptureFailed
 from engine.runner.input_rows import InputRow
 from engine.runner.paged_decoder import PagedDecoder
 from engine.runner.rows import input_row
-from engine.runner.slots import NOTHING, SlotState
+from engine.runner.slots import NO_NUMBERS, NOTHING, Numbers, SlotState
 from engine.runner.staging import Staging
 from engine.scheduling.scheduled_batch import ScheduledRequest
 from engine.step_sizes import CHUNK_ROWS_FEW, chunk_shapes
@@ -81,34 +80,44 @@ def _even(size: int) -> int:
 
 class ChunkRows(NamedTuple):
     """A step, whose decodes are the first of all its tokens: their slots, the chunks, and which tokens (`wanted`) another one
-    is chosen behind. Of each chosen one the slot, and its index in prompt plus output."""
+    is chosen behind. Of each chosen one the slot, and its index in prompt plus output. Arrays are of int64."""
 
-    slots: Sequence[int]
+    slots: Numbers
     chunks: Sequence[InputRow]
-    wanted: Sequence[int]
-    slots_of_chosen: Sequence[int] = ()
-    positions_of_chosen: Sequence[int] = ()
+    wanted: Numbers
+    slots_of_chosen: Numbers
+    positions_of_chosen: Numbers
 
     @classmethod
-    def of(cls, items: Sequence[ScheduledRequest], slots: Mapping[int, int]) -> ChunkRows:
-        """slots: of the items that sample, by index, and in the order of their tokens. One of a single token is a decode."""
-        chunks = {index: item for index, item in enumerate(items) if item.num_tokens > 1 or not item.samples}
-        end, lasts = len(items) - len(chunks), {}  # behind the decodes
-        for index, item in chunks.items():
-            end += item.num_tokens
-            lasts[index] = end - 1
-        decode = itertools.count()
-        wanted = [lasts[index] if index in lasts else next(decode) for index in slots]
-        decodes = [slot for index, slot in slots.items() if index not in lasts]
-        positions = [items[index].start + items[index].num_tokens for index in slots]
-        return cls(decodes, [input_row(item) for item in chunks.values()], wanted, [*slots.values()], positions)
+    def of(cls, prefills: Sequence[ScheduledRequest], slots: Numbers, positions: Numbers) -> ChunkRows:
+        """slots, positions: of all that sample, in the order of the step, in which decodes come before `prefills`. One of these
+        that samples behind a single token is a decode as well."""
+        chosen = [item for item in prefills if item.samples]
+        chunks = [item for item in prefills if item.num_tokens > 1 or not item.samples]
+        num_decodes = len(slots) - len(chosen)
+        row = num_decodes  # of the next one of a single token
+        end = num_decodes + len(prefills) - len(chunks)  # behind all decodes, then behind each chunk
+        wanted = np.arange(len(slots))
+        is_decode = wanted < num_decodes
+        lasts: list[int] = []
+        for item in prefills:
+            if item.num_tokens == 1 and item.samples:
+                is_decode[num_decodes + len(lasts)] = True
+                lasts.append(row)
+                row += 1
+            else:
+                end += item.num_tokens
+                if item.samples:
+                    lasts.append(end - 1)
+        wanted[num_decodes:] = lasts
+        return cls(slots[is_decode], [input_row(item) for item in chunks], wanted, slots, positions)
 
     @property
     def num_tokens(self) -> int:
         return len(self.slots) + sum(len(row.token_ids) for row in self.chunks)
 
 
-NOBODY = ChunkRows((), (), ())
+NOBODY = ChunkRows(NO_NUMBERS, (), NO_NUMBERS, NO_NUMBERS, NO_NUMBERS)
 """A step of nothing but padding, which changes nothing."""
 
 
@@ -249,17 +258,17 @@ class ChunkSteps:
         self.failure = ""
         """Why some shapes have no graph; empty where all have one."""
 
-    def run(self, items: Sequence[ScheduledRequest], slots: Mapping[int, int]) -> ToChoose | None:
-        """Compute a step, as far as what chooses the tokens of the items in `slots`, in their order. None for one that is to be
-        launched in another way. Raises `CaptureFailed`."""
-        return self._computed(ChunkRows.of(items, slots))
+    def run(self, prefills: Sequence[ScheduledRequest], slots: Numbers, positions: Numbers) -> ToChoose | None:
+        """Compute a step (`ChunkRows.of`), as far as what chooses its tokens. None for one that is to be launched in another
+        way. Raises `CaptureFailed`."""
+        return self._computed(ChunkRows.of(prefills, slots, positions))
 
     def run_for_timing(self, chunks: Sequence[InputRow]) -> torch.Tensor | None:
         """Hidden states of all outputs of `chunks`; None as of `run`. What it leaves in the cache is overwritten before it is
         used."""
         firsts = accumulate((len(row.token_ids) for row in chunks), initial=0)
         wanted = [first + output for first, row in zip(firsts, chunks, strict=False) for output in row.outputs]
-        computed = self._computed(ChunkRows((), chunks, wanted))
+        computed = self._computed(NOBODY._replace(chunks=chunks, wanted=np.array(wanted, dtype=np.int64)))
         return None if computed is None else computed.hidden
 
     @property

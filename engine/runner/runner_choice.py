@@ -8,6 +8,7 @@ launching ahead as well.
 from __future__ import annotations
 
 import logging
+from functools import partial
 
 import torch
 
@@ -21,6 +22,7 @@ from engine.runner.model_runner import ModelRunner
 from engine.runner.paged_decoder import PagedDecoder
 from engine.runner.slot_runner import SlotRunner
 from engine.runner.slot_steps import SlotSteps
+from engine.runner.slots import slot_words
 from engine.sampling.columns import ColumnSampler
 from engine.sampling.host_masks import HostMasks
 from engine.scheduling.limits import SchedulerLimits
@@ -65,7 +67,14 @@ def make_slot_runner(
     calls: Calls = CudaGraphs(device, max_graphs=max_graphs) if mode is StepMode.CAPTURED else DirectCalls()
     steps = SlotSteps(
         target,
-        ColumnSampler(limits.max_num_seqs, target.vocab_size, device, max_guesses=max_guesses, dtype=target.dtype),
+        ColumnSampler(
+            limits.max_num_seqs,
+            target.vocab_size,
+            device,
+            max_guesses=max_guesses,
+            dtype=target.dtype,
+            make_words=partial(slot_words, num_slots=limits.max_num_seqs, max_blocks=limits.max_blocks),
+        ),
         calls,
         limits,
         max_guesses=max_guesses,

@@ -18,8 +18,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from operator import attrgetter
 
+import numpy as np
 import torch
 
 from engine.protocol import PlainReason
@@ -28,20 +28,17 @@ from engine.runner.embedder import TextModel
 from engine.runner.launched_step import Choosing, LaunchedStep
 from engine.runner.model_runner import ModelRunner
 from engine.runner.paged_decoder import PlacedTokens
-from engine.runner.ready_steps import NO_ROWS
 from engine.runner.row_masks import FillMasks, RowMasks
 from engine.runner.rows import SampledRows, guess_places, input_row, scored_positions, unknown_places
 from engine.runner.slot_steps import SlotSteps
-from engine.runner.slots import SlotTable
+from engine.runner.slots import NO_NUMBERS, Numbers, SlotTable
 from engine.runner.token_return import Fetch
 from engine.sampling.columns import Kind, SamplingNeeds
 from engine.sampling.host_masks import HostMasks
-from engine.scheduling.scheduled_batch import BlockMoves, ScheduledRequest, StepOutput
+from engine.scheduling.scheduled_batch import BlockMoves, ScheduledBatch, ScheduledRequest, StepOutput
 
 Choose = Callable[[torch.Tensor | None], Fetch]
 """Chooses the tokens of a step whose logits are launched, as far as masks allow: [R, ceil(V / 32)] int32, None for all."""
-
-_size_of = attrgetter("num_tokens", "samples")
 
 
 class SlotRunner:
@@ -55,8 +52,8 @@ class SlotRunner:
         self._masks = RowMasks(masks, steps.device, begins_early=steps.is_synchronous)
         self._slots = SlotTable(steps.state, steps.sampler)
         self._needs = SamplingNeeds(Kind(), [], [])  # of the last decodes, found out for these slots:
-        self._needs_of: list[int] = []
-        self._decodes: Sequence[ScheduledRequest] = []  # of the last step of one token each: mostly those of the next one
+        self._needs_of = NO_NUMBERS
+        self._decodes: Sequence[ScheduledRequest] = []  # of the last step: mostly those of the next one
         self._inference = torch.inference_mode()  # of every launch: to make one costs a step as much as to enter it
 
     @property
@@ -93,38 +90,30 @@ class SlotRunner:
         self._slots.forget()
         self.steps.token_return.forget()
 
-    def plain_reason(self, items: Sequence[ScheduledRequest]) -> PlainReason | None:
+    def plain_reason(self, batch: ScheduledBatch) -> PlainReason | None:
         """What in this step needs the plain way, None if nothing does: the scores of prompts do, and whatever no slot holds."""
-        if self._are_decodes(items):
-            return None
-        for item in self._slots.newcomers(items):
+        for item in self._slots.newcomers(batch.prefills if batch.decodes is self._decodes else batch.items):
             reason = PlainReason.PROMPT_LOGPROBS if scored_positions(item) else self._sampler.refusal(item.request)
             if reason is not None:
                 return reason
         return None
 
-    def launch(self, items: Sequence[ScheduledRequest]) -> LaunchedStep:
+    def launch(self, batch: ScheduledBatch) -> LaunchedStep:
         """Begin a step."""
         with self._inference:
             self.steps.token_return.begin_step()
-            if self._are_decodes(items):
-                return self._launch_decodes(items)
-            if {*map(_size_of, items)} == {(1, True)}:
-                self._decodes = items
-                return self._launch_decodes(items)
-            return self._launch_rows(items)
-
-    def _are_decodes(self, items: Sequence[ScheduledRequest]) -> bool:
-        """Whether these are the very items of the last decode step, known by one look at their list: nobody came or went."""
-        return items is self._decodes or items == self._decodes
+            self._decodes = batch.decodes
+            if all(item.samples and item.num_tokens == 1 for item in batch.prefills):
+                return self._launch_decodes(batch)
+            return self._launch_chunks(batch)
 
     @torch.inference_mode()
-    def launch_guesses(self, items: Sequence[ScheduledRequest]) -> LaunchedStep:
+    def launch_guesses(self, batch: ScheduledBatch) -> LaunchedStep:
         """Begin a step in which some rows verify guesses; all before it is settled."""
         self.steps.token_return.begin_step()
-        if all(item.samples and item.num_tokens == 1 + item.num_draft_tokens for item in items):
-            return self._launch_guesses(items)
-        return self._launch_rows(items, has_guesses=True)
+        if all(item.samples and item.num_tokens == 1 for item in batch.prefills):
+            return self._launch_guesses(batch.items)
+        return self._launch_guesses_beside_chunks(batch)
 
     @property
     @torch.inference_mode()
@@ -132,8 +121,8 @@ class SlotRunner:
         """Whether decode steps are one recorded call."""
         return self.steps.decodes.step.is_recorded
 
-    def _launch_decodes(self, items: Sequence[ScheduledRequest]) -> LaunchedStep:
-        slots = self._slots.update(items)
+    def _launch_decodes(self, batch: ScheduledBatch) -> LaunchedStep:
+        items, slots = batch.items, self._slots.update(batch.decodes, batch.prefills)
         if slots is not self._needs_of:
             self._needs_of, self._needs = slots, self._sampler.needs(slots)
         size, kind = self.steps.decodes.choose_graph(len(slots), self._needs)
@@ -168,32 +157,50 @@ class SlotRunner:
 
         return self._begin_choice(launched, choose, size, fill)
 
-    def _launch_rows(self, items: Sequence[ScheduledRequest], *, has_guesses: bool = False) -> LaunchedStep:
+    def _launch_chunks(self, batch: ScheduledBatch) -> LaunchedStep:
         """Launch a step with chunks of prompts: as one graph, or as the plain forward pass computes it."""
-        sampling = [row for row, item in enumerate(items) if item.samples]
+        items, sampling = batch.items, _sampling_rows(batch)
+        ending = [item for item in batch.prefills if item.samples]
+        slots = self._slots.update(batch.decodes, ending)
+        positions = self._slots.positions()
+        needs = self._sampler.needs(slots)
+        fill = self._masks.begin(batch.decodes + ending, needs)
+        to_choose = None if self.steps.chunks is None else self.steps.chunks.run(batch.prefills, slots, positions)
+        if to_choose is None:
+            hidden = self._pass_over(items, dict(zip(sampling, slots.tolist(), strict=True)), None)
+            to_choose = self._to_choose(hidden, slots, positions)
+        launched = LaunchedStep(len(items), len(sampling), sampling, needs.scored)
+        return self._choose_behind(launched, to_choose, None, needs.kind, fill)
+
+    def _launch_guesses_beside_chunks(self, batch: ScheduledBatch) -> LaunchedStep:
+        """As `_launch_chunks`, a step in which some rows verify guesses: as the plain forward pass computes it."""
+        items, sampling = batch.items, _sampling_rows(batch)
         chosen = [items[row] for row in sampling]
-        if has_guesses:
-            slots = self._slots.update_beside_guesses(chosen, sends_tokens=self.steps.drafts is None)
-        else:
-            slots = self._slots.update(chosen) if chosen else NO_ROWS
-        rows, slot_of = SampledRows.of(chosen, slots), dict(zip(sampling, slots, strict=True))
+        slots = self._slots.update_beside_guesses(chosen, sends_tokens=self.steps.drafts is None)
+        rows = SampledRows.of(chosen, slots)
         needs = self._sampler.needs(rows.slots)
         fill = self._masks.begin(rows.items, needs)
-        guesses = self._guess(rows) if has_guesses else None
-        to_choose = self.steps.chunks.run(items, slot_of) if self.steps.chunks is not None and not has_guesses else None
-        hidden = self._pass_over(items, slot_of, guesses) if to_choose is None else to_choose.hidden
-        known = rows.tokens if guesses is None else None
-        launched = LaunchedStep(len(items), len(rows.slots), sampling, needs.scored, rows.depths, known)
-        if not sampling:
-            return launched
-        inputs = None
+        guesses, inputs = self._guess(rows), None
+        hidden = self._pass_over(items, dict(zip(sampling, slots, strict=True)), guesses)
         if guesses is not None:
             inputs = self.steps.staging.send(rows.tokens).index_copy_(0, self.steps.staging.send(rows.guessing), guesses)
-        if to_choose is None:
-            where = self.steps.staging.send([rows.slots, rows.positions])
-            to_choose = ToChoose(hidden, where[0].to(torch.int32), where[1])
-        logits = self._target.logits(hidden, wide=False)
-        choose = partial(self._choose_rows, logits, to_choose, inputs, needs.kind)
+        known = rows.tokens if guesses is None else None
+        launched = LaunchedStep(len(items), len(rows.slots), sampling, needs.scored, rows.depths, known)
+        to_choose = self._to_choose(hidden, rows.slots, rows.positions)
+        return self._choose_behind(launched, to_choose, inputs, needs.kind, fill)
+
+    def _to_choose(self, hidden: torch.Tensor, slots: Sequence[int] | Numbers, positions: Sequence[int] | Numbers) -> ToChoose:
+        where = self.steps.staging.send(np.array([slots, positions], dtype=np.int64))
+        return ToChoose(hidden, where[0].to(torch.int32), where[1])
+
+    def _choose_behind(
+        self, launched: LaunchedStep, rows: ToChoose, inputs: torch.Tensor | None, kind: Kind, fill: FillMasks | None
+    ) -> LaunchedStep:
+        """Launch what follows the layers of a step with chunks, if anybody in it has come to the end of what is known."""
+        if not launched.num_sampled:
+            return launched
+        logits = self._target.logits(rows.hidden, wide=False)
+        choose = partial(self._choose_rows, logits, rows, inputs, kind)
         return self._begin_choice(launched, choose, len(logits), fill)
 
     def _guess(self, rows: SampledRows) -> torch.Tensor | None:
@@ -239,3 +246,9 @@ class SlotRunner:
     def _choose_masked(self, choose: Choose, num_rows: int, fill: FillMasks) -> Choosing:
         masks, errors = fill(num_rows)
         return choose(masks), errors
+
+
+def _sampling_rows(batch: ScheduledBatch) -> list[int]:
+    """Rows of a step that choose a token: all decodes, and the chunks with which a prompt ends."""
+    num_decodes = len(batch.decodes)
+    return [*range(num_decodes), *(row for row, item in enumerate(batch.prefills, num_decodes) if item.samples)]

@@ -44,9 +44,10 @@ class SlotSteps:
         is_synchronous: bool = False,
         draft: PagedDecoder | None = None,
     ) -> None:
-        """`max_guesses`: of all requests of a step, 0 if none are made. `chunk_rows`: of the largest step with chunks that is
-        captured, 0 if none is. `is_synchronous`: a launch returns when its step is over, and steps are recorded instead of
-        rounded up to one of the sizes of graphs. `draft`: the model that guesses; without one the host does."""
+        """`sampler`: over `slot_words` of these limits. `max_guesses`: of all requests of a step, 0 if none are made.
+        `chunk_rows`: of the largest step with chunks that is captured, 0 if none is. `is_synchronous`: a launch returns when
+        its step is over, and steps are recorded instead of rounded up to one of the sizes of graphs. `draft`: the model that
+        guesses; without one the host does."""
         self.target = target
         self.decoders = [target] if draft is None else [draft, target]
         self.sampler = sampler
@@ -56,7 +57,7 @@ class SlotSteps:
         self.is_synchronous = is_synchronous
         self.device = device
         max_num_seqs, block_size = limits.max_num_seqs, limits.block_size
-        self.state = SlotState(max_num_seqs, -(-limits.max_model_len // block_size), device=device, dtype=target.dtype)
+        self.state = SlotState(sampler.columns.words, device=device, dtype=target.dtype)
         max_rows = max_num_seqs + max_guesses
         self.inputs = StepInputs(self.state, target, max_rows=max_rows, block_size=block_size, device=device)
         self.token_return = TokenReturn(max_rows, scores.width(TOP_LOGPROBS_MAX), device=device)

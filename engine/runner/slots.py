@@ -13,19 +13,25 @@ from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import compress
-from operator import and_, attrgetter, is_, ne
+from operator import is_, ne
 from typing import Any, Protocol
 
 import numpy as np
 import torch
 
 from engine.runner.staging import Staging
+from engine.scheduling.departures import departures, without
 from engine.scheduling.request import Request
 from engine.scheduling.scheduled_batch import ScheduledRequest
 from kernels import ops
 
 NOTHING = -1
-_request_of, _table_of = attrgetter("request"), attrgetter("block_table")
+
+Numbers = np.ndarray[Any, np.dtype[np.int64]]
+NO_NUMBERS: Numbers = np.empty(0, dtype=np.int64)
+
+Words = tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]
+"""Places in a `DeviceWords` and their values, as it writes them."""
 
 
 @dataclass(slots=True)
@@ -33,29 +39,36 @@ class SlotWrites:
     """What is changed of slots before a step.
 
     `slots`, `last_tokens`, `num_tokens`: columns of the slots whose length is sent. A last token below 0 is one that the host
-    does not know: the slot keeps its own. `blocks`: pieces of block tables, (slot, first column, block ids).
+    does not know: the slot keeps its own. `blocks`: pieces of block tables, (slot, first column, block ids). `words`: what
+    listeners have to write.
     """
 
     slots: list[int] = field(default_factory=list)
     last_tokens: list[int] = field(default_factory=list)
     num_tokens: list[int] = field(default_factory=list)
     blocks: list[tuple[int, int, Sequence[int]]] = field(default_factory=list)
+    words: list[Words] = field(default_factory=list)
 
     def __bool__(self) -> bool:
-        return bool(self.slots or self.blocks)
+        return bool(self.slots or self.blocks or self.words)
+
+
+def slot_words(beside: ops.Pieces, device: torch.device, *, num_slots: int, max_blocks: int) -> ops.DeviceWords:
+    """What the state of S slots of at most M blocks each lies in, with other pieces beside it that are written together."""
+    pieces: ops.Pieces = {
+        "last_tokens": (torch.int64, (num_slots,)),
+        "num_tokens": (torch.int32, (num_slots,)),
+        "tables": (torch.int32, (num_slots, max_blocks)),
+    }
+    return ops.DeviceWords({**pieces, **beside}, device, send_numbers=Staging(device).send)
 
 
 class SlotState:
     """The state of S slots of at most M blocks each, on the device. Only kernels read it."""
 
-    def __init__(self, num_slots: int, max_blocks: int, *, device: torch.device, dtype: torch.dtype | None = None) -> None:
-        """`dtype`: of the model, whose operations advance the slots; None is any."""
-        pieces = {
-            "last_tokens": (torch.int64, (num_slots,)),
-            "num_tokens": (torch.int32, (num_slots,)),
-            "tables": (torch.int32, (num_slots, max_blocks)),
-        }
-        self.words = ops.DeviceWords(pieces, device, send_numbers=Staging(device).send)
+    def __init__(self, words: ops.DeviceWords, *, device: torch.device, dtype: torch.dtype | None = None) -> None:
+        """`words`: of `slot_words`. `dtype`: of the model, whose operations advance the slots; None is any."""
+        self.words = words
         self.last_tokens = self.words.tensor("last_tokens")  # [S]
         self.num_tokens = self.words.tensor("num_tokens")  # [S], the last one included
         self.tables = self.words.tensor("tables")  # [S, M]
@@ -87,7 +100,8 @@ class SlotState:
                 place = first + 2 * slot
                 places.extend((place, place + 1))
                 values.extend((token_id, 0))
-        self.words.write(np.frombuffer(places, np.int64), np.frombuffer(values, np.int32))
+        words = [(np.frombuffer(places, np.int64), np.frombuffer(values, np.int32)), *writes.words]
+        self.words.write(np.concatenate([each for each, _ in words]), np.concatenate([each for _, each in words]))
 
     def advance(
         self,
@@ -105,8 +119,8 @@ class SlotState:
 class SlotListener(Protocol):
     """Keeps further state of requests by slot, as the sampler does."""
 
-    def place(self, slots: Sequence[int], requests: Sequence[Request]) -> None:
-        """Assign the slots to these requests."""
+    def place(self, slots: Sequence[int], requests: Sequence[Request]) -> Words:
+        """Assign the slots to these requests. → what is to be written to the words of the slots for it"""
         ...
 
     def restart(self, slot: int, request: Request, num_tokens: int) -> None:
@@ -130,9 +144,11 @@ class SlotTable:
         self._lens = np.full(num_slots, NOTHING, dtype=np.int64)
         self._tables: list[Sequence[int] | None] = [None] * num_slots
         self._num_blocks = [0] * num_slots
-        self._items: Sequence[ScheduledRequest] | None = None  # of the last step
+        self._idle: dict[Request, None] = {}  # who have a slot and are not in the last step, longest first
+        self._decodes: Sequence[ScheduledRequest] | None = None  # of the last step
         self._requests: list[Request] = []  # of the last step, as the columns below
         self._slots: list[int] = []
+        self._index = NO_NUMBERS  # the same
         self._step_tables: list[Sequence[int]] = []
         self._step_sizes: list[int] = []
         self._num_gone_on = 0  # steps by which `_lens` is behind for these slots
@@ -143,9 +159,10 @@ class SlotTable:
 
     def forget(self) -> None:
         """Drop all assignments: what the device holds is in doubt, blocks and parameters too."""
-        self._of.clear()
-        self._free = list(range(len(self._lens) - 1, -1, -1))
         self._drop_step()
+        self._of.clear()
+        self._idle.clear()
+        self._free = list(range(len(self._lens) - 1, -1, -1))
 
     def invalidate(self, requests: Sequence[Request]) -> None:
         """Mark the slots of these requests as out of date: a step with them is computed without the slots."""
@@ -154,32 +171,41 @@ class SlotTable:
             if request in self._of:
                 self._lens[self._of[request]] = NOTHING
 
-    def update(self, items: Sequence[ScheduledRequest]) -> list[int]:
-        """Bring the slots of `items`, all of which yield a token, up to date, and expect the step to advance them. → slots
+    def update(self, decodes: Sequence[ScheduledRequest], more: Sequence[ScheduledRequest] = ()) -> Numbers:
+        """Bring the slots of `decodes` and of `more` behind them, all of which yield a token, up to date, and expect the step
+        to advance them. → slots
 
-        Lists are told apart by identity. Whoever passes the list of the last step says that nobody in it came, went or lost
+        Lists are told apart by identity. Whoever passes the decodes of the last step says that nobody in it came, went or lost
         blocks since; whoever gets the slots of the last step knows that they are the same, in the same order. Where a slot is
         not current, the input token must be known, unless the step computes a chunk from known ones.
         """
         writes = SlotWrites()
-        if items is not self._items:
-            requests = [*map(_request_of, items)]
-            self._keep(requests)
-            self._go_on(writes)
-            self._add(items, requests, writes)
-            self._items = items
+        if decodes is self._decodes:
+            self._leave(range(len(decodes), len(self._requests)))
         else:
-            self._go_on(writes)
+            self._keep([item.request for item in decodes])
+        self._go_on(writes)
+        new = [*decodes[len(self._requests) :], *more]
+        if new:
+            self._add(new, writes)
+        self._decodes = decodes
+        if len(self._index) != len(self._slots):
+            self._index = np.array(self._slots, dtype=np.int64)
         if writes:
             self._state.write(writes)
-        return self._slots
+        return self._index
+
+    def positions(self) -> Numbers:
+        """The index in prompt plus output of the token that each slot of the last step yields."""
+        return self._lens[self._index] + (self._num_gone_on - 1)
 
     def update_beside_guesses(self, items: Sequence[ScheduledRequest], *, sends_tokens: bool = True) -> list[int]:
         """As `update`, for a step in which some requests verify guesses; their slots are sent again with a later step.
         `sends_tokens`: their input tokens come from the host with the step, and not from their slots."""
-        requests, writes = [*map(_request_of, items)], SlotWrites()
+        requests, writes = [item.request for item in items], SlotWrites()
         self._drop_step()
-        slots = self._bring_up(items, requests, requests, writes, sends_tokens=sends_tokens)
+        slots = self._bring_up(items, requests, writes, sends_tokens=sends_tokens)
+        self._idle.update(dict.fromkeys(requests))
         if writes:
             self._state.write(writes)
         self._lens[[slot for item, slot in zip(items, slots, strict=True) if item.num_draft_tokens]] = NOTHING
@@ -187,17 +213,18 @@ class SlotTable:
 
     def _keep(self, requests: list[Request]) -> None:
         """Narrow the last step to those who are the first of `requests` with the blocks that they had, or to nobody."""
-        stays = [*map(set(requests).__contains__, self._requests)]
-        if not all(stays):
-            gone = [slot for slot, stay in zip(self._slots, stays, strict=True) if not stay]
-            self._lens[gone] += self._num_gone_on
-            self._requests = [*compress(self._requests, stays)]
-            self._slots = [*compress(self._slots, stays)]
-            self._step_tables = [*compress(self._step_tables, stays)]
-            self._step_sizes = [*compress(self._step_sizes, stays)]
-        has_tables = all(map(is_, map(_table_of, self._requests), self._step_tables))
-        if not has_tables or requests[: len(self._requests)] != self._requests:
+        self._leave(departures(self._requests, requests))
+        tables = [request.block_table for request in self._requests]
+        if not all(map(is_, tables, self._step_tables)):
             self._drop_step()
+
+    def _leave(self, rows: Sequence[int]) -> None:
+        """Take these rows out of the last step."""
+        if rows:
+            self._idle.update(dict.fromkeys([self._requests[row] for row in rows]))
+            self._lens[[self._slots[row] for row in rows]] += self._num_gone_on
+            self._requests, self._slots, self._index = without(self._requests, rows), without(self._slots, rows), NO_NUMBERS
+            self._step_tables, self._step_sizes = without(self._step_tables, rows), without(self._step_sizes, rows)
 
     def _go_on(self, writes: SlotWrites) -> None:
         """Record one more step of all that are in the last one."""
@@ -208,37 +235,35 @@ class SlotTable:
             self._step_sizes = sizes
         self._num_gone_on += 1
 
-    def _add(self, items: Sequence[ScheduledRequest], requests: list[Request], writes: SlotWrites) -> None:
+    def _add(self, items: Sequence[ScheduledRequest], writes: SlotWrites) -> None:
         """Bring those of a step up to date who were not in the last one."""
-        num_kept = len(self._requests)
-        new = requests[num_kept:]
-        if new:
-            slots = self._bring_up(items[num_kept:], new, requests, writes)
-            self._lens[slots] -= self._num_gone_on
-            self._requests, self._slots = requests, [*self._slots, *slots]
-            tables = [*map(_table_of, new)]
-            self._step_tables += tables
-            self._step_sizes += map(len, tables)
+        requests = [item.request for item in items]
+        slots = self._bring_up(items, requests, writes)
+        self._lens[slots] -= self._num_gone_on
+        self._requests, self._slots, self._index = self._requests + requests, self._slots + slots, NO_NUMBERS
+        tables = [request.block_table for request in requests]
+        self._step_tables += tables
+        self._step_sizes += map(len, tables)
 
     def _bring_up(
         self,
         items: Sequence[ScheduledRequest],
         requests: Sequence[Request],
-        everybody: Sequence[Request],
         writes: SlotWrites,
         *,
         sends_tokens: bool = False,
     ) -> list[int]:
-        """Bring slots up to date as if they were in no step before. `everybody`: in the step. → slots"""
-        slots = self._seats(requests, everybody)
+        """Bring slots up to date as if they were in no step before. → slots"""
+        for request in requests:
+            self._idle.pop(request, None)
+        slots = self._seats(requests, writes)
         index = np.array(slots, dtype=np.int64)
         lens = np.array([item.start + item.num_tokens - item.num_draft_tokens for item in items], dtype=np.int64)
         is_known = self._lens[index] == lens
         if sends_tokens:
             is_known |= np.array([item.num_draft_tokens > 0 for item in items])
-        tables = (self._tables[slot] for slot in slots)
-        has_table = map(is_, tables, map(_table_of, requests))
-        stale = [i for i, is_current in enumerate(map(and_, is_known.tolist(), has_table)) if not is_current]
+        rows = enumerate(zip(requests, slots, is_known.tolist(), strict=True))
+        stale = [i for i, (request, slot, knows) in rows if not knows or request.block_table is not self._tables[slot]]
         if stale:
             self._send([requests[i] for i in stale], [slots[i] for i in stale], lens[stale].tolist(), writes)
         self._grow(requests, slots, writes)
@@ -247,9 +272,10 @@ class SlotTable:
 
     def _drop_step(self) -> None:
         """Nobody of the last step is known to be current in the next one."""
+        self._idle.update(dict.fromkeys(self._requests))
         self._lens[self._slots] += self._num_gone_on
-        self._num_gone_on = 0
-        self._items, self._requests, self._slots, self._step_tables, self._step_sizes = None, [], [], [], []
+        self._num_gone_on, self._decodes, self._index = 0, None, NO_NUMBERS
+        self._requests, self._slots, self._step_tables, self._step_sizes = [], [], [], []
 
     def _send(self, requests: Sequence[Request], slots: Sequence[int], lens: Sequence[int], writes: SlotWrites) -> None:
         """Send the slots of these requests, of whose tokens the first `lens` are known or under way."""
@@ -273,19 +299,19 @@ class SlotTable:
                 writes.blocks.append((slot, known, table[known:]))
                 counts[slot] = len(table)
 
-    def _seats(self, requests: Sequence[Request], everybody: Sequence[Request]) -> list[int]:
+    def _seats(self, requests: Sequence[Request], writes: SlotWrites) -> list[int]:
         """Slots of these requests. One without a slot gets one, if need be that of a request which is not in the step."""
         slots = [self._of.get(request, NOTHING) for request in requests]
         new = [i for i, slot in enumerate(slots) if slot == NOTHING]
         if not new:
             return slots
-        if len(new) > len(self._free):
-            staying = set(everybody)
-            for request in [request for request in self._of if request not in staying]:
-                self._free.append(self._of.pop(request))
+        while len(new) > len(self._free):
+            longest = next(iter(self._idle))
+            del self._idle[longest]
+            self._free.append(self._of.pop(longest))
         for i in new:
             slot = self._free.pop()
             slots[i] = self._of[requests[i]] = slot
             self._lens[slot], self._tables[slot] = NOTHING, None
-        self._listener.place([slots[i] for i in new], [requests[i] for i in new])
+        writes.words.append(self._listener.place([slots[i] for i in new], [requests[i] for i in new]))
         return slots

@@ -20,7 +20,7 @@ import torch
 from engine.layers.batch_inputs import BatchInputs
 from engine.runner.paged_decoder import PagedDecoder
 from engine.runner.rows import row_groups
-from engine.runner.slots import NOTHING, SlotState
+from engine.runner.slots import NOTHING, Numbers, SlotState
 from engine.runner.staging import Staging
 from kernels import ops
 
@@ -45,7 +45,7 @@ class StepInputs:
         self._group_lens = torch.zeros(max_rows, dtype=torch.int32, device=device)
         self._group_starts = torch.zeros(max_rows + 1, dtype=torch.int32, device=device)  # among the rows
         self._max_verify_group = decoder.max_verify_group
-        self._written: tuple[Sequence[int], int] = (), 0  # the last slots of `write_rows`, while they stand in `rows`
+        self._written: tuple[Sequence[int] | Numbers, int] = (), 0  # the last slots of `write_rows`, while they stand in `rows`
         self._state = state
         self._block_size = block_size
         self._staging = Staging(device)
@@ -55,12 +55,14 @@ class StepInputs:
     def max_rows(self) -> int:
         return self.rows.shape[0]
 
-    def write_rows(self, slots: Sequence[int], size: int) -> None:
+    def write_rows(self, slots: Sequence[int] | Numbers, size: int) -> None:
         """Send the slots of the first `size` rows, padding behind the last of `slots`; `prepare` makes the other inputs from
         them. The very list that was sent last is not sent again."""
         written, written_size = self._written
         if slots is not written or size != written_size:
-            self._staging.send([*slots, *[NOTHING] * (size - len(slots))], into=self.rows[:size])
+            padded = np.full(size, NOTHING, dtype=np.int32)
+            padded[: len(slots)] = slots
+            self._staging.send(padded, into=self.rows[:size])
             self._written = slots, size
 
     def write(self, columns: Sequence[Sequence[int]], size: int) -> None:

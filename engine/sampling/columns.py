@@ -6,8 +6,8 @@ with the same noise; what a slot cannot hold (`refusal`) is left to that. Some r
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -85,11 +85,12 @@ class ColumnSampler:
         max_guesses: int = 0,
         num_rules: int | None = None,
         dtype: torch.dtype | None = None,
+        make_words: Callable[[ops.Pieces, torch.device], ops.DeviceWords] = ops.DeviceWords,
     ) -> None:
         """`max_guesses`: rows of a step beyond one for each slot. `num_rules`: biases held at a time, as many as the
-        memory plan counts if None. `dtype`: of all logits, None if it is not known."""
+        memory plan counts if None. `dtype`: of all logits, None if it is not known. `make_words`: as of `SamplingColumns`."""
         num_rules = bias_rows(num_slots, vocab_size) if num_rules is None else num_rules
-        self.columns = ops.SamplingColumns.empty(num_slots, vocab_size, num_rules, device)
+        self.columns = ops.SamplingColumns.empty(num_slots, vocab_size, num_rules, device, make_words=make_words)
         self._device = device
         self._ops = ops.operations(device, dtype)
         self._kernels = ops.sampling_kernels(device, dtype)
@@ -118,8 +119,9 @@ class ColumnSampler:
             self._rules[request], self._biases[rule] = rule, bias
         return True
 
-    def place(self, slots: Sequence[int], requests: Sequence[Request]) -> None:
-        """Assign the slots to these requests and write their parameters; their tokens are counted by `restart`."""
+    def place(self, slots: Sequence[int], requests: Sequence[Request]) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]:
+        """Assign the slots to these requests; their tokens are counted by `restart`. → places and values that are to be written
+        to the words of the columns: the parameters"""
         params = [request.sampling for request in requests]
         held = [sorted(request.stop_ids) if request.sampling.min_tokens > 0 else [] for request in requests]
         held = [ids if len(ids) <= ops.SUPPRESSED_IDS_MAX else [] for ids in held]
@@ -132,7 +134,7 @@ class ColumnSampler:
         ]  # fmt: skip
         top_ks = [p.top_k if _cuts(p.top_k, self.vocab_size) else 0 for p in params]
         longs = [(signed(stream(r.sampling.seed or 0)), r.num_prompt_tokens + r.sampling.min_tokens) for r in requests]
-        self.columns.write(
+        parameters = self.columns.to_write(
             np.array(slots),
             np.array(floats, np.float32),
             np.array([*zip(top_ks, (self._rules.get(r, -1) for r in requests), strict=True)], np.int32),
@@ -152,6 +154,7 @@ class ColumnSampler:
             self._num_scored[slot] = sampling.logprobs or 0
         for rule in {self._rules[request] for request in requests if request in self._rules}:
             self._write_bias(rule)
+        return parameters
 
     def restart(self, slot: int, request: Request, num_tokens: int) -> None:
         """Count the first `num_tokens` tokens of the slot's request anew: what the device has counted is in doubt."""
@@ -168,9 +171,9 @@ class ColumnSampler:
         row[list(bias)] = torch.tensor(list(bias.values()))
         self.columns.bias[rule].copy_(row, non_blocking=True)
 
-    def needs(self, slots: Sequence[int]) -> SamplingNeeds:
+    def needs(self, slots: Sequence[int] | np.ndarray[Any, Any]) -> SamplingNeeds:
         """What a step with these slots, in this order, has to do."""
-        index = np.array(slots, dtype=np.int64)
+        index = np.asarray(slots, dtype=np.int64)
         asks = self._asks[index]
         some = int(np.bitwise_or.reduce(asks))
         scored, num_top = [], 0

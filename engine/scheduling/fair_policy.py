@@ -136,6 +136,8 @@ class FairPolicy:
     def _turn_of(self, backlog: Backlog, can_start: CanStart | None) -> Request | None:
         step = self._accounts.step
         accounts = self._with_work(backlog, step)
+        if not accounts:
+            return None
         entitled = [account for account in accounts if backlog.is_eligible(account, step)]
         below = [account for account in entitled if self._preemption.is_below_share(account)]
         above = [account for account in entitled if account not in below]

@@ -16,8 +16,8 @@ class InFlightBatch:
 
     `decodes` is the batch's own list. `tables[i]` is the block table that row i was planned with: one that lost its blocks
     since has another. `chunks` are the tokens of the rows behind the decodes, which have one each, and whether they sample.
-    `first_end`: how far the decode that is nearest to its greatest length is from it, so that a step in which none can reach
-    it does not look for ends.
+    `ends`: the greatest lengths of the decodes. `first_end`: how far the decode that is nearest to it is from it, so that a
+    step in which none can reach it does not look for ends.
     """
 
     decodes: list[ScheduledRequest]
@@ -25,26 +25,28 @@ class InFlightBatch:
     starts: list[int]
     tables: list[Sequence[int]]
     chunks: list[tuple[int, bool]]
+    ends: list[int]
     first_end: int
 
     @classmethod
     def of(cls, batch: ScheduledBatch, before: InFlightBatch | None) -> InFlightBatch:
-        """`before`: the step before, if that was in flight too: it may have the same rows, each one token earlier."""
-        items = batch.items
-        starts = [item.start for item in items]
-        if before is not None and items is before.decodes and not before.chunks:
-            return cls(items, before.requests, starts, before.tables, [], before.first_end - 1)
-        requests = [item.request for item in items]
-        num_decodes = len(batch.decodes)
-        ends = [request.max_total_tokens - start for request, start in zip(requests[:num_decodes], starts, strict=False)]
-        return cls(
-            decodes=batch.decodes,
-            requests=requests,
-            starts=starts,
-            tables=[request.block_table for request in requests],
-            chunks=[(item.num_tokens, item.samples) for item in batch.prefills],
-            first_end=min(ends, default=0),
-        )
+        """`before`: the step before, if that was in flight too: it may have the same decodes, each one token earlier."""
+        decodes, starts = batch.decodes, [item.start for item in batch.items]
+        if before is not None and decodes is before.decodes:
+            num_decodes, first_end = len(decodes), before.first_end - 1
+            requests, tables, ends = before.requests, before.tables, before.ends
+            if before.chunks:
+                requests, tables = requests[:num_decodes], tables[:num_decodes]
+        else:
+            requests = [item.request for item in decodes]
+            tables = [request.block_table for request in requests]
+            ends = [request.max_total_tokens for request in requests]
+            first_end = min([end - start for end, start in zip(ends, starts, strict=False)], default=0)
+        if batch.prefills:
+            new = [item.request for item in batch.prefills]
+            requests, tables = requests + new, tables + [request.block_table for request in new]
+        chunks = [(item.num_tokens, item.samples) for item in batch.prefills]
+        return cls(decodes, requests, starts, tables, chunks, ends, first_end)
 
     @property
     def num_decodes(self) -> int:

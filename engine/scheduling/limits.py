@@ -29,6 +29,11 @@ class SchedulerLimits:
                 f"must be at least max_num_seqs ({self.max_num_seqs}), not {self.max_num_batched_tokens}",
             )
 
+    @property
+    def max_blocks(self) -> int:
+        """Of the longest request."""
+        return -(-self.max_model_len // self.block_size)
+
     def check_blocks(self, num_blocks: int) -> None:
         """Raise `EngineConfigError` unless the longest request fits into so many KV blocks."""
         if num_blocks * self.block_size < self.max_model_len:

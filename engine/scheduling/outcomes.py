@@ -20,6 +20,7 @@ from typing import Any
 
 from engine.protocol import TokenEvent
 from engine.scheduling.admission import Admission
+from engine.scheduling.departures import without
 from engine.scheduling.drafting import Drafting
 from engine.scheduling.in_flight_batch import InFlightBatch
 from engine.scheduling.kv_blocks import KvBlocks
@@ -136,8 +137,10 @@ class Outcomes:
         assert not batch.num_draft_tokens, "how far a guess gets is not known beforehand"
         self.num_under_way += 1
         in_flight = self._advanced = InFlightBatch.of(batch, self._advanced)
-        rows = zip(in_flight.requests[: in_flight.num_decodes], in_flight.starts, strict=False)
-        last = [request for request, start in rows if start + 2 >= request.max_total_tokens] if in_flight.first_end <= 2 else []
+        last: list[Request] = []
+        if in_flight.first_end <= 2:
+            rows = zip(in_flight.requests, in_flight.starts, in_flight.ends, strict=False)
+            last = [request for request, start, end in rows if start + 2 >= end]
         for item in batch.decodes:
             request = item.request
             item.start = request.num_computed_tokens = item.start + 1
@@ -231,5 +234,5 @@ def _columns(
     columns: tuple[Any, Any, Any] = in_flight.requests[:num_decodes], in_flight.starts[:num_decodes], outputs[:num_decodes]
     if not others:
         return columns
-    rows = [row for row in zip(*columns, strict=True) if row[0] not in others]
-    return [row[0] for row in rows], [row[1] for row in rows], [row[2] for row in rows]
+    rows = [row for row, request in enumerate(columns[0]) if request in others]
+    return without(columns[0], rows), without(columns[1], rows), without(columns[2], rows)

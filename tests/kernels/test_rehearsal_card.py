@@ -11,11 +11,12 @@ import pytest
 import torch
 
 from engine.runner import token_return
-from engine.runner.slots import SlotState, SlotWrites
+from engine.runner.slots import SlotWrites
 from engine.runner.staging import STAGED_NUMBERS, Staging
 from engine.runner.token_return import CudaFetch, Fetch, TokenReturn
 from engine.switches import BUSY_WAIT
 from tests.support.rehearsal import DEVICE, Card, rehearsal
+from tests.support.slots import slot_state
 
 pytest.importorskip("triton")
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="with a GPU nothing is rehearsed")
@@ -271,7 +272,7 @@ class Steps:
 
     def __init__(self, *, is_captured: bool) -> None:
         self.back = TokenReturn(3, 3, device=DEVICE)
-        self.state = SlotState(3, 1, device=DEVICE)
+        self.state = slot_state(3, 1, DEVICE)
         self.slots, self.tokens, self.sampled = numbers(0, 2, -1).int(), numbers(10, 20, 0), numbers(0, 0, 0)
         self.graph: torch.cuda.CUDAGraph | None = None
         if is_captured:
@@ -377,7 +378,7 @@ def test_a_step_launches_an_event_and_no_copy_for_its_tokens(card: Card, monkeyp
 @pytest.mark.parametrize("tokens", [[7, 8, 9], [-1, 8, -1], [-1, -1, -1]])
 def test_what_slots_hold_is_sent_in_one_piece_to_numbers_of_both_widths(card: Card, tokens: list[int]) -> None:
     with mock.patch.object(Staging, "send", autospec=True, side_effect=Staging.send) as sent:
-        state = SlotState(4, 3, device=DEVICE)
+        state = slot_state(4, 3, DEVICE)
         state.write(SlotWrites([2, 0, 3], tokens, [10, 11, 12], [(2, 1, [5, 6]), (0, 0, [9])]))
     assert sent.call_count == 1
     assert state.last_tokens.tolist() == [max(0, token) for token in (tokens[1], 0, tokens[0], tokens[2])]

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 
 from engine.loop import Engine
-from engine.runner.slots import SlotState, SlotTable, SlotWrites
+from engine.runner.slots import SlotWrites
 from engine.sampling.columns import Kind
 from engine.scheduling.request import table_of
 from engine.scheduling.scheduled_batch import ScheduledRequest
@@ -25,6 +25,7 @@ from tests.support.engine_histories import PlannedRequest, Room, asked, assert_a
 from tests.support.engines import overlapped_engine, recorded_engine, run_to_end, small_engine, tokens, wanted
 from tests.support.guessing import UNLIKELY, foresee
 from tests.support.scheduling import make_request
+from tests.support.slots import slot_state, slot_table
 from tests.support.tiny_models import make_first_layers, make_model
 
 FAMILIES = ("llama", "mistral-window", "gemma2")
@@ -226,20 +227,20 @@ def test_more_guesses_than_a_step_has_rows_for_are_not_made(folder: Path) -> Non
 
 def test_a_slot_whose_request_verified_guesses_is_sent_again_even_when_all_of_them_were_right() -> None:
     """What the step left there is of one of its rows, of which the device chooses one."""
-    state = SlotState(2, 4, device=torch.device("cpu"))
-    table, request = SlotTable(state, mock.Mock()), make_request("a", 5)
+    state = slot_state(2, 4)
+    table, request = slot_table(state), make_request("a", 5)
     request.block_table.extend([3, 1])
     (slot,) = table.update_beside_guesses([ScheduledRequest(request, 4, 3, True, 2, [8, 9])])
     state.last_tokens[slot], state.num_tokens[slot] = 99, 99
     request.token_ids += [8, 9, 6]
-    assert table.update([ScheduledRequest(request, 7, 1, True)]) == [slot]
+    assert table.update([ScheduledRequest(request, 7, 1, True)]).tolist() == [slot]
     assert (int(state.last_tokens[slot]), int(state.num_tokens[slot])) == (6, 8)
     assert state.tables[slot].tolist() == [3, 1, 0, 0]
 
 
 def test_blocks_of_several_requests_are_sent_to_where_the_host_itself_writes_them() -> None:
     pieces = SlotWrites(blocks=[(2, 0, table_of([7])), (0, 3, table_of([4, 1, 6])), (1, 5, table_of()), (3, 1, [9, 8])])
-    sent, written = (SlotState(4, 6, device=torch.device("cpu")) for _ in range(2))
+    sent, written = (slot_state(4, 6) for _ in range(2))
     sent.words.on_host = None  # as on a GPU
     for state in (sent, written):
         state.write(pieces)

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -14,11 +15,12 @@ from engine.protocol import SamplingParams
 from engine.runner.chunk_step import NOBODY, ChunkRows, ChunkShape, ChunkStep, ChunkSteps
 from engine.runner.cuda_graphs import DirectCalls
 from engine.runner.slot_runner import SlotRunner
-from engine.runner.slots import SlotState, SlotWrites
+from engine.runner.slots import SlotWrites
 from engine.scheduling.request import UNKNOWN_TOKEN, Request, table_of
 from engine.scheduling.scheduled_batch import ScheduledRequest
 from kernels.paged_plan import PagedPlan
 from tests.support.engines import overlapped_engine
+from tests.support.slots import slot_state
 from tests.support.tiny_models import make_model
 
 CPU = torch.device("cpu")
@@ -87,22 +89,29 @@ def decoder() -> Decoder:
 
 @pytest.fixture
 def step(decoder: Decoder) -> ChunkStep:
-    state = SlotState(SEATS, BLOCKS, device=CPU, dtype=torch.float32)
+    state = slot_state(SEATS, BLOCKS)
     state.write(SlotWrites([2, 0], [99, 76], [6, 7], [(2, 0, [1, 2]), (0, 0, [0, 7])]))
     return ChunkStep([decoder], state, max_tokens=32, block_size=BLOCK, device=CPU)  # type: ignore[list-item]
 
 
+def rows_of(
+    prefills: Sequence[ScheduledRequest], slots: Sequence[int], *, decodes: Sequence[ScheduledRequest] = ()
+) -> ChunkRows:
+    """slots: of all that sample"""
+    positions = [each.start + each.num_tokens for each in [*decodes, *prefills] if each.samples]
+    return ChunkRows.of(prefills, np.array(slots), np.array(positions))
+
+
 def test_rows_that_sample_are_found_whatever_the_order_of_the_step() -> None:
-    rows = ChunkRows.of([READ_TO_END, DECODE, READ_ON, LAST_ONE], {0: 1, 1: 2, 3: 0})
-    assert rows.slots == [2, 0], "of single tokens that sample: they come from their slots"
+    rows = rows_of([READ_TO_END, DECODE, READ_ON, LAST_ONE], [1, 2, 0])
+    assert rows.slots.tolist() == [2, 0], "of single tokens that sample: they come from their slots"
     assert [row.token_ids for row in rows.chunks] == [READ_TO_END.request.token_ids[2:], READ_ON.request.token_ids[4:]]
-    assert rows.wanted == [6, 0, 1]
+    assert rows.wanted.tolist() == [6, 0, 1]
     assert rows.num_tokens == 8
 
 
 def test_decodes_come_from_their_slots_and_what_is_left_is_padding(step: ChunkStep, decoder: Decoder) -> None:
-    items = [DECODE, LAST_ONE, READ_ON, READ_TO_END]
-    step.write(ChunkRows.of(items, {0: 2, 1: 0, 3: 1}), SHAPE)
+    step.write(rows_of([LAST_ONE, READ_ON, READ_TO_END], [2, 0, 1], decodes=[DECODE]), SHAPE)
     step(SHAPE)
     padding = 16 - 8
     tokens, positions, places = (each.tolist() for each in decoder.given)
@@ -123,7 +132,7 @@ def test_decodes_come_from_their_slots_and_what_is_left_is_padding(step: ChunkSt
 
 
 def test_a_full_step_has_no_padding_and_an_empty_one_nothing_else(step: ChunkStep, decoder: Decoder) -> None:
-    step.write(ChunkRows.of([item(0, 16, samples=True, blocks=[1, 2, 3, 4])], {0: 1}), SHAPE)
+    step.write(rows_of([item(0, 16, samples=True, blocks=[1, 2, 3, 4])], [1]), SHAPE)
     step(SHAPE)
     assert decoder.plan is not None
     assert decoder.plan.query_starts is not None

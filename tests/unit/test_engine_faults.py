@@ -22,6 +22,7 @@ from engine.runner.kv_cache import BlockMover
 from engine.runner.model_runner import ModelRunner
 from engine.runner.paged_decoder import PagedDecoder
 from engine.runner.slot_runner import SlotRunner
+from engine.runner.slots import Words
 from engine.sampling.columns import Chosen, ColumnSampler
 from engine.sampling.sampler import NOT_FINITE, SampledToken, Sampler
 from engine.scheduling.scheduled_batch import BlockMoves, ScheduledRequest, StepOutput
@@ -145,9 +146,9 @@ def test_logits_that_are_not_finite_end_their_own_request(
 
     place, choose, bad_slots = ColumnSampler.place, ColumnSampler.choose, list[int]()
 
-    def watched(self: ColumnSampler, slots: Sequence[int], requests: Sequence[Any]) -> None:
+    def watched(self: ColumnSampler, slots: Sequence[int], requests: Sequence[Any]) -> Words:
         bad_slots.extend(slot for slot, request in zip(slots, requests, strict=True) if request.request_id == BAD)
-        place(self, slots, requests)
+        return place(self, slots, requests)
 
     def poisoned_in_slots(
         self: ColumnSampler, logits: torch.Tensor, slots: torch.Tensor, positions: torch.Tensor, *more: Any, **named: Any

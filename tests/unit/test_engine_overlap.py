@@ -18,7 +18,7 @@ from engine.scheduling.drafting import Draft, Drafter
 from engine.scheduling.limits import SchedulerLimits
 from engine.scheduling.prefix_cache import PrefixCache
 from engine.scheduling.request import Request
-from engine.scheduling.scheduled_batch import BlockMoves, RowResult, ScheduledRequest, StepOutput
+from engine.scheduling.scheduled_batch import BlockMoves, RowResult, ScheduledBatch, ScheduledRequest, StepOutput
 from engine.scheduling.scheduler import Scheduler
 from engine.scheduling.token_events import StepEvents, token_event
 from engine.speculation import prompt_lookup
@@ -90,11 +90,12 @@ class FakeAheadRunner:
             StepOutput([output]) if isinstance(output, int) else output for output in self._answer(items) if output is not None
         ]
 
-    def plain_reason(self, items: Sequence[ScheduledRequest]) -> PlainReason | None:
-        is_plain = self.not_launched & {item.request.request_id for item in items}
+    def plain_reason(self, batch: ScheduledBatch) -> PlainReason | None:
+        is_plain = self.not_launched & {item.request.request_id for item in batch.items}
         return PlainReason.LOGIT_BIAS if is_plain else None
 
-    def launch(self, items: Sequence[ScheduledRequest]) -> FakePendingStep:
+    def launch(self, batch: ScheduledBatch) -> FakePendingStep:
+        items = batch.items
         self.log.append(f"launch {len(items)}")
         names = frozenset(item.request.request_id for item in items)
         if names & self.fails_at_launch:
@@ -103,7 +104,8 @@ class FakeAheadRunner:
                  zip(items, self._answer(items), strict=True)]  # fmt: skip
         return FakePendingStep(self, found, names)
 
-    def launch_guesses(self, items: Sequence[ScheduledRequest]) -> FakePendingStep:
+    def launch_guesses(self, batch: ScheduledBatch) -> FakePendingStep:
+        items = batch.items
         self.log.append(f"verify {[item.num_draft_tokens for item in items]}")
         names = frozenset(item.request.request_id for item in items)
         if names & self.fails_at_launch:
@@ -184,9 +186,9 @@ def test_the_next_step_is_launched_before_the_last_one_is_waited_for() -> None:
 class SlowHost(FakeAheadRunner):
     """Takes half a second to launch a step."""
 
-    def launch(self, items: Sequence[ScheduledRequest]) -> FakePendingStep:
+    def launch(self, batch: ScheduledBatch) -> FakePendingStep:
         self.now_s += 0.5
-        return super().launch(items)
+        return super().launch(batch)
 
 
 @pytest.mark.parametrize("is_synchronous", [False, True])

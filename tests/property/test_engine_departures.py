@@ -1,0 +1,27 @@
+"""Who has left between two lists: what is left without them is the front of the later one."""
+
+from __future__ import annotations
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from engine.scheduling.departures import departures, without
+
+people = st.lists(st.integers(1000, 1099), unique=True, max_size=20)
+
+
+@given(before=people, gone=st.sets(st.integers(0, 19)), new=st.integers(0, 5))
+def test_who_left_is_found_when_others_stay_in_their_order(before: list[int], gone: set[int], new: int) -> None:
+    rows = sorted(row for row in gone if row < len(before))
+    stayed = [each for row, each in enumerate(before) if row not in gone]
+    assert departures(before, [*stayed, *range(new)]) == rows
+    assert without(before, rows) == stayed
+
+
+@given(before=people, after=people)
+def test_whatever_has_happened_those_who_stayed_are_the_front(before: list[int], after: list[int]) -> None:
+    names = {each: object() for each in (*before, *after)}
+    rows = departures([names[each] for each in before], [names[each] for each in after])
+    stayed = without(before, rows)
+    assert rows == sorted({*rows})
+    assert after[: len(stayed)] == stayed

@@ -1,0 +1,21 @@
+"""Slots, mostly of a device that is the host, and a table of them without a sampler."""
+
+from __future__ import annotations
+
+from unittest import mock
+
+import numpy as np
+import torch
+
+from engine.runner.slots import SlotState, SlotTable, slot_words
+
+CPU = torch.device("cpu")
+
+
+def slot_state(num_slots: int, max_blocks: int, device: torch.device = CPU) -> SlotState:
+    return SlotState(slot_words({}, device, num_slots=num_slots, max_blocks=max_blocks), device=device)
+
+
+def slot_table(state: SlotState) -> SlotTable:
+    nothing = np.empty(0, dtype=np.int64), np.empty(0, dtype=np.int32)
+    return SlotTable(state, mock.Mock(place=mock.Mock(return_value=nothing)))
