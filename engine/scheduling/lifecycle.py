@@ -100,6 +100,7 @@ class Lifecycle:
         self._policy.left(request)
         self._policy.started(request)
         self._rotation.started(request)
+        request.own_token_ids()
         request.move_to(RequestStatus.PREFILL)
         request.moved_step = self._accounts.step
         num_lost = request.num_lost_tokens - request.num_computed_tokens
