@@ -11,7 +11,6 @@ import pytest
 import torch
 
 from engine.protocol import TokenEvent
-from engine.sampling import columns
 from engine.sampling.columns import ColumnSampler
 from engine.scheduling import admission, prefix_cache
 from engine.scheduling.block_pool import BlockPool
@@ -146,7 +145,7 @@ def test_one_prompt_beyond_the_limit_is_still_taken_over_in_a_step(monkeypatch: 
 def test_the_prompt_of_many_answers_is_counted_once_for_penalties(monkeypatch: pytest.MonkeyPatch) -> None:
     sorted_lens: list[int] = []
 
-    plain = np.unique
+    plain: Any = np.unique
 
     def unique(ids: Any, **options: bool) -> Any:
         sorted_lens.append(len(ids))
@@ -158,7 +157,7 @@ def test_the_prompt_of_many_answers_is_counted_once_for_penalties(monkeypatch: p
     for fork in forks:
         fork.forked_from = first
     sampler = ColumnSampler(4, 20, torch.device("cpu"))
-    monkeypatch.setattr(columns.np, "unique", unique)
+    monkeypatch.setattr("engine.sampling.columns.np.unique", unique)
     for slot, request in enumerate((first, *forks)):
         sampler.place([slot], [request])
         sampler.restart(slot, request, request.num_tokens)
