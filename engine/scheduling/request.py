@@ -99,6 +99,7 @@ class Request:
     num_skips: int = 0  # times that others passed it because it did not fit
     first_scheduled_s: float | None = None
     queue_s: float = 0.0  # from arrival to its first schedule, 0.0 before it
+    first_token_s: float | None = None
     finish_reason: FinishReason | None = None
     block_hashes: list[bytes] = field(default_factory=list)  # of its full blocks, in the prefix cache
     prefix_hash: Any = None  # the running hash behind the last of these
