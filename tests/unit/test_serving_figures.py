@@ -1,15 +1,22 @@
-"""How fast a request wrote: by the engine's clock, wherever the gateway read its tokens later than they came."""
+"""How fast a request wrote: the engine's clock where the gateway read its tokens later than they came. Who came before it."""
 
 from __future__ import annotations
 
 from datetime import UTC, datetime
+from pathlib import Path
 
 import pytest
 
+from appliance.base.db import Database
+from appliance.metering.past_requests import PastRequests
 from appliance.serving.event_stream import merged
 from appliance.serving.live_requests import LiveRequest
+from appliance.tenancy.access import WHOLE_BOX
 from engine.protocol import FinishReason, TokenEvent
+from tests.support.cast import Cast
 from tests.support.clock import FakeClock
+from tests.support.fake_engine import STALL
+from tests.support.generations import serving
 from tests.support.scheduling import finish, make_request, make_scheduler, step
 
 NOW = datetime(2026, 11, 29, tzinfo=UTC)
@@ -70,3 +77,17 @@ def test_an_answer_that_is_aborted_tells_no_time() -> None:
     event = scheduler.abort(request)
     assert event is not None
     assert event.decode_s == 0.0
+
+
+@pytest.mark.on_either_database
+async def test_how_many_came_before_it_is_told_of_a_past_request_too(
+    database: Database, clock: FakeClock, cast: Cast, tmp_path: Path
+) -> None:
+    async with serving(database, clock, tmp_path / "model", cast.epoch_id) as box:
+        first, second = await box.start(cast.bob, [STALL, 5]), await box.start(cast.bob, "the quick brown fox")
+        await second.outcome
+        box.generations.abort(first.request_id, access=WHOLE_BOX)
+        await first.outcome
+    past = PastRequests(database)
+    found = [await past.get(each.request_id, access=WHOLE_BOX) for each in (first, second)]
+    assert [row.tenant_open for row in found] == [0, 1]
