@@ -341,9 +341,10 @@ class Engine:
 
     def _make_answers(self, wanted: GenerationRequest, spec: GrammarSpec | None) -> list[Request]:
         """One request per answer, each with a seed of its own."""
-        return [self._make_request(wanted, index, spec) for index in range(wanted.sampling.num_answers)]
+        token_ids = list(wanted.prompt_token_ids)
+        return [self._make_request(wanted, index, spec, token_ids) for index in range(wanted.sampling.num_answers)]
 
-    def _make_request(self, wanted: GenerationRequest, index: int, spec: GrammarSpec | None) -> Request:
+    def _make_request(self, wanted: GenerationRequest, index: int, spec: GrammarSpec | None, token_ids: list[int]) -> Request:
         """A grammar ends with the model's own end, whatever `ignore_eos` says: nothing else could follow.
 
         The queue deadline is that of the first answer: a request of which one answer has begun does not wait for its turn.
@@ -358,7 +359,8 @@ class Engine:
             request_id=wanted.request_id,
             tenant_id=wanted.tenant_id,
             sampling=sampling,
-            token_ids=list(wanted.prompt_token_ids),
+            token_ids=token_ids,
+            shares_token_ids=wanted.sampling.num_answers > 1,
             num_prompt_tokens=num_prompt_tokens,
             max_total_tokens=min(limit, num_prompt_tokens + (sampling.max_tokens or limit)),
             stop_ids=frozenset(self.info.eos_token_ids if ends else ()).union(sampling.stop_token_ids),

@@ -83,7 +83,8 @@ class TokenEvent:  # neither frozen nor of keywords only: a step may make hundre
     new ones only (empty when the event tells of an abort or an error). `num_prompt_tokens_computed` reaches
     the prompt length when prefill is done. `queue_s` is the wait until the request was first scheduled.
     `num_rejected_draft_tokens` counts, like the output, the guesses of speculative decoding so far that were computed and
-    thrown away.
+    thrown away. `decode_s` is the time from the first token to the last, told with the last token: who reads events has it only
+    as far as he reads them when they come.
     """
 
     request_id: str
@@ -100,6 +101,7 @@ class TokenEvent:  # neither frozen nor of keywords only: a step may make hundre
     prompt_logprobs: list[TokenLogprob] | None = None
     error_param: str | None = None
     num_rejected_draft_tokens: int = 0
+    decode_s: float = 0.0
 
 
 DecodedToken = tuple[str, int, int]

@@ -11,6 +11,7 @@ from litestar.response import Stream
 from litestar.types import ASGIApp, Receive, Scope, Send
 
 from appliance.api.error_responses import MEDIA_TYPE
+from appliance.api.sse import until_disconnected
 
 PIECE_BYTES = 64 * 1024
 
@@ -27,13 +28,19 @@ class PiecedBody(Stream):
         """Return what sends the answer."""
         return self._send
 
-    async def _send(self, _scope: Scope, _receive: Receive, send: Send) -> None:
+    async def _send(self, _scope: Scope, receive: Receive, send: Send) -> None:
         headers = [(b"content-type", MEDIA_TYPE.encode()), (b"content-length", str(self._length).encode())]
         await send({"type": "http.response.start", "status": 200, "headers": headers})
-        for piece in _pieces(self._parts):
-            await send({"type": "http.response.body", "body": piece, "more_body": True})
-            await asyncio.sleep(0)
-        await send({"type": "http.response.body", "body": b"", "more_body": False})
+        listening = asyncio.create_task(until_disconnected(receive))
+        try:
+            for piece in _pieces(self._parts):
+                await send({"type": "http.response.body", "body": piece, "more_body": True})
+                await asyncio.sleep(0)
+                if listening.done():  # the client has left
+                    return
+            await send({"type": "http.response.body", "body": b"", "more_body": False})
+        finally:
+            listening.cancel()
 
 
 def _pieces(parts: Iterable[bytes]) -> Iterator[bytes]:

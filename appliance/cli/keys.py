@@ -149,7 +149,7 @@ def update(
 @app.command("rotate")
 def rotate(
     key: KeyId,
-    grace: Annotated[int, typer.Option(metavar="SECONDS", help="Grace period in which the old secret still works.")] = 0,
+    grace_s: Annotated[int, typer.Option(metavar="SECONDS", help="Grace period in which the old secret still works.")] = 0,
     as_json: AsJson = False,
     data_dir: DataDir = None,
     database: DatabaseUrl = None,
@@ -158,7 +158,7 @@ def rotate(
 
     async def work(client: AdminClient) -> dict[str, Any]:
         found = await find_key(client, key)
-        return await client.call("POST", f"/keys/{found['id']}/rotate", body={"grace_s": grace})
+        return await client.call("POST", f"/keys/{found['id']}/rotate", body={"grace_s": grace_s})
 
     _print_secret(run(settings_from(data_dir, database), work), as_json=as_json)
 

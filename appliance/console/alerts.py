@@ -12,7 +12,7 @@ from typing import Any
 from litestar import get, post
 from litestar.params import FromPath
 
-from appliance.base.errors import BadRequest, RateLimitExceeded
+from appliance.base.errors import BadRequest, Conflict, RateLimitExceeded
 from appliance.console.addresses import next_page
 from appliance.console.context import Console, ConsoleDependency
 from appliance.console.forms import Form, sentence
@@ -82,7 +82,7 @@ async def add_alert(request: ConsoleRequest, console: ConsoleDependency) -> Html
             if secret is None:
                 return console.pages.redirect(request, f"/alerts/{webhook.id}", done="alert-added")
             return _secret(request, console, webhook, secret, "Signing secret")
-        except BadRequest as error:
+        except (BadRequest, Conflict) as error:
             form.fail_with(error, FIELDS)
     return await _new_form(request, console, form)
 
@@ -127,7 +127,7 @@ async def send_test(request: ConsoleRequest, console: ConsoleDependency, webhook
     webhook = await _found(request, console, webhook_id)
     try:
         await console.services.alerts.outbox.test(webhook_id, access=access_of(request))
-    except (BadRequest, RateLimitExceeded) as error:
+    except (Conflict, RateLimitExceeded) as error:
         return await _alert_page(request, console, webhook, notice=sentence(error.message))
     return console.pages.redirect(request, f"/alerts/{webhook_id}", done="test-sent")
 
@@ -140,7 +140,7 @@ async def retry_delivery(
     webhook = await _found(request, console, webhook_id)
     try:
         await console.services.alerts.outbox.retry(webhook_id, delivery_id, access=access_of(request))
-    except (BadRequest, RateLimitExceeded) as error:
+    except (Conflict, RateLimitExceeded) as error:
         return await _alert_page(request, console, webhook, notice=sentence(error.message))
     return console.pages.redirect(request, f"/alerts/{webhook_id}", done="delivery-retried")
 

@@ -9,10 +9,10 @@ from typing import Any
 from litestar import get, post
 from litestar.params import FromPath
 
-from appliance.base.errors import BadRequest, Conflict, GatehouseError
+from appliance.base.errors import BadRequest, Conflict, CurrenciesMixed, GatehouseError
 from appliance.console.addresses import next_page
 from appliance.console.context import Console, ConsoleDependency
-from appliance.console.forms import Form
+from appliance.console.forms import Form, sentence
 from appliance.console.rendering import Html
 from appliance.console.security import ConsoleRequest, access_of, needs
 from appliance.console.tenant_names import tenants_by_name
@@ -58,8 +58,13 @@ async def draft_invoice(request: ConsoleRequest, console: ConsoleDependency) -> 
 
 @get("/invoices/{invoice_id:str}", guards=[needs(Action.INVOICES)])
 async def show_invoice(request: ConsoleRequest, console: ConsoleDependency, invoice_id: FromPath[str]) -> Html:
-    """One invoice; a draft as it would be now."""
-    invoice, tenant = await _find(request, console, invoice_id, Action.INVOICES)
+    """One invoice; a draft as it would be now, or why it has no sum."""
+    try:
+        invoice, tenant = await _find(request, console, invoice_id, Action.INVOICES)
+    except CurrenciesMixed as error:
+        head, tenant = await _find_head(request, console, invoice_id, Action.INVOICES)
+        problem = sentence(error.message)
+        return console.pages.page(request, "pages/invoice_mixed.html", head=head, tenant=tenant, problem=problem, **WORDS)
     open_until = _open_until(console, invoice.head)
     return console.pages.page(request, "pages/invoice.html", invoice=invoice, tenant=tenant, open_until=open_until, **WORDS)
 
@@ -108,10 +113,12 @@ async def _find(request: ConsoleRequest, console: Console, invoice_id: str, acti
     return invoice, await console.services.tenants.get(invoice.head.tenant_id, access=access)
 
 
-async def _find_head(request: ConsoleRequest, console: Console, invoice_id: str) -> tuple[InvoiceHead, Tenant]:
+async def _find_head(
+    request: ConsoleRequest, console: Console, invoice_id: str, action: Action = Action.BILLING
+) -> tuple[InvoiceHead, Tenant]:
     """Return an invoice without its lines, as a draft over two currencies has none, and its tenant. Raises as `_find`."""
     access = access_of(request)
-    head = await console.services.invoices.head(invoice_id, access=access, action=Action.BILLING)
+    head = await console.services.invoices.head(invoice_id, access=access, action=action)
     return head, await console.services.tenants.get(head.tenant_id, access=access)
 
 

@@ -122,7 +122,7 @@ async def rotate_key(request: ConsoleRequest, console: ConsoleDependency, key_id
         try:  # nothing may fail between the change and the secret, which cannot be shown again
             key, secret = await console.services.keys.rotate(key_id, grace_s=int(grace_s), access=access_of(request))
             return _secret(request, console, Principal(tenant=tenant, key=key), secret, f"New secret of {key.name}")
-        except BadRequest as error:
+        except (BadRequest, Conflict) as error:
             form.fail_with(error, FIELDS)
     return _confirm(request, console, current, "rotate", form)
 

@@ -62,6 +62,7 @@ def explain_past(row: RequestRow) -> str:
             cached_tokens=row.cached_tokens,
             completion_tokens=row.completion_tokens,
             preemptions=row.preemptions,
+            tenant_open=row.tenant_open or 0,
             finish_reason=row.finish_reason or "error",
             batch=row.batch,
         )

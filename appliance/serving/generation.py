@@ -364,6 +364,7 @@ class Generation:
             decode_s=live.decode_s,
             kv_blocks=max(live.kv_blocks_max, self._blocks_filled()),
             preemptions=live.preemptions,
+            tenant_open=live.tenant_open,
             first_token_at=live.first_token_at,
             finished_at=live.finished_at,
             error=live.error,

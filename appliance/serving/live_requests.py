@@ -65,6 +65,7 @@ class LiveRequest:
     finish_reason: str | None = None
     error: str | None = None
     _first_token_monotonic_s: float | None = None
+    _engine_decode_s: float = 0.0
     _answers: dict[int, _AnswerFigures] = field(default_factory=dict)
     _intervals_s: array[float] = field(default_factory=lambda: array("d"))
 
@@ -126,7 +127,7 @@ class LiveRequest:
             return []
         self.state = "decode"
         self.queue_position = None
-        return self._count_tokens(figures, len(event.token_ids), now, monotonic_s)
+        return self._count_tokens(figures, len(event.token_ids), now, monotonic_s, event.decode_s)
 
     def set_completion(self, index: int, completion_tokens: int) -> None:
         """Set how many tokens of answer `index` count."""
@@ -157,13 +158,17 @@ class LiveRequest:
             self.preemptions += preemptions - figures.preemptions
             figures.preemptions = preemptions
 
-    def _count_tokens(self, figures: _AnswerFigures, count: int, now: datetime, monotonic_s: float) -> list[float]:
+    def _count_tokens(
+        self, figures: _AnswerFigures, count: int, now: datetime, monotonic_s: float, engine_decode_s: float
+    ) -> list[float]:
         last_s, figures.last_token_monotonic_s = figures.last_token_monotonic_s, monotonic_s
         if self._first_token_monotonic_s is None:
             self._first_token_monotonic_s = monotonic_s
             self.first_token_at = now
             self.ttft_s = monotonic_s - self.admitted_monotonic_s
-        self.decode_s = monotonic_s - self._first_token_monotonic_s
+        # What was read in one burst took the engine longer.
+        self._engine_decode_s = max(self._engine_decode_s, engine_decode_s)
+        self.decode_s = max(monotonic_s - self._first_token_monotonic_s, self._engine_decode_s)
         if last_s is None:
             return []
         intervals = [(monotonic_s - last_s) / count] * count

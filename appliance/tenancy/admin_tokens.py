@@ -62,17 +62,17 @@ class AdminTokens:
     async def authenticate(self, secret: str, address: str = "") -> AdminToken:
         """Return the token of `secret`, which came from `address`. Raises InvalidApiKey, and RateLimitExceeded where too many
         wrong ones came from there."""
-        self._attempts.begin(address, secret)
-        try:
-            token = await self._find(secret) if 0 < len(secret) <= _SECRET_CHARS_MAX else None
-        except SQLAlchemyError:
-            self._attempts.give_back(address, secret)
-            raise
-        if token is None or token.revoked_at is not None:
-            self._attempts.was_wrong(secret)
-            raise InvalidApiKey("the administrator token is not known or was revoked")
-        self._attempts.was_right(address, secret)
-        return token
+        async with self._attempts.attempt(address, secret):
+            try:
+                token = await self._find(secret) if 0 < len(secret) <= _SECRET_CHARS_MAX else None
+            except SQLAlchemyError:
+                self._attempts.give_back(address, secret)
+                raise
+            if token is None or token.revoked_at is not None:
+                self._attempts.was_wrong(secret)
+                raise InvalidApiKey("the administrator token is not known or was revoked")
+            self._attempts.was_right(address, secret)
+            return token
 
     async def revoke(self, token_id: str) -> AdminToken:
         """Return the token, refused from now on. Raises NotFound; idempotent."""

@@ -17,7 +17,7 @@ from sqlalchemy.ext.asyncio import AsyncConnection
 
 from appliance.base.clock import Clock
 from appliance.base.db import Database
-from appliance.base.errors import AddressNotAllowed, InvalidValue, NotFound
+from appliance.base.errors import AddressNotAllowed, Conflict, InvalidValue, NotFound
 from appliance.base.ids import new_id
 from appliance.base.tables import api_keys, tenants
 from appliance.tenancy.access import Access
@@ -86,7 +86,7 @@ class Keys:
         limit_mode: str = "enforce",
         access: Access,
     ) -> tuple[ApiKey, str]:
-        """Return (key, secret); the secret cannot be had again. Raises NotFound (tenant), RoleNotAllowed and InvalidValue."""
+        """Return (key, secret); the secret cannot be had again. Raises NotFound, RoleNotAllowed, Conflict and InvalidValue."""
         access.require(Action.KEYS, tenant_id)
         prefix, secret = new_api_key()
         key = ApiKey(
@@ -159,8 +159,8 @@ class Keys:
     async def update(self, key_id: str, changes: KeyChanges, *, access: Access) -> ApiKey:
         """Return the key after `changes`.
 
-        Raises NotFound, RoleNotAllowed, and InvalidValue (also for a revoked key, and for the expiry of one whose successor is
-        in use).
+        Raises NotFound, RoleNotAllowed, InvalidValue, and Conflict for a revoked key, and for the expiry of one whose successor
+        is in use.
         """
         columns = self._changed_columns(changes)
         retired = [api_keys.c.replaced_by.is_(None)] if "expires_at" in columns else []
@@ -171,11 +171,9 @@ class Keys:
             key = await _get(connection, key_id, access, Action.KEYS)
             await self._record(connection, "key.update", before, key)
         if key.revoked_at is not None:
-            raise InvalidValue("a revoked key cannot be changed", param="id")
+            raise Conflict("a revoked key cannot be changed", param="id")
         if retired and key.replaced_by is not None:
-            raise InvalidValue(
-                "the expiry of a rotated key cannot be changed; revoke the key to end it now", param="expires_at"
-            )
+            raise Conflict("the expiry of a rotated key cannot be changed; revoke the key to end it now", param="expires_at")
         return key
 
     async def revoke(self, key_id: str, *, access: Access) -> ApiKey:
@@ -190,7 +188,7 @@ class Keys:
     async def rotate(self, key_id: str, *, grace_s: int = 0, access: Access) -> tuple[ApiKey, str]:
         """Return (successor, its secret). The old key is refused after `grace_s` seconds, or at its own expiry before that.
 
-        Raises NotFound, RoleNotAllowed, and InvalidValue when it is revoked, expired or rotated, or its tenant archived.
+        Raises NotFound, RoleNotAllowed, InvalidValue, Conflict when it is revoked, expired, rotated, or its tenant archived.
         """
         check_whole(grace_s, "grace_s", 0, GRACE_S_MAX)
         prefix, secret = new_api_key()
@@ -202,7 +200,7 @@ class Keys:
                 await _check_room(connection, current.tenant_id, now)
             key = dataclasses.replace(current, id=new_id("key"), prefix=prefix, created_at=now, last_used_at=None)
             if not await _retire(connection, current, key.id, now, now + timedelta(seconds=grace_s)):
-                raise InvalidValue(_why_not_rotated(current, now), param="id")
+                raise Conflict(_why_not_rotated(current, now), param="id")
             await self._insert(connection, key, secret)
             await self._record(connection, "key.rotate", current, await _get(connection, key_id, access, Action.KEYS))
             await self._record(connection, "key.create", None, key)
@@ -377,7 +375,7 @@ async def _check_tenant(connection: AsyncConnection, tenant_id: str) -> None:
     if row is None:
         raise NotFound("no such tenant", param="tenant_id")
     if row.archived_at is not None:
-        raise InvalidValue("an archived tenant cannot have new keys", param="tenant_id")
+        raise Conflict("an archived tenant cannot have new keys", param="tenant_id")
 
 
 async def _check_room(connection: AsyncConnection, tenant_id: str, now: datetime) -> None:

@@ -13,7 +13,7 @@ from sqlalchemy.ext.asyncio import AsyncConnection
 
 from appliance.base.clock import Clock
 from appliance.base.db import Database
-from appliance.base.errors import InvalidValue, NameTaken, NotFound
+from appliance.base.errors import Conflict, InvalidValue, NameTaken, NotFound
 from appliance.base.ids import new_id
 from appliance.base.tables import tenants, usage_events
 from appliance.tenancy.access import Access
@@ -142,8 +142,8 @@ class Tenants:
     async def update(self, tenant_id: str, changes: TenantChanges, *, access: Access) -> Tenant:
         """Return the tenant after `changes`.
 
-        Raises NotFound, RoleNotAllowed, NameTaken, and InvalidValue (also for an archived tenant, and for another currency once
-        it was billed; None may then still become a currency that its usage has).
+        Raises NotFound, RoleNotAllowed, NameTaken, Conflict for an archived tenant, and InvalidValue (also for another currency
+        once it was billed; None may then still become a currency that its usage has).
         """
         columns = changed_columns(changes, _CHECKS)
         try:
@@ -159,7 +159,7 @@ class Tenants:
         except IntegrityError as error:
             raise NameTaken(f"there is a tenant named {columns.get('name')!r} already", param="name") from error
         if tenant.archived:
-            raise InvalidValue("an archived tenant cannot be changed", param="id")
+            raise Conflict("an archived tenant cannot be changed", param="id")
         if columns.get("currency", tenant.currency) != tenant.currency:
             message = "currency cannot be changed after the first request, except from null to one that the usage has"
             raise InvalidValue(message, param="currency")
@@ -170,7 +170,7 @@ class Tenants:
         async with self._db.changing_principals() as connection:
             before = await _get(connection, tenant_id, access, Action.WRITE, lock=True)
             if before.archived:
-                raise InvalidValue("an archived tenant cannot be changed", param="id")
+                raise Conflict("an archived tenant cannot be changed", param="id")
             limits = dataclasses.replace(before.model_limits.get(model, Limits()), **changes)
             column = model_limits_to_row(check_model_limits({**before.model_limits, model: limits}))
             await connection.execute(update(tenants).where(tenants.c.id == tenant_id).values(model_limits=column))

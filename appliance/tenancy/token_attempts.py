@@ -1,14 +1,18 @@
 """Slows down guessing of administrator tokens: so many wrong ones at once from an address, then one every so often.
 
 A token that was right before is looked up whatever its address has sent since: a stranger behind the same proxy locks nobody
-out who is in. Kept in memory and bounded; a restart forgets it.
+out who is in. One that is not known yet is looked up once at a time, so that a right one that many connections use first at one
+moment takes one attempt. Kept in memory and bounded; a restart forgets it.
 """
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
 import os
 from collections import OrderedDict
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 
 from appliance.base.clock import Clock
 from appliance.tenancy.attempts import Allowance, Attempts
@@ -25,12 +29,26 @@ class TokenAttempts:
     def __init__(self, clock: Clock) -> None:
         self._salt = os.urandom(16)
         self._known: OrderedDict[bytes, None] = OrderedDict()  # digests of tokens that were right
+        self._under_way: dict[bytes, asyncio.Future[None]] = {}  # done when the look at this token is over
         self._attempts: Attempts[str] = Attempts(clock, keys_max=ADDRESSES_MAX, refusal="too many wrong administrator tokens")
 
-    def begin(self, address: str, secret: str) -> None:
-        """Take an attempt, or raise RateLimitExceeded with the exact wait and take none."""
-        if self._digest(secret) not in self._known:
-            self._attempts.take({site_of(address): PER_ADDRESS})
+    @asynccontextmanager
+    async def attempt(self, address: str, secret: str) -> AsyncIterator[None]:
+        """Look at a token inside, and say what it was. Takes an attempt, or none: it raises RateLimitExceeded with the exact
+        wait, or the token is known to be right."""
+        digest = self._digest(secret)
+        while digest not in self._known and digest in self._under_way:
+            await asyncio.wait({self._under_way[digest]})
+        if digest in self._known:
+            yield
+            return
+        self._attempts.take({site_of(address): PER_ADDRESS})
+        over = self._under_way[digest] = asyncio.get_running_loop().create_future()
+        try:
+            yield
+        finally:
+            del self._under_way[digest]
+            over.set_result(None)
 
     def was_right(self, address: str, secret: str) -> None:
         """Give the attempt back, and let this token in without one from now on."""

@@ -19,6 +19,7 @@ from engine.grammar.spec import GrammarSpec
 CACHED_GRAMMARS_MAX = 128
 WAITING_MAX = 512
 NO_THREAD = "the system starts no more threads"
+NO_PROCESS = "the system starts no more processes"
 
 
 def overloaded(spec: GrammarSpec, why: str) -> EngineOverloaded:

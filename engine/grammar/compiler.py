@@ -16,7 +16,7 @@ import time
 from concurrent.futures import Future
 
 from engine.errors import EngineOverloaded
-from engine.grammar.compile_lines import NO_THREAD, CompileLines, Job, overloaded
+from engine.grammar.compile_lines import NO_PROCESS, NO_THREAD, CompileLines, Job, overloaded
 from engine.grammar.matcher import CompiledGrammar, token_trie
 from engine.grammar.spec import GrammarError, GrammarSpec
 from engine.grammar.stacks import STACK_BYTES, new_threads_get
@@ -119,7 +119,7 @@ class GrammarCompiler:
 
     def submit(self, spec: GrammarSpec, tenant_id: str) -> Future[CompiledGrammar]:
         """The grammar of `spec`, now or later. The future raises `GrammarError` naming the field, and `EngineOverloaded` when
-        too many wait already, or no thread can be started."""
+        too many wait already, or no thread or process can be started."""
         with self._changed:
             known = self._lines.find(tenant_id, spec)
             if known is not None:
@@ -172,7 +172,7 @@ class GrammarCompiler:
                 if process is not None and not process.is_alive:  # it ended while it had nothing to do
                     process.kill()
                     process = None
-                process = process or _WorkerProcess(self._vocabulary)
+                process = process or self._start_process(job.spec)
                 answer = process.ask(job.spec, self._deadline_s)
                 job.grammar.set_result(self._build(job.spec, answer))
             except GrammarError as error:
@@ -186,6 +186,12 @@ class GrammarCompiler:
                 job.grammar.set_exception(error)
             self._end(job)
         self._without(process)
+
+    def _start_process(self, spec: GrammarSpec) -> _WorkerProcess:
+        try:
+            return _WorkerProcess(self._vocabulary)
+        except OSError as error:
+            raise overloaded(spec, NO_PROCESS) from error
 
     def _without(self, process: _WorkerProcess | None) -> _WorkerProcess | None:
         """None, when what there was of a process has ended."""

@@ -12,8 +12,9 @@ from weakref import WeakKeyDictionary
 
 import torch
 
+from engine.grammar.compile_lines import NO_THREAD, overloaded
 from engine.grammar.matcher import CompiledGrammar, GrammarState
-from engine.grammar.spec import GrammarError
+from engine.grammar.spec import GrammarError, GrammarSpec
 from engine.grammar.stacks import STACK_BYTES, new_threads_get
 from engine.scheduling.request import Request
 
@@ -41,9 +42,12 @@ class GrammarMasks:
         self._vocab_size = vocab_size
         self._states: WeakKeyDictionary[Request, GrammarState] = WeakKeyDictionary()
         self._worker = ThreadPoolExecutor(max_workers=1, thread_name_prefix="grammar-masks")
+        self._has_thread = False
 
     def start(self, request: Request, grammar: CompiledGrammar) -> None:
-        """Hold a new answer to `grammar`."""
+        """Hold a new answer to `grammar`. Raises `EngineOverloaded` where no thread can be started to fill its masks."""
+        if not self._has_thread:
+            self._start_thread(grammar.spec)
         self._states[request] = grammar.start()
 
     def fill(self, requests: Sequence[Request]) -> Future[StepMasks] | None:
@@ -53,8 +57,16 @@ class GrammarMasks:
         states = {index: self._states[request] for index, request in enumerate(requests) if request in self._states}
         if not states:
             return None
-        with new_threads_get(STACK_BYTES):
-            return self._worker.submit(self._fill, len(requests), states)
+        return self._worker.submit(self._fill, len(requests), states)
+
+    def _start_thread(self, spec: GrammarSpec) -> None:
+        """Have the thread before a step needs it, which would fail for everybody in it."""
+        try:
+            with new_threads_get(STACK_BYTES):
+                self._worker.submit(int)
+        except RuntimeError as error:
+            raise overloaded(spec, NO_THREAD) from error
+        self._has_thread = True
 
     def nothing_forbidden(self, num_rows: int) -> StepMasks:
         """Masks that allow everything."""

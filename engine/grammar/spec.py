@@ -1,6 +1,6 @@
 """What a request asks the text to be, as one hashable value, checked as far as a glance can. Knows no grammar library.
 
-A gateway calls `grammar_spec` to refuse early what is malformed; the engine compiles the same value later.
+`grammar_spec` is called by the thread that steps, so it reads no schema: the process that compiles calls `check_schema_text`.
 """
 
 from __future__ import annotations
@@ -58,8 +58,8 @@ class GrammarSpec:
 def grammar_spec(sampling: SamplingParams) -> GrammarSpec | None:
     """Return the constraint of a request, None when it has none.
 
-    Raises `GrammarError`, an `InvalidOption`, that names the field: two constraints at once, a size beyond its limit, a schema
-    that is not JSON, a choice that is empty.
+    Raises `GrammarError`, an `InvalidOption`, that names the field: two constraints at once, a size beyond its limit, a choice
+    that is empty.
     """
     asked = [(kind, param) for kind, param in PARAMS.items() if getattr(sampling, param) is not None]
     if not asked:
@@ -73,9 +73,7 @@ def grammar_spec(sampling: SamplingParams) -> GrammarSpec | None:
     if not isinstance(value, str):
         raise GrammarError(param, f"{param} must be a string, not {type(value).__name__}")
     _check_size(param, value, {"json": SCHEMA_BYTES_MAX, "regex": REGEX_BYTES_MAX, "grammar": GRAMMAR_BYTES_MAX}[kind])
-    if kind == "json":
-        check_schema_text(value)
-    elif not value.strip():
+    if kind != "json" and not value.strip():
         raise GrammarError(param, f"{param} is empty")
     return GrammarSpec(kind, value)
 

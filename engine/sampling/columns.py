@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
+from weakref import WeakKeyDictionary
 
 import numpy as np
 import torch
@@ -97,6 +98,7 @@ class ColumnSampler:
         self._workspace = self._kernels.sampling_workspace(num_slots + max_guesses, vocab_size, device)
         self.vocab_size = vocab_size
         self._rules: dict[Request, int] = {}
+        self._prompt_ids: WeakKeyDictionary[Request, np.ndarray] = WeakKeyDictionary()  # of first answers
         self._biases: list[dict[int, float]] = [{} for _ in range(num_rules)]
         self._asks = np.zeros(num_slots, dtype=np.uint8)  # the constants above, together
         self._num_scored = np.zeros(num_slots, dtype=np.int64)  # likeliest tokens
@@ -160,10 +162,21 @@ class ColumnSampler:
         """Count the first `num_tokens` tokens of the slot's request anew: what the device has counted is in doubt."""
         if not self._asks[slot] & COUNTS:
             return
-        ids, places = np.unique(request.token_ids[:num_tokens], return_inverse=True)
-        in_output = np.bincount(places[request.num_prompt_tokens :], minlength=len(ids))
+        prompt, output = self._ids_of_prompt(request), request.token_ids[request.num_prompt_tokens : num_tokens]
+        ids, places = np.unique(np.concatenate((prompt, np.array(output, dtype=np.int64))), return_inverse=True)
+        in_output = np.bincount(places[len(prompt) :], minlength=len(ids))
         sent = ops.send(np.stack((ids, 2 * in_output + 1)), torch.int64, self._device)
         self.columns.counts[slot].zero_().index_copy_(0, sent[0], sent[1].int())
+
+    def _ids_of_prompt(self, request: Request) -> np.ndarray:
+        """The different ids of the prompt: [U] int64. Kept for the other answers while the first one is there."""
+        first = request if request.forked_from is None else request.forked_from
+        ids = self._prompt_ids.get(first)
+        if ids is None:
+            ids = np.unique(np.array(request.token_ids[: request.num_prompt_tokens], dtype=np.int64))
+            if request.sampling.num_answers > 1:
+                self._prompt_ids[first] = ids
+        return ids
 
     def _write_bias(self, rule: int) -> None:
         row = torch.zeros(self.vocab_size, pin_memory=self._device.type == "cuda")

@@ -2,7 +2,8 @@
 
 A request can start when there is a seat, when decodes leave room in the step for prompts (`StepBudget.is_crowded`), when its
 whole prompt fits beside all promises, and when the predicted peak of KV use fits with it, unless no other request runs. A
-request whose next block a running prefill is computing waits for that block instead. The order is the policy's.
+request whose next block a running prefill is computing waits for that block instead. In each step only so much of long
+prompts is taken over, from other answers or the prefix cache: that takes time, and all others wait. The order is the policy's.
 """
 
 from __future__ import annotations
@@ -14,6 +15,11 @@ from engine.scheduling.policy import Start
 from engine.scheduling.prefix_cache import PrefixesUnderWay
 from engine.scheduling.request import Request, RequestStatus, account_of
 from engine.scheduling.step_budget import StepBudget
+
+TAKEN_TOKENS_PER_STEP = 1 << 19
+"""So many tokens of long prompts are taken over in one step: some 10 ms of the host. One request always may."""
+SHORT_TOKENS = 1 << 12
+"""A prompt of fewer tokens is taken over at once."""
 
 
 class Admission:
@@ -31,10 +37,12 @@ class Admission:
         self._under_way = PrefixesUnderWay(kv.prefix_cache, block_size)
         self._found = FoundPrefix()
         self._step = 0  # that is being planned
+        self._taken_tokens = 0  # over from others, in this step
 
     def begin_step(self) -> None:
         """A step is about to be planned: new predictions for those that should have ended by now."""
         self._step = self._accounts.step + 1
+        self._taken_tokens = 0
         for request in self._forecast.overdue(self._step):
             self._forecast.renew(request, self._step, predicted_remaining(request))
 
@@ -46,6 +54,8 @@ class Admission:
         if not self.has_seat or self._is_crowded():
             return Start.NO_ROOM
         if request.num_unknown_tokens:  # preempted in this very plan, while its last token is on its way
+            return Start.LATER
+        if request.num_tokens >= SHORT_TOKENS and self._taken_tokens > max(0, TAKEN_TOKENS_PER_STEP - request.num_tokens):
             return Start.LATER
         if _shares_prompt(request):
             has_room = self._kv.num_spare > 0
@@ -99,8 +109,10 @@ class Admission:
         if _shares_prompt(request):
             assert request.forked_from is not None
             self._kv.fork(request, request.forked_from)
+            self._taken_tokens += request.num_computed_tokens
             return 0
         self._kv.place(request, self._found)
+        self._taken_tokens += request.num_computed_tokens
         return self._found.num_on_host
 
     def advance(self, request: Request) -> None:

@@ -113,6 +113,16 @@ class BlockPool:
             self._free.append(block_id)
         return self.allocate(1)[0]
 
+    def share_all(self, block_ids: Iterable[int]) -> None:
+        """Add one owner to each of these blocks. Of a long prompt there are thousands, most of them used."""
+        blocks = self._blocks
+        for block_id in block_ids:
+            block = blocks[block_id]
+            if block.ref_count:
+                block.ref_count += 1
+            else:
+                self.share(block_id)
+
     def share(self, block_id: int) -> None:
         """Add one owner to a block that is used or cached."""
         block = self._blocks[block_id]
@@ -130,14 +140,17 @@ class BlockPool:
 
         `is_wanted` overrides whether the content has proved worth keeping: the owner will come back for it, or has done so.
         """
+        blocks = self._blocks
         for block_id in reversed(block_table):
-            block = self._blocks[block_id]
+            block = blocks[block_id]
+            if block.ref_count > 1:  # of nearly all blocks, where many answers to a long prompt end together
+                block.ref_count -= 1
+                continue
             assert block.ref_count > 0, f"block {block_id} was released more often than taken"
-            block.ref_count -= 1
-            if block.ref_count == 0:
-                if is_wanted is not None:
-                    block.was_found = is_wanted
-                self._shelve(block)
+            block.ref_count = 0
+            if is_wanted is not None:
+                block.was_found = is_wanted
+            self._shelve(block)
 
     def _shelve(self, block: Block) -> None:
         if block.content_hash is None:
@@ -171,6 +184,11 @@ class BlockPool:
 
     def is_used(self, block_id: int) -> bool:
         return self._blocks[block_id].ref_count > 0
+
+    def num_unused(self, block_ids: Iterable[int]) -> int:
+        """How many of these blocks nobody holds."""
+        blocks = self._blocks
+        return [blocks[block_id].ref_count for block_id in block_ids].count(0)
 
     def check_invariants(self, block_tables: Iterable[Sequence[int]]) -> None:
         """Raise `AssertionError` unless the pool agrees with all live block tables."""

@@ -76,7 +76,7 @@ class KvBlocks:
         return longer if swap_ns < recompute_ns else on_device
 
     def _on_device(self, blocks: Sequence[int]) -> FoundPrefix:
-        return FoundPrefix([*blocks], num_unowned=sum(not self.pool.is_used(block_id) for block_id in blocks))
+        return FoundPrefix([*blocks], num_unowned=self.pool.num_unused(blocks))
 
     def _continue_on_host(self, request: Request, found: FoundPrefix) -> FoundPrefix:
         """Follow the chain behind `found` through both tiers."""
@@ -102,9 +102,7 @@ class KvBlocks:
 
     def place(self, request: Request, found: FoundPrefix) -> None:
         """Give an admitted request its found prefix, and promise it the rest of its prompt."""
-        for block_id in found.blocks:
-            if block_id is not None:
-                self.pool.share(block_id)
+        self.pool.share_all(block_id for block_id in found.blocks if block_id is not None)
         hashes = request.block_hashes
         on_host = {index: self._fetch(hashes[index]) for index, block_id in enumerate(found.blocks) if block_id is None}
         table: list[int] = []
@@ -140,8 +138,7 @@ class KvBlocks:
     def fork(self, request: Request, parent: Request) -> None:
         """Let `request` share the prompt blocks of `parent`, all of which are computed; its last token is computed again."""
         table = parent.block_table[: self.blocks_for(request.num_prompt_tokens)]
-        for block_id in table:
-            self.pool.share(block_id)
+        self.pool.share_all(table)
         self._hold(request, table)
         request.num_computed_tokens = request.num_prompt_tokens - 1
         self.make_writable(request, request.num_computed_tokens)

@@ -78,8 +78,10 @@ class Lifecycle:
         if not self._forks.park(request):
             self._wait(request)
 
-    def release_forks(self, parent: Request) -> None:
-        """A prompt is computed: those that share it wait before others of their tenant."""
+    def note_first_token(self, parent: Request) -> None:
+        """A prompt is computed and a token is there: those that share the prompt wait before others of their tenant."""
+        if parent.first_token_s is None:
+            parent.first_token_s = self._clock()
         for fork in reversed(self._forks.take(parent)):
             self._wait(fork, first=True)
 
@@ -100,6 +102,7 @@ class Lifecycle:
         self._policy.left(request)
         self._policy.started(request)
         self._rotation.started(request)
+        request.own_token_ids()
         request.move_to(RequestStatus.PREFILL)
         request.moved_step = self._accounts.step
         num_lost = request.num_lost_tokens - request.num_computed_tokens
@@ -158,7 +161,10 @@ class Lifecycle:
         request.finish(reason)
         for fork in self._forks.take(request):
             self._wait(fork)
-        return token_event(request, token_ids or [])
+        event = token_event(request, token_ids or [])
+        if token_ids and request.first_token_s is not None:
+            event.decode_s = self._clock() - request.first_token_s
+        return event
 
     def fail(self, request: Request, error: str, param: str | None = None) -> TokenEvent:
         """End a live request because its computation failed; `param` names the field that is to blame."""

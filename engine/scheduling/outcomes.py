@@ -88,7 +88,7 @@ class Outcomes:
         self._kv.register(request, item.start, request.num_computed_tokens)
         if item.samples:
             self._lifecycle.start_decoding(request)
-            self._lifecycle.release_forks(request)
+            self._lifecycle.note_first_token(request)
             return self._take_tokens(request, output)
         return self._finish_chunk(request, output)
 
@@ -221,7 +221,7 @@ class Outcomes:
         if is_running:
             self._kv.register(request, start, end)
         if samples:
-            self._lifecycle.release_forks(request)
+            self._lifecycle.note_first_token(request)
             return self._settle_output(request, end, output)
         return self._finish_chunk(request, output, is_running=is_running)
 

@@ -31,7 +31,8 @@ def looked_at(num_accounts: int) -> int:
 
 
 class Start(Enum):
-    """Whether a waiting request can start. LATER: a running prefill computes the block that it needs next."""
+    """Whether a waiting request can start. LATER: a running prefill computes the block that it needs next,
+    or enough was taken over from others in this step."""
 
     NOW = "now"
     NO_ROOM = "no room"

@@ -91,6 +91,8 @@ class PrefixCache:
             self._pool.register(request.block_table[index], hashes[index])
 
     def _extend(self, request: Request, num_blocks: int) -> None:
+        if request.prefix_hash is None and request.forked_from is not None and self.is_shared:
+            self._take_over(request, request.forked_from)
         hashes, size = request.block_hashes, self._block_size
         start = len(hashes) * size
         tokens = array("I", request.token_ids[start : num_blocks * size]).tobytes()
@@ -121,6 +123,12 @@ class PrefixCache:
         request.prefix_hash.update(block)
         private: bytes = request.prefix_hash.digest()
         return private
+
+    def _take_over(self, request: Request, parent: Request) -> None:
+        """The hashes of a prompt are those of each answer to it. A parent that has hashed its answer too is past them."""
+        if parent.prefix_hash is not None and len(parent.block_hashes) * self._block_size <= request.num_prompt_tokens:
+            request.block_hashes = parent.block_hashes.copy()
+            request.prefix_hash, request.prefix_is_global = parent.prefix_hash.copy(), parent.prefix_is_global
 
     def _start(self, request: Request) -> tuple[Any, bool]:
         """The running hash before the first block, and whether all tenants share the chain so far."""

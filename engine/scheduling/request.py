@@ -86,6 +86,7 @@ class Request:
     priority: Priority = Priority.STANDARD
     queue_deadline_s: float | None = None  # when it ends unless it has been scheduled
     forked_from: Request | None = None  # another answer to this prompt, whose blocks this one shares
+    shares_token_ids: bool = False  # with the other answers, until it starts
     status: RequestStatus = RequestStatus.QUEUED
     block_table: array[int] = field(default_factory=table_of)
     num_computed_tokens: int = 0  # whose keys and values are in its blocks, or will be when the steps under way have ended
@@ -98,6 +99,7 @@ class Request:
     num_skips: int = 0  # times that others passed it because it did not fit
     first_scheduled_s: float | None = None
     queue_s: float = 0.0  # from arrival to its first schedule, 0.0 before it
+    first_token_s: float | None = None
     finish_reason: FinishReason | None = None
     block_hashes: list[bytes] = field(default_factory=list)  # of its full blocks, in the prefix cache
     prefix_hash: Any = None  # the running hash behind the last of these
@@ -130,6 +132,11 @@ class Request:
     @property
     def is_finished(self) -> bool:
         return self.status is RequestStatus.FINISHED
+
+    def own_token_ids(self) -> None:
+        """It starts, and will write into the list."""
+        if self.shares_token_ids:
+            self.token_ids, self.shares_token_ids = self.token_ids.copy(), False
 
     def schedule_first(self, now_s: float) -> None:
         """A preempted request finds its own blocks again: that is no discount, so only the first match counts."""

@@ -1,11 +1,13 @@
 """Bounds the work of a chat template: the turns of its loops, and of filters that loop, are counted while it renders.
 
 What a template does with the messages is its author's choice, how many messages there are is anybody's. One that looks at every
-pair of messages is quick for ten and takes minutes for ten thousand. Knows no message and no model.
+pair of messages is quick for ten and takes minutes for ten thousand. So does one that puts a text together message by message,
+each time copying all of it: what is added to something long takes turns too. Knows no message and no model.
 """
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterable, Iterator
 from typing import Any
 
@@ -16,7 +18,11 @@ from jinja2.runtime import Context
 LOOP_TURNS_MAX = 1 << 22
 """Every pair of 2,048 messages: some three seconds where each turn looks at an attribute, a third of one for nothing."""
 
+BYTES_PER_TURN = 512
+"""That an addition copies; where memory comes from the system each time, a turn's time."""
+
 _FILTER = "counted turns"  # names that no template can write
+_ADDEND_FILTER = "counted bytes"
 _COUNTER = "turns left"
 _LOOPING_FILTERS = frozenset(
     (
@@ -36,8 +42,8 @@ class _TurnsLeft:
     def __init__(self) -> None:
         self.left = LOOP_TURNS_MAX
 
-    def take(self) -> None:
-        self.left -= 1
+    def take(self, turns: int = 1) -> None:
+        self.left -= turns
         if self.left < 0:
             raise TooManyTurns(f"its loops take more than {LOOP_TURNS_MAX} turns for them")
 
@@ -65,6 +71,7 @@ class _Counted:
 def compiled(environment: jinja2.Environment, source: str) -> jinja2.Template:
     """`source` with its turns counted; `environment` learns how. Raises what compiling raises."""
     environment.filters[_FILTER] = _counted
+    environment.filters[_ADDEND_FILTER] = _counted_addend
     tree = environment.parse(source)
     loops = list(tree.find_all(nodes.For))
     again = {id(call): call for loop in loops if loop.recursive for call in loop.find_all(nodes.Call) if _is_loop(call)}
@@ -75,6 +82,10 @@ def compiled(environment: jinja2.Environment, source: str) -> jinja2.Template:
     for looping in list(tree.find_all(nodes.Filter)):
         if looping.name in _LOOPING_FILTERS and looping.node is not None:
             looping.node = _counting(looping.node)
+    for addition in list(tree.find_all(nodes.Add)):
+        addition.left, addition.right = _counting_bytes(addition.left), _counting_bytes(addition.right)
+    for joined in list(tree.find_all(nodes.Concat)):
+        joined.nodes = list(map(_counting_bytes, joined.nodes))
     return environment.from_string(tree)
 
 
@@ -93,6 +104,21 @@ def _counted(context: Context, iterable: Iterable[Any]) -> _Counted:
     return _Counted(iterable, context[_COUNTER])
 
 
+@jinja2.pass_context
+def _counted_addend(context: Context, value: Any) -> Any:
+    """`value`, of whose text or list, if it is one, an addition makes a copy."""
+    if isinstance(value, str | list | tuple) and (turns := sys.getsizeof(value) // BYTES_PER_TURN):
+        context[_COUNTER].take(turns)
+    return value
+
+
 def _counting(node: nodes.Node) -> nodes.Filter:
     assert isinstance(node, nodes.Expr), "what is gone through is an expression"
     return nodes.Filter(node, _FILTER, [], [], None, None, lineno=node.lineno)
+
+
+def _counting_bytes(node: nodes.Expr) -> nodes.Expr:
+    """`node`, counted unless the template holds it: those are short."""
+    if isinstance(node, nodes.Const | nodes.TemplateData):
+        return node
+    return nodes.Filter(node, _ADDEND_FILTER, [], [], None, None, lineno=node.lineno)

@@ -1,7 +1,8 @@
 """Compilation of the functions here, and the folder that keeps compiled code.
 
 Compiled code is kept in a folder named after the sources: Numba itself looks only at the file that a function stands in, not at
-those it calls. An operator may name with NUMBA_CACHE_DIR where that folder is made.
+those it calls. An operator may name with NUMBA_CACHE_DIR where that folder is made. Folders of other versions, 14 MB each, are
+removed when none of them has started for UNUSED_S.
 """
 
 from __future__ import annotations
@@ -9,14 +10,21 @@ from __future__ import annotations
 import hashlib
 import logging
 import os
+import re
+import shutil
 import tempfile
+import time
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numba
 
+UNUSED_S = 90 * 24 * 3600.0
+
 log = logging.getLogger("gatehouse.engine")
+
+_NAME = re.compile("simd-[0-9a-f]{16}(-unused)?")
 
 
 def _folder() -> Path:
@@ -29,12 +37,26 @@ def _folder() -> Path:
     try:
         folder.mkdir(parents=True, exist_ok=True)
         tempfile.TemporaryFile(dir=folder).close()
+        os.utime(folder)  # it is used, see below
     except OSError as error:
         log.warning("compiled kernels cannot be kept, every start compiles them again: %s", error)
         return Path(tempfile.mkdtemp(prefix="gatehouse-simd-"))
     if not any(folder.iterdir()):
         log.info("compiling kernels for this processor, once: a few seconds, or a minute where it is slow or busy")
+    _remove_unused(folder)
     return folder
+
+
+def _remove_unused(own: Path) -> None:
+    """Remove the folders of versions of which none has started for long. One that runs has read all of its own, and one that
+    starts has just said that it uses it; each vanishes at once, whatever is half removed bears another name."""
+    for folder in own.parent.glob("simd-*"):
+        try:
+            if folder == own or not _NAME.fullmatch(folder.name) or folder.stat().st_mtime > time.time() - UNUSED_S:
+                continue
+            shutil.rmtree(folder.rename(folder.with_name(f"{folder.name.removesuffix('-unused')}-unused")))
+        except OSError as error:
+            log.debug("an unused folder of compiled kernels stays: %s", error)
 
 
 numba.config.CACHE_DIR = str(_folder())

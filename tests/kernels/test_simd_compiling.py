@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import logging
+import os
+import time
 from pathlib import Path
 
 import pytest
@@ -62,3 +64,33 @@ def test_a_folder_that_cannot_be_written_is_said_and_another_one_taken(
     assert folder.is_dir()
     assert not folder.is_relative_to(tmp_path / "gatehouse")
     assert "cannot be kept" in caplog.text
+
+
+def test_folders_of_other_versions_are_removed_when_none_has_started_for_long(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("NUMBA_CACHE_DIR", str(tmp_path))
+    own = compiling._folder()
+    unused, used, others = (tmp_path / name for name in (f"simd-{'a' * 16}", f"simd-{'b' * 16}", "simd-of-somebody"))
+    for folder in (unused, used, others):
+        folder.mkdir()
+        (folder / "compiled").touch()
+    long_ago = time.time() - compiling.UNUSED_S - 60
+    for folder in (own, unused, others):
+        os.utime(folder, (long_ago, long_ago))
+    assert compiling._folder() == own
+    assert sorted(tmp_path.iterdir()) == sorted((own, used, others))
+    assert own.stat().st_mtime > time.time() - 600, "a start is a use"
+
+
+def test_a_folder_that_cannot_be_removed_stops_no_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refused(*_: object) -> None:
+        raise PermissionError("not yours")
+
+    monkeypatch.setenv("NUMBA_CACHE_DIR", str(tmp_path))
+    unused = tmp_path / f"simd-{'a' * 16}"
+    unused.mkdir()
+    os.utime(unused, (0, 0))
+    monkeypatch.setattr(Path, "rename", refused)
+    compiling._folder()
+    assert unused.is_dir()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import gc
 import json
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -173,13 +173,35 @@ async def test_a_long_answer_leaves_in_pieces_and_others_run_between_them() -> N
 
     async with counted_turns() as turns:
         answer: Any = PiecedBody(parts, sum(map(len, parts))).to_asgi_response()
-        await answer({}, None, send)
+        await answer({}, asyncio.Event().wait, send)
     bodies = [message["body"] for message in sent[1:]]
     assert dict(sent[0]["headers"])[b"content-length"] == b"6000000"
     assert b"".join(bodies) == b"".join(parts)
     assert max(map(len, bodies)) < PIECE_BYTES + 3000
     assert turns.count >= len(bodies) - 1 > 80
     assert [message["more_body"] for message in sent[1:]] == [True] * (len(bodies) - 1) + [False]
+
+
+async def test_a_long_answer_is_put_together_no_further_when_its_client_has_left() -> None:
+    left = asyncio.Event()
+    made: list[int] = []
+
+    def parts() -> Iterator[bytes]:
+        for number in range(100):
+            made.append(number)
+            yield b"a" * PIECE_BYTES
+
+    async def send(message: Any) -> None:
+        if message.get("body"):
+            left.set()
+
+    async def receive() -> Any:
+        await left.wait()
+        return {"type": "http.disconnect"}
+
+    answer: Any = PiecedBody(parts(), 100 * PIECE_BYTES).to_asgi_response()
+    await answer({}, receive, send)
+    assert len(made) < 5
 
 
 def named(tokens: int) -> Chunk:

@@ -55,7 +55,7 @@ async def test_the_life_of_a_webhook(box: ApiBox) -> None:
     assert rotated["previous_secret_until"] is not None
     assert (await box.call("POST", f"{path}/rotate"))["previous_secret_until"] > rotated["previous_secret_until"]
     assert (await box.call("PATCH", path, json={"disabled": True}))["disabled"]
-    await box.call("POST", f"{path}/test", status=400)
+    await box.call("POST", f"{path}/test", status=409)
     await box.call("PATCH", path, json={"disabled": False})
     assert (await box.call("DELETE", path))["id"] == made["id"]
     await box.call("GET", path, status=404)

@@ -47,12 +47,12 @@ def test_a_role_on_the_box_changes_and_the_last_owner_stays(typed: Any) -> None:
 def test_a_key_is_rotated_with_a_grace_period(typed: Any) -> None:
     old = typed("keys", "create", "bob", "--scope", "usage", "--model-limit", "m:tokens_per_minute=5", "--json").done()
     assert (old["scopes"], old["model_limits"]["m"]["tokens_per_minute"]) == (["usage"], 5)
-    fresh = typed("keys", "rotate", old["prefix"], "--grace", "60", "--json").done()
+    fresh = typed("keys", "rotate", old["prefix"], "--grace-s", "60", "--json").done()
     rows = {row["id"]: row for row in typed("keys", "list", "--json").done()["data"]}
 
     assert rows[old["id"]]["replaced_by"] == fresh["id"]
     assert rows[old["id"]]["expires_at"] is not None
-    refused = typed("keys", "rotate", fresh["id"], "--grace", "-1")
+    refused = typed("keys", "rotate", fresh["id"], "--grace-s", "-1")
     assert (refused.status, "grace_s" in refused.err) == (2, True)
 
 

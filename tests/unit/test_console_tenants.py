@@ -268,7 +268,7 @@ async def test_an_archived_tenant_has_no_form_and_takes_no_change(box: Box) -> N
     assert ">Save<" not in (await alice.get(f"/tenants/{tenant.id}")).text
     answer = await alice.post(f"/tenants/{tenant.id}", name="back", tier="standard", weight="1")
     assert answer.status_code == 422
-    assert (await alice.post(f"/tenants/{tenant.id}/resume")).status_code == 400
+    assert (await alice.post(f"/tenants/{tenant.id}/resume")).status_code == 409
 
 
 @pytest.mark.parametrize("path", ["/tenants/tn_nobody", "/tenants/tn_nobody/archive", "/tenants/tn_nobody/keys/new"])

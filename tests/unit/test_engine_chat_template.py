@@ -201,10 +201,41 @@ def test_a_template_that_looks_at_every_pair_is_bounded_by_its_turns(source: str
         template.render(MESSAGES * 60)
 
 
+GATHERED = "{% set ns = namespace(text='') %}{% for m in messages %}{% set ns.text = ITS_TEXT %}{% endfor %}{{ ns.text }}"
+
+
+@pytest.mark.parametrize(
+    "its_text",
+    [
+        "ns.text + '\n' + m['content']",
+        "ns.text ~ '\n' ~ m.content",
+        "m['content'] + ns.text",
+        "ns.text + m.content if m else ''",
+    ],
+)
+def test_a_template_that_copies_a_long_text_for_each_message_is_bounded(its_text: str) -> None:
+    """As those of DeepSeek do with system messages."""
+    template = ChatTemplate(GATHERED.replace("ITS_TEXT", its_text), {})
+    message = {"role": "system", "content": "x" * 2560}
+    assert len(template.render([message] * 400)) >= 400 * 2560
+    with pytest.raises(ChatTemplateError, match="refuses these messages: its loops take more than"):
+        template.render([message] * 4096)
+
+
+def test_a_template_that_copies_a_list_for_each_message_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(loop_turns, "LOOP_TURNS_MAX", 1000)
+    source = "{% set ns = namespace(all=[]) %}{% for m in messages %}{% set ns.all = ns.all + [m] %}{% endfor %}"
+    ChatTemplate(source, {}).render(MESSAGES * 200)
+    with pytest.raises(ChatTemplateError, match="refuses these messages: its loops take more than"):
+        ChatTemplate(source, {}).render(MESSAGES * 900)
+
+
 @pytest.mark.parametrize(
     "source",
     [
         PAIRS,
+        GATHERED.replace("ITS_TEXT", "(ns.text + ('a' + m.content) * 2) ~ (1 + 2)"),
+        "{{ 1 + 2 * 3 }}{{ 'a' ~ 1 ~ nothing }}{{ ('a' + 'b') | upper }}{{ [1] + [2] }}{% if 'a' + 'b' == 'ab' %}x{% endif %}",
         "{% for m in messages | map(attribute='content') %}{{ loop.last }}{{ loop.revindex }}{{ m }}{% else %}none{% endfor %}",
         "{{ messages | map(attribute='role') | unique | sort | join(',') }}{{ nothing | map('upper') | list }}",
         "{% for k, v in messages[0].items() recursive %}{{ k }}={{ v }}{% endfor %}",

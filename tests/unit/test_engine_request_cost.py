@@ -137,7 +137,7 @@ def test_what_a_request_asks_for_is_checked_once_and_not_for_each_of_its_answers
     checks: list[object] = []
     monkeypatch.setattr(sampling_params, "_check_bad_words", checks.append)
     engine = cast(Engine, SimpleNamespace(info=SimpleNamespace(max_model_len=64, eos_token_ids=[9]), _clock=lambda: 0.0))
-    answers = [Engine._make_request(engine, asked, index, None) for index in range(asked.sampling.num_answers)]
+    answers = [Engine._make_request(engine, asked, index, None, [1, 2]) for index in range(asked.sampling.num_answers)]
     assert not checks
     assert [answer.sampling.seed for answer in answers[1:]] == [seed_of_answer(5, index) for index in range(1, 128)]
     assert {answer.sampling.n for answer in answers} == {128}

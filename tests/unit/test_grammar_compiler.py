@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import subprocess
 import sys
 import threading
 import time
 from collections.abc import Iterator
+from unittest import mock
 
 import pytest
 
@@ -16,12 +18,14 @@ from engine.grammar import compiler as compiler_module
 from engine.grammar import matcher
 from engine.grammar.compile_lines import CompileLines
 from engine.grammar.compiler import GrammarCompiler
+from engine.grammar.masks import GrammarMasks
 from engine.grammar.matcher import GrammarState
 from engine.grammar.spec import GrammarError, GrammarSpec
 from engine.grammar.vocabulary import Vocabulary
 from tests.support.few_threads import no_more_threads
 from tests.support.grammars import BYTES, EOS, compiled, empty_mask
 from tests.support.many_files import every_low_number_taken
+from tests.support.sampling import sampling_request
 
 ALICE, BOB = "alice", "bob"
 TWO_TOKENS = Vocabulary((b"", b"{", b"}", b" {", b'"a"', b"", b""), (0, 5), strips_first_space=True)
@@ -190,16 +194,28 @@ def test_a_worker_that_misses_its_deadline_is_replaced() -> None:
     compiler.close()
 
 
+def test_where_no_process_can_be_started_a_grammar_is_refused_without_blame_and_a_later_one_is_compiled(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    compiler, spec = GrammarCompiler(BYTES, workers=1), GrammarSpec("choice", '["a"]')
+    with monkeypatch.context() as full:
+        full.setattr(subprocess, "Popen", mock.Mock(side_effect=BlockingIOError(errno.EAGAIN, "try again")))
+        with pytest.raises(EngineOverloaded, match="the system starts no more processes"):
+            compiler.submit(spec, ALICE).result(timeout=60)
+    assert compiler.submit(spec, ALICE).result(timeout=60).start().is_complete is False
+    compiler.close()
+
+
 def test_a_failure_that_is_no_grammars_is_told_and_the_next_compile_gets_a_process(monkeypatch: pytest.MonkeyPatch) -> None:
     started, spec = compiler_module._WorkerProcess, GrammarSpec("choice", '["a"]')
 
     def refused(vocabulary: Vocabulary) -> None:
         monkeypatch.setattr(compiler_module, "_WorkerProcess", started)
-        raise OSError("no room for another process")
+        raise ValueError("a bug")
 
     monkeypatch.setattr(compiler_module, "_WorkerProcess", refused)
     compiler = GrammarCompiler(BYTES, workers=1)
-    with pytest.raises(OSError, match="no room"):
+    with pytest.raises(ValueError, match="a bug"):
         compiler.submit(spec, ALICE).result(timeout=60)
     assert compiler.submit(spec, ALICE).result(timeout=60).start().is_complete is False
     compiler.close()
@@ -211,6 +227,21 @@ def test_where_no_thread_can_be_started_a_grammar_is_refused_without_blame_and_a
         compiler.submit(spec, ALICE).result(timeout=60)
     assert compiler.submit(spec, ALICE).result(timeout=60).start().is_complete is False
     compiler.close()
+
+
+def test_where_no_thread_can_be_started_an_answer_is_refused_without_blame_and_a_later_one_gets_masks() -> None:
+    masks, request = GrammarMasks(BYTES.size), sampling_request()
+    grammar = compiled("choice", '["a"]')
+    with no_more_threads():
+        with pytest.raises(EngineOverloaded, match="the system starts no more threads"):
+            masks.start(request, grammar)
+        assert masks.are_empty
+    masks.start(request, grammar)
+    with no_more_threads():
+        filled = masks.fill([request])
+    assert filled is not None
+    assert filled.result(timeout=60).rows.ne(0).sum() == 1
+    masks.close()
 
 
 def test_where_no_thread_can_be_started_a_compiler_can_be_closed() -> None:

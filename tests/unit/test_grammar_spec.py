@@ -44,13 +44,6 @@ def test_equal_constraints_are_equal() -> None:
 
 WRONG: list[tuple[dict[str, Any], str, str]] = [
     ({"guided_json": "{}", "guided_regex": "a"}, "guided_regex", "cannot be combined with guided_json"),
-    ({"guided_json": "{"}, "guided_json", "is not JSON"),
-    ({"guided_json": "[]"}, "guided_json", "must be a JSON object or boolean, not list"),
-    ({"guided_json": "12"}, "guided_json", "must be a JSON object"),
-    ({"guided_json": "false"}, "guided_json", "no text satisfies"),
-    ({"guided_json": '{"minimum": NaN}'}, "guided_json", "is not JSON"),
-    ({"guided_json": '{"a":' * 200 + "1" + "}" * 200}, "guided_json", "levels deep"),
-    ({"guided_json": "[" * 100_000}, "guided_json", "the schema is nested more than"),
     ({"guided_json": '"' + "x" * 10_000_000 + '"'}, "guided_json", f"at most {SCHEMA_BYTES_MAX} bytes, not 10000002"),
     ({"guided_json": {}}, "guided_json", "must be a string"),
     ({"guided_regex": "a" * (REGEX_BYTES_MAX + 1)}, "guided_regex", f"at most {REGEX_BYTES_MAX} bytes"),
@@ -71,6 +64,30 @@ def test_a_malformed_constraint_names_its_field(fields: dict[str, Any], param: s
         grammar_spec(asked(**fields))
     assert caught.value.param == param
     assert isinstance(caught.value, InvalidOption)
+
+
+def test_the_glance_does_not_read_a_schema(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is made by the thread that steps; the process that compiles reads what may be 256 KiB."""
+    monkeypatch.setattr("engine.grammar.spec.json.loads", lambda *_: pytest.fail("the schema was read"))
+    assert grammar_spec(asked(guided_json='{"type": "null"}')) == GrammarSpec("json", '{"type": "null"}')
+
+
+NO_SCHEMAS = {
+    "{": "is not JSON",
+    "[]": "must be a JSON object or boolean, not list",
+    "12": "must be a JSON object",
+    "false": "no text satisfies",
+    '{"minimum": NaN}': "is not JSON",
+    '{"a":' * 200 + "1" + "}" * 200: "levels deep",
+    "[" * 100_000: "the schema is nested more than",
+}
+
+
+@pytest.mark.parametrize(("text", "message"), NO_SCHEMAS.items(), ids=NO_SCHEMAS.values())
+def test_a_text_that_holds_no_schema_names_its_field(text: str, message: str) -> None:
+    with pytest.raises(GrammarError, match=message) as caught:
+        compiled("json", text)
+    assert caught.value.param == "guided_json"
 
 
 def test_a_schema_is_read() -> None:

@@ -66,14 +66,16 @@ async def test_the_row_of_the_request_is_finished_in_the_same_transaction(
     database: Database, clock: FakeClock, cast: Cast
 ) -> None:
     entry = pending(cast.bob)
-    record = RequestRecord(queue_s=0.5, ttft_s=1.25, inter_token_p50_s=0.02, decode_s=2.0, kv_blocks=3, error="a\x00b" * 400)
+    record = RequestRecord(
+        queue_s=0.5, ttft_s=1.25, inter_token_p50_s=0.02, decode_s=2.0, kv_blocks=3, error="a\x00b" * 400, tenant_open=12
+    )
     settlement = msgspec.structs.replace(posted(entry.request_id, completion=5), record=record)
     async with running_ledger(database, clock, cast.epoch_id) as ledger:
         await ledger.open(entry)
         await ledger.settle(settlement)
     row = await PastRequests(database).get(entry.request_id, access=WHOLE_BOX)
     assert (row.queue_s, row.ttft_s, row.decode_s, row.kv_blocks, row.completion_tokens) == (0.5, 1.25, 2.0, 3, 5)
-    assert row.tokens_per_second == 2.0
+    assert (row.tokens_per_second, row.tenant_open) == (2.0, 12)
     assert row.error == ("ab" * 400)[:500]
     assert row.finished_at == clock.now()
 

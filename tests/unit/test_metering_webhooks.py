@@ -7,7 +7,7 @@ from sqlalchemy import select
 
 from appliance.base.acting import SYSTEM
 from appliance.base.db import Database
-from appliance.base.errors import InvalidValue, NotFound
+from appliance.base.errors import Conflict, InvalidValue, NotFound
 from appliance.base.sealing import Sealer, Unsealable
 from appliance.base.tables import audit_log, webhooks
 from appliance.metering.alerts.outbox import EVENTS, TENANT_EVENTS
@@ -175,7 +175,7 @@ async def test_there_are_so_many_webhooks_and_none_for_an_archived_tenant(
     await alerts.webhooks.remove(last.id, access=WHOLE_BOX)
     await alerts.webhooks.create(kind="webhook", target=TARGET, tenant_id=cast.bob.tenant.id, access=WHOLE_BOX)
     await Tenants(alerts.db, clock).archive(cast.charlie.tenant.id, access=WHOLE_BOX)
-    with pytest.raises(InvalidValue, match="archived"):
+    with pytest.raises(Conflict, match="archived"):
         await alerts.webhooks.create(kind="webhook", target=TARGET, tenant_id=cast.charlie.tenant.id, access=WHOLE_BOX)
 
 

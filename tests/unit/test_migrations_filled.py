@@ -42,7 +42,7 @@ DEFAULTS: dict[str, dict[str, Any]] = {
     "usage_events": {
         "rejected_tokens": 0, "price_basis_points": 10_000, "cause": None, "corrects_id": None, "note": None, "batch": False,
     },
-    "requests": {"batch": False},
+    "requests": {"batch": False, "tenant_open": None},
 }  # fmt: skip
 
 
@@ -183,6 +183,12 @@ def fill_sixth(url: str) -> None:
     migrations.upgrade(url, "0006")
 
 
+def fill_seventh(url: str) -> None:
+    """Make a database of the seventh version, which finds late postings by an index."""
+    fill_sixth(url)
+    migrations.upgrade(url, "0007")
+
+
 FILLED: dict[str, Callable[[str], None]] = {
     "0001": fill_first,
     "0002": fill_second,
@@ -190,6 +196,7 @@ FILLED: dict[str, Callable[[str], None]] = {
     "0004": fill_fourth,
     "0005": fill_fifth,
     "0006": fill_sixth,
+    "0007": fill_seventh,
 }
 
 

@@ -16,6 +16,7 @@ from sqlalchemy.ext.asyncio import AsyncConnection
 from appliance.base.db import Database
 from appliance.base.errors import (
     AddressNotAllowed,
+    Conflict,
     ExpiredApiKey,
     InvalidApiKey,
     InvalidValue,
@@ -169,7 +170,7 @@ async def test_rotation_makes_a_successor_and_refuses_the_old_key(keys: Keys, ca
     with pytest.raises(InvalidApiKey):
         await keys.authenticate(cast.bob.secret, "10.1.1.1")
     assert (await keys.authenticate(secret, "10.1.1.1")).key.id == successor.id
-    with pytest.raises(InvalidValue):
+    with pytest.raises(Conflict):
         await keys.rotate(cast.bob.key.id, access=WHOLE_BOX)
 
 
@@ -177,7 +178,7 @@ async def test_a_key_of_an_archived_tenant_gets_no_successor(
     keys: Keys, cast: Cast, database: Database, clock: FakeClock
 ) -> None:
     await Tenants(database, clock).archive(cast.bob.tenant.id, access=WHOLE_BOX)
-    with pytest.raises(InvalidValue, match="archived"):
+    with pytest.raises(Conflict, match="archived"):
         await keys.rotate(cast.bob.key.id, access=WHOLE_BOX)
     assert len((await keys.list(cast.bob.tenant.id, access=WHOLE_BOX)).data) == 1
 
@@ -186,7 +187,7 @@ async def test_of_two_rotations_at_once_one_wins(keys: Keys, cast: Cast) -> None
     answers = await asyncio.gather(
         keys.rotate(cast.bob.key.id, access=WHOLE_BOX), keys.rotate(cast.bob.key.id, access=WHOLE_BOX), return_exceptions=True
     )
-    assert sum(isinstance(answer, InvalidValue) for answer in answers) == 1
+    assert sum(isinstance(answer, Conflict) for answer in answers) == 1
     assert len((await keys.list(cast.bob.tenant.id, access=WHOLE_BOX)).data) == 2
 
 
@@ -214,7 +215,7 @@ async def test_a_suspended_or_archived_tenants_keys_are_refused_at_once(
     await tenants.archive(cast.bob.tenant.id, access=WHOLE_BOX)
     with pytest.raises(TenantSuspended):
         await keys.authenticate(cast.bob.secret, HERE)
-    with pytest.raises(InvalidValue):
+    with pytest.raises(Conflict):
         await keys.create(cast.bob.tenant.id, name="late", access=WHOLE_BOX)
 
 
@@ -280,7 +281,7 @@ async def test_a_bad_field_is_named_in_create_and_update(keys: Keys, cast: Cast,
 
 async def test_a_revoked_key_cannot_be_changed(keys: Keys, cast: Cast) -> None:
     await keys.revoke(cast.bob.key.id, access=WHOLE_BOX)
-    with pytest.raises(InvalidValue, match="revoked"):
+    with pytest.raises(Conflict, match="revoked"):
         await keys.update(cast.bob.key.id, KeyChanges(name="again"), access=WHOLE_BOX)
     assert (await keys.get(cast.bob.key.id, access=WHOLE_BOX)).name == "bob's key"
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from appliance.base.db import Database
-from appliance.base.errors import ExpiredApiKey, InvalidApiKey, InvalidValue, NotFound
+from appliance.base.errors import Conflict, ExpiredApiKey, InvalidApiKey, InvalidValue, NotFound
 from appliance.tenancy import keys as table
 from appliance.tenancy import model_policies
 from appliance.tenancy.access import WHOLE_BOX
@@ -211,7 +211,7 @@ async def test_grace_never_makes_a_key_live_longer(keys: Keys, cast: Cast, clock
     assert (await keys.get(key.id, access=WHOLE_BOX)).expires_at == end
     assert successor.expires_at == end
     for changes in (KeyChanges(expires_at=None), KeyChanges(expires_at=end + timedelta(days=1))):
-        with pytest.raises(InvalidValue) as refused:
+        with pytest.raises(Conflict) as refused:
             await keys.update(key.id, changes, access=WHOLE_BOX)
         assert refused.value.param == "expires_at"
     assert (await keys.update(key.id, KeyChanges(name="old"), access=WHOLE_BOX)).expires_at == end
@@ -227,13 +227,13 @@ async def test_a_key_in_its_grace_period_can_still_be_revoked(keys: Keys, cast: 
 
 async def test_a_key_is_rotated_once_and_never_after_its_end(keys: Keys, cast: Cast, clock: FakeClock) -> None:
     successor, _ = await keys.rotate(cast.bob.key.id, grace_s=60, access=WHOLE_BOX)
-    with pytest.raises(InvalidValue, match=f"rotated already; rotate its successor {successor.id}"):
+    with pytest.raises(Conflict, match=f"rotated already; rotate its successor {successor.id}"):
         await keys.rotate(cast.bob.key.id, grace_s=60, access=WHOLE_BOX)
     expired, _ = await keys.create(
         cast.bob.tenant.id, name="brief", expires_at=clock.now() + timedelta(seconds=1), access=WHOLE_BOX
     )
     clock.advance(1)
-    with pytest.raises(InvalidValue, match="expired"):
+    with pytest.raises(Conflict, match="expired"):
         await keys.rotate(expired.id, access=WHOLE_BOX)
 
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from appliance.base.db import Database
-from appliance.base.errors import InvalidValue, NameTaken, NotFound
+from appliance.base.errors import Conflict, InvalidValue, NameTaken, NotFound
 from appliance.tenancy.access import WHOLE_BOX
 from appliance.tenancy.fields import LIMIT_MAX
 from appliance.tenancy.principals import LIMIT_NAMES, Limits, TenantChanges
@@ -123,7 +123,7 @@ async def test_an_archived_tenant_stays_and_cannot_be_changed(tenants: Tenants) 
     archived = await tenants.archive(bob.id, access=WHOLE_BOX)
     assert archived.archived
     assert await tenants.archive(bob.id, access=WHOLE_BOX) == archived == await tenants.get(bob.id, access=WHOLE_BOX)
-    with pytest.raises(InvalidValue, match="archived"):
+    with pytest.raises(Conflict, match="archived"):
         await tenants.update(bob.id, TenantChanges(weight=5), access=WHOLE_BOX)
     assert (await tenants.get(bob.id, access=WHOLE_BOX)).weight == 1
     assert (await tenants.list(access=WHOLE_BOX)).data == []

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -52,6 +54,30 @@ async def test_a_right_token_costs_no_attempt_however_often_it_is_used(tokens: A
     for _ in range(PER_ADDRESS.burst + 10):
         await tokens.authenticate(secret, ALICE)
     await _guess(tokens, PER_ADDRESS.burst, ALICE)
+
+
+async def test_a_right_token_that_many_use_first_at_one_moment_lets_all_of_them_in(tokens: AdminTokens) -> None:
+    """As a program with many connections does whose gateway has just started again."""
+    _, secret = await tokens.create("alice", "owner")
+    used = await asyncio.gather(*(tokens.authenticate(secret, ALICE) for _ in range(PER_ADDRESS.burst + 50)))
+    assert {token.name for token in used} == {"alice"}
+    await _guess(tokens, PER_ADDRESS.burst, ALICE)
+
+
+async def test_a_wrong_token_that_comes_many_times_at_one_moment_is_looked_up_no_oftener(tokens: AdminTokens) -> None:
+    tries = (tokens.authenticate("gha_guess", STRANGER) for _ in range(PER_ADDRESS.burst + 50))
+    answers = Counter(type(answer) for answer in await asyncio.gather(*tries, return_exceptions=True))
+    assert answers == {InvalidApiKey: PER_ADDRESS.burst, RateLimitExceeded: 50}
+    assert not tokens._attempts._under_way
+
+
+async def test_a_client_that_leaves_while_its_token_is_looked_up_keeps_nobody_waiting(tokens: AdminTokens) -> None:
+    _, secret = await tokens.create("alice", "owner")
+    tries = [asyncio.create_task(tokens.authenticate(secret, ALICE)) for _ in range(3)]
+    await asyncio.sleep(0)
+    for left in tries[:2]:
+        left.cancel()
+    assert (await asyncio.wait_for(tries[2], 60)).name == "alice"
 
 
 async def test_whoever_was_right_before_is_let_in_beside_a_stranger_of_the_same_address(tokens: AdminTokens) -> None:

@@ -193,6 +193,7 @@ requests = Table(
     Column("completion_tokens", BigInteger, nullable=False),
     Column("kv_blocks", Integer, nullable=False),
     Column("preemptions", Integer, nullable=False),
+    Column("tenant_open", Integer, nullable=True),
     Column("finish_reason", String(20), nullable=True),
     Column("error", String(500), nullable=True),
     Column("queue_us", BigInteger, nullable=True),

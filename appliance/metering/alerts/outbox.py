@@ -21,7 +21,7 @@ from sqlalchemy.ext.asyncio import AsyncConnection
 
 from appliance.base.clock import Clock, rfc3339
 from appliance.base.db import Database, after_commit, insert_for
-from appliance.base.errors import InvalidValue, NotFound
+from appliance.base.errors import Conflict, NotFound
 from appliance.base.ids import new_id
 from appliance.base.tables import outbox, webhooks
 from appliance.metering.alerts.send_limits import TEST_EVENT, Retries, check_tests
@@ -284,7 +284,7 @@ class Outbox:
     async def retry(self, webhook_id: str, delivery_id: str, *, access: Access) -> Delivery:
         """Send a message again from now on, as often as a new one, under its old id.
 
-        Raises NotFound, RoleNotAllowed, InvalidValue and RateLimitExceeded.
+        Raises NotFound, RoleNotAllowed, Conflict and RateLimitExceeded.
         """
         async with self._db.writing() as connection:
             tenant_id = await _check_ready(connection, webhook_id, access)
@@ -306,7 +306,7 @@ class Outbox:
     async def test(self, webhook_id: str, *, access: Access) -> Delivery:
         """Write a test message to one webhook.
 
-        Raises NotFound, RoleNotAllowed, InvalidValue when it is disabled, and RateLimitExceeded.
+        Raises NotFound, RoleNotAllowed, Conflict when it is disabled, and RateLimitExceeded.
         """
         now = self._clock.now()
         async with self._db.writing() as connection:
@@ -336,10 +336,10 @@ def reading(access: Access) -> Action:
 
 
 async def _check_ready(connection: AsyncConnection, webhook_id: str, access: Access) -> str | None:
-    """Return the tenant of a webhook to send to. Raises NotFound, RoleNotAllowed, and InvalidValue when it is disabled."""
+    """Return the tenant of a webhook to send to. Raises NotFound, RoleNotAllowed, and Conflict when it is disabled."""
     owner = await _owner(connection, webhook_id, access, Action.WEBHOOKS)
     if owner.disabled_at is not None:
-        raise InvalidValue("the webhook is disabled: nothing is sent to it", param="webhook_id")
+        raise Conflict("the webhook is disabled: nothing is sent to it", param="webhook_id")
     return owner.tenant_id
 
 

@@ -17,7 +17,7 @@ from sqlalchemy.ext.asyncio import AsyncConnection
 
 from appliance.base.clock import Clock
 from appliance.base.db import Database, after_commit
-from appliance.base.errors import InvalidValue, NotFound
+from appliance.base.errors import Conflict, InvalidValue, NotFound
 from appliance.base.ids import new_id
 from appliance.base.sealing import Sealer
 from appliance.base.tables import members, memberships, outbox, tenants, webhooks
@@ -96,7 +96,7 @@ class Webhooks:
     ) -> tuple[Webhook, str | None]:
         """Return the new webhook and its signing secret, which is shown once; e-mail has none.
 
-        Without `events` it hears all that there are for it. Raises InvalidValue, NotFound and RoleNotAllowed.
+        Without `events` it hears all that there are for it. Raises InvalidValue, NotFound, Conflict and RoleNotAllowed.
         """
         access.require(Action.WEBHOOKS, tenant_id)
         check_choice(kind, "kind", KINDS)
@@ -298,14 +298,14 @@ def _check_events(events: object, tenant_id: str | None) -> list[str]:
 
 
 async def _check_owner(connection: AsyncConnection, tenant_id: str | None) -> None:
-    """Raise NotFound or InvalidValue unless the tenant (or the box) may have one more webhook."""
+    """Raise NotFound, Conflict or InvalidValue unless the tenant (or the box) may have one more webhook."""
     if tenant_id is not None:
         query = select(tenants.c.archived_at).where(tenants.c.id == tenant_id)
         row = (await connection.execute(query)).first() if tenant_id.isprintable() else None  # no database takes a NUL
         if row is None:
             raise NotFound("no such tenant", param="tenant_id")
         if row.archived_at is not None:
-            raise InvalidValue("the tenant is archived", param="tenant_id")
+            raise Conflict("the tenant is archived", param="tenant_id")
     owner = webhooks.c.tenant_id.is_(None) if tenant_id is None else webhooks.c.tenant_id == tenant_id
     count = select(func.count()).select_from(webhooks).where(owner, webhooks.c.removed_at.is_(None))
     if (await connection.execute(count)).scalar_one() >= WEBHOOKS_MAX:

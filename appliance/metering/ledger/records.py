@@ -60,7 +60,7 @@ class PendingEntry(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class RequestRecord(msgspec.Struct, frozen=True, kw_only=True):
-    """How a request went, for the console; nothing here is money."""
+    """How a request went, for the console; nothing here is money. `tenant_open` of its tenant's were open when it came."""
 
     queue_s: float | None = None
     ttft_s: float | None = None
@@ -68,6 +68,7 @@ class RequestRecord(msgspec.Struct, frozen=True, kw_only=True):
     decode_s: float | None = None
     kv_blocks: int = 0
     preemptions: int = 0
+    tenant_open: int | None = None
     first_token_at: datetime | None = None
     finished_at: datetime | None = None
     error: str | None = None
@@ -153,6 +154,7 @@ class RequestRow:
     completion_tokens: int
     kv_blocks: int
     preemptions: int
+    tenant_open: int | None
     finish_reason: str | None
     error: str | None
     queue_s: float | None

@@ -37,8 +37,8 @@ INSERT_REQUESTS = Prepared(insert_into(requests))
 
 _SETTLED = ("status", "finish_reason", "cause", *TOKEN_COLUMNS, "estimated", "cost_picos", "posting", "settled_at")
 _FINISHED = (
-    "cached_tokens", "completion_tokens", "kv_blocks", "preemptions", "finish_reason", "error", "queue_us", "ttft_us",
-    "inter_token_p50_us", "decode_us", "first_token_at", "finished_at",
+    "cached_tokens", "completion_tokens", "kv_blocks", "preemptions", "tenant_open", "finish_reason", "error", "queue_us",
+    "ttft_us", "inter_token_p50_us", "decode_us", "first_token_at", "finished_at",
 )  # fmt: skip
 
 
@@ -235,6 +235,7 @@ def settle_request_parameters(settlement: Settlement, now: datetime) -> dict[str
         "new_completion_tokens": settlement.usage.completion_tokens,
         "new_kv_blocks": record.kv_blocks,
         "new_preemptions": record.preemptions,
+        "new_tenant_open": record.tenant_open,
         "new_finish_reason": settlement.finish_reason,
         "new_error": None if record.error is None else _storable(record.error),
         "new_first_token_at": record.first_token_at,

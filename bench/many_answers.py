@@ -1,0 +1,94 @@
+"""What many answers to one long prompt cost the steps of everybody: the engine's loop and scheduler, with a device that answers
+at once.
+
+Usage: python -m bench.many_answers [--answers 128] [--prompt 130000] [--tries 5]
+
+`submit_ms` is what queueing the request takes the thread of the steps, `longest_ms` the longest step, `sum_ms` all of them, and
+`steps` how many there were. The smallest of the tries is kept: what another program does on the machine only adds. One JSON row
+per run is appended to bench/results/many_answers.jsonl.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import time
+from collections.abc import Sequence
+
+from bench.rows import heading, keep
+from engine.loop import Engine
+from engine.protocol import EngineInfo, GenerationRequest, SamplingParams
+from engine.scheduling.block_pool import BlockPool
+from engine.scheduling.limits import SchedulerLimits
+from engine.scheduling.prefix_cache import PrefixCache
+from engine.scheduling.scheduled_batch import BlockMoves, ScheduledRequest, StepOutput
+from engine.scheduling.scheduler import Scheduler
+
+BLOCK_SIZE = 16
+MAX_NUM_SEQS = 256
+STEP_TOKENS = 8192
+VOCAB_SIZE = 1 << 17
+OUTPUT_LEN = 40
+
+
+class NoDevice:
+    """Everybody says token 5."""
+
+    def move(self, moves: BlockMoves) -> None: ...
+
+    def run(self, items: Sequence[ScheduledRequest]) -> list[StepOutput]:
+        return [StepOutput([5]) if item.samples else StepOutput() for item in items]
+
+
+def make_engine(max_model_len: int, num_blocks: int) -> Engine:
+    info = EngineInfo(
+        model="none", architecture="None", max_model_len=max_model_len, vocab_size=VOCAB_SIZE, eos_token_ids=[1],
+        block_size=BLOCK_SIZE, num_kv_blocks=num_blocks, dtype="none", device="none", device_name="none", kernels="none",
+        num_parameters=0, max_num_seqs=MAX_NUM_SEQS, weights_bytes=0, kv_bytes=0, load_s=0.0,
+    )  # fmt: skip
+    limits = SchedulerLimits(
+        max_num_seqs=MAX_NUM_SEQS, max_num_batched_tokens=STEP_TOKENS, max_model_len=max_model_len, block_size=BLOCK_SIZE
+    )
+    pool = BlockPool(num_blocks)
+    scheduler = Scheduler(limits, pool, clock=time.monotonic, prefix_cache=PrefixCache(pool, BLOCK_SIZE))
+    return Engine(scheduler, NoDevice(), info)
+
+
+def measure(answers: int, prompt_len: int) -> tuple[float, list[float]]:
+    """Seconds that queueing took, and those of each step until all answers have ended."""
+    engine = make_engine(prompt_len + 2 * OUTPUT_LEN, prompt_len // BLOCK_SIZE + answers * 8)
+    sampling = SamplingParams(temperature=0.0, seed=1, ignore_eos=True, n=answers, max_tokens=OUTPUT_LEN)
+    prompt = [2 + index % (VOCAB_SIZE - 2) for index in range(prompt_len)]
+    wanted = GenerationRequest(request_id="a", tenant_id="alice", prompt_token_ids=prompt, sampling=sampling)
+    started_s = time.perf_counter()
+    engine.submit(wanted)
+    submit_s, steps = time.perf_counter() - started_s, []
+    while engine.has_requests:
+        started_s = time.perf_counter()
+        engine.step()
+        steps.append(time.perf_counter() - started_s)
+    return submit_s, steps
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--answers", type=int, default=128)
+    parser.add_argument("--prompt", type=int, default=130_000)
+    parser.add_argument("--tries", type=int, default=5)
+    options = parser.parse_args()
+    tries = []
+    for _ in range(options.tries):
+        gc.collect()
+        tries.append(measure(options.answers, options.prompt))
+    figures = {
+        "submit_ms": round(min(submit_s for submit_s, _ in tries) * 1e3, 1),
+        "longest_ms": round(min(max(steps) for _, steps in tries) * 1e3, 1),
+        "sum_ms": round(min(sum(steps) for _, steps in tries) * 1e3, 1),
+        "steps": len(tries[0][1]),
+    }
+    print(figures)
+    keep({**heading("many_answers"), "answers": options.answers, "prompt": options.prompt, **figures})
+
+
+if __name__ == "__main__":
+    main()

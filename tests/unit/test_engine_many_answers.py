@@ -1,0 +1,167 @@
+"""What many answers to one long prompt cost the steps in which all others wait: counted, not timed."""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Iterable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from engine.protocol import TokenEvent
+from engine.sampling.columns import ColumnSampler
+from engine.scheduling import admission, prefix_cache
+from engine.scheduling.block_pool import BlockPool
+from engine.scheduling.prefix_cache import PrefixCache
+from engine.scheduling.request import Request
+from engine.scheduling.scheduler import Scheduler
+from tests.support.engines import tokens, wanted
+from tests.support.sampling import sampling_request
+from tests.support.scheduling import drain, finish, make_request, make_scheduler, step
+from tests.unit.test_engine_loop import FakeRunner, make_engine
+
+
+def _with_forks(scheduler: Scheduler, num_forks: int, num_prompt_tokens: int) -> tuple[Request, list[Request]]:
+    first = make_request("a", num_prompt_tokens)
+    forks = [make_request("a", num_prompt_tokens, index=index + 1, forked_from=first) for index in range(num_forks)]
+    scheduler.add(first)
+    for fork in forks:
+        scheduler.add_fork(fork)
+    return first, forks
+
+
+def test_answers_that_wait_have_one_list_of_tokens_and_write_into_lists_of_their_own() -> None:
+    runner = FakeRunner()
+    runner.move = lambda moves: None  # type: ignore[method-assign]
+    engine = make_engine(runner)
+    engine.submit(wanted("a", [1, 2, 3], n=3, max_tokens=2))
+    answers = list(engine._live["a"])
+    assert len({id(answer.token_ids) for answer in answers}) == 1
+    events: dict[str, list[TokenEvent]] = {"a": []}
+    while engine.has_requests:
+        events["a"] += engine.step()
+    assert [tokens([event for event in events["a"] if event.index == index]) for index in range(3)] == [[5, 5]] * 3
+    assert [answer.token_ids for answer in answers] == [[1, 2, 3, 5, 5]] * 3
+
+
+def test_a_lone_answer_has_the_only_list() -> None:
+    engine = make_engine(FakeRunner())
+    engine.submit(wanted("a", [1, 2, 3], max_tokens=2))
+    (answer,) = engine._live["a"]
+    before = answer.token_ids
+    engine.step()
+    assert answer.token_ids is before
+
+
+@pytest.mark.parametrize("num_prompt_tokens", [63, 64, 65])
+def test_a_prompt_is_hashed_once_for_all_its_answers(num_prompt_tokens: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    hashed: list[int] = []
+
+    def counted(code: str, ids: Iterable[int]) -> array[int]:
+        made = array(code, ids)
+        hashed.append(len(made))
+        return made
+
+    monkeypatch.setattr(prefix_cache, "array", counted)
+    scheduler = make_scheduler(num_blocks=64, max_num_seqs=16, budget=128, caches=True)
+    first, forks = _with_forks(scheduler, 12, num_prompt_tokens)
+    finish(scheduler, scheduler.schedule())
+    finish(scheduler, scheduler.schedule())
+    assert sum(hashed) <= num_prompt_tokens
+    num_full = num_prompt_tokens // 4
+    assert {tuple(fork.block_hashes[:num_full]) for fork in forks} == {tuple(first.block_hashes[:num_full])}
+    drain(scheduler)
+
+
+def test_a_fork_goes_on_with_hashes_of_its_own() -> None:
+    """Taken over or computed, the hashes of a text are the same."""
+    scheduler = make_scheduler(num_blocks=64, max_num_seqs=4, budget=64, caches=True)
+    first, (fork,) = _with_forks(scheduler, 1, 18)
+    plain = make_request("b", 18)
+    cache = PrefixCache(BlockPool(8), 4)
+    cache.hashes(first, 4)
+    cache.hashes(fork, 2)
+    for request, token_id in ((first, 1), (fork, 2), (plain, 2)):
+        request.token_ids += [token_id] * 10
+    hashes = [cache.hashes(request, 7) for request in (first, fork, plain)]
+    assert hashes[1] == hashes[2]
+    assert hashes[0][:4] == hashes[1][:4]
+    assert hashes[0][4] != hashes[1][4]
+
+
+def test_a_fork_that_comes_late_takes_nothing_of_what_the_first_answer_wrote() -> None:
+    scheduler = make_scheduler(num_blocks=64, max_num_seqs=4, budget=64, caches=True)
+    first, (fork,) = _with_forks(scheduler, 1, 6)
+    plain = make_request("b", 6)
+    for request, token_id in ((first, 1), (fork, 2), (plain, 2)):
+        request.token_ids += [token_id] * 10
+    cache = PrefixCache(BlockPool(8), 4)
+    hashes = [cache.hashes(request, 4) for request in (first, fork, plain)]
+    assert hashes[1] == hashes[2] != hashes[0]
+
+
+def test_a_step_takes_over_long_prompts_for_only_so_many_answers(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(admission, "TAKEN_TOKENS_PER_STEP", 50)
+    monkeypatch.setattr(admission, "SHORT_TOKENS", 16)
+    scheduler = make_scheduler(num_blocks=64, max_num_seqs=16, budget=64)
+    _with_forks(scheduler, 7, 20)
+    other = make_request("b", 8, tenant="bob")
+    num_started = []
+    while scheduler.has_requests:
+        batch = scheduler.schedule()
+        num_started.append(sum(item.request.forked_from is not None for item in batch.prefills))
+        finish(scheduler, batch)
+        if len(num_started) == 1:
+            scheduler.add(other)
+        if len(num_started) == 2:
+            assert other.num_computed_tokens == 8, "a stranger waited for answers of another tenant"
+    assert num_started[:5] == [0, 2, 2, 2, 1]
+
+
+def test_a_step_takes_only_so_much_out_of_the_prefix_cache(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(admission, "TAKEN_TOKENS_PER_STEP", 50)
+    monkeypatch.setattr(admission, "SHORT_TOKENS", 16)
+    scheduler = make_scheduler(num_blocks=64, max_num_seqs=16, budget=64, caches=True)
+    scheduler.add(make_request("first", 20))
+    drain(scheduler)
+    requests = [make_request(str(index), 20) for index in range(4)]
+    for request in requests:
+        scheduler.add(request)
+    assert [len(step(scheduler).prefills) for _ in range(2)] == [2, 2]
+    assert [request.num_cached_tokens for request in requests] == [16] * 4
+
+
+def test_one_prompt_beyond_the_limit_is_still_taken_over_in_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(admission, "TAKEN_TOKENS_PER_STEP", 5)
+    monkeypatch.setattr(admission, "SHORT_TOKENS", 16)
+    scheduler = make_scheduler(num_blocks=64, max_num_seqs=16, budget=64)
+    _, forks = _with_forks(scheduler, 3, 20)
+    drain(scheduler)
+    assert [fork.num_cached_tokens for fork in forks] == [19] * 3
+
+
+def test_the_prompt_of_many_answers_is_counted_once_for_penalties(monkeypatch: pytest.MonkeyPatch) -> None:
+    sorted_lens: list[int] = []
+
+    plain: Any = np.unique
+
+    def unique(ids: Any, **options: bool) -> Any:
+        sorted_lens.append(len(ids))
+        return plain(ids, **options)
+
+    prompt = tuple(range(10)) * 20
+    first = sampling_request("a", prompt=prompt, output=(3,), presence_penalty=1.0, n=4)
+    forks = [sampling_request("a", prompt=prompt, output=(3, 11, 3), presence_penalty=1.0, n=4) for _ in range(3)]
+    for fork in forks:
+        fork.forked_from = first
+    sampler = ColumnSampler(4, 20, torch.device("cpu"))
+    monkeypatch.setattr("engine.sampling.columns.np.unique", unique)
+    for slot, request in enumerate((first, *forks)):
+        sampler.place([slot], [request])
+        sampler.restart(slot, request, request.num_tokens)
+    assert sum(sorted_lens) <= len(prompt) + 4 * 20
+    expected = [[3 if token == 3 else 1 if token < 10 else 0 for token in range(20)]]
+    expected += [[5 if token == 3 else 3 if token == 11 else 1 if token < 10 else 0 for token in range(20)]] * 3
+    assert sampler.columns.counts.tolist() == expected

@@ -1,0 +1,93 @@
+"""How fast a request wrote: the engine's clock where the gateway read its tokens later than they came. Who came before it."""
+
+from __future__ import annotations
+
+from datetime import UTC, datetime
+from pathlib import Path
+
+import pytest
+
+from appliance.base.db import Database
+from appliance.metering.past_requests import PastRequests
+from appliance.serving.event_stream import merged
+from appliance.serving.live_requests import LiveRequest
+from appliance.tenancy.access import WHOLE_BOX
+from engine.protocol import FinishReason, TokenEvent
+from tests.support.cast import Cast
+from tests.support.clock import FakeClock
+from tests.support.fake_engine import STALL
+from tests.support.generations import serving
+from tests.support.scheduling import finish, make_request, make_scheduler, step
+
+NOW = datetime(2026, 11, 29, tzinfo=UTC)
+
+
+def _live() -> LiveRequest:
+    return LiveRequest(
+        id="req_1", tenant_id="t", tenant_name="bob", key_id="k", key_prefix="gh_", model="tiny", endpoint="chat",
+        stream=False, prompt_tokens=3, admitted_at=NOW, admitted_monotonic_s=0.0,
+    )  # fmt: skip
+
+
+def _event(number: int, **changes: object) -> TokenEvent:
+    return TokenEvent("req_1", [7], number, 3, **changes)  # type: ignore[arg-type]
+
+
+def test_an_answer_read_in_one_burst_has_the_speed_of_the_engine() -> None:
+    live = _live()
+    live.apply_event(_event(1), now=NOW, monotonic_s=1.0)
+    live.apply_event(_event(2), now=NOW, monotonic_s=1.00006)
+    live.apply_event(_event(3, finish_reason=FinishReason.LENGTH, decode_s=0.02), now=NOW, monotonic_s=1.00012)
+    assert live.tokens_per_second == pytest.approx(100.0)
+
+
+def test_an_answer_merged_while_nobody_read_it_has_a_speed() -> None:
+    live = _live()
+    whole = merged(_event(1), _event(2, finish_reason=FinishReason.LENGTH, decode_s=0.02))
+    live.apply_event(whole, now=NOW, monotonic_s=1.0)
+    assert live.tokens_per_second == pytest.approx(50.0)
+
+
+def test_the_end_of_one_answer_makes_the_time_of_several_no_shorter() -> None:
+    live = _live()
+    live.apply_event(_event(1), now=NOW, monotonic_s=1.0)
+    live.apply_event(_event(1, index=1), now=NOW, monotonic_s=1.0)
+    live.apply_event(_event(2, finish_reason=FinishReason.LENGTH, decode_s=0.5), now=NOW, monotonic_s=1.0001)
+    live.apply_event(_event(2, index=1, finish_reason=FinishReason.LENGTH, decode_s=0.1), now=NOW, monotonic_s=1.0002)
+    assert live.decode_s == pytest.approx(0.5)
+
+
+def test_the_last_event_of_an_answer_tells_its_time_from_the_first_token_to_the_last() -> None:
+    clock = FakeClock()
+    scheduler = make_scheduler(clock=clock.monotonic_s)
+    scheduler.add(make_request("a", 6, max_tokens=3))
+    events = []
+    while scheduler.has_requests:
+        batch = scheduler.schedule()
+        clock.advance(0.25)
+        events += finish(scheduler, batch)
+    assert [event.decode_s for event in events] == [0.0, 0.0, 0.5]
+
+
+def test_an_answer_that_is_aborted_tells_no_time() -> None:
+    scheduler = make_scheduler()
+    request = make_request("a", 6)
+    scheduler.add(request)
+    step(scheduler)
+    event = scheduler.abort(request)
+    assert event is not None
+    assert event.decode_s == 0.0
+
+
+@pytest.mark.on_either_database
+async def test_how_many_came_before_it_is_told_of_a_past_request_too(
+    database: Database, clock: FakeClock, cast: Cast, tmp_path: Path
+) -> None:
+    async with serving(database, clock, tmp_path / "model", cast.epoch_id) as box:
+        first, second = await box.start(cast.bob, [STALL, 5]), await box.start(cast.bob, "the quick brown fox")
+        await second.outcome
+        box.generations.abort(first.request_id, access=WHOLE_BOX)
+        await first.outcome
+    past = PastRequests(database)
+    found = [await past.get(each.request_id, access=WHOLE_BOX) for each in (first, second)]
+    assert [row.tenant_open for row in found] == [0, 1]
