@@ -109,4 +109,4 @@ def _same(request: LiveRequest | RequestRow) -> dict[str, Any]:
     return {name: getattr(request, name) for name in _SAME}
 
 
-_SAME = tuple(field.name for field in fields(RequestRow) if field.name != "finish_reason")
+_SAME = {field.name for field in fields(RequestLine)} & {field.name for field in fields(RequestRow)}

@@ -8,7 +8,7 @@ from datetime import timedelta
 import pytest
 
 from appliance.base.db import Database
-from appliance.base.errors import InvalidValue, NotFound, RateLimitExceeded
+from appliance.base.errors import Conflict, NotFound, RateLimitExceeded
 from appliance.metering.alerts import outbox as outbox_module
 from appliance.metering.alerts.outbox import ATTEMPTS_MAX, LEASE_S, retry_s
 from appliance.metering.alerts.send_limits import RETRIES_PER_HOUR_MAX, TESTS_PER_HOUR_MAX
@@ -157,7 +157,7 @@ async def test_what_is_pending_waits_for_a_disabled_webhook_and_dies_with_a_remo
     assert await alerts.outbox.claim(10) == []
     assert await alerts.outbox.next_due_s() is None
     (waiting,) = await alerts.messages()
-    with pytest.raises(InvalidValue, match="disabled"):
+    with pytest.raises(Conflict, match="disabled"):
         await alerts.outbox.retry(webhook_id, waiting.id, access=WHOLE_BOX)
     await alerts.webhooks.update(webhook_id, WebhookChanges(disabled=False), access=WHOLE_BOX)
     assert await alerts.outbox.next_due_s() == 0
