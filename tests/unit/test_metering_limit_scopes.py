@@ -238,18 +238,38 @@ async def test_a_budget_that_was_taken_away_ends_no_request(admission: Admission
     with_limit, shared = limited(owner, bob, monthly_budget=100)
     (await admit(admission, with_limit, 90, cost=price(), policy=shared)).settle(90)
     running = await admit(admission, bob, 50, cost=price())
-    assert running.note(0, 50) is None
+    assert not running.note(0, 50)
+
+
+async def test_a_spent_budget_in_shadow_mode_or_of_a_month_that_is_over_ends_no_request(
+    admission: Admission, clock: FakeClock
+) -> None:
+    hard = with_tenant(principal(), cut_at_budget=True)
+    shadow, enforced = (policy(mode, monthly_budget=100) for mode in ("shadow", "enforce"))
+    for tokens in (10, 200):  # one that is admitted, and one that is overlooked
+        free = await admit(admission, hard, tokens, cost=price(), policy=shadow)
+        assert not free.note(0, 100)
+        free.void()
+    running = await admit(admission, hard, 10, cost=price(), policy=enforced)
+    assert not running.note(0, 29), "10 + 3 · 29, and nothing of the others"
+    assert running.note(0, 30)
+    clock.advance(31 * 86400)
+    assert not running.note(0, 100)
 
 
 async def test_what_a_running_request_has_cost_counts_only_while_a_spent_budget_is_to_end_it(admission: Admission) -> None:
     hard, shared = with_tenant(principal(), cut_at_budget=True), policy(monthly_budget=100)
     first, second = [await admit(admission, hard, 10, cost=price(), policy=shared) for _ in range(2)]
-    assert first.note(0, 10) is None, "10 + 3 · 10"
-    assert second.note(0, 25) is not None, "10 + 3 · 25"
+    assert not first.note(0, 10), "10 + 3 · 10"
+    assert second.note(0, 25), "10 + 3 · 25"
     first.hold_to_budget(False)
-    assert second.note(0, 25) is None, "what the first has cost is forgotten until it ends"
+    assert not second.note(0, 25), "what the first has cost is forgotten until it ends"
     first.settle(20)
-    assert second.note(0, 25) is not None
+    assert second.note(0, 25)
+    second.settle(10)
+    third = await admit(admission, hard, 10, cost=price(), policy=shared)
+    assert not third.note(0, 13), "10 + 3 · 10, 10, and 10 + 3 · 13"
+    assert third.note(0, 14)
 
 
 @pytest.mark.parametrize("owner", ["tenant", "key", "model"])
@@ -269,12 +289,10 @@ async def test_what_a_running_request_costs_in_another_currency_ends_it_by_no_bu
     bob = with_tenant(principal(), currency="USD", cut_at_budget=True)
     in_dollars = dataclasses.replace(price(), currency="USD")
     running = await admit(admission, bob, 50, cost=in_dollars, policy=policy(monthly_budget=100))
-    assert running.note(0, 50) is None
+    assert not running.note(0, 50)
     running.settle(100)
     again = await admit(admission, with_tenant(bob, currency=None), 50, cost=price(), policy=policy(monthly_budget=100))
-    refused = again.note(0, 50)
-    assert refused is not None
-    assert refused.scope == "model"
+    assert again.note(0, 50)
 
 
 async def test_with_another_currency_what_was_spent_in_that_one_counts_and_in_the_former_one_no_more(
