@@ -272,6 +272,32 @@ async def test_what_a_running_request_has_cost_counts_only_while_a_spent_budget_
     assert third.note(0, 14)
 
 
+async def test_guesses_that_were_thrown_away_cost_a_hard_budget_what_the_price_says(admission: Admission) -> None:
+    hard, shared = with_tenant(principal(), cut_at_budget=True), policy(monthly_budget=100)
+    guessed = dataclasses.replace(price(), rejected_draft=2_000_000)
+    running = await admit(admission, hard, 10, cost=guessed, policy=shared)
+    assert not running.note(0, 10, 29), "10 + 3 · 10 + 2 · 29"
+    assert running.note(0, 10, 30)
+    running.settle(20, rejected_tokens=29)
+    again = await admit(admission, hard, 1, cost=guessed, policy=shared)
+    assert not again.note(0, 0)
+    again.settle(1)
+    with pytest.raises(BudgetExceeded):
+        await admit(admission, hard, 2, cost=guessed, policy=shared)
+
+
+async def test_a_budget_that_is_not_hard_ends_no_request_and_what_has_ended_is_in_it_once(admission: Admission) -> None:
+    soft, shared = principal(), policy(monthly_budget=100)
+    running, ended = [await admit(admission, soft, 10, cost=price(), policy=shared) for _ in range(2)]
+    assert not running.note(0, 100)
+    ended.hold_to_budget(True)
+    ended.settle(10)
+    assert not ended.note(0, 100)
+    running.hold_to_budget(True)
+    assert not running.note(0, 26), "10 of the other, 10 + 3 · 26"
+    assert running.note(0, 27)
+
+
 @pytest.mark.parametrize("owner", ["tenant", "key", "model"])
 async def test_what_ran_over_the_end_of_a_month_counts_in_that_one_with_limits_that_are_new(
     admission: Admission, clock: FakeClock, owner: str
