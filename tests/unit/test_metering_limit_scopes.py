@@ -272,6 +272,28 @@ async def test_what_a_running_request_has_cost_counts_only_while_a_spent_budget_
     assert third.note(0, 14)
 
 
+@pytest.mark.parametrize("owner", ["tenant", "key", "model"])
+async def test_what_runs_already_counts_in_a_budget_that_is_new(admission: Admission, owner: str) -> None:
+    bob = principal()
+    running = await admit(admission, bob, 90, cost=price())
+    with_limit, shared = limited(owner, bob, monthly_budget=100)
+    with pytest.raises(Refused):
+        await admit(admission, with_limit, 11, cost=price(), policy=shared)
+    running.settle(90)
+    with pytest.raises(BudgetExceeded):
+        await admit(admission, with_limit, 11, cost=price(), policy=shared)
+    await admit(admission, with_limit, 10, cost=price(), policy=shared)
+
+
+async def test_in_shadow_mode_what_was_overlooked_uses_no_budget_up(admission: Admission) -> None:
+    shared = policy("shadow", monthly_budget=100)
+    overlooked = await admit(admission, principal(), 101, cost=price(), policy=shared)
+    assert [decision.kind for decision in overlooked.overlooked] == ["budget"]
+    overlooked.settle(101)
+    admitted = await admit(admission, principal(), 100, cost=price(), policy=shared)
+    assert not admitted.overlooked
+
+
 async def test_guesses_that_were_thrown_away_cost_a_hard_budget_what_the_price_says(admission: Admission) -> None:
     hard, shared = with_tenant(principal(), cut_at_budget=True), policy(monthly_budget=100)
     guessed = dataclasses.replace(price(), rejected_draft=2_000_000)
