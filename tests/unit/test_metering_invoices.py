@@ -28,7 +28,7 @@ from appliance.base.tables import audit_log, invoice_lines
 from appliance.metering.box_records import SELLER, BoxRecords
 from appliance.metering.calendar import BillingCalendar
 from appliance.metering.invoicing import invoices as service
-from appliance.metering.invoicing.free_allowances import FreeAllowances
+from appliance.metering.invoicing.free_allowances import FreeAllowances, free_in
 from appliance.metering.invoicing.lines import EventSums, FreeMonth, allowance_lines, totals_of, usage_lines, usage_picos
 from appliance.metering.invoicing.rows import Invoice, InvoiceHead
 from appliance.metering.invoicing.seller import Seller
@@ -390,6 +390,21 @@ async def test_an_allowance_cannot_begin_in_a_closed_month_and_the_later_word_co
     ]
     with pytest.raises(InvalidValue, match="monthly_micros"):
         await books.allowances.set(tenant_id, "2026-12", -1, access=WHOLE_BOX)
+
+
+async def test_an_allowance_is_its_tenants_own(books: Books) -> None:
+    bob, charlie = books.bob.tenant.id, books.cast.charlie.tenant.id
+    await books.post(OCTOBER, person=books.cast.charlie)
+    await books.close("2026-10", books.cast.charlie)
+    await books.draft("2026-10")
+    for tenant_id, month, micros in (
+        (charlie, "2026-11", 7), (bob, "2026-12", 3), (bob, "2026-11", 1), (bob, "2026-10", 4), (bob, "2026-11", 2)
+    ):  # fmt: skip
+        await books.allowances.set(tenant_id, month, micros, access=WHOLE_BOX)
+    bobs, charlies = [await books.allowances.list(tenant_id, access=WHOLE_BOX) for tenant_id in (bob, charlie)]
+    assert [(row.first_month, row.monthly_micros) for row in bobs] == [("2026-10", 4), ("2026-11", 2), ("2026-12", 3)]
+    assert [(row.first_month, row.monthly_micros) for row in charlies] == [("2026-11", 7)]
+    assert [free_in(bobs, month) for month in ("2026-09", "2026-10", "2026-11", "2027-01")] == [0, 4, 2, 3]
 
 
 async def test_costs_in_two_currencies_have_no_invoice(books: Books) -> None:
