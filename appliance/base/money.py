@@ -52,9 +52,10 @@ def format_exactly(picos: int, currency: str) -> str:
 
 
 def divide_half_up(amount: int, divisor: int) -> int:
-    """Return `amount / divisor` rounded to the nearest integer, halves away from zero, so that a sum and its negative agree."""
-    if divisor <= 0:
-        raise ValueError("the divisor must be positive")
+    """Return `amount / divisor` rounded to the nearest integer, halves away from zero, so that a sum and its negative agree.
+
+    `divisor` is positive.
+    """
     rounded = (2 * abs(amount) + divisor) // (2 * divisor)
     return -rounded if amount < 0 else rounded
 
@@ -71,8 +72,13 @@ def minor_unit_decimals(currency: str) -> int:
 
 def payable_micros(micros: int, currency: str) -> int:
     """Return `micros` rounded half up to what can be paid in `currency`, still in micro-units."""
+    return payable_share(micros, BASIS_POINTS, currency)
+
+
+def payable_share(micros: int, basis_points: int, currency: str) -> int:
+    """Return `basis_points` ten-thousandths of `micros` in the same way, rounded once."""
     step = int(10 ** (6 - minor_unit_decimals(currency)))
-    return divide_half_up(micros, step) * step
+    return divide_half_up(micros * basis_points, BASIS_POINTS * step) * step
 
 
 def format_micros(micros: int, *, decimals: int = 6) -> str:

@@ -135,7 +135,7 @@ class Generation:
         usage = self._usage()
         if not self._reservation_ended:
             self._end_reservation(usage)
-        is_recorded = self.admitted.done() and self.admitted.exception() is None
+        is_recorded = self.admitted.exception() is None
         if is_recorded and self._writing is None:
             record = RequestRecord(finished_at=self._clock.now(), error=InternalError.code)
             self._writing = self._start_writing(Ended(finish_reason="error", cause="internal_error"), usage, record)

@@ -94,12 +94,18 @@ def live(seed: int, *, surprises: bool) -> Life:
         running = [request for request in life.requests if request.used is None]
         if running and chance.random() < 0.5:
             request = chance.choice(running)
-            more = chance.randrange(life.capacity * 3) if surprises and chance.random() < 0.3 else 0
+            most = life.capacity * chance.choice([3, 3, 3 * DEBT_MINUTES_MAX])  # sometimes past the bound of the debt
+            more = chance.randrange(most) if surprises and chance.random() < 0.3 else 0
             life.settle(request, chance.choice([0, request.taken + more, chance.randrange(request.taken + 1)]))
         else:
             level, tokens = life.bucket.level(life.at_us / 1e6), chance.randrange(life.capacity + 1)
             assert life.ask(tokens) == (tokens <= level)
         assert life.bucket.units(life.at_us / 1e6) == life.twin_units()
+    for request in life.requests:
+        if request.used is None:
+            life.settle(request, request.taken)
+    assert life.bucket.units(life.at_us / 1e6) == life.twin_units()
+    assert life.bucket._last is None, "a bucket remembers nothing of what has ended"
     return life
 
 
@@ -194,6 +200,21 @@ def test_what_was_used_of_the_old_limit_counts_against_the_new_one(before: int, 
     assert bucket.level(clock.monotonic_s()) == max(after - used, -after)
     bucket.resize(before, clock.monotonic_s())
     assert bucket.level(clock.monotonic_s()) == before - used, "a limit that is lowered and raised again gives nothing"
+
+
+@pytest.mark.parametrize(("minutes", "level"), [(0, -10), (2, 10), (11, 10), (13, 30), (20, 100), (30, 100)])
+def test_a_debt_that_a_smaller_limit_does_not_ask_for_is_repaid_by_what_is_lost_while_it_is_full(
+    minutes: int, level: int
+) -> None:
+    bucket = TokenBucket(100, 0.0)
+    bucket.charge(200, 0.0)
+    bucket.resize(10, 0.0)
+    assert bucket.level(0.0) == -10
+    assert bucket.units(0.0) == -190 * UNITS_PER_TOKEN, "a restart remembers all of it"
+    for minute in range(minutes + 1):
+        assert bucket.level(minute * 60.0) == min(10 * minute - 10, 10)
+    bucket.resize(100, minutes * 60.0)
+    assert bucket.level(minutes * 60.0) == level
 
 
 @pytest.mark.parametrize("seed", range(LIVES))

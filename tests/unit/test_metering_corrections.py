@@ -89,6 +89,7 @@ async def test_money_alone_can_be_given_back_but_not_more_than_was_taken(
         ({"rejected_tokens": -1}, "rejected_tokens"),
         ({"completion_tokens": -1, "cost_picos": -5}, "cost_picos"),
         ({"cost_picos": 0}, "cost_picos"),
+        ({"cost_picos": 1.5}, "cost_picos"),
         ({"cost_picos": -(2**63)}, "cost_picos"),
         ({}, "prompt_tokens"),
         ({"completion_tokens": 15_001}, "confirm"),
@@ -155,6 +156,7 @@ async def test_what_adds_a_thousand_times_the_event_is_taken_once_it_is_confirme
     database: Database, clock: FakeClock, event: UsageEvent
 ) -> None:
     await correct(database, clock, event.id, completion_tokens=15_000)
+    await correct(database, clock, event.id, cost_picos=8_200_000)
     made = await correct(database, clock, event.id, completion_tokens=15_001, confirm=True)
     assert made.completion_tokens == 15_001
 

@@ -11,7 +11,7 @@ import pytest
 from sqlalchemy import select
 from sqlalchemy.ext.asyncio import AsyncConnection
 
-from appliance.base.acting import Actor, acting
+from appliance.base.acting import SYSTEM, Actor, acting
 from appliance.base.counters import last_taken
 from appliance.base.db import Database
 from appliance.base.errors import (
@@ -22,20 +22,22 @@ from appliance.base.errors import (
     MonthNotOver,
     MonthOutOfOrder,
     NotFound,
+    RoleNotAllowed,
 )
 from appliance.base.money import format_micros
 from appliance.base.tables import audit_log, invoice_lines
 from appliance.metering.box_records import SELLER, BoxRecords
 from appliance.metering.calendar import BillingCalendar
 from appliance.metering.invoicing import invoices as service
-from appliance.metering.invoicing.free_allowances import FreeAllowances
+from appliance.metering.invoicing.free_allowances import FreeAllowances, free_in
 from appliance.metering.invoicing.lines import EventSums, FreeMonth, allowance_lines, totals_of, usage_lines, usage_picos
 from appliance.metering.invoicing.rows import Invoice, InvoiceHead
 from appliance.metering.invoicing.seller import Seller
 from appliance.metering.invoicing.sums import Cover, read_event_sums
 from appliance.metering.invoicing.wording import ABORT_POLICY
 from appliance.metering.prices import Price
-from appliance.tenancy.access import WHOLE_BOX
+from appliance.tenancy.access import WHOLE_BOX, Access
+from appliance.tenancy.roles import Role, TenantRole
 from tests.support.alerts import TARGET, alert_box
 from tests.support.billing import Tokens, add_price, post_event
 from tests.support.cast import Cast, Person, make_person
@@ -390,6 +392,41 @@ async def test_an_allowance_cannot_begin_in_a_closed_month_and_the_later_word_co
     ]
     with pytest.raises(InvalidValue, match="monthly_micros"):
         await books.allowances.set(tenant_id, "2026-12", -1, access=WHOLE_BOX)
+
+
+async def test_an_allowance_is_its_tenants_own(books: Books) -> None:
+    bob, charlie = books.bob.tenant.id, books.cast.charlie.tenant.id
+    await books.post(OCTOBER, person=books.cast.charlie)
+    await books.close("2026-10", books.cast.charlie)
+    await books.draft("2026-10")
+    for tenant_id, month, micros in (
+        (charlie, "2026-11", 7), (bob, "2026-12", 3), (bob, "2026-11", 1), (bob, "2026-10", 4), (bob, "2026-11", 2)
+    ):  # fmt: skip
+        await books.allowances.set(tenant_id, month, micros, access=WHOLE_BOX)
+    bobs, charlies = [await books.allowances.list(tenant_id, access=WHOLE_BOX) for tenant_id in (bob, charlie)]
+    assert [(row.first_month, row.monthly_micros) for row in bobs] == [("2026-10", 4), ("2026-11", 2), ("2026-12", 3)]
+    assert [(row.first_month, row.monthly_micros) for row in charlies] == [("2026-11", 7)]
+    assert [free_in(bobs, month) for month in ("2026-09", "2026-10", "2026-11", "2027-01")] == [0, 4, 2, 3]
+
+
+async def test_who_manages_a_tenant_reads_its_invoices_and_decides_nothing_about_them(books: Books) -> None:
+    tenant_id = books.bob.tenant.id
+    drafted = await books.draft("2026-10")
+    manager, viewer = (
+        Access(role=Role.MEMBER, actor=SYSTEM, tenants={tenant_id: role}) for role in (TenantRole.MANAGER, TenantRole.VIEWER)
+    )
+    assert (await books.invoices.list_of(tenant_id, access=manager)).data
+    assert await books.allowances.list(tenant_id, access=manager) == []
+    for refused in (
+        books.invoices.draft(tenant_id, "2026-10", access=manager),
+        books.invoices.close(drafted.head.id, access=manager),
+        books.invoices.discard(drafted.head.id, access=manager),
+        books.allowances.set(tenant_id, "2026-10", 1, access=manager),
+        books.invoices.list_of(tenant_id, access=viewer),
+        books.allowances.list(tenant_id, access=viewer),
+    ):
+        with pytest.raises(RoleNotAllowed):
+            await refused
 
 
 async def test_costs_in_two_currencies_have_no_invoice(books: Books) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 
 import msgspec
 import pytest
@@ -11,6 +12,7 @@ from sqlalchemy import Update, false
 from appliance.base.acting import SYSTEM
 from appliance.base.db import Database
 from appliance.base.errors import InternalError, NotFound, Overloaded
+from appliance.base.money import PRICE_MICROS_MAX
 from appliance.base.prepared import Prepared
 from appliance.metering.calendar import BillingCalendar
 from appliance.metering.ledger import rows as ledger_rows
@@ -22,6 +24,7 @@ from appliance.metering.prices import Price, PriceBook
 from appliance.metering.usage import LedgerFilter, UsageReports
 from appliance.tenancy.access import WHOLE_BOX, Access
 from appliance.tenancy.roles import Role, TenantRole
+from tests.support import factories
 from tests.support.cast import Cast
 from tests.support.clock import FakeClock
 from tests.support.factories import pending, posted, voided
@@ -121,12 +124,32 @@ async def test_settling_otherwise_is_refused_loudly(database: Database, clock: F
     async with running_ledger(database, clock, cast.epoch_id) as ledger:
         await ledger.open(entry)
         first = await settle(ledger, posted(entry.request_id, completion=5))
-        for other in (posted(entry.request_id, completion=6), voided(entry.request_id)):
+        more, told = posted(entry.request_id, completion=6), []
+        same = msgspec.structs.replace(posted(entry.request_id, completion=5), finish_reason="disconnected")
+        for other in (more, voided(entry.request_id), same):
             with pytest.raises(LedgerBroken, match="other figures"):
-                await ledger.settle(other)
+                await ledger.settle(other, lambda: told.append("there will be no other rows"))
+        assert len(told) == 3
         assert ledger.healthy
-        assert ledger.unrecorded_usage_tokens == 16
+        assert ledger.unrecorded_usage_tokens == 16 + 15
     assert await all_events(database) == [first]
+
+
+async def test_what_is_voided_is_voided_and_the_first_says_why(database: Database, clock: FakeClock, cast: Cast) -> None:
+    entry = pending(cast.bob)
+    async with running_ledger(database, clock, cast.epoch_id) as ledger:
+        await ledger.open(entry)
+        first = await settle(ledger, voided(entry.request_id))
+        await ledger.settle(msgspec.structs.replace(voided(entry.request_id), finish_reason="disconnected"))
+    assert await all_events(database) == [first]
+
+
+def test_a_cost_that_does_not_fit_its_column_is_refused() -> None:
+    rate = dataclasses.replace(factories.price(), prompt=PRICE_MICROS_MAX).rate()
+    most = ledger_rows.COST_PICOS_MAX // PRICE_MICROS_MAX
+    assert ledger_rows.cost_of(rate, Usage(prompt_tokens=most)) == most * PRICE_MICROS_MAX
+    with pytest.raises(OverflowError, match="64 bits"):
+        ledger_rows.cost_of(rate, Usage(prompt_tokens=most + 1))
 
 
 async def test_an_entry_that_somebody_else_settles_meanwhile_is_not_settled_twice(

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import asyncio
 import dataclasses
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from datetime import datetime, timedelta
 from typing import Any
 
 import pytest
+from sqlalchemy.ext.asyncio import AsyncConnection
 
 from appliance.base.clock import rfc3339
 from appliance.base.db import Database
@@ -25,6 +29,11 @@ async def add(book: PriceBook, **changes: Any) -> Price:
 
 async def test_a_model_without_a_price_costs_nothing(database: Database, clock: FakeClock) -> None:
     assert await euro_prices(database, clock).current("demo", clock.now()) is None
+
+
+async def test_a_price_may_be_nothing(database: Database, clock: FakeClock) -> None:
+    free = await add(euro_prices(database, clock), prompt=0, cached_prompt=0, completion=0, batch_percent=0)
+    assert free.cost_picos(prompt_tokens=9, cached_tokens=4, completion_tokens=3) == 0
 
 
 async def test_the_price_in_force_is_the_latest_that_has_begun(database: Database, clock: FakeClock) -> None:
@@ -46,6 +55,33 @@ async def test_a_new_price_is_known_at_once_although_prices_are_kept_in_memory(d
     clock.advance(1)
     later = await add(book, prompt=11)
     assert await book.current("demo", clock.now()) == later
+
+
+@pytest.mark.parametrize("adds", ["the book itself", "another process"])
+async def test_a_book_that_is_read_while_a_price_is_added_is_not_kept(
+    database: Database, clock: FakeClock, monkeypatch: pytest.MonkeyPatch, adds: str
+) -> None:
+    book, reading, is_read, may_go_on = euro_prices(database, clock), database.reading, asyncio.Event(), asyncio.Event()
+
+    @asynccontextmanager
+    async def slow() -> AsyncIterator[AsyncConnection]:
+        async with reading() as connection:
+            yield connection
+        is_read.set()
+        await may_go_on.wait()
+
+    with monkeypatch.context() as slowly:
+        slowly.setattr(database, "reading", slow)
+        reader = asyncio.create_task(book.current("demo", clock.now()))
+        await is_read.wait()
+    if adds == "another process":
+        price = await add(euro_prices(database, clock))
+        book.forget()
+    else:
+        price = await add(book)
+    may_go_on.set()
+    assert await reader is None
+    assert await book.current("demo", clock.now()) == price
 
 
 async def test_only_the_first_price_of_a_model_may_begin_in_the_past(database: Database, clock: FakeClock) -> None:
@@ -178,13 +214,16 @@ async def test_a_price_to_come_is_withdrawn_and_another_takes_its_moment(databas
         await book.withdraw(typo.id)
 
 
-async def test_a_price_that_begins_within_a_minute_or_has_begun_stays(database: Database, clock: FakeClock) -> None:
-    book = euro_prices(database, clock)
-    for moment in (START, START + timedelta(seconds=60)):
+async def test_a_price_that_begins_within_a_minute_or_has_begun_stays(database: Database) -> None:
+    now = START + timedelta(days=60_000)  # by the clock of the database nothing has begun: it is ours that refuses
+    book = euro_prices(database, FakeClock(now))
+    for moment in (now, now + timedelta(seconds=60)):
         price = await add(book, effective_from=moment)
         with pytest.raises(PriceBegun) as refused:
             await book.withdraw(price.id)
         assert refused.value.status == 409
+    later = await add(book, effective_from=now + timedelta(seconds=60, milliseconds=1))
+    assert await book.withdraw(later.id) == later
     assert len((await book.list()).data) == 2
 
 

@@ -41,13 +41,14 @@ async def test_a_request_of_a_dead_process_is_recovered_once_from_its_last_check
     database: Database, clock: FakeClock, cast: Cast
 ) -> None:
     price = await euro_prices(database, clock).add(
-        model="demo", currency="EUR", prompt=1_000_000, cached_prompt=0, completion=2_000_000
+        model="demo", currency="EUR", prompt=1_000_000, cached_prompt=0, completion=2_000_000, rejected_draft=500_000
     )
     seen, unseen, done = pending(cast.bob, price=price), pending(cast.bob, price=price), pending(cast.bob, price=price)
     async with running_ledger(database, clock, cast.epoch_id) as ledger:
         for entry in (seen, unseen, done):
             await ledger.open(entry)
-        ledger.checkpoint([Checkpoint(request_id=seen.request_id, prompt_tokens=10, cached_tokens=4, completion_tokens=3)])
+        counts = {"prompt_tokens": 10, "cached_tokens": 4, "completion_tokens": 3, "rejected_tokens": 7}
+        ledger.checkpoint([Checkpoint(request_id=seen.request_id, **counts)])
         settled = await settle(ledger, posted(done.request_id))
     epoch = await begin_epoch(database, clock, "next")
     clock.advance(60)
@@ -55,7 +56,8 @@ async def test_a_request_of_a_dead_process_is_recovered_once_from_its_last_check
     assert await utc_recover(database, clock, epoch) == 0
     first, second, third = await all_events(database)
     assert (first.status, first.estimated, first.finish_reason, first.settled_at) == ("recovered", True, "error", clock.now())
-    assert first.cost_picos == 6 * 1_000_000 + 3 * 2_000_000
+    assert {name: getattr(first, name) for name in counts} == counts
+    assert (first.cost_picos, first.cause) == (6 * 1_000_000 + 3 * 2_000_000 + 7 * 500_000, "gateway_died")
     assert (second.status, second.prompt_tokens, second.cost_picos) == ("recovered", 0, 0)
     assert third == settled
     row = await PastRequests(database).get(seen.request_id, access=WHOLE_BOX)

@@ -162,6 +162,16 @@ async def test_the_end_of_a_rotations_grace_ends_what_the_old_key_still_runs(
     await new.outcome
 
 
+async def test_an_expiry_that_was_put_off_ends_nothing(box: Serving, clock: FakeClock, cast: Cast) -> None:
+    generation = await begun(box, cast.bob, 2)
+    generation.end_at(clock.now())
+    generation.end_at(clock.now() + timedelta(days=1))
+    for _turn in range(5):
+        await asyncio.sleep(0)
+    generation.leave("disconnected")
+    await check(box, generation, "disconnected", "client")
+
+
 async def test_a_key_that_was_revoked_between_its_check_and_the_start_is_noticed(
     box: Serving, database: Database, clock: FakeClock, cast: Cast
 ) -> None:

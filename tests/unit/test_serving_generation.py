@@ -7,6 +7,7 @@ from datetime import datetime
 from pathlib import Path
 
 import pytest
+import structlog
 
 from appliance.base.db import Database
 from appliance.base.errors import Draining, EngineUnavailable, InternalError, Overloaded, RateLimitExceeded
@@ -14,6 +15,7 @@ from appliance.metering.ledger.records import PendingEntry
 from appliance.metering.prices import Price
 from appliance.serving import engine_client
 from appliance.serving.answers import Answer
+from appliance.serving.generation import Generation
 from appliance.serving.prompting import Prompting
 from appliance.serving.text_output import Chunk, TextOutput
 from appliance.tenancy.access import WHOLE_BOX
@@ -272,11 +274,12 @@ async def test_a_refusal_of_admission_leaves_no_record(box: Serving, database: D
     assert len((await box.reports.ledger_page(access=WHOLE_BOX)).data) == 1
 
 
+@pytest.mark.parametrize("error", [InternalError("nothing was started"), ValueError("a bug")], ids=str)
 async def test_when_the_record_cannot_be_written_the_engine_never_hears_of_it(
-    box: Serving, cast: Cast, monkeypatch: pytest.MonkeyPatch
+    box: Serving, cast: Cast, monkeypatch: pytest.MonkeyPatch, error: Exception
 ) -> None:
     async def broken(_entry: PendingEntry) -> None:
-        raise InternalError("the usage record could not be written; nothing was started")
+        raise error
 
     monkeypatch.setattr(box.ledger, "open", broken)
     with pytest.raises(InternalError):
@@ -286,13 +289,35 @@ async def test_when_the_record_cannot_be_written_the_engine_never_hears_of_it(
     assert running_of(box.admission, cast.bob.tenant.id) == 0
 
 
+async def test_who_leaves_while_the_record_is_written_pays_nothing_and_the_engine_never_hears_of_it(
+    box: Serving, cast: Cast, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    written = box.ledger.open
+
+    async def left(entry: PendingEntry) -> None:
+        await written(entry)
+        box.generations.abort(entry.request_id, access=WHOLE_BOX)
+
+    monkeypatch.setattr(box.ledger, "open", left)
+    generation = await box.start(cast.bob, TEXT)
+    await generation.outcome
+
+    event = await box.event(generation)
+    assert (event.status, event.finish_reason, event.cause) == ("voided", "aborted", "administrator")
+    assert [frame for frame in box.engine.frames if frame.submit] == []
+    assert running_of(box.admission, cast.bob.tenant.id) == 0
+
+
 async def test_a_full_queue_refuses_before_admission(database: Database, clock: FakeClock, cast: Cast, tmp_path: Path) -> None:
     async with serving(database, clock, tmp_path / "model", cast.epoch_id, max_waiting_requests=1, max_num_seqs=1) as box:
-        held = [await box.start(cast.bob, [STALL, 5]) for _ in range(2)]
-        with pytest.raises(Overloaded):
-            await box.start(cast.bob, TEXT)
-        for generation in held:
-            generation.leave("disconnected")
+        for answers in ([1, 1], [2], [1, 1]):  # each takes a place, and gives it back
+            held = [await box.start(cast.bob, [STALL, 5], n=num) for num in answers]
+            assert [generation.live.tenant_open for generation in held] == list(range(len(answers)))
+            with pytest.raises(Overloaded):
+                await box.start(cast.bob, TEXT)
+            for generation in held:
+                generation.leave("disconnected")
+            await until(lambda: not box.generations.live(access=WHOLE_BOX))
 
 
 async def test_a_tenant_that_fills_the_queue_leaves_places_to_the_others(
@@ -353,34 +378,67 @@ async def test_requests_of_many_tenants_do_not_mix(box: Serving, cast: Cast) -> 
         assert (await box.event(generation)).tenant_id == person.tenant.id
 
 
+@pytest.mark.parametrize(("broken", "reason"), [("_record_of_request", "error"), ("_observe", "disconnected")])
 async def test_a_fault_of_the_settlement_is_told_and_leaves_nothing_open(
-    box: Serving, cast: Cast, monkeypatch: pytest.MonkeyPatch
+    box: Serving, cast: Cast, monkeypatch: pytest.MonkeyPatch, broken: str, reason: str
 ) -> None:
     generation = await box.start(cast.bob, TEXT, max_tokens=1000)
     await generation.chunks.take(10.0)
-    monkeypatch.setattr(generation, "_record_of_request", None)
+    monkeypatch.setattr(generation, broken, None)
     generation.leave("disconnected")
-    outcome = await generation.outcome
-    assert await box.generations.drain(5.0)
+    with structlog.testing.capture_logs() as logs:
+        outcome = await generation.outcome
+        assert await box.generations.drain(5.0)
     event = await box.event(generation)
 
     assert isinstance(outcome.error, InternalError)
-    assert (event.status, event.finish_reason) == ("posted", "error")
+    assert [line["event"] for line in logs] == ["generation could not be settled"]  # and no second settlement refused
+    assert (event.status, event.finish_reason) == ("posted", reason)
     assert event.completion_tokens == generation.live.completion_tokens >= 1
     assert running_of(box.admission, cast.bob.tenant.id) == 0
     assert "gatehouse_unrecorded_usage_tokens_total 0.0" in box.metrics.render().decode()
 
 
+async def test_a_fault_beside_the_engine_ends_the_request_there_too_and_bills_what_was_counted(
+    box: Serving, cast: Cast, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    box.engine.allow(0)
+    generation = await box.start(cast.bob, TEXT, max_tokens=1000)
+    monkeypatch.setattr(generation, "_show", None)
+    box.engine.allow(3)
+    outcome = await generation.outcome
+
+    assert isinstance(outcome.error, InternalError)
+    event = await box.event(generation)
+    assert (event.status, event.finish_reason, event.cause) == ("posted", "error", "internal_error")
+    assert 1 <= event.completion_tokens == outcome.usage.completion_tokens == generation.live.completion_tokens <= 3
+    await until(lambda: generation.request_id in [name for frame in box.engine.frames for name in frame.abort])
+
+
 async def test_a_fault_before_the_reservation_ends_gives_it_back(
     box: Serving, cast: Cast, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(Generation, "_settle", None)  # of the class: the generation looks it up before it is admitted
     generation = await box.start(cast.bob, [STALL, 5])
-    monkeypatch.setattr(generation, "_settle", None)
     generation.leave("disconnected")
-    await generation.outcome
+    outcome = await generation.outcome
     assert await box.generations.drain(5.0)
 
-    assert (await box.event(generation)).status == "voided"
+    assert isinstance(outcome.error, InternalError)
+    assert (generation.live.state, generation.live.error) == ("finished", outcome.error.message)
+    event = await box.event(generation)
+    assert (event.status, event.finish_reason, event.cause) == ("voided", "error", "internal_error")
+    assert running_of(box.admission, cast.bob.tenant.id) == 0
+
+
+async def test_a_fault_before_there_is_a_record_settles_none(box: Serving, cast: Cast, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Generation, "_record", None)
+    with structlog.testing.capture_logs() as logs, pytest.raises(InternalError):
+        await box.start(cast.bob, TEXT)
+    with structlog.testing.capture_logs() as later:
+        assert await box.generations.drain(5.0)
+
+    assert [line["event"] for line in [*logs, *later]] == ["generation could not be settled"]
     assert running_of(box.admission, cast.bob.tenant.id) == 0
 
 

@@ -13,6 +13,7 @@ from appliance.base.db import Database
 from appliance.base.errors import InvalidApiKey, RateLimitExceeded
 from appliance.tenancy import token_attempts
 from appliance.tenancy.admin_tokens import AdminTokens
+from appliance.tenancy.attempts import Allowance, Attempts
 from appliance.tenancy.token_attempts import PER_ADDRESS
 from tests.support.api_box import open_api_box
 from tests.support.clock import FakeClock
@@ -136,3 +137,30 @@ async def test_the_answer_says_when_to_come_back(migrated_sqlite_file: Path, tmp
         assert answers[-1].json()["error"]["code"] == "rate_limit_exceeded"
         assert answers[-1].headers["retry-after"] == "1"
         assert (await box.client.get(path)).status_code == 200, "the operator of this machine is let in"
+
+
+def test_of_more_keys_than_are_kept_the_one_unused_for_longest_is_forgotten(clock: FakeClock) -> None:
+    attempts, twice = Attempts[str](clock, keys_max=2, refusal="too many"), Allowance(burst=2, refill_s=60.0)
+    for key in ("a", "b", "b", "a"):
+        attempts.take({key: twice})
+    attempts.take({"c": twice})  # and so b is forgotten
+    with pytest.raises(RateLimitExceeded, match="too many"):
+        attempts.take({"a": twice})
+    attempts.take({"c": twice})
+    with pytest.raises(RateLimitExceeded):
+        attempts.take({"c": twice})
+    assert len(attempts) == 2
+
+
+async def test_of_more_right_tokens_than_are_kept_the_one_unused_for_longest_counts_again(
+    tokens: AdminTokens, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(token_attempts, "KNOWN_MAX", 2)
+    first, second, third = [(await tokens.create(name, "owner"))[1] for name in ("alice", "bob", "charlie")]
+    for secret in (first, second, first, third):  # and so the second is forgotten
+        await tokens.authenticate(secret, ALICE)
+    await _guess(tokens, PER_ADDRESS.burst, ALICE)
+    for secret in (first, third):
+        await tokens.authenticate(secret, ALICE)
+    with pytest.raises(RateLimitExceeded):
+        await tokens.authenticate(second, ALICE)

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from appliance.base.errors import CurrenciesMixed
-from appliance.base.money import BASIS_POINTS, PICOS_PER_MICRO, divide_half_up, micros_of_picos, payable_micros
+from appliance.base.money import PICOS_PER_MICRO, micros_of_picos, payable_micros, payable_share
 
 TOKEN_KINDS = ("prompt", "cached_prompt", "completion", "rejected_draft")
 ADJUSTMENT = "adjustment"
@@ -164,7 +164,7 @@ def totals_of(lines: Iterable[InvoiceLine], *, tax_basis_points: int, currency: 
     """Return what the lines come to, with the tax on what can be paid."""
     subtotal = sum(line.rounded_micros for line in lines)
     net = payable_micros(subtotal, currency)
-    tax = payable_micros(divide_half_up(net * tax_basis_points, BASIS_POINTS), currency)
+    tax = payable_share(net, tax_basis_points, currency)
     return Totals(subtotal_micros=subtotal, tax_micros=tax, due_micros=net + tax)
 
 

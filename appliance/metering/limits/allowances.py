@@ -215,13 +215,12 @@ class Allowance:
         day, month = self._windows(at)
         return Hold(allowance=self, held=Amount(tokens=0, cost_picos=0), day=day, month=month, overlooked=True)
 
-    def spent(self, month: Window, at: Moment) -> LimitDecision | None:
-        """Return the refusal of the monthly budget when it is used up by what was settled and what runs."""
+    def spent(self, month: Window, at: Moment) -> bool:
+        """Return whether a budget that refuses, of this month, is used up by what was settled and what runs."""
         budget = self._budget_picos
-        used = month.used + month.live
-        if budget is None or used < budget or not self.enforces or month is not self._windows(at)[1]:
-            return None
-        return self._decide("budget", False, 0, budget, budget - used, None)
+        if budget is None or not self.enforces:
+            return False
+        return month.used + month.live >= budget and month is self._windows(at)[1]
 
     @property
     def _budget_picos(self) -> int | None:
@@ -324,10 +323,10 @@ class Hold:
     overlooked: bool = False
     live_picos: int = 0
 
-    def note(self, cost_picos: int, currency: str | None, at: Moment) -> LimitDecision | None:
-        """Say what the running request has cost so far; return the budget's refusal when that used it up."""
+    def note(self, cost_picos: int, currency: str | None, at: Moment) -> bool:
+        """Say what the running request has cost so far; return whether that used the budget up."""
         if self.overlooked:
-            return None
+            return False
         cost_picos = self.allowance.counted(cost_picos, currency)
         self.month.live += cost_picos - self.live_picos
         self.live_picos = cost_picos

@@ -86,17 +86,17 @@ class Reservation:
         """Return the share of the price that is paid, in ten-thousandths."""
         return BASIS_POINTS if self.work.rate is None else self.work.rate.basis_points
 
-    def note(self, cached_tokens: int, completion_tokens: int, rejected_tokens: int = 0) -> LimitDecision | None:
-        """Say how far the request is; return the refusal of a budget that is spent with it, if it is to end for that."""
+    def note(self, cached_tokens: int, completion_tokens: int, rejected_tokens: int = 0) -> bool:
+        """Say how far the request is; return whether it is to end because a budget is spent with it."""
         self.output_tokens = completion_tokens
         if self._first is None and completion_tokens:
             self._first = (self._moment().monotonic_s, completion_tokens)
         if not self._cut_at_budget or self._ended:
-            return None
+            return False
         at = self._moment()
         cost_picos = self.work.cost(cached_tokens, completion_tokens, rejected_tokens=rejected_tokens)
-        spent = [refusal for hold in self.holds if (refusal := hold.note(cost_picos, self.work.currency, at)) is not None]
-        return spent[0] if spent else None
+        spent = [hold.note(cost_picos, self.work.currency, at) for hold in self.holds]  # each of them hears of it
+        return any(spent)
 
     def hold_to_budget(self, cut_at_budget: bool) -> None:
         """Hear whether a spent budget ends the request from now on; if not, it counts in its budgets once it has ended."""
