@@ -204,15 +204,16 @@ def test_what_did_not_reach_a_slot_is_sent_again(what: str, number: int, loop: s
     owner, name = (runner.steps.state, "write") if what == "blocks" else (runner._sampler, "place")
     right, calls = getattr(owner, name), iter([None] * (number - 1) + [RuntimeError("out of memory")])
 
-    def fails_once(*values: Any) -> None:
+    def fails_once(*values: Any) -> Any:
         error = next(calls, None)
         if error is not None:
             raise error
-        right(*values)
+        return right(*values)
 
     with mock.patch.object(owner, name, fails_once):
         (events,) = run_to_end(engine, [wanted("a", [5, 6, 7], **asked)]).values()
     assert tokens(events) == tokens(plain)
+    assert engine.fallbacks.count == 1, "what comes after it is over the slots again"
 
 
 def test_more_guesses_than_a_step_has_rows_for_are_not_made(folder: Path) -> None:
