@@ -239,6 +239,19 @@ def test_a_slot_whose_request_verified_guesses_is_sent_again_even_when_all_of_th
     assert state.tables[slot].tolist() == [3, 1, 0, 0]
 
 
+def test_blocks_that_did_not_reach_a_slot_are_sent_again_where_the_tokens_come_with_the_step() -> None:
+    """The slot that the request gets again was its own: what its table was then says nothing of what is there now."""
+    state = slot_state(2, 4)
+    table, request = slot_table(state), make_request("a", 5)
+    request.block_table.extend([3, 1])
+    items = [ScheduledRequest(request, 4, 3, True, 2, [8, 9])]
+    with mock.patch.object(state, "write", side_effect=RuntimeError), pytest.raises(RuntimeError):
+        table.update_beside_guesses(items)
+    table.forget()
+    (slot,) = table.update_beside_guesses(items)
+    assert state.tables[slot].tolist() == [3, 1, 0, 0]
+
+
 def test_blocks_of_several_requests_are_sent_to_where_the_host_itself_writes_them() -> None:
     pieces = SlotWrites(blocks=[(2, 0, table_of([7])), (0, 3, table_of([4, 1, 6])), (1, 5, table_of()), (3, 1, [9, 8])])
     sent, written = (slot_state(4, 6) for _ in range(2))
