@@ -204,15 +204,16 @@ def test_what_did_not_reach_a_slot_is_sent_again(what: str, number: int, loop: s
     owner, name = (runner.steps.state, "write") if what == "blocks" else (runner._sampler, "place")
     right, calls = getattr(owner, name), iter([None] * (number - 1) + [RuntimeError("out of memory")])
 
-    def fails_once(*values: Any) -> None:
+    def fails_once(*values: Any) -> Any:
         error = next(calls, None)
         if error is not None:
             raise error
-        right(*values)
+        return right(*values)
 
     with mock.patch.object(owner, name, fails_once):
         (events,) = run_to_end(engine, [wanted("a", [5, 6, 7], **asked)]).values()
     assert tokens(events) == tokens(plain)
+    assert engine.fallbacks.count == 1, "what comes after it is over the slots again"
 
 
 def test_more_guesses_than_a_step_has_rows_for_are_not_made(folder: Path) -> None:
@@ -235,6 +236,19 @@ def test_a_slot_whose_request_verified_guesses_is_sent_again_even_when_all_of_th
     request.token_ids += [8, 9, 6]
     assert table.update([ScheduledRequest(request, 7, 1, True)]).tolist() == [slot]
     assert (int(state.last_tokens[slot]), int(state.num_tokens[slot])) == (6, 8)
+    assert state.tables[slot].tolist() == [3, 1, 0, 0]
+
+
+def test_blocks_that_did_not_reach_a_slot_are_sent_again_where_the_tokens_come_with_the_step() -> None:
+    """The slot that the request gets again was its own: what its table was then says nothing of what is there now."""
+    state = slot_state(2, 4)
+    table, request = slot_table(state), make_request("a", 5)
+    request.block_table.extend([3, 1])
+    items = [ScheduledRequest(request, 4, 3, True, 2, [8, 9])]
+    with mock.patch.object(state, "write", side_effect=RuntimeError), pytest.raises(RuntimeError):
+        table.update_beside_guesses(items)
+    table.forget()
+    (slot,) = table.update_beside_guesses(items)
     assert state.tables[slot].tolist() == [3, 1, 0, 0]
 
 

@@ -12,7 +12,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from engine.protocol import FinishReason
+from engine.protocol import FinishReason, PlainReason
 from engine.runner.input_rows import InputRow
 from engine.runner.rows import FIRST, NONE
 from engine.sampling.columns import Kind
@@ -29,7 +29,7 @@ from tests.support.engine_histories import (
     run,
     with_grammars,
 )
-from tests.support.engines import overlapped_engine, recorded_engine, run_to_end, wanted
+from tests.support.engines import overlapped_engine, recorded_engine, run_to_end, small_engine, tokens, wanted
 from tests.support.tiny_models import EOS, VOCAB_SIZE, make_model
 
 FAMILIES = ("llama", "mistral-window", "gemma2", "qwen3", "qwen3_moe")
@@ -175,3 +175,16 @@ def test_only_what_no_slot_can_hold_is_computed_in_the_plain_way(wish: str, fold
     with mock.patch.object(engine.runner.plain, "run", side_effect=plain) as spy:  # type: ignore[attr-defined]
         run_to_end(engine, [])
     assert spy.call_count == int(wish == "prompt scored")
+
+
+def test_who_decodes_over_slots_behind_a_plain_prompt_is_asked_what_a_slot_cannot_hold(folder: Path) -> None:
+    """Its prompt was never over slots: the step in which it decodes first is the one that reserves a row for its bias."""
+    asked: dict[str, Any] = {"prompt_logprobs": 0, "logit_bias": {7: 9.0, 8: 8.5}, "max_tokens": 6}
+    (plain,) = run_to_end(small_engine(folder / "llama"), [wanted("a", [5, 6, 7], **asked)]).values()
+    engine = overlapped_engine(folder / "llama")
+    engine.submit(wanted("b", [9, 8, 7], max_tokens=12))
+    for _ in range(3):
+        engine.step()
+    found = run_to_end(engine, [wanted("a", [5, 6, 7], **asked)])
+    assert tokens(found["a"]) == tokens(plain)
+    assert engine.status().plain_steps_total[PlainReason.PROMPT_LOGPROBS] == 1
