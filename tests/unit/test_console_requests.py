@@ -50,6 +50,12 @@ async def test_requests_in_flight_show_state_place_and_figures(box: Box, clock: 
         assert text in page
 
 
+async def test_blocks_that_the_engine_has_not_told_of_yet_are_not_none(box: Box) -> None:
+    box.engine_side.add(box.cast.bob, "req_running", completion_tokens=16)
+    page = (await (await box.alice()).get("/requests")).text
+    assert 'data-label="KV blocks" class="num">–</td>' in page
+
+
 async def test_the_first_request_is_not_asked_for_while_one_is_in_flight(box: Box) -> None:
     alice = await box.alice()
     assert "No request yet." in (await alice.get("/requests")).text
