@@ -17,9 +17,9 @@ from engine.scheduling.request import Request, RequestStatus, account_of
 from engine.scheduling.step_budget import StepBudget
 
 TAKEN_TOKENS_PER_STEP = 1 << 19
-"""So many tokens of long prompts are taken over in one step: some 10 ms of the host. One request always may."""
+"""So many tokens of prompts are taken over in one step, some 10 ms of the host, before a long one waits for the next."""
 SHORT_TOKENS = 1 << 12
-"""A prompt of fewer tokens is taken over at once."""
+"""A prompt of fewer tokens is not long: it is taken over at once."""
 
 
 class Admission:
@@ -38,11 +38,13 @@ class Admission:
         self._found = FoundPrefix()
         self._step = 0  # that is being planned
         self._taken_tokens = 0  # over from others, in this step
+        self._put_off: Request | None = None  # the first that had to leave its turn because of them
+        self._due: Request | None = None  # the same of the step before: it leaves this one to nobody
 
     def begin_step(self) -> None:
         """A step is about to be planned: new predictions for those that should have ended by now."""
         self._step = self._accounts.step + 1
-        self._taken_tokens = 0
+        self._taken_tokens, self._due, self._put_off = 0, self._put_off, None
         for request in self._forecast.overdue(self._step):
             self._forecast.renew(request, self._step, predicted_remaining(request))
 
@@ -55,7 +57,8 @@ class Admission:
             return Start.NO_ROOM
         if request.num_unknown_tokens:  # preempted in this very plan, while its last token is on its way
             return Start.LATER
-        if request.num_tokens >= SHORT_TOKENS and self._taken_tokens > max(0, TAKEN_TOKENS_PER_STEP - request.num_tokens):
+        if self._has_taken_enough(request):
+            self._put_off = self._put_off or request
             return Start.LATER
         if _shares_prompt(request):
             has_room = self._kv.num_spare > 0
@@ -72,6 +75,12 @@ class Admission:
         """Whether a preempted request can have the seat that another one of its tenant has just left."""
         self._found = self._kv.find(request)
         return self.has_seat and not request.num_unknown_tokens and self._kv.has_room(request, self._found)
+
+    def _has_taken_enough(self, request: Request) -> bool:
+        """Whether what was taken over in this step leaves a long prompt to the next one."""
+        if not self._taken_tokens or request.num_tokens < SHORT_TOKENS or request is self._due:
+            return False
+        return self._taken_tokens + request.num_tokens > TAKEN_TOKENS_PER_STEP
 
     def _is_crowded(self) -> bool:
         """Whether those that decode fill the step by themselves."""

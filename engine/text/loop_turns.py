@@ -2,7 +2,8 @@
 
 What a template does with the messages is its author's choice, how many messages there are is anybody's. One that looks at every
 pair of messages is quick for ten and takes minutes for ten thousand. So does one that puts a text together message by message,
-each time copying all of it: what is added to something long takes turns too. Knows no message and no model.
+each time copying all of it: what `+` and `~` add to something long takes turns too. Other ways to join are not
+counted. Knows no message and no model.
 """
 
 from __future__ import annotations

@@ -142,6 +142,25 @@ def test_one_prompt_beyond_the_limit_is_still_taken_over_in_a_step(monkeypatch: 
     assert [fork.num_cached_tokens for fork in forks] == [19] * 3
 
 
+def test_a_long_prompt_waits_one_step_for_those_who_take_over_before_it_and_not_for_ever(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(admission, "TAKEN_TOKENS_PER_STEP", 50)
+    monkeypatch.setattr(admission, "SHORT_TOKENS", 16)
+    scheduler = make_scheduler(num_blocks=256, max_num_seqs=16, budget=64, caches=True)
+    for index in range(4):  # alice decodes, and is above her share
+        scheduler.add(make_request(f"a{index}", 4, max_tokens=200, tenant="alice"))
+    long = make_request("long", 60, tenant="alice")
+    for number in range(20):
+        scheduler.add(make_request(f"b{number}", 12, max_tokens=1, tenant="bob"))
+        if number == 5:
+            scheduler.add(long)
+        step(scheduler)
+        if long.num_computed_tokens:
+            break
+    assert number == 6, "put off when it came, and started in the next step"
+
+
 def test_the_prompt_of_many_answers_is_counted_once_for_penalties(monkeypatch: pytest.MonkeyPatch) -> None:
     sorted_lens: list[int] = []
 
