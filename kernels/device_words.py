@@ -19,6 +19,8 @@ ALIGNED_WORDS = 4
 Shape = tuple[int, ...]
 Pieces = Mapping[str, tuple[torch.dtype, Shape]]
 """Numbers of 4 or 8 bytes, by name."""
+Words = tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]
+"""What `DeviceWords.write` takes: places, [n] int64, and their values, [n] int32."""
 
 
 class DeviceWords:

@@ -23,7 +23,7 @@ from kernels.cpu.attention import AttentionPlan, AttentionPlanner, planned_atten
 from kernels.cpu.elementwise import gelu, gelu_tanh, layer_norm
 from kernels.cpu.invariant_attention import InvariantPlan, InvariantPlanner, invariant_attention
 from kernels.cpu.row_tiles import in_agreeing_tiles
-from kernels.device_words import DeviceWords, Pieces
+from kernels.device_words import DeviceWords, Pieces, Words
 from kernels.gumbel import GUESS, NO_TOKEN
 from kernels.host_tokens import HostTokens
 from kernels.operations import FUSED_ROWS_MAX, LinearKernel, LinearPacker, Operations
@@ -84,6 +84,7 @@ __all__ = [
     "SamplingColumns",
     "Stream",
     "Variants",
+    "Words",
     "attention_planner",
     "bind_fp8",
     "bind_int4",

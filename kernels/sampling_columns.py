@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from kernels.device_words import ALIGNED_WORDS, DeviceWords, Pieces
+from kernels.device_words import ALIGNED_WORDS, DeviceWords, Pieces, Words
 
 SUPPRESSED_IDS_MAX = 8
 """End tokens of a slot that `min_tokens_until` can suppress."""
@@ -102,7 +102,7 @@ class SamplingColumns:
         ints: np.ndarray[Any, Any],
         longs: np.ndarray[Any, Any],
         suppressed_ids: np.ndarray[Any, Any],
-    ) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]:
+    ) -> Words:
         """What to write to `words` for the parameters of slots: [n] int64, no two alike. floats: [n, 7] float32, ints: [n, 2]
         int32, longs: [n, 2] int64, in the order of the tables' rows; suppressed_ids: [n, SUPPRESSED_IDS_MAX] int32"""
         values = np.concatenate([floats.view(np.int32), ints, longs.view(np.int32), suppressed_ids], axis=1)

@@ -65,7 +65,6 @@ class LiveRequest:
     finish_reason: str | None = None
     error: str | None = None
     _first_token_monotonic_s: float | None = None
-    _engine_decode_s: float = 0.0
     _answers: dict[int, _AnswerFigures] = field(default_factory=dict)
     _intervals_s: array[float] = field(default_factory=lambda: array("d"))
 
@@ -167,8 +166,7 @@ class LiveRequest:
             self.first_token_at = now
             self.ttft_s = monotonic_s - self.admitted_monotonic_s
         # What was read in one burst took the engine longer.
-        self._engine_decode_s = max(self._engine_decode_s, engine_decode_s)
-        self.decode_s = max(monotonic_s - self._first_token_monotonic_s, self._engine_decode_s)
+        self.decode_s = max(self.decode_s or 0.0, monotonic_s - self._first_token_monotonic_s, engine_decode_s)
         if last_s is None:
             return []
         intervals = [(monotonic_s - last_s) / count] * count

@@ -30,9 +30,6 @@ NOTHING = -1
 Numbers = np.ndarray[Any, np.dtype[np.int64]]
 NO_NUMBERS: Numbers = np.empty(0, dtype=np.int64)
 
-Words = tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]
-"""Places in a `DeviceWords` and their values, as it writes them."""
-
 
 @dataclass(slots=True)
 class SlotWrites:
@@ -47,7 +44,7 @@ class SlotWrites:
     last_tokens: list[int] = field(default_factory=list)
     num_tokens: list[int] = field(default_factory=list)
     blocks: list[tuple[int, int, Sequence[int]]] = field(default_factory=list)
-    words: list[Words] = field(default_factory=list)
+    words: list[ops.Words] = field(default_factory=list)
 
     def __bool__(self) -> bool:
         return bool(self.slots or self.blocks or self.words)
@@ -119,7 +116,7 @@ class SlotState:
 class SlotListener(Protocol):
     """Keeps further state of requests by slot, as the sampler does."""
 
-    def place(self, slots: Sequence[int], requests: Sequence[Request]) -> Words:
+    def place(self, slots: Sequence[int], requests: Sequence[Request]) -> ops.Words:
         """Assign the slots to these requests. → what is to be written to the words of the slots for it"""
         ...
 

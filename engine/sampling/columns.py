@@ -121,9 +121,9 @@ class ColumnSampler:
             self._rules[request], self._biases[rule] = rule, bias
         return True
 
-    def place(self, slots: Sequence[int], requests: Sequence[Request]) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]:
-        """Assign the slots to these requests; their tokens are counted by `restart`. → places and values that are to be written
-        to the words of the columns: the parameters"""
+    def place(self, slots: Sequence[int], requests: Sequence[Request]) -> ops.Words:
+        """Assign the slots to these requests; their tokens are counted by `restart`. → what is to be written to the words of
+        the columns: the parameters"""
         params = [request.sampling for request in requests]
         held = [sorted(request.stop_ids) if request.sampling.min_tokens > 0 else [] for request in requests]
         held = [ids if len(ids) <= ops.SUPPRESSED_IDS_MAX else [] for ids in held]

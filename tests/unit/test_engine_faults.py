@@ -22,11 +22,11 @@ from engine.runner.kv_cache import BlockMover
 from engine.runner.model_runner import ModelRunner
 from engine.runner.paged_decoder import PagedDecoder
 from engine.runner.slot_runner import SlotRunner
-from engine.runner.slots import Words
 from engine.sampling.columns import Chosen, ColumnSampler
 from engine.sampling.sampler import NOT_FINITE, SampledToken, Sampler
 from engine.scheduling.scheduled_batch import BlockMoves, ScheduledRequest, StepOutput
 from engine.speculation.options import SpeculativeOptions
+from kernels.ops import Words
 from tests.support.engines import evict_all, overlapped_engine, preempt_all, run_to_end, small_engine, tokens, wanted
 from tests.support.tiny_models import make_model
 
