@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import signal
 import sys
 import time
 from datetime import UTC, datetime
@@ -44,6 +45,7 @@ def main() -> int:
         rows = complete(outcome, parts)
         return document(rows, outcome, rehearsal=options.rehearse, taken_s=time.monotonic() - started_s)
 
+    signal.signal(signal.SIGTERM, _break_off)
     with ResultFiles(path, options.logs) as files:
 
         def keep(outcome: Outcome) -> None:
@@ -66,6 +68,11 @@ def main() -> int:
             print(*(["", f"written to {path}"] if path is not None else []), sep="\n")
         print(summary(report))
     return status(report)
+
+
+def _break_off(number: int, _: object) -> None:
+    """Whoever limits the time of a command asks it to end before he kills it: rows of the stage under way are kept then."""
+    raise SystemExit(128 + number)
 
 
 if __name__ == "__main__":

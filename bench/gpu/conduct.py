@@ -145,7 +145,7 @@ def conduct(
 ) -> Outcome:
     """Run all stages. The processes of the next one import while this one measures, and none while the first imports, whose
     time the run would lose. `logs`: a folder for everything that they say beside their rows. `keep` gets what there is behind
-    each stage."""
+    each stage, and where the run is broken off."""
     outcome = Outcome(facts=dict(facts))
     environment = _environment(rehearse)
     end_s = time.monotonic() + total_s
@@ -166,7 +166,7 @@ def conduct(
             if left_s < LEFT_MIN_S:
                 _skip(processes, outcome, "the time of the run was used up", show)
                 continue
-            _run(processes, lines, share_s(stages[index:], left_s), outcome, show, logs)
+            _run(processes, lines, share_s(stages[index:], left_s), outcome, show, logs, keep)
             keep(outcome)
     finally:
         for process in waiting:
@@ -220,6 +220,7 @@ def _run(
     outcome: Outcome,
     show: Callable[[str], None],
     logs: Path | None,
+    keep: Callable[[Outcome], None] = lambda _: None,
 ) -> None:
     for process in processes:
         process.begin(outcome.facts, min(process.allowed_s, share_s))
@@ -244,6 +245,9 @@ def _run(
                 _close(process, outcome, show, logs)
             else:
                 _take(line, process, outcome, show)
+    except BaseException:  # broken off: before anybody is waited for
+        keep(outcome)
+        raise
     finally:
         for process in running:
             process.kill()

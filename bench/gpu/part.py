@@ -7,6 +7,7 @@ starts, captures, fall-backs. A part that is about to be ended says where it sta
 from __future__ import annotations
 
 import argparse
+import ctypes
 import faulthandler
 import importlib
 import json
@@ -27,6 +28,8 @@ LAST_WORDS_S = 2.0
 """So long before its end a part tells where each of its threads is."""
 HUNG_S = 1.0
 """After so long without that, the main thread runs no Python any more, and the watchdog tells."""
+PR_SET_PDEATHSIG = 1
+"""Of Linux' prctl(2)."""
 BEHIND = 10
 """How much nicer a part is that gives no rows than those beside it."""
 
@@ -78,6 +81,13 @@ def main() -> None:
     os._exit(0)  # what libraries wait for at their end, compilers of theirs among it, takes ten seconds of the run
 
 
+def end_with_parent() -> None:
+    """A run that is killed leaves nobody on the card, whose memory and time the next one needs."""
+    prctl = getattr(ctypes.CDLL(None), "prctl", None)
+    if prctl is not None:
+        prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
 def _give_way(names: Sequence[str]) -> None:
     """What only warms up compiles with as many threads as there are cores, a check with one: the check goes first."""
     if all(BY_NAME[name].target == "warm-up" for name in names):
@@ -126,4 +136,5 @@ def _own_output() -> TextIO:
 
 
 if __name__ == "__main__":
+    end_with_parent()
     main()

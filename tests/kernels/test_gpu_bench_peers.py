@@ -64,19 +64,29 @@ class Clock:
 @dataclass
 class FakeModel:
     manager: FakeManager = field(default_factory=FakeManager)
-    config: Any = field(default_factory=lambda: SimpleNamespace(vocab_size=VOCAB, _attn_implementation="paged|sdpa"))
+    config: Any = field(default_factory=lambda: SimpleNamespace(vocab_size=VOCAB, _attn_implementation="sdpa"))
     begun: dict[str, Any] = field(default_factory=dict)
     batches: list[tuple[int, int]] = field(default_factory=list)
     fits: int = 1000
     clock: Clock = field(default_factory=Clock)
     each_s: float = 0.0
 
+    refusals: list[Exception] = field(default_factory=list)
+
     @contextmanager
     def continuous_batching_context_manager(self, **options: Any) -> Iterator[FakeManager]:
-        self.begun = options
+        assert self.config._attn_implementation == "sdpa", "as it was before another manager"
+        self.begun, self.config._attn_implementation = options, "paged|sdpa"
+        if self.refusals:
+            raise self.refusals.pop(0)
         yield self.manager
 
+    def set_attn_implementation(self, name: str) -> None:
+        self.config._attn_implementation = name
+
     def generate(self, tokens: torch.Tensor, *, max_new_tokens: int, **_: Any) -> torch.Tensor:
+        if self.config._attn_implementation != "sdpa":
+            raise ValueError("called without a paged cache")
         if len(tokens) > self.fits:
             raise torch.OutOfMemoryError("no room")
         self.batches.append((len(tokens), max_new_tokens))
@@ -127,7 +137,7 @@ def test_generate_takes_conversations_sixteen_at_a_time_in_their_order_and_each_
 def test_generate_gets_the_conversations_that_fit_its_share_of_the_time_and_one_batch_at_least(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    for each_s, expected in ((10.0, 32), (25.0, 16), (90.0, 16)):
+    for each_s, expected in ((5.0, 32), (10.0, 16), (90.0, 16)):
         clock, model = Clock(), FakeModel()
         model.clock, model.each_s = clock, each_s
         monkeypatch.setattr("time.perf_counter", clock)
@@ -156,6 +166,29 @@ def test_one_batch_of_all_is_a_fact_where_there_is_time_and_memory_and_judges_no
     (line,) = told
     assert str(line["row"]["facts"]["batch of 40"]).removesuffix(".0") == expected
     assert (line["row"]["peer"], line["row"]["error"]) == (5.0, "")
+
+
+def test_a_batch_of_all_that_fails_takes_no_row_with_it() -> None:
+    told: list[dict[str, Any]] = []
+    model = FakeModel()
+    model.set_attn_implementation("paged|sdpa")
+    peers._whole(context_with(told), model, Row(name=peers.STATIC, value=90.0, peer=5.0), peers.Came(7, 7, 16, 10.0, ""))
+    (line,) = told
+    assert "ValueError: called without a paged cache" in str(line["row"]["facts"])
+    assert (line["row"]["peer"], line["row"]["error"]) == (5.0, "")
+
+
+@pytest.mark.parametrize("refusal", [MemoryError("more than available"), RuntimeError("no kernel"), ValueError("no size")])
+def test_continuous_batching_that_cannot_begin_is_tried_with_smaller_sizes_and_leaves_the_model_as_it_was(
+    refusal: Exception,
+) -> None:
+    model = FakeModel(refusals=[refusal])
+    context = context_with([])
+    context.rehearsal = False
+    came = peers._continuous(context, model, WORK)
+    assert type(refusal).__name__ in came.how
+    assert "'num_blocks': 1024" in came.how
+    assert model.config._attn_implementation == "sdpa"
 
 
 def test_a_ratio_of_different_conversations_is_none(monkeypatch: pytest.MonkeyPatch) -> None:

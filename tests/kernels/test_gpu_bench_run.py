@@ -5,8 +5,11 @@ from __future__ import annotations
 import gc
 import io
 import json
+import os
 import queue
+import select
 import subprocess
+import sys
 import tarfile
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -76,7 +79,7 @@ class Script(list[Any]):
 
     def get(self, timeout: float) -> Any:
         entry = self.pop(0)
-        if isinstance(entry, Exception):
+        if isinstance(entry, BaseException):
             raise entry
         return entry
 
@@ -130,6 +133,41 @@ def test_the_first_part_may_import_in_peace_but_not_for_ever(monkeypatch: pytest
     assert [lines.get_nowait() for _ in said] == said, "what was said is still there for whoever reads it"
     monkeypatch.setattr(conduct, "IMPORT_S", 0.01)
     conduct._wait_for_imports([one], lines)  # type: ignore[list-item]
+
+
+def test_a_run_that_is_broken_off_keeps_the_rows_of_the_stage_under_way_before_it_waits_for_anybody() -> None:
+    notes: list[str] = []
+
+    @dataclass(eq=False)
+    class Measuring(Stuck):
+        left_s: float = 5.0
+
+        def kill(self) -> None:
+            notes.append("killed")
+
+    process = Measuring(Job((BY_NAME["latency"],)))
+    row = json.dumps({"row": Row(name="decode 1 × 32k", value=1.0).as_dict()}) + "\n"
+    lines: Any = Script([(process, row), SystemExit(143)])
+    with pytest.raises(SystemExit):
+        conduct._run(
+            [process], lines, 1.0, Outcome(), lambda _: None, None,  # type: ignore[list-item]
+            keep=lambda outcome: notes.append(f"kept {len(outcome.rows)}"),
+        )  # fmt: skip
+    assert notes == ["kept 1", "killed"]
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="nobody else tells a process that its parent has ended")
+def test_a_part_ends_with_the_run_that_started_it_though_that_was_killed() -> None:
+    waits = "import os, signal; from bench.gpu.part import end_with_parent; end_with_parent(); print(os.getpid(), flush=True); "
+    waits += "signal.pause()"
+    starts = f"import subprocess, sys; subprocess.Popen([sys.executable, '-c', {waits!r}], start_new_session=True).wait()"
+    with subprocess.Popen([sys.executable, "-c", starts], cwd=REPO, stdout=subprocess.PIPE, text=True) as run:
+        assert run.stdout is not None
+        part_ends = os.pidfd_open(int(run.stdout.readline()))
+        assert select.select([part_ends], [], [], 0.0)[0] == []
+        run.kill()
+        assert select.select([part_ends], [], [], 30.0)[0] == [part_ends]
+    os.close(part_ends)
 
 
 @dataclass(eq=False)
