@@ -111,7 +111,7 @@ def token(
     if (name is not None) + show + (revoke is not None) != 1:
         raise WrongUsage("give a name for a new token, or --list, or --revoke ID")
     if name in VERBS_ELSEWHERE:
-        raise WrongUsage(f"{name!r} would be the name of a new token: write --list, --revoke ID, or another name")
+        raise WrongUsage(f"{name!r} would create a token of that name: use --list, --revoke ID, or another name")
     settings = settings_from(data_dir, database)
     if revoke is not None:
         revoked = _on_database(settings, lambda db: AdminTokens(db, SystemClock()).revoke(revoke))

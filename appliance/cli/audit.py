@@ -54,7 +54,7 @@ def list_entries(
 @app.command("verify")
 def verify(
     expect: Annotated[
-        str | None, typer.Option(metavar="HASH", help="A hash that an earlier verification printed: it must be there still.")
+        str | None, typer.Option(metavar="HASH", help="A hash printed by an earlier verification; it must still be present.")
     ] = None,
     as_json: AsJson = False,
     data_dir: DataDir = None,
@@ -62,11 +62,11 @@ def verify(
 ) -> None:
     """Verify the chain of hashes. The database may be in use. Exit status 1 names the first wrong entry.
 
-    Note the printed hash somewhere else: with --expect it proves that the log was not written anew since.
+    Note the printed hash somewhere else: with --expect it proves that the log was not rewritten since.
     """
     if expect is not None and (len(expect) != HASH_CHARS or set(expect) - set(HEXADECIMAL) or not expect.strip("0")):
         raise WrongUsage(
-            "--expect takes the 64 hexadecimal digits that `gatehouse audit verify` prints of a log with entries",
+            "--expect takes the 64 hexadecimal digits that `gatehouse audit verify` prints for a log with entries",
         )
     verdict = asyncio.run(_verdict(settings_from(data_dir, database), expect, quiet=as_json))
     fault = verdict.fault

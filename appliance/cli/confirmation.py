@@ -9,7 +9,7 @@ import typer
 
 from appliance.cli.failure import CommandFailed, WrongUsage
 
-Yes = Annotated[bool, typer.Option("--yes", help="Do not ask for a name: for programs.")]
+Yes = Annotated[bool, typer.Option("--yes", help="Do not ask for confirmation (for scripts).")]
 
 
 def needs_terminal(what: str, *, whose: str = "its name") -> None:
@@ -30,4 +30,4 @@ def ask_for_name(name: str, effect: str) -> None:
     if not typed:
         raise typer.Abort
     if typed.rstrip("\r\n") != name:
-        raise CommandFailed("this is not the name, so nothing was changed", code="not_confirmed")
+        raise CommandFailed("the name does not match; nothing was changed", code="not_confirmed")

@@ -142,9 +142,9 @@ def check_there(settings: Settings) -> None:
 
     if migrations.current_revision(settings.database_url) is None:
         raise CommandFailed(
-            f"there is no appliance in {settings.data_dir} (its database has no tables yet): name the folder of another with "
-            "--data-dir after the command, or GATEHOUSE_DATA_DIR; gatehouse serve, gatehouse admin create or gatehouse db "
-            "upgrade makes one here",
+            f"no appliance in {settings.data_dir} (its database has no tables yet). Name another folder with --data-dir after "
+            "the command, or GATEHOUSE_DATA_DIR; to create one here, run gatehouse serve, gatehouse admin create or gatehouse "
+            "db upgrade",
             code="no_appliance",
         )
 
@@ -172,7 +172,7 @@ async def claimed(settings: Settings, *, shared: bool) -> AsyncIterator[None]:
         claim = await claim_database(settings.database_url, shared=shared, wait_s=CLAIM_WAIT_S)
     except DatabaseTaken as error:
         raise CommandFailed(
-            "an appliance that runs elsewhere uses this database and would not learn of the change, so nothing was changed: "
+            "this database is used by an appliance running elsewhere, which would not see the change; nothing was changed: "
             "run the command where the appliance runs, with its --data-dir",
             code="running",
         ) from error

@@ -59,7 +59,7 @@ def downgrade(
     settings = settings_from(data_dir, database)
     _refuse_while_running(settings)
     if not yes:
-        raise WrongUsage("a downgrade loses what newer tables hold: make a backup, then add --yes")
+        raise WrongUsage("a downgrade loses the data of newer tables: make a backup, then add --yes")
 
     def step() -> None:
         _refuse_while_journal_is_ahead(settings.database_url)
@@ -133,8 +133,8 @@ def _refuse_while_journal_is_ahead(database_url: str) -> None:
     ahead = asyncio.run(count()) if current_revision(database_url) is not None else 0
     if ahead:
         raise CommandFailed(
-            f"the journal of an appliance that was killed says of {ahead} requests what the tables do not, and an older "
-            "version would bill them wrongly: start this version once (gatehouse serve), stop it, then downgrade",
+            f"the journal of a killed appliance has records of {ahead} requests that the tables lack, and an older version "
+            "would bill them wrongly: start this version once (gatehouse serve), stop it, then downgrade",
             code="journal",
         )
 

@@ -105,7 +105,7 @@ def _port(settings: Settings) -> list[Check]:
             probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             probe.bind(address)
     except OSError as error:
-        found = f"{settings.host}:{settings.port} cannot be listened on: {error.strerror}"
+        found = f"{settings.host}:{settings.port} cannot be used: {error.strerror}"
         return [Check("port", "wrong", found, "stop the other program, or choose another --port")]
     return [Check("appliance", "note", "not running"), Check("port", "ok", f"{settings.host}:{settings.port} is free")]
 
@@ -132,7 +132,7 @@ def _database(settings: Settings) -> list[Check]:
     from appliance.base.database_encoding import ENCODING, encoding_of
 
     if _not_there_yet(settings):
-        return [Check("database", "ok", "not there yet: the first start makes it")]
+        return [Check("database", "ok", "not there yet; the first start creates it")]
 
     async def ping() -> tuple[str, str]:
         async with db.Database.open(settings.database_url) as database:
@@ -256,7 +256,7 @@ def _gpu(settings: Settings) -> list[Check]:
         named = ", ".join(f"{card.name} ({card.memory_total_bytes // MIB} MiB)" for card in readings)
         return [Check("gpu", "ok", named), *([] if settings.device == "cpu" else _toolchain())]
     if settings.device == "cuda":
-        return [Check("gpu", "wrong", error or NO_GPU, "install the NVIDIA driver, or leave --device away")]
+        return [Check("gpu", "wrong", error or NO_GPU, "install the NVIDIA driver, or omit --device")]
     return [Check("gpu", "ok" if error in (None, NO_GPU) else "note", f"{error or NO_GPU}: models run on the CPU")]
 
 

@@ -29,7 +29,7 @@ COLUMNS = ("number", "tenant", "month", "state", "due", "id")
 # What leaves a tenant out of a month of everybody, and how that is said of so many tenants.
 _LEFT_OUT = {
     "invoice_closed": "closed already",
-    "month_out_of_order": "passed over, as a later month is closed",
+    "month_out_of_order": "skipped: a later month is closed",
     "nothing_to_bill": "without anything to bill",
 }
 _OF_EVERYBODY = ("invalid_value", "month_not_over")  # what is wrong with a month is wrong for everybody, and told once

@@ -101,7 +101,7 @@ def _run(given: list[str]) -> int:
     as_json = "--json" in given
     first = given[0].partition("=")[0] if given else ""
     if first in OF_COMMANDS:
-        output.failed(f"{first} stands after the command, as in gatehouse doctor {first}", "usage", as_json=as_json)
+        output.failed(f"put {first} after the command, as in gatehouse doctor {first}", "usage", as_json=as_json)
         return 2
     try:
         status = build()(given, standalone_mode=False, prog_name="gatehouse")

@@ -21,7 +21,7 @@ def plan(
     quantization: Annotated[
         str | None,
         typer.Option(
-            help="Of a folder: what `serve` takes (int8 or fp8 of a plain one). Of a known model: none, int8, fp8, int4."
+            help="For a folder: as in `serve` (int8 or fp8 if unquantised). For a known model: none, int8, fp8 or int4."
         ),
     ] = None,
     head_quantization: Annotated[str | None, typer.Option(help="Quantization of the output head: none or int8.")] = None,

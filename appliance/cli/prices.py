@@ -82,7 +82,7 @@ def withdraw(
     data_dir: DataDir = None,
     database: DatabaseUrl = None,
 ) -> None:
-    """Withdraw a price that is not in force yet. One that is stays: add a new price to replace it."""
+    """Withdraw a price not yet in force. A price in force stays: add a new price to replace it."""
     path = f"/prices/{quote(price_id, safe='')}"
     price = run(settings_from(data_dir, database), lambda client: client.call("DELETE", path))
     if as_json:

@@ -35,7 +35,7 @@ def simulate(
     duration: Annotated[float | None, typer.Option(help="Seconds in which requests arrive, after --speed.")] = None,
     rate: Annotated[float | None, typer.Option(help="Requests per second, for a trace without times.")] = None,
     sample: Annotated[float, typer.Option(help="Share of conversations to keep.")] = 1.0,
-    tenants: Annotated[int | None, typer.Option(help="Number of tenants to split a trace without tenants over.")] = None,
+    tenants: Annotated[int | None, typer.Option(help="Number of tenants to split over, for a trace without tenants.")] = None,
     weights: Annotated[str | None, typer.Option(metavar="NAME=N,…", help="Weights of tenants; others have 1.")] = None,
     seed: Annotated[int, typer.Option(help="Seed of every random choice.")] = 0,
     model: Annotated[str, typer.Option(help="A known model or a folder with a config.json.")] = "llama-3.1-8b",
@@ -123,7 +123,7 @@ def _weights(text: str | None) -> dict[str, int]:
 def _check_names(weights: dict[str, int], workload: Workload) -> None:
     unknown = sorted(set(weights) - {request.tenant for request in workload.requests})
     if unknown:
-        raise WrongUsage(f"--weights names {unknown[0]!r}, who sends nothing in this traffic")
+        raise WrongUsage(f"--weights names {unknown[0]!r}, which sends no requests in this traffic")
 
 
 def _failure(error: Exception) -> CommandFailed:

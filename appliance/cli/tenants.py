@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 app = typer.Typer(help="The tenants of the appliance.", no_args_is_help=True)
 
 COLUMNS = ("id", "name", "tier", "weight", "limits", "limit_mode", "allowed_models", "suspended", "archived", "created_at")
-ARCHIVED = "Its keys are refused and it is hidden from lists, for good. Its ledger and its invoices are kept."
+ARCHIVED = "Its keys are refused and it is hidden from lists, permanently. Its ledger and its invoices are kept."
 
 Which = Annotated[str, typer.Argument(metavar="TENANT", help="A tenant's id or name.")]
 LimitOption = Annotated[str | None, typer.Option(metavar="N", help="A whole number, or `none` for no limit.")]
@@ -177,7 +177,7 @@ def update(
 def archive(
     which: Which, yes: Yes = False, as_json: AsJson = False, data_dir: DataDir = None, database: DatabaseUrl = None
 ) -> None:
-    """Archive a tenant for good, once its name is typed. Usage and invoices stay."""
+    """Archive a tenant permanently, once its name is typed. Usage and invoices stay."""
     settings = settings_from(data_dir, database)
     if not yes:
         needs_terminal("archiving a tenant cannot be undone")

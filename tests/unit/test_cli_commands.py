@@ -167,7 +167,7 @@ def test_an_option_in_front_of_the_command_is_told_its_place(typed: Any, option:
     answer = typed(option, "somewhere", "doctor")
     name = option.partition("=")[0]
     assert answer.status == 2
-    assert f"{name} stands after the command" in answer.out + answer.err
+    assert f"put {name} after the command" in answer.out + answer.err
 
 
 def test_an_unknown_setting_stops_the_command(typed: Any, monkeypatch: pytest.MonkeyPatch) -> None:
