@@ -24,7 +24,7 @@ def resolve_device(name: str) -> torch.device:
     if name == "cuda" and not available:
         raise EngineConfigError("device", f"is cuda, but torch finds no usable NVIDIA GPU here; use cpu or auto. {_no_gpu()}")
     if name == "auto" and not available and DRIVER.exists():
-        log.warning("serving on the CPU, though an NVIDIA driver is here: torch finds no usable GPU. %s", _no_gpu())
+        log.warning("serving on the CPU although an NVIDIA driver is installed: torch finds no usable GPU. %s", _no_gpu())
     return torch.device("cuda", 0) if name == "cuda" or (name == "auto" and available) else torch.device("cpu")
 
 

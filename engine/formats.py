@@ -81,7 +81,7 @@ def check_quantization(config: ModelConfig, wanted: str | None, head: str | None
     if stored is None and wanted not in (None, *ON_THE_FLY):
         raise EngineConfigError(
             "quantization",
-            f"= {wanted!r} cannot be made of a checkpoint that is not quantised; supported here: {', '.join(ON_THE_FLY)}",
+            f"= {wanted!r} cannot be applied to an unquantised checkpoint; supported here: {', '.join(ON_THE_FLY)}",
         )
     if head is not None and not config.has_head:
         raise EngineConfigError("head_quantization", f"= {head!r} cannot be applied: the model has no output head")
@@ -104,7 +104,7 @@ def check_formats(config: ModelConfig, options: EngineOptions, dtype: str, capab
         return
     found = f"needs a GPU of compute capability 8.9 or newer, this one has {capability[0]}.{capability[1]}"
     if options.quantization == "fp8" or isinstance(weights, Fp8Weights):
-        raise EngineConfigError("quantization", f"fp8 {found}; use int8 on a checkpoint that is not quantised")
+        raise EngineConfigError("quantization", f"fp8 {found}; use int8 on an unquantised checkpoint")
     if options.kv_cache_dtype != "auto":
         raise EngineConfigError("kv_cache_dtype", f"{options.kv_cache_dtype} {found}; use auto")
 

@@ -74,7 +74,7 @@ def power_of_two(high: int) -> Callable[[object], int]:
 def context_len(value: object) -> int:
     """Return a length in tokens, of at least what an engine needs (`engine.memory.kv_plan`), in its words."""
     if str(value).strip() == "1":
-        raise ValueError("(1) is too short: a request is a token of a prompt and one of its answer at least")
+        raise ValueError("(1) is too short: a request needs at least one prompt token and one answer token")
     return whole(2, 10_000_000)(value)
 
 
@@ -158,7 +158,7 @@ def files(value: object) -> tuple[str, ...]:
     paths = [Path(item.strip()).expanduser().absolute() for item in items]
     for path in paths:
         if not path.is_file():
-            raise ValueError(f"must name files, and {path} is none")
+            raise ValueError(f"must name files; {path} is not a file")
     found = tuple(str(path) for path in paths)
     if len(json.dumps(found)) > _SHARED_PREFIXES_CHARS_MAX:
         raise ValueError(f"must name files whose paths have at most {_SHARED_PREFIXES_CHARS_MAX} characters together")
@@ -179,7 +179,7 @@ def speculative(value: object) -> str | None:
     _check_speculative(value)
     folder = Path(value.get("model", ".")).expanduser().absolute()
     if not folder.is_dir():
-        raise ValueError(f"must name a folder as model, and {folder} is none")
+        raise ValueError(f"must name a folder as model; {folder} is not a folder")
     return json.dumps({**value, "model": str(folder)} if "model" in value else value)
 
 
@@ -203,7 +203,7 @@ def folder(value: object) -> Path:
         raise ValueError("must be a folder")
     folder = Path(value).expanduser().absolute()
     if os.path.exists(folder) and not folder.is_dir():
-        raise ValueError(f"must be a folder, and {folder} is a file")
+        raise ValueError(f"must be a folder; {folder} is a file")
     return folder
 
 
@@ -227,7 +227,7 @@ def _check_server_url(url: str) -> None:
     place, _, query = url.partition("@")[2].partition("?")
     if "@" in place or any("@" in option.partition("=")[0] for option in query.split("&")):
         # The driver would end the password at the first @, and name the rest of it as a host that it cannot find.
-        raise ValueError(f"{message}; an @ in the password is written %40")
+        raise ValueError(f"{message}; write @ in the password as %40")
     try:
         port = make_url(url).port
     except (ValueError, ArgumentError):
@@ -286,5 +286,5 @@ def proxies(value: object) -> tuple[Network, ...]:
     found = networks(value)
     for network in found:
         if network.prefixlen == 0:
-            raise ValueError(f"must name proxies, and {network} is every address")
+            raise ValueError(f"must name proxies; {network} covers every address")
     return found

@@ -144,7 +144,7 @@ def _read_file(path: Path) -> dict[str, object]:
         raise SettingsError(f"{path} is not TOML: {error}") from error
     misplaced = _NOT_IN_FILE & values.keys()
     if misplaced:
-        raise SettingsError(f"{misplaced.pop()} cannot be set in {path}, which lies in it")
+        raise SettingsError(f"{misplaced.pop()} cannot be set in {path}, because that file is inside it")
     return values
 
 

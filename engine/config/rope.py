@@ -71,7 +71,7 @@ def parse_rope(parameters: JsonObject, defaults: RopeDefaults) -> RopeConfig:
     partial = number(parameters, "partial_rotary_factor", defaults.partial_rotary_factor)
     rotary_dim = int(defaults.head_dim * partial)
     if rotary_dim < 2 or rotary_dim % 2 or rotary_dim > defaults.head_dim:
-        raise UnsupportedModel(f"partial_rotary_factor {partial} turns {rotary_dim} of {defaults.head_dim} dimensions")
+        raise UnsupportedModel(f"partial_rotary_factor {partial} rotates {rotary_dim} of {defaults.head_dim} dimensions")
     if kind in ("default", "dynamic"):
         return RopeConfig(kind=kind, theta=theta, rotary_dim=rotary_dim)
     if kind == "linear":

@@ -127,4 +127,4 @@ class CompileLines:
             del self._lines[tenant_id]
 
     def _overloaded(self, spec: GrammarSpec) -> EngineOverloaded:
-        return overloaded(spec, f"{self._waiting_max} grammars wait already")
+        return overloaded(spec, f"{self._waiting_max} grammars are already waiting")

@@ -61,10 +61,10 @@ class _WorkerProcess:
         poll.register(pipe, select.POLLIN)
         while b"\n" not in self._unread:
             if not poll.poll(max(0.0, end - time.monotonic()) * 1000):
-                raise WorkerLost(f"takes more than {deadline_s:g} s to compile")
+                raise WorkerLost(f"takes longer than {deadline_s:g} s to compile")
             data = os.read(pipe, _READ_BYTES)
             if not data:
-                raise WorkerLost("ended the process that compiles it: it needs more memory or depth than a grammar may")
+                raise WorkerLost("crashed its compiler: it exceeds the memory or depth limit for a grammar")
             self._unread += data
         line, _, self._unread = self._unread.partition(b"\n")
         answer: dict[str, str] = json.loads(line)
@@ -90,7 +90,7 @@ class _WorkerProcess:
             self._process.stdin.write(line)
             self._process.stdin.flush()
         except BrokenPipeError as error:
-            raise WorkerLost("found no process to compile it") from error
+            raise WorkerLost("could not be compiled: no compiler process is available") from error
 
 
 class GrammarCompiler:

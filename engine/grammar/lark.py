@@ -48,7 +48,7 @@ def checked_lark(text: str) -> str:
 # Strings, regular expressions and comments: what they hold is not syntax.
 _QUOTED = re.compile(r'"(?:\\.|[^"\\\n])*"i?|//[^\n]*|#[^\n]*|/(?:\\.|[^/\\\n])+/[imslux]*')
 _REFUSED = {
-    "<": "special tokens (<…>) are no text",
+    "<": "special tokens (<…>) are not text",
     "@": "grammars of other names (@…)",
     r"%json\b": "%json, which approximates some schemas; use guided_json",
     r"%(?:llguidance|import|declare|override|extend)\b": "%llguidance, %import, %declare, %override and %extend",

@@ -178,7 +178,8 @@ class GrammarState:
                 raise self._given_up("cannot be followed further")
         self._spent_s += time.thread_time() - start_s
         if self._spent_s > ALLOWANCE_S + TOKEN_ALLOWANCE_S * len(self._tokens):
-            raise self._error(f"has cost {self._spent_s:.1f} s of masks in {len(self._tokens)} tokens, more than a request may")
+            spent = f"{self._spent_s:.1f} s of mask time in {len(self._tokens)} tokens"
+            raise self._error(f"has used {spent}, more than a request may use")
 
     def accept(self, token_id: int) -> None:
         """Move on by one sampled token. Raises `GrammarError` for a token that the mask forbids."""

@@ -65,7 +65,7 @@ def grammar_spec(sampling: SamplingParams) -> GrammarSpec | None:
     if not asked:
         return None
     if len(asked) > 1:
-        raise GrammarError(asked[1][1], f"{asked[1][1]} cannot be combined with {asked[0][1]}: one constraint a request")
+        raise GrammarError(asked[1][1], f"{asked[1][1]} cannot be combined with {asked[0][1]}: one constraint per request")
     kind, param = asked[0]
     value = getattr(sampling, param)
     if kind == "choice":
@@ -97,7 +97,7 @@ def check_schema_text(text: str) -> dict[str, object] | bool:
 
 
 def _refuse_constant(name: str) -> None:
-    raise ValueError(f"{name} is no JSON number")
+    raise ValueError(f"{name} is not a JSON number")
 
 
 def _depth(value: object) -> int:

@@ -142,13 +142,13 @@ class MemoryFit:
         remedies = [str(remedy) for remedy in self.remedies()]
         if not remedies:
             return f"{said}; {self._smallest()}"
-        return f"{said}; what makes it fit:" + ("\n  " + "\n  ".join(remedies) if in_lines else f" {'; '.join(remedies)}")
+        return f"{said}; what would make it fit:" + ("\n  " + "\n  ".join(remedies) if in_lines else f" {'; '.join(remedies)}")
 
     def _smallest(self) -> str:
         """What is needed after all changes, with room for one block."""
         tried = [self, *(self._with(choices) for _, choices in changes_in_order(self._choices))]
         least = min(fit.needs.fixed_bytes + fit.needs.block_bytes for fit in tried)
-        return f"no change here makes it fit: after all of them it needs {gib(least)} without a context to speak of"
+        return f"no possible change makes it fit: after all of them it needs {gib(least)} with a minimal context"
 
 
 def gib(num_bytes: int, digits: int = 1) -> str:

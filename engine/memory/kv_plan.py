@@ -15,7 +15,7 @@ from engine.memory.needs import GIB
 from engine.options import EngineOptions
 
 CONTEXT_MIN = 2
-SHORTEST_REQUEST = "a request is a token of a prompt and one of its answer at least"
+SHORTEST_REQUEST = "a request needs at least one prompt token and one answer token"
 
 
 @dataclass(frozen=True, slots=True)

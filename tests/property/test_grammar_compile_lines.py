@@ -49,7 +49,7 @@ def test_tenants_take_turns_and_each_has_one_compile_under_way() -> None:
 def test_where_no_more_may_wait_the_longest_line_gives_way_from_its_end() -> None:
     lines = CompileLines(waiting_max=6)
     flood = [lines.add("alice", text(number)) for number in range(6)]
-    with pytest.raises(EngineOverloaded, match="6 grammars wait already"):
+    with pytest.raises(EngineOverloaded, match="6 grammars are already waiting"):
         lines.add("alice", text(6))
     for number in (7, 8, 9):
         lines.add("bob", text(number))

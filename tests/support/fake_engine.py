@@ -206,7 +206,7 @@ _REFUSALS: dict[int, dict[str, object]] = {
     FAIL: {"finish_reason": FinishReason.ERROR, "error": "asked to fail"},
     HALF: {"finish_reason": FinishReason.ERROR, "error": "asked to fail"},
     LATE: {"finish_reason": FinishReason.DEADLINE},
-    BUSY: {"finish_reason": FinishReason.OVERLOADED, "error": "512 grammars wait already"},
+    BUSY: {"finish_reason": FinishReason.OVERLOADED, "error": "512 grammars are already waiting"},
     BLAME: {"finish_reason": FinishReason.ERROR, "error": "the schema is impossible", "error_param": "guided_json"},
 }
 

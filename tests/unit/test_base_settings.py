@@ -82,7 +82,7 @@ def test_values_are_parsed_from_text_and_from_toml(tmp_path: Path) -> None:
         ("enable_prefix_caching = 2", {}, {}, "enable_prefix_caching .* must be true or false"),
         ("scheduling_policy = 'random'", {}, {}, "scheduling_policy .* must be one of fair, fcfs"),
         ("inter_token_target_ms = 'soon'", {}, {}, "inter_token_target_ms .* must be a number"),
-        ("shared_prefixes = ['/nowhere/a']", {}, {}, "shared_prefixes .* must name files, and /nowhere/a is none"),
+        ("shared_prefixes = ['/nowhere/a']", {}, {}, "shared_prefixes .* must name files; /nowhere/a is not a file"),
         ("shared_prefixes = 5", {}, {}, "shared_prefixes .* must be a list of files"),
         ("speculative = 5", {}, {}, "speculative .* must be off, a JSON object or a table"),
         ("[speculative]\nmethod = 'magic'", {}, {}, "speculative .* needs a method, one of ngram, draft_model"),
@@ -148,7 +148,7 @@ def test_a_database_url_that_cannot_be_taken_apart_is_named_and_not_shown(tmp_pa
 
 @pytest.mark.parametrize("place", ["hush@hush@127.0.0.1:5432/x", "hush:h@hush/hush@127.0.0.1/x", "h@hush?hush@127.0.0.1/x"])
 def test_a_password_with_an_at_sign_is_refused_before_a_part_of_it_counts_as_the_host(tmp_path: Path, place: str) -> None:
-    with pytest.raises(SettingsError, match=r"database_url .* an @ in the password is written %40") as found:
+    with pytest.raises(SettingsError, match=r"database_url .* write @ in the password as %40") as found:
         load(tmp_path, database_url=f"postgresql://alice:{place}")
     assert "hush" not in str(found.value)
 

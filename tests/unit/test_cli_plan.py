@@ -64,7 +64,7 @@ def test_a_person_reads_gib_and_one_change_a_line(typed: Any) -> None:
     assert said["usable"] == "21.6 GiB"
     assert not any(key.endswith("_bytes") for key in said)
     assert said["note"].startswith("the context is shorter than the model's: needs 33.8 GiB")
-    assert said["note"].endswith("; what makes it fit:")
+    assert said["note"].endswith("; what would make it fit:")
     plan = json.loads(typed("llama-3.1-8b", "--memory-gib", "24", "--json").out)
     changes = [f"  {remedy['change']}: max_model_len={remedy['max_model_len']}" for remedy in plan["remedies"]]
     assert lines[-len(changes) :] == changes
@@ -102,13 +102,13 @@ def test_a_model_that_does_not_fit_fails_with_its_parts_and_the_remedies(typed: 
     assert "\n  weights in 8 bits (quantization=int8 or fp8): max_model_len=" in answer.err
     as_json = json.loads(typed("llama-3.1-8b", "--memory-gib", "12", "--json").out)["error"]
     assert as_json["code"] == "does_not_fit"
-    assert "; what makes it fit: weights in 8 bits" in as_json["message"]
+    assert "; what would make it fit: weights in 8 bits" in as_json["message"]
 
 
 def test_a_context_that_was_asked_for_is_not_cut(typed: Any) -> None:
     answer = typed("llama-3.1-8b", "--memory-gib", "24", "--max-model-len", "131072")
     assert answer.status == 1
-    assert "what makes it fit" in answer.err
+    assert "what would make it fit" in answer.err
 
 
 def test_four_bits_fit_where_sixteen_do_not(typed: Any) -> None:

@@ -214,10 +214,10 @@ def test_a_grammar_that_finds_no_room_to_wait_is_the_fault_of_no_field() -> None
     box = Box()
     assert box.engine.submit(guided("a", n=2)) == []
     for future in box.compiler.asked.values():
-        future.set_exception(EngineOverloaded("512 grammars wait already"))
+        future.set_exception(EngineOverloaded("512 grammars are already waiting"))
     events = box.run()
     assert [(event.finish_reason, event.error, event.error_param) for event in events] == [
-        (FinishReason.OVERLOADED, "512 grammars wait already", None)
+        (FinishReason.OVERLOADED, "512 grammars are already waiting", None)
     ] * 2
     assert not box.engine.has_requests
 

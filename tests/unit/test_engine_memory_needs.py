@@ -338,7 +338,7 @@ def fit_after(asked: MemoryFit, choices: MemoryChoices) -> MemoryFit:
 
 def test_a_device_that_is_hopelessly_small_is_told_what_the_least_would_be() -> None:
     assert fit(2).remedies() == []
-    assert "no change here makes it fit: after all of them it needs" in fit(2).explain()
+    assert "no possible change makes it fit: after all of them it needs" in fit(2).explain()
 
 
 def test_the_explanation_names_the_parts_the_sum_and_the_remedies() -> None:

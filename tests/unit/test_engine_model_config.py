@@ -140,7 +140,7 @@ def test_sparse_layers_are_those_of_the_step_without_the_exceptions() -> None:
         ("Qwen3ForCausalLM", {"layer_types": ["sliding_attention"] * 6}, "sliding_window is not set"),
         ("MixtralForCausalLM", {"num_experts_per_tok": 5}, r"num_experts_per_tok \(5\) must be at most num_local_experts"),
         ("MixtralForCausalLM", {"num_experts_per_tok": None}, "num_experts_per_tok must be a positive integer"),
-        ("Phi3ForCausalLM", {"partial_rotary_factor": 0.1}, "partial_rotary_factor 0.1 turns 1 of 16"),
+        ("Phi3ForCausalLM", {"partial_rotary_factor": 0.1}, "partial_rotary_factor 0.1 rotates 1 of 16"),
         ("Phi3ForCausalLM", {"lm_head_bias": True}, "lm_head_bias"),
         ("GraniteForCausalLM", {"logits_scaling": 0}, "logits_scaling must be a positive number"),
         ("Olmo2ForCausalLM", {"clip_qkv": 8.0}, "clip_qkv 8.0"),

@@ -106,7 +106,7 @@ def test_a_quantised_checkpoint_takes_its_own_name_and_no_other(model: Path, tmp
         with pytest.raises(EngineConfigError, match=rf"quantization = '{other}' cannot be applied: .* already \(awq\)"):
             small_engine(written.directory, quantization=other)
     with pytest.raises(
-        EngineConfigError, match=r"quantization = 'awq' cannot be made of a checkpoint .* supported here: int8, fp8"
+        EngineConfigError, match=r"quantization = 'awq' cannot be applied to an unquantised checkpoint; .* int8, fp8"
     ):
         small_engine(model, quantization="awq")
 

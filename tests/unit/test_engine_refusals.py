@@ -52,7 +52,7 @@ def guessing(model: Path, name: str) -> dict[str, Any]:
     ("asked", "message"),
     [
         ({"max_model_len": 257}, r"max_model_len \(257\) is longer than the model's context \(256\)"),
-        ({"max_model_len": 1}, r"max_model_len \(1\) is too short: a request is a token of a prompt and one of its answer"),
+        ({"max_model_len": 1}, r"max_model_len \(1\) is too short: a request needs at least one prompt token"),
         ({"num_kv_blocks": 1, "block_size": 1}, "num_gpu_blocks_override leaves 1 tokens of context"),
         ({"kv_cache_bytes": 2 * 2 * 2 * 12 * 4, "block_size": 1}, "kv_cache_bytes leaves 1 tokens of context"),
         ({"kv_cache_bytes": 100}, r"kv_cache_bytes \(100\) is less than one KV block"),
@@ -60,7 +60,7 @@ def guessing(model: Path, name: str) -> dict[str, Any]:
         ({"max_num_seqs": 8, "max_num_batched_tokens": 4}, r"max_num_batched_tokens must be at least max_num_seqs \(8\)"),
         ({"swap_space": 1e-9}, "swap_space .* is less than one KV block"),
         ({"shared_prefixes": (Path("missing"),)}, "shared_prefixes file missing cannot be read"),
-        ({"quantization": "awq"}, "quantization = 'awq' cannot be made of a checkpoint that is not quantised"),
+        ({"quantization": "awq"}, "quantization = 'awq' cannot be applied to an unquantised checkpoint"),
     ],
 )
 def test_options_that_contradict_each_other_or_the_model_are_refused_before_loading(

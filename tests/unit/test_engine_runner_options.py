@@ -85,7 +85,7 @@ def test_a_card_that_torch_cannot_use_is_told_with_the_reason(
     assert resolve_device("cpu").type == "cpu"
     assert not caplog.records
     assert resolve_device("auto").type == "cpu"
-    assert re.search(f"serving on the CPU, though an NVIDIA driver is here: .* {reason}$", caplog.text.strip())
+    assert re.search(f"serving on the CPU although an NVIDIA driver is installed: .* {reason}$", caplog.text.strip())
 
 
 def test_locked_memory_counts_as_the_power_of_two_that_torch_takes(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -218,7 +218,7 @@ async def test_a_request_that_the_engine_cannot_take_on_now_is_told_to_come_back
     outcome = await generation.outcome
 
     assert isinstance(outcome.error, Overloaded)
-    assert (outcome.error.message, outcome.error.status) == ("512 grammars wait already", 503)
+    assert (outcome.error.message, outcome.error.status) == ("512 grammars are already waiting", 503)
     assert outcome.error.retry_after_s is not None
     assert ((await box.event(generation)).status, outcome.finish_reason) == ("voided", "refused")
 
