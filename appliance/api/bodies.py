@@ -34,7 +34,7 @@ _STRUCTURE = re.compile(rb'"(?:[^"\\]++|\\.)*+"|[\[\]{}]')
 _LEVELS_MANY = 200  # fewer than the decoder takes, and more than anybody means
 _SEARCHED_BYTES, _SEARCHED_TOKENS = 1 << 20, 20_000  # some 10 ms at most: it is one client's fault, and others wait
 _OPENINGS = {
-    b"\x1f\x8b": "it is compressed, and is to be sent as it is",
+    b"\x1f\x8b": "it is compressed; send it uncompressed",
     b"\xef\xbb\xbf": "it begins with a byte order mark",
 }
 DECODED_OUT_OF_TURN_BYTES_MAX = 16 * 1024  # two milliseconds at most, whatever it holds
@@ -84,7 +84,7 @@ def _fault(body: bytes, error: Exception) -> str:
     if isinstance(error, UnicodeDecodeError):
         return "a text has bytes that are not UTF-8"
     if _SURROGATE.search(body):
-        return "an escape \\ud800 to \\udfff may stand alone; such escapes come in pairs"
+        return "it may have an unpaired surrogate escape (\\ud800 to \\udfff); they must come in pairs"
     return str(error).removeprefix("JSON is malformed: ")
 
 

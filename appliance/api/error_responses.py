@@ -63,7 +63,7 @@ def answer_error(request: Request[Any, Any, Any], error: Exception) -> Response[
         return _answer_framework_error(request, error)
     log.error("request failed", path=request.scope["path"], exc_info=error)
     outage = as_outage(error, request.scope["method"])
-    told = outage or InternalError("an internal error occurred; the request id finds it in the log")
+    told = outage or InternalError("an internal error occurred; look up the request id in the log")
     return answer_error(request, told)
 
 
@@ -73,7 +73,7 @@ def _answer_framework_error(request: Request[Any, Any, Any], error: HTTPExceptio
     limit = request.app.request_max_body_size
     messages = {
         404: _nothing_at(method, path),
-        405: f"{path} does not take {method}",
+        405: f"{path} does not accept {method}",
         413: f"the body is larger than the {limit} bytes that max_body_bytes allows",
     }
     message = messages.get(error.status_code, error.detail)
@@ -85,10 +85,8 @@ def _nothing_at(method: str, path: str) -> str:
     """Return why there is no answer at `path`, in words that lead on those whose library asks elsewhere than it should here."""
     if path.removeprefix("/v1").removeprefix("/").split("/")[0] in _ASKED_ELSEWHERE:
         return f"{path} is not supported by this version; ask for chat completions, POST /v1{CHAT_PATH}"
-    where = (
-        "a client's base URL ends in /v1" if path.endswith(CHAT_PATH) else "GET /schema/openapi.json describes what there is"
-    )
-    return f"there is nothing at {method} {path}; {where}"
+    where = "a client's base URL ends in /v1" if path.endswith(CHAT_PATH) else "GET /schema/openapi.json lists those that exist"
+    return f"no such path: {method} {path}; {where}"
 
 
 def _headers(error: GatehouseError) -> dict[str, str]:

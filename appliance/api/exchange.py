@@ -75,7 +75,7 @@ class WholeRequest(Request[Any, Any, Any]):
             async for piece in super().stream():
                 yield piece
         except InternalServerException as error:
-            raise InvalidValue("the sender left before the body was whole") from error
+            raise InvalidValue("the client disconnected before the body was complete") from error
 
 
 class ExchangeWrapper:
@@ -109,13 +109,13 @@ class ExchangeWrapper:
 
         try:
             if _has_nul(scope):
-                await _send_error(send_with_headers, InvalidValue("an address must not contain the character U+0000"))
+                await _send_error(send_with_headers, InvalidValue("a URL must not contain the character U+0000"))
             else:
                 await self._app(scope, receive, send_with_headers)
         except Exception:  # HTTP edge: the last one that can still answer
             log.exception("request failed outside its handler", path=scope["path"])
             if exchange.status is None:
-                internal = InternalError("an internal error occurred; the request id finds it in the log")
+                internal = InternalError("an internal error occurred; look up the request id in the log")
                 await _send_error(send_with_headers, internal)
         finally:
             for closer in exchange.closers:

@@ -148,7 +148,7 @@ class LimitedConnection(HttpToolsProtocol):
         if self._named_bytes > HEAD_BYTES_MAX:
             self._refuse_head()
         else:
-            self._refuse("400 Bad Request", InvalidValue("this is not a request of HTTP/1.1"))
+            self._refuse("400 Bad Request", InvalidValue("this is not an HTTP/1.1 request"))
 
     def _offers_another_protocol(self) -> bool:
         """Return whether the parser will stop behind this head because of an offer that is ignored here."""

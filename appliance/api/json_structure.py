@@ -33,7 +33,7 @@ async def check_structure(text: bytes) -> None:
         if count.structural > STRUCTURE_MAX:
             raise RequestTooLarge(
                 f"the body has more than {STRUCTURE_MAX} structural characters of JSON (braces, brackets, colons and commas"
-                " outside of strings), and no request needs as many"
+                " outside strings); no valid request needs that many"
             )
         if time.perf_counter() - began_s >= _AT_ONCE_S:
             await asyncio.sleep(0)

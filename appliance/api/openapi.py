@@ -29,11 +29,11 @@ _ERRORS = {
     400: "The request cannot be served as it stands; `param` names the field",
     401: "No key or token was sent, or it is not valid",
     403: "The key or token is valid and does not allow this",
-    404: "What is asked for does not exist",
-    409: "The name is taken",
-    413: "The body is larger than the appliance takes",
+    404: "The object or path does not exist",
+    409: "The request conflicts with the state on the server",
+    413: "The body is larger than the appliance accepts",
     429: "A limit is reached; `retry-after` says when to try again",
-    503: "Not now: an engine is away or loading, the queue is full, or the appliance is stopping",
+    503: "Not now: an engine is down or loading, the queue is full, or the appliance is stopping",
 }
 _SECURITY_BY_TAG = {"inference": ("api_key", "api_key_header"), "administration": ("administrator",)}
 

@@ -38,7 +38,7 @@ def constraint(body: ChatCompletionRequest) -> Constraint | None:
     found += _structured(body.structured_outputs)
     if len(found) > 1:
         first, second = found[0].written_as, found[1].written_as
-        raise InvalidValue(f"{second} cannot be combined with {first}: an answer is held to one form", param=second)
+        raise InvalidValue(f"{second} cannot be combined with {first}: an answer can have only one constraint", param=second)
     return found[0] if found else None
 
 
@@ -50,7 +50,9 @@ def _schema_of_format(response_format: ResponseFormat | None) -> dict[str, Any] 
         raise InvalidValue(f"response_format.type must be one of {', '.join(FORMATS)}", param="response_format.type")
     if kind != "json_schema":
         if given is not None:
-            raise InvalidValue(f"response_format.json_schema does not go with type {kind}", param="response_format.json_schema")
+            raise InvalidValue(
+                f"response_format.json_schema cannot be used with type {kind}", param="response_format.json_schema"
+            )
         return ANY_OBJECT if kind == "json_object" else None
     if given is None:
         raise InvalidValue("response_format.json_schema is missing", param="response_format.json_schema")

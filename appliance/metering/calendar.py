@@ -93,5 +93,5 @@ def next_month(month: str) -> str:
     day = first_day(month)
     after = day.year * 12 + day.month
     if after // 12 > date.max.year:
-        raise InvalidValue(f"{month} is the last month there is", param="month")
+        raise InvalidValue(f"{month} is the last supported month", param="month")
     return f"{after // 12:04d}-{after % 12 + 1:02d}"

@@ -150,7 +150,9 @@ class PriceBook:
                 await connection.execute(delete(prices).where(prices.c.id == price_id))
                 await record(connection, self._clock, "price.withdraw", "price", price_id, before=facts_of(price))
         except IntegrityError as error:  # the database keeps it: by its clock the price has begun
-            raise PriceBegun("the price has begun by the clock of the database and stays", param="price_id") from error
+            raise PriceBegun(
+                "by the database's clock the price has already taken effect; it cannot be withdrawn", param="price_id"
+            ) from error
         self._forget(price.model)
         return price
 
@@ -238,8 +240,8 @@ def _check_place(price: Price, others: Mapping[datetime, str], earliest: datetim
 def _check_future(price: Price, now: datetime) -> None:
     if price.effective_from <= now + WITHDRAWAL_END:
         raise PriceBegun(
-            f"the price of {price.model} from {rfc3339(price.effective_from)} stays: one can be withdrawn until a minute "
-            "before it begins. Add another that takes its place",
+            f"the price of {price.model} from {rfc3339(price.effective_from)} can no longer be withdrawn: that is possible "
+            "until a minute before it begins. Add another to replace it",
             param="price_id",
         )
 
@@ -247,7 +249,7 @@ def _check_future(price: Price, now: datetime) -> None:
 def _taken(price: Price, other: str) -> InvalidValue:
     moment = rfc3339(price.effective_from)
     return InvalidValue(
-        f"{price.model} has a price in {price.currency} from {moment} already ({other}): two cannot be in force at once",
+        f"{price.model} already has a price in {price.currency} from {moment} ({other}): two cannot be in force at once",
         param="effective_from",
     )
 

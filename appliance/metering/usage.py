@@ -256,7 +256,7 @@ def _position(name: str, cursor: str, owners: Owners) -> tuple[datetime, datetim
     """Return the period of the report that `cursor` is of, and the place behind which it continues."""
     start, end, bucket_at, *names = decode_cursor(name, cursor, [int, int, int, *(str for _ in owners.place), str])
     if start >= end:
-        raise InvalidValue("cursor is not one of this list", param="cursor")
+        raise InvalidValue("cursor does not belong to this list", param="cursor")
     return from_micros(start), from_micros(end), Place(from_micros(bucket_at), tuple(names))
 
 

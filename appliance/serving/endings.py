@@ -73,7 +73,7 @@ def _told(why: str) -> GatehouseError | None:
         case "disconnected":
             return None
         case "deadline":
-            return DeadlineExceeded("the request ran longer than the appliance allows and was ended")
+            return DeadlineExceeded("the request ran longer than request_deadline_s allows and was ended")
         case "shutdown":
             return Draining("the appliance is shutting down and ended the request", retry_after_s=RETRY_AFTER_DRAINING_S)
         case "key_revoked":

@@ -86,5 +86,5 @@ def _read_json(path: Path) -> dict[str, Any]:
     except ValueError as error:
         raise NotAModel(f"{path} cannot be read: {error}") from error
     if not isinstance(content, dict):
-        raise NotAModel(f"{path} cannot be read: it holds no object")
+        raise NotAModel(f"{path} cannot be read: it is not a JSON object")
     return content

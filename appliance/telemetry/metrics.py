@@ -23,19 +23,19 @@ TOKEN_BUCKETS_S = (0.001, 0.0025, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.2
 
 ENGINE_GAUGES: dict[str, tuple[str, Callable[[EngineReading], float]]] = {
     "gatehouse_requests_running": ("Requests in the running batch", lambda e: e.figures.num_running),
-    "gatehouse_requests_waiting": ("Requests that wait for a place", lambda e: e.figures.num_waiting),
+    "gatehouse_requests_waiting": ("Requests waiting for a seat", lambda e: e.figures.num_waiting),
     "gatehouse_kv_cache_usage_ratio": (
         "Used share of the KV blocks, 0 to 1",
         lambda e: e.figures.kv_blocks_used / max(e.figures.kv_blocks_total, 1),
     ),
     "gatehouse_engine_up": ("1 when the engine takes requests", lambda e: float(e.state == "ready")),
-    "gatehouse_host_kv_blocks": ("KV blocks that main memory has room for", lambda e: e.figures.host_blocks_total),
-    "gatehouse_host_kv_blocks_used": ("KV blocks that lie in main memory", lambda e: e.figures.host_blocks_used),
+    "gatehouse_host_kv_blocks": ("KV blocks that fit in main memory", lambda e: e.figures.host_blocks_total),
+    "gatehouse_host_kv_blocks_used": ("KV blocks kept in main memory", lambda e: e.figures.host_blocks_used),
 }
 ENGINE_COUNTERS: dict[str, tuple[str, Callable[[EngineStatus], int]]] = {
     "gatehouse_engine_steps": ("Steps of the running engine process", lambda s: s.steps_total),
     "gatehouse_engine_fallback_steps": (
-        "Steps computed in the plain way because the fast one failed",
+        "Steps computed on the slow path because the fast one failed",
         lambda s: s.fallback_steps_total,
     ),
     "gatehouse_swapped_in_kv_blocks": ("KV blocks copied back from main memory", lambda s: s.swapped_in_blocks_total),
@@ -45,7 +45,7 @@ ENGINE_COUNTERS: dict[str, tuple[str, Callable[[EngineStatus], int]]] = {
 }
 TENANT_GAUGES: dict[str, tuple[str, Callable[[TenantReading], int]]] = {
     "gatehouse_tenant_requests_running": ("Seats in the running batch", lambda t: t.requests_running),
-    "gatehouse_tenant_requests_waiting": ("Requests that wait for a place", lambda t: t.requests_waiting),
+    "gatehouse_tenant_requests_waiting": ("Requests waiting for a seat", lambda t: t.requests_waiting),
     "gatehouse_tenant_kv_blocks": ("KV blocks that are held", lambda t: t.kv_blocks),
 }
 
@@ -61,7 +61,7 @@ class Metrics:
         self._prompt_tokens = self._counter("prompt_tokens", "Prompt tokens of settled requests", by_tenant)
         self._cached_tokens = self._counter("prefix_cache_hit_tokens", "Prompt tokens that were found in the cache", by_tenant)
         self._generation_tokens = self._counter("generation_tokens", "Generated tokens of settled requests", by_tenant)
-        self._discarded = self._counter("discarded_tokens", "Tokens generated behind a stop string, never billed", ["model"])
+        self._discarded = self._counter("discarded_tokens", "Tokens generated after a stop string, never billed", ["model"])
         self._unpriced = self._counter("unpriced_requests", "Requests served without a price, at no cost", ["model"])
         self._requests = self._counter("requests", "Settled requests", ["model", "reason"])
         self._rejected = self._counter("requests_rejected", "Requests refused before any work", ["reason"])
@@ -70,7 +70,7 @@ class Metrics:
         )
         self._waits = self._counter("admission_waits", "Requests that waited for room in their limits", ["model", "reason"])
         self._waiting = Gauge(
-            "gatehouse_admission_waiting", "Requests that wait for room in their limits", ["model"], registry=self.registry
+            "gatehouse_admission_waiting", "Requests waiting for room in their limits", ["model"], registry=self.registry
         )
         self._admission_wait_s = self._histogram("admission_wait_seconds", "Wait for room in the limits", LATENCY_BUCKETS_S)
         self._preemptions = self._counter("preemptions", "Preemptions of settled requests", ["model"])
@@ -78,16 +78,16 @@ class Metrics:
         self._unrecorded_tokens = 0
         self._unexplained: Callable[[], int] = lambda: 0
         self.registry.register(_UnrecordedCollector(lambda: self._unrecorded_tokens + self._unexplained()))
-        self._alerts_pending = Gauge("gatehouse_alerts_pending", "Alerts that wait for delivery", registry=self.registry)
-        self._alerts_delivered = Counter("gatehouse_alerts_delivered", "Alerts that were taken", registry=self.registry)
-        self._alerts_given_up = Counter("gatehouse_alerts_given_up", "Alerts that nobody took", registry=self.registry)
+        self._alerts_pending = Gauge("gatehouse_alerts_pending", "Alerts waiting for delivery", registry=self.registry)
+        self._alerts_delivered = Counter("gatehouse_alerts_delivered", "Alerts delivered", registry=self.registry)
+        self._alerts_given_up = Counter("gatehouse_alerts_given_up", "Alerts given up", registry=self.registry)
         self._alerts_failed = self._counter("alert_attempts_failed", "Attempts to deliver that failed", ["reason"])
         self._ttft_s = self._histogram("time_to_first_token_seconds", "Admission to first token", LATENCY_BUCKETS_S)
         self._inter_token_s = self._histogram("inter_token_latency_seconds", "Time between two tokens", TOKEN_BUCKETS_S)
         for reason in _codes(GatehouseError):
             self._rejected.labels(reason)
         self._request_s = self._histogram("request_seconds", "Admission to end", LATENCY_BUCKETS_S)
-        self._queue_s = self._histogram("queue_seconds", "Admission to first place in a batch", LATENCY_BUCKETS_S)
+        self._queue_s = self._histogram("queue_seconds", "Admission to first seat in a batch", LATENCY_BUCKETS_S)
         self._step_s = self._histogram("engine_step_seconds", "One engine step", TOKEN_BUCKETS_S)
 
     def add_model(self, model: str) -> None:
@@ -260,7 +260,7 @@ def _engine_counters(snapshot: SystemSnapshot) -> Iterator[Metric]:
 
 def _plain_steps(snapshot: SystemSnapshot) -> Iterator[Metric]:
     """Every reason from the start, so that its first step is seen as a rise."""
-    text = "Steps computed in the plain way because of what a request in them asks for"
+    text = "Steps computed on the slow path because of what a request in them asks for"
     family = CounterMetricFamily("gatehouse_engine_plain_steps", text, labels=["model", "reason"])
     for engine in snapshot.engines:
         for reason in PlainReason:

@@ -76,7 +76,7 @@ def from_micros(micros: int) -> datetime:
     try:
         return _EPOCH + timedelta(microseconds=micros)
     except OverflowError:
-        raise InvalidValue("cursor is not one of this list", param="cursor") from None
+        raise InvalidValue("cursor does not belong to this list", param="cursor") from None
 
 
 def _is_storable(text: str) -> bool:

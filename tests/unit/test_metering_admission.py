@@ -374,7 +374,7 @@ async def test_at_most_one_request_passes_a_days_or_months_limit(clock: FakeCloc
     refused = [answer for answer in answers if isinstance(answer, RateLimitExceeded)]
     assert (len(admitted), len(refused)) == (2, 58)
     assert refused[0].retry_after_s == 1.0
-    assert "hold what is left" in refused[0].message
+    assert "have reserved the rest of" in refused[0].message
     for reservation in admitted:
         reservation.settle(1 + 10)
     await ask()

@@ -75,7 +75,7 @@ async def retrieve_economics(request: AdminRequest) -> EconomicsShape:
     return await _report(request)
 
 
-@put("/economics", summary="Say what the appliance costs", tags=TAGS, opt={"body": HardwareShape})
+@put("/economics", summary="Set the cost of the appliance", tags=TAGS, opt={"body": HardwareShape})
 async def replace_hardware(request: AdminRequest) -> EconomicsShape:
     """Replace what was said of the hardware, and return the figures that follow."""
     (await authenticate_administrator(request, Action.BILLING)).require(Action.BILLING)

@@ -141,7 +141,11 @@ async def list_invoice_events(request: AdminRequest, invoice_id: FromPath[str]) 
 
 
 @post(
-    "/invoices/{invoice_id:str}/close", status_code=200, summary="Close an invoice for ever", tags=TAGS, opt={"errors": (409,)}
+    "/invoices/{invoice_id:str}/close",
+    status_code=200,
+    summary="Close an invoice permanently",
+    tags=TAGS,
+    opt={"errors": (409,)},
 )
 async def close_invoice(request: AdminRequest, invoice_id: FromPath[str]) -> InvoiceShape:
     """Give the invoice its number and freeze it. Only a month that is over, and a tenant's months in order."""
@@ -182,7 +186,7 @@ async def set_allowance(request: AdminRequest, tenant_id: FromPath[str]) -> Allo
     return allowance_shape(await allowances.set(tenant_id, body.first_month, body.monthly_micros, access=access))
 
 
-@get("/seller", summary="Who writes the invoices", tags=TAGS, opt={"errors": (404,)})
+@get("/seller", summary="Retrieve the invoice issuer", tags=TAGS, opt={"errors": (404,)})
 async def retrieve_seller(request: AdminRequest) -> SellerShape:
     """Return what stands on new invoices about their writer."""
     (await authenticate_administrator(request, Action.READ_BOX)).require(Action.READ_BOX)
@@ -192,7 +196,7 @@ async def retrieve_seller(request: AdminRequest) -> SellerShape:
     return _seller_shape(seller_from_record(record.value))
 
 
-@put("/seller", summary="Say who writes the invoices", tags=TAGS, opt={"body": SellerBody})
+@put("/seller", summary="Set the invoice issuer", tags=TAGS, opt={"body": SellerBody})
 async def replace_seller(request: AdminRequest) -> SellerShape:
     """Replace what stands on new invoices about their writer; closed ones keep what they say."""
     (await authenticate_administrator(request, Action.BILLING)).require(Action.BILLING)

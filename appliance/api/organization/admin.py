@@ -105,7 +105,7 @@ class NewAdminKeyShape(AdminKeyShape, kw_only=True):
     value: str
 
 
-@get(paths("/audit_logs"), summary="Who changed what, as OpenAI tells it", tags=TAGS, opt=AUDIT_OPTIONS)
+@get(paths("/audit_logs"), summary="List the audit log in OpenAI's form", tags=TAGS, opt=AUDIT_OPTIONS)
 async def list_audit_logs(request: AdminRequest) -> ListShape[dict[str, Any]]:
     """Return entries of the audit log, the newest first; details stand under the name of the event's type.
 
@@ -147,7 +147,9 @@ async def create_admin_key(request: AdminRequest) -> NewAdminKeyShape:
     await authenticate_administrator(request, Action.MEMBERS)
     body = decode_body(await request.body(), NewAdminKeyBody)
     if body.expires_in_seconds is not None:
-        raise UnsupportedParameter("expires_in_seconds: administrator tokens end by being revoked", param="expires_in_seconds")
+        raise UnsupportedParameter(
+            "expires_in_seconds: administrator tokens do not expire; revoke them instead", param="expires_in_seconds"
+        )
     token, secret = await services_of(request).admin_tokens.create(body.name, Role.OWNER)
     return NewAdminKeyShape(**msgspec.structs.asdict(_admin_key_shape(token)), value=secret)
 

@@ -250,7 +250,7 @@ def _project_body(body: bytes) -> ProjectBody:
     decoded = decode_body(body, ProjectBody)
     for name in ("external_key_id", "geography", "residency"):
         if getattr(decoded, name) is not None:
-            raise UnsupportedParameter(f"{name} is not supported: everything lies on this machine", param=name)
+            raise UnsupportedParameter(f"{name} is not supported: all data is on this machine", param=name)
     return decoded
 
 

@@ -54,10 +54,10 @@ async def _corrections(connection: AsyncConnection) -> Finding:
     )
     ids = [str(row.id) for row in (await connection.execute(strays)).all()]
     if ids:
-        return Finding("corrections", "broken", named(ids, "adjustments correct nothing that was settled"))
+        return Finding("corrections", "broken", named(ids, "adjustments do not correct a settled event"))
     below = [str(event_id) for event_id in await _below_nothing(connection)]
     if below:
-        return Finding("corrections", "broken", named(below, "events come to less than nothing"))
+        return Finding("corrections", "broken", named(below, "events add up to less than zero"))
     adjustments = select(func.count()).select_from(_EVENTS).where(_EVENTS.c.kind == "adjustment")
     count = (await connection.execute(adjustments)).scalar_one()
     return Finding("corrections", "holds", f"{count} adjustments, each of a settled event")

@@ -84,10 +84,10 @@ async def check(connection: AsyncConnection) -> Finding:
     if inexact:
         return Finding("invoices", "broken", named(inexact, "invoices are not the sum of their events"))
     if altered:
-        return Finding("invoices", "broken", named(altered, "invoices do not say what they said when they were closed"))
+        return Finding("invoices", "broken", named(altered, "invoices differ from what they were when closed"))
     gone = sorted(closings.keys() - {head.id for head in heads})
     if gone:
-        return Finding("invoices", "broken", named(gone, "invoices that were closed are not there"))
+        return Finding("invoices", "broken", named(gone, "closed invoices are missing"))
     gaps = await _number_gaps(connection, [str(head.number) for head in heads])
     if gaps:
         return Finding("invoices", "broken", f"numbers are missing: {', '.join(gaps)}")

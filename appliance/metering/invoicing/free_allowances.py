@@ -100,7 +100,7 @@ async def _check_open(connection: AsyncConnection, tenant_id: str, month: str) -
     query = select(func.max(columns.month)).where(columns.tenant_id == tenant_id, columns.state == "closed")
     closed = (await connection.execute(query)).scalar_one()
     if closed is not None and month <= closed:
-        raise InvoiceClosed(f"{closed} is closed: an allowance can begin in the month after it", param="first_month")
+        raise InvoiceClosed(f"{closed} is closed: the earliest month for an allowance is the one after it", param="first_month")
 
 
 async def _exact(connection: AsyncConnection, tenant_id: str, month: str) -> FreeAllowance | None:

@@ -218,7 +218,7 @@ class Invoices:
         """Return the head of a draft that no table has. Raises MonthOutOfOrder."""
         before = await rows.read_last_cover(connection, tenant_id)
         if before is not None and month < before.month:
-            message = f"{before.month} is closed already: what is missing of {month} will be on the invoice after it"
+            message = f"{before.month} is already closed: usage missing from {month} will be on the next invoice"
             raise MonthOutOfOrder(message, param="month")
         return InvoiceHead(
             id=new_id("inv"),

@@ -155,7 +155,9 @@ def currency_of(sums: Sequence[EventSums], month: str) -> str | None:
     costs = _cost_by_currency(sums)
     owed = sorted(currency for currency, cost_picos in costs.items() if cost_picos)
     if len(owed) > 1:
-        message = f"the invoice of {month} would have costs in {' and '.join(owed)}; amounts in two currencies have no sum"
+        message = (
+            f"the invoice of {month} would have costs in {' and '.join(owed)}; amounts in different currencies cannot be added"
+        )
         raise CurrenciesMixed(message, param="month")
     return next(iter(owed or costs)) if owed or len(costs) == 1 else None
 

@@ -67,15 +67,16 @@ def _money(picos: int, currency: str) -> str:
 
 def _about(decision: LimitDecision) -> str:
     wait = format_wait(decision.wait_s or 0.0)
-    return f"about {wait}, when running requests have probably ended" if decision.estimated else wait
+    return f"about {wait}, by when running requests have probably ended" if decision.estimated else wait
 
 
 def _reason(decision: LimitDecision) -> str:
     name = _LIMIT_NAMES[decision.kind]
     if decision.held:
-        return f"running requests hold what is left of {_whose(decision)} {name}"
+        return f"running requests have reserved the rest of {_whose(decision)} {name}"
     if decision.ahead:
-        return f"{decision.ahead} requests wait already for {_whose(decision)} limit of {_size(decision)}"
+        requests = "1 request is" if decision.ahead == 1 else f"{decision.ahead} requests are"
+        return f"{requests} already waiting for {_whose(decision)} limit of {_size(decision)}"
     left = max(decision.level, 0)
     return f"{_whose(decision)} limit of {_size(decision)} is reached: the request needs {_need(decision)}, {left} are left"
 

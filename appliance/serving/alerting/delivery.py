@@ -153,7 +153,7 @@ class AlertDelivery:
         try:
             await self._attempt(delivery)
         except Exception:  # owned task: its claim runs out, and the message is sent again
-            log.exception("an attempt to deliver ended", delivery_id=delivery.id, webhook_id=delivery.webhook_id)
+            log.exception("an attempt to deliver failed", delivery_id=delivery.id, webhook_id=delivery.webhook_id)
         finally:
             del self._running[delivery.webhook_id]
             self._db.outbox_written.set()
@@ -161,7 +161,7 @@ class AlertDelivery:
     async def _attempt(self, delivery: Delivery) -> None:
         try:
             if delivery.attempts > ATTEMPTS_MAX:
-                raise SendFailed("failed", f"{ATTEMPTS_MAX} attempts began and none ended in order")
+                raise SendFailed("failed", f"{ATTEMPTS_MAX} attempts were started and none completed")
             await self._send(delivery)
         except SendFailed as failure:
             await self._note_failure(delivery, failure)
@@ -192,6 +192,6 @@ class AlertDelivery:
             self._metrics.alert_given_up()
             log.error("an alert was given up", **facts, attempts=delivery.attempts, reason=str(failure))
         else:
-            log.warning("an alert was not taken", **facts, attempts=delivery.attempts, reason=str(failure), retry_s=wait_s)
+            log.warning("an alert was not delivered", **facts, attempts=delivery.attempts, reason=str(failure), retry_s=wait_s)
         if failure.reason == "gone":
             await self._webhooks.disable(delivery.webhook_id, str(failure))

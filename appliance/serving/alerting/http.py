@@ -124,9 +124,7 @@ class HttpSender:
             raise SendFailed("name", f"the name {url.host} cannot be resolved: {_line(error)}") from error
         allowed = [address for address in dict.fromkeys(found) if self._reach.allows(address, encrypted=encrypted)]
         if not allowed:
-            raise SendFailed(
-                "address", f"{url.host} is not at an address that alerts may be sent to this way (webhook_networks)"
-            )
+            raise SendFailed("address", f"alerts may not be sent to the address of {url.host} this way (webhook_networks)")
         return allowed[:ADDRESSES_MAX]
 
 
@@ -135,7 +133,7 @@ def _check(answer: httpx.Response) -> None:
     if answer.is_success:
         return
     if status == _GONE:
-        raise SendFailed("gone", "the receiver answered 410: it is gone for good")
+        raise SendFailed("gone", "the receiver answered 410: it is gone permanently")
     if answer.is_redirect:
         raise SendFailed("redirect", f"the receiver answered {status}: redirects are not followed")
     waits = status in _RETRY_AFTER_STATUSES

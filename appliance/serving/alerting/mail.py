@@ -64,9 +64,9 @@ class MailSender:
             async with asyncio.timeout(self._timeout_s):
                 await asyncio.get_running_loop().run_in_executor(self._threads, self._send, message)
         except TimeoutError as error:
-            raise SendFailed("timeout", f"the mail server did not take it within {self._timeout_s:g} s") from error
+            raise SendFailed("timeout", f"the mail server did not accept the message within {self._timeout_s:g} s") from error
         except (smtplib.SMTPException, OSError) as error:
-            raise SendFailed("mail", f"the mail server did not take it: {_line(error)}") from error
+            raise SendFailed("mail", f"the mail server did not accept the message: {_line(error)}") from error
 
     def message(self, mailbox: str, delivery: Delivery, now: datetime) -> EmailMessage:
         """Return the message as it is sent."""
