@@ -33,7 +33,7 @@ def main(arguments: Sequence[str]) -> int:
         print(refusal.text(), file=sys.stderr)
         return 1
     except KeyboardInterrupt:
-        print("\nStopped. Run the same command again to go on.", file=sys.stderr)
+        print("\nStopped. Run the same command again to continue.", file=sys.stderr)
         return 130
 
 
@@ -78,5 +78,5 @@ def _parser() -> argparse.ArgumentParser:
     )
     start.add_argument("--device", choices=DEVICES, help="where models run (default auto)")
     commands.add_parser("test", help="install the test packages too, then run the tests with the given pytest arguments")
-    commands.add_parser("doctor", help="look at this machine and the installation, and say what to do")
+    commands.add_parser("doctor", help="check this machine and the installation, and say what to do")
     return parser

@@ -42,7 +42,7 @@ def profile_for(device: str) -> str:
     if device == "cuda" and not found:
         raise Refusal(
             "--device cuda was asked for, but no NVIDIA driver answers on this machine.",
-            "Install the driver (nvidia-smi must show the GPU), or leave --device away to run on the CPU.",
+            "Install the driver (nvidia-smi must show the GPU), or omit --device to run on the CPU.",
         )
     return "gpu" if found else "cpu"
 
@@ -83,8 +83,8 @@ def describe(profile: str, venv: Path = VENV) -> str:
     words = {
         "absent": "not there yet",
         "foreign": "there, but not made by this installer",
-        "broken": "incomplete (an interrupted run); the next start makes it anew",
-        "stale": "made for an older version; the next start makes it anew",
+        "broken": "incomplete (an interrupted run); the next start recreates it",
+        "stale": "made for an older version; the next start recreates it",
         "untested": "ready, without the test packages",
         "ready": "ready, with the test packages",
     }

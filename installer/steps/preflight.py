@@ -55,7 +55,7 @@ def _refused_address(host: str, port: int, data_dir: Path, error: OSError) -> Re
     if error.errno == errno.EADDRINUSE:
         running = _running(data_dir)
         if running:
-            problem = f"Gatehouse is running already at {running} with the data folder {data_dir}."
+            problem = f"Gatehouse is already running at {running} with the data folder {data_dir}."
             return Refusal(problem, "Use it, or start a second one with another --port and another --data-dir.")
         return Refusal(
             f"Port {port} on {host} is in use by another program.",
