@@ -132,8 +132,9 @@ def _refuse_while_journal_is_ahead(database_url: str) -> None:
 
     ahead = asyncio.run(count()) if current_revision(database_url) is not None else 0
     if ahead:
+        requests = "1 request" if ahead == 1 else f"{ahead} requests"
         raise CommandFailed(
-            f"the journal of a killed appliance has records of {ahead} requests that the tables lack, and an older version "
+            f"the journal of a killed appliance has records of {requests} that the tables lack, and an older version "
             "would bill them wrongly: start this version once (gatehouse serve), stop it, then downgrade",
             code="journal",
         )

@@ -88,7 +88,12 @@ def test_values_are_parsed_from_text_and_from_toml(tmp_path: Path) -> None:
         ("[speculative]\nmethod = 'magic'", {}, {}, "speculative .* needs a method, one of ngram, draft_model"),
         ("[speculative]\nmethod = 'ngram'\ntokens = 4", {}, {}, "speculative .* unknown key: tokens"),
         ("[speculative]\nmethod = 'draft_model'", {}, {}, "speculative .* needs a model"),
-        ("[speculative]\nmethod = 'draft_model'\nmodel = '/nowhere'", {}, {}, "speculative .* folder as model, and /nowhere"),
+        (
+            "[speculative]\nmethod = 'draft_model'\nmodel = '/nowhere'",
+            {},
+            {},
+            "speculative .* folder as model; /nowhere is not a folder",
+        ),
         ("", {"GATEHOUSE_SPECULATIVE": "{"}, {}, "GATEHOUSE_SPECULATIVE must be off or a JSON object"),
         ("", {"GATEHOUSE_SPECULATIVE": '{"method": "ngram", "prompt_lookup_max": 0}'}, {}, "prompt_lookup_max"),
         ("session_idle_s = 600\nsession_absolute_s = 300", {}, {}, "session_idle_s .* is longer"),
@@ -169,7 +174,7 @@ def test_a_database_url_of_any_right_form_is_taken(tmp_path: Path, url: str) -> 
 def test_a_data_folder_that_is_a_file_is_named_with_its_source(tmp_path: Path) -> None:
     path = tmp_path / "file"
     path.touch()
-    with pytest.raises(SettingsError, match=r"option data_dir must be a folder, and .*file is a file"):
+    with pytest.raises(SettingsError, match=r"option data_dir must be a folder; .*file is a file"):
         load_settings(options={"data_dir": path}, environ={})
     with pytest.raises(SettingsError, match="GATEHOUSE_DATA_DIR must be a folder"):
         load_settings(options={}, environ={"GATEHOUSE_DATA_DIR": str(path)})

@@ -353,7 +353,7 @@ def test_a_downgrade_waits_until_the_journal_is_in_the_tables(typed: Any, data_d
     asyncio.run(leave_in_the_journal(data_dir / "gatehouse.db"))
     refused = typed("db", "downgrade", "0003", "--yes", "--json")
     assert (refused.status, refused.json()["error"]["code"]) == (1, "journal")
-    assert "says of 2 requests what the tables do not" in refused.json()["error"]["message"]
+    assert "has records of 2 requests that the tables lack" in refused.json()["error"]["message"]
     assert "gatehouse serve" in refused.json()["error"]["message"]
     asyncio.run(replay_as_a_start_does(data_dir / "gatehouse.db"))
     assert typed("db", "downgrade", "0003", "--yes", "--json").json()["revision"] == "0003"

@@ -9,9 +9,17 @@ from appliance.metering.limits.quotas import LimitDecision
 from appliance.metering.limits.refusals import refusal
 
 
-def refused(wait_s: float, *, held: bool = False) -> LimitDecision:
+def refused(wait_s: float, *, held: bool = False, ahead: int = 0) -> LimitDecision:
     return LimitDecision(
-        allowed=False, scope="key", kind="tokens_per_day", need=800, limit=1000, level=300, wait_s=wait_s, held=held
+        allowed=False,
+        scope="key",
+        kind="tokens_per_day",
+        need=800,
+        limit=1000,
+        level=300,
+        wait_s=wait_s,
+        held=held,
+        ahead=ahead,
     )
 
 
@@ -28,3 +36,9 @@ def test_a_wait_for_running_requests_says_that_it_is_a_guess() -> None:
     assert refusal([refused(42.0, held=True)]).message.endswith(
         "try again in about 42 s, by when running requests have probably ended, or ask for fewer max_tokens"
     )
+
+
+@pytest.mark.parametrize(("ahead", "words"), [(1, "1 request is"), (2, "2 requests are")])
+def test_requests_that_wait_for_the_same_limit_are_counted_in_words(ahead: int, words: str) -> None:
+    message = refusal([refused(5.0, ahead=ahead)]).message
+    assert message.startswith(f"{words} already waiting for the key's limit of 1000 tokens per day; try again in")
