@@ -84,7 +84,7 @@ class Fallbacks:
         times = self._kinds[kind]
         if times & (times - 1) == 0:
             exc_info = error if times == 1 else None
-            log.error("%s; %d steps so far, in the plain way", self.reason, self.count, exc_info=exc_info)
+            log.error("%s; %d steps so far, on the slow path", self.reason, self.count, exc_info=exc_info)
 
 
 @dataclass(slots=True)

@@ -103,4 +103,4 @@ def test_who_has_another_base_url_is_told_the_right_one(server: Server, base: st
     answer = ask(server, f"{base}/chat/completions", {"messages": HELLO})
 
     assert answer.status_code == 404
-    assert f"nothing at POST {base}/chat/completions; a client's base URL ends in /v1" in answer.json()["error"]["message"]
+    assert f"no such path: POST {base}/chat/completions; a client's base URL ends in /v1" in answer.json()["error"]["message"]

@@ -386,7 +386,7 @@ def test_the_same_failure_is_told_with_its_traceback_once(caplog: pytest.LogCapt
     told = [record for record in caplog.records if record.name == "gatehouse.engine"]
     assert [bool(record.exc_info) for record in told] == [True, False, False]
     assert [record.getMessage().split("; ")[-1] for record in told] == [
-        f"{count} steps so far, in the plain way" for count in (1, 2, 4)
+        f"{count} steps so far, on the slow path" for count in (1, 2, 4)
     ]
     assert engine.fallbacks.count == 7
 

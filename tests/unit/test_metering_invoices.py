@@ -277,7 +277,7 @@ async def test_months_are_closed_in_order_and_the_error_names_the_one_in_the_way
         await books.close("2026-10")
     await books.close("2026-09")
     await books.close("2026-10")
-    with pytest.raises(MonthOutOfOrder, match="2026-10 is closed already"):
+    with pytest.raises(MonthOutOfOrder, match="2026-10 is already closed"):
         await books.draft("2026-08")
 
 
