@@ -12,7 +12,7 @@ from appliance.console.formatting import count, money
 from appliance.console.forms import Form, sentence
 from appliance.console.rendering import Html
 from appliance.console.security import ConsoleRequest, access_of
-from appliance.metering.limits.quotas import LimitDecision
+from appliance.metering.limits.decisions import LimitDecision
 from appliance.metering.limits.rules import SERVICE_TIERS, is_batch_work
 from appliance.serving.forecasts import Question, Verdict
 from appliance.tenancy.fields import LIMIT_MAX, check_name

@@ -10,7 +10,7 @@ import pytest
 
 from appliance.base.errors import RateLimitExceeded, Refused
 from appliance.metering.limits.admission import Admission, Patience
-from appliance.metering.limits.quotas import Owner
+from appliance.metering.limits.owners import Owner
 from appliance.metering.limits.reservations import Reservation
 from appliance.metering.limits.rules import Asked
 from appliance.metering.limits.token_bucket import UNITS_PER_TOKEN
@@ -67,7 +67,7 @@ def _state(admission: Admission) -> dict[Owner, tuple[object, ...]]:
     return {
         owner: (
             allowance.running,
-            *(dataclasses.astuple(window) for window in allowance._windows(at)),
+            *(dataclasses.astuple(window) for window in allowance._windows.enter(at)),
             *(bucket and (bucket.capacity, bucket.level(now_s)) for bucket in (allowance.tokens, allowance.requests)),
         )
         for owner, allowance in admission._allowances.items()
@@ -127,9 +127,9 @@ async def test_what_is_taken_comes_back_and_a_refusal_changes_nothing(seed: int)
     for _, reservation in live:
         reservation.void()
     for allowance in admission._allowances.values():
-        assert (allowance.running, allowance._day.reserved, allowance._month.reserved) == (0, 0, 0)
-        assert allowance._day.used >= allowance._day.shadowed >= 0
-        assert allowance._month.live == 0
+        assert (allowance.running, allowance._windows.day.reserved, allowance._windows.month.reserved) == (0, 0, 0)
+        assert allowance._windows.day.used >= allowance._windows.day.shadowed >= 0
+        assert allowance._windows.month.live == 0
 
 
 async def _wait_as_told(

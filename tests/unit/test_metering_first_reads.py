@@ -22,11 +22,12 @@ from appliance.metering.limits import sums as limit_sums
 from appliance.metering.limits.admission import Admission
 from appliance.metering.limits.allowances import Allowance
 from appliance.metering.limits.first_reads import OWNERS_AT_ONCE
-from appliance.metering.limits.quotas import ALL_TENANTS, Moment, Owner
+from appliance.metering.limits.owners import ALL_TENANTS, Owner
 from appliance.metering.limits.reservations import Reservation
 from appliance.metering.limits.rules import Asked
 from appliance.metering.limits.saved_levels import LimitLevels
 from appliance.metering.limits.sums import RECENT_EVENTS_MAX, PeriodSums, Span, events_query, settled_query
+from appliance.metering.limits.windows import Moment
 from appliance.tenancy.model_policies import ModelPolicy
 from appliance.tenancy.principals import Limits, Principal
 from tests.support.cast import Cast
@@ -223,9 +224,9 @@ def test_sums_that_are_read_over_midnight_are_of_the_day_before(clock: FakeClock
     allowance = Allowance(Owner("tenant", "bob"), "EUR", evening)
     clock.advance(2)
     morning = calendar._moment()
-    allowance._windows(morning)
+    allowance._windows.enter(morning)
     allowance.remember(PeriodSums(tokens_today=90, cost_month_picos=5), evening)
-    today, month = allowance._windows(morning)
+    today, month = allowance._windows.enter(morning)
     assert (today.used, month.used) == (0, 5)
 
 
@@ -347,7 +348,7 @@ async def test_a_request_that_ends_while_its_model_is_read_counts_once(
     if recorded != "meanwhile":
         await end()
     await admission.admit(asking(cast.bob.principal, policy))
-    assert admission._allowances[Owner("model", ALL_TENANTS, "demo")]._day.used == 600
+    assert admission._allowances[Owner("model", ALL_TENANTS, "demo")]._windows.day.used == 600
     running.recorded()
     assert not admission._first_reads._ended
 
@@ -372,7 +373,7 @@ async def test_a_settlement_that_stands_in_the_journal_alone_counts_while_the_ta
     held.gate.set()
     await ledger.stop()
     await journal.close()
-    assert admission._allowances[Owner("model", ALL_TENANTS, "demo")]._day.used == 600
+    assert admission._allowances[Owner("model", ALL_TENANTS, "demo")]._windows.day.used == 600
     assert not admission._first_reads._ended
 
 

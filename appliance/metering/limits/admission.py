@@ -18,17 +18,19 @@ from appliance.base.clock import Clock
 from appliance.base.errors import GatehouseError
 from appliance.metering.calendar import BillingCalendar
 from appliance.metering.ledger.records import UsageEvent
-from appliance.metering.limits.allowances import SHADOW, Allowance, Amount, Need
+from appliance.metering.limits.allowances import Allowance, Amount, Need
+from appliance.metering.limits.decisions import SHADOW, LimitDecision, LimitKind
 from appliance.metering.limits.first_reads import FirstReads
 from appliance.metering.limits.output_estimates import OutputEstimates
+from appliance.metering.limits.owners import ALL_TENANTS, Owner, owners_of
 from appliance.metering.limits.queue import AdmissionQueue, Later, Refusals, Waiter, may_wait, on_the_loop
-from appliance.metering.limits.quotas import ALL_TENANTS, LimitDecision, LimitKind, Moment, Owner, owners_of
 from appliance.metering.limits.reservations import Reservation, Work
 from appliance.metering.limits.rules import Asked, rules_for
 from appliance.metering.limits.running import Running
 from appliance.metering.limits.saved_levels import LevelRow, SavedLevel
 from appliance.metering.limits.sums import SumsReader
 from appliance.metering.limits.token_bucket import TokenBucket
+from appliance.metering.limits.windows import Moment
 from appliance.tenancy.model_policies import ModelPolicy
 from appliance.tenancy.principals import Limits, Principal
 

@@ -4,20 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from datetime import date, datetime, timedelta
+from datetime import date, datetime
 
 import msgspec
 
 from appliance.base.money import PICOS_PER_MICRO
 from appliance.metering.ledger.records import UsageEvent
-from appliance.metering.limits.quotas import LimitDecision, LimitKind, Moment, Owner, Window
+from appliance.metering.limits.decisions import SHADOW, LimitDecision, LimitKind
+from appliance.metering.limits.owners import Owner
 from appliance.metering.limits.sums import RECENT, PeriodSums
 from appliance.metering.limits.token_bucket import MICROS_PER_S, Take, TokenBucket, ceil_to_ms
+from appliance.metering.limits.windows import Moment, Window, Windows
 from appliance.tenancy.principals import Limits
 
 RUNNING_RETRY_S = 1.0  # nobody knows when a running request ends and gives back what it does not use: the least to be told
-SHADOW = "shadow"
-WINDOWS_KEPT = 4
 
 
 class Amount(msgspec.Struct, frozen=True, kw_only=True):
@@ -66,17 +66,14 @@ class Allowance:
         self.tokens: TokenBucket | None = None
         self.requests: TokenBucket | None = None
         self.buckets: dict[LimitKind, TokenBucket] = {}  # also of limits that were taken away: they may come back
-        self._days: dict[date, Window] = {}
-        self._months: dict[date, Window] = {}
-        self._day = _window_from(self._days, at.day, 1)
-        self._month = _window_from(self._months, at.month, 31)
+        self._windows = Windows(at)
         self._begun_s = at.monotonic_s
         self._recent: Sequence[tuple[float, int]] = ()
         self._through_posting = 0
 
     def remember(self, sums: PeriodSums, at: Moment) -> None:
         """Take over what earlier processes have counted. Called once, before the first request."""
-        day, month = self._windows(at)
+        day, month = self._windows.enter(at)
         day.used += sums.tokens_today
         month.used += sums.cost_month_picos
         month.others.update(sums.other_costs_picos)
@@ -97,10 +94,9 @@ class Allowance:
 
     def count(self, used: Amount, currency: str | None, billing_day: date) -> None:
         """Count what is of `billing_day` in that day and its month, if they still matter."""
-        day = self._days.get(billing_day)
+        day, month = self._windows.find(billing_day)
         if day is not None:
             day.used += used.tokens
-        month = self._months.get(billing_day.replace(day=1))
         if month is not None:
             self.spend(month, used.cost_picos, currency)
 
@@ -115,7 +111,7 @@ class Allowance:
         """Let costs in `currency` count from now on, those from before included, and those in the former one no more."""
         if currency == self.currency:
             return
-        for month in self._months.values():
+        for month in self._windows.months:
             month.others[self.currency], month.used = month.used, month.others.pop(currency, 0)
             month.shadowed = 0
         self.currency = currency
@@ -142,7 +138,7 @@ class Allowance:
 
     def enter(self, at: Moment) -> None:
         """Let what is counted from now on count in the day and the month of `at`, if it is of them."""
-        self._windows(at)
+        self._windows.enter(at)
 
     def refusals(self, need: Need, at: Moment, ahead: Ahead = NOBODY) -> list[LimitDecision]:
         """Return the decisions of the limits that refuse `need`; none of them changes anything."""
@@ -162,7 +158,7 @@ class Allowance:
             return False
         if self.tokens is not None and self.tokens.level(at.monotonic_s) < tokens:
             return False
-        day, month = self._windows(at)
+        day, month = self._windows.enter(at)
         if limits.tokens_per_day is not None and day.used + day.reserved + tokens > limits.tokens_per_day:
             return False
         budget = self._budget_picos
@@ -191,14 +187,14 @@ class Allowance:
         if self.requests is not None:
             requests = self.requests.take(1, at.monotonic_s)
             assert requests is not None, "take after a refusal"
-        day, month = self._windows(at)
+        day, month = self._windows.enter(at)
         return self._hold(need, day, month, tokens, requests)
 
     def join(self, need: Need, day: date) -> Hold:
         """Let a request that was admitted on `day`, and not by these limits, count with them from now on: they were not known
         then, or do not hold. Its rate is water under the bridge; a day or month that is not counted here is of no matter."""
-        first = day.replace(day=1)
-        return self._hold(need, self._days.get(day) or Window(day), self._months.get(first) or Window(first))
+        known_day, known_month = self._windows.find(day)
+        return self._hold(need, known_day or Window(day), known_month or Window(day.replace(day=1)))
 
     def _hold(self, need: Need, day: Window, month: Window, tokens: Take | None = None, requests: Take | None = None) -> Hold:
         held = Amount(
@@ -212,7 +208,7 @@ class Allowance:
 
     def overlook(self, at: Moment) -> Hold:
         """Return what a request holds that would have been refused if the mode were not shadow: nothing."""
-        day, month = self._windows(at)
+        day, month = self._windows.enter(at)
         return Hold(allowance=self, held=Amount(tokens=0, cost_picos=0), day=day, month=month, overlooked=True)
 
     def spent(self, month: Window, at: Moment) -> bool:
@@ -220,7 +216,7 @@ class Allowance:
         budget = self._budget_picos
         if budget is None or not self.enforces:
             return False
-        return month.used + month.live >= budget and month is self._windows(at)[1]
+        return month.used + month.live >= budget and month is self._windows.enter(at)[1]
 
     @property
     def _budget_picos(self) -> int | None:
@@ -257,10 +253,10 @@ class Allowance:
 
     def _per_day(self, limit: int, need: int, at: Moment, ahead: Ahead) -> LimitDecision:
         wait_s = None if need > limit else _until(at.next_day_start, at.now)
-        return self._window("tokens_per_day", self._windows(at)[0], need, limit, wait_s, ahead)
+        return self._window("tokens_per_day", self._windows.enter(at)[0], need, limit, wait_s, ahead)
 
     def _budget(self, limit_micros: int, need: int, at: Moment, ahead: Ahead) -> LimitDecision:
-        return self._window("budget", self._windows(at)[1], need, limit_micros * PICOS_PER_MICRO, None, ahead)
+        return self._window("budget", self._windows.enter(at)[1], need, limit_micros * PICOS_PER_MICRO, None, ahead)
 
     def _window(
         self, kind: LimitKind, window: Window, need: int, limit: int, wait_s: float | None, ahead: Ahead
@@ -298,13 +294,6 @@ class Allowance:
             ahead=ahead.requests,
             currency=self.currency,
         )
-
-    def _windows(self, at: Moment) -> tuple[Window, Window]:
-        """Return today's and this month's window. A hold keeps the windows that it was taken from."""
-        if self._day.start != at.day:
-            self._day = _window_from(self._days, at.day, 1)
-            self._month = _window_from(self._months, at.month, 31)
-        return self._day, self._month
 
 
 @dataclass(slots=True, kw_only=True)
@@ -365,21 +354,6 @@ class Hold:
         self.day.reserved -= self.held.tokens
         self.month.reserved -= self.held.cost_picos
         self.forget_live()
-
-
-def _window_from(windows: dict[date, Window], start: date, step_days: int) -> Window:
-    """Return the window that begins at `start`. A clock that jumped ahead and is set right finds the one that it left.
-
-    A clock that steps back over a beginning of at most `step_days` later, into a window that nobody knows, stays in the later
-    one: else it would give a second day.
-    """
-    later = [known for known in windows if start < known <= start + timedelta(days=step_days)]
-    known = start if start in windows or not later else min(later)
-    window = windows.pop(known, None) or Window(known)
-    windows[known] = window
-    while len(windows) > WINDOWS_KEPT:
-        del windows[next(iter(windows))]
-    return window
 
 
 def _held(worst: int, limit: int | None, window: Window) -> int:

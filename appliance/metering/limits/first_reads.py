@@ -21,11 +21,12 @@ from collections.abc import Callable, Mapping, Sequence
 
 from appliance.metering.ledger.records import UsageEvent
 from appliance.metering.limits.allowances import Allowance
-from appliance.metering.limits.quotas import Moment, Owner, owners_of
+from appliance.metering.limits.owners import Owner, owners_of
 from appliance.metering.limits.reservations import Reservation
 from appliance.metering.limits.rules import Rule
 from appliance.metering.limits.running import Running
 from appliance.metering.limits.sums import PeriodSums, SumsReader
+from appliance.metering.limits.windows import Moment
 
 OWNERS_AT_ONCE = 64
 

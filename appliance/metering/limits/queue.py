@@ -23,8 +23,8 @@ from appliance.base.clock import Clock
 from appliance.base.errors import Refused
 from appliance.base.shared_places import has_place
 from appliance.metering.limits.allowances import NOBODY, Ahead, Allowance, Need
+from appliance.metering.limits.decisions import LimitDecision
 from appliance.metering.limits.line import Line
-from appliance.metering.limits.quotas import LimitDecision
 from appliance.metering.limits.refusals import refusal
 from appliance.metering.limits.reservations import Reservation
 

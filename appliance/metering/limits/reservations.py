@@ -9,7 +9,8 @@ import msgspec
 
 from appliance.base.money import BASIS_POINTS
 from appliance.metering.limits.allowances import Amount, Hold, Need
-from appliance.metering.limits.quotas import LimitDecision, Moment
+from appliance.metering.limits.decisions import LimitDecision
+from appliance.metering.limits.windows import Moment
 from appliance.metering.prices import Rate
 
 

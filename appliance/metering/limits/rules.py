@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import msgspec
 
-from appliance.metering.limits.quotas import ALL_TENANTS, Owner
+from appliance.metering.limits.owners import ALL_TENANTS, Owner
 from appliance.metering.limits.reservations import Work
 from appliance.metering.prices import Price
 from appliance.tenancy.fields import check_choice

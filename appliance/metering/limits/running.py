@@ -14,8 +14,9 @@ from itertools import accumulate
 from statistics import median
 
 from appliance.metering.limits.allowances import Allowance, Hold
-from appliance.metering.limits.quotas import LimitDecision, Moment
+from appliance.metering.limits.decisions import LimitDecision
 from appliance.metering.limits.reservations import Reservation
+from appliance.metering.limits.windows import Moment
 
 WAIT_S_MIN = 1.0
 WAIT_S_MAX = 60.0

@@ -20,7 +20,8 @@ from appliance.base.background import Background
 from appliance.base.db import Database, overwriting
 from appliance.base.prepared import Prepared
 from appliance.base.tables import limit_levels
-from appliance.metering.limits.quotas import LimitKind, Owner
+from appliance.metering.limits.decisions import LimitKind
+from appliance.metering.limits.owners import Owner
 
 SAVE_INTERVAL_S = 1.0
 

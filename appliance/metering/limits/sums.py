@@ -17,9 +17,11 @@ from appliance.base.tables import usage_events
 from appliance.metering.calendar import BillingCalendar
 from appliance.metering.ledger.rollups import SETTLED, join_sum
 from appliance.metering.limits import saved_levels
+from appliance.metering.limits.decisions import BUCKET_KINDS, LimitKind
 from appliance.metering.limits.owner_sums import NAMED_MAX, days_of_month, spread, sums_query
-from appliance.metering.limits.quotas import BUCKET_KINDS, LimitKind, Moment, Owner, owners_of
+from appliance.metering.limits.owners import Owner, owners_of
 from appliance.metering.limits.saved_levels import SavedLevel
+from appliance.metering.limits.windows import Moment
 
 RECENT = timedelta(minutes=1)
 """After this long a bucket is full again, whatever was taken from it."""
