@@ -16,9 +16,9 @@ from appliance.base.errors import Draining, NotFound, Overloaded
 from appliance.metering.ledger.records import TOKEN_COLUMNS, Checkpoint, PendingEntry
 from appliance.metering.ledger.writer import Ledger
 from appliance.metering.limits.admission import Admission, Patience
+from appliance.metering.limits.asked import Asked
 from appliance.metering.limits.refusals import not_priced
 from appliance.metering.limits.reservations import Reservation
-from appliance.metering.limits.rules import Asked
 from appliance.metering.prices import Price, PriceBook
 from appliance.serving.access_watch import AccessWatch
 from appliance.serving.endings import RETRY_AFTER_DRAINING_S

@@ -13,9 +13,9 @@ import msgspec
 import pytest
 
 from appliance.base.errors import Refused
+from appliance.metering.limits.asked import Asked
 from appliance.metering.limits.owners import Owner, owners_of
 from appliance.metering.limits.reservations import Reservation
-from appliance.metering.limits.rules import Asked
 from appliance.metering.limits.sums import LevelNow, PeriodSums
 from appliance.metering.limits.token_bucket import UNITS_PER_TOKEN
 from appliance.metering.limits.windows import Moment

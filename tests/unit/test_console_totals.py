@@ -15,7 +15,7 @@ from appliance.base.ids import new_id
 from appliance.console.limits import key_levels, tenant_levels
 from appliance.console.totals import Totals, costs_this_month, totals_this_month, totals_today
 from appliance.metering.limits.admission import Patience
-from appliance.metering.limits.rules import Asked
+from appliance.metering.limits.asked import Asked
 from appliance.tenancy.access import WHOLE_BOX, Access
 from appliance.tenancy.principals import Limits, Principal
 from appliance.tenancy.roles import Role, TenantRole

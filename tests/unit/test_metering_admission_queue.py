@@ -14,10 +14,10 @@ from appliance.base.errors import BudgetExceeded, Draining, RateLimitExceeded, R
 from appliance.metering.limits import queue as admission_queue
 from appliance.metering.limits.admission import Patience
 from appliance.metering.limits.allowances import Ahead
+from appliance.metering.limits.asked import Asked
 from appliance.metering.limits.line import Line
 from appliance.metering.limits.queue import Abandoned
 from appliance.metering.limits.reservations import Reservation
-from appliance.metering.limits.rules import Asked
 from appliance.tenancy.model_policies import ModelPolicy
 from appliance.tenancy.principals import Limits, Principal
 from tests.support.alarms import Alarms

@@ -17,8 +17,8 @@ from appliance.metering.invariants import books
 from appliance.metering.ledger.corrections import NOTE_CHARS_MAX, Correction, Corrections, _stands_query
 from appliance.metering.ledger.records import UsageEvent
 from appliance.metering.ledger.rows import COST_PICOS_MAX
+from appliance.metering.limits.asked import Asked
 from appliance.metering.limits.owners import Owner
-from appliance.metering.limits.rules import Asked
 from appliance.metering.limits.sums import PeriodSums
 from appliance.metering.limits.windows import Moment
 from appliance.metering.prices import Price

@@ -21,10 +21,10 @@ from appliance.metering.ledger.writer import Ledger
 from appliance.metering.limits import sums as limit_sums
 from appliance.metering.limits.admission import Admission
 from appliance.metering.limits.allowances import Allowance
+from appliance.metering.limits.asked import Asked
 from appliance.metering.limits.first_reads import OWNERS_AT_ONCE
 from appliance.metering.limits.owners import ALL_TENANTS, Owner
 from appliance.metering.limits.reservations import Reservation
-from appliance.metering.limits.rules import Asked
 from appliance.metering.limits.saved_levels import LimitLevels
 from appliance.metering.limits.sums import RECENT_EVENTS_MAX, PeriodSums, Span, events_query, settled_query
 from appliance.metering.limits.windows import Moment

@@ -19,13 +19,14 @@ from appliance.base.errors import GatehouseError
 from appliance.metering.calendar import BillingCalendar
 from appliance.metering.ledger.records import UsageEvent
 from appliance.metering.limits.allowances import Allowance, Amount, Need
+from appliance.metering.limits.asked import Asked, Work
 from appliance.metering.limits.decisions import SHADOW, LimitDecision, LimitKind
 from appliance.metering.limits.first_reads import FirstReads
 from appliance.metering.limits.output_estimates import OutputEstimates
 from appliance.metering.limits.owners import ALL_TENANTS, Owner, owners_of
 from appliance.metering.limits.queue import AdmissionQueue, Later, Refusals, Waiter, may_wait, on_the_loop
-from appliance.metering.limits.reservations import Reservation, Work
-from appliance.metering.limits.rules import Asked, rules_for
+from appliance.metering.limits.reservations import Reservation
+from appliance.metering.limits.rules import rules_for
 from appliance.metering.limits.running import Running
 from appliance.metering.limits.saved_levels import LevelRow, SavedLevel
 from appliance.metering.limits.sums import SumsReader

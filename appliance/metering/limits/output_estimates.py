@@ -12,7 +12,7 @@ import structlog
 
 from appliance.base.background import Background
 from appliance.base.clock import Clock
-from appliance.metering.limits.reservations import Work
+from appliance.metering.limits.asked import Work
 from appliance.metering.limits.sums import OUTPUTS_KEPT
 
 EXPECTED_OUTPUT_TOKENS = 256
