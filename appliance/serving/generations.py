@@ -15,8 +15,9 @@ from appliance.base.db import Database
 from appliance.base.errors import Draining, NotFound, Overloaded
 from appliance.metering.ledger.records import TOKEN_COLUMNS, Checkpoint, PendingEntry
 from appliance.metering.ledger.writer import Ledger
-from appliance.metering.limits.admission import Admission, Patience
+from appliance.metering.limits.admission import Admission
 from appliance.metering.limits.asked import Asked
+from appliance.metering.limits.queue import Patience
 from appliance.metering.limits.refusals import not_priced
 from appliance.metering.limits.reservations import Reservation
 from appliance.metering.prices import Price, PriceBook

@@ -9,9 +9,10 @@ import random
 import pytest
 
 from appliance.base.errors import RateLimitExceeded, Refused
-from appliance.metering.limits.admission import Admission, Patience
+from appliance.metering.limits.admission import Admission
 from appliance.metering.limits.asked import Asked
 from appliance.metering.limits.owners import Owner
+from appliance.metering.limits.queue import Patience
 from appliance.metering.limits.reservations import Reservation
 from appliance.metering.limits.token_bucket import UNITS_PER_TOKEN
 from appliance.tenancy.model_policies import ModelPolicy

@@ -14,8 +14,8 @@ from appliance.base.acting import SYSTEM
 from appliance.base.ids import new_id
 from appliance.console.limits import key_levels, tenant_levels
 from appliance.console.totals import Totals, costs_this_month, totals_this_month, totals_today
-from appliance.metering.limits.admission import Patience
 from appliance.metering.limits.asked import Asked
+from appliance.metering.limits.queue import Patience
 from appliance.tenancy.access import WHOLE_BOX, Access
 from appliance.tenancy.principals import Limits, Principal
 from appliance.tenancy.roles import Role, TenantRole

@@ -12,11 +12,10 @@ import pytest
 
 from appliance.base.errors import BudgetExceeded, Draining, RateLimitExceeded, RequestExceedsLimit
 from appliance.metering.limits import queue as admission_queue
-from appliance.metering.limits.admission import Patience
 from appliance.metering.limits.allowances import Ahead
 from appliance.metering.limits.asked import Asked
 from appliance.metering.limits.line import Line
-from appliance.metering.limits.queue import Abandoned
+from appliance.metering.limits.queue import Abandoned, Patience
 from appliance.metering.limits.reservations import Reservation
 from appliance.tenancy.model_policies import ModelPolicy
 from appliance.tenancy.principals import Limits, Principal

@@ -7,15 +7,13 @@ prompt, which is known exactly, and the output that is to be expected; the expec
 from __future__ import annotations
 
 import math
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from operator import itemgetter
-from typing import Protocol
 
 import msgspec
 
 from appliance.base.clock import Clock
-from appliance.base.errors import GatehouseError
 from appliance.metering.calendar import BillingCalendar
 from appliance.metering.ledger.records import UsageEvent
 from appliance.metering.limits.allowances import Allowance, Amount, Need
@@ -24,7 +22,17 @@ from appliance.metering.limits.decisions import SHADOW, LimitDecision, LimitKind
 from appliance.metering.limits.first_reads import FirstReads
 from appliance.metering.limits.output_estimates import OutputEstimates
 from appliance.metering.limits.owners import ALL_TENANTS, Owner, owners_of
-from appliance.metering.limits.queue import AdmissionQueue, Later, Refusals, Waiter, may_wait, on_the_loop
+from appliance.metering.limits.queue import (
+    NO_PATIENCE,
+    AdmissionQueue,
+    Later,
+    Patience,
+    Refusals,
+    Waiter,
+    WaitObserver,
+    may_wait,
+    on_the_loop,
+)
 from appliance.metering.limits.reservations import Reservation
 from appliance.metering.limits.rules import rules_for
 from appliance.metering.limits.running import Running
@@ -51,13 +59,6 @@ class RateLimitState(msgspec.Struct, frozen=True, kw_only=True):
     tokens: RateLimit | None
 
 
-class Patience(msgspec.Struct, frozen=True, kw_only=True):
-    """How long a request may wait for room. `gone` returns when its client does not want it any more."""
-
-    wait_s: float = 0.0
-    gone: Callable[[], Awaitable[None]] | None = None
-
-
 class Needs(msgspec.Struct, frozen=True, kw_only=True):
     """What a request is to cost, and what it asks of each of its allowances, and in `common` of all that refuse."""
 
@@ -66,20 +67,7 @@ class Needs(msgspec.Struct, frozen=True, kw_only=True):
     each: Sequence[Need]
 
 
-NO_PATIENCE = Patience()
 NO_LIMITS = Limits()
-
-
-class WaitObserver(Protocol):
-    """Who counts the waits: `how` they end is admitted, refused or abandoned."""
-
-    def wait_began(self, model: str) -> None:
-        """Hear that a request waits for room."""
-        ...
-
-    def wait_ended(self, model: str, how: str, waited_s: float) -> None:
-        """Hear that it does not any more."""
-        ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -117,10 +105,8 @@ class Admission:
         self.output_estimates = OutputEstimates(sums, clock)
         self._live = Running(self._moment)
         self._unsaved: set[Allowance] = set()
-        self._queue = AdmissionQueue(clock, later=later)
-        self._waits = waits
+        self._queue = AdmissionQueue(clock, later=later, observer=waits)
         self._first_reads = FirstReads(sums, self._allowances, self._live, self._moment)
-        self._asking: dict[int, Asked] = {}  # of those who wait, by what no two of them share
         self._today: Moment | None = None
 
     async def admit(self, asked: Asked, patience: Patience = NO_PATIENCE) -> Reservation:
@@ -138,25 +124,15 @@ class Admission:
             return answer
         if not may_wait(answer.decisions, patience.wait_s) or not self._queue.has_room(answer, asked.principal.tenant.id):
             raise answer.told
-        waiting = self._queue.wait(
-            answer,
-            asked.principal.tenant.id,
-            allowances,
-            needs.each,
-            lambda waiter: self._try(asked, allowances, needs, waiter),
-            patience.wait_s,
-            patience.gone,
+        tokens = {allowance: need.expected.tokens for allowance, need in zip(allowances, needs.each, strict=True)}
+        return await self._queue.wait(
+            asked, answer, tokens, lambda waiter: self._try(asked, allowances, needs, waiter), patience
         )
-        self._asking[id(asked)] = asked
-        try:
-            return await self._observed(waiting, asked.model)
-        finally:
-            del self._asking[id(asked)]
 
     @property
     def asking(self) -> list[Asked]:
         """Return the requests that wait for room."""
-        return list(self._asking.values())
+        return self._queue.asking
 
     def reconfigure(self, principals: Mapping[str, Principal], policies: Mapping[str, ModelPolicy]) -> None:
         """Hold those who wait or run to the limits as they are now. Who waits tries again: a limit may be raised, or lowered
@@ -166,7 +142,7 @@ class Admission:
         for running in self._live:
             if (principal := principals.get(running.work.key_id)) is not None:
                 running.hold_to_budget(principal.tenant.cut_at_budget)
-        waiting = {(asked.principal.key.id, asked.model) for asked in self._asking.values()}
+        waiting = {(asked.principal.key.id, asked.model) for asked in self._queue.asking}
         for key_id, model in waiting | {(running.work.key_id, running.work.model) for running in self._live}:
             principal = principals.get(key_id)
             if principal is None:
@@ -181,22 +157,6 @@ class Admission:
                     allowance.bill_in(rule.currency)
                 allowance.configure(rule.limits if rule else NO_LIMITS, rule.mode if rule else allowance.mode, at)
         self._queue.wake(touched)
-
-    async def _observed(self, waiting: Awaitable[Reservation], model: str) -> Reservation:
-        """Tell the observer how long a wait was and how it ended."""
-        if self._waits is None:
-            return await waiting
-        began_s, how = self._clock.monotonic_s(), "abandoned"
-        self._waits.wait_began(model)
-        try:
-            reservation = await waiting
-            how = "admitted"
-        except GatehouseError:
-            how = "refused"
-            raise
-        finally:
-            self._waits.wait_ended(model, how, self._clock.monotonic_s() - began_s)
-        return reservation
 
     async def forecast(self, asked: Asked, wait_s: float = 0.0) -> Forecast:
         """Return what every limit would say now, and what would come of it with a patience of `wait_s`. Takes nothing."""

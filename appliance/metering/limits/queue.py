@@ -15,14 +15,18 @@ from __future__ import annotations
 import asyncio
 import itertools
 from collections import deque
-from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Protocol
 
+import msgspec
+
 from appliance.base.clock import Clock
-from appliance.base.errors import Refused
+from appliance.base.errors import GatehouseError, Refused
 from appliance.base.shared_places import has_place
-from appliance.metering.limits.allowances import NOBODY, Ahead, Allowance, Need
+from appliance.metering.limits.allowances import NOBODY, Ahead, Allowance
+from appliance.metering.limits.asked import Asked
 from appliance.metering.limits.decisions import LimitDecision
 from appliance.metering.limits.line import Line
 from appliance.metering.limits.refusals import refusal
@@ -55,6 +59,28 @@ def on_the_loop(delay_s: float, call: Callable[[], None]) -> Alarm:
     return asyncio.get_running_loop().call_later(delay_s, call)
 
 
+class Patience(msgspec.Struct, frozen=True, kw_only=True):
+    """How long a request may wait for room. `gone` returns when its client does not want it any more."""
+
+    wait_s: float = 0.0
+    gone: Callable[[], Awaitable[None]] | None = None
+
+
+NO_PATIENCE = Patience()
+
+
+class WaitObserver(Protocol):
+    """Who counts the waits: `how` they end is admitted, refused or abandoned."""
+
+    def wait_began(self, model: str) -> None:
+        """Hear that a request waits for room."""
+        ...
+
+    def wait_ended(self, model: str, how: str, waited_s: float) -> None:
+        """Hear that it does not any more."""
+        ...
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Refusals:
     """Why a request was not admitted: each refusing decision, with whose limit it is. `estimate` guesses when running requests
@@ -80,7 +106,7 @@ class Waiter:
     there."""
 
     seq: int
-    tenant_id: str
+    asked: Asked
     tokens: Mapping[Allowance, int]
     attempt: Callable[[Waiter], Reservation | Refusals]
     deadline_s: float
@@ -88,13 +114,19 @@ class Waiter:
     lines: set[Allowance] = field(default_factory=set)
     alarm: Alarm | None = None
 
+    @property
+    def tenant_id(self) -> str:
+        """Return whose places it takes."""
+        return self.asked.principal.tenant.id
+
 
 class AdmissionQueue:
     """The lines of all owners. Belongs to one event loop; nothing in it waits but `wait`."""
 
-    def __init__(self, clock: Clock, *, later: Later = on_the_loop) -> None:
+    def __init__(self, clock: Clock, *, later: Later = on_the_loop, observer: WaitObserver | None = None) -> None:
         self._clock = clock
         self._later = later
+        self._observer = observer
         self._seq = itertools.count()
         self._lines: dict[Allowance, Line[Waiter]] = {}
         self._waiting: set[Waiter] = set()
@@ -104,6 +136,11 @@ class AdmissionQueue:
 
     def __len__(self) -> int:
         return len(self._waiting)
+
+    @property
+    def asking(self) -> list[Asked]:
+        """Return the requests that wait."""
+        return [waiter.asked for waiter in self._waiting]
 
     def ahead(self, allowance: Allowance, waiter: Waiter | None = None) -> Ahead:
         """Return what those before `waiter` in the line need; of all in it when None, for one who has just come."""
@@ -119,39 +156,55 @@ class AdmissionQueue:
 
     async def wait(
         self,
+        asked: Asked,
         refusals: Refusals,
-        tenant_id: str,
-        allowances: Sequence[Allowance],
-        needs: Sequence[Need],
+        tokens: Mapping[Allowance, int],
         attempt: Callable[[Waiter], Reservation | Refusals],
-        patience_s: float,
-        gone: Callable[[], Awaitable[None]] | None = None,
+        patience: Patience,
     ) -> Reservation:
-        """Return the reservation as soon as `attempt` finds room.
+        """Return the reservation as soon as `attempt` finds room. `tokens` is what is needed of each of its allowances.
 
-        Raises the last refusal after `patience_s`, Abandoned when `gone` returns, and what `refuse_all` was given.
+        Raises the last refusal when `patience` is over, Abandoned when its client is gone, and what `refuse_all` was given.
         """
-        waiter = Waiter(
-            seq=next(self._seq),
-            tenant_id=tenant_id,
-            tokens={allowance: need.expected.tokens for allowance, need in zip(allowances, needs, strict=True)},
-            attempt=attempt,
-            deadline_s=self._clock.monotonic_s() + patience_s,
-            answer=asyncio.get_running_loop().create_future(),
-        )
-        self._waiting.add(waiter)
-        self._stand_in_line(waiter, refusals)
-        watcher = asyncio.ensure_future(_never() if gone is None else gone())
-        kept = False
+        with self._observed(asked.model):
+            waiter = Waiter(
+                seq=next(self._seq),
+                asked=asked,
+                tokens=tokens,
+                attempt=attempt,
+                deadline_s=self._clock.monotonic_s() + patience.wait_s,
+                answer=asyncio.get_running_loop().create_future(),
+            )
+            self._waiting.add(waiter)
+            self._stand_in_line(waiter, refusals)
+            watcher = asyncio.ensure_future(_never() if patience.gone is None else patience.gone())
+            kept = False
+            try:
+                await asyncio.wait((waiter.answer, watcher), return_when=asyncio.FIRST_COMPLETED)
+                if not waiter.answer.done():
+                    raise Abandoned
+                kept = True
+                return waiter.answer.result()
+            finally:
+                watcher.cancel()
+                self._let_go(waiter, kept=kept)
+
+    @contextmanager
+    def _observed(self, model: str) -> Iterator[None]:
+        """Tell the observer how long a wait was and how it ended."""
+        if self._observer is None:
+            yield
+            return
+        began_s, how = self._clock.monotonic_s(), "abandoned"
+        self._observer.wait_began(model)
         try:
-            await asyncio.wait((waiter.answer, watcher), return_when=asyncio.FIRST_COMPLETED)
-            if not waiter.answer.done():
-                raise Abandoned
-            kept = True
-            return waiter.answer.result()
+            yield
+            how = "admitted"
+        except GatehouseError:
+            how = "refused"
+            raise
         finally:
-            watcher.cancel()
-            self._let_go(waiter, kept=kept)
+            self._observer.wait_ended(model, how, self._clock.monotonic_s() - began_s)
 
     def wake(self, allowances: Iterable[Allowance]) -> None:
         """Try again for everybody in these lines, in the order of arrival: something was given back, or somebody has left.
