@@ -134,11 +134,8 @@ class AdmissionQueue:
         self._due: deque[Waiter] = deque()  # who does, in the order of arrival
         self._trying = False
 
-    def __len__(self) -> int:
-        return len(self._waiting)
-
     @property
-    def asking(self) -> list[Asked]:
+    def waiting(self) -> list[Asked]:
         """Return the requests that wait."""
         return [waiter.asked for waiter in self._waiting]
 
