@@ -49,8 +49,8 @@ from appliance.metering.ledger.request_history import RequestHistory
 from appliance.metering.ledger.round import OnSettled
 from appliance.metering.ledger.writer import Ledger
 from appliance.metering.limits.admission import Admission
+from appliance.metering.limits.ledger_sums import LedgerSums
 from appliance.metering.limits.saved_levels import LimitLevels
-from appliance.metering.limits.sums import LedgerSums
 from appliance.metering.past_requests import PastRequests
 from appliance.metering.prices import PriceBook
 from appliance.metering.usage import UsageReports
@@ -280,7 +280,7 @@ class Appliance:
         services.alerts.start(services.models, services.metrics, version=services.version)
         services.generations.start_watching()
         services.limit_levels.start()
-        services.admission.output_estimates.start()
+        services.admission.start()
         services.housekeeping.start()
 
 

@@ -23,8 +23,9 @@ from appliance.metering.ledger.recovery import recover
 from appliance.metering.ledger.rows import event_from_row
 from appliance.metering.ledger.writer import Ledger
 from appliance.metering.limits.admission import Admission
+from appliance.metering.limits.ledger_sums import LedgerSums
 from appliance.metering.limits.owners import Owner
-from appliance.metering.limits.sums import LedgerSums, SumsReader
+from appliance.metering.limits.sums import SumsReader
 from appliance.metering.prices import PriceBook
 
 DEADLINE_S = 60.0

@@ -18,15 +18,16 @@ from appliance.base.db import Database
 from appliance.base.journal import Journal
 from appliance.metering.ledger import writer
 from appliance.metering.ledger.writer import Ledger
-from appliance.metering.limits import sums as limit_sums
+from appliance.metering.limits import ledger_sums
 from appliance.metering.limits.admission import Admission
 from appliance.metering.limits.allowances import Allowance
 from appliance.metering.limits.asked import Asked
 from appliance.metering.limits.first_reads import OWNERS_AT_ONCE
+from appliance.metering.limits.ledger_sums import RECENT_EVENTS_MAX, Span, events_query, settled_query
 from appliance.metering.limits.owners import ALL_TENANTS, Owner
 from appliance.metering.limits.reservations import Reservation
 from appliance.metering.limits.saved_levels import LimitLevels
-from appliance.metering.limits.sums import RECENT_EVENTS_MAX, PeriodSums, Span, events_query, settled_query
+from appliance.metering.limits.sums import PeriodSums
 from appliance.metering.limits.windows import Moment
 from appliance.tenancy.model_policies import ModelPolicy
 from appliance.tenancy.principals import Limits, Principal
@@ -270,7 +271,7 @@ async def test_many_are_read_as_each_of_them_alone_also_when_there_are_more_even
     assert await sums.read(owners, at) == alone
     assert [len(found.recent) for found in alone.values()] == [8, 4, 4, 4, 6]
 
-    monkeypatch.setattr(limit_sums, "RECENT_EVENTS_MAX", 5)
+    monkeypatch.setattr(ledger_sums, "RECENT_EVENTS_MAX", 5)
     cut = await sums.read(owners, at)
     assert {owner: found.recent for owner, found in cut.items()} == {owner: found.recent[-5:] for owner, found in alone.items()}
 

@@ -151,6 +151,10 @@ class Admission:
             allowance.correct(correction)
         self._queue.wake(known)
 
+    def start(self) -> None:
+        """Begin to read how long earlier answers were."""
+        self.output_estimates.start()
+
     async def stop(self) -> None:
         """End what reads the ledger."""
         await self.output_estimates.stop()

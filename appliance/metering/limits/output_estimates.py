@@ -13,8 +13,9 @@ import structlog
 from appliance.base.background import Background
 from appliance.base.clock import Clock
 from appliance.metering.limits.asked import Work
-from appliance.metering.limits.sums import OUTPUTS_KEPT
 
+OUTPUTS_KEPT = 100
+"""Answers of a key with a model by which the length of the next one is guessed."""
 EXPECTED_OUTPUT_TOKENS = 256
 """Output expected of a key of which fewer than OUTPUTS_MIN requests with this model are known."""
 OUTPUTS_MIN = 20
