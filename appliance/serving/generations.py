@@ -9,7 +9,7 @@ from datetime import datetime
 
 import structlog
 
-from appliance.base.background import Background
+from appliance.base.background import Background, repeat
 from appliance.base.clock import Clock
 from appliance.base.db import Database
 from appliance.base.errors import Draining, NotFound, Overloaded
@@ -94,7 +94,10 @@ class Generations:
         self._watch = AccessWatch(db, clock, self._generations.values, admission=admission, policies=policies)
         self._open = OpenRequests()
         self._tasks: set[asyncio.Task[None]] = set()
-        self._checkpoints = Background("checkpoints", self._checkpoint_forever)
+        self._checkpoints = Background(
+            "checkpoints",
+            lambda: repeat(self._checkpoint, CHECKPOINT_INTERVAL_S, failure="how far running requests are could not be noted"),
+        )
         self._idle = asyncio.Event()
         self._idle.set()
 
@@ -334,13 +337,8 @@ class Generations:
         if not self._generations:
             self._idle.set()
 
-    async def _checkpoint_forever(self) -> None:
-        while True:
-            await asyncio.sleep(CHECKPOINT_INTERVAL_S)
-            try:
-                self.checkpoint()
-            except Exception:  # owned task: without checkpoints a death would leave all that runs unbilled
-                log.exception("how far running requests are could not be noted")
+    async def _checkpoint(self) -> None:
+        self.checkpoint()
 
 
 def _asked(order: Order, price: Price | None, policy: ModelPolicy | None) -> Asked:

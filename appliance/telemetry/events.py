@@ -12,9 +12,7 @@ from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime
 
-import structlog
-
-from appliance.base.background import Background
+from appliance.base.background import Background, repeat
 from appliance.base.clock import Clock
 from appliance.telemetry.gpu import GpuReading
 from appliance.telemetry.host import HostReading
@@ -40,8 +38,6 @@ NO_STATUS = EngineStatus(
     prefix_cache_hit_tokens_total=0,
     preemptions_total=0,
 )
-
-log = structlog.get_logger()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -168,9 +164,8 @@ class SystemSampler:
         self._engines = engines
         self._gateway = gateway
         self._database = database
-        self._interval_s = interval_s
         self._subscribers: set[_Slot] = set()
-        self._sampling = Background("system sampler", self._run)
+        self._sampling = Background("system sampler", lambda: repeat(self.sample, interval_s, failure="system sample failed"))
         self._latest: SystemSnapshot | None = None
         self.history: deque[SystemSnapshot] = deque(maxlen=HISTORY_SAMPLES)
 
@@ -216,14 +211,6 @@ class SystemSampler:
                 yield await slot.take()
         finally:
             self._subscribers.discard(slot)
-
-    async def _run(self) -> None:
-        while True:
-            await asyncio.sleep(self._interval_s)
-            try:
-                await self.sample()
-            except Exception:  # owned task: one failed sample must not end the live view
-                log.exception("system sample failed")
 
     async def _read(self) -> SystemSnapshot:
         engines = list(self._engines())
