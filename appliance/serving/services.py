@@ -28,8 +28,8 @@ from appliance.serving.housekeeping import Housekeeping
 from appliance.serving.model_registry import ModelRegistry
 from appliance.serving.readiness import Readiness
 from appliance.serving.turns import Turns
-from appliance.telemetry.events import SystemSampler
 from appliance.telemetry.metrics import Metrics
+from appliance.telemetry.sampler import SystemSampler
 from appliance.tenancy.admin_tokens import AdminTokens
 from appliance.tenancy.audit import AuditLog
 from appliance.tenancy.identities import Identities
