@@ -70,7 +70,6 @@ class Generation:
         self._model = model
         self._request = request
         self._field_names = field_names
-        self._generated: dict[int, int] = {}  # all that the engine told of, by answer
         self._answers = [Answer(index, _text_output(model, request)) for index in range(request.sampling.num_answers)]
         self._entry = entry
         self._reservation = reservation
@@ -185,8 +184,8 @@ class Generation:
         self._model.client.figures.balance.opened()
         while True:
             for event in await events.take():
-                self._generated[event.index] = event.num_output_tokens
                 answer = self._answers[event.index]
+                answer.generated_tokens = event.num_output_tokens
                 if not answer.stopped:
                     self._count(event)
                     self._show(answer, event)
@@ -327,7 +326,7 @@ class Generation:
             self._reservation.recorded()
         if self._submitted:
             self._model.client.figures.balance.closed(
-                generated_tokens=sum(self._generated.values()),
+                generated_tokens=sum(answer.generated_tokens for answer in self._answers),
                 billed_completion=usage.completion_tokens,
                 billed_prompt=usage.prompt_tokens,
             )
