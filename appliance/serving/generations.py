@@ -22,6 +22,7 @@ from appliance.metering.limits.refusals import not_priced
 from appliance.metering.limits.reservations import Reservation
 from appliance.metering.prices import Price, PriceBook
 from appliance.serving.access_watch import AccessWatch
+from appliance.serving.bill import Bill
 from appliance.serving.endings import RETRY_AFTER_DRAINING_S
 from appliance.serving.generation import Generation
 from appliance.serving.live_requests import LiveRequest
@@ -273,14 +274,21 @@ class Generations:
             batch=order.batch,
             admitted_at=live.admitted_at,
         )
+        bill = Bill(
+            live=live,
+            model=order.model,
+            entry=entry,
+            reservation=reservation,
+            ledger=self._ledger,
+            clock=self._clock,
+            metrics=self._metrics,
+        )
         return Generation(
             live=live,
             model=order.model,
             request=self._generation_request(order),
             field_names=order.field_names,
-            entry=entry,
-            reservation=reservation,
-            ledger=self._ledger,
+            bill=bill,
             clock=self._clock,
             metrics=self._metrics,
             buffer_chunks=self._limits.buffer_chunks,

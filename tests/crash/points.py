@@ -33,6 +33,7 @@ from appliance.metering.ledger import round as ledger_round
 from appliance.metering.ledger.round import Open, Round, Settle
 from appliance.metering.ledger.writer import Ledger
 from appliance.metering.limits.saved_levels import LimitLevels
+from appliance.serving.bill import Bill
 from appliance.serving.engine_client import EngineClient
 from appliance.serving.generation import Generation
 from appliance.serving.generations import Generations
@@ -335,8 +336,8 @@ def _wrap_migration(reaper: Reaper, app: Any) -> None:
 def _wrap_serving(reaper: Reaper) -> None:
     _before(reaper, EngineClient, "submit", "admitted, engine not told")
     _after(reaper, EngineClient, "_flush", "engine told")
-    _before(reaper, Generation, "_end_reservation", "end heard, bucket not settled")
-    _after(reaper, Generation, "_end_reservation", "bucket settled, record not written")
+    _before(reaper, Bill, "end_reservation", "end heard, bucket not settled")
+    _after(reaper, Bill, "end_reservation", "bucket settled, record not written")
     _after(reaper, Generation, "_settle", "settlement told")
     _before(reaper, rollups, "add_at_once", "events settled, sums not written")
     _after(reaper, rollups, "add_at_once", "sums written")
