@@ -1,4 +1,4 @@
-"""A task that an object owns: started, stopped, and heard of when it fails in between; and work that it does at intervals."""
+"""A task that an object owns: started, stopped, and logged if it fails in between; and work that is repeated in such a task."""
 
 from __future__ import annotations
 

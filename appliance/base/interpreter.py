@@ -1,8 +1,8 @@
-"""How Python is set up in a process that serves: what its collector looks through, and how soon a thread has its turn.
+"""How Python is set up in a process that serves: what its garbage collector visits, and how soon a waiting thread runs.
 
-A full collection goes through all that is there, most of which (modules, routes, schemas) lives as long as the process; under
-load one came every few seconds, and every stream stood still for 150 ms meanwhile. And a thread that wants to run waits for the
-one that runs, by default for up to 5 ms each time: the ledger's thread asks several times per commit.
+A full collection visits every object, most of which (modules, routes, schemas) live as long as the process; under load one ran
+every few seconds and stopped every stream for 150 ms. And a thread that wants to run waits for the one that runs, by default up
+to 5 ms each time: the ledger's thread asks several times per commit.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ SWITCH_INTERVAL_S = 0.0005
 
 
 def prepare_to_serve() -> None:
-    """Call it once, when everything has been made that stays."""
+    """Exempt what exists now from collections, and set the intervals. Call it once, when all that stays has been made."""
     gc.collect()
     gc.freeze()
     gc.set_threshold(YOUNG_OBJECTS_MAX, YOUNG_PER_OLDER, OLDER_PER_FULL)
@@ -28,8 +28,8 @@ def prepare_to_serve() -> None:
 
 @contextmanager
 def without_collections() -> Iterator[None]:
-    """Collect nothing meanwhile: a text of millions of lists is read many times as fast where none of them is looked at again
-    with every thousand that come. Nothing may be awaited within."""
+    """Collect nothing inside the block: a text of millions of lists is read many times as fast if they are not visited again
+    for every thousand new ones. Nothing may be awaited within."""
     if not gc.isenabled():
         yield
         return

@@ -131,7 +131,7 @@ class Generations:
             raise Overloaded("the waiting queue is full", retry_after_s=RETRY_AFTER_OVERLOADED_S)
 
     def _seats(self, model: ServedModel) -> int:
-        """Requests that run at a time: as the settings say, else as the engine of `model` chose."""
+        """Return how many requests run at a time: as the settings say, else as the engine of `model` chose."""
         if self._limits.max_num_seqs is not None or model.client.info is None:
             return self._limits.max_num_seqs or 0
         return model.client.info.max_num_seqs
@@ -206,8 +206,7 @@ class Generations:
                 generation.live.apply_progress(rows)
 
     def start_watching(self) -> None:
-        """Begin to write down, about once a second, what the live requests have used so far, and to end those whose key may not
-        go on."""
+        """Begin to record, about once a second, what live requests have used, and to end those whose key may not go on."""
         self._watch.start()
         self._checkpoints.start()
 

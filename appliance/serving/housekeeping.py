@@ -1,4 +1,4 @@
-"""The task that does now and then what nobody waits for: last uses of keys are written, old requests and alerts forgotten."""
+"""The task that does what nobody waits for: it writes when keys were last used, and forgets old requests and alerts."""
 
 from __future__ import annotations
 

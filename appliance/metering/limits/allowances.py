@@ -17,7 +17,7 @@ from appliance.metering.limits.token_bucket import MICROS_PER_S, Take, TokenBuck
 from appliance.metering.limits.windows import Moment, Window, Windows
 from appliance.tenancy.principals import Limits
 
-RUNNING_RETRY_S = 1.0  # nobody knows when a running request ends and gives back what it does not use: the least to be told
+RUNNING_RETRY_S = 1.0  # the least a client is told where only running requests are in the way: nobody knows when they end
 
 
 class Amount(msgspec.Struct, frozen=True, kw_only=True):
@@ -30,8 +30,8 @@ class Amount(msgspec.Struct, frozen=True, kw_only=True):
 class Need(msgspec.Struct, frozen=True, kw_only=True):
     """What one request asks for: what is to be expected of it, and the `worst` case, in which the answer takes all its room.
 
-    Buckets per minute hold the expected tokens: a surprise is a debt that time repays. Nothing repays a day's tokens or a
-    month's money, so of these the worst case is held, or all that is left: at most one request passes such a limit.
+    Buckets per minute hold the expected tokens: a surprise is a debt that time repays. Time repays neither a day's tokens
+    nor a month's money, so of these the worst case is held, or all that is left: at most one request overruns such a limit.
     """
 
     expected: Amount
@@ -40,8 +40,8 @@ class Need(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Ahead(msgspec.Struct, frozen=True, kw_only=True):
-    """What those who wait before a request will take first: how many they are, and their tokens. `for_window`: one of them
-    waits for a day's or a month's limit, of which he will hold what he can get."""
+    """What the waiters ahead of a request will take first: how many they are, and their tokens. `for_window`: one of them waits
+    for a day's or a month's limit, and will hold all that it can get of it."""
 
     requests: int = 0
     tokens: int = 0
@@ -78,22 +78,22 @@ class Allowance:
         month.used += sums.cost_month_picos
         month.others.update(sums.other_costs_picos)
         self._through_posting = sums.through_posting
-        self._recent = [(_age(moment, at), tokens) for moment, tokens in sums.recent]
+        self._recent = [(_monotonic_at(moment, at), tokens) for moment, tokens in sums.recent]
         for kind, saved in sums.levels.items():
-            bucket = self.buckets[kind] = TokenBucket(saved.capacity, _age(saved.saved_at, at), units=saved.units)
+            bucket = self.buckets[kind] = TokenBucket(saved.capacity, _monotonic_at(saved.saved_at, at), units=saved.units)
             for moment, units in saved.since:
-                bucket.charge(units, _age(moment, at))
+                bucket.charge(units, _monotonic_at(moment, at))
 
     def correct(self, correction: UsageEvent) -> None:
-        """Count a correction in the day and the month that it is of. One that the sums have that we began with is not counted
-        twice; minutes are over, so no bucket hears of it."""
+        """Count a correction in its day and its month, unless the sums that we began with include it. Its minute is over, so
+        no bucket changes."""
         if (correction.posting or 0) <= self._through_posting:
             return
         tokens = correction.prompt_tokens + correction.completion_tokens
         self.count(Amount(tokens=tokens, cost_picos=correction.cost_picos), correction.currency, correction.billing_day)
 
     def count(self, used: Amount, currency: str | None, billing_day: date) -> None:
-        """Count what is of `billing_day` in that day and its month, if they still matter."""
+        """Count usage of `billing_day` in that day and its month, where they are still kept."""
         day, month = self._windows.find(billing_day)
         if day is not None:
             day.used += used.tokens
@@ -101,14 +101,14 @@ class Allowance:
             self.spend(month, used.cost_picos, currency)
 
     def spend(self, month: Window, cost_picos: int, currency: str | None) -> None:
-        """Count a cost in a month: in another currency apart."""
+        """Count a cost in a month, separately if it is in another currency."""
         if currency is None or currency == self.currency:
             month.used += cost_picos
         else:
             month.others[currency] = month.others.get(currency, 0) + cost_picos
 
     def bill_in(self, currency: str) -> None:
-        """Let costs in `currency` count from now on, those from before included, and those in the former one no more."""
+        """Count costs in `currency` from now on, earlier ones included, and those in the former currency no longer."""
         if currency == self.currency:
             return
         for month in self._windows.months:
@@ -117,7 +117,7 @@ class Allowance:
         self.currency = currency
 
     def configure(self, limits: Limits, mode: str, at: Moment) -> None:
-        """Take over the limits as they are now; what was used counts against the new ones."""
+        """Adopt the limits as they are now; what was used counts against the new ones."""
         self.mode = mode
         if limits is self.limits:
             return
@@ -137,7 +137,7 @@ class Allowance:
         return self.mode != SHADOW
 
     def enter(self, at: Moment) -> None:
-        """Let what is counted from now on count in the day and the month of `at`, if it is of them."""
+        """Make the day and the month of `at` the current ones."""
         self._windows.enter(at)
 
     def refusals(self, need: Need, at: Moment, ahead: Ahead = NOBODY) -> list[LimitDecision]:
@@ -147,9 +147,9 @@ class Allowance:
         return [decision for decision in self.decisions(need, at, ahead) if not decision.allowed]
 
     def _has_plenty(self, need: Need, at: Moment) -> bool:
-        """Return whether no limit refuses `need`, without saying why: almost every request asks only this.
+        """Return whether certainly no limit refuses `need`: the quick check that almost every request passes.
 
-        False may also mean that it takes a closer look, which `decisions` is.
+        False means no more than that `decisions` must be asked.
         """
         limits, tokens = self.limits, need.expected.tokens
         if limits.concurrent_requests is not None and self.running >= limits.concurrent_requests:
@@ -165,7 +165,7 @@ class Allowance:
         return budget is None or month.used + month.reserved + need.expected.cost_picos <= budget
 
     def decisions(self, need: Need, at: Moment, ahead: Ahead = NOBODY) -> Iterator[LimitDecision]:
-        """Yield what each limit says to `need`, and to being `ahead` of nobody who waits for the same."""
+        """Yield what each limit says to `need`, after what those `ahead` will take."""
         limits = self.limits
         if limits.concurrent_requests is not None:
             yield self._concurrency(limits.concurrent_requests, ahead)
@@ -191,8 +191,8 @@ class Allowance:
         return self._hold(need, day, month, tokens, requests)
 
     def join(self, need: Need, day: date) -> Hold:
-        """Let a request that was admitted on `day`, and not by these limits, count with them from now on: they were not known
-        then, or do not hold. Its rate is water under the bridge; a day or month that is not counted here is of no matter."""
+        """Count from now on a running request that was admitted on `day` without these limits: they were not known then, or do
+        not apply to it. Nothing is taken from the buckets, and a day or month that is not kept does not matter."""
         known_day, known_month = self._windows.find(day)
         return self._hold(need, known_day or Window(day), known_month or Window(day.replace(day=1)))
 
@@ -207,12 +207,12 @@ class Allowance:
         return Hold(allowance=self, held=held, tokens=tokens, requests=requests, day=day, month=month)
 
     def overlook(self, at: Moment) -> Hold:
-        """Return what a request holds that would have been refused if the mode were not shadow: nothing."""
+        """Return the hold of a request that only shadow mode let pass: nothing."""
         day, month = self._windows.enter(at)
         return Hold(allowance=self, held=Amount(tokens=0, cost_picos=0), day=day, month=month, overlooked=True)
 
     def spent(self, month: Window, at: Moment) -> bool:
-        """Return whether a budget that refuses, of this month, is used up by what was settled and what runs."""
+        """Return whether an enforced budget is used up by settled and running requests, if `month` is the current one."""
         budget = self._budget_picos
         if budget is None or not self.enforces:
             return False
@@ -223,7 +223,7 @@ class Allowance:
         return None if self.limits.monthly_budget is None else self.limits.monthly_budget * PICOS_PER_MICRO
 
     def counted(self, cost_picos: int, currency: str | None) -> int:
-        """Return a cost as it counts here: in another currency, from before ours was set, not at all."""
+        """Return what a cost counts for here: in another currency, which was ours before, nothing."""
         return cost_picos if currency is None or currency == self.currency else 0
 
     def _resized(
@@ -261,7 +261,7 @@ class Allowance:
     def _window(
         self, kind: LimitKind, window: Window, need: int, limit: int, wait_s: float | None, ahead: Ahead
     ) -> LimitDecision:
-        """Decide by what is used and held; `wait_s` is for what no running request can give back."""
+        """Decide by what is used and held; `wait_s` is told where running requests could not give back enough."""
         used = window.used if self.enforces else window.used - window.shadowed
         left = limit - used - window.reserved
         allowed = need <= left and not ahead.for_window
@@ -313,7 +313,7 @@ class Hold:
     live_picos: int = 0
 
     def note(self, cost_picos: int, currency: str | None, at: Moment) -> bool:
-        """Say what the running request has cost so far; return whether that used the budget up."""
+        """Update what the running request has cost so far; return whether that used up the budget."""
         if self.overlooked:
             return False
         cost_picos = self.allowance.counted(cost_picos, currency)
@@ -322,7 +322,7 @@ class Hold:
         return self.allowance.spent(self.month, at)
 
     def forget_live(self) -> None:
-        """Let what the running request has cost so far count no more."""
+        """Stop counting what the running request has cost so far."""
         self.month.live -= self.live_picos
         self.live_picos = 0
 
@@ -361,7 +361,7 @@ def _held(worst: int, limit: int | None, window: Window) -> int:
     return worst if limit is None else min(worst, max(limit - window.used - window.reserved, 0))
 
 
-def _age(moment: datetime, at: Moment) -> float:
+def _monotonic_at(moment: datetime, at: Moment) -> float:
     """Return the reading of the monotonic clock at `moment`, which lies in the past, maybe before the clock began."""
     return at.monotonic_s - max((at.now - moment).total_seconds(), 0.0)
 

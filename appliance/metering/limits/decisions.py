@@ -18,10 +18,10 @@ class LimitDecision:
     """What one limit says to one request: the error, the answer to "would it pass?" and the tests read nothing else.
 
     `wait_s` is None when waiting cannot help. Budgets are in pico-units of `currency`. `model` is None for a limit over all
-    models. In the mode `shadow` it refuses nobody. `held`: it refuses only for what running requests hold, of which they may
-    give something back when they end. `ahead` requests wait before this one for the same limit.
+    models. In the mode `shadow` it refuses nobody. `held`: it refuses only because of what running requests hold, some of
+    which they may give back when they end. `ahead` requests wait before this one for the same limit.
 
-    A wait is exact, but where only running requests stand in the way: nobody knows when they end, and it is `estimated`.
+    A wait is exact unless only running requests are in the way: nobody knows when they will end, so then it is `estimated`.
     """
 
     allowed: bool

@@ -1,4 +1,4 @@
-"""What a running request holds of all its limits, until it is settled or voided: exactly one of them, exactly once."""
+"""What a running request holds of all its limits until it ends: it is either settled or voided, exactly once."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ class Reservation:
         return BASIS_POINTS if self.work.rate is None else self.work.rate.basis_points
 
     def note(self, cached_tokens: int, completion_tokens: int, rejected_tokens: int = 0) -> bool:
-        """Say how far the request is; return whether it is to end because a budget is spent with it."""
+        """Update how far the request is; return whether it must end because that spent a budget."""
         self.output_tokens = completion_tokens
         if self._first is None and completion_tokens:
             self._first = (self._moment().monotonic_s, completion_tokens)
@@ -112,7 +112,7 @@ class Reservation:
         self._on_end(self, -(-completion // self.work.answers))
 
     def recorded(self) -> None:
-        """Hear that the record has what it was settled at, for whoever reads the ledger from now on, or never will."""
+        """Hear that the record has the settlement, for reads of the ledger from now on, or that it never will."""
         if self.request_id is not None:
             self._on_recorded(self.request_id)
 

@@ -30,7 +30,7 @@ class Window:
     """What was used and what is reserved in one day (tokens) or month (pico-units of money) of the billing calendar.
 
     `shadowed` is the part of `used` that limits in shadow mode would have refused. `live` is what running requests have cost so
-    far, of what is reserved for them. `others` is the money that was used in currencies which do not count.
+    far, of what is reserved for them. `others` is the money used in currencies that do not count.
     """
 
     start: date
@@ -68,10 +68,10 @@ class Windows:
 
 
 def _entered(windows: dict[date, Window], start: date, step_days: int) -> Window:
-    """Return the window that begins at `start`. A clock that jumped ahead and is set right finds the one that it left.
+    """Return the window that begins at `start`, the same as before if the clock had jumped ahead and was set right.
 
-    A clock that steps back over a beginning of at most `step_days` later, into a window that nobody knows, stays in the later
-    one: else it would give a second day.
+    If the clock steps back into a window that was never entered, and one that begins at most `step_days` later is known, that
+    one is returned: otherwise a clock set back over midnight would grant a second day.
     """
     later = [known for known in windows if start < known <= start + timedelta(days=step_days)]
     known = start if start in windows or not later else min(later)

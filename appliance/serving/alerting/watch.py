@@ -1,4 +1,4 @@
-"""The task that looks for what no transaction tells of: budgets that were lowered, keys that expire, engines that stay away."""
+"""The task that looks for what no transaction reports: budgets that were lowered, keys that expire, engines that stay down."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _SERVED = ("ready", "loading")
 
 
 class AlertWatch:
-    """Looks every INTERVAL_S. What was told before is told by the outbox to nobody twice."""
+    """Looks every INTERVAL_S. The outbox sees to it that nothing is told twice."""
 
     def __init__(self, db: Database, clock: Clock, budgets: BudgetAlerts, keys: KeyAlerts, models: ModelRegistry) -> None:
         self._db = db
