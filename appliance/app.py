@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import os
 import secrets
 import socket
 from collections.abc import Callable
@@ -49,8 +48,8 @@ from appliance.metering.ledger.request_history import RequestHistory
 from appliance.metering.ledger.round import OnSettled
 from appliance.metering.ledger.writer import Ledger
 from appliance.metering.limits.admission import Admission
+from appliance.metering.limits.ledger_sums import LedgerSums
 from appliance.metering.limits.saved_levels import LimitLevels
-from appliance.metering.limits.sums import LedgerSums
 from appliance.metering.past_requests import PastRequests
 from appliance.metering.prices import PriceBook
 from appliance.metering.usage import UsageReports
@@ -65,10 +64,10 @@ from appliance.serving.model_registry import ModelRegistry
 from appliance.serving.readiness import Readiness
 from appliance.serving.request_limits import RequestLimits
 from appliance.serving.services import BillingParts, Services, SignInParts
-from appliance.telemetry.events import ProcessReading, SystemSampler
 from appliance.telemetry.gpu import GpuProbe
 from appliance.telemetry.host import HostProbe
 from appliance.telemetry.metrics import Metrics
+from appliance.telemetry.sampler import SystemSampler
 from appliance.tenancy.admin_tokens import AdminTokens
 from appliance.tenancy.audit import AuditLog
 from appliance.tenancy.bootstrap import FirstStart, bootstrap
@@ -225,14 +224,13 @@ class Appliance:
         generations: Generations,
         database_watch: DatabaseWatch,
     ) -> SystemSampler:
-        gateway = ProcessReading(role="gateway", pid=os.getpid(), model=None, started_at=started_at, restarts=0)
         return SystemSampler(
             clock=clock,
             host=HostProbe(self.settings.data_dir).read,
             gpus=self._gpu.read,
             gpu_error=lambda: self._gpu.error,
             engines=lambda: [engine_reading(model, clock, generations.tenant_names) for model in models.list()],
-            gateway=lambda: gateway,
+            started_at=started_at,
             database=database_watch.reading,
         )
 
@@ -280,7 +278,7 @@ class Appliance:
         services.alerts.start(services.models, services.metrics, version=services.version)
         services.generations.start_watching()
         services.limit_levels.start()
-        services.admission.output_estimates.start()
+        services.admission.start()
         services.housekeeping.start()
 
 

@@ -38,7 +38,7 @@ from typing import Any, Literal, TypeVar
 import psutil
 import uvloop
 
-from appliance.base.gc_tuning import prepare_to_serve
+from appliance.base.interpreter import prepare_to_serve
 from bench.host_speed import HostSpeed, host_speed
 from bench.rows import heading, keep
 from tests.support.served_model import make_hollow_model

@@ -22,7 +22,7 @@ import uvloop
 from appliance.api import chat
 from appliance.app import Started, serve
 from appliance.base.clock import SystemClock
-from appliance.base.gc_tuning import prepare_to_serve
+from appliance.base.interpreter import prepare_to_serve
 from appliance.base.logging import configure_logging
 from appliance.base.settings import Settings, load_settings
 from appliance.serving import fleet

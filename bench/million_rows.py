@@ -32,7 +32,7 @@ from sqlalchemy import insert, text
 from appliance.app import Appliance, create_app
 from appliance.base import counters, migrations
 from appliance.base.db import Database
-from appliance.base.gc_tuning import prepare_to_serve
+from appliance.base.interpreter import prepare_to_serve
 from appliance.base.logging import configure_logging
 from appliance.base.settings import load_settings
 from appliance.base.tables import requests, usage_events

@@ -13,7 +13,7 @@ import msgspec
 
 from appliance.api.json_structure import check_structure
 from appliance.base.errors import InvalidValue, UnknownParameter
-from appliance.base.gc_tuning import without_collections
+from appliance.base.interpreter import without_collections
 from appliance.serving.turns import Turns
 
 T = TypeVar("T")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from appliance.metering.limits.admission import RateLimit, RateLimitState
+from appliance.metering.limits.rate_limits import RateLimit, RateLimitState
 
 UNLIMITED = 2**53 - 1  # the largest integer that every client reads exactly; stands where there is no limit
 _NO_LIMIT = RateLimit(limit=UNLIMITED, remaining=UNLIMITED, reset_s=0.0)

@@ -1,10 +1,10 @@
-"""A task that an object owns: started, stopped, and heard of when it fails in between. Knows no part by name."""
+"""A task that an object owns: started, stopped, and logged if it fails in between; and work that is repeated in such a task."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Coroutine
-from typing import Any
+from collections.abc import Awaitable, Callable, Coroutine
+from typing import Any, NoReturn
 
 import structlog
 
@@ -45,3 +45,25 @@ class Background:
         error = None if task.cancelled() else task.exception()
         if error is not None:
             log.error("a background task ended by an error", task=self._name, exc_info=error)
+
+
+async def repeat(
+    work: Callable[[], Awaitable[object]],
+    every_s: float,
+    *,
+    failure: str,
+    at_once: bool = False,
+    sleep: Callable[[float], Awaitable[object]] = asyncio.sleep,
+) -> NoReturn:
+    """Do `work` for ever, `every_s` seconds after its last end; the first time after as long, or `at_once`.
+
+    An error of `work` is logged as `failure`, and it is done again in time.
+    """
+    if not at_once:
+        await sleep(every_s)
+    while True:
+        try:
+            await work()
+        except Exception:  # owned task: a database that is away for a moment must not end it
+            log.exception(failure)
+        await sleep(every_s)

@@ -33,9 +33,9 @@ _PROTOCOL_VIOLATION = "08P01"  # of class 08, but where the connection stays, wh
 
 
 def as_outage(error: Exception, method: str) -> Overloaded | None:
-    """Return what the sender of a `method` is told where the database is away, locked, full or read-only, else None.
+    """Return what a client whose `method` failed is told if the database is away, locked, full or read-only, else None.
 
-    In words of our own: those of the driver name hosts and paths.
+    In our own words: the driver's name hosts and paths.
     """
     if not _is_outage(error):
         return None

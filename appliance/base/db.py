@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
-from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from contextlib import asynccontextmanager
 from typing import Any, Concatenate, Literal, ParamSpec, TypeVar
 
 from sqlalchemy import Connection, Engine, Insert, Table, create_engine, event, make_url, text
@@ -59,8 +59,7 @@ class Database:
         """
         kind, target = parse_url(url)
         if kind == "sqlite":
-            writer = _sqlite_writer(target)
-            return cls(kind, writer, _sqlite_readers(target), SqliteThread(_sqlite_batch_writer(target), writer))
+            return cls(kind, _sqlite_writer(target), _sqlite_readers(target), SqliteThread(_sqlite_batch_writer(target)))
         server, sizes = server_url(target), (WRITERS_MAX, READERS_MAX, BATCH_WRITERS_MAX)
         writers, readers, batch_writers = (_engine(server, size, pool_pre_ping=True) for size in sizes)
         return cls(kind, writers, readers, batch_writers)
@@ -89,8 +88,12 @@ class Database:
         """
         if self.catch_up is not None:
             await self.catch_up()
-        async with self._ending_in_calls(self._transaction()) as connection:
+        async with self._transaction() as connection:
+            connection.info.pop(_AFTER_COMMIT, None)  # of a transaction before this one that was rolled back
             yield connection
+            calls: list[_Call] = connection.info.pop(_AFTER_COMMIT, [])
+        for call in calls:
+            call(self)
 
     @asynccontextmanager
     async def changing_principals(self) -> AsyncIterator[AsyncConnection]:
@@ -104,37 +107,21 @@ class Database:
         finally:
             self.principals.bump()
 
-    @asynccontextmanager
-    async def batch_writing(self) -> AsyncIterator[AsyncConnection]:
-        """Do the same for whoever sends many statements at once, many times a second.
-
-        On SQLite `run_sync` of this connection costs one turn of the event loop, however many statements it sends.
-        """
-        async with self._ending_in_calls(self._batch_transaction()) as connection:
-            yield connection
-
     async def batch_write(self, fn: Callable[Concatenate[Connection, P], T], *args: P.args, **options: P.kwargs) -> T:
-        """Return what `fn(connection, …)` returns, which is all there is to a transaction: on SQLite that costs one turn."""
+        """Return what `fn(connection, …)` returns, which is all there is to a transaction.
+
+        For whoever sends many statements at once, many times a second: on SQLite it costs one turn of the event loop, however
+        many they are, and `fn` runs in a thread. Who is cancelled meanwhile does not stop it there.
+        """
         if isinstance(self._batch_writer, AsyncEngine):
-            async with self.batch_writing() as connection:
-                return await connection.run_sync(fn, *args, **options)
-        async with self._writer_lock:
-            result, calls = await self._batch_writer.write(_with_calls, fn, *args, **options)
+            async with self._batch_writer.begin() as connection:
+                result, calls = await connection.run_sync(_with_calls, fn, *args, **options)
+        else:
+            async with self._writer_lock:
+                result, calls = await self._batch_writer.write(_with_calls, fn, *args, **options)
         for call in calls:
             call(self)
         return result
-
-    @asynccontextmanager
-    async def _ending_in_calls(
-        self, transaction: AbstractAsyncContextManager[AsyncConnection]
-    ) -> AsyncIterator[AsyncConnection]:
-        """Yield the connection of `transaction`, and make the calls of `after_commit` once it is durable."""
-        async with transaction as connection:
-            connection.info.pop(_AFTER_COMMIT, None)  # of a transaction before this one that was rolled back
-            yield connection
-            calls: list[_Call] = connection.info.pop(_AFTER_COMMIT, [])
-        for call in calls:
-            call(self)
 
     @asynccontextmanager
     async def _transaction(self) -> AsyncIterator[AsyncConnection]:
@@ -143,15 +130,6 @@ class Database:
                 yield connection
             return
         async with self._writer_lock, self._writers.begin() as connection:
-            yield connection
-
-    @asynccontextmanager
-    async def _batch_transaction(self) -> AsyncIterator[AsyncConnection]:
-        if isinstance(self._batch_writer, AsyncEngine):
-            async with self._batch_writer.begin() as connection:
-                yield connection
-            return
-        async with self._writer_lock, self._batch_writer.writing() as connection:
             yield connection
 
     async def ping(self) -> None:

@@ -74,7 +74,7 @@ class Greeter:
 
     def listening(self, started: Started) -> None:
         """Show a new login and begin to wait; called in the event loop when the service listens."""
-        from appliance.base.gc_tuning import prepare_to_serve
+        from appliance.base.interpreter import prepare_to_serve
         from appliance.cli import welcome
 
         prepare_to_serve()

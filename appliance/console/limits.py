@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from appliance.base.money import PICOS_PER_MICRO
 from appliance.console.formatting import budget, count, money_short
 from appliance.console.forms import Form
-from appliance.metering.limits.quotas import Owner
+from appliance.metering.limits.owners import Owner
 from appliance.metering.usage import UsageFilter
 from appliance.tenancy.fields import LIMIT_MAX
 from appliance.tenancy.principals import ApiKey, Limits, Tenant

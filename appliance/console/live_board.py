@@ -21,7 +21,7 @@ from appliance.tenancy.access import WHOLE_BOX
 
 if TYPE_CHECKING:
     from appliance.serving.services import Services
-    from appliance.telemetry.events import EngineReading, SystemSnapshot, TenantReading
+    from appliance.telemetry.readings import EngineReading, SystemSnapshot, TenantReading
     from engine.protocol import EngineStatus, MemoryPart
 
 TOTALS_KEPT_S = 4.0

@@ -17,7 +17,7 @@ from appliance.console.context import Console, ConsoleDependency
 from appliance.console.overview import overview_fragment
 from appliance.console.requests import live_requests_fragment
 from appliance.console.security import ConsoleRequest, access_of, resolve_access, session_token
-from appliance.telemetry.events import CONSOLE_SUBSCRIBERS, TooManySubscribers
+from appliance.telemetry.sampler import CONSOLE_SUBSCRIBERS, TooManySubscribers
 from appliance.tenancy.access import Access
 from appliance.tenancy.roles import Action
 

@@ -1,7 +1,7 @@
-"""Ends running requests whose key or tenant may not ask any more: revoked, expired, suspended, archived; and holds the
-others, and those that wait for room, to the limits as they are now. Knows no engine.
+"""Ends running requests whose key or tenant may no longer ask: revoked, expired, suspended or archived. Applies the limits as
+they are now to the others, and to those that wait for room. Knows no engine.
 
-A change of keys or tenants is looked at once it is committed; an expiry that is known beforehand is a timer of the generation.
+It looks whenever a change of keys or tenants is committed; an expiry that is known beforehand is a timer of the generation.
 """
 
 from __future__ import annotations
@@ -57,8 +57,8 @@ class AccessWatch:
         await self._watching.stop()
 
     def began(self, generation: Generation, expires_at: datetime | None, change_count: int | None) -> None:
-        """Watch a generation that has just begun. What was changed since its key was checked, at `change_count`, is looked at
-        now; None is unknown."""
+        """Watch a generation that has just begun. If anything changed since its key was checked, at `change_count` (None:
+        unknown), look again."""
         generation.end_at(expires_at)
         if change_count != self._db.principals.value:
             self._look.set()
@@ -76,7 +76,7 @@ class AccessWatch:
 
     async def look(self) -> None:
         """Read the keys of all requests: end those that may not go on, and tell admission what the others may use."""
-        running, waiting = list(self._live()), self._admission.asking
+        running, waiting = list(self._live()), self._admission.waiting
         keys = {generation.live.key_id for generation in running} | {asked.principal.key.id for asked in waiting}
         standing = await read_standing(self._db, keys)
         if keys:

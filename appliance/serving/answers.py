@@ -13,11 +13,13 @@ SERVED = ("stop", "length")  # how an answer ends that its client gets
 
 
 class Answer:
-    """One answer. `finish_reason` is None while it grows; `completion_tokens` are those that count."""
+    """One answer. `finish_reason` is None while it grows; `completion_tokens` are those that count, of `generated_tokens` that
+    the engine told of."""
 
     def __init__(self, index: int, output: TextOutput) -> None:
         self.index = index
         self.completion_tokens = 0
+        self.generated_tokens = 0
         self.finish_reason: str | None = None
         self._output = output
 

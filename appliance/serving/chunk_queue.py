@@ -11,8 +11,8 @@ LOGPROBS_JOINED_MAX = 32  # tokens; some 2 ms of encoding, with the twenty likel
 
 
 class ChunkQueue:
-    """Holds about `limit` chunks: beyond it a further one is joined to the last of its answer, if there is one that names fewer
-    than LOGPROBS_JOINED_MAX tokens, so memory is bounded by the answers' own length. It has one reader."""
+    """Holds about `limit` chunks. Beyond it a new chunk is joined to the last of its answer, unless that one has
+    LOGPROBS_JOINED_MAX log-probabilities already, so memory is bounded by the length of the answers. It has one reader."""
 
     def __init__(self, limit: int) -> None:
         self._limit = limit

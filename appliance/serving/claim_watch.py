@@ -14,9 +14,9 @@ log = structlog.get_logger()
 
 
 async def stop_when_lost(claim: DatabaseClaim, services: Services, stop: Callable[[], None]) -> str:
-    """Return why `claim` was lost, when it is: no request lives then any more, none can begin, and `stop` was called.
+    """Wait until `claim` is lost and return why; by then live requests were told to end, none can begin, and `stop` was called.
 
-    So it is too when the watch ends otherwise: nothing is served that nobody watches.
+    The same is done when the watch ends in any other way: nothing is served while nobody watches the claim.
     """
 
     async def go_on() -> bool:

@@ -9,7 +9,7 @@ from sqlalchemy.exc import SQLAlchemyError
 
 from appliance.base.clock import Clock
 from appliance.base.db import Database
-from appliance.telemetry.events import DatabaseReading
+from appliance.telemetry.readings import DatabaseReading
 
 CHECK_INTERVAL_S = 5.0
 CHECK_TIMEOUT_S = 3.0

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from appliance.base.errors import (
@@ -40,51 +40,53 @@ class Outcome:
     finish_reasons: tuple[str, ...] = ()
 
 
-def early(why: str) -> Ended:
-    """Return the end of a request that somebody or something ended from outside. Raises KeyError for a reason that is none."""
-    finish_reason, cause = _ENDS[why]
-    return Ended(finish_reason=finish_reason, cause=cause, error=_told(why))
-
-
 def as_written(message: str, param: str, field_names: Mapping[str, str]) -> tuple[str, str]:
     """Return the engine's refusal of its field `param`, and that field, both in the name that the client used for it."""
     name = field_names.get(param, param)
     return (f"{name}{message.removeprefix(param)}" if message.startswith(f"{param} ") else message), name
 
 
-_ENDS: Mapping[str, tuple[str, str]] = {
-    "disconnected": ("disconnected", "client"),
-    "aborted": ("aborted", "administrator"),
-    "deadline": ("deadline", "request_deadline"),
-    "shutdown": ("aborted", "shutdown"),
-    "key_revoked": ("aborted", "key_revoked"),
-    "key_expired": ("aborted", "key_expired"),
-    "tenant_suspended": ("aborted", "tenant_suspended"),
-    "tenant_archived": ("aborted", "tenant_archived"),
-    "budget_exceeded": ("aborted", "budget_exceeded"),
+def _tenant_ended(how: str) -> TenantSuspended:
+    return TenantSuspended(f"the tenant of this key was {how} while the request ran; it was ended")
+
+
+# why -> what the ledger writes as finish reason and as cause, and what the client is told: an error that is made each time,
+# because one that is kept would keep its traceback. One that has left is told nothing.
+_EARLY_ENDS: Mapping[str, tuple[str, str, Callable[[], GatehouseError | None]]] = {
+    "disconnected": ("disconnected", "client", lambda: None),
+    "aborted": ("aborted", "administrator", lambda: RequestAborted("the request was ended by an administrator")),
+    "deadline": (
+        "deadline",
+        "request_deadline",
+        lambda: DeadlineExceeded("the request ran longer than request_deadline_s allows and was ended"),
+    ),
+    "shutdown": (
+        "aborted",
+        "shutdown",
+        lambda: Draining("the appliance is shutting down and ended the request", retry_after_s=RETRY_AFTER_DRAINING_S),
+    ),
+    "key_revoked": (
+        "aborted",
+        "key_revoked",
+        lambda: InvalidApiKey("the API key was revoked while the request ran; it was ended"),
+    ),
+    "key_expired": (
+        "aborted",
+        "key_expired",
+        lambda: ExpiredApiKey("the API key expired while the request ran; it was ended"),
+    ),
+    "tenant_suspended": ("aborted", "tenant_suspended", lambda: _tenant_ended("suspended")),
+    "tenant_archived": ("aborted", "tenant_archived", lambda: _tenant_ended("archived")),
+    "budget_exceeded": (
+        "aborted",
+        "budget_exceeded",
+        lambda: BudgetExceeded("the budget of this month was used up while the request ran; it was ended"),
+    ),
 }
-EARLY_ENDS = tuple(_ENDS)
+EARLY_ENDS = tuple(_EARLY_ENDS)
 
 
-def _told(why: str) -> GatehouseError | None:
-    """Return what the client is told, each time anew: an error that is kept would keep its traceback. One that has left is told
-    nothing."""
-    match why:
-        case "disconnected":
-            return None
-        case "deadline":
-            return DeadlineExceeded("the request ran longer than request_deadline_s allows and was ended")
-        case "shutdown":
-            return Draining("the appliance is shutting down and ended the request", retry_after_s=RETRY_AFTER_DRAINING_S)
-        case "key_revoked":
-            return InvalidApiKey("the API key was revoked while the request ran; it was ended")
-        case "key_expired":
-            return ExpiredApiKey("the API key expired while the request ran; it was ended")
-        case "tenant_suspended" | "tenant_archived":
-            return TenantSuspended(
-                f"the tenant of this key was {why.removeprefix('tenant_')} while the request ran; it was ended"
-            )
-        case "budget_exceeded":
-            return BudgetExceeded("the budget of this month was used up while the request ran; it was ended")
-        case _:
-            return RequestAborted("the request was ended by an administrator")
+def early(why: str) -> Ended:
+    """Return the end of a request that somebody or something ended from outside, for one of EARLY_ENDS. Raises KeyError."""
+    finish_reason, cause, told = _EARLY_ENDS[why]
+    return Ended(finish_reason=finish_reason, cause=cause, error=told())

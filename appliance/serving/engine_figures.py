@@ -21,7 +21,7 @@ class EngineFigures:
         self.tenants: list[TenantProgress] = []
         """Who held and waited for what when the engine last said so, a few times per second."""
         self.probe_id: str | None = None
-        """The request of a probe on its way: its tokens are nobody's traffic and stand in no rate."""
+        """The request of a probe on its way: its tokens are no tenant's traffic and count in no rate."""
         self.probe_prompt_tokens = 0
         self._probe_output_tokens = 0
 

@@ -52,7 +52,7 @@ def explain(timeline: Timeline) -> str:
 
 
 def explain_past(row: RequestRow) -> str:
-    """Return the sentence of a request that is not live any more. One without an end belonged to a process that died."""
+    """Return the sentence for a request that is no longer live. One without an end belonged to a process that died."""
     return explain(
         Timeline(
             queue_s=row.queue_s,

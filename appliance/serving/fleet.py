@@ -14,8 +14,8 @@ from appliance.serving.model_folder import ModelFolder
 from appliance.serving.model_registry import ModelRegistry, ServedModel
 from appliance.serving.prompting import Prompting
 from appliance.serving.supervisor import Supervisor
-from appliance.telemetry.events import EngineReading, TenantReading
 from appliance.telemetry.metrics import Metrics
+from appliance.telemetry.readings import EngineReading, TenantReading
 from engine.protocol import EngineFrame, TenantProgress
 
 DEMO_MODEL = Path(__file__).resolve().parents[2] / "engine" / "demo" / "gatehouse-demo"

@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from appliance.base.clock import Clock
 from appliance.base.errors import GatehouseError
 from appliance.metering.limits.admission import Admission, Forecast
+from appliance.metering.limits.asked import Asked
 from appliance.metering.limits.queue import known_wait_s
 from appliance.metering.limits.refusals import not_priced, refusal
-from appliance.metering.limits.rules import Asked
 from appliance.metering.prices import PriceBook
 from appliance.serving.model_registry import ModelRegistry, ServedModel, no_such_model
 from appliance.serving.prompting import output_room

@@ -1,6 +1,6 @@
 """One generation from admission to settlement, owned by a task that outlives the HTTP response.
 
-admitted ─► pending committed ─► engine ─► text … ─► final counts ─► quota settled ─► record committed ─► outcome
+admitted ─► pending committed ─► engine ─► text … ─► final counts ─► reservation ended ─► record committed ─► outcome
 Whatever happens on the way (the client leaves, the engine dies, a bug here), the task reaches the settlement exactly once.
 """
 
@@ -14,18 +14,10 @@ from typing import assert_never
 import structlog
 
 from appliance.base.clock import Clock
-from appliance.base.errors import (
-    EngineUnavailable,
-    GatehouseError,
-    InternalError,
-    InvalidValue,
-    Overloaded,
-)
-from appliance.metering.ledger.records import PendingEntry, RequestRecord, Settlement, Usage
-from appliance.metering.ledger.round import LedgerBroken
-from appliance.metering.ledger.writer import Ledger
-from appliance.metering.limits.reservations import Reservation
+from appliance.base.errors import EngineUnavailable, GatehouseError, InternalError, InvalidValue, Overloaded
+from appliance.metering.ledger.records import Usage
 from appliance.serving.answers import SERVED, Answer, reason_of_all
+from appliance.serving.bill import Bill
 from appliance.serving.chunk_queue import ChunkQueue
 from appliance.serving.endings import Ended, Outcome, as_written, early
 from appliance.serving.live_requests import LiveRequest
@@ -53,9 +45,7 @@ class Generation:
         model: ServedModel,
         request: GenerationRequest,
         field_names: Mapping[str, str],
-        entry: PendingEntry,
-        reservation: Reservation,
-        ledger: Ledger,
+        bill: Bill,
         clock: Clock,
         metrics: Metrics,
         buffer_chunks: int,
@@ -70,11 +60,8 @@ class Generation:
         self._model = model
         self._request = request
         self._field_names = field_names
-        self._generated: dict[int, int] = {}  # all that the engine told of, by answer
         self._answers = [Answer(index, _text_output(model, request)) for index in range(request.sampling.num_answers)]
-        self._entry = entry
-        self._reservation = reservation
-        self._ledger = ledger
+        self._bill = bill
         self._clock = clock
         self._metrics = metrics
         self._deadline_s = deadline_s
@@ -83,9 +70,6 @@ class Generation:
         self._failed: Ended | None = None
         self._expiry: asyncio.TimerHandle | None = None
         self._submitted = False
-        self._billable = False
-        self._reservation_ended = False
-        self._writing: asyncio.Task[None] | None = None
 
     @property
     def request_id(self) -> str:
@@ -116,31 +100,19 @@ class Generation:
         except Exception:  # owned task: a bug in the settlement itself must leave neither a reader waiting nor a record open
             log.exception("generation could not be settled", request_id=self.request_id)
             self._give_up(InternalError("the answer could not be completed"))
-            await self._settle_after_bug()
+            await self._bill.settle_after_bug(self._answers, is_recorded=self.admitted.exception() is None)
         finally:
             self.end_at(None)
             self._on_end(self)
 
     async def _run(self) -> None:
-        refusal = await self._record()
+        refusal = await self._bill.open()
         if refusal is not None:
-            self._end_reservation(Usage())
+            self._bill.end_reservation()
             self._give_up(refusal)
             return
         self.admitted.set_result(None)
         await self._settle(await self._generate())
-
-    async def _settle_after_bug(self) -> None:
-        """Do what `_settle` did not come to: end the reservation and settle the record at the last known counts."""
-        usage = self._usage()
-        if not self._reservation_ended:
-            self._end_reservation(usage)
-        is_recorded = self.admitted.exception() is None
-        if is_recorded and self._writing is None:
-            record = RequestRecord(finished_at=self._clock.now(), error=InternalError.code)
-            self._writing = self._start_writing(Ended(finish_reason="error", cause="internal_error"), usage, record)
-        if self._writing is not None:
-            await self._writing
 
     def _give_up(self, error: GatehouseError) -> None:
         """Tell whoever waits that nothing more comes."""
@@ -150,17 +122,6 @@ class Generation:
         elif not self.outcome.done():
             self.outcome.set_result(Outcome(finish_reason="error", usage=Usage(), error=error))
         self.chunks.close()
-
-    async def _record(self) -> GatehouseError | None:
-        """Commit the pending record; return why that failed. Without it the request must not reach the engine."""
-        try:
-            await self._ledger.open(self._entry)
-        except GatehouseError as refusal:
-            return refusal
-        except Exception:  # owned task
-            log.exception("pending record could not be written", request_id=self.request_id)
-            return InternalError("the request could not be recorded and was not started")
-        return None
 
     async def _generate(self) -> Ended:
         """Run the request in the engine and return how it ended."""
@@ -182,11 +143,11 @@ class Generation:
         """Follow every answer to its final event, which has its exact counts, also when one of them has failed."""
         events = self._model.client.submit(self._request)
         self._submitted = True
-        self._model.client.figures.balance.opened()
+        self._bill.submitted()
         while True:
             for event in await events.take():
-                self._generated[event.index] = event.num_output_tokens
                 answer = self._answers[event.index]
+                answer.generated_tokens = event.num_output_tokens
                 if not answer.stopped:
                     self._count(event)
                     self._show(answer, event)
@@ -209,12 +170,11 @@ class Generation:
     def _count(self, event: TokenEvent) -> None:
         is_first = self.live.ttft_s is None
         intervals_s = self.live.apply_event(event, now=self._clock.now(), monotonic_s=self._clock.monotonic_s())
-        self._billable |= event.num_output_tokens > 0 or event.num_prompt_tokens_computed >= self.live.prompt_tokens
+        is_budget_spent = self._bill.note(event)
         self._metrics.inter_token(self.live.model, intervals_s)
         if is_first and self.live.ttft_s is not None:
             self._model.client.figures.note_ttft(self.live.ttft_s)
-        live = self.live
-        if self._billable and self._reservation.note(live.cached_tokens, live.completion_tokens, live.rejected_tokens):
+        if is_budget_spent:
             self.leave("budget_exceeded")
 
     def _show(self, answer: Answer, event: TokenEvent) -> None:
@@ -269,7 +229,7 @@ class Generation:
         if event.error_param is None:
             answer.end("error")
             return _failed("engine_error", InternalError(f"the engine could not go on: {event.error}"))
-        answer.end("error" if self._billable else "refused")
+        answer.end("error" if self._bill.billable else "refused")
         message, param = as_written(
             event.error or f"{event.error_param} cannot be honoured", event.error_param, self._field_names
         )
@@ -285,90 +245,17 @@ class Generation:
 
     async def _settle(self, ended: Ended) -> None:
         """Close the books once: quota now, then the record; then tell the reader."""
-        usage, reason = self._usage(), ended.finish_reason
-        self._end_reservation(usage)
+        usage, reason = self._bill.usage, ended.finish_reason
+        self._bill.end_reservation()
         self.live.finish(reason, now=self._clock.now(), error=None if ended.error is None else ended.error.message)
         self.live.kv_blocks = 0
-        self._writing = writing = self._start_writing(ended, usage, self._record_of_request())
+        writing = self._bill.start_writing(ended, self._answers)
         await asyncio.wait({writing}, timeout=SETTLE_WAIT_S)
         self._observe(reason, usage)
         ends = tuple(answer.finish_reason or reason for answer in self._answers)
         self.outcome.set_result(Outcome(finish_reason=reason, usage=usage, error=ended.error, finish_reasons=ends))
         self.chunks.close()
         await writing
-
-    def _end_reservation(self, usage: Usage) -> None:
-        self._reservation_ended = True
-        if self._billable:
-            used, cached, rejected = usage.total_tokens, usage.cached_tokens, usage.rejected_tokens
-            self._reservation.settle(used, cached_tokens=cached, rejected_tokens=rejected, request_id=self.request_id)
-        else:
-            self._reservation.void()
-
-    def _start_writing(self, ended: Ended, usage: Usage, record: RequestRecord) -> asyncio.Task[None]:
-        settlement = Settlement(
-            request_id=self.request_id,
-            status="posted" if self._billable else "voided",
-            finish_reason=ended.finish_reason,
-            usage=usage,
-            record=record,
-            cause=ended.cause,
-        )
-        return asyncio.create_task(self._write(settlement, usage), name=f"settle {self.request_id}")
-
-    async def _write(self, settlement: Settlement, usage: Usage) -> None:
-        try:
-            await self._ledger.settle(settlement, self._reservation.recorded)
-        except LedgerBroken:  # which has counted what the books are short of
-            log.exception("usage record was refused", request_id=self.request_id)
-        except Exception:  # owned task: the metric is what shows that the books are short
-            log.exception("usage record could not be written", request_id=self.request_id)
-            self._metrics.unrecorded(usage.total_tokens)
-            self._reservation.recorded()
-        if self._submitted:
-            self._model.client.figures.balance.closed(
-                generated_tokens=sum(self._generated.values()),
-                billed_completion=usage.completion_tokens,
-                billed_prompt=usage.prompt_tokens,
-            )
-
-    def _usage(self) -> Usage:
-        if not self._billable:
-            return Usage()
-        live = self.live
-        cached_tokens = min(live.cached_tokens, live.prompt_tokens)
-        return Usage(
-            prompt_tokens=live.prompt_tokens,
-            cached_tokens=cached_tokens,
-            completion_tokens=live.completion_tokens,
-            rejected_tokens=live.rejected_tokens,
-        )
-
-    def _blocks_filled(self) -> int:
-        """Return the KV blocks that the tokens filled: the engine reports them a few times per second, too seldom for short
-        requests. The last token was never written to the cache."""
-        info = self._model.client.info
-        if info is None or not self._billable:
-            return 0
-        shared = self.live.prompt_tokens // info.block_size
-        longest = [self.live.prompt_tokens + max(answer.completion_tokens, 1) - 1 for answer in self._answers]
-        return shared + sum(-(-length // info.block_size) - shared for length in longest)
-
-    def _record_of_request(self) -> RequestRecord:
-        live = self.live
-        assert live.finished_at is not None
-        return RequestRecord(
-            queue_s=live.queue_s,
-            ttft_s=live.ttft_s,
-            inter_token_p50_s=live.inter_token_p50_s,
-            decode_s=live.decode_s,
-            kv_blocks=max(live.kv_blocks_max, self._blocks_filled()),
-            preemptions=live.preemptions,
-            tenant_open=live.tenant_open,
-            first_token_at=live.first_token_at,
-            finished_at=live.finished_at,
-            error=live.error,
-        )
 
     def _observe(self, reason: str, usage: Usage) -> None:
         live = self.live

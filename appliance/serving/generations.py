@@ -9,18 +9,20 @@ from datetime import datetime
 
 import structlog
 
-from appliance.base.background import Background
+from appliance.base.background import Background, repeat
 from appliance.base.clock import Clock
 from appliance.base.db import Database
 from appliance.base.errors import Draining, NotFound, Overloaded
 from appliance.metering.ledger.records import TOKEN_COLUMNS, Checkpoint, PendingEntry
 from appliance.metering.ledger.writer import Ledger
-from appliance.metering.limits.admission import Admission, Patience
+from appliance.metering.limits.admission import Admission
+from appliance.metering.limits.asked import Asked
+from appliance.metering.limits.queue import Patience
 from appliance.metering.limits.refusals import not_priced
 from appliance.metering.limits.reservations import Reservation
-from appliance.metering.limits.rules import Asked
 from appliance.metering.prices import Price, PriceBook
 from appliance.serving.access_watch import AccessWatch
+from appliance.serving.bill import Bill
 from appliance.serving.endings import RETRY_AFTER_DRAINING_S
 from appliance.serving.generation import Generation
 from appliance.serving.live_requests import LiveRequest
@@ -93,7 +95,10 @@ class Generations:
         self._watch = AccessWatch(db, clock, self._generations.values, admission=admission, policies=policies)
         self._open = OpenRequests()
         self._tasks: set[asyncio.Task[None]] = set()
-        self._checkpoints = Background("checkpoints", self._checkpoint_forever)
+        self._checkpoints = Background(
+            "checkpoints",
+            lambda: repeat(self._checkpoint, CHECKPOINT_INTERVAL_S, failure="how far running requests are could not be noted"),
+        )
         self._idle = asyncio.Event()
         self._idle.set()
 
@@ -126,7 +131,7 @@ class Generations:
             raise Overloaded("the waiting queue is full", retry_after_s=RETRY_AFTER_OVERLOADED_S)
 
     def _seats(self, model: ServedModel) -> int:
-        """Requests that run at a time: as the settings say, else as the engine of `model` chose."""
+        """Return how many requests run at a time: as the settings say, else as the engine of `model` chose."""
         if self._limits.max_num_seqs is not None or model.client.info is None:
             return self._limits.max_num_seqs or 0
         return model.client.info.max_num_seqs
@@ -201,8 +206,7 @@ class Generations:
                 generation.live.apply_progress(rows)
 
     def start_watching(self) -> None:
-        """Begin to write down, about once a second, what the live requests have used so far, and to end those whose key may not
-        go on."""
+        """Begin to record, about once a second, what live requests have used, and to end those whose key may not go on."""
         self._watch.start()
         self._checkpoints.start()
 
@@ -269,14 +273,21 @@ class Generations:
             batch=order.batch,
             admitted_at=live.admitted_at,
         )
+        bill = Bill(
+            live=live,
+            model=order.model,
+            entry=entry,
+            reservation=reservation,
+            ledger=self._ledger,
+            clock=self._clock,
+            metrics=self._metrics,
+        )
         return Generation(
             live=live,
             model=order.model,
             request=self._generation_request(order),
             field_names=order.field_names,
-            entry=entry,
-            reservation=reservation,
-            ledger=self._ledger,
+            bill=bill,
             clock=self._clock,
             metrics=self._metrics,
             buffer_chunks=self._limits.buffer_chunks,
@@ -333,13 +344,8 @@ class Generations:
         if not self._generations:
             self._idle.set()
 
-    async def _checkpoint_forever(self) -> None:
-        while True:
-            await asyncio.sleep(CHECKPOINT_INTERVAL_S)
-            try:
-                self.checkpoint()
-            except Exception:  # owned task: without checkpoints a death would leave all that runs unbilled
-                log.exception("how far running requests are could not be noted")
+    async def _checkpoint(self) -> None:
+        self.checkpoint()
 
 
 def _asked(order: Order, price: Price | None, policy: ModelPolicy | None) -> Asked:

@@ -1,12 +1,10 @@
-"""The task that does now and then what nobody waits for: last uses of keys are written, old requests and alerts forgotten."""
+"""The task that does what nobody waits for: it writes when keys were last used, and forgets old requests and alerts."""
 
 from __future__ import annotations
 
-import asyncio
-
 import structlog
 
-from appliance.base.background import Background
+from appliance.base.background import Background, repeat
 from appliance.metering.alerts.outbox_history import OutboxHistory
 from appliance.metering.ledger.request_history import RequestHistory
 from appliance.tenancy.keys import Keys
@@ -23,7 +21,9 @@ class Housekeeping:
         self._keys = keys
         self._requests = requests
         self._alerts = alerts
-        self._rounds = Background("housekeeping", self._run)
+        self._rounds = Background(
+            "housekeeping", lambda: repeat(self.work, INTERVAL_S, failure="housekeeping failed; it is tried again")
+        )
 
     def start(self) -> None:
         """Start the task."""
@@ -40,11 +40,3 @@ class Housekeeping:
             pruned = await history.prune()
             if pruned:
                 log.info("old records forgotten", of=what, count=pruned)
-
-    async def _run(self) -> None:
-        while True:
-            await asyncio.sleep(INTERVAL_S)
-            try:
-                await self.work()
-            except Exception:  # owned task: a database that is away for a moment must not end it
-                log.exception("housekeeping failed; it is tried again")

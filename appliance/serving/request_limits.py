@@ -9,9 +9,9 @@ from appliance.base.settings import Settings
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RequestLimits:
-    """`buffer_chunks` of an answer wait for its reader; `max_waiting_requests` of a model may be open beside its `max_num_seqs`
-    (None: as its engine chose), all of one tenant if no other asks; `queue_deadline_s` (None: none) bounds the wait in the
-    engine, `deadline_s` the whole request.
+    """Up to `buffer_chunks` of an answer wait for its reader. A model may have `max_waiting_requests` open beyond its
+    `max_num_seqs` (None: as its engine chose), all of one tenant if no other asks. `queue_deadline_s` (None: none) bounds the
+    wait in the engine, `deadline_s` the whole request.
     """
 
     buffer_chunks: int

@@ -28,8 +28,8 @@ from appliance.serving.housekeeping import Housekeeping
 from appliance.serving.model_registry import ModelRegistry
 from appliance.serving.readiness import Readiness
 from appliance.serving.turns import Turns
-from appliance.telemetry.events import SystemSampler
 from appliance.telemetry.metrics import Metrics
+from appliance.telemetry.sampler import SystemSampler
 from appliance.tenancy.admin_tokens import AdminTokens
 from appliance.tenancy.audit import AuditLog
 from appliance.tenancy.identities import Identities
@@ -80,8 +80,8 @@ def _body_turns() -> Turns:
 
 @dataclass(slots=True, kw_only=True)
 class Services:
-    """The parts of a running appliance. `control_token` is the owner's token of this run, for the local command line, and
-    `body_turns` are those of the tenants whose long bodies are read, one in a turn of the event loop."""
+    """The parts of a running appliance. `control_token` is the owner's token of this run, for the local command line.
+    `body_turns` lets tenants take turns with long bodies, of which one is read in a turn of the event loop."""
 
     settings: Settings
     clock: Clock

@@ -1,4 +1,4 @@
-"""A few things at a time, tenants in turn: whoever asks for much waits behind himself."""
+"""A few things at a time, with tenants taking turns: a tenant that asks for much waits behind itself."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from appliance.base.errors import Overloaded
 
 
 class Turns:
-    """Turns for `at_a_time` holders. Where `waiting_max` wait already, the last of the longest line is refused, unless the line
-    of the one who comes would be as long."""
+    """Turns for `at_a_time` holders. Where `waiting_max` wait already, the last of the longest line is refused in favour of the
+    newcomer, unless the newcomer's line would then be the longer one: then the newcomer is refused."""
 
     def __init__(self, at_a_time: int, waiting_max: int, *, refusal: str, retry_after_s: float) -> None:
         """`refusal` is what those are told who may not wait."""

@@ -1,4 +1,4 @@
-"""What a token is as text and as bytes, one token at a time; used where single tokens are shown (log-probabilities)."""
+"""What a token is as bytes, one token at a time; used where single tokens are shown (log-probabilities)."""
 
 from __future__ import annotations
 
@@ -38,10 +38,6 @@ class Vocabulary:
         if byte is not None:
             return bytes([int(byte.group(1), 16)])
         return str(piece).replace(_SPACE_MARK, " ").encode()
-
-    def token_text(self, token_id: int) -> str:
-        """Return the token as text; bytes that are no whole character show as replacement characters."""
-        return self.token_bytes(token_id).decode("utf-8", "replace")
 
 
 def _byte_level_alphabet() -> dict[str, int]:

@@ -11,7 +11,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from prometheus_client.registry import Collector
 
 from appliance.base.errors import GatehouseError
-from appliance.telemetry.events import EngineReading, SystemSnapshot, TenantReading
+from appliance.telemetry.readings import EngineReading, SystemSnapshot, TenantReading
 from engine.protocol import EngineStatus, PlainReason
 
 M = TypeVar("M", Counter, Histogram)

@@ -28,12 +28,12 @@ import appliance.app
 from appliance.base.aio_writer import AioWriter
 from appliance.base.db import Database
 from appliance.base.journal import Journal
-from appliance.base.sqlite_thread import SqliteThread
 from appliance.metering.ledger import rollups
 from appliance.metering.ledger import round as ledger_round
 from appliance.metering.ledger.round import Open, Round, Settle
 from appliance.metering.ledger.writer import Ledger
 from appliance.metering.limits.saved_levels import LimitLevels
+from appliance.serving.bill import Bill
 from appliance.serving.engine_client import EngineClient
 from appliance.serving.generation import Generation
 from appliance.serving.generations import Generations
@@ -205,25 +205,24 @@ _kept: list[asyncio.Task[None]] = []
 
 
 def _wrap_transactions(reaper: Reaper) -> None:
-    for name in ("writing", "batch_writing"):
-        setattr(Database, name, _cut(reaper, getattr(Database, name)))
-    write = SqliteThread.write
+    Database.writing = _cut(reaper, Database.writing)  # type: ignore[method-assign,assignment]
+    batch_write = Database.batch_write
 
-    async def cut_write(self: SqliteThread, fn: Any, *args: Any) -> Any:
+    async def cut_batch_write(self: Database, fn: Any, *args: Any, **options: Any) -> Any:
         kinds = _kinds.get()
 
         def cut(connection: Any) -> Any:
-            result = fn(connection, *args)
+            result = fn(connection, *args, **options)
             for kind in kinds:
                 reaper.reached_commit(kind)
             return result
 
-        result = await write(self, cut)
+        result = await batch_write(self, cut)
         for kind in kinds:
             reaper.reached(f"{kind}: after COMMIT")
         return result
 
-    SqliteThread.write = cut_write  # type: ignore[method-assign,assignment]
+    Database.batch_write = cut_batch_write  # type: ignore[method-assign]
     transaction = Round._transaction
 
     async def named(self: Round, operations: Any, checkpoints: Any) -> None:
@@ -337,8 +336,8 @@ def _wrap_migration(reaper: Reaper, app: Any) -> None:
 def _wrap_serving(reaper: Reaper) -> None:
     _before(reaper, EngineClient, "submit", "admitted, engine not told")
     _after(reaper, EngineClient, "_flush", "engine told")
-    _before(reaper, Generation, "_end_reservation", "end heard, bucket not settled")
-    _after(reaper, Generation, "_end_reservation", "bucket settled, record not written")
+    _before(reaper, Bill, "end_reservation", "end heard, bucket not settled")
+    _after(reaper, Bill, "end_reservation", "bucket settled, record not written")
     _after(reaper, Generation, "_settle", "settlement told")
     _before(reaper, rollups, "add_at_once", "events settled, sums not written")
     _after(reaper, rollups, "add_at_once", "sums written")

@@ -9,10 +9,11 @@ import random
 import pytest
 
 from appliance.base.errors import RateLimitExceeded, Refused
-from appliance.metering.limits.admission import Admission, Patience
-from appliance.metering.limits.quotas import Owner
+from appliance.metering.limits.admission import Admission
+from appliance.metering.limits.asked import Asked
+from appliance.metering.limits.owners import Owner
+from appliance.metering.limits.queue import Patience
 from appliance.metering.limits.reservations import Reservation
-from appliance.metering.limits.rules import Asked
 from appliance.metering.limits.token_bucket import UNITS_PER_TOKEN
 from appliance.tenancy.model_policies import ModelPolicy
 from appliance.tenancy.principals import Limits, Principal
@@ -67,7 +68,7 @@ def _state(admission: Admission) -> dict[Owner, tuple[object, ...]]:
     return {
         owner: (
             allowance.running,
-            *(dataclasses.astuple(window) for window in allowance._windows(at)),
+            *(dataclasses.astuple(window) for window in allowance._windows.enter(at)),
             *(bucket and (bucket.capacity, bucket.level(now_s)) for bucket in (allowance.tokens, allowance.requests)),
         )
         for owner, allowance in admission._allowances.items()
@@ -127,9 +128,9 @@ async def test_what_is_taken_comes_back_and_a_refusal_changes_nothing(seed: int)
     for _, reservation in live:
         reservation.void()
     for allowance in admission._allowances.values():
-        assert (allowance.running, allowance._day.reserved, allowance._month.reserved) == (0, 0, 0)
-        assert allowance._day.used >= allowance._day.shadowed >= 0
-        assert allowance._month.live == 0
+        assert (allowance.running, allowance._windows.day.reserved, allowance._windows.month.reserved) == (0, 0, 0)
+        assert allowance._windows.day.used >= allowance._windows.day.shadowed >= 0
+        assert allowance._windows.month.live == 0
 
 
 async def _wait_as_told(
@@ -198,7 +199,7 @@ async def test_with_a_queue_no_stretch_of_time_admits_more_than_any_limit(seed: 
     await alarms.advance(120)
     await asyncio.gather(*tasks)
 
-    assert admission.waiting == 0
+    assert admission.waiting == []
     assert not admission._queue._lines
     assert running_of(admission, bob.tenant.id) == 0
     for first, (_, since_s, _) in enumerate(admitted):

@@ -13,11 +13,12 @@ import msgspec
 import pytest
 
 from appliance.base.errors import Refused
-from appliance.metering.limits.quotas import Moment, Owner, owners_of
+from appliance.metering.limits.asked import Asked
+from appliance.metering.limits.owners import Owner, owners_of
 from appliance.metering.limits.reservations import Reservation
-from appliance.metering.limits.rules import Asked
 from appliance.metering.limits.sums import LevelNow, PeriodSums
 from appliance.metering.limits.token_bucket import UNITS_PER_TOKEN
+from appliance.metering.limits.windows import Moment
 from appliance.tenancy.model_policies import ModelPolicy
 from appliance.tenancy.principals import Limits, Principal
 from tests.support.cast import Person
@@ -186,8 +187,8 @@ async def test_every_owner_is_read_once_and_everything_counts_once(seed: int) ->
     assert len(box.admission._allowances) > TENANTS
     assert box.books.failures > 0
     for owner, allowance in box.admission._allowances.items():
-        assert (allowance.running, allowance._day.reserved) == (0, 0)
-        assert allowance._day.used == USED + box.settled[owner] + box.books.corrected[owner]
+        assert (allowance.running, allowance._windows.day.reserved) == (0, 0)
+        assert allowance._windows.day.used == USED + box.settled[owner] + box.books.corrected[owner]
     first_reads = box.admission._first_reads
     assert (first_reads._task, list(first_reads._line), first_reads._met, first_reads._heard) == (None, [], {}, [])
     assert (first_reads._ended, first_reads._recorded) == ({}, [])

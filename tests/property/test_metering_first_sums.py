@@ -15,8 +15,10 @@ from appliance.base.db import Database
 from appliance.base.tables import limit_levels, usage_events
 from appliance.metering.calendar import BillingCalendar
 from appliance.metering.ledger import rollups
-from appliance.metering.limits.quotas import ALL_TENANTS, LimitKind, Moment, Owner, owners_of
+from appliance.metering.limits.decisions import LimitKind
+from appliance.metering.limits.owners import ALL_TENANTS, Owner, owners_of
 from appliance.metering.limits.sums import LevelNow, PeriodSums
+from appliance.metering.limits.windows import Moment
 from tests.support.cast import Cast, Person, make_person
 from tests.support.clock import FakeClock
 from tests.support.ledgers import utc_admission, utc_sums

@@ -13,9 +13,9 @@ from appliance.base.db import Database
 from appliance.base.errors import RateLimitExceeded
 from appliance.metering.ledger.epochs import begin_epoch
 from appliance.metering.ledger.records import Checkpoint
-from appliance.metering.limits.quotas import Owner
+from appliance.metering.limits.asked import Asked
+from appliance.metering.limits.owners import Owner
 from appliance.metering.limits.reservations import Reservation
-from appliance.metering.limits.rules import Asked
 from appliance.metering.limits.saved_levels import LimitLevels
 from appliance.metering.limits.token_bucket import UNITS_PER_TOKEN, Take, TokenBucket
 from appliance.tenancy.principals import Limits, Principal

@@ -7,10 +7,9 @@ from datetime import datetime
 
 import pytest
 
-from appliance.metering.limits.output_estimates import EXPECTED_OUTPUT_TOKENS, OUTPUTS_MIN
+from appliance.metering.limits.asked import Asked
+from appliance.metering.limits.output_estimates import EXPECTED_OUTPUT_TOKENS, OUTPUTS_KEPT, OUTPUTS_MIN
 from appliance.metering.limits.reservations import Reservation
-from appliance.metering.limits.rules import Asked
-from appliance.metering.limits.sums import OUTPUTS_KEPT
 from tests.support.clock import FakeClock
 from tests.support.factories import principal
 from tests.support.ledgers import utc_admission

@@ -34,9 +34,10 @@ from appliance.serving.forecasts import Forecasts
 from appliance.serving.live_requests import LiveRequest
 from appliance.serving.request_limits import RequestLimits
 from appliance.serving.services import Services
-from appliance.telemetry.events import DatabaseReading, EngineReading, ProcessReading, SystemSampler, TenantReading
 from appliance.telemetry.gpu import NO_GPU, GpuReading
 from appliance.telemetry.host import HostReading
+from appliance.telemetry.readings import DatabaseReading, EngineReading, TenantReading
+from appliance.telemetry.sampler import SystemSampler
 from appliance.tenancy.access import Access
 from appliance.tenancy.admin_tokens import AdminTokens
 from appliance.tenancy.audit import AuditLog
@@ -192,14 +193,13 @@ class EngineSide:
             disk_total_bytes=100 * GIB,
             disk_free_bytes=60 * GIB,
         )
-        gateway = ProcessReading(role="gateway", pid=1, model=None, started_at=started_at, restarts=0)
         return SystemSampler(
             clock=self.clock,
             host=lambda: host,
             gpus=lambda: self.gpus,
             gpu_error=lambda: self.gpu_error,
             engines=self.engines,
-            gateway=lambda: gateway,
+            started_at=started_at,
             database=database,
             interval_s=interval_s,
         )

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Callable
-from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from contextlib import asynccontextmanager
 from typing import Any
 
-from sqlalchemy import select
+from sqlalchemy import Connection, select
 from sqlalchemy.exc import OperationalError
 from sqlalchemy.ext.asyncio import AsyncConnection
 
@@ -23,8 +23,9 @@ from appliance.metering.ledger.recovery import recover
 from appliance.metering.ledger.rows import event_from_row
 from appliance.metering.ledger.writer import Ledger
 from appliance.metering.limits.admission import Admission
-from appliance.metering.limits.quotas import Owner
-from appliance.metering.limits.sums import LedgerSums, SumsReader
+from appliance.metering.limits.ledger_sums import LedgerSums
+from appliance.metering.limits.owners import Owner
+from appliance.metering.limits.sums import SumsReader
 from appliance.metering.prices import PriceBook
 
 DEADLINE_S = 60.0
@@ -140,31 +141,37 @@ class FailingDatabase(Database):
     @asynccontextmanager
     async def writing(self) -> AsyncIterator[AsyncConnection]:
         """Yield a transaction that ends as the test has set."""
-        async with self._failing(super().writing()) as connection:
+        await self._passed()
+        async with super().writing() as connection:
             yield connection
-
-    @asynccontextmanager
-    async def batch_writing(self) -> AsyncIterator[AsyncConnection]:
-        """Yield a transaction of the ledger that ends as the test has set."""
-        async with self._failing(super().batch_writing()) as connection:
-            yield connection
+            self._before_commit()
+        self._after_commit()
 
     async def batch_write(self, fn: Any, *args: Any, **options: Any) -> Any:
         """Write in a transaction that ends as the test has set."""
-        async with self.batch_writing() as connection:
-            return await connection.run_sync(fn, *args, **options)
 
-    @asynccontextmanager
-    async def _failing(self, transaction: AbstractAsyncContextManager[AsyncConnection]) -> AsyncIterator[AsyncConnection]:
+        def work(connection: Connection) -> Any:
+            result = fn(connection, *args, **options)
+            self._before_commit()
+            return result
+
+        await self._passed()
+        result = await super().batch_write(work)
+        self._after_commit()
+        return result
+
+    async def _passed(self) -> None:
         if self.gate is not None:
             self.held += 1
             await self.gate.wait()
             self.held -= 1
-        async with transaction as connection:
-            yield connection
-            if self.fail_before_commit:
-                self.fail_before_commit -= 1
-                raise OperationalError("COMMIT", {}, OSError("disk full"))
+
+    def _before_commit(self) -> None:
+        if self.fail_before_commit:
+            self.fail_before_commit -= 1
+            raise OperationalError("COMMIT", {}, OSError("disk full"))
+
+    def _after_commit(self) -> None:
         self.commits += 1
         if self.fail_after_commit:
             self.fail_after_commit -= 1

@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Mapping
 from datetime import datetime
 
-from appliance.metering.limits.quotas import Moment, Owner
+from appliance.metering.limits.owners import Owner
 from appliance.metering.limits.sums import PeriodSums
+from appliance.metering.limits.windows import Moment
 
 
 class NothingYet:

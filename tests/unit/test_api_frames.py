@@ -18,7 +18,7 @@ from appliance.api.rate_limit_headers import UNLIMITED, duration, rate_limit_hea
 from appliance.api.sse import EventStream, LastFrame, chat_frames
 from appliance.base.db import Database
 from appliance.metering.ledger.records import Usage
-from appliance.metering.limits.admission import RateLimit, RateLimitState
+from appliance.metering.limits.rate_limits import RateLimit, RateLimitState
 from appliance.serving.chunk_queue import LOGPROBS_JOINED_MAX, ChunkQueue
 from appliance.serving.endings import Outcome
 from appliance.serving.text_output import Chunk, NamedLogprob

@@ -9,7 +9,7 @@ from typing import Any, cast
 
 import pytest
 
-from appliance.metering.limits.rules import Asked
+from appliance.metering.limits.asked import Asked
 from appliance.tenancy.access import WHOLE_BOX
 from appliance.tenancy.principals import Principal
 from tests.support.api_box import ApiBox, open_api_box

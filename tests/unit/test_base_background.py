@@ -7,7 +7,7 @@ import asyncio
 import pytest
 import structlog
 
-from appliance.base.background import Background
+from appliance.base.background import Background, repeat
 
 
 async def test_it_runs_between_start_and_stop() -> None:
@@ -74,3 +74,29 @@ async def test_an_error_is_logged_when_it_happens_and_stop_raises_nothing(when: 
         await background.stop()
     (line,) = logs
     assert (line["task"], repr(line["exc_info"])) == ("work", "ValueError('a bug')")
+
+
+@pytest.mark.parametrize("at_once", [False, True])
+async def test_work_is_repeated_also_after_an_error_of_it(at_once: bool) -> None:
+    done: list[str] = []
+    enough = asyncio.Event()
+
+    async def work() -> None:
+        done.append("work")
+        if done.count("work") == 1:
+            raise ValueError("a bug")
+
+    async def sleep(seconds: float) -> None:
+        assert seconds == 5.0
+        if done.count("work") == 2:
+            enough.set()
+            await asyncio.Event().wait()
+        done.append("pause")
+
+    background = Background("work", lambda: repeat(work, 5.0, failure="it failed", at_once=at_once, sleep=sleep))
+    with structlog.testing.capture_logs() as logs:
+        background.start()
+        await enough.wait()
+        await background.stop()
+    assert done == (["work", "pause", "work"] if at_once else ["pause", "work", "pause", "work"])
+    assert [(line["event"], line["log_level"]) for line in logs] == [("it failed", "error")]

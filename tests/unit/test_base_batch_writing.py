@@ -44,38 +44,39 @@ async def test_a_batch_is_committed_whole_or_not_at_all(database: Database) -> N
     assert await database.batch_write(add, "one") == "one"
     with pytest.raises(IntegrityError):
         await database.batch_write(add_and_fail, "two")
-    with pytest.raises(IntegrityError):
-        async with database.batch_writing() as connection:
-            await connection.run_sync(add_and_fail, "three")
 
     assert await names(database) == ["one"]
 
 
-async def test_a_batch_and_single_statements_share_one_transaction(database: Database) -> None:
+async def test_what_a_batch_wants_called_is_called_when_it_is_committed(database: Database) -> None:
     told: list[Database] = []
-    async with database.batch_writing() as connection:
+
+    def work(connection: Connection) -> None:
         after_commit(connection, told.append)
-        await connection.run_sync(add, "one")
-        assert (await connection.execute(select(counters.c.value).where(counters.c.name == "one"))).scalar_one() == 1
-        assert await names(database) == []
+        add(connection, "one")
         assert not told
 
-    assert await names(database) == ["one"]
+    await database.batch_write(work)
+
     assert told == [database]
 
 
 async def test_what_a_transaction_that_was_rolled_back_wanted_called_is_never_called(database: Database) -> None:
     told: list[Database] = []
 
-    async def fail() -> None:
-        async with database.batch_writing() as connection:
-            after_commit(connection, told.append)
-            raise RuntimeError("stop")
+    def fail(connection: Connection) -> None:
+        after_commit(connection, told.append)
+        raise RuntimeError("stop")
 
-    with pytest.raises(RuntimeError):
-        await fail()
+    async def fail_alone() -> None:
+        async with database.writing() as connection:
+            await connection.run_sync(fail)
+
+    for failing in (database.batch_write(fail), fail_alone()):
+        with pytest.raises(RuntimeError, match="stop"):
+            await failing
     await database.batch_write(add, "one")
-    async with database.batch_writing() as connection:
+    async with database.writing() as connection:
         await connection.run_sync(add, "two")
 
     assert not told
@@ -93,7 +94,7 @@ async def test_writers_of_both_ways_wait_for_each_other(database: Database) -> N
     assert await names(database) == wanted
 
 
-async def test_a_batch_whose_caller_is_cancelled_leaves_the_next_one_alone(
+async def test_a_batch_whose_caller_is_cancelled_is_written_before_the_next_one(
     migrated_sqlite: Database,
 ) -> None:
     database = migrated_sqlite
@@ -105,11 +106,7 @@ async def test_a_batch_whose_caller_is_cancelled_leaves_the_next_one_alone(
         loop.call_soon_threadsafe(began.set)
         assert go_on.wait(60)
 
-    async def write() -> None:
-        async with database.batch_writing() as connection:
-            await connection.run_sync(slow)
-
-    task = asyncio.create_task(write())
+    task = asyncio.create_task(database.batch_write(slow))
     await began.wait()
     task.cancel()
     loop.call_later(0, go_on.set)
@@ -117,7 +114,7 @@ async def test_a_batch_whose_caller_is_cancelled_leaves_the_next_one_alone(
         await task
     await database.batch_write(add, "next")
 
-    assert await names(database) == ["next"]
+    assert await names(database) == ["cancelled", "next"]
 
 
 async def test_after_a_begin_that_was_refused_a_batch_is_a_transaction_again(migrated_sqlite: Database, tmp_path: Path) -> None:
@@ -135,7 +132,7 @@ async def test_after_a_begin_that_was_refused_a_batch_is_a_transaction_again(mig
     assert await names(database) == ["next"]
 
 
-@pytest.mark.parametrize("way", ["batch_write", "batch_writing", "writing"])
+@pytest.mark.parametrize("way", ["batch_write", "writing"])
 async def test_after_a_commit_that_was_refused_the_next_one_is_durable(migrated_sqlite: Database, way: str) -> None:
     database = migrated_sqlite
 
@@ -143,7 +140,7 @@ async def test_after_a_commit_that_was_refused_the_next_one_is_durable(migrated_
         if way == "batch_write":
             await database.batch_write(fn, name)
             return
-        async with database.writing() if way == "writing" else database.batch_writing() as connection:
+        async with database.writing() as connection:
             await connection.run_sync(fn, name)
 
     for number in range(2):

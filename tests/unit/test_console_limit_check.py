@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from appliance.metering.limits.rules import Asked
+from appliance.metering.limits.asked import Asked
 from appliance.tenancy.access import WHOLE_BOX
 from appliance.tenancy.principals import Limits, Principal, TenantChanges
 from tests.support.console_fixtures import Box

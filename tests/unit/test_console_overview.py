@@ -14,7 +14,7 @@ from appliance.console import error_pages, live_stream
 from appliance.console.context import Console
 from appliance.console.live_board import prompt_history
 from appliance.metering.prices import PriceBook
-from appliance.telemetry import events
+from appliance.telemetry import sampler as system_sampler
 from appliance.telemetry.gpu import GpuReading
 from appliance.tenancy.access import Access
 from engine.protocol import MemoryPart
@@ -272,7 +272,7 @@ async def test_one_sample_is_rendered_once_for_all_watchers(box: Box, monkeypatc
 
 
 async def test_without_a_place_at_the_sampler_the_stream_is_refused(box: Box, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(events, "SUBSCRIBERS_MAX", 0)
+    monkeypatch.setattr(system_sampler, "SUBSCRIBERS_MAX", 0)
     answer = await (await box.alice()).get("/console/events")
 
     assert answer.status_code == 503

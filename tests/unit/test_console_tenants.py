@@ -9,7 +9,7 @@ from sqlalchemy import update
 
 from appliance.base.tables import tenants
 from appliance.console import tenants as tenant_pages
-from appliance.metering.limits.rules import Asked
+from appliance.metering.limits.asked import Asked
 from appliance.tenancy.access import WHOLE_BOX
 from appliance.tenancy.principals import Limits, TenantChanges
 from tests.support.console_fixtures import Box

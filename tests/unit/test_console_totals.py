@@ -14,8 +14,8 @@ from appliance.base.acting import SYSTEM
 from appliance.base.ids import new_id
 from appliance.console.limits import key_levels, tenant_levels
 from appliance.console.totals import Totals, costs_this_month, totals_this_month, totals_today
-from appliance.metering.limits.admission import Patience
-from appliance.metering.limits.rules import Asked
+from appliance.metering.limits.asked import Asked
+from appliance.metering.limits.queue import Patience
 from appliance.tenancy.access import WHOLE_BOX, Access
 from appliance.tenancy.principals import Limits, Principal
 from appliance.tenancy.roles import Role, TenantRole
@@ -133,12 +133,12 @@ async def test_who_looks_at_levels_lets_nobody_in(late: tuple[Box, FakeClock]) -
     admission = box.services.admission
     first = await admission.admit(asked(bob))
     waiting = [asyncio.create_task(admission.admit(asked(bob), Patience(wait_s=60.0))) for _ in range(5)]
-    await until(lambda: admission.waiting == 5)
+    await until(lambda: len(admission.waiting) == 5)
     await tenant_levels(box.services, bob.tenant, access=WHOLE_BOX)
     await key_levels(box.services, bob.tenant, bob.key, access=WHOLE_BOX)
     first.settle(1)
     await until(waiting[0].done)
-    assert (admission.waiting, running_of(admission, bob.tenant.id), running_of(admission, bob.key.id)) == (4, 1, 1)
+    assert (len(admission.waiting), running_of(admission, bob.tenant.id), running_of(admission, bob.key.id)) == (4, 1, 1)
     for each in waiting:
         each.cancel()
     await asyncio.wait(waiting)

@@ -134,6 +134,18 @@ def names_of(path: Path) -> set[str]:
     return found
 
 
+def test_the_modules_of_limits_can_be_read_in_the_order_that_their_package_says() -> None:
+    package = "appliance.metering.limits"
+    paths = {name.removeprefix(f"{package}."): path for name, path in modules(package.replace(".", "/")) if name != package}
+    order = ast.get_docstring(ast.parse((REPO / package.replace(".", "/") / "__init__.py").read_text("utf-8"))) or ""
+    rows = [row.split(":")[0].split(", ") for row in order.partition("Read them in this order.")[2].splitlines()[2:]]
+    line_of = {name.strip(): number for number, row in enumerate(rows) for name in row}
+    assert line_of.keys() == paths.keys()
+    for name, path in paths.items():
+        needed = [each.removeprefix(f"{package}.").split(".")[0] for each in imports(path) if within(each, package)]
+        assert [each for each in needed if line_of[each] > line_of[name]] == [], f"what {name} imports comes after it"
+
+
 def test_benches_import_what_is_there() -> None:
     """Nothing else reads them all: types are not checked there, and CI measures nothing."""
     paths = dict(modules(*OURS))

@@ -12,11 +12,12 @@ import pytest
 
 from appliance.base.errors import BudgetExceeded, RateLimitExceeded, Refused, RequestExceedsLimit
 from appliance.metering.limits.admission import Admission
-from appliance.metering.limits.output_estimates import EXPECTED_OUTPUT_TOKENS, OUTPUTS_MIN, percentile_90
-from appliance.metering.limits.quotas import Moment, Owner
+from appliance.metering.limits.asked import Asked
+from appliance.metering.limits.output_estimates import EXPECTED_OUTPUT_TOKENS, OUTPUTS_KEPT, OUTPUTS_MIN, percentile_90
+from appliance.metering.limits.owners import Owner
 from appliance.metering.limits.reservations import Reservation
-from appliance.metering.limits.rules import Asked
-from appliance.metering.limits.sums import OUTPUTS_KEPT, PeriodSums
+from appliance.metering.limits.sums import PeriodSums
+from appliance.metering.limits.windows import Moment
 from appliance.metering.prices import Price
 from appliance.tenancy.principals import Limits, Principal
 from tests.support.clock import FakeClock

@@ -12,12 +12,11 @@ import pytest
 
 from appliance.base.errors import BudgetExceeded, Draining, RateLimitExceeded, RequestExceedsLimit
 from appliance.metering.limits import queue as admission_queue
-from appliance.metering.limits.admission import Patience
 from appliance.metering.limits.allowances import Ahead
+from appliance.metering.limits.asked import Asked
 from appliance.metering.limits.line import Line
-from appliance.metering.limits.queue import Abandoned
+from appliance.metering.limits.queue import Abandoned, Patience
 from appliance.metering.limits.reservations import Reservation
-from appliance.metering.limits.rules import Asked
 from appliance.tenancy.model_policies import ModelPolicy
 from appliance.tenancy.principals import Limits, Principal
 from tests.support.alarms import Alarms
@@ -50,7 +49,7 @@ class Queue:
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
-        assert self.admission.waiting == 0
+        assert self.admission.waiting == []
         assert not self.admission._queue._lines, "somebody was left in a line"
 
     async def _gone(self) -> None:
@@ -409,7 +408,7 @@ async def test_those_who_leave_a_full_line_together_are_one_reason_to_try_again(
     for _ in range(40):
         await asyncio.sleep(0)
     tries.stop()
-    assert queue.admission.waiting == admission_queue.LINE_MAX // 2
+    assert len(queue.admission.waiting) == admission_queue.LINE_MAX // 2
     assert tries.num <= admission_queue.LINE_MAX, "everybody was tried again for each who left"
     assert tries.most <= admission_queue.TRIES_AT_ONCE, "others wait while a whole line is tried"
 

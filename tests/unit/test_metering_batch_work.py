@@ -28,7 +28,7 @@ from appliance.metering.invoicing.wording import ABORT_POLICY, line_name
 from appliance.metering.ledger.corrections import Correction
 from appliance.metering.ledger.epochs import begin_epoch
 from appliance.metering.ledger.records import Checkpoint, UsageEvent
-from appliance.metering.limits.rules import Asked, is_batch_work
+from appliance.metering.limits.asked import Asked, is_batch_work
 from appliance.metering.past_requests import PastRequests
 from appliance.metering.prices import Price
 from appliance.tenancy.access import WHOLE_BOX

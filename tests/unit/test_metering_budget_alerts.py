@@ -16,7 +16,7 @@ from appliance.metering.alerts.outbox_history import KEEP_DAYS_MIN, OutboxHistor
 from appliance.metering.alerts.plans import Period, Plan
 from appliance.metering.calendar import BillingCalendar
 from appliance.metering.ledger import rollups
-from appliance.metering.limits.quotas import ALL_TENANTS, Owner
+from appliance.metering.limits.owners import ALL_TENANTS, Owner
 from appliance.tenancy.access import WHOLE_BOX
 from appliance.tenancy.principals import Limits, TenantChanges
 from appliance.tenancy.tenants import Tenants

@@ -12,7 +12,7 @@ from appliance.base.db import Database
 from appliance.metering.alerts.budgets import used_query
 from appliance.metering.alerts.plans import Period, Plan
 from appliance.metering.calendar import BillingCalendar
-from appliance.metering.limits.quotas import ALL_TENANTS, LimitScope, Owner
+from appliance.metering.limits.owners import ALL_TENANTS, LimitScope, Owner
 
 MONTH, DAY = Period("budget", date(2026, 10, 1)), Period("tokens_per_day", date(2026, 10, 25))
 _DAY_OF = "USING PRIMARY KEY (bucket=? AND start_at=? AND"

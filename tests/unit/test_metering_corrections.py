@@ -17,9 +17,10 @@ from appliance.metering.invariants import books
 from appliance.metering.ledger.corrections import NOTE_CHARS_MAX, Correction, Corrections, _stands_query
 from appliance.metering.ledger.records import UsageEvent
 from appliance.metering.ledger.rows import COST_PICOS_MAX
-from appliance.metering.limits.quotas import Moment, Owner
-from appliance.metering.limits.rules import Asked
+from appliance.metering.limits.asked import Asked
+from appliance.metering.limits.owners import Owner
 from appliance.metering.limits.sums import PeriodSums
+from appliance.metering.limits.windows import Moment
 from appliance.metering.prices import Price
 from appliance.metering.usage import UsageReports, _corrections_of
 from appliance.tenancy.access import WHOLE_BOX

@@ -18,15 +18,17 @@ from appliance.base.db import Database
 from appliance.base.journal import Journal
 from appliance.metering.ledger import writer
 from appliance.metering.ledger.writer import Ledger
-from appliance.metering.limits import sums as limit_sums
+from appliance.metering.limits import ledger_sums
 from appliance.metering.limits.admission import Admission
 from appliance.metering.limits.allowances import Allowance
+from appliance.metering.limits.asked import Asked
 from appliance.metering.limits.first_reads import OWNERS_AT_ONCE
-from appliance.metering.limits.quotas import ALL_TENANTS, Moment, Owner
+from appliance.metering.limits.ledger_sums import RECENT_EVENTS_MAX, Span, events_query, settled_query
+from appliance.metering.limits.owners import ALL_TENANTS, Owner
 from appliance.metering.limits.reservations import Reservation
-from appliance.metering.limits.rules import Asked
 from appliance.metering.limits.saved_levels import LimitLevels
-from appliance.metering.limits.sums import RECENT_EVENTS_MAX, PeriodSums, Span, events_query, settled_query
+from appliance.metering.limits.sums import PeriodSums
+from appliance.metering.limits.windows import Moment
 from appliance.tenancy.model_policies import ModelPolicy
 from appliance.tenancy.principals import Limits, Principal
 from tests.support.cast import Cast
@@ -223,9 +225,9 @@ def test_sums_that_are_read_over_midnight_are_of_the_day_before(clock: FakeClock
     allowance = Allowance(Owner("tenant", "bob"), "EUR", evening)
     clock.advance(2)
     morning = calendar._moment()
-    allowance._windows(morning)
+    allowance._windows.enter(morning)
     allowance.remember(PeriodSums(tokens_today=90, cost_month_picos=5), evening)
-    today, month = allowance._windows(morning)
+    today, month = allowance._windows.enter(morning)
     assert (today.used, month.used) == (0, 5)
 
 
@@ -269,7 +271,7 @@ async def test_many_are_read_as_each_of_them_alone_also_when_there_are_more_even
     assert await sums.read(owners, at) == alone
     assert [len(found.recent) for found in alone.values()] == [8, 4, 4, 4, 6]
 
-    monkeypatch.setattr(limit_sums, "RECENT_EVENTS_MAX", 5)
+    monkeypatch.setattr(ledger_sums, "RECENT_EVENTS_MAX", 5)
     cut = await sums.read(owners, at)
     assert {owner: found.recent for owner, found in cut.items()} == {owner: found.recent[-5:] for owner, found in alone.items()}
 
@@ -347,7 +349,7 @@ async def test_a_request_that_ends_while_its_model_is_read_counts_once(
     if recorded != "meanwhile":
         await end()
     await admission.admit(asking(cast.bob.principal, policy))
-    assert admission._allowances[Owner("model", ALL_TENANTS, "demo")]._day.used == 600
+    assert admission._allowances[Owner("model", ALL_TENANTS, "demo")]._windows.day.used == 600
     running.recorded()
     assert not admission._first_reads._ended
 
@@ -372,7 +374,7 @@ async def test_a_settlement_that_stands_in_the_journal_alone_counts_while_the_ta
     held.gate.set()
     await ledger.stop()
     await journal.close()
-    assert admission._allowances[Owner("model", ALL_TENANTS, "demo")]._day.used == 600
+    assert admission._allowances[Owner("model", ALL_TENANTS, "demo")]._windows.day.used == 600
     assert not admission._first_reads._ended
 
 

@@ -36,8 +36,7 @@ def _copy(source: Path, target: Path) -> Path:
 
 async def _limit_pages(database: Database, pages: str) -> None:
     """Let the file grow to `pages` and no further, as a full disk would."""
-    async with database.batch_writing() as connection:
-        await connection.execute(text(f"PRAGMA max_page_count = {pages}"))
+    await database.batch_write(lambda connection: connection.execute(text(f"PRAGMA max_page_count = {pages}")).close())
 
 
 async def test_a_full_disk_refuses_requests_settles_what_runs_and_heals(full_disk: Database, clock: FakeClock) -> None:

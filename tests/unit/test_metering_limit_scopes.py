@@ -10,8 +10,8 @@ import pytest
 from appliance.base.errors import BudgetExceeded, RateLimitExceeded, Refused
 from appliance.metering.calendar import BillingCalendar
 from appliance.metering.limits.admission import Admission
+from appliance.metering.limits.asked import Asked
 from appliance.metering.limits.reservations import Reservation
-from appliance.metering.limits.rules import Asked
 from appliance.metering.prices import Price
 from appliance.tenancy.model_policies import ModelPolicy
 from appliance.tenancy.principals import Limits, Principal

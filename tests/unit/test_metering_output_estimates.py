@@ -13,11 +13,12 @@ from sqlalchemy import text
 from appliance.base.db import Database
 from appliance.metering.ledger.writer import Ledger
 from appliance.metering.limits import output_estimates
-from appliance.metering.limits.admission import Admission, Patience
-from appliance.metering.limits.output_estimates import EXPECTED_OUTPUT_TOKENS, OUTPUTS_MIN
+from appliance.metering.limits.admission import Admission
+from appliance.metering.limits.asked import Asked
+from appliance.metering.limits.ledger_sums import OUTPUTS_READ_MAX, outputs_query
+from appliance.metering.limits.output_estimates import EXPECTED_OUTPUT_TOKENS, OUTPUTS_KEPT, OUTPUTS_MIN
+from appliance.metering.limits.queue import Patience
 from appliance.metering.limits.reservations import Reservation
-from appliance.metering.limits.rules import Asked
-from appliance.metering.limits.sums import OUTPUTS_KEPT, OUTPUTS_READ_MAX, outputs_query
 from appliance.tenancy.principals import Limits, Principal
 from tests.support.cast import Cast, Person
 from tests.support.clock import FakeClock

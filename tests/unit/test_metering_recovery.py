@@ -15,8 +15,9 @@ from appliance.metering.ledger.epochs import EpochEnded, begin_epoch
 from appliance.metering.ledger.records import Checkpoint
 from appliance.metering.ledger.round import LedgerBroken
 from appliance.metering.ledger.rows import EVENTS_WITH_PRICES, INSERT_EVENTS, event_row
-from appliance.metering.limits.quotas import Moment, Owner
-from appliance.metering.limits.rules import Asked
+from appliance.metering.limits.asked import Asked
+from appliance.metering.limits.owners import Owner
+from appliance.metering.limits.windows import Moment
 from appliance.metering.past_requests import PastRequests
 from appliance.tenancy.access import WHOLE_BOX
 from appliance.tenancy.principals import Limits, Principal

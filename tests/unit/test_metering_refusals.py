@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from appliance.base.errors import RateLimitExceeded
-from appliance.metering.limits.quotas import LimitDecision
+from appliance.metering.limits.decisions import LimitDecision
 from appliance.metering.limits.refusals import refusal
 
 

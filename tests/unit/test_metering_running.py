@@ -8,9 +8,10 @@ import dataclasses
 import pytest
 
 from appliance.base.errors import RateLimitExceeded
-from appliance.metering.limits.admission import Admission, Patience
+from appliance.metering.limits.admission import Admission
+from appliance.metering.limits.asked import Asked
+from appliance.metering.limits.queue import Patience
 from appliance.metering.limits.reservations import Reservation
-from appliance.metering.limits.rules import Asked
 from appliance.metering.limits.running import WAIT_S_MAX, WAIT_S_MIN
 from appliance.tenancy.principals import Limits, Principal
 from tests.support.clock import FakeClock

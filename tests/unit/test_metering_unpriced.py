@@ -10,7 +10,7 @@ import pytest
 from appliance.base.db import Database
 from appliance.base.errors import BudgetExceeded, ModelNotPriced
 from appliance.metering.ledger import rollups
-from appliance.metering.limits.rules import Asked
+from appliance.metering.limits.asked import Asked
 from appliance.tenancy.principals import Limits
 from tests.support import factories
 from tests.support.cast import Cast

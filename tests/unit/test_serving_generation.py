@@ -15,6 +15,7 @@ from appliance.metering.ledger.records import PendingEntry
 from appliance.metering.prices import Price
 from appliance.serving import engine_client
 from appliance.serving.answers import Answer
+from appliance.serving.bill import Bill
 from appliance.serving.generation import Generation
 from appliance.serving.prompting import Prompting
 from appliance.serving.text_output import Chunk, TextOutput
@@ -77,7 +78,7 @@ async def test_a_request_belongs_to_the_moment_of_its_reservation(
     generation = await box.start(dora, TEXT)
     await generation.outcome
     event = await box.event(generation)
-    (day,) = [hold.day for hold in generation._reservation.holds if hold.allowance.limits.tokens_per_day]
+    (day,) = [hold.day for hold in generation._bill._reservation.holds if hold.allowance.limits.tokens_per_day]
 
     assert (event.admitted_at, asked_at) == (before, [before, before])
     assert event.billing_day == day.start == before.date() != clock.now().date()
@@ -378,13 +379,13 @@ async def test_requests_of_many_tenants_do_not_mix(box: Serving, cast: Cast) -> 
         assert (await box.event(generation)).tenant_id == person.tenant.id
 
 
-@pytest.mark.parametrize(("broken", "reason"), [("_record_of_request", "error"), ("_observe", "disconnected")])
+@pytest.mark.parametrize(("owner", "broken", "reason"), [(Bill, "_record", "error"), (Generation, "_observe", "disconnected")])
 async def test_a_fault_of_the_settlement_is_told_and_leaves_nothing_open(
-    box: Serving, cast: Cast, monkeypatch: pytest.MonkeyPatch, broken: str, reason: str
+    box: Serving, cast: Cast, monkeypatch: pytest.MonkeyPatch, owner: type[object], broken: str, reason: str
 ) -> None:
     generation = await box.start(cast.bob, TEXT, max_tokens=1000)
     await generation.chunks.take(10.0)
-    monkeypatch.setattr(generation, broken, None)
+    monkeypatch.setattr(owner, broken, None)
     generation.leave("disconnected")
     with structlog.testing.capture_logs() as logs:
         outcome = await generation.outcome
@@ -432,7 +433,7 @@ async def test_a_fault_before_the_reservation_ends_gives_it_back(
 
 
 async def test_a_fault_before_there_is_a_record_settles_none(box: Serving, cast: Cast, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Generation, "_record", None)
+    monkeypatch.setattr(Bill, "open", None)
     with structlog.testing.capture_logs() as logs, pytest.raises(InternalError):
         await box.start(cast.bob, TEXT)
     with structlog.testing.capture_logs() as later:

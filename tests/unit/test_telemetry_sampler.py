@@ -9,11 +9,12 @@ import pynvml
 import pytest
 
 from appliance.api.admin.system_shapes import system_shape
-from appliance.telemetry import events
-from appliance.telemetry.events import DatabaseReading, ProcessReading, SystemSampler, TooManySubscribers
+from appliance.telemetry import sampler as system_sampler
 from appliance.telemetry.gpu import NO_GPU, GpuProbe
 from appliance.telemetry.host import HostProbe
 from appliance.telemetry.metrics import OTHER_TENANTS, Metrics
+from appliance.telemetry.readings import DatabaseReading
+from appliance.telemetry.sampler import SystemSampler, TooManySubscribers
 from tests.support.clock import FakeClock
 from tests.support.console_fixtures import EngineSide, engine_status, tenant
 
@@ -29,7 +30,7 @@ def sampler(clock: FakeClock, tmp_path: Path) -> SystemSampler:
         gpus=list,
         gpu_error=lambda: NO_GPU,
         engines=list,
-        gateway=lambda: ProcessReading(role="gateway", pid=1, model=None, started_at=clock.now(), restarts=0),
+        started_at=clock.now(),
         database=database,
     )
 
@@ -49,7 +50,7 @@ async def test_a_slow_subscriber_gets_the_newest_reading(sampler: SystemSampler,
 async def test_subscribers_are_limited_and_leave_room_when_they_go(
     sampler: SystemSampler, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(events, "SUBSCRIBERS_MAX", 1)
+    monkeypatch.setattr(system_sampler, "SUBSCRIBERS_MAX", 1)
     await sampler.sample()
     first = sampler.subscribe()
     await anext(first)
@@ -62,10 +63,10 @@ async def test_subscribers_are_limited_and_leave_room_when_they_go(
 
 
 async def test_history_is_bounded(sampler: SystemSampler) -> None:
-    for _ in range(events.HISTORY_SAMPLES + 5):
+    for _ in range(system_sampler.HISTORY_SAMPLES + 5):
         await sampler.sample()
 
-    assert len(sampler.history) == events.HISTORY_SAMPLES
+    assert len(sampler.history) == system_sampler.HISTORY_SAMPLES
 
 
 async def test_host_figures_are_plausible(sampler: SystemSampler) -> None:

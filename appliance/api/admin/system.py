@@ -16,7 +16,8 @@ from appliance.api.services_of import services_of
 from appliance.api.sse import EVENT_STREAM, EventStream
 from appliance.base.errors import Forbidden, Overloaded, Unauthenticated
 from appliance.serving.services import Services
-from appliance.telemetry.events import CONSOLE_SUBSCRIBERS, SystemSnapshot, TooManySubscribers
+from appliance.telemetry.readings import SystemSnapshot
+from appliance.telemetry.sampler import CONSOLE_SUBSCRIBERS, TooManySubscribers
 from appliance.tenancy.roles import Action
 
 TAGS = ["administration"]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import msgspec
 
 from appliance.api.shapes import shape_of
-from appliance.telemetry.events import EngineReading, SystemSnapshot
+from appliance.telemetry.readings import EngineReading, SystemSnapshot
 
 
 class ProcessShape(msgspec.Struct, kw_only=True):

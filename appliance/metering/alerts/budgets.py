@@ -32,7 +32,7 @@ from appliance.metering.calendar import BillingCalendar
 from appliance.metering.ledger.records import UsageEvent
 from appliance.metering.ledger.rollups import SETTLED, join_sum
 from appliance.metering.limits.owner_sums import days_of_month, spread, sums_query
-from appliance.metering.limits.quotas import Owner, owners_of
+from appliance.metering.limits.owners import Owner, owners_of
 
 PERIODS_MAX = 64  # of one owner: late events may be of other months and days than today's
 SWEEP_INTERVAL_S = 3600.0

@@ -11,7 +11,7 @@ from sqlalchemy import ColumnElement, Connection, RowMapping, Select, Table, bin
 
 from appliance.base.money import PICOS_PER_MICRO
 from appliance.base.tables import api_keys, model_policies, tenants
-from appliance.metering.limits.quotas import ALL_TENANTS, LimitScope, Owner
+from appliance.metering.limits.owners import ALL_TENANTS, LimitScope, Owner
 
 PERCENTS_DEFAULT = (80, 100)
 

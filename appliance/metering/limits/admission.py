@@ -6,77 +6,41 @@ prompt, which is known exactly, and the output that is to be expected; the expec
 
 from __future__ import annotations
 
-import math
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
-from operator import itemgetter
-from typing import Protocol
-
-import msgspec
 
 from appliance.base.clock import Clock
-from appliance.base.errors import GatehouseError
 from appliance.metering.calendar import BillingCalendar
 from appliance.metering.ledger.records import UsageEvent
-from appliance.metering.limits.allowances import SHADOW, Allowance, Amount, Need
+from appliance.metering.limits.allowances import Allowance
+from appliance.metering.limits.asked import Asked
+from appliance.metering.limits.decisions import SHADOW, LimitDecision, LimitKind
 from appliance.metering.limits.first_reads import FirstReads
+from appliance.metering.limits.needs import Needs, needs_of
 from appliance.metering.limits.output_estimates import OutputEstimates
-from appliance.metering.limits.queue import AdmissionQueue, Later, Refusals, Waiter, may_wait, on_the_loop
-from appliance.metering.limits.quotas import ALL_TENANTS, LimitDecision, LimitKind, Moment, Owner, owners_of
-from appliance.metering.limits.reservations import Reservation, Work
-from appliance.metering.limits.rules import Asked, rules_for
+from appliance.metering.limits.owners import ALL_TENANTS, Owner, owners_of
+from appliance.metering.limits.queue import (
+    NO_PATIENCE,
+    AdmissionQueue,
+    Later,
+    Patience,
+    Refusals,
+    Waiter,
+    WaitObserver,
+    may_wait,
+    on_the_loop,
+)
+from appliance.metering.limits.rate_limits import RateLimitState, rate_limit_state
+from appliance.metering.limits.reservations import Reservation
+from appliance.metering.limits.rules import rules_for
 from appliance.metering.limits.running import Running
 from appliance.metering.limits.saved_levels import LevelRow, SavedLevel
 from appliance.metering.limits.sums import SumsReader
-from appliance.metering.limits.token_bucket import TokenBucket
+from appliance.metering.limits.windows import Moment
 from appliance.tenancy.model_policies import ModelPolicy
 from appliance.tenancy.principals import Limits, Principal
 
-
-class RateLimit(msgspec.Struct, frozen=True, kw_only=True):
-    """One limit per minute as headers tell it: `remaining` now, and after how many seconds it is full again."""
-
-    limit: int
-    remaining: int
-    reset_s: float
-
-
-class RateLimitState(msgspec.Struct, frozen=True, kw_only=True):
-    """The tightest of the limits per minute that hold for a request; None where there is none."""
-
-    requests: RateLimit | None
-    tokens: RateLimit | None
-
-
-class Patience(msgspec.Struct, frozen=True, kw_only=True):
-    """How long a request may wait for room. `gone` returns when its client does not want it any more."""
-
-    wait_s: float = 0.0
-    gone: Callable[[], Awaitable[None]] | None = None
-
-
-class Needs(msgspec.Struct, frozen=True, kw_only=True):
-    """What a request is to cost, and what it asks of each of its allowances, and in `common` of all that refuse."""
-
-    work: Work
-    common: Need
-    each: Sequence[Need]
-
-
-NO_PATIENCE = Patience()
 NO_LIMITS = Limits()
-
-
-class WaitObserver(Protocol):
-    """Who counts the waits: `how` they end is admitted, refused or abandoned."""
-
-    def wait_began(self, model: str) -> None:
-        """Hear that a request waits for room."""
-        ...
-
-    def wait_ended(self, model: str, how: str, waited_s: float) -> None:
-        """Hear that it does not any more."""
-        ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -114,10 +78,8 @@ class Admission:
         self.output_estimates = OutputEstimates(sums, clock)
         self._live = Running(self._moment)
         self._unsaved: set[Allowance] = set()
-        self._queue = AdmissionQueue(clock, later=later)
-        self._waits = waits
+        self._queue = AdmissionQueue(clock, later=later, observer=waits)
         self._first_reads = FirstReads(sums, self._allowances, self._live, self._moment)
-        self._asking: dict[int, Asked] = {}  # of those who wait, by what no two of them share
         self._today: Moment | None = None
 
     async def admit(self, asked: Asked, patience: Patience = NO_PATIENCE) -> Reservation:
@@ -129,31 +91,19 @@ class Admission:
         """
         allowances = await self._allowances_of(asked)
         # No await from here to the taking.
-        needs = self._needs(asked, allowances)
-        answer = self._try(asked, allowances, needs)
+        needs = needs_of(asked, allowances, self.output_estimates)
+        answer = self._try(asked, needs)
         if isinstance(answer, Reservation):
             return answer
         if not may_wait(answer.decisions, patience.wait_s) or not self._queue.has_room(answer, asked.principal.tenant.id):
             raise answer.told
-        waiting = self._queue.wait(
-            answer,
-            asked.principal.tenant.id,
-            allowances,
-            needs.each,
-            lambda waiter: self._try(asked, allowances, needs, waiter),
-            patience.wait_s,
-            patience.gone,
-        )
-        self._asking[id(asked)] = asked
-        try:
-            return await self._observed(waiting, asked.model)
-        finally:
-            del self._asking[id(asked)]
+        tokens = {allowance: need.expected.tokens for allowance, need in needs.each.items()}
+        return await self._queue.wait(asked, answer, tokens, lambda waiter: self._try(asked, needs, waiter), patience)
 
     @property
-    def asking(self) -> list[Asked]:
+    def waiting(self) -> list[Asked]:
         """Return the requests that wait for room."""
-        return list(self._asking.values())
+        return self._queue.waiting
 
     def reconfigure(self, principals: Mapping[str, Principal], policies: Mapping[str, ModelPolicy]) -> None:
         """Hold those who wait or run to the limits as they are now. Who waits tries again: a limit may be raised, or lowered
@@ -163,7 +113,7 @@ class Admission:
         for running in self._live:
             if (principal := principals.get(running.work.key_id)) is not None:
                 running.hold_to_budget(principal.tenant.cut_at_budget)
-        waiting = {(asked.principal.key.id, asked.model) for asked in self._asking.values()}
+        waiting = {(asked.principal.key.id, asked.model) for asked in self._queue.waiting}
         for key_id, model in waiting | {(running.work.key_id, running.work.model) for running in self._live}:
             principal = principals.get(key_id)
             if principal is None:
@@ -179,30 +129,14 @@ class Admission:
                 allowance.configure(rule.limits if rule else NO_LIMITS, rule.mode if rule else allowance.mode, at)
         self._queue.wake(touched)
 
-    async def _observed(self, waiting: Awaitable[Reservation], model: str) -> Reservation:
-        """Tell the observer how long a wait was and how it ended."""
-        if self._waits is None:
-            return await waiting
-        began_s, how = self._clock.monotonic_s(), "abandoned"
-        self._waits.wait_began(model)
-        try:
-            reservation = await waiting
-            how = "admitted"
-        except GatehouseError:
-            how = "refused"
-            raise
-        finally:
-            self._waits.wait_ended(model, how, self._clock.monotonic_s() - began_s)
-        return reservation
-
     async def forecast(self, asked: Asked, wait_s: float = 0.0) -> Forecast:
         """Return what every limit would say now, and what would come of it with a patience of `wait_s`. Takes nothing."""
         allowances = await self._allowances_of(asked)
-        needs = self._needs(asked, allowances)
+        needs = needs_of(asked, allowances, self.output_estimates)
         at = self._moment()
         decisions = [
             self._live.estimate(allowance, decision)
-            for allowance, need in zip(allowances, needs.each, strict=True)
+            for allowance, need in needs.each.items()
             for decision in allowance.decisions(need, at, self._queue.ahead(allowance))
         ]
         made = Forecast(decisions=decisions, tokens=needs.common.expected.tokens, would_wait=False)
@@ -217,6 +151,10 @@ class Admission:
             allowance.correct(correction)
         self._queue.wake(known)
 
+    def start(self) -> None:
+        """Begin to read how long earlier answers were."""
+        self.output_estimates.start()
+
     async def stop(self) -> None:
         """End what reads the ledger."""
         await self.output_estimates.stop()
@@ -225,11 +163,6 @@ class Admission:
     def refuse_waiting(self, error: Exception) -> None:
         """Tell every request that waits for room that nothing will come."""
         self._queue.refuse_all(error)
-
-    @property
-    def waiting(self) -> int:
-        """Return how many requests wait for room."""
-        return len(self._queue)
 
     def snapshot(self, principal: Principal, model: str | None = None) -> RateLimitState:
         """Return the state for the x-ratelimit headers: of limits that refuse. Changes nothing and reads no database.
@@ -246,7 +179,7 @@ class Admission:
                 found.append((allowance, allowance.limits))
         if model is not None and (shared := self._allowances.get(Owner("model", ALL_TENANTS, model))) is not None:
             found += [(shared, shared.limits)] if shared.enforces else []
-        return RateLimitState(requests=_tightest(found, "requests", at), tokens=_tightest(found, "tokens", at))
+        return rate_limit_state(found, at)
 
     def taken(self, owner: Owner) -> Mapping[LimitKind, int]:
         """Return what is taken of each limit per minute and of concurrent requests, whatever they are by now; of limits that
@@ -289,21 +222,19 @@ class Admission:
             beside.configure(NO_LIMITS, beside.mode, at)  # it had limits of its own for the model
         return allowances
 
-    def _beside(self, asked: Asked, allowances: Sequence[Allowance]) -> list[Allowance]:
+    def _beside(self, asked: Asked, allowances: Collection[Allowance]) -> list[Allowance]:
         """Return what a request counts against beside the `allowances` whose limits hold for it: whose limits have gone, and
         may come back, and whose came while it waited."""
         who = asked.principal
         known = map(self._allowances.get, owners_of(who.tenant.id, who.key.id, asked.model))
         return [allowance for allowance in known if allowance is not None and allowance not in allowances]
 
-    def _try(
-        self, asked: Asked, allowances: Sequence[Allowance], needs: Needs, waiter: Waiter | None = None
-    ) -> Reservation | Refusals:
+    def _try(self, asked: Asked, needs: Needs, waiter: Waiter | None = None) -> Reservation | Refusals:
         """Reserve in every allowance, or in none and return why not. Who waits already comes before whoever comes now."""
         at = self._moment()
         refused: list[tuple[Allowance, LimitDecision]] = []
         overlooked: dict[Allowance, list[LimitDecision]] = {}
-        for allowance, need in zip(allowances, needs.each, strict=True):
+        for allowance, need in needs.each.items():
             refusals = allowance.refusals(need, at, self._queue.ahead(allowance, waiter))
             if allowance.enforces:
                 refused += [(allowance, decision) for decision in refusals]
@@ -313,7 +244,7 @@ class Admission:
             return Refusals(by=refused, estimate=self._live.estimate)
         holds = [
             allowance.overlook(at) if allowance in overlooked else allowance.take(need, at)
-            for allowance, need in zip(allowances, needs.each, strict=True)
+            for allowance, need in needs.each.items()
         ]
         reservation = Reservation(
             needs.work,
@@ -327,11 +258,11 @@ class Admission:
             cut_at_budget=asked.principal.tenant.cut_at_budget,
         )
         self._live.add(reservation)
-        for beside in self._beside(asked, allowances):
+        for beside in self._beside(asked, needs.each):
             beside.enter(at)
             self._live.hold(reservation, beside.join(needs.common, at.day))
         self.output_estimates.began(needs.work)
-        self._unsaved.update(allowances)
+        self._unsaved.update(needs.each)
         return reservation
 
     def _ended(self, reservation: Reservation, output_tokens: int) -> None:
@@ -342,32 +273,6 @@ class Admission:
         self.output_estimates.ended(reservation.work, output_tokens)
         self._queue.wake(allowances)
 
-    def _needs(self, asked: Asked, allowances: Sequence[Allowance]) -> Needs:
-        """Return what is asked of each allowance. It differs where a guess is cut to the room that limits leave: limits in
-        shadow mode cut it for themselves alone."""
-        work = asked.work()
-        enforced = [allowance.limits for allowance in allowances if allowance.enforces]
-        common = self._need(asked, work, _room(enforced))
-        return Needs(
-            work=work,
-            common=common,
-            each=[
-                common if allowance.enforces else self._need(asked, work, _room([*enforced, allowance.limits]))
-                for allowance in allowances
-            ],
-        )
-
-    def _need(self, asked: Asked, work: Work, room: float) -> Need:
-        room_each = (room - asked.prompt_tokens) / asked.answers
-        each = self.output_estimates.output(work, asked.max_output_tokens, room_each)
-        expected = asked.answers * each
-        longest = asked.answers * max(each, asked.max_output_tokens or 0, asked.output_room or 0)
-        return Need(
-            expected=Amount(tokens=asked.prompt_tokens + expected, cost_picos=work.cost(0, expected)),
-            worst=Amount(tokens=asked.prompt_tokens + longest, cost_picos=work.cost_at_most(longest)),
-            currency=work.currency,
-        )
-
     def _moment(self) -> Moment:
         """Return both readings of the clock. The calendar is asked once a day."""
         now, today = self._clock.now(), self._today
@@ -376,24 +281,3 @@ class Admission:
                 self._calendar.day_start(now), 0.0, self._calendar.day_of(now), self._calendar.next_day_start(now)
             )
         return Moment(now, self._clock.monotonic_s(), today.day, today.next_day_start)
-
-
-def _tightest(found: Sequence[tuple[Allowance | None, Limits]], kind: LimitKind, at: Moment) -> RateLimit | None:
-    """Return the limit of this kind of which least remains."""
-    levels: list[tuple[int, int, TokenBucket | None]] = []
-    for allowance, limits in found:
-        capacity = limits.tokens_per_minute if kind == "tokens" else limits.requests_per_minute
-        if capacity is not None:
-            bucket = None if allowance is None else allowance.buckets.get(kind)
-            levels.append((capacity if bucket is None else max(bucket.level(at.monotonic_s), 0), capacity, bucket))
-    if not levels:
-        return None
-    remaining, capacity, bucket = min(levels, key=itemgetter(0))
-    reset_s = None if bucket is None else bucket.wait_s(capacity, at.monotonic_s)
-    return RateLimit(limit=capacity, remaining=remaining, reset_s=reset_s or 0.0)
-
-
-def _room(limits: Sequence[Limits]) -> float:
-    """Return the smallest limit in tokens."""
-    sizes = [size for each in limits for size in (each.tokens_per_minute, each.tokens_per_day) if size is not None]
-    return min(sizes, default=math.inf)

@@ -4,20 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from datetime import date, datetime, timedelta
+from datetime import date, datetime
 
 import msgspec
 
 from appliance.base.money import PICOS_PER_MICRO
 from appliance.metering.ledger.records import UsageEvent
-from appliance.metering.limits.quotas import LimitDecision, LimitKind, Moment, Owner, Window
+from appliance.metering.limits.decisions import SHADOW, LimitDecision, LimitKind
+from appliance.metering.limits.owners import Owner
 from appliance.metering.limits.sums import RECENT, PeriodSums
 from appliance.metering.limits.token_bucket import MICROS_PER_S, Take, TokenBucket, ceil_to_ms
+from appliance.metering.limits.windows import Moment, Window, Windows
 from appliance.tenancy.principals import Limits
 
-RUNNING_RETRY_S = 1.0  # nobody knows when a running request ends and gives back what it does not use: the least to be told
-SHADOW = "shadow"
-WINDOWS_KEPT = 4
+RUNNING_RETRY_S = 1.0  # the least a client is told where only running requests are in the way: nobody knows when they end
 
 
 class Amount(msgspec.Struct, frozen=True, kw_only=True):
@@ -30,8 +30,8 @@ class Amount(msgspec.Struct, frozen=True, kw_only=True):
 class Need(msgspec.Struct, frozen=True, kw_only=True):
     """What one request asks for: what is to be expected of it, and the `worst` case, in which the answer takes all its room.
 
-    Buckets per minute hold the expected tokens: a surprise is a debt that time repays. Nothing repays a day's tokens or a
-    month's money, so of these the worst case is held, or all that is left: at most one request passes such a limit.
+    Buckets per minute hold the expected tokens: a surprise is a debt that time repays. Time repays neither a day's tokens
+    nor a month's money, so of these the worst case is held, or all that is left: at most one request overruns such a limit.
     """
 
     expected: Amount
@@ -40,8 +40,8 @@ class Need(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Ahead(msgspec.Struct, frozen=True, kw_only=True):
-    """What those who wait before a request will take first: how many they are, and their tokens. `for_window`: one of them
-    waits for a day's or a month's limit, of which he will hold what he can get."""
+    """What the waiters ahead of a request will take first: how many they are, and their tokens. `for_window`: one of them waits
+    for a day's or a month's limit, and will hold all that it can get of it."""
 
     requests: int = 0
     tokens: int = 0
@@ -66,62 +66,58 @@ class Allowance:
         self.tokens: TokenBucket | None = None
         self.requests: TokenBucket | None = None
         self.buckets: dict[LimitKind, TokenBucket] = {}  # also of limits that were taken away: they may come back
-        self._days: dict[date, Window] = {}
-        self._months: dict[date, Window] = {}
-        self._day = _window_from(self._days, at.day, 1)
-        self._month = _window_from(self._months, at.month, 31)
+        self._windows = Windows(at)
         self._begun_s = at.monotonic_s
         self._recent: Sequence[tuple[float, int]] = ()
         self._through_posting = 0
 
     def remember(self, sums: PeriodSums, at: Moment) -> None:
         """Take over what earlier processes have counted. Called once, before the first request."""
-        day, month = self._windows(at)
+        day, month = self._windows.enter(at)
         day.used += sums.tokens_today
         month.used += sums.cost_month_picos
         month.others.update(sums.other_costs_picos)
         self._through_posting = sums.through_posting
-        self._recent = [(_age(moment, at), tokens) for moment, tokens in sums.recent]
+        self._recent = [(_monotonic_at(moment, at), tokens) for moment, tokens in sums.recent]
         for kind, saved in sums.levels.items():
-            bucket = self.buckets[kind] = TokenBucket(saved.capacity, _age(saved.saved_at, at), units=saved.units)
+            bucket = self.buckets[kind] = TokenBucket(saved.capacity, _monotonic_at(saved.saved_at, at), units=saved.units)
             for moment, units in saved.since:
-                bucket.charge(units, _age(moment, at))
+                bucket.charge(units, _monotonic_at(moment, at))
 
     def correct(self, correction: UsageEvent) -> None:
-        """Count a correction in the day and the month that it is of. One that the sums have that we began with is not counted
-        twice; minutes are over, so no bucket hears of it."""
+        """Count a correction in its day and its month, unless the sums that we began with include it. Its minute is over, so
+        no bucket changes."""
         if (correction.posting or 0) <= self._through_posting:
             return
         tokens = correction.prompt_tokens + correction.completion_tokens
         self.count(Amount(tokens=tokens, cost_picos=correction.cost_picos), correction.currency, correction.billing_day)
 
     def count(self, used: Amount, currency: str | None, billing_day: date) -> None:
-        """Count what is of `billing_day` in that day and its month, if they still matter."""
-        day = self._days.get(billing_day)
+        """Count usage of `billing_day` in that day and its month, where they are still kept."""
+        day, month = self._windows.find(billing_day)
         if day is not None:
             day.used += used.tokens
-        month = self._months.get(billing_day.replace(day=1))
         if month is not None:
             self.spend(month, used.cost_picos, currency)
 
     def spend(self, month: Window, cost_picos: int, currency: str | None) -> None:
-        """Count a cost in a month: in another currency apart."""
+        """Count a cost in a month, separately if it is in another currency."""
         if currency is None or currency == self.currency:
             month.used += cost_picos
         else:
             month.others[currency] = month.others.get(currency, 0) + cost_picos
 
     def bill_in(self, currency: str) -> None:
-        """Let costs in `currency` count from now on, those from before included, and those in the former one no more."""
+        """Count costs in `currency` from now on, earlier ones included, and those in the former currency no longer."""
         if currency == self.currency:
             return
-        for month in self._months.values():
+        for month in self._windows.months:
             month.others[self.currency], month.used = month.used, month.others.pop(currency, 0)
             month.shadowed = 0
         self.currency = currency
 
     def configure(self, limits: Limits, mode: str, at: Moment) -> None:
-        """Take over the limits as they are now; what was used counts against the new ones."""
+        """Adopt the limits as they are now; what was used counts against the new ones."""
         self.mode = mode
         if limits is self.limits:
             return
@@ -141,8 +137,8 @@ class Allowance:
         return self.mode != SHADOW
 
     def enter(self, at: Moment) -> None:
-        """Let what is counted from now on count in the day and the month of `at`, if it is of them."""
-        self._windows(at)
+        """Make the day and the month of `at` the current ones."""
+        self._windows.enter(at)
 
     def refusals(self, need: Need, at: Moment, ahead: Ahead = NOBODY) -> list[LimitDecision]:
         """Return the decisions of the limits that refuse `need`; none of them changes anything."""
@@ -151,9 +147,9 @@ class Allowance:
         return [decision for decision in self.decisions(need, at, ahead) if not decision.allowed]
 
     def _has_plenty(self, need: Need, at: Moment) -> bool:
-        """Return whether no limit refuses `need`, without saying why: almost every request asks only this.
+        """Return whether certainly no limit refuses `need`: the quick check that almost every request passes.
 
-        False may also mean that it takes a closer look, which `decisions` is.
+        False means no more than that `decisions` must be asked.
         """
         limits, tokens = self.limits, need.expected.tokens
         if limits.concurrent_requests is not None and self.running >= limits.concurrent_requests:
@@ -162,14 +158,14 @@ class Allowance:
             return False
         if self.tokens is not None and self.tokens.level(at.monotonic_s) < tokens:
             return False
-        day, month = self._windows(at)
+        day, month = self._windows.enter(at)
         if limits.tokens_per_day is not None and day.used + day.reserved + tokens > limits.tokens_per_day:
             return False
         budget = self._budget_picos
         return budget is None or month.used + month.reserved + need.expected.cost_picos <= budget
 
     def decisions(self, need: Need, at: Moment, ahead: Ahead = NOBODY) -> Iterator[LimitDecision]:
-        """Yield what each limit says to `need`, and to being `ahead` of nobody who waits for the same."""
+        """Yield what each limit says to `need`, after what those `ahead` will take."""
         limits = self.limits
         if limits.concurrent_requests is not None:
             yield self._concurrency(limits.concurrent_requests, ahead)
@@ -191,14 +187,14 @@ class Allowance:
         if self.requests is not None:
             requests = self.requests.take(1, at.monotonic_s)
             assert requests is not None, "take after a refusal"
-        day, month = self._windows(at)
+        day, month = self._windows.enter(at)
         return self._hold(need, day, month, tokens, requests)
 
     def join(self, need: Need, day: date) -> Hold:
-        """Let a request that was admitted on `day`, and not by these limits, count with them from now on: they were not known
-        then, or do not hold. Its rate is water under the bridge; a day or month that is not counted here is of no matter."""
-        first = day.replace(day=1)
-        return self._hold(need, self._days.get(day) or Window(day), self._months.get(first) or Window(first))
+        """Count from now on a running request that was admitted on `day` without these limits: they were not known then, or do
+        not apply to it. Nothing is taken from the buckets, and a day or month that is not kept does not matter."""
+        known_day, known_month = self._windows.find(day)
+        return self._hold(need, known_day or Window(day), known_month or Window(day.replace(day=1)))
 
     def _hold(self, need: Need, day: Window, month: Window, tokens: Take | None = None, requests: Take | None = None) -> Hold:
         held = Amount(
@@ -211,23 +207,23 @@ class Allowance:
         return Hold(allowance=self, held=held, tokens=tokens, requests=requests, day=day, month=month)
 
     def overlook(self, at: Moment) -> Hold:
-        """Return what a request holds that would have been refused if the mode were not shadow: nothing."""
-        day, month = self._windows(at)
+        """Return the hold of a request that only shadow mode let pass: nothing."""
+        day, month = self._windows.enter(at)
         return Hold(allowance=self, held=Amount(tokens=0, cost_picos=0), day=day, month=month, overlooked=True)
 
     def spent(self, month: Window, at: Moment) -> bool:
-        """Return whether a budget that refuses, of this month, is used up by what was settled and what runs."""
+        """Return whether an enforced budget is used up by settled and running requests, if `month` is the current one."""
         budget = self._budget_picos
         if budget is None or not self.enforces:
             return False
-        return month.used + month.live >= budget and month is self._windows(at)[1]
+        return month.used + month.live >= budget and month is self._windows.enter(at)[1]
 
     @property
     def _budget_picos(self) -> int | None:
         return None if self.limits.monthly_budget is None else self.limits.monthly_budget * PICOS_PER_MICRO
 
     def counted(self, cost_picos: int, currency: str | None) -> int:
-        """Return a cost as it counts here: in another currency, from before ours was set, not at all."""
+        """Return what a cost counts for here: in another currency, which was ours before, nothing."""
         return cost_picos if currency is None or currency == self.currency else 0
 
     def _resized(
@@ -257,15 +253,15 @@ class Allowance:
 
     def _per_day(self, limit: int, need: int, at: Moment, ahead: Ahead) -> LimitDecision:
         wait_s = None if need > limit else _until(at.next_day_start, at.now)
-        return self._window("tokens_per_day", self._windows(at)[0], need, limit, wait_s, ahead)
+        return self._window("tokens_per_day", self._windows.enter(at)[0], need, limit, wait_s, ahead)
 
     def _budget(self, limit_micros: int, need: int, at: Moment, ahead: Ahead) -> LimitDecision:
-        return self._window("budget", self._windows(at)[1], need, limit_micros * PICOS_PER_MICRO, None, ahead)
+        return self._window("budget", self._windows.enter(at)[1], need, limit_micros * PICOS_PER_MICRO, None, ahead)
 
     def _window(
         self, kind: LimitKind, window: Window, need: int, limit: int, wait_s: float | None, ahead: Ahead
     ) -> LimitDecision:
-        """Decide by what is used and held; `wait_s` is for what no running request can give back."""
+        """Decide by what is used and held; `wait_s` is told where running requests could not give back enough."""
         used = window.used if self.enforces else window.used - window.shadowed
         left = limit - used - window.reserved
         allowed = need <= left and not ahead.for_window
@@ -299,13 +295,6 @@ class Allowance:
             currency=self.currency,
         )
 
-    def _windows(self, at: Moment) -> tuple[Window, Window]:
-        """Return today's and this month's window. A hold keeps the windows that it was taken from."""
-        if self._day.start != at.day:
-            self._day = _window_from(self._days, at.day, 1)
-            self._month = _window_from(self._months, at.month, 31)
-        return self._day, self._month
-
 
 @dataclass(slots=True, kw_only=True)
 class Hold:
@@ -324,7 +313,7 @@ class Hold:
     live_picos: int = 0
 
     def note(self, cost_picos: int, currency: str | None, at: Moment) -> bool:
-        """Say what the running request has cost so far; return whether that used the budget up."""
+        """Update what the running request has cost so far; return whether that used up the budget."""
         if self.overlooked:
             return False
         cost_picos = self.allowance.counted(cost_picos, currency)
@@ -333,7 +322,7 @@ class Hold:
         return self.allowance.spent(self.month, at)
 
     def forget_live(self) -> None:
-        """Let what the running request has cost so far count no more."""
+        """Stop counting what the running request has cost so far."""
         self.month.live -= self.live_picos
         self.live_picos = 0
 
@@ -367,27 +356,12 @@ class Hold:
         self.forget_live()
 
 
-def _window_from(windows: dict[date, Window], start: date, step_days: int) -> Window:
-    """Return the window that begins at `start`. A clock that jumped ahead and is set right finds the one that it left.
-
-    A clock that steps back over a beginning of at most `step_days` later, into a window that nobody knows, stays in the later
-    one: else it would give a second day.
-    """
-    later = [known for known in windows if start < known <= start + timedelta(days=step_days)]
-    known = start if start in windows or not later else min(later)
-    window = windows.pop(known, None) or Window(known)
-    windows[known] = window
-    while len(windows) > WINDOWS_KEPT:
-        del windows[next(iter(windows))]
-    return window
-
-
 def _held(worst: int, limit: int | None, window: Window) -> int:
     """Return what to hold of a window: the worst case, or all that is left of the limit."""
     return worst if limit is None else min(worst, max(limit - window.used - window.reserved, 0))
 
 
-def _age(moment: datetime, at: Moment) -> float:
+def _monotonic_at(moment: datetime, at: Moment) -> float:
     """Return the reading of the monotonic clock at `moment`, which lies in the past, maybe before the clock began."""
     return at.monotonic_s - max((at.now - moment).total_seconds(), 0.0)
 

@@ -1,16 +1,16 @@
-"""Owners of limits that nobody has asked for since the start: what they have used is read before anybody counts against it.
+"""Owners of limits that are new since the start: what they have used is read before any request counts against it.
 
     asked for ─► in line ─► read, together with all that stood in line ─► known
                              └─ the read failed ─► each of them alone ─┬► known
                                                                        └► whoever waits hears the error; asked for anew
 
-One read is under way at a time; who comes meanwhile is in the next. So a start under load takes a few reads, not one after the
-other for each key. Nobody who waits is needed for the read: whoever is cancelled leaves it to the others.
+One read runs at a time, and requests that come meanwhile share the next. So a start under load takes a few reads instead of one
+for each key. The read belongs to none of those that wait: one that is cancelled leaves it to the others.
 
 What ran before its owner was known, or ends while that is read, counts once:
 
     runs ─► settled, recorded soon ─► recorded, and so in whatever is read from then on
-     └ held    └ the read says which of these its snapshot has: the others are counted here
+     └ held    └ the read says which of these are in its snapshot: the others are counted here
 """
 
 from __future__ import annotations
@@ -21,11 +21,12 @@ from collections.abc import Callable, Mapping, Sequence
 
 from appliance.metering.ledger.records import UsageEvent
 from appliance.metering.limits.allowances import Allowance
-from appliance.metering.limits.quotas import Moment, Owner, owners_of
+from appliance.metering.limits.owners import Owner, owners_of
 from appliance.metering.limits.reservations import Reservation
 from appliance.metering.limits.rules import Rule
 from appliance.metering.limits.running import Running
 from appliance.metering.limits.sums import PeriodSums, SumsReader
+from appliance.metering.limits.windows import Moment
 
 OWNERS_AT_ONCE = 64
 

@@ -1,7 +1,7 @@
-"""Those who wait for room in one allowance, in the order of arrival, and what those before each of them need together.
+"""The waiters for room in one allowance, in order of arrival, and how much all those ahead of each one need.
 
-The sums are kept beside the line, right as far as nothing has changed: to ask for each of its waiters in their order, as who
-gives something back does, takes a step for each and not a sum over all before.
+Running sums are kept, valid up to the first place that has changed: asking for every waiter in order, as happens when something
+is given back, takes one step each instead of a sum over everyone ahead.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ W = TypeVar("W")
 
 
 class Line(Generic[W]):
-    """Waiters by the number of their arrival, which grows."""
+    """Waiters, sorted by arrival number."""
 
     def __init__(self) -> None:
         self._seqs: list[int] = []
         self._waiters: list[W] = []
         self._needs: list[tuple[int, bool]] = []
-        self._before: list[tuple[int, bool]] = [(0, False)]  # of the first ones; [i] sums up the needs of those before i
+        self._before: list[tuple[int, bool]] = [(0, False)]  # as far as valid; [i] is what those before place i need
 
     def __len__(self) -> int:
         return len(self._seqs)
@@ -31,7 +31,7 @@ class Line(Generic[W]):
         return iter(self._waiters)
 
     def stand(self, seq: int, waiter: W, tokens: int, *, for_window: bool) -> None:
-        """Take the place of this arrival, or say anew what is needed there."""
+        """Add a waiter at the place of its arrival number, or update what it needs."""
         place, need = bisect_left(self._seqs, seq), (tokens, for_window)
         if place < len(self._seqs) and self._seqs[place] == seq:
             if self._needs[place] == need:
@@ -44,13 +44,13 @@ class Line(Generic[W]):
         del self._before[place + 1 :]
 
     def leave(self, seq: int) -> None:
-        """Give up the place of an arrival that stands here."""
+        """Remove the waiter with this arrival number, which must be here."""
         place = bisect_left(self._seqs, seq)
-        assert self._seqs[place] == seq, "nobody of this arrival stands here"
+        assert self._seqs[place] == seq, "no waiter has this arrival number"
         del self._seqs[place], self._waiters[place], self._needs[place], self._before[place + 1 :]
 
     def ahead(self, seq: int | None = None) -> Ahead:
-        """Return what those before this arrival need; of all when None."""
+        """Return what the waiters before this arrival number need; all of them when None."""
         place = len(self._seqs) if seq is None else bisect_left(self._seqs, seq)
         while len(self._before) <= place:
             (tokens, for_window), (more, too) = self._before[-1], self._needs[len(self._before) - 1]

@@ -12,17 +12,18 @@ import structlog
 
 from appliance.base.background import Background
 from appliance.base.clock import Clock
-from appliance.metering.limits.reservations import Work
-from appliance.metering.limits.sums import OUTPUTS_KEPT
+from appliance.metering.limits.asked import Work
 
+OUTPUTS_KEPT = 100
+"""Answers of a key with a model by which the length of the next one is guessed."""
 EXPECTED_OUTPUT_TOKENS = 256
 """Output expected of a key of which fewer than OUTPUTS_MIN requests with this model are known."""
 OUTPUTS_MIN = 20
 PAIRS_KEPT = 10_000
 """Keys with a model of which the lengths are in memory; one that was forgotten is read from the ledger again."""
 KNOWN_PER_RUNNING = 9
-"""For each running answer, of which nobody knows how long it will be, so many must be known: then, if it is a long one, nine in
-ten of the key's answers were still as short as expected. Else a row of short answers would make a burst of long ones cheap."""
+"""Finished answers that must be known for each running one: should that one be long, nine in ten of the key's answers were
+still as short as expected. Otherwise a series of short answers would make a burst of long ones cheap."""
 
 _log = structlog.get_logger()
 
@@ -63,8 +64,8 @@ class Lengths:
 class OutputEstimates:
     """Lengths by key and model. Belongs to one event loop.
 
-    Those of earlier processes are read after the first request of each, by one task and one after the other: no request waits
-    for them, and until they are here nothing is known of the key but what it does now.
+    Those of earlier processes are read after the first request of each, one after the other in one task: no request waits for
+    them, and until they are there the key is known by its answers since the start alone.
     """
 
     def __init__(self, reader: OutputsReader, clock: Clock) -> None:
@@ -80,7 +81,7 @@ class OutputEstimates:
         self._reading.start()
 
     async def stop(self) -> None:
-        """End; what is not read yet is not needed any more."""
+        """End the task; what has not been read is not needed any more."""
         await self._reading.stop()
 
     async def read(self) -> None:
@@ -118,7 +119,7 @@ class OutputEstimates:
         return made
 
     def _forget_one(self) -> None:
-        """Forget those that nobody asked for the longest, unless answers of theirs run: none of these is ever uncounted."""
+        """Forget the least recently used that has no answer running: a running answer must be counted down when it ends."""
         whose = next((whose for whose, lengths in self._lengths.items() if not lengths.running), None)
         if whose is not None:
             del self._lengths[whose]

@@ -18,7 +18,7 @@ from sqlalchemy.sql.selectable import CompoundSelect
 from appliance.base.tables import api_keys, usage_box_rollups, usage_rollups
 from appliance.metering.calendar import BillingCalendar
 from appliance.metering.ledger.rollups import DAY
-from appliance.metering.limits.quotas import LimitScope, Owner, owners_of
+from appliance.metering.limits.owners import LimitScope, Owner, owners_of
 
 NAMED_MAX = 500  # of more owners of a scope than that the sums of all are read: a statement takes so many names
 

@@ -4,10 +4,11 @@
                                                  │                                     └─► its patience is over: refused
                                                  └─ everybody behind it leaves room for what those before it need
 
-A line is in the order of arrival, and nobody takes what somebody before him waits for. Whoever was refused by a tenant or a key
-stays in that line to the end: while he waits for another limit, nobody behind him may use this one up. In the line of a model,
-which tenants share, he stands only as long as it is the model that refuses him: else a tenant that waits for itself would stop
-all others. Places in that line, and all together, are shared: a tenant that fills them keeps no other out.
+A line is first come, first served: nobody takes what a waiter ahead of it needs. A request that its tenant or key refused
+stays in that line until it is admitted or gives up, so that nobody behind it uses up this limit while it waits for another. In
+the line of a model, which all tenants share, it stands only while the model refuses it: otherwise a tenant that waits for
+its own limits would block all others. The places in a line, and those of all lines together, are shared: a tenant that fills
+them keeps no other out.
 """
 
 from __future__ import annotations
@@ -15,16 +16,20 @@ from __future__ import annotations
 import asyncio
 import itertools
 from collections import deque
-from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Protocol
 
+import msgspec
+
 from appliance.base.clock import Clock
-from appliance.base.errors import Refused
+from appliance.base.errors import GatehouseError, Refused
 from appliance.base.shared_places import has_place
-from appliance.metering.limits.allowances import NOBODY, Ahead, Allowance, Need
+from appliance.metering.limits.allowances import NOBODY, Ahead, Allowance
+from appliance.metering.limits.asked import Asked
+from appliance.metering.limits.decisions import LimitDecision
 from appliance.metering.limits.line import Line
-from appliance.metering.limits.quotas import LimitDecision
 from appliance.metering.limits.refusals import refusal
 from appliance.metering.limits.reservations import Reservation
 
@@ -40,10 +45,10 @@ class Abandoned(Exception):
 
 
 class Alarm(Protocol):
-    """A call that is planned."""
+    """A scheduled call."""
 
     def cancel(self) -> None:
-        """Plan it no more."""
+        """Do not make it."""
         ...
 
 
@@ -51,14 +56,36 @@ Later = Callable[[float, Callable[[], None]], Alarm]
 
 
 def on_the_loop(delay_s: float, call: Callable[[], None]) -> Alarm:
-    """Plan `call` in the running event loop."""
+    """Schedule `call` in the running event loop."""
     return asyncio.get_running_loop().call_later(delay_s, call)
+
+
+class Patience(msgspec.Struct, frozen=True, kw_only=True):
+    """How long a request may wait for room. `gone` returns when its client does not want it any more."""
+
+    wait_s: float = 0.0
+    gone: Callable[[], Awaitable[None]] | None = None
+
+
+NO_PATIENCE = Patience()
+
+
+class WaitObserver(Protocol):
+    """Who counts the waits: `how` they end is admitted, refused or abandoned."""
+
+    def wait_began(self, model: str) -> None:
+        """Hear that a request waits for room."""
+        ...
+
+    def wait_ended(self, model: str, how: str, waited_s: float) -> None:
+        """Hear that it does not any more."""
+        ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Refusals:
-    """Why a request was not admitted: each refusing decision, with whose limit it is. `estimate` guesses when running requests
-    make room: that takes a while, so it is asked only for what is told to somebody."""
+    """Why a request was not admitted: each refusing decision, with whose limit it is. `estimate` adds when running requests
+    will probably make room; it is slow, so only what a client is told goes through it."""
 
     by: Sequence[tuple[Allowance, LimitDecision]]
     estimate: Callable[[Allowance, LimitDecision], LimitDecision] = lambda _allowance, decision: decision
@@ -70,7 +97,7 @@ class Refusals:
 
     @property
     def told(self) -> Refused:
-        """Return the error that tells of them."""
+        """Return the error for the client."""
         return refusal([self.estimate(allowance, decision) for allowance, decision in self.by])
 
 
@@ -80,7 +107,7 @@ class Waiter:
     there."""
 
     seq: int
-    tenant_id: str
+    asked: Asked
     tokens: Mapping[Allowance, int]
     attempt: Callable[[Waiter], Reservation | Refusals]
     deadline_s: float
@@ -88,30 +115,38 @@ class Waiter:
     lines: set[Allowance] = field(default_factory=set)
     alarm: Alarm | None = None
 
+    @property
+    def tenant_id(self) -> str:
+        """Return whose places it takes."""
+        return self.asked.principal.tenant.id
+
 
 class AdmissionQueue:
     """The lines of all owners. Belongs to one event loop; nothing in it waits but `wait`."""
 
-    def __init__(self, clock: Clock, *, later: Later = on_the_loop) -> None:
+    def __init__(self, clock: Clock, *, later: Later = on_the_loop, observer: WaitObserver | None = None) -> None:
         self._clock = clock
         self._later = later
+        self._observer = observer
         self._seq = itertools.count()
         self._lines: dict[Allowance, Line[Waiter]] = {}
         self._waiting: set[Waiter] = set()
-        self._moved: set[Allowance] = set()  # lines in which everybody tries again
-        self._due: deque[Waiter] = deque()  # who does, in the order of arrival
+        self._moved: set[Allowance] = set()  # lines whose waiters are to be tried again
+        self._due: deque[Waiter] = deque()  # the waiters to be tried next, in order of arrival
         self._trying = False
 
-    def __len__(self) -> int:
-        return len(self._waiting)
+    @property
+    def waiting(self) -> list[Asked]:
+        """Return the requests that wait."""
+        return [waiter.asked for waiter in self._waiting]
 
     def ahead(self, allowance: Allowance, waiter: Waiter | None = None) -> Ahead:
-        """Return what those before `waiter` in the line need; of all in it when None, for one who has just come."""
+        """Return what those before `waiter` in the line need; everyone in it when None, for a newcomer."""
         line = self._lines.get(allowance)
         return NOBODY if line is None else line.ahead(None if waiter is None else waiter.seq)
 
     def has_room(self, refusals: Refusals, tenant_id: str) -> bool:
-        """Return whether one more of the tenant may wait there."""
+        """Return whether one more request of the tenant may join the lines of those that refused it."""
         lines = [self._lines[allowance] for allowance, _decision in refusals.by if allowance in self._lines]
         return _has_place(self._waiting, tenant_id, WAITING_MAX) and all(
             _has_place(list(line), tenant_id, LINE_MAX) for line in lines
@@ -119,45 +154,61 @@ class AdmissionQueue:
 
     async def wait(
         self,
+        asked: Asked,
         refusals: Refusals,
-        tenant_id: str,
-        allowances: Sequence[Allowance],
-        needs: Sequence[Need],
+        tokens: Mapping[Allowance, int],
         attempt: Callable[[Waiter], Reservation | Refusals],
-        patience_s: float,
-        gone: Callable[[], Awaitable[None]] | None = None,
+        patience: Patience,
     ) -> Reservation:
-        """Return the reservation as soon as `attempt` finds room.
+        """Return the reservation as soon as `attempt` finds room. `tokens` is what is needed of each of its allowances.
 
-        Raises the last refusal after `patience_s`, Abandoned when `gone` returns, and what `refuse_all` was given.
+        Raises the last refusal when `patience` is over, Abandoned when its client is gone, and what `refuse_all` was given.
         """
-        waiter = Waiter(
-            seq=next(self._seq),
-            tenant_id=tenant_id,
-            tokens={allowance: need.expected.tokens for allowance, need in zip(allowances, needs, strict=True)},
-            attempt=attempt,
-            deadline_s=self._clock.monotonic_s() + patience_s,
-            answer=asyncio.get_running_loop().create_future(),
-        )
-        self._waiting.add(waiter)
-        self._stand_in_line(waiter, refusals)
-        watcher = asyncio.ensure_future(_never() if gone is None else gone())
-        kept = False
+        with self._observed(asked.model):
+            waiter = Waiter(
+                seq=next(self._seq),
+                asked=asked,
+                tokens=tokens,
+                attempt=attempt,
+                deadline_s=self._clock.monotonic_s() + patience.wait_s,
+                answer=asyncio.get_running_loop().create_future(),
+            )
+            self._waiting.add(waiter)
+            self._stand_in_line(waiter, refusals)
+            watcher = asyncio.ensure_future(_never() if patience.gone is None else patience.gone())
+            kept = False
+            try:
+                await asyncio.wait((waiter.answer, watcher), return_when=asyncio.FIRST_COMPLETED)
+                if not waiter.answer.done():
+                    raise Abandoned
+                kept = True
+                return waiter.answer.result()
+            finally:
+                watcher.cancel()
+                self._let_go(waiter, kept=kept)
+
+    @contextmanager
+    def _observed(self, model: str) -> Iterator[None]:
+        """Tell the observer how long a wait was and how it ended."""
+        if self._observer is None:
+            yield
+            return
+        began_s, how = self._clock.monotonic_s(), "abandoned"
+        self._observer.wait_began(model)
         try:
-            await asyncio.wait((waiter.answer, watcher), return_when=asyncio.FIRST_COMPLETED)
-            if not waiter.answer.done():
-                raise Abandoned
-            kept = True
-            return waiter.answer.result()
+            yield
+            how = "admitted"
+        except GatehouseError:
+            how = "refused"
+            raise
         finally:
-            watcher.cancel()
-            self._let_go(waiter, kept=kept)
+            self._observer.wait_ended(model, how, self._clock.monotonic_s() - began_s)
 
     def wake(self, allowances: Iterable[Allowance]) -> None:
-        """Try again for everybody in these lines, in the order of arrival: something was given back, or somebody has left.
+        """Try everyone in these lines again, in order of arrival: something was given back, or a waiter has left.
 
-        It is done in the next turns of the event loop, once for all that happens in one of them, and not for too many at once.
-        Nobody comes in between: whoever arrives leaves room for those who wait.
+        That happens in the next turns of the event loop, once for everything within a turn, and TRIES_AT_ONCE at a time.
+        Newcomers do not get in between: they leave room for those who wait.
         """
         self._moved.update(allowance for allowance in allowances if allowance in self._lines)
         self._go_on()
@@ -168,7 +219,7 @@ class AdmissionQueue:
             asyncio.get_running_loop().call_soon(self._try_some)
 
     def _try_some(self) -> None:
-        """Try for some of those who are due. Lines that moved meanwhile come after them."""
+        """Try some of those that are due. Lines that moved meanwhile come after them."""
         self._trying = False
         if not self._due:
             waiters = {waiter for allowance in self._moved for waiter in self._lines.get(allowance, ())}
@@ -183,14 +234,14 @@ class AdmissionQueue:
             self._go_on()
 
     def refuse_all(self, error: Exception) -> None:
-        """Tell everybody who waits that nothing will come."""
+        """End every wait with `error`."""
         for waiter in list(self._waiting):
             self._leave(waiter)
             if not waiter.answer.done():
                 waiter.answer.set_exception(error)
 
     def _try(self, waiter: Waiter) -> set[Allowance]:
-        """Try once for `waiter`; return the lines in which others have moved up by it."""
+        """Try `waiter` once; return the lines in which others have moved up because of it."""
         answer = waiter.attempt(waiter)
         if isinstance(answer, Reservation):
             left = self._leave(waiter)
@@ -204,7 +255,7 @@ class AdmissionQueue:
         return self._stand_in_line(waiter, answer)
 
     def _stand_in_line(self, waiter: Waiter, refusals: Refusals) -> set[Allowance]:
-        """Join the line of everybody who refused, leave those of models that did not, and plan the next try."""
+        """Join the line of every owner that refused, leave and return those of models that did not, and plan a retry."""
         refusing = {allowance for allowance, _decision in refusals.by}
         for allowance in refusing:
             for_window = any(each is allowance and d.kind in WINDOWS for each, d in refusals.by)
@@ -243,7 +294,7 @@ class AdmissionQueue:
             del self._lines[allowance]
 
     def _let_go(self, waiter: Waiter, *, kept: bool) -> None:
-        """Nobody waits any more. What was admitted in the very moment of leaving is put back; who stood behind moves up."""
+        """Remove a waiter that nobody awaits any more. If it was admitted just then, that is put back; those behind move up."""
         left = self._leave(waiter)
         answer = waiter.answer
         if not kept and answer.done() and not answer.cancelled() and answer.exception() is None:
@@ -260,12 +311,12 @@ def _has_place(waiters: Collection[Waiter], tenant_id: str, places: int) -> bool
 
 
 def known_wait_s(decisions: Iterable[LimitDecision]) -> float:
-    """Return the longest known wait of the refusing limits; 0 when all depend on running requests."""
+    """Return the longest exact wait of the refusing limits; 0 when all depend on running requests."""
     known = [decision.wait_s for decision in decisions if not decision.estimated]
     return max((wait_s for wait_s in known if wait_s is not None), default=0.0)
 
 
 def may_wait(decisions: Iterable[LimitDecision], patience_s: float) -> bool:
-    """Return whether a refused request could be admitted within `patience_s`; waits that nobody knows may be short."""
+    """Return whether a refused request could be admitted within `patience_s`; estimated waits are taken to be short enough."""
     refused = list(decisions)
     return patience_s > 0 and all(decision.wait_s is not None for decision in refused) and known_wait_s(refused) <= patience_s

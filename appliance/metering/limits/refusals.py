@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from appliance.base.clock import format_wait
 from appliance.base.errors import BudgetExceeded, ModelNotPriced, RateLimitExceeded, Refused, RequestExceedsLimit
 from appliance.base.money import PICOS_PER_MICRO, format_micros
-from appliance.metering.limits.quotas import LimitDecision
+from appliance.metering.limits.decisions import LimitDecision
 
 _LIMIT_NAMES = {
     "tokens": "tokens per minute",

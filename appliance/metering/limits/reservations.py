@@ -1,44 +1,15 @@
-"""What a running request holds of all its limits, until it is settled or voided: exactly one of them, exactly once."""
+"""What a running request holds of all its limits until it ends: it is either settled or voided, exactly once."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from datetime import datetime
 
-import msgspec
-
 from appliance.base.money import BASIS_POINTS
 from appliance.metering.limits.allowances import Amount, Hold, Need
-from appliance.metering.limits.quotas import LimitDecision, Moment
-from appliance.metering.prices import Rate
-
-
-class Work(msgspec.Struct, frozen=True, kw_only=True):
-    """What a request asks of the box: a prompt, some answers, and what they cost at its tenant's `rate`."""
-
-    tenant_id: str
-    key_id: str
-    model: str
-    prompt_tokens: int
-    answers: int
-    rate: Rate | None
-    currency: str | None
-
-    def cost(self, cached_tokens: int, completion_tokens: int, *, rejected_tokens: int = 0, prompt: int | None = None) -> int:
-        """Return the cost in pico-units; without a price there is none. `prompt` None is the whole prompt."""
-        if self.rate is None:
-            return 0
-        prompt_tokens = self.prompt_tokens if prompt is None else prompt
-        return self.rate.cost_picos(
-            prompt_tokens=prompt_tokens,
-            cached_tokens=min(cached_tokens, prompt_tokens),
-            completion_tokens=completion_tokens,
-            rejected_tokens=rejected_tokens,
-        )
-
-    def cost_at_most(self, completion_tokens: int) -> int:
-        """Return the cost in pico-units, however much of the prompt is in the cache, and without guesses of speculation."""
-        return max(self.cost(0, completion_tokens), self.cost(self.prompt_tokens, completion_tokens))
+from appliance.metering.limits.asked import Work
+from appliance.metering.limits.decisions import LimitDecision
+from appliance.metering.limits.windows import Moment
 
 
 class Reservation:
@@ -87,7 +58,7 @@ class Reservation:
         return BASIS_POINTS if self.work.rate is None else self.work.rate.basis_points
 
     def note(self, cached_tokens: int, completion_tokens: int, rejected_tokens: int = 0) -> bool:
-        """Say how far the request is; return whether it is to end because a budget is spent with it."""
+        """Update how far the request is; return whether it must end because that spent a budget."""
         self.output_tokens = completion_tokens
         if self._first is None and completion_tokens:
             self._first = (self._moment().monotonic_s, completion_tokens)
@@ -141,7 +112,7 @@ class Reservation:
         self._on_end(self, -(-completion // self.work.answers))
 
     def recorded(self) -> None:
-        """Hear that the record has what it was settled at, for whoever reads the ledger from now on, or never will."""
+        """Hear that the record has the settlement, for reads of the ledger from now on, or that it never will."""
         if self.request_id is not None:
             self._on_recorded(self.request_id)
 

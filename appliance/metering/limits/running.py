@@ -1,6 +1,6 @@
-"""The requests that run, and when they will end, guessed from how far they are: for those who are told to come back then.
+"""The requests that run, and an estimate of when they will end, from how far they are: refused clients are told to return then.
 
-A guess and no promise: nobody knows how long an answer will be. What is told as exact elsewhere never depends on it.
+Nobody knows how long an answer will be, so it is no promise. Nothing that is told as exact depends on it.
 """
 
 from __future__ import annotations
@@ -14,19 +14,20 @@ from itertools import accumulate
 from statistics import median
 
 from appliance.metering.limits.allowances import Allowance, Hold
-from appliance.metering.limits.quotas import LimitDecision, Moment
+from appliance.metering.limits.decisions import LimitDecision
 from appliance.metering.limits.reservations import Reservation
+from appliance.metering.limits.windows import Moment
 
 WAIT_S_MIN = 1.0
 WAIT_S_MAX = 60.0
 OUTLOOK_S = 0.25
-"""So long an outlook serves everybody who is refused, less the time gone by: whoever floods a limit makes no work by it."""
+"""An outlook is used for this long by everyone that is refused, less the time gone by: flooding a limit makes no work."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Outlook:
-    """After `made_s`, when those who hold something of an allowance will probably end, the first one first, and what all up to
-    each of them will then have given back."""
+    """When the requests that hold something of an allowance will probably end, in seconds after `made_s` and soonest first, and
+    how much they will have given back by then, all together."""
 
     made_s: float
     waits_s: Sequence[float]
@@ -34,7 +35,7 @@ class Outlook:
     cost_picos: Sequence[int]
 
     def wait_s(self, decision: LimitDecision) -> float:
-        """Return when there is room for who was refused; the last end if there is none even then."""
+        """Return after how long the refused request has room, or the last end if it has none even then."""
         if not self.waits_s:
             return 0.0
         missing = decision.need - decision.level
@@ -95,10 +96,9 @@ class Running:
 
 
 def _outlook(holders: Mapping[Reservation, Hold], now_s: float) -> Outlook:
-    """Look at everybody who holds something of an allowance.
+    """Return the outlook for requests that hold something of an allowance.
 
-    Whoever has no pace of his own yet is taken to go at the pace that is usual now; where there is none, nothing is known and
-    he may end at once.
+    A request that has no pace yet is taken to go at the median pace of the others; if there is none, it may end at once.
     """
     paces = {each: each.token_s(now_s) for each in holders}
     usual_s = median([pace for pace in paces.values() if pace is not None] or [0.0])

@@ -12,19 +12,17 @@ from dataclasses import dataclass
 from datetime import datetime
 from typing import Any, Protocol
 
-import structlog
 from sqlalchemy import select
 from sqlalchemy.ext.asyncio import AsyncConnection
 
-from appliance.base.background import Background
+from appliance.base.background import Background, repeat
 from appliance.base.db import Database, overwriting
 from appliance.base.prepared import Prepared
 from appliance.base.tables import limit_levels
-from appliance.metering.limits.quotas import LimitKind, Owner
+from appliance.metering.limits.decisions import LimitKind
+from appliance.metering.limits.owners import Owner
 
 SAVE_INTERVAL_S = 1.0
-
-_log = structlog.get_logger()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,8 +61,8 @@ class LimitLevels:
     def __init__(self, db: Database, source: LevelSource, *, sleep: Callable[[float], Any] = asyncio.sleep) -> None:
         self._db = db
         self._source = source
-        self._sleep = sleep
-        self._saving = Background("limit levels", self._run)
+        failure = "levels of limits could not be saved; it is tried again"
+        self._saving = Background("limit levels", lambda: repeat(self.save, SAVE_INTERVAL_S, failure=failure, sleep=sleep))
 
     def start(self) -> None:
         """Begin to save."""
@@ -87,14 +85,6 @@ class LimitLevels:
             self._source.save_again(rows)
             raise
         return len(rows)
-
-    async def _run(self) -> None:
-        while True:
-            await self._sleep(SAVE_INTERVAL_S)
-            try:
-                await self.save()
-            except Exception:  # noqa: BLE001 - owned task: a database that is away for a moment must not end it
-                _log.exception("levels of limits could not be saved; it is tried again")
 
 
 async def find(connection: AsyncConnection, owners: Iterable[Owner]) -> dict[Owner, dict[LimitKind, SavedLevel]]:

@@ -1,33 +1,22 @@
-"""What owners of limits have used today, this month and in the last minute, read once from the ledger; admission counts on."""
+"""What owners of limits had used today, this month and in the last minute when they were met: admission counts on from there.
+
+Values, and where they come from; `ledger_sums` reads them.
+"""
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from datetime import datetime, timedelta
-from typing import Any, NamedTuple, Protocol
+from typing import Protocol
 
-from sqlalchemy import ColumnElement, Row, Select, and_, literal_column, or_, select
-from sqlalchemy.ext.asyncio import AsyncConnection
-
-from appliance.base import counters
-from appliance.base.db import Database
-from appliance.base.tables import usage_events
-from appliance.metering.calendar import BillingCalendar
-from appliance.metering.ledger.rollups import SETTLED, join_sum
-from appliance.metering.limits import saved_levels
-from appliance.metering.limits.owner_sums import NAMED_MAX, days_of_month, spread, sums_query
-from appliance.metering.limits.quotas import BUCKET_KINDS, LimitKind, Moment, Owner, owners_of
-from appliance.metering.limits.saved_levels import SavedLevel
+from appliance.metering.limits.decisions import LimitKind
+from appliance.metering.limits.output_estimates import OutputsReader
+from appliance.metering.limits.owners import Owner
+from appliance.metering.limits.windows import Moment
 
 RECENT = timedelta(minutes=1)
 """After this long a bucket is full again, whatever was taken from it."""
-RECENT_EVENTS_MAX = 20_000
-OUTPUTS_KEPT = 100
-"""Answers of a key with a model by which the length of the next one is guessed."""
-OUTPUTS_READ_MAX = 3 * OUTPUTS_KEPT
-SETTLING = timedelta(hours=1)  # a request that its deadline has ended is settled long before
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,7 +45,7 @@ class PeriodSums:
     other_costs_picos: Mapping[str, int] = field(default_factory=dict)
 
 
-class SumsReader(Protocol):
+class SumsReader(OutputsReader, Protocol):
     """Where admission gets the sums from when it meets owners for the first time."""
 
     async def read(
@@ -65,179 +54,3 @@ class SumsReader(Protocol):
         """Return the sums of settled events of each owner, and their cost in its currency, and which of the requests `ended`
         stand in them. It is called once the snapshot is taken, so that it can name every request that the snapshot may have."""
         ...
-
-    async def outputs(self, key_id: str, model: str, before: datetime) -> Sequence[int]:
-        """Return the output tokens of the last requests of a key with a model, admitted `before`, at most OUTPUTS_KEPT, oldest
-        first."""
-        ...
-
-
-class LedgerSums:
-    """Reads the sums by day, the latest usage events and the saved levels. Costs in other currencies stand apart."""
-
-    def __init__(self, db: Database, *, calendar: BillingCalendar, request_deadline_s: float) -> None:
-        self._db = db
-        self._calendar = calendar
-        self._running_max = timedelta(seconds=request_deadline_s) + SETTLING
-
-    async def read(
-        self, currencies: Mapping[Owner, str], at: Moment, ended: Callable[[], Collection[str]] = tuple
-    ) -> Mapping[Owner, PeriodSums]:
-        """Return the sums of settled events of each owner, of many with as many statements as of one.
-
-        A request belongs to the time of its admission.
-        """
-        async with self._db.reading() as connection:
-            saved = await saved_levels.find(connection, currencies)
-            days, today = days_of_month(self._calendar, at.month), self._calendar.day_start(at.day)
-            sums = (await connection.execute(sums_query(currencies, days, tokens_since=today))).all()
-            through_posting = await counters.last_taken(connection, counters.POSTING)
-            events = await _events(connection, {owner: self._needed(saved[owner], at) for owner in currencies})
-            counted = await _settled(connection, [*ended()])
-        tokens: Counter[Owner] = Counter()
-        costs: dict[Owner, Counter[str]] = {owner: Counter() for owner in currencies}
-        for owner, row in spread(sums, currencies):
-            tokens[owner] += int(row.tokens)
-            costs[owner][row.currency] += join_sum(row.high, row.low)
-        return {
-            owner: PeriodSums(
-                tokens_today=tokens[owner],
-                cost_month_picos=costs[owner].pop(currency, 0),
-                through_posting=through_posting,
-                counted=counted,
-                recent=() if _all_known(saved[owner]) else _last_minute(events[owner], at),
-                levels={kind: _level(kind, level, events[owner]) for kind, level in saved[owner].items()},
-                other_costs_picos=costs[owner],
-            )
-            for owner, currency in currencies.items()
-        }
-
-    async def outputs(self, key_id: str, model: str, before: datetime) -> Sequence[int]:
-        """Return the output tokens of the last requests of a key with a model, admitted `before`, at most OUTPUTS_KEPT, oldest
-        first.
-
-        Of a request with several answers all of them count as one: how many there were is not in the ledger.
-        """
-        async with self._db.reading() as connection:
-            found = (await connection.execute(outputs_query(key_id, model, before))).scalars().all()
-        return [int(tokens) for tokens in reversed(found)]
-
-    def _needed(self, saved: Mapping[LimitKind, SavedLevel], at: Moment) -> Span:
-        """Return what levels that were saved then do not know of, and the last minute where a level was never saved."""
-        moments = [level.saved_at for level in saved.values()]
-        admitted = [moment - self._running_max for moment in moments]
-        if not _all_known(saved):
-            moments.append(at.now - RECENT)
-            admitted.append(at.now - RECENT)
-        return Span(min(moments), min(admitted))
-
-
-class Span(NamedTuple):
-    """Events that were admitted or settled at or after `moment`. All of them were admitted at or after `admitted`."""
-
-    moment: datetime
-    admitted: datetime
-
-
-def outputs_query(key_id: str, model: str, before: datetime) -> Select[Any]:
-    """Ask for the output of the last requests of a key with a model that were admitted `before`, newest first.
-
-    However long its history is, only the last OUTPUTS_READ_MAX events of the key are looked at, by the index on key and
-    admission.
-    """
-    events = usage_events.c
-    latest = select(events.model, events.kind, events.status, events.completion_tokens, events.admitted_at)
-    latest = latest.where(events.key_id == key_id, events.admitted_at < before)
-    last = latest.order_by(events.admitted_at.desc()).limit(OUTPUTS_READ_MAX).subquery().c
-    query = select(last.completion_tokens).where(last.model == model, last.kind == "usage", last.status.in_(SETTLED))
-    return query.where(last.completion_tokens > 0).order_by(last.admitted_at.desc()).limit(OUTPUTS_KEPT)
-
-
-def _all_known(saved: Mapping[LimitKind, SavedLevel]) -> bool:
-    return len(saved) == len(BUCKET_KINDS)
-
-
-def _last_minute(events: Sequence[Row[Any]], at: Moment) -> tuple[tuple[datetime, int], ...]:
-    return tuple(sorted((event.admitted_at, event.tokens) for event in events if event.admitted_at >= at.now - RECENT))
-
-
-def _level(kind: LimitKind, saved: SavedLevel, events: Sequence[Row[Any]]) -> LevelNow:
-    """Return a saved level with what it does not know of yet."""
-    since = tuple(sorted(_charges(kind, saved.saved_at, events)))
-    return LevelNow(capacity=saved.capacity, units=saved.units, saved_at=saved.saved_at, since=since)
-
-
-def _charges(kind: LimitKind, saved_at: datetime, events: Sequence[Row[Any]]) -> Iterator[tuple[datetime, int]]:
-    """Yield what was used since a level was saved, at the moments at which a bucket that lives on would have been charged.
-
-    What was admitted since counts at its admission as far as it was reserved, and the rest when it was settled. What ran when
-    the level was saved stands in it as reserved: if it took more, the rest counts; if it took less, the difference is not given
-    back, because it may have been given back before the level was saved.
-    """
-    for event in events:
-        if event.admitted_at >= saved_at:
-            yield event.admitted_at, min(event.tokens, event.reserved_tokens) if kind == "tokens" else 1
-        if event.settled_at >= saved_at and kind == "tokens" and event.tokens > event.reserved_tokens:
-            yield event.settled_at, event.tokens - event.reserved_tokens
-
-
-async def _settled(connection: AsyncConnection, requests: Sequence[str]) -> frozenset[str]:
-    """Return which of these requests are settled."""
-    found: set[str] = set()
-    for begin in range(0, len(requests), NAMED_MAX):
-        found.update((await connection.execute(settled_query(requests[begin : begin + NAMED_MAX]))).scalars())
-    return frozenset(found)
-
-
-def settled_query(requests: Sequence[str]) -> Select[Any]:
-    """Ask which of these requests are settled, by the index on requests, which has `usage` as a literal."""
-    events = usage_events.c
-    is_usage = events.kind == literal_column("'usage'")
-    return select(events.request_id).where(is_usage, events.status.in_(SETTLED), events.request_id.in_(requests))
-
-
-async def _events(connection: AsyncConnection, spans: Mapping[Owner, Span]) -> dict[Owner, list[Row[Any]]]:
-    """Return the settled requests of each owner in its span: of one with very many the latest RECENT_EVENTS_MAX."""
-    rows = (await connection.execute(events_query(spans))).all()
-    if len(rows) == RECENT_EVENTS_MAX and len(spans) > 1:
-        alone = [await _events(connection, {owner: span}) for owner, span in spans.items()]
-        return {owner: found for each in alone for owner, found in each.items()}
-    events: dict[Owner, list[Row[Any]]] = {owner: [] for owner in spans}
-    for row in rows:
-        for owner in owners_of(row.tenant_id, row.key_id, row.model):
-            if owner in events:
-                events[owner].append(row)
-    return events
-
-
-def events_query(spans: Mapping[Owner, Span]) -> Select[Any]:
-    """Ask for settled requests of owners, who are some, in their spans: RECENT_EVENTS_MAX at most, of one owner the latest."""
-    events = usage_events.c
-    whose = [
-        and_(
-            _of(owner),
-            events.admitted_at >= span.admitted,  # beside what follows, so that an index on admission begins there
-            or_(events.admitted_at >= span.moment, events.settled_at >= span.moment),
-        )
-        for owner, span in spans.items()
-    ]
-    query = select(
-        events.tenant_id,
-        events.key_id,
-        events.model,
-        events.admitted_at,
-        events.settled_at,
-        (events.prompt_tokens + events.completion_tokens).label("tokens"),
-        events.reserved_tokens,
-    )
-    query = query.where(or_(*whose), events.kind == "usage", events.status.in_(SETTLED)).limit(RECENT_EVENTS_MAX)
-    return query.order_by(events.admitted_at.desc()) if len(spans) == 1 else query
-
-
-def _of(owner: Owner) -> ColumnElement[bool]:
-    """Return the condition on events of `owner`."""
-    events = usage_events.c
-    if owner.scope == "model":
-        return events.model == owner.model
-    whose = (events.tenant_id if owner.scope == "tenant" else events.key_id) == owner.id
-    return whose if owner.model is None else and_(whose, events.model == owner.model)

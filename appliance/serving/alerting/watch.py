@@ -1,12 +1,8 @@
-"""The task that looks for what no transaction tells of: budgets that were lowered, keys that expire, engines that stay away."""
+"""The task that looks for what no transaction reports: budgets that were lowered, keys that expire, engines that stay down."""
 
 from __future__ import annotations
 
-import asyncio
-
-import structlog
-
-from appliance.base.background import Background
+from appliance.base.background import Background, repeat
 from appliance.base.clock import Clock, rfc3339
 from appliance.base.db import Database
 from appliance.metering.alerts import outbox
@@ -18,11 +14,9 @@ INTERVAL_S = 10.0
 ENGINE_DOWN_S = 60.0  # a restart of an engine takes less, and is no alert
 _SERVED = ("ready", "loading")
 
-log = structlog.get_logger()
-
 
 class AlertWatch:
-    """Looks every INTERVAL_S. What was told before is told by the outbox to nobody twice."""
+    """Looks every INTERVAL_S. The outbox sees to it that nothing is told twice."""
 
     def __init__(self, db: Database, clock: Clock, budgets: BudgetAlerts, keys: KeyAlerts, models: ModelRegistry) -> None:
         self._db = db
@@ -32,7 +26,10 @@ class AlertWatch:
         self._models = models
         self._down_s: dict[str, float] = {}
         self._told: set[str] = set()
-        self._rounds = Background("alert watch", self._run)
+        self._rounds = Background(
+            "alert watch",
+            lambda: repeat(self.look, INTERVAL_S, failure="what to alert of could not be looked at", at_once=True),
+        )
 
     def start(self) -> None:
         """Start the task."""
@@ -47,14 +44,6 @@ class AlertWatch:
         await self._budgets.sweep()
         await self._keys.sweep()
         await self._look_at_engines()
-
-    async def _run(self) -> None:
-        while True:
-            try:
-                await self.look()
-            except Exception:  # owned task: a database that is away for a moment must not end it
-                log.exception("what to alert of could not be looked at")
-            await asyncio.sleep(INTERVAL_S)
 
     async def _look_at_engines(self) -> None:
         now_s = self._clock.monotonic_s()

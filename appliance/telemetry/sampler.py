@@ -6,122 +6,21 @@ It is given functions to read from, so that it knows neither the serving layer n
 from __future__ import annotations
 
 import asyncio
-import math
+import os
 from collections import deque
 from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
-from dataclasses import dataclass, field
 from datetime import datetime
 
-import structlog
-
-from appliance.base.background import Background
+from appliance.base.background import Background, repeat
 from appliance.base.clock import Clock
 from appliance.telemetry.gpu import GpuReading
 from appliance.telemetry.host import HostReading
-from engine.protocol import EngineInfo, EngineStatus
+from appliance.telemetry.readings import DatabaseReading, EngineReading, ProcessReading, SystemSnapshot
 
 SAMPLE_INTERVAL_S = 1.0
 HISTORY_SAMPLES = 120
 SUBSCRIBERS_MAX = 256
 CONSOLE_SUBSCRIBERS = 64  # of these places: programs cannot take them from people
-
-NO_STATUS = EngineStatus(
-    num_running=0,
-    num_waiting=0,
-    kv_blocks_total=0,
-    kv_blocks_used=0,
-    kv_blocks_cached=0,
-    kv_blocks_free=0,
-    step_ms=0.0,
-    num_batched_tokens=0,
-    steps_total=0,
-    prompt_tokens_total=0,
-    generation_tokens_total=0,
-    prefix_cache_hit_tokens_total=0,
-    preemptions_total=0,
-)
-
-log = structlog.get_logger()
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TenantReading:
-    """What one tenant holds of an engine and waits for. Each of several answers to one request counts. `service_s` is the
-    device time spent for it, as predicted, since it last had no request."""
-
-    tenant_id: str
-    name: str
-    requests_running: int
-    requests_waiting: int
-    kv_blocks: int
-    service_s: float
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class EngineReading:
-    """One served model at one moment. `tokens_per_second` counts generated tokens over the last second, those of probes left
-    out; `probe_prompt_tokens` are what probes sent so far. `tenants` are those with live requests, the largest holders of KV
-    blocks first."""
-
-    model: str
-    state: str
-    error: str | None
-    load_fraction: float | None
-    info: EngineInfo | None
-    status: EngineStatus | None
-    pid: int | None
-    started_at: datetime | None
-    restarts: int
-    tokens_per_second: float
-    ttft_p50_s: float | None
-    ttft_p95_s: float | None
-    probe_prompt_tokens: int = 0
-    tenants: list[TenantReading] = field(default_factory=list)
-
-    @property
-    def figures(self) -> EngineStatus:
-        """Return the engine's status; zeros while it has sent none."""
-        return NO_STATUS if self.status is None else self.status
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class DatabaseReading:
-    """Which database, and whether it took a write lately."""
-
-    kind: str
-    ok: bool
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ProcessReading:
-    """One process of the appliance: role is `gateway` or `engine`; only an engine has a model."""
-
-    role: str
-    pid: int | None
-    model: str | None
-    started_at: datetime | None
-    restarts: int
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SystemSnapshot:
-    """Everything the live pages show, at one moment."""
-
-    at: datetime
-    engines: list[EngineReading]
-    gpus: list[GpuReading]
-    gpu_error: str | None
-    host: HostReading
-    database: DatabaseReading
-    processes: list[ProcessReading]
-    requests_running: int
-    requests_waiting: int
-    tokens_per_second: float
-
-    @property
-    def gpu_power_w(self) -> list[int]:
-        """Return what each GPU that tells it draws now, rounded up."""
-        return [math.ceil(gpu.power_w) for gpu in self.gpus if gpu.power_w is not None]
 
 
 class TooManySubscribers(Exception):
@@ -147,7 +46,10 @@ class _Slot:
 
 
 class SystemSampler:
-    """Samples once a second in one task; `latest` and `history` are for reading, `subscribe` for following."""
+    """Samples once a second in one task; `latest` and `history` are for reading, `subscribe` for following.
+
+    It runs in the gateway, which began at `started_at`.
+    """
 
     def __init__(
         self,
@@ -157,7 +59,7 @@ class SystemSampler:
         gpus: Callable[[], list[GpuReading]],
         gpu_error: Callable[[], str | None],
         engines: Callable[[], Sequence[EngineReading]],
-        gateway: Callable[[], ProcessReading],
+        started_at: datetime,
         database: Callable[[], Awaitable[DatabaseReading]],
         interval_s: float = SAMPLE_INTERVAL_S,
     ) -> None:
@@ -166,11 +68,10 @@ class SystemSampler:
         self._gpus = gpus
         self._gpu_error = gpu_error
         self._engines = engines
-        self._gateway = gateway
+        self._gateway = ProcessReading(role="gateway", pid=os.getpid(), model=None, started_at=started_at, restarts=0)
         self._database = database
-        self._interval_s = interval_s
         self._subscribers: set[_Slot] = set()
-        self._sampling = Background("system sampler", self._run)
+        self._sampling = Background("system sampler", lambda: repeat(self.sample, interval_s, failure="system sample failed"))
         self._latest: SystemSnapshot | None = None
         self.history: deque[SystemSnapshot] = deque(maxlen=HISTORY_SAMPLES)
 
@@ -217,18 +118,9 @@ class SystemSampler:
         finally:
             self._subscribers.discard(slot)
 
-    async def _run(self) -> None:
-        while True:
-            await asyncio.sleep(self._interval_s)
-            try:
-                await self.sample()
-            except Exception:  # owned task: one failed sample must not end the live view
-                log.exception("system sample failed")
-
     async def _read(self) -> SystemSnapshot:
         engines = list(self._engines())
         gpus = self._gpus()
-        gateway = self._gateway()
         return SystemSnapshot(
             at=self._clock.now(),
             engines=engines,
@@ -236,7 +128,7 @@ class SystemSampler:
             gpu_error=self._gpu_error(),
             host=self._host(),
             database=await self._database(),
-            processes=[gateway, *(_engine_process(engine) for engine in engines)],
+            processes=[self._gateway, *(_engine_process(engine) for engine in engines)],
             requests_running=sum(engine.figures.num_running for engine in engines),
             requests_waiting=sum(engine.figures.num_waiting for engine in engines),
             tokens_per_second=sum(engine.tokens_per_second for engine in engines),

@@ -1,0 +1,107 @@
+"""What was read at one moment: engines, processes, database, and all of it together as the live pages show it. Values only."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+from datetime import datetime
+
+from appliance.telemetry.gpu import GpuReading
+from appliance.telemetry.host import HostReading
+from engine.protocol import EngineInfo, EngineStatus
+
+NO_STATUS = EngineStatus(
+    num_running=0,
+    num_waiting=0,
+    kv_blocks_total=0,
+    kv_blocks_used=0,
+    kv_blocks_cached=0,
+    kv_blocks_free=0,
+    step_ms=0.0,
+    num_batched_tokens=0,
+    steps_total=0,
+    prompt_tokens_total=0,
+    generation_tokens_total=0,
+    prefix_cache_hit_tokens_total=0,
+    preemptions_total=0,
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TenantReading:
+    """What one tenant holds of an engine and waits for. Each of several answers to one request counts. `service_s` is the
+    device time spent for it, as predicted, since it last had no request."""
+
+    tenant_id: str
+    name: str
+    requests_running: int
+    requests_waiting: int
+    kv_blocks: int
+    service_s: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineReading:
+    """One served model at one moment. `tokens_per_second` counts generated tokens over the last second, those of probes left
+    out; `probe_prompt_tokens` are what probes sent so far. `tenants` are those with live requests, the largest holders of KV
+    blocks first."""
+
+    model: str
+    state: str
+    error: str | None
+    load_fraction: float | None
+    info: EngineInfo | None
+    status: EngineStatus | None
+    pid: int | None
+    started_at: datetime | None
+    restarts: int
+    tokens_per_second: float
+    ttft_p50_s: float | None
+    ttft_p95_s: float | None
+    probe_prompt_tokens: int = 0
+    tenants: list[TenantReading] = field(default_factory=list)
+
+    @property
+    def figures(self) -> EngineStatus:
+        """Return the engine's status; zeros while it has sent none."""
+        return NO_STATUS if self.status is None else self.status
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DatabaseReading:
+    """Which database, and whether it took a write lately."""
+
+    kind: str
+    ok: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ProcessReading:
+    """One process of the appliance: role is `gateway` or `engine`; only an engine has a model."""
+
+    role: str
+    pid: int | None
+    model: str | None
+    started_at: datetime | None
+    restarts: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SystemSnapshot:
+    """Everything the live pages show, at one moment."""
+
+    at: datetime
+    engines: list[EngineReading]
+    gpus: list[GpuReading]
+    gpu_error: str | None
+    host: HostReading
+    database: DatabaseReading
+    processes: list[ProcessReading]
+    requests_running: int
+    requests_waiting: int
+    tokens_per_second: float
+
+    @property
+    def gpu_power_w(self) -> list[int]:
+        """Return what each GPU that tells it draws now, rounded up."""
+        return [math.ceil(gpu.power_w) for gpu in self.gpus if gpu.power_w is not None]
