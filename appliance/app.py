@@ -147,7 +147,7 @@ class Appliance:
             await self._let_go(services.db)
 
     async def _let_go(self, db: Database) -> None:
-        """Stop the sampler and close journal, database and claim, also after a start that failed half-way."""
+        """Stop the sampler, close GPU probe, journal and database, and release the claim; also after a start that failed."""
         try:
             if self._services is not None:
                 await self._services.sampler.stop()

@@ -40,7 +40,7 @@ log = structlog.get_logger()
 
 
 class CannotStart(Exception):
-    """Something on the machine stands in the way. The message says what, and what to do."""
+    """Something on the machine prevents the start. The message says what, and what to do."""
 
 
 class HttpServer:

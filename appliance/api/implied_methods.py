@@ -51,7 +51,7 @@ class CompleteOptions:
             return
 
         async def send_complete(message: Message) -> None:
-            told = self._allow_by_path.get(scope.get("path_template", ""))  # none where there is nothing at this path
+            told = self._allow_by_path.get(scope.get("path_template", ""))  # None for an unknown path
             if message["type"] == "http.response.start" and told is not None:
                 MutableScopeHeaders(message)["allow"] = told
             await send(message)

@@ -55,7 +55,7 @@ class StructureCount:
         """Count the next _SLICE_BYTES."""
         begin, self.end = self.end, min(self.end + _SLICE_BYTES, len(text))
         part = text[begin : self.end]
-        if (len(part) - len(part.rstrip(b"\\"))) % 2:  # an odd number of backslashes: an escape goes on in the next slice
+        if (len(part) - len(part.rstrip(b"\\"))) % 2:  # an escape goes on in the next slice: take its second byte, too
             part += text[self.end : self.end + 1]
             self.end += 1
         if b"\\" in part:

@@ -33,7 +33,7 @@ def check_query(connection: Connection) -> None:
 
 
 def paging(request: AdminRequest, *, limit_default: int = PAGE_ROWS_DEFAULT) -> tuple[int, str | None]:
-    """Return limit and cursor of a list."""
+    """Return the limit and the cursor of a request for a list. Raises InvalidValue."""
     text = request.query_params.get("limit")
     if text is None:
         return limit_default, request.query_params.get("cursor")

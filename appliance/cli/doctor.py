@@ -179,7 +179,7 @@ def _secrets(settings: Settings) -> list[Check]:
     except UnusableData as error:
         return [Check("secrets", "wrong", str(error), "restore it from the backup of this database")]
     except (SQLAlchemyError, OSError, ValueError):
-        return []  # told of as the database, or not migrated yet
+        return []  # reported by the check of the database, or not migrated yet
     if not found.unreadable:
         return [Check("secrets", "ok", f"{found.stored} sealed, each opens with {path.name}")]
     why = "was sealed with another file" if path.exists() else "needs it, and it is not there"
@@ -213,7 +213,7 @@ def _prices(settings: Settings) -> list[Check]:
     try:
         missing = asyncio.run(look())
     except (SQLAlchemyError, OSError, ValueError):
-        return []  # told of as the database, or not migrated yet
+        return []  # reported by the check of the database, or not migrated yet
     advice = "add one: gatehouse prices add"
     return [
         Check("prices", "note", f"{model} has no price in {currency}: its requests cost nothing", advice)

@@ -36,7 +36,7 @@ class BillingCalendar:
         """Return when the day `of`, or the day of the moment `of`, begins, in UTC."""
         day = self.day_of(of) if isinstance(of, datetime) else of
         midnight = datetime.combine(day, time.min, tzinfo=self._zone)
-        # A skipped midnight is converted to a moment as far after the gap as the gap is long: step back to the gap's end.
+        # A skipped midnight converts to a local time later by the length of the gap: possibly after the day's first moment.
         start = midnight.astimezone(UTC)
         if start.astimezone(self._zone).date() == day and start.astimezone(self._zone).time() == time.min:
             return start

@@ -36,7 +36,7 @@ def read_pending(data_dir: Path) -> PendingLogin | None:
 
 
 def write_pending(data_dir: Path, pending: PendingLogin) -> None:
-    """Write the file whole or not at all, durably, readable by the owner alone."""
+    """Write the file whole or not at all, durably, readable only by the owner."""
     path = data_dir / PENDING_FILE
     draft = path.with_name(f"{PENDING_FILE}.draft")
     descriptor = os.open(draft, os.O_CREAT | os.O_TRUNC | os.O_WRONLY, 0o600)

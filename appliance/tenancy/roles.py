@@ -1,4 +1,4 @@
-"""What each role may do, on the box and in a tenant: one table for the API, the console and the command line. Knows nobody."""
+"""What each role may do, on the box and in a tenant: one table for API, console and command line. Knows no member."""
 
 from __future__ import annotations
 

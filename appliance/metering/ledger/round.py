@@ -52,7 +52,7 @@ class Promised:
     number: int | None = None
 
     def succeed(self) -> None:
-        """Tell the caller, if it still waits."""
+        """Report success to the caller, if it still waits."""
         if self.done is not None and not self.done.done():
             self.done.set_result(None)
 
