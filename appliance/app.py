@@ -91,7 +91,7 @@ log = structlog.get_logger()
 
 
 class Appliance:
-    """All parts of one appliance. With `engines=False` it serves no model: the command line uses it beside a stopped one."""
+    """All parts of one appliance. With `engines=False` it serves no model: so the command line uses it while none runs."""
 
     def __init__(self, settings: Settings, *, engines: bool = True) -> None:
         self.settings = settings
@@ -104,7 +104,7 @@ class Appliance:
 
     @property
     def services(self) -> Services:
-        """Return the parts; they are there once `start` has returned."""
+        """Return the parts, which exist once `start` has returned."""
         if self._services is None:
             raise RuntimeError("the appliance has not been started")
         return self._services
@@ -128,7 +128,7 @@ class Appliance:
             raise
 
     async def stop(self) -> None:
-        """Settle what lives and stop every part, in the order of dependence."""
+        """Settle live requests and stop every part, in the order of dependence."""
         services = self.services
         await services.housekeeping.stop()
         await services.readiness.stop()
@@ -146,7 +146,7 @@ class Appliance:
             await self._let_go(services.db)
 
     async def _let_go(self, db: Database) -> None:
-        """End what reads the machine, and close what is open; also after a start that failed half-way."""
+        """Stop the sampler, close GPU probe, journal and database, and release the claim; also after a start that failed."""
         try:
             if self._services is not None:
                 await self._services.sampler.stop()
@@ -235,7 +235,7 @@ class Appliance:
         )
 
     async def _begin_epoch(self, db: Database, clock: SystemClock, calendar: BillingCalendar, on_settled: OnSettled) -> str:
-        """Begin an epoch of our own and settle what dead ones left. A command beside the appliance has none."""
+        """Begin an epoch and settle what dead ones left behind. An appliance without engines has none."""
         if not self.engines:
             return "none"
         await self._open_journal(db, clock, calendar, on_settled)
@@ -248,7 +248,7 @@ class Appliance:
         return epoch_id
 
     async def _open_journal(self, db: Database, clock: SystemClock, calendar: BillingCalendar, on_settled: OnSettled) -> None:
-        """Open the journal, where the database has one, and bring into the tables what a dead run left in it."""
+        """Open the journal, if the database has one, and write what a dead run left in it to the tables."""
         try:
             self._journal = journal_beside(self.settings.database_url)
             missing = 0 if self._journal is None else await replay(db, self._journal, clock, calendar, on_settled)
@@ -328,7 +328,7 @@ def create_app(appliance: Appliance) -> Litestar:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Started:
-    """What the command line tells when the service listens. `first_start` holds secrets that are shown once."""
+    """What the command line prints once the service listens. `first_start` holds secrets that are shown once."""
 
     host: str
     port: int
@@ -340,7 +340,7 @@ class Started:
 async def serve(settings: Settings, *, on_listening: Callable[[Started], None] = lambda _started: None) -> None:
     """Serve until told to stop. Raises CannotStart or NotAModel when nothing can be served.
 
-    `on_listening` shows the first login: when it has returned, the login counts as seen and is not made again.
+    `on_listening` shows the first login: once it has returned, the login counts as seen and is not created again.
     """
     model_folders(settings)
     traces = StartTraces.begin(settings.data_dir)
@@ -389,7 +389,7 @@ async def _serve_on(listener: socket.socket, appliance: Appliance, on_listening:
 
 
 async def _stop_without_models(models: ModelRegistry, server: HttpServer) -> str | None:
-    """Return None as soon as a model is ready. When every one has failed before, stop the server and return why."""
+    """Return None as soon as a model is ready. If all fail to load, stop the server and return why."""
     for model in models.list():
         await model.client.wait_for_state("ready", "failed", "stopped")
         if model.client.state != "failed":

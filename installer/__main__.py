@@ -1,4 +1,4 @@
-"""Entry of `python3 installer …`. Standard library only; parses on every Python, so that an old one gets a clear line."""
+"""Entry of `python3 installer …`. Standard library only; parses on every Python, so that an old one gets a clear message."""
 
 import sys
 

@@ -1,8 +1,8 @@
-"""Makes the lock files anew from pyproject.toml: `python3 installer/relock.py`. Needs `uv` on the PATH; never runs at a user's.
+"""Regenerates the lock files from pyproject.toml: `python3 installer/relock.py`. Needs `uv` on the PATH; for developers only.
 
 One resolution gives three files, so that they agree: `gpu.txt` is the closure of the dependencies with the `gpu` extra,
-`cpu.txt` the same without what only the larger build of torch brings, `test.txt` what the `test` extra adds to either.
-`triton.txt` is apart: torch ties `gpu.txt` to one version of Triton, the kernels are tested at both ends of their range.
+`cpu.txt` the same without what only the larger build of torch needs, `test.txt` what the `test` extra adds to either.
+`triton.txt` is separate: torch ties `gpu.txt` to one version of Triton, but kernels are tested at both ends of their range.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from pathlib import Path
 
 REPO = Path(__file__).resolve().parents[1]
 REQUIREMENTS = REPO / "installer" / "requirements"
-# The build that our machines have; raised by hand, together with the kernels' tests.
+# The version on our machines; raised by hand, together with the kernels' tests.
 TORCH = "2.13.0"
 PYTHON = "3.11"
 _GPU_ONLY = re.compile(r"^(triton|cuda-.*|nvidia-(?!ml-py).*)==")
@@ -25,7 +25,7 @@ _HEADER = "# Exact versions, for {what}. Made by installer/relock.py from pyproj
 
 
 def reasons(pyproject: str) -> dict[str, str]:
-    """Return package -> the reason that stands behind it in pyproject.toml."""
+    """Return the reason for each package, from the comment after it in pyproject.toml."""
     found = re.findall(r'^\s+"([A-Za-z0-9._-]+)[^"]*",[ \t]*(?:#[ \t]*(.*))?$', pyproject, re.MULTILINE)
     return {re.sub(r"[-_.]+", "-", name).lower(): reason for name, reason in found}
 
@@ -83,7 +83,7 @@ def lock_text(what: str, lines: list[str], why: dict[str, str]) -> str:
 
 
 def without_gpu(lines: list[str]) -> list[str]:
-    """Return `lines` for a machine with no GPU: on Linux the build of torch that needs no driver has its own local version."""
+    """Return `lines` for a machine without a GPU: on Linux the build of torch without GPU libraries has a local version."""
     kept = []
     for line in lines:
         if line.startswith("torch=="):

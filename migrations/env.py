@@ -10,7 +10,7 @@ context.configure(
     connection=context.config.attributes["connection"],
     target_metadata=metadata,
     render_as_batch=True,  # SQLite cannot alter most things in place
-    transactional_ddl=True,  # true of SQLite as well once the driver's own transaction handling is off
+    transactional_ddl=True,  # holds for SQLite too, once the driver's own transaction handling is off
     compare_type=True,
 )
 context.run_migrations()

@@ -1,7 +1,7 @@
-"""Who asks: a tenant's program by its API key, an administrator or member by token or by the console's session.
+"""Identifies the caller: a tenant's program by its API key, an administrator or member by token or console session.
 
-Whoever is known becomes the actor of the request, and an `Access` says what he may see: reads are narrowed by it and by nothing
-else. Knows no path and no table.
+The caller becomes the actor of the request, and an `Access` says what it may see: nothing else narrows what it reads. Knows no
+path and no table.
 """
 
 from __future__ import annotations
@@ -62,13 +62,13 @@ async def authenticate_tenant(request: Request[Any, Any, Any]) -> Principal:
 
 
 async def authenticate_administrator(connection: Connection, action: Action, tenant_id: str | None = None) -> Access:
-    """Return what the caller may see and do, once it is sure that `action` is covered: in the tenant, or somewhere when None.
+    """Return what the caller may see and do, after a check that it includes `action`: in the tenant, or anywhere when None.
 
     A handler without a tenant in its path must narrow what it lists by the access, or `require` the action for the tenant of
     the row that it finds. Raises InvalidApiKey, RoleNotAllowed, NotFound for a tenant that the caller may not see, and what
     `check_query` raises.
 
-    A browser's session writes only with its CSRF token and never from another site.
+    A browser's session can write only with its CSRF token, and never from another site.
     """
     access = await _authenticate(connection)
     if tenant_id is None:
@@ -87,7 +87,10 @@ async def authenticate_anybody(connection: Connection) -> Access:
 
 
 async def authenticate_reader(connection: Connection) -> Access:
-    """Return as `authenticate_administrator`; a tenant's own key with the scope `usage` may read of its tenant too."""
+    """Return what the caller may read, like `authenticate_administrator` with `Action.READ`.
+
+    Also accepts a tenant's API key with the scope `usage`, which may read what belongs to its tenant.
+    """
     secret = _bearer(connection) or connection.headers.get("x-api-key")
     if not secret or api_key_prefix(secret) is None:
         return await authenticate_administrator(connection, Action.READ)
@@ -121,17 +124,17 @@ async def _by_token(connection: Connection, secret: str) -> Access:
 
 
 def _operator(connection: Connection) -> str:
-    """Return the user of this machine whom a command of ours names. Call it for the control token alone."""
+    """Return the user of this machine named by our command line. Only for requests with the control token: others could lie."""
     return unquote(connection.headers.get(OPERATOR_HEADER, ""))[:OPERATOR_CHARS_MAX].strip() or "command line"
 
 
 def _actor(kind: ActorKind, name: str, id_: str | None = None) -> Actor:
-    """Return who acts in this request, whose id and address are known already."""
+    """Return the actor of this request; its request id and address are already set."""
     return dataclasses.replace(current_actor(), kind=kind, name=name, id=id_)
 
 
 def is_from_this_machine(connection: Connection) -> bool:
-    """Return whether the peer is a program of this machine that speaks for itself: a proxy here speaks for anybody."""
+    """Return whether the caller runs on this machine. A proxy on it does not count: it passes on anybody's requests."""
     if any(header in connection.headers for header in PROXY_HEADERS):
         return False
     try:
@@ -143,7 +146,7 @@ def is_from_this_machine(connection: Connection) -> bool:
 
 
 async def session_of(connection: Connection) -> Session | None:
-    """Return the session of the console that the browser sent; None when a token speaks, or nobody is signed in."""
+    """Return the console session whose cookie the browser sent; None when a token was sent, or nobody is signed in."""
     cookie = None if _bearer(connection) else _session_cookie(connection)
     return await services_of(connection).sessions.resolve(cookie) if cookie else None
 

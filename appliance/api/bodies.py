@@ -1,4 +1,4 @@
-"""Decodes request bodies. Whatever is wrong with one becomes a 400 that names the field, in the words of this interface."""
+"""Decodes request bodies. Every fault in one becomes a 400 that names the field, in this API's own words."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from appliance.serving.turns import Turns
 T = TypeVar("T")
 OMITTED = msgspec.UNSET
 Omittable = msgspec.UnsetType
-"""What a field of a change holds that the body does not name: null would be a value."""
+"""The type of a field that the body of a change left out: null would be a value."""
 
 _PATH = re.compile(r" - at `\$\.?(?P<path>[^`]*)`$")
 _SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
@@ -29,10 +29,10 @@ _WORDS = {
     "array": ("a list",), "bool": ("true", "false"), "float": ("a number",), "int": ("a whole number",), "null": ("null",),
     "object": ("an object",), "str": ("a string",),
 }  # fmt: skip
-# Possessive: nothing is kept for a way back, of which a text would need one for each of its characters.
+# Possessive quantifiers keep no state for backtracking, which would otherwise grow with each character of a string.
 _STRUCTURE = re.compile(rb'"(?:[^"\\]++|\\.)*+"|[\[\]{}]')
-_LEVELS_MANY = 200  # fewer than the decoder takes, and more than anybody means
-_SEARCHED_BYTES, _SEARCHED_TOKENS = 1 << 20, 20_000  # some 10 ms at most: it is one client's fault, and others wait
+_LEVELS_MANY = 200  # fewer than the decoder takes, and more than any real request has
+_SEARCHED_BYTES, _SEARCHED_TOKENS = 1 << 20, 20_000  # some 10 ms at most: all other clients wait for this search
 _OPENINGS = {
     b"\x1f\x8b": "it is compressed; send it uncompressed",
     b"\xef\xbb\xbf": "it begins with a byte order mark",
@@ -58,9 +58,9 @@ def decode_body(body: bytes, kind: type[T]) -> T:
 
 
 async def in_turn(body: bytes, read: Callable[[bytes], T], *, turns: Turns, tenant_id: str) -> T:
-    """Return what `read` makes of `body`. Long ones are counted and read one at a time, and tenants take turns.
+    """Return `read(body)`. Long bodies pass `check_structure` first and are read one at a time; tenants take turns.
 
-    Raises Overloaded, where too many wait, and what `check_structure` and `read` raise.
+    Raises Overloaded when too many wait, and what `check_structure` and `read` raise.
     """
     if len(body) <= DECODED_OUT_OF_TURN_BYTES_MAX:
         return read(body)
@@ -89,11 +89,11 @@ def _fault(body: bytes, error: Exception) -> str:
 
 
 def _field_at_fault(body: bytes) -> str | None:
-    """Return the field with half of a surrogate pair; whatever else is no JSON lies in no field for certain."""
+    """Return the field that holds half of a surrogate pair; any other fault of JSON cannot be pinned to a field."""
     if not _SURROGATE.search(body):
         return None
     try:
-        fields = json.loads(body)  # which takes such halves, unlike msgspec
+        fields = json.loads(body)  # accepts such halves, unlike msgspec
     except (RecursionError, ValueError):
         return None
     names = fields if isinstance(fields, dict) else {}
@@ -101,7 +101,7 @@ def _field_at_fault(body: bytes) -> str | None:
 
 
 def _deep_field(body: bytes) -> str | None:
-    """Return the field of the body whose lists and objects lie the most levels within each other, if that is found soon."""
+    """Return the most deeply nested field of the body, if a search of limited length finds it."""
     if body[:_SEARCHED_BYTES].lstrip()[:1] != b"{":
         return None
     depth, text = 0, b""
@@ -113,7 +113,7 @@ def _deep_field(body: bytes) -> str | None:
         elif found in b"]}":
             depth -= 1
         elif depth == 1:
-            text = found  # of one level the last text is the name of what comes
+            text = found  # at this level the last string before a value is the field's name
         if depth > deepest:
             deepest, name = depth, text
     try:

@@ -77,7 +77,7 @@ async def create_chat_completion(request: WholeRequest) -> Response[Any]:
 
 
 class _Asked(NamedTuple):
-    """A body that was read, with its messages and service tier as they were checked."""
+    """A decoded body with its checked messages and service tier."""
 
     body: ChatCompletionRequest
     messages: list[dict[str, Any]]
@@ -136,9 +136,10 @@ def _framer(generation: Generation, body: ChatCompletionRequest, created: int) -
 
 
 async def _began(generation: Generation) -> Generation:
-    """Wait for the first text, which comes after a schema has been compiled. Raises why it could not be.
+    """Wait for the first text, which comes only after a schema has been compiled. Raises the error of a request that failed.
 
-    A stream that has begun can tell of it by an error frame only; after PING_AFTER_S it begins nevertheless.
+    Before the stream begins such an error gets its own status; afterwards it could only be an error frame. After PING_AFTER_S
+    the stream begins all the same.
     """
     await generation.chunks.wait(PING_AFTER_S)
     if generation.chunks.ended and (outcome := await generation.outcome).error is not None:
@@ -175,7 +176,7 @@ async def _collect(generation: Generation, answer: WholeAnswer) -> WholeAnswer:
 
 
 async def _unless_disconnected(awaited: Awaitable[T], receive: Receive) -> T | None:
-    """Return what `awaited` returns, or None as soon as the client has gone: nothing else would tell of it."""
+    """Return what `awaited` returns, or None as soon as the client has gone: nothing else here would notice that."""
     waiter = asyncio.ensure_future(awaited)
     watcher = asyncio.ensure_future(until_disconnected(receive))
     try:

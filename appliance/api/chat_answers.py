@@ -14,7 +14,7 @@ from appliance.serving.text_output import Chunk, NamedLogprob
 DONE = b"data: [DONE]\n\n"
 PING = b": ping\n\n"
 
-_TOKENS = b"\0"  # where the tokens of an answer belong: no text encodes to it
+_TOKENS = b"\0"  # a placeholder for the tokens of an answer: no encoded text contains this byte
 
 encode = msgspec.json.encode
 
@@ -120,7 +120,7 @@ class ChunkFramer:
         return b"".join(self._frame(index, {"role": "assistant", "content": "", "refusal": None}) for index in self._open)
 
     def text(self, chunk: Chunk) -> bytes:
-        """Return a chunk of text, with the finish reason when it is the last one of an answer before its siblings end."""
+        """Return a chunk of text, with the finish reason when it ends this answer while the request's other answers go on."""
         self._completion_tokens[chunk.index] = chunk.completion_tokens
         if chunk.index == 0:
             self._cached_tokens = min(chunk.cached_tokens, self._prompt_tokens)
@@ -131,8 +131,8 @@ class ChunkFramer:
         return self._frame(chunk.index, delta, logprobs=logprobs, finish_reason=chunk.finish_reason)
 
     def last(self, outcome: Outcome) -> bytes:
-        """Return what ends a stream that went well: the finish reason of each answer that was still open, the usage when it
-        was asked for, and `[DONE]`."""
+        """Return the end of a successful stream: the finish reason of each answer still open, the usage if requested, and
+        `[DONE]`."""
         usage = outcome.usage
         self._cached_tokens = usage.cached_tokens
         self._completion_tokens = {0: usage.completion_tokens}
@@ -153,7 +153,7 @@ class ChunkFramer:
         return self._head + choice + b"]" + self._usage() + b"}\n\n"
 
     def _usage(self) -> bytes:
-        """Return the usage of all answers so far, when every chunk is to tell it."""
+        """Return the usage of all answers so far, if every chunk is to carry it."""
         if self._continuous_usage:
             usage = Usage(
                 prompt_tokens=self._prompt_tokens,
@@ -167,9 +167,9 @@ class ChunkFramer:
 class WholeAnswer:
     """An answer that is not streamed, as it grows.
 
-    Log-probabilities are encoded as they come: those of many answers are millions of objects. Kept, gone through by the
-    collector and encoded together at the end, they would hold up every stream of all tenants for seconds. Nor are they put
-    together at the end, where they are most of the body.
+    Log-probabilities are encoded as they arrive: many answers have millions of them. Kept as objects, scanned by the garbage
+    collector and encoded together at the end, they would hold up all streams of all tenants for seconds. For the same reason
+    the encoded parts, which are most of the body, are not joined at the end.
     """
 
     def __init__(self, num_answers: int, *, logprobs: bool) -> None:
@@ -188,7 +188,7 @@ class WholeAnswer:
     def body(
         self, *, request_id: str, created: int, model: str, outcome: Outcome, service_tier: str | None = None
     ) -> tuple[Iterable[bytes], int]:
-        """Return the body of the answer, which has ended, in parts, and its length."""
+        """Return the body of a finished answer in parts, and its length in bytes."""
         frame = encode(
             ChatCompletion(
                 id=request_id,
@@ -215,7 +215,7 @@ class WholeAnswer:
 
 
 def _with_tokens(between: Sequence[bytes], tokens: Sequence[Sequence[bytes]]) -> Iterator[bytes]:
-    """Yield what stands around the tokens of each answer, and these, with the commas between them."""
+    """Yield the text `between` the answers' tokens and, in between, each answer's `tokens`, separated by commas."""
     for before, own in zip(between, tokens, strict=False):
         yield before
         for place, token in enumerate(own):

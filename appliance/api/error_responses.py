@@ -26,7 +26,7 @@ _FRAMEWORK_ERRORS = {
 }
 
 CHAT_PATH = "/chat/completions"
-# What other servers of this kind have beside chat completions: the first part of the path.
+# First path segments that similar servers offer besides chat completions.
 _ASKED_ELSEWHERE = frozenset({
     "audio", "batches", "completions", "detokenize", "embeddings", "files", "images", "messages", "moderations", "rerank",
     "responses", "score", "tokenize",
@@ -82,7 +82,7 @@ def _answer_framework_error(request: Request[Any, Any, Any], error: HTTPExceptio
 
 
 def _nothing_at(method: str, path: str) -> str:
-    """Return why there is no answer at `path`, in words that lead on those whose library asks elsewhere than it should here."""
+    """Return why there is nothing at `path`, with a hint for users whose library calls another path than it should here."""
     if path.removeprefix("/v1").removeprefix("/").split("/")[0] in _ASKED_ELSEWHERE:
         return f"{path} is not supported by this version; ask for chat completions, POST /v1{CHAT_PATH}"
     where = "a client's base URL ends in /v1" if path.endswith(CHAT_PATH) else "GET /schema/openapi.json lists those that exist"
@@ -102,7 +102,7 @@ def _headers(error: GatehouseError) -> dict[str, str]:
 
 
 def retry_after(wait_s: float) -> str:
-    """Return whole seconds, rounded up: after them the limit really has room."""
+    """Return whole seconds, rounded up so that the limit really has room after them."""
     return str(max(1, math.ceil(wait_s)))
 
 

@@ -1,6 +1,6 @@
-"""One HTTP exchange seen from outside Litestar: its id, what must stand on the answer, what must happen when it ends.
+"""One HTTP exchange seen from outside Litestar: its id, the headers of its answer, and what must happen when it ends.
 
-The wrapper sits around the whole application, so that answers of unknown paths and crashes carry the id too.
+The wrapper sits around the whole application, so that answers to unknown paths and after crashes carry the id too.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ log = structlog.get_logger()
 
 @dataclass(slots=True)
 class Exchange:
-    """What handlers may say about the answer. `headers` are asked for when the answer starts, `closers` run at its end.
+    """What handlers may add to the answer. `headers` are called when the answer starts, `closers` at its end.
 
-    `model` is the one that was asked for, once that is known.
+    `model` is the requested model, once that is known.
     """
 
     request_id: str
@@ -57,16 +57,16 @@ def exchange_of(connection: ASGIConnection[Any, Any, Any, Any]) -> Exchange:
 
 
 class WholeRequest(Request[Any, Any, Any]):
-    """A request whose client may leave before its body is whole. That is no fault of ours, as the framework takes it to be."""
+    """A request whose client may leave before its whole body has come: the client's error, which the framework calls ours."""
 
     async def body(self) -> bytes:
-        """Return the whole body. Raises RequestTooLarge for JSON that takes too long to read, and InvalidValue as `stream`."""
+        """Return the whole body. Raises RequestTooLarge for JSON that would take too long to read, and what `stream` raises."""
         text = await self.uncounted_body()
         await check_structure(text)
         return text
 
     async def uncounted_body(self) -> bytes:
-        """Return the whole body for `in_turn`, which counts it. Raises as `stream`."""
+        """Return the whole body for `in_turn`, which checks its structure itself. Raises what `stream` raises."""
         return await super().body()
 
     async def stream(self) -> AsyncGenerator[bytes, None]:
@@ -91,10 +91,10 @@ class ExchangeWrapper:
             return
         exchange = Exchange(request_id=new_id("req"), started_s=time.perf_counter())
         scope["state"]["exchange"] = exchange
-        # Nobody acts until somebody is known; whoever is known then keeps the request and the address.
+        # The appliance itself acts until the caller is known, who then takes over the request id and the address.
         client = scope.get("client")
         actor = dataclasses.replace(SYSTEM, request_id=exchange.request_id, address=client[0] if client else None)
-        # The task is the request's own, but its context may be that of the request before it on the connection.
+        # The task belongs to this request, but its context may still be that of the previous request on the connection.
         structlog.contextvars.clear_contextvars()
         structlog.contextvars.bind_contextvars(request_id=exchange.request_id)
         with acting(actor):
@@ -124,8 +124,8 @@ class ExchangeWrapper:
 
 
 def _not_kept(headers: Iterable[tuple[bytes, bytes]]) -> list[tuple[bytes, bytes]]:
-    """Return what keeps an answer out of caches that does not say itself how long it may be kept: a page is for one member, and
-    some take a `.pdf` by its name, of a draft that changes."""
+    """Return the header that keeps an answer out of caches, unless the answer sets its own: a page is for one member, and some
+    caches keep any address that ends in `.pdf`, even that of a draft, which changes."""
     is_said = any(name.lower() == b"cache-control" for name, _value in headers)
     return [] if is_said else [(b"cache-control", b"no-store")]
 

@@ -1,4 +1,4 @@
-"""Health for load balancers and people: does the process answer, and would a request be answered; and the metrics."""
+"""Health for load balancers and people (does the process answer, would a request be served), and the metrics."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ async def metrics(request: Request[Any, Any, Any]) -> Response[bytes]:
 
 
 async def _parts(services: Services) -> dict[str, str]:
-    """Return each part with `ok` or a short reason: everybody may read it, so paths and errors stay in the log."""
+    """Return each part with `ok` or a short reason. Everybody may read this, so paths and errors stay in the log."""
     parts = {
         "gateway": "draining" if services.generations.draining else "ok",
         "database": "ok" if await services.database_watch.problem() is None else "takes no writes",

@@ -1,4 +1,4 @@
-"""One HTTP connection with limits on what a peer may make us keep: bytes of a head, time for a head, silence in a body.
+"""One HTTP connection with limits on what a peer can make us hold: bytes of a head, time for a head, silence in a body.
 
                first byte               head ends                  body ends
   between ────────────────────► head ──────────────────► body ────────────────────► between
@@ -29,9 +29,9 @@ log = structlog.get_logger()
 
 
 class HeadWithBody:
-    """A transport that sends the head of an answer together with what is written right behind it: one packet less of two.
+    """A transport that sends the head of an answer together with what is written right after it: one packet instead of two.
 
-    A head that nothing follows in the same turn of the event loop leaves with the next one.
+    A head that nothing follows in the same turn of the event loop is sent in the next turn.
     """
 
     def __init__(self, transport: asyncio.Transport, loop: asyncio.AbstractEventLoop) -> None:
@@ -40,7 +40,7 @@ class HeadWithBody:
         self._head = b""
 
     def write(self, data: bytes) -> None:
-        """Send `data`, behind the head if there is one."""
+        """Send `data`, after the head if one is held back."""
         if self._head:
             head, self._head = self._head, b""
             self._transport.write(head + data)
@@ -65,11 +65,11 @@ class HeadWithBody:
 
 
 class LimitedConnection(HttpToolsProtocol):
-    """uvicorn's protocol, which itself limits neither heads nor silence."""
+    """uvicorn's protocol with the limits it lacks: on heads and on silence."""
 
     _part = "between"
-    _head_bytes = 0  # as they came, of a head that is not complete
-    _named_bytes = 0  # of what the parser has handed over
+    _head_bytes = 0  # raw bytes received of a head that is not complete
+    _named_bytes = 0  # bytes of the head that the parser has handed over
     _num_heads = 0
     _deadline: asyncio.TimerHandle | None = None
 
@@ -78,7 +78,7 @@ class LimitedConnection(HttpToolsProtocol):
         self.parser = PatientParser(self, self._head_without_offer)  # type: ignore[assignment]
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        """Accept, unless the files that are left are needed by the appliance itself."""
+        """Accept, unless the appliance itself needs the file descriptors that are left."""
         super().connection_made(transport)
         if len(self.connections) > _connections_max():
             transport.abort()
@@ -92,7 +92,7 @@ class LimitedConnection(HttpToolsProtocol):
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
-        """Parse `data`, then see whether the peer still owes something."""
+        """Parse `data`, then set the deadline of what the peer still has to send."""
         began_in, num_heads = self._part, self._num_heads
         super().data_received(data)
         if self.transport.is_closing():
@@ -106,7 +106,7 @@ class LimitedConnection(HttpToolsProtocol):
         self._renew_deadline()
 
     def on_message_begin(self) -> None:
-        """Count anew."""
+        """Reset the counts."""
         self._part = "head"
         self._head_bytes = self._named_bytes = 0
         self._clear_deadline()
@@ -123,7 +123,7 @@ class LimitedConnection(HttpToolsProtocol):
         super().on_header(name, value)
 
     def on_headers_complete(self) -> None:
-        """Start the application, which reads the body; not yet where the head comes again without an offer."""
+        """Start the application, which reads the body; not yet for a head that will be parsed again without its offer."""
         if self._offers_another_protocol():
             return
         self._part = "body"
@@ -132,7 +132,7 @@ class LimitedConnection(HttpToolsProtocol):
         super().on_headers_complete()
 
     def on_message_complete(self) -> None:
-        """Owe nothing until the next request begins."""
+        """Clear the deadline: the peer owes nothing until its next request."""
         if self._offers_another_protocol():
             return
         self._part = "between"
@@ -144,18 +144,18 @@ class LimitedConnection(HttpToolsProtocol):
         super()._start_asgi_task(cycle, _without_chunks(cycle, app) if cycle.scope["http_version"] == "1.0" else app)
 
     def send_400_response(self, msg: str) -> None:  # noqa: ARG002 - it says less than ours
-        """Answer what the parser refused; its reason may have been ours."""
+        """Answer a request that the parser refused, perhaps because our own count of bytes stopped it."""
         if self._named_bytes > HEAD_BYTES_MAX:
             self._refuse_head()
         else:
             self._refuse("400 Bad Request", InvalidValue("this is not an HTTP/1.1 request"))
 
     def _offers_another_protocol(self) -> bool:
-        """Return whether the parser will stop behind this head because of an offer that is ignored here."""
+        """Return whether the parser will stop after this head because of an offer that we ignore."""
         return self.parser.should_upgrade() and any(name == b"upgrade" for name, _value in self.headers)
 
     def _head_without_offer(self) -> bytes | None:
-        """Return the head that the parser stopped behind, without the offer; None when it has none."""
+        """Return the head after which the parser stopped, without its offer; None when it has none."""
         if not self._offers_another_protocol():
             return None
         lines = [b"%s %s HTTP/%s" % (self.parser.get_method(), self.url, self.parser.get_http_version().encode())]
@@ -165,14 +165,14 @@ class LimitedConnection(HttpToolsProtocol):
     def _count(self, num_bytes: int) -> None:
         self._named_bytes += num_bytes
         if self._named_bytes > HEAD_BYTES_MAX:
-            raise ValueError("the head is too large")  # ends the parser, which ends in `send_400_response`
+            raise ValueError("the head is too large")  # stops the parser, and uvicorn then calls `send_400_response`
 
     def _refuse_head(self) -> None:
         too_large = RequestTooLarge(f"the request line and headers have more than {HEAD_BYTES_MAX} bytes")
         self._refuse("431 Request Header Fields Too Large", too_large)
 
     def _refuse(self, status: str, error: GatehouseError) -> None:
-        """Answer with `error` what never reaches the application, and hang up."""
+        """Answer with `error` a request that never reaches the application, and hang up."""
         body = encode_error(error)
         head = (
             f"HTTP/1.1 {status}\r\ncontent-type: application/json\r\ncontent-length: {len(body)}\r\n"
@@ -199,7 +199,7 @@ class LimitedConnection(HttpToolsProtocol):
             self._deadline = None
 
     def _on_deadline(self) -> None:
-        """Hang up, unless it is we who do not read: then the peer is not silent."""
+        """Hang up, unless we have paused reading: then the peer is not silent."""
         self._deadline = None
         if self.flow.read_paused:
             self._set_deadline(BODY_IDLE_S)
@@ -209,7 +209,7 @@ class LimitedConnection(HttpToolsProtocol):
 
 def _without_chunks(cycle: RequestResponseCycle, app: Any) -> Any:
     """Return `app` for a client that knows no chunks: an answer of unknown length ends with the connection (RFC 9112,
-    section 6.3). Where uvicorn sends no chunks it holds an answer to its length, so each piece is given its own."""
+    section 6.3). Without chunks uvicorn checks an answer against its announced length, so each piece announces its own."""
 
     async def run(scope: Any, receive: Any, send: Any) -> None:
         has_length = False
@@ -229,7 +229,7 @@ def _without_chunks(cycle: RequestResponseCycle, app: Any) -> Any:
 
 
 def raise_open_files_limit() -> None:
-    """Let this process open as many files as the system allows it: each connection is one, and the default is often 1024."""
+    """Let this process open as many files as the system allows: each connection is one, and the default is often 1024."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     try:
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))

@@ -1,7 +1,7 @@
-"""httptools' parser for clients that offer another protocol, as every JDK client offers h2c with each request in clear text.
+"""httptools' parser for clients that offer another protocol: the JDK's client offers h2c with each request in clear text.
 
-A server may ignore the offer and answer in HTTP/1.1 (RFC 9110, section 7.8). The parser cannot: it stops behind the head of a
-request with one, and a body would be lost. So the head is parsed once more without the offer, and what follows it after that.
+A server may ignore the offer and answer in HTTP/1.1 (RFC 9110, section 7.8). The parser cannot: it stops after the head of a
+request with an offer, and the body would be lost. So the head is parsed once more without the offer, followed by the rest.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import httptools
 
 class PatientParser:
     """Parses for `protocol`, the object with httptools' callbacks. When it stops at an offer, `head` returns the head without
-    it, or None where there was none to ignore (the method CONNECT): then HttpParserUpgrade is raised as ever."""
+    it, or None when there is no offer to ignore (the method CONNECT): then HttpParserUpgrade is raised as usual."""
 
     def __init__(self, protocol: object, head: Callable[[], bytes | None]) -> None:
         self._protocol = protocol

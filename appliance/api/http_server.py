@@ -1,7 +1,7 @@
 """Runs the application as a service: one per data folder, a socket, signals, an orderly end.
 
 first SIGINT or SIGTERM ─► new requests get 503 `draining`, running ones finish within `drain_timeout_s` ─► stop
-second one              ─► stop at once; what still lives is ended and settled
+second one              ─► stop at once; requests still running are ended and settled
 """
 
 from __future__ import annotations
@@ -34,17 +34,17 @@ from appliance.tenancy.access import WHOLE_BOX
 BACKLOG = 2048
 CLOSE_TIMEOUT_S = 2
 IPV4_MAPPED_BITS = 96  # of an IPv6 address, before the IPv4 address that it holds
-KEEP_ALIVE_S = 75  # longer than clients keep idle connections, so that they close them and not we under their next request
+KEEP_ALIVE_S = 75  # longer than clients keep idle connections: they close them, and we never do so during their next request
 
 log = structlog.get_logger()
 
 
 class CannotStart(Exception):
-    """Something on the machine stands in the way. The message says what, and what to do."""
+    """Something on the machine prevents the start. The message says what, and what to do."""
 
 
 class HttpServer:
-    """uvicorn on a socket that is bound already, with draining before closing."""
+    """uvicorn on a socket that is already bound, with draining before closing."""
 
     def __init__(self, app: ASGIApp, listener: socket.socket, trusted_proxies: Sequence[Network] = ()) -> None:
         self._server = _Server(server_config(app, trusted_proxies))
@@ -105,7 +105,7 @@ class _Server(uvicorn.Server):
 
 
 def server_config(app: ASGIApp, trusted_proxies: Sequence[Network]) -> uvicorn.Config:
-    """Return how uvicorn runs `app`: `trusted_proxies` alone are believed when they say who sent a request, and that by https.
+    """Return how uvicorn runs `app`: only `trusted_proxies` are believed about who sent a request and whether by https.
 
     X-Forwarded-For is read from the right, where each proxy adds its peer, up to the first address that is no trusted proxy.
     """
@@ -126,7 +126,7 @@ def server_config(app: ASGIApp, trusted_proxies: Sequence[Network]) -> uvicorn.C
 
 
 def _forms(network: Network) -> list[str]:
-    """Return the network as the sockets name it: on one for IPv6 too, an IPv4 peer has a mapped address."""
+    """Return the network in each form that sockets use: one that also takes IPv6 gives IPv4 peers a mapped address."""
     if isinstance(network, ipaddress.IPv6Network):
         return [str(network)]
     return [str(network), f"::ffff:{network.network_address}/{IPV4_MAPPED_BITS + network.prefixlen}"]
@@ -134,7 +134,7 @@ def _forms(network: Network) -> list[str]:
 
 @contextlib.contextmanager
 def only_one(data_dir: Path) -> Iterator[None]:
-    """Hold the lock of the data folder; it is free again when this process ends, however it ends. Raises CannotStart."""
+    """Hold the lock of the data folder, which is released however this process ends. Raises CannotStart."""
     with open(data_dir / LOCK_FILE, "a", encoding="utf-8") as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -175,7 +175,7 @@ def _why_not_bound(settings: Settings, error: OSError) -> str:
 
 @contextlib.contextmanager
 def control_file(data_dir: Path, host: str, port: int, token: str) -> Iterator[None]:
-    """Tell local commands where the appliance is and how to be let in; gone when it stops in order."""
+    """Write the address and the token that local commands need to a file, removed again by an orderly stop."""
     path = data_dir / CONTROL_FILE
     content = {"url": local_url(host, port), "pid": os.getpid(), "token": token}
     descriptor, draft = tempfile.mkstemp(dir=data_dir, prefix=CONTROL_FILE)

@@ -1,7 +1,7 @@
-"""HEAD and OPTIONS, which no handler of ours takes. Knows the methods of the routes, and no handler.
+"""HEAD and OPTIONS, for which no route has a handler. Knows the methods of the routes, and no handler.
 
 HEAD is GET without the body (RFC 9110, section 9.3.2), for every path that answers GET. Allow names every method of a path
-(section 10.2.1), in answers to OPTIONS as in those with 405.
+(section 10.2.1), in answers to OPTIONS and in those with status 405.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from litestar.types import ASGIApp, Message, Receive, Scope, Send
 
 
 class HeadLikeGet:
-    """ASGI wrapper that lets the application see GET where HEAD was asked, and keeps the bodies of its answers."""
+    """ASGI wrapper that shows the application a HEAD as a GET, and withholds the bodies of its answers."""
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
@@ -31,14 +31,14 @@ class HeadLikeGet:
             if message["type"] != "http.response.start":
                 return
             await send(message)
-            # The answer ends here, so that what would stream for ever hears at once that nobody listens.
+            # The answer ends here, so that an endless stream learns at once that nobody listens.
             await send({"type": "http.response.body", "body": b"", "more_body": False})
 
         await self._app(as_get, receive, send_head)
 
 
 class CompleteOptions:
-    """ASGI wrapper for answers to OPTIONS. Of a path with several handlers the framework names the first one's methods only."""
+    """ASGI wrapper for answers to OPTIONS. If a path has several handlers, the framework names only the first one's methods."""
 
     def __init__(self, app: ASGIApp, routes: Iterable[BaseRoute]) -> None:
         self._app = app
@@ -51,7 +51,7 @@ class CompleteOptions:
             return
 
         async def send_complete(message: Message) -> None:
-            told = self._allow_by_path.get(scope.get("path_template", ""))  # none where there is nothing at this path
+            told = self._allow_by_path.get(scope.get("path_template", ""))  # None for an unknown path
             if message["type"] == "http.response.start" and told is not None:
                 MutableScopeHeaders(message)["allow"] = told
             await send(message)

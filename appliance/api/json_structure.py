@@ -1,7 +1,7 @@
-"""How many structural characters a JSON text has, counted before it is read: they, not its bytes, are what reading costs.
+"""Counts the structural characters of a JSON text before it is read: reading time grows with them, not with bytes.
 
-A text of 10 MiB is read in some 10 ms where it is one string, and in over a second where it is lists of nothing. What stands in
-strings is not counted, so a prompt may hold any number of commas and brackets. Knows no field and no request.
+A text of 10 MiB is read in some 10 ms if it is one string, and in over a second if it is empty lists. Characters in strings are
+not counted, so a prompt may hold any number of commas and brackets. Knows no field and no request.
 """
 
 from __future__ import annotations
@@ -13,17 +13,18 @@ from dataclasses import dataclass
 from appliance.base.errors import RequestTooLarge
 
 STRUCTURE_MAX = 200_000
-"""Some 30 ms of reading. Messages, parts, a schema and all else, each at its own limit, come to less together."""
+"""Some 30 ms of reading. A request with messages, parts, a schema and all else at their own limits stays below it."""
 
 _STRUCTURAL = b"{}[]:,"  # RFC 8259, section 2
-_SLICE_BYTES = 64 * 1024  # counted in a millisecond at most, whatever they are
+_SLICE_BYTES = 64 * 1024  # counted in a millisecond at most, whatever they hold
 _AT_ONCE_S = 0.001
 
 
 async def check_structure(text: bytes) -> None:
-    """Raise RequestTooLarge for a text with more than STRUCTURE_MAX structural characters. Others run each _AT_ONCE_S.
+    """Raise RequestTooLarge for a text with more than STRUCTURE_MAX structural characters. Other tasks run every _AT_ONCE_S.
 
-    A text with more strings than so many characters could part is no JSON: its reader finds that out before their end.
+    Counting stops at more strings than STRUCTURE_MAX characters could separate: that is not JSON, and the decoder will say so
+    before it has read them all.
     """
     if len(text) <= STRUCTURE_MAX:
         return
@@ -42,8 +43,8 @@ async def check_structure(text: bytes) -> None:
 
 @dataclass(slots=True)
 class StructureCount:
-    """The count up to `end`, which never lies within an escape. What is no JSON is counted in some way: its reader finds that
-    out no later than where the count is wrong."""
+    """The count up to `end`, which is never within an escape. For a text that is not JSON the count may be wrong, but the
+    decoder refuses the text no later than where it goes wrong."""
 
     end: int = 0
     structural: int = 0
@@ -51,14 +52,14 @@ class StructureCount:
     in_string: bool = False
 
     def take_slice(self, text: bytes) -> None:
-        """Count on for _SLICE_BYTES."""
+        """Count the next _SLICE_BYTES."""
         begin, self.end = self.end, min(self.end + _SLICE_BYTES, len(text))
         part = text[begin : self.end]
-        if (len(part) - len(part.rstrip(b"\\"))) % 2:  # the escape goes on; nothing else that ends so has a quote behind it
+        if (len(part) - len(part.rstrip(b"\\"))) % 2:  # an escape goes on in the next slice: take its second byte, too
             part += text[self.end : self.end + 1]
             self.end += 1
         if b"\\" in part:
-            part = part.replace(rb"\\", b"").replace(rb"\"", b"")  # every quote that is left begins or ends a string
+            part = part.replace(rb"\\", b"").replace(rb"\"", b"")  # every remaining quote begins or ends a string
         pieces = part.split(b'"')
         outside = b"".join(pieces[self.in_string :: 2])
         self.structural += len(outside) - len(outside.translate(None, _STRUCTURAL))

@@ -1,4 +1,4 @@
-"""`GET /v1/models`: what can be asked for, with the longest context. Never rate-limited: clients ask it all the time."""
+"""`GET /v1/models`: the models on offer, with their longest context. Never rate-limited: clients call it all the time."""
 
 from __future__ import annotations
 

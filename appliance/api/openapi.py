@@ -1,8 +1,8 @@
 """`/schema/openapi.json`: what the framework derives from the handlers, plus the bodies that the handlers decode themselves.
 
-A handler names them in its `opt`: `body` is what it takes, `answer` is what it returns when it writes bytes of its own,
-`text` the media type of an answer that is no JSON, `query` its parameters and `repeatable` those that take several values,
-`errors` the statuses that its kind does not tell.
+A handler names them in its `opt`: `body` is the type it takes, `answer` the type it returns when it encodes the bytes itself,
+`text` the media type of an answer that is not JSON, `query` its parameters, `repeatable` those that take several values, and
+`errors` the statuses that do not follow from the rest (`_error_statuses`).
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ _SECURITY_BY_TAG = {"inference": ("api_key", "api_key_header"), "administration"
 
 
 class CompleteJson(JsonRenderPlugin):
-    """Renders the schema as JSON, completed and then kept."""
+    """Completes the schema and renders it as JSON, once."""
 
     def __init__(self) -> None:
         super().__init__(path="/openapi.json")
@@ -58,7 +58,7 @@ def openapi_config(version: str) -> OpenAPIConfig:
 
 
 def _router() -> Router:
-    """Return where the document lies. The framework adds a page of its own for what is not there, which this replaces."""
+    """Return the router of the document. For unknown paths below it the framework adds a page of its own; this replaces it."""
     return Router("/schema", route_handlers=[], include_in_schema=False, dto=None, return_dto=None, after_request=_found)
 
 
@@ -101,7 +101,7 @@ def _complete(operation: dict[str, Any], handler: HTTPRouteHandler, schemas: dic
 
 
 def _describe_errors(operation: dict[str, Any], route: HTTPRoute, handler: HTTPRouteHandler, schemas: dict[str, Any]) -> None:
-    """Replace the framework's own shape of an error, which is never sent, by ours for each status that can occur."""
+    """Replace the framework's error schema, which is never sent, by ours for each status that can occur."""
     responses = operation["responses"]
     responses.pop("400", None)
     content = _json_content(handler.opt.get("error_body", ErrorAnswer), schemas)
@@ -115,7 +115,7 @@ def _error_statuses(operation: dict[str, Any], route: HTTPRoute, handler: HTTPRo
     if _security(operation):
         statuses |= {401, 403}
     if handler.opt.get("query") or "administrator" in _security(operation):
-        statuses.add(400)  # whatever an administrator asks refuses a query parameter that it does not take
+        statuses.add(400)  # every administrator's path refuses query parameters that it does not take
     if handler.opt.get("body") is not None:
         statuses |= {400, 413}
     if route.path_parameters:

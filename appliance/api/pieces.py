@@ -1,5 +1,5 @@
-"""A body of known length that leaves in pieces, between which others run. Millions of log-probabilities in one piece are copied
-several times over before the first byte leaves, and every stream of all tenants waits meanwhile. Knows no field."""
+"""A body of known length that is sent in pieces, between which other tasks run. Millions of log-probabilities in one piece are
+copied several times before the first byte is sent, and all streams of all tenants wait meanwhile. Knows no field."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ PIECE_BYTES = 64 * 1024
 
 
 class PiecedBody(Stream):
-    """An answer whose body is `parts` behind each other, `length` bytes in all."""
+    """An answer whose body is `parts` one after another, `length` bytes in all."""
 
     def __init__(self, parts: Iterable[bytes], length: int) -> None:
         super().__init__(iter(()), media_type=MEDIA_TYPE)

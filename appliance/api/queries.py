@@ -22,7 +22,7 @@ T = TypeVar("T")
 
 def check_query(connection: Connection) -> None:
     """Raise UnknownParameter for a query parameter that the handler does not name in its `opt["query"]`, and InvalidValue for
-    one that was given several times and is not in its `opt["repeatable"]`. `auth` asks this for every handler."""
+    one that was given several times and is not in its `opt["repeatable"]`. `auth` calls this for every handler."""
     options = connection.route_handler.opt
     known, repeatable = options.get("query", ()), options.get("repeatable", ())
     for name in connection.query_params:
@@ -33,7 +33,7 @@ def check_query(connection: Connection) -> None:
 
 
 def paging(request: AdminRequest, *, limit_default: int = PAGE_ROWS_DEFAULT) -> tuple[int, str | None]:
-    """Return limit and cursor of a list."""
+    """Return the limit and the cursor of a request for a list. Raises InvalidValue."""
     text = request.query_params.get("limit")
     if text is None:
         return limit_default, request.query_params.get("cursor")
@@ -43,7 +43,7 @@ def paging(request: AdminRequest, *, limit_default: int = PAGE_ROWS_DEFAULT) -> 
 
 
 def short_page(request: AdminRequest, rows: Iterable[T], name: str, position_of: Callable[[T], str]) -> Page[T]:
-    """Return a page of the list `name`, of which `rows` are all there are. Without a limit it is as long as a page may be."""
+    """Return a page of the list `name`; `rows` is the whole list. Without a `limit` it is as long as a page may be."""
     limit, cursor = paging(request, limit_default=PAGE_ROWS_MAX)
     check_limit(limit)
     ordered = sorted(rows, key=position_of)
@@ -60,8 +60,8 @@ def moment(request: AdminRequest, name: str) -> datetime | None:
 
 
 def parse_moment(text: str, param: str) -> datetime:
-    """Return `text`, an RFC 3339 time with a zone, whose letters may be small ones. A plus sign that a form turned into a space
-    is understood."""
+    """Return `text`, an RFC 3339 time with a zone, as UTC. Lower-case letters are accepted, and a plus sign that a form turned
+    into a space."""
     text = text.upper()
     try:
         parsed = datetime.fromisoformat(text.replace(" ", "+") if "T" in text else text)
@@ -88,7 +88,7 @@ def flag(request: AdminRequest, name: str) -> bool:
 
 
 def both(*names: str) -> tuple[str, ...]:
-    """Return how repeated parameters may be written: `name` and `name[]`."""
+    """Return both ways to write each repeated parameter: `name` and `name[]`."""
     return tuple(form for name in names for form in (name, f"{name}[]"))
 
 

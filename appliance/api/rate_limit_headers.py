@@ -1,10 +1,10 @@
-"""The `x-ratelimit-*` headers: limit, what remains, and after what time the bucket is full again."""
+"""The `x-ratelimit-*` headers: the limit, what remains of it, and how long until the bucket is full again."""
 
 from __future__ import annotations
 
 from appliance.metering.limits.rate_limits import RateLimit, RateLimitState
 
-UNLIMITED = 2**53 - 1  # the largest integer that every client reads exactly; stands where there is no limit
+UNLIMITED = 2**53 - 1  # the largest integer that every client reads exactly; sent where there is no limit
 _NO_LIMIT = RateLimit(limit=UNLIMITED, remaining=UNLIMITED, reset_s=0.0)
 
 

@@ -1,4 +1,4 @@
-"""From the fields of a request to the engine's SamplingParams: the model's own defaults, limits, and who to blame."""
+"""Turns the fields of a request into the engine's SamplingParams: defaults of the model, limits, and the field at fault."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from engine.protocol import InvalidOption, SamplingParams, UnsupportedOption
 
 STOP_TOKEN_IDS_MAX = 256
 TOKEN_ID_DIGITS_MAX = 10
-SEED_BITS = 63  # of the engine's seeds, which are not negative
+SEED_BITS = 63  # the engine's seeds are not negative
 _PLAIN_FIELDS = (
     "n",
     "temperature",
@@ -36,7 +36,7 @@ _PLAIN_FIELDS = (
 
 
 def asked_max_tokens(body: ChatCompletionRequest) -> tuple[int | None, str]:
-    """Return the output limit that was asked for, None when none was, and the field it stands in."""
+    """Return the requested output limit (None for none) and the name of the field that holds it."""
     old, new = body.max_tokens, body.max_completion_tokens
     if old is not None and new is not None and old != new:
         raise InvalidValue(f"max_tokens ({old}) and max_completion_tokens ({new}) disagree", param="max_completion_tokens")
@@ -47,7 +47,7 @@ def asked_max_tokens(body: ChatCompletionRequest) -> tuple[int | None, str]:
 
 
 def field_names(body: ChatCompletionRequest) -> dict[str, str]:
-    """Return what the client calls those of the engine's fields that it does not call by their own name."""
+    """Return the client's name of each engine field that it knows by another name."""
     names = {
         "logprobs": "top_logprobs",
         "max_tokens": asked_max_tokens(body)[1],
@@ -59,7 +59,7 @@ def field_names(body: ChatCompletionRequest) -> dict[str, str]:
 
 
 def sampling_params(body: ChatCompletionRequest, model: ServedModel, *, prompt_tokens: int) -> SamplingParams:
-    """Return what the engine is asked for; `max_tokens` and `seed` are always set.
+    """Return the engine's parameters for the request; `max_tokens` and `seed` are always set.
 
     Raises ContextLengthExceeded, InvalidValue or UnsupportedParameter, naming the field as the client wrote it.
     """
@@ -107,7 +107,7 @@ def _build(fields: Mapping[str, Any], body: ChatCompletionRequest, model: Served
 
 
 def _seed(seed: int | None) -> int:
-    """Return the engine's seed: OpenAI's are signed 64-bit integers, of which the negative ones are folded onto the others."""
+    """Return the engine's seed: OpenAI's are signed 64-bit integers, so negative ones are mapped to non-negative ones."""
     if seed is None:
         return secrets.randbits(SEED_BITS)
     if not -(1 << SEED_BITS) <= seed < 1 << SEED_BITS:

@@ -15,7 +15,7 @@ from appliance.base.errors import InvalidValue, UnknownParameter, UnsupportedPar
 from appliance.metering.limits.asked import is_batch_work
 
 MESSAGES_MAX = 4096
-PARTS_MAX = 16_384  # of content, in all messages: some 50 ms of a processor, in which everybody else waits
+PARTS_MAX = 16_384  # content parts in all messages together: some 50 ms of processor time, in which everybody else waits
 STOP_CHARS_MAX = 1000
 TEXT_ROLES = ("developer", "system", "user", "assistant")
 OPENAI_ROLES = (*TEXT_ROLES, "tool", "function")
@@ -159,9 +159,9 @@ def check_supported(body: ChatCompletionRequest) -> None:
 
 
 def service_tier_of(body: ChatCompletionRequest) -> str | None:
-    """Return the service tier that the request is served in, flex or default; None when it does not say one.
+    """Return the service tier that serves the request, flex or default; None when the request names none.
 
-    Raises InvalidValue for one that there is not.
+    Raises InvalidValue for an unknown one.
     """
     if body.service_tier is None:
         return None
@@ -169,7 +169,7 @@ def service_tier_of(body: ChatCompletionRequest) -> str | None:
 
 
 def check_messages(messages: list[Message]) -> list[dict[str, Any]]:
-    """Return the messages as a chat template takes them: role, text, name. `developer` is what models call `system`.
+    """Return the messages as a chat template takes them: role, text, name. `developer` becomes `system`.
 
     Raises InvalidValue or UnsupportedParameter naming the message.
     """

@@ -1,7 +1,7 @@
-"""The JSON of the administrators' API, one struct per noun, and how each is made from what the other layers hold.
+"""The JSON of the administrators' API, one struct per noun, each built from a type of another layer.
 
-Times are RFC 3339 in UTC, costs are integers in pico-units, lists are pages. `shape_of` makes every struct; what is said beside
-it is what the answer calls or shows otherwise than the other layers do.
+Times are RFC 3339 in UTC, costs are integers in pico-units, lists are pages. `shape_of` fills every struct by field name; its
+further arguments are the fields that the answer names or shows differently.
 """
 
 from __future__ import annotations
@@ -202,7 +202,7 @@ def _limits(limits: Limits) -> LimitsShape:
 
 
 _FORMS: dict[type, Callable[[Any], object]] = {datetime: rfc3339, date: date.isoformat, tuple: list, Limits: _limits}
-"""How JSON says what it has no word for."""
+"""Converts the types that JSON does not have."""
 
 
 def _model_limits(limits: ModelLimits) -> dict[str, LimitsShape]:
@@ -248,5 +248,5 @@ def live_request_shape(live: LiveRequest) -> RequestShape:
 
 
 def past_request_shape(row: RequestRow) -> RequestShape:
-    """Return a past request as JSON. A row without an end that is not live any more belongs to a process that died."""
+    """Return a past request as JSON: finished even if its row has no end, which only a process that died leaves behind."""
     return shape_of(RequestShape, row, state="finished", queue_position=None, explanation=explain_past(row))

@@ -1,4 +1,4 @@
-"""Server-sent events as ready bytes. Only reads what the generation feeds; how fast it is read changes nothing there."""
+"""Server-sent events as ready bytes. Only reads what the generation produces; a slow reader does not slow the generation."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from appliance.serving.text_output import Chunk
 
 EVENT_STREAM = "text/event-stream"
 PING_AFTER_S = 15.0
-LOGPROBS_AT_ONCE = 8  # tokens that are encoded in a turn of the loop; one chunk may have more (`serving.chunk_queue`)
+LOGPROBS_AT_ONCE = 8  # tokens encoded in one turn of the loop; a single chunk may have more (`serving.chunk_queue`)
 HEADERS: list[tuple[bytes, bytes]] = [
     (b"content-type", f"{EVENT_STREAM}; charset=utf-8".encode()),
     (b"cache-control", b"no-cache"),
@@ -29,14 +29,14 @@ log = structlog.get_logger()
 
 
 class LastFrame(bytes):
-    """A frame that nothing follows: the end of the answer leaves with it, not in a packet of its own."""
+    """The last frame: the end of the answer is sent with it, not in a packet of its own."""
 
 
 class EventStream(Stream):
     """An answer that sends frames as they come, and stops when the client has left.
 
-    The library's own way is a task group with two tasks and their cancel scopes, which cost more than to tokenise a prompt.
-    Here whoever answers sends, and one task listens.
+    Litestar itself uses a task group with two tasks and their cancel scopes, which cost more than tokenising a prompt. Here the
+    answering task sends, and only one further task listens for the client leaving.
     """
 
     def __init__(self, frames: AsyncIterator[bytes]) -> None:
@@ -78,7 +78,7 @@ async def until_disconnected(receive: Receive) -> None:
 async def chat_frames(
     generation: Generation, framer: ChunkFramer, *, ping_after_s: float = PING_AFTER_S
 ) -> AsyncIterator[bytes]:
-    """Yield the frames of a chat stream. One that cannot go on ends with an error frame and without `[DONE]`."""
+    """Yield the frames of a chat stream. A stream that fails ends with an error frame and without `[DONE]`."""
     chunks = generation.chunks
     try:
         yield framer.first()
@@ -115,8 +115,8 @@ def _pieces(ready: Sequence[Chunk]) -> list[list[Chunk]]:
 
 
 async def _others_turn() -> None:
-    """Let others run before a part of a backlog is encoded. A client that has left wakes this task before the one that listens
-    for that, which cancels this one a turn of the loop later: nothing is encoded for it."""
+    """Let other tasks run before a piece of a backlog is encoded, for two turns of the loop: when the client leaves, this task
+    wakes before the listening one, which cancels it a turn later. So nothing is encoded for a client that has left."""
     for _ in range(2):
         await asyncio.sleep(0)
 

@@ -1,7 +1,6 @@
-"""What an answer must look like: `response_format`, `guided_*` and `structured_outputs` of a request as the one constraint that
-the engine takes.
+"""Turns `response_format`, `guided_*` and `structured_outputs` of a request into the one constraint that the engine takes.
 
-Only forms and sizes are checked here. Whether a schema can be honoured is found out by the engine, which compiles it.
+Only forms and sizes are checked here. The engine, which compiles a schema, finds out whether it can be honoured.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ _NAME = re.compile(r"[a-zA-Z0-9_-]{1,64}")
 
 @dataclass(frozen=True, slots=True)
 class Constraint:
-    """The engine's field with its value, and the name of the field that the client set instead."""
+    """The engine's field with its value, and the field in which the client wrote it."""
 
     field: str
     value: Any
@@ -31,7 +30,7 @@ class Constraint:
 
 
 def constraint(body: ChatCompletionRequest) -> Constraint | None:
-    """Return what the answer is held to, None when free. Raises InvalidValue or UnsupportedParameter, naming the field."""
+    """Return the constraint on the answer, None without one. Raises InvalidValue or UnsupportedParameter, naming the field."""
     schema = _schema_of_format(body.response_format)
     found = [] if schema is None else [Constraint("guided_json", schema, "response_format")]
     found += [Constraint(name, getattr(body, name), name) for name in GUIDED_FIELDS if getattr(body, name) is not None]

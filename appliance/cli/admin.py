@@ -1,6 +1,6 @@
 """`gatehouse admin`: who may sign in to the console, and tokens for the administrators' API.
 
-Works on the database itself, so that a lost password can be replaced by whoever may read the data folder.
+Works directly on the database, so that anybody who may read the data folder can replace a lost password.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ app = typer.Typer(help="Administrators: who may sign in, and tokens for /admin/v
 
 T = TypeVar("T")
 ROLES = "owner, admin, billing or viewer."
-VERBS_ELSEWHERE = ("create", "list", "revoke")  # of keys, say: who types one here does not ask for a token of that name
+VERBS_ELSEWHERE = ("create", "list", "revoke")  # as in other commands: typed here, none is meant as a token's name
 KEEP_IT = "Keep it now: it is not shown again."
 TOKEN_COLUMNS = ("id", "name", "role", "revoked_at", "created_at")
 
@@ -125,14 +125,14 @@ def token(
 
 
 def _password(from_stdin: bool) -> tuple[bool, str]:
-    """Return (was it given, the password)."""
+    """Return (whether it was given, the password)."""
     from appliance.tenancy.secrets import new_password
 
     return (True, sys.stdin.readline().rstrip("\n")) if from_stdin else (False, new_password())
 
 
 def _make_tables(settings: Settings) -> None:
-    """Make the tables where there are none: the first administrator may come before the first start."""
+    """Create the tables if there are none: the first administrator may be created before the first start."""
     from appliance.base import migrations
 
     if migrations.current_revision(settings.database_url) is None:
@@ -141,7 +141,7 @@ def _make_tables(settings: Settings) -> None:
 
 
 def _on_database(settings: Settings, work: Callable[[Database], Awaitable[T]]) -> T:
-    """Run `work` on the database, which must have its tables already."""
+    """Run `work` on the database, which must already have its tables."""
     from appliance.base.acting import act_as
 
     async def go() -> T:

@@ -1,4 +1,4 @@
-"""`gatehouse alerts`: where alerts go, a test of the way, and what was delivered."""
+"""`gatehouse alerts`: where alerts go, test alerts, and deliveries."""
 
 from __future__ import annotations
 
@@ -134,7 +134,7 @@ def retry(
 
 
 async def _first_attempt(client: AdminClient, path: str) -> dict[str, Any]:
-    """Return the delivery once its first attempt has ended, or as it stands after a while."""
+    """Return the delivery once its first attempt has ended, or as it is after a while."""
     for _ in range(POLLS_MAX):
         delivery = await client.call("GET", path)
         if delivery["state"] != "pending" or delivery["last_error"] is not None:

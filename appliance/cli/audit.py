@@ -1,4 +1,4 @@
-"""`gatehouse audit`: who changed what, and the proof that nobody changed that record since."""
+"""`gatehouse audit`: who changed what, and the proof that nobody has changed that record since."""
 
 from __future__ import annotations
 

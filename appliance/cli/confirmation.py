@@ -1,4 +1,4 @@
-"""Asks on a terminal for the name of what a command ends for good. A program, which cannot be asked, says --yes."""
+"""Before a command ends something for good, asks on a terminal for its name. A program cannot be asked and passes --yes."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ Yes = Annotated[bool, typer.Option("--yes", help="Do not ask for confirmation (f
 
 
 def needs_terminal(what: str, *, whose: str = "its name") -> None:
-    """Raise WrongUsage where nobody can be asked. `what` is the command's effect: "archiving a tenant cannot be undone", and
-    `whose` is what is asked for."""
+    """Raise WrongUsage if there is no terminal. `what` is the command's effect, such as "archiving a tenant cannot be undone";
+    `whose` says which name is asked for."""
     if sys.stdin is None or not (sys.stdin.isatty() and sys.stderr.isatty()):
         raise WrongUsage(f"{what}: on a terminal {whose} is asked for, elsewhere add --yes")
 
 
 def ask_for_name(name: str, effect: str) -> None:
-    """Tell `effect` and ask for `name` on standard error, as standard output may be read by a program.
+    """Print `effect` and ask for `name` on standard error, as a program may read standard output.
 
-    Raises CommandFailed where another name is typed, and typer.Abort at Ctrl-C and at the end of the input.
+    Raises CommandFailed if another name is typed, and typer.Abort at the end of the input.
     """
     sys.stderr.write(f"{effect}\nType the name {name} to confirm: ")
     sys.stderr.flush()

@@ -1,4 +1,4 @@
-"""The way of a command to the appliance: over HTTP to the one that runs, else to the same application in this process."""
+"""How a command reaches the appliance: over HTTP if it runs, else as the same application in this process."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 TIMEOUT_S = 30.0
 PAGE_LIMIT = 100
-CLAIM_WAIT_S = 2.0  # an appliance that has just ended; a server notices that a little later
+CLAIM_WAIT_S = 2.0  # a database server notices a little late that an appliance has ended
 T = TypeVar("T")
 
 
@@ -38,7 +38,7 @@ class Control:
 
 
 def read_control(data_dir: Path) -> Control | None:
-    """Return the control file of an appliance that runs now. A file that a killed one left counts as none."""
+    """Return the control file of a running appliance. A file left by a killed one counts as none."""
     from appliance.base.data_folder import CONTROL_FILE
 
     try:
@@ -81,11 +81,11 @@ class AdminClient:
         return answer
 
     async def fetch(self, path: str) -> bytes:
-        """Return a file."""
+        """Return the file at `path`."""
         return (await self._ask("GET", path)).content
 
     async def remove(self, path: str) -> None:
-        """Remove what the server answers nothing about any more."""
+        """Remove what is at `path`; the server answers without a body."""
         await self._ask("DELETE", path)
 
     async def find(self, collection: str, member_id: str) -> dict[str, Any] | None:
@@ -125,7 +125,7 @@ class AdminClient:
 
 
 Work = Callable[[AdminClient], Awaitable[dict[str, Any]]]
-"""What a command does through a client, and the answer that it shows."""
+"""What a command does through a client; returns the answer to show."""
 
 
 def _refusal(answer: httpx.Response) -> CommandFailed:
@@ -137,7 +137,7 @@ def _refusal(answer: httpx.Response) -> CommandFailed:
 
 
 def check_there(settings: Settings) -> None:
-    """Raise CommandFailed where no appliance has its database: a mistyped folder must not look like one without tenants."""
+    """Raise CommandFailed if there is no database: a mistyped folder must not look like an appliance without tenants."""
     from appliance.base import migrations
 
     if migrations.current_revision(settings.database_url) is None:
@@ -151,7 +151,7 @@ def check_there(settings: Settings) -> None:
 
 @asynccontextmanager
 async def opened(settings: Settings) -> AsyncIterator[Database]:
-    """Yield the database itself, for what no appliance is asked. Raises CommandFailed unless it has its newest tables."""
+    """Yield the database itself, for commands that need no appliance. Raises CommandFailed unless its tables are the newest."""
     from appliance.base import db, migrations
 
     if await asyncio.to_thread(migrations.current_revision, settings.database_url) != migrations.head_revision():
@@ -162,9 +162,9 @@ async def opened(settings: Settings) -> AsyncIterator[Database]:
 
 @asynccontextmanager
 async def claimed(settings: Settings, *, shared: bool) -> AsyncIterator[None]:
-    """Hold the database for what a command changes in it by itself, alone or beside other commands.
+    """Hold the claim on the database while a command changes it directly, alone or shared with other commands.
 
-    Raises CommandFailed where an appliance serves on it, which would go by what it has read before, and UnusableData.
+    Raises UnusableData, and CommandFailed while an appliance serves from it, which would go on with values it has cached.
     """
     from appliance.base.database_claim import DatabaseTaken, claim_database
 
@@ -184,7 +184,7 @@ async def claimed(settings: Settings, *, shared: bool) -> AsyncIterator[None]:
 
 @asynccontextmanager
 async def connected(settings: Settings) -> AsyncIterator[AdminClient]:
-    """Yield a client of the appliance of these settings."""
+    """Yield a client of the appliance with these settings."""
     import httpx
 
     control = read_control(settings.data_dir)
@@ -202,7 +202,7 @@ async def connected(settings: Settings) -> AsyncIterator[AdminClient]:
 async def _in_process(settings: Settings) -> AsyncIterator[httpx.AsyncClient]:
     """Yield a client of the same application in this process, without engines, for as long as the command takes.
 
-    From its first change on it shares the claim on the database; a command that only reads holds nothing.
+    From its first change on it holds a shared claim on the database; a command that only reads holds none.
     """
     import httpx
 
@@ -221,7 +221,7 @@ async def _in_process(settings: Settings) -> AsyncIterator[httpx.AsyncClient]:
         services = appliance.services
         services.control_token = services.control_token or secrets.token_urlsafe(32)
         headers = {"authorization": f"Bearer {services.control_token}"} | operator_headers()
-        application: Any = create_app(appliance)  # its types name the kinds of messages, httpx's do not
+        application: Any = create_app(appliance)  # its types distinguish the kinds of messages, httpx's do not
         hooks = {"request": [_claim_before_changes(settings, held)]}
         client = httpx.AsyncClient(
             base_url="http://in-process", headers=headers, transport=httpx.ASGITransport(app=application), event_hooks=hooks
@@ -230,7 +230,7 @@ async def _in_process(settings: Settings) -> AsyncIterator[httpx.AsyncClient]:
 
 
 def _claim_before_changes(settings: Settings, held: AsyncExitStack) -> Callable[[httpx.Request], Awaitable[None]]:
-    """Return what is called before each request: the first that is no GET waits for the claim, which `held` lets go."""
+    """Return a hook to call before each request: the first one other than GET takes the claim, which `held` releases."""
     is_claimed = False
 
     async def before(request: httpx.Request) -> None:

@@ -141,7 +141,7 @@ def _refuse_while_journal_is_ahead(database_url: str) -> None:
 
 
 def _alone(settings: Settings, step: Callable[[], T]) -> T:
-    """Return what `step` does to the database while nobody else changes it. It runs in a thread of its own."""
+    """Run `step` in a thread of its own, while nobody else may change the database, and return its result."""
 
     async def go() -> T:
         async with claimed(settings, shared=False):

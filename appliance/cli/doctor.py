@@ -1,4 +1,4 @@
-"""`gatehouse doctor`: looks at everything that a start needs and says, for what is wrong, what to do."""
+"""`gatehouse doctor`: checks everything that a start needs and says how to mend what is wrong."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ UNPRICED_DAYS = 30
 
 @dataclass(frozen=True, slots=True)
 class Check:
-    """What one look found. `state` is ok, note or wrong; `advice` says what to do, and is empty when there is nothing to do."""
+    """The result of one check. `state` is ok, note or wrong; `advice` says what to do, and is empty if there is nothing."""
 
     name: str
     state: str
@@ -65,7 +65,7 @@ def doctor(
 
 
 def _python() -> Check:
-    """Tell which Python this is; one that is too old could not have come here."""
+    """Report which Python this is; one that is too old cannot get this far."""
     return Check("python", "ok", f"{platform.python_version()} at {sys.executable}")
 
 
@@ -158,7 +158,7 @@ def _database(settings: Settings) -> list[Check]:
 
 
 def _secrets(settings: Settings) -> list[Check]:
-    """Tell whether `secret.key` is the file with which second factors and signing secrets were sealed."""
+    """Check that `secret.key` is the file with which second factors and signing secrets were sealed."""
     from sqlalchemy.exc import SQLAlchemyError
 
     from appliance.base import db
@@ -179,7 +179,7 @@ def _secrets(settings: Settings) -> list[Check]:
     except UnusableData as error:
         return [Check("secrets", "wrong", str(error), "restore it from the backup of this database")]
     except (SQLAlchemyError, OSError, ValueError):
-        return []  # told of as the database, or not migrated yet
+        return []  # reported by the check of the database, or not migrated yet
     if not found.unreadable:
         return [Check("secrets", "ok", f"{found.stored} sealed, each opens with {path.name}")]
     why = "was sealed with another file" if path.exists() else "needs it, and it is not there"
@@ -187,13 +187,13 @@ def _secrets(settings: Settings) -> list[Check]:
 
 
 def _not_there_yet(settings: Settings) -> bool:
-    """Return whether the database is a file that the first start will make."""
+    """Return whether the database is a file that the first start will create."""
     path = settings.database_url.removeprefix("sqlite:///")
     return settings.database_url.startswith("sqlite:///") and not Path(path).exists()
 
 
 def _prices(settings: Settings) -> list[Check]:
-    """Tell what was used lately and costs nothing: a price that was forgotten, or one in another currency."""
+    """Report recently used models that cost nothing, because a price was forgotten or is in another currency."""
     from sqlalchemy.exc import SQLAlchemyError
 
     from appliance.base import db
@@ -213,7 +213,7 @@ def _prices(settings: Settings) -> list[Check]:
     try:
         missing = asyncio.run(look())
     except (SQLAlchemyError, OSError, ValueError):
-        return []  # told of as the database, or not migrated yet
+        return []  # reported by the check of the database, or not migrated yet
     advice = "add one: gatehouse prices add"
     return [
         Check("prices", "note", f"{model} has no price in {currency}: its requests cost nothing", advice)
@@ -226,7 +226,7 @@ def _models(settings: Settings) -> list[Check]:
     from appliance.serving.fleet import DEMO_MODEL
 
     if not settings.models and read_control(settings.data_dir) is not None:
-        return []  # which models it was started with only the running appliance knows; its readiness speaks for them
+        return []  # only the running appliance knows its models, and its readiness covers them
     checks = []
     for path in [locate(model, settings.data_dir) for model in settings.models] or [DEMO_MODEL]:
         try:

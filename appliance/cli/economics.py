@@ -1,4 +1,4 @@
-"""`gatehouse economics`: what a million tokens cost on this box, and from which use on that is cheaper than hosted prices."""
+"""`gatehouse economics`: what a million tokens cost on this box, and at what usage that is cheaper than hosted prices."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def economics(
 
 
 def _told(figure: dict[str, Any], currency: str) -> dict[str, Any]:
-    """Return a figure as a person reads it: money in units of the currency."""
+    """Return a figure for a person: money in units of the currency."""
     value, unit = figure["value"], str(figure["unit"])
     if value is not None:
         value = _money(value) if unit.startswith("micro-units") else f"{value:,}"

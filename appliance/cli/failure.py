@@ -6,7 +6,7 @@ from http import HTTPStatus
 
 
 class CommandFailed(Exception):
-    """A command could not do what was asked. `status` is the exit status: 1, or 2 when it was asked wrongly."""
+    """A command could not do what was asked. `status` is the exit status: 1, or 2 for wrong usage."""
 
     def __init__(self, message: str, *, code: str = "failed", status: int = 1) -> None:
         super().__init__(message)
@@ -16,12 +16,12 @@ class CommandFailed(Exception):
 
 
 class WrongUsage(CommandFailed):
-    """A command was called in a way that it does not take."""
+    """A command was called with wrong arguments."""
 
     def __init__(self, message: str) -> None:
         super().__init__(message, code="usage", status=2)
 
 
 def exit_status(http_status: int) -> int:
-    """Return how a command ends that was refused with this HTTP status: 400 blames what was asked, others what there is."""
+    """Return the exit status for an HTTP status: 400 means wrong usage, any other that the command failed."""
     return 2 if http_status == HTTPStatus.BAD_REQUEST else 1

@@ -1,4 +1,4 @@
-"""`gatehouse invoices`: draft, discard, close, export, list; the seller and the free allowances that stand on them."""
+"""`gatehouse invoices`: draft, discard, close, export, list; also the seller and the free allowances."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ from appliance.cli.tenants import at_tenant, find
 app = typer.Typer(help="Invoices: drafts, closing a month, files to send.", no_args_is_help=True)
 
 COLUMNS = ("number", "tenant", "month", "state", "due", "id")
-# What leaves a tenant out of a month of everybody, and how that is said of so many tenants.
+# With --all, the errors that leave a tenant out, and the words that follow the number of such tenants.
 _LEFT_OUT = {
     "invoice_closed": "closed already",
     "month_out_of_order": "skipped: a later month is closed",
     "nothing_to_bill": "without anything to bill",
 }
-_OF_EVERYBODY = ("invalid_value", "month_not_over")  # what is wrong with a month is wrong for everybody, and told once
+_OF_EVERYBODY = ("invalid_value", "month_not_over")  # a wrong month is wrong for all tenants, so it is reported once
 FORMATS = ("pdf", "csv", "json", "events")
 
 Month = Annotated[str, typer.Option("--month", metavar="YYYY-MM", help="The month, in the billing time zone.")]
@@ -46,7 +46,7 @@ Row = dict[str, Any]
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """What is done with the draft of each tenant; of everybody, only with drafts that are `only` (billable or closable)."""
+    """What to do with the draft of each tenant; with --all, only with drafts that are `only` (billable or closable)."""
 
     title: str
     verb: str
@@ -195,7 +195,7 @@ def allowance(
 def _each(
     data_dir: str | None, database: str | None, month: str, tenant: str | None, step: Step, *, everybody: bool, as_json: bool
 ) -> None:
-    """Take `step` for each tenant and show what came of it. One that fails stops no other, and the status tells of it."""
+    """Take `step` for each tenant and show the results. A failure does not stop the others, but sets the exit status."""
     _check_month(month)
     left_out: Counter[str] = Counter()
 
@@ -237,14 +237,14 @@ async def _draft_of(client: AdminClient, tenant: Row, month: str, only: str | No
 
 
 def _why_nothing(verb: str, month: str, left_out: Counter[str]) -> str:
-    """Return why a month of everybody came to nothing: `Nothing to close of 2026-10: 3 are closed already.`"""
+    """Return why nothing was done for any tenant: `Nothing to close of 2026-10: 3 closed already.`"""
     reasons = [f"{left_out[code]} {_LEFT_OUT[code]}" for code in _LEFT_OUT if left_out[code]]
     return f"Nothing to {verb} of {month}: {', '.join(reasons) or 'there are no tenants'}."
 
 
 async def _find_draft(client: AdminClient, invoice_id: str) -> Row:
-    """Return whose draft of which month it is; nothing but the id of what is no draft. Its lines are not asked for: over two
-    currencies it has none."""
+    """Return a draft's tenant and month; only the id if it is not a draft. Does not read its lines, which a draft in two
+    currencies does not have."""
     for head in await client.every("/invoices", query={"state": "draft"}):
         if head["id"] == invoice_id:
             tenant = await client.call("GET", f"/tenants/{head['tenant_id']}")
@@ -271,7 +271,7 @@ CLOSE = Step("Closing", "close", "closable", _closed)
 
 
 def _check_month(month: str) -> None:
-    """Refuse what is no month before anybody is asked about it."""
+    """Raise WrongUsage for an invalid month before the appliance is called."""
     from appliance.metering.calendar import first_day
 
     try:
@@ -310,7 +310,7 @@ def events_csv(rows: list[Row]) -> bytes:
 
 
 def _cell(value: object) -> object:
-    """Return what stands in a cell: yes and no as in the invoice's own file."""
+    """Return the value of a cell: yes and no as in the invoice's own file."""
     if isinstance(value, bool):
         return "yes" if value else "no"
     return plain_text(value) if isinstance(value, str) else value

@@ -1,4 +1,4 @@
-"""`gatehouse ledger`: the usage events one by one, and corrections of them."""
+"""`gatehouse ledger`: single usage events, and their corrections."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ def correct(
     async def work(client: AdminClient) -> dict[str, Any]:
         try:
             return await client.call("POST", f"/ledger/{event}/corrections", body=body)
-        except CommandFailed as error:  # it names the field of the interface, and here that is an option
+        except CommandFailed as error:  # it names a field of the API, which here is an option
             raise CommandFailed(error.message.replace("`confirm`", "`--yes`"), code=error.code, status=error.status) from error
 
     made = run(settings_from(data_dir, database), work)

@@ -1,4 +1,4 @@
-"""`gatehouse limits`: how long tiers let a request wait for room, and what all tenants together may use of a model."""
+"""`gatehouse limits`: how long requests of each tier may wait for room, and what all tenants together may use of a model."""
 
 from __future__ import annotations
 

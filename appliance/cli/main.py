@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     import typer
 
 
-OF_COMMANDS = ("--data-dir", "--database", "--json")  # options that every command takes, and `gatehouse` itself does not
+OF_COMMANDS = ("--data-dir", "--database", "--json")  # options of every command, which `gatehouse` itself does not take
 
 
 def build() -> typer.Typer:
@@ -79,14 +79,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     given = list(sys.argv[1:] if arguments is None else arguments)
     try:
         if given in (["version"], ["--version"]):
-            # The one command that scripts call at every turn does not wait for the others to be imported.
+            # Scripts call this command often, so it does not wait for the others to be imported.
             from appliance.base.version import current_version
 
             sys.stdout.write(f"gatehouse {current_version()}\n")
             return 0
         return _run(given)
     except BrokenPipeError:
-        # The reader of our output (head, less) has left; nobody is there to be told.
+        # The reader of our output (head, less) has gone, so there is nobody to report to.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
 
@@ -117,7 +117,7 @@ def _run(given: list[str]) -> int:
         return exit_status(error.status)
     except SettingsError as error:
         output.failed(str(error), "invalid_setting", as_json=as_json)
-        return 2 if str(error).startswith("option ") else 1  # the command line's are named so, others by file or environment
+        return 2 if str(error).startswith("option ") else 1  # others are from file or environment
     except UnusableData as error:
         output.failed(str(error), "unusable_data", as_json=as_json)
         return 1
@@ -131,7 +131,7 @@ def _run(given: list[str]) -> int:
 
 
 def _database_error() -> type[Exception]:
-    """Return the base of the database's errors. Looked up when something has failed: its import would slow every command."""
+    """Return the base class of the database's errors. Imported only after a failure: the import would slow every command."""
     from sqlalchemy.exc import SQLAlchemyError
 
     return SQLAlchemyError

@@ -121,7 +121,7 @@ def _at_membership(email: str, tenant: str, method: str, body: dict[str, Any] | 
 
 
 async def _find_in(client: AdminClient, path: str, field: str, email: str) -> str:
-    """Return the id of whoever has this address among the rows of `path`."""
+    """Return the id of the member with this address, in `field` of the rows of `path`."""
     for row in await client.every(path):
         if row["email"] == email.strip().lower():
             return str(row[field])

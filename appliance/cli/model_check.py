@@ -1,4 +1,4 @@
-"""Asks the engine's own code, in a process of its own, whether a model directory would load: no torch in this one."""
+"""Asks the engine's own code, in a separate process, whether a model directory would load: this process imports no torch."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ def check_model(
     switched_off: Sequence[str] = (),
     progress: Callable[[float], None] = lambda _: None,
 ) -> dict[str, Any]:
-    """Return the facts of a model that would load; `options` are those of engine.verify, `switched_off` the settings' own.
-    Raises CommandFailed with the reason when it would not."""
+    """Return facts about a model that would load; `options` are those of engine.verify, `switched_off` the settings' own.
+    Raises CommandFailed with the reason if it would not load."""
     process = subprocess.Popen(
         [sys.executable, "-m", "engine.verify", str(path), *options],
         cwd=_ROOT,
@@ -55,7 +55,7 @@ def check_model(
 
 
 def _said(line: str) -> dict[str, Any] | None:
-    """Return what a line of the checker says; None for a line of somebody else (a library's warning, a traceback)."""
+    """Return the message in a line of the checker; None for any other output (a library's warning, a traceback)."""
     try:
         said = json.loads(line)
     except ValueError:

@@ -1,4 +1,4 @@
-"""The models that were added to the data folder: `<data_dir>/models/NAME`, each a folder of its own or a link to one."""
+"""Models added to the data folder: `<data_dir>/models/NAME`, each a folder of its own or a link to one."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def added_models(data_dir: Path) -> list[Path]:
 
 
 def locate(model: str, data_dir: Path) -> Path:
-    """Return the folder that `model` names: a path, else an added model, else the demo model. It may not exist."""
+    """Return the folder that `model` names: a path, else an added model, else the demo model. It need not exist."""
     from appliance.serving.fleet import DEMO_MODEL
 
     path = Path(model).expanduser()
@@ -35,7 +35,7 @@ def locate(model: str, data_dir: Path) -> Path:
 
 
 def place_for(name: str, data_dir: Path) -> Path:
-    """Return where a new model of this name goes. Raises CommandFailed on a bad or taken name."""
+    """Return the folder for a new model of this name. Raises CommandFailed for a bad or taken name."""
     if not _NAME.match(name):
         raise WrongUsage(f"{name!r} cannot be a model's name: letters, digits, dot, dash and underscore, 100 at most")
     place = data_dir / FOLDER / name
@@ -45,13 +45,13 @@ def place_for(name: str, data_dir: Path) -> Path:
 
 
 def link(source: Path, place: Path) -> None:
-    """Add `source` by a link: nothing is copied, and the model goes when its folder goes."""
+    """Add `source` as a link: nothing is copied, and the model is gone when its folder is."""
     place.parent.mkdir(parents=True, exist_ok=True)
     place.symlink_to(source.resolve(), target_is_directory=True)
 
 
 def copy(source: Path, place: Path, *, progress: Callable[[float], None]) -> None:
-    """Add a copy of `source`; it appears under its name when it is complete. Raises CommandFailed without the space for it."""
+    """Add a copy of `source`, which gets its name only when complete. Raises CommandFailed if there is not enough space."""
     files = [file for file in sorted(source.rglob("*")) if file.is_file()]
     total = sum(file.stat().st_size for file in files)
     place.parent.mkdir(parents=True, exist_ok=True)
@@ -76,7 +76,7 @@ def copy(source: Path, place: Path, *, progress: Callable[[float], None]) -> Non
 
 
 def remove(place: Path) -> None:
-    """Remove an added model: the link alone, or the copy with its files."""
+    """Remove an added model: only the link, or the copy with its files."""
     if place.is_symlink():
         place.unlink()
     else:

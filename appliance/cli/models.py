@@ -108,7 +108,7 @@ def remove(
 
 
 def _on_disk(settings: Settings) -> list[Path]:
-    """Return the folders that the settings name, else the demo model; then the added ones that are not among them."""
+    """Return the folders that the settings name, else the demo model; then the other added models."""
     from appliance.serving.fleet import DEMO_MODEL
 
     named = [model_store.locate(model, settings.data_dir) for model in settings.models] or [DEMO_MODEL]

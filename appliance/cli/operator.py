@@ -1,4 +1,4 @@
-"""Who acts when a command changes something: the user of this machine, as the audit log shall name them."""
+"""Who acts when a command changes something: the user of this machine, as named in the audit log."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from appliance.base.acting import OPERATOR_HEADER, Actor
 
 
 def operator_headers() -> dict[str, str]:
-    """Return what tells the appliance who acts when a command asks it to: in ASCII, whatever the name."""
+    """Return the headers that tell the appliance who runs the command, encoded in ASCII."""
     return {OPERATOR_HEADER: quote(operator().name)}
 
 
@@ -18,6 +18,6 @@ def operator() -> Actor:
     """Return the author of what a command changes."""
     try:
         name = getpass.getuser()
-    except (KeyError, OSError):  # a container may run as a user that has no name
+    except (KeyError, OSError):  # a container may run as a user without a name
         name = f"user {os.getuid()}"
     return Actor(kind="cli", name=name)

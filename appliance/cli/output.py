@@ -1,4 +1,4 @@
-"""How commands speak: tables and colours on a terminal, tab-separated lines into a pipe, JSON when asked."""
+"""How commands print: tables and colours on a terminal, tab-separated lines into a pipe, JSON on request."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ def data(value: object) -> None:
 
 
 def table(rows: Sequence[Row], columns: Sequence[str], *, empty: str) -> None:
-    """Print `columns` of `rows`. In a pipe there is always a header line, so that its reader can count on it; `empty` then goes
-    to standard error."""
+    """Print `columns` of `rows`. In a pipe there is always a header line, for programs to rely on; `empty` then goes to
+    standard error."""
     if not sys.stdout.isatty():
         sys.stdout.write("\t".join(columns) + "\n")
         for row in rows:
@@ -46,7 +46,7 @@ def rows(
     as_json: bool,
     line: Callable[[Row], Row] | None = None,
 ) -> None:
-    """Print a list: as JSON for a program, else `columns` of each row, which `line` makes readable for a person."""
+    """Print a list: as JSON for a program, else `columns` of each row, made readable for a person by `line`."""
     if as_json:
         data({"data": list(found)})
     else:
@@ -62,8 +62,7 @@ def facts(values: Row) -> None:
 
 
 def thing(values: Row, *, as_json: bool, note: str = "") -> None:
-    """Print one thing for whoever asked: JSON for a program, a field per line for a person, and on standard error what that
-    person must know of it."""
+    """Print one thing: as JSON for a program, as a field per line for a person, followed by `note` on standard error."""
     if as_json:
         data(values)
         return
@@ -85,13 +84,13 @@ def progress(title: str, *, quiet: bool) -> Iterator[Callable[[float], None]]:
         return
     from rich.progress import Progress
 
-    with Progress(transient=True, redirect_stderr=sys.stderr.isatty()) as bar:  # a log in a file stays there
+    with Progress(transient=True, redirect_stderr=sys.stderr.isatty()) as bar:  # a file as standard error stays one
         task = bar.add_task(title, total=1.0)
         yield lambda fraction: bar.update(task, completed=fraction)
 
 
 def failed(message: str, code: str, *, as_json: bool) -> None:
-    """Tell of a failure: JSON on standard output for a program, one line on standard error for a person."""
+    """Report a failure: JSON on standard output for a program, one line on standard error for a person."""
     if as_json:
         data({"error": {"message": message, "code": code}})
     else:
@@ -99,7 +98,7 @@ def failed(message: str, code: str, *, as_json: bool) -> None:
 
 
 def misused(error: typer.TyperException, *, as_json: bool) -> int:
-    """Tell of a command that was called wrongly and return the exit status."""
+    """Report wrong usage of a command and return the exit status."""
     status = int(getattr(error, "exit_code", 2))
     message = error.format_message() if hasattr(error, "format_message") else str(error)
     if as_json or not hasattr(error, "show"):
@@ -110,8 +109,8 @@ def misused(error: typer.TyperException, *, as_json: bool) -> int:
 
 
 def _draw(rows: Sequence[Row], columns: Sequence[str]) -> None:
-    """Print a table on a terminal, or each row field by field where it is too narrow for one: the next command may take an id
-    from here, so nothing is cut."""
+    """Print a table on a terminal, or each row field by field if the terminal is too narrow. Nothing is cut: the next command
+    may need an id from here."""
     from rich.console import Console
     from rich.measure import Measurement
     from rich.table import Table
@@ -135,12 +134,12 @@ def _draw(rows: Sequence[Row], columns: Sequence[str]) -> None:
 
 
 def _is_id(column: str) -> bool:
-    """Return whether commands take what is in `column`; it is not broken over two lines."""
+    """Return whether `column` holds ids, which commands take and which are not broken over two lines."""
     return column in ("id", "prefix") or column.endswith("_id")
 
 
 def _seen(value: Any) -> str:
-    """Return a cell for a terminal: a time to the second, with a space where a line may be broken."""
+    """Return a cell for a terminal: times to the second, with a space at which the line may be broken."""
     return _TIME.sub(r"\1 \2Z", _cell(value))
 
 

@@ -1,4 +1,4 @@
-"""`gatehouse plan`: what a model would take of a GPU's memory, and what would make it fit. Needs neither of them."""
+"""`gatehouse plan`: how much of a GPU's memory a model would take, and what would make it fit. Needs neither of the two."""
 
 from __future__ import annotations
 

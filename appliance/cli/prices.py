@@ -1,4 +1,4 @@
-"""`gatehouse prices`: what tokens cost from when on. Prices are added, never changed; one to come can be withdrawn."""
+"""`gatehouse prices`: what tokens cost, from when on. Prices are added, never changed; a future one can be withdrawn."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ def withdraw(
 
 
 def _tiers(given: list[str] | None) -> dict[str, int] | None:
-    """Return `tier=percent` texts as the interface takes them."""
+    """Return `tier=percent` texts as the API takes them."""
     percents: dict[str, int] = {}
     for text in given or []:
         tier, _, percent = text.partition("=")

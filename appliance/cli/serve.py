@@ -1,4 +1,4 @@
-"""`gatehouse serve`: runs the appliance in the foreground and greets whoever started it once a model answers."""
+"""`gatehouse serve`: runs the appliance in the foreground and prints a welcome once a model answers."""
 
 from __future__ import annotations
 
@@ -67,13 +67,13 @@ def _run(settings: Settings) -> None:
 
 
 class Greeter:
-    """Prints a new login at once, and the rest when a model has loaded, so that the printed command works at once."""
+    """Prints a new login at once, and the rest when a model has loaded, so that the printed command already works."""
 
     def __init__(self) -> None:
         self._task: asyncio.Task[None] | None = None
 
     def listening(self, started: Started) -> None:
-        """Show a new login and begin to wait; called in the event loop when the service listens."""
+        """Show a new login and begin to wait for a model; called in the event loop when the service listens."""
         from appliance.base.interpreter import prepare_to_serve
         from appliance.cli import welcome
 

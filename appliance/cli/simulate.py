@@ -127,7 +127,7 @@ def _check_names(weights: dict[str, int], workload: Workload) -> None:
 
 
 def _failure(error: Exception) -> CommandFailed:
-    """The sentence of an engine's error; one about an option names it as it is typed."""
+    """Return the engine's error as a CommandFailed; one about an option names it as it is typed."""
     from engine.errors import EngineConfigError, TraceError
 
     if isinstance(error, EngineConfigError):

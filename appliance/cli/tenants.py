@@ -189,7 +189,7 @@ def archive(
 
 
 def limits_body(**given: str | None) -> dict[str, Any]:
-    """Return the field `limits` when any was given; `none` lifts one. Raises CommandFailed for what is no limit."""
+    """Return the field `limits` if any was given; `none` removes one. Raises CommandFailed for an invalid limit."""
     limits: dict[str, int | None] = {}
     for field, value in given.items():
         if value is None:
@@ -210,7 +210,7 @@ def _is_limit(value: str) -> bool:
 
 
 def model_limits_body(given: list[str] | None) -> dict[str, Any]:
-    """Return the field `model_limits` when any was given: all of them, because it replaces those that were."""
+    """Return the field `model_limits` if any was given: the whole set, because it replaces the former one."""
     if not given:
         return {}
     if given == ["none"]:
@@ -236,7 +236,7 @@ def _terms(
     *,
     cut_at_budget: bool | None,
 ) -> dict[str, Any]:
-    """Return the fields that were given of how a tenant is limited and billed."""
+    """Return the given fields of a tenant's terms: how it is limited and billed."""
     terms: dict[str, Any] = {"limit_mode": limit_mode, "cut_at_budget": cut_at_budget, "currency": currency}
     terms |= {"alert_percents": alert_percents or None, "billing": _billing(billing) if billing else None}
     return {name: value for name, value in terms.items() if value is not None}
@@ -253,14 +253,14 @@ def _billing(given: list[str]) -> dict[str, str]:
 
 
 def models_body(models: list[str] | None) -> dict[str, Any]:
-    """Return the field `allowed_models` when models were named; `all` lifts the restriction."""
+    """Return the field `allowed_models` if models were named; `all` removes the restriction."""
     if not models:
         return {}
     return {"allowed_models": None if models == ["all"] else models}
 
 
 def at_tenant(which: str, method: str, below: str = "", *, body: object = None) -> Work:
-    """Return the work of calling `below` of the tenant with this id or name."""
+    """Return work that calls the path `below` the tenant with this id or name."""
 
     async def work(client: AdminClient) -> dict[str, Any]:
         tenant = await find(client, which)
@@ -270,7 +270,7 @@ def at_tenant(which: str, method: str, below: str = "", *, body: object = None) 
 
 
 async def tenant_field(client: AdminClient, which: str | None) -> dict[str, str]:
-    """Return the field `tenant_id` when a tenant was named."""
+    """Return the field `tenant_id` if a tenant was named."""
     return {} if which is None else {"tenant_id": (await find(client, which))["id"]}
 
 
@@ -286,7 +286,7 @@ async def find(client: AdminClient, which: str) -> dict[str, Any]:
 
 
 def with_money(owner: Mapping[str, Any], currency: str) -> dict[str, Any]:
-    """Return what has limits as a person reads it: budgets as money, in its own currency or else in `currency`."""
+    """Return a tenant or key with its budgets as money for a person, in its own currency or else in `currency`."""
     money = owner.get("currency") or currency
     readable = {**owner, "limits": _with_money(owner["limits"], money)}
     if owner.get("model_limits"):

@@ -1,4 +1,4 @@
-"""`gatehouse version`, and `gatehouse --version`, which is typed as often."""
+"""`gatehouse version` and `gatehouse --version`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a person reads when the appliance is up: where the console is, how to sign in, one command that works as printed."""
+"""The text when the appliance is up: where the console is, how to sign in, and one command that works as printed."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from pathlib import Path
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Welcome:
     """The facts of a start. Login and secrets are None on every start but the first: they cannot be shown again. A password or
-    token that the operator has set is None on the first one too.
+    token that the operator has set is None on the first start too.
 
-    `command` is how `gatehouse` is typed here; `data_dir` is None where it is the platform's own, which needs no option.
+    `command` is how to type `gatehouse` here; `data_dir` is None if it is the platform's default, which needs no option.
     """
 
     url: str
@@ -29,7 +29,7 @@ class Welcome:
 
 
 def login(welcome: Welcome) -> str:
-    """Return the lines of the first start, printed before the models load: what loads may fail."""
+    """Return the lines of the first start, printed before the models load, since loading may fail."""
     lines = ["", f"Your login, shown once: keep it now.  Console:  {welcome.url}/"]
     lines += [f"  Sign in as    {welcome.admin_email}", f"  Password      {welcome.admin_password or 'as you have set it'}"]
     if welcome.admin_token is not None:
@@ -38,7 +38,7 @@ def login(welcome: Welcome) -> str:
 
 
 def ready(welcome: Welcome) -> str:
-    """Return the lines to print once a model answers. The curl line holds the key at a first start."""
+    """Return the lines to print once a model answers. At a first start the curl line contains the key."""
     lines = ["", f"Gatehouse is ready.  Console:  {welcome.url}/"]
     if welcome.api_key is None:
         lines += [
@@ -54,13 +54,13 @@ def ready(welcome: Welcome) -> str:
 
 
 def command(welcome: Welcome, rest: str) -> str:
-    """Return a line for a shell that runs `gatehouse` on the data of this appliance."""
+    """Return a shell command that runs `gatehouse` on the data of this appliance."""
     option = "" if welcome.data_dir is None else f" --data-dir {shlex.quote(str(welcome.data_dir))}"
     return f"{welcome.command} {rest}{option}"
 
 
 def program() -> str:
-    """Return how `gatehouse` is typed here: by its name when the shell finds it, else by the path beside this Python."""
+    """Return how to type `gatehouse` here: its name if the shell finds it, else its path next to this Python."""
     beside = Path(sys.executable).with_name("gatehouse")
     if shutil.which("gatehouse") or not beside.exists():
         return "gatehouse"
@@ -68,7 +68,7 @@ def program() -> str:
 
 
 def curl(url: str, model: str, key: str) -> str:
-    """Return one line for a shell that asks `model` a question and streams the answer."""
+    """Return a one-line shell command that asks `model` a question and streams the answer."""
     body = {
         "model": model,
         "stream": True,

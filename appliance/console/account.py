@@ -1,6 +1,6 @@
-"""The page of whoever is signed in: password, and the devices that are signed in with it.
+"""The account page of the signed-in member: password, second factor, and signed-in devices.
 
-A change of the password ends every session; this browser is given a new one in the same answer.
+A change of the password ends every session; this browser gets a new one in the same answer.
 """
 
 from __future__ import annotations
@@ -32,13 +32,13 @@ def own_session(request: ConsoleRequest) -> Session:
 
 
 def method_in_words(method: str) -> str:
-    """Return how a session was proven: `password+totp` reads `password and code`."""
+    """Return how a session was authenticated: `password+totp` reads `password and code`."""
     return " and ".join(METHODS.get(part, part) for part in method.split("+"))
 
 
 @get("/account")
 async def show_account(request: ConsoleRequest, console: ConsoleDependency) -> Html:
-    """Password, second factor and devices of whoever is signed in."""
+    """Password, second factor and devices of the signed-in member."""
     return await _page(request, console)
 
 
@@ -83,7 +83,7 @@ async def end_other_sessions(request: ConsoleRequest, console: ConsoleDependency
 
 
 async def _renewed(request: ConsoleRequest, console: Console, session: Session, proof: Proof, *, done: str) -> Html:
-    """Return the way back to the page in a new session; the change has ended all that there were."""
+    """Return the redirect back to the page, in a new session; the change has ended all others."""
     token = await open_session(request, console, session.member, method=session.method, proof=proof)
     console.attempts.forgive(account=session.member.email)
     answer = console.pages.redirect(request, "/account", done=done)

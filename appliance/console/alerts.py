@@ -1,6 +1,6 @@
-"""Alerts: where they go, by signed webhook or e-mail, and how their deliveries stand. A signing secret is shown in one answer.
+"""Alerts: where they go, by signed webhook or e-mail, and the state of deliveries. A signing secret is shown only once.
 
-Every role on the box reads the list; in a tenant only who manages its webhooks does, because their addresses are secrets often.
+Every role on the box reads the list; in a tenant only those who manage its webhooks, because their addresses are often secrets.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from appliance.tenancy.roles import Action
 
 PAGE_ROWS = 100
 DELIVERIES_SHOWN = 50
-FOLLOWED_BEFORE = timedelta(seconds=LEASE_S)  # an attempt that is being made counts as the next one
+FOLLOWED_BEFORE = timedelta(seconds=LEASE_S)  # so that an attempt in progress also counts as near
 FIELDS = ("kind", "target", "tenant_id", "events", "grace_s")
 KIND_WORDS = (("webhook", "Webhook (signed HTTP request)"), ("email", "E-mail"))
 EVENT_WORDS = {
@@ -45,7 +45,7 @@ GRACES = (("0", "Immediately"), ("3600", "After 1 hour"), ("86400", "After 24 ho
 
 @get("/alerts")
 async def list_alerts(request: ConsoleRequest, console: ConsoleDependency) -> Html:
-    """Every place that alerts go to and that the member may see."""
+    """The places that alerts go to, as far as the member may see them."""
     access = access_of(request)
     access.require_somewhere(reading(access))
     page = await console.services.alerts.webhooks.list(PAGE_ROWS, request.query_params.get("cursor"), access=access)
@@ -89,7 +89,7 @@ async def add_alert(request: ConsoleRequest, console: ConsoleDependency) -> Html
 
 @get("/alerts/{webhook_id:str}")
 async def show_alert(request: ConsoleRequest, console: ConsoleDependency, webhook_id: FromPath[str]) -> Html:
-    """One place, its settings, and the last things that were sent to it."""
+    """One place, its settings, and the latest messages to it."""
     return await _alert_page(request, console, await _found(request, console, webhook_id, reading(access_of(request))))
 
 
@@ -109,21 +109,21 @@ async def save_alert(request: ConsoleRequest, console: ConsoleDependency, webhoo
 
 @post("/alerts/{webhook_id:str}/pause", guards=[needs(Action.WEBHOOKS)], status_code=200)
 async def pause_alert(request: ConsoleRequest, console: ConsoleDependency, webhook_id: FromPath[str]) -> Html:
-    """Send nothing to it until it is resumed; what is pending waits."""
+    """Send nothing to it until it is resumed; pending messages wait."""
     await console.services.alerts.webhooks.update(webhook_id, WebhookChanges(disabled=True), access=access_of(request))
     return console.pages.redirect(request, f"/alerts/{webhook_id}", done="alert-paused")
 
 
 @post("/alerts/{webhook_id:str}/resume", guards=[needs(Action.WEBHOOKS)], status_code=200)
 async def resume_alert(request: ConsoleRequest, console: ConsoleDependency, webhook_id: FromPath[str]) -> Html:
-    """Send to it again, first what has waited."""
+    """Send to it again, the waiting messages first."""
     await console.services.alerts.webhooks.update(webhook_id, WebhookChanges(disabled=False), access=access_of(request))
     return console.pages.redirect(request, f"/alerts/{webhook_id}", done="alert-resumed")
 
 
 @post("/alerts/{webhook_id:str}/test", guards=[needs(Action.WEBHOOKS)], status_code=200)
 async def send_test(request: ConsoleRequest, console: ConsoleDependency, webhook_id: FromPath[str]) -> Html:
-    """Put a test into the outbox; the list of deliveries tells how it went."""
+    """Put a test into the outbox; the list of deliveries shows the result."""
     webhook = await _found(request, console, webhook_id)
     try:
         await console.services.alerts.outbox.test(webhook_id, access=access_of(request))
@@ -136,7 +136,7 @@ async def send_test(request: ConsoleRequest, console: ConsoleDependency, webhook
 async def retry_delivery(
     request: ConsoleRequest, console: ConsoleDependency, webhook_id: FromPath[str], delivery_id: FromPath[str]
 ) -> Html:
-    """Send something again, whatever became of it, under the same id."""
+    """Send a message again, whatever its state, under the same id."""
     webhook = await _found(request, console, webhook_id)
     try:
         await console.services.alerts.outbox.retry(webhook_id, delivery_id, access=access_of(request))
@@ -147,7 +147,7 @@ async def retry_delivery(
 
 @get("/alerts/{webhook_id:str}/rotate", guards=[needs(Action.WEBHOOKS)])
 async def confirm_rotation(request: ConsoleRequest, console: ConsoleDependency, webhook_id: FromPath[str]) -> Html:
-    """Ask how long the old secret signs beside the new one."""
+    """Ask how long the old secret keeps signing with the new one."""
     return _confirm(request, console, await _found(request, console, webhook_id), "rotate", None)
 
 
@@ -173,20 +173,20 @@ async def confirm_removal(request: ConsoleRequest, console: ConsoleDependency, w
 
 @post("/alerts/{webhook_id:str}/remove", guards=[needs(Action.WEBHOOKS)], status_code=200)
 async def remove_alert(request: ConsoleRequest, console: ConsoleDependency, webhook_id: FromPath[str]) -> Html:
-    """Send nothing to it any more, and give up what is pending."""
+    """Stop sending to it, and give up pending messages."""
     await console.services.alerts.webhooks.remove(webhook_id, access=access_of(request))
     return console.pages.redirect(request, "/alerts", done="alert-removed")
 
 
 async def _found(request: ConsoleRequest, console: Console, webhook_id: str, action: Action = Action.WEBHOOKS) -> Webhook:
-    """Return the webhook once it is sure that the member may do this with it. Raises NotFound for one that is not theirs."""
+    """Return the webhook, after a check that the member may do `action` with it. Raises NotFound and RoleNotAllowed."""
     access = access_of(request)
     access.require_somewhere(action)
     return await console.services.alerts.webhooks.get(webhook_id, access=access, action=action)
 
 
 def _read_events(form: Form, tenant_id: str | None) -> list[str]:
-    """Return the events whose boxes are checked; what a tenant cannot hear of is said beside them."""
+    """Return the events whose boxes are checked, with an error if a tenant cannot receive one of them."""
     events = [event for event in EVENTS if form.raw(event) == "yes"]
     if not events:
         form.fail("events", "Choose at least one.")
@@ -196,7 +196,7 @@ def _read_events(form: Form, tenant_id: str | None) -> list[str]:
 
 
 def _line(access: Access, webhook: Webhook, names: dict[str, str], failing: Collection[str]) -> dict[str, Any]:
-    """Return what the list shows of a webhook; the whole address stands there for those alone who manage it."""
+    """Return a webhook's row in the list; only those who manage it see its whole address."""
     whole = access.may(Action.WEBHOOKS, webhook.tenant_id)
     return {
         "webhook": webhook,
@@ -208,7 +208,7 @@ def _line(access: Access, webhook: Webhook, names: dict[str, str], failing: Coll
 
 
 async def _owners(request: ConsoleRequest, console: Console) -> list[tuple[str, str]]:
-    """Return whose alerts the member may send somewhere: (id, name) of tenants; the box has no id."""
+    """Return the owners for which the member may add alerts: (id, name) of tenants; the box has an empty id."""
     access = access_of(request)
     tenants: list[Tenant] = await tenants_by_name(console.services, access)
     owners = [(one.id, one.name) for one in tenants if not one.archived and access.may(Action.WEBHOOKS, one.id)]
@@ -232,7 +232,7 @@ async def _new_form(request: ConsoleRequest, console: Console, form: Form | None
 
 
 def _offered(request: ConsoleRequest) -> tuple[str, ...]:
-    """Return the events that the member can have anywhere."""
+    """Return the events that the member can choose for at least one owner."""
     return EVENTS if access_of(request).may(Action.WEBHOOKS) else TENANT_EVENTS
 
 
@@ -281,7 +281,7 @@ async def _alert_page(
 
 
 def _is_due(delivery: Delivery, now: datetime) -> bool:
-    """Return whether the next attempt is so near that the page waits for how it goes."""
+    """Return whether the next attempt is so near that the page waits for its result."""
     due = delivery.next_attempt_at
     return delivery.state == "pending" and due is not None and due - now <= FOLLOWED_BEFORE
 

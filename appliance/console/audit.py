@@ -1,4 +1,4 @@
-"""The audit log in the console: who changed what, narrowed by who, what and when. There is nothing to change here."""
+"""The audit log in the console: who changed what, filtered by actor, action and day. Read only."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ TEXT_CHARS_MAX = 320
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Filters:
-    """What the log is narrowed to; empty texts narrow nothing. Days are days of the billing time zone."""
+    """The filters of the log; an empty text does not filter. Days are days of the billing time zone."""
 
     actor: str
     action: str
@@ -35,7 +35,7 @@ class Filters:
 
     @classmethod
     def of(cls, request: ConsoleRequest) -> Filters:
-        """Return the filters that the query string names; a day that does not exist narrows nothing."""
+        """Return the filters in the query string; a day that does not exist is ignored."""
         query = request.query_params
         texts = {
             name: query.get(name, "").strip()[:TEXT_CHARS_MAX] for name in ("actor", "action", "target", "tenant", "cursor")
@@ -44,7 +44,7 @@ class Filters:
 
     @property
     def any(self) -> bool:
-        """Return whether anything is narrowed, the place in the list included."""
+        """Return whether any filter or a cursor is set."""
         return any(getattr(self, name) for name in self.__slots__)
 
     def page(self, cursor: str = "") -> str:
@@ -52,7 +52,7 @@ class Filters:
         return address("/audit", **{name: getattr(self, name) for name in self.__slots__} | {"cursor": cursor})
 
     def narrowed(self, calendar: BillingCalendar) -> AuditFilter:
-        """Return what is read."""
+        """Return the filter for the query."""
         start, end = _day(self.start), _day(self.end)
         return AuditFilter(
             actors=[self.actor] if self.actor else None,
@@ -66,7 +66,7 @@ class Filters:
 
 @get("/audit")
 async def show_audit(request: ConsoleRequest, console: ConsoleDependency) -> Html:
-    """The newest entries that the member may see; htmx asks for the rows alone when a filter changes."""
+    """The newest entries that the member may see; when a filter changes, htmx requests only the rows."""
     services, access = console.services, access_of(request)
     access.require_somewhere(Action.AUDIT)
     filters = Filters.of(request)

@@ -14,7 +14,7 @@ from appliance.tenancy.audit_chain import AuditEntry, facts_from
 NOTHING = "none"
 VALUE_CHARS_MAX = 200
 SHOWN_AT_ONCE = 6
-# What stands in the filter, by what it is about. An action that is not here shows as it is written.
+# The choices of the filter, by subject. An action that is not listed here is shown by its own name.
 ACTIONS: dict[str, dict[str, str]] = {
     "Tenants": {
         "tenant.create": "Tenant created",
@@ -81,13 +81,13 @@ _BAD_NEWS = ("session.refuse", "tenant.archive", "key.revoke", "token.revoke", "
 _PAGES = {"tenant": "/tenants/", "key": "/keys/", "request": "/requests/", "invoice": "/invoices/"}
 _UNTOLD = ("id", "tenant_id")
 _MICROS = ("monthly_budget", "prompt", "cached_prompt", "completion", "rejected_draft")
-"""Amounts in micro-units of money, which a page shows as every other one does: 5000000 as 5.00."""
+"""Amounts in micro-units of money, shown in units like on all pages: 5000000 as 5.00."""
 _TIME = re.compile(r"^(\d{4}-\d\d-\d\d)T(\d\d:\d\d:\d\d)\.\d{6}Z$")
 
 
 @dataclass(frozen=True, slots=True)
 class Change:
-    """One value: what it was, and what it is. None where there was or is none."""
+    """One value before and after; None where there was or is none."""
 
     field: str
     before: str | None
@@ -139,7 +139,7 @@ def audit_line(entry: AuditEntry, names: Mapping[str, str]) -> AuditLine:
 
 
 def _name_of(entry: AuditEntry, before: dict[str, Any], after: dict[str, Any], names: Mapping[str, str]) -> str:
-    """Return what the target is called: by the entry itself where it says so, else as it is called now, else by its id."""
+    """Return the name of the target: as recorded in the entry, else its present name, else its id."""
     for facts in (after, before):
         for field in ("name", "email", "model", "number", "target"):
             if isinstance(name := facts.get(field), str):
@@ -148,7 +148,7 @@ def _name_of(entry: AuditEntry, before: dict[str, Any], after: dict[str, Any], n
 
 
 def _changes(before: Mapping[str, Any], after: Mapping[str, Any], prefix: str = "") -> Iterator[Change]:
-    """Yield every value that differs, in the order of the fields; limits inside limits by their whole name."""
+    """Yield every value that differs, in the order of the fields; nested values by their whole path."""
     for name in dict.fromkeys((*before, *after)):
         was, now = before.get(name), after.get(name)
         if isinstance(was, Mapping) or isinstance(now, Mapping):

@@ -1,4 +1,4 @@
-"""What the box costs, and from which use on it is cheaper than hosted prices: the form of the inputs, and the figures."""
+"""What the box costs, and at what usage it is cheaper than hosted prices: the form of the inputs, and the figures."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ def _read(form: Form, currency: str) -> dict[str, Any]:
 
 
 def _read_hosted(form: Form) -> tuple[HostedPrice, ...]:
-    """Return the prices of a list with one in each line: name; prompt; output; cached prompt if it has a price of its own."""
+    """Return the prices of a list, one per line: name; prompt; output; cached prompt if it has its own price."""
     found = []
     for number, line in enumerate(form.raw("hosted").splitlines(), 1):
         parts = [part.strip() for part in line.split(";")]
@@ -99,7 +99,7 @@ def _read_hosted(form: Form) -> tuple[HostedPrice, ...]:
 
 
 def _hosted_text(hardware: Hardware | None) -> str:
-    """Return the list as it is typed."""
+    """Return the list in the form in which it is typed."""
     lines = []
     for price in hardware.hosted if hardware else ():
         amounts = [price.prompt, price.completion, *([] if price.cached_prompt is None else [price.cached_prompt])]

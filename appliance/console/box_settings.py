@@ -1,4 +1,4 @@
-"""Settings of the whole box: how long tiers wait, and limits of models for everybody; seller and costs stand there too."""
+"""Settings of the whole box: how long tiers wait, and limits of models for everybody. The page also shows seller and costs."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ async def show_model_limits(request: ConsoleRequest, console: ConsoleDependency)
 
 @post("/settings/models", guards=[needs(Action.WRITE)], status_code=200)
 async def save_model_limits(request: ConsoleRequest, console: ConsoleDependency) -> Html:
-    """Set what all tenants together may use of a model; when every field is empty, the model has no limits any more."""
+    """Set what all tenants together may use of a model; if every field is empty, its limits are removed."""
     form, policies = await console.form(request), console.services.model_policies
     model, limits, mode = form.text("model"), read_limits(form), form.choice("limit_mode", LIMIT_MODES)
     if not form.errors:

@@ -38,7 +38,7 @@ def columns(values: Sequence[tuple[str, int]]) -> list[Column]:
     made = []
     for place, (label, value) in enumerate(values):
         height = _FULL * max(value, 0) / top
-        shown = max(height, 1.0) if value > 0 else 0.0  # what is there can be seen
+        shown = max(height, 1.0) if value > 0 else 0.0  # so that every value above zero is visible
         made.append(
             Column(label, value, round(place * slot, 3), round(slot * 0.8, 3), round(_FULL - shown, 3), round(shown, 3))
         )
@@ -48,7 +48,7 @@ def columns(values: Sequence[tuple[str, int]]) -> list[Column]:
 def stack(parts: Sequence[tuple[str, str, float]], total: float) -> list[Segment]:
     """Return (name, label, amount) parts as adjoining segments of a bar of length `total`; empty parts are left out.
 
-    Amounts are clipped to what is left of the bar, because readings of different moments may add up to a little more.
+    Amounts are clipped to the rest of the bar, because readings from different moments may add up to slightly more.
     """
     segments: list[Segment] = []
     start = 0.0
@@ -62,7 +62,7 @@ def stack(parts: Sequence[tuple[str, str, float]], total: float) -> list[Segment
 
 
 def spark_points(values: Sequence[float], slots: int) -> str:
-    """Return the `points` of a polyline through `values`, the newest at the right of `slots` places, zero at the bottom."""
+    """Return the `points` of a polyline through `values`, the newest at the right of `slots` positions, zero at the bottom."""
     recent = list(values)[-slots:]
     top = max(recent, default=0.0) or 1.0
     step = SPARK_WIDTH / max(slots - 1, 1)

@@ -1,4 +1,4 @@
-"""What every handler of the console is given: the services, the templates, and the few things that outlive one request."""
+"""What every handler of the console gets: the services, the templates, and the little state that outlives one request."""
 
 from __future__ import annotations
 
@@ -28,16 +28,16 @@ class Console:
         self.attempts = LoginAttempts(services.clock)
         self.board = LiveBoard(services)
         self.open_streams: Counter[str] = Counter()  # live pages by the id of their member
-        # The frames of the newest sample, by view and by what their readers may see; filled by `live_stream`.
+        # The frames of the newest sample, by view and by the access of their readers; filled by `live_stream`.
         self.frames_at = ""
         self.frames: dict[tuple[str, str, frozenset[tuple[str, str]]], bytes] = {}
 
     async def form(self, request: ConsoleRequest) -> Form:
-        """Return the fields that the request carries; an uploaded file is no field."""
+        """Return the fields in the request, without uploaded files."""
         return Form({name: value for name, value in (await form_of(request)).items() if isinstance(value, str)})
 
     def example(self, may_use: Callable[[str], bool] = lambda _model: True) -> dict[str, Any]:
-        """Return what a ready curl line names: the address of this appliance and the first model that may be used."""
+        """Return the values for a ready curl line: the address of this appliance and the first model that may be used."""
         settings = self.services.settings
         names = [model.name for model in self.services.models.list() if may_use(model.name)]
         address = settings.external_url or local_url(settings.host, settings.port)

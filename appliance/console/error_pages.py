@@ -1,4 +1,4 @@
-"""Every error of the console as a page, or as a short message where htmx asked. Tracebacks go to the log alone."""
+"""Every error of the console as a page, or as a short message for htmx. Tracebacks go only to the log."""
 
 from __future__ import annotations
 
@@ -86,7 +86,8 @@ def _render(pages: Pages, request: ConsoleRequest, status: int, message: str, re
 
 
 def _to_login(request: ConsoleRequest) -> Html:
-    """Send the visitor to the sign-in page; htmx gets a 401 that moves the whole window there. Changes say that nothing was."""
+    """Send the visitor to the sign-in page; htmx gets a 401 that moves the whole window there. For a request that would have
+    changed something, the page says that nothing was changed."""
     headers = SECURITY_HEADERS | {"vary": "HX-Request, Cookie"}
     if is_fragment(request):
         answer = Response("", status_code=401, media_type=HTML, headers=headers | {"hx-redirect": login_path(request)})

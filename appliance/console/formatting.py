@@ -34,7 +34,7 @@ def count(value: int | None) -> str:
 
 
 def compact(value: float | None) -> str:
-    """Return `value` exactly up to five digits, then with three digits that count: 123 k, 4.56 M."""
+    """Return `value` exactly up to five digits, then with three significant digits: 123 k, 4.56 M."""
     if value is None:
         return NOTHING
     if abs(value) <= _EXACT_COUNT_MAX:
@@ -74,7 +74,7 @@ def duration(seconds: float | None) -> str:
 
 
 def duration_s(whole: int) -> str:
-    """Return a length of time in whole seconds, for what is told once a second: 54 s, 4 m 05 s, 3 h 12 m, 5 d 3 h."""
+    """Return a length of time in whole seconds, for values updated once a second: 54 s, 4 m 05 s, 3 h 12 m, 5 d 3 h."""
     if whole < _MINUTE_S:
         return f"{whole} s"
     if whole < _HOUR_S:
@@ -97,7 +97,7 @@ def percent(fraction: float | None) -> str:
 
 
 def money(picos: int | None, currency: str) -> str:
-    """Return a cost in pico-units with six decimals, rounded half up; one that is too small for them says so."""
+    """Return a cost in pico-units with six decimals, rounded half up; one too small for six decimals is marked as such."""
     if picos is None:
         return NOTHING
     if picos and not micros_of_picos(picos):
@@ -112,19 +112,19 @@ def money_exactly(picos: int, currency: str) -> str:
 
 
 def money_short(picos: int | None, currency: str) -> str:
-    """Return a cost for a tile: two decimals from one unit up, where the rest would only be noise, else as `money` does."""
+    """Return a cost for a tile: two decimals from one unit up, where more would be noise, else like `money`."""
     if picos is None or picos < PICOS_PER_UNIT:
         return money(picos, currency)
     return _grouped(format_picos(picos, currency, _CENTS_DECIMALS))
 
 
 def _grouped(amount: str) -> str:
-    """Return a decimal number, with what follows it, with the thousands of its whole part grouped."""
+    """Return `amount`, a decimal number and any text after it, with the thousands of its whole part grouped."""
     return re.sub(r"\d+", lambda whole: f"{int(whole[0]):,}", amount, count=1)
 
 
 def amount(picos: int | None, currency: str) -> str:
-    """Return the same without the currency, for a tile whose label names it."""
+    """Like `money_short` without the currency, for a tile whose label names it."""
     return money_short(picos, currency).removesuffix(f" {currency}")
 
 
@@ -136,14 +136,14 @@ def budget(micros: int | None, currency: str) -> str:
 
 
 def estimate(micros: int | None, currency: str) -> str:
-    """Return a computed amount in micro-units as `money_short` does: two decimals from one unit up, on either side of zero."""
+    """Return a computed amount in micro-units like `money_short`: two decimals from one unit up, also below zero."""
     if micros is None:
         return NOTHING
     return ("-" if micros < 0 else "") + money_short(abs(micros) * PICOS_PER_MICRO, currency)
 
 
 def units(micros: int | None) -> str:
-    """Return micro-units as a decimal number of units, the form that a person types: 12.50."""
+    """Return micro-units as a decimal number of units, as a person types it: 12.50."""
     if micros is None:
         return ""
     whole, rest = divmod(abs(micros), MICROS_PER_UNIT)
@@ -151,7 +151,7 @@ def units(micros: int | None) -> str:
 
 
 def exact_time(moment: datetime | None, calendar: BillingCalendar = _UTC) -> str:
-    """Return a date and a time of day in UTC, to the second, and beside it what differs of that of the billing zone."""
+    """Return date and time in UTC, to the second, followed by the time (and the date, if it differs) in the billing zone."""
     if moment is None:
         return NOTHING
     utc, local = moment.astimezone(UTC), calendar.local(moment)
@@ -171,15 +171,15 @@ def ago(moment: datetime | None, now: datetime, calendar: BillingCalendar = _UTC
 
 
 def when(moment: datetime, now: datetime, calendar: BillingCalendar = _UTC) -> Markup:
-    """Return what `ago` does of the last day, and of what lies further back its minute in the billing zone, for lists that are
-    searched for a moment."""
+    """Like `ago` for the last day; earlier moments as date and minute in the billing zone, for lists in which one looks for a
+    moment."""
     if (now - moment).total_seconds() < _DAY_S:
         return ago(moment, now, calendar)
     return _TIME.format(rfc3339(moment), exact_time(moment, calendar), f"{calendar.local(moment):{_MINUTE}}")
 
 
 def distance(moment: datetime, now: datetime) -> str:
-    """Return how far `moment` lies from `now` in its largest unit."""
+    """Return the distance of `moment` from `now` in its largest unit."""
     seconds = (now - moment).total_seconds()
     size_s = abs(seconds)
     if size_s < 5:

@@ -17,10 +17,10 @@ if TYPE_CHECKING:
 NAME_CHARS_MAX = 200
 COUNT_MAX = 2**53  # exact in every client that reads our JSON
 _AMOUNT = re.compile(r"(\d{1,9})(?:[.,](\d{1,6}))?")
-_THOUSANDS = re.compile(r"[1-9]\d{0,2},\d{3}")  # as pages show a large amount, and as others write a part of a small one
+_THOUSANDS = re.compile(r"[1-9]\d{0,2},\d{3}")  # ambiguous: thousands, as our pages show them, or a decimal comma
 FORM_ERROR = "form"
 NO_NAME = "none"
-"""What a list that allows nothing reads in its field, whose empty text allows everything."""
+"""The text of a list field that allows nothing; an empty field allows everything."""
 
 
 def sentence(message: str) -> str:
@@ -29,15 +29,15 @@ def sentence(message: str) -> str:
 
 
 def names_text(names: Sequence[str] | None) -> str:
-    """Return a list as its field shows it, for `Form.names` to read: empty is no restriction, `none` allows nothing."""
+    """Return a list as the text of its field, as `Form.names` reads it: empty is no restriction, `none` allows nothing."""
     return "" if names is None else ", ".join(names) or NO_NAME
 
 
 class Form:
-    """The fields as typed, what they mean, and what is wrong with them. Each reader returns None where the field is wrong.
+    """The fields as typed, their meaning, and what is wrong with them. Each reader returns None for a wrong field.
 
-    `errors` maps a field, or `form` for the whole, to the sentence that stands beside it. `values` gives back what was
-    typed, so that a form with an error loses nothing.
+    `errors` maps a field, or `form` for the whole form, to the sentence shown next to it. `values` gives back what was typed,
+    so that a form with an error loses nothing.
     """
 
     def __init__(self, values: Mapping[str, str]) -> None:
@@ -49,13 +49,13 @@ class Form:
         return self.values.get(field, "").strip()
 
     def fail(self, field: str, sentence: str) -> None:
-        """Put `sentence` beside `field`; the first one stays."""
+        """Show `sentence` next to `field`; the first one stays."""
         self.errors.setdefault(field, sentence)
 
     def fail_with(self, error: GatehouseError, fields: Sequence[str]) -> None:
-        """Put what a service refused beside the field that it names, or above the form when that is none of `fields`.
+        """Show the error of a service next to the field that it names, or above the form if that is not one of `fields`.
 
-        Beside a field its own label names it: `email must be …` reads `Must be …` there.
+        Next to a field, whose label already names it, `email must be …` becomes `Must be …`.
         """
         field = (error.param or "").rsplit(".", 1)[-1]
         beside = field in fields
@@ -63,7 +63,7 @@ class Form:
         self.fail(field if beside else FORM_ERROR, sentence(said if said.startswith("must ") else error.message))
 
     def touches(self, fields: Iterable[str]) -> bool:
-        """Return whether one of `fields` has something typed in it or is wrong: what must not be hidden again."""
+        """Return whether one of `fields` is filled in or wrong, and so must not be hidden again."""
         return any(self.raw(field) or field in self.errors for field in fields)
 
     def text(self, field: str, *, chars_max: int = NAME_CHARS_MAX) -> str:
@@ -83,7 +83,7 @@ class Form:
         return value
 
     def whole_number(self, field: str, *, least: int = 0, most: int = COUNT_MAX, required: bool = False) -> int | None:
-        """Return a whole number within the limits, or None for an empty field, which is wrong where one is `required`.
+        """Return a whole number within the limits, or None for an empty field, which is an error if it is `required`.
 
         Spaces and commas between digits are fine.
         """
@@ -102,9 +102,9 @@ class Form:
         return value
 
     def amount_micros(self, field: str, *, required: bool = False) -> int | None:
-        """Return an amount of money in micro-units, or None for an empty field, which is wrong where one is `required`.
+        """Return an amount of money in micro-units, or None for an empty field, which is an error if it is `required`.
 
-        No floating point on the way. A comma before three digits is refused: it may divide thousands or begin the decimals.
+        Uses no floating point. A comma before three digits is refused: it may separate thousands or decimals.
         """
         typed = self.raw(field)
         if not typed:
@@ -148,14 +148,14 @@ class Form:
             return None
 
     def names(self, field: str) -> tuple[str, ...] | None:
-        """Return the names of a list typed with commas or line breaks, none for `none`; None for an empty field (no
-        restriction)."""
+        """Return the names of a list typed with commas or line breaks, an empty tuple for `none`, and None for an empty field
+        (no restriction)."""
         if self.raw(field).casefold() == NO_NAME:
             return ()
         found = tuple(dict.fromkeys(name.strip() for name in re.split(r"[,\n]", self.raw(field)) if name.strip()))
         return found or None
 
     def changed_names(self, field: str, stored: Sequence[str] | None) -> tuple[str, ...] | Unset | None:
-        """Return what `names` does, or UNSET for a field that shows `stored` still or is not in the form."""
+        """Like `names`, but UNSET for a field that still shows `stored` or is not in the form."""
         untouched = field not in self.values or self.raw(field) == names_text(stored)
         return UNSET if untouched else self.names(field)

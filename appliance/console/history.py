@@ -1,4 +1,4 @@
-"""The history of requests: what the query string asks for, and one page of it. Knows no live request."""
+"""The history of requests: the filters in the query string, and one page of rows."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ ENDS = ("stop", "length", "aborted", "disconnected", "deadline", "error", "refus
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Filters:
-    """What the history is narrowed to; empty texts narrow nothing."""
+    """The filters of the history; an empty text does not filter."""
 
     q: str
     tenant: str
@@ -30,7 +30,7 @@ class Filters:
 
     @classmethod
     def of(cls, request: ConsoleRequest) -> Filters:
-        """Return the filters that the query string names; an end that does not exist narrows nothing."""
+        """Return the filters in the query string; an unknown end is ignored."""
         query = request.query_params
         state = query.get("state", "")
         return cls(
@@ -42,12 +42,12 @@ class Filters:
 
     @property
     def requests(self) -> RequestFilter:
-        """Return what is read."""
+        """Return the filter for the query."""
         return RequestFilter(tenant_id=self.tenant or None, finish_reason=self.state or None, text=self.q or None)
 
     @property
     def any(self) -> bool:
-        """Return whether anything is narrowed, the place in the list included."""
+        """Return whether any filter or a cursor is set."""
         return bool(self.q or self.tenant or self.state or self.cursor)
 
     @property
@@ -62,8 +62,8 @@ class Filters:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HistoryPage:
-    """The rows that match and the address of the page after them. `searched` is how many requests were looked through, where
-    that ended a search before the page was full."""
+    """The matching rows and the address of the next page. `searched` is how many requests were searched, if that limit ended
+    the search before the page was full."""
 
     rows: list[RequestLine]
     next_page: str | None

@@ -1,5 +1,5 @@
-"""Invoices: the list of a month, one in full, a draft made, closed or discarded. Knows no price: what an invoice says is
-computed below it, and the files come from the administrators' interface."""
+"""Invoices: the list of a month, one in full; making, closing and discarding drafts. Knows no price: metering computes the
+contents of invoices, and the administrators' API serves their files."""
 
 from __future__ import annotations
 
@@ -38,13 +38,13 @@ WORDS: dict[str, Any] = {
 
 @get("/invoices", guards=[needs(Action.INVOICES)])
 async def list_invoices(request: ConsoleRequest, console: ConsoleDependency) -> Html:
-    """The invoices of whom one may see, the newest month first."""
+    """The invoices of the tenants that the member may see, the newest month first."""
     return await _list(request, console, None)
 
 
 @post("/invoices", guards=[needs(Action.BILLING)], status_code=200)
 async def draft_invoice(request: ConsoleRequest, console: ConsoleDependency) -> Html:
-    """Make the draft of a tenant's month, or show the one that is there."""
+    """Make the draft of a tenant's month, or show the existing one."""
     form = await console.form(request)
     tenant_id, month = form.text("tenant"), form.text("month")
     if not form.errors:
@@ -89,7 +89,7 @@ async def close_invoice(request: ConsoleRequest, console: ConsoleDependency, inv
 
 @get("/invoices/{invoice_id:str}/discard", guards=[needs(Action.BILLING)])
 async def confirm_discard(request: ConsoleRequest, console: ConsoleDependency, invoice_id: FromPath[str]) -> Html:
-    """Say what discarding does before it is done; of a closed invoice, that it stays."""
+    """Say what discarding does before it is done, or that a closed invoice stays."""
     head, tenant = await _find_head(request, console, invoice_id)
     check_draft(head)
     return _discard_form(request, console, head, tenant, None)
@@ -107,7 +107,7 @@ async def discard_invoice(request: ConsoleRequest, console: ConsoleDependency, i
 
 
 async def _find(request: ConsoleRequest, console: Console, invoice_id: str, action: Action) -> tuple[Invoice, Tenant]:
-    """Return an invoice and its tenant. Raises NotFound for one that is not the member's."""
+    """Return an invoice and its tenant. Raises NotFound for one that the member may not see."""
     access = access_of(request)
     invoice = await console.services.invoices.get(invoice_id, access=access, action=action)
     return invoice, await console.services.tenants.get(invoice.head.tenant_id, access=access)
@@ -116,7 +116,7 @@ async def _find(request: ConsoleRequest, console: Console, invoice_id: str, acti
 async def _find_head(
     request: ConsoleRequest, console: Console, invoice_id: str, action: Action = Action.BILLING
 ) -> tuple[InvoiceHead, Tenant]:
-    """Return an invoice without its lines, as a draft over two currencies has none, and its tenant. Raises as `_find`."""
+    """Return an invoice without its lines, which a draft in two currencies does not have, and its tenant. Raises as `_find`."""
     access = access_of(request)
     head = await console.services.invoices.head(invoice_id, access=access, action=action)
     return head, await console.services.tenants.get(head.tenant_id, access=access)
@@ -189,7 +189,7 @@ def _discard_form(
 
 
 def _refused(error: GatehouseError | None) -> Form | None:
-    """Return the form without fields that says `error`; None for one that was not sent yet."""
+    """Return a form without fields that shows `error`; None without an error."""
     if error is None:
         return None
     form = Form({})

@@ -37,7 +37,7 @@ CONSEQUENCES = {
 
 @get("/keys")
 async def list_keys(request: ConsoleRequest, console: ConsoleDependency) -> Html:
-    """The keys of every tenant that the member may see: those in use, and on request or by a search those that have ended."""
+    """The keys of every tenant that the member may see: those in use; ended ones on request or in a search."""
     access, asked = access_of(request), request.query_params
     text, ended = asked.get("q", "").strip()[:NAME_CHARS_MAX], asked.get("ended") == "yes"
     page = await console.services.keys.list(
@@ -91,10 +91,10 @@ async def save_key(request: ConsoleRequest, console: ConsoleDependency, key_id: 
     """Save name, last day, restrictions and limits, or show the page again with what is wrong."""
     key = await _key(request, console, key_id, Action.KEYS)
     form = await console.form(request)
-    # A day that was not touched stays the exact time it stands for, also when it is over.
+    # An unchanged day keeps the exact time that was stored, even if that is past.
     same_day = key.expires_at is not None and form.raw("expires_on") == _last_day(console, key)
     values = _read(form, console, expires_at=UNSET if same_day else None)
-    if values["name"] == key.name:  # what is there may stay, whatever a new name may be
+    if values["name"] == key.name:  # an existing name may stay, even if it would be refused as a new one
         values["name"] = UNSET
     values |= {name: form.changed_names(name, getattr(key, name)) for name in ("allowed_models", "allowed_networks")}
     if not form.errors:
@@ -141,12 +141,12 @@ async def revoke_key(request: ConsoleRequest, console: ConsoleDependency, key_id
 
 
 async def _key(request: ConsoleRequest, console: Console, key_id: str, action: Action) -> ApiKey:
-    """Return the key once it is sure that the member may do this in its tenant. Raises NotFound for others' keys."""
+    """Return the key, after a check that the member may do `action` in its tenant. Raises NotFound for keys not to be seen."""
     return await console.services.keys.get(key_id, access=access_of(request), action=action)
 
 
 def _read(form: Form, console: Console, expires_at: Unset | None = None) -> dict[str, Any]:
-    """Return the settings of a form; scopes and mode that it does not carry are left as they are."""
+    """Return the settings of a form; scopes and mode stay as they are if it does not have them."""
     services, chosen = console.services, dict[str, Any]()
     if form.raw("scopes"):
         chosen["scopes"] = form.choice("scopes", [scopes for scopes, _ in SCOPE_CHOICES]).split(", ")
@@ -213,7 +213,7 @@ def _choices(console: Console) -> dict[str, Any]:
 
 
 def _last_day(console: Console, key: ApiKey) -> str:
-    """Return the day of the billing time zone on which the key ends, as a form has it; empty when it never does."""
+    """Return the day in the billing time zone on which the key ends, as a form field; empty if it never ends."""
     return "" if key.expires_at is None else str(console.services.reports.calendar.day_of(key.expires_at))
 
 

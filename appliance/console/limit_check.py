@@ -1,4 +1,4 @@
-"""Would this request pass? What every limit of a tenant says to a request that somebody thinks of. Takes nothing."""
+"""Would this request pass? Shows the decision of every limit of a tenant on a hypothetical request. Reserves nothing."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ FIELDS = {
 
 @get("/tenants/{tenant_id:str}/check")
 async def check_request(request: ConsoleRequest, console: ConsoleDependency, tenant_id: FromPath[str]) -> Html:
-    """The form, and what comes of the request that the address describes; htmx asks for the answer alone."""
+    """The form, and the verdict on the request that the address describes; htmx requests only the verdict."""
     access = access_of(request)
     tenant = await console.services.tenants.get(tenant_id, access=access)
     page = await console.services.keys.list(tenant.id, KEYS_LISTED_MAX, None, access=access)
@@ -63,7 +63,7 @@ async def check_request(request: ConsoleRequest, console: ConsoleDependency, ten
 
 
 def headline(verdict: Verdict) -> tuple[str, str]:
-    """Return a tone and what would come of the request, in one sentence."""
+    """Return a tone and one sentence on what would happen to the request."""
     if verdict.allowed:
         return "ok", f"Admitted: {count(verdict.forecast.tokens)} tokens would be reserved."
     if verdict.would_wait:
@@ -74,7 +74,7 @@ def headline(verdict: Verdict) -> tuple[str, str]:
 
 
 async def _ask(console: Console, form: Form, tenant: Tenant, keys: list[ApiKey]) -> Verdict | None:
-    """Return the answer, or None where the form is wrong; its `errors` say how."""
+    """Return the verdict, or None if the form is wrong; its `errors` say how."""
     prompt_tokens = form.whole_number("prompt_tokens", most=LIMIT_MAX)
     max_tokens = form.whole_number("max_tokens", least=1, most=LIMIT_MAX)
     key = next((key for key in keys if key.id == form.raw("key")), None)
@@ -102,7 +102,7 @@ async def _ask(console: Console, form: Form, tenant: Tenant, keys: list[ApiKey])
 
 
 def _row(decision: LimitDecision, console: Console, tenant: Tenant) -> dict[str, object]:
-    """Return what the table shows of one limit, budgets as money."""
+    """Return the table's row for one limit, budgets as money."""
     currency = tenant.currency if decision.scope != "model" and tenant.currency else console.services.settings.currency
 
     def shown(value: int) -> str:

@@ -1,6 +1,6 @@
-"""What the overview shows, gathered once per sample for all who watch: the snapshot, today's totals, the latest requests.
+"""The contents of the overview, gathered once per sample for all viewers: the snapshot, today's totals, the latest requests.
 
-Sums of the ledger are read every few seconds, not at every tick. Knows no request and no markup.
+Sums of the ledger are read every few seconds, not at every tick. Knows no HTTP request and no markup.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ _TONES = {"ready": "ok", "loading": "warn", "restarting": "warn", "failed": "bad
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TenantsView:
-    """Who holds seats and blocks of an engine and who waits, the largest holders as rows, all others as one sum."""
+    """Tenants with seats and blocks of an engine, or waiting: the largest holders as rows, all others as one sum."""
 
     rows: list[TenantReading]
     num_running: int
@@ -53,8 +53,8 @@ class TenantsView:
 
 
 class MemoryLine(NamedTuple):
-    """What one part of an engine took of its device, None where the device does not tell, and what was predicted; of graphs,
-    how many each figure is of."""
+    """The device memory of one part of an engine: measured (None if the device does not report it) and predicted. For graphs
+    also how many each figure is for."""
 
     label: str
     measured_bytes: int | None
@@ -65,8 +65,8 @@ class MemoryLine(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineView:
-    """One served model as a card. Histories hold one value per sample, oldest first. `draft_rate` is the share of guessed
-    tokens that became output."""
+    """One served model as a card. Histories hold one value per sample, oldest first. `draft_rate` is the share of draft tokens
+    that became output."""
 
     model: str
     state: str
@@ -98,7 +98,7 @@ class EngineView:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GpuView:
-    """One GPU as a card; its memory is split as far as the engines tell what they hold."""
+    """One GPU as a card; its memory is split as far as the engines report what they hold."""
 
     reading: GpuReading
     segments: list[Segment]
@@ -129,7 +129,7 @@ class OverviewView:
 
 
 class LiveBoard:
-    """Makes the views; keeps the last one of each sample, so that a hundred watchers cost as much as one."""
+    """Makes the views; keeps the latest sample's, so that a hundred viewers cost as much as one."""
 
     def __init__(self, services: Services) -> None:
         self._services = services
@@ -160,7 +160,7 @@ class LiveBoard:
 def overview_view(
     snapshot: SystemSnapshot, history: Sequence[SystemSnapshot], today: Totals, recent: list[RequestLine]
 ) -> OverviewView:
-    """Return the view of `snapshot`; `history` holds the samples before it, oldest first, itself included."""
+    """Return the view of `snapshot`; `history` holds the samples up to and including it, oldest first."""
     engines = [engine_view(engine, history, snapshot.at) for engine in snapshot.engines]
     infos = [engine.info for engine in snapshot.engines if engine.info is not None]
     return OverviewView(
@@ -222,7 +222,7 @@ def engine_view(engine: EngineReading, history: Sequence[SystemSnapshot], now: d
 
 
 def memory_lines(parts: Sequence[MemoryPart]) -> list[MemoryLine]:
-    """Return the parts that take anything, in the order in which the engine tells them."""
+    """Return the parts that take any memory, in the order in which the engine reports them."""
     return [
         MemoryLine(
             _MEMORY_LABELS.get(part.name, part.name),
@@ -249,7 +249,7 @@ def _draft_rate(figures: EngineStatus) -> float | None:
 
 
 def tenants_view(tenants: Sequence[TenantReading]) -> TenantsView:
-    """Return the rows of the largest holders, which come first, and the sum of the others."""
+    """Return the rows of the first tenants, which hold most, and the sum of the others."""
     rows, others = list(tenants[:TENANT_ROWS]), tenants[TENANT_ROWS:]
     return TenantsView(
         rows=rows,
@@ -267,8 +267,8 @@ def _of(model: str, snapshot: SystemSnapshot) -> list[EngineReading]:
 
 
 def prompt_history(model: str, history: Sequence[SystemSnapshot]) -> list[float]:
-    """Return prompt tokens per second between neighbouring samples, without those of probes; a restarted engine's totals begin
-    again at zero."""
+    """Return prompt tokens per second between neighbouring samples, without those of probes; the totals of a restarted engine
+    begin at zero again."""
     counts = [
         (snapshot.at, reading.status.prompt_tokens_total - reading.probe_prompt_tokens)
         for snapshot in history
@@ -305,7 +305,7 @@ def _facts(engine: EngineReading, now: datetime) -> list[str]:
 
 
 def gpu_view(gpu: GpuReading, snapshot: SystemSnapshot) -> GpuView:
-    """Return the card of one GPU. With several GPUs it is not known which engine holds what, so only used is shown."""
+    """Return the card of one GPU. With several GPUs it is unknown which engine uses which, so only the used memory is shown."""
     parts = _memory_parts(gpu, snapshot)
     return GpuView(
         reading=gpu,

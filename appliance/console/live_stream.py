@@ -24,7 +24,7 @@ from appliance.tenancy.roles import Action
 log = structlog.get_logger()
 
 STREAMS_MAX = CONSOLE_SUBSCRIBERS
-STREAMS_OF_MEMBER_MAX = 12  # two browsers, each with the six connections that it opens to a host
+STREAMS_OF_MEMBER_MAX = 12  # two browsers with six connections each, as many as they open to a host
 SESSION_CHECKED_EVERY_TICKS = 10
 RETRY_AFTER_S = 10.0
 VIEWS = {"overview": overview_fragment, "requests": live_requests_fragment}
@@ -48,8 +48,8 @@ async def live_stream(request: ConsoleRequest, console: ConsoleDependency, view:
 
 
 def _check_place(console: Console, member_id: str) -> None:
-    """Raise Overloaded when as many live pages are open as may be, of all members or of this one, who may belong to a single
-    tenant and must not take the places of everybody else."""
+    """Raise Overloaded when the most live pages are open, of all members or of this one: a member, who may belong to a single
+    tenant, must not take everybody else's places."""
     if console.open_streams.total() >= STREAMS_MAX:
         raise Overloaded(f"at most {STREAMS_MAX} live pages can be open", retry_after_s=RETRY_AFTER_S)
     if console.open_streams[member_id] >= STREAMS_OF_MEMBER_MAX:
@@ -57,10 +57,10 @@ def _check_place(console: Console, member_id: str) -> None:
 
 
 async def _placed(console: Console, member_id: str, frames: AsyncGenerator[bytes, None]) -> AsyncGenerator[bytes, None]:
-    """Yield `frames` in a place that this member takes until they end."""
+    """Yield `frames` while occupying a place of this member until they end."""
     async with aclosing(frames):
         try:
-            _check_place(console, member_id)  # many may have been let in before the first of them began
+            _check_place(console, member_id)  # checked again: many may have passed the first check before any of them began
         except Overloaded as error:
             log.warning("a live page found no place; it tries again by itself", reason=error.message)
             return
@@ -70,11 +70,11 @@ async def _placed(console: Console, member_id: str, frames: AsyncGenerator[bytes
                 yield frame
         finally:
             console.open_streams[member_id] -= 1
-            console.open_streams += Counter()  # which keeps those alone that have some
+            console.open_streams += Counter()  # drops counts of zero
 
 
 async def _frames(console: Console, view: str, *, token: str) -> AsyncGenerator[bytes, None]:
-    """Yield frames until the appliance drains, the session ends, or its member may not see the page any more."""
+    """Yield frames until the appliance drains, the session ends, or its member may no longer see the page."""
     access: Access | None = None
     try:
         async with aclosing(console.services.sampler.subscribe()) as ticks:
@@ -95,7 +95,7 @@ async def _frames(console: Console, view: str, *, token: str) -> AsyncGenerator[
 
 
 async def _rendered(console: Console, view: str, access: Access, *, at: str) -> bytes:
-    """Return the frame of this sample, rendered once for all who may see the same; those of the sample before are let go."""
+    """Return the frame of this sample, rendered once for all with the same access; the previous sample's are dropped."""
     if console.frames_at != at:
         console.frames_at, console.frames = at, {}
     seen_by = (view, access.role, frozenset(access.tenants.items()))

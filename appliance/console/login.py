@@ -1,4 +1,4 @@
-"""Signing in with a password and out, and the choice of colours. Knows no password rule: `Members` decides."""
+"""Signing in with a password, signing out, and the choice of theme. Knows no password rule: `Members` decides."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ WRONG = "Wrong e-mail or password."
 
 @get("/login", opt={"public": True})
 async def show_login(request: ConsoleRequest, console: ConsoleDependency) -> Html:
-    """The sign-in form; whoever is signed in goes on."""
+    """The sign-in form; a visitor already signed in is sent on."""
     target = safe_next(request.query_params.get("next"))
     if current_session(request) is not None:
         return console.pages.redirect(request, target)
@@ -29,13 +29,13 @@ async def show_login(request: ConsoleRequest, console: ConsoleDependency) -> Htm
 
 @post("/login", opt={"public": True}, status_code=200)
 async def sign_in(request: ConsoleRequest, console: ConsoleDependency) -> Html:
-    """Check e-mail and password, then go on: to the page that was asked for, or to the code of the second factor."""
+    """Check e-mail and password, then go on to the requested page, or to the code of the second factor."""
     form = await form_of(request)
     email, password = str(form.get("email", "")).strip(), str(form.get("password", ""))
     target = safe_next(str(form.get("next", "")))
     try:
         if len(email) > EMAIL_CHARS_MAX or len(password) > PASSWORD_CHARS_MAX:
-            console.attempts.count_address(address=address_of(request))  # of no account: nobody's name is as long
+            console.attempts.count_address(address=address_of(request))  # not counted for an account: no address is that long
             raise InvalidCredentials(WRONG)
         console.attempts.count(address=address_of(request), account=email)
         proven = await console.services.members.prove_password(email, password)
@@ -65,7 +65,7 @@ async def sign_out(request: ConsoleRequest, console: ConsoleDependency) -> Html:
 
 @post("/theme", status_code=200)
 async def choose_theme(request: ConsoleRequest, console: ConsoleDependency) -> Html:
-    """Remember light, dark, or whatever the device prefers, and show the same page again."""
+    """Remember light, dark, or the preference of the device, and show the same page again."""
     form = await form_of(request)
     theme = str(form.get("theme", ""))
     answer = console.pages.redirect(request, safe_next(str(form.get("next", ""))))

@@ -1,7 +1,7 @@
-"""Slows down guessing of passwords and codes: a few attempts at once, then one every so often, per address and per account.
+"""Slows down guessing of passwords and codes: a burst of attempts, then one per interval, per address and per account.
 
-Kept in memory and bounded; a restart forgets it, which is acceptable because an attempt at a password also costs a slow hash,
-and one at a code comes after a password that was right.
+Kept in memory and bounded. A restart forgets the counts, which is acceptable: an attempt at a password also costs a slow hash,
+and one at a code needs the right password first.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ ENTRIES_MAX = 10_000
 PER_ACCOUNT = Allowance(burst=8, refill_s=30.0)
 # Higher, because a proxy may put a whole office behind one address.
 PER_ADDRESS = Allowance(burst=30, refill_s=5.0)
-# Three codes of a million are good at a time: who knows the password and guesses for a whole month succeeds one time in forty.
+# Three of a million codes are valid at a time: with the password, guessing for a whole month succeeds one time in forty.
 PER_MEMBER_CODES = Allowance(burst=5, refill_s=300.0)
 
 
 class LoginAttempts:
-    """Counts attempts before the password is looked at, so that parallel guesses do not slip through."""
+    """Counts attempts before the password is checked, so that parallel guesses do not slip through."""
 
     def __init__(self, clock: Clock) -> None:
         self._attempts: Attempts[tuple[str, str]] = Attempts(
@@ -36,7 +36,7 @@ class LoginAttempts:
         self._attempts.take({("address", site_of(address)): PER_ADDRESS, ("code", member_id): PER_MEMBER_CODES})
 
     def count_address(self, *, address: str) -> None:
-        """Take one attempt at anything else that signs in, or raise RateLimitExceeded and take none."""
+        """Take one attempt at any other way of signing in, or raise RateLimitExceeded and take none."""
         self._attempts.take({("address", site_of(address)): PER_ADDRESS})
 
     def forgive(self, *, account: str) -> None:

@@ -1,4 +1,4 @@
-"""The step between password and session: the code of the second factor. Keeps nothing but a ticket in the browser."""
+"""The step between password and session: the code of the second factor. Keeps only a ticket in the browser."""
 
 from __future__ import annotations
 

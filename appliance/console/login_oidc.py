@@ -1,7 +1,7 @@
-"""Signing in through an OpenID Connect provider: the way there and the way back. `OidcProvider` decides what is believed.
+"""Signing in through an OpenID Connect provider: the redirect there and the redirect back. `OidcProvider` checks the answer.
 
-What the way back must match (state, nonce, PKCE verifier) is sealed in a cookie of the browser that began, and serves once.
-The way there is a link and no form: our content policy lets no form end at another site.
+The values that the redirect back must match (state, nonce, PKCE verifier) are sealed in a cookie of the browser that began, and
+can be used once. A sign-in begins with a link, not a form: our content security policy lets no form lead to another site.
 """
 
 from __future__ import annotations
@@ -35,11 +35,11 @@ DENIED = "{name} did not sign you in."
 
 @get("/login/oidc", opt={"public": True})
 async def begin_oidc(request: ConsoleRequest, console: ConsoleDependency) -> Html:
-    """Send the browser to the provider, with what the way back must match."""
+    """Send the browser to the provider, with the values that the redirect back must match."""
     provider, target = _provider(console), safe_next(request.query_params.get("next"))
     home = provider.client.external_url
     if request.headers.get("host") != urlsplit(home).netloc and "moved" not in request.query_params:
-        # The way back leads to the external address, so the cookie must be set there. Once: a proxy may change the host.
+        # The provider redirects to the external address, so the cookie must be set there. Once: a proxy may change the host.
         return console.pages.redirect(request, f"{home}/login/oidc?moved=1&next={quote(target, safe='')}")
     facts = {name: secrets.token_urlsafe(RANDOM_BYTES) for name in ("state", "nonce", "verifier")}
     try:
@@ -58,7 +58,7 @@ async def begin_oidc(request: ConsoleRequest, console: ConsoleDependency) -> Htm
 
 @get("/login/oidc/callback", opt={"public": True})
 async def end_oidc(request: ConsoleRequest, console: ConsoleDependency) -> Html:
-    """Take the provider's code, learn who it is, and go on: to the page that was asked for, or to the second factor."""
+    """Take the provider's code, identify the member, and go on to the requested page, or to the second factor."""
     provider, services = _provider(console), console.services
     ticket = step_ticket(request, services, OIDC_STEP)
     facts = services.oidc_tickets.read(ticket)
@@ -99,7 +99,7 @@ def _provider(console: Console) -> OidcProvider:
 
 
 def _spent(request: ConsoleRequest, console: Console, answer: Html) -> Html:
-    """Return `answer`, which removes the cookie of this step."""
+    """Return `answer`, made to remove the cookie of this step."""
     answer.set_cookie(step_cookie(request, console.services, OIDC_STEP, ""))
     return answer
 

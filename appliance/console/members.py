@@ -1,6 +1,6 @@
-"""Members: who signs in, with which role on the box. Inviting, changing, and helping somebody who has lost password or phone.
+"""Members: who signs in, with which role on the box. Inviting, changing, and resetting a lost password or second factor.
 
-A password that is made here is shown in one answer only. Roles in single tenants are given on the page of the tenant.
+A password created here is shown in one answer only. Roles in single tenants are given on the tenant's page.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ HELP = {
 
 @get("/members", guards=[needs(Action.READ_BOX)])
 async def list_members(request: ConsoleRequest, console: ConsoleDependency) -> Html:
-    """Everybody who can sign in, with roles, second factor and when last seen."""
+    """All members, with roles, second factor, and when last seen."""
     services, access = console.services, access_of(request)
     page = await services.members.list(PAGE_ROWS, request.query_params.get("cursor"))
     ids = [member.id for member in page.data]
@@ -128,20 +128,20 @@ async def confirm_factor_reset(request: ConsoleRequest, console: ConsoleDependen
 
 @post("/members/{member_id:str}/second-factor", guards=[needs(Action.MEMBERS)], status_code=200)
 async def reset_factor(request: ConsoleRequest, console: ConsoleDependency, member_id: FromPath[str]) -> Html:
-    """Take the second factor of a member away."""
+    """Remove the second factor of a member."""
     await console.services.second_factors.reset(member_id)
     return console.pages.redirect(request, "/members", done="factor-reset")
 
 
 def show_password(request: ConsoleRequest, console: Console, email: str, password: str, *, back: str) -> Html:
-    """Return the one answer that has this password; `back` is where its reader goes on."""
+    """Return the only answer that contains this password; `back` is the address to continue to."""
     template = "fragments/member_password.html"
     title = f"Password of {email}"
     return console.pages.sheet(request, template, title=title, email=email, password=password, back=back)
 
 
 def _places(memberships: list[Membership], names: dict[str, str]) -> dict[str, list[str]]:
-    """Return what each member is in which tenants: `manager of acme`."""
+    """Return each member's roles in tenants, in words: `manager of acme`."""
     places: dict[str, list[str]] = {}
     for one in memberships:
         places.setdefault(one.member_id, []).append(f"{one.role.value} of {names.get(one.tenant_id, one.tenant_id)}")

@@ -13,7 +13,7 @@ from appliance.tenancy.roles import Action
 
 @get("/")
 async def show_overview(request: ConsoleRequest, console: ConsoleDependency) -> Html:
-    """The live board of the box; whoever belongs to tenants alone goes to these."""
+    """The live board of the box; members without a role on the box are sent to their tenants."""
     if not may(request, Action.READ_BOX):
         return console.pages.redirect(request, "/tenants")
     view = await console.board.overview()

@@ -1,4 +1,4 @@
-"""People of one tenant: who belongs to it with which role, on its page; inviting, changing and removing them."""
+"""The people of one tenant, a section of its page: who belongs to it with which role; inviting, changing and removing them."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ ROLE_NAMES = [role for role, _ in ROLES]
 
 
 async def people_of(request: ConsoleRequest, console: Console, tenant_id: str) -> dict[str, Any]:
-    """Return what the section of the tenant's page shows."""
+    """Return the values of the section on the tenant's page."""
     page = await console.services.memberships.of_tenant(tenant_id, SHOWN_MAX, access=access_of(request))
     return {
         "people": page.data,
@@ -44,7 +44,7 @@ async def new_person(request: ConsoleRequest, console: ConsoleDependency, tenant
 
 @post("/tenants/{tenant_id:str}/members", guards=[needs(Action.TENANT_MEMBERS)], status_code=200)
 async def invite_person(request: ConsoleRequest, console: ConsoleDependency, tenant_id: FromPath[str]) -> Html:
-    """Let somebody belong to the tenant; who could not sign in before gets a password, shown in this answer alone."""
+    """Add somebody to the tenant; a new member gets a password, shown only in this answer."""
     form, services = await console.form(request), console.services
     email, role = form.text("email", chars_max=320), form.choice("role", ROLE_NAMES)
     if not form.errors:
@@ -87,7 +87,7 @@ async def change_person(
 async def remove_person(
     request: ConsoleRequest, console: ConsoleDependency, tenant_id: FromPath[str], member_id: FromPath[str]
 ) -> Html:
-    """Let a member belong to the tenant no more. Members who remove themselves go on to what they may still see."""
+    """Remove a member from the tenant. Members who remove themselves are sent to a page that they may still see."""
     await console.services.memberships.remove(tenant_id, member_id, access=access_of(request))
     access = access_of(request)
     stays = access.sees_all or access.actor.id != member_id

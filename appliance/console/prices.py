@@ -1,4 +1,5 @@
-"""The price book: what a million tokens cost from when on. A price is added, never changed; one to come can be withdrawn."""
+"""The price book: what a million tokens cost, from which moment on. Prices are added, never changed; a future one can be
+withdrawn."""
 
 from __future__ import annotations
 
@@ -23,7 +24,7 @@ FIELDS = ("model", "currency", "prompt", "cached_prompt", "completion", "rejecte
 
 @get("/prices", guards=[needs(Action.READ_BOX)])
 async def list_prices(request: ConsoleRequest, console: ConsoleDependency) -> Html:
-    """Every price: of each model and currency the one in force, those to come, and those that were."""
+    """Every price: for each model and currency the present, the future and the past ones."""
     services = console.services
     prices = await every_row(services.prices.list)
     currencies = await services.tenants.currencies(services.settings.currency)
@@ -62,13 +63,13 @@ async def add_price(request: ConsoleRequest, console: ConsoleDependency) -> Html
 
 @get("/prices/{price_id:str}/withdraw", guards=[needs(Action.BILLING)])
 async def confirm_withdrawal(request: ConsoleRequest, console: ConsoleDependency, price_id: FromPath[str]) -> Html:
-    """Ask once more before a price to come is taken away."""
+    """Ask for confirmation before a future price is withdrawn."""
     return _withdrawal(request, console, None, await _price(console, price_id))
 
 
 @post("/prices/{price_id:str}/withdraw", guards=[needs(Action.BILLING)], status_code=200)
 async def withdraw_price(request: ConsoleRequest, console: ConsoleDependency, price_id: FromPath[str]) -> Html:
-    """Take a price to come away, or say why it stays."""
+    """Withdraw a future price, or say why it stays."""
     form = await console.form(request)
     price = await _price(console, price_id)
     try:

@@ -1,4 +1,4 @@
-"""Turns a template and its values into an answer: page or fragment, redirect, message of what was done."""
+"""Turns a template and its values into an answer: page or fragment, redirect, message about a finished change."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ STYLES = (
     *("cards", "charts", "tables", "audit", "dialog", "toasts", "login", "account", "print"),
 )
 SCRIPTS = ("live", "hold", "dialog", "toasts", "keyboard", "copy")
-# What a finished change says on the page it leads to. The cookie carries the name, never the text.
+# Messages shown after a change, on the page it leads to. The cookie carries the name, never the text.
 DONE = {
     "tenant-created": "Tenant created. Create an API key next.",
     "tenant-saved": "Tenant saved. New limits apply at once.",
@@ -84,7 +84,7 @@ def asset(path: str) -> str:
 
 
 def is_fragment(request: ConsoleRequest) -> bool:
-    """Return whether htmx asks for a part of a page; when it restores history it needs the whole one."""
+    """Return whether htmx requests a part of a page; to restore history it needs the whole page."""
     return request.headers.get("hx-request") == "true" and request.headers.get("hx-history-restore-request") != "true"
 
 
@@ -94,7 +94,7 @@ def toast_header(text: str, kind: str) -> str:
 
 
 class Pages:
-    """The templates and what every page knows: who is signed in, the theme, the time, the message of the last change."""
+    """The templates and the values of every page: the signed-in member, the theme, the time, the last change's message."""
 
     def __init__(self, services: Services) -> None:
         self._services = services
@@ -119,34 +119,34 @@ class Pages:
         )
 
     def now(self) -> datetime:
-        """Return the time that pages measure distances from."""
+        """Return the time from which pages measure distances."""
         return self._services.clock.now()
 
     def fragment(self, template: str, **values: Any) -> str:
-        """Return a rendered template that needs nothing of the request: what live streams send."""
+        """Return a rendered template that needs nothing from the request, for live streams."""
         return self._templates.get_template(template).render(now=self.now(), **values)
 
     def page(
         self, request: ConsoleRequest, template: str, *, part: str | None = None, status: int | None = None, **values: Any
     ) -> Html:
-        """Return the whole page, or its template `part` when htmx asks for a fragment.
+        """Return the whole page, or only its template `part` when htmx requests a fragment.
 
-        Without a `status` it is 200, and 422 where the values have a `form`: one that was sent and is wrong.
+        The default `status` is 200, or 422 if the values have a `form`: one that was sent and is wrong.
         """
         if part is not None and is_fragment(request):
             template = part
         return self._answer(request, template, status, values)
 
     def sheet(self, request: ConsoleRequest, template: str, *, title: str, **values: Any) -> Html:
-        """Return a form that stands in a dialog where htmx asks for it, and on a page of its own where not.
+        """Return a form, for a dialog when htmx requests it, otherwise on a page of its own.
 
-        The status is 422 where the values have a `form`: one that was sent and is wrong.
+        The status is 422 if the values have a `form`: one that was sent and is wrong.
         """
         values |= {"title": title, "sheet": template, "scope": "sheet"}
         return self._answer(request, template if is_fragment(request) else "pages/sheet.html", None, values)
 
     def redirect(self, request: ConsoleRequest, path: str, *, done: str | None = None) -> Html:
-        """Return the way on after a change: 303 for a form, `HX-Redirect` for htmx. `done` names the message shown there."""
+        """Return the redirect after a change: 303 for a form, `HX-Redirect` for htmx. `done` names the message shown there."""
         headers = {"vary": "HX-Request, Cookie"}
         headers["hx-redirect" if is_fragment(request) else "location"] = path
         status = 200 if is_fragment(request) else 303

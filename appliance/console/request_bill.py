@@ -1,4 +1,4 @@
-"""What one request cost: its tokens by kind, each with the price that was paid for it, and the corrections made since."""
+"""What one request cost: its tokens by kind, each with the price paid, and later corrections."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ CAUSES = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CostLine:
-    """Tokens of one kind, the price of a million of them after discount, and their cost; None where no price is known."""
+    """Tokens of one kind, their price per million after discount, and their cost; None if no price is known."""
 
     label: str
     tokens: int
@@ -49,7 +49,7 @@ class CostLine:
 
 
 async def bill_of(services: Services, event: UsageEvent, access: Access) -> dict[str, Any]:
-    """Return what the page of a request shows of its bill."""
+    """Return the bill as the page of a request shows it."""
     price = await _price(services, event)
     filters = LedgerFilter(request_id=event.request_id, kind="adjustment")
     corrections = await services.reports.ledger_page(CORRECTIONS_SHOWN_MAX, None, filters, access=access)
@@ -66,14 +66,14 @@ async def bill_of(services: Services, event: UsageEvent, access: Access) -> dict
 
 
 def discount(event: UsageEvent) -> str | None:
-    """Return the share of the price that is paid, None when it is all of it: `50 %`."""
+    """Return the share of the price that is paid, such as `50 %`; None for the full price."""
     if event.price_basis_points == BASIS_POINTS:
         return None
     return percent(event.price_basis_points)
 
 
 def cost_lines(event: UsageEvent, price: Price | None) -> list[CostLine]:
-    """Return the tokens of the bill by kind; drafts that were rejected only where there were some."""
+    """Return the tokens of the bill by kind; rejected drafts only if there are any."""
     uncached, cached, rejected = event.prompt_tokens - event.cached_tokens, event.cached_tokens, event.rejected_tokens
     kinds = [("Prompt, computed", "prompt", uncached), ("Prompt, cached", "cached_prompt", cached)]
     kinds += [("Output", "completion", event.completion_tokens)]
@@ -83,12 +83,12 @@ def cost_lines(event: UsageEvent, price: Price | None) -> list[CostLine]:
 
 
 def _line(event: UsageEvent, label: str, tokens: int, unit_micros: int | None) -> CostLine:
-    """Return a line: micro-units per million tokens are pico-units per token."""
+    """Return a line of the bill. Its cost is exact: micro-units per million tokens are pico-units per token."""
     cost_picos = None if unit_micros is None else tokens * unit_micros
     return CostLine(label=label, tokens=tokens, unit_micros=unit_micros, cost_picos=cost_picos, currency=event.currency)
 
 
 async def _price(services: Services, event: UsageEvent) -> Price | None:
-    """Return the price that the event was made with."""
+    """Return the price with which the event was opened, None if it is no longer found by model and time."""
     price = await services.prices.current(event.model, event.admitted_at, currency=event.currency)
     return price if price is not None and price.id == event.price_id else None

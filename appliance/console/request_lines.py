@@ -1,4 +1,4 @@
-"""One row of a request table, made the same way from a live request and from a past one. Knows no page."""
+"""One row of a request table, with the same fields for live and past requests. Knows no page."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from appliance.serving.explanation import explain_past
 if TYPE_CHECKING:
     from appliance.serving.live_requests import LiveRequest
 
-TAIL_CHARS = 8  # the random end of an id; its head is the time and alike for neighbours
+TAIL_CHARS = 8  # the random end of an id; its beginning is the time, which neighbours share
 _TONES = {"stop": "ok", "length": "ok", "error": "bad", "refused": "bad"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RequestLine:
-    """What tables and the detail page show of a request. `end` is empty while it lives."""
+    """A request as tables and the detail page show it. `end` is empty while it is live."""
 
     id: str
     live: bool
@@ -54,7 +54,7 @@ class RequestLine:
 
     @property
     def short_id(self) -> str:
-        """Return the end of the id, enough to tell neighbours apart."""
+        """Return the end of the id, enough to distinguish neighbours."""
         return f"…{self.id[-TAIL_CHARS:]}"
 
     @property
@@ -105,7 +105,7 @@ def past_line(row: RequestRow, tenant_names: Mapping[str, str], key_prefix: str 
 
 
 def _same(request: LiveRequest | RequestRow) -> dict[str, Any]:
-    """Return what a row shows as it is told of the request."""
+    """Return the fields that a row takes from the request unchanged."""
     return {name: getattr(request, name) for name in _SAME}
 
 

@@ -24,7 +24,7 @@ LIVE_ROWS_MAX = 100
 
 @get("/requests")
 async def list_requests(request: ConsoleRequest, console: ConsoleDependency) -> Html:
-    """In flight above, history below; htmx asks for the history alone when a filter changes."""
+    """In flight above, history below; when a filter changes, htmx requests only the history."""
     filters, access = Filters.of(request), access_of(request)
     tenants = await tenants_by_name(console.services, access)
     names = {tenant.id: tenant.name for tenant in tenants}
@@ -46,14 +46,14 @@ async def list_requests(request: ConsoleRequest, console: ConsoleDependency) -> 
 
 
 async def live_requests_fragment(console: Console, access: Access) -> str:
-    """Return the live part of the page; the cancel buttons are there for those who may use them."""
+    """Return the live part of the page, with cancel buttons for those who may use them."""
     now = console.services.clock.now()
     return console.pages.fragment("fragments/live_requests.html", at=now, **live_rows(console, access))
 
 
 def live_rows(console: Console, access: Access) -> dict[str, Any]:
-    """Return the requests in flight that may be seen, oldest first; of a long queue its head, because the table is sent once a
-    second. `live_total` counts all of them, `cancellable` are the tenants whose requests may be ended here.
+    """Return the requests in flight that may be seen, oldest first; only the first ones of a long queue, because the table is
+    sent once a second. `live_total` counts all of them; `cancellable` are the tenants whose requests may be ended here.
     """
     now = console.services.clock.now()
     seen = list(console.services.generations.live(access=access).values())
@@ -77,7 +77,7 @@ async def cancel_request(request: ConsoleRequest, console: ConsoleDependency) ->
     form, access, services = await console.form(request), access_of(request), console.services
     request_id = form.raw("request_id")
     live = services.generations.find(request_id, access=access, action=Action.ABORT)
-    if live is not None and live.state == "finished":  # what it used is being written down; nothing is left to end
+    if live is not None and live.state == "finished":  # its usage is being recorded; nothing is left to end
         raise NotFound(f"the request {request_id} has ended")
     if live is not None:
         await services.audit.note("request.abort", "request", request_id, tenant_id=live.tenant_id)

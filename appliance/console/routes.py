@@ -1,4 +1,4 @@
-"""Puts the console together: its routes, what guards them, and the static files. The only thing `app.py` needs of it."""
+"""Puts the console together: its routes, their guards, and the static files. The only module of it that `app.py` needs."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ MODULES = (
 FORM_BYTES_MAX = 64 * 1024
 NAME_BYTES_MAX = 255
 PATH_CHARS_MAX = 1000
-# An address of a static file changes with its content, so a browser may keep what it has.
+# The address of a static file changes with its content, so a browser may keep it for ever.
 STATIC_KEPT = "public, max-age=31536000, immutable"
 
 
@@ -81,7 +81,7 @@ def _static_files() -> Router:
 
 
 def _nameable(connection: Connection, _handler: BaseRouteHandler) -> None:
-    """Raise NotFoundException for what no file system has a name for; asking it would be an error."""
+    """Raise NotFoundException for a path that no file can have: asking the file system for it would fail."""
     path = connection.scope["path"]
     if "\0" in path or len(path) > PATH_CHARS_MAX or any(len(part.encode()) > NAME_BYTES_MAX for part in path.split("/")):
         raise NotFoundException

@@ -1,4 +1,4 @@
-"""Setting up and taking away the second factor, and new recovery codes: each asks again who it is.
+"""Setting up and removing the second factor, and new recovery codes: each asks for a proof of identity again.
 
 Secrets and codes are shown in one answer only. Knows no rule of codes: `SecondFactors` decides.
 """
@@ -30,7 +30,7 @@ NO_PROOF = "Wrong password or code."
 
 @get("/account/second-factor")
 async def new_second_factor(request: ConsoleRequest, console: ConsoleDependency) -> Html:
-    """The QR code, and the fields that prove that it was scanned by the right person."""
+    """The QR code, and the fields that prove that the right person scanned it."""
     member = own_session(request).member
     return _enrolment_form(request, console, console.services.second_factors.begin(member), None)
 
@@ -57,13 +57,13 @@ async def enable_second_factor(request: ConsoleRequest, console: ConsoleDependen
 
 @get("/account/second-factor/disable")
 async def confirm_disable(request: ConsoleRequest, console: ConsoleDependency) -> Html:
-    """Ask for a proof before the second factor goes."""
+    """Ask for a proof before the second factor is removed."""
     return _proof_form(request, console, "disable", None)
 
 
 @post("/account/second-factor/disable", status_code=200)
 async def disable_second_factor(request: ConsoleRequest, console: ConsoleDependency) -> Html:
-    """Take the second factor away; every other device is signed out."""
+    """Remove the second factor; every other device is signed out."""
     session, form = own_session(request), await console.form(request)
     proof = await _proven(request, console, session.member, form)
     if proof is None:
@@ -77,7 +77,7 @@ async def disable_second_factor(request: ConsoleRequest, console: ConsoleDepende
 
 @get("/account/recovery-codes")
 async def confirm_renew(request: ConsoleRequest, console: ConsoleDependency) -> Html:
-    """Ask for a proof before the old codes go."""
+    """Ask for a proof before the old codes are replaced."""
     return _proof_form(request, console, "renew", None)
 
 
@@ -97,8 +97,8 @@ async def renew_recovery_codes(request: ConsoleRequest, console: ConsoleDependen
 
 
 async def _proven(request: ConsoleRequest, console: Console, member: Member, form: Form) -> Proof | None:
-    """Return the proof in the field `proof`, the member's password or a code that is good now; None when it is neither, as the
-    form then says."""
+    """Return the proof in the field `proof`: the member's password or a valid code; None, with an error in the form, if it is
+    neither."""
     typed = form.values.get("proof", "")
     for proven_by in _ways(typed):
         try:
@@ -113,7 +113,7 @@ async def _proven(request: ConsoleRequest, console: Console, member: Member, for
 
 
 def _ways(typed: str) -> Sequence[Callable[[ConsoleRequest, Console, Member, str], Awaitable[Proof]]]:
-    """Return what `typed` may be: ten letters are a recovery code, or a password that looks like one."""
+    """Return the checks to try on `typed`: ten letters may be a recovery code, or a password that looks like one."""
     digits = typed.replace(" ", "")
     if len(digits) == 6 and digits.isdigit():
         return (_code_proven,)
@@ -165,7 +165,7 @@ def _codes(request: ConsoleRequest, console: Console, codes: list[str]) -> Html:
 
 def _enrolment_form(request: ConsoleRequest, console: Console, enrolment: Enrolment, form: Form | None) -> Html:
     if form is not None:
-        form.values.clear()  # neither password nor code is sent back
+        form.values.clear()  # never send back a password or code
     return console.pages.sheet(
         request,
         "fragments/second_factor_new.html",
@@ -190,7 +190,7 @@ def qr_code(text: str) -> Markup:
     segno.make(text, error="m", micro=False).save(
         image, kind="svg", xmldecl=False, svgns=True, omitsize=True, nl=False, svgclass="qr", lineclass=None, border=3
     )
-    return Markup(image.getvalue().decode())  # noqa: S704 - made of modules, none of the text
+    return Markup(image.getvalue().decode())  # noqa: S704 - consists of modules; contains none of the text
 
 
 HANDLERS = (

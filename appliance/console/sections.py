@@ -10,7 +10,7 @@ from appliance.tenancy.roles import Action
 
 @dataclass(frozen=True, slots=True)
 class Section:
-    """One entry of the menu, there for whom one of `actions` is covered somewhere. `icon` is a file of `fragments/icons`."""
+    """One entry of the menu, for members who may do one of `actions` somewhere. `icon` is a file in `fragments/icons`."""
 
     address: str
     name: str

@@ -1,7 +1,7 @@
 """Who may open a page and who may change something: session cookie, access, cross-site checks, security headers.
 
-A guard resolves the session before anything else runs, and with it what its member may see: a page of another tenant is not
-there. A second check compares the session-bound token of every form. Knows no page.
+A guard resolves the session and its member's access before anything else runs: a page of another tenant does not exist for that
+member. A second check compares the session-bound token of every form. Knows no page.
 """
 
 from __future__ import annotations
@@ -33,9 +33,9 @@ if TYPE_CHECKING:
 Connection = ASGIConnection[Any, Any, Any, Any]
 ConsoleRequest = Request[Any, Any, Any]
 
-OWN_PATHS = ("/account", "/logout", "/theme", "/login")  # what whoever must choose a password may still open
+OWN_PATHS = ("/account", "/logout", "/theme", "/login")  # what members who must choose a password may still open
 CSRF_FIELD = "csrf_token"
-# What a browser carries between the steps of signing in, by the name of the step.
+# The cookies between the steps of signing in, by the name of the step.
 SECURE_STEP_COOKIE, PLAIN_STEP_COOKIE = "__Host-gatehouse-{step}", "gatehouse_{step}"
 
 CONTENT_SECURITY_POLICY = (
@@ -60,7 +60,7 @@ class SecurityHeaders(ASGIMiddleware):
     scopes = (ScopeType.HTTP,)
 
     async def handle(self, scope: Scope, receive: Receive, send: Send, next_app: ASGIApp) -> None:
-        """Pass the request on and add what the answer does not set itself."""
+        """Pass the request on and add the headers that the answer does not set itself."""
 
         async def send_with_headers(message: Message) -> None:
             if message["type"] == "http.response.start":
@@ -120,7 +120,7 @@ def _step_cookie_name(connection: Connection, services: Services, step: str) -> 
 
 
 def current_session(connection: Connection) -> Session | None:
-    """Return the session that the guard found for this request; None on pages that need none."""
+    """Return the session that the guard found for this request; may be None on pages that need none."""
     session: Session | None = connection.state.get("session")
     return session
 
@@ -140,11 +140,11 @@ def may(connection: Connection, action: str, tenant_id: str | None = None) -> bo
 
 
 def session_guard(services: Services) -> Guard:
-    """Return the guard of the whole console: it resolves the session, and refuses whoever has none where a page needs one.
+    """Return the guard of the whole console, which resolves the session and refuses visitors without one where it is needed.
 
-    A handler with `opt={"public": True}` is served to anybody; it still learns of a session that is there. The guard raises
-    Unauthenticated without a live session, Forbidden for a change that another site asks for, and NotFound where the path names
-    a tenant that the member may not see. (A function and no object, because the framework copies objects deeply when it
+    A handler with `opt={"public": True}` is served to anybody, but still learns of a session if there is one. The guard raises
+    Unauthenticated without a live session, Forbidden for a change requested by another site, and NotFound if the path names a
+    tenant that the member may not see. (A function, not an object, because the framework makes deep copies of objects when it
     registers them.)
     """
 
@@ -166,7 +166,8 @@ def session_guard(services: Services) -> Guard:
 
 
 async def resolve_session(connection: Connection, services: Services) -> Session | None:
-    """Return the live session of a connection, if any, and keep it with what its member may see where pages find both."""
+    """Return the live session of a connection, if any, and store it, with its member's access, for `current_session` and
+    `access_of`."""
     token = session_token(connection, services)
     session = await services.sessions.resolve(token) if token else None
     connection.state["session"] = session
@@ -182,9 +183,9 @@ async def resolve_access(services: Services, session: Session) -> Access:
 
 
 def needs(action: Action) -> Guard:
-    """Return a guard that raises RoleNotAllowed unless `action` is covered: in the tenant of the path, else somewhere.
+    """Return a guard that raises RoleNotAllowed unless `action` is covered: in the tenant of the path, else anywhere.
 
-    Where the path names no tenant, the handler asks again for the tenant of what it finds, or narrows what it lists.
+    If the path names no tenant, the handler must check again for the tenant of the row it finds, or narrow what it lists.
     """
 
     def guard(connection: Connection, _: BaseRouteHandler) -> None:
@@ -214,8 +215,8 @@ async def require_csrf_token(request: ConsoleRequest) -> None:
 
 
 async def form_of(request: ConsoleRequest) -> FormMultiDict:
-    """Return the fields of a form as sent. Raises InvalidValue for bytes or a character set that nobody can read, and for
-    U+0000, with which PostgreSQL cannot even compare."""
+    """Return the fields of a form as sent. Raises InvalidValue for undecodable bytes, an unknown character set, and U+0000,
+    with which PostgreSQL cannot even compare."""
     try:
         form = await request.form()
     except (LookupError, UnicodeError) as error:
@@ -232,25 +233,26 @@ def safe_next(target: str | None) -> str:
         return "/"
     if any(character < " " or character == "\x7f" for character in target):
         return "/"
-    return quote(target, safe=string.punctuation, errors="replace")  # a header takes no more than ASCII
+    return quote(target, safe=string.punctuation, errors="replace")  # headers are ASCII
 
 
 def address_asked(request: ConsoleRequest) -> str:
-    """Return path and query of this request. The URL of the framework is not asked: it fails where the header Host does."""
+    """Return path and query of this request. Does not use the framework's URL, which fails for a bad Host header."""
     path, query = request.scope["path"], request.scope["query_string"].decode("ascii", "replace")
     return f"{path}?{query}" if query else path
 
 
 def login_path(request: ConsoleRequest) -> str:
-    """Return where a visitor without a session goes: the sign-in page, which leads back to the page in the browser."""
+    """Return the address of the sign-in page, which leads back to the page in the browser."""
     target = page_shown(request)
     return "/login" if target == "/" else f"/login?next={quote(target, safe='')}"
 
 
 def page_shown(request: ConsoleRequest) -> str:
-    """Return the address of the page that a browser shows or opens: the one asked for, or that a form or a part comes from.
+    """Return the address of the page that a browser shows or opens: the requested page, or the page that contains the form or
+    part.
 
-    Of what a browser says of that page nothing but path and query is taken.
+    Of the latter, which the browser sends, only path and query are used.
     """
     whole = request.method in SAFE_METHODS and "hx-request" not in request.headers
     if whole:

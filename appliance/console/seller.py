@@ -1,4 +1,4 @@
-"""Who writes the invoices: the form of it. What may stand there is the rule of `Seller`."""
+"""The form for the seller on invoices. `Seller` has the rules for its fields."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ _MICROS_PER_BASIS_POINT = MICROS_PER_UNIT * 100 // BASIS_POINTS
 
 @get("/settings/seller", guards=[needs(Action.BILLING)])
 async def show_seller(request: ConsoleRequest, console: ConsoleDependency) -> Html:
-    """The form with what stands on invoices about who writes them."""
+    """The form with the seller's details on invoices."""
     return await _form(request, console, None)
 
 
@@ -54,7 +54,7 @@ async def save_seller(request: ConsoleRequest, console: ConsoleDependency) -> Ht
 
 
 async def seller_of(services: Services) -> Seller | None:
-    """Return what was entered last, None before the first time."""
+    """Return the seller, None before it was first entered."""
     record = await services.box_records.get(SELLER)
     return None if record is None else seller_from_record(record.value)
 
@@ -76,7 +76,7 @@ def _lines(form: Form, field: str) -> tuple[str, ...]:
 
 
 def _read_tax(form: Form) -> int:
-    """Return a percentage with at most two decimals in basis points; an empty field is no tax."""
+    """Return, in basis points, a percentage with at most two decimals; an empty field is no tax."""
     micros = form.amount_micros("tax_basis_points") or 0
     basis_points, rest = divmod(micros, _MICROS_PER_BASIS_POINT)
     if rest or basis_points > BASIS_POINTS:

@@ -1,4 +1,4 @@
-"""The last steps of every way to sign in: ask for a code where the member has a second factor, else open the session.
+"""The last steps of every way to sign in: ask for a code if the member has a second factor, then open the session.
 
 Between the two there is no session, only a ticket in a cookie of this browser. Knows no form of the first factor.
 """
@@ -20,26 +20,26 @@ from appliance.tenancy.second_factor import without_second_factor
 CODE_STEP = "code"
 CODE_PATH = "/login/code"
 USER_AGENT_CHARS_MAX = 400
-TARGET_CHARS_MAX = 1500  # sealed and with the rest it stays below the 4 KiB that browsers keep of a cookie
+TARGET_CHARS_MAX = 1500  # sealed together with the rest, it stays below the 4 KiB limit of browsers for a cookie
 NO_ADDRESS = "(no e-mail address)"
 
 
 def address_of(request: ConsoleRequest) -> str:
-    """Return where the request came from."""
+    """Return the address that sent the request."""
     return request.client.host if request.client else "unknown"
 
 
 def kept_target(target: str) -> str:
-    """Return where to go after signing in, if it fits a cookie; else the overview."""
+    """Return `target`, where to go after signing in, if it fits a cookie; else the overview."""
     return target if len(target) <= TARGET_CHARS_MAX else "/"
 
 
 async def first_factor_proven(
     request: ConsoleRequest, console: Console, member: Member, *, method: str, target: str, proof: Proof | None = None
 ) -> Html:
-    """Return the way on for a member who has proven the first factor by `method`: a session, or the step of the code.
+    """Return the answer for a member who has proven the first factor by `method`: with a session, or leading to the code.
 
-    Raises InvalidCredentials when `proof` of it no longer holds, or alone suffices no longer.
+    Raises InvalidCredentials when `proof` of the first factor no longer holds, or no longer suffices alone.
     """
     stamp = await console.services.second_factors.required(member.id, proof=proof)
     if stamp is None:
@@ -72,7 +72,7 @@ async def finish(
 async def open_session(
     request: ConsoleRequest, console: Console, member: Member, *, method: str, proof: Proof | None = None
 ) -> str:
-    """Return the token of a new session of this browser; the rest of this request is answered in it.
+    """Return the token of a new session of this browser, which the rest of this request uses.
 
     Raises InvalidCredentials when `proof` no longer holds.
     """
@@ -90,7 +90,7 @@ async def close_session(request: ConsoleRequest, console: Console) -> None:
 
 
 async def note_refusal(request: ConsoleRequest, console: Console, *, email: str, reason: str) -> None:
-    """Write down that somebody could not sign in. What was typed is kept only if it is an address: it may be a password."""
+    """Record that somebody could not sign in. What was typed is kept only if it is an address: it may be a password."""
     try:
         named = check_email(email)
     except InvalidValue:

@@ -1,6 +1,6 @@
-"""The tenants that somebody may see, for lists to choose from and for names beside ids. Knows no page.
+"""The tenants that the member may see, for lists of choices and to show names instead of ids. Knows no page.
 
-All of them, however many there are: a tenant that is left out would be an id among names, and could not be chosen.
+Always all of them: a tenant left out would show as an id among names, and could not be chosen.
 """
 
 from __future__ import annotations

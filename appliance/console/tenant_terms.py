@@ -1,4 +1,4 @@
-"""What was agreed with a tenant beyond its limits: how they hold, limits of single models, currency, address, budget alerts."""
+"""A tenant's terms beyond its limits: how limits are enforced, limits per model, currency, billing address, budget alerts."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ async def show_model_limits(request: ConsoleRequest, console: ConsoleDependency,
 
 @post("/tenants/{tenant_id:str}/model-limits", guards=[needs(Action.WRITE)], status_code=200)
 async def save_model_limits(request: ConsoleRequest, console: ConsoleDependency, tenant_id: FromPath[str]) -> Html:
-    """Set the limits of a tenant for one model; when all are empty, the model has none of its own any more."""
+    """Set the limits of a tenant for one model; if all are empty, its own limits are removed."""
     form = await console.form(request)
     model, limits = form.text("model"), read_limits(form)
     if not form.errors:

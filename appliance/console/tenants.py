@@ -29,7 +29,7 @@ FIELDS = ("name", "tier", "weight", "allowed_models", *LIMIT_NAMES)
 
 @get("/tenants")
 async def list_tenants(request: ConsoleRequest, console: ConsoleDependency) -> Html:
-    """Every tenant that the member may see and whose name has what was searched for, archived ones on request."""
+    """Every tenant that the member may see and whose name matches the search; archived ones on request."""
     asked = request.query_params
     text, archived = asked.get("q", "").strip()[:NAME_CHARS_MAX], asked.get("archived") == "yes"
     page = await console.services.tenants.list(
@@ -76,7 +76,7 @@ async def create_tenant(request: ConsoleRequest, console: ConsoleDependency) -> 
 
 @get("/tenants/{tenant_id:str}")
 async def show_tenant(request: ConsoleRequest, console: ConsoleDependency, tenant_id: FromPath[str]) -> Html:
-    """One tenant: what it used, its keys, its settings."""
+    """One tenant: its usage, keys and settings."""
     return await _tenant_page(request, console, await console.services.tenants.get(tenant_id, access=access_of(request)))
 
 
@@ -86,7 +86,7 @@ async def save_tenant(request: ConsoleRequest, console: ConsoleDependency, tenan
     form = await console.form(request)
     tenant = await console.services.tenants.get(tenant_id, access=access_of(request))
     changes = _read(form) | {"allowed_models": form.changed_names("allowed_models", tenant.allowed_models)}
-    if changes["name"] == tenant.name:  # what is there may stay, whatever a new name may be
+    if changes["name"] == tenant.name:  # an existing name may stay, even if it would be refused as a new one
         changes["name"] = UNSET
     if not form.errors:
         try:
@@ -119,7 +119,7 @@ async def confirm_archive(request: ConsoleRequest, console: ConsoleDependency, t
 
 @post("/tenants/{tenant_id:str}/archive", guards=[needs(Action.WRITE)], status_code=200)
 async def archive_tenant(request: ConsoleRequest, console: ConsoleDependency, tenant_id: FromPath[str]) -> Html:
-    """Archive the tenant for good when its name was typed."""
+    """Archive the tenant for good if its name was typed."""
     tenant = await console.services.tenants.get(tenant_id, access=access_of(request))
     form = await console.form(request)
     if form.raw("confirm") != tenant.name:

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Totals:
-    """Sums over a time. `cost_picos` is in the appliance's currency; amounts in others stand beside it, never added."""
+    """Sums over a period. `cost_picos` is in the appliance's currency; amounts in others are kept apart, never added."""
 
     requests: int = 0
     tokens: int = 0
@@ -31,13 +31,13 @@ async def totals_today(services: Services, tenant_id: str | None = None, *, acce
 
 
 async def totals_this_month(services: Services, tenant_id: str, *, access: Access) -> Totals:
-    """Return the sums of one tenant since the billing month began: the month that its budget and its invoice count."""
+    """Return the sums of one tenant since the billing month began, the month of its budget and its invoice."""
     start = services.reports.calendar.month_start(services.clock.now())
     return await totals_since(services, start, tenant_id, access=access)
 
 
 async def costs_this_month(services: Services, tenant_ids: Collection[str], *, access: Access) -> dict[str, list[UsageRow]]:
-    """Return what each of the tenants that used anything cost since the billing month began: a row for every currency."""
+    """Return the cost of each of these tenants since the billing month began, one row per currency; none without usage."""
     now = services.clock.now()
     rows = await services.reports.totals(
         services.reports.calendar.month_start(now),
@@ -54,7 +54,7 @@ async def costs_this_month(services: Services, tenant_ids: Collection[str], *, a
 
 
 async def totals_since(services: Services, start: datetime, tenant_id: str | None, *, access: Access) -> Totals:
-    """Return the sums of what was admitted since `start` and is settled."""
+    """Return the sums of usage admitted since `start` and already settled."""
     end = services.clock.now() + timedelta(seconds=1)
     filters = UsageFilter(tenant_ids=None if tenant_id is None else [tenant_id])
     rows = await services.reports.usage(start, end, filters=filters, access=access)

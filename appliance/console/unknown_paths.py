@@ -1,4 +1,4 @@
-"""The page for a browser that asks for what no route has. No guard has run there, so the session is looked up as it is sent."""
+"""The page for a browser that requests an unknown path. No guard has run there, so the session is resolved when it is sent."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from appliance.serving.services import Services
 
 OF_PROGRAMS = ("/v1", "/admin", "/health", "/metrics", "/schema")
-"""What lies below answers in JSON, to browsers too."""
+"""Paths below these answer in JSON, to browsers too."""
 
 ErrorHandler = Callable[[ConsoleRequest, Exception], Response[Any]]
 
@@ -35,7 +35,7 @@ def answer_unknown_path(services: Services, otherwise: ErrorHandler) -> ErrorHan
         async def page() -> Html:
             try:
                 await resolve_session(request, services)
-            except Exception as failure:  # noqa: BLE001 - HTTP edge: it is logged with the reference that the page shows
+            except Exception as failure:  # noqa: BLE001 - HTTP edge: logged with the reference that the page shows
                 return show_page(request, failure)
             return show_page(request, error)
 
@@ -50,7 +50,7 @@ def _is_of_programs(request: ConsoleRequest) -> bool:
 
 
 class DeferredPage(Response[str]):
-    """An answer that is made as it is sent: a handler of errors is no coroutine and cannot wait for the database."""
+    """An answer that is made when it is sent: error handlers are not coroutines and cannot wait for the database."""
 
     def __init__(self, page: Callable[[], Awaitable[Html]]) -> None:
         super().__init__("")

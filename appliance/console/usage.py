@@ -1,6 +1,6 @@
-"""Usage: what was used and what it cost over a period, day by day and by tenant, key or model. Knows the reports alone.
+"""Usage: what was used and what it cost over a period, day by day and by tenant, key or model. Reads only the reports.
 
-Three statements whatever the number of tenants: the bars, the rows, and the names of the rows.
+Takes three statements, however many tenants there are: the bars, the rows, and the names of the rows.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ COUNTS = ("requests", "prompt_tokens", "cached_tokens", "completion_tokens")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class View:
-    """What the page shows; every combination has an address. `bucket` is that of the bars."""
+    """What the page shows; every combination has its own address. `bucket` is that of the bars."""
 
     period: str
     group: str
@@ -53,7 +53,7 @@ class View:
 
     @classmethod
     def of(cls, request: ConsoleRequest, now: datetime, calendar: BillingCalendar) -> View:
-        """Return the view that the query string names; what it names wrongly is as if it were not there."""
+        """Return the view that the query string names; wrong values are ignored."""
         query = request.query_params
         period = query.get("period", "30d")
         period = period if period in PERIODS else "30d"
@@ -82,7 +82,7 @@ class View:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class UsageLine:
-    """One row of the table: whose it is, its counts, and its share of the measure that is shown."""
+    """One row of the table: its owner or model, its counts, and its share of the measure shown."""
 
     name: str
     note: str
@@ -116,7 +116,7 @@ def bounds(period: str, now: datetime, calendar: BillingCalendar) -> tuple[datet
 
 @get("/usage")
 async def show_usage(request: ConsoleRequest, console: ConsoleDependency) -> Html:
-    """The page; htmx asks for its lower part alone when a choice changes."""
+    """The page; when a choice changes, htmx requests only its lower part."""
     services, access = console.services, access_of(request)
     view = View.of(request, services.clock.now(), services.reports.calendar)
     bars = await services.reports.usage(view.start, view.end, view.bucket, filters=view.filters, access=access)
@@ -183,7 +183,7 @@ def add_up(bars: Sequence[UsageRow], currency: str) -> Sums:
 
 
 def owner_of(row: UsageRow, group: str) -> str:
-    """Return the id of the tenant or key, or the model, that a row of this grouping is about."""
+    """Return the tenant id, key id or model of a row, by the grouping."""
     owner = {"tenant": row.tenant_id, "key": row.key_id, "model": row.model}[group]
     assert owner is not None, "a grouped row names its group"
     return owner
@@ -192,7 +192,7 @@ def owner_of(row: UsageRow, group: str) -> str:
 def lines_of(
     rows: Sequence[UsageRow], names: Mapping[str, tuple[str, str]], view: View, currency: str, *, whole: int
 ) -> list[UsageLine]:
-    """Return the rows of the table. Shares are of `whole`, what all rows count in the measure that is shown."""
+    """Return the rows of the table. Shares are of `whole`, the sum of all rows in the measure shown."""
     lines = []
     for row in rows:
         share = measured(row, view.measure, currency) / whole if whole > 0 else 0.0
@@ -204,7 +204,7 @@ def lines_of(
 
 
 def measured(row: UsageRow, measure: str, currency: str) -> int:
-    """Return what a row counts in a measure; costs in another currency than `currency` are not comparable and count nothing."""
+    """Return the value of a row in a measure; costs in another currency than `currency` do not compare and count as zero."""
     if measure == "requests":
         return row.requests
     if measure == "cost":
@@ -213,8 +213,8 @@ def measured(row: UsageRow, measure: str, currency: str) -> int:
 
 
 def _bars(rows: Sequence[UsageRow], view: View, calendar: BillingCalendar, currency: str) -> list[Column]:
-    """Return one bar for every bucket of the period, the empty ones too. Hours are those of UTC, as in the report: where the
-    clocks are half an hour off, the first and the last of a day are cut, and the first is named by the beginning of the day."""
+    """Return one bar for every bucket of the period, empty ones too. Hours are UTC hours, as in the report: in a zone half an
+    hour off, the first and the last hour of a day are cut, and the first is labelled with the beginning of the day."""
     amounts: dict[datetime, int] = {}
     for row in rows:
         amounts[row.start] = amounts.get(row.start, 0) + measured(row, view.measure, currency)

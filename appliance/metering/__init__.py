@@ -1,1 +1,1 @@
-"""How much was asked for, used and owed: limits, prices, the ledger and its reports. Knows no HTTP and no engine."""
+"""What tenants may use, have used and owe: limits, prices, the ledger and its reports. Knows no HTTP and no engine."""

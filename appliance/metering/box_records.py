@@ -1,4 +1,4 @@
-"""The table of what belongs to the box and is changed at run time. Knows names and JSON, not what is in it."""
+"""The table of settings of the box that change at run time. Knows names and JSON, but not their meaning."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ HARDWARE = "hardware"
 
 @dataclass(frozen=True, slots=True)
 class BoxRecord:
-    """What was stored under a name, and when."""
+    """The value stored under a name, and when it was stored."""
 
     value: Mapping[str, Any]
     updated_at: datetime

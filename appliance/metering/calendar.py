@@ -1,8 +1,8 @@
 """Days and months of the billing time zone, and when they begin in UTC. Knows no money and reads no clock.
 
-Everything that speaks of a day or a month asks here, so that a limit, a report and an invoice mean the same day. A day on which
-clocks are changed has 23 or 25 hours. A midnight that the clocks skip begins with the first moment after the gap; one that
-they show twice begins with the first.
+All code that deals with days or months uses this module, so that a limit, a report and an invoice mean the same day. A day on
+which clocks change has 23 or 25 hours. A day whose midnight is skipped begins with the first moment after the gap; one whose
+midnight occurs twice begins with the first.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ class BillingCalendar:
         self._zone = ZoneInfo(time_zone)
 
     def day_of(self, moment: datetime) -> date:
-        """Return the day that `moment` lies in. Raises ValueError without a zone."""
+        """Return the day of `moment`. Raises ValueError if that has no time zone."""
         if moment.tzinfo is None:
             raise ValueError("a time without a zone lies in no day")
         return moment.astimezone(self._zone).date()
@@ -33,17 +33,17 @@ class BillingCalendar:
         return moment.astimezone(self._zone)
 
     def day_start(self, of: datetime | date) -> datetime:
-        """Return when the day, or the day that a moment lies in, begins, in UTC."""
+        """Return when the day `of`, or the day of the moment `of`, begins, in UTC."""
         day = self.day_of(of) if isinstance(of, datetime) else of
         midnight = datetime.combine(day, time.min, tzinfo=self._zone)
-        # A skipped midnight stands for the moment after the gap that is as late as the gap is long: step back into the gap.
+        # A skipped midnight converts to a local time later by the length of the gap: possibly after the day's first moment.
         start = midnight.astimezone(UTC)
         if start.astimezone(self._zone).date() == day and start.astimezone(self._zone).time() == time.min:
             return start
         return self._end_of_gap(start, day)
 
     def next_day_start(self, of: datetime | date) -> datetime:
-        """Return when the day after begins, in UTC."""
+        """Return when the following day begins, in UTC."""
         return self.day_start((self.day_of(of) if isinstance(of, datetime) else of) + _ONE_DAY)
 
     def month_of(self, of: datetime | date) -> str:
@@ -56,11 +56,11 @@ class BillingCalendar:
         return self.day_start(first_day(of if isinstance(of, str) else self.month_of(of)))
 
     def next_month_start(self, of: str | datetime | date) -> datetime:
-        """Return when the month after begins, in UTC. Raises InvalidValue."""
+        """Return when the following month begins, in UTC. Raises InvalidValue."""
         return self.day_start(first_day(next_month(of if isinstance(of, str) else self.month_of(of))))
 
     def _end_of_gap(self, near: datetime, day: date) -> datetime:
-        """Return the first moment of `day` by halving: the local date never runs backwards over a gap at midnight."""
+        """Return the first moment of `day` by bisection: across a gap at midnight the local date never goes backwards."""
         low, high = near - _ONE_DAY, near + _ONE_DAY
         while high - low > timedelta(microseconds=1):
             middle = low + (high - low) / 2

@@ -1,7 +1,7 @@
-"""What a million tokens cost on this box, and from which use on it is cheaper than hosted prices. Pure integers; reads nothing.
+"""What a million tokens cost on this box, and at what usage it beats hosted prices. Pure integers; reads nothing.
 
-Each figure says where it comes from: entered by the operator, read from the GPU, measured from usage, or computed from others.
-A month is 730 hours (8760 / 12). Amounts are micro-units of one currency; a figure that cannot be known is None, never a guess.
+Each figure names its source: entered by the operator, read from the GPU, measured from usage, or computed from others. A month
+is 730 hours (8760 / 12). Amounts are micro-units of one currency; a figure that cannot be known is None, never a guess.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _WATTS_PER_KW = 1000
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HostedPrice:
-    """What somebody else charges, in micro-units per million tokens; None for cached input: it costs as other input."""
+    """A hosted price in micro-units per million tokens; cached input None: it costs the same as other input."""
 
     name: str
     prompt: int
@@ -45,8 +45,8 @@ class HostedPrice:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Hardware:
-    """What the operator says of the box. `cost_micros` is spread evenly over `months`. `power_w` is the draw of the whole box;
-    None takes what the GPUs report, to which `other_power_w` (processor, fans, loss of the power supply) is added.
+    """What the operator enters about the box. `cost_micros` is spread evenly over `months`. `power_w` is the draw of the whole
+    box; if None, it is what the GPUs report plus `other_power_w` (processor, fans, loss of the power supply).
 
     Raises InvalidValue naming the field.
     """
@@ -78,7 +78,7 @@ class Hardware:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Measured:
-    """The use of the box in the MEASURED_DAYS before `end`. `busy_hour_tokens` were read and written in the busiest hour."""
+    """The use of the box in the MEASURED_DAYS before `end`. `busy_hour_tokens`: read and written in the busiest hour."""
 
     start: datetime
     end: datetime
@@ -90,13 +90,13 @@ class Measured:
 
     @property
     def tokens(self) -> int:
-        """Return all tokens that were read and written."""
+        """Return all tokens read and written."""
         return self.prompt_tokens + self.completion_tokens
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Figure:
-    """One figure with its unit and where it comes from; None: it cannot be known, and `source` says why."""
+    """One figure with its unit and source; None: it cannot be known, and `source` says why."""
 
     name: str
     value: int | None
@@ -108,8 +108,8 @@ class Figure:
 class BreakEven:
     """This box against one hosted price, at the measured mix of tokens.
 
-    `share_basis_points`: of what the busiest hour, kept up all month, would be; above 10,000 the box has not shown that it can
-    do that much. `saved_month_micros`: at the measured use.
+    `share_basis_points`: the tokens needed, as a share of a whole month at the rate of the busiest hour; above 10,000 the box
+    has not shown that it can do that much. `saved_month_micros`: at the measured use.
     """
 
     name: str
@@ -134,14 +134,14 @@ class Economics:
 
 
 def hardware_from_record(record: Mapping[str, Any]) -> Hardware:
-    """Return the hardware of a stored record; what a later version added to it is left out."""
+    """Return the hardware of a stored record; fields that a later version added are left out."""
     known = {field.name for field in dataclasses.fields(Hardware)}
     given = {name: value for name, value in record.items() if name in known}
     return Hardware(**given | {"hosted": tuple(HostedPrice(**price) for price in given.get("hosted", ()))})
 
 
 def economics_of(hardware: Hardware, measured: Measured, gpu_power_w: Sequence[int]) -> Economics:
-    """Return what follows from the hardware, its use, and what its GPUs draw now (empty: there is none to read)."""
+    """Return the figures for the hardware, its measured use, and the power its GPUs draw now (empty: none can be read)."""
     costs = _costs(hardware, gpu_power_w)
     month_total = costs[-1].value
     use = _use(measured)
@@ -225,7 +225,7 @@ def _break_even(
         + measured.completion_tokens * price.completion
     )
     per_million = divide_half_up(picos, measured.tokens) if measured.tokens > 0 else None
-    # tokens × (picos per token) reaches the month's cost: rounded up, for one token less is still dearer
+    # The tokens at which the hosted cost reaches the month's cost, rounded up: with one less this box costs more.
     needed = -(-total * MILLION * measured.tokens // picos) if total is not None and picos > 0 else None
     hosted_month = divide_half_up(picos * HOURS_PER_MONTH, MEASURED_HOURS * MILLION)
     return BreakEven(

@@ -1,4 +1,4 @@
-"""Reads what the figures of `economics` follow from: the record of the hardware and the usage of the last thirty days."""
+"""Reads the inputs of `economics`: the record of the hardware and the usage of the last thirty days."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from appliance.tenancy.access import WHOLE_BOX
 
 
 class EconomicsReport:
-    """What the operator said of the hardware, and what follows from it and the measured use."""
+    """The hardware as the operator entered it, and the figures that follow from it and the measured use."""
 
     def __init__(self, records: BoxRecords, reports: UsageReports, clock: Clock) -> None:
         self._records = records
@@ -29,12 +29,12 @@ class EconomicsReport:
         self._clock = clock
 
     async def hardware(self) -> Hardware | None:
-        """Return what the operator said last, None before the first time."""
+        """Return the hardware, None before it was first entered."""
         record = await self._records.get(HARDWARE)
         return None if record is None else hardware_from_record(record.value)
 
     async def set_hardware(self, hardware: Hardware) -> None:
-        """Replace what was said before."""
+        """Replace the stored hardware."""
         await self._records.put(HARDWARE, hardware.to_record())
 
     async def report(self, gpu_power_w: list[int]) -> tuple[Hardware, Economics]:
@@ -45,7 +45,7 @@ class EconomicsReport:
         return hardware, economics_of(hardware, await self.measured(), gpu_power_w)
 
     async def measured(self) -> Measured:
-        """Return the usage of the last MEASURED_DAYS, to the last full hour: sums that are kept, not the events themselves."""
+        """Return the usage of the last MEASURED_DAYS, to the last full hour, from the stored sums, not from events."""
         end = self._clock.now().replace(minute=0, second=0, microsecond=0)
         start = end - timedelta(days=MEASURED_DAYS)
         by_hour: Counter[datetime] = Counter()

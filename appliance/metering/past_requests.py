@@ -1,4 +1,4 @@
-"""Past requests: pages of them, the newest first, found by a text or not, and one by its id. Reads only."""
+"""Past requests: pages of them, the newest first, optionally searched by text, and single ones by id. Reads only."""
 
 from __future__ import annotations
 
@@ -27,7 +27,8 @@ from appliance.tenancy.pages import (
 )
 
 SEARCHED_MAX = 100_000
-"""Requests that a page looks through. No index finds a text within a name, and a text that nobody has is nowhere."""
+"""How many requests a page searches at most: no index finds a text within a name, and a text that no request has would make it
+search them all."""
 _WHOLE_ID = re.compile(r"req_[0-9a-z]{26}")
 
 
@@ -59,14 +60,14 @@ class PastRequests:
     ) -> Page[RequestRow]:
         """Return past requests, the newest first. Raises InvalidValue for a bad cursor.
 
-        A page looks through SEARCHED_MAX requests for a text, and may have fewer rows than `limit` although there is more. A
-        whole id is found at once.
+        A page searches SEARCHED_MAX requests for a text, and may have fewer rows than `limit` although more follow. A whole id
+        is found at once.
         """
         columns, asked = requests.c, filters or RequestFilter()
         wanted = {columns.key_id: asked.key_id, columns.model: asked.model, columns.finish_reason: asked.finish_reason}
         behind = [] if asked.tenant_id is None else [columns.tenant_id == asked.tenant_id]
         if asked.key_id is not None and asked.tenant_id is None:
-            # Requests are found by tenant: those of a key that is hardly used would be looked for among everybody's.
+            # The index is by tenant: without this, requests of a rarely used key would be searched among everybody's.
             behind.append(columns.tenant_id == tenant_of_key(asked.key_id))
         if cursor is not None:
             micros, last_id = decode_cursor("requests", cursor, [int, str])
@@ -121,5 +122,5 @@ def _is_whole_id(text: str) -> bool:
 
 
 def _beyond(admitted: Select[Any]) -> Select[Any]:
-    """Return the query for the latest moment that a page does not look at, of those that `admitted` asks for."""
+    """Return the query for the latest moment, of those in `admitted`, that a page no longer searches."""
     return admitted.order_by(requests.c.admitted_at.desc()).offset(SEARCHED_MAX).limit(1)

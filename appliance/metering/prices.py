@@ -1,4 +1,5 @@
-"""What tokens cost from when on. A price is never changed: a later one takes its place. Until it begins it can be withdrawn."""
+"""What tokens cost, from which moment on. A price is never changed, but replaced by a later one. Until it begins it can be
+withdrawn."""
 
 from __future__ import annotations
 
@@ -21,12 +22,12 @@ from appliance.tenancy.audit import facts_of, record
 from appliance.tenancy.fields import TIERS, check_choice, check_currency, check_name, check_whole
 from appliance.tenancy.pages import PAGE_ROWS_DEFAULT, Page, check_limit, decode_cursor, page_of
 
-PAST_TOLERANCE = timedelta(minutes=1)  # "now" of the sender may be a little earlier than ours
-WITHDRAWAL_END = timedelta(minutes=1)  # so long before a price begins it is there for good: requests may know it already
+PAST_TOLERANCE = timedelta(minutes=1)  # the sender's "now" may be a little earlier than ours
+WITHDRAWAL_END = timedelta(minutes=1)  # from this long before it begins, a price is final: requests may know it already
 
 
 class Rate(msgspec.Struct, frozen=True, kw_only=True):
-    """Unit prices after discounts: what tokens of one request cost. `basis_points` is the share of the price that is paid."""
+    """Unit prices after discounts, for the tokens of one request. `basis_points` is the share of the price that is paid."""
 
     prompt: int
     cached_prompt: int
@@ -35,7 +36,7 @@ class Rate(msgspec.Struct, frozen=True, kw_only=True):
     basis_points: int
 
     def cost_picos(self, *, prompt_tokens: int, cached_tokens: int, completion_tokens: int, rejected_tokens: int = 0) -> int:
-        """Return the exact cost in pico-units; of signed counts a signed one."""
+        """Return the exact cost in pico-units; signed for signed counts."""
         return cost_picos(
             prompt_tokens=prompt_tokens,
             cached_tokens=cached_tokens,
@@ -70,7 +71,7 @@ class Price:
         return self.rate_at(tier_percent * (self.batch_percent if batch else PERCENT_MAX))
 
     def rate_at(self, basis_points: int) -> Rate:
-        """Return the unit prices of which `basis_points` ten-thousandths are paid, as an event says it."""
+        """Return the unit prices when `basis_points` ten-thousandths of them are paid, as stored with an event."""
         return Rate(
             prompt=discounted(self.prompt, basis_points),
             cached_prompt=discounted(self.cached_prompt, basis_points),
@@ -80,7 +81,7 @@ class Price:
         )
 
     def cost_picos(self, *, prompt_tokens: int, cached_tokens: int, completion_tokens: int, rejected_tokens: int = 0) -> int:
-        """Return the exact cost in pico-units of somebody who pays all of the price."""
+        """Return the exact cost in pico-units at the full price."""
         return self.rate_at(BASIS_POINTS).cost_picos(
             prompt_tokens=prompt_tokens,
             cached_tokens=cached_tokens,
@@ -90,9 +91,9 @@ class Price:
 
 
 class PriceBook:
-    """All prices. Those of a model are kept in memory once read; `add` and `withdraw` forget them, and `forget` all.
+    """All prices. Those of a model are cached once read; `add` and `withdraw` drop that model's from the cache, `forget` all.
 
-    Each currency has prices of its own: amounts are never converted. `currency` is the one of who has none of his own.
+    Each currency has prices of its own: amounts are never converted. `currency` is for tenants without one of their own.
     """
 
     def __init__(self, db: Database, clock: Clock, *, currency: str) -> None:
@@ -117,7 +118,7 @@ class PriceBook:
     ) -> Price:
         """Return the new price, in force from `effective_from` (None: now) until the next one of its model and currency begins.
 
-        Only the first price of a model in a currency may begin in the past, where nothing had a price. Raises InvalidValue.
+        Only the first price of a model in a currency may begin in the past, when there was no price. Raises InvalidValue.
         """
         now = self._clock.now()
         price = Price(
@@ -138,7 +139,7 @@ class PriceBook:
         return price
 
     async def withdraw(self, price_id: str) -> Price:
-        """Take away a price that has not begun, and return it. Raises NotFound and PriceBegun."""
+        """Remove a price that has not begun, and return it. Raises NotFound and PriceBegun."""
         now = self._clock.now()
         try:
             async with self._db.writing() as connection:
@@ -149,7 +150,7 @@ class PriceBook:
                 _check_future(price, now)
                 await connection.execute(delete(prices).where(prices.c.id == price_id))
                 await record(connection, self._clock, "price.withdraw", "price", price_id, before=facts_of(price))
-        except IntegrityError as error:  # the database keeps it: by its clock the price has begun
+        except IntegrityError as error:  # a trigger protects it: by the database's clock the price has begun
             raise PriceBegun(
                 "by the database's clock the price has already taken effect; it cannot be withdrawn", param="price_id"
             ) from error
@@ -185,7 +186,7 @@ class PriceBook:
         return in_force[-1] if in_force else None
 
     async def unpriced(self, pairs: Iterable[tuple[str, str]], at: datetime) -> Sequence[tuple[str, str]]:
-        """Return those of the pairs of model and currency that have no price at `at`, in order: what is served at no cost."""
+        """Return the pairs of model and currency without a price at `at`, in order: they are served at no cost."""
         missing = []
         for model, currency in sorted(set(pairs)):
             if await self.current(model, at, currency=currency) is None:
@@ -198,7 +199,7 @@ class PriceBook:
         async with self._db.reading() as connection:
             rows = (await connection.execute(query)).mappings().all()
         found = [price_from_row(row) for row in rows]
-        if changes == self._changes:  # else there is another book since; the next caller reads again
+        if changes == self._changes:  # otherwise prices have changed since; the next caller reads again
             self._by_model[model] = found
         return found
 
@@ -228,7 +229,7 @@ _COLUMNS = tuple(column.name for column in prices.columns)
 
 
 def _check_place(price: Price, others: Mapping[datetime, str], earliest: datetime) -> None:
-    """Raise InvalidValue when a price would change what an earlier one says of the past, or begins where another does."""
+    """Raise InvalidValue when a price would change past prices, or begins at the same moment as another."""
     if price.effective_from in others:
         raise _taken(price, others[price.effective_from])
     if others and price.effective_from < earliest:
@@ -267,4 +268,4 @@ def _check_tiers(tier_percents: Mapping[str, int] | None) -> dict[str, int] | No
 def _check_start(effective_from: datetime) -> datetime:
     if effective_from.tzinfo is None:
         raise InvalidValue("effective_from must include a UTC offset, e.g. 2026-01-31T12:00:00Z", param="effective_from")
-    return effective_from.replace(microsecond=effective_from.microsecond // 1000 * 1000)  # what begins then is shown so
+    return effective_from.replace(microsecond=effective_from.microsecond // 1000 * 1000)  # the precision in which it is shown

@@ -1,4 +1,4 @@
-"""Which stored secrets cannot be opened, of second factors and of webhooks: with another `secret.key` none can. Reads only."""
+"""Finds stored secrets (second factors, webhooks) that cannot be opened; with another `secret.key` none can. Reads only."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ log = structlog.get_logger()
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sealed:
-    """How many secrets are stored, and of those the e-mail addresses and webhooks whose secret cannot be opened."""
+    """How many secrets are stored, and the e-mail addresses and webhooks whose secrets cannot be opened."""
 
     stored: int
     members: tuple[str, ...]
@@ -38,7 +38,7 @@ class Sealed:
 
 
 async def look(connection: AsyncConnection, pepper: bytes | None) -> Sealed:
-    """Try every secret with `pepper`, the 32 bytes of `secret.key`; with None, as when there is no such file, none opens."""
+    """Try to open every secret with `pepper`, the 32 bytes of `secret.key`; None (no such file) opens none."""
     of_members = (members.c.email, members.c.totp_secret)
     of_webhooks = (webhooks.c.id, webhooks.c.secret)
     num_members, closed_members = await _try(connection, of_members, _opener(pepper, OF_SECOND_FACTORS))
@@ -47,7 +47,7 @@ async def look(connection: AsyncConnection, pepper: bytes | None) -> Sealed:
 
 
 async def warn(db: Database, pepper: bytes) -> None:
-    """Write to the log, at a start, what cannot be opened: it may be long until somebody signs in."""
+    """At a start, log which secrets cannot be opened: it may be long until somebody tries to sign in."""
     async with db.reading() as connection:
         found = await look(connection, pepper)
     if found.unreadable:

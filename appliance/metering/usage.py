@@ -1,4 +1,4 @@
-"""What was used and what it cost: reports over the sums, and the pages of the ledger. Reads only."""
+"""What was used and what it cost: reports from the sums, and pages of the ledger. Reads only."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ class UsageRow:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class UsageFilter:
-    """Whose usage a report counts; None is everybody's."""
+    """Which usage a report counts; None is all."""
 
     tenant_ids: Collection[str] | None = None
     key_ids: Collection[str] | None = None
@@ -96,7 +96,7 @@ class UsageReports:
 
         Buckets begin at whole minutes and hours of UTC, or with days of the billing time zone; empty ones are left out. Amounts
         of different currencies are never added. Rows come in the order of their buckets, the first `rows_max` of them; without
-        it, all of them. Raises InvalidValue for what cannot be asked, and for a whole report of more than USAGE_ROWS_MAX rows.
+        it, all of them. Raises InvalidValue for a bad query, and for a whole report of more than USAGE_ROWS_MAX rows.
         """
         owners = _owners(group_by, filters, access)
         segments = self._segments(start, end, bucket)
@@ -122,12 +122,11 @@ class UsageReports:
         cursor: str | None = None,
         access: Access,
     ) -> Page[UsageRow]:
-        """Return a part of the report of `usage`. Raises InvalidValue for a bad cursor, too.
+        """Return a page of the report of `usage`. Also raises InvalidValue for a bad cursor.
 
-        A page costs what it shows, not what stands before it. A cursor continues the report that it came from: in its period,
-        whatever `start` and `end` are now; with another bucket, or of other owners, it is refused. What is settled between
-        two pages changes no row that was shown: it is in the rows that come, where it belongs to one of them, and no row comes
-        twice.
+        The cost of a page depends on its own rows, not on those before it. A cursor continues its own report, in the period of
+        that report, whatever `start` and `end` are now; with another bucket or other owners it is refused. Usage settled
+        between two pages changes no row already shown: it counts in later rows if it belongs there, and no row comes twice.
         """
         owners = _owners(group_by, filters, access)
         name = _name(bucket, owners)
@@ -176,7 +175,7 @@ class UsageReports:
         rows_max: int = USAGE_ROWS_MAX,
         access: Access,
     ) -> list[UsageRow]:
-        """Return the sums over the whole of `start <= t < end` per group and currency, the dearest first."""
+        """Return the sums over the whole of `start <= t < end` per group and currency, the most expensive first."""
         owners = _owners(group_by, filters, access)
         segments = self._segments(start, end, "day")
         found = await self._read(totals_query(segments, owners).limit(rows_max)) if segments else []
@@ -201,7 +200,7 @@ class UsageReports:
         if cursor is not None:
             (last_id,) = decode_cursor(name, cursor, [int])
             query = query.where(events.id < last_id if newest_first else events.id > last_id)
-        # The ids first: SQLite has those of a tenant or key in its index, and whole rows are read of one page alone.
+        # The ids first: SQLite finds those of a tenant or key in its index, and reads whole rows for one page only.
         found = query.limit(check_limit(limit) + 1).subquery("found")
         shown = select(usage_events).join(found, events.id == found.c.id).order_by(order)
         async with self._db.reading() as connection:
@@ -232,7 +231,7 @@ def _check_period(start: datetime, end: datetime) -> None:
 
 
 def _owners(group_by: Sequence[str], filters: UsageFilter | None, access: Access) -> Owners:
-    """Return whose sums are asked for, of the tenants that `access` shows."""
+    """Return the owners of the requested sums, within the tenants that `access` shows."""
     for name in group_by:
         check_choice(name, "group_by", GROUPS)
     asked = filters or UsageFilter()
@@ -247,13 +246,13 @@ def _owners(group_by: Sequence[str], filters: UsageFilter | None, access: Access
 
 
 def _name(bucket: str, owners: Owners) -> str:
-    """Return the name of a report in its cursors: a digest of what was asked for, but for the period."""
+    """Return the name of a report in its cursors: a digest of the query except its period."""
     asked = [bucket, owners.columns, {column: sorted(values) for column, values in sorted(owners.wanted.items())}]
     return "usage/" + hashlib.sha256(json.dumps(asked).encode()).hexdigest()[:16]
 
 
 def _position(name: str, cursor: str, owners: Owners) -> tuple[datetime, datetime, Place]:
-    """Return the period of the report that `cursor` is of, and the place behind which it continues."""
+    """Return the period of the report that `cursor` belongs to, and the place after which it continues."""
     start, end, bucket_at, *names = decode_cursor(name, cursor, [int, int, int, *(str for _ in owners.place), str])
     if start >= end:
         raise InvalidValue("cursor does not belong to this list", param="cursor")
@@ -261,7 +260,7 @@ def _position(name: str, cursor: str, owners: Owners) -> tuple[datetime, datetim
 
 
 def _usage_row(start: datetime, end: datetime, owners: Owners, columns: Sequence[str], values: Sequence[Any]) -> UsageRow:
-    """Return the row of `values`: those of the `columns`, then of COUNTS, which PostgreSQL adds up to decimals."""
+    """Return the row of `values`: those of the `columns`, then of COUNTS, whose sums PostgreSQL returns as decimals."""
     named = dict(zip(columns, values[: len(columns)], strict=True))
     requests, prompt, cached, completion, rejected, cost_high, cost_low = map(int, values[len(columns) :])
     shown = {name: named[name] for name in owners.columns}
@@ -298,7 +297,7 @@ def _ledger_conditions(filters: LedgerFilter) -> list[ColumnElement[bool]]:
         conditions.append(_is_kind(filters.kind))
     if filters.request_id is not None:
         of_request = events.request_id == filters.request_id
-        # Each kind has an index of its own, which both databases find where the kind is named.
+        # Each kind has an index of its own, which both databases use only if the query names the kind.
         conditions.append(or_(*(and_(_is_kind(kind), of_request) for kind in KINDS)))
     if filters.start is not None:
         conditions.append(events.admitted_at >= filters.start)
@@ -308,7 +307,7 @@ def _ledger_conditions(filters: LedgerFilter) -> list[ColumnElement[bool]]:
 
 
 def _corrections_of(event: UsageEvent) -> Select[Any]:
-    """Ask how many corrections an event has, and for their cost by halves."""
+    """Return the query for the number of corrections of an event, and their cost in halves."""
     events = usage_events.c
     sums: list[Any] = [func.count(), *split_sum(events.cost_picos)]
     return select(*sums).where(_is_kind("adjustment"), events.request_id == event.request_id, events.corrects_id == event.id)

@@ -1,10 +1,10 @@
-"""Which sums together cover a period exactly. Knows no HTTP and asks nothing.
+"""Which sums together cover a period exactly. Knows no HTTP and reads nothing.
 
     start                                                                        end
       ├events┤minutes├─ hours ─┤──────────── days ────────────┤─ hours ─┤minutes├events┤
 
-Whole buckets of the report come from sums of their own size; what the period cuts at its ends comes from finer ones, down to
-single events within a minute.
+Whole buckets of the report come from sums of the same size; buckets that the ends of the period cut come from finer sums, down
+to single events within a minute.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from appliance.metering.ledger.rollups import DAY, HOUR, MINUTE
 EVENT = "event"
 EARLIEST = datetime(1970, 1, 2, tzinfo=UTC)
 LATEST = datetime(9990, 1, 1, tzinfo=UTC)
-STARTS_MAX = 100  # days of three months, hours of four days: a statement names so many
+STARTS_MAX = 100  # the days of three months, the hours of four days: the most that a statement lists
 _FINER = {DAY: HOUR, HOUR: MINUTE, MINUTE: EVENT}
 _SIZES = {HOUR: timedelta(hours=1), MINUTE: timedelta(minutes=1)}
 _TICK = timedelta(microseconds=1)
@@ -28,8 +28,8 @@ _EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Segment:
-    """A part of a period, covered by sums of one `level`, or by events. `within` is the bucket of the report that it lies in;
-    None where its sums are buckets of the report themselves. `starts` are where the sums begin, unless they are too many."""
+    """A part of a period, covered by sums of one `level`, or by events. `within` is the bucket of the report that contains it;
+    None if its sums are themselves buckets of the report. `starts` are the beginnings of the sums, empty if too many."""
 
     level: str
     start: datetime
@@ -55,7 +55,7 @@ def cover(start: datetime, end: datetime, bucket: str, calendar: BillingCalendar
 
 
 def reaching(segments: Iterable[Segment], bucket_at: datetime) -> list[Segment]:
-    """Return the segments in which something of the bucket that begins at `bucket_at` may lie, or of a later one."""
+    """Return the segments that may contain a part of the bucket beginning at `bucket_at`, or of a later one."""
     last = [(segment, segment.end - _TICK if segment.within is None else segment.within) for segment in segments]
     return [segment for segment, latest in last if latest >= bucket_at]
 
@@ -71,7 +71,7 @@ def _starts(level: str, start: datetime, end: datetime, calendar: BillingCalenda
 
 
 def bucket_start(moment: datetime, bucket: str, calendar: BillingCalendar) -> datetime:
-    """Return the beginning of the bucket that `moment` lies in."""
+    """Return the beginning of the bucket that contains `moment`."""
     if bucket == DAY:
         return calendar.day_start(moment)
     return moment - (moment - _EPOCH) % _SIZES[bucket]

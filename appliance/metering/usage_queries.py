@@ -1,13 +1,13 @@
 """The statements of usage reports: one for a whole report, and one for a page of it that reads little more than the page.
 
-Rows are told apart by their *place*: the beginning of the bucket, the owner's columns that were asked for, and the currency.
-They come in the order of their places, which is that of the sums themselves as far as both have the same columns; so a page
-begins where the one before ended and ends with its last row, whatever stands before and behind it:
+A row is identified by its *place*: the beginning of its bucket, the requested columns of the owner, and the currency. Rows come
+in the order of their places, which is also the order of the sums as far as both have the same columns. So a page is read from
+where the previous one ended up to its own last row, however much precedes or follows it:
 
-    every column of the owner   the sums are the rows: the first of them behind the place, and no more
-    some, or of a few owners    the first places by the columns that both begin with, then the sums of those places alone
+    every column of the owner   the sums are the rows: the first ones after the place, and no more
+    some, or of a few owners    the first places by the columns that both begin with, then only the sums of those places
 
-What was asked for neither by tenant nor by key is read from the sums of the box, which have a row for each model.
+A report by neither tenant nor key is read from the sums of the box, which have a row for each model.
 """
 
 from __future__ import annotations
@@ -43,26 +43,27 @@ from appliance.metering.usage_cover import EVENT, Segment
 
 OWNER = ("tenant_id", "key_id", "model")
 _BOX_OWNER = ("model",)
-OWNERS_MAX = 20  # of more tenants or keys than that, the first places are not looked for one by one
-PROBES_MAX = 20_000  # of more places than that in an index the sums of a period are read one after the other
+OWNERS_MAX = 20  # for more tenants or keys than this, the first places are not searched one by one
+PROBES_MAX = 20_000  # instead of more probes of an index than this, the sums of a period are read in sequence
 
 
 @dataclass(frozen=True, kw_only=True)
 class Owners:
-    """Whose sums a report has: the columns that tell rows apart, and which values of a column count, where not all do."""
+    """The owners in a report: the columns that distinguish rows, and for each restricted column the values that count."""
 
     columns: tuple[str, ...]
     wanted: Mapping[str, Collection[str]]
 
     @cached_property
     def place(self) -> tuple[str, ...]:
-        """The owner's columns of a row's place. A key belongs to one tenant: rows by key lie by tenant, as the sums do."""
+        """The owner's columns in a row's place. A key belongs to one tenant: rows by key are ordered by tenant first, like the
+        sums."""
         told_apart = {*self.columns, "tenant_id"} if "key_id" in self.columns else set(self.columns)
         return tuple(name for name in OWNER if name in told_apart)
 
     @property
     def probes(self) -> float:
-        """In how many places of a bucket a database looks for the rows: of each tenant, and there of each key."""
+        """How many index probes a database makes per bucket: one for each tenant and, within it, each key."""
         tenants, keys = (len(self.wanted[name]) if name in self.wanted else None for name in ("tenant_id", "key_id"))
         if tenants is None:
             return math.inf if keys is None else keys * keys
@@ -70,22 +71,23 @@ class Owners:
 
     @property
     def table(self) -> Table:
-        """The sums that are read."""
+        """The table of sums that is read."""
         return usage_box_rollups if {*self.columns, *self.wanted} <= set(_BOX_OWNER) else usage_rollups
 
     def conditions(self, table: Table) -> list[ColumnElement[bool]]:
-        """Return what rows of `table` have to meet. The tenants of keys are looked up, for sums lie by tenant."""
+        """Return the conditions on rows of `table`. The tenants of keys are added, because sums are ordered by tenant."""
         met = [_is_one_of(table.c[name], sorted(values)) for name, values in self.wanted.items()]
         keys = sorted(self.wanted.get("key_id", ()))
         if len(keys) > OWNERS_MAX:
             met.append(table.c.tenant_id.in_(select(api_keys.c.tenant_id).where(api_keys.c.id.in_(keys))))
         elif keys:
-            # One statement for each: PostgreSQL has the answers before it chooses where to begin.
+            # A subquery for each: PostgreSQL evaluates them before it decides where in the index to begin.
             met.append(_is_one_of(table.c.tenant_id, [tenant_of_key(key_id) for key_id in keys]))
         return met
 
     def one_by_one(self) -> list[Owners]:
-        """Return each key, or else each tenant, as the only one that is asked for; none where they are all or too many."""
+        """Return these owners restricted to each single key, or else to each single tenant; empty if not restricted or too
+        many."""
         for name in ("key_id", "tenant_id"):
             values = self.wanted.get(name, ())
             if 1 <= len(values) <= OWNERS_MAX:
@@ -95,14 +97,14 @@ class Owners:
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """The place of a row: where its bucket begins, and its owner's columns and currency."""
+    """The place of a row: the beginning of its bucket, then its owner's columns and its currency."""
 
     start_at: datetime
     names: tuple[str, ...]
 
 
 def tenant_of_key(key_id: str) -> ScalarSelect[str]:
-    """Return the tenant of a key, for a query of rows that lie by tenant."""
+    """Return a subquery for the tenant of a key, for queries of rows that are ordered by tenant."""
     return select(api_keys.c.tenant_id).where(api_keys.c.id == key_id).scalar_subquery()
 
 
@@ -112,9 +114,9 @@ def report_query(segments: Sequence[Segment], owners: Owners) -> Select[Any]:
 
 
 def page_query(segments: Sequence[Segment], owners: Owners, rows_max: int, after: Place | None) -> Select[Any]:
-    """Return the query for the first `rows_max` rows of a report behind the place `after`.
+    """Return the query for the first `rows_max` rows of a report after the place `after`.
 
-    `segments` are those that reach behind it; there is one at least.
+    `segments` are those that reach beyond it, at least one.
     """
     parts = [
         _part(segment, owners, owners.place) if segment.within is not None else _page_part(segment, owners, rows_max, after)
@@ -124,16 +126,16 @@ def page_query(segments: Sequence[Segment], owners: Owners, rows_max: int, after
 
 
 def totals_query(segments: Sequence[Segment], owners: Owners) -> Select[Any]:
-    """Return the query for sums over all segments per group and currency, the dearest first, then the largest.
+    """Return the query for sums over all segments per group and currency, the most expensive first, then the largest.
 
-    All segments are one bucket, or else each would be sorted by its own buckets first; and a key stands without its tenant, for
-    PostgreSQL expects groups of every key in every tenant, too many to add up without sorting.
+    All segments are made one bucket: otherwise each would be sorted by its own buckets first. A key is grouped without its
+    tenant: otherwise PostgreSQL expects a group for every key in every tenant, too many to add up without sorting.
     """
     whole = [replace(segment, within=segments[0].start) for segment in segments]
     parts = union_all(*(_part(segment, owners, owners.columns) for segment in whole)).subquery("parts")
     keys = [*(parts.c[name] for name in owners.columns), parts.c.currency]
     sums = {name: func.sum(parts.c[name]).label(name) for name in COUNTS}
-    # Beyond 64 bits SQLite goes on with a float, near enough to sort by.
+    # Beyond 64 bits SQLite continues with a float, which is good enough for sorting.
     cost = func.sum(parts.c.cost_high) * SPLIT + func.sum(parts.c.cost_low)
     order = [cost.desc(), sums["completion_tokens"].desc(), *keys]
     return select(*keys, *sums.values()).group_by(*keys).order_by(*order)
@@ -147,7 +149,7 @@ def _added_up(parts: Sequence[Select[Any]], owners: Owners, after: Place | None 
 
 
 def _part(segment: Segment, owners: Owners, columns: Sequence[str]) -> Select[Any]:
-    """Return the sums of a segment by the owner's `columns`: of its buckets, or of the one bucket that it lies within."""
+    """Return the sums of a segment by the owner's `columns`: per bucket, or all in the one bucket that contains it."""
     if segment.level == EVENT:
         table: Table = usage_events
         moment: ColumnElement[Any] = usage_events.c.admitted_at
@@ -164,10 +166,10 @@ def _part(segment: Segment, owners: Owners, columns: Sequence[str]) -> Select[An
 
 
 def _moments(moment: ColumnElement[Any], segment: Segment, begin: datetime, owners: Owners) -> list[ColumnElement[bool]]:
-    """Return what says that `moment` lies in the segment, from `begin` on.
+    """Return the conditions that `moment` is in the segment, from `begin` on.
 
-    Of a few tenants, or keys, the beginnings are named one by one: so SQLite, which keeps no statistics, goes from one tenant's
-    sums to the next by the primary key, where it would read everybody's sums of the period.
+    For a few tenants or keys, the beginnings are listed one by one: then SQLite, which keeps no statistics, goes from one
+    tenant's sums to the next by the primary key, instead of reading everybody's sums of the period.
     """
     if segment.starts and owners.probes * len(segment.starts) <= PROBES_MAX:
         return [moment.in_([start for start in segment.starts if start >= begin])]
@@ -175,7 +177,7 @@ def _moments(moment: ColumnElement[Any], segment: Segment, begin: datetime, owne
 
 
 def _page_part(segment: Segment, owners: Owners, rows_max: int, after: Place | None) -> Select[Any]:
-    """Return the sums of at least the first `rows_max` places of a segment of whole buckets, behind `after`."""
+    """Return the sums of at least the first `rows_max` places after `after`, in a segment of whole buckets."""
     table = owners.table
     owner = _BOX_OWNER if table is usage_box_rollups else OWNER
     place = [table.c[name] for name in ("start_at", *owners.place, "currency")]
@@ -189,15 +191,15 @@ def _page_part(segment: Segment, owners: Owners, rows_max: int, after: Place | N
     begins_with = ("start_at", *takewhile(lambda name: name in owners.place, owner))
     first = _first_places(begins_with, segment, owners, rows_max, after)
     same = and_(table.c.bucket == segment.level, *(table.c[name] == first.c[name] for name in begins_with))
-    # An outer join, of which every row finds another: it says which side comes first.
+    # Every row has a match, so an inner join would do; the outer join fixes which side is read first.
     rows = first.outerjoin(table, and_(same, *owners.conditions(table)))
     return select(*place, *_sums(table)).select_from(rows).group_by(*place)
 
 
 def _first_places(names: Sequence[str], segment: Segment, owners: Owners, rows_max: int, after: Place | None) -> Subquery:
-    """Return the first places by the columns `names`, of which that of `after` may be one in which nothing is left.
+    """Return the first places by the columns `names`. That of `after` may be among them with nothing left in it.
 
-    The first of all are among the first of each owner, and those of a tenant lie together in an index of the places alone.
+    The first of all are among the first of each owner, and those of one tenant are adjacent in an index of places.
     """
     table, one_by_one = owners.table, owners.one_by_one()
     begin = segment.start if after is None else max(segment.start, after.start_at)
@@ -213,9 +215,10 @@ def _first_places(names: Sequence[str], segment: Segment, owners: Owners, rows_m
 
 
 def _not_before(columns: Sequence[Column[Any]], place: Place, *, seek: bool) -> ColumnElement[bool]:
-    """Return what says that `columns` are not before those of `place`.
+    """Return the condition that `columns` are not before those of `place`.
 
-    SQLite enters an index of these columns there, whatever others there are; without `seek` it does not see that it could.
+    With `seek`, SQLite starts there in an index of these columns, whichever other indexes exist; without `seek` the condition
+    is written so that SQLite does not see that it could.
     """
     values = _literals(place)[: len(columns)]
     not_before: ColumnElement[bool] = _tuple(columns) >= _tuple(values)

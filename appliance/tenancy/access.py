@@ -1,7 +1,7 @@
-"""What somebody who is known may see and do: the one place where every read is narrowed to the tenants it may show.
+"""What an authenticated caller may see and do: the one place where every read is narrowed to the tenants it may show.
 
-A tenant that may not be seen answers like one that is not there. Stores take an `Access` with every read of what belongs to a
-tenant: lists pass their query through `narrow`, single rows go through `row`. Knows no HTTP and no table.
+A tenant that may not be seen looks like one that does not exist. Stores take an `Access` with every read of a tenant's data:
+lists pass their query through `narrow`, single rows go through `row`. Knows no HTTP and no table.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ class Owned(Protocol):
 
     @property
     def tenant_id(self) -> str | None:
-        """Return whose it is."""
+        """Return the owner's id; None is the box."""
         ...
 
 
@@ -34,7 +34,7 @@ OwnedRow = TypeVar("OwnedRow", bound=Owned)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Access:
-    """The rights of one caller at one moment: a role on the box, and roles in single tenants beside it."""
+    """The rights of one caller at one moment: a role on the box, and roles in single tenants."""
 
     role: Role
     actor: Actor
@@ -46,7 +46,7 @@ class Access:
         return self.role is not Role.MEMBER
 
     def visible(self) -> frozenset[str] | None:
-        """Return the ids of the tenants that may be seen; None is all, also those of the future."""
+        """Return the ids of the tenants that may be seen; None is all, future ones too."""
         return None if self.sees_all else frozenset(self.tenants)
 
     def sees(self, tenant_id: str) -> bool:
@@ -72,9 +72,9 @@ class Access:
             raise self._refusal(action, tenant_id)
 
     def row(self, found: OwnedRow | None, action: Action, *, what: str, param: str) -> OwnedRow:
-        """Return the row that a store has found by its id, once it is sure that it is there and `action` is covered for it.
+        """Return the row that a store `found` by its id (None: no such row), after a check that `action` is covered for it.
 
-        Raises NotFound, in the same words for a row that is not there and for one that may not be seen, and RoleNotAllowed.
+        Raises RoleNotAllowed, and NotFound in the same words for a missing row and for one that may not be seen.
         """
         if found is None:
             raise NotFound(f"no such {what}", param=param)
@@ -82,14 +82,14 @@ class Access:
         return found
 
     def require_row(self, action: Action, tenant_id: str | None, *, what: str, param: str) -> None:
-        """Do as `require`, for a row of a tenant, or of the box when None: whoever may not see whose it is hears that there is
-        no such `what`."""
+        """Like `require`, for a row of a tenant, or of the box when None: a caller who may not see its owner gets NotFound, "no
+        such `what`"."""
         if not (self.sees_all if tenant_id is None else self.sees(tenant_id)):
             raise NotFound(f"no such {what}", param=param)
         self.require(action, tenant_id)
 
     def require_somewhere(self, action: Action) -> None:
-        """Raise RoleNotAllowed unless `action` is covered anywhere; what is listed must then be narrowed."""
+        """Raise RoleNotAllowed unless `action` is covered anywhere; the caller must then narrow what it lists."""
         if not self.may_somewhere(action):
             raise self._refusal(action, None)
 
@@ -104,7 +104,7 @@ class Access:
         return query.where(*self.narrows(column, action))
 
     def narrows(self, column: ColumnElement[Any], action: Action = Action.READ) -> Collection[ColumnElement[bool]]:
-        """Return the conditions that `narrow` adds, for a query that is put together from conditions."""
+        """Return the conditions that `narrow` adds, for queries built from conditions."""
         allowed = self.within(action)
         return () if allowed is None else (column.in_(sorted(allowed)),)
 
@@ -119,5 +119,5 @@ WHOLE_BOX = Access(role=Role.OWNER, actor=SYSTEM)
 
 
 def access_of_key(principal: Principal, actor: Actor) -> Access:
-    """Return what a tenant's own key may read of its tenant where keys may read at all."""
+    """Return what an API key may read of its own tenant, on the paths that accept keys for reading."""
     return Access(role=Role.MEMBER, actor=actor, tenants={principal.tenant.id: TenantRole.VIEWER})

@@ -25,7 +25,7 @@ _SECRET_CHARS_MAX = 1024
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AdminToken:
-    """What is known of an administrator token; its secret is not."""
+    """An administrator token without its secret, which is not stored."""
 
     id: str
     name: str
@@ -43,12 +43,12 @@ class AdminTokens:
         self._attempts = TokenAttempts(clock)
 
     async def create(self, name: str, role: str) -> tuple[AdminToken, str]:
-        """Return (token, secret); the secret cannot be had again. Raises InvalidValue."""
+        """Return (token, secret); the secret cannot be read again. Raises InvalidValue."""
         secret = new_admin_secret()
         return await self._insert(secret, name, role), secret
 
     async def ensure(self, secret: str, name: str, role: str) -> AdminToken:
-        """Return the token whose secret the operator has chosen, made if it is not there; one that was revoked stays so."""
+        """Return the token whose secret the operator chose, created if it does not exist; a revoked one stays revoked."""
         known = await self._find(secret)
         if known is not None:
             return known
@@ -60,8 +60,8 @@ class AdminTokens:
             return known
 
     async def authenticate(self, secret: str, address: str = "") -> AdminToken:
-        """Return the token of `secret`, which came from `address`. Raises InvalidApiKey, and RateLimitExceeded where too many
-        wrong ones came from there."""
+        """Return the token of `secret`, which `address` sent. Raises InvalidApiKey, and RateLimitExceeded after too many wrong
+        ones from that address."""
         async with self._attempts.attempt(address, secret):
             try:
                 token = await self._find(secret) if 0 < len(secret) <= _SECRET_CHARS_MAX else None
@@ -120,7 +120,7 @@ class AdminTokens:
         return page_of([_from_row(row) for row in rows], limit, "admin_tokens", lambda token: [token.id])
 
     async def _find(self, secret: str) -> AdminToken | None:
-        # Found by the digest of a secret that cannot be guessed: the index look-up tells an attacker nothing.
+        # The index look-up reveals nothing to an attacker: it is by the digest of a secret that cannot be guessed.
         query = select(admin_tokens).where(admin_tokens.c.digest == plain_digest(secret))
         async with self._db.reading() as connection:
             row = (await connection.execute(query)).mappings().first()

@@ -1,4 +1,4 @@
-"""So many attempts at once for each key, then one every so often. Kept in memory and bounded; a restart forgets it."""
+"""Rate limits attempts: a burst for each key, then one per interval. Kept in memory and bounded; a restart forgets them."""
 
 from __future__ import annotations
 
@@ -22,21 +22,21 @@ class Allowance:
 
 
 class Attempts(Generic[K]):
-    """The attempts of at most `keys_max` keys; those that were not used for longest are forgotten."""
+    """The attempts of at most `keys_max` keys; the least recently used are forgotten first."""
 
     def __init__(self, clock: Clock, *, keys_max: int, refusal: str) -> None:
-        """`refusal` is what those are told who have no attempt left."""
+        """`refusal` is the error message when no attempt is left."""
         self._clock = clock
         self._keys_max = keys_max
         self._refusal = refusal
-        # Each entry is the time at which it will be full again: one number holds the level of a bucket (GCRA).
+        # Each value is the time at which that key's bucket is full again: one number holds its level (GCRA).
         self._full_at: OrderedDict[K, float] = OrderedDict()
 
     def __len__(self) -> int:
         return len(self._full_at)
 
     def take(self, allowances: Mapping[K, Allowance]) -> None:
-        """Take one attempt from each of these, or raise RateLimitExceeded with the exact wait and take none."""
+        """Take one attempt from each key, or raise RateLimitExceeded with the exact wait and take none."""
         now = self._clock.monotonic_s()
         wait_s = max(self._wait_s(key, allowance, now) for key, allowance in allowances.items())
         if wait_s > 0:
@@ -48,13 +48,13 @@ class Attempts(Generic[K]):
                 self._full_at.popitem(last=False)
 
     def give_back(self, key: K, allowance: Allowance) -> None:
-        """Give one attempt back that was taken."""
+        """Give back one attempt that was taken."""
         full_at = self._full_at.get(key)
         if full_at is not None:
             self._full_at[key] = full_at - allowance.refill_s
 
     def forget(self, key: K) -> None:
-        """Give all of them back."""
+        """Give back all attempts of `key`."""
         self._full_at.pop(key, None)
 
     def _wait_s(self, key: K, allowance: Allowance, now: float) -> float:

@@ -1,6 +1,6 @@
-"""The table of the audit log: who changed what, from where, with what before and after. Written, read, never changed.
+"""The table of the audit log: who changed what, from where, with the values before and after. Entries are never changed.
 
-Knows neither the rules of what may be done nor any secret: fields that could hold one are noted as changed, without a value.
+Does not know who may do what, and holds no secret: a field that could be one is recorded as changed, without its value.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _SECRET = re.compile(r"(^|_)(password|secret|digest|hash|pepper|token|totp)$")
 
 
 def facts_of(value: DataclassInstance, *leave_out: str) -> dict[str, Any]:
-    """Return the fields of a value as `before` or `after` of an entry, without those to leave out."""
+    """Return the fields of a value as `before` or `after` of an entry, without those named in `leave_out`."""
     names = [field.name for field in dataclasses.fields(value) if field.name not in leave_out]
     return {name: _fact(getattr(value, name)) for name in names}
 
@@ -53,8 +53,8 @@ async def record(
 ) -> None:
     """Write that the current actor did `action` (noun.verb) to the target, in the transaction of the change itself.
 
-    Of `before` and `after` only what differs is kept; where both are given and nothing differs, nothing happened and nothing
-    is written. Call it last: the end of the chain stays locked until the transaction ends.
+    Keeps only the differences between `before` and `after`; if both are given and equal, nothing is written. Call it last: the
+    end of the chain stays locked until the transaction ends.
     """
     if before is not None and after is not None:
         before, after = _differences(before, after)
@@ -84,7 +84,7 @@ async def record(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AuditFilter:
-    """Which entries a page shows; None is all. `start <= at < end`. An actor is an id or a name, an actor name is no id."""
+    """Which entries a page shows; None is all. `start <= at < end`. `actors` match ids and names, `actor_names` only names."""
 
     actors: Collection[str] | None = None
     actor_names: Collection[str] | None = None
@@ -96,14 +96,14 @@ class AuditFilter:
 
 
 class AuditLog:
-    """The log as it is read, whole or one page of it."""
+    """Reads the log, one page or all of it."""
 
     def __init__(self, db: Database, clock: Clock) -> None:
         self._db = db
         self._clock = clock
 
     async def note(self, action: str, target_kind: str, target_id: str, *, tenant_id: str | None = None) -> None:
-        """Write an entry of its own, for what changes no row of this database at that moment."""
+        """Write an entry in a transaction of its own, for an action that changes no other row of this database."""
         async with self._db.writing() as connection:
             await record(connection, self._clock, action, target_kind, target_id, tenant_id=tenant_id)
 
@@ -118,8 +118,8 @@ class AuditLog:
     ) -> Page[AuditEntry]:
         """Return entries that `access` may see, the newest first; those of the box have no tenant. Raises InvalidValue.
 
-        With `before`, the id of an entry, only newer ones count. With it alone the page is the one that ends right before that
-        entry, so nothing follows it: its own first entry leads further back. With a cursor, too, the page begins there.
+        `before` is the id of an entry and limits the page to newer ones. Without a cursor the page is the one directly before
+        that entry and has no `next_cursor`: its first entry is the next `before`. With a cursor it begins at the cursor.
         """
         ends_there = before is not None and cursor is None
         query = select(audit_log).where(*_conditions(filters or AuditFilter()))
@@ -138,7 +138,7 @@ class AuditLog:
     async def verify(self, expect: str | None = None, on_progress: Callable[[float], None] = lambda _fraction: None) -> Verdict:
         """Return whether the chain is whole, reading it in batches while others append to it.
 
-        `expect` is a hash that an earlier verification printed: an entry must have it still.
+        `expect` is a hash that an earlier verification printed: some entry must still have it.
         """
         walk = ChainWalk(expect)
         while True:
@@ -152,7 +152,7 @@ class AuditLog:
                 return walk.finish(head)
 
     async def _verify_singly(self, walk: ChainWalk) -> Verdict:
-        """Return the verdict on a chain in which an entry cannot be read: SQLite keeps what is no time as a time."""
+        """Return the verdict on a chain with an unreadable entry: SQLite stores anything in a column of times."""
         head = Head()
         while walk.fault is None:
             try:
@@ -168,7 +168,7 @@ class AuditLog:
     async def _batch(self, after_id: int, rows_max: int = BATCH_ROWS) -> tuple[Head, list[AuditEntry]]:
         """Return the head and the next entries, both of one snapshot."""
         query = select(audit_log).order_by(audit_log.c.id).limit(rows_max)
-        if after_id > 0:  # else whatever was put in front of the first shows, too
+        if after_id > 0:  # at the start there is no bound, so that entries put before the first are found too
             query = query.where(audit_log.c.id > after_id)
         async with self._db.reading() as connection:
             head = (await connection.execute(select(audit_head.c.entries, audit_head.c.hash))).first()
@@ -177,7 +177,7 @@ class AuditLog:
 
 
 async def _lock_head(connection: AsyncConnection) -> tuple[int, str]:
-    """Return (id of the next entry, hash of the last one). Others who write wait until this transaction ends."""
+    """Return (id of the next entry, hash of the last one). Other writers wait until this transaction ends."""
     step = (
         update(audit_head)
         .where(audit_head.c.id == _HEAD_ID)
@@ -193,7 +193,7 @@ async def _lock_head(connection: AsyncConnection) -> tuple[int, str]:
 
 
 def _fact(value: Any) -> Any:
-    """Return values inside values as dictionaries, which JSON has a form for."""
+    """Return `value` in types that JSON has: nested dataclasses become dictionaries."""
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         return facts_of(value)
     if isinstance(value, Mapping):
@@ -202,7 +202,7 @@ def _fact(value: Any) -> Any:
 
 
 def _differences(before: Mapping[str, Any], after: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return what differs, on both sides; of mappings inside them (limits) what differs in those."""
+    """Return the fields that differ, as they were and as they are; likewise within nested mappings (limits)."""
     was: dict[str, Any] = {}
     now: dict[str, Any] = {}
     for name in before.keys() | after.keys():
@@ -218,7 +218,7 @@ def _without_secrets(facts: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _line(value: str | None, chars: int) -> str | None:
-    """Return `value` as one printable line that fits its column: parts of it come from outside."""
+    """Return `value` as one printable line that fits its column: clients control parts of it."""
     return None if value is None else "".join(character for character in value if character.isprintable())[:chars]
 
 

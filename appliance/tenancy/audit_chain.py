@@ -1,7 +1,7 @@
-"""The chain of the audit log: what is hashed, and whether entries that were read follow one another. Knows no database.
+"""The hash chain of the audit log: what is hashed, and whether the entries form an unbroken chain. Knows no database.
 
 hash(n) = SHA-256(hash(n - 1) + the entry's other columns as canonical JSON), both in UTF-8; hash(0) is 64 zeros. Ids count from
-1 without gaps and the head says how many entries there are and which hash is the last, so that a cut tail shows as well.
+1 without gaps, and the head holds the number of entries and the last hash, so that a missing tail is noticed as well.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ COLUMNS = tuple(field.name for field in fields(AuditEntry))
 
 
 def facts_from(text: str | None) -> dict[str, Any] | None:
-    """Return what `before` or `after` of an entry says."""
+    """Return `before` or `after` of an entry, decoded."""
     facts: dict[str, Any] | None = None if text is None else json.loads(text)
     return facts
 
@@ -65,7 +65,7 @@ class Fault:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Verdict:
-    """What a walk over the chain has shown. `fault` None: every entry is as it was written, and none is missing."""
+    """The result of a walk over the chain. `fault` None: every entry is as it was written, and none is missing."""
 
     entries: int
     hash: str
@@ -87,7 +87,7 @@ def rfc3339_micros(moment: datetime) -> str:
 
 
 def hash_of(columns: Mapping[str, Any], previous_hash: str) -> str:
-    """Return the hash of an entry whose columns are these; `hash` and `previous_hash` among them do not count."""
+    """Return the hash of an entry with these columns; `hash` and `previous_hash` among them are ignored."""
     content = {name: value for name, value in columns.items() if name not in ("hash", "previous_hash")}
     return hashlib.sha256(previous_hash.encode() + canonical(content).encode()).hexdigest()
 
@@ -102,7 +102,7 @@ class ChainWalk:
         self.fault: Fault | None = None
 
     def feed(self, entries: Iterable[AuditEntry]) -> None:
-        """Check the entries that follow those seen so far; nothing is looked at after the first fault."""
+        """Check the next entries; after the first fault they are ignored."""
         for entry in entries:
             if self.fault is None:
                 self.fault = self._fault_of(entry)
@@ -112,7 +112,7 @@ class ChainWalk:
             self._met = self._met or entry.hash == self._expect
 
     def finish(self, head: Head) -> Verdict:
-        """Compare the end with the head, read in the same snapshot as the last entries."""
+        """Compare the end of the chain with `head`, which was read in the same snapshot as the last entries."""
         if self.fault is None:
             self.fault = self._fault_of_end(head)
         return Verdict(entries=self.seen.entries, hash=self.seen.hash, fault=self.fault)
@@ -150,7 +150,7 @@ class ChainWalk:
 
 
 def changed(entry_id: int) -> Fault:
-    """Return the fault of an entry that is not what was hashed, or cannot even be read."""
+    """Return the fault of an entry that does not match its hash, or cannot even be read."""
     return Fault(entry_id=entry_id, kind="changed", text=f"entry {entry_id} was changed")
 
 
@@ -158,7 +158,7 @@ def _is_as_hashed(entry: AuditEntry) -> bool:
     try:
         return hash_of({name: getattr(entry, name) for name in COLUMNS}, entry.previous_hash) == entry.hash
     except (TypeError, ValueError, AttributeError):
-        return False  # SQLite keeps whatever is put into a column: bytes, numbers
+        return False  # SQLite stores any value in any column: bytes, numbers
 
 
 def _missing(first: int, last: int, one: str, many: str) -> str:

@@ -1,6 +1,6 @@
-"""The first start: somebody who can sign in, a token for scripts, a tenant with a key. Later starts do nothing.
+"""The first start creates a member who can sign in, a token for scripts, and a tenant with a key. Later starts do nothing.
 
-A start that ended before its login was shown is made good by the next one: new secrets, the unseen ones are refused.
+If a start ends before its login was shown, the next one makes new secrets and revokes those that nobody saw.
 """
 
 from __future__ import annotations
@@ -39,10 +39,10 @@ class FirstStart:
 async def bootstrap(
     settings: Settings, members: Members, tokens: AdminTokens, tenants: Tenants, keys: Keys
 ) -> FirstStart | None:
-    """Return the generated secrets of a first start, or None when a login has been shown already.
+    """Return the generated secrets of a first start, or None when a login has already been shown.
 
-    Call `note_shown` once the operator has seen them. The member is made last, so that a first start that was interrupted
-    is a first start again. Raises UnusableData.
+    Call `note_shown` once the operator has seen them. The member is created last, so that an interrupted first start is simply
+    repeated. Raises UnusableData.
     """
     unseen = await _unseen(settings, tokens, keys)
     known = await members.any_exist()
@@ -68,14 +68,14 @@ async def bootstrap(
 
 
 async def _unseen(settings: Settings, tokens: AdminTokens, keys: Keys) -> PendingLogin | None:
-    """Return the login of this database that was made and never shown; its key and token are refused from now on."""
+    """Return the login of this database that was created but never shown, if any, and revoke its key and token."""
     pending = read_pending(settings.data_dir)
     if pending is None:
         return None
     try:
         await keys.revoke(pending.key_id, access=WHOLE_BOX)
     except NotFound:
-        return None  # the data folder was used with another database then; that one's login stays pending with it
+        return None  # the data folder was used with another database then, whose login stays pending
     if pending.token_id is not None:
         await tokens.revoke(pending.token_id)
     return pending

@@ -1,4 +1,4 @@
-"""The codes of countries: ISO 3166-1 alpha-2, and XK, which the standard leaves to its users and stands for Kosovo."""
+"""Country codes: ISO 3166-1 alpha-2, and XK for Kosovo, from the range that the standard leaves to its users."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What tenants, keys and members may be called and limited to: checks that return the value or raise InvalidValue naming it."""
+"""Checks of the fields of tenants, keys and members: each returns the value or raises InvalidValue naming the field."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ LIMIT_MODES = ("enforce", "shadow")
 
 _REFUSED_CATEGORIES = {"Cc", "Cs", "Zl", "Zp"}  # controls, halves of surrogate pairs, line and paragraph separators
 _TURNS = frozenset(map(chr, (*range(0x202A, 0x202F), *range(0x2066, 0x206A))))  # embeddings, overrides, isolates and their ends
-_UNSEEN = frozenset(  # nothing is drawn for them; joiners and marks of direction stay, which scripts and emoji need
+_UNSEEN = frozenset(  # invisible; joiners and direction marks are not among them, because scripts and emoji need those
     map(
         chr,
         (
@@ -46,12 +46,12 @@ class Unset(enum.Enum):
 
 
 UNSET: Final = Unset.UNSET
-"""Stands in a change for a field that is left as it is; None would be a value."""
+"""In a change, marks a field that stays as it is; None would be a value."""
 
 
 def check_name(value: object, param: str = "name") -> str:
-    """Return `value` without surrounding space: 1..200 characters, none of them a control character, one that nothing is drawn
-    for or one that turns the direction in which the text around the name reads."""
+    """Return `value` without surrounding space: 1..200 characters, none of them a control character, invisible, or one that
+    changes the reading direction of the text around it."""
     name = check_line(value, param)
     if not _TURNS.isdisjoint(name):
         raise InvalidValue(f"{param} must not contain bidirectional control characters", param=param)
@@ -61,7 +61,7 @@ def check_name(value: object, param: str = "name") -> str:
 
 
 def look_of(name: str) -> str:
-    """Return what is the same for names that look alike: without case, compatibility forms and format characters."""
+    """Return a form that is equal for names that look alike: without case, compatibility forms and format characters."""
     if name.isascii():  # 0.06 us, not 4: a new name is compared with every other
         return name.lower()
     folded = unicodedata.normalize("NFKC", unicodedata.normalize("NFKC", name).casefold())
@@ -69,8 +69,8 @@ def look_of(name: str) -> str:
 
 
 def check_line(value: object, param: str) -> str:
-    """Return `value` without surrounding space: 1..200 characters, none of them a control character. For what is checked again
-    when it is read: names were stored before any direction was refused."""
+    """Return `value` without surrounding space: 1..200 characters, none of them a control character. Less strict than
+    `check_name`, for names checked again when read: some were stored before direction characters were refused."""
     if not isinstance(value, str):
         raise InvalidValue(f"{param} must be a string", param=param)
     name = value.strip()
@@ -117,7 +117,7 @@ def check_currency(value: object) -> str:
 
 
 def check_alert_percents(value: object) -> tuple[int, ...]:
-    """Return `value`, the percentages of a budget that alert, each once and rising; an empty list is no alert."""
+    """Return `value`, the percentages of a budget that alert, without duplicates and ascending; an empty list: no alerts."""
     name = "alert_percents"
     if isinstance(value, str) or not isinstance(value, Sequence) or len(value) > ALERT_PERCENTS_MAX:
         raise InvalidValue(f"{name} must be a list of at most {ALERT_PERCENTS_MAX} percentages", param=name)
@@ -125,7 +125,7 @@ def check_alert_percents(value: object) -> tuple[int, ...]:
 
 
 def check_billing(value: object) -> dict[str, str] | None:
-    """Return the given fields of `value`, who is billed; None when none is given. A field that is None counts as not given."""
+    """Return the fields of `value` (who is billed) that are not None; None when there are none."""
     if not isinstance(value, Mapping):
         raise InvalidValue("billing must be an object with the fields " + ", ".join(BILLING_FIELDS), param="billing")
     for name in value:

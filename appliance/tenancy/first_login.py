@@ -1,6 +1,6 @@
-"""Remembers that the first login is made and not shown yet. Knows ids alone: a secret that nobody has seen is made anew.
+"""Remembers that the first login was created and not yet shown. Holds only ids: secrets that nobody saw are replaced.
 
-no file ─► written before the first member ─► login shown ─► removed. A file that is there at a start: nobody has read it.
+no file ─► written before the first member ─► login shown ─► removed. A file found at a start means that nobody saw the login.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ PENDING_FILE = "first-login-pending"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PendingLogin:
-    """Whose password, which key and which token nobody has seen. `token_id` is None when the operator has set the token."""
+    """The member, key and token whose secrets nobody has seen. `token_id` is None when the operator has set the token."""
 
     email: str
     key_id: str
@@ -25,7 +25,7 @@ class PendingLogin:
 
 
 def read_pending(data_dir: Path) -> PendingLogin | None:
-    """Return what waits to be shown, or None. Raises UnusableData when the file is not one of ours."""
+    """Return the login that was not yet shown, or None. Raises UnusableData when the file is not one of ours."""
     path = data_dir / PENDING_FILE
     try:
         return PendingLogin(**json.loads(path.read_text("utf-8")))
@@ -36,7 +36,7 @@ def read_pending(data_dir: Path) -> PendingLogin | None:
 
 
 def write_pending(data_dir: Path, pending: PendingLogin) -> None:
-    """Write the file whole or not at all, durably, readable by the owner alone."""
+    """Write the file whole or not at all, durably, readable only by the owner."""
     path = data_dir / PENDING_FILE
     draft = path.with_name(f"{PENDING_FILE}.draft")
     descriptor = os.open(draft, os.O_CREAT | os.O_TRUNC | os.O_WRONLY, 0o600)
@@ -51,5 +51,5 @@ def write_pending(data_dir: Path, pending: PendingLogin) -> None:
 
 
 def note_shown(data_dir: Path) -> None:
-    """Forget it: the login has been shown."""
+    """Remove the file: the login has been shown."""
     (data_dir / PENDING_FILE).unlink(missing_ok=True)

@@ -1,4 +1,4 @@
-"""ID tokens of an OpenID Connect provider: whether one was made by the provider, for us, now, and for this very sign-in.
+"""ID tokens of an OpenID Connect provider: whether one is from the provider, for us, valid now, and for this very sign-in.
 
 The checks are those of OpenID Connect Core 1.0, section 3.1.3.7. Pure: keys, time and token come in, an identity goes out.
 """
@@ -15,10 +15,10 @@ from typing import Any
 from joserfc import jwk, jws, jwt
 from joserfc.errors import JoseError
 
-LEEWAY_S = 60  # the clocks of two machines differ
+LEEWAY_S = 60  # for clocks that differ between the two machines
 TOKEN_CHARS_MAX = 32 * 1024
 SUBJECT_CHARS_MAX = 255
-# Signatures with a public key only: `none` and those with a shared secret are not even looked at.
+# Only signatures that a public key verifies: `none` and those with a shared secret are never accepted.
 ALGORITHMS = ("RS256", "RS384", "RS512", "PS256", "PS384", "PS512", "ES256", "ES384", "ES512", "EdDSA", "Ed25519")
 _KEY_TYPES = ("RSA", "EC", "OKP")
 
@@ -26,7 +26,7 @@ Jwk = Mapping[str, Any]
 
 
 class TokenRefused(Exception):
-    """The token is not one that signs anybody in. The message says why, for the log; it names no secret."""
+    """The token signs nobody in. The message says why, for the log, and contains no secret."""
 
 
 class UnknownKey(TokenRefused):
@@ -63,7 +63,7 @@ def read_id_token(
 
 
 def verified_email(claims: Mapping[str, Any]) -> str | None:
-    """Return the address in `claims` if the provider says that it is verified. Some write the word instead of the value."""
+    """Return the address in `claims` if the provider says that it is verified. Some send the string "true" for true."""
     email, told = claims.get("email"), claims.get("email_verified")
     return email if isinstance(email, str) and (told is True or told == "true") else None
 
@@ -81,7 +81,7 @@ def _signed_claims(token: str, keys: Sequence[Jwk]) -> dict[str, Any]:
         try:
             return jwt.decode(token, jwk.import_key(dict(candidate)), algorithms=[algorithm]).claims
         except (JoseError, ValueError, TypeError, KeyError):
-            continue  # it has not signed this, is of another type than the signature, or is no key at all
+            continue  # this key did not sign the token, is of another type than the signature, or is not a key at all
     raise UnknownKey("no key of the provider fits its signature")
 
 
@@ -115,7 +115,7 @@ def _check_times(claims: Mapping[str, Any], now: datetime) -> None:
 
 
 def _moment(claims: Mapping[str, Any], name: str) -> int | float | None:
-    """Return a time in seconds; not a number is none, or it would compare as neither too early nor too late."""
+    """Return a time in seconds, None unless it is a finite number: NaN would compare as neither too early nor too late."""
     value = claims.get(name)
     if isinstance(value, bool) or not isinstance(value, int | float):
         return None

@@ -1,7 +1,8 @@
-"""Who somebody at a sign-in provider is here: members are linked by issuer and subject, the first time by verified e-mail.
+"""Links accounts at a sign-in provider to members: by issuer and subject, and the first time by verified e-mail address.
 
-Nobody becomes a member by signing in: an owner has made the member before. A link moves to another issuer when the operator has
-changed the provider, and never to another subject of the same one: an address that was given to somebody else opens nothing.
+Nobody becomes a member by signing in: an owner must have created the member before. A link moves to another issuer when the
+operator changes the provider, but never to another subject of the same one: an address that the provider has given to somebody
+else opens nothing.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ class Identities:
         self._clock = clock
 
     async def member_of(self, identity: Identity) -> Member:
-        """Return the member that `identity` signs in. Raises InvalidCredentials with a sentence for who tried."""
+        """Return the member that `identity` signs in. Raises InvalidCredentials with a sentence for the person."""
         async with self._db.reading() as connection:
             row = await self._linked(connection, identity)
         if row is None:
@@ -44,7 +45,7 @@ class Identities:
         return issuer
 
     async def unlink(self, member_id: str) -> None:
-        """Forget who the member is at the provider: the next sign-in there links again. Raises NotFound; idempotent."""
+        """Forget the member's account at the provider: the next sign-in there links again. Raises NotFound; idempotent."""
         await _unlink(self._db, self._clock, members.c.id == member_id)
 
     async def _link(self, identity: Identity) -> RowMapping:
@@ -53,7 +54,7 @@ class Identities:
         try:
             async with self._db.writing() as connection:
                 return await self._link_by_email(connection, identity, identity.email.strip().lower())
-        except IntegrityError:  # the same person linked at the same moment
+        except IntegrityError:  # another sign-in of the same person has just made the link
             async with self._db.reading() as connection:
                 row = await self._linked(connection, identity)
             assert row is not None, "the identity was taken and is gone"
@@ -86,7 +87,7 @@ class Identities:
 
 
 async def unlink_by_email(db: Database, clock: Clock, email: str) -> Member:
-    """Do what `Identities.unlink` does for the member with this address."""
+    """Like `Identities.unlink`, for the member with this address."""
     return await _unlink(db, clock, members.c.email == email.strip().lower())
 
 

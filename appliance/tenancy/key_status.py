@@ -1,4 +1,4 @@
-"""How keys stand now, revoked ones too: for whoever serves requests that were admitted a while ago. Reads only."""
+"""The present state of keys, revoked ones too, for those who serve requests admitted a while ago. Reads only."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ KEYS_AT_ONCE = 500
 
 
 async def read_standing(db: Database, key_ids: Collection[str]) -> dict[str, Principal]:
-    """Return those of the keys that are there, with their tenants, by the id of the key."""
+    """Return the keys that exist, with their tenants, by the id of the key."""
     found: dict[str, Principal] = {}
     ids = sorted(key_ids)
     async with db.reading() as connection:
@@ -31,7 +31,7 @@ async def read_standing(db: Database, key_ids: Collection[str]) -> dict[str, Pri
 
 def why_ended(principal: Principal | None, now: datetime) -> str | None:
     """Return why requests of a key must end: key_revoked, tenant_archived, tenant_suspended or key_expired; None if they may
-    go on. A key that is not there counts as revoked."""
+    go on. A key that does not exist counts as revoked."""
     if principal is None or principal.key.revoked_at is not None:
         return "key_revoked"
     if principal.tenant.archived:

@@ -1,4 +1,4 @@
-"""The table of API keys, and who stands behind a secret. Knows no HTTP; the secret itself is never stored."""
+"""The table of API keys, and which tenant and key a secret belongs to. Knows no HTTP; the secret itself is never stored."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ KEYS_OF_TENANT_MAX = 1000
 
 @dataclass(frozen=True, slots=True)
 class _CachedKey:
-    """A verified key, as of the count of changes at which it was read."""
+    """A verified key, valid as long as the count of changes is the one at which it was read."""
 
     principal: Principal
     networks: tuple[Network, ...] | None
@@ -86,7 +86,7 @@ class Keys:
         limit_mode: str = "enforce",
         access: Access,
     ) -> tuple[ApiKey, str]:
-        """Return (key, secret); the secret cannot be had again. Raises NotFound, RoleNotAllowed, Conflict and InvalidValue."""
+        """Return (key, secret); the secret cannot be read again. Raises NotFound, RoleNotAllowed, Conflict and InvalidValue."""
         access.require(Action.KEYS, tenant_id)
         prefix, secret = new_api_key()
         key = ApiKey(
@@ -118,7 +118,7 @@ class Keys:
             return await _get(connection, key_id, access, action)
 
     async def named(self, key_ids: Collection[str], *, access: Access) -> Sequence[ApiKey]:
-        """Return those of the keys that are there and that `access` shows, in no order: for the names beside sums."""
+        """Return the keys that exist and that `access` shows, in no order; used to name the keys in sums."""
         query = access.narrow(select(api_keys), api_keys.c.tenant_id).where(api_keys.c.id.in_(sorted(key_ids)))
         async with self._db.reading() as connection:
             rows = (await connection.execute(query)).mappings().all()
@@ -137,8 +137,9 @@ class Keys:
     ) -> Page[ApiKey]:
         """Return the keys that `access` shows of one tenant, or of all when None, in the order they were made.
 
-        A key has ended that was revoked, that gave way to its successor, or whose tenant is archived; one that only expired may
-        be missed by somebody. `text` narrows to those that have it in name or prefix, in any case; a secret finds its key.
+        A key counts as ended when it was revoked, when it expired after a rotation, or when its tenant is archived. A key that
+        merely expired does not: somebody may still need it. `text` keeps the keys that have it in name or prefix, in any case;
+        a whole secret finds its key.
         """
         query = access.narrow(select(api_keys), api_keys.c.tenant_id).order_by(api_keys.c.id).limit(check_limit(limit) + 1)
         if tenant_id is not None:
@@ -207,14 +208,14 @@ class Keys:
         return key, secret
 
     async def authenticate(self, secret: str, address: str) -> Principal:
-        """Return who stands behind `secret` when it comes from `address`.
+        """Return the tenant and key of `secret`, which `address` sent.
 
         Raises InvalidApiKey, ExpiredApiKey, TenantSuspended or AddressNotAllowed.
         """
         prefix = api_key_prefix(secret)
         if prefix is None:
             raise unknown_key()
-        # Not the digest that is stored: that one takes ten times as long, and lets the interpreter's lock go meanwhile.
+        # Not the stored digest: that one takes ten times as long, and releases the interpreter's lock meanwhile.
         place = hashlib.blake2b(secret.encode(), key=self._cache_secret).digest()
         known = self._cache.get(place)
         if known is None or known.change_count != self._db.principals.value:
@@ -225,7 +226,7 @@ class Keys:
         return known.principal
 
     async def flush_last_used(self) -> None:
-        """Write when keys were used since the last flush, in one batch. A time never goes backwards."""
+        """Write the times at which keys were used since the last flush, in one batch. A time never goes backwards."""
         used, self._last_used = self._last_used, {}
         if not used:
             return
@@ -338,7 +339,7 @@ async def _revoke(connection: AsyncConnection, key_id: str, now: datetime) -> bo
 
 
 async def _retire(connection: AsyncConnection, key: ApiKey, successor_id: str, now: datetime, last: datetime) -> bool:
-    """Name the successor of a key that may be rotated now, and end the key at `last`. Return whether this call did it."""
+    """Set the successor of a key that may be rotated now, and end the key at `last`. Return whether this call did it."""
     if last <= now:
         ending: dict[str, Any] = {"revoked_at": now}
     else:
@@ -379,7 +380,7 @@ async def _check_tenant(connection: AsyncConnection, tenant_id: str) -> None:
 
 
 async def _check_room(connection: AsyncConnection, tenant_id: str, now: datetime) -> None:
-    """Raise InvalidValue unless the tenant may have one key more that works."""
+    """Raise InvalidValue unless the tenant may have one more active key."""
     working = select(func.count()).where(api_keys.c.tenant_id == tenant_id, api_keys.c.revoked_at.is_(None), _unexpired(now))
     if (await connection.execute(working)).scalar_one() >= KEYS_OF_TENANT_MAX:
         raise InvalidValue(f"a tenant can have at most {KEYS_OF_TENANT_MAX} active keys", param="tenant_id")

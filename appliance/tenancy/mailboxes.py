@@ -1,4 +1,4 @@
-"""What becomes of the alerts to a person's mailbox when that person leaves: they tell what only the tenant's people may see."""
+"""Disables the alerts to a person's mailbox when that person leaves: they report what only the tenant's people may see."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from appliance.tenancy import audit
 async def silence(connection: AsyncConnection, clock: Clock, email: str, *, tenant_id: str | None = None) -> None:
     """Disable the alerts to this mailbox, those of one tenant if given, in the transaction in which its owner leaves.
 
-    What is pending for them waits, and whoever may manage them may enable them again.
+    Pending messages wait, and those who manage the alerts may enable them again.
     """
     found = (webhooks.c.kind == "email") & (func.lower(webhooks.c.target) == email.lower())
     found &= webhooks.c.removed_at.is_(None) & webhooks.c.disabled_at.is_(None)

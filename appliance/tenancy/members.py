@@ -32,12 +32,12 @@ HASHES_AT_ONCE = 2  # each takes 64 MiB and a core
 WRONG = "e-mail address or password is wrong"
 
 Proof = Callable[[RowMapping], bool]
-"""Whether what somebody has proven still holds for the row of `members`, which may have changed since."""
+"""Whether an earlier proof (of a password or a code) still holds for the row of `members`, which may have changed since."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Member:
-    """A person who signs in. `disabled`: may no longer. `password_temporary`: somebody else made the password."""
+    """A person who signs in. `disabled`: may no longer sign in. `password_temporary`: somebody else made the password."""
 
     id: str
     email: str
@@ -55,7 +55,7 @@ class Proven:
     password_hash: str = field(repr=False)
 
     def stands(self, row: RowMapping) -> bool:
-        """Return whether the member may still sign in with this password, by the row of `members`: a `Proof`."""
+        """Return whether the member may still sign in with this password, given the row of `members`: a `Proof`."""
         return row["password_hash"] == self.password_hash and row["disabled_at"] is None
 
 
@@ -78,9 +78,9 @@ class Members:
         temporary: bool = False,
         also: Callable[[AsyncConnection, Member], Awaitable[None]] | None = None,
     ) -> Member:
-        """Return the new member; `also` is done in the same transaction. Raises NameTaken and InvalidValue.
+        """Return the new member; `also` runs in the same transaction. Raises NameTaken and InvalidValue.
 
-        A `temporary` password is one that somebody else has seen: its member must choose another before anything else.
+        A `temporary` password has been seen by somebody else: the member must first choose another.
         """
         member = Member(
             id=new_id("mb"), email=check_email(email), role=check_role(role), disabled=False, created_at=self._clock.now()
@@ -113,9 +113,9 @@ class Members:
         return member_from_row(row)
 
     async def prove_password(self, email: str, password: str) -> Proven:
-        """Return the member whose address and password these are, for whoever acts on it in a later transaction.
+        """Return the member with this address and password; its `stands` checks in a later transaction that this still holds.
 
-        Raises InvalidCredentials, after the same work whether the address is known or not.
+        Raises InvalidCredentials. Takes the same work whether the address is known or not.
         """
         row = await self._row(email)
         expected = row["password_hash"] if row is not None else await self._decoy()
@@ -137,8 +137,8 @@ class Members:
     async def change_password(self, member: Member, current: str, password: str) -> Proven:
         """Replace the password of a member who proves the current one, and end every session of the member.
 
-        Raises InvalidValue for a new password that will not do, and InvalidCredentials, also when the current one is replaced
-        meanwhile: a reset outlasts whoever knew the former password.
+        Raises InvalidValue for an unusable new password, and InvalidCredentials, also when the current one is replaced
+        meanwhile: somebody who knows the former password cannot undo a reset.
         """
         check_password(password)
         proven = await self.prove_password(member.email, current)
@@ -152,10 +152,10 @@ class Members:
         return Proven(member=member, password_hash=password_hash)
 
     async def change(self, member_id: str, *, role: str | None = None, disabled: bool | None = None) -> Member:
-        """Return the member after the change; None leaves as it is. A role on the box counts from the next request on.
+        """Return the member after the change; None changes nothing. A role on the box counts from the next request on.
 
-        Whoever is disabled is signed out everywhere at once, may not sign in, and gets no more alerts. Raises NotFound,
-        InvalidValue, and LastOwner for what would leave nobody who signs in as owner.
+        A disabled member is signed out everywhere at once, may not sign in, and gets no more alerts. Raises NotFound,
+        InvalidValue, and LastOwner if nobody would be left who can sign in as owner.
         """
         granted = None if role is None else check_role(role)
         async with self._db.writing() as connection:
@@ -213,7 +213,7 @@ class Members:
                 return False
 
     async def _decoy(self) -> str:
-        """Return a hash of nothing that can be typed, made once."""
+        """Return the hash of a password that nobody can know, made once."""
         if self._decoy_hash is None:
             self._decoy_hash = await self._hash(new_id("decoy"))
         return self._decoy_hash
@@ -229,8 +229,8 @@ async def _get(connection: AsyncConnection, member_id: str) -> Member:
 async def _replace_password(
     connection: AsyncConnection, member_id: str, password_hash: str, *, temporary: bool, former: str | None = None
 ) -> None:
-    """Store the new password and end every session of the member. Raises InvalidCredentials when `former`, the hash that it is
-    to replace, is not there any more."""
+    """Store the new password and end every session of the member. Raises InvalidCredentials when `former`, the hash to be
+    replaced, is no longer stored."""
     values = {"password_hash": password_hash, "password_temporary": temporary}
     statement = update(members).where(members.c.id == member_id).values(**values)
     if former is not None:
@@ -241,7 +241,7 @@ async def _replace_password(
 
 
 async def _lock_owners(connection: AsyncConnection) -> set[str]:
-    """Return who can sign in as owner, and keep it so until the transaction ends: two owners cannot demote each other."""
+    """Return who can sign in as owner, and lock those rows until the transaction ends: two owners cannot demote each other."""
     living = (members.c.role == Role.OWNER.value) & members.c.disabled_at.is_(None)
     owners = await connection.execute(select(members.c.id).where(living).order_by(members.c.id).with_for_update())
     return set(owners.scalars())
@@ -269,7 +269,7 @@ def check_email(value: object) -> str:
 
 
 def check_password(value: object) -> str:
-    """Return `value`: long enough, and not so long that hashing it is an attack."""
+    """Return `value` if it is long enough, and not so long that hashing it would be an attack. Raises InvalidValue."""
     if not isinstance(value, str) or not PASSWORD_CHARS_MIN <= len(value) <= PASSWORD_CHARS_MAX:
         raise InvalidValue(f"password must have {PASSWORD_CHARS_MIN} to {PASSWORD_CHARS_MAX} characters", param="password")
     try:

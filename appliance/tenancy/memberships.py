@@ -30,7 +30,7 @@ TENANTS_OF_MEMBER_MAX = 500
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Membership:
-    """A member's role in one tenant. `disabled` and `password_temporary` are those of the member."""
+    """A member's role in one tenant. `disabled` and `password_temporary` describe the member."""
 
     member_id: str
     email: str
@@ -42,21 +42,21 @@ class Membership:
 
 
 class Memberships:
-    """All memberships. Each request reads those of its caller, so that a change counts from the next one on."""
+    """All memberships. Each request reads its caller's, so that a change counts from the next request on."""
 
     def __init__(self, db: Database, clock: Clock) -> None:
         self._db = db
         self._clock = clock
 
     async def access(self, member: Member, actor: Actor) -> Access:
-        """Return what a member who has just been recognised may see and do."""
+        """Return what a member who has just been authenticated may see and do."""
         query = select(memberships.c.tenant_id, memberships.c.role).where(memberships.c.member_id == member.id)
         async with self._db.reading() as connection:
             rows = (await connection.execute(query)).all()
         return Access(role=member.role, actor=actor, tenants={row.tenant_id: TenantRole(row.role) for row in rows})
 
     async def get(self, tenant_id: str, member_id: str, *, access: Access, action: Action = Action.READ) -> Membership:
-        """Return one member's place in a tenant. Raises NotFound and RoleNotAllowed."""
+        """Return one member's role in a tenant. Raises NotFound and RoleNotAllowed."""
         async with self._db.reading() as connection:
             return await _get(connection, tenant_id, member_id, access, action)
 
@@ -84,7 +84,7 @@ class Memberships:
             return [_from_row(row) for row in (await connection.execute(query)).mappings()]
 
     async def add(self, tenant_id: str, member_id: str, role: str, *, access: Access) -> Membership:
-        """Return the new membership. Raises NotFound, RoleNotAllowed, NameTaken when there is one already, and InvalidValue."""
+        """Return the new membership. Raises NotFound, RoleNotAllowed, NameTaken when it exists already, and InvalidValue."""
         access.require(Action.TENANT_MEMBERS, tenant_id)
         granted = check_tenant_role(role)
         try:
@@ -96,11 +96,11 @@ class Memberships:
     async def invite(
         self, people: Members, tenant_id: str, email: str, role: str, *, access: Access
     ) -> tuple[Membership, str | None]:
-        """Return (membership, password): a new member's password, made here and known to nobody else; None for a known member.
+        """Return (membership, password). The password is that of a new member, created here; None for an existing member.
 
-        An address that nobody knows is let in by who may do so on the box alone: a tenant's manager could otherwise sign in as
-        somebody whom others will trust. Raises NotFound, RoleNotAllowed, NameTaken when the member belongs to the tenant
-        already, and InvalidValue.
+        Only callers with `Action.MEMBERS` on the box may invite a new address: otherwise a tenant's manager, who sees the
+        password, could sign in as somebody whom others will trust. Raises NotFound, RoleNotAllowed, NameTaken when the member
+        already belongs to the tenant, and InvalidValue.
         """
         access.require(Action.TENANT_MEMBERS, tenant_id)
         granted = check_tenant_role(role)
@@ -136,8 +136,8 @@ class Memberships:
         return after
 
     async def remove(self, tenant_id: str, member_id: str, *, access: Access) -> Membership:
-        """Return the membership that was: its member sees nothing of the tenant from the next request on, and gets no more
-        alerts of it unless a role on the box shows them.
+        """Remove a membership and return it: from the next request on its member sees nothing of the tenant, and gets no more
+        of its alerts, unless a role on the box allows it.
 
         Raises NotFound and RoleNotAllowed.
         """
@@ -198,7 +198,7 @@ async def _get(connection: AsyncConnection, tenant_id: str, member_id: str, acce
 
 
 async def _check_places(connection: AsyncConnection, tenant_id: str, member_id: str) -> None:
-    """Raise unless tenant and member are there and both have room for one membership more."""
+    """Raise unless tenant and member exist and both have room for one more membership."""
     if (await connection.execute(select(tenants.c.id).where(tenants.c.id == tenant_id))).first() is None:
         raise NotFound("no such tenant", param="tenant_id")
     if (await connection.execute(select(members.c.id).where(members.c.id == member_id))).first() is None:

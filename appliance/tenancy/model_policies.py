@@ -1,4 +1,4 @@
-"""The table of limits of a model for all tenants together. A model without a row has none."""
+"""The table of each model's limits for all tenants together. A model without a row has no limits."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ MODELS_MAX = 1000
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelPolicy:
-    """What all tenants together may use of a model. `limit_mode` as of a tenant."""
+    """What all tenants together may use of a model. `limit_mode` as for a tenant."""
 
     model: str
     limits: Limits
@@ -31,7 +31,7 @@ class ModelPolicy:
 
 
 class ModelPolicies:
-    """Limits of every model that has some. They are kept in memory; a change by this process is seen by the next request."""
+    """Limits of every model that has some, kept in memory; the next request sees a change made by this process."""
 
     def __init__(self, db: Database, clock: Clock) -> None:
         self._db = db
@@ -47,7 +47,7 @@ class ModelPolicies:
         return (await self._all()).get(model)
 
     async def put(self, model: str, limits: Limits, limit_mode: str = "enforce") -> ModelPolicy:
-        """Return the policy that takes the place of the model's former one. Raises InvalidValue."""
+        """Set the model's policy, replacing a former one, and return it. Raises InvalidValue."""
         after = ModelPolicy(
             model=check_name(model, "model"),
             limits=limits,
@@ -61,7 +61,7 @@ class ModelPolicies:
         return after
 
     async def remove(self, model: str) -> ModelPolicy:
-        """Return the policy that was; the model has no limits of its own from now on. Raises NotFound."""
+        """Remove the model's policy and return it. Raises NotFound."""
         async with self._db.changing_principals() as connection:
             before = await _get(connection, model)
             if before is None:

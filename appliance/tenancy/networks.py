@@ -1,5 +1,5 @@
-"""The networks that a key may be used from: read from text in CIDR form, and whether an address lies in one. What an
-address is counted under. Knows no table."""
+"""The networks that a key may be used from: parsing CIDR text, and whether an address is in one of them. Also the network under
+which the attempts of an address are counted. Knows no table."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from appliance.tenancy.fields import LIST_ITEMS_MAX
 
 Network = ipaddress.IPv4Network | ipaddress.IPv6Network
 MAPPED = ipaddress.IPv6Network("::ffff:0:0/96")
-"""IPv4 as a socket of both versions writes it."""
-IPV6_SITE_BITS = 64  # what one customer of a network has, at least: his addresses count as one (RFC 6177)
+"""IPv4 addresses as a dual-stack socket shows them."""
+IPV6_SITE_BITS = 64  # one customer of a network has at least a /64, so its addresses count as one (RFC 6177)
 
 
 def check_networks(value: Sequence[str] | None) -> tuple[str, ...] | None:
@@ -25,7 +25,7 @@ def check_networks(value: Sequence[str] | None) -> tuple[str, ...] | None:
 
 
 def _network(text: object) -> Network:
-    """Return a network in which `lies_in` finds its addresses: IPv4 within IPv6 is IPv4."""
+    """Return the network in the form that `lies_in` compares: IPv4 mapped into IPv6 becomes IPv4."""
     try:
         if not isinstance(text, str):
             raise TypeError
@@ -49,7 +49,7 @@ def lies_in(address: str, networks: tuple[Network, ...]) -> bool:
 
 
 def site_of(address: str) -> str:
-    """Return what `address` is counted under: itself, and of IPv6 the network of its sender, who has 2**64 of them."""
+    """Return the name under which `address` is counted: an IPv4 address itself, for IPv6 its /64, all one sender's."""
     try:
         parsed = ipaddress.ip_address(address.partition("%")[0])
     except ValueError:

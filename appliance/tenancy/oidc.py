@@ -1,7 +1,7 @@
 """An OpenID Connect provider that people may sign in through: the authorization code flow with PKCE (S256) and a nonce.
 
-Knows the provider and no member. Nothing that the provider says is believed before `id_tokens` has checked it, and a provider
-that is away never stands in the way of a password.
+Knows the provider and no member. Nothing that the provider says is believed before `id_tokens` has checked it, and sign-in by
+password works while the provider is unavailable.
 """
 
 from __future__ import annotations
@@ -23,20 +23,20 @@ from appliance.tenancy.id_tokens import Identity, Jwk, TokenRefused, UnknownKey,
 SCOPE = "openid email profile"
 TIMEOUT_S = 10.0
 ANSWER_BYTES_MAX = 1024 * 1024
-KEPT_S = 3600.0  # how long the provider's description and keys are used without asking again
-KEYS_ASKED_AGAIN_S = 60.0  # a token with an unknown key makes us ask for new ones, but not more often than this
+KEPT_S = 3600.0  # how long the provider's description and keys are cached
+KEYS_ASKED_AGAIN_S = 60.0  # a token with an unknown key makes us fetch new ones, but not more often than this
 PAUSE_AFTER_FAILURE_S = 5.0
 CALLBACK_PATH = "/login/oidc/callback"
 _ENDPOINTS = ("authorization_endpoint", "token_endpoint", "jwks_uri")
 
 
 class ProviderUnavailable(Exception):
-    """The provider does not answer, or not as a provider does. The message is for the log."""
+    """The provider does not answer, or its answer is not valid. The message is for the log."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Client:
-    """What the provider knows us by. `secret` None is a public client, which PKCE alone protects."""
+    """How the provider knows us. `secret` None is a public client, which only PKCE protects."""
 
     issuer: str
     client_id: str
@@ -56,7 +56,7 @@ class Client:
 
 
 class OidcProvider:
-    """One provider. `transport` is for tests; None speaks to the network."""
+    """One provider. `transport` is for tests; None uses the network."""
 
     def __init__(self, client: Client, clock: Clock, *, transport: httpx.AsyncBaseTransport | None = None) -> None:
         self.client = client
@@ -68,7 +68,7 @@ class OidcProvider:
         self._keys: list[Jwk] = []
 
     async def authorization_url(self, *, state: str, nonce: str, verifier: str) -> str:
-        """Return the address at the provider that a sign-in begins with. Raises ProviderUnavailable."""
+        """Return the address at the provider where a sign-in begins. Raises ProviderUnavailable."""
         endpoint = str((await self._described())["authorization_endpoint"])
         query = {
             "response_type": "code",
@@ -83,9 +83,9 @@ class OidcProvider:
         return f"{endpoint}{'&' if '?' in endpoint else '?'}{urlencode(query)}"
 
     async def identify(self, *, code: str, nonce: str, verifier: str, sent_by: str | None = None) -> Identity:
-        """Return whom the provider has signed in, for the `code` that it sent back.
+        """Return the identity that the provider has signed in, for the `code` that it sent back.
 
-        `sent_by` is the issuer that the way back names, if any (RFC 9207). Raises TokenRefused and ProviderUnavailable.
+        `sent_by` is the issuer named by the redirect, if any (RFC 9207). Raises TokenRefused and ProviderUnavailable.
         """
         metadata = await self._described()
         if sent_by is not None and sent_by != metadata["issuer"]:
@@ -98,7 +98,7 @@ class OidcProvider:
         return Identity(issuer=metadata["issuer"], subject=subject, email=email)
 
     async def _checked(self, token: object, metadata: Mapping[str, Any], nonce: str) -> tuple[str, Mapping[str, Any]]:
-        """Return (subject, claims); a token of an unknown key is looked at again with the provider's newest keys."""
+        """Return (subject, claims); a token signed with an unknown key is checked again with the provider's newest keys."""
         expected = {"issuer": metadata["issuer"], "client_id": self.client.client_id, "nonce": nonce}
         try:
             return read_id_token(token, await self._signing_keys(metadata), **expected, now=self._clock.now())
@@ -130,7 +130,7 @@ class OidcProvider:
             return self._keys
 
     async def _newest_keys(self, metadata: Mapping[str, Any]) -> list[Jwk]:
-        """Return the provider's keys, asked for again because one was unknown, unless that was done a moment ago."""
+        """Return the provider's keys, fetched anew because one was unknown, unless that was done a moment ago."""
         async with self._lock:
             now = self._clock.monotonic_s()
             if now - self._asked_again_at >= KEYS_ASKED_AGAIN_S:
@@ -156,14 +156,14 @@ class OidcProvider:
         methods = metadata.get("token_endpoint_auth_methods_supported") or ["client_secret_basic"]
         options: dict[str, Any] = {}
         if client.secret is not None and "client_secret_basic" in methods:
-            # RFC 6749, section 2.3.1: both are form-encoded first.
+            # RFC 6749, section 2.3.1: id and secret are form-encoded first.
             options["auth"] = (quote(client.client_id, safe=""), quote(client.secret, safe=""))
         else:
             form |= {"client_id": client.client_id} | ({"client_secret": client.secret} if client.secret else {})
         return await self._call("POST", metadata["token_endpoint"], data=form, **options)
 
     async def _asked_email(self, metadata: Mapping[str, Any], access_token: object, subject: str) -> str | None:
-        """Return the verified address that stands in the user info instead of the token, if it does."""
+        """Return the verified address from the user info, if it has one: some providers leave it out of the token."""
         endpoint = metadata.get("userinfo_endpoint")
         if not isinstance(endpoint, str) or not isinstance(access_token, str) or not _is_allowed(endpoint, self.client.issuer):
             return None
@@ -173,7 +173,8 @@ class OidcProvider:
         return verified_email(claims)
 
     async def _call(self, method: str, url: str, **options: Any) -> dict[str, Any]:
-        """Return the JSON object that the provider answers with; refused with a 4xx it raises TokenRefused."""
+        """Return the JSON object of the provider's answer. Raises TokenRefused for a POST answered with 4xx, and
+        ProviderUnavailable."""
         place = f"{method} {urlsplit(url).path}"
         try:
             async with (
@@ -214,7 +215,7 @@ def provider_of(settings: Settings, clock: Clock) -> OidcProvider | None:
 
 
 def _check_metadata(metadata: dict[str, Any], issuer: str) -> dict[str, Any]:
-    """Return `metadata` if it is the issuer's own, with addresses that may be called."""
+    """Return `metadata` if it is the issuer's own and its addresses may be called. Raises ProviderUnavailable."""
     told = metadata.get("issuer")
     if not isinstance(told, str) or told.rstrip("/") != issuer.rstrip("/"):
         raise ProviderUnavailable("the description is of another issuer")
@@ -225,7 +226,7 @@ def _check_metadata(metadata: dict[str, Any], issuer: str) -> dict[str, Any]:
 
 
 def _is_allowed(address: str, issuer: str) -> bool:
-    """Return whether `address` is encrypted, or the operator has chosen a provider that is not."""
+    """Return whether `address` uses HTTPS, or the operator has chosen a provider that does not."""
     try:
         parts = urlsplit(address)
     except ValueError:

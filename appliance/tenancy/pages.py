@@ -15,7 +15,7 @@ from appliance.base.errors import InvalidValue
 PAGE_ROWS_DEFAULT = 50
 PAGE_ROWS_MAX = 1000
 CURSOR_CHARS_MAX = 4096
-"""More than the longest place needs: several names of 200 characters of four bytes, in base 64."""
+"""More than the longest position needs: several names of 200 four-byte characters, in base 64."""
 _EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
 
 T = TypeVar("T")
@@ -67,12 +67,12 @@ def decode_cursor(name: str, cursor: str, types: Sequence[type]) -> list[Any]:
 
 
 def to_micros(moment: datetime) -> int:
-    """Return a moment as it stands in a cursor."""
+    """Return a moment as the integer that a cursor holds."""
     return (moment - _EPOCH) // timedelta(microseconds=1)
 
 
 def from_micros(micros: int) -> datetime:
-    """Return the moment of a cursor. Raise InvalidValue for one that no calendar has."""
+    """Return the moment of a cursor. Raise InvalidValue for one out of range."""
     try:
         return _EPOCH + timedelta(microseconds=micros)
     except OverflowError:
@@ -80,18 +80,18 @@ def from_micros(micros: int) -> datetime:
 
 
 def _is_storable(text: str) -> bool:
-    """Return whether a database takes the text: NUL and halves of surrogate pairs are in none."""
+    """Return whether every database can store `text`: NUL and halves of surrogate pairs cannot be stored."""
     return not any(character == "\0" or "\ud800" <= character <= "\udfff" for character in text)
 
 
 def page_of(rows: Sequence[T], limit: int, name: str, position_of: Callable[[T], Sequence[str | int]]) -> Page[T]:
-    """Return a page from `limit + 1` rows that were asked for: the extra one tells whether there is more."""
+    """Return a page from the result of a query for `limit + 1` rows: the extra row shows that there are more."""
     data = list(rows[:limit])
     return Page(data=data, next_cursor=encode_cursor(name, position_of(data[-1])) if len(rows) > limit else None)
 
 
 async def every_row(read: Callable[[int, str | None], Awaitable[Page[T]]]) -> list[T]:
-    """Return the rows of all pages of a list, of which `read` returns the one behind a cursor, with at most so many rows."""
+    """Return the rows of all pages of a list; `read(limit, cursor)` returns the page after a cursor."""
     page = await read(PAGE_ROWS_MAX, None)
     rows = page.data
     while page.next_cursor is not None:

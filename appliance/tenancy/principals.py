@@ -1,4 +1,4 @@
-"""Whose request it is: tenants, keys, their limits, and the pair of both behind a request. Values only; no SQL."""
+"""Tenants, keys and their limits, and the pair of tenant and key that makes a request. Values only; no SQL."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class Limits:
 
 LIMIT_NAMES = tuple(f.name for f in dataclasses.fields(Limits))
 ModelLimits = Mapping[str, Limits]
-"""Limits of one tenant or key for single models, by the name of the model; they hold beside those for all models."""
+"""Limits of one tenant or key for single models, by model name; they apply in addition to those for all models."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,7 +65,7 @@ class Tenant:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ApiKey:
-    """What is known of a key; its secret is not. `prefix` is the public part, `gh_` and eight characters.
+    """A key without its secret, which is not stored. `prefix` is the public part, `gh_` and eight characters.
 
     `replaced_by` is the id of the key that took its place when it was rotated.
     """
@@ -95,7 +95,7 @@ class Principal:
     key: ApiKey
 
     def check_usable(self, now: datetime) -> None:
-        """Raise InvalidApiKey, ExpiredApiKey or TenantSuspended where no request may begin, whatever it asks for."""
+        """Raise InvalidApiKey, ExpiredApiKey or TenantSuspended if no request of this key may begin, whatever it asks for."""
         if self.key.revoked_at is not None:
             raise unknown_key()
         if self.key.expires_at is not None and self.key.expires_at <= now:
@@ -119,18 +119,18 @@ class Principal:
 
 
 def unknown_key() -> InvalidApiKey:
-    """Return what is said of a key that is not here or no longer: strangers do not learn which of both."""
+    """Return the same error for an unknown and for a revoked key: strangers do not learn which it is."""
     return InvalidApiKey("the API key is not known or was revoked")
 
 
 LimitChanges = Limits | Mapping[str, int | None]
-"""Limits to set: as `Limits` all of them, as a mapping the named ones, None taking one away."""
+"""Limits to set: all of them as `Limits`, or the named ones as a mapping, where None removes one."""
 ModelLimitChanges = Mapping[str, LimitChanges]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TenantChanges:
-    """What a PATCH of a tenant changes. `limits` changes the limits it names, `model_limits` takes the place of all of them."""
+    """What a PATCH of a tenant changes. `limits` changes the limits it names; `model_limits` replaces those of all models."""
 
     name: str | Unset = UNSET
     tier: str | Unset = UNSET

@@ -1,4 +1,4 @@
-"""Recovery codes: ten codes of one use each, for whoever has lost the device with the second factor. Kept as keyed digests."""
+"""Recovery codes: ten single-use codes for members who lose the device with their second factor. Kept as keyed digests."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from appliance.base.tables import recovery_codes
 from appliance.tenancy.secrets import keyed_digest
 
 CODES = 10
-_ALPHABET = "abcdefghijkmnpqrstuvwxyz23456789"  # 32 characters that nobody takes for another: no l, o, 0, 1
+_ALPHABET = "abcdefghijkmnpqrstuvwxyz23456789"  # 32 characters that are hard to confuse: no l, o, 0, 1
 _HALF_CHARS = 5  # 50 bits in all
 _CODE = re.compile(rf"[{_ALPHABET}]{{{2 * _HALF_CHARS}}}", re.ASCII)
 
@@ -24,7 +24,7 @@ def new_codes() -> list[str]:
 
 
 def normalised(typed: str) -> str | None:
-    """Return the code that was typed without case, spaces and dashes, or None when it has not the form of one."""
+    """Return the typed code in lower case without spaces and dashes, or None if it does not have the form of a code."""
     code = re.sub(r"[\s-]", "", typed).lower()
     return code if _CODE.fullmatch(code) else None
 
@@ -37,12 +37,12 @@ async def replace(connection: AsyncConnection, pepper: bytes, member_id: str, co
 
 
 async def remove_all(connection: AsyncConnection, member_id: str) -> None:
-    """Leave the member none."""
+    """Remove all codes of the member."""
     await connection.execute(delete(recovery_codes).where(recovery_codes.c.member_id == member_id))
 
 
 async def use(connection: AsyncConnection, pepper: bytes, member_id: str, code: str, now: datetime) -> bool:
-    """Return whether `code` (normalised) was the member's and unused; it is used now."""
+    """Use up `code` (normalised). Return whether it was the member's and unused."""
     statement = update(recovery_codes).where(
         recovery_codes.c.member_id == member_id,
         recovery_codes.c.digest == _digest(pepper, member_id, code),

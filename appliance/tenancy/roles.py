@@ -1,4 +1,4 @@
-"""What each role may do, on the box and in a tenant: one table for the API, the console and the command line. Knows nobody."""
+"""What each role may do, on the box and in a tenant: one table for API, console and command line. Knows no member."""
 
 from __future__ import annotations
 
@@ -9,18 +9,18 @@ from appliance.tenancy.fields import check_choice
 
 
 class Role(StrEnum):
-    """Roles of members and administrator tokens on the whole box, from the most to the least. A token cannot be MEMBER."""
+    """Roles of members and administrator tokens on the whole box, the most powerful first. A token cannot be MEMBER."""
 
     OWNER = "owner"
     ADMIN = "admin"
     BILLING = "billing"
     VIEWER = "viewer"
     MEMBER = "member"
-    """None on the box: what a membership gives, and nothing else."""
+    """No role on the box: only what memberships give."""
 
 
 class TenantRole(StrEnum):
-    """Roles of a membership, which count in its tenant alone, from the most to the least."""
+    """Roles of a membership, which count only in its tenant, the most powerful first."""
 
     MANAGER = "manager"
     DEVELOPER = "developer"
@@ -28,30 +28,30 @@ class TenantRole(StrEnum):
 
 
 class Action(StrEnum):
-    """What can be asked of the appliance. An action that no tenant role has concerns the box as a whole."""
+    """What a role can allow. An action that no tenant role has concerns the box as a whole."""
 
     READ = "read"
-    """Tenants, keys, requests, usage and ledger of whom one may see."""
+    """Read tenants, keys, requests, usage and ledger, for the tenants that one may see."""
     INVOICES = "invoices"
-    """Read invoices, budgets and allowances of whom one may see."""
+    """Read invoices, budgets and allowances, for the tenants that one may see."""
     AUDIT = "audit"
-    """Read the audit log of whom one may see."""
+    """Read the audit log, for the tenants that one may see."""
     KEYS = "keys"
     """Create, change, rotate and revoke keys."""
     ABORT = "abort"
     """End a running request."""
     TENANT_MEMBERS = "tenant_members"
-    """Who belongs to a tenant, and with which role."""
+    """Change who belongs to a tenant, and with which role."""
     WEBHOOKS = "webhooks"
-    """Where alerts about a tenant go."""
+    """Change where alerts about a tenant go."""
     READ_BOX = "read_box"
-    """What belongs to no tenant: machine, engines, prices, tiers, limits of models, economics."""
+    """Read what belongs to no tenant: machine, engines, prices, tiers, limits of models, economics."""
     WRITE = "write"
-    """Tenants and their limits, tiers, limits of models, engines."""
+    """Change tenants and their limits, tiers, limits of models, engines."""
     BILLING = "billing"
-    """Prices, corrections, allowances, closing invoices, who writes them."""
+    """Change prices, corrections and allowances; close invoices; set their seller."""
     MEMBERS = "members"
-    """Who signs in, box roles, administrator tokens, other people's sessions."""
+    """Change who signs in, box roles, administrator tokens, and other people's sessions."""
 
 
 WORDS = {
@@ -67,7 +67,7 @@ WORDS = {
     Action.BILLING: "change prices, corrections and invoices",
     Action.MEMBERS: "change members, tokens and sessions",
 }
-"""Each action as a refusal says it: the role may not …"""
+"""Each action as it completes the refusal "the role … may not …"."""
 _READS = frozenset({Action.READ, Action.INVOICES, Action.AUDIT, Action.READ_BOX})
 _TENANT_WRITES = frozenset({Action.KEYS, Action.ABORT, Action.TENANT_MEMBERS, Action.WEBHOOKS})
 
@@ -92,7 +92,7 @@ def check_role(value: object) -> Role:
 
 
 def check_token_role(value: object) -> Role:
-    """Return the box role named `value` that a token may have: one that gives something. Raises InvalidValue."""
+    """Return the box role named `value` if a token may have it: any but `member`. Raises InvalidValue."""
     return Role(check_choice(value, "role", [role.value for role in TOKEN_ROLES]))
 
 
@@ -102,5 +102,5 @@ def check_tenant_role(value: object) -> TenantRole:
 
 
 def not_allowed(role: str, action: Action) -> RoleNotAllowed:
-    """Return the error that tells of an action that `role` does not cover."""
+    """Return the error for an action that `role` does not cover."""
     return RoleNotAllowed(f"the role {role} may not {WORDS[action]}")

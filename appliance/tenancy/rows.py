@@ -1,4 +1,4 @@
-"""Between rows and values of tenants and keys."""
+"""Converts between rows and values of tenants and keys."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def limits_to_row(limits: Limits) -> dict[str, int | None]:
 
 
 def changed_limits_to_row(change: LimitChanges | Unset) -> dict[str, int | None]:
-    """Return the columns that `change` names and no others, so that two changes at once cannot undo each other."""
+    """Return the columns that `change` names and no others, so that two concurrent changes cannot undo each other."""
     if isinstance(change, Unset):
         return {}
     if isinstance(change, Limits):

@@ -3,8 +3,8 @@
     none ── a code that confirms the new secret ──► enabled ── a code, or the password ──► none
                                                        └─────── an owner resets it ──────► none
 
-Whether the password was proven is the caller's business; this module knows codes alone. A change ends every session of the
-member in the same transaction: whoever asked for it signs in again or is given a new session.
+Whether the password was proven is the caller's business; this module knows only codes. A change ends every session of the
+member in the same transaction; the member who made it signs in again or is given a new session.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from appliance.tenancy.secrets import keyed_digest
 from appliance.tenancy.tickets import Tickets
 
 STEP_S = 30
-WINDOW_STEPS = 1  # a code of the step before and after is good too: clocks differ, and people type
+WINDOW_STEPS = 1  # the codes of the steps before and after are valid too: clocks differ, and people type slowly
 ENROLMENT_LIFE_S = 15 * 60
 CODE_CHARS_MAX = 64
 WRONG_CODE = "the code is wrong, or was used already"
@@ -48,7 +48,7 @@ Kind = Literal["totp", "recovery"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FactorState:
-    """What a member has. `enabled_at` None means that the password suffices."""
+    """A member's second factor. `enabled_at` None means that the password suffices."""
 
     enabled_at: datetime | None
     recovery_codes_left: int
@@ -56,7 +56,7 @@ class FactorState:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Enrolment:
-    """A secret that counts for nothing until a code of it comes back with `ticket`. `uri` is what the QR code says."""
+    """A new secret, not active until one of its codes comes back with `ticket`. `uri` is the content of the QR code."""
 
     secret: str = field(repr=False)
     uri: str = field(repr=False)
@@ -75,23 +75,23 @@ class SecondFactors:
         self._enrolments = Tickets(pepper, "second factor enrolment", clock, life_s=ENROLMENT_LIFE_S)
 
     async def state(self, member_id: str) -> FactorState:
-        """Return what the member has."""
+        """Return the state of the member's second factor."""
         async with self._db.reading() as connection:
             row = await _row(connection, member_id)
             left = await recovery_codes.count_left(connection, member_id)
         return FactorState(enabled_at=row["totp_confirmed_at"], recovery_codes_left=left)
 
     async def required(self, member_id: str, *, proof: Proof | None = None) -> str | None:
-        """Return None when the first factor suffices, else a stamp for `check`: it fits until password or secret change.
+        """Return None when the first factor suffices, else a stamp for `check`, valid until password or secret change.
 
-        Raises InvalidCredentials when `proof`, that of the first factor, no longer holds.
+        Raises InvalidCredentials when `proof`, of the first factor, no longer holds.
         """
         async with self._db.reading() as connection:
             row = _check(await _row(connection, member_id), proof)
         return None if row["totp_confirmed_at"] is None else self._stamp(row)
 
     def proof_of(self, stamp: str) -> Proof:
-        """Return the proof that holds as long as `stamp` fits and the member may sign in."""
+        """Return a proof that holds as long as `stamp` is valid and the member may sign in."""
         return lambda row: hmac.compare_digest(stamp, self._stamp(row)) and row["disabled_at"] is None
 
     async def enabled_of(self, member_ids: Collection[str]) -> frozenset[str]:
@@ -113,9 +113,9 @@ class SecondFactors:
         return self._enrolment(member, facts["secret"], ticket)
 
     async def enable(self, member: Member, enrolment: Enrolment, code: str, *, proof: Proof | None = None) -> list[str]:
-        """Return the recovery codes, which cannot be had again. `proof` is that of the password.
+        """Return the recovery codes, which cannot be read again. `proof` is that of the password.
 
-        Raises InvalidCredentials for a wrong code and when `proof` no longer holds, and Conflict.
+        Raises InvalidCredentials for a wrong code and when `proof` no longer holds, and Conflict when one is already enabled.
         """
         now = self._clock.now()
         step = next((step for step in _steps(now) if _is_code_of(enrolment.secret, step, code)), None)
@@ -137,10 +137,10 @@ class SecondFactors:
         return codes
 
     async def check(self, member_id: str, code: str, *, stamp: str | None = None) -> Kind:
-        """Return which kind of code was used up: each is good once. Raises InvalidCredentials, in the same words for all.
+        """Use up a code, each valid once, and return its kind. Raises InvalidCredentials, with one message for every reason.
 
-        Raises SecretUnreadable when `secret.key` is another one: no code, recovery codes included, could be found right then.
-        With `stamp` it is also refused when password or second factor have changed since `required` was asked.
+        Raises SecretUnreadable when `secret.key` has been replaced: then no code, not even a recovery code, can be checked.
+        With `stamp` a code is also refused when password or second factor have changed since the call of `required`.
         """
         refusal = InvalidCredentials(WRONG_CODE, param="code")
         if len(code) > CODE_CHARS_MAX:
@@ -177,7 +177,7 @@ class SecondFactors:
         return codes
 
     async def disable(self, member_id: str, *, proof: Proof | None = None) -> Proof:
-        """Take the second factor away at the member's own wish, and return the proof for the session that follows. Idempotent.
+        """Remove the second factor at the member's own wish, and return the proof for the session that follows. Idempotent.
 
         Raises InvalidCredentials when `proof`, of password or code, no longer holds.
         """
@@ -185,7 +185,7 @@ class SecondFactors:
         return self.proof_of(self._stamp({"password_hash": row["password_hash"], "totp_secret": None}))
 
     async def reset(self, member_id: str) -> Member:
-        """Take the second factor away because its device is lost, and sign the member out everywhere. Raises NotFound."""
+        """Remove the second factor because its device is lost, and sign the member out everywhere. Raises NotFound."""
         return member_from_row(await _remove(self._db, self._clock, members.c.id == member_id, "second_factor.reset"))
 
     def _opened(self, row: RowMapping) -> str:
@@ -195,7 +195,7 @@ class SecondFactors:
             raise SecretUnreadable(UNREADABLE) from error
 
     async def _use_step(self, row: RowMapping, secret: str, code: str) -> bool:
-        """Return whether `code` is of a step that was not used yet. One conditional statement moves the last step forward."""
+        """Return whether `code` belongs to a step not used yet. One conditional statement moves the last used step forward."""
         for step in _steps(self._clock.now()):
             if not _is_code_of(secret, step, code):
                 continue
@@ -228,13 +228,13 @@ class SecondFactors:
 
 
 def appliance_label(external_url: str | None) -> str:
-    """Return the name under which an authenticator app lists codes of this appliance."""
+    """Return the name under which an authenticator app lists this appliance's codes."""
     host = urlsplit(external_url).hostname if external_url else None
     return f"Gatehouse {host}" if host else "Gatehouse"
 
 
 def without_second_factor(proof: Proof | None) -> Proof:
-    """Return the proof of a sign-in that needed no code: `proof` of the first factor, and that it still suffices."""
+    """Return the proof of a sign-in that needed no code: `proof` of the first factor holds, and it still suffices."""
     return lambda row: row["totp_confirmed_at"] is None and row["disabled_at"] is None and (proof is None or proof(row))
 
 
@@ -246,14 +246,14 @@ def _check(row: RowMapping, proof: Proof | None) -> RowMapping:
 
 
 async def reset_by_email(db: Database, clock: Clock, email: str) -> Member:
-    """Do what `SecondFactors.reset` does for the member with this address, without the key that secrets are sealed with."""
+    """Like `SecondFactors.reset`, for the member with this address; needs no key for sealed secrets."""
     return member_from_row(await _remove(db, clock, members.c.email == email.strip().lower(), "second_factor.reset"))
 
 
 async def _remove(
     db: Database, clock: Clock, whose: ColumnElement[bool], action: str, proof: Proof | None = None
 ) -> RowMapping:
-    """Return the row as it was."""
+    """Remove the second factor and return the row as it was before."""
     async with db.writing() as connection:
         row = (await connection.execute(select(members).where(whose).with_for_update(key_share=True))).mappings().first()
         if row is None:
@@ -285,7 +285,7 @@ async def _row(connection: AsyncConnection, member_id: str, *, lock: bool = Fals
 
 
 def _steps(now: datetime) -> Iterator[int]:
-    """Yield the steps whose codes are good at `now`, the earliest first."""
+    """Yield the steps whose codes are valid at `now`, the earliest first."""
     current = int(now.timestamp()) // STEP_S
     yield from range(current - WINDOW_STEPS, current + WINDOW_STEPS + 1)
 

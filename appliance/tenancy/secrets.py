@@ -1,4 +1,4 @@
-"""Secrets that are shown once: how they are made, what of them is stored, and the pepper that only this machine has."""
+"""Secrets that are shown once: how they are made, which digest of them is stored, and the pepper that only this machine has."""
 
 from __future__ import annotations
 
@@ -41,12 +41,12 @@ def new_password() -> str:
 
 
 def api_key_prefix(key: str) -> str | None:
-    """Return the public prefix of `key`, or None when it does not have the form of one."""
+    """Return the public prefix of `key`, or None when it does not have the form of a key."""
     return key[: len("gh_") + _PREFIX_CHARS] if _KEY_PATTERN.fullmatch(key) else None
 
 
 def keyed_digest(pepper: bytes, secret: str) -> str:
-    """Return HMAC-SHA256 of the whole secret in hexadecimal: fast, and worthless without the pepper."""
+    """Return HMAC-SHA256 of the whole secret in hexadecimal: fast, and useless to a thief without the pepper."""
     return hmac.digest(pepper, secret.encode(), "sha256").hex()
 
 
@@ -56,7 +56,7 @@ def plain_digest(secret: str) -> str:
 
 
 def read_or_create_pepper(data_dir: Path) -> bytes:
-    """Return the 32 bytes of `secret.key` in `data_dir`, made and fsynced on first use, readable by the owner alone.
+    """Return the 32 bytes of `secret.key` in `data_dir`, created and fsynced on first use, readable only by the owner.
 
     Raises UnusableData when the file has another size: with a wrong pepper every key would be refused without a reason.
     """
@@ -67,7 +67,7 @@ def read_or_create_pepper(data_dir: Path) -> bytes:
 
 
 def read_pepper(data_dir: Path) -> bytes:
-    """Return the 32 bytes of `secret.key` in `data_dir`, which is there. Raises UnusableData, and OSError."""
+    """Return the 32 bytes of `secret.key` in `data_dir`, which must exist. Raises UnusableData and OSError."""
     path = data_dir / PEPPER_FILE
     pepper = path.read_bytes()
     if len(pepper) != PEPPER_BYTES:
@@ -76,7 +76,7 @@ def read_pepper(data_dir: Path) -> bytes:
 
 
 def _write_once(path: Path, content: bytes) -> None:
-    """Write a new file that is there whole or not at all, also after a power cut. A file that is there already wins."""
+    """Write a new file whole or not at all, also across a power cut. An existing file is kept."""
     path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
     draft = path.with_name(f"{path.name}.{secrets.token_hex(4)}")
     descriptor = os.open(draft, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600)

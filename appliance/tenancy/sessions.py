@@ -1,4 +1,4 @@
-"""Sessions of the console: our own table, because a session id must be new at login and worthless when the table leaks."""
+"""Console sessions, in a table of our own: a session id must be new at each login, and useless if the table leaks."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class Session:
 
     @property
     def must_change_password(self) -> bool:
-        """Return whether it was opened by a password that somebody else made: nothing else may be done with it."""
+        """Return whether the session was opened with a password that somebody else made: it may only change the password."""
         return self.member.password_temporary and self.method.startswith("password")
 
 
@@ -59,9 +59,9 @@ class Sessions:
     async def open(
         self, member_id: str, user_agent: str, address: str, *, method: str = "password", proof: Proof | None = None
     ) -> tuple[str, Session]:
-        """Return (token, session) for a member who has just proven who he is, and remove the member's ended sessions.
+        """Return (token, session) for a member who has just been authenticated, and remove the member's ended sessions.
 
-        Raises InvalidCredentials when `proof` no longer holds: a new password ends also the session that is about to open.
+        Raises InvalidCredentials when `proof` no longer holds: a new password also prevents the session about to open.
         """
         token = secrets.token_urlsafe(TOKEN_BYTES)
         now = self._clock.now()
@@ -75,7 +75,7 @@ class Sessions:
             "last_seen_at": now,
             "expires_at": now + self._absolute,
         }
-        # The row is locked before any session: so does whoever replaces a password and then ends the sessions there are.
+        # The member's row is locked before any session, in the same order as by a change of password, which ends sessions.
         query = select(members).where(members.c.id == member_id).with_for_update(key_share=True)
         async with self._db.writing() as connection:
             row = (await connection.execute(query)).mappings().one()
@@ -119,7 +119,7 @@ class Sessions:
         return page_of([_from_row(row) for row in rows], limit, "sessions", lambda session: [session.id])
 
     async def last_seen_of(self, member_ids: Collection[str]) -> dict[str, datetime]:
-        """Return when each of these members was last seen in a session that has not been ended, by one query."""
+        """Return when each of these members was last seen in a session that still exists, by one query."""
         query = select(sessions.c.member_id, func.max(sessions.c.last_seen_at).label("last_seen_at"))
         query = query.where(sessions.c.member_id.in_(member_ids)).group_by(sessions.c.member_id)
         async with self._db.reading() as connection:
@@ -138,14 +138,14 @@ class Sessions:
             raise NotFound("no such session", param="session_id")
 
     async def close_all(self, member_id: str, *, keep: str | None = None) -> int:
-        """End every session of the member, but not the one with the id `keep`, and return how many there were."""
+        """End every session of the member except the one with the id `keep`, and return how many were ended."""
         whose = sessions.c.member_id == member_id
         return await self._end(whose if keep is None else whose & (sessions.c.id != keep))
 
     async def note_refusal(self, email: str, reason: str) -> None:
         """Write to the audit log that somebody could not sign in with this address.
 
-        What is no address is not written: a password is soon typed into the wrong field.
+        Text that is not an address is not written: it may be a password typed into the wrong field.
         """
         target = email if "@" in email else "(no e-mail address)"
         async with self._db.writing() as connection:
@@ -194,5 +194,5 @@ def _from_row(row: RowMapping) -> Session:
 
 
 def _header(value: str, chars_max: int) -> str:
-    """Return a header's value as it is shown later: printable and not longer than its column."""
+    """Return a header's value as it is stored: printable and not longer than its column."""
     return "".join(character for character in value if character.isprintable())[:chars_max]

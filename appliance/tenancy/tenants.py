@@ -1,4 +1,4 @@
-"""The table of tenants: made, changed, archived, never deleted."""
+"""The table of tenants, which are created, changed and archived, but never deleted."""
 
 from __future__ import annotations
 
@@ -111,7 +111,7 @@ class Tenants:
         return None if row is None else tenant_from_row(row)
 
     async def currencies(self, default: str) -> builtins.list[str]:
-        """Return the currencies in which tenants are billed that are not archived; `default` is that of who has none."""
+        """Return the currencies of the tenants that are not archived; `default` is that of tenants without their own."""
         query = select(tenants.c.currency).where(tenants.c.archived_at.is_(None)).distinct()
         async with self._db.reading() as connection:
             found = (await connection.execute(query)).scalars().all()
@@ -126,7 +126,7 @@ class Tenants:
         text: str | None = None,
         access: Access,
     ) -> Page[Tenant]:
-        """Return the tenants that `access` shows, in the order they were made; with `text` those that have it in their name."""
+        """Return the tenants that `access` shows, in the order they were created; with `text`, those with it in their name."""
         query = access.narrow(select(tenants), tenants.c.id).order_by(tenants.c.id).limit(check_limit(limit) + 1)
         if cursor is not None:
             (last_id,) = decode_cursor("tenants", cursor, [str])
@@ -142,8 +142,8 @@ class Tenants:
     async def update(self, tenant_id: str, changes: TenantChanges, *, access: Access) -> Tenant:
         """Return the tenant after `changes`.
 
-        Raises NotFound, RoleNotAllowed, NameTaken, Conflict for an archived tenant, and InvalidValue (also for another currency
-        once it was billed; None may then still become a currency that its usage has).
+        Raises NotFound, RoleNotAllowed, NameTaken, Conflict for an archived tenant, and InvalidValue, also for a new currency
+        once usage is recorded (`_unbilled`).
         """
         columns = changed_columns(changes, _CHECKS)
         try:
@@ -200,8 +200,8 @@ def _unarchived(tenant_id: str) -> ColumnElement[bool]:
 
 
 def _unbilled(tenant_id: str, columns: Mapping[str, Any]) -> list[ColumnElement[bool]]:
-    """Return the condition of a change of currency: it stays as it is, or nothing was recorded, or nobody chose one before and
-    usage was recorded in this one."""
+    """Return the condition for setting the currency: it stays the same, or no usage is recorded, or the tenant had none of its
+    own and has usage in this one."""
     if "currency" not in columns:
         return []
     currency = columns["currency"]
@@ -211,7 +211,7 @@ def _unbilled(tenant_id: str, columns: Mapping[str, Any]) -> list[ColumnElement[
 
 
 async def _check_unlike(connection: AsyncConnection, name: str, *, but: str | None = None) -> None:
-    """Raise NameTaken where a tenant, archived or not, has a name that looks like `name`; `but` is whose name it is to be."""
+    """Raise NameTaken if a tenant other than `but`, archived or not, has a name that looks like `name`."""
     look = look_of(name)
     for row in await connection.execute(select(tenants.c.id, tenants.c.name, tenants.c.archived_at)):
         if row.id != but and look_of(row.name) == look:

@@ -1,7 +1,7 @@
-"""Tickets: what a browser carries from one step of signing in to the next, sealed, so that the server keeps nothing of it.
+"""Tickets: sealed state that a browser carries from one step of signing in to the next, so that the server need not keep it.
 
-A ticket opens nothing by itself. It says what was proven; each step proves something more, and it soon expires. One that has
-served is remembered, in memory and bounded: a restart forgets it, and the next step asks for a proof of its own anyway.
+A ticket opens nothing by itself. It says what was proven so far, each step needs a further proof, and it soon expires. Used
+tickets are remembered, in memory and bounded; a restart forgets them, but the next step still needs its own proof.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from appliance.tenancy.secrets import plain_digest
 
 SIGN_IN_LIFE_S = 5 * 60  # between the password and the code
 PROVIDER_SIGN_IN_LIFE_S = 10 * 60  # from our page to the provider's, a password and a code there, and back
-TICKET_CHARS_MAX = 4000  # a browser keeps no longer cookie
+TICKET_CHARS_MAX = 4000  # browsers keep no longer cookies
 SPENT_MAX = 10_000
 _EXPIRES = "expires_at"
 
@@ -37,7 +37,7 @@ class Tickets:
         return self._sealer.seal(json.dumps({**facts, _EXPIRES: expires_at.isoformat()}))
 
     def read(self, ticket: str | None) -> dict[str, str] | None:
-        """Return the facts of `ticket`, or None when it is none of ours, was changed, has expired, or has served already."""
+        """Return the facts of `ticket`, or None when it is not ours, was changed, has expired, or was used already."""
         if not ticket or len(ticket) > TICKET_CHARS_MAX or plain_digest(ticket) in self._spent:
             return None
         try:
@@ -47,7 +47,7 @@ class Tickets:
         return facts if self._clock.now() < datetime.fromisoformat(facts.pop(_EXPIRES)) else None
 
     def spend(self, ticket: str) -> None:
-        """Let `ticket` have served: it is not read again."""
+        """Mark `ticket` as used: it cannot be read again."""
         self._spent[plain_digest(ticket)] = None
         while len(self._spent) > SPENT_MAX:
             self._spent.popitem(last=False)

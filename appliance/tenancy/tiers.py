@@ -1,4 +1,4 @@
-"""The table of tiers: what belongs to a tier beside its name. A tier without a row has the defaults of here."""
+"""The table of tiers and their settings. A tier without a row has the defaults defined here."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ ADMISSION_WAIT_MS_DEFAULT = 0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tier:
-    """A tier. `admission_wait_ms`: how long a request that a limit refuses may wait for room before it hears 429."""
+    """A tier. `admission_wait_ms`: how long a request over a limit may wait for room before it is refused with 429."""
 
     name: str
     admission_wait_ms: int
 
 
 class Tiers:
-    """The three tiers. Known ones are kept in memory; a change by this process is seen by the next request."""
+    """The three tiers. Their settings are kept in memory; the next request sees a change made by this process."""
 
     def __init__(self, db: Database, clock: Clock) -> None:
         self._db = db

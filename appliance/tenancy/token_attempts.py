@@ -1,8 +1,9 @@
-"""Slows down guessing of administrator tokens: so many wrong ones at once from an address, then one every so often.
+"""Slows down guessing of administrator tokens: an address may send a burst of wrong ones, then one per interval.
 
-A token that was right before is looked up whatever its address has sent since: a stranger behind the same proxy locks nobody
-out who is in. One that is not known yet is looked up once at a time, so that a right one that many connections use first at one
-moment takes one attempt. Kept in memory and bounded; a restart forgets it.
+A token that was right before takes no attempt, whatever else its address has sent: a stranger behind the same proxy cannot lock
+out anybody who already uses the appliance. A token not seen before is looked up by one request at a time, so that a right one
+takes a single attempt even if many connections first use it at the same moment. Kept in memory and bounded; a restart forgets
+it.
 """
 
 from __future__ import annotations
@@ -24,18 +25,18 @@ KNOWN_MAX = 1_000
 
 
 class TokenAttempts:
-    """Counts before the token is looked up, so that parallel guesses do not slip through."""
+    """The attempts of all addresses. Each is counted before the look-up, so that parallel guesses do not slip through."""
 
     def __init__(self, clock: Clock) -> None:
         self._salt = os.urandom(16)
         self._known: OrderedDict[bytes, None] = OrderedDict()  # digests of tokens that were right
-        self._under_way: dict[bytes, asyncio.Future[None]] = {}  # done when the look at this token is over
+        self._under_way: dict[bytes, asyncio.Future[None]] = {}  # done when the look-up of this token has ended
         self._attempts: Attempts[str] = Attempts(clock, keys_max=ADDRESSES_MAX, refusal="too many wrong administrator tokens")
 
     @asynccontextmanager
     async def attempt(self, address: str, secret: str) -> AsyncIterator[None]:
-        """Look at a token inside, and say what it was. Takes an attempt, or none: it raises RateLimitExceeded with the exact
-        wait, or the token is known to be right."""
+        """Look up the token inside this context, then call `was_right`, `was_wrong` or `give_back`. Takes an attempt unless the
+        token is known to be right. Raises RateLimitExceeded with the exact wait."""
         digest = self._digest(secret)
         while digest not in self._known and digest in self._under_way:
             await asyncio.wait({self._under_way[digest]})
@@ -51,7 +52,7 @@ class TokenAttempts:
             over.set_result(None)
 
     def was_right(self, address: str, secret: str) -> None:
-        """Give the attempt back, and let this token in without one from now on."""
+        """Give the attempt back; from now on this token needs none."""
         self.give_back(address, secret)
         digest = self._digest(secret)
         self._known[digest] = None
@@ -60,7 +61,7 @@ class TokenAttempts:
             self._known.popitem(last=False)
 
     def give_back(self, address: str, secret: str) -> None:
-        """Give the attempt back, if one was taken: nobody found out whether the token is right."""
+        """Give the attempt back, if one was taken: the look-up failed, so nobody learned whether the token is right."""
         if self._digest(secret) not in self._known:
             self._attempts.give_back(site_of(address), PER_ADDRESS)
 

@@ -1,1 +1,1 @@
-"""The installer's steps, one noun each. Standard library only: nothing of the appliance is imported here."""
+"""The installer's steps, one noun each. Standard library only: imports nothing of the appliance."""

@@ -1,4 +1,4 @@
-"""`installer test`: the same environment with the test packages, then the whole suite, or pytest with what was given for it."""
+"""`installer test`: the same environment with the test packages, then the whole suite, or pytest with the given arguments."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from steps.parts import parts
 from steps.place import REPO, VENV, venv_python
 from steps.side_by_side import SideBySide, processes, summary
 
-# How far a part is can be read while it runs (-u), after each file (-v against the -q of pyproject.toml). Parts that end at the
-# same time would write the same cache of pytest.
+# -u and -v (against the -q of pyproject.toml) let the progress of a part be read while it runs. No cache: parts that end at the
+# same time would write the same one.
 _WHOLE_SUITE = ("-u", "-m", "pytest", "-v", "-p", "no:cacheprovider")
 
 
 def run(arguments: Sequence[str]) -> int:
-    """Install if needed; then become pytest in the clone's folder, or run the whole suite in parts. Its status is ours."""
+    """Install if needed; then become pytest in the clone's folder, or run the whole suite in parts. Returns its exit status."""
     environment.ensure(environment.profile_for("auto"), with_tests=True)
     sys.stdout.flush()
     python = str(venv_python(VENV))
@@ -29,7 +29,7 @@ def run(arguments: Sequence[str]) -> int:
 
 
 def run_suite(command: Sequence[str]) -> int:
-    """Run every part of the suite with `command`, tell what it took and what failed; return 0 when nothing did, else 1."""
+    """Run every part of the suite with `command`; print times and failures. Return 0 if nothing failed, else 1."""
     began_s, at_once = time.monotonic(), processes()
     with SideBySide(command, REPO, os.environ, at_once) as running:
         suite = parts(REPO)

@@ -1,6 +1,6 @@
-"""What was asked for, by option, environment or gatehouse.toml: as much of it as must be known before anything is installed.
+"""The settings needed before anything is installed, from options, environment or gatehouse.toml.
 
-The appliance reads its settings itself, strictly; this is only the look ahead that lets a bad port or path be told in a second.
+The appliance reads its settings itself, strictly; this look ahead only serves to report a bad port or path within a second.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _DATABASES = re.compile(r"^(sqlite:///.+|postgres(ql)?://.+)$", re.DOTALL)
 
 @dataclass(frozen=True)
 class Choices:
-    """The effective values, and for each option that was given on the command line its text for the appliance."""
+    """The effective values of these settings."""
 
     host: str
     port: int
@@ -34,7 +34,7 @@ class Choices:
 
 
 def choose(options: Mapping[str, Any], environ: Mapping[str, str]) -> Choices:
-    """Merge options over environment over gatehouse.toml over defaults. Raises Refusal on a value that cannot be meant."""
+    """Return the first value given: option, environment, gatehouse.toml, default. Raises Refusal for an impossible value."""
     data_dir = _data_dir(options.get("data_dir") or environ.get("GATEHOUSE_DATA_DIR"))
     stored = _stored(data_dir)
 
@@ -93,7 +93,7 @@ def _device(device: str) -> str:
 
 
 def _check_database(url: str) -> None:
-    """Judge the shape only, and never show the address: it may hold a password."""
+    """Check only the form of the address and never print it: it may contain a password."""
     if url and not _DATABASES.match(url):
         raise Refusal(
             "The database address is not one that Gatehouse knows.",

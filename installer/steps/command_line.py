@@ -1,4 +1,4 @@
-"""The command line of the installer: which subcommands there are and what a mistake looks like."""
+"""The command line of the installer: its subcommands, and how mistakes are reported."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ GATEHOUSE_REQUIRE=postgres,browser,triton makes that a failure.
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Run one subcommand and return the exit status: 0, 1 (it could not be done), 2 (it was asked wrongly), 130 (Ctrl-C)."""
+    """Run one subcommand and return the exit status: 0, 1 (failed), 2 (wrong usage), 130 (Ctrl-C)."""
     for number in (signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, _as_interrupt)
     try:

@@ -1,4 +1,4 @@
-"""Making `.venv`: from nothing, again after an interruption, or just adding the test packages. Complete or not there at all."""
+"""Makes `.venv`: from nothing, anew after an interruption, or just adding the test packages. It is complete or absent."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ from steps.refusal import Refusal
 _NEEDED_MIB = {"cpu": 2200, "gpu": 9000}
 _NEEDED_TEST_MIB = 2400  # two versions of Triton are 1650 of them
 _LOCK_POLL_S = 0.3
-# Tests import few of all files, and Python compiles those then. An environment for serving is compiled whole: the service may
-# not be able to write there.
+# Tests import only some of the files, and Python compiles those on import. An environment for serving is compiled completely:
+# the service may not be able to write there.
 _WITHOUT_BYTECODE = ("--no-compile",)
 # Where the builds of torch without a GPU's libraries are published; the ordinary index has one build per system.
 _SMALL_TORCH_INDEX = "https://download.pytorch.org/whl/cpu"
@@ -35,7 +35,7 @@ sys.exit(main())
 
 
 def profile_for(device: str) -> str:
-    """Return the lock to install, cpu or gpu, for what was asked (auto, cuda, cpu) and what the machine has."""
+    """Return the lock to install, cpu or gpu, for `device` (auto, cuda, cpu) and what the machine has."""
     if device == "cpu":
         return "cpu"
     found = machine.has_nvidia_gpu()
@@ -48,7 +48,7 @@ def profile_for(device: str) -> str:
 
 
 def ensure(profile: str, *, with_tests: bool, venv: Path = VENV) -> None:
-    """Make `venv` complete for `profile`. Raises Refusal when that cannot be done; then no `venv` of ours stays behind."""
+    """Make `venv` complete for `profile`. Raises Refusal if that cannot be done, and leaves no `venv` of ours behind."""
     run = read_lock(profile)
     test = read_test_lock() if with_tests else None
     if stamp.state(venv, run, test) == "ready":
@@ -70,7 +70,7 @@ def ensure(profile: str, *, with_tests: bool, venv: Path = VENV) -> None:
 
 
 def _tell_of_another_python(venv: Path) -> None:
-    """Who starts the installer with one Python and gets an environment of another should know."""
+    """Tell a user whose existing environment has another Python than the one that runs the installer."""
     made = stamp.read_stamp(venv)
     if made is not None and made.python.rpartition(".")[0] != platform.python_version().rpartition(".")[0]:
         print(
@@ -79,7 +79,7 @@ def _tell_of_another_python(venv: Path) -> None:
 
 
 def describe(profile: str, venv: Path = VENV) -> str:
-    """Return the state of `venv` in a few words; it begins with `ready` when the appliance can start from it."""
+    """Return the state of `venv` in a few words, which begin with `ready` if the appliance can start from it."""
     words = {
         "absent": "not there yet",
         "foreign": "there, but not made by this installer",
@@ -95,7 +95,7 @@ def describe(profile: str, venv: Path = VENV) -> str:
 def _only_one_installer() -> Iterator[None]:
     """Hold a lock on the clone's folder itself: it leaves no file behind and ends with the process.
 
-    pip inherits it, so that a pip which outlives a killed installer still keeps the next one out.
+    pip inherits the lock, so that a pip that outlives a killed installer still blocks the next installer.
     """
     folder = os.open(REPO, os.O_RDONLY)
     os.set_inheritable(folder, True)
@@ -158,7 +158,7 @@ def _make_venv(venv: Path) -> None:
 
 
 def _install_torch(venv: Path, lock: Lock, options: Sequence[str]) -> None:
-    """Install torch before everything else, so that nothing else can draw in another build of it. `options` are pip's."""
+    """Install torch first, so that no other package can pull in another build of it. `options` are pip's."""
     version = lock.version("torch")
     with Step(f"Installing torch {version} (the largest part)") as step:
         if lock.profile == "gpu" or sys.platform != "linux":
@@ -168,9 +168,9 @@ def _install_torch(venv: Path, lock: Lock, options: Sequence[str]) -> None:
 
 
 def _install_small_torch(venv: Path, version: str, step: Step, options: Sequence[str]) -> None:
-    """Take the build without a GPU's libraries: from the index that pip is set up for, else from where it is published.
+    """Install the build without a GPU's libraries: from the index that pip is configured for, else from where it is published.
 
-    Where neither has it, the locked version is taken as the index has it, with whatever it needs: larger, and as good.
+    If neither has it, install the locked version as the index has it, with its dependencies: larger, but just as good.
     """
     pin = f"torch=={version}+cpu"
     try:
@@ -205,9 +205,9 @@ def _install_lock(venv: Path, lock: Lock, what: str, options: Sequence[str]) -> 
 
 
 def _install_tritons(venv: Path, run: Lock, options: Sequence[str]) -> None:
-    """Install both ends of the range of Triton that the kernels are written for; it is made for Linux alone.
+    """Install the oldest and the newest Triton that the kernels support; Triton exists only for Linux.
 
-    Where torch brings no Triton of its own the newest goes into the environment; any other has a folder `triton-<version>`.
+    The version that torch needs, or else the newest, goes into the environment; any other into a folder `triton-<version>`.
     """
     if sys.platform != "linux":
         return
@@ -224,7 +224,7 @@ def _install_tritons(venv: Path, run: Lock, options: Sequence[str]) -> None:
 
 
 def _link_clone(venv: Path) -> None:
-    """Put the clone on the environment's path and write the `gatehouse` command: no build step, edits take effect at once."""
+    """Put the clone on the environment's path and write the `gatehouse` command: no build step; edits take effect at once."""
     (site_packages,) = venv.glob("lib/python3*/site-packages")
     (site_packages / "gatehouse.pth").write_text(f"{REPO}\n", "utf-8")
     script = venv / "bin" / "gatehouse"

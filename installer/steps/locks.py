@@ -59,7 +59,7 @@ def read_lock(profile: str, folder: Path = REQUIREMENTS) -> Lock:
 
 
 def read_test_lock(folder: Path = REQUIREMENTS) -> Lock:
-    """Read the lock of the test packages; its digest also changes with that of the Tritons, which are installed with them."""
+    """Read the lock of the test packages; its digest also covers that of the Tritons, which are installed with them."""
     lock, tritons = read_lock("test", folder), read_lock("triton", folder)
     return replace(lock, digest=hashlib.sha256(f"{lock.digest} {tritons.digest}".encode()).hexdigest())
 

@@ -55,7 +55,7 @@ def check_disk(path: Path, needed_bytes: int, purpose: str) -> None:
 
 
 def has_nvidia_gpu() -> bool:
-    """Say whether a driver of an NVIDIA GPU answers here. Never imports or installs anything to find out."""
+    """Return whether a driver of an NVIDIA GPU answers here. Never imports or installs anything to find out."""
     if any(os.path.exists(mark) for mark in NVIDIA_MARKS):
         return True
     program = shutil.which("nvidia-smi")

@@ -1,7 +1,7 @@
-"""Which parts the test suite runs in: every test file belongs to exactly one, wherever a new one is put.
+"""The parts in which the test suite runs: every test file, wherever it is, belongs to exactly one.
 
-A part is one pytest process. It costs a few seconds to begin, so there are about a dozen; the longest begin first, so that
-no processor waits for the last one.
+A part is one pytest process. Starting one costs a few seconds, so there are about a dozen; the longest begin first, so that no
+processor is left waiting for the last one.
 """
 
 from __future__ import annotations
@@ -10,9 +10,9 @@ from collections import defaultdict
 from dataclasses import dataclass
 from pathlib import Path
 
-# Large enough to be parts of their own, by the first word of a file's name in tests/unit.
+# Areas of tests/unit, by the first word of a file's name, that are large enough to be parts of their own.
 UNIT_AREAS = ("cli", "console", "engine", "metering")
-# These wait for processes of their own, which take a processor each: see tests/support/triton_jobs.py.
+# These mostly wait for processes that they start, which take a processor each: see tests/support/triton_jobs.py.
 WAITING = {"test_compiled_kernels.py": "compiled kernels", "test_other_tritons.py": "other Tritons"}
 LONGEST_FIRST = (
     "compiled kernels",
@@ -35,14 +35,14 @@ LONGEST_FIRST = (
 
 @dataclass(frozen=True)
 class Part:
-    """Some files of the suite, as paths seen from the clone."""
+    """Some files of the suite, as paths relative to the clone."""
 
     name: str
     files: tuple[str, ...]
 
 
 def parts(clone: Path) -> list[Part]:
-    """Return the parts of the suite in the order in which they begin: first any that LONGEST_FIRST does not know."""
+    """Return the parts of the suite in the order in which they begin; parts not in LONGEST_FIRST come first."""
     files = defaultdict(list)
     for path in sorted((clone / "tests").rglob("test_*.py")):
         files[name_of(path.relative_to(clone / "tests"))].append(str(path.relative_to(clone)))
@@ -51,7 +51,7 @@ def parts(clone: Path) -> list[Part]:
 
 
 def name_of(path: Path) -> str:
-    """Return the part of a test file, given as it is seen from the folder of the tests."""
+    """Return the part of a test file; `path` is relative to the folder of the tests."""
     folder = path.parts[0] if len(path.parts) > 1 else "tests"
     if folder == "kernels" and path.name in WAITING:
         return WAITING[path.name]

@@ -18,7 +18,7 @@ _POLL_S = 0.25
 _AT_ONCE_MAX = 4
 _INSTALL = ("-m", "pip", "install", "--disable-pip-version-check", "--no-input", "--progress-bar", "off")
 _LINES_SHOWN = 12
-# Settings of a person's own pip that would put packages elsewhere than into the environment.
+# Settings of the user's own pip that would put packages anywhere but into the environment.
 _MISPLACING = ("PIP_USER", "PIP_TARGET", "PIP_PREFIX", "PIP_ROOT", "PIP_REQUIRE_VIRTUALENV", "PYTHONPATH", "PYTHONHOME")
 _DOWNLOAD = re.compile(r"^\s*Downloading (?P<file>\S+) \((?P<size>[\d.]+) (?P<unit>[kMG]?B)\)")
 _UNITS = {"B": 1, "kB": 10**3, "MB": 10**6, "GB": 10**9}
@@ -57,7 +57,7 @@ _CAUSES: tuple[tuple[re.Pattern[str], str, str], ...] = (
 
 
 class PipFailed(Refusal):
-    """pip ended with an error. `missing` is true when the index answered and simply has no such build."""
+    """pip ended with an error. `missing` is true if the index answered and simply has no such build."""
 
     def __init__(self, lines: Sequence[str]) -> None:
         text = "\n".join(lines)
@@ -71,23 +71,23 @@ class PipFailed(Refusal):
 
 
 def relevant(lines: Sequence[str]) -> tuple[str, ...]:
-    """Return the lines of pip's output that tell a person why it failed: its errors, else its last words."""
+    """Return the lines of pip's output that say why it failed: its errors, else its last lines."""
     errors = [line.strip() for line in lines if line.lstrip().startswith(("ERROR", "error:"))]
     shown = errors or [line.rstrip() for line in lines if line.strip() and "is ignored" not in line]
     return tuple(line[:300] for line in shown[-_LINES_SHOWN:])
 
 
 def at_once() -> int:
-    """Return how many pips share the work where it can be shared: unpacking takes a processor, as fetching does in part."""
+    """Return how many pips share the work if it can be shared: unpacking takes a processor, and so does fetching in part."""
     return min(os.cpu_count() or 1, _AT_ONCE_MAX)
 
 
 def install(venv: Path, commands: Sequence[Sequence[str]], step: Step, *, expected: int) -> None:
-    """Run `pip install ARGUMENTS` in `venv` for each of `commands`, all at once, telling `step` how far they are. Raises
-    PipFailed for the first that fails, and ends the others.
+    """Run `pip install ARGUMENTS` in `venv` for each of `commands`, all at once, reporting progress to `step`. Raises PipFailed
+    for the first that fails, and ends the others.
 
     No two may install the same package. `expected` is the number of packages that will be installed. Downloads go through a
-    folder inside `venv`, so that they can be measured, lie on the disk that was checked, and vanish with it.
+    folder inside `venv`, so that they can be measured, are on the disk that was checked, and are removed with it.
     """
     inbox: queue.SimpleQueue[tuple[_Pip, str | None]] = queue.SimpleQueue()
     pips: list[_Pip] = []
@@ -101,7 +101,7 @@ def install(venv: Path, commands: Sequence[Sequence[str]], step: Step, *, expect
 
 
 class _Said:
-    """What one pip has said, and what follows from it."""
+    """The output of one pip, and its progress by that."""
 
     def __init__(self, scratch: Path) -> None:
         self.lines: list[str] = []
@@ -122,19 +122,19 @@ class _Said:
             self.bytes_wanted = int(float(match["size"]) * _UNITS[match["unit"]])
 
     def bytes_downloaded(self) -> int:
-        """Return the size of the file that pip is writing now, the one that was touched last; 0 while it writes none."""
+        """Return the size in bytes of the file that pip is writing now, the last one modified; 0 if none."""
         newest = (0.0, 0)
         for file in self._scratch.glob("pip-unpack-*/*") if self.bytes_wanted else ():
             try:
                 known = file.stat()
             except OSError:
-                continue  # pip moved it away between listing and asking
+                continue  # pip moved it away after it was listed
             newest = max(newest, (known.st_mtime, known.st_size))
         return newest[1]
 
 
 class _Pip:
-    """One pip at work, with a folder of its own for what it downloads. What it says is put into `inbox`, then None."""
+    """One running pip, with its own folder for downloads. Each line of its output is put into `inbox`, and None at the end."""
 
     def __init__(
         self, venv: Path, arguments: Sequence[str], scratch: Path, inbox: queue.SimpleQueue[tuple[_Pip, str | None]]
@@ -149,7 +149,7 @@ class _Pip:
             stderr=subprocess.STDOUT,
             text=True,
             errors="replace",
-            close_fds=False,  # the installer's lock goes along
+            close_fds=False,  # so that pip inherits the installer's lock
         )
         self._inbox = inbox
         self._reader = threading.Thread(target=self._read, daemon=True)
@@ -163,7 +163,7 @@ class _Pip:
         self._inbox.put((self, None))
 
     def end(self) -> None:
-        """End it if it is still at work."""
+        """End it if it still runs."""
         self.process.terminate()
         self.process.wait()
         self._reader.join()
@@ -175,7 +175,7 @@ def _environment(scratch: Path) -> dict[str, str]:
 
 
 class _Meter:
-    """Turns what the pips say and the growing folders into a few words."""
+    """Turns the output of the pips and the size of their folders into a few words of progress."""
 
     def __init__(self, venv: Path, said: Sequence[_Said], step: Step, expected: int) -> None:
         self._venv, self._said, self._step, self._expected = venv, said, step, expected
@@ -201,7 +201,7 @@ class _Meter:
 
 
 def _follow(inbox: queue.SimpleQueue[tuple[_Pip, str | None]], num_at_work: int, meter: _Meter) -> None:
-    """Take in what they say to its end; the line on the terminal moves while they are silent."""
+    """Read the output of all pips to its end; the line on the terminal is updated even while they print nothing."""
     while num_at_work:
         try:
             pip, line = inbox.get(timeout=_POLL_S)

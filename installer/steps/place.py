@@ -1,4 +1,4 @@
-"""Where things lie: the clone, its `.venv`, the lock files and the platform's data folder."""
+"""Where things are: the clone, its `.venv`, the lock files and the platform's data folder."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def venv_python(venv: Path = VENV) -> Path:
 
 
 def default_data_dir() -> Path:
-    """Return the platform's folder for the data of a program (the appliance's settings give the same answer)."""
+    """Return the platform's folder for a program's data, the same as in the appliance's settings."""
     if sys.platform == "darwin":
         return Path.home() / "Library" / "Application Support" / "gatehouse"
     return Path(os.environ.get("XDG_DATA_HOME") or Path.home() / ".local" / "share") / "gatehouse"

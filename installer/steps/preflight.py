@@ -1,4 +1,4 @@
-"""What can go wrong at the start and can be told before anything is installed: the port, the models, the data folder."""
+"""Checks for problems of a start that can be found before anything is installed: the port, the models, the data folder."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from steps.refusal import Refusal
 
 
 def check(choices: Choices) -> None:
-    """Refuse what cannot work. Changes nothing."""
+    """Raise Refusal for a choice that cannot work. Changes nothing."""
     check_data_dir(choices.data_dir)
     check_address(choices.host, choices.port, choices.data_dir)
     for model in choices.models:

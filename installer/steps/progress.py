@@ -1,4 +1,4 @@
-"""Progress for a person: one live line per step on a terminal, one line at the start and one at the end elsewhere."""
+"""Progress for a person: one live line per step on a terminal; elsewhere one line at the start and one at the end."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class Step:
         self._say(f"{self._title}: {word} ({seconds:.0f} s)")
 
     def detail(self, text: str) -> None:
-        """Show `text` beside the title on a terminal; elsewhere it would only fill the log."""
+        """Show `text` next to the title, only on a terminal: elsewhere it would fill the log."""
         now = time.monotonic()
         if self._live and now - self._drawn >= _REDRAW_S:
             self._drawn = now

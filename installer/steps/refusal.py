@@ -1,10 +1,10 @@
-"""The one way the installer says no: what is wrong and what to do, in plain words, exit status 1."""
+"""The only error of the installer: what is wrong and what to do, in plain words, exit status 1."""
 
 from __future__ import annotations
 
 
 class Refusal(Exception):
-    """Something stands in the way that a person can change. `details` are lines of evidence, `advice` is what to do."""
+    """A problem that a person can solve. `details` are lines of evidence, `advice` is what to do."""
 
     def __init__(self, problem: str, advice: str = "", details: tuple[str, ...] = ()) -> None:
         super().__init__(problem)

@@ -1,7 +1,7 @@
-"""Runs the parts of the test suite side by side, each in a process of its own, and tells what came of them and what it took.
+"""Runs the parts of the test suite in parallel, each in a process of its own, and reports results and times.
 
-While they run, a person sees how far each is: a live line on a terminal, a line now and then elsewhere. What fails is named
-as soon as its part has ended and shown in full behind everything else.
+While they run, a person sees the progress of each: a live line on a terminal, a line now and then elsewhere. Failures are named
+as soon as their part has ended, and shown in full after everything else.
 """
 
 from __future__ import annotations
@@ -35,14 +35,14 @@ _FAILED = re.compile(r"^(?:FAILED|ERROR) .*", re.MULTILINE)
 
 
 def processes() -> int:
-    """Return how many parts run at once here: one for each processor, up to PROCESSORS_MAX, and one for when they wait."""
+    """Return how many parts run at once here: one per processor, up to PROCESSORS_MAX, and one more to use idle time."""
     usable = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     return min(usable, PROCESSORS_MAX) + 1
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """What came of a part. `cpu_s` counts its processes and those they waited for; a database server is not among them."""
+    """The result of a part. `cpu_s` counts its processes and those they waited for, but not a database server."""
 
     part: Part
     status: int
@@ -52,12 +52,12 @@ class Outcome:
 
     @property
     def counts(self) -> Counter[str]:
-        """How many tests passed, failed, …, by pytest's summary; what libraries print at their end may stand behind it."""
+        """How many tests passed, failed, …, by pytest's summary, which need not be the last line: libraries print at exit."""
         told = _SUMMARY.findall(self.output)
         return Counter({word: int(number) for number, word in _COUNT.findall(told[-1])} if told else {})
 
     def line(self) -> str:
-        """One line: what came of it."""
+        """The result in one line."""
         told = ", ".join(f"{number} {word}" for word, number in self.counts.items()) or "no test was run"
         ended = (
             ""
@@ -73,14 +73,14 @@ class Outcome:
         return _FAILED.findall(self.output)
 
     def report(self) -> str:
-        """What pytest says of failures, without the dots before; all it said when it did not come to that."""
+        """pytest's report of failures, without the dots before it; the whole output if there is no report."""
         begin = _REPORT.search(self.output)
         return self.output[begin.start() :] if begin else self.output
 
 
 @dataclass(frozen=True)
 class Running:
-    """A part that runs. Its output goes to a file: nobody has to read it for the part to go on."""
+    """A running part. Its output goes to a file, so that it never blocks on a reader."""
 
     part: Part
     process: subprocess.Popen[bytes]
@@ -88,12 +88,12 @@ class Running:
     began_s: float = field(default_factory=time.monotonic)
 
     def percent(self) -> int:
-        """How far it is, by its own count of tests."""
+        """Its progress, by its own count of tests."""
         told = _PERCENT.findall(self.output.read_text("utf-8", "replace"))
         return int(told[-1]) if told else 0
 
     def outcome(self) -> Outcome | None:
-        """What came of it, None while it runs."""
+        """Its result, None while it runs."""
         pid, status, usage = os.wait4(self.process.pid, os.WNOHANG)
         if pid == 0:
             return None
@@ -104,13 +104,13 @@ class Running:
 
 
 class SideBySide:
-    """At most `at_once` parts at a time. Use as a context manager: at its end nothing runs any more."""
+    """Runs at most `at_once` parts at a time. Use as a context manager, at whose end no part still runs."""
 
     def __init__(self, command: Sequence[str], folder: Path, environ: Mapping[str, str], at_once: int) -> None:
         self._command = command
         self._folder = folder
-        # They share the processors: libraries that would take all of them for one process take one. And they import the same
-        # sources, as do the hundreds of processes that tests start: what one has compiled is kept for the others.
+        # Parts share the processors, so libraries that would use all of them in each process use one. They import the same
+        # sources, as do the hundreds of processes that tests start: so compiled bytecode is kept for the others.
         self._environ = {**({"OMP_NUM_THREADS": "1"} if at_once > 1 else {}), **environ}
         self._environ.pop("PYTHONDONTWRITEBYTECODE", None)
         self._at_once = at_once
@@ -119,7 +119,7 @@ class SideBySide:
         self._told_s = self._began_s = time.monotonic()
 
     def __enter__(self) -> SideBySide:
-        # A shell's background job ignores it, and so would the parts, which are ended by it.
+        # In a shell's background job SIGINT is ignored; the parts would inherit that, but it is how they are ended.
         self._on_interrupt = signal.signal(signal.SIGINT, signal.default_int_handler)
         return self
 
@@ -127,7 +127,7 @@ class SideBySide:
         self._clear_line()
         for running in self._running:
             with suppress(ProcessLookupError):
-                running.process.send_signal(signal.SIGINT)  # pytest then ends what its fixtures have started
+                running.process.send_signal(signal.SIGINT)  # pytest then stops what its fixtures have started
         try:
             for running in self._running:
                 with suppress(subprocess.TimeoutExpired):
@@ -140,7 +140,7 @@ class SideBySide:
             signal.signal(signal.SIGINT, self._on_interrupt)
 
     def run(self, parts: Sequence[Part]) -> list[Outcome]:
-        """Run `parts`, begun in the order given, and return what came of them in the order in which they ended."""
+        """Run `parts`, begun in the order given, and return their results in the order in which they ended."""
         waiting, outcomes = list(parts), []
         while waiting or self._running:
             while waiting and len(self._running) < self._at_once:
@@ -164,7 +164,7 @@ class SideBySide:
                 stdin=subprocess.DEVNULL,
                 stdout=file,
                 stderr=subprocess.STDOUT,
-                start_new_session=True,  # Ctrl-C reaches it through us, once
+                start_new_session=True,  # so that Ctrl-C reaches it only through us, once
             )
         return Running(part, process, output)
 
@@ -195,7 +195,7 @@ def clock(seconds: float) -> str:
 
 
 def summary(outcomes: Sequence[Outcome], wall_s: float, at_once: int) -> str:
-    """Return where the time went, then what failed in full, then one line with the result."""
+    """Return where the time went, then all failures in full, then one line with the result."""
     longest_first = sorted(outcomes, key=lambda outcome: -outcome.wall_s)
     counts = sum((outcome.counts for outcome in outcomes), Counter[str]())
     lines = ["", f"{'part':20}{'tests':>7}{'wall s':>8}{'CPU s':>8}"]

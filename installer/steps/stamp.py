@@ -1,4 +1,4 @@
-"""What stands in `.venv`: the stamp is written last, so that a second start takes no time and a broken environment is seen.
+"""The state of `.venv`: a stamp is written last, so that a second start takes no time and a broken environment is noticed.
 
 An environment is in one of these states:
   absent   no `.venv`, or an empty folder
@@ -26,7 +26,7 @@ _ASK_VERSION = "import platform; print(platform.python_version())"
 
 @dataclass(frozen=True)
 class Stamp:
-    """What a complete environment was made from. `test_digest` is empty while the test packages are not installed."""
+    """What a complete environment was made from. `test_digest` is empty if the test packages are not installed."""
 
     place: str
     python: str
@@ -56,7 +56,7 @@ def read_stamp(venv: Path) -> Stamp | None:
 
 
 def write_stamp(venv: Path, stamp: Stamp) -> None:
-    """Declare `venv` complete: the stamp is put in place in one move, then the marker goes."""
+    """Declare `venv` complete: move the stamp into place at once, then remove the marker."""
     fresh = venv / (STAMP + ".new")
     fresh.write_text(json.dumps(asdict(stamp), indent=1) + "\n", "utf-8")
     fresh.replace(venv / STAMP)
@@ -64,7 +64,7 @@ def write_stamp(venv: Path, stamp: Stamp) -> None:
 
 
 def mark_incomplete(venv: Path) -> None:
-    """Say that work on `venv` has begun, before anything else is put there."""
+    """Mark that work on `venv` has begun, before anything else is written there."""
     venv.mkdir(exist_ok=True)
     (venv / INCOMPLETE).write_text("The installer is at work here, or was interrupted. It can be started again.\n", "utf-8")
 

@@ -1,4 +1,4 @@
-"""`installer up`: look ahead, install what is missing, then become the appliance."""
+"""`installer up`: check ahead, install what is missing, then become the appliance."""
 
 from __future__ import annotations
 
@@ -26,15 +26,15 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _become(arguments: list[str]) -> NoReturn:
-    """Go on as the `gatehouse` command: the same process, so that Ctrl-C, SIGTERM and the exit status need no passing on."""
+    """Become the `gatehouse` command in the same process, so that signals and the exit status need not be passed on."""
     sys.stdout.flush()
     python = str(venv_python(VENV))
-    # Safe path: a folder named like one of ours in the place where the user stands must not be imported instead of it.
+    # Safe path: a folder with the name of one of ours in the user's current directory must not be imported instead of ours.
     os.execve(python, [python, "-m", "appliance.cli.main", *arguments], {**os.environ, "PYTHONSAFEPATH": "1"})
 
 
 def serve_command(given: dict[str, object]) -> list[str]:
-    """Return the arguments of `gatehouse`; paths are made absolute, what was not given is left to its settings."""
+    """Return the arguments of `gatehouse`; paths are made absolute, options not given are left to its settings."""
     command = ["serve"]
     for name in _PASSED_ON:
         if given.get(name) is not None:
@@ -50,7 +50,7 @@ def serve_command(given: dict[str, object]) -> list[str]:
 
 
 def doctor() -> int:
-    """Print what this machine offers and whether the environment is complete; then let the appliance look at itself."""
+    """Print what this machine offers and whether the environment is complete; then run the appliance's own doctor."""
     machine.check_interpreter()
     print(machine.describe_interpreter())
     print(f"free disk space at {VENV.parent}: {machine.free_bytes(VENV) // machine.MIB} MiB")

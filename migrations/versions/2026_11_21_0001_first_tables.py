@@ -160,7 +160,7 @@ def _create_prices_and_epochs() -> None:
 def _create_usage_events() -> None:
     op.create_table(
         "usage_events",
-        # Only INTEGER numbers itself on SQLite.
+        # On SQLite only INTEGER columns are numbered automatically.
         sa.Column("id", sa.BigInteger().with_variant(sa.Integer(), "sqlite"), autoincrement=True, nullable=False),
         _id("request_id"),
         _id("tenant_id"),

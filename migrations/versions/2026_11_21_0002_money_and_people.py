@@ -70,15 +70,15 @@ def _drop_columns(name: str, columns: Sequence[str], *, constraints: Sequence[st
 
 
 def _shares_unless_needed() -> tuple[str, ...]:
-    """Return the column to be dropped; where a share was not all of the price it stays, unread, to be found on the way up."""
+    """Return the column to drop; none if some event did not pay the full price: then it stays, unread, for the next upgrade."""
     discounted = sa.text("SELECT 1 FROM usage_events WHERE price_basis_points <> 10000 LIMIT 1")
     return () if op.get_bind().execute(discounted).first() else ("price_basis_points",)
 
 
 def _keep_one_currency() -> None:
-    """Give prices of further currencies a model of their own: the older schema has one price per model and moment.
+    """Give prices in further currencies a model name of their own: the older schema has one price per model and moment.
 
-    What was billed by them keeps its price; nothing is billed by them any more.
+    Usage billed with them keeps its price; no new usage is billed with them.
     """
     connection = op.get_bind()
     rows = connection.execute(
@@ -377,11 +377,11 @@ def _create_outbox_and_audit() -> None:
 
 
 def _fill_sums() -> None:
-    """Count the postings and add up what was settled so far, by minute, hour and day of UTC."""
+    """Set the posting counter and add up the usage settled so far, by minute, hour and day in UTC."""
     op.execute("INSERT INTO counters (name, value) SELECT 'posting', coalesce(max(posting), 0) FROM usage_events")
     for bucket, chars in (("minute", 16), ("hour", 13), ("day", 10)):
         if _is_sqlite():
-            rest = "0000-01-01 00:00:00.000000"[chars:].replace(":", r"\:")  # a colon begins a parameter
+            rest = "0000-01-01 00:00:00.000000"[chars:].replace(":", r"\:")  # an unescaped colon would begin a parameter
             start = f"substr(admitted_at, 1, {chars}) || '{rest}'"
         else:
             start = f"date_trunc('{bucket}', admitted_at AT TIME ZONE 'UTC') AT TIME ZONE 'UTC'"

@@ -1,6 +1,6 @@
-"""Rows that were written for good: the database itself refuses to change or remove them, whichever program asks.
+"""Rows that were written for good: the database itself refuses to change or remove them, whichever program tries.
 
-SQLite drops the triggers of a table that a later migration makes anew (batch mode): such a migration creates them again.
+SQLite drops the triggers of a table that a later migration rebuilds (batch mode): such a migration must create them again.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from alembic import op
 revision = "0003"
 down_revision = "0002"
 
-# table, and when one of its rows stays as it is: a condition on the row `OLD`, in words that both databases know.
+# By table, the condition on the row `OLD` under which it must not change, in SQL that both databases understand.
 _IN_CLOSED_INVOICE = "EXISTS (SELECT 1 FROM invoices WHERE id = OLD.invoice_id AND state = 'closed')"
 _MONTH_CLOSED = (
     "EXISTS (SELECT 1 FROM invoices WHERE tenant_id = OLD.tenant_id AND month >= OLD.first_month AND state = 'closed')"
@@ -23,7 +23,7 @@ _STAYS_UNCHANGED = {
     "prices": "1 = 1",
     "free_allowances": _MONTH_CLOSED,
 }
-_BEGUN = "OLD.effective_from <= {now}"  # a price that nothing was charged at yet may be withdrawn
+_BEGUN = "OLD.effective_from <= {now}"  # a price that has not begun, so that nothing was charged at it, may be withdrawn
 
 
 def upgrade() -> None:
@@ -64,13 +64,13 @@ def _refuse(event: str, table: str, condition: str) -> None:
         )
         return
     op.execute(f"CREATE FUNCTION {name}() RETURNS trigger LANGUAGE plpgsql AS {_body(condition)}")
-    # A condition on the row alone is looked at before the function is called: pending events settle without it.
+    # A condition on the row alone goes into WHEN, so that pending events settle without a call of the function.
     when = "" if "SELECT" in condition else f"WHEN ({condition}) "
     op.execute(f"CREATE TRIGGER {name} BEFORE {event} ON {table} FOR EACH ROW {when}EXECUTE FUNCTION {name}()")
 
 
 def _body(condition: str) -> str:
-    """Return the body of a trigger function that refuses where `condition` holds."""
+    """Return the body of a trigger function that refuses the change if `condition` holds."""
     return (
         f"$$ BEGIN IF {condition} THEN RAISE EXCEPTION 'a row of % that was written for good stays as it is', TG_TABLE_NAME "
         "USING ERRCODE = 'integrity_constraint_violation'; END IF; "

@@ -1,7 +1,7 @@
 """Batch work: which requests asked for the service tier flex, and which lines of closed invoices are theirs.
 
-The version before has no word for it. Where nothing was batch work the way back leaves no trace; else the columns stay, unread
-and filled with "no" by that version, for what is billed must not forget at which share of the price it was.
+The previous version does not know batch work. If there was none, a downgrade removes the columns. Otherwise they stay, unread
+and filled with "no" by that version: billed usage must keep its share of the price.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ _TABLES = ("usage_events", "requests", "invoice_lines")
 
 
 def upgrade() -> None:
-    """Bring the schema up. In place on both databases: no table is made anew, so the triggers of the version before stay."""
+    """Bring the schema up. In place on both databases: no table is rebuilt, so the triggers of revision 0003 stay."""
     for table in _TABLES:
         if not _has_batch(table):
             op.add_column(table, sa.Column("batch", sa.Boolean(), nullable=False, server_default=sa.false()))

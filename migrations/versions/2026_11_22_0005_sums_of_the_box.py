@@ -1,4 +1,4 @@
-"""Sums of the whole box by model, made of those by owner; and indexes for reports of one tenant, one request, one model."""
+"""Sums of the whole box by model, added up from those by owner; also indexes for reports on one tenant, request or model."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def upgrade() -> None:
     )
 
     if op.get_bind().dialect.name == "postgresql":
-        # Else the planner takes "of this key, and of its tenant" for a hundredth of what it is, and reads all of it for a page.
+        # Otherwise the planner expects a hundredth of the rows "of this key and its tenant", and reads all of them for a page.
         op.execute("CREATE STATISTICS usage_rollups_key_of_tenant (dependencies) ON tenant_id, key_id FROM usage_rollups")
 
 

@@ -1,6 +1,6 @@
-"""On SQLite no row takes the place of one that was written for good: OR REPLACE removes it and calls no trigger of a DELETE.
+"""On SQLite no row may replace one that was written for good: OR REPLACE removes that row without calling a DELETE trigger.
 
-PostgreSQL has nothing like it: there is nothing to do.
+PostgreSQL has no OR REPLACE, so there is nothing to do.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from alembic import op
 revision = "0006"
 down_revision = "0005"
 
-# table, when one of its rows is there for good, and what a new row may not share with it: its row number and each unique key.
+# By table: when a row `kept` is there for good, and its unique keys, which a new row must not share (nor its row number).
 _IN_CLOSED_INVOICE = "EXISTS (SELECT 1 FROM invoices WHERE id = kept.invoice_id AND state = 'closed')"
 _MONTH_CLOSED = (
     "EXISTS (SELECT 1 FROM invoices WHERE tenant_id = kept.tenant_id AND month >= kept.first_month AND state = 'closed')"

@@ -1,4 +1,4 @@
-"""An index for what a tenant's invoice covers beside its own month: what was posted since the month before was closed.
+"""An index for the events on a tenant's invoice from earlier months: those posted since the previous month was closed.
 
 Without it a draft reads every event that the tenant ever had.
 """

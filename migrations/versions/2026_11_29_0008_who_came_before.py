@@ -1,6 +1,6 @@
-"""How many requests of its own tenant were open when a request came: a past one's explanation says it, as a live one's does.
+"""How many requests of its own tenant were open when a request came, for the explanation of past requests as of live ones.
 
-NULL of requests that the version before settled, and of those that nothing is known of.
+NULL for requests that the previous version settled, and if it is unknown.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""`/admin/v1/economics`: what a million tokens cost on this box, beside what hosted ones would."""
+"""`/admin/v1/economics`: what a million tokens cost on this box, next to the prices of hosted models."""
 
 from __future__ import annotations
 

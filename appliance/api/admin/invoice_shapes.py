@@ -1,4 +1,4 @@
-"""The JSON of invoices, allowances and the seller, and how each is made from what metering holds."""
+"""The JSON of invoices, allowances and the seller, each built from metering's own type."""
 
 from __future__ import annotations
 
@@ -142,5 +142,5 @@ def allowance_shape(allowance: FreeAllowance) -> AllowanceShape:
 
 
 def _exact(picos: int) -> int:
-    """Return an amount as JSON can say it: one that passes 64 bits goes into the text as its digits."""
+    """Return `picos` for the encoder, which takes 64 bits: a larger amount is put into the JSON as its digits."""
     return picos if abs(picos) <= _INT64_MAX else msgspec.Raw(str(picos).encode())  # type: ignore[return-value]

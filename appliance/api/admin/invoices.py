@@ -1,4 +1,4 @@
-"""`/admin/v1` invoices, free allowances and the seller of invoices. Rules live in metering; here is JSON and files."""
+"""`/admin/v1` invoices, free allowances and the seller of invoices. Metering has the rules; this module, JSON and files."""
 
 from __future__ import annotations
 

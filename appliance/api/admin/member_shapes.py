@@ -1,4 +1,4 @@
-"""The JSON of people: members, memberships, and who asks. Knows no secret but one that was just made."""
+"""The JSON of people: members, memberships and the caller. The only secret it sees is a password that was just created."""
 
 from __future__ import annotations
 
@@ -84,6 +84,6 @@ def new_membership_shape(membership: Membership, password: str | None) -> NewMem
 
 
 def me_shape(access: Access) -> MeShape:
-    """Return who asks as JSON."""
+    """Return the caller as JSON."""
     memberships = [TenantRoleShape(tenant_id=tenant_id, role=role) for tenant_id, role in sorted(access.tenants.items())]
     return shape_of(MeShape, access.actor, role=access.role, memberships=memberships)

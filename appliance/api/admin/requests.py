@@ -54,7 +54,7 @@ async def abort_request(request: AdminRequest, request_id: FromPath[str]) -> Req
     live = generations.find(request_id, access=access, action=Action.ABORT)
     if live is None:
         raise NotFound("no such live request", param="request_id")
-    if live.state != "finished":  # else it has ended by itself, and what it used is being written down
+    if live.state != "finished":  # otherwise it has ended by itself, and its usage is being recorded
         await services.audit.note("request.abort", "request", request_id, tenant_id=live.tenant_id)
     return live_request_shape(await generations.abort_and_wait(request_id, access=access))
 

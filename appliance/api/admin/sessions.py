@@ -1,6 +1,6 @@
-"""`/admin/v1/sessions`, and what opens them: who is signed in where, and second factors and providers of other members.
+"""`/admin/v1/sessions`: who is signed in where; also the second factors and sign-in providers of other members.
 
-Everybody sees and ends the own sessions; those of others are for whoever decides who signs in.
+Members see and end their own sessions; those of others need `Action.MEMBERS`.
 """
 
 from __future__ import annotations
@@ -118,7 +118,10 @@ async def unlink_provider(request: AdminRequest, member_id: FromPath[str]) -> Pr
 
 
 def _whose(request: AdminRequest, access: Access) -> str | None:
-    """Return whose sessions are meant; None is everybody's. Raises RoleNotAllowed, or NotFound to who may see no other."""
+    """Return the member id whose sessions are meant; None means all members.
+
+    Raises RoleNotAllowed, or NotFound for a caller who may see no sessions but their own.
+    """
     own, asked = _member_id(access), request.query_params.get("member_id")
     if asked is None and own is not None:
         return own
@@ -131,7 +134,7 @@ def _whose(request: AdminRequest, access: Access) -> str | None:
 
 
 def _member_id(access: Access) -> str | None:
-    """Return the id of the member who asks; tokens and commands are no members."""
+    """Return the id of the calling member; None for tokens and commands, which are not members."""
     return access.actor.id if access.actor.kind == "member" else None
 
 

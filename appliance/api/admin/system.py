@@ -49,9 +49,9 @@ async def stream_events(request: AdminRequest) -> Stream:
 async def _frames(
     request: AdminRequest, first: SystemSnapshot, snapshots: AsyncGenerator[SystemSnapshot, None]
 ) -> AsyncIterator[bytes]:
-    """Yield frames until the appliance drains or the caller is an administrator no more.
+    """Yield frames until the appliance drains or the caller is no longer an administrator.
 
-    The sampler's beat keeps the connection alive; no other ping is needed.
+    The sampler sends one every second, so the connection needs no other ping.
     """
     services = services_of(request)
     count = 0

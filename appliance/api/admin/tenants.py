@@ -1,4 +1,4 @@
-"""`/admin/v1/tenants` and their keys. Rules live in the tenancy layer; here is only JSON in and JSON out."""
+"""`/admin/v1/tenants` and their keys. The rules live in the tenancy layer; this module only handles JSON."""
 
 from __future__ import annotations
 

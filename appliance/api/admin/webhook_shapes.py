@@ -1,4 +1,4 @@
-"""The JSON of webhooks and of what is delivered to them."""
+"""The JSON of webhooks and their deliveries."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ class DeliveryShape(msgspec.Struct, kw_only=True):
 
 
 def webhook_shape(webhook: Webhook, *, whole: bool = True) -> WebhookShape:
-    """Return the JSON of `webhook`, with the whole target or as much as everybody may read."""
+    """Return the JSON of `webhook`, with its whole target or only the part that everybody may read."""
     target = webhook.target if whole else shown_target(webhook.kind, webhook.target)
     return shape_of(WebhookShape, webhook, target=target)
 

@@ -151,7 +151,7 @@ async def retry_delivery(request: AdminRequest, webhook_id: FromPath[str], deliv
 
 
 async def _reader(request: AdminRequest) -> Access:
-    """Return what the caller may see, once it is sure that he may read webhooks somewhere. Raises RoleNotAllowed."""
+    """Return what the caller may see. Raises RoleNotAllowed unless that includes webhooks of some tenant or of the box."""
     access = await authenticate_administrator(request, Action.READ)
     access.require_somewhere(reading(access))
     return access

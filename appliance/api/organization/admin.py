@@ -1,6 +1,6 @@
-"""OpenAI's organization API, audit log and admin keys: entries under OpenAI's names where there are any, and our tokens.
+"""OpenAI's organization API, audit log and admin keys: our log entries, and our administrator tokens as its admin keys.
 
-An entry without a name of OpenAI's keeps ours (`price.create`), so that nothing of the log is left out.
+An entry has OpenAI's name for its type; where OpenAI has none it keeps ours (`price.create`), so that none is left out.
 """
 
 from __future__ import annotations
@@ -170,7 +170,7 @@ async def delete_admin_key(request: AdminRequest, key_id: FromPath[str]) -> Dele
 
 
 def audit_log_shape(entry: AuditEntry) -> dict[str, Any]:
-    """Return `entry` as OpenAI's clients read it: its details are a field that is named as its type."""
+    """Return `entry` as OpenAI's clients read it: its details are in a field with the name of its type."""
     kind = TYPE_OF.get(entry.action, entry.action)
     shape = {
         "object": "organization.audit_log",
@@ -195,7 +195,7 @@ def _details(entry: AuditEntry, kind: str) -> dict[str, Any]:
 
 
 def _actor(entry: AuditEntry) -> dict[str, Any]:
-    """Return the actor: a member by session, everybody else as a key of their own (command line and appliance too)."""
+    """Return the actor: a member as a session, any other (the command line and the appliance too) as a key of its own."""
     if entry.actor_kind == "member" or entry.action == "session.refuse":
         user = {"id": entry.actor_id, "email": entry.actor_name} if entry.actor_kind == "member" else None
         return {"type": "session", "session": {"user": user, "ip_address": entry.address}}
@@ -218,13 +218,13 @@ def _filter(request: AdminRequest) -> AuditFilter:
 
 
 def _actions(types: frozenset[str]) -> frozenset[str]:
-    """Return our actions of OpenAI's types, and what was named in our own words."""
+    """Return our actions for OpenAI's `types`; our own names among them are kept."""
     known = frozenset(action for action, kind in TYPE_OF.items() if kind in types)
     return known | (types - frozenset(TYPE_OF.values()))
 
 
 def _period(request: AdminRequest) -> dict[str, datetime]:
-    """Return `start` and `end` of `effective_at`, where whole seconds are compared; of two bounds the narrower counts."""
+    """Return `start` and `end` from `effective_at`, which compares whole seconds; of two bounds the narrower one counts."""
     period: dict[str, datetime] = {}
     for bound, (step, name) in BOUNDS.items():
         value = whole(request, f"effective_at[{bound}]", SECONDS_MAX - 1)

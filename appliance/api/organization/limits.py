@@ -1,6 +1,6 @@
 """OpenAI's organization API, rate limits of a project: the limits per minute of a tenant, for each model and for all together.
 
-The client's type has no word for "no limit": it is shown, and set, as the largest number that a limit can have.
+The client's type cannot express "no limit": it is shown and set as the largest number that a limit can have.
 """
 
 from __future__ import annotations
@@ -120,7 +120,7 @@ def _models_of(tenant: Tenant, served: list[str]) -> set[str]:
 
 
 def _id_of(model: str) -> str:
-    """Return an id that stands in one segment of a path, whatever the model is called."""
+    """Return an id that fits in one segment of a path, whatever the model is called."""
     return ID_PREFIX + quote(model, safe="*")
 
 
@@ -131,7 +131,7 @@ def _model_of(rate_limit_id: str) -> str:
 
 
 def _between(request: AdminRequest, models: list[str]) -> list[str]:
-    """Return the models behind `after` and ahead of `before`."""
+    """Return the models that follow `after` and precede `before`."""
     for name in ("after", "before"):
         rate_limit_id = request.query_params.get(name)
         if rate_limit_id is None:

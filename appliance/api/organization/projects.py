@@ -237,7 +237,7 @@ def _owner_access(tenant: Tenant) -> str:
 
 
 def _after(request: AdminRequest, name: str) -> str | None:
-    """Return the cursor of the list `name` behind the row whose id was given as `after`."""
+    """Return the cursor of the list `name` that continues after the row whose id was given as `after`."""
     after = request.query_params.get("after")
     return None if after is None else encode_cursor(name, [after])
 

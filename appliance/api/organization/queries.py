@@ -44,7 +44,7 @@ def paths(path: str) -> list[str]:
 
 
 def list_shape(rows: Sequence[T], shape: Callable[[T], S], id_of: Callable[[S], str], *, has_more: bool) -> ListShape[S]:
-    """Return `rows` as a list whose ends are named."""
+    """Return `rows` as a list with the ids of its first and last row."""
     data = [shape(row) for row in rows]
     first, last = (id_of(data[0]), id_of(data[-1])) if data else (None, None)
     return ListShape(data=data, first_id=first, last_id=last, has_more=has_more)

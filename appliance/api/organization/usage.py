@@ -1,8 +1,8 @@
 """OpenAI's organization API, usage and costs: the same sums as `/admin/v1/usage`, in buckets that may be empty.
 
-Days are days of the billing time zone. What OpenAI groups by and our sums are not kept by (users, batch, service tiers) is
-refused by name: events know batch work, but a report over events would read every one of them. Knows nothing of how the sums
-are made.
+Days are days of the billing time zone. OpenAI also groups by users, batch and service tiers; our sums are not kept by these, so
+they are refused by name. Events do know batch work, but a report from events would have to read every one of them. Knows
+nothing of how the sums are made.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from appliance.tenancy.pages import decode_cursor, encode_cursor
 BUCKET_OF_WIDTH = {"1m": "minute", "1h": "hour", "1d": "day"}
 LIMITS_OF_WIDTH = {"1m": (60, 1440), "1h": (24, 168), "1d": (7, 31)}  # buckets of a page: default, most
 COST_LIMITS = (7, 180)
-RESULTS_MAX = 3000  # of a page of several buckets
+RESULTS_MAX = 3000  # on a page of several buckets
 GROUP_OF = {"project_id": "tenant", "api_key_id": "key", "model": "model", "line_item": "model"}
 FILTERS = ("project_ids", "api_key_ids")
 PERIOD = ("start_time", "end_time", "bucket_width", "limit", "page")
@@ -120,7 +120,7 @@ class UsagePageShape(msgspec.Struct, Generic[R], kw_only=True):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class UsageQuestion:
-    """What a page of buckets is asked for."""
+    """The checked query of a page of buckets."""
 
     start: datetime
     end: datetime
@@ -197,7 +197,7 @@ async def _page(
     question: UsageQuestion,
     results: Callable[[Iterable[UsageRow]], list[R]],
 ) -> UsagePageShape[R]:
-    """Return the buckets that were asked for, whole ones: fewer of them where they have more than RESULTS_MAX results."""
+    """Return the requested buckets, always whole; fewer of them if together they have more than RESULTS_MAX results."""
     services = services_of(request)
     calendar = services.reports.calendar
     read = partial(
@@ -212,7 +212,7 @@ async def _page(
     after = next(buckets, None)
     rows = await read(shown[0][0], shown[-1][1], rows_max=RESULTS_MAX + 1) if shown else []
     if len(rows) > RESULTS_MAX:
-        # The last row is of the bucket with which the next page begins, unless that one alone is too large.
+        # The last row belongs to the bucket with which the next page begins, unless a single bucket is too large.
         fitting = sum(end <= rows[-1].start for _start, end in shown)
         if fitting == 0:
             fitting, rows = 1, await read(*shown[0])
@@ -233,7 +233,7 @@ async def _page(
 
 
 def _completions_results(rows: Iterable[UsageRow]) -> list[CompletionsResult]:
-    """Return tokens by group; what was paid in different currencies is one sum of tokens."""
+    """Return tokens by group, summed over currencies."""
     sums: dict[tuple[str | None, ...], list[int]] = {}
     for row in rows:
         counts = (row.prompt_tokens, row.cached_tokens, row.completion_tokens, row.requests)
@@ -272,7 +272,7 @@ def _costs_results(rows: Iterable[UsageRow]) -> list[CostsResult]:
 
 
 def _end_of_now(request: AdminRequest, bucket: str) -> datetime:
-    """Return the end of the current bucket: where a report ends that names no end, so that its buckets are whole."""
+    """Return the end of the current bucket: the default end of a report, so that its buckets are whole."""
     services = services_of(request)
     calendar = services.reports.calendar
     return bucket_end(bucket_start(services.clock.now(), bucket, calendar), bucket, calendar)
@@ -286,7 +286,7 @@ def _groups(request: AdminRequest, allowed: tuple[str, ...]) -> tuple[str, ...]:
 
 
 def _continued(request: AdminRequest, start: datetime, end: datetime) -> datetime:
-    """Return where the page begins: at `start`, or where the one before ended."""
+    """Return where the page begins: at `start`, or where the previous page ended."""
     cursor = request.query_params.get("page")
     if cursor is None:
         return start

@@ -1,12 +1,12 @@
-"""Tells when spending reaches a share of a budget: the month's money, and the day's tokens, of every owner of limits.
+"""Alerts when usage reaches a share of a budget: the month's money, and the day's tokens, of every owner of limits.
 
-An alert is due when what was used stands at or above the threshold, and the outbox tells each webhook the same threshold of
-the same owner, limit and period once. So it does not matter in which order events settle, nor how often somebody looks:
-`settled` looks in the transaction that settles, be it of the ledger or of a start that settles what a dead run left, and
-`sweep` where nothing settles (a lowered budget, a new webhook).
+An alert is due when the usage is at or above the threshold, and the outbox sends each webhook only one alert per threshold,
+owner, limit and period. So neither the order in which events settle nor the number of checks matters: `settled` checks in the
+transaction that settles (of the ledger, or of a start that settles what a dead run left), and `sweep` checks where nothing
+settles (a lowered budget, a new webhook).
 
-To look means to sum. Between two looks it is carried in memory how much can be used at least until the next threshold: almost
-every settlement costs a subtraction for each of its owners that has a budget, and where nobody has one, nothing.
+A check has to sum usage. Between two checks a counter in memory holds how much can be used, at least, before the next
+threshold: so almost every settlement costs one subtraction per owner with a budget, and nothing where there is no budget.
 """
 
 from __future__ import annotations
@@ -34,18 +34,18 @@ from appliance.metering.ledger.rollups import SETTLED, join_sum
 from appliance.metering.limits.owner_sums import days_of_month, spread, sums_query
 from appliance.metering.limits.owners import Owner, owners_of
 
-PERIODS_MAX = 64  # of one owner: late events may be of other months and days than today's
+PERIODS_MAX = 64  # of one owner: late events may belong to other months and days than today's
 SWEEP_INTERVAL_S = 3600.0
 TOLD_FOR = timedelta(days=KEEP_DAYS_MIN - 1)
-"""Of a day or a month that began longer ago nothing is told: what was told before may be forgotten."""
-SWEPT_AT_ONCE = 50  # notices in one transaction of a sweep: a settlement waits for no more
+"""Days and months that began longer ago alert nobody: the outbox may have forgotten what it sent about them."""
+SWEPT_AT_ONCE = 50  # notices in one transaction of a sweep, for which settlements wait
 
 
 @dataclass(slots=True)
 class Watch:
-    """A plan, and how much can be used at least of each period until the next alert is due; None when none is left.
+    """A plan, and for each period how much can be used, at least, before the next alert is due; None when none is left.
 
-    `looks` has the last look at each period of which nothing is remembered yet.
+    `looks` has the latest check of each period whose result is not yet durable.
     """
 
     plan: Plan
@@ -53,10 +53,10 @@ class Watch:
     looks: dict[Period, object] = field(default_factory=dict)
 
     def count(self, event: UsageEvent, since: date) -> Iterator[Period]:
-        """Count the event, and yield the periods that must be looked at, of those that begin on `since` or later.
+        """Count the event, and yield the periods that must be checked, of those that begin on `since` or later.
 
-        A correction that takes away counts as nothing, and what is rolled back stays counted: more is left than is thought.
-        What counts as nothing reaches no threshold.
+        Negative corrections are not counted, and events that are rolled back stay counted: `left` is a lower bound. An event
+        that counts as zero or less reaches no threshold.
         """
         tokens, day = event.prompt_tokens + event.completion_tokens, event.billing_day
         for kind in self.plan.limits:
@@ -68,16 +68,16 @@ class Watch:
             if left > 0:
                 self.left[period] = left
                 continue
-            # Until the alert is durable nothing is remembered: if this is rolled back, the next one looks again.
+            # Nothing is remembered until the alert is durable: if it is rolled back, the next event checks again.
             self.left.pop(period, None)
             self.looks[period] = object()
             yield period
 
     def remember(self, period: Period, used: int, look: object, _db: Database | None = None) -> None:
-        """Take what was found by a look that is durable now, if it was the last one.
+        """Store the result of the check `look`, which is durable now, if it was the latest one.
 
-        On PostgreSQL a transaction may hear of its COMMIT when the next one has looked already, or has remembered even: what
-        that one counted is in no sum of the first.
+        On PostgreSQL a transaction may learn of its COMMIT after the next one has already checked, or even stored its result:
+        what that one counted is missing from the sums of the first.
         """
         if self.looks.get(period) is not look:
             return
@@ -89,7 +89,7 @@ class Watch:
 
 
 class _Watches:
-    """Everybody who has a plan, as of one count of changes, and who of them watches the use of a model by a key."""
+    """A watch for every owner with a plan, as of one count of changes, and those that apply to the use of a model by a key."""
 
     def __init__(self, as_of: int, watches: dict[Owner, Watch]) -> None:
         self.as_of = as_of
@@ -97,7 +97,7 @@ class _Watches:
         self._by_use: dict[tuple[str, str], tuple[Watch, ...]] = {}
 
     def over(self, event: UsageEvent) -> tuple[Watch, ...]:
-        """Return those whose limits the event counts against."""
+        """Return the watches of the owners whose limits the event counts against."""
         use = event.key_id, event.model
         found = self._by_use.get(use)
         if found is None:
@@ -107,7 +107,7 @@ class _Watches:
 
 
 class BudgetAlerts:
-    """Watches all budgets. `settled` is called by whoever settles, in its transaction."""
+    """Watches all budgets. Every settlement calls `settled` in its transaction."""
 
     def __init__(self, db: Database, clock: Clock, calendar: BillingCalendar, *, currency: str) -> None:
         self._db = db
@@ -121,7 +121,7 @@ class BudgetAlerts:
         self._told_of: tuple[int, date] | None = None
 
     def settled(self, connection: Connection, events: Sequence[UsageEvent]) -> None:
-        """Tell of the thresholds that these events reach. Call it behind the sums: they have the events already."""
+        """Send an alert for each threshold that these events reach. Call it after the events were added to the sums."""
         watches = self._watches_now(connection)
         if not watches.by_owner:
             return
@@ -138,7 +138,8 @@ class BudgetAlerts:
     def _watches_now(self, connection: Connection) -> _Watches:
         """Return all watches. They are read again when any tenant, key or model has changed.
 
-        What is left is kept where the plan is as it was. Who had none in between starts anew: what he used then is not known.
+        A watch whose plan is unchanged is kept. An owner without a plan in between starts anew: its usage meanwhile was not
+        counted.
         """
         changes = self._db.principals.value
         if self._watches.as_of != changes:
@@ -155,9 +156,9 @@ class BudgetAlerts:
             after_commit(connection, partial(watch.remember, period, used[owner], watch.looks[period]))
 
     async def sweep(self) -> None:
-        """Tell of every threshold that stands reached now, if owners or webhooks have changed since the last time.
+        """Send an alert for every threshold that is reached now, if owners or webhooks have changed since the last sweep.
 
-        Also once in SWEEP_INTERVAL_S. What changes while it looks is looked at the next time.
+        Also once every SWEEP_INTERVAL_S. A change during a sweep is seen by the next one.
         """
         of = (self._db.principals.value, self._db.webhooks.value)
         now_s = self._clock.monotonic_s()
@@ -173,14 +174,14 @@ class BudgetAlerts:
         for first in range(0, len(new), SWEPT_AT_ONCE):
             some = new[first : first + SWEPT_AT_ONCE]
             async with self._db.writing() as connection:
-                # As whoever settles does: two that tell the same in another order would wait for each other on PostgreSQL.
+                # Lock as a settlement does: two that write the same messages in another order would deadlock on PostgreSQL.
                 await counters.locked(connection, counters.POSTING)
                 await connection.run_sync(self._tell, some)
             self._told |= {(notice.event, notice.subject) for notice in some}
         self._swept_of, self._swept_s = of, now_s
 
     def _standing(self, connection: Connection, today: date) -> list[Notice]:
-        """Return every notice that today and this month stand for."""
+        """Return every notice that is due by the usage of today and this month."""
         plans = read_plans(connection, self._clock.now(), self._currency)
         standing: list[Notice] = []
         for period in (Period("budget", today.replace(day=1)), Period("tokens_per_day", today)):
@@ -203,7 +204,7 @@ class BudgetAlerts:
 
 
 def _used_by(connection: Connection, calendar: BillingCalendar, period: Period, plans: Mapping[Owner, Plan]) -> Counter[Owner]:
-    """Return what each owner of `plans` has used in `period` that counts, in one statement."""
+    """Return how much each owner of `plans` has used in `period` that counts against its limit, by one query."""
     used: Counter[Owner] = Counter()
     rows = connection.execute(used_query(calendar, period, plans)) if plans else ()
     for owner, row in spread(rows, plans):
@@ -213,6 +214,6 @@ def _used_by(connection: Connection, calendar: BillingCalendar, period: Period, 
 
 
 def used_query(calendar: BillingCalendar, period: Period, plans: Mapping[Owner, Plan]) -> CompoundSelect[Any]:
-    """Return the query for the sums of the owners of `plans`, who are some."""
+    """Return the query for the sums of the owners of `plans`, which must not be empty."""
     is_month = period.kind == "budget"
     return sums_query(plans, days_of_month(calendar, period.start) if is_month else [calendar.day_start(period.start)])

@@ -1,4 +1,4 @@
-"""Tells that a key expires within a week, once for each date that it was given. Nothing hangs on the minute."""
+"""Alerts that a key expires within a week, once for each expiry date that it was given. The exact minute does not matter."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _TOLD = ("tenant_id", "tenant_name", "key_id", "key_name", "prefix")
 
 
 class KeyAlerts:
-    """Watches the keys of all tenants. A key that has a successor, or was never to live longer than a week, alerts nobody."""
+    """Watches the keys of all tenants, except keys with a successor and keys created for no longer than a week."""
 
     def __init__(self, db: Database, clock: Clock) -> None:
         self._db = db
@@ -26,7 +26,7 @@ class KeyAlerts:
         self._swept_s = 0.0
 
     async def sweep(self) -> None:
-        """Tell of every key that is about to expire, if keys or webhooks have changed since the last time, or in a while."""
+        """Alert about every key that expires soon, if keys or webhooks changed since the last sweep or that was long ago."""
         of = (self._db.principals.value, self._db.webhooks.value)
         now_s = self._clock.monotonic_s()
         if of == self._swept_of and now_s - self._swept_s < SWEEP_INTERVAL_S:

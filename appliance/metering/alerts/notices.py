@@ -1,4 +1,4 @@
-"""What is told when a budget's threshold is reached: which event, to whom, once for what, and the figures."""
+"""The alert when a budget's threshold is reached: its event, its receivers, the subject that makes it unique, its figures."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from appliance.metering.alerts.plans import Period, Plan
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Notice:
-    """`used` stands at or above `percent` of the limit of `period.kind`."""
+    """`used` is at or above `percent` of the limit of `period.kind`."""
 
     plan: Plan
     period: Period
@@ -26,18 +26,18 @@ class Notice:
 
     @property
     def tenant_id(self) -> str | None:
-        """Return whose webhooks hear of it beside those of the box: nobody's of what all tenants use of a model together."""
+        """Return the tenant whose webhooks get it besides those of the box; None for a limit of all tenants together."""
         return self.plan.whose.get("tenant_id")
 
     @property
     def subject(self) -> str:
-        """Return what the outbox tells once: this share of this limit of this owner in this period."""
+        """Return the subject for which the outbox sends only one message: share, limit, owner and period."""
         limit = self.plan.limits[self.period.kind]
         return f"{self._owner}:{self.period.start.isoformat()}:{self.percent}:{limit}"
 
     @property
     def _owner(self) -> str:
-        """Return the id of the owner. A model's name may be longer than a key of the outbox: its digest stands for it."""
+        """Return the id of the owner; for a model the digest of its name, which may be too long for a key of the outbox."""
         owner = self.plan.owner
         if owner.model is None:
             return owner.id
@@ -45,7 +45,7 @@ class Notice:
 
     @property
     def data(self) -> dict[str, Any]:
-        """Return what the alert says."""
+        """Return the content of the alert."""
         plan, period = self.plan, self.period
         model = {} if plan.owner.model is None else {"model": plan.owner.model}
         whose = {"scope": plan.owner.scope, **plan.whose, **model, "percent": self.percent}
@@ -61,5 +61,5 @@ class Notice:
 
 
 def notices_of(plan: Plan, period: Period, used: int) -> list[Notice]:
-    """Return what stands to be told of `used`."""
+    """Return the notices due for `used`."""
     return [Notice(plan=plan, period=period, percent=percent, used=used) for percent in plan.reached(period.kind, used)]

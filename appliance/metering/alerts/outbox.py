@@ -1,11 +1,12 @@
-"""The table of what is to be told to the outside: written in the transaction of what it tells of, delivered at least once.
+"""The table of outgoing messages: written in the transaction of what they report, delivered at least once.
 
     tell ──► pending ── attempt ──► delivered
                ▲  │ └── attempt failed ──► pending, later          each arrow is one conditional UPDATE
          retry │  └──── ATTEMPTS_MAX failed, webhook gone ──► failed
 
-An attempt is claimed by moving `next_attempt_at` behind its own end. Who dies between sending and noting it leaves a row that
-is sent again then, or at once by the next run, under the same id: receivers tell repetitions by it. Knows no protocol.
+An attempt is claimed by moving `next_attempt_at` past its own end. If the process dies between sending and noting it, the row
+is sent again at that time, or at once by the next run, under the same id, by which receivers recognise repetitions. Knows no
+protocol.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ EVENTS = (*TENANT_EVENTS, *BOX_EVENTS)
 ATTEMPTS_MAX = 14
 RETRY_S_MIN = 10.0
 RETRY_S_MAX = 12 * 3600.0
-RETRY_FACTOR = 3.0  # with these four, the last attempt comes 2.9 days after the first on average
+RETRY_FACTOR = 3.0  # with these four, the last attempt is on average 2.9 days after the first
 LEASE_S = 120.0  # longer than any attempt may take
 ERROR_CHARS_MAX = 500
 
@@ -47,7 +48,7 @@ STATES = ("pending", "delivered", "failed")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Delivery:
-    """One message to one webhook. `attempts` counts those that began; `last_error` is why the last failed one did."""
+    """One message to one webhook. `attempts` counts those that began; `last_error` is the reason of the last failure."""
 
     id: str
     webhook_id: str
@@ -68,7 +69,7 @@ class Delivery:
 
 
 class _Owner(NamedTuple):
-    """Whose a webhook is, and since when nothing is sent to it."""
+    """The owner of a webhook, and since when nothing is sent to it."""
 
     tenant_id: str | None
     disabled_at: datetime | None
@@ -88,8 +89,8 @@ async def tell(
 ) -> int:
     """Write one message to each webhook that listens to `event`, and return how many are new.
 
-    Call it in the transaction of what happened. `subject` says what it happened to: the same event of the same subject is told
-    to a webhook once, whoever tells it. Without a tenant only the webhooks of the box hear it.
+    Call it in the transaction of what happened. `subject` says what it happened to: each webhook gets only one message for an
+    event and subject, whoever writes it. Without a tenant only the webhooks of the box get it.
     """
     return await connection.run_sync(tell_at_once, now, event=event, subject=subject, data=data, tenant_id=tenant_id)
 
@@ -103,7 +104,7 @@ def tell_at_once(
     data: Mapping[str, Any],
     tenant_id: str | None = None,
 ) -> int:
-    """Do the same on a connection that does not wait."""
+    """Like `tell`, on a synchronous connection."""
     told = 0
     for webhook_id in _listening(connection, event, tenant_id):
         told += _put(connection, now, event, data, webhook_id, f"{event}:{subject}:{webhook_id}") is not None
@@ -125,7 +126,7 @@ def _ready() -> tuple[ColumnElement[bool], ...]:
 def _put(
     connection: Connection, now: datetime, event: str, data: Mapping[str, Any], webhook_id: str, dedupe_key: str
 ) -> str | None:
-    """Return the id of the new message, None when the same was told before."""
+    """Return the id of the new message, None when the same one was written before."""
     message_id = new_id("msg")
     statement = insert_for(connection.dialect.name, outbox).values(
         id=message_id,
@@ -158,10 +159,10 @@ async def abandon(connection: AsyncConnection, webhook_id: str, reason: str) -> 
 
 
 def retry_s(attempts: int, randomness: float) -> float | None:
-    """Return how long to wait after the failed attempt number `attempts`, None to give up.
+    """Return how many seconds to wait after the failed attempt number `attempts`, None to give up.
 
-    The wait grows by RETRY_FACTOR from RETRY_S_MIN to RETRY_S_MAX; `randomness`, 0 to 1, spreads it from half to one and a
-    half, so that messages that failed together do not come together again.
+    The wait grows by RETRY_FACTOR from RETRY_S_MIN to RETRY_S_MAX; `randomness`, 0 to 1, scales it by 0.5 to 1.5, so that
+    messages that failed together are not sent together again.
     """
     if attempts >= ATTEMPTS_MAX:
         return None
@@ -169,7 +170,7 @@ def retry_s(attempts: int, randomness: float) -> float | None:
 
 
 class Outbox:
-    """Messages to webhooks: what is due, how attempts ended, and what the administrators see of it."""
+    """Messages to webhooks: which are due, how attempts ended, and what administrators see of them."""
 
     def __init__(self, db: Database, clock: Clock) -> None:
         self._db = db
@@ -179,7 +180,7 @@ class Outbox:
     async def claim(self, count: int, busy: Collection[str] = ()) -> list[Delivery]:
         """Claim and return the oldest due message of each of at most `count` webhooks that are not `busy`.
 
-        One message at a time to each webhook: a slow receiver holds up its own messages and nobody else's.
+        One message at a time for each webhook: a slow receiver holds up only its own messages.
         """
         now = self._clock.now()
         oldest = func.min(outbox.c.id)
@@ -211,7 +212,7 @@ class Outbox:
         return None if row is None else _from_row(row)
 
     async def release(self) -> None:
-        """Let the claims of a run that is dead be claimed again at once. Call it before the first claim of this run."""
+        """Make the messages claimed by a dead run due at once. Call it before the first claim of this run."""
         async with self._db.writing() as connection:
             await connection.execute(
                 update(outbox)
@@ -229,7 +230,8 @@ class Outbox:
             )
 
     async def failed(self, delivery: Delivery, error: str, wait_s: float | None) -> None:
-        """Note why the claimed attempt failed and when to try again: None gives up. What was retried meanwhile stays so."""
+        """Note why the claimed attempt failed and when to try again; `wait_s` None gives up. A message that somebody has
+        retried meanwhile stays as it is."""
         next_attempt_at = None if wait_s is None else self._clock.now() + timedelta(seconds=wait_s)
         async with self._db.writing() as connection:
             await connection.execute(
@@ -282,7 +284,7 @@ class Outbox:
         return page_of([_from_row(row) for row in rows], limit, "deliveries", lambda delivery: [delivery.id])
 
     async def retry(self, webhook_id: str, delivery_id: str, *, access: Access) -> Delivery:
-        """Send a message again from now on, as often as a new one, under its old id.
+        """Make a message due again, with as many attempts as a new one, under its old id.
 
         Raises NotFound, RoleNotAllowed, Conflict and RateLimitExceeded.
         """
@@ -330,8 +332,8 @@ class Outbox:
 
 
 def reading(access: Access) -> Action:
-    """Return what reading webhooks and their messages takes: every role on the box reads; in a tenant only who manages them,
-    because their addresses are secrets often."""
+    """Return the action that allows reading webhooks and their messages. Every role on the box may read them; in a tenant only
+    those who manage them, because their addresses are often secrets."""
     return Action.READ_BOX if access.sees_all else Action.WEBHOOKS
 
 
@@ -344,7 +346,7 @@ async def _check_ready(connection: AsyncConnection, webhook_id: str, access: Acc
 
 
 async def _owner(connection: AsyncConnection, webhook_id: str, access: Access, action: Action) -> _Owner:
-    """Return whose a webhook is. Raises NotFound and RoleNotAllowed."""
+    """Return the owner of a webhook. Raises NotFound and RoleNotAllowed."""
     query = select(webhooks.c.tenant_id, webhooks.c.disabled_at)
     row = (await connection.execute(query.where(webhooks.c.id == webhook_id, webhooks.c.removed_at.is_(None)))).first()
     return access.row(None if row is None else _Owner(*row), action, what="webhook", param="webhook_id")

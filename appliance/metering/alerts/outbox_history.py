@@ -1,7 +1,7 @@
-"""Forgets alerts that were delivered, or given up, longer ago than the operator keeps them. What is pending it never touches.
+"""Forgets alerts that were delivered, or given up, longer ago than the operator keeps them. Pending ones are never touched.
 
-That a row is there is also why nobody is told the same twice, so none goes while its event could be told again: a threshold of
-a month's budget until the month after it is over, an expiring key until it has expired.
+A row also prevents a second alert about the same event, so it is kept as long as that event could alert again: a threshold of a
+month's budget until the following month is over, an expiring key until it has expired.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from appliance.base.tables import outbox
 KEEP_DAYS_MIN = 65  # longer than two months, and than the longest retry
 BATCH_ROWS = 500
 BATCHES_MAX = 20
-INTERVAL_S = 3600.0  # no index finds old rows: looking reads the table
+INTERVAL_S = 3600.0  # no index finds old rows, so each look reads the whole table
 
 
 class OutboxHistory:
@@ -30,9 +30,9 @@ class OutboxHistory:
         self._due_s = 0.0
 
     async def prune(self, batches_max: int = BATCHES_MAX) -> int:
-        """Remove what ended before the time that is kept, and return how many went; looks once in INTERVAL_S.
+        """Remove messages that ended before the time that is kept, and return how many; looks once every INTERVAL_S.
 
-        Each batch is a transaction of its own, and a call ends after `batches_max` of them: what is left goes with the next.
+        Each batch is a transaction of its own, and a call ends after `batches_max` of them; the next call goes on.
         """
         now_s = self._clock.monotonic_s()
         if now_s < self._due_s:

@@ -1,4 +1,4 @@
-"""Whose budgets alert, and from which use on: read whole from the tables of tenants, keys and models. Tells nobody."""
+"""Which budgets alert, and at what usage: read as a whole from the tables of tenants, keys and models. Sends nothing."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _WHOSE: dict[LimitScope, tuple[str, ...]] = {
 
 
 class Period(NamedTuple):
-    """What is counted together: money of the month, or tokens of the day, that `start` begins."""
+    """A period whose usage is counted together: the money of a month, or the tokens of a day, that begins on `start`."""
 
     kind: Kind
     start: date
@@ -32,9 +32,9 @@ class Period(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
-    """What an owner is alerted of: limits (picos a month, tokens a day) and the shares of them that alert, rising.
+    """The limits of an owner (picos a month, tokens a day) and the shares of them that alert, ascending.
 
-    `whose` are the ids and names of the owner that an alert says.
+    `whose` are the owner's ids and names that an alert contains.
     """
 
     owner: Owner
@@ -44,17 +44,17 @@ class Plan:
     percents: tuple[int, ...]
 
     def counted(self, kind: Kind, tokens: int, cost_picos: int, currency: str) -> int:
-        """Return what of a use counts against the limit of this kind. Money in another currency does not."""
+        """Return how much of a use counts against the limit of this kind. Money in another currency does not count."""
         if kind == "tokens_per_day":
             return tokens
         return cost_picos if currency == self.currency else 0
 
     def reached(self, kind: Kind, used: int) -> list[int]:
-        """Return the percentages that `used` stands at or above."""
+        """Return the percentages that `used` has reached."""
         return [percent for percent in self.percents if used * 100 >= percent * self.limits[kind]]
 
     def next_at(self, kind: Kind, used: int) -> int | None:
-        """Return the use from which the next threshold is reached, None when all are."""
+        """Return the usage at which the next threshold is reached, None when all are."""
         left = [percent for percent in self.percents if used * 100 < percent * self.limits[kind]]
         return -(-left[0] * self.limits[kind] // 100) if left else None
 
@@ -95,9 +95,9 @@ _READ: tuple[tuple[LimitScope, Select[Any]], ...] = (("tenant", _TENANTS), ("key
 
 
 def read_plans(connection: Connection, now: datetime, currency: str) -> dict[Owner, Plan]:
-    """Return the plans of all who have one: of tenants that are not archived, keys that work, and models over all tenants.
+    """Return all plans: of tenants that are not archived, of active keys, and of models over all tenants.
 
-    Budgets of models, and of tenants without a currency of their own, are in `currency`, as admission has them.
+    Budgets of models, and of tenants without a currency of their own, are in `currency`, as in admission.
     """
     return {
         plan.owner: plan
@@ -122,9 +122,9 @@ def _plans(scope: LimitScope, row: RowMapping, currency: str) -> Iterator[Plan]:
 def _plan(
     owner: Owner, whose: Mapping[str, str], limits: Mapping[Any, Any], currency: str, percents: Sequence[int] | None
 ) -> Iterator[Plan]:
-    """Yield the plan, if there is anything to alert of.
+    """Yield the plan, if there is anything to alert about.
 
-    A limit of 0 is nothing: every share of it is reached before anything is used.
+    A limit of 0 alerts nobody: every share of it is reached before anything is used.
     """
     alerting: dict[Kind, int] = {}
     if limits.get("monthly_budget"):

@@ -1,4 +1,4 @@
-"""How often people may have something sent to a webhook now. Knows nothing of what is sent, nor of who may ask for it."""
+"""How often people may send to a webhook by hand. Knows neither what is sent nor who may ask for it."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _AN_HOUR = timedelta(hours=1)
 async def check_tests(connection: AsyncConnection, webhook_id: str, tenant_id: str | None, now: datetime) -> None:
     """Raise RateLimitExceeded unless a webhook may get a test now.
 
-    Tests of webhooks that its owner has removed count as its own: making one again gives nobody more.
+    Tests of webhooks that the same owner has removed count too: creating a webhook anew gives no further tests.
     """
     owner = webhooks.c.tenant_id.is_(None) if tenant_id is None else webhooks.c.tenant_id == tenant_id
     counting = select(webhooks.c.id).where(owner, webhooks.c.removed_at > now - _AN_HOUR)
@@ -39,7 +39,7 @@ async def check_tests(connection: AsyncConnection, webhook_id: str, tenant_id: s
 
 
 class Retries:
-    """Counts what is sent again, by owner: a tenant, or None for the box. In memory, so that a restart forgets it."""
+    """Counts retries by owner: a tenant, or None for the box. Kept in memory; a restart forgets them."""
 
     def __init__(self, clock: Clock) -> None:
         self._clock = clock

@@ -1,4 +1,4 @@
-"""The signature under what is sent to a webhook, after the Standard Webhooks specification 1.0: symmetric, version v1.
+"""The signature of messages to a webhook, after the Standard Webhooks specification 1.0: symmetric, version v1.
 
 Signed is `ID.TIMESTAMP.BODY` with HMAC-SHA256; a secret is `whsec_` and base 64. Knows no table, no network and no clock.
 """
@@ -11,7 +11,7 @@ import hmac
 import secrets
 from collections.abc import Sequence
 
-SECRET_PREFIX = "whsec_"  # noqa: S105 - what a secret begins with, not one
+SECRET_PREFIX = "whsec_"  # noqa: S105 - the prefix of secrets, not a secret
 SECRET_BYTES = 32  # the specification asks for 24 to 64
 
 
@@ -28,7 +28,7 @@ def signature(secret: str, message_id: str, timestamp_s: int, body: bytes) -> st
 
 
 def signature_headers(signing: Sequence[str], message_id: str, timestamp_s: int, body: bytes) -> dict[str, str]:
-    """Return the three headers of a message, signed with each of the secrets: a receiver needs to know one of them."""
+    """Return the three headers of a message, signed with each of the secrets; a receiver needs only one of them."""
     return {
         "webhook-id": message_id,
         "webhook-timestamp": str(timestamp_s),

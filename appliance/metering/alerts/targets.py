@@ -1,7 +1,7 @@
 """Where alerts may be sent: which addresses of the network, which URLs, which mailboxes. Resolves no name and sends nothing.
 
-A tenant's manager chooses a target and the appliance connects to it from inside the operator's network. So what is not on the
-public internet is reached only where the operator has listed its network, and plain http only there.
+A tenant's manager chooses a target and the appliance connects to it from inside the operator's network. So an address that is
+not on the public internet is allowed only if the operator lists its network, and plain http is allowed only there.
 """
 
 from __future__ import annotations
@@ -22,22 +22,22 @@ Network = ipaddress.IPv4Network | ipaddress.IPv6Network
 _URL = re.compile(r"[!-~]+", re.ASCII)
 _HOST = re.compile(r"(?=.{1,253}$)([a-z0-9_-]{1,63}\.)*[a-z0-9_-]{1,63}\.?", re.ASCII)
 _MAILBOX = re.compile(r"[A-Za-z0-9.!#$%&'*+/=?^_`{|}~-]{1,64}@[A-Za-z0-9-]{1,63}(\.[A-Za-z0-9-]{1,63})*", re.ASCII)
-# IPv6 addresses that lead to an IPv4 address inside of them (RFC 6052, 3056, 4380): what that one is cannot be told from them.
+# IPv6 addresses that lead to an embedded IPv4 address (RFC 6052, 3056, 4380): whether that one is public cannot be told here.
 _TRANSLATED = tuple(ipaddress.ip_network(text) for text in ("64:ff9b::/96", "64:ff9b:1::/48", "2002::/16", "2001::/32"))
-# Of IPv6 only this is given out as global unicast (RFC 4291, IANA), and of it 3fff::/20 is for documentation (RFC 9637). The
-# IPv4 addresses of 6to4 relays (RFC 7526) lead nowhere that is known.
+# IPv6 assigns only this range as global unicast (RFC 4291, IANA), and within it 3fff::/20 is for documentation (RFC 9637). The
+# IPv4 addresses of 6to4 relays (RFC 7526) lead to unknown hosts.
 _GLOBAL_UNICAST = ipaddress.ip_network("2000::/3")
 _NOBODYS = tuple(ipaddress.ip_network(text) for text in ("3fff::/20", "192.88.99.0/24"))
 
 
 @dataclass(frozen=True, slots=True)
 class Reach:
-    """What may be connected to: the public internet, and the networks that the operator lists."""
+    """The addresses that alerts may go to: the public internet, and the networks that the operator lists."""
 
     networks: Sequence[Network] = ()
 
     def listed(self, address: Address) -> bool:
-        """Return whether the operator lists a network with `address`: there plain http will do."""
+        """Return whether the operator lists a network with `address`, where plain http is allowed too."""
         plain = _unmapped(address)
         return any(plain in network for network in self.networks if network.version == plain.version)
 
@@ -60,7 +60,7 @@ def _is_public(address: Address) -> bool:
 
 
 def check_web_target(value: object, reach: Reach) -> str:
-    """Return `value`, a URL that alerts may be posted to as far as it can be told without resolving its name."""
+    """Return `value`, a URL that alerts may be posted to, as far as can be told without resolving its name."""
     text = _checked_text(value, TARGET_CHARS_MAX)
     problem = _url_problem(text, reach)
     if problem is not None:
@@ -105,7 +105,7 @@ def _checked_text(value: object, chars_max: int) -> str:
 
 
 def shown_target(kind: str, target: str) -> str:
-    """Return as much of a target as may stand where others read: the path of a URL is often a secret."""
+    """Return the part of a target that others may read: the path of a URL is often a secret."""
     if kind != "webhook":
         return target
     parts = urlsplit(target)

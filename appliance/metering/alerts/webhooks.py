@@ -1,6 +1,6 @@
 """The table of webhooks: where alerts go, by signed HTTP request or by e-mail, of one tenant or of the whole box.
 
-Knows the rules of what may be set, and nothing of sending. Secrets are sealed here and opened for the sender alone.
+Knows the rules for settings, and nothing of sending. Secrets are sealed here and opened only for the sender.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ SEALING_PURPOSE = "signing secrets of webhooks"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Webhook:
-    """Where alerts go. `tenant_id` None hears of every tenant; `previous_secret_until` is the end of a rotation's grace."""
+    """Where alerts go. With `tenant_id` None it gets those of every tenant; `previous_secret_until` ends a rotation's grace."""
 
     id: str
     tenant_id: str | None
@@ -76,7 +76,7 @@ class WebhookChanges:
 
 
 class Webhooks:
-    """All webhooks. `mail` says whether e-mail can be sent at all, `reach` what may be connected to."""
+    """All webhooks. `mail` says whether e-mail can be sent at all, `reach` which addresses are allowed."""
 
     def __init__(self, db: Database, clock: Clock, sealer: Sealer, *, reach: Reach, mail: bool) -> None:
         self._db = db
@@ -96,7 +96,7 @@ class Webhooks:
     ) -> tuple[Webhook, str | None]:
         """Return the new webhook and its signing secret, which is shown once; e-mail has none.
 
-        Without `events` it hears all that there are for it. Raises InvalidValue, NotFound, Conflict and RoleNotAllowed.
+        Without `events` it gets every event that it can. Raises InvalidValue, NotFound, Conflict and RoleNotAllowed.
         """
         access.require(Action.WEBHOOKS, tenant_id)
         check_choice(kind, "kind", KINDS)
@@ -148,7 +148,7 @@ class Webhooks:
         return page_of([_from_row(row) for row in rows], limit, "webhooks", lambda webhook: [webhook.id])
 
     async def failing(self, webhook_ids: Collection[str]) -> frozenset[str]:
-        """Return those of the webhooks whose newest message that an attempt has ended for was not taken."""
+        """Return the webhooks that failed to take the newest message for which an attempt has ended."""
         tried = or_(outbox.c.delivered_at.is_not(None), outbox.c.last_error.is_not(None))
         newest = select(outbox.c.id).where(outbox.c.webhook_id == webhooks.c.id, tried).order_by(outbox.c.id.desc()).limit(1)
         query = select(webhooks.c.id).join(outbox, outbox.c.id == newest.correlate(webhooks).scalar_subquery())
@@ -157,7 +157,7 @@ class Webhooks:
             return frozenset(found.scalars())
 
     async def update(self, webhook_id: str, changes: WebhookChanges, *, access: Access) -> Webhook:
-        """Return the webhook after `changes`. What is pending waits while it is disabled.
+        """Return the webhook after `changes`. Pending messages wait while it is disabled.
 
         Raises NotFound, RoleNotAllowed and InvalidValue.
         """
@@ -173,7 +173,7 @@ class Webhooks:
         return after
 
     async def disable(self, webhook_id: str, reason: str) -> None:
-        """Disable a webhook whose receiver has said that it is gone for good, and give up what is pending for it."""
+        """Disable a webhook whose receiver has answered that it is gone for good, and give up its pending messages."""
         async with self._db.writing() as connection:
             before = await _get(connection, webhook_id, WHOLE_BOX, Action.WEBHOOKS)
             statement = update(webhooks).where(webhooks.c.id == webhook_id, webhooks.c.disabled_at.is_(None))
@@ -183,7 +183,7 @@ class Webhooks:
             await self._record(connection, "webhook.disable", before, after)
 
     async def remove(self, webhook_id: str, *, access: Access) -> Webhook:
-        """Remove a webhook and give up what is pending for it; return it as it was. Raises NotFound and RoleNotAllowed."""
+        """Remove a webhook and give up its pending messages; return it as it was. Raises NotFound and RoleNotAllowed."""
         async with self._db.writing() as connection:
             removed = await _get(connection, webhook_id, access, Action.WEBHOOKS)
             columns = {"removed_at": self._clock.now(), "secret": None, "previous_secret": None}
@@ -193,7 +193,7 @@ class Webhooks:
         return removed
 
     async def rotate(self, webhook_id: str, grace_s: int = GRACE_S_DEFAULT, *, access: Access) -> tuple[Webhook, str]:
-        """Return the webhook and its new secret, which is shown once; for `grace_s` the one before signs as well."""
+        """Return the webhook and its new secret, which is shown once; for `grace_s` seconds the previous one signs as well."""
         check_whole(grace_s, "grace_s", 0, GRACE_S_MAX)
         secret = new_signing_secret()
         until = self._clock.now() + timedelta(seconds=grace_s) if grace_s else None
@@ -220,7 +220,7 @@ class Webhooks:
         return after, secret
 
     async def endpoint(self, webhook_id: str) -> Endpoint:
-        """Return what is needed to send to a webhook, its secrets too: for the deliverer alone.
+        """Return all that is needed to send to a webhook, including its secrets: only for the deliverer.
 
         Raises NotFound when it was removed, and Unsealable.
         """
@@ -256,7 +256,7 @@ class Webhooks:
         return columns
 
     async def _record(self, connection: AsyncConnection, action: str, before: Webhook | None, after: Webhook | None) -> None:
-        """Write the change to the audit log, and let those who remember what was told look again."""
+        """Write the change to the audit log, and make the sweeps that remember their alerts check again."""
         webhook = after or before
         assert webhook is not None
         after_commit(connection, _changed)
@@ -274,11 +274,11 @@ class Webhooks:
 
 def _changed(db: Database) -> None:
     db.webhooks.bump()
-    db.outbox_written.set()  # what waited for a disabled one may be due
+    db.outbox_written.set()  # messages that waited for a disabled webhook may be due
 
 
 def _facts(webhook: Webhook) -> dict[str, Any]:
-    """Return what the audit log keeps; the digest of the target shows a change of what is not shown."""
+    """Return what the audit log keeps; a digest reveals that a target changed even where the target itself is hidden."""
     return {
         "kind": webhook.kind,
         "target": shown_target(webhook.kind, webhook.target),
@@ -301,7 +301,7 @@ async def _check_owner(connection: AsyncConnection, tenant_id: str | None) -> No
     """Raise NotFound, Conflict or InvalidValue unless the tenant (or the box) may have one more webhook."""
     if tenant_id is not None:
         query = select(tenants.c.archived_at).where(tenants.c.id == tenant_id)
-        row = (await connection.execute(query)).first() if tenant_id.isprintable() else None  # no database takes a NUL
+        row = (await connection.execute(query)).first() if tenant_id.isprintable() else None  # no database accepts a NUL
         if row is None:
             raise NotFound("no such tenant", param="tenant_id")
         if row.archived_at is not None:
@@ -313,9 +313,10 @@ async def _check_owner(connection: AsyncConnection, tenant_id: str | None) -> No
 
 
 async def _check_addressee(connection: AsyncConnection, mailbox: str, tenant_id: str | None, access: Access) -> None:
-    """Raise InvalidValue unless the mailbox is of somebody who belongs to the tenant, or is chosen by who may do so on the box.
+    """Raise InvalidValue unless the mailbox belongs to a member of the tenant, or the caller manages webhooks of the box.
 
-    Names in an alert are the tenant's own: the operator's mail server would carry them to anybody, as often as limits change.
+    A tenant chooses the names in its alerts: otherwise it could send any text to anybody through the operator's mail server,
+    as often as it changes its limits.
     """
     if access.may(Action.WEBHOOKS):
         return

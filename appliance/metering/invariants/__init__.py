@@ -1,1 +1,1 @@
-"""What the ledger promises, proved on the rows of a database."""
+"""Checks the ledger's promises on the rows of a database."""

@@ -1,6 +1,6 @@
 """What must be true of the books as a whole: corrections, postings, sums, invoices. Each check reads one snapshot.
 
-Knows nothing of single events; those are looked at one by one elsewhere.
+Single events are checked one by one elsewhere.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _COUNTS = (*TOKEN_COLUMNS, "cost_picos")
 
 
 async def check(connection: AsyncConnection, kind: str, calendar: BillingCalendar) -> list[Finding]:
-    """Return one finding for each promise of this file."""
+    """Return one finding for each promise checked here."""
     return [
         await _corrections(connection),
         await _postings(connection),
@@ -46,7 +46,7 @@ async def _corrections(connection: AsyncConnection) -> Finding:
                 original.c.status.not_in(rollups.SETTLED),
                 original.c.request_id != _EVENTS.c.request_id,
                 *(original.c[name].is_distinct_from(_EVENTS.c[name]) for name in _SHARED),
-                _EVENTS.c.batch & ~original.c.batch,  # not the other way: a version without batch work corrects without a word
+                _EVENTS.c.batch & ~original.c.batch,  # not the reverse: versions without batch work leave it out
                 _EVENTS.c.price_id.is_not(None) & original.c.price_id.is_distinct_from(_EVENTS.c.price_id),
             ),
         )
@@ -64,7 +64,7 @@ async def _corrections(connection: AsyncConnection) -> Finding:
 
 
 async def _below_nothing(connection: AsyncConnection) -> list[int]:
-    """Return the events that their corrections take more from than stands there."""
+    """Return the events whose corrections take away more than there was."""
     corrected = select(_EVENTS.c.corrects_id).where(_EVENTS.c.corrects_id.is_not(None))
     of = func.coalesce(_EVENTS.c.corrects_id, _EVENTS.c.id)
     halves = {name: split_sum(_EVENTS.c[name]) for name in _COUNTS}

@@ -3,23 +3,23 @@
 tables      the database is at the newest revision, and (SQLite) its pages and references are whole
 once        one usage event per request
 pending     no event is pending for a process that has ended
-settled     an event that is not pending says when and why it ended; a pending one says neither and costs nothing; what was
-            recovered is an estimate
+settled     an event that is not pending says when and why it ended; a pending one says neither and costs nothing; a recovered
+            one is an estimate
 counts      0 <= cached <= prompt, 0 <= completion, and the request's own row has the same counts; voided events have none
-requests    a request's own row names the tenant, key, model and end of its event, says of both whether they are batch work,
-            and there is none without an event
-price       an event names the latest price of its model and currency that was in force, and a discount that this has: of
+requests    a request's own row agrees with its event on tenant, key, model, end and whether it is batch work, and no row is
+            without an event
+price       an event names the latest price of its model and currency that was in force, and a discount of that price: for
             batch work its batch share
-day         the billing day is that of the admission, to a day: it is of the time zone that held then
+day         the billing day is within a day of the admission's UTC date: the time zone in force then is not stored
 cost        recomputed from the counts and the price that was in force, to the last pico-unit; voided events cost nothing
 sums        the totals by tenant, by key and by model that the database computes are the exact sum of the events
-corrections an adjustment names the settled event that it corrects, and together they never come to less than nothing
-postings    events got their final state as 1, 2, 3 … without a gap, and the counter stands at the last
+corrections an adjustment names the settled event that it corrects, and their sum is never below zero
+postings    settled events are numbered 1, 2, 3 … without a gap, and the counter is at the last number
 rollups     the sums by minute, hour and day are those of the events
 invoices    the lines of every closed invoice are the exact sum of the events that it covers; numbers have no gap
 audit       the chain of the audit log is whole
-kept        the triggers that keep all this are there and switched on
-secrets     what was sealed (second factors, signing secrets of webhooks) opens with the `secret.key` of the data folder
+kept        the triggers that protect all this exist and are switched on
+secrets     sealed secrets (second factors, signing secrets of webhooks) open with the `secret.key` of the data folder
 """
 
 from __future__ import annotations
@@ -68,10 +68,10 @@ class _Tally:
 
 
 async def check_ledger(url: str, *, running: bool, time_zone: str, data_dir: Path | None = None) -> list[Finding]:
-    """Return one finding per promise. `running` says whether an appliance works on this database now.
+    """Return one finding per promise. `running` says whether an appliance is using this database now.
 
-    Without the data folder that belongs to it, nothing is said of the secrets. Raises UnusableData where there are no tables,
-    and the database's own error.
+    Without the matching data folder the secrets are not checked. Raises UnusableData if there are no tables, and the database's
+    own error.
     """
     if migrations.current_revision(url) is None:
         raise UnusableData("the database has no tables yet: start the appliance once, or run gatehouse db upgrade")
@@ -121,7 +121,7 @@ async def _secrets(connection: AsyncConnection, data_dir: Path) -> Finding:
 
 
 async def _once(connection: AsyncConnection) -> Finding:
-    """The unique index promises it; this looks at the rows, as if there were none."""
+    """Check that no request has two usage events. The unique index should prevent it; this reads the rows without it."""
     usage = _EVENTS.c.kind == "usage"
     twice = select(_EVENTS.c.request_id).where(usage).group_by(_EVENTS.c.request_id).having(func.count() > 1)
     ids = [row.request_id for row in (await connection.execute(twice.limit(NAMED_MAX))).all()]
@@ -211,7 +211,7 @@ def _badly_settled(row: Any, *, pending: bool) -> bool:
 
 def _counts_agree(row: Any, *, pending: bool) -> bool:
     if row.kind != "usage":
-        return True  # signed; what stands together with the event that it corrects is looked at elsewhere
+        return True  # signed; its sum with the event that it corrects is checked in `books`
     if row.status == "voided" and (row.prompt_tokens or row.completion_tokens or row.rejected_tokens):
         return False
     if not 0 <= row.cached_tokens <= row.prompt_tokens or min(row.completion_tokens, row.rejected_tokens) < 0:
@@ -221,7 +221,7 @@ def _counts_agree(row: Any, *, pending: bool) -> bool:
 
 def _expected_cost(row: Any) -> int:
     if row.kind != "usage" and not (row.prompt_tokens or row.cached_tokens or row.completion_tokens or row.rejected_tokens):
-        return int(row.cost_picos)  # money given back by itself
+        return int(row.cost_picos)  # money given back without tokens
     if row.status == "voided" or row.price_id is None:
         return 0
     return cost_picos(

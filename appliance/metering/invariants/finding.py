@@ -1,4 +1,4 @@
-"""One promise of the ledger, and what a look at the database says of it. A value only."""
+"""One promise of the ledger, and the result of checking it. A value only."""
 
 from __future__ import annotations
 
@@ -18,6 +18,6 @@ class Finding:
 
 
 def named(ids: Sequence[str], what: str) -> str:
-    """Return how many there are, and the first of them by name."""
+    """Return how many `ids` there are, and the first of them by name."""
     more = f" and {len(ids) - NAMED_MAX} more" if len(ids) > NAMED_MAX else ""
     return f"{len(ids)} {what}: {', '.join(ids[:NAMED_MAX])}{more}"

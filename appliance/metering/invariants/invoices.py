@@ -1,6 +1,6 @@
-"""What must be true of closed invoices: lines are their events, heads are their lines, and the audit log saw them close.
+"""What must be true of closed invoices: lines match events, totals match lines, and the audit log agrees with each closing.
 
-The log is chained, so what it says of a closing cannot be changed with the invoice. Knows nothing of single events.
+The log is hash-chained, so its record of a closing cannot be changed together with the invoice. Knows nothing of single events.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _NUMBERS = "invoice:"
 
 @dataclass(slots=True)
 class _Said:
-    """What the closed invoices of a tenant have said so far: what they cover, and of each month what was billed and free."""
+    """What the tenant's closed invoices so far cover, and what they billed and gave free for each month."""
 
     allowances: Sequence[FreeAllowance]
     cover: Cover | None = None
@@ -42,7 +42,7 @@ class _Said:
     granted: dict[str, int] = field(default_factory=lambda: defaultdict(int))
 
     def add(self, head: InvoiceHead, lines: Sequence[InvoiceLine]) -> None:
-        """Note what one more invoice says."""
+        """Add one more invoice."""
         self.cover = Cover(head.month, head.through_posting or 0)
         for line in lines:
             if line.kind == FREE_ALLOWANCE:
@@ -51,7 +51,7 @@ class _Said:
                 self.billed[line.month] += line.rounded_micros
 
     def free(self, month: str, lines: Sequence[InvoiceLine]) -> dict[str, FreeMonth]:
-        """Return the allowance of each month that an invoice of `month` speaks of."""
+        """Return the allowance of each month that an invoice of `month` bills."""
         return {
             of: FreeMonth(
                 monthly_micros=free_in(self.allowances, of),
@@ -64,7 +64,7 @@ class _Said:
 
 
 async def check(connection: AsyncConnection) -> Finding:
-    """Return what there is to say of closed invoices."""
+    """Return the finding on closed invoices."""
     invoices = tables.invoices
     query = select(invoices).where(invoices.c.state == "closed").order_by(invoices.c.tenant_id, invoices.c.month)
     heads = [head_from_row(row) for row in (await connection.execute(query)).mappings().all()]
@@ -95,10 +95,10 @@ async def check(connection: AsyncConnection) -> Finding:
 
 
 async def _is_exact(connection: AsyncConnection, head: InvoiceHead, stored: list[InvoiceLine], said: _Said) -> bool:
-    """Return whether the stored lines are those that the covered events come to, and what is free of them.
+    """Return whether the stored lines are exactly those of the covered events, allowances included.
 
-    A version without batch work, come back to by a downgrade, put it on the lines of the rest. Such an invoice must be exactly
-    what that version would have written.
+    After a downgrade, a version without batch work puts it on the lines of other work. Such an invoice must be exactly what
+    that version would have written.
     """
     sums = await read_event_sums(connection, head.tenant_id, Cover(head.month, head.through_posting or 0), said.cover)
     as_one = [replace(group, batch=False) for group in sums]
@@ -113,14 +113,14 @@ def _with_allowances(used: list[InvoiceLine], month: str, said: _Said) -> list[I
 
 
 def _is_sum(head: InvoiceHead, lines: Sequence[InvoiceLine]) -> bool:
-    """Return whether total and tax are those of the lines, by the seller's tax of then."""
+    """Return whether total and tax are those of the lines, at the seller's tax rate stored with the invoice."""
     tax_basis_points = (head.seller or {}).get("tax_basis_points", 0)
     totals = totals_of(lines, tax_basis_points=tax_basis_points, currency=head.currency)
     return (totals.total_micros, totals.tax_micros) == (head.total_micros, head.tax_micros)
 
 
 async def _closings(connection: AsyncConnection) -> dict[str, dict[str, Any]]:
-    """Return what the audit log says of each closing."""
+    """Return the audit log's record of each closing, by invoice id."""
     log = tables.audit_log.c
     query = select(log.target_id, log.after).where(log.action == "invoice.close").order_by(log.id)
     return {row.target_id: json.loads(row.after or "{}") for row in (await connection.execute(query)).all()}

@@ -1,4 +1,4 @@
-"""What an event must share with what it came from: its request, its price, its day. And what keeps it all: the triggers.
+"""What an event must share with its request, its price and its day. Also checks the triggers that protect the ledger.
 
 Judges one event at a time from what was read with it; knows neither sums nor invoices.
 """
@@ -17,9 +17,9 @@ from appliance.base import tables
 from appliance.base.money import PERCENT_MAX
 from appliance.metering.invariants.finding import NAMED_MAX, Finding, named
 
-# Between the moment a request's price is looked up and its admission another price may begin, or be added.
+# Another price may begin, or be added, between the look-up of a request's price and its admission.
 PRICE_SLACK = timedelta(minutes=1)
-# The calendar of a place is never more than a day away from that of UTC. Which zone held when an event came is not stored.
+# A local date is never more than a day away from the UTC date. The zone in force when an event was admitted is not stored.
 DAYS_APART_MAX = 1
 KEPT_TABLES = ("audit_log", "free_allowances", "invoice_lines", "invoices", "prices", "usage_events")
 
@@ -36,7 +36,7 @@ _TRIGGERS = {
 
 
 class PriceHistory:
-    """Every price there is: which one a request of a moment was to be charged at."""
+    """All prices, to tell which one a request admitted at some moment should have."""
 
     def __init__(self, rows: list[Any]) -> None:
         self._wrong: list[str] = []
@@ -55,11 +55,11 @@ class PriceHistory:
         return cls(list((await connection.execute(query)).all()))
 
     def judge(self, row: Any) -> None:
-        """Look at one event; they come in the order in which they were opened.
+        """Judge one event; events come in the order in which they were opened.
 
-        Right is the latest price that had begun, of the event's model and currency, and a discount of it. Without a price an
-        event came when there was none: the first of a model may begin in the past of when it was added. A clock that was set
-        back turns before and after around: events from before that are given the benefit of the doubt.
+        An event must have the latest price of its model and currency that had begun, and a discount of that price. It may lack
+        a price only if none was known at its admission (a model's first price may be added later and begin in the past). If
+        the clock was set back, before and after cannot be told apart: events from before that get the benefit of the doubt.
         """
         if self._doubtful and row.admitted_at + PRICE_SLACK < self._doubtful[-1][0]:
             self._doubtful = [event for event in self._doubtful if event[0] <= row.admitted_at + PRICE_SLACK]
@@ -73,11 +73,11 @@ class PriceHistory:
         return [*self._wrong, *(request_id for _, request_id in self._doubtful)]
 
     def _latest(self, row: Any, *, after: datetime | None) -> bool:
-        """Return whether no price that began later than `after` was in force and known when the request came."""
+        """Return whether no price that begins later than `after` was in force and known at the request's admission."""
         if after is not None and after > row.admitted_at:
             return False
         if row.price_id is not None and row.price_model != row.model:
-            return True  # renamed: it has no successors by this name
+            return True  # renamed by a downgrade: no later price has this name
         book = self._books.get((row.model, row.currency), [])
         known_at = row.admitted_at - PRICE_SLACK
         end = bisect_right(book, known_at, key=lambda price: price[0])
@@ -91,20 +91,20 @@ def _is_own(row: Any) -> bool:
 
 
 def _shares(row: Any) -> set[int]:
-    """Return the shares of its price that a request may pay, by tier; batch work pays the batch share of them."""
+    """Return the shares of its price that a request may pay: one per tier, for batch work times the batch share."""
     tiers = {PERCENT_MAX, *(row.price_tiers or {}).values()}
     batch = row.price_batch if row.batch else PERCENT_MAX
     return {tier * batch for tier in tiers}
 
 
 def agrees_with_request(row: Any) -> bool:
-    """Return whether an event and its request's row say the same of whose it is and how it ended."""
+    """Return whether an event and its request's row agree on tenant, key, model, batch work and end."""
     if row.request_row is None:
         return True
     if (row.tenant_id, row.key_id, row.model) != (row.request_tenant, row.request_key, row.request_model):
         return False
     if row.kind == "usage" and row.batch != row.request_batch:
-        return False  # a correction is compared with what it corrects
+        return False  # a correction is compared with the event that it corrects
     return bool(row.kind != "usage" or row.status == "pending" or row.finish_reason == row.request_finish)
 
 
@@ -118,7 +118,7 @@ def counts_agree_with_request(row: Any) -> bool:
 
 
 def is_on_its_day(row: Any) -> bool:
-    """Return whether an event's billing day is one that its moment can have somewhere."""
+    """Return whether an event's billing day is a possible local date of its admission in some time zone."""
     day: date = row.billing_day
     return bool(abs(day - row.admitted_at.date()) <= timedelta(days=DAYS_APART_MAX))
 
@@ -131,7 +131,7 @@ async def strays(connection: AsyncConnection) -> list[str]:
 
 
 async def kept(connection: AsyncConnection, kind: str) -> Finding:
-    """Find the triggers that are not there, or are switched off."""
+    """Return the finding on triggers that are missing or switched off."""
     there = set((await connection.execute(text(_TRIGGERS[kind]))).scalars().all())
     missing = [name for table in KEPT_TABLES for event in _KEEPING[kind] if (name := f"{table}_no_{event}") not in there]
     if missing:

@@ -1,1 +1,1 @@
-"""What is billed for a month: lines from sums of events, numbers, allowances, and how an invoice looks."""
+"""Billing a month: invoice lines from sums of events, numbers, allowances, and the look of an invoice."""

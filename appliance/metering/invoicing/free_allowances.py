@@ -1,6 +1,6 @@
-"""The table of free allowances: money that a tenant need not pay each month, from a month on until a later row takes its place.
+"""The table of free allowances: money that a tenant need not pay each month, from a month on until a later row replaces it.
 
-Knows no invoice but the month closed last: what was closed was closed with its allowance.
+Of invoices it knows only the month closed last: closed months keep their allowance.
 """
 
 from __future__ import annotations
@@ -37,16 +37,16 @@ class FreeAllowance:
 
 
 class FreeAllowances:
-    """What is free for whom from when. Months that were closed keep what they had."""
+    """The allowances of all tenants. Closed months keep theirs."""
 
     def __init__(self, db: Database, clock: Clock) -> None:
         self._db = db
         self._clock = clock
 
     async def set(self, tenant_id: str, first_month: str, monthly_micros: int, *, access: Access) -> FreeAllowance:
-        """Return the allowance from `first_month` on; 0 ends an earlier one. Said twice of one month, the later word counts.
+        """Set and return the allowance from `first_month` on, replacing one set for the same month; 0 ends an earlier one.
 
-        Raises NotFound, RoleNotAllowed, InvalidValue, and InvoiceClosed for a month that was closed already.
+        Raises NotFound, RoleNotAllowed, InvalidValue, and InvoiceClosed for a closed month.
         """
         access.require(Action.BILLING, tenant_id)
         first_day(first_month, "first_month")

@@ -1,11 +1,11 @@
-"""Invoices of a tenant and month: drafted, closed in order, read. What is on one is decided by postings, never by a clock.
+"""Invoices of a tenant and month: drafted, closed in order, read. Postings, never a clock, decide what is on an invoice.
 
-                 ┌── computed anew each time it is asked for
+                 ┌── computed anew each time it is requested
  (nothing) ──► draft ──► closed: number, lines, totals, seller, buyer and what it covers are stored and never change
                  month over, earlier months closed; in one transaction that holds the posting counter
 
-Holding the counter means that no event gets a posting meanwhile: what has one is visible here, what gets one later is late.
-All requests wait for it, so nearly everything is summed before, and only what was posted since is added while it is held.
+While the counter is held, no event gets a posting: events with one are visible here, events that get one later are late. All
+requests wait meanwhile, so nearly everything is summed before, and only what was posted since is added while it is held.
 """
 
 from __future__ import annotations
@@ -56,12 +56,12 @@ from appliance.tenancy.pages import PAGE_ROWS_DEFAULT, Page, check_limit, decode
 from appliance.tenancy.roles import Action
 
 BILLABLE, CLOSABLE = ONLY = ("billable", "closable")
-FIRST_DAY = date(2000, 1, 1)  # no appliance has usage before it, and no calendar trouble begins after it
+FIRST_DAY = date(2000, 1, 1)  # no appliance has usage before it, and dates after it cause no calendar trouble
 
 
 @dataclass(frozen=True, slots=True)
 class _Content:
-    """What an invoice would say. `open_before` is the first earlier month that still has usage of its own to close."""
+    """An invoice as it would be now. `open_before` is the first earlier month that still has usage of its own to close."""
 
     invoice: Invoice
     open_before: str | None
@@ -88,9 +88,9 @@ class Invoices:
     async def draft(self, tenant_id: str, month: str, *, only: str | None = None, access: Access) -> Invoice:
         """Return the draft of a month (`YYYY-MM`) that has begun; the same one when there is one already.
 
-        `only` is one of ONLY: nothing is made where there is nothing to bill (NothingToBill), nor, of a `closable` one, before
-        the month is over (MonthNotOver). Raises NotFound, RoleNotAllowed, InvalidValue, InvoiceClosed, and MonthOutOfOrder when
-        a later month is closed.
+        `only` is one of ONLY: then no draft is made if there is nothing to bill (raises NothingToBill), nor, with `closable`,
+        before the month is over (MonthNotOver). Raises NotFound, RoleNotAllowed, InvalidValue, InvoiceClosed, and
+        MonthOutOfOrder when a later month is closed.
         """
         access.require(Action.BILLING, tenant_id)
         if first_day(month) < FIRST_DAY:
@@ -141,10 +141,10 @@ class Invoices:
         return Page(data=[*whole], next_cursor=page.next_cursor)
 
     async def close(self, invoice_id: str, *, access: Access) -> Invoice:
-        """Return the invoice, closed: it has a number and never changes.
+        """Close the invoice and return it: it has a number and never changes.
 
-        Raises as `head`, InvoiceClosed, MonthNotOver, MonthOutOfOrder (naming the month that stands in the way) and
-        CurrenciesMixed; then nothing has happened and no number is used.
+        Raises as `head`, InvoiceClosed, MonthNotOver, MonthOutOfOrder (naming the month to close first) and CurrenciesMixed;
+        then nothing has changed and no number is used.
         """
         async with self._db.reading() as connection:
             head = await _read_head(connection, invoice_id, access, Action.BILLING)
@@ -166,7 +166,7 @@ class Invoices:
     async def events(
         self, invoice_id: str, limit: int = PAGE_ROWS_DEFAULT, cursor: str | None = None, *, access: Access
     ) -> Page[UsageEvent]:
-        """Return the events behind an invoice, in the order of their postings. Raises NotFound."""
+        """Return the events that an invoice covers, in the order of their postings. Raises NotFound."""
         after = 0 if cursor is None else decode_cursor("invoice_events", cursor, [int])[0]
         async with self._db.reading() as connection:
             head = await _read_head(connection, invoice_id, access, Action.INVOICES)
@@ -177,7 +177,7 @@ class Invoices:
         return page_of(found, limit, "invoice_events", lambda event: [event.posting or 0])
 
     async def discard(self, invoice_id: str, *, access: Access) -> None:
-        """Remove a draft. Raises NotFound, and InvoiceClosed for what is none."""
+        """Remove a draft. Raises NotFound, and InvoiceClosed if the invoice is closed."""
         async with self._db.writing() as connection:
             await locked(connection, POSTING)
             head = await _read_head(connection, invoice_id, access, Action.BILLING)
@@ -189,7 +189,7 @@ class Invoices:
             )
 
     async def _check_worth_it(self, tenant_id: str, month: str, only: str) -> None:
-        """Raise what `only` promises. An empty draft that somebody made stays."""
+        """Raise NothingToBill or MonthNotOver as `only` demands. An existing empty draft stays."""
         if only == CLOSABLE:
             self._check_over(month)
         async with self._db.reading() as connection:
@@ -198,7 +198,7 @@ class Invoices:
                 raise NothingToBill(f"{month} has nothing to bill", param="month")
 
     async def _draft_of(self, connection: AsyncConnection, tenant_id: str, month: str, *, keep: bool) -> InvoiceHead:
-        """Return the draft that is there, or a new one, which is stored when it is to be kept."""
+        """Return the existing draft, or a new one, which is stored if `keep`."""
         buyer = await rows.read_buyer(connection, tenant_id)
         if buyer is None:
             raise NotFound("no such tenant", param="tenant_id")
@@ -215,7 +215,7 @@ class Invoices:
         return head
 
     async def _begun(self, connection: AsyncConnection, tenant_id: str, month: str, currency: str) -> InvoiceHead:
-        """Return the head of a draft that no table has. Raises MonthOutOfOrder."""
+        """Return the head of a new draft, not yet stored. Raises MonthOutOfOrder."""
         before = await rows.read_last_cover(connection, tenant_id)
         if before is not None and month < before.month:
             message = f"{before.month} is already closed: usage missing from {month} will be on the next invoice"
@@ -265,7 +265,7 @@ class Invoices:
         return closed
 
     async def _whole(self, connection: AsyncConnection, heads: Sequence[InvoiceHead]) -> Sequence[Invoice]:
-        """Return the invoices of these heads: the lines of closed ones are read, drafts are computed, if they can be."""
+        """Return the invoices of these heads: closed ones with their stored lines, drafts computed if possible."""
         lines = await rows.read_lines(connection, [head.id for head in heads if head.state == "closed"])
         return [
             rows.stored(head, lines[head.id]) if head.state == "closed" else await self._drafted_if_possible(connection, head)
@@ -287,7 +287,7 @@ class Invoices:
     ) -> _Content:
         month = head.month
         open_before = _open_before(sums, month, before)
-        if open_before is not None:  # what is late goes to that month's invoice, not to this one
+        if open_before is not None:  # late events go to that month's invoice, not to this one
             sums = [group for group in sums if group.month == month]
         lines = usage_lines(sums, month)
         lines += allowance_lines(lines, await _free_months(connection, head.tenant_id, lines, month))
@@ -325,7 +325,8 @@ async def _sum_ahead(connection: AsyncConnection, head: InvoiceHead) -> _Ahead:
 
 
 async def _cover_of(connection: AsyncConnection, head: InvoiceHead) -> tuple[Cover, Cover | None, date | None]:
-    """Return what an invoice covers, what those before it do, and the first day of a draft that nothing late goes to."""
+    """Return what an invoice covers and what those before it cover; also the first day of the month for a draft that gets no
+    late events, because an earlier month is still open (else None)."""
     if head.through_posting is not None:
         before = await rows.read_last_cover(connection, head.tenant_id, before=head.month)
         return Cover(head.month, head.through_posting), before, None
@@ -337,7 +338,7 @@ async def _cover_of(connection: AsyncConnection, head: InvoiceHead) -> tuple[Cov
 async def _sums_since(
     connection: AsyncConnection, head: InvoiceHead, before: Cover | None, through: int, ahead: _Ahead
 ) -> Sequence[EventSums]:
-    """Return what was summed ahead and what was posted since; all of it anew if another month was closed in between."""
+    """Return the sums read ahead and those of events posted since; all sums anew if another month was closed in between."""
     cover = Cover(head.month, through)
     if before != ahead.before:
         return await read_event_sums(connection, head.tenant_id, cover, before)
@@ -365,7 +366,7 @@ async def _page(
 async def _free_months(
     connection: AsyncConnection, tenant_id: str, lines: Sequence[InvoiceLine], month: str
 ) -> dict[str, FreeMonth]:
-    """Return the allowance of each month that the invoice speaks of, with what earlier invoices said of it."""
+    """Return the allowance of each month that the invoice bills, with what earlier invoices billed and gave free for it."""
     allowances = await read_allowances(connection, tenant_id)
     if not allowances:
         return {}
@@ -374,7 +375,7 @@ async def _free_months(
 
 
 def check_draft(head: InvoiceHead) -> None:
-    """Raise InvoiceClosed for an invoice that is no draft any more."""
+    """Raise InvoiceClosed for an invoice that is no longer a draft."""
     if head.state != "draft":
         raise InvoiceClosed(
             f"the invoice of {head.month} is closed as {head.number} and never changes; what comes later is on the next one",

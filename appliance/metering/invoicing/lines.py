@@ -1,7 +1,7 @@
 """From sums of usage events to the lines and totals of an invoice: pure integers, rounded once per line.
 
-Knows no database and no clock. What an event cost is never decided here: the lines of a group of events are checked to be the
-exact sum of the costs that the ledger stored.
+Knows no database and no clock. Never decides what an event costs, but checks that the lines of a group of events are the exact
+sum of the costs that the ledger stored.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ class InvoiceBroken(Exception):
 class EventSums:
     """The sums of settled events of one month with one model, currency, price and discount, all batch work or none of it.
 
-    `unit_prices` are those after discount, in the order of TOKEN_KINDS, as are `kind_requests`: how many of the requests have
-    tokens of the kind. `is_correction`: events that correct others; their counts and costs are signed.
+    `unit_prices` (after discount) and `kind_requests` (how many requests have tokens of that kind) are in the order of
+    TOKEN_KINDS. `is_correction`: events that correct others; their counts and costs are signed.
     """
 
     month: str
@@ -46,16 +46,16 @@ class EventSums:
 
     @property
     def tokens(self) -> tuple[int, int, int, int]:
-        """Return the tokens in the order of TOKEN_KINDS; those of the prompt that were found in the cache stand apart."""
+        """Return the tokens in the order of TOKEN_KINDS; prompt tokens found in the cache are counted separately."""
         return (self.prompt_tokens - self.cached_tokens, self.cached_tokens, self.completion_tokens, self.rejected_tokens)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class InvoiceLine:
-    """One line. `unit_price` is micro-units per million tokens, None where events of several prices are summed. `batch` says
-    that its tokens are those of batch work; of adjustments nobody says it.
+    """One line. `unit_price` is micro-units per million tokens, None where events of several prices are summed. `batch`: its
+    tokens are those of batch work; not set on adjustments.
 
-    `requests` counts the events with tokens on the line: one behind a prompt line may stand behind the completion line, too.
+    `requests` counts the events with tokens on the line; the same event may also count on other lines.
     """
 
     model: str | None
@@ -71,7 +71,7 @@ class InvoiceLine:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FreeMonth:
-    """What a tenant need not pay of a month, and what earlier invoices have said of that month already."""
+    """What a tenant need not pay of a month, and what earlier invoices have already billed and given free for it."""
 
     monthly_micros: int
     billed_micros: int = 0
@@ -94,18 +94,18 @@ class Totals:
 
     @property
     def rounding_micros(self) -> int:
-        """Return what rounding to the smallest coin added or took."""
+        """Return what rounding to the smallest coin added or took away."""
         return self.due_micros - self.total_micros
 
 
 def usage_lines(sums: Sequence[EventSums], month: str) -> list[InvoiceLine]:
-    """Return the lines of an invoice of `month` before allowances: by model, kind and unit price, batch work behind the rest
+    """Return the lines of an invoice of `month` before allowances: by model, kind and unit price, batch work after the rest
     of its model, then the adjustments.
 
-    Corrections, and events of other months, are adjustments: one line for each of their months and models, unless they come to
-    nothing. So do events without tokens: what a crash left open before its prompt was read. A currency in which
-    costs and corrections cancel out, beside costs in another, is on no line.
-    Raises InvoiceBroken when costs and counts contradict each other.
+    Corrections, and events of other months, are adjustments: one line for each of their months and models, unless it would have
+    neither tokens nor cost. Events without tokens (a crash before the prompt was read) are on no line. Nor is a currency in
+    which costs and corrections cancel out, if there are costs in another. Raises InvoiceBroken when costs and counts contradict
+    each other.
     """
     used: dict[tuple[str, bool, int, int], list[int]] = defaultdict(lambda: [0, 0])
     adjusted: dict[tuple[str, str], list[int]] = defaultdict(lambda: [0, 0, 0])
@@ -137,8 +137,8 @@ def usage_lines(sums: Sequence[EventSums], month: str) -> list[InvoiceLine]:
 def allowance_lines(lines: Sequence[InvoiceLine], free: Mapping[str, FreeMonth]) -> list[InvoiceLine]:
     """Return a line for each month of `free` whose allowance is used, or given back, on this invoice.
 
-    Over all invoices together, the allowance takes from a month what it cost, but not more than the allowance: a month never
-    costs less than nothing, and a correction of what was free is free, too.
+    Over all invoices together, a month is reduced by what it cost, at most by its allowance: it never costs less than zero, and
+    a correction of free usage is free too.
     """
     made = []
     for month, terms in sorted(free.items()):
@@ -150,8 +150,8 @@ def allowance_lines(lines: Sequence[InvoiceLine], free: Mapping[str, FreeMonth])
 
 
 def currency_of(sums: Sequence[EventSums], month: str) -> str | None:
-    """Return the currency of what costs something; None when nothing does, and when what does comes to nothing in each of
-    several currencies. Raises CurrenciesMixed when it comes to something in more than one."""
+    """Return the currency of the costs; None when nothing costs anything, and when the costs cancel out in each of several
+    currencies. Raises CurrenciesMixed when more than one currency has a sum other than zero."""
     costs = _cost_by_currency(sums)
     owed = sorted(currency for currency, cost_picos in costs.items() if cost_picos)
     if len(owed) > 1:
@@ -163,7 +163,7 @@ def currency_of(sums: Sequence[EventSums], month: str) -> str | None:
 
 
 def totals_of(lines: Iterable[InvoiceLine], *, tax_basis_points: int, currency: str) -> Totals:
-    """Return what the lines come to, with the tax on what can be paid."""
+    """Return the totals of the lines, with tax on the subtotal after rounding to the smallest coin."""
     subtotal = sum(line.rounded_micros for line in lines)
     net = payable_micros(subtotal, currency)
     tax = payable_share(net, tax_basis_points, currency)
@@ -171,7 +171,7 @@ def totals_of(lines: Iterable[InvoiceLine], *, tax_basis_points: int, currency: 
 
 
 def usage_picos(lines: Iterable[InvoiceLine]) -> int:
-    """Return the exact cost of the events behind the lines: all but what was given free."""
+    """Return the exact cost of the events behind the lines, before allowances."""
     return sum(line.exact_picos for line in lines if line.kind != FREE_ALLOWANCE)
 
 
@@ -200,9 +200,9 @@ def _line(
 
 
 def _cost_by_currency(sums: Iterable[EventSums]) -> dict[str, int]:
-    """Return what each currency comes to in which usage or corrections of some month and model cost something.
+    """Return the total cost of each currency in which the usage or the corrections of some month and model cost something.
 
-    Sums by month and model are the same however events are split into groups, which depends on the moment of a closing.
+    Sums by month and model do not depend on how events are split into groups, which depends on the moment of a closing.
     """
     parts: dict[tuple[str, str, str, bool], int] = defaultdict(int)
     for group in sums:
@@ -215,7 +215,7 @@ def _cost_by_currency(sums: Iterable[EventSums]) -> dict[str, int]:
 
 
 def _cancelled(sums: Iterable[EventSums]) -> set[str]:
-    """Return the currencies in which costs and corrections cancel out, where there are costs in others, too."""
+    """Return the currencies in which costs and corrections cancel out, if there are costs in other currencies too."""
     costs = _cost_by_currency(sums)
     return {currency for currency, cost_picos in costs.items() if not cost_picos} if len(costs) > 1 else set()
 

@@ -1,7 +1,7 @@
-"""An invoice as a PDF, from the invoice's own values alone: the same closed invoice gives the same bytes for ever.
+"""An invoice as a PDF, only from the invoice's own values: the same closed invoice gives the same bytes for ever.
 
-Knows where things stand on A4; `wording` knows what they are called, `pdf_text` how letters are drawn. It is laid out
-twice: the first time to learn how many pages there are.
+Knows the layout on A4; `wording` knows what things are called, `pdf_text` how letters are drawn. It is laid out twice: the
+first time to count the pages.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ if TYPE_CHECKING:
 
 WIDTH, HEIGHT = 595.28, 841.89  # A4 in points
 LEFT, RIGHT, TOP, BOTTOM = 56.0, 539.0, 786.0, 92.0
-TOKENS_X, PRICE_X = 338.0, 436.0  # right ends of the columns; that of the amount is RIGHT
+TOKENS_X, PRICE_X = 338.0, 436.0  # right edges of the columns; that of the amount is RIGHT
 FACTS_X, VALUES_X = 326.0, 400.0
 SIZE, SMALL, LEAD = 9.0, 7.5, 13.0
 INK, GREY, RULE, PALE = 0.10, 0.42, 0.75, 0.88
-_drawing = threading.Lock()  # the library keeps its fonts in one place for all threads
+_drawing = threading.Lock()  # the library shares its fonts between all threads
 
 
 def render_pdf(invoice: Invoice) -> bytes:
@@ -269,12 +269,12 @@ def _buyer_lines(buyer: Any) -> Iterator[str]:
 
 
 def _group_of(line: InvoiceLine) -> str:
-    """Return the heading over a line: adjustments and allowances stand apart from the models of the month."""
+    """Return the heading over a line: adjustments and allowances come apart from the models of the month."""
     return {ADJUSTMENT: "Adjustments", FREE_ALLOWANCE: "Allowances"}.get(line.kind) or line.model or ""
 
 
 def _terms(invoice: Invoice) -> Iterator[str]:
-    """Return what is to be done with the amount."""
+    """Yield the terms of payment."""
     seller, due, currency = invoice.seller, invoice.totals.due_micros, invoice.currency
     if invoice.is_draft:
         yield "This is a draft. Nothing is due yet: its figures can change until the month is closed."

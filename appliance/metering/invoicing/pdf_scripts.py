@@ -1,7 +1,7 @@
-"""From the order in which a text is read to the order in which it is drawn, for scripts from right to left. Pure; no fonts.
+"""Converts text from reading order to drawing order, for right-to-left scripts. Pure; no fonts.
 
-Arabic letters are replaced by their presentation forms (isolated, initial, medial, final), as Unicode's own decompositions name
-them. The direction of runs follows UAX #9 without explicit embeddings: enough for names and addresses.
+Arabic letters are replaced by their presentation forms (isolated, initial, medial, final), taken from Unicode's decompositions.
+The direction of runs follows UAX #9 without explicit embeddings: enough for names and addresses.
 """
 
 from __future__ import annotations
@@ -38,11 +38,11 @@ def _forms() -> dict[tuple[str, str], str]:
 
 
 def _joined(text: str) -> str:
-    """Return `text` with Arabic letters in their forms; vowel marks are left out, as names are written without them."""
+    """Return `text` with Arabic letters in their presentation forms, and without vowel marks, as names are written."""
     forms = _forms()
     letters = [character for character in text if not (unicodedata.combining(character) and "\u0600" <= character <= "\u06ff")]
     made: list[str] = []
-    index, joins = 0, False  # joins: the letter before goes on to this one
+    index, joins = 0, False  # joins: the letter before connects to this one
     while index < len(letters):
         letter = letters[index]
         pair = letter + letters[index + 1] if letter == _LAM and index + 1 < len(letters) else ""
@@ -62,7 +62,7 @@ def _levels(text: str) -> list[int]:
     """Return the embedding level of each character: odd ones run from right to left."""
     kinds = _numbers_joined([unicodedata.bidirectional(character) for character in text])
     base = 1 if next(kind for kind in kinds if kind == "L" or kind in _RIGHT_TO_LEFT) in _RIGHT_TO_LEFT else 0
-    runs_right: list[bool | None] = []  # None: a space or sign, whose direction is that of its neighbours
+    runs_right: list[bool | None] = []  # None: a space or sign, which takes the direction of its neighbours
     levels = []
     reads_right = base == 1
     for kind in kinds:
@@ -87,7 +87,7 @@ def _numbers_joined(kinds: list[str]) -> list[str]:
 
 
 def _level_of_neutral(runs_right: list[bool | None], index: int, base: int) -> int:
-    """Return the level of a space or sign: that of both neighbours where they agree, else that of the text."""
+    """Return the level of a space or sign: that of its neighbours if they agree, else that of the text."""
     own = base == 1
     before = next((known for known in reversed(runs_right[:index]) if known is not None), own)
     after = next((known for known in runs_right[index + 1 :] if known is not None), own)

@@ -1,8 +1,8 @@
 """Text of any script on a PDF page: which font draws which character, how wide it is, where lines break.
 
-Latin, Greek, Cyrillic, Hebrew, Arabic, Armenian and Georgian are drawn with the fonts beside this file, which go into the PDF.
-Chinese, Japanese and Korean name the standard fonts that readers of PDF bring along. What none of them has is drawn as U+FFFD,
-so that it is seen to be missing.
+Latin, Greek, Cyrillic, Hebrew, Arabic, Armenian and Georgian are drawn with the fonts next to this file, which are embedded.
+Chinese, Japanese and Korean use the standard fonts that PDF readers bring along. A character in none of them is drawn as
+U+FFFD, so that one sees that it is missing.
 """
 
 from __future__ import annotations
@@ -88,7 +88,7 @@ def draw(canvas: Canvas, x: float, y: float, text: str, size: float, *, bold: bo
 
 
 def wrapped(text: str, size: float, width: float, *, bold: bool = False) -> list[str]:
-    """Return the lines of `text` that fit into `width`: broken between words, and within one that is too long by itself."""
+    """Return `text` as lines that fit into `width`, broken between words, or within a word that is too long for a line."""
     lines: list[str] = []
     line = ""
     for word in text.split():
@@ -112,7 +112,7 @@ def _pieces(word: str, size: float, width: float, *, bold: bool) -> list[str]:
 
 
 def _east_asian_font(text: str) -> str | None:
-    """Return the font of all Han characters of a text: which language they are shows in what stands beside them."""
+    """Return the font for all Han characters of a text: the characters around them show which language it is."""
     if any(_within(character, _KANA) for character in text):
         return JAPANESE
     if any(_within(character, _HANGUL) for character in text):

@@ -1,4 +1,4 @@
-"""The tables of invoices and their lines: rows in and out. Decides nothing about money, order or time."""
+"""The tables of invoices and their lines: reads and writes rows. Decides nothing about money, order or time."""
 
 from __future__ import annotations
 
@@ -19,16 +19,16 @@ from appliance.metering.invoicing.lines import FREE_ALLOWANCE, FreeMonth, Invoic
 from appliance.metering.invoicing.seller import TERMS_DAYS_DEFAULT
 from appliance.metering.invoicing.sums import Cover
 
-# draft -> closed, once, by a conditional UPDATE on state. A draft stores nothing but whose and which month it is.
+# draft -> closed, once, by a conditional UPDATE on state. A draft stores only its tenant and month.
 State = Literal["draft", "closed"]
-TIME_ZONE = "time_zone"  # stands beside the seller's own fields: days of the invoice are days of that zone
+TIME_ZONE = "time_zone"  # stored among the seller's fields: the days of the invoice are days of that zone
 
 _LINE_FIELDS = ("model", "kind", "batch", "month", "unit_price", "tokens", "requests", "rounded_micros")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class InvoiceHead:
-    """An invoice without its lines. Sums, seller and buyer of a draft are not known here: they are computed when asked for."""
+    """An invoice without its lines. For a draft, sums, seller and buyer are not known here: they are computed on demand."""
 
     id: str
     tenant_id: str
@@ -47,7 +47,7 @@ class InvoiceHead:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Invoice:
-    """A whole invoice: of a closed one what was frozen, of a draft what it would be now.
+    """A whole invoice: a closed one as it was frozen, a draft as it would be now.
 
     `problem` says why the draft cannot be computed: then it has no lines and no sums.
     """
@@ -67,7 +67,7 @@ class Invoice:
 
     @property
     def issued_on(self) -> date | None:
-        """Return the day it was closed, in the billing time zone of then; None for a draft."""
+        """Return the day it was closed, in the billing time zone at that time; None for a draft."""
         closed_at = self.head.closed_at
         return None if closed_at is None else BillingCalendar(self.seller.get(TIME_ZONE, "UTC")).day_of(closed_at)
 
@@ -79,7 +79,7 @@ class Invoice:
 
     @property
     def announcement(self) -> dict[str, Any]:
-        """Return what is told to the outside when it is closed."""
+        """Return the content of the alert when it is closed."""
         return {
             "tenant_id": self.head.tenant_id,
             "tenant_name": self.buyer["name"],
@@ -94,7 +94,7 @@ class Invoice:
 
 
 def closing_facts(head: InvoiceHead) -> dict[str, Any]:
-    """Return what the audit log keeps of a closing: the sums, and a digest of who wrote the invoice and who pays it."""
+    """Return what the audit log keeps about a closing: the sums, and a digest of seller and buyer."""
     names = ("number", "month", "state", "currency", "total_micros", "tax_micros", "through_posting")
     parties = json.dumps([head.seller, head.buyer], sort_keys=True, ensure_ascii=True)
     return {name: getattr(head, name) for name in names} | {"parties_sha256": sha256(parties.encode()).hexdigest()}
@@ -102,7 +102,7 @@ def closing_facts(head: InvoiceHead) -> dict[str, Any]:
 
 @dataclass(frozen=True, slots=True)
 class Buyer:
-    """The tenant as invoices name it."""
+    """The tenant as named on invoices."""
 
     name: str
     currency: str | None
@@ -110,7 +110,7 @@ class Buyer:
 
 
 def stored(head: InvoiceHead, lines: Sequence[InvoiceLine]) -> Invoice:
-    """Return a closed invoice, as it was frozen."""
+    """Return a closed invoice from its stored values."""
     totals = totals_of(lines, tax_basis_points=0, currency=head.currency)
     return Invoice(
         head=head,
@@ -123,7 +123,7 @@ def stored(head: InvoiceHead, lines: Sequence[InvoiceLine]) -> Invoice:
 
 
 def not_drafted(head: InvoiceHead, buyer: Buyer | None, problem: str) -> Invoice:
-    """Return what stands in a list for a draft that cannot be computed."""
+    """Return the entry in a list for a draft that cannot be computed."""
     nothing = Totals(subtotal_micros=0, tax_micros=0, due_micros=0)
     name = head.tenant_id if buyer is None else buyer.name
     return Invoice(
@@ -142,7 +142,7 @@ async def read_month(connection: AsyncConnection, tenant_id: str, month: str) ->
 
 
 async def read_last_cover(connection: AsyncConnection, tenant_id: str, *, before: str | None = None) -> Cover | None:
-    """Return what the closed invoices of a tenant, or those of months before `before`, cover together; None without any."""
+    """Return what the closed invoices of a tenant, or only those of months before `before`, cover together; None if none."""
     columns = invoices.c
     query = (
         select(columns.month, columns.through_posting)
@@ -170,7 +170,7 @@ async def read_lines(connection: AsyncConnection, invoice_ids: Sequence[str]) ->
 async def read_free_months(
     connection: AsyncConnection, tenant_id: str, monthly_micros: Mapping[str, int]
 ) -> dict[str, FreeMonth]:
-    """Return months with what is free in each, as given, and what the closed invoices of a tenant say of it."""
+    """Return each month with its allowance, as given, and what the tenant's closed invoices billed and gave free for it."""
     lines = invoice_lines.c
     is_free = (lines.kind == FREE_ALLOWANCE).label("is_free")
     query = (
@@ -189,7 +189,7 @@ async def read_free_months(
 
 
 async def read_buyer(connection: AsyncConnection, tenant_id: str) -> Buyer | None:
-    """Return how a tenant is named on invoices: in the snapshot of what it is billed for."""
+    """Return the tenant as named on invoices, from the same snapshot as the usage that it is billed for."""
     query = select(tenants.c.name, tenants.c.currency, tenants.c.billing).where(tenants.c.id == tenant_id)
     row = (await connection.execute(query)).first()
     return None if row is None else Buyer(row.name, row.currency, row.billing or {})
@@ -206,7 +206,7 @@ async def delete_draft(connection: AsyncConnection, invoice_id: str) -> None:
 
 
 async def freeze(connection: AsyncConnection, closed: Invoice) -> bool:
-    """Write the closed invoice over its draft and remove drafts of earlier months, which have nothing left to say.
+    """Write the closed invoice over its draft and remove drafts of earlier months, which have nothing left to bill.
 
     Return whether there was a draft to close.
     """

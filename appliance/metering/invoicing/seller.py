@@ -1,4 +1,4 @@
-"""Who writes the invoices: the fields, their limits, and how they are stored. A value; knows no table."""
+"""The seller on invoices: its fields, their limits, and how they are stored. A value; knows no table."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _TEXTS = ("email", "phone", "website", "tax_id", "registration", "tax_label", "t
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Seller:
-    """What stands on invoices about the one who writes them. `tax_basis_points`: 1900 is 19 %.
+    """The seller as named on invoices. `tax_basis_points`: 1900 is 19 %.
 
     `tax_note` says why there is no tax (reverse charge, small business). Raises InvalidValue naming the field.
     """
@@ -55,7 +55,7 @@ class Seller:
 
 
 def seller_from_record(record: Mapping[str, Any]) -> Seller:
-    """Return the seller of a stored record; what a later version added to it is left out."""
+    """Return the seller of a stored record; fields that a later version added are left out."""
     known = {field.name for field in dataclasses.fields(Seller)}
     return Seller(**{name: value for name, value in record.items() if name in known})
 

@@ -1,9 +1,9 @@
 """Which usage events an invoice covers, and their sums. Reads the ledger; knows neither lines nor money rules.
 
 Let m be the month of an event's billing day and p its posting. The closed invoice of month M with `through_posting` P covers
-every settled event of the tenant with m <= M and p <= P that the invoice closed before it does not cover. Months are closed in
-order and postings only grow, so what one invoice and those before it cover contains what the earlier ones cover: the invoice is
-the difference to the one before it, every event is on exactly one, and what none covers is the open rest.
+every settled event of the tenant with m <= M and p <= P that no earlier invoice covers. Months are closed in order and postings
+only grow, so the events covered up to one invoice include all those covered up to the one before. An invoice is the difference
+of the two sets, every event is on at most one invoice, and the events on none are still open.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class Cover:
 
 
 async def read_event_sums(connection: AsyncConnection, tenant_id: str, cover: Cover, before: Cover | None) -> list[EventSums]:
-    """Return the sums of what `cover` covers and `before`, the invoice closed last before it, does not."""
+    """Return the sums of the events that `cover` covers and `before`, the cover of the last closed invoice, does not."""
     found: list[EventSums] = []
     for query in _queries(tenant_id, cover, before):
         found += map(_event_sums, (await connection.execute(query)).mappings())
@@ -66,14 +66,14 @@ async def read_covered_events(
 
 
 def _queries(tenant_id: str, cover: Cover, before: Cover | None) -> list[Select[Any]]:
-    """Return the queries for the sums of what `cover` covers and `before` does not: of the days that `before` does not reach,
-    and of those that it does what was posted since. Each is as long as its answer, whatever the tenant has used in all.
+    """Return the queries for the sums of what `cover` covers and `before` does not: the days after those of `before`, and on
+    its days the events posted since. Each takes as long as its result, however much the tenant has used in all.
     """
     events, end = usage_events.c, last_day(cover.month)
     if before is None:
         return [_query([*_of_tenant(tenant_id, cover), events.billing_day <= end])]
     reached = last_day(before.month)
-    # The day stands in an expression, because a planner without statistics would rather read all of the tenant's days.
+    # The day is in an expression to keep it from the index: a planner without statistics would read all of the tenant's days.
     is_reached = func.coalesce(events.billing_day, events.billing_day) <= reached
     late = _query([*_of_tenant(tenant_id, cover), is_reached, events.posting > before.through_posting])
     if before.month == cover.month:
@@ -104,8 +104,8 @@ def _query(covered: Sequence[ColumnElement[bool]]) -> Select[Any]:
 
 
 def _has_tokens() -> dict[str, ColumnElement[bool]]:
-    """Return the condition that an event has tokens of a kind, in the order of TOKEN_KINDS: sums of these counts are the same
-    however the events are split, by day or by the moment of a closing."""
+    """Return for each kind, in the order of TOKEN_KINDS, the condition that an event has tokens of it: counts of such events
+    are the same however the events are split, by day or by the moment of a closing."""
     events = usage_events.c
     conditions = (
         events.prompt_tokens > events.cached_tokens,
@@ -117,7 +117,7 @@ def _has_tokens() -> dict[str, ColumnElement[bool]]:
 
 
 def _of_tenant(tenant_id: str, cover: Cover) -> list[ColumnElement[bool]]:
-    """Return the conditions on the tenant's events that had their final state when `cover` was."""
+    """Return the conditions for the tenant's events that are settled, with a posting up to that of `cover`."""
     events = usage_events.c
     return [events.tenant_id == tenant_id, events.status.in_(SETTLED), events.posting <= cover.through_posting]
 

@@ -1,4 +1,4 @@
-"""The words and figures of an invoice, the same for PDF, CSV and console: what a kind, a month and an amount are called."""
+"""The wording of an invoice, the same for PDF, CSV and console: names of kinds and months, and formats of amounts."""
 
 from __future__ import annotations
 
@@ -36,12 +36,12 @@ def month_name(month: str) -> str:
 
 
 def day_name(day: date) -> str:
-    """Return a day as 5 October 2026: no order of figures to mistake."""
+    """Return a day as 5 October 2026, so that day and month cannot be confused."""
     return f"{day.day} {_MONTHS[day.month - 1]} {day.year}"
 
 
 def line_name(line: InvoiceLine) -> str:
-    """Return what a line is for; the model of a usage line stands over it."""
+    """Return what a line is for; the model of a usage line is in the heading over it."""
     if line.kind == FREE_ALLOWANCE:
         return f"Free allowance for {month_name(line.month)}"
     if line.kind == ADJUSTMENT:
@@ -69,5 +69,5 @@ def decimals_for(amounts: list[int]) -> int:
 
 
 def payment(micros: int, currency: str) -> str:
-    """Return an amount that can be paid, in the decimals that the currency has: 1,234.50 EUR."""
+    """Return a payable amount with the decimals of its currency: 1,234.50 EUR."""
     return f"{format_micros(micros, decimals=minor_unit_decimals(currency))} {currency}"

@@ -1,1 +1,1 @@
-"""The usage events and their one writer: what was reserved, used and settled, and the sums of it."""
+"""The usage events and their only writer: what was reserved, used and settled, and its sums."""

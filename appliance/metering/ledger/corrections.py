@@ -1,8 +1,9 @@
-"""Corrections of the ledger: new signed events that name the one they correct. Nothing that was settled is ever changed.
+"""Corrections of the ledger: new signed events that name the event they correct. A settled event is never changed.
 
-A correction takes tokens back or adds them at the rate of the event it corrects, or gives money back by itself. It belongs to
-the day of the request; where the invoice of that month is closed, it goes to the next one. What stands after all corrections of
-an event is never less than nothing. What adds more than a slip of the finger should is refused until it is confirmed.
+A correction takes tokens back or adds them at the rate of the event it corrects, or gives back an amount of money alone. It
+belongs to the day of the request; if the invoice of that month is closed, it goes to the next one. An event and all its
+corrections never sum to less than zero. An addition so large that it looks like a typing error is refused until it is
+confirmed.
 """
 
 from __future__ import annotations
@@ -39,8 +40,8 @@ CAUSE = "correction"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Correction:
-    """What is added to an event: signed tokens, or a signed amount alone. `note` is the reason; it stays in the ledger,
-    and invoices do not show it.
+    """What to add to an event: signed tokens, or a signed amount alone. `note` is the reason, kept in the ledger and not shown
+    on invoices.
 
     `confirm` is needed to add more than UNCONFIRMED_TOKENS, or more than UNCONFIRMED_TIMES what the event counted or cost.
     """
@@ -60,7 +61,7 @@ class Correction:
 
 
 class Corrections:
-    """Writes corrections, each in a transaction of its own. `on_committed` hears of each of them once it is durable."""
+    """Writes corrections, each in a transaction of its own. `on_committed` is called with each of them once it is durable."""
 
     def __init__(
         self,
@@ -78,11 +79,11 @@ class Corrections:
         self._on_committed = on_committed
 
     async def add(self, event_id: int, correction: Correction) -> UsageEvent:
-        """Return the new event. Raises NotFound, and InvalidValue for one that is pending, void, or an adjustment itself, or
-        when more would be taken back than stands there."""
+        """Return the new event. Raises NotFound, and InvalidValue if the event to correct is pending, void or itself an
+        adjustment, or if more would be taken back than there is."""
         _check(correction)
         async with self._db.writing() as connection:
-            # Settlements and other corrections wait: what stands there is read and added to in one step.
+            # Settlements and other corrections wait meanwhile: the sums are read and added to in one step.
             posting = await counters.take(connection, counters.POSTING)
             row = await _corrected(connection, event_id)
             _check_confirmed(row, correction)
@@ -133,7 +134,7 @@ async def _corrected(connection: AsyncConnection, event_id: int) -> RowMapping:
 
 
 def _check_confirmed(row: RowMapping, correction: Correction) -> None:
-    """Raise InvalidValue for an addition that no request of this size explains and nobody has confirmed."""
+    """Raise InvalidValue for an unconfirmed addition that is too large for a request of this size."""
     if correction.confirm:
         return
     added = {name: count for name, count in correction.tokens.items() if count > 0}
@@ -157,8 +158,8 @@ def _cost(row: RowMapping, correction: Correction) -> int:
 
 
 def _stands_query(names: Sequence[str], event_id: int, request_id: str) -> Select[Any]:
-    """Ask for the sums by halves of what an event and all its corrections count. They are of one request, and the index on
-    adjustments, which names their kind as a literal, has them by it."""
+    """Return the query for the sums, in halves, of an event and all its corrections. All have the same request, by which the
+    partial index on adjustments finds them; that index needs the kind as a literal."""
     events = usage_events.c
     is_adjustment = events.kind == literal_column("'adjustment'")
     corrects = and_(is_adjustment, events.request_id == request_id, events.corrects_id == event_id)
@@ -167,7 +168,7 @@ def _stands_query(names: Sequence[str], event_id: int, request_id: str) -> Selec
 
 
 async def _check_remainder(connection: AsyncConnection, row: RowMapping, correction: Correction, cost_picos: int) -> None:
-    """Raise InvalidValue, naming the field, when the event and all its corrections would come to less than nothing, or to more
+    """Raise InvalidValue, naming the field, when the event and all its corrections would sum to less than zero, or to more
     money than an event can hold."""
     names = (*TOKEN_COLUMNS, "cost_picos")
     sums = (await connection.execute(_stands_query(names, row["id"], row["request_id"]))).one()

@@ -1,4 +1,4 @@
-"""Runs of the gateway on one database: each may write until the next begins, whatever it knows of that itself."""
+"""Runs of the gateway on one database: each may write until the next begins, even if it has not noticed that."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class EpochEnded(Exception):
 
 
 async def begin_epoch(db: Database, clock: Clock, version: str) -> str:
-    """Return the id of a new epoch: one run of the gateway. Those before it end, and can begin no request any more."""
+    """Return the id of a new epoch: one run of the gateway. Earlier epochs end and can begin no more requests."""
     epoch_id, now = new_id("epoch"), clock.now()
     async with db.writing() as connection:
         await connection.execute(update(epochs).where(epochs.c.ended_at.is_(None)).values(ended_at=now))

@@ -1,8 +1,8 @@
-"""What stands in the journal: pending entries and settlements, how they are written there and brought into the tables.
+"""The contents of the journal: pending entries and settlements, how they are encoded there and written to the tables.
 
-On SQLite a request waits for a line in the journal, when it is admitted and when it ends, instead of its rows in the database,
-which have ten indexes to keep and wait for whoever writes at the moment. The file lies beside the database and is as durable.
-Its rows follow within a moment. A start may be that of a later version: fields that these values get must have defaults.
+On SQLite a request, when it is admitted and when it ends, waits for a line in the journal, not for its rows in the database:
+those update ten indexes and wait for any other writer. The file is next to the database and as durable; the rows follow within
+a moment. A later version may read the journal: new fields of these types must have defaults.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ from appliance.metering.ledger.round import OnSettled, Round, Settle, is_bad_row
 
 ENTRIES_PER_TRANSACTION = 200
 SUFFIX = ".admitted"
-SETTLEMENT = b"settled "  # begins a settlement's record; what begins otherwise is an entry's
+SETTLEMENT = b"settled "  # prefix of a settlement's record; all others are entries
 INTEGER_MAX = 2**63 - 1
 
 _log = structlog.get_logger()
 
 
 class Journaled(msgspec.Struct, frozen=True, kw_only=True):
-    """A pending entry with what its rows say besides. `currency` is the box's, for where neither price nor tenant says it."""
+    """A pending entry and the other values of its rows. `currency` is the box's, used if neither price nor tenant has one."""
 
     epoch_id: str
     currency: str
@@ -44,20 +44,20 @@ class Journaled(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def journal_beside(database_url: str) -> Journal | None:
-    """Open the journal of a SQLite database; PostgreSQL, whose disk is another one, has none. Raises OSError."""
+    """Open the journal of a SQLite database; None for PostgreSQL, whose data is on a disk of its own. Raises OSError."""
     path = _path(database_url)
     return None if path is None else Journal(path, by_kernel=True)
 
 
 def _path(database_url: str) -> Path | None:
-    """Return where the journal lies: beside the file itself, as SQLite's own companions, whatever links lead there."""
+    """Return the path of the journal: next to the real database file, links resolved, like SQLite's own companion files."""
     kind, target = parse_url(database_url)
     return Path(f"{os.path.realpath(str(target.database))}{SUFFIX}") if kind == "sqlite" else None
 
 
 def encode(promised: Journaled | Settlement) -> bytes:
-    """Return the record of an entry or a settlement. Raises ValueError for what no table takes: a text that is not Unicode, a
-    huge count."""
+    """Return the record of an entry or a settlement. Raises ValueError for values that no table takes: text that is not
+    Unicode, a huge count."""
     if isinstance(promised, Journaled):
         prefix, count = b"", max(promised.entry.prompt_tokens, promised.entry.reserved_tokens)
     else:
@@ -82,10 +82,10 @@ _SETTLEMENTS = msgspec.json.Decoder(Settlement)
 async def replay(
     db: Database, journal: Journal, clock: Clock, calendar: BillingCalendar, on_settled: OnSettled | None = None
 ) -> int:
-    """Bring what a dead process left in `journal` into the tables, and return how many records were missing there.
+    """Write what a dead process left in `journal` to the tables, and return how many records were missing there.
 
-    `on_settled` hears of what this settles, as it does of what the ledger settles. Call it before `recover`, which settles what
-    is pending then. Raises OSError, or the database's error when it cannot be written; nothing is lost then.
+    `on_settled` gets the events that this settles, as it gets those of the ledger. Call it before `recover`, which settles what
+    is still pending. Raises OSError, or the database's error when it cannot be written; nothing is lost then.
     """
     left = [found for record in journal.read_left() if (found := _read(record)) is not None]
     entries = [found for found in left if isinstance(found, Journaled)]
@@ -101,7 +101,7 @@ async def replay(
 
 
 async def only_in_journal(connection: AsyncConnection, database_url: str) -> int:
-    """Return how many entries a stopped appliance has left in its journal and not in the tables. Raises OSError."""
+    """Return how many entries of a stopped appliance are only in its journal, not in the tables. Raises OSError."""
     path = _path(database_url)
     left = [] if path is None else [_read(record) for record in left_in(path)]
     request_ids = [found.entry.request_id for found in left if isinstance(found, Journaled)]
@@ -112,8 +112,8 @@ async def only_in_journal(connection: AsyncConnection, database_url: str) -> int
 
 
 async def ahead_of_tables(connection: AsyncConnection, database_url: str) -> int:
-    """Return of how many requests the journal of a stopped appliance says what the tables do not: that they were admitted, or
-    how they ended. Raises OSError."""
+    """Return for how many requests the journal of a stopped appliance has an admission or a settlement that the tables lack.
+    Raises OSError."""
     path = _path(database_url)
     left = [] if path is None else [found for record in left_in(path) if (found := _read(record)) is not None]
     admitted = {found.entry.request_id for found in left if isinstance(found, Journaled)}
@@ -142,7 +142,7 @@ async def _put_in_tables(db: Database, entries: Sequence[Journaled]) -> int:
             raise
         if len(entries) > 1:
             return sum([await _put_in_tables(db, [entry]) for entry in entries])
-        # Its tenant or its epoch is not there: the database is an older one than the journal.
+        # Its tenant or its epoch is missing: the database is older than the journal.
         _log.error("an admitted request fits no longer", error=str(error), record=_ENCODER.encode(entries[0]).decode())
         return 0
 
@@ -159,7 +159,7 @@ def _insert_missing(connection: Connection, entries: Sequence[Journaled]) -> int
 async def _settle(
     db: Database, clock: Clock, calendar: BillingCalendar, settlements: Sequence[Settlement], on_settled: OnSettled | None
 ) -> int:
-    """Settle those that have not ended, as the ledger would have; what the tables refuse, or know nothing of, is in the log."""
+    """Settle requests that have not ended, as the ledger would have; those that the tables refuse or do not know are logged."""
     async with db.reading() as connection:
         request_ids = [settlement.request_id for settlement in settlements]
         ended = await connection.run_sync(rows.ended, request_ids)

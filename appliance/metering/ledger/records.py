@@ -1,4 +1,4 @@
-"""What the ledger is told and what it tells: values only."""
+"""The values that the ledger takes and returns."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ ERROR_CHARS_MAX = 500
 
 
 class Usage(msgspec.Struct, frozen=True, kw_only=True):
-    """Tokens of one request as the engine counted them. `cached_tokens` are those of the prompt not computed anew,
-    `rejected_tokens` speculative ones that were computed and thrown away."""
+    """Tokens of one request as the engine counted them. `cached_tokens` are prompt tokens not computed anew, `rejected_tokens`
+    are speculative ones that were computed and discarded."""
 
     prompt_tokens: int = 0
     cached_tokens: int = 0
@@ -31,18 +31,18 @@ class Usage(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def total_tokens(self) -> int:
-        """Return prompt and completion together: what limits count. Rejected ones the client never had."""
+        """Return prompt and completion together, which limits count. Rejected tokens never reach the client."""
         return self.prompt_tokens + self.completion_tokens
 
 
 TOKEN_COLUMNS = Usage.__struct_fields__
-"""The counts of tokens, as they are called in every table that has them."""
+"""The columns of token counts, with the same names in every table."""
 
 
 class PendingEntry(msgspec.Struct, frozen=True, kw_only=True):
-    """A request that was admitted and of which the engine has not heard yet. `prompt_tokens` is what it asks for; the record
-    itself begins with zero tokens, because nothing has been computed. `price_basis_points` is the share of the price that is
-    paid, by tier and batch; `batch` says that it is batch work; `currency` is that of the tenant, where no price says it."""
+    """An admitted request that the engine has not yet received. `prompt_tokens` is the length of its prompt; the event itself
+    begins with zero tokens, because nothing has been computed. `price_basis_points` is the share of the price that is paid, by
+    tier and batch; `batch` says that it is batch work; `currency` is that of the tenant, used if there is no price."""
 
     request_id: str
     tenant_id: str
@@ -60,7 +60,7 @@ class PendingEntry(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class RequestRecord(msgspec.Struct, frozen=True, kw_only=True):
-    """How a request went, for the console; nothing here is money. `tenant_open` of its tenant's were open when it came."""
+    """How a request went, for the console; nothing here is money. `tenant_open`: open requests of the tenant when it came."""
 
     queue_s: float | None = None
     ttft_s: float | None = None
@@ -93,7 +93,7 @@ class Settlement(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Checkpoint(msgspec.Struct, frozen=True, kw_only=True):
-    """What a running request would be billed if the process died now: the prompt once prefill is done, the output so far."""
+    """What a running request would be billed if the process died now: its prompt once prefill is done, its output so far."""
 
     request_id: str
     prompt_tokens: int
@@ -140,7 +140,7 @@ class UsageEvent(msgspec.Struct, frozen=True, kw_only=True):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RequestRow:
-    """One past request as the console and `/admin/v1/requests` show it. `finished_at` None: it has not been settled."""
+    """One past request as the console and `/admin/v1/requests` show it. `finished_at` None: not settled."""
 
     id: str
     tenant_id: str

@@ -1,4 +1,4 @@
-"""What a dead epoch left behind: its pending events become `recovered`, once, before anything is served."""
+"""Settles what a dead epoch left behind: its pending events become `recovered`, once, before anything is served."""
 
 from __future__ import annotations
 
@@ -56,9 +56,9 @@ async def recover(
 ) -> int:
     """Settle every pending event of other epochs at its last checkpoint, as an estimate, and return how many there were.
 
-    `on_settled` hears of them in the same transaction, as it does of what the ledger settles. Call it before the ledger of
+    `on_settled` gets them in the same transaction, as it gets those of the ledger. Call this before the ledger of
     `current_epoch` starts: there is one writer at a time. Interrupted or run twice, each event still changes once. Raises
-    EpochEnded when a later epoch has begun meanwhile, whose events are not left behind.
+    EpochEnded when a later epoch has begun meanwhile: its pending events are live.
     """
     total = 0
     while True:
@@ -78,9 +78,9 @@ async def _recover_some(
     connection: AsyncConnection, current_epoch: str, calendar: BillingCalendar, now: datetime
 ) -> list[UsageEvent]:
     await connection.run_sync(hold, current_epoch)
-    await counters.locked(connection, counters.POSTING)  # who recovers at the same time waits here, and then finds nothing
+    await counters.locked(connection, counters.POSTING)  # a concurrent recovery waits here, and then finds nothing
     if connection.dialect.name == "postgresql":
-        # A killed gateway's COMMIT may still run on the server, and its record would turn up when we have looked: wait for it.
+        # A killed gateway's COMMIT may still run on the server, and its event would appear after our query: wait for it.
         await connection.execute(text("LOCK TABLE usage_events IN SHARE ROW EXCLUSIVE MODE"))
     request_ids = (await connection.execute(_left_behind(current_epoch))).scalars().all()
     if not request_ids:
@@ -97,7 +97,7 @@ async def _recover_some(
 
 
 def _left_behind(current_epoch: str) -> Select[Any]:
-    """Ask for some of the pending events of other epochs, in the order of the index on what is pending."""
+    """Return the query for some pending events of other epochs, in the order of the index on pending events."""
     events = usage_events.c
     query = select(events.request_id).where(events.status == literal_column("'pending'"), events.epoch_id != current_epoch)
     return query.order_by(events.epoch_id, events.id).limit(EVENTS_PER_TRANSACTION)

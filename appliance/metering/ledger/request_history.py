@@ -1,4 +1,4 @@
-"""Forgets past requests that are older than the operator keeps them. Usage events, which are money, it never touches."""
+"""Forgets past requests that are older than the operator keeps them. Never touches usage events, which are money."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from appliance.base.clock import Clock
 from appliance.base.db import Database
 from appliance.base.tables import requests
 
-BATCH_ROWS = 500  # a few milliseconds of the one writer: settlements in between do not notice
+BATCH_ROWS = 500  # blocks other writers for a few milliseconds, which settlements do not notice
 BATCHES_MAX = 20
 
 
@@ -23,9 +23,9 @@ class RequestHistory:
         self._keep = timedelta(days=keep_days)
 
     async def prune(self, batches_max: int = BATCHES_MAX) -> int:
-        """Remove finished requests admitted before the time that is kept, and return how many went.
+        """Remove finished requests admitted before the time that is kept, and return how many.
 
-        Each batch is a transaction of its own, and a call ends after `batches_max` of them: what is left goes with the next.
+        Each batch is a transaction of its own, and a call ends after `batches_max` of them; the next call goes on.
         """
         total = 0
         for _ in range(batches_max):
@@ -36,7 +36,7 @@ class RequestHistory:
         return total
 
     async def _prune_some(self) -> int:
-        # The events of requests that run are pending: whatever their age, they are shown until they are settled.
+        # Running requests have pending events: whatever their age, they are shown until they are settled.
         old = (
             select(requests.c.id)
             .where(requests.c.admitted_at < self._clock.now() - self._keep, requests.c.finished_at.is_not(None))

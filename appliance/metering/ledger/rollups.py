@@ -1,11 +1,11 @@
-"""Sums of settled events by minute, hour and day: written in the transaction that settles, built again from the events at will.
+"""Sums of settled events by minute, hour and day: written in the transaction that settles, and rebuilt from events on demand.
 
     minute, hour   of UTC, by the moment of admission
-    day            of the billing time zone, by the event's billing day; its `start_at` is where that day begins
+    day            of the billing time zone, by the event's billing day; its `start_at` is the beginning of that day
 
-A voided or pending event is in no sum; an adjustment adds its signed counts and no request. Every event is added to one row of
-its owner (tenant, key, model, currency) at each level, and to one of the box (model, currency), which stands in a table of its
-own: the rows of the owners, added up. Knows no reports.
+A voided or pending event is in no sum; an adjustment adds its signed counts and no request. At each level every event is added
+to one row of its owner (tenant, key, model, currency) and to one row of the box (model, currency). The rows of the box have a
+table of their own and are the sums of the owners' rows. Knows no reports.
 """
 
 from __future__ import annotations
@@ -69,15 +69,15 @@ _ADD_TO_BOX = _upserts(usage_box_rollups, BOX_KEYS)
 
 
 async def add(connection: AsyncConnection, calendar: BillingCalendar, events: Iterable[UsageEvent]) -> None:
-    """Add events that have just got their final state to their sums.
+    """Add newly settled events to their sums.
 
-    Whoever calls holds the counter of postings: so no two transactions wait for each other's rows.
+    The caller must hold the counter of postings, so that no two transactions wait for each other's rows.
     """
     await connection.run_sync(add_at_once, calendar, events)
 
 
 def add_at_once(connection: Connection, calendar: BillingCalendar, events: Iterable[UsageEvent]) -> None:
-    """Do the same on a connection that does not wait."""
+    """Like `add`, on a synchronous connection."""
     rows = sums_of(events, calendar)
     if rows:
         _ADD[connection.dialect.name].execute(connection, rows)
@@ -85,7 +85,7 @@ def add_at_once(connection: Connection, calendar: BillingCalendar, events: Itera
 
 
 async def differing(connection: AsyncConnection, kind: str, calendar: BillingCalendar) -> list[str]:
-    """Return the levels whose sums are not those of the events, as this connection sees both."""
+    """Return the levels at which the sums differ from those of the events, as this connection sees both."""
     wrong = {bucket for bucket in (MINUTE, HOUR) if await _differs(connection, kind, bucket)}
     days = await _days(connection, calendar)
     stored = (await connection.execute(_stored(DAY))).mappings().all()
@@ -111,7 +111,7 @@ def sums_of(events: Iterable[UsageEvent], calendar: BillingCalendar) -> list[dic
 
 
 def _of_box(rows: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Return what rows of owners come to for the whole box."""
+    """Return the rows of owners added up for the whole box."""
     sums: dict[tuple[Any, ...], list[int]] = {}
     for row in rows:
         _add_to(sums, tuple(row[name] for name in BOX_KEYS), [row[name] for name in COUNTS])
@@ -130,20 +130,20 @@ def _add_to(sums: dict[tuple[Any, ...], list[int]], place: tuple[Any, ...], coun
 
 
 def halves(cost_picos: int) -> tuple[int, int]:
-    """Return the cost as it is stored: both halves have its sign, as the division of both databases leaves it."""
+    """Return the cost as the two halves that are stored; both have its sign, as division in both databases gives it."""
     high, low = divmod(abs(cost_picos), SPLIT)
     return (high, low) if cost_picos >= 0 else (-high, -low)
 
 
 async def used_since(connection: AsyncConnection, moment: datetime) -> list[tuple[str, str]]:
-    """Return the models and the currencies in which they were used on the days from `moment` on."""
+    """Return the pairs of model and currency with usage on the days from `moment` on."""
     days = usage_box_rollups.c
     query = select(days.model, days.currency).where(days.bucket == DAY, days.start_at >= moment).distinct()
     return [(model, currency) for model, currency in (await connection.execute(query)).all()]
 
 
 async def rebuild(db: Database, calendar: BillingCalendar) -> int:
-    """Throw all sums away, build them again from the events, and return how many rows of owners there are.
+    """Rebuild all sums from the events, and return how many rows of owners there are.
 
     Settlements wait meanwhile.
     """
@@ -152,7 +152,7 @@ async def rebuild(db: Database, calendar: BillingCalendar) -> int:
         await connection.execute(delete(usage_rollups))
         await connection.execute(delete(usage_box_rollups))
         for bucket in (MINUTE, HOUR):
-            # In the order of time, as they came: what a report reads lies together.
+            # In the order of time, as they were first written: the rows that a report reads are close together.
             query = _summed(bucket, floor_of(db.kind, usage_events.c.admitted_at, bucket)).order_by(literal_column("start_at"))
             await connection.execute(insert(usage_rollups).from_select([*KEYS, *COUNTS], query))
         await _insert_days(connection, calendar)
@@ -161,7 +161,7 @@ async def rebuild(db: Database, calendar: BillingCalendar) -> int:
 
 
 async def align(db: Database, calendar: BillingCalendar) -> bool:
-    """Build the sums by day again when they were made in another time zone, and return whether that was so."""
+    """Rebuild the sums by day if they were made in another time zone, and return whether they were."""
     days = select(usage_rollups.c.start_at).where(usage_rollups.c.bucket == DAY).distinct()
     async with db.reading() as connection:
         starts = (await connection.execute(days)).scalars().all()
@@ -189,12 +189,12 @@ def event_counts() -> list[ColumnElement[Any]]:
 
 def _summed(bucket: str, start: ColumnElement[Any]) -> Select[Any]:
     query = select(literal(bucket).label("bucket"), start.label("start_at"), *_owner_columns(), *event_counts())
-    # By its label: PostgreSQL does not see that two expressions with parameters are the same.
+    # Grouped by the label: PostgreSQL does not see that two expressions with parameters are the same.
     return query.where(usage_events.c.status.in_(SETTLED)).group_by(literal_column("start_at"), *_owner_columns())
 
 
 def floor_of(kind: str, moment: ColumnElement[Any], bucket: str) -> ColumnElement[Any]:
-    """Return the beginning of the minute or hour of UTC that the column `moment` lies in."""
+    """Return the beginning of the UTC minute or hour that contains the column `moment`."""
     if kind == "sqlite":
         chars, rest = (16, ":00.000000") if bucket == MINUTE else (13, ":00:00.000000")
         return type_coerce(func.substr(moment, 1, chars).op("||")(literal(rest)), UtcDateTime())
@@ -216,7 +216,7 @@ async def _box_differs(connection: AsyncConnection, bucket: str) -> bool:
 
 
 async def _unlike(connection: AsyncConnection, one: Select[Any], other: Select[Any]) -> bool:
-    """Return whether one of two queries has a row that the other has not."""
+    """Return whether the rows of the two queries differ."""
     for left, right in ((one, other), (other, one)):
         if (await connection.execute(except_(left, right).limit(1))).first() is not None:
             return True
@@ -260,7 +260,7 @@ def _owner_columns() -> list[ColumnElement[Any]]:
 
 
 def split_sum(column: ColumnElement[int]) -> tuple[ColumnElement[int], ColumnElement[int]]:
-    """Return the sums of the two halves of `column`: SQLite's own SUM fails beyond 64 bits, these do not."""
+    """Return the sums of the two halves of `column`: SQLite's SUM of whole values fails beyond 64 bits, these do not."""
     return func.coalesce(func.sum(column // SPLIT), 0), func.coalesce(func.sum(column % SPLIT), 0)
 
 

@@ -1,4 +1,4 @@
-"""One round of the ledger's writer: the operations that are committed together, and what each of them came to."""
+"""One round of the ledger's writer: the operations that are committed together, and the result of each."""
 
 from __future__ import annotations
 
@@ -26,44 +26,44 @@ _log = structlog.get_logger()
 
 
 class LedgerBroken(Exception):
-    """A settlement contradicts the ledger, or the ledger cannot be written any more. A bug or a lost database, never input."""
+    """A settlement contradicts the ledger, or the ledger can no longer be written. A bug or a lost database, never input."""
 
 
 def is_bad_row(error: Exception) -> bool:
-    """Return whether an operation will meet `error` again however often it is tried; other errors are the database's."""
+    """Return whether `error` is the operation's own fault and would recur at every try; other errors are the database's."""
     if getattr(getattr(error, "orig", None), "sqlstate", None) in _TABLES_AWAY:
         return False
     bad = (IntegrityError, DataError, ProgrammingError, ValueError, OverflowError, LedgerBroken)
-    return isinstance(error, bad) or type(error) is StatementError  # whose subclasses are the driver's errors
+    return isinstance(error, bad) or type(error) is StatementError  # its subclasses are errors of the driver
 
 
-# Of PostgreSQL: no right to the table (its owner was changed), no such table, no such column (it is being restored).
+# PostgreSQL: no right to the table (its owner was changed), no such table, no such column (it is being restored).
 _TABLES_AWAY = ("42501", "42P01", "42703")
 _BAD_OR_FAILED = (StatementError, ValueError, OverflowError, LedgerBroken)
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
 class Promised:
-    """An operation that somebody asked for. `done` is what its caller waits for. When `number` is given, its caller has gone on
-    because it stands in the journal under that number; `done` is there then if somebody waits for its rows nevertheless.
+    """An operation with a caller, who waits for `done`. With a `number`, it is in the journal under that number and the caller
+    has gone on; then `done` exists only if somebody else waits for its rows.
     """
 
     done: asyncio.Future[None] | None = None
     number: int | None = None
 
     def succeed(self) -> None:
-        """Tell the caller, if it still waits."""
+        """Report success to the caller, if it still waits."""
         if self.done is not None and not self.done.done():
             self.done.set_result(None)
 
     def fail(self, error: Exception) -> None:
-        """Tell the caller, if it still waits; the log, if it has gone on."""
+        """Report to the caller if it still waits, or to the log if it has gone on."""
         if self.number is not None or self.done is None:
             _log.error("the tables refused what was promised", error=str(error.__cause__ or error), operation=repr(self))
             self.succeed()
         elif not self.done.done():
             self.done.set_exception(error)
-            self.done.exception()  # a caller that was cancelled reads it nowhere; the log has it
+            self.done.exception()  # marks it as retrieved: a cancelled caller never reads it, and it is in the log
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
@@ -77,8 +77,8 @@ class Open(Promised):
 
 @dataclass(slots=True, eq=False, kw_only=True)
 class Settle(Promised):
-    """Bring an entry to its final state. `written`: the event stands in the ledger with these figures. `on_recorded` hears when
-    its rows are committed, or that they will not be any more."""
+    """Bring an entry to its final state. `written`: the event is in the ledger with these figures. `on_recorded` is called when
+    its rows are committed, or when it is certain that they will not be."""
 
     settlement: Settlement
     written: bool = False
@@ -89,12 +89,12 @@ class Settle(Promised):
         return self.settlement.request_id
 
     def succeed(self) -> None:
-        """Tell whoever waits for the rows, too."""
+        """Also call `on_recorded`."""
         Promised.succeed(self)
         self._tell_recorded()
 
     def fail(self, error: Exception) -> None:
-        """Tell whoever waits for the rows, too."""
+        """Also call `on_recorded`."""
         Promised.fail(self, error)
         self._tell_recorded()
 
@@ -106,14 +106,14 @@ class Settle(Promised):
 
 @dataclass(slots=True, eq=False)
 class Void:
-    """Void an entry if it is there and pending: its caller was told that there is none."""
+    """Void an entry if it exists and is pending: its caller was told that it was not written."""
 
     request_id: str
 
 
 Operation = Open | Settle | Void
 OnSettled = Callable[[Connection, Sequence[UsageEvent]], object]
-"""Hears, in the transaction that settles and behind the sums, of the events that have just got their final state."""
+"""Called with newly settled events, in the transaction that settles them and after they were added to the sums."""
 
 
 @dataclass(slots=True)
@@ -138,8 +138,8 @@ class Round:
     async def write(self) -> None:
         """Commit the round. Afterwards `results` has the event of each settlement and the error of each bad operation.
 
-        Raises the database's error when nothing can be written now; then nothing of this round may be assumed. Raises
-        EpochEnded when it opens requests in an epoch that has ended.
+        Raises the database's error when nothing can be written now; then it is unknown whether this round was committed.
+        Raises EpochEnded when it opens requests in an epoch that has ended.
         """
         try:
             await self._transaction(self.operations, self.checkpoints)
@@ -176,7 +176,7 @@ class Round:
                 _log.error("checkpoint_refused", request_id=checkpoint.request_id, error=str(error))
 
     async def _try(self, operations: Sequence[Operation], checkpoints: Sequence[Checkpoint]) -> Exception | None:
-        """Commit these alone and return the error if they are bad."""
+        """Commit only these and return the error if they are bad."""
         try:
             await self._transaction(operations, checkpoints)
         except _BAD_OR_FAILED as error:
@@ -204,7 +204,7 @@ class Round:
         voids: Sequence[str],
     ) -> dict[str, rows.Opened]:
         """Send every statement of the transaction, and return the new entries."""
-        if opens and connection.dialect.name == "postgresql":  # a SQLite file cannot be claimed away from a process that lives
+        if opens and connection.dialect.name == "postgresql":  # nobody takes over a SQLite file while this process lives
             epochs.hold(connection, self.epoch_id)
         inserted = self._insert(connection, opens) if opens else {}
         if checkpoints:
@@ -249,7 +249,7 @@ class Round:
 
     @staticmethod
     def _number(connection: Connection, changes: dict[str, tuple[UsageEvent, Settlement]]) -> None:
-        """Give the changed events their postings, in the order in which they were asked for."""
+        """Give the changed events their postings, in the order of the operations."""
         first = counters.take_at_once(connection, counters.POSTING, len(changes))
         for posting, (request_id, (event, settlement)) in enumerate(list(changes.items()), first):
             changes[request_id] = (msgspec.structs.replace(event, posting=posting), settlement)
@@ -295,7 +295,7 @@ def _void(request_id: str) -> Settlement:
 
 
 def _refusal(operation: Operation, error: Exception) -> Exception:
-    """Return what the caller of a bad operation hears: a refusal for an open, a contradiction for a settlement."""
+    """Return the error for the caller of a bad operation: a refusal for an open, a contradiction for a settlement."""
     if isinstance(operation, Open):
         refusal = InternalError("the usage record was refused by the database; nothing was started")
         refusal.__cause__ = error

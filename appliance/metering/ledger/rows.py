@@ -81,7 +81,7 @@ def event_row(entry: PendingEntry, epoch_id: str, default_currency: str, billing
 
 
 def request_row(entry: PendingEntry) -> dict[str, Any]:
-    """Return the row of `requests` of an entry that has not finished."""
+    """Return the row of `requests` for an entry that has not finished."""
     return {
         "id": entry.request_id,
         "tenant_id": entry.tenant_id,
@@ -106,7 +106,7 @@ def insert(connection: Connection, entries: Sequence[PendingEntry], event_rows: 
 
 
 def known(connection: Connection, request_ids: Sequence[str]) -> set[str]:
-    """Return which of these requests have an event already."""
+    """Return which of these requests already have an event."""
     return {request_id for request_id, _event_id, _status in _STATES.rows(connection, request_ids)}
 
 
@@ -124,9 +124,9 @@ def price_query() -> Select[Any]:
 
 EVENTS_WITH_PRICES: Select[Any] = price_query().where(
     usage_events.c.request_id.in_(bindparam("request_ids", expanding=True)),
-    usage_events.c.kind == literal_column("'usage'"),  # as the index has it: a parameter might be anything
+    usage_events.c.kind == literal_column("'usage'"),  # a literal, as in the partial index: a parameter could be anything
 )
-"""The events of some requests. Made once: to write it anew would cost more than to run it."""
+"""The events of some requests. Built once: building it each time would cost more than running it."""
 
 
 _STATES = Lookup(
@@ -139,7 +139,7 @@ _STATES = Lookup(
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Entry:
-    """An event as it stands in the ledger, and what its tokens cost."""
+    """An event as it is in the ledger, and the rate for its tokens."""
 
     event: UsageEvent
     rate: Rate | None
@@ -147,14 +147,14 @@ class Entry:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Opened:
-    """A pending entry that this process wrote: all that the ledger has of it but its id."""
+    """A pending entry that this process wrote: all of its event but the id."""
 
     row: dict[str, Any]
     price: Price | None
 
 
 def find(connection: Connection, request_ids: Sequence[str], opened: Mapping[str, Opened]) -> dict[str, Entry]:
-    """Return the entries of these requests. Of those in `opened` no more is read than that they are pending still."""
+    """Return the entries of these requests. For those in `opened`, it reads only whether they are still pending."""
     found: dict[str, Entry] = {}
     mine = [request_id for request_id in request_ids if request_id in opened]
     for request_id, event_id, status in _STATES.rows(connection, mine) if mine else ():
@@ -198,7 +198,7 @@ def cost_of(rate: Rate | None, usage: Usage) -> int:
 
 
 def settled(event: UsageEvent, settlement: Settlement, cost_picos: int, now: datetime) -> UsageEvent:
-    """Return `event` as it stands after `settlement`, but for its posting, which is taken when all of a round are known."""
+    """Return `event` after `settlement`, except for its posting, which is taken when all events of a round are known."""
     return msgspec.structs.replace(
         event,
         status=settlement.status,
@@ -212,7 +212,7 @@ def settled(event: UsageEvent, settlement: Settlement, cost_picos: int, now: dat
 
 
 def same_outcome(event: UsageEvent, settlement: Settlement) -> bool:
-    """Return whether `event` was settled with these very figures. Voided is voided: why is told by the first."""
+    """Return whether `event` was settled with the same figures. Two voids are the same, whatever their reasons."""
     if event.status == settlement.status == "voided":
         return True
     if (event.status, event.finish_reason) != (settlement.status, settlement.finish_reason):
@@ -226,7 +226,7 @@ def settle_event_parameters(event: UsageEvent) -> dict[str, Any]:
 
 
 def settle_request_parameters(settlement: Settlement, now: datetime) -> dict[str, Any]:
-    """Return the parameters of SETTLE_REQUESTS. The prompt's length stays as asked for, billed or not."""
+    """Return the parameters of SETTLE_REQUESTS. The prompt keeps its whole length, billed or not."""
     record = settlement.record
     durations = {f"new_{name}_us": _micros(getattr(record, f"{name}_s")) for name in _DURATIONS}
     return durations | {
@@ -260,12 +260,12 @@ def request_from_row(row: RowMapping) -> RequestRow:
 
 
 def tokens_per_second(completion_tokens: int, decode_s: float | None) -> float | None:
-    """Return the speed of decoding: the tokens after the first over the time they took. None when there was no second one."""
+    """Return the speed of decoding: the tokens after the first, over the time they took. None without a second token."""
     return (completion_tokens - 1) / decode_s if decode_s and completion_tokens > 1 else None
 
 
 def _storable(text: str) -> str:
-    """Return `text` as every database takes it: no NUL, no half surrogates, not too long."""
+    """Return `text` as every database accepts it: no NUL, no half surrogates, not too long."""
     clean = text.replace("\x00", "").encode(errors="replace").decode()
     return clean[:ERROR_CHARS_MAX]
 

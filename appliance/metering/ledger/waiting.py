@@ -1,8 +1,9 @@
-"""What waits for the ledger's next round: in what order it goes, and how long it may wait for others of its kind.
+"""The operations that wait for the ledger's next round: their order, and how long each may wait for others.
 
-An open without a line in the journal has rounds of its own, because somebody waits for it and a settlement costs several times
-as much; but all go together when many wait, as fewer rounds are less work. What nobody waits for urgently waits a moment for
-others, since a round of several costs little more than one of one. Of a checkpoint the latest counts.
+An open without a line in the journal goes into rounds of its own, because its caller waits and a settlement costs several times
+as much; but when many wait, all go together, as fewer rounds are less work. Operations that nobody urgently waits for are held
+back a moment for others, since a round of several costs little more than a round of one. Only the latest checkpoint of each
+request counts.
 """
 
 from __future__ import annotations
@@ -20,13 +21,13 @@ T = TypeVar("T")
 
 ROUND_OPERATIONS_MAX = 256
 TOGETHER_FROM = 24
-SETTLE_PAUSE_S = 0.001  # what a settlement waits for others; longer, and answers end together and come back together
-ROWS_PAUSE_S = 0.025  # what rows wait for others of which the journal has the line
-CHECKPOINT_INTERVAL_S = 0.5  # at least; what requests say of how far they are is to be written as it comes
+SETTLE_PAUSE_S = 0.001  # how long a settlement waits for others; with more, answers end together, and clients return together
+ROWS_PAUSE_S = 0.025  # how long rows wait for others, when their line is in the journal
+CHECKPOINT_INTERVAL_S = 0.5  # at least; progress that requests report is to be written as it comes
 
 
 class Waiting:
-    """Operations and checkpoints that no round has taken yet. `closing`: nothing has to wait any more."""
+    """Operations and checkpoints that no round has taken yet. `closing`: nothing waits for others any more."""
 
     def __init__(self, clock: Clock, *, checkpoint_interval_s: float, settle_pause_s: float) -> None:
         self.closing = False
@@ -51,7 +52,7 @@ class Waiting:
         return not self._opens and not self._others and not self._checkpoints
 
     def put(self, operation: Operation) -> None:
-        """Let an operation wait for a round."""
+        """Queue an operation for a round."""
         if isinstance(operation, Open) and operation.number is None:
             self._opens.append(operation)
         else:
@@ -62,26 +63,26 @@ class Waiting:
         self._wake.set()
 
     def note(self, checkpoints: Sequence[Checkpoint]) -> None:
-        """Let the latest checkpoint of each request wait."""
+        """Queue checkpoints; the latest of each request counts."""
         self._checkpoints.update((checkpoint.request_id, checkpoint) for checkpoint in checkpoints)
         self._wake.set()
 
     def forget(self, request_id: str) -> None:
-        """Drop the checkpoint of a request that settles."""
+        """Drop the checkpoint of a request that is being settled."""
         self._checkpoints.pop(request_id, None)
 
     def hurry(self) -> None:
-        """Let nothing wait for others any more of what waits now."""
+        """Make everything that waits now due at once."""
         self._others_due_s = 0.0
         self._wake.set()
 
     def close(self) -> None:
-        """Let nothing wait for others from now on."""
+        """From now on, let nothing wait for others."""
         self.closing = True
         self._wake.set()
 
     def newest_first(self) -> Iterator[Operation]:
-        """Yield what waits besides opens that somebody waits for, the last one first."""
+        """Yield the waiting operations, the newest first, without opens whose callers wait."""
         return reversed(self._others)
 
     async def something(self) -> None:
@@ -98,9 +99,9 @@ class Waiting:
                 return
 
     def take(self) -> tuple[list[Operation], list[Checkpoint]]:
-        """Return what the next round writes: opens, or the rest, by turns while both wait, or both when many wait.
+        """Return what the next round writes: opens, or the rest, in turns while both wait, or both when many wait.
 
-        An open that was abandoned is dropped here, so a void of it that comes before it finds nothing to do.
+        An abandoned open is dropped here, so that its void, which may come first, finds nothing to do.
         """
         others_wait = self._others_are_due() or self._checkpoints_are_due()
         together = len(self) >= TOGETHER_FROM
@@ -113,14 +114,14 @@ class Waiting:
         return operations, self._take_checkpoints()
 
     def take_all(self) -> list[Operation]:
-        """Return every operation that waits, and let none wait any more."""
+        """Remove and return every waiting operation."""
         operations = [*self._opens, *self._others]
         self._opens.clear()
         self._others.clear()
         return operations
 
     def put_back(self, operations: Sequence[Operation], checkpoints: Sequence[Checkpoint]) -> None:
-        """Let what a failed round had taken wait again, before all others and in its order."""
+        """Queue again what a failed round had taken, before all others and in the same order."""
         self._others.extendleft(reversed(operations))
         settling = {operation.request_id for operation in self._others if isinstance(operation, Settle)}
         for checkpoint in checkpoints:
@@ -128,7 +129,7 @@ class Waiting:
                 self._checkpoints.setdefault(checkpoint.request_id, checkpoint)
 
     def _pause_s(self) -> float | None:
-        """Return how long what waits may go on waiting, if no open comes; None when nothing waits."""
+        """Return how many seconds until something is due, if no open comes; None when nothing waits."""
         pauses_s: list[float] = []
         if self._others:
             pauses_s.append(self._others_due_s - asyncio.get_running_loop().time())

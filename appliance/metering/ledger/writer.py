@@ -1,17 +1,17 @@
-"""The one writer of usage events: a task that takes what is queued and commits it in groups. Nobody else writes them.
+"""The only writer of usage events: a task that takes what is queued and commits it in groups.
 
     open, settle ─► journal ─► the caller goes on
                        └───► waiting ─┐                ┌─► COMMIT ─► the journal may forget it
     void, checkpoint ──────► waiting ─┴► one round ────┴─► error ─► each operation alone, so that one bad row fails alone
 
-With a journal (on SQLite) an open or a settlement is durable as soon as its line is, and the rows of all that came meanwhile
-follow together in the next round, which whoever reads the tables waits for (`caught_up`). Without one its caller waits for its
+With a journal (on SQLite) an open or a settlement is durable as soon as its line is. The rows of all that came meanwhile follow
+together in the next round, for which every reader of the tables waits (`caught_up`). Without a journal the caller waits for the
 rows.
 
-A settlement is never given up while the process lives: when the journal fails it waits for its rows, and when the database
-fails it is tried again, and as it is a conditional update on `status = 'pending'` a second try after a COMMIT of unknown
-outcome changes nothing. So are the rows of an entry in the journal. An `open` without one that fails is refused, and in case
-its COMMIT did happen the entry is voided as soon as the database answers again.
+A settlement is never given up while the process lives. If the journal fails, it waits for its rows; if the database fails, it
+is tried again: it is a conditional update on `status = 'pending'`, so a second try after a COMMIT of unknown outcome changes
+nothing. The rows of an entry in the journal are tried again too. An `open` without a journal that fails is refused, and in case
+its COMMIT did happen, the entry is voided as soon as the database answers again.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ class Ledger:
     ) -> None:
         self.last_error: str | None = None
         self.unrecorded_usage_tokens = 0
-        """Tokens of settlements that had to be given up, since the tables refused them or nothing could be written any more:
+        """Tokens of settlements that had to be given up because the tables refused them or nothing could be written any more:
         zero when all is well."""
         self._db = db
         self._clock = clock
@@ -87,13 +87,13 @@ class Ledger:
 
     @property
     def healthy(self) -> bool:
-        """Return whether the writer runs, and what was last written to tables and journal is there."""
+        """Return whether the writer runs, and the last writes to tables and journal succeeded."""
         journal_works = self._journal is None or self._journal.last_error is None
         return self._runs and self._tables_work and journal_works
 
     @property
     def _tables_work(self) -> bool:
-        """Return whether the last round was committed, and one that runs now does not hang."""
+        """Return whether the last round was committed, and a running one does not hang."""
         return self.last_error is None and not self._round_lasts(self._open_timeout_s)
 
     def _round_lasts(self, longer_than_s: float) -> bool:
@@ -108,7 +108,7 @@ class Ledger:
         self._task = asyncio.create_task(self._run(), name="ledger")
 
     async def stop(self, timeout_s: float = STOP_TIMEOUT_S) -> None:
-        """Write what is queued and end. Raises LedgerBroken when that was not possible in `timeout_s`."""
+        """Write what is queued and end. Raises LedgerBroken when that is not possible within `timeout_s`."""
         if self._task is None:
             return
         self._waiting.close()
@@ -136,7 +136,7 @@ class Ledger:
             await self._open_in(self._journal, entry)
 
     async def _open_in(self, journal: Journal, entry: PendingEntry) -> None:
-        """Return once the entry stands in the journal. Whoever is cancelled leaves a line there that a start may find."""
+        """Return once the entry is in the journal. If cancelled, it leaves a line there that a start may find."""
         if not self._tables_work:
             raise _unwritable()
         day = self._calendar.day_of(entry.admitted_at)
@@ -166,7 +166,7 @@ class Ledger:
             async with asyncio.timeout(self._open_timeout_s):
                 await done
         except (asyncio.CancelledError, TimeoutError) as error:
-            # Nobody waits any more between asking and hearing; whether the row was written is decided here.
+            # The caller is gone and does not know whether the row was written: the void settles it either way.
             operation.abandoned = True
             self._put(Void(entry.request_id))
             if isinstance(error, TimeoutError):
@@ -174,10 +174,10 @@ class Ledger:
             raise
 
     async def caught_up(self) -> None:
-        """Return when all that was promised before stands in the tables: whoever reads them comes here first (`Database`).
+        """Return when all that was promised before is in the tables; every reader of the tables calls it first (`Database`).
 
-        While the database fails, or takes longer than CATCH_UP_S, it returns without: what is read then lacks the latest. Only
-        who comes first waits for so long.
+        While the database fails, or takes longer than CATCH_UP_S, it returns anyway: what is read then lacks the latest rows.
+        Only the first caller waits that long.
         """
         behind = (*self._waiting.newest_first(), *reversed(self._in_round))
         last = next((operation for operation in behind if isinstance(operation, Promised) and operation.number), None)
@@ -189,11 +189,12 @@ class Ledger:
         await asyncio.wait({last.done}, timeout=CATCH_UP_S)
 
     async def settle(self, settlement: Settlement, on_recorded: Callable[[], object] | None = None) -> None:
-        """Return once the final state is durable; settling again with the same figures changes nothing. `on_recorded` hears
-        when it stands in the tables, which may be later, or that it never will through this process.
+        """Return once the final state is durable; settling again with the same figures changes nothing. `on_recorded` is called
+        when it is in the tables, which may be later, or when it is certain that this process will not write it there.
 
-        Raises LedgerBroken when it has to be given up: there is no such entry, it was settled otherwise, or the ledger has
-        ended. Who has gone on because its line was durable has it in the log. Cancelling the caller does not stop it.
+        Raises LedgerBroken when it has to be given up: there is no such entry, it was settled differently, or the ledger has
+        ended. If the line was durable and the caller has gone on, the error is only logged. Cancelling the caller does not stop
+        a settlement.
         """
         done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         operation = Settle(settlement=settlement, done=done, on_recorded=on_recorded)
@@ -206,10 +207,11 @@ class Ledger:
             await done
 
     async def _line_of(self, settlement: Settlement) -> int | None:
-        """Return the number of its line in the journal; None where it has none, and its rows must be waited for.
+        """Write the settlement to the journal and return the number of its line; None without one: then the caller must wait
+        for its rows.
 
-        Where many wait, rounds follow one another and each is worth its cost: another write to the disk would only delay them.
-        Not so while the tables fail or the writer has ended; and while the journal fails, there is nothing to wait for there.
+        When many operations wait, rounds follow each other closely and another write to the disk would only delay them, so no
+        line is written, unless the tables fail or the writer has ended. Nor is one written while the journal fails.
         """
         if self._journal is None or self._journal.last_error is not None or self._task is None:
             return None
@@ -224,7 +226,7 @@ class Ledger:
             return None
 
     def checkpoint(self, rows: Sequence[Checkpoint]) -> None:
-        """Remember how far running requests are; the latest of each is written about once a second."""
+        """Queue the progress of running requests; the latest checkpoint of each is written about once a second."""
         self._waiting.note(rows)
 
     @property
@@ -242,7 +244,7 @@ class Ledger:
         self._waiting.put(operation)
 
     async def _run(self) -> None:
-        """Write rounds until stopped. A bug in here ends the task, which turns readiness red; callers get an error."""
+        """Write rounds until stopped. A bug in here ends the task: the gateway is no longer ready, and callers get an error."""
         try:
             while not (self._waiting.closing and self._waiting.is_empty):
                 await self._wait()
@@ -253,7 +255,7 @@ class Ledger:
             self._fail_all(LedgerBroken(self.last_error))
 
     async def _wait(self) -> None:
-        """Return when there is something to write; after a failed round not before the pause has passed."""
+        """Return when there is something to write, but after a failed round not before the pause has passed."""
         if self._retry_s:
             await asyncio.sleep(self._retry_s)
             return
@@ -263,7 +265,7 @@ class Ledger:
         operations, checkpoints = self._waiting.take()
         self._in_round = operations
         if not operations and not checkpoints:
-            return  # nothing is due, of which a failed round's checkpoints may be the rest: no word on the database's health
+            return  # nothing is due (a failed round may have left only checkpoints): says nothing of the database
         now = self._clock.now()
         work = Round(
             db=self._db,
@@ -298,7 +300,7 @@ class Ledger:
         self._in_round = []
 
     def _keep_for_retry(self, operations: list[Operation], checkpoints: list[Checkpoint], error: Exception) -> None:
-        """The database failed: refuse the opens that somebody waits for, keep the rest for the next round, in order."""
+        """After a failure of the database, refuse opens whose callers wait, and keep the rest for the next round, in order."""
         self.last_error = f"{type(error).__name__}: {error}"
         _log.error("ledger_round_failed", error=self.last_error, operations=len(operations), retry_s=self._retry_s)
         self._retry_s = min(max(self._retry_s * 2, RETRY_S_MIN), RETRY_S_MAX)
@@ -314,7 +316,7 @@ class Ledger:
         self._waiting.put_back(kept, checkpoints)
 
     def _fail_all(self, error: LedgerBroken) -> None:
-        """Tell every caller that waits, also those whose operations a round had taken when it ended."""
+        """Fail every waiting operation, also those that a round had taken when it ended."""
         for operation in (*self._in_round, *self._waiting.take_all()):
             self._give_up(operation, error)
         self._in_round = []

@@ -1,5 +1,5 @@
-// Copies the text that a button names. Without clipboard access (plain HTTP) it selects the text instead and says so: on the
-// button, and beside it for screen readers, which do not read the button again.
+// Copies the text that a button names. Without clipboard access (plain HTTP) it selects the text instead and says so on the
+// button, and also next to it for screen readers, which do not read the button again.
 (() => {
   const select = (element) => {
     const range = document.createRange();

@@ -18,7 +18,7 @@
   dialog.addEventListener("input", () => (typed = true));
   dialog.addEventListener("pointerdown", (event) => (pressed = event.target));
   dialog.addEventListener("click", (event) => {
-    // A click beside it closes it, unless it began inside (a selection drawn too far) or would lose what was typed or a secret.
+    // A click outside closes it, unless it began inside (a selection drawn too far) or would lose typed text or a secret.
     const beside = event.target === dialog && pressed === dialog;
     if (beside && !typed && !dialog.querySelector(".secret")) dialog.close();
   });

@@ -1,13 +1,13 @@
-// Keeps live parts of a page at the height that they once took, so that what stands below does not jump at every tick.
+// Keeps live parts of a page at the height that they have reached, so that the content below does not jump at every tick.
 (() => {
   const HELD_MS = 20_000;
   const live = document.getElementById("live");
   if (!live) return;
   let held = [];
 
-  // While requests are in flight their table keeps its height: the history below stays where it is.
+  // While requests are in flight, their table keeps its height, so that the history below does not move.
   const holdRequests = () => (live.style.minHeight = live.querySelector("[id^=live-req]") ? `${live.offsetHeight}px` : "");
-  // On the overview tenants come and go several times a second: their list takes height at once and gives it back after a while.
+  // On the overview tenants come and go several times a second: their list grows at once and shrinks only after a while.
   const holdTenants = () =>
     live.querySelectorAll(".shares").forEach((list, i) => {
       list.style.minHeight = "";

@@ -1,4 +1,4 @@
-// Shows what the server says beside its answer, and says so when there was no answer. Errors stay until closed.
+// Shows messages that the server sends with its answers, and reports missing answers. Errors stay until closed.
 (() => {
   const SHOWN_FOR_MS = 6000;
   const region = document.getElementById("toasts");
