@@ -7,11 +7,9 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from pathlib import Path
 
 import torch
 
-from engine.config.model import ModelConfig
 from engine.cpu_environment import default_threads
 from engine.device import device_name, format_name
 from engine.grammar.compiler import GrammarCompiler
@@ -23,10 +21,10 @@ from engine.memory.device import kv_bytes_available
 from engine.memory.fit import format_distinct, format_parts, underestimated
 from engine.memory.forecast import MemoryMeter
 from engine.memory.kv_plan import MemoryPlan
-from engine.models.decoder import Decoder
+from engine.models.loading import LoadedDecoder, load_decoder
 from engine.options import EngineOptions
 from engine.protocol import EngineInfo
-from engine.quantization.scheme import UNQUANTISED, weight_scheme
+from engine.quantization.scheme import UNQUANTISED
 from engine.resolved_options import ResolvedOptions
 from engine.runner.calibration import MeasuredSpeed, measure_guesses, measure_speed
 from engine.runner.kv_cache import BlockMover
@@ -58,7 +56,6 @@ from engine.speculation.prompt_lookup import AdaptiveDrafter
 from engine.start_times import StartTimes
 from engine.step_mode import StepMode
 from engine.switches import switched_off
-from engine.weights import WeightsSize, load_weights
 from kernels import ops
 
 log = logging.getLogger("gatehouse.engine")
@@ -71,16 +68,6 @@ NO_GRAPHS = "no graphs: experts chosen by the host"
 
 NOT_RECORDED = "not recorded: the model or its draft model has an operation that cannot be"
 """Said where decode steps on a CPU are computed operation by operation."""
-
-
-@dataclass(frozen=True, slots=True)
-class LoadedModel:
-    """A decoder with its weights, before it has a cache."""
-
-    config: ModelConfig
-    decoder: Decoder
-    size: WeightsSize
-    quantization: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,17 +142,23 @@ def build_engine(
     return Engine(scheduler, ahead or cached.runner, info, grammars=grammars, step_budget=budget, overlap=ahead)
 
 
-def _load_models(resolved: ResolvedOptions, *, progress: Callable[[float], None]) -> tuple[LoadedModel, LoadedModel | None]:
+def _load_models(resolved: ResolvedOptions, *, progress: Callable[[float], None]) -> tuple[LoadedDecoder, LoadedDecoder | None]:
     """The target, quantised as asked, and the draft model, which is not."""
     options = resolved.options
-    formats = {"quantization": options.quantization, "head": options.head_quantization}
-    model = _load(options.model, resolved.config, resolved, **formats, progress=progress)
+    load = partial(load_decoder, dtype=resolved.dtype, device=resolved.device, batch_invariant=options.batch_invariant)
+    model = load(
+        options.model,
+        resolved.config,
+        quantization=options.quantization,
+        head_quantization=options.head_quantization,
+        progress=progress,
+    )
     if resolved.draft is None or options.draft_model is None:
         return model, None
-    return model, _load(options.draft_model, resolved.draft, resolved)
+    return model, load(options.draft_model, resolved.draft)
 
 
-def _with_caches(resolved: ResolvedOptions, model: LoadedModel, draft: LoadedModel | None) -> CachedModels:
+def _with_caches(resolved: ResolvedOptions, model: LoadedDecoder, draft: LoadedDecoder | None) -> CachedModels:
     options, device = resolved.options, resolved.device
     available = kv_bytes_available(resolved.forecast.fit.needs, options, device)
     plan = resolved.memory_plan(available)
@@ -196,7 +189,7 @@ def _over_slots(resolved: ResolvedOptions, cached: CachedModels, limits: Schedul
 
 
 def _measured_speed(
-    resolved: ResolvedOptions, cached: CachedModels, model: LoadedModel, limits: SchedulerLimits, ahead: SlotRunner | None
+    resolved: ResolvedOptions, cached: CachedModels, model: LoadedDecoder, limits: SchedulerLimits, ahead: SlotRunner | None
 ) -> MeasuredSpeed:
     """Time the loaded models: decodes and the verification of guesses in the way they will be run, and chunks of prompts."""
     options = resolved.options
@@ -248,27 +241,7 @@ def _tell_start(info: EngineInfo, runner: str, times: StartTimes) -> None:
         log.warning("memory: %s took %s, %s were predicted", part.name, taken, predicted)
 
 
-def _load(
-    directory: Path,
-    config: ModelConfig,
-    resolved: ResolvedOptions,
-    *,
-    quantization: str | None = None,
-    head: str | None = None,
-    progress: Callable[[float], None] = lambda _: None,
-) -> LoadedModel:
-    is_invariant = resolved.options.batch_invariant
-    scheme = weight_scheme(directory, config, quantization, head=head, batch_invariant=is_invariant)
-    decoder = Decoder(config, dtype=resolved.dtype, device=resolved.device, batch_invariant=is_invariant)
-    weights = decoder.weight_plan(scheme.storage)
-    load_weights(directory, weights, progress=progress)
-    size = WeightsSize.of(weights)
-    del weights
-    decoder.pack(scheme.packer, scheme.head_packer)
-    return LoadedModel(config, decoder, size, scheme.name)
-
-
-def _paged(model: LoadedModel, resolved: ResolvedOptions, plan: MemoryPlan) -> PagedDecoder:
+def _paged(model: LoadedDecoder, resolved: ResolvedOptions, plan: MemoryPlan) -> PagedDecoder:
     options, device = resolved.options, resolved.device
     return PagedDecoder(
         model.config,
@@ -321,7 +294,7 @@ def _scheduler(
     )
 
 
-def _info(resolved: ResolvedOptions, model: LoadedModel, cached: CachedModels, *, load_s: float) -> EngineInfo:
+def _info(resolved: ResolvedOptions, model: LoadedDecoder, cached: CachedModels, *, load_s: float) -> EngineInfo:
     options, device, plan = resolved.options, resolved.device, cached.plan
     kernels = _kernels(options, model.quantization, resolved.dtype, device)
     return EngineInfo(

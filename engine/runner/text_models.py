@@ -14,10 +14,9 @@ from engine.device import resolve_device, resolve_dtype
 from engine.errors import EngineConfigError
 from engine.layers.attention import attention_shapes
 from engine.layers.rotary import RotaryTable
-from engine.models.decoder import Decoder
 from engine.models.encoder import Encoder
+from engine.models.loading import load_decoder
 from engine.options import EngineOptions
-from engine.quantization.scheme import weight_scheme
 from engine.runner.embedder import TextModel
 from engine.weights import load_weights
 from kernels import ops
@@ -68,12 +67,16 @@ def _load_decoder(options: EngineOptions, device: torch.device) -> TextModel:
     config = load_embedder_config(options.model)
     dtype = resolve_dtype(options.dtype, config.torch_dtype, device)
     max_len = _max_len(options, config.max_position_len)
-    decoder = Decoder(config, dtype=dtype, device=device)
-    scheme = weight_scheme(options.model, config, options.quantization, head=options.head_quantization)
-    load_weights(options.model, decoder.weight_plan(scheme.storage), progress=lambda _: None)
-    decoder.pack(scheme.packer)
+    model = load_decoder(
+        options.model,
+        config,
+        dtype=dtype,
+        device=device,
+        quantization=options.quantization,
+        head_quantization=options.head_quantization,
+    )
     return TextModel(
-        forward=decoder,
+        forward=model.decoder,
         rotaries=[RotaryTable(rope, max_len, dtype=dtype, device=device) for rope in config.ropes],
         planners=[
             ops.AttentionPlanner(shape, dtype=dtype, device=device) for shape in attention_shapes(config, options.block_size)

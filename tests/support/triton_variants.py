@@ -320,7 +320,7 @@ def engine_of(folder: Path, case: Case) -> Iterator[Engine]:
         (folder / "draft" / "config.json").write_text(json.dumps(MODEL | case.model | {"num_hidden_layers": 1}), "utf-8")
         options["speculative_config"] = speculative = replace(speculative, model=folder / "draft")
     with ExitStack() as stack:
-        stack.enter_context(mock.patch("engine.build.load_weights", write_weights))
+        stack.enter_context(mock.patch("engine.models.loading.load_weights", write_weights))
         stack.enter_context(mock.patch("engine.quantization.scheme.stored_names", return_value=stored_names(case)))
         stack.enter_context(mock.patch("engine.resolved_options.step_mode", mode_without_graphs))
         grammars = GrammarCompiler((MODEL | case.model)["vocab_size"])
