@@ -63,6 +63,7 @@ class NoDecoder:
     rotaries: tuple[()] = ()
     vocab_size = 1
     dtype = None
+    device = DEVICE
 
     def keep_workspaces(self, num_rows: int, max_blocks: int) -> None: ...
 
@@ -151,7 +152,6 @@ def make_engine(
         calls or NoCalls(),
         limits,
         max_guesses=0,
-        device=DEVICE,
         chunk_rows=CHUNK_ROWS,
     )
     steps.chunks._step._hidden = torch.zeros(batch, 1)  # nothing computes it

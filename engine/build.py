@@ -180,7 +180,7 @@ def _over_slots(resolved: ResolvedOptions, cached: CachedModels, limits: Schedul
     """Make the runner that launches steps over slots, with the steps ready that a few requests need."""
     meter.begin_slots()
     ahead = make_slot_runner(
-        cached.runner, cached.target, cached.masks, limits, resolved.device, cached.mode,
+        cached.runner, cached.target, cached.masks, limits, cached.mode,
         draft=cached.draft, max_guesses=resolved.options.max_guesses,
     )  # fmt: skip
     meter.begin_graphs()
@@ -216,7 +216,7 @@ def _ask_for_kernels(cached: CachedModels, limits: SchedulerLimits, options: Eng
     for decoder in cached.decoders:
         compile_steps(decoder, limits, max_guesses=options.max_guesses)
     cached.mover.compile()
-    device = cached.target.kv_caches[0].device
+    device = cached.target.device
     compile_float32_logits(cached.target.vocab_size, device)
     speculative = options.speculative_config
     if not cached.mode.has_slots and cached.draft is not None and speculative is not None:
@@ -242,18 +242,9 @@ def _tell_start(info: EngineInfo, runner: str, times: StartTimes) -> None:
 
 
 def _paged(model: LoadedDecoder, resolved: ResolvedOptions, plan: MemoryPlan) -> PagedDecoder:
-    options, device = resolved.options, resolved.device
-    return PagedDecoder(
-        model.config,
-        model.decoder,
-        plan,
-        options.block_size,
-        dtype=resolved.dtype,
-        device=device,
-        kv_dtype=resolved.kv_dtype,
-        batch_invariant=options.batch_invariant,
-        text_tokens=options.batched_tokens(device.type) if device.type == "cuda" else None,
-    )
+    device = resolved.device.type
+    text_tokens = resolved.options.batched_tokens(device) if device == "cuda" else None
+    return PagedDecoder(model.decoder, plan, kv_dtype=resolved.kv_dtype, text_tokens=text_tokens)
 
 
 def _step_budget(options: EngineOptions, step_times: StepTimeModel, sizes: Sequence[int]) -> StepBudget | None:
@@ -299,10 +290,10 @@ def _info(resolved: ResolvedOptions, model: LoadedDecoder, cached: CachedModels,
     kernels = _kernels(options, model.quantization, resolved.dtype, device)
     return EngineInfo(
         model=options.name or options.model.name,
-        architecture=model.config.family.architecture,
+        architecture=resolved.config.family.architecture,
         max_model_len=plan.max_model_len,
-        vocab_size=model.config.vocab_size,
-        eos_token_ids=list(model.config.eos_token_ids),
+        vocab_size=resolved.config.vocab_size,
+        eos_token_ids=list(resolved.config.eos_token_ids),
         block_size=options.block_size,
         num_kv_blocks=plan.num_blocks,
         max_num_seqs=options.seats(device.type),

@@ -20,10 +20,11 @@ SHORTEST_REQUEST = "a request is a token of a prompt and one of its answer at le
 
 @dataclass(frozen=True, slots=True)
 class MemoryPlan:
-    """What the KV cache is made of. `block_bytes` spans all layers, those of a draft model included. `num_host_blocks` is the
-    tier in main memory."""
+    """What the KV cache is made of. A block holds `block_size` tokens; `block_bytes` spans all layers, those of a draft model
+    included. `num_host_blocks` is the tier in main memory."""
 
     num_blocks: int
+    block_size: int
     block_bytes: int
     max_model_len: int
     num_host_blocks: int = 0
@@ -68,11 +69,11 @@ def plan_memory(
         option = "kv_cache_bytes" if options.num_kv_blocks is None else "num_gpu_blocks_override"
         raise EngineConfigError(option, f"leaves {num_blocks * size} tokens of context; {SHORTEST_REQUEST}")
     if options.max_model_len is None:
-        return MemoryPlan(num_blocks, block_bytes, min(config.max_position_len, num_blocks * size), num_host_blocks)
+        return MemoryPlan(num_blocks, size, block_bytes, min(config.max_position_len, num_blocks * size), num_host_blocks)
     if options.max_model_len > num_blocks * size:
         raise EngineConfigError(
             "max_model_len",
             f"({options.max_model_len}) does not fit into the KV cache: {num_blocks} blocks of {size} tokens "
             f"({num_blocks * block_bytes} bytes); lower it or give the cache more memory",
         )
-    return MemoryPlan(num_blocks, block_bytes, options.max_model_len, num_host_blocks)
+    return MemoryPlan(num_blocks, size, block_bytes, options.max_model_len, num_host_blocks)

@@ -140,6 +140,7 @@ class Decoder:
 
     def __init__(self, config: ModelConfig, *, dtype: torch.dtype, device: torch.device, batch_invariant: bool = False) -> None:
         """`batch_invariant`: what is packed gives a row the same bits in any batch, and so do the operations around it."""
+        self.config, self.dtype, self.device, self.batch_invariant = config, dtype, device, batch_invariant
         self._embedding = torch.empty(config.vocab_size, config.hidden_size, dtype=dtype, device=device)
         self._layers = [
             DecoderLayer(config, index, dtype=dtype, device=device, batch_invariant=batch_invariant)
@@ -216,7 +217,7 @@ class Decoder:
         linear_add, normed_linear = self._ops.linear_add, self._ops.normed_linear
         if linear_add is None or normed_linear is None:
             return None
-        layers = [layer.fused(self._embedding.dtype) for layer in self._layers]
+        layers = [layer.fused(self.dtype) for layer in self._layers]
         fused = [layer for layer in layers if layer is not None]
         if len(fused) < len(layers):
             return None

@@ -18,7 +18,6 @@ from engine.weights import WeightsSize, load_weights
 class LoadedDecoder:
     """A decoder with its weights, before it has a cache. `quantization`: how they are kept, for `EngineInfo`."""
 
-    config: ModelConfig
     decoder: Decoder
     size: WeightsSize
     quantization: str
@@ -44,4 +43,4 @@ def load_decoder(
     size = WeightsSize.of(plan)
     del plan  # it holds the plain tensors, which packing lets go of
     decoder.pack(scheme.packer, scheme.head_packer)
-    return LoadedDecoder(config, decoder, size, scheme.name)
+    return LoadedDecoder(decoder, size, scheme.name)

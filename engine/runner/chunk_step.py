@@ -133,11 +133,9 @@ class ToChoose(NamedTuple):
 class ChunkStep:
     """The pass of one model, or of a draft model and the one that is served, over up to `max_tokens` tokens."""
 
-    def __init__(
-        self, decoders: Sequence[PagedDecoder], state: SlotState, *, max_tokens: int, block_size: int, device: torch.device
-    ) -> None:
+    def __init__(self, decoders: Sequence[PagedDecoder], state: SlotState, *, max_tokens: int, block_size: int) -> None:
         """decoders: in their order; hidden states are those of the last one. A request holds `max_tokens` at least."""
-        num_slots, max_blocks = state.tables.shape
+        (num_slots, max_blocks), device = state.tables.shape, state.tables.device
         assert max_tokens <= max_blocks * block_size, "padding is attended like one request"
         self._max_tokens = max_tokens
         self._decoders = decoders

@@ -44,14 +44,13 @@ class DecodeStep:
         state: SlotState,
         sampler: ColumnSampler,
         *,
-        device: torch.device,
         is_recorded: bool = False,
         draft: DecodeStep | None = None,
         host: ops.HostTokens | None = None,
     ) -> None:
         """`is_recorded`: as one call of the decoder's operations, where they can be recorded. `draft`: the step of the model
         that goes along, over the same inputs. `host`: where tokens are left for it, if anywhere."""
-        max_rows, max_blocks = inputs.block_tables.shape
+        (max_rows, max_blocks), device = inputs.block_tables.shape, inputs.block_tables.device
         self.sampled = torch.zeros(max_rows, dtype=torch.int64, device=device)
         self.host_sampled = self.sampled.numpy() if device.type == "cpu" else None  # the same memory
         self.scores = torch.zeros(max_rows, scores.width(TOP_LOGPROBS_MAX), dtype=torch.int64, device=device)

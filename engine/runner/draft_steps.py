@@ -23,10 +23,11 @@ from engine.speculation.options import SPECULATIVE_TOKENS_MAX
 class DraftSteps:
     """Guesses tokens for requests in slots."""
 
-    def __init__(self, decodes: ReadySteps, inputs: StepInputs, sampler: ColumnSampler, device: torch.device) -> None:
+    def __init__(self, decodes: ReadySteps, inputs: StepInputs, sampler: ColumnSampler) -> None:
         self.decodes = decodes
         self._inputs = inputs
         self._sampler = sampler
+        device = inputs.rows.device
         self._staging = Staging(device)
         self._guesses = torch.zeros(SPECULATIVE_TOKENS_MAX, inputs.max_rows, dtype=torch.int64, device=device)
 

@@ -53,7 +53,6 @@ def make_slot_runner(
     target: PagedDecoder,
     masks: GrammarMasks,
     limits: SchedulerLimits,
-    device: torch.device,
     mode: StepMode,
     *,
     draft: PagedDecoder | None = None,
@@ -62,6 +61,7 @@ def make_slot_runner(
     """A runner over slots for all seats of the engine, in any mode that has some. `draft`: the model that guesses, if one does.
     `max_guesses`: of a step."""
     assert mode.has_slots, "plain steps are over no slots"
+    device = target.device
     chunk_rows = 0 if mode is StepMode.RECORDED else target.chunk_rows(limits.max_num_batched_tokens, limits.max_num_seqs)
     max_graphs = decode_graphs_kept(limits.max_num_seqs, max_guesses, has_draft=draft is not None)
     calls: Calls = CudaGraphs(device, max_graphs=max_graphs) if mode is StepMode.CAPTURED else DirectCalls()
@@ -78,7 +78,6 @@ def make_slot_runner(
         calls,
         limits,
         max_guesses=max_guesses,
-        device=device,
         chunk_rows=chunk_rows,
         is_synchronous=mode is StepMode.RECORDED,
         draft=draft,

@@ -9,8 +9,6 @@ Staging, TokenReturn       to the device and back
 
 from __future__ import annotations
 
-import torch
-
 from engine.runner.chunk_step import ChunkStep, ChunkSteps
 from engine.runner.cuda_graphs import Calls
 from engine.runner.decode_step import DecodeStep
@@ -39,7 +37,6 @@ class SlotSteps:
         limits: SchedulerLimits,
         *,
         max_guesses: int,
-        device: torch.device,
         chunk_rows: int = 0,
         is_synchronous: bool = False,
         draft: PagedDecoder | None = None,
@@ -55,21 +52,21 @@ class SlotSteps:
         self.limits = limits
         self.has_guesses = max_guesses > 0
         self.is_synchronous = is_synchronous
-        self.device = device
+        self.device = device = target.device
         max_num_seqs, block_size = limits.max_num_seqs, limits.block_size
-        self.state = SlotState(sampler.columns.words, device=device, dtype=target.dtype)
+        self.state = SlotState(sampler.columns.words, dtype=target.dtype)
         max_rows = max_num_seqs + max_guesses
-        self.inputs = StepInputs(self.state, target, max_rows=max_rows, block_size=block_size, device=device)
+        self.inputs = StepInputs(self.state, target, max_rows=max_rows, block_size=block_size)
         self.token_return = TokenReturn(max_rows, scores.width(TOP_LOGPROBS_MAX), device=device)
         self.drafts: DraftSteps | None = None
         draft_step = None
         if draft is not None:
             draft_step = self._decode_step(draft)
-            self.drafts = DraftSteps(self._ready("draft", draft_step), self.inputs, sampler, device)
+            self.drafts = DraftSteps(self._ready("draft", draft_step), self.inputs, sampler)
         self.decodes = self._ready("decode", self._decode_step(target, draft_step, self.token_return.host))
         self.chunks: ChunkSteps | None = None
         if chunk_rows:
-            chunk_step = ChunkStep(self.decoders, self.state, max_tokens=chunk_rows, block_size=block_size, device=device)
+            chunk_step = ChunkStep(self.decoders, self.state, max_tokens=chunk_rows, block_size=block_size)
             self.chunks = ChunkSteps(chunk_step, calls)
         self.staging = Staging(device)
         self._sampled = self.decodes.step.sampled  # of as many rows as the last step had, which mostly the next one has
@@ -78,7 +75,7 @@ class SlotSteps:
         self, decoder: PagedDecoder, draft: DecodeStep | None = None, host: ops.HostTokens | None = None
     ) -> DecodeStep:
         over_slots = self.inputs, self.state, self.sampler
-        return DecodeStep(decoder, *over_slots, device=self.device, is_recorded=self.is_synchronous, draft=draft, host=host)
+        return DecodeStep(decoder, *over_slots, is_recorded=self.is_synchronous, draft=draft, host=host)
 
     def _ready(self, name: str, step: DecodeStep) -> ReadySteps:
         max_num_seqs = self.limits.max_num_seqs

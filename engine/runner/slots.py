@@ -63,13 +63,13 @@ def slot_words(beside: ops.Pieces, device: torch.device, *, num_slots: int, max_
 class SlotState:
     """The state of S slots of at most M blocks each, on the device. Only kernels read it."""
 
-    def __init__(self, words: ops.DeviceWords, *, device: torch.device, dtype: torch.dtype | None = None) -> None:
+    def __init__(self, words: ops.DeviceWords, *, dtype: torch.dtype | None = None) -> None:
         """`words`: of `slot_words`. `dtype`: of the model, whose operations advance the slots; None is any."""
         self.words = words
         self.last_tokens = self.words.tensor("last_tokens")  # [S]
         self.num_tokens = self.words.tensor("num_tokens")  # [S], the last one included
         self.tables = self.words.tensor("tables")  # [S, M]
-        self._ops = ops.operations(device, dtype)
+        self._ops = ops.operations(self.tables.device, dtype)
 
     @property
     def num_slots(self) -> int:

@@ -75,16 +75,8 @@ def _load_decoder(options: EngineOptions, device: torch.device) -> TextModel:
         quantization=options.quantization,
         head_quantization=options.head_quantization,
     )
-    return TextModel(
-        forward=model.decoder,
-        rotaries=[RotaryTable(rope, max_len, dtype=dtype, device=device) for rope in config.ropes],
-        planners=[
-            ops.AttentionPlanner(shape, dtype=dtype, device=device) for shape in attention_shapes(config, options.block_size)
-        ],
-        vocab_size=config.vocab_size,
-        max_len=max_len,
-        device=device,
-    )
+    rotaries = [RotaryTable(rope, max_len, dtype=dtype, device=device) for rope in config.ropes]
+    return TextModel.of_decoder(model.decoder, rotaries, attention_shapes(config, options.block_size), max_len)
 
 
 def _max_len(options: EngineOptions, max_position_len: int) -> int:

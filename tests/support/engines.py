@@ -7,8 +7,6 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
-import torch
-
 from engine.build import build_engine
 from engine.loop import Engine
 from engine.options import EngineOptions
@@ -54,7 +52,7 @@ def overlapped_engine(model: Path, **changes: Any) -> Engine:
     guesses = STEP_GUESSES_MAX if changes.get("speculative_config") else 0
     runner._guesses_are_equal = True
     draft = None if runner._draft is None else runner._draft.decoder
-    over_slots = runner, runner._target, runner._masks, scheduler.limits, torch.device("cpu")
+    over_slots = runner, runner._target, runner._masks, scheduler.limits
     ahead = make_slot_runner(*over_slots, StepMode.AHEAD, draft=draft, max_guesses=guesses)
     warm_up(ahead.steps)
     return Engine(scheduler, ahead, plain.info, grammars=plain._grammars, step_budget=plain._step_budget, overlap=ahead)
