@@ -17,7 +17,7 @@ from engine.grammar.masks import GrammarMasks
 from engine.grammar.queue import GrammarQueue, LateCompiler
 from engine.grammar.vocabulary import load_vocabulary
 from engine.loop import Engine
-from engine.memory.device import kv_bytes_available
+from engine.memory.device import kv_bytes_left
 from engine.memory.fit import format_distinct, format_parts, underestimated
 from engine.memory.forecast import MemoryMeter
 from engine.memory.kv_plan import MemoryPlan
@@ -160,8 +160,10 @@ def _load_models(resolved: ResolvedOptions, *, progress: Callable[[float], None]
 
 def _with_caches(resolved: ResolvedOptions, model: LoadedDecoder, draft: LoadedDecoder | None) -> CachedModels:
     options, device = resolved.options, resolved.device
-    available = kv_bytes_available(resolved.forecast.fit.needs, options, device)
-    plan = resolved.memory_plan(available)
+    kv_bytes = resolved.forecast.fixed_kv_bytes
+    if kv_bytes is None:
+        kv_bytes = kv_bytes_left(resolved.forecast.fit.needs, options.gpu_memory_utilization, device)
+    plan = resolved.memory_plan(kv_bytes)
     target_decoder = _paged(model, resolved, plan)
     draft_decoder = None if draft is None else _paged(draft, resolved, plan)
     masks = GrammarMasks(resolved.config.vocab_size)

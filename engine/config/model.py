@@ -87,11 +87,6 @@ class ModelConfig:
     def num_layers(self) -> int:
         return len(self.layers)
 
-    @property
-    def kv_numbers_per_token(self) -> int:
-        """How many numbers one token has in the cache, in all layers."""
-        return kv_numbers_per_token(self.num_layers, self.num_kv_heads, self.head_dim)
-
 
 def kv_numbers_per_token(num_layers: int, num_kv_heads: int, head_dim: int) -> int:
     """How many numbers one token has in the cache: a key and a value for each KV head of every layer."""

@@ -34,11 +34,6 @@ class MemoryPlan:
         return self.num_blocks * self.block_bytes
 
 
-def kv_block_bytes(config: ModelConfig, block_size: int, element_bytes: int) -> int:
-    """Bytes of one block: keys and values, all layers."""
-    return block_size * config.kv_numbers_per_token * element_bytes
-
-
 def check_context(config: ModelConfig, options: EngineOptions) -> None:
     """Raise `EngineConfigError` for a context that the model does not have, or that no request fits."""
     wanted, longest = options.max_model_len, config.max_position_len
@@ -52,17 +47,14 @@ def check_context(config: ModelConfig, options: EngineOptions) -> None:
         raise EngineConfigError("max_model_len", f"({wanted}) is longer than the model's context ({longest}){why}")
 
 
-def plan_memory(
-    config: ModelConfig, options: EngineOptions, *, element_bytes: int, available_bytes: int, draft: ModelConfig | None = None
-) -> MemoryPlan:
-    """Divide `available_bytes` into blocks of numbers of `element_bytes`, for a context that `check_context` lets pass. Raises
+def plan_memory(config: ModelConfig, options: EngineOptions, *, block_bytes: int, available_bytes: int) -> MemoryPlan:
+    """Divide `available_bytes` into blocks of `block_bytes`, for a context that `check_context` lets pass. Raises
     `EngineConfigError`, naming the option."""
     size = options.block_size
-    block_bytes = sum(kv_block_bytes(each, size, element_bytes) for each in (config, draft) if each is not None)
     num_host_blocks = int(options.swap_space * GIB) // block_bytes
     if options.swap_space and not num_host_blocks:
         raise EngineConfigError("swap_space", f"({options.swap_space} GiB) is less than one KV block ({block_bytes} bytes)")
-    num_blocks = options.num_kv_blocks or available_bytes // block_bytes
+    num_blocks = available_bytes // block_bytes
     if num_blocks < 1:
         raise EngineConfigError("kv_cache_bytes", f"({available_bytes}) is less than one KV block ({block_bytes} bytes)")
     if num_blocks * size < CONTEXT_MIN:
