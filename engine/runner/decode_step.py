@@ -19,7 +19,6 @@ the logits, and `choose` is launched separately. On a CPU the operations of a st
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
 
 import torch
 
@@ -63,14 +62,13 @@ class DecodeStep:
         self._draft = draft
         self._host = host
         recorder = decoder.recorder if is_recorded else None
-        self._recorded = RecordedSteps(recorder, partial(self._run, has_guesses=False), max_rows)
-        self._recorded_guesses = RecordedSteps(recorder, partial(self._run, has_guesses=True), max_rows)
+        self._recorded = RecordedSteps(recorder, self._run, max_rows)
         decoder.keep_workspaces(max_rows, max_blocks)
 
     def __call__(self, size: int, kind: Kind | None, *, has_guesses: bool = False) -> None:
         """Compute the first `size` rows as far as their tokens, or, without a kind, their logits. Looks at no value on the
         device, so that it can be captured. `has_guesses`: with the inputs that the host has written, not from the slots."""
-        logits = (self._recorded_guesses if has_guesses else self._recorded)(size, kind)
+        logits = self._recorded(size, kind, has_guesses=has_guesses)
         if logits is None:
             return
         if self._logits is None:  # in the run before the first capture, so that it lies outside the memory of graphs
@@ -85,7 +83,7 @@ class DecodeStep:
 
     def make_ready(self, kind: Kind | None, *, has_guesses: bool = False) -> None:
         """Have steps of this kind recorded, where they can be."""
-        (self._recorded_guesses if has_guesses else self._recorded).make_ready(kind)
+        self._recorded.make_ready(kind, has_guesses=has_guesses)
 
     def choose(self, size: int, kind: Kind, masks: torch.Tensor | None = None) -> None:
         """The rest of a step that was computed as far as its logits. masks: [size, ceil(V / 32)] int32, where rows have some"""
@@ -93,7 +91,7 @@ class DecodeStep:
         self._choose(self._logits[:size], size, kind, masks)
 
     def _run(
-        self, size: int, kind: Kind | None, before_layer: Callable[[], None] | None, *, has_guesses: bool
+        self, size: int, kind: Kind | None, has_guesses: bool, before_layer: Callable[[], None] | None
     ) -> torch.Tensor | None:
         """Operation by operation; logits [size, V] where no kind is given."""
         if not has_guesses:

@@ -49,8 +49,8 @@ class DraftSteps:
     def _step(self, slots: Sequence[int]) -> None:
         """One more token in each of these slots. Of a guess nobody asks for scores, and what a mask forbids is not accepted."""
         needs = SamplingNeeds(self._sampler.needs(slots).kind._replace(num_top=0), [], [])
-        size, kind = self.decodes.choose_graph(len(slots), needs)
-        self._inputs.write_rows(slots, size)
-        self.decodes.run(size, kind)
-        if kind is None:
-            self.decodes.step.choose(size, needs.kind)
+        shape = self.decodes.choose_shape(len(slots), needs)
+        self._inputs.write_rows(slots, shape.size)
+        self.decodes.run(shape)
+        if shape.kind is None:
+            self.decodes.step.choose(shape.size, needs.kind)

@@ -1,6 +1,10 @@
-"""Decode steps by size and kind, each captured before it first runs."""
+"""Decode steps by shape, each captured before it first runs."""
 
 from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import NamedTuple
 
 from engine.runner.cuda_graphs import Calls
 from engine.runner.decode_step import DecodeStep
@@ -12,8 +16,18 @@ NO_ROWS: list[int] = []
 NO_INPUTS: list[list[int]] = [[]] * 5
 
 
+class DecodeShape(NamedTuple):
+    """What a graph is made for, and its key: `size` rows of the model called `name`, padding included. Without a `kind` it ends
+    with the logits; all kinds of a size have that one in common."""
+
+    name: str
+    size: int
+    kind: Kind | None
+    has_guesses: bool
+
+
 class ReadySteps:
-    """Runs the step of one model by size and kind."""
+    """Runs the step of one model by shape."""
 
     def __init__(
         self, name: str, step: DecodeStep, inputs: StepInputs, calls: Calls, *, max_num_seqs: int, is_synchronous: bool
@@ -32,39 +46,37 @@ class ReadySteps:
         """The sizes of steps with guesses."""
         return sizes(guesses_size, self._inputs.max_rows, fewest=2)
 
-    def choose_graph(self, num_rows: int, needs: SamplingNeeds, *, has_guesses: bool = False) -> tuple[int, Kind | None]:
-        """The graph of a step: the size that the step is rounded up to, and its kind, or None for the graph that ends with the
-        logits, which all kinds of a size have in common. Inputs are written after this call, which may capture the graph."""
-        kind: Kind | None = needs.kind
-        size = self._size(num_rows, kind, has_guesses=has_guesses)
-        if needs.masked or not self._calls.admits(self._key(size, kind, has_guesses=has_guesses)):
-            kind = None
-        return self.make_ready(num_rows, kind, has_guesses=has_guesses), kind
-
-    def make_ready(self, num_rows: int, kind: Kind | None, *, has_guesses: bool = False) -> int:
-        """Capture the step of so many rows unless that is done; the size that it is rounded up to. A step of kind None ends
-        with its logits."""
-        size = self._size(num_rows, kind, has_guesses=has_guesses)
-        key = self._key(size, kind, has_guesses=has_guesses)
-        if not self._calls.is_ready(key):  # captured with nothing but padding: the step changes nothing
-            if has_guesses:
-                self._inputs.write(NO_INPUTS, size)
-            else:
-                self._inputs.write_rows(NO_ROWS, size)
-            self._calls.make_ready(key, lambda: self.step(size, kind, has_guesses=has_guesses))
-        return size
-
-    def run(self, size: int, kind: Kind | None, *, has_guesses: bool = False) -> None:
-        """Compute a step that is ready and whose inputs are written."""
-        key = self._key(size, kind, has_guesses=has_guesses)
-        self._calls.run(key, lambda: self.step(size, kind, has_guesses=has_guesses))
-
-    def _key(self, size: int, kind: Kind | None, *, has_guesses: bool) -> tuple[str, int, Kind | None, bool]:
-        return self._name, size, kind, has_guesses
-
-    def _size(self, num_rows: int, kind: Kind | None, *, has_guesses: bool) -> int:
+    def shape(self, num_rows: int, kind: Kind | None, *, has_guesses: bool = False) -> DecodeShape:
+        """The shape of a step of so many rows, rounded up to a size that there are graphs of."""
         if self._is_synchronous:
-            return num_rows
-        if has_guesses:
-            return guesses_size(num_rows, self._inputs.max_rows)
-        return (logits_size if kind is None else step_size)(num_rows, self._max_num_seqs)
+            size = num_rows
+        elif has_guesses:
+            size = guesses_size(num_rows, self._inputs.max_rows)
+        else:
+            size = (logits_size if kind is None else step_size)(num_rows, self._max_num_seqs)
+        return DecodeShape(self._name, size, kind, has_guesses)
+
+    def choose_shape(self, num_rows: int, needs: SamplingNeeds, *, has_guesses: bool = False) -> DecodeShape:
+        """The shape to compute a step in, made ready: of the step's own kind, or of none where rows wait for masks or its kind
+        is too rare for a graph. Write the inputs after this call, which may capture the graph."""
+        shape = self.shape(num_rows, needs.kind, has_guesses=has_guesses)
+        if needs.masked or not self._calls.admits(shape):
+            shape = self.shape(num_rows, None, has_guesses=has_guesses)
+        self.make_ready(shape)
+        return shape
+
+    def make_ready(self, shape: DecodeShape) -> None:
+        """Capture the steps of this shape, unless that is done."""
+        if not self._calls.is_ready(shape):  # captured with nothing but padding: the step changes nothing
+            if shape.has_guesses:
+                self._inputs.write(NO_INPUTS, shape.size)
+            else:
+                self._inputs.write_rows(NO_ROWS, shape.size)
+            self._calls.make_ready(shape, self._computing(shape))
+
+    def run(self, shape: DecodeShape) -> None:
+        """Compute a step of a shape that is ready, whose inputs are written."""
+        self._calls.run(shape, self._computing(shape))
+
+    def _computing(self, shape: DecodeShape) -> Callable[[], None]:
+        return partial(self.step, shape.size, shape.kind, has_guesses=shape.has_guesses)

@@ -28,6 +28,7 @@ from engine.runner.embedder import TextModel
 from engine.runner.launched_step import Choosing, LaunchedStep
 from engine.runner.model_runner import ModelRunner
 from engine.runner.paged_decoder import PlacedTokens
+from engine.runner.ready_steps import DecodeShape
 from engine.runner.row_masks import FillMasks, RowMasks
 from engine.runner.rows import SampledRows, guess_places, input_row, scored_positions, unknown_places
 from engine.runner.slot_steps import SlotSteps
@@ -125,37 +126,37 @@ class SlotRunner:
         items, slots = batch.items, self._slots.update(batch.decodes, batch.prefills)
         if slots is not self._needs_of:
             self._needs_of, self._needs = slots, self._sampler.needs(slots)
-        size, kind = self.steps.decodes.choose_graph(len(slots), self._needs)
-        self.steps.inputs.write_rows(slots, size)
-        return self._run_step(items, size, kind, self._needs, LaunchedStep(len(items), len(items)))
+        shape = self.steps.decodes.choose_shape(len(slots), self._needs)
+        self.steps.inputs.write_rows(slots, shape.size)
+        return self._run_step(items, shape, self._needs, LaunchedStep(len(items), len(items)))
 
     def _launch_guesses(self, items: Sequence[ScheduledRequest]) -> LaunchedStep:
         rows = SampledRows.of(items, self._slots.update_beside_guesses(items, sends_tokens=self.steps.drafts is None))
         guesses = self._guess(rows)
         needs = self._sampler.needs(rows.slots)
-        size, kind = self.steps.decodes.choose_graph(len(rows.slots), needs, has_guesses=True)
-        self.steps.inputs.write(rows.inputs(self.steps.limits.block_size), size)
+        shape = self.steps.decodes.choose_shape(len(rows.slots), needs, has_guesses=True)
+        self.steps.inputs.write(rows.inputs(self.steps.limits.block_size), shape.size)
         if guesses is not None:
             self.steps.inputs.put_in(rows.guessing, guesses)
         known = rows.tokens if guesses is None else None
         launched = LaunchedStep(len(items), len(rows.slots), depths=rows.depths, inputs=known)
-        return self._run_step(rows.items, size, kind, needs, launched)
+        return self._run_step(rows.items, shape, needs, launched)
 
     def _run_step(
-        self, rows: Sequence[ScheduledRequest], size: int, kind: Kind | None, needs: SamplingNeeds, launched: LaunchedStep
+        self, rows: Sequence[ScheduledRequest], shape: DecodeShape, needs: SamplingNeeds, launched: LaunchedStep
     ) -> LaunchedStep:
         """Launch a decode step whose inputs are written; `rows[i]` is the item of row i."""
         fill = self._masks.begin(rows, needs)
-        self.steps.decodes.run(size, kind, has_guesses=bool(launched.depths))
+        self.steps.decodes.run(shape)
         launched.scored = needs.scored
-        sends_inputs = bool(launched.depths) and launched.inputs is None
+        sends_inputs = shape.has_guesses and launched.inputs is None
 
         def choose(masks: torch.Tensor | None) -> Fetch:
-            if kind is None:
-                self.steps.decodes.step.choose(size, needs.kind, masks)
+            if shape.kind is None:
+                self.steps.decodes.step.choose(shape.size, needs.kind, masks)
             return self.steps.fetch_decodes(len(rows), needs.kind, sends_inputs=sends_inputs)
 
-        return self._begin_choice(launched, choose, size, fill)
+        return self._begin_choice(launched, choose, shape.size, fill)
 
     def _launch_chunks(self, batch: ScheduledBatch) -> LaunchedStep:
         """Launch a step with chunks of prompts: as one graph, or as the plain forward pass computes it."""

@@ -37,7 +37,7 @@ def warm_up(steps: SlotSteps) -> None:
     if compiles_at_first_use(steps.device):
         with compiling("choices"):
             _compile_choices(steps)
-    steps.decodes.make_ready(steps.inputs.max_rows, Kind(), has_guesses=steps.has_guesses)
+    steps.decodes.make_ready(steps.decodes.shape(steps.inputs.max_rows, Kind(), has_guesses=steps.has_guesses))
     sizes = [num_rows for num_rows in reversed(WARM_ROWS) if num_rows <= steps.limits.max_num_seqs]
     _make_ready(steps.decodes, sizes)
     if steps.drafts is not None:
@@ -53,7 +53,7 @@ def _make_ready(steps: ReadySteps, sizes: Sequence[int], *, has_guesses: bool = 
         steps.step.make_ready(kind, has_guesses=has_guesses)
     for num_rows in sizes:
         for kind in USUAL:
-            steps.make_ready(num_rows, kind, has_guesses=has_guesses)
+            steps.make_ready(steps.shape(num_rows, kind, has_guesses=has_guesses))
 
 
 def _compile_choices(steps: SlotSteps) -> None:

@@ -218,8 +218,9 @@ def test_steps_of_all_kinds_keep_no_more_than_is_foretold_with_and_without_guess
     assert isinstance(engine.runner, SlotRunner)
     for kind in (*KINDS, None):
         for has_guesses in (False, True):
-            engine.runner.steps.decodes.make_ready(4, kind, has_guesses=has_guesses)
-            engine.runner.steps.decodes.step.make_ready(kind, has_guesses=has_guesses)
+            decodes = engine.runner.steps.decodes
+            decodes.make_ready(decodes.shape(4, kind, has_guesses=has_guesses))
+            decodes.step.make_ready(kind, has_guesses=has_guesses)
     buffers = engine.runner._target._recorded._buffers  # type: ignore[union-attr]
     kept = sum(tensor.numel() for layer in buffers.layers for tensor in layer)
     shape = MemoryShape.of(load_model_config(tmp_path))
