@@ -18,8 +18,8 @@ from engine.grammar.queue import GrammarQueue, LateCompiler
 from engine.grammar.vocabulary import load_vocabulary
 from engine.loop import Engine
 from engine.memory.device import kv_bytes_left
-from engine.memory.fit import format_distinct, format_parts, underestimated
-from engine.memory.forecast import MemoryMeter
+from engine.memory.fit import format_distinct
+from engine.memory.forecast import MemoryMeter, format_parts, underestimated
 from engine.memory.kv_plan import MemoryPlan
 from engine.models.loading import LoadedDecoder, load_decoder
 from engine.options import EngineOptions

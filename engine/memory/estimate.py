@@ -9,8 +9,7 @@ from dataclasses import dataclass, replace
 
 from engine.config.model import ModelConfig
 from engine.formats import formats_of, has_fp8
-from engine.memory.fit import MemoryFit
-from engine.memory.remedies import FEW_SEATS
+from engine.memory.fit import FEW_SEATS, MemoryFit
 from engine.memory.shape import Load, MemoryShape
 from engine.options import EngineOptions
 from engine.step_mode import StepMode

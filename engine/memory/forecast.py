@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import resource
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -17,6 +18,9 @@ from engine.options import CPU_KV_CACHE_BYTES, EngineOptions
 from engine.protocol import MemoryPart
 from engine.step_mode import StepMode
 from kernels import ops
+
+TOLERANCE = 0.05
+"""By which a part may be larger than predicted before the log warns of it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,6 +142,33 @@ def _fixed_kv_bytes(options: EngineOptions, device: torch.device, block_bytes: i
     if options.num_kv_blocks is not None:
         return options.num_kv_blocks * block_bytes
     return options.kv_cache_bytes or (CPU_KV_CACHE_BYTES if device.type == "cpu" else None)
+
+
+def format_parts(parts: Sequence[MemoryPart]) -> str:
+    """The parts in words: `weights 15.0 GiB (predicted 15.1 GiB), graphs 0.1 GiB of 9 (predicted 1.0 GiB of 91), …`."""
+    return ", ".join(_said(part) for part in parts if part.predicted_bytes or part.measured_bytes)
+
+
+def _said(part: MemoryPart) -> str:
+    predicted = f"predicted {gib(part.predicted_bytes)}{_of(part.num_predicted)}"
+    if part.measured_bytes is None:
+        return f"{part.name} {predicted}"
+    return f"{part.name} {gib(part.measured_bytes)}{_of(part.num_measured)} ({predicted})"
+
+
+def _of(number: int | None) -> str:
+    return "" if number is None else f" of {number}"
+
+
+def underestimated(parts: Sequence[MemoryPart]) -> list[MemoryPart]:
+    """The parts that took more than predicted. The device context is left out, as memory of other processes counts in it."""
+    return [
+        part
+        for part in parts
+        if part.name != "device_context"
+        and part.measured_bytes is not None
+        and part.measured_bytes > part.predicted_bytes * (1 + TOLERANCE)
+    ]
 
 
 class MemoryMeter:

@@ -21,8 +21,7 @@ from engine.config.model import ModelConfig, load_model_config
 from engine.errors import EngineConfigError
 from engine.memory import forecast as memory_forecast
 from engine.memory.estimate import DeviceMemory
-from engine.memory.fit import format_parts, underestimated
-from engine.memory.forecast import MeasuredMemory, MemoryForecast, forecast_memory
+from engine.memory.forecast import MeasuredMemory, MemoryForecast, forecast_memory, format_parts, underestimated
 from engine.memory.needs import GIB, MemoryNeeds
 from engine.memory.shape import MemoryShape
 from engine.memory.splits import invariant_bytes
