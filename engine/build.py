@@ -10,8 +10,8 @@ from functools import partial
 
 import torch
 
-from engine.cpu_environment import default_threads
 from engine.device import device_name, format_name
+from engine.environment import default_threads
 from engine.grammar.compiler import GrammarCompiler
 from engine.grammar.masks import GrammarMasks
 from engine.grammar.queue import GrammarQueue, LateCompiler

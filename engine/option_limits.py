@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from engine.cpu_environment import num_cores
+from engine.environment import num_cores
 from engine.number_checks import is_integer, is_number
 
 THREADS_PER_CORE_MAX = 16

@@ -15,11 +15,9 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from engine.cpu_environment import prepare_cpu
-from engine.gpu_environment import prepare_gpu
+from engine.environment import prepare_environment
 
-prepare_cpu()
-prepare_gpu()
+prepare_environment()
 
 import torch  # noqa: E402 - torch must see the environment set above
 

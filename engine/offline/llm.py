@@ -12,9 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from engine.config.pooling import MODES, PoolingConfig, load_pooling_config
-from engine.cpu_environment import prepare_cpu
+from engine.environment import prepare_environment
 from engine.errors import EngineBroken, EngineConfigError, EngineError, PromptError
-from engine.gpu_environment import prepare_gpu
 from engine.number_checks import is_integer
 from engine.offline.collector import rare_full_collections
 from engine.offline.completion import Completion, engine_params
@@ -30,8 +29,7 @@ from engine.text.bad_words import bad_words_token_ids
 from engine.text.chat_template import ChatTemplate
 from engine.text.tokenizer import Tokenizer
 
-prepare_cpu()
-prepare_gpu()
+prepare_environment()
 
 from engine.build import build_engine  # noqa: E402 - torch must see the environment set above
 from engine.loop import Engine  # noqa: E402

@@ -9,8 +9,8 @@ import torch
 
 from engine.config.encoder import load_encoder_config
 from engine.config.model import EMBEDDERS, ENCODERS, architecture_of, load_embedder_config, read_model_json
-from engine.cpu_environment import default_threads
 from engine.device import resolve_device, resolve_dtype
+from engine.environment import default_threads
 from engine.errors import EngineConfigError
 from engine.layers.attention import attention_shapes
 from engine.layers.rotary import RotaryTable

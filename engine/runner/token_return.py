@@ -17,7 +17,7 @@ from typing import Any, Protocol
 import numpy as np
 import torch
 
-from engine.cpu_environment import num_cores
+from engine.environment import num_cores
 from engine.runner.staging import DEPTH
 from engine.switches import BUSY_WAIT, is_on
 from kernels import ops
