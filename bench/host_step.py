@@ -158,7 +158,7 @@ def make_engine(
     steps.decodes.step.host_sampled = None  # as on a GPU, where the device's memory is not the host's
     steps.state.words.on_host = None
     runner: Any = SlotRunner(NoPlainRunner(), steps, None)  # type: ignore[arg-type]
-    engine = Engine(scheduler, runner, info, overlap=runner)
+    engine = Engine(scheduler, runner, info)
     parts = Parts()
     for holder, name in ((scheduler, "schedule"), (scheduler, "advance"), (scheduler, "settle"), (runner, "plain_reason")):
         parts.wrap(holder, name, name)

@@ -19,7 +19,7 @@ from engine.grammar.vocabulary import load_vocabulary
 from engine.loop import Engine
 from engine.memory.device import kv_bytes_left
 from engine.memory.fit import format_distinct
-from engine.memory.forecast import MemoryMeter, format_parts, underestimated
+from engine.memory.forecast import MeasuredMemory, MemoryMeter, format_parts, underestimated
 from engine.memory.kv_plan import MemoryPlan
 from engine.models.loading import LoadedDecoder, load_decoder
 from engine.options import EngineOptions
@@ -72,8 +72,8 @@ NOT_RECORDED = "not recorded: the model or its draft model has an operation that
 
 @dataclass(frozen=True, slots=True)
 class CachedModels:
-    """The models with their caches, and the plain runner over them. `asks_host`: a model waits for the host within a step,
-    so that no step can be captured, and `mode` has no graphs."""
+    """The models with their caches, and the plain runner over them. `mode` has no graphs where a model waits for the host
+    within a step."""
 
     plan: MemoryPlan
     target: PagedDecoder
@@ -82,7 +82,6 @@ class CachedModels:
     mover: BlockMover
     runner: ModelRunner
     mode: StepMode
-    asks_host: bool
 
     @property
     def decoders(self) -> list[PagedDecoder]:
@@ -94,8 +93,8 @@ class CachedModels:
 
     @property
     def has_no_graphs(self) -> bool:
-        """Whether steps are launched ahead but not captured, because a model asks the host: not because of a switch."""
-        return self.asks_host and self.mode.launches_ahead
+        """Whether steps are launched ahead but not captured because a model waits for the host, not because of a switch."""
+        return self.mode.launches_ahead and any(decoder.has_host_sync for decoder in self.decoders)
 
 
 def build_engine(
@@ -134,12 +133,11 @@ def build_engine(
     times.done("speed")
     budget = _step_budget(options, speed.step_times, () if ahead is None else ahead.chunk_sizes)
     scheduler = _scheduler(resolved, cached.plan, limits, speed, budget)
-    info = _info(resolved, model, cached, load_s=times.total_s)
-    info = replace(info, memory=resolved.forecast.parts(measured), memory_note=resolved.forecast.shortened())
+    info = _info(resolved, model, cached, measured, load_s=times.total_s)
     log.info("operations %s", ops.listed(resolved.dtype, device, batch_invariant=options.batch_invariant))
     _tell_start(info, _mode_words(cached, ahead), times)
     grammars = _grammar_queue(options, info, cached.masks, has_one_caller=has_one_caller)
-    return Engine(scheduler, ahead or cached.runner, info, grammars=grammars, step_budget=budget, overlap=ahead)
+    return Engine(scheduler, ahead or cached.runner, info, grammars=grammars, step_budget=budget)
 
 
 def _load_models(resolved: ResolvedOptions, *, progress: Callable[[float], None]) -> tuple[LoadedDecoder, LoadedDecoder | None]:
@@ -164,18 +162,14 @@ def _with_caches(resolved: ResolvedOptions, model: LoadedDecoder, draft: LoadedD
     if kv_bytes is None:
         kv_bytes = kv_bytes_left(resolved.forecast.fit.needs, options.gpu_memory_utilization, device)
     plan = resolved.memory_plan(kv_bytes)
-    target_decoder = _paged(model, resolved, plan)
-    draft_decoder = None if draft is None else _paged(draft, resolved, plan)
+    target = _paged(model, resolved, plan)
+    guesser = None if draft is None else _paged(draft, resolved, plan)
     masks = GrammarMasks(resolved.config.vocab_size)
-    caches = [*target_decoder.kv_caches, *(draft_decoder.kv_caches if draft_decoder else ())]
-    mover = BlockMover(caches, plan.num_host_blocks)
-    asks_host = any(each.decoder.asks_host for each in (model, draft) if each)
-    mode = resolved.mode.without_graphs() if asks_host else resolved.mode
-    runner = ModelRunner(
-        target_decoder, Sampler(device), mover, masks,
-        draft=draft_decoder, batch_invariant=options.batch_invariant, guesses_are_equal=mode.has_slots,
-    )  # fmt: skip
-    return CachedModels(plan, target_decoder, draft_decoder, masks, mover, runner, mode, asks_host)
+    mover = BlockMover([*target.kv_caches, *(guesser.kv_caches if guesser else ())], plan.num_host_blocks)
+    has_host_sync = any(each.has_host_sync for each in (target, guesser) if each)
+    mode = resolved.mode.without_graphs() if has_host_sync else resolved.mode
+    runner = ModelRunner(target, Sampler(device), mover, masks, draft=guesser, guesses_are_equal=mode.has_slots)
+    return CachedModels(plan, target, guesser, masks, mover, runner, mode)
 
 
 def _over_slots(resolved: ResolvedOptions, cached: CachedModels, limits: SchedulerLimits, meter: MemoryMeter) -> SlotRunner:
@@ -287,7 +281,9 @@ def _scheduler(
     )
 
 
-def _info(resolved: ResolvedOptions, model: LoadedDecoder, cached: CachedModels, *, load_s: float) -> EngineInfo:
+def _info(
+    resolved: ResolvedOptions, model: LoadedDecoder, cached: CachedModels, measured: MeasuredMemory, *, load_s: float
+) -> EngineInfo:
     options, device, plan = resolved.options, resolved.device, cached.plan
     kernels = _kernels(options, model.quantization, resolved.dtype, device)
     return EngineInfo(
@@ -310,6 +306,8 @@ def _info(resolved: ResolvedOptions, model: LoadedDecoder, cached: CachedModels,
         quantization=model.quantization,
         kv_cache_dtype=format_name(resolved.kv_dtype),
         kv_scales=cached.target.kv_scales,
+        memory=resolved.forecast.parts(measured),
+        memory_note=resolved.forecast.shortened(),
         switched_off=switched_off(),
     )
 

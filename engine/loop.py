@@ -7,7 +7,7 @@ One bad request must not hurt another. A step that raises is repeated in halves 
 is computed: when that fails too, several times in a row, the device is taken to be broken, and `EngineBroken` asks for a new
 process. So no request, however often it comes, can have the engine replaced by being bad.
 
-With `overlap` the next step is launched before this one's tokens are known (`engine.overlap`):
+Where the runner can, the next step is launched before this one's tokens are known (`engine.overlap`):
 
     expire → schedule → move blocks → launch ── wait for the step before → accept grammars → settle → complete the launch
 
@@ -59,10 +59,9 @@ class Engine:
         clock: Callable[[], float] = time.monotonic,
         grammars: GrammarQueue | None = None,
         step_budget: StepBudget | None = None,
-        overlap: AheadRunner | None = None,
     ) -> None:
-        """`step_budget` is told how long steps took; it should be the scheduler's. Without `grammars` no request may ask for
-        structured output. `overlap` is `runner` again, if steps are to overlap."""
+        """Steps overlap if `runner` can launch them ahead. `step_budget` is told how long steps took; it should be the
+        scheduler's. Without `grammars` no request may ask for structured output."""
         self.info = info
         self._scheduler = scheduler
         self._runner = runner
@@ -73,7 +72,9 @@ class Engine:
         self._figures = StepFigures()
         self._failed_steps = 0
         self._checked_idle = True
-        self._overlapped = None if overlap is None else OverlappedSteps(overlap, scheduler.advance, self._move)
+        self._overlapped: OverlappedSteps | None = None
+        if isinstance(runner, AheadRunner):
+            self._overlapped = OverlappedSteps(runner, scheduler.advance, self._move)
         self._under_way: StepUnderWay | None = None
         self._collected_s = 0.0
 

@@ -16,7 +16,7 @@ import logging
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 from engine.fault_isolation import Runner, run_isolated
 from engine.protocol import PlainReason
@@ -40,6 +40,7 @@ class PendingStep(Protocol):
         ...
 
 
+@runtime_checkable
 class AheadRunner(Runner, Protocol):
     """A runner that can also launch a step and come back at once."""
 

@@ -58,8 +58,8 @@ class DecoderLayer:
         return self._attention.scale_kv()
 
     @property
-    def asks_host(self) -> bool:
-        return isinstance(self._mlp, SparseMLP) and self._mlp.asks_host
+    def has_host_sync(self) -> bool:
+        return isinstance(self._mlp, SparseMLP) and self._mlp.has_host_sync
 
     def fused(self, dtype: torch.dtype) -> FusedLayer | None:
         """The layer for steps of few rows, once it is packed; None where it cannot be fused."""
@@ -209,9 +209,9 @@ class Decoder:
         return bind(head.weight)
 
     @property
-    def asks_host(self) -> bool:
+    def has_host_sync(self) -> bool:
         """Whether a step waits for the host somewhere between its layers, so that it cannot be captured."""
-        return any(layer.asks_host for layer in self._layers)
+        return any(layer.has_host_sync for layer in self._layers)
 
     def _fuse(self) -> FusedLayers | None:
         linear_add, normed_linear = self._ops.linear_add, self._ops.normed_linear

@@ -36,7 +36,6 @@ class ModelRunner:
         masks: GrammarMasks,
         *,
         draft: PagedDecoder | None = None,
-        batch_invariant: bool = False,
         guesses_are_equal: bool = False,
     ) -> None:
         """`guesses_are_equal`: guesses become tokens by equality alone, as in the steps over slots beside these."""
@@ -46,8 +45,8 @@ class ModelRunner:
         self._sampler = sampler
         self._mover = mover
         self._masks = masks
-        self._batch_invariant = batch_invariant
-        self._guesses_are_equal = guesses_are_equal or batch_invariant
+        self._batch_invariant = target.batch_invariant
+        self._guesses_are_equal = guesses_are_equal or target.batch_invariant
         self._draft = None if draft is None else DraftModel(draft, sampler, self._by_rejection)
         self._slice_rows = max(1, LOGITS_ELEMENTS_MAX // target.vocab_size)
 

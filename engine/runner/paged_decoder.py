@@ -94,10 +94,15 @@ class PagedDecoder:
             ),
         )
 
+    @property
+    def has_host_sync(self) -> bool:
+        """Whether a step waits for the host somewhere between its layers, so that it cannot be captured."""
+        return self._decoder.has_host_sync
+
     def chunk_rows(self, max_tokens: int, max_seqs: int) -> int:
         """Rows of the largest captured step with chunks, of steps of up to `max_tokens` and `max_seqs` requests. 0 where layers
-        ask the host: such a step cannot be captured, and experts would be computed for its padding."""
-        if self._decoder.asks_host:
+        wait for the host: such a step cannot be captured, and experts would be computed for its padding."""
+        if self.has_host_sync:
             return 0
         plan, is_invariant = self._plan, self.batch_invariant
         load = Load(num_tokens=max_tokens, num_seqs=max_seqs, block_size=plan.block_size, batch_invariant=is_invariant)

@@ -35,8 +35,8 @@ log = logging.getLogger("gatehouse.engine")
 
 
 def step_mode(config: ModelConfig, options: EngineOptions, *, dtype: torch.dtype, device: torch.device) -> StepMode:
-    """The decision for a model that computes in `dtype`, before it is loaded; a decoder's `asks_host` may still cost it the
-    graphs. Warns where a switch does."""
+    """The decision for a model that computes in `dtype`, before it is loaded; a decoder's `has_host_sync` may still cost
+    it the graphs. Warns where a switch does."""
     if device.type == "cuda":
         table = ops.operations(device, batch_invariant=options.batch_invariant)
         mode = StepMode.of(options, "cuda", has_invariant_pages=table.is_row_invariant)

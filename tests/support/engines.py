@@ -55,7 +55,7 @@ def overlapped_engine(model: Path, **changes: Any) -> Engine:
     over_slots = runner, runner._target, runner._masks, scheduler.limits
     ahead = make_slot_runner(*over_slots, StepMode.AHEAD, draft=draft, max_guesses=guesses)
     warm_up(ahead.steps)
-    return Engine(scheduler, ahead, plain.info, grammars=plain._grammars, step_budget=plain._step_budget, overlap=ahead)
+    return Engine(scheduler, ahead, plain.info, grammars=plain._grammars, step_budget=plain._step_budget)
 
 
 def recorded_engine(model: Path, **changes: Any) -> Engine:

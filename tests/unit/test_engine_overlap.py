@@ -167,7 +167,7 @@ def make_engine(
     pool = BlockPool(num_blocks)
     cache = PrefixCache(pool, 4) if caches else None
     scheduler = Scheduler(SchedulerLimits(**chosen), pool, clock=lambda: 0.0, prefix_cache=cache, drafter=drafter)
-    return Engine(scheduler, runner, info, clock=lambda: runner.now_s, overlap=runner)
+    return Engine(scheduler, runner, info, clock=lambda: runner.now_s)
 
 
 def expected(request_id: str, num_prompt: int, max_tokens: int, *, stops: bool = True) -> list[int]:
