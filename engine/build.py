@@ -72,29 +72,17 @@ NOT_RECORDED = "not recorded: the model or its draft model has an operation that
 
 @dataclass(frozen=True, slots=True)
 class CachedModels:
-    """The models with their caches, and the plain runner over them. `mode` has no graphs where a model waits for the host
-    within a step."""
+    """The models with their caches, as the plain runner has them, and how steps are run: `mode` has no graphs where a model
+    waits for the host within a step."""
 
     plan: MemoryPlan
-    target: PagedDecoder
-    draft: PagedDecoder | None
-    masks: GrammarMasks
-    mover: BlockMover
     runner: ModelRunner
     mode: StepMode
 
     @property
-    def decoders(self) -> list[PagedDecoder]:
-        return [self.target] if self.draft is None else [self.target, self.draft]
-
-    @property
-    def rotary_bytes(self) -> int:
-        return sum(table.num_bytes for decoder in self.decoders for table in decoder.rotaries)
-
-    @property
     def has_no_graphs(self) -> bool:
         """Whether steps are launched ahead but not captured because a model waits for the host, not because of a switch."""
-        return self.mode.launches_ahead and any(decoder.has_host_sync for decoder in self.decoders)
+        return self.mode.launches_ahead and any(decoder.has_host_sync for decoder in self.runner.decoders)
 
 
 def build_engine(
@@ -120,11 +108,12 @@ def build_engine(
         with compiling("steps", lambda ready: progress(share + (1 - share) * ready)):
             _ask_for_kernels(cached, limits, options)
         times.done("kernels")  # compiled or found in Triton's cache on disk
-        for decoder in cached.decoders:
+        for decoder in cached.runner.decoders:
             run_largest_step(decoder, limits, max_guesses=options.max_guesses)
         times.done("steps")
     weights_bytes = sum(each.size.num_bytes for each in (model, draft) if each)
-    measured = meter.measured(weights_bytes, cached.plan.kv_bytes, cached.rotary_bytes)
+    rotary_bytes = sum(table.num_bytes for decoder in cached.runner.decoders for table in decoder.rotaries)
+    measured = meter.measured(weights_bytes, cached.plan.kv_bytes, rotary_bytes)
     ahead = _over_slots(resolved, cached, limits, meter) if cached.mode.has_slots else None
     if ahead is not None:
         measured = meter.with_graphs(measured, ahead.steps.calls.taken)
@@ -136,7 +125,7 @@ def build_engine(
     info = _info(resolved, model, cached, measured, load_s=times.total_s)
     log.info("operations %s", ops.listed(resolved.dtype, device, batch_invariant=options.batch_invariant))
     _tell_start(info, _mode_words(cached, ahead), times)
-    grammars = _grammar_queue(options, info, cached.masks, has_one_caller=has_one_caller)
+    grammars = _grammar_queue(options, info, cached.runner.masks, has_one_caller=has_one_caller)
     return Engine(scheduler, ahead or cached.runner, info, grammars=grammars, step_budget=budget)
 
 
@@ -164,21 +153,23 @@ def _with_caches(resolved: ResolvedOptions, model: LoadedDecoder, draft: LoadedD
     plan = resolved.memory_plan(kv_bytes)
     target = _paged(model, resolved, plan)
     guesser = None if draft is None else _paged(draft, resolved, plan)
-    masks = GrammarMasks(resolved.config.vocab_size)
-    mover = BlockMover([*target.kv_caches, *(guesser.kv_caches if guesser else ())], plan.num_host_blocks)
-    has_host_sync = any(each.has_host_sync for each in (target, guesser) if each)
-    mode = resolved.mode.without_graphs() if has_host_sync else resolved.mode
-    runner = ModelRunner(target, Sampler(device), mover, masks, draft=guesser, guesses_are_equal=mode.has_slots)
-    return CachedModels(plan, target, guesser, masks, mover, runner, mode)
+    decoders = [target] if guesser is None else [target, guesser]
+    mode = resolved.mode.without_graphs() if any(decoder.has_host_sync for decoder in decoders) else resolved.mode
+    runner = ModelRunner(
+        target,
+        Sampler(device),
+        BlockMover([cache for decoder in decoders for cache in decoder.kv_caches], plan.num_host_blocks),
+        GrammarMasks(target.vocab_size),
+        draft=guesser,
+        guesses_are_equal=mode.has_slots,
+    )
+    return CachedModels(plan, runner, mode)
 
 
 def _over_slots(resolved: ResolvedOptions, cached: CachedModels, limits: SchedulerLimits, meter: MemoryMeter) -> SlotRunner:
     """Make the runner that launches steps over slots, with the steps ready that a few requests need."""
     meter.begin_slots()
-    ahead = make_slot_runner(
-        cached.runner, cached.target, cached.masks, limits, cached.mode,
-        draft=cached.draft, max_guesses=resolved.options.max_guesses,
-    )  # fmt: skip
+    ahead = make_slot_runner(cached.runner, limits, cached.mode, max_guesses=resolved.options.max_guesses)
     meter.begin_graphs()
     warm_up(ahead.steps)
     return ahead
@@ -192,8 +183,8 @@ def _measured_speed(
     timing = None if ahead is None else SlotTiming(ahead.steps)
     speed = measure_speed(
         resolved.config,
-        cached.target,
-        cached.draft,
+        cached.runner.target,
+        cached.runner.draft,
         limits,
         weight_bytes=model.size.num_bytes / model.size.num_parameters,
         for_speculation=options.speculative_config is not None and not cached.mode.has_slots,
@@ -202,21 +193,21 @@ def _measured_speed(
     )
     if timing is None or not options.max_guesses:
         return speed
-    guess = None if cached.draft is None else timing.draft_decode
+    guess = None if cached.runner.draft is None else timing.draft_decode
     costs = measure_guesses(timing.decode, limits.max_num_seqs + options.max_guesses, resolved.device, guess=guess)
     return replace(speed, speculation=costs)
 
 
 def _ask_for_kernels(cached: CachedModels, limits: SchedulerLimits, options: EngineOptions) -> None:
     """Launch one step of each kind: within `compiling` that asks for their kernels and runs nothing."""
-    for decoder in cached.decoders:
+    runner, speculative = cached.runner, options.speculative_config
+    for decoder in runner.decoders:
         compile_steps(decoder, limits, max_guesses=options.max_guesses)
-    cached.mover.compile()
-    device = cached.target.device
-    compile_float32_logits(cached.target.vocab_size, device)
-    speculative = options.speculative_config
-    if not cached.mode.has_slots and cached.draft is not None and speculative is not None:
-        compile_verification(cached.target.vocab_size, speculative.num_speculative_tokens, device)
+    runner.mover.compile()
+    vocab_size, device = runner.target.vocab_size, runner.target.device
+    compile_float32_logits(vocab_size, device)
+    if not cached.mode.has_slots and runner.draft is not None and speculative is not None:
+        compile_verification(vocab_size, speculative.num_speculative_tokens, device)
 
 
 def _mode_words(cached: CachedModels, ahead: SlotRunner | None) -> str:
@@ -305,7 +296,7 @@ def _info(
         load_s=load_s,
         quantization=model.quantization,
         kv_cache_dtype=format_name(resolved.kv_dtype),
-        kv_scales=cached.target.kv_scales,
+        kv_scales=cached.runner.target.kv_scales,
         memory=resolved.forecast.parts(measured),
         memory_note=resolved.forecast.shortened(),
         switched_off=switched_off(),

@@ -48,7 +48,7 @@ class SlotRunner:
     def __init__(self, plain: ModelRunner, steps: SlotSteps, masks: HostMasks) -> None:
         self.plain = plain
         self.steps = steps
-        self._target = steps.target
+        self.target = steps.target
         self._sampler = steps.sampler
         self._masks = RowMasks(masks, steps.device, begins_early=steps.is_synchronous)
         self._slots = SlotTable(steps.state, steps.sampler)
@@ -200,7 +200,7 @@ class SlotRunner:
         """Launch what follows the layers of a step with chunks, if anybody in it has come to the end of what is known."""
         if not launched.num_sampled:
             return launched
-        logits = self._target.logits(rows.hidden, wide=False)
+        logits = self.target.logits(rows.hidden, wide=False)
         choose = partial(self._choose_rows, logits, rows, inputs, kind)
         return self._begin_choice(launched, choose, len(logits), fill)
 

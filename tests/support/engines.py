@@ -51,9 +51,7 @@ def overlapped_engine(model: Path, **changes: Any) -> Engine:
     assert isinstance(runner, ModelRunner)
     guesses = STEP_GUESSES_MAX if changes.get("speculative_config") else 0
     runner._guesses_are_equal = True
-    draft = None if runner._draft is None else runner._draft.decoder
-    over_slots = runner, runner._target, runner._masks, scheduler.limits
-    ahead = make_slot_runner(*over_slots, StepMode.AHEAD, draft=draft, max_guesses=guesses)
+    ahead = make_slot_runner(runner, scheduler.limits, StepMode.AHEAD, max_guesses=guesses)
     warm_up(ahead.steps)
     return Engine(scheduler, ahead, plain.info, grammars=plain._grammars, step_budget=plain._step_budget)
 

@@ -180,14 +180,14 @@ def test_logits_of_a_long_prompt_are_never_held_at_once(model: Path) -> None:
     engine = small_engine(model)
     runner = engine.runner
     assert isinstance(runner, ModelRunner)
-    runner._slice_rows, whole, most = 3, runner._target.logits, 0
+    runner._slice_rows, whole, most = 3, runner.target.logits, 0
 
     def counted(hidden: torch.Tensor) -> torch.Tensor:
         nonlocal most
         most = max(most, hidden.shape[0])
         return whole(hidden)
 
-    runner._target.logits = counted  # type: ignore[method-assign,assignment]
+    runner.target.logits = counted  # type: ignore[method-assign,assignment]
     requests = [wanted(str(i), list(range(3, 60)), max_tokens=2, prompt_logprobs=2, logprobs=0) for i in range(8)]
     events = run_to_end(engine, requests)
     assert most == 3
