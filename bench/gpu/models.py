@@ -166,7 +166,7 @@ def fill_plan(plan: WeightPlan, shapes: dict[str, tuple[int, ...]], device: torc
             fill(name, place)
         elif name in shapes or name not in plan.optional:
             place.take(made(name, shapes[name], device))
-    unused = set(shapes) - set(plan.places) - set(plan.twins)
+    unused = set(shapes) - set(plan.places) - set(plan.tied)
     assert not unused, f"the model does not take {sorted(unused)[:4]}"
 
 

@@ -170,7 +170,7 @@ class Decoder:
             layer.plan(plan, f"model.layers.{index}")
         self._norm.plan(plan, "model.norm")
         if self._head is self._embedding:
-            plan.twins["lm_head.weight"] = "model.embed_tokens.weight"
+            plan.tied["lm_head.weight"] = "model.embed_tokens.weight"
         elif self._has_own_head:
             self._plan_head(plan)
         return plan
