@@ -104,7 +104,6 @@ class NoCalls:
 
 class NoPlainRunner:
     stage = "run"
-    text_model = None
 
     def move(self, moves: Any) -> None: ...
 

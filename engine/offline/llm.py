@@ -33,8 +33,9 @@ prepare_environment()
 
 from engine.build import build_engine  # noqa: E402 - torch must see the environment set above
 from engine.loop import Engine  # noqa: E402
-from engine.runner.embedder import Embedder, Embedding, TextModel  # noqa: E402
+from engine.runner.embedder import Embedder, Embedding  # noqa: E402
 from engine.runner.model_runner import ModelRunner  # noqa: E402
+from engine.runner.paged_decoder import PagedDecoder  # noqa: E402
 from engine.runner.slot_runner import SlotRunner  # noqa: E402
 from engine.runner.text_models import gives_embeddings_only, load_text_model  # noqa: E402
 
@@ -239,15 +240,15 @@ class LLM:
             raise EngineError("this LLM is closed")
         if pooling not in (None, *MODES):
             raise UnsupportedOption("pooling", f"pooling must be one of {', '.join(MODES)}, not {pooling!r}")
-        model = self._text_model or self._decoder_as_text_model()
+        model = self._text_model or self._served_decoder().text_model
         config = load_pooling_config(self._directory, default_mode=model.default_pooling)
         normalised = config.normalised if normalize is None else normalize
         return Embedder(model, replace(config, mode=pooling or config.mode, normalised=normalised))
 
-    def _decoder_as_text_model(self) -> TextModel:
+    def _served_decoder(self) -> PagedDecoder:
         assert self._engine is not None
         assert isinstance(self._engine.runner, ModelRunner | SlotRunner)
-        return self._engine.runner.text_model
+        return self._engine.runner.target
 
     def _text_ids(self, index: int, text: Prompt, pooling: PoolingConfig) -> list[int]:
         def encode(text: str) -> list[int]:

@@ -40,7 +40,6 @@ class ModelRunner:
     ) -> None:
         """`guesses_are_equal`: guesses become tokens by equality alone, as in the steps over slots beside these."""
         self.stage = "prepare"
-        self.text_model = target.text_model
         self.target = target
         self._sampler = sampler
         self.mover = mover

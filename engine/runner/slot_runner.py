@@ -24,7 +24,6 @@ import torch
 
 from engine.protocol import PlainReason
 from engine.runner.chunk_step import ToChoose
-from engine.runner.embedder import TextModel
 from engine.runner.launched_step import Choosing, LaunchedStep
 from engine.runner.model_runner import ModelRunner
 from engine.runner.paged_decoder import PlacedTokens
@@ -71,11 +70,6 @@ class SlotRunner:
     def chunk_sizes(self) -> list[int]:
         """Tokens to which steps with chunks are rounded up where padding costs time, in ascending order."""
         return [] if self.steps.chunks is None else self.steps.chunks.padded_sizes
-
-    @property
-    def text_model(self) -> TextModel:
-        """The model for whole texts, which are embedded beside the steps."""
-        return self.plain.text_model
 
     def move(self, moves: BlockMoves) -> None:
         """Move blocks, in order with the steps."""

@@ -395,7 +395,7 @@ def turns(engine: Engine) -> None:
 
 def embed(engine: Engine) -> None:
     """Texts of all lengths, alone and together, beside the steps."""
-    text_model = engine.runner.text_model  # type: ignore[attr-defined]
+    text_model = engine.runner.target.text_model  # type: ignore[attr-defined]
     embedders = [Embedder(text_model, PoolingConfig(mode=mode)) for mode in MODES]
     for lengths in ((1,), (2,), (9,), (17,), (100,), (500,), (1500,), (3, 1), (40, 40, 5), (1,) * 30, (700, 20)):
         for embedder in embedders:
