@@ -1,8 +1,8 @@
 """How fast the loaded model runs on this device: a few passes timed at start, and the step-time model that fits them.
 
-A step with one row takes as long as reading the weights; one with many rows as long as multiplying with them. From the two
-follow the bandwidth and the speed of products that the step-time model needs, overheads of this implementation included;
-what lies between decides when guessing tokens is worth its rows.
+A step with one row takes as long as reading the weights, one with many rows as long as multiplying with them. These two give
+the bandwidth and the FLOP rate that the step-time model needs, with the overheads of this implementation. Sizes between them
+tell when guesses are worth the rows that verify them.
 
     one row        the decode step as it will be run: captured, recorded or, without slots, the pass; a draft model's part
                    in it, and the way of its token to the host included
@@ -40,12 +40,12 @@ ROWS_BETWEEN = (4, 16)
 
 PASSES = 3
 PASSES_S = 0.25
-"""Passes of each kind while this time lasts, at least one; the fastest counts, because a neighbour can only slow a pass down.
-Before them comes one that counts for nothing: it compiles kernels or loads them, which takes seconds where a pass takes less
-than a millisecond."""
+"""A pass is repeated for up to this time, at least once; the fastest counts, because other work on the machine can only slow a
+pass down. One pass before them is not counted: it compiles or loads kernels, which takes seconds where a pass takes less than a
+millisecond."""
 
 STEPS = 20
-"""As many steps of each size, of which small ones take less than a millisecond."""
+"""The most steps of a size that are timed; small ones take less than a millisecond."""
 
 MEASURED = Efficiency(bandwidth=1.0, flops=1.0, host_s=0.0)
 """The speeds are those that whole steps reached, with what the host adds to them."""

@@ -1,15 +1,15 @@
-"""A step with chunks of prompts beside decodes as a function of buffers that stay where they are: what a graph captures.
+"""A step with chunks of prompts beside decodes, as a function of buffers at fixed addresses: what a CUDA graph captures.
 
     host    slots of decodes; tokens, places, lengths of chunks ─► one copy ┐
     slots   last tokens, lengths, block tables of decodes ──────────────────┴─► layers ─► hidden states of rows that sample
 
-Launched kernel by kernel, a step of 32 layers costs the host some 350 launches, which on an H200 took 21 to 38 ms beside 17 ms
-of the device's; captured it costs one, and a few for the choice of tokens behind it.
+Launched kernel by kernel, a step of 32 layers costs the host some 350 launches. On an H200 these took 21 to 38 ms where the
+device computed for 17 ms. Captured it costs one launch, and a few for the sampling behind it.
 
-A graph is made for a number of tokens and a number of chunks, both rounded up, and nothing else: tokens of decodes come
-first, those of chunks follow at once, then padding, and where one ends and the next begins are numbers on the device. Attention
-of decodes is launched for as many tokens as may be decodes; that of chunks comes after it and overwrites those that were none.
-Padding is a chunk of its own: its tokens write no keys, read whatever blocks its table names, and nobody reads their results.
+A graph depends on nothing but a number of tokens and a number of chunks, both rounded up. Tokens of decodes come first, those
+of chunks follow, then padding; where each part ends is a number on the device. Decode attention is launched for as many tokens
+as could be decodes; chunk attention runs after it and overwrites the results of those that were not. Padding is a chunk of its
+own: its tokens write no keys, read whatever blocks its table names, and nobody reads their results.
 
 Steps that verify guesses and those of more tokens or chunks than any graph has are launched kernel by kernel (`SlotRunner`).
 On a CPU nothing is captured.

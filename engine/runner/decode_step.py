@@ -1,19 +1,19 @@
-"""One decode step from slots to tokens as a function of buffers that stay where they are: what a graph captures.
+"""A decode step, from slots to tokens, as a function of buffers at fixed addresses: what a CUDA graph captures.
 
     slots ─► inputs (last tokens, positions, places, blocks) ─► layers ─► logits ─► tokens ─► slots, and out
 
-It takes its rows from `StepInputs.rows`, where the host writes the slots of the step, and leaves their tokens in `sampled` and
-in memory of the host (`token_return`), and what was asked about them in `scores`. A row below 0 is padding: it reads no
-context, writes no key, and changes no slot, so a step of nothing but padding changes nothing.
+It reads its rows from `StepInputs.rows`, where the host writes the slots of the step. It leaves the sampled tokens in `sampled`
+and in the host's memory (`token_return`), and their log-probabilities, where wanted, in `scores`. A negative row is padding: it
+reads no context, writes no key, and changes no slot, so a step of nothing but padding changes nothing.
 
-A step in which requests verify guesses of speculative decoding (`runner.rows`) is one of the same kind with several rows of a
-slot. The host writes the inputs, and what the step leaves in such a slot is not used: the host sees how many guesses were
-accepted, and sends the slot with a later step.
+A step in which requests verify guesses of speculative decoding (`runner.rows`) has several rows for a slot. Its inputs are
+written by the host, and what it leaves in such a slot is not used: the host finds out how many guesses were accepted, and sends
+the slot again with a later step.
 
 A draft model runs in every step too, because it has a KV cache of its own.
 
 Where a row waits for a mask that depends on the token before, or the step's kind has no graph of its own, the graph ends with
-the logits, and `choose` is launched separately. On a CPU the operations of a step are recorded (`runner.recorded_step`).
+the logits, and `choose` samples behind it. On a CPU the operations of a step are recorded (`runner.recorded_step`).
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
-"""Guesses of a draft model over slots: as many small decode steps as tokens are guessed, and nothing of them on the host.
+"""Guesses of a draft model over slots: one small decode step for each guessed token, none of which passes through the host.
 
     slots ─► small step ─► guess 1 ─► slots ─► small step ─► guess 2 ─► …      the step that verifies: last token │ 1 │ 2 │ …
 
-A guess is drawn from the small model's logits as the large one's token will be, by the same rules and with the noise of the
-same position, so that both draw alike wherever they think alike. The small steps move the slots on as decodes do; the host
-sends these slots again when it knows how far the guesses got.
+A guess is drawn from the small model's logits as the token will be from the large one's, by the same rules and with the noise
+of the same position, so that both draw the same token wherever their distributions agree. The small steps advance the slots as
+decodes do; the host sends these slots again when it knows how many guesses were accepted.
 """
 
 from __future__ import annotations

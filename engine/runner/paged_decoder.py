@@ -27,7 +27,7 @@ from kernels.ops import (
 )
 
 PlacedTokens = tuple[torch.Tensor, torch.Tensor]
-"""Places among the tokens of a pass, and the tokens that stand there: [N] int64 each."""
+"""Indices into the tokens of a pass, and the tokens to put there: [N] int64 each."""
 
 
 class PagedDecoder:
@@ -64,8 +64,8 @@ class PagedDecoder:
         self._recorded: RecordedOperations | None = None
 
     def keep_workspaces(self, num_rows: int, max_blocks: int) -> None:
-        """Make room for what the attention of decodes leaves between two kernels, for each of `attention_shapes`, in steps of
-        so many rows and blocks. Steps follow one another: all use the same from now on instead of making their own."""
+        """Allocate what decode attention hands from its first kernel to its second, for each of `attention_shapes`, in steps of
+        up to so many rows and blocks. Steps run one after another, so all of them share it from now on."""
         make, dtype = operations(self.device, batch_invariant=self.batch_invariant).decode_workspace, self.kv_caches[0].dtype
         self._workspaces = [make(shape, num_rows, max_blocks, dtype, self.device) for shape in self.attention_shapes]
         for planner, workspace in zip(self._planners, self._workspaces, strict=True):
@@ -110,7 +110,7 @@ class PagedDecoder:
 
     @property
     def max_verify_group(self) -> int:
-        """How many consecutive tokens of a request are attended as one group of queries at most, each a row of a step."""
+        """The most consecutive tokens of a request, each a row of a step, that attention can take as one group of queries."""
         table = operations(self.device, batch_invariant=self.batch_invariant)
         return min(table.max_verify_group(shape, self.kv_caches[0].dtype, self.device) for shape in self.attention_shapes)
 
@@ -121,7 +121,7 @@ class PagedDecoder:
         )
 
     def pass_over(self, rows: Sequence[InputRow], unknown: PlacedTokens | None = None) -> torch.Tensor:
-        """Hidden states of a pass over `rows`, into whose tokens those that only the device knows are put: [R, hidden]"""
+        """Hidden states of a forward pass over `rows`: [R, hidden]. `unknown`: tokens that only the device knows, put in."""
         inputs = self.prepare(rows)
         if unknown is not None:
             inputs.token_ids.index_copy_(0, *unknown)

@@ -1,8 +1,8 @@
-"""Whole decode steps as one recorded call, where the table of operations can record: on a CPU, what CUDA graphs are on a GPU.
+"""Whole decode steps as one recorded call, where a device's operations can be recorded: for CPUs what CUDA graphs are for GPUs.
 
-A step is called once with tensors of the largest number of rows, and every operation on the way is recorded instead of run.
-Its buffers keep their addresses, so that later calls pass nothing but their number of rows. There is a record for each kind of
-step, all in the same memory. A step with operations of torch cannot be recorded, and is computed operation by operation.
+A step is called once with tensors of the largest number of rows, and each of its operations is recorded instead of run. Buffers
+keep their addresses, so that later calls pass nothing but their number of rows. There is a record for each kind of step; all
+use the same memory. A step that contains an operation of torch cannot be recorded, and is computed operation by operation.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
-"""What is made ready of steps over slots before the first request: their kernels, and graphs of the sizes that few requests
-need. `warm_up` asks for the kernels of steps that are launched one by one."""
+"""Prepares steps over slots before the first request: compiles their kernels, and captures graphs of the sizes that few
+requests need. The kernels of plain forward passes are asked for in `runner.warm_up`."""
 
 from __future__ import annotations
 

@@ -1,9 +1,10 @@
-"""Passes before the first request, where kernels are compiled when they are first called: one step of each kind, so that no
-request waits seconds for a compiler, and the largest step, which shows what memory a step takes.
+"""Forward passes before the first request, on devices whose kernels are compiled at first use: one step of each kind, so that
+no request waits seconds for a compiler, and the largest step, which shows how much memory a step takes.
 
-The steps of each kind only ask for their kernels, which are then compiled several at a time (`kernels.ops.compiled_together`).
-Which variants there are follows from the launchers in `kernels.triton`: from the requests of a step (few, many), the rows of a
-product and of a norm, the tokens of the longest chunk. A test asks for those of random traffic and finds no other ones.
+The steps of each kind compute nothing. They only ask for their kernels, which are then compiled several at a time
+(`kernels.ops.compiled_together`). The launchers in `kernels.triton` decide which variants there are: by the number of requests
+of a step, the rows of a product and of a norm, and the tokens of the longest chunk. A test runs random traffic and checks that
+it needs no other variants.
 """
 
 from __future__ import annotations
