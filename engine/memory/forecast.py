@@ -1,4 +1,4 @@
-"""What an engine will take of its device, told before anything is loaded and compared with what was taken when it is ready."""
+"""How much memory an engine will take of its device, predicted before anything is loaded and compared with what it took."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""Into how many splits attention cuts keys, and what these leave in memory: numbers of `kernels.triton`, needed here without
-torch. Tests compare both."""
+"""Into how many splits attention divides the keys, and how much memory their partial results take. These are the numbers of
+`kernels.triton`, needed here without torch; tests compare both."""
 
 from __future__ import annotations
 
