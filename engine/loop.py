@@ -3,19 +3,20 @@
     expire → schedule → move blocks → run → accept grammars → apply
 
 One bad request must not hurt another. A step that raises is repeated in halves until the culprit is alone
-(`engine.fault_isolation`); it ends with an error, the others go on. After a step that failed for everybody one harmless token
-is computed: when that fails too, several times in a row, the device is taken to be broken, and `EngineBroken` asks for a new
-process. So no request, however often it comes, can have the engine replaced by being bad.
+(`engine.fault_isolation`); it ends with an error, the others go on. After a step that failed for every request, one harmless
+token is computed. If that fails too, several times in a row, the device is taken to be broken, and `EngineBroken` asks for a
+new process. So a bad request cannot have the engine replaced, however often it is sent.
 
 Where the runner can, the next step is launched before this one's tokens are known (`engine.overlap`):
 
     expire → schedule → move blocks → launch ── wait for the step before → accept grammars → settle → complete the launch
 
-How far a guess of speculative decoding gets is not known beforehand, and guessing needs the tokens before it: a step that looks
-for guesses is planned when the one before it is settled, and one that verifies some is computed and applied at once.
+How many guesses of speculative decoding are accepted is not known beforehand, and guessing needs the tokens before. So a step
+that looks for guesses is planned after the one before it is settled, and a step that verifies guesses is computed and applied
+at once.
 
-Moves of blocks belong to no single request. When they raise they are repeated once, which is harmless; when they raise again,
-nobody can tell what the blocks hold, and `EngineBroken` follows.
+Block moves belong to no single request. If they raise they are repeated once, which is harmless. If they raise again, nobody
+can tell what the blocks hold, and `EngineBroken` follows.
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ from engine.scheduling.token_events import StepEvents, only_event, refusal
 
 FAILED_STEPS_MAX = 3
 PARKED_WAIT_S = 0.005
-"""How long a step without work waits for a grammar; nothing that arrives meanwhile waits for longer."""
+"""How long a step without work waits for a grammar. A request that arrives meanwhile waits no longer than that."""
 
 log = logging.getLogger("gatehouse.engine")
 

@@ -34,7 +34,7 @@ LOAD_REPORT_FRACTION = 0.02
 DRAIN_TIMEOUT_S = 5.0
 FATAL_CHARS_MAX = 1000
 INTER_TOKEN_TARGET_MS = 50.0
-"""Of a server whose operator says nothing: twenty tokens per second, faster than people read."""
+"""The default of a server: twenty tokens per second, faster than people read."""
 
 log = logging.getLogger("gatehouse.engine")
 

@@ -1,4 +1,4 @@
-"""What the value of an engine option may be: limits that options name in their types. Knows no option."""
+"""Limits for the values of engine options, used in the type annotations of `EngineOptions`. Knows no option."""
 
 from __future__ import annotations
 

@@ -30,7 +30,7 @@ SINGLE_FILE = "model.safetensors"
 
 
 class Place(Protocol):
-    """What takes a tensor of the checkpoint in a way of its own, and how much it is in memory."""
+    """Takes a tensor of the checkpoint in its own way, and knows how much memory it becomes."""
 
     num_parameters: int
     num_bytes: int
@@ -40,7 +40,7 @@ class Place(Protocol):
 
 
 class StoredLinear(Protocol):
-    """A fused linear module whose matrices are not plain tensors, from its plan to its kernel."""
+    """A fused linear module whose matrices are not plain tensors: plans what to load, then packs it into a kernel."""
 
     def plan(self, plan: WeightPlan) -> None: ...
 
@@ -48,12 +48,12 @@ class StoredLinear(Protocol):
 
 
 class LinearStorage(Protocol):
-    """How the linear modules of a model are stored; `modules` are names and rows, one below the other."""
+    """How the linear modules of a model are stored. `modules`: the names and rows of matrices that are stacked into one."""
 
     def linear(
         self, modules: Sequence[tuple[str, int]], columns: int, *, bias: bool, dtype: torch.dtype, device: torch.device
     ) -> StoredLinear | None:
-        """None where plain tensors are meant."""
+        """None if the module is stored as plain tensors."""
 
 
 @dataclass(slots=True)
@@ -62,7 +62,7 @@ class WeightPlan:
     tensor it equals; a checkpoint may hold both.
 
     Checkpoints may leave out `optional_prefix` and the tensors of `optional`; tensors whose names begin with one of `ignored`
-    are not needed. `storage` has a say in how linear modules are stored.
+    are not needed. `storage`: how linear modules are stored, None is as plain tensors.
     """
 
     places: dict[str, torch.Tensor | Place] = field(default_factory=dict)
@@ -206,7 +206,7 @@ def _take(plan: WeightPlan, name: str, read: Callable[[], torch.Tensor], path: P
 
 
 def copy_checked(place: torch.Tensor, tensor: torch.Tensor) -> None:
-    """Copy a tensor of the same shape, and of the same kind: codes of a quantised matrix are no numbers by themselves.
+    """Copy a tensor of the same shape and the same kind: the codes of a quantised matrix must not be copied as numbers.
 
     Raises `WeightsError` without the name of the tensor.
     """
@@ -226,7 +226,7 @@ def _is_number(dtype: torch.dtype) -> bool:
 
 
 def _check_tied(plan: WeightPlan, name: str, tensor: torch.Tensor) -> None:
-    """A tied tensor may stand in the file as well, but then it must be the same one."""
+    """A tied tensor may also be in the files, but must then equal the tensor it is tied to."""
     place = plan.places[plan.tied[name]]
     assert isinstance(place, torch.Tensor), "tied tensors are plain"
     if tensor.shape != place.shape or not torch.equal(tensor.to(device=place.device, dtype=place.dtype), place):

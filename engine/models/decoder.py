@@ -1,4 +1,4 @@
-"""The one decoder that every family here is an instance of: token ids of a batch in, hidden states of its rows out."""
+"""The decoder that all supported families share: token ids of a batch in, hidden states of its rows out."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ class DecoderLayer:
 
     @property
     def norm(self) -> RMSNorm | None:
-        """What stands before its attention: whoever adds to the residual stream before it normalises for it as well."""
+        """The norm before its attention, which the layer before it applies when it adds to the residual stream."""
         return self._before_attention
 
     def __call__(
@@ -224,7 +224,7 @@ class Decoder:
         return FusedLayers(fused, linear_add, normed_linear, multiplier=self._branch_multiplier, eps=self._norm.eps)
 
     def scale_kv(self) -> bool:
-        """Keys and values will be kept in 8 bits; whether the checkpoint had scales for those of every layer."""
+        """Keep keys and values in 8 bits from now on. Returns whether the checkpoint had scales for every layer."""
         calibrated = [layer.scale_kv() for layer in self._layers]
         return all(calibrated)
 
@@ -256,8 +256,8 @@ class Decoder:
         kv_caches: Sequence[torch.Tensor] | None,
         before_layer: Callable[[], None] = lambda: None,
     ) -> torch.Tensor:
-        """The way through all layers: [T, hidden] → [R, hidden], of the rows that are wanted, normalised. Behind the attention
-        of the last layer nobody reads the others, and nothing is computed for them."""
+        """Through all layers: [T, hidden] → [R, hidden], the wanted rows, normalised. Behind the last layer's attention nobody
+        reads the other rows, and nothing is computed for them."""
         first = self._layers[0].norm
         rows: torch.Tensor | ops.Fp8Rows = residual if first is None else first.rows(residual)
         norms = (*self._later_norms, self._norm)

@@ -75,7 +75,7 @@ class LLM:
         shared_prefixes: Sequence[str | Path] = (),
         **unknown: Any,
     ) -> None:
-        """`max_num_seqs` of None leaves the number to the engine, as the box does. `num_gpu_blocks_override` and
+        """`max_num_seqs` of None leaves the number to the engine, as the appliance does. `num_gpu_blocks_override` and
         `kv_cache_bytes` size the cache on any device; `enforce_eager` chooses the plain runner. `engine.options`
         describes `batch_invariant`, `scheduling_policy`, `inter_token_target_ms` and `shared_prefixes`, `speculation.options`
         what `speculative_config` may hold. Raises `ModelError` or `EngineConfigError`."""
@@ -312,7 +312,7 @@ def _num_tokens(completions: Collection[Completion]) -> dict[str, int]:
 
 
 def _refusal(index: int, event: TokenEvent) -> Exception:
-    """What the engine would not queue, as an error that names the prompt and the field."""
+    """A request that the engine refused to queue, as an error that names the prompt and the field."""
     message = f"prompt {index}: {event.error}"
     if event.error_param is None or event.error_param == PROMPT_PARAM:
         return PromptError(message)
