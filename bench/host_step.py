@@ -29,6 +29,9 @@ from typing import Any
 import torch
 
 from bench.rows import heading, keep
+from engine.grammar.compiler import GrammarCompiler
+from engine.grammar.masks import GrammarMasks
+from engine.grammar.queue import GrammarQueue, LateCompiler
 from engine.loop import Engine
 from engine.main import serve
 from engine.memory.device import GraphsTaken
@@ -130,6 +133,15 @@ class Parts:
         setattr(holder, name, timed)
 
 
+def no_grammars() -> GrammarQueue:
+    """Nobody asks for structured output."""
+
+    def compiler() -> GrammarCompiler:
+        raise AssertionError("nothing is compiled here")
+
+    return GrammarQueue(LateCompiler(compiler), GrammarMasks(2))
+
+
 def make_engine(
     batch: int, *, calls: Calls | None = None, max_model_len: int = MAX_MODEL_LEN, budget: int = 8192
 ) -> tuple[Engine, Parts]:
@@ -157,7 +169,7 @@ def make_engine(
     steps.decodes.step.host_sampled = None  # as on a GPU, where the device's memory is not the host's
     steps.state.words.on_host = None
     runner: Any = SlotRunner(NoPlainRunner(), steps, None)  # type: ignore[arg-type]
-    engine = Engine(scheduler, runner, info)
+    engine = Engine(scheduler, runner, info, no_grammars())
     parts = Parts()
     for holder, name in ((scheduler, "schedule"), (scheduler, "advance"), (scheduler, "settle"), (runner, "plain_reason")):
         parts.wrap(holder, name, name)

@@ -126,7 +126,7 @@ def build_engine(
     log.info("operations %s", ops.listed(resolved.dtype, device, batch_invariant=options.batch_invariant))
     _tell_start(info, _mode_words(cached, ahead), times)
     grammars = _grammar_queue(options, info, cached.runner.masks, has_one_caller=has_one_caller)
-    return Engine(scheduler, ahead or cached.runner, info, grammars=grammars, step_budget=budget)
+    return Engine(scheduler, ahead or cached.runner, info, grammars, step_budget=budget)
 
 
 def _load_models(resolved: ResolvedOptions, *, progress: Callable[[float], None]) -> tuple[LoadedDecoder, LoadedDecoder | None]:

@@ -56,13 +56,13 @@ class Engine:
         scheduler: Scheduler,
         runner: Runner,
         info: EngineInfo,
+        grammars: GrammarQueue,
         *,
         clock: Callable[[], float] = time.monotonic,
-        grammars: GrammarQueue | None = None,
         step_budget: StepBudget | None = None,
     ) -> None:
         """Steps overlap if `runner` can launch them ahead. `step_budget` is told how long steps took; it should be the
-        scheduler's. Without `grammars` no request may ask for structured output."""
+        scheduler's."""
         self.info = info
         self._scheduler = scheduler
         self._runner = runner
@@ -105,8 +105,6 @@ class Engine:
         try:
             check_request(wanted, self.info)
             spec = grammar_spec(wanted.sampling)
-            if spec is not None and self._grammars is None:
-                raise InvalidOption(spec.param, f"{spec.param} is not available in this engine")
         except PromptError as error:
             return refusal(wanted, str(error), PROMPT_PARAM)
         except InvalidOption as error:
@@ -114,10 +112,10 @@ class Engine:
         self._checked_idle = False
         answers = self._make_answers(wanted, spec)
         self._live[wanted.request_id] = list(answers)
-        if spec is not None and self._grammars is not None:
-            self._grammars.park(answers, spec)
-        else:
+        if spec is None:
             self._enqueue(answers)
+        else:
+            self._grammars.park(answers, spec)
         return []
 
     def abort(self, request_id: str) -> list[TokenEvent]:
@@ -144,8 +142,7 @@ class Engine:
         try:
             self.abort_all()
         finally:
-            if self._grammars is not None:
-                self._grammars.close()
+            self._grammars.close()
 
     def step(self) -> list[TokenEvent]:
         """Schedule, run, apply. Does next to nothing when no request is live."""
@@ -187,7 +184,7 @@ class Engine:
     def check_invariants(self) -> None:
         """Raise `AssertionError` unless scheduler, pool and live requests agree."""
         self._scheduler.check_invariants()
-        known = set(chain(self._scheduler.live(), self._grammars.requests() if self._grammars else ()))
+        known = set(chain(self._scheduler.live(), self._grammars.requests()))
         assert known == set(chain.from_iterable(self._live.values())), "live requests and scheduler disagree"
 
     def status(self, *, with_requests: bool = False) -> EngineStatus:
@@ -197,8 +194,8 @@ class Engine:
             self._figures,
             self.fallbacks,
             self.plain_steps,
-            () if self._grammars is None else self._grammars.requests(),
-            num_parked=0 if self._grammars is None else len(self._grammars),
+            self._grammars.requests(),
+            num_parked=len(self._grammars),
             with_requests=with_requests,
         )
 
@@ -272,7 +269,7 @@ class Engine:
 
     def _follow_grammars(self, requests: Sequence[Request], outputs: list[RowResult] | list[StepOutput]) -> None:
         """Move grammars on by the tokens of this step; the output of an answer whose grammar cannot follow becomes an error."""
-        if self._grammars is None or not self._grammars.guides:
+        if not self._grammars.guides:
             return
         for index, (request, output) in enumerate(zip(requests, outputs, strict=True)):
             if output is None or not request.sampling.is_guided or request.is_finished:
@@ -323,7 +320,7 @@ class Engine:
             self._scheduler.add_fork(request)
 
     def _end(self, request: Request, reason: FinishReason) -> TokenEvent:
-        if self._grammars is not None and self._grammars.remove(request):
+        if self._grammars.remove(request):
             return only_event(request, reason)
         event = self._scheduler.abort(request)
         assert event is not None, f"request {request.request_id} was live and had ended"
