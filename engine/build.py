@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 
 import torch
@@ -26,7 +26,7 @@ from engine.options import EngineOptions
 from engine.protocol import EngineInfo
 from engine.quantization.scheme import UNQUANTISED
 from engine.resolved_options import ResolvedOptions
-from engine.runner.calibration import MeasuredSpeed, measure_guesses, measure_speed
+from engine.runner.calibration import MeasuredSpeed, measure_speed
 from engine.runner.kv_cache import BlockMover
 from engine.runner.model_runner import ModelRunner
 from engine.runner.paged_decoder import PagedDecoder
@@ -118,7 +118,15 @@ def build_engine(
     if ahead is not None:
         measured = meter.with_graphs(measured, ahead.steps.calls.taken)
         times.done("graphs")
-    speed = _measured_speed(resolved, cached, model, limits, ahead)
+    speed = measure_speed(
+        resolved.config,
+        cached.runner.target,
+        cached.runner.draft,
+        limits,
+        weight_bytes=model.size.num_bytes / model.size.num_parameters,
+        max_guesses=options.max_guesses,
+        steps=None if ahead is None else SlotTiming(ahead.steps),
+    )
     times.done("speed")
     budget = _step_budget(options, speed.step_times, () if ahead is None else ahead.chunk_sizes)
     scheduler = _scheduler(resolved, cached.plan, limits, speed, budget)
@@ -173,29 +181,6 @@ def _over_slots(resolved: ResolvedOptions, cached: CachedModels, limits: Schedul
     meter.begin_graphs()
     warm_up(ahead.steps)
     return ahead
-
-
-def _measured_speed(
-    resolved: ResolvedOptions, cached: CachedModels, model: LoadedDecoder, limits: SchedulerLimits, ahead: SlotRunner | None
-) -> MeasuredSpeed:
-    """Time the loaded models: decodes and the verification of guesses in the way they will be run, and chunks of prompts."""
-    options = resolved.options
-    timing = None if ahead is None else SlotTiming(ahead.steps)
-    speed = measure_speed(
-        resolved.config,
-        cached.runner.target,
-        cached.runner.draft,
-        limits,
-        weight_bytes=model.size.num_bytes / model.size.num_parameters,
-        for_speculation=options.speculative_config is not None and not cached.mode.has_slots,
-        decode=None if timing is None else partial(timing.decode, 1),
-        hidden_of=None if timing is None else timing.chunks,
-    )
-    if timing is None or not options.max_guesses:
-        return speed
-    guess = None if cached.runner.draft is None else timing.draft_decode
-    costs = measure_guesses(timing.decode, limits.max_num_seqs + options.max_guesses, resolved.device, guess=guess)
-    return replace(speed, speculation=costs)
 
 
 def _ask_for_kernels(cached: CachedModels, limits: SchedulerLimits, options: EngineOptions) -> None:
