@@ -124,10 +124,8 @@ class Engine:
 
     def abort_answer(self, request_id: str, index: int) -> list[TokenEvent]:
         """End one answer of a request and leave the others running."""
-        answers = [request for request in self._live.get(request_id, []) if request.index == index]
-        for request in answers:
-            self._forget(request)
-        return [self._end(request, FinishReason.ABORTED) for request in answers]
+        request = self._take_live(request_id, index)
+        return [] if request is None else [self._end(request, FinishReason.ABORTED)]
 
     def abort_all(self) -> list[TokenEvent]:
         """End everything that is live, also after an interrupt within a step: results of steps under way are dropped."""
@@ -157,15 +155,16 @@ class Engine:
         batch = self._scheduler.schedule()
         if batch.moves:
             self._move(batch.moves)
-        if self._overlapped is not None and not batch.num_draft_tokens:
-            happened.add(self._overlap(self._overlapped, batch, started_s))
-        elif not batch.is_empty:
+        if batch.is_empty and self._under_way is None:
+            if self._grammars:
+                self._grammars.wait(PARKED_WAIT_S)
+        elif self._overlapped is None or batch.num_draft_tokens:
             happened.add(self._compute(batch, started_s))
-        elif self._grammars:
-            self._grammars.wait(PARKED_WAIT_S)
+        else:
+            happened.add(self._overlap(self._overlapped, batch, started_s))
         for event in happened.others:
             if event.finish_reason is not None:
-                self._forget_answer(event.request_id, event.index)
+                self._take_live(event.request_id, event.index)
         if self._overlapped is not None and self._under_way is not None and not self._live:
             self._collect(self._overlapped, None)  # surplus rows of requests that have ended
         return happened
@@ -225,8 +224,6 @@ class Engine:
             launched = overlapped.launch(batch, predicted_s=self._predict(batch), now_s=started_s)
             if not overlapped.is_synchronous:
                 launched.host_s = self._clock() - begun_s
-        elif self._under_way is None and self._grammars:
-            self._grammars.wait(PARKED_WAIT_S)
         happened = StepEvents() if self._under_way is None else self._collect(overlapped, launched)
         if launched is not None:
             overlapped.complete(launched)
@@ -326,17 +323,15 @@ class Engine:
         assert event is not None, f"request {request.request_id} was live and had ended"
         return event
 
-    def _forget_answer(self, request_id: str, index: int) -> None:
-        for request in self._live.get(request_id, []):
-            if request.index == index:
-                self._forget(request)
-                return
-
-    def _forget(self, request: Request) -> None:
-        answers = self._live[request.request_id]
-        answers.remove(request)
-        if not answers:
-            del self._live[request.request_id]
+    def _take_live(self, request_id: str, index: int) -> Request | None:
+        """Take an answer out of the live ones; None if it is not among them."""
+        answers = self._live.get(request_id, [])
+        request = next((answer for answer in answers if answer.index == index), None)
+        if request is not None:
+            answers.remove(request)
+            if not answers:
+                del self._live[request_id]
+        return request
 
     def _make_answers(self, wanted: GenerationRequest, spec: GrammarSpec | None) -> list[Request]:
         """One request per answer, each with a seed of its own."""
