@@ -9,7 +9,7 @@ from unittest import mock
 
 from bench.gpu.rows import Row
 from engine.runner.cuda_graphs import CudaGraphs
-from engine.runner.ready_steps import DecodeShape, ReadySteps
+from engine.runner.decode_step import DecodeShape, DecodeSteps
 from engine.sampling.columns import SamplingNeeds
 
 
@@ -42,9 +42,9 @@ class GraphUse:
 def graph_use() -> Iterator[GraphUse]:
     """Count the decode steps inside the block, and those whose graph was not whole. Without graphs none lacks anything."""
     use = GraphUse()
-    choose_shape, make_ready = ReadySteps.choose_shape, CudaGraphs.make_ready
+    choose_shape, make_ready = DecodeSteps.choose_shape, CudaGraphs.make_ready
 
-    def chosen(steps: ReadySteps, num_rows: int, needs: SamplingNeeds, *, has_guesses: bool = False) -> DecodeShape:
+    def chosen(steps: DecodeSteps, num_rows: int, needs: SamplingNeeds, *, has_guesses: bool = False) -> DecodeShape:
         shape = choose_shape(steps, num_rows, needs, has_guesses=has_guesses)
         use.steps += 1
         use.without_choice += shape.kind is None and not needs.masked
@@ -54,5 +54,5 @@ def graph_use() -> Iterator[GraphUse]:
         use.captured += 1
         make_ready(graphs, key, function, is_kept=is_kept)
 
-    with mock.patch.object(ReadySteps, "choose_shape", chosen), mock.patch.object(CudaGraphs, "make_ready", captured):
+    with mock.patch.object(DecodeSteps, "choose_shape", chosen), mock.patch.object(CudaGraphs, "make_ready", captured):
         yield use

@@ -14,23 +14,42 @@ A draft model runs in every step too, because it has a KV cache of its own.
 
 Where a row waits for a mask that depends on the token before, or the step's kind has no graph of its own, the graph ends with
 the logits, and `choose` samples behind it. On a CPU the operations of a step are recorded (`runner.recorded_step`).
+
+`DecodeStep` computes a step; `DecodeSteps` has it captured for each shape before it first runs, and runs it.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
+from typing import NamedTuple
 
 import torch
 
 from engine.layers.batch_inputs import BatchInputs
+from engine.runner.cuda_graphs import Calls
 from engine.runner.paged_decoder import PagedDecoder
 from engine.runner.recorded_step import RecordedSteps
 from engine.runner.slots import SlotState
 from engine.runner.step_inputs import StepInputs
 from engine.sampling import scores
-from engine.sampling.columns import ColumnSampler, Kind
+from engine.sampling.columns import ColumnSampler, Kind, SamplingNeeds
 from engine.sampling_params import TOP_LOGPROBS_MAX
+from engine.step_sizes import guesses_size, logits_size, sizes, step_size
 from kernels import ops
+
+NO_ROWS: list[int] = []
+NO_INPUTS: list[list[int]] = [[]] * 5
+
+
+class DecodeShape(NamedTuple):
+    """What a graph is made for, and its key: `size` rows of the model called `name`, padding included. Without a `kind` it ends
+    with the logits; all kinds of a size have that one in common."""
+
+    name: str
+    size: int
+    kind: Kind | None
+    has_guesses: bool
 
 
 class DecodeStep:
@@ -125,3 +144,59 @@ class DecodeStep:
 
     def _advance(self, rows: torch.Tensor, tokens: torch.Tensor) -> None:
         self._state.advance(rows, tokens, out=self.sampled[: len(rows)], host=self._host)
+
+
+class DecodeSteps:
+    """Runs the step of one model by shape."""
+
+    def __init__(
+        self, name: str, step: DecodeStep, inputs: StepInputs, calls: Calls, *, max_num_seqs: int, is_synchronous: bool
+    ) -> None:
+        """`name`: of the model's graphs among those of `calls`. `max_num_seqs`: rows of a step without guesses.
+        `is_synchronous`: a step is recorded instead of rounded up to one of the sizes of graphs."""
+        self.step = step
+        self._name = name
+        self._inputs = inputs
+        self._calls = calls
+        self._max_num_seqs = max_num_seqs
+        self._is_synchronous = is_synchronous
+
+    @property
+    def guess_sizes(self) -> list[int]:
+        """The sizes of steps with guesses."""
+        return sizes(guesses_size, self._inputs.max_rows, fewest=2)
+
+    def shape(self, num_rows: int, kind: Kind | None, *, has_guesses: bool = False) -> DecodeShape:
+        """The shape of a step of so many rows, rounded up to a size that there are graphs of."""
+        if self._is_synchronous:
+            size = num_rows
+        elif has_guesses:
+            size = guesses_size(num_rows, self._inputs.max_rows)
+        else:
+            size = (logits_size if kind is None else step_size)(num_rows, self._max_num_seqs)
+        return DecodeShape(self._name, size, kind, has_guesses)
+
+    def choose_shape(self, num_rows: int, needs: SamplingNeeds, *, has_guesses: bool = False) -> DecodeShape:
+        """The shape to compute a step in, made ready: of the step's own kind, or of none where rows wait for masks or its kind
+        is too rare for a graph. Write the inputs after this call, which may capture the graph."""
+        shape = self.shape(num_rows, needs.kind, has_guesses=has_guesses)
+        if needs.masked or not self._calls.admits(shape):
+            shape = self.shape(num_rows, None, has_guesses=has_guesses)
+        self.make_ready(shape)
+        return shape
+
+    def make_ready(self, shape: DecodeShape) -> None:
+        """Capture the steps of this shape, unless that is done."""
+        if not self._calls.is_ready(shape):  # captured with nothing but padding: the step changes nothing
+            if shape.has_guesses:
+                self._inputs.write(NO_INPUTS, shape.size)
+            else:
+                self._inputs.write_rows(NO_ROWS, shape.size)
+            self._calls.make_ready(shape, self._computing(shape))
+
+    def run(self, shape: DecodeShape) -> None:
+        """Compute a step of a shape that is ready, whose inputs are written."""
+        self._calls.run(shape, self._computing(shape))
+
+    def _computing(self, shape: DecodeShape) -> Callable[[], None]:
+        return partial(self.step, shape.size, shape.kind, has_guesses=shape.has_guesses)

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 
 import torch
 
-from engine.runner.ready_steps import ReadySteps
+from engine.runner.decode_step import DecodeSteps
 from engine.runner.staging import Staging
 from engine.runner.step_inputs import StepInputs
 from engine.sampling.columns import ColumnSampler, SamplingNeeds
@@ -23,7 +23,7 @@ from engine.speculation.options import SPECULATIVE_TOKENS_MAX
 class DraftSteps:
     """Guesses tokens for requests in slots."""
 
-    def __init__(self, decodes: ReadySteps, inputs: StepInputs, sampler: ColumnSampler) -> None:
+    def __init__(self, decodes: DecodeSteps, inputs: StepInputs, sampler: ColumnSampler) -> None:
         self.decodes = decodes
         self._inputs = inputs
         self._sampler = sampler

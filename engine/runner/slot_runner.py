@@ -25,10 +25,10 @@ import torch
 
 from engine.protocol import PlainReason
 from engine.runner.chunk_step import ToChoose
+from engine.runner.decode_step import DecodeShape
 from engine.runner.launched_step import Choosing, LaunchedStep
 from engine.runner.model_runner import ModelRunner
 from engine.runner.paged_decoder import PlacedTokens
-from engine.runner.ready_steps import DecodeShape
 from engine.runner.row_masks import FillMasks, RowMasks
 from engine.runner.rows import SampledRows, guess_places, input_row, scored_positions, unknown_places
 from engine.runner.slot_steps import SlotSteps

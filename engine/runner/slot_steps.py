@@ -1,9 +1,9 @@
 """What steps over slots consist of, made once for all of them.
 
 SlotState, StepInputs      what the device knows of each request, and the rows of a step
-ReadySteps of DecodeStep   steps of one token each, and those with guesses
-ChunkSteps                 steps with chunks of prompts, as far as what chooses their tokens
-DraftSteps                 the small steps of a model that guesses
+DecodeSteps                steps of one token for each request, and those that verify guesses
+ChunkSteps                 steps with chunks of prompts, up to the hidden states that are sampled
+DraftSteps                 the small steps of a draft model
 Staging, TokenReturn       to the device and back
 """
 
@@ -11,10 +11,9 @@ from __future__ import annotations
 
 from engine.runner.chunk_step import ChunkStep, ChunkSteps
 from engine.runner.cuda_graphs import Calls
-from engine.runner.decode_step import DecodeStep
+from engine.runner.decode_step import DecodeStep, DecodeSteps
 from engine.runner.draft_steps import DraftSteps
 from engine.runner.paged_decoder import PagedDecoder
-from engine.runner.ready_steps import ReadySteps
 from engine.runner.slots import SlotState
 from engine.runner.staging import Staging
 from engine.runner.step_inputs import StepInputs
@@ -77,9 +76,9 @@ class SlotSteps:
         over_slots = self.inputs, self.state, self.sampler
         return DecodeStep(decoder, *over_slots, is_recorded=self.is_synchronous, draft=draft, host=host)
 
-    def _ready(self, name: str, step: DecodeStep) -> ReadySteps:
+    def _ready(self, name: str, step: DecodeStep) -> DecodeSteps:
         max_num_seqs = self.limits.max_num_seqs
-        return ReadySteps(name, step, self.inputs, self.calls, max_num_seqs=max_num_seqs, is_synchronous=self.is_synchronous)
+        return DecodeSteps(name, step, self.inputs, self.calls, max_num_seqs=max_num_seqs, is_synchronous=self.is_synchronous)
 
     def fetch_decodes(self, num_rows: int, kind: Kind, *, sends_inputs: bool = False) -> Fetch:
         """The tokens of the decode step just launched, with their scores, and with its inputs if only the device has them."""

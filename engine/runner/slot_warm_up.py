@@ -8,8 +8,8 @@ from collections.abc import Sequence
 import torch
 
 from engine.grammar.masks import allow_all
+from engine.runner.decode_step import NO_INPUTS, NO_ROWS, DecodeSteps
 from engine.runner.input_rows import InputRow
-from engine.runner.ready_steps import NO_INPUTS, NO_ROWS, ReadySteps
 from engine.runner.rows import FIRST, UNKNOWN
 from engine.runner.slot_steps import SlotSteps
 from engine.runner.slots import NOTHING
@@ -48,7 +48,7 @@ def warm_up(steps: SlotSteps) -> None:
         steps.chunks.warm_up()
 
 
-def _make_ready(steps: ReadySteps, sizes: Sequence[int], *, has_guesses: bool = False) -> None:
+def _make_ready(steps: DecodeSteps, sizes: Sequence[int], *, has_guesses: bool = False) -> None:
     for kind in USUAL:
         steps.step.make_ready(kind, has_guesses=has_guesses)
     for num_rows in sizes:

@@ -6,7 +6,7 @@ from unittest import mock
 
 import torch
 
-from engine.runner.ready_steps import NO_INPUTS
+from engine.runner.decode_step import NO_INPUTS
 from engine.runner.slots import NOTHING
 from engine.runner.step_inputs import StepInputs
 from tests.support.slots import slot_state
