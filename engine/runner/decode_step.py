@@ -62,11 +62,11 @@ class DecodeStep:
         state: SlotState,
         sampler: ColumnSampler,
         *,
-        is_recorded: bool = False,
+        records: bool = False,
         draft: DecodeStep | None = None,
         host: ops.HostTokens | None = None,
     ) -> None:
-        """`is_recorded`: as one call of the decoder's operations, where they can be recorded. `draft`: the step of the model
+        """`records`: run as one recorded call, where all operations can be recorded. `draft`: the step of the model
         that goes along, over the same inputs. `host`: where tokens are left for it, if anywhere."""
         (max_rows, max_blocks), device = inputs.block_tables.shape, inputs.block_tables.device
         self.sampled = torch.zeros(max_rows, dtype=torch.int64, device=device)
@@ -80,7 +80,7 @@ class DecodeStep:
         self._sampler = sampler
         self._draft = draft
         self._host = host
-        recorder = decoder.recorder if is_recorded else None
+        recorder = decoder.recorder if records else None
         self._recorded = RecordedSteps(recorder, self._run, max_rows)
         decoder.keep_workspaces(max_rows, max_blocks)
 

@@ -74,7 +74,7 @@ class SlotSteps:
         self, decoder: PagedDecoder, draft: DecodeStep | None = None, host: ops.HostTokens | None = None
     ) -> DecodeStep:
         over_slots = self.inputs, self.state, self.sampler
-        return DecodeStep(decoder, *over_slots, is_recorded=self.is_synchronous, draft=draft, host=host)
+        return DecodeStep(decoder, *over_slots, records=self.is_synchronous, draft=draft, host=host)
 
     def _ready(self, name: str, step: DecodeStep) -> DecodeSteps:
         max_num_seqs = self.limits.max_num_seqs
