@@ -61,13 +61,14 @@ from kernels import ops
 log = logging.getLogger("gatehouse.engine")
 
 WEIGHTS_SHARE = 0.5
-"""Of the progress of a start, where kernels are compiled behind them: a first start takes about as long for them."""
+"""The share of loading weights in the progress of a start, if kernels are compiled after it: a first start takes about as long
+for these."""
 
 NO_GRAPHS = "no graphs: experts chosen by the host"
-"""Said of a mixture whose weights no launch can read together: each of its layers waits for the host in every step."""
+"""For a mixture of experts whose weights no single launch can read: each of its layers waits for the host in every step."""
 
 NOT_RECORDED = "not recorded: the model or its draft model has an operation that cannot be"
-"""Said where decode steps on a CPU are computed operation by operation."""
+"""For decode steps on a CPU that are computed operation by operation."""
 
 
 @dataclass(frozen=True, slots=True)

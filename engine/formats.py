@@ -22,7 +22,7 @@ FP8_CAPABILITY = (8, 9)
 """The first compute capability with products of fp8 numbers."""
 
 HEAD_DIM_MAX = 256
-"""Of attention kernels for GPUs: longer heads do not fit the shared memory of every card."""
+"""The longest head of attention kernels for GPUs: longer ones do not fit the shared memory of every card."""
 
 
 class WeightFormat(NamedTuple):

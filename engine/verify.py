@@ -34,7 +34,8 @@ from engine.weights import WeightsSize, load_weights, stored_names, weight_files
 
 REPORT_FRACTION = 0.05
 RATIO_WARNED = 1.1
-"""Of two perplexities. Formats that are fit for serving stay within a few hundredths of one; a broken one is far beyond."""
+"""The ratio of two perplexities that is warned of. Formats fit for serving stay within a few hundredths of 1; a broken one is
+far beyond."""
 
 OPTIONS = ("quantization", "head_quantization", "kv_cache_dtype", "unquantized")
 

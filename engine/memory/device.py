@@ -15,7 +15,7 @@ from engine.options import EngineOptions
 SWAP_SPACE_SHARE_MAX = 0.8
 
 WORKSPACE_BYTES = 128 << 20
-"""Of libraries and of kernels' code on a GPU, which come with the first step."""
+"""For libraries and the code of kernels on a GPU, which take their memory in the first step."""
 
 
 def kv_bytes_left(needs: MemoryNeeds, utilization: float, device: torch.device) -> int:

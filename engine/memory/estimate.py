@@ -68,7 +68,8 @@ def estimate_fit(
 
 
 def _seated(fit: MemoryFit) -> MemoryFit:
-    """With as many seats, by halves of the default, as leave room for the wanted context and find tokens in the cache."""
+    """The fit with the most seats, out of the default and its halves, that leave room for the wanted context and for enough
+    tokens of each in the cache."""
     seats = [fit.load.num_seqs]
     while seats[-1] > FEW_SEATS:
         seats.append(max(FEW_SEATS, seats[-1] // 2))

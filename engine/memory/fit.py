@@ -19,14 +19,14 @@ from engine.memory.shape import Load, MemoryShape
 
 REMEDIES_MAX = 6
 GAIN_MIN = 1.1
-"""By which a change must lengthen the context over what costs less, to be worth a line."""
+"""A change is offered only if it makes the context this much longer than cheaper changes do."""
 
 FEW_SEATS = 32
 FEW_TOKENS = 2048
-"""Of a step: so many that prompts still read the weights seldom, so few that activations are no more than a few hundred MB."""
+"""Tokens of a step: enough for prompts to read the weights seldom, few enough for activations to stay at a few hundred MB."""
 
 LARGER_SHARE = 0.95
-"""Of a card's memory: the rest is for what nobody foretold."""
+"""A share of a card's memory that leaves the rest for what was not predicted."""
 
 
 class Remedy(NamedTuple):

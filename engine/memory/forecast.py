@@ -20,7 +20,7 @@ from engine.step_mode import StepMode
 from kernels import ops
 
 TOLERANCE = 0.05
-"""By which a part may be larger than predicted before the log warns of it."""
+"""How much larger than predicted a part may be, as a share, before the log warns of it."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -154,7 +154,7 @@ class Decoder:
         self._stored_head: StoredLinear | None = None
         self._head_kernel: ops.LinearKernel | None = None
         self.greedy_head: Callable[[torch.Tensor], torch.Tensor] | None = None
-        """Of a few rows [B, hidden] the tokens with the largest `logits`: [B] int64. None where no kernel does it."""
+        """Takes a few rows [B, hidden] and returns the tokens with the largest logits, [B] int64. None if no kernel does it."""
         self._ops = ops.operations(device, dtype, batch_invariant=batch_invariant)
         # The multiplier is rounded to the format of the embeddings, as the reference implementations do.
         self._multiplier = torch.tensor(config.embedding_multiplier, dtype=dtype).item()
@@ -202,7 +202,7 @@ class Decoder:
         self._fused = self._fuse()
 
     def _bind_greedy_head(self) -> Callable[[torch.Tensor], torch.Tensor] | None:
-        """Of the very weights that `logits` multiplies, where nothing follows their product."""
+        """Bind it to the weights that `logits` multiplies with, if nothing follows that product."""
         bind, head = self._ops.bind_greedy_head, ops.plain_product(self._head_kernel)
         if bind is None or head is None or self._softcap is not None or self._divisor != 1.0:
             return None

@@ -51,8 +51,8 @@ class ChunkShape(NamedTuple):
     @property
     @cache  # noqa: B019 - of the few shapes that graphs are made for, asked for several times a step
     def pieces(self) -> dict[str, slice]:
-        """Where each kind of number stands among those of a step: at a multiple of 16 bytes. Those in front of the tokens are
-        narrow."""
+        """The place of each piece among the numbers of a step, at a multiple of 16 bytes. Pieces before "tokens" are read as
+        32-bit numbers."""
         tokens, decodes, chunks = self.num_tokens, self.num_decodes, self.num_chunks
         sizes = {
             "slots": decodes,  # of decodes, NOTHING for no decode
@@ -70,7 +70,7 @@ class ChunkShape(NamedTuple):
 
     @property
     def num_numbers(self) -> int:
-        """Of all pieces together."""
+        """The length of all pieces together."""
         return _even(self.pieces["slots of chosen"].stop)
 
 
@@ -152,7 +152,7 @@ class ChunkStep:
 
     @property
     def shapes(self) -> list[ChunkShape]:
-        """Those that graphs are made for, the largest last."""
+        """The shapes that graphs are made for, the largest last."""
         return [
             ChunkShape("chunks", num_tokens, min(num_tokens, self._num_decodes), num_chunks + 1)
             for num_tokens, num_chunks in chunk_shapes(self._max_tokens)

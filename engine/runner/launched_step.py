@@ -14,7 +14,7 @@ from engine.scheduling.scheduled_batch import RowResult, StepOutput
 from kernels.ops import NO_TOKEN
 
 Choosing = tuple[Fetch, dict[int, GrammarError]]
-"""Where the tokens of a step whose rows waited for masks will arrive, and why a row has no mask."""
+"""Where the tokens of a step that waited for masks will arrive, and why a row got no mask, by row."""
 
 
 @dataclass(slots=True)

@@ -152,7 +152,7 @@ class SlotTable:
         self._num_gone_on = 0  # steps by which `_lens` is behind for these slots
 
     def newcomers(self, items: Sequence[ScheduledRequest]) -> list[ScheduledRequest]:
-        """Those whose request has no slot yet."""
+        """The items whose request has no slot yet."""
         return [item for item in items if item.request not in self._of]
 
     def forget(self) -> None:

@@ -29,7 +29,7 @@ PADDING = (NOTHING, 0, 0, NOTHING, 0)
 
 
 class StepInputs:
-    """Of up to `max_rows` rows. A row whose slot is below 0 is padding: it reads no context and writes no key."""
+    """The inputs of up to `max_rows` rows. A row with a negative slot is padding: it reads no context and writes no key."""
 
     def __init__(self, state: SlotState, decoder: PagedDecoder, *, max_rows: int, block_size: int) -> None:
         """`decoder`: the model whose kernels say how many rows are attended together."""

@@ -30,7 +30,7 @@ from kernels import ops
 log = logging.getLogger("gatehouse.engine")
 
 REPORT_S = 2.0
-"""Between two lines of the log while kernels are compiled."""
+"""Time between two lines of the log while kernels are compiled."""
 
 SEARCHED = (257, 513, 1025)
 """Numbers of requests of a step, one above each power of two from 256 on, for which kernels that search among the requests of a
@@ -54,8 +54,8 @@ FEW, SOME, MANY = 1, 20, 40
 """Requests whose prompts are read in one step."""
 
 SHORT_MAX = 8
-"""Up to so many tokens of a chunk, steps of SOME requests are compiled too: they have more rows than are launched early, and
-their requests are searched among as FEW are."""
+"""For chunks of up to so many tokens, steps of SOME requests are compiled too. They have more rows than are launched early, and
+few enough requests that kernels search among them as among FEW."""
 
 
 def compiles_at_first_use(device: torch.device) -> bool:

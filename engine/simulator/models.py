@@ -103,7 +103,7 @@ MODELS: dict[str, SimulatedModel] = {
 }
 
 ARCHITECTURES = {"llama": "LlamaForCausalLM", "qwen3": "Qwen3ForCausalLM"}
-"""By the first word of a known name."""
+"""Architectures by the first word of a known model's name."""
 
 
 def find_gpu(name: str) -> SimulatedGpu:
