@@ -188,15 +188,8 @@ class Engine:
 
     def status(self, *, with_requests: bool = False) -> EngineStatus:
         """Gauges and totals now; `with_requests` adds every live answer, at a cost proportional to their number."""
-        return make_status(
-            self._scheduler,
-            self._figures,
-            self.fallbacks,
-            self.plain_steps,
-            self._grammars.requests(),
-            num_parked=len(self._grammars),
-            with_requests=with_requests,
-        )
+        figures = self._figures, self.fallbacks, self.plain_steps
+        return make_status(self._scheduler, self._grammars, *figures, with_requests=with_requests)
 
     def _compute(self, batch: ScheduledBatch, started_s: float) -> StepEvents:
         items = batch.items
