@@ -22,9 +22,9 @@ from pathlib import Path
 from typing import Any
 
 from bench.rows import heading, keep
-from engine.cpu_environment import prepare_cpu
+from engine.environment import prepare_environment
 
-prepare_cpu()
+prepare_environment()
 
 import torch  # noqa: E402 - must see the environment set above
 import transformers  # noqa: E402

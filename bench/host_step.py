@@ -29,6 +29,9 @@ from typing import Any
 import torch
 
 from bench.rows import heading, keep
+from engine.grammar.compiler import GrammarCompiler
+from engine.grammar.masks import GrammarMasks
+from engine.grammar.queue import GrammarQueue, LateCompiler
 from engine.loop import Engine
 from engine.main import serve
 from engine.memory.device import GraphsTaken
@@ -63,6 +66,7 @@ class NoDecoder:
     rotaries: tuple[()] = ()
     vocab_size = 1
     dtype = None
+    device = DEVICE
 
     def keep_workspaces(self, num_rows: int, max_blocks: int) -> None: ...
 
@@ -103,7 +107,6 @@ class NoCalls:
 
 class NoPlainRunner:
     stage = "run"
-    text_model = None
 
     def move(self, moves: Any) -> None: ...
 
@@ -130,6 +133,15 @@ class Parts:
         setattr(holder, name, timed)
 
 
+def no_grammars() -> GrammarQueue:
+    """Nobody asks for structured output."""
+
+    def compiler() -> GrammarCompiler:
+        raise AssertionError("nothing is compiled here")
+
+    return GrammarQueue(LateCompiler(compiler), GrammarMasks(2))
+
+
 def make_engine(
     batch: int, *, calls: Calls | None = None, max_model_len: int = MAX_MODEL_LEN, budget: int = 8192
 ) -> tuple[Engine, Parts]:
@@ -151,14 +163,13 @@ def make_engine(
         calls or NoCalls(),
         limits,
         max_guesses=0,
-        device=DEVICE,
         chunk_rows=CHUNK_ROWS,
     )
     steps.chunks._step._hidden = torch.zeros(batch, 1)  # nothing computes it
     steps.decodes.step.host_sampled = None  # as on a GPU, where the device's memory is not the host's
     steps.state.words.on_host = None
     runner: Any = SlotRunner(NoPlainRunner(), steps, None)  # type: ignore[arg-type]
-    engine = Engine(scheduler, runner, info, overlap=runner)
+    engine = Engine(scheduler, runner, info, no_grammars())
     parts = Parts()
     for holder, name in ((scheduler, "schedule"), (scheduler, "advance"), (scheduler, "settle"), (runner, "plain_reason")):
         parts.wrap(holder, name, name)

@@ -15,6 +15,7 @@ import gc
 import time
 from collections.abc import Sequence
 
+from bench.host_step import no_grammars
 from bench.rows import heading, keep
 from engine.loop import Engine
 from engine.protocol import EngineInfo, GenerationRequest, SamplingParams
@@ -51,7 +52,7 @@ def make_engine(max_model_len: int, num_blocks: int) -> Engine:
     )
     pool = BlockPool(num_blocks)
     scheduler = Scheduler(limits, pool, clock=time.monotonic, prefix_cache=PrefixCache(pool, BLOCK_SIZE))
-    return Engine(scheduler, NoDevice(), info)
+    return Engine(scheduler, NoDevice(), info, no_grammars())
 
 
 def measure(answers: int, prompt_len: int) -> tuple[float, list[float]]:

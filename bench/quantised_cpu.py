@@ -20,9 +20,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from engine.cpu_environment import prepare_cpu
+from engine.environment import prepare_environment
 
-prepare_cpu()
+prepare_environment()
 
 import torch  # noqa: E402 - must see the environment set above
 

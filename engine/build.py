@@ -5,30 +5,28 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 
 import torch
 
-from engine.config.model import ModelConfig
-from engine.cpu_environment import default_threads
 from engine.device import device_name, format_name
+from engine.environment import default_threads
 from engine.grammar.compiler import GrammarCompiler
 from engine.grammar.masks import GrammarMasks
 from engine.grammar.queue import GrammarQueue, LateCompiler
 from engine.grammar.vocabulary import load_vocabulary
 from engine.loop import Engine
-from engine.memory.device import kv_bytes_available
-from engine.memory.fit import format_distinct, format_parts, underestimated
-from engine.memory.forecast import MemoryMeter
+from engine.memory.device import kv_bytes_left
+from engine.memory.fit import format_distinct
+from engine.memory.forecast import MeasuredMemory, MemoryMeter, format_parts, underestimated
 from engine.memory.kv_plan import MemoryPlan
-from engine.models.decoder import Decoder
+from engine.models.loading import LoadedDecoder, load_decoder
 from engine.options import EngineOptions
 from engine.protocol import EngineInfo
-from engine.quantization.scheme import UNQUANTISED, weight_scheme
+from engine.quantization.scheme import UNQUANTISED
 from engine.resolved_options import ResolvedOptions
-from engine.runner.calibration import MeasuredSpeed, measure_guesses, measure_speed
+from engine.runner.calibration import MeasuredSpeed, measure_speed
 from engine.runner.kv_cache import BlockMover
 from engine.runner.model_runner import ModelRunner
 from engine.runner.paged_decoder import PagedDecoder
@@ -58,57 +56,34 @@ from engine.speculation.prompt_lookup import AdaptiveDrafter
 from engine.start_times import StartTimes
 from engine.step_mode import StepMode
 from engine.switches import switched_off
-from engine.weights import WeightsSize, load_weights
 from kernels import ops
 
 log = logging.getLogger("gatehouse.engine")
 
 WEIGHTS_SHARE = 0.5
-"""Of the progress of a start, where kernels are compiled behind them: a first start takes about as long for them."""
+"""The share of loading weights in the progress of a start, if kernels are compiled after it: a first start takes about as long
+for these."""
 
 NO_GRAPHS = "no graphs: experts chosen by the host"
-"""Said of a mixture whose weights no launch can read together: each of its layers waits for the host in every step."""
+"""For a mixture of experts whose weights no single launch can read: each of its layers waits for the host in every step."""
 
 NOT_RECORDED = "not recorded: the model or its draft model has an operation that cannot be"
-"""Said where decode steps on a CPU are computed operation by operation."""
-
-
-@dataclass(frozen=True, slots=True)
-class LoadedModel:
-    """A decoder with its weights, before it has a cache."""
-
-    config: ModelConfig
-    decoder: Decoder
-    size: WeightsSize
-    quantization: str
+"""For decode steps on a CPU that are computed operation by operation."""
 
 
 @dataclass(frozen=True, slots=True)
 class CachedModels:
-    """The models with their caches, and the plain runner over them. `asks_host`: a model waits for the host within a step,
-    so that no step can be captured, and `mode` has no graphs."""
+    """The models with their caches, as the plain runner has them, and how steps are run: `mode` has no graphs where a model
+    waits for the host within a step."""
 
     plan: MemoryPlan
-    target: PagedDecoder
-    draft: PagedDecoder | None
-    masks: GrammarMasks
-    mover: BlockMover
     runner: ModelRunner
     mode: StepMode
-    asks_host: bool
-
-    @property
-    def decoders(self) -> list[PagedDecoder]:
-        return [self.target] if self.draft is None else [self.target, self.draft]
-
-    @property
-    def rotary_bytes(self) -> int:
-        return sum(table.num_bytes for decoder in self.decoders for table in decoder.rotaries)
 
     @property
     def has_no_graphs(self) -> bool:
-        """Whether steps are launched ahead but not captured, because a model asks the host: not because of a switch."""
-        return self.asks_host and self.mode.launches_ahead
+        """Whether steps are launched ahead but not captured because a model waits for the host, not because of a switch."""
+        return self.mode.launches_ahead and any(decoder.has_host_sync for decoder in self.runner.decoders)
 
 
 def build_engine(
@@ -134,100 +109,91 @@ def build_engine(
         with compiling("steps", lambda ready: progress(share + (1 - share) * ready)):
             _ask_for_kernels(cached, limits, options)
         times.done("kernels")  # compiled or found in Triton's cache on disk
-        for decoder in cached.decoders:
+        for decoder in cached.runner.decoders:
             run_largest_step(decoder, limits, max_guesses=options.max_guesses)
         times.done("steps")
     weights_bytes = sum(each.size.num_bytes for each in (model, draft) if each)
-    measured = meter.measured(weights_bytes, cached.plan.kv_bytes, cached.rotary_bytes)
+    rotary_bytes = sum(table.num_bytes for decoder in cached.runner.decoders for table in decoder.rotaries)
+    measured = meter.measured(weights_bytes, cached.plan.kv_bytes, rotary_bytes)
     ahead = _over_slots(resolved, cached, limits, meter) if cached.mode.has_slots else None
     if ahead is not None:
         measured = meter.with_graphs(measured, ahead.steps.calls.taken)
         times.done("graphs")
-    speed = _measured_speed(resolved, cached, model, limits, ahead)
+    speed = measure_speed(
+        resolved.config,
+        cached.runner.target,
+        cached.runner.draft,
+        limits,
+        weight_bytes=model.size.num_bytes / model.size.num_parameters,
+        max_guesses=options.max_guesses,
+        steps=None if ahead is None else SlotTiming(ahead.steps),
+    )
     times.done("speed")
     budget = _step_budget(options, speed.step_times, () if ahead is None else ahead.chunk_sizes)
     scheduler = _scheduler(resolved, cached.plan, limits, speed, budget)
-    info = _info(resolved, model, cached, load_s=times.total_s)
-    info = replace(info, memory=resolved.forecast.parts(measured), memory_note=resolved.forecast.shortened())
+    info = _info(resolved, model, cached, measured, load_s=times.total_s)
     log.info("operations %s", ops.listed(resolved.dtype, device, batch_invariant=options.batch_invariant))
     _tell_start(info, _mode_words(cached, ahead), times)
-    grammars = _grammar_queue(options, info, cached.masks, has_one_caller=has_one_caller)
-    return Engine(scheduler, ahead or cached.runner, info, grammars=grammars, step_budget=budget, overlap=ahead)
+    grammars = _grammar_queue(options, info, cached.runner.masks, has_one_caller=has_one_caller)
+    return Engine(scheduler, ahead or cached.runner, info, grammars, step_budget=budget)
 
 
-def _load_models(resolved: ResolvedOptions, *, progress: Callable[[float], None]) -> tuple[LoadedModel, LoadedModel | None]:
+def _load_models(resolved: ResolvedOptions, *, progress: Callable[[float], None]) -> tuple[LoadedDecoder, LoadedDecoder | None]:
     """The target, quantised as asked, and the draft model, which is not."""
     options = resolved.options
-    formats = {"quantization": options.quantization, "head": options.head_quantization}
-    model = _load(options.model, resolved.config, resolved, **formats, progress=progress)
+    load = partial(load_decoder, dtype=resolved.dtype, device=resolved.device, batch_invariant=options.batch_invariant)
+    model = load(
+        options.model,
+        resolved.config,
+        quantization=options.quantization,
+        head_quantization=options.head_quantization,
+        progress=progress,
+    )
     if resolved.draft is None or options.draft_model is None:
         return model, None
-    return model, _load(options.draft_model, resolved.draft, resolved)
+    return model, load(options.draft_model, resolved.draft)
 
 
-def _with_caches(resolved: ResolvedOptions, model: LoadedModel, draft: LoadedModel | None) -> CachedModels:
+def _with_caches(resolved: ResolvedOptions, model: LoadedDecoder, draft: LoadedDecoder | None) -> CachedModels:
     options, device = resolved.options, resolved.device
-    available = kv_bytes_available(resolved.forecast.fit.needs, options, device)
-    plan = resolved.memory_plan(available)
-    target_decoder = _paged(model, resolved, plan)
-    draft_decoder = None if draft is None else _paged(draft, resolved, plan)
-    masks = GrammarMasks(resolved.config.vocab_size)
-    caches = [*target_decoder.kv_caches, *(draft_decoder.kv_caches if draft_decoder else ())]
-    mover = BlockMover(caches, plan.num_host_blocks)
-    asks_host = any(each.decoder.asks_host for each in (model, draft) if each)
-    mode = resolved.mode.without_graphs() if asks_host else resolved.mode
+    kv_bytes = resolved.forecast.fixed_kv_bytes
+    if kv_bytes is None:
+        kv_bytes = kv_bytes_left(resolved.forecast.fit.needs, options.gpu_memory_utilization, device)
+    plan = resolved.memory_plan(kv_bytes)
+    target = _paged(model, resolved, plan)
+    guesser = None if draft is None else _paged(draft, resolved, plan)
+    decoders = [target] if guesser is None else [target, guesser]
+    mode = resolved.mode.without_graphs() if any(decoder.has_host_sync for decoder in decoders) else resolved.mode
     runner = ModelRunner(
-        target_decoder, Sampler(device), mover, masks,
-        draft=draft_decoder, batch_invariant=options.batch_invariant, guesses_are_equal=mode.has_slots,
-    )  # fmt: skip
-    return CachedModels(plan, target_decoder, draft_decoder, masks, mover, runner, mode, asks_host)
+        target,
+        Sampler(device),
+        BlockMover([cache for decoder in decoders for cache in decoder.kv_caches], plan.num_host_blocks),
+        GrammarMasks(target.vocab_size),
+        draft=guesser,
+        guesses_are_equal=mode.has_slots,
+    )
+    return CachedModels(plan, runner, mode)
 
 
 def _over_slots(resolved: ResolvedOptions, cached: CachedModels, limits: SchedulerLimits, meter: MemoryMeter) -> SlotRunner:
     """Make the runner that launches steps over slots, with the steps ready that a few requests need."""
     meter.begin_slots()
-    ahead = make_slot_runner(
-        cached.runner, cached.target, cached.masks, limits, resolved.device, cached.mode,
-        draft=cached.draft, max_guesses=resolved.options.max_guesses,
-    )  # fmt: skip
+    ahead = make_slot_runner(cached.runner, limits, cached.mode, max_guesses=resolved.options.max_guesses)
     meter.begin_graphs()
     warm_up(ahead.steps)
     return ahead
 
 
-def _measured_speed(
-    resolved: ResolvedOptions, cached: CachedModels, model: LoadedModel, limits: SchedulerLimits, ahead: SlotRunner | None
-) -> MeasuredSpeed:
-    """Time the loaded models: decodes and the verification of guesses in the way they will be run, and chunks of prompts."""
-    options = resolved.options
-    timing = None if ahead is None else SlotTiming(ahead.steps)
-    speed = measure_speed(
-        resolved.config,
-        cached.target,
-        cached.draft,
-        limits,
-        weight_bytes=model.size.num_bytes / model.size.num_parameters,
-        for_speculation=options.speculative_config is not None and not cached.mode.has_slots,
-        decode=None if timing is None else partial(timing.decode, 1),
-        hidden_of=None if timing is None else timing.chunks,
-    )
-    if timing is None or not options.max_guesses:
-        return speed
-    guess = None if cached.draft is None else timing.draft_decode
-    costs = measure_guesses(timing.decode, limits.max_num_seqs + options.max_guesses, resolved.device, guess=guess)
-    return replace(speed, speculation=costs)
-
-
 def _ask_for_kernels(cached: CachedModels, limits: SchedulerLimits, options: EngineOptions) -> None:
     """Launch one step of each kind: within `compiling` that asks for their kernels and runs nothing."""
-    for decoder in cached.decoders:
+    runner, speculative = cached.runner, options.speculative_config
+    for decoder in runner.decoders:
         compile_steps(decoder, limits, max_guesses=options.max_guesses)
-    cached.mover.compile()
-    device = cached.target.kv_caches[0].device
-    compile_float32_logits(cached.target.vocab_size, device)
-    speculative = options.speculative_config
-    if not cached.mode.has_slots and cached.draft is not None and speculative is not None:
-        compile_verification(cached.target.vocab_size, speculative.num_speculative_tokens, device)
+    runner.mover.compile()
+    vocab_size, device = runner.target.vocab_size, runner.target.device
+    compile_float32_logits(vocab_size, device)
+    if not cached.mode.has_slots and runner.draft is not None and speculative is not None:
+        compile_verification(vocab_size, speculative.num_speculative_tokens, device)
 
 
 def _mode_words(cached: CachedModels, ahead: SlotRunner | None) -> str:
@@ -248,39 +214,10 @@ def _tell_start(info: EngineInfo, runner: str, times: StartTimes) -> None:
         log.warning("memory: %s took %s, %s were predicted", part.name, taken, predicted)
 
 
-def _load(
-    directory: Path,
-    config: ModelConfig,
-    resolved: ResolvedOptions,
-    *,
-    quantization: str | None = None,
-    head: str | None = None,
-    progress: Callable[[float], None] = lambda _: None,
-) -> LoadedModel:
-    is_invariant = resolved.options.batch_invariant
-    scheme = weight_scheme(directory, config, quantization, head=head, batch_invariant=is_invariant)
-    decoder = Decoder(config, dtype=resolved.dtype, device=resolved.device, batch_invariant=is_invariant)
-    weights = decoder.weight_plan(scheme.storage)
-    load_weights(directory, weights, progress=progress)
-    size = WeightsSize.of(weights)
-    del weights
-    decoder.pack(scheme.packer, scheme.head_packer)
-    return LoadedModel(config, decoder, size, scheme.name)
-
-
-def _paged(model: LoadedModel, resolved: ResolvedOptions, plan: MemoryPlan) -> PagedDecoder:
-    options, device = resolved.options, resolved.device
-    return PagedDecoder(
-        model.config,
-        model.decoder,
-        plan,
-        options.block_size,
-        dtype=resolved.dtype,
-        device=device,
-        kv_dtype=resolved.kv_dtype,
-        batch_invariant=options.batch_invariant,
-        text_tokens=options.batched_tokens(device.type) if device.type == "cuda" else None,
-    )
+def _paged(model: LoadedDecoder, resolved: ResolvedOptions, plan: MemoryPlan) -> PagedDecoder:
+    device = resolved.device.type
+    text_tokens = resolved.options.batched_tokens(device) if device == "cuda" else None
+    return PagedDecoder(model.decoder, plan, kv_dtype=resolved.kv_dtype, text_tokens=text_tokens)
 
 
 def _step_budget(options: EngineOptions, step_times: StepTimeModel, sizes: Sequence[int]) -> StepBudget | None:
@@ -321,15 +258,17 @@ def _scheduler(
     )
 
 
-def _info(resolved: ResolvedOptions, model: LoadedModel, cached: CachedModels, *, load_s: float) -> EngineInfo:
+def _info(
+    resolved: ResolvedOptions, model: LoadedDecoder, cached: CachedModels, measured: MeasuredMemory, *, load_s: float
+) -> EngineInfo:
     options, device, plan = resolved.options, resolved.device, cached.plan
     kernels = _kernels(options, model.quantization, resolved.dtype, device)
     return EngineInfo(
         model=options.name or options.model.name,
-        architecture=model.config.family.architecture,
+        architecture=resolved.config.family.architecture,
         max_model_len=plan.max_model_len,
-        vocab_size=model.config.vocab_size,
-        eos_token_ids=list(model.config.eos_token_ids),
+        vocab_size=resolved.config.vocab_size,
+        eos_token_ids=list(resolved.config.eos_token_ids),
         block_size=options.block_size,
         num_kv_blocks=plan.num_blocks,
         max_num_seqs=options.seats(device.type),
@@ -343,7 +282,9 @@ def _info(resolved: ResolvedOptions, model: LoadedModel, cached: CachedModels, *
         load_s=load_s,
         quantization=model.quantization,
         kv_cache_dtype=format_name(resolved.kv_dtype),
-        kv_scales=cached.target.kv_scales,
+        kv_scales=cached.runner.target.kv_scales,
+        memory=resolved.forecast.parts(measured),
+        memory_note=resolved.forecast.shortened(),
         switched_off=switched_off(),
     )
 

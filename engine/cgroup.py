@@ -27,7 +27,7 @@ def memory_bytes() -> int | None:
 
 
 def _folders(controller: str) -> Iterator[Path]:
-    """Of the process' groups that this controller limits, from the innermost one to the root."""
+    """The folders of the process' groups under this controller, from the innermost one to the root."""
     for line in _text(MEMBERSHIP).splitlines():
         _, controllers, path = line.split(":", 2)
         if controllers and controller not in controllers.split(","):
@@ -44,7 +44,7 @@ def _quota(folder: Path) -> float | None:
 
 
 def _numbers(path: Path) -> list[int]:
-    """Those in a file; none where there is no limit, which the versions write as `max` and as -1."""
+    """The numbers in a file; none where there is no limit, which version 2 writes as `max` and version 1 as -1."""
     words = _text(path).split()
     return [int(word) for word in words] if words and all(map(str.isdecimal, words)) else []
 

@@ -13,7 +13,7 @@ from engine.formats import computed_dtype
 log = logging.getLogger("gatehouse.engine")
 
 DRIVER = Path("/proc/driver/nvidia/version")
-"""Where Linux says that NVIDIA's driver is loaded."""
+"""Exists on Linux if NVIDIA's driver is loaded."""
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 

@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
+from engine.grammar.queue import GrammarQueue
 from engine.overlap import Fallbacks
 from engine.protocol import EngineStatus, PlainReason, Priority, RequestProgress, TenantProgress
 from engine.scheduling.request import Request, RequestStatus
@@ -30,21 +31,20 @@ class StepFigures:
 
 def make_status(
     scheduler: Scheduler,
+    grammars: GrammarQueue,
     figures: StepFigures,
     fallbacks: Fallbacks,
     plain_steps: Mapping[PlainReason, int],
-    parked: Iterable[Request],
     *,
-    num_parked: int,
     with_requests: bool,
 ) -> EngineStatus:
     """The state now; `with_requests` adds every live answer and tenant, at a cost proportional to their number. Answers that
     are parked until their grammar is compiled count as waiting, behind all others."""
     pool, totals, host_tier = scheduler.pool, scheduler.totals, scheduler.kv.host_tier
-    queue = [*scheduler.waiting(), *parked] if with_requests else []
+    queue = [*scheduler.waiting(), *grammars.requests()] if with_requests else []
     return EngineStatus(
         num_running=scheduler.num_running,
-        num_waiting=scheduler.num_waiting + num_parked,
+        num_waiting=scheduler.num_waiting + len(grammars),
         kv_blocks_total=pool.num_blocks,
         kv_blocks_used=pool.num_used,
         kv_blocks_cached=pool.num_cached,

@@ -44,8 +44,8 @@ class Runner(Protocol):
 
 
 def run_isolated(runner: Runner, items: Sequence[ScheduledRequest]) -> list[StepOutput]:
-    """Outputs in the order of `items`; those that raise alone, and without guesses, have the error, in words that name the
-    stage. A guess may spoil what is computed beside it, and must end no request."""
+    """Outputs in the order of `items`. An item that raises on its own gets the error, which names the stage. One with guesses
+    is tried again without them first: a bad guess must not end a request."""
     outputs = _halved(runner, items)
     spoiled = [row for row, output in enumerate(outputs) if output.error is not None and items[row].num_draft_tokens]
     if spoiled:

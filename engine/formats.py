@@ -1,7 +1,7 @@
-"""In which formats an engine computes and keeps its numbers, as its checkpoint, its options and its card decide.
+"""The formats in which an engine computes and keeps its numbers, decided by checkpoint, options and card. Knows no torch.
 
-What contradicts itself is refused here, before anything is loaded. Knows no torch: `gatehouse plan` asks on any machine what an
-engine asks on its own.
+Formats that contradict each other are refused here, before anything is loaded: by an engine for its own card, by `gatehouse
+plan` for any.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ FP8_CAPABILITY = (8, 9)
 """The first compute capability with products of fp8 numbers."""
 
 HEAD_DIM_MAX = 256
-"""Of attention kernels for GPUs: longer heads do not fit the shared memory of every card."""
+"""The longest head of attention kernels for GPUs: longer ones do not fit the shared memory of every card."""
 
 
 class WeightFormat(NamedTuple):
-    """How the matrices of the layers are stored: `bits` each, and `group_bits` more for every `group` of them. `head_bits`: of
-    the output head, 0 where it is kept as it is computed with."""
+    """How the matrices of the layers are stored: `bits` for each weight, and `group_bits` more for every `group` of weights.
+    `head_bits`: bits of a weight of the output head, 0 where it is kept in the format that is computed in."""
 
     name: str
     bits: int
@@ -52,7 +52,7 @@ FOUR_BITS = WeightFormat("4 bits", 4, group=128, group_bits=20)  # a scale of 16
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Formats:
-    """How weights are stored, and in how many bytes numbers are computed with and keys and values are kept."""
+    """How weights are stored, and the bytes of a number that is computed with, and of one in the KV cache."""
 
     weights: WeightFormat
     element_bytes: int
@@ -88,8 +88,9 @@ def check_quantization(config: ModelConfig, wanted: str | None, head: str | None
 
 
 def check_formats(config: ModelConfig, options: EngineOptions, dtype: str, capability: tuple[int, int] | None) -> None:
-    """Raise `EngineConfigError`, naming the option, for formats that contradict the checkpoint, or that a GPU of this compute
-    capability has no instructions or no kernel for; None is a CPU. Raise `UnsupportedModel` for heads no kernel is made for."""
+    """Raise `EngineConfigError`, naming the option, for formats that contradict the checkpoint, or for which a GPU of this
+    compute capability has no instructions or no kernel; None is a CPU. Raise `UnsupportedModel` for heads that no kernel is
+    made for."""
     check_quantization(config, options.quantization, options.head_quantization)
     if capability is None:
         return

@@ -3,19 +3,20 @@
     expire → schedule → move blocks → run → accept grammars → apply
 
 One bad request must not hurt another. A step that raises is repeated in halves until the culprit is alone
-(`engine.fault_isolation`); it ends with an error, the others go on. After a step that failed for everybody one harmless token
-is computed: when that fails too, several times in a row, the device is taken to be broken, and `EngineBroken` asks for a new
-process. So no request, however often it comes, can have the engine replaced by being bad.
+(`engine.fault_isolation`); it ends with an error, the others go on. After a step that failed for every request, one harmless
+token is computed. If that fails too, several times in a row, the device is taken to be broken, and `EngineBroken` asks for a
+new process. So a bad request cannot have the engine replaced, however often it is sent.
 
-With `overlap` the next step is launched before this one's tokens are known (`engine.overlap`):
+Where the runner can, the next step is launched before this one's tokens are known (`engine.overlap`):
 
     expire → schedule → move blocks → launch ── wait for the step before → accept grammars → settle → complete the launch
 
-How far a guess of speculative decoding gets is not known beforehand, and guessing needs the tokens before it: a step that looks
-for guesses is planned when the one before it is settled, and one that verifies some is computed and applied at once.
+How many guesses of speculative decoding are accepted is not known beforehand, and guessing needs the tokens before. So a step
+that looks for guesses is planned after the one before it is settled, and a step that verifies guesses is computed and applied
+at once.
 
-Moves of blocks belong to no single request. When they raise they are repeated once, which is harmless; when they raise again,
-nobody can tell what the blocks hold, and `EngineBroken` follows.
+Block moves belong to no single request. If they raise they are repeated once, which is harmless. If they raise again, nobody
+can tell what the blocks hold, and `EngineBroken` follows.
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ from engine.scheduling.token_events import StepEvents, only_event, refusal
 
 FAILED_STEPS_MAX = 3
 PARKED_WAIT_S = 0.005
-"""How long a step without work waits for a grammar; nothing that arrives meanwhile waits for longer."""
+"""How long a step without work waits for a grammar. A request that arrives meanwhile waits no longer than that."""
 
 log = logging.getLogger("gatehouse.engine")
 
@@ -55,14 +56,13 @@ class Engine:
         scheduler: Scheduler,
         runner: Runner,
         info: EngineInfo,
+        grammars: GrammarQueue,
         *,
         clock: Callable[[], float] = time.monotonic,
-        grammars: GrammarQueue | None = None,
         step_budget: StepBudget | None = None,
-        overlap: AheadRunner | None = None,
     ) -> None:
-        """`step_budget` is told how long steps took; it should be the scheduler's. Without `grammars` no request may ask for
-        structured output. `overlap` is `runner` again, if steps are to overlap."""
+        """Steps overlap if `runner` can launch them ahead. `step_budget` is told how long steps took; it should be the
+        scheduler's."""
         self.info = info
         self._scheduler = scheduler
         self._runner = runner
@@ -73,7 +73,9 @@ class Engine:
         self._figures = StepFigures()
         self._failed_steps = 0
         self._checked_idle = True
-        self._overlapped = None if overlap is None else OverlappedSteps(overlap, scheduler.advance, self._move)
+        self._overlapped: OverlappedSteps | None = None
+        if isinstance(runner, AheadRunner):
+            self._overlapped = OverlappedSteps(runner, scheduler.advance, self._move)
         self._under_way: StepUnderWay | None = None
         self._collected_s = 0.0
 
@@ -103,8 +105,6 @@ class Engine:
         try:
             check_request(wanted, self.info)
             spec = grammar_spec(wanted.sampling)
-            if spec is not None and self._grammars is None:
-                raise InvalidOption(spec.param, f"{spec.param} is not available in this engine")
         except PromptError as error:
             return refusal(wanted, str(error), PROMPT_PARAM)
         except InvalidOption as error:
@@ -112,10 +112,10 @@ class Engine:
         self._checked_idle = False
         answers = self._make_answers(wanted, spec)
         self._live[wanted.request_id] = list(answers)
-        if spec is not None and self._grammars is not None:
-            self._grammars.park(answers, spec)
-        else:
+        if spec is None:
             self._enqueue(answers)
+        else:
+            self._grammars.park(answers, spec)
         return []
 
     def abort(self, request_id: str) -> list[TokenEvent]:
@@ -124,10 +124,8 @@ class Engine:
 
     def abort_answer(self, request_id: str, index: int) -> list[TokenEvent]:
         """End one answer of a request and leave the others running."""
-        answers = [request for request in self._live.get(request_id, []) if request.index == index]
-        for request in answers:
-            self._forget(request)
-        return [self._end(request, FinishReason.ABORTED) for request in answers]
+        request = self._take_live(request_id, index)
+        return [] if request is None else [self._end(request, FinishReason.ABORTED)]
 
     def abort_all(self) -> list[TokenEvent]:
         """End everything that is live, also after an interrupt within a step: results of steps under way are dropped."""
@@ -142,8 +140,7 @@ class Engine:
         try:
             self.abort_all()
         finally:
-            if self._grammars is not None:
-                self._grammars.close()
+            self._grammars.close()
 
     def step(self) -> list[TokenEvent]:
         """Schedule, run, apply. Does next to nothing when no request is live."""
@@ -158,15 +155,16 @@ class Engine:
         batch = self._scheduler.schedule()
         if batch.moves:
             self._move(batch.moves)
-        if self._overlapped is not None and not batch.num_draft_tokens:
-            happened.add(self._overlap(self._overlapped, batch, started_s))
-        elif not batch.is_empty:
+        if batch.is_empty and self._under_way is None:
+            if self._grammars:
+                self._grammars.wait(PARKED_WAIT_S)
+        elif self._overlapped is None or batch.num_draft_tokens:
             happened.add(self._compute(batch, started_s))
-        elif self._grammars:
-            self._grammars.wait(PARKED_WAIT_S)
+        else:
+            happened.add(self._overlap(self._overlapped, batch, started_s))
         for event in happened.others:
             if event.finish_reason is not None:
-                self._forget_answer(event.request_id, event.index)
+                self._take_live(event.request_id, event.index)
         if self._overlapped is not None and self._under_way is not None and not self._live:
             self._collect(self._overlapped, None)  # surplus rows of requests that have ended
         return happened
@@ -185,20 +183,13 @@ class Engine:
     def check_invariants(self) -> None:
         """Raise `AssertionError` unless scheduler, pool and live requests agree."""
         self._scheduler.check_invariants()
-        known = set(chain(self._scheduler.live(), self._grammars.requests() if self._grammars else ()))
+        known = set(chain(self._scheduler.live(), self._grammars.requests()))
         assert known == set(chain.from_iterable(self._live.values())), "live requests and scheduler disagree"
 
     def status(self, *, with_requests: bool = False) -> EngineStatus:
         """Gauges and totals now; `with_requests` adds every live answer, at a cost proportional to their number."""
-        return make_status(
-            self._scheduler,
-            self._figures,
-            self.fallbacks,
-            self.plain_steps,
-            () if self._grammars is None else self._grammars.requests(),
-            num_parked=0 if self._grammars is None else len(self._grammars),
-            with_requests=with_requests,
-        )
+        figures = self._figures, self.fallbacks, self.plain_steps
+        return make_status(self._scheduler, self._grammars, *figures, with_requests=with_requests)
 
     def _compute(self, batch: ScheduledBatch, started_s: float) -> StepEvents:
         items = batch.items
@@ -226,8 +217,6 @@ class Engine:
             launched = overlapped.launch(batch, predicted_s=self._predict(batch), now_s=started_s)
             if not overlapped.is_synchronous:
                 launched.host_s = self._clock() - begun_s
-        elif self._under_way is None and self._grammars:
-            self._grammars.wait(PARKED_WAIT_S)
         happened = StepEvents() if self._under_way is None else self._collect(overlapped, launched)
         if launched is not None:
             overlapped.complete(launched)
@@ -270,7 +259,7 @@ class Engine:
 
     def _follow_grammars(self, requests: Sequence[Request], outputs: list[RowResult] | list[StepOutput]) -> None:
         """Move grammars on by the tokens of this step; the output of an answer whose grammar cannot follow becomes an error."""
-        if self._grammars is None or not self._grammars.guides:
+        if not self._grammars.guides:
             return
         for index, (request, output) in enumerate(zip(requests, outputs, strict=True)):
             if output is None or not request.sampling.is_guided or request.is_finished:
@@ -321,23 +310,21 @@ class Engine:
             self._scheduler.add_fork(request)
 
     def _end(self, request: Request, reason: FinishReason) -> TokenEvent:
-        if self._grammars is not None and self._grammars.remove(request):
+        if self._grammars.remove(request):
             return only_event(request, reason)
         event = self._scheduler.abort(request)
         assert event is not None, f"request {request.request_id} was live and had ended"
         return event
 
-    def _forget_answer(self, request_id: str, index: int) -> None:
-        for request in self._live.get(request_id, []):
-            if request.index == index:
-                self._forget(request)
-                return
-
-    def _forget(self, request: Request) -> None:
-        answers = self._live[request.request_id]
-        answers.remove(request)
-        if not answers:
-            del self._live[request.request_id]
+    def _take_live(self, request_id: str, index: int) -> Request | None:
+        """Take an answer out of the live ones; None if it is not among them."""
+        answers = self._live.get(request_id, [])
+        request = next((answer for answer in answers if answer.index == index), None)
+        if request is not None:
+            answers.remove(request)
+            if not answers:
+                del self._live[request_id]
+        return request
 
     def _make_answers(self, wanted: GenerationRequest, spec: GrammarSpec | None) -> list[Request]:
         """One request per answer, each with a seed of its own."""

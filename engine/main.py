@@ -17,15 +17,13 @@ import time
 from collections.abc import Sequence
 from contextlib import closing
 
-from engine.cpu_environment import prepare_cpu
+from engine.environment import prepare_environment
 from engine.errors import EngineError
-from engine.gpu_environment import prepare_gpu
 from engine.options import EngineOptions
 from engine.protocol import EngineFrame, TokenEvent
 from engine.transport import FrameSocket, PeerClosed, TransportError, decode_gateway_frame
 
-prepare_cpu()
-prepare_gpu()
+prepare_environment()
 
 from engine.build import build_engine  # noqa: E402 - torch must see the environment set above
 from engine.loop import Engine  # noqa: E402
@@ -36,7 +34,7 @@ LOAD_REPORT_FRACTION = 0.02
 DRAIN_TIMEOUT_S = 5.0
 FATAL_CHARS_MAX = 1000
 INTER_TOKEN_TARGET_MS = 50.0
-"""Of a server whose operator says nothing: twenty tokens per second, faster than people read."""
+"""The default of a server: twenty tokens per second, faster than people read."""
 
 log = logging.getLogger("gatehouse.engine")
 

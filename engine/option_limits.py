@@ -1,4 +1,4 @@
-"""What the value of an engine option may be: limits that options name in their types. Knows no option."""
+"""Limits for the values of engine options, used in the type annotations of `EngineOptions`. Knows no option."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from engine.cpu_environment import num_cores
+from engine.environment import num_cores
 from engine.number_checks import is_integer, is_number
 
 THREADS_PER_CORE_MAX = 16

@@ -29,12 +29,12 @@ CPU_KV_CACHE_BYTES = 256 * 1024 * 1024
 CPU_BATCHED_TOKENS = 512
 CUDA_BATCHED_TOKENS = 8192
 SEATS = {"cpu": 64, "cuda": 256}
-"""Requests that run at a time where nobody says how many. A GPU reads the weights once for all of a step, so that 256 requests
-cost little more time than 64; a CPU of 64 rows multiplies and waits for no weights, and more seats only share its speed out."""
+"""The default of `max_num_seqs` by device. A GPU reads the weights once for all requests of a step, so that 256 cost little
+more time than 64. A CPU with 64 rows is limited by its arithmetic, and more seats would only divide its speed."""
 
 SEATS_MAX = 1024
-"""With 64 guesses so many requests of a step are at most 2048, in powers of two: the most among which decodes search in the
-registers that they are granted on an H200 (`kernels.triton.gate`). Among 4096 two programs take the room of three and spill."""
+"""With 64 guesses a step has at most 2048 rows, rounded up to a power of two: the most among which decode attention can search
+with the registers that it is granted on an H200 (`kernels.triton.gate`). With 4096 it would spill."""
 BLOCK_SIZE_MAX = 1024
 
 
@@ -42,7 +42,7 @@ BLOCK_SIZE_MAX = 1024
 class EngineOptions:
     """Options of one engine process. Raises `EngineConfigError`, naming the option.
 
-    `block_size` is a power of two: kernels of GPUs read the cache in tiles that hold whole blocks, or lie within one.
+    `block_size` is a power of two: GPU kernels read the cache in tiles that hold whole blocks or lie within one.
     `swap_space` is the size in GiB of the tier in main memory that evicted KV blocks move to. `batch_invariant`: a request
     gives the same logits alone and in any batch, at the cost of speed. `enforce_eager`: no step is captured or recorded as a
     whole, and none is launched before the tokens of the one before it are known. `inter_token_target_ms`: how long a step may
@@ -87,7 +87,8 @@ class EngineOptions:
 
     @classmethod
     def of(cls, values: Mapping[str, Any]) -> EngineOptions:
-        """From values by option, as a call or a JSON object has them: files may be text, `speculative_config` is a mapping."""
+        """From values by option name, as a call or a JSON object has them: paths may be text, `speculative_config` is a
+        mapping."""
         unknown = sorted(values.keys() - LIMITS.keys())
         if unknown:
             raise EngineConfigError(unknown[0], "is not an option of this engine")
@@ -127,7 +128,7 @@ class EngineOptions:
 LIMITS: dict[str, tuple[limits.Limit, ...]] = {
     option: getattr(hint, "__metadata__", ()) for option, hint in get_type_hints(EngineOptions, include_extras=True).items()
 }
-"""Of every option by name, what its type says that its value may be."""
+"""The limits of each option's value, by name, as its type annotation states them."""
 
 
 def _path(option: str, value: object) -> Path:

@@ -3,11 +3,12 @@
     host    plan 1  launch 1 │ plan 2  launch 2  settle 1 │ plan 3  launch 3  settle 2 │ …
     device           step 1 ─────────────┤├── step 2 ────────────────┤├── step 3 ──────
 
-Where a row waits for a mask that depends on the token before (a grammar), `launch` begins what can be begun without it and
-`complete`, behind `settle`, the rest. A batch with a request that no slot can hold is computed in the plain way, when all
-before it is settled. So is, once more, a step that failed: its rows are as they were planned, `run_isolated` finds the
-culprit, and the step that was launched behind it is computed again as well. Rows of requests that ended or lost their blocks
-meanwhile are left out. The plain way is right and slow, for all who are in the step: either is counted, with the reason.
+Where a row waits for a mask that depends on the token before (a grammar), `launch` begins what does not need the mask, and
+`complete`, after `settle`, the rest. A batch with a request that no slot can hold is computed in the plain way, when everything
+before it is settled. A step that failed is computed again in the plain way: its rows are as they were planned, `run_isolated`
+finds the culprit, and the step launched behind it is computed again too. Rows of requests that ended or lost their blocks
+meanwhile are left out. The plain way is correct, but slow for every request in the step, so both cases are counted, with
+reasons.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ import logging
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 from engine.fault_isolation import Runner, run_isolated
 from engine.protocol import PlainReason
@@ -40,6 +41,7 @@ class PendingStep(Protocol):
         ...
 
 
+@runtime_checkable
 class AheadRunner(Runner, Protocol):
     """A runner that can also launch a step and come back at once."""
 
@@ -67,16 +69,16 @@ class AheadRunner(Runner, Protocol):
 
 @dataclass(slots=True)
 class Fallbacks:
-    """How many steps were computed in the plain way because the fast one failed, and why the last one was. Not counted: a step
-    with a request that no slot can hold (see `OverlappedSteps.plain_steps`), and a row that has no token in either way."""
+    """How many steps were computed in the plain way because the fast way failed, and why the last one was. Not counted: a step
+    with a request that no slot can hold (see `OverlappedSteps.plain_steps`), and a row for which neither way has a token."""
 
     count: int = 0
     reason: str | None = None
     _kinds: Counter[tuple[str, type[Exception] | None]] = field(default_factory=Counter)
 
     def note(self, what: str, error: Exception | None = None) -> None:
-        """Count a step. It is logged when it is the first, second, fourth, eighth … that failed in its way, the first one with
-        the traceback: a device that fails for good does so many times a second."""
+        """Count a step. Of failures of one kind the first, second, fourth, eighth … are logged, the first with its traceback,
+        because a device that fails for good fails many times a second."""
         self.count += 1
         self.reason = what if error is None else f"{what}: {type(error).__name__}: {error}"[:REASON_CHARS_MAX]
         kind = what, None if error is None else type(error)
@@ -89,8 +91,8 @@ class Fallbacks:
 
 @dataclass(slots=True)
 class StepUnderWay:
-    """A step that is booked as done. `pending` is None when it must be computed in the plain way. `host_s`: how long the host
-    was launching it, where the device computes meanwhile."""
+    """A launched step, which the scheduler has advanced past. `pending` is None if it must be computed in the plain way.
+    `host_s`: how long the host took to launch it, where the device computes meanwhile."""
 
     batch: ScheduledBatch
     in_flight: InFlightBatch
@@ -134,7 +136,8 @@ class OverlappedSteps:
                 self._distrust(step)
 
     def collect(self, step: StepUnderWay, behind: StepUnderWay | None) -> list[RowResult]:
-        """Results of a step, whose predecessors are settled. When they are in doubt, so is what was launched `behind` it."""
+        """Results of a step whose predecessors are settled. If they are in doubt, so is the step that was launched `behind`
+        it."""
         outputs = self._wait(step)
         if outputs is None:
             self._distrust(behind)
@@ -151,8 +154,8 @@ class OverlappedSteps:
         return outputs
 
     def verify(self, batch: ScheduledBatch) -> list[StepOutput]:
-        """Results of a step in which some rows verify guesses: how far those get is not known beforehand, so nothing is under
-        way before it or launched behind it."""
+        """Results of a step in which some rows verify guesses. How many are accepted is not known beforehand, so no step is
+        under way before it, and none is launched behind it."""
         items = batch.items
         found = self._verified(batch) if self._can_launch(batch) else None
         if found is None:
@@ -167,11 +170,11 @@ class OverlappedSteps:
         return [StepOutput([output]) if isinstance(output, int) else output for output in found if output is not None]
 
     def forget(self) -> None:
-        """Nobody will look at the steps under way, and what was recorded of slots is in doubt."""
+        """Drop the steps under way: their results are not wanted, and what was recorded of slots is in doubt."""
         self._runner.forget()
 
     def _can_launch(self, batch: ScheduledBatch) -> bool:
-        """Whether the step is one for slots. One that is not is counted."""
+        """Whether slots can hold every request of the step. If not, the step is counted."""
         reason = self._runner.plain_reason(batch)
         if reason is None:
             return True
@@ -204,7 +207,7 @@ class OverlappedSteps:
             self._runner.forget()
 
     def _repeat_copies(self, step: StepUnderWay) -> None:
-        """What was copied before the step was perhaps not yet right: once more. Whatever else was moved had been settled."""
+        """Copy blocks again: what was copied before the step may not have been right yet. All other moves had been settled."""
         if step.batch.moves.copies:
             self._move(BlockMoves(copies=step.batch.moves.copies))
 

@@ -1,6 +1,6 @@
-"""Can this engine run this request? Everything about a request that depends on the loaded model, before it is queued. No torch.
+"""Checks of a request against the loaded model, before it is queued. Knows no torch.
 
-What depends on the request alone is checked where its `SamplingParams` are made.
+What can be checked without the model is checked where the request's `SamplingParams` are made.
 """
 
 from __future__ import annotations

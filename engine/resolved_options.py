@@ -68,10 +68,10 @@ class ResolvedOptions:
 
     def memory_plan(self, available_bytes: int) -> MemoryPlan:
         """Divide so many bytes of KV cache into blocks. Raises `EngineConfigError`."""
-        size, draft = self.kv_dtype.itemsize, self.draft
-        plan = plan_memory(self.config, self.options, element_bytes=size, available_bytes=available_bytes, draft=draft)
-        if draft is not None:
-            check_draft_context(draft, plan.max_model_len)
+        block_bytes = self.forecast.fit.needs.block_bytes
+        plan = plan_memory(self.config, self.options, block_bytes=block_bytes, available_bytes=available_bytes)
+        if self.draft is not None:
+            check_draft_context(self.draft, plan.max_model_len)
         return plan
 
     def scheduler_limits(self, plan: MemoryPlan) -> SchedulerLimits:

@@ -1,4 +1,4 @@
-"""Where the time of a start goes, part by part, for the log. Knows no torch."""
+"""How long each part of a start took, for the log. Knows no torch."""
 
 from __future__ import annotations
 

@@ -5,8 +5,8 @@
     ahead      over slots; a step is launched before the one before it is settled, kernel by kernel: a GPU's way
     captured   as ahead, with steps replayed from CUDA graphs, all but the longest
 
-What an engine does (`runner.runner_choice`), what is foretold of its memory (`memory.estimate`) and what its log says of its
-start follow from this one value.
+This one value decides what the engine does (`runner.runner_choice`), what is predicted of its memory (`memory.estimate`) and
+what its log says at the start.
 """
 
 from __future__ import annotations
@@ -51,5 +51,6 @@ class StepMode(StrEnum):
         return self in (StepMode.AHEAD, StepMode.CAPTURED)
 
     def without_graphs(self) -> StepMode:
-        """For a model that, once it is loaded, is found to wait for the host within a step: none can be captured."""
+        """The mode for a model that turns out, once it is loaded, to wait for the host within a step: no step can be
+        captured."""
         return StepMode.AHEAD if self is StepMode.CAPTURED else self

@@ -1,13 +1,13 @@
-"""To how many rows steps over slots are rounded up, and how many captured ones are kept for that. Knows no torch.
+"""The sizes that steps over slots are padded to, and how many captured steps are kept for them. Knows no torch.
 
     usual kinds   1, 2, 4, 8, 16, 24 … 256 │ 272, 288 … 512 │ 544, 576 … 1024 │ …
     all others    1, 2, 4, 8, 16, 32, 64, 96 … 256 │ 320, 384 … 512 │ 640, 768 … 1024 │ …
     guesses       2, 4, 8, 16, 32, 64 …
     with chunks   16, 32, 64, 128, 192, 256 │ 320, 384 … 512 │ 640, 768 … 1024 │ …
 
-Padding costs products and nothing else. Steps of the usual kinds, greedy ones and drawn ones, are at most a sixteenth longer
-for it from 128 rows on. Steps without a graph of their own take one that ends with the logits, of which there are few sizes,
-so that all of these have a place. Steps with chunks of prompts are captured at the start, all sizes of them.
+A row of padding costs its part of the products and nothing else. From 128 rows on, padding makes steps of the usual kinds,
+greedy and sampled, at most a sixteenth longer. A step without a graph of its own uses one that ends with the logits; these have
+few sizes, so that all of them are kept. Steps with chunks of prompts are captured at the start, in all sizes.
 """
 
 from __future__ import annotations
@@ -21,28 +21,30 @@ FINE_ROWS = 256
 
 USUAL_KINDS = 2
 RARE_KEPT = 8
-"""Captured steps of other kinds that are met often: those that weigh the vocabulary, count penalties or score tokens."""
+"""Captured steps of other kinds that are kept: those that weigh the vocabulary, count penalties or score tokens."""
 
 CHUNK_ROWS_FEW = (16, 32, 64, 128, 192, 256)
-"""Rows of captured steps with chunks where reading the weights takes longer than multiplying with them: padding is free."""
+"""Rows of captured steps with chunks, in the range where reading the weights takes longer than multiplying with them, so that
+padding is free."""
 
 CHUNK_ROWS_EVERY = 64
-"""Of which the largest one has a multiple, where memory is its limit."""
+"""The largest captured step with chunks has a multiple of this, where memory limits it."""
 
 CHUNKS_FEW, CHUNKS_MANY = 3, 31
-"""Chunks of such a step at most. With few of them attention cuts keys into more pieces, which matters to few rows alone."""
+"""The most chunks of such a step. With few chunks attention splits the keys more finely, which matters to steps of few rows."""
 
 CHUNK_ROWS_BYTES_MAX = 128 << 20
-"""Of activations in a captured step with chunks: 960 rows of Llama-3.1-8B, 4,352 of Qwen3-0.6B. Longer steps keep a card busy
-for about as long as the host takes to launch their kernels one by one, and all graphs hold the memory of the largest."""
+"""The most activations of a captured step with chunks: 960 rows of Llama-3.1-8B, 4,352 of Qwen3-0.6B. A longer step keeps a
+card busy for about as long as the host takes to launch its kernels one by one, and all graphs share the memory of the
+largest."""
 
 RECORDED_ROWS_MAX = 64
-"""Rows of a recorded step on a CPU. What more rows compute takes so long that the calls do not matter."""
+"""The most rows of a recorded step on a CPU. More rows compute for so long that the calls of operations do not matter."""
 
 
 def step_size(num_rows: int, max_rows: int, *, every: int = EVERY) -> int:
-    """To how many rows a step is rounded up, at most `max_rows`: powers of two up to `every`, its multiples up to 256, and
-    from there on as many sizes for each doubling as there are between 128 and 256."""
+    """The rows that a step is padded to, at most `max_rows`: powers of two up to `every`, its multiples up to 256, and from
+    there on as many sizes for each doubling as there are between 128 and 256."""
     if num_rows <= every:
         size = _power_of_two(num_rows)
     else:
@@ -53,18 +55,18 @@ def step_size(num_rows: int, max_rows: int, *, every: int = EVERY) -> int:
 
 
 def logits_size(num_rows: int, max_rows: int) -> int:
-    """To how many rows a step is rounded up that ends with its logits."""
+    """The rows that a step which ends with its logits is padded to."""
     return step_size(num_rows, max_rows, every=COARSE_EVERY)
 
 
 def guesses_size(num_rows: int, max_rows: int) -> int:
-    """To how many rows a step with guesses is rounded up. Powers of two, because the number is another one in each step."""
+    """The rows that a step with guesses is padded to: powers of two, because the number differs from step to step."""
     return min(_power_of_two(num_rows), max_rows)
 
 
 @functools.cache
 def chunk_shapes(max_rows: int) -> tuple[tuple[int, int], ...]:
-    """Rows and chunks of the captured steps with chunks, up to `max_rows`, each sufficient for what has no more of either."""
+    """Rows and chunks of the captured steps with chunks, up to `max_rows`; a step uses one that has enough of both."""
     if max_rows < CHUNK_ROWS_FEW[0]:
         return ()
     few = sorted({min(rows, max_rows) for rows in CHUNK_ROWS_FEW})
@@ -73,8 +75,8 @@ def chunk_shapes(max_rows: int) -> tuple[tuple[int, int], ...]:
 
 
 def chunk_rows_max(max_tokens: int, row_bytes: int) -> int:
-    """Rows of the largest captured step with chunks, 0 if none is captured: as many as a step has at most, `max_tokens`, or as
-    there is room for. `row_bytes`: what layers hold of a row, where they hold most."""
+    """Rows of the largest captured step with chunks, 0 if none is captured: `max_tokens`, the most that a step has, or as many
+    as there is memory for. `row_bytes`: activations of one row in the layer that holds most."""
     most = CHUNK_ROWS_BYTES_MAX // row_bytes // CHUNK_ROWS_EVERY * CHUNK_ROWS_EVERY
     return max((rows for rows, _ in chunk_shapes(min(max_tokens, most))), default=0)
 
@@ -100,7 +102,7 @@ def draft_graphs_kept(max_num_seqs: int) -> int:
 
 
 def sizes(size: Callable[[int, int], int], max_rows: int, *, fewest: int = 1) -> list[int]:
-    """All that `size` rounds steps of `fewest` to `max_rows` rows up to, in ascending order."""
+    """All sizes to which `size` pads steps of `fewest` to `max_rows` rows, in ascending order."""
     return sorted({size(number, max_rows) for number in range(fewest, max_rows + 1)})
 
 

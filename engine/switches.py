@@ -1,7 +1,7 @@
-"""Variables of the environment that turn a part of the engine off, to tell whether a fault is in it: 1 or 0. Knows no torch.
+"""Environment variables, 1 or 0, that turn a part of the engine off, to find out whether a fault is in it. Knows no torch.
 
-Kernels read theirs themselves, as they know no engine; all are looked at here before anything is loaded. In the appliance
-they are settings of the same names.
+Kernels read theirs themselves, because they know no engine; all are checked here before anything is loaded. The appliance has
+settings of the same names.
 """
 
 from __future__ import annotations

@@ -49,9 +49,7 @@ _engine_decoder = msgspec.msgpack.Decoder(EngineFrame)
 
 def encode_frame(frame: GatewayFrame | EngineFrame) -> bytes:
     """Length and body, ready to send. Raises `FrameTooLarge`."""
-    body = _encoder.encode(frame)
-    _check_length(len(body))
-    return LENGTH.pack(len(body)) + body
+    return _with_length(_encoder.encode(frame))
 
 
 def encode_request(request: GenerationRequest) -> bytes:
@@ -64,9 +62,7 @@ def encode_request(request: GenerationRequest) -> bytes:
 
 def encode_submits(requests: Sequence[bytes]) -> bytes:
     """A `GatewayFrame` that submits requests which `encode_request` has encoded. Raises `FrameTooLarge`."""
-    body = _encoder.encode({"submit": [msgspec.Raw(request) for request in requests]})
-    _check_length(len(body))
-    return LENGTH.pack(len(body)) + body
+    return _with_length(_encoder.encode({"submit": [msgspec.Raw(request) for request in requests]}))
 
 
 def decode_gateway_frame(body: bytes) -> GatewayFrame:
@@ -83,6 +79,11 @@ def decode_engine_frame(body: bytes) -> EngineFrame:
         return _engine_decoder.decode(body)
     except msgspec.DecodeError as error:
         raise MalformedFrame(f"engine frame: {error}") from error
+
+
+def _with_length(body: bytes) -> bytes:
+    _check_length(len(body))
+    return LENGTH.pack(len(body)) + body
 
 
 def _check_length(length: int) -> None:

@@ -15,11 +15,9 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from engine.cpu_environment import prepare_cpu
-from engine.gpu_environment import prepare_gpu
+from engine.environment import prepare_environment
 
-prepare_cpu()
-prepare_gpu()
+prepare_environment()
 
 import torch  # noqa: E402 - torch must see the environment set above
 
@@ -36,7 +34,8 @@ from engine.weights import WeightsSize, load_weights, stored_names, weight_files
 
 REPORT_FRACTION = 0.05
 RATIO_WARNED = 1.1
-"""Of two perplexities. Formats that are fit for serving stay within a few hundredths of one; a broken one is far beyond."""
+"""The ratio of two perplexities that is warned of. Formats fit for serving stay within a few hundredths of 1; a broken one is
+far beyond."""
 
 OPTIONS = ("quantization", "head_quantization", "kv_cache_dtype", "unquantized")
 

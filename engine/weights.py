@@ -30,7 +30,7 @@ SINGLE_FILE = "model.safetensors"
 
 
 class Place(Protocol):
-    """What takes a tensor of the checkpoint in a way of its own, and how much it is in memory."""
+    """Takes a tensor of the checkpoint in its own way, and knows how much memory it becomes."""
 
     num_parameters: int
     num_bytes: int
@@ -40,7 +40,7 @@ class Place(Protocol):
 
 
 class StoredLinear(Protocol):
-    """A fused linear module whose matrices are not plain tensors, from its plan to its kernel."""
+    """A fused linear module whose matrices are not plain tensors: plans what to load, then packs it into a kernel."""
 
     def plan(self, plan: WeightPlan) -> None: ...
 
@@ -48,24 +48,25 @@ class StoredLinear(Protocol):
 
 
 class LinearStorage(Protocol):
-    """How the linear modules of a model are stored; `modules` are names and rows, one below the other."""
+    """How the linear modules of a model are stored. `modules`: the names and rows of matrices that are stacked into one."""
 
     def linear(
         self, modules: Sequence[tuple[str, int]], columns: int, *, bias: bool, dtype: torch.dtype, device: torch.device
     ) -> StoredLinear | None:
-        """None where plain tensors are meant."""
+        """None if the module is stored as plain tensors."""
 
 
 @dataclass(slots=True)
 class WeightPlan:
-    """`places` maps a checkpoint name to the (view of a) tensor that takes it; `twins` are copies of tied tensors.
+    """`places` maps a checkpoint name to the (view of a) tensor that takes it, `tied` the name of a tied tensor to that of the
+    tensor it equals; a checkpoint may hold both.
 
     Checkpoints may leave out `optional_prefix` and the tensors of `optional`; tensors whose names begin with one of `ignored`
-    are not needed. `storage` has a say in how linear modules are stored.
+    are not needed. `storage`: how linear modules are stored, None is as plain tensors.
     """
 
     places: dict[str, torch.Tensor | Place] = field(default_factory=dict)
-    twins: dict[str, str] = field(default_factory=dict)
+    tied: dict[str, str] = field(default_factory=dict)
     optional_prefix: str = ""
     ignored: tuple[str, ...] = ()
     optional: set[str] = field(default_factory=set)
@@ -167,7 +168,7 @@ def load_weights(directory: Path, plan: WeightPlan, *, progress: Callable[[float
     """Fill every place of `plan`. `progress` gets the loaded fraction, from 0 to 1. Raises `WeightsError`."""
     seen: set[str] = set()
     unexpected: list[str] = []
-    twins: dict[str, torch.Tensor] = {}
+    tied: dict[str, torch.Tensor] = {}
     files = weight_files(directory)
     for number, path in enumerate(files):
         with _opened(path) as tensors:
@@ -177,14 +178,14 @@ def load_weights(directory: Path, plan: WeightPlan, *, progress: Callable[[float
                 if name in seen:
                     raise WeightsError(f"{path.name}: tensor {stored} stands in two files")
                 seen.add(name)
-                if name in plan.twins:
-                    twins[name] = tensors.get_tensor(stored)
+                if name in plan.tied:
+                    tied[name] = tensors.get_tensor(stored)
                 elif not _take(plan, name, partial(tensors.get_tensor, stored), path):
                     unexpected.append(stored)
                 progress(min(1.0, len(seen) / max(1, len(plan.places))))
     _check_complete(directory, plan, seen, unexpected)
-    for name, tensor in twins.items():
-        _check_twin(plan, name, tensor)
+    for name, tensor in tied.items():
+        _check_tied(plan, name, tensor)
 
 
 def _take(plan: WeightPlan, name: str, read: Callable[[], torch.Tensor], path: Path) -> bool:
@@ -205,7 +206,7 @@ def _take(plan: WeightPlan, name: str, read: Callable[[], torch.Tensor], path: P
 
 
 def copy_checked(place: torch.Tensor, tensor: torch.Tensor) -> None:
-    """Copy a tensor of the same shape, and of the same kind: codes of a quantised matrix are no numbers by themselves.
+    """Copy a tensor of the same shape and the same kind: the codes of a quantised matrix must not be copied as numbers.
 
     Raises `WeightsError` without the name of the tensor.
     """
@@ -224,12 +225,12 @@ def _is_number(dtype: torch.dtype) -> bool:
     return dtype.is_floating_point and dtype.itemsize > 1
 
 
-def _check_twin(plan: WeightPlan, name: str, tensor: torch.Tensor) -> None:
-    """A tied tensor may stand in the file as well, but then it must be the same one."""
-    place = plan.places[plan.twins[name]]
+def _check_tied(plan: WeightPlan, name: str, tensor: torch.Tensor) -> None:
+    """A tied tensor may also be in the files, but must then equal the tensor it is tied to."""
+    place = plan.places[plan.tied[name]]
     assert isinstance(place, torch.Tensor), "tied tensors are plain"
     if tensor.shape != place.shape or not torch.equal(tensor.to(device=place.device, dtype=place.dtype), place):
-        raise WeightsError(f"tie_word_embeddings is set, but {name} differs from {plan.twins[name]}")
+        raise WeightsError(f"tie_word_embeddings is set, but {name} differs from {plan.tied[name]}")
 
 
 def _check_complete(directory: Path, plan: WeightPlan, seen: set[str], unexpected: list[str]) -> None:

@@ -17,7 +17,7 @@ from alembic.script import ScriptDirectory
 from appliance.base import db, migrations
 from appliance.base.db import Database
 from appliance.tenancy import members
-from engine.cpu_environment import SPINS
+from engine.environment import SPINS
 from tests.support.cast import Cast, make_cast, quick_hasher
 from tests.support.clock import FakeClock
 from tests.support.compiled_statements import shared_by_all_engines

@@ -19,7 +19,7 @@ from typing import Any, TextIO
 
 from bench.gpu.plan import Job, Stage, share_s
 from bench.gpu.rows import Row
-from engine.gpu_environment import FP_FUSION
+from engine.environment import FP_FUSION
 
 HEAD_CHARS, TAIL_CHARS = 2000, 6000
 """Of each part's log, in the result: how engines started, and the end. `--logs` keeps all of it."""

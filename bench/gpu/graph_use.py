@@ -9,8 +9,8 @@ from unittest import mock
 
 from bench.gpu.rows import Row
 from engine.runner.cuda_graphs import CudaGraphs
-from engine.runner.ready_steps import ReadySteps
-from engine.sampling.columns import Kind, SamplingNeeds
+from engine.runner.decode_step import DecodeShape, DecodeSteps
+from engine.sampling.columns import SamplingNeeds
 
 
 @dataclass(slots=True)
@@ -42,17 +42,17 @@ class GraphUse:
 def graph_use() -> Iterator[GraphUse]:
     """Count the decode steps inside the block, and those whose graph was not whole. Without graphs none lacks anything."""
     use = GraphUse()
-    choose_graph, make_ready = ReadySteps.choose_graph, CudaGraphs.make_ready
+    choose_shape, make_ready = DecodeSteps.choose_shape, CudaGraphs.make_ready
 
-    def chosen(steps: ReadySteps, num_rows: int, needs: SamplingNeeds, *, has_guesses: bool = False) -> tuple[int, Kind | None]:
-        size, kind = choose_graph(steps, num_rows, needs, has_guesses=has_guesses)
+    def chosen(steps: DecodeSteps, num_rows: int, needs: SamplingNeeds, *, has_guesses: bool = False) -> DecodeShape:
+        shape = choose_shape(steps, num_rows, needs, has_guesses=has_guesses)
         use.steps += 1
-        use.without_choice += kind is None and not needs.masked
-        return size, kind
+        use.without_choice += shape.kind is None and not needs.masked
+        return shape
 
     def captured(graphs: CudaGraphs, key: Hashable, function: Callable[[], None], *, is_kept: bool = False) -> None:
         use.captured += 1
         make_ready(graphs, key, function, is_kept=is_kept)
 
-    with mock.patch.object(ReadySteps, "choose_graph", chosen), mock.patch.object(CudaGraphs, "make_ready", captured):
+    with mock.patch.object(DecodeSteps, "choose_shape", chosen), mock.patch.object(CudaGraphs, "make_ready", captured):
         yield use

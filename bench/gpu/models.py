@@ -92,7 +92,7 @@ def random_engine(
 
     chosen = {"device": context.device.type, **(_rehearsed(options) if context.rehearsal else options)}
     with ExitStack() as stack:
-        stack.enter_context(mock.patch("engine.build.load_weights", fill))
+        stack.enter_context(mock.patch("engine.models.loading.load_weights", fill))
         stack.enter_context(mock.patch("engine.quantization.scheme.stored_names", return_value=set(shapes)))
         if context.rehearsal:  # all of what a GPU does, on a CPU without the graphs
             stack.enter_context(mock.patch("engine.resolved_options.step_mode", return_value=_rehearsed_mode(context, chosen)))
@@ -166,7 +166,7 @@ def fill_plan(plan: WeightPlan, shapes: dict[str, tuple[int, ...]], device: torc
             fill(name, place)
         elif name in shapes or name not in plan.optional:
             place.take(made(name, shapes[name], device))
-    unused = set(shapes) - set(plan.places) - set(plan.twins)
+    unused = set(shapes) - set(plan.places) - set(plan.tied)
     assert not unused, f"the model does not take {sorted(unused)[:4]}"
 
 

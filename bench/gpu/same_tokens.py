@@ -103,8 +103,8 @@ def _check(context: Context) -> None:
     with tempfile.TemporaryDirectory() as folder, _engine(context, Path(folder), enforce_eager=True) as twin:
         runner = twin.runner
         assert isinstance(runner, ModelRunner), "the twin launches nothing ahead"
-        decoder = AsManyRows(runner._target, context.size(SEATS, 4))
-        runner._target = decoder  # type: ignore[assignment]
+        decoder = AsManyRows(runner.target, context.size(SEATS, 4))
+        runner.target = decoder  # type: ignore[assignment]
         cases = _cases(context, twin.info.vocab_size)
         expected = {label: _told(twin, label, requests) for label, requests in cases.items()}
 

@@ -87,23 +87,23 @@ class ModelConfig:
     def num_layers(self) -> int:
         return len(self.layers)
 
-    @property
-    def kv_numbers_per_token(self) -> int:
-        """How many numbers one token has in the cache, in all layers."""
-        return kv_numbers_per_token(self.num_layers, self.num_kv_heads, self.head_dim)
-
 
 def kv_numbers_per_token(num_layers: int, num_kv_heads: int, head_dim: int) -> int:
     """How many numbers one token has in the cache: a key and a value for each KV head of every layer."""
     return 2 * num_layers * num_kv_heads * head_dim
 
 
-def read_json(path: Path) -> dict[str, Any]:
-    """A JSON object from a file of the model directory; `NotAModelDirectory` names the file when it is not one."""
+def read_json_value(path: Path) -> Any:
+    """What a JSON file of the model directory holds. Raises `NotAModelDirectory`, naming the file."""
     try:
-        value = json.loads(path.read_text(encoding="utf-8"))
+        return json.loads(path.read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
         raise NotAModelDirectory(f"{path} cannot be read as JSON: {error}") from error
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """The object that a JSON file of the model directory holds. Raises `NotAModelDirectory`, naming the file."""
+    value = read_json_value(path)
     if not isinstance(value, dict):
         raise NotAModelDirectory(f"{path} must hold a JSON object, not {type(value).__name__}")
     return value

@@ -7,13 +7,12 @@ Knows no torch.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from engine.config.model import read_json
+from engine.config.model import read_json, read_json_value
 from engine.errors import NotAModelDirectory, UnsupportedModel
 
 MODES = ("mean", "cls", "last")
@@ -57,10 +56,7 @@ def load_pooling_config(directory: Path, *, default_mode: str) -> PoolingConfig:
 
 def _module_types(path: Path) -> list[str]:
     """The last part of each module's type, in order."""
-    try:
-        modules = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
-        raise NotAModelDirectory(f"{path} cannot be read as JSON: {error}") from error
+    modules = read_json_value(path)
     if not isinstance(modules, list) or not all(isinstance(m, dict) and isinstance(m.get("type"), str) for m in modules):
         raise NotAModelDirectory(f"{path} must hold a list of modules with a type each")
     if modules and modules[0].get("path"):

@@ -35,15 +35,15 @@ def attention_shapes(config: ModelConfig, block_size: int) -> list[ops.Attention
 def are_recordable(
     shapes: Sequence[ops.AttentionShape], *, dtype: torch.dtype, kv_dtype: torch.dtype, device: torch.device
 ) -> bool:
-    """Whether decodes of these attentions can be recorded: operations of the device can be, and attention reads pages of a
-    cache in `kv_dtype`. A layer with an operation of torch still cannot."""
+    """Whether decode attention of these shapes can be recorded: the device's operations can be, and its attention reads pages
+    of a cache in `kv_dtype`. A layer that contains an operation of torch still cannot be recorded."""
     table = ops.operations(device, dtype)
     return table.sequence is not None and all(table.supports_paged(shape, kv_dtype) for shape in shapes)
 
 
 class Attention:
-    """Projects, normalises and rotates queries and keys, writes keys and values to the cache, attends. Who calls it chooses
-    the rows that are projected back."""
+    """Projects, normalises and rotates queries and keys, writes keys and values to the cache, attends. The output projection is
+    called separately, because the caller may need it for some rows only."""
 
     def __init__(self, config: ModelConfig, layer: LayerConfig, *, dtype: torch.dtype, device: torch.device) -> None:
         heads, kv_heads, size = config.num_heads, config.num_kv_heads, config.head_dim
@@ -78,7 +78,8 @@ class Attention:
             self._k_norm.plan(plan, f"{prefix}.k_norm")
 
     def scale_kv(self) -> bool:
-        """Keys and values will be kept in 8 bits; whether their scales came from the checkpoint, else they are one."""
+        """Keep keys and values in 8 bits from now on. Returns whether their scales came from the checkpoint; else they are
+        one."""
         self.kv_scales = self._stored_kv_scales.values
         return all(self._stored_kv_scales.calibrated)
 

@@ -1,4 +1,4 @@
-"""What every layer of one step is told beside its input: positions, places in the cache, attention plans."""
+"""What every layer of a step needs besides its input: positions, slot mapping, attention plans."""
 
 from __future__ import annotations
 
@@ -18,5 +18,5 @@ class BatchInputs:
     positions: torch.Tensor  # [T] int64
     rotations: tuple[Rotation, ...]  # one for each of the model's `ropes`
     slot_mapping: torch.Tensor  # [T] int64: block · P + offset, below 0 for padding; [0] without a cache
-    sampled_rows: torch.Tensor | None  # [R] int64: where the hidden states that are wanted stand; None is all, in order
+    sampled_rows: torch.Tensor | None  # [R] int64: indices of the hidden states that are wanted; None is all, in order
     attention: tuple[AnyPlan, ...]  # one for each of the model's `windows`

@@ -64,8 +64,8 @@ class SparseMLP:
         self._mixture = self._bound()
 
     @property
-    def asks_host(self) -> bool:
-        """Whether a step waits for the host to read who goes where, so that it cannot be captured."""
+    def has_host_sync(self) -> bool:
+        """Whether a step waits for the host to read which experts were chosen, so that it cannot be captured."""
         return self._mixture is None
 
     def _bound(self) -> Mixture | None:

@@ -58,13 +58,13 @@ class FusedLinear:
 
     @property
     def plain(self) -> ops.PlainWeights | None:
-        """The product of inputs as they are, where other operations may read its weights too."""
+        """Weights and bias, where the input is multiplied as it is and other operations may read the weights too."""
         return ops.plain_product(self._kernel)
 
     @property
     def weight(self) -> Any:
-        """What the product reads, plain or in codes, where another kernel may read it in its place: it has no bias, or one of
-        zeros. None where the product keeps its weights in a form of its own."""
+        """The weights, plain or quantised, if another kernel may multiply with them instead: there is no bias, or one of zeros.
+        None if the kernel keeps its weights in a form of its own."""
         kernel: Any = self._kernel
         if not isinstance(kernel, ops.ReadsWeight) or (kernel.bias is not None and bool(kernel.bias.any())):
             return None
@@ -72,7 +72,7 @@ class FusedLinear:
 
     @property
     def takes_fp8_rows(self) -> bool:
-        """Whether what stands before it may make the rows that it multiplies."""
+        """Whether the operation before it may quantise the rows that it multiplies."""
         return isinstance(self._kernel, ops.Fp8Product) and self._kernel.takes_rows
 
     def __call__(self, x: torch.Tensor | ops.Fp8Rows) -> torch.Tensor:

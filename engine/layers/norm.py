@@ -31,8 +31,8 @@ class RMSNorm:
             self._offset = False
 
     def feed(self, *, takes_fp8_rows: bool) -> None:
-        """Say that one product alone reads what comes out, and whether it takes rows in 8 bits. Then `rows` makes such rows,
-        if there is a kernel for it and there are more rows than the product multiplies unrounded."""
+        """Call this if one product alone reads the output. If it takes rows in 8 bits, `rows` quantises them, provided that
+        there is a kernel for it and that there are more rows than the product multiplies unrounded."""
         self._feeds_fp8 = takes_fp8_rows and self._ops.rms_norm_fp8 is not None
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:

@@ -10,24 +10,21 @@ import torch
 from engine import cgroup
 from engine.errors import EngineConfigError
 from engine.memory.needs import GIB, MemoryNeeds
-from engine.options import CPU_KV_CACHE_BYTES, EngineOptions
+from engine.options import EngineOptions
 
 SWAP_SPACE_SHARE_MAX = 0.8
 
 WORKSPACE_BYTES = 128 << 20
-"""Of libraries and of kernels' code on a GPU, which come with the first step."""
+"""For libraries and the code of kernels on a GPU, which take their memory in the first step."""
 
 
-def kv_bytes_available(needs: MemoryNeeds, options: EngineOptions, device: torch.device) -> int:
-    """Bytes for the KV cache, once the weights are loaded: what is left beside the steps' own."""
-    if options.kv_cache_bytes is not None:
-        return options.kv_cache_bytes
-    if device.type == "cpu":
-        return CPU_KV_CACHE_BYTES
+def kv_bytes_left(needs: MemoryNeeds, utilization: float, device: torch.device) -> int:
+    """Bytes that a GPU has left for the KV cache once the weights are loaded, beside what steps need. `utilization`: the share
+    of its memory that may be used."""
     torch.cuda.empty_cache()  # what loading held for a while is given back before the rest is counted
     free, total = torch.cuda.mem_get_info(device)
     reserved = needs.activations_bytes + needs.graphs_bytes + needs.slots_bytes + needs.rotary_bytes + WORKSPACE_BYTES
-    return max(0, int(total * options.gpu_memory_utilization) - (total - free) - reserved)
+    return max(0, int(total * utilization) - (total - free) - reserved)
 
 
 class GraphsTaken(NamedTuple):

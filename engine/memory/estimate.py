@@ -1,6 +1,6 @@
-"""What an engine with these options would need of a device's memory, told by its configuration alone.
+"""What an engine with these options would need of a device's memory, computed from its configuration alone. Knows no torch.
 
-An engine asks before it loads, `gatehouse plan` wherever it is: both answers are this one. Knows no torch.
+An engine asks before it loads, and `gatehouse plan` asks on any machine: both get this answer.
 """
 
 from __future__ import annotations
@@ -9,16 +9,15 @@ from dataclasses import dataclass, replace
 
 from engine.config.model import ModelConfig
 from engine.formats import formats_of, has_fp8
-from engine.memory.fit import MemoryFit
-from engine.memory.remedies import FEW_SEATS
+from engine.memory.fit import FEW_SEATS, MemoryFit
 from engine.memory.shape import Load, MemoryShape
 from engine.options import EngineOptions
 from engine.step_mode import StepMode
 from engine.step_sizes import RECORDED_ROWS_MAX
 
 SEAT_TOKENS = 256
-"""On a GPU, where nobody says how many requests run at a time: the default is halved, at most to FEW_SEATS, while the wanted
-context does not fit beside the slots of so many, or the cache holds less than so many tokens for each of them."""
+"""On a GPU, if `max_num_seqs` is left open: the default is halved, to FEW_SEATS at the least, while the wanted context does not
+fit beside the slots of so many requests, or the cache holds fewer than this many tokens for each of them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,8 +41,8 @@ def estimate_fit(
     *,
     draft: ModelConfig | None = None,
 ) -> MemoryFit:
-    """`dtype` is computed in. Graphs have their place in all steps that are launched ahead, so that a fault is sought without
-    them beside the same cache."""
+    """`dtype`: what is computed in. Memory for graphs is counted for every mode that launches ahead, even with graphs switched
+    off: looking for a fault without them then leaves the cache as large as it was."""
     load = Load(
         num_tokens=options.batched_tokens(memory.device_type),
         num_seqs=options.seats(memory.device_type),
@@ -69,7 +68,8 @@ def estimate_fit(
 
 
 def _seated(fit: MemoryFit) -> MemoryFit:
-    """With as many seats, by halves of the default, as leave room for the wanted context and find tokens in the cache."""
+    """The fit with the most seats, out of the default and its halves, that leave room for the wanted context and for enough
+    tokens of each in the cache."""
     seats = [fit.load.num_seqs]
     while seats[-1] > FEW_SEATS:
         seats.append(max(FEW_SEATS, seats[-1] // 2))

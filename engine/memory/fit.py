@@ -1,28 +1,32 @@
-"""Why a model does not fit into a device's memory, and which changes would make it fit, in words. Knows no torch.
+"""Whether a model fits into a device's memory, and which changes would make it fit, in words. Knows no torch.
 
-What helps is told in the order of what it costs (`remedies`), each change with the context that it leaves.
+Changes are offered in the order of what they cost, each with the context that it leaves: a larger share of the card, which
+other programs then lack; fewer requests and tokens at a time and no captured steps, which cost speed; fewer bits for
+activations, output head, keys and values, or weights, which cost quality; and last, all of them together.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import NamedTuple
 
-from engine.formats import Formats
+from engine.formats import EIGHT_BITS, FOUR_BITS, Formats, unquantised
 from engine.memory.needs import GIB, MemoryNeeds
-from engine.memory.remedies import MemoryChoices, changes_in_order
 from engine.memory.shape import Load, MemoryShape
-from engine.protocol import MemoryPart
 
 REMEDIES_MAX = 6
 GAIN_MIN = 1.1
-"""By which a change must lengthen the context over what costs less, to be worth a line."""
+"""A change is offered only if it makes the context this much longer than cheaper changes do."""
 
-TOLERANCE = 0.05
-"""By which a part may be larger than predicted before the log warns of it."""
+FEW_SEATS = 32
+FEW_TOKENS = 2048
+"""Tokens of a step: enough for prompts to read the weights seldom, few enough for activations to stay at a few hundred MB."""
+
+LARGER_SHARE = 0.95
+"""A share of a card's memory that leaves the rest for what was not predicted."""
 
 
 class Remedy(NamedTuple):
@@ -96,24 +100,17 @@ class MemoryFit:
         if self.fits:
             return []
         found = [Remedy("a shorter context", self.context_len)] if self.context_len else []
-        for words, choices in changes_in_order(self._choices):
+        for words, fit in changes_in_order(self):
             best = max((remedy.context_len for remedy in found), default=0)
             if best == self.wanted_len and len(words) > 1:
                 continue
-            length = self._with(choices).context_len
+            length = fit.context_len
             if length == self.wanted_len or length > best * GAIN_MIN:
                 found.append(Remedy((" with " if len(words) == 2 else ", ").join(words), length))
         while len(found) > REMEDIES_MAX:
             gains = [after.context_len / before.context_len for before, after in pairwise(found[:-1])]
             del found[1 + gains.index(min(gains))]
         return found
-
-    @property
-    def _choices(self) -> MemoryChoices:
-        return MemoryChoices(self.formats, self.load, self.has_fp8, self.usable_bytes, self.memory_bytes)
-
-    def _with(self, choices: MemoryChoices) -> MemoryFit:
-        return replace(self, formats=choices.formats, load=choices.load, usable_bytes=choices.usable_bytes)
 
     @property
     def share(self) -> float | None:
@@ -146,9 +143,124 @@ class MemoryFit:
 
     def _smallest(self) -> str:
         """What is needed after all changes, with room for one block."""
-        tried = [self, *(self._with(choices) for _, choices in changes_in_order(self._choices))]
+        tried = [self, *(fit for _, fit in changes_in_order(self))]
         least = min(fit.needs.fixed_bytes + fit.needs.block_bytes for fit in tried)
         return f"no possible change makes it fit: after all of them it needs {gib(least)} with a minimal context"
+
+
+class Changed(NamedTuple):
+    """What was changed, in words, and the fit that came of it."""
+
+    words: str
+    fit: MemoryFit
+
+
+Change = Callable[[MemoryFit], Changed | None]
+"""None where there is nothing to change."""
+
+
+def larger_share(fit: MemoryFit) -> Changed | None:
+    usable_bytes = int((fit.memory_bytes or 0) * LARGER_SHARE)
+    if usable_bytes <= fit.usable_bytes:
+        return None
+    words = f"a larger share of the card (gpu_memory_utilization={LARGER_SHARE:g})"
+    return Changed(words, replace(fit, usable_bytes=usable_bytes))
+
+
+def fewer_at_a_time(fit: MemoryFit) -> Changed | None:
+    load = fit.load
+    few = replace(load, num_seqs=min(load.num_seqs, FEW_SEATS), num_tokens=min(load.num_tokens, FEW_TOKENS))
+    options = [
+        *([f"max_num_seqs={few.num_seqs}"] if few.num_seqs < load.num_seqs else []),
+        *([f"max_num_batched_tokens={few.num_tokens}"] if few.num_tokens < load.num_tokens else []),
+    ]
+    return Changed(f"fewer at a time ({', '.join(options)})", replace(fit, load=few)) if options else None
+
+
+def no_captured_steps(fit: MemoryFit) -> Changed | None:
+    if not fit.load.has_slots:
+        return None
+    return Changed("no captured steps (enforce_eager)", replace(fit, load=replace(fit.load, has_slots=False)))
+
+
+def numbers_16(fit: MemoryFit) -> Changed | None:
+    if not fit.load.on_gpu or fit.formats.element_bytes <= 2:
+        return None
+    return Changed("numbers in 16 bits (dtype=bfloat16)", replace(fit, formats=_in_16_bits(fit.formats)))
+
+
+def head_8(fit: MemoryFit) -> Changed | None:
+    weights = fit.formats.weights
+    if weights.bits > 8 or weights.head_bits:
+        return None
+    formats = replace(fit.formats, weights=weights._replace(head_bits=8))
+    return Changed("the output head in 8 bits (head_quantization=int8)", replace(fit, formats=formats))
+
+
+def kv_8(fit: MemoryFit) -> Changed | None:
+    if not fit.has_fp8 or fit.formats.kv_element_bytes == 1:
+        return None
+    formats = replace(fit.formats, kv_element_bytes=1)
+    return Changed("keys and values in 8 bits (kv_cache_dtype=fp8)", replace(fit, formats=formats))
+
+
+def weights_8(fit: MemoryFit) -> Changed | None:
+    if fit.formats.weights.bits <= 8:
+        return None
+    formats = replace(fit.formats, weights=EIGHT_BITS)
+    named = "int8 or fp8" if fit.has_fp8 else "int8"
+    return Changed(f"weights in 8 bits (quantization={named})", replace(fit, formats=formats))
+
+
+def weights_4(fit: MemoryFit) -> Changed | None:
+    """A GPU has kernels for 4 bits where it computes in 16."""
+    if fit.formats.weights.bits <= 4:
+        return None
+    formats = _in_16_bits(fit.formats) if fit.load.on_gpu else fit.formats
+    return Changed("weights in 4 bits (an AWQ or GPTQ checkpoint)", replace(fit, formats=replace(formats, weights=FOUR_BITS)))
+
+
+IN_ORDER: tuple[tuple[Change, ...], ...] = (
+    (larger_share,),
+    (fewer_at_a_time,),
+    (no_captured_steps,),
+    (fewer_at_a_time, no_captured_steps),
+    (numbers_16,),
+    (head_8,),
+    (kv_8,),
+    (numbers_16, kv_8),
+    (weights_8,),
+    (weights_8, kv_8),
+    (weights_4,),
+    (weights_4, kv_8),
+)
+EVERYTHING: tuple[tuple[Change, ...], ...] = (
+    (larger_share, fewer_at_a_time, no_captured_steps, weights_8, kv_8),
+    (larger_share, fewer_at_a_time, no_captured_steps, weights_4, kv_8),
+)
+
+
+def changes_in_order(fit: MemoryFit) -> list[tuple[list[str], MemoryFit]]:
+    """What can be changed, alone or two at a time; at the end all at once, without what is done already."""
+    found = [made for changes in IN_ORDER if len((made := _make(changes, fit))[0]) == len(changes)]
+    return found + [made for changes in EVERYTHING if len((made := _make(changes, fit))[0]) > 1]
+
+
+def _make(changes: Sequence[Change], fit: MemoryFit) -> tuple[list[str], MemoryFit]:
+    words = []
+    for change in changes:
+        changed = change(fit)
+        if changed is not None:
+            words.append(changed.words)
+            fit = changed.fit
+    return words, fit
+
+
+def _in_16_bits(formats: Formats) -> Formats:
+    """Weights too, where they are kept as they are computed with."""
+    size = min(2, formats.element_bytes)
+    weights = unquantised(size) if formats.weights.bits > 8 else formats.weights
+    return Formats(weights=weights, element_bytes=size, kv_element_bytes=min(size, formats.kv_element_bytes))
 
 
 def gib(num_bytes: int, digits: int = 1) -> str:
@@ -163,30 +275,3 @@ def format_distinct(one: int, other: int) -> tuple[str, str]:
         if words[0] != words[1]:
             return words
     return f"{one} bytes", f"{other} bytes"
-
-
-def format_parts(parts: Sequence[MemoryPart]) -> str:
-    """The parts in words: `weights 15.0 GiB (predicted 15.1 GiB), graphs 0.1 GiB of 9 (predicted 1.0 GiB of 91), …`."""
-    return ", ".join(_said(part) for part in parts if part.predicted_bytes or part.measured_bytes)
-
-
-def _said(part: MemoryPart) -> str:
-    predicted = f"predicted {gib(part.predicted_bytes)}{_of(part.num_predicted)}"
-    if part.measured_bytes is None:
-        return f"{part.name} {predicted}"
-    return f"{part.name} {gib(part.measured_bytes)}{_of(part.num_measured)} ({predicted})"
-
-
-def _of(number: int | None) -> str:
-    return "" if number is None else f" of {number}"
-
-
-def underestimated(parts: Sequence[MemoryPart]) -> list[MemoryPart]:
-    """The parts that took more than predicted. The device context is left out, as memory of other processes counts in it."""
-    return [
-        part
-        for part in parts
-        if part.name != "device_context"
-        and part.measured_bytes is not None
-        and part.measured_bytes > part.predicted_bytes * (1 + TOLERANCE)
-    ]

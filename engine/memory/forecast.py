@@ -1,8 +1,9 @@
-"""What an engine will take of its device, told before anything is loaded and compared with what was taken when it is ready."""
+"""How much memory an engine will take of its device, predicted before anything is loaded and compared with what it took."""
 
 from __future__ import annotations
 
 import resource
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -18,27 +19,30 @@ from engine.protocol import MemoryPart
 from engine.step_mode import StepMode
 from kernels import ops
 
+TOLERANCE = 0.05
+"""How much larger than predicted a part may be, as a share, before the log warns of it."""
+
 
 @dataclass(frozen=True, slots=True)
 class MemoryForecast:
-    """`fit`: of the model with its options. `kv_bytes`: the size of the cache where an option or the device decides it, None
-    where the cache gets what is left."""
+    """`fit`: of the model with its options. `fixed_kv_bytes`: the size of the cache where an option or the device decides it,
+    None where the cache gets what is left."""
 
     fit: MemoryFit
-    kv_bytes: int | None
+    fixed_kv_bytes: int | None
     name: str
 
     @property
     def available_kv_bytes(self) -> int:
         """Bytes for keys and values: as an option or the device decides, else what is predicted to be left."""
-        return self.predicted_kv_bytes if self.kv_bytes is None else self.kv_bytes
+        return self.predicted_kv_bytes if self.fixed_kv_bytes is None else self.fixed_kv_bytes
 
     @property
     def predicted_kv_bytes(self) -> int:
         """Bytes of the whole blocks that have room in the cache."""
         needs = self.fit.needs
-        if self.kv_bytes is not None:
-            return self.kv_bytes // needs.block_bytes * needs.block_bytes
+        if self.fixed_kv_bytes is not None:
+            return self.fixed_kv_bytes // needs.block_bytes * needs.block_bytes
         return needs.num_blocks(self.fit.usable_bytes) * needs.block_bytes
 
     def check(self, options: EngineOptions) -> None:
@@ -47,25 +51,25 @@ class MemoryForecast:
         `num_gpu_blocks_override` to those who set it."""
         fit, needs = self.fit, self.fit.needs
         most = needs.num_blocks(fit.usable_bytes)
-        if self.kv_bytes is not None and most and self.predicted_kv_bytes > most * needs.block_bytes:
+        if self.fixed_kv_bytes is not None and most and self.predicted_kv_bytes > most * needs.block_bytes:
             room = f"beside {self.name} there is room for {most * needs.block_bytes} bytes ({gib(most * needs.block_bytes)})"
             if options.num_kv_blocks is not None:
-                refused = f"({options.num_kv_blocks} blocks, {gib(self.kv_bytes)}) is too much: {room}, {most} blocks"
+                refused = f"({options.num_kv_blocks} blocks, {gib(self.fixed_kv_bytes)}) is too much: {room}, {most} blocks"
                 raise EngineConfigError("num_gpu_blocks_override", refused)
             if options.kv_cache_bytes is not None:
-                refused = f"({self.kv_bytes} bytes, {gib(self.kv_bytes)}) is too much: {room}"
+                refused = f"({self.fixed_kv_bytes} bytes, {gib(self.fixed_kv_bytes)}) is too much: {room}"
                 raise EngineConfigError("kv_cache_bytes", refused)
-        if self.kv_bytes is not None and needs.fixed_bytes + self.kv_bytes > fit.usable_bytes:
-            asked = f"{self.name} does not fit with {gib(self.kv_bytes)} of keys and values"
+        if self.fixed_kv_bytes is not None and needs.fixed_bytes + self.fixed_kv_bytes > fit.usable_bytes:
+            asked = f"{self.name} does not fit with {gib(self.fixed_kv_bytes)} of keys and values"
             raise EngineConfigError("model", f"{asked}: {fit.explain()}")
-        if self.kv_bytes is None and not fit.context_len:
+        if self.fixed_kv_bytes is None and not fit.context_len:
             raise EngineConfigError("model", f"{self.name} does not fit: {fit.explain()}")
-        if self.kv_bytes is None and options.max_model_len is not None and not fit.fits:
+        if self.fixed_kv_bytes is None and options.max_model_len is not None and not fit.fits:
             raise EngineConfigError("max_model_len", f"({options.max_model_len}) does not fit: {self.name} {fit.explain()}")
 
     def shortened(self) -> str | None:
         """Why the context is shorter than the model's own, None when it is not."""
-        if self.kv_bytes is not None or self.fit.fits:
+        if self.fixed_kv_bytes is not None or self.fit.fits:
             return None
         return f"the context is {self.fit.context_len} tokens: {self.name} {self.fit.explain()}"
 
@@ -138,6 +142,33 @@ def _fixed_kv_bytes(options: EngineOptions, device: torch.device, block_bytes: i
     if options.num_kv_blocks is not None:
         return options.num_kv_blocks * block_bytes
     return options.kv_cache_bytes or (CPU_KV_CACHE_BYTES if device.type == "cpu" else None)
+
+
+def format_parts(parts: Sequence[MemoryPart]) -> str:
+    """The parts in words: `weights 15.0 GiB (predicted 15.1 GiB), graphs 0.1 GiB of 9 (predicted 1.0 GiB of 91), …`."""
+    return ", ".join(_said(part) for part in parts if part.predicted_bytes or part.measured_bytes)
+
+
+def _said(part: MemoryPart) -> str:
+    predicted = f"predicted {gib(part.predicted_bytes)}{_of(part.num_predicted)}"
+    if part.measured_bytes is None:
+        return f"{part.name} {predicted}"
+    return f"{part.name} {gib(part.measured_bytes)}{_of(part.num_measured)} ({predicted})"
+
+
+def _of(number: int | None) -> str:
+    return "" if number is None else f" of {number}"
+
+
+def underestimated(parts: Sequence[MemoryPart]) -> list[MemoryPart]:
+    """The parts that took more than predicted. The device context is left out, as memory of other processes counts in it."""
+    return [
+        part
+        for part in parts
+        if part.name != "device_context"
+        and part.measured_bytes is not None
+        and part.measured_bytes > part.predicted_bytes * (1 + TOLERANCE)
+    ]
 
 
 class MemoryMeter:

@@ -20,10 +20,11 @@ SHORTEST_REQUEST = "a request needs at least one prompt token and one answer tok
 
 @dataclass(frozen=True, slots=True)
 class MemoryPlan:
-    """What the KV cache is made of. `block_bytes` spans all layers, those of a draft model included. `num_host_blocks` is the
-    tier in main memory."""
+    """What the KV cache is made of. A block holds `block_size` tokens; `block_bytes` spans all layers, those of a draft model
+    included. `num_host_blocks` is the tier in main memory."""
 
     num_blocks: int
+    block_size: int
     block_bytes: int
     max_model_len: int
     num_host_blocks: int = 0
@@ -31,11 +32,6 @@ class MemoryPlan:
     @property
     def kv_bytes(self) -> int:
         return self.num_blocks * self.block_bytes
-
-
-def kv_block_bytes(config: ModelConfig, block_size: int, element_bytes: int) -> int:
-    """Bytes of one block: keys and values, all layers."""
-    return block_size * config.kv_numbers_per_token * element_bytes
 
 
 def check_context(config: ModelConfig, options: EngineOptions) -> None:
@@ -51,28 +47,25 @@ def check_context(config: ModelConfig, options: EngineOptions) -> None:
         raise EngineConfigError("max_model_len", f"({wanted}) is longer than the model's context ({longest}){why}")
 
 
-def plan_memory(
-    config: ModelConfig, options: EngineOptions, *, element_bytes: int, available_bytes: int, draft: ModelConfig | None = None
-) -> MemoryPlan:
-    """Divide `available_bytes` into blocks of numbers of `element_bytes`, for a context that `check_context` lets pass. Raises
+def plan_memory(config: ModelConfig, options: EngineOptions, *, block_bytes: int, available_bytes: int) -> MemoryPlan:
+    """Divide `available_bytes` into blocks of `block_bytes`, for a context that `check_context` lets pass. Raises
     `EngineConfigError`, naming the option."""
     size = options.block_size
-    block_bytes = sum(kv_block_bytes(each, size, element_bytes) for each in (config, draft) if each is not None)
     num_host_blocks = int(options.swap_space * GIB) // block_bytes
     if options.swap_space and not num_host_blocks:
         raise EngineConfigError("swap_space", f"({options.swap_space} GiB) is less than one KV block ({block_bytes} bytes)")
-    num_blocks = options.num_kv_blocks or available_bytes // block_bytes
+    num_blocks = available_bytes // block_bytes
     if num_blocks < 1:
         raise EngineConfigError("kv_cache_bytes", f"({available_bytes}) is less than one KV block ({block_bytes} bytes)")
     if num_blocks * size < CONTEXT_MIN:
         option = "kv_cache_bytes" if options.num_kv_blocks is None else "num_gpu_blocks_override"
         raise EngineConfigError(option, f"leaves {num_blocks * size} tokens of context; {SHORTEST_REQUEST}")
     if options.max_model_len is None:
-        return MemoryPlan(num_blocks, block_bytes, min(config.max_position_len, num_blocks * size), num_host_blocks)
+        return MemoryPlan(num_blocks, size, block_bytes, min(config.max_position_len, num_blocks * size), num_host_blocks)
     if options.max_model_len > num_blocks * size:
         raise EngineConfigError(
             "max_model_len",
             f"({options.max_model_len}) does not fit into the KV cache: {num_blocks} blocks of {size} tokens "
             f"({num_blocks * block_bytes} bytes); lower it or give the cache more memory",
         )
-    return MemoryPlan(num_blocks, block_bytes, options.max_model_len, num_host_blocks)
+    return MemoryPlan(num_blocks, size, block_bytes, options.max_model_len, num_host_blocks)

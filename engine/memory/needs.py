@@ -39,7 +39,8 @@ from engine.step_sizes import draft_graphs_kept, graphs_kept
 
 GIB = 1 << 30
 CONTEXT_BYTES = 600 << 20
-"""Of a process on an NVIDIA GPU: context, code, the matrix library's workspace. A guess where no device can be asked."""
+"""What a process takes of an NVIDIA GPU for its context, code, and the matrix library's workspace: a guess, for when no device
+can be asked."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

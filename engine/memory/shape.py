@@ -1,11 +1,11 @@
-"""What a model, by its shape alone, needs for each thing that stands in memory under a load. `engine.memory.needs` tells the
-formulae."""
+"""What a model needs in memory for each of its parts, computed from its shape and the load alone. The formulae are those of
+`engine.memory.needs`."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-from engine.config.model import ModelConfig
+from engine.config.model import ModelConfig, kv_numbers_per_token
 from engine.formats import Formats, WeightFormat
 from engine.memory.splits import (
     CHUNK_CONTEXT_MIN,
@@ -19,30 +19,30 @@ from engine.memory.splits import (
 from engine.step_sizes import chunk_rows_max
 
 LOGITS_ELEMENTS_MAX = 1 << 25
-"""Logits that stand in memory at a time, 128 MiB: those of a step's rows are computed in slices of so many."""
+"""The most logits in memory at a time, 128 MiB: the logits of a step's rows are computed in slices of this size."""
 
 LAUNCHES_OF_LAYER, LAUNCHES_OF_STEP, LAUNCHES_OF_EXPERTS = 10, 20, 3
 LAUNCH_BYTES = 24 << 10
-"""Of a captured step: at most so many kernels of each layer, of what comes before and behind, and of a mixture of experts more
-than of a gated feed-forward part (router, choice, sort, two products, sum); and what the driver keeps on the card for one of
-them. PyTorch's documentation of CUDA graph trees says 64 KiB up to CUDA 12.4 and driver 550, then less; vLLM's log tells 0.21
-GiB for 35 sizes of Llama-3.2-1B, which without activations is some 17 to 30 KiB a launch. A guess until our own are measured:
-Llama-3.1-8B's steps come to 8 MiB each."""
+"""Of a captured step: the most kernels of a layer, the most before and behind all layers, and how many more a mixture of
+experts has than a gated feed-forward part (router, choice, sort, two products, sum); and the bytes that the driver keeps on the
+card for one launch. PyTorch's documentation of CUDA graph trees says 64 KiB up to CUDA 12.4 and driver 550, then less; vLLM's
+log tells 0.21 GiB for 35 sizes of Llama-3.2-1B, which without activations is some 17 to 30 KiB a launch. A guess until our own
+are measured: Llama-3.1-8B's steps come to 8 MiB each."""
 
 BIAS_BYTES_MAX = 128 << 20
-"""What the biases of requests may take. A row of the vocabulary takes 0.5 MiB for 128k tokens: one for each of 256 requests."""
+"""The most memory for the logit biases of requests. One row takes 0.5 MiB for 128k tokens: enough for 256 requests."""
 
 
 def bias_rows(num_seqs: int, vocab_size: int) -> int:
-    """How many biases steps over slots hold at a time: one for each request, as far as `BIAS_BYTES_MAX` goes."""
+    """How many requests of steps over slots may have logit biases at a time: all of them, as far as `BIAS_BYTES_MAX` allows."""
     return max(1, min(num_seqs, BIAS_BYTES_MAX // (4 * vocab_size)))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Load:
-    """What an engine is to hold: steps of `num_tokens`, `num_seqs` requests with `num_guesses` rows beyond one for each, blocks
-    of `block_size`. `on_gpu`: decodes are cut into splits, `batch_invariant` ones by position. `has_slots`:
-    steps are launched ahead over slots. `recorded_rows`: of steps that are recorded on a CPU."""
+    """The largest load of an engine: steps of up to `num_tokens`, `num_seqs` requests, `num_guesses` more rows for guesses.
+    `on_gpu`: decode attention is split, by position where it is `batch_invariant`. `has_slots`: steps are launched ahead over
+    slots. `recorded_rows`: of recorded steps on a CPU."""
 
     num_tokens: int
     num_seqs: int
@@ -110,7 +110,7 @@ class MemoryShape:
             embedding=config.vocab_size * d,
             head=config.vocab_size * d if has_own_head else 0,
             others=d + sum(biases + norms + others for _, others in feed_forward),
-            kv_token=config.kv_numbers_per_token,
+            kv_token=kv_numbers_per_token(config.num_layers, config.num_kv_heads, config.head_dim),
             layer_width=_layer_width(
                 d,
                 attended,
@@ -130,15 +130,15 @@ class MemoryShape:
         )
 
     def weights_bytes(self, weights: WeightFormat, element_bytes: int) -> int:
-        """Embedding, norms, biases and routers keep `element_bytes` each. Rows are looked up in a tied embedding as it is: a
-        head in fewer bits is kept beside it."""
+        """A number of the embedding, norms, biases and routers takes `element_bytes`. A tied embedding is needed as it is, for
+        lookups; an output head in fewer bits is kept beside it."""
         head_bits, heads = weights.head_bits, self.head + self.tied_head
         head_bytes = -(-heads * head_bits // 8) if head_bits else self.head * element_bytes
         return weights.num_bytes(self.matrices) + head_bytes + (self.embedding + self.others) * element_bytes
 
     def activations_bytes(self, num_tokens: int, num_rows: int, element_bytes: int) -> int:
-        """What a pass of `num_tokens`, of which `num_rows` are sampled, holds at a time besides weights and cache, where logits
-        are computed in slices."""
+        """What a forward pass of `num_tokens`, of which `num_rows` are sampled, needs besides weights and cache, with logits
+        computed in slices."""
         logits = min(num_rows * self.vocab_size, LOGITS_ELEMENTS_MAX) * 4 * 2
         return max(num_tokens * self.layer_width * element_bytes, logits)
 
@@ -152,8 +152,8 @@ class MemoryShape:
         return max(largest, chunks, self.few_queries_bytes(load, context_len, formats))
 
     def split_chunks_bytes(self, num_tokens: int, context_len: int, element_bytes: int) -> int:
-        """What a step of few tokens behind a long context holds: activations, and what the splits of its keys leave, two or
-        more for each token. 0 where contexts are too short to be split."""
+        """What a step of few tokens behind a long context needs: activations, and the partial results of two or more splits of
+        the keys for each token. 0 where contexts are too short to be split."""
         if context_len < CHUNK_CONTEXT_MIN:
             return 0
         few_tokens = min(num_tokens, CHUNK_PARTS_MAX // (2 * self.num_heads))
@@ -168,14 +168,14 @@ class MemoryShape:
         return chunk_rows_max(num_tokens, self.layer_width * element_bytes)
 
     def captured_chunks_bytes(self, num_rows: int, element_bytes: int) -> int:
-        """What a captured step with chunks holds: activations of so many rows, and what the splits of few of them leave. A few
-        block tables are not counted."""
+        """What a captured step with chunks needs: activations of so many rows, and the partial results of splits, which only a
+        few rows have. A few block tables are not counted."""
         left_bytes = CHUNK_PARTS_MAX * (self.head_dim + 1) * 4 if num_rows else 0
         return num_rows * self.layer_width * element_bytes + left_bytes
 
     def few_queries_bytes(self, load: Load, context_len: int, formats: Formats) -> int:
-        """What a step of short chunks, of FEW_QUERIES_MAX tokens at most, holds where they are more rows than the workspace of
-        decodes has: activations, and a workspace of its own. 0 where no step has so many."""
+        """What a step of short chunks, of FEW_QUERIES_MAX tokens at most, needs if it has more rows than the workspace of
+        decodes: activations, and a workspace of its own. 0 where no step has so many rows."""
         num_tokens = min(load.num_tokens, FEW_QUERIES_MAX * load.num_seqs)
         if num_tokens <= load.num_rows:
             return 0
@@ -185,8 +185,8 @@ class MemoryShape:
         return num_tokens * self.layer_width * formats.element_bytes + left_bytes
 
     def recorded_bytes(self, num_rows: int, element_bytes: int) -> int:
-        """What recorded steps of `num_rows` rows keep, of whatever kinds: two layers, which take turns, what is made before the
-        first one (embedding, its norm, rotations), and logits."""
+        """What recorded steps of `num_rows` rows keep, all kinds together: two layers, which take turns, what is computed
+        before the first one (embedding, its norm, rotations), and logits."""
         if not self.recorded_width:
             return 0
         before = 2 * (self.embedding // self.vocab_size + len(self.windows) * self.head_dim)
@@ -199,8 +199,9 @@ class MemoryShape:
         return (of_layers + LAUNCHES_OF_STEP) * LAUNCH_BYTES
 
     def splits_bytes(self, num_seqs: int, context_len: int, kv_element_bytes: int, *, batch_invariant: bool = False) -> int:
-        """What the splits of `num_seqs` decodes of up to `context_len` tokens leave for the kernel that combines them. The
-        number of splits follows from the request's own length, so that results do not depend on the batch."""
+        """The partial results of split decode attention: of `num_seqs` decodes of up to `context_len` tokens, until a second
+        kernel combines them. The number of splits depends on the request's own length alone, so that results do not depend on
+        the batch."""
         if batch_invariant:
             sizes = num_seqs, context_len, self.num_heads, self.head_dim
             return sum(invariant_bytes(*sizes, window) for window in self.windows)
@@ -212,15 +213,16 @@ class MemoryShape:
         return context_len * self.rotary_width * element_bytes
 
     def columns_bytes(self, num_seqs: int, element_bytes: int, *, num_guesses: int = 0) -> int:
-        """What sampling keeps for `num_seqs` slots and as many rows, or `num_guesses` more."""
+        """What sampling keeps for `num_seqs` slots, and for as many rows and `num_guesses` more."""
         row_bytes = num_seqs * (4 + element_bytes) + num_guesses * element_bytes + bias_rows(num_seqs, self.vocab_size) * 4
         return self.vocab_size * row_bytes
 
 
 def _layer_width(hidden: int, attended: int, *, dense: int, chosen: int = 0, expert: int = 0) -> int:
-    """Numbers of one token that a layer holds at a time where it holds most: five rows of the residual stream (sum and norm
-    that it began with, those in its middle, what attention added), and gates, products and result of a part `dense` wide;
-    or the products and results of `chosen` experts, `expert` wide, and the gates of one; or what attention computes with."""
+    """The most numbers of one token that a layer holds at a time: five rows of the residual stream (sum and norm at its start,
+    sum and norm in its middle, what attention added), and beside them the largest of three: gates, products and result of a
+    feed-forward part `dense` wide; products and results of `chosen` experts, `expert` wide, and the gates of one; queries,
+    keys, values and result of attention."""
     mixture = (chosen + 2) * expert + (chosen + 1) * hidden if chosen else 0
     return 5 * hidden + max(3 * dense + hidden if dense else 0, mixture, attended)
 

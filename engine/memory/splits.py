@@ -1,22 +1,22 @@
-"""Into how many splits attention cuts keys, and what these leave in memory: numbers of `kernels.triton`, needed here without
-torch. Tests compare both."""
+"""Into how many splits attention divides the keys, and how much memory their partial results take. These are the numbers of
+`kernels.triton`, needed here without torch; tests compare both."""
 
 from __future__ import annotations
 
 CHUNK_CONTEXT_MIN, CHUNK_PARTS_MAX = 2048, 1 << 16
-"""Of chunks of prompts (`kernels.triton.chunk_splits`): the shortest context whose keys are cut into splits, and for how many
-splits, queries and heads a step has room."""
+"""Chunks of prompts (`kernels.triton.chunk_splits`): the shortest context whose keys are split, and the most partial results of
+a step, one for each split, query and head."""
 
 FEW_QUERIES_MAX = 8
 FEW_QUERIES_BYTES_MAX = 256 << 20
-"""Of chunks that the kernel of decodes attends (`kernels.triton.attention_prefill`): tokens of one at most, and what their
-splits may take where they are more rows than the workspace of decodes has."""
+"""Chunks that are attended by the decode kernel (`kernels.triton.attention_prefill`): the most tokens of one, and the most
+bytes of their partial results, if they have more rows than the workspace of decodes."""
 
 INVARIANT_SPLIT = 256
 INVARIANT_QUERIES_MIN = 64
 INVARIANT_BYTES_MAX = 256 << 20
-"""Of batch-invariant attention (`kernels.triton.invariant_attention`): tokens of a split, queries for whose splits there is
-room at least, and the most that all splits of a step may take."""
+"""Batch-invariant attention (`kernels.triton.invariant_attention`): tokens of a split, the fewest queries that there is room
+for, and the most bytes of all partial results of a step."""
 
 
 def num_splits(num_tokens: int, head_dim: int, kv_element_bytes: int, window: int | None) -> int:

@@ -1,4 +1,4 @@
-"""The one decoder that every family here is an instance of: token ids of a batch in, hidden states of its rows out."""
+"""The decoder that all supported families share: token ids of a batch in, hidden states of its rows out."""
 
 from __future__ import annotations
 
@@ -58,8 +58,8 @@ class DecoderLayer:
         return self._attention.scale_kv()
 
     @property
-    def asks_host(self) -> bool:
-        return isinstance(self._mlp, SparseMLP) and self._mlp.asks_host
+    def has_host_sync(self) -> bool:
+        return isinstance(self._mlp, SparseMLP) and self._mlp.has_host_sync
 
     def fused(self, dtype: torch.dtype) -> FusedLayer | None:
         """The layer for steps of few rows, once it is packed; None where it cannot be fused."""
@@ -68,7 +68,7 @@ class DecoderLayer:
 
     @property
     def norm(self) -> RMSNorm | None:
-        """What stands before its attention: whoever adds to the residual stream before it normalises for it as well."""
+        """The norm before its attention, which the layer before it applies when it adds to the residual stream."""
         return self._before_attention
 
     def __call__(
@@ -140,6 +140,7 @@ class Decoder:
 
     def __init__(self, config: ModelConfig, *, dtype: torch.dtype, device: torch.device, batch_invariant: bool = False) -> None:
         """`batch_invariant`: what is packed gives a row the same bits in any batch, and so do the operations around it."""
+        self.config, self.dtype, self.device, self.batch_invariant = config, dtype, device, batch_invariant
         self._embedding = torch.empty(config.vocab_size, config.hidden_size, dtype=dtype, device=device)
         self._layers = [
             DecoderLayer(config, index, dtype=dtype, device=device, batch_invariant=batch_invariant)
@@ -153,7 +154,7 @@ class Decoder:
         self._stored_head: StoredLinear | None = None
         self._head_kernel: ops.LinearKernel | None = None
         self.greedy_head: Callable[[torch.Tensor], torch.Tensor] | None = None
-        """Of a few rows [B, hidden] the tokens with the largest `logits`: [B] int64. None where no kernel does it."""
+        """Takes a few rows [B, hidden] and returns the tokens with the largest logits, [B] int64. None if no kernel does it."""
         self._ops = ops.operations(device, dtype, batch_invariant=batch_invariant)
         # The multiplier is rounded to the format of the embeddings, as the reference implementations do.
         self._multiplier = torch.tensor(config.embedding_multiplier, dtype=dtype).item()
@@ -169,7 +170,7 @@ class Decoder:
             layer.plan(plan, f"model.layers.{index}")
         self._norm.plan(plan, "model.norm")
         if self._head is self._embedding:
-            plan.twins["lm_head.weight"] = "model.embed_tokens.weight"
+            plan.tied["lm_head.weight"] = "model.embed_tokens.weight"
         elif self._has_own_head:
             self._plan_head(plan)
         return plan
@@ -201,29 +202,29 @@ class Decoder:
         self._fused = self._fuse()
 
     def _bind_greedy_head(self) -> Callable[[torch.Tensor], torch.Tensor] | None:
-        """Of the very weights that `logits` multiplies, where nothing follows their product."""
+        """Bind it to the weights that `logits` multiplies with, if nothing follows that product."""
         bind, head = self._ops.bind_greedy_head, ops.plain_product(self._head_kernel)
         if bind is None or head is None or self._softcap is not None or self._divisor != 1.0:
             return None
         return bind(head.weight)
 
     @property
-    def asks_host(self) -> bool:
+    def has_host_sync(self) -> bool:
         """Whether a step waits for the host somewhere between its layers, so that it cannot be captured."""
-        return any(layer.asks_host for layer in self._layers)
+        return any(layer.has_host_sync for layer in self._layers)
 
     def _fuse(self) -> FusedLayers | None:
         linear_add, normed_linear = self._ops.linear_add, self._ops.normed_linear
         if linear_add is None or normed_linear is None:
             return None
-        layers = [layer.fused(self._embedding.dtype) for layer in self._layers]
+        layers = [layer.fused(self.dtype) for layer in self._layers]
         fused = [layer for layer in layers if layer is not None]
         if len(fused) < len(layers):
             return None
         return FusedLayers(fused, linear_add, normed_linear, multiplier=self._branch_multiplier, eps=self._norm.eps)
 
     def scale_kv(self) -> bool:
-        """Keys and values will be kept in 8 bits; whether the checkpoint had scales for those of every layer."""
+        """Keep keys and values in 8 bits from now on. Returns whether the checkpoint had scales for every layer."""
         calibrated = [layer.scale_kv() for layer in self._layers]
         return all(calibrated)
 
@@ -255,8 +256,8 @@ class Decoder:
         kv_caches: Sequence[torch.Tensor] | None,
         before_layer: Callable[[], None] = lambda: None,
     ) -> torch.Tensor:
-        """The way through all layers: [T, hidden] → [R, hidden], of the rows that are wanted, normalised. Behind the attention
-        of the last layer nobody reads the others, and nothing is computed for them."""
+        """Through all layers: [T, hidden] → [R, hidden], the wanted rows, normalised. Behind the last layer's attention nobody
+        reads the other rows, and nothing is computed for them."""
         first = self._layers[0].norm
         rows: torch.Tensor | ops.Fp8Rows = residual if first is None else first.rows(residual)
         norms = (*self._later_norms, self._norm)

@@ -1,5 +1,5 @@
-"""A decode step of few rows with every norm inside a product: six launches for a layer where nine stand apart, five
-for one request.
+"""A decode step of few rows with every norm fused into a product: six launches for a layer instead of nine, five for one
+request.
 
 The residual stream goes from product to product as `ops.Stream`: its rows, already times the weight of the coming norm, and the
 squares from which the next product takes the root. Only for layers that are normalised before attention and before the

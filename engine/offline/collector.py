@@ -1,4 +1,4 @@
-"""How often Python's collector looks through all there is while an engine runs in the process of a script. Knows no engine."""
+"""Makes Python's full garbage collections rare while an engine runs in the process of a script. Knows no engine."""
 
 from __future__ import annotations
 
@@ -7,16 +7,16 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 OLDER_PER_FULL = 100
-"""Collections of older objects for a full one, of which Python makes one for ten: each stands for some 7,000 new objects."""
+"""Collections of the middle generation for a full one, instead of Python's 10; each stands for some 7,000 new objects."""
 
 
 @contextmanager
 def rare_full_collections() -> Iterator[None]:
-    """Inside, the collector looks through all objects a tenth as often.
+    """Inside, full collections happen a tenth as often.
 
-    Steps make many small objects that live for a while, which makes full collections due; one over all that torch and the
-    script keep takes as long as fifty steps of a small model. Without any, cycles that a script drops between its calls would
-    stay for ever. Nothing changes where the script wants them as rarely, or another thread is inside.
+    Steps make many small objects that live for a while, which triggers full collections. One over all that torch and the script
+    keep takes as long as fifty steps of a small model. Without any, cycles that a script drops between its calls would stay for
+    ever. Nothing changes if the script has made them as rare itself, or if another thread is inside.
     """
     young, older, full = gc.get_threshold()
     if full >= OLDER_PER_FULL:

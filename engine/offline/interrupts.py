@@ -1,4 +1,4 @@
-"""Ctrl-C between two steps of an engine, and not within one: what a step has booked half of nobody takes back.
+"""Ctrl-C between two steps of an engine and not within one: a step that is half booked cannot be undone.
 
 Knows no engine and no torch.
 """
@@ -14,10 +14,10 @@ from types import FrameType
 
 @contextmanager
 def between_steps() -> Iterator[Callable[[], None]]:
-    """Inside, an interrupt waits until the function that this gives is called, or for the end; a second one does not wait.
+    """Inside, an interrupt waits until the yielded function is called, or until the block ends. A second one does not wait.
 
-    What an interrupt does is the handler's that was there before. Nothing changes where that is none of Python's, and outside
-    of the main thread, which interrupts never reach.
+    The handler that was there before then runs. Nothing changes if that is not a Python function, or outside of the main
+    thread, which interrupts never reach.
     """
     handler = signal.getsignal(signal.SIGINT)
     if threading.current_thread() is not threading.main_thread() or not callable(handler):

@@ -12,9 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from engine.config.pooling import MODES, PoolingConfig, load_pooling_config
-from engine.cpu_environment import prepare_cpu
+from engine.environment import prepare_environment
 from engine.errors import EngineBroken, EngineConfigError, EngineError, PromptError
-from engine.gpu_environment import prepare_gpu
 from engine.number_checks import is_integer
 from engine.offline.collector import rare_full_collections
 from engine.offline.completion import Completion, engine_params
@@ -30,13 +29,13 @@ from engine.text.bad_words import bad_words_token_ids
 from engine.text.chat_template import ChatTemplate
 from engine.text.tokenizer import Tokenizer
 
-prepare_cpu()
-prepare_gpu()
+prepare_environment()
 
 from engine.build import build_engine  # noqa: E402 - torch must see the environment set above
 from engine.loop import Engine  # noqa: E402
-from engine.runner.embedder import Embedder, Embedding, TextModel  # noqa: E402
+from engine.runner.embedder import Embedder, Embedding  # noqa: E402
 from engine.runner.model_runner import ModelRunner  # noqa: E402
+from engine.runner.paged_decoder import PagedDecoder  # noqa: E402
 from engine.runner.slot_runner import SlotRunner  # noqa: E402
 from engine.runner.text_models import gives_embeddings_only, load_text_model  # noqa: E402
 
@@ -76,7 +75,7 @@ class LLM:
         shared_prefixes: Sequence[str | Path] = (),
         **unknown: Any,
     ) -> None:
-        """`max_num_seqs` of None leaves the number to the engine, as the box does. `num_gpu_blocks_override` and
+        """`max_num_seqs` of None leaves the number to the engine, as the appliance does. `num_gpu_blocks_override` and
         `kv_cache_bytes` size the cache on any device; `enforce_eager` chooses the plain runner. `engine.options`
         describes `batch_invariant`, `scheduling_policy`, `inter_token_target_ms` and `shared_prefixes`, `speculation.options`
         what `speculative_config` may hold. Raises `ModelError` or `EngineConfigError`."""
@@ -241,15 +240,15 @@ class LLM:
             raise EngineError("this LLM is closed")
         if pooling not in (None, *MODES):
             raise UnsupportedOption("pooling", f"pooling must be one of {', '.join(MODES)}, not {pooling!r}")
-        model = self._text_model or self._decoder_as_text_model()
+        model = self._text_model or self._served_decoder().text_model
         config = load_pooling_config(self._directory, default_mode=model.default_pooling)
         normalised = config.normalised if normalize is None else normalize
         return Embedder(model, replace(config, mode=pooling or config.mode, normalised=normalised))
 
-    def _decoder_as_text_model(self) -> TextModel:
+    def _served_decoder(self) -> PagedDecoder:
         assert self._engine is not None
         assert isinstance(self._engine.runner, ModelRunner | SlotRunner)
-        return self._engine.runner.text_model
+        return self._engine.runner.target
 
     def _text_ids(self, index: int, text: Prompt, pooling: PoolingConfig) -> list[int]:
         def encode(text: str) -> list[int]:
@@ -313,7 +312,7 @@ def _num_tokens(completions: Collection[Completion]) -> dict[str, int]:
 
 
 def _refusal(index: int, event: TokenEvent) -> Exception:
-    """What the engine would not queue, as an error that names the prompt and the field."""
+    """A request that the engine refused to queue, as an error that names the prompt and the field."""
     message = f"prompt {index}: {event.error}"
     if event.error_param is None or event.error_param == PROMPT_PARAM:
         return PromptError(message)

@@ -1,8 +1,8 @@
-"""How well a model foretells a fixed text, and how much worse when its weights, keys and values are kept in fewer bits.
+"""How well a model predicts a fixed text, and how much worse it does with weights, keys and values in fewer bits.
 
-Perplexity is e to the mean of the negative log-probabilities of the tokens, given those before them in their window. It is
-computed by the engine itself, through the paged cache, with everything that serving does to the numbers. Only the ratio of two
-perplexities on the same tokens means anything: the text is short, and it is ours.
+Perplexity is e to the mean of the negative log-probabilities of the tokens, given those before them in their window. The engine
+computes it through the paged cache, with everything that serving does to the numbers. Only the ratio of two perplexities on the
+same tokens means anything: the text is short, and it is ours.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ WINDOW_TOKENS = 512
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FormatOptions:
-    """How a model is to be held: the options of `EngineOptions` by these names."""
+    """The formats in which a model is kept: the options of `EngineOptions` by these names."""
 
     quantization: str | None = None
     kv_cache_dtype: str = "auto"
@@ -34,7 +34,7 @@ class FormatOptions:
 @dataclass(frozen=True, slots=True)
 class Comparison:
     """`unquantised` is None where no unquantised model was at hand, `as_stored` unless a quantised checkpoint was loaded in
-    other formats than its own. `num_tokens` have been foretold: all but the first of each window."""
+    other formats than its own. `num_tokens` were predicted: all but the first of each window."""
 
     perplexity: float
     unquantised: float | None
@@ -51,8 +51,9 @@ class Comparison:
 
 
 def compare(directory: Path, formats: FormatOptions, *, is_plain: bool, unquantised: Path | None = None) -> Comparison:
-    """The perplexity of a model in `formats`, and that of `unquantised`, or of the same model where it `is_plain`; else that of
-    the same checkpoint as it is stored, where head or cache are to be other ones.
+    """The perplexity of a model in `formats`, and what to compare it with: that of `unquantised`; without it, that of the same
+    model in its own format if that `is_plain`. A quantised checkpoint whose head or cache is changed is also compared with
+    itself as it is stored.
 
     Raises `EngineConfigError` when the two read the text as different tokens, and what building an engine raises.
     """
@@ -79,7 +80,7 @@ def window_tokens(directory: Path) -> int:
 
 
 def windows_of(tokens: Sequence[int], size: int) -> list[list[int]]:
-    """Cut `tokens` into windows of `size`. A last one of a single token is left out: it would foretell nothing."""
+    """Cut `tokens` into windows of `size`. A last one of a single token is left out: it would predict nothing."""
     windows = [list(tokens[first : first + size]) for first in range(0, len(tokens), size)]
     return [window for window in windows if len(window) > 1]
 

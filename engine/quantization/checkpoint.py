@@ -1,7 +1,7 @@
-"""Quantised modules of a checkpoint, each as its tensors say: 8-bit floats with scales, AWQ or GPTQ words, or plain.
+"""Modules of a quantised checkpoint, each in the format of its tensors: 8-bit floats with scales, AWQ or GPTQ words, or plain.
 
-Modules that share their input are one module here, and their matrices one below the other in as few products as can be:
-neighbours are joined when they are stored in the same way and do the same to their input.
+Modules that share their input are one module here. Their matrices are stacked into as few products as possible: neighbours are
+joined if they are stored in the same way and quantise their input in the same way.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from kernels import ops
 
 
 class Part(Protocol):
-    """One quantised matrix of the checkpoint. Neighbours of a kind with an equal `key` are joined, when all were read."""
+    """One quantised matrix of the checkpoint. When all are read, neighbours of one class with equal keys are joined."""
 
     def plan(self, plan: WeightPlan, module: str) -> None: ...
 
@@ -32,7 +32,7 @@ class Part(Protocol):
 
 
 PREFIX = "model."
-"""What stands in front of a module's name in the list of a checkpoint's tensors, in some of them."""
+"""What the tensor names of some checkpoints lack at their beginning."""
 
 
 class CheckpointStorage:

@@ -1,4 +1,4 @@
-"""Weights of an unquantised checkpoint, quantised while they are read: no more than one module stands there unquantised."""
+"""Weights of an unquantised checkpoint, quantised while they are read: at most one module is in memory unquantised."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ class HeadOnTheFly:
 
 
 class PackedWhenWhole:
-    """Matrices one below the other, in a tensor that exists from the first of them until the last was read."""
+    """Stacked matrices, in a tensor that exists from when the first of them is read until the last one was."""
 
     def __init__(
         self,

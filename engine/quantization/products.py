@@ -16,8 +16,8 @@ def fp8_product(
     activations: Activations,
     input_scales: Sequence[tuple[int, torch.Tensor]] = (),
 ) -> ops.LinearKernel:
-    """Weights in 8-bit floats. Inputs are rounded to them by a scale of each row, or not at all, or by `input_scales`: a number
-    of rows of the weight, and the [1] that its inputs are divided by."""
+    """A product with weights in 8-bit floats. Its inputs are rounded to 8 bits with a scale for each row, or not at all, or
+    with `input_scales`: pairs of a number of weight rows and the [1] by which the inputs of these are divided."""
     if activations is Activations.DYNAMIC:
         product: ops.LinearKernel = ops.Fp8Product(weight, bias)
         return product
@@ -43,8 +43,8 @@ class StaticFp8Product(ops.Fp8Product):
 
 
 class StaticFp8Products:
-    """[T, K] → [T, N]: `parts` of one weight, for each of which the same inputs are rounded by a scale of its own. Inputs that
-    are not rounded are multiplied with all of it at once."""
+    """[T, K] → [T, N]: `parts` of one weight, each of which rounds the same inputs with a scale of its own. Inputs that are not
+    rounded are multiplied with the whole weight at once."""
 
     def __init__(
         self, weight: ops.Fp8Weight, bias: torch.Tensor | None, input_scales: Sequence[tuple[int, torch.Tensor]]

@@ -1,8 +1,8 @@
 """How fast the loaded model runs on this device: a few passes timed at start, and the step-time model that fits them.
 
-A step with one row takes as long as reading the weights; one with many rows as long as multiplying with them. From the two
-follow the bandwidth and the speed of products that the step-time model needs, overheads of this implementation included;
-what lies between decides when guessing tokens is worth its rows.
+A step with one row takes as long as reading the weights, one with many rows as long as multiplying with them. These two give
+the bandwidth and the FLOP rate that the step-time model needs, with the overheads of this implementation. Sizes between them
+tell when guesses are worth the rows that verify them.
 
     one row        the decode step as it will be run: captured, recorded or, without slots, the pass; a draft model's part
                    in it, and the way of its token to the host included
@@ -17,6 +17,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import accumulate
+from typing import Protocol
 
 import torch
 
@@ -40,18 +41,34 @@ ROWS_BETWEEN = (4, 16)
 
 PASSES = 3
 PASSES_S = 0.25
-"""Passes of each kind while this time lasts, at least one; the fastest counts, because a neighbour can only slow a pass down.
-Before them comes one that counts for nothing: it compiles kernels or loads them, which takes seconds where a pass takes less
-than a millisecond."""
+"""A pass is repeated for up to this time, at least once; the fastest counts, because other work on the machine can only slow a
+pass down. One pass before them is not counted: it compiles or loads kernels, which takes seconds where a pass takes less than a
+millisecond."""
 
 STEPS = 20
-"""As many steps of each size, of which small ones take less than a millisecond."""
+"""The most steps of a size that are timed; small ones take less than a millisecond."""
 
 MEASURED = Efficiency(bandwidth=1.0, flops=1.0, host_s=0.0)
 """The speeds are those that whole steps reached, with what the host adds to them."""
 
 LINK_BANDWIDTH = {"cuda": 25e9, "cpu": 5e9}
 """Bytes per second between device and host tier: PCIe with page-locked memory, and copying within main memory."""
+
+
+class TimedSteps(Protocol):
+    """Steps as the engine will run them, without requests. Each call runs one step and waits for its end."""
+
+    def decode(self, num_rows: int) -> None:
+        """A decode if it has one row, else a step that verifies guesses."""
+        ...
+
+    def draft_decode(self) -> None:
+        """A decode of one row by the draft model."""
+        ...
+
+    def chunks(self, rows: Sequence[InputRow]) -> torch.Tensor:
+        """Hidden states of the outputs of chunks of prompts."""
+        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,33 +91,31 @@ def measure_speed(
     limits: SchedulerLimits,
     *,
     weight_bytes: float,
-    for_speculation: bool,
-    decode: Callable[[], None] | None = None,
-    hidden_of: Callable[[Sequence[InputRow]], torch.Tensor] | None = None,
+    max_guesses: int,
+    steps: TimedSteps | None = None,
 ) -> MeasuredSpeed:
     """Time passes of the models over their empty caches; what they leave there belongs to no request.
 
     No pass is larger than the steps that memory was planned for: the rows that `limits` allow, and logits of one for each
-    request, or of the guesses. `weight_bytes` is the mean of all weights. `decode` computes a step of one row and waits for its
-    token, where decodes are run in another way than a pass; `hidden_of` what the target makes of chunks of prompts, where that
-    is.
+    request, or of the guesses. `weight_bytes` is the mean of all weights, `max_guesses` the most rows of a step for guesses.
+    `steps`: how steps are run if not as passes.
     """
     cache, block_size = target.kv_caches[0], limits.block_size
-    device = cache.device.type
-    asked = {*ROWS[device], *(ROWS_BETWEEN if for_speculation else ())}
+    device, guesses_in_passes = cache.device.type, max_guesses > 0 and steps is None
+    asked = {*ROWS[device], *(ROWS_BETWEEN if guesses_in_passes else ())}
     fitting = [num_rows for num_rows in asked if min(num_rows, CHUNK_ROWS) <= limits.max_model_len]
     rows = sorted({min(num_rows, limits.max_num_batched_tokens) for num_rows in fitting})
     most_rows = rows[-1]
-    max_sampled = min(most_rows, ROWS[device][1] if for_speculation else limits.max_num_seqs)
-    one_row_s = _pass_s(target, 1, 1, block_size) if decode is None else _fastest_s(decode, STEPS)
-    of_chunks = partial(_pass_s, target, block_size=block_size, hidden_of=hidden_of)
+    max_sampled = min(most_rows, ROWS[device][1] if guesses_in_passes else limits.max_num_seqs)
+    one_row_s = _pass_s(target, 1, 1, block_size) if steps is None else _fastest_s(partial(steps.decode, 1), STEPS)
+    of_chunks = partial(_pass_s, target, block_size=block_size, hidden_of=None if steps is None else steps.chunks)
     passes_s = [of_chunks(num_rows, min(num_rows, max_sampled)) for num_rows in rows[1:]]
     times = list(accumulate([one_row_s, *passes_s], max))
     draft_s, draft_most_s = (0.0 if draft is None else _pass_s(draft, num_rows, 1, block_size) for num_rows in (1, most_rows))
     shape = ModelShape.of(config)
     speed = _device_speed(
         shape,
-        times[0] + (draft_s if decode is None else 0.0),
+        times[0] + (draft_s if steps is None else 0.0),
         (times[-1] + draft_most_s) / most_rows,
         weight_bytes=weight_bytes,
         sampled_share=max_sampled / most_rows,
@@ -111,15 +126,18 @@ def measure_speed(
     )
     if len(rows) == 1:  # in so short a context, another row costs as much as the first
         rows, times = [1, 2], [times[0], 2 * times[0]]
-    return MeasuredSpeed(step_times, _costs(rows, [time_s + draft_s for time_s in times], draft_s))
+    if steps is None or not max_guesses:
+        return MeasuredSpeed(step_times, _costs(rows, [time_s + draft_s for time_s in times], draft_s))
+    guess = None if draft is None else steps.draft_decode
+    return MeasuredSpeed(step_times, _measured_guesses(steps.decode, limits.max_num_seqs + max_guesses, device, guess))
 
 
-def measure_guesses(
-    run: Callable[[int], None], max_rows: int, device: torch.device, *, guess: Callable[[], None] | None = None
+def _measured_guesses(
+    run: Callable[[int], None], max_rows: int, device: str, guess: Callable[[], None] | None
 ) -> SpeculationCosts:
     """What guesses cost where they are verified over slots. `run` computes a step of so many rows, up to `max_rows`, and waits
     for its tokens; one row is a step without guesses. `guess` has a draft model guess once."""
-    rows = sorted({1, 2, *ROWS_BETWEEN, max_rows if device.type == "cuda" else min(ROWS["cpu"][-1], max_rows)})
+    rows = sorted({1, 2, *ROWS_BETWEEN, max_rows if device == "cuda" else min(ROWS["cpu"][-1], max_rows)})
     times = list(accumulate((_fastest_s(partial(run, num_rows), STEPS) for num_rows in rows), max))
     return _costs(rows, times, 0.0 if guess is None else _fastest_s(guess, STEPS))
 

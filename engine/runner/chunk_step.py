@@ -1,15 +1,15 @@
-"""A step with chunks of prompts beside decodes as a function of buffers that stay where they are: what a graph captures.
+"""A step with chunks of prompts beside decodes, as a function of buffers at fixed addresses: what a CUDA graph captures.
 
     host    slots of decodes; tokens, places, lengths of chunks ─► one copy ┐
     slots   last tokens, lengths, block tables of decodes ──────────────────┴─► layers ─► hidden states of rows that sample
 
-Launched kernel by kernel, a step of 32 layers costs the host some 350 launches, which on an H200 took 21 to 38 ms beside 17 ms
-of the device's; captured it costs one, and a few for the choice of tokens behind it.
+Launched kernel by kernel, a step of 32 layers costs the host some 350 launches. On an H200 these took 21 to 38 ms where the
+device computed for 17 ms. Captured it costs one launch, and a few for the sampling behind it.
 
-A graph is made for a number of tokens and a number of chunks, both rounded up, and nothing else: tokens of decodes come
-first, those of chunks follow at once, then padding, and where one ends and the next begins are numbers on the device. Attention
-of decodes is launched for as many tokens as may be decodes; that of chunks comes after it and overwrites those that were none.
-Padding is a chunk of its own: its tokens write no keys, read whatever blocks its table names, and nobody reads their results.
+A graph depends on nothing but a number of tokens and a number of chunks, both rounded up. Tokens of decodes come first, those
+of chunks follow, then padding; where each part ends is a number on the device. Decode attention is launched for as many tokens
+as could be decodes; chunk attention runs after it and overwrites the results of those that were not. Padding is a chunk of its
+own: its tokens write no keys, read whatever blocks its table names, and nobody reads their results.
 
 Steps that verify guesses and those of more tokens or chunks than any graph has are launched kernel by kernel (`SlotRunner`).
 On a CPU nothing is captured.
@@ -51,8 +51,8 @@ class ChunkShape(NamedTuple):
     @property
     @cache  # noqa: B019 - of the few shapes that graphs are made for, asked for several times a step
     def pieces(self) -> dict[str, slice]:
-        """Where each kind of number stands among those of a step: at a multiple of 16 bytes. Those in front of the tokens are
-        narrow."""
+        """The place of each piece among the numbers of a step, at a multiple of 16 bytes. Pieces before "tokens" are read as
+        32-bit numbers."""
         tokens, decodes, chunks = self.num_tokens, self.num_decodes, self.num_chunks
         sizes = {
             "slots": decodes,  # of decodes, NOTHING for no decode
@@ -70,7 +70,7 @@ class ChunkShape(NamedTuple):
 
     @property
     def num_numbers(self) -> int:
-        """Of all pieces together."""
+        """The length of all pieces together."""
         return _even(self.pieces["slots of chosen"].stop)
 
 
@@ -133,11 +133,9 @@ class ToChoose(NamedTuple):
 class ChunkStep:
     """The pass of one model, or of a draft model and the one that is served, over up to `max_tokens` tokens."""
 
-    def __init__(
-        self, decoders: Sequence[PagedDecoder], state: SlotState, *, max_tokens: int, block_size: int, device: torch.device
-    ) -> None:
+    def __init__(self, decoders: Sequence[PagedDecoder], state: SlotState, *, max_tokens: int, block_size: int) -> None:
         """decoders: in their order; hidden states are those of the last one. A request holds `max_tokens` at least."""
-        num_slots, max_blocks = state.tables.shape
+        (num_slots, max_blocks), device = state.tables.shape, state.tables.device
         assert max_tokens <= max_blocks * block_size, "padding is attended like one request"
         self._max_tokens = max_tokens
         self._decoders = decoders
@@ -154,7 +152,7 @@ class ChunkStep:
 
     @property
     def shapes(self) -> list[ChunkShape]:
-        """Those that graphs are made for, the largest last."""
+        """The shapes that graphs are made for, the largest last."""
         return [
             ChunkShape("chunks", num_tokens, min(num_tokens, self._num_decodes), num_chunks + 1)
             for num_tokens, num_chunks in chunk_shapes(self._max_tokens)

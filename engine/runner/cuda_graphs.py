@@ -1,10 +1,10 @@
-"""Capture and replay of a function that works on buffers that stay where they are. Tests on a CPU cannot run it; they
-use `DirectCalls`, which calls the function.
+"""Captures and replays functions of buffers at fixed addresses as CUDA graphs. Where there are none, `DirectCalls` calls the
+function.
 
-A replayed graph costs the host one call, whatever the number of kernels in it. A graph is made when its key is asked for the
-first time; all share one pool of memory, as only one runs at a time. Before a capture the function runs once outside of it, so
-that kernels are compiled and libraries have their workspaces: the caller sees to it that this run changes nothing. A capture
-that failed is not tried again, as it would fail at every step: whoever asks for its key is told so at once.
+A replayed graph costs the host one call, however many kernels it launches. A graph is captured when its key is asked for the
+first time. All graphs share one memory pool, because only one runs at a time. The function runs once before it is captured, so
+that kernels are compiled and libraries have their workspaces; the caller makes sure that this run changes nothing. A capture
+that failed is not tried again, because it would fail at every step: asking for its key raises at once.
 """
 
 from __future__ import annotations
@@ -40,8 +40,8 @@ class Calls(Protocol):
         ...
 
     def make_ready(self, key: Hashable, function: Callable[[], None], *, is_kept: bool = False) -> None:
-        """Do once what `run` needs. It may call `function`, which must change nothing then. `is_kept`: for good, and not
-        counted with the others. Raises `CaptureFailed`."""
+        """Prepare `run` for this key. This may call `function`, which must change nothing then. `is_kept`: never evicted, and
+        not counted with the others. Raises `CaptureFailed`."""
         ...
 
     def run(self, key: Hashable, function: Callable[[], None]) -> None:

@@ -1,37 +1,55 @@
-"""One decode step from slots to tokens as a function of buffers that stay where they are: what a graph captures.
+"""A decode step, from slots to tokens, as a function of buffers at fixed addresses: what a CUDA graph captures.
 
     slots ─► inputs (last tokens, positions, places, blocks) ─► layers ─► logits ─► tokens ─► slots, and out
 
-It takes its rows from `StepInputs.rows`, where the host writes the slots of the step, and leaves their tokens in `sampled` and
-in memory of the host (`token_return`), and what was asked about them in `scores`. A row below 0 is padding: it reads no
-context, writes no key, and changes no slot, so a step of nothing but padding changes nothing.
+It reads its rows from `StepInputs.rows`, where the host writes the slots of the step. It leaves the sampled tokens in `sampled`
+and in the host's memory (`token_return`), and their log-probabilities, where wanted, in `scores`. A negative row is padding: it
+reads no context, writes no key, and changes no slot, so a step of nothing but padding changes nothing.
 
-A step in which requests verify guesses of speculative decoding (`runner.rows`) is one of the same kind with several rows of a
-slot. The host writes the inputs, and what the step leaves in such a slot is not used: the host sees how many guesses were
-accepted, and sends the slot with a later step.
+A step in which requests verify guesses of speculative decoding (`runner.rows`) has several rows for a slot. Its inputs are
+written by the host, and what it leaves in such a slot is not used: the host finds out how many guesses were accepted, and sends
+the slot again with a later step.
 
 A draft model runs in every step too, because it has a KV cache of its own.
 
 Where a row waits for a mask that depends on the token before, or the step's kind has no graph of its own, the graph ends with
-the logits, and `choose` is launched separately. On a CPU the operations of a step are recorded (`runner.recorded_step`).
+the logits, and `choose` samples behind it. On a CPU the operations of a step are recorded (`runner.recorded_step`).
+
+`DecodeStep` computes a step; `DecodeSteps` has it captured for each shape before it first runs, and runs it.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
+from typing import NamedTuple
 
 import torch
 
 from engine.layers.batch_inputs import BatchInputs
+from engine.runner.cuda_graphs import Calls
 from engine.runner.paged_decoder import PagedDecoder
 from engine.runner.recorded_step import RecordedSteps
 from engine.runner.slots import SlotState
 from engine.runner.step_inputs import StepInputs
 from engine.sampling import scores
-from engine.sampling.columns import ColumnSampler, Kind
+from engine.sampling.columns import ColumnSampler, Kind, SamplingNeeds
 from engine.sampling_params import TOP_LOGPROBS_MAX
+from engine.step_sizes import guesses_size, logits_size, sizes, step_size
 from kernels import ops
+
+NO_ROWS: list[int] = []
+NO_INPUTS: list[list[int]] = [[]] * 5
+
+
+class DecodeShape(NamedTuple):
+    """What a graph is made for, and its key: `size` rows of the model called `name`, padding included. Without a `kind` it ends
+    with the logits; all kinds of a size have that one in common."""
+
+    name: str
+    size: int
+    kind: Kind | None
+    has_guesses: bool
 
 
 class DecodeStep:
@@ -44,14 +62,13 @@ class DecodeStep:
         state: SlotState,
         sampler: ColumnSampler,
         *,
-        device: torch.device,
-        is_recorded: bool = False,
+        records: bool = False,
         draft: DecodeStep | None = None,
         host: ops.HostTokens | None = None,
     ) -> None:
-        """`is_recorded`: as one call of the decoder's operations, where they can be recorded. `draft`: the step of the model
+        """`records`: run as one recorded call, where all operations can be recorded. `draft`: the step of the model
         that goes along, over the same inputs. `host`: where tokens are left for it, if anywhere."""
-        max_rows, max_blocks = inputs.block_tables.shape
+        (max_rows, max_blocks), device = inputs.block_tables.shape, inputs.block_tables.device
         self.sampled = torch.zeros(max_rows, dtype=torch.int64, device=device)
         self.host_sampled = self.sampled.numpy() if device.type == "cpu" else None  # the same memory
         self.scores = torch.zeros(max_rows, scores.width(TOP_LOGPROBS_MAX), dtype=torch.int64, device=device)
@@ -63,15 +80,14 @@ class DecodeStep:
         self._sampler = sampler
         self._draft = draft
         self._host = host
-        recorder = decoder.recorder if is_recorded else None
-        self._recorded = RecordedSteps(recorder, partial(self._run, has_guesses=False), max_rows)
-        self._recorded_guesses = RecordedSteps(recorder, partial(self._run, has_guesses=True), max_rows)
+        recorder = decoder.recorder if records else None
+        self._recorded = RecordedSteps(recorder, self._run, max_rows)
         decoder.keep_workspaces(max_rows, max_blocks)
 
     def __call__(self, size: int, kind: Kind | None, *, has_guesses: bool = False) -> None:
         """Compute the first `size` rows as far as their tokens, or, without a kind, their logits. Looks at no value on the
         device, so that it can be captured. `has_guesses`: with the inputs that the host has written, not from the slots."""
-        logits = (self._recorded_guesses if has_guesses else self._recorded)(size, kind)
+        logits = self._recorded(size, kind, has_guesses=has_guesses)
         if logits is None:
             return
         if self._logits is None:  # in the run before the first capture, so that it lies outside the memory of graphs
@@ -86,7 +102,7 @@ class DecodeStep:
 
     def make_ready(self, kind: Kind | None, *, has_guesses: bool = False) -> None:
         """Have steps of this kind recorded, where they can be."""
-        (self._recorded_guesses if has_guesses else self._recorded).make_ready(kind)
+        self._recorded.make_ready(kind, has_guesses=has_guesses)
 
     def choose(self, size: int, kind: Kind, masks: torch.Tensor | None = None) -> None:
         """The rest of a step that was computed as far as its logits. masks: [size, ceil(V / 32)] int32, where rows have some"""
@@ -94,7 +110,7 @@ class DecodeStep:
         self._choose(self._logits[:size], size, kind, masks)
 
     def _run(
-        self, size: int, kind: Kind | None, before_layer: Callable[[], None] | None, *, has_guesses: bool
+        self, size: int, kind: Kind | None, has_guesses: bool, before_layer: Callable[[], None] | None
     ) -> torch.Tensor | None:
         """Operation by operation; logits [size, V] where no kind is given."""
         if not has_guesses:
@@ -128,3 +144,59 @@ class DecodeStep:
 
     def _advance(self, rows: torch.Tensor, tokens: torch.Tensor) -> None:
         self._state.advance(rows, tokens, out=self.sampled[: len(rows)], host=self._host)
+
+
+class DecodeSteps:
+    """Runs the step of one model by shape."""
+
+    def __init__(
+        self, name: str, step: DecodeStep, inputs: StepInputs, calls: Calls, *, max_num_seqs: int, is_synchronous: bool
+    ) -> None:
+        """`name`: of the model's graphs among those of `calls`. `max_num_seqs`: rows of a step without guesses.
+        `is_synchronous`: a step is recorded instead of rounded up to one of the sizes of graphs."""
+        self.step = step
+        self._name = name
+        self._inputs = inputs
+        self._calls = calls
+        self._max_num_seqs = max_num_seqs
+        self._is_synchronous = is_synchronous
+
+    @property
+    def guess_sizes(self) -> list[int]:
+        """The sizes of steps with guesses."""
+        return sizes(guesses_size, self._inputs.max_rows, fewest=2)
+
+    def shape(self, num_rows: int, kind: Kind | None, *, has_guesses: bool = False) -> DecodeShape:
+        """The shape of a step of so many rows, rounded up to a size that there are graphs of."""
+        if self._is_synchronous:
+            size = num_rows
+        elif has_guesses:
+            size = guesses_size(num_rows, self._inputs.max_rows)
+        else:
+            size = (logits_size if kind is None else step_size)(num_rows, self._max_num_seqs)
+        return DecodeShape(self._name, size, kind, has_guesses)
+
+    def choose_shape(self, num_rows: int, needs: SamplingNeeds, *, has_guesses: bool = False) -> DecodeShape:
+        """The shape to compute a step in, made ready: of the step's own kind, or of none where rows wait for masks or its kind
+        is too rare for a graph. Write the inputs after this call, which may capture the graph."""
+        shape = self.shape(num_rows, needs.kind, has_guesses=has_guesses)
+        if needs.masked or not self._calls.admits(shape):
+            shape = self.shape(num_rows, None, has_guesses=has_guesses)
+        self.make_ready(shape)
+        return shape
+
+    def make_ready(self, shape: DecodeShape) -> None:
+        """Capture the steps of this shape, unless that is done."""
+        if not self._calls.is_ready(shape):  # captured with nothing but padding: the step changes nothing
+            if shape.has_guesses:
+                self._inputs.write(NO_INPUTS, shape.size)
+            else:
+                self._inputs.write_rows(NO_ROWS, shape.size)
+            self._calls.make_ready(shape, self._computing(shape))
+
+    def run(self, shape: DecodeShape) -> None:
+        """Compute a step of a shape that is ready, whose inputs are written."""
+        self._calls.run(shape, self._computing(shape))
+
+    def _computing(self, shape: DecodeShape) -> Callable[[], None]:
+        return partial(self.step, shape.size, shape.kind, has_guesses=shape.has_guesses)

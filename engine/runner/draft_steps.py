@@ -1,10 +1,10 @@
-"""Guesses of a draft model over slots: as many small decode steps as tokens are guessed, and nothing of them on the host.
+"""Guesses of a draft model over slots: one small decode step for each guessed token, none of which passes through the host.
 
     slots ─► small step ─► guess 1 ─► slots ─► small step ─► guess 2 ─► …      the step that verifies: last token │ 1 │ 2 │ …
 
-A guess is drawn from the small model's logits as the large one's token will be, by the same rules and with the noise of the
-same position, so that both draw alike wherever they think alike. The small steps move the slots on as decodes do; the host
-sends these slots again when it knows how far the guesses got.
+A guess is drawn from the small model's logits as the token will be from the large one's, by the same rules and with the noise
+of the same position, so that both draw the same token wherever their distributions agree. The small steps advance the slots as
+decodes do; the host sends these slots again when it knows how many guesses were accepted.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from collections.abc import Sequence
 
 import torch
 
-from engine.runner.ready_steps import ReadySteps
+from engine.runner.decode_step import DecodeSteps
 from engine.runner.staging import Staging
 from engine.runner.step_inputs import StepInputs
 from engine.sampling.columns import ColumnSampler, SamplingNeeds
@@ -23,10 +23,11 @@ from engine.speculation.options import SPECULATIVE_TOKENS_MAX
 class DraftSteps:
     """Guesses tokens for requests in slots."""
 
-    def __init__(self, decodes: ReadySteps, inputs: StepInputs, sampler: ColumnSampler, device: torch.device) -> None:
+    def __init__(self, decodes: DecodeSteps, inputs: StepInputs, sampler: ColumnSampler) -> None:
         self.decodes = decodes
         self._inputs = inputs
         self._sampler = sampler
+        device = inputs.rows.device
         self._staging = Staging(device)
         self._guesses = torch.zeros(SPECULATIVE_TOKENS_MAX, inputs.max_rows, dtype=torch.int64, device=device)
 
@@ -48,8 +49,8 @@ class DraftSteps:
     def _step(self, slots: Sequence[int]) -> None:
         """One more token in each of these slots. Of a guess nobody asks for scores, and what a mask forbids is not accepted."""
         needs = SamplingNeeds(self._sampler.needs(slots).kind._replace(num_top=0), [], [])
-        size, kind = self.decodes.choose_graph(len(slots), needs)
-        self._inputs.write_rows(slots, size)
-        self.decodes.run(size, kind)
-        if kind is None:
-            self.decodes.step.choose(size, needs.kind)
+        shape = self.decodes.choose_shape(len(slots), needs)
+        self._inputs.write_rows(slots, shape.size)
+        self.decodes.run(shape)
+        if shape.kind is None:
+            self.decodes.step.choose(shape.size, needs.kind)

@@ -17,7 +17,8 @@ from engine.config.pooling import PoolingConfig
 from engine.errors import PromptError
 from engine.layers.batch_inputs import BatchInputs
 from engine.layers.rotary import RotaryTable
-from kernels.ops import AttentionPlanner
+from engine.models.decoder import Decoder
+from kernels.ops import AttentionPlanner, AttentionShape
 
 CPU_BATCH_TOKENS = 2048
 CUDA_BATCH_TOKENS = 32768
@@ -42,6 +43,27 @@ class TextModel:
     device: torch.device
     batch_tokens: int | None = None
     default_pooling: str = "last"  # a token of a decoder knows only what stands before it
+
+    @classmethod
+    def of_decoder(
+        cls,
+        decoder: Decoder,
+        rotaries: Sequence[RotaryTable],
+        shapes: Sequence[AttentionShape],
+        max_len: int,
+        *,
+        batch_tokens: int | None = None,
+    ) -> TextModel:
+        """`rotaries` and `shapes` are those of the decoder's attention."""
+        return cls(
+            forward=decoder,
+            rotaries=rotaries,
+            planners=[AttentionPlanner(shape, dtype=decoder.dtype, device=decoder.device) for shape in shapes],
+            vocab_size=decoder.config.vocab_size,
+            max_len=max_len,
+            device=decoder.device,
+            batch_tokens=batch_tokens,
+        )
 
 
 class Embedding(list[float]):

@@ -14,17 +14,18 @@ from engine.scheduling.scheduled_batch import RowResult, StepOutput
 from kernels.ops import NO_TOKEN
 
 Choosing = tuple[Fetch, dict[int, GrammarError]]
-"""Where the tokens of a step whose rows waited for masks will arrive, and why a row has no mask."""
+"""Where the tokens of a step that waited for masks will arrive, and why a row got no mask, by row."""
 
 
 @dataclass(slots=True)
 class LaunchedStep:
     """Where the tokens of a step will arrive.
 
-    `rows[i]` is the item that token i belongs to, all of them in order if None. `scored`: (token, number of likeliest ones) of
-    those with log-probabilities. `depths`: how many guesses a request had, by the first of its tokens, of which there is one
-    more. `inputs`: the token in front of each, which may be a guess; None where only the device knows them.
-    `choice` begins to choose the tokens of a step that waits for masks; `errors` says which rows got no mask.
+    `rows[i]`: the item that sampled token i belongs to; None where each item has one. `scored`: of tokens that are wanted with
+    log-probabilities, (token index, number of top ones). `depths`: the number of guesses of a request, by the index of its
+    first token; it has one token more than guesses. `inputs`: the input token of each row, which may be a guess; None where
+    only the device knows them. `choice`: begins the sampling of a step that waits for masks. `errors`: why a row got no mask,
+    by row.
     """
 
     num_items: int

@@ -36,40 +36,44 @@ class ModelRunner:
         masks: GrammarMasks,
         *,
         draft: PagedDecoder | None = None,
-        batch_invariant: bool = False,
         guesses_are_equal: bool = False,
     ) -> None:
         """`guesses_are_equal`: guesses become tokens by equality alone, as in the steps over slots beside these."""
         self.stage = "prepare"
-        self.text_model = target.text_model
-        self._target = target
+        self.target = target
         self._sampler = sampler
-        self._mover = mover
-        self._masks = masks
-        self._batch_invariant = batch_invariant
-        self._guesses_are_equal = guesses_are_equal or batch_invariant
-        self._draft = None if draft is None else DraftModel(draft, sampler, self._by_rejection)
+        self.mover = mover
+        self.masks = masks
+        self._batch_invariant = target.batch_invariant
+        self._guesses_are_equal = guesses_are_equal or target.batch_invariant
+        self.draft = draft
+        self._draft_model = None if draft is None else DraftModel(draft, sampler, self._by_rejection)
         self._slice_rows = max(1, LOGITS_ELEMENTS_MAX // target.vocab_size)
+
+    @property
+    def decoders(self) -> list[PagedDecoder]:
+        """The model that is served, and the draft model if there is one."""
+        return [self.target] if self.draft is None else [self.target, self.draft]
 
     @torch.inference_mode()
     def move(self, moves: BlockMoves) -> None:
         """Move blocks before the step that needs them; harmless when repeated."""
         self.stage = "move"
-        self._mover.move(moves)
+        self.mover.move(moves)
 
     @torch.inference_mode()
     def run(self, items: Sequence[ScheduledRequest]) -> list[StepOutput]:
         """Compute `items`; one output per item, in their order."""
         guesses_from: list[torch.Tensor | None] = [None] * len(items)
-        if self._draft is not None:
+        if self._draft_model is not None:
             self.stage = "draft"
-            guesses_from = self._draft.propose(items)
+            guesses_from = self._draft_model.propose(items)
         self.stage = "prepare"
         rows = PlainStepRows.of(items)
-        masks = self._masks.fill([row.request for row in rows.sampled])
-        inputs = self._target.prepare(rows.inputs)
+        masks = self.masks.fill([row.request for row in rows.sampled])
+        inputs = self.target.prepare(rows.inputs)
         self.stage = "run"
-        hidden = self._target.forward(inputs)
+        hidden = self.target.forward(inputs)
         self.stage = "sample"
         outputs = self._choose(items, rows, hidden, guesses_from, masks)
         for index, scored in enumerate(rows.scored):
@@ -126,8 +130,8 @@ class ModelRunner:
     def _logits(self, hidden: torch.Tensor, places: Sequence[int]) -> torch.Tensor:
         """Logits of rows of `hidden`, without a gather where all of them are meant: [len(places), V]"""
         if len(places) == hidden.shape[0]:
-            return self._target.logits(hidden)
-        return self._target.logits(hidden.index_select(0, torch.tensor(places, dtype=torch.int64).to(hidden.device)))
+            return self.target.logits(hidden)
+        return self.target.logits(hidden.index_select(0, torch.tensor(places, dtype=torch.int64).to(hidden.device)))
 
     def _verify(
         self, item: ScheduledRequest, rows: PlainStepRows, chosen: range, hidden: torch.Tensor, guesses_from: torch.Tensor
@@ -151,6 +155,6 @@ class ModelRunner:
         for first in range(0, len(scored), self._slice_rows):
             part = scored[first : first + self._slice_rows]
             token_ids = request.token_ids[scored_from + first : scored_from + first + len(part)]
-            logits = self._target.logits(hidden[part.start : part.stop])
+            logits = self.target.logits(hidden[part.start : part.stop])
             entries += prompt_logprobs(logits, token_ids, request.sampling.prompt_logprobs or 0)
         return entries

@@ -7,7 +7,6 @@ from typing import Any
 
 import torch
 
-from engine.config.model import ModelConfig
 from engine.layers.attention import are_recordable, attention_shapes
 from engine.layers.batch_inputs import BatchInputs
 from engine.layers.rotary import RotaryTable
@@ -19,7 +18,6 @@ from engine.runner.input_rows import InputRow, make_batch_inputs
 from engine.runner.kv_cache import allocate_kv_cache
 from kernels.ops import (
     AnyPlanner,
-    AttentionPlanner,
     PagedPlan,
     PagedPlanner,
     RecordedOperations,
@@ -29,7 +27,7 @@ from kernels.ops import (
 )
 
 PlacedTokens = tuple[torch.Tensor, torch.Tensor]
-"""Places among the tokens of a pass, and the tokens that stand there: [N] int64 each."""
+"""Indices into the tokens of a pass, and the tokens to put there: [N] int64 each."""
 
 
 class PagedDecoder:
@@ -39,55 +37,37 @@ class PagedDecoder:
     """
 
     def __init__(
-        self,
-        config: ModelConfig,
-        decoder: Decoder,
-        plan: MemoryPlan,
-        block_size: int,
-        *,
-        dtype: torch.dtype,
-        device: torch.device,
-        kv_dtype: torch.dtype | None = None,
-        batch_invariant: bool = False,
-        text_tokens: int | None = None,
+        self, decoder: Decoder, plan: MemoryPlan, *, kv_dtype: torch.dtype | None = None, text_tokens: int | None = None
     ) -> None:
-        """`text_tokens`: of whole texts in a pass beside the steps, None where memory does not limit them."""
-        self.vocab_size = config.vocab_size
-        self.dtype = dtype
+        """`kv_dtype`: of keys and values, None is the decoder's own. `text_tokens`: the most tokens of a pass over whole texts,
+        None where memory does not limit them."""
+        config, dtype, device = decoder.config, decoder.dtype, decoder.device
         kv_dtype = kv_dtype or dtype
-        self.kv_caches = allocate_kv_cache(config, plan.num_blocks, block_size, dtype=kv_dtype, device=device)
+        self.dtype, self.device = dtype, device
+        self.batch_invariant = decoder.batch_invariant
+        self.vocab_size = config.vocab_size
+        self.kv_caches = allocate_kv_cache(config, plan.num_blocks, plan.block_size, dtype=kv_dtype, device=device)
         self.kv_scales = "none"
         if kv_dtype is not dtype:
             self.kv_scales = "checkpoint" if decoder.scale_kv() else "unit"
         self.greedy_head = decoder.greedy_head
-        self._recorded: RecordedOperations | None = None
-        self._decoder = decoder
-        self._workspaces: list[Any] = [None] * len(config.windows)
-        self._max_len, self._shape = plan.max_model_len, MemoryShape.of(config)
-        self._block_size = block_size
-        self._device = device
-        self.batch_invariant = batch_invariant
         self.rotaries = [RotaryTable(rope, plan.max_model_len, dtype=dtype, device=device) for rope in config.ropes]
-        self.attention_shapes = shapes = attention_shapes(config, block_size)
+        self.attention_shapes = shapes = attention_shapes(config, plan.block_size)
+        self.text_model = TextModel.of_decoder(decoder, self.rotaries, shapes, plan.max_model_len, batch_tokens=text_tokens)
+        self._decoder = decoder
+        self._plan = plan
+        make_planner = invariant_planner if decoder.batch_invariant else attention_planner
         self._planners: list[AnyPlanner] = [
-            (invariant_planner if batch_invariant else attention_planner)(shape, dtype=dtype, device=device, kv_dtype=kv_dtype)
-            for shape in shapes
+            make_planner(shape, dtype=dtype, device=device, kv_dtype=kv_dtype) for shape in shapes
         ]
-        self.text_model = TextModel(
-            forward=decoder,
-            rotaries=self.rotaries,
-            planners=[AttentionPlanner(shape, dtype=dtype, device=device) for shape in shapes],
-            vocab_size=config.vocab_size,
-            max_len=plan.max_model_len,
-            device=device,
-            batch_tokens=text_tokens,
-        )
+        self._workspaces: list[Any] = [None] * len(shapes)
+        self._recorded: RecordedOperations | None = None
 
     def keep_workspaces(self, num_rows: int, max_blocks: int) -> None:
-        """Make room for what the attention of decodes leaves between two kernels, for each of `attention_shapes`, in steps of
-        so many rows and blocks. Steps follow one another: all use the same from now on instead of making their own."""
-        make, dtype = operations(self._device, batch_invariant=self.batch_invariant).decode_workspace, self.kv_caches[0].dtype
-        self._workspaces = [make(shape, num_rows, max_blocks, dtype, self._device) for shape in self.attention_shapes]
+        """Allocate what decode attention hands from its first kernel to its second, for each of `attention_shapes`, in steps of
+        up to so many rows and blocks. Steps run one after another, so all of them share it from now on."""
+        make, dtype = operations(self.device, batch_invariant=self.batch_invariant).decode_workspace, self.kv_caches[0].dtype
+        self._workspaces = [make(shape, num_rows, max_blocks, dtype, self.device) for shape in self.attention_shapes]
         for planner, workspace in zip(self._planners, self._workspaces, strict=True):
             if isinstance(planner, PagedPlanner):
                 planner.workspace = workspace
@@ -114,28 +94,34 @@ class PagedDecoder:
             ),
         )
 
+    @property
+    def has_host_sync(self) -> bool:
+        """Whether a step waits for the host somewhere between its layers, so that it cannot be captured."""
+        return self._decoder.has_host_sync
+
     def chunk_rows(self, max_tokens: int, max_seqs: int) -> int:
         """Rows of the largest captured step with chunks, of steps of up to `max_tokens` and `max_seqs` requests. 0 where layers
-        ask the host: such a step cannot be captured, and experts would be computed for its padding."""
-        if self._decoder.asks_host:
+        wait for the host: such a step cannot be captured, and experts would be computed for its padding."""
+        if self.has_host_sync:
             return 0
-        load = Load(num_tokens=max_tokens, num_seqs=max_seqs, block_size=self._block_size, batch_invariant=self.batch_invariant)
-        return self._shape.chunk_rows(load, self._max_len, self.dtype.itemsize)
+        plan, is_invariant = self._plan, self.batch_invariant
+        load = Load(num_tokens=max_tokens, num_seqs=max_seqs, block_size=plan.block_size, batch_invariant=is_invariant)
+        return MemoryShape.of(self._decoder.config).chunk_rows(load, plan.max_model_len, self.dtype.itemsize)
 
     @property
     def max_verify_group(self) -> int:
-        """How many consecutive tokens of a request are attended as one group of queries at most, each a row of a step."""
-        table = operations(self._device, batch_invariant=self.batch_invariant)
-        return min(table.max_verify_group(shape, self.kv_caches[0].dtype, self._device) for shape in self.attention_shapes)
+        """The most consecutive tokens of a request, each a row of a step, that attention can take as one group of queries."""
+        table = operations(self.device, batch_invariant=self.batch_invariant)
+        return min(table.max_verify_group(shape, self.kv_caches[0].dtype, self.device) for shape in self.attention_shapes)
 
     def prepare(self, rows: Sequence[InputRow]) -> BatchInputs:
         """Tensors of one pass over `rows`."""
         return make_batch_inputs(
-            rows, block_size=self._block_size, rotaries=self.rotaries, planners=self._planners, device=self._device
+            rows, block_size=self._plan.block_size, rotaries=self.rotaries, planners=self._planners, device=self.device
         )
 
     def pass_over(self, rows: Sequence[InputRow], unknown: PlacedTokens | None = None) -> torch.Tensor:
-        """Hidden states of a pass over `rows`, into whose tokens those that only the device knows are put: [R, hidden]"""
+        """Hidden states of a forward pass over `rows`: [R, hidden]. `unknown`: tokens that only the device knows, put in."""
         inputs = self.prepare(rows)
         if unknown is not None:
             inputs.token_ids.index_copy_(0, *unknown)
@@ -146,11 +132,11 @@ class PagedDecoder:
         """Begins a record of a step of up to so many rows; None where attention cannot be recorded. All records share their
         memory, so that only one may run at a time."""
         shapes, kv_dtype = self.attention_shapes, self.kv_caches[0].dtype
-        can_record = are_recordable(shapes, dtype=self.dtype, kv_dtype=kv_dtype, device=self._device)
+        can_record = are_recordable(shapes, dtype=self.dtype, kv_dtype=kv_dtype, device=self.device)
         return self._new_record if can_record else None
 
     def _new_record(self, max_rows: int) -> RecordedOperations:
-        make = operations(self._device, self.dtype).sequence
+        make = operations(self.device, self.dtype).sequence
         assert make is not None, "operations of this device are not recorded"
         recorded = make(max_rows) if self._recorded is None else self._recorded.sharing_buffers(max_rows)
         self._recorded = recorded

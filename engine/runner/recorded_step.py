@@ -1,8 +1,8 @@
-"""Whole decode steps as one recorded call, where the table of operations can record: on a CPU, what CUDA graphs are on a GPU.
+"""Whole decode steps as one recorded call, where a device's operations can be recorded: for CPUs what CUDA graphs are for GPUs.
 
-A step is called once with tensors of the largest number of rows, and every operation on the way is recorded instead of run.
-Its buffers keep their addresses, so that later calls pass nothing but their number of rows. There is a record for each kind of
-step, all in the same memory. A step with operations of torch cannot be recorded, and is computed operation by operation.
+A step is called once with tensors of the largest number of rows, and each of its operations is recorded instead of run. Buffers
+keep their addresses, so that later calls pass nothing but their number of rows. There is a record for each kind of step; all
+use the same memory. A step that contains an operation of torch cannot be recorded, and is computed operation by operation.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from kernels import ops
 Computed = torch.Tensor | None
 """Logits of a step that ends with them: [R, V]. None of one that chooses its tokens."""
 
-Compute = Callable[[int, Kind | None, Callable[[], None] | None], Computed]
-"""A step of so many rows and of this kind; the last is called before each layer while the step is recorded."""
+Compute = Callable[[int, Kind | None, bool, Callable[[], None] | None], Computed]
+"""A step of so many rows, of this kind, and with guesses or not; the last is called before each layer while it is recorded."""
 
 
 class Record(NamedTuple):
@@ -38,26 +38,27 @@ class RecordedSteps:
         self._recorder = recorder
         self._compute = compute
         self._max_rows = min(max_rows, RECORDED_ROWS_MAX)
-        self._records: dict[Kind | None, Record | None] = {}
+        self._records: dict[tuple[Kind | None, bool], Record | None] = {}
 
-    def make_ready(self, kind: Kind | None) -> Record | None:
+    def make_ready(self, kind: Kind | None, *, has_guesses: bool = False) -> Record | None:
         """The record of steps of this kind, None if they have none."""
         if self._recorder is None:
             return None
-        if kind not in self._records:
+        key = kind, has_guesses
+        if key not in self._records:
             operations = self._recorder(self._max_rows)
             try:
                 with operations.recording():
-                    logits = self._compute(self._max_rows, kind, operations.next_layer)
-                self._records[kind] = Record(operations, logits)
+                    logits = self._compute(self._max_rows, kind, has_guesses, operations.next_layer)
+                self._records[key] = Record(operations, logits)
             except ops.NotRecordable:
-                self._records[kind] = None
-        return self._records[kind]
+                self._records[key] = None
+        return self._records[key]
 
-    def __call__(self, num_rows: int, kind: Kind | None) -> Computed:
+    def __call__(self, num_rows: int, kind: Kind | None, *, has_guesses: bool = False) -> Computed:
         """Compute a step, by its record if there is one."""
-        record = self.make_ready(kind) if num_rows <= self._max_rows else None
+        record = self.make_ready(kind, has_guesses=has_guesses) if num_rows <= self._max_rows else None
         if record is None:
-            return self._compute(num_rows, kind, None)
+            return self._compute(num_rows, kind, has_guesses, None)
         record.operations.run(num_rows)
         return None if record.logits is None else record.logits[:num_rows]

@@ -1,6 +1,6 @@
-"""Masks of the rows of a step, on the device, of what the host forbids.
+"""Masks over the vocabulary for the rows of a step: filled on the host, sent to the device.
 
-Rows that need none may choose anything. All tokens before a row's own must be known when its mask is filled.
+A row without one may choose any token. All tokens before a row's own must be known when its mask is filled.
 """
 
 from __future__ import annotations

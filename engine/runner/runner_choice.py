@@ -14,12 +14,10 @@ import torch
 
 from engine.config.model import ModelConfig
 from engine.device import resolve_kv_dtype
-from engine.grammar.masks import GrammarMasks
 from engine.layers.attention import are_recordable, attention_shapes
 from engine.options import EngineOptions
 from engine.runner.cuda_graphs import Calls, CudaGraphs, DirectCalls
 from engine.runner.model_runner import ModelRunner
-from engine.runner.paged_decoder import PagedDecoder
 from engine.runner.slot_runner import SlotRunner
 from engine.runner.slot_steps import SlotSteps
 from engine.runner.slots import slot_words
@@ -35,8 +33,8 @@ log = logging.getLogger("gatehouse.engine")
 
 
 def step_mode(config: ModelConfig, options: EngineOptions, *, dtype: torch.dtype, device: torch.device) -> StepMode:
-    """The decision for a model that computes in `dtype`, before it is loaded; a decoder's `asks_host` may still cost it the
-    graphs. Warns where a switch does."""
+    """The decision for a model that computes in `dtype`, before it is loaded; a decoder's `has_host_sync` may still cost
+    it the graphs. Warns where a switch does."""
     if device.type == "cuda":
         table = ops.operations(device, batch_invariant=options.batch_invariant)
         mode = StepMode.of(options, "cuda", has_invariant_pages=table.is_row_invariant)
@@ -48,20 +46,12 @@ def step_mode(config: ModelConfig, options: EngineOptions, *, dtype: torch.dtype
     return StepMode.of(options, device.type, can_record=can_record)
 
 
-def make_slot_runner(
-    plain: ModelRunner,
-    target: PagedDecoder,
-    masks: GrammarMasks,
-    limits: SchedulerLimits,
-    device: torch.device,
-    mode: StepMode,
-    *,
-    draft: PagedDecoder | None = None,
-    max_guesses: int = 0,
-) -> SlotRunner:
-    """A runner over slots for all seats of the engine, in any mode that has some. `draft`: the model that guesses, if one does.
-    `max_guesses`: of a step."""
+def make_slot_runner(plain: ModelRunner, limits: SchedulerLimits, mode: StepMode, *, max_guesses: int = 0) -> SlotRunner:
+    """A runner over slots for all seats of the engine, in any mode that has some, of the models of `plain`. `max_guesses`: of a
+    step."""
     assert mode.has_slots, "plain steps are over no slots"
+    target, draft = plain.target, plain.draft
+    device = target.device
     chunk_rows = 0 if mode is StepMode.RECORDED else target.chunk_rows(limits.max_num_batched_tokens, limits.max_num_seqs)
     max_graphs = decode_graphs_kept(limits.max_num_seqs, max_guesses, has_draft=draft is not None)
     calls: Calls = CudaGraphs(device, max_graphs=max_graphs) if mode is StepMode.CAPTURED else DirectCalls()
@@ -78,9 +68,8 @@ def make_slot_runner(
         calls,
         limits,
         max_guesses=max_guesses,
-        device=device,
         chunk_rows=chunk_rows,
         is_synchronous=mode is StepMode.RECORDED,
         draft=draft,
     )
-    return SlotRunner(plain, steps, HostMasks(masks))
+    return SlotRunner(plain, steps, HostMasks(plain.masks))

@@ -1,17 +1,18 @@
-"""The runner whose steps the host only launches. Those that it cannot launch or that must be repeated go to the plain runner.
+"""Launches steps over slots and does not wait for them. Steps that it cannot launch, or that must be repeated, go to the plain
+runner.
 
-A step in which every row is one token that yields another is `DecodeStep`, replayed from a CUDA graph on a GPU. One with chunks
-of prompts is `ChunkStep` and a choice of tokens behind it; where no graph is large enough it is the plain forward pass over
-rows made on the host, where the tokens that only the device knows are filled in. Either way tokens go from slot to slot on the
-device, and to the host's memory.
+A step whose every row is one token that yields the next is a `DecodeStep`, replayed from a CUDA graph on a GPU. A step with
+chunks of prompts is a `ChunkStep` with the sampling behind it; where no graph is large enough it is a plain forward pass over
+rows made on the host, in which the tokens that only the device knows are filled in. Either way the sampled tokens go into the
+slots on the device, and to the host's memory.
 
 A step in which requests verify guesses (`runner.rows`) is one or the other, with a row for each guess. The next step is not
-launched before it is settled. A draft model writes its guesses just before, over the same slots (`draft_steps`); it runs in
+launched before it is settled. A draft model makes the guesses just before, over the same slots (`draft_steps`). It runs in
 every step, because it has a KV cache of its own.
 
-Rows that need a mask (of a grammar: `row_masks`) wait for the token before theirs, and the choice of tokens of the whole step
-waits with them. Its layers do not: the step is launched ahead as far as its logits. `LaunchedStep.complete` begins the choice
-when the step before it has been settled, while the device still computes.
+A row that needs the mask of a grammar (`row_masks`) must wait for the token before its own, and the sampling of the whole step
+waits with it. The layers do not wait: the step is launched ahead as far as its logits. `LaunchedStep.complete` begins the
+sampling when the step before has been settled, while the device still computes.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ import torch
 
 from engine.protocol import PlainReason
 from engine.runner.chunk_step import ToChoose
-from engine.runner.embedder import TextModel
+from engine.runner.decode_step import DecodeShape
 from engine.runner.launched_step import Choosing, LaunchedStep
 from engine.runner.model_runner import ModelRunner
 from engine.runner.paged_decoder import PlacedTokens
@@ -38,7 +39,8 @@ from engine.sampling.host_masks import HostMasks
 from engine.scheduling.scheduled_batch import BlockMoves, ScheduledBatch, ScheduledRequest, StepOutput
 
 Choose = Callable[[torch.Tensor | None], Fetch]
-"""Chooses the tokens of a step whose logits are launched, as far as masks allow: [R, ceil(V / 32)] int32, None for all."""
+"""Samples the tokens of a step whose logits were launched. Takes masks, [R, ceil(V / 32)] int32, or None to allow all
+tokens."""
 
 
 class SlotRunner:
@@ -47,14 +49,14 @@ class SlotRunner:
     def __init__(self, plain: ModelRunner, steps: SlotSteps, masks: HostMasks) -> None:
         self.plain = plain
         self.steps = steps
-        self._target = steps.target
+        self.target = steps.target
         self._sampler = steps.sampler
         self._masks = RowMasks(masks, steps.device, begins_early=steps.is_synchronous)
         self._slots = SlotTable(steps.state, steps.sampler)
-        self._needs = SamplingNeeds(Kind(), [], [])  # of the last decodes, found out for these slots:
-        self._needs_of = NO_NUMBERS
-        self._decodes: Sequence[ScheduledRequest] = []  # of the last step: mostly those of the next one
-        self._inference = torch.inference_mode()  # of every launch: to make one costs a step as much as to enter it
+        self._needs = SamplingNeeds(Kind(), [], [])  # of the last decode step
+        self._needs_of = NO_NUMBERS  # the slots of that step
+        self._decodes: Sequence[ScheduledRequest] = []  # of the last step, mostly those of the next one too
+        self._inference = torch.inference_mode()  # used by every launch: making one costs as much as entering it
 
     @property
     def is_synchronous(self) -> bool:
@@ -71,11 +73,6 @@ class SlotRunner:
         """Tokens to which steps with chunks are rounded up where padding costs time, in ascending order."""
         return [] if self.steps.chunks is None else self.steps.chunks.padded_sizes
 
-    @property
-    def text_model(self) -> TextModel:
-        """The model for whole texts, which are embedded beside the steps."""
-        return self.plain.text_model
-
     def move(self, moves: BlockMoves) -> None:
         """Move blocks, in order with the steps."""
         self.plain.move(moves)
@@ -91,7 +88,8 @@ class SlotRunner:
         self.steps.token_return.forget()
 
     def plain_reason(self, batch: ScheduledBatch) -> PlainReason | None:
-        """What in this step needs the plain way, None if nothing does: the scores of prompts do, and whatever no slot holds."""
+        """Why this step must be computed in the plain way, None if it need not: a request in it wants log-probabilities of its
+        prompt, or something that no slot can hold."""
         for item in self._slots.newcomers(batch.prefills if batch.decodes is self._decodes else batch.items):
             reason = PlainReason.PROMPT_LOGPROBS if scored_positions(item) else self._sampler.refusal(item.request)
             if reason is not None:
@@ -125,37 +123,37 @@ class SlotRunner:
         items, slots = batch.items, self._slots.update(batch.decodes, batch.prefills)
         if slots is not self._needs_of:
             self._needs_of, self._needs = slots, self._sampler.needs(slots)
-        size, kind = self.steps.decodes.choose_graph(len(slots), self._needs)
-        self.steps.inputs.write_rows(slots, size)
-        return self._run_step(items, size, kind, self._needs, LaunchedStep(len(items), len(items)))
+        shape = self.steps.decodes.choose_shape(len(slots), self._needs)
+        self.steps.inputs.write_rows(slots, shape.size)
+        return self._run_step(items, shape, self._needs, LaunchedStep(len(items), len(items)))
 
     def _launch_guesses(self, items: Sequence[ScheduledRequest]) -> LaunchedStep:
         rows = SampledRows.of(items, self._slots.update_beside_guesses(items, sends_tokens=self.steps.drafts is None))
         guesses = self._guess(rows)
         needs = self._sampler.needs(rows.slots)
-        size, kind = self.steps.decodes.choose_graph(len(rows.slots), needs, has_guesses=True)
-        self.steps.inputs.write(rows.inputs(self.steps.limits.block_size), size)
+        shape = self.steps.decodes.choose_shape(len(rows.slots), needs, has_guesses=True)
+        self.steps.inputs.write(rows.inputs(self.steps.limits.block_size), shape.size)
         if guesses is not None:
             self.steps.inputs.put_in(rows.guessing, guesses)
         known = rows.tokens if guesses is None else None
         launched = LaunchedStep(len(items), len(rows.slots), depths=rows.depths, inputs=known)
-        return self._run_step(rows.items, size, kind, needs, launched)
+        return self._run_step(rows.items, shape, needs, launched)
 
     def _run_step(
-        self, rows: Sequence[ScheduledRequest], size: int, kind: Kind | None, needs: SamplingNeeds, launched: LaunchedStep
+        self, rows: Sequence[ScheduledRequest], shape: DecodeShape, needs: SamplingNeeds, launched: LaunchedStep
     ) -> LaunchedStep:
         """Launch a decode step whose inputs are written; `rows[i]` is the item of row i."""
         fill = self._masks.begin(rows, needs)
-        self.steps.decodes.run(size, kind, has_guesses=bool(launched.depths))
+        self.steps.decodes.run(shape)
         launched.scored = needs.scored
-        sends_inputs = bool(launched.depths) and launched.inputs is None
+        sends_inputs = shape.has_guesses and launched.inputs is None
 
         def choose(masks: torch.Tensor | None) -> Fetch:
-            if kind is None:
-                self.steps.decodes.step.choose(size, needs.kind, masks)
+            if shape.kind is None:
+                self.steps.decodes.step.choose(shape.size, needs.kind, masks)
             return self.steps.fetch_decodes(len(rows), needs.kind, sends_inputs=sends_inputs)
 
-        return self._begin_choice(launched, choose, size, fill)
+        return self._begin_choice(launched, choose, shape.size, fill)
 
     def _launch_chunks(self, batch: ScheduledBatch) -> LaunchedStep:
         """Launch a step with chunks of prompts: as one graph, or as the plain forward pass computes it."""
@@ -196,10 +194,10 @@ class SlotRunner:
     def _choose_behind(
         self, launched: LaunchedStep, rows: ToChoose, inputs: torch.Tensor | None, kind: Kind, fill: FillMasks | None
     ) -> LaunchedStep:
-        """Launch what follows the layers of a step with chunks, if anybody in it has come to the end of what is known."""
+        """Launch the sampling of a step with chunks, if any request in it samples."""
         if not launched.num_sampled:
             return launched
-        logits = self._target.logits(rows.hidden, wide=False)
+        logits = self.target.logits(rows.hidden, wide=False)
         choose = partial(self._choose_rows, logits, rows, inputs, kind)
         return self._begin_choice(launched, choose, len(logits), fill)
 
@@ -213,8 +211,8 @@ class SlotRunner:
     def _pass_over(
         self, items: Sequence[ScheduledRequest], slots: dict[int, int], guesses: torch.Tensor | None
     ) -> torch.Tensor:
-        """Hidden states of the plain forward pass, with the tokens that only the device knows put in: guesses of a draft model,
-        or else last ones, from the slots of the items that sample. Where there are guesses, the host knows the last ones."""
+        """Hidden states of the plain forward pass, in which tokens that only the device knows are filled in: the guesses of a
+        draft model, or else the last tokens in the slots of items that sample. With guesses, the host knows the last tokens."""
         rows = [input_row(item) for item in items]
         unknown: PlacedTokens | None = None
         if guesses is not None:

@@ -1,22 +1,19 @@
 """What steps over slots consist of, made once for all of them.
 
 SlotState, StepInputs      what the device knows of each request, and the rows of a step
-ReadySteps of DecodeStep   steps of one token each, and those with guesses
-ChunkSteps                 steps with chunks of prompts, as far as what chooses their tokens
-DraftSteps                 the small steps of a model that guesses
+DecodeSteps                steps of one token for each request, and those that verify guesses
+ChunkSteps                 steps with chunks of prompts, up to the hidden states that are sampled
+DraftSteps                 the small steps of a draft model
 Staging, TokenReturn       to the device and back
 """
 
 from __future__ import annotations
 
-import torch
-
 from engine.runner.chunk_step import ChunkStep, ChunkSteps
 from engine.runner.cuda_graphs import Calls
-from engine.runner.decode_step import DecodeStep
+from engine.runner.decode_step import DecodeStep, DecodeSteps
 from engine.runner.draft_steps import DraftSteps
 from engine.runner.paged_decoder import PagedDecoder
-from engine.runner.ready_steps import ReadySteps
 from engine.runner.slots import SlotState
 from engine.runner.staging import Staging
 from engine.runner.step_inputs import StepInputs
@@ -39,7 +36,6 @@ class SlotSteps:
         limits: SchedulerLimits,
         *,
         max_guesses: int,
-        device: torch.device,
         chunk_rows: int = 0,
         is_synchronous: bool = False,
         draft: PagedDecoder | None = None,
@@ -55,21 +51,21 @@ class SlotSteps:
         self.limits = limits
         self.has_guesses = max_guesses > 0
         self.is_synchronous = is_synchronous
-        self.device = device
+        self.device = device = target.device
         max_num_seqs, block_size = limits.max_num_seqs, limits.block_size
-        self.state = SlotState(sampler.columns.words, device=device, dtype=target.dtype)
+        self.state = SlotState(sampler.columns.words, dtype=target.dtype)
         max_rows = max_num_seqs + max_guesses
-        self.inputs = StepInputs(self.state, target, max_rows=max_rows, block_size=block_size, device=device)
+        self.inputs = StepInputs(self.state, target, max_rows=max_rows, block_size=block_size)
         self.token_return = TokenReturn(max_rows, scores.width(TOP_LOGPROBS_MAX), device=device)
         self.drafts: DraftSteps | None = None
         draft_step = None
         if draft is not None:
             draft_step = self._decode_step(draft)
-            self.drafts = DraftSteps(self._ready("draft", draft_step), self.inputs, sampler, device)
+            self.drafts = DraftSteps(self._ready("draft", draft_step), self.inputs, sampler)
         self.decodes = self._ready("decode", self._decode_step(target, draft_step, self.token_return.host))
         self.chunks: ChunkSteps | None = None
         if chunk_rows:
-            chunk_step = ChunkStep(self.decoders, self.state, max_tokens=chunk_rows, block_size=block_size, device=device)
+            chunk_step = ChunkStep(self.decoders, self.state, max_tokens=chunk_rows, block_size=block_size)
             self.chunks = ChunkSteps(chunk_step, calls)
         self.staging = Staging(device)
         self._sampled = self.decodes.step.sampled  # of as many rows as the last step had, which mostly the next one has
@@ -78,11 +74,11 @@ class SlotSteps:
         self, decoder: PagedDecoder, draft: DecodeStep | None = None, host: ops.HostTokens | None = None
     ) -> DecodeStep:
         over_slots = self.inputs, self.state, self.sampler
-        return DecodeStep(decoder, *over_slots, device=self.device, is_recorded=self.is_synchronous, draft=draft, host=host)
+        return DecodeStep(decoder, *over_slots, records=self.is_synchronous, draft=draft, host=host)
 
-    def _ready(self, name: str, step: DecodeStep) -> ReadySteps:
+    def _ready(self, name: str, step: DecodeStep) -> DecodeSteps:
         max_num_seqs = self.limits.max_num_seqs
-        return ReadySteps(name, step, self.inputs, self.calls, max_num_seqs=max_num_seqs, is_synchronous=self.is_synchronous)
+        return DecodeSteps(name, step, self.inputs, self.calls, max_num_seqs=max_num_seqs, is_synchronous=self.is_synchronous)
 
     def fetch_decodes(self, num_rows: int, kind: Kind, *, sends_inputs: bool = False) -> Fetch:
         """The tokens of the decode step just launched, with their scores, and with its inputs if only the device has them."""

@@ -26,16 +26,17 @@ class SlotTiming:
         """Run a step as far as its tokens: a decode if it has one row, else a step with guesses. Its rows are not padding, for
         which a mixture would read no experts."""
         steps, has_guesses = self._steps, num_rows > 1
-        size = steps.decodes.make_ready(num_rows, Kind(), has_guesses=has_guesses)
+        shape = steps.decodes.shape(num_rows, Kind(), has_guesses=has_guesses)
+        steps.decodes.make_ready(shape)
         if has_guesses:
             no_slots, zeros = [NOTHING] * num_rows, [0] * num_rows
             tokens = [row % steps.sampler.vocab_size for row in range(num_rows)]
             places = [row % steps.limits.block_size for row in range(num_rows)]
-            steps.inputs.write([no_slots, tokens, zeros, places, zeros], size)
+            steps.inputs.write([no_slots, tokens, zeros, places, zeros], shape.size)
         else:
             steps.state.write(ITS_WRITES)
-            steps.inputs.write_rows(ONE_SLOT, size)
-        steps.decodes.run(size, Kind(), has_guesses=has_guesses)
+            steps.inputs.write_rows(ONE_SLOT, shape.size)
+        steps.decodes.run(shape)
         self._end()
 
     @torch.inference_mode()
@@ -52,10 +53,11 @@ class SlotTiming:
         steps = self._steps
         assert steps.drafts is not None, "there is no draft model"
         drafts = steps.drafts.decodes
-        size = drafts.make_ready(1, Kind())
+        shape = drafts.shape(1, Kind())
+        drafts.make_ready(shape)
         steps.state.write(ITS_WRITES)
-        steps.inputs.write_rows(ONE_SLOT, size)
-        drafts.run(size, Kind())
+        steps.inputs.write_rows(ONE_SLOT, shape.size)
+        drafts.run(shape)
         self._end()
 
     def _end(self) -> None:

@@ -1,5 +1,5 @@
-"""What is made ready of steps over slots before the first request: their kernels, and graphs of the sizes that few requests
-need. `warm_up` asks for the kernels of steps that are launched one by one."""
+"""Prepares steps over slots before the first request: compiles their kernels, and captures graphs of the sizes that few
+requests need. The kernels of plain forward passes are asked for in `runner.warm_up`."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from collections.abc import Sequence
 import torch
 
 from engine.grammar.masks import allow_all
+from engine.runner.decode_step import NO_INPUTS, NO_ROWS, DecodeSteps
 from engine.runner.input_rows import InputRow
-from engine.runner.ready_steps import NO_INPUTS, NO_ROWS, ReadySteps
 from engine.runner.rows import FIRST, UNKNOWN
 from engine.runner.slot_steps import SlotSteps
 from engine.runner.slots import NOTHING
@@ -37,7 +37,7 @@ def warm_up(steps: SlotSteps) -> None:
     if compiles_at_first_use(steps.device):
         with compiling("choices"):
             _compile_choices(steps)
-    steps.decodes.make_ready(steps.inputs.max_rows, Kind(), has_guesses=steps.has_guesses)
+    steps.decodes.make_ready(steps.decodes.shape(steps.inputs.max_rows, Kind(), has_guesses=steps.has_guesses))
     sizes = [num_rows for num_rows in reversed(WARM_ROWS) if num_rows <= steps.limits.max_num_seqs]
     _make_ready(steps.decodes, sizes)
     if steps.drafts is not None:
@@ -48,12 +48,12 @@ def warm_up(steps: SlotSteps) -> None:
         steps.chunks.warm_up()
 
 
-def _make_ready(steps: ReadySteps, sizes: Sequence[int], *, has_guesses: bool = False) -> None:
+def _make_ready(steps: DecodeSteps, sizes: Sequence[int], *, has_guesses: bool = False) -> None:
     for kind in USUAL:
         steps.step.make_ready(kind, has_guesses=has_guesses)
     for num_rows in sizes:
         for kind in USUAL:
-            steps.make_ready(num_rows, kind, has_guesses=has_guesses)
+            steps.make_ready(steps.shape(num_rows, kind, has_guesses=has_guesses))
 
 
 def _compile_choices(steps: SlotSteps) -> None:

@@ -33,11 +33,11 @@ NO_NUMBERS: Numbers = np.empty(0, dtype=np.int64)
 
 @dataclass(slots=True)
 class SlotWrites:
-    """What is changed of slots before a step.
+    """Changes to slots, sent before a step.
 
-    `slots`, `last_tokens`, `num_tokens`: columns of the slots whose length is sent. A last token below 0 is one that the host
-    does not know: the slot keeps its own. `blocks`: pieces of block tables, (slot, first column, block ids). `words`: what
-    listeners have to write.
+    `slots`, `last_tokens`, `num_tokens`: in columns, the slots that get a new length. A negative last token is one that the
+    host does not know: the slot keeps the one it has. `blocks`: parts of block tables, (slot, first column, block ids).
+    `words`: what listeners write.
     """
 
     slots: list[int] = field(default_factory=list)
@@ -51,7 +51,8 @@ class SlotWrites:
 
 
 def slot_words(beside: ops.Pieces, device: torch.device, *, num_slots: int, max_blocks: int) -> ops.DeviceWords:
-    """What the state of S slots of at most M blocks each lies in, with other pieces beside it that are written together."""
+    """The buffer that holds the state of S slots of at most M blocks each, and the pieces `beside` it: one write changes
+    all."""
     pieces: ops.Pieces = {
         "last_tokens": (torch.int64, (num_slots,)),
         "num_tokens": (torch.int32, (num_slots,)),
@@ -63,13 +64,13 @@ def slot_words(beside: ops.Pieces, device: torch.device, *, num_slots: int, max_
 class SlotState:
     """The state of S slots of at most M blocks each, on the device. Only kernels read it."""
 
-    def __init__(self, words: ops.DeviceWords, *, device: torch.device, dtype: torch.dtype | None = None) -> None:
+    def __init__(self, words: ops.DeviceWords, *, dtype: torch.dtype | None = None) -> None:
         """`words`: of `slot_words`. `dtype`: of the model, whose operations advance the slots; None is any."""
         self.words = words
         self.last_tokens = self.words.tensor("last_tokens")  # [S]
         self.num_tokens = self.words.tensor("num_tokens")  # [S], the last one included
         self.tables = self.words.tensor("tables")  # [S, M]
-        self._ops = ops.operations(device, dtype)
+        self._ops = ops.operations(self.tables.device, dtype)
 
     @property
     def num_slots(self) -> int:
@@ -81,7 +82,7 @@ class SlotState:
         return None if self.words.on_host is None else self.tables.numpy()
 
     def write(self, writes: SlotWrites) -> None:
-        """Change slots, none of them twice, by one copy and one operation."""
+        """Change slots, no value of them twice, with one copy and one operation."""
         places, values = array("q"), array("i")
         first, columns = self.words.first("tables"), self.tables.shape[1]
         for slot, column, ids in writes.blocks:
@@ -108,8 +109,8 @@ class SlotState:
         out: torch.Tensor | None = None,
         host: ops.HostTokens | None = None,
     ) -> None:
-        """slots: [R] int32, below 0 is padding; sampled: [R] int64, copied to `out` and left for the host; where it is below 0
-        there is no token, and token 0 stands in the slot"""
+        """Append a token to each slot. slots: [R] int32, negative for padding; sampled: [R] int64, copied to `out` and to
+        `host` as well. A negative value is no token; the slot then gets token 0."""
         self._ops.advance_slots(slots, sampled, self.last_tokens, self.num_tokens, out=out, host=host)
 
 
@@ -117,7 +118,7 @@ class SlotListener(Protocol):
     """Keeps further state of requests by slot, as the sampler does."""
 
     def place(self, slots: Sequence[int], requests: Sequence[Request]) -> ops.Words:
-        """Assign the slots to these requests. → what is to be written to the words of the slots for it"""
+        """Assign the slots to these requests. Returns what must be written to the slots' buffer for that."""
         ...
 
     def restart(self, slot: int, request: Request, num_tokens: int) -> None:
@@ -128,8 +129,8 @@ class SlotListener(Protocol):
 class SlotTable:
     """The host's record of each slot: its request, the tokens it will hold after the steps launched so far, its blocks.
 
-    Most requests of a step are those of the last one, each with one token more and the same block table. So the last step is
-    kept in columns: who has left is taken out, the others go on together, and only who comes is looked at.
+    Most requests of a step were in the last one, and have one more token and the same block table. So the last step is kept in
+    columns: requests that left are taken out, the others advance together, and only new ones are looked at one by one.
     """
 
     def __init__(self, state: SlotState, listener: SlotListener) -> None:
@@ -141,7 +142,7 @@ class SlotTable:
         self._lens = np.full(num_slots, NOTHING, dtype=np.int64)
         self._tables: list[Sequence[int] | None] = [None] * num_slots
         self._num_blocks = [0] * num_slots
-        self._idle: dict[Request, None] = {}  # who have a slot and are not in the last step, longest first
+        self._idle: dict[Request, None] = {}  # have a slot and are not in the last step, longest idle first
         self._decodes: Sequence[ScheduledRequest] | None = None  # of the last step
         self._requests: list[Request] = []  # of the last step, as the columns below
         self._slots: list[int] = []
@@ -151,7 +152,7 @@ class SlotTable:
         self._num_gone_on = 0  # steps by which `_lens` is behind for these slots
 
     def newcomers(self, items: Sequence[ScheduledRequest]) -> list[ScheduledRequest]:
-        """Those whose request has no slot yet."""
+        """The items whose request has no slot yet."""
         return [item for item in items if item.request not in self._of]
 
     def forget(self) -> None:
@@ -169,12 +170,12 @@ class SlotTable:
                 self._lens[self._of[request]] = NOTHING
 
     def update(self, decodes: Sequence[ScheduledRequest], more: Sequence[ScheduledRequest] = ()) -> Numbers:
-        """Bring the slots of `decodes` and of `more` behind them, all of which yield a token, up to date, and expect the step
-        to advance them. → slots
+        """Bring the slots of `decodes`, and of `more` behind them, up to date for a step that yields a token for each of them.
+        Returns their slots.
 
-        Lists are told apart by identity. Whoever passes the decodes of the last step says that nobody in it came, went or lost
-        blocks since; whoever gets the slots of the last step knows that they are the same, in the same order. Where a slot is
-        not current, the input token must be known, unless the step computes a chunk from known ones.
+        Lists are compared by identity. To pass the very `decodes` of the last step says that no request joined them, left them
+        or lost blocks since; to get the very array of the last step says that slots and order are the same. Where a slot is out
+        of date, the host must know the last token that the step reads.
         """
         writes = SlotWrites()
         if decodes is self._decodes:
@@ -209,7 +210,7 @@ class SlotTable:
         return slots
 
     def _keep(self, requests: list[Request]) -> None:
-        """Narrow the last step to those who are the first of `requests` with the blocks that they had, or to nobody."""
+        """Keep those of the last step with which `requests` begins, if they still have the same block tables; else nobody."""
         self._leave(departures(self._requests, requests))
         tables = [request.block_table for request in self._requests]
         if not all(map(is_, tables, self._step_tables)):
@@ -268,7 +269,7 @@ class SlotTable:
         return slots
 
     def _drop_step(self) -> None:
-        """Nobody of the last step is known to be current in the next one."""
+        """Forget the last step: which of its slots are current must be found out one by one."""
         self._idle.update(dict.fromkeys(self._requests))
         self._lens[self._slots] += self._num_gone_on
         self._num_gone_on, self._decodes, self._index = 0, None, NO_NUMBERS
@@ -297,7 +298,8 @@ class SlotTable:
                 counts[slot] = len(table)
 
     def _seats(self, requests: Sequence[Request], writes: SlotWrites) -> list[int]:
-        """Slots of these requests. One without a slot gets one, if need be that of a request which is not in the step."""
+        """The slots of these requests. One without a slot takes a free one, or else that of a request which is not in the
+        step."""
         slots = [self._of.get(request, NOTHING) for request in requests]
         new = [i for i, slot in enumerate(slots) if slot == NOTHING]
         if not new:

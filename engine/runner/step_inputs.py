@@ -29,13 +29,11 @@ PADDING = (NOTHING, 0, 0, NOTHING, 0)
 
 
 class StepInputs:
-    """Of up to `max_rows` rows. A row whose slot is below 0 is padding: it reads no context and writes no key."""
+    """The inputs of up to `max_rows` rows. A row with a negative slot is padding: it reads no context and writes no key."""
 
-    def __init__(
-        self, state: SlotState, decoder: PagedDecoder, *, max_rows: int, block_size: int, device: torch.device
-    ) -> None:
+    def __init__(self, state: SlotState, decoder: PagedDecoder, *, max_rows: int, block_size: int) -> None:
         """`decoder`: the model whose kernels say how many rows are attended together."""
-        max_blocks = state.tables.shape[1]
+        max_blocks, device = state.tables.shape[1], state.tables.device
         self.rows = torch.full((max_rows,), NOTHING, dtype=torch.int32, device=device)  # the slot of each
         self.token_ids = torch.zeros(max_rows, dtype=torch.int64, device=device)
         self.positions = torch.zeros(max_rows, dtype=torch.int64, device=device)

@@ -9,15 +9,14 @@ import torch
 
 from engine.config.encoder import load_encoder_config
 from engine.config.model import EMBEDDERS, ENCODERS, architecture_of, load_embedder_config, read_model_json
-from engine.cpu_environment import default_threads
 from engine.device import resolve_device, resolve_dtype
+from engine.environment import default_threads
 from engine.errors import EngineConfigError
 from engine.layers.attention import attention_shapes
 from engine.layers.rotary import RotaryTable
-from engine.models.decoder import Decoder
 from engine.models.encoder import Encoder
+from engine.models.loading import load_decoder
 from engine.options import EngineOptions
-from engine.quantization.scheme import weight_scheme
 from engine.runner.embedder import TextModel
 from engine.weights import load_weights
 from kernels import ops
@@ -68,20 +67,16 @@ def _load_decoder(options: EngineOptions, device: torch.device) -> TextModel:
     config = load_embedder_config(options.model)
     dtype = resolve_dtype(options.dtype, config.torch_dtype, device)
     max_len = _max_len(options, config.max_position_len)
-    decoder = Decoder(config, dtype=dtype, device=device)
-    scheme = weight_scheme(options.model, config, options.quantization, head=options.head_quantization)
-    load_weights(options.model, decoder.weight_plan(scheme.storage), progress=lambda _: None)
-    decoder.pack(scheme.packer)
-    return TextModel(
-        forward=decoder,
-        rotaries=[RotaryTable(rope, max_len, dtype=dtype, device=device) for rope in config.ropes],
-        planners=[
-            ops.AttentionPlanner(shape, dtype=dtype, device=device) for shape in attention_shapes(config, options.block_size)
-        ],
-        vocab_size=config.vocab_size,
-        max_len=max_len,
+    model = load_decoder(
+        options.model,
+        config,
+        dtype=dtype,
         device=device,
+        quantization=options.quantization,
+        head_quantization=options.head_quantization,
     )
+    rotaries = [RotaryTable(rope, max_len, dtype=dtype, device=device) for rope in config.ropes]
+    return TextModel.of_decoder(model.decoder, rotaries, attention_shapes(config, options.block_size), max_len)
 
 
 def _max_len(options: EngineOptions, max_position_len: int) -> int:

@@ -17,13 +17,13 @@ from typing import Any, Protocol
 import numpy as np
 import torch
 
-from engine.cpu_environment import num_cores
+from engine.environment import num_cores
 from engine.runner.staging import DEPTH
 from engine.switches import BUSY_WAIT, is_on
 from kernels import ops
 
 BUSY_WAIT_CORES = 4
-"""With fewer, whoever keeps one busy takes it from the gateway and from those who compile grammars."""
+"""With fewer cores, a busy wait would take one from the gateway and from the processes that compile grammars."""
 
 
 class Fetch(Protocol):
@@ -157,8 +157,8 @@ class TokenReturn:
         self._is_in_doubt = False
 
     def fetch(self, tokens: torch.Tensor, scores: torch.Tensor | None = None, *, inputs: torch.Tensor | None = None) -> Fetch:
-        """Of the step just launched. tokens: [R] int64, as given to `ops.advance_slots` with `host`; scores: [R, W] int64,
-        inputs: [R] int64, on the device. All are free to be overwritten by the next step."""
+        """Bring back the tokens of the step just launched. tokens: [R] int64, as given to `ops.advance_slots` with `host`;
+        scores: [R, W] int64, inputs: [R] int64, on the device. All are free to be overwritten by the next step."""
         if self.host is None:
             kept_inputs = None if inputs is None else inputs.tolist()
             return FetchedAtOnce(tokens.tolist(), None if scores is None else scores.clone(), kept_inputs)

@@ -1,9 +1,10 @@
-"""Passes before the first request, where kernels are compiled when they are first called: one step of each kind, so that no
-request waits seconds for a compiler, and the largest step, which shows what memory a step takes.
+"""Forward passes before the first request, on devices whose kernels are compiled at first use: one step of each kind, so that
+no request waits seconds for a compiler, and the largest step, which shows how much memory a step takes.
 
-The steps of each kind only ask for their kernels, which are then compiled several at a time (`kernels.ops.compiled_together`).
-Which variants there are follows from the launchers in `kernels.triton`: from the requests of a step (few, many), the rows of a
-product and of a norm, the tokens of the longest chunk. A test asks for those of random traffic and finds no other ones.
+The steps of each kind compute nothing. They only ask for their kernels, which are then compiled several at a time
+(`kernels.ops.compiled_together`). The launchers in `kernels.triton` decide which variants there are: by the number of requests
+of a step, the rows of a product and of a norm, and the tokens of the longest chunk. A test runs random traffic and checks that
+it needs no other variants.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ from kernels import ops
 log = logging.getLogger("gatehouse.engine")
 
 REPORT_S = 2.0
-"""Between two lines of the log while kernels are compiled."""
+"""Time between two lines of the log while kernels are compiled."""
 
 SEARCHED = (257, 513, 1025)
 """Numbers of requests of a step, one above each power of two from 256 on, for which kernels that search among the requests of a
@@ -53,8 +54,8 @@ FEW, SOME, MANY = 1, 20, 40
 """Requests whose prompts are read in one step."""
 
 SHORT_MAX = 8
-"""Up to so many tokens of a chunk, steps of SOME requests are compiled too: they have more rows than are launched early, and
-their requests are searched among as FEW are."""
+"""For chunks of up to so many tokens, steps of SOME requests are compiled too. They have more rows than are launched early, and
+few enough requests that kernels search among them as among FEW."""
 
 
 def compiles_at_first_use(device: torch.device) -> bool:

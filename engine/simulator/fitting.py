@@ -19,7 +19,7 @@ from engine.memory.fit import MemoryFit, gib
 from engine.memory.kv_plan import check_context
 from engine.memory.needs import CONTEXT_BYTES, GIB
 from engine.options import EngineOptions
-from engine.simulator.models import MODELS, SimulatedGpu, config_of, find_model
+from engine.simulator.models import MODELS, SimulatedGpu, config_of, model_folder
 from engine.step_mode import StepMode
 
 NAMED = ("none", "int8", "fp8", "int4")
@@ -37,7 +37,7 @@ def memory_fit(model: str, gpu: SimulatedGpu, *, quantization: str | None = None
     """
     known = MODELS.get(model.lower())
     if known is None:
-        folder = _folder(model)
+        folder = model_folder(model)
         config = load_model_config(folder)
     else:
         folder, quantized = Path(model), _of_name(quantization or "none")
@@ -64,14 +64,6 @@ def card_with(gpu: SimulatedGpu, memory_gib: float | None) -> SimulatedGpu:
     if not 0 < memory_gib <= MEMORY_GIB_MAX:
         raise EngineConfigError("memory_gib", f"must be above 0 and at most {MEMORY_GIB_MAX}, not {memory_gib:g}")
     return replace(gpu, memory_bytes=int(memory_gib * GIB))
-
-
-def _folder(model: str) -> Path:
-    """The folder of a model, or of its config.json. Raises `EngineConfigError` with the names that are known."""
-    path = Path(model).expanduser()
-    if not path.exists():
-        find_model(model)
-    return path.parent if path.name == "config.json" else path
 
 
 def _of_name(quantization: str) -> dict[str, Any]:

@@ -103,7 +103,7 @@ MODELS: dict[str, SimulatedModel] = {
 }
 
 ARCHITECTURES = {"llama": "LlamaForCausalLM", "qwen3": "Qwen3ForCausalLM"}
-"""By the first word of a known name."""
+"""Architectures by the first word of a known model's name."""
 
 
 def find_gpu(name: str) -> SimulatedGpu:
@@ -117,11 +117,16 @@ def find_model(name: str) -> SimulatedModel:
     """A model of the table or the folder of a model. Raises `EngineConfigError`, `NotAModelDirectory`, `UnsupportedModel`."""
     if name.lower() in MODELS:
         return MODELS[name.lower()]
+    return _of_folder(model_folder(name))
+
+
+def model_folder(name: str) -> Path:
+    """The folder of a model, named itself or by its config.json. Raises `EngineConfigError` where it does not exist."""
     path = Path(name).expanduser()
     if not path.exists():
         known = ", ".join(MODELS)
         raise EngineConfigError("model", f"must be one of {known}, or a folder with a config.json, not {name!r}")
-    return _of_folder(path.parent if path.name == "config.json" else path)
+    return path.parent if path.name == "config.json" else path
 
 
 def config_of(model: SimulatedModel) -> dict[str, Any]:

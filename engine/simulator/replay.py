@@ -43,7 +43,7 @@ POLICIES: dict[str, Callable[[PolicyContext], Policy]] = {
 """`static`: first come, first served, in batches of which each begins when the last one has ended."""
 
 KV_BYTES = {"auto": None, "bf16": 2, "fp8": 1}
-"""Of each number of the cache; None is as it is computed."""
+"""Bytes of a number in the cache; None is the format that is computed in."""
 
 SEATS_DEFAULT = SEATS["cuda"]
 BUDGET_MAX = 8192

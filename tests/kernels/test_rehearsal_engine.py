@@ -319,7 +319,7 @@ def test_experts_of_a_quantised_checkpoint_are_captured_unless_their_columns_hav
 def test_texts_beside_the_steps_take_no_more_memory_than_was_planned_for_a_step(llama: Path) -> None:
     with rehearsal(), in_place_of_triton():
         engine = small_engine(llama, device="cuda", dtype="float32", **SMALL)
-        embedder = Embedder(engine.runner.text_model, PoolingConfig(mode="last", normalised=True))  # type: ignore[attr-defined]
+        embedder = Embedder(engine.runner.target.text_model, PoolingConfig(mode="last", normalised=True))  # type: ignore[attr-defined]
         assert [len(batch) for batch in embedder._batches([[5] * 8] * 5)] == [2, 2, 1]
         with pytest.raises(PromptError, match="text 0 has 17 tokens; at most 16 fit"):
             embedder.check(0, [5] * 17)

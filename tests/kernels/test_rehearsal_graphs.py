@@ -64,7 +64,7 @@ def test_a_step_that_cannot_be_captured_whole_or_as_far_as_its_logits_is_compute
         status = engine.status()
     assert status.fallback_steps_total == 5, "of 9 rows each"
     assert status.fallback_reason is not None
-    assert "the graph of ('decode', 16, None" in status.fallback_reason
+    assert "the graph of DecodeShape(name='decode', size=16, kind=None" in status.fallback_reason
     assert status.fallback_reason.endswith("OutOfMemoryError: no room for a graph")
 
 

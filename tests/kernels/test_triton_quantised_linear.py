@@ -114,7 +114,7 @@ def test_a_model_in_8_bits_says_the_same_with_norms_fused_into_its_products(tmp_
     with replaced("cpu", "cuda"):
         engine = small_engine(tmp_path, **options)
         assert isinstance(engine.runner, ModelRunner)
-        assert engine.runner._target._decoder._fused is not None
+        assert engine.runner.target._decoder._fused is not None
         found = tokens(run_to_end(engine, [request])["a"])
     quantised_linear._found.cache_clear()
     quantised_linear._MODULES["cpu"] = CPU_MODULES

@@ -250,7 +250,7 @@ def test_embeddings_of_a_batch_invariant_engine_are_the_same(tmp_path: Path) -> 
     texts = make_texts((5, 9), 128)
     runner = small_engine(tmp_path, batch_invariant=True).runner
     assert isinstance(runner, ModelRunner)
-    embedder = Embedder(runner.text_model, PoolingConfig(mode="last"))
+    embedder = Embedder(runner.target.text_model, PoolingConfig(mode="last"))
     assert_near(embedder.embed(texts), reference(model.model, texts, "last"))
 
 

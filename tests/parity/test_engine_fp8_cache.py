@@ -137,7 +137,7 @@ def test_the_cache_takes_a_quarter_of_the_memory_and_holds_four_times_the_tokens
     assert rounded.info.num_kv_blocks // 4 == plain.info.num_kv_blocks
     for engine in (plain, rounded):
         assert isinstance(engine.runner, ModelRunner)
-        num_bytes = sum(cache.nbytes for cache in engine.runner._target.kv_caches)
+        num_bytes = sum(cache.nbytes for cache in engine.runner.target.kv_caches)
         assert num_bytes == engine.info.kv_bytes <= KV_CACHE_BYTES
 
 

@@ -144,7 +144,7 @@ def test_a_stop_token_is_seen_one_step_late_and_what_was_launched_behind_it_is_t
 
 
 def test_steps_with_prompts_attend_in_the_workspaces_of_decode_steps(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    decoder = overlapped_engine(folder / "gemma2").runner._target  # type: ignore[attr-defined]
+    decoder = overlapped_engine(folder / "gemma2").runner.target  # type: ignore[attr-defined]
     found = ops.operations(CPU)
     table = replace(found, decode_workspace=lambda shape, rows, columns, *_: (shape, rows, columns))
     monkeypatch.setattr("engine.runner.paged_decoder.operations", lambda _device, **_: table)

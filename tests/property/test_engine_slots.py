@@ -129,7 +129,7 @@ def test_slots_hold_what_the_scheduler_has(seed: int, *, is_host: bool) -> None:
 def test_slots_blocks_and_parameters_of_who_comes_are_written_together() -> None:
     make_words = partial(slot_words, num_slots=SEATS, max_blocks=BLOCKS)
     sampler = ColumnSampler(SEATS, 9, CPU, make_words=make_words)
-    state = SlotState(sampler.columns.words, device=CPU)
+    state = SlotState(sampler.columns.words)
     request = make_request("new", 3)
     request.block_table.extend([7, 4])
     with mock.patch.object(state.words, "write", wraps=state.words.write) as write:

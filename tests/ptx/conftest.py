@@ -36,12 +36,12 @@ elif not IS_LATE:
     CACHE = tempfile.TemporaryDirectory(prefix="gatehouse-ptx-")  # what is in there is for no card
     atexit.register(CACHE.cleanup)
     os.environ["TRITON_CACHE_DIR"] = CACHE.name
-    from engine.gpu_environment import prepare_gpu
+    from engine.environment import prepare_environment
     from kernels.triton import early_launch, tuning
     from tests.support.ptx.block import LOCKSTEP
     from tests.support.ptx.card import MULTIPROCESSORS, forget_programs, put_in_place
 
-    prepare_gpu()
+    prepare_environment()
     CARDS.append(put_in_place())
     replaced: tuple[tuple[Any, str, Any], ...] = (  # as on an H200; whoever imports these finds them so
         (tuning, "multiprocessors", lambda _: MULTIPROCESSORS),

@@ -7,9 +7,9 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
-import torch
-
 from engine.build import build_engine
+from engine.grammar.masks import GrammarMasks
+from engine.grammar.queue import GrammarQueue
 from engine.loop import Engine
 from engine.options import EngineOptions
 from engine.protocol import GenerationRequest, SamplingParams, TokenEvent
@@ -27,6 +27,11 @@ PASS_S = 0.001
 
 
 FREE_ROWS = SpeculationCosts(rows=(1, 64), times=(1.0, 1.0))
+
+
+def unused_grammars() -> GrammarQueue:
+    """For an engine that nobody asks for structured output."""
+    return GrammarQueue(mock.Mock(), GrammarMasks(1))
 
 
 def small_engine(model: Path, **changes: Any) -> Engine:
@@ -53,11 +58,9 @@ def overlapped_engine(model: Path, **changes: Any) -> Engine:
     assert isinstance(runner, ModelRunner)
     guesses = STEP_GUESSES_MAX if changes.get("speculative_config") else 0
     runner._guesses_are_equal = True
-    draft = None if runner._draft is None else runner._draft.decoder
-    over_slots = runner, runner._target, runner._masks, scheduler.limits, torch.device("cpu")
-    ahead = make_slot_runner(*over_slots, StepMode.AHEAD, draft=draft, max_guesses=guesses)
+    ahead = make_slot_runner(runner, scheduler.limits, StepMode.AHEAD, max_guesses=guesses)
     warm_up(ahead.steps)
-    return Engine(scheduler, ahead, plain.info, grammars=plain._grammars, step_budget=plain._step_budget, overlap=ahead)
+    return Engine(scheduler, ahead, plain.info, plain._grammars, step_budget=plain._step_budget)
 
 
 def recorded_engine(model: Path, **changes: Any) -> Engine:

@@ -13,7 +13,7 @@ CPU = torch.device("cpu")
 
 
 def slot_state(num_slots: int, max_blocks: int, device: torch.device = CPU) -> SlotState:
-    return SlotState(slot_words({}, device, num_slots=num_slots, max_blocks=max_blocks), device=device)
+    return SlotState(slot_words({}, device, num_slots=num_slots, max_blocks=max_blocks))
 
 
 def slot_table(state: SlotState) -> SlotTable:

@@ -19,7 +19,7 @@ import triton
 import triton.language as tl
 from triton.runtime import driver
 
-from engine.gpu_environment import prepare_gpu
+from engine.environment import prepare_environment
 from kernels.triton import compiled_together as compiled_together_module
 from kernels.triton.compiled_together import compiled_together
 from kernels.variants import CompilationFailed, Variants
@@ -223,7 +223,7 @@ def when_all_parse_at_once() -> dict[str, Any]:
 
 
 def main() -> None:
-    prepare_gpu()
+    prepare_environment()
     driver.set_active(CARD)
     found = {}
     for name, function in list(globals().items()):

@@ -320,7 +320,7 @@ def engine_of(folder: Path, case: Case) -> Iterator[Engine]:
         (folder / "draft" / "config.json").write_text(json.dumps(MODEL | case.model | {"num_hidden_layers": 1}), "utf-8")
         options["speculative_config"] = speculative = replace(speculative, model=folder / "draft")
     with ExitStack() as stack:
-        stack.enter_context(mock.patch("engine.build.load_weights", write_weights))
+        stack.enter_context(mock.patch("engine.models.loading.load_weights", write_weights))
         stack.enter_context(mock.patch("engine.quantization.scheme.stored_names", return_value=stored_names(case)))
         stack.enter_context(mock.patch("engine.resolved_options.step_mode", mode_without_graphs))
         grammars = GrammarCompiler((MODEL | case.model)["vocab_size"])
@@ -395,7 +395,7 @@ def turns(engine: Engine) -> None:
 
 def embed(engine: Engine) -> None:
     """Texts of all lengths, alone and together, beside the steps."""
-    text_model = engine.runner.text_model  # type: ignore[attr-defined]
+    text_model = engine.runner.target.text_model  # type: ignore[attr-defined]
     embedders = [Embedder(text_model, PoolingConfig(mode=mode)) for mode in MODES]
     for lengths in ((1,), (2,), (9,), (17,), (100,), (500,), (1500,), (3, 1), (40, 40, 5), (1,) * 30, (700, 20)):
         for embedder in embedders:

@@ -58,16 +58,19 @@ def test_a_decode_is_timed_as_it_will_be_run_and_chunks_as_passes(monkeypatch: p
     passes = Passes(0.008)
     passes.kv_caches[0].device = torch.device("cpu")
 
-    def decode() -> None:
-        passes.now_s += 0.0043
+    class Steps:
+        chunks = passes.pass_over
+
+        def decode(self, num_rows: int) -> None:
+            passes.now_s += 0.0043
 
     monkeypatch.setattr(calibration, "time", SimpleNamespace(perf_counter=lambda: passes.now_s))
     config = parse_model_config(config_of(MODELS["llama-3.1-8b"]), {})
-    measure = partial(calibration.measure_speed, config, cast("Any", passes), None, LIMITS, weight_bytes=2.0)
-    found = measure(for_speculation=False, decode=decode).step_times
+    measure = partial(calibration.measure_speed, config, cast("Any", passes), None, LIMITS, weight_bytes=2.0, max_guesses=0)
+    found = measure(steps=cast("Any", Steps())).step_times
     assert found.weights_s(1) == pytest.approx(0.0043)
     assert 64 * (found.token_s + found.sampled_row_s) == pytest.approx(0.008)
-    assert measure(for_speculation=False).step_times.weights_s(1) == pytest.approx(0.008), "the plain way's decodes are passes"
+    assert measure().step_times.weights_s(1) == pytest.approx(0.008), "the plain way's decodes are passes"
 
 
 def test_a_draft_model_has_a_part_in_every_step_and_one_of_its_own_for_each_guess(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -77,9 +80,7 @@ def test_a_draft_model_has_a_part_in_every_step_and_one_of_its_own_for_each_gues
     clock = SimpleNamespace(perf_counter=lambda: target.now_s + small.now_s)
     monkeypatch.setattr(calibration, "time", clock)
     config = parse_model_config(config_of(MODELS["llama-3.1-8b"]), {})
-    found = calibration.measure_speed(
-        config, cast("Any", target), cast("Any", small), LIMITS, weight_bytes=2.0, for_speculation=True
-    )
+    found = calibration.measure_speed(config, cast("Any", target), cast("Any", small), LIMITS, weight_bytes=2.0, max_guesses=64)
     times = found.step_times
     assert times.weights_s(1) == pytest.approx(0.009)
     assert 64 * (times.token_s + times.sampled_row_s) == pytest.approx(0.009)
@@ -106,16 +107,16 @@ class HostBound(Passes):
 
 
 @pytest.mark.parametrize(("max_tokens", "most"), [(8192, 2048), (1000, 1000)])
-@pytest.mark.parametrize("for_speculation", [False, True])
+@pytest.mark.parametrize("max_guesses", [0, 64])
 def test_a_row_on_a_gpu_costs_what_it_does_in_a_step_that_is_not_bound_by_its_launches(
-    max_tokens: int, most: int, for_speculation: bool, monkeypatch: pytest.MonkeyPatch
+    max_tokens: int, most: int, max_guesses: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     passes = HostBound()
     monkeypatch.setattr(calibration, "time", SimpleNamespace(perf_counter=lambda: passes.now_s))
     found = calibration.measure_speed(
         parse_model_config(config_of(MODELS["llama-3.1-8b"]), {}), cast("Any", passes), None,
         SchedulerLimits(max_num_seqs=256, max_num_batched_tokens=max_tokens, max_model_len=300, block_size=16),
-        weight_bytes=2.0, for_speculation=for_speculation,
+        weight_bytes=2.0, max_guesses=max_guesses,
     )  # fmt: skip
     times = found.step_times
     assert most * times.token_s + 256 * times.sampled_row_s == pytest.approx(1e-5 * most)
@@ -135,6 +136,6 @@ def test_guesses_cost_what_the_steps_take_that_verify_them(
         now_s += 0.5 + (num_rows > 1) + num_rows / 2
 
     monkeypatch.setattr(calibration, "time", SimpleNamespace(perf_counter=lambda: now_s))
-    costs = calibration.measure_guesses(run, 80, torch.device(device))
+    costs = calibration._measured_guesses(run, 80, device, None)
     assert costs.rows == rows
     assert costs.times == tuple(1.0 if number == 1 else 1.5 + number / 2 for number in rows)

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from engine import cgroup
-from engine.cpu_environment import default_threads, num_cores
+from engine.environment import default_threads, num_cores
 from engine.memory.device import main_memory_bytes
 
 GIB = 1 << 30

@@ -91,7 +91,7 @@ def decoder() -> Decoder:
 def step(decoder: Decoder) -> ChunkStep:
     state = slot_state(SEATS, BLOCKS)
     state.write(SlotWrites([2, 0], [99, 76], [6, 7], [(2, 0, [1, 2]), (0, 0, [0, 7])]))
-    return ChunkStep([decoder], state, max_tokens=32, block_size=BLOCK, device=CPU)  # type: ignore[list-item]
+    return ChunkStep([decoder], state, max_tokens=32, block_size=BLOCK)  # type: ignore[list-item]
 
 
 def rows_of(

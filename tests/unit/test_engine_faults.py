@@ -173,7 +173,7 @@ def test_keys_that_are_not_finite_do_not_reach_whoever_gets_the_block_next(
     engine = make_engine(model, num_kv_blocks=16, max_model_len=64)
     runner = engine.runner
     assert isinstance(runner, ModelRunner | SlotRunner)
-    for cache in runner._target.kv_caches:
+    for cache in runner.target.kv_caches:
         cache.fill_(float("nan"))
     events = run_to_end(engine, [wanted(name, prompt, max_tokens=MAX_TOKENS) for name, prompt in NEIGHBOURS.items()])
     assert {name: tokens(events[name]) for name in NEIGHBOURS} == undisturbed

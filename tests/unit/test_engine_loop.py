@@ -16,7 +16,7 @@ from engine.scheduling.block_pool import BlockPool
 from engine.scheduling.limits import SchedulerLimits
 from engine.scheduling.scheduled_batch import BlockMoves, ScheduledRequest, StepOutput
 from engine.scheduling.scheduler import Scheduler
-from tests.support.engines import run_to_end, small_engine, tokens, wanted
+from tests.support.engines import run_to_end, small_engine, tokens, unused_grammars, wanted
 from tests.support.tiny_models import make_model
 
 MAX_MODEL_LEN = 64
@@ -55,7 +55,7 @@ def make_engine(runner: FakeRunner, *, num_blocks: int = 32, **limits: Any) -> E
         max_num_seqs=4, weights_bytes=0, kv_bytes=0, load_s=0.0,
     )  # fmt: skip
     scheduler = Scheduler(SchedulerLimits(**chosen), BlockPool(num_blocks), clock=lambda: 0.0)
-    return Engine(scheduler, runner, info, clock=lambda: 0.0)
+    return Engine(scheduler, runner, info, unused_grammars(), clock=lambda: 0.0)
 
 
 def test_the_request_that_breaks_a_step_fails_alone() -> None:

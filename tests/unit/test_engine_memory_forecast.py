@@ -21,8 +21,7 @@ from engine.config.model import ModelConfig, load_model_config
 from engine.errors import EngineConfigError
 from engine.memory import forecast as memory_forecast
 from engine.memory.estimate import DeviceMemory
-from engine.memory.fit import format_parts, underestimated
-from engine.memory.forecast import MeasuredMemory, MemoryForecast, forecast_memory
+from engine.memory.forecast import MeasuredMemory, MemoryForecast, forecast_memory, format_parts, underestimated
 from engine.memory.needs import GIB, MemoryNeeds
 from engine.memory.shape import MemoryShape
 from engine.memory.splits import invariant_bytes
@@ -218,9 +217,10 @@ def test_steps_of_all_kinds_keep_no_more_than_is_foretold_with_and_without_guess
     assert isinstance(engine.runner, SlotRunner)
     for kind in (*KINDS, None):
         for has_guesses in (False, True):
-            engine.runner.steps.decodes.make_ready(4, kind, has_guesses=has_guesses)
-            engine.runner.steps.decodes.step.make_ready(kind, has_guesses=has_guesses)
-    buffers = engine.runner._target._recorded._buffers  # type: ignore[union-attr]
+            decodes = engine.runner.steps.decodes
+            decodes.make_ready(decodes.shape(4, kind, has_guesses=has_guesses))
+            decodes.step.make_ready(kind, has_guesses=has_guesses)
+    buffers = engine.runner.target._recorded._buffers  # type: ignore[union-attr]
     kept = sum(tensor.numel() for layer in buffers.layers for tensor in layer)
     shape = MemoryShape.of(load_model_config(tmp_path))
     foretold = shape.recorded_bytes(64, 4)
@@ -340,7 +340,7 @@ def test_the_activations_of_a_pass_are_what_it_holds_at_a_time(family: str, inne
     sizes: dict[str, Any] = {"hidden_size": 256, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 64, inner: 512}
     make_model(family, tmp_path, num_hidden_layers=3, max_position_embeddings=1024, **sizes)
     engine = small_engine(tmp_path, kv_cache_bytes=4_000_000, max_num_batched_tokens=512)
-    decoder = engine.runner._target  # type: ignore[attr-defined]
+    decoder = engine.runner.target  # type: ignore[attr-defined]
     inputs = decoder.prepare([InputRow([1] * 512, 0, list(range(32)), [511])])
     with torch.inference_mode():
         decoder.forward(inputs)

@@ -9,9 +9,8 @@ import pytest
 
 from engine.config.model import parse_model_config
 from engine.formats import EIGHT_BITS, FOUR_BITS, Formats, unquantised
-from engine.memory.fit import GAIN_MIN, REMEDIES_MAX, MemoryFit, gib
+from engine.memory.fit import GAIN_MIN, REMEDIES_MAX, MemoryFit, changes_in_order, gib
 from engine.memory.needs import GIB, MemoryNeeds
-from engine.memory.remedies import MemoryChoices, changes_in_order
 from engine.memory.shape import Load, MemoryShape
 from engine.memory.splits import invariant_bytes
 from engine.simulator.models import MODELS, config_of
@@ -328,12 +327,8 @@ def test_whatever_there_is_the_remedies_are_few_and_each_costs_more_and_leaves_m
     assert lengths == sorted(lengths)
     assert all(length > asked.context_len for length in lengths[1:])
     assert not asked.fits or not remedies
-    best = max((fit_after(asked, choices).context_len for _, choices in changes_in_order(asked._choices)), default=0)
+    best = max((changed.context_len for _, changed in changes_in_order(asked)), default=0)
     assert asked.fits or max(lengths, default=0) * GAIN_MIN >= best, "the longest context is among them"
-
-
-def fit_after(asked: MemoryFit, choices: MemoryChoices) -> MemoryFit:
-    return replace(asked, formats=choices.formats, load=choices.load, usable_bytes=choices.usable_bytes)
 
 
 def test_a_device_that_is_hopelessly_small_is_told_what_the_least_would_be() -> None:

@@ -25,7 +25,7 @@ from engine.speculation import prompt_lookup
 from engine.speculation.options import SpeculativeOptions
 from engine.speculation.prompt_lookup import AdaptiveDrafter
 from engine.step_sizes import draft_graphs_kept, graphs_kept, guesses_size, step_size
-from tests.support.engines import FREE_ROWS, run_to_end, tokens, wanted
+from tests.support.engines import FREE_ROWS, run_to_end, tokens, unused_grammars, wanted
 from tests.support.scheduling import make_request
 
 MAX_MODEL_LEN = 64
@@ -167,7 +167,7 @@ def make_engine(
     pool = BlockPool(num_blocks)
     cache = PrefixCache(pool, 4) if caches else None
     scheduler = Scheduler(SchedulerLimits(**chosen), pool, clock=lambda: 0.0, prefix_cache=cache, drafter=drafter)
-    return Engine(scheduler, runner, info, clock=lambda: runner.now_s, overlap=runner)
+    return Engine(scheduler, runner, info, unused_grammars(), clock=lambda: runner.now_s)
 
 
 def expected(request_id: str, num_prompt: int, max_tokens: int, *, stops: bool = True) -> list[int]:

@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 import torch
 
-from engine import build
 from engine.build import build_engine
 from engine.errors import EngineConfigError
 from engine.memory import device as memory_device
@@ -41,7 +40,7 @@ def nothing_is_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
     def load(*_: Any, **__: Any) -> None:
         raise AssertionError("weights were read")
 
-    monkeypatch.setattr(build, "load_weights", load)
+    monkeypatch.setattr("engine.models.loading.load_weights", load)
 
 
 def guessing(model: Path, name: str) -> dict[str, Any]:

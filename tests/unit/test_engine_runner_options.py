@@ -18,7 +18,7 @@ from engine.errors import EngineConfigError
 from engine.main import INTER_TOKEN_TARGET_MS, _engine_options, parse_arguments
 from engine.memory import device as memory_device
 from engine.memory.device import check_swap_space
-from engine.memory.kv_plan import kv_block_bytes, plan_memory
+from engine.memory.kv_plan import plan_memory
 from engine.memory.needs import GIB
 from engine.options import EngineOptions
 from engine.runner.kv_cache import BlockMover, allocate_kv_cache
@@ -65,7 +65,7 @@ def test_an_option_with_a_value_that_cannot_be_is_named(option: str, value: Any)
 def test_a_host_tier_smaller_than_a_block_or_larger_than_main_memory_is_refused(model: Path) -> None:
     config = load_model_config(model)
     with pytest.raises(EngineConfigError, match=r"swap_space .* is less than one KV block"):
-        plan_memory(config, EngineOptions(model=model, swap_space=1e-9), element_bytes=4, available_bytes=1 << 20)
+        plan_memory(config, EngineOptions(model=model, swap_space=1e-9), block_bytes=2048, available_bytes=1 << 20)
     with pytest.raises(EngineConfigError, match=r"swap_space .* is more than 80% of main memory"):
         check_swap_space(EngineOptions(model=model, swap_space=4096.0), torch.device("cpu"))
 
@@ -132,14 +132,10 @@ def test_a_cache_that_the_allocator_refuses_is_an_error_of_its_option(model: Pat
         allocate_kv_cache(load_model_config(model), 10**15, 16, dtype=torch.float32, device=torch.device("cpu"))
 
 
-def test_a_block_is_paid_for_in_both_models_and_the_host_tier_is_made_of_such_blocks(model: Path) -> None:
-    config = load_model_config(model)
-    one = kv_block_bytes(config, 16, 4)
-    options = EngineOptions(model=model, swap_space=100 * one / GIB)
-    alone = plan_memory(config, options, element_bytes=4, available_bytes=90 * one)
-    paired = plan_memory(config, options, element_bytes=4, available_bytes=90 * one, draft=config)
-    assert (alone.num_blocks, alone.num_host_blocks) == (90, 100)
-    assert (paired.num_blocks, paired.num_host_blocks, paired.block_bytes) == (45, 50, 2 * one)
+def test_cache_and_host_tier_are_divided_into_the_same_blocks(model: Path) -> None:
+    options = EngineOptions(model=model, swap_space=100 * 2048 / GIB)
+    plan = plan_memory(load_model_config(model), options, block_bytes=2048, available_bytes=90 * 2048)
+    assert (plan.num_blocks, plan.num_host_blocks, plan.kv_bytes) == (90, 100, 90 * 2048)
 
 
 def test_a_draft_model_must_share_the_vocabulary_and_reach_as_far(model: Path, tmp_path: Path) -> None:
@@ -184,14 +180,14 @@ def test_logits_of_a_long_prompt_are_never_held_at_once(model: Path) -> None:
     engine = small_engine(model)
     runner = engine.runner
     assert isinstance(runner, ModelRunner)
-    runner._slice_rows, whole, most = 3, runner._target.logits, 0
+    runner._slice_rows, whole, most = 3, runner.target.logits, 0
 
     def counted(hidden: torch.Tensor) -> torch.Tensor:
         nonlocal most
         most = max(most, hidden.shape[0])
         return whole(hidden)
 
-    runner._target.logits = counted  # type: ignore[method-assign,assignment]
+    runner.target.logits = counted  # type: ignore[method-assign,assignment]
     requests = [wanted(str(i), list(range(3, 60)), max_tokens=2, prompt_logprobs=2, logprobs=0) for i in range(8)]
     events = run_to_end(engine, requests)
     assert most == 3

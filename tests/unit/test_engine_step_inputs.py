@@ -6,17 +6,17 @@ from unittest import mock
 
 import torch
 
-from engine.runner.ready_steps import NO_INPUTS
+from engine.runner.decode_step import NO_INPUTS
 from engine.runner.slots import NOTHING
 from engine.runner.step_inputs import StepInputs
-from tests.support.slots import CPU, slot_state
+from tests.support.slots import slot_state
 
 SLOTS = [2]
 
 
 def step_inputs() -> StepInputs:
     decoder = mock.Mock(max_verify_group=1, dtype=torch.float32)
-    inputs = StepInputs(slot_state(4, 3), decoder, max_rows=4, block_size=2, device=CPU)
+    inputs = StepInputs(slot_state(4, 3), decoder, max_rows=4, block_size=2)
     inputs.write_rows([3, 1, 0, 2], 4)
     return inputs
 

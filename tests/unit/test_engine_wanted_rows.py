@@ -24,7 +24,7 @@ LENGTHS = (1, 9, 1, 40)
 def decoder(request: pytest.FixtureRequest, tmp_path: Path) -> PagedDecoder:
     make_model(request.param, tmp_path)
     engine = small_engine(tmp_path, num_kv_blocks=16, kv_cache_bytes=None, block_size=BLOCK_SIZE)
-    return engine.runner._target  # type: ignore[attr-defined,no-any-return]
+    return engine.runner.target  # type: ignore[attr-defined,no-any-return]
 
 
 def rows(outputs: Sequence[Sequence[int]]) -> list[InputRow]:

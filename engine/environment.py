@@ -1,10 +1,13 @@
-"""What the process should know of its processor: settings before torch is imported, and how many threads to use. No torch.
+"""What a process sets before it imports torch, and how many threads it should use. No torch.
 
-MKL picks slow paths for small matrices on AMD processors unless told to stay with AVX2, and its results then also repeat
-from run to run. And a thread that waits for the others of a parallel section does so at full speed, by default for
-milliseconds: the gateway and whoever else shares the cores waits meanwhile, at times the very thread that is waited for. And
-the C library gives memory of some megabytes back as soon as a tensor is gone, to ask for it again a layer later: then the
-system clears every page of it anew.
+MKL        picks slow paths for small matrices on AMD processors unless told to stay with AVX2. With AVX2 its results also
+           repeat from run to run.
+OpenMP     has a thread that waits for the others of a parallel section spin, by default for milliseconds. Meanwhile the
+           gateway and whatever else shares the cores waits, at times the very thread that is waited for.
+C library  gives memory of some megabytes back as soon as a tensor is freed, to ask for it again a layer later; the system
+           clears every page of it anew each time.
+Triton     fuses products and sums to one rounding unless a kernel says that it must not (`kernels.triton.gumbel`). That is
+           its default today and will not be from 3.10 on; what tests compile is compiled so (`kernels.triton.gate`).
 """
 
 from __future__ import annotations
@@ -19,9 +22,10 @@ from engine import cgroup
 
 log = logging.getLogger("gatehouse.engine")
 
+FP_FUSION = "TRITON_DEFAULT_FP_FUSION"
+
 SPINS = 10_000
 """Turns that a waiting thread takes before it sleeps: some 100 µs, longer than a part of a decode step."""
-
 
 KEPT_BYTES = 64 << 20
 """Free memory that stays with the process: what the tensors of a step with prompts take, but for the largest models."""
@@ -32,9 +36,10 @@ LARGEST_KEPT_BYTES = 32 << 20
 _TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3  # of glibc's mallopt
 
 
-def prepare_cpu() -> None:
-    """Set what helps on this processor; what the operator has set himself stays. Says so when it comes too late."""
+def prepare_environment() -> None:
+    """Set what helps; what the operator has set himself stays. Logs what could not be set because torch was imported before."""
     keep_memory()
+    os.environ.setdefault(FP_FUSION, "1")
     settings: dict[str, str] = {}
     if "GOMP_SPINCOUNT" not in os.environ and "OMP_WAIT_POLICY" not in os.environ:
         settings["GOMP_SPINCOUNT"] = str(SPINS)

@@ -10,8 +10,7 @@ import sys
 
 import pytest
 
-from engine import cpu_environment
-from engine.cpu_environment import SPINS, prepare_cpu
+from engine.environment import FP_FUSION, SPINS, prepare_environment
 
 NAMES = ("GOMP_SPINCOUNT", "OMP_WAIT_POLICY", "MKL_CBWR")
 
@@ -22,12 +21,12 @@ def before_torch(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
     environment = {name: value for name, value in os.environ.items() if name not in NAMES}
     monkeypatch.setattr(os, "environ", environment)
     monkeypatch.delitem(sys.modules, "torch", raising=False)
-    monkeypatch.setattr(cpu_environment, "_is_amd", lambda: True)
+    monkeypatch.setattr("engine.environment._is_amd", lambda: True)
     return monkeypatch
 
 
 def test_waiting_threads_soon_sleep_and_small_matrices_are_fast(before_torch: pytest.MonkeyPatch) -> None:
-    prepare_cpu()
+    prepare_environment()
     assert {name: os.environ.get(name) for name in NAMES} == {
         "GOMP_SPINCOUNT": str(SPINS),
         "OMP_WAIT_POLICY": None,
@@ -38,7 +37,7 @@ def test_waiting_threads_soon_sleep_and_small_matrices_are_fast(before_torch: py
 @pytest.mark.parametrize(("name", "value"), [("GOMP_SPINCOUNT", "5"), ("OMP_WAIT_POLICY", "active")])
 def test_what_the_operator_says_of_waiting_threads_stays(before_torch: pytest.MonkeyPatch, name: str, value: str) -> None:
     before_torch.setitem(os.environ, name, value)
-    prepare_cpu()
+    prepare_environment()
     assert os.environ[name] == value
     assert len({"GOMP_SPINCOUNT", "OMP_WAIT_POLICY"} & set(os.environ)) == 1
 
@@ -48,16 +47,27 @@ def test_nothing_is_set_when_it_comes_too_late_and_the_log_says_so(
 ) -> None:
     before_torch.setitem(sys.modules, "torch", os)
     with caplog.at_level(logging.INFO, logger="gatehouse.engine"):
-        prepare_cpu()
+        prepare_environment()
     assert not set(NAMES) & set(os.environ)
     assert "GOMP_SPINCOUNT=10000, MKL_CBWR=AVX2 not set" in caplog.text
+
+
+@pytest.mark.parametrize(("before", "after"), [(None, "1"), ("0", "0")])
+def test_products_are_fused_unless_the_operator_says_otherwise(
+    before: str | None, after: str, before_torch: pytest.MonkeyPatch
+) -> None:
+    before_torch.delitem(os.environ, FP_FUSION, raising=False)
+    if before is not None:
+        before_torch.setitem(os.environ, FP_FUSION, before)
+    prepare_environment()
+    assert os.environ[FP_FUSION] == after
 
 
 def freed_pages(environment: dict[str, str]) -> int:
     """Pages that a process asks for anew when it frees and takes the same megabytes twenty times."""
     program = """
 import ctypes, resource
-from engine.cpu_environment import keep_memory
+from engine.environment import keep_memory
 keep_memory()
 libc = ctypes.CDLL(None)
 libc.malloc.restype, libc.malloc.argtypes, libc.free.argtypes = ctypes.c_void_p, [ctypes.c_size_t], [ctypes.c_void_p]
