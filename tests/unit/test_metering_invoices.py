@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from datetime import UTC, date, datetime
 from pathlib import Path
 from typing import Any
@@ -37,6 +38,7 @@ from appliance.metering.invoicing.sums import Cover, read_event_sums
 from appliance.metering.invoicing.wording import ABORT_POLICY
 from appliance.metering.prices import Price
 from appliance.tenancy.access import WHOLE_BOX, Access
+from appliance.tenancy.audit import AuditLog
 from appliance.tenancy.roles import Role, TenantRole
 from tests.support.alerts import TARGET, alert_box
 from tests.support.billing import Tokens, add_price, post_event
@@ -494,6 +496,21 @@ async def test_closing_and_allowances_and_the_seller_are_in_the_audit_log(books:
     ours = [row for row in rows if row["actor_name"] == "alice@example.com"]
     assert [row["action"] for row in ours] == ["allowance.set", "seller.change", "invoice.draft", "invoice.close"]
     assert '"number":"2026-0001"' in ours[-1]["after"].replace(" ", "")
+
+
+async def test_the_entry_of_an_allowance_says_what_was_free_before_and_what_is_now(books: Books) -> None:
+    bob = books.bob.tenant.id
+    for month, micros in (("2026-11", 5), ("2026-11", 7), ("2026-12", 7)):
+        await books.allowances.set(bob, month, micros, access=WHOLE_BOX)
+    log = await AuditLog(books.database, books.clock).page(3, access=WHOLE_BOX)
+    assert {(entry.target_id, entry.tenant_id) for entry in log.data} == {(bob, bob)}
+    new = [
+        {"first_month": month, "monthly_micros": micros, "tenant_id": bob} for month, micros in (("2026-11", 5), ("2026-12", 7))
+    ]
+    nothing = dict.fromkeys(new[0])
+    assert [(json.loads(entry.before or ""), json.loads(entry.after or "")) for entry in log.data[::-1]] == [
+        (nothing, new[0]), ({"monthly_micros": 5}, {"monthly_micros": 7}), (nothing, new[1])
+    ]  # fmt: skip
 
 
 @pytest.mark.parametrize(

@@ -26,6 +26,7 @@ from appliance.base.errors import (
     TenantSuspended,
 )
 from appliance.base.tables import api_keys
+from appliance.tenancy import keys as keys_module
 from appliance.tenancy.access import WHOLE_BOX
 from appliance.tenancy.keys import Keys
 from appliance.tenancy.model_policies import ModelPolicies
@@ -344,6 +345,52 @@ async def test_times_of_use_are_written_in_a_batch_and_never_go_back(keys: Keys,
     await keys.authenticate(cast.bob.secret, HERE)
     await keys.flush_last_used()
     assert (await keys.get(cast.bob.key.id, access=WHOLE_BOX)).last_used_at == used_at
+    clock.jump_wall(7200)
+    await keys.authenticate(cast.bob.secret, HERE)
+    await keys.flush_last_used()
+    assert (await keys.get(cast.bob.key.id, access=WHOLE_BOX)).last_used_at == clock.now() > used_at
+
+
+async def test_a_time_of_use_that_could_not_be_written_is_written_later(
+    database: Database, keys: Keys, cast: Cast, clock: FakeClock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    await keys.authenticate(cast.bob.secret, HERE)
+    used_at = clock.now()
+
+    @asynccontextmanager
+    async def fails() -> AsyncIterator[AsyncConnection]:
+        clock.advance(9)
+        await keys.authenticate(cast.charlie.secret, HERE)
+        raise ConnectionResetError
+        yield
+
+    with monkeypatch.context() as away:
+        away.setattr(database, "writing", fails)
+        with pytest.raises(ConnectionResetError):
+            await keys.flush_last_used()
+    await keys.flush_last_used()
+    times = [(await keys.get(each.key.id, access=WHOLE_BOX)).last_used_at for each in (cast.bob, cast.charlie)]
+    assert times == [used_at, clock.now()]
+
+
+async def test_no_more_keys_are_remembered_than_the_cache_holds(
+    keys: Keys, cast: Cast, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(keys_module, "CACHED_KEYS_MAX", 1)
+    for person in (cast.bob, cast.charlie, cast.bob):
+        assert (await keys.authenticate(person.secret, HERE)).key.id == person.key.id
+        assert len(keys._cache) == 1
+
+
+async def test_why_a_key_gets_no_successor_is_said(keys: Keys, cast: Cast, clock: FakeClock) -> None:
+    brief, _ = await keys.create(cast.bob.tenant.id, name="x", expires_at=clock.now() + timedelta(seconds=9), access=WHOLE_BOX)
+    revoked, _ = await keys.create(cast.bob.tenant.id, name="x", access=WHOLE_BOX)
+    await keys.revoke(revoked.id, access=WHOLE_BOX)
+    successor, _ = await keys.rotate(cast.bob.key.id, grace_s=60, access=WHOLE_BOX)
+    clock.advance(9)
+    for key, reason in ((brief, "an expired key"), (revoked, "a revoked key"), (cast.bob.key, f"its successor {successor.id}")):
+        with pytest.raises(Conflict, match=reason):
+            await keys.rotate(key.id, access=WHOLE_BOX)
 
 
 async def test_models_and_scopes_are_checked_at_tenant_and_key(
