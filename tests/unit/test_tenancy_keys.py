@@ -77,7 +77,8 @@ async def test_a_wrong_secret_is_refused_whatever_is_wrong_with_it(keys: Keys, c
     good = cast.bob.secret
     wrong = ["", "x", good[:-1], good + "a", good.upper(), good[:-1] + ("a" if good[-1] != "a" else "b"), "gh_" + "a" * 35]
     swapped = cast.bob.key.prefix + cast.charlie.secret[len(cast.charlie.key.prefix) :]
-    for secret in [*wrong, swapped, good + "\n", "gh_é"]:
+    unknown = f"gh_{'a' * 8}_{'a' * 26}"
+    for secret in [*wrong, swapped, unknown, good + "\n", "gh_é"]:
         with pytest.raises(InvalidApiKey):
             await keys.authenticate(secret, HERE)
 
@@ -308,6 +309,8 @@ async def test_the_list_of_a_tenant_shows_its_own_keys_alone(keys: Keys, cast: C
     assert len(first.data + second.data) == 5
     assert {key.tenant_id for key in first.data + second.data} == {cast.bob.tenant.id}
     assert len((await keys.list(None, access=WHOLE_BOX)).data) == 6
+    asked = [cast.charlie.key.id, first.data[1].id, "nothing"]
+    assert {key.id for key in await keys.named(asked, access=WHOLE_BOX)} == set(asked[:2])
 
 
 async def test_a_list_leaves_out_what_has_ended_and_finds_by_name_prefix_and_secret(
@@ -324,6 +327,7 @@ async def test_a_list_leaves_out_what_has_ended_and_finds_by_name_prefix_and_sec
         return [key.name for key in (await keys.list(bob.tenant.id, access=WHOLE_BOX, **asked)).data]
 
     assert await listed() == [bob.key.name, "spare", "Night_shift", "rotated", "rotated"]
+    assert await listed(include_revoked=False) == [bob.key.name, "Night_shift", "rotated", "rotated"]
     assert await listed(include_ended=False) == [bob.key.name, "Night_shift", "rotated"]
     assert await listed(text="t_S") == ["Night_shift"]
     assert await listed(text="%") == []
