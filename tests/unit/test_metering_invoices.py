@@ -383,17 +383,34 @@ async def test_a_correction_of_what_was_free_gives_no_money(books: Books) -> Non
 
 async def test_an_allowance_cannot_begin_in_a_closed_month_and_the_later_word_counts(books: Books) -> None:
     tenant_id = books.bob.tenant.id
-    await books.post(OCTOBER)
-    await books.close("2026-10")
-    with pytest.raises(InvoiceClosed, match="2026-10 is closed"):
-        await books.allowances.set(tenant_id, "2026-10", 1, access=WHOLE_BOX)
+    for day in (SEPTEMBER, OCTOBER):
+        await books.post(day)
+        await books.close(f"{day:%Y-%m}")
+    for month in ("2026-09", "2026-10"):
+        with pytest.raises(InvoiceClosed, match="2026-10 is closed"):
+            await books.allowances.set(tenant_id, month, 1, access=WHOLE_BOX)
     await books.allowances.set(tenant_id, "2026-11", 1, access=WHOLE_BOX)
     await books.allowances.set(tenant_id, "2026-11", 2, access=WHOLE_BOX)
     assert [(row.first_month, row.monthly_micros) for row in await books.allowances.list(tenant_id, access=WHOLE_BOX)] == [
         ("2026-11", 2)
     ]
-    with pytest.raises(InvalidValue, match="monthly_micros"):
-        await books.allowances.set(tenant_id, "2026-12", -1, access=WHOLE_BOX)
+    for month, micros, field in (
+        ("2026-12", -1, "monthly_micros"),
+        ("2026-13", 1, "first_month"),
+        ("december", 1, "first_month"),
+    ):
+        with pytest.raises(InvalidValue, match=field):
+            await books.allowances.set(tenant_id, month, micros, access=WHOLE_BOX)
+
+
+async def test_an_allowance_of_nothing_ends_the_one_before(books: Books) -> None:
+    for month, micros in (("2026-09", 10), ("2026-10", 0)):
+        await books.allowances.set(books.bob.tenant.id, month, micros, access=WHOLE_BOX)
+    subtotals = []
+    for day in (SEPTEMBER, OCTOBER):
+        cost_picos = await books.post(day)
+        subtotals.append((await books.close(f"{day:%Y-%m}")).totals.subtotal_micros - cost_picos // 10**6)
+    assert subtotals == [-10, 0]
 
 
 async def test_an_allowance_is_its_tenants_own(books: Books) -> None:
