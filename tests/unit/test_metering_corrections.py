@@ -57,9 +57,19 @@ async def test_a_correction_is_a_new_event_at_the_rate_and_on_the_day_of_the_one
     correction = await correct(database, clock, event.id, prompt_tokens=-10, cached_tokens=-4, completion_tokens=-5)
     assert correction.cost_picos == -event.cost_picos == -(6 * 500 + 4 * 50 + 5 * 1000)
     assert (correction.kind, correction.status, correction.corrects_id) == ("adjustment", "posted", event.id)
+    assert (correction.cause, correction.reserved_tokens, correction.estimated) == ("correction", 0, False)
     assert (correction.billing_day, correction.admitted_at) == (event.billing_day, event.admitted_at)
     assert (correction.posting, correction.settled_at) == (2, clock.now())
     assert await all_events(database) == [event, correction]
+
+
+async def test_a_correction_of_what_had_no_price_costs_nothing(database: Database, clock: FakeClock, cast: Cast) -> None:
+    entry = factories.pending(cast.bob)
+    async with running_ledger(database, clock, cast.epoch_id) as ledger:
+        await ledger.open(entry)
+        posted = await settle(ledger, factories.posted(entry.request_id, prompt=10, cached=4, completion=5))
+    correction = await correct(database, clock, posted.id, completion_tokens=-2)
+    assert (posted.cost_picos, correction.cost_picos, correction.completion_tokens) == (0, 0, -2)
 
 
 async def test_the_audit_log_says_which_event_a_correction_is_of_why_and_what_it_comes_to(

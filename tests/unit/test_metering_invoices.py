@@ -23,6 +23,7 @@ from appliance.base.errors import (
     MonthNotOver,
     MonthOutOfOrder,
     NotFound,
+    NothingToBill,
     RoleNotAllowed,
 )
 from appliance.base.money import format_micros
@@ -39,7 +40,9 @@ from appliance.metering.invoicing.wording import ABORT_POLICY
 from appliance.metering.prices import Price
 from appliance.tenancy.access import WHOLE_BOX, Access
 from appliance.tenancy.audit import AuditLog
+from appliance.tenancy.principals import TenantChanges
 from appliance.tenancy.roles import Role, TenantRole
+from appliance.tenancy.tenants import Tenants
 from tests.support.alerts import TARGET, alert_box
 from tests.support.billing import Tokens, add_price, post_event
 from tests.support.cast import Cast, Person, make_person
@@ -500,6 +503,38 @@ async def test_lists_show_closed_and_open_the_newest_first(books: Books) -> None
     assert [*page.data, *rest.data] == [drafted, closed]
     assert len((await books.invoices.list(month="2026-11", access=WHOLE_BOX)).data) == 2
     assert [head.id for head in (await books.invoices.list(state="closed", access=WHOLE_BOX)).data] == [closed.head.id]
+
+
+async def test_the_pages_of_all_invoices_leave_out_none_of_a_month(books: Books) -> None:
+    people = (books.bob, books.cast.charlie)
+    drafts = [(await books.draft(month, person)).head for month in ("2026-10", "2026-11") for person in people]
+    found, cursor = [], None
+    for _ in drafts:
+        page = await books.invoices.list(1, cursor, access=WHOLE_BOX)
+        found, cursor = [*found, *page.data], page.next_cursor
+    assert (found, cursor) == (sorted(drafts, key=lambda head: (head.month, head.id), reverse=True), None)
+
+
+async def test_a_new_draft_owes_nothing_yet_in_its_tenants_currency(books: Books) -> None:
+    await Tenants(books.database, books.clock).update(books.bob.tenant.id, TenantChanges(currency="CHF"), access=WHOLE_BOX)
+    head = (await books.draft("2026-10")).head
+    assert (head.currency, head.total_micros, head.tax_micros) == ("CHF", 0, 0)
+
+
+async def test_where_no_seller_has_said_so_there_is_no_tax(books: Books) -> None:
+    await books.post(OCTOBER, Tokens(prompt=10**12, completion=0))
+    totals = (await books.close("2026-10")).totals
+    assert totals.tax_micros == 0 < totals.subtotal_micros == totals.due_micros
+
+
+async def test_a_month_that_runs_can_be_drafted_if_it_has_something_to_bill(books: Books) -> None:
+    bob = books.bob.tenant.id
+    with pytest.raises(NothingToBill):
+        await books.invoices.draft(bob, "2026-11", only="billable", access=WHOLE_BOX)
+    await books.post(NOVEMBER)
+    with pytest.raises(MonthNotOver):
+        await books.invoices.draft(bob, "2026-11", only="closable", access=WHOLE_BOX)
+    assert (await books.invoices.draft(bob, "2026-11", only="billable", access=WHOLE_BOX)).is_draft
 
 
 async def test_closing_and_allowances_and_the_seller_are_in_the_audit_log(books: Books) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from datetime import timedelta
 
 import argon2
 import pytest
@@ -192,6 +193,43 @@ async def test_an_idle_session_ends_and_a_used_one_lives_until_its_absolute_limi
     assert await doors.resolve(used) is not None
     clock.advance(1)
     assert await doors.resolve(used) is None
+
+
+async def test_a_list_shows_the_sessions_of_whom_it_is_asked_for_as_long_as_they_live(
+    people: Members, doors: Sessions, cast: Cast, clock: FakeClock
+) -> None:
+    dora = await people.create("dora@example.com", "long enough", "viewer")
+    opened = []
+    for member in (cast.alice, dora, dora):
+        opened.append((await doors.open(member.id, "browser", "127.0.0.1"))[1].id)
+        clock.advance(100)
+
+    async def listed(*asked: str) -> list[str]:
+        return [session.id for session in (await doors.list(*asked)).data]
+
+    assert [await listed(), await listed(dora.id)] == [opened[::-1], opened[:0:-1]]
+    seen = await doors.last_seen_of([dora.id])
+    assert seen == {dora.id: clock.now() - timedelta(seconds=100)}
+    clock.advance(400)  # the second has just been idle for too long
+    assert await listed() == opened[:1:-1]
+
+
+async def test_a_session_ends_at_the_moment_until_which_it_may_be_idle(doors: Sessions, cast: Cast, clock: FakeClock) -> None:
+    (token, _), (other, _) = [await doors.open(cast.alice.id, "browser", "127.0.0.1") for _ in range(2)]
+    clock.advance(599.999999)
+    assert await doors.resolve(token) is not None
+    clock.advance(0.000001)
+    assert await doors.resolve(other) is None
+
+
+async def test_a_session_that_outlived_its_members_right_to_sign_in_opens_nothing(
+    database: Database, doors: Sessions, cast: Cast, clock: FakeClock
+) -> None:
+    token, _ = await doors.open(cast.alice.id, "browser", "127.0.0.1")
+    async with database.writing() as connection:  # behind the back of who would have ended it
+        await connection.execute(update(members).where(members.c.id == cast.alice.id).values(disabled_at=clock.now()))
+    assert await doors.resolve(token) is None
+    assert (await doors.list()).data == []
 
 
 async def test_the_last_sight_is_written_once_a_minute(
