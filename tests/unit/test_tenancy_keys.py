@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import re
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
@@ -219,6 +220,17 @@ async def test_a_suspended_or_archived_tenants_keys_are_refused_at_once(
         await keys.authenticate(cast.bob.secret, HERE)
     with pytest.raises(Conflict):
         await keys.create(cast.bob.tenant.id, name="late", access=WHOLE_BOX)
+
+
+async def test_whoever_holds_a_principal_finds_out_that_its_key_or_tenant_has_ended(cast: Cast, clock: FakeClock) -> None:
+    now, person = clock.now(), cast.bob.principal
+    person.check_usable(now)
+    for key, error in (({"revoked_at": now}, InvalidApiKey), ({"expires_at": now}, ExpiredApiKey)):
+        with pytest.raises(error):
+            dataclasses.replace(person, key=dataclasses.replace(person.key, **key)).check_usable(now)
+    for state in ("suspended", "archived"):
+        with pytest.raises(TenantSuspended, match=f"is {state}$"):
+            dataclasses.replace(person, tenant=dataclasses.replace(person.tenant, **{state: True})).check_usable(now)
 
 
 async def test_changed_limits_are_those_of_the_next_principal(
