@@ -284,6 +284,26 @@ async def test_an_administrator_token_is_shown_once_and_refused_once_revoked(dat
         await tokens.create("script", "member")
 
 
+async def test_revoking_a_token_ends_that_one_alone_and_lists_can_leave_it_out(tokens: AdminTokens) -> None:
+    made = [await tokens.create(name, "viewer") for name in ("a", "b", "c")]
+    ids = [token.id for token, _secret in made]
+    await tokens.revoke(ids[1])
+    assert [(await tokens.get(token_id)).revoked_at is None for token_id in ids] == [True, False, True]
+    for token, secret in made[::2]:
+        assert await tokens.authenticate(secret) == token
+
+    async def listed(**asked: bool) -> list[list[str]]:
+        pages, cursor = [], None
+        while not pages or cursor is not None:
+            page = await tokens.list(2, cursor, **asked)
+            pages, cursor = [*pages, [token.id for token in page.data]], page.next_cursor
+        return pages
+
+    assert await listed() == [ids[:2], ids[2:]]
+    assert await listed(newest_first=True) == [ids[:0:-1], ids[:1]]
+    assert await listed(include_revoked=False) == [ids[::2]]
+
+
 async def test_the_operators_own_token_is_made_once(tokens: AdminTokens) -> None:
     made = await asyncio.gather(*(tokens.ensure("operator's secret", "first", "owner") for _ in range(3)))
     assert len({token.id for token in made}) == 1
