@@ -508,7 +508,8 @@ async def test_lists_show_closed_and_open_the_newest_first(books: Books) -> None
 async def test_the_pages_of_all_invoices_leave_out_none_of_a_month(books: Books) -> None:
     people = (books.bob, books.cast.charlie)
     drafts = [(await books.draft(month, person)).head for month in ("2026-10", "2026-11") for person in people]
-    found, cursor = [], None
+    found: list[InvoiceHead] = []
+    cursor = None
     for _ in drafts:
         page = await books.invoices.list(1, cursor, access=WHOLE_BOX)
         found, cursor = [*found, *page.data], page.next_cursor

@@ -126,8 +126,10 @@ async def test_administrator_tokens_and_prices(database: Database, clock: FakeCl
 
 async def test_the_entry_of_a_price_says_what_each_token_costs_and_from_when(database: Database, clock: FakeClock) -> None:
     prices = euro_prices(database, clock)
-    asked = {"model": "demo", "currency": "EUR", "prompt": 5, "cached_prompt": 1, "completion": 9, "rejected_draft": 2,
-             "batch_percent": 50, "tier_percents": {"batch": 70}}  # fmt: skip
+    asked: dict[str, Any] = {
+        "model": "demo", "currency": "EUR", "prompt": 5, "cached_prompt": 1, "completion": 9, "rejected_draft": 2,
+        "batch_percent": 50, "tier_percents": {"batch": 70},
+    }  # fmt: skip
     with acting(ALICE):
         made = await prices.add(effective_from=clock.now().replace(year=2190), **asked)
         await prices.withdraw(made.id)

@@ -19,6 +19,7 @@ from appliance.base.errors import (
     AddressNotAllowed,
     Conflict,
     ExpiredApiKey,
+    GatehouseError,
     InvalidApiKey,
     InvalidValue,
     ModelNotAllowed,
@@ -31,7 +32,7 @@ from appliance.tenancy import keys as keys_module
 from appliance.tenancy.access import WHOLE_BOX
 from appliance.tenancy.keys import Keys
 from appliance.tenancy.model_policies import ModelPolicies
-from appliance.tenancy.principals import KeyChanges, Limits, TenantChanges
+from appliance.tenancy.principals import ApiKey, KeyChanges, Limits, Tenant, TenantChanges
 from appliance.tenancy.tenants import Tenants
 from appliance.tenancy.tiers import Tiers
 from tests.support.cast import PEPPER, Cast
@@ -225,12 +226,16 @@ async def test_a_suspended_or_archived_tenants_keys_are_refused_at_once(
 async def test_whoever_holds_a_principal_finds_out_that_its_key_or_tenant_has_ended(cast: Cast, clock: FakeClock) -> None:
     now, person = clock.now(), cast.bob.principal
     person.check_usable(now)
-    for key, error in (({"revoked_at": now}, InvalidApiKey), ({"expires_at": now}, ExpiredApiKey)):
-        with pytest.raises(error):
-            dataclasses.replace(person, key=dataclasses.replace(person.key, **key)).check_usable(now)
-    for state in ("suspended", "archived"):
-        with pytest.raises(TenantSuspended, match=f"is {state}$"):
-            dataclasses.replace(person, tenant=dataclasses.replace(person.tenant, **{state: True})).check_usable(now)
+    key, tenant = person.key, person.tenant
+    ended: list[tuple[dict[str, ApiKey | Tenant], type[GatehouseError], str]] = [
+        ({"key": dataclasses.replace(key, revoked_at=now)}, InvalidApiKey, "revoked"),
+        ({"key": dataclasses.replace(key, expires_at=now)}, ExpiredApiKey, "expired"),
+        ({"tenant": dataclasses.replace(tenant, suspended=True)}, TenantSuspended, "is suspended$"),
+        ({"tenant": dataclasses.replace(tenant, archived=True)}, TenantSuspended, "is archived$"),
+    ]
+    for change, error, reason in ended:
+        with pytest.raises(error, match=reason):
+            dataclasses.replace(person, **change).check_usable(now)  # type: ignore[arg-type]  # each under its own name
 
 
 async def test_changed_limits_are_those_of_the_next_principal(
@@ -371,14 +376,15 @@ async def test_a_time_of_use_that_could_not_be_written_is_written_later(
     database: Database, keys: Keys, cast: Cast, clock: FakeClock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     await keys.authenticate(cast.bob.secret, HERE)
-    used_at = clock.now()
+    used_at, writing = clock.now(), database.writing
 
     @asynccontextmanager
     async def fails() -> AsyncIterator[AsyncConnection]:
         clock.advance(9)
         await keys.authenticate(cast.charlie.secret, HERE)
-        raise ConnectionResetError
-        yield
+        async with writing() as connection:
+            yield connection
+            raise ConnectionResetError
 
     with monkeypatch.context() as away:
         away.setattr(database, "writing", fails)

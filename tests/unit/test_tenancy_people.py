@@ -204,8 +204,8 @@ async def test_a_list_shows_the_sessions_of_whom_it_is_asked_for_as_long_as_they
         opened.append((await doors.open(member.id, "browser", "127.0.0.1"))[1].id)
         clock.advance(100)
 
-    async def listed(*asked: str) -> list[str]:
-        return [session.id for session in (await doors.list(*asked)).data]
+    async def listed(member_id: str | None = None) -> list[str]:
+        return [session.id for session in (await doors.list(member_id)).data]
 
     assert [await listed(), await listed(dora.id)] == [opened[::-1], opened[:0:-1]]
     seen = await doors.last_seen_of([dora.id])
@@ -293,7 +293,8 @@ async def test_revoking_a_token_ends_that_one_alone_and_lists_can_leave_it_out(t
         assert await tokens.authenticate(secret) == token
 
     async def listed(**asked: bool) -> list[list[str]]:
-        pages, cursor = [], None
+        pages: list[list[str]] = []
+        cursor = None
         while not pages or cursor is not None:
             page = await tokens.list(2, cursor, **asked)
             pages, cursor = [*pages, [token.id for token in page.data]], page.next_cursor

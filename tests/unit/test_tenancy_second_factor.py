@@ -15,6 +15,7 @@ from appliance.base.errors import Conflict, InvalidCredentials, NotFound, Secret
 from appliance.base.tables import audit_log, members, recovery_codes
 from appliance.tenancy import recovery_codes as codes_of
 from appliance.tenancy.members import Members
+from appliance.tenancy.recovery_codes import CODES
 from appliance.tenancy.second_factor import (
     ENROLMENT_LIFE_S,
     STEP_S,
@@ -101,11 +102,13 @@ async def test_what_one_member_does_with_the_second_factor_leaves_the_others_alo
     await factors.enable(dora, doras, code_at(doras, clock))
     assert await factors.enabled_of(whole) == {cast.alice.id, dora.id}
     assert await factors.enabled_of([dora.id, emil.id]) == {dora.id}
+    assert [(await factors.state(member_id)).recovery_codes_left for member_id in whole] == [CODES, CODES, 0]
     clock.advance(STEP_S)
     assert await factors.check(dora.id, code_at(doras, clock)) == "totp"
     assert await factors.check(cast.alice.id, code_at(alices, clock)) == "totp"
     await factors.disable(dora.id)
     assert await factors.enabled_of(whole) == {cast.alice.id}
+    assert [(await factors.state(member_id)).recovery_codes_left for member_id in whole] == [CODES, 0, 0]
     assert await doors.resolve(token) is not None
 
 
