@@ -90,8 +90,18 @@ def test_who_has_no_role_on_the_box_gets_nothing_of_the_box(access: Access, acti
 def test_who_sees_a_tenant_but_may_not_do_it_hears_why(role: Role, held: TenantRole, action: Action) -> None:
     access = Access(role=role, actor=ACTOR, tenants={"tn_bob": held})
     assume(not access.may(action, "tn_bob"))
-    with pytest.raises(RoleNotAllowed, match=f" may not {WORDS[action]}$"):
+    named = f"{held} of this tenant" if role is Role.MEMBER else role
+    with pytest.raises(RoleNotAllowed, match=f"^the role {named} may not {WORDS[action]}$"):
         access.require(action, "tn_bob")
+
+
+@given(accesses, actions)
+def test_what_is_allowed_nowhere_is_refused_before_anything_is_listed(access: Access, action: Action) -> None:
+    if expected(access, action):
+        access.require_somewhere(action)
+        return
+    with pytest.raises(RoleNotAllowed, match=f"^the role {access.role} may not {WORDS[action]}$"):
+        access.require_somewhere(action)
 
 
 @given(accesses, actions, st.sampled_from(TENANTS[:3]), st.sampled_from(TenantRole))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import json
 from collections.abc import Callable, Collection, Mapping
 from datetime import datetime, timedelta
 from typing import Any
@@ -24,6 +25,7 @@ from appliance.metering.limits.windows import Moment
 from appliance.metering.prices import Price
 from appliance.metering.usage import UsageReports, _corrections_of
 from appliance.tenancy.access import WHOLE_BOX
+from appliance.tenancy.audit import AuditLog
 from appliance.tenancy.principals import Limits, Principal
 from tests.support import factories
 from tests.support.cast import Cast
@@ -56,9 +58,31 @@ async def test_a_correction_is_a_new_event_at_the_rate_and_on_the_day_of_the_one
     correction = await correct(database, clock, event.id, prompt_tokens=-10, cached_tokens=-4, completion_tokens=-5)
     assert correction.cost_picos == -event.cost_picos == -(6 * 500 + 4 * 50 + 5 * 1000)
     assert (correction.kind, correction.status, correction.corrects_id) == ("adjustment", "posted", event.id)
+    assert (correction.cause, correction.reserved_tokens, correction.estimated) == ("correction", 0, False)
     assert (correction.billing_day, correction.admitted_at) == (event.billing_day, event.admitted_at)
     assert (correction.posting, correction.settled_at) == (2, clock.now())
     assert await all_events(database) == [event, correction]
+
+
+async def test_a_correction_of_what_had_no_price_costs_nothing(database: Database, clock: FakeClock, cast: Cast) -> None:
+    entry = factories.pending(cast.bob)
+    async with running_ledger(database, clock, cast.epoch_id) as ledger:
+        await ledger.open(entry)
+        posted = await settle(ledger, factories.posted(entry.request_id, prompt=10, cached=4, completion=5))
+    correction = await correct(database, clock, posted.id, completion_tokens=-2)
+    assert (posted.cost_picos, correction.cost_picos, correction.completion_tokens) == (0, 0, -2)
+
+
+async def test_the_audit_log_says_which_event_a_correction_is_of_why_and_what_it_comes_to(
+    database: Database, clock: FakeClock, event: UsageEvent
+) -> None:
+    correction = await correct(database, clock, event.id, completion_tokens=-2)
+    (entry,) = (await AuditLog(database, clock).page(1, access=WHOLE_BOX)).data
+    assert (entry.action, entry.target_id, entry.tenant_id) == ("ledger.correct", str(correction.id), event.tenant_id)
+    assert json.loads(entry.after or "") == {
+        "corrects_id": event.id, "note": "a retry of ours", "cost_picos": -2000,
+        "prompt_tokens": 0, "cached_tokens": 0, "completion_tokens": -2, "rejected_tokens": 0,
+    }  # fmt: skip
 
 
 async def test_reports_show_what_stands_after_the_correction(database: Database, clock: FakeClock, event: UsageEvent) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from datetime import timedelta
+from datetime import date, timedelta
 from typing import Any
 
 import pytest
@@ -21,6 +21,7 @@ from appliance.metering.ledger import rollups
 from appliance.metering.ledger.corrections import Correction
 from appliance.metering.ledger.journaled import Journaled, encode, journal_beside
 from appliance.tenancy.access import WHOLE_BOX
+from tests.support.billing import Tokens, post_event
 from tests.support.cast import Cast
 from tests.support.clock import FakeClock
 from tests.support.factories import pending
@@ -339,6 +340,19 @@ async def test_a_sum_that_is_off_by_one_is_found(
     assert f"by {bucket} " in findings["rollups"].text
     await rollups.rebuild(database, BillingCalendar())
     assert (await states(database_url))["rollups"] == "holds"
+
+
+async def test_sums_by_day_move_to_another_time_zone_although_its_winter_days_begin_at_the_same_moment(
+    database: Database, cast: Cast
+) -> None:
+    london = BillingCalendar("Europe/London")
+    for day in (date(2026, 1, 10), date(2026, 7, 10)):
+        await post_event(database, cast.bob, day, Tokens(), epoch_id=cast.epoch_id, of=None)
+    await rollups.rebuild(database, BillingCalendar())
+    assert await rollups.align(database, london)
+    async with database.reading() as connection:
+        assert await rollups.differing(connection, database.kind, london) == []
+    assert not await rollups.align(database, london)
 
 
 @on_databases("bucket", "minute", "hour", "day")

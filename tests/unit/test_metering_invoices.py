@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from datetime import UTC, date, datetime
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,7 @@ from appliance.base.errors import (
     MonthNotOver,
     MonthOutOfOrder,
     NotFound,
+    NothingToBill,
     RoleNotAllowed,
 )
 from appliance.base.money import format_micros
@@ -37,7 +39,10 @@ from appliance.metering.invoicing.sums import Cover, read_event_sums
 from appliance.metering.invoicing.wording import ABORT_POLICY
 from appliance.metering.prices import Price
 from appliance.tenancy.access import WHOLE_BOX, Access
+from appliance.tenancy.audit import AuditLog
+from appliance.tenancy.principals import TenantChanges
 from appliance.tenancy.roles import Role, TenantRole
+from appliance.tenancy.tenants import Tenants
 from tests.support.alerts import TARGET, alert_box
 from tests.support.billing import Tokens, add_price, post_event
 from tests.support.cast import Cast, Person, make_person
@@ -381,17 +386,34 @@ async def test_a_correction_of_what_was_free_gives_no_money(books: Books) -> Non
 
 async def test_an_allowance_cannot_begin_in_a_closed_month_and_the_later_word_counts(books: Books) -> None:
     tenant_id = books.bob.tenant.id
-    await books.post(OCTOBER)
-    await books.close("2026-10")
-    with pytest.raises(InvoiceClosed, match="2026-10 is closed"):
-        await books.allowances.set(tenant_id, "2026-10", 1, access=WHOLE_BOX)
+    for day in (SEPTEMBER, OCTOBER):
+        await books.post(day)
+        await books.close(f"{day:%Y-%m}")
+    for month in ("2026-09", "2026-10"):
+        with pytest.raises(InvoiceClosed, match="2026-10 is closed"):
+            await books.allowances.set(tenant_id, month, 1, access=WHOLE_BOX)
     await books.allowances.set(tenant_id, "2026-11", 1, access=WHOLE_BOX)
     await books.allowances.set(tenant_id, "2026-11", 2, access=WHOLE_BOX)
     assert [(row.first_month, row.monthly_micros) for row in await books.allowances.list(tenant_id, access=WHOLE_BOX)] == [
         ("2026-11", 2)
     ]
-    with pytest.raises(InvalidValue, match="monthly_micros"):
-        await books.allowances.set(tenant_id, "2026-12", -1, access=WHOLE_BOX)
+    for month, micros, field in (
+        ("2026-12", -1, "monthly_micros"),
+        ("2026-13", 1, "first_month"),
+        ("december", 1, "first_month"),
+    ):
+        with pytest.raises(InvalidValue, match=field):
+            await books.allowances.set(tenant_id, month, micros, access=WHOLE_BOX)
+
+
+async def test_an_allowance_of_nothing_ends_the_one_before(books: Books) -> None:
+    for month, micros in (("2026-09", 10), ("2026-10", 0)):
+        await books.allowances.set(books.bob.tenant.id, month, micros, access=WHOLE_BOX)
+    subtotals = []
+    for day in (SEPTEMBER, OCTOBER):
+        cost_picos = await books.post(day)
+        subtotals.append((await books.close(f"{day:%Y-%m}")).totals.subtotal_micros - cost_picos // 10**6)
+    assert subtotals == [-10, 0]
 
 
 async def test_an_allowance_is_its_tenants_own(books: Books) -> None:
@@ -483,6 +505,39 @@ async def test_lists_show_closed_and_open_the_newest_first(books: Books) -> None
     assert [head.id for head in (await books.invoices.list(state="closed", access=WHOLE_BOX)).data] == [closed.head.id]
 
 
+async def test_the_pages_of_all_invoices_leave_out_none_of_a_month(books: Books) -> None:
+    people = (books.bob, books.cast.charlie)
+    drafts = [(await books.draft(month, person)).head for month in ("2026-10", "2026-11") for person in people]
+    found: list[InvoiceHead] = []
+    cursor = None
+    for _ in drafts:
+        page = await books.invoices.list(1, cursor, access=WHOLE_BOX)
+        found, cursor = [*found, *page.data], page.next_cursor
+    assert (found, cursor) == (sorted(drafts, key=lambda head: (head.month, head.id), reverse=True), None)
+
+
+async def test_a_new_draft_owes_nothing_yet_in_its_tenants_currency(books: Books) -> None:
+    await Tenants(books.database, books.clock).update(books.bob.tenant.id, TenantChanges(currency="CHF"), access=WHOLE_BOX)
+    head = (await books.draft("2026-10")).head
+    assert (head.currency, head.total_micros, head.tax_micros) == ("CHF", 0, 0)
+
+
+async def test_where_no_seller_has_said_so_there_is_no_tax(books: Books) -> None:
+    await books.post(OCTOBER, Tokens(prompt=10**12, completion=0))
+    totals = (await books.close("2026-10")).totals
+    assert totals.tax_micros == 0 < totals.subtotal_micros == totals.due_micros
+
+
+async def test_a_month_that_runs_can_be_drafted_if_it_has_something_to_bill(books: Books) -> None:
+    bob = books.bob.tenant.id
+    with pytest.raises(NothingToBill):
+        await books.invoices.draft(bob, "2026-11", only="billable", access=WHOLE_BOX)
+    await books.post(NOVEMBER)
+    with pytest.raises(MonthNotOver):
+        await books.invoices.draft(bob, "2026-11", only="closable", access=WHOLE_BOX)
+    assert (await books.invoices.draft(bob, "2026-11", only="billable", access=WHOLE_BOX)).is_draft
+
+
 async def test_closing_and_allowances_and_the_seller_are_in_the_audit_log(books: Books) -> None:
     with acting(Actor(kind="member", name="alice@example.com")):
         await books.allowances.set(books.bob.tenant.id, "2026-10", 5, access=WHOLE_BOX)
@@ -494,6 +549,21 @@ async def test_closing_and_allowances_and_the_seller_are_in_the_audit_log(books:
     ours = [row for row in rows if row["actor_name"] == "alice@example.com"]
     assert [row["action"] for row in ours] == ["allowance.set", "seller.change", "invoice.draft", "invoice.close"]
     assert '"number":"2026-0001"' in ours[-1]["after"].replace(" ", "")
+
+
+async def test_the_entry_of_an_allowance_says_what_was_free_before_and_what_is_now(books: Books) -> None:
+    bob = books.bob.tenant.id
+    for month, micros in (("2026-11", 5), ("2026-11", 7), ("2026-12", 7)):
+        await books.allowances.set(bob, month, micros, access=WHOLE_BOX)
+    log = await AuditLog(books.database, books.clock).page(3, access=WHOLE_BOX)
+    assert {(entry.target_id, entry.tenant_id) for entry in log.data} == {(bob, bob)}
+    new = [
+        {"first_month": month, "monthly_micros": micros, "tenant_id": bob} for month, micros in (("2026-11", 5), ("2026-12", 7))
+    ]
+    nothing = dict.fromkeys(new[0])
+    assert [(json.loads(entry.before or ""), json.loads(entry.after or "")) for entry in log.data[::-1]] == [
+        (nothing, new[0]), ({"monthly_micros": 5}, {"monthly_micros": 7}), (nothing, new[1])
+    ]  # fmt: skip
 
 
 @pytest.mark.parametrize(

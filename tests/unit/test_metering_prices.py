@@ -57,6 +57,17 @@ async def test_a_new_price_is_known_at_once_although_prices_are_kept_in_memory(d
     assert await book.current("demo", clock.now()) == later
 
 
+async def test_what_another_process_did_to_prices_is_known_once_the_book_has_forgotten_them(
+    database: Database, clock: FakeClock
+) -> None:
+    book, elsewhere = euro_prices(database, clock), euro_prices(database, clock)
+    for model in ("demo", "other"):
+        assert await book.current(model, clock.now()) is None
+    added = [await add(elsewhere, model=model) for model in ("demo", "other")]
+    book.forget()
+    assert [await book.current(model, clock.now()) for model in ("demo", "other")] == added
+
+
 @pytest.mark.parametrize("adds", ["the book itself", "another process"])
 async def test_a_book_that_is_read_while_a_price_is_added_is_not_kept(
     database: Database, clock: FakeClock, monkeypatch: pytest.MonkeyPatch, adds: str

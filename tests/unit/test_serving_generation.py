@@ -24,7 +24,7 @@ from appliance.tenancy.principals import Limits
 from engine.protocol import FinishReason, GenerationRequest, SamplingParams
 from tests.support.cast import Cast, make_person
 from tests.support.clock import FakeClock
-from tests.support.fake_engine import FAIL, STALL, event
+from tests.support.fake_engine import FAIL, STALL, engine_status, event
 from tests.support.generations import Serving, serving, text_of
 from tests.support.ledgers import running_of, until
 from tests.support.served_model import make_hollow_model
@@ -111,6 +111,18 @@ async def test_what_the_engine_made_behind_a_stop_string_is_counted_as_discarded
     assert f'generation_tokens_total{{model="tiny",tenant="bob"}} {outcome.usage.completion_tokens}.0' in (
         box.metrics.render().decode()
     )
+
+
+async def test_what_an_engine_counts_and_no_record_holds_is_seen_when_a_request_has_ended(box: Serving, cast: Cast) -> None:
+    balance = box.model.client.figures.balance
+    balance.note_status(engine_status())
+    generation = await box.start(cast.bob, TEXT)
+    await generation.outcome
+    event = await box.event(generation)
+    for unrecorded in (0, 7):
+        total = event.prompt_tokens + event.completion_tokens + unrecorded
+        balance.note_status(engine_status(generation_tokens_total=total))
+        assert balance.unexplained_tokens == unrecorded
 
 
 @pytest.mark.parametrize("merged", [1, 3, 100])

@@ -124,6 +124,21 @@ async def test_administrator_tokens_and_prices(database: Database, clock: FakeCl
     await nothing_secret_is_in(database, secret)
 
 
+async def test_the_entry_of_a_price_says_what_each_token_costs_and_from_when(database: Database, clock: FakeClock) -> None:
+    prices = euro_prices(database, clock)
+    asked: dict[str, Any] = {
+        "model": "demo", "currency": "EUR", "prompt": 5, "cached_prompt": 1, "completion": 9, "rejected_draft": 2,
+        "batch_percent": 50, "tier_percents": {"batch": 70},
+    }  # fmt: skip
+    with acting(ALICE):
+        made = await prices.add(effective_from=clock.now().replace(year=2190), **asked)
+        await prices.withdraw(made.id)
+    (created, withdrawn), said = await told(database), {**asked, "effective_from": "2190-11-21T12:00:00.000000Z"}
+    assert (created[2], withdrawn[3]) == (None, None)
+    for facts in (created[3], withdrawn[2]):
+        assert {name: facts[name] for name in said} == said
+
+
 async def test_what_a_start_recovers_is_an_entry_of_the_appliance(database: Database, clock: FakeClock, cast: Cast) -> None:
     async with running_ledger(database, clock, cast.epoch_id) as ledger:
         await ledger.open(pending(cast.bob))

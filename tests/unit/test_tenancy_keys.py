@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import re
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
@@ -18,6 +19,7 @@ from appliance.base.errors import (
     AddressNotAllowed,
     Conflict,
     ExpiredApiKey,
+    GatehouseError,
     InvalidApiKey,
     InvalidValue,
     ModelNotAllowed,
@@ -26,10 +28,11 @@ from appliance.base.errors import (
     TenantSuspended,
 )
 from appliance.base.tables import api_keys
+from appliance.tenancy import keys as keys_module
 from appliance.tenancy.access import WHOLE_BOX
 from appliance.tenancy.keys import Keys
 from appliance.tenancy.model_policies import ModelPolicies
-from appliance.tenancy.principals import KeyChanges, Limits, TenantChanges
+from appliance.tenancy.principals import ApiKey, KeyChanges, Limits, Tenant, TenantChanges
 from appliance.tenancy.tenants import Tenants
 from appliance.tenancy.tiers import Tiers
 from tests.support.cast import PEPPER, Cast
@@ -76,7 +79,8 @@ async def test_a_wrong_secret_is_refused_whatever_is_wrong_with_it(keys: Keys, c
     good = cast.bob.secret
     wrong = ["", "x", good[:-1], good + "a", good.upper(), good[:-1] + ("a" if good[-1] != "a" else "b"), "gh_" + "a" * 35]
     swapped = cast.bob.key.prefix + cast.charlie.secret[len(cast.charlie.key.prefix) :]
-    for secret in [*wrong, swapped, good + "\n", "gh_é"]:
+    unknown = f"gh_{'a' * 8}_{'a' * 26}"
+    for secret in [*wrong, swapped, unknown, good + "\n", "gh_é"]:
         with pytest.raises(InvalidApiKey):
             await keys.authenticate(secret, HERE)
 
@@ -219,6 +223,21 @@ async def test_a_suspended_or_archived_tenants_keys_are_refused_at_once(
         await keys.create(cast.bob.tenant.id, name="late", access=WHOLE_BOX)
 
 
+async def test_whoever_holds_a_principal_finds_out_that_its_key_or_tenant_has_ended(cast: Cast, clock: FakeClock) -> None:
+    now, person = clock.now(), cast.bob.principal
+    person.check_usable(now)
+    key, tenant = person.key, person.tenant
+    ended: list[tuple[dict[str, ApiKey | Tenant], type[GatehouseError], str]] = [
+        ({"key": dataclasses.replace(key, revoked_at=now)}, InvalidApiKey, "revoked"),
+        ({"key": dataclasses.replace(key, expires_at=now)}, ExpiredApiKey, "expired"),
+        ({"tenant": dataclasses.replace(tenant, suspended=True)}, TenantSuspended, "is suspended$"),
+        ({"tenant": dataclasses.replace(tenant, archived=True)}, TenantSuspended, "is archived$"),
+    ]
+    for change, error, reason in ended:
+        with pytest.raises(error, match=reason):
+            dataclasses.replace(person, **change).check_usable(now)  # type: ignore[arg-type]  # each under its own name
+
+
 async def test_changed_limits_are_those_of_the_next_principal(
     database: Database, clock: FakeClock, keys: Keys, cast: Cast
 ) -> None:
@@ -307,6 +326,8 @@ async def test_the_list_of_a_tenant_shows_its_own_keys_alone(keys: Keys, cast: C
     assert len(first.data + second.data) == 5
     assert {key.tenant_id for key in first.data + second.data} == {cast.bob.tenant.id}
     assert len((await keys.list(None, access=WHOLE_BOX)).data) == 6
+    asked = [cast.charlie.key.id, first.data[1].id, "nothing"]
+    assert {key.id for key in await keys.named(asked, access=WHOLE_BOX)} == set(asked[:2])
 
 
 async def test_a_list_leaves_out_what_has_ended_and_finds_by_name_prefix_and_secret(
@@ -323,6 +344,7 @@ async def test_a_list_leaves_out_what_has_ended_and_finds_by_name_prefix_and_sec
         return [key.name for key in (await keys.list(bob.tenant.id, access=WHOLE_BOX, **asked)).data]
 
     assert await listed() == [bob.key.name, "spare", "Night_shift", "rotated", "rotated"]
+    assert await listed(include_revoked=False) == [bob.key.name, "Night_shift", "rotated", "rotated"]
     assert await listed(include_ended=False) == [bob.key.name, "Night_shift", "rotated"]
     assert await listed(text="t_S") == ["Night_shift"]
     assert await listed(text="%") == []
@@ -344,6 +366,53 @@ async def test_times_of_use_are_written_in_a_batch_and_never_go_back(keys: Keys,
     await keys.authenticate(cast.bob.secret, HERE)
     await keys.flush_last_used()
     assert (await keys.get(cast.bob.key.id, access=WHOLE_BOX)).last_used_at == used_at
+    clock.jump_wall(7200)
+    await keys.authenticate(cast.bob.secret, HERE)
+    await keys.flush_last_used()
+    assert (await keys.get(cast.bob.key.id, access=WHOLE_BOX)).last_used_at == clock.now() > used_at
+
+
+async def test_a_time_of_use_that_could_not_be_written_is_written_later(
+    database: Database, keys: Keys, cast: Cast, clock: FakeClock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    await keys.authenticate(cast.bob.secret, HERE)
+    used_at, writing = clock.now(), database.writing
+
+    @asynccontextmanager
+    async def fails() -> AsyncIterator[AsyncConnection]:
+        clock.advance(9)
+        await keys.authenticate(cast.charlie.secret, HERE)
+        async with writing() as connection:
+            yield connection
+            raise ConnectionResetError
+
+    with monkeypatch.context() as away:
+        away.setattr(database, "writing", fails)
+        with pytest.raises(ConnectionResetError):
+            await keys.flush_last_used()
+    await keys.flush_last_used()
+    times = [(await keys.get(each.key.id, access=WHOLE_BOX)).last_used_at for each in (cast.bob, cast.charlie)]
+    assert times == [used_at, clock.now()]
+
+
+async def test_no_more_keys_are_remembered_than_the_cache_holds(
+    keys: Keys, cast: Cast, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(keys_module, "CACHED_KEYS_MAX", 1)
+    for person in (cast.bob, cast.charlie, cast.bob):
+        assert (await keys.authenticate(person.secret, HERE)).key.id == person.key.id
+        assert len(keys._cache) == 1
+
+
+async def test_why_a_key_gets_no_successor_is_said(keys: Keys, cast: Cast, clock: FakeClock) -> None:
+    brief, _ = await keys.create(cast.bob.tenant.id, name="x", expires_at=clock.now() + timedelta(seconds=9), access=WHOLE_BOX)
+    revoked, _ = await keys.create(cast.bob.tenant.id, name="x", access=WHOLE_BOX)
+    await keys.revoke(revoked.id, access=WHOLE_BOX)
+    successor, _ = await keys.rotate(cast.bob.key.id, grace_s=60, access=WHOLE_BOX)
+    clock.advance(9)
+    for key, reason in ((brief, "an expired key"), (revoked, "a revoked key"), (cast.bob.key, f"its successor {successor.id}")):
+        with pytest.raises(Conflict, match=reason):
+            await keys.rotate(key.id, access=WHOLE_BOX)
 
 
 async def test_models_and_scopes_are_checked_at_tenant_and_key(

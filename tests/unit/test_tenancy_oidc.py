@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import json
 import secrets
 from typing import Any
 from urllib.parse import parse_qs, urlsplit
@@ -15,8 +16,11 @@ from appliance.base.db import Database
 from appliance.base.errors import InvalidCredentials, NotFound
 from appliance.base.settings import load_settings
 from appliance.base.tables import audit_log, members
+from appliance.tenancy.access import WHOLE_BOX
+from appliance.tenancy.audit import AuditLog
 from appliance.tenancy.id_tokens import LEEWAY_S, Identity, TokenRefused
 from appliance.tenancy.identities import Identities, unlink_by_email
+from appliance.tenancy.members import Members
 from appliance.tenancy.oidc import (
     ANSWER_BYTES_MAX,
     KEPT_S,
@@ -26,7 +30,7 @@ from appliance.tenancy.oidc import (
     ProviderUnavailable,
     provider_of,
 )
-from tests.support.cast import Cast
+from tests.support.cast import Cast, quick_hasher
 from tests.support.clock import FakeClock
 from tests.support.oidc_provider import CLIENT_ID, ISSUER, TOKEN_LIFE_S, FakeProvider, ec_key, rsa_key
 
@@ -337,3 +341,18 @@ async def test_a_link_can_be_forgotten(database: Database, clock: FakeClock, ide
     assert await identities.member_of(dataclasses.replace(ALICE, subject="alice-8")) == cast.alice
     with pytest.raises(NotFound):
         await identities.unlink("mb_nobody")
+
+
+async def test_a_link_that_is_forgotten_is_one_members_alone_and_an_entry_says_which(
+    database: Database, clock: FakeClock, identities: Identities, cast: Cast
+) -> None:
+    people = Members(database, clock, hasher=quick_hasher())
+    dora = await people.create("dora@example.com", "long enough")
+    for identity in (ALICE, dataclasses.replace(ALICE, subject="dora-9", email=dora.email)):
+        await identities.member_of(identity)
+    await identities.unlink(cast.alice.id)
+
+    assert [await identities.issuer_of(member_id) for member_id in (cast.alice.id, dora.id)] == [None, ISSUER]
+    (entry,) = (await AuditLog(database, clock).page(1, access=WHOLE_BOX)).data
+    assert (entry.action, entry.target_id) == ("member.unlink_provider", cast.alice.id)
+    assert json.loads(entry.before or "") == {"email": ALICE.email, "oidc_issuer": ISSUER, "oidc_subject": ALICE.subject}

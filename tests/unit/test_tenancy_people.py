@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from datetime import timedelta
 
 import argon2
 import pytest
@@ -194,6 +195,43 @@ async def test_an_idle_session_ends_and_a_used_one_lives_until_its_absolute_limi
     assert await doors.resolve(used) is None
 
 
+async def test_a_list_shows_the_sessions_of_whom_it_is_asked_for_as_long_as_they_live(
+    people: Members, doors: Sessions, cast: Cast, clock: FakeClock
+) -> None:
+    dora = await people.create("dora@example.com", "long enough", "viewer")
+    opened = []
+    for member in (cast.alice, dora, dora):
+        opened.append((await doors.open(member.id, "browser", "127.0.0.1"))[1].id)
+        clock.advance(100)
+
+    async def listed(member_id: str | None = None) -> list[str]:
+        return [session.id for session in (await doors.list(member_id)).data]
+
+    assert [await listed(), await listed(dora.id)] == [opened[::-1], opened[:0:-1]]
+    seen = await doors.last_seen_of([dora.id])
+    assert seen == {dora.id: clock.now() - timedelta(seconds=100)}
+    clock.advance(400)  # the second has just been idle for too long
+    assert await listed() == opened[:1:-1]
+
+
+async def test_a_session_ends_at_the_moment_until_which_it_may_be_idle(doors: Sessions, cast: Cast, clock: FakeClock) -> None:
+    (token, _), (other, _) = [await doors.open(cast.alice.id, "browser", "127.0.0.1") for _ in range(2)]
+    clock.advance(599.999999)
+    assert await doors.resolve(token) is not None
+    clock.advance(0.000001)
+    assert await doors.resolve(other) is None
+
+
+async def test_a_session_that_outlived_its_members_right_to_sign_in_opens_nothing(
+    database: Database, doors: Sessions, cast: Cast, clock: FakeClock
+) -> None:
+    token, _ = await doors.open(cast.alice.id, "browser", "127.0.0.1")
+    async with database.writing() as connection:  # behind the back of who would have ended it
+        await connection.execute(update(members).where(members.c.id == cast.alice.id).values(disabled_at=clock.now()))
+    assert await doors.resolve(token) is None
+    assert (await doors.list()).data == []
+
+
 async def test_the_last_sight_is_written_once_a_minute(
     database: Database, doors: Sessions, cast: Cast, clock: FakeClock
 ) -> None:
@@ -244,6 +282,27 @@ async def test_an_administrator_token_is_shown_once_and_refused_once_revoked(dat
         await tokens.create("script", "king")
     with pytest.raises(InvalidValue, match="owner, admin, billing, viewer"):
         await tokens.create("script", "member")
+
+
+async def test_revoking_a_token_ends_that_one_alone_and_lists_can_leave_it_out(tokens: AdminTokens) -> None:
+    made = [await tokens.create(name, "viewer") for name in ("a", "b", "c")]
+    ids = [token.id for token, _secret in made]
+    await tokens.revoke(ids[1])
+    assert [(await tokens.get(token_id)).revoked_at is None for token_id in ids] == [True, False, True]
+    for token, secret in made[::2]:
+        assert await tokens.authenticate(secret) == token
+
+    async def listed(**asked: bool) -> list[list[str]]:
+        pages: list[list[str]] = []
+        cursor = None
+        while not pages or cursor is not None:
+            page = await tokens.list(2, cursor, **asked)
+            pages, cursor = [*pages, [token.id for token in page.data]], page.next_cursor
+        return pages
+
+    assert await listed() == [ids[:2], ids[2:]]
+    assert await listed(newest_first=True) == [ids[:0:-1], ids[:1]]
+    assert await listed(include_revoked=False) == [ids[::2]]
 
 
 async def test_the_operators_own_token_is_made_once(tokens: AdminTokens) -> None:

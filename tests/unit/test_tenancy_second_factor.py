@@ -14,6 +14,8 @@ from appliance.base.db import Database
 from appliance.base.errors import Conflict, InvalidCredentials, NotFound, SecretUnreadable
 from appliance.base.tables import audit_log, members, recovery_codes
 from appliance.tenancy import recovery_codes as codes_of
+from appliance.tenancy.members import Members
+from appliance.tenancy.recovery_codes import CODES
 from appliance.tenancy.second_factor import (
     ENROLMENT_LIFE_S,
     STEP_S,
@@ -24,7 +26,7 @@ from appliance.tenancy.second_factor import (
     reset_by_email,
 )
 from appliance.tenancy.sessions import Sessions
-from tests.support.cast import ALICE_PASSWORD, PEPPER, Cast
+from tests.support.cast import ALICE_PASSWORD, PEPPER, Cast, quick_hasher
 from tests.support.clock import FakeClock
 
 
@@ -86,6 +88,43 @@ async def test_a_code_of_two_steps_away_is_not(factors: SecondFactors, cast: Cas
 
     with pytest.raises(InvalidCredentials):
         await factors.check(cast.alice.id, code_at(enrolment, clock, steps))
+
+
+async def test_what_one_member_does_with_the_second_factor_leaves_the_others_alone(
+    database: Database, factors: SecondFactors, cast: Cast, clock: FakeClock
+) -> None:
+    people = Members(database, clock, hasher=quick_hasher())
+    dora, emil = [await people.create(f"{name}@example.com", "long enough", "viewer") for name in ("dora", "emil")]
+    doors, whole = Sessions(database, clock), [cast.alice.id, dora.id, emil.id]
+    alices, _ = await enrolled(factors, cast, clock)
+    token, _ = await doors.open(cast.alice.id, "browser", "127.0.0.1")
+    doras = factors.begin(dora)
+    await factors.enable(dora, doras, code_at(doras, clock))
+    assert await factors.enabled_of(whole) == {cast.alice.id, dora.id}
+    assert await factors.enabled_of([dora.id, emil.id]) == {dora.id}
+    assert [(await factors.state(member_id)).recovery_codes_left for member_id in whole] == [CODES, CODES, 0]
+    clock.advance(STEP_S)
+    assert await factors.check(dora.id, code_at(doras, clock)) == "totp"
+    assert await factors.check(cast.alice.id, code_at(alices, clock)) == "totp"
+    await factors.disable(dora.id)
+    assert await factors.enabled_of(whole) == {cast.alice.id}
+    assert [(await factors.state(member_id)).recovery_codes_left for member_id in whole] == [CODES, 0, 0]
+    assert await doors.resolve(token) is not None
+
+
+async def test_what_was_proven_holds_no_longer_once_the_member_is_disabled(
+    database: Database, factors: SecondFactors, cast: Cast, clock: FakeClock
+) -> None:
+    await enrolled(factors, cast, clock)
+    stamp = await factors.required(cast.alice.id)
+    whose = select(members).where(members.c.id == cast.alice.id)
+    held = []
+    for disabled_at in (None, clock.now()):
+        async with database.writing() as connection:
+            await connection.execute(update(members).values(disabled_at=disabled_at))
+            row = (await connection.execute(whose)).mappings().one()
+        held.append(factors.proof_of(stamp or "")(row))
+    assert held == [True, False]
 
 
 async def test_a_code_is_good_once_and_so_are_those_before_it(factors: SecondFactors, cast: Cast, clock: FakeClock) -> None:
