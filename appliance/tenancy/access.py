@@ -45,10 +45,6 @@ class Access:
         """Return whether every tenant and the box itself may be seen."""
         return self.role is not Role.MEMBER
 
-    def visible(self) -> frozenset[str] | None:
-        """Return the ids of the tenants that may be seen; None is all, future ones too."""
-        return None if self.sees_all else frozenset(self.tenants)
-
     def sees(self, tenant_id: str) -> bool:
         """Return whether anything of this tenant may be seen."""
         return self.sees_all or tenant_id in self.tenants

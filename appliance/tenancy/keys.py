@@ -332,10 +332,9 @@ async def _get(connection: AsyncConnection, key_id: str, access: Access, action:
     return access.row(None if row is None else key_from_row(row), action, what="key", param="key_id")
 
 
-async def _revoke(connection: AsyncConnection, key_id: str, now: datetime) -> bool:
-    """Return whether the key was revoked by this call."""
-    statement = update(api_keys).where(_unrevoked(key_id)).values(revoked_at=now)
-    return (await connection.execute(statement)).rowcount == 1
+async def _revoke(connection: AsyncConnection, key_id: str, now: datetime) -> None:
+    """End the key now; a key that was revoked before keeps its time."""
+    await connection.execute(update(api_keys).where(_unrevoked(key_id)).values(revoked_at=now))
 
 
 async def _retire(connection: AsyncConnection, key: ApiKey, successor_id: str, now: datetime, last: datetime) -> bool:
