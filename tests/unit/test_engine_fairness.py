@@ -10,7 +10,7 @@ from engine.protocol import FinishReason, Priority
 from engine.scheduling.accounts import Account, SeatCounts
 from engine.scheduling.backlog import Backlog
 from engine.scheduling.costs import TokenCosts
-from engine.scheduling.fair_policy import AGEING_STEPS, FairPolicy
+from engine.scheduling.fair_policy import AGEING_STEPS, LOOK_ACCOUNTS, RETRY_STEPS, FairPolicy
 from engine.scheduling.kv_forecast import KvForecast
 from engine.scheduling.policy import FcfsPolicy
 from engine.scheduling.request import RequestStatus
@@ -150,6 +150,47 @@ def test_equal_holders_never_take_seats_from_one_another() -> None:
     for _ in range(100):
         step(scheduler)
     assert scheduler.totals.preemptions == before
+
+
+def flooded(num_tenants: int, max_num_seqs: int) -> Scheduler:
+    """Tenants that hold equally many seats, as far as these can be divided, and want more."""
+    scheduler = make_scheduler(num_blocks=4096, max_num_seqs=max_num_seqs, budget=64, costs=COSTS)
+    for number in range(20):
+        for tenant in range(num_tenants):
+            scheduler.add(make_request(f"{tenant}-{number}", 4, max_tokens=1000, tenant=f"tenant-{tenant}"))
+    for _ in range(20):
+        step(scheduler)
+    return scheduler
+
+
+def test_a_seat_that_was_made_free_for_one_who_arrives_is_not_taken_by_whoever_gave_it_up() -> None:
+    scheduler = flooded(num_tenants=2, max_num_seqs=4)
+    before = scheduler.totals.preemptions
+    scheduler.add(make_request("charlie", 4, tenant="charlie"))
+    assert ("charlie", 4) in plan(step(scheduler))
+    assert scheduler.totals.preemptions == before + 1
+
+
+@pytest.mark.parametrize(("num_tenants", "max_num_seqs"), [(5, 16), (10, 15)])
+def test_one_who_arrives_is_found_behind_many_who_hold_their_share(num_tenants: int, max_num_seqs: int) -> None:
+    scheduler = flooded(num_tenants, max_num_seqs)
+    before = scheduler.totals.preemptions
+    charlies = make_request("charlie", 4, tenant="charlie")
+    scheduler.add(charlies)
+    for _ in range(RETRY_STEPS * num_tenants // LOOK_ACCOUNTS):
+        step(scheduler)
+    assert charlies.first_scheduled_s is not None
+    assert scheduler.totals.preemptions <= before + 3
+
+
+def test_one_who_arrives_is_given_a_seat_though_others_have_just_sought_one_in_vain() -> None:
+    scheduler = flooded(num_tenants=2, max_num_seqs=4)
+    policy = scheduler.policy
+    assert isinstance(policy, FairPolicy)
+    while not policy._is_fruitless():
+        step(scheduler)
+    scheduler.add(make_request("charlie", 4, tenant="charlie"))
+    assert ("charlie", 4) in plan(step(scheduler))
 
 
 def test_a_tenant_too_far_ahead_pauses_until_the_level_has_caught_up() -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from weakref import ref
+
 import pytest
 
 from engine.protocol import FinishReason
@@ -112,6 +114,37 @@ def test_hashes_made_in_parts_are_those_made_at_once() -> None:
     for num_blocks in (1, 2, 5, 6):
         cache.hashes(in_parts, num_blocks)
     assert in_parts.block_hashes == at_once.block_hashes
+
+
+@pytest.mark.parametrize("num_left", [6, 5, 3, 1, 0])
+def test_how_much_of_a_prompt_is_cached_is_known_without_its_blocks(num_left: int) -> None:
+    pool = BlockPool(6)
+    cache = PrefixCache(pool, BLOCK_SIZE)
+    first = make_request("a", 24)
+    first.block_table.extend(pool.allocate(6))
+    cache.register(first, 0, 24)
+    pool.release(first.block_table)
+    unread, read_in_part, read = (make_request(name, 24) for name in "bcd")
+    cache.hashes(read_in_part, 2)
+    cache.hashes(read, 6)
+    pool.allocate(6 - num_left)
+    assert [cache.match_len(each) for each in (unread, read_in_part, read)] == [min(num_left, 5)] * 3, "the last is computed"
+    assert len(cache.match(unread)) == min(num_left, 5)
+
+
+def test_a_prompt_that_came_in_chunks_is_kept_by_nobody_when_its_answer_has_ended() -> None:
+    scheduler = make_scheduler(num_blocks=32, budget=8, caches=True)
+    request = make_request("a", 40)
+    kept = ref(request)
+    scheduler.add(request)
+    step(scheduler)
+    step(scheduler)
+    scheduler.preempt(request)
+    drain(scheduler)
+    del request
+    scheduler.add(make_request("b", 10, first_token=500))
+    drain(scheduler)
+    assert kept() is None
 
 
 def test_a_preempted_request_finds_its_blocks_again_even_without_a_prefix_cache() -> None:
