@@ -12,7 +12,7 @@ from engine.scheduling.backlog import Backlog
 from engine.scheduling.costs import TokenCosts
 from engine.scheduling.fair_policy import AGEING_STEPS, LOOK_ACCOUNTS, RETRY_STEPS, FairPolicy
 from engine.scheduling.kv_forecast import KvForecast
-from engine.scheduling.policy import FcfsPolicy
+from engine.scheduling.policy import SKIPS_MAX, FcfsPolicy
 from engine.scheduling.request import RequestStatus
 from engine.scheduling.scheduler import Scheduler
 from engine.simulator.vtc_policy import VtcPolicy
@@ -242,6 +242,83 @@ def test_a_class_that_waits_for_long_starts_something_all_the_same() -> None:
         if low.is_finished:
             break
     assert AGEING_STEPS < scheduler.accounts.step < AGEING_STEPS + 20
+
+
+def keep_interactive_waiting(scheduler: Scheduler, steps: int) -> None:
+    for _ in range(steps):
+        while scheduler.num_waiting < 4:
+            name = f"i{scheduler.accounts.step} {scheduler.num_waiting}"
+            scheduler.add(make_request(name, 4, priority=Priority.INTERACTIVE, max_tokens=2))
+        step(scheduler)
+
+
+def test_a_class_starts_one_request_for_each_time_that_it_waited_for_long() -> None:
+    scheduler = make_scheduler(num_blocks=64, max_num_seqs=2, budget=64)
+    low = [make_request(f"low {number}", 4, priority=Priority.BATCH, max_tokens=3) for number in range(2)]
+    for request in low:
+        scheduler.add(request)
+    keep_interactive_waiting(scheduler, AGEING_STEPS + 20)
+    assert [request.is_finished for request in low] == [True, False]
+    keep_interactive_waiting(scheduler, AGEING_STEPS // 2)
+    assert low[1].first_scheduled_s is None
+    keep_interactive_waiting(scheduler, AGEING_STEPS // 2)
+    assert low[1].is_finished
+
+
+def test_a_class_has_not_waited_while_it_had_nobody_who_did() -> None:
+    scheduler = make_scheduler(num_blocks=64, max_num_seqs=2, budget=64)
+    scheduler.add(make_request("first", 4, priority=Priority.BATCH, max_tokens=3))
+    drain(scheduler)
+    keep_interactive_waiting(scheduler, AGEING_STEPS + 20)
+    low = make_request("second", 4, priority=Priority.BATCH, max_tokens=3)
+    scheduler.add(low)
+    keep_interactive_waiting(scheduler, AGEING_STEPS - 20)
+    assert low.first_scheduled_s is None
+
+
+def test_batch_work_that_waited_for_its_own_kind_only_makes_place_for_interactive_requests_as_ever() -> None:
+    scheduler = make_scheduler(num_blocks=1024, max_num_seqs=1, budget=64)
+    scheduler.add(make_request("long", 4, priority=Priority.BATCH, max_tokens=AGEING_STEPS + 50))
+    waited = make_request("waited", 4, priority=Priority.BATCH, max_tokens=100)
+    scheduler.add(waited)
+    while waited.status is not RequestStatus.DECODE:
+        step(scheduler)
+    assert scheduler.accounts.step > AGEING_STEPS
+    scheduler.add(make_request("i", 4, priority=Priority.INTERACTIVE))
+    assert plan(step(scheduler)) == [("i", 4)]
+
+
+def test_a_prompt_of_a_tenant_that_pauses_is_not_computed_beside_the_answers_of_others() -> None:
+    scheduler = make_scheduler(num_blocks=4096, max_num_seqs=8, budget=16)
+    scheduler.add(make_request("light", 4, max_tokens=900, tenant="light"))
+    scheduler.add(make_request("light too", 400, max_tokens=900, tenant="light", first_token=5000))
+    scheduler.add(make_request("heavy", 4000, tenant="heavy"))
+    for _ in range(4):
+        step(scheduler)
+    policy = scheduler.policy
+    assert isinstance(policy, FairPolicy)
+    heavy = scheduler.accounts.find("heavy", Priority.STANDARD, 1)
+    scheduler.accounts.charge(heavy, 2 * policy.settings.cap_ps)
+    policy.charged(heavy)
+    while scheduler.accounts.prefilling.keys() - heavy.prefilling.keys():
+        assert {item.request.tenant_id for item in step(scheduler).items} == {"light"}
+
+
+def test_nobody_of_another_tenant_passes_a_request_that_is_not_passed_any_more() -> None:
+    scheduler = make_scheduler(num_blocks=32, max_num_seqs=8)
+    scheduler.add(make_request("holder", 16, max_tokens=100, tenant="bob"))
+    step(scheduler)
+    big = make_request("big", 120)
+    scheduler.add(big)
+    for number in range(SKIPS_MAX):
+        scheduler.add(make_request(f"small {number}", 1, max_tokens=1))
+    while big.num_skips < SKIPS_MAX:
+        step(scheduler)
+    small = make_request("small", 1, max_tokens=1, tenant="bob")
+    scheduler.add(small)
+    while big.status is RequestStatus.QUEUED:
+        assert small.first_scheduled_s is None
+        step(scheduler)
 
 
 def test_a_request_that_waited_until_its_deadline_ends_and_never_had_a_token() -> None:
