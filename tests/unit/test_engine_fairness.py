@@ -13,6 +13,7 @@ from engine.scheduling.costs import TokenCosts
 from engine.scheduling.fair_policy import AGEING_STEPS, LOOK_ACCOUNTS, RETRY_STEPS, FairPolicy
 from engine.scheduling.kv_forecast import KvForecast
 from engine.scheduling.policy import SKIPS_MAX, FcfsPolicy
+from engine.scheduling.preemption import TURN_STEPS
 from engine.scheduling.request import RequestStatus
 from engine.scheduling.scheduler import Scheduler
 from engine.simulator.vtc_policy import VtcPolicy
@@ -352,6 +353,15 @@ def test_a_preempted_request_changes_places_with_another_of_its_tenant() -> None
         step(scheduler)
     assert all(request.num_preemptions for request in requests)
     assert min(request.num_output_tokens for request in requests) > 100
+    assert scheduler.totals.preemptions <= 1 + 600 // TURN_STEPS, "each has had a turn before"
+
+
+def test_requests_of_a_tenant_alone_never_preempt_one_another() -> None:
+    scheduler = make_scheduler(num_blocks=1024, max_num_seqs=2, budget=64)
+    for number in range(6):
+        scheduler.add(make_request(str(number), 4, max_tokens=2 * TURN_STEPS))
+    drain(scheduler)
+    assert scheduler.totals.preemptions == 0
 
 
 def test_a_longer_cached_prefix_goes_first_among_the_entitled() -> None:

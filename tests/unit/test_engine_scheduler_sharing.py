@@ -50,6 +50,34 @@ def test_an_answer_whose_first_sibling_ends_early_computes_the_prompt_itself() -
     assert fork.finish_reason is FinishReason.LENGTH
 
 
+def test_an_answer_that_is_asked_for_late_shares_the_prompt_at_once_or_computes_it_when_its_sibling_has_ended() -> None:
+    scheduler = make_scheduler(budget=32)
+    first = make_request("a", 10)
+    scheduler.add(first)
+    step(scheduler)
+    scheduler.add_fork(make_request("a", 10, index=1, forked_from=first))
+    assert plan(step(scheduler)) == [("a", 1), ("a", 1)]
+    drain(scheduler)
+    scheduler.add_fork(make_request("a", 10, index=2, forked_from=first))
+    assert plan(step(scheduler)) == [("a", 10)]
+    drain(scheduler)
+
+
+def test_answers_that_waited_for_the_prompt_of_another_end_with_it_at_their_deadline() -> None:
+    now = [0.0]
+    scheduler = make_scheduler(max_num_seqs=1, clock=lambda: now[0])
+    first = make_request("a", 12, queue_deadline_s=5.0)
+    scheduler.add(make_request("holder", 4, max_tokens=20))
+    scheduler.add(first)
+    for index in (1, 2):
+        scheduler.add_fork(make_request("a", 12, index=index, forked_from=first, queue_deadline_s=5.0))
+    step(scheduler)
+    now[0] = 5.0
+    assert sorted(event.index for event in scheduler.expire()) == [0, 1, 2]
+    assert scheduler.num_waiting == 0
+    drain(scheduler)
+
+
 def test_a_parked_answer_can_be_aborted() -> None:
     scheduler = make_scheduler()
     first = make_request("a", 12)
