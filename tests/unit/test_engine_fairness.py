@@ -14,6 +14,7 @@ from engine.scheduling.fair_policy import AGEING_STEPS, LOOK_ACCOUNTS, RETRY_STE
 from engine.scheduling.kv_forecast import KvForecast
 from engine.scheduling.policy import SKIPS_MAX, FcfsPolicy
 from engine.scheduling.preemption import TURN_STEPS
+from engine.scheduling.prefill_order import AGEING_ROUNDS
 from engine.scheduling.request import RequestStatus
 from engine.scheduling.scheduler import Scheduler
 from engine.simulator.vtc_policy import VtcPolicy
@@ -371,6 +372,22 @@ def test_a_longer_cached_prefix_goes_first_among_the_entitled() -> None:
     scheduler.add(make_request("cold", 12, first_token=500, max_tokens=1))
     scheduler.add(make_request("hit", 12, max_tokens=1, arrived_s=1.0))
     assert plan(step(scheduler)) == [("hit", 4)]
+
+
+def test_the_oldest_request_of_a_tenant_is_not_passed_for_ever_by_those_with_a_cached_prefix() -> None:
+    scheduler = make_scheduler(num_blocks=256, max_num_seqs=1, budget=64, caches=True, costs=COSTS)
+    scheduler.add(make_request("warm", 12, max_tokens=1))
+    step(scheduler)
+    cold = make_request("cold", 12, first_token=500, max_tokens=1)
+    scheduler.add(cold)
+    num_passed = 0
+    while cold.first_scheduled_s is None:
+        scheduler.add(make_request("hit", 12, max_tokens=300, arrived_s=1.0))
+        num_passed += step(scheduler).prefills[0].request is not cold
+        while scheduler.num_running:
+            step(scheduler)
+        assert num_passed <= 2 * (AGEING_ROUNDS + 1), "each costs more than half a round"
+    assert num_passed > 2
 
 
 def test_a_request_that_is_preempted_does_not_bring_back_the_weight_that_its_tenant_had() -> None:
