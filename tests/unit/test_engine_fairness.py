@@ -198,20 +198,25 @@ def test_a_class_has_not_waited_while_it_had_nobody_who_did() -> None:
     assert low.first_scheduled_s is None
 
 
-def test_a_prompt_of_a_tenant_that_pauses_is_not_computed_beside_the_answers_of_others() -> None:
-    scheduler = make_scheduler(num_blocks=4096, max_num_seqs=8, budget=16)
-    scheduler.add(make_request("light", 4, max_tokens=900, tenant="light"))
-    scheduler.add(make_request("light too", 400, max_tokens=900, tenant="light", first_token=5000))
+def test_a_prompt_of_a_tenant_that_pauses_is_not_computed_though_others_leave_the_step_half_empty() -> None:
+    scheduler = make_scheduler(num_blocks=4096, max_num_seqs=8, budget=64)
+    scheduler.add(make_request("light", 400, max_tokens=900, tenant="light", first_token=5000))
     scheduler.add(make_request("heavy", 4000, tenant="heavy"))
-    for _ in range(4):
+    for _ in range(16):
         step(scheduler)
     policy = scheduler.policy
     assert isinstance(policy, FairPolicy)
     heavy = scheduler.accounts.find("heavy", Priority.STANDARD, 1)
-    scheduler.accounts.charge(heavy, 2 * policy.settings.cap_ps)
-    policy.charged(heavy)
-    while scheduler.accounts.prefilling.keys() - heavy.prefilling.keys():
-        assert {item.request.tenant_id for item in step(scheduler).items} == {"light"}
+    assert heavy.prefilling
+    scheduler.add(make_request("0", 4, max_tokens=1, tenant="light"))
+    step(scheduler)
+    scheduler.accounts.charge(heavy, 3 * policy.settings.cap_ps)
+    for number in range(1, 6):
+        scheduler.add(make_request(str(number), 4, max_tokens=1, tenant="light"))
+        policy.charged(heavy)
+        batch = step(scheduler)
+        assert {item.request.tenant_id for item in batch.items} == {"light"}
+        assert batch.num_tokens < 20
 
 
 def test_nobody_of_another_tenant_passes_a_request_that_is_not_passed_any_more() -> None:
