@@ -36,6 +36,7 @@ class Admission:
         self._forecast = KvForecast(kv.pool.num_blocks * block_size, block_size)
         self._under_way = PrefixesUnderWay(kv.prefix_cache, block_size)
         self._found = FoundPrefix()
+        self._asked: Request | None = None  # whose prefix that is
         self._step = 0  # that is being planned
         self._taken_tokens = 0  # over from others, in this step
         self._put_off: Request | None = None  # the first that had to leave its turn because of them
@@ -63,7 +64,7 @@ class Admission:
         if _shares_prompt(request):
             has_room = self._kv.num_spare > 0
         else:
-            self._found = self._kv.find(request)
+            self._find(request)
             if self._is_being_computed(request, len(self._found.blocks)):
                 return Start.LATER
             has_room = self._kv.has_room(request, self._found)
@@ -73,8 +74,11 @@ class Admission:
 
     def can_return(self, request: Request) -> bool:
         """Whether a preempted request can have the seat that another one of its tenant has just left."""
-        self._found = self._kv.find(request)
+        self._find(request)
         return self.has_seat and not request.num_unknown_tokens and self._kv.has_room(request, self._found)
+
+    def _find(self, request: Request) -> None:
+        self._found, self._asked = self._kv.find(request), request
 
     def _has_taken_enough(self, request: Request) -> bool:
         """Whether what was taken over in this step leaves a long prompt to the next one."""
@@ -120,6 +124,8 @@ class Admission:
             self._kv.fork(request, request.forked_from)
             self._taken_tokens += request.num_computed_tokens
             return 0
+        assert request is self._asked, f"request {request.request_id} starts with the prefix that another one found"
+        self._asked = None
         self._kv.place(request, self._found)
         self._taken_tokens += request.num_computed_tokens
         return self._found.num_on_host

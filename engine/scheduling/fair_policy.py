@@ -18,8 +18,8 @@ from engine.protocol import Priority
 from engine.scheduling.accounts import Account
 from engine.scheduling.backlog import Backlog
 from engine.scheduling.lead_tracking import FairSettings, LeadTracker, recovering
-from engine.scheduling.policy import CanStart, PolicyContext, under_way
-from engine.scheduling.preemption import Preemption
+from engine.scheduling.policy import CanStart, PolicyContext, Start, under_way
+from engine.scheduling.preemption import RANK, Preemption
 from engine.scheduling.prefill_order import PrefillOrder
 from engine.scheduling.request import Request, RequestStatus, account_of
 
@@ -56,6 +56,8 @@ class FairPolicy:
         self._preemption = Preemption(context, self._leads)
         self._num_waiting = dict.fromkeys(Priority, 0)
         self._reserved: Request | None = None  # was passed so often that nobody starts before it
+        self._room_for: Request | None = None  # somebody was preempted for it, and it has not started yet
+        self._asked: list[Account] = []  # whose requests were the last applicants
         self._fruitless = NEVER  # versions of accounts and leads, and the step, when no victim was found
 
     def waits(self, request: Request) -> None:
@@ -114,10 +116,25 @@ class FairPolicy:
         for priority in classes:
             turn = self._turn_of(self.backlogs[priority], can_start)
             if turn is not None:
-                return turn
+                return turn if can_start is None or turn.status is not RequestStatus.QUEUED else self._start(turn, can_start)
             if self._has_reserved():
                 break
         return under_way((r for r in self._accounts.prefilling if not _is_paused(r)), self._accounts.step)
+
+    def _start(self, chosen: Request, can_start: CanStart) -> Request:
+        """Who starts now that a waiting request was chosen: before it the one that room was made for. Whoever gave way goes
+        first among its equals and would take its place again, only to be preempted once more in the next step."""
+        applicant = self._room_for
+        if applicant is None or applicant.status is not RequestStatus.QUEUED or applicant.account is chosen.account:
+            self._room_for = None
+            return chosen
+        account = account_of(applicant)
+        may_pass = self._overdue_class() is None and RANK[account.priority] <= RANK[account_of(chosen).priority]
+        if may_pass and not self.is_ahead(account) and can_start(applicant) is Start.NOW:
+            self._room_for = None
+            return applicant
+        can_start(chosen)  # what it found is what the last answer was about again
+        return chosen
 
     def _has_reserved(self) -> bool:
         return self._reserved is not None
@@ -164,6 +181,7 @@ class FairPolicy:
 
     def applicants(self) -> list[Request]:
         """The request that is not passed any more; else those of the entitled in the highest class that waits."""
+        self._asked = []
         if self._is_fruitless():
             return []
         step, overdue, reserved = self._accounts.step, self._overdue_class(), self._reserved
@@ -175,6 +193,7 @@ class FairPolicy:
                 heads = [account.waiting.head for account in accounts if backlog.is_eligible(account, step)]
                 found = [head for head in heads if head is not None]
                 if found:
+                    self._asked = accounts
                     return found
         return []
 
@@ -209,10 +228,16 @@ class FairPolicy:
             self.recovery_max_ps = max(self.recovery_max_ps, costs.prefill_ps(start, 2 * num_lost) + gain_ps)
 
     def found_no_victim(self) -> None:
+        """Others of their round are looked at before those who were asked now: one of them may have nothing yet."""
+        for account in self._asked:
+            self.backlogs[account.priority].pass_over(account)
         self._fruitless = (self._accounts.version, self._leads.version, self._accounts.step)
 
     def victim(self, applicant: Request) -> Request | None:
-        return self._preemption.victim(applicant)
+        victim = self._preemption.victim(applicant)
+        if victim is not None:
+            self._room_for = applicant
+        return victim
 
     def growth_victim(self, running: Iterable[Request]) -> Request:
         return self._preemption.growth_victim(running)

@@ -6,6 +6,10 @@ import random
 
 from engine.protocol import Priority
 from engine.scheduling.block_pool import BlockPool
+from engine.scheduling.costs import TokenCosts
+from engine.scheduling.host_tier import HostTier
+from engine.scheduling.kv_blocks import KvBlocks
+from engine.scheduling.prefix_cache import PrefixCache
 from tests.support.scheduling import BLOCK_SIZE, drain, finish, make_request, make_scheduler, step
 
 
@@ -38,6 +42,41 @@ def test_protected_content_is_bounded_and_falls_back_to_the_others() -> None:
     assert pool.num_cached == 2
 
 
+def test_of_content_that_was_found_again_the_latest_is_kept() -> None:
+    pool = BlockPool(4, protected_percent=50)
+    for block_id in cached(pool, b"a", b"b", b"c"):
+        pool.share(block_id)
+        pool.release([block_id])
+    pool.allocate(2)
+    assert [pool.lookup(name) is not None for name in (b"a", b"b", b"c")] == [False, True, True]
+
+
+def test_content_that_its_owner_will_come_back_for_outlives_the_rest_until_the_owner_has_been_back() -> None:
+    pool = BlockPool(4, protected_percent=50)
+    for is_wanted in (True, False):
+        (block_id,) = pool.allocate(1)
+        pool.register(block_id, b"own")
+        pool.release([block_id], is_wanted=is_wanted)
+        cached(pool, b"x", b"y", b"z")
+        pool.release(pool.allocate(3))
+        assert (pool.lookup(b"own") is not None) == is_wanted
+        pool.release(pool.allocate(4))
+
+
+def test_new_content_of_a_block_is_not_kept_for_what_was_found_in_it_before() -> None:
+    pool = BlockPool(2, protected_percent=50)
+    (found,) = cached(pool, b"found")
+    pool.share(found)
+    pool.release([found])
+    pool.release(pool.allocate(2))
+    cached(pool, b"new", b"newer")
+    assert pool.num_cached == 2
+    pool.allocate(1)
+    assert pool.lookup(b"newer") is None
+    pool.allocate(1)
+    assert pool.lookup(b"new") is None
+
+
 def test_evicted_content_is_announced_before_its_block_is_given_away() -> None:
     pool = BlockPool(2)
     told: list[tuple[int, bytes]] = []
@@ -55,7 +94,19 @@ def test_a_lent_block_is_taken_without_a_word() -> None:
     assert block_id == 0
     assert pool.lend() is None
     pool.release([0])
+    assert pool.lookup(b"a") is None, "it was written over"
     pool.check_invariants([])
+
+
+def test_where_all_content_was_found_again_the_one_not_used_for_longest_is_lent() -> None:
+    pool = BlockPool(2, protected_percent=100)
+    first, second = cached(pool, b"a", b"b")
+    for block_id in (first, second):
+        pool.share(block_id)
+        pool.release([block_id])
+    assert pool.lend() == first
+    assert (pool.lookup(b"a"), pool.lookup(b"b")) == (None, second)
+    pool.check_invariants([[first]])
 
 
 def test_a_prompt_holds_the_blocks_of_its_computed_chunks_only() -> None:
@@ -97,3 +148,31 @@ def test_a_tenant_is_told_what_it_holds() -> None:
     assert (told["alice"].num_running, told["alice"].num_waiting, told["alice"].kv_blocks) == (1, 0, 3)
     assert (told["bob"].num_running, told["bob"].num_waiting, told["bob"].kv_blocks) == (1, 2, 3)
     assert told["alice"].service_s > 0
+
+
+def test_a_block_that_nobody_holds_is_counted_behind_one_in_main_memory_too() -> None:
+    pool, tier = BlockPool(4), HostTier(1)
+    cache = PrefixCache(pool, BLOCK_SIZE)
+    kv = KvBlocks(pool, BLOCK_SIZE, costs=TokenCosts(), prefix_cache=cache, host_tier=tier)
+    request = make_request("a", 4 * BLOCK_SIZE)
+    first, second, third, _ = cache.hashes(request, 4)
+    tier.store(first)
+    tier.end_step()
+    (idle,) = cached(pool, second)
+    (held,) = pool.allocate(1)
+    pool.register(held, third)
+    found = kv.find(request)
+    assert found.blocks == [None, idle, held]
+    assert kv.needed(request, found) == 3, "one for what is copied in, the one that nobody holds, and the last one"
+    assert kv.has_room(request, found)
+    pool.allocate(1)
+    assert not kv.has_room(request, kv.find(request))
+
+
+def test_blocks_for_fewer_tokens_than_are_held_change_no_promise() -> None:
+    scheduler = make_scheduler(num_blocks=32, budget=8)
+    request = make_request("long", 40)
+    scheduler.add(request)
+    step(scheduler)
+    scheduler.kv.extend(request, 1)
+    assert (len(request.block_table), request.num_promised_blocks, scheduler.kv.num_spare) == (2, 8, 22)

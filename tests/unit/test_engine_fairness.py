@@ -1,4 +1,4 @@
-"""Who is served next and at whose cost: rounds, weights, room, pausing, classes, deadlines; and the two plain policies."""
+"""Who is served next and at whose cost: rounds, weights, pausing, classes, deadlines; and the two plain policies."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ from engine.scheduling.backlog import Backlog
 from engine.scheduling.costs import TokenCosts
 from engine.scheduling.fair_policy import AGEING_STEPS, FairPolicy
 from engine.scheduling.kv_forecast import KvForecast
-from engine.scheduling.policy import FcfsPolicy
+from engine.scheduling.policy import SKIPS_MAX, FcfsPolicy
+from engine.scheduling.prefill_order import AGEING_ROUNDS
 from engine.scheduling.request import RequestStatus
 from engine.scheduling.scheduler import Scheduler
 from engine.simulator.vtc_policy import VtcPolicy
@@ -118,38 +119,11 @@ def test_two_tenants_that_flood_are_served_by_weight(weights: tuple[int, int]) -
     assert served["alice"] * weights[1] == pytest.approx(served["bob"] * weights[0], rel=0.1)
 
 
-def test_one_who_arrives_among_requests_of_a_hog_gets_a_seat_at_once() -> None:
-    scheduler = make_scheduler(num_blocks=1024, max_num_seqs=4, budget=64)
-    for number in range(20):
-        scheduler.add(make_request(f"hog {number}", 4, max_tokens=500, tenant="hog"))
-    for _ in range(3):
-        step(scheduler)
-    scheduler.add(make_request("victim", 4, tenant="victim"))
-    assert ("victim", 4) in plan(step(scheduler))
-    assert scheduler.totals.preemptions == 1
-    preempted = next(request for request in scheduler.waiting() if request.num_preemptions)
-    assert preempted.request_id == "hog 3", "the youngest gives way"
-
-
 def test_a_tenant_alone_may_use_everything() -> None:
     scheduler = make_scheduler(num_blocks=64, max_num_seqs=4, budget=64)
     for number in range(6):
         scheduler.add(make_request(str(number), 4))
     assert len(step(scheduler).items) == 4
-
-
-def test_equal_holders_never_take_seats_from_one_another() -> None:
-    scheduler = make_scheduler(num_blocks=256, max_num_seqs=4, budget=64, costs=COSTS)
-    for number in range(10):
-        for tenant in ("alice", "bob"):
-            scheduler.add(make_request(f"{tenant}{number}", 4, max_tokens=100, tenant=tenant))
-    for _ in range(5):
-        step(scheduler)
-    assert [len(account.running) for account in scheduler.accounts] == [2, 2]
-    before = scheduler.totals.preemptions
-    for _ in range(100):
-        step(scheduler)
-    assert scheduler.totals.preemptions == before
 
 
 def test_a_tenant_too_far_ahead_pauses_until_the_level_has_caught_up() -> None:
@@ -179,17 +153,6 @@ def test_a_lower_class_starts_only_what_no_higher_one_can_use() -> None:
     assert plan(step(scheduler)) == [("b", 4)]
 
 
-def test_an_interactive_request_takes_the_seat_of_a_batch_one_and_a_standard_one_does_not() -> None:
-    scheduler = make_scheduler(num_blocks=64, max_num_seqs=2, budget=64)
-    for name in ("b1", "b2"):
-        scheduler.add(make_request(name, 4, max_tokens=50, priority=Priority.BATCH))
-    step(scheduler)
-    scheduler.add(make_request("s", 4, priority=Priority.STANDARD))
-    assert plan(step(scheduler)) == [("b1", 1), ("b2", 1)]
-    scheduler.add(make_request("i", 4, priority=Priority.INTERACTIVE))
-    assert plan(step(scheduler)) == [("b1", 1), ("i", 4)]
-
-
 def test_a_class_that_waits_for_long_starts_something_all_the_same() -> None:
     scheduler = make_scheduler(num_blocks=64, max_num_seqs=2, budget=64)
     low = make_request("low", 4, priority=Priority.BATCH, max_tokens=3)
@@ -201,6 +164,76 @@ def test_a_class_that_waits_for_long_starts_something_all_the_same() -> None:
         if low.is_finished:
             break
     assert AGEING_STEPS < scheduler.accounts.step < AGEING_STEPS + 20
+
+
+def keep_interactive_waiting(scheduler: Scheduler, steps: int) -> None:
+    for _ in range(steps):
+        while scheduler.num_waiting < 4:
+            name = f"i{scheduler.accounts.step} {scheduler.num_waiting}"
+            scheduler.add(make_request(name, 4, priority=Priority.INTERACTIVE, max_tokens=2))
+        step(scheduler)
+
+
+def test_a_class_starts_one_request_for_each_time_that_it_waited_for_long() -> None:
+    scheduler = make_scheduler(num_blocks=64, max_num_seqs=2, budget=64)
+    low = [make_request(f"low {number}", 4, priority=Priority.BATCH, max_tokens=3) for number in range(2)]
+    for request in low:
+        scheduler.add(request)
+    keep_interactive_waiting(scheduler, AGEING_STEPS + 20)
+    assert [request.is_finished for request in low] == [True, False]
+    keep_interactive_waiting(scheduler, AGEING_STEPS // 2)
+    assert low[1].first_scheduled_s is None
+    keep_interactive_waiting(scheduler, AGEING_STEPS // 2)
+    assert low[1].is_finished
+
+
+def test_a_class_has_not_waited_while_it_had_nobody_who_did() -> None:
+    scheduler = make_scheduler(num_blocks=64, max_num_seqs=2, budget=64)
+    scheduler.add(make_request("first", 4, priority=Priority.BATCH, max_tokens=3))
+    drain(scheduler)
+    keep_interactive_waiting(scheduler, AGEING_STEPS + 20)
+    low = make_request("second", 4, priority=Priority.BATCH, max_tokens=3)
+    scheduler.add(low)
+    keep_interactive_waiting(scheduler, AGEING_STEPS - 20)
+    assert low.first_scheduled_s is None
+
+
+def test_a_prompt_of_a_tenant_that_pauses_is_not_computed_though_others_leave_the_step_half_empty() -> None:
+    scheduler = make_scheduler(num_blocks=4096, max_num_seqs=8, budget=64)
+    scheduler.add(make_request("light", 400, max_tokens=900, tenant="light", first_token=5000))
+    scheduler.add(make_request("heavy", 4000, tenant="heavy"))
+    for _ in range(16):
+        step(scheduler)
+    policy = scheduler.policy
+    assert isinstance(policy, FairPolicy)
+    heavy = scheduler.accounts.find("heavy", Priority.STANDARD, 1)
+    assert heavy.prefilling
+    scheduler.add(make_request("0", 4, max_tokens=1, tenant="light"))
+    step(scheduler)
+    scheduler.accounts.charge(heavy, 3 * policy.settings.cap_ps)
+    for number in range(1, 6):
+        scheduler.add(make_request(str(number), 4, max_tokens=1, tenant="light"))
+        policy.charged(heavy)
+        batch = step(scheduler)
+        assert {item.request.tenant_id for item in batch.items} == {"light"}
+        assert batch.num_tokens < 20
+
+
+def test_nobody_of_another_tenant_passes_a_request_that_is_not_passed_any_more() -> None:
+    scheduler = make_scheduler(num_blocks=32, max_num_seqs=8)
+    scheduler.add(make_request("holder", 16, max_tokens=100, tenant="bob"))
+    step(scheduler)
+    big = make_request("big", 120)
+    scheduler.add(big)
+    for number in range(SKIPS_MAX):
+        scheduler.add(make_request(f"small {number}", 1, max_tokens=1))
+    while big.num_skips < SKIPS_MAX:
+        step(scheduler)
+    small = make_request("small", 1, max_tokens=1, tenant="bob")
+    scheduler.add(small)
+    while big.status is RequestStatus.QUEUED:
+        assert small.first_scheduled_s is None
+        step(scheduler)
 
 
 def test_a_request_that_waited_until_its_deadline_ends_and_never_had_a_token() -> None:
@@ -223,19 +256,6 @@ def test_a_request_that_waited_until_its_deadline_ends_and_never_had_a_token() -
     assert patient.finish_reason is FinishReason.LENGTH
 
 
-def test_a_preempted_request_changes_places_with_another_of_its_tenant() -> None:
-    scheduler = make_scheduler(num_blocks=1024, max_num_seqs=2, budget=64)
-    requests = [make_request(str(number), 4, max_tokens=2000) for number in range(2)]
-    for request in requests:
-        scheduler.add(request)
-    step(scheduler)
-    scheduler.add(make_request("other", 4, max_tokens=2000, tenant="bob"))
-    for _ in range(600):
-        step(scheduler)
-    assert all(request.num_preemptions for request in requests)
-    assert min(request.num_output_tokens for request in requests) > 100
-
-
 def test_a_longer_cached_prefix_goes_first_among_the_entitled() -> None:
     scheduler = make_scheduler(num_blocks=64, max_num_seqs=1, budget=64, caches=True)
     scheduler.add(make_request("warm", 12, max_tokens=1))
@@ -243,6 +263,22 @@ def test_a_longer_cached_prefix_goes_first_among_the_entitled() -> None:
     scheduler.add(make_request("cold", 12, first_token=500, max_tokens=1))
     scheduler.add(make_request("hit", 12, max_tokens=1, arrived_s=1.0))
     assert plan(step(scheduler)) == [("hit", 4)]
+
+
+def test_the_oldest_request_of_a_tenant_is_not_passed_for_ever_by_those_with_a_cached_prefix() -> None:
+    scheduler = make_scheduler(num_blocks=256, max_num_seqs=1, budget=64, caches=True, costs=COSTS)
+    scheduler.add(make_request("warm", 12, max_tokens=1))
+    step(scheduler)
+    cold = make_request("cold", 12, first_token=500, max_tokens=1)
+    scheduler.add(cold)
+    num_passed = 0
+    while cold.first_scheduled_s is None:
+        scheduler.add(make_request("hit", 12, max_tokens=300, arrived_s=1.0))
+        num_passed += step(scheduler).prefills[0].request is not cold
+        while scheduler.num_running:
+            step(scheduler)
+        assert num_passed <= 2 * (AGEING_ROUNDS + 1), "each costs more than half a round"
+    assert num_passed > 2
 
 
 def test_a_request_that_is_preempted_does_not_bring_back_the_weight_that_its_tenant_had() -> None:
@@ -311,10 +347,3 @@ def test_the_predicted_peak_is_that_of_the_worst_moment() -> None:
     forecast.renew(long, 128, 64)
     assert forecast.overdue(128) == []
     forecast.check_invariants()
-
-
-def test_many_tenants_with_one_request_each_fill_all_seats_in_one_step() -> None:
-    scheduler = make_scheduler(num_blocks=4096, max_num_seqs=64, budget=1024)
-    for number in range(200):
-        scheduler.add(make_request(str(number), 4, tenant=f"t{number}"))
-    assert len(step(scheduler).prefills) == 64

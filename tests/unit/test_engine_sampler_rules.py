@@ -9,8 +9,10 @@ from typing import Any
 import pytest
 import torch
 
+from engine.sampling.bad_words import BadWords
 from engine.sampling.logits_rules import SampledRow
 from engine.sampling.sampler import NOT_FINITE, NOTHING_ALLOWED, SampledToken, Sampler
+from engine.scheduling.request import UNKNOWN_TOKEN
 from tests.support.sampling import distributions, mask_of, next_rows, output_of, sample, sampling_request
 
 CPU = torch.device("cpu")
@@ -105,6 +107,36 @@ def test_the_last_token_of_a_bad_word_is_forbidden_behind_its_others(output: tup
     logits = torch.tensor([[3.0, 2.0, 1.0, 0.0, 0.0, 0.0, 0.0]])
     request = sampling_request(prompt=(5, 6), output=output, temperature=0.0, bad_words_token_ids=[[5, 6, 0]])
     assert sample(logits, [request])[0].token_id == expected
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_the_tokens_that_would_complete_a_bad_word_are_those_of_a_look_at_every_word(seed: int) -> None:
+    numbers = random.Random(seed)
+    words = [[numbers.randrange(3) for _ in range(numbers.randrange(1, 6))] for _ in range(numbers.randrange(1, 12))]
+    prompt = tuple(numbers.randrange(3) for _ in range(3))
+    request = sampling_request(prompt=prompt, bad_words_token_ids=words)
+    bad_words = BadWords()
+    for _ in range(60):
+        text = output_of(request)
+        expected = {word[-1] for word in words if word[:-1] == text[len(text) - len(word) + 1 :]}
+        assert bad_words.ids(request, request.num_tokens).tolist() == sorted(expected)
+        if numbers.random() < 0.1:
+            del request.token_ids[max(len(prompt), request.num_tokens - 2) :]  # a step is computed again
+            continue
+        request.token_ids += [numbers.randrange(3) for _ in range(numbers.randrange(1, 3))]
+
+
+def test_a_bad_word_is_looked_for_up_to_a_token_that_is_not_known_and_on_from_there_when_it_is() -> None:
+    request = sampling_request(prompt=(3,), output=(1, UNKNOWN_TOKEN), bad_words_token_ids=[[1, 5], [1, 2, 6]])
+    bad_words = BadWords()
+    assert bad_words.ids(request, 3).tolist() == [5]
+    request.token_ids[2] = 2
+    assert bad_words.ids(request, 3).tolist() == [6]
+
+
+def test_a_bad_word_and_an_end_that_would_come_too_early_are_forbidden_together() -> None:
+    request = sampling_request(temperature=0.0, bad_words_token_ids=[[0]], stop_token_ids=[1], min_tokens=2)
+    assert sample(torch.tensor([[3.0, 2.0, 1.0]]), [request])[0].token_id == 2
 
 
 def test_bad_words_follow_a_growing_output() -> None:

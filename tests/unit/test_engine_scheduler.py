@@ -9,11 +9,13 @@ from engine.errors import EngineConfigError
 from engine.scheduling import decode_set
 from engine.scheduling.block_pool import BlockPool, OutOfBlocks
 from engine.scheduling.drafting import NO_DRAFT, Draft
+from engine.scheduling.in_flight_batch import InFlightBatch
 from engine.scheduling.limits import SchedulerLimits
 from engine.scheduling.policy import LOOK_REQUESTS, SKIPS_MAX
 from engine.scheduling.request import IllegalTransition, Request, RequestStatus
+from engine.scheduling.scheduled_batch import StepOutput
 from engine.scheduling.scheduler import Scheduler
-from tests.support.scheduling import BLOCK_SIZE, make_request, make_scheduler, plan, step
+from tests.support.scheduling import BLOCK_SIZE, drain, make_request, make_scheduler, plan, step
 
 
 def test_decodes_come_first_then_chunks_under_way_then_new_requests() -> None:
@@ -188,6 +190,36 @@ def test_a_finished_request_cannot_move_again() -> None:
     step(scheduler)
     with pytest.raises(IllegalTransition):
         request.move_to(RequestStatus.DECODE)
+
+
+def drain_ahead(scheduler: Scheduler) -> None:
+    """Each step is planned before the tokens of the one before are known."""
+    under_way: InFlightBatch | None = None
+    while scheduler.has_requests:
+        batch = scheduler.schedule()
+        launched = scheduler.advance(batch) if batch.num_tokens else None
+        if under_way is not None:
+            rows = [StepOutput([7]) if samples else StepOutput() for _, samples in under_way.chunks]
+            scheduler.settle(under_way, [*[7] * under_way.num_decodes, *rows])
+        scheduler.check_invariants()
+        under_way = launched
+
+
+def test_steps_that_are_launched_ahead_are_counted_and_cached_like_others() -> None:
+    counted = []
+    for run in (drain, drain_ahead):
+        scheduler = make_scheduler(num_blocks=64, budget=8, caches=True)
+        counts = []
+        for name, length, max_tokens in (("a", 22, 6), ("b", 30, 1), ("c", 34, 3)):
+            request = make_request(name, length, max_tokens=max_tokens)
+            scheduler.add(request)
+            run(scheduler)
+            counts += [request.num_cached_tokens, request.num_prompt_tokens_computed, request.num_output_tokens]
+            assert (request.num_in_flight_tokens, request.num_unknown_tokens) == (0, 0)
+        counted.append((counts, scheduler.totals))
+    assert counted[0] == counted[1]
+    assert counted[0][0] == [0, 22, 6, 20, 30, 1, 28, 34, 3]
+    assert (counted[0][1].prompt_tokens, counted[0][1].generation_tokens) == (22 + 30 + 34, 10)
 
 
 class WrongGuesses:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from weakref import ref
+
 import pytest
 
 from engine.protocol import FinishReason
@@ -46,6 +48,34 @@ def test_an_answer_whose_first_sibling_ends_early_computes_the_prompt_itself() -
     assert plan(step(scheduler)) == [("a", 12)]
     drain(scheduler)
     assert fork.finish_reason is FinishReason.LENGTH
+
+
+def test_an_answer_that_is_asked_for_late_shares_the_prompt_at_once_or_computes_it_when_its_sibling_has_ended() -> None:
+    scheduler = make_scheduler(budget=32)
+    first = make_request("a", 10)
+    scheduler.add(first)
+    step(scheduler)
+    scheduler.add_fork(make_request("a", 10, index=1, forked_from=first))
+    assert plan(step(scheduler)) == [("a", 1), ("a", 1)]
+    drain(scheduler)
+    scheduler.add_fork(make_request("a", 10, index=2, forked_from=first))
+    assert plan(step(scheduler)) == [("a", 10)]
+    drain(scheduler)
+
+
+def test_answers_that_waited_for_the_prompt_of_another_end_with_it_at_their_deadline() -> None:
+    now = [0.0]
+    scheduler = make_scheduler(max_num_seqs=1, clock=lambda: now[0])
+    first = make_request("a", 12, queue_deadline_s=5.0)
+    scheduler.add(make_request("holder", 4, max_tokens=20))
+    scheduler.add(first)
+    for index in (1, 2):
+        scheduler.add_fork(make_request("a", 12, index=index, forked_from=first, queue_deadline_s=5.0))
+    step(scheduler)
+    now[0] = 5.0
+    assert sorted(event.index for event in scheduler.expire()) == [0, 1, 2]
+    assert scheduler.num_waiting == 0
+    drain(scheduler)
 
 
 def test_a_parked_answer_can_be_aborted() -> None:
@@ -112,6 +142,37 @@ def test_hashes_made_in_parts_are_those_made_at_once() -> None:
     for num_blocks in (1, 2, 5, 6):
         cache.hashes(in_parts, num_blocks)
     assert in_parts.block_hashes == at_once.block_hashes
+
+
+@pytest.mark.parametrize("num_left", [6, 5, 3, 1, 0])
+def test_how_much_of_a_prompt_is_cached_is_known_without_its_blocks(num_left: int) -> None:
+    pool = BlockPool(6)
+    cache = PrefixCache(pool, BLOCK_SIZE)
+    first = make_request("a", 24)
+    first.block_table.extend(pool.allocate(6))
+    cache.register(first, 0, 24)
+    pool.release(first.block_table)
+    unread, read_in_part, read = (make_request(name, 24) for name in "bcd")
+    cache.hashes(read_in_part, 2)
+    cache.hashes(read, 6)
+    pool.allocate(6 - num_left)
+    assert [cache.match_len(each) for each in (unread, read_in_part, read)] == [min(num_left, 5)] * 3, "the last is computed"
+    assert len(cache.match(unread)) == min(num_left, 5)
+
+
+def test_a_prompt_that_came_in_chunks_is_kept_by_nobody_when_its_answer_has_ended() -> None:
+    scheduler = make_scheduler(num_blocks=32, budget=8, caches=True)
+    request = make_request("a", 40)
+    kept = ref(request)
+    scheduler.add(request)
+    step(scheduler)
+    step(scheduler)
+    scheduler.preempt(request)
+    drain(scheduler)
+    del request
+    scheduler.add(make_request("b", 10, first_token=500))
+    drain(scheduler)
+    assert kept() is None
 
 
 def test_a_preempted_request_finds_its_blocks_again_even_without_a_prefix_cache() -> None:

@@ -1,0 +1,165 @@
+"""Room: who gives way for whom, that it is for good, and who takes the place."""
+
+from __future__ import annotations
+
+import pytest
+
+from engine.protocol import Priority
+from engine.scheduling.costs import TokenCosts
+from engine.scheduling.fair_policy import AGEING_STEPS, LOOK_ACCOUNTS, RETRY_STEPS, FairPolicy
+from engine.scheduling.policy import Start
+from engine.scheduling.preemption import TURN_STEPS
+from engine.scheduling.request import Request, RequestStatus
+from engine.scheduling.scheduler import Scheduler
+from tests.support.scheduling import drain, make_request, make_scheduler, plan, step
+
+COSTS = TokenCosts(prefill_token_ps=10, prefill_pair_ps=0, decode_token_ps=10, decode_context_ps=0)
+
+
+def test_one_who_arrives_among_requests_of_a_hog_gets_a_seat_at_once() -> None:
+    scheduler = make_scheduler(num_blocks=1024, max_num_seqs=4, budget=64)
+    for number in range(20):
+        scheduler.add(make_request(f"hog {number}", 4, max_tokens=500, tenant="hog"))
+    for _ in range(3):
+        step(scheduler)
+    scheduler.add(make_request("victim", 4, tenant="victim"))
+    assert ("victim", 4) in plan(step(scheduler))
+    assert scheduler.totals.preemptions == 1
+    preempted = next(request for request in scheduler.waiting() if request.num_preemptions)
+    assert preempted.request_id == "hog 3", "the youngest gives way"
+
+
+def test_equal_holders_never_take_seats_from_one_another() -> None:
+    scheduler = make_scheduler(num_blocks=256, max_num_seqs=4, budget=64, costs=COSTS)
+    for number in range(10):
+        for tenant in ("alice", "bob"):
+            scheduler.add(make_request(f"{tenant}{number}", 4, max_tokens=100, tenant=tenant))
+    for _ in range(5):
+        step(scheduler)
+    assert [len(account.running) for account in scheduler.accounts] == [2, 2]
+    before = scheduler.totals.preemptions
+    for _ in range(100):
+        step(scheduler)
+    assert scheduler.totals.preemptions == before
+
+
+def flooded(num_tenants: int, max_num_seqs: int) -> Scheduler:
+    """Tenants that hold equally many seats, as far as these can be divided, and want more."""
+    scheduler = make_scheduler(num_blocks=4096, max_num_seqs=max_num_seqs, budget=64, costs=COSTS)
+    for number in range(20):
+        for tenant in range(num_tenants):
+            scheduler.add(make_request(f"{tenant}-{number}", 4, max_tokens=1000, tenant=f"tenant-{tenant}"))
+    for _ in range(20):
+        step(scheduler)
+    return scheduler
+
+
+def test_a_seat_that_was_made_free_for_one_who_arrives_is_not_taken_by_whoever_gave_it_up() -> None:
+    scheduler = flooded(num_tenants=2, max_num_seqs=4)
+    before = scheduler.totals.preemptions
+    scheduler.add(make_request("charlie", 4, tenant="charlie"))
+    assert ("charlie", 4) in plan(step(scheduler))
+    assert scheduler.totals.preemptions == before + 1
+
+
+@pytest.mark.parametrize(("priority", "answer"), [(Priority.STANDARD, Start.NO_ROOM), (Priority.BATCH, Start.NOW)])
+def test_room_is_not_kept_for_one_who_cannot_use_it_nor_from_a_higher_class(priority: Priority, answer: Start) -> None:
+    scheduler = make_scheduler()
+    policy = scheduler.policy
+    assert isinstance(policy, FairPolicy)
+    chosen, applicant = make_request("a", 4), make_request("b", 4, tenant="bob", priority=priority)
+    scheduler.add(chosen)
+    scheduler.add(applicant)
+    asked: list[Request] = []
+
+    def can_start(request: Request) -> Start:
+        asked.append(request)
+        return answer if request is applicant else Start.NOW
+
+    policy._room_for = applicant
+    assert policy.next_turn(can_start) is chosen
+    assert asked[-1] is chosen, "a start uses the prefix that the last answer was about"
+
+
+def test_a_request_never_starts_with_the_prefix_of_another() -> None:
+    scheduler = make_scheduler(caches=True)
+    mine, theirs = make_request("a", 4), make_request("b", 4, tenant="bob")
+    for request in (mine, theirs):
+        scheduler.add(request)
+        assert scheduler.admission.can_start(request) is Start.NOW
+    with pytest.raises(AssertionError, match="another"):
+        scheduler.admission.start(mine)
+
+
+@pytest.mark.parametrize(("num_tenants", "max_num_seqs"), [(5, 16), (10, 15)])
+def test_one_who_arrives_is_found_behind_many_who_hold_their_share(num_tenants: int, max_num_seqs: int) -> None:
+    scheduler = flooded(num_tenants, max_num_seqs)
+    before = scheduler.totals.preemptions
+    charlies = make_request("charlie", 4, tenant="charlie")
+    scheduler.add(charlies)
+    for _ in range(RETRY_STEPS * num_tenants // LOOK_ACCOUNTS):
+        step(scheduler)
+    assert charlies.first_scheduled_s is not None
+    assert scheduler.totals.preemptions <= before + 3
+
+
+def test_one_who_arrives_is_given_a_seat_though_others_have_just_sought_one_in_vain() -> None:
+    scheduler = flooded(num_tenants=2, max_num_seqs=4)
+    policy = scheduler.policy
+    assert isinstance(policy, FairPolicy)
+    while not policy._is_fruitless():
+        step(scheduler)
+    scheduler.add(make_request("charlie", 4, tenant="charlie"))
+    assert ("charlie", 4) in plan(step(scheduler))
+
+
+def test_an_interactive_request_takes_the_seat_of_a_batch_one_and_a_standard_one_does_not() -> None:
+    scheduler = make_scheduler(num_blocks=64, max_num_seqs=2, budget=64)
+    for name in ("b1", "b2"):
+        scheduler.add(make_request(name, 4, max_tokens=50, priority=Priority.BATCH))
+    step(scheduler)
+    scheduler.add(make_request("s", 4, priority=Priority.STANDARD))
+    assert plan(step(scheduler)) == [("b1", 1), ("b2", 1)]
+    scheduler.add(make_request("i", 4, priority=Priority.INTERACTIVE))
+    assert plan(step(scheduler)) == [("b1", 1), ("i", 4)]
+
+
+def test_batch_work_that_waited_for_its_own_kind_only_makes_place_for_interactive_requests_as_ever() -> None:
+    scheduler = make_scheduler(num_blocks=1024, max_num_seqs=1, budget=64)
+    scheduler.add(make_request("long", 4, priority=Priority.BATCH, max_tokens=AGEING_STEPS + 50))
+    waited = make_request("waited", 4, priority=Priority.BATCH, max_tokens=100)
+    scheduler.add(waited)
+    while waited.status is not RequestStatus.DECODE:
+        step(scheduler)
+    assert scheduler.accounts.step > AGEING_STEPS
+    scheduler.add(make_request("i", 4, priority=Priority.INTERACTIVE))
+    assert plan(step(scheduler)) == [("i", 4)]
+
+
+def test_a_preempted_request_changes_places_with_another_of_its_tenant() -> None:
+    scheduler = make_scheduler(num_blocks=1024, max_num_seqs=2, budget=64)
+    requests = [make_request(str(number), 4, max_tokens=2000) for number in range(2)]
+    for request in requests:
+        scheduler.add(request)
+    step(scheduler)
+    scheduler.add(make_request("other", 4, max_tokens=2000, tenant="bob"))
+    for _ in range(600):
+        step(scheduler)
+    assert all(request.num_preemptions for request in requests)
+    assert min(request.num_output_tokens for request in requests) > 100
+    assert scheduler.totals.preemptions <= 1 + 600 // TURN_STEPS, "each has had a turn before"
+
+
+def test_requests_of_a_tenant_alone_never_preempt_one_another() -> None:
+    scheduler = make_scheduler(num_blocks=1024, max_num_seqs=2, budget=64)
+    for number in range(6):
+        scheduler.add(make_request(str(number), 4, max_tokens=2 * TURN_STEPS))
+    drain(scheduler)
+    assert scheduler.totals.preemptions == 0
+
+
+def test_many_tenants_with_one_request_each_fill_all_seats_in_one_step() -> None:
+    scheduler = make_scheduler(num_blocks=4096, max_num_seqs=64, budget=1024)
+    for number in range(200):
+        scheduler.add(make_request(str(number), 4, tenant=f"t{number}"))
+    assert len(step(scheduler).prefills) == 64
