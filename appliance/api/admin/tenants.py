@@ -30,7 +30,7 @@ TAGS = ["administration"]
 
 
 class LimitsBody(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    """Limits to set. A limit left out of a change keeps its value; null removes it."""
+    """Limits to set, each 0 to 10¹⁵. A limit left out of a change keeps its value; null removes it."""
 
     tokens_per_minute: int | Omittable | None = OMITTED
     requests_per_minute: int | Omittable | None = OMITTED
