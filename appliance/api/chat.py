@@ -48,7 +48,11 @@ COLLECT_WAIT_S = 3600.0
     },
 )
 async def create_chat_completion(request: WholeRequest) -> Response[Any]:
-    """Answer a conversation. With `stream` true the answer comes as server-sent events."""
+    """Generate the next message of a conversation.
+
+    With `stream` true the answer is sent as server-sent events. The last one is `data: [DONE]`, or an error object if the
+    stream cannot go on.
+    """
     services = services_of(request)
     change_count = services.db.principals.value
     try:

@@ -20,13 +20,13 @@ encode = msgspec.json.encode
 
 
 class TokenDetails(msgspec.Struct, kw_only=True):
-    """Of the prompt's tokens, those that were found in the cache."""
+    """Details of the prompt's tokens."""
 
     cached_tokens: int
 
 
 class UsageShape(msgspec.Struct, kw_only=True):
-    """Tokens as they are billed."""
+    """The tokens that are billed."""
 
     prompt_tokens: int
     completion_tokens: int
@@ -35,7 +35,7 @@ class UsageShape(msgspec.Struct, kw_only=True):
 
 
 class AnswerMessage(msgspec.Struct, kw_only=True):
-    """The assistant's turn."""
+    """The generated message."""
 
     role: str
     content: str
@@ -43,7 +43,7 @@ class AnswerMessage(msgspec.Struct, kw_only=True):
 
 
 class Choice(msgspec.Struct, kw_only=True):
-    """One of the answers."""
+    """One of the `n` answers."""
 
     index: int
     message: AnswerMessage
@@ -52,7 +52,7 @@ class Choice(msgspec.Struct, kw_only=True):
 
 
 class ChatCompletion(msgspec.Struct, kw_only=True):
-    """A whole answer. `id` is the request id; `service_tier` is there when the request said one: the one that served it."""
+    """An answer that is not streamed."""
 
     id: str
     object: str

@@ -36,7 +36,7 @@ log = structlog.get_logger()
 
 
 class ErrorFields(msgspec.Struct, kw_only=True):
-    """What went wrong: in words, its kind, the field that is to blame, and a code for programs."""
+    """What went wrong."""
 
     message: str
     type: str

@@ -16,34 +16,34 @@ METRICS_MEDIA_TYPE = "text/plain; version=0.0.4"  # the framework adds the chars
 
 
 class LiveShape(msgspec.Struct, kw_only=True):
-    """The process answers."""
+    """The answer of a live process."""
 
     status: str
     version: str
 
 
 class HealthShape(msgspec.Struct, kw_only=True):
-    """`parts` names each part with `ok` or why it is not ready."""
+    """Whether the appliance is ready, part by part."""
 
     status: str
     version: str
     parts: dict[str, str]
 
 
-@get("/health/live", summary="Is the process alive", tags=["health"])
+@get("/health/live", summary="Check that the process is alive", tags=["health"])
 async def live(request: Request[Any, Any, Any]) -> LiveShape:
-    """Answer as long as the process does."""
+    """Answer 200 as long as the process runs, even while models load."""
     return LiveShape(status="ok", version=services_of(request).version)
 
 
 @get(
     ["/health/ready", "/health"],
-    summary="Would a request be answered",
+    summary="Check that requests can be served",
     tags=["health"],
     opt={"errors": (503,), "error_body": HealthShape},
 )
 async def ready(request: Request[Any, Any, Any]) -> Response[HealthShape]:
-    """Answer 200 when every part is ready, else 503 naming those that are not."""
+    """Answer 200 when every part is ready, else 503 with the reason for each part that is not."""
     services = services_of(request)
     parts = await _parts(services)
     is_ready = all(state == "ok" for state in parts.values())
@@ -53,12 +53,12 @@ async def ready(request: Request[Any, Any, Any]) -> Response[HealthShape]:
 
 @get(
     "/metrics",
-    summary="Metrics in Prometheus' text format",
+    summary="Read the metrics",
     tags=["health"],
     opt={"text": "text/plain", "errors": (401, 403)},
 )
 async def metrics(request: Request[Any, Any, Any]) -> Response[bytes]:
-    """Return every metric of the appliance. They name tenants: whoever is not on this machine must be an administrator."""
+    """Return all metrics in Prometheus' text format. Callers on other machines need an administrator token."""
     if not is_from_this_machine(request):
         await authenticate_administrator(request, Action.READ_BOX)
     return Response(services_of(request).metrics.render(), media_type=METRICS_MEDIA_TYPE)

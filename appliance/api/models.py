@@ -16,7 +16,7 @@ OWNER = "gatehouse"
 
 
 class ModelShape(msgspec.Struct, kw_only=True):
-    """One model."""
+    """A model that is served."""
 
     id: str
     created: int
@@ -42,7 +42,7 @@ async def list_models(request: Request[Any, Any, Any]) -> ModelListShape:
 
 @get(["/v1/models/{model_id:path}", "/models/{model_id:path}"], summary="Retrieve a model", tags=["inference"])
 async def retrieve_model(request: Request[Any, Any, Any], model_id: FromPath[str]) -> ModelShape:
-    """Return one model; one that this key may not use does not exist for it."""
+    """Return one model. A model that this key may not use is answered with 404."""
     principal = await authenticate_tenant(request)
     name = model_id.removeprefix("/")
     model = services_of(request).models.get(name)

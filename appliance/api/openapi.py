@@ -17,24 +17,27 @@ from litestar.openapi.config import OpenAPIConfig
 from litestar.openapi.plugins import JsonRenderPlugin
 from litestar.routes import HTTPRoute
 
+from appliance.api.descriptions import describe_fields
+from appliance.api.descriptions.parameters import describe_parameter
 from appliance.api.error_responses import ErrorAnswer
 
 _REFERENCE = "#/components/schemas/{name}"
 _SECURITY_SCHEMES = {
     "api_key": {"type": "http", "scheme": "bearer", "description": "A tenant's API key: gh_..."},
-    "api_key_header": {"type": "apiKey", "in": "header", "name": "x-api-key"},
+    "api_key_header": {"type": "apiKey", "in": "header", "name": "x-api-key", "description": "A tenant's API key: gh_..."},
     "administrator": {"type": "http", "scheme": "bearer", "description": "An administrator's token: gha_..."},
 }
 _ERRORS = {
-    400: "The request cannot be served as it stands; `param` names the field",
+    400: "The request is not valid; `param` names the field",
     401: "No key or token was sent, or it is not valid",
-    403: "The key or token is valid and does not allow this",
+    403: "The key or token is valid but does not allow this",
     404: "The object or path does not exist",
     409: "The request conflicts with the state on the server",
     413: "The body is larger than the appliance accepts",
     429: "A limit is reached; `retry-after` says when to try again",
-    503: "Not now: an engine is down or loading, the queue is full, or the appliance is stopping",
+    503: "Not available now: an engine is down or loading, the queue is full, or the appliance is stopping",
 }
+_SUCCESSES = {200: "OK", 201: "Created", 204: "Done, without a body"}
 _SECURITY_BY_TAG = {"inference": ("api_key", "api_key_header"), "administration": ("administrator",)}
 
 
@@ -54,7 +57,13 @@ class CompleteJson(JsonRenderPlugin):
 
 def openapi_config(version: str) -> OpenAPIConfig:
     """Return the configuration: one JSON document, and no page that would fetch scripts from elsewhere."""
-    return OpenAPIConfig(title="Gatehouse", version=version, openapi_router=_router(), render_plugins=[CompleteJson()])
+    return OpenAPIConfig(
+        title="Gatehouse",
+        version=version,
+        use_handler_docstrings=True,
+        openapi_router=_router(),
+        render_plugins=[CompleteJson()],
+    )
 
 
 def _router() -> Router:
@@ -80,11 +89,15 @@ def _completed(app: Litestar, schema: dict[str, Any]) -> dict[str, Any]:
             if operation is not None:
                 _complete(operation, handler, schemas)
                 _describe_errors(operation, route, handler, schemas)
+                _describe_parameters(operation, route)
+    _describe_structs(app, schemas)
+    describe_fields(schemas)
     return schema
 
 
 def _complete(operation: dict[str, Any], handler: HTTPRouteHandler, schemas: dict[str, Any]) -> None:
     body, answer, text = (handler.opt.get(name) for name in ("body", "answer", "text"))
+    operation["responses"][str(handler.status_code)]["description"] = _SUCCESSES[handler.status_code]
     if body is not None:
         operation["requestBody"] = {"required": True, "content": _json_content(body, schemas)}
     if answer is not None or text is not None:
@@ -121,6 +134,26 @@ def _error_statuses(operation: dict[str, Any], route: HTTPRoute, handler: HTTPRo
     if route.path_parameters:
         statuses.add(404)
     return statuses
+
+
+def _describe_parameters(operation: dict[str, Any], route: HTTPRoute) -> None:
+    for parameter in operation.get("parameters", ()):
+        text = describe_parameter(route.path_format, parameter["name"])
+        if text is not None:
+            parameter["description"] = text
+
+
+def _describe_structs(app: Litestar, schemas: dict[str, Any]) -> None:
+    """Give the components of answers the docstrings of their structs, which the framework leaves out."""
+    handlers = [each for route in app.routes if isinstance(route, HTTPRoute) for each, _ in route.route_handler_map.values()]
+    kinds = [handler.parsed_fn_signature.return_type for handler in handlers]
+    structs = [kind.annotation for kind in kinds if kind.is_subclass_of(msgspec.Struct)]
+    _, definitions = msgspec.json.schema_components(structs, ref_template=_REFERENCE)
+    texts = {name.partition("_")[0]: definition.get("description") for name, definition in definitions.items()}
+    for name, schema in schemas.items():
+        text = texts.get(name.partition("_")[0])
+        if text is not None:
+            schema.setdefault("description", text)
 
 
 def _security(operation: dict[str, Any]) -> tuple[str, ...]:

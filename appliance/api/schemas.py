@@ -25,7 +25,7 @@ NEVER_SUPPORTED = ("tools", "functions", "audio", "prediction", "web_search_opti
 
 
 class StreamOptions(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    """What a stream carries beside text."""
+    """What a stream reports besides text."""
 
     include_usage: bool | None = None
     continuous_usage_stats: bool | None = None
@@ -33,15 +33,14 @@ class StreamOptions(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
 
 
 class Message(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    """One turn of the conversation. Only text content is taken; several parts are joined by line feeds. `annotations` are
-    ignored: answers of OpenAI's have them, and come back with the next request. `type` may be text: lm-eval 0.4.9 says so."""
+    """A message of the conversation. Only text is supported."""
 
     role: str
-    type: str | None = None
+    type: str | None = None  # lm-eval 0.4.9 sends `text`
     content: str | list[dict[str, Any]] | None = None
     name: str | None = None
     refusal: str | None = None
-    annotations: list[Any] | None = None
+    annotations: list[Any] | None = None  # OpenAI's answers have them, and clients send those back
     tool_calls: list[Any] | None = None
     tool_call_id: str | None = None
     function_call: Any = None
@@ -49,7 +48,7 @@ class Message(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
 
 
 class JsonSchema(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    """A schema under a name. It is always enforced, so `strict` changes nothing; the name and `description` do neither."""
+    """A named JSON schema. It is always enforced exactly."""
 
     name: str
     description: str | None = None
@@ -58,15 +57,15 @@ class JsonSchema(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
 
 
 class ResponseFormat(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    """`type` is text, json_object or json_schema; the last one needs `json_schema`."""
+    """The format of the answer."""
 
     type: str
     json_schema: JsonSchema | None = None
 
 
 class StructuredOutputs(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    """The form of an answer as vLLM names it: one of the first five, which are those of `guided_*` and an object of any fields.
-    The others change how the form is enforced, and are taken only where they ask for nothing."""
+    """The format of the answer, under the names that vLLM uses now. Set exactly one of `json`, `regex`, `choice`, `grammar` and
+    `json_object`; the other fields are accepted only with a value that changes nothing."""
 
     json: str | dict[str, Any] | None = None
     regex: str | None = None
@@ -80,7 +79,7 @@ class StructuredOutputs(msgspec.Struct, kw_only=True, forbid_unknown_fields=True
 
 
 class ChatCompletionRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    """The body of a chat completion."""
+    """A chat completion to create."""
 
     model: str
     messages: list[Message]

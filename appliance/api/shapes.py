@@ -27,7 +27,7 @@ T = TypeVar("T")
 
 
 class PageShape(msgspec.Struct, Generic[S], kw_only=True):
-    """A page of a list; `next_cursor` goes into `?cursor=` of the next call."""
+    """A page of a list."""
 
     data: list[S]
     has_more: bool
@@ -35,7 +35,7 @@ class PageShape(msgspec.Struct, Generic[S], kw_only=True):
 
 
 class LimitsShape(msgspec.Struct, kw_only=True):
-    """Limits; null is no limit at this level. `monthly_budget` is in micro-units of money."""
+    """Limits of a tenant, a key or a model. Null means no limit; the limits of the other levels still apply."""
 
     tokens_per_minute: int | None
     requests_per_minute: int | None
@@ -85,13 +85,13 @@ class KeyShape(msgspec.Struct, kw_only=True):
 
 
 class NewKeyShape(KeyShape, kw_only=True):
-    """An API key with its secret in `key`: shown in this answer and never again."""
+    """An API key with its secret, shown only in this answer."""
 
     key: str
 
 
 class LedgerEventShape(msgspec.Struct, kw_only=True):
-    """A usage event of the ledger. An adjustment names the event that it corrects; its counts and cost are signed."""
+    """A usage event of the ledger: a request, or a correction of one (an adjustment) with signed counts and cost."""
 
     id: str
     request_id: str
@@ -122,7 +122,7 @@ class LedgerEventShape(msgspec.Struct, kw_only=True):
 
 
 class RequestShape(msgspec.Struct, kw_only=True):
-    """A live or past request with its timeline. `explanation` says where the time went."""
+    """A live or past request with its timeline."""
 
     id: str
     tenant_id: str
@@ -151,7 +151,7 @@ class RequestShape(msgspec.Struct, kw_only=True):
 
 
 class PriceShape(msgspec.Struct, kw_only=True):
-    """A price: micro-units of money per million tokens."""
+    """A price of a model, in micro-units of money per million tokens."""
 
     id: str
     model: str
@@ -166,7 +166,7 @@ class PriceShape(msgspec.Struct, kw_only=True):
 
 
 class UsageRowShape(msgspec.Struct, kw_only=True, omit_defaults=True):
-    """Sums of one period and group; ids that were not grouped by are left out."""
+    """Usage and cost of one period and group."""
 
     start: str
     end: str

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from appliance.tenancy.admin_tokens import AdminToken
     from appliance.tenancy.members import Member
 
-app = typer.Typer(help="Administrators: who may sign in, and tokens for /admin/v1.", no_args_is_help=True)
+app = typer.Typer(help="Administrators: sign-in and tokens for /admin/v1.", no_args_is_help=True)
 
 T = TypeVar("T")
 ROLES = "owner, admin, billing or viewer."
@@ -33,7 +33,7 @@ VERBS_ELSEWHERE = ("create", "list", "revoke")  # as in other commands: typed he
 KEEP_IT = "Keep it now: it is not shown again."
 TOKEN_COLUMNS = ("id", "name", "role", "revoked_at", "created_at")
 
-Email = Annotated[str, typer.Argument(metavar="E-MAIL", help="The address to sign in with.")]
+Email = Annotated[str, typer.Argument(metavar="E-MAIL", help="The e-mail address of the member.")]
 FromStdin = Annotated[
     bool, typer.Option("--password-stdin", help="Read the password from standard input instead of generating one.")
 ]
@@ -98,13 +98,13 @@ def unlink_provider(email: Email, as_json: AsJson = False, data_dir: DataDir = N
 def token(
     name: Annotated[str | None, typer.Argument(metavar="NAME", help="What the new token is for.")] = None,
     role: Annotated[str, typer.Option(help=ROLES)] = "admin",
-    show: Annotated[bool, typer.Option("--list", help="List the tokens, without their secrets.")] = False,
-    revoke: Annotated[str | None, typer.Option(metavar="ID", help="Revoke a token.")] = None,
+    show: Annotated[bool, typer.Option("--list", help="List tokens without their secrets.")] = False,
+    revoke: Annotated[str | None, typer.Option(metavar="ID", help="Revoke the token with this id.")] = None,
     as_json: AsJson = False,
     data_dir: DataDir = None,
     database: DatabaseUrl = None,
 ) -> None:
-    """Create, list or revoke bearer tokens of /admin/v1. A new one is printed, once."""
+    """Create, list or revoke bearer tokens for /admin/v1. Prints a new token, once."""
     from appliance.tenancy.admin_tokens import AdminTokens
     from appliance.tenancy.pages import every_row
 

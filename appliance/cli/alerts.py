@@ -22,14 +22,14 @@ POLLS_MAX = 50
 POLL_S = 0.4  # an attempt over HTTP ends after 15 s at the latest
 
 WebhookId = Annotated[str, typer.Argument(metavar="WEBHOOK", help="A webhook's id.")]
-TenantOption = Annotated[str | None, typer.Option("--tenant", metavar="TENANT", help="A tenant's id or name.")]
+TenantOption = Annotated[str | None, typer.Option("--tenant", metavar="TENANT", help="Only this tenant (id or name).")]
 
 
 @app.command("list")
 def list_webhooks(
     tenant: TenantOption = None, as_json: AsJson = False, data_dir: DataDir = None, database: DatabaseUrl = None
 ) -> None:
-    """List the webhooks."""
+    """List webhooks."""
 
     async def work(client: AdminClient) -> list[dict[str, Any]]:
         return await client.every("/webhooks", query=await tenant_field(client, tenant))
@@ -43,12 +43,14 @@ def list_webhooks(
 def add(
     target: Annotated[str, typer.Argument(metavar="TARGET", help="An https:// URL, or an e-mail address.")],
     tenant: TenantOption = None,
-    event: Annotated[list[str] | None, typer.Option(metavar="EVENT", help="Only this event; repeatable.")] = None,
+    event: Annotated[
+        list[str] | None, typer.Option(metavar="EVENT", help="Only this event, as in invoice.closed; repeatable; default: all.")
+    ] = None,
     as_json: AsJson = False,
     data_dir: DataDir = None,
     database: DatabaseUrl = None,
 ) -> None:
-    """Send alerts to TARGET, of one tenant or of all. Prints the secret that signs them, once."""
+    """Send alerts to a URL or an e-mail address. Prints the secret that signs them, once."""
 
     async def work(client: AdminClient) -> dict[str, Any]:
         kind = "email" if "@" in target and "://" not in target else "webhook"
@@ -61,7 +63,9 @@ def add(
 @app.command("rotate")
 def rotate(
     webhook: WebhookId,
-    grace_s: Annotated[int, typer.Option(metavar="SECONDS", help="How long the previous secret signs as well.")] = 86400,
+    grace_s: Annotated[
+        int, typer.Option(metavar="SECONDS", help="How long the previous secret signs as well: 0 to 604800.")
+    ] = 86400,
     as_json: AsJson = False,
     data_dir: DataDir = None,
     database: DatabaseUrl = None,
@@ -81,7 +85,7 @@ def remove(webhook: WebhookId, as_json: AsJson = False, data_dir: DataDir = None
 
 @app.command("test")
 def send_test(webhook: WebhookId, as_json: AsJson = False, data_dir: DataDir = None, database: DatabaseUrl = None) -> None:
-    """Send a test alert and wait for its first attempt. Exit status 1 when that fails."""
+    """Send a test alert and wait for its first attempt. Exit status 1 if that fails."""
     settings = settings_from(data_dir, database)
     if read_control(settings.data_dir) is None:
         raise CommandFailed("the appliance is not running: nothing would be sent", code="not_running")
@@ -105,7 +109,7 @@ def deliveries(
     data_dir: DataDir = None,
     database: DatabaseUrl = None,
 ) -> None:
-    """List the deliveries of a webhook, the newest first."""
+    """List the deliveries of a webhook, newest first."""
     from appliance.serving.alerting.texts import text_of
 
     path, query = f"/webhooks/{webhook}/deliveries", {"state": state}

@@ -25,23 +25,21 @@ COLUMNS = ("id", "at", "actor", "action", "target", "tenant_id", "before", "afte
 HASH_CHARS = 64
 HEXADECIMAL = "0123456789abcdef"
 
-Moment = Annotated[str | None, typer.Option(metavar="TIME", help="As in 2027-01-31T00:00:00Z.")]
-
 
 @app.command("list")
 def list_entries(
     actor: Annotated[str | None, typer.Option(help="Only this actor: e-mail, token name or id.")] = None,
     action: Annotated[str | None, typer.Option(help="Only this action, as in key.rotate.")] = None,
-    target: Annotated[str | None, typer.Option(metavar="ID", help="Only entries on this target.")] = None,
-    tenant: Annotated[str | None, typer.Option(metavar="TENANT", help="Only entries of this tenant (id or name).")] = None,
-    start: Moment = None,
-    end: Moment = None,
+    target: Annotated[str | None, typer.Option(metavar="ID", help="Only changes of the object with this id.")] = None,
+    tenant: Annotated[str | None, typer.Option(metavar="TENANT", help="Only this tenant (id or name).")] = None,
+    start: Annotated[str | None, typer.Option(metavar="TIME", help="Only entries from this time on (RFC 3339).")] = None,
+    end: Annotated[str | None, typer.Option(metavar="TIME", help="Only entries before this time (RFC 3339).")] = None,
     limit: Annotated[int, typer.Option(min=1, help="Maximum number of entries.")] = 50,
     as_json: AsJson = False,
     data_dir: DataDir = None,
     database: DatabaseUrl = None,
 ) -> None:
-    """List entries, the newest first."""
+    """List entries, newest first."""
     query = {"actor": actor, "action": action, "target": target, "start": start, "end": end}
 
     async def work(client: AdminClient) -> list[dict[str, Any]]:
@@ -60,9 +58,9 @@ def verify(
     data_dir: DataDir = None,
     database: DatabaseUrl = None,
 ) -> None:
-    """Verify the chain of hashes. The database may be in use. Exit status 1 names the first wrong entry.
+    """Verify the chain of hashes. The appliance may be running. Exit status 1 if an entry is wrong; the first one is named.
 
-    Note the printed hash somewhere else: with --expect it proves that the log was not rewritten since.
+    Keep the printed hash somewhere else: with --expect it later proves that the log was not rewritten.
     """
     if expect is not None and (len(expect) != HASH_CHARS or set(expect) - set(HEXADECIMAL) or not expect.strip("0")):
         raise WrongUsage(

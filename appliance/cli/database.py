@@ -49,10 +49,10 @@ def downgrade(
     data_dir: DataDir = None,
     database: DatabaseUrl = None,
 ) -> None:
-    """Take the tables back to a revision. What only newer tables hold is lost, so it asks for --yes.
+    """Take the tables back to a revision. What only newer tables hold is lost, so --yes is required.
 
-    It refuses while the journal of a killed appliance holds what the tables lack: the version that reads it next may not
-    know all of its words, or have no journal.
+    Refused while the journal of a killed appliance holds records that the tables lack: the older version might not be able to
+    read them.
     """
     from appliance.base import migrations
 
@@ -71,7 +71,7 @@ def downgrade(
 
 @app.command("check")
 def check(as_json: AsJson = False, data_dir: DataDir = None, database: DatabaseUrl = None) -> None:
-    """Check the invariants of the ledger. The database may be in use. Exit status 1 when one is broken."""
+    """Check the invariants of the ledger. The appliance may be running. Exit status 1 if one is broken."""
     from appliance.metering.invariants.check import check_ledger
 
     settings = settings_from(data_dir, database)
@@ -88,7 +88,7 @@ def check(as_json: AsJson = False, data_dir: DataDir = None, database: DatabaseU
 
 @app.command("rebuild-rollups")
 def rebuild_rollups(as_json: AsJson = False, data_dir: DataDir = None, database: DatabaseUrl = None) -> None:
-    """Rebuild the sums of usage. Those by minute, hour and day are made from the usage events."""
+    """Rebuild the sums of usage. Sums by minute, hour and day are computed again from the usage events."""
     from appliance.base.db import Database
     from appliance.metering.calendar import BillingCalendar
     from appliance.metering.ledger import rollups

@@ -42,15 +42,18 @@ class Check:
 
 
 def doctor(
-    host: Annotated[str | None, typer.Option(help="The address to listen on.")] = None,
-    port: Annotated[int | None, typer.Option(help="The port to listen on.")] = None,
-    model: Annotated[list[str] | None, typer.Option("--model", metavar="MODEL", help="A model to serve; repeatable.")] = None,
+    host: Annotated[str | None, typer.Option(help="Address that the appliance would listen on.")] = None,
+    port: Annotated[int | None, typer.Option(help="Port that the appliance would listen on.")] = None,
+    model: Annotated[
+        list[str] | None,
+        typer.Option("--model", metavar="MODEL", help="A model's folder, or an added model's name; repeatable."),
+    ] = None,
     as_json: AsJson = False,
     data_dir: DataDir = None,
     database: DatabaseUrl = None,
 ) -> None:
-    """Check this installation and report problems. Looks at Python, disk, port, database, secrets, prices, models and GPU; exit
-    status 1 when one of them is wrong."""
+    """Check this installation and report problems. Checks Python, disk, port, database, secrets, prices, models and GPU. Exit
+    status 1 if one of them is wrong."""
     settings = settings_from(data_dir, database, host=host, port=port, models=tuple(model) if model else None)
     looks: list[Callable[[Settings], list[Check]]] = [_disk, _port, _database, _secrets, _prices, _models, _switches, _gpu]
     checks = [_python()] + [check for look in looks for check in look(settings)]

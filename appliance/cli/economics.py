@@ -19,13 +19,14 @@ BREAK_EVEN = ("name", "hosted_per_million", "break_even_tokens_month", "share", 
 
 def economics(
     file: Annotated[
-        Path | None, typer.Option("--file", metavar="JSON", help="Replace the cost of the hardware by this file.")
+        Path | None,
+        typer.Option("--file", metavar="JSON", help="Replace the cost of the hardware with this file, as in docs/billing.md."),
     ] = None,
     as_json: AsJson = False,
     data_dir: DataDir = None,
     database: DatabaseUrl = None,
 ) -> None:
-    """Show the cost of a million tokens. With the break-even, and the source of each figure."""
+    """Show the cost of a million tokens. Includes the break-even with hosted prices and the source of each figure."""
     body = None if file is None else read_json(file)
 
     async def work(client: AdminClient) -> dict[str, Any]:

@@ -36,10 +36,8 @@ _OF_EVERYBODY = ("invalid_value", "month_not_over")  # a wrong month is wrong fo
 FORMATS = ("pdf", "csv", "json", "events")
 
 Month = Annotated[str, typer.Option("--month", metavar="YYYY-MM", help="The month, in the billing time zone.")]
-Tenant = Annotated[str | None, typer.Option("--tenant", metavar="TENANT", help="One tenant (id or name).")]
-All = Annotated[
-    bool, typer.Option("--all", help="Every tenant, archived ones too; those without anything to bill are left out.")
-]
+Tenant = Annotated[str | None, typer.Option("--tenant", metavar="TENANT", help="Only this tenant (id or name).")]
+All = Annotated[bool, typer.Option("--all", help="All tenants, including archived ones, except those with nothing to bill.")]
 
 Row = dict[str, Any]
 
@@ -62,7 +60,7 @@ def list_invoices(
     data_dir: DataDir = None,
     database: DatabaseUrl = None,
 ) -> None:
-    """List invoices, the newest month first. Drafts are shown as they would be now."""
+    """List invoices, newest month first. Drafts show what would be billed now."""
     if month is not None:
         _check_month(month)
 
@@ -110,7 +108,7 @@ def discard(
     data_dir: DataDir = None,
     database: DatabaseUrl = None,
 ) -> None:
-    """Discard a draft, once its tenant's name is typed. Its usage stays."""
+    """Discard a draft. Asks for the tenant's name; no usage is lost."""
     settings = settings_from(data_dir, database)
     if not yes:
         needs_terminal("discarding removes the draft", whose="the tenant's name")
@@ -137,7 +135,7 @@ def export(
     data_dir: DataDir = None,
     database: DatabaseUrl = None,
 ) -> None:
-    """Write invoices as files to send: invoice-2026-0001.pdf."""
+    """Write invoices as files to send, such as invoice-2026-0001.pdf."""
     _check_month(month)
     for form in forms or ():
         if form not in FORMATS:
@@ -164,12 +162,14 @@ def export(
 
 @app.command("seller")
 def seller(
-    file: Annotated[Path | None, typer.Option("--file", metavar="JSON", help="Replace the seller by this file.")] = None,
+    file: Annotated[
+        Path | None, typer.Option("--file", metavar="JSON", help="Replace the seller with this file, as in docs/billing.md.")
+    ] = None,
     as_json: AsJson = False,
     data_dir: DataDir = None,
     database: DatabaseUrl = None,
 ) -> None:
-    """Show or replace the seller on invoices. Name, address, tax and bank, as in docs/billing.md."""
+    """Show or replace the seller on invoices. The seller is a name and address, with tax and bank details."""
     body = None if file is None else read_json(file)
 
     method = "GET" if body is None else "PUT"
@@ -186,7 +186,7 @@ def allowance(
     data_dir: DataDir = None,
     database: DatabaseUrl = None,
 ) -> None:
-    """Set the free allowance of a tenant, from a month on."""
+    """Set a tenant's free monthly allowance, from a month on."""
     body = {"first_month": month, "monthly_micros": micros}
     work = at_tenant(tenant, "POST", "/allowances", body=body)
     output.thing(run(settings_from(data_dir, database), work), as_json=as_json)

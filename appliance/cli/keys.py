@@ -26,7 +26,7 @@ from appliance.cli.tenants import (
     with_money,
 )
 
-app = typer.Typer(help="The API keys of tenants.", no_args_is_help=True)
+app = typer.Typer(help="API keys of tenants.", no_args_is_help=True)
 
 COLUMNS = (
     "id",
@@ -48,12 +48,12 @@ KeyId = Annotated[str, typer.Argument(metavar="KEY", help="A key's id or its pub
 
 @app.command("list")
 def list_keys(
-    tenant: Annotated[str | None, typer.Option(metavar="TENANT", help="Only this tenant's keys.")] = None,
+    tenant: Annotated[str | None, typer.Option(metavar="TENANT", help="Only this tenant (id or name).")] = None,
     as_json: AsJson = False,
     data_dir: DataDir = None,
     database: DatabaseUrl = None,
 ) -> None:
-    """List keys, without their secrets."""
+    """List keys without their secrets."""
 
     async def work(client: AdminClient) -> list[dict[str, Any]]:
         return await _keys(client, tenant)
@@ -69,8 +69,12 @@ def create(
     scope: Annotated[
         list[str] | None, typer.Option(metavar="SCOPE", help="inference or usage; repeatable (default: inference).")
     ] = None,
-    expires_at: Annotated[str | None, typer.Option(metavar="TIME", help="Expiry, as in 2027-01-31T00:00:00Z.")] = None,
-    network: Annotated[list[str] | None, typer.Option(metavar="CIDR", help="An allowed network; repeatable.")] = None,
+    expires_at: Annotated[
+        str | None, typer.Option(metavar="TIME", help="Expiry, as in 2027-01-31T00:00:00Z; default: never.")
+    ] = None,
+    network: Annotated[
+        list[str] | None, typer.Option(metavar="CIDR", help="An allowed network; repeatable; default: any.")
+    ] = None,
     tokens_per_minute: LimitOption = None,
     requests_per_minute: LimitOption = None,
     concurrent_requests: LimitOption = None,
@@ -105,7 +109,7 @@ def update(
     scope: Annotated[list[str] | None, typer.Option(metavar="SCOPE", help="inference or usage; repeatable.")] = None,
     expires_at: Annotated[str | None, typer.Option(metavar="TIME", help="Expiry; `none` for never.")] = None,
     network: Annotated[
-        list[str] | None, typer.Option(metavar="CIDR", help="An allowed network; repeatable; `all` for every one.")
+        list[str] | None, typer.Option(metavar="CIDR", help="An allowed network; repeatable; `all` for any.")
     ] = None,
     tokens_per_minute: LimitOption = None,
     requests_per_minute: LimitOption = None,
@@ -119,7 +123,7 @@ def update(
     data_dir: DataDir = None,
     database: DatabaseUrl = None,
 ) -> None:
-    """Change a key; what is not named stays as it is."""
+    """Change a key. What is not named stays as it is."""
     named = {"name": name, "scopes": scope or None, "limit_mode": limit_mode}
     body: dict[str, Any] = {field: value for field, value in named.items() if value is not None}
     body |= {} if expires_at is None else {"expires_at": None if expires_at == "none" else expires_at}
@@ -149,12 +153,12 @@ def update(
 @app.command("rotate")
 def rotate(
     key: KeyId,
-    grace_s: Annotated[int, typer.Option(metavar="SECONDS", help="Grace period in which the old secret still works.")] = 0,
+    grace_s: Annotated[int, typer.Option(metavar="SECONDS", help="How long the old secret still works.")] = 0,
     as_json: AsJson = False,
     data_dir: DataDir = None,
     database: DatabaseUrl = None,
 ) -> None:
-    """Rotate a key. Prints the new secret, once; the old one stops working at once, or after the grace period."""
+    """Rotate a key and print the new secret, once. The old one stops working at once, or after --grace-s."""
 
     async def work(client: AdminClient) -> dict[str, Any]:
         found = await find_key(client, key)

@@ -14,7 +14,7 @@ from appliance.cli.failure import CommandFailed
 from appliance.cli.options import AsJson, DatabaseUrl, DataDir, settings_from
 from appliance.cli.tenants import tenant_field
 
-app = typer.Typer(help="The usage events: one per request, and corrections of them.", no_args_is_help=True)
+app = typer.Typer(help="Usage events: one per request, and corrections of them.", no_args_is_help=True)
 
 COLUMNS = (
     "id", "posting", "admitted_at", "tenant_id", "model", "kind", "batch", "status", "finish_reason", "cause", "prompt_tokens",
@@ -30,14 +30,16 @@ def list_events(
     request: Annotated[str | None, typer.Option(metavar="ID", help="Only this request.")] = None,
     status: Annotated[str | None, typer.Option(help="pending, posted, voided or recovered.")] = None,
     kind: Annotated[str | None, typer.Option(help="usage or adjustment.")] = None,
-    start: Annotated[str | None, typer.Option(metavar="TIME", help="Only events admitted since.")] = None,
-    end: Annotated[str | None, typer.Option(metavar="TIME", help="Only events admitted before.")] = None,
+    start: Annotated[
+        str | None, typer.Option(metavar="TIME", help="Only events admitted from this time on (RFC 3339).")
+    ] = None,
+    end: Annotated[str | None, typer.Option(metavar="TIME", help="Only events admitted before this time (RFC 3339).")] = None,
     limit: Annotated[int, typer.Option(min=1, help="Maximum number of events.")] = 50,
     as_json: AsJson = False,
     data_dir: DataDir = None,
     database: DatabaseUrl = None,
 ) -> None:
-    """List usage events, the newest first."""
+    """List usage events, newest first."""
     query = {"order": "desc", "request_id": request, "status": status, "kind": kind, "start": start, "end": end}
 
     async def work(client: AdminClient) -> list[dict[str, Any]]:
@@ -58,12 +60,14 @@ def correct(
     cost_picos: Annotated[
         int | None, typer.Option(metavar="PICOS", help="Cost to add, instead of tokens; negative to credit.")
     ] = None,
-    yes: Annotated[bool, typer.Option("--yes", help="Confirm a correction above 1,000x the event or 10M tokens.")] = False,
+    yes: Annotated[
+        bool, typer.Option("--yes", help="Confirm a correction of more than 1,000 times the event or 10 million tokens.")
+    ] = False,
     as_json: AsJson = False,
     data_dir: DataDir = None,
     database: DatabaseUrl = None,
 ) -> None:
-    """Correct a settled event by a new one. Both stay; the correction is billed on the next invoice that is closed."""
+    """Correct a settled event with a new one. Both are kept; the next invoice that is closed bills the correction."""
     body: dict[str, Any] = {
         "note": note,
         "prompt_tokens": prompt_tokens,

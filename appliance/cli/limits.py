@@ -16,7 +16,7 @@ from appliance.tenancy.fields import TIERS, check_choice
 
 app = typer.Typer(help="Limits of tiers and of models, across tenants.", no_args_is_help=True)
 
-Model = Annotated[str, typer.Argument(metavar="MODEL", help="The model's name, as requests name it.")]
+Model = Annotated[str, typer.Argument(metavar="MODEL", help="The model's name, as in requests.")]
 
 
 @app.command("tiers")
@@ -29,7 +29,7 @@ def list_tiers(as_json: AsJson = False, data_dir: DataDir = None, database: Data
 def change_tier(
     name: Annotated[str, typer.Argument(metavar="TIER", help="interactive, standard or batch.")],
     admission_wait_ms: Annotated[
-        int, typer.Option(metavar="MS", help="How long a request waits for its limits before it is refused, in ms.")
+        int, typer.Option(metavar="MS", help="How long a request waits for room before it is refused: 0 to 60000 ms.")
     ],
     as_json: AsJson = False,
     data_dir: DataDir = None,
@@ -61,7 +61,7 @@ def limit_model(
     data_dir: DataDir = None,
     database: DatabaseUrl = None,
 ) -> None:
-    """Set the limits of a model for all tenants together. Limits that are not named are lifted."""
+    """Set the limits of a model for all tenants together. Limits that are not named are removed."""
     given = limits_body(
         tokens_per_minute=tokens_per_minute,
         requests_per_minute=requests_per_minute,
@@ -75,7 +75,7 @@ def limit_model(
 
 @app.command("free-model")
 def free_model(model: Model, as_json: AsJson = False, data_dir: DataDir = None, database: DatabaseUrl = None) -> None:
-    """Lift the limits of a model."""
+    """Remove the limits of a model."""
     _call("DELETE", f"/model-limits/{quote(model)}", as_json=as_json, data_dir=data_dir, database=database)
 
 

@@ -27,7 +27,7 @@ Tenant = Annotated[str, typer.Option("--tenant", metavar="TENANT", help="A tenan
 
 @app.command("list")
 def list_members(
-    tenant: Annotated[str | None, typer.Option(metavar="TENANT", help="Only members of this tenant.")] = None,
+    tenant: Annotated[str | None, typer.Option(metavar="TENANT", help="Only this tenant (id or name).")] = None,
     as_json: AsJson = False,
     data_dir: DataDir = None,
     database: DatabaseUrl = None,
@@ -72,8 +72,10 @@ def invite(
 @app.command("set-role")
 def set_role(
     email: Email,
-    role: Annotated[str, typer.Argument(metavar="ROLE", help=f"In a tenant {TENANT_ROLES} On the appliance {BOX_ROLES}")],
-    tenant: Annotated[str | None, typer.Option(metavar="TENANT", help="The role in this tenant, not on the appliance.")] = None,
+    role: Annotated[str, typer.Argument(metavar="ROLE", help=f"In a tenant: {TENANT_ROLES} On the appliance: {BOX_ROLES}")],
+    tenant: Annotated[
+        str | None, typer.Option(metavar="TENANT", help="Change the role in this tenant, not on the appliance.")
+    ] = None,
     as_json: AsJson = False,
     data_dir: DataDir = None,
     database: DatabaseUrl = None,
@@ -99,7 +101,7 @@ def disable(email: Email, as_json: AsJson = False, data_dir: DataDir = None, dat
 
 @app.command("enable")
 def enable(email: Email, as_json: AsJson = False, data_dir: DataDir = None, database: DatabaseUrl = None) -> None:
-    """Enable a disabled member, who may sign in again."""
+    """Enable a disabled member, who can then sign in again."""
     _print(_change(email, {"disabled": False}), as_json=as_json, data_dir=data_dir, database=database)
 
 

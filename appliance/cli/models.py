@@ -18,12 +18,12 @@ if TYPE_CHECKING:
 app = typer.Typer(help="The models on this machine: folders in Hugging Face's layout.", no_args_is_help=True)
 
 COLUMNS = ("name", "state", "path")
-ModelPath = Annotated[str, typer.Argument(metavar="MODEL", help="The path of a model's folder, or the name of an added one.")]
+ModelPath = Annotated[str, typer.Argument(metavar="MODEL", help="A model's folder, or an added model's name.")]
 
 
 @app.command("list")
 def list_models(as_json: AsJson = False, data_dir: DataDir = None, database: DatabaseUrl = None) -> None:
-    """List the models that are served and those that were added."""
+    """List the models that are served and the added ones."""
     settings = settings_from(data_dir, database)
     rows: dict[str, dict[str, Any]] = {
         path.name: {"name": path.name, "state": _state(path), "path": str(path)} for path in _on_disk(settings)
@@ -36,13 +36,13 @@ def list_models(as_json: AsJson = False, data_dir: DataDir = None, database: Dat
 @app.command("add")
 def add(
     path: Annotated[Path, typer.Argument(metavar="FOLDER", help="The folder of the model.")],
-    name: Annotated[str | None, typer.Option(help="Its name here (default: the folder's).")] = None,
+    name: Annotated[str | None, typer.Option(help="Name to add it under (default: the folder's).")] = None,
     copy: Annotated[bool, typer.Option("--copy", help="Copy the files instead of linking to the folder.")] = False,
     as_json: AsJson = False,
     data_dir: DataDir = None,
     database: DatabaseUrl = None,
 ) -> None:
-    """Verify a model and add it to the data folder. Then `--model NAME` finds it."""
+    """Verify a model and add it to the data folder. `serve --model NAME` then finds it."""
     from appliance.cli.model_check import check_model
 
     settings = settings_from(data_dir, database)
@@ -62,16 +62,16 @@ def add(
 def verify(
     model: ModelPath,
     perplexity: Annotated[bool, typer.Option("--perplexity", help="Measure the perplexity on a fixed text.")] = False,
-    quantization: Annotated[str | None, typer.Option(help="int8 or fp8: compare with the model in 8 bits.")] = None,
-    head_quantization: Annotated[str | None, typer.Option(help="int8 or none: quantization of the output head.")] = None,
-    kv_cache_dtype: Annotated[str | None, typer.Option(help="fp8: compare with the KV cache in 8 bits.")] = None,
+    quantization: Annotated[str | None, typer.Option(help="Compare with the model in 8 bits: int8 or fp8.")] = None,
+    head_quantization: Annotated[str | None, typer.Option(help="Quantization of the output head: int8 or none.")] = None,
+    kv_cache_dtype: Annotated[str | None, typer.Option(help="Compare with the KV cache in 8 bits: fp8.")] = None,
     unquantized: Annotated[str | None, typer.Option(help="The model to compare a quantized checkpoint with.")] = None,
     as_json: AsJson = False,
     data_dir: DataDir = None,
     database: DatabaseUrl = None,
 ) -> None:
-    """Verify every tensor of a model. Against its configuration, without loading it. With one of the options it is loaded,
-    and its perplexity on a fixed text told, beside the unquantised one and their ratio."""
+    """Verify every tensor of a model. Compares it with the configuration, without loading it. With one of the options the
+    model is loaded and its perplexity on a fixed text shown, next to that of the unquantized model and their ratio."""
     from appliance.cli.model_check import check_model
 
     formats = {"quantization": quantization, "head_quantization": head_quantization, "kv_cache_dtype": kv_cache_dtype}
@@ -89,12 +89,12 @@ def verify(
 @app.command("remove")
 def remove(
     name: Annotated[str, typer.Argument(metavar="NAME", help="The name of an added model.")],
-    yes: Annotated[bool, typer.Option("--yes", help="Delete the files of a copied model.")] = False,
+    yes: Annotated[bool, typer.Option("--yes", help="Confirm that the files of a copied model are deleted.")] = False,
     as_json: AsJson = False,
     data_dir: DataDir = None,
     database: DatabaseUrl = None,
 ) -> None:
-    """Remove an added model. A link goes, the folder that it points to stays; a copy is deleted."""
+    """Remove an added model. A linked folder is kept; a copy is deleted."""
     settings = settings_from(data_dir, database)
     place = next((path for path in model_store.added_models(settings.data_dir) if path.name == name), None)
     if place is None:

@@ -10,8 +10,10 @@ import typer
 if TYPE_CHECKING:
     from appliance.base.settings import Settings
 
-AsJson = Annotated[bool, typer.Option("--json", help="Print JSON instead of a table; errors too.")]
-DataDir = Annotated[str | None, typer.Option("--data-dir", metavar="DIR", help="The appliance's data folder.")]
+AsJson = Annotated[bool, typer.Option("--json", help="Print JSON instead of text, errors included.")]
+DataDir = Annotated[
+    str | None, typer.Option("--data-dir", metavar="DIR", help="The appliance's data folder (default: that of the platform).")
+]
 DatabaseUrl = Annotated[
     str | None,
     typer.Option("--database", metavar="URL", help="sqlite:///PATH or postgresql://… (default: SQLite in the data folder)."),

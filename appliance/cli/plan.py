@@ -14,14 +14,14 @@ from appliance.cli.options import AsJson, DataDir, settings_from
 
 
 def plan(
-    model: Annotated[str, typer.Argument(metavar="MODEL", help="A folder, an added model, or a known one.")],
-    gpu: Annotated[str, typer.Option(help="h200, h100, a100 or h20.")] = "h200",
-    memory_gib: Annotated[float | None, typer.Option(help="Memory of the card in GiB, where it differs from --gpu.")] = None,
+    model: Annotated[str, typer.Argument(metavar="MODEL", help="A folder, or the name of an added or a known model.")],
+    gpu: Annotated[str, typer.Option(help="GPU: h200, h100, a100 or h20.")] = "h200",
+    memory_gib: Annotated[float | None, typer.Option(help="Memory of the GPU in GiB, if it differs from --gpu.")] = None,
     dtype: Annotated[str, typer.Option(help="Compute dtype: auto, bfloat16, float16 or float32.")] = "auto",
     quantization: Annotated[
         str | None,
         typer.Option(
-            help="For a folder: as in `serve` (int8 or fp8 if unquantised). For a known model: none, int8, fp8 or int4."
+            help="Quantization. Of a folder that is not quantized: int8 or fp8. Of a known model: none, int8, fp8 or int4."
         ),
     ] = None,
     head_quantization: Annotated[str | None, typer.Option(help="Quantization of the output head: none or int8.")] = None,
@@ -36,7 +36,7 @@ def plan(
     as_json: AsJson = False,
     data_dir: DataDir = None,
 ) -> None:
-    """Predict the memory that a model takes on a GPU. Fails when it does not fit, with what would help."""
+    """Predict the memory that a model takes on a GPU. If it does not fit, lists what would help; exit status 1."""
     from engine.errors import EngineError
     from engine.simulator.fitting import card_with, facts, facts_in_words, memory_fit
     from engine.simulator.models import find_gpu

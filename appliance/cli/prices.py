@@ -27,7 +27,7 @@ def list_prices(
     data_dir: DataDir = None,
     database: DatabaseUrl = None,
 ) -> None:
-    """List all prices, in the order they were added. Also past and future ones."""
+    """List all prices, in the order they were added. Includes past and future ones."""
     prices = run(settings_from(data_dir, database), lambda client: client.every("/prices"))
     rows = [price for price in prices if model in (None, price["model"])]
     empty = "There are no prices: requests cost nothing."
@@ -36,28 +36,36 @@ def list_prices(
 
 @app.command("add")
 def add(
-    model: Annotated[str, typer.Argument(metavar="MODEL", help="The model's name, as clients ask for it.")],
-    prompt: Annotated[int, typer.Option(metavar="MICROS", help="Per million prompt tokens.")],
-    completion: Annotated[int, typer.Option(metavar="MICROS", help="Per million completion tokens.")],
+    model: Annotated[str, typer.Argument(metavar="MODEL", help="The model's name, as in requests.")],
+    prompt: Annotated[int, typer.Option(metavar="MICROS", help="Price per million prompt tokens.")],
+    completion: Annotated[int, typer.Option(metavar="MICROS", help="Price per million output tokens.")],
     cached_prompt: Annotated[
-        int | None, typer.Option(metavar="MICROS", help="Per million cached prompt tokens; default: --prompt.")
+        int | None, typer.Option(metavar="MICROS", help="Price per million cached prompt tokens; default: --prompt.")
     ] = None,
-    rejected_draft: Annotated[int, typer.Option(metavar="MICROS", help="Per million rejected draft tokens.")] = 0,
-    currency: Annotated[str | None, typer.Option(metavar="CODE", help="Three letters; default: the appliance's.")] = None,
+    rejected_draft: Annotated[
+        int, typer.Option(metavar="MICROS", help="Price per million rejected tokens of speculative decoding.")
+    ] = 0,
+    currency: Annotated[
+        str | None, typer.Option(metavar="CODE", help="Currency, such as EUR; default: the appliance's.")
+    ] = None,
     effective_from: Annotated[
-        str | None, typer.Option("--from", metavar="TIME", help="RFC 3339, also in the future; default: now.")
+        str | None,
+        typer.Option(
+            "--from", metavar="TIME", help="When it takes effect (RFC 3339), which may be in the future; default: now."
+        ),
     ] = None,
     batch_percent: Annotated[
-        int, typer.Option(metavar="PERCENT", help="Percentage of the price for batch work (service tier flex).")
+        int, typer.Option(metavar="PERCENT", help="Percentage of the price that batch work (service tier flex) pays.")
     ] = 100,
     tier_percent: Annotated[
-        list[str] | None, typer.Option(metavar="TIER=PERCENT", help="Share of the price that a tier pays; repeatable.")
+        list[str] | None, typer.Option(metavar="TIER=PERCENT", help="Percentage of the price that a tier pays; repeatable.")
     ] = None,
     as_json: AsJson = False,
     data_dir: DataDir = None,
     database: DatabaseUrl = None,
 ) -> None:
-    """Add a price. Earlier prices stay, and settled usage keeps its cost."""
+    """Add a price. It is in millionths of the currency per million tokens: 150000 is 0.15. Earlier prices are kept, and settled
+    usage keeps its cost."""
     optional = {"cached_prompt": cached_prompt, "currency": currency, "effective_from": effective_from}
     body: dict[str, Any] = {
         "model": model,
@@ -82,7 +90,7 @@ def withdraw(
     data_dir: DataDir = None,
     database: DatabaseUrl = None,
 ) -> None:
-    """Withdraw a price not yet in force. A price in force stays: add a new price to replace it."""
+    """Withdraw a price not yet in force. To replace one that is in force, add a new price."""
     path = f"/prices/{quote(price_id, safe='')}"
     price = run(settings_from(data_dir, database), lambda client: client.call("DELETE", path))
     if as_json:

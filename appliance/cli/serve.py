@@ -29,13 +29,13 @@ def serve(
     data_dir: DataDir = None,
     model: Annotated[
         list[str] | None,
-        typer.Option("--model", metavar="MODEL", help="A model's folder or the name of an added one; repeatable."),
+        typer.Option("--model", metavar="MODEL", help="A model's folder, or an added model's name; repeatable."),
     ] = None,
     database: DatabaseUrl = None,
-    device: Annotated[str | None, typer.Option(metavar="auto|cuda|cpu", help="Where models run.")] = None,
-    log_level: Annotated[str | None, typer.Option(help="debug, info, warning or error.")] = None,
+    device: Annotated[str | None, typer.Option(metavar="auto|cuda|cpu", help="Device that models run on.")] = None,
+    log_level: Annotated[str | None, typer.Option(help="Least severe level to log: debug, info, warning or error.")] = None,
 ) -> None:
-    """Start the appliance. It migrates, loads the models, serves until Ctrl-C, then drains."""
+    """Start the appliance. Applies migrations, loads the models and serves until Ctrl-C, then lets running requests finish."""
     settings = settings_from(
         data_dir, database, host=host, port=port, models=tuple(model) if model else None, device=device, log_level=log_level
     )

@@ -29,34 +29,36 @@ def simulate(
             metavar="NAME", help="Instead of a trace: noisy-prefill, noisy-decode, or noisy-none (its victims alone)."
         ),
     ] = None,
-    lengths: Annotated[Path | None, typer.Option(metavar="FILE", help="Lengths of the scenario's victims (.csv).")] = None,
-    speed: Annotated[float, typer.Option(help="Arrival times are divided by this.")] = 1.0,
-    start: Annotated[float, typer.Option(help="Seconds to skip, after --speed.")] = 0.0,
-    duration: Annotated[float | None, typer.Option(help="Seconds in which requests arrive, after --speed.")] = None,
+    lengths: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Prompt and output lengths of the scenario's victims (.csv).")
+    ] = None,
+    speed: Annotated[float, typer.Option(help="Divide arrival times by this: 2 replays twice as fast.")] = 1.0,
+    start: Annotated[float, typer.Option(help="Seconds of the trace to skip, after --speed.")] = 0.0,
+    duration: Annotated[float | None, typer.Option(help="Seconds of arrivals to replay, after --speed; default: all.")] = None,
     rate: Annotated[float | None, typer.Option(help="Requests per second, for a trace without times.")] = None,
-    sample: Annotated[float, typer.Option(help="Share of conversations to keep.")] = 1.0,
+    sample: Annotated[float, typer.Option(help="Share of conversations to keep, above 0 to 1.")] = 1.0,
     tenants: Annotated[int | None, typer.Option(help="Number of tenants to split over, for a trace without tenants.")] = None,
-    weights: Annotated[str | None, typer.Option(metavar="NAME=N,…", help="Weights of tenants; others have 1.")] = None,
+    weights: Annotated[str | None, typer.Option(metavar="NAME=N,…", help="Weights of tenants; the others have 1.")] = None,
     seed: Annotated[int, typer.Option(help="Seed of every random choice.")] = 0,
     model: Annotated[str, typer.Option(help="A known model or a folder with a config.json.")] = "llama-3.1-8b",
-    gpu: Annotated[str, typer.Option(help="h200, h100, a100 or h20.")] = "h200",
-    policy: Annotated[str, typer.Option(help="fair, fcfs, vtc or static.")] = "fair",
+    gpu: Annotated[str, typer.Option(help="GPU: h200, h100, a100 or h20.")] = "h200",
+    policy: Annotated[str, typer.Option(help="Scheduling policy: fair, fcfs, vtc or static.")] = "fair",
     max_num_seqs: Annotated[
         int | None, typer.Option(help="Maximum number of running requests; default: that of the GPU.")
     ] = None,
     token_budget: Annotated[
         int | None, typer.Option(help="Tokens per step; default: as many as the TPOT objective allows.")
     ] = None,
-    kv_cache_dtype: Annotated[str, typer.Option(help="auto, bf16 or fp8.")] = "auto",
+    kv_cache_dtype: Annotated[str, typer.Option(help="dtype of the KV cache: auto, bf16 or fp8.")] = "auto",
     host_cache_gib: Annotated[float, typer.Option(help="Host memory for evicted KV blocks, in GiB.")] = 0.0,
     max_tokens: Annotated[int | None, typer.Option(help="Maximum output tokens of each request; default: the context.")] = None,
     slo_ttft_ms: Annotated[float, typer.Option(help="TTFT objective in ms; slower requests miss the SLO.")] = 1000.0,
     slo_tpot_ms: Annotated[float, typer.Option(help="TPOT objective in ms, of the SLO and of the engine.")] = 25.0,
     as_json: AsJson = False,
 ) -> None:
-    """Replay traffic in virtual time. What service would it get from this model on this GPU under this policy?
+    """Replay traffic in virtual time. Predicts the service that it would get from a model, a GPU and a scheduling policy.
 
-    Scheduler, block pool, prefix cache and fairness are those that serve; only the time of a step is computed by formula.
+    Scheduler, block pool, prefix cache and fairness are those of the engine; only the time of a step is computed by formula.
     """
     from engine.errors import EngineError
     from engine.simulator.models import find_gpu, find_model

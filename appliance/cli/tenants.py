@@ -20,7 +20,7 @@ from appliance.tenancy.principals import LIMIT_NAMES
 if TYPE_CHECKING:
     from appliance.base.settings import Settings
 
-app = typer.Typer(help="The tenants of the appliance.", no_args_is_help=True)
+app = typer.Typer(help="Tenants, their limits and their billing.", no_args_is_help=True)
 
 COLUMNS = ("id", "name", "tier", "weight", "limits", "limit_mode", "allowed_models", "suspended", "archived", "created_at")
 ARCHIVED = "Its keys are refused and it is hidden from lists, permanently. Its ledger and its invoices are kept."
@@ -29,7 +29,7 @@ Which = Annotated[str, typer.Argument(metavar="TENANT", help="A tenant's id or n
 LimitOption = Annotated[str | None, typer.Option(metavar="N", help="A whole number, or `none` for no limit.")]
 BudgetOption = Annotated[
     str | None,
-    typer.Option(metavar="MICROS", help="In millionths of the currency: 5000000 is 5.00 EUR; or `none` for no limit."),
+    typer.Option(metavar="MICROS", help="In millionths of the currency (5000000 is 5.00 EUR), or `none` for no limit."),
 ]
 ModelOption = Annotated[
     list[str] | None, typer.Option("--model", metavar="NAME", help="An allowed model; repeatable; `all` for every model.")
@@ -39,25 +39,25 @@ ModelLimitOption = Annotated[
     typer.Option(
         "--model-limit",
         metavar="MODEL:LIMIT=N",
-        help="A limit for one model alone, as in large:tokens_per_minute=1000, a budget in millionths of the currency; "
+        help="A limit for a single model, as in large:tokens_per_minute=1000; a budget in millionths of the currency; "
         "repeatable; `none` lifts all of them.",
     ),
 ]
 ModeOption = Annotated[
     str | None,
-    typer.Option("--limit-mode", metavar="MODE", help="enforce, or shadow: count what would be refused and serve it."),
+    typer.Option("--limit-mode", metavar="MODE", help="enforce, or shadow: count requests over a limit and serve them."),
 ]
 CurrencyOption = Annotated[
     str | None,
     typer.Option(
         metavar="CODE",
-        help="Billing currency, as EUR; cannot be changed after the first request. Without one: the appliance's currency.",
+        help="Billing currency, such as EUR; cannot be changed after the first request (default: the appliance's).",
     ),
 ]
 CutOption = Annotated[
     bool | None,
     typer.Option(
-        "--cut-at-budget/--finish-at-budget", help="End a running answer when the monthly budget is spent, or let it finish."
+        "--cut-at-budget/--finish-at-budget", help="End running answers when a monthly budget is spent, or let them finish."
     ),
 ]
 BillingOption = Annotated[
@@ -65,11 +65,12 @@ BillingOption = Annotated[
     typer.Option(
         "--billing",
         metavar="FIELD=TEXT",
-        help="Who is billed: name, address, country, email, tax_id or reference; repeatable; replaces what was there.",
+        help="A field of the buyer: name, address, country, email, tax_id or reference; repeatable; replaces the whole buyer.",
     ),
 ]
 AlertOption = Annotated[
-    list[int] | None, typer.Option("--alert-percent", metavar="N", help="Budget percentage that alerts; repeatable.")
+    list[int] | None,
+    typer.Option("--alert-percent", metavar="N", help="Alert at this percentage of the budget or tokens per day; repeatable."),
 ]
 
 
@@ -80,7 +81,7 @@ def list_tenants(
     data_dir: DataDir = None,
     database: DatabaseUrl = None,
 ) -> None:
-    """List the tenants."""
+    """List tenants."""
     query = {"include_archived": "true"} if archived else {}
     settings = settings_from(data_dir, database)
     rows = run(settings, lambda client: client.every("/tenants", query=query))
@@ -92,7 +93,7 @@ def list_tenants(
 def create(
     name: Annotated[str, typer.Argument(metavar="NAME", help="The name of the new tenant.")],
     tier: Annotated[str, typer.Option(help="interactive, standard or batch.")] = "standard",
-    weight: Annotated[int, typer.Option(help="Weight among tenants of the same tier.")] = 1,
+    weight: Annotated[int, typer.Option(help="Weight among tenants of the same tier, 1 to 1000.")] = 1,
     tokens_per_minute: LimitOption = None,
     requests_per_minute: LimitOption = None,
     concurrent_requests: LimitOption = None,
@@ -134,7 +135,7 @@ def update(
     which: Which,
     name: Annotated[str | None, typer.Option(help="A new name.")] = None,
     tier: Annotated[str | None, typer.Option(help="interactive, standard or batch.")] = None,
-    weight: Annotated[int | None, typer.Option(help="Weight among tenants of the same tier.")] = None,
+    weight: Annotated[int | None, typer.Option(help="Weight among tenants of the same tier, 1 to 1000.")] = None,
     tokens_per_minute: LimitOption = None,
     requests_per_minute: LimitOption = None,
     concurrent_requests: LimitOption = None,
@@ -154,7 +155,7 @@ def update(
     data_dir: DataDir = None,
     database: DatabaseUrl = None,
 ) -> None:
-    """Change a tenant; what is not named stays as it is."""
+    """Change a tenant. What is not named stays as it is."""
     named = {"name": name, "tier": tier, "weight": weight, "suspended": suspended}
     body: dict[str, Any] = {field: value for field, value in named.items() if value is not None} | models_body(model)
     body |= model_limits_body(model_limit)
@@ -177,7 +178,7 @@ def update(
 def archive(
     which: Which, yes: Yes = False, as_json: AsJson = False, data_dir: DataDir = None, database: DatabaseUrl = None
 ) -> None:
-    """Archive a tenant permanently, once its name is typed. Usage and invoices stay."""
+    """Archive a tenant permanently. Asks for its name; usage and invoices are kept."""
     settings = settings_from(data_dir, database)
     if not yes:
         needs_terminal("archiving a tenant cannot be undone")

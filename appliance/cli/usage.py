@@ -20,10 +20,12 @@ DAYS_DEFAULT = 30
 
 
 def usage(
-    start: Annotated[str | None, typer.Option(metavar="TIME", help="RFC 3339; default: 30 days ago.")] = None,
-    end: Annotated[str | None, typer.Option(metavar="TIME", help="RFC 3339; default: now.")] = None,
-    bucket: Annotated[str, typer.Option(help="minute, hour or day.")] = "day",
-    group_by: Annotated[str, typer.Option(help="tenant, key or model, or several with commas.")] = "tenant",
+    start: Annotated[
+        str | None, typer.Option(metavar="TIME", help="Start of the report (RFC 3339); default: 30 days ago.")
+    ] = None,
+    end: Annotated[str | None, typer.Option(metavar="TIME", help="End of the report (RFC 3339); default: now.")] = None,
+    bucket: Annotated[str, typer.Option(help="Length of the periods: minute, hour or day.")] = "day",
+    group_by: Annotated[str, typer.Option(help="tenant, key or model; several with commas.")] = "tenant",
     tenant: Annotated[str | None, typer.Option(metavar="TENANT", help="Only this tenant (id or name).")] = None,
     key: Annotated[
         list[str] | None, typer.Option(metavar="KEY", help="Only this key (id or public prefix); repeatable.")

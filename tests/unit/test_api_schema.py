@@ -12,6 +12,8 @@ import httpx
 import pytest
 from litestar.routes import HTTPRoute
 
+from appliance.api import descriptions
+from appliance.api.descriptions import administration, billing, inference, machine, organization, parameters
 from tests.support.api_box import ApiBox, open_api_box
 
 METHODS = {"GET", "POST", "PUT", "PATCH", "DELETE"}
@@ -56,6 +58,46 @@ async def test_every_operation_says_who_may_call_it_what_it_takes_and_how_it_fai
     assert {"limit", "cursor", "tenant_id", "status"} <= parameters
     assert paths["/v1/models"]["get"]["security"][0] == {"api_key": []}
     assert paths["/admin/v1/tenants"]["post"]["security"] == [{"administrator": []}]
+
+
+async def test_every_operation_struct_field_and_parameter_has_a_description(box: ApiBox) -> None:
+    schema = (await box.client.get("/schema/openapi.json")).json()
+    silent = [name for name, described in schema["components"]["schemas"].items() if not described.get("description")]
+    for name, described in schema["components"]["schemas"].items():
+        silent += [f"{name}.{field}" for field, each in described.get("properties", {}).items() if not each.get("description")]
+    for path, operations in schema["paths"].items():
+        for method, operation in operations.items():
+            silent += [f"{method} {path}"] * (not (operation.get("summary") and operation.get("description")))
+            silent += [f"{path} {each['name']}" for each in operation.get("parameters", ()) if not each.get("description")]
+    assert silent == []
+
+
+async def test_no_description_is_left_over(box: ApiBox) -> None:
+    schema = (await box.client.get("/schema/openapi.json")).json()
+    used, used_of_paths = set(), set()
+    for name, described in schema["components"]["schemas"].items():
+        for field in described.get("properties", {}):
+            used.add(next((key for key in descriptions.keys_of(name, field) if key in descriptions.FIELDS), ""))
+    for path, operations in schema["paths"].items():
+        for each in (each for operation in operations.values() for each in operation.get("parameters", ())):
+            used_of_paths.add(next((key for key in parameters.keys_of(path, each["name"]) if key in parameters.PARAMETERS), ""))
+    assert set(descriptions.FIELDS) - used == set()
+    assert set(parameters.PARAMETERS) - used_of_paths == set()
+
+
+def test_no_description_hides_another() -> None:
+    parts = (administration, billing, inference, machine, organization)
+    assert sum(len(part.FIELDS) for part in parts) == len(descriptions.FIELDS)
+
+
+async def test_the_text_of_an_operation_begins_with_a_verb(box: ApiBox) -> None:
+    paths = (await box.client.get("/schema/openapi.json")).json()["paths"]
+    first = {operation["summary"].split()[0] for operations in paths.values() for operation in operations.values()}
+
+    assert first == {
+        "Abort", "Add", "Archive", "Change", "Check", "Close", "Correct", "Create", "Discard", "Draft", "End", "List", "Read",
+        "Remove", "Rename", "Reset", "Retrieve", "Retry", "Revoke", "Rotate", "Send", "Set", "Stream", "Unlink", "Withdraw",
+    }  # fmt: skip
 
 
 @pytest.mark.parametrize(

@@ -21,7 +21,7 @@ QUERY = (*PAGING, *REPEATABLE, "start", "end")
 
 
 class AuditActorShape(msgspec.Struct, kw_only=True):
-    """Who did it: a member, an administrator token, the command line, an API key, or the appliance itself (`system`)."""
+    """Who made a change: a member, an administrator token, the command line, an API key, or the appliance itself."""
 
     kind: str
     id: str | None
@@ -29,14 +29,14 @@ class AuditActorShape(msgspec.Struct, kw_only=True):
 
 
 class AuditTargetShape(msgspec.Struct, kw_only=True):
-    """What it was done to."""
+    """The object that was changed."""
 
     kind: str
     id: str
 
 
 class AuditEntryShape(msgspec.Struct, kw_only=True):
-    """One entry. Of a change, `before` and `after` hold what differs. `hash` covers the entry and `previous_hash`."""
+    """An entry of the audit log. Each entry's `hash` covers the entry and the hash before it, so that the log is a chain."""
 
     id: str
     at: str
@@ -52,9 +52,9 @@ class AuditEntryShape(msgspec.Struct, kw_only=True):
     hash: str
 
 
-@get("/audit", summary="Who changed what", tags=TAGS, opt={"query": QUERY, "repeatable": REPEATABLE})
+@get("/audit", summary="List the audit log", tags=TAGS, opt={"query": QUERY, "repeatable": REPEATABLE})
 async def list_audit(request: AdminRequest) -> PageShape[AuditEntryShape]:
-    """Return entries of the audit log, the newest first; a tenant's manager sees those of the tenant."""
+    """Return entries of the audit log, newest first. A tenant's manager sees the entries of that tenant only."""
     access = await authenticate_administrator(request, Action.AUDIT)
     filters = AuditFilter(
         actors=many(request, "actor"),

@@ -17,7 +17,7 @@ TAGS = ["administration"]
 
 
 class HostedPriceShape(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    """What somebody else charges, in micro-units per million tokens; null for cached input: it costs as other input."""
+    """The price of a hosted model, to compare with: micro-units of money per million tokens."""
 
     name: str
     prompt: int
@@ -26,7 +26,7 @@ class HostedPriceShape(msgspec.Struct, kw_only=True, forbid_unknown_fields=True)
 
 
 class HardwareShape(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    """What the box costs. `power_w` null: what the GPUs report, and `other_power_w` beside it. Money in micro-units."""
+    """What the appliance's hardware and its power cost. Amounts are in micro-units of money."""
 
     cost_micros: int
     months: int
@@ -39,7 +39,7 @@ class HardwareShape(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
 
 
 class FigureShape(msgspec.Struct, kw_only=True):
-    """A figure, its unit and where it comes from; null: it cannot be known, and `source` says why."""
+    """One figure of the report, with its unit and its source."""
 
     name: str
     value: int | None
@@ -48,8 +48,7 @@ class FigureShape(msgspec.Struct, kw_only=True):
 
 
 class BreakEvenShape(msgspec.Struct, kw_only=True):
-    """This box against one hosted price, at the measured mix of tokens. `share_basis_points` is of what the busiest hour would
-    be, kept up all month."""
+    """This appliance compared with one hosted price, at the measured mix of prompt, cached and output tokens."""
 
     name: str
     hosted_per_million_micros: int | None
@@ -60,7 +59,7 @@ class BreakEvenShape(msgspec.Struct, kw_only=True):
 
 
 class EconomicsShape(msgspec.Struct, kw_only=True):
-    """All figures, in the order in which they follow from each other."""
+    """The cost of a million tokens on this appliance: figures come in the order in which they follow from each other."""
 
     currency: str
     hardware: HardwareShape
@@ -68,16 +67,16 @@ class EconomicsShape(msgspec.Struct, kw_only=True):
     break_even: list[BreakEvenShape]
 
 
-@get("/economics", summary="What a million tokens cost here", tags=TAGS, opt={"errors": (404,)})
+@get("/economics", summary="Retrieve the cost of a million tokens", tags=TAGS, opt={"errors": (404,)})
 async def retrieve_economics(request: AdminRequest) -> EconomicsShape:
-    """Return the figures that follow from the hardware, the power and the usage of the last thirty days."""
+    """Return the figures computed from the hardware, the power and the usage of the last 30 days. 404 before a cost is set."""
     (await authenticate_administrator(request, Action.READ_BOX)).require(Action.READ_BOX)
     return await _report(request)
 
 
 @put("/economics", summary="Set the cost of the appliance", tags=TAGS, opt={"body": HardwareShape})
 async def replace_hardware(request: AdminRequest) -> EconomicsShape:
-    """Replace what was said of the hardware, and return the figures that follow."""
+    """Replace the cost of the hardware and power, and return the new figures. Fields left out get their defaults."""
     (await authenticate_administrator(request, Action.BILLING)).require(Action.BILLING)
     body = decode_body(await request.body(), HardwareShape)
     services = services_of(request)

@@ -16,8 +16,7 @@ _INT64_MAX = 2**63 - 1
 
 
 class InvoiceLineShape(msgspec.Struct, kw_only=True):
-    """One line: `unit_price` is micro-units per million tokens; `exact_picos` is rounded once, to `rounded_micros`. `batch`
-    says that the tokens are those of batch work."""
+    """A line of an invoice. Its exact amount, `exact_picos`, is rounded once, to `rounded_micros`."""
 
     model: str | None
     kind: str
@@ -31,10 +30,7 @@ class InvoiceLineShape(msgspec.Struct, kw_only=True):
 
 
 class InvoiceShape(msgspec.Struct, kw_only=True):
-    """An invoice. A draft is what it would be now. The lines sum to `subtotal_micros`; `total_micros` is that and the tax.
-    `due_micros` is what is paid: rounded to the smallest coin. `usage_picos` is the exact cost of the events on it.
-    `abort_policy` is how usage was counted, in the words of the PDF. `problem`: why a draft of a list cannot be computed, which
-    has no lines and no sums then; null for all others."""
+    """An invoice with its lines. A closed invoice never changes; a draft shows what would be billed now."""
 
     id: str
     number: str | None
@@ -62,7 +58,7 @@ class InvoiceShape(msgspec.Struct, kw_only=True):
 
 
 class InvoiceHeadShape(msgspec.Struct, kw_only=True):
-    """An invoice in the list of all tenants. The sums of a draft are null here: they are computed where it is asked for."""
+    """An invoice without its lines. The sums of a draft are null here; retrieve the draft to have them computed."""
 
     id: str
     number: str | None
@@ -78,7 +74,7 @@ class InvoiceHeadShape(msgspec.Struct, kw_only=True):
 
 
 class AllowanceShape(msgspec.Struct, kw_only=True):
-    """Money of the tenant's currency that is free each month, from `first_month` on until a later allowance takes its place."""
+    """An amount that a tenant need not pay each month, from `first_month` until a later allowance replaces it."""
 
     id: str
     tenant_id: str
@@ -88,7 +84,7 @@ class AllowanceShape(msgspec.Struct, kw_only=True):
 
 
 class SellerShape(msgspec.Struct, kw_only=True):
-    """Who writes the invoices. `tax_basis_points`: 1900 is 19 %."""
+    """The seller named on invoices."""
 
     name: str
     address: list[str]

@@ -44,22 +44,21 @@ _FILES: dict[str, tuple[str, Callable[[Invoice], bytes]]] = {
 
 
 class DraftBody(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    """The month of a draft: `2026-10`. `only`: none is made where there is nothing to bill (`billable`), nor where it cannot be
-    closed now (`closable`)."""
+    """The month to draft an invoice for."""
 
     month: str
     only: str | None = None
 
 
 class AllowanceBody(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    """What is free each month from `first_month` on, in micro-units; 0 ends an earlier allowance."""
+    """A free allowance to set. It replaces earlier ones from `first_month` on."""
 
     first_month: str
     monthly_micros: int
 
 
 class SellerBody(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    """Who writes the invoices; it takes the place of what was said before. `tax_basis_points`: 1900 is 19 %."""
+    """The seller named on new invoices. It replaces the previous one as a whole."""
 
     name: str
     address: list[str] = []
@@ -78,7 +77,7 @@ class SellerBody(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
 
 @get("/invoices", summary="List the invoices of all tenants", tags=TAGS, opt={"query": (*PAGING, "month", "state")})
 async def list_invoices(request: AdminRequest) -> PageShape[InvoiceHeadShape]:
-    """Return invoices without lines, the newest month first."""
+    """Return invoices without their lines, newest month first."""
     access = await authenticate_administrator(request, Action.INVOICES)
     month = request.query_params.get("month")
     if month is not None:
@@ -94,7 +93,7 @@ async def list_invoices(request: AdminRequest) -> PageShape[InvoiceHeadShape]:
 
 @get("/tenants/{tenant_id:str}/invoices", summary="List a tenant's invoices", tags=TAGS, opt={"query": PAGING})
 async def list_tenant_invoices(request: AdminRequest, tenant_id: FromPath[str]) -> PageShape[InvoiceShape]:
-    """Return whole invoices, the newest month first; drafts as they would be now. One that cannot be has its `problem`."""
+    """Return invoices with their lines, newest month first. Drafts show what would be billed now, or their `problem`."""
     access = await authenticate_administrator(request, Action.INVOICES, tenant_id)
     services = services_of(request)
     await services.tenants.get(tenant_id, access=access)
@@ -103,7 +102,7 @@ async def list_tenant_invoices(request: AdminRequest, tenant_id: FromPath[str]) 
 
 @post("/tenants/{tenant_id:str}/invoices", summary="Draft an invoice", tags=TAGS, opt={"body": DraftBody, "errors": (409,)})
 async def draft_invoice(request: AdminRequest, tenant_id: FromPath[str]) -> InvoiceShape:
-    """Return the draft of a month that has begun; the same one when it is asked for again."""
+    """Create the draft of a month that has begun, or return the existing one. Its lines are computed on every read."""
     access = await authenticate_administrator(request, Action.BILLING, tenant_id)
     body = decode_body(await request.body(), DraftBody)
     invoices = services_of(request).invoices
@@ -112,12 +111,12 @@ async def draft_invoice(request: AdminRequest, tenant_id: FromPath[str]) -> Invo
 
 @get(
     "/invoices/{invoice_id:str}",
-    summary="An invoice as JSON, CSV or PDF: add .json, .csv or .pdf to its id",
+    summary="Retrieve an invoice as JSON, CSV or PDF",
     tags=TAGS,
     opt={"answer": InvoiceShape, "errors": (409,)},
 )
 async def retrieve_invoice(request: AdminRequest, invoice_id: FromPath[str]) -> Response[bytes]:
-    """Return an invoice; without an ending as JSON. A closed one is the same for ever."""
+    """Return an invoice. Add `.json`, `.csv` or `.pdf` to its id to choose the format; JSON is the default."""
     access = await authenticate_administrator(request, Action.INVOICES)
     wanted, _, ending = invoice_id.partition(".")
     invoices = services_of(request).invoices
@@ -132,9 +131,9 @@ async def retrieve_invoice(request: AdminRequest, invoice_id: FromPath[str]) -> 
     return Response(body, media_type=media_type, headers=headers)
 
 
-@get("/invoices/{invoice_id:str}/events", summary="The usage events behind an invoice", tags=TAGS, opt={"query": PAGING})
+@get("/invoices/{invoice_id:str}/events", summary="List the usage events behind an invoice", tags=TAGS, opt={"query": PAGING})
 async def list_invoice_events(request: AdminRequest, invoice_id: FromPath[str]) -> PageShape[LedgerEventShape]:
-    """Return the events that the lines are the sum of, in the order in which they were posted."""
+    """Return the usage events that the lines of the invoice add up, in the order in which they were posted."""
     access = await authenticate_administrator(request, Action.INVOICES)
     invoices = services_of(request).invoices
     return page_shape(await invoices.events(invoice_id, *paging(request), access=access), ledger_event_shape)
@@ -148,21 +147,21 @@ async def list_invoice_events(request: AdminRequest, invoice_id: FromPath[str]) 
     opt={"errors": (409,)},
 )
 async def close_invoice(request: AdminRequest, invoice_id: FromPath[str]) -> InvoiceShape:
-    """Give the invoice its number and freeze it. Only a month that is over, and a tenant's months in order."""
+    """Number the invoice and freeze it for good. Its month must be over, and a tenant's months are closed in order."""
     access = await authenticate_administrator(request, Action.BILLING)
     return invoice_shape(await services_of(request).invoices.close(invoice_id, access=access))
 
 
 @delete("/invoices/{invoice_id:str}", status_code=204, summary="Discard a draft", tags=TAGS, opt={"errors": (409,)})
 async def discard_invoice(request: AdminRequest, invoice_id: FromPath[str]) -> None:
-    """Forget that a month was drafted; no usage is forgotten, and it can be drafted again. A closed invoice stays."""
+    """Discard a draft. No usage is lost, and the month can be drafted again. A closed invoice is refused with 409."""
     access = await authenticate_administrator(request, Action.BILLING)
     await services_of(request).invoices.discard(invoice_id, access=access)
 
 
 @get("/tenants/{tenant_id:str}/allowances", summary="List a tenant's free allowances", tags=TAGS, opt={"query": PAGING})
 async def list_allowances(request: AdminRequest, tenant_id: FromPath[str]) -> PageShape[AllowanceShape]:
-    """Return what is free each month, in the order of the months from which it counts."""
+    """Return a tenant's free allowances in the order of the months in which they start."""
     access = await authenticate_administrator(request, Action.INVOICES, tenant_id)
     services = services_of(request)
     await services.tenants.get(tenant_id, access=access)
@@ -177,7 +176,7 @@ async def list_allowances(request: AdminRequest, tenant_id: FromPath[str]) -> Pa
     opt={"body": AllowanceBody, "errors": (409,)},
 )
 async def set_allowance(request: AdminRequest, tenant_id: FromPath[str]) -> AllowanceShape:
-    """Set what is free each month from a month on that is not closed; said again of the same month, the later word counts."""
+    """Set the amount that is free each month, from a month that is not closed on. Setting the same month again replaces it."""
     access = await authenticate_administrator(request, Action.BILLING, tenant_id)
     body = decode_body(await request.body(), AllowanceBody)
     services = services_of(request)
@@ -186,9 +185,9 @@ async def set_allowance(request: AdminRequest, tenant_id: FromPath[str]) -> Allo
     return allowance_shape(await allowances.set(tenant_id, body.first_month, body.monthly_micros, access=access))
 
 
-@get("/seller", summary="Retrieve the invoice issuer", tags=TAGS, opt={"errors": (404,)})
+@get("/seller", summary="Retrieve the seller", tags=TAGS, opt={"errors": (404,)})
 async def retrieve_seller(request: AdminRequest) -> SellerShape:
-    """Return what stands on new invoices about their writer."""
+    """Return the seller named on new invoices. 404 before one is set."""
     (await authenticate_administrator(request, Action.READ_BOX)).require(Action.READ_BOX)
     record = await services_of(request).box_records.get(SELLER)
     if record is None:
@@ -196,9 +195,9 @@ async def retrieve_seller(request: AdminRequest) -> SellerShape:
     return _seller_shape(seller_from_record(record.value))
 
 
-@put("/seller", summary="Set the invoice issuer", tags=TAGS, opt={"body": SellerBody})
+@put("/seller", summary="Set the seller", tags=TAGS, opt={"body": SellerBody})
 async def replace_seller(request: AdminRequest) -> SellerShape:
-    """Replace what stands on new invoices about their writer; closed ones keep what they say."""
+    """Replace the seller named on new invoices. Closed invoices keep the seller they were closed with."""
     (await authenticate_administrator(request, Action.BILLING)).require(Action.BILLING)
     body = decode_body(await request.body(), SellerBody)
     fields = msgspec.structs.asdict(body)

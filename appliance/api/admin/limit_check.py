@@ -20,7 +20,7 @@ ANSWERS_MAX = 128
 
 
 class LimitCheckBody(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    """A request that somebody thinks of: its size, and whose it would be. Without a key, only tenant and model are asked."""
+    """A hypothetical request: who would send it, to which model, and how large it would be."""
 
     tenant_id: str
     model: str
@@ -32,10 +32,7 @@ class LimitCheckBody(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
 
 
 class LimitDecisionShape(msgspec.Struct, kw_only=True):
-    """What one limit says. `need`, `limit` and `level` of a budget are in pico-units of money. `wait_s` null: never.
-
-    `estimated`: only running requests stand in the way, and `wait_s` is when they have probably ended.
-    """
+    """The decision of one limit. For a budget, `need`, `limit` and `level` are in pico-units of money."""
 
     scope: str
     model: str | None
@@ -52,7 +49,7 @@ class LimitDecisionShape(msgspec.Struct, kw_only=True):
 
 
 class LimitErrorShape(msgspec.Struct, kw_only=True):
-    """What the client would be told."""
+    """The error that the client would get."""
 
     status: int
     type: str
@@ -62,7 +59,7 @@ class LimitErrorShape(msgspec.Struct, kw_only=True):
 
 
 class LimitCheckShape(msgspec.Struct, kw_only=True):
-    """What would come of the request: it begins at once, waits for room, or is refused with the error."""
+    """The outcome: the request would begin at once, wait for room, or be refused with `error`."""
 
     allowed: bool
     would_wait: bool
@@ -81,7 +78,7 @@ class LimitCheckShape(msgspec.Struct, kw_only=True):
     opt={"body": LimitCheckBody},
 )
 async def check_limits(request: AdminRequest) -> LimitCheckShape:
-    """Return what every limit would say to a request of this size now. Nothing is reserved."""
+    """Return whether a request of this size would pass now, with the decision of every limit. Nothing is reserved."""
     access = await authenticate_administrator(request, Action.READ)
     body = decode_body(await request.body(), LimitCheckBody)
     services = services_of(request)

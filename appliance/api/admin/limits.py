@@ -22,20 +22,20 @@ TAGS = ["administration"]
 
 
 class TierShape(msgspec.Struct, kw_only=True):
-    """A tier. `admission_wait_ms`: how long a request that a limit refuses waits for room before it hears 429."""
+    """A tier of tenants."""
 
     name: str
     admission_wait_ms: int
 
 
 class TierPatch(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    """What to change of a tier."""
+    """The fields of a tier to change."""
 
     admission_wait_ms: int
 
 
 class ModelLimitsShape(msgspec.Struct, kw_only=True):
-    """What all tenants together may use of a model."""
+    """The limits of a model, for all tenants together."""
 
     model: str
     limits: LimitsShape
@@ -44,7 +44,7 @@ class ModelLimitsShape(msgspec.Struct, kw_only=True):
 
 
 class ModelLimitsBody(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    """The limits of a model, which take the place of its former ones: what is left out is no limit."""
+    """The new limits of a model. They replace all earlier ones: a limit left out is removed."""
 
     limits: LimitsBody
     limit_mode: str = "enforce"
@@ -52,7 +52,7 @@ class ModelLimitsBody(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
 
 @get("/tiers", summary="List tiers", tags=TAGS, opt={"query": PAGING})
 async def list_tiers(request: AdminRequest) -> PageShape[TierShape]:
-    """Return the three tiers, from the most to the least urgent."""
+    """Return the three tiers, most urgent first."""
     await authenticate_administrator(request, Action.READ_BOX)
     tiers = await services_of(request).tiers.list()
     return page_shape(short_page(request, tiers, "tiers", lambda tier: str(TIERS.index(tier.name))), _tier_shape)
@@ -60,23 +60,23 @@ async def list_tiers(request: AdminRequest) -> PageShape[TierShape]:
 
 @patch("/tiers/{name:str}", summary="Change a tier", tags=TAGS, opt={"body": TierPatch})
 async def change_tier(request: AdminRequest, name: FromPath[str]) -> TierShape:
-    """Change a tier; it counts from the next request on."""
+    """Change a tier. The change applies from the next request on."""
     await authenticate_administrator(request, Action.WRITE)
     body = decode_body(await request.body(), TierPatch)
     return _tier_shape(await services_of(request).tiers.update(name, admission_wait_ms=body.admission_wait_ms))
 
 
-@get("/model-limits", summary="List the limits of models", tags=TAGS, opt={"query": PAGING})
+@get("/model-limits", summary="List model limits", tags=TAGS, opt={"query": PAGING})
 async def list_model_limits(request: AdminRequest) -> PageShape[ModelLimitsShape]:
-    """Return the limits of every model that has some, by the model's name."""
+    """Return the models that have limits for all tenants together, sorted by name."""
     await authenticate_administrator(request, Action.READ_BOX)
     found = await services_of(request).model_policies.list()
     return page_shape(short_page(request, found, "model-limits", lambda policy: policy.model), _model_limits_shape)
 
 
-@put("/model-limits/{model:path}", status_code=200, summary="Limit a model", tags=TAGS, opt={"body": ModelLimitsBody})
+@put("/model-limits/{model:path}", status_code=200, summary="Set a model's limits", tags=TAGS, opt={"body": ModelLimitsBody})
 async def put_model_limits(request: AdminRequest, model: FromPath[str]) -> ModelLimitsShape:
-    """Set what all tenants together may use of a model; it counts from the next request on."""
+    """Replace the limits of a model for all tenants together. The change applies from the next request on."""
     await authenticate_administrator(request, Action.WRITE)
     body = decode_body(await request.body(), ModelLimitsBody)
     limits = Limits(**named(body.limits))
@@ -84,9 +84,9 @@ async def put_model_limits(request: AdminRequest, model: FromPath[str]) -> Model
     return _model_limits_shape(await policies.put(model.removeprefix("/"), limits, body.limit_mode))
 
 
-@delete("/model-limits/{model:path}", status_code=200, summary="Lift the limits of a model", tags=TAGS)
+@delete("/model-limits/{model:path}", status_code=200, summary="Remove a model's limits", tags=TAGS)
 async def remove_model_limits(request: AdminRequest, model: FromPath[str]) -> ModelLimitsShape:
-    """Take the limits of a model away, and return those that were."""
+    """Remove the limits of a model and return the removed ones."""
     await authenticate_administrator(request, Action.WRITE)
     return _model_limits_shape(await services_of(request).model_policies.remove(model.removeprefix("/")))
 

@@ -13,14 +13,14 @@ from appliance.tenancy.memberships import Membership
 
 
 class TenantRoleShape(msgspec.Struct, kw_only=True):
-    """A role in one tenant."""
+    """A role in a tenant."""
 
     tenant_id: str
     role: str
 
 
 class MemberShape(msgspec.Struct, kw_only=True):
-    """Somebody who signs in. `role` is the role on the box, `member` when there is none; `disabled`: may no longer."""
+    """A person who can sign in to the console."""
 
     id: str
     email: str
@@ -31,13 +31,13 @@ class MemberShape(msgspec.Struct, kw_only=True):
 
 
 class NewMemberShape(MemberShape, kw_only=True):
-    """A member with a new password: shown in this answer and never again."""
+    """A member with a new password, shown only in this answer."""
 
     password: str
 
 
 class MembershipShape(msgspec.Struct, kw_only=True):
-    """Somebody's role in one tenant."""
+    """A member's role in a tenant."""
 
     tenant_id: str
     member_id: str
@@ -48,13 +48,13 @@ class MembershipShape(msgspec.Struct, kw_only=True):
 
 
 class NewMembershipShape(MembershipShape, kw_only=True):
-    """A membership; `password` is that of a member who was made for it, shown never again, null for one who could sign in."""
+    """A membership with the password of a member created for it, shown only in this answer."""
 
     password: str | None
 
 
 class MeShape(msgspec.Struct, kw_only=True):
-    """Who asks: kind is member, token or cli."""
+    """The caller and their roles."""
 
     kind: str
     id: str | None

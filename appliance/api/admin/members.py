@@ -31,21 +31,21 @@ TAGS = ["administration"]
 
 
 class NewMemberBody(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    """Somebody who may sign in. The password is made by the appliance and stands in the answer, once."""
+    """A member to create. The appliance generates the password."""
 
     email: str
     role: str
 
 
 class MemberPatch(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    """What to change of a member."""
+    """The fields of a member to change. Fields left out keep their values."""
 
     role: str | Omittable = OMITTED
     disabled: bool | Omittable = OMITTED
 
 
 class NewMembershipBody(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    """Who is to belong to a tenant, and as what: manager, developer or viewer."""
+    """A member to add to a tenant."""
 
     email: str
     role: str
@@ -57,15 +57,15 @@ class MembershipPatch(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     role: str
 
 
-@get("/me", summary="Who asks, and what they may do", tags=TAGS)
+@get("/me", summary="Retrieve the caller", tags=TAGS)
 async def retrieve_me(request: AdminRequest) -> MeShape:
-    """Return the caller's name, role on the box, and roles in tenants."""
+    """Return the caller's name, role on the appliance and roles in tenants."""
     return me_shape(await authenticate_anybody(request))
 
 
-@get("/members", summary="List who may sign in", tags=TAGS, opt={"query": PAGING})
+@get("/members", summary="List members", tags=TAGS, opt={"query": PAGING})
 async def list_members(request: AdminRequest) -> PageShape[MemberShape]:
-    """Return the members of the box with the tenants that they belong to, in the order they were made."""
+    """Return all members with their roles in tenants, in the order they were created."""
     access = await authenticate_administrator(request, Action.READ_BOX)
     services = services_of(request)
     page = await services.members.list(*paging(request))
@@ -75,7 +75,7 @@ async def list_members(request: AdminRequest) -> PageShape[MemberShape]:
 
 @post("/members", summary="Create a member", tags=TAGS, opt={"body": NewMemberBody, "errors": (409,)})
 async def create_member(request: AdminRequest) -> NewMemberShape:
-    """Create a member with a role on the box; the password of `password` is shown in this answer and nowhere else."""
+    """Create a member with a role on the appliance. The temporary `password` is shown only in this answer."""
     await authenticate_administrator(request, Action.MEMBERS)
     body = decode_body(await request.body(), NewMemberBody)
     password = new_password()
@@ -92,16 +92,16 @@ async def retrieve_member(request: AdminRequest, member_id: FromPath[str]) -> Me
 
 @patch("/members/{member_id:str}", summary="Change a member", tags=TAGS, opt={"body": MemberPatch, "errors": (409,)})
 async def change_member(request: AdminRequest, member_id: FromPath[str]) -> MemberShape:
-    """Change the role on the box, or who may sign in: a disabled member is signed out everywhere at once."""
+    """Change a member's role on the appliance, or disable them. A disabled member is signed out everywhere at once."""
     access = await authenticate_administrator(request, Action.MEMBERS)
     body = decode_body(await request.body(), MemberPatch)
     await services_of(request).members.change(member_id, **named(body))
     return await _member(request, member_id, access)
 
 
-@post("/members/{member_id:str}/reset-password", status_code=200, summary="Give a member a new password", tags=TAGS)
+@post("/members/{member_id:str}/reset-password", status_code=200, summary="Reset a member's password", tags=TAGS)
 async def reset_password(request: AdminRequest, member_id: FromPath[str]) -> NewMemberShape:
-    """Replace a member's password by a new one, shown in this answer and nowhere else, and end the member's sessions."""
+    """Replace a member's password with a temporary one, shown only in this answer, and end the member's sessions."""
     await authenticate_administrator(request, Action.MEMBERS)
     members = services_of(request).members
     member = await members.get(member_id)
@@ -109,9 +109,9 @@ async def reset_password(request: AdminRequest, member_id: FromPath[str]) -> New
     return new_member_shape(await members.reset_password(member.email, password, temporary=True), password)
 
 
-@get("/tenants/{tenant_id:str}/members", summary="List who belongs to a tenant", tags=TAGS, opt={"query": PAGING})
+@get("/tenants/{tenant_id:str}/members", summary="List a tenant's members", tags=TAGS, opt={"query": PAGING})
 async def list_memberships(request: AdminRequest, tenant_id: FromPath[str]) -> PageShape[MembershipShape]:
-    """Return the members of a tenant with their roles in it."""
+    """Return the members of a tenant, with their roles in it."""
     access = await authenticate_administrator(request, Action.READ, tenant_id)
     services = services_of(request)
     tenant = await services.tenants.get(tenant_id, access=access)
@@ -122,8 +122,8 @@ async def list_memberships(request: AdminRequest, tenant_id: FromPath[str]) -> P
 @post("/tenants/{tenant_id:str}/members", summary="Add a member to a tenant", tags=TAGS,
       opt={"body": NewMembershipBody, "errors": (409,)})  # fmt: skip
 async def invite_member(request: AdminRequest, tenant_id: FromPath[str]) -> NewMembershipShape:
-    """Let somebody belong to a tenant. An address that nobody knows can be let in by an owner of the box alone; it gets a
-    `password`, shown in this answer alone."""
+    """Add a member to a tenant. Only an owner of the appliance can invite an unknown address, which gets a temporary
+    `password`, shown only in this answer."""
     access = await authenticate_administrator(request, Action.TENANT_MEMBERS, tenant_id)
     body = decode_body(await request.body(), NewMembershipBody)
     services = services_of(request)
@@ -131,18 +131,18 @@ async def invite_member(request: AdminRequest, tenant_id: FromPath[str]) -> NewM
     return new_membership_shape(membership, password)
 
 
-@patch("/tenants/{tenant_id:str}/members/{member_id:str}", summary="Change a role in a tenant", tags=TAGS,
+@patch("/tenants/{tenant_id:str}/members/{member_id:str}", summary="Change a member's role in a tenant", tags=TAGS,
        opt={"body": MembershipPatch})  # fmt: skip
 async def change_membership(request: AdminRequest, tenant_id: FromPath[str], member_id: FromPath[str]) -> MembershipShape:
-    """Give a member of a tenant another role; it counts from the member's next request on."""
+    """Change a member's role in a tenant. The change applies from the member's next request on."""
     access = await authenticate_administrator(request, Action.TENANT_MEMBERS, tenant_id)
     body = decode_body(await request.body(), MembershipPatch)
     return membership_shape(await services_of(request).memberships.change(tenant_id, member_id, body.role, access=access))
 
 
-@delete("/tenants/{tenant_id:str}/members/{member_id:str}", status_code=200, summary="End a membership", tags=TAGS)
+@delete("/tenants/{tenant_id:str}/members/{member_id:str}", status_code=200, summary="Remove a member from a tenant", tags=TAGS)
 async def remove_membership(request: AdminRequest, tenant_id: FromPath[str], member_id: FromPath[str]) -> MembershipShape:
-    """Let a member belong to a tenant no more, and return the membership that was."""
+    """End a membership and return it. The member can still sign in."""
     access = await authenticate_administrator(request, Action.TENANT_MEMBERS, tenant_id)
     return membership_shape(await services_of(request).memberships.remove(tenant_id, member_id, access=access))
 

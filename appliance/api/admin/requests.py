@@ -20,7 +20,7 @@ TAGS = ["administration"]
 
 @get("/requests", summary="List requests", tags=TAGS, opt={"query": (*PAGING, "tenant_id", "key_id", "model")})
 async def list_requests(request: AdminRequest) -> PageShape[RequestShape]:
-    """Return requests in the order of admission, the newest first. Live ones carry the figures of this moment."""
+    """Return live and past requests, most recently admitted first. Figures of live requests are current."""
     access = await authenticate_administrator(request, Action.READ)
     services = services_of(request)
     limit, cursor = paging(request)
@@ -47,7 +47,7 @@ async def retrieve_request(request: AdminRequest, request_id: FromPath[str]) -> 
 
 @delete("/requests/{request_id:str}", status_code=200, summary="Abort a request", tags=TAGS)
 async def abort_request(request: AdminRequest, request_id: FromPath[str]) -> RequestShape:
-    """End a live request and return it as it ended; its client is told, and what it used so far is billed."""
+    """End a live request and return it in its final state. Its client gets an error; what was used so far is billed."""
     access = await authenticate_administrator(request, Action.ABORT)
     services = services_of(request)
     generations = services.generations

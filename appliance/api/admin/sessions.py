@@ -23,7 +23,7 @@ TAGS = ["administration"]
 
 
 class SessionShape(msgspec.Struct, kw_only=True):
-    """A signed-in browser. `method` says how: password or oidc, and what came after; `current` marks the one that asks."""
+    """A browser that is signed in to the console."""
 
     id: str
     member_id: str
@@ -39,13 +39,13 @@ class SessionShape(msgspec.Struct, kw_only=True):
 
 
 class EndedShape(msgspec.Struct, kw_only=True):
-    """How many sessions were ended."""
+    """The number of sessions that were ended."""
 
     ended: int
 
 
 class SecondFactorShape(msgspec.Struct, kw_only=True):
-    """Whether a member needs a code to sign in, since when, and how many recovery codes are left."""
+    """The state of a member's second factor."""
 
     member_id: str
     enabled: bool
@@ -54,15 +54,15 @@ class SecondFactorShape(msgspec.Struct, kw_only=True):
 
 
 class ProviderLinkShape(msgspec.Struct, kw_only=True):
-    """The sign-in provider that a member is linked with; null is none."""
+    """A member's link to the sign-in provider."""
 
     member_id: str
     issuer: str | None
 
 
-@get("/sessions", summary="List who is signed in", tags=TAGS, opt={"query": (*PAGING, "member_id")})
+@get("/sessions", summary="List sessions", tags=TAGS, opt={"query": (*PAGING, "member_id")})
 async def list_sessions(request: AdminRequest) -> PageShape[SessionShape]:
-    """Return live sessions, the newest first: a member's own, or those of `member_id`; a token without it gets all."""
+    """Return active sessions, newest first: by default the caller's own, or for a token those of all members."""
     access = await authenticate_anybody(request)
     asking = await session_of(request)
     member_id = _whose(request, access)
@@ -72,7 +72,7 @@ async def list_sessions(request: AdminRequest) -> PageShape[SessionShape]:
 
 @delete("/sessions/{session_id:str}", status_code=200, summary="End a session", tags=TAGS)
 async def end_session(request: AdminRequest, session_id: FromPath[str]) -> EndedShape:
-    """Sign a browser out, at once."""
+    """Sign one browser out at once."""
     access = await authenticate_anybody(request)
     own_alone = None if access.may(Action.MEMBERS) else _member_id(access)
     if own_alone is None:
@@ -81,9 +81,9 @@ async def end_session(request: AdminRequest, session_id: FromPath[str]) -> Ended
     return EndedShape(ended=1)
 
 
-@delete("/sessions", status_code=200, summary="End every other session", tags=TAGS, opt={"query": ("member_id",)})
+@delete("/sessions", status_code=200, summary="End all other sessions", tags=TAGS, opt={"query": ("member_id",)})
 async def end_sessions(request: AdminRequest) -> EndedShape:
-    """End every session of a member but the one that asks: of who asks, or of `member_id`."""
+    """End every session of the caller, or of `member_id`, except the session that makes this call."""
     access = await authenticate_anybody(request)
     member_id = _whose(request, access)
     if member_id is None:
@@ -93,24 +93,24 @@ async def end_sessions(request: AdminRequest) -> EndedShape:
     return EndedShape(ended=ended)
 
 
-@get("/members/{member_id:str}/second-factor", summary="Whether a member has a second factor", tags=TAGS)
+@get("/members/{member_id:str}/second-factor", summary="Retrieve a member's second factor", tags=TAGS)
 async def retrieve_second_factor(request: AdminRequest, member_id: FromPath[str]) -> SecondFactorShape:
-    """Return whether the member needs a code to sign in."""
+    """Return whether the member needs a code to sign in, and how many recovery codes are left."""
     await authenticate_administrator(request, Action.READ_BOX)
     return await _second_factor(request, member_id)
 
 
 @delete("/members/{member_id:str}/second-factor", status_code=200, summary="Reset a member's second factor", tags=TAGS)
 async def reset_second_factor(request: AdminRequest, member_id: FromPath[str]) -> SecondFactorShape:
-    """Take a lost second factor away and end the member's sessions; the password alone signs in until a new one is set up."""
+    """Remove a lost second factor and end the member's sessions. Until a new one is set up, the password alone signs in."""
     await authenticate_administrator(request, Action.MEMBERS)
     await services_of(request).second_factors.reset(member_id)
     return await _second_factor(request, member_id)
 
 
-@delete("/members/{member_id:str}/provider", status_code=200, summary="Unlink a member from the provider", tags=TAGS)
+@delete("/members/{member_id:str}/provider", status_code=200, summary="Unlink a member from the sign-in provider", tags=TAGS)
 async def unlink_provider(request: AdminRequest, member_id: FromPath[str]) -> ProviderLinkShape:
-    """Forget who the member is at the sign-in provider: the next sign-in there links again, by verified e-mail."""
+    """Remove a member's link to the sign-in provider. The next sign-in there links again, by verified e-mail address."""
     await authenticate_administrator(request, Action.MEMBERS)
     identities = services_of(request).identities
     await identities.unlink(member_id)

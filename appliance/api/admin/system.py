@@ -25,17 +25,17 @@ RETRY_AFTER_S = 15.0
 CREDENTIAL_CHECKED_EVERY_TICKS = 10
 
 
-@get("/system", summary="Engines, GPUs, host, database", tags=TAGS)
+@get("/system", summary="Retrieve the state of the appliance", tags=TAGS)
 async def retrieve_system(request: AdminRequest) -> SystemShape:
-    """Return the newest reading of everything."""
+    """Return the latest readings of processes, engines, GPUs, host and database. They are taken once a second."""
     await authenticate_administrator(request, Action.READ_BOX)
     services = services_of(request)
     return system_shape(services.sampler.latest, services.version)
 
 
-@get("/events", summary="The same as a live stream", tags=TAGS, opt={"text": EVENT_STREAM, "errors": (503,)})
+@get("/events", summary="Stream the state of the appliance", tags=TAGS, opt={"text": EVENT_STREAM, "errors": (503,)})
 async def stream_events(request: AdminRequest) -> Stream:
-    """Send an event named `system` with each new reading; a slow reader misses readings, never gets old ones."""
+    """Send the answer of `/admin/v1/system` as an event named `system` with each new reading. Slow readers skip readings."""
     await authenticate_administrator(request, Action.READ_BOX)
     services = services_of(request)
     snapshots = services.sampler.subscribe(spare=CONSOLE_SUBSCRIBERS)

@@ -19,7 +19,7 @@ class ProcessShape(msgspec.Struct, kw_only=True):
 
 
 class KvBlocksShape(msgspec.Struct, kw_only=True):
-    """Blocks of the KV cache."""
+    """The blocks of an engine's KV cache."""
 
     total: int
     used: int
@@ -28,7 +28,7 @@ class KvBlocksShape(msgspec.Struct, kw_only=True):
 
 
 class HostBlocksShape(msgspec.Struct, kw_only=True):
-    """KV blocks in main memory, and how many were copied there and back by the running process."""
+    """The blocks in host memory that take KV blocks evicted from the device."""
 
     total: int
     used: int
@@ -37,9 +37,7 @@ class HostBlocksShape(msgspec.Struct, kw_only=True):
 
 
 class MemoryPartShape(msgspec.Struct, kw_only=True):
-    """What one part of an engine takes of its device: predicted before it was loaded, and measured, null where the device does
-    not tell. Names: weights, activations, graphs, slots, context, kv_cache. Of graphs `num_predicted` may be kept and
-    `num_measured` had been captured when they were measured; null for other parts."""
+    """The device memory of one part of an engine, as predicted before loading and as measured."""
 
     name: str
     predicted_bytes: int
@@ -49,8 +47,7 @@ class MemoryPartShape(msgspec.Struct, kw_only=True):
 
 
 class TenantLoadShape(msgspec.Struct, kw_only=True):
-    """What a tenant with live requests holds and waits for; `service_s` is the predicted device time spent for it since it
-    last had none. Each of several answers to one request counts."""
+    """The load of a tenant with live requests. If a request asks for several answers (`n`), each of them counts."""
 
     tenant_id: str
     name: str
@@ -61,7 +58,7 @@ class TenantLoadShape(msgspec.Struct, kw_only=True):
 
 
 class EngineShape(msgspec.Struct, kw_only=True):
-    """An engine and its load."""
+    """An engine and its load. Totals count since the engine process started."""
 
     model: str
     state: str
@@ -103,7 +100,7 @@ class GpuShape(msgspec.Struct, kw_only=True):
 
 
 class HostShape(msgspec.Struct, kw_only=True):
-    """The machine."""
+    """The host machine."""
 
     cpu_percent: float
     memory_total_bytes: int
@@ -112,14 +109,14 @@ class HostShape(msgspec.Struct, kw_only=True):
 
 
 class DatabaseShape(msgspec.Struct, kw_only=True):
-    """The database, and whether it takes writes."""
+    """The database."""
 
     kind: str
     ok: bool
 
 
 class SystemShape(msgspec.Struct, kw_only=True):
-    """The whole box at one moment."""
+    """The state of the whole appliance at one moment."""
 
     version: str
     at: str

@@ -30,7 +30,7 @@ TAGS = ["administration"]
 
 
 class LimitsBody(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    """Limits to set; a field that is left out stays as it is, null takes a limit away."""
+    """Limits to set, each 0 to 10¹⁵. A limit left out of a change keeps its value; null removes it."""
 
     tokens_per_minute: int | Omittable | None = OMITTED
     requests_per_minute: int | Omittable | None = OMITTED
@@ -40,7 +40,7 @@ class LimitsBody(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
 
 
 class BillingBody(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    """Who is billed: what stands on the invoices of the tenant. `address` may have several lines."""
+    """The buyer named on the tenant's invoices."""
 
     name: str | None = None
     address: str | None = None
@@ -68,7 +68,7 @@ class NewTenantBody(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
 
 
 class TenantPatch(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    """What to change of a tenant."""
+    """The fields of a tenant to change. Fields left out keep their values."""
 
     name: str | Omittable = OMITTED
     tier: str | Omittable = OMITTED
@@ -98,7 +98,7 @@ class NewKeyBody(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
 
 
 class KeyPatch(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    """What to change of a key."""
+    """The fields of a key to change. Fields left out keep their values."""
 
     name: str | Omittable = OMITTED
     scopes: list[str] | Omittable = OMITTED
@@ -111,14 +111,14 @@ class KeyPatch(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
 
 
 class RotationBody(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    """How a key is rotated: for `grace_s` seconds the old secret works beside the new one."""
+    """How to rotate a key. The body may be left out."""
 
     grace_s: int = 0
 
 
 @get("/tenants", summary="List tenants", tags=TAGS, opt={"query": (*PAGING, "include_archived")})
 async def list_tenants(request: AdminRequest) -> PageShape[TenantShape]:
-    """Return the tenants that the caller may see, in the order they were made; archived ones with `include_archived=true`."""
+    """Return the tenants that the caller may see, in the order they were created."""
     access = await authenticate_administrator(request, Action.READ)
     limit, cursor = paging(request)
     archived = flag(request, "include_archived")
@@ -158,7 +158,7 @@ async def retrieve_tenant(request: AdminRequest, tenant_id: FromPath[str]) -> Te
 
 @patch("/tenants/{tenant_id:str}", summary="Change a tenant", tags=TAGS, opt={"body": TenantPatch, "errors": (409,)})
 async def change_tenant(request: AdminRequest, tenant_id: FromPath[str]) -> TenantShape:
-    """Change what the body names. It counts at once, limits for running and waiting requests too."""
+    """Change the given fields. Changes apply at once; those of limits also to running and waiting requests."""
     access = await authenticate_administrator(request, Action.WRITE, tenant_id)
     body = decode_body(await request.body(), TenantPatch)
     services = services_of(request)
@@ -167,14 +167,14 @@ async def change_tenant(request: AdminRequest, tenant_id: FromPath[str]) -> Tena
 
 @delete("/tenants/{tenant_id:str}", status_code=200, summary="Archive a tenant", tags=TAGS)
 async def archive_tenant(request: AdminRequest, tenant_id: FromPath[str]) -> TenantShape:
-    """Archive a tenant: its keys are refused, its records stay."""
+    """Archive a tenant for good: its keys are refused from now on; usage and invoices are kept."""
     access = await authenticate_administrator(request, Action.WRITE, tenant_id)
     return tenant_shape(await services_of(request).tenants.archive(tenant_id, access=access))
 
 
 @get("/tenants/{tenant_id:str}/keys", summary="List a tenant's keys", tags=TAGS, opt={"query": PAGING})
 async def list_keys(request: AdminRequest, tenant_id: FromPath[str]) -> PageShape[KeyShape]:
-    """Return the keys of a tenant, revoked ones too."""
+    """Return the keys of a tenant, including revoked ones, without their secrets."""
     access = await authenticate_administrator(request, Action.READ, tenant_id)
     services = services_of(request)
     tenant = await services.tenants.get(tenant_id, access=access)
@@ -184,7 +184,7 @@ async def list_keys(request: AdminRequest, tenant_id: FromPath[str]) -> PageShap
 
 @post("/tenants/{tenant_id:str}/keys", summary="Create a key", tags=TAGS, opt={"body": NewKeyBody})
 async def create_key(request: AdminRequest, tenant_id: FromPath[str]) -> NewKeyShape:
-    """Create a key; its secret stands in `key` of this answer and nowhere else."""
+    """Create a key. Its secret, `key`, is shown only in this answer."""
     access = await authenticate_administrator(request, Action.KEYS, tenant_id)
     body = decode_body(await request.body(), NewKeyBody)
     key, secret = await services_of(request).keys.create(
@@ -204,14 +204,14 @@ async def create_key(request: AdminRequest, tenant_id: FromPath[str]) -> NewKeyS
 
 @get("/keys/{key_id:str}", summary="Retrieve a key", tags=TAGS)
 async def retrieve_key(request: AdminRequest, key_id: FromPath[str]) -> KeyShape:
-    """Return one key, without its secret."""
+    """Return one key without its secret."""
     access = await authenticate_administrator(request, Action.READ)
     return key_shape(await services_of(request).keys.get(key_id, access=access))
 
 
 @post("/keys/{key_id:str}/rotate", status_code=200, summary="Rotate a key", tags=TAGS, opt={"body": RotationBody})
 async def rotate_key(request: AdminRequest, key_id: FromPath[str]) -> NewKeyShape:
-    """Return a key's successor with the new secret; the old one is refused at once, or after the grace period of the body."""
+    """Create a successor of a key, with the same rights and a new secret. The old secret works until the grace period ends."""
     access = await authenticate_administrator(request, Action.KEYS)
     content = await request.body()
     body = decode_body(content, RotationBody) if content else RotationBody()
@@ -221,7 +221,7 @@ async def rotate_key(request: AdminRequest, key_id: FromPath[str]) -> NewKeyShap
 
 @patch("/keys/{key_id:str}", summary="Change a key", tags=TAGS, opt={"body": KeyPatch})
 async def change_key(request: AdminRequest, key_id: FromPath[str]) -> KeyShape:
-    """Change what the body names."""
+    """Change the given fields. Changes apply at once."""
     access = await authenticate_administrator(request, Action.KEYS)
     changes = _given(decode_body(await request.body(), KeyPatch))
     if isinstance(changes.get("expires_at"), str):
@@ -231,7 +231,7 @@ async def change_key(request: AdminRequest, key_id: FromPath[str]) -> KeyShape:
 
 @delete("/keys/{key_id:str}", status_code=200, summary="Revoke a key", tags=TAGS)
 async def revoke_key(request: AdminRequest, key_id: FromPath[str]) -> KeyShape:
-    """Revoke a key: it is refused from now on."""
+    """Revoke a key at once and for good. Its running requests end."""
     access = await authenticate_administrator(request, Action.KEYS)
     return key_shape(await services_of(request).keys.revoke(key_id, access=access))
 

@@ -38,8 +38,7 @@ USAGE_OPTIONS = {"query": USAGE_QUERY, "repeatable": REPEATABLE}
 
 
 class NewPriceBody(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    """A price to add: micro-units of money per million tokens. `tier_percents` is what tenants of a tier pay of it, in percent;
-    `batch_percent` what batch work (service tier flex) pays of that."""
+    """A price to add. Prices are in micro-units of money per million tokens: 150000 is 0.15 per million."""
 
     model: str
     prompt: int
@@ -53,8 +52,7 @@ class NewPriceBody(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
 
 
 class CorrectionBody(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    """What is added to an event: signed tokens, charged at its own price, or a signed amount alone. `note` says why; `confirm`
-    that more than a thousand times the event, or ten million tokens, are meant."""
+    """A correction of a usage event: signed token counts, charged at the event's own price, or a signed amount of money."""
 
     note: str
     prompt_tokens: int = 0
@@ -65,21 +63,21 @@ class CorrectionBody(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     confirm: bool = False
 
 
-@get("/usage", summary="Tokens and cost per period", tags=TAGS, opt=USAGE_OPTIONS)
+@get("/usage", summary="List usage and cost by period", tags=TAGS, opt=USAGE_OPTIONS)
 async def list_usage(request: AdminRequest) -> PageShape[UsageRowShape]:
-    """Return sums per bucket and group (`group_by=tenant,key,model`), by default of the last thirty days per day."""
+    """Return tokens, requests and cost by period and group. The default is the last 30 days by day, without groups."""
     return await _usage(request)
 
 
-@get("/costs", summary="Cost per period", tags=TAGS, opt=USAGE_OPTIONS)
+@get("/costs", summary="List cost by period", tags=TAGS, opt=USAGE_OPTIONS)
 async def list_costs(request: AdminRequest) -> PageShape[UsageRowShape]:
-    """Return the same rows as `/usage`: tokens stand beside what they cost."""
+    """Return the same rows as `/admin/v1/usage`: cost, with the tokens that caused it."""
     return await _usage(request)
 
 
-@get("/ledger", summary="Usage events in order", tags=TAGS, opt={"query": LEDGER_QUERY})
+@get("/ledger", summary="List usage events", tags=TAGS, opt={"query": LEDGER_QUERY})
 async def list_ledger(request: AdminRequest) -> PageShape[LedgerEventShape]:
-    """Return usage events in the order they were opened; the newest first with `order=desc`."""
+    """Return the usage events of the ledger in the order they were opened, oldest first unless `order` is `desc`."""
     access = await authenticate_administrator(request, Action.READ)
     filters = LedgerFilter(
         tenant_id=request.query_params.get("tenant_id"),
@@ -100,7 +98,7 @@ async def list_ledger(request: AdminRequest) -> PageShape[LedgerEventShape]:
 
 @post("/ledger/{event_id:str}/corrections", summary="Correct a usage event", tags=TAGS, opt={"body": CorrectionBody})
 async def create_correction(request: AdminRequest, event_id: FromPath[str]) -> LedgerEventShape:
-    """Write a new signed event that corrects a settled one; both stay. It goes on the next invoice that is closed."""
+    """Add an event that corrects a settled one. Both are kept; the correction is on the next invoice that is closed."""
     await authenticate_administrator(request, Action.BILLING)
     body = decode_body(await request.body(), CorrectionBody)
     correction = Correction(**msgspec.structs.asdict(body))
@@ -109,7 +107,7 @@ async def create_correction(request: AdminRequest, event_id: FromPath[str]) -> L
 
 @get("/prices", summary="List prices", tags=TAGS, opt={"query": PAGING})
 async def list_prices(request: AdminRequest) -> PageShape[PriceShape]:
-    """Return prices in the order they were added."""
+    """Return all prices in the order they were added, including past and future ones."""
     await authenticate_administrator(request, Action.READ_BOX)
     limit, cursor = paging(request)
     return page_shape(await services_of(request).prices.list(limit, cursor), price_shape)
@@ -117,7 +115,7 @@ async def list_prices(request: AdminRequest) -> PageShape[PriceShape]:
 
 @post("/prices", summary="Add a price", tags=TAGS, opt={"body": NewPriceBody})
 async def create_price(request: AdminRequest) -> PriceShape:
-    """Add a price; earlier ones stay, and what was billed stays billed. `cached_prompt` left out is the price of the prompt."""
+    """Add a price. Earlier prices are kept, and usage that is already settled keeps its cost."""
     await authenticate_administrator(request, Action.BILLING)
     body = decode_body(await request.body(), NewPriceBody)
     services = services_of(request)
@@ -135,9 +133,9 @@ async def create_price(request: AdminRequest) -> PriceShape:
     return price_shape(price)
 
 
-@delete("/prices/{price_id:str}", status_code=200, summary="Withdraw a price that has not begun", tags=TAGS)
+@delete("/prices/{price_id:str}", status_code=200, summary="Withdraw a future price", tags=TAGS)
 async def withdraw_price(request: AdminRequest, price_id: FromPath[str]) -> PriceShape:
-    """Take a price away that begins in a minute or later, and return it; 409 `price_begun` for any other."""
+    """Withdraw a price that takes effect in a minute or later, and return it. Any other is refused with 409 `price_begun`."""
     await authenticate_administrator(request, Action.BILLING)
     return price_shape(await services_of(request).prices.withdraw(price_id))
 

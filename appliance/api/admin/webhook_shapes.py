@@ -13,10 +13,7 @@ from appliance.metering.alerts.webhooks import Webhook
 
 
 class WebhookShape(msgspec.Struct, kw_only=True):
-    """Where alerts go. Without a tenant it hears of all of them; until `previous_secret_until` two secrets sign.
-
-    Who may not manage it sees of a URL in `target` no path: it is often a secret.
-    """
+    """A destination of alerts: a URL or an e-mail address."""
 
     id: str
     tenant_id: str | None
@@ -29,13 +26,13 @@ class WebhookShape(msgspec.Struct, kw_only=True):
 
 
 class NewWebhookShape(WebhookShape, kw_only=True):
-    """A webhook with its signing secret in `secret`: shown in this answer and never again. E-mail has none."""
+    """A webhook with its signing secret, shown only in this answer."""
 
     secret: str | None
 
 
 class DeliveryShape(msgspec.Struct, kw_only=True):
-    """A message to a webhook: `state` is pending, delivered or failed (given up). `id` is its `webhook-id`."""
+    """A message to a webhook and the state of its delivery."""
 
     id: str
     webhook_id: str

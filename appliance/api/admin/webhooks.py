@@ -28,7 +28,7 @@ TAGS = ["administration"]
 
 
 class NewWebhookBody(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    """A webhook to create: `kind` is webhook (`target` a URL) or email (`target` an address). No tenant: of the whole box."""
+    """A webhook to create."""
 
     kind: str
     target: str
@@ -37,7 +37,7 @@ class NewWebhookBody(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
 
 
 class WebhookPatch(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    """What to change of a webhook."""
+    """The fields of a webhook to change. Fields left out keep their values."""
 
     target: str | Omittable = OMITTED
     events: list[str] | Omittable = OMITTED
@@ -45,14 +45,14 @@ class WebhookPatch(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
 
 
 class WebhookRotationBody(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    """How long the previous secret signs beside the new one."""
+    """How to rotate a signing secret. The body may be left out."""
 
     grace_s: int = GRACE_S_DEFAULT
 
 
 @get("/webhooks", summary="List webhooks", tags=TAGS, opt={"query": (*PAGING, "tenant_id")})
 async def list_webhooks(request: AdminRequest) -> PageShape[WebhookShape]:
-    """Return webhooks in the order they were made, without secrets."""
+    """Return webhooks in the order they were created, without their secrets."""
     access = await _reader(request)
     tenant_id = request.query_params.get("tenant_id")
     if tenant_id is not None:
@@ -63,7 +63,7 @@ async def list_webhooks(request: AdminRequest) -> PageShape[WebhookShape]:
 
 @post("/webhooks", summary="Create a webhook", tags=TAGS, opt={"body": NewWebhookBody, "errors": (404,)})
 async def create_webhook(request: AdminRequest) -> NewWebhookShape:
-    """Create a webhook; the secret that signs its messages stands in `secret` of this answer and nowhere else."""
+    """Create a webhook. The secret that signs its messages, `secret`, is shown only in this answer."""
     access = await authenticate_administrator(request, Action.WEBHOOKS)
     body = decode_body(await request.body(), NewWebhookBody)
     webhook, secret = await services_of(request).alerts.webhooks.create(
@@ -81,7 +81,7 @@ async def retrieve_webhook(request: AdminRequest, webhook_id: FromPath[str]) -> 
 
 @patch("/webhooks/{webhook_id:str}", summary="Change a webhook", tags=TAGS, opt={"body": WebhookPatch})
 async def change_webhook(request: AdminRequest, webhook_id: FromPath[str]) -> WebhookShape:
-    """Change what the body names. While it is disabled it hears nothing, and what is pending waits."""
+    """Change the given fields. A disabled webhook receives nothing; its pending messages wait."""
     access = await authenticate_administrator(request, Action.WEBHOOKS)
     body = decode_body(await request.body(), WebhookPatch)
     changes = WebhookChanges(**named(body))
@@ -90,7 +90,7 @@ async def change_webhook(request: AdminRequest, webhook_id: FromPath[str]) -> We
 
 @delete("/webhooks/{webhook_id:str}", status_code=200, summary="Remove a webhook", tags=TAGS)
 async def remove_webhook(request: AdminRequest, webhook_id: FromPath[str]) -> WebhookShape:
-    """Remove a webhook and give up what is pending for it."""
+    """Remove a webhook and drop its pending messages."""
     access = await authenticate_administrator(request, Action.WEBHOOKS)
     return webhook_shape(await services_of(request).alerts.webhooks.remove(webhook_id, access=access))
 
@@ -103,27 +103,27 @@ async def remove_webhook(request: AdminRequest, webhook_id: FromPath[str]) -> We
     opt={"body": WebhookRotationBody},
 )
 async def rotate_webhook(request: AdminRequest, webhook_id: FromPath[str]) -> NewWebhookShape:
-    """Return the webhook with a new secret; for `grace_s` seconds (a day without a body) the one before signs as well."""
+    """Create a new signing secret, shown only in this answer. During the grace period both secrets sign each message."""
     access = await authenticate_administrator(request, Action.WEBHOOKS)
     body = decode_body(await request.body() or b"{}", WebhookRotationBody)
     return new_webhook_shape(*await services_of(request).alerts.webhooks.rotate(webhook_id, body.grace_s, access=access))
 
 
-@post("/webhooks/{webhook_id:str}/test", summary="Send a test to a webhook", tags=TAGS, opt={"errors": (400, 429)})
+@post("/webhooks/{webhook_id:str}/test", summary="Send a test message to a webhook", tags=TAGS, opt={"errors": (400, 429)})
 async def send_test(request: AdminRequest, webhook_id: FromPath[str]) -> DeliveryShape:
-    """Put a message of the event `webhook.test` into the outbox; its delivery tells how it went."""
+    """Queue a message of the event `webhook.test`. Retrieve the returned delivery to see how it went."""
     access = await authenticate_administrator(request, Action.WEBHOOKS)
     return delivery_shape(await services_of(request).alerts.outbox.test(webhook_id, access=access))
 
 
 @get(
     "/webhooks/{webhook_id:str}/deliveries",
-    summary="List what was sent to a webhook",
+    summary="List a webhook's deliveries",
     tags=TAGS,
     opt={"query": (*PAGING, "state")},
 )
 async def list_deliveries(request: AdminRequest, webhook_id: FromPath[str]) -> PageShape[DeliveryShape]:
-    """Return its messages, the newest first."""
+    """Return the messages to a webhook, newest first."""
     access = await _reader(request)
     state = choice(request, "state", STATES, None)
     page = await services_of(request).alerts.outbox.list(webhook_id, *paging(request), state=state, access=access)
@@ -132,7 +132,7 @@ async def list_deliveries(request: AdminRequest, webhook_id: FromPath[str]) -> P
 
 @get("/webhooks/{webhook_id:str}/deliveries/{delivery_id:str}", summary="Retrieve a delivery", tags=TAGS)
 async def retrieve_delivery(request: AdminRequest, webhook_id: FromPath[str], delivery_id: FromPath[str]) -> DeliveryShape:
-    """Return one message and how its delivery stands."""
+    """Return one message and the state of its delivery."""
     access = await _reader(request)
     return delivery_shape(await services_of(request).alerts.outbox.get(webhook_id, delivery_id, access=access))
 
@@ -140,12 +140,12 @@ async def retrieve_delivery(request: AdminRequest, webhook_id: FromPath[str], de
 @post(
     "/webhooks/{webhook_id:str}/deliveries/{delivery_id:str}/retry",
     status_code=200,
-    summary="Send a message again",
+    summary="Retry a delivery",
     tags=TAGS,
     opt={"errors": (400, 429)},
 )
 async def retry_delivery(request: AdminRequest, webhook_id: FromPath[str], delivery_id: FromPath[str]) -> DeliveryShape:
-    """Send a message again from now on, whatever became of it, under the same id."""
+    """Send a message again under the same id, whatever its state."""
     access = await authenticate_administrator(request, Action.WEBHOOKS)
     return delivery_shape(await services_of(request).alerts.outbox.retry(webhook_id, delivery_id, access=access))
 

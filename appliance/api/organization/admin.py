@@ -69,14 +69,14 @@ AUDIT_OPTIONS = {"query": AUDIT_PARAMETERS, "repeatable": AUDIT_LISTS}
 
 
 class NewAdminKeyBody(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    """An admin key to create: an administrator token with the role `owner`."""
+    """An admin key (an administrator token with the role `owner`) to create."""
 
     name: str
     expires_in_seconds: int | None = None
 
 
 class AdminKeyOwnerShape(msgspec.Struct, kw_only=True):
-    """Whom an admin key stands for: itself."""
+    """The owner of an admin key, which is the key itself."""
 
     id: str
     name: str
@@ -87,7 +87,7 @@ class AdminKeyOwnerShape(msgspec.Struct, kw_only=True):
 
 
 class AdminKeyShape(msgspec.Struct, kw_only=True):
-    """An administrator token without its secret."""
+    """An admin key (an administrator token) without its secret."""
 
     id: str
     name: str
@@ -100,18 +100,17 @@ class AdminKeyShape(msgspec.Struct, kw_only=True):
 
 
 class NewAdminKeyShape(AdminKeyShape, kw_only=True):
-    """A new administrator token with its secret, which is shown once."""
+    """A new admin key with its secret, shown only in this answer."""
 
     value: str
 
 
 @get(paths("/audit_logs"), summary="List the audit log in OpenAI's form", tags=TAGS, opt=AUDIT_OPTIONS)
 async def list_audit_logs(request: AdminRequest) -> ListShape[dict[str, Any]]:
-    """Return entries of the audit log, the newest first; details stand under the name of the event's type.
+    """Return entries of the audit log, newest first. The details of an entry are in a field named after its `type`.
 
-    `after` goes on to older ones. `before` alone is the page right before that entry, the next newer ones; the first of them
-    is the next `before`, until a page is empty. With both, pages go from `after` to `before`. `has_more` tells of entries
-    that follow the page up to `before`.
+    Page to older entries with `after`. Page to newer ones with `before`, each time the first id of the last page, until a
+    page is empty. With both, pages run from `after` to `before`, and `has_more` refers to the entries up to `before`.
     """
     access = await authenticate_administrator(request, Action.AUDIT)
     if "tenant_only" in request.query_params:
@@ -129,7 +128,7 @@ async def list_audit_logs(request: AdminRequest) -> ListShape[dict[str, Any]]:
 
 @get(paths("/admin_api_keys"), summary="List admin keys", tags=TAGS, opt={"query": ("limit", "after", "order")})
 async def list_admin_keys(request: AdminRequest) -> ListShape[AdminKeyShape]:
-    """Return the administrator tokens that were not revoked, in the order they were made."""
+    """Return the administrator tokens that are not revoked, in the order they were created."""
     await authenticate_administrator(request, Action.MEMBERS)
     after = request.query_params.get("after")
     page = await services_of(request).admin_tokens.list(
@@ -143,7 +142,7 @@ async def list_admin_keys(request: AdminRequest) -> ListShape[AdminKeyShape]:
 
 @post(paths("/admin_api_keys"), status_code=200, summary="Create an admin key", tags=TAGS, opt={"body": NewAdminKeyBody})
 async def create_admin_key(request: AdminRequest) -> NewAdminKeyShape:
-    """Create an administrator token; its secret stands in `value` of this answer and nowhere else."""
+    """Create an administrator token with the role `owner`. Its secret, `value`, is shown only in this answer."""
     await authenticate_administrator(request, Action.MEMBERS)
     body = decode_body(await request.body(), NewAdminKeyBody)
     if body.expires_in_seconds is not None:
@@ -156,14 +155,14 @@ async def create_admin_key(request: AdminRequest) -> NewAdminKeyShape:
 
 @get(paths("/admin_api_keys/{key_id:str}"), summary="Retrieve an admin key", tags=TAGS)
 async def retrieve_admin_key(request: AdminRequest, key_id: FromPath[str]) -> AdminKeyShape:
-    """Return one administrator token that was not revoked."""
+    """Return one administrator token that is not revoked."""
     await authenticate_administrator(request, Action.MEMBERS)
     return _admin_key_shape(await _token(request, key_id))
 
 
 @delete(paths("/admin_api_keys/{key_id:str}"), status_code=200, summary="Revoke an admin key", tags=TAGS)
 async def delete_admin_key(request: AdminRequest, key_id: FromPath[str]) -> DeletedShape:
-    """Revoke an administrator token: it is refused from now on."""
+    """Revoke an administrator token at once and for good."""
     await authenticate_administrator(request, Action.MEMBERS)
     token = await services_of(request).admin_tokens.revoke((await _token(request, key_id)).id)
     return DeletedShape(id=token.id, object="organization.admin_api_key.deleted")

@@ -29,7 +29,7 @@ LIMIT_OF = {"max_requests_per_1_minute": "requests_per_minute", "max_tokens_per_
 
 
 class RateLimitBody(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    """Limits to set; what is left out stays as it is."""
+    """Rate limits to set. Limits left out keep their values; 1000000000000000 means no limit."""
 
     max_requests_per_1_minute: int | None = None
     max_tokens_per_1_minute: int | None = None
@@ -51,7 +51,7 @@ class RateLimitBody(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
 
 
 class RateLimitShape(msgspec.Struct, kw_only=True):
-    """Limits of one model, or with the model `*` of all of them together."""
+    """The rate limits of a project for one model, or for all models together (`*`)."""
 
     id: str
     model: str
@@ -67,7 +67,7 @@ class RateLimitShape(msgspec.Struct, kw_only=True):
     opt={"query": ("limit", "after", "before")},
 )
 async def list_rate_limits(request: AdminRequest, project_id: FromPath[str]) -> ListShape[RateLimitShape]:
-    """Return the limits of a tenant: over all models first, then of each that is served to it or has limits of its own."""
+    """Return the limits of a tenant: first for all models together, then for each model that it may use or that has limits."""
     access = await authenticate_administrator(request, Action.READ, project_id)
     services = services_of(request)
     tenant = await services.tenants.get(project_id, access=access)
@@ -89,7 +89,7 @@ async def list_rate_limits(request: AdminRequest, project_id: FromPath[str]) -> 
     opt={"body": RateLimitBody},
 )
 async def change_rate_limit(request: AdminRequest, project_id: FromPath[str], rate_limit_id: FromPath[str]) -> RateLimitShape:
-    """Change limits per minute of a tenant; they count from the next request on."""
+    """Change limits per minute of a tenant. The change applies from the next request on."""
     access = await authenticate_administrator(request, Action.WRITE, project_id)
     changes = decode_body(await request.body(), RateLimitBody).changes()
     services = services_of(request)

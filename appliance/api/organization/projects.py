@@ -33,7 +33,7 @@ EXPIRES_IN_S_MAX = 10 * 365 * 24 * 3600
 
 
 class ProjectBody(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    """A project to create or to rename. Where data lies and with which key is not a choice of one box."""
+    """The project (tenant) to create, or its new name."""
 
     name: str
     external_key_id: str | None = None
@@ -42,14 +42,14 @@ class ProjectBody(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
 
 
 class KeyPatchBody(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    """What to change of a key. An empty list of scopes gives it all of them."""
+    """The fields of a key to change. Fields left out keep their values."""
 
     expires_in_seconds: int | None = None
     scopes: list[str] | None = None
 
 
 class ProjectShape(msgspec.Struct, kw_only=True):
-    """A tenant as OpenAI's client reads it. A suspended one is active: it comes back."""
+    """A project, which is a tenant. A suspended tenant is shown as active."""
 
     id: str
     name: str
@@ -60,7 +60,7 @@ class ProjectShape(msgspec.Struct, kw_only=True):
 
 
 class ServiceAccountShape(msgspec.Struct, kw_only=True):
-    """In whose name a key acts: its tenant's."""
+    """The service account that a key acts for, which is its project (tenant)."""
 
     id: str
     name: str
@@ -69,7 +69,7 @@ class ServiceAccountShape(msgspec.Struct, kw_only=True):
 
 
 class KeyOwnerShape(msgspec.Struct, kw_only=True):
-    """The owner of a key. Keys belong to tenants and to no person."""
+    """The owner of a key. Keys belong to projects (tenants), not to people."""
 
     service_account: ServiceAccountShape
     type: str = "service_account"
@@ -91,7 +91,7 @@ class ProjectKeyShape(msgspec.Struct, kw_only=True):
 
 @get(paths("/projects"), summary="List projects (tenants)", tags=TAGS, opt={"query": ("limit", "after", "include_archived")})
 async def list_projects(request: AdminRequest) -> ListShape[ProjectShape]:
-    """Return tenants in the order they were made."""
+    """Return tenants in the order they were created."""
     access = await authenticate_administrator(request, Action.READ)
     page = await services_of(request).tenants.list(
         count(request), _after(request, "tenants"), include_archived=flag(request, "include_archived"), access=access
@@ -128,7 +128,7 @@ async def retrieve_project(request: AdminRequest, project_id: FromPath[str]) -> 
     opt={"body": ProjectBody, "errors": (409,)},
 )
 async def change_project(request: AdminRequest, project_id: FromPath[str]) -> ProjectShape:
-    """Give a tenant another name."""
+    """Change the name of a tenant."""
     access = await authenticate_administrator(request, Action.WRITE, project_id)
     changes = TenantChanges(name=_project_body(await request.body()).name)
     return project_shape(await services_of(request).tenants.update(project_id, changes, access=access))
@@ -136,7 +136,7 @@ async def change_project(request: AdminRequest, project_id: FromPath[str]) -> Pr
 
 @post(paths("/projects/{project_id:str}/archive"), status_code=200, summary="Archive a project (tenant)", tags=TAGS)
 async def archive_project(request: AdminRequest, project_id: FromPath[str]) -> ProjectShape:
-    """Archive a tenant: its keys are refused, its records stay."""
+    """Archive a tenant for good: its keys are refused from now on; usage and invoices are kept."""
     access = await authenticate_administrator(request, Action.WRITE, project_id)
     return project_shape(await services_of(request).tenants.archive(project_id, access=access))
 
@@ -148,7 +148,7 @@ async def archive_project(request: AdminRequest, project_id: FromPath[str]) -> P
     opt={"query": ("limit", "after", "owner_project_access")},
 )
 async def list_project_keys(request: AdminRequest, project_id: FromPath[str]) -> ListShape[ProjectKeyShape]:
-    """Return the keys of a tenant that were not revoked. All are `active`, unless the tenant is archived."""
+    """Return the keys of a tenant that are not revoked."""
     access = await authenticate_administrator(request, Action.READ, project_id)
     services = services_of(request)
     tenant = await services.tenants.get(project_id, access=access)
@@ -162,7 +162,7 @@ async def list_project_keys(request: AdminRequest, project_id: FromPath[str]) ->
 
 @get(paths("/projects/{project_id:str}/api_keys/{key_id:str}"), summary="Retrieve a project's key", tags=TAGS)
 async def retrieve_project_key(request: AdminRequest, project_id: FromPath[str], key_id: FromPath[str]) -> ProjectKeyShape:
-    """Return one key that was not revoked."""
+    """Return one key that is not revoked."""
     access = await authenticate_administrator(request, Action.READ, project_id)
     key = await _key(request, project_id, key_id, access)
     return key_shape(key, await services_of(request).tenants.get(project_id, access=access))
@@ -176,7 +176,7 @@ async def retrieve_project_key(request: AdminRequest, project_id: FromPath[str],
     opt={"body": KeyPatchBody},
 )
 async def change_project_key(request: AdminRequest, project_id: FromPath[str], key_id: FromPath[str]) -> ProjectKeyShape:
-    """Change when a key expires, counted from now, and its scopes."""
+    """Change a key's expiry and scopes."""
     access = await authenticate_administrator(request, Action.KEYS, project_id)
     body = decode_body(await request.body(), KeyPatchBody)
     services = services_of(request)
@@ -191,7 +191,7 @@ async def change_project_key(request: AdminRequest, project_id: FromPath[str], k
 
 @delete(paths("/projects/{project_id:str}/api_keys/{key_id:str}"), status_code=200, summary="Revoke a project's key", tags=TAGS)
 async def delete_project_key(request: AdminRequest, project_id: FromPath[str], key_id: FromPath[str]) -> DeletedShape:
-    """Revoke a key: it is refused from now on."""
+    """Revoke a key at once and for good. Its running requests end."""
     access = await authenticate_administrator(request, Action.KEYS, project_id)
     key = await _key(request, project_id, key_id, access)
     await services_of(request).keys.revoke(key.id, access=access)

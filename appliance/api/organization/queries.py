@@ -21,7 +21,7 @@ T = TypeVar("T")
 
 
 class ListShape(msgspec.Struct, Generic[S], kw_only=True):
-    """A part of a list; `last_id` goes into `?after=` of the next call."""
+    """A page of a list."""
 
     data: list[S]
     first_id: str | None
@@ -31,7 +31,7 @@ class ListShape(msgspec.Struct, Generic[S], kw_only=True):
 
 
 class DeletedShape(msgspec.Struct, kw_only=True):
-    """What is no longer there."""
+    """Confirmation that an object was deleted."""
 
     id: str
     object: str

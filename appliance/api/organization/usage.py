@@ -47,7 +47,7 @@ R = TypeVar("R")
 
 
 class CompletionsResult(msgspec.Struct, kw_only=True):
-    """Tokens of one group in one bucket; what was not grouped by is null."""
+    """The tokens of one group in one bucket."""
 
     input_tokens: int
     input_cached_tokens: int
@@ -69,7 +69,7 @@ class CompletionsResult(msgspec.Struct, kw_only=True):
 
 
 class EmbeddingsResult(msgspec.Struct, kw_only=True):
-    """Tokens of one group in one bucket; what was not grouped by is null."""
+    """The tokens of one group in one bucket."""
 
     input_tokens: int
     num_model_requests: int
@@ -81,14 +81,14 @@ class EmbeddingsResult(msgspec.Struct, kw_only=True):
 
 
 class AmountShape(msgspec.Struct, kw_only=True):
-    """Money in units of `currency` (ISO 4217, lower case): the number nearest to the exact amount of `/admin/v1/costs`."""
+    """An amount of money."""
 
     value: float
     currency: str
 
 
 class CostsResult(msgspec.Struct, kw_only=True):
-    """Cost of one group in one bucket and one currency. A line item is a model; its quantity are all tokens."""
+    """The cost of one group in one bucket and one currency."""
 
     amount: AmountShape
     line_item: str | None
@@ -101,7 +101,7 @@ class CostsResult(msgspec.Struct, kw_only=True):
 
 
 class BucketShape(msgspec.Struct, Generic[R], kw_only=True):
-    """What was used in `start_time <= t < end_time`."""
+    """The results of one period, `start_time <= t < end_time`."""
 
     start_time: int
     end_time: int
@@ -110,7 +110,7 @@ class BucketShape(msgspec.Struct, Generic[R], kw_only=True):
 
 
 class UsagePageShape(msgspec.Struct, Generic[R], kw_only=True):
-    """Some buckets in order; `next_page` goes into `?page=` of the next call."""
+    """A page of buckets, oldest first."""
 
     data: list[BucketShape[R]]
     has_more: bool
@@ -167,25 +167,28 @@ class UsageQuestion:
             start = end
 
 
-@get(paths("/usage/completions"), summary="Tokens of chat completions", tags=TAGS, opt=USAGE_OPTIONS)
+@get(paths("/usage/completions"), summary="List token usage of chat completions", tags=TAGS, opt=USAGE_OPTIONS)
 async def usage_of_completions(request: AdminRequest) -> UsagePageShape[CompletionsResult]:
-    """Return tokens per bucket and group. A tenant's key with the scope `usage` sees its own tenant."""
+    """Return tokens and requests by bucket and group. An API key with the scope `usage` sees its own tenant."""
     access = await authenticate_reader(request)
     question = UsageQuestion.of(request, ("project_id", "api_key_id", "model"), "models", LIMITS_OF_WIDTH)
     return await _page(request, access, question, _completions_results)
 
 
-@get(paths("/usage/embeddings"), summary="Tokens of embeddings", tags=TAGS, opt=USAGE_OPTIONS)
+@get(paths("/usage/embeddings"), summary="List token usage of embeddings", tags=TAGS, opt=USAGE_OPTIONS)
 async def usage_of_embeddings(request: AdminRequest) -> UsagePageShape[EmbeddingsResult]:
-    """Return buckets without results: this version serves no embeddings, so that none were used."""
+    """Return buckets without results: this version does not serve embeddings."""
     access = await authenticate_reader(request)
     question = UsageQuestion.of(request, ("project_id", "api_key_id", "model"), "models", LIMITS_OF_WIDTH)
     return await _page(request, access, question, lambda _rows: [])
 
 
-@get(paths("/costs"), summary="Cost in money", tags=TAGS, opt=COSTS_OPTIONS)
+@get(paths("/costs"), summary="List costs", tags=TAGS, opt=COSTS_OPTIONS)
 async def list_costs(request: AdminRequest) -> UsagePageShape[CostsResult]:
-    """Return the cost per day and group; amounts in different currencies stand in results of their own."""
+    """Return the cost by day and group, with a separate result for each currency.
+
+    An API key with the scope `usage` sees its own tenant.
+    """
     access = await authenticate_reader(request)
     question = UsageQuestion.of(request, ("project_id", "api_key_id", "line_item"), "line_items", {"1d": COST_LIMITS})
     return await _page(request, access, question, _costs_results)
