@@ -113,7 +113,7 @@ def discard(
     """Discard a draft, once its tenant's name is typed. Its usage stays."""
     settings = settings_from(data_dir, database)
     if not yes:
-        needs_terminal("discarding removes the draft", whose="the tenant's name")
+        needs_terminal("discarding removes the draft", expected="the tenant's name")
         draft = run(settings, lambda client: _find_draft(client, invoice_id))
         if "tenant" in draft:
             month, name = draft["month"], draft["tenant"]

@@ -77,7 +77,7 @@ class AccessWatch:
     async def look(self) -> None:
         """Read the keys of all requests: end those that may not go on, and tell admission what the others may use."""
         running, waiting = list(self._live()), self._admission.waiting
-        keys = {generation.live.key_id for generation in running} | {asked.principal.key.id for asked in waiting}
+        keys = {generation.live.key_id for generation in running} | {request.principal.key.id for request in waiting}
         standing = await read_standing(self._db, keys)
         if keys:
             self._admission.reconfigure(standing, {policy.model: policy for policy in await self._policies.list()})

@@ -16,7 +16,7 @@ from appliance.base.errors import Draining, NotFound, Overloaded
 from appliance.metering.ledger.records import TOKEN_COLUMNS, Checkpoint, PendingEntry
 from appliance.metering.ledger.writer import Ledger
 from appliance.metering.limits.admission import Admission
-from appliance.metering.limits.asked import Asked
+from appliance.metering.limits.admission_request import AdmissionRequest
 from appliance.metering.limits.queue import Patience
 from appliance.metering.limits.refusals import not_priced
 from appliance.metering.limits.reservations import Reservation
@@ -163,7 +163,7 @@ class Generations:
             if price is None and self._limits.refuse_unpriced:
                 raise not_priced(order.model.name, currency)
             policy = await self._policies.find(order.model.name)
-            reservation = await self._admission.admit(_asked(order, price, policy), patience)
+            reservation = await self._admission.admit(_admission_request(order, price, policy), patience)
             try:
                 self.check_open(order.model, order.principal.tenant.id)  # it may have waited
                 if await self._prices.current(order.model.name, reservation.admitted_at, currency=currency) == price:
@@ -348,8 +348,8 @@ class Generations:
         self.checkpoint()
 
 
-def _asked(order: Order, price: Price | None, policy: ModelPolicy | None) -> Asked:
-    return Asked(
+def _admission_request(order: Order, price: Price | None, policy: ModelPolicy | None) -> AdmissionRequest:
+    return AdmissionRequest(
         principal=order.principal,
         model=order.model.name,
         prompt_tokens=len(order.prompt_token_ids),

@@ -127,10 +127,10 @@ class Memberships:
         Raises NotFound, RoleNotAllowed and InvalidValue.
         """
         granted = check_tenant_role(role)
-        whose = (memberships.c.tenant_id == tenant_id) & (memberships.c.member_id == member_id)
+        condition = (memberships.c.tenant_id == tenant_id) & (memberships.c.member_id == member_id)
         async with self._db.writing() as connection:
             before = await _get(connection, tenant_id, member_id, access, Action.TENANT_MEMBERS)
-            await connection.execute(update(memberships).where(whose).values(role=granted.value))
+            await connection.execute(update(memberships).where(condition).values(role=granted.value))
             after = await _get(connection, tenant_id, member_id, access, Action.TENANT_MEMBERS)
             await self._record(connection, "membership.change", before, after)
         return after
@@ -141,10 +141,10 @@ class Memberships:
 
         Raises NotFound and RoleNotAllowed.
         """
-        whose = (memberships.c.tenant_id == tenant_id) & (memberships.c.member_id == member_id)
+        condition = (memberships.c.tenant_id == tenant_id) & (memberships.c.member_id == member_id)
         async with self._db.writing() as connection:
             before = await _get(connection, tenant_id, member_id, access, Action.TENANT_MEMBERS)
-            await connection.execute(delete(memberships).where(whose))
+            await connection.execute(delete(memberships).where(condition))
             await self._record(connection, "membership.remove", before, None)
             role = (await connection.execute(select(members.c.role).where(members.c.id == member_id))).scalar_one()
             if role == Role.MEMBER.value:

@@ -251,11 +251,11 @@ async def reset_by_email(db: Database, clock: Clock, email: str) -> Member:
 
 
 async def _remove(
-    db: Database, clock: Clock, whose: ColumnElement[bool], action: str, proof: Proof | None = None
+    db: Database, clock: Clock, condition: ColumnElement[bool], action: str, proof: Proof | None = None
 ) -> RowMapping:
     """Remove the second factor and return the row as it was before."""
     async with db.writing() as connection:
-        row = (await connection.execute(select(members).where(whose).with_for_update(key_share=True))).mappings().first()
+        row = (await connection.execute(select(members).where(condition).with_for_update(key_share=True))).mappings().first()
         if row is None:
             raise NotFound("no such member", param="member_id")
         _check(row, proof)

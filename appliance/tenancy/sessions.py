@@ -131,16 +131,16 @@ class Sessions:
 
     async def end(self, session_id: str, *, member_id: str | None = None) -> None:
         """End a session, with `member_id` only if it is that member's. Raises NotFound."""
-        whose = sessions.c.id == session_id
+        condition = sessions.c.id == session_id
         if member_id is not None:
-            whose &= sessions.c.member_id == member_id
-        if not await self._end(whose):
+            condition &= sessions.c.member_id == member_id
+        if not await self._end(condition):
             raise NotFound("no such session", param="session_id")
 
     async def close_all(self, member_id: str, *, keep: str | None = None) -> int:
         """End every session of the member except the one with the id `keep`, and return how many were ended."""
-        whose = sessions.c.member_id == member_id
-        return await self._end(whose if keep is None else whose & (sessions.c.id != keep))
+        condition = sessions.c.member_id == member_id
+        return await self._end(condition if keep is None else condition & (sessions.c.id != keep))
 
     async def note_refusal(self, email: str, reason: str) -> None:
         """Write to the audit log that somebody could not sign in with this address.
@@ -151,10 +151,10 @@ class Sessions:
         async with self._db.writing() as connection:
             await audit.record(connection, self._clock, "session.refuse", "member", target, after={"reason": reason})
 
-    async def _end(self, whose: ColumnElement[bool]) -> int:
+    async def _end(self, condition: ColumnElement[bool]) -> int:
         async with self._db.writing() as connection:
             ended = (
-                await connection.execute(delete(sessions).where(whose).returning(sessions.c.id, sessions.c.member_id))
+                await connection.execute(delete(sessions).where(condition).returning(sessions.c.id, sessions.c.member_id))
             ).all()
             whom = select(members.c.id, members.c.email).where(members.c.id.in_({row.member_id for row in ended}))
             emails = {row.id: row.email for row in await connection.execute(whom)} if ended else {}

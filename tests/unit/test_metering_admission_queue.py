@@ -12,8 +12,8 @@ import pytest
 
 from appliance.base.errors import BudgetExceeded, Draining, RateLimitExceeded, RequestExceedsLimit
 from appliance.metering.limits import queue as admission_queue
+from appliance.metering.limits.admission_request import AdmissionRequest
 from appliance.metering.limits.allowances import Ahead
-from appliance.metering.limits.asked import Asked
 from appliance.metering.limits.line import Line
 from appliance.metering.limits.queue import Abandoned, Patience
 from appliance.metering.limits.reservations import Reservation
@@ -37,7 +37,7 @@ class Queue:
 
     async def ask(self, who: Principal, tokens: int, *, wait_s: float = 60.0, **changes: object) -> asyncio.Task[Reservation]:
         """Start asking and let it come to its answer or its place in line."""
-        asked = Asked(principal=who, model="demo", prompt_tokens=tokens, max_output_tokens=0, price=None)
+        asked = AdmissionRequest(principal=who, model="demo", prompt_tokens=tokens, max_output_tokens=0, price=None)
         patience = Patience(wait_s=wait_s, gone=self._gone)
         task = asyncio.create_task(self.admission.admit(msgspec.structs.replace(asked, **changes), patience))
         self._tasks.append(task)
@@ -212,7 +212,8 @@ async def test_a_client_that_leaves_takes_nothing_and_lets_those_behind_it_move_
     large = await queue.ask(bob, 60)
     patient = asyncio.create_task(
         queue.admission.admit(
-            Asked(principal=bob, model="demo", prompt_tokens=5, max_output_tokens=0, price=None), Patience(wait_s=60.0)
+            AdmissionRequest(principal=bob, model="demo", prompt_tokens=5, max_output_tokens=0, price=None),
+            Patience(wait_s=60.0),
         )
     )
     await queue.alarms.settle()

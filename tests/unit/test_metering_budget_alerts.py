@@ -278,7 +278,7 @@ TODAY = Period("tokens_per_day", START.date())
 def watched(left: int | None = None) -> Watch:
     """Return the watch of a hundred tokens a day that tells of 80: `left` tokens before that, as far as it is known."""
     owner = Owner("model", ALL_TENANTS, "demo")
-    plan = Plan(owner=owner, whose={}, currency="EUR", limits={"tokens_per_day": 100}, percents=(80,))
+    plan = Plan(owner=owner, owner_fields={}, currency="EUR", limits={"tokens_per_day": 100}, percents=(80,))
     return Watch(plan, left={} if left is None else {TODAY: left})
 
 

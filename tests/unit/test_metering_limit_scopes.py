@@ -10,7 +10,7 @@ import pytest
 from appliance.base.errors import BudgetExceeded, RateLimitExceeded, Refused
 from appliance.metering.calendar import BillingCalendar
 from appliance.metering.limits.admission import Admission
-from appliance.metering.limits.asked import Asked
+from appliance.metering.limits.admission_request import AdmissionRequest
 from appliance.metering.limits.reservations import Reservation
 from appliance.metering.prices import Price
 from appliance.tenancy.model_policies import ModelPolicy
@@ -41,7 +41,7 @@ def policy(mode: str = "enforce", **limits: int) -> ModelPolicy:
 async def admit(
     admission: Admission, who: Principal, tokens: int, model: str = "demo", *, cost: Price | None = None, **asked: object
 ) -> Reservation:
-    request = Asked(principal=who, model=model, prompt_tokens=tokens, max_output_tokens=0, price=cost, **asked)  # type: ignore[arg-type]
+    request = AdmissionRequest(principal=who, model=model, prompt_tokens=tokens, max_output_tokens=0, price=cost, **asked)  # type: ignore[arg-type]
     return await admission.admit(request)
 
 
@@ -118,7 +118,7 @@ async def test_what_a_limit_in_shadow_mode_would_refuse_is_served_and_takes_noth
 
 async def test_a_limit_in_shadow_mode_does_not_make_the_guess_of_others_smaller(admission: Admission) -> None:
     bob = with_tenant(principal(None, Limits(tokens_per_minute=1000)), limits=Limits(tokens_per_minute=20), limit_mode="shadow")
-    asked = Asked(principal=bob, model="demo", prompt_tokens=10, max_output_tokens=None, price=None)
+    asked = AdmissionRequest(principal=bob, model="demo", prompt_tokens=10, max_output_tokens=None, price=None)
     forecast = await admission.forecast(asked)
 
     assert [(each.scope, each.need, each.allowed) for each in forecast.decisions] == [("tenant", 20, True), ("key", 266, True)]

@@ -9,7 +9,7 @@ import pytest
 
 from appliance.base.errors import RateLimitExceeded
 from appliance.metering.limits.admission import Admission
-from appliance.metering.limits.asked import Asked
+from appliance.metering.limits.admission_request import AdmissionRequest
 from appliance.metering.limits.queue import Patience
 from appliance.metering.limits.reservations import Reservation
 from appliance.metering.limits.running import WAIT_S_MAX, WAIT_S_MIN
@@ -20,8 +20,10 @@ from tests.support.ledgers import utc_admission
 from tests.support.sums import NothingYet
 
 
-def asked(who: Principal, output: int | None = 100, prompt: int = 10, room: int | None = None) -> Asked:
-    return Asked(principal=who, model="demo", prompt_tokens=prompt, max_output_tokens=output, price=None, output_room=room)
+def asked(who: Principal, output: int | None = 100, prompt: int = 10, room: int | None = None) -> AdmissionRequest:
+    return AdmissionRequest(
+        principal=who, model="demo", prompt_tokens=prompt, max_output_tokens=output, price=None, output_room=room
+    )
 
 
 def generate(clock: FakeClock, reservation: Reservation, tokens: int, token_s: float) -> None:

@@ -65,7 +65,7 @@ async def list_sessions(request: AdminRequest) -> PageShape[SessionShape]:
     """Return live sessions, the newest first: a member's own, or those of `member_id`; a token without it gets all."""
     access = await authenticate_anybody(request)
     asking = await session_of(request)
-    member_id = _whose(request, access)
+    member_id = _requested_member_id(request, access)
     page = await services_of(request).sessions.list(member_id, *paging(request))
     return page_shape(page, lambda session: _shape(session, asking))
 
@@ -85,7 +85,7 @@ async def end_session(request: AdminRequest, session_id: FromPath[str]) -> Ended
 async def end_sessions(request: AdminRequest) -> EndedShape:
     """End every session of a member but the one that asks: of who asks, or of `member_id`."""
     access = await authenticate_anybody(request)
-    member_id = _whose(request, access)
+    member_id = _requested_member_id(request, access)
     if member_id is None:
         raise InvalidValue("member_id is required: the member whose sessions to end", param="member_id")
     asking = await session_of(request)
@@ -117,7 +117,7 @@ async def unlink_provider(request: AdminRequest, member_id: FromPath[str]) -> Pr
     return ProviderLinkShape(member_id=member_id, issuer=await identities.issuer_of(member_id))
 
 
-def _whose(request: AdminRequest, access: Access) -> str | None:
+def _requested_member_id(request: AdminRequest, access: Access) -> str | None:
     """Return the member id whose sessions are meant; None means all members.
 
     Raises RoleNotAllowed, or NotFound for a caller who may see no sessions but their own.

@@ -133,10 +133,10 @@ class FirstReads:
             admitted = reservation.holds[0].day.start
             for allowance in _counting(reservation, made):
                 if request_id not in sums[allowance.owner].counted:
-                    allowance.count(reservation.used, reservation.work.currency, admitted)
+                    allowance.count(reservation.used, reservation.request.currency, admitted)
 
 
 def _counting(reservation: Reservation, made: Mapping[Owner, Allowance]) -> list[Allowance]:
     """Return those of `made` that a request counts against."""
-    work = reservation.work
-    return [made[owner] for owner in owners_of(work.tenant_id, work.key_id, work.model) if owner in made]
+    request = reservation.request
+    return [made[owner] for owner in owners_of(request.tenant_id, request.key_id, request.model) if owner in made]

@@ -26,8 +26,8 @@ import msgspec
 from appliance.base.clock import Clock
 from appliance.base.errors import GatehouseError, Refused
 from appliance.base.shared_places import has_place
+from appliance.metering.limits.admission_request import AdmissionRequest
 from appliance.metering.limits.allowances import NOBODY, Ahead, Allowance
-from appliance.metering.limits.asked import Asked
 from appliance.metering.limits.decisions import LimitDecision
 from appliance.metering.limits.line import Line
 from appliance.metering.limits.refusals import refusal
@@ -107,7 +107,7 @@ class Waiter:
     there."""
 
     seq: int
-    asked: Asked
+    request: AdmissionRequest
     tokens: Mapping[Allowance, int]
     attempt: Callable[[Waiter], Reservation | Refusals]
     deadline_s: float
@@ -118,7 +118,7 @@ class Waiter:
     @property
     def tenant_id(self) -> str:
         """Return whose places it takes."""
-        return self.asked.principal.tenant.id
+        return self.request.principal.tenant.id
 
 
 class AdmissionQueue:
@@ -136,9 +136,9 @@ class AdmissionQueue:
         self._trying = False
 
     @property
-    def waiting(self) -> list[Asked]:
+    def waiting(self) -> list[AdmissionRequest]:
         """Return the requests that wait."""
-        return [waiter.asked for waiter in self._waiting]
+        return [waiter.request for waiter in self._waiting]
 
     def ahead(self, allowance: Allowance, waiter: Waiter | None = None) -> Ahead:
         """Return what those before `waiter` in the line need; everyone in it when None, for a newcomer."""
@@ -154,7 +154,7 @@ class AdmissionQueue:
 
     async def wait(
         self,
-        asked: Asked,
+        request: AdmissionRequest,
         refusals: Refusals,
         tokens: Mapping[Allowance, int],
         attempt: Callable[[Waiter], Reservation | Refusals],
@@ -164,10 +164,10 @@ class AdmissionQueue:
 
         Raises the last refusal when `patience` is over, Abandoned when its client is gone, and what `refuse_all` was given.
         """
-        with self._observed(asked.model):
+        with self._observed(request.model):
             waiter = Waiter(
                 seq=next(self._seq),
-                asked=asked,
+                request=request,
                 tokens=tokens,
                 attempt=attempt,
                 deadline_s=self._clock.monotonic_s() + patience.wait_s,
