@@ -63,8 +63,8 @@ def answer_error(request: Request[Any, Any, Any], error: Exception) -> Response[
         return _answer_framework_error(request, error)
     log.error("request failed", path=request.scope["path"], exc_info=error)
     outage = as_outage(error, request.scope["method"])
-    told = outage or InternalError("an internal error occurred; look up the request id in the log")
-    return answer_error(request, told)
+    shown = outage or InternalError("an internal error occurred; look up the request id in the log")
+    return answer_error(request, shown)
 
 
 def _answer_framework_error(request: Request[Any, Any, Any], error: HTTPException) -> Response[bytes]:

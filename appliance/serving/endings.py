@@ -88,5 +88,5 @@ EARLY_ENDS = tuple(_EARLY_ENDS)
 
 def early(why: str) -> Ended:
     """Return the end of a request that somebody or something ended from outside, for one of EARLY_ENDS. Raises KeyError."""
-    finish_reason, cause, told = _EARLY_ENDS[why]
-    return Ended(finish_reason=finish_reason, cause=cause, error=told())
+    finish_reason, cause, make_error = _EARLY_ENDS[why]
+    return Ended(finish_reason=finish_reason, cause=cause, error=make_error())

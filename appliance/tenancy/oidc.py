@@ -216,8 +216,8 @@ def provider_of(settings: Settings, clock: Clock) -> OidcProvider | None:
 
 def _check_metadata(metadata: dict[str, Any], issuer: str) -> dict[str, Any]:
     """Return `metadata` if it is the issuer's own and its addresses may be called. Raises ProviderUnavailable."""
-    told = metadata.get("issuer")
-    if not isinstance(told, str) or told.rstrip("/") != issuer.rstrip("/"):
+    stated = metadata.get("issuer")
+    if not isinstance(stated, str) or stated.rstrip("/") != issuer.rstrip("/"):
         raise ProviderUnavailable("the description is of another issuer")
     for name in _ENDPOINTS:
         if not isinstance(metadata.get(name), str) or not _is_allowed(metadata[name], issuer):

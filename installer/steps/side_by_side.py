@@ -24,7 +24,7 @@ from steps.parts import Part
 
 PROCESSORS_MAX = 4  # a part may start an appliance, a browser or a database server of its own
 POLL_S = 0.1
-TOLD_EVERY_S = 30.0
+REPORT_EVERY_S = 30.0
 END_DEADLINE_S = 30.0  # for a part to stop what it has started
 _PERCENT = re.compile(r"\[ *(\d+)%\]")
 _SUMMARY = re.compile(r"^(?:=+ )?(\d+ \w+(?:, \d+ \w+)*) in [\d.]+s", re.MULTILINE)
@@ -53,12 +53,12 @@ class Outcome:
     @property
     def counts(self) -> Counter[str]:
         """How many tests passed, failed, …, by pytest's summary, which need not be the last line: libraries print at exit."""
-        told = _SUMMARY.findall(self.output)
-        return Counter({word: int(number) for number, word in _COUNT.findall(told[-1])} if told else {})
+        summaries = _SUMMARY.findall(self.output)
+        return Counter({word: int(number) for number, word in _COUNT.findall(summaries[-1])} if summaries else {})
 
     def line(self) -> str:
         """The result in one line."""
-        told = ", ".join(f"{number} {word}" for word, number in self.counts.items()) or "no test was run"
+        results = ", ".join(f"{number} {word}" for word, number in self.counts.items()) or "no test was run"
         ended = (
             ""
             if self.status in (0, 1)
@@ -66,7 +66,7 @@ class Outcome:
             if self.status < 0
             else f"; status {self.status}"
         )
-        return f"{self.part.name}: {told}{ended} ({self.wall_s:.0f} s)"
+        return f"{self.part.name}: {results}{ended} ({self.wall_s:.0f} s)"
 
     def failed(self) -> list[str]:
         """The lines that name what failed."""
@@ -89,8 +89,8 @@ class Running:
 
     def percent(self) -> int:
         """Its progress, by its own count of tests."""
-        told = _PERCENT.findall(self.output.read_text("utf-8", "replace"))
-        return int(told[-1]) if told else 0
+        percents = _PERCENT.findall(self.output.read_text("utf-8", "replace"))
+        return int(percents[-1]) if percents else 0
 
     def outcome(self) -> Outcome | None:
         """Its result, None while it runs."""
@@ -116,7 +116,7 @@ class SideBySide:
         self._at_once = at_once
         self._outputs = tempfile.TemporaryDirectory(prefix="gatehouse-tests-")
         self._running: list[Running] = []
-        self._told_s = self._began_s = time.monotonic()
+        self._reported_s = self._began_s = time.monotonic()
 
     def __enter__(self) -> SideBySide:
         # In a shell's background job SIGINT is ignored; the parts would inherit that, but it is how they are ended.
@@ -149,7 +149,7 @@ class SideBySide:
                 if (outcome := running.outcome()) is not None:
                     self._running.remove(running)
                     outcomes.append(outcome)
-                    self._tell("\n  ".join([outcome.line(), *outcome.failed()]))
+                    self._print_line("\n  ".join([outcome.line(), *outcome.failed()]))
             self._show_progress(len(waiting))
             time.sleep(POLL_S)
         return outcomes
@@ -171,15 +171,15 @@ class SideBySide:
     def _show_progress(self, num_waiting: int) -> None:
         now_s = time.monotonic()
         live = sys.stdout.isatty()
-        if not self._running or now_s - self._told_s < (1.0 if live else TOLD_EVERY_S):
+        if not self._running or now_s - self._reported_s < (1.0 if live else REPORT_EVERY_S):
             return
-        self._told_s = now_s
-        told = ", ".join(f"{running.part.name} {running.percent()} %" for running in self._running)
-        line = f"{clock(now_s - self._began_s)}  {told}; {num_waiting} to come"
+        self._reported_s = now_s
+        shares = ", ".join(f"{running.part.name} {running.percent()} %" for running in self._running)
+        line = f"{clock(now_s - self._began_s)}  {shares}; {num_waiting} to come"
         sys.stdout.write(f"\r\x1b[K{line}" if live else f"{line}\n")
         sys.stdout.flush()
 
-    def _tell(self, line: str) -> None:
+    def _print_line(self, line: str) -> None:
         self._clear_line()
         print(f"{clock(time.monotonic() - self._began_s)}  {line}", flush=True)
 
@@ -206,8 +206,8 @@ def summary(outcomes: Sequence[Outcome], wall_s: float, at_once: int) -> str:
     failing = [outcome for outcome in outcomes if outcome.status != 0]
     for outcome in failing:
         lines += ["", f"##### {outcome.line()}", outcome.report().rstrip()]
-    told = ", ".join(f"{counts[word]} {word}" for word in _RESULTS if word in counts)
-    lines += ["", f"{told} in {clock(wall_s).strip()}" + "".join(f"; {outcome.part.name} failed" for outcome in failing)]
+    results = ", ".join(f"{counts[word]} {word}" for word in _RESULTS if word in counts)
+    lines += ["", f"{results} in {clock(wall_s).strip()}" + "".join(f"; {outcome.part.name} failed" for outcome in failing)]
     return "\n".join(lines)
 
 

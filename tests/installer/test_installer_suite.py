@@ -170,7 +170,7 @@ class Reader(io.StringIO):
 
 
 def test_how_far_the_parts_are_is_told_while_they_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(side_by_side, "TOLD_EVERY_S", 0.0)
+    monkeypatch.setattr(side_by_side, "REPORT_EVERY_S", 0.0)
     monkeypatch.setattr(sys, "stdout", Reader("slow 40 %; 1 to come\n", tmp_path / "told"))
     with shell(tmp_path, 1) as running:
         slow = "echo '.... [ 40%]'; until [ -e told ]; do sleep 0.05; done"

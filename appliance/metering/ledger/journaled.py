@@ -169,5 +169,5 @@ async def _settle(
         on_settled=on_settled,
     )  # fmt: skip
     await work.write()
-    work.tell()
+    work.report_results()
     return sum(operation.written for operation in missing)

@@ -91,17 +91,17 @@ class Settle(Promised):
     def succeed(self) -> None:
         """Also call `on_recorded`."""
         Promised.succeed(self)
-        self._tell_recorded()
+        self._call_on_recorded()
 
     def fail(self, error: Exception) -> None:
         """Also call `on_recorded`."""
         Promised.fail(self, error)
-        self._tell_recorded()
+        self._call_on_recorded()
 
-    def _tell_recorded(self) -> None:
-        told, self.on_recorded = self.on_recorded, None
-        if told is not None:
-            told()
+    def _call_on_recorded(self) -> None:
+        on_recorded, self.on_recorded = self.on_recorded, None
+        if on_recorded is not None:
+            on_recorded()
 
 
 @dataclass(slots=True, eq=False)
@@ -120,7 +120,7 @@ OnSettled = Callable[[Connection, Sequence[UsageEvent]], object]
 class Round:
     """Operations and checkpoints that are committed together; if one of them is bad, each alone.
 
-    `opened` are the pending entries that this process wrote; `tell` keeps it up to date.
+    `opened` are the pending entries that this process wrote; `report_results` keeps it up to date.
     """
 
     db: Database
@@ -149,7 +149,7 @@ class Round:
             self.results.clear()
             await self._write_one_by_one()
 
-    def tell(self) -> None:
+    def report_results(self) -> None:
         """Give every caller its result."""
         for operation in self.operations:
             result = self.results.get(id(operation))

@@ -289,7 +289,7 @@ class Ledger:
             self._in_round_since_s = None
         self.last_error = None
         self._retry_s = 0.0
-        work.tell()
+        work.report_results()
         for operation in operations:
             if isinstance(operation, Settle) and not operation.written:
                 self.unrecorded_usage_tokens += operation.settlement.usage.total_tokens

@@ -96,7 +96,7 @@ class Admission:
         if isinstance(answer, Reservation):
             return answer
         if not may_wait(answer.decisions, patience.wait_s) or not self._queue.has_room(answer, request.principal.tenant.id):
-            raise answer.told
+            raise answer.error
         tokens = {allowance: need.expected.tokens for allowance, need in needs.each.items()}
         return await self._queue.wait(request, answer, tokens, lambda waiter: self._try(request, needs, waiter), patience)
 

@@ -96,7 +96,7 @@ class Refusals:
         return [decision for _allowance, decision in self.by]
 
     @property
-    def told(self) -> Refused:
+    def error(self) -> Refused:
         """Return the error for the client."""
         return refusal([self.estimate(allowance, decision) for allowance, decision in self.by])
 
@@ -250,7 +250,7 @@ class AdmissionQueue:
         left_s = waiter.deadline_s - self._clock.monotonic_s()
         if left_s <= 0 or not may_wait(answer.decisions, left_s + ROUNDING_S):
             left = self._leave(waiter)
-            waiter.answer.set_exception(answer.told)
+            waiter.answer.set_exception(answer.error)
             return left
         return self._stand_in_line(waiter, answer)
 
