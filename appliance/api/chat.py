@@ -14,12 +14,12 @@ from litestar.types import Receive
 from appliance.api.auth import authenticate_tenant
 from appliance.api.bodies import decode_body, in_turn
 from appliance.api.chat_answers import ChatCompletion, ChunkFramer, WholeAnswer
+from appliance.api.connection_services import services_of
 from appliance.api.error_responses import MEDIA_TYPE
 from appliance.api.exchange import Exchange, WholeRequest, exchange_of
 from appliance.api.pieces import PIECE_BYTES, PiecedBody
 from appliance.api.sampling import asked_max_tokens, field_names, sampling_params, with_bad_words
 from appliance.api.schemas import ChatCompletionRequest, check_messages, check_supported, service_tier_of
-from appliance.api.services_of import services_of
 from appliance.api.sse import EVENT_STREAM, PING_AFTER_S, EventStream, chat_frames, until_disconnected
 from appliance.base.errors import GatehouseError
 from appliance.metering.limits.queue import Abandoned

@@ -19,7 +19,7 @@ from sqlalchemy import BindParameter, ColumnElement, Connection, Dialect, Insert
 from sqlalchemy.dialects.sqlite.base import SQLiteDialect
 from sqlalchemy.exc import DBAPIError
 
-ROWS_AT_ONCE_MAX = 32  # each number up to it is a statement of its own, which the driver keeps compiled
+ROWS_PER_STATEMENT_MAX = 32  # each number up to it is a statement of its own, which the driver keeps compiled
 
 
 class Prepared:
@@ -47,8 +47,8 @@ class Prepared:
         if not self._texts:
             self._prepare(connection, rows[0])
         met = 0
-        for first in range(0, len(rows), ROWS_AT_ONCE_MAX):
-            part = rows[first : first + ROWS_AT_ONCE_MAX]
+        for first in range(0, len(rows), ROWS_PER_STATEMENT_MAX):
+            part = rows[first : first + ROWS_PER_STATEMENT_MAX]
             parameters = [place(row) for row in part for place in self._places]
             met += _send(connection, self._texts[len(part) - 1], parameters)[1]
         return met
@@ -134,7 +134,7 @@ def _update_texts(statement: Update, row: Mapping[str, Any]) -> tuple[Sequence[s
 
 
 _EXPANDING = re.compile(r"\(__\[POSTCOMPILE_keys\w*\]\)")
-_COUNTS = range(1, ROWS_AT_ONCE_MAX + 1)
+_COUNTS = range(1, ROWS_PER_STATEMENT_MAX + 1)
 _Place = Callable[[Mapping[str, Any]], Any]
 
 

@@ -32,7 +32,7 @@ _LEFT_OUT = {
     "month_out_of_order": "skipped: a later month is closed",
     "nothing_to_bill": "without anything to bill",
 }
-_OF_EVERYBODY = ("invalid_value", "month_not_over")  # a wrong month is wrong for all tenants, so it is reported once
+_SAME_FOR_ALL_TENANTS = ("invalid_value", "month_not_over")  # a wrong month is wrong for all tenants, so it is reported once
 FORMATS = ("pdf", "csv", "json", "events")
 
 Month = Annotated[str, typer.Option("--month", metavar="YYYY-MM", help="The month, in the billing time zone.")]
@@ -210,7 +210,7 @@ def _each(
                     draft = await _draft_of(client, each, month, step.only if everybody else None)
                     rows.append(_row(await step.take(client, draft), each))
                 except CommandFailed as failure:
-                    if not everybody or failure.code in _OF_EVERYBODY:
+                    if not everybody or failure.code in _SAME_FOR_ALL_TENANTS:
                         raise
                     if draft is None and failure.code in _LEFT_OUT:
                         left_out[failure.code] += 1

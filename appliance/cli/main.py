@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     import typer
 
 
-OF_COMMANDS = ("--data-dir", "--database", "--json")  # options of every command, which `gatehouse` itself does not take
+COMMAND_OPTIONS = ("--data-dir", "--database", "--json")  # options of every command, which `gatehouse` itself does not take
 
 
 def build() -> typer.Typer:
@@ -100,7 +100,7 @@ def _run(given: list[str]) -> int:
 
     as_json = "--json" in given
     first = given[0].partition("=")[0] if given else ""
-    if first in OF_COMMANDS:
+    if first in COMMAND_OPTIONS:
         output.failed(f"put {first} after the command, as in gatehouse doctor {first}", "usage", as_json=as_json)
         return 2
     try:

@@ -53,7 +53,7 @@ async def change_password(request: ConsoleRequest, console: ConsoleDependency) -
         try:
             console.attempts.count(address=address_of(request), account=session.member.email)
             proven = await console.services.members.change_password(session.member, current, password)
-            return await _renewed(request, console, session, proven.stands, done="password-changed")
+            return await _renewed(request, console, session, proven.still_valid, done="password-changed")
         except RateLimitExceeded as error:
             form.fail("current", wait_of(error)[0])
         except InvalidCredentials:

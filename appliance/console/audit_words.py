@@ -13,7 +13,7 @@ from appliance.tenancy.audit_chain import AuditEntry, facts_from
 
 NOTHING = "none"
 VALUE_CHARS_MAX = 200
-SHOWN_AT_ONCE = 6
+CHANGES_EXPANDED_MAX = 6
 # The choices of the filter, by subject. An action that is not listed here is shown by its own name.
 ACTIONS: dict[str, dict[str, str]] = {
     "Tenants": {

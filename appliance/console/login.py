@@ -40,7 +40,7 @@ async def sign_in(request: ConsoleRequest, console: ConsoleDependency) -> Html:
         console.attempts.count(address=address_of(request), account=email)
         proven = await console.services.members.prove_password(email, password)
         answer = await first_factor_proven(
-            request, console, proven.member, method="password", target=target, proof=proven.stands
+            request, console, proven.member, method="password", target=target, proof=proven.still_valid
         )
     except RateLimitExceeded as error:
         sentence, headers = wait_of(error)

@@ -170,7 +170,7 @@ class Generation:
     def _count(self, event: TokenEvent) -> None:
         is_first = self.live.ttft_s is None
         intervals_s = self.live.apply_event(event, now=self._clock.now(), monotonic_s=self._clock.monotonic_s())
-        is_budget_spent = self._bill.note(event)
+        is_budget_spent = self._bill.record_progress(event)
         self._metrics.inter_token(self.live.model, intervals_s)
         if is_first and self.live.ttft_s is not None:
             self._model.client.figures.note_ttft(self.live.ttft_s)

@@ -28,7 +28,7 @@ from appliance.tenancy.roles import Role, check_role
 EMAIL_CHARS_MAX = 320
 PASSWORD_CHARS_MIN = 8
 PASSWORD_CHARS_MAX = 1024
-HASHES_AT_ONCE = 2  # each takes 64 MiB and a core
+HASHES_PARALLEL_MAX = 2  # each takes 64 MiB and a core
 WRONG = "e-mail address or password is wrong"
 
 Proof = Callable[[RowMapping], bool]
@@ -54,7 +54,7 @@ class Proven:
     member: Member
     password_hash: str = field(repr=False)
 
-    def stands(self, row: RowMapping) -> bool:
+    def still_valid(self, row: RowMapping) -> bool:
         """Return whether the member may still sign in with this password, given the row of `members`: a `Proof`."""
         return row["password_hash"] == self.password_hash and row["disabled_at"] is None
 
@@ -66,7 +66,7 @@ class Members:
         self._db = db
         self._clock = clock
         self._hasher = hasher or PasswordHasher()
-        self._hashing = asyncio.Semaphore(HASHES_AT_ONCE)
+        self._hashing = asyncio.Semaphore(HASHES_PARALLEL_MAX)
         self._decoy_hash: str | None = None
 
     async def create(
@@ -113,7 +113,7 @@ class Members:
         return member_from_row(row)
 
     async def prove_password(self, email: str, password: str) -> Proven:
-        """Return the member with this address and password; its `stands` checks in a later transaction that this still holds.
+        """Return the member with this address and password; its `still_valid` checks it again in a later transaction.
 
         Raises InvalidCredentials. Takes the same work whether the address is known or not.
         """

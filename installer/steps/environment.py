@@ -193,7 +193,7 @@ def _install_lock(venv: Path, lock: Lock, what: str, options: Sequence[str]) -> 
     wanted = [
         f"{pin.name}=={pin.version}{' ; ' + pin.marker if pin.marker else ''}" for pin in lock.pins if pin.name != "torch"
     ]
-    shares = [wanted[first :: pip.at_once()] for first in range(pip.at_once())]
+    shares = [wanted[first :: pip.num_parallel()] for first in range(pip.num_parallel())]
     commands = []
     for number, share in enumerate(shares):
         listing = venv / "tmp" / f"{lock.profile}-{number}.txt"

@@ -15,7 +15,7 @@ from steps.progress import Step
 from steps.refusal import Refusal
 
 _POLL_S = 0.25
-_AT_ONCE_MAX = 4
+_PARALLEL_MAX = 4
 _INSTALL = ("-m", "pip", "install", "--disable-pip-version-check", "--no-input", "--progress-bar", "off")
 _LINES_SHOWN = 12
 # Settings of the user's own pip that would put packages anywhere but into the environment.
@@ -77,9 +77,9 @@ def relevant(lines: Sequence[str]) -> tuple[str, ...]:
     return tuple(line[:300] for line in shown[-_LINES_SHOWN:])
 
 
-def at_once() -> int:
+def num_parallel() -> int:
     """Return how many pips share the work if it can be shared: unpacking takes a processor, and so does fetching in part."""
-    return min(os.cpu_count() or 1, _AT_ONCE_MAX)
+    return min(os.cpu_count() or 1, _PARALLEL_MAX)
 
 
 def install(venv: Path, commands: Sequence[Sequence[str]], step: Step, *, expected: int) -> None:

@@ -104,16 +104,16 @@ class Running:
 
 
 class SideBySide:
-    """Runs at most `at_once` parts at a time. Use as a context manager, at whose end no part still runs."""
+    """Runs at most `parallel_max` parts at a time. Use as a context manager, at whose end no part still runs."""
 
-    def __init__(self, command: Sequence[str], folder: Path, environ: Mapping[str, str], at_once: int) -> None:
+    def __init__(self, command: Sequence[str], folder: Path, environ: Mapping[str, str], parallel_max: int) -> None:
         self._command = command
         self._folder = folder
         # Parts share the processors, so libraries that would use all of them in each process use one. They import the same
         # sources, as do the hundreds of processes that tests start: so compiled bytecode is kept for the others.
-        self._environ = {**({"OMP_NUM_THREADS": "1"} if at_once > 1 else {}), **environ}
+        self._environ = {**({"OMP_NUM_THREADS": "1"} if parallel_max > 1 else {}), **environ}
         self._environ.pop("PYTHONDONTWRITEBYTECODE", None)
-        self._at_once = at_once
+        self._parallel_max = parallel_max
         self._outputs = tempfile.TemporaryDirectory(prefix="gatehouse-tests-")
         self._running: list[Running] = []
         self._reported_s = self._began_s = time.monotonic()
@@ -143,7 +143,7 @@ class SideBySide:
         """Run `parts`, begun in the order given, and return their results in the order in which they ended."""
         waiting, outcomes = list(parts), []
         while waiting or self._running:
-            while waiting and len(self._running) < self._at_once:
+            while waiting and len(self._running) < self._parallel_max:
                 self._running.append(self._start(waiting.pop(0)))
             for running in list(self._running):
                 if (outcome := running.outcome()) is not None:
@@ -194,7 +194,7 @@ def clock(seconds: float) -> str:
     return f"{int(seconds) // 60:2d}:{int(seconds) % 60:02d}"
 
 
-def summary(outcomes: Sequence[Outcome], wall_s: float, at_once: int) -> str:
+def summary(outcomes: Sequence[Outcome], wall_s: float, parallel_max: int) -> str:
     """Return where the time went, then all failures in full, then one line with the result."""
     longest_first = sorted(outcomes, key=lambda outcome: -outcome.wall_s)
     counts = sum((outcome.counts for outcome in outcomes), Counter[str]())
@@ -202,7 +202,7 @@ def summary(outcomes: Sequence[Outcome], wall_s: float, at_once: int) -> str:
     for outcome in longest_first:
         lines.append(f"{outcome.part.name:20}{_num_tests(outcome.counts):7}{outcome.wall_s:8.0f}{outcome.cpu_s:8.0f}")
     cpu_s = sum(outcome.cpu_s for outcome in outcomes)
-    lines.append(f"{f'{at_once} at a time':20}{_num_tests(counts):7}{wall_s:8.0f}{cpu_s:8.0f}")
+    lines.append(f"{f'{parallel_max} at a time':20}{_num_tests(counts):7}{wall_s:8.0f}{cpu_s:8.0f}")
     failing = [outcome for outcome in outcomes if outcome.status != 0]
     for outcome in failing:
         lines += ["", f"##### {outcome.line()}", outcome.report().rstrip()]

@@ -162,18 +162,18 @@ async def test_a_look_at_limits_that_have_changed_changes_none(admission: Admiss
 
     assert admission.snapshot(unlimited) == before
     assert admission.taken(Owner("tenant", bob.tenant.id)) == {"tokens": 11, "concurrency": 1}
-    assert running.note(0, 30)
+    assert running.record_progress(0, 30)
 
 
 async def test_a_hard_budget_that_is_lowered_or_raised_holds_for_answers_that_run(admission: Admission) -> None:
     bob = principal(Limits(monthly_budget=20))
     bob = dataclasses.replace(bob, tenant=dataclasses.replace(bob.tenant, cut_at_budget=True))
     running = await admit(admission, bob, 1, 10, price(completion=10**6))
-    assert not running.note(0, 10)
+    assert not running.record_progress(0, 10)
     for budget, is_cut in ((5, True), (15, False), (None, False), (10, True)):
         changed = dataclasses.replace(bob, tenant=dataclasses.replace(bob.tenant, limits=Limits(monthly_budget=budget)))
         admission.reconfigure({bob.key.id: changed}, {})
-        assert running.note(0, 10) == is_cut
+        assert running.record_progress(0, 10) == is_cut
 
 
 async def test_of_an_owner_that_nobody_has_asked_for_the_limits_are_whole(admission: Admission) -> None:

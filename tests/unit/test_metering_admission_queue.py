@@ -411,7 +411,7 @@ async def test_those_who_leave_a_full_line_together_are_one_reason_to_try_again(
     tries.stop()
     assert len(queue.admission.waiting) == admission_queue.LINE_MAX // 2
     assert tries.num <= admission_queue.LINE_MAX, "everybody was tried again for each who left"
-    assert tries.most <= admission_queue.TRIES_AT_ONCE, "others wait while a whole line is tried"
+    assert tries.most <= admission_queue.TRIES_PER_TURN, "others wait while a whole line is tried"
 
 
 async def test_a_full_line_is_gone_through_in_turns_and_ends_where_there_is_room(
@@ -428,4 +428,4 @@ async def test_a_full_line_is_gone_through_in_turns_and_ends_where_there_is_room
     tries.stop()
     assert [task.done() for task in waiting] == [True] * 200 + [False] * 56, "in the order of arrival"
     assert tries.num <= 3 * admission_queue.LINE_MAX
-    assert tries.most <= admission_queue.TRIES_AT_ONCE
+    assert tries.most <= admission_queue.TRIES_PER_TURN

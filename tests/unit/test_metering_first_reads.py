@@ -22,7 +22,7 @@ from appliance.metering.limits import ledger_sums
 from appliance.metering.limits.admission import Admission
 from appliance.metering.limits.admission_request import AdmissionRequest
 from appliance.metering.limits.allowances import Allowance
-from appliance.metering.limits.first_reads import OWNERS_AT_ONCE
+from appliance.metering.limits.first_reads import OWNERS_PER_READ
 from appliance.metering.limits.ledger_sums import RECENT_EVENTS_MAX, Span, events_query, settled_query
 from appliance.metering.limits.owners import ALL_TENANTS, Owner
 from appliance.metering.limits.reservations import Reservation
@@ -131,10 +131,10 @@ async def test_who_comes_while_owners_are_read_shares_the_next_read(admission: A
 
 
 async def test_a_read_has_a_size(admission: Admission, slow: SlowSums) -> None:
-    tasks = await begin(admission, *(asking(principal()) for _ in range(OWNERS_AT_ONCE)))
+    tasks = await begin(admission, *(asking(principal()) for _ in range(OWNERS_PER_READ)))
     slow.go_on.set()
     await asyncio.gather(*tasks)
-    assert [len(read) for read in slow.reads] == [OWNERS_AT_ONCE] * 2
+    assert [len(read) for read in slow.reads] == [OWNERS_PER_READ] * 2
 
 
 async def test_who_is_known_waits_for_nobody(admission: Admission, slow: SlowSums) -> None:

@@ -10,8 +10,8 @@ from litestar import delete, get
 from litestar.params import FromPath
 
 from appliance.api.auth import authenticate_administrator, authenticate_anybody, session_of
+from appliance.api.connection_services import services_of
 from appliance.api.queries import PAGING, AdminRequest, paging
-from appliance.api.services_of import services_of
 from appliance.api.shapes import PageShape, page_shape, shape_of
 from appliance.base.errors import InvalidValue, NotFound
 from appliance.tenancy.access import Access

@@ -19,9 +19,9 @@ import msgspec
 from litestar import get
 
 from appliance.api.auth import authenticate_reader
+from appliance.api.connection_services import services_of
 from appliance.api.organization.queries import TAGS, count, paths, seconds, unix
 from appliance.api.queries import AdminRequest, both, choice, many
-from appliance.api.services_of import services_of
 from appliance.base.errors import InvalidValue, UnsupportedParameter
 from appliance.base.money import PICOS_PER_UNIT
 from appliance.metering.calendar import BillingCalendar

@@ -55,16 +55,16 @@ def _path(database_url: str) -> Path | None:
     return Path(f"{os.path.realpath(str(target.database))}{SUFFIX}") if kind == "sqlite" else None
 
 
-def encode(promised: Journaled | Settlement) -> bytes:
+def encode(found: Journaled | Settlement) -> bytes:
     """Return the record of an entry or a settlement. Raises ValueError for values that no table takes: text that is not
     Unicode, a huge count."""
-    if isinstance(promised, Journaled):
-        prefix, count = b"", max(promised.entry.prompt_tokens, promised.entry.reserved_tokens)
+    if isinstance(found, Journaled):
+        prefix, count = b"", max(found.entry.prompt_tokens, found.entry.reserved_tokens)
     else:
-        prefix, count = SETTLEMENT, max(getattr(promised.usage, name) for name in TOKEN_COLUMNS)
+        prefix, count = SETTLEMENT, max(getattr(found.usage, name) for name in TOKEN_COLUMNS)
     if count > INTEGER_MAX:
         raise ValueError("a count of tokens does not fit 64 bits")
-    return prefix + _ENCODER.encode(promised)
+    return prefix + _ENCODER.encode(found)
 
 
 def decode(record: bytes) -> Journaled | Settlement:

@@ -5,7 +5,7 @@
       first_reads     of owners that nobody has asked for since the start: what the ledger says they have used
       needs_of        what it asks of each owner: its prompt, and the output that is expected
       Allowance       one owner's buckets and windows: does any of them refuse?
-        no  ─► take ─► Reservation ─► note … ─► settle or void ─► whoever waits for what is given back tries again
+        no  ─► take ─► Reservation ─► record_progress … ─► settle or void ─► whoever waits for what is given back tries again
         yes ─► queue.wait, where its patience covers the wait, else the error that refusals.py makes
 
 Read them in this order. Each module imports only from lines above its own, or from its own:

@@ -246,9 +246,9 @@ class Allowance:
         return self._decide("concurrency", allowed, 1, limit, limit - self.running, wait_s, ahead=ahead)
 
     def _bucket(
-        self, kind: LimitKind, bucket: TokenBucket, need: int, at: Moment, promised: int, ahead: Ahead
+        self, kind: LimitKind, bucket: TokenBucket, need: int, at: Moment, ahead_tokens: int, ahead: Ahead
     ) -> LimitDecision:
-        wait_s = bucket.wait_s(need, at.monotonic_s, ahead=promised)
+        wait_s = bucket.wait_s(need, at.monotonic_s, ahead=ahead_tokens)
         return self._decide(kind, wait_s == 0, need, bucket.capacity, bucket.level(at.monotonic_s), wait_s, ahead=ahead)
 
     def _per_day(self, limit: int, need: int, at: Moment, ahead: Ahead) -> LimitDecision:
@@ -312,7 +312,7 @@ class Hold:
     overlooked: bool = False
     live_picos: int = 0
 
-    def note(self, cost_picos: int, currency: str | None, at: Moment) -> bool:
+    def record_cost(self, cost_picos: int, currency: str | None, at: Moment) -> bool:
         """Update what the running request has cost so far; return whether that used up the budget."""
         if self.overlooked:
             return False

@@ -28,7 +28,7 @@ from appliance.metering.limits.running import Running
 from appliance.metering.limits.sums import PeriodSums, SumsReader
 from appliance.metering.limits.windows import Moment
 
-OWNERS_AT_ONCE = 64
+OWNERS_PER_READ = 64
 
 
 class FirstReads:
@@ -84,7 +84,7 @@ class FirstReads:
 
     async def _read_line(self) -> None:
         while self._line:
-            await self._read([self._line.popleft() for _ in range(min(len(self._line), OWNERS_AT_ONCE))])
+            await self._read([self._line.popleft() for _ in range(min(len(self._line), OWNERS_PER_READ))])
         self._heard.clear()
         for request_id in self._recorded:
             self._ended.pop(request_id, None)

@@ -35,7 +35,7 @@ from appliance.metering.limits.reservations import Reservation
 
 WAITING_MAX = 1024  # places of all lines together
 LINE_MAX = 256
-TRIES_AT_ONCE = 32  # in a turn of the event loop: two milliseconds
+TRIES_PER_TURN = 32  # in a turn of the event loop: two milliseconds
 ROUNDING_S = 0.001  # waits are told in whole milliseconds, rounded up
 WINDOWS = ("tokens_per_day", "budget")
 
@@ -207,7 +207,7 @@ class AdmissionQueue:
     def wake(self, allowances: Iterable[Allowance]) -> None:
         """Try everyone in these lines again, in order of arrival: something was given back, or a waiter has left.
 
-        That happens in the next turns of the event loop, once for everything within a turn, and TRIES_AT_ONCE at a time.
+        That happens in the next turns of the event loop, once for everything within a turn, and TRIES_PER_TURN at a time.
         Newcomers do not get in between: they leave room for those who wait.
         """
         self._moved.update(allowance for allowance in allowances if allowance in self._lines)
@@ -226,7 +226,7 @@ class AdmissionQueue:
             self._moved.clear()
             self._due.extend(sorted(waiters, key=lambda each: each.seq))
         try:
-            for _ in range(min(TRIES_AT_ONCE, len(self._due))):
+            for _ in range(min(TRIES_PER_TURN, len(self._due))):
                 waiter = self._due.popleft()
                 if waiter in self._waiting:
                     self._moved |= self._try(waiter)

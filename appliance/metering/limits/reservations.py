@@ -57,7 +57,7 @@ class Reservation:
         """Return the share of the price that is paid, in ten-thousandths."""
         return BASIS_POINTS if self.request.rate is None else self.request.rate.basis_points
 
-    def note(self, cached_tokens: int, completion_tokens: int, rejected_tokens: int = 0) -> bool:
+    def record_progress(self, cached_tokens: int, completion_tokens: int, rejected_tokens: int = 0) -> bool:
         """Update how far the request is; return whether it must end because that spent a budget."""
         self.output_tokens = completion_tokens
         if self._first is None and completion_tokens:
@@ -66,7 +66,7 @@ class Reservation:
             return False
         at = self._moment()
         cost_picos = self.request.cost(cached_tokens, completion_tokens, rejected_tokens=rejected_tokens)
-        spent = [hold.note(cost_picos, self.request.currency, at) for hold in self.holds]  # each of them hears of it
+        spent = [hold.record_cost(cost_picos, self.request.currency, at) for hold in self.holds]  # each of them hears of it
         return any(spent)
 
     def hold_to_budget(self, cut_at_budget: bool) -> None:

@@ -28,7 +28,7 @@ class AlertWatch:
         self._alerted: set[str] = set()
         self._rounds = Background(
             "alert watch",
-            lambda: repeat(self.look, INTERVAL_S, failure="what to alert of could not be looked at", at_once=True),
+            lambda: repeat(self.look, INTERVAL_S, failure="what to alert of could not be looked at", immediately=True),
         )
 
     def start(self) -> None:
