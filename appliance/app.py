@@ -17,7 +17,7 @@ from sqlalchemy.exc import SQLAlchemyError
 
 from appliance.api.error_responses import answer_error
 from appliance.api.exchange import ExchangeWrapper, WholeRequest
-from appliance.api.http_server import CannotStart, HttpServer, control_file, listening_socket, only_one
+from appliance.api.http_server import CannotStart, HttpServer, control_file, data_dir_lock, listening_socket
 from appliance.api.implied_methods import CompleteOptions, HeadLikeGet
 from appliance.api.openapi import openapi_config
 from appliance.api.routers import api_routers
@@ -344,7 +344,7 @@ async def serve(settings: Settings, *, on_listening: Callable[[Started], None] =
     """
     model_folders(settings)
     traces = StartTraces.begin(settings.data_dir)
-    with only_one(settings.data_dir), traces.undone_when_refused(), listening_socket(settings) as listener:
+    with data_dir_lock(settings.data_dir), traces.undone_when_refused(), listening_socket(settings) as listener:
         appliance = Appliance(settings)
         await _start(appliance)
         traces.keep = True

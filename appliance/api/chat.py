@@ -67,7 +67,7 @@ async def create_chat_completion(request: WholeRequest) -> Response[Any]:
     except GatehouseError as refusal:
         services.metrics.rejected(refusal.code)
         raise
-    exchange_of(request).closers.append(lambda: generation.leave("disconnected"))
+    exchange_of(request).closers.append(lambda: generation.end_early("disconnected"))
     created = int(generation.live.admitted_at.timestamp())
     if body.stream:
         if order.sampling.is_guided and await _unless_disconnected(_began(generation), request.receive) is None:

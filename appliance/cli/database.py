@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, TypeVar
 import typer
 
 from appliance.cli import output
-from appliance.cli.connection import check_there, claimed, read_control
+from appliance.cli.connection import check_has_tables, claimed, read_control
 from appliance.cli.failure import CommandFailed, WrongUsage
 from appliance.cli.options import AsJson, DatabaseUrl, DataDir, settings_from
 
@@ -75,7 +75,7 @@ def check(as_json: AsJson = False, data_dir: DataDir = None, database: DatabaseU
     from appliance.metering.invariants.check import check_ledger
 
     settings = settings_from(data_dir, database)
-    check_there(settings)
+    check_has_tables(settings)
     running = read_control(settings.data_dir) is not None
     findings = asyncio.run(
         check_ledger(settings.database_url, running=running, time_zone=settings.time_zone, data_dir=settings.data_dir)

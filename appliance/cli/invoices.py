@@ -119,7 +119,7 @@ def discard(
             month, name = draft["month"], draft["tenant"]
             effect = f"The draft of {month} of {name} is removed. Its usage is kept; the month can be drafted again."
             ask_for_name(name, effect)
-    output.thing(run(settings, lambda client: _discarded(client, invoice_id)), as_json=as_json)
+    output.item(run(settings, lambda client: _discarded(client, invoice_id)), as_json=as_json)
 
 
 @app.command("export")
@@ -174,7 +174,7 @@ def seller(
 
     method = "GET" if body is None else "PUT"
     found = run(settings_from(data_dir, database), lambda client: client.call(method, "/seller", body=body))
-    output.thing(found, as_json=as_json)
+    output.item(found, as_json=as_json)
 
 
 @app.command("allowance")
@@ -189,7 +189,7 @@ def allowance(
     """Set the free allowance of a tenant, from a month on."""
     body = {"first_month": month, "monthly_micros": micros}
     work = at_tenant(tenant, "POST", "/allowances", body=body)
-    output.thing(run(settings_from(data_dir, database), work), as_json=as_json)
+    output.item(run(settings_from(data_dir, database), work), as_json=as_json)
 
 
 def _each(

@@ -50,7 +50,7 @@ async def sign_in(request: ConsoleRequest, console: ConsoleDependency) -> Html:
     except InvalidCredentials:
         await note_refusal(request, console, email=email, reason="password")
         return login_form(request, console, target=target, email=email, error=WRONG, status=401)
-    console.attempts.forgive(account=email)
+    console.attempts.reset_account(account=email)
     return answer
 
 

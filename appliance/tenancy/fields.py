@@ -27,10 +27,9 @@ DEFAULT_SCOPES = (INFERENCE_SCOPE,)
 LIMIT_MODES = ("enforce", "shadow")
 
 _REFUSED_CATEGORIES = {"Cc", "Cs", "Zl", "Zp"}  # controls, halves of surrogate pairs, line and paragraph separators
-_DIRECTION_CONTROLS = frozenset(
-    map(chr, (*range(0x202A, 0x202F), *range(0x2066, 0x206A)))
-)  # embeddings, overrides, isolates and their ends
-_INVISIBLE = frozenset(  # invisible; joiners and direction marks are not among them, because scripts and emoji need those
+# Embeddings, overrides, isolates and their ends.
+_DIRECTION_CONTROLS = frozenset(map(chr, (*range(0x202A, 0x202F), *range(0x2066, 0x206A))))
+_INVISIBLE = frozenset(  # joiners and direction marks are not among them, because scripts and emoji need those
     map(
         chr,
         (

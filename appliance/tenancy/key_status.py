@@ -15,7 +15,7 @@ from appliance.tenancy.rows import key_from_row, tenant_from_row
 KEYS_PER_QUERY = 500
 
 
-async def read_standing(db: Database, key_ids: Collection[str]) -> dict[str, Principal]:
+async def read_principals(db: Database, key_ids: Collection[str]) -> dict[str, Principal]:
     """Return the keys that exist, with their tenants, by the id of the key."""
     found: dict[str, Principal] = {}
     ids = sorted(key_ids)

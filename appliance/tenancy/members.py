@@ -21,7 +21,7 @@ from appliance.base.ids import new_id
 from appliance.base.tables import members, sessions
 from appliance.tenancy import audit
 from appliance.tenancy.fields import check_flag, is_email
-from appliance.tenancy.mailboxes import silence
+from appliance.tenancy.mailboxes import disable_alerts
 from appliance.tenancy.pages import PAGE_ROWS_DEFAULT, Page, check_limit, decode_cursor, page_of
 from appliance.tenancy.roles import Role, check_role
 
@@ -176,7 +176,7 @@ class Members:
             facts = [audit.facts_of(each, "id", "created_at") for each in (before, after)]
             await audit.record(connection, self._clock, "member.change", "member", member_id, before=facts[0], after=facts[1])
             if after.disabled and not before.disabled:
-                await silence(connection, self._clock, after.email)
+                await disable_alerts(connection, self._clock, after.email)
         return after
 
     async def list(self, limit: int = PAGE_ROWS_DEFAULT, cursor: str | None = None) -> Page[Member]:

@@ -18,7 +18,7 @@ from appliance.base.errors import InvalidValue, NameTaken, NotFound, RoleNotAllo
 from appliance.base.tables import members, memberships, tenants
 from appliance.tenancy import audit
 from appliance.tenancy.access import Access
-from appliance.tenancy.mailboxes import silence
+from appliance.tenancy.mailboxes import disable_alerts
 from appliance.tenancy.members import Member, Members, check_email
 from appliance.tenancy.pages import PAGE_ROWS_DEFAULT, Page, check_limit, decode_cursor, page_of
 from appliance.tenancy.roles import Action, Role, TenantRole, check_tenant_role
@@ -148,7 +148,7 @@ class Memberships:
             await self._record(connection, "membership.remove", before, None)
             role = (await connection.execute(select(members.c.role).where(members.c.id == member_id))).scalar_one()
             if role == Role.MEMBER.value:
-                await silence(connection, self._clock, before.email, tenant_id=tenant_id)
+                await disable_alerts(connection, self._clock, before.email, tenant_id=tenant_id)
         return before
 
     async def _add(

@@ -190,6 +190,6 @@ async def test_every_owner_is_read_once_and_everything_counts_once(seed: int) ->
         assert (allowance.running, allowance._windows.day.reserved) == (0, 0)
         assert allowance._windows.day.used == USED + box.settled[owner] + box.books.corrected[owner]
     first_reads = box.admission._first_reads
-    assert (first_reads._task, list(first_reads._line), first_reads._met, first_reads._heard) == (None, [], {}, [])
+    assert (first_reads._task, list(first_reads._line), first_reads._met, first_reads._corrections) == (None, [], {}, [])
     assert (first_reads._ended, first_reads._recorded) == ({}, [])
     assert not [task for task in asyncio.all_tasks() if task.get_name() == "first reads"]

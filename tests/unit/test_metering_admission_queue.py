@@ -361,7 +361,7 @@ def test_what_stands_before_a_place_in_a_line_is_the_sum_over_it(seed: int) -> N
             line.leave(gone)
             del standing[gone]
         else:
-            line.stand(seq, f"who {seq}", tokens, for_window=for_window)
+            line.join(seq, f"who {seq}", tokens, for_window=for_window)
             standing[seq] = (tokens, for_window)
         for asked in (seq, None):
             before = [need for each, need in sorted(standing.items()) if asked is None or each < asked]

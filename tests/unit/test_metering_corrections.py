@@ -14,7 +14,7 @@ from appliance.base.db import Database
 from appliance.base.errors import BudgetExceeded, InvalidValue, NotFound
 from appliance.metering.calendar import BillingCalendar
 from appliance.metering.invariants import books
-from appliance.metering.ledger.corrections import NOTE_CHARS_MAX, Correction, Corrections, _stands_query
+from appliance.metering.ledger.corrections import NOTE_CHARS_MAX, Correction, Corrections, _recorded_sums_query
 from appliance.metering.ledger.records import UsageEvent
 from appliance.metering.ledger.rows import COST_PICOS_MAX
 from appliance.metering.limits.admission_request import AdmissionRequest
@@ -231,7 +231,7 @@ async def test_a_correction_while_the_sums_are_read_is_counted_once(clock: FakeC
 
 @pytest.mark.parametrize("database_url", ["sqlite"], indirect=True)
 async def test_what_stands_of_an_event_is_found_by_its_id_and_its_request(database: Database) -> None:
-    assert await plan_of(database, _stands_query(["cost_picos"], 5, "a request")) == [
+    assert await plan_of(database, _recorded_sums_query(["cost_picos"], 5, "a request")) == [
         "SEARCH usage_events USING INTEGER PRIMARY KEY (rowid=?)",
         "SEARCH usage_events USING INDEX ix_usage_events_adjustments (request_id=?)",
     ]

@@ -75,7 +75,7 @@ async def admission(clock: FakeClock, slow: SlowSums) -> AsyncIterator[Admission
     slow.go_on.set()
     await opened.stop()
     first_reads = opened._first_reads
-    assert (first_reads._task, list(first_reads._line), first_reads._met, first_reads._heard) == (None, [], {}, [])
+    assert (first_reads._task, list(first_reads._line), first_reads._met, first_reads._corrections) == (None, [], {}, [])
 
 
 def asking(who: Principal, policy: ModelPolicy | None = None, tokens: int = 10) -> AdmissionRequest:

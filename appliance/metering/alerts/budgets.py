@@ -96,7 +96,7 @@ class _Watches:
         self.by_owner = watches
         self._by_use: dict[tuple[str, str], tuple[Watch, ...]] = {}
 
-    def over(self, event: UsageEvent) -> tuple[Watch, ...]:
+    def for_event(self, event: UsageEvent) -> tuple[Watch, ...]:
         """Return the watches of the owners whose limits the event counts against."""
         use = event.key_id, event.model
         found = self._by_use.get(use)
@@ -129,7 +129,7 @@ class BudgetAlerts:
         due: defaultdict[Period, dict[Owner, Watch]] = defaultdict(dict)
         for event in events:
             if event.status in SETTLED:
-                for watch in watches.over(event):
+                for watch in watches.for_event(event):
                     for period in watch.count(event, since):
                         due[period][watch.plan.owner] = watch
         for period, reached in due.items():

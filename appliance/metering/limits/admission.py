@@ -144,7 +144,7 @@ class Admission:
 
     def correct(self, correction: UsageEvent) -> None:
         """Count a correction that has just been committed, and let those try again who wait for what it gives back."""
-        self._first_reads.hear(correction)
+        self._first_reads.corrected(correction)
         owners = owners_of(correction.tenant_id, correction.key_id, correction.model)
         known = [self._allowances[owner] for owner in owners if owner in self._allowances]
         for allowance in known:
@@ -208,10 +208,10 @@ class Admission:
     async def _allowances_of(self, request: AdmissionRequest) -> list[Allowance]:
         """Return the allowances that hold for a request, as the limits are now. Of new ones the ledger is read once."""
         rules = rules_for(request.principal, request.model, request.policy, self._currency)
-        self.output_estimates.meet(request.principal.key.id, request.model)
+        self.output_estimates.lengths_of(request.principal.key.id, request.model)
         for rule in rules:
             if rule.owner not in self._allowances:
-                await self._first_reads.meet(rules)
+                await self._first_reads.ensure_known(rules)
                 break
         at = self._moment()
         allowances = [self._allowances[rule.owner] for rule in rules]

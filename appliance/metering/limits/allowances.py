@@ -48,7 +48,7 @@ class Ahead(msgspec.Struct, frozen=True, kw_only=True):
     for_window: bool = False
 
 
-NOBODY = Ahead()
+NOTHING_AHEAD = Ahead()
 
 
 class Allowance:
@@ -140,9 +140,9 @@ class Allowance:
         """Make the day and the month of `at` the current ones."""
         self._windows.enter(at)
 
-    def refusals(self, need: Need, at: Moment, ahead: Ahead = NOBODY) -> list[LimitDecision]:
+    def refusals(self, need: Need, at: Moment, ahead: Ahead = NOTHING_AHEAD) -> list[LimitDecision]:
         """Return the decisions of the limits that refuse `need`; none of them changes anything."""
-        if ahead is NOBODY and self._has_plenty(need, at):
+        if ahead is NOTHING_AHEAD and self._has_plenty(need, at):
             return []
         return [decision for decision in self.decisions(need, at, ahead) if not decision.allowed]
 
@@ -164,7 +164,7 @@ class Allowance:
         budget = self._budget_picos
         return budget is None or month.used + month.reserved + need.expected.cost_picos <= budget
 
-    def decisions(self, need: Need, at: Moment, ahead: Ahead = NOBODY) -> Iterator[LimitDecision]:
+    def decisions(self, need: Need, at: Moment, ahead: Ahead = NOTHING_AHEAD) -> Iterator[LimitDecision]:
         """Yield what each limit says to `need`, after what those `ahead` will take."""
         limits = self.limits
         if limits.concurrent_requests is not None:
@@ -278,7 +278,7 @@ class Allowance:
         wait_s: float | None,
         *,
         held: bool = False,
-        ahead: Ahead = NOBODY,
+        ahead: Ahead = NOTHING_AHEAD,
     ) -> LimitDecision:
         return LimitDecision(
             allowed=allowed,

@@ -105,7 +105,7 @@ class OutputEstimates:
             self._met.clear()
             await self.read()
 
-    def meet(self, key_id: str, model: str) -> Lengths:
+    def lengths_of(self, key_id: str, model: str) -> Lengths:
         """Return what is known of a key with a model. At their first meeting that is nothing: the ledger is read later."""
         pair = (key_id, model)
         known = self._lengths.get(pair)
@@ -127,7 +127,7 @@ class OutputEstimates:
 
     def began(self, request: PricedRequest) -> None:
         """Hear that a request was admitted."""
-        self.meet(request.key_id, request.model).running += request.answers
+        self.lengths_of(request.key_id, request.model).running += request.answers
 
     def ended(self, request: PricedRequest, output_tokens: int) -> None:
         """Hear how long each of its answers was; 0 when there was none."""
@@ -142,7 +142,7 @@ class OutputEstimates:
         When nothing was asked for, a guess never makes a request larger than a limit: it is cut to the `room` that the limits
         leave beside the prompt.
         """
-        guess = self.meet(request.key_id, request.model).guess(request.answers - 1)
+        guess = self.lengths_of(request.key_id, request.model).guess(request.answers - 1)
         if max_output_tokens is not None:
             return min(max_output_tokens, guess)
         return int(max(0, min(guess, room)))

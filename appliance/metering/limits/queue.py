@@ -27,7 +27,7 @@ from appliance.base.clock import Clock
 from appliance.base.errors import GatehouseError, Refused
 from appliance.base.shared_places import has_place
 from appliance.metering.limits.admission_request import AdmissionRequest
-from appliance.metering.limits.allowances import NOBODY, Ahead, Allowance
+from appliance.metering.limits.allowances import NOTHING_AHEAD, Ahead, Allowance
 from appliance.metering.limits.decisions import LimitDecision
 from appliance.metering.limits.line import Line
 from appliance.metering.limits.refusals import refusal
@@ -143,7 +143,7 @@ class AdmissionQueue:
     def ahead(self, allowance: Allowance, waiter: Waiter | None = None) -> Ahead:
         """Return what those before `waiter` in the line need; everyone in it when None, for a newcomer."""
         line = self._lines.get(allowance)
-        return NOBODY if line is None else line.ahead(None if waiter is None else waiter.seq)
+        return NOTHING_AHEAD if line is None else line.ahead(None if waiter is None else waiter.seq)
 
     def has_room(self, refusals: Refusals, tenant_id: str) -> bool:
         """Return whether one more request of the tenant may join the lines of those that refused it."""
@@ -174,7 +174,7 @@ class AdmissionQueue:
                 answer=asyncio.get_running_loop().create_future(),
             )
             self._waiting.add(waiter)
-            self._stand_in_line(waiter, refusals)
+            self._join_lines(waiter, refusals)
             watcher = asyncio.ensure_future(_never() if patience.gone is None else patience.gone())
             kept = False
             try:
@@ -185,7 +185,7 @@ class AdmissionQueue:
                 return waiter.answer.result()
             finally:
                 watcher.cancel()
-                self._let_go(waiter, kept=kept)
+                self._discard(waiter, kept=kept)
 
     @contextmanager
     def _observed(self, model: str) -> Iterator[None]:
@@ -211,9 +211,9 @@ class AdmissionQueue:
         Newcomers do not get in between: they leave room for those who wait.
         """
         self._moved.update(allowance for allowance in allowances if allowance in self._lines)
-        self._go_on()
+        self._schedule_tries()
 
-    def _go_on(self) -> None:
+    def _schedule_tries(self) -> None:
         if (self._moved or self._due) and not self._trying:
             self._trying = True
             asyncio.get_running_loop().call_soon(self._try_some)
@@ -231,7 +231,7 @@ class AdmissionQueue:
                 if waiter in self._waiting:
                     self._moved |= self._try(waiter)
         finally:
-            self._go_on()
+            self._schedule_tries()
 
     def refuse_all(self, error: Exception) -> None:
         """End every wait with `error`."""
@@ -252,15 +252,15 @@ class AdmissionQueue:
             left = self._leave(waiter)
             waiter.answer.set_exception(answer.error)
             return left
-        return self._stand_in_line(waiter, answer)
+        return self._join_lines(waiter, answer)
 
-    def _stand_in_line(self, waiter: Waiter, refusals: Refusals) -> set[Allowance]:
+    def _join_lines(self, waiter: Waiter, refusals: Refusals) -> set[Allowance]:
         """Join the line of every owner that refused, leave and return those of models that did not, and plan a retry."""
         refusing = {allowance for allowance, _decision in refusals.by}
         for allowance in refusing:
             for_window = any(each is allowance and d.kind in WINDOWS for each, d in refusals.by)
             line = self._lines.setdefault(allowance, Line())
-            line.stand(waiter.seq, waiter, waiter.tokens[allowance], for_window=for_window)
+            line.join(waiter.seq, waiter, waiter.tokens[allowance], for_window=for_window)
             waiter.lines.add(allowance)
         left = {each for each in waiter.lines if each.owner.scope == "model" and each not in refusing}
         for allowance in left:
@@ -293,7 +293,7 @@ class AdmissionQueue:
         if not line:
             del self._lines[allowance]
 
-    def _let_go(self, waiter: Waiter, *, kept: bool) -> None:
+    def _discard(self, waiter: Waiter, *, kept: bool) -> None:
         """Remove a waiter that nobody awaits any more. If it was admitted just then, that is put back; those behind move up."""
         left = self._leave(waiter)
         answer = waiter.answer

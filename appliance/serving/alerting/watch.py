@@ -28,7 +28,7 @@ class AlertWatch:
         self._alerted: set[str] = set()
         self._rounds = Background(
             "alert watch",
-            lambda: repeat(self.look, INTERVAL_S, failure="what to alert of could not be looked at", immediately=True),
+            lambda: repeat(self.check, INTERVAL_S, failure="what to alert of could not be looked at", immediately=True),
         )
 
     def start(self) -> None:
@@ -39,13 +39,13 @@ class AlertWatch:
         """End."""
         await self._rounds.stop()
 
-    async def look(self) -> None:
+    async def check(self) -> None:
         """Look once at everything."""
         await self._budgets.sweep()
         await self._keys.sweep()
-        await self._look_at_engines()
+        await self._check_engines()
 
-    async def _look_at_engines(self) -> None:
+    async def _check_engines(self) -> None:
         now_s = self._clock.monotonic_s()
         for model in self._models.list():
             state = model.client.state
