@@ -147,7 +147,7 @@ async def test_a_budget_is_in_the_currency_of_its_tenant_and_a_models_in_that_of
     francs = with_tenant(principal(Limits(monthly_budget=100)), currency="CHF")
     cost = dataclasses.replace(price(prompt=1_000_000, cached=0, completion=0), currency="CHF")
     await admit(admission, francs, 60, cost=cost, policy=policy(monthly_budget=10))  # francs are nothing to the model
-    with pytest.raises(RateLimitExceeded, match="hold"):
+    with pytest.raises(RateLimitExceeded, match="reserved the rest"):
         await admit(admission, francs, 60, cost=cost, policy=policy(monthly_budget=10))
     euros = dataclasses.replace(cost, currency="EUR")
     with pytest.raises(BudgetExceeded, match="the model's budget"):
