@@ -124,7 +124,7 @@ class Appliance:
             self._services = await self._build(db)
             await self._start_parts(self._services)
         except BaseException:
-            await self._let_go(db)
+            await self._release(db)
             raise
 
     async def stop(self) -> None:
@@ -143,9 +143,9 @@ class Appliance:
                 await services.limit_levels.stop()
                 await end_epoch(services.db, services.clock, services.epoch_id)
         finally:
-            await self._let_go(services.db)
+            await self._release(services.db)
 
-    async def _let_go(self, db: Database) -> None:
+    async def _release(self, db: Database) -> None:
         """Stop the sampler, close GPU probe, journal and database, and release the claim; also after a start that failed."""
         try:
             if self._services is not None:

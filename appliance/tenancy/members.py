@@ -76,9 +76,9 @@ class Members:
         role: str = Role.VIEWER,
         *,
         temporary: bool = False,
-        also: Callable[[AsyncConnection, Member], Awaitable[None]] | None = None,
+        in_transaction: Callable[[AsyncConnection, Member], Awaitable[None]] | None = None,
     ) -> Member:
-        """Return the new member; `also` runs in the same transaction. Raises NameTaken and InvalidValue.
+        """Return the new member; `in_transaction` runs in the same transaction. Raises NameTaken and InvalidValue.
 
         A `temporary` password has been seen by somebody else: the member must first choose another.
         """
@@ -94,8 +94,8 @@ class Members:
                 await connection.execute(insert(members).values(**secrets, **row))
                 facts = audit.facts_of(member, "id", "created_at")
                 await audit.record(connection, self._clock, "member.create", "member", member.id, after=facts)
-                if also is not None:
-                    await also(connection, member)
+                if in_transaction is not None:
+                    await in_transaction(connection, member)
         except IntegrityError as error:
             raise NameTaken(f"there is a member {member.email} already", param="email") from error
         return member

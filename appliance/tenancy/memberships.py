@@ -117,7 +117,7 @@ class Memberships:
         async def join(connection: AsyncConnection, member: Member) -> None:
             await self._add(connection, tenant_id, member.id, granted, access)
 
-        member = await people.create(email, password, Role.MEMBER, temporary=True, also=join)
+        member = await people.create(email, password, Role.MEMBER, temporary=True, in_transaction=join)
         (membership,) = await self.of_members([member.id], access=access)
         return membership, password
 
