@@ -17,7 +17,7 @@ from sqlalchemy.exc import SQLAlchemyError
 
 from appliance.api.error_responses import answer_error
 from appliance.api.exchange import ExchangeWrapper, WholeRequest
-from appliance.api.http_server import CannotStart, HttpServer, control_file, listening_socket, only_one
+from appliance.api.http_server import CannotStart, HttpServer, control_file, data_dir_lock, listening_socket
 from appliance.api.implied_methods import CompleteOptions, HeadLikeGet
 from appliance.api.openapi import openapi_config
 from appliance.api.routers import api_routers
@@ -124,7 +124,7 @@ class Appliance:
             self._services = await self._build(db)
             await self._start_parts(self._services)
         except BaseException:
-            await self._let_go(db)
+            await self._release(db)
             raise
 
     async def stop(self) -> None:
@@ -143,9 +143,9 @@ class Appliance:
                 await services.limit_levels.stop()
                 await end_epoch(services.db, services.clock, services.epoch_id)
         finally:
-            await self._let_go(services.db)
+            await self._release(services.db)
 
-    async def _let_go(self, db: Database) -> None:
+    async def _release(self, db: Database) -> None:
         """Stop the sampler, close GPU probe, journal and database, and release the claim; also after a start that failed."""
         try:
             if self._services is not None:
@@ -344,7 +344,7 @@ async def serve(settings: Settings, *, on_listening: Callable[[Started], None] =
     """
     model_folders(settings)
     traces = StartTraces.begin(settings.data_dir)
-    with only_one(settings.data_dir), traces.undone_when_refused(), listening_socket(settings) as listener:
+    with data_dir_lock(settings.data_dir), traces.undone_when_refused(), listening_socket(settings) as listener:
         appliance = Appliance(settings)
         await _start(appliance)
         traces.keep = True

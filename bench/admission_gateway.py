@@ -82,7 +82,7 @@ class NoReservation:
     def void(self) -> None:
         """Do nothing."""
 
-    def note(self, *_counts: int) -> None:
+    def record_progress(self, *_counts: int) -> None:
         """Do nothing."""
 
 

@@ -16,10 +16,10 @@ import structlog
 from litestar import Request
 from litestar.connection import ASGIConnection
 
+from appliance.api.connection_services import services_of
 from appliance.api.exchange import exchange_of
 from appliance.api.queries import check_query
 from appliance.api.rate_limit_headers import rate_limit_headers
-from appliance.api.services_of import services_of
 from appliance.base.acting import OPERATOR_HEADER, Actor, ActorKind, act_as, current_actor
 from appliance.base.errors import InvalidApiKey, PasswordChangeNeeded, RoleNotAllowed
 from appliance.tenancy.access import Access, access_of_key

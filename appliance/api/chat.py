@@ -14,12 +14,12 @@ from litestar.types import Receive
 from appliance.api.auth import authenticate_tenant
 from appliance.api.bodies import decode_body, in_turn
 from appliance.api.chat_answers import ChatCompletion, ChunkFramer, WholeAnswer
+from appliance.api.connection_services import services_of
 from appliance.api.error_responses import MEDIA_TYPE
 from appliance.api.exchange import Exchange, WholeRequest, exchange_of
 from appliance.api.pieces import PIECE_BYTES, PiecedBody
 from appliance.api.sampling import asked_max_tokens, field_names, sampling_params, with_bad_words
 from appliance.api.schemas import ChatCompletionRequest, check_messages, check_supported, service_tier_of
-from appliance.api.services_of import services_of
 from appliance.api.sse import EVENT_STREAM, PING_AFTER_S, EventStream, chat_frames, until_disconnected
 from appliance.base.errors import GatehouseError
 from appliance.metering.limits.queue import Abandoned
@@ -57,21 +57,21 @@ async def create_chat_completion(request: WholeRequest) -> Response[Any]:
     change_count = services.db.principals.value
     try:
         principal = await authenticate_tenant(request)
-        asked = await in_turn(
+        checked = await in_turn(
             await request.uncounted_body(),
             partial(_read, exchange_of(request)),
             turns=services.body_turns,
             tenant_id=principal.tenant.id,
         )
-        body = asked.body
-        order = await _order(exchange_of(request).request_id, asked, principal, services, change_count)
+        body = checked.body
+        order = await _order(exchange_of(request).request_id, checked, principal, services, change_count)
         generation = await services.generations.start(order, gone=partial(until_disconnected, request.receive))
     except Abandoned:
         return Response(b"", status_code=CLIENT_CLOSED_REQUEST, media_type=MEDIA_TYPE)
     except GatehouseError as refusal:
         services.metrics.rejected(refusal.code)
         raise
-    exchange_of(request).closers.append(lambda: generation.leave("disconnected"))
+    exchange_of(request).closers.append(lambda: generation.end_early("disconnected"))
     created = int(generation.live.admitted_at.timestamp())
     if body.stream:
         if order.sampling.is_guided and await _unless_disconnected(_began(generation), request.receive) is None:
@@ -80,7 +80,7 @@ async def create_chat_completion(request: WholeRequest) -> Response[Any]:
     return await _answer_whole(request, generation, body, created)
 
 
-class _Asked(NamedTuple):
+class _CheckedBody(NamedTuple):
     """A decoded body with its checked messages and service tier."""
 
     body: ChatCompletionRequest
@@ -88,17 +88,17 @@ class _Asked(NamedTuple):
     service_tier: str | None
 
 
-def _read(exchange: Exchange, content: bytes) -> _Asked:
+def _read(exchange: Exchange, content: bytes) -> _CheckedBody:
     body = decode_body(content, ChatCompletionRequest)
     exchange.model = body.model
     check_supported(body)
     service_tier = service_tier_of(body)
-    return _Asked(body, check_messages(body.messages), service_tier)
+    return _CheckedBody(body, check_messages(body.messages), service_tier)
 
 
-async def _order(request_id: str, asked: _Asked, principal: Principal, services: Services, change_count: int) -> Order:
+async def _order(request_id: str, checked: _CheckedBody, principal: Principal, services: Services, change_count: int) -> Order:
     """Return the checked order: model, messages, prompt ids, sampling. Nothing is reserved yet."""
-    body, messages, service_tier = asked
+    body, messages, service_tier = checked
     max_output_tokens, _ = asked_max_tokens(body)
     model = services.models.get(body.model)
     principal.check_model(model.name)
@@ -152,9 +152,9 @@ async def _began(generation: Generation) -> Generation:
 
 
 async def _answer_whole(
-    request: Request[Any, Any, Any], generation: Generation, asked: ChatCompletionRequest, created: int
+    request: Request[Any, Any, Any], generation: Generation, body: ChatCompletionRequest, created: int
 ) -> Response[Any]:
-    answer = WholeAnswer(generation.live.num_answers, logprobs=bool(asked.logprobs))
+    answer = WholeAnswer(generation.live.num_answers, logprobs=bool(body.logprobs))
     if await _unless_disconnected(_collect(generation, answer), request.receive) is None:
         return Response(b"", status_code=CLIENT_CLOSED_REQUEST, media_type=MEDIA_TYPE)
     outcome = await generation.outcome
@@ -165,7 +165,7 @@ async def _answer_whole(
         created=created,
         model=generation.live.model,
         outcome=outcome,
-        service_tier=service_tier_of(asked),
+        service_tier=service_tier_of(body),
     )
     if length > PIECE_BYTES:
         return PiecedBody(parts, length)

@@ -27,7 +27,7 @@ _FRAMEWORK_ERRORS = {
 
 CHAT_PATH = "/chat/completions"
 # First path segments that similar servers offer besides chat completions.
-_ASKED_ELSEWHERE = frozenset({
+_UNSUPPORTED_PATHS = frozenset({
     "audio", "batches", "completions", "detokenize", "embeddings", "files", "images", "messages", "moderations", "rerank",
     "responses", "score", "tokenize",
 })  # fmt: skip
@@ -63,8 +63,8 @@ def answer_error(request: Request[Any, Any, Any], error: Exception) -> Response[
         return _answer_framework_error(request, error)
     log.error("request failed", path=request.scope["path"], exc_info=error)
     outage = as_outage(error, request.scope["method"])
-    told = outage or InternalError("an internal error occurred; look up the request id in the log")
-    return answer_error(request, told)
+    shown = outage or InternalError("an internal error occurred; look up the request id in the log")
+    return answer_error(request, shown)
 
 
 def _answer_framework_error(request: Request[Any, Any, Any], error: HTTPException) -> Response[bytes]:
@@ -72,7 +72,7 @@ def _answer_framework_error(request: Request[Any, Any, Any], error: HTTPExceptio
     method, path = request.scope["method"], request.scope["path"]
     limit = request.app.request_max_body_size
     messages = {
-        404: _nothing_at(method, path),
+        404: _no_such_path(method, path),
         405: f"{path} does not accept {method}",
         413: f"the body is larger than the {limit} bytes that max_body_bytes allows",
     }
@@ -81,9 +81,9 @@ def _answer_framework_error(request: Request[Any, Any, Any], error: HTTPExceptio
     return Response(_encode(message, kind, None, code), status_code=error.status_code, media_type=MEDIA_TYPE, headers=headers)
 
 
-def _nothing_at(method: str, path: str) -> str:
+def _no_such_path(method: str, path: str) -> str:
     """Return why there is nothing at `path`, with a hint for users whose library calls another path than it should here."""
-    if path.removeprefix("/v1").removeprefix("/").split("/")[0] in _ASKED_ELSEWHERE:
+    if path.removeprefix("/v1").removeprefix("/").split("/")[0] in _UNSUPPORTED_PATHS:
         return f"{path} is not supported by this version; ask for chat completions, POST /v1{CHAT_PATH}"
     where = "a client's base URL ends in /v1" if path.endswith(CHAT_PATH) else "GET /schema/openapi.json lists those that exist"
     return f"no such path: {method} {path}; {where}"

@@ -104,7 +104,7 @@ class ExchangeWrapper:
         async def send_with_headers(message: Message) -> None:
             if message["type"] == "http.response.start":
                 exchange.status = message["status"]
-                message["headers"] = [*message["headers"], *_not_kept(message["headers"]), *_header_lines(exchange)]
+                message["headers"] = [*message["headers"], *_no_store(message["headers"]), *_header_lines(exchange)]
             await send(message)
 
         try:
@@ -123,7 +123,7 @@ class ExchangeWrapper:
             _log_access(exchange, scope)
 
 
-def _not_kept(headers: Iterable[tuple[bytes, bytes]]) -> list[tuple[bytes, bytes]]:
+def _no_store(headers: Iterable[tuple[bytes, bytes]]) -> list[tuple[bytes, bytes]]:
     """Return the header that keeps an answer out of caches, unless the answer sets its own: a page is for one member, and some
     caches keep any address that ends in `.pdf`, even that of a draft, which changes."""
     is_said = any(name.lower() == b"cache-control" for name, _value in headers)

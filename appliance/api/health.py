@@ -8,7 +8,7 @@ import msgspec
 from litestar import Request, Response, get
 
 from appliance.api.auth import authenticate_administrator, is_from_this_machine
-from appliance.api.services_of import services_of
+from appliance.api.connection_services import services_of
 from appliance.serving.services import Services
 from appliance.tenancy.roles import Action
 

@@ -16,7 +16,7 @@ import structlog
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
 from appliance.api.error_responses import encode_error
-from appliance.api.http_parser import PatientParser
+from appliance.api.http_parser import UpgradeIgnoringParser
 from appliance.base.errors import GatehouseError, InvalidValue, RequestTooLarge
 from appliance.base.ids import new_id
 
@@ -75,7 +75,7 @@ class LimitedConnection(HttpToolsProtocol):
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
         super().__init__(*arguments, **options)
-        self.parser = PatientParser(self, self._head_without_offer)  # type: ignore[assignment]
+        self.parser = UpgradeIgnoringParser(self, self._head_without_offer)  # type: ignore[assignment]
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         """Accept, unless the appliance itself needs the file descriptors that are left."""

@@ -12,7 +12,7 @@ from typing import Any
 import httptools
 
 
-class PatientParser:
+class UpgradeIgnoringParser:
     """Parses for `protocol`, the object with httptools' callbacks. When it stops at an offer, `head` returns the head without
     it, or None when there is no offer to ignore (the method CONNECT): then HttpParserUpgrade is raised as usual."""
 

@@ -133,7 +133,7 @@ def _forms(network: Network) -> list[str]:
 
 
 @contextlib.contextmanager
-def only_one(data_dir: Path) -> Iterator[None]:
+def data_dir_lock(data_dir: Path) -> Iterator[None]:
     """Hold the lock of the data folder, which is released however this process ends. Raises CannotStart."""
     with open(data_dir / LOCK_FILE, "a", encoding="utf-8") as file:
         try:
@@ -159,13 +159,13 @@ def listening_socket(settings: Settings) -> Iterator[socket.socket]:
         try:
             listener.bind(address)
         except OSError as error:
-            raise CannotStart(_why_not_bound(settings, error)) from error
+            raise CannotStart(_bind_failure(settings, error)) from error
         listener.listen(BACKLOG)
         listener.setblocking(False)
         yield listener
 
 
-def _why_not_bound(settings: Settings, error: OSError) -> str:
+def _bind_failure(settings: Settings, error: OSError) -> str:
     if error.errno == errno.EADDRINUSE:
         return f"port {settings.port} on {settings.host} is in use; choose another with --port"
     if error.errno == errno.EACCES:

@@ -51,9 +51,9 @@ class CompleteOptions:
             return
 
         async def send_complete(message: Message) -> None:
-            told = self._allow_by_path.get(scope.get("path_template", ""))  # None for an unknown path
-            if message["type"] == "http.response.start" and told is not None:
-                MutableScopeHeaders(message)["allow"] = told
+            allowed = self._allow_by_path.get(scope.get("path_template", ""))  # None for an unknown path
+            if message["type"] == "http.response.start" and allowed is not None:
+                MutableScopeHeaders(message)["allow"] = allowed
             await send(message)
 
         await self._app(scope, receive, send_complete)

@@ -17,11 +17,11 @@ STRUCTURE_MAX = 200_000
 
 _STRUCTURAL = b"{}[]:,"  # RFC 8259, section 2
 _SLICE_BYTES = 64 * 1024  # counted in a millisecond at most, whatever they hold
-_AT_ONCE_S = 0.001
+_TURN_S = 0.001
 
 
 async def check_structure(text: bytes) -> None:
-    """Raise RequestTooLarge for a text with more than STRUCTURE_MAX structural characters. Other tasks run every _AT_ONCE_S.
+    """Raise RequestTooLarge for a text with more than STRUCTURE_MAX structural characters. Other tasks run every _TURN_S.
 
     Counting stops at more strings than STRUCTURE_MAX characters could separate: that is not JSON, and the decoder will say so
     before it has read them all.
@@ -36,7 +36,7 @@ async def check_structure(text: bytes) -> None:
                 f"the body has more than {STRUCTURE_MAX} structural characters of JSON (braces, brackets, colons and commas"
                 " outside strings); no valid request needs that many"
             )
-        if time.perf_counter() - began_s >= _AT_ONCE_S:
+        if time.perf_counter() - began_s >= _TURN_S:
             await asyncio.sleep(0)
             began_s = time.perf_counter()
 

@@ -9,7 +9,7 @@ from litestar import Request, get
 from litestar.params import FromPath
 
 from appliance.api.auth import authenticate_tenant
-from appliance.api.services_of import services_of
+from appliance.api.connection_services import services_of
 from appliance.serving.model_registry import ServedModel, no_such_model
 
 OWNER = "gatehouse"

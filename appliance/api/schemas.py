@@ -12,7 +12,7 @@ from typing import Any
 import msgspec
 
 from appliance.base.errors import InvalidValue, UnknownParameter, UnsupportedParameter
-from appliance.metering.limits.asked import is_batch_work
+from appliance.metering.limits.admission_request import is_batch_work
 
 MESSAGES_MAX = 4096
 PARTS_MAX = 16_384  # content parts in all messages together: some 50 ms of processor time, in which everybody else waits

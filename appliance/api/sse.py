@@ -18,7 +18,7 @@ from appliance.serving.text_output import Chunk
 
 EVENT_STREAM = "text/event-stream"
 PING_AFTER_S = 15.0
-LOGPROBS_AT_ONCE = 8  # tokens encoded in one turn of the loop; a single chunk may have more (`serving.chunk_queue`)
+LOGPROBS_PER_TURN = 8  # tokens encoded in one turn of the loop; a single chunk may have more (`serving.chunk_queue`)
 HEADERS: list[tuple[bytes, bytes]] = [
     (b"content-type", f"{EVENT_STREAM}; charset=utf-8".encode()),
     (b"cache-control", b"no-cache"),
@@ -90,7 +90,7 @@ async def chat_frames(
                 pieces = _pieces(ready)
                 for piece in pieces:
                     if len(pieces) > 1:
-                        await _others_turn()
+                        await _yield_to_others()
                     yield b"".join([framer.text(chunk) for chunk in piece])
             elif not chunks.ended:
                 yield PING
@@ -107,14 +107,14 @@ def _pieces(ready: Sequence[Chunk]) -> list[list[Chunk]]:
     num_tokens = 0
     for chunk in ready:
         num_tokens += len(chunk.logprobs)
-        if num_tokens > LOGPROBS_AT_ONCE and pieces[-1]:
+        if num_tokens > LOGPROBS_PER_TURN and pieces[-1]:
             pieces.append([])
             num_tokens = len(chunk.logprobs)
         pieces[-1].append(chunk)
     return pieces
 
 
-async def _others_turn() -> None:
+async def _yield_to_others() -> None:
     """Let other tasks run before a piece of a backlog is encoded, for two turns of the loop: when the client leaves, this task
     wakes before the listening one, which cancels it a turn later. So nothing is encoded for a client that has left."""
     for _ in range(2):

@@ -90,7 +90,7 @@ class AioWriter:
             self._context = ctypes.c_ulong(0)
             self._call(_SETUP, 1, ctypes.byref(self._context))
             made.callback(self._call, _DESTROY, self._context)
-            self._loop.add_reader(self._eventfd, self._hear)
+            self._loop.add_reader(self._eventfd, self._take_completion)
             made.callback(self._loop.remove_reader, self._eventfd)
             self._made = made.pop_all()
         self._address = ctypes.addressof(ctypes.c_char.from_buffer(self._room))
@@ -141,7 +141,7 @@ class AioWriter:
         with suppress(OSError, RuntimeError):  # a loop that is closed has no readers any more
             self._made.close()
 
-    def _hear(self) -> None:
+    def _take_completion(self) -> None:
         """Take the end of the write, if it has ended."""
         with suppress(BlockingIOError):
             os.eventfd_read(self._eventfd)

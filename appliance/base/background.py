@@ -52,14 +52,14 @@ async def repeat(
     every_s: float,
     *,
     failure: str,
-    at_once: bool = False,
+    immediately: bool = False,
     sleep: Callable[[float], Awaitable[object]] = asyncio.sleep,
 ) -> NoReturn:
-    """Do `work` for ever, `every_s` seconds after its last end; the first time after as long, or `at_once`.
+    """Do `work` for ever, `every_s` seconds after its last end; the first time after as long, or `immediately`.
 
     An error of `work` is logged as `failure`, and it is done again in time.
     """
-    if not at_once:
+    if not immediately:
         await sleep(every_s)
     while True:
         try:

@@ -28,10 +28,10 @@ async def take(connection: AsyncConnection, name: str, count: int = 1) -> int:
 
     Raises ValueError for less than one number.
     """
-    return await connection.run_sync(take_at_once, name, count)
+    return await connection.run_sync(take_sync, name, count)
 
 
-def take_at_once(connection: Connection, name: str, count: int = 1) -> int:
+def take_sync(connection: Connection, name: str, count: int = 1) -> int:
     """Do the same on a connection that does not wait."""
     if count < 1:
         raise ValueError(f"at least one number is taken, not {count}")

@@ -10,9 +10,9 @@ from sqlalchemy.exc import TimeoutError as PoolTimeout
 from appliance.base.errors import Overloaded
 
 RETRY_AFTER_S = 2.0
-_READING = ("GET", "HEAD")
+_READ_METHODS = ("GET", "HEAD")
 # Of SQLite's errors the driver names one kind for all of these and for a table that does not exist.
-_OF_THE_MOMENT = frozenset(
+_TRANSIENT_CODES = frozenset(
     (
         sqlite3.SQLITE_BUSY,
         sqlite3.SQLITE_LOCKED,
@@ -26,9 +26,9 @@ _PRIMARY_CODE = 0xFF  # the rest of a code says more of the same
 # Of PostgreSQL's errors, by their class (https://www.postgresql.org/docs/current/errcodes-appendix.html): no connection, none
 # with this password, a transaction that others undid, no memory or disk or connection left, ended by the operator or by a time
 # limit, a file system that fails. The driver's kinds hold more: a statement too complex, a savepoint that nobody set.
-_CLASSES_OF_THE_MOMENT = frozenset(("08", "28", "40", "53", "57", "58"))
+_TRANSIENT_CLASSES = frozenset(("08", "28", "40", "53", "57", "58"))
 # A standby that is not in charge (any more), a transaction that was open for too long, a lock that was not free in time.
-_STATES_OF_THE_MOMENT = frozenset(("25006", "25P03", "25P04", "55P03"))
+_TRANSIENT_STATES = frozenset(("25006", "25P03", "25P04", "55P03"))
 _PROTOCOL_VIOLATION = "08P01"  # of class 08, but where the connection stays, what we sent was wrong
 
 
@@ -39,7 +39,7 @@ def as_outage(error: Exception, method: str) -> Overloaded | None:
     """
     if not _is_outage(error):
         return None
-    then = "try again in a moment" if method in _READING else "see whether a change was made before you send it again"
+    then = "try again in a moment" if method in _READ_METHODS else "see whether a change was made before you send it again"
     return Overloaded(f"the database cannot be used now; {then}", retry_after_s=RETRY_AFTER_S)
 
 
@@ -52,8 +52,8 @@ def _is_outage(error: Exception) -> bool:
         return True
     if isinstance(error.orig, sqlite3.Error):
         code = getattr(error.orig, "sqlite_errorcode", None)
-        return code is not None and code & _PRIMARY_CODE in _OF_THE_MOMENT
+        return code is not None and code & _PRIMARY_CODE in _TRANSIENT_CODES
     state = getattr(error.orig, "sqlstate", None)
     if state is None:
         return isinstance(error, OperationalError)  # the driver's own: no server has answered
-    return state in _STATES_OF_THE_MOMENT or (state[:2] in _CLASSES_OF_THE_MOMENT and state != _PROTOCOL_VIOLATION)
+    return state in _TRANSIENT_STATES or (state[:2] in _TRANSIENT_CLASSES and state != _PROTOCOL_VIOLATION)

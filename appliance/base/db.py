@@ -195,7 +195,7 @@ def insert_for(kind: str, table: Table) -> Any:
     return (sqlite if kind == "sqlite" else postgresql).insert(table)
 
 
-def overwriting(kind: str, table: Table, keys: Sequence[str], columns: Sequence[str]) -> Insert:
+def upsert_for(kind: str, table: Table, keys: Sequence[str], columns: Sequence[str]) -> Insert:
     """Return the INSERT that changes `columns` of a row that has the same `keys`, where there is one already."""
     statement = insert_for(kind, table)
     made: Insert = statement.on_conflict_do_update(

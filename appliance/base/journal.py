@@ -173,7 +173,7 @@ class Journal:
         except Exception as error:  # noqa: BLE001 - whoever waits would do so for ever
             if not isinstance(error, OSError):
                 _log.exception("the journal could not be written by the kernel")
-            self._leave_to_thread(batch, _told(error))
+            self._leave_to_thread(batch, _reason(error))
 
     def _on_written(self, batch: list[_Append], num_bytes: int, is_durable: bool) -> None:
         self._writing_since_s = None
@@ -181,7 +181,7 @@ class Journal:
             self._leave_to_thread(batch, "a write of the kernel failed")
             return
         self._note_written(batch, num_bytes)
-        _tell(batch, None)
+        _resolve(batch, None)
         self._hand_to_kernel()
 
     def _leave_to_thread(self, batch: list[_Append], reason: str) -> None:
@@ -195,7 +195,7 @@ class Journal:
         try:
             self._start(asyncio.get_running_loop())
         except RuntimeError as error:  # no thread can be started; the next `append` tries again
-            _tell(waiting, OSError(str(error)))
+            _resolve(waiting, OSError(str(error)))
             return
         for append in waiting:
             self._waiting.put(append)
@@ -237,13 +237,13 @@ class Journal:
             except OSError as raised:
                 error = raised
             except Exception as raised:  # noqa: BLE001 - a thread that ended would let everybody wait, and say nothing
-                error = OSError(_told(raised))
-                if self._last_error != _told(error):  # once, and not at each further try
+                error = OSError(_reason(raised))
+                if self._last_error != _reason(error):  # once, and not at each further try
                     _log.exception("the journal could not be written")
-            self._last_error = None if error is None else _told(error)
+            self._last_error = None if error is None else _reason(error)
             self._writing_since_s = None
             with suppress(RuntimeError):  # the loop has been closed: nobody waits any more
-                loop.call_soon_threadsafe(_tell, batch, error)
+                loop.call_soon_threadsafe(_resolve, batch, error)
 
     def _take(self) -> tuple[list[_Append], bool]:
         """Return what waits, as soon as something does, and whether it is the last; nothing when it is time to try again."""
@@ -314,11 +314,11 @@ def left_in(path: Path) -> list[bytes]:
     return _read([file for file in _paths(path) if file.exists()])
 
 
-def _told(error: Exception) -> str:
+def _reason(error: Exception) -> str:
     return f"{type(error).__name__}: {error}"
 
 
-def _tell(batch: list[_Append], error: OSError | None) -> None:
+def _resolve(batch: list[_Append], error: OSError | None) -> None:
     for append in batch:
         if append.done.done():
             continue

@@ -19,7 +19,7 @@ from sqlalchemy import BindParameter, ColumnElement, Connection, Dialect, Insert
 from sqlalchemy.dialects.sqlite.base import SQLiteDialect
 from sqlalchemy.exc import DBAPIError
 
-ROWS_AT_ONCE_MAX = 32  # each number up to it is a statement of its own, which the driver keeps compiled
+ROWS_PER_STATEMENT_MAX = 32  # each number up to it is a statement of its own, which the driver keeps compiled
 
 
 class Prepared:
@@ -27,7 +27,7 @@ class Prepared:
 
     def __init__(self, statement: Insert | Update) -> None:
         self.statement: Insert | Update = statement
-        self._places: list[_Place] = []
+        self._getters: list[_Getter] = []
         self._texts: list[str] = []
         """For 1, 2, 3, … rows."""
 
@@ -37,7 +37,7 @@ class Prepared:
             return connection.execute(self.statement, row).scalar_one_or_none()
         if not self._texts:
             self._prepare(connection, row)
-        found, _met = _send(connection, self._texts[0], [place(row) for place in self._places])
+        found, _met = _send(connection, self._texts[0], [get(row) for get in self._getters])
         return found[0][0] if found else None
 
     def execute(self, connection: Connection, rows: Sequence[Mapping[str, Any]]) -> int:
@@ -47,9 +47,9 @@ class Prepared:
         if not self._texts:
             self._prepare(connection, rows[0])
         met = 0
-        for first in range(0, len(rows), ROWS_AT_ONCE_MAX):
-            part = rows[first : first + ROWS_AT_ONCE_MAX]
-            parameters = [place(row) for row in part for place in self._places]
+        for first in range(0, len(rows), ROWS_PER_STATEMENT_MAX):
+            part = rows[first : first + ROWS_PER_STATEMENT_MAX]
+            parameters = [get(row) for row in part for get in self._getters]
             met += _send(connection, self._texts[len(part) - 1], parameters)[1]
         return met
 
@@ -60,7 +60,7 @@ class Prepared:
         else:
             names, texts = _update_texts(statement, row)
         binds = statement.compile(dialect=dialect, column_keys=list(row)).binds
-        self._places = [_place(binds[name], dialect, row) for name in names]
+        self._getters = [_getter(binds[name], dialect, row) for name in names]
         self._texts = texts
 
 
@@ -134,11 +134,11 @@ def _update_texts(statement: Update, row: Mapping[str, Any]) -> tuple[Sequence[s
 
 
 _EXPANDING = re.compile(r"\(__\[POSTCOMPILE_keys\w*\]\)")
-_COUNTS = range(1, ROWS_AT_ONCE_MAX + 1)
-_Place = Callable[[Mapping[str, Any]], Any]
+_COUNTS = range(1, ROWS_PER_STATEMENT_MAX + 1)
+_Getter = Callable[[Mapping[str, Any]], Any]
 
 
-def _place(parameter: BindParameter[Any], dialect: Dialect, row: Mapping[str, Any]) -> _Place:
+def _getter(parameter: BindParameter[Any], dialect: Dialect, row: Mapping[str, Any]) -> _Getter:
     """Return what takes the value of `parameter`, as the driver wants it, from a row; those of the statement are constant."""
     name = parameter.key
     given = parameter.type.dialect_impl(dialect).bind_processor(dialect)

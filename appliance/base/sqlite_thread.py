@@ -49,11 +49,11 @@ class Caller:
             except BaseException as raised:  # noqa: BLE001 - it is the caller's, and raised there
                 error = raised
             with suppress(RuntimeError):  # the loop has been closed: nobody waits any more
-                done.get_loop().call_soon_threadsafe(_tell, done, result, error)
+                done.get_loop().call_soon_threadsafe(_resolve, done, result, error)
             del waiting, call, done, result, error
 
 
-def _tell(done: asyncio.Future[Any], result: Any, error: BaseException | None) -> None:
+def _resolve(done: asyncio.Future[Any], result: Any, error: BaseException | None) -> None:
     if done.done():
         return
     if error is None:

@@ -115,13 +115,13 @@ def token(
     settings = settings_from(data_dir, database)
     if revoke is not None:
         revoked = _on_database(settings, lambda db: AdminTokens(db, SystemClock()).revoke(revoke))
-        output.thing(_token_row(revoked), as_json=as_json)
+        output.item(_token_row(revoked), as_json=as_json)
     elif show:
         found = _on_database(settings, lambda db: every_row(AdminTokens(db, SystemClock()).list))
         output.rows([_token_row(known) for known in found], TOKEN_COLUMNS, empty="There are no tokens.", as_json=as_json)
     else:
         made, secret = _on_database(settings, lambda db: AdminTokens(db, SystemClock()).create(str(name), role))
-        output.thing({"token": secret, **_token_row(made)}, as_json=as_json, note=KEEP_IT)
+        output.item({"token": secret, **_token_row(made)}, as_json=as_json, note=KEEP_IT)
 
 
 def _password(from_stdin: bool) -> tuple[bool, str]:
@@ -155,9 +155,9 @@ def _on_database(settings: Settings, work: Callable[[Database], Awaitable[T]]) -
 def _print_member(member: Member, password: str | None, *, as_json: bool) -> None:
     facts = {"id": member.id, "email": member.email, "role": str(member.role)}
     if password is None:
-        output.thing(facts, as_json=as_json)
+        output.item(facts, as_json=as_json)
     else:
-        output.thing({**facts, "password": password}, as_json=as_json, note=KEEP_IT)
+        output.item({**facts, "password": password}, as_json=as_json, note=KEEP_IT)
 
 
 def _token_row(token: AdminToken) -> dict[str, Any]:

@@ -80,7 +80,7 @@ def rotate(
 def remove(webhook: WebhookId, as_json: AsJson = False, data_dir: DataDir = None, database: DatabaseUrl = None) -> None:
     """Remove a webhook and drop its pending deliveries."""
     removed = run(settings_from(data_dir, database), lambda client: client.call("DELETE", f"/webhooks/{webhook}"))
-    output.thing(removed, as_json=as_json)
+    output.item(removed, as_json=as_json)
 
 
 @app.command("test")
@@ -95,7 +95,7 @@ def send_test(webhook: WebhookId, as_json: AsJson = False, data_dir: DataDir = N
         return await _first_attempt(client, f"/webhooks/{webhook}/deliveries/{sent['id']}")
 
     delivery = run(settings, work)
-    output.thing({name: delivery[name] for name in DELIVERY_COLUMNS}, as_json=as_json)
+    output.item({name: delivery[name] for name in DELIVERY_COLUMNS}, as_json=as_json)
     if delivery["state"] != "delivered":
         raise typer.Exit(1)
 
@@ -134,7 +134,7 @@ def retry(
     """Retry a delivery, under the same id."""
     path = f"/webhooks/{webhook}/deliveries/{delivery}/retry"
     sent = run(settings_from(data_dir, database), lambda client: client.call("POST", path))
-    output.thing({name: sent[name] for name in DELIVERY_COLUMNS}, as_json=as_json)
+    output.item({name: sent[name] for name in DELIVERY_COLUMNS}, as_json=as_json)
 
 
 async def _first_attempt(client: AdminClient, path: str) -> dict[str, Any]:
@@ -150,4 +150,4 @@ async def _first_attempt(client: AdminClient, path: str) -> dict[str, Any]:
 def _print_secret(webhook: dict[str, Any], *, as_json: bool) -> None:
     secret = {"secret": webhook["secret"]} if webhook["secret"] is not None else {}
     shown = {**secret, **{name: webhook[name] for name in COLUMNS}}
-    output.thing(webhook if as_json else shown, as_json=as_json, note=KEEP_IT if secret else "")
+    output.item(webhook if as_json else shown, as_json=as_json, note=KEEP_IT if secret else "")

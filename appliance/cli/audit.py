@@ -10,7 +10,7 @@ import typer
 
 from appliance.base.clock import SystemClock
 from appliance.cli import output
-from appliance.cli.connection import AdminClient, check_there, opened, run
+from appliance.cli.connection import AdminClient, check_has_tables, opened, run
 from appliance.cli.failure import WrongUsage
 from appliance.cli.options import AsJson, DatabaseUrl, DataDir, settings_from
 from appliance.cli.tenants import tenant_field
@@ -83,7 +83,7 @@ def verify(
 async def _verdict(settings: Settings, expect: str | None, *, quiet: bool) -> Verdict:
     from appliance.tenancy.audit import AuditLog
 
-    await asyncio.to_thread(check_there, settings)
+    await asyncio.to_thread(check_has_tables, settings)
     async with opened(settings) as database:
         with output.progress("Verifying the audit log", quiet=quiet) as progress:
             return await AuditLog(database, SystemClock()).verify(expect, progress)

@@ -12,11 +12,11 @@ from appliance.cli.failure import CommandFailed, WrongUsage
 Yes = Annotated[bool, typer.Option("--yes", help="Do not ask for confirmation (for scripts).")]
 
 
-def needs_terminal(what: str, *, whose: str = "its name") -> None:
+def needs_terminal(what: str, *, expected: str = "its name") -> None:
     """Raise WrongUsage if there is no terminal. `what` is the command's effect, such as "archiving a tenant cannot be undone";
-    `whose` says which name is asked for."""
+    `expected` says which name is asked for."""
     if sys.stdin is None or not (sys.stdin.isatty() and sys.stderr.isatty()):
-        raise WrongUsage(f"{what}: on a terminal {whose} is asked for, elsewhere add --yes")
+        raise WrongUsage(f"{what}: on a terminal {expected} is asked for, elsewhere add --yes")
 
 
 def ask_for_name(name: str, effect: str) -> None:

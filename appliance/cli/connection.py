@@ -136,7 +136,7 @@ def _refusal(answer: httpx.Response) -> CommandFailed:
         return CommandFailed(f"the appliance answered {answer.status_code}", code=f"http_{answer.status_code}")
 
 
-def check_there(settings: Settings) -> None:
+def check_has_tables(settings: Settings) -> None:
     """Raise CommandFailed if there is no database: a mistyped folder must not look like an appliance without tenants."""
     from appliance.base import migrations
 
@@ -193,7 +193,7 @@ async def connected(settings: Settings) -> AsyncIterator[AdminClient]:
         async with httpx.AsyncClient(base_url=control.url, headers=headers, timeout=TIMEOUT_S, trust_env=False) as client:
             yield AdminClient(client)
         return
-    await asyncio.to_thread(check_there, settings)
+    await asyncio.to_thread(check_has_tables, settings)
     async with _in_process(settings) as client:
         yield AdminClient(client)
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, TypeVar
 import typer
 
 from appliance.cli import output
-from appliance.cli.connection import check_there, claimed, read_control
+from appliance.cli.connection import check_has_tables, claimed, read_control
 from appliance.cli.failure import CommandFailed, WrongUsage
 from appliance.cli.options import AsJson, DatabaseUrl, DataDir, settings_from
 
@@ -36,7 +36,7 @@ def upgrade(
     _refuse_while_running(settings)
     settings.data_dir.mkdir(parents=True, exist_ok=True, mode=0o700)
     _migrate(settings, lambda: migrations.upgrade(settings.database_url, revision))
-    _tell(settings, as_json=as_json)
+    _print_revision(settings, as_json=as_json)
 
 
 @app.command("downgrade")
@@ -66,7 +66,7 @@ def downgrade(
         migrations.downgrade(settings.database_url, revision)
 
     _migrate(settings, step)
-    _tell(settings, as_json=as_json)
+    _print_revision(settings, as_json=as_json)
 
 
 @app.command("check")
@@ -75,7 +75,7 @@ def check(as_json: AsJson = False, data_dir: DataDir = None, database: DatabaseU
     from appliance.metering.invariants.check import check_ledger
 
     settings = settings_from(data_dir, database)
-    check_there(settings)
+    check_has_tables(settings)
     running = read_control(settings.data_dir) is not None
     findings = asyncio.run(
         check_ledger(settings.database_url, running=running, time_zone=settings.time_zone, data_dir=settings.data_dir)
@@ -163,7 +163,7 @@ def _migrate(settings: Settings, step: Callable[[], None]) -> None:
         raise CommandFailed(f"the database could not be changed: {reason_of(error)}", code="database") from error
 
 
-def _tell(settings: Settings, *, as_json: bool) -> None:
+def _print_revision(settings: Settings, *, as_json: bool) -> None:
     from appliance.base import migrations
 
     current, head = migrations.current_revision(settings.database_url), migrations.head_revision()

@@ -134,7 +134,7 @@ def _database(settings: Settings) -> list[Check]:
     from appliance.base import db, migrations
     from appliance.base.database_encoding import ENCODING, encoding_of
 
-    if _not_there_yet(settings):
+    if _is_created_at_start(settings):
         return [Check("database", "ok", "not there yet; the first start creates it")]
 
     async def ping() -> tuple[str, str]:
@@ -172,9 +172,9 @@ def _secrets(settings: Settings) -> list[Check]:
 
     async def look(pepper: bytes | None) -> sealed_secrets.Sealed:
         async with db.Database.open(settings.database_url) as database, database.reading() as connection:
-            return await sealed_secrets.look(connection, pepper)
+            return await sealed_secrets.count(connection, pepper)
 
-    if _not_there_yet(settings):
+    if _is_created_at_start(settings):
         return []
     path = settings.data_dir / PEPPER_FILE
     try:
@@ -189,7 +189,7 @@ def _secrets(settings: Settings) -> list[Check]:
     return [Check("secrets", "wrong", f"{path}: {found.unreadable} of {found.stored} secrets: {why}", sealed_secrets.ADVICE)]
 
 
-def _not_there_yet(settings: Settings) -> bool:
+def _is_created_at_start(settings: Settings) -> bool:
     """Return whether the database is a file that the first start will create."""
     path = settings.database_url.removeprefix("sqlite:///")
     return settings.database_url.startswith("sqlite:///") and not Path(path).exists()
@@ -203,7 +203,7 @@ def _prices(settings: Settings) -> list[Check]:
     from appliance.metering.ledger import rollups
     from appliance.metering.prices import PriceBook
 
-    if _not_there_yet(settings):
+    if _is_created_at_start(settings):
         return []
 
     async def look() -> Sequence[tuple[str, str]]:

@@ -44,7 +44,7 @@ def economics(
         return
     currency = str(report["currency"])
     output.table(
-        [_told(figure, currency) for figure in report["figures"]],
+        [_figure_row(figure, currency) for figure in report["figures"]],
         ("name", "value", "unit", "source"),
         empty="There are no figures.",
     )
@@ -54,7 +54,7 @@ def economics(
     )
 
 
-def _told(figure: dict[str, Any], currency: str) -> dict[str, Any]:
+def _figure_row(figure: dict[str, Any], currency: str) -> dict[str, Any]:
     """Return a figure for a person: money in units of the currency."""
     value, unit = figure["value"], str(figure["unit"])
     if value is not None:
@@ -63,12 +63,12 @@ def _told(figure: dict[str, Any], currency: str) -> dict[str, Any]:
 
 
 def _in_units(row: dict[str, Any]) -> dict[str, Any]:
-    told = {name.removesuffix("_micros"): _money(row[name]) for name in row if name.endswith("_micros")}
+    amounts = {name.removesuffix("_micros"): _money(row[name]) for name in row if name.endswith("_micros")}
     share = row["share_basis_points"]
     needed = row["break_even_tokens_month"]
     return {
         "name": row["name"],
-        **told,
+        **amounts,
         "break_even_tokens_month": None if needed is None else f"{needed:,}",
         "share": None if share is None else f"{share / 100:.2f} %",
     }

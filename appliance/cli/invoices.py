@@ -32,7 +32,7 @@ _LEFT_OUT = {
     "month_out_of_order": "skipped: a later month is closed",
     "nothing_to_bill": "without anything to bill",
 }
-_OF_EVERYBODY = ("invalid_value", "month_not_over")  # a wrong month is wrong for all tenants, so it is reported once
+_SAME_FOR_ALL_TENANTS = ("invalid_value", "month_not_over")  # a wrong month is wrong for all tenants, so it is reported once
 FORMATS = ("pdf", "csv", "json", "events")
 
 Month = Annotated[str, typer.Option("--month", metavar="YYYY-MM", help="The month, in the billing time zone.")]
@@ -111,13 +111,13 @@ def discard(
     """Discard a draft. Asks for the tenant's name; no usage is lost."""
     settings = settings_from(data_dir, database)
     if not yes:
-        needs_terminal("discarding removes the draft", whose="the tenant's name")
+        needs_terminal("discarding removes the draft", expected="the tenant's name")
         draft = run(settings, lambda client: _find_draft(client, invoice_id))
         if "tenant" in draft:
             month, name = draft["month"], draft["tenant"]
             effect = f"The draft of {month} of {name} is removed. Its usage is kept; the month can be drafted again."
             ask_for_name(name, effect)
-    output.thing(run(settings, lambda client: _discarded(client, invoice_id)), as_json=as_json)
+    output.item(run(settings, lambda client: _discarded(client, invoice_id)), as_json=as_json)
 
 
 @app.command("export")
@@ -174,7 +174,7 @@ def seller(
 
     method = "GET" if body is None else "PUT"
     found = run(settings_from(data_dir, database), lambda client: client.call(method, "/seller", body=body))
-    output.thing(found, as_json=as_json)
+    output.item(found, as_json=as_json)
 
 
 @app.command("allowance")
@@ -189,7 +189,7 @@ def allowance(
     """Set a tenant's free monthly allowance, from a month on."""
     body = {"first_month": month, "monthly_micros": micros}
     work = at_tenant(tenant, "POST", "/allowances", body=body)
-    output.thing(run(settings_from(data_dir, database), work), as_json=as_json)
+    output.item(run(settings_from(data_dir, database), work), as_json=as_json)
 
 
 def _each(
@@ -210,7 +210,7 @@ def _each(
                     draft = await _draft_of(client, each, month, step.only if everybody else None)
                     rows.append(_row(await step.take(client, draft), each))
                 except CommandFailed as failure:
-                    if not everybody or failure.code in _OF_EVERYBODY:
+                    if not everybody or failure.code in _SAME_FOR_ALL_TENANTS:
                         raise
                     if draft is None and failure.code in _LEFT_OUT:
                         left_out[failure.code] += 1

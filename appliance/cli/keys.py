@@ -147,7 +147,7 @@ def update(
         return with_money(changed, tenant["currency"] or settings.currency)
 
     settings = settings_from(data_dir, database)
-    output.thing(run(settings, work), as_json=as_json)
+    output.item(run(settings, work), as_json=as_json)
 
 
 @app.command("rotate")
@@ -174,7 +174,7 @@ def revoke(key: KeyId, as_json: AsJson = False, data_dir: DataDir = None, databa
     async def work(client: AdminClient) -> dict[str, Any]:
         return await client.call("DELETE", f"/keys/{(await find_key(client, key))['id']}")
 
-    output.thing(run(settings_from(data_dir, database), work), as_json=as_json)
+    output.item(run(settings_from(data_dir, database), work), as_json=as_json)
 
 
 async def _keys(client: AdminClient, tenant: str | None) -> list[dict[str, Any]]:
@@ -195,4 +195,4 @@ async def find_key(client: AdminClient, which: str) -> dict[str, Any]:
 
 def _print_secret(key: dict[str, Any], *, as_json: bool) -> None:
     shown = {"key": key["key"], **{name: key[name] for name in COLUMNS if name in key}}
-    output.thing(key if as_json else shown, as_json=as_json, note=KEEP_IT)
+    output.item(key if as_json else shown, as_json=as_json, note=KEEP_IT)

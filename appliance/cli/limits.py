@@ -90,7 +90,7 @@ def _list(
 def _call(method: str, path: str, body: object = None, *, as_json: bool, data_dir: str | None, database: str | None) -> None:
     settings = settings_from(data_dir, database)
     answer = run(settings, lambda client: client.call(method, path, body=body))
-    output.thing(answer if as_json else _readable(answer, settings.currency), as_json=as_json)
+    output.item(answer if as_json else _readable(answer, settings.currency), as_json=as_json)
 
 
 def _readable(row: Mapping[str, Any], currency: str) -> Mapping[str, Any]:

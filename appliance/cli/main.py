@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     import typer
 
 
-OF_COMMANDS = ("--data-dir", "--database", "--json")  # options of every command, which `gatehouse` itself does not take
+COMMAND_OPTIONS = ("--data-dir", "--database", "--json")  # options of every command, which `gatehouse` itself does not take
 
 
 def build() -> typer.Typer:
@@ -51,7 +51,7 @@ def build() -> typer.Typer:
         rich_markup_mode=None,
         context_settings={"help_option_names": ["--help", "-h"]},
     )
-    app.callback()(version.asked)
+    app.callback()(version.version_option)
     app.command("serve")(serve.serve)
     app.command("doctor")(doctor.doctor)
     app.add_typer(models.app, name="models")
@@ -100,7 +100,7 @@ def _run(given: list[str]) -> int:
 
     as_json = "--json" in given
     first = given[0].partition("=")[0] if given else ""
-    if first in OF_COMMANDS:
+    if first in COMMAND_OPTIONS:
         output.failed(f"put {first} after the command, as in gatehouse doctor {first}", "usage", as_json=as_json)
         return 2
     try:
@@ -127,7 +127,7 @@ def _run(given: list[str]) -> int:
         output.failed(f"the database does not answer: {reason_of(error)}", "database", as_json=as_json)
         return 1
     except typer.TyperException as error:
-        return output.misused(error, as_json=as_json)
+        return output.usage_error(error, as_json=as_json)
 
 
 def _database_error() -> type[Exception]:

@@ -64,9 +64,9 @@ def invite(
     body = {"email": email, "role": role}
     made = run(settings_from(data_dir, database), at_tenant(tenant, "POST", "/members", body=body))
     if made["password"] or as_json:
-        output.thing(made, as_json=as_json, note=KEEP_IT)
+        output.item(made, as_json=as_json, note=KEEP_IT)
     else:
-        output.thing({**made, "password": "the one they have"}, as_json=False)
+        output.item({**made, "password": "the one they have"}, as_json=False)
 
 
 @app.command("set-role")
@@ -131,4 +131,4 @@ async def _find_in(client: AdminClient, path: str, field: str, email: str) -> st
 
 
 def _print(work: Work, *, as_json: bool, data_dir: str | None, database: str | None) -> None:
-    output.thing(run(settings_from(data_dir, database), work), as_json=as_json)
+    output.item(run(settings_from(data_dir, database), work), as_json=as_json)

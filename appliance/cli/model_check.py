@@ -39,13 +39,13 @@ def check_model(
     last = ""
     with process:
         for line in process.stdout:
-            said = _said(line)
-            if said is None:
+            message = _message(line)
+            if message is None:
                 last = line.strip() or last
-            elif "fraction" in said:
-                progress(float(said["fraction"]))
+            elif "fraction" in message:
+                progress(float(message["fraction"]))
             else:
-                verdict = said
+                verdict = message
     if verdict is None:
         raise CommandFailed(f"{path} cannot be checked: {last[-_WORDS_MAX:] or process.returncode}", code="not_a_model")
     if not verdict.pop("ok"):
@@ -54,10 +54,10 @@ def check_model(
     return verdict
 
 
-def _said(line: str) -> dict[str, Any] | None:
+def _message(line: str) -> dict[str, Any] | None:
     """Return the message in a line of the checker; None for any other output (a library's warning, a traceback)."""
     try:
-        said = json.loads(line)
+        message = json.loads(line)
     except ValueError:
         return None
-    return said if isinstance(said, dict) and ("fraction" in said or "ok" in said) else None
+    return message if isinstance(message, dict) and ("fraction" in message or "ok" in message) else None

@@ -55,7 +55,7 @@ def add(
             model_store.copy(source, place, progress=report)
     else:
         model_store.link(source, place)
-    output.thing({"name": place.name, "path": str(place), **facts}, as_json=as_json)
+    output.item({"name": place.name, "path": str(place), **facts}, as_json=as_json)
 
 
 @app.command("verify")
@@ -83,7 +83,7 @@ def verify(
     with output.progress("Verifying", quiet=as_json) as report:
         options += ["--perplexity"] if perplexity else []
         facts = check_model(path, options, switched_off=settings.switched_off, progress=report)
-    output.thing({"path": str(path), **facts}, as_json=as_json)
+    output.item({"path": str(path), **facts}, as_json=as_json)
 
 
 @app.command("remove")
@@ -104,7 +104,7 @@ def remove(
     if not place.is_symlink() and not yes:
         raise WrongUsage(f"{place} holds the model's files; add --yes to delete them")
     model_store.remove(place)
-    output.thing({"removed": name}, as_json=as_json)
+    output.item({"removed": name}, as_json=as_json)
 
 
 def _on_disk(settings: Settings) -> list[Path]:

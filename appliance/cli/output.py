@@ -54,15 +54,15 @@ def rows(
 
 
 def facts(values: Row) -> None:
-    """Print one thing, a field per line."""
+    """Print one item, a field per line."""
     width = max((len(name) for name in values), default=0) if sys.stdout.isatty() else 0
     for name, value in values.items():
         separator = "  " if width else "\t"
         sys.stdout.write(f"{name.replace('_', ' ') if width else name:<{width}}{separator}{_cell(value)}\n")
 
 
-def thing(values: Row, *, as_json: bool, note: str = "") -> None:
-    """Print one thing: as JSON for a program, as a field per line for a person, followed by `note` on standard error."""
+def item(values: Row, *, as_json: bool, note: str = "") -> None:
+    """Print one item: as JSON for a program, as a field per line for a person, followed by `note` on standard error."""
     if as_json:
         data(values)
         return
@@ -97,7 +97,7 @@ def failed(message: str, code: str, *, as_json: bool) -> None:
         sys.stderr.write(f"gatehouse: {message}\n")
 
 
-def misused(error: typer.TyperException, *, as_json: bool) -> int:
+def usage_error(error: typer.TyperException, *, as_json: bool) -> int:
     """Report wrong usage of a command and return the exit status."""
     status = int(getattr(error, "exit_code", 2))
     message = error.format_message() if hasattr(error, "format_message") else str(error)
@@ -123,7 +123,7 @@ def _draw(rows: Sequence[Row], columns: Sequence[str]) -> None:
             column.replace("_", " "), justify="right" if _numeric(rows, column) else "left", no_wrap=_is_id(column)
         )
     for row in rows:
-        drawn.add_row(*(Text(_seen(row.get(column)), overflow="fold") for column in columns))
+        drawn.add_row(*(Text(_terminal_cell(row.get(column)), overflow="fold") for column in columns))
     if Measurement.get(console, console.options.update(width=TABLE_CHARS_MAX), drawn).minimum <= console.width:
         console.print(drawn)
         return
@@ -138,7 +138,7 @@ def _is_id(column: str) -> bool:
     return column in ("id", "prefix") or column.endswith("_id")
 
 
-def _seen(value: Any) -> str:
+def _terminal_cell(value: Any) -> str:
     """Return a cell for a terminal: times to the second, with a space at which the line may be broken."""
     return _TIME.sub(r"\1 \2Z", _cell(value))
 

@@ -301,7 +301,7 @@ def _with_money(limits: Mapping[str, Any], currency: str) -> dict[str, Any]:
 
 
 def _print(tenant: Mapping[str, Any], settings: Settings, *, as_json: bool) -> None:
-    output.thing(tenant if as_json else with_money(tenant, settings.currency), as_json=as_json)
+    output.item(tenant if as_json else with_money(tenant, settings.currency), as_json=as_json)
 
 
 def _change(settings: Settings, method: str, path: str, body: object, *, as_json: bool) -> None:

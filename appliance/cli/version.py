@@ -22,7 +22,7 @@ def version(as_json: AsJson = False) -> None:
         sys.stdout.write(f"gatehouse {current_version()}\n")
 
 
-def asked(
+def version_option(
     show: Annotated[bool, typer.Option("--version", help="Print the version and exit.")] = False,
 ) -> None:
     """Print the version where it is asked for as an option."""

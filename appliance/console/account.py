@@ -53,7 +53,7 @@ async def change_password(request: ConsoleRequest, console: ConsoleDependency) -
         try:
             console.attempts.count(address=address_of(request), account=session.member.email)
             proven = await console.services.members.change_password(session.member, current, password)
-            return await _renewed(request, console, session, proven.stands, done="password-changed")
+            return await _renewed(request, console, session, proven.still_valid, done="password-changed")
         except RateLimitExceeded as error:
             form.fail("current", wait_of(error)[0])
         except InvalidCredentials:
@@ -85,7 +85,7 @@ async def end_other_sessions(request: ConsoleRequest, console: ConsoleDependency
 async def _renewed(request: ConsoleRequest, console: Console, session: Session, proof: Proof, *, done: str) -> Html:
     """Return the redirect back to the page, in a new session; the change has ended all others."""
     token = await open_session(request, console, session.member, method=session.method, proof=proof)
-    console.attempts.forgive(account=session.member.email)
+    console.attempts.reset_account(account=session.member.email)
     answer = console.pages.redirect(request, "/account", done=done)
     answer.set_cookie(session_cookie(request, console.services, token))
     return answer

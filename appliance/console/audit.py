@@ -8,7 +8,7 @@ from datetime import date
 from litestar import get
 
 from appliance.console.addresses import address
-from appliance.console.audit_words import ACTIONS, SHOWN_AT_ONCE, audit_line
+from appliance.console.audit_words import ACTIONS, CHANGES_EXPANDED_MAX, audit_line
 from appliance.console.context import ConsoleDependency
 from appliance.console.rendering import Html
 from appliance.console.security import ConsoleRequest, access_of
@@ -43,7 +43,7 @@ class Filters:
         return cls(**texts, **{name: query.get(name, "") if _day(query.get(name, "")) else "" for name in ("start", "end")})
 
     @property
-    def any(self) -> bool:
+    def has_parameters(self) -> bool:
         """Return whether any filter or a cursor is set."""
         return any(getattr(self, name) for name in self.__slots__)
 
@@ -83,7 +83,7 @@ async def show_audit(request: ConsoleRequest, console: ConsoleDependency) -> Htm
         part="fragments/audit_rows.html",
         filters=filters,
         actions=ACTIONS,
-        shown_at_once=SHOWN_AT_ONCE,
+        changes_expanded_max=CHANGES_EXPANDED_MAX,
         rows=[audit_line(entry, names | keys) for entry in page.data],
         tenants=tenants,
         tenant_names=names,

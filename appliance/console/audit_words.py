@@ -13,7 +13,7 @@ from appliance.tenancy.audit_chain import AuditEntry, facts_from
 
 NOTHING = "none"
 VALUE_CHARS_MAX = 200
-SHOWN_AT_ONCE = 6
+CHANGES_EXPANDED_MAX = 6
 # The choices of the filter, by subject. An action that is not listed here is shown by its own name.
 ACTIONS: dict[str, dict[str, str]] = {
     "Tenants": {
@@ -79,7 +79,7 @@ ACTIONS: dict[str, dict[str, str]] = {
 _WORDS = {action: words for group in ACTIONS.values() for action, words in group.items()}
 _BAD_NEWS = ("session.refuse", "tenant.archive", "key.revoke", "token.revoke", "second_factor.reset", "ledger.recover")
 _PAGES = {"tenant": "/tenants/", "key": "/keys/", "request": "/requests/", "invoice": "/invoices/"}
-_UNTOLD = ("id", "tenant_id")
+_OMITTED_FIELDS = ("id", "tenant_id")
 _MICROS = ("monthly_budget", "prompt", "cached_prompt", "completion", "rejected_draft")
 """Amounts in micro-units of money, shown in units like on all pages: 5000000 as 5.00."""
 _TIME = re.compile(r"^(\d{4}-\d\d-\d\d)T(\d\d:\d\d:\d\d)\.\d{6}Z$")
@@ -153,13 +153,13 @@ def _changes(before: Mapping[str, Any], after: Mapping[str, Any], prefix: str = 
         was, now = before.get(name), after.get(name)
         if isinstance(was, Mapping) or isinstance(now, Mapping):
             yield from _changes(was or {}, now or {}, f"{prefix}{name} › ")
-        elif was != now and not (name in _UNTOLD and not prefix):
+        elif was != now and not (name in _OMITTED_FIELDS and not prefix):
             shown = [_shown(name, value, name in facts) for value, facts in ((was, before), (now, after))]
             yield Change(f"{prefix}{name}".replace("_", " "), *shown)
 
 
-def _shown(name: str, value: Any, is_told: bool) -> str | None:
-    if not is_told:
+def _shown(name: str, value: Any, is_recorded: bool) -> str | None:
+    if not is_recorded:
         return None
     if name in _MICROS and isinstance(value, int):
         return units(value)

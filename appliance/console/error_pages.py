@@ -44,14 +44,14 @@ def error_handler(pages: Pages) -> Callable[[ConsoleRequest, Exception], Html]:
             return _to_login(request)
         if isinstance(error, PasswordChangeNeeded):
             return pages.redirect(request, "/account", done="password-needed")
-        told = as_outage(error, request.method) or error
-        status, message = _describe(request, told)
+        shown = as_outage(error, request.method) or error
+        status, message = _describe(request, shown)
         reference = _logged(request, error) if status >= 500 else None
         response = _render(pages, request, status, message, reference)
-        if isinstance(told, HTTPException):
-            response.headers.update(told.headers or {})  # as `allow` of a wrong method
-        if isinstance(told, GatehouseError) and told.retry_after_s is not None:
-            response.headers["retry-after"] = str(math.ceil(told.retry_after_s))
+        if isinstance(shown, HTTPException):
+            response.headers.update(shown.headers or {})  # as `allow` of a wrong method
+        if isinstance(shown, GatehouseError) and shown.retry_after_s is not None:
+            response.headers["retry-after"] = str(math.ceil(shown.retry_after_s))
         return response
 
     return answer

@@ -46,7 +46,7 @@ class Filters:
         return RequestFilter(tenant_id=self.tenant or None, finish_reason=self.state or None, text=self.q or None)
 
     @property
-    def any(self) -> bool:
+    def has_parameters(self) -> bool:
         """Return whether any filter or a cursor is set."""
         return bool(self.q or self.tenant or self.state or self.cursor)
 

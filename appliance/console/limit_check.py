@@ -12,7 +12,7 @@ from appliance.console.formatting import count, money
 from appliance.console.forms import Form, sentence
 from appliance.console.rendering import Html
 from appliance.console.security import ConsoleRequest, access_of
-from appliance.metering.limits.asked import SERVICE_TIERS, is_batch_work
+from appliance.metering.limits.admission_request import SERVICE_TIERS, is_batch_work
 from appliance.metering.limits.decisions import LimitDecision
 from appliance.serving.forecasts import Question, Verdict
 from appliance.tenancy.fields import LIMIT_MAX, check_name
@@ -110,7 +110,7 @@ def _row(decision: LimitDecision, console: Console, tenant: Tenant) -> dict[str,
 
     return {
         "name": KINDS[decision.kind],
-        "whose": f"{decision.scope}{f', {decision.model}' if decision.model and decision.scope != 'model' else ''}",
+        "owner": f"{decision.scope}{f', {decision.model}' if decision.model and decision.scope != 'model' else ''}",
         "mode": decision.mode,
         "need": shown(decision.need),
         "left": shown(max(decision.level, 0)),

@@ -199,7 +199,7 @@ def engine_view(engine: EngineReading, history: Sequence[SystemSnapshot], now: d
         facts=_facts(engine, now),
         tokens_out_per_s=engine.tokens_per_second,
         tokens_in_per_s=prompt_rates[-1] if prompt_rates else 0.0,
-        out_history=[reading.tokens_per_second for snapshot in history for reading in _of(engine.model, snapshot)],
+        out_history=[reading.tokens_per_second for snapshot in history for reading in _readings_of(engine.model, snapshot)],
         in_history=prompt_rates,
         block_size=engine.info.block_size if engine.info else 0,
         kv_total=figures.kv_blocks_total,
@@ -262,7 +262,7 @@ def tenants_view(tenants: Sequence[TenantReading]) -> TenantsView:
     )
 
 
-def _of(model: str, snapshot: SystemSnapshot) -> list[EngineReading]:
+def _readings_of(model: str, snapshot: SystemSnapshot) -> list[EngineReading]:
     return [engine for engine in snapshot.engines if engine.model == model]
 
 
@@ -272,7 +272,7 @@ def prompt_history(model: str, history: Sequence[SystemSnapshot]) -> list[float]
     counts = [
         (snapshot.at, reading.status.prompt_tokens_total - reading.probe_prompt_tokens)
         for snapshot in history
-        for reading in _of(model, snapshot)
+        for reading in _readings_of(model, snapshot)
         if reading.status is not None
     ]
     rates = []

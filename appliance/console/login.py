@@ -40,7 +40,7 @@ async def sign_in(request: ConsoleRequest, console: ConsoleDependency) -> Html:
         console.attempts.count(address=address_of(request), account=email)
         proven = await console.services.members.prove_password(email, password)
         answer = await first_factor_proven(
-            request, console, proven.member, method="password", target=target, proof=proven.stands
+            request, console, proven.member, method="password", target=target, proof=proven.still_valid
         )
     except RateLimitExceeded as error:
         sentence, headers = wait_of(error)
@@ -50,7 +50,7 @@ async def sign_in(request: ConsoleRequest, console: ConsoleDependency) -> Html:
     except InvalidCredentials:
         await note_refusal(request, console, email=email, reason="password")
         return login_form(request, console, target=target, email=email, error=WRONG, status=401)
-    console.attempts.forgive(account=email)
+    console.attempts.reset_account(account=email)
     return answer
 
 

@@ -39,10 +39,10 @@ class LoginAttempts:
         """Take one attempt at any other way of signing in, or raise RateLimitExceeded and take none."""
         self._attempts.take({("address", site_of(address)): PER_ADDRESS})
 
-    def forgive(self, *, account: str) -> None:
+    def reset_account(self, *, account: str) -> None:
         """Forget the attempts of an account whose owner has just proven the password."""
         self._attempts.forget(("account", account.strip().casefold()))
 
-    def forgive_codes(self, *, member_id: str) -> None:
+    def reset_codes(self, *, member_id: str) -> None:
         """Forget the attempts of a member whose code was right."""
         self._attempts.forget(("code", member_id))

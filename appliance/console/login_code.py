@@ -39,7 +39,7 @@ async def check_code(request: ConsoleRequest, console: ConsoleDependency) -> Htm
         await note_refusal(request, console, email=(await services.members.get(member_id)).email, reason="code")
         return _form(request, console, error=sentence(error.message), status=401)
     services.sign_in_tickets.spend(step_ticket(request, services, CODE_STEP) or "")
-    console.attempts.forgive_codes(member_id=member_id)
+    console.attempts.reset_codes(member_id=member_id)
     member = await services.members.get(member_id)
     method = f"{facts['method']}+{kind}"
     proof = services.second_factors.proof_of(facts["stamp"])

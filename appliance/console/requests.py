@@ -80,7 +80,7 @@ async def cancel_request(request: ConsoleRequest, console: ConsoleDependency) ->
     if live is not None and live.state == "finished":  # its usage is being recorded; nothing is left to end
         raise NotFound(f"the request {request_id} has ended")
     if live is not None:
-        await services.audit.note("request.abort", "request", request_id, tenant_id=live.tenant_id)
+        await services.audit.record("request.abort", "request", request_id, tenant_id=live.tenant_id)
     services.generations.abort(request_id, access=access)
     if not is_fragment(request):
         return console.pages.redirect(request, "/requests", done="request-cancelled")

@@ -76,17 +76,21 @@ def create_console_router(services: Services) -> Router:
 
 def _static_files() -> Router:
     return create_static_files_router(
-        path="/static", directories=[STATIC_DIR], guards=[_nameable], include_in_schema=False, after_request=_keep
+        path="/static",
+        directories=[STATIC_DIR],
+        guards=[_check_path],
+        include_in_schema=False,
+        after_request=_allow_caching,
     )
 
 
-def _nameable(connection: Connection, _handler: BaseRouteHandler) -> None:
+def _check_path(connection: Connection, _handler: BaseRouteHandler) -> None:
     """Raise NotFoundException for a path that no file can have: asking the file system for it would fail."""
     path = connection.scope["path"]
     if "\0" in path or len(path) > PATH_CHARS_MAX or any(len(part.encode()) > NAME_BYTES_MAX for part in path.split("/")):
         raise NotFoundException
 
 
-def _keep(response: Response[bytes]) -> Response[bytes]:
+def _allow_caching(response: Response[bytes]) -> Response[bytes]:
     response.headers["cache-control"] = STATIC_KEPT
     return response

@@ -47,12 +47,12 @@ async def enable_second_factor(request: ConsoleRequest, console: ConsoleDependen
     try:
         console.attempts.count(address=address_of(request), account=member.email)
         proven = await console.services.members.prove_password(member.email, form.values.get("password", ""))
-        codes = await factors.enable(member, enrolment, form.raw("code"), proof=proven.stands)
+        codes = await factors.enable(member, enrolment, form.raw("code"), proof=proven.still_valid)
     except (RateLimitExceeded, InvalidCredentials, Conflict) as error:
         _explain(form, error)
         return _enrolment_form(request, console, enrolment, form)
-    console.attempts.forgive(account=member.email)
-    return await _codes_in_new_session(request, console, session, codes, proven.stands)
+    console.attempts.reset_account(account=member.email)
+    return await _codes_in_new_session(request, console, session, codes, proven.still_valid)
 
 
 @get("/account/second-factor/disable")
@@ -127,15 +127,15 @@ async def _code_proven(request: ConsoleRequest, console: Console, member: Member
     if stamp is None:
         raise InvalidCredentials(NO_PROOF)
     await factors.check(member.id, code, stamp=stamp)
-    console.attempts.forgive_codes(member_id=member.id)
+    console.attempts.reset_codes(member_id=member.id)
     return factors.proof_of(stamp)
 
 
 async def _password_proven(request: ConsoleRequest, console: Console, member: Member, password: str) -> Proof:
     console.attempts.count(address=address_of(request), account=member.email)
     proven = await console.services.members.prove_password(member.email, password)
-    console.attempts.forgive(account=member.email)
-    return proven.stands
+    console.attempts.reset_account(account=member.email)
+    return proven.still_valid
 
 
 def _explain(form: Form, error: RateLimitExceeded | InvalidCredentials | Conflict) -> None:

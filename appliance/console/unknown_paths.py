@@ -17,7 +17,7 @@ from appliance.console.security import ConsoleRequest, resolve_session
 if TYPE_CHECKING:
     from appliance.serving.services import Services
 
-OF_PROGRAMS = ("/v1", "/admin", "/health", "/metrics", "/schema")
+API_PREFIXES = ("/v1", "/admin", "/health", "/metrics", "/schema")
 """Paths below these answer in JSON, to browsers too."""
 
 ErrorHandler = Callable[[ConsoleRequest, Exception], Response[Any]]
@@ -28,7 +28,7 @@ def answer_unknown_path(services: Services, otherwise: ErrorHandler) -> ErrorHan
     show_page = error_handler(Pages(services))
 
     def answer(request: ConsoleRequest, error: Exception) -> Response[Any]:
-        has_strayed = isinstance(error, NotFoundException | MethodNotAllowedException) and not _is_of_programs(request)
+        has_strayed = isinstance(error, NotFoundException | MethodNotAllowedException) and not _is_api_path(request)
         if not has_strayed or "text/html" not in request.headers.get("accept", ""):
             return otherwise(request, error)
 
@@ -44,9 +44,9 @@ def answer_unknown_path(services: Services, otherwise: ErrorHandler) -> ErrorHan
     return answer
 
 
-def _is_of_programs(request: ConsoleRequest) -> bool:
+def _is_api_path(request: ConsoleRequest) -> bool:
     path = request.scope["path"]
-    return any(path == prefix or path.startswith(f"{prefix}/") for prefix in OF_PROGRAMS)
+    return any(path == prefix or path.startswith(f"{prefix}/") for prefix in API_PREFIXES)
 
 
 class DeferredPage(Response[str]):

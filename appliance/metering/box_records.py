@@ -11,7 +11,7 @@ from sqlalchemy import select
 from sqlalchemy.ext.asyncio import AsyncConnection
 
 from appliance.base.clock import Clock
-from appliance.base.db import Database, overwriting
+from appliance.base.db import Database, upsert_for
 from appliance.base.tables import box_records
 from appliance.tenancy import audit
 
@@ -45,7 +45,7 @@ class BoxRecords:
         columns = {"value": dict(value), "updated_at": now}
         async with self._db.writing() as connection:
             before = await read_record(connection, name)
-            statement = overwriting(connection.dialect.name, box_records, ["name"], list(columns))
+            statement = upsert_for(connection.dialect.name, box_records, ["name"], list(columns))
             await connection.execute(statement.values(name=name, **columns))
             old = {} if before is None else before.value
             await audit.record(connection, self._clock, f"{name}.change", "box", name, before=old, after=value)

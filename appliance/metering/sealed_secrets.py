@@ -37,7 +37,7 @@ class Sealed:
         return len(self.members) + len(self.webhooks)
 
 
-async def look(connection: AsyncConnection, pepper: bytes | None) -> Sealed:
+async def count(connection: AsyncConnection, pepper: bytes | None) -> Sealed:
     """Try to open every secret with `pepper`, the 32 bytes of `secret.key`; None (no such file) opens none."""
     of_members = (members.c.email, members.c.totp_secret)
     of_webhooks = (webhooks.c.id, webhooks.c.secret)
@@ -49,7 +49,7 @@ async def look(connection: AsyncConnection, pepper: bytes | None) -> Sealed:
 async def warn(db: Database, pepper: bytes) -> None:
     """At a start, log which secrets cannot be opened: it may be long until somebody tries to sign in."""
     async with db.reading() as connection:
-        found = await look(connection, pepper)
+        found = await count(connection, pepper)
     if found.unreadable:
         log.error("secret.key is not the file that stored secrets were sealed with", secrets=found.unreadable, advice=ADVICE)
 

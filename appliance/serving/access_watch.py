@@ -17,7 +17,7 @@ from appliance.base.clock import Clock
 from appliance.base.db import Database
 from appliance.metering.limits.admission import Admission
 from appliance.serving.generation import Generation
-from appliance.tenancy.key_status import read_standing, why_ended
+from appliance.tenancy.key_status import read_principals, why_ended
 from appliance.tenancy.model_policies import ModelPolicies
 
 RETRY_S = 0.5
@@ -68,24 +68,24 @@ class AccessWatch:
             await self._look.wait()
             self._look.clear()
             try:
-                await self.look()
+                await self.check()
             except Exception:  # owned task: a database that is away for a moment must not let a revoked key go on for ever
                 log.exception("keys of running requests could not be checked")
                 await asyncio.sleep(RETRY_S)
                 self._look.set()
 
-    async def look(self) -> None:
+    async def check(self) -> None:
         """Read the keys of all requests: end those that may not go on, and tell admission what the others may use."""
         running, waiting = list(self._live()), self._admission.waiting
-        keys = {generation.live.key_id for generation in running} | {asked.principal.key.id for asked in waiting}
-        standing = await read_standing(self._db, keys)
+        keys = {generation.live.key_id for generation in running} | {request.principal.key.id for request in waiting}
+        principals = await read_principals(self._db, keys)
         if keys:
-            self._admission.reconfigure(standing, {policy.model: policy for policy in await self._policies.list()})
+            self._admission.reconfigure(principals, {policy.model: policy for policy in await self._policies.list()})
         now = self._clock.now()
         for generation in running:
-            principal = standing.get(generation.live.key_id)
+            principal = principals.get(generation.live.key_id)
             why = why_ended(principal, now)
             if why is not None:
-                generation.leave(why)
+                generation.end_early(why)
             elif principal is not None:
                 generation.end_at(principal.key.expires_at)

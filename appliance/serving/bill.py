@@ -81,11 +81,13 @@ class Bill:
         self._submitted = True
         self._model.client.figures.balance.opened()
 
-    def note(self, event: TokenEvent) -> bool:
+    def record_progress(self, event: TokenEvent) -> bool:
         """Take over what `event` has added to the live request; return whether a budget is spent with it."""
         live = self._live
         self.billable |= event.num_output_tokens > 0 or event.num_prompt_tokens_computed >= live.prompt_tokens
-        return self.billable and self._reservation.note(live.cached_tokens, live.completion_tokens, live.rejected_tokens)
+        return self.billable and self._reservation.record_progress(
+            live.cached_tokens, live.completion_tokens, live.rejected_tokens
+        )
 
     def end_reservation(self) -> None:
         """Replace what is reserved by what is billed, or put it back where that is nothing."""

@@ -35,7 +35,7 @@ class ChunkQueue:
         """Say that nothing more comes."""
         self._closed = True
         self._reader.wake()
-        self._reader.forget()
+        self._reader.clear()
 
     async def wait(self, timeout_s: float) -> None:
         """Return when a chunk is there or the queue has ended, and after `timeout_s` anyhow. Takes nothing."""

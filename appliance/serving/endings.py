@@ -50,7 +50,7 @@ def _tenant_ended(how: str) -> TenantSuspended:
     return TenantSuspended(f"the tenant of this key was {how} while the request ran; it was ended")
 
 
-# why -> what the ledger writes as finish reason and as cause, and what the client is told: an error that is made each time,
+# reason -> what the ledger writes as finish reason and as cause, and what the client is told: an error that is made each time,
 # because one that is kept would keep its traceback. One that has left is told nothing.
 _EARLY_ENDS: Mapping[str, tuple[str, str, Callable[[], GatehouseError | None]]] = {
     "disconnected": ("disconnected", "client", lambda: None),
@@ -86,7 +86,7 @@ _EARLY_ENDS: Mapping[str, tuple[str, str, Callable[[], GatehouseError | None]]] 
 EARLY_ENDS = tuple(_EARLY_ENDS)
 
 
-def early(why: str) -> Ended:
+def early(reason: str) -> Ended:
     """Return the end of a request that somebody or something ended from outside, for one of EARLY_ENDS. Raises KeyError."""
-    finish_reason, cause, told = _EARLY_ENDS[why]
-    return Ended(finish_reason=finish_reason, cause=cause, error=told())
+    finish_reason, cause, make_error = _EARLY_ENDS[reason]
+    return Ended(finish_reason=finish_reason, cause=cause, error=make_error())

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from appliance.base.clock import Clock
 from appliance.base.errors import GatehouseError
 from appliance.metering.limits.admission import Admission, Forecast
-from appliance.metering.limits.asked import Asked
+from appliance.metering.limits.admission_request import AdmissionRequest
 from appliance.metering.limits.queue import known_wait_s
 from appliance.metering.limits.refusals import not_priced, refusal
 from appliance.metering.prices import PriceBook
@@ -87,7 +87,7 @@ class Forecasts:
         if error is not None and self._served(model) is None:  # before anybody remembers a name that somebody made up
             nothing = Forecast(decisions=(), tokens=0, would_wait=False)
             return Verdict(forecast=nothing, error=error, wait_s=None, admission_wait_ms=tier.admission_wait_ms)
-        asked = Asked(
+        request = AdmissionRequest(
             principal=principal,
             model=model,
             prompt_tokens=question.prompt_tokens,
@@ -98,8 +98,8 @@ class Forecasts:
             batch=question.batch,
             policy=await self._policies.find(model),
         )
-        forecast = await self._admission.forecast(asked, tier.admission_wait_ms / 1000)
-        if error is None and asked.price is None and self._limits.refuse_unpriced:
+        forecast = await self._admission.forecast(request, tier.admission_wait_ms / 1000)
+        if error is None and request.price is None and self._limits.refuse_unpriced:
             error = not_priced(model, tenant.currency)
         wait_s = _wait_s(forecast) if error is None else None  # what stops it before its limits does not free with time
         if error is None and forecast.refusals and not forecast.would_wait:

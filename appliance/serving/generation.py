@@ -33,7 +33,7 @@ log = structlog.get_logger()
 
 
 class Generation:
-    """A request that was admitted. Read `chunks`, then await `outcome`; call `leave` when nobody reads any more.
+    """A request that was admitted. Read `chunks`, then await `outcome`; call `end_early` when nobody reads any more.
 
     `field_names` says what the client calls a sampling field whose own name it did not use.
     """
@@ -76,11 +76,11 @@ class Generation:
         """Return the id that header, log, ledger, engine and console share."""
         return self.live.id
 
-    def leave(self, why: str) -> None:
+    def end_early(self, reason: str) -> None:
         """End early, for one of EARLY_ENDS. The first reason counts; after the end this does nothing."""
         if self.live.state == "finished" or self._left is not None:
             return
-        self._left = early(why)
+        self._left = early(reason)
         if self._submitted:
             self._model.client.abort(self.request_id)
 
@@ -91,7 +91,7 @@ class Generation:
             self._expiry = None
         if moment is not None and self.live.state != "finished":
             left_s = max((moment - self._clock.now()).total_seconds(), 0.0)
-            self._expiry = asyncio.get_running_loop().call_later(left_s, self.leave, "key_expired")
+            self._expiry = asyncio.get_running_loop().call_later(left_s, self.end_early, "key_expired")
 
     async def run(self) -> None:
         """Own the generation to its end. Never raises: failures are told through `admitted` and `outcome`."""
@@ -127,7 +127,7 @@ class Generation:
         """Run the request in the engine and return how it ended."""
         if self._left is not None:
             return self._left
-        timer = asyncio.get_running_loop().call_later(self._deadline_s, self.leave, "deadline")
+        timer = asyncio.get_running_loop().call_later(self._deadline_s, self.end_early, "deadline")
         try:
             return await self._follow_engine()
         except EngineUnavailable as error:
@@ -170,12 +170,12 @@ class Generation:
     def _count(self, event: TokenEvent) -> None:
         is_first = self.live.ttft_s is None
         intervals_s = self.live.apply_event(event, now=self._clock.now(), monotonic_s=self._clock.monotonic_s())
-        is_budget_spent = self._bill.note(event)
+        is_budget_spent = self._bill.record_progress(event)
         self._metrics.inter_token(self.live.model, intervals_s)
         if is_first and self.live.ttft_s is not None:
             self._model.client.figures.note_ttft(self.live.ttft_s)
         if is_budget_spent:
-            self.leave("budget_exceeded")
+            self.end_early("budget_exceeded")
 
     def _show(self, answer: Answer, event: TokenEvent) -> None:
         """Hand on the text of `event`. An answer that a stop string ended is of no more use to anybody."""

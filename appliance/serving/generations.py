@@ -16,7 +16,7 @@ from appliance.base.errors import Draining, NotFound, Overloaded
 from appliance.metering.ledger.records import TOKEN_COLUMNS, Checkpoint, PendingEntry
 from appliance.metering.ledger.writer import Ledger
 from appliance.metering.limits.admission import Admission
-from appliance.metering.limits.asked import Asked
+from appliance.metering.limits.admission_request import AdmissionRequest
 from appliance.metering.limits.queue import Patience
 from appliance.metering.limits.refusals import not_priced
 from appliance.metering.limits.reservations import Reservation
@@ -163,7 +163,7 @@ class Generations:
             if price is None and self._limits.refuse_unpriced:
                 raise not_priced(order.model.name, currency)
             policy = await self._policies.find(order.model.name)
-            reservation = await self._admission.admit(_asked(order, price, policy), patience)
+            reservation = await self._admission.admit(_admission_request(order, price, policy), patience)
             try:
                 self.check_open(order.model, order.principal.tenant.id)  # it may have waited
                 if await self._prices.current(order.model.name, reservation.admitted_at, currency=currency) == price:
@@ -185,11 +185,11 @@ class Generations:
 
         Raises NotFound when it does not live or is another tenant's, and RoleNotAllowed.
         """
-        return self._leave(request_id, access).live
+        return self._abort(request_id, access).live
 
     async def abort_and_wait(self, request_id: str, *, access: Access) -> LiveRequest:
         """Do the same and return the request when it has ended, or after ABORT_WAIT_S as it is then."""
-        generation = self._leave(request_id, access)
+        generation = self._abort(request_id, access)
         await asyncio.wait({generation.outcome}, timeout=ABORT_WAIT_S)
         return generation.live
 
@@ -234,7 +234,7 @@ class Generations:
         """Refuse new requests, and end the live ones because the appliance shuts down: who asked is told to send them again."""
         self._refuse_new()
         for generation in list(self._generations.values()):
-            generation.leave("shutdown")
+            generation.end_early("shutdown")
 
     async def stop(self, timeout_s: float) -> None:
         """End what still lives and wait until it is settled, at most `timeout_s`."""
@@ -248,12 +248,12 @@ class Generations:
         self.draining = True
         self._admission.refuse_waiting(_draining())
 
-    def _leave(self, request_id: str, access: Access) -> Generation:
+    def _abort(self, request_id: str, access: Access) -> Generation:
         live = self.find(request_id, access=access, action=Action.ABORT)
         if live is None:
             raise NotFound(f"the request {request_id} is not live")
         generation = self._generations[live.id]
-        generation.leave("aborted")
+        generation.end_early("aborted")
         return generation
 
     def _generation(self, order: Order, price: Price | None, reservation: Reservation) -> Generation:
@@ -348,8 +348,8 @@ class Generations:
         self.checkpoint()
 
 
-def _asked(order: Order, price: Price | None, policy: ModelPolicy | None) -> Asked:
-    return Asked(
+def _admission_request(order: Order, price: Price | None, policy: ModelPolicy | None) -> AdmissionRequest:
+    return AdmissionRequest(
         principal=order.principal,
         model=order.model.name,
         prompt_tokens=len(order.prompt_token_ids),

@@ -28,7 +28,7 @@ class Wakeup:
         if timeout_s is not None:
             self._until_s = loop.time() + timeout_s
             if self._alarm is None or self._alarm.when() > self._until_s:
-                self.forget()
+                self.clear()
                 self._alarm = loop.call_at(self._until_s, self._ring, loop)
         self._waiter = loop.create_future()
         try:
@@ -36,7 +36,7 @@ class Wakeup:
         finally:
             self._waiter = None
 
-    def forget(self) -> None:
+    def clear(self) -> None:
         """Stop the timer, when nobody will wait any more."""
         if self._alarm is not None:
             self._alarm.cancel()

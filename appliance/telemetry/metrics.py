@@ -108,30 +108,30 @@ class Metrics:
     ) -> None:
         """Count one settled request and what it is billed for."""
         labels = (model, self._tenant_label(tenant))
-        self._of(self._requests, model, reason).inc()
-        self._of(self._prompt_tokens, *labels).inc(prompt_tokens)
-        self._of(self._cached_tokens, *labels).inc(cached_tokens)
-        self._of(self._generation_tokens, *labels).inc(completion_tokens)
+        self._child(self._requests, model, reason).inc()
+        self._child(self._prompt_tokens, *labels).inc(prompt_tokens)
+        self._child(self._cached_tokens, *labels).inc(cached_tokens)
+        self._child(self._generation_tokens, *labels).inc(completion_tokens)
 
     def timings(self, *, model: str, request_s: float, queue_s: float | None, ttft_s: float | None, preemptions: int) -> None:
         """Count the durations of one settled request; a stage that was not reached is None."""
-        self._of(self._request_s, model).observe(request_s)
+        self._child(self._request_s, model).observe(request_s)
         if queue_s is not None:
-            self._of(self._queue_s, model).observe(queue_s)
+            self._child(self._queue_s, model).observe(queue_s)
         if ttft_s is not None:
-            self._of(self._ttft_s, model).observe(ttft_s)
+            self._child(self._ttft_s, model).observe(ttft_s)
         if preemptions:
             self._preemptions.labels(model).inc(preemptions)
 
     def inter_token(self, model: str, intervals_s: list[float]) -> None:
         """Count times between tokens of one stream."""
-        histogram = self._of(self._inter_token_s, model)
+        histogram = self._child(self._inter_token_s, model)
         for interval_s in intervals_s:
             histogram.observe(interval_s)
 
     def engine_step(self, model: str, step_s: float) -> None:
         """Count one engine step."""
-        self._of(self._step_s, model).observe(step_s)
+        self._child(self._step_s, model).observe(step_s)
 
     def engine_restarted(self, model: str) -> None:
         """Count an engine process that was started again."""
@@ -193,7 +193,7 @@ class Metrics:
             return tenant
         return OTHER_TENANTS
 
-    def _of(self, metric: M, *labels: str) -> M:
+    def _child(self, metric: M, *labels: str) -> M:
         """Return what counts under these labels. The library's own way to it takes a lock and a check for each request."""
         child: M | None = self._children.get((metric, labels))
         if child is None:

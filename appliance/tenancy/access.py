@@ -97,9 +97,9 @@ class Access:
 
     def narrow(self, query: Select[Row], column: ColumnElement[Any], action: Action = Action.READ) -> Select[Row]:
         """Return `query` for rows of the tenants in which `action` is covered; rows of no tenant belong to the box."""
-        return query.where(*self.narrows(column, action))
+        return query.where(*self.conditions(column, action))
 
-    def narrows(self, column: ColumnElement[Any], action: Action = Action.READ) -> Collection[ColumnElement[bool]]:
+    def conditions(self, column: ColumnElement[Any], action: Action = Action.READ) -> Collection[ColumnElement[bool]]:
         """Return the conditions that `narrow` adds, for queries built from conditions."""
         allowed = self.within(action)
         return () if allowed is None else (column.in_(sorted(allowed)),)

@@ -102,7 +102,7 @@ class AuditLog:
         self._db = db
         self._clock = clock
 
-    async def note(self, action: str, target_kind: str, target_id: str, *, tenant_id: str | None = None) -> None:
+    async def record(self, action: str, target_kind: str, target_id: str, *, tenant_id: str | None = None) -> None:
         """Write an entry in a transaction of its own, for an action that changes no other row of this database."""
         async with self._db.writing() as connection:
             await record(connection, self._clock, action, target_kind, target_id, tenant_id=tenant_id)

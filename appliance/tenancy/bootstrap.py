@@ -44,16 +44,16 @@ async def bootstrap(
     Call `note_shown` once the operator has seen them. The member is created last, so that an interrupted first start is simply
     repeated. Raises UnusableData.
     """
-    unseen = await _unseen(settings, tokens, keys)
+    unshown = await _revoke_unshown(settings, tokens, keys)
     known = await members.any_exist()
-    if known and unseen is None:
+    if known and unshown is None:
         return None
     password = None if settings.admin_password else new_password()
     tenant = await tenants.find(FIRST_TENANT, access=WHOLE_BOX)
     tenant = tenant or await tenants.create(name=FIRST_TENANT, access=WHOLE_BOX)
     key, api_key = await keys.create(tenant.id, name=FIRST_KEY, access=WHOLE_BOX)
     token_id, admin_token = await _first_token(settings, tokens)
-    email = unseen.email if known and unseen is not None else settings.admin_email or FIRST_EMAIL
+    email = unshown.email if known and unshown is not None else settings.admin_email or FIRST_EMAIL
     write_pending(settings.data_dir, PendingLogin(email=email, key_id=key.id, token_id=token_id))
     give_password = members.reset_password if known else _make_owner(members)
     await give_password(email, settings.admin_password or password or "")
@@ -67,7 +67,7 @@ async def bootstrap(
     )
 
 
-async def _unseen(settings: Settings, tokens: AdminTokens, keys: Keys) -> PendingLogin | None:
+async def _revoke_unshown(settings: Settings, tokens: AdminTokens, keys: Keys) -> PendingLogin | None:
     """Return the login of this database that was created but never shown, if any, and revoke its key and token."""
     pending = read_pending(settings.data_dir)
     if pending is None:

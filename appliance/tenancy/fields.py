@@ -27,8 +27,9 @@ DEFAULT_SCOPES = (INFERENCE_SCOPE,)
 LIMIT_MODES = ("enforce", "shadow")
 
 _REFUSED_CATEGORIES = {"Cc", "Cs", "Zl", "Zp"}  # controls, halves of surrogate pairs, line and paragraph separators
-_TURNS = frozenset(map(chr, (*range(0x202A, 0x202F), *range(0x2066, 0x206A))))  # embeddings, overrides, isolates and their ends
-_UNSEEN = frozenset(  # invisible; joiners and direction marks are not among them, because scripts and emoji need those
+# Embeddings, overrides, isolates and their ends.
+_DIRECTION_CONTROLS = frozenset(map(chr, (*range(0x202A, 0x202F), *range(0x2066, 0x206A))))
+_INVISIBLE = frozenset(  # joiners and direction marks are not among them, because scripts and emoji need those
     map(
         chr,
         (
@@ -53,14 +54,14 @@ def check_name(value: object, param: str = "name") -> str:
     """Return `value` without surrounding space: 1..200 characters, none of them a control character, invisible, or one that
     changes the reading direction of the text around it."""
     name = check_line(value, param)
-    if not _TURNS.isdisjoint(name):
+    if not _DIRECTION_CONTROLS.isdisjoint(name):
         raise InvalidValue(f"{param} must not contain bidirectional control characters", param=param)
-    if not _UNSEEN.isdisjoint(name):
+    if not _INVISIBLE.isdisjoint(name):
         raise InvalidValue(f"{param} must not contain invisible characters", param=param)
     return name
 
 
-def look_of(name: str) -> str:
+def lookalike_form(name: str) -> str:
     """Return a form that is equal for names that look alike: without case, compatibility forms and format characters."""
     if name.isascii():  # 0.06 us, not 4: a new name is compared with every other
         return name.lower()

@@ -64,8 +64,8 @@ def read_id_token(
 
 def verified_email(claims: Mapping[str, Any]) -> str | None:
     """Return the address in `claims` if the provider says that it is verified. Some send the string "true" for true."""
-    email, told = claims.get("email"), claims.get("email_verified")
-    return email if isinstance(email, str) and (told is True or told == "true") else None
+    email, verified = claims.get("email"), claims.get("email_verified")
+    return email if isinstance(email, str) and (verified is True or verified == "true") else None
 
 
 def _signed_claims(token: str, keys: Sequence[Jwk]) -> dict[str, Any]:

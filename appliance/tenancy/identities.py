@@ -91,9 +91,9 @@ async def unlink_by_email(db: Database, clock: Clock, email: str) -> Member:
     return await _unlink(db, clock, members.c.email == email.strip().lower())
 
 
-async def _unlink(db: Database, clock: Clock, whose: ColumnElement[bool]) -> Member:
+async def _unlink(db: Database, clock: Clock, condition: ColumnElement[bool]) -> Member:
     async with db.writing() as connection:
-        row = (await connection.execute(select(members).where(whose).with_for_update())).mappings().first()
+        row = (await connection.execute(select(members).where(condition).with_for_update())).mappings().first()
         if row is None:
             raise NotFound("no such member", param="member_id")
         if row["oidc_issuer"] is not None:

@@ -12,16 +12,16 @@ from appliance.base.tables import api_keys, tenants
 from appliance.tenancy.principals import Principal
 from appliance.tenancy.rows import key_from_row, tenant_from_row
 
-KEYS_AT_ONCE = 500
+KEYS_PER_QUERY = 500
 
 
-async def read_standing(db: Database, key_ids: Collection[str]) -> dict[str, Principal]:
+async def read_principals(db: Database, key_ids: Collection[str]) -> dict[str, Principal]:
     """Return the keys that exist, with their tenants, by the id of the key."""
     found: dict[str, Principal] = {}
     ids = sorted(key_ids)
     async with db.reading() as connection:
-        for begin in range(0, len(ids), KEYS_AT_ONCE):
-            keys = select(api_keys).where(api_keys.c.id.in_(ids[begin : begin + KEYS_AT_ONCE]))
+        for begin in range(0, len(ids), KEYS_PER_QUERY):
+            keys = select(api_keys).where(api_keys.c.id.in_(ids[begin : begin + KEYS_PER_QUERY]))
             rows = (await connection.execute(keys)).mappings().all()
             owners = select(tenants).where(tenants.c.id.in_({row["tenant_id"] for row in rows}))
             by_id = {row["id"]: tenant_from_row(row) for row in (await connection.execute(owners)).mappings()}

@@ -31,7 +31,7 @@ from appliance.tenancy.fields import (
     check_scopes,
     check_whole,
 )
-from appliance.tenancy.networks import Network, check_networks, lies_in
+from appliance.tenancy.networks import Network, check_networks, is_in
 from appliance.tenancy.pages import PAGE_ROWS_DEFAULT, Page, check_limit, decode_cursor, page_of
 from appliance.tenancy.principals import ApiKey, KeyChanges, Limits, ModelLimitChanges, Principal, Tenant, unknown_key
 from appliance.tenancy.roles import Action
@@ -314,7 +314,7 @@ _CHECKS: dict[str, Callable[[Any], Any]] = {
 
 def _check_usable(known: _CachedKey, now: datetime, address: str) -> None:
     known.principal.check_usable(now)
-    if known.networks is not None and not lies_in(address, known.networks):
+    if known.networks is not None and not is_in(address, known.networks):
         raise AddressNotAllowed("this key may not be used from this address")
 
 

@@ -11,7 +11,7 @@ from appliance.base.tables import webhooks
 from appliance.tenancy import audit
 
 
-async def silence(connection: AsyncConnection, clock: Clock, email: str, *, tenant_id: str | None = None) -> None:
+async def disable_alerts(connection: AsyncConnection, clock: Clock, email: str, *, tenant_id: str | None = None) -> None:
     """Disable the alerts to this mailbox, those of one tenant if given, in the transaction in which its owner leaves.
 
     Pending messages wait, and those who manage the alerts may enable them again.

@@ -21,14 +21,14 @@ from appliance.base.ids import new_id
 from appliance.base.tables import members, sessions
 from appliance.tenancy import audit
 from appliance.tenancy.fields import check_flag, is_email
-from appliance.tenancy.mailboxes import silence
+from appliance.tenancy.mailboxes import disable_alerts
 from appliance.tenancy.pages import PAGE_ROWS_DEFAULT, Page, check_limit, decode_cursor, page_of
 from appliance.tenancy.roles import Role, check_role
 
 EMAIL_CHARS_MAX = 320
 PASSWORD_CHARS_MIN = 8
 PASSWORD_CHARS_MAX = 1024
-HASHES_AT_ONCE = 2  # each takes 64 MiB and a core
+HASHES_PARALLEL_MAX = 2  # each takes 64 MiB and a core
 WRONG = "e-mail address or password is wrong"
 
 Proof = Callable[[RowMapping], bool]
@@ -54,7 +54,7 @@ class Proven:
     member: Member
     password_hash: str = field(repr=False)
 
-    def stands(self, row: RowMapping) -> bool:
+    def still_valid(self, row: RowMapping) -> bool:
         """Return whether the member may still sign in with this password, given the row of `members`: a `Proof`."""
         return row["password_hash"] == self.password_hash and row["disabled_at"] is None
 
@@ -66,7 +66,7 @@ class Members:
         self._db = db
         self._clock = clock
         self._hasher = hasher or PasswordHasher()
-        self._hashing = asyncio.Semaphore(HASHES_AT_ONCE)
+        self._hashing = asyncio.Semaphore(HASHES_PARALLEL_MAX)
         self._decoy_hash: str | None = None
 
     async def create(
@@ -76,9 +76,9 @@ class Members:
         role: str = Role.VIEWER,
         *,
         temporary: bool = False,
-        also: Callable[[AsyncConnection, Member], Awaitable[None]] | None = None,
+        in_transaction: Callable[[AsyncConnection, Member], Awaitable[None]] | None = None,
     ) -> Member:
-        """Return the new member; `also` runs in the same transaction. Raises NameTaken and InvalidValue.
+        """Return the new member; `in_transaction` runs in the same transaction. Raises NameTaken and InvalidValue.
 
         A `temporary` password has been seen by somebody else: the member must first choose another.
         """
@@ -94,8 +94,8 @@ class Members:
                 await connection.execute(insert(members).values(**secrets, **row))
                 facts = audit.facts_of(member, "id", "created_at")
                 await audit.record(connection, self._clock, "member.create", "member", member.id, after=facts)
-                if also is not None:
-                    await also(connection, member)
+                if in_transaction is not None:
+                    await in_transaction(connection, member)
         except IntegrityError as error:
             raise NameTaken(f"there is a member {member.email} already", param="email") from error
         return member
@@ -113,7 +113,7 @@ class Members:
         return member_from_row(row)
 
     async def prove_password(self, email: str, password: str) -> Proven:
-        """Return the member with this address and password; its `stands` checks in a later transaction that this still holds.
+        """Return the member with this address and password; its `still_valid` checks it again in a later transaction.
 
         Raises InvalidCredentials. Takes the same work whether the address is known or not.
         """
@@ -176,7 +176,7 @@ class Members:
             facts = [audit.facts_of(each, "id", "created_at") for each in (before, after)]
             await audit.record(connection, self._clock, "member.change", "member", member_id, before=facts[0], after=facts[1])
             if after.disabled and not before.disabled:
-                await silence(connection, self._clock, after.email)
+                await disable_alerts(connection, self._clock, after.email)
         return after
 
     async def list(self, limit: int = PAGE_ROWS_DEFAULT, cursor: str | None = None) -> Page[Member]:

@@ -18,7 +18,7 @@ from appliance.base.errors import InvalidValue, NameTaken, NotFound, RoleNotAllo
 from appliance.base.tables import members, memberships, tenants
 from appliance.tenancy import audit
 from appliance.tenancy.access import Access
-from appliance.tenancy.mailboxes import silence
+from appliance.tenancy.mailboxes import disable_alerts
 from appliance.tenancy.members import Member, Members, check_email
 from appliance.tenancy.pages import PAGE_ROWS_DEFAULT, Page, check_limit, decode_cursor, page_of
 from appliance.tenancy.roles import Action, Role, TenantRole, check_tenant_role
@@ -117,7 +117,7 @@ class Memberships:
         async def join(connection: AsyncConnection, member: Member) -> None:
             await self._add(connection, tenant_id, member.id, granted, access)
 
-        member = await people.create(email, password, Role.MEMBER, temporary=True, also=join)
+        member = await people.create(email, password, Role.MEMBER, temporary=True, in_transaction=join)
         (membership,) = await self.of_members([member.id], access=access)
         return membership, password
 
@@ -127,10 +127,10 @@ class Memberships:
         Raises NotFound, RoleNotAllowed and InvalidValue.
         """
         granted = check_tenant_role(role)
-        whose = (memberships.c.tenant_id == tenant_id) & (memberships.c.member_id == member_id)
+        condition = (memberships.c.tenant_id == tenant_id) & (memberships.c.member_id == member_id)
         async with self._db.writing() as connection:
             before = await _get(connection, tenant_id, member_id, access, Action.TENANT_MEMBERS)
-            await connection.execute(update(memberships).where(whose).values(role=granted.value))
+            await connection.execute(update(memberships).where(condition).values(role=granted.value))
             after = await _get(connection, tenant_id, member_id, access, Action.TENANT_MEMBERS)
             await self._record(connection, "membership.change", before, after)
         return after
@@ -141,14 +141,14 @@ class Memberships:
 
         Raises NotFound and RoleNotAllowed.
         """
-        whose = (memberships.c.tenant_id == tenant_id) & (memberships.c.member_id == member_id)
+        condition = (memberships.c.tenant_id == tenant_id) & (memberships.c.member_id == member_id)
         async with self._db.writing() as connection:
             before = await _get(connection, tenant_id, member_id, access, Action.TENANT_MEMBERS)
-            await connection.execute(delete(memberships).where(whose))
+            await connection.execute(delete(memberships).where(condition))
             await self._record(connection, "membership.remove", before, None)
             role = (await connection.execute(select(members.c.role).where(members.c.id == member_id))).scalar_one()
             if role == Role.MEMBER.value:
-                await silence(connection, self._clock, before.email, tenant_id=tenant_id)
+                await disable_alerts(connection, self._clock, before.email, tenant_id=tenant_id)
         return before
 
     async def _add(

@@ -9,7 +9,7 @@ from sqlalchemy import RowMapping, delete, func, select
 from sqlalchemy.ext.asyncio import AsyncConnection
 
 from appliance.base.clock import Clock
-from appliance.base.db import Database, overwriting
+from appliance.base.db import Database, upsert_for
 from appliance.base.errors import InvalidValue, NotFound
 from appliance.base.tables import model_policies
 from appliance.tenancy import audit
@@ -103,5 +103,5 @@ async def _write(connection: AsyncConnection, policy: ModelPolicy, *, known: boo
     values = {"limit_mode": policy.limit_mode, "updated_at": policy.updated_at, **limits_to_row(policy.limits)}
     if not known and (await connection.execute(select(func.count()).select_from(model_policies))).scalar_one() >= MODELS_MAX:
         raise InvalidValue(f"at most {MODELS_MAX} models have limits of their own", param="model")
-    statement = overwriting(connection.dialect.name, model_policies, ["model"], list(values))
+    statement = upsert_for(connection.dialect.name, model_policies, ["model"], list(values))
     await connection.execute(statement.values(model=policy.model, **values))

@@ -25,7 +25,7 @@ def check_networks(value: Sequence[str] | None) -> tuple[str, ...] | None:
 
 
 def _network(text: object) -> Network:
-    """Return the network in the form that `lies_in` compares: IPv4 mapped into IPv6 becomes IPv4."""
+    """Return the network in the form that `is_in` compares: IPv4 mapped into IPv6 becomes IPv4."""
     try:
         if not isinstance(text, str):
             raise TypeError
@@ -37,7 +37,7 @@ def _network(text: object) -> Network:
         raise InvalidValue(f"allowed_networks: {text!r} is not a network like 10.0.0.0/8", param="allowed_networks") from None
 
 
-def lies_in(address: str, networks: tuple[Network, ...]) -> bool:
+def is_in(address: str, networks: tuple[Network, ...]) -> bool:
     """Return whether `address` is in one of `networks`. An IPv4 address that came over an IPv6 socket counts as IPv4."""
     try:
         parsed = ipaddress.ip_address(address)

@@ -69,7 +69,7 @@ class OidcProvider:
 
     async def authorization_url(self, *, state: str, nonce: str, verifier: str) -> str:
         """Return the address at the provider where a sign-in begins. Raises ProviderUnavailable."""
-        endpoint = str((await self._described())["authorization_endpoint"])
+        endpoint = str((await self._discover())["authorization_endpoint"])
         query = {
             "response_type": "code",
             "client_id": self.client.client_id,
@@ -87,17 +87,17 @@ class OidcProvider:
 
         `sent_by` is the issuer named by the redirect, if any (RFC 9207). Raises TokenRefused and ProviderUnavailable.
         """
-        metadata = await self._described()
+        metadata = await self._discover()
         if sent_by is not None and sent_by != metadata["issuer"]:
             raise TokenRefused("the code is from another issuer")
         tokens = await self._exchange(metadata, code, verifier)
-        subject, claims = await self._checked(tokens.get("id_token"), metadata, nonce)
+        subject, claims = await self._verified(tokens.get("id_token"), metadata, nonce)
         email = verified_email(claims)
         if "email" not in claims:
-            email = await self._asked_email(metadata, tokens.get("access_token"), subject)
+            email = await self._fetch_email(metadata, tokens.get("access_token"), subject)
         return Identity(issuer=metadata["issuer"], subject=subject, email=email)
 
-    async def _checked(self, token: object, metadata: Mapping[str, Any], nonce: str) -> tuple[str, Mapping[str, Any]]:
+    async def _verified(self, token: object, metadata: Mapping[str, Any], nonce: str) -> tuple[str, Mapping[str, Any]]:
         """Return (subject, claims); a token signed with an unknown key is checked again with the provider's newest keys."""
         expected = {"issuer": metadata["issuer"], "client_id": self.client.client_id, "nonce": nonce}
         try:
@@ -106,7 +106,7 @@ class OidcProvider:
             keys = await self._newest_keys(metadata)
             return read_id_token(token, keys, **expected, now=self._clock.now())
 
-    async def _described(self) -> dict[str, Any]:
+    async def _discover(self) -> dict[str, Any]:
         """Return the provider's description of itself (OpenID Connect Discovery 1.0)."""
         async with self._lock:
             now = self._clock.monotonic_s()
@@ -162,7 +162,7 @@ class OidcProvider:
             form |= {"client_id": client.client_id} | ({"client_secret": client.secret} if client.secret else {})
         return await self._call("POST", metadata["token_endpoint"], data=form, **options)
 
-    async def _asked_email(self, metadata: Mapping[str, Any], access_token: object, subject: str) -> str | None:
+    async def _fetch_email(self, metadata: Mapping[str, Any], access_token: object, subject: str) -> str | None:
         """Return the verified address from the user info, if it has one: some providers leave it out of the token."""
         endpoint = metadata.get("userinfo_endpoint")
         if not isinstance(endpoint, str) or not isinstance(access_token, str) or not _is_allowed(endpoint, self.client.issuer):
@@ -216,8 +216,8 @@ def provider_of(settings: Settings, clock: Clock) -> OidcProvider | None:
 
 def _check_metadata(metadata: dict[str, Any], issuer: str) -> dict[str, Any]:
     """Return `metadata` if it is the issuer's own and its addresses may be called. Raises ProviderUnavailable."""
-    told = metadata.get("issuer")
-    if not isinstance(told, str) or told.rstrip("/") != issuer.rstrip("/"):
+    stated = metadata.get("issuer")
+    if not isinstance(stated, str) or stated.rstrip("/") != issuer.rstrip("/"):
         raise ProviderUnavailable("the description is of another issuer")
     for name in _ENDPOINTS:
         if not isinstance(metadata.get(name), str) or not _is_allowed(metadata[name], issuer):

@@ -200,7 +200,7 @@ class SecondFactors:
             if not _is_code_of(secret, step, code):
                 continue
             unused = members.c.totp_last_step.is_(None) | (members.c.totp_last_step < step)
-            statement = _of(row["id"]).where(members.c.totp_secret == row["totp_secret"], unused)
+            statement = _update_of(row["id"]).where(members.c.totp_secret == row["totp_secret"], unused)
             async with self._db.writing() as connection:
                 if (await connection.execute(statement.values(totp_last_step=step))).rowcount == 1:
                     return True
@@ -251,17 +251,17 @@ async def reset_by_email(db: Database, clock: Clock, email: str) -> Member:
 
 
 async def _remove(
-    db: Database, clock: Clock, whose: ColumnElement[bool], action: str, proof: Proof | None = None
+    db: Database, clock: Clock, condition: ColumnElement[bool], action: str, proof: Proof | None = None
 ) -> RowMapping:
     """Remove the second factor and return the row as it was before."""
     async with db.writing() as connection:
-        row = (await connection.execute(select(members).where(whose).with_for_update(key_share=True))).mappings().first()
+        row = (await connection.execute(select(members).where(condition).with_for_update(key_share=True))).mappings().first()
         if row is None:
             raise NotFound("no such member", param="member_id")
         _check(row, proof)
         if row["totp_confirmed_at"] is None:
             return row
-        await connection.execute(_of(row["id"]).values(totp_secret=None, totp_confirmed_at=None, totp_last_step=None))
+        await connection.execute(_update_of(row["id"]).values(totp_secret=None, totp_confirmed_at=None, totp_last_step=None))
         await recovery_codes.remove_all(connection, row["id"])
         await connection.execute(delete(sessions).where(sessions.c.member_id == row["id"]))
         await _record(connection, clock, action, row)
@@ -272,7 +272,7 @@ async def _record(connection: AsyncConnection, clock: Clock, action: str, row: R
     await audit.record(connection, clock, action, "member", row["id"], after={"email": row["email"]})
 
 
-def _of(member_id: str) -> Update:
+def _update_of(member_id: str) -> Update:
     return update(members).where(members.c.id == member_id)
 
 

@@ -81,7 +81,7 @@ class Sessions:
             row = (await connection.execute(query)).mappings().one()
             if proof is not None and not proof(row):
                 raise InvalidCredentials("the password was changed meanwhile")
-            await connection.execute(delete(sessions).where(sessions.c.member_id == member_id, ~self._lives(now)))
+            await connection.execute(delete(sessions).where(sessions.c.member_id == member_id, ~self._is_live(now)))
             await connection.execute(insert(sessions).values(token_hash=plain_digest(token), member_id=member_id, **columns))
             facts = {"member_id": member_id, "email": row["email"], "method": method, "user_agent": columns["user_agent"]}
             await audit.record(connection, self._clock, "session.open", "session", columns["id"], after=facts)
@@ -100,14 +100,14 @@ class Sessions:
         if row["expires_at"] <= now or row["last_seen_at"] <= now - self._idle:
             return None
         if row["last_seen_at"] <= now - SEEN_EVERY:
-            await self._see(token_hash, now)
+            await self._touch(token_hash, now)
         return _from_row(row)
 
     async def list(
         self, member_id: str | None = None, limit: int = PAGE_ROWS_DEFAULT, cursor: str | None = None
     ) -> Page[Session]:
         """Return live sessions, the newest first: of one member, or of all."""
-        query = _joined().where(self._lives(self._clock.now()), members.c.disabled_at.is_(None))
+        query = _joined().where(self._is_live(self._clock.now()), members.c.disabled_at.is_(None))
         query = query.order_by(sessions.c.id.desc()).limit(check_limit(limit) + 1)
         if member_id is not None:
             query = query.where(sessions.c.member_id == member_id)
@@ -131,16 +131,16 @@ class Sessions:
 
     async def end(self, session_id: str, *, member_id: str | None = None) -> None:
         """End a session, with `member_id` only if it is that member's. Raises NotFound."""
-        whose = sessions.c.id == session_id
+        condition = sessions.c.id == session_id
         if member_id is not None:
-            whose &= sessions.c.member_id == member_id
-        if not await self._end(whose):
+            condition &= sessions.c.member_id == member_id
+        if not await self._end(condition):
             raise NotFound("no such session", param="session_id")
 
     async def close_all(self, member_id: str, *, keep: str | None = None) -> int:
         """End every session of the member except the one with the id `keep`, and return how many were ended."""
-        whose = sessions.c.member_id == member_id
-        return await self._end(whose if keep is None else whose & (sessions.c.id != keep))
+        condition = sessions.c.member_id == member_id
+        return await self._end(condition if keep is None else condition & (sessions.c.id != keep))
 
     async def note_refusal(self, email: str, reason: str) -> None:
         """Write to the audit log that somebody could not sign in with this address.
@@ -151,10 +151,10 @@ class Sessions:
         async with self._db.writing() as connection:
             await audit.record(connection, self._clock, "session.refuse", "member", target, after={"reason": reason})
 
-    async def _end(self, whose: ColumnElement[bool]) -> int:
+    async def _end(self, condition: ColumnElement[bool]) -> int:
         async with self._db.writing() as connection:
             ended = (
-                await connection.execute(delete(sessions).where(whose).returning(sessions.c.id, sessions.c.member_id))
+                await connection.execute(delete(sessions).where(condition).returning(sessions.c.id, sessions.c.member_id))
             ).all()
             whom = select(members.c.id, members.c.email).where(members.c.id.in_({row.member_id for row in ended}))
             emails = {row.id: row.email for row in await connection.execute(whom)} if ended else {}
@@ -163,10 +163,10 @@ class Sessions:
                 await audit.record(connection, self._clock, "session.close", "session", row.id, before=facts)
         return len(ended)
 
-    def _lives(self, now: datetime) -> ColumnElement[bool]:
+    def _is_live(self, now: datetime) -> ColumnElement[bool]:
         return (sessions.c.expires_at > now) & (sessions.c.last_seen_at > now - self._idle)
 
-    async def _see(self, token_hash: str, now: datetime) -> None:
+    async def _touch(self, token_hash: str, now: datetime) -> None:
         statement = update(sessions).where(sessions.c.token_hash == token_hash, sessions.c.last_seen_at < now)
         async with self._db.writing() as connection:
             await connection.execute(statement.values(last_seen_at=now))

@@ -30,7 +30,7 @@ from appliance.tenancy.fields import (
     check_name,
     check_names,
     check_whole,
-    look_of,
+    lookalike_form,
 )
 from appliance.tenancy.pages import PAGE_ROWS_DEFAULT, Page, check_limit, decode_cursor, page_of
 from appliance.tenancy.principals import Limits, ModelLimitChanges, Tenant, TenantChanges
@@ -91,7 +91,7 @@ class Tenants:
         )
         try:
             async with self._db.changing_principals() as connection:
-                await _check_unlike(connection, tenant.name)
+                await _check_name_free(connection, tenant.name)
                 await connection.execute(insert(tenants).values(id=tenant.id, created_at=tenant.created_at, **_columns(tenant)))
                 await self._record(connection, "tenant.create", None, tenant)
         except IntegrityError as error:  # somebody else took it since we looked
@@ -150,7 +150,7 @@ class Tenants:
             async with self._db.changing_principals() as connection:
                 before = await _get(connection, tenant_id, access, Action.WRITE, lock=True)
                 if columns.get("name", before.name) != before.name:
-                    await _check_unlike(connection, columns["name"], but=tenant_id)
+                    await _check_name_free(connection, columns["name"], except_id=tenant_id)
                 if columns:
                     statement = update(tenants).where(_unarchived(tenant_id), *_unbilled(tenant_id, columns))
                     await connection.execute(statement.values(**columns))
@@ -210,11 +210,11 @@ def _unbilled(tenant_id: str, columns: Mapping[str, Any]) -> list[ColumnElement[
     return [or_(tenants.c.currency.is_not_distinct_from(currency), ~exists(recorded), followed)]
 
 
-async def _check_unlike(connection: AsyncConnection, name: str, *, but: str | None = None) -> None:
-    """Raise NameTaken if a tenant other than `but`, archived or not, has a name that looks like `name`."""
-    look = look_of(name)
+async def _check_name_free(connection: AsyncConnection, name: str, *, except_id: str | None = None) -> None:
+    """Raise NameTaken if a tenant other than `except_id`, archived or not, has a name that looks like `name`."""
+    form = lookalike_form(name)
     for row in await connection.execute(select(tenants.c.id, tenants.c.name, tenants.c.archived_at)):
-        if row.id != but and look_of(row.name) == look:
+        if row.id != except_id and lookalike_form(row.name) == form:
             what = "a tenant" if row.archived_at is None else "an archived tenant, whose invoices keep its name,"
             raise NameTaken(f"there is {what} named {row.name!r} already", param="name")
 

@@ -8,7 +8,7 @@ from sqlalchemy import select
 from sqlalchemy.ext.asyncio import AsyncConnection
 
 from appliance.base.clock import Clock
-from appliance.base.db import Database, overwriting
+from appliance.base.db import Database, upsert_for
 from appliance.base.errors import NotFound
 from appliance.base.tables import tiers
 from appliance.tenancy import audit
@@ -58,7 +58,7 @@ class Tiers:
 
     async def _write(self, connection: AsyncConnection, tier: Tier) -> None:
         values = {"admission_wait_ms": tier.admission_wait_ms, "updated_at": self._clock.now()}
-        statement = overwriting(connection.dialect.name, tiers, ["name"], list(values))
+        statement = upsert_for(connection.dialect.name, tiers, ["name"], list(values))
         await connection.execute(statement.values(name=tier.name, **values))
 
     async def _all(self) -> dict[str, Tier]:

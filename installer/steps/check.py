@@ -30,10 +30,10 @@ def run(arguments: Sequence[str]) -> int:
 
 def run_suite(command: Sequence[str]) -> int:
     """Run every part of the suite with `command`; print times and failures. Return 0 if nothing failed, else 1."""
-    began_s, at_once = time.monotonic(), processes()
-    with SideBySide(command, REPO, os.environ, at_once) as running:
+    began_s, parallel_max = time.monotonic(), processes()
+    with SideBySide(command, REPO, os.environ, parallel_max) as running:
         suite = parts(REPO)
-        print(f"Running the tests in {len(suite)} parts, {at_once} at a time ...", flush=True)
+        print(f"Running the tests in {len(suite)} parts, {parallel_max} at a time ...", flush=True)
         outcomes = running.run(suite)
-    print(summary(outcomes, time.monotonic() - began_s, at_once), flush=True)
+    print(summary(outcomes, time.monotonic() - began_s, parallel_max), flush=True)
     return 0 if all(outcome.status == 0 for outcome in outcomes) else 1

@@ -52,7 +52,7 @@ def ensure(profile: str, *, with_tests: bool, venv: Path = VENV) -> None:
     run = read_lock(profile)
     test = read_test_lock() if with_tests else None
     if stamp.state(venv, run, test) == "ready":
-        _tell_of_another_python(venv)
+        _report_other_python(venv)
         return
     machine.check_interpreter()
     if not os.access(REPO, os.W_OK):
@@ -69,7 +69,7 @@ def ensure(profile: str, *, with_tests: bool, venv: Path = VENV) -> None:
             _build(venv, run, test, add_tests_only=state == "untested")
 
 
-def _tell_of_another_python(venv: Path) -> None:
+def _report_other_python(venv: Path) -> None:
     """Tell a user whose existing environment has another Python than the one that runs the installer."""
     made = stamp.read_stamp(venv)
     if made is not None and made.python.rpartition(".")[0] != platform.python_version().rpartition(".")[0]:
@@ -99,16 +99,16 @@ def _only_one_installer() -> Iterator[None]:
     """
     folder = os.open(REPO, os.O_RDONLY)
     os.set_inheritable(folder, True)
-    told = False
+    reported = False
     try:
         while True:
             try:
                 fcntl.flock(folder, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 break
             except BlockingIOError:
-                if not told:
+                if not reported:
                     print("Another installer is at work in this folder; waiting for it to finish ...", flush=True)
-                    told = True
+                    reported = True
                 time.sleep(_LOCK_POLL_S)
         yield
     finally:
@@ -193,7 +193,7 @@ def _install_lock(venv: Path, lock: Lock, what: str, options: Sequence[str]) -> 
     wanted = [
         f"{pin.name}=={pin.version}{' ; ' + pin.marker if pin.marker else ''}" for pin in lock.pins if pin.name != "torch"
     ]
-    shares = [wanted[first :: pip.at_once()] for first in range(pip.at_once())]
+    shares = [wanted[first :: pip.num_parallel()] for first in range(pip.num_parallel())]
     commands = []
     for number, share in enumerate(shares):
         listing = venv / "tmp" / f"{lock.profile}-{number}.txt"

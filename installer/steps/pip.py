@@ -15,7 +15,7 @@ from steps.progress import Step
 from steps.refusal import Refusal
 
 _POLL_S = 0.25
-_AT_ONCE_MAX = 4
+_PARALLEL_MAX = 4
 _INSTALL = ("-m", "pip", "install", "--disable-pip-version-check", "--no-input", "--progress-bar", "off")
 _LINES_SHOWN = 12
 # Settings of the user's own pip that would put packages anywhere but into the environment.
@@ -77,9 +77,9 @@ def relevant(lines: Sequence[str]) -> tuple[str, ...]:
     return tuple(line[:300] for line in shown[-_LINES_SHOWN:])
 
 
-def at_once() -> int:
+def num_parallel() -> int:
     """Return how many pips share the work if it can be shared: unpacking takes a processor, and so does fetching in part."""
-    return min(os.cpu_count() or 1, _AT_ONCE_MAX)
+    return min(os.cpu_count() or 1, _PARALLEL_MAX)
 
 
 def install(venv: Path, commands: Sequence[Sequence[str]], step: Step, *, expected: int) -> None:
@@ -94,13 +94,13 @@ def install(venv: Path, commands: Sequence[Sequence[str]], step: Step, *, expect
     try:
         for number, arguments in enumerate(commands):
             pips.append(_Pip(venv, arguments, venv / "tmp" / str(number), inbox))
-        _follow(inbox, len(pips), _Meter(venv, [pip.said for pip in pips], step, expected))
+        _follow(inbox, len(pips), _Meter(venv, [pip.output for pip in pips], step, expected))
     finally:
         for pip in pips:
             pip.end()
 
 
-class _Said:
+class _PipOutput:
     """The output of one pip, and its progress by that."""
 
     def __init__(self, scratch: Path) -> None:
@@ -140,7 +140,7 @@ class _Pip:
         self, venv: Path, arguments: Sequence[str], scratch: Path, inbox: queue.SimpleQueue[tuple[_Pip, str | None]]
     ) -> None:
         scratch.mkdir(parents=True, exist_ok=True)
-        self.said = _Said(scratch)
+        self.output = _PipOutput(scratch)
         self.process = subprocess.Popen(
             [str(venv_python(venv)), *_INSTALL, *arguments],
             env=_environment(scratch),
@@ -177,23 +177,23 @@ def _environment(scratch: Path) -> dict[str, str]:
 class _Meter:
     """Turns the output of the pips and the size of their folders into a few words of progress."""
 
-    def __init__(self, venv: Path, said: Sequence[_Said], step: Step, expected: int) -> None:
-        self._venv, self._said, self._step, self._expected = venv, said, step, expected
+    def __init__(self, venv: Path, outputs: Sequence[_PipOutput], step: Step, expected: int) -> None:
+        self._venv, self._outputs, self._step, self._expected = venv, outputs, step, expected
         self._before = self._installed()
 
     def show(self) -> None:
-        wanted = sum(said.bytes_wanted for said in self._said)
-        if all(said.is_unpacking for said in self._said):
-            several = self._expected > len(self._said)
+        wanted = sum(output.bytes_wanted for output in self._outputs)
+        if all(output.is_unpacking for output in self._outputs):
+            several = self._expected > len(self._outputs)
             self._step.detail(f"unpacked {self._installed() - self._before} of {self._expected}" if several else "unpacking")
         elif wanted >= _UNITS["MB"]:
-            downloaded = sum(said.bytes_downloaded() for said in self._said)
+            downloaded = sum(output.bytes_downloaded() for output in self._outputs)
             self._step.detail(f"downloading {downloaded / 1e6:.0f} of {wanted / 1e6:.0f} MB{self._count(', package')}")
         else:
             self._step.detail(f"fetching{self._count()}")
 
     def _count(self, lead: str = "") -> str:
-        collected = sum(said.num_collected for said in self._said)
+        collected = sum(output.num_collected for output in self._outputs)
         return f"{lead} {collected} of {self._expected}" if self._expected > 1 else ""
 
     def _installed(self) -> int:
@@ -209,9 +209,9 @@ def _follow(inbox: queue.SimpleQueue[tuple[_Pip, str | None]], num_at_work: int,
             meter.show()
             continue
         if line is not None:
-            pip.said.line(line)
+            pip.output.line(line)
             meter.show()
         elif pip.process.wait() == 0:
             num_at_work -= 1
         else:
-            raise PipFailed(pip.said.lines)
+            raise PipFailed(pip.output.lines)

@@ -24,7 +24,7 @@ from steps.parts import Part
 
 PROCESSORS_MAX = 4  # a part may start an appliance, a browser or a database server of its own
 POLL_S = 0.1
-TOLD_EVERY_S = 30.0
+REPORT_EVERY_S = 30.0
 END_DEADLINE_S = 30.0  # for a part to stop what it has started
 _PERCENT = re.compile(r"\[ *(\d+)%\]")
 _SUMMARY = re.compile(r"^(?:=+ )?(\d+ \w+(?:, \d+ \w+)*) in [\d.]+s", re.MULTILINE)
@@ -53,12 +53,12 @@ class Outcome:
     @property
     def counts(self) -> Counter[str]:
         """How many tests passed, failed, …, by pytest's summary, which need not be the last line: libraries print at exit."""
-        told = _SUMMARY.findall(self.output)
-        return Counter({word: int(number) for number, word in _COUNT.findall(told[-1])} if told else {})
+        summaries = _SUMMARY.findall(self.output)
+        return Counter({word: int(number) for number, word in _COUNT.findall(summaries[-1])} if summaries else {})
 
     def line(self) -> str:
         """The result in one line."""
-        told = ", ".join(f"{number} {word}" for word, number in self.counts.items()) or "no test was run"
+        results = ", ".join(f"{number} {word}" for word, number in self.counts.items()) or "no test was run"
         ended = (
             ""
             if self.status in (0, 1)
@@ -66,7 +66,7 @@ class Outcome:
             if self.status < 0
             else f"; status {self.status}"
         )
-        return f"{self.part.name}: {told}{ended} ({self.wall_s:.0f} s)"
+        return f"{self.part.name}: {results}{ended} ({self.wall_s:.0f} s)"
 
     def failed(self) -> list[str]:
         """The lines that name what failed."""
@@ -89,8 +89,8 @@ class Running:
 
     def percent(self) -> int:
         """Its progress, by its own count of tests."""
-        told = _PERCENT.findall(self.output.read_text("utf-8", "replace"))
-        return int(told[-1]) if told else 0
+        percents = _PERCENT.findall(self.output.read_text("utf-8", "replace"))
+        return int(percents[-1]) if percents else 0
 
     def outcome(self) -> Outcome | None:
         """Its result, None while it runs."""
@@ -104,19 +104,19 @@ class Running:
 
 
 class SideBySide:
-    """Runs at most `at_once` parts at a time. Use as a context manager, at whose end no part still runs."""
+    """Runs at most `parallel_max` parts at a time. Use as a context manager, at whose end no part still runs."""
 
-    def __init__(self, command: Sequence[str], folder: Path, environ: Mapping[str, str], at_once: int) -> None:
+    def __init__(self, command: Sequence[str], folder: Path, environ: Mapping[str, str], parallel_max: int) -> None:
         self._command = command
         self._folder = folder
         # Parts share the processors, so libraries that would use all of them in each process use one. They import the same
         # sources, as do the hundreds of processes that tests start: so compiled bytecode is kept for the others.
-        self._environ = {**({"OMP_NUM_THREADS": "1"} if at_once > 1 else {}), **environ}
+        self._environ = {**({"OMP_NUM_THREADS": "1"} if parallel_max > 1 else {}), **environ}
         self._environ.pop("PYTHONDONTWRITEBYTECODE", None)
-        self._at_once = at_once
+        self._parallel_max = parallel_max
         self._outputs = tempfile.TemporaryDirectory(prefix="gatehouse-tests-")
         self._running: list[Running] = []
-        self._told_s = self._began_s = time.monotonic()
+        self._reported_s = self._began_s = time.monotonic()
 
     def __enter__(self) -> SideBySide:
         # In a shell's background job SIGINT is ignored; the parts would inherit that, but it is how they are ended.
@@ -143,13 +143,13 @@ class SideBySide:
         """Run `parts`, begun in the order given, and return their results in the order in which they ended."""
         waiting, outcomes = list(parts), []
         while waiting or self._running:
-            while waiting and len(self._running) < self._at_once:
+            while waiting and len(self._running) < self._parallel_max:
                 self._running.append(self._start(waiting.pop(0)))
             for running in list(self._running):
                 if (outcome := running.outcome()) is not None:
                     self._running.remove(running)
                     outcomes.append(outcome)
-                    self._tell("\n  ".join([outcome.line(), *outcome.failed()]))
+                    self._print_line("\n  ".join([outcome.line(), *outcome.failed()]))
             self._show_progress(len(waiting))
             time.sleep(POLL_S)
         return outcomes
@@ -171,15 +171,15 @@ class SideBySide:
     def _show_progress(self, num_waiting: int) -> None:
         now_s = time.monotonic()
         live = sys.stdout.isatty()
-        if not self._running or now_s - self._told_s < (1.0 if live else TOLD_EVERY_S):
+        if not self._running or now_s - self._reported_s < (1.0 if live else REPORT_EVERY_S):
             return
-        self._told_s = now_s
-        told = ", ".join(f"{running.part.name} {running.percent()} %" for running in self._running)
-        line = f"{clock(now_s - self._began_s)}  {told}; {num_waiting} to come"
+        self._reported_s = now_s
+        shares = ", ".join(f"{running.part.name} {running.percent()} %" for running in self._running)
+        line = f"{clock(now_s - self._began_s)}  {shares}; {num_waiting} to come"
         sys.stdout.write(f"\r\x1b[K{line}" if live else f"{line}\n")
         sys.stdout.flush()
 
-    def _tell(self, line: str) -> None:
+    def _print_line(self, line: str) -> None:
         self._clear_line()
         print(f"{clock(time.monotonic() - self._began_s)}  {line}", flush=True)
 
@@ -194,7 +194,7 @@ def clock(seconds: float) -> str:
     return f"{int(seconds) // 60:2d}:{int(seconds) % 60:02d}"
 
 
-def summary(outcomes: Sequence[Outcome], wall_s: float, at_once: int) -> str:
+def summary(outcomes: Sequence[Outcome], wall_s: float, parallel_max: int) -> str:
     """Return where the time went, then all failures in full, then one line with the result."""
     longest_first = sorted(outcomes, key=lambda outcome: -outcome.wall_s)
     counts = sum((outcome.counts for outcome in outcomes), Counter[str]())
@@ -202,12 +202,12 @@ def summary(outcomes: Sequence[Outcome], wall_s: float, at_once: int) -> str:
     for outcome in longest_first:
         lines.append(f"{outcome.part.name:20}{_num_tests(outcome.counts):7}{outcome.wall_s:8.0f}{outcome.cpu_s:8.0f}")
     cpu_s = sum(outcome.cpu_s for outcome in outcomes)
-    lines.append(f"{f'{at_once} at a time':20}{_num_tests(counts):7}{wall_s:8.0f}{cpu_s:8.0f}")
+    lines.append(f"{f'{parallel_max} at a time':20}{_num_tests(counts):7}{wall_s:8.0f}{cpu_s:8.0f}")
     failing = [outcome for outcome in outcomes if outcome.status != 0]
     for outcome in failing:
         lines += ["", f"##### {outcome.line()}", outcome.report().rstrip()]
-    told = ", ".join(f"{counts[word]} {word}" for word in _RESULTS if word in counts)
-    lines += ["", f"{told} in {clock(wall_s).strip()}" + "".join(f"; {outcome.part.name} failed" for outcome in failing)]
+    results = ", ".join(f"{counts[word]} {word}" for word in _RESULTS if word in counts)
+    lines += ["", f"{results} in {clock(wall_s).strip()}" + "".join(f"; {outcome.part.name} failed" for outcome in failing)]
     return "\n".join(lines)
 
 

@@ -22,10 +22,10 @@ def run(options: argparse.Namespace) -> int:
     preflight.check(choices)
     profile = environment.profile_for(choices.device)
     environment.ensure(profile, with_tests=False)
-    _become(serve_command(given))
+    _exec(serve_command(given))
 
 
-def _become(arguments: list[str]) -> NoReturn:
+def _exec(arguments: list[str]) -> NoReturn:
     """Become the `gatehouse` command in the same process, so that signals and the exit status need not be passed on."""
     sys.stdout.flush()
     python = str(venv_python(VENV))
@@ -61,4 +61,4 @@ def doctor() -> int:
     if not state.startswith("ready"):
         print("Start it with: python3 installer up")
         return 1
-    _become(["doctor"])
+    _exec(["doctor"])

@@ -339,17 +339,17 @@ def _wrap_serving(reaper: Reaper) -> None:
     _before(reaper, Bill, "end_reservation", "end heard, bucket not settled")
     _after(reaper, Bill, "end_reservation", "bucket settled, record not written")
     _after(reaper, Generation, "_settle", "settlement told")
-    _before(reaper, rollups, "add_at_once", "events settled, sums not written")
-    _after(reaper, rollups, "add_at_once", "sums written")
+    _before(reaper, rollups, "add_sync", "events settled, sums not written")
+    _after(reaper, rollups, "add_sync", "sums written")
     LimitLevels.save = _naming(LimitLevels.save, "levels of limits")  # type: ignore[method-assign]
-    leave = Generation.leave
+    end_early = Generation.end_early
 
     def left(self: Generation, reason: str, *args: Any, **options: Any) -> None:
-        leave(self, reason, *args, **options)
+        end_early(self, reason, *args, **options)
         if self.live.state != "finished":
             reaper.reached("abort asked" if reason == "aborted" else "client left")
 
-    Generation.leave = left  # type: ignore[method-assign,assignment]
+    Generation.end_early = left  # type: ignore[method-assign]
     count = Generation._count
 
     def counted(self: Generation, event: Any) -> None:

@@ -48,7 +48,7 @@ def fake(venv: Path, monkeypatch: pytest.MonkeyPatch) -> FakePip:
     fake = FakePip(venv)
     monkeypatch.setattr(environment, "_make_venv", fake.make_venv)
     monkeypatch.setattr(pip, "install", fake.install)
-    monkeypatch.setattr(pip, "at_once", lambda: 2)
+    monkeypatch.setattr(pip, "num_parallel", lambda: 2)
     monkeypatch.setattr(environment, "REPO", venv.parent)
     monkeypatch.setattr(sys, "platform", "linux")
     return fake

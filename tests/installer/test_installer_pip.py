@@ -77,7 +77,7 @@ def test_what_several_download_is_told_as_one(venv: Path) -> None:
         def detail(self, text: str) -> None:
             told.append(text)
 
-    said = [pip._Said(venv / str(number)) for number in range(2)]
+    said = [pip._PipOutput(venv / str(number)) for number in range(2)]
     meter = pip._Meter(venv, said, Shown("Installing"), 5)
     for number, size in enumerate((3_000_000, 1_000_000)):
         folder = venv / str(number) / "pip-unpack-x"

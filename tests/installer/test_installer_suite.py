@@ -35,9 +35,9 @@ def suite(tmp_path: Path) -> list[Part]:
     return [Part(name, (f"test_{name}.py",)) for name in texts]
 
 
-def shell(tmp_path: Path, at_once: int, **environment: str) -> SideBySide:
+def shell(tmp_path: Path, parallel_max: int, **environment: str) -> SideBySide:
     """Runs a part's only file as a shell script."""
-    return SideBySide(["sh"], tmp_path, {**os.environ, **environment}, at_once)
+    return SideBySide(["sh"], tmp_path, {**os.environ, **environment}, parallel_max)
 
 
 def script(folder: Path, name: str, text: str) -> Part:
@@ -137,12 +137,12 @@ def test_parts_share_what_they_have_compiled(tmp_path: Path) -> None:
     assert outcome.output == "<>\n"
 
 
-@pytest.mark.parametrize(("at_once", "given", "threads"), [(2, {}, "1"), (1, {}, ""), (2, {"OMP_NUM_THREADS": "3"}, "3")])
+@pytest.mark.parametrize(("parallel_max", "given", "threads"), [(2, {}, "1"), (1, {}, ""), (2, {"OMP_NUM_THREADS": "3"}, "3")])
 def test_parts_beside_one_another_take_one_processor_each(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, at_once: int, given: dict[str, str], threads: str
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, parallel_max: int, given: dict[str, str], threads: str
 ) -> None:
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
-    with shell(tmp_path, at_once, **given) as running:
+    with shell(tmp_path, parallel_max, **given) as running:
         (outcome,) = running.run([script(tmp_path, "part", 'echo "<$OMP_NUM_THREADS>"')])
     assert outcome.output == f"<{threads}>\n"
 
@@ -170,7 +170,7 @@ class Reader(io.StringIO):
 
 
 def test_how_far_the_parts_are_is_told_while_they_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(side_by_side, "TOLD_EVERY_S", 0.0)
+    monkeypatch.setattr(side_by_side, "REPORT_EVERY_S", 0.0)
     monkeypatch.setattr(sys, "stdout", Reader("slow 40 %; 1 to come\n", tmp_path / "told"))
     with shell(tmp_path, 1) as running:
         slow = "echo '.... [ 40%]'; until [ -e told ]; do sleep 0.05; done"

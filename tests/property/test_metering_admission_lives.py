@@ -10,7 +10,7 @@ import pytest
 
 from appliance.base.errors import RateLimitExceeded, Refused
 from appliance.metering.limits.admission import Admission
-from appliance.metering.limits.asked import Asked
+from appliance.metering.limits.admission_request import AdmissionRequest
 from appliance.metering.limits.owners import Owner
 from appliance.metering.limits.queue import Patience
 from appliance.metering.limits.reservations import Reservation
@@ -75,7 +75,7 @@ def _state(admission: Admission) -> dict[Owner, tuple[object, ...]]:
     }
 
 
-async def _ask(admission: Admission, asked: Asked) -> Reservation | Refused:
+async def _ask(admission: Admission, asked: AdmissionRequest) -> Reservation | Refused:
     """Return the reservation or the refusal."""
     try:
         return await admission.admit(asked)
@@ -83,9 +83,9 @@ async def _ask(admission: Admission, asked: Asked) -> Reservation | Refused:
         return refused
 
 
-def _asked(chance: random.Random, who: Principal, policy: ModelPolicy | None) -> Asked:
+def _asked(chance: random.Random, who: Principal, policy: ModelPolicy | None) -> AdmissionRequest:
     model = chance.choice(MODELS)
-    return Asked(
+    return AdmissionRequest(
         principal=who,
         model=model,
         prompt_tokens=chance.randrange(300),
@@ -134,7 +134,7 @@ async def test_what_is_taken_comes_back_and_a_refusal_changes_nothing(seed: int)
 
 
 async def _wait_as_told(
-    admission: Admission, clock: FakeClock, asked: Asked, refused: RateLimitExceeded
+    admission: Admission, clock: FakeClock, asked: AdmissionRequest, refused: RateLimitExceeded
 ) -> Reservation | Refused:
     """Wait for as long as the refusal says: a millisecond less is not enough, and then it is, over all limits together."""
     assert refused.retry_after_s is not None
@@ -157,7 +157,7 @@ def _check_running(admission: Admission, live: list[tuple[Principal, Reservation
 
 def _waits_for_others(refused: Refused) -> bool:
     """Return whether running requests stand in the way, of which nobody knows when they end."""
-    return "concurrent" in refused.message or "running requests hold" in refused.message
+    return "concurrent" in refused.message or "running requests have reserved" in refused.message
 
 
 def _end(chance: random.Random, reservation: Reservation) -> None:
@@ -179,7 +179,7 @@ async def test_with_a_queue_no_stretch_of_time_admits_more_than_any_limit(seed: 
     tasks: list[asyncio.Task[None]] = []
 
     async def request(arrival: int, key_place: int, tokens: int, used: int, runs_s: float) -> None:
-        asked = Asked(
+        asked = AdmissionRequest(
             principal=dataclasses.replace(bob, key=keys[key_place]),
             model="demo", prompt_tokens=tokens, max_output_tokens=0, price=None,
         )  # fmt: skip

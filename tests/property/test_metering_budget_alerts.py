@@ -14,7 +14,7 @@ from sqlalchemy.exc import OperationalError
 
 from appliance.base.counters import POSTING, take
 from appliance.base.db import Database
-from appliance.metering.alerts.budgets import TOLD_FOR
+from appliance.metering.alerts.budgets import ALERTED_FOR
 from appliance.metering.calendar import BillingCalendar
 from appliance.metering.ledger import rollups
 from appliance.metering.ledger.records import UsageEvent
@@ -151,7 +151,7 @@ class Life:
     def count(self, events: list[UsageEvent]) -> None:
         """Let the twins look at what the events belong to."""
         self.settled_events += events
-        since = CALENDAR.day_of(self.clock.now()) - TOLD_FOR
+        since = CALENDAR.day_of(self.clock.now()) - ALERTED_FOR
         for owner in self.owners:
             for day in {event.billing_day for event in events if owner.has(event)}:
                 owner.check(self.settled_events, day, events, since)

@@ -13,7 +13,7 @@ import msgspec
 import pytest
 
 from appliance.base.errors import Refused
-from appliance.metering.limits.asked import Asked
+from appliance.metering.limits.admission_request import AdmissionRequest
 from appliance.metering.limits.owners import Owner, owners_of
 from appliance.metering.limits.reservations import Reservation
 from appliance.metering.limits.sums import LevelNow, PeriodSums
@@ -96,7 +96,7 @@ class Box:
     async def request(self, *, limited: bool) -> None:
         """Ask once, run for a while and settle or not, unless it is refused, or cancelled wherever it is."""
         await self.books.pause()
-        asked = Asked(
+        asked = AdmissionRequest(
             principal=self.somebody(),
             model="demo",
             prompt_tokens=self.chance.randrange(1, 90),
@@ -161,8 +161,8 @@ class Box:
 
 def owners(reservation: Reservation) -> tuple[Owner, ...]:
     """Return whose limits the request counts against, if they have any."""
-    work = reservation.work
-    return owners_of(work.tenant_id, work.key_id, work.model)
+    request = reservation.request
+    return owners_of(request.tenant_id, request.key_id, request.model)
 
 
 @pytest.mark.parametrize("seed", range(20))
@@ -190,6 +190,6 @@ async def test_every_owner_is_read_once_and_everything_counts_once(seed: int) ->
         assert (allowance.running, allowance._windows.day.reserved) == (0, 0)
         assert allowance._windows.day.used == USED + box.settled[owner] + box.books.corrected[owner]
     first_reads = box.admission._first_reads
-    assert (first_reads._task, list(first_reads._line), first_reads._met, first_reads._heard) == (None, [], {}, [])
+    assert (first_reads._task, list(first_reads._line), first_reads._met, first_reads._corrections) == (None, [], {}, [])
     assert (first_reads._ended, first_reads._recorded) == ({}, [])
     assert not [task for task in asyncio.all_tasks() if task.get_name() == "first reads"]

@@ -13,7 +13,7 @@ from appliance.base.db import Database
 from appliance.base.errors import RateLimitExceeded
 from appliance.metering.ledger.epochs import begin_epoch
 from appliance.metering.ledger.records import Checkpoint
-from appliance.metering.limits.asked import Asked
+from appliance.metering.limits.admission_request import AdmissionRequest
 from appliance.metering.limits.owners import Owner
 from appliance.metering.limits.reservations import Reservation
 from appliance.metering.limits.saved_levels import LimitLevels
@@ -59,7 +59,7 @@ class Box:
         self.levels = LimitLevels(self.database, self.admission)
 
     async def ask(self, tokens: int, output: int) -> None:
-        asked = Asked(principal=self.who, model="demo", prompt_tokens=tokens, max_output_tokens=output, price=None)
+        asked = AdmissionRequest(principal=self.who, model="demo", prompt_tokens=tokens, max_output_tokens=output, price=None)
         try:
             reservation = await self.admission.admit(asked)
         except RateLimitExceeded:
@@ -122,7 +122,9 @@ class Box:
 
     async def meet(self) -> None:
         """Let the process read what it knows of the tenant."""
-        await self.admission.forecast(Asked(principal=self.who, model="demo", prompt_tokens=0, max_output_tokens=0, price=None))
+        await self.admission.forecast(
+            AdmissionRequest(principal=self.who, model="demo", prompt_tokens=0, max_output_tokens=0, price=None)
+        )
 
 
 def make_box(database: Database, clock: FakeClock, cast: Cast) -> Box:
@@ -191,7 +193,9 @@ async def test_an_orderly_stop_forgets_nothing_not_even_a_debt_of_an_hour(
 
     assert box.level() == before + 300
     with pytest.raises(RateLimitExceeded) as refused:
-        await box.admission.admit(Asked(principal=box.who, model="demo", prompt_tokens=1, max_output_tokens=0, price=None))
+        await box.admission.admit(
+            AdmissionRequest(principal=box.who, model="demo", prompt_tokens=1, max_output_tokens=0, price=None)
+        )
     assert refused.value.retry_after_s == 1910.099  # 19,101 tokens at ten a second, since a millisecond before it was saved
     await box.ledger.stop()
 

@@ -7,7 +7,7 @@ from datetime import datetime
 
 import pytest
 
-from appliance.metering.limits.asked import Asked
+from appliance.metering.limits.admission_request import AdmissionRequest
 from appliance.metering.limits.output_estimates import EXPECTED_OUTPUT_TOKENS, OUTPUTS_KEPT, OUTPUTS_MIN
 from appliance.metering.limits.reservations import Reservation
 from tests.support.clock import FakeClock
@@ -41,7 +41,7 @@ class Seen:
         """Return the guess as the guide tells it."""
         known = self.ended[-OUTPUTS_KEPT:]
         usual = sorted(known)[round_up(len(known) * 9, 10) - 1] if len(known) >= OUTPUTS_MIN else EXPECTED_OUTPUT_TOKENS
-        at_once = sum(reservation.work.answers for reservation, _held, _most in self.running) + answers
+        at_once = sum(reservation.request.answers for reservation, _held, _most in self.running) + answers
         if at_once > len(known) / 9 + 1:
             usual = max(usual, EXPECTED_OUTPUT_TOKENS)
         return usual if asked_max is None else min(usual, asked_max)
@@ -50,7 +50,7 @@ class Seen:
     def cheap(self) -> int:
         """Return how many answers run that hold less than a key without a history would hold for them."""
         return sum(
-            reservation.work.answers
+            reservation.request.answers
             for reservation, held, most in self.running
             if held < min(EXPECTED_OUTPUT_TOKENS, EXPECTED_OUTPUT_TOKENS if most is None else most)
         )
@@ -76,7 +76,9 @@ async def test_a_burst_is_never_cheap_whatever_came_before_it(clock: FakeClock, 
         if len(seen.running) < keeps or chance.random() < 0.3:
             most, answers = chance.choice([None, 3, 200, 5000]), chance.choice([1, 1, 1, 2, 14])
             expected = seen.expected(most, answers)
-            asked = Asked(principal=bob, model="demo", prompt_tokens=7, max_output_tokens=most, price=None, answers=answers)
+            asked = AdmissionRequest(
+                principal=bob, model="demo", prompt_tokens=7, max_output_tokens=most, price=None, answers=answers
+            )
             reservation = await admission.admit(asked)
             assert reservation.tokens_reserved == 7 + answers * expected
             seen.running.append((reservation, expected, most))
@@ -87,6 +89,6 @@ async def test_a_burst_is_never_cheap_whatever_came_before_it(clock: FakeClock, 
                 reservation.void()
                 continue
             each = chance.randint(1, min(longest, most or longest))
-            reservation.settle(7 + reservation.work.answers * each)
+            reservation.settle(7 + reservation.request.answers * each)
             seen.ended.append(each)
     assert len(seen.ended) > OUTPUTS_KEPT

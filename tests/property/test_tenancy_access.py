@@ -48,7 +48,7 @@ def test_a_narrowed_query_gives_what_the_tables_of_roles_give(access: Access, ac
 
 @given(accesses, actions)
 def test_both_ways_to_narrow_are_the_same(access: Access, action: Action) -> None:
-    query = select(_rows.c.tenant_id).where(*access.narrows(_rows.c.tenant_id, action))
+    query = select(_rows.c.tenant_id).where(*access.conditions(_rows.c.tenant_id, action))
     with _engine.connect() as connection:
         assert set(connection.execute(query).scalars()) == read(access, action)
 

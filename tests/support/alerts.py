@@ -83,10 +83,10 @@ class AlertBox:
             parallel_max=parallel_max,
         )
 
-    async def tell(self, subject: str = "one", tenant_id: str | None = None, event: str = "key.expiring") -> int:
+    async def enqueue(self, subject: str = "one", tenant_id: str | None = None, event: str = "key.expiring") -> int:
         """Tell of something in a transaction of its own."""
         async with self.db.writing() as connection:
-            return await outbox_module.tell(
+            return await outbox_module.enqueue(
                 connection, self.clock.now(), event=event, subject=subject, data={"subject": subject}, tenant_id=tenant_id
             )
 

@@ -54,7 +54,7 @@ async def test_silence_is_filled_with_comments(box: Serving, cast: Cast) -> None
     await anext(frames)
 
     assert await anext(frames) == PING
-    generation.leave("disconnected")
+    generation.end_early("disconnected")
     await generation.outcome
     await frames.aclose()  # type: ignore[attr-defined]
 
@@ -246,7 +246,7 @@ async def test_nothing_is_encoded_of_the_backlog_of_a_client_that_has_left(box: 
         generation.chunks.put(named(20))
     left.set()  # which wakes the sender first
     await sending
-    generation.leave("disconnected")
+    generation.end_early("disconnected")
     await generation.outcome
 
     assert encoded == []
@@ -271,7 +271,7 @@ async def test_others_run_between_the_pieces_of_a_backlog(box: Serving, cast: Ca
 
     assert turns == [1]
     assert len(payload(first)["choices"][0]["logprobs"]["content"]) == 20
-    generation.leave("disconnected")
+    generation.end_early("disconnected")
     await generation.outcome
     await frames.aclose()  # type: ignore[attr-defined]
 

@@ -134,7 +134,7 @@ async def test_what_has_more_strings_than_json_could_part_is_not_counted_to_its_
 async def test_long_bodies_are_counted_one_at_a_time_and_tenants_take_turns(monkeypatch: pytest.MonkeyPatch) -> None:
     turns, ended = Turns(1, 100, refusal="too many", retry_after_s=1.0), []
     floods = [b'"' + rb"\"" * 500_000 + b"a" * number + b'"' for number in range(20)]
-    monkeypatch.setattr(json_structure, "_AT_ONCE_S", 0.0)
+    monkeypatch.setattr(json_structure, "_TURN_S", 0.0)
     counted = _slices_taken(monkeypatch)
 
     async def ask(tenant_id: str, body: bytes) -> None:

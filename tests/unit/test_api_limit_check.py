@@ -9,7 +9,7 @@ from typing import Any, cast
 
 import pytest
 
-from appliance.metering.limits.asked import Asked
+from appliance.metering.limits.admission_request import AdmissionRequest
 from appliance.tenancy.access import WHOLE_BOX
 from appliance.tenancy.principals import Principal
 from tests.support.api_box import ApiBox, open_api_box
@@ -39,7 +39,9 @@ async def admit(box: ApiBox, tenant_id: str, key_id: str, tokens: int) -> None:
         tenant=await services.tenants.get(tenant_id, access=WHOLE_BOX), key=await services.keys.get(key_id, access=WHOLE_BOX)
     )
     policy = await services.model_policies.find("demo")
-    asked = Asked(principal=principal, model="demo", prompt_tokens=tokens, max_output_tokens=0, price=None, policy=policy)
+    asked = AdmissionRequest(
+        principal=principal, model="demo", prompt_tokens=tokens, max_output_tokens=0, price=None, policy=policy
+    )
     await services.admission.admit(asked)
 
 

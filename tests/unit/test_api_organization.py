@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from appliance.api.organization.admin import TYPE_OF, audit_log_shape
-from appliance.api.organization.usage import UsageQuestion
+from appliance.api.organization.usage import UsageQuery
 from appliance.metering.calendar import BillingCalendar
 from appliance.metering.ledger.epochs import begin_epoch
 from appliance.metering.usage import UsageFilter
@@ -64,8 +64,8 @@ async def use(box: ApiBox, person: Person, *moments: datetime, currency: str = "
             await ledger.settle(posted(entry.request_id, prompt=10, cached=4, completion=5))
 
 
-def question(start: datetime, end: datetime, bucket: str = "day") -> UsageQuestion:
-    return UsageQuestion(start=start, end=end, bucket=bucket, buckets_max=10, groups=(), filters=UsageFilter())
+def question(start: datetime, end: datetime, bucket: str = "day") -> UsageQuery:
+    return UsageQuery(start=start, end=end, bucket=bucket, buckets_max=10, groups=(), filters=UsageFilter())
 
 
 def test_days_are_those_of_the_billing_time_zone_and_have_23_or_25_hours() -> None:

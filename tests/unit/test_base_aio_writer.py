@@ -266,7 +266,7 @@ async def test_a_write_that_does_not_end_is_an_error_and_closing_does_not_wait_f
     journal, held = await journal_of(tmp_path)
     kernel = journal._kernel
     assert kernel is not None
-    monkeypatch.setattr(AioWriter, "_hear", lambda _self: None)
+    monkeypatch.setattr(AioWriter, "_take_completion", lambda _self: None)
     asyncio.get_running_loop().remove_reader(kernel._eventfd)
     stuck = asyncio.create_task(journal.append(b"stuck"))
     await until(lambda: "has not returned" in str(journal.last_error))

@@ -76,8 +76,8 @@ async def test_an_error_is_logged_when_it_happens_and_stop_raises_nothing(when: 
     assert (line["task"], repr(line["exc_info"])) == ("work", "ValueError('a bug')")
 
 
-@pytest.mark.parametrize("at_once", [False, True])
-async def test_work_is_repeated_also_after_an_error_of_it(at_once: bool) -> None:
+@pytest.mark.parametrize("immediately", [False, True])
+async def test_work_is_repeated_also_after_an_error_of_it(immediately: bool) -> None:
     done: list[str] = []
     enough = asyncio.Event()
 
@@ -93,10 +93,10 @@ async def test_work_is_repeated_also_after_an_error_of_it(at_once: bool) -> None
             await asyncio.Event().wait()
         done.append("pause")
 
-    background = Background("work", lambda: repeat(work, 5.0, failure="it failed", at_once=at_once, sleep=sleep))
+    background = Background("work", lambda: repeat(work, 5.0, failure="it failed", immediately=immediately, sleep=sleep))
     with structlog.testing.capture_logs() as logs:
         background.start()
         await enough.wait()
         await background.stop()
-    assert done == (["work", "pause", "work"] if at_once else ["pause", "work", "pause", "work"])
+    assert done == (["work", "pause", "work"] if immediately else ["pause", "work", "pause", "work"])
     assert [(line["event"], line["log_level"]) for line in logs] == [("it failed", "error")]

@@ -12,7 +12,7 @@ import pytest
 
 from appliance.base.db import Database
 from appliance.cli.main import main
-from appliance.metering.alerts.outbox import tell
+from appliance.metering.alerts.outbox import enqueue
 from tests.support.alerts import TARGET
 from tests.support.clock import START
 
@@ -91,7 +91,7 @@ def test_a_delivery_is_listed_with_what_it_told(alerts: Path, capsys: pytest.Cap
     async def write() -> None:
         database = Database.open(f"sqlite:///{alerts / 'gatehouse.db'}")
         async with database.writing() as connection:
-            await tell(connection, START, event="tokens_per_day.threshold", subject="a model", data=data)
+            await enqueue(connection, START, event="tokens_per_day.threshold", subject="a model", data=data)
         await database.close()
 
     asyncio.run(write())

@@ -9,7 +9,7 @@ import pytest
 from sqlalchemy import select, update
 
 from appliance.base.tables import outbox
-from appliance.metering.alerts.outbox import EVENTS, TENANT_EVENTS, tell
+from appliance.metering.alerts.outbox import EVENTS, TENANT_EVENTS, enqueue
 from appliance.metering.alerts.send_limits import TESTS_PER_HOUR_MAX
 from appliance.metering.alerts.webhooks import Webhook
 from appliance.tenancy.access import WHOLE_BOX
@@ -102,7 +102,7 @@ async def test_a_delivery_says_what_it_told(box: Box, clock: FakeClock) -> None:
     tokens = {"percent": 80, "day": "2026-11-21", "tokens_per_day": 10, "tokens": 9}
     async with box.services.db.writing() as connection:
         event = "tokens_per_day.threshold"
-        await tell(connection, clock.now(), event=event, subject="a key", data={**key, **tokens})
+        await enqueue(connection, clock.now(), event=event, subject="a key", data={**key, **tokens})
     page = (await alice.get(f"/alerts/{webhook.id}")).text
     assert "Daily token threshold reached" in page
     assert "The key &lt;ci&gt; of bob has reached 80 % of the tokens of 2026-11-21 for the model demo: 9 of 10." in page

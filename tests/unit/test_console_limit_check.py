@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from appliance.metering.limits.asked import Asked
+from appliance.metering.limits.admission_request import AdmissionRequest
 from appliance.tenancy.access import WHOLE_BOX
 from appliance.tenancy.principals import Limits, Principal, TenantChanges
 from tests.support.console_fixtures import Box
@@ -58,7 +58,7 @@ async def test_a_wait_for_running_requests_is_told_as_a_guess(box: Box) -> None:
     path = await limited(box, concurrent_requests=1)
     person = box.cast.bob
     tenant = await box.services.tenants.get(person.tenant.id, access=WHOLE_BOX)
-    running = Asked(
+    running = AdmissionRequest(
         principal=Principal(tenant=tenant, key=person.key), model="demo", prompt_tokens=1, max_output_tokens=1, price=None
     )
     await box.services.admission.admit(running)

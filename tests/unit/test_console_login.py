@@ -198,7 +198,7 @@ def test_a_proven_password_forgives_the_account_s_attempts(clock: FakeClock) -> 
     for _ in range(PER_ACCOUNT.burst):
         attempts.count(address="192.0.2.1", account=EMAIL)
 
-    attempts.forgive(account=EMAIL.upper())
+    attempts.reset_account(account=EMAIL.upper())
 
     attempts.count(address="192.0.2.1", account=EMAIL)
 

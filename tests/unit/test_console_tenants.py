@@ -9,7 +9,7 @@ from sqlalchemy import update
 
 from appliance.base.tables import tenants
 from appliance.console import tenants as tenant_pages
-from appliance.metering.limits.asked import Asked
+from appliance.metering.limits.admission_request import AdmissionRequest
 from appliance.tenancy.access import WHOLE_BOX
 from appliance.tenancy.principals import Limits, TenantChanges
 from tests.support.console_fixtures import Box
@@ -188,7 +188,7 @@ async def test_the_page_shows_how_full_each_limit_is(box: Box) -> None:
     )
     principal = await box.services.keys.authenticate(bob.secret, "192.0.2.1")
     assert principal.tenant.limits.monthly_budget == 1_000_000
-    asked = Asked(principal=principal, model="demo", prompt_tokens=100, max_output_tokens=50, price=None)
+    asked = AdmissionRequest(principal=principal, model="demo", prompt_tokens=100, max_output_tokens=50, price=None)
     await box.services.admission.admit(asked)
 
     page = (await alice.get(f"/tenants/{bob.tenant.id}")).text

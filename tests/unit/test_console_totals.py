@@ -14,7 +14,7 @@ from appliance.base.acting import SYSTEM
 from appliance.base.ids import new_id
 from appliance.console.limits import key_levels, tenant_levels
 from appliance.console.totals import Totals, costs_this_month, totals_this_month, totals_today
-from appliance.metering.limits.asked import Asked
+from appliance.metering.limits.admission_request import AdmissionRequest
 from appliance.metering.limits.queue import Patience
 from appliance.tenancy.access import WHOLE_BOX, Access
 from appliance.tenancy.principals import Limits, Principal
@@ -44,8 +44,8 @@ async def use(box: Box, clock: FakeClock, tokens: int) -> None:
     await box.services.ledger.settle(posted(entry.request_id, prompt=tokens, completion=0))
 
 
-def asked(who: Principal, tokens: int = 1) -> Asked:
-    return Asked(principal=who, model="demo", prompt_tokens=tokens, max_output_tokens=0, price=None)
+def asked(who: Principal, tokens: int = 1) -> AdmissionRequest:
+    return AdmissionRequest(principal=who, model="demo", prompt_tokens=tokens, max_output_tokens=0, price=None)
 
 
 async def test_the_list_of_tenants_tells_what_each_cost_this_month(late: tuple[Box, FakeClock]) -> None:

@@ -12,7 +12,7 @@ import pytest
 
 from appliance.base.errors import BudgetExceeded, RateLimitExceeded, Refused, RequestExceedsLimit
 from appliance.metering.limits.admission import Admission
-from appliance.metering.limits.asked import Asked
+from appliance.metering.limits.admission_request import AdmissionRequest
 from appliance.metering.limits.output_estimates import EXPECTED_OUTPUT_TOKENS, OUTPUTS_KEPT, OUTPUTS_MIN, percentile_90
 from appliance.metering.limits.owners import Owner
 from appliance.metering.limits.reservations import Reservation
@@ -53,7 +53,9 @@ def admission(clock: FakeClock) -> Admission:
 async def admit(
     admission: Admission, who: Principal, prompt: int = 10, output: int | None = 10, cost: Price | None = None
 ) -> Reservation:
-    return await admission.admit(Asked(principal=who, model="demo", prompt_tokens=prompt, max_output_tokens=output, price=cost))
+    return await admission.admit(
+        AdmissionRequest(principal=who, model="demo", prompt_tokens=prompt, max_output_tokens=output, price=cost)
+    )
 
 
 async def test_a_request_without_limits_is_admitted(admission: Admission) -> None:
@@ -160,18 +162,18 @@ async def test_a_look_at_limits_that_have_changed_changes_none(admission: Admiss
 
     assert admission.snapshot(unlimited) == before
     assert admission.taken(Owner("tenant", bob.tenant.id)) == {"tokens": 11, "concurrency": 1}
-    assert running.note(0, 30)
+    assert running.record_progress(0, 30)
 
 
 async def test_a_hard_budget_that_is_lowered_or_raised_holds_for_answers_that_run(admission: Admission) -> None:
     bob = principal(Limits(monthly_budget=20))
     bob = dataclasses.replace(bob, tenant=dataclasses.replace(bob.tenant, cut_at_budget=True))
     running = await admit(admission, bob, 1, 10, price(completion=10**6))
-    assert not running.note(0, 10)
+    assert not running.record_progress(0, 10)
     for budget, is_cut in ((5, True), (15, False), (None, False), (10, True)):
         changed = dataclasses.replace(bob, tenant=dataclasses.replace(bob.tenant, limits=Limits(monthly_budget=budget)))
         admission.reconfigure({bob.key.id: changed}, {})
-        assert running.note(0, 10) == is_cut
+        assert running.record_progress(0, 10) == is_cut
 
 
 async def test_of_an_owner_that_nobody_has_asked_for_the_limits_are_whole(admission: Admission) -> None:
@@ -343,7 +345,7 @@ async def test_many_answers_of_one_request_are_a_burst_too(admission: Admission)
     bob = principal()
     for _ in range(OUTPUTS_KEPT):
         (await admit(admission, bob, 0, 1)).settle(1)
-    asked = Asked(principal=bob, model="demo", prompt_tokens=0, max_output_tokens=400, price=None, answers=12)
+    asked = AdmissionRequest(principal=bob, model="demo", prompt_tokens=0, max_output_tokens=400, price=None, answers=12)
     twelve = await admission.admit(asked)
     assert twelve.tokens_reserved == 12
     twelve.settle(12)
@@ -366,7 +368,7 @@ async def test_at_most_one_request_passes_a_days_or_months_limit(clock: FakeCloc
 
     async def ask() -> Reservation:
         return await admission.admit(
-            Asked(principal=bob, model="demo", prompt_tokens=1, max_output_tokens=None, price=cost, output_room=600)
+            AdmissionRequest(principal=bob, model="demo", prompt_tokens=1, max_output_tokens=None, price=cost, output_room=600)
         )
 
     answers = await asyncio.gather(*(ask() for _ in range(60)), return_exceptions=True)
@@ -399,7 +401,7 @@ async def test_each_of_several_answers_is_reserved_and_the_prompt_once(
     admission: Admission, output: int | None, expected: int
 ) -> None:
     reservation = await admission.admit(
-        Asked(principal=principal(), model="demo", prompt_tokens=10, max_output_tokens=output, price=None, answers=4)
+        AdmissionRequest(principal=principal(), model="demo", prompt_tokens=10, max_output_tokens=output, price=None, answers=4)
     )
 
     assert reservation.tokens_reserved == 10 + 4 * expected
@@ -408,7 +410,7 @@ async def test_each_of_several_answers_is_reserved_and_the_prompt_once(
 async def test_a_guess_for_several_answers_is_cut_to_the_limit_together(admission: Admission) -> None:
     bob = principal(Limits(tokens_per_minute=410))
     reservation = await admission.admit(
-        Asked(principal=bob, model="demo", prompt_tokens=10, max_output_tokens=None, price=None, answers=4)
+        AdmissionRequest(principal=bob, model="demo", prompt_tokens=10, max_output_tokens=None, price=None, answers=4)
     )
 
     assert reservation.tokens_reserved == 410
@@ -416,7 +418,7 @@ async def test_a_guess_for_several_answers_is_cut_to_the_limit_together(admissio
 
 async def test_a_budget_holds_the_longest_that_all_answers_may_get(admission: Admission) -> None:
     bob = principal(Limits(tokens_per_day=10_000))
-    two = Asked(principal=bob, model="demo", prompt_tokens=0, max_output_tokens=2000, price=None, answers=2)
+    two = AdmissionRequest(principal=bob, model="demo", prompt_tokens=0, max_output_tokens=2000, price=None, answers=2)
     first = await admission.admit(msgspec.structs.replace(two, answers=5))
     with pytest.raises(RateLimitExceeded):
         await admission.admit(two)
@@ -439,7 +441,7 @@ async def test_a_budget_holds_the_dearer_price_of_a_prompt(admission: Admission)
 async def test_what_an_answer_is_expected_to_take_is_learnt_per_answer(admission: Admission) -> None:
     bob = principal()
     for _ in range(OUTPUTS_MIN):
-        four = Asked(principal=bob, model="demo", prompt_tokens=0, max_output_tokens=9000, price=None, answers=4)
+        four = AdmissionRequest(principal=bob, model="demo", prompt_tokens=0, max_output_tokens=9000, price=None, answers=4)
         (await admission.admit(four)).settle(4 * 1000)
     one = await admission.admit(msgspec.structs.replace(four, answers=1))
 

@@ -12,8 +12,8 @@ import pytest
 
 from appliance.base.errors import BudgetExceeded, Draining, RateLimitExceeded, RequestExceedsLimit
 from appliance.metering.limits import queue as admission_queue
+from appliance.metering.limits.admission_request import AdmissionRequest
 from appliance.metering.limits.allowances import Ahead
-from appliance.metering.limits.asked import Asked
 from appliance.metering.limits.line import Line
 from appliance.metering.limits.queue import Abandoned, Patience
 from appliance.metering.limits.reservations import Reservation
@@ -37,7 +37,7 @@ class Queue:
 
     async def ask(self, who: Principal, tokens: int, *, wait_s: float = 60.0, **changes: object) -> asyncio.Task[Reservation]:
         """Start asking and let it come to its answer or its place in line."""
-        asked = Asked(principal=who, model="demo", prompt_tokens=tokens, max_output_tokens=0, price=None)
+        asked = AdmissionRequest(principal=who, model="demo", prompt_tokens=tokens, max_output_tokens=0, price=None)
         patience = Patience(wait_s=wait_s, gone=self._gone)
         task = asyncio.create_task(self.admission.admit(msgspec.structs.replace(asked, **changes), patience))
         self._tasks.append(task)
@@ -212,7 +212,8 @@ async def test_a_client_that_leaves_takes_nothing_and_lets_those_behind_it_move_
     large = await queue.ask(bob, 60)
     patient = asyncio.create_task(
         queue.admission.admit(
-            Asked(principal=bob, model="demo", prompt_tokens=5, max_output_tokens=0, price=None), Patience(wait_s=60.0)
+            AdmissionRequest(principal=bob, model="demo", prompt_tokens=5, max_output_tokens=0, price=None),
+            Patience(wait_s=60.0),
         )
     )
     await queue.alarms.settle()
@@ -360,7 +361,7 @@ def test_what_stands_before_a_place_in_a_line_is_the_sum_over_it(seed: int) -> N
             line.leave(gone)
             del standing[gone]
         else:
-            line.stand(seq, f"who {seq}", tokens, for_window=for_window)
+            line.join(seq, f"who {seq}", tokens, for_window=for_window)
             standing[seq] = (tokens, for_window)
         for asked in (seq, None):
             before = [need for each, need in sorted(standing.items()) if asked is None or each < asked]
@@ -410,7 +411,7 @@ async def test_those_who_leave_a_full_line_together_are_one_reason_to_try_again(
     tries.stop()
     assert len(queue.admission.waiting) == admission_queue.LINE_MAX // 2
     assert tries.num <= admission_queue.LINE_MAX, "everybody was tried again for each who left"
-    assert tries.most <= admission_queue.TRIES_AT_ONCE, "others wait while a whole line is tried"
+    assert tries.most <= admission_queue.TRIES_PER_TURN, "others wait while a whole line is tried"
 
 
 async def test_a_full_line_is_gone_through_in_turns_and_ends_where_there_is_room(
@@ -427,4 +428,4 @@ async def test_a_full_line_is_gone_through_in_turns_and_ends_where_there_is_room
     tries.stop()
     assert [task.done() for task in waiting] == [True] * 200 + [False] * 56, "in the order of arrival"
     assert tries.num <= 3 * admission_queue.LINE_MAX
-    assert tries.most <= admission_queue.TRIES_AT_ONCE
+    assert tries.most <= admission_queue.TRIES_PER_TURN

@@ -109,7 +109,7 @@ async def test_what_is_recovered_from_a_checkpoint_is_told_by_the_next_start_and
     assert await told(alerts) == both
     models = typed("Any", SimpleNamespace(list=list[Any]))
     watch = AlertWatch(alerts.db, clock, budgets, KeyAlerts(alerts.db, clock), models)
-    await watch.look()
+    await watch.check()
     await (await start_again(alerts, tmp_path / "j")).sweep()
     assert await told(alerts) == both
 

@@ -28,7 +28,7 @@ from appliance.metering.invoicing.wording import ABORT_POLICY, line_name
 from appliance.metering.ledger.corrections import Correction
 from appliance.metering.ledger.epochs import begin_epoch
 from appliance.metering.ledger.records import Checkpoint, UsageEvent
-from appliance.metering.limits.asked import Asked, is_batch_work
+from appliance.metering.limits.admission_request import AdmissionRequest, is_batch_work
 from appliance.metering.past_requests import PastRequests
 from appliance.metering.prices import Price
 from appliance.tenancy.access import WHOLE_BOX
@@ -104,7 +104,7 @@ async def test_a_budget_that_is_too_small_for_a_request_has_room_for_it_as_batch
 ) -> None:
     price = await add(database, clock, prompt=1_000_000, completion=1_000_000)
     who = factories.principal(Limits(monthly_budget=120))
-    asked = Asked(principal=who, model=MODEL, prompt_tokens=100, max_output_tokens=100, price=price)
+    asked = AdmissionRequest(principal=who, model=MODEL, prompt_tokens=100, max_output_tokens=100, price=price)
 
     with pytest.raises(BudgetExceeded):
         await box.admission.admit(asked)

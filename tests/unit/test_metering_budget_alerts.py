@@ -165,13 +165,13 @@ async def test_a_sweep_and_a_settlement_that_tell_the_same_do_not_wait_for_each_
         await spender.spend(person, 90)
         await budget(database, clock, person, 100)
     async with database.reading() as connection:
-        first, last = await connection.run_sync(spender.budgets._standing, clock.now().date())
+        first, last = await connection.run_sync(spender.budgets._due_notices, clock.now().date())
     async with database.writing() as connection:
         await counters.locked(connection, counters.POSTING)  # as whoever settles
-        await connection.run_sync(spender.budgets._tell, [last])
+        await connection.run_sync(spender.budgets._enqueue, [last])
         sweeping = asyncio.create_task(spender.budgets.sweep())
         await until(lambda: database.kind == "sqlite" or _somebody_waits(database_url))
-        await connection.run_sync(spender.budgets._tell, [first])
+        await connection.run_sync(spender.budgets._enqueue, [first])
     await sweeping
     assert await spender.told() == [("2026-11", 80)] * 2
 
@@ -278,7 +278,7 @@ TODAY = Period("tokens_per_day", START.date())
 def watched(left: int | None = None) -> Watch:
     """Return the watch of a hundred tokens a day that tells of 80: `left` tokens before that, as far as it is known."""
     owner = Owner("model", ALL_TENANTS, "demo")
-    plan = Plan(owner=owner, whose={}, currency="EUR", limits={"tokens_per_day": 100}, percents=(80,))
+    plan = Plan(owner=owner, owner_fields={}, currency="EUR", limits={"tokens_per_day": 100}, percents=(80,))
     return Watch(plan, left={} if left is None else {TODAY: left})
 
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from appliance.base.db import Database
-from appliance.metering.alerts.budgets import SWEPT_AT_ONCE
+from appliance.metering.alerts.budgets import NOTICES_PER_TRANSACTION
 from appliance.metering.alerts.outbox import Delivery
 from appliance.metering.alerts.webhooks import Webhook
 from appliance.metering.limits import owner_sums
@@ -296,7 +296,7 @@ async def test_what_was_told_of_a_tenant_by_an_earlier_version_is_not_told_again
         ("tokens_per_day.threshold", f"{tenant_id}:{DAY}:80:10"),
     )
     for event, subject in told:
-        await box.spender.alerts.tell(subject, tenant_id=tenant_id, event=event)
+        await box.spender.alerts.enqueue(subject, tenant_id=tenant_id, event=event)
     await box.spender.spend(box.bob, 9)
     await box.spender.budgets.sweep()
     assert [message.payload["data"] for message in await box.heard()] == [{"subject": subject} for _, subject in told]
@@ -331,7 +331,7 @@ async def test_a_look_at_many_owners_is_one_statement_a_period(box: Box) -> None
 
 
 async def test_a_sweep_tells_of_more_than_it_writes_at_once_and_the_next_writes_nothing(box: Box) -> None:
-    count = SWEPT_AT_ONCE // 2 + 1
+    count = NOTICES_PER_TRANSACTION // 2 + 1
     for number in range(count):
         await box.models.put(f"m{number}", Limits(tokens_per_day=10))
         await box.spender.spend(box.bob, 1, model=f"m{number}")

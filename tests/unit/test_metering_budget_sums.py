@@ -28,7 +28,7 @@ def plans(*scopes: LimitScope) -> dict[Owner, Plan]:
     owners = [
         Owner(scope, ALL_TENANTS, f"m{n}") if scope == "model" else Owner(scope, f"{n}") for scope in scopes for n in "abc"
     ]
-    terms = {"whose": {}, "currency": "EUR", "limits": {"budget": 1, "tokens_per_day": 1}, "percents": (80,)}
+    terms = {"owner_fields": {}, "currency": "EUR", "limits": {"budget": 1, "tokens_per_day": 1}, "percents": (80,)}
     return {owner: Plan(owner=owner, **terms) for owner in owners}  # type: ignore[arg-type]
 
 

@@ -15,10 +15,10 @@ from appliance.base.db import Database
 from appliance.base.errors import BudgetExceeded, InvalidValue, NotFound
 from appliance.metering.calendar import BillingCalendar
 from appliance.metering.invariants import books
-from appliance.metering.ledger.corrections import NOTE_CHARS_MAX, Correction, Corrections, _stands_query
+from appliance.metering.ledger.corrections import NOTE_CHARS_MAX, Correction, Corrections, _recorded_sums_query
 from appliance.metering.ledger.records import UsageEvent
 from appliance.metering.ledger.rows import COST_PICOS_MAX
-from appliance.metering.limits.asked import Asked
+from appliance.metering.limits.admission_request import AdmissionRequest
 from appliance.metering.limits.owners import Owner
 from appliance.metering.limits.sums import PeriodSums
 from appliance.metering.limits.windows import Moment
@@ -201,11 +201,11 @@ async def test_the_largest_correction_can_be_taken_back_and_the_books_can_be_pro
     assert sum(each.cost_picos for each in await all_events(database)) == event.cost_picos
 
 
-def asking(cast: Cast, cost: Price, *, budget: int) -> Asked:
+def asking(cast: Cast, cost: Price, *, budget: int) -> AdmissionRequest:
     """Return a request of Bob's for one token, whose tenant may spend `budget` micro-units this month."""
     tenant = dataclasses.replace(cast.bob.tenant, limits=Limits(monthly_budget=budget, tokens_per_day=100))
     bob = Principal(tenant=tenant, key=cast.bob.key)
-    return Asked(principal=bob, model="demo", prompt_tokens=1, max_output_tokens=0, price=cost)
+    return AdmissionRequest(principal=bob, model="demo", prompt_tokens=1, max_output_tokens=0, price=cost)
 
 
 async def test_what_a_correction_gives_back_can_be_used_at_once_and_is_counted_once_after_a_restart(
@@ -255,7 +255,7 @@ async def test_a_correction_while_the_sums_are_read_is_counted_once(clock: FakeC
 
 @pytest.mark.parametrize("database_url", ["sqlite"], indirect=True)
 async def test_what_stands_of_an_event_is_found_by_its_id_and_its_request(database: Database) -> None:
-    assert await plan_of(database, _stands_query(["cost_picos"], 5, "a request")) == [
+    assert await plan_of(database, _recorded_sums_query(["cost_picos"], 5, "a request")) == [
         "SEARCH usage_events USING INTEGER PRIMARY KEY (rowid=?)",
         "SEARCH usage_events USING INDEX ix_usage_events_adjustments (request_id=?)",
     ]

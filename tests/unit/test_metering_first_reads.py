@@ -20,9 +20,9 @@ from appliance.metering.ledger import writer
 from appliance.metering.ledger.writer import Ledger
 from appliance.metering.limits import ledger_sums
 from appliance.metering.limits.admission import Admission
+from appliance.metering.limits.admission_request import AdmissionRequest
 from appliance.metering.limits.allowances import Allowance
-from appliance.metering.limits.asked import Asked
-from appliance.metering.limits.first_reads import OWNERS_AT_ONCE
+from appliance.metering.limits.first_reads import OWNERS_PER_READ
 from appliance.metering.limits.ledger_sums import RECENT_EVENTS_MAX, Span, events_query, settled_query
 from appliance.metering.limits.owners import ALL_TENANTS, Owner
 from appliance.metering.limits.reservations import Reservation
@@ -75,14 +75,14 @@ async def admission(clock: FakeClock, slow: SlowSums) -> AsyncIterator[Admission
     slow.go_on.set()
     await opened.stop()
     first_reads = opened._first_reads
-    assert (first_reads._task, list(first_reads._line), first_reads._met, first_reads._heard) == (None, [], {}, [])
+    assert (first_reads._task, list(first_reads._line), first_reads._met, first_reads._corrections) == (None, [], {}, [])
 
 
-def asking(who: Principal, policy: ModelPolicy | None = None, tokens: int = 10) -> Asked:
-    return Asked(principal=who, model="demo", prompt_tokens=tokens, max_output_tokens=0, price=None, policy=policy)
+def asking(who: Principal, policy: ModelPolicy | None = None, tokens: int = 10) -> AdmissionRequest:
+    return AdmissionRequest(principal=who, model="demo", prompt_tokens=tokens, max_output_tokens=0, price=None, policy=policy)
 
 
-def everywhere(who: Principal) -> Asked:
+def everywhere(who: Principal) -> AdmissionRequest:
     """Return a request for which limits of every kind of owner hold."""
     both = {"limits": LIMITED, "model_limits": {"demo": LIMITED}}
     limited = Principal(tenant=dataclasses.replace(who.tenant, **both), key=dataclasses.replace(who.key, **both))  # type: ignore[arg-type]
@@ -94,7 +94,7 @@ def key_of(who: Principal, name: str) -> Principal:
     return dataclasses.replace(who, key=dataclasses.replace(who.key, id=name))
 
 
-async def begin(admission: Admission, *requests: Asked) -> list[asyncio.Task[Reservation]]:
+async def begin(admission: Admission, *requests: AdmissionRequest) -> list[asyncio.Task[Reservation]]:
     """Let these ask and come to where they wait."""
     tasks = [asyncio.create_task(admission.admit(asked)) for asked in requests]
     await turns()
@@ -131,10 +131,10 @@ async def test_who_comes_while_owners_are_read_shares_the_next_read(admission: A
 
 
 async def test_a_read_has_a_size(admission: Admission, slow: SlowSums) -> None:
-    tasks = await begin(admission, *(asking(principal()) for _ in range(OWNERS_AT_ONCE)))
+    tasks = await begin(admission, *(asking(principal()) for _ in range(OWNERS_PER_READ)))
     slow.go_on.set()
     await asyncio.gather(*tasks)
-    assert [len(read) for read in slow.reads] == [OWNERS_AT_ONCE] * 2
+    assert [len(read) for read in slow.reads] == [OWNERS_PER_READ] * 2
 
 
 async def test_who_is_known_waits_for_nobody(admission: Admission, slow: SlowSums) -> None:

@@ -10,7 +10,7 @@ import pytest
 from appliance.base.errors import BudgetExceeded, RateLimitExceeded, Refused
 from appliance.metering.calendar import BillingCalendar
 from appliance.metering.limits.admission import Admission
-from appliance.metering.limits.asked import Asked
+from appliance.metering.limits.admission_request import AdmissionRequest
 from appliance.metering.limits.reservations import Reservation
 from appliance.metering.prices import Price
 from appliance.tenancy.model_policies import ModelPolicy
@@ -41,7 +41,7 @@ def policy(mode: str = "enforce", **limits: int) -> ModelPolicy:
 async def admit(
     admission: Admission, who: Principal, tokens: int, model: str = "demo", *, cost: Price | None = None, **asked: object
 ) -> Reservation:
-    request = Asked(principal=who, model=model, prompt_tokens=tokens, max_output_tokens=0, price=cost, **asked)  # type: ignore[arg-type]
+    request = AdmissionRequest(principal=who, model=model, prompt_tokens=tokens, max_output_tokens=0, price=cost, **asked)  # type: ignore[arg-type]
     return await admission.admit(request)
 
 
@@ -118,7 +118,7 @@ async def test_what_a_limit_in_shadow_mode_would_refuse_is_served_and_takes_noth
 
 async def test_a_limit_in_shadow_mode_does_not_make_the_guess_of_others_smaller(admission: Admission) -> None:
     bob = with_tenant(principal(None, Limits(tokens_per_minute=1000)), limits=Limits(tokens_per_minute=20), limit_mode="shadow")
-    asked = Asked(principal=bob, model="demo", prompt_tokens=10, max_output_tokens=None, price=None)
+    asked = AdmissionRequest(principal=bob, model="demo", prompt_tokens=10, max_output_tokens=None, price=None)
     forecast = await admission.forecast(asked)
 
     assert [(each.scope, each.need, each.allowed) for each in forecast.decisions] == [("tenant", 20, True), ("key", 266, True)]
@@ -147,7 +147,7 @@ async def test_a_budget_is_in_the_currency_of_its_tenant_and_a_models_in_that_of
     francs = with_tenant(principal(Limits(monthly_budget=100)), currency="CHF")
     cost = dataclasses.replace(price(prompt=1_000_000, cached=0, completion=0), currency="CHF")
     await admit(admission, francs, 60, cost=cost, policy=policy(monthly_budget=10))  # francs are nothing to the model
-    with pytest.raises(RateLimitExceeded, match="hold"):
+    with pytest.raises(RateLimitExceeded, match="reserved the rest"):
         await admit(admission, francs, 60, cost=cost, policy=policy(monthly_budget=10))
     euros = dataclasses.replace(cost, currency="EUR")
     with pytest.raises(BudgetExceeded, match="the model's budget"):
@@ -238,7 +238,7 @@ async def test_a_budget_that_was_taken_away_ends_no_request(admission: Admission
     with_limit, shared = limited(owner, bob, monthly_budget=100)
     (await admit(admission, with_limit, 90, cost=price(), policy=shared)).settle(90)
     running = await admit(admission, bob, 50, cost=price())
-    assert not running.note(0, 50)
+    assert not running.record_progress(0, 50)
 
 
 async def test_a_spent_budget_in_shadow_mode_or_of_a_month_that_is_over_ends_no_request(
@@ -248,28 +248,28 @@ async def test_a_spent_budget_in_shadow_mode_or_of_a_month_that_is_over_ends_no_
     shadow, enforced = (policy(mode, monthly_budget=100) for mode in ("shadow", "enforce"))
     for tokens in (10, 200):  # one that is admitted, and one that is overlooked
         free = await admit(admission, hard, tokens, cost=price(), policy=shadow)
-        assert not free.note(0, 100)
+        assert not free.record_progress(0, 100)
         free.void()
     running = await admit(admission, hard, 10, cost=price(), policy=enforced)
-    assert not running.note(0, 29), "10 + 3 · 29, and nothing of the others"
-    assert running.note(0, 30)
+    assert not running.record_progress(0, 29), "10 + 3 · 29, and nothing of the others"
+    assert running.record_progress(0, 30)
     clock.advance(31 * 86400)
-    assert not running.note(0, 100)
+    assert not running.record_progress(0, 100)
 
 
 async def test_what_a_running_request_has_cost_counts_only_while_a_spent_budget_is_to_end_it(admission: Admission) -> None:
     hard, shared = with_tenant(principal(), cut_at_budget=True), policy(monthly_budget=100)
     first, second = [await admit(admission, hard, 10, cost=price(), policy=shared) for _ in range(2)]
-    assert not first.note(0, 10), "10 + 3 · 10"
-    assert second.note(0, 25), "10 + 3 · 25"
+    assert not first.record_progress(0, 10), "10 + 3 · 10"
+    assert second.record_progress(0, 25), "10 + 3 · 25"
     first.hold_to_budget(False)
-    assert not second.note(0, 25), "what the first has cost is forgotten until it ends"
+    assert not second.record_progress(0, 25), "what the first has cost is forgotten until it ends"
     first.settle(20)
-    assert second.note(0, 25)
+    assert second.record_progress(0, 25)
     second.settle(10)
     third = await admit(admission, hard, 10, cost=price(), policy=shared)
-    assert not third.note(0, 13), "10 + 3 · 10, 10, and 10 + 3 · 13"
-    assert third.note(0, 14)
+    assert not third.record_progress(0, 13), "10 + 3 · 10, 10, and 10 + 3 · 13"
+    assert third.record_progress(0, 14)
 
 
 @pytest.mark.parametrize("owner", ["tenant", "key", "model"])
@@ -298,11 +298,11 @@ async def test_guesses_that_were_thrown_away_cost_a_hard_budget_what_the_price_s
     hard, shared = with_tenant(principal(), cut_at_budget=True), policy(monthly_budget=100)
     guessed = dataclasses.replace(price(), rejected_draft=2_000_000)
     running = await admit(admission, hard, 10, cost=guessed, policy=shared)
-    assert not running.note(0, 10, 29), "10 + 3 · 10 + 2 · 29"
-    assert running.note(0, 10, 30)
+    assert not running.record_progress(0, 10, 29), "10 + 3 · 10 + 2 · 29"
+    assert running.record_progress(0, 10, 30)
     running.settle(20, rejected_tokens=29)
     again = await admit(admission, hard, 1, cost=guessed, policy=shared)
-    assert not again.note(0, 0)
+    assert not again.record_progress(0, 0)
     again.settle(1)
     with pytest.raises(BudgetExceeded):
         await admit(admission, hard, 2, cost=guessed, policy=shared)
@@ -311,13 +311,13 @@ async def test_guesses_that_were_thrown_away_cost_a_hard_budget_what_the_price_s
 async def test_a_budget_that_is_not_hard_ends_no_request_and_what_has_ended_is_in_it_once(admission: Admission) -> None:
     soft, shared = principal(), policy(monthly_budget=100)
     running, ended = [await admit(admission, soft, 10, cost=price(), policy=shared) for _ in range(2)]
-    assert not running.note(0, 100)
+    assert not running.record_progress(0, 100)
     ended.hold_to_budget(True)
     ended.settle(10)
-    assert not ended.note(0, 100)
+    assert not ended.record_progress(0, 100)
     running.hold_to_budget(True)
-    assert not running.note(0, 26), "10 of the other, 10 + 3 · 26"
-    assert running.note(0, 27)
+    assert not running.record_progress(0, 26), "10 of the other, 10 + 3 · 26"
+    assert running.record_progress(0, 27)
 
 
 @pytest.mark.parametrize("owner", ["tenant", "key", "model"])
@@ -337,10 +337,10 @@ async def test_what_a_running_request_costs_in_another_currency_ends_it_by_no_bu
     bob = with_tenant(principal(), currency="USD", cut_at_budget=True)
     in_dollars = dataclasses.replace(price(), currency="USD")
     running = await admit(admission, bob, 50, cost=in_dollars, policy=policy(monthly_budget=100))
-    assert not running.note(0, 50)
+    assert not running.record_progress(0, 50)
     running.settle(100)
     again = await admit(admission, with_tenant(bob, currency=None), 50, cost=price(), policy=policy(monthly_budget=100))
-    assert again.note(0, 50)
+    assert again.record_progress(0, 50)
 
 
 async def test_with_another_currency_what_was_spent_in_that_one_counts_and_in_the_former_one_no_more(

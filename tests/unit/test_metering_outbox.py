@@ -35,7 +35,7 @@ async def add_webhook(alerts: AlertBox, tenant_id: str | None = None, events: li
 async def test_an_event_of_a_tenant_is_told_to_its_webhooks_and_to_those_of_the_box(alerts: AlertBox, cast: Cast) -> None:
     bobs, box = await add_webhook(alerts, cast.bob.tenant.id), await add_webhook(alerts)
     await add_webhook(alerts, cast.charlie.tenant.id)
-    assert await alerts.tell(tenant_id=cast.bob.tenant.id) == 2
+    assert await alerts.enqueue(tenant_id=cast.bob.tenant.id) == 2
     messages = await alerts.messages()
     assert {message.webhook_id for message in messages} == {bobs, box}
     assert {message.state for message in messages} == {"pending"}
@@ -49,7 +49,7 @@ async def test_an_event_of_a_tenant_is_told_to_its_webhooks_and_to_those_of_the_
 async def test_an_event_of_the_box_is_told_to_its_own_webhooks_alone(alerts: AlertBox, cast: Cast) -> None:
     await add_webhook(alerts, cast.bob.tenant.id)
     box = await add_webhook(alerts)
-    assert await alerts.tell(event="engine.down") == 1
+    assert await alerts.enqueue(event="engine.down") == 1
     assert [message.webhook_id for message in await alerts.messages()] == [box]
 
 
@@ -58,12 +58,12 @@ async def test_only_who_listens_to_an_event_hears_it(alerts: AlertBox) -> None:
     disabled, removed = await add_webhook(alerts), await add_webhook(alerts)
     await alerts.webhooks.update(disabled, WebhookChanges(disabled=True), access=WHOLE_BOX)
     await alerts.webhooks.remove(removed, access=WHOLE_BOX)
-    assert await alerts.tell() == 0
+    assert await alerts.enqueue() == 0
 
 
 async def test_the_same_event_of_the_same_subject_is_told_once(alerts: AlertBox) -> None:
     await add_webhook(alerts)
-    assert [await alerts.tell("one"), await alerts.tell("one"), await alerts.tell("two")] == [1, 0, 1]
+    assert [await alerts.enqueue("one"), await alerts.enqueue("one"), await alerts.enqueue("two")] == [1, 0, 1]
 
 
 async def test_what_is_rolled_back_is_not_told_and_wakes_nobody(alerts: AlertBox) -> None:
@@ -72,20 +72,20 @@ async def test_what_is_rolled_back_is_not_told_and_wakes_nobody(alerts: AlertBox
 
     async def tell_and_fail() -> None:
         async with alerts.db.writing() as connection:
-            await outbox_module.tell(connection, alerts.clock.now(), event="key.expiring", subject="one", data={})
+            await outbox_module.enqueue(connection, alerts.clock.now(), event="key.expiring", subject="one", data={})
             raise RuntimeError("second thoughts")
 
     with pytest.raises(RuntimeError):
         await tell_and_fail()
     assert not alerts.db.outbox_written.is_set()
-    assert await alerts.tell() == 1
+    assert await alerts.enqueue() == 1
     assert alerts.db.outbox_written.is_set()
 
 
 async def test_a_claim_takes_the_oldest_message_of_each_webhook_that_is_not_busy(alerts: AlertBox) -> None:
     first, second, busy = [await add_webhook(alerts) for _ in range(3)]
-    await alerts.tell("one")
-    await alerts.tell("two")
+    await alerts.enqueue("one")
+    await alerts.enqueue("two")
     messages = await alerts.messages()  # in the order of their ids
     oldest = {next(message.id for message in messages if message.webhook_id == webhook_id) for webhook_id in (first, second)}
     claimed = await alerts.outbox.claim(10, busy={busy})
@@ -96,7 +96,7 @@ async def test_a_claim_takes_the_oldest_message_of_each_webhook_that_is_not_busy
 async def test_two_claims_at_once_share_nothing(alerts: AlertBox) -> None:
     for _ in range(5):
         await add_webhook(alerts)
-    await alerts.tell()
+    await alerts.enqueue()
     claims = await asyncio.gather(*(alerts.outbox.claim(10) for _ in range(4)))
     ids = [delivery.id for claim in claims for delivery in claim]
     assert len(ids) == len(set(ids)) == 5
@@ -104,7 +104,7 @@ async def test_two_claims_at_once_share_nothing(alerts: AlertBox) -> None:
 
 async def test_a_claim_runs_out_and_the_message_comes_again_with_its_id(alerts: AlertBox, clock: FakeClock) -> None:
     await add_webhook(alerts)
-    await alerts.tell()
+    await alerts.enqueue()
     (before,) = await alerts.outbox.claim(10)
     clock.advance(LEASE_S - 0.001)
     assert await alerts.outbox.claim(10) == []
@@ -115,7 +115,7 @@ async def test_a_claim_runs_out_and_the_message_comes_again_with_its_id(alerts: 
 
 async def test_a_failed_attempt_waits_and_a_given_up_one_is_failed(alerts: AlertBox, clock: FakeClock) -> None:
     await add_webhook(alerts)
-    await alerts.tell()
+    await alerts.enqueue()
     (claimed,) = await alerts.outbox.claim(10)
     await alerts.outbox.failed(claimed, "no answer", 30.0)
     assert await alerts.outbox.next_due_s() == 30.0
@@ -130,7 +130,7 @@ async def test_a_failed_attempt_waits_and_a_given_up_one_is_failed(alerts: Alert
 
 async def test_a_message_that_was_retried_meanwhile_is_not_put_off(alerts: AlertBox, clock: FakeClock) -> None:
     webhook_id = await add_webhook(alerts)
-    await alerts.tell()
+    await alerts.enqueue()
     (claimed,) = await alerts.outbox.claim(10)
     clock.advance(1)
     await alerts.outbox.retry(webhook_id, claimed.id, access=WHOLE_BOX)
@@ -141,7 +141,7 @@ async def test_a_message_that_was_retried_meanwhile_is_not_put_off(alerts: Alert
 
 async def test_a_delivered_message_can_be_sent_again_under_its_id(alerts: AlertBox) -> None:
     webhook_id = await add_webhook(alerts)
-    await alerts.tell()
+    await alerts.enqueue()
     (claimed,) = await alerts.outbox.claim(10)
     await alerts.outbox.delivered(claimed)
     assert (await alerts.outbox.get(webhook_id, claimed.id, access=WHOLE_BOX)).state == "delivered"
@@ -152,7 +152,7 @@ async def test_a_delivered_message_can_be_sent_again_under_its_id(alerts: AlertB
 
 async def test_what_is_pending_waits_for_a_disabled_webhook_and_dies_with_a_removed_one(alerts: AlertBox) -> None:
     webhook_id = await add_webhook(alerts)
-    await alerts.tell()
+    await alerts.enqueue()
     await alerts.webhooks.update(webhook_id, WebhookChanges(disabled=True), access=WHOLE_BOX)
     assert await alerts.outbox.claim(10) == []
     assert await alerts.outbox.next_due_s() is None
@@ -202,7 +202,7 @@ async def test_tests_of_removed_webhooks_count_for_those_that_their_owner_makes_
 
 async def test_an_owner_has_so_many_messages_sent_again_an_hour(alerts: AlertBox, cast: Cast, clock: FakeClock) -> None:
     webhook_ids = [await add_webhook(alerts, cast.bob.tenant.id) for _ in range(2)]
-    await alerts.tell(tenant_id=cast.bob.tenant.id)
+    await alerts.enqueue(tenant_id=cast.bob.tenant.id)
     bobs = await alerts.messages()
     box = await add_webhook(alerts)
     boxs = await alerts.outbox.test(box, access=WHOLE_BOX)
@@ -233,7 +233,7 @@ async def test_what_is_not_there_is_not_found(alerts: AlertBox) -> None:
 async def test_messages_are_listed_the_newest_first_and_by_state(alerts: AlertBox) -> None:
     webhook_id = await add_webhook(alerts)
     for subject in ("a", "b", "c"):
-        await alerts.tell(subject)
+        await alerts.enqueue(subject)
     first, second, third = [message.id for message in await alerts.messages()]
     (claimed,) = await alerts.outbox.claim(1)
     await alerts.outbox.delivered(claimed)

@@ -20,7 +20,7 @@ async def alerts(database: Database, clock: FakeClock) -> AlertBox:
     box = alert_box(database, clock)
     await box.webhooks.create(kind="webhook", target=TARGET, access=WHOLE_BOX)
     for subject in ("delivered", "given up", "pending"):
-        await box.tell(subject)
+        await box.enqueue(subject)
         if subject != "pending":
             (claimed,) = await box.outbox.claim(1)
             await (box.outbox.delivered(claimed) if subject == "delivered" else box.outbox.failed(claimed, "gone", None))
@@ -38,7 +38,7 @@ async def test_what_ended_before_the_days_that_are_kept_goes_and_what_is_pending
     clock.advance(89 * DAY_S)
     assert await history.prune() == 0
     clock.advance(2 * DAY_S)
-    await alerts.tell("new")
+    await alerts.enqueue("new")
     assert await history.prune() == 2
     assert await left(alerts) == ["pending", "new"]
 
@@ -57,7 +57,7 @@ async def test_a_threshold_is_not_forgotten_while_its_month_may_be_looked_at_aga
     history = OutboxHistory(alerts.db, clock, keep_days=1)
     clock.advance(31 * DAY_S)
     assert await history.prune() == 0
-    assert await alerts.tell("delivered") == 0, "told once"
+    assert await alerts.enqueue("delivered") == 0, "told once"
     clock.advance((KEEP_DAYS_MIN - 30) * DAY_S)
     assert await history.prune() == 2
 

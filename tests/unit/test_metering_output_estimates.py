@@ -14,7 +14,7 @@ from appliance.base.db import Database
 from appliance.metering.ledger.writer import Ledger
 from appliance.metering.limits import output_estimates
 from appliance.metering.limits.admission import Admission
-from appliance.metering.limits.asked import Asked
+from appliance.metering.limits.admission_request import AdmissionRequest
 from appliance.metering.limits.ledger_sums import OUTPUTS_READ_MAX, outputs_query
 from appliance.metering.limits.output_estimates import EXPECTED_OUTPUT_TOKENS, OUTPUTS_KEPT, OUTPUTS_MIN
 from appliance.metering.limits.queue import Patience
@@ -72,7 +72,9 @@ async def test_after_a_restart_a_request_soon_holds_what_it_would_have_held_befo
 
 
 async def admit(admission: Admission, who: Principal, model: str = "demo") -> Reservation:
-    return await admission.admit(Asked(principal=who, model=model, prompt_tokens=5, max_output_tokens=None, price=None))
+    return await admission.admit(
+        AdmissionRequest(principal=who, model=model, prompt_tokens=5, max_output_tokens=None, price=None)
+    )
 
 
 class SlowHistory(NothingYet):
@@ -171,7 +173,7 @@ async def test_who_waited_for_room_until_his_key_was_forgotten_is_counted(
     admission = utc_admission(clock, NothingYet())
     bob, others = principal(Limits(concurrent_requests=1)), [principal() for _ in range(3)]
     first = await admit(admission, bob)
-    asked = Asked(principal=bob, model="other", prompt_tokens=5, max_output_tokens=None, price=None)
+    asked = AdmissionRequest(principal=bob, model="other", prompt_tokens=5, max_output_tokens=None, price=None)
     waiting = asyncio.ensure_future(admission.admit(asked, Patience(wait_s=60)))
     await turns()
     for who in others:

@@ -15,7 +15,7 @@ from appliance.metering.ledger.epochs import EpochEnded, begin_epoch
 from appliance.metering.ledger.records import Checkpoint
 from appliance.metering.ledger.round import LedgerBroken
 from appliance.metering.ledger.rows import EVENTS_WITH_PRICES, INSERT_EVENTS, event_row
-from appliance.metering.limits.asked import Asked
+from appliance.metering.limits.admission_request import AdmissionRequest
 from appliance.metering.limits.owners import Owner
 from appliance.metering.limits.windows import Moment
 from appliance.metering.past_requests import PastRequests
@@ -161,8 +161,8 @@ async def test_recovered_tokens_count_in_the_sums_of_day_and_month(database: Dat
         assert (abroad.tokens_today, abroad.cost_month_picos) == (15, 0), "a sum over two currencies"
 
 
-def asked(who: Principal, prompt_tokens: int) -> Asked:
-    return Asked(principal=who, model="demo", prompt_tokens=prompt_tokens, max_output_tokens=0, price=None)
+def asked(who: Principal, prompt_tokens: int) -> AdmissionRequest:
+    return AdmissionRequest(principal=who, model="demo", prompt_tokens=prompt_tokens, max_output_tokens=0, price=None)
 
 
 async def test_a_restart_refills_no_bucket(database: Database, clock: FakeClock, cast: Cast) -> None:

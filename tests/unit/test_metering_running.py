@@ -9,7 +9,7 @@ import pytest
 
 from appliance.base.errors import RateLimitExceeded
 from appliance.metering.limits.admission import Admission
-from appliance.metering.limits.asked import Asked
+from appliance.metering.limits.admission_request import AdmissionRequest
 from appliance.metering.limits.queue import Patience
 from appliance.metering.limits.reservations import Reservation
 from appliance.metering.limits.running import WAIT_S_MAX, WAIT_S_MIN
@@ -20,15 +20,17 @@ from tests.support.ledgers import utc_admission
 from tests.support.sums import NothingYet
 
 
-def asked(who: Principal, output: int | None = 100, prompt: int = 10, room: int | None = None) -> Asked:
-    return Asked(principal=who, model="demo", prompt_tokens=prompt, max_output_tokens=output, price=None, output_room=room)
+def asked(who: Principal, output: int | None = 100, prompt: int = 10, room: int | None = None) -> AdmissionRequest:
+    return AdmissionRequest(
+        principal=who, model="demo", prompt_tokens=prompt, max_output_tokens=output, price=None, output_room=room
+    )
 
 
 def generate(clock: FakeClock, reservation: Reservation, tokens: int, token_s: float) -> None:
     """Let a request get so many tokens more, in the time that they take."""
     for _ in range(tokens):
         clock.advance(token_s)
-        reservation.note(0, reservation.output_tokens + 1)
+        reservation.record_progress(0, reservation.output_tokens + 1)
 
 
 async def told_s(admission: Admission, who: Principal, output: int | None = 100, prompt: int = 10) -> float:
@@ -106,7 +108,7 @@ async def test_those_who_wait_before_take_the_first_places(admission: Admission,
     first, second = await admission.admit(asked(bob)), await admission.admit(asked(bob))
     for _ in range(41):
         generate(clock, first, 1, 0.1)
-        second.note(0, first.output_tokens // 2)
+        second.record_progress(0, first.output_tokens // 2)
     assert await told_s(admission, bob) == 6
     waiting = asyncio.ensure_future(admission.admit(asked(bob), Patience(wait_s=60)))
     await asyncio.sleep(0)
@@ -155,7 +157,7 @@ async def test_what_is_told_between_two_looks_ages(admission: Admission, clock: 
     assert await told_s(admission, bob) == 11
     clock.advance(0.24)
     assert await told_s(admission, bob) == 10
-    running.note(0, 195)
+    running.record_progress(0, 195)
     assert await told_s(admission, bob) == 10
     clock.advance(0.01)
     assert await told_s(admission, bob) == WAIT_S_MIN

@@ -10,7 +10,7 @@ import pytest
 from appliance.base.db import Database
 from appliance.base.errors import BudgetExceeded, ModelNotPriced
 from appliance.metering.ledger import rollups
-from appliance.metering.limits.asked import Asked
+from appliance.metering.limits.admission_request import AdmissionRequest
 from appliance.tenancy.principals import Limits
 from tests.support import factories
 from tests.support.cast import Cast
@@ -52,7 +52,7 @@ async def test_a_request_without_a_price_is_served_and_counted_or_refused_before
 
 async def test_a_spent_budget_is_told_in_money(clock: FakeClock) -> None:
     admission, bob = utc_admission(clock, NothingYet()), factories.principal(Limits(monthly_budget=300))
-    asked = Asked(principal=bob, model="demo", prompt_tokens=301, max_output_tokens=0, price=factories.price())
+    asked = AdmissionRequest(principal=bob, model="demo", prompt_tokens=301, max_output_tokens=0, price=factories.price())
     with pytest.raises(BudgetExceeded) as refused:
         await admission.admit(asked)
     assert (

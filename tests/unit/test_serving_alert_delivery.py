@@ -37,7 +37,7 @@ def counted(alerts: AlertBox, name: str, **labels: str) -> float:
 
 async def test_a_message_that_is_taken_is_sent_once(alerts: AlertBox) -> None:
     await webhook(alerts)
-    await alerts.tell()
+    await alerts.enqueue()
     sender = RememberingSender()
     delivery = alerts.delivery(sender)
     assert await delivery.deliver_due() == 1
@@ -49,7 +49,7 @@ async def test_a_message_that_is_taken_is_sent_once(alerts: AlertBox) -> None:
 
 async def test_a_message_that_is_not_taken_comes_again_exactly_when_it_should(alerts: AlertBox, clock: FakeClock) -> None:
     await webhook(alerts)
-    await alerts.tell()
+    await alerts.enqueue()
     sender = RememberingSender(*(SendFailed("failed", "the receiver answered 500") for _ in range(3)))
     delivery = alerts.delivery(sender)
     for wait_s in (10, 30, 90):
@@ -66,7 +66,7 @@ async def test_a_message_that_is_not_taken_comes_again_exactly_when_it_should(al
 @pytest.mark.parametrize(("randomness", "wait_s"), [(0.0, 5.0), (1.0, 15.0)])
 async def test_randomness_spreads_the_waits(alerts: AlertBox, randomness: float, wait_s: float) -> None:
     await webhook(alerts)
-    await alerts.tell()
+    await alerts.enqueue()
     await alerts.delivery(RememberingSender(SendFailed("timeout", "no answer")), randomness=randomness).deliver_due()
     assert await alerts.outbox.next_due_s() == wait_s
 
@@ -74,7 +74,7 @@ async def test_randomness_spreads_the_waits(alerts: AlertBox, randomness: float,
 async def test_a_receiver_is_left_alone_as_long_as_it_asks_but_not_for_ever(alerts: AlertBox) -> None:
     await webhook(alerts)
     for asked_s, waits_s in ((3600.0, 3600.0), (1.0, 10.0), (10**9, RETRY_S_MAX)):
-        await alerts.tell(str(asked_s))
+        await alerts.enqueue(str(asked_s))
         await alerts.delivery(RememberingSender(SendFailed("failed", "503", retry_after_s=asked_s))).deliver_due()
         assert await alerts.outbox.next_due_s() == waits_s
         message = next(message for message in await alerts.messages() if message.state == "pending")
@@ -83,7 +83,7 @@ async def test_a_receiver_is_left_alone_as_long_as_it_asks_but_not_for_ever(aler
 
 async def test_after_the_last_attempt_it_is_given_up_and_said_so(alerts: AlertBox, clock: FakeClock) -> None:
     await webhook(alerts)
-    await alerts.tell()
+    await alerts.enqueue()
     sender = RememberingSender(*(SendFailed("connect", "no connection") for _ in range(ATTEMPTS_MAX)))
     delivery = alerts.delivery(sender)
     began = clock.now()
@@ -104,27 +104,27 @@ async def test_after_the_last_attempt_it_is_given_up_and_said_so(alerts: AlertBo
 async def test_a_receiver_that_is_gone_is_disabled(alerts: AlertBox) -> None:
     webhook_id = await webhook(alerts)
     for subject in ("one", "two"):
-        await alerts.tell(subject)
+        await alerts.enqueue(subject)
     await alerts.delivery(RememberingSender(SendFailed("gone", "the receiver answered 410"))).deliver_due()
     assert (await alerts.webhooks.get(webhook_id, access=WHOLE_BOX)).disabled
     assert {message.state for message in await alerts.messages()} == {"failed"}
-    assert await alerts.tell("three") == 0
+    assert await alerts.enqueue("three") == 0
 
 
 async def test_a_slow_receiver_holds_up_nobody_else_and_gets_one_message_at_a_time(alerts: AlertBox) -> None:
     slow, fast = "https://slow.example.com/", "https://fast.example.com/"
     await webhook(alerts, slow)
     for subject in ("one", "two", "three"):
-        await alerts.tell(subject)
+        await alerts.enqueue(subject)
     await webhook(alerts, fast)
-    await alerts.tell("four")
+    await alerts.enqueue("four")
     sender = RememberingSender()
     gate = sender.gates[slow] = asyncio.Event()
     delivery = alerts.delivery(sender, parallel_max=2)
     delivery.start()
     await until(lambda: [target for target, _ in sender.sent].count(fast) == 1)
     for subject in ("five", "six"):
-        await alerts.tell(subject)
+        await alerts.enqueue(subject)
     await until(lambda: [target for target, _ in sender.sent].count(fast) == 3)
     assert [target for target, _ in sender.sent].count(slow) == 1
     gate.set()
@@ -139,11 +139,11 @@ async def test_no_more_than_so_many_are_sent_to_at_once(alerts: AlertBox) -> Non
     for target in targets:
         await webhook(alerts, target)
         sender.gates[target] = asyncio.Event()
-    await alerts.tell()
+    await alerts.enqueue()
     delivery = alerts.delivery(sender, parallel_max=3)
     delivery.start()
     await until(lambda: len(sender.sent) == 3)
-    await alerts.tell("another")  # which wakes it
+    await alerts.enqueue("another")  # which wakes it
     await until(lambda: not alerts.db.outbox_written.is_set())
     assert len(sender.sent) == 3
     for gate in sender.gates.values():
@@ -158,7 +158,7 @@ async def test_a_new_message_wakes_the_delivery_at_once(alerts: AlertBox) -> Non
     delivery = alerts.delivery(sender)
     delivery.start()
     await until(lambda: not alerts.db.outbox_written.is_set())
-    await alerts.tell()
+    await alerts.enqueue()
     await until(lambda: counted(alerts, "alerts_delivered_total") == 1 and counted(alerts, "alerts_pending") == 0)
     await delivery.stop()
     assert len(sender.sent) == 1
@@ -168,7 +168,7 @@ async def test_what_was_sent_and_not_noted_is_sent_again_with_the_same_id(databa
     failing = FailingDatabase.around(database)
     alerts = alert_box(failing, clock)
     await webhook(alerts)
-    await alerts.tell()
+    await alerts.enqueue()
     sender = RememberingSender()
     delivery = alerts.delivery(sender)
     claim = alerts.outbox.claim
@@ -195,10 +195,10 @@ async def test_the_next_run_sends_at_once_what_the_dead_one_was_sending_and_leav
     alerts: AlertBox, clock: FakeClock
 ) -> None:
     await webhook(alerts)
-    await alerts.tell("waits")
+    await alerts.enqueue("waits")
     await alerts.delivery(RememberingSender(SendFailed("failed", "500"))).deliver_due()
     await webhook(alerts, "https://other.example.com/")
-    await alerts.tell("is being sent")
+    await alerts.enqueue("is being sent")
     claimed = {delivery.id for delivery in await alerts.outbox.claim(10)}
     assert len(claimed) == 2
     sender = RememberingSender()
@@ -213,7 +213,7 @@ async def test_the_next_run_sends_at_once_what_the_dead_one_was_sending_and_leav
 
 async def test_a_stop_ends_attempts_that_hang_and_loses_nothing(alerts: AlertBox, clock: FakeClock) -> None:
     await webhook(alerts)
-    await alerts.tell()
+    await alerts.enqueue()
     sender = RememberingSender()
     sender.gates[TARGET] = asyncio.Event()
     delivery = alerts.delivery(sender)
@@ -228,7 +228,7 @@ async def test_a_stop_ends_attempts_that_hang_and_loses_nothing(alerts: AlertBox
 
 async def test_a_secret_that_cannot_be_read_is_said_and_tried_again(alerts: AlertBox) -> None:
     await webhook(alerts)
-    await alerts.tell()
+    await alerts.enqueue()
     alerts.webhooks = Webhooks(alerts.db, alerts.clock, Sealer(b"y" * 32, "x"), reach=LOOPBACK, mail=True)
     sender = RememberingSender()
     await alerts.delivery(sender).deliver_due()
@@ -240,7 +240,7 @@ async def test_a_secret_that_cannot_be_read_is_said_and_tried_again(alerts: Aler
 
 async def test_without_a_mail_server_e_mail_fails_and_says_why(alerts: AlertBox) -> None:
     await alerts.webhooks.create(kind="email", target="ops@example.com", access=WHOLE_BOX)
-    await alerts.tell()
+    await alerts.enqueue()
     delivery = alerts.delivery(RememberingSender())
     delivery._senders = {}
     await delivery.deliver_due()
@@ -249,7 +249,7 @@ async def test_without_a_mail_server_e_mail_fails_and_says_why(alerts: AlertBox)
 
 async def test_a_bug_in_a_sender_ends_its_attempt_alone(alerts: AlertBox, clock: FakeClock) -> None:
     await webhook(alerts)
-    await alerts.tell()
+    await alerts.enqueue()
     sender = RememberingSender(RuntimeError("a bug"))
     delivery = alerts.delivery(sender)
     await delivery.deliver_due()
@@ -260,7 +260,7 @@ async def test_a_bug_in_a_sender_ends_its_attempt_alone(alerts: AlertBox, clock:
 
 async def test_a_message_that_ends_every_attempt_in_a_bug_is_given_up_too(alerts: AlertBox, clock: FakeClock) -> None:
     await webhook(alerts)
-    await alerts.tell()
+    await alerts.enqueue()
     sender = RememberingSender(*(RuntimeError("a bug") for _ in range(ATTEMPTS_MAX)))
     delivery = alerts.delivery(sender)
     for _ in range(ATTEMPTS_MAX + 1):

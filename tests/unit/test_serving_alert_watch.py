@@ -57,7 +57,7 @@ class Watched:
 
     async def told(self) -> list[dict[str, Any]]:
         """Look, and return what has been told so far."""
-        await self.watch.look()
+        await self.watch.check()
         return [message.payload["data"] for message in await self.alerts.messages()]
 
 

@@ -96,7 +96,7 @@ async def test_an_answer_that_ends_before_its_siblings_says_so_at_once(box: Serv
 
     assert [(chunk.index, chunk.finish_reason) for chunk in ended] == [(0, "stop")]
     assert not generation.outcome.done()
-    generation.leave("disconnected")
+    generation.end_early("disconnected")
     assert (await generation.outcome).finish_reasons == ("stop", "disconnected")
 
 
@@ -121,7 +121,7 @@ async def test_a_request_with_several_answers_that_is_refused_as_a_whole_is_told
 async def test_a_reader_that_leaves_ends_every_answer(box: Serving, cast: Cast) -> None:
     generation = await box.start(cast.bob, TEXT, n=3, max_tokens=1000)
     await generation.chunks.take(10.0)
-    generation.leave("disconnected")
+    generation.end_early("disconnected")
     outcome = await generation.outcome
     event = await box.event(generation)
 
@@ -178,7 +178,7 @@ async def test_every_answer_is_reserved_and_counts_as_waiting(box: Serving, data
     assert state is not None
     assert state.remaining == 1000 - 2 - 3 * 100
     assert [box.generations._open.has_place("tiny", dora.tenant.id, places) for places in (3, 4)] == [False, True]
-    generation.leave("disconnected")
+    generation.end_early("disconnected")
     await generation.outcome
 
 
@@ -253,5 +253,5 @@ async def test_a_live_request_sums_its_answers_and_shows_the_furthest(box: Servi
     )
     live.apply_event(token_under_way, now=live.admitted_at, monotonic_s=live.admitted_monotonic_s)
     assert live.preemptions == 3, "the token was launched before its answer was preempted once more"
-    generation.leave("disconnected")
+    generation.end_early("disconnected")
     await generation.outcome

@@ -65,7 +65,7 @@ async def check(box: Serving, generation: Generation, reason: str, cause: str | 
 async def test_at_every_position_of_an_early_end_the_tokens_are_the_engines(box: Serving, cast: Cast, why: str) -> None:
     for position in POSITIONS:
         generation = await begun(box, cast.bob, position)
-        generation.leave(why)
+        generation.end_early(why)
         await check(box, generation, early(why).finish_reason, early(why).cause)
 
 
@@ -73,7 +73,7 @@ async def test_tokens_that_cross_the_end_on_their_way_count_too(box: Serving, ca
     for position in POSITIONS:
         generation = await begun(box, cast.bob, position)
         box.engine.allow(3)  # it goes on while nobody has told it yet
-        generation.leave("disconnected")
+        generation.end_early("disconnected")
         await check(box, generation, "disconnected", "client")
 
 
@@ -83,7 +83,7 @@ async def test_of_several_answers_every_token_counts(box: Serving, cast: Cast, p
     generation = await box.start(cast.bob, TEXT, max_tokens=1000, n=3)
     await until(lambda: generation.live.completion_tokens == 3 * position)
     box.engine.allow(2)
-    generation.leave("aborted")
+    generation.end_early("aborted")
     await check(box, generation, "aborted", "administrator")
 
 
@@ -142,7 +142,7 @@ async def test_a_key_or_tenant_that_may_not_go_on_ends_what_runs_and_nothing_of_
     assert isinstance(outcome.error, GatehouseError)
     assert not charlies.outcome.done()
     await check(box, bobs, "aborted", cause)
-    charlies.leave("disconnected")
+    charlies.end_early("disconnected")
     await check(box, charlies, "disconnected", "client")
 
 
@@ -155,10 +155,10 @@ async def test_the_end_of_a_rotations_grace_ends_what_the_old_key_still_runs(
     new = await box.start(Person(tenant=cast.bob.tenant, key=successor, secret=secret), TEXT, max_tokens=1000)
     assert not old.outcome.done()
     clock.advance(1)
-    await box.generations._watch.look()
+    await box.generations._watch.check()
     await check(box, old, "aborted", "key_expired", running=1)
     assert not new.outcome.done()
-    new.leave("disconnected")
+    new.end_early("disconnected")
     await new.outcome
 
 
@@ -168,7 +168,7 @@ async def test_an_expiry_that_was_put_off_ends_nothing(box: Serving, clock: Fake
     generation.end_at(clock.now() + timedelta(days=1))
     for _turn in range(5):
         await asyncio.sleep(0)
-    generation.leave("disconnected")
+    generation.end_early("disconnected")
     await check(box, generation, "disconnected", "client")
 
 
@@ -231,7 +231,7 @@ async def test_a_hard_budget_that_is_lowered_ends_what_runs_at_its_next_token(
     generation = await begun(box, await hard_budget(database, clock, cast.bob, prompt + 1000), 5)
     lowered = TenantChanges(limits=Limits(monthly_budget=prompt + 5))
     await Tenants(database, clock).update(cast.bob.tenant.id, lowered, access=WHOLE_BOX)
-    await box.generations._watch.look()
+    await box.generations._watch.check()
     box.engine.allow(1)
     await check(box, generation, "aborted", "budget_exceeded")
 
@@ -247,7 +247,7 @@ async def test_whether_a_budget_is_hard_can_be_changed_under_a_running_request(
     await until(lambda: generation.live.completion_tokens == 290)
 
     await Tenants(database, clock).update(bob.tenant.id, TenantChanges(cut_at_budget=not before), access=WHOLE_BOX)
-    await box.generations._watch.look()
+    await box.generations._watch.check()
     box.engine.allow(710)
     await check(box, generation, *end)
 
@@ -280,7 +280,7 @@ async def test_a_change_of_limits_reaches_requests_that_wait_for_room(
     with pytest.raises(RequestExceedsLimit):
         await second
     for generation in (running, admitted):
-        generation.leave("disconnected")
+        generation.end_early("disconnected")
         await generation.outcome
 
 

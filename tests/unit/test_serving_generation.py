@@ -178,7 +178,7 @@ async def test_an_engine_that_never_answers_an_abort_does_not_hold_a_request(
     async with serving(database, clock, tmp_path / "model", cast.epoch_id) as box:
         monkeypatch.setattr(box.engine, "_receive", box.engine.frames.append)
         generation = await box.start(cast.bob, [5, 6])
-        generation.leave("aborted")
+        generation.end_early("aborted")
         outcome = await generation.outcome
 
         assert (outcome.finish_reason, outcome.error and outcome.error.code) == ("aborted", "request_aborted")
@@ -195,8 +195,8 @@ async def test_stop_strings_wait_for_the_minimum_of_tokens(box: Serving, cast: C
 async def test_a_reader_that_leaves_ends_the_generation_and_pays_for_what_was_made(box: Serving, cast: Cast) -> None:
     generation = await box.start(cast.bob, TEXT, max_tokens=1000)
     await generation.chunks.take(10.0)
-    generation.leave("disconnected")
-    generation.leave("aborted")
+    generation.end_early("disconnected")
+    generation.end_early("aborted")
     outcome = await generation.outcome
     event = await box.event(generation)
 
@@ -207,7 +207,7 @@ async def test_a_reader_that_leaves_ends_the_generation_and_pays_for_what_was_ma
 
 async def test_a_reader_that_leaves_before_prefill_pays_nothing(box: Serving, cast: Cast) -> None:
     generation = await box.start(cast.bob, [STALL, 5, 6])
-    generation.leave("disconnected")
+    generation.end_early("disconnected")
     await generation.outcome
     event = await box.event(generation)
 
@@ -281,7 +281,7 @@ async def test_a_refusal_of_admission_leaves_no_record(box: Serving, database: D
     first = await box.start(dora, [STALL, 5])
     with pytest.raises(RateLimitExceeded):
         await box.start(dora, TEXT)
-    first.leave("disconnected")
+    first.end_early("disconnected")
     await first.outcome
 
     assert len((await box.reports.ledger_page(access=WHOLE_BOX)).data) == 1
@@ -329,7 +329,7 @@ async def test_a_full_queue_refuses_before_admission(database: Database, clock: 
             with pytest.raises(Overloaded):
                 await box.start(cast.bob, TEXT)
             for generation in held:
-                generation.leave("disconnected")
+                generation.end_early("disconnected")
             await until(lambda: not box.generations.live(access=WHOLE_BOX))
 
 
@@ -344,7 +344,7 @@ async def test_a_tenant_that_fills_the_queue_leaves_places_to_the_others(
             with pytest.raises(Overloaded):
                 await box.start(person, TEXT)
         for generation in held:
-            generation.leave("disconnected")
+            generation.end_early("disconnected")
 
 
 async def test_while_the_ledger_cannot_be_written_new_ones_are_refused_at_once(box: Serving, cast: Cast) -> None:
@@ -375,7 +375,7 @@ async def test_a_live_request_shows_its_progress(box: Serving, cast: Cast) -> No
 
     assert (live.state, live.queue_position, live.tenant_name) == ("queued", 0, "bob")
     assert "Waiting for a place" in live.explanation
-    generation.leave("aborted")
+    generation.end_early("aborted")
     await generation.outcome
     assert generation.live.state == "finished"
 
@@ -398,7 +398,7 @@ async def test_a_fault_of_the_settlement_is_told_and_leaves_nothing_open(
     generation = await box.start(cast.bob, TEXT, max_tokens=1000)
     await generation.chunks.take(10.0)
     monkeypatch.setattr(owner, broken, None)
-    generation.leave("disconnected")
+    generation.end_early("disconnected")
     with structlog.testing.capture_logs() as logs:
         outcome = await generation.outcome
         assert await box.generations.drain(5.0)
@@ -433,7 +433,7 @@ async def test_a_fault_before_the_reservation_ends_gives_it_back(
 ) -> None:
     monkeypatch.setattr(Generation, "_settle", None)  # of the class: the generation looks it up before it is admitted
     generation = await box.start(cast.bob, [STALL, 5])
-    generation.leave("disconnected")
+    generation.end_early("disconnected")
     outcome = await generation.outcome
     assert await box.generations.drain(5.0)
 
@@ -470,7 +470,7 @@ async def test_usage_that_even_the_last_attempt_cannot_record_is_counted(
     generation = await box.start(cast.bob, TEXT, max_tokens=1000)
     await generation.chunks.take(10.0)
     monkeypatch.setattr(box.ledger, "settle", None)
-    generation.leave("disconnected")
+    generation.end_early("disconnected")
     await generation.outcome
     assert await box.generations.drain(5.0)
 

@@ -30,7 +30,7 @@ def test_a_waiter_is_woken() -> None:
         await asyncio.sleep(0)
         wakeup.wake()
         await waiter
-        wakeup.forget()
+        wakeup.clear()
         return waiter.done()
 
     assert asyncio.run(scene())
@@ -78,7 +78,7 @@ def test_a_cancelled_wait_leaves_no_waiter_behind() -> None:
         waiter.cancel()
         await asyncio.wait({waiter})
         wakeup.wake()
-        wakeup.forget()
+        wakeup.clear()
         return waiter.cancelled()
 
     assert asyncio.run(scene())

@@ -129,7 +129,7 @@ async def test_a_password_that_was_proven_opens_no_session_once_it_is_another(
     await people.reset_password(ALICE, "what the owner gave")
 
     with pytest.raises(InvalidCredentials):
-        await doors.open(cast.alice.id, "browser", "127.0.0.1", proof=proven.stands)
+        await doors.open(cast.alice.id, "browser", "127.0.0.1", proof=proven.still_valid)
 
     async with database.reading() as connection:
         assert (await connection.execute(select(sessions))).first() is None

@@ -8,8 +8,8 @@ import msgspec
 from litestar import get
 
 from appliance.api.auth import authenticate_administrator
+from appliance.api.connection_services import services_of
 from appliance.api.queries import PAGING, AdminRequest, many, moment, paging
-from appliance.api.services_of import services_of
 from appliance.api.shapes import PageShape, page_shape, shape_of
 from appliance.tenancy.audit import AuditFilter
 from appliance.tenancy.audit_chain import AuditEntry, facts_from, rfc3339_micros

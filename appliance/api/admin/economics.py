@@ -7,8 +7,8 @@ from litestar import get, put
 
 from appliance.api.auth import authenticate_administrator
 from appliance.api.bodies import decode_body
+from appliance.api.connection_services import services_of
 from appliance.api.queries import AdminRequest
-from appliance.api.services_of import services_of
 from appliance.api.shapes import shape_of
 from appliance.metering.economics import Hardware, HostedPrice
 from appliance.tenancy.roles import Action

@@ -20,8 +20,8 @@ from appliance.api.admin.invoice_shapes import (
 )
 from appliance.api.auth import authenticate_administrator
 from appliance.api.bodies import decode_body
+from appliance.api.connection_services import services_of
 from appliance.api.queries import PAGING, AdminRequest, choice, paging, short_page
-from appliance.api.services_of import services_of
 from appliance.api.shapes import LedgerEventShape, PageShape, ledger_event_shape, page_shape
 from appliance.base.errors import NotFound
 from appliance.metering.box_records import SELLER

@@ -7,11 +7,11 @@ from litestar import post
 
 from appliance.api.auth import authenticate_administrator
 from appliance.api.bodies import decode_body
+from appliance.api.connection_services import services_of
 from appliance.api.queries import AdminRequest
-from appliance.api.services_of import services_of
 from appliance.api.shapes import shape_of
 from appliance.base.errors import NotFound
-from appliance.metering.limits.asked import is_batch_work
+from appliance.metering.limits.admission_request import is_batch_work
 from appliance.serving.forecasts import Question, Verdict
 from appliance.tenancy.fields import LIMIT_MAX, check_name, check_whole
 from appliance.tenancy.roles import Action

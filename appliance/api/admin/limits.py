@@ -9,8 +9,8 @@ from litestar.params import FromPath
 from appliance.api.admin.tenants import LimitsBody
 from appliance.api.auth import authenticate_administrator
 from appliance.api.bodies import decode_body, named
+from appliance.api.connection_services import services_of
 from appliance.api.queries import PAGING, AdminRequest, short_page
-from appliance.api.services_of import services_of
 from appliance.api.shapes import LimitsShape, PageShape, page_shape, shape_of
 from appliance.tenancy.fields import TIERS
 from appliance.tenancy.model_policies import ModelPolicy

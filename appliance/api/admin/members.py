@@ -20,8 +20,8 @@ from appliance.api.admin.member_shapes import (
 )
 from appliance.api.auth import authenticate_administrator, authenticate_anybody
 from appliance.api.bodies import OMITTED, Omittable, decode_body, named
+from appliance.api.connection_services import services_of
 from appliance.api.queries import PAGING, AdminRequest, paging
-from appliance.api.services_of import services_of
 from appliance.api.shapes import PageShape, page_shape
 from appliance.tenancy.access import Access
 from appliance.tenancy.roles import Action

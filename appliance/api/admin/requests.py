@@ -6,8 +6,8 @@ from litestar import delete, get
 from litestar.params import FromPath
 
 from appliance.api.auth import authenticate_administrator
+from appliance.api.connection_services import services_of
 from appliance.api.queries import PAGING, AdminRequest, paging
-from appliance.api.services_of import services_of
 from appliance.api.shapes import PageShape, RequestShape, live_request_shape, page_shape, past_request_shape
 from appliance.base.errors import NotFound
 from appliance.metering.past_requests import RequestFilter
@@ -55,7 +55,7 @@ async def abort_request(request: AdminRequest, request_id: FromPath[str]) -> Req
     if live is None:
         raise NotFound("no such live request", param="request_id")
     if live.state != "finished":  # otherwise it has ended by itself, and its usage is being recorded
-        await services.audit.note("request.abort", "request", request_id, tenant_id=live.tenant_id)
+        await services.audit.record("request.abort", "request", request_id, tenant_id=live.tenant_id)
     return live_request_shape(await generations.abort_and_wait(request_id, access=access))
 
 

@@ -10,8 +10,8 @@ from litestar import delete, get
 from litestar.params import FromPath
 
 from appliance.api.auth import authenticate_administrator, authenticate_anybody, session_of
+from appliance.api.connection_services import services_of
 from appliance.api.queries import PAGING, AdminRequest, paging
-from appliance.api.services_of import services_of
 from appliance.api.shapes import PageShape, page_shape, shape_of
 from appliance.base.errors import InvalidValue, NotFound
 from appliance.tenancy.access import Access
@@ -65,7 +65,7 @@ async def list_sessions(request: AdminRequest) -> PageShape[SessionShape]:
     """Return active sessions, newest first: by default the caller's own, or for a token those of all members."""
     access = await authenticate_anybody(request)
     asking = await session_of(request)
-    member_id = _whose(request, access)
+    member_id = _requested_member_id(request, access)
     page = await services_of(request).sessions.list(member_id, *paging(request))
     return page_shape(page, lambda session: _shape(session, asking))
 
@@ -85,7 +85,7 @@ async def end_session(request: AdminRequest, session_id: FromPath[str]) -> Ended
 async def end_sessions(request: AdminRequest) -> EndedShape:
     """End every session of the caller, or of `member_id`, except the session that makes this call."""
     access = await authenticate_anybody(request)
-    member_id = _whose(request, access)
+    member_id = _requested_member_id(request, access)
     if member_id is None:
         raise InvalidValue("member_id is required: the member whose sessions to end", param="member_id")
     asking = await session_of(request)
@@ -117,7 +117,7 @@ async def unlink_provider(request: AdminRequest, member_id: FromPath[str]) -> Pr
     return ProviderLinkShape(member_id=member_id, issuer=await identities.issuer_of(member_id))
 
 
-def _whose(request: AdminRequest, access: Access) -> str | None:
+def _requested_member_id(request: AdminRequest, access: Access) -> str | None:
     """Return the member id whose sessions are meant; None means all members.
 
     Raises RoleNotAllowed, or NotFound for a caller who may see no sessions but their own.

@@ -11,8 +11,8 @@ from litestar.response import Stream
 
 from appliance.api.admin.system_shapes import SystemShape, system_shape
 from appliance.api.auth import authenticate_administrator
+from appliance.api.connection_services import services_of
 from appliance.api.queries import AdminRequest
-from appliance.api.services_of import services_of
 from appliance.api.sse import EVENT_STREAM, EventStream
 from appliance.base.errors import Forbidden, Overloaded, Unauthenticated
 from appliance.serving.services import Services

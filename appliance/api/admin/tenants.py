@@ -10,8 +10,8 @@ from litestar.params import FromPath
 
 from appliance.api.auth import authenticate_administrator
 from appliance.api.bodies import OMITTED, Omittable, decode_body, named
+from appliance.api.connection_services import services_of
 from appliance.api.queries import PAGING, AdminRequest, flag, paging, parse_moment
-from appliance.api.services_of import services_of
 from appliance.api.shapes import (
     KeyShape,
     NewKeyShape,

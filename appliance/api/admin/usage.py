@@ -10,8 +10,8 @@ from litestar.params import FromPath
 
 from appliance.api.auth import authenticate_administrator
 from appliance.api.bodies import decode_body
+from appliance.api.connection_services import services_of
 from appliance.api.queries import PAGING, AdminRequest, choice, moment, paging, parse_moment
-from appliance.api.services_of import services_of
 from appliance.api.shapes import (
     LedgerEventShape,
     PageShape,

@@ -16,8 +16,8 @@ from appliance.api.admin.webhook_shapes import (
 )
 from appliance.api.auth import authenticate_administrator
 from appliance.api.bodies import OMITTED, Omittable, decode_body, named
+from appliance.api.connection_services import services_of
 from appliance.api.queries import PAGING, AdminRequest, choice, paging
-from appliance.api.services_of import services_of
 from appliance.api.shapes import PageShape, page_shape
 from appliance.metering.alerts.outbox import STATES, reading
 from appliance.metering.alerts.webhooks import GRACE_S_DEFAULT, Webhook, WebhookChanges

@@ -14,6 +14,7 @@ from litestar.params import FromPath
 
 from appliance.api.auth import authenticate_administrator
 from appliance.api.bodies import decode_body
+from appliance.api.connection_services import services_of
 from appliance.api.organization.queries import (
     SECONDS_MAX,
     TAGS,
@@ -26,7 +27,6 @@ from appliance.api.organization.queries import (
     whole,
 )
 from appliance.api.queries import AdminRequest, both, choice, many
-from appliance.api.services_of import services_of
 from appliance.base.errors import InvalidValue, NotFound, UnsupportedParameter
 from appliance.tenancy.admin_tokens import AdminToken
 from appliance.tenancy.audit import AuditFilter

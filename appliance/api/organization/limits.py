@@ -13,9 +13,9 @@ from litestar.params import FromPath
 
 from appliance.api.auth import authenticate_administrator
 from appliance.api.bodies import decode_body
+from appliance.api.connection_services import services_of
 from appliance.api.organization.queries import TAGS, ListShape, count, list_shape, paths
 from appliance.api.queries import AdminRequest
-from appliance.api.services_of import services_of
 from appliance.base.errors import InvalidValue, NotFound, UnsupportedParameter
 from appliance.tenancy.fields import LIMIT_MAX
 from appliance.tenancy.principals import Limits, Tenant, TenantChanges

@@ -10,6 +10,7 @@ from litestar.params import FromPath
 
 from appliance.api.auth import authenticate_administrator
 from appliance.api.bodies import decode_body
+from appliance.api.connection_services import services_of
 from appliance.api.organization.queries import (
     TAGS,
     DeletedShape,
@@ -21,7 +22,6 @@ from appliance.api.organization.queries import (
     unix,
 )
 from appliance.api.queries import AdminRequest, choice, flag
-from appliance.api.services_of import services_of
 from appliance.base.errors import NotFound, UnsupportedParameter
 from appliance.tenancy.access import Access
 from appliance.tenancy.fields import SCOPES, UNSET, check_whole

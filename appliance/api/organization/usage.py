@@ -19,9 +19,9 @@ import msgspec
 from litestar import get
 
 from appliance.api.auth import authenticate_reader
+from appliance.api.connection_services import services_of
 from appliance.api.organization.queries import TAGS, count, paths, seconds, unix
 from appliance.api.queries import AdminRequest, both, choice, many
-from appliance.api.services_of import services_of
 from appliance.base.errors import InvalidValue, UnsupportedParameter
 from appliance.base.money import PICOS_PER_UNIT
 from appliance.metering.calendar import BillingCalendar
@@ -119,7 +119,7 @@ class UsagePageShape(msgspec.Struct, Generic[R], kw_only=True):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class UsageQuestion:
+class UsageQuery:
     """The checked query of a page of buckets."""
 
     start: datetime
@@ -132,7 +132,7 @@ class UsageQuestion:
     @classmethod
     def of(
         cls, request: AdminRequest, groups: tuple[str, ...], models_name: str, limits: dict[str, tuple[int, int]]
-    ) -> UsageQuestion:
+    ) -> UsageQuery:
         """Return the question of `request`. Raises UnsupportedParameter or InvalidValue."""
         for name in NOT_COUNTED:
             if many(request, name) is not None:
@@ -171,7 +171,7 @@ class UsageQuestion:
 async def usage_of_completions(request: AdminRequest) -> UsagePageShape[CompletionsResult]:
     """Return tokens and requests by bucket and group. An API key with the scope `usage` sees its own tenant."""
     access = await authenticate_reader(request)
-    question = UsageQuestion.of(request, ("project_id", "api_key_id", "model"), "models", LIMITS_OF_WIDTH)
+    question = UsageQuery.of(request, ("project_id", "api_key_id", "model"), "models", LIMITS_OF_WIDTH)
     return await _page(request, access, question, _completions_results)
 
 
@@ -179,7 +179,7 @@ async def usage_of_completions(request: AdminRequest) -> UsagePageShape[Completi
 async def usage_of_embeddings(request: AdminRequest) -> UsagePageShape[EmbeddingsResult]:
     """Return buckets without results: this version does not serve embeddings."""
     access = await authenticate_reader(request)
-    question = UsageQuestion.of(request, ("project_id", "api_key_id", "model"), "models", LIMITS_OF_WIDTH)
+    question = UsageQuery.of(request, ("project_id", "api_key_id", "model"), "models", LIMITS_OF_WIDTH)
     return await _page(request, access, question, lambda _rows: [])
 
 
@@ -190,14 +190,14 @@ async def list_costs(request: AdminRequest) -> UsagePageShape[CostsResult]:
     An API key with the scope `usage` sees its own tenant.
     """
     access = await authenticate_reader(request)
-    question = UsageQuestion.of(request, ("project_id", "api_key_id", "line_item"), "line_items", {"1d": COST_LIMITS})
+    question = UsageQuery.of(request, ("project_id", "api_key_id", "line_item"), "line_items", {"1d": COST_LIMITS})
     return await _page(request, access, question, _costs_results)
 
 
 async def _page(
     request: AdminRequest,
     access: Access,
-    question: UsageQuestion,
+    question: UsageQuery,
     results: Callable[[Iterable[UsageRow]], list[R]],
 ) -> UsagePageShape[R]:
     """Return the requested buckets, always whole; fewer of them if together they have more than RESULTS_MAX results."""

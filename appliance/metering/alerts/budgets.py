@@ -36,9 +36,9 @@ from appliance.metering.limits.owners import Owner, owners_of
 
 PERIODS_MAX = 64  # of one owner: late events may belong to other months and days than today's
 SWEEP_INTERVAL_S = 3600.0
-TOLD_FOR = timedelta(days=KEEP_DAYS_MIN - 1)
+ALERTED_FOR = timedelta(days=KEEP_DAYS_MIN - 1)
 """Days and months that began longer ago alert nobody: the outbox may have forgotten what it sent about them."""
-SWEPT_AT_ONCE = 50  # notices in one transaction of a sweep, for which settlements wait
+NOTICES_PER_TRANSACTION = 50  # notices in one transaction of a sweep, for which settlements wait
 
 
 @dataclass(slots=True)
@@ -96,7 +96,7 @@ class _Watches:
         self.by_owner = watches
         self._by_use: dict[tuple[str, str], tuple[Watch, ...]] = {}
 
-    def over(self, event: UsageEvent) -> tuple[Watch, ...]:
+    def for_event(self, event: UsageEvent) -> tuple[Watch, ...]:
         """Return the watches of the owners whose limits the event counts against."""
         use = event.key_id, event.model
         found = self._by_use.get(use)
@@ -117,19 +117,19 @@ class BudgetAlerts:
         self._watches = _Watches(-1, {})
         self._swept_of = (-1, -1)
         self._swept_s = 0.0
-        self._told: set[tuple[str, str]] = set()
-        self._told_of: tuple[int, date] | None = None
+        self._enqueued: set[tuple[str, str]] = set()
+        self._enqueued_as_of: tuple[int, date] | None = None
 
     def settled(self, connection: Connection, events: Sequence[UsageEvent]) -> None:
         """Send an alert for each threshold that these events reach. Call it after the events were added to the sums."""
         watches = self._watches_now(connection)
         if not watches.by_owner:
             return
-        since = self._calendar.day_of(self._clock.now()) - TOLD_FOR
+        since = self._calendar.day_of(self._clock.now()) - ALERTED_FOR
         due: defaultdict[Period, dict[Owner, Watch]] = defaultdict(dict)
         for event in events:
             if event.status in SETTLED:
-                for watch in watches.over(event):
+                for watch in watches.for_event(event):
                     for period in watch.count(event, since):
                         due[period][watch.plan.owner] = watch
         for period, reached in due.items():
@@ -152,7 +152,7 @@ class BudgetAlerts:
     def _look(self, connection: Connection, period: Period, watches: dict[Owner, Watch]) -> None:
         used = _used_by(connection, self._calendar, period, {owner: watch.plan for owner, watch in watches.items()})
         for owner, watch in watches.items():
-            self._tell(connection, notices_of(watch.plan, period, used[owner]))
+            self._enqueue(connection, notices_of(watch.plan, period, used[owner]))
             after_commit(connection, partial(watch.remember, period, used[owner], watch.looks[period]))
 
     async def sweep(self) -> None:
@@ -166,34 +166,34 @@ class BudgetAlerts:
             return
         today = self._calendar.day_of(self._clock.now())
         async with self._db.reading() as connection:
-            standing = await connection.run_sync(self._standing, today)
-        if self._told_of != (told_of := (of[1], today)):
-            self._told.clear()
-            self._told_of = told_of
-        new = [notice for notice in standing if (notice.event, notice.subject) not in self._told]
-        for first in range(0, len(new), SWEPT_AT_ONCE):
-            some = new[first : first + SWEPT_AT_ONCE]
+            due = await connection.run_sync(self._due_notices, today)
+        if self._enqueued_as_of != (as_of := (of[1], today)):
+            self._enqueued.clear()
+            self._enqueued_as_of = as_of
+        new = [notice for notice in due if (notice.event, notice.subject) not in self._enqueued]
+        for first in range(0, len(new), NOTICES_PER_TRANSACTION):
+            some = new[first : first + NOTICES_PER_TRANSACTION]
             async with self._db.writing() as connection:
                 # Lock as a settlement does: two that write the same messages in another order would deadlock on PostgreSQL.
                 await counters.locked(connection, counters.POSTING)
-                await connection.run_sync(self._tell, some)
-            self._told |= {(notice.event, notice.subject) for notice in some}
+                await connection.run_sync(self._enqueue, some)
+            self._enqueued |= {(notice.event, notice.subject) for notice in some}
         self._swept_of, self._swept_s = of, now_s
 
-    def _standing(self, connection: Connection, today: date) -> list[Notice]:
+    def _due_notices(self, connection: Connection, today: date) -> list[Notice]:
         """Return every notice that is due by the usage of today and this month."""
         plans = read_plans(connection, self._clock.now(), self._currency)
-        standing: list[Notice] = []
+        due: list[Notice] = []
         for period in (Period("budget", today.replace(day=1)), Period("tokens_per_day", today)):
             limited = {owner: plan for owner, plan in plans.items() if period.kind in plan.limits}
             used = _used_by(connection, self._calendar, period, limited) if limited else {}
             for owner, spent in used.items():
-                standing += notices_of(limited[owner], period, spent)
-        return standing
+                due += notices_of(limited[owner], period, spent)
+        return due
 
-    def _tell(self, connection: Connection, notices: Sequence[Notice]) -> None:
+    def _enqueue(self, connection: Connection, notices: Sequence[Notice]) -> None:
         for notice in notices:
-            outbox.tell_at_once(
+            outbox.enqueue_sync(
                 connection,
                 self._clock.now(),
                 event=notice.event,

@@ -13,7 +13,7 @@ from appliance.metering.alerts import outbox
 
 AHEAD = timedelta(days=7)
 SWEEP_INTERVAL_S = 3600.0
-_TOLD = ("tenant_id", "tenant_name", "key_id", "key_name", "prefix")
+_DATA_FIELDS = ("tenant_id", "tenant_name", "key_id", "key_name", "prefix")
 
 
 class KeyAlerts:
@@ -35,12 +35,12 @@ class KeyAlerts:
         if due:
             async with self._db.writing() as connection:
                 for row in due:
-                    await outbox.tell(
+                    await outbox.enqueue(
                         connection,
                         self._clock.now(),
                         event="key.expiring",
                         subject=f"{row['key_id']}:{rfc3339(row['expires_at'])}",
-                        data={**{name: row[name] for name in _TOLD}, "expires_at": rfc3339(row["expires_at"])},
+                        data={**{name: row[name] for name in _DATA_FIELDS}, "expires_at": rfc3339(row["expires_at"])},
                         tenant_id=row["tenant_id"],
                     )
         self._swept_of, self._swept_s = of, now_s

@@ -27,7 +27,7 @@ class Notice:
     @property
     def tenant_id(self) -> str | None:
         """Return the tenant whose webhooks get it besides those of the box; None for a limit of all tenants together."""
-        return self.plan.whose.get("tenant_id")
+        return self.plan.owner_fields.get("tenant_id")
 
     @property
     def subject(self) -> str:
@@ -48,16 +48,16 @@ class Notice:
         """Return the content of the alert."""
         plan, period = self.plan, self.period
         model = {} if plan.owner.model is None else {"model": plan.owner.model}
-        whose = {"scope": plan.owner.scope, **plan.whose, **model, "percent": self.percent}
+        facts = {"scope": plan.owner.scope, **plan.owner_fields, **model, "percent": self.percent}
         if period.kind == "budget":
-            return whose | {
+            return facts | {
                 "month": f"{period.start:%Y-%m}",
                 "monthly_budget": plan.limits["budget"] // PICOS_PER_MICRO,
                 "spent_picos": self.used,
                 "currency": plan.currency,
             }
         tokens = {"tokens_per_day": plan.limits["tokens_per_day"], "tokens": self.used}
-        return whose | {"day": period.start.isoformat(), **tokens}
+        return facts | {"day": period.start.isoformat(), **tokens}
 
 
 def notices_of(plan: Plan, period: Period, used: int) -> list[Notice]:

@@ -1,8 +1,8 @@
 """The table of outgoing messages: written in the transaction of what they report, delivered at least once.
 
-    tell ──► pending ── attempt ──► delivered
-               ▲  │ └── attempt failed ──► pending, later          each arrow is one conditional UPDATE
-         retry │  └──── ATTEMPTS_MAX failed, webhook gone ──► failed
+    enqueue ──► pending ── attempt ──► delivered
+                  ▲  │ └── attempt failed ──► pending, later       each arrow is one conditional UPDATE
+            retry │  └──── ATTEMPTS_MAX failed, webhook gone ──► failed
 
 An attempt is claimed by moving `next_attempt_at` past its own end. If the process dies between sending and noting it, the row
 is sent again at that time, or at once by the next run, under the same id, by which receivers recognise repetitions. Knows no
@@ -78,7 +78,7 @@ class _Owner(NamedTuple):
 _FIELDS = tuple(field.name for field in dataclasses.fields(Delivery))
 
 
-async def tell(
+async def enqueue(
     connection: AsyncConnection,
     now: datetime,
     *,
@@ -92,10 +92,10 @@ async def tell(
     Call it in the transaction of what happened. `subject` says what it happened to: each webhook gets only one message for an
     event and subject, whoever writes it. Without a tenant only the webhooks of the box get it.
     """
-    return await connection.run_sync(tell_at_once, now, event=event, subject=subject, data=data, tenant_id=tenant_id)
+    return await connection.run_sync(enqueue_sync, now, event=event, subject=subject, data=data, tenant_id=tenant_id)
 
 
-def tell_at_once(
+def enqueue_sync(
     connection: Connection,
     now: datetime,
     *,
@@ -104,11 +104,11 @@ def tell_at_once(
     data: Mapping[str, Any],
     tenant_id: str | None = None,
 ) -> int:
-    """Like `tell`, on a synchronous connection."""
-    told = 0
+    """Like `enqueue`, on a synchronous connection."""
+    num_new = 0
     for webhook_id in _listening(connection, event, tenant_id):
-        told += _put(connection, now, event, data, webhook_id, f"{event}:{subject}:{webhook_id}") is not None
-    return told
+        num_new += _put(connection, now, event, data, webhook_id, f"{event}:{subject}:{webhook_id}") is not None
+    return num_new
 
 
 def _listening(connection: Connection, event: str, tenant_id: str | None) -> list[str]:

@@ -16,7 +16,7 @@ from appliance.metering.limits.owners import ALL_TENANTS, LimitScope, Owner
 PERCENTS_DEFAULT = (80, 100)
 
 Kind = Literal["budget", "tokens_per_day"]
-_WHOSE: dict[LimitScope, tuple[str, ...]] = {
+_OWNER_FIELDS: dict[LimitScope, tuple[str, ...]] = {
     "tenant": ("tenant_id", "tenant_name"),
     "key": ("tenant_id", "tenant_name", "key_id", "key_name"),
     "model": (),
@@ -34,11 +34,11 @@ class Period(NamedTuple):
 class Plan:
     """The limits of an owner (picos a month, tokens a day) and the shares of them that alert, ascending.
 
-    `whose` are the owner's ids and names that an alert contains.
+    `owner_fields` are the owner's ids and names that an alert contains.
     """
 
     owner: Owner
-    whose: Mapping[str, str]
+    owner_fields: Mapping[str, str]
     currency: str
     limits: Mapping[Kind, int]
     percents: tuple[int, ...]
@@ -59,7 +59,7 @@ class Plan:
         return -(-left[0] * self.limits[kind] // 100) if left else None
 
 
-def _terms() -> list[ColumnElement[Any]]:
+def _tenant_columns() -> list[ColumnElement[Any]]:
     columns = tenants.c
     return [columns.id.label("tenant_id"), columns.name.label("tenant_name"), columns.currency, columns.alert_percents]
 
@@ -73,13 +73,13 @@ def _limited(table: Table) -> ColumnElement[bool]:
 
 
 _TENANTS = (
-    select(*_terms(), *_limits(tenants), tenants.c.model_limits)
+    select(*_tenant_columns(), *_limits(tenants), tenants.c.model_limits)
     .where(tenants.c.archived_at.is_(None))
     .where(or_(_limited(tenants), tenants.c.model_limits.is_not(None)))
 )
 _KEYS = (
     select(
-        *_terms(),
+        *_tenant_columns(),
         api_keys.c.id.label("key_id"),
         api_keys.c.name.label("key_name"),
         *_limits(api_keys),
@@ -109,18 +109,18 @@ def read_plans(connection: Connection, now: datetime, currency: str) -> dict[Own
 
 def _plans(scope: LimitScope, row: RowMapping, currency: str) -> Iterator[Plan]:
     """Yield the plans of one row: over all models, and for each model that it limits."""
-    whose = {name: row[name] for name in _WHOSE[scope]}
+    owner_fields = {name: row[name] for name in _OWNER_FIELDS[scope]}
     if scope == "model":
-        yield from _plan(Owner(scope, ALL_TENANTS, row["model"]), whose, row, currency, None)
+        yield from _plan(Owner(scope, ALL_TENANTS, row["model"]), owner_fields, row, currency, None)
         return
     by_model: dict[str | None, Any] = {None: row, **(row["model_limits"] or {})}
     for model, limits in by_model.items():
         owner = Owner(scope, row[f"{scope}_id"], model)
-        yield from _plan(owner, whose, limits, row["currency"] or currency, row["alert_percents"])
+        yield from _plan(owner, owner_fields, limits, row["currency"] or currency, row["alert_percents"])
 
 
 def _plan(
-    owner: Owner, whose: Mapping[str, str], limits: Mapping[Any, Any], currency: str, percents: Sequence[int] | None
+    owner: Owner, owner_fields: Mapping[str, str], limits: Mapping[Any, Any], currency: str, percents: Sequence[int] | None
 ) -> Iterator[Plan]:
     """Yield the plan, if there is anything to alert about.
 
@@ -133,4 +133,4 @@ def _plan(
         alerting["tokens_per_day"] = limits["tokens_per_day"]
     shares = PERCENTS_DEFAULT if percents is None else tuple(sorted(percents))
     if alerting and shares:
-        yield Plan(owner=owner, whose=whose, currency=currency, limits=alerting, percents=shares)
+        yield Plan(owner=owner, owner_fields=owner_fields, currency=currency, limits=alerting, percents=shares)

@@ -23,11 +23,11 @@ _URL = re.compile(r"[!-~]+", re.ASCII)
 _HOST = re.compile(r"(?=.{1,253}$)([a-z0-9_-]{1,63}\.)*[a-z0-9_-]{1,63}\.?", re.ASCII)
 _MAILBOX = re.compile(r"[A-Za-z0-9.!#$%&'*+/=?^_`{|}~-]{1,64}@[A-Za-z0-9-]{1,63}(\.[A-Za-z0-9-]{1,63})*", re.ASCII)
 # IPv6 addresses that lead to an embedded IPv4 address (RFC 6052, 3056, 4380): whether that one is public cannot be told here.
-_TRANSLATED = tuple(ipaddress.ip_network(text) for text in ("64:ff9b::/96", "64:ff9b:1::/48", "2002::/16", "2001::/32"))
+_EMBEDS_IPV4 = tuple(ipaddress.ip_network(text) for text in ("64:ff9b::/96", "64:ff9b:1::/48", "2002::/16", "2001::/32"))
 # IPv6 assigns only this range as global unicast (RFC 4291, IANA), and within it 3fff::/20 is for documentation (RFC 9637). The
 # IPv4 addresses of 6to4 relays (RFC 7526) lead to unknown hosts.
 _GLOBAL_UNICAST = ipaddress.ip_network("2000::/3")
-_NOBODYS = tuple(ipaddress.ip_network(text) for text in ("3fff::/20", "192.88.99.0/24"))
+_NO_KNOWN_HOST = tuple(ipaddress.ip_network(text) for text in ("3fff::/20", "192.88.99.0/24"))
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +54,7 @@ def _unmapped(address: Address) -> Address:
 def _is_public(address: Address) -> bool:
     if isinstance(address, ipaddress.IPv6Address) and address not in _GLOBAL_UNICAST:
         return False
-    if any(address in network for network in (*_TRANSLATED, *_NOBODYS) if network.version == address.version):
+    if any(address in network for network in (*_EMBEDS_IPV4, *_NO_KNOWN_HOST) if network.version == address.version):
         return False
     return address.is_global and not address.is_multicast
 

@@ -84,13 +84,13 @@ async def check_ledger(url: str, *, running: bool, time_zone: str, data_dir: Pat
             async for row in _events(connection):
                 _judge(row, tally, epoch=epoch, running=running)
                 _judge_origin(row, tally, history)
-            tally.wrong["requests"] += await origins.strays(connection)
+            tally.wrong["requests"] += await origins.requests_without_event(connection)
             tally.wrong["price"] += history.wrong()
             only_in_journal = 0 if running else await journaled.only_in_journal(connection, url)
             findings += _from_tally(tally, running=running, only_in_journal=only_in_journal)
             findings.append(await _sums(connection, tally))
             findings += await books.check(connection, database.kind, BillingCalendar(time_zone))
-            findings.append(await origins.kept(connection, database.kind))
+            findings.append(await origins.kept_rows(connection, database.kind))
             if data_dir is not None:
                 findings.append(await _secrets(connection, data_dir))
         verdict = await AuditLog(database, SystemClock()).verify()
@@ -112,7 +112,7 @@ async def _tables(connection: AsyncConnection, url: str, kind: str) -> Finding:
 
 async def _secrets(connection: AsyncConnection, data_dir: Path) -> Finding:
     path = data_dir / PEPPER_FILE
-    found = await sealed_secrets.look(connection, read_pepper(data_dir) if path.exists() else None)
+    found = await sealed_secrets.count(connection, read_pepper(data_dir) if path.exists() else None)
     if not found.unreadable:
         return Finding("secrets", "holds", f"{found.stored} sealed, each opens with secret.key")
     parts = [named(ids, what) for ids, what in ((found.members, "second factors"), (found.webhooks, "webhooks")) if ids]

@@ -33,7 +33,7 @@ _NUMBERS = "invoice:"
 
 
 @dataclass(slots=True)
-class _Said:
+class _Invoiced:
     """What the tenant's closed invoices so far cover, and what they billed and gave free for each month."""
 
     allowances: Sequence[FreeAllowance]
@@ -68,13 +68,13 @@ async def check(connection: AsyncConnection) -> Finding:
     invoices = tables.invoices
     query = select(invoices).where(invoices.c.state == "closed").order_by(invoices.c.tenant_id, invoices.c.month)
     heads = [head_from_row(row) for row in (await connection.execute(query)).mappings().all()]
-    said: dict[str, _Said] = {}
+    invoiced: dict[str, _Invoiced] = {}
     inexact, altered = [], []
     closings = await _closings(connection)
     for head in heads:
-        if head.tenant_id not in said:
-            said[head.tenant_id] = _Said(await read_allowances(connection, head.tenant_id))
-        so_far = said[head.tenant_id]
+        if head.tenant_id not in invoiced:
+            invoiced[head.tenant_id] = _Invoiced(await read_allowances(connection, head.tenant_id))
+        so_far = invoiced[head.tenant_id]
         lines = (await read_lines(connection, [head.id]))[head.id]
         if not await _is_exact(connection, head, lines, so_far):
             inexact.append(str(head.number))
@@ -94,22 +94,24 @@ async def check(connection: AsyncConnection) -> Finding:
     return Finding("invoices", "holds", f"{len(heads)} closed invoices, each the sum of its events, and as they were closed")
 
 
-async def _is_exact(connection: AsyncConnection, head: InvoiceHead, stored: list[InvoiceLine], said: _Said) -> bool:
+async def _is_exact(connection: AsyncConnection, head: InvoiceHead, stored: list[InvoiceLine], invoiced: _Invoiced) -> bool:
     """Return whether the stored lines are exactly those of the covered events, allowances included.
 
     After a downgrade, a version without batch work puts it on the lines of other work. Such an invoice must be exactly what
     that version would have written.
     """
-    sums = await read_event_sums(connection, head.tenant_id, Cover(head.month, head.through_posting or 0), said.cover)
+    sums = await read_event_sums(connection, head.tenant_id, Cover(head.month, head.through_posting or 0), invoiced.cover)
     as_one = [replace(group, batch=False) for group in sums]
     try:
-        return any(_with_allowances(usage_lines(groups, head.month), head.month, said) == stored for groups in (sums, as_one))
+        return any(
+            _with_allowances(usage_lines(groups, head.month), head.month, invoiced) == stored for groups in (sums, as_one)
+        )
     except InvoiceBroken:
         return False
 
 
-def _with_allowances(used: list[InvoiceLine], month: str, said: _Said) -> list[InvoiceLine]:
-    return [*used, *allowance_lines(used, said.free(month, used))]
+def _with_allowances(used: list[InvoiceLine], month: str, invoiced: _Invoiced) -> list[InvoiceLine]:
+    return [*used, *allowance_lines(used, invoiced.free(month, used))]
 
 
 def _is_sum(head: InvoiceHead, lines: Sequence[InvoiceLine]) -> bool:

@@ -123,14 +123,14 @@ def is_on_its_day(row: Any) -> bool:
     return bool(abs(day - row.admitted_at.date()) <= timedelta(days=DAYS_APART_MAX))
 
 
-async def strays(connection: AsyncConnection) -> list[str]:
+async def requests_without_event(connection: AsyncConnection) -> list[str]:
     """Return some requests that have a row and no event."""
     joined = _REQUESTS.outerjoin(_EVENTS, (_EVENTS.c.request_id == _REQUESTS.c.id) & (_EVENTS.c.kind == "usage"))
     query = select(_REQUESTS.c.id).select_from(joined).where(_EVENTS.c.id.is_(None)).limit(NAMED_MAX + 1)
     return list((await connection.execute(query)).scalars().all())
 
 
-async def kept(connection: AsyncConnection, kind: str) -> Finding:
+async def kept_rows(connection: AsyncConnection, kind: str) -> Finding:
     """Return the finding on triggers that are missing or switched off."""
     there = set((await connection.execute(text(_TRIGGERS[kind]))).scalars().all())
     missing = [name for table in KEPT_TABLES for event in _KEEPING[kind] if (name := f"{table}_no_{event}") not in there]

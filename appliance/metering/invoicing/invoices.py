@@ -255,7 +255,7 @@ class Invoices:
         closed = dataclasses.replace(invoice, head=head)
         if not await rows.freeze(connection, closed):
             raise InvoiceClosed(f"the invoice of {head.month} is closed and never changes", param="invoice_id")
-        await outbox.tell(
+        await outbox.enqueue(
             connection, now, event="invoice.closed", subject=head.id, data=closed.announcement, tenant_id=head.tenant_id
         )
         facts = rows.closing_facts(head)

@@ -157,7 +157,7 @@ def _cost(row: RowMapping, correction: Correction) -> int:
     return cost
 
 
-def _stands_query(names: Sequence[str], event_id: int, request_id: str) -> Select[Any]:
+def _recorded_sums_query(names: Sequence[str], event_id: int, request_id: str) -> Select[Any]:
     """Return the query for the sums, in halves, of an event and all its corrections. All have the same request, by which the
     partial index on adjustments finds them; that index needs the kind as a literal."""
     events = usage_events.c
@@ -171,16 +171,16 @@ async def _check_remainder(connection: AsyncConnection, row: RowMapping, correct
     """Raise InvalidValue, naming the field, when the event and all its corrections would sum to less than zero, or to more
     money than an event can hold."""
     names = (*TOKEN_COLUMNS, "cost_picos")
-    sums = (await connection.execute(_stands_query(names, row["id"], row["request_id"]))).one()
-    stands = {name: join_sum(*sums[2 * index : 2 * index + 2]) for index, name in enumerate(names)}
-    after = {name: stands[name] + added for name, added in (correction.tokens | {"cost_picos": cost_picos}).items()}
+    sums = (await connection.execute(_recorded_sums_query(names, row["id"], row["request_id"]))).one()
+    recorded = {name: join_sum(*sums[2 * index : 2 * index + 2]) for index, name in enumerate(names)}
+    after = {name: recorded[name] + added for name, added in (correction.tokens | {"cost_picos": cost_picos}).items()}
     for name in names:
         if after[name] < 0:
-            message = f"correction would make {name} negative: recorded {stands[name]}, result {after[name]}"
+            message = f"correction would make {name} negative: recorded {recorded[name]}, result {after[name]}"
             raise InvalidValue(message, param=name)
     if after["cost_picos"] > COST_PICOS_MAX:
-        stood = stands["cost_picos"]
-        raise InvalidValue(f"correction would make cost_picos exceed {COST_PICOS_MAX}: recorded {stood}", param="cost_picos")
+        present = recorded["cost_picos"]
+        raise InvalidValue(f"correction would make cost_picos exceed {COST_PICOS_MAX}: recorded {present}", param="cost_picos")
     if after["cached_tokens"] > after["prompt_tokens"]:
         raise InvalidValue("cached_tokens would exceed prompt_tokens", param="cached_tokens")
 

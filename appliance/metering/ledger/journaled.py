@@ -55,16 +55,16 @@ def _path(database_url: str) -> Path | None:
     return Path(f"{os.path.realpath(str(target.database))}{SUFFIX}") if kind == "sqlite" else None
 
 
-def encode(promised: Journaled | Settlement) -> bytes:
+def encode(item: Journaled | Settlement) -> bytes:
     """Return the record of an entry or a settlement. Raises ValueError for values that no table takes: text that is not
     Unicode, a huge count."""
-    if isinstance(promised, Journaled):
-        prefix, count = b"", max(promised.entry.prompt_tokens, promised.entry.reserved_tokens)
+    if isinstance(item, Journaled):
+        prefix, count = b"", max(item.entry.prompt_tokens, item.entry.reserved_tokens)
     else:
-        prefix, count = SETTLEMENT, max(getattr(promised.usage, name) for name in TOKEN_COLUMNS)
+        prefix, count = SETTLEMENT, max(getattr(item.usage, name) for name in TOKEN_COLUMNS)
     if count > INTEGER_MAX:
         raise ValueError("a count of tokens does not fit 64 bits")
-    return prefix + _ENCODER.encode(promised)
+    return prefix + _ENCODER.encode(item)
 
 
 def decode(record: bytes) -> Journaled | Settlement:
@@ -169,5 +169,5 @@ async def _settle(
         on_settled=on_settled,
     )  # fmt: skip
     await work.write()
-    work.tell()
+    work.report_results()
     return sum(operation.written for operation in missing)

@@ -73,10 +73,10 @@ async def add(connection: AsyncConnection, calendar: BillingCalendar, events: It
 
     The caller must hold the counter of postings, so that no two transactions wait for each other's rows.
     """
-    await connection.run_sync(add_at_once, calendar, events)
+    await connection.run_sync(add_sync, calendar, events)
 
 
-def add_at_once(connection: Connection, calendar: BillingCalendar, events: Iterable[UsageEvent]) -> None:
+def add_sync(connection: Connection, calendar: BillingCalendar, events: Iterable[UsageEvent]) -> None:
     """Like `add`, on a synchronous connection."""
     rows = sums_of(events, calendar)
     if rows:
@@ -203,7 +203,7 @@ def floor_of(kind: str, moment: ColumnElement[Any], bucket: str) -> ColumnElemen
 
 
 async def _differs(connection: AsyncConnection, kind: str, bucket: str) -> bool:
-    return await _unlike(connection, _summed(bucket, floor_of(kind, usage_events.c.admitted_at, bucket)), _stored(bucket))
+    return await _rows_differ(connection, _summed(bucket, floor_of(kind, usage_events.c.admitted_at, bucket)), _stored(bucket))
 
 
 def _stored(bucket: str) -> Select[Any]:
@@ -212,10 +212,10 @@ def _stored(bucket: str) -> Select[Any]:
 
 async def _box_differs(connection: AsyncConnection, bucket: str) -> bool:
     stored = select(*(usage_box_rollups.c[name] for name in (*BOX_KEYS, *COUNTS))).where(usage_box_rollups.c.bucket == bucket)
-    return await _unlike(connection, _summed_for_box(bucket), stored)
+    return await _rows_differ(connection, _summed_for_box(bucket), stored)
 
 
-async def _unlike(connection: AsyncConnection, one: Select[Any], other: Select[Any]) -> bool:
+async def _rows_differ(connection: AsyncConnection, one: Select[Any], other: Select[Any]) -> bool:
     """Return whether the rows of the two queries differ."""
     for left, right in ((one, other), (other, one)):
         if (await connection.execute(except_(left, right).limit(1))).first() is not None:

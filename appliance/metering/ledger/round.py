@@ -43,31 +43,31 @@ _BAD_OR_FAILED = (StatementError, ValueError, OverflowError, LedgerBroken)
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
-class Promised:
-    """An operation with a caller, who waits for `done`. With a `number`, it is in the journal under that number and the caller
-    has gone on; then `done` exists only if somebody else waits for its rows.
+class TrackedOperation:
+    """An operation whose outcome is reported. Without a `number` its caller waits for `outcome`. With one, it is in the journal
+    under that number and the caller has gone on; then `outcome` exists only if somebody else waits for its rows.
     """
 
-    done: asyncio.Future[None] | None = None
+    outcome: asyncio.Future[None] | None = None
     number: int | None = None
 
     def succeed(self) -> None:
         """Report success to the caller, if it still waits."""
-        if self.done is not None and not self.done.done():
-            self.done.set_result(None)
+        if self.outcome is not None and not self.outcome.done():
+            self.outcome.set_result(None)
 
     def fail(self, error: Exception) -> None:
         """Report to the caller if it still waits, or to the log if it has gone on."""
-        if self.number is not None or self.done is None:
+        if self.number is not None or self.outcome is None:
             _log.error("the tables refused what was promised", error=str(error.__cause__ or error), operation=repr(self))
             self.succeed()
-        elif not self.done.done():
-            self.done.set_exception(error)
-            self.done.exception()  # marks it as retrieved: a cancelled caller never reads it, and it is in the log
+        elif not self.outcome.done():
+            self.outcome.set_exception(error)
+            self.outcome.exception()  # marks it as retrieved: a cancelled caller never reads it, and it is in the log
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
-class Open(Promised):
+class Open(TrackedOperation):
     """Write a pending entry. `abandoned`: its caller went away before it was written. `again`: it may have been written."""
 
     entry: PendingEntry
@@ -76,7 +76,7 @@ class Open(Promised):
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
-class Settle(Promised):
+class Settle(TrackedOperation):
     """Bring an entry to its final state. `written`: the event is in the ledger with these figures. `on_recorded` is called when
     its rows are committed, or when it is certain that they will not be."""
 
@@ -90,18 +90,18 @@ class Settle(Promised):
 
     def succeed(self) -> None:
         """Also call `on_recorded`."""
-        Promised.succeed(self)
-        self._tell_recorded()
+        TrackedOperation.succeed(self)
+        self._call_on_recorded()
 
     def fail(self, error: Exception) -> None:
         """Also call `on_recorded`."""
-        Promised.fail(self, error)
-        self._tell_recorded()
+        TrackedOperation.fail(self, error)
+        self._call_on_recorded()
 
-    def _tell_recorded(self) -> None:
-        told, self.on_recorded = self.on_recorded, None
-        if told is not None:
-            told()
+    def _call_on_recorded(self) -> None:
+        on_recorded, self.on_recorded = self.on_recorded, None
+        if on_recorded is not None:
+            on_recorded()
 
 
 @dataclass(slots=True, eq=False)
@@ -120,7 +120,7 @@ OnSettled = Callable[[Connection, Sequence[UsageEvent]], object]
 class Round:
     """Operations and checkpoints that are committed together; if one of them is bad, each alone.
 
-    `opened` are the pending entries that this process wrote; `tell` keeps it up to date.
+    `opened` are the pending entries that this process wrote; `report_results` keeps it up to date.
     """
 
     db: Database
@@ -149,7 +149,7 @@ class Round:
             self.results.clear()
             await self._write_one_by_one()
 
-    def tell(self) -> None:
+    def report_results(self) -> None:
         """Give every caller its result."""
         for operation in self.operations:
             result = self.results.get(id(operation))
@@ -250,7 +250,7 @@ class Round:
     @staticmethod
     def _number(connection: Connection, changes: dict[str, tuple[UsageEvent, Settlement]]) -> None:
         """Give the changed events their postings, in the order of the operations."""
-        first = counters.take_at_once(connection, counters.POSTING, len(changes))
+        first = counters.take_sync(connection, counters.POSTING, len(changes))
         for posting, (request_id, (event, settlement)) in enumerate(list(changes.items()), first):
             changes[request_id] = (msgspec.structs.replace(event, posting=posting), settlement)
 
@@ -287,7 +287,7 @@ class Round:
             raise LedgerBroken(f"{len(changes)} entries were pending and {changed} changed: is there a second writer?")
         details = [rows.settle_request_parameters(settlement, self.now) for _, settlement in changes]
         rows.SETTLE_REQUESTS.execute(connection, details)
-        rollups.add_at_once(connection, self.calendar, [event for event, _ in changes])
+        rollups.add_sync(connection, self.calendar, [event for event, _ in changes])
 
 
 def _void(request_id: str) -> Settlement:

@@ -15,7 +15,7 @@ from typing import TypeVar
 
 from appliance.base.clock import Clock
 from appliance.metering.ledger.records import Checkpoint
-from appliance.metering.ledger.round import Open, Operation, Promised, Settle
+from appliance.metering.ledger.round import Open, Operation, Settle, TrackedOperation
 
 T = TypeVar("T")
 
@@ -56,22 +56,22 @@ class Waiting:
         if isinstance(operation, Open) and operation.number is None:
             self._opens.append(operation)
         else:
-            has_line = isinstance(operation, Promised) and operation.number is not None
+            has_line = isinstance(operation, TrackedOperation) and operation.number is not None
             due_s = asyncio.get_running_loop().time() + (ROWS_PAUSE_S if has_line else self._settle_pause_s)
             self._others_due_s = min(self._others_due_s, due_s) if self._others else due_s
             self._others.append(operation)
         self._wake.set()
 
-    def note(self, checkpoints: Sequence[Checkpoint]) -> None:
+    def put_checkpoints(self, checkpoints: Sequence[Checkpoint]) -> None:
         """Queue checkpoints; the latest of each request counts."""
         self._checkpoints.update((checkpoint.request_id, checkpoint) for checkpoint in checkpoints)
         self._wake.set()
 
-    def forget(self, request_id: str) -> None:
+    def drop_checkpoint(self, request_id: str) -> None:
         """Drop the checkpoint of a request that is being settled."""
         self._checkpoints.pop(request_id, None)
 
-    def hurry(self) -> None:
+    def make_due(self) -> None:
         """Make everything that waits now due at once."""
         self._others_due_s = 0.0
         self._wake.set()
@@ -85,7 +85,7 @@ class Waiting:
         """Yield the waiting operations, the newest first, without opens whose callers wait."""
         return reversed(self._others)
 
-    async def something(self) -> None:
+    async def wait_until_due(self) -> None:
         """Return when there is something to write."""
         while not self._opens and not self.closing:
             self._wake.clear()

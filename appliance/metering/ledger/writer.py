@@ -31,7 +31,7 @@ from appliance.base.journal import Journal
 from appliance.metering.calendar import BillingCalendar
 from appliance.metering.ledger.journaled import Journaled, encode
 from appliance.metering.ledger.records import Checkpoint, PendingEntry, Settlement
-from appliance.metering.ledger.round import LedgerBroken, OnSettled, Open, Operation, Promised, Round, Settle, Void
+from appliance.metering.ledger.round import LedgerBroken, OnSettled, Open, Operation, Round, Settle, TrackedOperation, Void
 from appliance.metering.ledger.rows import Opened
 from appliance.metering.ledger.waiting import CHECKPOINT_INTERVAL_S, SETTLE_PAUSE_S, TOGETHER_FROM, Waiting
 
@@ -159,12 +159,12 @@ class Ledger:
 
     async def _open_in_tables(self, entry: PendingEntry) -> None:
         """Return once the rows of the entry are committed."""
-        done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        operation = Open(entry=entry, done=done)
+        outcome: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        operation = Open(entry=entry, outcome=outcome)
         self._waiting.put(operation)
         try:
             async with asyncio.timeout(self._open_timeout_s):
-                await done
+                await outcome
         except (asyncio.CancelledError, TimeoutError) as error:
             # The caller is gone and does not know whether the row was written: the void settles it either way.
             operation.abandoned = True
@@ -180,13 +180,13 @@ class Ledger:
         Only the first caller waits that long.
         """
         behind = (*self._waiting.newest_first(), *reversed(self._in_round))
-        last = next((operation for operation in behind if isinstance(operation, Promised) and operation.number), None)
+        last = next((operation for operation in behind if isinstance(operation, TrackedOperation) and operation.number), None)
         if last is None or not self._runs or not self._tables_work or self._round_lasts(CATCH_UP_S):
             return
-        if last.done is None:
-            last.done = asyncio.get_running_loop().create_future()
-        self._waiting.hurry()
-        await asyncio.wait({last.done}, timeout=CATCH_UP_S)
+        if last.outcome is None:
+            last.outcome = asyncio.get_running_loop().create_future()
+        self._waiting.make_due()
+        await asyncio.wait({last.outcome}, timeout=CATCH_UP_S)
 
     async def settle(self, settlement: Settlement, on_recorded: Callable[[], object] | None = None) -> None:
         """Return once the final state is durable; settling again with the same figures changes nothing. `on_recorded` is called
@@ -196,15 +196,15 @@ class Ledger:
         ended. If the line was durable and the caller has gone on, the error is only logged. Cancelling the caller does not stop
         a settlement.
         """
-        done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        operation = Settle(settlement=settlement, done=done, on_recorded=on_recorded)
-        self._waiting.forget(settlement.request_id)
+        outcome: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        operation = Settle(settlement=settlement, outcome=outcome, on_recorded=on_recorded)
+        self._waiting.drop_checkpoint(settlement.request_id)
         try:
             operation.number = await self._line_of(settlement)
         finally:
             self._put(operation)
         if operation.number is None:
-            await done
+            await outcome
 
     async def _line_of(self, settlement: Settlement) -> int | None:
         """Write the settlement to the journal and return the number of its line; None without one: then the caller must wait
@@ -227,7 +227,7 @@ class Ledger:
 
     def checkpoint(self, rows: Sequence[Checkpoint]) -> None:
         """Queue the progress of running requests; the latest checkpoint of each is written about once a second."""
-        self._waiting.note(rows)
+        self._waiting.put_checkpoints(rows)
 
     @property
     def _runs(self) -> bool:
@@ -259,7 +259,7 @@ class Ledger:
         if self._retry_s:
             await asyncio.sleep(self._retry_s)
             return
-        await self._waiting.something()
+        await self._waiting.wait_until_due()
 
     async def _write_round(self) -> None:
         operations, checkpoints = self._waiting.take()
@@ -289,13 +289,13 @@ class Ledger:
             self._in_round_since_s = None
         self.last_error = None
         self._retry_s = 0.0
-        work.tell()
+        work.report_results()
         for operation in operations:
             if isinstance(operation, Settle) and not operation.written:
                 self.unrecorded_usage_tokens += operation.settlement.usage.total_tokens
         if self._journal is not None:
             self._journal.release(
-                promised.number for promised in operations if isinstance(promised, Promised) and promised.number
+                operation.number for operation in operations if isinstance(operation, TrackedOperation) and operation.number
             )
         self._in_round = []
 

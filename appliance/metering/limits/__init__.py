@@ -1,16 +1,16 @@
 """Whether a request may begin: buckets, windows and queues in memory, decided all or nothing. Knows no engine and no HTTP.
 
-    Admission.admit(asked)
+    Admission.admit(request)
       rules_for       which limits hold for the request, and whose they are
       first_reads     of owners that nobody has asked for since the start: what the ledger says they have used
       needs_of        what it asks of each owner: its prompt, and the output that is expected
       Allowance       one owner's buckets and windows: does any of them refuse?
-        no  ─► take ─► Reservation ─► note … ─► settle or void ─► whoever waits for what is given back tries again
+        no  ─► take ─► Reservation ─► record_progress … ─► settle or void ─► whoever waits for what is given back tries again
         yes ─► queue.wait, where its patience covers the wait, else the error that refusals.py makes
 
 Read them in this order. Each module imports only from lines above its own, or from its own:
 
-    owners, asked, rules: whose limits, what a request is to them, and which hold for it
+    owners, admission_request, rules: whose limits, what a request is to them, and which hold for it
     decisions, refusals: what one limit says to a request, and how its client is told
     windows, token_bucket: a day and a month that are counted in, and tokens per minute as exact arithmetic
     output_estimates, sums: what is known beforehand, of answers to come and of an owner whom nobody has asked for yet

@@ -12,8 +12,8 @@ from dataclasses import dataclass, replace
 from appliance.base.clock import Clock
 from appliance.metering.calendar import BillingCalendar
 from appliance.metering.ledger.records import UsageEvent
+from appliance.metering.limits.admission_request import AdmissionRequest
 from appliance.metering.limits.allowances import Allowance
-from appliance.metering.limits.asked import Asked
 from appliance.metering.limits.decisions import SHADOW, LimitDecision, LimitKind
 from appliance.metering.limits.first_reads import FirstReads
 from appliance.metering.limits.needs import Needs, needs_of
@@ -82,26 +82,26 @@ class Admission:
         self._first_reads = FirstReads(sums, self._allowances, self._live, self._moment)
         self._today: Moment | None = None
 
-    async def admit(self, asked: Asked, patience: Patience = NO_PATIENCE) -> Reservation:
+    async def admit(self, request: AdmissionRequest, patience: Patience = NO_PATIENCE) -> Reservation:
         """Return what was reserved for the request, which must be settled or voided once.
 
         Raises RequestExceedsLimit, BudgetExceeded or RateLimitExceeded; then nothing was taken. After `retry_after_s` of the
         latter every limit that refused has room again, if nobody else takes it. If that is within the `patience`, the request
         waits for it instead; Abandoned says that its client has gone meanwhile.
         """
-        allowances = await self._allowances_of(asked)
+        allowances = await self._allowances_of(request)
         # No await from here to the taking.
-        needs = needs_of(asked, allowances, self.output_estimates)
-        answer = self._try(asked, needs)
+        needs = needs_of(request, allowances, self.output_estimates)
+        answer = self._try(request, needs)
         if isinstance(answer, Reservation):
             return answer
-        if not may_wait(answer.decisions, patience.wait_s) or not self._queue.has_room(answer, asked.principal.tenant.id):
-            raise answer.told
+        if not may_wait(answer.decisions, patience.wait_s) or not self._queue.has_room(answer, request.principal.tenant.id):
+            raise answer.error
         tokens = {allowance: need.expected.tokens for allowance, need in needs.each.items()}
-        return await self._queue.wait(asked, answer, tokens, lambda waiter: self._try(asked, needs, waiter), patience)
+        return await self._queue.wait(request, answer, tokens, lambda waiter: self._try(request, needs, waiter), patience)
 
     @property
-    def waiting(self) -> list[Asked]:
+    def waiting(self) -> list[AdmissionRequest]:
         """Return the requests that wait for room."""
         return self._queue.waiting
 
@@ -111,10 +111,10 @@ class Admission:
         counts from the next one on."""
         at, touched = self._moment(), set()
         for running in self._live:
-            if (principal := principals.get(running.work.key_id)) is not None:
+            if (principal := principals.get(running.request.key_id)) is not None:
                 running.hold_to_budget(principal.tenant.cut_at_budget)
-        waiting = {(asked.principal.key.id, asked.model) for asked in self._queue.waiting}
-        for key_id, model in waiting | {(running.work.key_id, running.work.model) for running in self._live}:
+        waiting = {(request.principal.key.id, request.model) for request in self._queue.waiting}
+        for key_id, model in waiting | {(running.request.key_id, running.request.model) for running in self._live}:
             principal = principals.get(key_id)
             if principal is None:
                 continue
@@ -129,10 +129,10 @@ class Admission:
                 allowance.configure(rule.limits if rule else NO_LIMITS, rule.mode if rule else allowance.mode, at)
         self._queue.wake(touched)
 
-    async def forecast(self, asked: Asked, wait_s: float = 0.0) -> Forecast:
+    async def forecast(self, request: AdmissionRequest, wait_s: float = 0.0) -> Forecast:
         """Return what every limit would say now, and what would come of it with a patience of `wait_s`. Takes nothing."""
-        allowances = await self._allowances_of(asked)
-        needs = needs_of(asked, allowances, self.output_estimates)
+        allowances = await self._allowances_of(request)
+        needs = needs_of(request, allowances, self.output_estimates)
         at = self._moment()
         decisions = [
             self._live.estimate(allowance, decision)
@@ -144,7 +144,7 @@ class Admission:
 
     def correct(self, correction: UsageEvent) -> None:
         """Count a correction that has just been committed, and let those try again who wait for what it gives back."""
-        self._first_reads.hear(correction)
+        self._first_reads.corrected(correction)
         owners = owners_of(correction.tenant_id, correction.key_id, correction.model)
         known = [self._allowances[owner] for owner in owners if owner in self._allowances]
         for allowance in known:
@@ -205,31 +205,31 @@ class Admission:
         """Hear that these levels could not be saved."""
         self._unsaved |= {self._allowances[row.owner] for row in rows}
 
-    async def _allowances_of(self, asked: Asked) -> list[Allowance]:
+    async def _allowances_of(self, request: AdmissionRequest) -> list[Allowance]:
         """Return the allowances that hold for a request, as the limits are now. Of new ones the ledger is read once."""
-        rules = rules_for(asked.principal, asked.model, asked.policy, self._currency)
-        self.output_estimates.meet(asked.principal.key.id, asked.model)
+        rules = rules_for(request.principal, request.model, request.policy, self._currency)
+        self.output_estimates.lengths_of(request.principal.key.id, request.model)
         for rule in rules:
             if rule.owner not in self._allowances:
-                await self._first_reads.meet(rules)
+                await self._first_reads.ensure_known(rules)
                 break
         at = self._moment()
         allowances = [self._allowances[rule.owner] for rule in rules]
         for rule, allowance in zip(rules, allowances, strict=True):
             allowance.bill_in(rule.currency)
             allowance.configure(rule.limits, rule.mode, at)
-        for beside in self._beside(asked, allowances):
+        for beside in self._beside(request, allowances):
             beside.configure(NO_LIMITS, beside.mode, at)  # it had limits of its own for the model
         return allowances
 
-    def _beside(self, asked: Asked, allowances: Collection[Allowance]) -> list[Allowance]:
+    def _beside(self, request: AdmissionRequest, allowances: Collection[Allowance]) -> list[Allowance]:
         """Return what a request counts against beside the `allowances` whose limits hold for it: whose limits have gone, and
         may come back, and whose came while it waited."""
-        who = asked.principal
-        known = map(self._allowances.get, owners_of(who.tenant.id, who.key.id, asked.model))
+        who = request.principal
+        known = map(self._allowances.get, owners_of(who.tenant.id, who.key.id, request.model))
         return [allowance for allowance in known if allowance is not None and allowance not in allowances]
 
-    def _try(self, asked: Asked, needs: Needs, waiter: Waiter | None = None) -> Reservation | Refusals:
+    def _try(self, request: AdmissionRequest, needs: Needs, waiter: Waiter | None = None) -> Reservation | Refusals:
         """Reserve in every allowance, or in none and return why not. Who waits already comes before whoever comes now."""
         at = self._moment()
         refused: list[tuple[Allowance, LimitDecision]] = []
@@ -247,7 +247,7 @@ class Admission:
             for allowance, need in needs.each.items()
         ]
         reservation = Reservation(
-            needs.work,
+            needs.request,
             needs.common,
             holds,
             admitted_at=at.now,
@@ -255,13 +255,13 @@ class Admission:
             on_end=self._ended,
             on_recorded=self._first_reads.recorded,
             overlooked=[decision for each in overlooked.values() for decision in each],
-            cut_at_budget=asked.principal.tenant.cut_at_budget,
+            cut_at_budget=request.principal.tenant.cut_at_budget,
         )
         self._live.add(reservation)
-        for beside in self._beside(asked, needs.each):
+        for beside in self._beside(request, needs.each):
             beside.enter(at)
             self._live.hold(reservation, beside.join(needs.common, at.day))
-        self.output_estimates.began(needs.work)
+        self.output_estimates.began(needs.request)
         self._unsaved.update(needs.each)
         return reservation
 
@@ -270,7 +270,7 @@ class Admission:
         self._first_reads.ended(reservation)
         allowances = [hold.allowance for hold in reservation.holds]
         self._unsaved.update(allowances)
-        self.output_estimates.ended(reservation.work, output_tokens)
+        self.output_estimates.ended(reservation.request, output_tokens)
         self._queue.wake(allowances)
 
     def _moment(self) -> Moment:

@@ -48,7 +48,7 @@ class Ahead(msgspec.Struct, frozen=True, kw_only=True):
     for_window: bool = False
 
 
-NOBODY = Ahead()
+NOTHING_AHEAD = Ahead()
 
 
 class Allowance:
@@ -140,9 +140,9 @@ class Allowance:
         """Make the day and the month of `at` the current ones."""
         self._windows.enter(at)
 
-    def refusals(self, need: Need, at: Moment, ahead: Ahead = NOBODY) -> list[LimitDecision]:
+    def refusals(self, need: Need, at: Moment, ahead: Ahead = NOTHING_AHEAD) -> list[LimitDecision]:
         """Return the decisions of the limits that refuse `need`; none of them changes anything."""
-        if ahead is NOBODY and self._has_plenty(need, at):
+        if ahead is NOTHING_AHEAD and self._has_plenty(need, at):
             return []
         return [decision for decision in self.decisions(need, at, ahead) if not decision.allowed]
 
@@ -164,7 +164,7 @@ class Allowance:
         budget = self._budget_picos
         return budget is None or month.used + month.reserved + need.expected.cost_picos <= budget
 
-    def decisions(self, need: Need, at: Moment, ahead: Ahead = NOBODY) -> Iterator[LimitDecision]:
+    def decisions(self, need: Need, at: Moment, ahead: Ahead = NOTHING_AHEAD) -> Iterator[LimitDecision]:
         """Yield what each limit says to `need`, after what those `ahead` will take."""
         limits = self.limits
         if limits.concurrent_requests is not None:
@@ -246,9 +246,9 @@ class Allowance:
         return self._decide("concurrency", allowed, 1, limit, limit - self.running, wait_s, ahead=ahead)
 
     def _bucket(
-        self, kind: LimitKind, bucket: TokenBucket, need: int, at: Moment, promised: int, ahead: Ahead
+        self, kind: LimitKind, bucket: TokenBucket, need: int, at: Moment, ahead_tokens: int, ahead: Ahead
     ) -> LimitDecision:
-        wait_s = bucket.wait_s(need, at.monotonic_s, ahead=promised)
+        wait_s = bucket.wait_s(need, at.monotonic_s, ahead=ahead_tokens)
         return self._decide(kind, wait_s == 0, need, bucket.capacity, bucket.level(at.monotonic_s), wait_s, ahead=ahead)
 
     def _per_day(self, limit: int, need: int, at: Moment, ahead: Ahead) -> LimitDecision:
@@ -278,7 +278,7 @@ class Allowance:
         wait_s: float | None,
         *,
         held: bool = False,
-        ahead: Ahead = NOBODY,
+        ahead: Ahead = NOTHING_AHEAD,
     ) -> LimitDecision:
         return LimitDecision(
             allowed=allowed,
@@ -312,7 +312,7 @@ class Hold:
     overlooked: bool = False
     live_picos: int = 0
 
-    def note(self, cost_picos: int, currency: str | None, at: Moment) -> bool:
+    def record_cost(self, cost_picos: int, currency: str | None, at: Moment) -> bool:
         """Update what the running request has cost so far; return whether that used up the budget."""
         if self.overlooked:
             return False

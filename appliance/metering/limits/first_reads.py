@@ -28,7 +28,7 @@ from appliance.metering.limits.running import Running
 from appliance.metering.limits.sums import PeriodSums, SumsReader
 from appliance.metering.limits.windows import Moment
 
-OWNERS_AT_ONCE = 64
+OWNERS_PER_READ = 64
 
 
 class FirstReads:
@@ -41,29 +41,29 @@ class FirstReads:
         self._moment = moment
         self._line: deque[Rule] = deque()
         self._met: dict[Owner, asyncio.Future[None]] = {}  # of those in line and those that are read
-        self._heard: list[UsageEvent] = []  # corrections while something is read
+        self._corrections: list[UsageEvent] = []  # corrections while something is read
         self._ended: dict[str, Reservation] = {}  # settled, by request; what is read at the moment may lack their records
         self._recorded: list[str] = []  # of these, since a read began
         self._task: asyncio.Task[None] | None = None
 
-    async def meet(self, rules: Sequence[Rule]) -> None:
+    async def ensure_known(self, rules: Sequence[Rule]) -> None:
         """Return once the owners of `rules` are known. Raises the error of a read."""
-        strangers = [rule for rule in rules if rule.owner not in self._known]
-        for rule in strangers:
+        unknown = [rule for rule in rules if rule.owner not in self._known]
+        for rule in unknown:
             if rule.owner not in self._met:
                 self._met[rule.owner] = asyncio.get_running_loop().create_future()
                 self._line.append(rule)
         if self._task is None:
             self._task = asyncio.create_task(self._read_line(), name="first reads")
-        waiting = [self._met[rule.owner] for rule in strangers]
+        waiting = [self._met[rule.owner] for rule in unknown]
         await asyncio.wait(waiting)
         for met in waiting:
             met.result()
 
-    def hear(self, correction: UsageEvent) -> None:
+    def corrected(self, correction: UsageEvent) -> None:
         """Hear of a correction that has just been committed: what is read at the moment may lack it."""
         if self._task is not None:
-            self._heard.append(correction)
+            self._corrections.append(correction)
 
     def ended(self, reservation: Reservation) -> None:
         """Hear that a request has ended, before it is recorded."""
@@ -84,8 +84,8 @@ class FirstReads:
 
     async def _read_line(self) -> None:
         while self._line:
-            await self._read([self._line.popleft() for _ in range(min(len(self._line), OWNERS_AT_ONCE))])
-        self._heard.clear()
+            await self._read([self._line.popleft() for _ in range(min(len(self._line), OWNERS_PER_READ))])
+        self._corrections.clear()
         for request_id in self._recorded:
             self._ended.pop(request_id, None)
         self._recorded.clear()
@@ -110,9 +110,9 @@ class FirstReads:
         # No await from here on: a request runs or has ended.
         for allowance in made.values():
             allowance.enter(self._moment())  # it may have been read over midnight
-        self._hold_what_runs(made)
-        self._count_what_ended(made, sums)
-        for correction in self._heard:
+        self._hold_running(made)
+        self._count_ended(made, sums)
+        for correction in self._corrections:
             for owner in owners_of(correction.tenant_id, correction.key_id, correction.model):
                 if owner in made:
                     made[owner].correct(correction)
@@ -120,23 +120,23 @@ class FirstReads:
             self._known[owner] = allowance
             self._met.pop(owner).set_result(None)
 
-    def _hold_what_runs(self, made: Mapping[Owner, Allowance]) -> None:
+    def _hold_running(self, made: Mapping[Owner, Allowance]) -> None:
         """Let what runs already, from before it had these limits, count with them from now on, on the day of its admission: no
         record has it yet."""
         for reservation in self._live:
             for allowance in _counting(reservation, made):
                 self._live.hold(reservation, allowance.join(reservation.need, reservation.holds[0].day.start))
 
-    def _count_what_ended(self, made: Mapping[Owner, Allowance], sums: Mapping[Owner, PeriodSums]) -> None:
+    def _count_ended(self, made: Mapping[Owner, Allowance], sums: Mapping[Owner, PeriodSums]) -> None:
         """Count what was settled without these limits and was recorded too late for the sums, on the day of its admission."""
         for request_id, reservation in self._ended.items():
             admitted = reservation.holds[0].day.start
             for allowance in _counting(reservation, made):
                 if request_id not in sums[allowance.owner].counted:
-                    allowance.count(reservation.used, reservation.work.currency, admitted)
+                    allowance.count(reservation.used, reservation.request.currency, admitted)
 
 
 def _counting(reservation: Reservation, made: Mapping[Owner, Allowance]) -> list[Allowance]:
     """Return those of `made` that a request counts against."""
-    work = reservation.work
-    return [made[owner] for owner in owners_of(work.tenant_id, work.key_id, work.model) if owner in made]
+    request = reservation.request
+    return [made[owner] for owner in owners_of(request.tenant_id, request.key_id, request.model) if owner in made]

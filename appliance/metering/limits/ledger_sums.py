@@ -170,9 +170,9 @@ async def _events(connection: AsyncConnection, spans: Mapping[Owner, Span]) -> d
 def events_query(spans: Mapping[Owner, Span]) -> Select[Any]:
     """Ask for settled requests of owners, who are some, in their spans: RECENT_EVENTS_MAX at most, of one owner the latest."""
     events = usage_events.c
-    whose = [
+    conditions = [
         and_(
-            _of(owner),
+            _owned_by(owner),
             events.admitted_at >= span.admitted,  # beside what follows, so that an index on admission begins there
             or_(events.admitted_at >= span.moment, events.settled_at >= span.moment),
         )
@@ -187,14 +187,14 @@ def events_query(spans: Mapping[Owner, Span]) -> Select[Any]:
         (events.prompt_tokens + events.completion_tokens).label("tokens"),
         events.reserved_tokens,
     )
-    query = query.where(or_(*whose), events.kind == "usage", events.status.in_(SETTLED)).limit(RECENT_EVENTS_MAX)
+    query = query.where(or_(*conditions), events.kind == "usage", events.status.in_(SETTLED)).limit(RECENT_EVENTS_MAX)
     return query.order_by(events.admitted_at.desc()) if len(spans) == 1 else query
 
 
-def _of(owner: Owner) -> ColumnElement[bool]:
+def _owned_by(owner: Owner) -> ColumnElement[bool]:
     """Return the condition on events of `owner`."""
     events = usage_events.c
     if owner.scope == "model":
         return events.model == owner.model
-    whose = (events.tenant_id if owner.scope == "tenant" else events.key_id) == owner.id
-    return whose if owner.model is None else and_(whose, events.model == owner.model)
+    condition = (events.tenant_id if owner.scope == "tenant" else events.key_id) == owner.id
+    return condition if owner.model is None else and_(condition, events.model == owner.model)

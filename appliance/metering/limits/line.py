@@ -30,7 +30,7 @@ class Line(Generic[W]):
     def __iter__(self) -> Iterator[W]:
         return iter(self._waiters)
 
-    def stand(self, seq: int, waiter: W, tokens: int, *, for_window: bool) -> None:
+    def join(self, seq: int, waiter: W, tokens: int, *, for_window: bool) -> None:
         """Add a waiter at the place of its arrival number, or update what it needs."""
         place, need = bisect_left(self._seqs, seq), (tokens, for_window)
         if place < len(self._seqs) and self._seqs[place] == seq:

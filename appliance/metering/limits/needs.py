@@ -7,8 +7,8 @@ from collections.abc import Mapping, Sequence
 
 import msgspec
 
+from appliance.metering.limits.admission_request import AdmissionRequest, PricedRequest
 from appliance.metering.limits.allowances import Allowance, Amount, Need
-from appliance.metering.limits.asked import Asked, Work
 from appliance.metering.limits.output_estimates import OutputEstimates
 from appliance.tenancy.principals import Limits
 
@@ -16,36 +16,36 @@ from appliance.tenancy.principals import Limits
 class Needs(msgspec.Struct, frozen=True, kw_only=True):
     """What a request is to cost, and what it asks of each of its allowances; `common` is what it asks of all that refuse."""
 
-    work: Work
+    request: PricedRequest
     common: Need
     each: Mapping[Allowance, Need]
 
 
-def needs_of(asked: Asked, allowances: Sequence[Allowance], estimates: OutputEstimates) -> Needs:
+def needs_of(request: AdmissionRequest, allowances: Sequence[Allowance], estimates: OutputEstimates) -> Needs:
     """Return what is asked of each of `allowances`. It differs where a guess is cut to the room that limits leave: limits in
     shadow mode cut it for themselves alone."""
-    work = asked.work()
+    priced = request.priced()
     enforced = [allowance.limits for allowance in allowances if allowance.enforces]
-    common = _need(asked, work, _room(enforced), estimates)
+    common = _need(request, priced, _room(enforced), estimates)
     return Needs(
-        work=work,
+        request=priced,
         common=common,
         each={
-            allowance: common if allowance.enforces else _need(asked, work, _room([*enforced, allowance.limits]), estimates)
+            allowance: common if allowance.enforces else _need(request, priced, _room([*enforced, allowance.limits]), estimates)
             for allowance in allowances
         },
     )
 
 
-def _need(asked: Asked, work: Work, room: float, estimates: OutputEstimates) -> Need:
-    room_each = (room - asked.prompt_tokens) / asked.answers
-    each = estimates.output(work, asked.max_output_tokens, room_each)
-    expected = asked.answers * each
-    longest = asked.answers * max(each, asked.max_output_tokens or 0, asked.output_room or 0)
+def _need(request: AdmissionRequest, priced: PricedRequest, room: float, estimates: OutputEstimates) -> Need:
+    room_each = (room - request.prompt_tokens) / request.answers
+    each = estimates.output(priced, request.max_output_tokens, room_each)
+    expected = request.answers * each
+    longest = request.answers * max(each, request.max_output_tokens or 0, request.output_room or 0)
     return Need(
-        expected=Amount(tokens=asked.prompt_tokens + expected, cost_picos=work.cost(0, expected)),
-        worst=Amount(tokens=asked.prompt_tokens + longest, cost_picos=work.cost_at_most(longest)),
-        currency=work.currency,
+        expected=Amount(tokens=request.prompt_tokens + expected, cost_picos=priced.cost(0, expected)),
+        worst=Amount(tokens=request.prompt_tokens + longest, cost_picos=priced.cost_at_most(longest)),
+        currency=priced.currency,
     )
 
 

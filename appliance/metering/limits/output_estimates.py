@@ -12,7 +12,7 @@ import structlog
 
 from appliance.base.background import Background
 from appliance.base.clock import Clock
-from appliance.metering.limits.asked import Work
+from appliance.metering.limits.admission_request import PricedRequest
 
 OUTPUTS_KEPT = 100
 """Answers of a key with a model by which the length of the next one is guessed."""
@@ -87,8 +87,8 @@ class OutputEstimates:
     async def read(self) -> None:
         """Read what the ledger knows of every key and model that was met since the last time."""
         while self._unread:
-            key_id, model = whose = next(iter(self._unread))
-            lengths = self._unread.pop(whose)
+            key_id, model = pair = next(iter(self._unread))
+            lengths = self._unread.pop(pair)
             try:
                 lengths.remember(await self._reader.outputs(key_id, model, lengths.since))
             except Exception:  # noqa: BLE001 - without its history a key is one of which nothing is known
@@ -105,44 +105,44 @@ class OutputEstimates:
             self._met.clear()
             await self.read()
 
-    def meet(self, key_id: str, model: str) -> Lengths:
+    def lengths_of(self, key_id: str, model: str) -> Lengths:
         """Return what is known of a key with a model. At their first meeting that is nothing: the ledger is read later."""
-        whose = (key_id, model)
-        known = self._lengths.get(whose)
+        pair = (key_id, model)
+        known = self._lengths.get(pair)
         if known is not None:
-            self._lengths.move_to_end(whose)
+            self._lengths.move_to_end(pair)
             return known
         if len(self._lengths) >= PAIRS_KEPT:
             self._forget_one()
-        made = self._lengths[whose] = self._unread[whose] = Lengths(self._clock.now())
+        made = self._lengths[pair] = self._unread[pair] = Lengths(self._clock.now())
         self._met.set()
         return made
 
     def _forget_one(self) -> None:
         """Forget the least recently used that has no answer running: a running answer must be counted down when it ends."""
-        whose = next((whose for whose, lengths in self._lengths.items() if not lengths.running), None)
-        if whose is not None:
-            del self._lengths[whose]
-            self._unread.pop(whose, None)
+        pair = next((pair for pair, lengths in self._lengths.items() if not lengths.running), None)
+        if pair is not None:
+            del self._lengths[pair]
+            self._unread.pop(pair, None)
 
-    def began(self, work: Work) -> None:
+    def began(self, request: PricedRequest) -> None:
         """Hear that a request was admitted."""
-        self.meet(work.key_id, work.model).running += work.answers
+        self.lengths_of(request.key_id, request.model).running += request.answers
 
-    def ended(self, work: Work, output_tokens: int) -> None:
+    def ended(self, request: PricedRequest, output_tokens: int) -> None:
         """Hear how long each of its answers was; 0 when there was none."""
-        lengths = self._lengths[work.key_id, work.model]
-        lengths.running -= work.answers
+        lengths = self._lengths[request.key_id, request.model]
+        lengths.running -= request.answers
         if output_tokens:
             lengths.ended.append(output_tokens)
 
-    def output(self, work: Work, max_output_tokens: int | None, room: float) -> int:
-        """Return the output to reserve for each answer of `work`, never above the asked maximum.
+    def output(self, request: PricedRequest, max_output_tokens: int | None, room: float) -> int:
+        """Return the output to reserve for each answer of `request`, never above the asked maximum.
 
         When nothing was asked for, a guess never makes a request larger than a limit: it is cut to the `room` that the limits
         leave beside the prompt.
         """
-        guess = self.meet(work.key_id, work.model).guess(work.answers - 1)
+        guess = self.lengths_of(request.key_id, request.model).guess(request.answers - 1)
         if max_output_tokens is not None:
             return min(max_output_tokens, guess)
         return int(max(0, min(guess, room)))

@@ -26,8 +26,8 @@ import msgspec
 from appliance.base.clock import Clock
 from appliance.base.errors import GatehouseError, Refused
 from appliance.base.shared_places import has_place
-from appliance.metering.limits.allowances import NOBODY, Ahead, Allowance
-from appliance.metering.limits.asked import Asked
+from appliance.metering.limits.admission_request import AdmissionRequest
+from appliance.metering.limits.allowances import NOTHING_AHEAD, Ahead, Allowance
 from appliance.metering.limits.decisions import LimitDecision
 from appliance.metering.limits.line import Line
 from appliance.metering.limits.refusals import refusal
@@ -35,7 +35,7 @@ from appliance.metering.limits.reservations import Reservation
 
 WAITING_MAX = 1024  # places of all lines together
 LINE_MAX = 256
-TRIES_AT_ONCE = 32  # in a turn of the event loop: two milliseconds
+TRIES_PER_TURN = 32  # in a turn of the event loop: two milliseconds
 ROUNDING_S = 0.001  # waits are told in whole milliseconds, rounded up
 WINDOWS = ("tokens_per_day", "budget")
 
@@ -96,7 +96,7 @@ class Refusals:
         return [decision for _allowance, decision in self.by]
 
     @property
-    def told(self) -> Refused:
+    def error(self) -> Refused:
         """Return the error for the client."""
         return refusal([self.estimate(allowance, decision) for allowance, decision in self.by])
 
@@ -107,7 +107,7 @@ class Waiter:
     there."""
 
     seq: int
-    asked: Asked
+    request: AdmissionRequest
     tokens: Mapping[Allowance, int]
     attempt: Callable[[Waiter], Reservation | Refusals]
     deadline_s: float
@@ -118,7 +118,7 @@ class Waiter:
     @property
     def tenant_id(self) -> str:
         """Return whose places it takes."""
-        return self.asked.principal.tenant.id
+        return self.request.principal.tenant.id
 
 
 class AdmissionQueue:
@@ -136,14 +136,14 @@ class AdmissionQueue:
         self._trying = False
 
     @property
-    def waiting(self) -> list[Asked]:
+    def waiting(self) -> list[AdmissionRequest]:
         """Return the requests that wait."""
-        return [waiter.asked for waiter in self._waiting]
+        return [waiter.request for waiter in self._waiting]
 
     def ahead(self, allowance: Allowance, waiter: Waiter | None = None) -> Ahead:
         """Return what those before `waiter` in the line need; everyone in it when None, for a newcomer."""
         line = self._lines.get(allowance)
-        return NOBODY if line is None else line.ahead(None if waiter is None else waiter.seq)
+        return NOTHING_AHEAD if line is None else line.ahead(None if waiter is None else waiter.seq)
 
     def has_room(self, refusals: Refusals, tenant_id: str) -> bool:
         """Return whether one more request of the tenant may join the lines of those that refused it."""
@@ -154,7 +154,7 @@ class AdmissionQueue:
 
     async def wait(
         self,
-        asked: Asked,
+        request: AdmissionRequest,
         refusals: Refusals,
         tokens: Mapping[Allowance, int],
         attempt: Callable[[Waiter], Reservation | Refusals],
@@ -164,17 +164,17 @@ class AdmissionQueue:
 
         Raises the last refusal when `patience` is over, Abandoned when its client is gone, and what `refuse_all` was given.
         """
-        with self._observed(asked.model):
+        with self._observed(request.model):
             waiter = Waiter(
                 seq=next(self._seq),
-                asked=asked,
+                request=request,
                 tokens=tokens,
                 attempt=attempt,
                 deadline_s=self._clock.monotonic_s() + patience.wait_s,
                 answer=asyncio.get_running_loop().create_future(),
             )
             self._waiting.add(waiter)
-            self._stand_in_line(waiter, refusals)
+            self._join_lines(waiter, refusals)
             watcher = asyncio.ensure_future(_never() if patience.gone is None else patience.gone())
             kept = False
             try:
@@ -185,7 +185,7 @@ class AdmissionQueue:
                 return waiter.answer.result()
             finally:
                 watcher.cancel()
-                self._let_go(waiter, kept=kept)
+                self._discard(waiter, kept=kept)
 
     @contextmanager
     def _observed(self, model: str) -> Iterator[None]:
@@ -207,13 +207,13 @@ class AdmissionQueue:
     def wake(self, allowances: Iterable[Allowance]) -> None:
         """Try everyone in these lines again, in order of arrival: something was given back, or a waiter has left.
 
-        That happens in the next turns of the event loop, once for everything within a turn, and TRIES_AT_ONCE at a time.
+        That happens in the next turns of the event loop, once for everything within a turn, and TRIES_PER_TURN at a time.
         Newcomers do not get in between: they leave room for those who wait.
         """
         self._moved.update(allowance for allowance in allowances if allowance in self._lines)
-        self._go_on()
+        self._schedule_tries()
 
-    def _go_on(self) -> None:
+    def _schedule_tries(self) -> None:
         if (self._moved or self._due) and not self._trying:
             self._trying = True
             asyncio.get_running_loop().call_soon(self._try_some)
@@ -226,12 +226,12 @@ class AdmissionQueue:
             self._moved.clear()
             self._due.extend(sorted(waiters, key=lambda each: each.seq))
         try:
-            for _ in range(min(TRIES_AT_ONCE, len(self._due))):
+            for _ in range(min(TRIES_PER_TURN, len(self._due))):
                 waiter = self._due.popleft()
                 if waiter in self._waiting:
                     self._moved |= self._try(waiter)
         finally:
-            self._go_on()
+            self._schedule_tries()
 
     def refuse_all(self, error: Exception) -> None:
         """End every wait with `error`."""
@@ -250,17 +250,17 @@ class AdmissionQueue:
         left_s = waiter.deadline_s - self._clock.monotonic_s()
         if left_s <= 0 or not may_wait(answer.decisions, left_s + ROUNDING_S):
             left = self._leave(waiter)
-            waiter.answer.set_exception(answer.told)
+            waiter.answer.set_exception(answer.error)
             return left
-        return self._stand_in_line(waiter, answer)
+        return self._join_lines(waiter, answer)
 
-    def _stand_in_line(self, waiter: Waiter, refusals: Refusals) -> set[Allowance]:
+    def _join_lines(self, waiter: Waiter, refusals: Refusals) -> set[Allowance]:
         """Join the line of every owner that refused, leave and return those of models that did not, and plan a retry."""
         refusing = {allowance for allowance, _decision in refusals.by}
         for allowance in refusing:
             for_window = any(each is allowance and d.kind in WINDOWS for each, d in refusals.by)
             line = self._lines.setdefault(allowance, Line())
-            line.stand(waiter.seq, waiter, waiter.tokens[allowance], for_window=for_window)
+            line.join(waiter.seq, waiter, waiter.tokens[allowance], for_window=for_window)
             waiter.lines.add(allowance)
         left = {each for each in waiter.lines if each.owner.scope == "model" and each not in refusing}
         for allowance in left:
@@ -293,7 +293,7 @@ class AdmissionQueue:
         if not line:
             del self._lines[allowance]
 
-    def _let_go(self, waiter: Waiter, *, kept: bool) -> None:
+    def _discard(self, waiter: Waiter, *, kept: bool) -> None:
         """Remove a waiter that nobody awaits any more. If it was admitted just then, that is put back; those behind move up."""
         left = self._leave(waiter)
         answer = waiter.answer

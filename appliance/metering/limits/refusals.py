@@ -40,7 +40,7 @@ def budget_exceeded(decision: LimitDecision) -> BudgetExceeded:
     limit, left = (_money(picos, decision.currency) for picos in (decision.limit, max(decision.level, 0)))
     need = _money(decision.need + PICOS_PER_MICRO - 1, decision.currency)
     message = (
-        f"{_whose(decision)} budget of this month ({limit}) does not cover the request: {left} are left, it may cost {need}"
+        f"{_owner(decision)} budget of this month ({limit}) does not cover the request: {left} are left, it may cost {need}"
     )
     return BudgetExceeded(message)
 
@@ -54,7 +54,7 @@ def not_priced(model: str, currency: str | None) -> ModelNotPriced:
 
 def _never_fits(decision: LimitDecision) -> RequestExceedsLimit:
     return RequestExceedsLimit(
-        f"the request needs {_need(decision)} and {_whose(decision)} limit is {decision.limit} "
+        f"the request needs {_need(decision)} and {_owner(decision)} limit is {decision.limit} "
         f"{_LIMIT_NAMES[decision.kind]}: it can never be admitted",
         limit_type=_limit_type(decision),
     )
@@ -73,12 +73,12 @@ def _about(decision: LimitDecision) -> str:
 def _reason(decision: LimitDecision) -> str:
     name = _LIMIT_NAMES[decision.kind]
     if decision.held:
-        return f"running requests have reserved the rest of {_whose(decision)} {name}"
+        return f"running requests have reserved the rest of {_owner(decision)} {name}"
     if decision.ahead:
         requests = "1 request is" if decision.ahead == 1 else f"{decision.ahead} requests are"
-        return f"{requests} already waiting for {_whose(decision)} limit of {_size(decision)}"
+        return f"{requests} already waiting for {_owner(decision)} limit of {_size(decision)}"
     left = max(decision.level, 0)
-    return f"{_whose(decision)} limit of {_size(decision)} is reached: the request needs {_need(decision)}, {left} are left"
+    return f"{_owner(decision)} limit of {_size(decision)} is reached: the request needs {_need(decision)}, {left} are left"
 
 
 def _need(decision: LimitDecision) -> str:
@@ -90,7 +90,7 @@ def _size(decision: LimitDecision) -> str:
     return f"{size} {_LIMIT_NAMES[decision.kind]}"
 
 
-def _whose(decision: LimitDecision) -> str:
+def _owner(decision: LimitDecision) -> str:
     if decision.scope == "model" or decision.model is None:
         return f"the {decision.scope}'s"
     return f"the {decision.scope}'s {decision.model}"

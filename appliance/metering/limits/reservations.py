@@ -6,8 +6,8 @@ from collections.abc import Callable, Sequence
 from datetime import datetime
 
 from appliance.base.money import BASIS_POINTS
+from appliance.metering.limits.admission_request import PricedRequest
 from appliance.metering.limits.allowances import Amount, Hold, Need
-from appliance.metering.limits.asked import Work
 from appliance.metering.limits.decisions import LimitDecision
 from appliance.metering.limits.windows import Moment
 
@@ -20,7 +20,7 @@ class Reservation:
 
     def __init__(
         self,
-        work: Work,
+        request: PricedRequest,
         need: Need,
         holds: Sequence[Hold],
         *,
@@ -31,7 +31,7 @@ class Reservation:
         overlooked: Sequence[LimitDecision] = (),
         cut_at_budget: bool = False,
     ) -> None:
-        self.work = work
+        self.request = request
         self.need = need
         self.holds = list(holds)
         self.admitted_at = admitted_at
@@ -55,9 +55,9 @@ class Reservation:
     @property
     def basis_points(self) -> int:
         """Return the share of the price that is paid, in ten-thousandths."""
-        return BASIS_POINTS if self.work.rate is None else self.work.rate.basis_points
+        return BASIS_POINTS if self.request.rate is None else self.request.rate.basis_points
 
-    def note(self, cached_tokens: int, completion_tokens: int, rejected_tokens: int = 0) -> bool:
+    def record_progress(self, cached_tokens: int, completion_tokens: int, rejected_tokens: int = 0) -> bool:
         """Update how far the request is; return whether it must end because that spent a budget."""
         self.output_tokens = completion_tokens
         if self._first is None and completion_tokens:
@@ -65,8 +65,8 @@ class Reservation:
         if not self._cut_at_budget or self._ended:
             return False
         at = self._moment()
-        cost_picos = self.work.cost(cached_tokens, completion_tokens, rejected_tokens=rejected_tokens)
-        spent = [hold.note(cost_picos, self.work.currency, at) for hold in self.holds]  # each of them hears of it
+        cost_picos = self.request.cost(cached_tokens, completion_tokens, rejected_tokens=rejected_tokens)
+        spent = [hold.record_cost(cost_picos, self.request.currency, at) for hold in self.holds]  # each of them hears of it
         return any(spent)
 
     def hold_to_budget(self, cut_at_budget: bool) -> None:
@@ -86,7 +86,7 @@ class Reservation:
     def tokens_left(self) -> int:
         """Return how many output tokens are probably still to come: up to what was expected, and beyond that as many again as
         there were, within the longest that it may take."""
-        prompt, had = self.work.prompt_tokens, self.output_tokens
+        prompt, had = self.request.prompt_tokens, self.output_tokens
         expected, longest = self.need.expected.tokens - prompt, self.need.worst.tokens - prompt
         return expected - had if had < expected else max(min(had, longest - had), 0)
 
@@ -101,15 +101,15 @@ class Reservation:
         if tokens_used < 0:
             raise ValueError("token counts must not be negative")
         self._end()
-        prompt = min(tokens_used, self.work.prompt_tokens)
+        prompt = min(tokens_used, self.request.prompt_tokens)
         completion = tokens_used - prompt
-        cost = self.work.cost(cached_tokens, completion, rejected_tokens=rejected_tokens, prompt=prompt)
+        cost = self.request.cost(cached_tokens, completion, rejected_tokens=rejected_tokens, prompt=prompt)
         used = self.used = Amount(tokens=tokens_used, cost_picos=cost)
         self.request_id = request_id
         now_s = self._moment().monotonic_s
         for hold in self.holds:
-            hold.settle(used, self.work.currency, now_s)
-        self._on_end(self, -(-completion // self.work.answers))
+            hold.settle(used, self.request.currency, now_s)
+        self._on_end(self, -(-completion // self.request.answers))
 
     def recorded(self) -> None:
         """Hear that the record has the settlement, for reads of the ledger from now on, or that it never will."""

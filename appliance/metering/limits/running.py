@@ -105,7 +105,7 @@ def _outlook(holders: Mapping[Reservation, Hold], now_s: float) -> Outlook:
     ends: list[tuple[float, int, int]] = []
     for each, hold in holders.items():
         pace_s, left = paces[each], each.tokens_left
-        share = max(1 - (each.work.prompt_tokens + each.output_tokens + left) / max(each.need.worst.tokens, 1), 0.0)
+        share = max(1 - (each.request.prompt_tokens + each.output_tokens + left) / max(each.need.worst.tokens, 1), 0.0)
         given_back = int(hold.held.tokens * share), int(hold.held.cost_picos * share)
         ends.append((left * (usual_s if pace_s is None else pace_s), *given_back))
     ends.sort()

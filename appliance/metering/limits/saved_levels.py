@@ -16,7 +16,7 @@ from sqlalchemy import select
 from sqlalchemy.ext.asyncio import AsyncConnection
 
 from appliance.base.background import Background, repeat
-from appliance.base.db import Database, overwriting
+from appliance.base.db import Database, upsert_for
 from appliance.base.prepared import Prepared
 from appliance.base.tables import limit_levels
 from appliance.metering.limits.decisions import LimitKind
@@ -112,6 +112,6 @@ def _columns(row: LevelRow) -> dict[str, Any]:
 
 
 _SAVE = {
-    kind: Prepared(overwriting(kind, limit_levels, ["owner", "model", "kind"], ["capacity", "level_units", "saved_at"]))
+    kind: Prepared(upsert_for(kind, limit_levels, ["owner", "model", "kind"], ["capacity", "level_units", "saved_at"]))
     for kind in ("sqlite", "postgresql")
 }

@@ -25,10 +25,10 @@ class AlertWatch:
         self._keys = keys
         self._models = models
         self._down_s: dict[str, float] = {}
-        self._told: set[str] = set()
+        self._alerted: set[str] = set()
         self._rounds = Background(
             "alert watch",
-            lambda: repeat(self.look, INTERVAL_S, failure="what to alert of could not be looked at", at_once=True),
+            lambda: repeat(self.check, INTERVAL_S, failure="what to alert of could not be looked at", immediately=True),
         )
 
     def start(self) -> None:
@@ -39,29 +39,29 @@ class AlertWatch:
         """End."""
         await self._rounds.stop()
 
-    async def look(self) -> None:
+    async def check(self) -> None:
         """Look once at everything."""
         await self._budgets.sweep()
         await self._keys.sweep()
-        await self._look_at_engines()
+        await self._check_engines()
 
-    async def _look_at_engines(self) -> None:
+    async def _check_engines(self) -> None:
         now_s = self._clock.monotonic_s()
         for model in self._models.list():
             state = model.client.state
             if state in _SERVED:
                 self._down_s.pop(model.name, None)
-                self._told.discard(model.name)
+                self._alerted.discard(model.name)
                 continue
             down_s = now_s - self._down_s.setdefault(model.name, now_s)
-            if down_s >= ENGINE_DOWN_S and model.name not in self._told:
-                await self._tell_engine_down(model.name, state, round(down_s), model.client.error)
-                self._told.add(model.name)
+            if down_s >= ENGINE_DOWN_S and model.name not in self._alerted:
+                await self._enqueue_engine_down(model.name, state, round(down_s), model.client.error)
+                self._alerted.add(model.name)
 
-    async def _tell_engine_down(self, model: str, state: str, down_s: int, error: str | None) -> None:
+    async def _enqueue_engine_down(self, model: str, state: str, down_s: int, error: str | None) -> None:
         now = self._clock.now()
         async with self._db.writing() as connection:
-            await outbox.tell(
+            await outbox.enqueue(
                 connection,
                 now,
                 event="engine.down",

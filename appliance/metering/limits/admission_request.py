@@ -18,7 +18,7 @@ def is_batch_work(service_tier: object) -> bool:
     return check_choice(service_tier, "service_tier", SERVICE_TIERS) == "flex"
 
 
-class Work(msgspec.Struct, frozen=True, kw_only=True):
+class PricedRequest(msgspec.Struct, frozen=True, kw_only=True):
     """What a request asks of the box: a prompt, some answers, and what they cost at its tenant's `rate`."""
 
     tenant_id: str
@@ -46,7 +46,7 @@ class Work(msgspec.Struct, frozen=True, kw_only=True):
         return max(self.cost(0, completion_tokens), self.cost(self.prompt_tokens, completion_tokens))
 
 
-class Asked(msgspec.Struct, frozen=True, kw_only=True):
+class AdmissionRequest(msgspec.Struct, frozen=True, kw_only=True):
     """A request as admission sees it.
 
     `max_output_tokens` is what was asked for; `output_room` is how long the answer may get, which differs when nothing was
@@ -68,10 +68,10 @@ class Asked(msgspec.Struct, frozen=True, kw_only=True):
         if self.prompt_tokens < 0 or (self.max_output_tokens or 0) < 0 or self.answers < 1:
             raise ValueError("token counts must not be negative, and there is at least one answer")
 
-    def work(self) -> Work:
+    def priced(self) -> PricedRequest:
         """Return what it costs whom."""
         tenant, price = self.principal.tenant, self.price
-        return Work(
+        return PricedRequest(
             tenant_id=tenant.id,
             key_id=self.principal.key.id,
             model=self.model,
