@@ -7,6 +7,8 @@ A handler names them in its `opt`: `body` is the type it takes, `answer` the typ
 
 from __future__ import annotations
 
+import asyncio
+from functools import cache
 from typing import Any
 
 import msgspec
@@ -21,6 +23,7 @@ from appliance.api.descriptions import describe_fields
 from appliance.api.descriptions.parameters import describe_parameter
 from appliance.api.error_responses import ErrorAnswer
 
+_PATH = "/schema/openapi.json"
 _REFERENCE = "#/components/schemas/{name}"
 _SECURITY_SCHEMES = {
     "api_key": {"type": "http", "scheme": "bearer", "description": "A tenant's API key: gh_..."},
@@ -41,18 +44,21 @@ _SUCCESSES = {200: "OK", 201: "Created", 204: "Done, without a body"}
 _SECURITY_BY_TAG = {"inference": ("api_key", "api_key_header"), "administration": ("administrator",)}
 
 
-class CompleteJson(JsonRenderPlugin):
-    """Completes the schema and renders it as JSON, once."""
+class Document:
+    """The document as JSON. Built when it is first asked for, in a thread: it takes tenths of a second."""
 
     def __init__(self) -> None:
-        super().__init__(path="/openapi.json")
-        self._rendered: bytes | None = None
+        self._json: bytes | None = None
+        self._building = asyncio.Lock()
 
-    def render(self, request: Request[Any, Any, Any], openapi_schema: dict[str, Any]) -> bytes:
-        """Return the schema of the application that serves `request`."""
-        if self._rendered is None:
-            self._rendered = msgspec.json.encode(_completed(request.app, openapi_schema))
-        return self._rendered
+    async def answer(self, request: Request[Any, Any, Any]) -> Response[bytes] | None:
+        """Answer in place of the framework's handler, which would build its schema in the event loop. None for other paths."""
+        if request.url.path != _PATH:
+            return None
+        async with self._building:
+            if self._json is None:
+                self._json = await asyncio.to_thread(_build, request.app)
+        return Response(self._json, media_type="application/json")
 
 
 def openapi_config(version: str) -> OpenAPIConfig:
@@ -62,13 +68,21 @@ def openapi_config(version: str) -> OpenAPIConfig:
         version=version,
         use_handler_docstrings=True,
         openapi_router=_router(),
-        render_plugins=[CompleteJson()],
+        render_plugins=[JsonRenderPlugin(path="/openapi.json")],
     )
 
 
 def _router() -> Router:
     """Return the router of the document. For unknown paths below it the framework adds a page of its own; this replaces it."""
-    return Router("/schema", route_handlers=[], include_in_schema=False, dto=None, return_dto=None, after_request=_found)
+    return Router(
+        "/schema",
+        route_handlers=[],
+        include_in_schema=False,
+        dto=None,
+        return_dto=None,
+        before_request=Document().answer,
+        after_request=_found,
+    )
 
 
 def _found(response: Response[Any]) -> Response[Any]:
@@ -77,7 +91,9 @@ def _found(response: Response[Any]) -> Response[Any]:
     return response
 
 
-def _completed(app: Litestar, schema: dict[str, Any]) -> dict[str, Any]:
+def _build(app: Litestar) -> bytes:
+    """Return the document of `app`: the framework's schema, completed."""
+    schema = app.openapi_schema.to_schema()
     components = schema.setdefault("components", {})
     components["securitySchemes"] = _SECURITY_SCHEMES
     schemas = components.setdefault("schemas", {})
@@ -92,7 +108,7 @@ def _completed(app: Litestar, schema: dict[str, Any]) -> dict[str, Any]:
                 _describe_parameters(operation, route)
     _describe_structs(app, schemas)
     describe_fields(schemas)
-    return schema
+    return msgspec.json.encode(schema)
 
 
 def _complete(operation: dict[str, Any], handler: HTTPRouteHandler, schemas: dict[str, Any]) -> None:
@@ -161,6 +177,13 @@ def _security(operation: dict[str, Any]) -> tuple[str, ...]:
 
 
 def _json_content(kind: Any, components: dict[str, Any]) -> dict[str, Any]:
-    (reference,), definitions = msgspec.json.schema_components([kind], ref_template=_REFERENCE)
+    reference, definitions = _components_of(kind)
     components.update(definitions)
     return {"application/json": {"schema": reference}}
+
+
+@cache  # errors and lists are those of nearly every operation
+def _components_of(kind: Any) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return the reference to a type, and its components."""
+    (reference,), definitions = msgspec.json.schema_components([kind], ref_template=_REFERENCE)
+    return reference, definitions

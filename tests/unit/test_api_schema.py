@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import asyncio
 import re
+import threading
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any, cast
 
 import httpx
 import pytest
+from litestar import Litestar
 from litestar.routes import HTTPRoute
 
-from appliance.api import descriptions
+from appliance.api import descriptions, openapi
 from appliance.api.descriptions import administration, billing, inference, machine, organization, parameters
 from tests.support.api_box import ApiBox, open_api_box
 
@@ -33,6 +35,23 @@ async def test_every_path_of_the_interface_is_described(box: ApiBox) -> None:
     for route in ours:
         for method in METHODS & set(route.methods):
             assert method.lower() in paths[route.path_format], f"{method} {route.path_format}"
+
+
+async def test_the_document_is_built_once_and_not_in_the_event_loop(monkeypatch: pytest.MonkeyPatch) -> None:
+    threads: list[threading.Thread] = []
+
+    def build(app: Litestar) -> bytes:
+        threads.append(threading.current_thread())
+        return b"{}"
+
+    monkeypatch.setattr(openapi, "_build", build)
+    app = Litestar(openapi_config=openapi.openapi_config("1"))
+    async with httpx.AsyncClient(transport=httpx.ASGITransport(app=cast(Any, app)), base_url="http://box") as client:
+        answers = await asyncio.gather(*(client.get("/schema/openapi.json") for _ in range(3)))
+
+    assert [answer.json() for answer in answers] == [{}, {}, {}]
+    assert len(threads) == 1
+    assert threads[0] is not threading.current_thread()
 
 
 async def test_bodies_that_we_decode_ourselves_are_described(box: ApiBox) -> None:
