@@ -157,7 +157,7 @@ def _check_running(admission: Admission, live: list[tuple[Principal, Reservation
 
 def _waits_for_others(refused: Refused) -> bool:
     """Return whether running requests stand in the way, of which nobody knows when they end."""
-    return "concurrent" in refused.message or "running requests hold" in refused.message
+    return "concurrent" in refused.message or "running requests have reserved" in refused.message
 
 
 def _end(chance: random.Random, reservation: Reservation) -> None:
