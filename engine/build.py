@@ -156,6 +156,8 @@ def _load_models(resolved: ResolvedOptions, *, progress: Callable[[float], None]
 
 def _with_caches(resolved: ResolvedOptions, model: LoadedDecoder, draft: LoadedDecoder | None) -> CachedModels:
     options, device = resolved.options, resolved.device
+    if device.type == "cuda":
+        torch.cuda.empty_cache()  # what loading held for a while is given back before the rest is counted
     kv_bytes = resolved.forecast.fixed_kv_bytes
     if kv_bytes is None:
         kv_bytes = kv_bytes_left(resolved.forecast.fit.needs, options.gpu_memory_utilization, device)

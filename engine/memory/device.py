@@ -21,7 +21,6 @@ WORKSPACE_BYTES = 128 << 20
 def kv_bytes_left(needs: MemoryNeeds, utilization: float, device: torch.device) -> int:
     """Bytes that a GPU has left for the KV cache once the weights are loaded, beside what steps need. `utilization`: the share
     of its memory that may be used."""
-    torch.cuda.empty_cache()  # what loading held for a while is given back before the rest is counted
     free, total = torch.cuda.mem_get_info(device)
     reserved = needs.activations_bytes + needs.graphs_bytes + needs.slots_bytes + needs.rotary_bytes + WORKSPACE_BYTES
     return max(0, int(total * utilization) - (total - free) - reserved)

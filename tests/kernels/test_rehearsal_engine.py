@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -188,6 +189,13 @@ def test_a_start_measures_what_it_took_beside_what_was_predicted(num_tokens: int
             assert taken == pytest.approx(predicted, rel=0.2), f"{name}: the largest pass of the start is a step"
         with pytest.raises(EngineConfigError, match="does not fit"):
             build_engine(replace(options, gpu_memory_utilization=0.3))
+
+
+@pytest.mark.parametrize("cache", [{"num_kv_blocks": 8}, {"num_kv_blocks": None, "kv_cache_bytes": 1 << 16}])
+def test_what_loading_held_is_given_back_also_where_an_option_sizes_the_cache(cache: dict[str, Any], llama: Path) -> None:
+    with rehearsal(), in_place_of_triton(), mock.patch.object(torch.cuda, "empty_cache") as given_back:
+        small_engine(llama, device="cuda", dtype="float32", **{**SMALL, **cache}).close()
+    given_back.assert_called_once()
 
 
 def test_kernels_are_part_of_the_progress_of_a_start(llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
