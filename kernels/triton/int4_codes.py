@@ -1,8 +1,8 @@
-"""Codes of 4 bits become floats in registers, and are multiplied: what every product with such weights does, row by row.
+"""4-bit codes become floats in registers and are multiplied: common to all products with such weights, row by row.
 
 A word of 16 bits holds four codes, of columns 32 apart, and a register two words, whose columns are neighbours as matrix
-instructions want them: a shift and a mask, which sets an exponent as well, make two codes 128 + code (bfloat16) or 1024 + code
-(float16) with nothing moved between registers. Less the zero point under the same exponent they are exact integers.
+instructions need them: a shift and a mask, which also sets an exponent, make two codes 128 + code (bfloat16) or 1024 + code
+(float16) without moving anything between registers. Minus the zero point under the same exponent they are exact integers.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ _INTERPRETED = tl.constexpr(interpreted())
 
 @triton.constexpr_function
 def unpacking(run: int, exponent: int) -> str:
-    """The instructions for two words: bits of the upper one that the shift brings into the lower are masked, as are all others.
-    Triton's own operations on 16 bits become twice as many, because each word is shifted by itself."""
+    """The instructions for two words: bits that the shift moves from the upper word into the lower are masked with all others.
+    Triton's own 16-bit operations would need twice as many, because each word is shifted separately."""
     both = exponent << 16 | exponent
     return f"{{ .reg .b32 shifted; shr.u32 shifted, $1, {4 * run}; lop3.b32 $0, shifted, 0x000F000F, {both:#x}, 0xEA; }}"
 
