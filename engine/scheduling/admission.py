@@ -36,10 +36,10 @@ class Admission:
         self._forecast = KvForecast(kv.pool.num_blocks * block_size, block_size)
         self._under_way = PrefixesUnderWay(kv.prefix_cache, block_size)
         self._found = FoundPrefix()
-        self._step = 0  # the step that is being planned
-        self._taken_tokens = 0  # tokens taken over from others in this step
-        self._put_off: Request | None = None  # the first request that this limit made wait
-        self._due: Request | None = None  # `_put_off` of the step before: in this step no other long prompt goes before it
+        self._step = 0  # that is being planned
+        self._taken_tokens = 0  # over from others, in this step
+        self._put_off: Request | None = None  # the first that had to leave its turn because of them
+        self._due: Request | None = None  # the same of the step before: it leaves this one to nobody
 
     def begin_step(self) -> None:
         """A step is about to be planned: predict new ends for requests that should have ended by now."""

@@ -56,8 +56,8 @@ class FairPolicy:
         self._leads = LeadTracker(context.accounts, self.backlogs, self.settings)
         self._preemption = Preemption(context, self._leads)
         self._num_waiting = dict.fromkeys(Priority, 0)
-        self._reserved: Request | None = None  # others passed it so often that no request may start before it
-        self._fruitless = NEVER  # when no victim was found: versions of accounts and leads, and the step
+        self._reserved: Request | None = None  # was passed so often that nobody starts before it
+        self._fruitless = NEVER  # versions of accounts and leads, and the step, when no victim was found
 
     def waits(self, request: Request) -> None:
         account = account_of(request)
@@ -164,7 +164,7 @@ class FairPolicy:
                 backlog.set_aside(account)
 
     def applicants(self) -> list[Request]:
-        """The request that may not be passed any more; otherwise those of entitled accounts in the highest class that waits."""
+        """The request that is not passed any more; else those of the entitled in the highest class that waits."""
         if self._is_fruitless():
             return []
         step, overdue, reserved = self._accounts.step, self._overdue_class(), self._reserved

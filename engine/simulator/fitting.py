@@ -67,7 +67,7 @@ def card_with(gpu: SimulatedGpu, memory_gib: float | None) -> SimulatedGpu:
 
 
 def _folder(model: str) -> Path:
-    """The directory of a model, or of its config.json. Raises `EngineConfigError` with the known names."""
+    """The folder of a model, or of its config.json. Raises `EngineConfigError` with the names that are known."""
     path = Path(model).expanduser()
     if not path.exists():
         find_model(model)

@@ -103,7 +103,7 @@ MODELS: dict[str, SimulatedModel] = {
 }
 
 ARCHITECTURES = {"llama": "LlamaForCausalLM", "qwen3": "Qwen3ForCausalLM"}
-"""Architectures by the first word of a known name."""
+"""By the first word of a known name."""
 
 
 def find_gpu(name: str) -> SimulatedGpu:

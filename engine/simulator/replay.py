@@ -43,7 +43,7 @@ POLICIES: dict[str, Callable[[PolicyContext], Policy]] = {
 """`static`: first come, first served, in batches, each of which begins when the one before has ended."""
 
 KV_BYTES = {"auto": None, "bf16": 2, "fp8": 1}
-"""Bytes of each number in the cache; None: the size in which it is computed."""
+"""Of each number of the cache; None is as it is computed."""
 
 SEATS_DEFAULT = SEATS["cuda"]
 BUDGET_MAX = 8192
