@@ -45,7 +45,7 @@ RAISED_X = gl.constexpr(2.0**64)
 
 @triton.constexpr_function
 def _pairs(is_int8: bool, is_bfloat: bool) -> str:
-    """From four bytes ($2): the numbers of the first and third ($0), and of the second and fourth ($1), of 16 bits each."""
+    """Of four bytes ($2) the numbers of the first and the third ($0), of the second and the fourth ($1), of 16 bits each."""
     if is_int8 and is_bfloat:
         one = (
             "lop3.b32 low, {0}, 0x007F007F, 0x43004300, 0xEA; lop3.b32 sign, {0}, 0x00800080, 0x43004300, 0xEA; "
@@ -60,13 +60,13 @@ def _pairs(is_int8: bool, is_bfloat: bool) -> str:
     one = "lop3.b32 {1}, {0}, 0x80008000, {2}, 0xEA;"
     even = f"shl.b32 even, $2, 8; shl.b32 low, $2, {8 - shift}; and.b32 low, low, {mask}; "
     odd = f"shr.b32 high, $2, {shift}; and.b32 high, high, {mask}; "
-    both = one.format("$2", "$1", "high") + one.format("even", "$0", "low")  # $2 may be $0's register
+    both = one.format("$2", "$1", "high") + one.format("even", "$0", "low")  # $2 may be where $0 is
     return "{ .reg .b32 even, low, high; " + even + odd + both + " }"
 
 
 @triton.constexpr_function
 def _factor(is_int8: bool, is_bfloat: bool) -> float:
-    """The factor by which a sum of products of `_pairs`' numbers and x is too small."""
+    """By which a sum of what `_pairs` makes, and of x, is too small."""
     return 1.0 if is_int8 else 2.0**56 if is_bfloat else 2.0**8
 
 

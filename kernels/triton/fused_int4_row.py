@@ -52,7 +52,7 @@ def _operand(values, LAYOUT: gl.constexpr):
 
 @triton.constexpr_function
 def _unpacking(run: int, is_bfloat: bool) -> str:
-    """A run's codes from two words. Float16 has room for them at the upper end of its mantissa, with a smaller exponent."""
+    """Of two words the codes of a run. Float16 has room for them at the upper end of its mantissa, below a smaller exponent."""
     if is_bfloat:
         instructions: str = unpacking(run, 0x4300)
         return instructions

@@ -22,8 +22,8 @@ _INTERPRETED = tl.constexpr(interpreted())
 
 @triton.constexpr_function
 def unpacking(run: int, exponent: int) -> str:
-    """The instructions for two words: bits that the shift moves from the upper word into the lower are masked with all others.
-    Triton's own 16-bit operations would need twice as many, because each word is shifted separately."""
+    """The instructions for two words: bits of the upper one that the shift brings into the lower are masked, as are all others.
+    Triton's own operations on 16 bits become twice as many, because each word is shifted by itself."""
     both = exponent << 16 | exponent
     return f"{{ .reg .b32 shifted; shr.u32 shifted, $1, {4 * run}; lop3.b32 $0, shifted, 0x000F000F, {both:#x}, 0xEA; }}"
 
