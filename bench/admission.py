@@ -11,7 +11,7 @@ stand-in in a process of its own that answers after a fixed time, the clients ar
                 gateway does without admission.
 
 Pairs of blocks and of rounds are repeated until enough of them were undisturbed (`bench.host_speed`), or TRIES_MAX times as
-many as asked for. SQLite with synchronous=FULL, on the disk of --folder. All samples of what counted stand in the row.
+many as requested. SQLite with synchronous=FULL, on the disk of --folder. All samples that counted are in the row.
 
     python -m bench.admission            prints one row and adds it to bench/results/
 """
@@ -49,7 +49,7 @@ PLAIN = "gh_plainplain_without_admission"
 ADMIN_TOKEN = "gha_token-of-the-bench"
 CLIENTS = 64
 BLOCK_S = 1.0
-SETTLE_S = 0.4  # of each block are not counted: requests of the one before end in it
+SETTLE_S = 0.4  # not counted in each block: requests of the one before end in it
 ANSWER_S = 0.25
 TRIES_MAX = 3
 GOALS = {"added_ms_p50": 2.0, "added_ms_p99": 5.0, "admissions_per_s": 1000}
@@ -115,7 +115,7 @@ async def block(wires: Sequence[Wire], seconds: float, *, pause_s: float, dice: 
 async def measure_latency(
     port: int, key: str, speed_of_host: HostSpeed, blocks: int, dice: random.Random
 ) -> tuple[dict[str, list[Samples]], Host]:
-    """Return the samples of each block of both kinds, and what the host did beside them."""
+    """Return the samples of each block of both kinds, and the host's speed meanwhile."""
     wires = {kind: [Wire(port, secret) for _ in range(CLIENTS)] for kind, secret in zip(KINDS, (key, PLAIN), strict=True)}
 
     async def pair() -> dict[str, Samples]:
@@ -134,8 +134,8 @@ async def measure_latency(
 async def measure_rate(
     port: int, key: str, pid: int, speed_of_host: HostSpeed, rounds: int, seconds: float
 ) -> tuple[Rates, Rates, Host]:
-    """Return answers per second with and without admission, in alternating rounds, the gateway's CPU time of each, and what the
-    host did beside them."""
+    """Return answers per second with and without admission, in alternating rounds, the gateway's CPU time of each, and the
+    host's speed meanwhile."""
 
     async def pair() -> dict[str, tuple[float, float]]:
         found: dict[str, tuple[float, float]] = {}
@@ -168,7 +168,7 @@ async def until_undisturbed(speed_of_host: HostSpeed, count: int, measure: Calla
 
 
 async def _speed(host: HostSpeed) -> float:
-    await asyncio.sleep(SETTLE_S)  # what was asked last is answered
+    await asyncio.sleep(SETTLE_S)  # the last requests are answered
     return host.measure()
 
 
@@ -287,7 +287,7 @@ def main() -> None:
     parser.add_argument("--profile", type=Path, help="write cProfile's figures of the gateway at full speed to this file")
     parser.add_argument("--no-save", action="store_true", help="print only")
     options = parser.parse_args()
-    prepare_to_serve()  # so that no collection of garbage is measured as the gateway's
+    prepare_to_serve()  # so that no garbage collection is measured as the gateway's
     with tempfile.TemporaryDirectory(dir=options.folder) as name, host_speed() as speed_of_host:
         folder = Path(name)
         latency: dict[str, list[Samples]] = {kind: [] for kind in KINDS}

@@ -38,8 +38,8 @@ STATUS_S = 0.5
 
 
 class DelayedEngine(FakeEngine):
-    """Answers each request with all of its tokens at once, `step_s` after it came, give or take a half: answers that all
-    take equally long bring their clients into step, and what is measured then is a burst of all of them."""
+    """Answers each request with all of its tokens at once, `step_s` after its arrival, plus or minus a half: equal delays would
+    synchronise the clients, and a burst of all of them would be measured."""
 
     _dice = random.Random(0)
 
@@ -87,7 +87,7 @@ class NoReservation:
 
 
 class NoAdmission:
-    """Admits everybody."""
+    """Admits every request."""
 
     async def admit(self, *_args: Any, **_options: Any) -> NoReservation:
         """Return a reservation of nothing."""
@@ -98,7 +98,7 @@ class NoAdmission:
 
 
 class NoWatch:
-    """Watches nobody: the principal of the plain way is in no table."""
+    """Watches no principal: that of the plain way is in no table."""
 
     def began(self, *_generation: Any) -> None:
         """Do nothing."""

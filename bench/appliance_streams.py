@@ -1,7 +1,7 @@
 """The whole appliance under concurrent streams: real gateway, real engine, real ledger, one client process.
 
-Each round sends `--streams` chat requests of mixed lengths at once with the same key, waits for all of them, then holds the
-tokens that were delivered against the usage that was reported and against the ledger. No figure is printed unless they agree.
+Each round sends `--streams` chat requests of mixed lengths at once with the same key, waits for all of them, then compares the
+delivered tokens with the reported usage and with the ledger. No figure is printed unless they agree.
 
     python -m bench.appliance_streams            prints one row and adds it to bench/results/
 """
@@ -48,8 +48,8 @@ class Answer:
 
 @contextmanager
 def appliance(data_dir: Path, **settings: str) -> Iterator[tuple[str, str, float]]:
-    """Start an appliance on a free port; yield its address, an administrator token and the seconds to ready. `settings`: of its
-    environment, without `GATEHOUSE_`."""
+    """Start an appliance on a free port; yield its address, an administrator token and the seconds until ready. `settings`:
+    environment variables without `GATEHOUSE_`."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]

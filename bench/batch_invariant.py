@@ -1,4 +1,4 @@
-"""What batch-invariant mode costs: the same requests through the same model with it and without.
+"""The cost of batch-invariant mode: the same requests through the same model with it and without.
 
 Usage: python -m bench.batch_invariant [--size 8m|100m] [--rounds 5] [--threads 1]
 

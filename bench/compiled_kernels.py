@@ -57,7 +57,7 @@ def _cell(value: object) -> str:
 
 
 def keep(rows: list[Row]) -> None:
-    """Put the rows of the compiled modules in the place of theirs; those of modules that are gone go."""
+    """Replace the rows of the compiled modules, and remove those of modules that no longer exist."""
     compiled, names = {row["module"] for row in rows}, module_names()
     record: Record = {place: recorded for place, recorded in read(RECORD).items() if place[0] in set(names) - compiled}
     for row in rows:

@@ -71,7 +71,7 @@ def draw_length(numbers: random.Random, values: Sequence[int]) -> int:
 
 
 def make_prompts(vocab_size: int, count: int, length: int) -> list[list[int]]:
-    """The same random tokens for everybody."""
+    """Random tokens, the same for every engine."""
     numbers = random.Random(5)
     return [[numbers.randrange(3, vocab_size) for _ in range(length)] for _ in range(count)]
 
@@ -147,7 +147,7 @@ def timed(run: Callable[[], list[list[int]]]) -> Cost:
 
 
 def equal_share(ours: list[list[int]], theirs: list[list[int]]) -> float:
-    """Share of requests whose tokens are all equal; a near-tie may part two float32 programs once in a while."""
+    """Share of requests whose tokens are all equal; at a near-tie two float32 programs may differ."""
     return sum(a == b for a, b in zip(ours, theirs, strict=True)) / len(ours)
 
 
@@ -235,7 +235,7 @@ def measure(size: str, rounds: int, peers: Sequence[str], count: int) -> list[di
 
 
 def environment(threads: int) -> dict[str, Any]:
-    """What the numbers of torch depend on besides the machine."""
+    """Facts besides the machine on which torch's figures depend."""
     return {
         "cpu_capability": torch.backends.cpu.get_cpu_capability(),
         "threads": threads,

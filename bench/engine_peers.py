@@ -40,7 +40,7 @@ from bench.peers.workers import PEERS_FOLDER, Kind, PeerFailed, Worker, working
 from bench.rows import heading, keep
 
 EQUAL_MIN = 0.2
-"""Less than this share of tokens before the first difference cannot be rounding: then another model was measured."""
+"""A smaller share of tokens before the first difference cannot be rounding: another model was measured."""
 HEAD = ("row", "ours", "peer", "unit", "ratio", "must show", "verdict")
 WIDTHS = (58, 9, 9, 9, 6, 20, 0)
 COUNTS = [1, 16, 48]
@@ -48,7 +48,7 @@ COUNTS = [1, 16, 48]
 
 @dataclass(frozen=True, slots=True)
 class Places:
-    """Folders of one run: the model's, and the one that workers' output goes to."""
+    """Directories of one run: the model's, and the one for the workers' output."""
 
     model: Path
     logs: Path
@@ -74,7 +74,7 @@ def compare(ours: Worker, peer: Worker, comparison: Comparison, model: str, opti
 def beside(
     ours: Worker, peer: Kind, wanted: Sequence[Comparison], model: str, places: Places, options: argparse.Namespace
 ) -> Iterator[Row]:
-    """The rows of one peer. When it fails, those that are missing say so, and the next peer goes on."""
+    """The rows of one peer. When it fails, the missing rows say so, and the next peer goes on."""
     done = 0
     try:
         with working(peer, options.folder, places.model, options.threads, places.logs) as worker:
@@ -108,7 +108,7 @@ def rows_of(model: str, places: Places, options: argparse.Namespace) -> list[tup
 
 
 def document(model: str, rows: Sequence[tuple[Row, Target]], options: argparse.Namespace, taken_s: float) -> dict[str, Any]:
-    """What is added to the results: one document per model."""
+    """The document that is added to the results: one per model."""
     return {
         **heading("engine_peers"),
         "model": model,
@@ -186,7 +186,7 @@ def parser() -> argparse.ArgumentParser:
 
 
 def missing(options: argparse.Namespace) -> list[str]:
-    """What has to be made first, a command each."""
+    """Missing prerequisites, as the commands that create them."""
     found = []
     kinds = [each.peer for model in options.models for each in asked(model, options)] + [VLLM_SERVED] * options.served
     for kind in kinds:

@@ -1,7 +1,7 @@
 """How long a newcomer waits: `python3 installer up` in a fresh clone with an empty home, then once more.
 
-Clones the committed state into a temporary folder, so that nothing of this checkout's environment helps. What dominates
-the first start is the package index; its seconds are told apart from the rest by the second start.
+Clones the committed state into a temporary directory, so that nothing of this checkout's environment helps. The first start is
+dominated by the package index; comparing it with the second start separates those seconds from the rest.
 
     python3 -m bench.first_start            prints one row and adds it to bench/results/
 """

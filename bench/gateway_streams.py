@@ -1,10 +1,10 @@
 """What a streamed token costs the gateway: the whole HTTP application under many streams, over an engine that only steps.
 
 The engine is a stand-in in a process of its own: every `--step-ms` each live request gets a token, as from a card with a small
-model. The clients are a third process that throws away what it reads. A round is `--streams` requests of `--tokens` tokens at
-once, from the first byte sent to the last one read; counted is the processor time of the gateway's process, admission and
-settlement included, over the tokens of the round. Where the gateway is slower than the engine, tokens reach the client several
-at a time: `tokens_per_frame` says how many.
+model. The clients are a third process that discards what it reads. A round is `--streams` requests of `--tokens` tokens at
+once, from the first byte sent to the last one read. Its figure is the processor time of the gateway's process, admission and
+settlement included, divided by the tokens of the round. If the gateway is slower than the engine, tokens reach the client
+several at a time: `tokens_per_frame` says how many.
 
     python -m bench.gateway_streams                     prints a row and adds it to bench/results/
     python -m bench.gateway_streams --beside DIR        by turns with the gateway of another checkout, as ABBA
@@ -54,7 +54,7 @@ CONTENT = b'"content":"'
 
 
 class SteppingEngine(FakeEngine):
-    """A token for each live request every `step_s`, late steps not made up for; a status a few times per second."""
+    """A token for each live request every `step_s`; late steps are not made up for. A status a few times per second."""
 
     async def _step_forever(self) -> None:
         next_status_s = 0.0
@@ -71,7 +71,7 @@ class SteppingEngine(FakeEngine):
 
 @dataclass(frozen=True, slots=True)
 class Round:
-    """What one round took."""
+    """Measurements of one round."""
 
     wall_s: float
     gateway_cpu_s: float
@@ -79,7 +79,7 @@ class Round:
 
 
 class Client(asyncio.Protocol):
-    """One request on one connection, whose answer is thrown away. `num_frames` counts those with text."""
+    """One request on one connection, whose answer is discarded. `num_frames` counts frames with text."""
 
     def __init__(self, request: bytes) -> None:
         self._request = request
@@ -102,7 +102,7 @@ class Client(asyncio.Protocol):
             self.done.set_result(None)
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """Tell of a connection that ended before the answer."""
+        """Report a connection that ended before the answer."""
         self._fail(exc or RuntimeError("the gateway hung up"))
 
     def _fail(self, error: Exception) -> None:
@@ -285,7 +285,7 @@ def main() -> None:
     parser.add_argument("--profile", type=Path, help="where cProfile's figures go; one round, no row")
     parser.add_argument("--no-save", action="store_true", help="print only")
     options = parser.parse_args()
-    prepare_to_serve()  # so that no collection of garbage is measured as the gateway's
+    prepare_to_serve()  # so that no garbage collection is measured as the gateway's
     with tempfile.TemporaryDirectory() as name:
         if options.profile is not None:
             with gateway(HERE, Path(name) / "0", options.step_ms / 1000, options.profile) as one:

@@ -1,4 +1,4 @@
-"""Grammar libraries behind one face, for `bench.structured_output`: ours, llguidance's own JSON schemas, and xgrammar."""
+"""Grammar libraries behind one interface, for `bench.structured_output`: ours, llguidance's own JSON schemas, and xgrammar."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from engine.grammar.vocabulary import Vocabulary
 
 
 class Refused(Exception):
-    """The library does not take the schema, and says so."""
+    """The library refuses the schema, and says so."""
 
 
 class Stopped(Exception):
-    """The library gave a text up in the middle."""
+    """The library abandoned a text in the middle."""
 
 
 class Follower(Protocol):

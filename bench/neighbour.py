@@ -1,4 +1,4 @@
-"""What one tenant's worst requests cost the others: the whole appliance with the demo model, an attacker and a neighbour.
+"""The cost of one tenant's worst requests for the others: the whole appliance with the demo model, an attacker and a neighbour.
 
 For each attack: the processor time that one request takes of the thread with the gateway's event loop and of the one with the
 engine's steps (the smallest of the tries, measured while nothing else is asked for), and the longest that a neighbour waited
@@ -114,7 +114,7 @@ def bodies() -> dict[str, bytes]:
 
 
 def leave_line(box: Box) -> float:
-    """The longest wait while LINE clients that stand in one line leave it together."""
+    """The longest wait while LINE clients that wait in one queue leave it together."""
     box.admin.patch("/tiers/standard", json={"admission_wait_ms": 60_000}).raise_for_status()
     limits = {"limits": {"concurrent_requests": 1}}
     tenant = box.admin.post("/tenants", json={"name": "line", "tier": "standard", **limits}).raise_for_status().json()

@@ -17,17 +17,17 @@ MEASURED = ("appliance", "bench", "engine", "kernels", ":!bench/results")
 
 
 def heading(bench: str) -> dict[str, Any]:
-    """What a row of `bench` begins with: when, of which revision, on which machine and beside what load."""
+    """The beginning of a row of `bench`: time, revision, machine and its load."""
     return {"bench": bench, "at": datetime.now(UTC).isoformat(timespec="seconds"), **revision(), "machine": machine()}
 
 
 def keep(row: Mapping[str, Any]) -> None:
-    """Write `row` behind those of its bench."""
+    """Append `row` to those of its bench."""
     append_row(RESULTS / f"{row['bench']}.jsonl", row)
 
 
 def append_row(path: Path, row: Mapping[str, Any]) -> None:
-    """Write `row` behind the rows that are in the file."""
+    """Append `row` to the rows in the file."""
     with path.open("a", encoding="utf-8") as file:
         file.write(json.dumps(row) + "\n")
 

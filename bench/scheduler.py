@@ -110,7 +110,7 @@ class Bed:
         self.scheduler.apply(batch, [TOKEN if item.samples else NOTHING for item in batch.items])
 
     def before_step(self) -> None:
-        """What the phase does between steps; not timed."""
+        """The phase's actions between steps; not timed."""
         phase, running = self.cell.phase, self.scheduler.accounts.running_requests
         if not running:
             return

@@ -51,7 +51,7 @@ LISTS = ("/tenants", "/requests?limit=50", "/ledger?limit=100", "/audit?limit=50
 
 @dataclass(slots=True)
 class Told:
-    """What clients were told: answers by manner and status, and of those read to their end the tokens that were reported."""
+    """Results seen by clients: answers by manner and status, and for those read to their end the reported tokens."""
 
     answers: Counter[str] = field(default_factory=Counter)
     completion_tokens: dict[str, int] = field(default_factory=dict)
@@ -204,7 +204,7 @@ async def administer(admin: httpx.AsyncClient, url: str, dice: random.Random) ->
 
 
 async def sample(processes: dict[str, psutil.Process], told: Told, samples: dict[str, list[Sample]]) -> None:
-    """Note every process each SAMPLE_S."""
+    """Record every process each SAMPLE_S."""
     began_s = time.monotonic()
     while True:
         await asyncio.sleep(SAMPLE_S)

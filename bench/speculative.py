@@ -45,7 +45,7 @@ RANDOM_SIZES: dict[str, Any] = {
 LOOPING, WANDERING = 0.02, 0.1
 """Standard deviations of the random weights. The narrow one is transformers' default."""
 QUIET = 0.03
-"""What a layer that says little adds, of what it would add."""
+"""The output of a quiet layer, as a part of its normal output."""
 DRAFT_TOKENS = 5
 
 LOG = "".join(f"2026-11-{day:02d} GET /v1/models 200 {day * 7} ms tenant=acme key=a{day}\n" for day in range(1, 9)) * 2

@@ -1,4 +1,4 @@
-"""What crosses the socket between gateway and engine, and its limits. Knows no torch, no socket and nothing of the appliance.
+"""The messages between gateway and engine, and their limits. Knows no torch, no socket and nothing of the appliance.
 
 Plain frozen dataclasses, so that the engine imports with torch alone; `engine.transport` encodes them as MessagePack.
 One `GatewayFrame` goes in and one `EngineFrame` comes out per engine step.
@@ -33,7 +33,7 @@ class FinishReason(StrEnum):
 
 
 class Priority(StrEnum):
-    """Classes of service, most urgent first. A lower class gets what no higher one can use, and ages upwards."""
+    """Classes of service, most urgent first. A lower class gets what no higher one can use, and moves up with age."""
 
     INTERACTIVE = "interactive"
     STANDARD = "standard"
@@ -42,11 +42,11 @@ class Priority(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GenerationRequest:
-    """One request as the engine gets it: token ids, never text. `sampling.seed` and `sampling.max_tokens` are set.
+    """One request as the engine receives it: token ids, never text. `sampling.seed` and `sampling.max_tokens` are set.
 
-    Whose request it is decides about fairness and about the salt of its prefix cache; both come from the key that was
-    authenticated, never from the request. `weight` is the tenant's share against others, 1 … WEIGHT_MAX.
-    `queue_deadline_s` bounds the wait until it is first scheduled; None waits for as long as it takes.
+    The tenant determines fairness and the salt of the prefix cache; its id comes from the authenticated key, never from the
+    request. `weight` is the tenant's share compared with others, 1 … WEIGHT_MAX. `queue_deadline_s` bounds the wait until the
+    request is first scheduled; None is no bound.
     """
 
     request_id: str
@@ -62,7 +62,7 @@ class GenerationRequest:
 class TokenLogprob:
     """Log-probability of the sampled token and of the `top` most likely ones, natural log, before temperature.
 
-    `rank` of the sampled token counts from 1: one more than the number of tokens that were likelier.
+    `rank` of the sampled token counts from 1: one more than the number of likelier tokens.
     """
 
     logprob: float
@@ -72,19 +72,18 @@ class TokenLogprob:
 
 
 @dataclass(slots=True)
-class TokenEvent:  # neither frozen nor of keywords only: a step may make hundreds, and both cost more than the rest
-    """What one step did to one answer of a request. `index` counts the `n` answers of a request from 0; exactly one event
-    of each answer has `finish_reason` set, and it is the answer's last.
+class TokenEvent:  # neither frozen nor keyword-only: a step may create hundreds, and both cost more than the rest
+    """What one step did to one answer of a request. `index` counts the `n` answers of a request from 0. Exactly one event of
+    each answer has `finish_reason` set, its last.
 
     `prompt_logprobs` are those of the prompt tokens that this step computed, in order; the first token of a prompt has none.
-    `error_param` names the field of the request that is to blame for `error`; None when it is nobody's fault.
+    `error_param` names the field of the request that caused `error`; None when no field did.
 
-    `num_output_tokens` counts every token generated so far, so the last event carries what is billed; `token_ids` are the
-    new ones only (empty when the event tells of an abort or an error). `num_prompt_tokens_computed` reaches
-    the prompt length when prefill is done. `queue_s` is the wait until the request was first scheduled.
-    `num_rejected_draft_tokens` counts, like the output, the guesses of speculative decoding so far that were computed and
-    thrown away. `decode_s` is the time from the first token to the last, told with the last token: who reads events has it only
-    as far as he reads them when they come.
+    `num_output_tokens` counts every token generated so far, so the last event carries what is billed; `token_ids` are the new
+    ones only (empty when the event reports an abort or an error). `num_prompt_tokens_computed` reaches the prompt length when
+    prefill is done. `queue_s` is the wait until the request was first scheduled. `num_rejected_draft_tokens` counts all guesses
+    of speculative decoding so far that were computed and discarded. `decode_s` is the time from the first token to the last,
+    sent with the last token: a reader of events can only measure it by reading each one as it arrives.
     """
 
     request_id: str
@@ -105,14 +104,14 @@ class TokenEvent:  # neither frozen nor of keywords only: a step may make hundre
 
 
 DecodedToken = tuple[str, int, int]
-"""One more token of an answer that goes on: request_id, index, token id. Its count is one more, and all else is as the last
-event of the answer had it, but for preemptions since then. A step in which nobody comes or goes has hundreds and no event."""
+"""One more token of an answer that goes on: request_id, index, token id. Its count is one higher; all else is as in the
+answer's last event, except preemptions since. A step in which no request comes or goes has hundreds of these and no event."""
 
 
-@dataclass(slots=True, kw_only=True)  # not frozen: there are hundreds at a time, and to make a frozen one takes twice as long
+@dataclass(slots=True, kw_only=True)  # not frozen: there are hundreds at a time, and creating a frozen one takes twice as long
 class RequestProgress:
     """A live answer as the engine sees it. `state` is queued, prefill or decode. `queue_position` counts, from 0, the requests
-    of its own tenant that wait before it; between tenants the shares decide, in no order that would hold."""
+    of its own tenant that wait before it. There is no fixed order between tenants: the shares decide."""
 
     request_id: str
     state: str
@@ -136,19 +135,19 @@ class TenantProgress:
 
 
 class PlainReason(StrEnum):
-    """What a request asks for that takes the steps it is in out of the fast way, with all who are in them."""
+    """A feature of a request for which a step must be computed in the plain, slower way, with all requests in it."""
 
     PROMPT_LOGPROBS = "prompt_logprobs"
     LOGIT_BIAS = "logit_bias"
 
 
-@dataclass(slots=True, kw_only=True)  # not frozen: one is made in each step, and a frozen one takes three times as long
+@dataclass(slots=True, kw_only=True)  # not frozen: one is created in each step, and a frozen one takes three times as long
 class EngineStatus:
     """Gauges and running totals of one engine process since its start. `requests` and `tenants` are filled a few times per
-    second. Host blocks are the tier in main memory that evicted KV blocks move to; draft tokens are those of speculative
-    decoding, of which the accepted ones became output. Fall-back steps are those that were computed in the plain, slow way
-    because the fast one failed; `fallback_reason` says why the last one was. Plain steps are computed so because of
-    what a request in them asks for, by `PlainReason`."""
+    second. Host blocks are the tier in main memory that evicted KV blocks move to. Draft tokens are those of speculative
+    decoding; accepted ones became output. Fall-back steps were computed in the plain, slow way because the fast one failed;
+    `fallback_reason` is the reason of the last one. Plain steps, by `PlainReason`, were computed in the plain way because of
+    what a request in them asks for."""
 
     num_running: int
     num_waiting: int
@@ -178,9 +177,9 @@ class EngineStatus:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MemoryPart:
-    """What one part of an engine takes of its device. `name`: weights, activations, graphs, slots, rotary_tables,
-    device_context or kv_cache. `measured_bytes` is None where the device does not tell, or where nothing was taken yet.
-    `num_predicted` graphs may be kept, and `num_measured` had been captured when that was measured; None of other parts."""
+    """Memory that one part of an engine takes on its device. `name`: weights, activations, graphs, slots, rotary_tables,
+    device_context or kv_cache. `measured_bytes` is None if the device does not report it, or nothing was allocated yet.
+    `num_predicted`: graphs that may be kept; `num_measured`: those captured when memory was measured; None for other parts."""
 
     name: str
     predicted_bytes: int
@@ -191,9 +190,9 @@ class MemoryPart:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineInfo:
-    """Facts about a loaded model, sent once when the engine is ready. `quantization` is how its weights are kept, as the option
-    of that name calls it, or none. `kv_scales` of keys and values in 8 bits: unit, or from the checkpoint. `switched_off`: the
-    variables of `engine.switches` that say 0."""
+    """Facts about a loaded model, sent once when the engine is ready. `quantization`: the form in which weights are kept, as in
+    the option of that name, or none. `kv_scales` of keys and values in 8 bits: unit, or from the checkpoint. `switched_off`:
+    the variables of `engine.switches` that are set to 0."""
 
     model: str
     architecture: str
@@ -223,7 +222,8 @@ class EngineInfo:
 class GatewayFrame:
     """Gateway to engine. `shutdown` asks for an orderly exit: every live request is aborted first.
 
-    `abort` ends all answers of a request, `abort_answers` one each, as (request_id, index), and leaves its others running.
+    `abort` ends all answers of a request. `abort_answers` ends single ones, as (request_id, index), and leaves the others
+    running.
     """
 
     submit: list[GenerationRequest] = field(default_factory=list)
@@ -232,12 +232,12 @@ class GatewayFrame:
     shutdown: bool = False
 
 
-@dataclass(slots=True, kw_only=True)  # not frozen, as its status
+@dataclass(slots=True, kw_only=True)  # not frozen, for the same reason as its status
 class EngineFrame:
-    """Engine to gateway. While loading only `load_fraction` is set; then `ready` once; then `events`, what is `decoded` behind
-    them, and `status`.
+    """Engine to gateway. While loading only `load_fraction` is set; then `ready` once; then `events`, after them `decoded`, and
+    `status`.
 
-    `fatal` is the reason for an exit that follows at once (a model that cannot be loaded, say).
+    `fatal` is the reason for an exit that follows at once (for example, a model that cannot be loaded).
     """
 
     events: list[TokenEvent] = field(default_factory=list)

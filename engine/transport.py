@@ -19,11 +19,11 @@ LENGTH = struct.Struct(">I")
 READ_BYTES = 256 * 1024
 READS_PER_TURN = 4
 UNSENT_BYTES_MAX = FRAME_BYTES_MAX
-"""What the engine keeps for a gateway that does not read; beyond it the gateway is taken to be dead."""
+"""Most bytes that the engine keeps for a gateway that does not read; beyond that it treats the gateway as dead."""
 
 
 class TransportError(Exception):
-    """Base of what can go wrong on the socket."""
+    """Base class of errors on the socket."""
 
 
 class PeerClosed(TransportError):
@@ -39,7 +39,7 @@ class FrameTooLarge(TransportError):
 
 
 class MalformedFrame(TransportError):
-    """A frame is not what the protocol says."""
+    """A frame violates the protocol."""
 
 
 _encoder = msgspec.msgpack.Encoder()
@@ -53,7 +53,8 @@ def encode_frame(frame: GatewayFrame | EngineFrame) -> bytes:
 
 
 def encode_request(request: GenerationRequest) -> bytes:
-    """What `encode_submits` takes. Raises `MalformedFrame` for a value that no frame carries (an integer beyond 64 bits)."""
+    """One item for `encode_submits`. Raises `MalformedFrame` for a value that no frame can carry (an integer beyond 64
+    bits)."""
     try:
         return _encoder.encode(request)
     except (OverflowError, TypeError, ValueError) as error:
@@ -92,7 +93,7 @@ def _check_length(length: int) -> None:
 
 
 def _take_frame(received: bytearray) -> bytes | None:
-    """Take the body of the first frame out of `received`, or None while it is not whole. Raises `FrameTooLarge`."""
+    """Remove the first frame from `received` and return its body; None while it is incomplete. Raises `FrameTooLarge`."""
     if len(received) < LENGTH.size:
         return None
     (length,) = LENGTH.unpack_from(received)
@@ -106,10 +107,10 @@ def _take_frame(received: bytearray) -> bytes | None:
 
 
 class AsyncFrameSocket:
-    """A stream socket in the running event loop, from its making to `close`. Reading ends where the peer ended, no sooner.
+    """A stream socket in the running event loop, open from creation until `close`. Reads everything that the peer has sent.
 
-    A transport of asyncio closes when a write fails and drops what it has not read, of a killed peer its last frames. Here
-    neither direction knows of the other.
+    An asyncio transport closes when a write fails, and drops what it has not read: the last frames of a killed peer. Here the
+    two directions are independent.
     """
 
     def __init__(self, connection: socket.socket) -> None:
@@ -124,7 +125,7 @@ class AsyncFrameSocket:
         self._loop.add_reader(connection, self._read)
 
     async def receive(self) -> bytes:
-        """Body of the next frame. Raises `PeerClosed` behind the last one that the peer has sent, and `FrameTooLarge`."""
+        """Body of the next frame. Raises `PeerClosed` after the last one that the peer has sent, and `FrameTooLarge`."""
         while (body := _take_frame(self._received)) is None:
             if self._ended:
                 raise PeerClosed("the socket was closed")
@@ -133,21 +134,21 @@ class AsyncFrameSocket:
         return body
 
     def send(self, frame: bytes) -> None:
-        """Send what the socket takes now, and the rest as soon as it takes more. Nothing reaches a peer that has closed."""
+        """Send what the socket accepts now, and the rest when it accepts more. Frames to a peer that has closed are lost."""
         self._unsent += frame
         self._write()
 
     def close(self) -> None:
-        """Close the socket; what is not sent by now is not sent."""
+        """Close the socket; unsent frames are dropped."""
         self._closed = True
         self._loop.remove_reader(self._connection)
         self._loop.remove_writer(self._connection)
         self._connection.close()
 
     def _read(self) -> None:
-        """Read all that is there, some in each turn of the loop, which a peer that sends on and on would stop otherwise.
+        """Read everything available, in parts: one per turn of the loop, which a peer that keeps sending would block otherwise.
 
-        Nobody need call again: when the peer died with ours unread, uvloop calls once for that and never again.
+        Keeps reading without further calls: if the peer died with our data unread, uvloop calls once and never again.
         """
         if self._closed:
             return
@@ -162,7 +163,7 @@ class AsyncFrameSocket:
                 self._loop.call_soon(self._read)
         except BlockingIOError:
             pass
-        except ConnectionError:  # the kernel gives what the peer had sent first, then this
+        except ConnectionError:  # the kernel delivers what the peer had sent first, then this
             self._ended = True
         if self._ended:
             self._loop.remove_reader(self._connection)
@@ -173,7 +174,7 @@ class AsyncFrameSocket:
             del self._unsent[: self._connection.send(self._unsent)]
         except BlockingIOError:
             pass
-        except ConnectionError:  # that the peer is gone is told by `receive`, when all that it has sent is read
+        except ConnectionError:  # `receive` reports that the peer is gone, after everything it has sent
             self._unsent.clear()
         if self._unsent:
             self._loop.add_writer(self._connection, self._write)
@@ -182,17 +183,17 @@ class AsyncFrameSocket:
 
 
 class FrameSocket:
-    """A stream socket that sends and receives frames without ever blocking longer than asked."""
+    """A stream socket that sends and receives frames and never blocks for longer than requested."""
 
     def __init__(self, connection: socket.socket) -> None:
         connection.setblocking(False)
         self._connection = connection
-        self._poll = select.poll()  # not `select.select`, which takes no file whose number is 1024 or more
+        self._poll = select.poll()  # not `select.select`, which refuses file numbers of 1024 and more
         self._received = bytearray()
         self._unsent = bytearray()
 
     def receive(self, timeout_s: float) -> list[bytes]:
-        """Bodies of all frames that are here, after waiting up to `timeout_s` for something to happen."""
+        """Bodies of all frames received, after waiting up to `timeout_s` for the first event."""
         self._poll.register(self._connection, select.POLLIN | select.POLLOUT if self._unsent else select.POLLIN)
         found = self._poll.poll(timeout_s * 1000)
         happened = found[0][1] if found else 0
@@ -203,14 +204,14 @@ class FrameSocket:
         return self._take_frames()
 
     def send(self, frame: EngineFrame | GatewayFrame) -> None:
-        """Queue a frame and send what the socket takes. Raises `PeerClosed` and `PeerStalled`."""
+        """Queue a frame and send what the socket accepts. Raises `PeerClosed` and `PeerStalled`."""
         self._unsent += encode_frame(frame)
         self.flush()
         if len(self._unsent) > UNSENT_BYTES_MAX:
             raise PeerStalled(f"{len(self._unsent)} bytes are unsent")
 
     def flush(self) -> None:
-        """Send what the socket takes now."""
+        """Send what the socket accepts now."""
         while self._unsent:
             try:
                 sent = self._connection.send(self._unsent)
@@ -230,7 +231,7 @@ class FrameSocket:
         self._unsent.clear()
 
     def close(self) -> None:
-        """Close the socket; what is not sent by now is not sent."""
+        """Close the socket; unsent frames are dropped."""
         self._connection.close()
 
     def _read_all(self) -> None:

@@ -1,9 +1,9 @@
-"""What computes on tensors, one operation at a time. `kernels.ops` is all that an engine imports of it.
+"""Computation on tensors, one operation at a time. The engine imports only `kernels.ops`.
 
-    operations             the table: which operations there are, and what each device has of them
+    operations             the table: which operations exist, and which of them each device has
     triton, simd, cpu      implementations: NVIDIA GPUs; float32 on CPUs; everything else, in plain torch
-    reference              obviously right twins, for tests
-    triton.gate            compiles every kernel for cards that are not here, and counts registers, spills and shared memory
+    reference              simple, obviously correct twins, for tests
+    triton.gate            compiles every kernel for cards that are not present, and counts registers, spills and shared memory
 
-The modules beside these are what implementations share: plans of attention, forms of weights, the noise that draws tokens.
+The modules beside these are shared by implementations: plans of attention, forms of weights, the noise that draws tokens.
 """

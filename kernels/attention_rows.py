@@ -11,8 +11,8 @@ from typing import NamedTuple
 class AttentionShape:
     """The sizes of attention for the life of an engine. `sliding_window` counts visible tokens, the query's own included.
 
-    `scale` multiplies the products of queries and keys, None is the root of 1 / head_dim. `softcap` bounds them smoothly:
-    c · tanh(x / c) (arXiv 2408.00118). Without `causal` every query sees its whole text.
+    `scale` multiplies the products of queries and keys; None is √(1 / head_dim). `softcap` bounds them smoothly: c · tanh(x /
+    c) (arXiv 2408.00118). Without `causal` every query sees its whole text.
     """
 
     block_size: int
@@ -26,12 +26,12 @@ class AttentionShape:
 
     @property
     def group(self) -> int:
-        """Query heads of one key head."""
+        """Query heads per key head."""
         return self.num_heads // self.num_kv_heads
 
     @property
     def product_scale(self) -> float:
-        """What products of queries and keys are multiplied by."""
+        """The factor for products of queries and keys."""
         return self.head_dim**-0.5 if self.scale is None else self.scale
 
 

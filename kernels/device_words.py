@@ -1,4 +1,4 @@
-"""What the host writes now and then of many small tensors on a device, by one copy and one operation."""
+"""Many small device tensors that the host writes occasionally, all with one copy and one operation."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ Shape = tuple[int, ...]
 Pieces = Mapping[str, tuple[torch.dtype, Shape]]
 """Numbers of 4 or 8 bytes, by name."""
 Words = tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]
-"""What `DeviceWords.write` takes: places, [n] int64, and their values, [n] int32."""
+"""The arguments of `DeviceWords.write`: places, [n] int64, and their values, [n] int32."""
 
 
 class DeviceWords:
-    """Words of 32 bits on `device` that stay where they are, zeros at first, cut into tensors by name.
+    """Words of 32 bits on `device`, at fixed addresses, zeros at first, divided into tensors by name.
 
-    Whatever is written of them together, to however many of the tensors, costs the host two launches: on an H200 each of them
-    takes some 60 µs while the device computes. On a CPU it is written in place.
+    A write costs the host two launches, whatever it writes and to however many of the tensors: on an H200 each launch takes
+    some 60 µs while the device computes. On a CPU the words are written in place.
     """
 
     def __init__(
@@ -37,7 +37,7 @@ class DeviceWords:
         *,
         send_numbers: Callable[[np.ndarray[Any, Any]], torch.Tensor] | None = None,
     ) -> None:
-        """`send_numbers`: what brings [n] int64 to the device, else `transfer.send`."""
+        """`send_numbers`: brings [n] int64 to the device; the default is `transfer.send`."""
         self._pieces = pieces
         self._first: dict[str, int] = {}
         end = 0
@@ -47,7 +47,7 @@ class DeviceWords:
         self._words = torch.zeros(end, dtype=torch.int32, device=device)
         self._send = send_numbers or partial(send, dtype=torch.int64, device=device)
         self.on_host: np.ndarray[Any, Any] | None = None
-        """The very words, where the device is the host."""
+        """The same words, if the device is the host."""
         if device.type == "cpu":
             self.on_host = self._words.numpy()
 
@@ -61,12 +61,12 @@ class DeviceWords:
         return self._first[name]
 
     def places(self, name: str) -> np.ndarray[Any, Any]:
-        """The places of the words of each number of a piece: its shape and 1 or, for numbers of 8 bytes, 2"""
+        """The places of the words of each number of a piece: the piece's shape and 1 or, for numbers of 8 bytes, 2"""
         (dtype, shape), first = self._pieces[name], self._first[name]
         return np.arange(first, first + _num_words(dtype, shape)).reshape(*shape, dtype.itemsize // WORD_BYTES)
 
     def write(self, places: np.ndarray[Any, Any], values: np.ndarray[Any, Any]) -> None:
-        """places: [n] int64, no two of them alike; values: [n] int32"""
+        """places: [n] int64, all different; values: [n] int32"""
         if self.on_host is not None:
             self.on_host[places] = values
             return

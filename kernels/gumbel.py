@@ -1,11 +1,11 @@
 """Gumbel-max noise keyed by (seed, position, token), and the weights of top-p and typical sampling: one definition for all.
 
-Each token that may be drawn gets an exponential variate E of its own, and the largest of log2(weight) − log2(E), or of
-weight / E, is drawn: with probability weight / Σ weights (Gumbel 1954; the form used here is section 2 of
-arXiv 1611.00712). Nothing is summed, so the token drawn does not depend on how a row is split, nor on tokens that are left
-out; and two computations of the same logits that differ in the last bits differ in the token only where the two best
-stand that close. Every step below is an integer operation or one correctly rounded float32 operation (never fused), so that
-a GPU, a CPU and the plain twins find the same bits. The functions here are these steps in plain torch, on any device.
+Each token that may be drawn gets its own exponential variate E, and the largest of log2(weight) − log2(E), or of weight / E, is
+drawn: with probability weight / Σ weights (Gumbel 1954; the form used here is section 2 of arXiv 1611.00712). Nothing is
+summed, so the token drawn depends neither on how a row is split nor on tokens that are left out. If two computations of the
+same logits differ in the last bits, the token differs only where the two best scores are as close. Every step below is an
+integer operation or one correctly rounded float32 operation (never fused), so that a GPU, a CPU and the plain twins get the
+same bits. The functions here are these steps in plain torch, on any device.
 
     key    = mix(stream + GAMMA · (position + 1))     64 bits; stream as in `engine.sampling.randomness`
     bits   = hash of the token, keyed by both halves of `key`, odd        32 bits
@@ -22,7 +22,7 @@ from __future__ import annotations
 
 import torch
 
-GAMMA = 0x9E3779B97F4A7C15  # of SplitMix64, as are the next two
+GAMMA = 0x9E3779B97F4A7C15  # from SplitMix64, like the next two
 MIX_1 = 0xBF58476D1CE4E5B9
 MIX_2 = 0x94D049BB133111EB
 
@@ -31,7 +31,7 @@ HASH_1 = 0x21F0AAAD  # multipliers and shifts of a 32-bit finaliser of low bias,
 HASH_2 = 0xD35A2D97
 
 SQRT_HALF_BITS = 0x3F3504F3  # of √½ in float32
-LOG2_ONE_PLUS = (  # P, least relative error on [√½ − 1, √2 − 1]: 2.3e-7
+LOG2_ONE_PLUS = (  # P, with the least relative error on [√½ − 1, √2 − 1]: 2.3e-7
     1.442694902420044,
     -0.7213528156280518,
     0.48092323541641235,
@@ -41,7 +41,7 @@ LOG2_ONE_PLUS = (  # P, least relative error on [√½ − 1, √2 − 1]: 2.3e-
     0.23404233157634735,
     -0.14581161737442017,
 )
-EXP2_MINUS = (  # Q, least relative error on [0, 1]: 9e-8
+EXP2_MINUS = (  # Q, with the least relative error on [0, 1]: 9e-8
     1.0,
     -0.6931437253952026,
     0.2401801496744156,
@@ -50,25 +50,25 @@ EXP2_MINUS = (  # Q, least relative error on [0, 1]: 9e-8
     -0.0009449036442674696,
 )
 WEIGHT_BITS = 30
-FARTHEST = 31.0  # binary orders below the likeliest token from which a weight is zero
+FARTHEST = 31.0  # binary orders below the likeliest token beyond which a weight is zero
 
 GUESS, ACCEPT, RESIDUAL = 1, 2, 3
-"""Draws of independent noise beside draw 0, which chooses the token of plain decoding: the guess of a draft model, the uniform
-number that accepts or rejects it, and the token in its place."""
+"""Draws of independent noise besides draw 0, which chooses the token of plain decoding: for the guess of a draft model, for the
+uniform number that accepts or rejects it, and for the token that replaces it."""
 
 NO_TOKEN = -1
-"""The token of a row from which none can be drawn: no finite maximum, NaN, or everything forbidden."""
+"""The token of a row from which none can be drawn: no finite maximum, NaN, or all tokens forbidden."""
 
 _LOW = 0xFFFFFFFF
 
 
 def _signed(number: int) -> int:
-    """An unsigned 64-bit number as the int64 of the same bits."""
+    """An unsigned 64-bit number as the int64 with the same bits."""
     return number - 2**64 if number >= 2**63 else number
 
 
 def _shifted(z: torch.Tensor, count: int) -> torch.Tensor:
-    """z: int64 taken as unsigned"""
+    """z: int64, interpreted as unsigned"""
     return (z >> count) & ((1 << (64 - count)) - 1)
 
 
@@ -79,14 +79,14 @@ def mix(z: torch.Tensor) -> torch.Tensor:
 
 
 def keys(streams: torch.Tensor, positions: torch.Tensor, draw: int = 0) -> torch.Tensor:
-    """The 64 random bits that key a token: streams, positions: [R] int64 → [R] int64"""
+    """The 64 random bits that key a token's noise: streams, positions: [R] int64 → [R] int64"""
     if draw:
         streams = mix(streams + draw)
     return mix(streams + (positions.long() + 1) * _signed(GAMMA))
 
 
 def uniform(key: torch.Tensor) -> torch.Tensor:
-    """A uniform number of each key, its upper 48 bits: [R] int64 → [R] float64 in [0, 1)"""
+    """A uniform number from each key's upper 48 bits: [R] int64 → [R] float64 in [0, 1)"""
     return _shifted(key, 16).double() / 2.0**48
 
 
@@ -122,8 +122,8 @@ def log2(x: torch.Tensor) -> torch.Tensor:
 
 
 def exponential(hashed: torch.Tensor) -> torch.Tensor:
-    """The exponential variate E of hashes from `bits`, float32 above zero. Near 1 its argument is taken from the bits, which
-    float32 would round."""
+    """The exponential variate E of hashes from `bits`, float32 above zero. Near 1 the argument is computed from the bits,
+    because float32 would round it."""
     exponent, t = _parts((2**32 - hashed).float() * 2.0**-32)
     t = torch.where(exponent == 0, hashed.float() * -(2.0**-32), t)
     return -(exponent.float() + t * _polynomial(t, LOG2_ONE_PLUS))
@@ -144,9 +144,9 @@ def weights(orders: torch.Tensor) -> torch.Tensor:
 
 
 def deviations(distance: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
-    """How far each token's surprise lies from the entropy, times `scale` in binary orders: [..., C] float32
+    """How far each token's surprise is from the entropy, multiplied by `scale`, in binary orders: [..., C] float32
 
-    distance: [..., C] ≥ 0 below the largest logit; weight: [..., C] int64, some of it above 0; scale: [..., 1] or one number
+    distance: [..., C] ≥ 0 below the largest logit; weight: [..., C] int64, at least one above 0; scale: [..., 1] or one number
     """
     moments = (weight.float() * (distance * scale).clamp(max=FARTHEST)).long()
     mean = moments.sum(-1, keepdim=True).double() / weight.sum(-1, keepdim=True).double()

@@ -1,4 +1,4 @@
-"""Where the steps of a device leave their tokens for the host."""
+"""Where a device's steps write their tokens for the host."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ import torch
 
 
 class HostTokens(NamedTuple):
-    """Places in page-locked memory of the host, which kernels write to, taken in turn.
+    """Places in page-locked host memory, to which kernels write in rotation.
 
     places: [D, 1 + B] int64, D at least 1: the number of a step, and its tokens. num_steps: [1] int64, on the device: how many
-    steps have left tokens. Step n is the n-th of them, counted from 1, and leaves its own in places[n mod D]. Only a launch
-    counts, so that a captured one goes on counting when it is replayed.
+    steps have written tokens. Step n, counted from 1, writes its tokens to places[n mod D]. The kernel does the counting, so a
+    captured step goes on counting when it is replayed.
     """
 
     places: torch.Tensor

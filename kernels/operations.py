@@ -1,4 +1,4 @@
-"""The table of operations that one implementation provides and `kernels.ops` binds to a device. Names and nothing else."""
+"""The table of operations that an implementation provides and `kernels.ops` binds to a device. Only names."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ LinearKernel = Callable[[Tensor], Tensor]
 LinearPacker = Callable[[Tensor, Tensor | None], LinearKernel]
 
 FUSED_ROWS_MAX = 16
-"""Rows of a step at most that fused products and greedy heads are made for: those of one tile of tensor cores."""
+"""Most rows of a step for which fused products and greedy heads are made: the rows of one tile of tensor cores."""
 PACKAGES = {"kernels.triton": "triton", "kernels.simd": "simd", "kernels.cpu": "torch"}
 FACTS = ("description", "decode_workspace", "max_verify_group", "supports_paged", "is_row_invariant")
 
@@ -26,24 +26,24 @@ FACTS = ("description", "decode_workspace", "max_verify_group", "supports_paged"
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Operations:
     """One callable per operation, with the signature of its twin in `kernels.reference`; torch's where the serving path has no
-    kernel of its own. An operation that is None does not exist here, and others do its work.
+    kernel of its own. An operation that is None does not exist for this device, and others do its work.
 
-    Facts: `description` names the implementation for the log. `supports_paged` tells of heads and of the format of a cache
-    whether `paged_decode` and `paged_prefill` are the way to attend. `max_verify_group` is how many consecutive tokens of a
-    request, verified in one step, `paged_prefill` should attend as one at most; 1 where each stays by itself.
-    `is_row_invariant` tells whether products, plain or quantised, and that attention give a row the same bits in any batch.
-    `decode_workspace` makes the scratch memory of `paged_decode`, and of `paged_prefill` of few queries, for so many queries;
-    None where they need none.
+    Facts: `description` names the implementation in the log. `supports_paged` says, for heads and the format of a cache,
+    whether attention should use `paged_decode` and `paged_prefill`. `max_verify_group` is the largest number of consecutive
+    tokens of a request, verified in one step, that `paged_prefill` should attend together; 1: each separately.
+    `is_row_invariant` says whether products (plain or quantised) and paged attention give a row the same bits in any batch.
+    `decode_workspace` allocates the scratch memory of `paged_decode`, and of `paged_prefill` with few queries, for a given
+    number of queries; None if they need none.
 
-    Operations that end with `_fp8` leave e4m3 rows and their scales for a product with 8-bit weights. `linear_add` and
-    `normed_linear` are the products of a decode step of at most FUSED_ROWS_MAX rows with the norms around them.
-    `rotated_decode` is `rope_and_cache` and `paged_decode` at once, for plans that say `takes_projections`.
-    `bind_experts` makes one function of all experts' weights, which asks the host nothing, for what `route_live` chooses; where
-    there is none, or none for such weights, `route` and `mix_experts` serve. `bind_greedy_head` makes a function of an output
-    head, the most likely tokens of at most FUSED_ROWS_MAX rows, or None where its sums would differ from those of the head's
-    product. `score_tokens` writes the table of log-probabilities whole; without it the table is put together around
-    `token_logprobs`. `sequence` makes a record of operations over so many rows, which run together; without it they are called
-    one by one.
+    Operations whose names end with `_fp8` produce e4m3 rows and their scales for a product with 8-bit weights. `linear_add` and
+    `normed_linear` are the products of a decode step of at most FUSED_ROWS_MAX rows, fused with the norms around them.
+    `rotated_decode` is `rope_and_cache` and `paged_decode` in one, for plans whose `takes_projections` is true. `bind_experts`
+    makes one function of all experts' weights, for the experts that `route_live` chooses, which never waits for the host; if it
+    is missing, or does not support such weights, `route` and `mix_experts` are used. `bind_greedy_head` makes a function of an
+    output head, for the most likely tokens of at most FUSED_ROWS_MAX rows, or None if its sums would differ from those of the
+    head's product. `score_tokens` writes the table of log-probabilities in one operation; without it the table is assembled
+    from `token_logprobs`. `sequence` makes a record of operations over up to a number of rows, which run together; without it
+    they are called one by one.
     """
 
     description: str
@@ -87,8 +87,8 @@ class Operations:
     score_tokens: Callable[..., None] | None = None
 
     def by_package(self) -> dict[str, list[str]]:
-        """Names of operations by their implementation: triton, simd or torch, else a module; under none those that do not
-        exist here."""
+        """Names of operations by their implementation: triton, simd or torch, or else a module; those that do not exist for
+        this device are under none."""
         found: dict[str, list[str]] = {}
         for name in (field.name for field in fields(self) if field.name not in FACTS):
             found.setdefault(_package(getattr(self, name)), []).append(name)

@@ -1,10 +1,10 @@
 """The only import surface of the kernels: every operation the engine's layers call, from the implementation of their device.
 
-`operations(device, dtype)` is the table of a device and of the numbers that layers pass: CPUs have functions compiled for their
-vectors for float32 and torch's operations for everything else, NVIDIA GPUs the Triton kernels; modules are imported by the
-first one that asks. `implementation` names it for the log and for `EngineInfo`. There is no fall-back from one implementation
-to another: what is missing or fails is an error. Layers take the table once, when they are made; the functions below look it
-up by their first tensor.
+`operations(device, dtype)` is the table of a device and of the dtype that layers pass. CPUs have functions compiled for their
+vector units for float32 and torch's operations for everything else; NVIDIA GPUs have the Triton kernels. Modules are imported
+on first use. `implementation` describes the table in the log and in `EngineInfo`. There is no fall-back from one implementation
+to another: a missing or failing operation is an error. Layers look the table up once, when they are created; the functions
+below look it up by their first tensor.
 """
 
 from __future__ import annotations
@@ -119,19 +119,19 @@ AnyPlan = AttentionPlan | InvariantPlan | PagedPlan
 AnyPlanner = AttentionPlanner | InvariantPlanner | PagedPlanner
 
 _TABLES = {"cpu": "kernels.cpu.table", "meta": "kernels.cpu.table", "cuda": "kernels.triton.table"}
-"""The module that holds the table of each type of device as `OPERATIONS`. On meta a model is only compared with its files."""
+"""The module that holds each device type's table as `OPERATIONS`. On meta a model is only compared with its files."""
 
 _FLOAT32_TABLES = {"kernels.cpu.table": "kernels.simd.table"}
-"""The table that serves float32 on a CPU in the place of another one."""
+"""The table that replaces another one for float32 on a CPU."""
 
 _INVARIANT_TABLES = {"kernels.triton.table": "kernels.triton.invariant_table"}
-"""The table of batch-invariant engines in the place of another one, beside `row_invariant`, which makes its products."""
+"""The table that replaces another one in batch-invariant engines, besides `row_invariant`, which makes their products."""
 
 
 def operations(device: torch.device, dtype: torch.dtype | None = None, *, batch_invariant: bool = False) -> Operations:
-    """The operations of a device for tensors of `dtype`, None for those that no dtype matters to. `batch_invariant`: those of
-    batch-invariant engines, which on a CPU are those of all. Raises KeyError for a device that has none, ImportError where its
-    kernels cannot be loaded."""
+    """The operations of a device for tensors of `dtype`; None for operations that do not depend on one. `batch_invariant`:
+    those of batch-invariant engines, which on a CPU are the usual ones. Raises KeyError for a device without a table,
+    ImportError if its kernels cannot be loaded."""
     name = _module(device, dtype)
     return _table(_INVARIANT_TABLES.get(name, name) if batch_invariant else name)
 
@@ -148,14 +148,14 @@ def _table(name: str) -> Operations:
 
 
 def sampling_kernels(device: torch.device, dtype: torch.dtype | None = None) -> ModuleType:
-    """The module whose `sample` and `sampling_workspace` serve a device and logits of `dtype`, None is any; `plain_sampling` is
+    """The module whose `sample` and `sampling_workspace` serve a device and logits of `dtype` (None: any); `plain_sampling` is
     the twin on every device."""
     return importlib.import_module(_module(device, dtype).replace(".table", ".sampling"))
 
 
 def lasting_zeros(*shape: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """A tensor of zeros that lives as long as an engine. On a CPU it is read block by block from all over its memory, which is
-    asked for in large pages. Raises what the allocator of the device raises: RuntimeError, and of a system OSError."""
+    """A tensor of zeros that lives as long as an engine. On a CPU it is read block by block all over its memory, so large pages
+    are requested for it. Raises what the device's allocator raises: RuntimeError, and for the system's OSError."""
     if device.type == "cpu":
         return on_large_pages(*shape, dtype=dtype).zero_()
     return torch.zeros(shape, dtype=dtype, device=device)
@@ -164,7 +164,7 @@ def lasting_zeros(*shape: int, dtype: torch.dtype, device: torch.device) -> torc
 def attention_planner(
     shape: AttentionShape, *, dtype: torch.dtype, device: torch.device, kv_dtype: torch.dtype | None = None
 ) -> AttentionPlanner | PagedPlanner:
-    """The planner for the table of `device`: of attention over pages, or over gathered rows by torch's fused attention.
+    """The planner for the table of `device`: attention over pages, or over gathered rows by torch's fused attention.
 
     `kv_dtype` is the format of the cache, None is `dtype`.
     """
@@ -195,7 +195,7 @@ def pack_linear_row_invariant(weight: torch.Tensor, bias: torch.Tensor | None) -
 
 def row_invariant(multiply: LinearKernel, num_columns: int, *, dtype: torch.dtype, device: torch.device) -> LinearKernel:
     """`multiply` if it gives a row the same bits in any batch, else a product with its weights that does. Raises TypeError for
-    a product of a GPU that shows no weight."""
+    a product on a GPU that does not expose its weight."""
     name = _module(device, dtype)
     if _table(name).is_row_invariant:
         return multiply
@@ -223,8 +223,8 @@ def paged_attention(
 
 
 def compiled_together(report: Callable[[Variants], None]) -> AbstractContextManager[None]:
-    """A context that compiles Triton kernels together: launches of this thread in it only ask for their kernels and run
-    nothing, and at its end all of them are ready. `report` is called with their number. Raises `CompilationFailed`."""
+    """A context that compiles Triton kernels together: inside it, launches of this thread only request their kernels and run
+    nothing; at its end all of them are ready. `report` is called with their number. Raises `CompilationFailed`."""
     block: AbstractContextManager[None] = importlib.import_module("kernels.triton.compiled_together").compiled_together(report)
     return block
 

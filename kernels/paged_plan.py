@@ -1,7 +1,7 @@
 """The inputs of paged attention for one step: block tables and lengths as tensors on the device, no lists, no masks.
 
 A plan is made from rows that the host knows (`PagedPlanner`), or refers to buffers that the device fills itself (a decode step
-over slots). To the kernels both are the same.
+over slots). Kernels see no difference.
 """
 
 from __future__ import annotations
@@ -20,10 +20,11 @@ from kernels.transfer import send
 
 @dataclass(frozen=True, slots=True)
 class PagedPlan:
-    """Rows of one step: the first `num_decodes` have one query each, the others those between their `query_starts`.
+    """Rows of one step: the first `num_decodes` have one query each, the others those between consecutive `query_starts`.
 
-    `counts_all`: only the device knows how many decodes there are, and `num_decodes` is how many there may be. Tokens of longer
-    rows follow those of the real decodes at once; what attention of decodes leaves in their places is overwritten."""
+    `counts_all`: only the device knows how many decodes there are; `num_decodes` is the most there may be. Tokens of longer
+    rows directly follow those of the actual decodes; the attention of decodes writes to their places too, and is
+    overwritten."""
 
     shape: AttentionShape
     num_decodes: int
@@ -38,18 +39,18 @@ class PagedPlan:
 
     @property
     def takes_projections(self) -> bool:
-        """Whether `rotated_decode` stands for the two operations that it is: in steps of few rows. Each split of a request
-        rotates its queries again, which takes longer than the launch that is saved where there are many."""
+        """Whether `rotated_decode` replaces the two operations that it combines: in steps of few rows. Each split of a request
+        rotates its queries again, which with many rows takes longer than the launch that is saved."""
         return self.is_newest and not self.is_row_invariant and self.num_decodes <= FUSED_ROWS_MAX
 
 
 class PagedPlanner:
-    """Makes plans for the rows of a step, of which those of one query come first."""
+    """Makes plans for the rows of a step. Rows of one query come first."""
 
     def __init__(self, shape: AttentionShape, *, device: torch.device, is_row_invariant: bool = False) -> None:
         self._shape, self._device, self._is_row_invariant = shape, device, is_row_invariant
         self.workspace: Any = None
-        """The workspace of `paged_decode` for the most rows and blocks of a step; without it each call makes its own."""
+        """The workspace of `paged_decode` for the largest step; if it is None, each call allocates its own."""
 
     def plan(self, rows: Sequence[AttentionRow]) -> PagedPlan:
         num_decodes = next((i for i, row in enumerate(rows) if row.query_len > 1), len(rows))

@@ -1,4 +1,4 @@
-"""Products that show their weights, so that other operations may read them and be fused with the product."""
+"""Products that expose their weights, so that other operations may read them and be fused with the product."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ from torch.nn import functional
 
 @runtime_checkable
 class ReadsWeight(Protocol):
-    """A product with its weight as it was packed, a tensor, `Int8Weight`, `Fp8Weight` or `Int4Weight`; None where it keeps
-    another form."""
+    """A product that exposes its packed weight: a tensor, `Int8Weight`, `Fp8Weight` or `Int4Weight`; None if it keeps another
+    form."""
 
     weight: Any
     bias: torch.Tensor | None
 
 
 def plain_product(product: object) -> PlainWeights | None:
-    """The product of unquantised rows, None where other operations cannot read its weights."""
+    """The product of unquantised rows; None if other operations cannot read its weights."""
     unrounded = getattr(product, "unrounded", product)
     return unrounded if isinstance(unrounded, PlainWeights) else None
 

@@ -1,7 +1,7 @@
 """Products with quantised weights, each by the implementation of the device of its weights.
 
-Weights are bound to a product once. CPUs have kernels compiled for their vectors, which pack the codes anew; GPUs have Triton
-kernels, which read them as they are. Modules are imported by the first one that asks.
+Weights are bound to a product once. CPUs have kernels compiled for their vector units, which repack the codes; GPUs have Triton
+kernels, which read them as they are. Modules are imported on first use.
 """
 
 from __future__ import annotations
@@ -63,15 +63,15 @@ class Fp8Rows(NamedTuple):
 class Fp8Product:
     """A product [T, K] → [T, N] of e4m3 rows and weights; rows that are not `Fp8Rows` are quantised here.
 
-    `unrounded` multiplies rows as they are. On a GPU it also serves up to FUSED_ROWS_MAX rows here, because the time of such a
-    step is that of reading the weights."""
+    `unrounded` multiplies rows without quantising them. On a GPU it also serves up to FUSED_ROWS_MAX rows here, because the
+    time of such a step is spent on reading the weights."""
 
     takes_rows = True
     """Whether the preceding operation may quantise its input, with a scale for each row."""
 
     def __init__(self, weight: Fp8Weight, bias: torch.Tensor | None) -> None:
         self.unrounded = bind_fp8(weight, bias)
-        self.weight: Fp8Weight | None = getattr(self.unrounded, "weight", None)  # on CPUs it was packed anew
+        self.weight: Fp8Weight | None = getattr(self.unrounded, "weight", None)  # None on CPUs, where it was repacked
         self.bias = bias
 
     def __call__(self, x: torch.Tensor | Fp8Rows) -> torch.Tensor:
@@ -114,5 +114,5 @@ def quantize_rows_fp8(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def quantised_words(name: str, device: torch.device) -> str:
-    """A description, for the log, of the products on a device with weights kept as `name`."""
+    """A description, for the log, of the products on a device with weights in the form `name`."""
     return f"{name} weights decoded in registers" if device.type == "cpu" else f"{name} weights"

@@ -1,4 +1,4 @@
-"""Weights in 8 and 4 bits as the kernels read them, packed from float weights and from AWQ and GPTQ checkpoints.
+"""Weights in 8 and 4 bits in the form that kernels read, packed from float weights and from AWQ and GPTQ checkpoints.
 
 Every function here runs once, while a model is loaded, on the device of the weights. `kernels.reference.quantised` reads the
 layouts bit by bit and shares no code with this file.
@@ -14,7 +14,7 @@ INT8_MAX = 127
 FP8 = torch.float8_e4m3fn
 FP8_MAX = 448.0
 
-CHUNK_COLUMNS = 128  # columns that lie together in the layout of int4 weights
+CHUNK_COLUMNS = 128  # columns that are contiguous in the layout of int4 weights
 CHUNK_RUNS = 4  # of neighbouring columns, all of one group; a word holds a code of each
 RUN_COLUMNS = CHUNK_COLUMNS // CHUNK_RUNS
 GROUP_SIZE_MIN = RUN_COLUMNS
@@ -62,11 +62,11 @@ class Int4Weight:
 
 
 Weight = torch.Tensor | Int8Weight | Fp8Weight | Int4Weight
-"""A matrix as products take it: plain, [N, K], or in one of these forms."""
+"""A matrix as products accept it: plain, [N, K], or in one of these forms."""
 
 
 def values_and_scales(weight: torch.Tensor | Int8Weight | Fp8Weight) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """The numbers or codes of a matrix, [N, K], and the scales of codes, [N] or [1], None of numbers."""
+    """The numbers or codes of a matrix, [N, K], and the scales of the codes, [N] or [1]; plain numbers have None."""
     return (weight, None) if isinstance(weight, torch.Tensor) else (weight.values, weight.scales)
 
 
@@ -113,7 +113,7 @@ def pack_int4_codes(
     *,
     permutation: torch.Tensor | None = None,
 ) -> Int4Weight:
-    """An `Int4Weight` of codes from elsewhere: [N, K] uint8 from 0 to 15.
+    """An `Int4Weight` from existing codes: [N, K] uint8 from 0 to 15.
 
     scales: [G, N] float16 or bfloat16, zeros: [G, N] integers from 0 to 16. G = ⌈K / group_size⌉; a group size of -1 is one
     group for all columns.
@@ -203,7 +203,7 @@ def int4_scale_dtype(scales: torch.Tensor) -> torch.dtype:
 
 
 def _scale_bits(scales: torch.Tensor) -> tuple[torch.Tensor, torch.dtype]:
-    """The 16 bits of each scale as int32 without sign, and what they are the bits of."""
+    """The 16 bits of each scale as an int32 without sign, and the dtype of the scale."""
     dtype = int4_scale_dtype(scales)
     return scales.to(dtype).contiguous().view(torch.int16).to(torch.int32) & 0xFFFF, dtype
 
@@ -225,13 +225,13 @@ def _unpacked_rows(packed: torch.Tensor) -> torch.Tensor:
 
 
 def _padded(rows: torch.Tensor, multiple: int) -> torch.Tensor:
-    """[N, K] → [N, K rounded up], zeros behind"""
+    """[N, K] → [N, K rounded up], padded with zeros"""
     missing = -rows.shape[1] % multiple
     return torch.nn.functional.pad(rows, (0, missing)) if missing else rows
 
 
 def _divisors(scales: torch.Tensor) -> torch.Tensor:
-    """A row of zeros has the scale zero and is divided by one."""
+    """The divisors of rows: a row of zeros has the scale zero and is divided by one."""
     return torch.where(scales == 0, torch.ones_like(scales), scales)
 
 

@@ -7,25 +7,26 @@ from typing import Protocol
 
 
 class NotRecordable(Exception):
-    """Raised for a computation that is no operation and would be missing from the record."""
+    """Raised for a computation that is not an operation and would be missing from the record."""
 
 
 class RecordedOperations(Protocol):
-    """Operations over up to `max_rows` rows, one after the other, on tensors that stay where they are."""
+    """Operations over up to `max_rows` rows, one after the other, on tensors at fixed addresses."""
 
     max_rows: int
 
     def recording(self) -> AbstractContextManager[None]:
-        """Record the operations called in this context, with tensors of `max_rows` rows, unrun. Raises `NotRecordable`."""
+        """Record, but do not run, the operations called in this context with tensors of `max_rows` rows. Raises
+        `NotRecordable`."""
         ...
 
     def sharing_buffers(self, max_rows: int) -> RecordedOperations:
-        """A record of other operations in the same buffers: results of the ones are overwritten when the others run."""
+        """A record of other operations in the same buffers: running one record overwrites the results of the other."""
         ...
 
     def next_layer(self) -> None:
-        """Begin a layer, whose tensors overwrite those of the layer before the last one: it may read what the last layer made,
-        and what was made before the first one."""
+        """Begin a layer. Its tensors overwrite those of the layer before the last one: it may read results of the last layer,
+        and what was computed before the first layer."""
         ...
 
     def run(self, num_rows: int) -> None:

@@ -17,18 +17,18 @@ SUPPRESSED_IDS_MAX = 8
 
 @dataclass(frozen=True, slots=True)
 class SamplingColumns:
-    """S slots, V tokens, Q rows of bias. A captured graph keeps the addresses; values change between its replays.
+    """S slots, V tokens, Q rows of bias. A captured graph keeps the addresses; the values change between its replays.
 
     scale: [S] float32, log2(e) / temperature; 0 is greedy. streams: [S] int64, what the noise of a seed comes from
     top_k: [S] int32, 0 is off; top_p: [S] float32, 1 is off; neg_log2_min_p: [S] float32, −log2(min_p), inf is off: min-p
         keeps tokens at most so many binary orders below the likeliest one; typical_p: [S] float32, 1 is off
     repetition, frequency, presence: [S] float32; 1, 0, 0 are off
     min_tokens_until: [S] int64, below this position no token is one of suppressed_ids: [S, SUPPRESSED_IDS_MAX] int32, -1 none
-    counts: [S, V] int32, for the three penalties. Bit 0: stands in prompt or output; above it: its number in the output
+    counts: [S, V] int32, for the three penalties. Bit 0: occurs in prompt or output; bits above: occurrences in the output
     rules: [S] int32, the row of bias that a slot uses, -1 none. bias: [Q, V] float32, added to the logits; -inf forbids
     floats, ints, longs: three tables whose rows are the columns above of one number for each slot. floats: scale, top_p,
         neg_log2_min_p, typical_p, repetition, frequency, presence; ints: top_k, rules; longs: streams, min_tokens_until
-    words: what the three tables and suppressed_ids lie in; places: [S, 21] int64 on the host, the places in it of each slot
+    words: the memory of the three tables and suppressed_ids; places: [S, 21] int64 on the host, each slot's places in it
     """
 
     scale: torch.Tensor
@@ -62,8 +62,8 @@ class SamplingColumns:
         make_words: Callable[[Pieces, torch.device], DeviceWords] = DeviceWords,
     ) -> SamplingColumns:
         """All slots greedy and without rules. 4 · V bytes for each slot and each row of bias. `make_words`: makes words that
-        have these pieces, perhaps beside others that are written together with them."""
-        width = -(-num_slots // ALIGNED_WORDS) * ALIGNED_WORDS  # each column begins where kernels take pointers to
+        contain these pieces, possibly with others that are written together with them."""
+        width = -(-num_slots // ALIGNED_WORDS) * ALIGNED_WORDS  # each column begins at an alignment that kernels accept
         pieces = {name: (dtype, (len(off), width)) for name, (dtype, off) in _TABLES.items()}
         words = make_words({**pieces, "suppressed_ids": (torch.int32, (num_slots, SUPPRESSED_IDS_MAX))}, device)
         for name, (dtype, off) in _TABLES.items():
@@ -103,8 +103,8 @@ class SamplingColumns:
         longs: np.ndarray[Any, Any],
         suppressed_ids: np.ndarray[Any, Any],
     ) -> Words:
-        """What to write to `words` for the parameters of slots: [n] int64, no two alike. floats: [n, 7] float32, ints: [n, 2]
-        int32, longs: [n, 2] int64, in the order of the tables' rows; suppressed_ids: [n, SUPPRESSED_IDS_MAX] int32"""
+        """The arguments of `words.write` for the parameters of slots: [n] int64, all different. floats: [n, 7] float32, ints:
+        [n, 2] int32, longs: [n, 2] int64, in the order of the tables' rows; suppressed_ids: [n, SUPPRESSED_IDS_MAX] int32"""
         values = np.concatenate([floats.view(np.int32), ints, longs.view(np.int32), suppressed_ids], axis=1)
         return self.places[slots].reshape(-1), values.reshape(-1)
 
@@ -114,11 +114,11 @@ _TABLES: dict[str, tuple[torch.dtype, list[float]]] = {
     "ints": (torch.int32, [0, -1]),
     "longs": (torch.int64, [0, 0]),
 }
-"""The tables by name, with what a slot has in each of their rows when everything is off."""
+"""The tables by name, with a slot's values in each of their rows when everything is off."""
 
 
 def _zeros(num_rows: int, vocab_size: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """[num_rows, vocab_size] of four bytes each. A CPU's memory is taken when it is written to, as most of it never is."""
+    """[num_rows, vocab_size] of four bytes each. A CPU allocates the memory as it is written; most of it never is."""
     if device.type != "cpu":
         return torch.zeros(num_rows, vocab_size, dtype=dtype, device=device)
     return torch.from_numpy(np.zeros((num_rows, vocab_size), dtype=np.int32)).view(dtype)

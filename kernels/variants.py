@@ -6,7 +6,8 @@ from typing import NamedTuple
 
 
 class Variants(NamedTuple):
-    """Numbers of kernel variants, one for each way to call a kernel: asked for, ready, and of these found on disk."""
+    """Numbers of kernel variants, one variant for each way to call a kernel: requested, ready, and how many of these were on
+    disk."""
 
     num_asked: int = 0
     num_ready: int = 0

@@ -71,7 +71,7 @@ def main() -> int:
 
 
 def _break_off(number: int, _: object) -> None:
-    """Whoever limits the time of a command asks it to end before he kills it: rows of the stage under way are kept then."""
+    """A time limit usually sends SIGTERM before it kills: the rows of the stage under way are then kept."""
     raise SystemExit(128 + number)
 
 

@@ -38,7 +38,7 @@ def nothing_kernel(place):  # type: ignore[no-untyped-def]
 
 
 def calibrate(context: Context) -> None:
-    """First what every other part divides by, each figure told as soon as it is there; nvidia-smi, which may hang, last."""
+    """First measure what every other part divides by, reporting each figure at once; nvidia-smi, which may hang, is last."""
     card = _card(context)
     context.tell(**card)
     copies: list[float] = []

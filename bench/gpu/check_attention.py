@@ -1,4 +1,4 @@
-"""Attention over pages against float64, beside torch's own in the same dtype; and whether a row's bits depend on its batch."""
+"""Attention over pages against float64, compared with torch's own in the same dtype; and whether bits depend on the batch."""
 
 from __future__ import annotations
 

@@ -29,7 +29,7 @@ from kernels.triton.linear_int4 import linear_int4
 EPS = 1e-6
 T = TypeVar("T")
 SUBNORMAL_DEVIATION = 2.0**-7
-"""Of 0 … 7 times 2^-9 with either sign, roughly."""
+"""Standard deviation of 0 … 7 times 2^-9 with either sign, approximately."""
 
 
 def check(context: Context) -> None:
@@ -151,14 +151,14 @@ def _fused(context: Context, m: int, tail: Tail) -> Three:
 
 
 def _fused_fp8(context: Context, m: int, tail: Tail) -> Three:
-    """The first with a scale for each row, the second with one for all."""
+    """The first weight with a scale for each row, the second with one for all."""
     first, second = _plain_weights(context, tail)
     return _fused_coded(context, m, tail, (pack_fp8(first), pack_fp8(second, per_row=False)))
 
 
 def _fused_subnormal(context: Context, tail: Tail) -> Three:
-    """Numbers of e4m3 below 2^-6 alone. As operands of bfloat16 they are subnormal too, and a card whose matrix instructions
-    took those for zeros would pass with any other weights: of normal ones they are one in some thousand, and the smallest."""
+    """Only e4m3 numbers below 2^-6. As operands of bfloat16 they are subnormal too. A card whose matrix instructions treated
+    those as zeros would pass with any other weights: of normal weights they are one in some thousand, and the smallest."""
 
     def weight(rows: int, columns: int) -> Fp8Weight:
         codes = torch.randint(0, 8, (rows, columns), dtype=torch.uint8, device=context.device)

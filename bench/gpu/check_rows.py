@@ -28,11 +28,11 @@ EPS = 1e-6
 
 LEFT = "tokens left for the host"
 REPLAYED = 64
-"""Steps of a graph that leave tokens: more than there are places by far."""
+"""Steps of a graph that write tokens: far more than there are places."""
 
 
 def check(context: Context) -> None:
-    """First what every step of an engine stands on: where tokens are wrong, so are all rows of engines."""
+    """First the operations on which every engine step depends: if tokens are wrong, so are all rows of engines."""
     equal(context, LEFT, [("launched", lambda: _left_for_the_host(context)), ("replayed", lambda: _left_by_a_graph(context))])
     widths = [64] if context.rehearsal else [1024, 2048, 4096, 12288]
     rows = [1, 5] if context.rehearsal else [1, 7, 17, 333]
@@ -113,7 +113,7 @@ def _embedding(context: Context, count: int, width: int) -> Three:
 
 
 def _wide(values: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
-    """What e4m3 rows and their scales stand for, in a dtype that errors are measured in."""
+    """The values of e4m3 rows with their scales, in a dtype in which errors are measured."""
     assert values.dtype is FP8
     return values.float() * scales
 
@@ -282,7 +282,7 @@ def _left_by_a_graph(context: Context) -> Two:
 
 
 def _captured_once(step: Callable[[], None]) -> Callable[[], None]:
-    """→ what replays it; it ran once before."""
+    """Returns a function that replays the step; the step has run once before."""
     beside = torch.cuda.Stream()  # type: ignore[no-untyped-call]
     beside.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(beside):

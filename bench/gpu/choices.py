@@ -1,8 +1,8 @@
-"""What was chosen without a GPU at hand, beside what might have been chosen: one run on a card decides.
+"""Choices made without a GPU at hand, compared with their alternatives: one run on a card decides.
 
-Nothing here is judged, and most of the time goes into compiling what is not served. A row's value is how many times as long the
-choice takes as the fastest of its candidates, 1 where it is the fastest; its facts have the microseconds of each. The
-candidates are those between which machine code did not decide. One row is a model's rate with a choice that operators have.
+Nothing here is judged, and most of the time goes into compiling kernels that are not served. A row's value is the time of the
+choice over that of its fastest candidate, 1 if it is the fastest; its facts have the microseconds of each. Candidates are those
+between which machine code did not decide. One row is a model's rate with a choice that operators have.
 """
 
 from __future__ import annotations
@@ -150,7 +150,7 @@ def _decode(context: Context, name: str, lengths: list[int]) -> None:
 
 
 def _rotation(context: Context, name: str, lengths: list[int]) -> None:
-    """What stands between the projection of a layer and its next product, both ways."""
+    """The operations between a layer's projection and its next product, both ways."""
     shape, device, num_requests = (TINY if context.rehearsal else LLAMA), context.device, len(lengths)
     lengths = [20, 5] if context.rehearsal else lengths
     copies = context.size(2 if len(lengths) > 1 else 32, 1)

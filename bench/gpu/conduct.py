@@ -22,19 +22,19 @@ from bench.gpu.rows import Row
 from engine.environment import FP_FUSION
 
 HEAD_CHARS, TAIL_CHARS = 2000, 6000
-"""Of each part's log, in the result: how engines started, and the end. `--logs` keeps all of it."""
+"""Characters of each part's log in the result: how engines started, and the end. `--logs` keeps all of it."""
 BASE_FACT = "bandwidth"
-"""What every part after the first divides by."""
+"""The figure by which every part after the first divides."""
 PATIENCE = 8.0
-"""A rehearsal may share two busy cores with everything else: its parts have so many times their limits."""
+"""Factor for the limits of parts in a rehearsal, which may share two busy cores with everything else."""
 LEFT_MIN_S = 8.0
 """A part that has less time left is not begun."""
 IMPORT_S = 120.0
-"""So long the first part, behind which nothing is imported meanwhile, may import before its own time begins."""
+"""Time that the first part may take to import before its own time begins; no other part imports meanwhile."""
 ROUNDING = ("TORCH_ALLOW_TF32_CUBLAS_OVERRIDE", "NVIDIA_TF32_OVERRIDE")
-"""An image may set them: products of float32 would have 10 bits, those that checks call exact among them."""
+"""An image may set these: float32 products would then have 10 bits, even those that checks treat as exact."""
 END_S = 10.0
-"""So long a process that was killed may take to end. One that hangs in a driver takes for ever, and the run goes on."""
+"""Time that a killed process may take to end. One that hangs in a driver never ends, and the run goes on."""
 
 
 @dataclass(slots=True)
@@ -47,7 +47,7 @@ class Outcome:
 
 
 class Process:
-    """One job. It imports at once and measures when it is told to."""
+    """One job. It imports at once and measures when told to."""
 
     def __init__(self, job: Job, *, rehearse: bool, environment: dict[str, str]) -> None:
         self.job = job

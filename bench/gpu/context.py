@@ -1,4 +1,4 @@
-"""What every measurement gets: the device, the sizes, what earlier parts found out, and where rows go."""
+"""The input of every measurement: the device, the sizes, figures of earlier parts, and where rows go."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ class Context:
 
     @property
     def left_s(self) -> float:
-        """Until this part is ended from outside."""
+        """Time until this part is ended from outside."""
         return self.deadline_s - self.clock()
 
     def size(self, real: int, rehearsed: int) -> int:

@@ -1,4 +1,4 @@
-"""What the driver says of the card: its version, clocks, power and heat. A card that is throttled or shared is a slow one."""
+"""The driver's facts about the card: its version, clocks, power and heat. A throttled or shared card is slow."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ FIELDS = (
     "memory.used,mig.mode.current"
 )
 UNKNOWN = re.compile(r'Field "([^"]+)" is not a valid field')
-"""A driver renames a field from time to time, and then says nothing of the others either."""
+"""Drivers rename fields from time to time; for an unknown field they report none of the others either."""
 WAIT_S = 3.0
 CHARS_MAX = 600
 
 
 def state() -> str:
-    """Names and values in one line, without those that this driver does not know; or why there are none."""
+    """Names and values in one line, without fields that this driver does not know; or why there are none."""
     fields = FIELDS.split(",")
     while True:
         command = ["nvidia-smi", f"--query-gpu={','.join(fields)}", "--format=csv"]
@@ -32,7 +32,7 @@ def state() -> str:
 
 
 def version(state: str) -> str | None:
-    """Of the driver, out of what `state` said; None where it said nothing."""
+    """The driver's version, from the result of `state`; None if that has none."""
     lines = [line.split(", ") for line in state.split(" | ")]
     found = dict(zip(lines[0], lines[-1], strict=False)) if len(lines) > 1 else {}
     return found.get("driver_version")

@@ -1,4 +1,4 @@
-"""How far a kernel is from the exact result, in units of how far torch's own is in that dtype; and whether bits are equal."""
+"""A kernel's distance from the exact result, in units of that of torch's own in that dtype; and whether bits are equal."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ Two = tuple[Outputs, Outputs]
 Three = tuple[Outputs, Outputs, Outputs]
 """Ours, the exact one, and torch's own."""
 Cases = Sequence[tuple[str, Callable[[], T]]]
-"""What each is, and what makes it."""
+"""Each case's name, and the function that computes it."""
 FLOOR_UNITS = 0.25
-"""Of the largest result's rounding unit: below that torch's error is a matter of luck (a copy has none)."""
+"""In rounding units of the largest result: below that, torch's error is a matter of luck (a copy has none)."""
 
 
 def compare(context: Context, name: str, cases: Cases[Three]) -> None:

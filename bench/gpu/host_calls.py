@@ -1,4 +1,4 @@
-"""What the calls of a step cost the host's thread, by what the device does meanwhile: one of each kind, on its own.
+"""The cost of a step's calls for the host's thread, depending on what the device does meanwhile: one of each kind, separately.
 
 A step's host time is told by parts of ours (`step_parts`). This tells what lies below them: on an H200 launching a step took
 616 µs of processor time, where the same Python takes 28 with the driver mocked.

@@ -1,4 +1,4 @@
-"""How much of a stretch of steps the GPU did nothing, by what can be seen of it.
+"""For how much of a series of steps the GPU was idle, as far as that can be observed.
 
 waits    events around each replay of a graph, as it is served: what lies between two of them is a wait for the host. Nothing
          within a graph is seen, nor that the device was idle while the host was still launching one
@@ -40,7 +40,7 @@ WORK = ("kernel", "gpu_memcpy", "gpu_memset")
 OVERLAP_MAX = 0.01
 """Of a trace: copies of inputs beside a kernel. Kernels that are launched early overlap by more."""
 LONG_US = 5.0
-"""Gaps above it are waits for the host; those below lie between two kernels of a graph."""
+"""Longer gaps are waits for the host; shorter ones are between two kernels of a graph."""
 
 
 @dataclass(slots=True)
@@ -99,7 +99,7 @@ def _since(first: Any, mark: Any) -> float:
 
 @dataclass(frozen=True, slots=True)
 class Idle:
-    """Shares of the span from the first kernel to the last. `long` counts gaps of more than LONG_US alone."""
+    """Shares of the span from the first kernel to the last. `long` counts only gaps of more than LONG_US."""
 
     share: float
     long: float
@@ -147,12 +147,12 @@ class Traced:
 
     @property
     def busy_us(self) -> float:
-        """Of a step."""
+        """Per step."""
         return self.trace.span_us * (1 - self.trace.share) / self.num_steps
 
     @property
     def busy(self) -> float:
-        """Of a served step; above 1 where kernels that are launched early save more than gaps cost."""
+        """Of a served step; above 1 if early launches save more than gaps cost."""
         return self.busy_us / (1e6 * self.served_s)
 
     @property

@@ -34,7 +34,7 @@ def normal(*shape: int, dtype: torch.dtype, device: torch.device, scale: float =
 
 @dataclass(frozen=True, slots=True)
 class Pages:
-    """Requests of given lengths in a cache whose blocks lie in no order."""
+    """Requests of given lengths in a cache, with their blocks in random order."""
 
     shape: AttentionShape
     cache: torch.Tensor  # [N, P, 2, K, D]
@@ -52,8 +52,8 @@ class Pages:
 
 
 def make_pages(lengths: Sequence[int], shape: AttentionShape, *, dtype: torch.dtype, device: torch.device) -> Pages:
-    """Scattered blocks for requests of these lengths, and one that is nobody's. Behind its last token a request's last block
-    holds NaN."""
+    """Scattered blocks for requests of these lengths, and one block that belongs to no request. After a request's last token,
+    its last block holds NaN."""
     counts = [-(-length // shape.block_size) for length in lengths]
     num_blocks = sum(counts) + 1
     size = (num_blocks, shape.block_size, 2, shape.num_kv_heads, shape.head_dim)

@@ -50,7 +50,7 @@ LIBRARIES = (
 
 @dataclass(frozen=True, slots=True)
 class Came:
-    """Tokens that were asked for and returned, of how many conversations, and how it was done. `longest_s`: of a batch."""
+    """Tokens requested and returned, the number of conversations, and how it was done. `longest_s`: of a batch."""
 
     asked: int
     returned: int
@@ -61,7 +61,7 @@ class Came:
 
 
 END_S = 3.0
-"""Kept for the end of the part, whose rows are there by then."""
+"""Reserved for the end of the part, when its rows have been emitted."""
 Run = Callable[[Context, Any, list[Asked]], Came]
 
 

@@ -19,7 +19,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 TOTAL_S = 470.0
-"""Of the whole command; eight minutes with what starting and writing takes."""
+"""Of the whole command; eight minutes including start and output."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,7 +72,7 @@ CALLS = (
     ("checks", "invariant", "kernels", "choices"),
     ("llama 8b", "small models", "formats", "latency", "saturated", "peers"),
 )
-"""All parts in two commands, for whoever has a card for longer: each has time for all that its parts may take."""
+"""All parts in two commands, for use of a card for longer: each has time for the limits of all its parts."""
 BY_NAME = {part.name: part for part in PARTS}
 
 

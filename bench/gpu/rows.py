@@ -11,11 +11,11 @@ from typing import Any, Literal
 
 Judged = Literal["value", "fraction", "ratio"]
 GOALS_CARD, CARD_SHORT = "NVIDIA H200", "H200"
-"""The card, by the name that its driver gives it, of which goals ask for rates and times. An H200 NVL, a slice of an H200 and a
+"""The card for which goals ask for rates and times, by the name that its driver gives. An H200 NVL, a slice of an H200 and a
 GH200 have other names and other limits."""
 PEER_MISSING = "transformers is not installed here: no peer, no comparison"
 FRACTION_MAX = 1.10
-"""Beyond what a read-only stream can gain over the calibrating copy: more means that bytes or time were counted wrongly."""
+"""More than a read-only stream can gain over the calibrating copy: beyond this, bytes or time were counted wrongly."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,4 +1,4 @@
-"""What one long prompt does to those who decode, and what a cached prefix saves."""
+"""The effect of one long prompt on decoding requests, and the savings of a cached prefix."""
 
 from __future__ import annotations
 

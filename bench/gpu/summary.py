@@ -1,4 +1,4 @@
-"""What was judged, short enough for whoever sees no more than the end of an output."""
+"""The judged rows, short enough for a reader who sees only the end of an output."""
 
 from __future__ import annotations
 

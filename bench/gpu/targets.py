@@ -13,10 +13,10 @@ from bench.gpu.rows import Judged, Target
 
 ERROR_RATIO_MAX = 2.0
 OF_PRODUCTS = {"bf16": (0.85, 0.92), "int8": (0.75, 0.85), "fp8": (0.75, 0.85), "int4": (0.65, 0.78)}
-"""Of the bandwidth, by the format of the weights."""
+"""Fractions of the bandwidth, by the format of the weights."""
 
 LAYER_ROWS = {"Llama-8B": (1, 16, 64, 256), "Qwen3-0.6B": (1,)}
-"""Of which steps a layer is timed both ways, early and in turn."""
+"""Numbers of rows of the steps for which a layer is timed both ways, early and in turn."""
 
 CHECKED = (
     "paged decode", "paged decode, head size 64", "paged decode, window and soft-cap", "paged decode, fp8 KV",

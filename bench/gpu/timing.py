@@ -14,7 +14,7 @@ import torch
 
 Call = Callable[[], object]
 SAMPLE_S = 0.004
-"""A sample is at least so long: events resolve half a microsecond."""
+"""The least length of a sample: events resolve half a microsecond."""
 WARM_S = 0.05
 """So long a card works before the first sample, by the time of its first replay: its clock falls while nothing runs, and takes
 some tens of milliseconds to rise. Where the first replay was slow it is less, by as much."""

@@ -1,4 +1,4 @@
-"""Processor time that a thread spends waiting for the device, which is no work of the host: the wait for tokens stays awake."""
+"""Processor time that a thread spends waiting for the device, which is not work of the host: it waits without sleeping."""
 
 from __future__ import annotations
 

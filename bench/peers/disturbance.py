@@ -1,4 +1,4 @@
-"""What else the machine did during a measurement, and the rule by which a round is discarded. Linux."""
+"""The machine's other activity during a measurement, and the rule by which a round is discarded. Linux."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class Reading:
 
 @dataclass(frozen=True, slots=True)
 class Disturbance:
-    """Cores that others used, and that the host took away, on the average of one run."""
+    """Cores used by others, and cores taken away by the host, averaged over one run."""
 
     others_cores: float
     steal_cores: float

@@ -1,7 +1,7 @@
 """What llama.cpp calls the tensors of a Llama, and in which order it wants their rows. Names and numbers, no tensors.
 
-It turns neighbouring dimensions of a head together, a model folder's layout turns dimension i with i + half: so the rows of q
-and k change places.
+It rotates neighbouring dimensions of a head together; a model directory's layout rotates dimension i with i + half. So the rows
+of q and k are reordered.
 """
 
 from __future__ import annotations

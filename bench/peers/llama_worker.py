@@ -14,7 +14,7 @@ from bench.peers.gguf_names import GGUF
 from bench.peers.protocol import Run, leave_repository, work
 
 KEPT: list[Any] = []
-"""What C holds a pointer to and Python would free."""
+"""Objects to which C holds a pointer and which Python would free."""
 
 
 def load(folder: Path, threads: int, settings: dict[str, Any]) -> tuple[Run, dict[str, Any]]:

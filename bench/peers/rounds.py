@@ -1,6 +1,6 @@
 """Two engines by turns on the same requests: rounds of four runs in the order ABBA, then BAAB, and what follows from them.
 
-A round gives two pairs of neighbouring runs, one in each order, so that what comes first has no advantage. A round with a
+A round gives two pairs of neighbouring runs, one in each order, so that neither engine gains by being first. A round with a
 disturbed run is discarded whole and repeated, at most `ATTEMPTS` times the wanted rounds in all. Knows no engine.
 """
 
@@ -68,8 +68,8 @@ def measure(ours: Runs, peer: Runs, requests: RequestSet, rounds: int, cores_max
 
 
 def equal_tokens(ours: Sequence[Sequence[int]], theirs: Sequence[Sequence[int]]) -> tuple[float, float]:
-    """Share of tokens before an answer's first difference, and of answers without any. After a near-tie has fallen the other
-    way, an answer goes another way: what comes then says nothing."""
+    """Share of tokens before an answer's first difference, and of answers without any. After a near-tie is decided the other
+    way, an answer takes another course, and later tokens say nothing."""
     before = [
         next((place for place, (a, b) in enumerate(zip(mine, yours, strict=True)) if a != b), len(mine))
         for mine, yours in zip(ours, theirs, strict=True)

@@ -188,11 +188,11 @@ def serving(command: list[str], variables: dict[str, str], health: str, log: IO[
         yield psutil.Process(process.pid)
     finally:
         with suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGCONT)  # who rests hears nothing else
+            os.killpg(process.pid, signal.SIGCONT)  # a stopped process receives no other signal
         process.terminate()
         with suppress(subprocess.TimeoutExpired):
             process.wait(END_TIMEOUT_S)
-        with suppress(ProcessLookupError):  # whoever of the group has not ended with the first of it
+        with suppress(ProcessLookupError):  # members of the group that have not ended with the first one
             os.killpg(process.pid, signal.SIGKILL)
         process.wait()
 

@@ -29,7 +29,7 @@ def _entry(section: str, lines: list[str]) -> Basic:
 
 
 def read(path: Path = SOURCE) -> Iterator[Basic]:
-    """The entries of a file in the form of basics.txt: '= section', then '? names' with the answer and code below."""
+    """The entries of a file in the format of basics.txt: '= section', then '? names' with the answer and code below."""
     section, lines = "", list[str]()
     for line in [*path.read_text(encoding="ascii").splitlines(), "= end"]:
         if line.startswith(("? ", "= ")):

@@ -1,4 +1,4 @@
-"""Words facts as questions and answers and composes conversations from them; knows nothing of tokens."""
+"""Turns facts into questions and answers and composes conversations from them; knows nothing of tokens."""
 
 from __future__ import annotations
 
@@ -197,7 +197,7 @@ def _function_name(fact: Fact, rng: random.Random) -> str:
 
 
 def ask(fact: Fact, rng: random.Random) -> Turn:
-    """The fact as a question and its answer; now and then the question is for the signature."""
+    """The fact as a question and its answer; sometimes the question is for the signature."""
     if fact.signature and rng.random() < 0.06:
         question = rng.choice(SIGNATURE_QUESTIONS).format(s=fact.subject)
         return Turn(_casual(question, rng), f"The signature is `{fact.signature}`.")
@@ -216,7 +216,7 @@ def answered(fact: Fact) -> str:
 
 
 def _topic(basic: Basic, rng: random.Random) -> list[Turn]:
-    """What it is; then, often, an example of it."""
+    """What it is; then, often, an example."""
     name = rng.choice(basic.asked)
     plural = name.endswith("s") and not name.startswith(("the ", "a ", "*"))
     template = rng.choice(TEMPLATES["many"] if plural else TEMPLATES["basic"])
@@ -264,7 +264,7 @@ class Talk:
         return basic_turns(self.rng.choice(self.by_section[section]), self.rng)
 
     def conversation(self, max_chars: int) -> Conversation:
-        """One exchange, or more while a coin allows and max_chars is not exceeded; a third have a system prompt."""
+        """One exchange, or more while a coin flip allows and max_chars is not exceeded; a third have a system prompt."""
         system = self.rng.choice(SYSTEMS) if self.rng.random() < 0.35 else ""
         turns = self.turns()
         size = len(system) + sum(len(t.question) + len(t.answer) for t in turns)

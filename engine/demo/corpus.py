@@ -1,4 +1,4 @@
-"""Builds the demo model's corpus: prose and conversations from Python's documentation, held-out parts set aside."""
+"""Builds the demo model's corpus: prose and conversations from Python's documentation; held-out parts are set aside."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ HELD_OUT_PERCENT = 2
 
 @dataclass(frozen=True)
 class Mix:
-    """What a helping of training text holds: the share of conversations among all tokens, the share of hand-written
+    """Composition of a portion of training text: the share of conversations among all tokens, the share of hand-written
     material among conversations, and whether facts are drawn broadly or with focus on the well-known ones."""
 
     chat_share: float
@@ -25,7 +25,7 @@ class Mix:
 
 @dataclass(frozen=True)
 class Corpus:
-    """Passages come in two lengths, for short and long rows; val parts are not trained on as such."""
+    """Passages come in two lengths, for short and long rows; validation parts are not trained on as such."""
 
     facts: list[Fact]
     val_facts: list[Fact]

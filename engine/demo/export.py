@@ -23,7 +23,7 @@ MAX_BYTES = 16_000_000
 def named_weights(state: dict[str, Tensor], shape: Shape) -> dict[str, Tensor]:
     """The trained weights under the names of transformers' LlamaForCausalLM, fused projections taken apart.
 
-    float16, for it keeps three more bits of each weight than bfloat16 and no weight here comes near its limits.
+    float16, because it keeps three more bits of each weight than bfloat16, and no weight here comes near its limits.
     """
     named = {"model.embed_tokens.weight": state["embed.weight"], "model.norm.weight": state["norm.weight"]}
     for idx in range(shape.num_hidden_layers):
@@ -118,7 +118,7 @@ def _write_json(path: Path, value: dict[str, Any]) -> None:
 
 
 def training_record(run: Path, state: dict[str, Any], params: int, notes: list[str]) -> dict[str, Any]:
-    """What training.json says: settings, corpus, how far it went and the losses it reached."""
+    """The contents of training.json: settings, corpus, progress and the losses reached."""
     log = [json.loads(line) for line in (run / "log.jsonl").read_text().splitlines()]
     started = next(line for line in reversed(log) if line["kind"] == "start")
     validations = [line for line in log if line["kind"] == "val"]
@@ -143,7 +143,7 @@ def training_record(run: Path, state: dict[str, Any], params: int, notes: list[s
 
 
 def export(run: Path, out: Path, notes: list[str]) -> None:
-    """Fills out with everything that comes from the run. README.md and LICENSE are written by hand and left alone."""
+    """Fills out with everything that comes from the run. README.md and LICENSE are written by hand and not touched."""
     state = torch.load(run / "checkpoint.pt", weights_only=True)
     shape = Shape(**state["shape"])
     out.mkdir(parents=True, exist_ok=True)

@@ -36,7 +36,7 @@ class Passage:
 
 
 def sentences(text: str, limit: int = ANSWER_CHARS) -> str:
-    """As many whole sentences as fit in limit characters; empty when not even the first one does."""
+    """As many whole sentences as fit in limit characters; empty when the first one does not fit."""
     kept: list[str] = []
     for sentence in SENTENCE_END.split(text):
         if sentence.startswith(("See ", "Refer to ", "For more ")):
@@ -148,7 +148,7 @@ def page_facts(page: str, blocks: list[Block]) -> list[Fact]:
 
 
 def passages(page: str, blocks: list[Block], limit: int) -> Iterator[Passage]:
-    """Prose of at most about limit characters each, cut between blocks, each opened by the heading it stands under."""
+    """Prose of at most about limit characters each, cut between blocks; each passage begins with its heading."""
     heading, size = "", 0
     parts: list[str] = []
 
@@ -172,7 +172,7 @@ def passages(page: str, blocks: list[Block], limit: int) -> Iterator[Passage]:
 
 
 def docs_pages(docs: Path) -> Iterator[tuple[str, list[Block]]]:
-    """Every page of the documentation's sources but the C API, whatsnew's oldest and the generated ones, by name."""
+    """Every page of the documentation's sources by name, except the C API, the oldest whatsnew pages and the generated ones."""
     for path in sorted(docs.rglob("*.rst.txt")):
         page = path.relative_to(docs).as_posix().removesuffix(".rst.txt")
         if page.split("/")[0] not in ("c-api", "extending", "install", "distutils", "includes", "license"):

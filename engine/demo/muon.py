@@ -1,4 +1,4 @@
-"""Muon (Jordan et al., 2024): momentum that is orthogonalised before it is applied; for hidden matrices only."""
+"""Muon (Jordan et al., 2024): momentum is orthogonalised before it is applied; for hidden matrices only."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def orthogonalised(matrix: Tensor, steps: int = 5) -> Tensor:
 
 
 class Muon(torch.optim.Optimizer):
-    """Groups of matrices; `heights` of a group says where its matrices, fused projections, are cut into parts."""
+    """Groups of matrices; `heights` of a group says where its matrices, which are fused projections, are cut into parts."""
 
     def __init__(self, groups: Iterable[dict[str, Any]], lr: float, momentum: float = 0.95, decay: float = 0.1) -> None:
         super().__init__(groups, {"lr": lr, "momentum": momentum, "decay": decay, "heights": None})

@@ -1,4 +1,4 @@
-"""How often the facts of the documentation come up in talk: the famous and the popular ones more than the rest."""
+"""How often facts of the documentation come up in conversations: well-known and popular ones more often than the rest."""
 
 from __future__ import annotations
 

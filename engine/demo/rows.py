@@ -120,7 +120,7 @@ def pack(documents: list[Document], row_len: int, open_rows: int = 64) -> Tensor
 
 
 def shard(corpus: Corpus, tokenizer: Tokenizer, row_len: int, index: int, mix: Mix, seed: int) -> Tensor:
-    """The index-th helping of training rows, about half a million tokens, the same for the same arguments."""
+    """The index-th portion of training rows, about half a million tokens, the same for the same arguments."""
     rng = random.Random(seed * 1_000_003 + index)
     budget = 500_000
     max_chars = int(row_len * 3.2)

@@ -41,7 +41,7 @@ _QUOTES = str.maketrans({"\u2018": "'", "\u2019": "'", "\u201c": '"', "\u201d": 
 
 @dataclass(frozen=True)
 class Block:
-    """One piece of a page. kind is title, para, code, term, module, or one of ENTRY_KINDS; extra is a synopsis."""
+    """One block of a page. kind is title, para, code, term, module, or one of ENTRY_KINDS; extra is a synopsis."""
 
     kind: str
     indent: int
@@ -129,7 +129,7 @@ class _Page:
             self.blocks.append(Block(kind, indent, text, extra))
 
     def _body(self, indent: int) -> list[str]:
-        """Consumes the current line and everything indented below it; returns what lay below."""
+        """Consumes the current line and everything indented below it; returns the lines below."""
         start = self.at + 1
         self.at = start
         while self.at < len(self.lines):

@@ -54,7 +54,7 @@ STAGES = (
 
 @dataclass(frozen=True)
 class Settings:
-    """What a run is made of, apart from its shape. Shares are of tokens, lengths in tokens, times in seconds."""
+    """The settings of a run, apart from its shape. Shares are of tokens, lengths in tokens, times in seconds."""
 
     seed: int = 7
     minutes: float = 110.0
@@ -71,7 +71,7 @@ class Settings:
 
 @dataclass
 class Progress:
-    """Where a run is; saved in every checkpoint. elapsed_s counts training time only."""
+    """The progress of a run; saved in every checkpoint. elapsed_s counts training time only."""
 
     elapsed_s: float = 0.0
     step: int = 0
@@ -114,7 +114,8 @@ def mean_loss(network: Network, rows: Tensor) -> tuple[float, int]:
 class Validation:
     """Prose of held-out pages (bits per byte); answers never asked for in training, and known ones (nats per token).
 
-    Pages and facts are held out apart, so neither is wholly unseen: a fact's page may have been read, and the reverse.
+    Pages and facts are held out separately, so neither is entirely unseen: a held-out fact's page may have been read, and vice
+    versa.
     """
 
     def __init__(self, corpus: Corpus, tokenizer: Tokenizer, row_len: int) -> None:
@@ -160,7 +161,7 @@ class Run:
         return self.progress.elapsed_s / (self.settings.minutes * 60)
 
     def save(self) -> None:
-        """Writes the checkpoint beside the old one and moves it into place, so that a kill leaves a whole file."""
+        """Writes the checkpoint to a new file and renames it over the old one, so that a kill leaves a complete file."""
         state = {
             "shape": asdict(self.network.shape),
             "settings": asdict(self.settings),
@@ -215,7 +216,7 @@ class Run:
         return float(loss.detach())
 
     def helping(self) -> tuple[Tensor, int]:
-        """Rows of the stage that has begun, and the batch size for them."""
+        """Training rows for the current stage, and their batch size."""
         stage = [stage for stage in self.settings.stages if stage.share_done <= self.share_done][-1]
         rows = shard(self.corpus, self.tokenizer, stage.row_len, self.progress.shard_idx, stage.mix, self.settings.seed)
         return rows, self.settings.batch_tokens // stage.row_len

@@ -1,4 +1,4 @@
-"""Structured output: an answer held to a JSON schema, a regular expression, choices or a grammar. Only `masks` knows torch.
+"""Structured output: answers that satisfy a JSON schema, regular expression, choices or grammar. Only `masks` knows torch.
 
     spec.py        grammar_spec(sampling) -> GrammarSpec | None        checks fields, imports no grammar library
                    GrammarSpec(kind, text), hashable; .param names the field
@@ -11,17 +11,17 @@
     matcher.py     CompiledGrammar.start() -> GrammarState             one per answer, microseconds
                    GrammarState.fill_mask(row)                         row: [ceil(V / 32)] int32, 1 = allowed; releases the GIL
                    GrammarState.accept(token_id), .is_complete
-    queue.py       GrammarQueue                                        requests until their grammar is there
-    masks.py       GrammarMasks                                        masks of a step, filled in a thread beside it
+    queue.py       GrammarQueue                                        requests that wait for their grammar
+    masks.py       GrammarMasks                                        masks of a step, filled in a thread meanwhile
 
-A text becomes a grammar of the library in a process of its own (`worker.py`), in this order:
+A constraint becomes a grammar of the library in a process of its own (`worker.py`), in this order:
 
     lark              any constraint; `gbnf` reads grammars in the notation of llama.cpp
     json_schema       a schema, by way of the next four
     schema_document   its draft and references; `schema_keywords`: each keyword as constraints, see `schema_nodes`
-    schema_cases      alternatives taken apart until any one case suffices; `schema_values`: whether a given value satisfies it
+    schema_cases      alternatives taken apart until any single case suffices; `schema_values`: whether a value satisfies it
     shapes            what the values of a case look like, type by type
-    json_grammar      shapes as rules: `json_containers`, `lark_rules`, and `terminals` for what stands in strings
+    json_grammar      shapes as rules: `json_containers`, `lark_rules`, and `terminals` for the contents of strings
     patterns          patterns and names of `formats` as languages: `regex` over `char_sets`; `numbers` as automata
 
 End-of-sequence ids are allowed by the mask exactly while `is_complete`. Both `fill_mask` and `accept` raise `GrammarError`,

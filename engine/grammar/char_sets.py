@@ -64,7 +64,7 @@ def contains(inner: CharSet, character: str) -> bool:
 
 
 def _where(holds: Callable[[str], object]) -> CharSet:
-    """Every code point for which `holds`; a walk over all of Unicode, 0.1 to 0.3 s."""
+    """Every code point for which `holds` is true; iterates over all of Unicode, 0.1 to 0.3 s."""
     return chars(*((point, point) for low, high in ANY for point in range(low, high + 1) if holds(chr(point))))
 
 
@@ -83,8 +83,8 @@ def _unicode_class(expression: str) -> CharSet:
 
 
 def named(letter: str, *, wide: bool) -> CharSet:
-    """`\\d \\w \\s`. They mean ASCII to ECMA-262 and all of Unicode to Python; `wide` takes what either calls a member, else
-    what both do."""
+    """`\\d \\w \\s`. ECMA-262 reads them as ASCII, Python as all of Unicode. `wide`: the union of both readings, otherwise
+    their intersection."""
     if letter == "s":
         return _SPACE_SOMEWHERE if wide else _SPACE_EVERYWHERE
     if wide:

@@ -1,8 +1,8 @@
-"""Whose grammar is compiled next, and whose are kept. Knows no compiler and no thread: its owner locks.
+"""Which grammar is compiled next, and which are kept. Knows no compiler and no thread: its owner locks.
 
-Each tenant has a line of its own and a cache of its own. Lines take turns, and a tenant has one compile under way at a time, so
-that texts which take all of their deadline delay nobody but the tenant that sent them while another worker is there. Where no
-more may wait or be kept, the tenant with the most gives way.
+Each tenant has its own line and its own cache. Lines take turns, and a tenant has one compile under way at a time. So texts
+that use up their whole deadline delay only the tenant that sent them, as long as there is another worker. When no more may wait
+or be kept, the tenant with the most gives way.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ NO_PROCESS = "the system starts no more processes"
 
 
 def overloaded(spec: GrammarSpec, why: str) -> EngineOverloaded:
-    """Why a grammar is not compiled, which may be asked for again."""
+    """The error for a grammar that is not compiled now; the client may try again."""
     return EngineOverloaded(f"{spec.param} cannot be compiled now: {why}")
 
 
 class Job(NamedTuple):
-    """A compile that was begun."""
+    """A compile that has begun."""
 
     tenant_id: str
     spec: GrammarSpec
@@ -37,7 +37,7 @@ class Job(NamedTuple):
 
 @dataclass(slots=True)
 class _Line:
-    """Of one tenant. `known` holds the latest last: what was compiled or refused, what is under way and what waits."""
+    """One tenant's line. `known` has the most recent last: grammars compiled, refused, under way and waiting."""
 
     known: OrderedDict[GrammarSpec, Future[CompiledGrammar]] = field(default_factory=OrderedDict)
     waiting: deque[GrammarSpec] = field(default_factory=deque)
@@ -45,26 +45,27 @@ class _Line:
 
     @property
     def num_kept(self) -> int:
-        """What neither waits nor is under way, which may be forgotten."""
+        """Grammars that neither wait nor are under way, and so may be forgotten."""
         return len(self.known) - len(self.waiting) - self.num_served
 
 
 class CompileLines:
-    """The lines of all tenants that have anything here, the one whose turn is next first."""
+    """The lines of all tenants with any grammar here; the one whose turn is next comes first."""
 
     def __init__(self, *, waiting_max: int | None = WAITING_MAX, at_a_time: int = 1) -> None:
-        """Of all tenants `waiting_max` may wait, any number if None; of each `at_a_time` are compiled."""
+        """At most `waiting_max` compiles may wait, over all tenants (any number if None); `at_a_time` of each tenant may
+        run."""
         self._waiting_max = waiting_max
         self._at_a_time = at_a_time
         self._lines: OrderedDict[str, _Line] = OrderedDict()
 
     @property
     def num_waiting(self) -> int:
-        """Compiles that were not begun."""
+        """Compiles that have not begun."""
         return sum(len(line.waiting) for line in self._lines.values())
 
     def find(self, tenant_id: str, spec: GrammarSpec) -> Future[CompiledGrammar] | None:
-        """What is known of this grammar, which makes it the latest one."""
+        """The future of a known grammar, which becomes the most recent one; None if it is unknown."""
         line = self._lines.get(tenant_id)
         if line is None or spec not in line.known:
             return None
@@ -72,8 +73,8 @@ class CompileLines:
         return line.known[spec]
 
     def add(self, tenant_id: str, spec: GrammarSpec) -> Future[CompiledGrammar]:
-        """Put a grammar that is not known at the end of its tenant's line. Raises `EngineOverloaded` when too many wait, unless
-        another tenant has more of them by two: then the last of those is refused in its place."""
+        """Put an unknown grammar at the end of its tenant's line. Raises `EngineOverloaded` when too many wait, unless another
+        tenant has at least two more waiting: then the last of those is refused instead."""
         line = self._lines.get(tenant_id) or _Line()
         if self._waiting_max is not None and self.num_waiting >= self._waiting_max:
             longest = max(self._lines.values(), key=lambda each: len(each.waiting), default=line)
@@ -87,7 +88,7 @@ class CompileLines:
         return grammar
 
     def begin(self) -> Job | None:
-        """The next compile, of the tenant that waits for its turn the longest; None if there is none to begin now."""
+        """The next compile, of the tenant that has waited longest for its turn; None if none can begin now."""
         for tenant_id, line in self._lines.items():
             if line.waiting and line.num_served < self._at_a_time:
                 line.num_served += 1
@@ -97,11 +98,11 @@ class CompileLines:
         return None
 
     def forget(self, job: Job) -> None:
-        """Nothing is known of a grammar whose compile was begun: it is compiled when it is asked for again."""
+        """Forget a grammar whose compile has begun: it is compiled again when it is next requested."""
         self._lines[job.tenant_id].known.pop(job.spec, None)
 
     def end(self, job: Job) -> None:
-        """A compile that was begun is over: its tenant may have the next one."""
+        """A compile is over: its tenant may have the next one."""
         self._lines[job.tenant_id].num_served -= 1
         self._drop_if_empty(job.tenant_id)
         self._forget_oldest()
@@ -114,7 +115,7 @@ class CompileLines:
             line.waiting.clear()
 
     def _forget_oldest(self) -> None:
-        """Keep CACHED_GRAMMARS_MAX. What waits or is under way is never forgotten, and drives out nobody's."""
+        """Keep CACHED_GRAMMARS_MAX. Grammars that wait or are under way are never forgotten, and displace none."""
         surplus = sum(line.num_kept for line in self._lines.values()) - CACHED_GRAMMARS_MAX
         for _ in range(surplus):
             tenant_id, line = max(self._lines.items(), key=lambda item: item[1].num_kept)

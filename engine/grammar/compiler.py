@@ -1,7 +1,7 @@
-"""Compiles constraints beside the step loop, each within a deadline, in the order of `compile_lines`. Knows no request.
+"""Compiles constraints outside the step loop, each within a deadline, in the order of `compile_lines`. Knows no request.
 
-A compile runs twice: first in a worker process, which is killed at the deadline, then, proven to be quick, in a thread of this
-process with the interpreter lock released. A text that explodes therefore costs its own deadline and nothing else.
+A compile runs twice: first in a worker process, which is killed at the deadline; then, once it is known to be quick, in a
+thread of this process with the interpreter lock released. So a text that explodes costs only its own deadline.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class _WorkerProcess:
     """One worker with its pipes. Owned by one thread."""
 
     def __init__(self, vocabulary: Vocabulary) -> None:
-        """Raises `WorkerLost` for one that does not begin, and `OSError` where the system has no room for it."""
+        """Raises `WorkerLost` if the process does not start properly, and `OSError` if the system has no room for it."""
         environment = os.environ | {"PYTHONPATH": os.pathsep.join(entry or os.getcwd() for entry in sys.path)}
         command = [sys.executable, "-m", "engine.grammar.worker"]
         pipe = subprocess.PIPE
@@ -46,7 +46,7 @@ class _WorkerProcess:
         self._unread = b""
         try:
             self._write(vocabulary_line(vocabulary))
-            # One trivial job, so that no deadline pays for the start of the interpreter.
+            # One trivial job first, so that the start of the interpreter counts against no deadline.
             self.ask(GrammarSpec("choice", '["a"]'), _START_S)
         except WorkerLost:
             self.kill()
@@ -57,7 +57,7 @@ class _WorkerProcess:
         end = time.monotonic() + deadline_s
         self._write(job_line(spec, deadline_s))
         assert self._process.stdout is not None
-        pipe, poll = self._process.stdout.fileno(), select.poll()  # of a file of any number, unlike `select.select`
+        pipe, poll = self._process.stdout.fileno(), select.poll()  # accepts any file number, unlike `select.select`
         poll.register(pipe, select.POLLIN)
         while b"\n" not in self._unread:
             if not poll.poll(max(0.0, end - time.monotonic()) * 1000):
@@ -96,7 +96,7 @@ class _WorkerProcess:
 class GrammarCompiler:
     """Compiled grammars of one model. `submit` may be called from any thread; `close` ends the workers.
 
-    A compile that was refused stays refused from the cache, so that asking again for what explodes costs nothing.
+    A refusal is cached too, so that sending a text that explodes again costs nothing.
     """
 
     def __init__(
@@ -137,7 +137,7 @@ class GrammarCompiler:
             return grammar
 
     def close(self) -> None:
-        """End the workers; what still waits is cancelled."""
+        """End the workers; compiles that still wait are cancelled."""
         with self._changed:
             self._closed = True
             self._lines.cancel()
@@ -146,8 +146,8 @@ class GrammarCompiler:
             thread.join()
 
     def _start_worker(self, spec: GrammarSpec) -> None:
-        """One thread more, which begins when the lock is free. Where the system starts none, those that there are do its work;
-        raises `EngineOverloaded` where there are none."""
+        """Start another thread, which begins when the lock is free. If the system cannot start one, the existing threads do its
+        work; raises `EngineOverloaded` if there are none."""
         thread = threading.Thread(target=self._work, name="grammar-compiler", daemon=True)
         try:
             with new_threads_get(STACK_BYTES):
@@ -169,7 +169,7 @@ class GrammarCompiler:
         process: _WorkerProcess | None = None
         while (job := self._next_job()) is not None:
             try:
-                if process is not None and not process.is_alive:  # it ended while it had nothing to do
+                if process is not None and not process.is_alive:  # it died while idle
                     process.kill()
                     process = None
                 process = process or self._start_process(job.spec)
@@ -194,7 +194,7 @@ class GrammarCompiler:
             raise overloaded(spec, NO_PROCESS) from error
 
     def _without(self, process: _WorkerProcess | None) -> _WorkerProcess | None:
-        """None, when what there was of a process has ended."""
+        """End the process, if there is one. Returns None."""
         if process is not None:
             process.kill()
         return None

@@ -25,7 +25,7 @@ _DURATION = (
     "|T(?:[0-9]+H(?:[0-9]+M(?:[0-9]+S)?)?|[0-9]+M(?:[0-9]+S)?|[0-9]+S)|[0-9]+W)"
 )
 
-# RFC 1123; the 253 characters of a whole name are checked beside it.
+# RFC 1123; the limit of 253 characters for the whole name is checked separately.
 _LABEL = "[A-Za-z0-9](?:[A-Za-z0-9-]{0,61}[A-Za-z0-9])?"
 _HOSTNAME = rf"{_LABEL}(?:\.{_LABEL})*"
 _HOSTNAME_LENGTH_MAX = 253
@@ -104,12 +104,12 @@ _PATTERNS = {
     "relative-json-pointer": f"(?:0|[1-9][0-9]*)(?:#|{_POINTER})",
 }
 REFUSED = frozenset({"regex", "idn-hostname", "idn-email"})
-"""Standard formats that no regular language of bearable size says."""
+"""Standard formats that no regular language of reasonable size expresses."""
 
 
 @functools.cache
 def format_language(name: str) -> Regex | None:
-    """The texts that a format allows; None when the name is an annotation. `REFUSED` ones must not be asked for."""
+    """The texts that a format allows; None when the name is an annotation. Must not be called for formats in `REFUSED`."""
     pattern = _PATTERNS.get(name)
     if pattern is None:
         return None

@@ -1,7 +1,7 @@
 """Reads grammars in GBNF (the notation of llama.cpp, an EBNF with `::=`) and writes them for the library. Knows no schema.
 
-Every character becomes a terminal of its own: the library's lexer takes the longest terminal it can, and only single
-characters leave it nothing to choose, so that the grammar means what it says.
+Every character becomes its own terminal: the library's lexer takes the longest terminal it can, and single characters leave it
+no choice, so the grammar keeps its meaning.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ def gbnf_to_lark(text: str) -> str:
 
 
 class _Reader:
-    """Recursive descent; what is read is written at once."""
+    """Recursive descent, writing output while reading."""
 
     def __init__(self, text: str) -> None:
         self._text = text
@@ -194,7 +194,7 @@ class _Reader:
         return part
 
     def _bounds(self) -> str:
-        """As the library writes them; none where nothing is repeated, which it does not write."""
+        """The bounds as the library writes them; empty for zero repetitions, which the library cannot write."""
         end = self._text.find("}", self._at)
         low, comma, high = self._text[self._at + 1 : end].partition(",")
         numbers = [part.strip() for part in (low, high) if part.strip()]

@@ -16,18 +16,18 @@ from engine.grammar.spec import GrammarError
 
 STATES_MAX = 5_000
 FREE_NAMES_MAX = 8
-"""Named properties up to which every order is kept account of in states of its own."""
+"""Most named properties for which any order is allowed, with a state for each set of them used so far."""
 
 _State = tuple[int, int, frozenset[int]]
 
 
 class ObjectWriter:
-    """The inside of one object. A state is how many of the named properties are behind, how many properties there were (as far
-    as it matters: up to 1, or up to what the limits ask), and which of the demanded pairs have been served.
+    """The inside of one object. A state is how many of the named properties are past, how many properties there were (as far as
+    it matters: up to 1, or up to what the limits ask), and which of the required pairs have been satisfied.
 
-        open(i)     others may come here
+        open(i)     other properties may come here
           └─► due(i)  the next property is one of the named ones from i on, or the end
-        free(used)  any order: `used` has a bit for every named property behind
+        free(used)  any order: `used` has a bit for every named property already written
     """
 
     def __init__(self, rules: Rules, value: Callable[[Term], str], shape: Object) -> None:
@@ -64,7 +64,7 @@ class ObjectWriter:
 
     def _state(self, kind: str, state: _State) -> str:
         index, count, served = state
-        # What can follow depends on what is still to come alone, so objects that end alike share their rules.
+        # What can follow depends only on what is still to come, so objects that end the same way share their rules.
         key = (
             kind,
             self._named if kind == "free" else self._named[index:],
@@ -133,7 +133,7 @@ class ObjectWriter:
         return ("COMMA",) if count else ()
 
     def _ways(self, member: Member | OtherMembers) -> list[tuple[frozenset[int], str]]:
-        """A property as it is, and as it serves each set of demanded pairs that it can."""
+        """A property as it is, and in a form for each set of required pairs that it can satisfy."""
         found = []
         for size in range(len(member.pairs) + 1):
             for chosen in itertools.combinations(member.pairs, size):
@@ -150,7 +150,7 @@ class ObjectWriter:
         return self._rules.shared[key]
 
     def _run_of_others(self) -> str:
-        """Any number of other properties, each after a comma; left-recursive, which the parser likes."""
+        """Any number of other properties, each after a comma; left-recursive, which suits the parser."""
         key = ("others", self._around)
         if key not in self._rules.shared:
             name = self._rules.rule([])
@@ -161,7 +161,7 @@ class ObjectWriter:
 
 
 class ArrayWriter:
-    """The inside of an array in which some items are counted. A state is the number of items so far and of each kind counted,
+    """The inside of an array in which some items are counted. A state is the number of items so far, and of each counted kind,
     as far as they matter."""
 
     def __init__(self, rules: Rules, value: Callable[[Term], str], shape: Array) -> None:

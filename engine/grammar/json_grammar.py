@@ -1,10 +1,10 @@
 """Writes the shapes of a schema as a Lark grammar of JSON texts. Knows the library's syntax and nothing of schemas' keywords.
 
-White space is what JSON writers put: a space beside punctuation, and line breaks with indentation inside brackets and behind
-commas. Where JSON's own rule was followed, weak models lost themselves in blanks: whatever else the schema forbids, one more
-blank was always allowed. Every terminal is one token of JSON together with its punctuation's blanks, so that the library's
-greedy lexer never has to choose. Rules are kept as data until the end, when those that can produce no text are taken out: a
-text can always be completed.
+White space is restricted to what JSON writers produce: a space beside punctuation, and line breaks with indentation inside
+brackets and after commas. With JSON's own rule, weak models got lost in blanks: whatever else the schema forbids, one more
+blank was always allowed. Every terminal is one JSON token together with the blanks around its punctuation, so that the
+library's greedy lexer never has to choose. Rules are kept as data until the end, when those that can produce no text are
+removed. So a text can always be completed.
 """
 
 from __future__ import annotations
@@ -36,13 +36,13 @@ _PUNCTUATION = {
     "COMMA": rf"/ ?,{_LINE}/",
     "COLON": r"/ ?: ?/",
     "INTEGER": r"/-?(0|[1-9][0-9]*)/",
-    # Exponents stop short of what a 64-bit float cannot hold.
+    # Exponents stop before the range of a 64-bit float is exceeded.
     "NUMBER": r"/-?(0|[1-9][0-9]*)(\.[0-9]+)?([eE][+-]?0*([0-9]|[1-9][0-9]|[12][0-9][0-9]))?/",
 }
 
 
 class JsonGrammar:
-    """The grammar of one term. Written once."""
+    """The grammar of one term. An instance writes one."""
 
     def __init__(self, shapes: Shapes) -> None:
         self._shapes = shapes
@@ -62,7 +62,7 @@ class JsonGrammar:
         return self._rules.text(start, _PUNCTUATION)
 
     def _value(self, wanted: Term) -> str:
-        """The rule of a term, written later."""
+        """The rule of a term; its bodies are written later."""
         if wanted not in self._terms:
             name = self._rules.rule([])
             self._terms[wanted] = name
@@ -82,7 +82,7 @@ class JsonGrammar:
         return ("LBRACKET", self._array(shape), "RBRACKET")
 
     def _constant(self, value: Any) -> Body:
-        """One value, its properties in the order in which the schema has them."""
+        """One value; its properties are in the schema's order."""
         kind = type_of(value)
         if kind == "string":
             return (self._rules.string(literal(value)),)
@@ -148,7 +148,7 @@ class JsonGrammar:
         return self._rules.rule([*([()] if low == 0 else []), (item, more)])
 
     def _unique(self, shape: Array) -> str:
-        """Each value at most once."""
+        """Items from a list of values, each at most once."""
         assert shape.unique is not None
         high = len(shape.unique) if shape.high is None else min(shape.high, len(shape.unique))
         if high < shape.low:
@@ -162,7 +162,7 @@ def _escaped(characters: str) -> str:
 
 
 def _number_pattern(value: int | Fraction) -> str:
-    """The spellings of one number without exponent; zeros may end its decimals, and an integer of the schema has none."""
+    """The spellings of one number without exponent. Decimals may end in zeros; an integer of the schema has no decimals."""
     sign = "-" if value < 0 else "-?" if value == 0 else ""
     if isinstance(value, int):
         return f"{sign}{abs(value)}"

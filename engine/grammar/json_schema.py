@@ -1,4 +1,4 @@
-"""A JSON schema as a grammar of exactly the JSON texts that satisfy it; what cannot be said exactly is refused by name."""
+"""A JSON schema as a grammar of exactly the JSON texts that satisfy it. What cannot be expressed exactly is refused by name."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A constraint as grammar text for the library: JSON schemas, regular expressions, choices, and grammars of the caller."""
+"""A constraint as grammar text for the library: JSON schemas, regular expressions, choices, and grammars of the client."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def to_lark(spec: GrammarSpec) -> str:
 
 
 def checked_lark(text: str) -> str:
-    """A grammar of the caller in the library's own notation, without what is not about the text or would not be exact."""
+    """A client's grammar in the library's own notation. Directives that are not about the text, or not exact, are refused."""
     bare = _QUOTED.sub(" ", text)
     for construct, what in _REFUSED.items():
         if re.search(construct, bare):
@@ -45,7 +45,7 @@ def checked_lark(text: str) -> str:
     return text
 
 
-# Strings, regular expressions and comments: what they hold is not syntax.
+# Strings, regular expressions and comments: their contents are not syntax.
 _QUOTED = re.compile(r'"(?:\\.|[^"\\\n])*"i?|//[^\n]*|#[^\n]*|/(?:\\.|[^/\\\n])+/[imslux]*')
 _REFUSED = {
     "<": "special tokens (<…>) are not text",
@@ -64,7 +64,7 @@ def language_to_lark(language: Regex) -> str:
 
 
 class _Bytes:
-    """A vocabulary of single bytes, for questions about languages."""
+    """A vocabulary of single bytes, for testing languages."""
 
     eos_token_id = 0
     bos_token_id = None
@@ -75,7 +75,7 @@ class _Bytes:
         return [byte + 1 for byte in (text if isinstance(text, bytes) else text.encode())]
 
 
-NO_TEXT = "NoExtensionBias"  # how the library says so
+NO_TEXT = "NoExtensionBias"  # the library's name for this case
 
 
 @functools.cache
@@ -84,7 +84,7 @@ def _byte_trie() -> LLTokenizer:
 
 
 def is_nothing(language: Regex) -> bool:
-    """Whether a language has no text at all: the library finds neither a first byte nor the end."""
+    """Whether a language contains no text: the library finds neither a first byte nor the end."""
     matcher = LLMatcher(_byte_trie(), language_to_lark(language), log_level=0)
     matcher.compute_bitmask()
     return bool(matcher.is_error() and matcher.get_error().startswith(NO_TEXT))

@@ -1,4 +1,4 @@
-"""Rules of a Lark grammar as data: named, shared, pruned of what has no text, written at last. Knows the library's syntax."""
+"""Rules of a Lark grammar as data: named, shared, pruned of rules without text, then written. Knows the library's syntax."""
 
 from __future__ import annotations
 
@@ -29,11 +29,11 @@ Symbol = str | Repeated
 or a condition on the parameter (`%if …`)."""
 Body = tuple[Symbol, ...]
 BITS = 60
-"""Items that a rule's parameter keeps account of; the library has 64 bits and needs a few numbers to compare with."""
+"""Items that a rule's parameter can track; the library has 64 bits, and comparisons need some values beyond the items."""
 
 
 class Rules:
-    """The rules and terminals of one grammar. `shared` remembers what a name was made for, by keys of the users' choice."""
+    """The rules and terminals of one grammar. `shared` maps what a rule was made for to its name; callers choose the keys."""
 
     def __init__(self) -> None:
         self.terminals = Terminals()
@@ -52,15 +52,15 @@ class Rules:
         return name
 
     def number_of(self, part: Any) -> int:
-        """A small name for a part of a shape, the same for equal ones: parts are trees, slow to compare again and again."""
+        """A number for a part of a shape, the same for equal parts. Parts are trees, slow to compare repeatedly."""
         return self._numbered.setdefault(part, len(self._numbered))
 
     def string(self, language: Regex) -> str:
         return self.terminals.name(self.terminals.json_string(language), "S")
 
     def each_once(self, items: list[str], others: tuple[str, ...], done: str, high: int = BITS, needed: int = 0) -> str:
-        """A list of `items`, each at most once and in any order, and of `others`; at most `high` items, and the end where
-        `done` holds. The rule's parameter has a bit for every item used; the first `needed` items must not be missing."""
+        """A list of `items`, each at most once and in any order, and of `others`; at most `high` items. It may end where `done`
+        holds. The rule's parameter has a bit for every item used; the first `needed` items are required."""
         rest, start = self.rule([]), self.rule([])
         self._parametric.add(rest)
         end: Body = (f"%if {done}",) if done else ()
@@ -75,7 +75,7 @@ class Rules:
         return start
 
     def drop_unproductive(self) -> None:
-        """Take out bodies that name a rule without any finite text, until none is left."""
+        """Remove bodies that name a rule without any finite text, until none is left."""
         users: dict[str, set[str]] = {}
         for name, bodies in self.rules.items():
             for needed in (n for body in bodies for n in _needed(body)):

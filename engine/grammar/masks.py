@@ -1,6 +1,6 @@
 """Grammar states of live answers, and the masks of a step, filled in a thread of their own while the device computes.
 
-A state moves on only after its token was sampled and taken, so a step may be repeated: its mask comes out the same.
+A state advances only after its token was sampled and accepted. So a step may be repeated: its mask is the same again.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class StepMasks:
 
 
 class GrammarMasks:
-    """Follows every answer that is held to a grammar. One thread fills masks, one other calls everything else."""
+    """Tracks the grammar state of every constrained answer. One thread fills masks; one other thread makes all other calls."""
 
     def __init__(self, vocab_size: int) -> None:
         self._vocab_size = vocab_size
@@ -60,7 +60,7 @@ class GrammarMasks:
         return self._worker.submit(self._fill, len(requests), states)
 
     def _start_thread(self, spec: GrammarSpec) -> None:
-        """Have the thread before a step needs it, which would fail for everybody in it."""
+        """Start the thread before a step needs it: a failure to start it then would fail every request of that step."""
         try:
             with new_threads_get(STACK_BYTES):
                 self._worker.submit(int)
@@ -74,7 +74,7 @@ class GrammarMasks:
 
     @property
     def are_empty(self) -> bool:
-        """Whether nobody is held to a grammar."""
+        """Whether no answer is held to a grammar."""
         return not self._states
 
     def _fill(self, num_rows: int, states: dict[int, GrammarState]) -> StepMasks:
@@ -88,7 +88,7 @@ class GrammarMasks:
         return masks
 
     def accept(self, request: Request, token_ids: Sequence[int]) -> GrammarError | None:
-        """Move on by tokens that were taken; the error that ends the answer, if its grammar cannot be followed further."""
+        """Advance by accepted tokens. Returns the error that ends the answer if its grammar cannot be followed further."""
         state = self._states.get(request)
         if state is None:
             return None

@@ -1,4 +1,5 @@
-"""Grammars over one vocabulary, as the library that fills the masks takes them. The one module that imports llguidance."""
+"""Grammars over one vocabulary, in the form used by the library that fills the masks. The only module that imports
+llguidance."""
 
 from __future__ import annotations
 
@@ -14,9 +15,9 @@ import llguidance
 from engine.grammar.spec import GrammarError, GrammarSpec
 from engine.grammar.vocabulary import Vocabulary
 
-# What one step may cost: lexer fuel and parser items are counted by the library (50,000 and 20,000 a millisecond, roughly),
-# so the bound is the same on any machine. What a step has worked out is kept for the next ones of all requests, so only the
-# first steps come near it; `ALLOWANCE_S` and `TOKEN_ALLOWANCE_S` bound the sum. Beyond any of them the request ends alone.
+# Limits of one step. Lexer fuel and parser items are counted by the library (50,000 and 20,000 a millisecond, roughly), so the
+# bound is the same on any machine. What a step has worked out is kept for later steps of all requests, so only the first steps
+# come near the limits; `ALLOWANCE_S` and `TOKEN_ALLOWANCE_S` bound the sum. A request that exceeds any of them ends alone.
 STEP_LEXER_FUEL = 8_000_000
 STEP_ITEMS_MAX = 60_000
 LEXER_STATES_MAX = 30_000  # about 2 kB each, shared by the requests of a grammar
@@ -29,8 +30,8 @@ GRAMMAR_SYMBOLS_MAX = 500_000
 
 
 class _TokenTable:
-    """The vocabulary in the shape that the library reads. It is asked for tokens of a text only to fast-forward, which we do
-    not use, so the plain bytes suffice."""
+    """The vocabulary in the form that the library reads. The library tokenises text only to fast-forward, which we do not use,
+    so plain bytes suffice."""
 
     bos_token_id = None
 
@@ -46,7 +47,8 @@ class _TokenTable:
 
 
 def token_trie(vocabulary: Vocabulary) -> llguidance.LLTokenizer:
-    """The vocabulary as the library's prefix tree, built once per model. Raises `GrammarError` for a model without an end."""
+    """The vocabulary as the library's prefix tree, built once per model. Raises `GrammarError` if the model has no end
+    token."""
     if not vocabulary.eos_token_ids:
         raise GrammarError("guided_json", "structured output needs a model with an end-of-sequence token")
     return llguidance.LLTokenizer(
@@ -84,7 +86,7 @@ def build_matcher(trie: llguidance.LLTokenizer, lark: str, spec: GrammarSpec) ->
 
 
 def _rehearse(matcher: Any, numbers: random.Random, spec: GrammarSpec) -> None:
-    """Write a random text, so that the first steps of requests find their work done, and what is too costly shows now."""
+    """Generate a random text, so that the first steps of requests find cached work, and excessive cost is detected now."""
     for _ in range(REHEARSAL_TOKENS):
         mask = matcher.compute_bitmask()
         if matcher.is_error():
@@ -103,8 +105,8 @@ def _rehearse(matcher: Any, numbers: random.Random, spec: GrammarSpec) -> None:
 
 
 def of_text(lark: str, *, first_space: bool) -> str:
-    """The grammar of the bytes of an answer, from that of its text: with `first_space` the decoder drops a leading space, so
-    they are a space, then the text. But for `no_forcing` the mask would leave one way to cut into tokens what must come."""
+    """The grammar of an answer's bytes, from the grammar of its text: with `first_space` the decoder drops a leading space, so
+    the bytes are a space, then the text. Without `no_forcing`, the mask would allow only one tokenisation of forced text."""
     lark = '%llguidance {"no_forcing": true}\n' + lark
     if not first_space:
         return lark
@@ -119,9 +121,9 @@ def _first_line(message: str) -> str:
 class CompiledGrammar:
     """A grammar ready for any number of requests.
 
-    The library keeps the lexer's states in a table that all matchers copied from one share, and when the table is full, or a
-    step has used up its fuel, all of them fail. So the table is replaced then, and who has done nothing wrong goes on with a
-    new one (`GrammarState`).
+    The library keeps the lexer's states in a table shared by all matchers that were copied from one. When the table is full, or
+    a step has used up its fuel, all of them fail. The table is then replaced, and requests that did not cause the failure go on
+    with the new one (`GrammarState`).
     """
 
     __slots__ = ("_lark", "_matcher", "_trie", "spec", "table")
@@ -139,11 +141,11 @@ class CompiledGrammar:
         return GrammarState(self)
 
     def matcher(self) -> Any:
-        """A matcher at the start."""
+        """A matcher in the start state."""
         return self._matcher.deep_copy()
 
     def renew(self, failed: int) -> None:
-        """Give up the table numbered `failed`, unless another request has done so. As quick as the compile, which had a
+        """Replace the table numbered `failed`, unless another request has done so already. As quick as the compile, which had a
         deadline."""
         if failed != self.table:
             return
@@ -152,7 +154,7 @@ class CompiledGrammar:
 
 
 class GrammarState:
-    """How far one request has come in its grammar. Not thread-safe: one caller at a time."""
+    """The state of one request in its grammar. Not thread-safe: one caller at a time."""
 
     __slots__ = ("_grammar", "_matcher", "_spent_s", "_table", "_tokens")
 
@@ -182,7 +184,7 @@ class GrammarState:
             raise self._error(f"has used {spent}, more than a request may use")
 
     def accept(self, token_id: int) -> None:
-        """Move on by one sampled token. Raises `GrammarError` for a token that the mask forbids."""
+        """Advance by one sampled token. Raises `GrammarError` for a token that the mask forbids."""
         if not self._matcher.consume_token(token_id):
             self._resume()
             if not self._matcher.consume_token(token_id):
@@ -195,7 +197,7 @@ class GrammarState:
         return bool(self._matcher.is_accepting())
 
     def _resume(self) -> None:
-        """Come to the same place in a fresh table: another request may have ruined the one that was shared."""
+        """Return to the same state in a fresh table: another request may have ruined the shared one."""
         self._grammar.renew(self._table)
         self._table = self._grammar.table
         self._matcher = self._grammar.matcher()
@@ -203,7 +205,7 @@ class GrammarState:
             raise self._given_up("cannot be followed further")
 
     def _given_up(self, what: str) -> GrammarError:
-        """This request fails in a table of its own, which it leaves fresh to the others."""
+        """This request has failed in its own table; it leaves the others a fresh one. Returns the error."""
         error = self._error(what)
         self._grammar.renew(self._table)
         return error

@@ -33,7 +33,7 @@ class Bound:
 class Numbers:
     """A set of numbers: within every bound, a multiple of all `multiples`, of none of `non_multiples`, and not `excluded`.
 
-    `is_whole` asks for integers that are written as such: not `1.0`, which many readers do not take for one."""
+    `is_whole` requires integers written as such: not `1.0`, which many readers do not accept as an integer."""
 
     lows: tuple[Bound, ...] = ()
     highs: tuple[Bound, ...] = ()
@@ -57,14 +57,14 @@ class Numbers:
 
     @property
     def step(self) -> Fraction | None:
-        """The least common multiple of `multiples`; None when there is none."""
+        """The least common multiple of `multiples`; None when there are none."""
         if not self.multiples:
             return None
         denominator = math.lcm(*(q.denominator for q in self.multiples))
         return Fraction(math.lcm(*(int(q * denominator) for q in self.multiples)), denominator)
 
     def listed(self) -> list[Fraction] | None:
-        """All members, when they are few; None when they are many or have no end."""
+        """All members when they are few; None when they are many or infinite."""
         low = max((b.value for b in self.lows), default=None)
         high = min((b.value for b in self.highs), default=None)
         if low is not None and high is not None and (low > high):
@@ -88,7 +88,7 @@ class Automaton:
 
 
 def decimals(value: Fraction) -> int:
-    """Digits after the point that `value` needs. Raises `NumberError` when they do not end or are too many."""
+    """Digits after the point that `value` needs. Raises `NumberError` when they are infinite or too many."""
     count = 0
     while (value * 10**count).denominator != 1:
         count += 1
@@ -156,7 +156,7 @@ class _Reader:
         return ("part", 0, min(place + 1, self.part_max), following, residue, beyond)
 
     def _judged(self, residue: int) -> int:
-        """One residue for all that divide alike, once no digit can change them any more."""
+        """One representative for residues with the same verdict, once no digit can change them any more."""
         verdict = (
             any(residue % divisor for divisor in self.divisors),
             any(residue % divisor == 0 for divisor in self.non_divisors),
@@ -165,7 +165,7 @@ class _Reader:
 
     @staticmethod
     def _compared(compared: tuple[int, ...], character: str, digits: list[str], at: int, beyond: str) -> tuple[int, ...]:
-        """Comparisons after one more digit; past the digits of a bound it is compared with `beyond`, if with anything."""
+        """Comparisons after one more digit. After the last digit of a bound, compare with `beyond`, unless that is empty."""
         others = [each[at : at + 1] or beyond for each in digits]
         return tuple(sign or (_sign(character, other) if other else 0) for sign, other in zip(compared, others, strict=True))
 

@@ -1,8 +1,8 @@
 """Reads the patterns of JSON Schema (ECMA-262) and of `guided_regex` (Python's), which differ little, into regular languages.
 
-What no regular language says, or what the two dialects read differently, is refused by name. Where they agree on the syntax
-and not on the members of a class (`\\d` is ASCII for one and Unicode for the other), a pattern means what both allow, and under
-a negation (`wide`) what either allows, so that a text that is accepted is right by both.
+A construct that no regular language expresses, or that the two dialects read differently, is refused by name. Where they agree
+on the syntax but not on the members of a class (`\\d` is ASCII in one and Unicode in the other), a pattern means what both
+allow, and under a negation (`wide`) what either allows. So an accepted text is right in both.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ def full_language(pattern: str) -> Regex:
 
 
 def _special(node: _Node) -> bool:
-    """An anchor or a lookahead is inside."""
+    """Whether it contains an anchor or a lookahead."""
     if isinstance(node, _Anchor | _Look):
         return True
     if isinstance(node, _Sequence | _Choice):
@@ -147,7 +147,7 @@ def _rest(parts: tuple[_Node, ...], open_left: bool, open_right: bool, wide: boo
 
 
 def _after_end(others: tuple[_Node, ...], wide: bool) -> Regex:
-    """`$` and what still follows it, which can only be empty. To Python `$` also stands before a last newline."""
+    """`$` and what follows it, which can only match the empty string. In Python `$` also matches before a last newline."""
     if any(not (isinstance(part, _Anchor) and not part.at_start) for part in others):
         raise PatternError("$ before the end")
     return alt(EMPTY, literal("\n")) if wide else EMPTY
@@ -221,7 +221,7 @@ class _Parser:
         low, comma, high = self._text[self._at + 1 : end].partition(",") if end > 0 else ("", "", "")
         digits = [part for part in (low, high) if part]
         if end < 0 or not digits or not all(part.isascii() and part.isdigit() for part in digits):
-            return None  # a brace that stands for itself
+            return None  # a literal brace
         if not low:
             raise PatternError(f"the repetition {{,{high}}}, which dialects read in two ways")
         if any(len(part.lstrip("0")) > len(str(REPEAT_MAX)) for part in digits):
@@ -232,7 +232,7 @@ class _Parser:
         return int(low), int(high) if high else None
 
     def _is_repetition(self) -> bool:
-        """Whether the brace just read does not stand for itself."""
+        """Whether the brace just read begins a repetition; otherwise it is literal."""
         after, self._at = self._at, self._at - 1
         bounds, self._at = self._bounds(), after
         return bounds is not None
@@ -262,7 +262,7 @@ class _Parser:
         if self._take("?"):
             look = self._group_kind()
         if look is True:
-            self._wide = not self._wide  # inside a negation the other reading is the careful one
+            self._wide = not self._wide  # inside a negation the other reading is the strict one
         inner = self._choice()
         if look is True:
             self._wide = not self._wide
@@ -361,7 +361,7 @@ class _Parser:
             raise PatternError("a malformed hexadecimal escape") from None
 
     def _class(self) -> CharSet:
-        """After `[`, up to its `]`. In a negated class the members are read the other way round, as in a negation."""
+        """After `[`, up to its `]`. In a negated class `wide` is inverted for the members, as in a negation."""
         negated = self._take("^")
         if self._peek("]"):
             raise PatternError("an empty class [] or a ] first in a class, which dialects read differently")
@@ -383,7 +383,7 @@ class _Parser:
     def _range(self, first: CharSet, last: CharSet) -> CharSet:
         single = all(len(each) == 1 and each[0][0] == each[0][1] for each in (first, last))
         if not single:
-            return char_sets.union(first, char_sets.of("-"), last)  # `[\w-.]`: the hyphen stands for itself
+            return char_sets.union(first, char_sets.of("-"), last)  # `[\w-.]`: the hyphen is literal
         if first[0][0] > last[0][0]:
             raise PatternError("a range of characters that runs backwards")
         return char_sets.chars((first[0][0], last[0][0]))

@@ -1,4 +1,4 @@
-"""Requests that wait for their grammar, apart from the scheduler's queue, so that no step waits for a compiler. No torch."""
+"""Requests that wait for their grammar, outside the scheduler's queue, so that no step waits for a compiler. No torch."""
 
 from __future__ import annotations
 
@@ -40,14 +40,15 @@ class Masks(Protocol):
 
 
 class LateCompiler:
-    """Makes the compiler in a thread when the first request needs one: a vocabulary of 128,000 tokens takes seconds to read."""
+    """Creates the compiler in a thread when the first request needs it: reading a vocabulary of 128,000 tokens takes
+    seconds."""
 
     def __init__(self, make: Callable[[], Compiler]) -> None:
         self._make = make
         self._made: Future[Compiler] | None = None
 
     def submit(self, spec: GrammarSpec, tenant_id: str) -> Future[CompiledGrammar]:
-        """As of `GrammarCompiler`. A model whose vocabulary cannot be read refuses every grammar, saying why."""
+        """See `GrammarCompiler`. If the model's vocabulary cannot be read, every grammar is refused, with the reason."""
         compiled: Future[CompiledGrammar] = Future()
         if self._made is None:
             worker = ThreadPoolExecutor(max_workers=1, thread_name_prefix="grammar-vocabulary")
@@ -62,7 +63,8 @@ class LateCompiler:
         return compiled
 
     def close(self) -> None:
-        """End the compiler's processes, if there are any; one that is still being made ends as soon as it is there."""
+        """End the compiler's processes, if there are any; a compiler that is still being created ends as soon as it is
+        ready."""
         if self._made is not None:
             self._made.add_done_callback(_close)
 
@@ -93,7 +95,7 @@ def _copy(source: Future[CompiledGrammar], target: Future[CompiledGrammar]) -> N
 
 @dataclass(frozen=True, slots=True)
 class _Parked:
-    """`deadline_s` is when the request has waited for too long, None if it never does."""
+    """`deadline_s` is the time at which the request has waited too long; None if there is no such time."""
 
     answers: list[Request]
     param: str
@@ -102,7 +104,7 @@ class _Parked:
 
 
 class GrammarQueue:
-    """Requests that wait for their grammar, by id, each with all of its answers. Moves running answers through grammars."""
+    """Requests that wait for their grammar, by id, each with all its answers. Also advances running answers."""
 
     def __init__(self, compiler: Compiler, masks: Masks) -> None:
         self._compiler = compiler
@@ -111,7 +113,7 @@ class GrammarQueue:
         self._num_answers = 0
 
     def __len__(self) -> int:
-        """Parked answers."""
+        """Number of parked answers."""
         return self._num_answers
 
     def close(self) -> None:
@@ -120,14 +122,14 @@ class GrammarQueue:
         self._masks.close()
 
     def park(self, answers: Sequence[Request], spec: GrammarSpec) -> None:
-        """Have the grammar compiled, or find it compiled, and keep the answers until then."""
+        """Have the grammar compiled, or find it in the cache, and keep the answers until then."""
         first = answers[0]
         grammar = self._compiler.submit(spec, first.tenant_id)
         self._parked[first.request_id] = _Parked(list(answers), spec.param, grammar, first.queue_deadline_s)
         self._num_answers += len(answers)
 
     def remove(self, request: Request) -> bool:
-        """Remove one answer; whether it was here."""
+        """Remove one answer. Returns whether it was here."""
         parked = self._parked.get(request.request_id)
         if parked is None or request not in parked.answers:
             return False
@@ -138,18 +140,18 @@ class GrammarQueue:
         return True
 
     def requests(self) -> Iterator[Request]:
-        """All parked answers in the order of their arrival."""
+        """All parked answers in order of arrival."""
         for parked in self._parked.values():
             yield from parked.answers
 
     def take_ready(self) -> list[tuple[list[Request], GrammarError | EngineError | None]]:
-        """Answers whose grammar is compiled, ready to run, or refused, with the reason. They are parked no longer. An
-        `EngineError` is the fault of no field."""
+        """Answers whose grammar is compiled, ready to run, or refused, with the reason. They are no longer parked. An
+        `EngineError` is not the fault of any field."""
         done = [request_id for request_id, parked in self._parked.items() if parked.grammar.done()]
         return [self._start(self._parked.pop(request_id)) for request_id in done]
 
     def take_expired(self, now_s: float) -> list[Request]:
-        """The answers of requests that have waited for too long. They are parked no longer."""
+        """The answers of requests that have waited too long. They are no longer parked."""
         parked = self._parked.items()
         late = [request_id for request_id, each in parked if each.deadline_s is not None and each.deadline_s <= now_s]
         expired = [request for request_id in late for request in self._parked.pop(request_id).answers]
@@ -157,8 +159,8 @@ class GrammarQueue:
         return expired
 
     def _start(self, parked: _Parked) -> tuple[list[Request], GrammarError | EngineError | None]:
-        """A refusal is kept for those who ask again. So it is not raised: it would keep the frames of each raise, with every
-        request in them."""
+        """A refusal is cached, so it is returned and not raised: each raise would attach its frames to it, with every request
+        in them."""
         self._num_answers -= len(parked.answers)
         if parked.grammar.cancelled():
             return parked.answers, GrammarError(parked.param, f"{parked.param} was not compiled: the engine is stopping")
@@ -182,9 +184,9 @@ class GrammarQueue:
         return not self._masks.are_empty
 
     def wait(self, timeout_s: float) -> None:
-        """Sleep until the first grammar is ready, but not for longer."""
+        """Sleep until the first grammar is ready, at most `timeout_s`."""
         wait([parked.grammar for parked in self._parked.values()], timeout=timeout_s, return_when=FIRST_COMPLETED)
 
     def accept(self, request: Request, token_ids: Sequence[int]) -> GrammarError | None:
-        """Move an answer on by tokens that were sampled; the error that ends it, when its grammar cannot be followed."""
+        """Advance an answer by sampled tokens. Returns the error that ends it if its grammar cannot be followed further."""
         return self._masks.accept(request, token_ids)

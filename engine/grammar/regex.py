@@ -18,21 +18,21 @@ class Chars:
 
 @dataclass(frozen=True, slots=True)
 class Cat:
-    """One part after the other; of no parts: the empty string."""
+    """A sequence of parts; without parts, the empty string."""
 
     parts: tuple[Regex, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class Alt:
-    """Any of the parts; of no parts: nothing at all."""
+    """Any one of the parts; without parts, nothing matches."""
 
     parts: tuple[Regex, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class Repeat:
-    """`low` to `high` times; None is without end."""
+    """`low` to `high` repetitions; None is unbounded."""
 
     inner: Regex
     low: int
@@ -41,14 +41,14 @@ class Repeat:
 
 @dataclass(frozen=True, slots=True)
 class And:
-    """What every part matches."""
+    """The texts that every part matches."""
 
     parts: tuple[Regex, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class Not:
-    """What the inner one does not match."""
+    """The texts that the inner node does not match."""
 
     inner: Regex
 
@@ -119,7 +119,7 @@ def repeat(inner: Regex, low: int, high: int | None) -> Regex:
 
 
 def is_plain(node: Regex) -> bool:
-    """No `and` and no `not` inside: it matches nothing only when it is `NOTHING`."""
+    """Whether it contains no `And` and no `Not`. If so, it matches nothing only when it is `NOTHING`."""
     if isinstance(node, Chars):
         return True
     if isinstance(node, Cat | Alt):
@@ -133,7 +133,7 @@ def matches(node: Regex, text: str) -> bool:
 
 
 class _Matcher:
-    """Sets of positions where a match of a node may end, remembered for every node and start."""
+    """Sets of positions where a match of a node may end, cached for every node and start."""
 
     def __init__(self, text: str) -> None:
         self._text = text
@@ -175,6 +175,6 @@ class _Matcher:
                 found |= reached
             following = self._step(node.inner, reached)
             if rounds < node.low and following == reached:
-                return found | following  # the inner one matches the empty string: more rounds reach nothing new
+                return found | following  # the inner node matches the empty string: more rounds reach nothing new
             reached, rounds = following, rounds + 1
         return found

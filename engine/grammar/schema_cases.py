@@ -1,7 +1,7 @@
-"""Takes a conjunction of schemas apart into cases: in each only plain constraints are left, and any one case suffices.
+"""Takes a conjunction of schemas apart into cases. A case has only plain constraints, and satisfying any one case suffices.
 
 The method is that of a tableau: `allOf`, `$ref` and negations are opened, `anyOf`, `oneOf`, `if` and the negation of a schema
-split the case. What must not hold is carried as a negative literal, so that `not`, `oneOf` and `else` are exact.
+split the case. Negations are carried as negative literals, so that `not`, `oneOf` and `else` are exact.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ def _type_of(constraint: Constraint) -> str | None:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class OneOf:
-    """A choice of which the alternatives are written when it is made: what is known by then keeps most branches apart."""
+    """A choice whose alternatives are written when it is made: what is known by then separates most branches."""
 
     nodes: tuple[Node, ...]
 
@@ -80,8 +80,8 @@ class _Path:
 
 
 class Cases:
-    """Cases of the terms of one document. `is_empty` tells, for certain, that no value satisfies a term; `names_of` gives the
-    strings that satisfy one."""
+    """Cases of the terms of one document. `is_empty` says when no value can satisfy a term; `names_of` returns the strings that
+    satisfy one."""
 
     def __init__(self, document: Document, is_empty: Callable[[Term], bool], names_of: Callable[[Term], Regex]) -> None:
         self._document = document
@@ -198,7 +198,7 @@ class Cases:
         return bool(path.types)
 
     def _one_of(self, nodes: tuple[Node, ...], path: _Path) -> Iterator[list[Literal]]:
-        """Each branch, and none of those that could hold with it where the path has come to."""
+        """For each branch: the branch, and the negation of every other one that could hold with it, given the path so far."""
         known = (*path.facts, (self._types_of(path), True))
         possible = [node for node in nodes if not self._is_empty((*known, (node, True)))]
         for node in possible:
@@ -211,7 +211,7 @@ class Cases:
         return self._type_facts.setdefault(path.types, Constraint("type", path.types, "#"))
 
     def _negated(self, part: Constraint) -> list[list[Literal]] | None:
-        """Alternatives that amount to the opposite of a constraint; None where the negative fact itself is understood."""
+        """Alternatives that together are the opposite of a constraint; None where a negative fact is handled as it is."""
         value = part.value
         if part.kind == "members":
             return self._other_member(part, value)
@@ -227,7 +227,7 @@ class Cases:
         return None
 
     def _other_value(self, part: Constraint, values: list[Any]) -> list[list[Literal]] | None:
-        """Not one of some values, where an array or an object among them is written as the schema that only it satisfies."""
+        """The value is none of these. Arrays and objects among them are excluded as schemas that only they satisfy."""
         nested = [value for value in values if isinstance(value, list | dict) and value]
         if not nested:
             return None
@@ -235,7 +235,7 @@ class Cases:
         return [[(plain, False), *((self._document.only(value, part.path), False) for value in nested)]]
 
     def _other_member(self, part: Constraint, members: Members) -> list[list[Literal]]:
-        """Some property breaks the rule for it."""
+        """The object has a property that breaks the rule for its name."""
         found: list[list[Literal]] = [
             [(Constraint("member", (name, (node, False)), part.path), True)] for name, node in members.named.items()
         ]
@@ -252,7 +252,7 @@ class Cases:
 
 
 def _width(choice: list[list[Literal]] | OneOf) -> int:
-    """Choices with few alternatives are made first, and those that knowledge makes smaller last."""
+    """Sort key: choices with few alternatives are made first, and those that further facts narrow last."""
     return CASES_MAX + len(choice.nodes) if isinstance(choice, OneOf) else len(choice)
 
 
@@ -274,7 +274,7 @@ def _none_or_two(nodes: list[Node]) -> list[list[Literal]]:
 
 
 def _other_item(part: Constraint, items: Items) -> list[list[Literal]]:
-    """Some item breaks the rule for its place: said of one place, or of any place after the first ones."""
+    """The array has an item that breaks the rule for its position: a fixed position, or any after the first ones."""
     found: list[list[Literal]] = []
     for place, node in enumerate(items.first):
         found.append([(Constraint("at", (place, node), part.path), True)])

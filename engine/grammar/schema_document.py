@@ -15,8 +15,8 @@ from engine.grammar.schema_nodes import PARAM, Constraint, Node, json_type, refu
 from engine.grammar.spec import GrammarError
 
 NODES_MAX = 50_000
-_LITERALS = ("enum", "const", "default", "examples")  # keywords whose values are no schemas
-_PLACE = re.compile("[0-9]{1,9}")  # in an array, as a reference writes it
+_LITERALS = ("enum", "const", "default", "examples")  # keywords whose values are not schemas
+_PLACE = re.compile("[0-9]{1,9}")  # an array index, as a reference writes it
 _DRAFTS = {"draft-04": 4, "draft-06": 6, "draft-07": 7, "2019-09": 2019, "2020-12": 2020}
 _SCHEMA_URI = re.compile(r"https?://json-schema\.org/(?:draft/)?(draft-0[467]|2019-09|2020-12)/(?:hyper-)?schema#?")
 
@@ -28,7 +28,7 @@ class Document:
         self.draft = _draft(root)
         self._nodes: dict[int, Node] = {}
         self._booleans: dict[tuple[bool, str], Node] = {}
-        self._kept: list[Any] = []  # values made here, kept alive because nodes are known by identity
+        self._kept: list[Any] = []  # values created here, kept alive because nodes are identified by object identity
         self._places: dict[str, tuple[Any, str, str]] = {}
         self._constraints: dict[int, tuple[Constraint, ...]] = {}
         self._id = "id" if self.draft == 4 else "$id"
@@ -48,12 +48,12 @@ class Document:
         return self._nodes[id(value)]
 
     def made(self, value: dict[str, Any], like: Node) -> Node:
-        """A node for keywords that stand in the document in another form."""
+        """A node for keywords rewritten in another form than the document's."""
         self._kept.append(value)
         return self.node(value, like.base, like.path)
 
     def only(self, value: Any, path: str) -> Node:
-        """A node that the given value alone satisfies, said of each of its members."""
+        """A node that only the given value satisfies; each member has a constraint of its own."""
         if isinstance(value, dict) and value:
             members = {name: self._only(inner) for name, inner in value.items()}
             schema = {"type": "object", "properties": members, "required": list(value), "additionalProperties": False}
@@ -69,7 +69,7 @@ class Document:
         return {"enum": [value]}
 
     def constraints(self, node: Node) -> tuple[Constraint, ...]:
-        """What a node asks for: all must hold. Raises `GrammarError` naming a keyword that cannot be enforced."""
+        """The constraints of a node: all must hold. Raises `GrammarError` naming a keyword that cannot be enforced."""
         if node.index not in self._constraints:
             self._constraints[node.index] = tuple(KeywordReader(self, node).read())
         return self._constraints[node.index]
@@ -102,7 +102,7 @@ class Document:
         return self.node(value, base, path)
 
     def _base_of(self, value: Any, base: str) -> str:
-        """The base URI inside `value`, which an identifier in it changes."""
+        """The base URI inside `value`, which an identifier there changes."""
         if not isinstance(value, dict):
             return base
         own = value.get(self._id)
@@ -111,7 +111,7 @@ class Document:
         return urldefrag(_joined(base, own))[0]
 
     def _index(self, root: Any) -> None:
-        """Remember every schema that has a name of its own: the root, identifiers and anchors."""
+        """Record every schema that has its own name: the root, identifiers and anchors."""
         self._places[""] = (root, "", "#")
         waiting: list[tuple[Any, str, str]] = [(root, "", "#")]
         while waiting:
@@ -137,7 +137,7 @@ class Document:
 
 
 def _joined(base: str, reference: str) -> str:
-    """A reference, or the identifier of a schema, as it is meant inside `base`."""
+    """A reference or schema identifier, resolved against `base`."""
     try:
         return urljoin(base, reference)
     except ValueError as error:

@@ -1,4 +1,4 @@
-"""The keywords of JSON Schema, draft by draft: each becomes constraints, is an annotation, or is refused by name.
+"""The keywords of JSON Schema, draft by draft. Each becomes constraints, is an annotation, or is refused by name.
 
 A keyword that no draft defines is an annotation, as the standard says, and so is `format` with a name it does not define.
 """
@@ -41,7 +41,7 @@ class KeywordReader:
         if "$ref" in self.schema:
             yield self.made("$ref", "all", [self.document.resolve(self.schema["$ref"], self.node)])
             if ignored:
-                return  # its siblings are ignored, say these drafts
+                return  # these drafts say that its siblings are ignored
         for keyword, read in _READERS.items():
             if keyword in self.schema:
                 yield from read(self, keyword, self.schema[keyword])
@@ -110,7 +110,7 @@ class KeywordReader:
                 yield self.made(keyword, "items", Items((self.sub(keyword, True),) * seen[2], rest))
 
     def _evaluated(self, keyword: str, node: Node, visited: set[int]) -> tuple[set[str], set[str], int] | None:
-        """Names, patterns and number of items that a schema and those it includes for certain look at; None for all of them."""
+        """Names, patterns and number of items that a schema, and those it always includes, evaluate; None for all of them."""
         names, patterns, count = set[str](), set[str](), 0
         if node.index in visited or not isinstance(node.value, dict):
             return names, patterns, count
@@ -157,7 +157,7 @@ def _type(reader: KeywordReader, keyword: str, value: Any) -> Iterator[Constrain
 
 def _enum(reader: KeywordReader, keyword: str, value: Any) -> Iterator[Constraint]:
     if keyword == "const" and reader.document.draft == 4:
-        return  # no keyword of draft 4
+        return  # not a keyword of draft 4
     if keyword == "enum" and not isinstance(value, list):
         raise reader.refuse(keyword, "enum must be an array")
     yield reader.made(keyword, "enum", value if keyword == "enum" else [value])
@@ -188,7 +188,7 @@ def _number(reader: KeywordReader, keyword: str, value: Any) -> int | Fraction:
 
 
 def _bound(side: str) -> _Read:
-    """`minimum` and `maximum`; in draft 4 a boolean beside them opens the bound."""
+    """`minimum` and `maximum`; in draft 4 a boolean beside them makes the bound exclusive."""
 
     def read(reader: KeywordReader, keyword: str, value: Any) -> Iterator[Constraint]:
         is_open = reader.schema.get("exclusive" + keyword.capitalize()) is True
@@ -216,7 +216,7 @@ def _multiple(reader: KeywordReader, keyword: str, value: Any) -> Iterator[Const
 
 
 def count_of(value: Any) -> int | None:
-    """A count as JSON writes it, `2.0` included; None when it is none."""
+    """A count as JSON writes it, `2.0` included; None if the value is not a count."""
     if isinstance(value, bool) or not isinstance(value, int | Fraction) or value < 0 or Fraction(value).denominator != 1:
         return None
     return int(value)

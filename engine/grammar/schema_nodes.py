@@ -1,4 +1,4 @@
-"""What a JSON schema is taken apart into: its schemas, their constraints, and exact numbers. Knows no keyword."""
+"""The parts of a JSON schema: its schemas, their constraints, and exact numbers. Knows no keyword."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def refusal(path: str, what: str) -> GrammarError:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Node:
-    """A schema of the document. Compared by identity; `index` is its place in the order of reading."""
+    """A schema of the document. Compared by identity; `index` is its place in reading order."""
 
     value: Any
     base: str
@@ -31,7 +31,7 @@ class Node:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Constraint:
-    """One keyword, or keywords that only mean something together. `kind` says what `value` holds."""
+    """One keyword, or several that only have a meaning together. `kind` says what `value` holds."""
 
     kind: str
     value: Any
@@ -42,7 +42,7 @@ class Constraint:
 class Members:
     """`properties`, `patternProperties` and `additionalProperties` of one schema; None constrains nothing.
 
-    `is_list` is False when the order of `named` tells nothing."""
+    `is_list` is False when the order of `named` has no meaning."""
 
     named: dict[str, Node]
     patterned: tuple[tuple[str, Node], ...]
@@ -52,7 +52,7 @@ class Members:
 
 @dataclass(frozen=True, slots=True)
 class Items:
-    """The schemas of an array by position, and of all that come after them."""
+    """The schemas of an array: by position, and for all later items."""
 
     first: tuple[Node, ...]
     others: Node | None
@@ -87,6 +87,6 @@ def _fraction(digits: str) -> int | Fraction:
 
 
 def json_type(value: Any) -> str:
-    """How messages call the type of a value."""
+    """The name of a value's type in messages."""
     names: dict[type, str] = {dict: "an object", list: "an array", str: "a string", bool: "a boolean", type(None): "null"}
     return names.get(type(value), "a number")

@@ -1,4 +1,4 @@
-"""Whether one given value satisfies a schema: decides which members of an `enum` its siblings leave. Knows no grammar."""
+"""Whether a given value satisfies a schema: decides which members of an `enum` its sibling keywords allow. Knows no grammar."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ Literal = tuple[Node | Constraint, bool]
 """A schema or a constraint, and whether it must hold or must not."""
 
 Term = tuple[Literal, ...]
-"""What must hold (True) or must not (False), all at once; schemas are sorted, so that equal conjunctions are equal."""
+"""A conjunction of what must hold (True) or must not (False). Schemas are sorted, so that equal conjunctions are equal."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)

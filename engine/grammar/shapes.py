@@ -1,4 +1,4 @@
-"""What the values of a term look like, type by type: the form from which grammar rules are written. Knows no grammar text."""
+"""What the values of a term look like, type by type: the form from which grammar rules are written. Knows no grammar syntax."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ class Texts:
 
 @dataclass(frozen=True, slots=True)
 class Member:
-    """A property by its name. `pairs` are the indices of the demanded pairs that its name can serve."""
+    """A named property. `pairs` are the indices of the required pairs that its name can satisfy."""
 
     name: str
     value: Term
@@ -68,9 +68,9 @@ class OtherMembers:
 
 @dataclass(frozen=True, slots=True)
 class Object:
-    """Named properties in the order of the schema, or in any when no one `properties` lists them; others anywhere between.
+    """Named properties, in the order of the schema, or in any order when no single `properties` lists them; others anywhere.
 
-    There are `low` to `high` properties, and every pair is served."""
+    There are `low` to `high` properties, and every pair is satisfied."""
 
     named: tuple[Member, ...]
     others: tuple[OtherMembers, ...]
@@ -82,7 +82,7 @@ class Object:
 
 @dataclass(frozen=True, slots=True)
 class Counted:
-    """Between `low` and `high` items satisfy `value`; where `high` counts, the others satisfy `opposite`."""
+    """Between `low` and `high` items satisfy `value`; where `high` is set, all other items satisfy `opposite`."""
 
     value: Term
     opposite: Term
@@ -92,7 +92,7 @@ class Counted:
 
 @dataclass(frozen=True, slots=True)
 class Array:
-    """`first` by position, then `others`; `low` to `high` items. `unique` lists the values of which each may occur once."""
+    """`first` by position, then `others`; `low` to `high` items. `unique` lists values that may each occur once."""
 
     first: tuple[Term, ...]
     others: Term
@@ -116,7 +116,7 @@ class Shapes:
         self._empty: dict[Term, bool] = {}
 
     def of(self, wanted: Term) -> tuple[Shape, ...]:
-        """Together the shapes are exactly the values of the term. Raises `GrammarError`."""
+        """Shapes that together are exactly the values of the term. Raises `GrammarError`."""
         if wanted not in self._known:
             found: dict[Any, Shape] = {}
             for case in self._cases.of(wanted):
@@ -126,7 +126,7 @@ class Shapes:
         return self._known[wanted]
 
     def is_empty(self, wanted: Term) -> bool:
-        """No value satisfies the term. While a term refers to itself it is taken to have one."""
+        """Whether no value satisfies the term. A term that refers to itself is assumed to have a value meanwhile."""
         if wanted not in self._empty:
             self._empty[wanted] = False
             self._empty[wanted] = not self.of(wanted)
@@ -212,7 +212,7 @@ class Shapes:
         broken: list[tuple[int, Node]] = _values_of(facts, "at")
         low, high = _limits(facts, "min_items", "max_items")
         low = max([low, *(place + 1 for place, _ in broken)])
-        if excluded:  # the empty one; others were taken apart before
+        if excluded:  # the empty array; others were taken apart before
             low = max(low, 1)
         length = max([0, *(len(items.first) for items in groups), *(place + 1 for place, _ in broken)])
         first = [self._item(groups, broken, place) for place in range(length)]
@@ -257,13 +257,13 @@ class Shapes:
         groups: list[Members] = _values_of(facts, "members")
         pairs: tuple[Pair, ...] = tuple(_values_of(facts, "pair"))
         low, high = _limits(facts, "min_members", "max_members")
-        if excluded:  # the empty one; others were taken apart before
+        if excluded:  # the empty object; others were taken apart before
             low = max(low, 1)
         demanded: list[tuple[str, Literal]] = _values_of(facts, "member")
         demanded_names = [name for name, _ in demanded]
         required = {*_values_of(facts, "required", holds=True), *demanded_names}
         absent = {*_values_of(facts, "required", holds=False)}
-        rules = positive(_values_of(facts, "names"))  # a negated one was made a pair before
+        rules = positive(_values_of(facts, "names"))  # a negated one was turned into a pair before
         allowed = self._listed_names(rules)
         listed = (name for group in groups for name in group.named)
         names = list(dict.fromkeys((*listed, *_values_of(facts, "required"), *demanded_names, *(allowed or ()))))
@@ -307,7 +307,7 @@ class Shapes:
     def _others(
         self, groups: list[Members], facts: Facts, rules: Term, names: list[str], pairs: tuple[Pair, ...]
     ) -> tuple[OtherMembers, ...]:
-        """Names beyond the named ones, by the patterns and pairs they meet, on which the schemas of their values depend."""
+        """Other names, grouped by the patterns and pairs that they match, which determine the schemas of their values."""
         start = self.texts(rules) if rules else ANYTHING
         patterns = list(dict.fromkeys(pattern for group in groups for pattern, _ in group.patterned))
         classes: list[tuple[Regex, frozenset[str | int]]] = [(start, frozenset())]
@@ -331,12 +331,12 @@ class Shapes:
 
 
 def _values_of(facts: Facts, kind: str, *, holds: bool | None = None) -> list[Any]:
-    """The values of the constraints of a kind: of all of them, or of those that must hold, or must not."""
+    """The values of a kind's constraints: of all, of those that must hold, or of those that must not."""
     return [constraint.value for constraint, is_wanted in facts if constraint.kind == kind and holds in (None, is_wanted)]
 
 
 def _no_list_has_all(named: list[Member], groups: list[Members]) -> bool:
-    """Whether no `properties` of the schema lists all of these names, which would then come in its order."""
+    """Whether no single `properties` of the schema lists all these names, which would define their order."""
     lists = [set(group.named) for group in groups if group.named and group.is_list]
     return all(any(member.name not in listed for member in named) for listed in lists or [set[str]()])
 
@@ -353,7 +353,7 @@ def _nodes_met(group: Members, met: frozenset[str | int]) -> list[Node]:
 
 
 def _tightest(bounds: set[Bound], side: int) -> tuple[Bound, ...]:
-    """The one bound that implies the others: the greatest low (side 1) or the least high (side -1)."""
+    """The bound that implies the others: the greatest low (side 1) or the least high (side -1)."""
     return (max(bounds, key=lambda b: (side * b.value, b.is_open)),) if bounds else ()
 
 

@@ -1,6 +1,7 @@
-"""What a request asks the text to be, as one hashable value, checked as far as a glance can. Knows no grammar library.
+"""A request's constraint on its text, as one hashable value, with quick checks only. Knows no grammar library.
 
-`grammar_spec` is called by the thread that steps, so it reads no schema: the process that compiles calls `check_schema_text`.
+`grammar_spec` is called by the thread that steps, so it does not parse schemas: the compiling process calls
+`check_schema_text`.
 """
 
 from __future__ import annotations
@@ -30,9 +31,9 @@ PARAMS: dict[Kind, str] = {
 
 
 class GrammarError(InvalidOption):
-    """The text asked for cannot be enforced: malformed, not expressible, or beyond a limit. `param` names the field.
+    """The constraint cannot be enforced: malformed, not expressible, or beyond a limit. `param` names the field.
 
-    A message may quote the request, and a frame carries one for each of its answers: it is text, and a long one is cut.
+    A message may quote the request, and a frame carries one for each answer. So it is plain text, and cut when long.
     """
 
     def __init__(self, param: str, message: str) -> None:
@@ -51,7 +52,7 @@ class GrammarSpec:
 
     @property
     def param(self) -> str:
-        """The field of the request that this came from."""
+        """The field of the request that it came from."""
         return PARAMS[self.kind]
 
 
@@ -79,7 +80,7 @@ def grammar_spec(sampling: SamplingParams) -> GrammarSpec | None:
 
 
 def check_schema_text(text: str) -> dict[str, object] | bool:
-    """Return the schema that a JSON text holds. Raises `GrammarError` for what no JSON Schema can be."""
+    """Return the schema that a JSON text holds. Raises `GrammarError` for a text that cannot be a JSON Schema."""
     param = PARAMS["json"]
     try:
         schema = json.loads(text, parse_constant=_refuse_constant)

@@ -1,7 +1,7 @@
-"""Threads with a stack of a known size: the library recurses over a grammar, and a stack that ends takes the process with it.
+"""Threads with a stack of a known size: the library recurses over a grammar, and a stack overflow kills the process.
 
-What was proven in the worker, on a stack of `PROVING_STACK_BYTES`, is built again in the engine on `STACK_BYTES`, whatever the
-limits are that the process was started with.
+A grammar proven in the worker, on a stack of `PROVING_STACK_BYTES`, is built again in the engine on `STACK_BYTES`, whatever
+limits the process was started with.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ _SIZE = threading.Lock()
 
 @contextmanager
 def new_threads_get(stack_bytes: int) -> Iterator[None]:
-    """Threads that are started within have a stack of `stack_bytes`."""
-    with _SIZE:  # the size is a setting of the process
+    """Threads started inside the context have a stack of `stack_bytes`."""
+    with _SIZE:  # the size is a setting of the whole process
         before = threading.stack_size(stack_bytes)
         try:
             yield

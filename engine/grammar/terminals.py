@@ -54,7 +54,7 @@ class Terminals:
         if isinstance(node, Repeat):
             return f"{self._group(node.inner, in_json)}{_times(node.low, node.high)}"
         if isinstance(node, Not):
-            # The complement of bytes, held to what spells a text at all.
+            # The complement of bytes, restricted to valid text.
             everything = self.name(f"/({_spelt(char_sets.ANY) if in_json else _class(char_sets.ANY)})*/", "ALL")
             return f"({everything} & ~{self._group(node.inner, in_json)})"
         if not node.parts:

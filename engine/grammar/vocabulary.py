@@ -1,7 +1,7 @@
 """The bytes that each token id of a model stands for, read from its tokenizer.json. Knows no grammar library.
 
-A grammar is a set of byte strings, so a mask over tokens is only as exact as this table. Two alphabets exist in the models
-that we serve: byte-level BPE, in which each character of a token stands for one byte (Radford et al. 2019, GPT-2), and
+A grammar is a set of byte strings, so a mask over tokens is only as exact as this table. The models that we serve have one of
+two alphabets: byte-level BPE, in which each character of a token stands for one byte (Radford et al. 2019, GPT-2), and
 SentencePiece, in which a token is text, `▁` stands for a space and `<0xNN>` for one byte.
 """
 
@@ -69,7 +69,7 @@ def vocabulary_of(tokenizer: Mapping[str, Any], vocab_size: int, eos_token_ids: 
     for text, token_id in _entries(tokenizer):
         if token_id < vocab_size and token_id not in added:
             tokens[token_id] = to_bytes(text)
-    for token_id, token in added.items():  # the decoder reads them as it reads all others: "▁▁" of Gemma is two spaces
+    for token_id, token in added.items():  # the decoder treats them like all others: "▁▁" of Gemma is two spaces
         if token_id < vocab_size and not token.get("special"):
             tokens[token_id] = to_bytes(str(token["content"]))
     eos = tuple(sorted({token_id for token_id in eos_token_ids if 0 <= token_id < vocab_size}))
@@ -123,7 +123,7 @@ _BYTE_OF = _byte_alphabet()
 
 
 def _byte_level(text: str) -> bytes:
-    """Bytes of a byte-level token; one with a foreign character was added as plain text and stands for itself."""
+    """Bytes of a byte-level token. One that contains a foreign character was added as plain text and represents itself."""
     try:
         return bytes(_BYTE_OF[character] for character in text)
     except KeyError:

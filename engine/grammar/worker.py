@@ -1,7 +1,7 @@
-"""A process that proves grammars before the engine builds them, because it may be killed and a Rust call in a thread may not.
+"""A process that proves grammars before the engine builds them: it can be killed, and a Rust call in a thread cannot.
 
-Speaks lines of JSON on its standard streams: first the vocabulary, then one constraint a line, each answered by its grammar
-text or by what is wrong with it. `python -m engine.grammar.worker`, started by `grammar.compiler` alone.
+Uses lines of JSON on its standard streams: first the vocabulary, then one constraint a line, each answered with its grammar
+text or with an error. `python -m engine.grammar.worker`, started only by `grammar.compiler`.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ from engine.grammar.vocabulary import Vocabulary
 
 GRAMMAR_CHARACTERS_MAX = 2_000_000
 NICENESS = 10
-"""A compile gives way to the steps of requests that run."""
+"""A compile yields the CPU to the steps of running requests."""
 HEAP_BYTES_MAX = 3 * 1024**3
 ALARM_MARGIN_S = 2.0
-"""The process ends itself so long after a deadline that its parent did not enforce: the parent is dead."""
+"""The process ends itself this long after a deadline that its parent did not enforce, because the parent is dead."""
 
 
 def vocabulary_line(vocabulary: Vocabulary) -> bytes:

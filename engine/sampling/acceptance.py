@@ -1,4 +1,4 @@
-"""Which guesses of a step become tokens: verification of speculative decoding, without changing what would be generated.
+"""Which guesses of a step become tokens: verification in speculative decoding, without changing what would be generated.
 
 Two rules, both lossless:
 
@@ -26,9 +26,9 @@ from kernels import ops
 
 
 def accept_equal(drawn: Sequence[SampledToken], guesses: Sequence[int]) -> StepOutput:
-    """Tokens up to the first one that was guessed wrong, that one included.
+    """Tokens up to and including the first that was guessed wrong.
 
-    drawn: one per guess and one more. A row that failed behind good ones is left to the next step, which computes it again.
+    drawn: one per guess and one more. If a row fails after good ones, it is dropped and the next step computes it again.
     """
     if not guesses:
         return _alone(drawn[0])
@@ -54,10 +54,10 @@ def _alone(token: SampledToken) -> StepOutput:
 def accept_by_rejection(
     target: torch.Tensor, draft: torch.Tensor, guesses: Sequence[int], *, seed: int, position: int
 ) -> StepOutput:
-    """Tokens by the rule of Leviathan et al.; the first one is for `position` of the request.
+    """Tokens by the rule of Leviathan et al.; the first is for `position` of the request.
 
     target: [k + 1, V] float32, draft: [k, V] float32, rows that sum to 1; guesses: k ≥ 1 tokens, guess i drawn from draft[i].
-    Where rounding left nothing of a residual, p and q are equal, and the token is drawn from p.
+    If rounding left nothing of a residual, p and q are equal, and the token is drawn from p.
     """
     device = target.device
     drawn = ops.operations(device).reject_drafts(

@@ -1,7 +1,7 @@
-"""Which tokens would complete a bad word, found by one look for each new token, however many and however long the words are.
+"""Which tokens would complete a bad word: one lookup per new token, however many words there are and however long they are.
 
-The words without their last tokens are a tree, and each of its places knows the next shorter one that a text there ends with
-too (Aho and Corasick, "Efficient string matching", 1975). Places are made when a text first comes to them. Knows no torch.
+The words without their last tokens form a tree. Each node also links to the next shorter node that matches the end of the same
+text (Aho and Corasick, "Efficient string matching", 1975). Nodes are created when a text first reaches them. Knows no torch.
 """
 
 from __future__ import annotations
@@ -13,27 +13,27 @@ import numpy as np
 
 from engine.scheduling.request import UNKNOWN_TOKEN, Request
 
-START = 0  # the place of a text that ends with the beginning of no word
+START = 0  # the root: the text ends with the beginning of no word
 
 
 class BadWordTree:
-    """Places by their number, so that none refers to another and the tree goes as soon as nobody needs it."""
+    """Nodes ("places") by number, so that none refers to another and the tree is freed as soon as it is no longer used."""
 
     def __init__(self, words: Sequence[Sequence[int]]) -> None:
-        self._words: list[Sequence[Sequence[int]]] = []  # those that go on from each place
+        self._words: list[Sequence[Sequence[int]]] = []  # the words that continue from each node
         self._depths: list[int] = []
         self._ids: list[np.ndarray] = []
         self._shorter: list[int] = []
-        self._longer: list[dict[int, int]] = []  # the places that were made
-        self._groups: list[dict[int, list[Sequence[int]]] | None] = []  # the words of those that were not, once asked for
+        self._longer: list[dict[int, int]] = []  # the children that exist
+        self._groups: list[dict[int, list[Sequence[int]]] | None] = []  # words of missing children
         self._make(words, 0, START)
 
     def ids(self, place: int) -> np.ndarray:
-        """The last tokens of all words whose other tokens a text at this place ends with: [F] int64, ascending."""
+        """The last tokens of all words whose other tokens end a text at this node: [F] int64, ascending."""
         return self._ids[place]
 
     def behind(self, place: int, token_id: int) -> int:
-        """Where a text stands with one token more."""
+        """The node of a text after one more token."""
         new: list[tuple[int, list[Sequence[int]]]] = []
         while (reached := self._longer[place].get(token_id)) is None:
             words = self._groups_of(place).pop(token_id, None)
@@ -43,12 +43,12 @@ class BadWordTree:
                 reached = START
                 break
             place = self._shorter[place]
-        for before, words in reversed(new):  # from the shortest, to which the others refer
+        for before, words in reversed(new):  # from the shortest, to which the others link
             reached = self._longer[before][token_id] = self._make(words, self._depths[before] + 1, reached)
         return reached
 
     def _make(self, words: Sequence[Sequence[int]], depth: int, shorter: int) -> int:
-        """Add the place of a text that ends with the first `depth` tokens of these words."""
+        """Add the node for texts that end with the first `depth` tokens of these words."""
         ids = {word[-1] for word in words if len(word) == depth + 1}
         if depth and not ids:
             self._ids.append(self._ids[shorter])
@@ -76,7 +76,7 @@ class BadWordTree:
 
 
 class _Reading:
-    """How far the output of one request has been read, and where that leads."""
+    """How much of one request's output has been read, and the node reached."""
 
     __slots__ = ("place", "position", "tree")
 
@@ -87,16 +87,16 @@ class _Reading:
 
 
 class BadWords:
-    """Keeps what it knows of requests for as long as they live. All answers of a request share one tree."""
+    """Keeps the state of each request while the request exists. All answers of a request share one tree."""
 
     def __init__(self) -> None:
         self._readings: WeakKeyDictionary[Request, _Reading] = WeakKeyDictionary()
-        self._trees: WeakValueDictionary[int, BadWordTree] = WeakValueDictionary()  # by the id of their words, which they keep
+        self._trees: WeakValueDictionary[int, BadWordTree] = WeakValueDictionary()  # by id of their words, which they keep
 
     def ids(self, request: Request, position: int) -> np.ndarray:
         """The tokens that would complete a bad word at `position`: [F] int64, ascending.
 
-        Where a token before it is unknown, because the row's step will yield nothing, the text is read up to there.
+        If a token before it is unknown, because the row's step will yield nothing, the text is read up to there.
         """
         reading = self._readings.get(request)
         if reading is None:

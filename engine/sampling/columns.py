@@ -1,7 +1,7 @@
-"""Sampling that never asks the host: the parameters of a request lie in its slot, and kernels choose by them.
+"""Sampling without the host: a request's parameters are in its slot, and the kernels that choose read them there.
 
-`ColumnSampler` is what the runner over slots samples with. It chooses the very tokens of `sampling.sampler`, by Gumbel-max
-with the same noise; what a slot cannot hold (`refusal`) is left to that. Some rows wait for a mask of the host (`host_masks`).
+The runner over slots samples with `ColumnSampler`. It chooses exactly the tokens of `sampling.sampler`, by Gumbel-max with the
+same noise. Requests that a slot cannot hold (`refusal`) use that sampler. Some rows wait for a mask of the host (`host_masks`).
 """
 
 from __future__ import annotations
@@ -24,15 +24,15 @@ from engine.scheduling.request import Request
 from kernels import ops
 
 WEIGHS, COUNTS, MASKED, SCORED, NOT_GREEDY = (1 << bit for bit in range(5))
-"""What a slot asks of a step: see `Kind` and `SamplingNeeds`."""
+"""What the request in a slot requires of a step: see `Kind` and `SamplingNeeds`."""
 
 
 class Kind(NamedTuple):
     """Which variant of `choose` a step needs; a graph is captured for each.
 
-    weighs: some vocabulary has to be weighed, for top-p that no top-k comes before. counts: some row has penalties.
-    num_top: how many likeliest tokens are scored beside the chosen ones, 0 if no log-probabilities are asked for. greedy: every
-    row takes the largest logit as the model has it.
+    weighs: some row's whole vocabulary has to be weighed, for a top-p without a top-k before it. counts: some row has
+    penalties. num_top: number of likeliest tokens scored besides the chosen ones, 0 if no log-probabilities are requested.
+    greedy: every row takes the largest logit of the unchanged model output.
     """
 
     weighs: bool = False
@@ -42,8 +42,8 @@ class Kind(NamedTuple):
 
 
 class SamplingNeeds(NamedTuple):
-    """What the rows of a step ask for. scored: (row, number of likeliest tokens) of rows with log-probabilities; masked: rows
-    that the host has to give a mask."""
+    """What the rows of a step require. scored: (row, number of likeliest tokens) of rows with log-probabilities; masked: rows
+    for which the host has to supply a mask."""
 
     kind: Kind
     scored: list[tuple[int, int]]
@@ -58,7 +58,7 @@ class Chosen(NamedTuple):
 
 
 def weighs(sampling: SamplingParams, vocab_size: int) -> bool:
-    """Whether the whole vocabulary has to be weighed. A top-k that leaves nothing out is none."""
+    """Whether the whole vocabulary has to be weighed. A top-k that leaves nothing out counts as none."""
     return not is_greedy(sampling) and not _cuts(sampling.top_k, vocab_size) and sampling.top_p < 1.0
 
 
@@ -67,7 +67,7 @@ def _cuts(top_k: int, vocab_size: int) -> bool:
 
 
 def _bias_of(sampling: SamplingParams) -> dict[int, float]:
-    """What is added to logits, by token; a bad word of one token is forbidden, whatever is added to it."""
+    """The amounts added to logits, by token. A bad word of one token is forbidden, even if the bias names it."""
     if not sampling.logit_bias and not sampling.bad_words_token_ids:
         return {}
     forbidden = [word[0] for word in sampling.bad_words_token_ids or () if len(word) == 1]
@@ -75,7 +75,7 @@ def _bias_of(sampling: SamplingParams) -> dict[int, float]:
 
 
 class ColumnSampler:
-    """Columns for `num_slots` slots of one engine. One thread calls everything."""
+    """Columns for `num_slots` slots of one engine. One thread makes all calls."""
 
     def __init__(
         self,
@@ -88,8 +88,8 @@ class ColumnSampler:
         dtype: torch.dtype | None = None,
         make_words: Callable[[ops.Pieces, torch.device], ops.DeviceWords] = ops.DeviceWords,
     ) -> None:
-        """`max_guesses`: rows of a step beyond one for each slot. `num_rules`: biases held at a time, as many as the
-        memory plan counts if None. `dtype`: of all logits, None if it is not known. `make_words`: as of `SamplingColumns`."""
+        """`max_guesses`: rows of a step beyond one per slot. `num_rules`: biases held at a time; None: as many as the memory
+        plan counts. `dtype`: of all logits, None if it is not known. `make_words`: see `SamplingColumns`."""
         num_rules = bias_rows(num_slots, vocab_size) if num_rules is None else num_rules
         self.columns = ops.SamplingColumns.empty(num_slots, vocab_size, num_rules, device, make_words=make_words)
         self._device = device
@@ -98,18 +98,19 @@ class ColumnSampler:
         self._workspace = self._kernels.sampling_workspace(num_slots + max_guesses, vocab_size, device)
         self.vocab_size = vocab_size
         self._rules: dict[Request, int] = {}
-        self._prompt_ids: WeakKeyDictionary[Request, np.ndarray] = WeakKeyDictionary()  # of first answers
+        self._prompt_ids: WeakKeyDictionary[Request, np.ndarray] = WeakKeyDictionary()  # of the first answer of each request
         self._biases: list[dict[int, float]] = [{} for _ in range(num_rules)]
-        self._asks = np.zeros(num_slots, dtype=np.uint8)  # the constants above, together
+        self._asks = np.zeros(num_slots, dtype=np.uint8)  # the constants above, combined
         self._num_scored = np.zeros(num_slots, dtype=np.int64)  # likeliest tokens
 
     def refusal(self, request: Request) -> PlainReason | None:
-        """Why this request cannot be sampled from a slot, None if it can: it has a bias, and no row for biases is free."""
+        """Why this request cannot be sampled from a slot (it has a bias, and no row for biases is free); None if it can."""
         bias = _bias_of(request.sampling)
         return PlainReason.LOGIT_BIAS if bias and not self._reserve(request, bias) else None
 
     def _reserve(self, request: Request, bias: dict[int, float]) -> bool:
-        """Reserve a row for the bias of a request while it lives, shared with equal biases. → whether there is one"""
+        """Reserve a row for the request's bias while the request exists, shared with equal biases. Returns whether there is
+        one."""
         if request not in self._rules:
             self._rules = {owner: rule for owner, rule in self._rules.items() if not owner.is_finished}
             used = set(self._rules.values())
@@ -122,8 +123,8 @@ class ColumnSampler:
         return True
 
     def place(self, slots: Sequence[int], requests: Sequence[Request]) -> ops.Words:
-        """Assign the slots to these requests; their tokens are counted by `restart`. → what is to be written to the words of
-        the columns: the parameters"""
+        """Assign the slots to these requests; call `restart` to count their tokens. Returns the parameters to write to the
+        words of the columns."""
         params = [request.sampling for request in requests]
         held = [sorted(request.stop_ids) if request.sampling.min_tokens > 0 else [] for request in requests]
         held = [ids if len(ids) <= ops.SUPPRESSED_IDS_MAX else [] for ids in held]
@@ -159,7 +160,7 @@ class ColumnSampler:
         return parameters
 
     def restart(self, slot: int, request: Request, num_tokens: int) -> None:
-        """Count the first `num_tokens` tokens of the slot's request anew: what the device has counted is in doubt."""
+        """Count the first `num_tokens` tokens of the slot's request again, because the device's counts may be wrong."""
         if not self._asks[slot] & COUNTS:
             return
         prompt, output = self._ids_of_prompt(request), request.token_ids[request.num_prompt_tokens : num_tokens]
@@ -169,7 +170,7 @@ class ColumnSampler:
         self.columns.counts[slot].zero_().index_copy_(0, sent[0], sent[1].int())
 
     def _ids_of_prompt(self, request: Request) -> np.ndarray:
-        """The different ids of the prompt: [U] int64. Kept for the other answers while the first one is there."""
+        """The distinct ids of the prompt: [U] int64. Kept for the other answers while the first one exists."""
         first = request if request.forked_from is None else request.forked_from
         ids = self._prompt_ids.get(first)
         if ids is None:
@@ -185,7 +186,7 @@ class ColumnSampler:
         self.columns.bias[rule].copy_(row, non_blocking=True)
 
     def needs(self, slots: Sequence[int] | np.ndarray[Any, Any]) -> SamplingNeeds:
-        """What a step with these slots, in this order, has to do."""
+        """What a step with these slots, in this order, requires."""
         index = np.asarray(slots, dtype=np.int64)
         asks = self._asks[index]
         some = int(np.bitwise_or.reduce(asks))
@@ -206,9 +207,9 @@ class ColumnSampler:
         *,
         scores_out: torch.Tensor | None = None,
     ) -> Chosen:
-        """logits: [R, V], left as they are; slots: [R] int32, below 0 is padding; positions: [R], index of the chosen token in
-        prompt plus output; masks: [R, ceil(V / 32)] int32, what may be chosen; scores_out: [R, W] int64, for the scores. Can be
-        captured in a graph."""
+        """logits: [R, V], not changed; slots: [R] int32, below 0 is padding; positions: [R], index of the chosen token in
+        prompt plus output; masks: [R, ceil(V / 32)] int32, the tokens that may be chosen; scores_out: [R, W] int64, for the
+        scores. Can be captured in a graph."""
         tokens: torch.Tensor = self._kernels.sample(
             logits, slots, positions, self.columns, masks=masks, workspace=self._workspace, weighs=kind.weighs
         )

@@ -1,6 +1,6 @@
-"""Masks of what only the host knows to be forbidden: by a grammar, by bad words of several tokens, by many end tokens.
+"""Masks for tokens that only the host knows to be forbidden: by a grammar, bad words of several tokens, or many end tokens.
 
-They depend on the token before: ahead of it a step is computed as far as its logits, and chooses when the masks are there.
+They depend on the token before. Until that is known, a step is computed only up to its logits; it chooses once the masks exist.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from kernels.ops import SUPPRESSED_IDS_MAX
 
 
 def needs_masks(request: Request) -> bool:
-    """Whether some token of the request has to be chosen by a mask."""
+    """Whether some token of the request has to be chosen with a mask."""
     sampling = request.sampling
     if sampling.is_guided or any(len(word) > 1 for word in sampling.bad_words_token_ids or ()):
         return True
@@ -34,13 +34,13 @@ class HostMasks:
         self._forbidden = ForbiddenTokens()
 
     def begin(self, rows: Sequence[SampledRow]) -> Callable[[], StepMasks]:
-        """Begin to fill the masks of these rows in a thread beside this one; all tokens before theirs are known. → a function
-        that waits for them: masks, [len(rows), ceil(V / 32)] int32, and why a row has none"""
+        """Begin to fill the masks of these rows in another thread; all tokens before theirs are known. Returns a function that
+        waits for them: masks, [len(rows), ceil(V / 32)] int32, and for rows without a mask the reason."""
         masks = self._grammars.fill([row.request for row in rows])
         return partial(self._finish, rows, masks)
 
     def fill(self, rows: Sequence[SampledRow]) -> StepMasks:
-        """As `begin`, at once."""
+        """As `begin`, but waits for the masks."""
         return self.begin(rows)()
 
     def _finish(self, rows: Sequence[SampledRow], masks: Future[StepMasks] | None) -> StepMasks:

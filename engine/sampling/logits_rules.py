@@ -1,7 +1,7 @@
-"""Rules that change logits before a token is chosen. Only rows that ask pay for them.
+"""Rules that change logits before a token is chosen. Only rows that have rules pay for them.
 
 Order: repetition penalty (arXiv 1909.05858, section 4.1) over prompt and output, frequency and presence penalties over the
-output, logit bias; then what is forbidden, whatever its logit: end tokens below `min_tokens`, the last token of a bad word,
+output, logit bias; then forbidden tokens, whatever their logits: end tokens before `min_tokens`, the last token of a bad word,
 and every token that the grammar does not allow.
 """
 
@@ -26,8 +26,8 @@ _NOTHING = np.zeros(0, dtype=np.int64)
 class SampledRow(NamedTuple):
     """One row of logits: `position` is the index, in prompt plus output of `request`, of the token that it chooses.
 
-    It is `request.num_tokens`, and more in the rows behind drafts of speculative decoding, which have no rules that depend
-    on the tokens before them.
+    It is `request.num_tokens`, or more in rows after drafts of speculative decoding. Those rows have no rules that depend on
+    the tokens before them.
     """
 
     request: Request
@@ -44,7 +44,7 @@ class SampledRow(NamedTuple):
 
 
 def has_rules(row: SampledRow) -> bool:
-    """Whether this row's logits differ from the model's, a grammar aside."""
+    """Whether this row's logits differ from the model's, apart from a grammar."""
     sampling = row.request.sampling
     return _has_rules_anywhere(sampling) or (sampling.min_tokens > 0 and row.is_too_short_to_end)
 
@@ -59,7 +59,7 @@ def _has_rules_anywhere(sampling: SamplingParams) -> bool:
 
 
 class TokenCounts:
-    """The ids that stand in one request, each once, and how often each stands in its output. Follows the request's list."""
+    """The distinct ids in one request, and how often each occurs in its output. Follows the request's list."""
 
     def __init__(self, device: torch.device) -> None:
         self._places: dict[int, int] = {}
@@ -74,7 +74,7 @@ class TokenCounts:
 
     @property
     def in_output(self) -> torch.Tensor:
-        """How often `ids` stand in the output: [S] float32"""
+        """How often `ids` occur in the output: [S] float32"""
         return self._in_output[: len(self._places)]
 
     def follow(self, request: Request) -> None:
@@ -90,7 +90,7 @@ class TokenCounts:
             self._in_output.index_add_(0, index, torch.ones(len(index), device=self._ids.device))
 
     def _append(self, ids: list[int]) -> None:
-        """Room for as many again, so that a growing output seldom moves."""
+        """Doubles the capacity when needed, so that a growing output is rarely copied."""
         end = len(self._places)
         if end > len(self._ids):
             more = end * 2 - len(self._ids)
@@ -100,7 +100,7 @@ class TokenCounts:
 
 
 class ForbiddenTokens:
-    """What may not be the token of a row, whatever its logit. Keeps what it knows of requests for as long as they live."""
+    """Tokens that a row may not choose, whatever their logits. Keeps the state of each request while the request exists."""
 
     def __init__(self) -> None:
         self._bad_words = BadWords()
@@ -122,7 +122,7 @@ class ForbiddenTokens:
 
 
 class LogitsRules:
-    """Applies the rules in place and keeps token counts for as long as their requests live."""
+    """Applies the rules in place, and keeps token counts while their requests exist."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -131,7 +131,7 @@ class LogitsRules:
         self._ops = ops.operations(device)
 
     def apply(self, logits: torch.Tensor, rows: Sequence[SampledRow]) -> None:
-        """logits: [R, V] float32, changed in place, of `rows`; a grammar is applied by `apply_masks` after it."""
+        """logits: [R, V] float32, changed in place, row i of `rows[i]`. For a grammar, call `apply_masks` afterwards."""
         for index, row in enumerate(rows):
             if has_rules(row):
                 self._apply_one(logits[index], row)
@@ -166,7 +166,7 @@ class LogitsRules:
         counts.follow(request)
         values = logits[counts.ids]
         if sampling.repetition_penalty != 1.0:
-            factor = values.new_full((), sampling.repetition_penalty)  # a GPU divides by numbers, but multiplies for scalars
+            factor = values.new_full((), sampling.repetition_penalty)  # a GPU multiplies by the inverse of a Python number
             values = torch.where(values > 0, values / factor, values * factor)
         values -= sampling.frequency_penalty * counts.in_output
         values -= sampling.presence_penalty * (counts.in_output > 0)

@@ -1,8 +1,8 @@
-"""Log-probabilities of chosen tokens and of the likeliest ones, as the model has them: before temperature, rules and filters.
+"""Log-probabilities of chosen tokens and of the likeliest ones, from the model's logits: before temperature, rules and filters.
 
-log p(token) = logit − log Σ exp(logits): one number per row beside a gather and a partial top-k. A table of log-probabilities
-of the size of the logits is never made. The kernels are those of steps over slots, so that a row has the same bits in both,
-and sum a row in one order whatever is beside it.
+log p(token) = logit − log Σ exp(logits): one number per row besides a gather and a partial top-k. A table of log-probabilities
+of the size of the logits is never created. The kernels are those of steps over slots, so a row has the same bits in both. They
+sum a row in one order, whatever other rows there are.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from engine.sampling import scores
 from kernels import ops
 
 SLICE_ELEMENTS = 1 << 24
-"""Logits taken at a time: 64 MiB of float32, enough to fill a GPU and little beside a vocabulary times a prompt."""
+"""Logits processed at a time: 64 MiB of float32, enough to fill a GPU, and little compared with vocabulary × prompt."""
 
 
 def prompt_logprobs(logits: torch.Tensor, token_ids: Sequence[int], count: int) -> list[TokenLogprob]:
@@ -41,7 +41,7 @@ def token_logprobs(
 
 
 def _take(logits: torch.Tensor, rows: Sequence[int]) -> torch.Tensor:
-    """Rows of `logits`, without a copy where they lie together: [len(rows), V]"""
+    """Rows of `logits`, without a copy if they are contiguous: [len(rows), V]"""
     first, last = rows[0], rows[-1]
     if isinstance(rows, range) or list(rows) == list(range(first, last + 1)):
         return logits[first : last + 1]

@@ -1,22 +1,22 @@
-"""Randomness of sampling as a function of (seed, position): the same wherever and with whomever a request runs. No torch.
+"""Randomness of sampling as a function of (seed, position): the same wherever and beside whatever a request runs. No torch.
 
 64 bits per sampled token, from two rounds of the SplitMix64 finaliser (Steele, Lea, Flood: Fast Splittable Pseudorandom Number
 Generators, OOPSLA 2014), which passes BigCrush as a counter-based generator. They key the Gumbel-max noise that draws the
-token (`kernels.gumbel`). A replayed or preempted request therefore draws the very tokens it would have drawn.
+token (`kernels.gumbel`). So a replayed or preempted request draws exactly the tokens that it would have drawn otherwise.
 """
 
 from __future__ import annotations
 
 _MASK = 2**64 - 1
 _GAMMA = 0x9E3779B97F4A7C15
-_STREAM_OF_ANSWERS = 0xD1B54A32D192ED03  # odd and unlike _GAMMA, so that answers share no stream with positions
+_STREAM_OF_ANSWERS = 0xD1B54A32D192ED03  # odd and different from _GAMMA, so that answers share no stream with positions
 _SEED_BITS = 63
 
 
 def stream(seed: int, *, draw: int = 0) -> int:
-    """What all random bits of a seed come from: 64 bits.
+    """The state from which all random bits of a seed are derived: 64 bits.
 
-    Where a token takes bits more than once (a draft is judged, then replaced), `draw` counts the times from 0.
+    If a token takes random bits more than once (a draft is judged, then replaced), `draw` counts the times from 0.
     """
     start = _mix((seed + _GAMMA) & _MASK)
     return _mix((start + draw) & _MASK) if draw else start
@@ -28,7 +28,7 @@ def key(seed: int, position: int, *, draw: int = 0) -> int:
 
 
 def signed(bits: int) -> int:
-    """64 bits as the int64 that holds them."""
+    """64 bits as an int64 with the same bits."""
     return bits - 2**64 if bits >= 2**63 else bits
 
 

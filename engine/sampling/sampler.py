@@ -1,13 +1,13 @@
-"""Chooses the next token of each row of logits. A row's choice depends on its own logits, parameters, seed and position only.
+"""Chooses the next token of each row of logits. The choice depends only on the row's logits, parameters, seed and position.
 
 rules (`sampling.logits_rules`) ─► grammar mask ─► largest logit, or temperature ─► filters (`sampling.logits_filters`) ─► draw
 
-Greedy rows take the largest logit, the lowest id among equals. Others are drawn by Gumbel-max (`kernels.gumbel`): every token
-that may be drawn gets noise of its own from (seed, position, token), and the largest logit with noise wins. Candidates come
-from a partial top-k; only rows whose filter reaches beyond it are sorted in full. A row without a finite maximum, or without
-a token to draw, fails alone. Log-probabilities are the model's own, before all of this.
+Greedy rows take the largest logit, the lowest id on ties. Others are drawn by Gumbel-max (`kernels.gumbel`): every token that
+may be drawn gets its own noise from (seed, position, token), and the largest sum of logit and noise wins. Candidates come from
+a partial top-k; only rows whose filter reaches beyond it are sorted in full. A row without a finite maximum, or without a token
+to draw, fails alone. Log-probabilities are the model's own, before all of this.
 
-This is the plain twin of the kernels that choose on a GPU: both draw the very same tokens.
+This is the plain twin of the kernels that choose on a GPU: both draw exactly the same tokens.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class SampledToken:
 
 
 class Sampler:
-    """Sampling for one engine; holds token counts of live requests and nothing else."""
+    """Sampling for one engine; its only state is the token counts of live requests."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -48,8 +48,8 @@ class Sampler:
     def sample(self, logits: torch.Tensor, rows: Sequence[SampledRow], masks: torch.Tensor | None = None) -> list[SampledToken]:
         """One output per row.
 
-        logits: [R, V] float32 (may be changed), row i of `rows[i]`; masks: [R, ceil(V / 32)] int32, which tokens the grammar
-        of a guided request allows (bit b of word w: token 32 w + b); rows of other requests are not looked at
+        logits: [R, V] float32 (may be changed), row i of `rows[i]`; masks: [R, ceil(V / 32)] int32, the tokens that the grammar
+        of a guided request allows (bit b of word w: token 32 w + b); rows of other requests are ignored
         """
         model_logits = self._constrain(logits, rows, masks)
         maxima, chosen = plain_sampling.largest(logits)
@@ -63,7 +63,7 @@ class Sampler:
     ) -> torch.Tensor:
         """Probabilities that `sample` draws from, after rules, temperature and filters: [R, V] float32.
 
-        A greedy row has 1 at its largest logit. A row that cannot be drawn from is all zeros. Arguments as of `sample`.
+        A greedy row has 1 at its largest logit. A row that cannot be drawn from is all zeros. Arguments as for `sample`.
         """
         self._constrain(logits, rows, masks)
         maxima, chosen = logits.max(dim=-1)
@@ -96,7 +96,7 @@ class Sampler:
         return kept
 
     def _draw(self, logits: torch.Tensor, rows: Sequence[SampledRow], group: list[int]) -> torch.Tensor:
-        """Token ids of the rows of `group`, which either all filter or all do not, or NO_TOKEN: [len(group)] int64"""
+        """Token ids of the rows of `group`, or NO_TOKEN: [len(group)] int64. Either all rows have filters or none has."""
         params = [rows[i].sampling for i in group]
         keys = self._column([_key(rows[i]) for i in group], torch.int64)
         scale = self._column([scale_of(p) for p in params])
@@ -110,7 +110,7 @@ class Sampler:
         return chosen
 
     def _candidates(self, logits: torch.Tensor, params: Sequence[SamplingParams]) -> list[plain_sampling.Candidates]:
-        """What the filters leave of every row; logits: [len(params), V]"""
+        """The tokens that the filters leave of every row; logits: [len(params), V]"""
         filters = plain_sampling.Filters(
             self._column([max(0, p.top_k) for p in params], torch.int64),
             self._column([p.top_p for p in params]),
@@ -161,7 +161,7 @@ class Sampler:
 
 
 def _sampled_groups(rows: Sequence[SampledRow]) -> list[list[int]]:
-    """Indices of the rows that draw, those with filters apart from those without; no empty group."""
+    """Indices of the rows that draw, in two groups: with filters and without; no empty group."""
     filtered: list[int] = []
     plain: list[int] = []
     for index, row in enumerate(rows):
@@ -177,7 +177,7 @@ def _key(row: SampledRow) -> int:
 
 
 def _failure(row: SampledRow, maximum: float) -> SampledToken:
-    """Why a row has no token: what its request forbids, or what the model computed."""
+    """Why a row has no token: the request forbids every one, or the model's logits are not finite."""
     sampling = row.sampling
     if maximum != float("-inf") or not (sampling.is_guided or has_rules(row)):
         return SampledToken(error=NOT_FINITE)

@@ -1,4 +1,4 @@
-"""Accounts: the service, running and waiting requests of each tenant, and the round of its class in which it is next entitled.
+"""Accounts: each tenant's service, running and waiting requests, and the round of its class in which it is next entitled.
 
 A tenant has one account per priority class. Service is predicted device time in integer picoseconds. Decodes are charged
 without being touched: between two changes, the service of an account is a closed form of the step number. `docs/fairness.md`
@@ -37,7 +37,7 @@ OUTPUT_QUANTILE = 0.75
 
 @dataclass(slots=True, eq=False)
 class Account:
-    """One tenant in one class. `num_decoding` requests with `sum_context` tokens run on by themselves, a token a step."""
+    """One tenant in one class. `num_decoding` requests with `sum_context` tokens compute a token each in every step."""
 
     tenant_id: str
     priority: Priority
@@ -54,10 +54,10 @@ class Account:
     waiting: WaitingLine = field(default_factory=WaitingLine)
     round: int | None = None  # of the backlog this account stands in; None when it is not backlogged
     head: Request | None = None  # of `waiting`, as of the last change
-    head_round: int = 0  # the round in which `head` became it
+    head_round: int = 0  # the round in which `head` was set
     is_held: bool = False
-    recovering: Request | None = None  # runs again after a preemption and is not to be stopped before it has gained by it
-    watch_step: int = -1  # when to look next whether it is too far ahead
+    recovering: Request | None = None  # started again after a preemption; not to be stopped before it has gained by that
+    watch_step: int = -1  # the step in which to check next whether it is too far ahead
     output_lens: deque[int] = field(default_factory=lambda: deque(maxlen=OUTPUT_LENGTHS_KEPT))
     _predicted_output_len: int | None = None
 
@@ -89,7 +89,7 @@ class Account:
         self.settled_step = step
 
     def add_decode(self, context_len: int, step: int) -> None:
-        """From the step after `step` on, one more request decodes, from `context_len` computed tokens."""
+        """One more request decodes from the step after `step` on, starting with `context_len` computed tokens."""
         self.settle(step)
         self.num_decoding += 1
         self.sum_context += context_len
@@ -127,7 +127,7 @@ class Account:
 
 
 class SeatCounts:
-    """Accounts by the number of their running requests and by weight: who holds most seats, in O(1) per change."""
+    """Accounts by number of running requests and by weight, so that the one with most seats is found in O(1) per change."""
 
     def __init__(self) -> None:
         self._by_weight: dict[int, list[dict[Account, None]]] = {}
@@ -163,12 +163,12 @@ class ClassTotals:
 
 
 class Accounts:
-    """All accounts, found by tenant and class. Of those without requests the latest are kept, as their debts still count."""
+    """All accounts, found by tenant and class. Of accounts without requests the latest are kept, as their debts still count."""
 
     def __init__(self, costs: TokenCosts) -> None:
         self.costs = costs
         self.step = 0  # the last step whose decodes were charged
-        self.everybody = Account("", Priority.STANDARD, 1, costs)  # service and decoding requests of all, as of one account
+        self.everybody = Account("", Priority.STANDARD, 1, costs)  # sums over all accounts
         self.totals = {priority: ClassTotals() for priority in Priority}
         self.running_requests: dict[Request, None] = {}  # by age
         self.seated: dict[Account, None] = {}  # those with running requests
@@ -261,7 +261,7 @@ class Accounts:
             each.sum_context += num_tokens
 
     def progress(self) -> list[TenantProgress]:
-        """What every active tenant has, over all classes; costs a look at all accounts."""
+        """The progress of every active tenant, over all classes. Iterates over all accounts."""
         by_tenant: dict[str, list[Account]] = {}
         for account in self._accounts.values():
             if account.is_active:
@@ -278,7 +278,7 @@ class Accounts:
         ]
 
     def reweigh(self, account: Account, weight: int) -> None:
-        """Book a change of `account.weight` that is about to happen."""
+        """Set `account.weight` and update the sums of its class."""
         totals, num_running = self.totals[account.priority], len(account.running)
         totals.seats.move(account, num_running, 0)
         totals.weight += (weight - account.weight) * account.is_active

@@ -2,8 +2,8 @@
 
 A request can start when there is a seat, when decodes leave room in the step for prompts (`StepBudget.is_crowded`), when its
 whole prompt fits beside all promises, and when the predicted peak of KV use fits with it, unless no other request runs. A
-request whose next block a running prefill is computing waits for that block instead. In each step only so much of long
-prompts is taken over, from other answers or the prefix cache: that takes time, and all others wait. The order is the policy's.
+computed by a running prefill waits for that block instead. Each step takes over only a limited number of tokens of long prompts
+(from other answers or the prefix cache), because this takes time in which all others wait. The order is the policy's.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from engine.scheduling.request import Request, RequestStatus, account_of
 from engine.scheduling.step_budget import StepBudget
 
 TAKEN_TOKENS_PER_STEP = 1 << 19
-"""So many tokens of prompts are taken over in one step, some 10 ms of the host, before a long one waits for the next."""
+"""Prompt tokens taken over in one step, some 10 ms on the host; beyond that, a long prompt waits for the next step."""
 SHORT_TOKENS = 1 << 12
 """A prompt of fewer tokens is not long: it is taken over at once."""
 
@@ -43,7 +43,7 @@ class Admission:
         self._due: Request | None = None  # the same of the step before: it leaves this one to nobody
 
     def begin_step(self) -> None:
-        """A step is about to be planned: new predictions for those that should have ended by now."""
+        """A step is about to be planned: predict new ends for requests that should have ended by now."""
         self._step = self._accounts.step + 1
         self._taken_tokens, self._due, self._put_off = 0, self._put_off, None
         for request in self._forecast.overdue(self._step):
@@ -81,13 +81,13 @@ class Admission:
         self._found, self._asked = self._kv.find(request), request
 
     def _has_taken_enough(self, request: Request) -> bool:
-        """Whether what was taken over in this step leaves a long prompt to the next one."""
+        """Whether so much was taken over in this step that a long prompt must wait for the next one."""
         if not self._taken_tokens or request.num_tokens < SHORT_TOKENS or request is self._due:
             return False
         return self._taken_tokens + request.num_tokens > TAKEN_TOKENS_PER_STEP
 
     def _is_crowded(self) -> bool:
-        """Whether those that decode fill the step by themselves."""
+        """Whether the decodes alone fill the step."""
         if self._step_budget is None:
             return False
         total = self._accounts.everybody
@@ -101,7 +101,7 @@ class Admission:
         return owner.scheduled_step >= self._step - 1
 
     def _own_tokens(self, request: Request) -> int:
-        """KV slots that a request takes beyond the blocks that others hold anyway."""
+        """KV slots that a request needs beyond the blocks that other requests hold."""
         if _shares_prompt(request):
             return self._block_size
         found = self._found
@@ -131,7 +131,7 @@ class Admission:
         return self._found.num_on_host
 
     def advance(self, request: Request) -> None:
-        """A running prefill will compute its next block in this step, or the one after."""
+        """A running prefill will compute its next block in this step or the next."""
         self._under_way.follow(request)
 
     def computed(self, request: Request) -> None:
@@ -155,7 +155,7 @@ def _shares_prompt(request: Request) -> bool:
 
 
 def predicted_remaining(request: Request) -> int:
-    """Tokens it will still write: up to its tenant's usual length, or as many again when it is beyond that."""
+    """Tokens that it will still write, as predicted: up to its tenant's usual length, or as many again when it is past that."""
     written = request.num_output_tokens
     usual = account_of(request).predicted_output_len()
     expected = usual - written if written < usual else max(BUCKET_STEPS, written)

@@ -14,7 +14,7 @@ class Backlog:
 
     Deficit round robin (Shreedhar and Varghese, SIGCOMM 1995) with charges as work is done instead of per packet, as in
     deficit longest prefix match (arXiv 2501.14312). An account in the bucket of round r has a position below r · quantum ·
-    weight; its true round may have grown since, and is looked up when the bucket comes to be read.
+    weight. Its true round may have grown since; it is looked up when the bucket is read.
     """
 
     def __init__(self, quantum_ps: int, cap_ps: int) -> None:
@@ -22,7 +22,7 @@ class Backlog:
         self.cap_ps = cap_ps
         self.round = 1
         self._buckets: dict[int, dict[Account, None]] = {}
-        self._rounds: list[int] = []  # heap of the keys of `_buckets`, and of some that are gone
+        self._rounds: list[int] = []  # heap of the keys of `_buckets`; some of those buckets are gone
         self._in_heap: set[int] = set()
         self._aside: dict[Account, None] = {}  # backlogged, but without work for the step being planned
         self._lowest_aside: float = math.inf  # round
@@ -59,7 +59,7 @@ class Backlog:
         account.round = None
 
     def shift(self, account: Account, lead_ps: int, step: int) -> None:
-        """Give an account whose weight has changed the lead it had before."""
+        """Give an account whose weight has changed the lead that it had before."""
         account.offset_ps += lead_ps - self.lead_at(account, step)
         if account.round is not None:
             self.leave(account)
@@ -85,7 +85,7 @@ class Backlog:
         return found
 
     def _read(self, bucket: dict[Account, None], number: int, found: list[Account], limit: int, step: int) -> None:
-        """Take accounts whose round is still `number`; move the others on to where they belong."""
+        """Take accounts whose round is still `number`; move the others to their buckets."""
         moved: list[Account] = []
         for account in bucket:
             if account.position_at(step) >= number * self.quantum_ps * account.weight:
@@ -99,7 +99,7 @@ class Backlog:
             self._put(account, self._true_round(account, step))
 
     def set_aside(self, account: Account) -> None:
-        """Let the others be looked at until the next step; the level does not rise past those who are aside."""
+        """Skip this account until the next step. The level does not rise past accounts that are set aside."""
         number = account.round
         assert number is not None
         self.leave(account)
@@ -108,7 +108,7 @@ class Backlog:
         self._lowest_aside = min(self._lowest_aside, number)
 
     def begin_step(self, step: int) -> None:
-        """Nobody is aside any more."""
+        """No account is aside any more."""
         aside, self._aside, self._lowest_aside = self._aside, {}, math.inf
         for account in aside:
             self._put(account, self._true_round(account, step))

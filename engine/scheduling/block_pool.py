@@ -19,8 +19,8 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 PROTECTED_PERCENT = 25
-"""Share of the pool that content which was found again may keep from the rest. Of the hits of a cache that knows the future, on
-samples of a chat service's conversations: 0.70 with plain LRU, 0.74 with 20 to 35 per cent, 0.72 with 50."""
+"""Share of the pool that blocks found again may keep from the rest. Hits on samples of a chat service's conversations, as a
+part of those of a cache that knows the future: 0.70 with plain LRU, 0.74 with 20 to 35 per cent, 0.72 with 50."""
 
 
 class OutOfBlocks(AssertionError):
@@ -29,7 +29,7 @@ class OutOfBlocks(AssertionError):
 
 @dataclass(slots=True)
 class Block:
-    """One block of `block_size` token slots in every layer's cache. `was_found`: shared when nobody owned it."""
+    """One block of `block_size` token slots in every layer's cache. `was_found`: it was shared when it had no owner."""
 
     block_id: int
     ref_count: int = 0
@@ -42,13 +42,13 @@ def _difference(found: Iterable[object], expected: Iterable[object]) -> list[obj
 
 
 def _discard(block_id: int, content_hash: bytes) -> None:
-    """What happens to evicted content when there is no host tier."""
+    """What is done with evicted content when there is no host tier."""
 
 
 class BlockPool:
     """All blocks of one engine. Raises `OutOfBlocks` or `AssertionError` on misuse; callers ask `num_available` first.
 
-    `on_evict(block_id, content_hash)` is told of content that is about to be overwritten.
+    `on_evict(block_id, content_hash)` is called before content is overwritten.
     """
 
     def __init__(self, num_blocks: int, *, protected_percent: int = 0) -> None:
@@ -79,7 +79,7 @@ class BlockPool:
         return len(self._free)
 
     def allocate(self, count: int) -> list[int]:
-        """Take `count` blocks with a reference count of one each, evicting content in its order if need be."""
+        """Take `count` blocks with a reference count of one each, evicting content in its order if necessary."""
         if count > self.num_available:
             raise OutOfBlocks(f"asked for {count} of {self.num_available} available blocks")
         free, blocks = self._free, self._blocks
@@ -104,7 +104,7 @@ class BlockPool:
         return content_hash
 
     def lend(self) -> int | None:
-        """A block for work outside of steps, whose content is dropped without a word; None when all are used."""
+        """A block for work outside of steps; its old content is dropped without `on_evict`. None when all are used."""
         if not self.num_available:
             return None
         if not self._free:
@@ -114,7 +114,7 @@ class BlockPool:
         return self.allocate(1)[0]
 
     def share_all(self, block_ids: Iterable[int]) -> None:
-        """Add one owner to each of these blocks. Of a long prompt there are thousands, most of them used."""
+        """Add one owner to each of these blocks. A long prompt has thousands, most of them used."""
         blocks = self._blocks
         for block_id in block_ids:
             block = blocks[block_id]
@@ -143,7 +143,7 @@ class BlockPool:
         blocks = self._blocks
         for block_id in reversed(block_table):
             block = blocks[block_id]
-            if block.ref_count > 1:  # of nearly all blocks, where many answers to a long prompt end together
+            if block.ref_count > 1:  # nearly all blocks, where many answers to a long prompt end together
                 block.ref_count -= 1
                 continue
             assert block.ref_count > 0, f"block {block_id} was released more often than taken"
@@ -163,7 +163,7 @@ class BlockPool:
             self._probation[block.block_id] = None
 
     def register(self, block_id: int, content_hash: bytes) -> None:
-        """Make a used, full block findable. The first block with a content wins; later twins stay private."""
+        """Make a used, full block findable. The first block with a given content is registered; later twins stay private."""
         block = self._blocks[block_id]
         assert block.ref_count > 0, f"block {block_id} is registered without an owner"
         if block.content_hash is None and content_hash not in self._by_hash:
@@ -174,7 +174,7 @@ class BlockPool:
         return self._by_hash.get(content_hash)
 
     def lookup_first(self, hashes: Sequence[bytes]) -> list[int]:
-        """The blocks with these contents up to the first that is not here."""
+        """The blocks with these contents, up to the first that is missing."""
         found = list(map(self._by_hash.get, hashes))
         known = found[: found.index(None)] if None in found else found
         return [block_id for block_id in known if block_id is not None]

@@ -3,8 +3,8 @@
 A decoding request computes one token per step, so the step in which its last block is full is known when the block is given,
 and nothing is touched until then. Accepted drafts and pauses move that step; a request that is due too early is entered again.
 
-Among many requests some are full in every step, and to send the device a block for one of them costs as much as for all. So
-once in `TOGETHER_STEPS` steps blocks are also given to those that will be full before the next such step.
+Among many requests some are full in every step, and sending the device one block costs as much as sending many. So once in
+`TOGETHER_STEPS` steps, requests that will be full before the next such step get their blocks too.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from engine.scheduling.request import Request, RequestStatus, account_of
 from engine.scheduling.scheduled_batch import ScheduledRequest
 
 TOGETHER_STEPS = 8
-"""Steps between two at which requests get their next blocks together: half a block of tokens early at most."""
+"""Steps between two in which requests get their next blocks together. A block comes early by half its tokens at most."""
 
 
 class DecodeSet:
@@ -32,7 +32,7 @@ class DecodeSet:
         self._block_size = block_size
 
     def batch(self) -> list[ScheduledRequest]:
-        """The items of a step: the same list for as long as nobody comes, goes or loses blocks. Nobody else may change it."""
+        """The items of a step: the same list while no request comes, goes or loses blocks. Callers must not change it."""
         if self._batch is None:
             self._batch = list(self.items.values())
         return self._batch
@@ -84,7 +84,7 @@ class DecodeSet:
         self._due.setdefault(request.growth_step, []).append(request)
 
     def expect_grown(self, requests: list[Request]) -> None:
-        """Enter several that have got one block each, by the step in which they would have been full."""
+        """Enter several that have got one block each. They are entered from the step in which they would have been full."""
         for due, together in groupby(requests, attrgetter("growth_step")):
             grown, step = [*together], due + self._block_size
             for request in grown:
@@ -96,8 +96,8 @@ class DecodeSet:
         return self._take_full(self._accounts.step + 1)
 
     def take_soon_due(self, most: int) -> list[Request]:
-        """Once in `TOGETHER_STEPS` steps, those that will need a block before the next time and will not have ended by then, at
-        most so many. `take_due` came first."""
+        """Once in `TOGETHER_STEPS` steps: at most `most` requests that will need a block before the next time and will not have
+        ended by then. Call `take_due` first."""
         next_step = self._accounts.step + 1
         soon: list[Request] = []
         if next_step % TOGETHER_STEPS == 0:

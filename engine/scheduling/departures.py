@@ -1,7 +1,7 @@
-"""Who has left between two ordered lists, most of which are alike. Compares by identity.
+"""Which elements left between two ordered lists, most of whose elements are the same. Compares by identity.
 
 before   a b c d e         gone are rows 1 and 3
-after    a c e f           the front of it are those who stayed, in their order; f has come
+after    a c e f           starts with those of `before` that stayed, in their order; f has come
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ Each = TypeVar("Each")
 
 
 def departures(before: Sequence[Any], after: Sequence[Any]) -> list[int]:
-    """The rows of `before`, in ascending order, without which it is the front of `after`. Whoever stands elsewhere in `after`
-    has left and come again. Walks once through the lists, at the speed of C, and takes a step for each row."""
+    """The rows of `before`, in ascending order, to remove so that the rest is the start of `after`. An element that is
+    elsewhere in `after` counts as gone. One pass over the lists at the speed of C, and one Python step for each row removed."""
     gone: list[int] = []
     row = 0
     while row < len(before):
@@ -31,7 +31,7 @@ def departures(before: Sequence[Any], after: Sequence[Any]) -> list[int]:
 
 
 def without(column: Sequence[Each], rows: Sequence[int]) -> list[Each]:
-    """A copy of a column without these rows, which ascend."""
+    """A copy of a column without these rows, which are in ascending order."""
     kept = [*column]
     for row in reversed(rows):
         del kept[row]

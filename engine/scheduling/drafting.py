@@ -3,10 +3,10 @@
 A guess is verified as one more row of its request. Guesses use spare blocks and spare budget only: no request is preempted or
 delayed for one.
 
-A request must know its last token to guess. Where steps are launched ahead that token is not known yet when the next step is
-planned, and to wait for it costs what launching ahead gains. So after a look that found nothing worth guessing some steps are
-planned without one (1, 3, 7, 15), and launched ahead as ever; as soon as something is found, each step looks again. Long
-prompts are read in all steps, or most of a short answer would be over before the first guess.
+A request must know its last token to guess. Where steps are launched ahead, that token is not known when the next step is
+planned, and waiting for it costs what launching ahead gains. So after a look that found nothing worth guessing, the next 1, 3,
+7, then 15 steps are planned without one and launched ahead as usual. As soon as something is found, each step looks again. Long
+prompts are read in all steps; otherwise most of a short answer would be over before the first guess.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from engine.scheduling.request import Request, account_of
 from engine.scheduling.scheduled_batch import ScheduledBatch, ScheduledRequest
 
 REST_STEPS_MAX = 15
-"""Steps without a look after several in vain: what repeats itself is noticed after as many tokens."""
+"""Most steps without a look after several in vain: text that repeats itself is noticed that many tokens late at most."""
 
 
 class Draft(NamedTuple):
@@ -39,13 +39,13 @@ class Drafter(Protocol):
     """Makes guesses for decoding requests, and learns how many of them were accepted."""
 
     def pays(self, num_running: int) -> bool:
-        """Whether a good guess is worth its row beside so many requests."""
+        """Whether a good guess is worth its row when this many requests are running."""
         ...
 
     def draft(self, request: Request, *, limit: int, num_running: int) -> Draft: ...
 
     def read(self, num_running: int) -> None:
-        """Go on with what kept `draft` from guessing, in a step without guesses; the last tokens may not be known yet."""
+        """In a step without guesses: go on with the reading that kept `draft` from guessing. The last tokens may be unknown."""
         ...
 
     def observe(self, request: Request, num_drafted: int, num_accepted: int) -> None: ...
@@ -64,7 +64,7 @@ class Drafting:
         block_size: int,
         charge: Callable[[Request, int], None],
     ) -> None:
-        """`charge(request, cost_ps)` lets the tenant of a request pay."""
+        """`charge(request, cost_ps)` charges the tenant of a request."""
         self._drafter = drafter
         self._charge = charge
         self._accounts = accounts
@@ -109,7 +109,7 @@ class Drafting:
             self._rest_left = self._rest
 
     def settle(self, request: Request, item: ScheduledRequest, num_accepted: int) -> None:
-        """The step is done: the item is a plain decode again, and the request is further than one token."""
+        """The step is done: the item is a plain decode again, and the request has advanced by its accepted guesses too."""
         self._drafter.observe(request, item.num_draft_tokens, num_accepted)
         request.num_rejected_draft_tokens += item.num_draft_tokens - num_accepted
         item.num_tokens, item.num_draft_tokens, item.draft_token_ids = 1, 0, []

@@ -24,23 +24,24 @@ from engine.scheduling.prefill_order import PrefillOrder
 from engine.scheduling.request import Request, RequestStatus, account_of
 
 LOOK_ACCOUNTS = 4
-"""Accounts looked at for a start; the others of the round come first the next time."""
+"""Accounts looked at for a start. The others of the same round come first the next time."""
 
 AGEING_STEPS = 512
 """Steps without a start after which a lower class starts one request before the higher ones."""
 
 QUANTUM_TOKENS = 512
-"""The quantum is what a chunk of so many prompt tokens costs."""
+"""The quantum is the cost of a chunk of this many prompt tokens."""
 
 HYSTERESIS_QUANTA, CAP_QUANTA = 4, 8
 RETRY_STEPS = 8
-"""Steps until a victim that was sought in vain is sought again, though nothing has changed."""
+"""Steps until a victim that was not found is looked for again, though nothing has changed."""
 
 NEVER = (-1, -1, 0)
 
 
 class FairPolicy:
-    """See the module. One backlog per class; an account stands in it while it has waiting requests or prefills under way."""
+    """See the module docstring. One backlog per class; an account is in it while it has waiting requests or prefills under
+    way."""
 
     def __init__(self, context: PolicyContext, settings: FairSettings | None = None) -> None:
         quantum_ps = context.accounts.costs.prefill_ps(0, QUANTUM_TOKENS)
@@ -48,7 +49,7 @@ class FairPolicy:
             quantum_ps=quantum_ps, hysteresis_ps=HYSTERESIS_QUANTA * quantum_ps, cap_ps=CAP_QUANTA * quantum_ps
         )
         self.backlogs = {p: Backlog(self.settings.quantum_ps, self.settings.cap_ps) for p in Priority}
-        self.recovery_max_ps = 0  # the most that a secured request may have used beyond the cap
+        self.recovery_max_ps = 0  # the most that a protected request may have used beyond the cap
         self._order = PrefillOrder(context, self._note_head)
         self._accounts = context.accounts
         self._started_step = dict.fromkeys(Priority, 0)
@@ -95,7 +96,7 @@ class FairPolicy:
         """A request of the account has ended, or a prefill is complete: the account may have no backlog any more."""
         if not account.is_backlogged:
             self.backlogs[account.priority].leave(account)
-            self._leads.look_at(account)  # it is ahead of nobody; without decodes nothing else would look again
+            self._leads.look_at(account)  # it is ahead of no account; without decodes nothing else would trigger a look
 
     def begin_step(self) -> None:
         step = self._accounts.step
@@ -140,7 +141,7 @@ class FairPolicy:
         return self._reserved is not None
 
     def _overdue_class(self) -> Priority | None:
-        """The lowest class that waited for too long: nobody else starts anything until it has."""
+        """The lowest class that has waited too long: no other class starts a request until it has started one."""
         for priority in reversed(Priority):
             if self._num_waiting[priority] and self._is_overdue(priority):
                 return priority
@@ -170,7 +171,7 @@ class FairPolicy:
         return None
 
     def _with_work(self, backlog: Backlog, step: int) -> list[Account]:
-        """The first accounts that could do something in this step; the others on the way are set aside until the next."""
+        """The first accounts that can do something in this step; those without work are set aside until the next step."""
         while True:
             accounts = backlog.first(LOOK_ACCOUNTS, step)
             idle = [account for account in accounts if not _has_work(account, step)]
@@ -198,7 +199,7 @@ class FairPolicy:
         return []
 
     def _is_fruitless(self) -> bool:
-        """Whether a victim was sought in vain a moment ago, and nobody has arrived, started or stopped since."""
+        """Whether no victim was found a moment ago, and no request has arrived, started or stopped since."""
         version, leads_version, step = self._fruitless
         is_known = version == self._accounts.version and leads_version == self._leads.version
         return is_known and not self._leads.held and self._accounts.step - step < RETRY_STEPS
@@ -208,7 +209,7 @@ class FairPolicy:
         return self._leads.lead_of(account) >= self.settings.hysteresis_ps
 
     def reweigh(self, account: Account, weight: int) -> None:
-        """The weight of a tenant was changed: it is as far ahead per unit of weight as before."""
+        """Called when a tenant's weight changes: it stays as far ahead per unit of weight as before."""
         backlog, step = self.backlogs[account.priority], self._accounts.step
         lead = backlog.lead_at(account, step)
         scaled = lead * weight // account.weight
@@ -216,8 +217,8 @@ class FairPolicy:
         backlog.shift(account, scaled, step)
 
     def recovers(self, request: Request, num_lost: int) -> None:
-        """One request of a tenant at a time is secured until it has gained as many tokens as it lost: waste is bounded, and
-        everybody gets on, however little room there is."""
+        """One request of a tenant at a time is protected until it has gained as many tokens as it lost. So waste is bounded,
+        and every tenant makes progress, however little room there is."""
         account, costs = account_of(request), self._accounts.costs
         start = request.num_computed_tokens
         self._preemption.wasted_ps += costs.prefill_ps(start, num_lost)

@@ -1,8 +1,8 @@
 """The host tier: evicted KV blocks in main memory by content hash, least recently used first. Integers and bytes only.
 
 The tier is inclusive: a block that is swapped in stays here as well, so that its eviction from the device costs no second copy.
-Blocks in the moves of the step being planned are pinned: they are read or written when the step runs, so none of them may be
-given to another content before.
+Blocks in the moves of the step being planned are pinned: they are read or written when the step runs, so their content may not
+be replaced before.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class HostTier:
         return content_hash in self._by_hash and content_hash not in self._arriving
 
     def _evict(self) -> int | None:
-        """O(1), except for pinned blocks at the old end, which are moved to the new end: each at most once a step."""
+        """O(1), except for pinned blocks at the old end: they are moved to the new end, each at most once a step."""
         for _ in range(len(self._pinned) + 1):
             if not self._by_hash:
                 return None
@@ -65,7 +65,7 @@ class HostTier:
         self._by_hash.move_to_end(content_hash)
 
     def end_step(self) -> None:
-        """The moves of the step are complete: what they named may be replaced from the next step on."""
+        """The step's moves are complete: the blocks that they named may be replaced from the next step on."""
         self._pinned.clear()
         self._arriving.clear()
 

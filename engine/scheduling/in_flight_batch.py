@@ -1,4 +1,4 @@
-"""A step that was launched and whose results are not known yet: who is in it, as it was planned. Knows no torch."""
+"""A step that was launched and whose results are not known yet: its requests, as they were planned. Knows no torch."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from engine.scheduling.scheduled_batch import ScheduledBatch, ScheduledRequest
 class InFlightBatch:
     """Rows of one step in columns, decodes first; the items of its batch have gone on to the next one.
 
-    `decodes` is the batch's own list. `tables[i]` is the block table that row i was planned with: one that lost its blocks
-    since has another. `chunks` are the tokens of the rows behind the decodes, which have one each, and whether they sample.
-    `ends`: the greatest lengths of the decodes. `first_end`: how far the decode that is nearest to it is from it, so that a
-    step in which none can reach it does not look for ends.
+    `decodes` is the batch's own list. `tables[i]` is the block table that row i was planned with; a request that has lost its
+    blocks since has another table. `chunks` holds, for each row after the decodes (which have one token each), its number of
+    tokens and whether it samples. `ends`: the greatest lengths of the decodes. `first_end`: the smallest number of tokens by
+    which a decode is short of its end, so that a step in which none can reach it does not look for ends.
     """
 
     decodes: list[ScheduledRequest]
@@ -30,7 +30,7 @@ class InFlightBatch:
 
     @classmethod
     def of(cls, batch: ScheduledBatch, before: InFlightBatch | None) -> InFlightBatch:
-        """`before`: the step before, if that was in flight too: it may have the same decodes, each one token earlier."""
+        """`before`: the step before, if that was in flight too. It may have the same decodes, each one token earlier."""
         decodes, starts = batch.decodes, [item.start for item in batch.items]
         if before is not None and decodes is before.decodes:
             num_decodes, first_end = len(decodes), before.first_end - 1
@@ -66,9 +66,9 @@ class InFlightBatch:
 
 @contextmanager
 def as_planned(in_flight: InFlightBatch, rows: Sequence[int]) -> Iterator[list[ScheduledRequest]]:
-    """The given rows with their requests as they were when the step was planned: no token at or behind what it computes next.
+    """The given rows, with their requests as they were when the step was planned: no token at or after what it computes next.
 
-    For computing a step again that was launched. Results of all steps before it must be settled.
+    For computing a launched step again. Results of all steps before it must be settled.
     """
     taken = [in_flight.requests[row].take_unknown() for row in rows]
     try:

@@ -21,15 +21,15 @@ from engine.scheduling.scheduled_batch import BlockMoves
 
 @dataclass(slots=True)
 class FoundPrefix:
-    """Blocks that hold the beginning of a request, in order: on the device, or None where the host tier has the content."""
+    """Blocks that hold the beginning of a request, in order; None stands for a block whose content is in the host tier."""
 
     blocks: list[int | None] = field(default_factory=list)
     num_on_host: int = 0
-    num_unowned: int = 0  # device blocks without an owner: using them takes them from what is available
+    num_unowned: int = 0  # device blocks without an owner, which count as available until they are used
 
 
 class KvBlocks:
-    """The only owner of block tables. Counts a shared block for each of its holders."""
+    """The only owner of block tables. A shared block counts once for each of its holders."""
 
     def __init__(
         self,
@@ -64,7 +64,7 @@ class KvBlocks:
     def find(self, request: Request) -> FoundPrefix:
         """The longest prefix of `request` that need not be computed. Looks, and changes nothing."""
         matched = self.prefix_cache.match(request)
-        if request.sampling.prompt_logprobs is not None:  # of tokens that were never computed there are none
+        if request.sampling.prompt_logprobs is not None:  # tokens that were never computed have no log-probabilities
             return self._on_device(matched[: request.num_prompt_tokens_computed // self._block_size])
         on_device = self._on_device(matched)
         if self.host_tier is None:
@@ -93,11 +93,11 @@ class KvBlocks:
         return longer
 
     def needed(self, request: Request, found: FoundPrefix) -> int:
-        """Blocks that the whole prompt takes from those available, behind its found prefix."""
+        """Available blocks that the rest of the prompt takes after its found prefix."""
         return self.blocks_for(request.num_tokens) - len(found.blocks) + found.num_on_host + found.num_unowned
 
     def has_room(self, request: Request, found: FoundPrefix) -> bool:
-        """Whether the whole prompt fits beside everything promised."""
+        """Whether the whole prompt fits, with all promises kept."""
         return self.needed(request, found) <= self.num_spare
 
     def place(self, request: Request, found: FoundPrefix) -> None:
@@ -155,7 +155,7 @@ class KvBlocks:
         request.block_table[index] = target
 
     def extend(self, request: Request, num_tokens: int) -> None:
-        """Hold blocks for the first `num_tokens` tokens, out of what was promised first."""
+        """Hold blocks for the first `num_tokens` tokens, using promised blocks first."""
         missing = self.blocks_for(num_tokens) - len(request.block_table)
         if missing <= 0:
             return
@@ -163,7 +163,7 @@ class KvBlocks:
         self._hold(request, self.pool.allocate(missing))
 
     def register(self, request: Request, num_computed_before: int, num_computed: int) -> None:
-        """Make the blocks of a prompt findable by others that became full between these numbers of tokens."""
+        """Make findable the blocks of a prompt that became full between these numbers of tokens."""
         if self.prefix_cache.is_shared:
             self.prefix_cache.register(request, num_computed_before, num_computed)
 
@@ -174,9 +174,9 @@ class KvBlocks:
             account_of(request).num_blocks += 1
 
     def release(self, request: Request, *, is_preempted: bool = False, is_failed: bool = False) -> None:
-        """Take all blocks. Those that an answer filled become findable before: hardly anybody asks for them while it is being
-        written, and all at once that takes a third of the time. A request that failed leaves nothing. One that is preempted
-        finds the blocks of its prompt again, even where nobody else may."""
+        """Take all blocks. First, blocks filled by an answer become findable: hardly any request looks for them while it is
+        being written, and registering all at once takes a third of the time. A failed request leaves nothing findable. A
+        preempted request finds the blocks of its prompt again, even where no other may."""
         is_shared = self.prefix_cache.is_shared
         if not is_failed and (is_shared or is_preempted):
             first = request.num_prompt_tokens if is_shared else 0
@@ -197,7 +197,7 @@ class KvBlocks:
         self._num_promised += num_blocks
 
     def take_moves(self) -> BlockMoves:
-        """Everything that must be moved before the planned step is run; the next step starts with none."""
+        """All moves that must be made before the planned step runs; the next step starts with none."""
         moves, self._moves = self._moves, BlockMoves()
         self.pool.release(self._copy_sources)
         self._copy_sources = []

@@ -1,9 +1,9 @@
-"""The most KV slots that the running requests will need at once, if they end when they are predicted to. Integers only.
+"""The most KV slots that the running requests will need at once, if they end when predicted. Integers only.
 
-Admission by predicted peak, as in lightllm: with running requests sorted by what they still have to write, the peak stands
-right before one of them ends, and is the largest of Σ slots of those that outlive it. A request that writes a token per step
-ends at a step that does not move, and `slots - step` does not move either; so a bucket of requests with similar ends is two
-integers, nothing is touched as time passes, and the peak costs one pass over the buckets instead of a sort.
+Admission by predicted peak, as in lightllm: with running requests sorted by what they still have to write, the peak comes right
+before one of them ends, and is the largest Σ slots of those that outlive it. A request that writes a token per step ends at a
+fixed step, and `slots - step` is constant too. So a bucket of requests with similar ends is two integers, nothing is touched as
+time passes, and the peak costs one pass over the buckets instead of a sort.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ BUCKET_STEPS = 32
 
 @dataclass(slots=True)
 class _Bucket:
-    """Requests predicted to end within the same steps; their values are slots minus step, see the module."""
+    """Requests predicted to end within the same steps. Their values are slots minus step; see the module docstring."""
 
     members: dict[Request, int] = field(default_factory=dict)
     sum_bases: int = 0
 
 
 class KvForecast:
-    """`capacity` slots. Each request is known by the step it is predicted to end at and the slots it holds by then."""
+    """`capacity` slots. Each request is entered with the step in which it is predicted to end and its slots by then."""
 
     def __init__(self, capacity: int, block_size: int) -> None:
         self._capacity = capacity
@@ -54,7 +54,7 @@ class KvForecast:
         return peak
 
     def _place(self, step: int, num_tokens: int, remaining: int) -> tuple[int, int]:
-        """Bucket number of the end, and slots minus step; exact at its own end, where the peaks are."""
+        """Bucket number of the end, and slots minus step. The sum is exact at its own end, where the peaks are."""
         end = (step + remaining) // BUCKET_STEPS + 1
         blocks = -(-(num_tokens + remaining) // self._block_size)
         return end, blocks * self._block_size - end * BUCKET_STEPS
@@ -83,7 +83,7 @@ class KvForecast:
         self.add(request, step, num_tokens, remaining)
 
     def overdue(self, step: int) -> list[Request]:
-        """Requests that should have ended before `step`; each must be renewed."""
+        """Requests that should have ended before `step`; the caller must renew each."""
         if step % BUCKET_STEPS:
             return []
         bucket = self._buckets.get(step // BUCKET_STEPS)

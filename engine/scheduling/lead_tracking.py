@@ -1,4 +1,4 @@
-"""Leads: how far each account is ahead of its class, by which it may lose a seat or pauses. Integers only.
+"""Leads: how far each account is ahead of its class. It decides who may lose a seat and who pauses. Integers only.
 
 Leads change in every step, but are looked up only when they can matter: decoding alone cannot carry an account across the next
 threshold before a step that is known (`Account.steps_within`), and every other charge is followed by a look.
@@ -15,13 +15,13 @@ from engine.scheduling.backlog import Backlog
 from engine.scheduling.request import Request
 
 WATCH_STEPS_MAX = 256
-"""An account is looked at at least so often; the calendar of looks stays short."""
+"""Every account is looked at at least this often, which keeps the calendar of looks short."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FairSettings:
-    """In picoseconds per unit of weight. Q: what idling earns at most. An account ahead of the level by more than
-    `hysteresis_ps` may lose a seat to somebody entitled; ahead by more than `cap_ps` it pauses."""
+    """In picoseconds per unit of weight. Q: the most that idling earns. An account ahead of the level by more than
+    `hysteresis_ps` may lose a seat to an entitled account; ahead by more than `cap_ps` it pauses."""
 
     quantum_ps: int
     hysteresis_ps: int
@@ -35,7 +35,7 @@ class LeadTracker:
         self.settings = settings
         self.ahead: dict[Account, None] = {}  # beyond the hysteresis when last looked at
         self.held: dict[Account, None] = {}  # pausing in this step
-        self.version = 0  # grows when somebody comes to be ahead
+        self.version = 0  # grows when another account is ahead
         self._too_far: dict[Account, None] = {}  # beyond the cap when last looked at
         self._accounts = accounts
         self._backlogs = backlogs
@@ -46,7 +46,7 @@ class LeadTracker:
         return self._backlogs[account.priority].lead_at(account, self._accounts.step) // account.weight
 
     def begin_step(self) -> None:
-        """Look at whom it is time for."""
+        """Look at the accounts that are due."""
         step = self._accounts.step
         watched = self._watched.pop(step, None)
         if watched is None and not self._too_far:
@@ -60,7 +60,7 @@ class LeadTracker:
             self.look_at(account)
 
     def look_at(self, account: Account) -> None:
-        """Book where an account stands, and when it could cross the next threshold."""
+        """Record where an account is, and when it could cross the next threshold."""
         if account.round is None or not account.running:
             self.ahead.pop(account, None)
             self._too_far.pop(account, None)
@@ -93,7 +93,7 @@ class LeadTracker:
             self._watched.setdefault(latest, []).append(account)
 
     def changes(self) -> tuple[list[Account], list[Account]]:
-        """Accounts that pause from now on, and those that go on. One whose secured request is safe now pauses entirely."""
+        """Accounts that pause from now on, and those that go on. One whose protected request is safe now pauses entirely."""
         if not self._too_far and not self.held:
             return [], []
         secured = {account for account in self._too_far if account.recovering is not None}
@@ -107,7 +107,7 @@ class LeadTracker:
 
 
 def recovering(account: Account) -> Request | None:
-    """The request of an account that may not be preempted or paused, if it still is one."""
+    """The request of an account that may not be preempted or paused, if that still holds."""
     request = account.recovering
     if request is not None and (request not in account.running or request.num_computed_tokens >= request.secured_len):
         request = account.recovering = None

@@ -5,8 +5,8 @@
                            └─────preempt─────┴──────────────────────────┤
     wherever it is ──────────────────────end────────────────────────────┴──► finished
 
-The scheduler decides who moves, and `scheduling.outcomes` what a step has made of whom; neither books a move by itself. A fork
-is parked until the prompt that it shares is computed.
+The scheduler decides which request moves, `scheduling.outcomes` what a step's results do to it; only this class books the move.
+A fork is parked until the prompt that it shares is computed.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from engine.scheduling.waiting import Deadlines, ParkedForks
 
 
 class Lifecycle:
-    """Owns every live request. After each call the queue, accounts, seats, blocks and the policy agree about it."""
+    """Owns every live request. After each call the queue, accounts, seats, blocks and policy agree about it."""
 
     def __init__(
         self,
@@ -47,7 +47,7 @@ class Lifecycle:
         self._clock = clock
         self._deadlines = Deadlines()
         self._forks = ParkedForks()
-        self._queued: dict[Request, None] = {}  # by arrival or preemption; the policy decides who goes first
+        self._queued: dict[Request, None] = {}  # by arrival or preemption; the policy decides which goes first
 
     @property
     def num_waiting(self) -> int:
@@ -55,7 +55,7 @@ class Lifecycle:
 
     @property
     def has_queued(self) -> bool:
-        """Whether somebody waits for a seat, and not only for a prompt to share."""
+        """Whether a request waits for a seat, and not only for a prompt to share."""
         return bool(self._queued)
 
     def waiting(self) -> Iterator[Request]:
@@ -63,7 +63,7 @@ class Lifecycle:
         yield from self._forks
 
     def add(self, request: Request) -> None:
-        """Queue a new request, whose weight is its tenant's from now on."""
+        """Queue a new request. Its tenant's weight is the request's from now on."""
         assert request not in self._queued, f"request {request.request_id} is queued twice"
         self._deadlines.add(request)
         account = self._accounts.find(request.tenant_id, request.priority, request.weight)
@@ -72,14 +72,14 @@ class Lifecycle:
         self._wait(request)
 
     def add_fork(self, request: Request) -> None:
-        """Park a further answer of `request.forked_from`, or queue it where there is nothing to wait for."""
+        """Park a further answer of `request.forked_from`, or queue it if there is nothing to wait for."""
         assert request.forked_from is not None, f"request {request.request_id} is no fork"
         self._deadlines.add(request)
         if not self._forks.park(request):
             self._wait(request)
 
     def note_first_token(self, parent: Request) -> None:
-        """A prompt is computed and a token is there: those that share the prompt wait before others of their tenant."""
+        """A prompt is computed and has its first token: forks of it now wait before other requests of their tenant."""
         if parent.first_token_s is None:
             parent.first_token_s = self._clock()
         for fork in reversed(self._forks.take(parent)):
@@ -148,7 +148,8 @@ class Lifecycle:
         self._policy.settled(account_of(request))
 
     def end(self, request: Request, reason: FinishReason, token_ids: list[int] | None = None) -> TokenEvent:
-        """End a live request; its last event, with these tokens. Forks that wait for its prompt compute it themselves."""
+        """End a live request. Returns its last event, with these tokens. Forks that wait for its prompt compute it
+        themselves."""
         account = request.account
         if request in self._queued:
             del self._queued[request]
@@ -177,6 +178,6 @@ class Lifecycle:
         return [self.end(request, FinishReason.DEADLINE) for request in self._deadlines.expired(self._clock())]
 
     def charge(self, request: Request, cost_ps: int) -> None:
-        """Let the tenant of a request pay for more than its decodes."""
+        """Charge the tenant of a request for more than its decodes."""
         self._accounts.charge(account_of(request), cost_ps)
         self._policy.charged(account_of(request))

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from engine.errors import EngineConfigError
 
 STEP_GUESSES_MAX = 64
-"""Guesses of all requests in one step, which has that many rows more than requests: beyond, rows are free on few cards."""
+"""Guesses of all requests in one step, which has up to this many rows more than requests. Few cards compute more for free."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,7 +35,7 @@ class SchedulerLimits:
         return -(-self.max_model_len // self.block_size)
 
     def check_blocks(self, num_blocks: int) -> None:
-        """Raise `EngineConfigError` unless the longest request fits into so many KV blocks."""
+        """Raise `EngineConfigError` unless the longest request fits into this many KV blocks."""
         if num_blocks * self.block_size < self.max_model_len:
             raise EngineConfigError(
                 "max_model_len",

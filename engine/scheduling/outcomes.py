@@ -1,7 +1,7 @@
 """The results of a step applied to its requests: progress, tokens, ends. At once, or in two parts when steps overlap. No torch.
 
 `apply` applies a finished step. Where the next step is planned while this one still runs, `advance` books all that is certain
-without its results (progress, the end of a prompt, that there will be one more token), and `settle` the rest later:
+without its results (progress, the end of a prompt, that there will be one more token), and `settle` does the rest later:
 
     plan n+1      launch n+1      advance n+1      results of n      settle n      plan n+2 …
     every request of n has one unknown token       two: of n, n+1                  one: of n+1
@@ -32,7 +32,7 @@ from engine.scheduling.token_events import StepEvents, token_event
 
 
 class Outcomes:
-    """The half of the scheduler behind the device."""
+    """The part of the scheduler that follows the device."""
 
     def __init__(
         self,
@@ -48,13 +48,13 @@ class Outcomes:
         self._drafting = drafting
         self._totals = totals
         self.num_under_way = 0
-        """Steps that were advanced and not settled."""
+        """Steps that were advanced and are not settled."""
         self._advanced: InFlightBatch | None = None
 
     def apply(self, batch: ScheduledBatch, outputs: Sequence[StepOutput]) -> list[TokenEvent]:
         """See `Scheduler.apply`."""
         assert len(outputs) == len(batch.decodes) + len(batch.prefills), "a step has one output per item"
-        self._advanced = None  # the items go on from here by as many tokens as there are
+        self._advanced = None  # the items now move on by the number of accepted tokens
         events = [self._apply_decode(item, output) for item, output in zip(batch.decodes, outputs, strict=False)]
         for item, output in zip(batch.prefills, outputs[len(batch.decodes) :], strict=True):
             event = self._apply_prefill(item, output)
@@ -116,7 +116,7 @@ class Outcomes:
             self._totals.prompt_tokens += computed
 
     def _take_tokens(self, request: Request, output: StepOutput) -> TokenEvent:
-        """Append what was sampled up to the first token that ends the request; tokens behind it never existed."""
+        """Append the sampled tokens up to the first that ends the request; tokens after it are dropped."""
         token_ids, logprobs = output.token_ids, output.logprobs
         assert token_ids, f"request {request.request_id} sampled no token"
         reason = request.append(token_ids[0])
@@ -127,7 +127,7 @@ class Outcomes:
         if number < len(token_ids):
             token_ids, logprobs = token_ids[:number], logprobs and logprobs[:number]
         self._totals.generation_tokens += number
-        self._totals.accepted_draft_tokens += min(number, len(output.token_ids) - 1)  # the last one was no guess
+        self._totals.accepted_draft_tokens += min(number, len(output.token_ids) - 1)  # the last one was not a guess
         event = token_event(request, token_ids) if reason is None else self._lifecycle.end(request, reason, token_ids)
         event.logprobs, event.prompt_logprobs = logprobs, output.prompt_logprobs
         return event
@@ -167,7 +167,7 @@ class Outcomes:
         num_decodes = in_flight.num_decodes
         finished, is_far = RequestStatus.FINISHED, in_flight.first_end > 2
         events: list[TokenEvent] = []
-        others: set[Request] = set()  # who does not merely go on with one more token
+        others: set[Request] = set()  # requests that do more than go on with one more token
         for request, start, output in zip(in_flight.requests[:num_decodes], in_flight.starts, outputs, strict=False):
             if output.__class__ is not int or request.status is finished:
                 others.add(request)
@@ -197,7 +197,7 @@ class Outcomes:
         return happened
 
     def _settle_output(self, request: Request, end: int, output: StepOutput) -> TokenEvent:
-        """Settle a row that ends a prefill, has log-probabilities or an error; what it samples stands at `end`."""
+        """Settle a row that ends a prefill, has log-probabilities or an error; `end` is the position of its sampled token."""
         if output.error is not None:
             request.forget_unknown()
             return self._lifecycle.fail(request, output.error, output.error_param)

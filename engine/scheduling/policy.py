@@ -1,7 +1,7 @@
 """Policies: the order in which waiting requests start and running ones are preempted. The protocol, and the plain policy.
 
 The scheduler knows what fits; a policy only orders. `FairPolicy` is the product's (`scheduling.fair_policy`). First come, first
-served is there for comparison.
+served exists for comparison.
 """
 
 from __future__ import annotations
@@ -22,17 +22,17 @@ LOOK_REQUESTS = 8
 """Requests looked at in a step: waiting ones behind one that does not fit, preempted ones, and those these could replace."""
 
 SKIPS_MAX = 32
-"""Times that others may pass a request that does not fit; then all others wait for it, so that it cannot starve."""
+"""Times that others may pass a request that does not fit. Then all others wait for it, so that it cannot starve."""
 
 
 def looked_at(num_accounts: int) -> int:
-    """Waiting requests looked at of each of so many accounts: about as many in all for one tenant as for several."""
+    """Waiting requests looked at per account: about as many in all for one tenant as for several."""
     return max(2, LOOK_REQUESTS // max(1, num_accounts // 2))
 
 
 class Start(Enum):
-    """Whether a waiting request can start. LATER: a running prefill computes the block that it needs next,
-    or enough was taken over from others in this step."""
+    """Whether a waiting request can start. LATER: a running prefill computes the block that it needs next, or this step has
+    taken over enough from others."""
 
     NOW = "now"
     NO_ROOM = "no room"
@@ -44,7 +44,7 @@ CanStart = Callable[[Request], Start]
 
 @dataclass(frozen=True, slots=True)
 class PolicyContext:
-    """What a policy may look at."""
+    """What a policy may read."""
 
     accounts: Accounts
     kv: KvBlocks
@@ -53,7 +53,7 @@ class PolicyContext:
 
 
 class Policy(Protocol):
-    """Orders requests. Every call may look at a bounded number of waiting requests and accounts, never at all of them."""
+    """Orders requests. A call may look at a bounded number of waiting requests and accounts, never at all of them."""
 
     def waits(self, request: Request) -> None:
         """A request has joined its account's line."""
@@ -71,29 +71,29 @@ class Policy(Protocol):
         """A prefill of the account is complete, or has ended."""
 
     def recovers(self, request: Request, num_lost: int) -> None:
-        """A preempted request has started, and computes so many tokens again."""
+        """A preempted request has started again, and recomputes `num_lost` tokens."""
 
     def begin_step(self) -> None:
         """A step is about to be planned; `accounts.step` is the last one that was charged."""
 
     def holds(self) -> tuple[list[Account], list[Account]]:
-        """Accounts whose running requests must pause from this step on, and those that may go on again."""
+        """Accounts whose running requests must pause from this step on, and accounts whose requests may go on again."""
 
     def next_turn(self, can_start: CanStart | None) -> Request | None:
-        """The request that gets prefill tokens next: one under way that is not in this step yet, or a waiting one that can
-        start. `can_start` is None when there is no seat."""
+        """The request that gets prefill tokens next: a prefill under way that is not in this step yet, or a waiting request
+        that can start. `can_start` is None when there is no seat."""
 
     def charged(self, account: Account) -> None:
-        """An account was charged beside its decodes, or has more of them from now on."""
+        """An account was charged for something besides its decodes, or has more decodes from now on."""
 
     def applicants(self) -> list[Request]:
         """Waiting requests for which room may be made by preemption, in order."""
 
     def victim(self, applicant: Request) -> Request | None:
-        """The running request that must make room for it, if any."""
+        """The running request that must make room for the applicant, if any."""
 
     def found_no_victim(self) -> None:
-        """None of the applicants could be helped."""
+        """No victim was found for any applicant."""
 
     def growth_victim(self, running: Iterable[Request]) -> Request:
         """The running request that is preempted when decodes find no block; `running` is by age."""
@@ -108,8 +108,9 @@ def under_way(prefilling: Iterable[Request], step: int) -> Request | None:
 
 
 def first_to_start(requests: Iterable[Request], can_start: CanStart) -> tuple[Request | None, Request | None]:
-    """The first of `requests` that can start; or, if it comes before that, the request that does not fit and has been passed
-    `SKIPS_MAX` times, behind which none may start. A start adds 1 to `num_skips` of each request before it that did not fit."""
+    """The first of `requests` that can start. Or, if it comes before that, the request that does not fit and has been passed
+    `SKIPS_MAX` times: no request after it may start. A start adds 1 to `num_skips` of each request before it that did not
+    fit."""
     passed: list[Request] = []
     for request in requests:
         answer = can_start(request)
@@ -140,7 +141,7 @@ class PlainPolicy:
         """Prefills under way need no bookkeeping."""
 
     def recovers(self, request: Request, num_lost: int) -> None:
-        """Waste changes nothing: there is no preemption for others."""
+        """Wasted work decides nothing: no request is preempted for another."""
 
     def begin_step(self) -> None:
         """Nothing changes between steps."""

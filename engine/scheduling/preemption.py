@@ -1,8 +1,8 @@
 """Preemption: which running request gives up its seat or blocks to an entitled one. Knows no torch.
 
-It is taken from the account that holds most, that is furthest ahead, or that pauses. The seats and blocks of a class belong to
-its accounts in proportion to their weights. A request is preempted for another only if the reverse would not be done next, so
-that accounts never preempt each other in turn.
+The victim's account holds most, is furthest ahead, or pauses. The seats and blocks of a class belong to its accounts in
+proportion to their weights. A request is preempted for another only if the reverse would not be done next, so that accounts
+never preempt each other in turn.
 """
 
 from __future__ import annotations
@@ -16,19 +16,19 @@ from engine.scheduling.policy import PolicyContext
 from engine.scheduling.request import Request, account_of
 
 SEAT_PERCENT = 87
-"""A seat moves to an account that has one already only if its share stays so far below the other's: no churn at the border."""
+"""A seat moves to an account that already has one only if its share is this far below the other's, to avoid churn."""
 
 BLOCK_SCALE = 1 << 20
 RANK = {priority: rank for rank, priority in enumerate(Priority)}
 
 DISPLACES = (Priority.INTERACTIVE, Priority.BATCH)
-"""Whose waiting requests may preempt whose running ones, whatever either was served."""
+"""Waiting requests of the first class may preempt running ones of the second, whatever service either account had."""
 
 TURN_STEPS = 128
-"""Steps that a preempted request waits at least, and that another runs, before they take turns in a seat of their tenant."""
+"""Least number of steps that a preempted request waits, and another runs, before they swap within their tenant."""
 
 WASTE_PERCENT, WASTE_FREE_QUANTA = 2, 64
-"""Preemption for service stops when more than this share of all service was computed twice; so many quanta are free."""
+"""Preemption for service stops when more than this share of all service was computed twice; this many quanta are free."""
 
 
 class Preemption:
@@ -49,9 +49,9 @@ class Preemption:
         )
 
     def victim(self, applicant: Request) -> Request | None:
-        """The running request that makes room for `applicant`, None if none has to: the youngest of a lower class, of the
-        account that holds most seats or blocks, of the one furthest ahead, or of one that pauses. Else an applicant that was
-        preempted and has waited for long takes turns with a request of its own account."""
+        """The running request that makes room for `applicant`, or None: the youngest of a lower class, of the account that
+        holds most seats or blocks, of the account furthest ahead, or of one that pauses. Otherwise an applicant that was
+        preempted long ago takes turns with a request of its own account."""
         account = account_of(applicant)
         has_seat = len(self._accounts.running_requests) < self._context.max_num_seqs
         if not self._can_free(applicant):
@@ -78,7 +78,8 @@ class Preemption:
         return request.num_preemptions > 0 and self._accounts.step - request.moved_step > TURN_STEPS
 
     def _can_free(self, applicant: Request) -> bool:
-        """Whether taking all that may be taken would give it enough blocks; shared ones are counted as if they were not."""
+        """Whether taking every block that may be taken would free enough; shared blocks are counted as if they were not
+        shared."""
         account, kv = account_of(applicant), self._context.kv
         found, needed = kv.num_spare, kv.blocks_for(applicant.num_tokens)
         if found >= needed:
@@ -103,7 +104,7 @@ class Preemption:
         return None if holder is None or next(reversed(holder.running)).is_aged else holder
 
     def _most_seats(self, account: Account) -> Account | None:
-        """Who holds most seats per weight, if one of them makes the shares more equal: the move can never be undone."""
+        """The account with most seats per weight, if moving one makes the shares more equal. The move is never reversed."""
         holder = self._accounts.totals[account.priority].seats.most()
         if holder is None:
             return None
@@ -112,7 +113,7 @@ class Preemption:
         return holder if 100 * mine * holder.weight <= percent * theirs * account.weight else None
 
     def _most_blocks(self, applicant: Request) -> Account | None:
-        """Who holds most blocks per weight and more than its share, if the applicant stays within its own."""
+        """The account with most blocks per weight and more than its share, if the applicant stays within its own share."""
         account, kv = account_of(applicant), self._context.kv
         total_weight = self._accounts.totals[account.priority].weight
         share = kv.pool.num_blocks * account.weight
@@ -142,8 +143,8 @@ class Preemption:
         return best if self.wasted_ps < allowed_ps else None
 
     def growth_victim(self, running: Iterable[Request]) -> Request:
-        """Somebody who pauses; else the youngest request of the account furthest ahead in the lowest class, but not the
-        oldest request of all, so that one always gets on."""
+        """A request of an account that pauses; otherwise the youngest of the account furthest ahead in the lowest class. Never
+        the oldest request of all, so that one always makes progress."""
         for account in self._leads.held:
             paused = _youngest(account)
             if paused is not None:
@@ -167,5 +168,5 @@ def _youngest(account: Account) -> Request | None:
 
 
 def _blocks(account: Account) -> int:
-    """What it holds and what it was promised."""
+    """Blocks that it holds and blocks that it was promised."""
     return account.num_blocks + sum(request.num_promised_blocks for request in account.prefilling)

@@ -1,7 +1,7 @@
 """The order of prefills within the accounts whose turn it is: which request gets prompt tokens next. Knows no torch.
 
 Prefills under way come before new requests. Of the waiting ones, preempted requests come first, then aged ones, then the
-longest cached prefix, then the oldest; those that are late for their first token come last (`scheduling.urgency`).
+longest cached prefix, then the oldest; requests too late for their first-token target come last (`scheduling.urgency`).
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ AGEING_ROUNDS = 4
 """Rounds after which the oldest request of a tenant is no longer passed for a longer cached prefix."""
 
 OVERTAKEN_PREFILLS_MAX = 2
-"""Prefills under way that requests with a chance for their first token may overtake: they hold seats and blocks."""
+"""Prefills under way that may be overtaken by requests that can still meet their first-token target: they hold seats."""
 
 
 class Rank(IntEnum):
-    """Who goes first; among requests of one rank, those with the longest cached prefix, then the oldest."""
+    """Lower goes first; among requests of one rank, those with the longest cached prefix, then the oldest."""
 
     PREEMPTED = 0
     AGED = 1
@@ -32,7 +32,7 @@ class Rank(IntEnum):
 
 
 class PrefillOrder:
-    """Chooses between prefills. `note_head` is told of an account whose line has changed its order."""
+    """Chooses between prefills. `note_head` is called with an account whose line has changed its order."""
 
     def __init__(self, context: PolicyContext, note_head: Callable[[Account], None]) -> None:
         self._accounts = context.accounts
@@ -43,7 +43,7 @@ class PrefillOrder:
     def among(
         self, accounts: Sequence[Account], current_round: int, can_start: CanStart | None
     ) -> tuple[Request | None, Request | None]:
-        """The request that gets prompt tokens next, and the one that nobody may pass any more; None where there is none.
+        """The request that gets prompt tokens next, and the one that no other may pass any more; None where there is none.
 
         The first is a prefill under way that is not in this step yet or, with `can_start`, a waiting request that can start.
         """
@@ -60,7 +60,7 @@ class PrefillOrder:
         return start, reserved
 
     def _by_preference(self, accounts: Sequence[Account], current_round: int) -> list[Request]:
-        """Waiting requests that may start, next first; a bounded number of each account's."""
+        """Waiting requests that may start, the next first; a bounded number per account."""
         choices: list[tuple[Rank, int, float, int, Request]] = []  # rank, minus cached blocks, since when, place, request
         for account in accounts:
             self._put_late(account)
@@ -85,7 +85,7 @@ class PrefillOrder:
         return Rank.IN_TIME, -self._match_len(request), request.arrived_s
 
     def _put_late(self, account: Account) -> None:
-        """Let requests that will miss their first token step aside; each does so once."""
+        """Move requests that will miss their first-token target to the end; each is moved once."""
         for _ in range(LOOK_REQUESTS):
             first = account.waiting.first_other
             if first is None or not self._urgency.is_late(first):

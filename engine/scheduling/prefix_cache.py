@@ -1,13 +1,13 @@
-"""The prefix cache: a prefix computed once is found again by the same tenant, by hashes of its full blocks. Integers and bytes.
+"""The prefix cache: a tenant's prefix, computed once, is found again by hashes of its full blocks. Integers and bytes.
 
-The hash of block i is a keyed hash of all tokens up to its end behind the tenant's salt, read off one running hash after each
-block. So equal hashes mean equal prefixes, and one tenant can neither hit nor time another tenant's blocks. The salt comes
-from the tenant that was authenticated, never from the request. The key is random per process: hashes are worthless outside.
+The hash of block i is a keyed hash of the tenant's salt and all tokens up to the end of the block, read off one running hash.
+So equal hashes mean equal prefixes, and one tenant can neither hit nor time another tenant's blocks. The salt comes from the
+authenticated tenant, never from the request. The key is random per process, so hashes are worthless outside.
 
-Globally shared prefixes are the exception that the operator makes: a prompt that begins with blocks of one is hashed under a
-salt that all tenants have in common, up to the first block that is not shared; there the tenant's salt is mixed in.
+Globally shared prefixes are an exception made by the operator: a prompt that begins with blocks of one is hashed under a salt
+common to all tenants, up to the first block that is not shared. There the tenant's salt is mixed in.
 
-Hashes are made no further than they are compared, so a prompt that hits nothing costs one hash.
+Hashes are computed only as far as they are compared, so a prompt that hits nothing costs one hash.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class PrefixCache:
             self._global_hashes.add(chain.digest())
 
     def match(self, request: Request) -> list[int]:
-        """Blocks that hold the longest cached prefix of `request`, in order. The last token is always left to compute."""
+        """Blocks that hold the longest cached prefix of `request`, in order. The last token is always left to be computed."""
         limit = (request.num_tokens - 1) // self._block_size
         matched: list[int] = []
         known = 0
@@ -60,7 +60,7 @@ class PrefixCache:
         return matched
 
     def match_len(self, request: Request) -> int:
-        """About how many blocks `match` would find, by bisection: a chain is evicted from its end."""
+        """About how many blocks `match` would find, by bisection: chains are evicted from their end."""
         limit = (request.num_tokens - 1) // self._block_size
         hashes = request.block_hashes
         if len(hashes) < limit and (not hashes or self._pool.lookup(hashes[-1]) is not None):
@@ -75,13 +75,13 @@ class PrefixCache:
         return low
 
     def hashes(self, request: Request, num_blocks: int) -> list[bytes]:
-        """The hashes of the first `num_blocks` blocks, all of which must be full. May be more of them."""
+        """The hashes of the first `num_blocks` blocks, all of which must be full. May return more."""
         if len(request.block_hashes) < num_blocks:
             self._extend(request, num_blocks)
         return request.block_hashes
 
     def register(self, request: Request, num_computed_before: int, num_computed: int) -> None:
-        """Make the blocks findable that became full since `num_computed_before`, of tokens that are the request's."""
+        """Make findable the blocks that became full since `num_computed_before`; all their tokens must be the request's."""
         first = num_computed_before // self._block_size
         num_full_blocks = min(num_computed, request.num_tokens) // self._block_size
         if num_full_blocks <= first:
@@ -98,7 +98,7 @@ class PrefixCache:
         tokens = array("I", request.token_ids[start : num_blocks * size]).tobytes()
         if request.prefix_hash is None:
             request.prefix_hash, request.prefix_is_global = self._start(request)
-            if hashes:  # of a caller that hashes contents itself: go on from the last
+            if hashes:  # of a caller that hashes contents itself: continue from its last
                 request.prefix_hash.update(hashes[-1])
         step = size * 4  # bytes of the ids of one block
         at = 0
@@ -111,7 +111,7 @@ class PrefixCache:
             append(digest())
 
     def _next_global(self, request: Request, block: bytes) -> bytes:
-        """The hash of the next block of a chain that all tenants shared so far."""
+        """The hash of the next block of a chain that all tenants have shared so far."""
         chain = request.prefix_hash.copy()
         chain.update(block)
         shared: bytes = chain.digest()
@@ -125,7 +125,7 @@ class PrefixCache:
         return private
 
     def _take_over(self, request: Request, parent: Request) -> None:
-        """The hashes of a prompt are those of each answer to it. A parent that has hashed its answer too is past them."""
+        """All answers to a prompt share the hashes of its blocks. A parent that has hashed its answer too is past them."""
         if parent.prefix_hash is not None and len(parent.block_hashes) * self._block_size <= request.num_prompt_tokens:
             request.block_hashes = parent.block_hashes.copy()
             request.prefix_hash, request.prefix_is_global = parent.prefix_hash.copy(), parent.prefix_is_global
@@ -172,7 +172,7 @@ class PrefixesUnderWay:
             del self._owners[content_hash]
 
     def owner(self, request: Request, num_found_blocks: int) -> Request | None:
-        """Who is computing the first block that `request` has not found."""
+        """The request whose prefill computes the first block that `request` has not found."""
         if not self._owners or num_found_blocks >= (request.num_tokens - 1) // self._block_size:
             return None
         return self._owners.get(self._prefix_cache.hashes(request, num_found_blocks + 1)[num_found_blocks])

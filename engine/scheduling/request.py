@@ -1,4 +1,4 @@
-"""One request as the scheduler sees it: tokens, blocks, progress, and the only legal ways through its life. Knows no torch.
+"""One request as the scheduler sees it: tokens, blocks, progress, and the legal transitions of its life. Knows no torch.
 
     QUEUED ──admit──► PREFILL ──last chunk──► DECODE
       ▲                  │                      │
@@ -30,16 +30,16 @@ if TYPE_CHECKING:
 
 
 UNKNOWN_TOKEN = -1
-"""In the place of a token that a step under way will yield. Hashing it or sending it to a device fails."""
+"""Stands for a token that a step under way will yield. Hashing it or sending it to a device fails."""
 
 
 def table_of(block_ids: Iterable[int] = ()) -> array[int]:
-    """Block ids side by side in 32 bits each, as the device reads them: steps copy whole tables."""
+    """Block ids in 32 bits each, contiguous, as the device reads them: steps copy whole tables."""
     return array("i", block_ids)
 
 
 def account_of(request: Request) -> Account:
-    """Who pays for a request that the scheduler has."""
+    """The account that pays for a request that the scheduler has."""
     assert request.account is not None, f"request {request.request_id} has no account"
     return request.account
 
@@ -79,26 +79,26 @@ class Request:
     token_ids: list[int]  # of prompt and output in one list
     num_prompt_tokens: int
     max_total_tokens: int  # of prompt and output, already bounded by the model's context
-    stop_ids: frozenset[int]  # that end it: end-of-sequence unless ignored, and the caller's own
+    stop_ids: frozenset[int]  # they end it: end-of-sequence unless ignored, and the caller's own
     arrived_s: float  # by the scheduler's clock, as every time here
-    index: int = 0  # of this answer among those of one submission
+    index: int = 0  # index of this answer among the answers of one submission
     weight: int = 1  # of its tenant
     priority: Priority = Priority.STANDARD
-    queue_deadline_s: float | None = None  # when it ends unless it has been scheduled
+    queue_deadline_s: float | None = None  # the request ends at this time if it has not been scheduled
     forked_from: Request | None = None  # another answer to this prompt, whose blocks this one shares
-    shares_token_ids: bool = False  # with the other answers, until it starts
+    shares_token_ids: bool = False  # one list with the other answers, until it starts
     status: RequestStatus = RequestStatus.QUEUED
     block_table: array[int] = field(default_factory=table_of)
-    num_computed_tokens: int = 0  # whose keys and values are in its blocks, or will be when the steps under way have ended
-    num_prompt_tokens_computed: int = 0  # the furthest that the prompt ever was, before preemptions too
-    num_cached_tokens: int = 0  # of the prompt, found in the prefix cache when it was first scheduled
+    num_computed_tokens: int = 0  # in its blocks are their keys and values, or will be when the steps under way have ended
+    num_prompt_tokens_computed: int = 0  # the most prompt tokens ever computed, before preemptions too
+    num_cached_tokens: int = 0  # prompt tokens found in the prefix cache when it was first scheduled
     num_preemptions: int = 0
     num_rejected_draft_tokens: int = 0
     num_unknown_tokens: int = 0  # at the end of `token_ids`, which steps under way will yield
     num_in_flight_tokens: int = 0  # of prompt chunks under way
     num_skips: int = 0  # times that others passed it because it did not fit
     first_scheduled_s: float | None = None
-    queue_s: float = 0.0  # from arrival to its first schedule, 0.0 before it
+    queue_s: float = 0.0  # from arrival to its first schedule; 0.0 before that
     first_token_s: float | None = None
     finish_reason: FinishReason | None = None
     block_hashes: list[bytes] = field(default_factory=list)  # of its full blocks, in the prefix cache
@@ -107,12 +107,12 @@ class Request:
     num_promised_blocks: int = 0  # for its prompt, not held yet
     num_lost_tokens: int = 0  # computed when it was last preempted
     secured_len: int = 0  # computed tokens up to which it is not preempted again
-    scheduled_step: int = -1  # the last one with a chunk of its prompt
-    growth_step: int = -1  # the one in which its blocks will be full
-    moved_step: int = -1  # of its last start or preemption
-    is_aged: bool = False  # started because its class had waited for too long
-    is_late: bool = False  # it stepped aside, as its first token will not be in time
-    account: Account | None = None  # who pays; None before the scheduler has it
+    scheduled_step: int = -1  # the last step with a chunk of its prompt
+    growth_step: int = -1  # the step in which its blocks will be full
+    moved_step: int = -1  # the step of its last start or preemption
+    is_aged: bool = False  # it was started because its class had waited too long
+    is_late: bool = False  # it stepped aside, because its first token will be late
+    account: Account | None = None  # the account that pays; None before the scheduler has the request
 
     @property
     def num_tokens(self) -> int:
@@ -134,12 +134,12 @@ class Request:
         return self.status is RequestStatus.FINISHED
 
     def own_token_ids(self) -> None:
-        """It starts, and will write into the list."""
+        """Called when it starts, because it will write into the list: copies a shared one."""
         if self.shares_token_ids:
             self.token_ids, self.shares_token_ids = self.token_ids.copy(), False
 
     def schedule_first(self, now_s: float) -> None:
-        """A preempted request finds its own blocks again: that is no discount, so only the first match counts."""
+        """Only the first match counts as cached: a preempted request finds its own blocks again, which is no discount."""
         self.first_scheduled_s = now_s
         self.queue_s = now_s - self.arrived_s
         self.num_cached_tokens = min(self.num_computed_tokens, self.num_prompt_tokens)
@@ -156,7 +156,7 @@ class Request:
         self.finish_reason = reason
 
     def append(self, token_id: int) -> FinishReason | None:
-        """Add a sampled token; the reason to end here, if any. A stop token counts as output."""
+        """Add a sampled token. Returns the reason to end here, if any. A stop token counts as output."""
         token_ids = self.token_ids
         token_ids.append(token_id)
         if token_id in self.stop_ids and self.num_output_tokens >= self.sampling.min_tokens:
@@ -164,8 +164,8 @@ class Request:
         return FinishReason.LENGTH if len(token_ids) >= self.max_total_tokens else None
 
     def fill(self, position: int, token_id: int) -> FinishReason | None:
-        """The token of a step that was under way is known; the reason to end with it, if any. What was under way behind an
-        end never existed."""
+        """Fill in the token of a step that was under way. Returns the reason to end with it, if any; then the unknown tokens
+        after it are dropped."""
         token_ids = self.token_ids
         token_ids[position] = token_id
         self.num_unknown_tokens -= 1
@@ -176,7 +176,7 @@ class Request:
         return FinishReason.LENGTH if position + 1 >= self.max_total_tokens else None
 
     def take_unknown(self) -> int:
-        """Take the unknown tokens off the list; how many there were."""
+        """Take the unknown tokens off the list and return their number."""
         num_unknown = self.num_unknown_tokens
         if num_unknown:
             del self.token_ids[-num_unknown:]

@@ -1,4 +1,4 @@
-"""The values between scheduler and runner: the tokens that one step computes, and what comes out of it. Knows no torch."""
+"""The values between scheduler and runner: the tokens that one step computes, and its results. Knows no torch."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from engine.scheduling.request import Request
 class ScheduledRequest:
     """`num_tokens` tokens of `request` from position `start` on. `samples`: the step yields its next token.
 
-    The scheduler keeps one for each decoding request and moves it on in `apply()`: an item is valid from `schedule()` to
-    `apply()` and no longer.
+    The scheduler keeps one for each decoding request and advances it in `apply()`, so an item is valid only from `schedule()`
+    to `apply()`.
 
-    The last `num_draft_tokens` of them are drafts of speculative decoding: tokens behind the end of `request.token_ids`,
-    which the step verifies. `draft_token_ids` holds them, but for those of a draft model that stay on the device.
+    The last `num_draft_tokens` of them are drafts of speculative decoding: tokens after the end of `request.token_ids`, which
+    the step verifies. `draft_token_ids` holds them, except those of a draft model, which stay on the device.
     """
 
     request: Request
@@ -28,12 +28,12 @@ class ScheduledRequest:
 
     @property
     def num_known_tokens(self) -> int:
-        """How many of them are no drafts."""
+        """Tokens that are not drafts."""
         return self.num_tokens - self.num_draft_tokens
 
     @property
     def draft_inputs(self) -> list[int]:
-        """What stands for the guesses among the step's inputs: themselves, or token 0 where only the device knows them."""
+        """Draft ids for the step's inputs; token 0 stands for those that only the device knows."""
         return self.draft_token_ids or [0] * self.num_draft_tokens
 
 
@@ -55,8 +55,8 @@ class BlockMoves:
 
 @dataclass(slots=True)
 class ScheduledBatch:
-    """One step: decodes have one token each and come first; prefills are chunks of any length. The list of decodes is that of
-    the step before where nobody came, went or lost blocks between them."""
+    """One step: decodes have one token each and come first; prefills are chunks of any length. The list of decodes is the same
+    object as in the step before if no request came, went or lost blocks between them."""
 
     decodes: list[ScheduledRequest] = field(default_factory=list)
     prefills: list[ScheduledRequest] = field(default_factory=list)
@@ -95,4 +95,4 @@ class StepOutput:
 
 
 RowResult = StepOutput | int | None
-"""What a step that was launched ahead did for one row: a token and nothing else, more than that, or nothing yet."""
+"""Result of a step launched ahead for one row: only a token, a full output, or None when there is nothing yet."""

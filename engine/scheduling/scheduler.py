@@ -4,11 +4,11 @@ A step is `schedule()` → run → `apply()`. Decodes come first, then prefill c
 under way and waiting requests that can start (`scheduling.admission`), until the step is full. When the predicted use of
 blocks was too low and a decode finds none, the policy chooses a request that gives all of its blocks back and goes on later.
 
-    Scheduler   plans a step: who is in it, who makes room for whom
+    Scheduler   plans a step: which requests are in it, which make room for others
     Lifecycle   moves a request from one state to the next, and books the move everywhere
     Outcomes    applies what a step computed
 
-The cost of a step is that of what changes in it. A decoding request has one `ScheduledRequest`, its service is charged in
+The cost of a step depends on what changes in it. A decoding request has one `ScheduledRequest`, its service is charged in
 closed form, and a calendar knows when it needs a block. No step iterates over the waiting line, the tenants or the cache.
 """
 
@@ -43,7 +43,7 @@ from engine.scheduling.token_events import StepEvents
 from engine.scheduling.urgency import FIRST_TOKEN_TARGET_S, Urgency
 
 SPARE_PER_EARLY_BLOCK = 8
-"""Blocks that must be spare for each that is given before it is needed: whoever waits for blocks does not wait for longer."""
+"""Spare blocks required for each block given before it is needed, so that no request waits longer for blocks because of it."""
 
 
 class Scheduler:
@@ -90,7 +90,7 @@ class Scheduler:
                 drafter, self.accounts, self.kv, self._decodes, self.totals, block_size, self._lifecycle.charge
             )
         self._outcomes = Outcomes(self._lifecycle, self.kv, self.admission, self._drafting, self.totals)
-        self._planned: ScheduledBatch | None = None  # and neither applied nor advanced yet
+        self._planned: ScheduledBatch | None = None  # neither applied nor advanced yet
 
     @property
     def num_waiting(self) -> int:
@@ -109,7 +109,7 @@ class Scheduler:
         return list(self.accounts.running_requests)  # by age
 
     def waiting(self) -> Iterator[Request]:
-        """By arrival or preemption, then those that wait for a prompt to share."""
+        """Queued requests by arrival or preemption, then those that wait for a prompt to share."""
         return self._lifecycle.waiting()
 
     def live(self) -> Iterator[Request]:
@@ -122,7 +122,7 @@ class Scheduler:
         self._lifecycle.add(request)
 
     def add_fork(self, request: Request) -> None:
-        """Queue a further answer of `request.forked_from`: it shares the prompt blocks of that one once they are computed."""
+        """Queue a further answer of `request.forked_from`: it shares that request's prompt blocks once they are computed."""
         self._lifecycle.add_fork(request)
 
     def preempt(self, request: Request) -> None:
@@ -130,7 +130,7 @@ class Scheduler:
         self._lifecycle.preempt(request)
 
     def abort(self, request: Request) -> TokenEvent | None:
-        """End a live request now and free its blocks; None when it has ended before."""
+        """End a live request now and free its blocks. None if it has ended already."""
         return None if request.is_finished else self._lifecycle.end(request, FinishReason.ABORTED)
 
     def expire(self) -> list[TokenEvent]:
@@ -138,14 +138,14 @@ class Scheduler:
         return self._lifecycle.expire()
 
     def looks_for_guesses(self) -> bool:
-        """Asked before `schedule` while a step is under way: whether to settle it first, because guesses need its tokens."""
+        """Called before `schedule` while a step is under way: whether to settle it first, because guesses need its tokens."""
         return self._drafting is not None and self._drafting.looks()
 
     def schedule(self) -> ScheduledBatch:
         """Plan one step. An empty batch means that no request is live, or that all of them wait for a step under way."""
         batch = self._plan()
         if not batch.num_tokens and self.has_requests and not self._outcomes.num_under_way:
-            batch = self._plan()  # the one that room was made for had stepped aside for others: now it is its turn
+            batch = self._plan()  # the request that room was made for had stepped aside: now it is its turn
         batch.moves = self.kv.take_moves()
         assert batch.num_tokens <= self.limits.max_num_batched_tokens, "the token budget was exceeded"
         self._planned = batch
@@ -175,10 +175,10 @@ class Scheduler:
             self._decodes.pause(account)
         for account in resume:
             self._decodes.resume(account)
-            self.policy.charged(account)  # it decodes again: look anew when it may be ahead
+            self.policy.charged(account)  # it decodes again: check anew when it may be ahead
 
     def _make_room(self) -> None:
-        """Preempt for the first waiting request that is entitled to more than it has, as many as it needs."""
+        """Preempt as many requests as needed for the first waiting request that is entitled to more than it has."""
         applicants = self.policy.applicants()
         for applicant in applicants:
             while self.admission.can_start(applicant) is Start.NO_ROOM:
@@ -192,7 +192,7 @@ class Scheduler:
             self.policy.found_no_victim()
 
     def _grow_decodes(self) -> None:
-        """A block for each decode that needs one, at the cost of whom the policy names."""
+        """A block for each decode that needs one, taken if necessary from the request that the policy names."""
         full = self._decodes.take_due()
         while len(full) > self.kv.num_spare:
             self._lifecycle.preempt(self.policy.growth_victim(self.accounts.running_requests))
@@ -233,23 +233,24 @@ class Scheduler:
         return True
 
     def apply(self, batch: ScheduledBatch, outputs: Sequence[StepOutput]) -> list[TokenEvent]:
-        """Take over what a step computed: `outputs[i]` belongs to `batch.items[i]`. Returns the events to send."""
+        """Apply what a step computed: `outputs[i]` belongs to `batch.items[i]`. Returns the events to send."""
         self._planned = None
         return self._outcomes.apply(batch, outputs)
 
     def advance(self, batch: ScheduledBatch) -> InFlightBatch:
-        """Take a step for done that was launched and has no results yet, so that the next one can be planned. `settle` follows,
-        in the order of the steps; no more than two are under way at a time, and one while a step is planned."""
+        """Book a launched step that has no results yet as done, so that the next one can be planned. `settle` follows, in the
+        order of the steps. At most two steps are under way at a time, and one while a step is planned."""
         self._planned = None
         return self._outcomes.advance(batch)
 
     def settle(self, in_flight: InFlightBatch, outputs: Sequence[RowResult]) -> StepEvents:
-        """Take over what a step under way computed; `outputs[i]` belongs to row i, None for one that was not computed because
-        its request lost its blocks: it will be computed again. Returns what to send."""
+        """Apply what a step under way computed. `outputs[i]` belongs to row i; None for a row that was not computed because its
+        request lost its blocks, and that will be computed again. Returns what to send."""
         return self._outcomes.settle(in_flight, outputs)
 
     def abandon_steps(self) -> None:
-        """Nothing that was planned will be applied, and nothing launched be settled. Every request must be aborted now."""
+        """Forget steps that are planned or launched: none will be applied or settled. The caller must abort every request
+        now."""
         for item in () if self._planned is None else self._planned.decodes:
             item.request.num_computed_tokens += 1  # that token was booked when the step was planned
         self._planned = None
@@ -257,7 +258,7 @@ class Scheduler:
 
     @contextmanager
     def probe(self) -> Iterator[ScheduledRequest | None]:
-        """One greedy token after token 0, in a block lent for the time of the context; None when no block is available."""
+        """One greedy token after token 0, in a block lent while the context is open; None when no block is available."""
         block_id = self.pool.lend() if self.kv.num_spare > 0 else None
         if block_id is None:
             yield None

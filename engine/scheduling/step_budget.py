@@ -6,8 +6,8 @@ With them, the step ends just before the target. (Letting a step last longer bec
 same work is done, and the mean moves up to the target.) A chunk never falls below a minimum, so that prefill does not starve
 behind many long decodes.
 
-Where steps are rounded up to the size of a graph, a chunk that ends with the time of its step ends with a size instead: what is
-left of the time would go into padding.
+Where steps are rounded up to the size of a graph, a chunk that would end with the step's time is cut to end at a size instead:
+the time left over would go into padding.
 
 Chunked prefill beside decodes: Sarathi-Serve, arXiv 2403.02310. There the chunk is a constant chosen per workload; here it
 follows from the step-time model.
@@ -23,16 +23,16 @@ from math import sqrt
 from engine.scheduling.step_time import StepTimeModel
 
 AIM_SHARE = 0.98
-"""A step is planned for this share of its limit: the rest is for what the formula does not know."""
+"""A step is planned for this share of its limit. The rest is for what the formula does not include."""
 
 GAP_OF_TARGET = 1.2
-"""Without decodes a step may last so many targets: nobody waits for a token, but somebody may arrive."""
+"""Without decodes a step may last this many targets: no request waits for a token, but one may arrive."""
 
 CROWDED_SHARE = 0.9
-"""Nobody starts while decodes alone take more than this share of the target: a prompt must find room beside them."""
+"""No request starts while decodes alone take more than this share of the target: a prompt must find room beside them."""
 
 BEYOND_SIZES = 1.25
-"""Of the largest size: steps of more tokens are not rounded, and would lose too much to it."""
+"""As a multiple of the largest size: steps of more tokens are not cut to a size, because they would lose too much by it."""
 
 SCALE_MIN, SCALE_MAX = 0.25, 16.0
 SCALE_RATE = 1 / 64
@@ -41,7 +41,7 @@ SCALE_RATE = 1 / 64
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BudgetTargets:
-    """Seconds between two tokens of a running request, and the longest step without one; at least so long a chunk."""
+    """Seconds between two tokens of a running request, and of the longest step without one; and the smallest chunk."""
 
     target_s: float = 0.025
     gap_max_s: float = 0.030
@@ -53,7 +53,7 @@ class BudgetTargets:
 
 
 class StepBudget:
-    """Deals out the time of one step. `begin_step` opens it, `chunk` takes from it."""
+    """Divides the time of one step. `begin_step` opens it, `chunk` takes from it."""
 
     def __init__(self, model: StepTimeModel, targets: BudgetTargets | None = None, *, sizes: Sequence[int] = ()) -> None:
         """`sizes`: tokens to which steps with chunks are rounded up where padding costs time, in ascending order."""
@@ -76,9 +76,10 @@ class StepBudget:
         self._has_chunk = self._is_full = False
 
     def is_crowded(self, num_decodes: int, sum_context: int) -> bool:
-        """Whether one more request would slow all that decode below their target; their cached tokens sum to `sum_context`.
+        """Whether one more request would slow all decoding requests below their target; their cached tokens sum to
+        `sum_context`.
 
-        Where one request alone can hardly meet the target, nobody is kept out before steps take twice as long as the shortest.
+        If a single request can hardly meet the target, no request is kept out before steps take twice as long as the shortest.
         """
         model = self.model
         products_s = num_decodes * (model.token_s + model.sampled_row_s)
@@ -102,7 +103,7 @@ class StepBudget:
         return num_tokens
 
     def _fitted(self, num_tokens: int) -> int:
-        """So many tokens or fewer, with which the step has one of the sizes, if these are worth a chunk. Then it is full."""
+        """`num_tokens`, or fewer so that the step has one of the sizes, if they are worth a chunk. In that case it is full."""
         total = self._num_tokens + num_tokens
         if not self._sizes or total > BEYOND_SIZES * self._sizes[-1]:
             return num_tokens
@@ -123,8 +124,8 @@ class StepBudget:
         return int(min(by_products, by_weights))
 
     def observe(self, predicted_s: float, measured_s: float, *, has_chunk: bool) -> None:
-        """Follow a device that is slower or faster than the model says, by an exponential mean of the ratio. Steps with chunks
-        of prompts have their own: they are computed in another way than decodes."""
+        """Follow a device that is slower or faster than the model says, by an exponential mean of the ratio. Steps with prompt
+        chunks have a mean of their own, because they are computed in another way than decodes."""
         if predicted_s <= 0:
             return
         ratio = min(max(measured_s / predicted_s, SCALE_MIN), SCALE_MAX)

@@ -7,8 +7,8 @@ keys and values of every context, and does the causal attention of the prefill c
         + depth·draft
 
 W bytes of layers and output head, P weights of one layer, kv bytes of one token's keys and values, rows that are sampled.
-A draft model computes all tokens of the step too, which is measured as a part of BW and FL; `depth` are the most guesses of a
-request, each a small step of it before the one that verifies them.
+The draft model computes all tokens of the step too, which is measured as a part of BW and FL. `depth` is the largest number of
+guesses per request; each takes a small step of the draft model before the step that verifies them.
 BW and FL are what the device was measured to reach, times an efficiency. The same linear costs, as integers, are what the
 scheduler charges tenants with: `token_costs`.
 
@@ -29,7 +29,7 @@ PS = 1e12
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelShape:
-    """What of a decoder decides about its speed. With experts, `intermediate_size` is that of one expert."""
+    """The dimensions of a decoder that determine its speed. With experts, `intermediate_size` is that of one expert."""
 
     num_layers: int
     hidden_size: int
@@ -85,7 +85,8 @@ class ModelShape:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeviceSpeed:
-    """What a device reaches in plain copies (bytes/s, read and written) and matrix products (flop/s), and its host link."""
+    """Measured speed of a device in plain copies (bytes/s, read and written) and matrix products (flop/s), and its host
+    link."""
 
     bandwidth: float
     flops: float
@@ -94,7 +95,7 @@ class DeviceSpeed:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Efficiency:
-    """Shares of the measured peaks that a step reaches, and the host time that it does not hide."""
+    """The shares of the measured peaks that a step reaches, and the host time that is not hidden."""
 
     bandwidth: float = 0.80
     flops: float = 0.75
@@ -102,7 +103,7 @@ class Efficiency:
 
 
 class StepTimeModel:
-    """Seconds of a step and the prices of its parts, for one model on one device."""
+    """Seconds of a step and prices of its parts, for one model on one device."""
 
     def __init__(
         self,
@@ -121,7 +122,7 @@ class StepTimeModel:
         self.shape = shape
         self.host_s = reached.host_s
         self.draft_step_s = 0.0
-        """Of a draft model that guesses one more token of every request."""
+        """Seconds in which a draft model guesses one more token for every request."""
         self.dense_weights_s = weight_bytes * (shape.num_layers * shape.attention_params + shape.head_params) * byte_s
         self.expert_weights_s = weight_bytes * shape.num_layers * shape.num_experts * shape.expert_params * byte_s
         self.token_s = 2 * shape.num_layers * active * flop_s
@@ -132,7 +133,7 @@ class StepTimeModel:
         self._expert_missed = 1 - shape.num_chosen_experts / shape.num_experts
 
     def weights_s(self, num_tokens: int) -> float:
-        """Time to read the weights that a batch of `num_tokens` touches: with experts, those that anybody chose."""
+        """Time to read the weights that a batch of `num_tokens` uses: with experts, those that any token chose."""
         if not self._expert_missed:
             return self.dense_weights_s + self.expert_weights_s
         return self.dense_weights_s + self.expert_weights_s * (1 - self._expert_missed**num_tokens)

@@ -1,11 +1,11 @@
 """Rotation within a tenant: preempted requests take turns with running ones, so that none is silent for long. Knows no torch.
 
-A tenant that is ahead of others starts nothing, not even a request that was preempted: without turns the same few of its
-requests would wait for as long as others want the room. An exchange changes nothing between tenants. A request that comes back
-computes what it lost before any other prompt, whether its tenant is entitled or not: a seat that waits does no work.
+A tenant that is ahead of others starts nothing, not even a preempted request. Without turns, the same few of its requests would
+wait for as long as others want the room. An exchange changes nothing between tenants. A request that comes back recomputes what
+it lost before any other prompt, whether its tenant is entitled or not, because a seat that waits does no work.
 
-Blocks of a preempted request stay cached while there is space, so coming back costs little; where they are gone, exchanges are
-rationed: at most one part in `RATION` of the time is spent on computing again.
+Blocks of a preempted request stay cached while there is space, so coming back costs little. Where they are gone, exchanges are
+rationed: at most one part in `RATION` of the time is spent on recomputing.
 """
 
 from __future__ import annotations
@@ -20,15 +20,15 @@ from engine.scheduling.policy import LOOK_REQUESTS
 from engine.scheduling.request import Request, RequestStatus
 
 DUE_S = 1.5
-"""How long a preempted request waits before another one of its tenant makes place for it."""
+"""How long a preempted request waits before another one of its tenant makes room for it."""
 
 CYCLE_STEPS = 96
-"""Steps in which all preempted requests of a tenant are to have had a turn: the more of them, the shorter each turn."""
+"""Steps in which all preempted requests of a tenant should have had a turn. The more requests, the shorter each turn."""
 
 TURN_STEPS_MIN = 8
 RATION = 20
 FREE_TOKENS = 64
-"""So little is computed again without being counted: the block that was not full, and a few lost ones."""
+"""Up to this many recomputed tokens are not counted: the block that was not full, and a few lost ones."""
 
 NS_PER_S = 1_000_000_000
 
@@ -66,7 +66,7 @@ class TenantRotation:
             yield returning
 
     def exchange(self, preempt: Callable[[Request], None]) -> None:
-        """Preempt a running request for the first one that is due, which is to start in this step."""
+        """Preempt a running request for the first request that is due, which will start in this step."""
         for request in list(islice(self._since_s, LOOK_REQUESTS)):
             if request.status is not RequestStatus.QUEUED:
                 del self._since_s[request]
@@ -80,7 +80,7 @@ class TenantRotation:
                     return
 
     def _partner(self, request: Request) -> Request | None:
-        """The running request of the same tenant that has had the longest turn, if that is over and makes place enough."""
+        """The running request of the same tenant that has had the longest turn, if its turn is over and it frees enough."""
         account = request.account
         if account is None or account.is_held:
             return None
@@ -96,7 +96,7 @@ class TenantRotation:
         return min(CYCLE_STEPS, max(TURN_STEPS_MIN, turns))
 
     def _fits(self, request: Request, other: Request) -> bool:
-        """Whether it can come back in the space that `other` leaves, within the ration of what is computed again."""
+        """Whether it can come back in the space that `other` leaves, within the ration for recomputing."""
         found = self._kv.find(request)
         start, now_s = len(found.blocks) * self._block_size, self._clock()
         lost = request.num_tokens - start

@@ -1,4 +1,4 @@
-"""What a step did to its requests, for those who asked: tokens in columns, and a `TokenEvent` for everything else. No torch."""
+"""What a step did to its requests, as events to send: plain tokens in columns, a `TokenEvent` for everything else. No torch."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from engine.scheduling.request import Request
 
 @dataclass(slots=True)
 class StepEvents:
-    """`requests[i]` got `token_ids[i]` behind its token at `starts[i]`, and goes on: nearly all that a step does, and too many
-    for an object each. `others` tell of the rest and come first; no answer is in both."""
+    """`requests[i]` got `token_ids[i]` after its token at `starts[i]`, and goes on. Nearly all events are of this kind, too
+    many for an object each. `others` holds the rest and comes first; no answer is in both."""
 
     others: list[TokenEvent] = field(default_factory=list)
     requests: list[Request] = field(default_factory=list)
@@ -20,12 +20,12 @@ class StepEvents:
 
     @property
     def decoded(self) -> list[DecodedToken]:
-        """The columns as they are sent."""
+        """The columns in the form that is sent."""
         rows = zip(self.requests, self.token_ids, strict=True)
         return [(request.request_id, request.index, token_id) for request, token_id in rows]
 
     def add(self, later: StepEvents) -> None:
-        """What happened after all that is here, perhaps to the same requests."""
+        """Append later events, perhaps of the same requests."""
         if later.others or later.requests:
             if self.requests:
                 self.others = self.told()
@@ -33,7 +33,7 @@ class StepEvents:
             self.requests, self.starts, self.token_ids = later.requests, later.starts, later.token_ids
 
     def told(self) -> list[TokenEvent]:
-        """An event for everything."""
+        """All events as objects."""
         rows = zip(self.requests, self.starts, self.token_ids, strict=True)
         return self.others + [_one_more(request, start, token_id) for request, start, token_id in rows]
 
@@ -66,7 +66,7 @@ def token_event(request: Request, token_ids: list[int], *, prompt_logprobs: list
 
 
 def only_event(request: Request, reason: FinishReason, error: str | None = None, param: str | None = None) -> TokenEvent:
-    """End an answer that the scheduler never had; its one event."""
+    """End an answer that never reached the scheduler. Returns its one event."""
     request.finish(reason)
     event = token_event(request, [])
     event.error, event.error_param = error, param

@@ -2,12 +2,12 @@
 
 In order of arrival every request waits for all before it, so once a burst has made the wait longer than the target, all
 requests miss it until the burst is worked off. Here a request that will miss it anyway steps aside, once, and the others make
-it: first come, first served as long as that serves all in time, and few late ones instead of many when nothing serves all. It
-is the rule of Moore (Management Science 1968) for the fewest late jobs, decided for one request at a time when it is looked at.
+it. This is first come, first served while that serves all in time, and otherwise few late requests instead of many. It is the
+rule of Moore (Management Science 1968) for the fewest late jobs, decided for one request at a time when it is looked at.
 
-Late requests go on whenever no other request of their tenant wants the step, and first in one step of `AGED_EVERY` once they
-have waited for `AGED_TARGETS` targets, so that they never starve. The class `batch` has no target: it keeps the order of
-arrival.
+Late requests go on whenever no other request of their tenant can use the step. Once they have waited for `AGED_TARGETS`
+targets, they also go first in one step of `AGED_EVERY`, so that they never starve. The class `batch` has no target: it keeps
+the order of arrival.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ from engine.scheduling.request import Request
 FIRST_TOKEN_TARGET_S = 1.0
 
 PREFILL_STRETCH = 3
-"""A prompt shares its steps with decodes and with other prompts: it takes about so many times what it takes alone."""
+"""A prompt shares its steps with decodes and with other prompts: it takes about this many times as long as alone."""
 
 AGED_TARGETS = 20
 AGED_EVERY = 8
 
 
 class Urgency:
-    """`target_s` counts from arrival to first token; None never makes anybody late. O(log blocks) per look."""
+    """`target_s` counts from arrival to first token; with None no request is ever late. O(log blocks) per look."""
 
     def __init__(
         self,
@@ -46,7 +46,7 @@ class Urgency:
         self._block_size = block_size
 
     def is_late(self, request: Request) -> bool:
-        """Whether it will miss its first token. Who is late stays late; who has had a token is not."""
+        """Whether it will miss its first-token target. A late request stays late; one that has had a token is not late."""
         if request.is_late or self._target_s is None or request.priority is Priority.BATCH:
             return request.is_late
         if request.num_preemptions or request.num_output_tokens:
@@ -63,5 +63,5 @@ class Urgency:
         return PREFILL_STRETCH * self._costs.prefill_ns(start, request.num_tokens - start) / 1e9
 
     def is_aged(self, request: Request) -> bool:
-        """Whether a late request has waited for so long that it must go on."""
+        """Whether a late request has waited so long that it must go on."""
         return self._target_s is not None and self._clock() - request.arrived_s > AGED_TARGETS * self._target_s

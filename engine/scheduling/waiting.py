@@ -11,12 +11,12 @@ from weakref import ref
 from engine.scheduling.request import Request
 
 DEADLINES_KEPT = 512
-"""So many are kept without a look at who still waits."""
+"""Up to this many are kept without checking which still wait."""
 
 
 class WaitingLine:
-    """The waiting requests of one account: those that were preempted, in the order of their preemption, then the others,
-    then those that are late for their first token."""
+    """The waiting requests of one account: preempted ones in the order of their preemption, then the others, then those that
+    are late for their first token."""
 
     def __init__(self) -> None:
         self._preempted: OrderedDict[Request, None] = OrderedDict()
@@ -45,12 +45,12 @@ class WaitingLine:
         return next(iter(self._late), None)
 
     def put_late(self, request: Request) -> None:
-        """Move one that is late for its first token behind those that are not."""
+        """Move a request that is late for its first token behind those that are not."""
         del self._others[request]
         self._late[request] = None
 
     def add(self, request: Request, *, first: bool) -> None:
-        """Last of its kind, or first of the others."""
+        """Add a request at the end of its kind; with `first`, an ordinary one goes before the other ordinary ones."""
         if request.num_preemptions:
             self._preempted[request] = None
         elif request.is_late:
@@ -69,8 +69,8 @@ class WaitingLine:
 
 
 class Deadlines:
-    """Requests by the time at which they have waited too long; O(log n) each over time. Keeps none of them, with its prompt,
-    alive. Nearly all wait no longer, long before that time: they are taken out whenever they may be half of what is here."""
+    """Requests by the time at which they have waited too long; O(log n) each over time. Holds weak references, so it keeps no
+    request or prompt alive. Nearly all stop waiting long before that time: they are removed whenever they may be half of it."""
 
     def __init__(self) -> None:
         self._heap: list[tuple[float, int, ref[Request]]] = []
@@ -78,7 +78,7 @@ class Deadlines:
         self._len_max = DEADLINES_KEPT
 
     def __len__(self) -> int:
-        """What is kept, of requests that wait no longer too."""
+        """Number of entries, including requests that no longer wait."""
         return len(self._heap)
 
     def add(self, request: Request) -> None:
@@ -91,7 +91,7 @@ class Deadlines:
         heappush(self._heap, (request.queue_deadline_s, next(self._numbers), ref(request)))
 
     def expired(self, now_s: float) -> list[Request]:
-        """Those that were never scheduled and whose time is up."""
+        """Requests that were never scheduled and whose time is up."""
         late: list[Request] = []
         while self._heap and self._heap[0][0] <= now_s:
             request = _waiting(heappop(self._heap)[-1])
@@ -121,7 +121,7 @@ class ParkedForks:
             yield from forks
 
     def park(self, request: Request) -> bool:
-        """Keep a fork until its parent's prompt is computed; False when that has happened or cannot happen any more."""
+        """Keep a fork until its parent's prompt is computed. False if that has happened already or cannot happen any more."""
         parent = request.forked_from
         if parent is None or parent.is_finished or parent.num_prompt_tokens_computed == parent.num_prompt_tokens:
             return False
@@ -130,7 +130,7 @@ class ParkedForks:
         return True
 
     def leave(self, request: Request) -> bool:
-        """A parked fork has ended; False when it was not parked."""
+        """Remove a parked fork that has ended. False when it was not parked."""
         forks = None if request.forked_from is None else self._by_parent.get(request.forked_from)
         if forks is None or request not in forks:
             return False

@@ -1,8 +1,8 @@
 """What other caches would have found in the same prompts: least recently used, and one that knows the future. Knows no torch.
 
-Both see the prompts in order of arrival and hold whole blocks of 512 tokens, as many as the KV cache has room for; neither
-gives any of it to answers or to requests that run. The clairvoyant one drops the block whose next use is farthest away, a
-newcomer included (Belady, "A study of replacement algorithms", IBM Systems Journal 1966): no cache of its size finds more.
+Both process the prompts in order of arrival and hold whole blocks of 512 tokens, as many as the KV cache has room for; neither
+gives any of that to answers or running requests. The clairvoyant one drops the block whose next use is farthest away, possibly
+the newcomer (Belady, "A study of replacement algorithms", IBM Systems Journal 1966): no cache of its size finds more.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ Block = tuple[str, int]
 
 @dataclass(frozen=True, slots=True)
 class CacheBounds:
-    """Prompt tokens found, of those that could have been; the last token of a prompt is always computed."""
+    """Prompt tokens found, and those that could have been; the last token of a prompt is always computed."""
 
     prompt_tokens: int
     lru_tokens: int
@@ -48,7 +48,7 @@ def _found_tokens(found: int, length: int) -> int:
 
 
 def _lru(chains: Sequence[Sequence[Block]], lengths: Sequence[int], num_blocks: int) -> int:
-    """A chain is used from its end to its start, so that it is evicted from its end."""
+    """A chain is touched from its end to its start, so that it is evicted from its end."""
     held: OrderedDict[Block, None] = OrderedDict()
     total = 0
     for chain, length in zip(chains, lengths, strict=True):

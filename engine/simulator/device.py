@@ -1,6 +1,6 @@
-"""A device that is fake only in time: it takes as long as the step-time model says and ends answers as the trace did. No torch.
+"""A device simulated in time only: steps take as long as the step-time model says, and answers end as in the trace. No torch.
 
-The scheduler sees ordinary requests: it learns of an answer's end as it does in the product, by a stop token.
+The scheduler sees ordinary requests: as in the product, it learns of an answer's end by a stop token.
 """
 
 from __future__ import annotations
@@ -36,7 +36,8 @@ class VirtualClock:
 
 @dataclass(slots=True, eq=False, kw_only=True)
 class SimulatedRequest(Request):
-    """A request with what the trace knows of it and the scheduler does not: how long its answer is, and how it fared."""
+    """A request with facts from the trace that the scheduler does not know (the answer's length), and with measurements of
+    it."""
 
     tenant: TenantRecord
     outputs_left: int
@@ -58,9 +59,9 @@ def make_request(
     number: int,
     block_names: list[bytes],
 ) -> SimulatedRequest:
-    """A request whose prompt is a row of equal ids: what tells prompts apart, or makes them equal, are the names of blocks.
+    """A request whose prompt is a row of equal ids: prompts are distinguished, or equal, by the names of their blocks.
 
-    `block_names` are those of the prompt; the prefix cache makes the others from a running hash that begins with `number`.
+    `block_names` are those of the prompt; the prefix cache derives the others from a running hash that starts with `number`.
     """
     return SimulatedRequest(
         request_id=request_id,
@@ -85,7 +86,7 @@ class SimulatedDevice:
     def __init__(
         self, model: StepTimeModel, clock: VirtualClock, recorder: Recorder, windows: tuple[int | None, ...] = ()
     ) -> None:
-        """`windows` of layers, none where each sees all of a context."""
+        """`windows`: one per layer; empty if every layer sees the whole context."""
         self._model = model
         self._windows = {window: count / len(windows) for window, count in Counter(windows).items()}
         self._has_windows = any(window is not None for window in windows)
@@ -96,7 +97,7 @@ class SimulatedDevice:
         self._context_ns = self._costs.decode_context_ps / 1000
 
     def run(self, batch: ScheduledBatch) -> tuple[list[StepOutput], list[SimulatedRequest]]:
-        """Move the clock by the length of the step; the outputs by item, and the requests that end with them."""
+        """Advance the clock by the length of the step. Returns the outputs by item, and the requests that end with them."""
         before_s = self._clock.now_s
         step_s = self._predict_s(batch)
         now_s = self._clock.now_s = before_s + step_s
@@ -121,7 +122,7 @@ class SimulatedDevice:
         return step_s + self._model.block_copy_s * (len(moves.swap_in) + len(moves.swap_out))
 
     def _seen(self, batch: ScheduledBatch) -> tuple[float, float]:
-        """Cached tokens that are read, and pairs of a query and a key."""
+        """Cached tokens that are read, and (query, key) pairs."""
         context_tokens = 0
         for item in batch.decodes:
             context_tokens += item.start
@@ -132,7 +133,7 @@ class SimulatedDevice:
         return context_tokens, pairs
 
     def _seen_in_windows(self, batch: ScheduledBatch) -> tuple[float, float]:
-        """The same in the mean of all layers, of which some see no more than a window."""
+        """The same, averaged over layers, of which some see only a window."""
         context_tokens, pairs = 0.0, 0.0
         for window, share in self._windows.items():
             reach = TOKENS_MAX if window is None else window
@@ -190,7 +191,7 @@ class SimulatedDevice:
                 ended.append(request)
 
     def _token(self, request: SimulatedRequest, now_s: float) -> None:
-        """The token at the end of a prefill: the first of an answer, or the next of one that was preempted."""
+        """The token at the end of a prefill: the first of an answer, or the next one after a preemption."""
         tenant = request.tenant
         tenant.service_tokens += 2
         if request.first_token_s < 0:
@@ -203,6 +204,6 @@ class SimulatedDevice:
 
 
 def _pairs(num_tokens: int, window: int) -> float:
-    """The number of pairs of a query and a key that it sees, in a text of so many tokens."""
+    """The number of (query, key) pairs in a text of `num_tokens` tokens when each query sees at most `window` keys."""
     short = min(num_tokens, window)
     return short * short / 2 + (num_tokens - short) * window

@@ -1,7 +1,7 @@
-"""Would this model fit into that GPU: the engine's own prediction of memory, for a card that is not here. Knows no torch.
+"""Would this model fit into that GPU? The engine's own prediction of memory, for a card that is not present. Knows no torch.
 
-A folder is read and judged by the code that an engine asks before it loads (`engine.formats`, `engine.memory.estimate`). A
-model that is known by name stands for its checkpoint in bfloat16, or in 4 bits where that is asked about.
+A directory is read and judged by the code that an engine uses before it loads (`engine.formats`, `engine.memory.estimate`). A
+known model name stands for its checkpoint in bfloat16, or in 4 bits if that is requested.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from engine.simulator.models import MODELS, SimulatedGpu, config_of, model_folde
 from engine.step_mode import StepMode
 
 NAMED = ("none", "int8", "fp8", "int4")
-"""How the weights of a known model may be kept; a folder's are asked for as an engine's are."""
+"""Forms of weights that can be requested for a known model; for a directory, those of an engine's option."""
 
 MEMORY_GIB_MAX = 65536
 SHORTER = "the context is shorter than the model's"
@@ -31,7 +31,7 @@ FOUR_BITS = {"quant_method": "awq", "bits": 4, "group_size": 128}
 
 
 def memory_fit(model: str, gpu: SimulatedGpu, *, quantization: str | None = None, **asked: Any) -> MemoryFit:
-    """What an engine needs of `gpu` that serves `model`, a folder or a known name, with what is `asked` of `EngineOptions`.
+    """The memory on `gpu` of an engine that serves `model`, a directory or a known name, with `asked` as its `EngineOptions`.
 
     Raises `EngineConfigError`, naming the option, `NotAModelDirectory` or `UnsupportedModel`, as that engine would.
     """
@@ -58,7 +58,7 @@ def memory_fit(model: str, gpu: SimulatedGpu, *, quantization: str | None = None
 
 
 def card_with(gpu: SimulatedGpu, memory_gib: float | None) -> SimulatedGpu:
-    """`gpu` with so much memory, None leaves it its own. Raises `EngineConfigError`."""
+    """`gpu` with this much memory; None leaves it as it is. Raises `EngineConfigError`."""
     if memory_gib is None:
         return gpu
     if not 0 < memory_gib <= MEMORY_GIB_MAX:
@@ -73,7 +73,7 @@ def _of_name(quantization: str) -> dict[str, Any]:
 
 
 def facts(fit: MemoryFit) -> dict[str, Any]:
-    """The parts of a model that fits, and what is left for keys and values."""
+    """The parts of a model that fits, and the memory left for keys and values."""
     needs, num_blocks = fit.needs, fit.needs.num_blocks(fit.usable_bytes)
     return {
         "memory_bytes": fit.memory_bytes,
@@ -97,7 +97,7 @@ def facts(fit: MemoryFit) -> dict[str, Any]:
 
 
 def facts_in_words(fit: MemoryFit) -> dict[str, Any]:
-    """The same for a person: memory in GiB, and a note that leaves the remedies to the lines behind it."""
+    """The same for people: memory in GiB, and a note without the remedies, which the lines after it give."""
     found = {name: value for name, value in facts(fit).items() if name not in ("note", "remedies")}
     words = {name.removesuffix("_bytes"): gib(value) if name.endswith("_bytes") else value for name, value in found.items()}
     return {**words, "note": None if fit.fits else f"{SHORTER}: {fit.explain(in_lines=True).splitlines()[0]}"}

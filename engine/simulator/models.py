@@ -1,9 +1,9 @@
 """Models and GPUs that can be simulated: their shapes and speeds, and how many KV blocks fit. Knows no torch.
 
-Bandwidth and compute of the H200 (4.30 TB/s, 790 TFLOP/s) and of the H100 80GB HBM3 (3.0 TB/s, 798 TFLOP/s) were measured:
-a copy on the device, bytes read and written, and a bf16 product of 8192³. Of the A100 and the H20 only data sheets were at
-hand: they are taken to reach the same shares of theirs as the H200 of its own, 4.30 of 4.80 TB/s and 790 of 989 TFLOP/s. Memory
-is what a process sees of a card, less than its driver tells.
+Bandwidth and compute of the H200 (4.30 TB/s, 790 TFLOP/s) and of the H100 80GB HBM3 (3.0 TB/s, 798 TFLOP/s) were measured: a
+copy on the device, bytes read and written, and a bf16 product of 8192³. For the A100 and the H20 only data sheets were
+available: they are assumed to reach the same shares of theirs as the H200 of its own, 4.30 of 4.80 TB/s and 790 of 989 TFLOP/s.
+Memory is what a process sees of a card, which is less than its driver reports.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ FLOPS_REACHED = 790 / 989
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SimulatedModel:
-    """A model by name. `weight_bytes` of each parameter that a step reads, `total_bytes` of all weights; `element_bytes` of a
-    number that is computed, and of one of the cache unless another is asked for. `config` is what stands in its folder, None of
-    a known name."""
+    """A model by name. `weight_bytes`: of each parameter that a step reads; `total_bytes`: of all weights; `element_bytes`: of
+    a number that is computed, and of one in the cache unless another size is requested. `config`: the contents of its
+    directory's config.json, None for a known model."""
 
     name: str
     shape: ModelShape
@@ -107,14 +107,14 @@ ARCHITECTURES = {"llama": "LlamaForCausalLM", "qwen3": "Qwen3ForCausalLM"}
 
 
 def find_gpu(name: str) -> SimulatedGpu:
-    """The GPU of this name. Raises `EngineConfigError` with those that are known."""
+    """The GPU of this name. Raises `EngineConfigError` with the known names."""
     if name.lower() not in GPUS:
         raise EngineConfigError("gpu", f"must be one of {', '.join(GPUS)}, not {name!r}")
     return GPUS[name.lower()]
 
 
 def find_model(name: str) -> SimulatedModel:
-    """A model of the table or the folder of a model. Raises `EngineConfigError`, `NotAModelDirectory`, `UnsupportedModel`."""
+    """A model of the table, or a model directory. Raises `EngineConfigError`, `NotAModelDirectory`, `UnsupportedModel`."""
     if name.lower() in MODELS:
         return MODELS[name.lower()]
     return _of_folder(model_folder(name))
@@ -130,7 +130,7 @@ def model_folder(name: str) -> Path:
 
 
 def config_of(model: SimulatedModel) -> dict[str, Any]:
-    """What `config.json` of a known model says about its size."""
+    """The size fields that a known model's `config.json` would have."""
     shape = model.shape
     return {
         "architectures": [ARCHITECTURES[model.name.split("-")[0]]],
@@ -148,7 +148,7 @@ def config_of(model: SimulatedModel) -> dict[str, Any]:
 
 
 def _of_folder(folder: Path) -> SimulatedModel:
-    """The model of a folder as an engine reads it, in the format of its checkpoint."""
+    """The model of a directory as an engine reads it, in the format of its checkpoint."""
     config = load_model_config(folder)
     dtype = computed_dtype("auto", config.torch_dtype, "cuda")
     formats, shape = formats_of(config, EngineOptions(model=folder), dtype), ModelShape.of(config)
@@ -166,7 +166,7 @@ def _of_folder(folder: Path) -> SimulatedModel:
 
 
 def check_card(model: SimulatedModel, gpu: SimulatedGpu) -> None:
-    """Raise `EngineConfigError` for a card that the engine would not serve the checkpoint on."""
+    """Raise `EngineConfigError` for a card on which the engine would not serve the checkpoint."""
     config = model.config
     if config is None:
         return
@@ -178,7 +178,7 @@ def check_card(model: SimulatedModel, gpu: SimulatedGpu) -> None:
 
 
 def kv_blocks(model: SimulatedModel, gpu: SimulatedGpu, *, kv_bytes: int) -> int:
-    """KV blocks of 16 tokens beside the weights. Raises `EngineConfigError` when the weights leave no room."""
+    """KV blocks of 16 tokens that fit beside the weights. Raises `EngineConfigError` when the weights leave no room."""
     weights = model.total_bytes
     left = int(gpu.memory_bytes * MEMORY_SHARE) - weights - RESERVED_BYTES
     blocks = left // (BLOCK_SIZE * model.shape.kv_token_bytes(kv_bytes))

@@ -1,6 +1,6 @@
-"""What is written down while a simulation runs: per tenant, per window and per step. Knows no torch.
+"""The measurements of a simulation: per tenant, per window and per step. Knows no torch.
 
-Everything done per token is a few operations on plain numbers; what needs sorting waits for the report.
+Work per token is a few operations on plain numbers; sorting is left to the report.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ NUM_GAP_BUCKETS = 1600  # to 800 s
 _LOG_RATIO = math.log(GAP_RATIO)
 
 Histogram = defaultdict[int, int]
-"""Counts by bucket of a time."""
+"""Counts by bucket of a duration."""
 
 
 def new_histogram() -> Histogram:
@@ -29,7 +29,7 @@ def new_histogram() -> Histogram:
 
 
 def gap_bucket(gap_s: float) -> int:
-    """Index of the histogram's bucket of a gap; each is one per cent wider than the last."""
+    """Index of the histogram bucket of a gap; each bucket is one per cent wider than the one before."""
     if gap_s <= GAP_MIN_S:
         return 0
     return min(NUM_GAP_BUCKETS - 1, math.ceil(math.log(gap_s / GAP_MIN_S) / _LOG_RATIO - 1e-9))
@@ -135,7 +135,7 @@ class Recorder:
         self._window_from_s += WINDOW_S
 
     def _sample_gaps(self) -> None:
-        """Largest difference of service per weight that two tenants gathered while both were backlogged all the time."""
+        """Largest difference in service per weight between two tenants over a time in which both were always backlogged."""
         tenants = sorted(self.backlogged(), key=lambda t: t.backlogged_since_s)[:PAIRS_TENANTS_MAX]
         pairs: dict[tuple[str, str], list[float]] = {}
         for index, one in enumerate(tenants):

@@ -1,7 +1,7 @@
-"""The simulation: requests arrive, the product's scheduler plans, the fake device takes its time, the scheduler is told.
+"""The simulation: requests arrive, the product's scheduler plans, the simulated device takes its time, the results are applied.
 
-Nothing here decides who is served, when and with how much: `Scheduler.schedule` and `Scheduler.apply` do, with the product's
-block pool, prefix cache, fairness and step budget. Only time is made up. Knows no torch.
+Nothing here decides which requests are served, when and with how much: `Scheduler.schedule` and `Scheduler.apply` do, with the
+product's block pool, prefix cache, fairness and step budget. Only time is simulated. Knows no torch.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ POLICIES: dict[str, Callable[[PolicyContext], Policy]] = {
     "vtc": VtcPolicy,
     "static": FcfsPolicy,
 }
-"""`static`: first come, first served, in batches of which each begins when the last one has ended."""
+"""`static`: first come, first served, in batches, each of which begins when the one before has ended."""
 
 KV_BYTES = {"auto": None, "bf16": 2, "fp8": 1}
 """Bytes of a number in the cache; None is the format that is computed in."""
@@ -159,7 +159,7 @@ class Replay:
         return StepBudget(step_time, BudgetTargets.following(self.setup.inter_token_target_s))
 
     def run(self, progress: Callable[[float], None] = lambda _: None) -> None:
-        """Replay everything until the last answer has ended."""
+        """Replay until the last answer has ended."""
         total = len(self.workload.requests)
         with _quiet_collector():
             while True:
@@ -178,7 +178,7 @@ class Replay:
         progress(1.0)
 
     def _receive(self) -> None:
-        """Hand over what has arrived; static batching gathers it until the last batch has ended."""
+        """Hand over arrived requests; static batching collects them until the last batch has ended."""
         now_s, traced = self.clock.now_s, self._next
         while traced is not None and traced.arrival_s <= now_s:
             self._submit(traced)
@@ -189,7 +189,7 @@ class Replay:
             del self._gathered[: self.setup.max_num_seqs]
 
     def _submit(self, traced: TracedRequest) -> None:
-        """A prompt that does not fit the context is refused, as the engine does; the record keeps it."""
+        """Submit a request. A prompt that does not fit the context is refused, as by the engine, and recorded."""
         tenant = self.recorder.tenant(traced.tenant, self.setup.weights.get(traced.tenant, 1))
         tenant.num_requests += 1
         limit = self.setup.max_model_len
@@ -242,7 +242,7 @@ class Replay:
         tenant.outcomes.append((ttft_s, tpot_s))
 
     def _sample(self) -> None:
-        """Slots of used blocks that hold no token, and what the recorder samples itself."""
+        """Record slots of used blocks that hold no token, and the recorder's own samples."""
         recorder = self.recorder
         for request in self.scheduler.running:
             slots = len(request.block_table) * BLOCK_SIZE
@@ -256,7 +256,7 @@ class Replay:
 
 
 def block_names(traced: TracedRequest) -> list[bytes]:
-    """Names of the full blocks of a prompt, where the trace says which prefixes are equal: one of its blocks is many here."""
+    """Names of a prompt's full blocks, if the trace says which prefixes are equal. One block of the trace is many here."""
     names: list[bytes] = []
     for block_id in traced.block_ids:
         chain = blake2b(f"{block_id} {traced.tenant}".encode(), digest_size=12).digest()

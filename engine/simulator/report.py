@@ -1,4 +1,4 @@
-"""What a replay showed, as plain numbers: for a table, for JSON, for a row of results. Knows no torch."""
+"""The results of a replay as plain numbers: for a table, for JSON, for a row of results. Knows no torch."""
 
 from __future__ import annotations
 
@@ -20,7 +20,8 @@ Outcome = tuple[float, float | None]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Objective:
-    """What a good request is: first token within `ttft_s`, then on average one token per `tpot_s`. None promises nothing."""
+    """When a request counts as good: first token within `ttft_s`, then on average one token per `tpot_s`. None: no
+    condition."""
 
     ttft_s: float | None = 1.0
     tpot_s: float | None = 0.025
@@ -141,7 +142,7 @@ def _fairness(replay: Replay, tenants: Sequence[TenantRecord]) -> dict[str, Any]
 
 
 def _service_gap_bound_s(replay: Replay) -> float | None:
-    """2(U + Q) of docs/fairness.md, with the longest step for the largest service in one step; other policies promise none."""
+    """2(U + Q) of docs/fairness.md, with the longest step as the largest service in one step; None for other policies."""
     policy = replay.scheduler.policy
     if not isinstance(policy, FairPolicy):
         return None
@@ -222,7 +223,7 @@ def _gap_percentiles(tenants: Sequence[TenantRecord]) -> dict[str, float | None]
 
 
 def _histogram_percentiles(counts: Mapping[int, int], max_s: float) -> dict[str, float | None]:
-    """Upper edges of the buckets in which the percentiles lie: at most one per cent too much, and never above `max_s`."""
+    """Upper edges of the buckets of the percentiles: at most one per cent too high, and never above `max_s`."""
     total, named = sum(counts.values()), dict[str, float | None]()
     for percent in PERCENTILES:
         rank, seen, found = -(-total * percent // 100), 0, 0
@@ -247,12 +248,12 @@ def _ratio(part: float, whole: float) -> float | None:
 
 
 def _rounded(value: float | None) -> float | None:
-    """Five significant digits: more would pretend to a precision that a model of time does not have."""
+    """Five significant digits: more would suggest a precision that a model of time does not have."""
     return None if value is None else float(f"{value:.5g}")
 
 
 def flat(report: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """The report's figures by dotted name, without the rows of single tenants."""
+    """The report's figures by dotted name, without the rows of individual tenants."""
     named: dict[str, Any] = {}
     for name, value in report.items():
         if isinstance(value, Mapping):

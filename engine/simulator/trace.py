@@ -45,7 +45,7 @@ class TracedRequest:
 
 @dataclass(slots=True)
 class Trace:
-    """All rows, by time. `num_empty` rows of zero tokens were left out; `was_unsorted` tells that the file was not in order."""
+    """All rows, by time. `num_empty`: rows of zero tokens that were left out; `was_unsorted`: the file was not in order."""
 
     name: str
     requests: list[TracedRequest] = field(default_factory=list)
@@ -56,7 +56,7 @@ class Trace:
 
 
 class _Row:
-    """One row's fields, converted; every failure knows the line and the field."""
+    """One row's fields, converted. Every error names the line and the field."""
 
     def __init__(self, path: Path, line: int, values: Mapping[str, Any]) -> None:
         self._path, self._line, self._values = path, line, values

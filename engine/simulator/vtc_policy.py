@@ -1,4 +1,4 @@
-"""Virtual token counters, the fair policy of others, to compare ours with. Serving does not use it."""
+"""Virtual token counters, a published fair policy, for comparison with ours. Serving does not use it."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from engine.scheduling.request import Request, account_of
 class VtcPolicy(PlainPolicy):
     """Virtual token counters (Sheng et al., OSDI 2024, arXiv 2401.00588): the tenant with the smallest counter goes next.
 
-    A round robin with a quantum of one price unit is the smallest counter first, and its lift is that of the paper. Counters
+    Round robin with a quantum of one price unit serves the smallest counter first, and its lift is the paper's. Counters
     are in the prices of the accounts; `TOKEN_PRICES` are the paper's 1 per prompt token and 2 per output token.
     """
 
@@ -25,7 +25,7 @@ class VtcPolicy(PlainPolicy):
         self._backlog.join(account_of(request), self._accounts.step)
 
     def left(self, request: Request) -> None:
-        """A tenant without waiting requests has no turn to take; its prefills under way go on by themselves."""
+        """A tenant without waiting requests needs no turn; its prefills under way go on without one."""
         account = account_of(request)
         if not account.waiting:
             self._backlog.leave(account)

@@ -1,7 +1,7 @@
-"""Which requests are replayed: a trace, scaled, cut, sampled and split over tenants, or a scenario made here. Knows no torch.
+"""Which requests are replayed: a trace, scaled, cut, sampled and split over tenants, or a generated scenario. Knows no torch.
 
-All choices follow from the seed alone. A conversation is what shares prompt blocks beyond those that most requests begin with
-(a common system prompt), so a sample keeps or drops it whole and a split gives all of it to one tenant.
+All choices depend on the seed alone. A conversation is a set of requests that share prompt blocks beyond a common system prompt
+(blocks with which most requests begin). A sample keeps or drops it whole, and a split gives all of it to one tenant.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ VICTIM_RATE = 1.0
 SCENARIO_S = 120.0
 HOG_RATE, HOG_FROM_S, HOG_TO_S = 50.0, 10.0, 50.0
 HOGS = {"noisy-prefill": (2000, 200), "noisy-decode": (512, 1500), "noisy-none": None}
-"""Prompt and answer tokens of the neighbour's requests, 50 per second for 40 s; `noisy-none` is the victims alone."""
+"""Prompt and answer tokens of the neighbour's requests, 50 per second for 40 s; in `noisy-none` there are only the victims."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,7 +66,7 @@ class WorkloadOptions:
 
 @dataclass(slots=True)
 class Workload:
-    """Requests by arrival time. `notes` tell what was left out or changed; `victims`: tenants that a scenario watches."""
+    """Requests by arrival time. `notes` say what was left out or changed; `victims`: tenants that a scenario watches."""
 
     name: str
     requests: list[TracedRequest]
@@ -138,7 +138,7 @@ def _scaled(request: TracedRequest, options: WorkloadOptions) -> TracedRequest:
 
 
 def make_scenario(name: str, *, seed: int, lengths: Path | None = None) -> Workload:
-    """Four tenants with one request per second each and a neighbour with far more: who pays for it? Two minutes.
+    """Four tenants with one request per second each and a neighbour with many more: which of them pay for it? Two minutes.
 
     The victims' lengths are rows of the file `lengths`, or drawn from quantiles of ShareGPT. Raises `EngineConfigError`.
     """

@@ -1,4 +1,4 @@
-"""What an operator says about speculative decoding. Field names are those of vLLM's `speculative_config`. Knows no torch."""
+"""An operator's settings for speculative decoding. Field names are those of vLLM's `speculative_config`. Knows no torch."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ NGRAM_MAX = 16
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SpeculativeOptions:
-    """`ngram` guesses what followed the last `prompt_lookup_max` … `prompt_lookup_min` tokens where they stood before;
-    `draft_model` asks the smaller model in the directory `model`. At most `num_speculative_tokens` are guessed per step, and
-    none while more than `disable_by_batch_size` requests run; None leaves that to what guesses were measured to cost.
+    """`ngram` guesses what followed an earlier occurrence of the last `prompt_lookup_max` … `prompt_lookup_min` tokens;
+    `draft_model` uses the smaller model in the directory `model`. At most `num_speculative_tokens` are guessed per step, and
+    none while more than `disable_by_batch_size` requests run; None derives that limit from the measured cost of guesses.
 
     Raises `EngineConfigError` for the option `speculative_config`, naming the field.
     """
@@ -51,7 +51,7 @@ class SpeculativeOptions:
 
     @classmethod
     def parse(cls, value: Mapping[str, Any]) -> SpeculativeOptions:
-        """From a mapping as it stands in a settings file or in a call. Raises `EngineConfigError`."""
+        """From a mapping as in a settings file or a call. Raises `EngineConfigError`."""
         if not isinstance(value, Mapping):
             raise EngineConfigError(OPTION, f"must be a mapping of options, not {value!r}")
         unknown = sorted(set(map(str, value)) - {field.name for field in fields(cls)})
@@ -69,13 +69,13 @@ class SpeculativeOptions:
 
 
 def check_draft_vocabulary(draft: ModelConfig, target: ModelConfig) -> None:
-    """Raise `EngineConfigError` for a draft model whose token ids mean something else."""
+    """Raise `EngineConfigError` for a draft model whose token ids have other meanings."""
     if draft.vocab_size != target.vocab_size:
         raise _wrong("model", f"has a vocabulary of {draft.vocab_size} tokens, the served model one of {target.vocab_size}")
 
 
 def check_draft_context(draft: ModelConfig, max_model_len: int) -> None:
-    """Raise `EngineConfigError` for a draft model that cannot follow as far as requests may go."""
+    """Raise `EngineConfigError` for a draft model whose context is shorter than that of requests."""
     if draft.max_position_len < max_model_len:
         raise _wrong("model", f"has a context of {draft.max_position_len} tokens; set max_model_len to at most that")
 

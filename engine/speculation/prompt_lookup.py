@@ -1,14 +1,14 @@
-"""How many tokens to guess for a request before the model is asked, and for prompt lookup which ones. Knows no torch.
+"""How many tokens to guess for a request before the model computes them, and for prompt lookup which ones. Knows no torch.
 
 Speculative decoding (arXiv 2211.17192, 2302.01318) lets one step verify several guessed tokens of a request. Two proposers:
 
-    prompt lookup  the text repeats itself: what followed the last n tokens when they stood there before (arXiv 2304.04487)
-    draft model    a smaller model of the same vocabulary writes the guesses; here only how many of them it should write
+    prompt lookup  the text repeats itself: what followed an earlier occurrence of the last n tokens (arXiv 2304.04487)
+    draft model    a smaller model of the same vocabulary writes the guesses; this module only decides how many
 
 A guess costs a row of the batch whether it is right or not. The first rows of a step are almost free, because reading the
 weights takes longer than multiplying with them; later ones are not. So the depth k of a request is the one with the most
-expected tokens per time, (1 + a + … + aᵏ) / cost(rows), where a is the measured share of its guesses that were right, and
-the cost of rows is measured when the engine starts. In a large batch no guess is worth its row, and nothing is guessed.
+expected tokens per time, (1 + a + … + aᵏ) / cost(rows), where a is the measured share of its guesses that were right, and the
+cost of rows is measured when the engine starts. In a large batch no guess is worth its row, so none is made.
 """
 
 from __future__ import annotations
@@ -24,27 +24,27 @@ from engine.scheduling.request import Request
 from engine.speculation.options import SpeculativeOptions
 
 MEMORY = 0.7
-"""What a guess from one step earlier still counts in the acceptance of a request: text begins and ceases to repeat abruptly."""
+"""Weight of a guess one step older in a request's acceptance: text begins and stops repeating abruptly."""
 
 PRIOR_ACCEPTED, PRIOR_TRIED = 1.4, 2.0
-"""Acceptance of a request that has not been measured, as that many guesses."""
+"""Acceptance of a request that has not been measured, expressed as this many guesses."""
 
 PROBE_INTERVAL = 16
-"""Tokens without a guess after which one is made all the same: the text may have begun to repeat itself."""
+"""Tokens without a guess after which one is made anyway: the text may have begun to repeat itself."""
 
 GOOD_ACCEPTANCE = 0.9
-"""Where guesses of this quality are not worth it, none are looked for at all."""
+"""If guesses of this quality are not worth their rows, none are looked for at all."""
 
 ACCEPTANCE_STEPS = 64
-"""How finely acceptance is told apart when depths are chosen."""
+"""Resolution of the acceptance when depths are chosen."""
 
 DEPTHS_KEPT = 4096
-"""Chosen depths that need not be computed again, the latest ones: of so many requests and guesses there are half a million."""
+"""Chosen depths kept in a cache, the latest ones: there are half a million combinations of requests and guesses."""
 
 NUM_RUNNING_MAX = 4096
 
 INDEX_TOKENS_MAX = 16384
-"""Tokens after which a generation of the index is closed; two are kept, so that a long context costs bounded memory."""
+"""Tokens after which a generation of the index is closed. Two are kept, so that a long context costs bounded memory."""
 
 INDEX_TOKENS_PER_STEP = 2048
 """Tokens indexed in one step by all requests together: about a millisecond. A long prompt is indexed over several steps."""
@@ -52,23 +52,23 @@ INDEX_TOKENS_PER_STEP = 2048
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SpeculationCosts:
-    """Time of a step, measured for some numbers of rows, `rows` ascending from 1, and of each guess of a draft model (0 for
-    prompt lookup), all in units of a step with one row. In each step the draft model takes part once, guesses or not, to have
-    keys and values of its own of every token."""
+    """Time of a step, measured for some numbers of rows (`rows`, ascending from 1), and of each guess of a draft model (0 for
+    prompt lookup), both in units of a step with one row. The draft model runs once in every step, with guesses or without, to
+    compute its own keys and values of every token."""
 
     rows: tuple[int, ...]
     times: tuple[float, ...]
     draft_step: float = 0.0
 
     def of(self, num_rows: int, num_draft_steps: int = 0) -> float:
-        """The time of a step, linear between the measured numbers of rows; beyond them the last slope goes on."""
+        """The time of a step, interpolated between the measured numbers of rows and extrapolated beyond them."""
         rows, times = self.rows, self.times
         upper = min(max(1, bisect_left(rows, num_rows)), len(rows) - 1)
         slope = (times[upper] - times[upper - 1]) / (rows[upper] - rows[upper - 1])
         return times[upper - 1] + slope * (num_rows - rows[upper - 1]) + self.draft_step * num_draft_steps
 
     def best_depth(self, acceptance: float, num_running: int, limit: int) -> int:
-        """The depth at most `limit` with the most expected tokens per time, when all that run guess as deep."""
+        """The depth up to `limit` with the most expected tokens per time, if all running requests guess to the same depth."""
         best, best_rate = 0, 1.0 / self.of(num_running)
         expected = term = 1.0
         for depth in range(1, limit + 1):
@@ -89,9 +89,9 @@ class SpeculationCosts:
 
 
 class AcceptanceRecord:
-    """Which share of the guesses for one request was right, recent ones counting most.
+    """The share of guesses for one request that were right, weighted towards recent ones.
 
-    A step tells of its accepted guesses and of the first wrong one; those behind it were never tried.
+    A step reports its accepted guesses and the first wrong one; those after it were never tried.
     """
 
     __slots__ = ("_accepted", "_tried")
@@ -109,9 +109,9 @@ class AcceptanceRecord:
 
 
 class NgramIndex:
-    """Where each n-gram of one token list last stood, for some n; follows the list as it grows.
+    """The last occurrence of each n-gram of one token list, for some n; follows the list as it grows.
 
-    Keys are hashes: two n-grams that share one make a wrong guess, never a wrong token.
+    Keys are hashes: two n-grams with equal hashes cause a wrong guess, never a wrong token.
     """
 
     __slots__ = ("_num_indexed", "_older", "_recent", "_sizes")
@@ -124,8 +124,8 @@ class NgramIndex:
         self._num_indexed = 0
 
     def follow(self, token_ids: Sequence[int], num_tokens: int, *, num_unknown: int = 0) -> bool:
-        """Take in at most `num_tokens` more positions, none of the `num_unknown` last ones; whether the index is up to date.
-        What is out of reach is passed over."""
+        """Index at most `num_tokens` more positions, excluding the `num_unknown` last ones. Returns whether the index is up to
+        date. Positions out of reach are skipped."""
         num_known = len(token_ids) - num_unknown
         first = max(self._num_indexed, num_known - 2 * INDEX_TOKENS_MAX, 1)
         last = min(num_known, first + num_tokens)
@@ -139,9 +139,9 @@ class NgramIndex:
         return last == num_known
 
     def continuation(self, token_ids: Sequence[int], num_tokens: int) -> list[int]:
-        """What followed the longest indexed n-gram that ends the list, where it stood last; [] when it never stood before.
+        """What followed the last occurrence of the longest indexed n-gram that ends the list; [] if there was none before.
 
-        Where the list ends before `num_tokens` are found, it is taken to go on with the same period.
+        If the list ends before `num_tokens` are found, it is assumed to continue with the same period.
         """
         for size in self._sizes:
             key = hash((size, *token_ids[-size:]))
@@ -156,7 +156,7 @@ class NgramIndex:
 
 @dataclass(slots=True)
 class _Guesses:
-    """`guessed_at`: how many tokens there were when a guess was last made."""
+    """`guessed_at`: number of tokens when a guess was last made."""
 
     record: AcceptanceRecord
     index: NgramIndex | None
@@ -178,7 +178,7 @@ class AdaptiveDrafter:
         return num_running <= self._num_running_max
 
     def draft(self, request: Request, *, limit: int, num_running: int) -> Draft:
-        """At most `limit` guesses for what follows `request.token_ids`; none while the choice depends on what was chosen."""
+        """At most `limit` guesses for what follows `request.token_ids`; none if a choice depends on the choices before it."""
         if limit < 1 or not self.pays(num_running) or not can_draft(request):
             return NO_DRAFT
         state = self._states.get(request)
@@ -195,7 +195,7 @@ class AdaptiveDrafter:
         return Draft(depth, found[:depth])
 
     def read(self, num_running: int) -> None:
-        """Take in more of the texts that are not all read, as much as in a step that guesses."""
+        """Index more of the texts that are not fully indexed, as much as in a step that guesses."""
         for request in [*self._unread]:
             index = self._states[request].index
             if index is not None:
@@ -211,7 +211,7 @@ class AdaptiveDrafter:
         return is_read
 
     def _depth(self, request: Request, state: _Guesses, num_running: int, limit: int) -> int:
-        """What pays best, or now and then one guess where none does, to notice when that changes."""
+        """The depth that pays best. If none pays, occasionally one guess, to notice when that changes."""
         acceptance = round(state.record.acceptance * ACCEPTANCE_STEPS) / ACCEPTANCE_STEPS
         depth = self._best_depth(acceptance, num_running, limit)
         if not depth and request.num_tokens - state.guessed_at >= PROBE_INTERVAL:
@@ -221,14 +221,14 @@ class AdaptiveDrafter:
         return depth
 
     def observe(self, request: Request, num_drafted: int, num_accepted: int) -> None:
-        """Take note of a step that verified guesses."""
+        """Record the result of a step that verified guesses."""
         state = self._states.get(request)
         if state is not None:
             state.record.observe(num_drafted, num_accepted)
 
 
 def can_draft(request: Request) -> bool:
-    """Whether guesses can be verified side by side: each row's choice must not depend on the choices before it."""
+    """Whether guesses can be verified in parallel: each row's choice must not depend on the choices before it."""
     sampling = request.sampling
     return not (
         sampling.is_guided

@@ -1,8 +1,8 @@
-"""Bad words as token ids, for whoever has the tokenizer: gateway or `LLM`. Knows no torch and no tokenizer of its own.
+"""Bad words as token ids, for the gateway and `LLM`, which have the tokenizer. Knows no torch and no tokenizer of its own.
 
-A word is forbidden as the tokenizer writes it at the start of a text, and as it writes it after a space where that does not
-end in the first way anyhow. Other ways of spelling the word in tokens are not found. vLLM does the same, except that it leaves
-out the second way when it takes another number of tokens, which lets most words through that are rare at the start of a text.
+Two tokenisations of a word are forbidden: the one at the start of a text, and the one after a space unless it ends with the
+first one anyway. Other ways of spelling the word in tokens are not found. vLLM does the same, but leaves out the second one if
+it has another number of tokens, which lets through most words that are rare at the start of a text.
 """
 
 from __future__ import annotations

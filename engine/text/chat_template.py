@@ -1,8 +1,8 @@
-"""The chat template of a model directory: messages to prompt text. The one renderer, for gateway and `LLM`. Knows no torch.
+"""The chat template of a model directory: messages to prompt text. The only renderer, for gateway and `LLM`. Knows no torch.
 
-Templates are programs out of a download: they run in Jinja's sandbox, with nothing of ours in reach. They find what those of
+Templates are downloaded programs: they run in Jinja's sandbox, with access to nothing of ours. They get what templates of
 Hugging Face are written for: trimmed blocks, loop controls, `generation` blocks, plain `tojson`, `raise_exception`,
-`strftime_now`, special tokens by name, and `tools` and `documents`, which are none.
+`strftime_now`, special tokens by name, and `tools` and `documents`, which are None.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from engine.text.loop_turns import compiled, turns_left
 TEMPLATE_CHARS_MAX = 256 * 1024
 SPECIAL_TOKEN_NAMES = ("bos_token", "eos_token", "unk_token", "pad_token", "sep_token", "cls_token", "mask_token")
 TEMPLATE_FAULTS = (ArithmeticError, AttributeError, LookupError, RecursionError, TypeError, ValueError)
-"""What an expression of a template can raise on messages that it was not written for."""
+"""What a template's expression can raise on messages that it was not written for."""
 
 
 class ChatTemplateError(EngineError, ValueError):
@@ -34,11 +34,12 @@ class ChatTemplateError(EngineError, ValueError):
 
 
 class NoChatTemplate(ChatTemplateError):
-    """The model has no chat template: it continues text and answers no messages."""
+    """The model has no chat template: it continues text and does not answer messages."""
 
 
 class GenerationBlock(Extension):
-    """`{% generation %}…{% endgeneration %}` marks answers for training; for a prompt it is its content, in its own scope."""
+    """`{% generation %}…{% endgeneration %}` marks answers for training. In a prompt it renders its content, in its own
+    scope."""
 
     tags = {"generation"}
 
@@ -52,7 +53,7 @@ class ChatTemplate:
     """Messages to prompt text by the template of the model."""
 
     def __init__(self, source: str, special_tokens: Mapping[str, str], *, origin: str = "the model's chat template") -> None:
-        """`origin` names the source in errors about it. Raises `ChatTemplateError`."""
+        """`origin` names the source in error messages. Raises `ChatTemplateError`."""
         if len(source) > TEMPLATE_CHARS_MAX:
             raise ChatTemplateError(f"{origin} has {len(source)} characters; at most {TEMPLATE_CHARS_MAX} are accepted")
         self._template = _compile(source, origin)
@@ -92,7 +93,7 @@ def _compile(source: str, origin: str) -> jinja2.Template:
         return compiled(environment, source)
     except jinja2.TemplateSyntaxError as error:
         raise ChatTemplateError(f"{origin} cannot be compiled: line {error.lineno}: {error.message}") from error
-    except (SyntaxError, *TEMPLATE_FAULTS) as error:  # what Python's own compiler says to the code that Jinja made of it
+    except (SyntaxError, *TEMPLATE_FAULTS) as error:  # raised by Python's compiler for the code that Jinja generated
         raise ChatTemplateError(f"{origin} cannot be compiled: {error}") from error
 
 

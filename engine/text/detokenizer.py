@@ -1,8 +1,8 @@
-"""The text of an answer from its tokens, as they come, up to the first stop string. For gateway and `LLM`. Knows no torch.
+"""The text of an answer from its tokens as they arrive, up to the first stop string. For gateway and `LLM`. Knows no torch.
 
-    token ids ─► Detokenizer: whole characters ─► StopStrings: what is certain not to belong to a stop string ─► text
+    token ids ─► Detokenizer: whole characters ─► StopStrings: text that is certainly not part of a stop string ─► text
 
-Neither ever takes back what it has shown, and both cost the same for the last token as for the first.
+Neither ever takes back text that was shown, and the last token costs no more than the first.
 
 ids:   … │ shown │ unread │          shown: the last tokens whose text was shown; decoded again so that the tokenizer sees
           └─ decoded ─────┘           what stands before (a leading space, a joined character)
@@ -14,8 +14,8 @@ from collections.abc import Callable, Collection, Sequence
 
 REPLACEMENT = "�"
 SHOWN_TOKENS_KEPT = 6
-SHOWN_TOKENS_MAX = 9  # where they are cut to those kept, and decoded once more
-UNREAD_TOKENS_MAX = 8  # a character has at most four bytes; more unread tokens than this are bytes that are no text
+SHOWN_TOKENS_MAX = 9  # where the shown tokens are cut to SHOWN_TOKENS_KEPT, and decoded once more
+UNREAD_TOKENS_MAX = 8  # a character has at most four bytes; with more unread tokens than this, the bytes are not text
 
 Decode = Callable[[Sequence[int]], str]
 
@@ -23,14 +23,15 @@ Decode = Callable[[Sequence[int]], str]
 class AnswerText:
     """The text of one answer. `matched` is the stop string that ended it; nothing is shown after it.
 
-    Stop strings count only from the `min_tokens`-th token on. Tokens are taken one by one: where a stop string ends, and so
-    what is billed, must not depend on how many of them came at a time.
+    Stop strings count only from the `min_tokens`-th token on. Tokens are processed one by one: where a stop string ends, and so
+    what is billed, must not depend on how many tokens arrive at a time.
     """
 
     def __init__(
         self, decode: Decode, *, stop: Sequence[str] = (), stop_token_ids: Collection[int] = (), min_tokens: int = 0
     ) -> None:
-        """`decode` turns ids into text and leaves special tokens out. A token of `stop_token_ids` that ends has no text."""
+        """`decode` turns ids into text and omits special tokens. A token of `stop_token_ids` that ends the answer has no
+        text."""
         self._detokenizer = Detokenizer(decode)
         self._stop = StopStrings(stop)
         self._stop_token_ids = frozenset(stop_token_ids)
@@ -44,7 +45,7 @@ class AnswerText:
     def push(self, token_ids: Sequence[int], *, ends_by_token: bool = False) -> tuple[str, int]:
         """The text that these tokens add, and how many of them count: those up to the one that completes a stop string.
 
-        `ends_by_token`: the engine ended the answer at the last of them because of what it is.
+        `ends_by_token`: the last of them is an end token with which the engine ended the answer.
         """
         text = ""
         for index, token_id in enumerate(token_ids):
@@ -64,7 +65,7 @@ class AnswerText:
 
 
 class Detokenizer:
-    """The text of one request. `decode` turns ids into text and leaves special tokens out."""
+    """The text of one request. `decode` turns ids into text and omits special tokens."""
 
     def __init__(self, decode: Decode) -> None:
         self._decode = decode
@@ -73,7 +74,7 @@ class Detokenizer:
         self._unread: list[int] = []
 
     def push(self, token_ids: Sequence[int]) -> str:
-        """The text that `token_ids` complete; an unfinished character waits for its rest."""
+        """The text that `token_ids` complete; an unfinished character is held back until its rest arrives."""
         self._unread.extend(token_ids)
         num_unread = len(self._unread)
         shortest = max(0, num_unread - UNREAD_TOKENS_MAX)
@@ -95,7 +96,7 @@ class Detokenizer:
         return text
 
     def _show(self, count: int, together: str) -> None:
-        """`count` unread tokens are shown now; `together` is their text behind that of those before."""
+        """`count` unread tokens are shown now; `together` is the text of the tokens shown before and these."""
         self._shown += self._unread[:count]
         del self._unread[:count]
         if len(self._shown) > SHOWN_TOKENS_MAX:
@@ -103,8 +104,8 @@ class Detokenizer:
         self._shown_text = together
 
     def _keep_last(self) -> str:
-        """Keep the last shown tokens, from the beginning of a character on where that can be; their text. Behind a part of a
-        character a tokenizer may spell a whole one as no text at all."""
+        """Keep the last shown tokens, starting at the beginning of a character if possible. Returns their text. After a part of
+        a character, a tokenizer may decode a whole one to no text at all."""
         shown = self._shown
         for kept in range(SHOWN_TOKENS_KEPT, SHOWN_TOKENS_MAX + 1):
             self._shown = shown[-kept:]
@@ -115,7 +116,7 @@ class Detokenizer:
 
 
 def _behind(before: str, together: str) -> str:
-    """What `together` has behind the characters with which both begin."""
+    """What `together` contains after its common prefix with `before`."""
     if together.startswith(before):
         return together[len(before) :]
     shared = next((index for index, pair in enumerate(zip(before, together, strict=False)) if pair[0] != pair[1]), None)
@@ -123,7 +124,7 @@ def _behind(before: str, together: str) -> str:
 
 
 class StopStrings:
-    """Fed with text; gives back the text that is certain not to belong to a stop string. `matched` is set when one is found.
+    """Takes text; returns the text that is certainly not part of a stop string. `matched` is set when one is found.
 
     One Knuth-Morris-Pratt automaton per string, so that the cost of a character does not depend on how much is held back.
     """
@@ -134,7 +135,7 @@ class StopStrings:
         self.matched: str | None = None
 
     def push(self, text: str) -> str:
-        """The text that may be shown now; where a stop string ends inside `text`, what stands before it."""
+        """The text that may be shown now; if a stop string ends inside `text`, only what precedes it."""
         if self.matched is not None:
             return ""
         if not self._automata:
@@ -142,7 +143,7 @@ class StopStrings:
         for index, character in enumerate(text):
             complete = [automaton.length for automaton in self._automata if automaton.step(character)]
             if complete:
-                longest = max(complete)  # of those that end here, the one that began first
+                longest = max(complete)  # of the stop strings that end here, the one that began first
                 self.matched = next(a.string for a in self._automata if a.length == longest and a.complete)
                 seen = self._held + text[: index + 1]
                 self._held = ""
@@ -150,7 +151,7 @@ class StopStrings:
         return self._release(self._held + text)
 
     def flush(self) -> str:
-        """What is held back: the text has ended and no stop string came of it."""
+        """Return the text held back: the answer has ended without a stop string."""
         held, self._held = self._held, ""
         return held
 
@@ -161,7 +162,7 @@ class StopStrings:
 
 
 class _Automaton:
-    """How many characters of `string` the text seen so far ends with."""
+    """The number of characters of `string` with which the text so far ends."""
 
     def __init__(self, string: str) -> None:
         self.string = string

@@ -1,8 +1,8 @@
-"""Bounds the work of a chat template: the turns of its loops, and of filters that loop, are counted while it renders.
+"""Bounds the work of a chat template: counts the turns of its loops, and of filters that loop, while it renders.
 
-What a template does with the messages is its author's choice, how many messages there are is anybody's. One that looks at every
-pair of messages is quick for ten and takes minutes for ten thousand. So does one that puts a text together message by message,
-each time copying all of it: what `+` and `~` add to something long takes turns too. Other ways to join are not
+The template's author chooses what it does with the messages, but any client chooses how many there are. A template that looks
+at every pair of messages is quick for ten and takes minutes for ten thousand. So does one that builds a text message by message
+and copies all of it each time: additions to long text with `+` and `~` therefore count as turns too. Other ways to join are not
 counted. Knows no message and no model.
 """
 
@@ -17,12 +17,12 @@ from jinja2 import nodes
 from jinja2.runtime import Context
 
 LOOP_TURNS_MAX = 1 << 22
-"""Every pair of 2,048 messages: some three seconds where each turn looks at an attribute, a third of one for nothing."""
+"""Every pair of 2,048 messages: some three seconds if each turn reads an attribute, a third of a second if it does nothing."""
 
 BYTES_PER_TURN = 512
-"""That an addition copies; where memory comes from the system each time, a turn's time."""
+"""Copied bytes of an addition that count as one turn: about as slow when each copy needs new memory from the system."""
 
-_FILTER = "counted turns"  # names that no template can write
+_FILTER = "counted turns"  # not identifiers, so no template can use them
 _ADDEND_FILTER = "counted bytes"
 _COUNTER = "turns left"
 _LOOPING_FILTERS = frozenset(
@@ -38,7 +38,7 @@ class TooManyTurns(jinja2.TemplateError):
 
 
 class _TurnsLeft:
-    """Of one rendering."""
+    """The turns left in one rendering."""
 
     def __init__(self) -> None:
         self.left = LOOP_TURNS_MAX
@@ -50,7 +50,7 @@ class _TurnsLeft:
 
 
 class _Counted:
-    """An iterable each of whose items takes one of the turns that are left."""
+    """An iterable; each of its items takes one of the turns that are left."""
 
     def __init__(self, iterable: Iterable[Any], turns: _TurnsLeft) -> None:
         self._iterable = iterable
@@ -65,12 +65,12 @@ class _Counted:
         return bool(self._iterable)
 
     def __len__(self) -> int:
-        """The length, for `loop.length`. Raises TypeError where there is none, as everybody expects."""
+        """The length, for `loop.length`. Raises TypeError if there is none, as `len` does."""
         return len(self._iterable)  # type: ignore[arg-type]
 
 
 def compiled(environment: jinja2.Environment, source: str) -> jinja2.Template:
-    """`source` with its turns counted; `environment` learns how. Raises what compiling raises."""
+    """`source` compiled with its turns counted; `environment` gets the filters for that. Raises what compiling raises."""
     environment.filters[_FILTER] = _counted
     environment.filters[_ADDEND_FILTER] = _counted_addend
     tree = environment.parse(source)
@@ -91,12 +91,12 @@ def compiled(environment: jinja2.Environment, source: str) -> jinja2.Template:
 
 
 def turns_left() -> dict[str, Any]:
-    """What a rendering is given along with its values."""
+    """Variables that a rendering needs besides its values."""
     return {_COUNTER: _TurnsLeft()}
 
 
 def _is_loop(call: nodes.Call) -> bool:
-    """Whether this is `loop(…)`, which in a recursive loop goes through what it is given."""
+    """Whether this is `loop(…)`, which in a recursive loop iterates over its argument."""
     return isinstance(call.node, nodes.Name) and call.node.name == "loop"
 
 
@@ -107,7 +107,7 @@ def _counted(context: Context, iterable: Iterable[Any]) -> _Counted:
 
 @jinja2.pass_context
 def _counted_addend(context: Context, value: Any) -> Any:
-    """`value`, of whose text or list, if it is one, an addition makes a copy."""
+    """`value`; if it is a text or list, the bytes that an addition copies are counted."""
     if isinstance(value, str | list | tuple) and (turns := sys.getsizeof(value) // BYTES_PER_TURN):
         context[_COUNTER].take(turns)
     return value
@@ -119,7 +119,7 @@ def _counting(node: nodes.Node) -> nodes.Filter:
 
 
 def _counting_bytes(node: nodes.Expr) -> nodes.Expr:
-    """`node`, counted unless the template holds it: those are short."""
+    """`node` with its bytes counted, unless it is a constant of the template, because those are short."""
     if isinstance(node, nodes.Const | nodes.TemplateData):
         return node
     return nodes.Filter(node, _ADDEND_FILTER, [], [], None, None, lineno=node.lineno)

@@ -1,7 +1,7 @@
-"""Prompts that an operator lets all tenants share in the prefix cache: read from files, as token ids.
+"""Prompts that an operator shares between all tenants in the prefix cache: read from files, as token ids.
 
-A file holds the text of a system prompt. Requests have it either as it stands or as the system message of a conversation, so
-both ways are shared; of the conversation, the part that is the same whatever the user says.
+A file holds the text of a system prompt. Requests contain it either as it is or as the system message of a conversation, so
+both forms are shared; of the conversation, only the part that does not depend on the user's message.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ def _read(path: Path) -> str:
 
 
 def _in_conversation(model: Path, tokenizer: Tokenizer, text: str) -> list[list[int]]:
-    """What two conversations with this system message have in common, if the model knows conversations."""
+    """The common beginning of two conversations with this system message, if the model has a chat template."""
     try:
         template = ChatTemplate.load(model)
         rendered = [

@@ -1,4 +1,4 @@
-"""Text of a model: tokenizer.json of a model directory, to token ids and back. Knows no torch and no request."""
+"""Text to token ids and back, by tokenizer.json of a model directory. Knows no torch and no request."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class Tokenizer:
             )
         try:
             self._tokenizer = RustTokenizer.from_buffer(path.read_bytes())
-        except ValueError as error:  # whatever the library finds wrong in the text
+        except ValueError as error:  # any fault that the library finds in the file
             raise NotAModelDirectory(f"{path} is not a tokenizer: {error}") from error
         self._tokenizer.no_padding()
         self._tokenizer.no_truncation()
@@ -35,9 +35,9 @@ class Tokenizer:
         return size
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
-        """Token ids of `text`; special tokens are those that the tokenizer puts around a text, such as the first one.
+        """Token ids of `text`. Special tokens are those that the tokenizer puts around a text, such as the first one.
 
-        Raises `PromptError` for what cannot be written as UTF-8.
+        Raises `PromptError` for text that cannot be encoded as UTF-8.
         """
         try:
             ids: list[int] = self._tokenizer.encode(text, add_special_tokens=add_special_tokens).ids
@@ -46,8 +46,8 @@ class Tokenizer:
         return ids
 
     def encode_prompt(self, text: str, *, max_model_len: int, add_special_tokens: bool = True) -> list[int]:
-        """As `encode`, of a text that an answer is to follow. Raises `PromptError` for an empty one and, before the work of
-        tokenising it, for one that cannot fit the context whatever its tokens are."""
+        """As `encode`, for a prompt. Raises `PromptError` for an empty text and, before the work of tokenising it, for one that
+        cannot fit the context whatever its tokens are."""
         if not text:
             raise PromptError("the prompt is empty")
         fewest = fewest_tokens(text, longest_token_chars=self.longest_token_chars)
@@ -60,8 +60,8 @@ class Tokenizer:
 
     @cached_property
     def longest_token_chars(self) -> int:
-        """Characters of the longest token. One of a byte-level tokenizer stands for a byte, of which a character has one
-        or more, so no token covers more characters of a text than this."""
+        """Length of the longest token in characters. With a byte-level tokenizer each of those stands for a byte, and a
+        character of text has at least one byte, so no token covers more characters of a text than this."""
         return max(map(len, self._tokenizer.get_vocab(with_added_tokens=True)), default=1)
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
@@ -77,9 +77,10 @@ class Tokenizer:
         return token
 
     def token_text(self, token_id: int) -> str:
-        """One token as text, special tokens included; a part of a character shows as a replacement character.
+        """One token as text, special tokens included; part of a character becomes a replacement character.
 
-        It is what a second one adds to a first: a decoder of SentencePiece drops the space at the start of a text.
+        Computed as what a second copy of the token adds to the first: a SentencePiece decoder drops the space at the start of a
+        text.
         """
         text = self._token_texts.get(token_id)
         if text is None:

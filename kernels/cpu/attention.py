@@ -1,17 +1,17 @@
 """Paged attention by gathering blocks into a dense workspace and calling the fused attention of torch.
 
-Single-query rows (decodes) are padded to the longest of their group, and one group is one gather and one attention call
-per layer: the query heads that share a key head stand in the place of query positions, so grouped heads need no copies.
-Rows are grouped so that padding wastes little and no group outgrows the workspace. Longer rows (prefill chunks) attend
-one by one without padding. All index tensors are made once per step by `AttentionPlanner.plan`; layers only use them.
+Single-query rows (decodes) are padded to the longest of their group. A group is one gather and one attention call per layer:
+the query heads that share a key head take the place of query positions, so grouped heads need no copies. Rows are grouped so
+that padding wastes little and no group outgrows the workspace. Longer rows (prefill chunks) attend one by one without padding.
+All index tensors are created once per step by `AttentionPlanner.plan`; layers only use them.
 
-Slots beyond a row's context belong to somebody else or hold old content, NaN included: they are zeroed in the gathered
-copy and masked, so nothing of them reaches the output. Blocks that a window hides from all queries of a row are not read.
+Slots beyond a row's context belong to other requests or hold old content, possibly NaN: they are zeroed in the gathered copy
+and masked, so nothing of them reaches the output. Blocks that a window hides from all queries of a row are not read.
 
-The fused attention has no soft-cap; with one, scores are computed in the open, in slices of bounded size.
+The fused attention has no soft-cap; with one, scores are computed explicitly, in slices of bounded size.
 
-A cache in 8 bits is decoded as it is gathered. Then every row reads its own keys and values from the cache too, rounded as
-later rows will see them: how a prompt is cut into chunks makes no difference.
+A cache in 8 bits is decoded while it is gathered. Every row then reads its own keys and values from the cache too, rounded as
+later rows will see them, so the result does not depend on how a prompt is cut into chunks.
 """
 
 from __future__ import annotations
@@ -29,18 +29,18 @@ from kernels.attention_rows import AttentionRow, AttentionShape
 from kernels.cpu.fp8_decode import decode_kv
 
 GROUP_WASTE_BYTES = 512 * 1024
-"""Padding worth one more attention call: about the time of its fixed cost at the copy speed of one core."""
+"""Padding that costs as much as one more attention call: its fixed cost at the copy speed of one core."""
 
 WORKSPACE_BYTES_MAX = 64 * 1024 * 1024
-"""Gathered keys and values of one group; a single longer row still gets what it needs."""
+"""Gathered keys and values of one group; a single longer row may exceed this."""
 
 SCORES_MAX = 16 * 1024 * 1024
-"""Attention scores that stand in memory at a time where they are computed in the open."""
+"""Attention scores in memory at a time when they are computed explicitly."""
 
 UNPLANNED = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
-"""For whole texts on a GPU. From capability 9.0 on torch 2.11 asks cuDNN first, which makes a plan for each length that it has
-not met: tenths of a second on the host, more than the rest of the text takes. It is left where there is a mask, which with
-grouped heads only the last of these takes, in memory for all scores."""
+"""Backends for whole texts on a GPU, without cuDNN: from capability 9.0 on torch 2.11 tries cuDNN first, which makes a plan for
+each new length, in tenths of a second on the host, more than the rest of the text takes. With a mask cuDNN stays allowed: for
+grouped heads only the last of these would accept a mask, with memory for all scores."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,7 +58,7 @@ class DecodeGroup:
 class PrefillRow:
     """One row of several queries. Without `blocks` its context is the chunk itself.
 
-    `num_keys` is what the queries may see of the context, counted from the first slot of `blocks`.
+    `num_keys` is the part of the context that the queries may see, counted from the first slot of `blocks`.
     """
 
     first: int
@@ -79,7 +79,7 @@ class AttentionPlan:
 
 
 class AttentionPlanner:
-    """Makes plans and owns the workspace that gathered blocks go to. `kv_dtype` is the format of the cache, None is `dtype`."""
+    """Makes plans and owns the workspace for gathered blocks. `kv_dtype` is the format of the cache; None is `dtype`."""
 
     def __init__(
         self, shape: AttentionShape, *, dtype: torch.dtype, device: torch.device, kv_dtype: torch.dtype | None = None
@@ -92,7 +92,8 @@ class AttentionPlanner:
         self._workspace = torch.empty(0, dtype=dtype, device=device)
 
     def plan(self, rows: Sequence[AttentionRow]) -> AttentionPlan:
-        """The plan of a step. Rows of one query must come first; sorted by context, longest first, they pad least."""
+        """The plan of a step. Rows of one query must come first; sorted by context, longest first, they need the least
+        padding."""
         num_single = next((i for i, row in enumerate(rows) if row.query_len > 1), len(rows))
         groups = [self._decode_group(rows, first, last) for first, last in self._partition(rows[:num_single])]
         prefills, token = [], num_single
@@ -116,13 +117,13 @@ class AttentionPlanner:
             self._workspace = torch.empty(needed + needed // 2, dtype=self._dtype, device=self._device)
 
     def _visible_blocks(self, row: AttentionRow) -> tuple[int, int]:
-        """First and end index into the block table of what the row's queries may see."""
+        """First and end index into the block table of the blocks that the row's queries may see."""
         window, size = self._shape.sliding_window, self._shape.block_size
         first = 0 if window is None else max(0, row.start + 1 - window) // size
         return first, -(-row.context_len // size)
 
     def _partition(self, rows: Sequence[AttentionRow]) -> Iterator[tuple[int, int]]:
-        """Cut rows into groups where padding or the workspace would grow beyond its bound."""
+        """Cut rows into groups wherever padding or the workspace would exceed its bound."""
         first, widest, waste = 0, 0, 0
         for index, row in enumerate(rows):
             start, end = self._visible_blocks(row)
@@ -269,7 +270,7 @@ def _attend_in_the_open(
     parts = []
     for first in range(0, num_queries, step):
         part = queries[:, first : first + step]
-        stacked = part.reshape(shape.num_kv_heads, -1, shape.head_dim)  # query heads of one key head below each other
+        stacked = part.reshape(shape.num_kv_heads, -1, shape.head_dim)  # query heads of one key head, stacked
         scores = _capped(stacked @ keys.transpose(-1, -2), shape).view(shape.num_heads, -1, num_keys)
         if mask is not None:
             scores.masked_fill_(~mask[first : first + step], float("-inf"))

@@ -7,18 +7,18 @@ from functools import cache
 import torch
 
 SLICE_ELEMENTS = 1 << 24
-"""Logits masked at a time: their addends take as much memory."""
+"""Logits masked at a time: the amounts added to them take as much memory."""
 
 
 @cache
 def _octets(device: torch.device) -> torch.Tensor:
-    """The addends of eight tokens for each octet of a mask: [256, 8] float32"""
+    """The amounts added to eight tokens for each byte of a mask: [256, 8] float32"""
     allowed = (torch.arange(256, device=device)[:, None] >> torch.arange(8, device=device)) & 1
     return torch.where(allowed > 0, 0.0, -torch.inf)
 
 
 def apply_bitmask(logits: torch.Tensor, masks: torch.Tensor, rows: torch.Tensor) -> None:
-    """As `kernels.triton.bitmask.apply_bitmask`, without padding. Adds, so that what is not finite stays so."""
+    """As `kernels.triton.bitmask.apply_bitmask`, without padding. It adds, so that values that are not finite stay so."""
     vocab_size = logits.shape[1]
     octets = masks.contiguous().view(torch.uint8).int()
     size = max(1, SLICE_ELEMENTS // vocab_size)

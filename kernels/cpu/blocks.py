@@ -30,5 +30,5 @@ def scatter_blocks(caches: Sequence[torch.Tensor], blocks: torch.Tensor, staging
 
 
 def _bytes(blocks: torch.Tensor) -> torch.Tensor:
-    """The same memory in a dtype that torch can index: e4m3 knows no indexing."""
+    """The same memory in a dtype that torch can index: e4m3 has no indexing."""
     return blocks.view(torch.uint8) if blocks.dtype.itemsize == 1 else blocks

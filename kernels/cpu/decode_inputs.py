@@ -1,4 +1,5 @@
-"""Inputs of the next decode step from the state of its slots, and that state after a step, without a look at any value."""
+"""Inputs of the next decode step from the state of its slots, and their state after a step, without reading values on the
+host."""
 
 from __future__ import annotations
 
@@ -52,10 +53,10 @@ def advance_slots(
     out: torch.Tensor | None = None,
     host: HostTokens | None = None,
 ) -> None:
-    """The tokens of a step become the last of their slots, in place, and are copied to `out` and, with the number of the step,
-    to the next of the host's places unless all rows are padding, which comes last.
+    """The tokens of a step become the last of their slots, in place. They are also copied to `out` and, with the number of the
+    step, to the next of the host's places, unless all rows are padding. Padding comes last.
 
-    slots: [B] int32, below 0 is padding; sampled: [B], below 0 where no token could be drawn, for which a slot gets token 0.
+    slots: [B] int32, below 0 is padding; sampled: [B], below 0 if no token could be drawn; the slot then gets token 0.
     """
     active = slots >= 0
     rows = slots[active].long()

@@ -1,4 +1,4 @@
-"""Rejection sampling of drafts in torch, all requests at a time."""
+"""Rejection sampling of drafts in torch, for all requests at once."""
 
 from __future__ import annotations
 

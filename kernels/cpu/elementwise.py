@@ -1,4 +1,4 @@
-"""Normalisation, rotation and the activations in as few torch operations as possible."""
+"""Normalisation, rotation and activations in as few torch operations as possible."""
 
 from __future__ import annotations
 

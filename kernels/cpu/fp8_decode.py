@@ -1,4 +1,4 @@
-"""Conversion of e4m3 to wider numbers by shifts: on CPUs several times faster than torch's own, number by number the same."""
+"""Conversion of e4m3 to wider numbers by shifts: on CPUs several times faster than torch's, with the same results."""
 
 from __future__ import annotations
 
@@ -8,13 +8,14 @@ SIGN_AND_SEVEN_BITS = 0xBF80 - 0x10000
 """Bits of an int16: the sign of float16, the lower four bits of its exponent and the upper three of its fraction."""
 
 BIAS_FACTOR = 256.0
-"""Exponents of float16 count from 15 and those of e4m3 from 7: the same bits are 2⁸ times less."""
+"""Exponents of float16 are biased by 15 and those of e4m3 by 7: the same bits mean a number 2⁸ times smaller."""
 
 
 def decode_fp8(codes: torch.Tensor, dtype: torch.dtype, scales: torch.Tensor | None = None) -> torch.Tensor:
     """Decoded codes: float8_e4m3fn of any shape → code · scale in `dtype`; `scales` must broadcast with `codes`, None is one.
 
-    NaN becomes 480: who reads codes that nobody wrote must mask them, and weights that hold it are refused when they are read.
+    NaN becomes 480: readers of codes that were never written must mask them, and weights that contain NaN are refused on
+    loading.
     """
     bits = codes.view(torch.int8).to(torch.int16)  # the sign fills the upper half
     bits.bitwise_left_shift_(7).bitwise_and_(SIGN_AND_SEVEN_BITS)

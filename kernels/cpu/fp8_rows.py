@@ -1,4 +1,4 @@
-"""Rows in e4m3 (arXiv 2209.05433), each with the scale that lets its largest element just fit."""
+"""Rows in e4m3 (arXiv 2209.05433), each with the scale at which its largest element just fits."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import torch
 from kernels.quantised_weights import FP8, FP8_MAX
 
 ROW_MAX_MIN = 1e-12
-"""The least magnitude that a row is scaled by: rows of zeros, or of less, are scaled as if this were their largest."""
+"""The least magnitude that determines a scale: rows of smaller numbers are scaled as if this were their largest."""
 
 
 def quantize_rows_fp8(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -18,5 +18,5 @@ def quantize_rows_fp8(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def to_fp8(x: torch.Tensor) -> torch.Tensor:
-    """Nearest e4m3 value; what lies beyond the largest becomes the largest (torch alone would make it NaN)."""
+    """Nearest e4m3 value; anything beyond the largest becomes the largest (torch alone would make it NaN)."""
     return x.clamp(-FP8_MAX, FP8_MAX).to(FP8)

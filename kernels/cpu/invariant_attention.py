@@ -1,9 +1,9 @@
-"""Paged attention whose result for a query depends on the query's own context and position, and on nothing else.
+"""Paged attention whose result for a query depends only on the query's own context and position.
 
-Queries are taken in tiles aligned to positions: tile j holds positions j·Q … j·Q + Q − 1 of one request, whether one of them
-is computed in this step or all, and sees keys up to the end of the tile, behind a mask. So the shapes, and with them the order
-of additions inside the library, are functions of a query's position; how a prompt was cut into chunks, which rows are
-beside it in the batch and where its prefix came from make no difference. Queries and keys that a tile lacks are zeros.
+Queries are processed in tiles aligned to positions: tile j holds positions j·Q … j·Q + Q − 1 of one request, whether one of
+them is computed in this step or all, and sees keys up to the end of the tile, behind a mask. So the shapes, and with them the
+order of additions inside the library, are functions of a query's position. How a prompt was cut into chunks, which rows are in
+the batch and where its prefix came from make no difference. Missing queries and keys of a tile are zeros.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ from kernels.attention_rows import AttentionRow, AttentionShape
 from kernels.cpu.fp8_decode import decode_kv
 
 QUERY_TILE = 8
-"""Positions of a tile: a decode pays for all of them, a prefill for one call each."""
+"""Positions of a tile: a decode pays for all of them; a prefill pays one call per tile."""
 
 
 @dataclass(frozen=True, slots=True)
 class QueryTile:
-    """Queries `first` … `last` - 1 of the batch stand from place `place` on; keys `keys_first` … `keys_end` - 1 of the row's
-    gathered ones are visible under `mask`, [heads per key head · Q, keys] in the format of the scores."""
+    """Queries `first` … `last` - 1 of the batch are at place `place` and after; of the row's gathered keys `keys_first` …
+    `keys_end` - 1 are visible under `mask`, [heads per key head · Q, keys] in the format of the scores."""
 
     first: int
     last: int
@@ -37,7 +37,7 @@ class QueryTile:
 
 @dataclass(frozen=True, slots=True)
 class TiledRow:
-    """One row of the batch with its blocks; `num_keys` of their slots hold the context, `padded_keys` are made room for."""
+    """One row of the batch with its blocks; `num_keys` of their slots hold the context, `padded_keys` is the space for keys."""
 
     blocks: torch.Tensor  # [M] int64
     num_keys: int
@@ -54,7 +54,7 @@ class InvariantPlan:
 
 
 class InvariantPlanner:
-    """The planner of batch-invariant engines, in the place of `AttentionPlanner`."""
+    """The planner of batch-invariant engines, used instead of `AttentionPlanner`."""
 
     def __init__(self, shape: AttentionShape, *, dtype: torch.dtype, device: torch.device) -> None:
         self._shape = shape
@@ -91,7 +91,7 @@ class InvariantPlanner:
         return TiledRow(blocks.to(self._device), row.context_len - offset, end_tile * QUERY_TILE - offset, tiles)
 
     def _first_key(self, tile: int) -> int:
-        """The first key that the tile looks at: where the window of its first query begins, rounded down to a tile."""
+        """The first key that the tile sees: the beginning of its first query's window, rounded down to a tile."""
         window = self._shape.sliding_window
         return 0 if window is None else max(0, tile * QUERY_TILE + 1 - window) // QUERY_TILE * QUERY_TILE
 
@@ -126,7 +126,7 @@ def invariant_attention(
 
 
 def _attend_tile(qkv: torch.Tensor, slots: torch.Tensor, shape: AttentionShape, tile: QueryTile, out: torch.Tensor) -> None:
-    """slots: [C, 2, K, D]; the query heads of one key head stand below each other: [K, H/K · Q, D]"""
+    """slots: [C, 2, K, D]; the query heads of one key head are stacked: [K, H/K · Q, D]"""
     kv_heads, size = shape.num_kv_heads, shape.head_dim
     queries = qkv.new_zeros(QUERY_TILE, shape.num_heads, size)
     count = tile.last - tile.first

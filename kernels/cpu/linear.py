@@ -1,4 +1,4 @@
-"""Matrix products by torch, in formats that no compiled kernel of a CPU serves (`kernels.simd.linear` serves float32)."""
+"""Matrix products by torch, for formats without a compiled CPU kernel (`kernels.simd.linear` serves float32)."""
 
 from __future__ import annotations
 

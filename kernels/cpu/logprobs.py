@@ -1,4 +1,4 @@
-"""Log-probabilities of a few tokens of each row, in torch: no table of them is made."""
+"""Log-probabilities of a few tokens of each row, in torch, without a table of all of them."""
 
 from __future__ import annotations
 

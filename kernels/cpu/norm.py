@@ -20,9 +20,9 @@ def add_rms_norm(
 
     x, residual: [..., hidden] → rms_norm(sum) · weight and sum = residual + alpha · x, both [..., hidden] in x's dtype.
 
-    With `branch_weight` x is normalised by itself before it is added. Without `weight` the sum is the first result too.
+    With `branch_weight`, x itself is normalised before it is added. Without `weight` the first result is the sum too.
     """
     branch = x if branch_weight is None else rms_norm(x, branch_weight, eps)
-    # A sum without a multiplier costs a quarter less on one row.
+    # Without a multiplier, the sum of one row costs a quarter less.
     total = residual + branch if alpha == 1.0 else torch.add(residual, branch, alpha=alpha)
     return (total if weight is None else rms_norm(total, weight, eps)), total

@@ -1,7 +1,7 @@
-"""Paged attention in plain torch with rows in tensors: block tables and lengths that the host does not know.
+"""Paged attention in plain torch over rows in tensors: block tables and lengths that the host does not know.
 
-The twin of the kernels that decode in graphs, so that slots and graphs can be tested without a GPU. Serving on CPUs plans
-its rows on the host (`kernels.cpu.attention`), which is faster: there a batch is cut where padding would waste time.
+The twin of the kernels that decode in graphs, so that slots and graphs can be tested without a GPU. Serving on CPUs plans rows
+on the host (`kernels.cpu.attention`), which is faster: there a batch is split wherever padding would waste time.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from kernels.attention_rows import AttentionShape
 def no_workspace(
     shape: AttentionShape, max_requests: int, max_blocks: int, kv_dtype: torch.dtype, device: torch.device
 ) -> None:
-    """None: nothing is kept from call to call."""
+    """None: no memory is kept between calls."""
 
 
 def paged_decode(
@@ -28,7 +28,7 @@ def paged_decode(
     out: torch.Tensor | None = None,
     workspace: None = None,  # noqa: ARG001 - the kernels' signature
 ) -> torch.Tensor:
-    """Attention of one query a request.
+    """Attention of one query per request.
 
     q: [B, H, D], kv_cache: [N, P, 2, K, D], block_tables: [B, M] int32, context_lens: [B] int32, 0 for no row → [B, H, D]
     """
@@ -93,5 +93,5 @@ def _attend(
 
 
 def _indexable(kv_cache: torch.Tensor) -> torch.Tensor:
-    """The same memory in a dtype that torch can index: e4m3 knows no indexing."""
+    """The same memory in a dtype that torch can index: e4m3 has no indexing."""
     return kv_cache.view(torch.uint8) if kv_cache.dtype.itemsize == 1 else kv_cache

@@ -1,4 +1,4 @@
-"""Between projection and attention: queries and keys normalised and rotated, keys and values written to the cache."""
+"""The operations between projection and attention: queries and keys normalised and rotated, keys and values cached."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def rope_and_cache(
 
     qkv: [T, H+2K, D], cos and sin: [T, 1, rotary_dim] as `rope` takes them; in place, and into kv_cache: [N, P, 2, K, D].
 
-    Weights of QK-norm are [D] for each head by itself, or [H·D] and [K·D] for the heads of a token together. slot_mapping:
+    Weights of QK-norm are [D] for each head separately, or [H·D] and [K·D] for all heads of a token together. slot_mapping:
     [T] int64, block · P + offset, below 0 for a token that is not written. kv_scales: [2] float32, of keys and of values: an
     e4m3 cache holds value / scale, None is one. Without a cache nothing is written.
     """
@@ -41,7 +41,7 @@ def rope_and_cache(
 
 
 def _normalise(heads: torch.Tensor, weight: torch.Tensor, eps: float) -> None:
-    """heads: [T, heads, D], in place: each by itself, or all of a token together."""
+    """heads: [T, heads, D], in place: each head separately, or all heads of a token together."""
     if weight.shape[0] == heads.shape[2]:
         heads.copy_(rms_norm(heads, weight, eps))
     else:
@@ -57,6 +57,6 @@ def _write(kv: torch.Tensor, kv_cache: torch.Tensor, slot_mapping: torch.Tensor,
         kv, slots = to_fp8(scaled).view(kv.shape).view(torch.uint8), slots.view(torch.uint8)
     try:
         slots.index_copy_(0, slot_mapping, kv)
-    except IndexError:  # padding is rare here, and asking for it costs as much as a write
+    except IndexError:  # padding is rare here, and checking for it costs as much as a write
         written = slot_mapping >= 0
         slots.index_copy_(0, slot_mapping[written], kv[written])

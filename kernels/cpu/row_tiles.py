@@ -1,9 +1,9 @@
-"""Matrix products whose rows do not depend on how many others are computed with them.
+"""Matrix products whose rows do not depend on how many rows are computed together.
 
-A library picks its blocking, and with it the order of additions, by the number of rows. So rows are multiplied in tiles of
-fixed sizes, the last one filled up with zeros, and only those sizes are used that were seen to give the same bits for the
-same row, at every place in the tile. A row then has the same result in any batch (the way of arXiv 2506.09501 and of
-"Defeating nondeterminism in LLM inference", Thinking Machines Lab, 2025, for libraries whose kernels cannot be changed).
+A library chooses its blocking, and with it the order of additions, by the number of rows. So rows are multiplied in tiles of
+fixed sizes, the last one padded with zeros, and only sizes are used that gave the same bits for the same row, at every place in
+the tile, when tried. A row then has the same result in any batch (the approach of arXiv 2506.09501 and of "Defeating
+nondeterminism in LLM inference", Thinking Machines Lab, 2025, for libraries whose kernels cannot be changed).
 """
 
 from __future__ import annotations
@@ -13,11 +13,11 @@ import torch
 from kernels.operations import LinearKernel
 
 TILE_ROWS = (64, 16, 4)
-"""Sizes that are tried, from the one that costs least per row to the one that costs no more than a single row."""
+"""Sizes to try, from the cheapest per row to the one that costs no more than a single row."""
 
 
 def in_agreeing_tiles(multiply: LinearKernel, num_columns: int, *, dtype: torch.dtype, device: torch.device) -> LinearKernel:
-    """A product as `multiply`, of rows of `num_columns`, in tiles of the sizes that agree on this machine."""
+    """The product `multiply` for rows of `num_columns`, computed in tiles of the sizes that agree on this machine."""
     sizes = agreeing_sizes(multiply, num_columns, dtype=dtype, device=device)
     return lambda x: _in_tiles(multiply, x, sizes)
 
@@ -25,7 +25,7 @@ def in_agreeing_tiles(multiply: LinearKernel, num_columns: int, *, dtype: torch.
 def agreeing_sizes(multiply: LinearKernel, num_columns: int, *, dtype: torch.dtype, device: torch.device) -> tuple[int, ...]:
     """Sizes of `TILE_ROWS`, largest first, that give each of some random rows the same bits as the smallest one does.
 
-    One row at a time, if the smallest size itself gives a row other bits at another place.
+    A single row at a time, if the smallest size itself gives a row different bits at different places.
     """
     generator = torch.Generator().manual_seed(0)
     rows = torch.randn(TILE_ROWS[0], num_columns, generator=generator).to(device=device, dtype=dtype)
@@ -38,7 +38,8 @@ def agreeing_sizes(multiply: LinearKernel, num_columns: int, *, dtype: torch.dty
 
 
 def _in_tiles(multiply: LinearKernel, x: torch.Tensor, sizes: tuple[int, ...]) -> torch.Tensor:
-    """x: [T, columns]; the largest tile that is full, again and again, and a filled up one of the smallest size at the end."""
+    """x: [T, columns]; as many full tiles of the largest size as possible, and so on, at the end a padded one of the
+    smallest."""
     num_rows, first = x.shape[0], 0
     parts: list[torch.Tensor] = []
     for size in sizes:

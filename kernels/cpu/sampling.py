@@ -1,8 +1,8 @@
-"""The sampler in torch operations, for CPUs and as the plain twin on a GPU: the very tokens of `kernels.triton.sampling`.
+"""The sampler in torch operations, for CPUs and as the plain twin on a GPU: the same tokens as `kernels.triton.sampling`.
 
-What is filtered is looked for among a row's most likely tokens, of which a few are enough for trained models; only rows whose
-filter reaches beyond them get more. What is not filtered takes part in Gumbel-max whole: an upper bound of every score
-tells which few of them have to be computed exactly.
+Filters search among a row's most likely tokens, of which a few are enough for trained models; only rows whose filter reaches
+beyond them get more. Rows without filters take part in Gumbel-max with all tokens: an upper bound of every score shows which
+few scores have to be computed exactly.
 """
 
 from __future__ import annotations
@@ -16,18 +16,18 @@ from kernels.gumbel import NO_TOKEN
 from kernels.sampling_columns import SamplingColumns
 
 CANDIDATE_STAGES = (64, 1024)
-"""Partial top-k, widened only for rows whose own filter reaches beyond it; then the whole vocabulary. A partial top-k of 64
-costs a third of one of 256, and trained models rarely keep more."""
+"""Sizes of the partial top-k, increased only for rows whose own filter reaches beyond it; then the whole vocabulary. A partial
+top-k of 64 costs a third of one of 256, and trained models rarely keep more."""
 
 WIDE_ELEMENTS = 1 << 17
-"""Logits whose whole rows are sorted at a time, which takes some twenty times their memory."""
+"""Logits whose whole rows are sorted at a time; sorting takes some twenty times their memory."""
 
 SLICE_ELEMENTS = 1 << 16
-"""Noise that a CPU makes at a time: it passes over it a dozen times, so it should stay in the second-level cache."""
+"""Noise that a CPU generates at a time: it is read a dozen times, so it should stay in the second-level cache."""
 
 _INFINITE = float("inf")
 _NOBODY = 2**31 - 1
-_ABOUT = 4e-6  # how far the sum of float32 weights may be from the exact one, of itself
+_ABOUT = 4e-6  # largest relative error of the sum of float32 weights
 
 
 class Filters(NamedTuple):
@@ -43,7 +43,8 @@ class Filters(NamedTuple):
 
 
 class Candidates(NamedTuple):
-    """Tokens of some rows: `rows` [b] int64 among all, ids and logits [b, C], `kept` [b, C] bool: left by the filters."""
+    """Tokens of some rows: `rows` [b] int64, their numbers among all; ids and logits [b, C]; `kept` [b, C] bool: by the
+    filters."""
 
     rows: torch.Tensor
     ids: torch.Tensor
@@ -77,7 +78,7 @@ def _draw(logits: torch.Tensor, scale: torch.Tensor, keys: torch.Tensor) -> torc
 
 
 def _gumbel_bounds(key: torch.Tensor, num_ids: int) -> torch.Tensor:
-    """Upper bounds of `gumbel.noise` for the ids below `num_ids`, near it where noise is large: [R, num_ids] float32
+    """Upper bounds of `gumbel.noise` for the ids below `num_ids`, close to it where noise is large: [R, num_ids] float32
 
     In 32 bits and in place, for whole vocabularies: E ≥ bits / 2^32 · log2(e).
     """
@@ -90,8 +91,8 @@ def _gumbel_bounds(key: torch.Tensor, num_ids: int) -> torch.Tensor:
     x += high
     x *= _int32(gumbel.HASH_2)
     x ^= (x >> 15).bitwise_and_(0x1FFFF)
-    # One bit less, which makes a positive number of it. Between powers of two the pattern of a float is linear and its
-    # logarithm above that line; 31.4725 is 32 − log2(log2(e)), and 0.001 for what rounding does.
+    # One bit less, to make it a positive number. Between powers of two the bit pattern of a float is linear, and its logarithm
+    # is above that line; 31.4725 is 32 − log2(log2(e)), and 0.001 allows for rounding.
     pattern = (x >> 1).bitwise_and_(0x7FFFFFFF).float().view(torch.int32)
     return pattern.float().mul_(-(2.0**-23)).add_(31.4725 - 1 + 127)
 
@@ -101,7 +102,7 @@ def _int32(number: int) -> int:
 
 
 def draw_weighted(weights: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
-    """As `draw` by weights instead of logits, the largest weight / E: [B] int64, NO_TOKEN where no sum of them is usable.
+    """As `draw`, but by weights instead of logits, the largest weight / E: [B] int64, NO_TOKEN if they have no usable sum.
 
     weights: [B, V] float32 ≥ 0, in proportion to the probabilities
     """
@@ -114,7 +115,7 @@ def draw_weighted(weights: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
 
 
 def largest(values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """The largest of each row of values, [B, V], NaN where one is, and its place, the first of equals: [B] each
+    """The largest of each row of values, [B, V], NaN if one of them is, and its index, the first on ties: [B] each
 
     On a CPU numpy takes a fifth of torch's time."""
     if values.device.type != "cpu":
@@ -124,7 +125,7 @@ def largest(values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def _at_least(values: torch.Tensor, limits: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """Rows and columns of what is as large as its row's limit; limits: [B, 1]"""
+    """Rows and columns of values that reach their row's limit; limits: [B, 1]"""
     if values.device.type == "cpu":
         return tuple(torch.from_numpy(found) for found in (values.numpy() >= limits.numpy()).nonzero())
     return (values >= limits).nonzero(as_tuple=True)
@@ -133,7 +134,7 @@ def _at_least(values: torch.Tensor, limits: torch.Tensor) -> tuple[torch.Tensor,
 def winner(
     ids: torch.Tensor, logits: torch.Tensor, kept: torch.Tensor, scale: torch.Tensor, keys: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The id with the largest score among the kept ones, the lowest among equals: [B] int64, and its score [B]
+    """The id with the largest score among the kept ones, the lowest on ties: [B] int64, and its score [B]
 
     ids: [B or 1, C], logits: [B, C] float32, kept: [B, C] bool, at least one in each row
     """
@@ -167,7 +168,7 @@ def candidates(logits: torch.Tensor, scale: torch.Tensor, filters: Filters) -> l
 
 
 def _candidates(logits: torch.Tensor, scale: torch.Tensor, filters: Filters, count: int) -> tuple[Candidates, torch.Tensor]:
-    """Of the `count` most likely tokens; and [B] bool: whether one beyond them might be kept too."""
+    """Candidates among the `count` most likely tokens; and [B] bool: whether one beyond them might be kept too."""
     values, ids = logits.topk(count, dim=-1)
     distance = values[:, :1] - values
     orders = distance * scale[:, None]
@@ -190,7 +191,7 @@ def _candidates(logits: torch.Tensor, scale: torch.Tensor, filters: Filters, cou
         cut = short.sum(dim=-1, keepdim=True).clamp_(max=count - 1)
         kept &= (distance <= distance.gather(1, cut)) | ~has_top_p[:, None]
     kept &= orders <= filters.neg_log2_min_p[:, None]
-    is_open |= kept[:, -1]  # equals of the last one, or whatever lies behind it
+    is_open |= kept[:, -1]  # ties with the last one, or any token after it
     is_typical = filters.typical_p < 1
     if bool(is_typical.any()):
         weights = gumbel.weights(orders) * kept
@@ -210,10 +211,10 @@ def _targets(top_p: torch.Tensor, total: torch.Tensor) -> torch.Tensor:
 def _totals(
     logits: torch.Tensor, largest: torch.Tensor, scale: torch.Tensor, top_p: torch.Tensor, reached: torch.Tensor
 ) -> torch.Tensor:
-    """The weight of each row, or a number that cuts `reached` at the same place: [B] int64
+    """The weight of each row, or a number that cuts `reached` at the same index: [B] int64
 
-    The sum of float32 weights costs a third of the integers', which lose up to one each. It is enough unless a cut lies as
-    near as it may be off.
+    The sum of float32 weights costs a third of the sum of integers, each of which loses up to one. It is enough unless a cut is
+    within its error.
     """
     about = ((logits - largest) * (scale[:, None] * 0.6931471805599453)).exp_().sum(dim=-1).double() * 2.0**30
     low = _targets(top_p, (about * (1 - _ABOUT) - logits.shape[1]).long())
@@ -234,9 +235,9 @@ def sample(
     masks: torch.Tensor | None = None,
     out: torch.Tensor | None = None,
     workspace: None = None,  # noqa: ARG001 - kernels have one
-    weighs: bool = True,  # noqa: ARG001 - what is not needed is not computed
+    weighs: bool = True,  # noqa: ARG001 - this implementation computes only what is needed
 ) -> torch.Tensor:
-    """As `kernels.triton.sampling.sample`. Looks at slots on the host, so it cannot stand in a graph."""
+    """As `kernels.triton.sampling.sample`. Reads slots on the host, so it cannot be part of a graph."""
     chosen = torch.full((len(slots),), NO_TOKEN, dtype=torch.int64, device=logits.device)
     used = [row for row, slot in enumerate(slots.tolist()) if slot >= 0]
     if used:
@@ -248,13 +249,13 @@ def sample(
 
 
 def sampling_workspace(max_rows: int, vocab_size: int, device: torch.device) -> None:
-    """None: nothing is kept from call to call."""
+    """None: no memory is kept between calls."""
 
 
 def _adjust(
     values: torch.Tensor, slots: list[int], positions: list[int], columns: SamplingColumns, masks: torch.Tensor | None
 ) -> None:
-    """Penalties, bias, suppressed ids and the grammar, in place; what is NaN or +inf becomes +inf. values: [B, V]"""
+    """Penalties, bias, suppressed ids and the grammar, in place; NaN and +inf become +inf. values: [B, V]"""
     bad = values.isnan() | (values == _INFINITE)
     for row, (slot, position) in enumerate(zip(slots, positions, strict=True)):
         factor, often, once = columns.repetition[slot], columns.frequency[slot], columns.presence[slot]

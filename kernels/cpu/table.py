@@ -1,4 +1,4 @@
-"""The operations in plain torch, which serve on CPUs."""
+"""The operations in plain torch, for CPUs."""
 
 from __future__ import annotations
 

@@ -1,1 +1,2 @@
-"""Obviously right twins of every kernel for tests: loops over single tokens and heads. CPUs draw with `gumbel` too."""
+"""Simple, obviously correct twins of every kernel, for tests: loops over single tokens and heads. CPUs draw with `gumbel`
+too."""

@@ -1,4 +1,4 @@
-"""Paged attention and the cache write, one query, one head and, where a cache is written, one token at a time, in float64."""
+"""Paged attention and the cache write in float64: one query, one head and, for the cache write, one token at a time."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def paged_attention(
 ) -> torch.Tensor:
     """Attention of rows known to the host.
 
-    qkv: [T, H+2K, D] rotated, kv_cache: [N, P, 2, K, D] already written → [T, H, D]; the only one without `shape.causal`.
+    qkv: [T, H+2K, D] rotated, kv_cache: [N, P, 2, K, D] already written → [T, H, D]; only this one allows no `shape.causal`.
     """
     out = torch.empty(qkv.shape[0], shape.num_heads, shape.head_dim, dtype=qkv.dtype)
     token = 0
@@ -53,7 +53,7 @@ def paged_decode(
     kv_scales: torch.Tensor | None = None,
     out: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """As `paged_prefill`; without `query_starts` row b alone is the query of request b."""
+    """As `paged_prefill`; without `query_starts` row b is the only query of request b."""
     starts = torch.arange(len(context_lens) + 1) if query_starts is None else query_starts
     return paged_prefill(
         q, kv_cache, block_tables, starts, context_lens, shape, max_query_len=max_query_len, kv_scales=kv_scales, out=out
@@ -69,7 +69,7 @@ def paged_prefill(
     shape: AttentionShape,
     *,
     max_query_len: int,
-    any_lengths: bool = False,  # noqa: ARG001 - a matter of time alone
+    any_lengths: bool = False,  # noqa: ARG001 - affects only speed
     kv_scales: torch.Tensor | None = None,
     out: torch.Tensor | None = None,
 ) -> torch.Tensor:
@@ -79,7 +79,7 @@ def paged_prefill(
     context_lens: [B], kv_scales: [2] of keys and of values, None is one → [T, H, D]
 
     Request b's queries are rows query_starts[b] … query_starts[b + 1] - 1. The last one sees context_lens[b] tokens, itself
-    included, each earlier one a token less. A query that sees nothing gets zeros.
+    included, each earlier one sees one token less. A query that sees nothing gets zeros.
     """
     attended = torch.empty(q.shape, dtype=q.dtype, device=q.device) if out is None else out
     starts = query_starts.tolist()

@@ -49,10 +49,10 @@ def advance_slots(
     out: torch.Tensor | None = None,
     host: HostTokens | None = None,
 ) -> None:
-    """The tokens of a step become the last of their slots, in place, and are copied to `out` and, with the number of the step,
-    to the next of the host's places unless all rows are padding, which comes last.
+    """The tokens of a step become the last of their slots, in place. They are also copied to `out` and, with the number of the
+    step, to the next of the host's places, unless all rows are padding. Padding comes last.
 
-    slots: [B] int32, below 0 is padding; sampled: [B], below 0 where no token could be drawn, for which a slot gets token 0.
+    slots: [B] int32, below 0 is padding; sampled: [B], below 0 if no token could be drawn; the slot then gets token 0.
     """
     if host is not None and slots.tolist()[:1] > [-1]:
         host.num_steps[0] += 1

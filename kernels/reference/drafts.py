@@ -36,7 +36,7 @@ def reject_drafts(
 
 
 def draw_weighted(weights: torch.Tensor, key: torch.Tensor) -> int:
-    """The token with the largest weight / E, the lowest id among equals; NO_TOKEN where the weights have no usable sum.
+    """The token with the largest weight / E, the lowest id on ties; NO_TOKEN if the weights have no usable sum.
 
     weights: [V] float32 ≥ 0, in proportion to the probabilities; key: [1] int64
     """

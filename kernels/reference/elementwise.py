@@ -1,4 +1,4 @@
-"""Normalisation, rotation and the activations as their papers write them, in float32."""
+"""Normalisation, rotation and activations as in their papers, in float32."""
 
 from __future__ import annotations
 

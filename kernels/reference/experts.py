@@ -12,10 +12,9 @@ from torch.nn import functional
 def route(logits: torch.Tensor, num_chosen: int, *, normalised: bool) -> tuple[torch.Tensor, torch.Tensor]:
     """The experts of each token and their weights.
 
-    logits: [T, E] → weights: [T, num_chosen], expert ids: [T, num_chosen] int64, likeliest first, of equal ones the lower
-    first. The weights are the softmax over all experts; `normalised` divides them by the sum of the chosen ones, which is the
-    softmax over those. All weights of a row with a NaN or +inf are NaN, as those of a row of nothing but -inf; which experts it
-    has is open.
+    logits: [T, E] → weights: [T, num_chosen], expert ids: [T, num_chosen] int64, likeliest first, on ties the lower id first.
+    The weights are the softmax over all experts; `normalised` divides them by the sum of the chosen ones, which gives the
+    softmax over those. All weights of a row that contains NaN or +inf, or only -inf, are NaN; its experts are unspecified.
     """
     weights, expert_ids = [], []
     for row in logits.float():
@@ -30,7 +29,7 @@ def route(logits: torch.Tensor, num_chosen: int, *, normalised: bool) -> tuple[t
 def route_live(
     logits: torch.Tensor, num_chosen: int, *, normalised: bool, slots: torch.Tensor | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """As `route`; rows of padding, whose slot is below 0, have expert E, which is none, with weight 0. slots: [T]"""
+    """As `route`; rows of padding (slot below 0) get expert E, which does not exist, with weight 0. slots: [T]"""
     weights, expert_ids = route(logits, num_chosen, normalised=normalised)
     if slots is not None:
         weights[slots < 0], expert_ids[slots < 0] = 0.0, logits.shape[1]
@@ -43,7 +42,7 @@ def mix_experts(
     expert_ids: torch.Tensor,
     experts: Sequence[Callable[[torch.Tensor], torch.Tensor]],
 ) -> torch.Tensor:
-    """The weighted sum of each token's experts; expert E is none.
+    """The weighted sum of each token's experts; expert E does not exist and adds nothing.
 
     x: [T, hidden], weights and expert_ids: [T, num_chosen] → Σ weight · expert(x): [T, hidden]
     """

@@ -1,4 +1,4 @@
-"""Rows in e4m3, each with its own scale: the nearest of its finite values (arXiv 2209.05433, table 1), found by search."""
+"""Rows in e4m3, each with its own scale: the nearest finite e4m3 value (arXiv 2209.05433, table 1), found by search."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def quantize_rows_fp8(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 def to_fp8(x: torch.Tensor) -> torch.Tensor:
     """The nearest e4m3 values.
 
-    x: any shape, float32 → the nearest e4m3 values, of two equally near the one whose last bit is 0; bounded by ±448
+    x: any shape, float32 → the nearest e4m3 values, on ties the one whose last bit is 0; bounded by ±448
     """
     bits = torch.arange(256, dtype=torch.uint8, device=x.device)
     values = bits.view(FP8).float()

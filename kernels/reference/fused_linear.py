@@ -1,5 +1,5 @@
-"""Products of a decode step with their epilogues, in float32: the residual sum and the sums of squares of one, the division by
-the norm and the gated activation of the other."""
+"""Products of a decode step with their epilogues, in float32: one adds the residual and sums the squares, the other divides by
+the norm and applies the gated activation."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def normed_linear(
 
     weight: [N, d] → rms_norm(total) Wᵀ + bias: [M, N]; with `gate`, N = 2·inner, act(first half) · second: [M, inner]
 
-    `weighted` is `factor` times less than what is meant.
+    `weighted` has been divided by `factor`.
     """
     width = stream.weighted.shape[1]
     inverse_rms = torch.rsqrt(stream.squares.sum(dim=0) / width + eps)

@@ -1,4 +1,4 @@
-"""RMS normalisation with the residual sum before it and the quantisation behind it, as the formulas say, in float32."""
+"""RMS normalisation after a residual sum, optionally quantised, following the formulas in float32."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def add_rms_norm(
 
     x, residual: [..., hidden] → rms_norm(sum) · weight and sum = residual + alpha · x; the sum is rounded to x's dtype.
 
-    With `branch_weight` x is normalised by itself before it is added. Without `weight` the sum is the first result too.
+    With `branch_weight`, x itself is normalised before it is added. Without `weight` the first result is the sum too.
     """
     branch = x.float() if branch_weight is None else rms_norm(x.float(), branch_weight, eps)
     total = (residual.float() + alpha * branch).to(x.dtype)

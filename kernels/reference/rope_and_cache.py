@@ -27,7 +27,7 @@ def rope_and_cache(
     qkv: [T, H+2K, D], cos and sin: [T, 1, rotary_dim]; in place, and into kv_cache: [N, P, 2, K, D] at slot_mapping: [T].
 
     Pairs (i, i + rotary_dim/2) of the first `rotary_dim` dimensions turn (arXiv 2104.09864, eq. 34); the sine is negative
-    in its first half. Weights of QK-norm (arXiv 2302.05442) are [D] for each head, or [H·D] and [K·D] for all of a token.
+    in its first half. Weights of QK-norm (arXiv 2302.05442) are [D] per head, or [H·D] and [K·D] for all heads of a token.
     """
     num_heads = qkv.shape[1] - 2 * num_kv_heads
     scales = [1.0, 1.0] if kv_scales is None else kv_scales.tolist()

@@ -1,4 +1,4 @@
-"""A decode that rotates its newest token itself, row by row: each row sees the cache as it was, and its own key and value."""
+"""A decode that rotates its newest token itself, row by row: each row sees the old cache, and its own new key and value."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ def rotated_decode(
     k_weight: torch.Tensor | None = None,
     eps: float = 0.0,
     kv_scales: torch.Tensor | None = None,
-    workspace: Any = None,  # noqa: ARG001 - as every implementation takes it
+    workspace: Any = None,  # noqa: ARG001 - the kernels' signature
 ) -> torch.Tensor:
-    """`rope_and_cache`, then `paged_decode`: qkv: [B, H+2K, D], left as it is → [B, H, D]; the cache gets keys and values.
+    """`rope_and_cache`, then `paged_decode`: qkv: [B, H+2K, D], not changed → [B, H, D]; keys and values go to the cache.
 
-    A row does not see what other rows write in this call, so rows of one request would differ from the two operations.
+    A row does not see what other rows write in this call, so rows of one request get other results than by the two operations.
     """
     places = {slot: divmod(slot, shape.block_size) for slot in slot_mapping.tolist() if slot >= 0}
     before, turned = {slot: kv_cache[place].clone() for slot, place in places.items()}, qkv.clone()

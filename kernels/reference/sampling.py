@@ -1,4 +1,4 @@
-"""The sampler as its definition says, row by row and with sorts: rules, filters, Gumbel-max."""
+"""The sampler by its definition, row by row and with sorts: rules, filters, Gumbel-max."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def sample(
 def adjusted(
     logits: torch.Tensor, slot: int, position: int, columns: SamplingColumns, mask: torch.Tensor | None
 ) -> torch.Tensor:
-    """One row after penalties, bias, suppressed ids and the grammar: [V]. What is not finite above stays so."""
+    """One row after penalties, bias, suppressed ids and the grammar: [V]. NaN and +inf stay as they are."""
     values = logits.clone()
     seen, times = columns.counts[slot] & 1, columns.counts[slot] >> 1
     factor = columns.repetition[slot]
@@ -80,10 +80,10 @@ def keep(
     neg_log2_min_p: torch.Tensor,
     typical_p: torch.Tensor,
 ) -> torch.Tensor:
-    """The mask of tokens that the filters leave: [V] bool. Equals are kept or dropped together.
+    """The mask of tokens that the filters leave: [V] bool. Ties are kept or dropped together.
 
-    distance: [V] ≥ 0, how far a logit lies below the largest. top-k first, then the smallest set whose weight reaches top_p
-    of what top-k left, then min-p, then of what is left the most typical ones whose weight reaches typical_p of theirs.
+    distance: [V] ≥ 0, how far a logit is below the largest. top-k first, then the smallest set whose weight reaches top_p of
+    what top-k left, then min-p, then of the rest the most typical tokens whose weight reaches typical_p of its weight.
     """
     within = torch.ones_like(distance, dtype=torch.bool)
     if 0 < top_k < len(distance):
@@ -98,7 +98,7 @@ def keep(
 
 
 def _reaching(distance: torch.Tensor, weight: torch.Tensor, share: torch.Tensor) -> torch.Tensor:
-    """Which are near enough that the weight of all of them reaches `share` of the whole: [V] bool"""
+    """The tokens near enough that their total weight reaches `share` of the whole: [V] bool"""
     target = max(1, math.ceil(float(share.double() * weight.sum().double())))
     order = distance.sort(stable=True).indices
     reached = weight[order].cumsum(0) >= target

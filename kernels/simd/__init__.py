@@ -1,1 +1,1 @@
-"""Kernels in vectors of this processor's width, compiled by Numba when they are first needed: float32 on CPUs."""
+"""Kernels in vectors of this processor's width, compiled by Numba on first use: float32 on CPUs."""

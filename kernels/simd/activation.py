@@ -1,4 +1,4 @@
-"""The gates of a feed-forward part (arXiv 2002.05202): reads both halves of each row once, writes their product."""
+"""Gated activations of a feed-forward layer (arXiv 2002.05202): read both halves of each row once, write their product."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def _sigmoid(x):
 
 @part
 def _gelu(x):
-    """x · σ(2 · √(2 / π) · (x + 0.044715 · x³)), which is its tanh approximation written without the difference."""
+    """x · σ(2 · √(2 / π) · (x + 0.044715 · x³)): the tanh approximation, written without a difference."""
     inner = fma(x * x * x, splat(numba.float32(_CUBIC)), x)
     return x * _sigmoid(inner * splat(numba.float32(2 * _ROOT)))
 
@@ -52,7 +52,7 @@ def _gated(gate_up: torch.Tensor, kind: int) -> torch.Tensor:
     gate_up = gate_up.contiguous()
     num_rows, size = gate_up.shape[0], gate_up.shape[1] // 2
     out = new(num_rows, size)
-    # an exponential costs as much as a dozen other operations; a row is not shared
+    # an exponential costs as much as a dozen other operations; a single row is not split
     work = num_rows * size * 8 if num_rows > 1 else 0
     _gate(work, gate_up.data_ptr(), out.data_ptr(), num_rows, size, kind)
     return out

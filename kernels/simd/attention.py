@@ -1,8 +1,8 @@
-"""Causal attention of queries over the blocks of the paged cache, read where they are: nothing is gathered, nothing padded.
+"""Causal attention of queries over the blocks of the paged cache, read in place: nothing is gathered or padded.
 
-Queries that share their keys make a tile (`attention_tile`): the query heads of one key head, and of a longer row some
-consecutive queries. A decode's tile has several neighbouring key heads, which lie side by side in memory, so that what a row
-has is read together and in order. Reads 2 · context · D numbers for each tile.
+Queries that share their keys form a tile (`attention_tile`): the query heads of one key head, and in longer rows several
+consecutive queries. A decode's tile covers several neighbouring key heads, which are contiguous in memory, so that a row's keys
+and values are read together and in order. Reads 2 · context · D numbers for each tile.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from kernels.simd.vectors import BYTES, LANES, get_int32, splat, store
 
 
 def can_attend(shape: AttentionShape) -> bool:
-    """True for the heads that attention here computes."""
+    """Whether the attention here supports these heads."""
     return shape.causal and shape.head_dim % LANES == 0 and shape.head_dim <= HEAD_DIM_MAX
 
 
@@ -31,7 +31,7 @@ def _clear(target, count):
 
 @part
 def _num_keys(lengths, num_rows):
-    """Of all rows; one without any counts as one, since its output is written too."""
+    """Keys of all rows; a row without any counts as one, because its output is written too."""
     total = 0
     for row in range(num_rows):
         total += max(get_int32(lengths, row), 1)
@@ -40,13 +40,13 @@ def _num_keys(lengths, num_rows):
 
 @part
 def _head_at(position, keys, num_kv_heads):
-    """The first key head of a row that begins at or behind a position, counted in keys, in what all its heads have to read."""
+    """The first key head of a row that begins at or after `position`, which counts the keys that all its heads have to read."""
     return min(max((position + keys - 1) // keys, 0), num_kv_heads)
 
 
 @task
 def _rows(a):
-    """Tiles of all rows. Of prompts each thread has every so many. Decodes are shared key head by key head, row by row: each
+    """Tiles of all rows. Each thread takes every n-th tile of prompts. Decodes are divided by key heads, row by row: each
     thread has as many keys to read, mostly whole rows, and neighbouring heads of a row are one tile."""
     q, q_stride, cache, tables, table_width = argument(a, 0), argument(a, 1), argument(a, 2), argument(a, 3), argument(a, 4)
     starts, lengths, num_rows, out = argument(a, 5), argument(a, 6), argument(a, 7), argument(a, 8)
@@ -115,7 +115,7 @@ def paged_decode(
     *,
     kv_scales: torch.Tensor | None = None,
     out: torch.Tensor | None = None,
-    workspace: None = None,  # the signature of those that have one
+    workspace: None = None,  # the signature of implementations with a workspace
 ) -> torch.Tensor:
     """Attention of the newest queries of each request.
 
@@ -134,10 +134,10 @@ def paged_prefill(
     shape: AttentionShape,
     *,
     max_query_len: int,
-    any_lengths: bool = False,  # the signature of those to whom it matters
+    any_lengths: bool = False,  # the signature of implementations for which it matters
     kv_scales: torch.Tensor | None = None,
     out: torch.Tensor | None = None,
-    workspace: None = None,  # the signature of those that have one
+    workspace: None = None,  # the signature of implementations with a workspace
 ) -> torch.Tensor:
     """Causal attention of consecutive queries of each request.
 

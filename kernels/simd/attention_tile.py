@@ -1,11 +1,11 @@
-"""A tile of attention: rows that share what they read of keys and values, from the first key that they see to the last.
+"""A tile of attention: rows that share the keys and values they read, from the first key that they see to the last.
 
-The keys are passed in chunks, of which a tile's scores stay in the cache of a core, and sums are rescaled when a chunk has a
-larger score (online softmax, arXiv 1805.02867; tiles as in arXiv 2205.14135). Scores of few rows are `tiles.dots` of a query
-with LANES keys; for many rows keys are turned once. Weighted sums of values are `tiles.multiply`.
+Keys are processed in chunks, so that a tile's scores stay in the cache of a core; sums are rescaled when a chunk has a larger
+score (online softmax, arXiv 1805.02867; tiles as in arXiv 2205.14135). Scores of few rows are `tiles.dots` of a query with
+LANES keys; for many rows keys are transposed once. Weighted sums of values are `tiles.multiply`.
 
-Chunks begin at multiples of CHUNK and keys are added in order, so that a query has the same bits whatever is computed beside
-it and however its prompt was cut. Slots outside a row's context are not read.
+Chunks begin at multiples of CHUNK and keys are added in order. So a query has the same bits whatever is computed in the same
+step and however its prompt was cut. Slots outside a row's context are not read.
 """
 
 from __future__ import annotations
@@ -51,14 +51,14 @@ STRIDE = CHUNK + LANES
 HEAD_DIM_MAX = 256
 
 TILE_ROWS = 32
-"""Rows of the largest tile: that many share what is read of keys and values. A row has its scores of a chunk beside it."""
+"""Rows of the largest tile, which share the keys and values that are read. Each row has its own scores of a chunk."""
 
 STREAMS = 4
-"""Places at which a block is read through in turn. What a processor fetches ahead of a reader ends with a page of 4 kB, so that
-one place waits for the memory at the beginning of each: with four, 16 slots of four heads of 32 begin their pages together."""
+"""Places at which a block is read in turn. A processor's prefetching ends with a page of 4 kB, so a single reader waits for
+memory at the beginning of each page. With four places, 16 slots of four heads of 32 begin their pages together."""
 
 ROWS_PER_TURN = 8
-"""The cost of transposing LANES keys: about the sums of a query for every so many of their numbers."""
+"""The cost of transposing LANES keys: about that of a query's sums per this many of their numbers."""
 
 _scores, _sums, _queries = stack(TILE_ROWS * STRIDE), stack(TILE_ROWS * HEAD_DIM_MAX), stack(TILE_ROWS * HEAD_DIM_MAX)
 _turned, _lane = stack(LANES * HEAD_DIM_MAX), stack(LANES)
@@ -73,7 +73,7 @@ def _scalar_exp(x, room):
 
 @part
 def _multiply_keys(rows, queries, keys, key_stride, count, size, turned, products):
-    """Products of LANES keys, of which `count` are there, with each row of queries. Many rows are worth turning the keys."""
+    """Products of LANES keys, of which `count` exist, with each row of queries. Many rows are worth transposing the keys."""
     if rows * ROWS_PER_TURN > size:
         turn(keys, key_stride, count, size, turned)
         for row in range(0, rows, DOT_ROWS):
@@ -87,8 +87,8 @@ def _multiply_keys(rows, queries, keys, key_stride, count, size, turned, product
 
 @part
 def _bound_and_hide(products, rows, heads, count, visible, window, softcap):
-    """Scores of `count` keys, of which the first query sees `visible`: they are bounded by the cap, and what a row does not see
-    becomes -inf."""
+    """Scores of `count` keys, of which the first query sees `visible`: they are bounded by the cap, and keys that a row does
+    not see get -inf."""
     hidden = splat(numba.float32(-math.inf))
     for row in range(rows):
         found = load(products, row * STRIDE)
@@ -103,7 +103,7 @@ def _bound_and_hide(products, rows, heads, count, visible, window, softcap):
 
 @part
 def _touch(keys, slot, count, size):
-    """Read once `size` numbers of the keys, and as many of the values, of `count` slots, in STREAMS places at a time."""
+    """Read `size` numbers of the keys, and as many of the values, of `count` slots once, at STREAMS places in turn."""
     behind = -(-count // STREAMS)
     for key in range(behind):
         for part_of in range(0, slot * BYTES, slot // 2 * BYTES):
@@ -132,7 +132,8 @@ def _score_chunk(
     softcap,
     is_cold,
 ):
-    """Scores of the keys `first` to `end` - 1 for each row, at their places in the chunk; what a row does not see is -inf.
+    """Scores of the keys `first` to `end` - 1 for each row, at their places in the chunk; -inf for keys that a row does not
+    see.
 
     `own`: the position of the first query. `cache`: key 0 of slot 0.
     """
@@ -167,7 +168,7 @@ def _score_chunk(
 
 @part
 def _weigh_chunk(scores, rows, size, first, end, sums, largest_scores, totals, room):
-    """Scores become weights relative to the largest so far, and the sums so far are rescaled to it."""
+    """Turn scores into weights relative to the largest so far, and rescale the sums so far to it."""
     base = first // CHUNK * CHUNK
     low, high = (first - base) // LANES * LANES, end - base
     for row in range(rows):
@@ -208,7 +209,7 @@ def _multiply_values(rows, weights, values, slot, count, sums, size):
 
 @part
 def _add_values(scores, kv_heads, rows, size, values, table, block, slot, first, end, sums):
-    """Weights times the values of the keys `first` to `end` - 1."""
+    """Add weights times values of the keys `first` to `end` - 1."""
     base = first // CHUNK * CHUNK
     position = first
     while position < end:
@@ -234,11 +235,11 @@ def attend_tile(
     kv_heads, rows, heads, queries, query_stride, size, cache, slot, table, block, own, window, scale, softcap, out, out_stride,
     is_cold,
 ):  # fmt: skip
-    """A tile: for each of `kv_heads` neighbouring key heads `rows` rows, which are `heads` heads of consecutive queries, the
-    first of which is at position `own`.
+    """A tile: for each of `kv_heads` neighbouring key heads `rows` rows: `heads` heads of consecutive queries, the first of
+    which is at position `own`.
 
-    A tile that `is_cold` finds its slots in memory: it reads its part of each block through before it works on the keys, which
-    takes half the time, as values lie between keys and are wanted later. Tiles after the first of a row find them in the cache.
+    If the tile `is_cold`, its slots are not in the cache: it reads its part of each block once before it works on the keys.
+    This takes half the time, because values are between the keys and are needed later. Later tiles of a row find them cached.
     """
     scores, sums, room = _scores(), _sums(), _lane()
     kept, turned = _queries(), _turned()

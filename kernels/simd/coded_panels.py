@@ -1,9 +1,9 @@
-"""Panels of codes and the loops over them: the common part of the products with quantised weights.
+"""Panels of codes and the loops over them, shared by the products with quantised weights.
 
-A panel holds the codes of PANEL outputs, column after column, zeros where W ends. The threads share the panels; each is read
-once from memory, in order. Tiles of few rows decode it in registers, each for itself. Of many rows only the first tile does,
-and keeps what it has decoded, DEPTH columns of half a panel at a time, in the cache of its core: to the others these are
-float32 weights. A last panel that is not full is decoded by every tile.
+A panel holds the codes of PANEL outputs, column after column, padded with zeros at the end of W. The threads divide the panels;
+each is read once from memory, in order. Tiles of few rows decode it in registers, each for itself. With many rows only the
+first tile decodes, and keeps the decoded numbers, DEPTH columns of half a panel at a time, in the cache of its core; the other
+tiles use them as float32 weights. A last panel that is not full is decoded by every tile.
 
 Moves |codes| + |x| + |out| bytes for 2 · T · |W| operations; sums in float32, each in the order of its columns.
 """
@@ -27,7 +27,7 @@ from kernels.simd.vectors import BYTES, LANES, fma, load, splat, stack, store, s
 
 COLUMNS = WIDE * LANES
 DEPTH = 2048
-"""Columns of W that are decoded at a time."""
+"""Columns of W decoded at a time."""
 
 FEW_ROWS = ROWS // 2
 
@@ -44,7 +44,7 @@ def _cleared(address):
 
 @part
 def _finish(sums, sums_stride, factors, bias, out, out_stride, num_rows, width):
-    """out[r] = sums[r] · factors + bias for the first `width` outputs from a place on."""
+    """out[r] = sums[r] · factors + bias for the first `width` outputs."""
     for row in range(num_rows):
         end = row * out_stride + width
         for index in range(0, width, LANES):
@@ -53,7 +53,7 @@ def _finish(sums, sums_stride, factors, bias, out, out_stride, num_rows, width):
 
 
 def panels_of(form: Format) -> Callable[[int], None]:
-    """The body of a format's task: the panels of one thread. Its arguments are those of `_run`."""
+    """The body of a format's task: one thread's panels. Its arguments are those of `_run`."""
     column_bytes, many_rows = form.column_bytes, form.many_rows
     few_rows, half_panel = _few_rows(form), _half_panel(form)
 
@@ -99,7 +99,7 @@ def _few_rows(form: Format) -> Callable[..., None]:
 
     @part
     def few_rows(rows, x, num_columns, codes, groups, group_size, zeros, sums):
-        """sums[r] = Σ_k x[r, k] · decoded(codes[k]); meanwhile the next panel is fetched."""
+        """sums[r] = Σ_k x[r, k] · decoded(codes[k]); the next panel is fetched meanwhile."""
         ahead = codes + num_columns * column_bytes
         if rows <= FEW_ROWS:
             few(rows, x, num_columns, codes, 0, num_columns, groups, group_size, zeros, 0, sums, PANEL, ahead, 0)
@@ -116,12 +116,12 @@ def _few_rows(form: Format) -> Callable[..., None]:
 
 
 def _half_panel(form: Format) -> Callable[..., None]:
-    """More than ROWS rows of half a panel, decoded by the first tile into the cache of the core, for the others."""
+    """More than ROWS rows of half a panel, decoded for all of them by the first tile into the cache of the core."""
     keeping = tiles_of(form, WIDE, ROWS, fewest_rows=ROWS, keeps=True)
 
     @part
     def half_panel(num_rows, x, num_columns, codes, groups, group_size, ahead, zeros, out, out_stride):
-        """out[r] = Σ_k x[r, k] · decoded(codes[k]); meanwhile as much is fetched from `ahead`."""
+        """out[r] = Σ_k x[r, k] · decoded(codes[k]); as much is fetched from `ahead` meanwhile."""
         decoded = _decoded()
         for first in range(0, num_columns, DEPTH):
             end = min(first + DEPTH, num_columns)
@@ -158,8 +158,8 @@ def bind(
 ) -> Callable[[torch.Tensor], torch.Tensor]:
     """The product with the panels of a weight: a function [T, num_columns] → [T, N], like its input, of any float type.
 
-    codes: the panels as `task` reads them; factors: [N] of the sums; groups: [N, groups] entries of 4 bytes, if the format has
-    such, for every `group_size` columns.
+    codes: the panels as `task` reads them; factors: [N], for the sums; groups: [N, groups] entries of 4 bytes, one for every
+    `group_size` columns, if the format has groups.
     """
     num_outputs = factors.shape[0]
     codes = on_large_pages(*codes.shape, dtype=codes.dtype).copy_(codes)
@@ -191,6 +191,6 @@ def bind(
 
 
 def in_panels(rows: torch.Tensor) -> torch.Tensor:
-    """rows: [N, K] → [panels, PANEL, K], zeros behind"""
+    """rows: [N, K] → [panels, PANEL, K], padded with zeros"""
     missing = -rows.shape[0] % PANEL
     return functional.pad(rows, (0, 0, 0, missing)).view(-1, PANEL, rows.shape[1])

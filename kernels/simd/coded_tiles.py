@@ -1,9 +1,9 @@
-"""Tiles of products with weights that are codes of 8 or 4 bits, decoded in registers on their way to the sums.
+"""Tiles of products with weights that are codes of 8 or 4 bits, decoded in registers before they are multiplied.
 
-A format is how the codes of a column become vectors that are the weights, but for a factor of each output; the tile around it
-is the same for all. A sum runs over its columns in order, one fused multiplication and addition after the other, whatever other
-rows are computed beside it. A tile may keep what it has decoded: with that as its panel `tiles.multiply` gives other rows the
-same sums. So a row has the same bits in any batch.
+A format says how the codes of a column become vectors of weights, up to a factor per output; the tile around it is the same for
+all formats. A sum runs over its columns in order, one fused multiply-add after the other, whatever other rows are computed at
+the same time. A tile may keep the decoded weights: with them as its panel `tiles.multiply` gives other rows the same sums. So a
+row has the same bits in any batch.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ from kernels.simd.vectors import (
 )
 
 PANEL_VECTORS = 2 * WIDE
-"""Vectors that stand side by side in a panel. Few rows take all of them, so that their sums do not wait for each other; more
-rows take one half after the other, as many as registers hold."""
+"""Vectors side by side in a panel. Few rows use all of them, so that their sums do not wait for each other; more rows use one
+half after the other, as many as registers hold."""
 
 PANEL = PANEL_VECTORS * LANES
 
@@ -42,34 +42,35 @@ CODES = ir.VectorType(BYTE, LANES)
 
 
 class Format(ABC):
-    """The layout of codes in a panel, `column_bytes` for one column, those of each half together, and their decoding."""
+    """The layout of codes in a panel (`column_bytes` per column, the codes of each half contiguous) and their decoding."""
 
     column_bytes: int
     many_rows: int = 4 * ROWS
-    """The number of rows from which it is faster, as measured, that the first tile keeps the columns it decodes."""
+    """The measured number of rows from which it is faster that the first tile keeps the columns it decodes."""
 
     @abstractmethod
     def decode(self, builder: Any, codes: Any, width: int, group: Sequence[Any]) -> list[Any]:
         """The first `width` vectors of the column whose codes begin at the address `codes`."""
 
     def group(self, builder: Any, entry: Any, width: int) -> Sequence[Any]:
-        """What `decode` is told of a group of columns, whose entry, four bytes for each output, is at an address."""
+        """Arguments for `decode` that hold for a group of columns; `entry` is the address of its entry, four bytes per
+        output."""
         return ()
 
 
 def emit_codes(builder, address, index):
-    """LANES bytes from byte `index` on, as they are."""
+    """LANES bytes from byte `index` on, not decoded."""
     pointer = builder.bitcast(place(builder, address, INT64(index), BYTE), CODES.as_pointer())
     return builder.load(pointer, align=1)
 
 
 def constants(value: int) -> ir.Constant:
-    """A whole number in all lanes."""
+    """An integer in all lanes."""
     return ir.Constant(INTEGERS, [value] * LANES)
 
 
 class _Operands(NamedTuple):
-    """What a tile reads and writes, see `tiles_of`; values of LLVM."""
+    """The inputs and outputs of a tile, see `tiles_of`; values of LLVM."""
 
     a: Any
     a_stride: Any
@@ -112,8 +113,8 @@ def _emit_tile(builder, form: Format, rows: int, width: int, operands: _Operands
 
 
 def _one(builder):
-    """The step of a loop that LLVM cannot unroll, as it does not know it: two columns of a tile at once are more than registers
-    hold, and 8 rows in 4 bits take a quarter longer."""
+    """The step of a loop, hidden from LLVM so that it cannot unroll: two columns of a tile at once exceed the registers, and 8
+    rows in 4 bits take a quarter longer."""
     return builder.asm(ir.FunctionType(INT64, [INT64]), "", "=r,0", [INT64(1)], True)
 
 
@@ -122,13 +123,13 @@ def _smaller(builder, x, y):
 
 
 def tiles_of(form: Format, width: int, most_rows: int, *, fewest_rows: int = 1, keeps: bool = False) -> Callable[..., None]:
-    """Of a format, the function (rows, a, a_stride, codes, first, end, groups, group_size, start, start_stride, c, c_stride,
-    ahead, kept):
+    """A function for tiles of this format: (rows, a, a_stride, codes, first, end, groups, group_size, start, start_stride, c,
+    c_stride, ahead, kept):
 
     c[r] = start[r] + Σ_k a[r, k] · decoded(codes[k]) for `fewest_rows` to `most_rows` rows of `width` vectors, first ≤ k < end.
-    Addresses are in bytes, strides and sizes in elements; a, codes, groups, ahead and kept are the places of column 0, codes
-    and groups those of a panel or of half of it. As much as is read of codes is fetched to the cache from `ahead` on. With
-    `keeps` decoded(codes[k]) is written to `kept`, `width` vectors for each k.
+    Addresses are in bytes, strides and sizes in elements. a, codes, groups, ahead and kept are the addresses of column 0; codes
+    and groups those of a panel or of half a panel. From `ahead` on, as many bytes are prefetched as are read of the codes. With
+    `keeps`, decoded(codes[k]) is written to `kept`, `width` vectors for each k.
     """
 
     @intrinsic
@@ -147,21 +148,21 @@ def tiles_of(form: Format, width: int, most_rows: int, *, fewest_rows: int = 1, 
 
 
 def widened(builder, codes, *, signed: bool):
-    """Bytes as whole numbers of 32 bits."""
+    """Bytes as integers of 32 bits."""
     return builder.sext(codes, INTEGERS) if signed else builder.zext(codes, INTEGERS)
 
 
 def as_floats(builder, integers):
-    """Whole numbers as float32."""
+    """Integers as float32."""
     return builder.sitofp(integers, VECTOR)
 
 
 def as_bits(builder, integers):
-    """The numbers that have these bits."""
+    """The float32 numbers with these bits."""
     return builder.bitcast(integers, VECTOR)
 
 
 def load_integers(builder, address, index):
-    """LANES whole numbers of 32 bits from element `index` on."""
+    """LANES integers of 32 bits from element `index` on."""
     pointer = builder.bitcast(place(builder, address, INT64(index), INT32), INTEGERS.as_pointer())
     return builder.load(pointer, align=BYTES)

@@ -1,8 +1,8 @@
-"""Compilation of the functions here, and the folder that keeps compiled code.
+"""Compilation of the functions in this package, and the directory of compiled code.
 
-Compiled code is kept in a folder named after the sources: Numba itself looks only at the file that a function stands in, not at
-those it calls. An operator may name with NUMBA_CACHE_DIR where that folder is made. Folders of other versions, 14 MB each, are
-removed when none of them has started for UNUSED_S.
+Compiled code is kept in a directory named after the sources: Numba itself checks only the file that defines a function, not the
+functions it calls. NUMBA_CACHE_DIR sets where that directory is created. Directories of other versions, 14 MB each, are removed
+when none of them has been started for UNUSED_S.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _NAME = re.compile("simd-[0-9a-f]{16}(-unused)?")
 
 
 def _folder() -> Path:
-    """Where compiled code can be kept from start to start, or for this process alone where nothing else can be written."""
+    """A directory that keeps compiled code between starts; if none is writable, one for this process only."""
     digest, here = hashlib.sha256(), Path(__file__).parent
     for source in (*sorted(here.glob("*.py")), *sorted(here.parent.glob("*.py"))):  # constants of `kernels` are compiled in too
         digest.update(source.read_bytes())
@@ -37,7 +37,7 @@ def _folder() -> Path:
     try:
         folder.mkdir(parents=True, exist_ok=True)
         tempfile.TemporaryFile(dir=folder).close()
-        os.utime(folder)  # it is used, see below
+        os.utime(folder)  # marks it as used, see below
     except OSError as error:
         log.warning("compiled kernels cannot be kept, every start compiles them again: %s", error)
         return Path(tempfile.mkdtemp(prefix="gatehouse-simd-"))
@@ -48,8 +48,8 @@ def _folder() -> Path:
 
 
 def _remove_unused(own: Path) -> None:
-    """Remove the folders of versions of which none has started for long. One that runs has read all of its own, and one that
-    starts has just said that it uses it; each vanishes at once, whatever is half removed bears another name."""
+    """Remove directories of versions that have not been started for long. A running version has loaded all of its directory,
+    and a starting one has just marked its own as used. Each is renamed first, so that one half removed is never used."""
     for folder in own.parent.glob("simd-*"):
         try:
             if folder == own or not _NAME.fullmatch(folder.name) or folder.stat().st_mtime > time.time() - UNUSED_S:
@@ -61,17 +61,17 @@ def _remove_unused(own: Path) -> None:
 
 numba.config.CACHE_DIR = str(_folder())
 
-# Division by zero is not looked for, and numbers are not reordered: what may be fused or reordered says so in `vectors`.
+# Division by zero is not checked, and numbers are not reordered: `vectors` marks what may be fused.
 _OPTIONS: dict[str, Any] = {"cache": True, "error_model": "numpy"}
 
 part = numba.njit(error_model="numpy", cache=False)
-"""A function that others call and that is compiled with them."""
+"""A function that other compiled functions call; it is compiled with them."""
 
 task = partial(numba.cfunc, numba.types.void(numba.types.int64), nopython=True, **_OPTIONS)()
-"""A function of the address of its arguments that each thread of a team runs, see `kernels.simd.threads`."""
+"""A function of the address of its arguments, run by each thread of a team; see `kernels.simd.threads`."""
 
 
 def entry(num_integers: int, num_floats: int = 0) -> Any:
-    """A function that Python calls, of so many int64 and then float32, compiled at once. It lets go of Python's lock."""
+    """A function that Python calls, with `num_integers` int64 and then float32, compiled at once. It releases Python's lock."""
     kinds = [numba.types.int64] * num_integers + [numba.types.float32] * num_floats
     return numba.njit(numba.types.void(*kinds), nogil=True, **_OPTIONS)

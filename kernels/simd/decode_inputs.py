@@ -1,6 +1,6 @@
-"""Inputs of a decode step from the state of its slots, and that state after the step, as `kernels.cpu.decode_inputs` says.
+"""Inputs of a decode step from the state of its slots, and their state after the step; see `kernels.cpu.decode_inputs`.
 
-Moves some numbers of each row and the blocks that its context reaches.
+Copies a few numbers per row and the blocks that its context reaches.
 """
 
 from __future__ import annotations

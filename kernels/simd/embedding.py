@@ -30,7 +30,7 @@ _look_up = Launch(_run, _copies, rows_at=3, num_floats=1)
 
 
 def _rows_of(table: torch.Tensor, index: torch.Tensor, factor: float) -> torch.Tensor:
-    """table: [N, …] float32 → [T, …]; what stands in `index` must be within the table."""
+    """table: [N, …] float32 → [T, …]; every number in `index` must be within the table."""
     index = index.contiguous() if index.dtype is torch.int64 else index.long()
     out = new(index.shape[0], *table.shape[1:])
     size = table[0].numel()

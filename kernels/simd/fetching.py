@@ -1,4 +1,4 @@
-"""Memory that is read before it is needed, in the order in which it lies, where the work itself would go to and fro in it."""
+"""Memory read before it is needed, in address order, because the computation itself would jump back and forth in it."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from kernels.simd.vectors import INT32
 
 @intrinsic
 def touch(typing, address):
-    """Read four bytes, whatever they are, so that the cache has the line that holds them. Unlike a request to fetch it, which a
-    processor drops when it has too many, this takes part in what it foresees: the lines behind come by themselves."""
+    """Read four bytes and ignore them, so that their line is in the cache. A processor drops prefetches when it has too many. A
+    read is never dropped, and the hardware prefetcher follows it to the next lines."""
 
     def emit(context, builder, sig, args):
-        builder.load_atomic(builder.inttoptr(args[0], INT32.as_pointer()), "monotonic", 4)  # never left out as unused
+        builder.load_atomic(builder.inttoptr(args[0], INT32.as_pointer()), "monotonic", 4)  # never removed as unused
         return context.get_dummy_value()
 
     return types.void(types.int64), emit

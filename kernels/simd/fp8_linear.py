@@ -1,9 +1,9 @@
 """Products with weights of 8-bit floats (e4m3): a column's codes become float32 by a shift and a mask.
 
-The sign goes to its place by widening, exponent and fraction by the shift. Exponents of float32 count from 127 and those of
-e4m3 from 7, so that the same bits are 2¹²⁰ times less. Inputs make up for half of this and the scales of the sums for the other
-half: multiplying each weight would take an eighth of the time of many rows. Inputs must stay below 2⁶⁸; sums above 2⁻⁶⁶, as
-multiples of a weight's scale, have all their digits. NaN becomes 480.
+Widening brings the sign into place, the shift exponent and fraction. Exponents of float32 are biased by 127 and those of e4m3
+by 7, so the same bits mean a number 2¹²⁰ times smaller. Half of this factor is applied to inputs and half to the scales of the
+sums: multiplying each weight would take an eighth of the time of many rows. Inputs must stay below 2⁶⁸; sums above 2⁻⁶⁶, as
+multiples of a weight's scale, have full precision. NaN becomes 480.
 """
 
 from __future__ import annotations

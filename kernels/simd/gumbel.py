@@ -1,4 +1,4 @@
-"""Gumbel-max noise and weights for LANES tokens at a time, the bits of `kernels.gumbel`: nothing here is fused."""
+"""Gumbel-max noise and weights for LANES tokens at a time, with the bits of `kernels.gumbel`: nothing here is fused."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _ORDER = ir.Constant(INTEGERS, list(range(LANES)))
 
 
 def _signed(number: int, bits: int) -> int:
-    """An unsigned number as the signed one of the same bits."""
+    """An unsigned number as the signed number with the same bits."""
     return number - (1 << bits) if number >> (bits - 1) else number
 
 
@@ -38,7 +38,7 @@ def _emit_folded(builder, x, count):
 
 
 def _emit_bits(builder, index, key):
-    """Of the tokens from `index` on: odd numbers below 2³²."""
+    """Hashes of the tokens from `index` on: odd numbers below 2³²."""
     ids = builder.add(_emit_whole(builder, index), _ORDER)
     x = builder.add(builder.mul(ids, _wholes(gumbel.TOKEN_STEP)), _emit_whole(builder, key))
     x = builder.mul(_emit_folded(builder, x, 16), _wholes(gumbel.HASH_1))
@@ -68,7 +68,7 @@ def _emit_log2(builder, exponent, t):
 
 
 def _emit_exponential(builder, noise):
-    """E; near 1 the argument of its logarithm is taken from the bits, which float32 would round."""
+    """E; near 1 the argument of its logarithm is computed from the bits, because float32 would round it."""
     argument = builder.fmul(builder.uitofp(builder.neg(noise), VECTOR), _numbers(2.0**-32))
     exponent, t = _emit_parts(builder, argument)
     near = builder.fmul(builder.uitofp(noise, VECTOR), _numbers(-(2.0**-32)))
@@ -78,7 +78,7 @@ def _emit_exponential(builder, noise):
 
 @intrinsic
 def gumbel_noise(typing, index, key):
-    """−log2(E) of the tokens from `index` on, for a key of 64 bits."""
+    """−log2(E) of the tokens from `index` on, for a 64-bit key."""
 
     def emit(context, builder, sig, args):
         return builder.fneg(_emit_log2(builder, *_emit_parts(builder, _emit_exponential(builder, _emit_bits(builder, *args)))))
@@ -88,7 +88,7 @@ def gumbel_noise(typing, index, key):
 
 @intrinsic
 def weights(typing, orders):
-    """Weights of tokens so many binary orders below the likeliest: whole numbers in the bits of float32."""
+    """Weights of tokens `orders` binary orders below the likeliest: integers in the bits of float32."""
 
     def emit(context, builder, sig, args):
         (orders,) = args
@@ -105,7 +105,7 @@ def weights(typing, orders):
 
 @intrinsic
 def times(typing, x, factor):
-    """x · factor, rounded before anything is added to it."""
+    """x · factor, rounded before anything is added to it (not fused)."""
     return f32s(f32s, types.float32), lambda context, builder, sig, args: builder.fmul(args[0], emit_splat(builder, args[1]))
 
 
@@ -119,7 +119,7 @@ def _folded(z, count):
 
 @part
 def key_of(stream, position):
-    """The 64 random bits that key a token."""
+    """The 64 random bits that key a token's noise."""
     z = stream + (position + 1) * numba.int64(_GAMMA)
     z = _folded(z, 30) * numba.int64(_MIX_1)
     z = _folded(z, 27) * numba.int64(_MIX_2)

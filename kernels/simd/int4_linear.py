@@ -1,7 +1,8 @@
-"""Products with weights of 4 bits in groups of columns: (code - zero) · scale, exact in float32, is what is multiplied.
+"""Products with weights of 4 bits in groups of columns: (code - zero) · scale, exact in float32, is the weight that is
+multiplied.
 
-A byte holds the codes of two outputs that stand a vector apart. An entry of a group is its scale as float32 with the zero point
-in the lowest bits of the fraction, which a scale of 16 bits leaves empty.
+A byte holds the codes of two outputs that are one vector apart. A group's entry is its scale as float32, with the zero point in
+the lowest bits of the fraction, which are unused by a 16-bit scale.
 """
 
 from __future__ import annotations
@@ -29,8 +30,8 @@ from kernels.simd.vectors import LANES
 _CODE, _CODE_BITS = 15, 4
 _ZERO_POINT = 31
 _BASES = 0x4B000000, 0x49000000
-"""2²³ and 2¹⁹ as float32: a code in the lowest bits of the first, or four bits further up in the second, is added to it. So it
-becomes a number without a shift, which would take the time of a multiplication."""
+"""2²³ and 2¹⁹ as float32. A code in the lowest bits of the first, or four bits higher in the second, is added to the number.
+This converts it to float without a shift, which would take the time of a multiplication."""
 
 
 class _Int4(Format):
@@ -71,7 +72,7 @@ def _panels(a):
 def bind_int4(weight: Int4Weight, bias: torch.Tensor | None) -> Callable[[torch.Tensor], torch.Tensor]:
     """The product with an int4 weight.
 
-    → a function [T, K] → [T, N], like its input: x Wᵀ + bias; it keeps no reference to `weight` but to its permutation.
+    Returns a function [T, K] → [T, N], like its input: x Wᵀ + bias. It keeps no reference to `weight` except its permutation.
     """
     permutation, codes = weight.permutation, _paired(in_panels(_codes(weight)))
     factors = torch.ones(weight.num_rows)
@@ -89,7 +90,8 @@ def _codes(weight: Int4Weight) -> torch.Tensor:
 
 
 def _paired(panels: torch.Tensor) -> torch.Tensor:
-    """[panels, PANEL, K] → [panels, K, PANEL / 2]: the codes of two neighbouring vectors in a byte, the first one lower"""
+    """[panels, PANEL, K] → [panels, K, PANEL / 2]: the codes of two neighbouring vectors in a byte, the first in the lower
+    bits"""
     vectors = panels.view(len(panels), PANEL_VECTORS // 2, 2, LANES, -1)
     pairs = vectors[:, :, 0] | vectors[:, :, 1] << _CODE_BITS
     return pairs.flatten(1, 2).transpose(1, 2).contiguous()

@@ -1,4 +1,5 @@
-"""Products with weights of 8-bit integers: codes are widened and converted, and sums get the scales of their outputs."""
+"""Products with weights of 8-bit integers: codes are widened and converted, and sums are multiplied by their outputs'
+scales."""
 
 from __future__ import annotations
 

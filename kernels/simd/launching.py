@@ -1,9 +1,9 @@
-"""Operations as Python calls them, and sequences of them: many operations in one call and one parallel section.
+"""Operations called from Python, and sequences of them: many operations in one call and one parallel section.
 
-A decode step of a small model is some sixty operations of some microseconds each: calling them from Python one by one, with a
-parallel section for each, takes as long as a quarter of the step. They are the same in every step but for the number of
-rows. So they are recorded once, with the addresses of tensors that stay where they are, and later run by one call, in which
-the threads meet at a barrier after each operation. The tasks and their arguments are the same, and so are the bits.
+A decode step of a small model is some sixty operations of some microseconds each. Calling them from Python one by one, with a
+parallel section for each, takes as long as a quarter of the step. They are the same in every step except for the number of
+rows. So they are recorded once, with the fixed addresses of their tensors, and later run by one call, in which the threads meet
+at a barrier after each operation. The tasks and their arguments are the same, and so are the bits.
 """
 
 from __future__ import annotations
@@ -24,21 +24,21 @@ from kernels.simd.threads import argument, call_task, member, pool, run, wait
 from kernels.simd.vectors import get_int64
 
 LINE = 24
-"""Numbers of eight bytes in a line of a sequence: a task's address, what `member` reads, and its arguments."""
+"""Numbers of eight bytes in a line of a sequence: a task's address, two numbers for `member`, and its arguments."""
 
 _TASK, _FUNCTION, _THREADS, _ARGUMENTS = range(4)
 
 
 class Launch:
-    """An operation: its task, and the compiled function that runs it for Python. `rows_at`: which argument counts the rows;
-    `num_floats`: how many of the last ones are float32."""
+    """An operation: its task, and the compiled function that runs it from Python. `rows_at`: index of the argument with the
+    number of rows; `num_floats`: how many of the last arguments are float32."""
 
     def __init__(self, compiled: Callable[..., None], a_task: Any, *, rows_at: int, num_floats: int = 0) -> None:
         self._compiled, self._task, self._team = compiled, a_task.address, pool()
         self._rows_at, self._num_floats = rows_at, num_floats
 
     def __call__(self, work: int, *arguments: float) -> None:
-        """Run it, on as many threads as `work` is worth, or record it in the sequence that is being recorded."""
+        """Run it on as many threads as `work` justifies, or add it to the sequence that is being recorded."""
         sequence = _recording.sequence
         if sequence is not None:
             first = len(arguments) - self._num_floats
@@ -58,7 +58,7 @@ _recording = _Recording()
 
 
 def new(*shape: int) -> torch.Tensor:
-    """An uninitialised tensor of float32, which a sequence that is being recorded keeps."""
+    """An uninitialised tensor of float32. If a sequence is being recorded, the sequence keeps it."""
     sequence = _recording.sequence
     return torch.empty(shape) if sequence is None else sequence.new(shape)
 
@@ -67,10 +67,11 @@ _BEFORE = 2
 
 
 class ScratchBuffers:
-    """Memory of the tensors of sequences, of which one runs at a time: by layer and in order, and tensors that torch made."""
+    """Memory for the tensors of sequences, only one of which runs at a time: by layer and in order, and tensors made by
+    torch."""
 
     def __init__(self) -> None:
-        self.layers: tuple[list[torch.Tensor], ...] = [], [], []  # two by turns, and what was made before the first layer
+        self.layers: tuple[list[torch.Tensor], ...] = [], [], []  # two in alternation, and one for before the first layer
         self.kept: list[torch.Tensor] = []
 
 
@@ -90,7 +91,8 @@ class OperationSequence:
 
     @contextmanager
     def recording(self) -> Iterator[None]:
-        """Record the operations called in this context, with tensors of `max_rows` rows, unrun. Raises `NotRecordable`."""
+        """Record, but do not run, the operations called in this context with tensors of `max_rows` rows. Raises
+        `NotRecordable`."""
         _recording.sequence = self
         try:
             with _NothingComputed(self._buffers.kept):
@@ -102,15 +104,15 @@ class OperationSequence:
         self._address = self._table.ctypes.data
 
     def sharing_buffers(self, max_rows: int) -> OperationSequence:
-        """A record of other operations in the same buffers: results of the ones are overwritten when the others run."""
+        """A record of other operations in the same buffers: running one record overwrites the results of the other."""
         return OperationSequence(max_rows, self._buffers)
 
     def next_layer(self) -> None:
-        """Begin a layer, whose tensors overwrite those of the layer before the last one; those made before any layer stay."""
+        """Begin a layer. Its tensors overwrite those of the layer before the last one; tensors made before any layer stay."""
         self._layer, self._next = 0 if self._layer == _BEFORE else 1 - self._layer, 0
 
     def new(self, shape: Sequence[int]) -> torch.Tensor:
-        """An uninitialised tensor of this layer, in the next of its buffers where that is large enough."""
+        """An uninitialised tensor of this layer, in its next buffer if that is large enough."""
         buffers, size = self._buffers.layers[self._layer], math.prod(shape)
         if self._next == len(buffers):
             buffers.append(torch.empty(size))
@@ -120,7 +122,7 @@ class OperationSequence:
         return buffers[self._next - 1][:size].view(shape)
 
     def add(self, address: int, rows_at: int, numbers: list[Any]) -> None:
-        """Record an operation with its arguments, floats as `threads.bits` makes them."""
+        """Record an operation with its arguments; floats as encoded by `threads.bits`."""
         assert _ARGUMENTS + len(numbers) <= LINE, "an operation with more arguments than a line has"
         self._row_cells.append(len(self._lines) * LINE + _ARGUMENTS + rows_at)
         self._lines.append([address, 0, 1, *numbers, *[0] * (LINE - _ARGUMENTS - len(numbers))])
@@ -141,7 +143,7 @@ class OperationSequence:
 
 
 class _NothingComputed(TorchDispatchMode):
-    """Lets torch make views, and tensors, which it keeps; refuses what torch would compute."""
+    """Allows torch to make views, and tensors, which it keeps; refuses computations by torch."""
 
     def __init__(self, kept: list[torch.Tensor]) -> None:
         super().__init__()

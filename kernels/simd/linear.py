@@ -1,7 +1,8 @@
 """Matrix products with weights that are packed once into panels: x Wᵀ + b.
 
-A panel holds as many of W's rows as a tile has columns, one number of each after the other, zeros where W ends: [in, columns].
-The threads share the panels; each panel is read once from memory, in order, for all rows of x, tile by tile from the cache.
+A panel holds as many of W's rows as a tile has columns, interleaved number by number, padded with zeros at the end of W: [in,
+columns]. The threads divide the panels; each panel is read once from memory, in order, for all rows of x, tile by tile from the
+cache.
 While tiles are computed the next panel is fetched. oneDNN, which torch would call, takes 1.05 to 3 times as long (ADR 28).
 
 Moves |W| + |x| + |out| bytes for 2 · T · |W| operations; sums in float32, each in the order of its columns (see `tiles`), so
@@ -33,21 +34,21 @@ from kernels.simd.vectors import BYTES, LANES, get, put, stack
 
 COLUMNS, COLUMNS_WIDEST = WIDE * LANES, WIDEST * LANES
 OUTPUTS_WIDEST = 768
-"""From so many outputs on a panel has COLUMNS_WIDEST; fewer panels of a smaller matrix would be shared unevenly by threads."""
+"""From this many outputs on a panel has COLUMNS_WIDEST; fewer panels of a smaller matrix would be divided unevenly."""
 
 DEPTH = 1024
-"""Columns of W that a panel's tiles pass at a time: what they read, and as much that is fetched, stay in a core's cache."""
+"""Columns of W that a panel's tiles process at a time: the weights read, and as many prefetched, stay in a core's cache."""
 
 ROWS_FETCHING = ROWS + 1 if binding.get_host_cpu_name().startswith("znver") else 3
-"""Rows from which the next panel is fetched. With fewer the processor foresees what is read, as AMD's do with all rows of a
-tile: lines that are asked for twice cost a tenth there. On Intel's a tile of 3 to 8 rows gains a fifth."""
+"""Rows from which the next panel is prefetched. With fewer the hardware foresees the reads. AMD's processors do so with all
+rows of a tile: lines requested twice cost a tenth there. On Intel's a tile of 3 to 8 rows gains a fifth."""
 
 _edge = stack(ROWS * COLUMNS_WIDEST)
 
 
 @part
 def _tile(columns, fetches, rows, x, num_columns, weights, depth, start, start_stride, out, out_stride, ahead):
-    """A tile of a panel of so many columns; if it `fetches`, a line from `ahead` on in each step."""
+    """A tile of a panel with `columns` columns; if it `fetches`, each step prefetches a line from `ahead` on."""
     if columns == COLUMNS:
         if fetches:
             multiply_fetching(rows, x, num_columns, weights, columns, depth, start, start_stride, out, out_stride, ahead)
@@ -61,9 +62,9 @@ def _tile(columns, fetches, rows, x, num_columns, weights, depth, start, start_s
 
 @part
 def _inner_panel(x, num_columns, panel, columns, bias, out, out_stride, num_rows):
-    """out: the first row's place in the panel's columns. Tiles are of nearly as many rows each. Of the lines of a step the
-    first tile fetches one, the next tile the next one: the memory is asked while all are computed, not in bursts between
-    pauses."""
+    """out: the first row's place in the panel's columns. Tiles have nearly equal numbers of rows. Of the lines to prefetch in a
+    step, the first tile takes one, the next tile the next one: memory is accessed evenly while all tiles are computed, not in
+    bursts between pauses."""
     lines = columns * BYTES // CACHE_LINE if num_rows >= ROWS_FETCHING else 0
     num_tiles = (num_rows + ROWS - 1) // ROWS
     rows = (num_rows + num_tiles - 1) // num_tiles
@@ -92,7 +93,7 @@ def _inner_panel(x, num_columns, panel, columns, bias, out, out_stride, num_rows
 
 @part
 def _last_panel(x, num_columns, panel, columns, bias, out, out_stride, num_rows, width):
-    """As `_inner_panel`, for a panel of which only `width` columns are wanted."""
+    """As `_inner_panel`, for a panel of which only `width` columns are used."""
     edge = _edge()
     for row in range(0, num_rows, ROWS):
         rows = min(ROWS, num_rows - row)

@@ -31,7 +31,7 @@ def _run(pool, threads, task, logits, num_rows, size, divisor, softcap):
 _cap = Launch(_run, _caps, rows_at=1, num_floats=2)
 
 _OPERATIONS = 8
-"""The work of one number, about, in multiplications."""
+"""Approximate work per number, in multiplications."""
 
 
 def cap_logits(logits: torch.Tensor, *, divisor: float = 1.0, softcap: float | None = None) -> torch.Tensor:

@@ -1,7 +1,7 @@
-"""RMS normalisation (arXiv 1910.07467), alone and behind the sum that stands before it in a layer; a row at a time.
+"""RMS normalisation (arXiv 1910.07467), alone or after the residual sum that precedes it in a layer; a row at a time.
 
-A sum of squares is taken in LANES partial sums of float32, added up half with half. Reads and writes each row once; the second
-pass over it is from the cache.
+A sum of squares is computed as LANES partial sums in float32, added up half with half. Reads and writes each row once; the
+second pass over it is from the cache.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def sum_of_squares(x, size):
 
 @part
 def scale_row(x, weight, out, size, factor):
-    """out = x · factor · weight; it may be x."""
+    """out = x · factor · weight; out may be x."""
     for i in range(0, size, LANES):
         store_part(out, i, size, load_part(x, i, size) * splat(factor) * load_part(weight, i, size))
 
@@ -57,7 +57,7 @@ def _run_norms(pool, threads, task, x, weight, out, num_rows, size, eps):
 
 @part
 def _add_row(x, residual, branch_weight, out, size, eps, alpha):
-    """out = residual + alpha · x, x normalised by itself where it has a weight; the partial sums of its squares."""
+    """out = residual + alpha · x, with x itself normalised if it has a weight. Returns the partial sums of out's squares."""
     factor = splat(alpha)
     if branch_weight:
         factor = splat(alpha * inverse_root(sum_of_squares(x, size), size, eps))
@@ -116,7 +116,7 @@ def add_rms_norm(
 
     x, residual: [..., hidden] float32 → rms_norm(sum) · weight and sum = residual + alpha · x, both [..., hidden].
 
-    With `branch_weight` x is normalised by itself before it is added. Without `weight` the sum is the first result too.
+    With `branch_weight`, x itself is normalised before it is added. Without `weight` the first result is the sum too.
     """
     x, residual = x.contiguous(), residual.contiguous()
     sums = new(*x.shape)

@@ -1,5 +1,5 @@
-"""Between projection and attention, in one pass over each token: queries and keys normalised (QK-norm, arXiv 2302.05442) and
-rotated (arXiv 2104.09864, eq. 34), keys and values written to the cache.
+"""The operations between projection and attention, in one pass over each token: queries and keys normalised (QK-norm, arXiv
+2302.05442) and rotated (arXiv 2104.09864, eq. 34), keys and values written to the cache.
 
 Reads a token's row and writes its queries and keys in place, and 2 · K · D numbers of the cache.
 """
@@ -17,7 +17,7 @@ from kernels.simd.vectors import BYTES, LANES, fma, get_int64, load_part, store_
 
 @part
 def _normalise(heads, count, size, weight, whole, eps):
-    """Each head by itself, or all of a token together where the weight is as wide."""
+    """Each head separately, or all heads of a token together if the weight is that wide."""
     if whole:
         size, count = size * count, 1
     for head in range(count):
@@ -27,7 +27,7 @@ def _normalise(heads, count, size, weight, whole, eps):
 
 @part
 def _turn(head, cos, sin, rotary_dim):
-    """Pairs (i, i + rotary_dim / 2); the first half of the sines is negative."""
+    """Rotate pairs (i, i + rotary_dim / 2); the first half of the sines is negative."""
     half = rotary_dim // 2
     other = head + half * BYTES
     for i in range(0, half, LANES):
@@ -97,7 +97,7 @@ def rope_and_cache(
 
     qkv: [T, H+2K, D] float32, in place, and into kv_cache: [N, P, 2, K, D] float32 or None at slot_mapping: [T] int64, below
     0 for a token that is not written. cos and sin: [T, 1, rotary_dim], the sine negative in its first half. Weights of QK-norm
-    are [D] for each head by itself, or [H·D] and [K·D] for the heads of a token together.
+    are [D] for each head separately, or [H·D] and [K·D] for all heads of a token together.
     """
     assert qkv.is_contiguous(), "rows are changed in place"
     num_tokens, width, size = qkv.shape

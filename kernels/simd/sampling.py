@@ -1,12 +1,12 @@
-"""The sampler of the next token of each row, with parameters in `SamplingColumns`: the very tokens of `kernels.cpu.sampling`.
+"""The sampler of each row's next token, with parameters in `SamplingColumns`: the same tokens as `kernels.cpu.sampling`.
 
-    logits ─► what the request changes (a copy of the row, where there is such a thing) ─► the first of the largest
+    logits ─► the request's changes (in a copy of the row, if there are any) ─► the first of the largest
         ─► distances below it ─► the limits of top-k and top-p, each the smallest distance that leaves enough
         ─► of what min-p leaves too, the same by distances from their mean: typical sampling ─► Gumbel-max
 
-Such a limit is found in three passes over the row: distances are not negative, so that their bits have their order, and the
-sums of what lies in each of 2048 ranges of bits tell in which one the limit is (a radix select). Reads a row once or, where
-there are filters, up to fifteen times from the cache.
+Such a limit is found in three passes over the row. Distances are not negative, so their bits are in their order, and the sums
+of the weights in each of 2048 ranges of bits tell which range contains the limit (a radix select). Reads a row once or, with
+filters, up to fifteen times from the cache.
 """
 
 from __future__ import annotations
@@ -59,14 +59,14 @@ def _splat(number):
 
 @part
 def _end_of(x, i, size, other):
-    """LANES numbers from element i on, `other` from the end of the row on."""
+    """LANES numbers from element i on, with `other` beyond the end of the row."""
     value = load_part(x, i, size)
     return value if size - i >= LANES else first_lanes(value, size - i, other)
 
 
 @part
 def _winner(best, places):
-    """The token with the largest score, the lowest of equals: `places` are those of the first lanes, -1 is none."""
+    """The token with the largest score, the lowest on ties: `places` are those of the first lanes, -1 is none."""
     room, chosen, most = _lanes(), NO_TOKEN, numba.float32(-_INFINITE)
     store(room, 0, best)
     store(room, LANES, places)
@@ -80,7 +80,7 @@ def _winner(best, places):
 
 @part
 def _first_largest(x, size):
-    """The first of the largest numbers of a row, NO_TOKEN where one is NaN or infinite, or where none is above -inf."""
+    """The first of the largest numbers of a row; NO_TOKEN if one is NaN or infinite, or none is above -inf."""
     lowest, zero, highest = _splat(-_INFINITE), _splat(0.0), _splat(_INFINITE)
     best, places, poison = lowest, _splat(-1.0), zero
     for i in range(0, size, LANES):
@@ -93,7 +93,7 @@ def _first_largest(x, size):
 
 @part
 def _measure(x, out, weighed, size, most, scale):
-    """out = most - x, and into `weighed`, if there is room for it, what each weighs."""
+    """out = most - x; and the weight of each into `weighed`, if that has memory."""
     for i in range(0, size, LANES):
         distance = _splat(most) - load_part(x, i, size)
         store_part(out, i, size, distance)
@@ -113,7 +113,7 @@ def _total_weight(distances, weighed, size, limit):
 
 @part
 def _limit(distances, weighed, size, target):
-    """The smallest distance up to which the weights, all 1 without `weighed`, sum up to `target`, the largest if none does."""
+    """The smallest distance up to which the weights (all 1 without `weighed`) sum up to `target`; the largest if none does."""
     sums, found, left = _sums(), 0, target
     for level in range(3):
         shift, ranges = 20 - 10 * level, _RANGES if level == 0 else _RANGES // 2
@@ -137,7 +137,7 @@ def _limit(distances, weighed, size, target):
 
 @part
 def _gumbel_max(x, size, scale, key, most, limit, neg_log2_min_p):
-    """The token drawn among those that lie no farther below the largest logit than the limits."""
+    """The token drawn among those whose distance below the largest logit is within the limits."""
     lowest = _splat(-_INFINITE)
     best, places = lowest, _splat(-1.0)
     for i in range(0, size, LANES):
@@ -153,13 +153,13 @@ def _gumbel_max(x, size, scale, key, most, limit, neg_log2_min_p):
 
 @part
 def _share(part_of_it, whole):
-    """What a part of a weight is at least."""
+    """The least weight that counts as this part of the whole."""
     return max(1, numba.int64(math.ceil(numba.float64(part_of_it) * numba.float64(whole))))
 
 
 @part
 def _leave_typical(x, distances, weighed, size, scale, typical_p, limit, neg_log2_min_p):
-    """Of the tokens within the limits those nearest to their mean: into `weighed` the logits of a row without the others."""
+    """Of the tokens within the limits keep those nearest to their mean: `weighed` gets the row's logits without the others."""
     whole, moments = 0, 0
     for i in range(size):
         distance = get(distances, i)
@@ -179,7 +179,7 @@ def _leave_typical(x, distances, weighed, size, scale, typical_p, limit, neg_log
 
 @part
 def _drawn(x, size, most, scale, top_k, top_p, neg_log2_min_p, typical_p, key, room):
-    """Room is for two rows."""
+    """Draw a row's token. `room` has space for two rows."""
     limit = numba.float32(_INFINITE)
     if (0 < top_k < size) or top_p < 1 or typical_p < 1:
         weighed = room + size * BYTES if top_p < 1 or typical_p < 1 else 0
@@ -197,7 +197,7 @@ def _drawn(x, size, most, scale, top_k, top_p, neg_log2_min_p, typical_p, key, r
 
 @part
 def _change(x, out, size, repetition, frequency, presence, counts, bias):
-    """Penalties and bias of a request: 0 where there are no counts, or no bias."""
+    """Apply penalties and bias of a request; 0 stands for no counts, or no bias."""
     for i in range(size):
         value = get(x, i)
         if counts:
@@ -214,7 +214,7 @@ def _change(x, out, size, repetition, frequency, presence, counts, bias):
 
 @part
 def _forbid(out, token):
-    """What is not finite stays so: forbidding it does not hide that the model failed."""
+    """Forbid a token. NaN and infinities stay: forbidding a token must not hide that the model failed."""
     if get(out, token) < _INFINITE:
         put(out, token, numba.float32(-_INFINITE))
 
@@ -235,7 +235,7 @@ def _rows(a):
     masks, mask_stride, rooms, num_rooms = argument(a, 13), argument(a, 14), argument(a, 15), argument(a, 16)
     out, num_rows = argument(a, 17), argument(a, 18)
     thread, threads = member(a)
-    threads = min(threads, num_rooms)  # those beyond have nowhere to work
+    threads = min(threads, num_rooms)  # more threads would have no memory to work in
     room = rooms + thread * 3 * size * BYTES
     for row in range(num_rows * min(thread, threads) // threads, num_rows * min(thread + 1, threads) // threads):
         slot = get_int32(slots, row)
@@ -264,7 +264,7 @@ def _rows(a):
         scale = get(floats, _SCALE * columns + slot)
         if token != NO_TOKEN and scale > 0:
             key = key_of(get_int64(longs, _STREAM * columns + slot), position)
-            most = get(x, token) + numba.float32(0.0)  # not -0.0: 0.0 would lie -0.0 below it, whose bits are out of order
+            most = get(x, token) + numba.float32(0.0)  # not -0.0: 0.0 would be -0.0 below it, whose bits are out of order
             token = _drawn(
                 x, size, most, scale, get_int32(ints, _TOP_K * columns + slot), get(floats, _TOP_P * columns + slot),
                 get(floats, _NEG_LOG2_MIN_P * columns + slot), get(floats, _TYPICAL_P * columns + slot), key,
@@ -288,11 +288,11 @@ def _run(
 _choose = Launch(_run, _rows, rows_at=18)
 
 _PASSES = 16
-"""The work of a row, about, in operations for each number of it."""
+"""Approximate work of a row, in operations per number."""
 
 
 def sampling_workspace(max_rows: int, vocab_size: int, device: torch.device) -> torch.Tensor:
-    """Scratch memory of each thread for an adjusted row, distances and weights; unused parts take no memory."""
+    """Scratch memory per thread for an adjusted row, distances and weights; unused parts take no memory."""
     return torch.empty(max(os.cpu_count() or 1, torch.get_num_threads()), 3, vocab_size)
 
 
@@ -309,7 +309,7 @@ def sample(
 ) -> torch.Tensor:
     """Next token of each row, or NO_TOKEN: [R] int64
 
-    logits: [R, V] float32, left as they are; slots: [R] int32, below 0 is padding; positions: [R] int32 or int64, index of the
+    logits: [R, V] float32, not changed; slots: [R] int32, below 0 is padding; positions: [R] int32 or int64, index of the
     token in prompt plus output; masks: [R, ceil(V / 32)] int32, bit b of word w allows token 32 w + b
     """
     num_rows, vocab_size = logits.shape

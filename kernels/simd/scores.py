@@ -1,10 +1,10 @@
-"""Log-probabilities of chosen tokens and of the likeliest ones, as one table of integers: a row of logits at a time.
+"""Log-probabilities of chosen tokens and of the likeliest ones, as a table of integers: a row of logits at a time.
 
     row: rank of the token │ the token, the likeliest ones │ their log-probabilities, the bits of float64 as integers
 
-log p(token) = logit − log Σ exp(logits), sums of SPAN numbers in float32 and of these in float64; the rank is one more than the
-number of larger logits. The likeliest are kept in order while the row is read: of equal logits the first. Reads a row three
-times, twice from the cache.
+log p(token) = logit − log Σ exp(logits), with sums of SPAN numbers in float32 and the sum of these in float64. The rank is one
+more than the number of larger logits. The likeliest are kept in order while the row is read, on ties the first. Reads a row
+three times, twice from the cache.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ SPAN = 4096
 
 @intrinsic
 def _put_float64(typing, address, index, value):
-    """One number written in eight bytes; `index` counts these."""
+    """Write one number of eight bytes; `index` counts these."""
 
     def emit(context, builder, sig, args):
         address, index, value = args
@@ -54,7 +54,7 @@ def _put_float64(typing, address, index, value):
 
 @part
 def _end_of(x, i, size, other):
-    """LANES numbers from element i on, `other` from the end of the row on."""
+    """LANES numbers from element i on, with `other` beyond the end of the row."""
     return first_lanes(load_part(x, i, size), size - i, other)
 
 
@@ -82,7 +82,7 @@ def _log_sum(x, size, most):
 
 @part
 def _num_larger(x, size, own):
-    """How many numbers are larger than one of them; counts in float32 are whole up to 2²⁴."""
+    """How many numbers are larger than `own`; counts in float32 are exact up to 2²⁴."""
     one, zero, lowest = splat(numba.float32(1.0)), splat(numba.float32(0.0)), splat(numba.float32(-math.inf))
     found = zero
     for i in range(0, size, LANES):
@@ -92,7 +92,7 @@ def _num_larger(x, size, own):
 
 @part
 def _insert(x, token, ids, kept):
-    """Put a token behind the last of `kept` ordered ones whose logit is not smaller."""
+    """Insert a token after the last of `kept` ordered ones whose logit is not smaller."""
     at = kept
     while at > 0 and get(x, get_int64(ids, at - 1)) < get(x, token):
         put_int64(ids, at, get_int64(ids, at - 1))
@@ -138,14 +138,14 @@ def _run(pool, threads, task, logits, stride, size, tokens, num_top, out, out_st
 _score = Launch(_run, _tables, rows_at=7)
 
 _PASSES = 8
-"""The work of a row, about, in operations for each number of it."""
+"""Approximate work of a row, in operations per number."""
 
 
 def score_tokens(logits: torch.Tensor, tokens: torch.Tensor, num_top: int, *, out: torch.Tensor) -> None:
     """Write the table of log-probabilities.
 
-    logits: [R, V] float32 as the model has them; tokens: [R] int64, below 0 is none, of which the log-probability is NaN and
-    the rank 1; 1 ≤ num_top ≤ V; out: [R, at least 3 + 2 · num_top] int64, whose first columns are the table
+    logits: [R, V] float32 as the model computed them; tokens: [R] int64, below 0 is none, which gets log-probability NaN and
+    rank 1; 1 ≤ num_top ≤ V; out: [R, at least 3 + 2 · num_top] int64, whose first columns are the table
     """
     assert logits.dtype is torch.float32
     assert tokens.dtype is out.dtype is torch.int64

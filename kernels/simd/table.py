@@ -1,4 +1,4 @@
-"""The operations in vectors of this processor, which serve float32 on CPUs; torch's where there is no kernel here."""
+"""The operations in vectors of this processor, for float32 on CPUs; torch's where there is no kernel here."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def _rope_and_cache(
     qkv: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, kv_cache: torch.Tensor | None, slot_mapping: torch.Tensor,
     *, kv_scales: torch.Tensor | None = None, **others: Any,
 ) -> None:  # fmt: skip
-    """As `kernels.cpu.rope_and_cache`, which writes caches of other formats."""
+    """As `kernels.cpu.rope_and_cache`, which handles caches in other formats."""
     if kv_cache is None or kv_cache.dtype is torch.float32:
         rope_and_cache(qkv, cos, sin, kv_cache, slot_mapping, **others)
     else:
@@ -43,7 +43,7 @@ def _paged_decode(
     q: torch.Tensor, kv_cache: torch.Tensor, block_tables: torch.Tensor, context_lens: torch.Tensor, shape: AttentionShape,
     **others: Any,
 ) -> torch.Tensor:  # fmt: skip
-    """As `kernels.cpu.paged_attention`, which knows caches of other formats and odd heads."""
+    """As `kernels.cpu.paged_attention`, which handles caches in other formats and unusual heads."""
     attend = paged_decode if _suits(shape, kv_cache.dtype) else plain.OPERATIONS.paged_decode
     return attend(q, kv_cache, block_tables, context_lens, shape, **others)
 

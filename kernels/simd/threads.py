@@ -1,8 +1,8 @@
-"""Teams of threads: the ones that torch already has.
+"""Teams of threads, from the pool that torch already has.
 
-torch brings an OpenMP runtime whose threads wait for work in a loop. A second pool would take their cores from them, so that
-functions compiled here are run by that same pool: through `GOMP_parallel`, the call that compilers make for a parallel section,
-found in the library that the process has loaded. Where the library has no such call, everything runs in the calling thread.
+torch brings an OpenMP runtime whose threads wait for work in a loop. A second pool would take their cores from them, so
+functions compiled here run in that same pool: through `GOMP_parallel`, the call that compilers generate for a parallel section,
+found in the library that the process has loaded. If the library has no such call, everything runs in the calling thread.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ from kernels.simd.compiling import part
 from kernels.simd.vectors import INT32, INT64, get_int64
 
 WORK_PER_THREAD = 1 << 15
-"""Multiplications, or elements read and written, that are worth another thread: about ten microseconds."""
+"""Multiplications, or elements read and written, that justify another thread: about ten microseconds."""
 
 _RUNTIMES = ("libgomp", "libomp", "libiomp5")
 
 
 class Pool:
-    """The runtime's addresses as compiled functions take them: `address` is that of a table, 0 where there is no runtime;
-    `member` that of the function that numbers a thread, `barrier` of the one that waits for all of a team."""
+    """The runtime's addresses in the form that compiled functions take: `address` is that of a table, 0 without a runtime;
+    `member` is the function that returns a thread's number, `barrier` the one that waits for all of a team."""
 
     def __init__(self, library: ctypes.CDLL | None) -> None:
         names = ("GOMP_parallel", "omp_get_thread_num", "GOMP_barrier")
@@ -62,7 +62,7 @@ def pool() -> Pool:
 
 
 def _loaded_runtimes() -> Iterator[str]:
-    """Files of OpenMP runtimes that are loaded, torch's own first."""
+    """Files of loaded OpenMP runtimes, torch's own first."""
     maps = Path("/proc/self/maps")
     paths = {line.split()[-1] for line in maps.read_text("utf-8").splitlines() if "/" in line} if maps.exists() else set()
     if not paths:
@@ -73,9 +73,9 @@ def _loaded_runtimes() -> Iterator[str]:
 
 @intrinsic
 def run(typing, pool, threads, task, arguments):
-    """Run `task`, the address of one, on `threads` threads of the pool at the address `pool`; returns when all have ended.
+    """Run the task at the address `task` on `threads` threads of the pool at the address `pool`; returns when all have ended.
 
-    A task gets the address of whole numbers of eight bytes: 0 and 1 are for `member`, the arguments follow.
+    A task gets the address of integers of eight bytes: 0 and 1 are for `member`, the arguments follow.
     """
 
     def emit(context, builder, sig, args):
@@ -102,7 +102,7 @@ def run(typing, pool, threads, task, arguments):
 
 @intrinsic
 def _call(typing, function):
-    """Call a function without arguments that gives an int."""
+    """Call a function without arguments that returns an int."""
 
     def emit(context, builder, sig, args):
         kind = ir.FunctionType(INT32, [])
@@ -113,7 +113,7 @@ def _call(typing, function):
 
 @intrinsic
 def wait(typing, function):
-    """Wait, by `Pool.barrier`, until all threads of the team are here; what they wrote is seen by all."""
+    """Wait, by `Pool.barrier`, until all threads of the team are here; their writes are then visible to all."""
 
     def emit(context, builder, sig, args):
         builder.call(builder.inttoptr(args[0], ir.FunctionType(ir.VoidType(), []).as_pointer()), [])
@@ -136,7 +136,7 @@ def call_task(typing, task, arguments):
 
 @intrinsic
 def bits(typing, value):
-    """A float32 as the whole number that `number` turns back."""
+    """A float32 encoded as an integer; `number` decodes it."""
     return (
         types.int64(types.float32),
         lambda context, builder, sig, args: builder.zext(builder.bitcast(args[0], INT32), INT64),
@@ -145,7 +145,7 @@ def bits(typing, value):
 
 @intrinsic
 def number(typing, argument):
-    """The float32 that `bits` made an argument of."""
+    """Decode a float32 that `bits` has encoded."""
     return (
         types.float32(types.int64),
         lambda context, builder, sig, args: builder.bitcast(builder.trunc(args[0], INT32), ir.FloatType()),
@@ -161,7 +161,7 @@ def member(arguments):
 
 @part
 def share(arguments, count):
-    """First and end of the consecutive parts, out of `count`, that this thread does."""
+    """First and end of this thread's consecutive parts, out of `count`."""
     index, threads = member(arguments)
     return count * index // threads, count * (index + 1) // threads
 

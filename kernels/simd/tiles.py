@@ -1,7 +1,7 @@
 """Tiles of products that stay in registers, for matrix products and attention.
 
-Each sum runs over its terms in order, one fused multiplication and addition after the other, whatever other rows and columns
-are computed beside it. So a row has the same bits in any batch.
+Each sum runs over its terms in order, one fused multiply-add after the other, whatever other rows and columns are computed at
+the same time. So a row has the same bits in any batch.
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ from kernels.simd.vectors import (
 )
 
 ROWS = 4 if LANES == 8 else 8
-"""Rows of the largest tile: with WIDE vectors in each it leaves registers for the operands. AVX2 has 16, the others 32."""
+"""Rows of the largest tile: with WIDE vectors in each, registers are left for the operands. AVX2 has 16, the others 32."""
 
 WIDE = 2
-"""Vectors of a tile's row. A processor that starts two products in a cycle, each taking four, needs eight to be busy."""
+"""Vectors of a tile's row. A processor that starts two products per cycle, each taking four cycles, needs eight to be busy."""
 
 WIDEST = 3 if LANES == 16 else WIDE
-"""Vectors of the row of a tile that leaves three of 32 registers for operands. It takes the fewest instructions for a product,
-which is what counts on a core that is shared with another thread: 1.5 instead of 2."""
+"""Vectors in a row of a tile that leaves three of 32 registers for operands. It needs the fewest instructions per product, 1.5
+instead of 2, which matters on a core shared with another thread."""
 
 CACHE_LINE = 64
 
@@ -60,7 +60,7 @@ def _emit_tile(builder, rows, width, arguments, *, fetches):
 
 
 def begin_sums(builder, start, stride, rows, width):
-    """The variables of `rows` rows of `width` vectors, which begin with what stands at `start`."""
+    """The variables of `rows` rows of `width` vectors, initialised from memory at `start`."""
     sums = []
     for row in range(rows):
         first = builder.mul(stride, INT64(row))
@@ -78,7 +78,7 @@ def store_sums(builder, target, stride, sums) -> None:
 
 
 def for_each_count(builder, count, most, emit, *, fewest=1) -> None:
-    """What `emit(n)` emits is run where `count` is n, `fewest` to `most`."""
+    """Emit code that runs what `emit(n)` emits if `count` is n, for n from `fewest` to `most`."""
     behind = builder.append_basic_block("behind")
     choice = builder.switch(count, behind)
     for number in range(fewest, most + 1):
@@ -91,13 +91,13 @@ def for_each_count(builder, count, most, emit, *, fewest=1) -> None:
 
 
 def prefetch(builder, address) -> None:
-    """Ask for the line of the cache at an address."""
+    """Prefetch the cache line at an address."""
     pointer = builder.inttoptr(address, ir.IntType(8).as_pointer())
     emit_call(builder, "llvm.prefetch.p0", ir.VoidType(), [pointer, INT32(0), INT32(2), INT32(1)])
 
 
 def _tiles(width, *, fetches=False):
-    """A function that chooses the tile for its number of rows, 1 to ROWS; if it `fetches`, each step asks for a line."""
+    """A function that chooses the tile for its number of rows, 1 to ROWS; if it `fetches`, each step prefetches a line."""
 
     @intrinsic
     def tiles(typing, rows, a, a_stride, b, b_stride, length, start, start_stride, c, c_stride, ahead):
@@ -118,7 +118,7 @@ multiply_narrow = _tiles(1)
 """As `multiply`, for rows of one vector."""
 
 multiply_fetching = _tiles(WIDE, fetches=True)
-"""As `multiply`, while each step fetches a line to the cache, the first one from the address in the last place."""
+"""As `multiply`, while each step prefetches a line, the first from the address in the last argument."""
 
 multiply_widest = _tiles(WIDEST)
 """As `multiply`, for rows of WIDEST vectors."""
@@ -131,16 +131,16 @@ DOT_QUERIES = 2
 """Queries of `dots` at a time."""
 
 _DOT_KEYS = LANES // 2
-"""Keys whose sums are under way together in `dots`: with those of DOT_QUERIES they leave registers for the operands."""
+"""Keys whose sums are computed together in `dots`: with DOT_QUERIES, registers are left for the operands."""
 
 
 @intrinsic
 def dots(typing, rows, queries, keys, key_stride, count, size, out, out_stride):
-    """Products of 1 to DOT_QUERIES queries, one behind the other, with LANES keys, of which the first `count` are read and the
-    others repeat the last of these. Row r goes to `out` + r · `out_stride`.
+    """Products of 1 to DOT_QUERIES contiguous queries with LANES keys. The first `count` keys are read; the others repeat the
+    last of these. Row r goes to `out` + r · `out_stride`.
 
-    Numbers of `size`, a multiple of LANES; strides in elements. A key is read once for all queries. Partial sums of LANES keys
-    are added up crosswise: four rounds of pairs for 16 keys, in the place of 16 sums over 16 lanes.
+    `size` numbers each, a multiple of LANES; strides in elements. A key is read once for all queries. Partial sums of LANES
+    keys are added up crosswise: four rounds of pairs for 16 keys, instead of 16 sums over 16 lanes.
     """
 
     def emit(context, builder, sig, args):
@@ -154,7 +154,7 @@ def dots(typing, rows, queries, keys, key_stride, count, size, out, out_stride):
         with builder.if_else(builder.icmp_signed("<", count, INT64(LANES))) as (some, all_of_them):
             with some:
                 emit_rows(_kept_keys(builder, count))
-            with all_of_them:  # places without a choice take a tenth of a decode's time less
+            with all_of_them:  # fixed places take a tenth less of a decode's time
                 emit_rows([INT64(key) for key in range(LANES)])
         return context.get_dummy_value()
 
@@ -180,13 +180,13 @@ def _emit_dots(builder, rows, queries, keys, key_stride, kept, size, out, out_st
 
 
 DOT_ROWS = 4 if LANES == 16 else 2
-"""Rows of `dots_of_rows` at a time, each of which holds as many vectors as its tree of sums is deep, and one."""
+"""Rows of `dots_of_rows` at a time. Each holds as many vectors as its tree of sums is deep, plus one."""
 
 
 @intrinsic
 def turn(typing, keys, key_stride, count, size, turned):
-    """LANES keys, of which the first `count` are read as `dots` reads them, one below the other in columns: [size, LANES] at
-    `turned`, number i of all keys in row i."""
+    """Transpose LANES keys, of which the first `count` are read as by `dots`: [size, LANES] at `turned`, number i of all keys
+    in row i."""
 
     def emit(context, builder, sig, args):
         keys, key_stride, count, size, turned = args
@@ -203,8 +203,8 @@ def turn(typing, keys, key_stride, count, size, turned):
 
 @intrinsic
 def dots_of_rows(typing, rows, queries, size, turned, out, out_stride):
-    """The sums of `dots` for 1 to DOT_ROWS queries, one behind the other, with keys turned by `turn`, in the same order,
-    lane by lane. Row r goes to `out` + r · `out_stride`."""
+    """The sums of `dots` for 1 to DOT_ROWS contiguous queries with keys transposed by `turn`, in the same order, lane by lane.
+    Row r goes to `out` + r · `out_stride`."""
 
     def emit(context, builder, sig, args):
         for_each_count(builder, args[0], DOT_ROWS, lambda rows: _emit_dots_of_rows(builder, rows, *args[1:]))
@@ -214,7 +214,7 @@ def dots_of_rows(typing, rows, queries, size, turned, out, out_stride):
 
 
 def _emit_dots_of_rows(builder, rows, queries, size, turned, out, out_stride):
-    """Partial sum l of a query is over its numbers l, l + LANES, …; a tree adds neighbours first, as `_crosswise` does."""
+    """Partial sum l of a query is over its numbers l, l + LANES, …; a tree adds neighbours first, like `_crosswise`."""
     firsts = [builder.mul(size, INT64(row)) for row in range(rows)]
     sums = [cgutils.alloca_once(builder, VECTOR) for _ in range(rows)]
     trees: list[list[Any]] = [[] for _ in range(rows)]
@@ -236,7 +236,7 @@ def _emit_dots_of_rows(builder, rows, queries, size, turned, out, out_stride):
 
 
 def _transposed(builder, vectors):
-    """Vector i of the result has lane i of each."""
+    """Vector i of the result has lane i of each vector."""
     distance = 1
     while distance < LANES:
         kept = [lane if not lane & distance else LANES + lane - distance for lane in range(LANES)]
@@ -253,13 +253,13 @@ def _transposed(builder, vectors):
 
 
 def _kept_keys(builder, count):
-    """Which of LANES keys are read: behind the first `count` the last of these is repeated."""
+    """Which of LANES keys are read: after the first `count`, the last of these is repeated."""
     last = builder.sub(count, INT64(1))
     return [builder.select(builder.icmp_signed("<", INT64(key), last), INT64(key), last) for key in range(LANES)]
 
 
 def _crosswise(builder, vectors, distance):
-    """Vectors of sums whose lanes hold `distance` keys each, side by side, added up in pairs until there is one."""
+    """Vectors of sums whose lanes hold `distance` keys each, side by side, added in pairs until one is left."""
     while len(vectors) > 1:
         low = [lane + (LANES - distance if lane & distance else 0) for lane in range(LANES)]
         high = [lane + (LANES if lane & distance else distance) for lane in range(LANES)]

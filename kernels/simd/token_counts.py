@@ -32,7 +32,7 @@ _count = Launch(_run, _counted, rows_at=3)
 def count_tokens(slots: torch.Tensor, tokens: torch.Tensor, counts: torch.Tensor) -> None:
     """Count the tokens of a step.
 
-    slots: [R] int32, below 0 is padding, none twice whose counts matter; tokens: [R] int64, below 0 is none; counts: [S, V]
+    slots: [R] int32, below 0 is padding, no slot twice if its counts matter; tokens: [R] int64, below 0 is none; counts: [S, V]
     int32, in place
     """
     assert slots.dtype is counts.dtype is torch.int32

@@ -1,11 +1,11 @@
 """Vectors of float32 as wide as this processor's registers, for functions that Numba compiles.
 
-`f32s` is LLVM's vector type, so what is written here is what the processor runs: nothing is left to an auto-vectoriser. Memory
-is addressed by integers: `address` in bytes, `index` in elements of four bytes from there. Products and sums may be fused to
+`f32s` is LLVM's vector type, so the processor runs what is written here: nothing is left to an auto-vectoriser. Memory is
+addressed by integers: `address` in bytes, `index` in elements of four bytes from there. A product and a sum may be fused into
 one rounding ("contract"); nothing is reordered, and NaN and infinities keep their meaning.
 
-Numba has no name for the functions that LLVM calls intrinsics but `intrinsic`: a function of types that gives the result's
-type and a function that emits the instructions.
+Numba's `intrinsic` (its only name for what LLVM calls intrinsics) is a function of types that returns the result's type and a
+function that emits the instructions.
 """
 
 from __future__ import annotations
@@ -81,12 +81,12 @@ def place(builder, address, index, element=FLOAT):
 
 
 def emit_load(builder, address, index):
-    """LANES numbers from an element on."""
+    """Load LANES numbers from an element on."""
     return builder.load(builder.bitcast(place(builder, address, index), VECTOR.as_pointer()), align=BYTES)
 
 
 def emit_store(builder, address, index, value):
-    """LANES numbers to an element and those behind it."""
+    """Store LANES numbers to an element and those after it."""
     builder.store(value, builder.bitcast(place(builder, address, index), VECTOR.as_pointer()), align=BYTES)
 
 
@@ -98,13 +98,13 @@ def emit_store_part(builder, address, index, end, value):
 
 
 def emit_splat(builder, value):
-    """One number in all lanes."""
+    """A number in all lanes."""
     alone = builder.insert_element(ir.Constant(VECTOR, ir.Undefined), value, INT32(0))
     return builder.shuffle_vector(alone, ir.Constant(VECTOR, ir.Undefined), ir.Constant(INTEGERS, [0] * LANES))
 
 
 def emit_call(builder, name, result, arguments):
-    """A function of LLVM's own by its full name."""
+    """Call one of LLVM's own functions by its full name."""
     kind = ir.FunctionType(result, [argument.type for argument in arguments])
     return builder.call(cgutils.get_or_insert_function(builder.module, kind, name), arguments)
 
@@ -115,7 +115,7 @@ def emit_fma(builder, x, y, z):
 
 
 def _emit_mask(builder, count):
-    """The first `count` lanes."""
+    """A mask of the first `count` lanes."""
     alone = builder.insert_element(ir.Constant(INTEGERS, ir.Undefined), builder.trunc(count, INT32), INT32(0))
     counts = builder.shuffle_vector(alone, ir.Constant(INTEGERS, ir.Undefined), ir.Constant(INTEGERS, [0] * LANES))
     return builder.icmp_signed("<", ir.Constant(INTEGERS, list(range(LANES))), counts)
@@ -123,7 +123,7 @@ def _emit_mask(builder, count):
 
 @intrinsic
 def splat(typing, value):
-    """One number in all lanes."""
+    """A number in all lanes."""
     return f32s(types.float32), lambda context, builder, sig, args: emit_splat(builder, args[0])
 
 
@@ -148,7 +148,7 @@ def load_part(typing, address, index, end):
 
 @intrinsic
 def store(typing, address, index, value):
-    """LANES numbers to element `index` and those behind it."""
+    """Store LANES numbers to element `index` and those after it."""
 
     def emit(context, builder, sig, args):
         address, index, value = args
@@ -171,7 +171,7 @@ def store_part(typing, address, index, end, value):
 
 @intrinsic
 def first_lanes(typing, value, count, other):
-    """The first `count` lanes of one vector and the others of the second."""
+    """The first `count` lanes of `value` and the other lanes of `other`."""
 
     def emit(context, builder, sig, args):
         value, count, other = args
@@ -182,7 +182,7 @@ def first_lanes(typing, value, count, other):
 
 @intrinsic
 def where_less(typing, x, y, chosen, other):
-    """`chosen` in the lanes where x < y; where one of them is NaN, `other`."""
+    """`chosen` in the lanes where x < y; otherwise, also where one of them is NaN, `other`."""
 
     def emit(context, builder, sig, args):
         x, y, chosen, other = args
@@ -199,7 +199,7 @@ def fma(typing, x, y, z):
 
 @intrinsic
 def power_of_two(typing, shifted):
-    """2ⁿ for whole numbers n to which 1.5 · 2²³ was added, so that they stand in the lowest bits; -126 ≤ n ≤ 127."""
+    """2ⁿ for integers n to which 1.5 · 2²³ was added, so that they are in the lowest bits; -126 ≤ n ≤ 127."""
 
     def emit(context, builder, sig, args):
         bits = builder.add(builder.bitcast(args[0], INTEGERS), ir.Constant(INTEGERS, [127] * LANES))
@@ -229,7 +229,7 @@ def total(typing, value):
 
 @intrinsic
 def largest(typing, value):
-    """The largest lane, or any number where one of them is NaN."""
+    """The largest lane; unspecified if one of them is NaN."""
 
     def emit(context, builder, sig, args):
         return _emit_halves(builder, args[0], lambda x, y: builder.select(builder.fcmp_ordered("<", x, y), y, x))
@@ -239,7 +239,7 @@ def largest(typing, value):
 
 @intrinsic
 def get(typing, address, index):
-    """One number."""
+    """Load one number."""
     return (
         types.float32(types.int64, types.int64),
         lambda context, builder, sig, args: builder.load(place(builder, args[0], args[1]), align=BYTES),
@@ -248,7 +248,7 @@ def get(typing, address, index):
 
 @intrinsic
 def put(typing, address, index, value):
-    """One number written."""
+    """Store one number."""
 
     def emit(context, builder, sig, args):
         address, index, value = args
@@ -260,7 +260,7 @@ def put(typing, address, index, value):
 
 @intrinsic
 def get_int32(typing, address, index):
-    """One whole number of four bytes."""
+    """Load one integer of four bytes."""
 
     def emit(context, builder, sig, args):
         return builder.sext(builder.load(place(builder, args[0], args[1], INT32), align=BYTES), INT64)
@@ -270,7 +270,7 @@ def get_int32(typing, address, index):
 
 @intrinsic
 def get_int64(typing, address, index):
-    """One whole number of eight bytes; `index` counts these."""
+    """Load one integer of eight bytes; `index` counts these."""
     return (
         types.int64(types.int64, types.int64),
         lambda context, builder, sig, args: builder.load(place(builder, args[0], args[1], INT64), align=8),
@@ -279,7 +279,7 @@ def get_int64(typing, address, index):
 
 @intrinsic
 def put_int32(typing, address, index, value):
-    """One whole number written in four bytes."""
+    """Store one integer of four bytes."""
 
     def emit(context, builder, sig, args):
         address, index, value = args
@@ -291,7 +291,7 @@ def put_int32(typing, address, index, value):
 
 @intrinsic
 def put_int64(typing, address, index, value):
-    """One whole number written in eight bytes; `index` counts these."""
+    """Store one integer of eight bytes; `index` counts these."""
 
     def emit(context, builder, sig, args):
         address, index, value = args
@@ -302,7 +302,7 @@ def put_int64(typing, address, index, value):
 
 
 def stack(count):
-    """A function without arguments that gives the address of room for `count` numbers, until its caller returns."""
+    """A function without arguments that returns the address of memory for `count` numbers, valid until its caller returns."""
 
     @intrinsic
     def room(typing):
@@ -319,12 +319,12 @@ def stack(count):
 
 @part
 def maximum(x, y):
-    """The larger of both, lane by lane; x where one of them is NaN."""
+    """The larger of x and y, lane by lane; x where one of them is NaN."""
     return where_less(x, y, y, x)
 
 
 _LOWEST, _HIGHEST = -87.33, 88.37
-_SHIFT = 12582912.0  # 1.5 · 2²³: a number below 2²² that is added to it is rounded to a whole one
+_SHIFT = 12582912.0  # 1.5 · 2²³: adding it rounds a number below 2²² to an integer
 _LOG2_E, _LN2_HIGH, _LN2_LOW = 1.44269504088896341, 0.693359375, -2.12194440e-4
 
 

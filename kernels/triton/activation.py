@@ -1,4 +1,4 @@
-"""Gated activations between the two products of a feed-forward part, to the model's dtype or to e4m3 rows."""
+"""Gated activations between the two products of a feed-forward layer, in the model's dtype or as e4m3 rows."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ from kernels.triton.fp8_rows import e4m3_rows, fp8_outputs
 from kernels.triton.row_tiles import row_tile
 
 ROWS_MANY = 256
-"""From here on there are programs enough for every multiprocessor, and wider ones cost less to start."""
+"""From this many rows on there are enough programs for every multiprocessor, and wider ones have less start-up cost."""
 
 
 class ColumnTile(NamedTuple):
-    """`block` columns of one row for `num_warps` warps."""
+    """`block` columns of one row, computed by `num_warps` warps."""
 
     block: int
     num_warps: int
 
 
 def column_tile(num_rows: int, inner: int) -> ColumnTile:
-    """8 elements, 16 bytes, of each thread in few rows and 16 in many. No sum depends on it."""
+    """Each thread has 8 elements (16 bytes) with few rows and 16 with many. No sum depends on it."""
     if num_rows < ROWS_MANY:
         return ColumnTile(512, 2)
     return ColumnTile(2048, 4) if inner % 2048 == 0 else ColumnTile(1024, 4)
@@ -68,7 +68,7 @@ def gated_fp8_kernel(
 
 
 def silu_mul(gate_up: torch.Tensor, *, out: torch.Tensor | None = None) -> torch.Tensor:
-    """gate / (1 + e^-gate) · up: gate_up: [T, 2·inner] (gates first), rows may lie apart → [T, inner]
+    """gate / (1 + e^-gate) · up: gate_up: [T, 2·inner] (gates first), rows need not be contiguous → [T, inner]
 
     Source: arXiv 2002.05202. Reads 2 · T · inner elements of fp32, fp16 or bf16 and writes T · inner; 6 operations each, in
     float32, rounded once. Columns beyond `inner` are masked.
@@ -85,9 +85,9 @@ def gelu_tanh_mul(gate_up: torch.Tensor, *, out: torch.Tensor | None = None) -> 
 
 
 def silu_mul_fp8(gate_up: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """`silu_mul` as e4m3 [T, inner] with row scales [T, 1] float32, quantised before it is ever rounded.
+    """`silu_mul` as e4m3 [T, inner] with row scales [T, 1] float32, quantised before any other rounding.
 
-    A row is held by one program, because its scale needs all of it. Writes one byte an element and 4 a row.
+    One program holds a whole row, because the scale depends on all of it. Writes one byte per element and 4 per row.
     """
     return _launch_fp8(gate_up, gelu=False)
 

@@ -1,7 +1,7 @@
-"""Paged attention of the newest token of each request: the keys of a request in splits, then the splits merged.
+"""Paged attention of the newest token of each request: a request's keys are cut into splits, whose results are merged.
 
-The grid is fixed by the card, never by lengths: every program works out from `context_lens` which splits are its own, so a
-captured graph serves any lengths, and a batch with one long and many short requests loads all programs alike.
+The grid depends only on the card, never on lengths: every program derives its own splits from `context_lens`. So a captured
+graph serves any lengths, and the programs share the work of a batch with one long and many short requests evenly.
 """
 
 from __future__ import annotations
@@ -208,20 +208,20 @@ def paged_decode(
     Flash-Decoding (arXiv 2311.01282) over pages (arXiv 2309.06180), with the query heads of a key head as the rows of a matrix
     tile (arXiv 2305.13245); online softmax in base 2 (arXiv 2205.14135); soft-cap of arXiv 2408.00118.
 
-    q: [T, H, D] fp16, bf16 or fp32, rows any distance apart; kv_cache: [N, P, 2, K, D] of q's dtype, or float8_e4m3fn with
+    q: [T, H, D] fp16, bf16 or fp32, rows need not be contiguous; kv_cache: [N, P, 2, K, D] of q's dtype, or float8_e4m3fn with
     kv_scales [2] float32 (of keys, of values; None is 1); block_tables: [B, M] int32; context_lens: [B] int32, 0 reads nothing
     and gives zeros. Without `query_starts` T is B and row b is request b's newest token. With it ([B + 1] int32), rows
-    query_starts[b] … query_starts[b + 1] - 1, at most `max_query_len`, are the newest tokens of request b, each seeing itself
-    and what is before it (guesses that are verified); all T rows are somebody's, and requests without any are the last. Context
-    0 gives zeros to however many queries.
+    query_starts[b] … query_starts[b + 1] - 1, at most `max_query_len`, are the newest tokens of request b, each of which sees
+    itself and the tokens before it (guesses that are verified); every row belongs to a request, and requests without rows come
+    last. With context 0, any number of queries gives zeros.
 
-    Bytes: all keys and values that are seen, once for each request; 4 · D · H for each split and query written and read again.
-    Operations: 4 · D · H for each token that a query sees. Tokens beyond a request's length or before its window are neither
-    read nor counted. Scores, weights' sums and outputs in float32; weights are rounded to the cache's dtype (float16 for an
-    fp8 cache) for the second product.
+    Bytes: all visible keys and values, once per request; 4 · D · H per split and query, written and read again. Operations: 4 ·
+    D · H per token that a query sees. Tokens beyond a request's length or before its window are neither read nor counted.
+    Scores, sums of weights and outputs in float32; weights are rounded to the cache's dtype (float16 for an fp8 cache) for the
+    second product.
 
-    A split's size is a function of its request's length alone and splits are merged in their order, so a row's result has
-    the same bits in any batch. No lengths are read on the host; with `out` and `workspace` nothing is allocated.
+    A split's size depends only on the length of its request, and splits are merged in order, so a row's result has the same
+    bits in any batch. No lengths are read on the host; with `out` and `workspace` nothing is allocated.
     """
     check_attention(q, kv_cache, shape)
     if out is None:
@@ -249,7 +249,7 @@ def launch_decode(
     kv_scales: torch.Tensor | None = None,
     rotation: Rotation | None = None,
 ) -> None:
-    """rotation: of `rotated_decode`, of which q is the whole projection then."""
+    """rotation: for `rotated_decode`, in which case q is the whole projection."""
     num_requests, max_blocks = block_tables.shape
     if num_requests == 0:
         return
@@ -281,7 +281,7 @@ def launch_decode(
 
 
 def score_factor(shape: AttentionShape) -> float:
-    """What a product is multiplied by: to the base-2 score, or, under a soft-cap, to the exponent that gives its tanh."""
+    """The factor for products: to the base-2 score or, with a soft-cap, to the exponent from which its tanh is computed."""
     scale = shape.product_scale
     return scale * LOG2_E if shape.softcap is None else 2.0 * LOG2_E * scale / shape.softcap
 

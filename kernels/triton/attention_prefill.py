@@ -1,4 +1,4 @@
-"""Paged causal attention of chunks of prompts: a tile of queries of all heads of one key head, against the keys before them."""
+"""Paged causal attention of prompt chunks: a tile of queries of all heads of one key head, with the keys before them."""
 
 from __future__ import annotations
 
@@ -25,31 +25,31 @@ from kernels.triton.query_tiles import tile_keys, tile_owner, tile_queries, tile
 from kernels.triton.tuning import HOPPER, capability, card, has_gluon, multiprocessors, power_of_two
 
 SPLIT_BYTES_MAX = 256 * 1024 * 1024
-"""What splitting the keys of short chunks may need of memory beyond the workspace of decodes; many of them beside one very long
-request are tiled after all."""
+"""Memory that splitting the keys of short chunks may take beyond the workspace of decodes; many short chunks beside one very
+long request are tiled instead."""
 
 
 @dataclass(frozen=True, slots=True)
 class PrefillTiling:
-    """`rows` queries, those of all heads of a key head counted, and `keys` at a time."""
+    """Tiles of `rows` queries, counting those of all heads of a key head, and `keys` keys at a time."""
 
     rows: int
     keys: int
     num_warps: int
     num_stages: int
-    programs: int = 1  # of one multiprocessor at least
+    programs: int = 1  # per multiprocessor, at least
 
 
 def prefill_tiling(head_dim: int, kv_bytes: int, rows: int, windowed: bool, capability: int) -> PrefillTiling:
-    """rows: of the longest chunk. 128 rows share what they load of keys and values, which is what the second-level cache of
-    an H200 can deliver; two groups of four warps hold 64 of them each. Shorter chunks have smaller tiles. Products of float32
-    have no matrix instructions: their operands lie in registers, which small tiles alone leave room for."""
+    """rows: of the longest chunk. 128 rows share the keys and values they load, at a rate that the second-level cache of an
+    H200 can deliver; two groups of four warps hold 64 of the rows each. Shorter chunks have smaller tiles. float32 has no
+    matrix instructions: operands are in registers, for which only small tiles leave room."""
     if kv_bytes == 4:
         return PrefillTiling(min(max(16, power_of_two(rows)), 32), 16, 8, 2)
     width = power_of_two(head_dim)
     small = card(capability).is_small
     tile_rows = 16 if rows <= 16 else 64 if rows <= 64 or small else 128
-    if width >= 256:  # what a query has found fills the registers of four warps
+    if width >= 256:  # the results of its queries fill the registers of four warps
         return PrefillTiling(min(tile_rows, 64), 32, 8, 2 if small else 3)
     keys = min(64, 4096 // width) if capability < 90 or small else 128 if tile_rows != 64 and not windowed else 64
     if tile_rows == 128:
@@ -243,29 +243,29 @@ def paged_prefill(
     FlashAttention-2 (arXiv 2307.08691) over pages (arXiv 2309.06180), with the queries of all heads of a key head in one tile
     (arXiv 2305.13245), so that keys and values are loaded once for them; soft-cap of arXiv 2408.00118.
 
-    q: [T, H, D] fp16, bf16 or fp32, rows any distance apart; kv_cache: [N, P, 2, K, D] of q's dtype, or float8_e4m3fn with
+    q: [T, H, D] fp16, bf16 or fp32, rows need not be contiguous; kv_cache: [N, P, 2, K, D] of q's dtype, or float8_e4m3fn with
     kv_scales [2] float32 (of keys, of values; None is 1), the chunks' own tokens already written; block_tables: [B, M] int32;
     query_starts: [B + 1] int32, rows query_starts[b] … query_starts[b + 1] - 1 are the newest tokens of request b, at most
-    `max_query_len`; context_lens: [B] int32, the newest one's position plus one. Rows before query_starts[0] are nobody's and
-    stay as they are in `out`; all others are somebody's.
+    `max_query_len`; context_lens: [B] int32, the newest one's position plus one. Rows before query_starts[0] belong to no
+    request and are not written to `out`; every other row belongs to one.
 
-    Operations: 4 · D · H for each pair of a query and a token it sees, and at most one tile's worth more for each tile. Bytes:
-    keys and values once for each tile of queries, mostly from the second-level cache. Only tiles on the diagonal and at the
-    window's edge are masked; tiles that no query sees are not loaded. Scores, sums and outputs in float32; weights are
-    rounded to the cache's dtype (float16 for an fp8 cache) for the second product.
+    Operations: 4 · D · H per pair of a query and a token it sees, plus at most one tile's worth per tile. Bytes: keys and
+    values once per tile of queries, mostly from the second-level cache. Only tiles on the diagonal and at the window's edge are
+    masked; tiles that no query sees are not loaded. Scores, sums and outputs in float32; weights are rounded to the cache's
+    dtype (float16 for an fp8 cache) for the second product.
 
-    Chunks of few queries are not worth a tile of their own: the kernel of decodes splits their keys among programs, in the
-    `workspace` of decodes if that has room for T rows. On Hopper the long chunks of most models go through
+    Chunks of few queries are not worth their own tile: the kernel of decodes splits their keys among programs, in the
+    `workspace` of decodes if that has room for T rows. On Hopper the long chunks of most models are computed by
     `attention_prefill_hopper`.
 
-    Where tiles and key heads leave multiprocessors idle, several programs share the keys of a tile, each with a split of at
-    least 512 (`chunk_splits`); what they find, at most 2^16 · (D + 1) · 4 bytes, is allocated here. A tile's own
-    keys and the most splits that the step may have decide how many it has.
+    If tiles and key heads leave multiprocessors idle, several programs share the keys of a tile, each with a split of at least
+    512 (`chunk_splits`); their results, at most 2^16 · (D + 1) · 4 bytes, are allocated here. The number of a tile's splits
+    depends on its own keys and on the most splits that the step may have.
 
-    `any_lengths`: the launch is captured, and of T rows and B requests any may be nobody's; keys of few are cut all the same.
+    `any_lengths`: the launch is captured, and any of the T rows and B requests may be unused; few rows' keys are split anyway.
 
-    The grid depends on T, B and M alone. A query's result depends on its neighbours through the tiling, which follows from
-    `max_query_len`, and the most splits, which follow from it, T, B and the card: nothing else, not their lengths, nor M.
+    The grid depends only on T, B and M. A query's result depends on its neighbours only through the tiling, which follows from
+    `max_query_len`, and the most splits, which follow from it, T, B and the card; not on their lengths, nor on M.
     """
     check_attention(q, kv_cache, shape)
     num_requests = block_tables.shape[0]
@@ -306,7 +306,7 @@ def paged_prefill(
 def _overlapped(
     shape: AttentionShape, kv_bytes: int, tiling: PrefillTiling, device: torch.device
 ) -> Callable[..., torch.Tensor] | None:
-    """What serves these tiles in the place of `prefill_kernel`, if anything does."""
+    """The kernel that replaces `prefill_kernel` for these tiles, if there is one."""
     if not has_gluon(device):
         return None
     from kernels.triton import attention_prefill_hopper as hopper
@@ -339,7 +339,7 @@ def _may_be_split(shape: AttentionShape, kv_dtype: torch.dtype, num_rows: int, m
 
 
 def prefill_constants(shape: AttentionShape, tiling: PrefillTiling, *, is_split: bool = False) -> dict[str, object]:
-    """Constants of `prefill_kernel`, but for REQUESTS."""
+    """Constants of `prefill_kernel`, except REQUESTS."""
     return {
         **shape_constants(shape),
         "ROWS": tiling.rows,

@@ -1,9 +1,9 @@
-"""Paged causal attention of long chunks on Hopper: exponentials of one tile of keys beside the products of the tile before.
+"""Paged causal attention of long chunks on Hopper: one tile's exponentials overlap with the products of the tile before.
 
-In Triton's language a product that a loop computes with is waited for where it stands, so that the exponentials run beside no
-product. This kernel is in Gluon, Triton's lower level (`triton.experimental`), where waits are written down; no interpreter
-runs it, the executed PTX does (`tests/ptx`). It serves what most prompts are: 16 bits, heads of 64 or 128, no window, no cap.
-`attention_prefill` serves everything else and is its twin; `GATEHOUSE_OVERLAPPED_PREFILL=0` has it serve all.
+In Triton's language a loop waits for a product in the place where it is computed, so exponentials overlap with no product. This
+kernel is in Gluon, Triton's lower level (`triton.experimental`), where waits are explicit; no interpreter runs it, so its PTX
+is executed in tests (`tests/ptx`). It serves most prompts: 16 bits, heads of 64 or 128, no window, no cap. `attention_prefill`
+serves everything else and is its twin; with `GATEHOUSE_OVERLAPPED_PREFILL=0` it serves all.
 
     tensor cores │ Q·Kᵀ of tile j   │ weights·V of tile j-1        │ Q·Kᵀ of tile j+1 …
     registers    │                  │ exponentials of tile j  │ ×  │
@@ -27,12 +27,12 @@ from kernels.triton.tuning import HOPPER, interpreted
 
 VARIABLE = "GATEHOUSE_OVERLAPPED_PREFILL"
 ROWS, KEYS, NUM_WARPS = 128, 128, 8
-"""Two groups of four warps hold 64 rows each, in registers of a thread: 64 of scores, 64 of what was found, 64 of weights.
-Queries and three tiles take 224 KiB: one tile is on its way, one is multiplied with queries, one with weights."""
+"""Two groups of four warps hold 64 rows each. Registers per thread: 64 for scores, 64 for results, 64 for weights. Queries and
+three tiles take 224 KiB: one tile is being loaded, one multiplied with queries, one with weights."""
 HEAD_SIZES = (64, 128)
 _FROM = gl.constexpr(chunk_splits.SPLIT_FROM)
 
-# Triton 3.8 gave it another name.
+# Triton 3.8 renamed it.
 copy_async = async_copy.async_load if hasattr(async_copy, "async_load") else async_copy.async_copy_global_to_shared
 
 
@@ -236,7 +236,7 @@ def _load_tile(
 
 
 def is_overlapped(shape: AttentionShape, kv_bytes: int, rows: int, capability: int) -> bool:
-    """Whether chunks in tiles of `rows` go through this kernel on such a card. The interpreter knows no Gluon."""
+    """Whether chunks in tiles of `rows` are computed by this kernel on such a card. The interpreter has no Gluon."""
     is_plain = shape.sliding_window is None and shape.softcap is None
     is_held = shape.head_dim in HEAD_SIZES and shape.block_size <= KEYS and kv_bytes == 2 and rows == ROWS
     return capability == HOPPER and is_plain and is_held and _is_wanted() and not interpreted()
@@ -253,8 +253,8 @@ def overlapped_prefill(
     out: torch.Tensor,
     parts: DecodeWorkspace | None = None,
 ) -> torch.Tensor:
-    """`attention_prefill.paged_prefill` of what `is_overlapped`, into `out`; num_tiles: of ROWS rows, those of all requests;
-    parts: where splits of a tile leave what they found, None where none is split."""
+    """`attention_prefill.paged_prefill` for chunks that are `is_overlapped`, into `out`. num_tiles: tiles of ROWS rows, of all
+    requests; parts: where splits of a tile write their results, None if no tile is split."""
     attended, log_weights = parts or (None, None)
     num_requests, splits = block_tables.shape[0], 1 if parts is None else parts.attended.shape[1]
     overlapped_kernel[(num_tiles * shape.num_kv_heads, splits)](

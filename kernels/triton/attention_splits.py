@@ -1,7 +1,7 @@
-"""How the keys of decodes are cut into splits, which program works on which, and how splits are put together again.
+"""How the keys of decodes are cut into splits, which program works on which, and how their results are merged.
 
-The number and size of a request's splits follow from its own length, so that no request's result depends on the others; which
-program does which split follows from all lengths, so that programs share the work alike.
+The number and size of a request's splits follow from its own length, so no request's result depends on the others. Which
+program computes which split follows from all lengths, so that programs share the work evenly.
 """
 
 from __future__ import annotations
@@ -19,21 +19,21 @@ from kernels.triton.early_launch import wait_for_previous
 from kernels.triton.tuning import LOG2_E, REGISTERS_MULTIPROCESSOR, SHARED_BYTES_RESERVED, capability, card, power_of_two
 
 MERGE_CHUNK, MERGE_WARPS = 16, 2
-"""Splits that are added up at a time. Merging waits for memory and little else, so many small programs should be at it."""
+"""Splits added up at a time. Merging mostly waits for memory, so it should have many small programs."""
 TABLES = ["block_tables", "context_lens", "query_starts"]
-"""Pieces of one tensor, which begin wherever the piece before them ends. They are read word by word, so that nothing is gained
-by a variant of a kernel for those on 16 bytes; one for each way of lying takes seconds when it is met while serving."""
+"""Parts of one tensor; each begins where the one before ends. They are read word by word, so a kernel variant for those aligned
+to 16 bytes gains nothing, and a variant for each alignment takes seconds to compile if first met while serving."""
 MERGE_CONSTANTS = ("H", "D", "QUERIES", "WINDOW", "WIDTH", "TILE", "SPLIT")
 SPLIT_QUERIES = (4, 8)
-"""Queries that are attended together over the splits of their request: numbers that the kernel is made for, besides one. Fewer
-take no more room in a tile of 16 rows."""
+"""Queries attended together over the splits of their request: the numbers, besides one, for which the kernel is made. Smaller
+numbers take no less room in a tile of 16 rows."""
 COLUMNS_MAX = 8
-"""Queries of one key head that are columns of products over an fp8 cache, and its tokens their rows: as rows they would be
-16 at least, twice the instructions."""
+"""Up to this many queries of one key head are the columns of products over an fp8 cache, and its tokens the rows: as rows the
+queries would be at least 16, with twice the instructions."""
 
 
 class DecodeWorkspace(NamedTuple):
-    """Where splits leave what they found: T rows of queries, S splits. One serves all layers and batch sizes."""
+    """Memory for the results of splits: T rows of queries, S splits. One workspace serves all layers and batch sizes."""
 
     attended: torch.Tensor  # [T, S, H, D] float32: values averaged over the split
     log_weights: torch.Tensor  # [T, S, H] float32: base-2 logarithm of the sum of weights, -inf where nothing was seen
@@ -41,32 +41,32 @@ class DecodeWorkspace(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class DecodeTiling:
-    """`split` tokens at least in a split; `tile` tokens are loaded at a time."""
+    """A split has at least `split` tokens; `tile` tokens are loaded at a time."""
 
     tile: int
     split: int
     num_warps: int
     num_stages: int
-    programs: int  # of one multiprocessor
-    registers_max: int | None = None  # of a thread; None leaves their number to the assembler
+    programs: int  # per multiprocessor
+    registers_max: int | None = None  # per thread; None leaves the number to the assembler
 
     @property
     def rotated(self) -> DecodeTiling:
-        """The same for programs that rotate what they attend. Left to the assembler a thread takes 254 registers; with those
-        of four programs it spills."""
+        """The same for programs that rotate what they attend. If the assembler chooses, a thread takes 254 registers; with the
+        number for four programs it spills."""
         programs = min(3, self.programs)
         return replace(self, programs=programs, registers_max=registers_for(programs, self.num_warps))
 
 
 def decode_tiling(head_dim: int, kv_bytes: int, rows: int, capability: int, queries: int = 1) -> DecodeTiling:
-    """rows: of queries of one key head, before they are rounded to a tile.
+    """rows: queries of one key head, before they are rounded up to a tile.
 
-    Two tiles of 16 KiB of keys and as much of values are on their way while one is at work, in each of the programs of a
-    multiprocessor: 4.3 TB/s at 0.8 µs of latency want 26 KiB of each of an H200's 132. Few queries over an fp8 cache have one
-    program more, of tiles of 8 KiB: 158 µs for 256 requests of 1k of Llama-8B, 171 as the others. A split is 64 KiB to 512 KiB
-    of keys and values: two tiles of 16 KiB of keys for a short request, so that a lone one keeps many programs busy, sixteen
-    for a long one, whose parts would otherwise be a large share of what is read. Products of float32 have no matrix
-    instructions: their operands lie in registers, for which eight warps and short tiles leave room."""
+    Two tiles of 16 KiB of keys and two of values are being loaded while one is computed, in each program of a multiprocessor:
+    4.3 TB/s at 0.8 µs of latency require 26 KiB for each of an H200's 132. Few queries over an fp8 cache have one program more,
+    with tiles of 8 KiB: 158 µs for 256 requests of 1k of Llama-8B, 171 with the usual tiles. A split is 64 KiB to 512 KiB of
+    keys and values: two tiles of 16 KiB of keys for a short request, so that a lone one keeps many programs busy, sixteen for a
+    long one, whose partial results would otherwise be a large share of the bytes read. float32 has no matrix instructions: its
+    operands are in registers, for which eight warps and short tiles leave room."""
     row_bytes, is_float32 = power_of_two(head_dim) * kv_bytes, kv_bytes == 4
     small = card(capability).is_small
     is_columns = kv_bytes == 1 and rows <= COLUMNS_MAX
@@ -74,14 +74,14 @@ def decode_tiling(head_dim: int, kv_bytes: int, rows: int, capability: int, quer
     programs = 2 if capability < 90 or small else 4 if is_columns else 3
     is_wide = rows > 16 or is_float32
     num_warps = 8 if is_wide else 4
-    if is_wide:  # with many rows over an fp8 cache a thread takes 250 registers, and 64 rows half of the shared memory
+    if is_wide:  # with many rows over fp8 a thread takes 250 registers, and 64 rows half the shared memory
         programs = 1 if kv_bytes == 1 or rows > 32 else programs - 1
     if kv_bytes == 1 and rows > 16 and _is_crowded(head_dim, rows, small):
         tile //= 2
-        if head_dim <= 64 and rows <= 32:  # two programs of half the warps have as much on its way as one had
+        if head_dim <= 64 and rows <= 32:  # two programs of half the warps load as much at a time as one
             programs, num_warps = 2, 4
     held = card(capability).shared_bytes_multiprocessor // (4 * tile * row_bytes + SHARED_BYTES_RESERVED)
-    programs = min(programs, held)  # two tiles of keys and two of values on their way: 64 KiB for heads of 256 in 16 bits
+    programs = min(programs, held)  # two tiles of keys and two of values being loaded: 64 KiB for heads of 256 in 16 bits
     return DecodeTiling(
         tile=tile,
         split=max(64, 32768 // row_bytes),
@@ -93,22 +93,22 @@ def decode_tiling(head_dim: int, kv_bytes: int, rows: int, capability: int, quer
 
 
 def _is_crowded(head_dim: int, rows: int, small: bool) -> bool:
-    """Whether a whole tile of keys over an fp8 cache leaves a thread too few registers, as the compile gate counts them. A
-    small card's tiles of long heads are short already; a group that is no power of two costs registers to find a row's query
-    and head."""
+    """Whether a whole tile of keys over an fp8 cache leaves a thread too few registers, as counted by the compile gate. On a
+    small card the tiles of large heads are short already. A group that is not a power of two takes registers to compute a row's
+    query and head."""
     if head_dim <= 64:
         return rows <= 32 or small
     return head_dim <= 128 and not small and (rows > 64 or 32 < rows < power_of_two(rows))
 
 
 def registers_for(programs: int, num_warps: int) -> int:
-    """Of a thread at most, so that a multiprocessor holds so many programs. The assembler aims at a number of its own: at 188
-    where 170 are left for three programs over an fp8 cache, so that a third of the grid would wait for the others."""
+    """Most registers per thread with which a multiprocessor holds `programs` programs. The assembler has a target of its own:
+    188, where 170 are available for three programs over an fp8 cache, so a third of the grid would wait for the others."""
     return min(255, REGISTERS_MULTIPROCESSOR // (32 * num_warps * programs) // 8 * 8)
 
 
 def max_splits(num_tokens: int, split: int) -> int:
-    """The most splits of a request of at most `num_tokens`, whatever card it is on: what `splits_of` can answer."""
+    """The most splits of a request of at most `num_tokens`, on any card: the largest result of `splits_of`."""
     few, some, many, most = (-(-num_tokens // (times * split)) for times in (1, 2, 4, 8))
     return max(1, min(4, few), min(8, some) if few > 4 else 1, min(32, many) if few > 16 else 1, most if few > 128 else 1)
 
@@ -116,8 +116,8 @@ def max_splits(num_tokens: int, split: int) -> int:
 def decode_workspace(
     shape: AttentionShape, max_rows: int, max_blocks: int, kv_dtype: torch.dtype, device: torch.device
 ) -> DecodeWorkspace:
-    """Room for `max_rows` queries, whatever requests of up to `max_blocks` blocks they are of. Llama-3.1-8B, 256 queries over
-    32k tokens: 129 MiB."""
+    """Memory for `max_rows` queries of any requests of up to `max_blocks` blocks. Llama-3.1-8B, 256 queries over 32k tokens:
+    129 MiB."""
     size = _workspace_size(shape, max_rows, max_blocks, kv_dtype, device)
     return DecodeWorkspace(
         torch.empty(*size, shape.head_dim, dtype=torch.float32, device=device),
@@ -126,7 +126,7 @@ def decode_workspace(
 
 
 def workspace_bytes(shape: AttentionShape, max_rows: int, max_blocks: int, kv_dtype: torch.dtype, device: torch.device) -> int:
-    """Bytes of what `decode_workspace` makes of these."""
+    """Bytes that `decode_workspace` allocates for these arguments."""
     size = _workspace_size(shape, max_rows, max_blocks, kv_dtype, device)
     return math.prod(size) * (shape.head_dim + 1) * torch.float32.itemsize
 
@@ -138,8 +138,8 @@ def _workspace_size(
 
 
 def shape_splits(shape: AttentionShape, max_blocks: int, tiling: DecodeTiling) -> int:
-    """The most splits of a request of `max_blocks` blocks. Of one with a window the newest queries, as many as are attended
-    together, see the window, a few tokens more and a part of a tile: less than a split beyond the window."""
+    """The most splits of a request of `max_blocks` blocks. With a window, the newest queries (as many as are attended together)
+    see the window, a few tokens more and a part of a tile: less than a split beyond the window."""
     num_tokens = max_blocks * shape.block_size
     if shape.sliding_window is not None:
         num_tokens = min(num_tokens, shape.sliding_window + tiling.split)
@@ -147,9 +147,9 @@ def shape_splits(shape: AttentionShape, max_blocks: int, tiling: DecodeTiling) -
 
 
 def max_verify_group(shape: AttentionShape, kv_dtype: torch.dtype, device: torch.device) -> int:
-    """The most consecutive queries of a request to attend as one group, where each could be a decode of its own: as many as
-    leave a multiprocessor two programs, one of which computes while the other waits; the fewest at least, as each tile of
-    queries reads all of their context."""
+    """The most consecutive queries of a request to attend as one group, if each could be a decode of its own: as many as leave
+    room for two programs on a multiprocessor, one of which computes while the other waits; never fewer than the smallest group,
+    as each tile of queries reads all of their context."""
     few, *more = SPLIT_QUERIES
     return max((most for most in more if shape_tiling(shape, kv_dtype, most, device).programs > 1), default=few)
 
@@ -160,7 +160,7 @@ def shape_tiling(shape: AttentionShape, kv_dtype: torch.dtype, max_query_len: in
 
 
 def scheduled_requests(num_requests: int) -> int:
-    """For how many requests the kernels that search among them are made: one variant for few, one for as many as are served."""
+    """The number of requests that kernels search among: one variant for few, one for the most that are served."""
     return 32 if num_requests <= 32 else max(256, power_of_two(num_requests))
 
 
@@ -170,13 +170,13 @@ def query_rows(shape: AttentionShape, max_query_len: int) -> int:
 
 
 def tile_rows(shape: AttentionShape, max_query_len: int, kv_bytes: int) -> int:
-    """Queries of a tile, which holds them; matrix instructions take 16 rows at least, or 8 columns."""
+    """Rows of a tile for these queries; matrix instructions need at least 16 rows, or 8 columns."""
     rows = query_rows(shape, max_query_len)
     return COLUMNS_MAX if kv_bytes == 1 and rows <= COLUMNS_MAX else max(16, power_of_two(rows))
 
 
 def shape_constants(shape: AttentionShape) -> dict[str, Any]:
-    """Constants that follow from the shape alone, by the names that all kernels of paged attention give them."""
+    """Constants that follow from the shape alone, under the names that all kernels of paged attention use."""
     return {
         "H": shape.num_heads,
         "K": shape.num_kv_heads,
@@ -189,7 +189,7 @@ def shape_constants(shape: AttentionShape) -> dict[str, Any]:
 
 
 def split_constants(shape: AttentionShape, max_query_len: int, kv_bytes: int, tiling: DecodeTiling) -> dict[str, Any]:
-    """Constants of `attention_decode.split_kernel`, but for REQUESTS; those of MERGE_CONSTANTS are `merge_kernel`'s too."""
+    """Constants of `attention_decode.split_kernel`, except REQUESTS; those of MERGE_CONSTANTS are also `merge_kernel`'s."""
     return {
         **shape_constants(shape),
         "QUERIES": max_query_len,

@@ -29,9 +29,9 @@ def apply_bitmask(logits: torch.Tensor, masks: torch.Tensor, rows: torch.Tensor)
     """logits[rows[i], t] = -inf for every token t whose bit in row i of the masks is 0; NaN where it was NaN or +inf
 
     logits: [R, V] float32, bf16 or fp16, changed in place; masks: [G, ceil(V / 32)] int32, bit b of word w allows token
-    32 w + b; rows: [G] int32 or int64, below 0 is padding. Source: constrained decoding of arXiv 2307.09702. Reads
-    V / 8 bytes of mask a row; logits are read and written only where they are forbidden, 4 operations each in float32. Tokens
-    beyond V and rows of padding are masked. No accumulation.
+    32 w + b; rows: [G] int32 or int64, below 0 is padding. Source: constrained decoding of arXiv 2307.09702. Reads V / 8 bytes
+    of mask per row; reads and writes logits only where they are forbidden, 4 operations each in float32. Tokens beyond V and
+    rows of padding are masked. No accumulation.
     """
     vocab_size = logits.shape[1]
     if len(rows):

@@ -1,8 +1,8 @@
 """Moves whole KV blocks: within the cache, and through a staging buffer in which all layers of a block are contiguous.
 
-One launch moves the blocks of all layers. The kernels know no dtype: a block is a piece of memory in words of 8 bytes, two of
-them to a load. The staging buffer may be page-locked host memory, which a GPU reads and writes over the bus by itself: so
-blocks scattered over the cache reach scattered places of a host tier without a copy between.
+One launch moves the blocks of all layers. The kernels know no dtype: a block is contiguous memory in words of 8 bytes, two per
+load. The staging buffer may be page-locked host memory, which a GPU accesses directly over the bus: so blocks scattered over
+the cache are copied to scattered places of a host tier without an intermediate copy.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import triton.language as tl
 
 WORD_BYTES = 8
 BLOCK = 2048
-"""Words of one program: 16 KB, eight loads of 16 bytes of each thread."""
+"""Words per program: 16 KB, eight loads of 16 bytes per thread."""
 NUM_WARPS = 4
 
 
@@ -57,10 +57,10 @@ def stage_blocks_kernel(
 def copy_blocks(caches: Sequence[torch.Tensor], sources: torch.Tensor, targets: torch.Tensor) -> None:
     """caches[l][targets[i]] = caches[l][sources[i]] for every layer l, bit by bit
 
-    caches: one [N, ...] per layer, of any dtype, a block in one piece of a multiple of 16 bytes, all alike; sources and
-    targets: [n] int64 or int32 on the device; no target is a source of another pair (copy on write: arXiv 2309.06180,
+    caches: one [N, ...] per layer, of any dtype; blocks contiguous, of a multiple of 16 bytes, the same in all layers; sources
+    and targets: [n] int64 or int32 on the device; no target is a source of another pair (copy on write: arXiv 2309.06180,
     section 4.4). Reads and writes n · layers blocks, 2 · n · layers · block bytes, and computes nothing. The last program of a
-    block masks what lies beyond it.
+    block masks words beyond its end.
     """
     if sources.shape[0] == 0:
         return
@@ -72,14 +72,14 @@ def copy_blocks(caches: Sequence[torch.Tensor], sources: torch.Tensor, targets: 
 def gather_blocks(caches: Sequence[torch.Tensor], blocks: torch.Tensor, staging: torch.Tensor, rows: torch.Tensor) -> None:
     """staging[rows[i], l] = caches[l][blocks[i]]: staging: [R, layers, ...one block] on the device or page-locked
 
-    blocks, rows: [n] int64 or int32 on the device; else as `copy_blocks`. A staging buffer in device memory leaves for the
-    host in one copy; a page-locked one is written over the bus, and is complete when the stream has come past this launch.
+    blocks, rows: [n] int64 or int32 on the device; otherwise as `copy_blocks`. A staging buffer in device memory is then sent
+    to the host in one copy; a page-locked one is written over the bus, and is complete when the stream has passed this launch.
     """
     _stage(caches, blocks, staging, rows, to_staging=True)
 
 
 def scatter_blocks(caches: Sequence[torch.Tensor], blocks: torch.Tensor, staging: torch.Tensor, rows: torch.Tensor) -> None:
-    """caches[l][blocks[i]] = staging[rows[i], l]: the way back; no block is named twice."""
+    """caches[l][blocks[i]] = staging[rows[i], l]: the inverse of `gather_blocks`; no block is named twice."""
     _stage(caches, blocks, staging, rows, to_staging=False)
 
 
@@ -99,7 +99,7 @@ def _stage(
 
 
 def _block_words(caches: Sequence[torch.Tensor]) -> tuple[int, int]:
-    """Words of a block, and from one block to the next."""
+    """Words of a block, and the distance between two blocks in words."""
     first = caches[0]
     assert first[0].is_contiguous(), "a block is one piece of memory"
     kinds = {(cache.shape, cache.stride(), cache.dtype) for cache in caches}
@@ -115,5 +115,5 @@ def _addresses(caches: Sequence[torch.Tensor]) -> torch.Tensor:
 
 @functools.lru_cache(maxsize=64)
 def _address_table(addresses: tuple[int, ...], device: torch.device) -> torch.Tensor:
-    """[layers] int64 on the device. It says no more than its key, so it is right for whatever stands at these addresses."""
+    """[layers] int64 on the device. Its content is its key, so it stays right whatever is at these addresses."""
     return torch.tensor(addresses, dtype=torch.int64, device=device)

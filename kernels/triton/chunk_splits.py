@@ -1,7 +1,7 @@
-"""How the keys of few queries are cut into splits, so that a short chunk behind a long context fills the card, and the merge.
+"""How the keys of few queries are cut into splits, so that a short chunk after a long context fills the card, and the merge.
 
-A tile of queries walks its context alone. A step of 100 tokens has 32 tiles in Llama-3.1-8B, for 132 multiprocessors: there
-several programs work on one tile, each on a part of its keys, as in decodes (Flash-Decoding, arXiv 2311.01282).
+Otherwise one program processes a tile's whole context. A step of 100 tokens has 32 tiles in Llama-3.1-8B, for 132
+multiprocessors: there several programs share a tile, each with some keys, as in decodes (Flash-Decoding, arXiv 2311.01282).
 """
 
 from __future__ import annotations
@@ -18,22 +18,22 @@ from kernels.triton.query_tiles import tile_keys
 from kernels.triton.tuning import power_of_two
 
 SPLIT_KEYS = 512
-"""Of a split at least: four tiles of 128 keys, some 6 µs on an H200, where its beginning, its end and the merge take about
-2."""
+"""The least keys of a split: four tiles of 128 keys, some 6 µs on an H200, where its beginning, its end and the merge take
+about 2."""
 SPLIT_FROM = 4
-"""So many splits' keys a tile has at least that is split at all: with fewer the launch of the merge outweighs what is won."""
+"""A tile is split only if it has keys for this many splits: with fewer, launching the merge costs more than it saves."""
 PARTS_MAX = 1 << 16
-"""Rows of a query, a head and a split that a step leaves at most: those of four tiles for each multiprocessor of an H200, 34 MB
+"""The most results, one per query, head and split, that a step writes: those of four tiles per multiprocessor of an H200, 34 MB
 for heads of 128. `engine.memory.splits` plans for them."""
 FEW_REQUESTS = 32
-"""Chunks of more requests are tiles enough, and are searched among by another variant of the kernels."""
+"""Chunks of more requests are enough tiles, and need another variant of the kernels to search among them."""
 BEGIN_AND_END = 1 / 32
-"""What a split takes besides its keys, of the time of a whole tile: two tiles of 128 keys of 8k."""
+"""Time of a split besides its keys, as a part of that of a whole tile: two tiles of 128 keys of 8k."""
 WAVES_MAX = 16
-"""Programs of a captured launch at most, in those that the card holds at a time. One that finds nothing to do takes about a
-microsecond."""
+"""The most programs of a captured launch, as a multiple of those that the card holds at a time. A program without work takes
+about a microsecond."""
 WORTH = 0.85
-"""Of the time without splits, what splitting must come down to by `_fewest_waves`, which knows nothing of the merge."""
+"""Splitting must reduce the time, by `_fewest_waves`, to this share of the time without; the formula ignores the merge."""
 _FROM = tl.constexpr(SPLIT_FROM)
 
 
@@ -47,12 +47,12 @@ def chunk_splits(
     *,
     any_lengths: bool = False,
 ) -> int:
-    """Into how many splits a tile's keys are cut at most, 1 where they are not. tile: rows and keys; programs: that the card
-    holds at a time. `any_lengths`: rows and requests are as many as there may be. Then there are as many splits as there is
-    room for, so that a short chunk by itself is divided too, and no more programs than WAVES_MAX says, most of which may have
-    nothing to do.
+    """The largest number of splits into which a tile's keys are cut; 1 if they are not cut. tile: rows and keys; programs: how
+    many the card holds at a time. `any_lengths`: rows and requests are the most that there may be. Then there are as many
+    splits as there is memory for, so that a short chunk by itself is divided too, and no more programs than WAVES_MAX allows,
+    most of which may have nothing to do.
 
-    `max_blocks` and the window bound the answer by what no tile exceeds by itself (`splits_of_tile`): what they are changes no
+    `max_blocks` and the window limit the result only to what no tile exceeds anyway (`splits_of_tile`), so they change no
     tile's splits."""
     rows, keys = tile
     queries = rows // shape.group
@@ -69,7 +69,7 @@ def chunk_splits(
 
 @lru_cache(maxsize=4096)
 def _fewest_waves(num_tiles: int, programs: int, most: int) -> int:
-    """The number of splits, at most `most`, with which `num_tiles` alike take least where `programs` run at a time."""
+    """The number of splits, at most `most`, with which `num_tiles` equal tiles take least time if `programs` run at a time."""
 
     def taken(splits: int) -> float:
         return -(-num_tiles * splits // programs) * (1 / splits + BEGIN_AND_END)
@@ -79,7 +79,7 @@ def _fewest_waves(num_tiles: int, programs: int, most: int) -> int:
 
 
 def chunk_parts(num_rows: int, splits: int, shape: AttentionShape, device: torch.device) -> DecodeWorkspace:
-    """Where so many splits of `num_rows` queries leave what they found."""
+    """Memory for the results of `splits` splits of `num_rows` queries."""
     size = num_rows, splits, shape.num_heads
     return DecodeWorkspace(
         torch.empty(*size, shape.head_dim, dtype=torch.float32, device=device),
@@ -144,7 +144,7 @@ def merge_chunks(
     tile: tuple[int, int],
     out: torch.Tensor,
 ) -> None:
-    """Puts what the splits of every tile found together, in their order, into the rows of `out`. tile: rows and keys."""
+    """Merges the results of every tile's splits, in order, into the rows of `out`. tile: rows and keys."""
     rows, keys = tile
     num_requests, queries = context_lens.shape[0], rows // shape.group
     merge_chunks_kernel[out.shape[:2]](
@@ -155,6 +155,6 @@ def merge_chunks(
 
 
 def merge_constants(shape: AttentionShape) -> dict[str, object]:
-    """Constants of `merge_chunks_kernel`, but for REQUESTS and CHUNK."""
+    """Constants of `merge_chunks_kernel`, except REQUESTS and CHUNK."""
     size = shape.head_dim
     return {"H": shape.num_heads, "D": size, "WIDTH": power_of_two(size), "SPLIT": SPLIT_KEYS}

@@ -1,4 +1,4 @@
-"""Compiles the variants of kernels that launches ask for, several at a time, before the first of them is needed.
+"""Compiles the kernel variants that launches ask for, several at a time, before the first of them is needed.
 
     launches that only ask ─► Triton's binder names a variant ─► a thread compiles it, or finds it on disk ─► loaded
 
@@ -28,20 +28,21 @@ from kernels.triton.tuning import interpreted
 from kernels.variants import CompilationFailed, Variants
 
 THREADS_MAX = 8
-"""More have to take turns in Python."""
+"""More would only wait for each other in Python."""
 
 KERNEL_S_MAX = 300.0
-"""That one kernel may take; the slowest takes seconds. Whoever waits for the start gives up later, and would name none."""
+"""Most time for one kernel; the slowest takes seconds. Whatever waits for the start gives up later, and could not name it."""
 
 LOOK_S = 0.5
-"""Between two looks at how long those under way have taken."""
+"""Interval at which the times of compilations under way are checked."""
 
 
 @contextmanager
 def compiled_together(report: Callable[[Variants], None]) -> Iterator[None]:
-    """Launches of this thread in the block ask for their variants and run nothing; behind it all of these can be launched.
+    """Launches of this thread in the block request their variants and run nothing; after it all of these can be launched.
 
-    `report` is told whenever one more is ready. Raises `CompilationFailed` for the first that cannot be compiled or loaded, or
+    `report` is called whenever one more is ready. Raises `CompilationFailed` for the first that cannot be compiled or loaded,
+    or
     is not compiled after KERNEL_S_MAX. In the interpreter nothing is compiled, and launches run.
     """
     if interpreted():
@@ -82,7 +83,7 @@ def _only_asking() -> AbstractContextManager[None]:
 
 
 def _parsing_in_turn() -> AbstractContextManager[None]:
-    """CPython 3.11 counts how deep syntax trees are for all threads together: of two that parse at a time one may fail."""
+    """CPython 3.11 counts the depth of syntax trees for all threads together: if two parse at a time, one may fail."""
     turn, parse = threading.Lock(), JITCallable.parse
 
     def parse_in_turn(function: Any) -> Any:
@@ -93,10 +94,10 @@ def _parsing_in_turn() -> AbstractContextManager[None]:
 
 
 class _Asked(Executor):
-    """The variants that `AsyncCompileMode` wants compiled: Triton tells the name of each right before it submits it."""
+    """The variants that `AsyncCompileMode` wants compiled: Triton reports the name of each right before it submits it."""
 
     def __init__(self, num_threads: int) -> None:
-        """A process may end while a thread hangs, as it may not with those of `ThreadPoolExecutor`."""
+        """Daemon threads, so that the process can end while one hangs; it cannot with those of `ThreadPoolExecutor`."""
         self._waiting: queue.SimpleQueue[tuple[Future[Any], Callable[[], Any]] | None] = queue.SimpleQueue()
         self._threads = [threading.Thread(target=self._work, name="compiler", daemon=True) for _ in range(num_threads)]
         for thread in self._threads:
@@ -111,9 +112,9 @@ class _Asked(Executor):
         self._found: list[str] = []
 
     def submit(self, compiled: Callable[[], Any], /, *_: Any, **__: Any) -> Future[Any]:
-        """Called once for each variant, which is found among its kernel's from then on. Triton 3.6 has it there only when it is
-        compiled, and would describe it again for each layer of a model; it waits for the `result` of what is there and has
-        one. Later versions put their own in this place."""
+        """Called once for each variant, whose future is among its kernel's variants from then on. Triton 3.6 adds a variant
+        only when it is compiled, and would request it again for each layer of a model; it waits for the `result` of an entry
+        that has one. Later versions replace this entry by their own."""
         future: Future[Any] = Future()
         self._names[future], self._places[future] = self._name, self._place
         variants, key = self._place
@@ -122,7 +123,7 @@ class _Asked(Executor):
         return future
 
     def close(self) -> None:
-        """Threads end when nothing waits any more."""
+        """Threads end when the queue is empty."""
         for _ in self._threads:
             self._waiting.put(None)
 
@@ -132,14 +133,14 @@ class _Asked(Executor):
             if not future.set_running_or_notify_cancel():
                 continue
             self._begun_s[future] = time.monotonic()
-            with suppress(InvalidStateError):  # nobody waits for it any more
+            with suppress(InvalidStateError):  # no longer awaited
                 try:
                     future.set_result(self._compile(compiled))
                 except Exception as error:  # noqa: BLE001 - whoever waits for it raises it
                     future.set_exception(error)
 
     def _compile(self, compiled: Callable[[], Any]) -> Any:
-        """Triton 3.6 compiles the host's half of a launch, too, and keeps it on disk."""
+        """Triton 3.6 compiles the host's half of a launch too, and keeps it on disk."""
         self._compilers.add(threading.get_ident())
         kernel = compiled()
         driver.active.launcher_cls(kernel.src, kernel.metadata)
@@ -147,7 +148,7 @@ class _Asked(Executor):
 
     @contextmanager
     def listening(self) -> Iterator[None]:
-        """Triton's hooks are those of the process: others compile with their own."""
+        """Triton's hooks are global to the process: compilations of other threads have to be told apart."""
         hooks = knobs.runtime.jit_cache_hook, knobs.compilation.listener
         knobs.runtime.jit_cache_hook, knobs.compilation.listener = self._note, self._count
         try:
@@ -156,7 +157,7 @@ class _Asked(Executor):
             knobs.runtime.jit_cache_hook, knobs.compilation.listener = hooks
 
     def _note(self, *, fn: Any, compile: dict[str, Any], **_: Any) -> bool:
-        """False: it is to be compiled."""
+        """Returns False: compile it."""
         if threading.get_ident() == self._owner:
             self._name = _name(fn.jit_function, compile)
             self._place = fn.jit_function.device_caches[compile["device"]][0], compile["key"]
@@ -167,7 +168,7 @@ class _Asked(Executor):
             self._found.append(src.name)
 
     def wait(self, report: Callable[[Variants], None]) -> None:
-        """Until all are compiled, or one cannot be."""
+        """Wait until all are compiled, or one cannot be."""
         missing, num_ready = set(self._names), 0
         while missing:
             ready, missing = wait(missing, timeout=LOOK_S, return_when=FIRST_COMPLETED)
@@ -180,7 +181,7 @@ class _Asked(Executor):
             self._give_up_late(missing)
 
     def _give_up_late(self, missing: set[Future[Any]]) -> None:
-        """Nobody waits any more for those that are being compiled when one of them takes too long."""
+        """When one compilation takes too long, stop waiting for all that are under way."""
         begun_s = {future: self._begun_s[future] for future in missing if future in self._begun_s}
         if not begun_s or time.monotonic() - min(begun_s.values()) <= KERNEL_S_MAX:
             return
@@ -193,18 +194,18 @@ class _Asked(Executor):
         raise error
 
     def cancel(self) -> None:
-        """Those that no thread has begun."""
+        """Cancel the variants that no thread has begun."""
         for future in self._names:
             future.cancel()
 
     def forget(self) -> None:
-        """What was not compiled, so that it can be asked for again."""
+        """Remove variants that were not compiled, so that they can be requested again."""
         for future, (variants, key) in self._places.items():
             if variants.get(key) is future:
                 del variants[key]
 
     def load(self) -> None:
-        """Onto the card of this thread, where a first launch would wait for it."""
+        """Load them onto the card of this thread; otherwise a first launch would wait for that."""
         for future in self._names:
             try:
                 _ = future.result().run  # a property that loads

@@ -1,6 +1,6 @@
-"""Inputs of the next decode step made on the GPU from the state of its slots, and that state after a step.
+"""Inputs of the next decode step, computed on the GPU from the state of its slots, and that state after a step.
 
-The host decides which slots take part and hands their tables on; it never sees a token before the next step is launched.
+The host decides which slots take part and passes on their tables; it sees no token before the next step is launched.
 
     state of a slot ── prepare_decode ──► inputs of a row ── forward, sample ──► token ── advance_slots ──► state of a slot
 """
@@ -15,7 +15,7 @@ from kernels.host_tokens import HostTokens
 from kernels.triton.early_launch import early_launch, wait_for_previous
 
 COLUMNS = 512
-"""Entries of a block table that one program moves: 8,192 tokens at 16 to a block."""
+"""Entries of a block table per program: 8,192 tokens at 16 per block."""
 ROWS = 256
 
 
@@ -90,9 +90,9 @@ def prepare_decode(
 
     slots: [B] int32, below 0 for padding, which gets token 0, position 0, slot -1, length 0. State: last_tokens, num_tokens:
     [S] int32 or int64, slot_tables: [S, M] int32. Outputs: token_ids, positions: [B] int64 or int32, slot_mapping: [B] int64
-    (-1 where the table has no column for p), context_lens: [B] int32, block_tables: [B, M] int32, whose rows keep what they
-    held beyond the reach of their contexts. No number is checked. Source: block tables of arXiv 2309.06180. Reads
-    and writes 4 · Σ⌈n / P⌉ bytes and some 40 a row; integers alone. Columns beyond a context are masked.
+    (-1 where the table has no column for p), context_lens: [B] int32, block_tables: [B, M] int32, whose entries beyond the
+    contexts are left unchanged. Numbers are not checked. Source: block tables of arXiv 2309.06180. Reads and writes 4 · Σ⌈n /
+    P⌉ bytes and some 40 per row; only integers. Columns beyond a context are masked.
     """
     rows, columns = slots.shape[0], slot_tables.shape[1]
     assert block_tables.shape[1] >= columns, "a row's table is as wide as a slot's"
@@ -117,17 +117,17 @@ def advance_slots(
     """last_tokens[slots[i]] = max(0, sampled[i]); num_tokens[slots[i]] += 1; out[i] = sampled[i], padding included.
     If slots[0] ≥ 0: n = ++host.num_steps[0]; place = host.places[n mod D]; place[0] = n; place[1 + i] = sampled[i]
 
-    slots: [B] int32, below 0 for padding, distinct but for those whose state does not matter any more; sampled: [B], below 0
-    where no token could be drawn; in place. sampled, last_tokens, num_tokens and out (a copy that stays while the next step
-    runs) are int32 or int64. `host`: what it reads when the step is over; as padding comes last, a step whose first row is
-    padding leaves nothing. Moves some 40 bytes a row, 8 of them to the host; integers alone. One program, as it counts. Rows
-    beyond B and the state of padding are masked.
+    slots: [B] int32, below 0 for padding, distinct except for those whose state does not matter any more; sampled: [B], below 0
+    if no token could be drawn; in place. sampled, last_tokens, num_tokens and out (a copy that stays valid while the next step
+    runs) are int32 or int64. `host` is for the host to read after the step; padding comes last, so a step whose first row is
+    padding writes nothing there. Moves some 40 bytes per row, 8 of them to the host; only integers. A single program, because
+    it counts. Rows beyond B and the state of padding are masked.
     """
     rows = slots.shape[0]
     if rows:
         places, num_steps = (None, None) if host is None else host
         depth, place_size = (1, 0) if places is None else places.shape
-        # As if there were few rows: one launch of a step, behind whatever chose its tokens, in one variant.
+        # As if there were few rows: one launch per step, after the kernels that choose its tokens, in one variant.
         advance_slots_kernel[(1,)](
             slots, sampled, last_tokens, num_tokens, out, places, num_steps, rows, place_size, depth, ROWS, num_warps=4,
             **early_launch(slots.device, 1),

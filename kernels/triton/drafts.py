@@ -1,10 +1,10 @@
-"""Rejection sampling of drafts on the device: which guesses of each request become tokens, and the token behind them.
+"""Rejection sampling of drafts on the device: which guesses of each request become tokens, and the token after them.
 
 Formula (Leviathan et al., arXiv 2211.17192; `engine.sampling.acceptance` is the twin): guess i, drawn from q_i, is accepted
-when uniform(seed, position + i, ACCEPT) · q_i(x) < p_i(x); the first that is not is replaced by a token drawn from
-max(0, p_i − q_i), or from p_i where that is empty; behind accepted guesses comes one drawn from p_k. Drawn means Gumbel-max
-(`kernels.gumbel`) by weights: argmax of weight / E, E keyed by (seed, position, RESIDUAL) for a replacement and by
-(seed, position) for a token of p_k. Weights of which one is not finite draw nothing.
+when uniform(seed, position + i, ACCEPT) · q_i(x) < p_i(x); the first that is not is replaced by a token drawn from max(0, p_i −
+q_i), or from p_i if that is empty; if all are accepted, one more is drawn from p_k. Drawn means Gumbel-max (`kernels.gumbel`)
+by weights: argmax of weight / E, E keyed by (seed, position, RESIDUAL) for a replacement and by (seed, position) for a token of
+p_k. If any of the weights is not finite, nothing is drawn.
 
 Memory: `judge` reads two numbers a guess; `draw` reads one row of p and, after a rejection, one of q: 2 · V · 4 bytes for each
 request, split over programs; `settle` joins the parts. Nothing is summed; the product of uniform number and q is float64.
@@ -117,13 +117,13 @@ def reject_drafts(
     streams: torch.Tensor,
     positions: torch.Tensor,
 ) -> torch.Tensor:
-    """Tokens of each request, NO_TOKEN behind the last one: [B, k + 1] int64. Only NO_TOKEN where nothing can be drawn.
+    """Tokens of each request, NO_TOKEN after the last one: [B, k + 1] int64. Only NO_TOKEN where nothing can be drawn.
 
     target: [B, k + 1, V], draft: [B, k, V] float32 contiguous, rows that sum to 1; guesses: [B, k] int64, num_guesses: [B]
     int32, up to k ≥ 1; streams: [B] int64 of the seeds; positions: [B], index of the first token in prompt plus output.
 
-    Formula, source and memory stand above. A hash and a logarithm for each element of the rows that are read. Tokens beyond V
-    and guesses beyond num_guesses are masked.
+    For formula, source and memory see the module docstring. A hash and a logarithm per element of the rows that are read.
+    Tokens beyond V and guesses beyond num_guesses are masked.
     """
     requests, max_guesses, vocab_size = draft.shape
     device = target.device

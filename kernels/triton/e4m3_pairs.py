@@ -1,4 +1,4 @@
-"""Pairs of e4m3 values in words of 16 bits become two float16 in registers: of an even column and of the odd one behind it."""
+"""Pairs of e4m3 values in 16-bit words become two float16 in registers: of an even column and of the odd one after it."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ _UNPACK = tl.constexpr(
     "{ .reg .b32 sorted; .reg .b16 lower, upper; prmt.b32 sorted, $2, 0, 0x3120; mov.b32 {lower, upper}, sorted;"
     " cvt.rn.f16x2.e4m3x2 $0, lower; cvt.rn.f16x2.e4m3x2 $1, upper; }"
 )
-"""For two words of one register: their lower bytes become one pair of float16 and their upper bytes the other. Triton's own
-operations on 16 bits take words apart one by one and put every pair together again: twice the instructions of a whole tile."""
+"""For two words in one register: their lower bytes become one pair of float16 and their upper bytes the other. Triton's own
+16-bit operations take words apart one by one and reassemble every pair: twice the instructions of a whole tile."""
 
 
 @triton.jit

@@ -48,7 +48,7 @@ def embed(
 ) -> torch.Tensor:
     """table[token_ids] · multiplier: token_ids: [T] int64 or int32, table: [V, hidden] fp32, fp16 or bf16 → [T, hidden]
 
-    Reads and writes T · hidden elements and reads T ids; at most one product an element, in float32, rounded once. Columns
+    Reads and writes T · hidden elements and reads T ids; at most one product per element, in float32, rounded once. Columns
     beyond `hidden` are masked; ids are not checked.
     """
     num_rows, width = token_ids.shape[0], table.shape[1]
@@ -68,8 +68,8 @@ def rotation_rows(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """cos[positions], sin[positions]: both tables [max_len, 1, r], positions: [T] int64 or int32 → both [T, 1, r]
 
-    Looked up once a step, so that the layers need not wait for a position before they can ask for its angle. Reads and
-    writes 2 · T · r elements. Columns beyond r and rows beyond T are masked; positions are not checked.
+    Looked up once per step, so that layers need not wait for a position before they can load its angle. Reads and writes 2 · T
+    · r elements. Columns beyond r and rows beyond T are masked; positions are not checked.
     """
     num_rows, width = positions.shape[0], cos.shape[-1]
     shape = (num_rows, 1, width)
@@ -85,5 +85,5 @@ def rotation_rows(
 
 
 def rotation_rows_tile(block: int) -> int:
-    """16 bytes of each thread of a warp, from each table."""
+    """16 bytes per thread of a warp, from each table."""
     return max(1, 256 // block)

@@ -1,4 +1,4 @@
-"""Tokens sorted by expert on the card, and which tile of which expert a program computes."""
+"""Tokens sorted by expert on the card, and which tile of which expert each program computes."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ SORT_BLOCK = 1024
 
 @dataclass(frozen=True, slots=True)
 class SortedTokens:
-    """order: [T · chosen] int32, the places of `expert_ids` by expert, first come first; expert e has those from offsets[e]
-    to offsets[e + 1] - 1. offsets: [E + 1] int32. Place t · chosen + j is the j-th choice of token t. From offsets[E] on, where
-    tokens have no expert, order is not written."""
+    """order: [T · chosen] int32, the places of `expert_ids` sorted by expert, stably; expert e has those from offsets[e] to
+    offsets[e + 1] - 1. offsets: [E + 1] int32. Place t · chosen + j is the j-th choice of token t. From offsets[E] on (tokens
+    without an expert) order is not written."""
 
     order: torch.Tensor
     offsets: torch.Tensor
@@ -73,12 +73,12 @@ def own_tile(offsets_ptr, tile, EXPERTS: tl.constexpr, EXPERTS_BLOCK: tl.constex
 
 
 def sort_by_expert(expert_ids: torch.Tensor, num_experts: int) -> SortedTokens:
-    """expert_ids: [T, chosen] integers → the places of every expert, stable: a program an expert, each reads all ids twice.
+    """expert_ids: [T, chosen] integers → the places of every expert, stable: one program per expert, each reads all ids twice.
 
-    order is the stable permutation with expert_ids[order] ascending, offsets[e] the number of ids below e; ids of E are no
-    expert's and left out. Source: counting sort (Knuth, volume 3, section 5.2, algorithm D). Reads 2 · E · T · chosen ids, from
-    the second-level cache but for the first; writes 4 bytes each; two integer additions an id. Ids beyond T · chosen are
-    masked; sums in int32.
+    order is the stable permutation with expert_ids[order] ascending, offsets[e] the number of ids below e; ids of E belong to
+    no expert and are left out. Source: counting sort (Knuth, volume 3, section 5.2, algorithm D). Reads 2 · E · T · chosen ids,
+    from the second-level cache except the first time; writes 4 bytes each; two integer additions per id. Ids beyond T · chosen
+    are masked; sums in int32.
     """
     num_places = expert_ids.numel()
     order = torch.empty(num_places, dtype=torch.int32, device=expert_ids.device)
@@ -88,7 +88,7 @@ def sort_by_expert(expert_ids: torch.Tensor, num_experts: int) -> SortedTokens:
 
 
 def group_tiles(rows: float, capability: int, *, gated: bool) -> GroupTiles:
-    """rows: how many tokens an expert has if all have the same number."""
+    """rows: tokens per expert, if they are spread evenly."""
     small = card(capability).is_small
     if rows <= 32:
         block_m = 16 if rows <= 16 else 32

@@ -1,4 +1,4 @@
-"""The matrices of all experts as tables of addresses: plain, or in codes of 8 or 4 bits beside their scales."""
+"""The matrices of all experts as tables of addresses: plain, or in codes of 8 or 4 bits with their scales."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from kernels.quantised_weights import Fp8Weight, Int4Weight, Int8Weight, Weight,
 
 @dataclass(frozen=True, slots=True)
 class ExpertWeights:
-    """One matrix [N, K] for each expert, wherever it lies.
+    """One matrix [N, K] per expert, each at any address.
 
-    table: [E] int64, where each expert's numbers or codes begin. scales: [E] int64, where its scales do: [N] float32 of codes
-    of 8 bits, `Int4Weight.scales_zeros` of 4, None of plain numbers. `first` is the first expert's, which all are
-    like; `kept` keeps what the tables name alive.
+    table: [E] int64, the address of each expert's numbers or codes. scales: [E] int64, that of its scales: [N] float32 for
+    codes of 8 bits, `Int4Weight.scales_zeros` for 4, None for plain numbers. `first` is the first expert's matrix, which all
+    others are like; `kept` keeps alive what the tables refer to.
     """
 
     table: torch.Tensor
@@ -40,17 +40,17 @@ class ExpertWeights:
 
     @property
     def row_stride(self) -> int:
-        """Of numbers, or codes of 8 bits."""
+        """Distance of two rows, in numbers or 8-bit codes."""
         return _numbers(self.first).stride(0)
 
     @property
     def codes(self) -> Any:
-        """What the kernel reads codes of 8 bits as, None of plain numbers."""
+        """The dtype in which the kernel reads 8-bit codes; None for plain numbers."""
         return {Int8Weight: tl.int8, Fp8Weight: tl.float8e4nv}.get(type(self.first))
 
 
 def are_alike(weights: Sequence[Weight]) -> bool:
-    """Whether one launch can read them all. Columns that an expert has in an order of its own ask for rows in that order."""
+    """Whether one launch can read them all. An expert with a column order of its own would need rows in that order."""
     first = weights[0]
     if isinstance(first, Int4Weight):
         kinds = {
@@ -62,7 +62,7 @@ def are_alike(weights: Sequence[Weight]) -> bool:
 
 
 def bind_weights(weights: Sequence[Weight]) -> ExpertWeights:
-    """Matrices that are alike, 16-byte aligned, rows one distance apart. Raises ValueError where they differ."""
+    """Matrices of one form, 16-byte aligned, with equal row strides. Raises ValueError where they differ."""
     if not are_alike(weights):
         raise ValueError("the experts' matrices differ in their format")
     numbers = [_numbers(weight) for weight in weights]
@@ -85,7 +85,7 @@ def _numbers(weight: Weight) -> torch.Tensor:
 
 
 def _scales(weight: Int8Weight | Fp8Weight | Int4Weight) -> torch.Tensor:
-    """A scale for the whole of a matrix is the scale of each of its rows."""
+    """A scale for the whole matrix is repeated for each of its rows."""
     if isinstance(weight, Int4Weight):
         return weight.scales_zeros.contiguous()
     return weight.scales.expand(weight.values.shape[0]).contiguous()

@@ -1,6 +1,6 @@
 """Mixtures of experts that need nothing from the host: tokens sorted by expert on the card, one launch for each product.
 
-Nothing is copied back and every launch has a size that follows from the number of tokens alone, so a step can be captured in a
+Nothing is copied back, and the size of every launch follows from the number of tokens alone, so a step can be captured in a
 CUDA graph.
 """
 
@@ -128,12 +128,12 @@ def grouped_linear(
     [T · chosen, N] in the order of the experts. Without: x: [T · chosen, K] in that order, weights: E times [N, K],
     factors: [T, chosen] → factor · x Wᵀ: [T · chosen, N], row t · chosen + j for the j-th choice of token t.
 
-    Source: grouped products by sorted tokens (arXiv 2211.15841), with as many programs as T tokens can ask for; those that
-    have no tile end at once. Reads each chosen expert's weights once per tile of its tokens, 2 · 2·N·K or 2·N·K bytes, and
-    its rows; 2 · rows · N · K operations a matrix. Rows of other experts, columns beyond N and K are masked. Codes of 8 and 4
-    bits are decoded to x's type in registers, which holds them exactly, and read half and a quarter of the bytes; x is never
-    rounded to 8 bits. Accumulates in float32, activation and factor in float32 before one rounding. A tile sums all columns in
-    their order: with `rows_each`, the tokens of an expert that tiles are made for, a row has the same bits in any batch.
+    Source: grouped products by sorted tokens (arXiv 2211.15841), with as many programs as T tokens may need; those without a
+    tile end at once. Reads each chosen expert's weights once per tile of its tokens, 2 · 2·N·K or 2·N·K bytes, and its rows; 2
+    · rows · N · K operations per matrix. Rows of other experts, columns beyond N and K are masked. Codes of 8 and 4 bits are
+    decoded to x's type in registers, which holds them exactly, and read half and a quarter of the bytes; x is never rounded to
+    8 bits. Accumulates in float32; activation and factor in float32 before one rounding. A tile sums all columns in order: with
+    a fixed `rows_each` (tokens per expert for which tiles are chosen), a row has the same bits in any batch.
     """
     num_experts = weights.num_experts
     num_outputs, num_columns = weights.shape
@@ -178,8 +178,8 @@ def mix_gated_experts(
 
     x: [T, hidden], weights: [T, chosen], expert_ids: [T, chosen], gate_up: E times [2·inner, hidden], down: E times
     [hidden, inner] → [T, hidden]. Four launches: sort, gate and up with the activation, down with the weight, sum over a
-    token's choices in their order and in float32, so that a row does not depend on who else is in the batch. Bytes and
-    operations are those of `grouped_linear` twice and 2 · T · (chosen + 1) · hidden bytes for the sum. Expert E is none.
+    token's choices in order and in float32, so that a row does not depend on the rest of the batch. Bytes and operations are
+    those of `grouped_linear` twice and 2 · T · (chosen + 1) · hidden bytes for the sum. Expert E does not exist.
     """
     out = torch.empty_like(x) if out is None else out
     num_tokens, hidden = x.shape
@@ -198,9 +198,9 @@ def mix_gated_experts(
 def bind_experts(
     gate_ups: Sequence[Weight], downs: Sequence[Weight], activation: str, *, rows_each: float | None = None
 ) -> Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor] | None:
-    """The experts' matrices where they lie → a function (x, weights, expert ids) → mixture, which a graph may capture.
+    """The experts' matrices, not copied → a function (x, weights, expert ids) → mixture, which a graph may capture.
 
-    None where experts differ in their format, or have columns in an order of their own. `rows_each` as of `grouped_linear`.
+    None if experts differ in format, or have columns in an order of their own. `rows_each`: see `grouped_linear`.
     """
     if not are_alike(gate_ups) or not are_alike(downs):
         return None

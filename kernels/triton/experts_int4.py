@@ -1,6 +1,6 @@
-"""Products of all experts with weights of 4 bits in one launch: the loop of linear_int4.py under the tiles of experts.py.
+"""Products of all experts with 4-bit weights in one launch: the loop of linear_int4.py over the tiles of experts.py.
 
-A gated program takes as many outputs of either half side by side, so that it is one loop, and parts its sums behind it.
+A gated program puts as many outputs of either half side by side, so that it is one loop, and separates its sums at the end.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from kernels.triton.int4_codes import int4_sums
 from kernels.triton.linear_int4 import DTYPES, Int4Tiles
 from kernels.triton.tuning import capability, card, power_of_two
 
-OUTPUTS = 128  # of a program, both halves of a gated one together
+OUTPUTS = 128  # per program; in a gated one, both halves together
 
 
 @triton.jit(do_not_specialize=["row_tiles"])
@@ -69,10 +69,10 @@ def launch(
     out: torch.Tensor,
     rows_each: float,
 ) -> None:
-    """What `grouped_linear` of experts.py says, formula and source with it. x: 16 bits, else ValueError. `kind` is one of the
-    weights, as all are. Reads N·K / 2 + 4·N·K / group bytes of each expert that is chosen, for each tile of its tokens;
-    2 · N · K operations a place. Places beyond an expert's, outputs beyond N and columns beyond K are masked. Sums of a group
-    are scaled and added in float32.
+    """As `grouped_linear` of experts.py, with its formula and source. x: 16 bits, else ValueError. `kind` is one of the
+    weights, all of which are of one kind. Reads N·K / 2 + 4·N·K / group bytes of each chosen expert per tile of its tokens; 2 ·
+    N · K operations per place. Places beyond an expert's, outputs beyond N and columns beyond K are masked. Sums of a group are
+    scaled and added in float32.
     """
     if x.dtype not in DTYPES:
         raise ValueError(f"weights of 4 bits are multiplied with rows of 16 bits, not {x.dtype}")
@@ -90,7 +90,7 @@ def launch(
 
 
 def group_int4_tiles(rows: float, capability: int, *, gated: bool) -> Int4Tiles:
-    """rows: how many tokens an expert has if all have the same number; sizes as `int4_tiles` has them."""
+    """rows: tokens per expert, if they are spread evenly; sizes as in `int4_tiles`."""
     small = card(capability).is_small
     block_n = OUTPUTS // 2 if gated else OUTPUTS
     if rows <= 32:

@@ -1,4 +1,4 @@
-"""Quantises rows to e4m3, each with its own scale; other kernels quantise their results by the same function."""
+"""Quantises rows to e4m3, each with its own scale; other kernels use the same function to quantise their results."""
 
 from __future__ import annotations
 
@@ -38,11 +38,11 @@ def quantize_rows_kernel(
 
 
 def quantize_rows_fp8(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """scale = max|x| / 448, e4m3 = round(x / scale): x: [T, width], rows may lie apart → [T, width] and scales [T, 1] float32
+    """scale = max|x| / 448, e4m3 = round(x / scale): x: [T, width], row stride ≥ width → [T, width] and scales [T, 1] float32
 
-    Source: arXiv 2209.05433; one scale for each row as the products of `torch._scaled_mm` take them. Reads T · width
-    elements of fp32, fp16 or bf16, writes as many bytes and 4 per row; 3 operations an element, in float32. Columns beyond
-    `width` and rows beyond T are masked. A row below 1e-12 is scaled as if that were its largest element.
+    Source: arXiv 2209.05433; one scale per row, as the products of `torch._scaled_mm` take them. Reads T · width elements of
+    fp32, fp16 or bf16, writes as many bytes and 4 per row; 3 operations per element, in float32. Columns beyond `width` and
+    rows beyond T are masked. A row below 1e-12 is scaled as if that were its largest element.
     """
     num_rows, width = x.shape
     quantised, scales = fp8_outputs(num_rows, width, x.device)

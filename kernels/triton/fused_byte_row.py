@@ -1,23 +1,23 @@
-"""Products of one row with weights of 8 bits and what stands around them, on Hopper: those of fused_row.py on tensor cores.
+"""Products of one row with 8-bit weights and the operations around them, on Hopper: those of fused_row.py on tensor cores.
 
-`fused_row` makes each byte a float32 with two to three instructions and multiplies it with another: half of what a
-multiprocessor can issue while the memory delivers. Here two bytes become a pair of numbers of a matrix instruction with three
-to four, and these multiply for next to nothing. A thread loads 16 bytes, columns side by side of one output. A product may take
-its columns in any order if x is taken in the same one; here it is the order in which threads hold what they loaded, so nothing
-moves between them, and nothing is shared before the end. Warps multiply chunks by turns; the first two of each are asked for
-before the wait. No output is shared by programs.
+`fused_row` converts each byte to float32 in two to three instructions and multiplies it with another: half of what a
+multiprocessor can issue while the memory delivers. Here two bytes become a pair of operands of a matrix instruction in three to
+four, and multiplying these costs next to nothing. A thread loads 16 bytes, contiguous columns of one output. A product may take
+its columns in any order if x is taken in the same order; here it is the order in which threads hold what they loaded, so
+nothing moves between them, and nothing is shared before the end. Warps take chunks in turn; the first two of each are loaded
+before the wait. Programs share no output.
 
-    int8 as bfloat16   seven of its bits lie under the exponent of 128; 128 or 256, as the eighth says, is taken off
-    int8 as float16    all of them lie under the exponent of 1024; that is taken off, with the 128 that made them positive
-    e4m3               its bits lie across an exponent and a mantissa as they are, which is 2^-120 (bfloat16) or 2^-8 (float16)
-                       of its value, zero and what is subnormal too; the scale makes up for it. A NaN, which no weight
-                       is, would be 480
+    int8 as bfloat16   seven of its bits are under the exponent of 128; 128 or 256, according to the eighth, is subtracted
+    int8 as float16    all of its bits are under the exponent of 1024; that is subtracted, with the 128 that made them positive
+    e4m3               its bits are put unchanged across an exponent and a mantissa: 2^-120 (bfloat16) or 2^-8 (float16)
+                       of its value, also for zero and subnormal numbers; the scale compensates. A NaN, which no weight
+                       is, would become 480
 
-All products are exact, and added up in float32. That sums of small numbers stay normal, x is multiplied by 2^64 where e4m3
-becomes bfloat16.
+All products are exact, and summed in float32. To keep sums of small numbers normal, x is multiplied by 2^64 where e4m3 becomes
+bfloat16.
 
-In Gluon for the same reason as `fused_int4_row`; the executed PTX is its test (`tests/ptx`). `fused_row` serves all else: other
-cards, columns that are no whole chunks, matrices of few outputs.
+In Gluon for the same reason as `fused_int4_row`; it is tested by executing its PTX (`tests/ptx`). `fused_row` serves all other
+cases: other cards, columns that are not whole chunks, matrices of few outputs.
 """
 
 from __future__ import annotations
@@ -37,9 +37,9 @@ from kernels.triton.tuning import power_of_two
 
 FOUR = gl.constexpr(4)
 COLUMNS, WORDS = gl.constexpr(CHUNK_COLUMNS), gl.constexpr(CHUNK_COLUMNS // 4)
-"""Of a chunk, and words that hold four of them."""
+"""Columns of a chunk, and words that hold four of them."""
 RUN = gl.constexpr(64)
-"""Columns that the threads of an output hold side by side, 16 each."""
+"""Columns that the threads of an output hold contiguously, 16 each."""
 RAISED_X = gl.constexpr(2.0**64)
 
 

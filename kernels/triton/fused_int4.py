@@ -1,7 +1,7 @@
-"""Fused products of a decode step with weights of 4 bits: those of fused_linear.py, codes decoded in registers.
+"""Fused products of a decode step with 4-bit weights: those of fused_linear.py, with codes decoded in registers.
 
-The loop over the columns is that of linear_int4.py. A gated program takes as many outputs of either half side by side, so that
-it is the same loop, and parts its sums behind it. Reads N·K / 2 + 4·N·K / group bytes of weights once.
+The loop over the columns is that of linear_int4.py. A gated program puts equal numbers of outputs of both halves side by side,
+so that it is the same loop, and separates its sums at the end. Reads N·K / 2 + 4·N·K / group bytes of weights once.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from kernels.triton.split_sum import UNPACK, counters, partial_sums, split_count
 from kernels.triton.tuning import has_gluon, multiprocessors, power_of_two
 
 ROWS = 16
-OUTPUTS = 128  # of a program, both halves of a gated one together
-STAGES = 4  # more loads under way leave room for fewer programs: down of Llama-8B took 17.2 µs with 6, 14.9 with 4
+OUTPUTS = 128  # per program; in a gated one, both halves together
+STAGES = 4  # more loads in flight leave room for fewer programs: down of Llama-8B took 17.2 µs with 6, 14.9 with 4
 
 
 @triton.jit(do_not_specialize=["M"])
@@ -65,14 +65,14 @@ def fused_int4_tiles(num_outputs: int, num_columns: int, multiprocessors: int, *
 
 
 def tiles_on(x: torch.Tensor, weight: Int4Weight, num_outputs: int, *, gated: bool) -> Int4Tiles | HopperRowTiles:
-    """One row has tiles of its own on Hopper, for groups of whole chunks."""
+    """On Hopper one row has tiles of its own, for groups of whole chunks."""
     if x.shape[0] == 1 and has_gluon(x.device) and weight.group_size % CHUNK_COLUMNS == 0:
         return hopper_row_tiles(gated=gated)
     return fused_int4_tiles(num_outputs, weight.num_columns, multiprocessors(x.device), gated=gated)
 
 
 def launch(x: torch.Tensor, weight: Int4Weight, around: Around, tiles: Int4Tiles | HopperRowTiles) -> None:
-    """What fused_linear.py says, formula and source with it. x: [M, K] of 16 bits, columns as the checkpoint has them.
+    """As fused_linear.py, with its formula and source. x: [M, K] of 16 bits, columns in the checkpoint's order.
 
     2 · M · N · K operations on tensor cores. Rows beyond M, outputs beyond N and columns beyond K are masked. Sums of a group
     are scaled and added in float32, parts in their order.

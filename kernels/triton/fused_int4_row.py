@@ -1,18 +1,18 @@
-"""Products of one row with weights of 4 bits and what stands around them, on Hopper: those of fused_int4.py for one request.
+"""Products of one row with 4-bit weights and the operations around them, on Hopper: those of fused_int4.py for one request.
 
-`fused_int4` brings words through shared memory, divides columns among programs, adds up their sums, and asks for nothing before
-its wait: 5 to 6 µs of each product on an H200 are not its bytes. Here a thread loads 16 bytes that are its own part of an
-operand of matrix instructions: eight words of one output, codes of the columns 8 t … 8 t + 7 of four runs. A product may take
-its columns in any order if x is taken in the same one; here it is the order in which threads hold what they loaded, so that
-nothing moves between them. Warps multiply chunks by turns; the first two of each are asked for before the wait. No output is
-shared by programs.
+`fused_int4` brings words through shared memory, divides columns among programs, adds up their sums, and loads nothing before
+its wait: 5 to 6 µs of each product on an H200 are not spent on its bytes. Here a thread loads 16 bytes that are its own part of
+an operand of matrix instructions: eight words of one output, codes of the columns 8 t … 8 t + 7 of four runs. A product may
+take its columns in any order if x is taken in the same order; here it is the order in which threads hold what they loaded, so
+nothing moves between them. Warps take chunks in turn; the first two of each are loaded before the wait. Programs share no
+output.
 
 Codes stay under an exponent, as 128 + code (bfloat16) or 16 + code (float16). What that adds to the sum of a group is the same
-multiple of the sum of x, a product with ones. All products are exact, and added up in float32: what cancels costs at most 6e-5
-of a result where all of x has one sign (docs/log/gpu-kernels.md), a twentieth of its rounding to bfloat16.
+multiple of the sum of x, a product with ones. All products are exact, and summed in float32: cancellation costs at most 6e-5 of
+a result where all of x has one sign (docs/log/gpu-kernels.md), a twentieth of its rounding to bfloat16.
 
-Triton's language has no word for what a thread holds. This is in Gluon, its lower level (`triton.experimental`); no interpreter
-runs it, the executed PTX does (`tests/ptx`). `fused_int4` serves everything else: smaller groups, other cards.
+Triton's language cannot say what each thread holds. This is in Gluon, its lower level (`triton.experimental`); no interpreter
+runs it, so its PTX is executed in tests (`tests/ptx`). `fused_int4` serves everything else: smaller groups, other cards.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from kernels.triton.tuning import power_of_two
 
 COLUMNS, RUN, RUNS = gl.constexpr(CHUNK_COLUMNS), gl.constexpr(RUN_COLUMNS), gl.constexpr(CHUNK_RUNS)
 PAIRS = gl.constexpr(RUN_COLUMNS // 2)
-"""Of words, of one output and chunk: a register each."""
+"""Pairs of words of one output and chunk: a register each."""
 
 
 @gluon.jit

@@ -1,13 +1,13 @@
-"""Products of a decode step of few rows with what stands around them: three launches fewer in every layer.
+"""Products of a decode step of few rows, fused with the operations around them: three launches fewer in every layer.
 
     unfused   norm ─ qkv ─ attention (2) ─ out ─ norm ─ gate_up ─ activation ─ down     9 launches
-    here             qkv ─ attention (2) ─ out ────────── gate_up ───────────── down     6, of one request 5
+    here             qkv ─ attention (2) ─ out ────────── gate_up ───────────── down     6; with one request 5
 
-RMS normalisation divides a whole row by one number, and the product behind it can do so at its end: rms_norm(x) Wᵀ is
-(x · w) Wᵀ / rms(x). So the product that adds to the residual stream also stores the sum times the next norm's weight w, and
-each of its tiles the sum of squares of its columns; the next product adds up these sums in the order of the tiles. Only the
-launch that needs a whole row waits for it. A row has the same bits whatever others are with it; alone it is multiplied in
-another way (`fused_row`, `fused_byte_row`, `fused_int4_row`), at the speed of the memory.
+RMS normalisation divides a whole row by one number, and the product after it can do so at its end: rms_norm(x) Wᵀ is (x · w) Wᵀ
+/ rms(x). So the product that adds to the residual stream also stores the sum times the next norm's weight w, and each of its
+tiles the sum of squares of its columns; the next product adds up these sums in the order of the tiles. Only the launch that
+needs a whole row waits for it. A row has the same bits whatever rows it is with; a single row is multiplied differently
+(`fused_row`, `fused_byte_row`, `fused_int4_row`), at the speed of the memory.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ from kernels.triton.split_sum import (
 from kernels.triton.tuning import capability, card, multiprocessors, power_of_two
 
 BLOCK_M = 16
-# Columns of out and of x of a step, and loads under way. A gated step reads two such tiles.
+# Columns of out and of x per step, and loads in flight. A gated step reads two such tiles.
 CANDIDATES = ((64, 128, 6), (32, 256, 4))
 CANDIDATES_GATED = ((32, 256, 3), (16, 512, 3))
 CANDIDATES_BYTES = ((64, 128, 6),)
@@ -51,7 +51,7 @@ CANDIDATES_FLOAT32 = ((16, 64, 4),)  # no tensor core multiplies such rows: regi
 
 @dataclass(frozen=True, slots=True)
 class FusedTiles(Tiles):
-    """`column_warps`: warps that share the columns of a step, all of the program's, or 1 where they lie side by side over the
+    """`column_warps`: warps that share the columns of a step: all of the program's, or 1 if warps are side by side over the
     outputs."""
 
     column_warps: int = 1
@@ -143,11 +143,11 @@ def linear_add(
 ) -> Stream:
     """total = residual + alpha · (x Wᵀ + bias); weighted = total · norm_weight; squares[c] = Σ total² of tile c's columns
 
-    x: [M, K], rows may lie apart, weight: [d, K], residual: [M, d], bias: [d], all of one type, bf16 or fp16, but for a weight
-    of int8 or e4m3, whose scales come behind the sum; norm_weight: [d] of that type or float32; M ≤ 16. Source: arXiv
-    1910.07467, eq. 4, with the division moved behind the next product. Reads the weight once, writes 4·M·d bytes; 2·M·d·K
-    operations. Rows beyond M, columns beyond d and K are masked. Accumulates in float32; total is rounded before it is
-    squared, weighted a second time.
+    x: [M, K], rows need not be contiguous, weight: [d, K], residual: [M, d], bias: [d], all of one type, bf16 or fp16, except
+    int8 or e4m3 weights, whose scales are applied after the sum; norm_weight: [d] of that type or float32; M ≤ 16. Source:
+    arXiv 1910.07467, eq. 4, with the division moved after the next product. Reads the weight once, writes 4·M·d bytes; 2·M·d·K
+    operations. Rows beyond M, columns beyond d and K are masked. Accumulates in float32; total is rounded before it is squared,
+    weighted a second time.
     """
     num_rows, width = x.shape[0], residual.shape[1]
     tiles = tiles_on(x, weight, width, gated=False, is_summed=True)
@@ -169,12 +169,12 @@ def normed_linear(
     gate: Gate | None = None,
     factor: float = 1.0,
 ) -> torch.Tensor:
-    """factor · (weighted Wᵀ) / √(Σ squares / d + eps) + bias, which is rms_norm(total) Wᵀ + bias where `weighted` was made with
-    a norm's weight divided by `factor`; weight: [N, d] → [M, N]
+    """factor · (weighted Wᵀ) / √(Σ squares / d + eps) + bias, which is rms_norm(total) Wᵀ + bias if `weighted` was computed
+    with a norm's weight divided by `factor`; weight: [N, d] → [M, N]
 
     With `gate` N = 2·inner (gates first) and the result is act(gate) · up: [M, inner] (arXiv 2002.05202): each program holds
-    the same columns of both halves. Reads the weight once. Else as `linear_add`; `weighted` must be finite, which it is in fp16
-    wherever total is, if `factor` leaves no weight of the norm above one.
+    the same columns of both halves. Reads the weight once. Otherwise as `linear_add`; `weighted` must be finite, which in fp16
+    it is whenever total is, if `factor` leaves no weight of the norm above one.
     """
     x, num_rows = stream.weighted, weight.num_rows if isinstance(weight, Int4Weight) else values_and_scales(weight)[0].shape[0]
     outputs = num_rows if gate is None else num_rows // 2
@@ -195,7 +195,7 @@ def fused_tiles(
     weight_bytes: int = 2,
     row_bytes: int = 2,
 ) -> FusedTiles:
-    """The candidate with which the card is done soonest; the same for any number of rows. `row_bytes`: of an element of x"""
+    """The candidate with which the card finishes first; the same for any number of rows. `row_bytes`: of an element of x"""
     matrices = 2 if gated else 1
     pace = CONVERT if weight_bytes == 1 else STREAM
     candidates = CANDIDATES_FLOAT32 if row_bytes == 4 else BY_BYTES[weight_bytes][gated]
@@ -225,7 +225,7 @@ def tiles_on(x: torch.Tensor, weight: Weight, num_outputs: int, *, gated: bool, 
 
 
 def _stages(stages: int, capability: int) -> int:
-    """Cards with 100 KiB of shared memory hold fewer loads under way."""
+    """Cards with 100 KiB of shared memory hold fewer loads in flight."""
     return min(stages, 3) if card(capability).is_small else stages
 
 

@@ -1,10 +1,10 @@
-"""Products of one row with what stands around them: those of fused_linear.py for a decode step of a single request.
+"""Products of one row with the operations around them: those of fused_linear.py for a decode step of a single request.
 
-A tile of 16 rows for the tensor cores is mostly padding then, and its way through shared memory, its splits and their sums cost
-more than the products. Here each program multiplies a few rows of the weight in registers, from end to end: nothing is divided
-among programs, many small ones share the card evenly, and the first loads of each are under way before it waits for the kernel
-in front of it, since no kernel writes weights. A layer of Llama-3.1-8B, four products: 110 µs on an H200 instead of 141, of
-which 103 are the memory's (docs/log/gpu-kernels.md). A row alone is added up in another order than among others.
+A tile of 16 rows for the tensor cores is then mostly padding, and its way through shared memory, its splits and their sums cost
+more than the products. Here each program multiplies a few whole rows of the weight in registers: nothing is divided among
+programs, many small ones share the card evenly, and the first loads of each are in flight before it waits for the kernel before
+it, since no kernel writes weights. A layer of Llama-3.1-8B, four products: 110 µs on an H200 instead of 141, of which 103 are
+the memory's (docs/log/gpu-kernels.md). A single row is summed in another order than a row among others.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ from kernels.triton.tuning import has_gluon, interpreted, multiprocessors, power
 _INTERPRETED = tl.constexpr(interpreted())
 WARP_SIZE = 32
 FOUR = tl.constexpr(4)
-"""Weights, and elements of x, that one word holds: they are multiplied in the order in which they lie."""
+"""Weights, and elements of x, in one word: they are multiplied in storage order."""
 _RAISED = tl.constexpr(8388736.0)
-"""2^23 + 128: a byte below the exponent of 2^23, its sign turned over, is this much too large as a float32."""
+"""2^23 + 128: a byte under the exponent of 2^23, its sign bit flipped, is too large by this much as a float32."""
 _INT8 = tl.constexpr(
     "{ .reg .b32 raised; xor.b32 raised, $4, 0x80808080; "
     + " ".join(f"prmt.b32 ${byte}, raised, 0x4B000000, 0x765{byte};" for byte in range(4))
@@ -42,7 +42,7 @@ _E4M3 = tl.constexpr(
 
 @dataclass(frozen=True, slots=True)
 class RowTiles:
-    """A program's outputs, and the columns of a step."""
+    """A program's outputs, and the columns per step."""
 
     block_n: int
     block_k: int
@@ -162,8 +162,8 @@ def fused_row_kernel(
 
 @functools.cache
 def row_tiles(num_columns: int, *, gated: bool, is_summed: bool, weight_bytes: int) -> RowTiles:
-    """The fastest of some eight on an H200, for the products of Llama-3.1-8B. `is_summed`: whether the outputs' squares are
-    stored, one sum for each program, which every program of the next product adds up: there are fewer programs then."""
+    """The fastest of some eight on an H200, for the products of Llama-3.1-8B. `is_summed`: the outputs' squares are stored, one
+    sum per program. Every program of the next product adds up these sums, so there are fewer programs then."""
     if gated:
         tiles = RowTiles(2, 2048, num_warps=8 if weight_bytes == 2 and num_columns >= 2048 else 4)
     elif is_summed:
@@ -176,8 +176,8 @@ def row_tiles(num_columns: int, *, gated: bool, is_summed: bool, weight_bytes: i
 def tiles_on(
     x: torch.Tensor, num_outputs: int, *, gated: bool, is_summed: bool, weight_bytes: int
 ) -> RowTiles | HopperRowTiles | None:
-    """None for rows that are none of one row's kernels. Weights of 8 bits have Hopper's own where its programs are enough for
-    all multiprocessors."""
+    """None for rows that no single-row kernel serves. 8-bit weights use Hopper's own kernel if its programs are enough for all
+    multiprocessors."""
     num_rows, num_columns = x.shape
     if num_rows != 1 or x.element_size() != 2 or num_columns % FOUR.value:
         return None
@@ -191,9 +191,9 @@ def tiles_on(
 def launch(
     x: torch.Tensor, weight: torch.Tensor | Int8Weight | Fp8Weight, around: Around, tiles: RowTiles | HopperRowTiles
 ) -> None:
-    """What fused_linear.py says, formula and source with it, for M = 1. x: [1, K].
+    """As fused_linear.py for M = 1, with its formula and source. x: [1, K].
 
-    2 · N · K operations in float32 beside the tensor cores, products exact. Outputs beyond N and columns beyond K are masked.
+    2 · N · K operations in float32 without tensor cores, products exact. Outputs beyond N and columns beyond K are masked.
     """
     if isinstance(tiles, HopperRowTiles):
         from kernels.triton.fused_byte_row import launch_byte_row

@@ -1,5 +1,5 @@
-"""What stands around a fused product, whatever its weights are: the norm's root, bias, gate, and the residual sum with what the
-next norm needs; and behind its sums, those of other programs and scales."""
+"""Operations around a fused product, for any kind of weights: the norm's root, bias, gate, and the residual sum with the inputs
+of the next norm; and, after its own sums, those of other programs and scales."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from kernels.triton.activation import activated
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Around:
-    """What is computed together with a product of M rows; None where there is none of it.
+    """What is computed together with a product of M rows; None for each part that is absent.
 
-    out: [M, N], bias: [N], or [2·N] with a gate; squares: [C, M] float32 of the rows that are multiplied, by whose norm
-    alpha · product is divided; or residual: [M, N], to which alpha · product is added; and of that sum weighted: [M, N], which
-    is it times norm_weight: [N], and squares_out: [tiles, M] float32.
+    out: [M, N], bias: [N], or [2·N] with a gate; squares: [C, M] float32 of the rows that are multiplied: alpha · product is
+    divided by their norm; or residual: [M, N], to which alpha · product is added; of that sum, weighted: [M, N] is the sum
+    times norm_weight: [N], and squares_out: [tiles, M] float32 its squares.
     """
 
     out: torch.Tensor
@@ -35,7 +35,7 @@ class Around:
 
     @property
     def tensors(self) -> tuple[torch.Tensor | None, ...]:
-        """In the order in which the kernels take them."""
+        """In the order of the kernels' arguments."""
         return self.bias, self.squares, self.residual, self.norm_weight, self.out, self.weighted, self.squares_out
 
     @property

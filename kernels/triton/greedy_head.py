@@ -1,9 +1,9 @@
-"""The output head and its argmax in one: the most likely token of a few rows without their logits ever being written.
+"""The output head and its argmax in one: the most likely token of a few rows, without writing their logits.
 
-Formula. argmax_v round(scale[v] · Σ_k hidden[m, k] · weight[v, k]), the lowest id among equals, rounded to the type of the rows
-as the logits of a separate product would be; only weights of 8 bits have a scale. Sums in float32, columns in the order of
+Formula. argmax_v round(scale[v] · Σ_k hidden[m, k] · weight[v, k]), the lowest id on ties, rounded to the type of the rows as
+the logits of a separate product would be; only 8-bit weights have a scale. Sums in float32, columns in the order of
 `kernels.triton.linear` without splits, or of `linear_int8` and `linear_fp8`.
-Memory: 2·V·K bytes of weights once (1.05 GB for Llama-3.1-8B, 0.24 ms at 4.3 TB/s), V·K in 8 bits; 8 bytes a row for each of
+Memory: 2·V·K bytes of weights once (1.05 GB for Llama-3.1-8B, 0.24 ms at 4.3 TB/s), V·K in 8 bits; 8 bytes per row for each of
 V / 64 parts, which `join` reads; a separate product writes and reads logits. 2·M·V·K operations on tensor cores, tiles of 16
 rows whatever M is. Rows beyond M and tokens beyond V are masked. A row with NaN or +inf, or with nothing above -inf, has
 NO_TOKEN.
@@ -76,8 +76,8 @@ def join_kernel(maxima, tokens, out, tiles, TILES: tl.constexpr, EARLY: tl.const
 
 
 def head_tiles(*, weight_bytes: int, capability: int, row_bytes: int = 2) -> Tiles:
-    """Cards with 100 KiB of shared memory hold fewer loads under way, and of float32 any card. `row_bytes`: of an element of
-    rows that are multiplied with weights of 8 bits."""
+    """Cards with 100 KiB of shared memory hold fewer loads in flight, and for float32 so do all cards. `row_bytes`: of an
+    element of rows that are multiplied with 8-bit weights."""
     if weight_bytes == 1 and row_bytes == 4:
         return FLOAT32_FEW
     if card(capability).is_small or weight_bytes == 4:
@@ -86,8 +86,8 @@ def head_tiles(*, weight_bytes: int, capability: int, row_bytes: int = 2) -> Til
 
 
 def bind_greedy_head(weight: Weight) -> Callable[[torch.Tensor], torch.Tensor] | None:
-    """`greedy_head` with this head; None where its product adds in another order, so that near a tie the two could choose
-    differently, and for weights of 4 bits. weight: [V, K], of 8 bits with a scale for each token"""
+    """`greedy_head` with this head; None for 4-bit weights, and if its product adds in another order, so that near a tie the
+    two could choose differently. weight: [V, K], in 8 bits with a scale per token"""
     if isinstance(weight, Int4Weight):
         return None
     values, scales = values_and_scales(weight)
@@ -106,9 +106,9 @@ def bind_greedy_head(weight: Weight) -> Callable[[torch.Tensor], torch.Tensor] |
 def greedy_head(
     hidden: torch.Tensor, weight: torch.Tensor | Int8Weight | Fp8Weight, *, out: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """Token of each row, or NO_TOKEN: [M] int64, or as `out` is.
+    """Token of each row, or NO_TOKEN: [M] int64, or of `out`'s dtype.
 
-    hidden: [M, K], M ≤ 16, weight: [V, K] of the same type, or of 8 bits with a scale for each token.
+    hidden: [M, K], M ≤ 16, weight: [V, K] of the same type, or in 8 bits with a scale per token.
     """
     values, scales = values_and_scales(weight)
     (rows, num_columns), vocab_size = hidden.shape, values.shape[0]

@@ -1,7 +1,7 @@
 """Gumbel-max noise and weights for other kernels: the operations of `kernels.gumbel`, one float32 rounding each.
 
 A kernel that calls these must be launched and compiled with `enable_fp_fusion=False`: a fused multiply-add rounds once where
-the definition rounds twice, and the token drawn could differ from the one on a CPU.
+the definition rounds twice, and the token drawn could differ from that on a CPU.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _P0, _P1, _P2, _P3, _P4, _P5, _P6, _P7 = (tl.constexpr(c) for c in gumbel.LOG2_O
 _Q0, _Q1, _Q2, _Q3, _Q4, _Q5 = (tl.constexpr(c) for c in gumbel.EXP2_MINUS)
 _WEIGHT_ONE = tl.constexpr(2.0**gumbel.WEIGHT_BITS)
 _FARTHEST = tl.constexpr(gumbel.FARTHEST)
-_BOUND = tl.constexpr(31.4725 + 127)  # 32 − log2(log2(e)), 0.001 for what rounding does, and the bias of exponents
+_BOUND = tl.constexpr(31.4725 + 127)  # 32 − log2(log2(e)), 0.001 to allow for rounding, and the bias of exponents
 _PATTERN_UNIT = tl.constexpr(2.0**-23)
 
 

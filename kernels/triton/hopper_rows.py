@@ -1,4 +1,4 @@
-"""Tiles of the kernels that Hopper has for one row: `fused_byte_row` and `fused_int4_row`. Imports no Gluon."""
+"""Tiles of Hopper's kernels for one row: `fused_byte_row` and `fused_int4_row`. Imports no Gluon."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class HopperRowTiles:
-    """`num_warps` at a chunk of 128 columns each, and outputs as a matrix instruction has rows."""
+    """`num_warps` warps with a chunk of 128 columns each, and as many outputs as a matrix instruction has rows."""
 
     num_warps: int
-    registers_max: int | None = None  # of a thread; None leaves their number to the assembler
+    registers_max: int | None = None  # per thread; None leaves the number to the assembler
     block_n: int = 16
 
 
 def hopper_row_tiles(*, gated: bool) -> HopperRowTiles:
-    """Eight warps where a matrix has few outputs, so that enough of it is on its way. Four of a gated one, of which a program
-    has twice as much: four programs of a multiprocessor, whose beginnings and ends the others fill."""
+    """Eight warps if a matrix has few outputs, to keep enough loads in flight. Four for a gated one, whose programs have twice
+    as many outputs: then four programs share a multiprocessor, and each works while others begin or end."""
     return HopperRowTiles(4, registers_max=128) if gated else HopperRowTiles(8)

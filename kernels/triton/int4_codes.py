@@ -1,8 +1,8 @@
-"""Codes of 4 bits become floats in registers, and are multiplied: what every product with such weights does, row by row.
+"""4-bit codes become floats in registers and are multiplied: common to all products with such weights, row by row.
 
 A word of 16 bits holds four codes, of columns 32 apart, and a register two words, whose columns are neighbours as matrix
-instructions want them: a shift and a mask, which sets an exponent as well, make two codes 128 + code (bfloat16) or 1024 + code
-(float16) with nothing moved between registers. Less the zero point under the same exponent they are exact integers.
+instructions need them: a shift and a mask, which also sets an exponent, make two codes 128 + code (bfloat16) or 1024 + code
+(float16) without moving anything between registers. Minus the zero point under the same exponent they are exact integers.
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
-"""Paged attention whose rows do not depend on their batch: one kernel for decodes, for chunks of any length and for guesses.
+"""Paged attention whose rows do not depend on their batch: one kernel for decodes, chunks of any length and guesses.
 
-The keys of a request are cut at the multiples of SPLIT, whoever looks at them, and every query goes through the same tile of
-rows with the same instructions. What it found in each split is merged in the order of the splits: in registers where one
-program takes all splits of its queries, by a second kernel where programs share them. Both merge by the same function, and
-every rounding is as written (no product is fused with a sum), so that who merged makes no difference to a bit either. How many
-programs share them follows from the number of requests and from what there may be of splits, so that a graph may keep it.
+The keys of a request are cut at multiples of SPLIT for every query, and every query goes through the same tile of rows with the
+same instructions. Its results of the splits are merged in order: in registers if one program takes all splits of its queries,
+by a second kernel if programs share them. Both merge with the same function, and every rounding is as written (no product is
+fused with a sum), so the bits do not depend on which one merged. The number of programs that share them follows from the number
+of requests and of possible splits, so that a graph may keep it.
 """
 
 from __future__ import annotations
@@ -23,21 +23,21 @@ from kernels.triton.invariant_rows import merge_rows_kernel, rows_kernel
 from kernels.triton.tuning import capability, card, multiprocessors, power_of_two
 
 SPLIT = 256
-"""Tokens: 128 KiB of keys and values of 128 numbers of 16 bits, of which a program writes and reads back a fiftieth."""
+"""Tokens: 128 KiB of keys and values of 128 numbers of 16 bits; the results of a split, written and read, are a fiftieth."""
 MERGE_TOGETHER, MERGE_WARPS = 8, 1
 PROGRAMS_MIN, PROGRAMS_MULTIPROCESSOR = 8, 4
-"""Programs that share the splits of a tile at least, for one long request among many short ones, and of a multiprocessor, twice
-as many as it holds, where there are few tiles. Those that find no split end at once."""
+"""The least number of programs that share the splits of a tile, for one long request among many short ones; and, if there are
+few tiles, programs per multiprocessor, twice as many as it holds. Programs without a split end at once."""
 WORKSPACE_BYTES_MAX = 256 * 1024 * 1024
-"""Of what splits leave for the second kernel (`engine.memory.splits` plans for it); more decodes are taken in turns, chunks are
-not divided."""
+"""For the results of splits that the second kernel merges (`engine.memory.splits` plans for it); if decodes need more, they are
+computed in turns, and chunks are not divided."""
 WORKSPACE_QUERIES_MIN = 64
-"""Queries with room for all of their splits, where a chunk has more of them than there are requests."""
+"""Queries with memory for all of their splits, if a chunk has more queries than there are requests."""
 
 
 @dataclass(frozen=True, slots=True)
 class RowsTiling:
-    """`rows` queries, those of all heads of a key head counted, and `keys` at a time: by the heads and the card alone."""
+    """`rows` queries, counting those of all heads of a key head, and `keys` at a time: determined by the heads and the card."""
 
     rows: int
     keys: int
@@ -46,9 +46,9 @@ class RowsTiling:
 
 
 def rows_tiling(head_dim: int, kv_bytes: int, group: int, capability: int) -> RowsTiling:
-    """64 rows are what Hopper's instruction takes at least. A decode fills a few of them, which costs a quarter of the time in
-    which the memory brings its keys; a prompt shares what 64 rows load. Float32 has no such instruction: operands lie in
-    registers, which small tiles alone leave room for."""
+    """64 rows are the least of Hopper's instruction. A decode fills only a few, which costs a quarter of the time in which the
+    memory delivers its keys; in a prompt 64 rows share what they load. float32 has no such instruction: operands are in
+    registers, for which only small tiles leave room."""
     if kv_bytes == 4:
         return RowsTiling(max(32, power_of_two(group)), 16, 8, 2)
     width, rows = power_of_two(head_dim), max(64, power_of_two(group))
@@ -56,12 +56,12 @@ def rows_tiling(head_dim: int, kv_bytes: int, group: int, capability: int) -> Ro
     if width >= 256:
         return RowsTiling(rows, 32 if capability >= 90 and not small else 16, 8, 2)
     keys = min(64, (4096 if capability < 90 or small else 8192) // width)
-    is_lean = rows == 64 and (width < 128 or 90 <= capability < 100)  # two programs of four warps fit a Hopper
+    is_lean = rows == 64 and (width < 128 or 90 <= capability < 100)  # two programs of four warps fit on Hopper
     return RowsTiling(rows, keys, 4 if is_lean else 8, 3)
 
 
 class RowsWorkspace(NamedTuple):
-    """Where splits leave what they found: C places, one for each query, head and split. One serves all layers and steps."""
+    """Memory for the results of splits: C places, one per query, head and split. One workspace serves all layers and steps."""
 
     attended: torch.Tensor  # [C · D] float32: sums of weighted values
     sums: torch.Tensor  # [C · 2] float32: sums of weights, and largest scores
@@ -78,7 +78,7 @@ def decode_workspace(
     kv_dtype: torch.dtype,  # noqa: ARG001 - the other kernels of decodes look at it
     device: torch.device,
 ) -> RowsWorkspace | None:
-    """Room for decodes of `max_requests` requests of up to `max_blocks` blocks, and for chunks; None where nothing is divided.
+    """Memory for decodes of `max_requests` requests of up to `max_blocks` blocks, and for chunks; None if nothing is divided.
 
     All of them at once within WORKSPACE_BYTES_MAX: Llama-3.1-8B, 256 requests of 8k tokens: 130 MiB.
     """
@@ -99,11 +99,11 @@ def paged_decode(
     out: torch.Tensor | None = None,
     workspace: RowsWorkspace | None = None,
 ) -> torch.Tensor:
-    """As `kernels.triton.attention_decode.paged_decode` of one query each, with the bits of `paged_prefill` here.
+    """As `kernels.triton.attention_decode.paged_decode` with one query each, with the same bits as `paged_prefill` here.
 
-    Bytes: all keys and values that are seen, once; 8 · D · H for each split of SPLIT tokens, written and read again.
-    Operations: 4 · D · 64 rows for each token and key head. Nothing of the batch has a part in the order of a row's sums, and
-    nothing of the lengths in what is launched; without `workspace` it is allocated.
+    Bytes: all visible keys and values, once; 8 · D · H per split of SPLIT tokens, written and read again. Operations: 4 · D ·
+    64 rows per token and key head. The order of a row's sums does not depend on the batch, nor does the launch depend on
+    lengths; without `workspace` it is allocated.
     """
     num_requests, max_blocks = block_tables.shape
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device) if out is None else out
@@ -135,12 +135,12 @@ def paged_prefill(
     out: torch.Tensor | None = None,
     workspace: RowsWorkspace | None = None,
 ) -> torch.Tensor:
-    """As `kernels.triton.attention_prefill.paged_prefill`; a query has the same bits in a chunk of any length, at any place of
-    it and as a decode, as long as the keys and values of its request are finite.
+    """As `kernels.triton.attention_prefill.paged_prefill`; a query has the same bits in a chunk of any length, at any place in
+    it, and as a decode, as long as the keys and values of its request are finite.
 
-    Bytes: keys and values once for each tile of 64 rows, mostly from the second-level cache. Operations: 4 · D · 64 rows for
-    each key of each tile. Programs share the splits of a tile only where tiles alone would leave the card idle, and where what
-    splits leave fits the `workspace` of decodes, or may be allocated.
+    Bytes: keys and values once per tile of 64 rows, mostly from the second-level cache. Operations: 4 · D · 64 rows per key of
+    each tile. Programs share the splits of a tile only if tiles alone would leave the card idle, and if the results of the
+    splits fit the `workspace` of decodes, or may be allocated.
     """
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device) if out is None else out
     splits = _max_splits(shape, block_tables.shape[1], max_query_len)
@@ -170,7 +170,7 @@ def _attend_rows(
     out: torch.Tensor,
     workspace: RowsWorkspace,
 ) -> torch.Tensor:
-    """splits: what a query may have of them where programs share them, else 1."""
+    """splits: the most that a query may have, if programs share them; else 1."""
     check_attention(q, kv_cache, shape)
     assert out.is_contiguous(), "outputs lie together"
     num_requests = block_tables.shape[0]
@@ -195,12 +195,12 @@ def _attend_rows(
 
 
 def _num_programs(num_tiles: int, splits: int, device: torch.device) -> int:
-    """Who share the splits of a tile and key head. A matter of time alone, but for one, who merges them itself."""
+    """Programs that share the splits of a tile and key head. It affects only the time; a single one merges them itself."""
     return min(splits, max(PROGRAMS_MIN, -(-PROGRAMS_MULTIPROCESSOR * multiprocessors(device) // num_tiles)))
 
 
 def _num_places(shape: AttentionShape, num_queries: int, splits: int) -> int:
-    """Of a workspace for so many queries, or as many as there may be; of one query at least."""
+    """Places of a workspace for `num_queries` queries, or as many as are allowed; for at least one query."""
     most = WORKSPACE_BYTES_MAX // ((shape.head_dim + 2) * torch.float32.itemsize)
     return max(shape.num_heads * splits, min(num_queries * shape.num_heads * splits, most))
 
@@ -212,7 +212,7 @@ def _workspace(shape: AttentionShape, num_places: int, device: torch.device) -> 
 
 @functools.cache
 def _one_each(device: torch.device, size: int) -> torch.Tensor:
-    """Where rows begin that have one query each: [size] int32, kept for good."""
+    """The starts of rows that have one query each: [size] int32, cached permanently."""
     return torch.arange(size, dtype=torch.int32, device=device)
 
 
@@ -222,7 +222,7 @@ def _num_tiles(q: torch.Tensor, kv_cache: torch.Tensor, block_tables: torch.Tens
 
 
 def _max_splits(shape: AttentionShape, max_blocks: int, max_query_len: int) -> int:
-    """The most splits that the queries of a tile look into, and with them the most of one query."""
+    """The most splits that the queries of a tile, and so any one query, look into."""
     splits = -(-max_blocks * shape.block_size // SPLIT)
     if shape.sliding_window is not None:
         splits = min(splits, (shape.sliding_window + min(max_query_len, 64) + 128) // SPLIT + 2)
@@ -234,11 +234,11 @@ def _tiling(shape: AttentionShape, kv_cache: torch.Tensor) -> RowsTiling:
 
 
 def rows_constants(shape: AttentionShape, tiling: RowsTiling) -> dict[str, object]:
-    """Constants of `rows_kernel`, but for REQUESTS."""
+    """Constants of `rows_kernel`, except REQUESTS."""
     return shape_constants(shape) | {"SPLIT": SPLIT, "ROWS": tiling.rows, "KEYS": tiling.keys}
 
 
 def merge_constants(shape: AttentionShape) -> dict[str, object]:
-    """Constants of `merge_rows_kernel` that the shape decides."""
+    """Constants of `merge_rows_kernel` that the shape determines."""
     sizes = {"H": shape.num_heads, "D": shape.head_dim, "WIDTH": power_of_two(shape.head_dim)}
     return {**sizes, "WINDOW": shape.sliding_window or 0, "SPLIT": SPLIT}

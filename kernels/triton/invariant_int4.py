@@ -1,4 +1,4 @@
-"""Products with weights of 4 bits whose rows do not depend on their batch: invariant_linear.py's way for codes in groups."""
+"""Products with 4-bit weights whose rows do not depend on their batch: the method of invariant_linear.py for grouped codes."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from kernels.triton.tuning import multiprocessors
 
 
 def invariant_int4_tiles(num_outputs: int, num_columns: int, multiprocessors: int) -> Int4Tiles:
-    """By the weight alone; eight warps, because a program holds the sums of a group, of a part and of all parts."""
+    """Determined by the weight alone; eight warps, because a program holds the sums of a group, of a part and of all parts."""
     steps, step_bytes = -(-num_columns // CHUNK_COLUMNS), 128 * CHUNK_COLUMNS // 2
     splits = split_count(-(-num_outputs // 128), steps, multiprocessors, step_bytes, pace=UNPACK)
     return Int4Tiles(64, 128, num_warps=8, num_stages=3, splits=splits)
@@ -54,11 +54,11 @@ def invariant_int4_kernel(
 
 
 def invariant_int4(x: torch.Tensor, weight: Int4Weight, *, bias: torch.Tensor | None = None) -> torch.Tensor:
-    """As `kernels.triton.linear_int4.linear_int4`, a row's bits its own: x: [M, K] of 16 bits → [M, N]
+    """As `kernels.triton.linear_int4.linear_int4`, with a row's bits independent of the batch: x: [M, K] of 16 bits → [M, N]
 
-    Codes are multiplied as exact integers in every number of rows, never unpacked to x's type. Reads N·K / 2 + 4·N·K / group
-    bytes of weights for each 64 rows; 2·M·N·K operations. Rows beyond M, columns beyond N and K are masked. The sum of a group
-    is scaled and added in float32, groups in their order, then parts in theirs. Raises ValueError for an x of 32 bits.
+    Codes are multiplied as exact integers for any number of rows, never unpacked to x's type. Reads N·K / 2 + 4·N·K / group
+    bytes of weights per 64 rows; 2·M·N·K operations. Rows beyond M, columns beyond N and K are masked. The sum of a group is
+    scaled and added in float32, groups in order, then parts in order. Raises ValueError for an x of 32 bits.
     """
     if x.dtype not in DTYPES:
         raise ValueError(f"weights of 4 bits are multiplied with rows of 16 bits, not {x.dtype}")

@@ -1,7 +1,7 @@
 """Products whose rows do not depend on their batch: one tile for any number of rows, with weights of 32, 16 or 8 bits.
 
 A row's columns are cut into parts by the size of the weight alone, every part is summed from zero by the same instructions, and
-parts are added in their order: by one program where there are many tiles, by whoever comes last of several where there are few.
+parts are added in order: by one program if there are many tiles, by the last of several programs to finish if there are few.
 """
 
 from __future__ import annotations
@@ -19,20 +19,20 @@ from kernels.triton.linear_tiles import Tiles, decoded
 from kernels.triton.split_sum import CONVERT, COUNTERS, STREAM, counters, partial_sums, split_count
 from kernels.triton.tuning import capability, card, multiprocessors
 
-GROUP_ROWS = 8  # row tiles of the same weights that follow each other
+GROUP_ROWS = 8  # row tiles of the same weights, computed one after another
 
 
 def invariant_tiles(
     weight_shape: Sequence[int], dtype: torch.dtype, weight_bytes: int, number: int, multiprocessors: int
 ) -> Tiles:
-    """By the weight [N, K], the type of the rows and the card. 64 rows are what Hopper's instruction takes at least; those that
-    a decode lacks cost a quarter of the time in which the memory brings the weights."""
+    """Determined by the weight [N, K], the type of the rows and the card. 64 rows are the least of Hopper's instruction; a
+    decode pays for the missing ones a quarter of the time in which the memory delivers the weights."""
     num_outputs, num_columns = weight_shape
-    if dtype is torch.float32:  # no matrix instructions: what a thread holds is little
+    if dtype is torch.float32:  # no matrix instructions: a thread can hold little
         tiles = Tiles(32, 64, 32, num_warps=4, num_stages=2)
     else:
         small = card(number).is_small
-        num_warps = 8 if dtype is FP8 and number < 90 else 4  # whose sums are carried into other registers
+        num_warps = 8 if dtype is FP8 and number < 90 else 4  # its sums are carried into other registers
         tiles = Tiles(64, 128, 64, num_warps=num_warps, num_stages=3 if small else 4)
     steps, step_bytes = -(-num_columns // tiles.block_k), tiles.block_n * tiles.block_k * weight_bytes
     pace = CONVERT if weight_bytes == 1 else STREAM
@@ -40,7 +40,7 @@ def invariant_tiles(
 
 
 def shares_parts(num_tiles: int, splits: int, device: torch.device) -> bool:
-    """Whether each part of a tile has a program of its own. A matter of time alone: the sums are the same."""
+    """Whether each part of a tile has its own program. It affects only the time: the sums are the same."""
     return splits > 1 and num_tiles <= COUNTERS and num_tiles < 2 * multiprocessors(device)
 
 
@@ -67,7 +67,7 @@ def whole_sums(
 
 
 def parts_room(num_tiles: int, programs: int, tile_size: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-    """Where the programs of a tile leave their sums, and their counters. Always of one type, so that the kernel is one."""
+    """Memory for the sums of a tile's programs, and their counters. Always of one type, so that there is one kernel."""
     sums = partial_sums(num_tiles, programs, tile_size, device)
     return counters(device).view(torch.float32) if sums is None else sums, counters(device)
 
@@ -143,11 +143,11 @@ def invariant_linear(
     out_dtype: torch.dtype | None = None,
     bias: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """out[m, n] = x_scales[m] · scales[n] · Σ_k x[m, k] · values[n, k] + bias[n]; x: [M, K] → [M, N], a row's bits its own.
+    """out[m, n] = x_scales[m] · scales[n] · Σ_k x[m, k] · values[n, k] + bias[n]; x: [M, K] → [M, N], independent of the batch.
 
     x: 16 or 32 bits, or e4m3 with x_scales [M, 1] or [1] float32 and an `out_dtype`; weight: [N, K] of x's type, or of 8
     bits. Source: a fixed tile and a fixed division of the columns ("Defeating nondeterminism in LLM inference", Thinking
-    Machines Lab, 2025). Reads the weight once for each 64 rows, 2·M·N·K operations, of which a tile that is not full does all
+    Machines Lab, 2025). Reads the weight once per 64 rows; 2·M·N·K operations, all of which a partly filled tile does
     the same. Rows beyond M and columns beyond N and K are masked. Accumulates in float32. Raises ValueError for e4m3 on a card
     without it.
     """

@@ -1,4 +1,4 @@
-"""The kernels of invariant_attention.py: what a tile of 64 rows finds in splits of its keys, and how splits are merged."""
+"""The kernels of invariant_attention.py: the results of a tile of 64 rows for splits of its keys, and their merge."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
-"""The operations of batch-invariant engines on NVIDIA GPUs: those of table.py, and in the place of the ones that choose by the
-batch (products, attention, fused products, the heads of greedy steps) others that do not.
+"""The operations of batch-invariant engines on NVIDIA GPUs: those of table.py, with replacements for those that depend on the
+batch (products, attention, fused products, the heads of greedy steps).
 
-Norms, rotation, activations, embedding and log-probabilities are row by row as they are. A mixture's experts are multiplied
-together in tiles of one size; those that `bind_experts` cannot read one by one, as in any engine.
+Norms, rotation, activations, embedding and log-probabilities work row by row already. A mixture's experts are multiplied
+together in tiles of one size; those that `bind_experts` cannot read, one by one, as in any engine.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ from kernels.triton.table import OPERATIONS as BY_BATCH
 
 
 class InvariantProduct:
-    """[T, K] → [T, N], a row's bits its own. Its weight is there for the experts of a mixture; it is not one of `PlainWeights`,
-    as what is fused with those adds in another order."""
+    """[T, K] → [T, N], with a row's bits independent of the batch. It exposes its weight for the experts of a mixture, but is
+    not one of `PlainWeights`, because fused operations add in another order."""
 
     def __init__(
         self, weight: Any, bias: torch.Tensor | None, rounded: Callable[[torch.Tensor], Fp8Rows] | None = None
@@ -44,15 +44,15 @@ class InvariantProduct:
 
 
 def row_invariant(multiply: Any) -> LinearKernel:
-    """multiply: a product of table.py, [T, K] → [T, N] → the same with a row's bits its own. Raises TypeError for one that
-    shows no weight."""
+    """multiply: a product of table.py, [T, K] → [T, N] → the same, independent of the batch. Raises TypeError for one that does
+    not expose its weight."""
     if not isinstance(multiply, ReadsWeight) or multiply.weight is None:
         raise TypeError(f"{type(multiply).__name__} shows no weight that rows could be multiplied with one like another")
     return InvariantProduct(multiply.weight, multiply.bias, getattr(multiply, "rounded", None))
 
 
 ROWS = 64
-"""Of the tile that an expert's tokens go through, however many they are: as of all products here."""
+"""Rows of the tile for an expert's tokens, however many there are: the same as for all products here."""
 
 OPERATIONS = replace(
     BY_BATCH,

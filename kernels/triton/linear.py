@@ -12,7 +12,7 @@ from kernels.triton.linear_tiles import Tiles, launch
 from kernels.triton.split_sum import split_cost, split_count
 from kernels.triton.tuning import capability, card, multiprocessors
 
-# Columns of out and of x that one step of a program reads, 16 or 32 KiB of weights, and loads under way.
+# Columns of out and of x that a program reads per step (16 or 32 KiB of weights), and loads in flight.
 CANDIDATES = ((64, 128, 6), (128, 128, 3))
 
 
@@ -21,11 +21,11 @@ def linear(
 ) -> torch.Tensor:
     """out[m, n] = Σ_k x[m, k] · weight[n, k] + bias[n]; x: [M, K], weight: [N, K], bias: [N], all of one type → [M, N]
 
-    For M ≤ 16 a kernel that waits for nothing but its weights: tiles of 16 rows for the tensor cores whatever M is, so a row
-    has the same bits in any of these batches, up to six loads of 16 KiB under way in each program, and the columns divided
-    among programs where the matrix alone has too few tiles (arXiv 2402.00025; the sum is kernels/triton/split_sum.py's and does
-    not depend on timing). Above, cuBLAS. Reads 2·N·K bytes once and x from the second-level cache, writes 2·M·N;
-    2·M·N·K operations. Rows beyond M, columns beyond N and K are masked. Accumulates in float32.
+    For M ≤ 16, a kernel that waits only for its weights: tiles of 16 rows for the tensor cores whatever M is, so a row has the
+    same bits in any of these batches; up to six loads of 16 KiB in flight per program; and the columns divided among programs
+    if the matrix alone has too few tiles (arXiv 2402.00025; the sum is that of kernels/triton/split_sum.py and does not depend
+    on timing). Above, cuBLAS. Reads 2·N·K bytes once and x from the second-level cache, writes 2·M·N; 2·M·N·K operations. Rows
+    beyond M, columns beyond N and K are masked. Accumulates in float32.
     """
     if x.shape[0] > FUSED_ROWS_MAX:
         return _library(x, weight, bias, out)
@@ -45,7 +45,7 @@ def _library(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, o
 
 @functools.cache
 def skinny_tiles(num_outputs: int, num_columns: int, capability: int, multiprocessors: int, weight_bytes: int = 2) -> Tiles:
-    """The candidate with which the card is done soonest; the same for any number of rows."""
+    """The candidate with which the card finishes first; the same for any number of rows."""
 
     def choice(block_n: int, block_k: int, stages: int) -> tuple[float, Tiles]:
         work = -(-num_outputs // block_n), -(-num_columns // block_k), multiprocessors, block_n * block_k * 2
@@ -61,12 +61,12 @@ def candidates(weight_bytes: int) -> tuple[tuple[int, int, int], ...]:
 
 
 def tiles_of(block_n: int, block_k: int, stages: int, splits: int) -> Tiles:
-    """Four warps lie side by side over the outputs."""
+    """Four warps, side by side over the outputs."""
     return Tiles(16, block_n, block_k, num_warps=4, num_stages=stages, splits=splits)
 
 
 def stages_on(stages: int, capability: int, weight_bytes: int) -> int:
-    """Cards with 100 KiB of shared memory hold fewer loads under way, and of float32 any card."""
+    """Cards with 100 KiB of shared memory hold fewer loads in flight, and for float32 so do all cards."""
     if weight_bytes == 4:
         return 3
     return min(stages, 4) if card(capability).is_small else stages

@@ -1,4 +1,4 @@
-"""Products with e4m3 weights: e4m3 rows of x on the card's own fp8 instructions, or float rows for the weights' sake alone."""
+"""Products with e4m3 weights: e4m3 rows of x on the card's own fp8 instructions, or float rows, for smaller weights only."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def linear_fp8(
 
 
 def check_fp8(device: torch.device) -> None:
-    """Raise ValueError where e4m3 cannot be computed with: weights of 8 bits are served as int8 there."""
+    """Raise ValueError on a card that cannot compute with e4m3: 8-bit weights are served as int8 there."""
     number = capability(device)
     if not card(number).fp8:
         found = f"{number // 10}.{number % 10}"
@@ -62,7 +62,7 @@ def _library_takes(x: torch.Tensor, weight: Fp8Weight, dtype: torch.dtype) -> bo
 def _library(
     x: torch.Tensor, weight: Fp8Weight, x_scales: torch.Tensor, bias: torch.Tensor | None, out: torch.Tensor | None
 ) -> torch.Tensor:
-    """Either one scale on each side or one for each row: the two forms that torch has."""
+    """One scale on each side, or one per row: the two forms that torch has."""
     num_rows, num_outputs = x.shape[0], weight.values.shape[0]
     if x_scales.numel() == 1 and weight.scales.numel() == 1:
         scales = x_scales.reshape(()), weight.scales.reshape(())

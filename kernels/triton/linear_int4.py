@@ -1,4 +1,4 @@
-"""Products with weights of 4 bits in groups: a quarter of the bytes of 16 bits, unpacked in registers by shifts and masks."""
+"""Products with 4-bit weights in groups: a quarter of the bytes of 16 bits, unpacked in registers by shifts and masks."""
 
 from __future__ import annotations
 
@@ -126,13 +126,13 @@ def linear_int4(
 
 
 def int4_tiles(num_rows: int, num_outputs: int, num_columns: int, capability: int, multiprocessors: int) -> Int4Tiles:
-    """128 outputs a program: what a step costs beside its weights is spread over more of them. 8 KiB of weights a step."""
+    """128 outputs per program, to spread a step's cost besides its weights over more of them. 8 KiB of weights per step."""
     if num_rows > ROWS_FEW:
         return Int4Tiles(128, 128, num_warps=8, num_stages=3) if capability == 90 else Int4Tiles(64, 128, 8, 3)
     block_m = max(16, power_of_two(num_rows))
     num_stages = (4 if block_m < ROWS_FEW else 3) if card(capability).is_small else (6 if block_m < ROWS_FEW else 4)
     chunks = -(-num_columns // CHUNK_COLUMNS)
-    # A step takes some 350 instructions of each warp, which a multiprocessor hides behind those of two other programs.
+    # A step takes some 350 instructions per warp, which a multiprocessor hides behind those of two other programs.
     step_bytes = 128 * CHUNK_COLUMNS // 2
     splits = split_count(-(-num_outputs // 128), chunks, multiprocessors, step_bytes, pace=UNPACK, splits_max=16)
     return Int4Tiles(block_m, 128, num_warps=4, num_stages=num_stages, splits=splits)

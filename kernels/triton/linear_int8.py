@@ -1,4 +1,4 @@
-"""Products with weights of 8 bits, one scale for each output: half the bytes of 16 bits, converted in registers."""
+"""Products with 8-bit weights, one scale per output: half the bytes of 16 bits, converted in registers."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ def linear_int8(
 ) -> torch.Tensor:
     """out[m, n] = scales[n] · Σ_k x[m, k] · values[n, k] + bias[n]; x: [M, K] float → [M, N] like x
 
-    The scale of an output comes after the sum, so it costs nothing per weight and is exact in float32 (the way of arXiv
-    2211.10438, weights alone). An int8 is exact in float16 and bfloat16: products are those of the quantised weight. For
-    M ≤ 64 tiles of as few rows as hold M, the columns divided among programs and summed in a fixed order; above, tiles of
-    128 × 128 that the tensor cores are kept busy with. Reads N·K + 4·N bytes of weights once per row tile, 2·M·K of x,
+    The scale of an output is applied after the sum, so it costs nothing per weight and is exact in float32 (as in arXiv
+    2211.10438, weights only). An int8 is exact in float16 and bfloat16, so products are those of the quantised weight. For M ≤
+    64, the lowest tiles that hold M, the columns divided among programs and summed in a fixed order; above, tiles of 128 × 128,
+    which keep the tensor cores busy. Reads N·K + 4·N bytes of weights once per row tile, 2·M·K of x,
     writes 2·M·N; 2·M·N·K operations. Rows beyond M, columns beyond N and K are masked. Accumulates in float32.
     """
     out = x.new_empty(x.shape[0], weight.values.shape[0]) if out is None else out

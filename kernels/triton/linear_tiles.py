@@ -1,7 +1,7 @@
-"""The product x Wᵀ in tiles, for weights that are stored as they are multiplied or one scale away from it.
+"""The product x Wᵀ in tiles, for weights that are stored as they are multiplied, or up to a scale.
 
-One kernel under linear.py, linear_int8.py and linear_fp8.py: it reads W once, converts it to x's type in registers and
-scales the sum, so that a scale costs nothing per weight. Which tiles it uses is for those files to say.
+The kernel of linear.py, linear_int8.py and linear_fp8.py: it reads W once, converts it to x's type in registers and scales the
+sum, so that a scale costs nothing per weight. Those modules choose the tiles.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from kernels.triton.split_sum import (
 )
 from kernels.triton.tuning import power_of_two
 
-ROWS_FEW = 64  # up to here reading the weights takes longer than multiplying
-GROUP_ROWS = 8  # row tiles that run side by side over the same columns, so that both stay in the second-level cache
+ROWS_FEW = 64  # up to this many rows, reading the weights takes longer than multiplying
+GROUP_ROWS = 8  # row tiles computed at a time over the same columns, so that both stay in the second-level cache
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,8 +50,8 @@ FLOAT32_MANY = Tiles(32, 64, 32, num_warps=4, num_stages=2)
 def byte_tiles(
     num_rows: int, weight_shape: tuple[int, ...], capability: int, multiprocessors: int, *, row_bytes: int = 2
 ) -> Tiles:
-    """For weights [N, K] of one byte. Up to 64 rows tiles are as low as they can be, with 8 KiB of weights a step.
-    `row_bytes`: of an element of x. No matrix instruction multiplies rows of 32 bits: there registers are the limit."""
+    """For weights [N, K] of one byte. Up to 64 rows tiles are as low as possible, with 8 KiB of weights per step. `row_bytes`:
+    of an element of x. No matrix instruction multiplies 32-bit rows: for them registers are the limit."""
     num_outputs, num_columns = weight_shape
     if row_bytes == 4:
         tiles = FLOAT32_FEW if num_rows <= FLOAT32_FEW.block_m else FLOAT32_MANY
@@ -163,7 +163,7 @@ def launch(
     weight_scales: torch.Tensor | None = None,
     bias: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """x: [M, K], rows contiguous in themselves; weight: [N, K]; out: [M, N], rows contiguous in themselves"""
+    """x: [M, K], each row contiguous; weight: [N, K]; out: [M, N], each row contiguous"""
     num_rows, num_columns = x.shape
     num_outputs = weight.shape[0]
     num_tiles = -(-num_rows // tiles.block_m) * -(-num_outputs // tiles.block_n)

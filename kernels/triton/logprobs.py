@@ -1,8 +1,8 @@
-"""Log-probabilities of a few tokens of each row: one pass for the logarithm of the sum, none of it written down.
+"""Log-probabilities of a few tokens of each row: one pass for the logarithm of the sum, without writing a table.
 
 Formula. logprob(t) = x_t − log Σ exp(x), and rank(t) = 1 + how many logits are larger than x_t. Rows are split over programs
 (`part`), each with its largest logit, its sum of exp2((x − largest) · log2(e)) and its count of larger logits; `join` puts the
-parts together, as in online softmax (arXiv 1805.02867). Every logit is read once; 12 bytes a part are written. float32 sums,
+parts together, as in online softmax (arXiv 1805.02867). Every logit is read once; 12 bytes per part are written. float32 sums,
 in an order that does not depend on the number of rows.
 """
 
@@ -15,9 +15,9 @@ import triton.language as tl
 from kernels.triton.tuning import LOG2_E, power_of_two
 
 IDS_MIN = 32
-"""Tokens of a row for which `join` is made where there is more than one, so that few variants serve all."""
+"""The least number of tokens per row, if more than one, for which `join` is made, so that few variants serve all."""
 BLOCK = 2048
-_PART_BLOCKS = 2  # of any number of rows, so that a row is summed in one order
+_PART_BLOCKS = 2  # for any number of rows, so that a row is summed in one order
 NUM_WARPS = 8
 _LOG2_E = tl.constexpr(LOG2_E)
 _LN_2 = tl.constexpr(1.0 / LOG2_E)
@@ -73,9 +73,9 @@ def logprob_join_kernel(
 def token_logprobs(logits: torch.Tensor, ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """logits[r, ids[r, n]] - log Σ_t exp(logits[r, t]): [R, N] float32, and 1 + how many logits are above the first: [R] int32
 
-    logits: [R, V] float32, bf16 or fp16, left as they are; ids: [R, N] int64 or int32, below 0 is none: NaN, and rank 1.
+    logits: [R, V] float32, bf16 or fp16, not changed; ids: [R, N] int64 or int32, below 0 is none: NaN, and rank 1.
 
-    Source, memory and the order of sums stand above. Some 12 operations a logit. Tokens beyond V and ids beyond N are masked.
+    Source, memory and order of sums: see the module. Some 12 operations per logit. Tokens beyond V and ids beyond N are masked.
     """
     (rows, vocab_size), num_ids = logits.shape, ids.shape[1]
     blocks = triton.cdiv(vocab_size, BLOCK)

@@ -1,9 +1,9 @@
 """The decode of a single request: rotation, cache write, attention and the merge of its splits in one launch.
 
-With one request alone nothing hides a wait: a layer of Llama-3.1-8B attends 4 MB, a microsecond of an H200's memory, and took
-13 µs in two launches (docs/log/gpu-kernels.md), most of it loads that wait for one another. Here every tile of keys has a
-program of its own as long as the card has room; lengths, blocks and the first tile are asked for before the wait for the
-projection, and whoever comes last puts the splits together.
+With a single request nothing hides a wait: a layer of Llama-3.1-8B attends 4 MB, a microsecond of an H200's memory, and took 13
+µs in two launches (docs/log/gpu-kernels.md), most of it in loads that wait for one another. Here every tile of keys has its own
+program as long as the card has room; lengths, blocks and the first tile are loaded before the wait for the projection, and the
+last program to finish merges the splits.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ from kernels.triton.split_sum import counters
 from kernels.triton.tuning import multiprocessors, power_of_two
 
 TILE_NUMBERS, MERGED_NUMBERS = 8192, 8192
-"""Numbers of a tile of keys, and of results of splits that are added up at a time: 64 of a thread."""
+"""Numbers in a tile of keys, and numbers of splits' results that are added up at a time: 64 per thread."""
 WARPS = 8
-"""Of a multiprocessor, in two programs of four: while one computes, 32 KiB of keys and values of the other are on their way."""
+"""Per multiprocessor, as two programs of four: while one computes, 32 KiB of the other's keys and values are being loaded."""
 
 
 @triton.jit(do_not_specialize=["max_splits"])
@@ -173,12 +173,12 @@ def lone_decode(
     *,
     kv_scales: torch.Tensor | None = None,
 ) -> None:
-    """`rotated_decode` of one request, formula, sources and rounding with it, into out: [1, H, D].
+    """`rotated_decode` of one request, with its formula, sources and rounding, into out: [1, H, D].
 
-    qkv: [1, H+2K, D]; block_table: [1, M]; context_lens: [1]. Neither the kernel in front of this one nor any after it in the
-    step writes the table, the length, the angles, the place or what the cache holds: they are read before the wait for it.
+    qkv: [1, H+2K, D]; block_table: [1, M]; context_lens: [1]. Neither the kernel before this one nor any after it in the step
+    writes the table, the length, the angles, the place or the cache's content: they are read before the wait for that kernel.
 
-    A split is so many tiles that all splits fit the card at a time: a function of the request's length and the card alone.
+    A split has so many tiles that all splits fit the card at a time; this depends only on the request's length and the card.
     """
     kv_bytes, heads = kv_cache.element_size(), shape.num_heads
     splits = most_splits(shape, block_table.shape[1], kv_bytes, qkv.device)
@@ -193,7 +193,7 @@ def lone_decode(
 
 
 def lone_constants(shape: AttentionShape, kv_bytes: int) -> dict[str, Any]:
-    """Constants of `lone_kernel`, but for ROTARY."""
+    """Constants of `lone_kernel`, except ROTARY."""
     rows = power_of_two(shape.group)
     return {
         **shape_constants(shape),
@@ -204,18 +204,18 @@ def lone_constants(shape: AttentionShape, kv_bytes: int) -> dict[str, Any]:
 
 
 def warps_of(shape: AttentionShape, kv_bytes: int) -> int:
-    """More than four where a thread would lack registers."""
+    """More than four if a thread would lack registers."""
     return 8 if kv_bytes == 4 or shape.group > 16 else 4
 
 
 def lone_tile(head_dim: int, kv_bytes: int) -> int:
-    """Tokens of a tile: 16 KiB of keys of 16 bits and as much of values for heads of 128, in registers."""
+    """Tokens per tile: 16 KiB of 16-bit keys and as much of values for heads of 128, in registers."""
     tile = max(16, min(64, TILE_NUMBERS // power_of_two(head_dim)))
     return max(16, tile // 2) if kv_bytes == 4 else tile
 
 
 def most_splits(shape: AttentionShape, max_blocks: int, kv_bytes: int, device: torch.device) -> int:
-    """Of a request of at most `max_blocks` blocks: a tile each, as far as the card holds so many programs at a time."""
+    """The most splits of a request of at most `max_blocks` blocks: one tile each, up to the programs that the card holds."""
     tile, num_tokens = lone_tile(shape.head_dim, kv_bytes), max_blocks * shape.block_size
     if shape.sliding_window is not None:
         num_tokens = min(num_tokens, shape.sliding_window + tile)

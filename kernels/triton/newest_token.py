@@ -1,8 +1,8 @@
-"""What stands between a projection and attention for the newest token of a request, inside the kernel that attends it: QK-norm
+"""The operations between a projection and attention for a request's newest token, inside the kernel that attends it: QK-norm
 and rotation of its queries and its key, key and value into the paged cache, and the beginning of the softmax.
 
-As `kernels.triton.rope_and_cache`, in registers. The newest token is attended from there, not from the cache: the softmax
-begins with its score, so that no key that is read waits for one that is written.
+As `kernels.triton.rope_and_cache`, in registers. The newest token is attended from registers, not from the cache: the softmax
+begins with its score, so that no read of a key waits for a write.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from kernels.triton.fp8_rows import bounded
 
 
 class Rotation(NamedTuple):
-    """Angles, weights of QK-norm and places in the cache of newest tokens, as `rope_and_cache` takes them."""
+    """Angles, weights of QK-norm and cache slots of newest tokens, as `rope_and_cache` takes them."""
 
     cos: torch.Tensor
     sin: torch.Tensor
@@ -29,7 +29,7 @@ class Rotation(NamedTuple):
 
 
 NO_ROTATION = (None, None, None, None, None, 0.0, 0)
-"""In the place of one where queries are rotated already, and keys and values are in the cache."""
+"""Stands for a `Rotation` if queries are rotated already, and keys and values are in the cache."""
 
 
 @triton.jit

@@ -1,7 +1,7 @@
-"""RMS normalisation, with the residual sum before it and the quantisation behind it, in one pass over memory.
+"""RMS normalisation, optionally after a residual sum and with quantised results, in one pass over memory.
 
-One program holds one wide row or several narrow ones. A lone row of a lone request is the work of one multiprocessor: 8 KB
-arrive there within little more than the memory's latency, and a second program would have to wait for the first one's sum.
+One program holds one wide row or several narrow ones. The row of a lone request is the work of one multiprocessor: 8 KB arrive
+there within little more than the memory's latency, and a second program would have to wait for the first one's sum.
 """
 
 from __future__ import annotations
@@ -61,9 +61,9 @@ def rms_norm_kernel(
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float, *, out: torch.Tensor | None = None) -> torch.Tensor:
     """x / √(mean(x²) + eps) · weight: x: [..., hidden], weight: [hidden] in x's dtype or float32 → [..., hidden]
 
-    Source: arXiv 1910.07467, eq. 4. Reads and writes T · hidden elements of fp32, fp16 or bf16; 4 operations an element; sums
-    and products in float32, rounded once. Rows of a matrix may lie apart, those of `out` too, which may be x itself. Columns
-    beyond `hidden` are masked.
+    Source: arXiv 1910.07467, eq. 4. Reads and writes T · hidden elements of fp32, fp16 or bf16; 4 operations per element; sums
+    and products in float32, rounded once. Rows need not be contiguous, neither in x nor in `out`, which may be x itself.
+    Columns beyond `hidden` are masked.
     """
     normed = torch.empty(x.shape, dtype=x.dtype, device=x.device) if out is None else out
     _launch(x, None, weight, None, normed, None, None, eps, 1.0)
@@ -71,9 +71,9 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float, *, out: torch.Te
 
 
 def rms_norm_fp8(x: torch.Tensor, weight: torch.Tensor, eps: float) -> tuple[torch.Tensor, torch.Tensor]:
-    """`rms_norm` of x: [T, hidden] as e4m3 [T, hidden] with row scales [T, 1] float32, quantised before it is ever rounded.
+    """`rms_norm` of x: [T, hidden] as e4m3 [T, hidden] with row scales [T, 1] float32, quantised before any other rounding.
 
-    Writes one byte an element and 4 a row. Scales as in `fp8_rows`.
+    Writes one byte per element and 4 per row. Scales as in `fp8_rows`.
     """
     quantised, scales = fp8_outputs(x.shape[0], x.shape[1], x.device)
     _launch(x, None, weight, None, quantised, None, scales, eps, 1.0)
@@ -92,10 +92,10 @@ def add_rms_norm(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """sum = residual + alpha · x, and rms_norm(sum) · weight: x, residual: [..., hidden] → both [..., hidden] in x's dtype
 
-    With `branch_weight` x is normalised by itself first (norms on both sides of a branch: arXiv 2408.00118); without
-    `weight` the sum is the only result and stands for the norm too (norms behind the branch only: arXiv 2501.00656). Reads
-    2 and writes 2 · T · hidden elements; 6 operations an element, in float32. The sum is rounded to x's dtype before it is
-    normalised. `out`: (normed, sum); the sum may be written over `residual`. Columns beyond `hidden` are masked.
+    With `branch_weight`, x itself is normalised first (norms on both sides of a branch: arXiv 2408.00118); without `weight` the
+    sum is the only result and is returned for the norm too (norms only after the branch: arXiv 2501.00656). Reads 2 and writes
+    2 · T · hidden elements; 6 operations per element, in float32. The sum is rounded to x's dtype before it is normalised.
+    `out`: (normed, sum); the sum may overwrite `residual`. Columns beyond `hidden` are masked.
     """
     normed, total = (_like(x) if weight is not None else None, _like(x)) if out is None else out
     _launch(x, residual, weight, branch_weight, normed, total, None, eps, alpha)

@@ -9,7 +9,7 @@ from kernels.triton.linear import linear
 
 
 class PlainLinear(PlainWeights):
-    """[T, in] → [T, out]: an own kernel for few rows, the library's for many."""
+    """[T, in] → [T, out]: our own kernel for few rows, the library's for many."""
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         return linear(x, self.weight, bias=self.bias)

@@ -1,8 +1,8 @@
-"""Between projection and attention, in one launch: QK-norm, rotation in place, keys and values into the paged cache.
+"""The operations between projection and attention, in one launch: QK-norm, rotation in place, keys and values into the cache.
 
 A row is one head of one token; a program holds some rows. Everything a row needs is loaded before anything is stored, so a
-decode step pays the memory's latency once. Rows are laid over threads in one way only, whatever their number: eight
-elements, 16 bytes, of each thread, so the sums of QK-norm come out the same in every batch.
+decode step pays the memory's latency once. Rows are distributed over threads in the same way for any number of rows: eight
+elements, 16 bytes, per thread. So the sums of QK-norm are the same in every batch.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from kernels.triton.norm import rms_norm
 from kernels.triton.tuning import power_of_two
 
 TOKENS_MANY = 512
-"""From here on there are more rows than threads on the card, and a program may hold several of each thread's."""
+"""From this many tokens on there are more rows than threads on the card, and a program may hold several rows per thread."""
 ELEMENTS_WARP = 32 * 8
 
 
 class HeadTile(NamedTuple):
-    """`heads` heads of each of `tokens` tokens for `num_warps` warps."""
+    """`heads` heads of each of `tokens` tokens, computed by `num_warps` warps."""
 
     tokens: int
     heads: int
@@ -33,7 +33,7 @@ class HeadTile(NamedTuple):
 
 
 def head_tile(num_tokens: int, num_heads: int, num_kv_heads: int, rotary_dim: int) -> HeadTile:
-    """One warp with one load of each thread for every half of its rows, or four warps with two."""
+    """One warp with one load per thread for each half of its rows, or four warps with two."""
     rows_warp = max(1, ELEMENTS_WARP // power_of_two(rotary_dim // 2))
     common = math.gcd(num_heads, num_kv_heads)
     heads = min(rows_warp, common & -common)
@@ -141,12 +141,12 @@ def rope_and_cache(
     rotate: (x_i, x_{i+r/2}) → (x_i cos - x_{i+r/2} sin, x_{i+r/2} cos + x_i sin) for i below r/2, r = rotary_dim. Sources:
     arXiv 2104.09864, eq. 34; QK-norm arXiv 2302.05442; the cache arXiv 2309.06180, section 4.
 
-    qkv: [T, H+2K, D] fp32, fp16 or bf16, tokens may lie apart. cos, sin: [T, 1, r] in qkv's dtype, the sine negative in its
-    first half. kv_cache: [N, P, 2, K, D] in qkv's dtype or e4m3, blocks and slots may lie apart, or None: nothing is written.
-    slot_mapping: [T] int64 or int32, block · P + offset, below 0 for a token that is not written. Weights: [D] for each head
-    by itself; or [H·D] and [K·D], which costs two launches more. kv_scales: [2] float32, None is one.
+    qkv: [T, H+2K, D] fp32, fp16 or bf16, tokens need not be contiguous. cos, sin: [T, 1, r] in qkv's dtype, the sine negative
+    in its first half. kv_cache: [N, P, 2, K, D] in qkv's dtype or e4m3, any strides of blocks and slots, or None: nothing is
+    written. slot_mapping: [T] int64 or int32, block · P + offset, below 0 for a token that is not written. Weights: [D] for
+    each head separately; or [H·D] and [K·D], which costs two more launches. kv_scales: [2] float32, None is one.
 
-    Reads T·(H+2K)·D elements and T·r of cos and sin, writes T·(H+K)·D in place and T·2K·D to the cache; 6 operations an
+    Reads T·(H+2K)·D elements and T·r of cos and sin, writes T·(H+K)·D in place and T·2K·D to the cache; 6 operations per
     element and 4 more for the norm, in float32; rounded once. Tokens beyond T and padding of D and r to powers of two are
     masked. e4m3 needs capability 89.
     """

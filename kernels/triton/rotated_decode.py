@@ -1,7 +1,7 @@
-"""A decode's rotation, its write to the cache and its attention in one launch: one fewer in every layer of a step of few rows,
-two fewer of one row (`lone_decode`).
+"""A decode's rotation, its write to the cache and its attention in one launch: one launch fewer per layer in a step of few
+rows, two fewer with one row (`lone_decode`).
 
-The projection is rotated where it is attended (`newest_token`), by the kernel of attention_decode.py.
+The projection is rotated where it is attended (`newest_token`), in the kernel of attention_decode.py.
 """
 
 from __future__ import annotations
@@ -32,13 +32,13 @@ def rotated_decode(
     kv_scales: torch.Tensor | None = None,
     workspace: DecodeWorkspace | None = None,
 ) -> torch.Tensor:
-    """`rope_and_cache`, then `paged_decode` of the newest token of each request, in one launch (and the merge): [B, H, D]
+    """`rope_and_cache`, then `paged_decode` of each request's newest token, in one launch (and the merge): [B, H, D]
 
-    qkv: [B, H+2K, D], rows may lie apart, stays as it is; cos, sin, slot_mapping, weights of QK-norm ([D] alone), eps and
-    rotary_dim as `rope_and_cache` takes them, everything else as `paged_decode` does, each request having one row. Sources,
-    operations and rounding are theirs; the newest token is attended before those in the cache, of one row alone behind them.
-    Bytes: theirs without writing queries and reading them again. Each program rotates the queries of its split; the one of a
-    request's last split writes.
+    qkv: [B, H+2K, D], rows need not be contiguous, not changed; cos, sin, slot_mapping, weights of QK-norm (only [D]), eps and
+    rotary_dim as in `rope_and_cache`, everything else as in `paged_decode`, with one row per request. Sources, operations and
+    rounding are theirs; the newest token is attended before those in the cache, with a single row after them. Bytes: theirs,
+    without writing queries and reading them again. Each program rotates the queries of its split; the program of a request's
+    last split writes.
     """
     check_attention(qkv[:, : shape.num_heads], kv_cache, shape)
     out = torch.empty(qkv.shape[0], shape.num_heads, shape.head_dim, dtype=qkv.dtype, device=qkv.device)

@@ -1,8 +1,8 @@
 """The experts of each token in one launch: softmax, the likeliest ones, their weights. Rows of padding get none.
 
-A row is chosen from by one program in registers: the largest logit is found and taken out, once for each choice. Logits are
-compared as integers in the same order, of which equal ones are told apart by their expert's number, so that the choice is the
-same on every card and in every batch.
+One program chooses for a row, in registers: the largest logit is found and removed, once per choice. Logits are compared as
+integers in the same order, and equal ones are distinguished by their expert's number, so that the choice is the same on every
+card and in every batch.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ from kernels.triton.early_launch import early_launch, wait_for_previous
 from kernels.triton.tuning import LOG2_E, power_of_two
 
 WARP_EXPERTS = 512
-"""That one warp holds, 16 in each thread; with more there are more warps."""
+"""Experts that one warp holds, 16 per thread; with more there are more warps."""
 _LOG2_E = tl.constexpr(LOG2_E)
-_TAKEN = tl.constexpr(-(2**31))  # below what any logit becomes
-_NAN = tl.constexpr(2**31 - 1)  # above, as torch orders them
+_TAKEN = tl.constexpr(-(2**31))  # below any converted logit
+_NAN = tl.constexpr(2**31 - 1)  # above, as in torch's order
 
 
 @triton.jit
@@ -82,13 +82,13 @@ def route_live(
     """The likeliest experts of each row and their softmax over all E, which `normalised` divides by their sum; expert E and
     weight 0 where slots[t] < 0, for a row of padding.
 
-    logits: [T, E] float32, bf16 or fp16, rows may lie apart, num_chosen ≤ E, slots: [T] int64 or int32 → weights:
-    [T, num_chosen] like logits, expert ids: [T, num_chosen] int64, likeliest first, of equal logits the lower expert first. A
-    row with a NaN or +inf, or of -inf alone, has NaN for weights and distinct experts.
+    logits: [T, E] float32, bf16 or fp16, rows need not be contiguous, num_chosen ≤ E, slots: [T] int64 or int32 → weights: [T,
+    num_chosen] like logits, expert ids: [T, num_chosen] int64, likeliest first, on ties the lower expert first. A row that
+    contains NaN or +inf, or only -inf, has NaN for weights and distinct experts.
 
     Source: arXiv 2401.04088, section 2.1: the softmax over the chosen ones is the normalised one over all. Reads T · E logits,
-    writes 8 bytes and a weight a choice; some 4 · E operations a choice, and softmax in float32, rounded once. Experts beyond E
-    are masked. A row's sums are in an order that follows from E alone.
+    writes 8 bytes and a weight per choice; some 4 · E operations per choice, and softmax in float32, rounded once. Experts
+    beyond E are masked. A row's sums are in an order that follows from E alone.
     """
     num_rows, num_experts = logits.shape
     shape, device = (num_rows, num_chosen), logits.device
@@ -104,5 +104,5 @@ def route_live(
 
 
 def num_router_warps(block: int) -> int:
-    """For so many experts, a power of two: each reduction waits for all warps of a program, and one waits for nobody."""
+    """For `block` experts, a power of two: each reduction waits for all warps of a program, and a single warp for none."""
     return min(8, max(1, block // WARP_EXPERTS))

@@ -1,7 +1,7 @@
-"""What stands around a product of one row, for the kernels in Gluon: asked for in front of its sums, computed behind them.
+"""Operations around a product of one row, for the Gluon kernels: loaded before its sums, computed after them.
 
-As `fused_sums.finish`, for kernels of which each program has all columns of OUTPUTS outputs, in matrix instructions whose rows
-are the outputs. What no kernel writes is asked for before the wait, so that at the end nothing is waited for.
+As `fused_sums.finish`, for kernels whose programs each have all columns of OUTPUTS outputs, in matrix instructions whose rows
+are the outputs. Data that no kernel writes is loaded before the wait, so that nothing is waited for at the end.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from kernels.triton.activation import activated
 
 OUTPUTS = gl.constexpr(16)
 COPIES = gl.constexpr(8)
-"""Of x, the columns of a matrix instruction's right operand."""
+"""Columns of a matrix instruction's right operand, all of them x."""
 
 activated_here = gluon.jit(activated.fn)
 

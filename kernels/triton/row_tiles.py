@@ -1,4 +1,4 @@
-"""Tile sizes of the kernels that hold whole rows in registers, by the row's width alone.
+"""Tile sizes of kernels that hold whole rows in registers, chosen by the row's width alone.
 
 They do not depend on the number of rows, so that a row is summed in the same order in every batch.
 """
@@ -10,13 +10,13 @@ from typing import NamedTuple
 from kernels.triton.tuning import power_of_two
 
 ELEMENTS_THREAD = 16
-"""Two loads of 16 bytes in flight for each thread and tensor: enough to cover the memory's latency at eight programs a
-multiprocessor, and few enough for eight programs' registers."""
+"""Two loads of 16 bytes in flight per thread and tensor: enough to cover the memory's latency with eight programs per
+multiprocessor, and few enough for the registers of eight programs."""
 WARPS_MIN, WARPS_MAX = 4, 16
 
 
 class RowTile(NamedTuple):
-    """`rows` rows of `block` columns, a power of two, for `num_warps` warps."""
+    """`rows` rows of `block` columns, a power of two, computed by `num_warps` warps."""
 
     rows: int
     block: int
@@ -24,7 +24,7 @@ class RowTile(NamedTuple):
 
 
 def row_tile(width: int) -> RowTile:
-    """One row per program from 1,025 columns on, several of narrower ones."""
+    """One row per program from 1,025 columns on, several if they are narrower."""
     block = power_of_two(width)
     rows = max(1, WARPS_MIN * 32 * ELEMENTS_THREAD // block)
     return RowTile(rows, block, min(WARPS_MAX, max(WARPS_MIN, block // (32 * ELEMENTS_THREAD))))

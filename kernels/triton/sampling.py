@@ -1,26 +1,26 @@
-"""The next token of each row of logits: penalties, bias, grammar, temperature, filters and Gumbel-max, sort-free.
+"""The next token of each row of logits: penalties, bias, grammar, temperature, filters and Gumbel-max, without sorting.
 
-Formula. x' = logits after the slot's rules; a greedy row takes the largest x', the lowest id among equals. Others are
-drawn by Gumbel-max (`kernels.gumbel`): argmax over kept tokens of x' · scale + noise(seed, position, token), scale = log2(e) /
+Formula. x' = logits after the slot's rules; a greedy row takes the largest x', the lowest id on ties. Others are drawn by
+Gumbel-max (`kernels.gumbel`): argmax over kept tokens of x' · scale + noise(seed, position, token), scale = log2(e) /
 temperature.
-Kept: the top_k largest x'; of these the smallest set of largest x' whose weights reach top_p of theirs; of these what lies at
-most −log2(min_p) binary orders below the largest; of these the most typical ones (`kernels.gumbel`) whose weights reach
-typical_p of theirs. Equals stand or fall together.
-Sources: Gumbel-max of arXiv 1611.00712, section 2. Thresholds instead of sorts as in FlashInfer (arXiv
-2501.01005) and Triton samplers of others; here the exact threshold is searched, on the bits of the distance from the largest
-logit, which are ordered as the distances are.
+Kept: the top_k largest x'; of these the smallest set of largest x' whose weights reach top_p of theirs; of these those at most
+−log2(min_p) binary orders below the largest; of these the most typical ones (`kernels.gumbel`) whose weights reach typical_p of
+theirs. Ties are kept or dropped together.
+Sources: Gumbel-max of arXiv 1611.00712, section 2. Thresholds instead of sorts as in FlashInfer (arXiv 2501.01005) and other
+Triton samplers; here the exact threshold is searched, on the bits of the distance from the largest logit, which have the order
+of the distances.
 
-Memory. Every row is read once (V · itemsize bytes) by `scan`, which leaves the largest logit of each group of 128, and which
-finishes rows that are greedy or without filters. Rows with top-p and without top-k are read again by `weigh` for the sum of
-their weights. `choose` reads only groups whose largest logit can pass the filters: with top-k, k groups have an element at
-the k-th largest group maximum, so nothing below it is among the k; with top-p the group maxima alone must not reach p. What
-remains are a few thousand logits, listed and searched in registers. A nearly flat row with top-p alone leaves more: its
-threshold is narrowed by three or four passes over the groups. So does one with typical sampling alone, which needs a pass
-more for the mean that tokens are typical of. 256 rows of 128,256 float32: 131 MB a pass, 31 µs at 4.3 TB/s;
-one pass and some with top-k, two and some with top-p alone.
-Operations. About 20 for each logit of a row that draws without filters (a hash and a bound; exact noise only for what the
-bound lets through), 15 for `weigh`, 2 otherwise. Logits are taken to float32 right after the load; counts and
-weights are summed as integers, so results depend on no split, no batch size and no card.
+Memory. `scan` reads every row once (V · itemsize bytes), writes the largest logit of each group of 128, and finishes rows that
+are greedy or without filters. Rows with top-p but without top-k are read again by `weigh` for the sum of their weights.
+`choose` reads only groups whose largest logit can pass the filters: with top-k, k groups have an element at the k-th largest
+group maximum, so nothing below it is among the k; with top-p, the groups with larger maxima must not reach p by these maxima
+alone. A few thousand logits remain, listed and searched in registers. A nearly flat row with only top-p leaves more: its
+threshold is narrowed by three or four passes over the groups; the same for a row with only typical sampling, which needs one
+more pass for the mean by which tokens are typical. 256 rows of 128,256 float32: 131 MB per pass, 31 µs at 4.3 TB/s; one pass
+and some with top-k, two and some with only top-p.
+Operations. About 20 per logit of a row that draws without filters (a hash and a bound; exact noise only where the bound may
+win), 15 for `weigh`, 2 otherwise. Logits are converted to float32 right after the load; counts and weights are summed as
+integers, so results depend on no split, no batch size and no card.
 """
 
 from __future__ import annotations
@@ -183,7 +183,7 @@ def choose_kernel(
 
 
 class SamplingWorkspace(NamedTuple):
-    """What the three kernels leave for one another: R rows, G groups, S splits. One serves all batch sizes up to its own."""
+    """Intermediate results of the three kernels: R rows, G groups, S splits. One serves all batch sizes up to its own."""
 
     group_maxima: torch.Tensor  # [R · G] float32
     best_scores: torch.Tensor  # [R · S] float32
@@ -195,7 +195,7 @@ class SamplingWorkspace(NamedTuple):
 
 
 def sampling_workspace(max_rows: int, vocab_size: int, device: torch.device) -> SamplingWorkspace:
-    """For up to `max_rows` rows; 8 KiB a row and what the groups take."""
+    """For up to `max_rows` rows; 8 KiB per row, and the groups."""
     groups = max_rows * -(-vocab_size // GROUP.value)
     parts = max(rows * _splits(rows, vocab_size, device)[0] for rows in range(1, max_rows + 1))
 
@@ -214,7 +214,7 @@ def sampling_workspace(max_rows: int, vocab_size: int, device: torch.device) -> 
 
 
 def _splits(rows: int, vocab_size: int, device: torch.device) -> tuple[int, int]:
-    """Parts of a row and tiles of a part: about eight programs for each multiprocessor, to keep its memory requests many."""
+    """Parts per row and tiles per part: about eight programs per multiprocessor, to keep many memory requests in flight."""
     tiles = _num_tiles(vocab_size)
     wanted = max(1, min(tiles, -(-8 * multiprocessors(device) // rows)))
     of_part = -(-tiles // wanted)
@@ -222,7 +222,7 @@ def _splits(rows: int, vocab_size: int, device: torch.device) -> tuple[int, int]
 
 
 def _num_tiles(vocab_size: int) -> int:
-    """Of a row, and the most parts that it has: the same for any number of rows."""
+    """Tiles of a row, and the most parts that it has: the same for any number of rows."""
     return -(-vocab_size // int(GROUP.value * GROUPS.value))
 
 
@@ -242,12 +242,12 @@ def sample(
     workspace: SamplingWorkspace | None = None,
     weighs: bool = True,
 ) -> torch.Tensor:
-    """Next token of each row, or NO_TOKEN: [R] int64, or as `out` is.
+    """Next token of each row, or NO_TOKEN: [R] int64, or of `out`'s dtype.
 
-    logits: [R, V] float32, bf16 or fp16, row by row contiguous, left as they are; slots: [R] int32 or int64, -1 is padding;
-    positions: [R] int64 or int32, index of the token in prompt plus output; masks: [R, ceil(V / 32)] int32, bit b of word w
-    allows token 32 w + b. Without `weighs` no row has top-p alone, and a launch is saved. Nothing waits for the device;
-    without `out` and `workspace` they are allocated.
+    logits: [R, V] float32, bf16 or fp16, each row contiguous, not changed; slots: [R] int32 or int64, -1 is padding; positions:
+    [R] int64 or int32, index of the token in prompt plus output; masks: [R, ceil(V / 32)] int32, bit b of word w allows token
+    32 w + b. Without `weighs` no row has top-p without top-k, and a launch is saved. Nothing waits for the device; without
+    `out` and `workspace` they are allocated.
     """
     rows, vocab_size = logits.shape
     assert logits.stride(1) == 1, "the logits of a row lie side by side"

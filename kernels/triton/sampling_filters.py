@@ -1,7 +1,7 @@
 """Gumbel-max among the tokens of a row that its filters leave, on the groups that can hold one: a part of `choose`.
 
-Candidates are listed in memory of the program's own and searched in registers; while they are too many, the range of the
-threshold is narrowed in passes over the groups. Counts and weights are integers: every way finds the same threshold.
+Candidates are listed in the program's own memory and searched in registers; while there are too many, the range of the
+threshold is narrowed in passes over the groups. Counts and weights are integers, so every way finds the same threshold.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from kernels.triton.sampling_rows import (
 )
 
 _FARTHEST = tl.constexpr(FARTHEST)
-_WAYS = tl.constexpr(8)  # parts that a pass divides a range into
-_EVEN_STEPS = tl.constexpr(6)  # passes that divide by distance; later ones by bits, which ends in any case
+_WAYS = tl.constexpr(8)  # parts into which a pass divides a range
+_EVEN_STEPS = tl.constexpr(6)  # passes that divide by distance; later ones divide by bits, which always ends
 
 
 @triton.jit

@@ -10,10 +10,10 @@ from kernels.triton.gumbel import gumbel_noise, gumbel_noise_bound, noise_bits
 
 GROUP = tl.constexpr(128)
 GROUPS = tl.constexpr(8)
-"""A tile is GROUPS groups of GROUP neighbouring logits, a group for each warp. Twice as many take so many registers that one
-program less fits a multiprocessor, and fewer bytes are on their way."""
+"""A tile is GROUPS groups of GROUP neighbouring logits, one group per warp. Twice as many take so many registers that one
+program fewer fits on a multiprocessor, and fewer bytes are in flight."""
 
-NOBODY = tl.constexpr(0x7FFFFFFF)  # an id behind every other
+NOBODY = tl.constexpr(0x7FFFFFFF)  # an id after every other
 INFINITE = tl.constexpr(0x7F800000)  # the bits of inf
 _SUPPRESSED = tl.constexpr(SUPPRESSED_IDS_MAX)
 

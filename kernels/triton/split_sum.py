@@ -1,8 +1,8 @@
-"""Products whose columns are divided among programs: partial sums in float32, added in a fixed order by whoever comes last.
+"""Products whose columns are divided among programs: partial sums in float32, added in a fixed order by the last program.
 
-A matrix of few rows of x is read once and needs more programs than it has tiles, or most of the card waits. Each program
-stores its partial sums and counts itself; the last one of a tile adds all of them from the first to the last, so that the
-result does not depend on who was last: integers are counted atomically, floats never are.
+A matrix for few rows of x is read once and needs more programs than it has tiles, or most of the card is idle. Each program
+stores its partial sums and counts itself; the last one of a tile adds all of them from the first to the last, so the result
+does not depend on which was last: integers are counted atomically, floats never are.
 """
 
 from __future__ import annotations
@@ -15,16 +15,16 @@ import triton
 import triton.language as tl
 
 SPLITS_MAX = 8
-COUNTERS = 8192  # tiles of one product at most
+COUNTERS = 8192  # most tiles of one product
 WAVE_BYTES = 32768  # of weights that a multiprocessor could have read (1 µs on an H200) while programs start and loads arrive
 SPLIT_BYTES = 49152  # that it could have read while partial sums are stored, counted and added
 
 
 @dataclass(frozen=True, slots=True)
 class Pace:
-    """How programs of one kind share a card: `resident` of them fit a multiprocessor, and a lone one needs `alone` times as
-    long for its steps as the memory needs to bring a multiprocessor's share of them. Many loads under way make it less than
-    one; what unpacks much leaves gaps that other programs fill."""
+    """How programs of one kind share a card: `resident` of them fit on a multiprocessor, and a lone one needs `alone` times as
+    long for its steps as the memory needs to deliver a multiprocessor's share of them. Many loads in flight make `alone` less
+    than one; much unpacking leaves gaps that other programs fill."""
 
     resident: int
     alone: float
@@ -39,9 +39,9 @@ UNPACK = Pace(resident=3, alone=1.5)  # so do codes of four bits
 def split_count(
     tiles: int, steps: int, multiprocessors: int, step_bytes: int, *, pace: Pace = STREAM, splits_max: int = SPLITS_MAX
 ) -> int:
-    """Into how many parts (1, 2, 4, …) the `steps` of each tile are divided, so that the card is done soonest.
+    """Into how many parts (1, 2, 4, …) the `steps` of each tile are divided, so that the card finishes first.
 
-    Knows nothing of the number of rows: the same matrix is divided alike whatever the batch.
+    Independent of the number of rows: a matrix is divided in the same way for any batch.
     """
     possible = [1]
     while tiles <= COUNTERS and possible[-1] < splits_max and steps >= 4 * possible[-1]:
@@ -50,10 +50,10 @@ def split_count(
 
 
 def split_cost(tiles: int, steps: int, multiprocessors: int, step_bytes: int, splits: int, *, pace: Pace = STREAM) -> float:
-    """Bytes of weights that a multiprocessor at its share of the memory's speed could have read meanwhile.
+    """The cost in bytes of weights that a multiprocessor could have read meanwhile, at its share of the memory's speed.
 
-    Programs that run side by side wait for one memory, so that those of a multiprocessor with fewer of them are done
-    no sooner and no later; what costs is a further wave of programs, which begins with empty pipelines.
+    Programs that run at a time wait for one memory, so a multiprocessor with fewer of them finishes neither sooner nor later.
+    The cost comes from a further wave of programs, which begins with empty pipelines.
     """
     programs, own_bytes = tiles * splits, -(-steps // splits) * step_bytes
     waves, rest = divmod(programs, pace.resident * multiprocessors)
@@ -65,12 +65,12 @@ def split_cost(tiles: int, steps: int, multiprocessors: int, step_bytes: int, sp
 
 @functools.cache
 def counters(device: torch.device) -> torch.Tensor:
-    """[COUNTERS] int32 zeros, one set for each device; every launch leaves zeros behind. One stream at a time may use it."""
+    """[COUNTERS] int32 zeros, one set per device; every launch leaves zeros. One stream at a time may use it."""
     return torch.zeros(COUNTERS, dtype=torch.int32, device=device)
 
 
 def partial_sums(tiles: int, splits: int, tile_size: int, device: torch.device) -> torch.Tensor | None:
-    """Memory for the partial sums of one launch, None when nothing is divided. torch's allocator reuses it in stream order."""
+    """Memory for the partial sums of one launch; None if nothing is divided. torch's allocator reuses it in stream order."""
     return torch.empty(tiles * splits * tile_size, dtype=torch.float32, device=device) if splits > 1 else None
 
 

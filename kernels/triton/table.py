@@ -1,8 +1,8 @@
-"""The operations as Triton kernels: what serves on NVIDIA GPUs. Imported by `kernels.ops` when a device of theirs is asked for.
+"""The operations on NVIDIA GPUs, as Triton kernels. Imported by `kernels.ops` when such a device is first used.
 
-Torch's own kernels serve layer normalisation and the plain GELUs of encoders, and `route` and `mix_experts`: the way of the
-mixtures that `bind_experts` cannot read, which waits for the host in each layer. An engine says so when it starts. There the
-host uses the choice as indices, which in passes that only ask for kernels must be some that exist.
+Torch's own kernels serve layer normalisation and the plain GELUs of encoders, and `route` and `mix_experts`, for mixtures that
+`bind_experts` cannot read. These wait for the host in each layer, which an engine says when it starts. The host uses the chosen
+experts as indices, so passes that only request kernels must get experts that exist.
 """
 
 from __future__ import annotations

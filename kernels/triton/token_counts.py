@@ -1,4 +1,4 @@
-"""Token counts for the penalties, kept on the device: which tokens a request has, and how often it has generated each."""
+"""Token counts for the penalties, on the device: which tokens a request has, and how often it has generated each."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ def count_tokens_kernel(slots, tokens, counts, num_rows, V, ROWS: tl.constexpr):
 def count_tokens(slots: torch.Tensor, tokens: torch.Tensor, counts: torch.Tensor) -> None:
     """counts[slots[i], tokens[i]] = (counts[slots[i], tokens[i]] | 1) + 2: one more in the output
 
-    slots: [R] int32 or int64, below 0 is padding, distinct but for those whose counts do not matter; tokens: [R] int64 or
-    int32, below 0 is none; counts: [S, V] int32 contiguous, as of `SamplingColumns`, in place. Source: what the frequency and
-    presence penalties of OpenAI's API count. Moves 20 bytes a row; two integer operations. Rows without a token are masked.
+    slots: [R] int32 or int64, below 0 is padding, distinct except for those whose counts do not matter; tokens: [R] int64 or
+    int32, below 0 is none; counts: [S, V] int32 contiguous, see `SamplingColumns`, in place. Source: what the frequency and
+    presence penalties of OpenAI's API count. Moves 20 bytes per row; two integer operations. Rows without a token are masked.
     """
     rows = slots.shape[0]
     if rows:

@@ -1,7 +1,7 @@
-"""What a launcher may know of the card: its compute capability and the limits that go with it. Decides no tile sizes itself.
+"""Facts about the card for launchers: its compute capability and the limits that follow from it. Chooses no tile sizes.
 
-Configurations are chosen by plain functions of shape and capability, never by trying them out at run time, so that tests,
-the compile gate and serving see the same kernels.
+Configurations are chosen by plain functions of shape and capability, never by trial at run time, so that tests, the compile
+gate and serving use the same kernels.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ import torch
 from triton import knobs
 
 LOG2_E = 1.4426950408889634
-HOPPER = 90  # of an H200
-# Under the interpreter launchers choose as they would on this card.
+HOPPER = 90  # an H200's
+# In the interpreter, launchers choose as for this card.
 INTERPRETED_CAPABILITY = 90
 # Fewer than any card has: kernels that loop over their work with a fixed grid stay cheap to interpret.
 INTERPRETED_MULTIPROCESSORS = 4
@@ -24,27 +24,27 @@ INTERPRETED_MULTIPROCESSORS = 4
 class Card:
     """Limits of one compute capability (CUDA C++ Programming Guide, table of technical specifications)."""
 
-    shared_bytes_max: int  # for one program
+    shared_bytes_max: int  # per program
     shared_bytes_multiprocessor: int
     warps_multiprocessor: int
-    fp8: bool  # converts and multiplies e4m3 itself
+    fp8: bool  # whether it converts and multiplies e4m3 itself
 
     @property
     def is_small(self) -> bool:
-        """Whether it has the least shared memory of all, 100 KiB, and so holds fewer loads under way."""
+        """Whether it has the least shared memory of all, 100 KiB, and so holds fewer loads in flight."""
         return self.shared_bytes_multiprocessor < 128 * _KIB
 
     def programs(self, registers: int, shared_bytes: int, num_warps: int) -> int:
-        """How many programs one multiprocessor holds at a time. Registers are given out in units of 256 per warp."""
+        """How many programs one multiprocessor holds at a time. Registers are allocated in units of 256 per warp."""
         by_registers = REGISTERS_MULTIPROCESSOR // (max(1, -(-registers * 32 // 256)) * 256 * num_warps)
         by_shared = self.shared_bytes_multiprocessor // (shared_bytes + SHARED_BYTES_RESERVED)
         return min(by_registers, by_shared, self.warps_multiprocessor // num_warps, PROGRAMS_MAX)
 
 
 REGISTERS_MULTIPROCESSOR = 65536
-SHARED_BYTES_RESERVED = 1024  # by the system, for each program
+SHARED_BYTES_RESERVED = 1024  # by the system, per program
 PROGRAMS_MAX = 32
-TENSOR_MEMORY_COLUMNS = 512  # of a multiprocessor from capability 100 on
+TENSOR_MEMORY_COLUMNS = 512  # per multiprocessor, from capability 100 on
 _KIB = 1024
 
 CARDS: dict[int, Card] = {
@@ -82,14 +82,14 @@ def capability(device: torch.device) -> int:
 
 
 def has_gluon(device: torch.device) -> bool:
-    """Whether the kernels in Gluon serve here. That part of Triton is experimental: no card but Hopper imports it, nor does an
-    interpreter, which cannot run it."""
+    """Whether the Gluon kernels serve here. That part of Triton is experimental: only Hopper imports it, and the interpreter
+    cannot run it."""
     return capability(device) == HOPPER and not interpreted()
 
 
 @functools.cache
 def multiprocessors(device: torch.device) -> int:
-    """How many programs run side by side at least: 132 on an H200, 4 under the interpreter."""
+    """The least number of programs that run at a time: 132 on an H200, 4 in the interpreter."""
     if device.type != "cuda":
         return INTERPRETED_MULTIPROCESSORS
     return int(torch.cuda.get_device_properties(device).multi_processor_count)

@@ -1,1 +1,1 @@
-"""The compile gate: kernels as serving configures them, compiled with no card at hand. Serving imports none of it."""
+"""The compile gate: kernels as serving configures them, compiled without a card. Serving imports none of it."""

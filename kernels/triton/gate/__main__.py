@@ -1,9 +1,9 @@
-"""`python -m kernels.triton.gate [--only 90] [--record FILE] [MODULE …]` holds every configuration of these files of kernels,
-or of all, to what its machine code may be, and prints one JSON line for each and each compute capability.
+"""`python -m kernels.triton.gate [--only 90] [--record FILE] [MODULE …]` checks every configuration of these kernel modules, or
+of all, against the limits for its machine code, and prints one JSON line per configuration and compute capability.
 
-A line holds what was read from the machine code and what is wrong with it (`faults`). What a record (`record.py`) holds is not
-compiled again, but for one configuration of each kernel on one card, another for each version of Triton (`card_in_turn`). Used
-by the tests and by bench/compiled_kernels.py, in processes without TRITON_INTERPRET.
+A line holds what was read from the machine code and what is wrong with it (`faults`). Configurations in a record (`record.py`)
+are not compiled again, except one configuration of each kernel on one card, another for each version of Triton
+(`card_in_turn`). Used by the tests and bench/compiled_kernels.py, in processes without TRITON_INTERPRET.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ Row = dict[str, Any]
 
 
 def rows_of_module(module: str, record: Record, only: int | None = None) -> Iterator[Row]:
-    """One row for each configuration and capability of `module`, in their order; of one capability where `only` names it.
+    """One row per configuration and capability of `module`, in order; only for the capability `only`, if given.
 
-    `is_recorded` says that the record holds this machine code. The first such configuration of each kernel for the card whose
-    turn it is is compiled all the same, and a difference is a fault.
+    `is_recorded`: the record holds this machine code. The first such configuration of each kernel for the card in turn is
+    compiled anyway, and a difference is a fault.
     """
     compilations = declared(module)
     forget_lines()
@@ -62,15 +62,15 @@ def cards_of(compilations: Sequence[Compilation]) -> Mapping[str, Sequence[int]]
 
 
 def card_in_turn(kernel: str, cards: Sequence[int], version: str) -> int:
-    """The card for which this version of Triton compiles a kernel though it is recorded. It follows from the kernel's name, so
-    that each card has its share of them, and is the next one for every second version."""
+    """The card for which this version of Triton compiles a kernel although it is recorded. It follows from the kernel's name,
+    so that each card gets its share of kernels, and changes with every second version."""
     return cards[(zlib.crc32(kernel.encode()) + int(version.split(".")[1]) // 2) % len(cards)]
 
 
 def _compiled(compilation: Compilation, capability: int, before: Recorded | None) -> Row:
     try:
         compiled = compile_kernel(compilation, capability)
-    # Whatever Triton or its assembler cannot do is this row's fault; the other rows are still compiled.
+    # Whatever Triton or its assembler cannot do is a fault of this row; the other rows are still compiled.
     except Exception as error:  # noqa: BLE001
         return {"faults": [f"does not compile: {type(error).__name__}: {error}"]}
     found = [] if before is None else differences(before.compiled, compiled)
@@ -78,18 +78,18 @@ def _compiled(compilation: Compilation, capability: int, before: Recorded | None
 
 
 def main(arguments: Sequence[str]) -> None:
-    """Print the rows as they are made."""
+    """Print the rows as they are computed."""
     parser = argparse.ArgumentParser(description="Compile kernels for cards that are not here.")
     parser.add_argument("--only", type=int, help="one compute capability: 80, 89, 90 or 100")
     parser.add_argument("--record", type=Path, help="what was compiled before; without it all is compiled")
     parser.add_argument("modules", nargs="*", help="as norm")
     options = parser.parse_args(arguments)
     record = {} if options.record is None else read(options.record)
-    gc.freeze()  # what is imported stays: a compiler's garbage is looked for among its own
+    gc.freeze()  # imported objects are permanent: keep the collector from searching them for a compiler's garbage
     for module in options.modules or module_names():
         for row in rows_of_module(module, record, options.only):
             print(json.dumps(row), flush=True)  # noqa: T201
-    gc.unfreeze()  # or the compiler's library complains of what is left
+    gc.unfreeze()  # or the compiler's library complains about leaks
 
 
 if __name__ == "__main__":

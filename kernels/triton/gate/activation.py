@@ -8,7 +8,7 @@ from kernels.triton.row_tiles import row_tile
 
 
 def compilations() -> list[Compilation]:
-    """Llama-3.1-8B, Llama-3.2-1B and Qwen3-0.6B, few rows and many; Gemma's activation; e4m3 for the widest of them."""
+    """Llama-3.1-8B, Llama-3.2-1B and Qwen3-0.6B, few rows and many; Gemma's activation; e4m3 for the widest rows."""
     return [
         *(_plain("bf16", inner, rows) for inner, rows in ((14336, 1), (14336, 4096), (3072, 4096))),
         _plain("fp16", 14336, 1),

@@ -11,14 +11,13 @@ from kernels.triton.attention_splits import SPLIT_QUERIES, DecodeTiling, decode_
 from kernels.triton.gate.attention_splits import SPILL_BYTES_MAX
 from kernels.triton.gate.compilation import CAPABILITIES, FP8_CAPABILITIES, TYPE_BYTES, Compilation
 
-SPILL_BYTES_WIDE = 80  # heads of 256 over an fp8 cache: what stays the same through the loop; rotation, between two splits
+SPILL_BYTES_WIDE = 80  # heads of 256 over fp8: loop invariants; with rotation, values between two splits
 
 
 def compilations() -> list[Compilation]:
     """For every card: Llama-3.1-8B (and Qwen3-8B), Llama-3.2-1B, Qwen3-0.6B, Qwen3-30B-A3B and Gemma 3 in bf16 and with an fp8
-    cache, guesses, windows, soft-caps, other head sizes and groups, more requests.
-    `tests/kernels/test_triton_gate_covers.py` holds it to what models ask for, in which the number of heads counts as far as it
-    makes tiles."""
+    cache, guesses, windows, soft-caps, other head sizes and groups, more requests. `tests/kernels/test_triton_gate_covers.py`
+    checks that they cover what models need; there the number of heads matters only as far as it determines tiles."""
     llama, small_llama, qwen = (AttentionShape(16, 32, 8, 128), AttentionShape(16, 32, 8, 64), AttentionShape(16, 16, 8, 128))
     gemma, seven = AttentionShape(16, 8, 4, 256, sliding_window=4096, softcap=50.0), AttentionShape(16, 28, 4, 128)
     found = []
@@ -82,8 +81,8 @@ def _compilation(
     rotary: int = 0,
     qk_norm: str | None = None,
 ) -> list[Compilation]:
-    """One for each tiling: cards differ in what they hold. rotary: of `rotated_decode`, which is for few requests; 0 is
-    `paged_decode`. qk_norm: of the weights."""
+    """One per tiling: cards differ in their limits. rotary: of `rotated_decode`, which is for few requests; 0 is
+    `paged_decode`. qk_norm: dtype of its weights."""
     requests = requests or (32 if rotary else 256)
     passed = {"q": f"*{dtype}", "kv_cache": f"*{kv_dtype}", "block_tables": "*i32", "context_lens": "*i32"}
     absent: dict[str, object] = {"ROTARY": rotary}

@@ -18,16 +18,16 @@ from kernels.triton.attention_splits import (
 from kernels.triton.gate.compilation import FP8_CAPABILITIES, Compilation
 
 SPILL_BYTES_MAX = 48
-"""The assembler prefers one more program on a multiprocessor to these few registers of the kernels of decodes: 40 bytes over an
-fp8 cache with Triton 3.6.0, written before the loop over tiles and read behind it, once for each split."""
+"""The assembler prefers one more program per multiprocessor to these few registers of the kernels of decodes: 40 bytes over an
+fp8 cache with Triton 3.6.0, written before the loop over tiles and read after it, once per split."""
 
 
 CARDS = ((80,), (89,), (90, 100))
-"""Each with the same tiles."""
+"""Capabilities, grouped by equal tiles."""
 
 
 def compilations() -> list[Compilation]:
-    """Of the merge, for each head size, and for guesses and the windows of heads of 256. The cutting is part of the kernel of
+    """The merge, for each head size, and for guesses and the windows of heads of 256. The cutting is part of the kernel of
     decodes."""
     sizes = [(AttentionShape(16, 32, 8, 64), 2, 1), (AttentionShape(16, 32, 32, 96), 2, 1)]
     numbers = 1, *SPLIT_QUERIES

@@ -7,7 +7,7 @@ from kernels.triton.gate.compilation import Compilation
 
 
 def compilations() -> list[Compilation]:
-    """Dtypes and shapes of a cache make no difference."""
+    """One configuration per kernel: dtypes and shapes of a cache make no difference."""
     sizes = {"block_words": "i32", "block_stride": "i32"}
     ids = {"addresses": "*i64", "sources": "*i64", "targets": "*i64"}
     staged = {"addresses": "*i64", "blocks": "*i64", "staging": "*i64", "rows": "*i64", **sizes, "num_layers": "i32"}

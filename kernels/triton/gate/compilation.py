@@ -1,4 +1,4 @@
-"""Compiling a kernel to machine code for a card that is not here, and what may be read from the result.
+"""Compiles a kernel to machine code for a card that is not present, and reads its properties from the result.
 
 Needs no GPU and no driver: Triton brings the assembler and `cuobjdump`. Must run in a process without TRITON_INTERPRET.
 """
@@ -28,11 +28,11 @@ from kernels.triton.tuning import TENSOR_MEMORY_COLUMNS, card
 CAPABILITIES = (80, 89, 90, 100)
 FP8_CAPABILITIES = (89, 90, 100)  # the others cannot convert to e4m3
 TYPE_BYTES = {"fp32": 4, "bf16": 2, "fp16": 2, "i8": 1, "fp8e4nv": 1}
-"""Of the numbers of tensors, by their names in a signature."""
+"""Bytes of a tensor's numbers, by their type's name in a signature."""
 # PTX names of the matrix instructions of Ampere and Ada, of Hopper, of Blackwell.
 TENSOR_INSTRUCTIONS = ("mma.sync", "wgmma.mma_async", "tcgen05.mma")
 WAIT = "griddepcontrol.wait"
-PRODUCTS_WAIT, EXPONENTIAL = "WARPGROUP.DEPBAR", "MUFU.EX2"  # of Hopper's machine code
+PRODUCTS_WAIT, EXPONENTIAL = "WARPGROUP.DEPBAR", "MUFU.EX2"  # in Hopper's machine code
 _MEMORY = re.compile(r"\b(?:ld\.global(?!\.L1::evict_(?:first|last))|st\.global|cp\.async|atom\.|red\.global)")
 _USAGE = re.compile(r"REG:(\d+) STACK:(\d+) SHARED:(\d+) LOCAL:(\d+)")
 
@@ -42,17 +42,17 @@ class Compilation:
     """One kernel with one configuration that serving uses.
 
     `signature` names the types of the arguments that are passed at a launch (`*bf16`, `*fp8e4nv`, `i32`, `fp32` …), pointers
-    taken as aligned to 16 bytes, as torch's are; `constexprs` the values of all others: tile sizes, None for a tensor that
-    is absent, 1 for a number that is 1 (a launch specialises it). `divisible` names the integers that are multiples of 16.
+    assumed to be aligned to 16 bytes, as torch's are; `constexprs` holds the values of all others: tile sizes, None for an
+    absent tensor, 1 for a number that is 1 (a launch specialises it). `divisible` names the integers that are multiples of 16.
 
-    A kernel's EARLY (`kernels.triton.early_launch`) is not named: it is what a launch on the card says.
+    A kernel's EARLY (`kernels.triton.early_launch`) is not given: it is what a launch on that card passes.
 
-    `tensor_cores`: matrix instructions of the card's own kind must be there: mma.sync on 80 and 89, wgmma on 90, tcgen05 on
-    100. `small_tile` says that the tile has fewer than 64 rows, for which only mma.sync exists on any card, or 64 that Triton
-    may turn for it: either kind will do. `fp_fusion` is what the launch says of products that are added to: fused, unless every
-    rounding counts. `registers_max` is what it grants a thread (`maxnreg`), None as many as there are; `programs` how many its
-    grid has for each multiprocessor to hold at a time; `exponentials_min` how many a thread takes at least while products of
-    its loop are under way.
+    `tensor_cores`: the card's own kind of matrix instructions must be used: mma.sync on 80 and 89, wgmma on 90, tcgen05 on 100.
+    `small_tile`: the tile has fewer than 64 rows, for which only mma.sync exists on any card, or 64 that Triton may transpose
+    for it: either kind is accepted. `fp_fusion` is what the launch says about fusing products with sums: allowed, unless every
+    rounding matters. `registers_max` is its limit per thread (`maxnreg`), None for no limit; `programs`: how many of its grid
+    each multiprocessor must hold at a time; `exponentials_min`: how many a thread must compute at least while products of its
+    loop are in flight.
     """
 
     name: str
@@ -81,10 +81,10 @@ class Compilation:
 
 @dataclass(frozen=True)
 class Compiled:
-    """What the assembler made of it. `spill_bytes` of each thread; `programs` that one multiprocessor holds at a time;
-    `touches_early`: before it waits for the kernel in front of it, it writes, or reads what it does not say that one leaves
-    alone (`kernels.triton.early_launch`); `exponentials` beside products, counted where a configuration asks for some;
-    `overwritten`: of Hopper, instructions that write what products still read."""
+    """Properties of the assembled kernel. `spill_bytes` per thread; `programs` that one multiprocessor holds at a time;
+    `touches_early`: before it waits for the kernel before it, it writes, or reads data not marked as left alone by that kernel
+    (`kernels.triton.early_launch`); `exponentials` that overlap with products, counted if a configuration requires some;
+    `overwritten`: on Hopper, instructions that write registers which products in flight still read."""
 
     name: str
     capability: int
@@ -103,16 +103,16 @@ class Compiled:
 
 
 def source_key(compilation: Compilation, capability: int) -> str:
-    """What the machine code follows from, as 16 hexadecimal digits: the text of the kernel and of all that it calls, types,
-    constants, options, the card and the version of Triton. `forget_lines` first."""
+    """All that determines the machine code, as 16 hexadecimal digits: the text of the kernel and of all functions it calls,
+    types, constants, options, the card and the version of Triton. Call `forget_lines` first."""
     source = _source(compilation, capability).hash()
     text = f"{triton.__version__} {capability} {source} {sorted(_options(compilation).items())}"
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
 def forget_lines() -> None:
-    """Have keys not depend on where in its file a kernel of the imported modules stands, nor what it calls, functions that make
-    constants among them: Triton's own do."""
+    """Make keys independent of the line numbers of kernels in the imported modules and of the functions they call, among them
+    those that compute constants: Triton's own keys depend on them."""
     for name, module in list(sys.modules.items()):
         if name.startswith("kernels."):
             for function in vars(module).values():
@@ -147,15 +147,15 @@ def compile_kernel(compilation: Compilation, capability: int) -> Compiled:
 
 
 def touches_early(ptx: str) -> bool:
-    """Whether a kernel that may be launched early reads or writes memory before it waits, or never waits. What it has the
-    caches evict first or last it says that the kernel in front leaves alone."""
+    """Whether a kernel that may be launched early reads or writes memory before it waits, or never waits. Reads with an
+    eviction policy of first or last are exempt: they are marked as left alone by the kernel before."""
     before, wait, _ = ptx.partition(WAIT)
     return not wait or _MEMORY.search(before) is not None
 
 
 def exponentials_beside_products(sass: str) -> int:
-    """How many stand between a kernel's first wait for products and its second, which the assembler may have moved in front of
-    them: what it waits for is not written in PTX."""
+    """How many there are between a kernel's first wait for products and its second. The assembler may have moved them before
+    the wait, which PTX does not show."""
     parts = sass.split(PRODUCTS_WAIT)
     return parts[1].count(EXPONENTIAL) if len(parts) > 2 else 0
 
@@ -226,7 +226,7 @@ def _source(compilation: Compilation, capability: int) -> Any:
 
 
 def _resources(cubin: bytes) -> tuple[int, int]:
-    """Registers and spilled bytes of each thread."""
+    """Registers and spilled bytes per thread."""
     text = _dumped(cubin, "-res-usage")
     match = _USAGE.search(text)
     assert match is not None, f"cuobjdump says nothing of registers:\n{text}"

@@ -1,4 +1,4 @@
-"""The declared configurations: a file of kernels has them in the file of its name in this folder."""
+"""The declared configurations: those of a kernel module are in the module of the same name in this package."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ FOLDER = Path(__file__).parent
 
 
 def module_names() -> list[str]:
-    """Names of the files with configurations, as `norm` for kernels/triton/norm.py, found without importing any."""
+    """Names of the modules with configurations, as `norm` for kernels/triton/norm.py, found without importing any."""
     return sorted(path.stem for path in FOLDER.glob("*.py") if "\ndef compilations(" in path.read_text("utf-8"))
 
 
 def declared(module: str) -> list[Compilation]:
-    """The configurations of one file of kernels by its name. Raises ModuleNotFoundError where it has none."""
+    """The configurations of one kernel module by its name. Raises ModuleNotFoundError if it has none."""
     found: list[Compilation] = importlib.import_module(f"kernels.triton.gate.{module}").compilations()
     return found

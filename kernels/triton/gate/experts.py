@@ -14,8 +14,8 @@ from kernels.triton.tuning import power_of_two
 
 
 def compilations() -> list[Compilation]:
-    """Qwen3-30B-A3B (128 experts, 8 chosen) and Mixtral 8x7B (8, 2), from a decode step to a prefill; 64 tokens an expert are
-    also what batch-invariant engines take for any number."""
+    """Qwen3-30B-A3B (128 experts, 8 chosen) and Mixtral 8x7B (8, 2), from a decode step to a prefill; batch-invariant engines
+    use the tiles for 64 tokens per expert for any number."""
     asked: list[tuple[str, int, int, int, tuple[int, ...], Any]] = [
         ("bf16", 80, 128, 8, (16, 32, 64, 512), None),
         ("bf16", 89, 128, 8, (16, 32, 64, 512), None),

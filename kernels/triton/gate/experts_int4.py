@@ -8,7 +8,7 @@ from kernels.triton.gate.linear_tiles import SPILL_BYTES_MAX
 
 
 def compilations() -> list[Compilation]:
-    """Qwen3-30B-A3B (128 experts, 8 chosen) in groups of 128, from a decode step to a prefill; smaller groups in the lowest."""
+    """Qwen3-30B-A3B (128 experts, 8 chosen) in groups of 128, decode step to prefill; smaller groups in the lowest tile."""
     all_cards, h200 = (16, 64, 512), (16, 32, 64, 512)
     asked = [(80, 128, all_cards), (89, 128, all_cards), (90, 128, h200), (90, 32, (16,)), (100, 128, all_cards)]
     return [

@@ -10,8 +10,8 @@ from kernels.triton.tuning import HOPPER, power_of_two
 
 
 def compilations() -> list[Compilation]:
-    """Products of a layer of Llama-3.1-8B in int8 and e4m3; rows of fp16 where it is gated and where it is added, one scale for
-    a whole matrix (checkpoints), and of other models another gate and a bias."""
+    """Products of a layer of Llama-3.1-8B in int8 and e4m3; fp16 rows for the gated and the added product; one scale for a
+    whole matrix (checkpoints); another gate and a bias, as in other models."""
     asked = [(name, kind) for kind in ("i8", "fp8e4nv") for name in LLAMA_8B]
     others = [_compilation(name, kind, row="fp16") for kind in ("i8", "fp8e4nv") for name in ("gate_up", "down")]
     others += [_compilation(name, "fp8e4nv", column_scales=False) for name in LLAMA_8B]
@@ -43,6 +43,6 @@ def _compilation(
         small_tile=True,
         divisible=("N", "K"),
         registers_max=tiles.registers_max,
-        spill_bytes_max=24,  # where it is gated: written before the loop and read behind it
+        spill_bytes_max=24,  # when gated: written before the loop and read after it
         programs=16 // tiles.num_warps,
     )  # fmt: skip

@@ -9,8 +9,8 @@ from kernels.triton.tuning import power_of_two
 
 
 def compilations() -> list[Compilation]:
-    """Products of a layer of Llama-3.1-8B on 132 multiprocessors, groups of 128; the smaller groups where it is gated; rows of
-    fp16, which many checkpoints of 4 bits ask for, where it is gated and where it is added."""
+    """Products of a layer of Llama-3.1-8B on 132 multiprocessors, groups of 128; smaller groups for the gated product; fp16
+    rows, which many 4-bit checkpoints ask for, for the gated and the added product."""
     asked = [(name, "bf16", 128, card) for card in (80, 89, 90, 100) for name in LLAMA_8B]
     asked += [("gate_up", "bf16", group, 90) for group in (32, 64)]
     asked += [(name, "fp16", 128, card) for card in (80, 90) for name in ("gate_up", "down")]

@@ -10,8 +10,8 @@ from kernels.triton.tuning import HOPPER, power_of_two
 
 
 def compilations() -> list[Compilation]:
-    """Products of a layer of Llama-3.1-8B, groups of 128; rows of fp16, which many checkpoints of 4 bits ask for, where it is
-    gated and where it is added. Of other models: scales of bf16 with another gate, a bias (Qwen2), groups of a whole row."""
+    """Products of a layer of Llama-3.1-8B, groups of 128; fp16 rows, which many 4-bit checkpoints ask for, for the gated and
+    the added product. As in other models: bf16 scales with another gate, a bias (Qwen2), groups of a whole row."""
     asked = [(name, "bf16") for name in LLAMA_8B] + [("gate_up", "fp16"), ("down", "fp16")]
     others = [
         _compilation("gate_up", "bf16", gate="gelu_tanh", scales="bf16"),
@@ -25,7 +25,7 @@ def compilations() -> list[Compilation]:
 def _compilation(
     name: str, dtype: str, *, gate: str = "silu", scales: str = "fp16", has_bias: bool = False, chunks: int = 1
 ) -> Compilation:
-    """chunks: of a group"""
+    """chunks: per group"""
     gated, own = name == "gate_up", f"*{dtype}"
     tiles = hopper_row_tiles(gated=gated)
     around, absent = around_types(fused_int4_row_kernel, name, own, has_bias=has_bias)
@@ -45,6 +45,6 @@ def _compilation(
         small_tile=True,
         divisible=("N", "K"),
         registers_max=tiles.registers_max,
-        spill_bytes_max=16,  # of Triton 3.9.0 with GELU, written before the loop and read behind it
+        spill_bytes_max=16,  # Triton 3.9.0 with GELU, written before the loop and read after it
         programs=16 // tiles.num_warps,
     )

@@ -12,8 +12,8 @@ QWEN_600M = {"qkv": (4096, 1024), "out": (1024, 2048), "gate_up": (3072, 1024), 
 
 
 def compilations() -> list[Compilation]:
-    """Products of a layer of Llama-3.1-8B, also with weights of 8 bits, and of Qwen3-0.6B, also with rows of 32 bits, on 132
-    multiprocessors; rows of fp16 where it is gated."""
+    """Products of a layer of Llama-3.1-8B, also with 8-bit weights, and of Qwen3-0.6B, also with 32-bit rows, on 132
+    multiprocessors; fp16 rows for the gated product."""
     kinds = [("llama_8b", LLAMA_8B, "bf16", "bf16", CAPABILITIES), ("qwen_600m", QWEN_600M, "bf16", "bf16", (90,))]
     kinds += [("llama_8b", LLAMA_8B, "bf16", "i8", (80, 90)), ("llama_8b", LLAMA_8B, "bf16", "fp8e4nv", FP8_CAPABILITIES)]
     kinds += [

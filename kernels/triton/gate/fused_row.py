@@ -10,7 +10,7 @@ from kernels.triton.tuning import power_of_two
 
 
 def compilations() -> list[Compilation]:
-    """One row through a layer of Llama-3.1-8B, also with weights of 8 bits, and of Qwen3-0.6B; of fp16 where it is gated."""
+    """One row through a layer of Llama-3.1-8B, also with 8-bit weights, and of Qwen3-0.6B; in fp16 for the gated product."""
     kinds = [("llama_8b", LLAMA_8B, "bf16", "bf16", CAPABILITIES), ("qwen_600m", QWEN_600M, "bf16", "bf16", (90,))]
     kinds += [("llama_8b", LLAMA_8B, "bf16", "i8", (80, 90)), ("llama_8b", LLAMA_8B, "bf16", "fp8e4nv", FP8_CAPABILITIES)]
     kinds += [

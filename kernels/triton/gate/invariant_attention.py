@@ -14,8 +14,8 @@ H200 = (90,)
 
 
 def compilations() -> list[Compilation]:
-    """Llama-3.1-8B (and Qwen3-8B) and Llama-3.2-1B in bf16 and with an fp8 cache for every card, and what else there is of
-    heads, windows and caps for an H200; the second kernel."""
+    """Llama-3.1-8B (and Qwen3-8B) and Llama-3.2-1B in bf16 and with an fp8 cache for every card; all other heads, windows and
+    caps for an H200; the second kernel."""
     llama, small_llama = AttentionShape(16, 32, 8, 128), AttentionShape(16, 32, 8, 64)
     gemma = AttentionShape(16, 8, 4, 256, sliding_window=4096, softcap=50.0)
     found = []

@@ -13,7 +13,7 @@ SPILL_BYTES_MAX = 64
 
 
 def compilations() -> list[Compilation]:
-    """Every tile for which `invariant_tiles` decides, whole and divided, in the types that are served."""
+    """Every tile that `invariant_tiles` may choose, whole and divided, in the types that are served."""
     bf16, every = torch.bfloat16, (80, 89, 90, 100)
     kinds = [("bf16", "bf16", "bf16", bf16, every), ("fp16", "fp16", "fp16", torch.float16, (90,))]
     kinds += [("bf16", "i8", "bf16", bf16, (80, 90, 100)), ("bf16", "fp8e4nv", "bf16", bf16, (89, 90))]

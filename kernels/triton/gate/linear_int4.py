@@ -10,7 +10,7 @@ from kernels.triton.linear_int4 import ROWS_FEW, dequantise_int4_kernel, int4_ti
 
 
 def compilations() -> list[Compilation]:
-    """Every tile for which `int4_tiles` decides, groups of 128; the smaller groups in the lowest tile; the unpacking."""
+    """Every tile that `int4_tiles` may choose, groups of 128; smaller groups in the lowest tile; the unpacking."""
     asked = [(80, "bf16", 128), (89, "bf16", 128), (90, "bf16", 128), (90, "fp16", 128), (90, "bf16", 32), (100, "bf16", 128)]
     return [
         *(

@@ -8,7 +8,7 @@ from kernels.triton.linear_tiles import ROWS_FEW, byte_tiles
 
 
 def compilations() -> list[Compilation]:
-    """Every tile for which `byte_tiles` decides, whole and divided."""
+    """Every tile that `byte_tiles` may choose, whole and divided."""
     return [
         compilation(
             f"linear_int8_{dtype}_{rows}rows_split{splits}_sm{card}",

@@ -1,4 +1,4 @@
-"""The configuration of one tile of `kernels.triton.linear_tiles`, whose kernel three files launch."""
+"""The configuration of one tile of `kernels.triton.linear_tiles`, whose kernel is launched by three modules."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from kernels.triton.gate.compilation import Compilation
 from kernels.triton.linear_tiles import GROUP_ROWS, Tiles, linear_kernel
 
 SPILL_BYTES_MAX = 16
-"""Where an assembler stops at 64 registers it keeps one or two numbers on the stack from before the loop until behind it."""
+"""When an assembler stops at 64 registers it keeps one or two numbers on the stack from before the loop until after it."""
 
 
 def compilation(
@@ -20,7 +20,7 @@ def compilation(
     weight_scales: bool = False,
     capabilities: tuple[int, ...],
 ) -> Compilation:
-    """What `launch` compiles for K divisible by the tile, without bias, with a scale for each row."""
+    """What `launch` compiles for K divisible by the tile, without bias, with one scale per row."""
     floats = {"x_scales_ptr": x_scales, "weight_scales_ptr": weight_scales, "partials_ptr": tiles.splits > 1}
     passed = {name: "*fp32" for name, given in floats.items() if given} | ({"counters_ptr": "*i32"} if tiles.splits > 1 else {})
     absent = {*floats, "counters_ptr", "bias_ptr"} - set(passed)

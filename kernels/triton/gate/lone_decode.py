@@ -32,7 +32,7 @@ def compilations() -> list[Compilation]:
 def _compilation(
     name: str, shape: AttentionShape, dtype: str, kv_dtype: str, *, rotary: int | None = None, qk_norm: str | None = None
 ) -> Compilation:
-    """qk_norm: of the weights; rotary: None where all dimensions turn."""
+    """qk_norm: dtype of its weights; rotary: None if all dimensions are rotated."""
     passed = {"qkv": f"*{dtype}", "kv_cache": f"*{kv_dtype}", "block_table": "*i32", "context_lens": "*i32"}
     absent: dict[str, object] = {"ROTARY": rotary or shape.head_dim}
     optional = [("kv_scales", "*fp32", "fp8" in kv_dtype)]

@@ -1,8 +1,8 @@
-"""What is read off Hopper's machine code beyond numbers: whether products under way keep the registers that they read.
+"""A check on Hopper's machine code: products in flight keep the registers that they read.
 
-A `wgmma` whose left operand lies in registers reads them until it is waited for. PTX says so by its waits, and no reader of PTX
-sees which registers the assembler gives to whom meanwhile: that of CUDA 12.9 gave some away too early, and results were wrong
-(fixed in 13.3; triton-lang/triton, pull request 11781). Triton 3.6 brings that of 12.8 for Hopper.
+A `wgmma` whose left operand is in registers reads them until it is waited for. PTX expresses this by its waits only, and does
+not show how the assembler reuses registers meanwhile. That of CUDA 12.9 reused some too early, and results were wrong (fixed in
+13.3; triton-lang/triton, pull request 11781). Triton 3.6 brings that of 12.8 for Hopper.
 """
 
 from __future__ import annotations
@@ -12,18 +12,18 @@ import re
 _INSTRUCTION = re.compile(r"^\s*/\*([0-9a-f]{4,})\*/\s+(?:@!?U?P\w+\s+)?(\S+)\s*([^;]*);", re.M)
 _OPERAND = re.compile(r"\bR(\d+)\b")
 OPERAND_REGISTERS = 4
-"""Of a thread: 64 rows and 32 bytes of columns for 128 threads."""
+"""Per thread: 64 rows and 32 bytes of columns for 128 threads."""
 
 
 def overwritten_operands(sass: str) -> int:
-    """How many instructions write a register that a product under way still reads. A loop that is left or repeated with
-    products under way is looked at both ways."""
+    """How many instructions write a register that a product in flight still reads. A loop that is left or repeated with
+    products in flight is followed both ways."""
     code = [(int(address, 16), opcode, [part.strip() for part in rest.split(",")]) for address, opcode, rest in _found(sass)]
     places = {address: place for place, (address, _, _) in enumerate(code)}
     wrong: set[int] = set()
     followed: set[int] = set()
-    groups: list[set[int]] = []  # what those read that were committed, and
-    begun: set[int] = set()  # those that were not yet
+    groups: list[set[int]] = []  # registers read by each committed group of products, and
+    begun: set[int] = set()  # by products that are not committed yet
     place = 0
     while place < len(code):
         address, opcode, operands = code[place]
@@ -48,13 +48,13 @@ def _found(sass: str) -> list[tuple[str, str, str]]:
 
 
 def _read_by_product(operands: list[str]) -> set[int]:
-    """Of the left operand, where it is no descriptor of shared memory; the first one is the sum."""
+    """Registers of the left operand, unless it is a descriptor of shared memory; the first operand is the sum."""
     left = _OPERAND.match(operands[1])
     return set() if left is None else _registers(left, OPERAND_REGISTERS)
 
 
 def _written(opcode: str, operands: list[str]) -> set[int]:
-    """A result comes first, or behind a predicate; a store begins with an address."""
+    """Registers of the result, which comes first, or after a predicate; in a store, an address comes first."""
     first = operands[1] if len(operands) > 1 and re.fullmatch(r"P[0-9T]", operands[0]) else operands[0]
     result = _OPERAND.match(first)
     if result is None:

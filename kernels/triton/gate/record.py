@@ -1,7 +1,7 @@
-"""The record of the machine code that was made: bench/results/compiled_kernels.jsonl, a line for each configuration.
+"""The record of compiled machine code: bench/results/compiled_kernels.jsonl, a line for each configuration.
 
-A line holds an entry for each card and version of Triton: what was read from the machine code, by short names and without
-what is USUAL, and the key of what that follows from (`compilation.source_key`). While the key is the same, so is the machine
+A line has an entry for each card and version of Triton: what was read from the machine code, under short names and without
+USUAL values, and a key of all that determines the code (`compilation.source_key`). While the key is the same, so is the machine
 code.
 """
 
@@ -43,7 +43,7 @@ USUAL: dict[str, Any] = {
     "exponentials": 0,
     "overwritten": 0,
 }
-"""Left out of an entry."""
+"""Values that are left out of an entry."""
 
 
 class Recorded(NamedTuple):
@@ -58,7 +58,7 @@ Record = dict[tuple[str, str, int, str], Recorded]
 
 
 def read(path: Path) -> Record:
-    """The record in a file, empty where there is none."""
+    """The record in a file; empty if there is no file."""
     lines = path.read_text("utf-8").splitlines() if path.exists() else []
     found: Record = {}
     for line in lines:
@@ -72,7 +72,7 @@ def read(path: Path) -> Record:
 
 
 def write(path: Path, record: Record) -> None:
-    """Write `record` to a file, in its order of configurations; entries of one by capability and version."""
+    """Write `record` to a file, in its order of configurations; each one's entries are sorted by capability and version."""
     made: dict[tuple[str, str], list[dict[str, Any]]] = {}
     for (module, name, *_), recorded in sorted(record.items(), key=lambda item: item[0][2:]):
         made.setdefault((module, name), []).append(_entry(recorded))
@@ -81,7 +81,7 @@ def write(path: Path, record: Record) -> None:
 
 
 def differences(before: Compiled, now: Compiled) -> list[str]:
-    """What two results do not have in common, in words."""
+    """The differences between two results, in words."""
     pairs = ((label, getattr(before, name), getattr(now, name)) for name, label in SHORT.items())
     return [f"the record has {label} {old}, compiled now it is {new}" for label, old, new in pairs if old != new]
 

@@ -7,7 +7,7 @@ from kernels.triton.rope_and_cache import head_tile, kernel_sizes, rope_and_cach
 
 
 def compilations() -> list[Compilation]:
-    """Llama-3.1-8B, Llama-3.2-1B and Qwen3-0.6B in a decode step and in a prefill; fp16; e4m3; a part of the dimensions."""
+    """Llama-3.1-8B, Llama-3.2-1B and Qwen3-0.6B in a decode step and in a prefill; fp16; e4m3; only some dimensions rotated."""
     return [
         *(_compilation("bf16", shape, tokens) for shape in ((32, 8, 128, 128), (32, 8, 64, 64)) for tokens in (1, 4096)),
         *(_compilation("bf16", (16, 8, 128, 128), tokens, norm=True) for tokens in (1, 4096)),

@@ -8,7 +8,7 @@ from kernels.triton.tuning import power_of_two
 
 
 def compilations() -> list[Compilation]:
-    """Qwen3-30B-A3B in steps and in texts, Mixtral 8x7B, and 512 experts of which 16 are chosen with weights as they are."""
+    """Qwen3-30B-A3B in decode steps and prefills, Mixtral 8x7B, and 16 of 512 experts with weights not normalised."""
     return [
         _compilation("bf16", 128, 8),
         _compilation("bf16", 128, 8, has_slots=False),

@@ -19,12 +19,12 @@ KINDS = (
     ("bf16", 128_256, False), ("bf16", 128_256, True), ("bf16", 151_936, False), ("bf16", 151_936, True),
     ("bf16", 262_208, False), ("bf16", 262_208, True), ("fp32", 128_256, False),
 )  # fmt: skip
-"""Type of the logits, of which float32 are those of batch-invariant steps; vocabularies of Llama 3, Qwen3 and Gemma 3; whether
-there is a grammar."""
+"""Type of the logits (float32 in batch-invariant steps); vocabularies of Llama 3, Qwen3 and Gemma 3; whether there is a
+grammar."""
 
 
 def compilations() -> list[Compilation]:
-    """Of each of KINDS; a kernel that knows no sizes once."""
+    """One for each of KINDS; a kernel that does not depend on sizes only once."""
     found: dict[str, Compilation] = {}
     for kernel in (scan_kernel, weigh_kernel, choose_kernel):
         for kind in KINDS:
@@ -45,7 +45,7 @@ def _compilation(kernel: Any, dtype: str, vocab_size: int, is_guided: bool) -> C
     step = kernel.__name__.removesuffix("_kernel")
     padded = f", {groups} groups" if "GROUPS_PADDED" in constexprs else ""
     name = f"sample: {step}, {dtype}{padded}{', grammar' if is_guided else ''}"
-    # The assembler gives up a few bytes outside the loops to fit one more program into a multiprocessor.
+    # The assembler spills a few bytes outside the loops to fit one more program on a multiprocessor.
     return Compilation(
         name,
         kernel,

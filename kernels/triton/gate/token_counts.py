@@ -7,6 +7,6 @@ from kernels.triton.token_counts import ROWS, count_tokens_kernel
 
 
 def compilations() -> list[Compilation]:
-    """One serves all."""
+    """One configuration serves all."""
     signature = {"slots": "*i32", "tokens": "*i64", "counts": "*i32", "num_rows": "i32", "V": "i32"}
     return [Compilation("count_tokens", count_tokens_kernel, signature, {"ROWS": ROWS})]
