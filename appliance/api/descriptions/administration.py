@@ -34,9 +34,8 @@ FIELDS = {
     ),
     "billing": "The buyer named on the tenant's invoices; null: only the tenant's name. A change replaces all of it.",
     "alert_percents": (
-        "Percentages of the monthly budget and of the tokens per day that raise an alert: at most 10, each 1 to 1,000. "
-        "Null: 80 "
-        "and 100. An empty list: no alerts."
+        "Percentages of the monthly budget and of the tokens per day that raise an alert: at most 10, each 1 to 1,000. Null: "
+        "80 and 100. An empty list: no alerts."
     ),
     "allowed_models": "The names of the models that may be used; null: all models.",
     "suspended": "Whether the tenant's requests are refused and its running requests end.",
@@ -51,8 +50,7 @@ FIELDS = {
     "prefix": "The public part of the secret, by which people recognise the key.",
     "scopes": (
         "`inference`: requests to models and the list of models. `usage`: the tenant's usage and costs under "
-        "`/v1/organization`. "
-        "Default: `inference`."
+        "`/v1/organization`. Default: `inference`."
     ),
     "Key.expires_at": "When the key stops working (RFC 3339, UTC); null: never.",
     "allowed_networks": "The networks (CIDR) from which the key may be used; null: any.",
@@ -165,23 +163,21 @@ FIELDS = {
     "Request.tokens_per_second": "Output tokens per second after the first token; null before the second.",
     "inter_token_p50_s": "Median time between two output tokens, in seconds; null before the second.",
     "finish_reason": (
-        "Why the request ended: `stop`, `length`, `aborted`, `disconnected`, `deadline`, `error` or `refused`; null while"
-        " it runs."
+        "Why the request ended: `stop`, `length`, `aborted`, `disconnected`, `deadline`, `error` or `refused`; null while it "
+        "runs."
     ),
     "Request.error": "Why the request failed; null if it did not.",
     "explanation": "Where the time of the request went, in one sentence.",
     # webhooks
     "Webhook.kind": "`webhook` (`target` is a URL) or `email` (`target` is an e-mail address).",
     "Webhook.target": (
-        "The URL, of at most 2,000 characters, or the e-mail address. Callers who may not manage the webhook see a URL "
-        "without its "
-        "path, which is often a secret."
+        "The URL, of at most 2,000 characters, or the e-mail address. Callers who may not manage the webhook see a URL without "
+        "its path, which is often a secret."
     ),
     "Webhook.tenant_id": "The id of the tenant whose alerts are sent; null: alerts of the whole appliance.",
     "events": (
-        "The events to send: `budget.threshold`, `tokens_per_day.threshold`, `invoice.closed`, `key.expiring` and, for "
-        "the whole "
-        "appliance, `engine.down`. Null when creating: all of them."
+        "The events to send: `budget.threshold`, `tokens_per_day.threshold`, `invoice.closed`, `key.expiring` and, for the "
+        "whole appliance, `engine.down`. Null when creating: all of them."
     ),
     "Webhook.disabled": "Whether nothing is sent for now; pending messages wait.",
     "previous_secret_until": "Until when the previous secret signs as well (RFC 3339, UTC); null if only one secret signs.",

@@ -90,9 +90,8 @@ FIELDS = {
     "rounded_micros": "The amount in micro-units, rounded half up.",
     "Draft.month": "The month to draft, such as `2026-10`. It must have begun.",
     "only": (
-        "`billable`: make no draft of a month without lines. `closable`: nor of a month that is not over. In both cases "
-        "the answer "
-        "is a 409. Null: always make one."
+        "`billable`: make no draft of a month without lines. `closable`: nor of a month that is not over. In both cases the "
+        "answer is a 409. Null: always make one."
     ),
     "first_month": "The first month that the allowance applies to, such as `2026-10`.",
     "monthly_micros": "The amount that is free each month, in micro-units; 0 ends an earlier allowance.",
@@ -135,9 +134,8 @@ FIELDS = {
     ),
     "break_even_tokens_month": "The tokens per month from which this appliance is cheaper; null if it cannot be known.",
     "share_basis_points": (
-        "`break_even_tokens_month` as a share of a month in which every hour is as busy as the busiest: 10000 is all of "
-        "it. Null if "
-        "it cannot be known."
+        "`break_even_tokens_month` as a share of a month in which every hour is as busy as the busiest: 10000 is all of it. "
+        "Null if it cannot be known."
     ),
     "hosted_month_micros": "What a month of the measured usage would cost hosted, in micro-units; null without usage.",
     "saved_month_micros": "What a month of the measured usage saves here, in micro-units; negative if hosted is cheaper.",

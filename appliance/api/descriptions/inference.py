@@ -33,14 +33,12 @@ FIELDS = {
         "Locally typical sampling: keep the most typical tokens up to this probability: above 0, to 1 (off, the default)."
     ),
     "seed": (
-        "A signed 64-bit integer. The same request with the same seed gets the same answer, whatever else is running. "
-        "Default: a "
-        "random seed."
+        "A signed 64-bit integer. The same request with the same seed gets the same answer, whatever else is running. Default: "
+        "a random seed."
     ),
     "stop": (
-        "A string, or up to 16 strings of at most 1,000 characters each, that end an answer when it contains one. The "
-        "answer ends "
-        "before the string."
+        "A string, or up to 16 strings of at most 1,000 characters each, that end an answer when it contains one. The answer "
+        "ends before the string."
     ),
     "stop_token_ids": "At most 256 token ids that end an answer.",
     "ignore_eos": "Go on after the model's end token, until `max_tokens` or a stop string. Default: false.",
@@ -48,8 +46,7 @@ FIELDS = {
     "frequency_penalty": "Lower the chance of tokens by how often the answer already contains them: -2 to 2. Default: 0.",
     "repetition_penalty": (
         "Divide the scores of tokens that the prompt or the answer already contains: 0.01 to 10; above 1 discourages "
-        "repetition. "
-        "Default: the model's, else 1."
+        "repetition. Default: the model's, else 1."
     ),
     "logit_bias": "A number from -100 to 100 for each token id, added to its score. At most 1,024 tokens.",
     "ChatCompletionRequest.logprobs": "Return the log-probability of each token of the answer. Default: false.",
@@ -106,9 +103,8 @@ FIELDS = {
     "Message.role": "`system`, `developer` (the same as `system`), `user` or `assistant`.",
     "Message.type": "Only `text`; may be left out.",
     "Message.content": (
-        "The text of the message, or a list of parts of type `text` or `refusal`, whose texts are joined by line feeds. "
-        "At most "
-        "16,384 parts in all messages. Null only for `assistant`."
+        "The text of the message, or a list of parts of type `text` or `refusal`, whose texts are joined by line feeds. At "
+        "most 16,384 parts in all messages. Null only for `assistant`."
     ),
     "Message.name": "The name of the participant, for models whose chat template uses it.",
     "Message.refusal": "The text of an assistant's refusal, used if `content` is null.",

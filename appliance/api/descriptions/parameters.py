@@ -74,8 +74,8 @@ PARAMETERS = {
         "The maximum number of rows on a page, 1 to 1,000. Default: 100."
     ),
     f"{_ORGANIZATION}/usage limit": (
-        "The maximum number of buckets on a page. Default and maximum: 60 and 1,440 for `1m`, 24 and 168 for `1h`, 7 and "
-        "31 for `1d`."
+        "The maximum number of buckets on a page. Default and maximum: 60 and 1,440 for `1m`, 24 and 168 for `1h`, 7 and 31 "
+        "for `1d`."
     ),
     f"{_ORGANIZATION}/costs limit": "The maximum number of buckets on a page, 1 to 180. Default: 7.",
     f"{_ORGANIZATION}/admin_api_keys key_id": "The id of an admin key.",
