@@ -10,15 +10,19 @@ from itertools import combinations
 import pytest
 from sqlalchemy import insert
 
+from appliance.base.acting import SYSTEM
 from appliance.base.db import Database
 from appliance.base.errors import InvalidValue
 from appliance.base.tables import usage_events
+from appliance.metering import usage
 from appliance.metering.calendar import BillingCalendar
 from appliance.metering.ledger import rollups
 from appliance.metering.ledger.records import UsageEvent
 from appliance.metering.usage import GROUPS, UsageFilter, UsageReports
-from appliance.tenancy.access import WHOLE_BOX
+from appliance.tenancy.access import WHOLE_BOX, Access
 from appliance.tenancy.keys import Keys
+from appliance.tenancy.pages import Page
+from appliance.tenancy.roles import Role, TenantRole
 from tests.support.cast import PEPPER, Cast
 from tests.support.clock import START, FakeClock
 from tests.support.ledgers import all_events
@@ -127,6 +131,41 @@ async def test_a_tenant_sees_its_own_sums_alone(database: Database, cast: Cast, 
     assert sum(row.prompt_tokens for row in rows) == sum(
         event.prompt_tokens for event in bobs if event.status in ("posted", "recovered")
     )
+
+
+async def test_whoever_belongs_to_a_tenant_sees_no_sums_of_others_whatever_is_asked_for(
+    database: Database, cast: Cast, events: list[UsageEvent]
+) -> None:
+    reports, bob, charlie = UsageReports(database, calendar=BillingCalendar()), cast.bob, cast.charlie
+    mine = Access(role=Role.MEMBER, actor=SYSTEM, tenants={bob.tenant.id: TenantRole.VIEWER})
+    asked = [None, UsageFilter(tenant_ids=[bob.tenant.id, charlie.tenant.id]), UsageFilter(models=["demo", "other"])]
+    asked += [UsageFilter(key_ids=[charlie.key.id]), UsageFilter(tenant_ids=[charlie.tenant.id])]
+    start, end = START - timedelta(days=1), START + timedelta(days=3)
+    for number, filters in enumerate(asked):
+        sums = await reports.totals(start, end, ["tenant"], filters, access=mine)
+        rows = await reports.usage(start, end, "day", ["tenant"], filters, access=mine)
+        assert {row.tenant_id for row in (*sums, *rows)} == ({bob.tenant.id} if number < 3 else set())
+
+
+async def test_before_all_sums_there_is_nothing_to_report(database: Database) -> None:
+    reports, start, end = UsageReports(database, calendar=BillingCalendar()), EPOCH - timedelta(days=2), EPOCH
+    assert await reports.usage(start, end, access=WHOLE_BOX) == await reports.totals(start, end, access=WHOLE_BOX) == []
+    assert await reports.usage_page(start, end, access=WHOLE_BOX) == Page(data=[], next_cursor=None)
+
+
+async def test_a_whole_report_has_as_many_rows_as_it_may_and_a_part_has_the_first(
+    database: Database, events: list[UsageEvent], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    reports = UsageReports(database, calendar=BillingCalendar())
+    question: tuple[datetime, datetime, str] = (START - timedelta(days=1), START + timedelta(days=3), "day")
+    rows = await reports.usage(*question, access=WHOLE_BOX)
+    monkeypatch.setattr(usage, "USAGE_ROWS_MAX", len(rows))
+    assert await reports.usage(*question, access=WHOLE_BOX) == rows
+
+    monkeypatch.setattr(usage, "USAGE_ROWS_MAX", len(rows) - 1)
+    with pytest.raises(InvalidValue, match="larger bucket"):
+        await reports.usage(*question, access=WHOLE_BOX)
+    assert await reports.usage(*question, rows_max=len(rows) - 1, access=WHOLE_BOX) == rows[:-1]
 
 
 @pytest.mark.parametrize(

@@ -40,7 +40,8 @@ def ec_key(name: str) -> ECKey:
 class FakeProvider:
     """Serves its description, keys, sign-in page, tokens and user info. Whoever comes is `person`.
 
-    `claims` replaces claims of the ID token, None takes one away. `cheat` signs wrongly. `down` is a status, 0 no answer.
+    `claims` replaces claims of the ID token, None takes one away; `tokens` does so with the answer to a code. `cheat` signs
+    wrongly. `down` is the status of every answer, 0 no answer; whatever the status, there is no JSON with 200.
     """
 
     def __init__(self, clock: Clock, *, issuer: str = ISSUER, external_url: str = "http://gatehouse.test") -> None:
@@ -49,12 +50,14 @@ class FakeProvider:
         self.external_url = external_url
         self.person: dict[str, Any] = {"sub": "alice-7", "email": "alice@example.com", "email_verified": True}
         self.claims: dict[str, Any] = {}
+        self.tokens: dict[str, Any] = {}
         self.metadata: dict[str, Any] = {}
         self.cheat: Cheat | None = None
         self.down: int | None = None
+        self.names_its_key = True
         self.email_in_token = True
         self.user_info: dict[str, Any] = {}
-        self.broken_keys: list[dict[str, Any]] = []
+        self.broken_keys: list[Any] = []
         self.requests: list[str] = []
         self._signing: RSAKey | ECKey = rsa_key("first")
         self._shown: list[RSAKey | ECKey] = [self._signing]
@@ -82,7 +85,12 @@ class FakeProvider:
         if self.down is not None:
             if self.down == 0:
                 raise httpx.ConnectError("nobody is there", request=request)
-            return httpx.Response(self.down, text="<h1>Oops</h1>")
+            if self.down == 200:
+                return httpx.Response(200, text="<h1>Oops</h1>")
+            return httpx.Response(self.down, content=self._answer(request).content)
+        return self._answer(request)
+
+    def _answer(self, request: httpx.Request) -> httpx.Response:
         pages = {
             "/.well-known/openid-configuration": self._describe,
             "/keys": self._keys,
@@ -106,9 +114,8 @@ class FakeProvider:
 
     def _keys(self, _request: httpx.Request) -> httpx.Response:
         strange = {"kty": "oct", "kid": "first", "k": "c2VjcmV0"}  # a shared key that nobody should believe
-        return httpx.Response(
-            200, json={"keys": [strange, *self.broken_keys, *(key.as_dict(private=False) for key in self._shown)]}
-        )
+        keys = [strange, *self.broken_keys, *(key.as_dict(private=False) for key in self._shown)]
+        return httpx.Response(200, json={"keys": keys})
 
     def _authorize(self, request: httpx.Request) -> httpx.Response:
         asked = dict(parse_qsl(request.url.query.decode()))
@@ -123,7 +130,8 @@ class FakeProvider:
         return httpx.Response(302, headers={"location": f"{asked['redirect_uri']}?{back}"})
 
     def _token(self, request: httpx.Request) -> httpx.Response:
-        form = {name: values[0] for name, values in parse_qs(request.content.decode()).items()}
+        form = {name: values[0] for name, values in parse_qs(request.content.decode(), keep_blank_values=True).items()}
+        assert form["grant_type"] == "authorization_code"
         asked = self._codes.pop(form.get("code", ""), None)  # a code is good once
         challenge = (
             base64.urlsafe_b64encode(hashlib.sha256(form.get("code_verifier", "").encode()).digest()).rstrip(b"=").decode()
@@ -132,15 +140,16 @@ class FakeProvider:
         if not good or not self._knows(request, form):
             return httpx.Response(400, json={"error": "invalid_grant"})
         assert asked is not None
-        return httpx.Response(200, json={"id_token": self.id_token(asked["nonce"]), "access_token": "an access token"})
+        tokens = {"id_token": self.id_token(asked["nonce"]), "access_token": "an access token", **self.tokens}
+        return httpx.Response(200, json={name: token for name, token in tokens.items() if token is not None})
 
     def _knows(self, request: httpx.Request, form: Mapping[str, str]) -> bool:
         scheme, _, encoded = request.headers.get("authorization", "").partition(" ")
-        if scheme == "Basic":
+        methods = self.metadata.get("token_endpoint_auth_methods_supported", ["client_secret_basic", "none"])
+        if scheme == "Basic" and "client_secret_basic" in methods:
             name, _, secret = base64.b64decode(encoded).decode().partition(":")
             decoded = [parse_qs(f"x={part}")["x"][0] for part in (name, secret)]
             return decoded == [CLIENT_ID, CLIENT_SECRET]
-        methods = self.metadata.get("token_endpoint_auth_methods_supported", [])
         expected = CLIENT_SECRET if "client_secret_post" in methods else None
         return (form.get("client_id"), form.get("client_secret")) == (CLIENT_ID, expected)
 
@@ -162,7 +171,8 @@ class FakeProvider:
             return f"{head}.{_encoded(hmac.new(secret, head.encode(), hashlib.sha256).digest())}"
         key = rsa_key("foreign") if self.cheat == "foreign_key" else self._signing
         algorithm = "RS256" if isinstance(key, RSAKey) else "ES256"
-        return jwt.encode({"alg": algorithm, "kid": self._signing.kid}, claims, key, algorithms=[algorithm])
+        named = {"kid": self._signing.kid} if self.names_its_key else {}
+        return jwt.encode({"alg": algorithm, **named}, claims, key, algorithms=[algorithm])
 
 
 def host_of(address: str) -> str:

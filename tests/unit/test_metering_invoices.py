@@ -120,6 +120,9 @@ async def test_a_draft_is_computed_anew_each_time_it_is_asked_for(books: Books) 
 async def test_closing_numbers_without_gaps_and_freezes_what_was_said(books: Books) -> None:
     records = BoxRecords(books.database, books.clock)
     await records.put(SELLER, Seller(name="Box AG", tax_basis_points=1900, payment_terms_days=14).to_record())
+    billing = {"address": "Bob Street 7", "tax_id": "DE123456789"}
+    changes = TenantChanges(billing=billing)
+    await Tenants(books.database, books.clock).update(books.bob.tenant.id, changes, access=WHOLE_BOX)
     million = Tokens(prompt=1_000_000, completion=0)
     await books.post(OCTOBER, million)
     await books.post(OCTOBER, person=books.cast.charlie)
@@ -131,9 +134,32 @@ async def test_closing_numbers_without_gaps_and_freezes_what_was_said(books: Boo
 
     assert (first.head.number, other.head.number) == ("2026-0001", "2026-0002")
     assert read == first
-    assert (read.seller["name"], read.buyer["name"]) == ("Box AG", "bob")
+    assert (read.seller["name"], read.buyer) == ("Box AG", {"name": "bob", **billing})
     assert (read.totals.subtotal_micros, read.totals.tax_micros, read.totals.due_micros) == (1_000_000, 190_000, 1_190_000)
     assert (read.issued_on, read.due_on) == (date(2026, 11, 21), date(2026, 12, 5))
+
+
+async def test_what_a_tenant_owes_does_not_depend_on_what_others_were_billed(books: Books) -> None:
+    bob, charlie = books.bob, books.cast.charlie
+    for day in (SEPTEMBER, OCTOBER):
+        for person in (bob, charlie):
+            await books.allowances.set(person.tenant.id, f"{day:%Y-%m}", 10, access=WHOLE_BOX)
+            await books.post(day, Tokens(prompt=20, completion=0), person=person)
+    closed = [await books.close("2026-09"), await books.close("2026-09", charlie), await books.close("2026-10", charlie)]
+    closed.append(await books.close("2026-10"))
+
+    assert [invoice.totals.subtotal_micros for invoice in closed] == [20 - 10] * 4
+
+
+async def test_the_events_of_a_closed_invoice_are_the_same_after_later_ones(books: Books) -> None:
+    await books.post(SEPTEMBER, Tokens(prompt=1))
+    first = await books.close("2026-09")
+    await books.post(SEPTEMBER, Tokens(prompt=2))  # late
+    await books.post(OCTOBER, Tokens(prompt=3))
+    second = await books.close("2026-10")
+
+    listed = [(await books.invoices.events(invoice.head.id, access=WHOLE_BOX)).data for invoice in (first, second)]
+    assert [[event.prompt_tokens for event in events] for events in listed] == [[1], [2, 3]]
 
 
 async def test_what_is_posted_while_a_month_is_being_closed_is_on_it_or_on_the_next(
@@ -471,6 +497,7 @@ async def test_a_draft_that_cannot_be_computed_keeps_no_other_invoice_from_being
         (draft.head.id, True, True),
         (closed.head.id, False, False),
     ]
+    assert (listed[0].buyer["name"], listed[0].totals.total_micros, listed[0].totals.due_micros) == ("bob", 0, 0)
     with pytest.raises(CurrenciesMixed, match="EUR and USD"):
         await books.invoices.get(draft.head.id, access=WHOLE_BOX)
 
@@ -503,6 +530,14 @@ async def test_lists_show_closed_and_open_the_newest_first(books: Books) -> None
     assert [*page.data, *rest.data] == [drafted, closed]
     assert len((await books.invoices.list(month="2026-11", access=WHOLE_BOX)).data) == 2
     assert [head.id for head in (await books.invoices.list(state="closed", access=WHOLE_BOX)).data] == [closed.head.id]
+
+
+async def test_a_draft_that_is_discarded_takes_no_other_with_it(books: Books) -> None:
+    unwanted, *kept = [await books.draft(*of) for of in (("2026-10",), ("2026-11",), ("2026-10", books.cast.charlie))]
+    await books.invoices.discard(unwanted.head.id, access=WHOLE_BOX)
+
+    left = (await books.invoices.list(access=WHOLE_BOX)).data
+    assert {head.id for head in left} == {invoice.head.id for invoice in kept}
 
 
 async def test_the_pages_of_all_invoices_leave_out_none_of_a_month(books: Books) -> None:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+from datetime import timedelta
+from typing import Any
 
 import msgspec
 import pytest
@@ -11,11 +13,12 @@ from sqlalchemy import Update, false
 
 from appliance.base.acting import SYSTEM
 from appliance.base.db import Database
-from appliance.base.errors import InternalError, NotFound, Overloaded
+from appliance.base.errors import InternalError, InvalidValue, NotFound, Overloaded
 from appliance.base.money import PRICE_MICROS_MAX
 from appliance.base.prepared import Prepared
 from appliance.metering.calendar import BillingCalendar
 from appliance.metering.ledger import rows as ledger_rows
+from appliance.metering.ledger.corrections import Correction
 from appliance.metering.ledger.records import Checkpoint, RequestRecord, Settlement, Usage
 from appliance.metering.ledger.round import LedgerBroken
 from appliance.metering.ledger.writer import RETRY_S_MIN
@@ -28,7 +31,7 @@ from tests.support import factories
 from tests.support.cast import Cast
 from tests.support.clock import FakeClock
 from tests.support.factories import pending, posted, voided
-from tests.support.ledgers import FailingDatabase, all_events, running_ledger, settle, until, utc_ledger
+from tests.support.ledgers import FailingDatabase, all_events, running_ledger, settle, until, utc_corrections, utc_ledger
 
 
 @pytest.fixture
@@ -286,6 +289,24 @@ async def test_an_open_that_is_cancelled_leaves_nothing_pending(
     assert all(event.status == "voided" for event in await all_events(database))
 
 
+async def test_an_open_that_is_cancelled_is_not_written_after_its_void(
+    database: Database, clock: FakeClock, cast: Cast
+) -> None:
+    gated = FailingDatabase.around(database)
+    gated.gate = asyncio.Event()
+    async with running_ledger(gated, clock, cast.epoch_id, settle_pause_s=0.0) as ledger:
+        first = asyncio.create_task(ledger.open(pending(cast.bob)))
+        await until(lambda: gated.held == 1)
+        opening = asyncio.create_task(ledger.open(pending(cast.bob)))
+        await asyncio.sleep(0)
+        opening.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await opening
+        gated.gate.set()  # after opens it is the turn of the rest, and so of the void
+        await first
+    assert len(await all_events(database)) == 1
+
+
 @pytest.mark.parametrize("written_before", [False, True])
 async def test_an_open_that_takes_too_long_is_refused_and_leaves_nothing_pending(
     database: Database, clock: FakeClock, cast: Cast, written_before: bool
@@ -451,3 +472,45 @@ async def test_the_ledger_pages_in_order_and_shows_each_tenant_its_own(
         await reports.event(entries[0].request_id, access=bob)
     with pytest.raises(NotFound):
         await PastRequests(database).get(entries[0].request_id, access=bob)
+
+
+async def test_a_page_of_the_ledger_shows_what_is_asked_for_alone(database: Database, clock: FakeClock, cast: Cast) -> None:
+    reports, bob, charlie = UsageReports(database, calendar=BillingCalendar()), cast.bob, cast.charlie
+    later = clock.now() + timedelta(hours=1)
+    entries = [pending(bob), pending(charlie), pending(bob, model="large"), pending(bob, admitted_at=later)]
+    async with running_ledger(database, clock, cast.epoch_id) as ledger:
+        for entry in entries:
+            await ledger.open(entry)
+        for entry in entries[1:]:
+            await ledger.settle(posted(entry.request_id) if entry.model == "demo" else voided(entry.request_id))
+        charlies = await reports.event(entries[1].request_id, access=WHOLE_BOX)
+        await utc_corrections(database, clock).add(charlies.id, Correction(prompt_tokens=-1, note="too much"))
+        asked: list[tuple[dict[str, Any], list[int]]] = [
+            ({}, [0, 1, 2, 3, 1]),
+            ({"tenant_id": charlie.tenant.id}, [1, 1]),
+            ({"key_id": bob.key.id}, [0, 2, 3]),
+            ({"model": "large"}, [2]),
+            ({"status": "pending"}, [0]),
+            ({"status": "voided", "key_id": bob.key.id}, [2]),
+            ({"kind": "adjustment"}, [1]),
+            ({"kind": "usage", "tenant_id": charlie.tenant.id}, [1]),
+            ({"request_id": entries[1].request_id}, [1, 1]),
+            ({"start": later}, [3]),
+            ({"end": later}, [0, 1, 2, 1]),
+        ]
+        for wanted, shown in asked:
+            page = await reports.ledger_page(filters=LedgerFilter(**wanted), access=WHOLE_BOX)
+            assert [event.request_id for event in page.data] == [entries[number].request_id for number in shown], wanted
+            newest = await reports.ledger_page(2, filters=LedgerFilter(**wanted), newest_first=True, access=WHOLE_BOX)
+            assert newest.data == page.data[::-1][:2]
+            if newest.next_cursor is not None:
+                older = await reports.ledger_page(
+                    50, newest.next_cursor, LedgerFilter(**wanted), newest_first=True, access=WHOLE_BOX
+                )
+                assert older.data == page.data[::-1][2:]
+                with pytest.raises(InvalidValue, match="cursor"):
+                    await reports.ledger_page(50, newest.next_cursor, LedgerFilter(**wanted), access=WHOLE_BOX)
+        await ledger.settle(voided(entries[0].request_id))
+    for field, value in (("status", "open"), ("kind", "refund")):
+        with pytest.raises(InvalidValue, match=field):
+            await reports.ledger_page(filters=LedgerFilter(**{field: value}), access=WHOLE_BOX)  # type: ignore[arg-type]

@@ -92,6 +92,7 @@ async def test_a_role_changes_and_ends_in_its_tenant_alone(people: Members, belo
         membership, _ = await belongings.invite(people, person.tenant.id, DORA, "viewer", access=WHOLE_BOX)
     dora = await people.get_by_email(DORA)
 
+    await belongings.invite(people, cast.bob.tenant.id, "emil@example.com", "developer", access=WHOLE_BOX)  # and stays
     changed = await belongings.change(cast.bob.tenant.id, dora.id, "manager", access=WHOLE_BOX)
     assert changed.role is TenantRole.MANAGER
     access = await belongings.access(dora, SYSTEM)
@@ -131,6 +132,22 @@ async def test_members_of_a_tenant_come_in_pages(people: Members, belongings: Me
 
     assert [each.member_id for each in first.data + second.data] == [each.member_id for each in made]
     assert await belongings.of_members([made[0].member_id, made[4].member_id], access=WHOLE_BOX) == [made[0], made[4]]
+
+
+async def test_who_belongs_to_a_tenant_is_nothing_to_strangers(belongings: Memberships, cast: Cast) -> None:
+    stranger = Access(role=Role.MEMBER, actor=SYSTEM, tenants={cast.charlie.tenant.id: TenantRole.MANAGER})
+    with pytest.raises(NotFound):
+        await belongings.of_tenant(cast.bob.tenant.id, access=stranger)
+
+
+async def test_nobody_and_nothing_cannot_belong_together(belongings: Memberships, cast: Cast) -> None:
+    for tenant_id, member_id, param in (
+        (cast.bob.tenant.id, "mb_nobody", "member_id"),
+        ("tn_none", cast.alice.id, "tenant_id"),
+    ):
+        with pytest.raises(NotFound) as refused:
+            await belongings.add(tenant_id, member_id, "viewer", access=WHOLE_BOX)
+        assert refused.value.param == param
 
 
 async def test_each_change_stands_in_the_audit_log_with_its_tenant(

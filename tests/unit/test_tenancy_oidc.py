@@ -1,26 +1,16 @@
-"""The provider's word: what is believed of it, and which member it opens the door for."""
+"""The provider's word: what is believed of it."""
 
 from __future__ import annotations
 
-import asyncio
 import dataclasses
-import json
 import secrets
 from typing import Any
 from urllib.parse import parse_qs, urlsplit
 
 import pytest
-from sqlalchemy import select, update
 
-from appliance.base.db import Database
-from appliance.base.errors import InvalidCredentials, NotFound
 from appliance.base.settings import load_settings
-from appliance.base.tables import audit_log, members
-from appliance.tenancy.access import WHOLE_BOX
-from appliance.tenancy.audit import AuditLog
-from appliance.tenancy.id_tokens import LEEWAY_S, Identity, TokenRefused
-from appliance.tenancy.identities import Identities, unlink_by_email
-from appliance.tenancy.members import Members
+from appliance.tenancy.id_tokens import LEEWAY_S, SUBJECT_CHARS_MAX, TOKEN_CHARS_MAX, Identity, TokenRefused
 from appliance.tenancy.oidc import (
     ANSWER_BYTES_MAX,
     KEPT_S,
@@ -30,7 +20,6 @@ from appliance.tenancy.oidc import (
     ProviderUnavailable,
     provider_of,
 )
-from tests.support.cast import Cast, quick_hasher
 from tests.support.clock import FakeClock
 from tests.support.oidc_provider import CLIENT_ID, ISSUER, TOKEN_LIFE_S, FakeProvider, ec_key, rsa_key
 
@@ -83,6 +72,8 @@ async def test_an_honest_provider_says_who_it_is(fake: FakeProvider) -> None:
         ({"sub": None}, "no subject"),
         ({"sub": 7}, "no subject"),
         ({"sub": "x" * 256}, "no subject"),
+        ({"sub": "alice-7\u200b"}, "no subject"),
+        ({"picture": "x" * TOKEN_CHARS_MAX}, "no ID token"),
     ],
 )
 async def test_a_token_with_a_wrong_claim_is_refused(fake: FakeProvider, claims: dict[str, Any], reason: str) -> None:
@@ -90,6 +81,21 @@ async def test_a_token_with_a_wrong_claim_is_refused(fake: FakeProvider, claims:
 
     with pytest.raises(TokenRefused, match=reason):
         await identify(fake)
+
+
+@pytest.mark.parametrize("token", [None, 7, {}])
+async def test_an_answer_without_a_token_signs_nobody_in(fake: FakeProvider, token: object) -> None:
+    fake.tokens = {"id_token": token}
+
+    with pytest.raises(TokenRefused, match="no ID token"):
+        await identify(fake)
+
+
+@pytest.mark.parametrize("subject", ["7", "x" * SUBJECT_CHARS_MAX])
+async def test_a_subject_may_be_as_short_and_as_long_as_the_standard_says(fake: FakeProvider, subject: str) -> None:
+    fake.claims = {"sub": subject}
+
+    assert await identify(fake) == dataclasses.replace(ALICE, subject=subject)
 
 
 @pytest.mark.parametrize("cheat", ["unsigned", "shared_secret", "foreign_key"])
@@ -119,10 +125,23 @@ async def test_clocks_may_differ_by_a_minute(fake: FakeProvider, clock: FakeCloc
             await identify(fake)
 
 
+@pytest.mark.parametrize("name", ["iat", "nbf"])
+async def test_a_token_may_be_issued_a_minute_in_our_future(fake: FakeProvider, clock: FakeClock, name: str) -> None:
+    latest = int(clock.now().timestamp()) + LEEWAY_S
+    fake.claims = {name: latest + 0.0}  # a number, which JSON may write with a point
+    assert await identify(fake) == ALICE
+
+    fake.claims = {name: latest + 1}
+    with pytest.raises(TokenRefused, match="from the future"):
+        await identify(fake)
+
+
 async def test_only_a_verified_address_counts(fake: FakeProvider) -> None:
     for told in (False, None, "false", 1, "yes"):
         fake.claims = {"email_verified": told}
         assert (await identify(fake)).email is None
+    fake.claims = {"email": ["alice@example.com"]}
+    assert (await identify(fake)).email is None
     fake.claims = {"email_verified": "true"}  # as one large provider writes it
     assert (await identify(fake)).email == ALICE.email
 
@@ -134,6 +153,25 @@ async def test_an_address_that_is_not_in_the_token_is_asked_for(fake: FakeProvid
     fake.user_info = {"sub": "charlie-8"}
     with pytest.raises(TokenRefused, match="another subject"):
         await identify(fake)
+
+
+@pytest.mark.parametrize(
+    ("metadata", "tokens"),
+    [
+        ({"userinfo_endpoint": None}, {}),
+        ({"userinfo_endpoint": "http://id.example.com/userinfo"}, {}),
+        ({}, {"access_token": None}),
+        ({}, {"access_token": 7}),
+    ],
+    ids=["nowhere", "in the clear", "no token", "no text"],
+)
+async def test_an_address_is_asked_for_only_where_the_token_is_safe(
+    fake: FakeProvider, metadata: dict[str, Any], tokens: dict[str, Any]
+) -> None:
+    fake.email_in_token, fake.metadata, fake.tokens = False, metadata, tokens
+
+    assert (await identify(fake)).email is None
+    assert "GET /userinfo" not in fake.requests
 
 
 async def test_a_code_is_worthless_without_the_verifier_of_its_browser(fake: FakeProvider) -> None:
@@ -168,6 +206,21 @@ async def test_a_client_without_a_secret_is_protected_by_pkce_alone(fake: FakePr
     assert await identify(fake, fake.client(secret=None)) == ALICE
 
 
+async def test_a_token_that_does_not_name_its_key_is_tried_with_each(fake: FakeProvider) -> None:
+    fake.rotate(ec_key("second"), keep_old=True)
+    fake.names_its_key = False
+
+    assert await identify(fake) == ALICE
+
+
+async def test_a_provider_describes_itself_once_an_hour(fake: FakeProvider, clock: FakeClock) -> None:
+    ours = fake.client()
+    for passed_s, times in ((0.0, 1), (KEPT_S - 1, 1), (1.0, 2)):
+        clock.advance(passed_s)
+        await identify(fake, ours)
+        assert fake.requests.count("GET /.well-known/openid-configuration") == times
+
+
 async def test_new_keys_of_the_provider_are_fetched_when_they_are_needed(fake: FakeProvider, clock: FakeClock) -> None:
     ours = fake.client()
     await identify(fake, ours)
@@ -178,9 +231,9 @@ async def test_new_keys_of_the_provider_are_fetched_when_they_are_needed(fake: F
         clock.advance(KEYS_ASKED_AGAIN_S)
 
 
-@pytest.mark.parametrize("broken", [{"kty": "EC", "crv": "P-999"}, {"kty": "RSA", "n": 7, "e": None}, {"kty": []}])
-async def test_a_broken_key_beside_the_good_one_does_no_harm(fake: FakeProvider, broken: dict[str, Any]) -> None:
-    fake.broken_keys = [{"kid": "first", **broken}]
+@pytest.mark.parametrize("broken", [{"kty": "EC", "crv": "P-999"}, {"kty": "RSA", "n": 7, "e": None}, {"kty": []}, None])
+async def test_a_broken_key_beside_the_good_one_does_no_harm(fake: FakeProvider, broken: dict[str, Any] | None) -> None:
+    fake.broken_keys = [None if broken is None else {"kid": "first", **broken}]
 
     assert await identify(fake) == ALICE
 
@@ -263,96 +316,3 @@ def test_the_settings_name_the_provider(clock: FakeClock, tmp_path: Any) -> None
     assert provider.client.redirect_uri == "https://llm.example.com/login/oidc/callback"
     assert provider.client.label == "Example ID"
     assert dataclasses.replace(provider.client, name=None).label == "id.example.com"
-
-
-@pytest.fixture
-def identities(database: Database, clock: FakeClock) -> Identities:
-    return Identities(database, clock)
-
-
-async def test_the_first_sign_in_links_by_address_and_later_ones_go_by_subject(identities: Identities, cast: Cast) -> None:
-    assert await identities.issuer_of(cast.alice.id) is None
-    shouted = dataclasses.replace(ALICE, email=" Alice@EXAMPLE.com")
-    assert await identities.member_of(shouted) == cast.alice
-    assert await identities.issuer_of(cast.alice.id) == ISSUER
-
-    for email in ("new.name@example.com", None):
-        assert await identities.member_of(dataclasses.replace(ALICE, email=email)) == cast.alice
-
-
-async def test_nobody_becomes_a_member_by_signing_in(database: Database, identities: Identities, cast: Cast) -> None:
-    stranger = Identity(issuer=ISSUER, subject="charlie-8", email="charlie@example.com")
-    unverified = dataclasses.replace(ALICE, email=None)
-
-    for identity, words in ((stranger, "no member with your e-mail"), (unverified, "no verified e-mail")):
-        with pytest.raises(InvalidCredentials, match=words):
-            await identities.member_of(identity)
-    async with database.reading() as connection:
-        rows = (await connection.execute(select(members.c.email, members.c.oidc_subject))).all()
-    assert [tuple(row) for row in rows] == [("alice@example.com", None)]
-
-
-async def test_an_address_that_was_given_to_somebody_else_opens_nothing(identities: Identities, cast: Cast) -> None:
-    await identities.member_of(ALICE)
-
-    with pytest.raises(InvalidCredentials, match="another account"):
-        await identities.member_of(dataclasses.replace(ALICE, subject="mallory-9"))
-
-
-async def test_another_provider_of_the_operator_links_anew(identities: Identities, cast: Cast) -> None:
-    await identities.member_of(ALICE)
-    moved = dataclasses.replace(ALICE, issuer="https://new.example.com", subject="42")
-
-    assert await identities.member_of(moved) == cast.alice
-    assert await identities.issuer_of(cast.alice.id) == "https://new.example.com"
-
-
-async def test_a_disabled_member_is_refused_linked_or_not(
-    database: Database, identities: Identities, cast: Cast, clock: FakeClock
-) -> None:
-    for link_first in (False, True):
-        if link_first:
-            await identities.member_of(ALICE)
-        async with database.writing() as connection:
-            await connection.execute(update(members).values(disabled_at=clock.now()))
-        with pytest.raises(InvalidCredentials, match="no longer"):
-            await identities.member_of(ALICE)
-        assert await identities.issuer_of(cast.alice.id) == (ISSUER if link_first else None)
-        async with database.writing() as connection:
-            await connection.execute(update(members).values(disabled_at=None))
-
-
-async def test_two_first_sign_ins_at_once_link_once(database: Database, identities: Identities, cast: Cast) -> None:
-    found = await asyncio.gather(*(identities.member_of(ALICE) for _ in range(6)))
-
-    assert set(found) == {cast.alice}
-    async with database.reading() as connection:
-        actions = [row.action for row in await connection.execute(select(audit_log.c.action))]
-    assert actions.count("member.link_provider") == 1
-
-
-async def test_a_link_can_be_forgotten(database: Database, clock: FakeClock, identities: Identities, cast: Cast) -> None:
-    await identities.member_of(ALICE)
-
-    assert await unlink_by_email(database, clock, " ALICE@example.com") == cast.alice
-    await identities.unlink(cast.alice.id)  # idempotent
-
-    assert await identities.issuer_of(cast.alice.id) is None
-    assert await identities.member_of(dataclasses.replace(ALICE, subject="alice-8")) == cast.alice
-    with pytest.raises(NotFound):
-        await identities.unlink("mb_nobody")
-
-
-async def test_a_link_that_is_forgotten_is_one_members_alone_and_an_entry_says_which(
-    database: Database, clock: FakeClock, identities: Identities, cast: Cast
-) -> None:
-    people = Members(database, clock, hasher=quick_hasher())
-    dora = await people.create("dora@example.com", "long enough")
-    for identity in (ALICE, dataclasses.replace(ALICE, subject="dora-9", email=dora.email)):
-        await identities.member_of(identity)
-    await identities.unlink(cast.alice.id)
-
-    assert [await identities.issuer_of(member_id) for member_id in (cast.alice.id, dora.id)] == [None, ISSUER]
-    (entry,) = (await AuditLog(database, clock).page(1, access=WHOLE_BOX)).data
-    assert (entry.action, entry.target_id) == ("member.unlink_provider", cast.alice.id)
-    assert json.loads(entry.before or "") == {"email": ALICE.email, "oidc_issuer": ISSUER, "oidc_subject": ALICE.subject}

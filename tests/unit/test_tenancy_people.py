@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
+import json
 from datetime import timedelta
 
 import argon2
@@ -13,7 +15,9 @@ from appliance.base.db import Database
 from appliance.base.errors import InvalidApiKey, InvalidCredentials, InvalidValue, NameTaken, NotFound
 from appliance.base.tables import admin_tokens, members, sessions
 from appliance.tenancy import members as members_module
+from appliance.tenancy.access import WHOLE_BOX
 from appliance.tenancy.admin_tokens import AdminTokens
+from appliance.tenancy.audit import AuditLog
 from appliance.tenancy.members import Members
 from appliance.tenancy.roles import ALLOWED, ALLOWED_IN_TENANT, Action, Role, TenantRole, not_allowed
 from appliance.tenancy.sessions import Sessions
@@ -63,10 +67,11 @@ async def test_an_unknown_address_costs_as_much_work_as_a_known_one(
         return await matches(password_hash, password)
 
     monkeypatch.setattr(people, "_matches", counted)
-    for email in (ALICE, "nobody@example.com"):
+    for email in (ALICE, "nobody@example.com", "nobody.else@example.com"):
         with pytest.raises(InvalidCredentials):
             await people.prove_password(email, "wrong password")
-    assert len(verified) == 2
+    assert len(verified) == 3
+    assert verified[1] == verified[2], "a hash for each unknown address would take twice as long"
     assert all(password_hash.startswith("$argon2id$") for password_hash in verified)
 
 
@@ -103,6 +108,55 @@ async def test_a_new_password_ends_every_session(people: Members, doors: Session
     await people.prove_password(ALICE, "another long password")
     with pytest.raises(NotFound):
         await people.reset_password("nobody@example.com", "another long password")
+
+
+@pytest.mark.parametrize("wrong", ["short", "x" * 1025, "\ud800" * 10, ALICE_PASSWORD])
+async def test_whoever_changes_the_password_chooses_another_that_may_be_one(people: Members, cast: Cast, wrong: str) -> None:
+    with pytest.raises(InvalidValue) as refused:
+        await people.change_password(cast.alice, ALICE_PASSWORD, wrong)
+    assert refused.value.param == "password"
+    await people.prove_password(ALICE, ALICE_PASSWORD)
+
+
+async def test_a_change_of_the_password_is_of_one_member_and_ends_every_session(
+    database: Database, clock: FakeClock, people: Members, doors: Sessions, cast: Cast
+) -> None:
+    dora = await people.create("dora@example.com", "dora's long password")
+    doras, alices = [(await doors.open(member.id, "browser", "127.0.0.1"))[0] for member in (dora, cast.alice)]
+    for change in (people.change_password(dora, "dora's long password", "another of hers"),
+                   people.reset_password(dora.email, "a third password")):  # fmt: skip
+        await change
+        entry = (await AuditLog(database, clock).page(1, access=WHOLE_BOX)).data[0]
+        assert (entry.target_id, json.loads(entry.after or "")) == (dora.id, {"email": dora.email})
+
+    assert await doors.resolve(doras) is None
+    assert await doors.resolve(alices) is not None
+    await people.prove_password(ALICE, ALICE_PASSWORD)
+
+
+async def test_a_proof_of_a_password_does_not_outlast_the_right_to_sign_in(
+    people: Members, doors: Sessions, cast: Cast
+) -> None:
+    dora = await people.create("dora@example.com", "dora's long password")
+    proven = await people.prove_password(dora.email, "dora's long password")
+    await people.change(dora.id, disabled=True)
+    with pytest.raises(InvalidCredentials):
+        await doors.open(dora.id, "browser", "127.0.0.1", proof=proven.stands)
+
+
+async def test_members_come_in_pages_and_a_change_of_one_is_told(
+    database: Database, clock: FakeClock, people: Members, cast: Cast
+) -> None:
+    made = [cast.alice, *[await people.create(f"{name}@example.com", "long enough") for name in ("dora", "erin")]]
+    first = await people.list(2)
+    assert [*first.data, *(await people.list(2, first.next_cursor)).data] == made
+
+    changed = await people.change(made[1].id, role="admin")
+    assert await people.get(made[1].id) == changed == dataclasses.replace(made[1], role=Role.ADMIN)
+    assert await people.get(made[2].id) == made[2]
+    entry = (await AuditLog(database, clock).page(1, access=WHOLE_BOX)).data[0]
+    assert (entry.action, entry.target_id) == ("member.change", made[1].id)
+    assert [json.loads(facts or "") for facts in (entry.before, entry.after)] == [{"role": "viewer"}, {"role": "admin"}]
 
 
 async def test_a_reset_outlasts_a_change_of_the_password_that_was_under_way(

@@ -90,6 +90,24 @@ async def test_a_change_touches_the_named_fields_alone(tenants: Tenants) -> None
     assert await tenants.update(bob.id, TenantChanges(), access=WHOLE_BOX) == replaced
 
 
+async def test_a_limit_for_a_model_is_that_of_one_tenant_and_leaves_those_of_other_models(tenants: Tenants) -> None:
+    bob, charlie = [await tenants.create(name=name, access=WHOLE_BOX) for name in ("bob", "charlie")]
+    for model, changes in (
+        ("large", {"tokens_per_day": 5}),
+        ("tiny", {"tokens_per_day": 7}),
+        ("tiny", {"concurrent_requests": 2}),
+    ):
+        bob = await tenants.limit_model(bob.id, model, changes, access=WHOLE_BOX)
+
+    wanted = {"large": Limits(tokens_per_day=5), "tiny": Limits(tokens_per_day=7, concurrent_requests=2)}
+    assert bob.model_limits == wanted
+    assert await tenants.get(charlie.id, access=WHOLE_BOX) == charlie
+    archived = await tenants.archive(bob.id, access=WHOLE_BOX)
+    with pytest.raises(Conflict, match="archived"):
+        await tenants.limit_model(bob.id, "tiny", {"tokens_per_day": None}, access=WHOLE_BOX)
+    assert await tenants.get(bob.id, access=WHOLE_BOX) == archived
+
+
 async def test_two_changes_at_once_do_not_undo_each_other(tenants: Tenants) -> None:
     bob = await tenants.create(name="bob", access=WHOLE_BOX)
     await asyncio.gather(*(tenants.update(bob.id, TenantChanges(limits={name: 7}), access=WHOLE_BOX) for name in LIMIT_NAMES))
@@ -118,6 +136,18 @@ async def test_a_name_belongs_to_one_tenant(tenants: Tenants) -> None:
     assert (await tenants.update(bob.id, TenantChanges(name="bob"), access=WHOLE_BOX)).name == "bob"
 
 
+async def test_a_tenant_is_found_by_its_own_name_alone(tenants: Tenants) -> None:
+    bob, charlie = [await tenants.create(name=name, access=WHOLE_BOX) for name in ("bob", "charlie")]
+    assert [await tenants.find(name, access=WHOLE_BOX) for name in ("bob", " charlie ", "bo")] == [bob, charlie, None]
+
+
+async def test_the_currencies_are_those_of_tenants_that_are_not_archived(tenants: Tenants) -> None:
+    for name, currency in (("bob", None), ("charlie", "CHF"), ("dora", "CHF"), ("erin", "USD")):
+        last = await tenants.create(name=name, currency=currency, access=WHOLE_BOX)
+    await tenants.archive(last.id, access=WHOLE_BOX)
+    assert await tenants.currencies("EUR") == ["CHF", "EUR"]
+
+
 async def test_an_archived_tenant_stays_and_cannot_be_changed(tenants: Tenants) -> None:
     bob = await tenants.create(name="bob", access=WHOLE_BOX)
     archived = await tenants.archive(bob.id, access=WHOLE_BOX)
@@ -138,6 +168,13 @@ async def test_an_unknown_tenant_is_not_found(tenants: Tenants) -> None:
     with pytest.raises(NotFound):
         await tenants.archive("tn_nobody", access=WHOLE_BOX)
     assert await tenants.find("nobody", access=WHOLE_BOX) is None
+
+
+async def test_the_list_finds_what_is_in_a_name_letter_by_letter(tenants: Tenants) -> None:
+    for name in ("100 % sure", "Sure thing", "bob"):
+        await tenants.create(name=name, access=WHOLE_BOX)
+    for text, names in (("SURE", ["100 % sure", "Sure thing"]), ("% s", ["100 % sure"]), ("_", [])):
+        assert [tenant.name for tenant in (await tenants.list(text=text, access=WHOLE_BOX)).data] == names
 
 
 async def test_the_list_pages_through_every_tenant_once(tenants: Tenants) -> None:

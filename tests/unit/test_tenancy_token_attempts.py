@@ -152,6 +152,16 @@ def test_of_more_keys_than_are_kept_the_one_unused_for_longest_is_forgotten(cloc
     assert len(attempts) == 2
 
 
+def test_a_forgotten_key_has_no_attempt_to_be_given_back(clock: FakeClock) -> None:
+    attempts, once = Attempts[str](clock, keys_max=1, refusal="too many"), Allowance(burst=1, refill_s=60.0)
+    attempts.take({"a": once})
+    attempts.take({"b": once})  # and so a is forgotten
+    attempts.give_back("a", once)
+    assert len(attempts) == 1
+    attempts.give_back("b", once)
+    attempts.take({"b": once})
+
+
 async def test_of_more_right_tokens_than_are_kept_the_one_unused_for_longest_counts_again(
     tokens: AdminTokens, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -1,0 +1,44 @@
+"""What has become of the keys of requests that were admitted a while ago."""
+
+from __future__ import annotations
+
+import dataclasses
+from datetime import timedelta
+from typing import Any
+
+import pytest
+
+from appliance.base.db import Database
+from appliance.tenancy import key_status
+from appliance.tenancy.key_status import read_standing, why_ended
+from tests.support.cast import Cast, Person, make_person
+from tests.support.clock import FakeClock
+
+
+async def test_as_many_keys_as_are_asked_for_come_with_their_tenants_and_no_others(
+    database: Database, clock: FakeClock, cast: Cast, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(key_status, "KEYS_AT_ONCE", 2)
+    asked: list[Person] = [cast.charlie, *[await make_person(database, clock, name) for name in ("dora", "erin", "frank")]]
+
+    found = await read_standing(database, {*(person.key.id for person in asked), "key_of_nobody"})
+
+    assert found == {person.key.id: person.principal for person in asked}
+    assert await read_standing(database, ()) == {}
+
+
+async def test_a_request_ends_when_its_key_or_tenant_may_not_go_on(cast: Cast, clock: FakeClock) -> None:
+    now, person = clock.now(), cast.bob.principal
+    later, earlier = now + timedelta(microseconds=1), now - timedelta(days=1)
+    key_changes: list[tuple[dict[str, Any], str | None]] = [
+        ({"expires_at": later}, None),
+        ({"expires_at": now}, "key_expired"),
+        ({"expires_at": earlier}, "key_expired"),
+        ({"revoked_at": now}, "key_revoked"),
+    ]
+    for changes, why in key_changes:
+        assert why_ended(dataclasses.replace(person, key=dataclasses.replace(person.key, **changes)), now) == why
+    suspended, archived = dataclasses.replace(person.tenant, suspended=True), dataclasses.replace(person.tenant, archived=True)
+    for tenant, why in ((suspended, "tenant_suspended"), (archived, "tenant_archived"), (person.tenant, None)):
+        assert why_ended(dataclasses.replace(person, tenant=tenant), now) == why
+    assert why_ended(None, now) == "key_revoked"
