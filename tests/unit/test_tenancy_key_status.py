@@ -10,7 +10,7 @@ import pytest
 
 from appliance.base.db import Database
 from appliance.tenancy import key_status
-from appliance.tenancy.key_status import read_standing, why_ended
+from appliance.tenancy.key_status import read_principals, why_ended
 from tests.support.cast import Cast, Person, make_person
 from tests.support.clock import FakeClock
 
@@ -18,13 +18,13 @@ from tests.support.clock import FakeClock
 async def test_as_many_keys_as_are_asked_for_come_with_their_tenants_and_no_others(
     database: Database, clock: FakeClock, cast: Cast, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(key_status, "KEYS_AT_ONCE", 2)
+    monkeypatch.setattr(key_status, "KEYS_PER_QUERY", 2)
     asked: list[Person] = [cast.charlie, *[await make_person(database, clock, name) for name in ("dora", "erin", "frank")]]
 
-    found = await read_standing(database, {*(person.key.id for person in asked), "key_of_nobody"})
+    found = await read_principals(database, {*(person.key.id for person in asked), "key_of_nobody"})
 
     assert found == {person.key.id: person.principal for person in asked}
-    assert await read_standing(database, ()) == {}
+    assert await read_principals(database, ()) == {}
 
 
 async def test_a_request_ends_when_its_key_or_tenant_may_not_go_on(cast: Cast, clock: FakeClock) -> None:

@@ -141,7 +141,7 @@ async def test_a_proof_of_a_password_does_not_outlast_the_right_to_sign_in(
     proven = await people.prove_password(dora.email, "dora's long password")
     await people.change(dora.id, disabled=True)
     with pytest.raises(InvalidCredentials):
-        await doors.open(dora.id, "browser", "127.0.0.1", proof=proven.stands)
+        await doors.open(dora.id, "browser", "127.0.0.1", proof=proven.still_valid)
 
 
 async def test_members_come_in_pages_and_a_change_of_one_is_told(
