@@ -1,14 +1,14 @@
-"""What admission costs: the same request through the whole HTTP application with key, limits and pending record, and without.
+"""The cost of admission: the same request through the whole HTTP application with and without key, limits and pending record.
 
-One gateway process serves both kinds: a request with the key of the bench is admitted as any other; one with PLAIN as its key
-gets a principal that was made beforehand, a reservation that holds nothing and a ledger that writes nothing. The engine is a
-stand-in in a process of its own that answers after a fixed time, the clients are in a third process; all share the cores.
+One gateway process serves both kinds: a request with the bench's key is admitted like any other; one with PLAIN as its key gets
+a principal made beforehand, a reservation that reserves nothing and a ledger that writes nothing. The engine is a stand-in in
+its own process that answers after a fixed mean time, the clients are in a third process; all share the cores.
 
-    latency     CLIENTS requests are always open. Blocks of BLOCK_S seconds with and without admission alternate in random
-                order, so that other work on the machine hits both. Counted is the time from sending a request to the head of
-                its answer, which leaves when the pending record is durable, and to its end, which waits for the settlement.
-    sustained   an engine that answers at once, and clients that ask again at once: admissions per second, and what the same
-                gateway does without admission.
+    latency     CLIENTS requests are always open. Blocks of BLOCK_S seconds with and without admission run in pairs of random
+                order, so that other work on the machine affects both. The figures are the time from sending a request to the
+                head of its answer, sent once the pending record is durable, and to its end, which waits for the settlement.
+    sustained   the engine answers at once, and clients send the next request at once: admissions per second, and answers per
+                second of the same gateway without admission.
 
 Pairs of blocks and of rounds are repeated until enough of them were undisturbed (`bench.host_speed`), or TRIES_MAX times as
 many as requested. SQLite with synchronous=FULL, on the disk of --folder. All samples that counted are in the row.
@@ -49,7 +49,7 @@ PLAIN = "gh_plainplain_without_admission"
 ADMIN_TOKEN = "gha_token-of-the-bench"
 CLIENTS = 64
 BLOCK_S = 1.0
-SETTLE_S = 0.4  # not counted in each block: requests of the one before end in it
+SETTLE_S = 0.4  # start of each block, not counted: requests of the previous block end then
 ANSWER_S = 0.25
 TRIES_MAX = 3
 GOALS = {"added_ms_p50": 2.0, "added_ms_p99": 5.0, "admissions_per_s": 1000}
@@ -77,7 +77,7 @@ class Samples:
 
 
 async def ask(wire: Wire, body: bytes) -> tuple[float, float, float]:
-    """Make one request; return when it was sent, when its head came and when it ended."""
+    """Send one request; return the times of sending it, of the answer's head and of its end."""
     sent_s = time.perf_counter()
     head = await wire.ask("POST", "/v1/chat/completions", body)
     head_s = time.perf_counter()
@@ -92,7 +92,7 @@ async def ask(wire: Wire, body: bytes) -> tuple[float, float, float]:
 
 
 async def block(wires: Sequence[Wire], seconds: float, *, pause_s: float, dice: random.Random) -> tuple[Samples, float]:
-    """Keep every wire busy for `seconds`; return what was sampled after SETTLE_S, and answers per second then."""
+    """Keep every wire busy for `seconds`; return the samples after SETTLE_S and the answers per second in that time."""
     began_s = time.perf_counter()
     counted_from_s, end_s = began_s + SETTLE_S, began_s + seconds
     samples, body = Samples(), json.dumps(BODY).encode()
@@ -124,7 +124,7 @@ async def measure_latency(
             found[kind], _ = await block(wires[kind], BLOCK_S + SETTLE_S, pause_s=ANSWER_S, dice=dice)
         return found
 
-    await pair()  # warms up
+    await pair()  # the warm-up
     pairs, host = await until_undisturbed(speed_of_host, blocks, pair)
     for wire in (*wires["with"], *wires["without"]):
         wire.hang_up()
@@ -155,7 +155,7 @@ async def measure_rate(
 
 
 async def until_undisturbed(speed_of_host: HostSpeed, count: int, measure: Callable[[], Awaitable[T]]) -> tuple[list[T], Host]:
-    """Return what `measure` found in `count` undisturbed tries, fewer when that takes too many."""
+    """Return the results of `count` undisturbed calls of `measure`, or fewer if that takes too many tries."""
     parts: list[tuple[float, T]] = []
     before = await _speed(speed_of_host)
     while len(speed_of_host.undisturbed(parts)) < count and len(parts) < TRIES_MAX * count:
@@ -254,7 +254,7 @@ def gateway(folder: Path, answer_s: float, before: str, profile: Path | None = N
 
 
 async def prepare(port: int) -> str:
-    """Wait until the engine is ready, make a price and a tenant with every limit, and return its key."""
+    """Wait until the engine is ready, create a price and a tenant with every limit, and return the tenant's key."""
     admin = Wire(port, ADMIN_TOKEN)
     while (head := await admin.ask("GET", "/health/ready")).status != 200:
         await admin.content(head)
@@ -277,7 +277,7 @@ async def _make(admin: Wire, path: str, body: dict[str, Any]) -> Any:
 
 
 def main() -> None:
-    """Measure, print the row without its samples, and keep it."""
+    """Measure, print the row without its samples, and append it to the results."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--blocks", type=int, default=20, help="pairs of blocks with and without admission")
     parser.add_argument("--rounds", type=int, default=3, help="pairs of rounds at full speed")

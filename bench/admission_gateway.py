@@ -1,4 +1,4 @@
-"""The gateway of `bench.admission`: the appliance as it is, and a second way in that leaves out key, limits and record.
+"""The gateway of `bench.admission`: the appliance unchanged, plus a path that skips key, limits and pending record.
 
 python -m bench.admission_gateway FOLDER ANSWER_S [PROFILE]      serves a gateway and prints its port
 python -m bench.admission_gateway --fd N ANSWER_S                is its engine
@@ -67,7 +67,7 @@ def _final(request: GenerationRequest) -> TokenEvent:
 
 
 class NoReservation:
-    """Holds nothing."""
+    """A reservation that reserves nothing."""
 
     tokens_reserved = 0
     basis_points = 10_000
@@ -90,7 +90,7 @@ class NoAdmission:
     """Admits every request."""
 
     async def admit(self, *_args: Any, **_options: Any) -> NoReservation:
-        """Return a reservation of nothing."""
+        """Return a reservation that reserves nothing."""
         return NoReservation()
 
     def __getattr__(self, name: str) -> Any:
@@ -98,14 +98,14 @@ class NoAdmission:
 
 
 class NoWatch:
-    """Watches no principal: that of the plain way is in no table."""
+    """Watches no principal: the one of the plain path is in no table."""
 
     def began(self, *_generation: Any) -> None:
         """Do nothing."""
 
 
 class NoLedger:
-    """Writes nothing."""
+    """A ledger that writes nothing."""
 
     healthy = True
 

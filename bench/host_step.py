@@ -1,16 +1,16 @@
 # ruff: noqa: ARG002 - stand-ins have the signatures of what they stand for
-"""What a decode step costs the host: the loop, scheduler and slot runner of a GPU engine over a device that answers at once.
+"""The host's cost of a decode step: loop, scheduler and slot runner of a GPU engine, with a device that answers at once.
 
 Usage: python -m bench.host_step [--steps 600] [--batches 1,64,256]
 
-Everything the host does between two launches is real: planning, slots, staging, booking, tokens to events. Only the step itself
-is left out, and copies go to main memory. A `turn` is all that the thread does in the engine's process: reading requests, the
-step, the status, and the frame with its events, written to the socket; `decode` is what the gateway takes to read that frame.
-Times are of the thread's CPU clock, so that other work on the machine does not count but for what it does to caches;
-`calibrator_us` is the time of 256 attribute updates just then. A call of that clock adds about 0.3 microseconds to each part.
-Phases: `steady` decodes at one batch size; `turnover` replaces a request in every second step, as 256 requests of 500 tokens
-do. Prompts differ in length, so that blocks are not all full at once. One JSON row per run is appended to
-bench/results/host_step.jsonl.
+Everything that the host does between two launches is real: planning, slots, staging, booking, turning tokens into events. Only
+the step itself is left out, and copies go to main memory. A `turn` is all the work of the thread in the engine's process:
+reading requests, the step, the status, and writing the frame with its events to the socket; `decode` is the time that the
+gateway takes to read that frame. Times come from the thread's CPU clock, so that other work on the machine affects them only
+through the caches; `calibrator_us` is the time of 256 attribute updates at that moment. Each call of the clock adds about 0.3
+microseconds to a part. Phases: `steady` decodes at one batch size; `turnover` replaces a request in every second step, as
+happens with 256 requests of 500 tokens. Prompts differ in length, so that their blocks do not all fill up at once. One JSON row
+per run is appended to bench/results/host_step.jsonl.
 """
 
 from __future__ import annotations
@@ -51,12 +51,12 @@ WARM_STEPS = 60
 BLOCK_SIZE = 16
 MAX_MODEL_LEN = 8192
 PROMPT_LEN = 8
-CHUNK_ROWS = 960  # of the largest captured step with chunks: those of Llama-3.1-8B
+CHUNK_ROWS = 960  # rows of the largest captured step with chunks, as for Llama-3.1-8B
 DEVICE = torch.device("cpu")
 
 
 class NoDecoder:
-    """A decoder of no layers."""
+    """A decoder without layers."""
 
     greedy_head = None
     batch_invariant = False
@@ -78,7 +78,7 @@ class NoDecoder:
 
 
 class NoSampler(ColumnSampler):
-    """Everybody says token 0."""
+    """Every request gets token 0."""
 
     def choose(
         self, logits: torch.Tensor, slots: torch.Tensor, positions: torch.Tensor, kind: Kind, masks: torch.Tensor | None = None,
@@ -88,7 +88,7 @@ class NoSampler(ColumnSampler):
 
 
 class NoCalls:
-    """A replay that takes no time."""
+    """Replays that take no time."""
 
     def is_ready(self, key: Hashable) -> bool:
         return True
@@ -115,7 +115,7 @@ class NoPlainRunner:
 
 
 class Parts:
-    """CPU time spent inside wrapped methods, in this step."""
+    """CPU time of each call of the wrapped methods, in seconds, by label."""
 
     def __init__(self) -> None:
         self.times: dict[str, list[float]] = {}
@@ -134,7 +134,7 @@ class Parts:
 
 
 def no_grammars() -> GrammarQueue:
-    """Nobody asks for structured output."""
+    """A grammar queue that is never used: no request asks for structured output."""
 
     def compiler() -> GrammarCompiler:
         raise AssertionError("nothing is compiled here")
@@ -145,8 +145,8 @@ def no_grammars() -> GrammarQueue:
 def make_engine(
     batch: int, *, calls: Calls | None = None, max_model_len: int = MAX_MODEL_LEN, budget: int = 8192
 ) -> tuple[Engine, Parts]:
-    """An engine of `batch` seats, and the times of its parts. `calls`: what runs its captured steps, else nothing. `budget`:
-    tokens of a step."""
+    """An engine of `batch` seats, and the times of its parts. `calls` runs its captured steps; by default they do nothing.
+    `budget`: the most tokens in a step."""
     limits = SchedulerLimits(
         max_num_seqs=batch, max_num_batched_tokens=budget, max_model_len=max_model_len, block_size=BLOCK_SIZE
     )
@@ -165,8 +165,8 @@ def make_engine(
         max_guesses=0,
         chunk_rows=CHUNK_ROWS,
     )
-    steps.chunks._step._hidden = torch.zeros(batch, 1)  # nothing computes it
-    steps.decodes.step.host_sampled = None  # as on a GPU, where the device's memory is not the host's
+    steps.chunks._step._hidden = torch.zeros(batch, 1)  # no decoder computes it
+    steps.decodes.step.host_sampled = None  # as on a GPU, whose memory the host cannot read
     steps.state.words.on_host = None
     runner: Any = SlotRunner(NoPlainRunner(), steps, None)  # type: ignore[arg-type]
     engine = Engine(scheduler, runner, info, no_grammars())
@@ -184,7 +184,7 @@ def submit(engine: Engine, number: int, max_tokens: int) -> None:
 
 
 def wanted(number: int, max_tokens: int) -> GenerationRequest:
-    """A request whose id is as long as those of the gateway."""
+    """A request whose id is as long as those that the gateway assigns."""
     return GenerationRequest(
         request_id=f"req_{number:032x}",
         tenant_id=f"t{number % 8}",
@@ -194,8 +194,8 @@ def wanted(number: int, max_tokens: int) -> GenerationRequest:
 
 
 class Wire:
-    """The engine's end of its socket, with the gateway's behind it: what the engine sends is read at once, and a request that
-    ends is replaced, neither of them on the clock. `turns` are CPU times between `receive`s, but for warm steps."""
+    """The engine's end of its socket together with the gateway's: whatever the engine sends is read at once, and a request that
+    ends is replaced; neither is timed. `turns` are CPU times between calls of `receive`, without the warm-up steps."""
 
     def __init__(self, steps: int, parts: Parts, next_one: Callable[[], GenerationRequest]) -> None:
         ours, theirs = socket.socketpair()
@@ -210,7 +210,7 @@ class Wire:
         self.num_bytes: list[int] = []
 
     def receive(self, timeout_s: float) -> list[bytes]:
-        """What the gateway sent. Raises `PeerClosed` after the last step."""
+        """Return the frames that the gateway sent. Raises `PeerClosed` after the last step."""
         ended = time.thread_time()
         if self._started is not None and self._num_turns > WARM_STEPS:
             self.turns.append(ended - self._started)
@@ -265,14 +265,14 @@ def measure(batch: int, phase: str, steps: int) -> dict[str, Any]:
 
 
 class Plain:
-    """Something with an attribute."""
+    """An object with an attribute."""
 
     def __init__(self) -> None:
         self.number = 0
 
 
 def calibrator_us() -> float:
-    """256 plain attribute updates: how fast this machine is at Python just now."""
+    """Time of 256 plain attribute updates: how fast this machine runs Python at the moment."""
     things, times = [Plain() for _ in range(256)], []
     for _ in range(400):
         started = time.thread_time()

@@ -1,13 +1,14 @@
-"""What grows while the appliance serves: memory, open files and threads of gateway and engine, over hours of mixed traffic.
+"""Growth while the appliance serves: memory, open files and threads of gateway and engine, over hours of mixed traffic.
 
-Clients of four tenants ask in every manner that takes another way through the code: whole and streamed answers, several
-answers, schemas and regular expressions that nobody has sent before, log-probabilities, prompts that share a beginning and
-prompts that do not, requests that are refused, clients that leave, administrators that end a request. Beside them a person has
-the console open, keys come and go, and metrics are scraped. At the end the ledger is held against what clients were told.
+Clients of four tenants send every kind of request that takes a different path through the code: whole and streamed answers,
+several answers, new schemas and regular expressions each time, log-probabilities, prompts with and without a common prefix,
+requests that are refused, clients that disconnect, administrators that end a request. Meanwhile a user has the console open,
+keys are created, rotated and revoked, and metrics are scraped. At the end the ledger is compared with the usage reported to
+clients.
 
-Memory is what no file stands behind (`Anonymous` of smaps_rollup; Linux alone): pages of libraries count as a process's own or
-not as other processes come and go. Its growth is the slope over the second half, per thousand requests: by then caches of a
-fixed size are full.
+Memory means anonymous memory (`Anonymous` of smaps_rollup; Linux only): pages of libraries switch between private and shared
+as other processes come and go. Its growth is the slope over the second half, per thousand requests: by then fixed-size caches
+are full.
 
     python -m bench.soak --minutes 60            prints one row and adds it to bench/results/
 """
@@ -70,7 +71,7 @@ class Sample:
 
 
 class Client:
-    """One program with a key: asks in a random manner, again and again."""
+    """One client program with a key: sends one random kind of request after another."""
 
     def __init__(self, url: str, key: str, admin: httpx.AsyncClient, told: Told, dice: random.Random) -> None:
         self._http = httpx.AsyncClient(base_url=f"{url}/v1", headers={"authorization": f"Bearer {key}"}, timeout=120)
@@ -80,7 +81,7 @@ class Client:
         self._beginning = self._words(120)
 
     async def run(self) -> None:
-        """Ask until cancelled."""
+        """Send requests until cancelled."""
         manners: dict[str, Callable[[], Awaitable[int]]] = {
             "whole": lambda: self._whole({}),
             "streamed": lambda: self._streamed({}),
@@ -172,7 +173,7 @@ REFUSED: tuple[dict[str, Any], ...] = (
 
 
 async def watch_console(url: str) -> None:
-    """A person who is signed in: the live stream is open, pages are read, and now and then he signs in anew."""
+    """Act as a signed-in user: keep the live stream open, read pages, and occasionally sign in again."""
     while True:
         async with httpx.AsyncClient(base_url=url, timeout=60, follow_redirects=True) as person:
             form = CSRF.findall((await person.get("/login")).text)
@@ -188,7 +189,7 @@ async def watch_console(url: str) -> None:
 
 
 async def administer(admin: httpx.AsyncClient, url: str, dice: random.Random) -> None:
-    """Keys that come, are rotated and go; lists that are read; metrics."""
+    """Create, rotate and revoke keys; read lists; scrape metrics."""
     async with httpx.AsyncClient(base_url=url, timeout=60) as anybody:
         while True:
             tenant = (await admin.post("/tenants", json={"name": f"guest {dice.getrandbits(48):x}"})).raise_for_status().json()
@@ -204,7 +205,7 @@ async def administer(admin: httpx.AsyncClient, url: str, dice: random.Random) ->
 
 
 async def sample(processes: dict[str, psutil.Process], told: Told, samples: dict[str, list[Sample]]) -> None:
-    """Record every process each SAMPLE_S."""
+    """Record every process every SAMPLE_S seconds."""
     began_s = time.monotonic()
     while True:
         await asyncio.sleep(SAMPLE_S)
@@ -217,13 +218,13 @@ async def sample(processes: dict[str, psutil.Process], told: Told, samples: dict
 
 
 def anonymous_bytes(pid: int) -> int:
-    """Bytes of memory that no file stands behind."""
+    """Bytes of anonymous memory, which no file backs."""
     lines = Path(f"/proc/{pid}/smaps_rollup").read_text("ascii").splitlines()
     return next(1024 * int(line.split()[1]) for line in lines if line.startswith("Anonymous:"))
 
 
 def growth(taken: list[Sample]) -> float:
-    """Bytes per thousand answers: the slope of a straight line through the second half, by least squares."""
+    """Bytes per thousand answers: the slope of a least-squares line through the second half."""
     half = taken[len(taken) // 2 :]
     mean_x = sum(each.num_answers for each in half) / len(half)
     mean_y = sum(each.anonymous for each in half) / len(half)
@@ -232,7 +233,7 @@ def growth(taken: list[Sample]) -> float:
 
 
 async def wrong_in_ledger(admin: httpx.AsyncClient, told: Told) -> list[str]:
-    """Ids of requests whose tokens the ledger has otherwise than their client was told, once nothing runs."""
+    """Ids of requests whose tokens in the ledger differ from those reported to the client, once no request runs."""
     posted: dict[str, int] = {}
     cursor = None
     while True:
@@ -244,7 +245,7 @@ async def wrong_in_ledger(admin: httpx.AsyncClient, told: Told) -> list[str]:
 
 
 async def soak(url: str, token: str, minutes: float, clients: int, seed: int) -> dict[str, Any]:
-    """Return what a row says of the traffic and of what grew."""
+    """Return the row's figures of traffic and growth."""
     dice, told = random.Random(seed), Told()
     async with httpx.AsyncClient(base_url=f"{url}/admin/v1", headers={"authorization": f"Bearer {token}"}, timeout=60) as admin:
         (await admin.post("/prices", json={"model": MODEL, **PRICE})).raise_for_status()
@@ -264,7 +265,7 @@ async def soak(url: str, token: str, minutes: float, clients: int, seed: int) ->
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
         for task in done:
-            task.result()  # raises what ended it
+            task.result()  # raises the error that ended it
         await asyncio.sleep(5)
         wrong = await wrong_in_ledger(admin, told)
     return {

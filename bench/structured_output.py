@@ -1,12 +1,12 @@
-"""Structured output over real schemas: how many are supported, whether the grammars are exact, what compiles and masks cost.
+"""Structured output over real schemas: how many are supported, whether grammars are exact, the cost of compilation and masks.
 
 Usage: python -m bench.structured_output SCHEMAS.jsonl [--libraries ours,llguidance,xgrammar] [--vocab 32000] [--samples 3]
 
-A line of the file is {"name", "schema", "tests": [{"valid", "data"}]} (the form of MaskBench, arXiv 2501.10868). Every instance
-is written compactly and with the usual blanks, cut into tokens, and followed under the mask. Then random documents are drawn,
-each token uniformly among those that the mask allows, and judged by the package `jsonschema`, which knows nothing of grammars.
-Times are CPU times, for the machine may be busy. Each library runs in a process of its own, so that one that hangs or dies
-costs its schema only. One JSON row per run is appended to bench/results/structured_output.jsonl.
+A line of the file is {"name", "schema", "tests": [{"valid", "data"}]} (the format of MaskBench, arXiv 2501.10868). Every
+instance is written both compactly and with the usual spaces, tokenised, and followed under the mask. Then random documents are
+drawn, each token uniformly from those that the mask allows, and validated by the package `jsonschema`, which is independent of
+any grammar. Times are CPU times, because the machine may be busy. Each library runs in a process of its own, so that a hang or
+crash costs only the schema that caused it. One JSON row per run is appended to bench/results/structured_output.jsonl.
 """
 
 from __future__ import annotations
@@ -41,11 +41,11 @@ TRAINING_BYTES = 12_000_000
 SCHEMA_DEADLINE_S = 30.0
 SAMPLE_TOKENS_MAX = 600
 PATIENCE_TOKENS = 60
-"""Tokens after which a random document leans towards its end."""
+"""Tokens after which drawing a random document begins to favour tokens that end it."""
 
 
 def training_text() -> Iterator[str]:
-    """Text that every machine has: Python's library and this repository."""
+    """Text available on every machine: Python's standard library and this repository."""
     size = 0
     folders = [REPO / "docs", REPO / "engine", REPO / "appliance", Path(sysconfig.get_paths()["stdlib"])]
     for path in (path for folder in folders for path in sorted(folder.glob("*.[pm][yd]"))):
@@ -57,7 +57,7 @@ def training_text() -> Iterator[str]:
 
 
 def make_tokenizer(vocab_size: int) -> Tokenizer:
-    """A byte-level BPE tokenizer of about this size."""
+    """A byte-level BPE tokenizer with about `vocab_size` tokens."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -72,7 +72,7 @@ def make_tokenizer(vocab_size: int) -> Tokenizer:
 
 
 class Judge:
-    """Runs one library over schemas."""
+    """Tests one library on schemas."""
 
     def __init__(self, library: Library, tokenizer: Tokenizer, vocabulary: Vocabulary, samples: int) -> None:
         self.library = library
@@ -125,7 +125,7 @@ class Judge:
         return bool(self.mask(follower)[eos // 32] >> eos % 32 & 1)
 
     def sample(self, compiled: Any, schema: Any, numbers: random.Random) -> dict[str, Any]:
-        """Random documents: how many ended, and those that `jsonschema` finds wrong."""
+        """Draw random documents: how many ended, and those that `jsonschema` rejects."""
         validator = validator_for(schema, default=jsonschema.Draft202012Validator)
         ended, bad = 0, []
         for _ in range(self.samples):
@@ -143,7 +143,7 @@ class Judge:
         return {"drawn": self.samples, "ended": ended, "bad": bad}
 
     def draw(self, compiled: Any, numbers: random.Random) -> str | None:
-        """One random text; None when it did not end in time."""
+        """Draw one random text; None if it did not end in time."""
         follower = self.library.follow(compiled)
         written = bytearray()
         for step in range(SAMPLE_TOKENS_MAX):
@@ -164,7 +164,7 @@ class Judge:
 
 
 def in_order(schema: Any, data: Any) -> Any:
-    """The data with properties in the order in which the schema lists them."""
+    """The data with its properties in the order of the schema."""
     if not isinstance(schema, dict):
         return data
     if isinstance(data, list):
@@ -179,7 +179,7 @@ def in_order(schema: Any, data: Any) -> Any:
 
 
 def _complaint(validator: Any, schema: Any, text: str) -> str:
-    """What `jsonschema` has against a text; empty when it is right."""
+    """Why `jsonschema` rejects a text; empty if it is valid."""
     try:
         value = json.loads(text)
     except ValueError as error:
@@ -192,7 +192,7 @@ def _complaint(validator: Any, schema: Any, text: str) -> str:
 
 
 def serve(library: str, vocab: int, samples: int) -> None:
-    """The process of one library: a schema a line in, an answer a line out."""
+    """Run one library's process: each input line is a schema, each output line an answer."""
     tokenizer = make_tokenizer(vocab)
     data = json.loads(tokenizer.to_str())
     vocabulary = vocabulary_of(data, tokenizer.get_vocab_size(), [0])
@@ -204,7 +204,7 @@ def serve(library: str, vocab: int, samples: int) -> None:
 
 
 class Runner:
-    """Feeds one library's process and replaces it when it hangs or dies."""
+    """Feeds one library's process and replaces it if it hangs or crashes."""
 
     def __init__(self, library: str, arguments: argparse.Namespace) -> None:
         self._command = [sys.executable, "-m", "bench.structured_output", arguments.schemas, "--serve", library]

@@ -1,8 +1,8 @@
 """Choices made without a GPU at hand, compared with their alternatives: one run on a card decides.
 
-Nothing here is judged, and most of the time goes into compiling kernels that are not served. A row's value is the time of the
-choice over that of its fastest candidate, 1 if it is the fastest; its facts have the microseconds of each. Candidates are those
-between which machine code did not decide. One row is a model's rate with a choice that operators have.
+Nothing here is judged, and most of the time goes into compiling kernels that are not in service. A row's value is the time of
+the choice over that of the fastest candidate, so 1 if it is the fastest; its facts hold the microseconds of each. Candidates
+are those that the machine code alone could not rank. One row is a model's rate with an option that operators have.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ def measure(context: Context) -> None:
 
 
 def _products(context: Context, name: str, kind: str) -> None:
-    """All four products of layers whose weights together exceed the cache, with each candidate's tiles for all of them."""
+    """All four products of layers whose weights together exceed the cache, each with the tiles of every candidate."""
     hidden, inner, layers = (32, 48, 1) if context.rehearsal else (4096, 14_336, 4)
     device, dtype = context.device, context.dtype
     sizes = {"qkv": (hidden * 3 // 2, hidden), "out": (hidden, hidden), "gate_up": (2 * inner, hidden), "down": (hidden, inner)}
@@ -93,7 +93,7 @@ def _products(context: Context, name: str, kind: str) -> None:
 def _times(
     context: Context, part: str, size: tuple[int, int], weights: list[Weight], call: Callable[[Weight], object]
 ) -> dict[str, float]:
-    """Seconds of a product of one row with the tiles that were chosen, and with others."""
+    """Seconds of a product of one row with the chosen tiles, and with other candidates."""
     is_gated, is_summed = part == "gate_up", part in ("out", "down")
     outputs, x = size[0] // 2 if is_gated else size[0], torch.empty(1, size[1], dtype=context.dtype, device=context.device)
     chosen = fused_linear.tiles_on(x, weights[0], outputs, gated=is_gated, is_summed=is_summed)
@@ -107,8 +107,8 @@ def _times(
 
 
 def _candidates(context: Context, weight: Weight, outputs: int, *, gated: bool) -> dict[str, AnyTiles]:
-    """Through shared memory, as more rows are multiplied (4 bits); in registers (16 and 8 bits); as operands of tensor cores,
-    with other numbers of warps (Hopper, 8 and 4 bits)."""
+    """Weights through shared memory, as for more rows (4 bits); in registers (16 and 8 bits); as operands of tensor cores,
+    with different numbers of warps (Hopper, 8 and 4 bits)."""
     candidates: dict[str, AnyTiles] = {f"{each.block_n}x{each.block_k} of {each.num_warps} warps": each for each in ROW_TILES}
     if isinstance(weight, Int4Weight):
         tiles = fused_int4.fused_int4_tiles(outputs, weight.num_columns, multiprocessors(context.device), gated=gated)
@@ -119,7 +119,7 @@ def _candidates(context: Context, weight: Weight, outputs: int, *, gated: bool) 
 
 
 def _decode(context: Context, name: str, lengths: list[int]) -> None:
-    """Other sizes of a split, and other numbers of programs of a multiprocessor, over caches larger than the second level's."""
+    """Other split sizes and other numbers of programs per multiprocessor, over KV caches larger than the L2 cache."""
     shape, device = (TINY if context.rehearsal else LLAMA), context.device
     lengths = [20, 5] if context.rehearsal else lengths
     copies = context.size(2 if len(lengths) > 1 else 32, 1)
@@ -150,7 +150,7 @@ def _decode(context: Context, name: str, lengths: list[int]) -> None:
 
 
 def _rotation(context: Context, name: str, lengths: list[int]) -> None:
-    """The operations between a layer's projection and its next product, both ways."""
+    """The operations between a layer's projection and its next product, fused and separate."""
     shape, device, num_requests = (TINY if context.rehearsal else LLAMA), context.device, len(lengths)
     lengths = [20, 5] if context.rehearsal else lengths
     copies = context.size(2 if len(lengths) > 1 else 32, 1)
@@ -192,8 +192,8 @@ def _rotation(context: Context, name: str, lengths: list[int]) -> None:
 
 
 def _prefill(context: Context) -> None:
-    """Without overlap: Triton's own language, which waits for each product; and tiles of half as many queries or keys: two
-    programs of a multiprocessor, one at its exponentials while one multiplies. Last a kernel that is not in service."""
+    """Alternatives without overlap, in plain Triton, which waits for each product: the same tile, and tiles of half the queries
+    or keys, where one program of a multiprocessor exponentiates while another multiplies. Last, a kernel not in service."""
     shape, length = (TINY if context.rehearsal else LLAMA), context.size(8192, 20)
     pages = make_pages([length], shape, dtype=context.dtype, device=context.device)
     q = queries(pages, length, context.dtype)
@@ -226,8 +226,8 @@ def _prefill(context: Context) -> None:
 
 
 def _turn(context: Context) -> None:
-    """A turn of a chat behind its cached prefix: keys not cut into splits, into half as many and into twice as many, and by the
-    kernel that overlaps nothing."""
+    """A chat turn after its cached prefix: keys without splits, with half as many and with twice as many splits, and by the
+    kernel without overlap."""
     shape, count, length = (TINY if context.rehearsal else LLAMA), context.size(100, 9), context.size(32_768, 140)
     pages = make_pages([length], shape, dtype=context.dtype, device=context.device)
     q = queries(pages, count, context.dtype)

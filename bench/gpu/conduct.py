@@ -1,4 +1,4 @@
-"""Runs the parts of a plan in processes of their own, ends those that take too long, and collects what they say."""
+"""Runs the parts of a plan in separate processes, ends those that take too long, and collects their output."""
 
 from __future__ import annotations
 
@@ -22,24 +22,24 @@ from bench.gpu.rows import Row
 from engine.environment import FP_FUSION
 
 HEAD_CHARS, TAIL_CHARS = 2000, 6000
-"""Characters of each part's log in the result: how engines started, and the end. `--logs` keeps all of it."""
+"""Characters of each part's log in the result: its head, where engines start, and its tail. `--logs` keeps the whole log."""
 BASE_FACT = "bandwidth"
-"""The figure by which every part after the first divides."""
+"""The calibrated figure that every part after the first divides by."""
 PATIENCE = 8.0
 """Factor for the limits of parts in a rehearsal, which may share two busy cores with everything else."""
 LEFT_MIN_S = 8.0
-"""A part that has less time left is not begun."""
+"""With less time left than this, a stage is not begun."""
 IMPORT_S = 120.0
 """Time that the first part may take to import before its own time begins; no other part imports meanwhile."""
 ROUNDING = ("TORCH_ALLOW_TF32_CUBLAS_OVERRIDE", "NVIDIA_TF32_OVERRIDE")
-"""An image may set these: float32 products would then have 10 bits, even those that checks treat as exact."""
+"""A container image may set these: float32 products would then have 10-bit mantissas, even those that checks treat as exact."""
 END_S = 10.0
-"""Time that a killed process may take to end. One that hangs in a driver never ends, and the run goes on."""
+"""Time that a killed process may take to end. A process that hangs in the driver never ends; the run goes on without it."""
 
 
 @dataclass(slots=True)
 class Outcome:
-    """Everything a run gave: rows in the order in which they came, facts, and what became of each part."""
+    """Everything a run produced: rows in order of arrival, facts, and the outcome of each part."""
 
     rows: list[Row] = field(default_factory=list)
     facts: dict[str, Any] = field(default_factory=dict)
@@ -47,7 +47,7 @@ class Outcome:
 
 
 class Process:
-    """One job. It imports at once and measures when told to."""
+    """The process of one job. It imports at once and measures after `begin`."""
 
     def __init__(self, job: Job, *, rehearse: bool, environment: dict[str, str]) -> None:
         self.job = job
@@ -57,7 +57,7 @@ class Process:
         self.ended = False
         self.given_up = ""
         self._is_read = False
-        self._log = tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace")  # noqa: SIM115 - as long as the process
+        self._log = tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace")  # noqa: SIM115 - `close` closes it
         arguments = [sys.executable, "-m", "bench.gpu.part", *(part.name for part in job.parts)]
         self._process = subprocess.Popen(
             arguments + (["--rehearse"] if rehearse else []),
@@ -71,7 +71,7 @@ class Process:
         self._begun_s = 0.0
 
     def listen(self, lines: Lines) -> None:
-        """Put what it says into `lines`, and None at its end."""
+        """Put its output lines into `lines`, then None at the end of the output."""
         self._is_read = True
         threading.Thread(target=self._read, args=(lines,), daemon=True).start()
 
@@ -79,7 +79,7 @@ class Process:
         self.limit_s, self._begun_s = limit_s, time.monotonic()
         stdin = self._process.stdin
         assert stdin is not None
-        with suppress(BrokenPipeError):  # it ended while it imported; its log says why
+        with suppress(BrokenPipeError):  # it ended during its imports; its log says why
             stdin.write(json.dumps({"facts": facts, "until_s": self._begun_s + limit_s}) + "\n")
             stdin.close()
 
@@ -100,21 +100,21 @@ class Process:
         return time.monotonic() - self._begun_s
 
     def end(self) -> None:
-        """Kill it because its time is over, and give its output time to end too."""
+        """Kill it because its time is up, and allow END_S for its output to end as well."""
         self.ended = True
         self.kill()
         self.grace_s = self.taken_s - self.limit_s + END_S
 
     def kill(self) -> None:
-        """End it and what it started."""
+        """Kill it and the processes that it started."""
         if self._process.poll() is None:
             os.killpg(self._process.pid, signal.SIGKILL)
             self._wait()
 
     def close(self) -> tuple[int | None, str]:
-        """Its exit status, None if it does not end, and its log."""
+        """Return its exit status (None if it does not end) and its log."""
         status = self._wait()
-        for pipe in (self._process.stdin, None if self._is_read else self._process.stdout):  # its reader closes what it reads
+        for pipe in (self._process.stdin, None if self._is_read else self._process.stdout):  # the reader closes its own pipe
             if pipe is not None:
                 with suppress(BrokenPipeError):
                     pipe.close()
@@ -143,9 +143,9 @@ def conduct(
     logs: Path | None = None,
     keep: Callable[[Outcome], None] = lambda _: None,
 ) -> Outcome:
-    """Run all stages. The processes of the next one import while this one measures, and none while the first imports, whose
-    time the run would lose. `logs`: a folder for everything that they say beside their rows. `keep` gets what there is behind
-    each stage, and where the run is broken off."""
+    """Run all stages. The next stage's processes import while the current one measures; while the first imports, no other does,
+    because the run would lose that time. `logs`: a directory for everything that parts print besides rows. `keep` receives the
+    outcome so far after each stage, and when the run is broken off."""
     outcome = Outcome(facts=dict(facts))
     environment = _environment(rehearse)
     end_s = time.monotonic() + total_s
@@ -186,7 +186,7 @@ def _listened(processes: Sequence[Process]) -> Lines:
 
 
 def _wait_for_imports(processes: Sequence[Process], lines: Lines) -> None:
-    """Until each has said its first line, which is that it is ready, or has ended."""
+    """Wait until each process has printed its first line, which says that it is ready, or has ended."""
     missing, end_s, first = set(processes), time.monotonic() + IMPORT_S, []
     while missing and (left_s := end_s - time.monotonic()) > 0:
         with suppress(queue.Empty):
@@ -233,19 +233,19 @@ def _run(
             except queue.Empty:
                 for late in [process for process in running if process.left_s <= 0]:
                     if not late.ended:
-                        late.end()  # which follows as a line
-                    else:  # something still holds its output open
+                        late.end()  # its end then arrives as a line
+                    else:  # another process still holds its output open
                         running.remove(late)
                         _close(late, outcome, show, logs)
                 continue
             if process not in running:
-                continue  # given up before its output ended
+                continue  # it was given up before its output ended
             if line is None:
                 running.remove(process)
                 _close(process, outcome, show, logs)
             else:
                 _take(line, process, outcome, show)
-    except BaseException:  # broken off: before anybody is waited for
+    except BaseException:  # the run is broken off: keep the outcome before waiting for processes to end
         keep(outcome)
         raise
     finally:
@@ -255,7 +255,7 @@ def _run(
 
 def _take(line: str, process: Process, outcome: Outcome, show: Callable[[str], None]) -> None:
     if not line.endswith("\n"):
-        return  # cut off when it was ended
+        return  # cut off when the process was killed
     said = json.loads(line)
     if "row" in said:
         said["row"]["came_s"] = round(process.taken_s, 1)
@@ -287,7 +287,7 @@ def _close(process: Process, outcome: Outcome, show: Callable[[str], None], logs
 
 
 def shortened(words: str) -> str:
-    """Head and tail of a log."""
+    """The head and tail of a log."""
     left_out = len(words) - HEAD_CHARS - TAIL_CHARS
     return words if left_out <= 0 else f"{words[:HEAD_CHARS]}\n… {left_out} characters …\n{words[-TAIL_CHARS:]}"
 

@@ -1,11 +1,11 @@
-"""The cost of a step's calls for the host's thread, depending on what the device does meanwhile: one of each kind, separately.
+"""The host thread's cost of a step's calls, depending on what the device does meanwhile: one call of each kind, separately.
 
-A step's host time is told by parts of ours (`step_parts`). This tells what lies below them: on an H200 launching a step took
-616 µs of processor time, where the same Python takes 28 with the driver mocked.
+`step_parts` divides a step's host time among parts of our code. This measures the calls that they make: on an H200, launching a
+step took 616 µs of processor time; the same Python code takes 28 µs with the driver mocked.
 
 idle      the device has nothing to do, and the host has just been at work
 busy      the device computes for some milliseconds, and the host stays awake for half of them, as it does between steps
-behind    the same, and a graph was launched just before, as a step's tokens are sent behind its graph
+behind    the same, and a graph was launched just before, as a step's tokens are sent after its graph
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ Call = Callable[[], object]
 
 
 def measure_calls(context: Context, launch: Call) -> None:
-    """`launch`: of one kernel of Triton that does nothing. The row's value is the sum of one call of each kind, in µs."""
+    """`launch` launches one Triton kernel that does nothing. The row's value is the sum of one call of each kind, in µs."""
     size = context.size(4096, 64)
     matrix = torch.randn(size, size, device=context.device).to(context.dtype)
     occupy = _occupation(context, lambda: torch.mm(matrix, matrix))
@@ -79,7 +79,7 @@ def _in_turn(*calls: Call) -> None:
 
 
 def _occupation(context: Context, product: Call) -> Call:
-    """Keeps the device at work for BUSY_S, and the host awake for half of it."""
+    """Return a call that keeps the device busy for BUSY_S, and the host awake for half of that time."""
     product()
     synchronize(context.device)
     started_s = time.perf_counter()
@@ -98,7 +98,7 @@ def _occupation(context: Context, product: Call) -> Call:
 
 
 def _taken_s(context: Context, call: Call, before: Call) -> float:
-    """Processor time of this thread."""
+    """Processor time that `call` takes this thread."""
     before()
     started_s = time.thread_time()
     call()

@@ -1,22 +1,22 @@
-"""For how much of a series of steps the GPU was idle, as far as that can be observed.
+"""The share of a series of steps during which the GPU was idle, as far as that can be observed.
 
-waits    events around each replay of a graph, as it is served: what lies between two of them is a wait for the host. Nothing
-         within a graph is seen, nor that the device was idle while the host was still launching one
-busy     torch's profiler, over steps whose kernels are launched in turn: what any kernel or copy covers, for each step. A
-         kernel that is launched early would count as running while it waits for the one before. Judged is 1 - busy / served
-         step, where the served step has its kernels launched early and no profiler, and never less than the waits
-gaps     of the same trace: what nothing covers. No served step has them, and the profiler widens them
+waits    from events around each replay of a graph, as served: the time between two replays is a wait for the host. Idle time
+         within a graph is not seen, nor is a device that was idle while the host was still launching a graph
+busy     from torch's profiler, over steps whose kernels are launched in turn: the time per step that any kernel or copy covers.
+         (A kernel launched early would count as running while it waits for its predecessor.) The judged figure is 1 - busy /
+         served step, but never less than the waits; the served step launches its kernels early and runs without the profiler
+gaps     from the same trace: the time that nothing covers. A served step has no such gaps, and the profiler widens them
 
-How a step that idles could pass, and what is done about it:
+How a step that idles could pass, and what prevents it:
 
-kernels overlap in the trace (they were launched early all the same), which counts waiting as running: the row fails
-the profiler makes kernels longer, beyond the step in turn as it is without the profiler: the row fails
-requests are longer by the time of the trace, so kernels take longer than in the served step: its time is moved on to there
-a step launched before the trace runs within it: nothing is under way when the trace begins
-an idle host is made up for by kernels that overlap when they are launched early: waits count whatever kernels do
+kernels overlap in the trace (they were launched early after all), so waiting counts as running: the row fails
+the profiler makes kernels take longer than a step launched in turn takes without the profiler: the row fails
+requests are longer when the trace begins, so kernels take longer than in the served step: the served time is extrapolated
+a step launched before the trace runs within it: no work is under way when the trace begins
+overlap from early launches makes up for a host that causes waits: waits count whatever the kernels do
 
-What is left: within a graph, an early launch may make up for a gap at another place. What is judged is what a step loses
-against its own kernels one after the other without any gap. A trace that lost kernels shows more idle time, not less.
+One case remains: within a graph, an early launch may make up for a gap elsewhere. The judged figure is what a step loses
+compared with running its own kernels one after another without gaps. A trace that lost kernels shows more idle time, not less.
 """
 
 from __future__ import annotations
@@ -38,14 +38,14 @@ from engine.runner.cuda_graphs import CudaGraphs, DirectCalls
 
 WORK = ("kernel", "gpu_memcpy", "gpu_memset")
 OVERLAP_MAX = 0.01
-"""Of a trace: copies of inputs beside a kernel. Kernels that are launched early overlap by more."""
+"""Allowed overlap in a trace: input copies run alongside a kernel. Kernels that are launched early overlap by more."""
 LONG_US = 5.0
-"""Longer gaps are waits for the host; shorter ones are between two kernels of a graph."""
+"""Longer gaps are waits for the host; shorter ones lie between two kernels of a graph."""
 
 
 @dataclass(slots=True)
 class Replays:
-    """Replays of graphs: when each began and ended, in milliseconds since the first began, and whose graphs they were."""
+    """Graph replays: when each began and ended, in milliseconds since the first began, and the objects that own the graphs."""
 
     spans_ms: list[tuple[float, float]] = field(default_factory=list)
     graphs: dict[CudaGraphs, None] = field(default_factory=dict)
@@ -61,7 +61,7 @@ class Replays:
 
 @contextmanager
 def timed_replays(device: torch.device) -> Iterator[Replays]:
-    """Time every replay inside the block; the times are there behind it. A rehearsal times the calls in place of graphs."""
+    """Time every replay inside the block; the times are available after it. A rehearsal times the direct calls instead."""
     found = Replays()
     marks: list[tuple[Any, Any]] = []
     replay, call = CudaGraphs.run, DirectCalls.run
@@ -99,7 +99,7 @@ def _since(first: Any, mark: Any) -> float:
 
 @dataclass(frozen=True, slots=True)
 class Idle:
-    """Shares of the span from the first kernel to the last. `long` counts only gaps of more than LONG_US."""
+    """Idle shares of the span from the first kernel to the last. `long` counts only gaps of more than LONG_US."""
 
     share: float
     long: float
@@ -107,37 +107,38 @@ class Idle:
     num_kernels: int
     longest_us: float
     top: dict[str, float]  # names of kernels and their share of the span
-    overlap: float = 0.0  # what ran beside something else
+    overlap: float = 0.0  # the share in which more than one kernel or copy ran
 
 
 @dataclass(frozen=True, slots=True)
 class Stretch:
-    """Steps in a row, in seconds. `at` is the number of the first one, counted from any step before."""
+    """Consecutive steps, in seconds. `at` is the number of the first one, counted from any earlier step."""
 
     at: float
     step_s: list[float]
 
     @property
     def warm_s(self) -> list[float]:
-        """The steps without the first, which also holds time before it was called."""
+        """All steps but the first, which also includes time before it was called."""
         return self.step_s[1:]
 
     def step_at(self, at: float, growth: float) -> float:
-        """Seconds of a step at another place, where a step is longer by `growth` than the one before."""
+        """Seconds of a step at another position, if each step takes `growth` seconds longer than the one before."""
         return mean(self.warm_s) + growth * (at - self.at - len(self.step_s) / 2)
 
 
 def growth_s(earlier: Stretch, later: Stretch) -> float:
-    """By how many seconds a step is longer than the one before, since requests grow: the median over steps at the same place of
-    each stretch, so that a disturbed one counts as any other. Never negative: that would be a card that warms up."""
+    """How many seconds longer each step takes than the one before, because requests grow: the median over steps at the same
+    position in both stretches, so that one disturbed step carries no more weight than any other. Never negative: a negative
+    growth would only mean that the card was warming up."""
     longer = [after - before for before, after in zip(earlier.warm_s, later.warm_s, strict=False)]
     return max(0.0, median(longer) / (later.at - earlier.at))
 
 
 @dataclass(frozen=True, slots=True)
 class Traced:
-    """A trace of steps launched in turn; a served step and one in turn, both without the profiler, at its place; and the share
-    of waits, as served."""
+    """A trace of steps launched in turn; the time, without the profiler, of a served step and of one launched in turn, both at
+    the position of the trace; and the share of waits, as served."""
 
     trace: Idle
     num_steps: int
@@ -147,12 +148,12 @@ class Traced:
 
     @property
     def busy_us(self) -> float:
-        """Per step."""
+        """Busy time per step, in microseconds."""
         return self.trace.span_us * (1 - self.trace.share) / self.num_steps
 
     @property
     def busy(self) -> float:
-        """Of a served step; above 1 if early launches save more than gaps cost."""
+        """Busy share of a served step; above 1 if early launches save more than gaps cost."""
         return self.busy_us / (1e6 * self.served_s)
 
     @property
@@ -161,7 +162,7 @@ class Traced:
 
     @property
     def wrong(self) -> str:
-        """Why the trace does not tell how long kernels take, or nothing."""
+        """Why the trace does not show how long kernels take; empty if it does."""
         if self.trace.overlap > OVERLAP_MAX:
             return f"{100 * self.trace.overlap:.1f} % of the trace overlaps: its kernels were not launched in turn"
         if self.busy_us > 1e6 * self.in_turn_s:
@@ -171,11 +172,11 @@ class Traced:
 
 
 def measure_idle(run: Callable[[], object], device: torch.device) -> Idle:
-    """Run under the profiler. A rehearsal reads the operations of the CPU, so that the same code sees a trace."""
+    """Run under the profiler. A rehearsal traces CPU operations instead, so that the same code is exercised."""
     on_gpu = device.type == "cuda"
     activity = torch.profiler.ProfilerActivity.CUDA if on_gpu else torch.profiler.ProfilerActivity.CPU
     if on_gpu:
-        torch.cuda.synchronize()  # a step under way would be in the trace beside those of `run`
+        torch.cuda.synchronize()  # otherwise a step under way would appear in the trace
     with torch.profiler.profile(activities=[activity]) as profiler:
         run()
         if on_gpu:
@@ -188,7 +189,7 @@ def measure_idle(run: Callable[[], object], device: torch.device) -> Idle:
 
 
 def idle_of(events: list[dict[str, Any]], kinds: tuple[str, ...]) -> Idle:
-    """From a trace: the union of what ran, whatever ran side by side."""
+    """Compute the idle time of a trace from the union of everything that ran, overlapping or not."""
     work = sorted((float(e["ts"]), float(e["ts"]) + float(e["dur"]), e["name"]) for e in events if e.get("cat") in kinds)
     if not work:
         raise RuntimeError(f"the profiler saw none of {', '.join(kinds)}")

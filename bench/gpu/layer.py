@@ -1,4 +1,4 @@
-"""One layer of plain weights: the launches of a decode step, early or one after the other has ended."""
+"""One layer of plain weights: a decode step's kernels launched early, or each after the previous one has ended."""
 
 from __future__ import annotations
 
@@ -32,14 +32,14 @@ MODELS = {
     "Llama-8B": (LLAMA, 4096, 14_336, 4),
     "Qwen3-0.6B": (AttentionShape(16, 16, 8, 128), 1024, 3072, 28),
 }
-"""Heads, width of the residual stream and of the feed-forward part, and layers in turn, each with weights and keys of its own:
-more than a cache holds."""
+"""Heads, widths of the residual stream and of the feed-forward part, and the number of layers run in turn, each with its own
+weights and keys: together more than the cache holds."""
 CONTEXT_LEN = 1024
 CHOSEN = "chosen"
 
 
 def measure_layers(context: Context) -> None:
-    """Whether kernels are launched early where that is the faster way: a row for each model and number of rows."""
+    """Measure whether kernels are launched early where that is faster: a row for each model and number of rows."""
     for model, numbers in LAYER_ROWS.items():
         for rows in numbers:
             name = layer_of(model, rows)
@@ -62,7 +62,7 @@ def _early(context: Context, name: str, model: str, rows: int) -> None:
 
 
 def emit_choice(context: Context, name: str, taken: dict[str, float]) -> None:
-    """taken: seconds by case, of which one is `CHOSEN`. The row's value is how many times as long that takes as the fastest."""
+    """taken: seconds by case, including `CHOSEN`. The row's value is the time of `CHOSEN` over that of the fastest case."""
     row = Row(name=name, value=taken[CHOSEN] / min(taken.values()))
     row.facts = {"us": {case: taken_s * 1e6 for case, taken_s in taken.items()}}
     row.note = ", ".join(f"{case}: {taken_s * 1e6:.3g} µs" for case, taken_s in taken.items())
@@ -70,13 +70,13 @@ def emit_choice(context: Context, name: str, taken: dict[str, float]) -> None:
 
 
 def launched_in_turn() -> AbstractContextManager[None]:
-    """No kernel starts before the one in front of it has ended."""
+    """Inside the block no kernel starts before the previous one has ended."""
     return launched_with(mock.patch.dict(os.environ, {VARIABLE: "0"}))
 
 
 @contextmanager
 def launched_with(patch: AbstractContextManager[object]) -> Iterator[None]:
-    """Launches see what is patched, and do not see it afterwards."""
+    """Apply a patch to launches inside the block, and not to those after it."""
     try:
         with patch:
             may_be_early.cache_clear()
@@ -86,8 +86,8 @@ def launched_with(patch: AbstractContextManager[object]) -> Iterator[None]:
 
 
 def make_layer(context: Context, model: str, rows: int) -> tuple[Callable[[], None], int]:
-    """The launches of a layer of plain weights, between one token of each request and a context of 1k, as a step of so many
-    rows makes them, and of how many layers in turn."""
+    """Return the launches of layers of plain weights, as in a decode step of `rows` requests with 1k of context each, and the
+    number of layers that they run in turn."""
     shape, hidden, inner, layers = (TINY, 64, 96, 1) if context.rehearsal else MODELS[model]
     device, dtype = context.device, context.dtype
     made = partial(normal, dtype=dtype, device=device)

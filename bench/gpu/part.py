@@ -1,7 +1,7 @@
-"""A process of the bench: `python -m bench.gpu.part NAME…`. Imports first, waits for a line of facts, then measures.
+"""A process of the bench: `python -m bench.gpu.part NAME…`. It imports first, waits for a line of facts, then measures.
 
-Lines of JSON go to what was standard output; everything that libraries print goes to standard error, with what the engine logs:
-starts, captures, fall-backs. A part that is about to be ended says where it stands: a card that hangs says nothing else.
+Lines of JSON go to the original standard output; everything that libraries print goes to standard error, as do the engine's log
+lines: starts, captures, fallbacks. A part that is about to be ended prints its stack traces: a card that hangs shows no more.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ from bench.gpu.plan import BY_NAME
 log = logging.getLogger("gatehouse.bench")
 
 LAST_WORDS_S = 2.0
-"""So long before its end a part tells where each of its threads is."""
+"""How long before its end a part prints the stack of each of its threads."""
 HUNG_S = 1.0
-"""After so long without that, the main thread runs no Python any more, and the watchdog tells."""
+"""If the main thread has not done so after this long, it no longer runs Python, and the watchdog prints them instead."""
 PR_SET_PDEATHSIG = 1
-"""Of Linux' prctl(2)."""
+"""Constant of Linux's prctl(2)."""
 BEHIND = 10
-"""How much nicer a part is that gives no rows than those beside it."""
+"""Added niceness of a part that gives no rows, so that it yields to the parts that run alongside it."""
 
 
 def main() -> None:
@@ -52,7 +52,7 @@ def main() -> None:
         _prepare_interpreter()
     modules = [importlib.import_module(BY_NAME[name].module) for name in options.names]
     functions = [getattr(module, BY_NAME[name].function) for module, name in zip(modules, options.names, strict=True)]
-    torch.backends.cuda.enable_cudnn_sdp(False)  # it plans for every length anew; the row that measures it names it
+    torch.backends.cuda.enable_cudnn_sdp(False)  # it plans anew for every length; its own row selects it explicitly
     for module in modules:
         _import_libraries(getattr(module, "LIBRARIES", ()))
 
@@ -64,7 +64,7 @@ def main() -> None:
     told = json.loads(sys.stdin.readline() or "null")
     if told is None:
         return
-    facts, until_s = told["facts"], float(told["until_s"])  # by the clock that the processes of a machine share
+    facts, until_s = told["facts"], float(told["until_s"])  # on the monotonic clock, which all processes of a machine share
     _tell_where_it_stands(max(0.01, until_s - LAST_WORDS_S - time.monotonic()))
     if not options.rehearse and not torch.cuda.is_available():
         raise SystemExit("torch finds no NVIDIA GPU here; `bench/gpu.sh --rehearse` tries the program without one")
@@ -78,25 +78,25 @@ def main() -> None:
     faulthandler.cancel_dump_traceback_later()
     write({"done": options.names})
     logging.shutdown()
-    os._exit(0)  # what libraries wait for at their end, compilers of theirs among it, takes ten seconds of the run
+    os._exit(0)  # an orderly exit waits for libraries, their compilers included, and costs the run ten seconds
 
 
 def end_with_parent() -> None:
-    """A run that is killed leaves nobody on the card, whose memory and time the next one needs."""
+    """A run that is killed leaves no process on the card: the next run needs its memory and time."""
     prctl = getattr(ctypes.CDLL(None), "prctl", None)
     if prctl is not None:
         prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 def _give_way(names: Sequence[str]) -> None:
-    """What only warms up compiles with as many threads as there are cores, a check with one: the check goes first."""
+    """A warm-up part compiles with as many threads as there are cores, a check with one: let the check go first."""
     if all(BY_NAME[name].target == "warm-up" for name in names):
         os.nice(BEHIND)
 
 
 def _tell_where_it_stands(in_s: float) -> None:
-    """A thread that looks at the others while they work may end the process (CPython, issue 116008), as it did on an H200 to a
-    part that had two seconds left. So the main thread tells, when it holds Python's lock; the other one does where it hangs."""
+    """Dumping the stacks of running threads from another thread may crash the process (CPython, issue 116008), as it did on an
+    H200 to a part that had two seconds left. So the main thread does it, holding the GIL, the watchdog only if it hangs."""
 
     def tell(*_: object) -> None:
         faulthandler.cancel_dump_traceback_later()
@@ -108,8 +108,8 @@ def _tell_where_it_stands(in_s: float) -> None:
 
 
 def _prepare_interpreter() -> None:
-    """The interpreter rounds to e4m3 as no card does, and takes most of its time for what nobody sees; the tests know how to
-    put both right."""
+    """Triton's interpreter rounds to e4m3 as no card does, and spends most of its time on work without visible effect; the
+    tests' support modules correct both."""
     import pytest
 
     from tests.support.interpreted_fp8 import correct_e4m3
@@ -120,7 +120,7 @@ def _prepare_interpreter() -> None:
 
 
 def _import_libraries(names: Sequence[str]) -> None:
-    """Of peers, which take seconds: before the part's time begins. Its rows say what is wrong with one that is not there."""
+    """Import the peers' libraries, which takes seconds, before the part's time begins. Its rows report a missing library."""
     for name in names:
         try:
             importlib.import_module(name)
@@ -129,7 +129,7 @@ def _import_libraries(names: Sequence[str]) -> None:
 
 
 def _own_output() -> TextIO:
-    """Standard output for rows alone."""
+    """Reserve standard output for rows; anything else that is printed goes to standard error."""
     kept = os.fdopen(os.dup(1), "w", encoding="utf-8")
     os.dup2(2, 1)
     return kept

@@ -1,13 +1,13 @@
-"""transformers beside us in the same run: same model, same weights, its continuous batching and `generate`.
+"""transformers compared with our engine in the same run: same model, same weights, its continuous batching and `generate`.
 
-A ratio is of the same conversations: those that the part `llama 8b` had all at once, after a warm-up, greedy. Continuous
-batching gets all of them at once too, after a warm-up of its own, with what it wants to know of a workload.
+Ratios compare the same conversations: those that the part `llama 8b` served all at once, after a warm-up, greedy. Continuous
+batching also gets all of them at once, after a warm-up of its own, with the workload hints that it accepts.
 
 `generate` gets padded batches of 16 in order of arrival, which is how the goal of 15 defines this peer: a batch runs until its
-longest answer is done, and its caller waits for all of it. A batch takes some ten seconds, so it gets the first conversations
-that fit its share of the time, and at least one batch. One batch of all conversations is told beside it and judges nothing,
-where its time fits: more rows a step make `generate` several times as fast. What is not installed, or was not done in time, is
-a row that says so, never a pass.
+longest answer is done, and its caller waits for the whole batch. A batch takes about ten seconds, so `generate` gets the first
+conversations that fit its share of the time, and at least one batch. If time allows, one batch of all conversations is also
+reported but not judged: more rows per step make `generate` several times as fast. A peer that is not installed, or did not
+finish in time, gets a row that says so, never a pass.
 """
 
 from __future__ import annotations
@@ -35,10 +35,10 @@ STATIC_BATCH = 16
 STATIC = f"against transformers static generate, batches of {STATIC_BATCH}"
 NAMES = (CONTINUOUS, STATIC)
 STATIC_SHARE = 0.25
-"""Of the time that is left when it begins, its first batch aside: the rest is for continuous batching, which had done three
-quarters of its work in 40 s on an H200."""
+"""Share of the time left at its start that `generate` may use, its first batch aside. The rest is for continuous batching,
+which on an H200 had done three quarters of its work in 40 s."""
 WHOLE_COSTS = 2.0
-"""A batch of all conversations takes at most so many times as long as one of 16: as many steps, and those are the host's."""
+"""Upper bound: time of a batch of all conversations over that of a batch of 16. Both have as many steps, bound by the host."""
 WARM_OUTPUTS = 2
 LIBRARIES = (
     "transformers",
@@ -50,7 +50,7 @@ LIBRARIES = (
 
 @dataclass(frozen=True, slots=True)
 class Came:
-    """Tokens requested and returned, the number of conversations, and how it was done. `longest_s`: of a batch."""
+    """Tokens requested and returned, the number of conversations, and how they ran. `longest_s`: time of the slowest batch."""
 
     asked: int
     returned: int
@@ -84,7 +84,7 @@ def against_transformers(context: Context) -> None:
 
 
 def _model(context: Context) -> Any:
-    """Made on the device, then given our weights by name."""
+    """Build the model on the device, then fill in our weights by name."""
     import transformers
 
     transformers.logging.set_verbosity_error()
@@ -100,7 +100,7 @@ def _model(context: Context) -> Any:
 
 
 def _row(context: Context, name: str, run: Run, model: Any, told: dict[str, tuple[Row, Came]]) -> None:
-    """Emit a row, and put it into `told` with what it came from."""
+    """Emit a row, and store it in `told` with the result it was computed from."""
     work = traffic.conversations(context, model.config.vocab_size)
     asked = sum(each.num_outputs for each in work)
     had = context.facts.get("chats_tokens", asked)
@@ -119,7 +119,7 @@ def _row(context: Context, name: str, run: Run, model: Any, told: dict[str, tupl
 
 
 def _whole(context: Context, model: Any, row: Row, came: Came) -> None:
-    """Tell what `generate` does with all conversations in one batch, where there is time and memory: a fact of its row."""
+    """Add `generate`'s rate with all conversations in one batch as a fact of its row, if time and memory allow."""
     work = traffic.conversations(context, model.config.vocab_size)
     fact = f"batch of {len(work)}"
     if context.left_s < WHOLE_COSTS * came.longest_s + END_S:
@@ -131,15 +131,15 @@ def _whole(context: Context, model: Any, row: Row, came: Came) -> None:
             returned = _generate(model, work, context)
             row.facts[fact] = returned / (time.perf_counter() - started_s)
             row.note += f"; not judged: {row.facts[fact]:.0f} tokens/s in one batch of {len(work)}"
-        except Exception as error:  # noqa: BLE001 - no memory, say: the row itself is right
+        except Exception as error:  # noqa: BLE001 - out of memory, for example: the row itself is valid
             row.facts[fact] = f"{type(error).__name__}: {str(error)[:150]}"
     context.emit(row)
 
 
 @torch.inference_mode()
 def _on_cpu(model: Any, num_rows: int) -> float:
-    """Tokens per second of the peer's decode of so many rows on this machine's CPU, at most: as if all of its weights were
-    those of its first feed-forward part, and attention took no time."""
+    """Upper bound of the peer's decode rate with `num_rows` rows on this machine's CPU, in tokens per second: the time of the
+    first feed-forward block scaled to all weights, with attention taking no time."""
     part = copy.deepcopy(model.model.layers[0].mlp).to("cpu")
     rows = torch.zeros(num_rows, model.config.hidden_size, dtype=next(part.parameters()).dtype)
     part(rows[:1])
@@ -181,7 +181,7 @@ def _generate(model: Any, requests: list[Asked], context: Context) -> int:
 
 
 def _continuous(context: Context, model: Any, work: list[Asked]) -> Came:
-    """With its own choice of sizes; where that fails, with sizes that are smaller."""
+    """Continuous batching with the sizes that it chooses itself or, if those fail, with smaller ones."""
     attempts: list[dict[str, int]] = [{}, {"max_batch_tokens": 4096, "num_blocks": 1024}]
     if context.rehearsal:
         attempts = [{"num_blocks": 16, "max_batch_tokens": 64, "max_requests_per_batch": 4}]
@@ -189,7 +189,7 @@ def _continuous(context: Context, model: Any, work: list[Asked]) -> Came:
     for sizes in attempts:
         try:
             returned, wall_s, how = _managed(context, model, work, sizes)
-        except (RuntimeError, ValueError, MemoryError) as error:  # the last where its own sizes do not fit
+        except (RuntimeError, ValueError, MemoryError) as error:  # MemoryError: its own sizes do not fit
             failed = f"{failed}with {sizes or 'its own sizes'}: {type(error).__name__}: {str(error)[:150]}; "
         else:
             note = f"{len(work)} conversations at once, {sizes or 'its own sizes'}, {how}{failed and f'; failed {failed}'}"
@@ -198,7 +198,7 @@ def _continuous(context: Context, model: Any, work: list[Asked]) -> Came:
 
 
 def _managed(context: Context, model: Any, work: list[Asked], sizes: dict[str, int]) -> tuple[int, float, str]:
-    """Tokens, seconds, and how it computes. `warmup` captures what graphs it uses before anything is timed."""
+    """Tokens, seconds, and how it computes. `warmup` captures any graphs that it uses before anything is timed."""
     from transformers import ContinuousBatchingConfig, GenerationConfig
     from transformers.generation.continuous_batching.utils import WorkloadHints
 
@@ -217,7 +217,7 @@ def _managed(context: Context, model: Any, work: list[Asked], sizes: dict[str, i
         ) as manager,
     ):
         how = f"{model.config._attn_implementation}, graphs {manager.continuous_batching_config.use_cuda_graph}"
-        # Backwards, so that none of a conversation's prompt is found in the cache when it is timed.
+        # Prompts are reversed, so that no part of a timed conversation's prompt is found in the cache.
         _through(manager, [Asked(asked.prompt[::-1], WARM_OUTPUTS) for asked in work], "w", context)
         started_s = time.perf_counter()
         returned = _through(manager, work, "r", context)
@@ -226,8 +226,8 @@ def _managed(context: Context, model: Any, work: list[Asked], sizes: dict[str, i
 
 @contextmanager
 def _attention_restored(model: Any) -> Iterator[None]:
-    """Continuous batching gives the model another attention, which it leaves there where it cannot begin (5.17): with that
-    nothing else runs, neither `generate` nor another attempt."""
+    """Continuous batching replaces the model's attention and, if it fails to start, does not restore it (5.17): neither
+    `generate` nor a second attempt runs with that attention."""
     before = model.config._attn_implementation
     try:
         yield
@@ -244,7 +244,7 @@ def _through(manager: Any, work: list[Asked], label: str, context: Context) -> i
     while len(answers) < len(work):
         if context.left_s < 2:
             for name in names:
-                manager.cancel_request(name)  # else leaving it would wait for all of them
+                manager.cancel_request(name)  # otherwise leaving the block would wait for all of them
             raise TimeoutError(f"no time left: {len(answers)} of {len(work)} conversations were done")
         result = manager.get_result(timeout=2)
         if result is None and not manager.is_running():

@@ -1,16 +1,16 @@
-"""The parts of a run, in order: what each measures, how long it may take, and which run side by side. Standard library only.
+"""The parts of a run, in order: what each measures, how long it may take, and which run concurrently. Standard library only.
 
     calibrate → checks, with every kernel of the engines compiled meanwhile → kernels → engines → peers
 
 Checks are not timed, so several processes share the card and the compiler has all cores. Everything after them runs alone.
-A check compiles one variant of a kernel after the other, some 35 to 50 a process at up to a second each, so those of attention
-and of products are two processes each; what warms up uses all cores and gives way to them.
+A check compiles its kernel variants one after another, about 35 to 50 per process at up to a second each, so the checks of
+attention and of products take two processes each. Warm-up parts use all cores and yield to the checks.
 
-The first part's time begins when it has imported; the others import while the stage before them measures.
-A part has two times, both for a cold cache of kernels. `usual_s` is kept for it whatever the parts before it do: all of a
-run's together fit its time, so that none is left out because another was slow. `limit_s` is the most it gets while there is
-time left; those of each of `CALLS` fit too. Both follow a run on an H200, with a third more. There 32k tokens among 64 decoders
-had not come 20 s behind their arrival, and `transformers` had done 97 of 128 conversations in what was left of 61 s.
+The first part's time begins when its imports are done; the others import while the stage before them measures.
+A part has two times, both for a cold kernel cache. `usual_s` is reserved for it whatever earlier parts do: their sum fits the
+time of a run, so that no part is left out because another was slow. `limit_s` is the most that it gets while time is left; the
+limits within each of `CALLS` fit too. Both come from a run on an H200, plus a third. In that run 32k tokens among 64 decoders
+had not finished 20 s after their arrival, and `transformers` had done 97 of 128 conversations in what was left of 61 s.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ TOTAL_S = 470.0
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """`target` is the part of the targets whose rows it gives. A run does the parts of a `family` in processes of their own,
-    one after the other, or at a time where they are `beside` each other; a rehearsal does those of a family in one process,
-    and those of all families behind the checks. `needs` names parts that come with it: without its warm-up it would compile
-    while it measures. One that is `asked_for` is left out unless it is named."""
+    """`target` is the part of the targets whose rows it gives. A run executes each part of a `family` in its own process,
+    one after another, or concurrently where they are `beside` each other; a rehearsal executes a family in one process, and
+    the families after the checks in one process as well. `needs` names parts that are included with it: without its warm-up
+    it would compile while it measures. A part that is `asked_for` runs only when it is named."""
 
     name: str
     target: str
@@ -72,7 +72,7 @@ CALLS = (
     ("checks", "invariant", "kernels", "choices"),
     ("llama 8b", "small models", "formats", "latency", "saturated", "peers"),
 )
-"""All parts in two commands, for use of a card for longer: each has time for the limits of all its parts."""
+"""All parts in two commands, for longer use of a card: each command has time for the limits of all its parts."""
 BY_NAME = {part.name: part for part in PARTS}
 
 
@@ -105,13 +105,13 @@ def usual_s(stages: Sequence[Stage]) -> float:
 
 
 def share_s(stages: Sequence[Stage], left_s: float) -> float:
-    """How long the first of these stages may take when so much is left: all but what the others usually take, and no less than
-    what it takes itself."""
+    """How long the first of these stages may take when `left_s` seconds are left: all but what the others usually take, and no
+    less than what it usually takes itself."""
     return min(left_s, max(left_s - usual_s(stages[1:]), usual_s(stages[:1])))
 
 
 def stages(only: set[str] | None = None, *, rehearse: bool = False) -> list[list[Job]]:
-    """The stages of a run. `only` names targets' parts; what calibrates is always there, and what the chosen need."""
+    """The stages of a run. `only` names targets' parts; the calibration and what the chosen parts need are always included."""
     chosen = _chosen(only, rehearse=rehearse)
     found: list[list[Job]] = []
     for part in chosen:
@@ -126,9 +126,9 @@ def stages(only: set[str] | None = None, *, rehearse: bool = False) -> list[list
 
 
 def _chosen(only: set[str] | None, *, rehearse: bool) -> list[Part]:
-    """In the order of the plan. A rehearsal has everything."""
+    """Chosen parts, in the order of the plan. Without `only`, a rehearsal has all of them."""
     wanted = {part.name for part in PARTS if (rehearse or not part.asked_for if only is None else part.target in only)}
-    for part in reversed(PARTS):  # what is needed comes before
+    for part in reversed(PARTS):  # needed parts come earlier
         if part.name in wanted:
             wanted |= set(part.needs)
     return [part for part in PARTS if part.target == "calibrate" or part.name in wanted]

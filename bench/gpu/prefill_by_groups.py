@@ -1,18 +1,18 @@
-"""Paged causal attention of long chunks on Hopper by three groups of warps: one loads, two multiply and exponentiate by turns.
+"""Paged causal attention of long chunks on Hopper by three groups of warps: one loads, two alternate products and exponentials.
 
-`attention_prefill_hopper` has all its warps in step: they wait for keys together, multiply together, exponentiate together, and
-the tensor cores rest meanwhile. Here nobody waits for a whole block. Four warps load pages, tile after tile, as soon as a place
-for one is free; two groups of four warps hold 64 rows each, and go through the tiles at their own pace: while one takes
-exponentials the other one's products are under way (FlashAttention-3, arXiv 2407.08608). Barriers in shared memory (mbarrier)
-say what is loaded and what is free: two for each place of a tile of keys, and one for each of values.
+In `attention_prefill_hopper` all warps run in step: they wait for keys together, multiply together and exponentiate together,
+leaving the tensor cores idle meanwhile. Here no warp waits for all the others. Four warps load pages, tile after tile, as soon
+as a stage is free; two groups of four warps hold 64 rows each and go through the tiles at their own pace: while one computes
+exponentials, the other's products are under way (FlashAttention-3, arXiv 2407.08608). Barriers in shared memory (mbarrier)
+signal what is loaded and what is free: two for each stage of a tile of keys, and one for each stage of values.
 
     tensor cores │ rows 0-63: Q·Kᵀ, weights·V │ rows 64-127: Q·Kᵀ, weights·V │ rows 0-63 …
     rows 0-63    │                            │ exponentials                 │
     rows 64-127  │ exponentials               │                              │ exponentials
 
-Not in service: a candidate of `bench.gpu.choices`, the last that it times, since it may break the card for what follows. On
-a card it gave right numbers in twelve checks, then touched memory that is not there while it was timed. One cause was found
-since by executing its PTX, and is mended: Triton 3.6 kept numbers for the groups where two barriers lay that nobody used.
+Not in service: a candidate of `bench.gpu.choices`, timed last because it may leave the device unusable. On a card it gave right
+numbers in twelve checks, then made an illegal memory access while it was timed. One cause has since been found by executing its
+PTX, and is fixed: Triton 3.6 kept numbers for the warp groups in the memory of two barriers that were never used.
 """
 
 from __future__ import annotations
@@ -322,7 +322,7 @@ def prefill_by_groups(
     out: torch.Tensor,
     parts: DecodeWorkspace | None = None,
 ) -> torch.Tensor:
-    """As `attention_prefill_hopper.overlapped_prefill`, of tiles that are not split."""
+    """As `attention_prefill_hopper.overlapped_prefill`, for tiles whose keys are not split."""
     assert parts is None, "this kernel knows no splits"
     num_requests, sizes = block_tables.shape[0], hopper.overlapped_constants(shape)
     del sizes["SPLIT"]

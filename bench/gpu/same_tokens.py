@@ -1,15 +1,15 @@
-"""Tokens of steps launched ahead, out of slots and graphs, beside those of the plain runner: without it a graph that computes
-something else would serve nonsense at full speed.
+"""Compares the tokens of steps launched ahead, with slots and graphs, with those of the plain runner: without this check, a
+graph that computes something else would serve nonsense at full speed.
 
-The weights are random, so the two best tokens of a row are sometimes as close as rounding is. The twin therefore computes as
-many rows as the graph of a step has: torch's products of 21 and of 24 rows need not have the same bits. What differs then all
-the same is judged where a request first differs: by how much the twin prefers its own token there, noise included. Up to `TIE`
-it is rounding; beyond, the fast path is wrong, and the same requests without early launches and without graphs say where.
+The weights are random, so the two best tokens of a row are sometimes as close as rounding. The twin (the plain runner)
+therefore computes as many rows as the graph of a step has: torch's products of 21 and of 24 rows need not have the same bits.
+What still differs is judged at a request's first differing token: by how much the twin prefers its own token, noise included.
+Up to `TIE` it is rounding; beyond, the fast path is wrong, and rerunning without early launches and without graphs shows where.
 
-Captured steps with chunks are padded where the twin's are not, so keys of prompts are rounded otherwise, and some third of the
-greedy requests comes to a tie (docs/log/gpu-kernels.md). Behind it nothing is compared, and a fault as small as rounding, a key
-that is read too early say, would hide among them. So all is compared once more with chunks launched one by one, as the twin
-computes them: then hardly any request differs at all.
+Captured steps with chunks are padded where the twin's are not, so prompts' keys are rounded differently, and about a third of
+the greedy requests reach a tie (docs/log/gpu-kernels.md). Tokens after the tie are not compared, and a fault as small as
+rounding, for example a key that is read too early, could hide there. So everything is compared once more with chunks launched
+one by one, as the twin computes them: then hardly any request differs at all.
 """
 
 from __future__ import annotations
@@ -46,20 +46,20 @@ from kernels.ops import plain_sampling
 
 MODEL, LAYERS = "qwen3-0.6b", 4
 SIZES, SEATS = (1, 16, 17, 200), 200
-"""Requests at a time: a step of 17 rows is rounded up to 24, and as they end at different steps there are many between."""
+"""Concurrent requests. A step of 17 rows is rounded up to 24; requests end at different steps, so many sizes between occur."""
 ALONE, ALONE_PROMPT, ALONE_TOKENS = "one after the other", 900, 60
-"""Requests that are alone, most with more keys than one program attends: their kernels read before they wait for one another,
-which no check of a kernel by itself can find fault with."""
+"""Requests that run alone, most with more keys than one program attends: their kernels read some inputs before they wait for
+the previous kernel, and no check of a single kernel can detect a fault in that."""
 KV_BYTES = 3 << 30
 LATE_STEP = 5
-"""When the last quarter of the requests comes, so that their prompts stand among decodes."""
+"""The step at which the last quarter of the requests is submitted, so that their prompts run among decodes."""
 TIE = 0.1
-"""Of a logit: three units of bfloat16 where these models have their largest."""
+"""In logits: three units of bfloat16 at the size of these models' largest logits."""
 
 
 @dataclass(slots=True)
 class Found:
-    """Of one case: requests that differ beyond a tie, with words about the first, and those whose tokens tie."""
+    """Result of one case: the number of requests, how many differ by a tie only, and a description of each that is wrong."""
 
     requests: int = 0
     ties: int = 0
@@ -67,8 +67,8 @@ class Found:
 
 
 class AsManyRows:
-    """The decoder of the plain runner, which computes decodes in the sizes of graphs: the last row stands in for padding, whose
-    keys are then written twice, the same both times. Keeps the logits that it gave last."""
+    """The plain runner's decoder, with decodes padded to the sizes of graphs: padding repeats the last row, whose keys are thus
+    written more than once with the same values. Keeps the logits that it returned last."""
 
     def __init__(self, target: PagedDecoder, max_rows: int) -> None:
         self._target = target
@@ -85,7 +85,7 @@ class AsManyRows:
         return self._target.prepare([*rows, *[rows[-1]] * padding])
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """hidden: [R, hidden] of the rows that there are → [R, V] float32"""
+        """hidden: [R, hidden] of the rows without padding → [R, V] float32"""
         num_rows = len(hidden)
         padded = torch.cat([hidden, hidden[-1:].expand(self._size(num_rows) - num_rows, -1)])
         self.logits_given = self._target.logits(padded)[:num_rows].clone()
@@ -128,14 +128,14 @@ def _check(context: Context) -> None:
             row.note = f"{found[wrong[0]].wrong[0]}; {row.note}"
         row.error = failures[0]
         context.emit(row)
-        if wrong:  # once more, with what mends it: this may take longer than the part has
+        if wrong:  # compare again with switches: this may take longer than the part has left
             row.note = f"{_bisected(context, lambda: compare(wrong))}; {row.note}"
             context.emit(row)
         context.guard(ALIKE, lambda: _alike(context, lambda: compare(list(cases))))
 
 
 def _failure(engine: Engine) -> str:
-    """Why steps with chunks are not captured: launched one by one they would give the right tokens all the same."""
+    """Why steps with chunks are not captured: launched one by one, they would still give the right tokens."""
     chunks = engine.runner.steps.chunks  # type: ignore[attr-defined]
     return "" if chunks is None or not chunks.failure else f"steps with chunks lack graphs: {chunks.failure}"
 
@@ -156,7 +156,7 @@ def _chunks_one_by_one() -> AbstractContextManager[object]:
 
 
 def _bisected(context: Context, again: Callable[[], dict[str, Found]]) -> str:
-    """Compare again with parts of the fast path switched off: the part without which tokens are right is at fault."""
+    """Compare again with parts of the fast path switched off: if the tokens are right without a part, that part is at fault."""
     switches: dict[str, tuple[AbstractContextManager[object], ...]] = {
         "GATEHOUSE_EARLY_LAUNCH=0": (_in_turn(context),),
         f"{GRAPHS}=0": (mock.patch.dict(os.environ, {GRAPHS: "0"}),),
@@ -168,7 +168,7 @@ def _bisected(context: Context, again: Callable[[], dict[str, Found]]) -> str:
         with ExitStack() as stack:
             for patch in patches:
                 stack.enter_context(patch)
-            gc.collect()  # the engine before has cycles: its graphs must not end while the next one's are captured
+            gc.collect()  # the previous engine has cycles: its graphs must not be freed while the next one's are captured
             words.append(f"{name}: {sum(len(each.wrong) for each in again().values())} wrong")
     return "with " + ", ".join(words)
 
@@ -200,8 +200,8 @@ def _cases(context: Context, vocab_size: int) -> dict[str, list[GenerationReques
 
 
 def _requests(count: int, temperature: float, vocab_size: int, longest: int, least: int) -> list[GenerationRequest]:
-    """Prompts of all lengths up to `longest`; answers of `least` tokens and up to eight more (fewer in a rehearsal), so that
-    rows leave one after the other."""
+    """Prompts of random lengths up to `longest`; answers of `least` tokens and up to eight more (fewer in a rehearsal), so
+    that rows leave one after another."""
     numbers = random.Random(count)
     return [
         GenerationRequest(
@@ -275,7 +275,7 @@ def _compare(
 
 
 def _gap(twin: Engine, decoder: AsManyRows, request: GenerationRequest, wanted: list[int], had: int) -> float:
-    """By how much, in logits, the twin preferred the last token of `wanted` to `had`, when it chose that token."""
+    """How much, in logits, the twin preferred the last token of `wanted` to `had` when it chose that token."""
     prompt = [*request.prompt_token_ids, *wanted[:-1]]
     sampling = SamplingParams(
         temperature=request.sampling.temperature, seed=request.sampling.seed, max_tokens=1, ignore_eos=True

@@ -1,4 +1,4 @@
-"""The engine as it serves: one request, many, mixed lengths, and a machine that is never empty."""
+"""Speed of the engine as it serves: one request, many requests, mixed lengths, and a saturated engine."""
 
 from __future__ import annotations
 
@@ -33,15 +33,15 @@ MODEL_LEN = 4096
 GB = 1_000_000_000
 MANY_SEATS = 512
 KV_FILLED = 0.95
-"""Of the cache, by a closed loop of as many requests as it holds: their sum goes up and down."""
+"""Share of the cache that a closed loop may fill on average: the sum of its requests' tokens fluctuates."""
 SLOTS_USED = "KV slots used at saturation"
 FEW_SEATS, FORMATS_LEN = 8, 8448
 FEW_KV_BYTES = 6 * GB
-"""For one request at a time; what several engines of a process hold in turn then fits side by side."""
+"""Cache for one request at a time, small enough that what the process's engines leave allocated fits together."""
 
 
 def llama_8b(context: Context) -> None:
-    """Everything of one engine over Llama-3.1-8B in 16 bits."""
+    """All rows that one engine over Llama-3.1-8B in 16 bits gives."""
     name = "llama-3.1-8b"
     with _folder() as folder:
         started_s = time.perf_counter()
@@ -69,7 +69,7 @@ def llama_8b(context: Context) -> None:
             for size in CHUNK_SIZES:
                 context.guard(chunk_of(size), partial(chunk_ways, context, engine, size))
             profiled = ["GPU idle in steady decode, batch 256", "host critical path per step, batch 256"]
-            context.guard(  # last: a profiler may slow down whatever comes after it, or end the process
+            context.guard(  # last: the profiler may slow down what follows, or crash the process
                 [steady[1], *profiled], lambda: _steady(context, engine, directory, 256, steady[1], profiled=profiled)
             )
 
@@ -97,7 +97,7 @@ def _small(context: Context, folder: Path, name: str, rows: list[str]) -> None:
 
 
 def formats(context: Context) -> None:
-    """One request at a time, and one long prompt: another model, and weights of 8 and 4 bits."""
+    """One request at a time, and one long prompt, for another model and for weights in 8 and 4 bits."""
     cases: list[tuple[str, str, dict[str, Any]]] = [
         ("Llama-3.1-8B fp8", "llama-3.1-8b", {"quantization": "fp8"}),
         ("Llama-3.1-8B int4", "llama-3.1-8b", {"int4": True}),
@@ -111,7 +111,7 @@ def formats(context: Context) -> None:
 
 
 def head_in_8_bits(context: Context, row: str) -> None:
-    """What an operator may choose beside what a checkpoint of 4 bits holds."""
+    """Measure an operator's option: a 4-bit checkpoint with its head quantised to 8 bits."""
     with _folder() as folder:
         _format(context, folder, row, "llama-3.1-8b", {"int4": True, "head_quantization": "int8"})
 
@@ -128,14 +128,14 @@ def _format(
 
 
 def _prefill(context: Context, engine: Engine, directory: Path, name: str) -> None:
-    """One prompt at a time to its first token; the limit has all products at the matmul rate of what they multiply with."""
+    """One prompt at a time to its first token; the limit takes each product at the matmul rate of its operands' format."""
     in_len, rates = context.size(8192, 24), []
     for sample in range(context.size(4, 2)):
         submit = Asked(traffic.prompt(random.Random(100 + sample), in_len, engine.info.vocab_size), 1)
         traffic.submit(engine, f"prefill{sample}", submit)
         window = traffic.steps(engine, lambda _: False)
         rates.append(in_len / sum(window.step_s))
-    del rates[0]  # which warms up
+    del rates[0]  # the warm-up
     row = Row(name=name, value=median(rates), samples=rates)
     planner = Planner(context, directory, engine.info, expected=False)
     context.limit(row, lambda: in_len / planner.prefill_s(in_len))
@@ -144,7 +144,7 @@ def _prefill(context: Context, engine: Engine, directory: Path, name: str) -> No
 
 
 def saturated(context: Context) -> None:
-    """1000 in, 1000 out, and for each that ends the next one: counted over a window of the steady state."""
+    """1000 tokens in, 1000 out; each request that ends is replaced. Counted over a window of the steady state."""
     row = "Llama-3.1-8B, 1000/1000 saturated"
     options: dict[str, Any] = {"max_num_seqs": MANY_SEATS, "max_model_len": 2048}
     with _folder() as folder, random_engine(context, folder, "llama-3.1-8b", **options) as engine:
@@ -152,8 +152,8 @@ def saturated(context: Context) -> None:
 
 
 def seats_of(kv_tokens: int, in_len: int, out_len: int, block_size: int, most: int) -> int:
-    """Requests that the cache holds at a time when their ages are spread evenly, at most `most`: all of an H200's seats, and
-    of a card with 80 GB some 270. More would be preempted and computed again."""
+    """How many requests the cache holds at once when their ages are spread evenly, at most `most`: every seat on an H200, about
+    270 on a card with 80 GB. With more, requests would be preempted and recomputed."""
     return min(most, int(KV_FILLED * kv_tokens / (in_len + out_len / 2 + block_size)))
 
 
@@ -164,14 +164,14 @@ def _folder() -> Iterator[Path]:
 
 
 def warm_sizes(context: Context, engine: Engine) -> None:
-    """Every size of a decode step that draws, and prompts of every length, so that no timed run captures or compiles."""
+    """Run every size of a decode step with sampling, and prompts of many lengths, so that no timed run captures or compiles."""
     traffic.each_size(engine, context.size(SEATS, 4), temperature=MIXED_TEMPERATURE)
     mixed = traffic.uniform(context.size(24, 2), 3, context.size(1024, 8), engine.info.vocab_size, seed=9)
     traffic.run(engine, [Asked(asked.prompt, 3) for asked in mixed], temperature=MIXED_TEMPERATURE, label="v")
 
 
 def _batch_one(context: Context, engine: Engine, directory: Path, name: str, *, planned: str | None = None) -> None:
-    """One request of 128 tokens; the time between its first token and its last."""
+    """One request of 128 tokens; the rate between its first token and its last."""
     in_len, out_len = context.size(128, 5), context.size(257, 4)
 
     def once(sample: int) -> tuple[int, float]:
@@ -181,7 +181,7 @@ def _batch_one(context: Context, engine: Engine, directory: Path, name: str, *, 
         rest = traffic.steps(engine, lambda _: False)
         return sum(first.tokens) + sum(rest.tokens), rest.rate
 
-    once(0)  # warms up
+    once(0)  # the warm-up
     before = engine.status().generation_tokens_total
     with graph_use() as use:
         runs = [once(sample) for sample in range(1, context.size(4, 2))]
@@ -198,7 +198,7 @@ def _batch_one(context: Context, engine: Engine, directory: Path, name: str, *, 
 
 
 def _emit_off(context: Context, name: str, predict: Callable[[], float], measured: float) -> None:
-    """Guarded by itself: a prediction that fails takes no measured row with it."""
+    """Emit the error of a prediction, guarded separately: a prediction that fails must not cost a measured row."""
 
     def compare() -> None:
         predicted = predict()
@@ -210,7 +210,7 @@ def _emit_off(context: Context, name: str, predict: Callable[[], float], measure
 
 
 def _planned_blocks(context: Context, engine: Engine) -> None:
-    """What was predicted before loading against the blocks that there are."""
+    """The KV memory predicted before loading, compared with what was allocated."""
     part = next(part for part in engine.info.memory if part.name == "kv_cache")
     measured = engine.info.kv_bytes
     row = Row(name="planner: KV blocks", value=100 * abs(part.predicted_bytes / measured - 1))
@@ -222,7 +222,7 @@ def _planned_blocks(context: Context, engine: Engine) -> None:
 def _steady(
     context: Context, engine: Engine, directory: Path, num_requests: int, name: str, *, profiled: list[str] | None = None
 ) -> None:
-    """All decode and none arrives; contexts of about 1k."""
+    """Every request decodes and none arrives; contexts of about 1k."""
     num_requests = context.size(num_requests, 3)
     in_len, num_steps = context.size(960, 6), context.size(64, 3)
     numbers, vocab = random.Random(2), engine.info.vocab_size
@@ -254,8 +254,8 @@ def _times(num_steps: int) -> Callable[[Window], bool]:
 
 
 def _host(context: Context, name: str, engine: Engine, window: Window) -> None:
-    """The thread's CPU clock without the waits for tokens, so what counts is work between two launches. Its parts are those of
-    further steps, since clocks around them take time too."""
+    """CPU time of the thread without its waits for tokens: the work between two launches. The breakdown into parts comes from
+    further steps, because the clocks around the parts take time too."""
     samples = [1e6 * cpu_s for cpu_s in window.cpu_s]
     row = Row(name=name, value=median(samples), samples=samples, facts={"p99_us": sorted(samples)[int(0.99 * len(samples))]})
     with step_parts() as taken_s:
@@ -270,8 +270,8 @@ def _host(context: Context, name: str, engine: Engine, window: Window) -> None:
 
 
 def _turnover(context: Context, engine: Engine, name: str) -> None:
-    """As `_host`, while a request ends in every second step and another one comes: slots, columns and blocks are sent for
-    it."""
+    """As `_host`, while in every second step a request ends and another one replaces it, for which slots, columns and blocks
+    are sent."""
     seats, numbers, vocab, fresh = context.size(SEATS, 3), random.Random(4), engine.info.vocab_size, count()
 
     def next_one(length: int) -> None:
@@ -309,7 +309,7 @@ def _mixed(context: Context, engine: Engine, directory: Path, name: str, *, plan
 
 
 def _chats(context: Context, engine: Engine) -> None:
-    """What the peers are compared with: greedy like them and, like them, warm. Greedy steps have graphs of their own."""
+    """Our side of the comparison with the peers: greedy and warmed up, as they are. Greedy steps have graphs of their own."""
     requests = traffic.conversations(context, engine.info.vocab_size)
     traffic.each_size(engine, len(requests), temperature=0.0)
     came = traffic.run(engine, requests, label="c")
@@ -320,7 +320,7 @@ def _chats(context: Context, engine: Engine) -> None:
 
 
 def _saturated(context: Context, engine: Engine, directory: Path, name: str) -> None:
-    """The first requests have outputs of every length up to the whole, so that they end as if it had always been so."""
+    """The first requests have outputs of every length up to the full one, so that they end as in the steady state."""
     in_len, out_len = (8, 12) if context.rehearsal else (1000, 1000)
     most = context.size(MANY_SEATS, 4)
     seats = seats_of(traffic.kv_tokens(engine), in_len, out_len, engine.info.block_size, most)
@@ -365,7 +365,7 @@ def _saturated(context: Context, engine: Engine, directory: Path, name: str) -> 
 
 
 def _slots_used(engine: Engine) -> float:
-    """Percent of the places in blocks that requests hold, which have a key and a value."""
+    """Percentage of the slots in blocks held by requests that contain a key and a value."""
     status = engine.status(with_requests=True)
     assert status.requests is not None, "the engine was asked for them"
     tokens = sum(request.num_computed_tokens for request in status.requests)

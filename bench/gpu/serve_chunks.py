@@ -1,5 +1,5 @@
-"""What a graph saves a step with a chunk of a prompt: the same pass captured and launched kernel by kernel, which must come to
-the same."""
+"""The time that a graph saves in a step with a prompt chunk: the same pass, captured and launched kernel by kernel. Both must
+give the same result."""
 
 from __future__ import annotations
 
@@ -21,13 +21,14 @@ from engine.runner.slot_timing import SlotTiming
 
 SAMPLES = 15
 DIFFERENCE_MAX = 0.2
-"""Of hidden states both ways, over their size. Products of other sizes are rounded otherwise: by a hundredth through four
-layers in 16 bits, by a few through 32. What is wrong has nothing to do with what is right, and differs by all of it."""
+"""Allowed norm of the difference between the hidden states of both ways, over the norm of the expected ones. Products of other
+sizes round differently: by a hundredth through four layers in 16 bits, by a few hundredths through 32. Wrong states are
+unrelated to the right ones, so the difference is as large as the states themselves."""
 
 
 def chunk_ways(context: Context, engine: Engine, size: int) -> None:
-    """A chunk of a prompt through all layers, both ways by turns. What it leaves in the cache is in blocks that nobody holds
-    any more. Raises RuntimeError where steps with such a chunk have no graph."""
+    """Run a prompt chunk through all layers, alternating between both ways. The keys and values that it writes go to blocks
+    that no request holds any more. Raises RuntimeError if steps with such a chunk have no graph."""
     steps: Any = engine.runner.steps  # type: ignore[attr-defined]
     length, block_size = context.size(size, 5), engine.info.block_size
     rows = [InputRow([0] * length, 0, range(-(-length // block_size)), (length - 1,))]
@@ -39,7 +40,7 @@ def chunk_ways(context: Context, engine: Engine, size: int) -> None:
     taken: dict[str, list[float]] = {f"{way}{what}": [] for way in ways for what in ("", ", host")}
     left: dict[str, torch.Tensor] = {}
     with torch.inference_mode():
-        for _ in range(1 + context.size(SAMPLES, 2)):  # of which the first warms up
+        for _ in range(1 + context.size(SAMPLES, 2)):  # the first is the warm-up
             for way, run in ways.items():
                 synchronize(context.device)
                 started_s, host_s = time.perf_counter(), time.thread_time()

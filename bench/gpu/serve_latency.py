@@ -27,7 +27,7 @@ CACHED = "32k cached prefix + 128 new tokens: TTFT against cold"
 
 
 def latency(context: Context) -> None:
-    """Two engines: one that may take its time for a prompt, one that must not keep decoders waiting."""
+    """Measure two engines: the first may spend any time on a prompt, the second must not keep decoders waiting."""
     with tempfile.TemporaryDirectory() as folder:
         context.guard(CACHED, lambda: _prefix(context, Path(folder)))
         options: dict[str, Any] = {"max_num_seqs": SEATS, "max_model_len": 34_816, "inter_token_target_ms": TARGET_MS}
@@ -49,8 +49,8 @@ def _long(context: Context, seed: int, engine: Engine, extra: int = 0) -> tuple[
 
 
 def _warm(context: Context, engine: Engine) -> None:
-    """Every size of a decode step, and a whole long prompt in chunks beside decodes, so that nothing is compiled or captured
-    later."""
+    """Run every size of a decode step, and a whole long prompt in chunks alongside decodes, so that nothing is compiled or
+    captured later."""
     traffic.each_size(engine, context.size(SEATS, 2), temperature=0.0)
     numbers, vocab = random.Random(8), engine.info.vocab_size
     for number in range(context.size(64, 2)):
@@ -109,8 +109,8 @@ def _among_decoders(context: Context, engine: Engine, directory: Path) -> None:
 
 
 def _gaps(engine: Engine, prompt: tuple[int, ...]) -> tuple[list[float], float, GraphUse]:
-    """Gaps between tokens of every decoder from the arrival of the prompt to its second token, the time to its first, and the
-    graphs of these steps."""
+    """The gaps between tokens of every decoder from the prompt's arrival to its second token, the prompt's TTFT, and the graph
+    use of these steps."""
     last: dict[str, float] = {}
     gaps: list[float] = []
     came_s: float | None = None

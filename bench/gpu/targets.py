@@ -1,8 +1,8 @@
-"""Every row that a run must have, with what it must show: the list that the table follows and the rehearsal is checked against.
+"""Every row that a run must have, with its goals: the table follows this list, and the rehearsal is checked against it.
 
-Figures are pass and stretch, fractions those of the bandwidth and matmul rate calibrated in the same run. Rates and times that
-depend on the card are those of one H200 (`of_card`) and judged on no other; fractions, ratios, errors and the host's times are
-judged on any.
+The figures are those for pass and stretch; fractions relate to the bandwidth and matmul rate calibrated in the same run. Rates
+and times that depend on the card are goals for one H200 (`of_card`) and are judged on no other card; fractions, ratios, errors
+and the host's times are judged on any.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ OF_PRODUCTS = {"bf16": (0.85, 0.92), "int8": (0.75, 0.85), "fp8": (0.75, 0.85), 
 """Fractions of the bandwidth, by the format of the weights."""
 
 LAYER_ROWS = {"Llama-8B": (1, 16, 64, 256), "Qwen3-0.6B": (1,)}
-"""Numbers of rows of the steps for which a layer is timed both ways, early and in turn."""
+"""Step sizes, in rows, at which a layer is timed both ways: launched early and launched in turn."""
 
 CHECKED = (
     "paged decode", "paged decode, head size 64", "paged decode, window and soft-cap", "paged decode, fp8 KV",
@@ -38,7 +38,7 @@ INVARIANT = ("paged decode", "product bf16", "product int4", "rms norm", "rope a
 SAME_TOKENS = "same tokens: ahead against plain"
 ALIKE = "same tokens, chunks one by one: requests that differ at all"
 ALIKE_MAX = 10
-"""Percent. On an H200 1.3 % did, when all chunks were launched one by one."""
+"""Percentage of requests that may differ. On an H200, with all chunks launched one by one, 1.3 % did."""
 
 
 def numbers(name: str) -> str:
@@ -54,7 +54,7 @@ CHUNK_SIZES = (64, 512)
 
 
 def chunk_of(size: int) -> str:
-    """The row of a chunk of so many tokens, captured and not."""
+    """Name of the row that compares a chunk of `size` tokens captured and launched one by one."""
     return f"chunk of {size} tokens: captured over one by one"
 
 
@@ -69,7 +69,7 @@ def same_bits(name: str) -> str:
 def _rows(
     part: str, unit: str, *rows: tuple[Any, ...], judged: Judged = "value", higher: bool = True, of_card: bool = False
 ) -> list[Target]:
-    """rows: (name), or (name, pass), or (name, pass, stretch)"""
+    """rows: each is (name), (name, pass) or (name, pass, stretch)."""
     padded = [(*row, None, None)[:3] for row in rows]
     return [
         Target(
@@ -195,5 +195,5 @@ assert len(BY_NAME) == len(TARGETS), "two rows have one name"
 
 
 def promised(part: str) -> list[str]:
-    """Names of a part's rows."""
+    """Names of the rows that a part must give."""
     return [target.name for target in TARGETS if target.part == part]
