@@ -68,7 +68,7 @@ def appliance(data_dir: Path, **settings: str) -> Iterator[tuple[str, str, float
 
 
 def wait_until_ready(url: str, process: subprocess.Popen[bytes]) -> None:
-    """Return when the appliance says that it is ready; raise RuntimeError when it ended or takes too long."""
+    """Return when the appliance says that it is ready; raise RuntimeError if it has ended or takes too long."""
     deadline_s = time.monotonic() + READY_TIMEOUT_S
     while time.monotonic() < deadline_s:
         if process.poll() is not None:
@@ -83,7 +83,7 @@ def wait_until_ready(url: str, process: subprocess.Popen[bytes]) -> None:
 
 
 def make_key(url: str, token: str) -> str:
-    """Return a fresh key of a fresh tenant."""
+    """Create a tenant and return a new key of it."""
     with httpx.Client(base_url=f"{url}/admin/v1", headers={"authorization": f"Bearer {token}"}) as admin:
         tenant = admin.post("/tenants", json={"name": f"bench {secrets.token_hex(4)}"}).raise_for_status().json()
         key = admin.post(f"/tenants/{tenant['id']}/keys", json={"name": "bench"}).raise_for_status().json()

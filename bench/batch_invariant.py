@@ -2,8 +2,8 @@
 
 Usage: python -m bench.batch_invariant [--size 8m|100m] [--rounds 5] [--threads 1]
 
-Two engines in one process, run right after one another in each round, the order swapped every other time. `one` is a single
-request, `sixteen` as many at once, `prompt` a long prompt with one token of output. Before anything is timed, the invariant
+Two engines in one process run one right after the other in each round, in swapped order every other time. `one` is a single
+request, `sixteen` is 16 at once, `prompt` is a long prompt with one output token. Before anything is timed, the invariant
 engine must give the same bits for a request alone and among the sixteen. One row is appended to
 bench/results/batch_invariant.jsonl.
 """

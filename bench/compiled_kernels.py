@@ -1,14 +1,14 @@
-"""What each kernel becomes on each card: registers, spills, shared memory, matrix instructions, programs side by side.
+"""What each kernel compiles to on each card: registers, spills, shared memory, matrix instructions, concurrent programs.
 
 Usage: python -m bench.compiled_kernels [--all] [--modules attention_decode …] [--processes 2] [--dry-run]
 
 Needs no GPU. Every version of Triton in the environment is used (the installer's test environment has the oldest and the
-newest that we allow). Writes bench/results/compiled_kernels.jsonl, the record by which CI knows what need not be compiled again
-(kernels/triton/gate/record.py): sm (capability), regs and spill (bytes) of a thread, shared (bytes) and tmem (columns of tensor
-memory) of a program, mma (matrix instructions), programs that one multiprocessor holds at a time. What the record holds is not
-compiled again without `--all`, but for one configuration of each kernel on every second card. Under Triton 3.6 a key can depend
-on which modules were read before (a kernel's captured constants are those of functions that were hashed already): rows that are
-to be kept are made with all modules.
+newest that we allow). Writes bench/results/compiled_kernels.jsonl, the record that tells CI what need not be compiled again
+(kernels/triton/gate/record.py): sm (capability), regs and spill (bytes) per thread, shared (bytes) and tmem (columns of tensor
+memory) per program, mma (matrix instructions), programs that one multiprocessor holds at a time. What is in the record is not
+compiled again without `--all`, except one configuration of each kernel on every second card. Under Triton 3.6 a key can depend
+on which modules were read before (a kernel's captured constants are those of functions that were hashed already): make rows
+that are to be kept with all modules.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def compile_all(versions: list[TritonVersion], modules: list[str], processes: in
 
 
 def table(rows: list[Row]) -> str:
-    """The rows as text, one heading for each configuration."""
+    """The rows as text, with a heading for each configuration."""
     widths = (4, 7, 5, 6, 7, 9, 30)
     lines = ["  " + " ".join(label.ljust(width) for label, width in zip(LABELS, (*widths, 0), strict=True))]
     heading = None

@@ -2,9 +2,9 @@
 
 Usage: python -m bench.embeddings_cpu [--texts 256] [--rounds 5] [--threads 1]
 
-The peer gets its texts sorted by length in padded batches of 32, as sentence-transformers batches them. Every round runs both
-right after one another, the order swapped every other time; vectors are compared before anything is timed. One JSON row per
-run is appended to bench/results/embeddings_cpu.jsonl.
+The peer gets its texts sorted by length in padded batches of 32, as sentence-transformers batches them. Every round runs one
+right after the other, in swapped order every other time; vectors are compared before anything is timed. One JSON row per run
+is appended to bench/results/embeddings_cpu.jsonl.
 """
 
 from __future__ import annotations
@@ -39,14 +39,14 @@ Texts = Sequence[Sequence[int]]
 
 
 def make_texts(count: int) -> list[list[int]]:
-    """Log-normal lengths around 37 tokens, as sentences and short paragraphs have."""
+    """Random texts with log-normal lengths around 37 tokens, like sentences and short paragraphs."""
     numbers = random.Random(1)
     lens = [min(LEN_MAX, int(numbers.lognormvariate(3.6, 0.8)) + 3) for _ in range(count)]
     return [[numbers.randrange(5, VOCAB_SIZE) for _ in range(length)] for length in lens]
 
 
 def padded_batches(model: Any, texts: Texts) -> torch.Tensor:
-    """Vectors of transformers: padded batches, mean over the mask, length one."""
+    """Vectors from transformers: padded batches, mean over the mask, normalised to length one."""
     order = sorted(range(len(texts)), key=lambda i: -len(texts[i]))
     vectors = torch.empty(len(texts), SHAPE["hidden_size"])
     with torch.inference_mode():

@@ -2,8 +2,8 @@
 
 Usage: python -m bench.engine_cpu [--size 8m|100m] [--rounds 3] [--threads 1] [--peers static,continuous,single]
 
-Every round runs ours and each peer right after one another, so that other work on the machine hits all of them; results are
-ratios of the same round. Outputs are compared before anything is timed: greedy, float32, equal token for token up to the
+Every round runs our engine and each peer one right after the other, so that other work on the machine affects all; results are
+ratios within a round. Outputs are compared before anything is timed: greedy, float32, equal token for token up to the
 first near-tie. One JSON row per run is appended to bench/results/engine_cpu.jsonl.
 """
 
@@ -62,7 +62,7 @@ class Workload:
 
 
 def draw_length(numbers: random.Random, values: Sequence[int]) -> int:
-    """One length from the piecewise linear distribution through the percentiles."""
+    """Draw a length from the piecewise linear distribution through the percentiles."""
     at = numbers.uniform(0, PERCENTILES[-1])
     upper = next(i for i, percentile in enumerate(PERCENTILES) if at <= percentile and i)
     low, high = PERCENTILES[upper - 1], PERCENTILES[upper]
@@ -114,7 +114,7 @@ def run_static(model: Any, work: Workload) -> list[list[int]]:
 
 
 def run_continuous(model: Any, work: Workload) -> list[list[int]]:
-    """transformers' continuous batching, tuned for this machine: small pages and a cache of the size that is used."""
+    """transformers' continuous batching, tuned for this machine: small pages and a cache no larger than is used."""
     settings = ContinuousBatchingConfig(page_size=32, num_blocks=512, max_batch_tokens=512, max_requests_per_batch=SEATS)
     generation = GenerationConfig(do_sample=False, max_new_tokens=1, eos_token_id=-1, pad_token_id=0)
     answers: dict[str, list[int]] = {}
@@ -134,7 +134,7 @@ def run_continuous(model: Any, work: Workload) -> list[list[int]]:
 
 @dataclass(frozen=True)
 class Cost:
-    """What a run took. CPU seconds are those of all threads here: they bear a busy neighbour better than wall-clock time."""
+    """Time of a run. CPU seconds cover all threads of this process: a busy neighbour affects them less than wall-clock time."""
 
     wall_s: float
     cpu_s: float
@@ -168,7 +168,7 @@ def cpu_seconds() -> tuple[float, float]:
 def compare(
     peer: str, rounds: int, ours: Callable[[], list[list[int]]], theirs: Callable[[], list[list[int]]], tokens: int
 ) -> dict[str, Any]:
-    """Outputs first, then `rounds` interleaved pairs, the order swapped every other time."""
+    """Compare outputs, then time `rounds` interleaved pairs, in swapped order every other time."""
     same = equal_share(ours(), theirs())
     pairs = []
     started, started_s = cpu_seconds(), time.perf_counter()

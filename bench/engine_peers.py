@@ -1,16 +1,16 @@
-"""Our engine beside its peers on the CPU: vLLM's build for CPUs, transformers' continuous batching, llama.cpp. Optional.
+"""Our engine compared with its peers on the CPU: vLLM's CPU build, transformers' continuous batching, llama.cpp. Optional.
 
     bench/peers/set_up.sh                              once: their environments, about 10 minutes
     python -m bench.engine_peers                       everything
     python -m bench.engine_peers --models 8M --peers vllm --requests 16 --rounds 1 --no-save
 
-The same random-weight Llama models, the same prompts of token ids, the same numbers of tokens; float32, greedy, two threads for
-everybody, prefill and decode together in every figure. Each engine runs in a process of its own, which is stopped by signal
-(SIGSTOP) while it is not its turn. First both answer once, which compiles and warms, and the tokens are compared; then they are
-measured by turns in rounds of four runs, ABBA and BAAB. A round is discarded and repeated when, during any of its runs, other
-processes and the host together took more than --noise cores. A row has the medians, the median of the ratios of
-neighbouring runs, and every raw sample, those of discarded rounds too; rows are added to bench/results/engine_peers.jsonl.
-The exit status is 0 when every row came.
+All engines get the same random-weight Llama models, the same prompts of token ids and the same numbers of tokens; float32,
+greedy, two threads each, prefill and decode together in every figure. Each engine runs in a process of its own, which is
+stopped by a signal (SIGSTOP) while another has its turn. First both answer once, to compile and warm up, and the tokens are
+compared; then they are measured alternately in rounds of four runs, ABBA and BAAB. A round is discarded and repeated if, during
+any of its runs, other processes and the host together took more than --noise cores. A row has the medians, the median of the
+ratios of neighbouring runs, and every raw sample, including those of discarded rounds; rows are added to
+bench/results/engine_peers.jsonl. The exit status is 0 if no row is missing.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ class Places:
 
 
 def compare(ours: Worker, peer: Worker, comparison: Comparison, model: str, options: argparse.Namespace) -> Row:
-    """One row: tokens first, then the clock. Raises PeerFailed."""
+    """Measure one row: compare the tokens first, then the times. Raises PeerFailed."""
     requests = request_set(comparison.count, SHAPES[model]["vocab_size"])
     rounds = max(1, round(options.rounds * comparison.rounds))
     tell(f"  {comparison.name(model)}: {rounds} rounds")
@@ -93,7 +93,7 @@ def asked(model: str, options: argparse.Namespace) -> list[Comparison]:
 
 
 def rows_of(model: str, places: Places, options: argparse.Namespace) -> list[tuple[Row, Target]]:
-    """Make the model, then one peer after another beside ours."""
+    """Make the model, then compare our engine with one peer after another."""
     wanted = asked(model, options)
     if not wanted:
         return []
@@ -124,7 +124,7 @@ def document(model: str, rows: Sequence[tuple[Row, Target]], options: argparse.N
 
 
 def table(reports: Sequence[dict[str, Any]]) -> str:
-    """The rows for people."""
+    """The rows as text for people to read."""
     lines = [line(HEAD)]
     for row in (row for report in reports for row in report["rows"]):
         numbers = [
@@ -145,7 +145,7 @@ def tell(what: str) -> None:
 
 
 def several(kind: type, allowed: Sequence[Any]) -> Callable[[str], list[Any]]:
-    """A reader of `a,b,c` for argparse, with no value that is not allowed."""
+    """An argparse type that parses `a,b,c` and rejects values that are not allowed."""
 
     def read(text: str) -> list[Any]:
         try:
@@ -160,7 +160,7 @@ def several(kind: type, allowed: Sequence[Any]) -> Callable[[str], list[Any]]:
 
 
 def at_least_one(text: str) -> int:
-    """A reader of whole numbers for argparse."""
+    """An argparse type for whole numbers of at least one."""
     if not text.isdecimal() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"{text} is not a whole number of at least 1")
     return int(text)
@@ -199,7 +199,7 @@ def missing(options: argparse.Namespace) -> list[str]:
 
 def main() -> None:
     options = parser().parse_args()
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that a bench that is ended ends its engines
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that ending the bench also ends its engines
     options.folder = Path(options.folder).resolve()
     if problems := missing(options):
         sys.exit("\n".join(problems))
@@ -209,7 +209,7 @@ def main() -> None:
     reports = []
     for model in options.models:
         started_s = time.perf_counter()
-        # Always the same place: vLLM keeps what it compiled by the model's path, and a second run starts sooner.
+        # Always the same path: vLLM caches compiled code under the model's path, so a second run starts sooner.
         places = Places(options.folder / "models" / model, logs)
         rows = rows_of(model, places, options)
         if options.served and model == served.MODEL:

@@ -26,7 +26,7 @@ READY_TIMEOUT_S = 600.0
 
 
 def seconds_to_ready(clone: Path, home: Path) -> float:
-    """Run `up` until the appliance says that it is ready, then end it with Ctrl-C. Raises RuntimeError when it does not."""
+    """Run `up` until the appliance says that it is ready, then stop it with Ctrl-C. Raises RuntimeError if that fails."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]

@@ -1,13 +1,13 @@
-"""What a streamed token costs the gateway: the whole HTTP application under many streams, over an engine that only steps.
+"""The gateway's cost per streamed token: the whole HTTP application with many streams and a stand-in engine.
 
-The engine is a stand-in in a process of its own: every `--step-ms` each live request gets a token, as from a card with a small
-model. The clients are a third process that discards what it reads. A round is `--streams` requests of `--tokens` tokens at
-once, from the first byte sent to the last one read. Its figure is the processor time of the gateway's process, admission and
+The engine runs in a process of its own: every `--step-ms` each live request gets a token, as from a card with a small
+model. The clients are a third process that discards what it reads. A round is `--streams` concurrent requests of `--tokens`
+tokens, from the first byte sent to the last one read. Its figure is the processor time of the gateway's process, admission and
 settlement included, divided by the tokens of the round. If the gateway is slower than the engine, tokens reach the client
 several at a time: `tokens_per_frame` says how many.
 
     python -m bench.gateway_streams                     prints a row and adds it to bench/results/
-    python -m bench.gateway_streams --beside DIR        by turns with the gateway of another checkout, as ABBA
+    python -m bench.gateway_streams --beside DIR        alternating with the gateway of another checkout, as ABBA
     python -m bench.gateway_streams --profile FILE      also cProfile's figures of one gateway, which is slower then
 """
 
@@ -54,7 +54,7 @@ CONTENT = b'"content":"'
 
 
 class SteppingEngine(FakeEngine):
-    """A token for each live request every `step_s`; late steps are not made up for. A status a few times per second."""
+    """Sends each live request a token every `step_s`, never catching up on late steps, and a status a few times per second."""
 
     async def _step_forever(self) -> None:
         next_status_s = 0.0
@@ -88,11 +88,11 @@ class Client(asyncio.Protocol):
         self.done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        """Ask at once."""
+        """Send the request at once."""
         transport.write(self._request)
 
     def data_received(self, data: bytes) -> None:
-        """Count frames and look for the end."""
+        """Count frames and check for the end."""
         if len(self._head) < len(b"HTTP/1.1 200"):
             self._head += data[:12]
             if not self._head.startswith(b"HTTP/1.1 200"[: len(self._head)]):
@@ -102,7 +102,7 @@ class Client(asyncio.Protocol):
             self.done.set_result(None)
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """Report a connection that ended before the answer."""
+        """Report a connection that ended before its answer did."""
         self._fail(exc or RuntimeError("the gateway hung up"))
 
     def _fail(self, error: Exception) -> None:
@@ -111,7 +111,7 @@ class Client(asyncio.Protocol):
 
 
 async def play(gateway: Gateway, streams: int, tokens: int) -> Round:
-    """Return what `streams` answers of `tokens` tokens took, all asked for at once."""
+    """Return the measurements of `streams` answers of `tokens` tokens, all requested at once."""
     body = {
         "model": MODEL,
         "messages": [{"role": "user", "content": "the quick brown fox jumps over the lazy dog"}],
@@ -135,7 +135,7 @@ async def play(gateway: Gateway, streams: int, tokens: int) -> Round:
 
 @dataclass(frozen=True, slots=True)
 class Gateway:
-    """A gateway that serves."""
+    """A running gateway."""
 
     port: int
     pid: int
@@ -163,7 +163,7 @@ def gateway(tree: Path, folder: Path, step_s: float, profile: Path | None = None
 
 
 async def _make_key(port: int) -> str:
-    """Wait until the engine is ready, make a tenant, and return its key."""
+    """Wait until the engine is ready, create a tenant, and return its key."""
     status = 0
     while status != 200:
         await asyncio.sleep(0.05)

@@ -13,7 +13,7 @@ from engine.grammar.vocabulary import Vocabulary
 
 
 class Refused(Exception):
-    """The library refuses the schema, and says so."""
+    """The library explicitly refuses the schema."""
 
 
 class Stopped(Exception):
@@ -21,7 +21,7 @@ class Stopped(Exception):
 
 
 class Follower(Protocol):
-    """One text under a grammar."""
+    """Follows one text under a grammar."""
 
     def mask(self) -> Sequence[int]: ...
 
@@ -29,7 +29,7 @@ class Follower(Protocol):
 
 
 class Library(Protocol):
-    """A grammar library over one vocabulary."""
+    """A grammar library set up for one vocabulary."""
 
     def compile(self, schema: str) -> Any: ...
 
@@ -73,7 +73,7 @@ class _OursFollower:
 
 
 class Llguidance:
-    """The library's own reading of JSON schemas."""
+    """llguidance with its own translation of JSON schemas into grammars."""
 
     def __init__(self, vocabulary: Vocabulary) -> None:
         self._trie = token_trie(vocabulary)

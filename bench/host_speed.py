@@ -1,10 +1,10 @@
-"""How fast the host runs all cores of this machine at once, to tell a disturbed measurement from another.
+"""How fast the host runs all cores of this machine at once, to detect disturbed measurements.
 
-A virtual machine on a shared host runs at half its speed for minutes, and its counters say nothing of it (no steal). So a
-bench asks before and after each part of a measurement how much work all cores do together in PROBE_S, and discards a part
-beside which they did less than UNDISTURBED of the most that was seen. What was measured plays no role in that.
+A virtual machine on a shared host may run at half its speed for minutes without its counters showing it (no steal). So before
+and after each part of a measurement, a bench measures how much work all cores do together in PROBE_S, and discards a part if
+that was less than UNDISTURBED of the most ever seen. The measured figures themselves play no role in this.
 
-    python -m bench.host_speed           is one of the processes that work
+    python -m bench.host_speed           runs one of the working processes
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _WORK = bytes(100_000)
 
 
 class HostSpeed:
-    """A process per core that waits to be asked. `fastest` is the most that was seen."""
+    """One process per core, each idle between measurements. `fastest` is the highest speed seen."""
 
     def __init__(self) -> None:
         self.fastest = 0.0
@@ -37,7 +37,7 @@ class HostSpeed:
         ]
 
     def measure(self) -> float:
-        """Return pieces of work per second of the slowest core while all of them work."""
+        """Return the slowest core's pieces of work per second while all cores work."""
         for worker in self._workers:
             assert worker.stdin is not None
             worker.stdin.write(b"\n")
@@ -46,7 +46,7 @@ class HostSpeed:
         return speed
 
     def undisturbed(self, parts: Sequence[tuple[float, T]]) -> list[T]:
-        """Return the parts beside which the host was as fast as it can be; each comes with the lesser speed beside it."""
+        """Return the parts during which the host ran at full speed; each is given with the lower of the speeds around it."""
         return [part for speed, part in parts if speed >= UNDISTURBED * self.fastest]
 
     def close(self) -> None:
@@ -57,7 +57,7 @@ class HostSpeed:
 
 @contextmanager
 def host_speed() -> Iterator[HostSpeed]:
-    """Yield a HostSpeed."""
+    """Yield a HostSpeed, and end its processes afterwards."""
     speed = HostSpeed()
     try:
         yield speed
@@ -75,7 +75,7 @@ def _work() -> float:
 
 
 def main() -> None:
-    """Work whenever a line comes."""
+    """Do a probe's work for every input line."""
     for _ in sys.stdin.buffer:
         sys.stdout.write(f"{_work():.1f}\n")
         sys.stdout.flush()

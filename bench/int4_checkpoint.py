@@ -1,4 +1,4 @@
-"""A checkpoint in 4 bits of a plain one, for measuring: GPTQ's layout, rounded to the nearest. Heads stay plain."""
+"""Writes a 4-bit version of a plain checkpoint for measurements: GPTQ's layout, rounded to nearest. Heads stay plain."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ SETTINGS = {
 
 
 def write_int4(source: Path, target: Path) -> None:
-    """`target` becomes the model of `source` with its projections in 4 bits; their inputs must be multiples of GROUP_SIZE."""
+    """Write the model of `source` to `target`, projections in 4 bits; their input widths must be multiples of GROUP_SIZE."""
     shutil.copytree(source, target, ignore=shutil.ignore_patterns("*.safetensors*"))
     stored: dict[str, torch.Tensor] = {}
     for name, tensor in load_file(source / "model.safetensors").items():

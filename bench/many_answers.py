@@ -1,10 +1,10 @@
-"""What many answers to one long prompt cost the steps of everybody: the engine's loop and scheduler, with a device that answers
+"""The cost of many answers to one long prompt for everyone's steps: the engine's loop and scheduler, with a device that answers
 at once.
 
 Usage: python -m bench.many_answers [--answers 128] [--prompt 130000] [--tries 5]
 
-`submit_ms` is what queueing the request takes the thread of the steps, `longest_ms` the longest step, `sum_ms` all of them, and
-`steps` how many there were. The smallest of the tries is kept: what another program does on the machine only adds. One JSON row
+`submit_ms` is the time that queueing the request takes the step thread, `longest_ms` the longest step, `sum_ms` all steps
+together, and `steps` their number. The smallest of the tries is kept: other programs on the machine only add time. One JSON row
 per run is appended to bench/results/many_answers.jsonl.
 """
 
@@ -33,7 +33,7 @@ OUTPUT_LEN = 40
 
 
 class NoDevice:
-    """Everybody says token 5."""
+    """Every request gets token 5."""
 
     def move(self, moves: BlockMoves) -> None: ...
 
@@ -56,7 +56,7 @@ def make_engine(max_model_len: int, num_blocks: int) -> Engine:
 
 
 def measure(answers: int, prompt_len: int) -> tuple[float, list[float]]:
-    """Seconds that queueing took, and those of each step until all answers have ended."""
+    """Seconds that queueing took, and seconds of each step until all answers have ended."""
     engine = make_engine(prompt_len + 2 * OUTPUT_LEN, prompt_len // BLOCK_SIZE + answers * 8)
     sampling = SamplingParams(temperature=0.0, seed=1, ignore_eos=True, n=answers, max_tokens=OUTPUT_LEN)
     prompt = [2 + index % (VOCAB_SIZE - 2) for index in range(prompt_len)]

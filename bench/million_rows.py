@@ -1,11 +1,11 @@
-"""How fast the usage API and the console answer over a ledger of a million events, on SQLite and on PostgreSQL.
+"""Response times of the usage API and the console with a ledger of a million events, on SQLite and on PostgreSQL.
 
-The events are of TENANTS tenants with `--keys` keys each and the models MODELS, over the last DAYS days; few owners use much,
-and many use little. Requests of the same number stand beside them. They are written past the ledger's writer, in its form, and
-their sums are built by `rollups.rebuild`, which is timed, too. Then the whole application answers in this process, without
-engines: each question QUESTIONS times, after one that is not counted; reports of many pages are then walked from the first
-page to the last, each page once (`walks`). Nothing else of the machine is kept still: the load stands in the row, and beside
-the time of an answer what this process worked for it (SQLite's work is in it, PostgreSQL's is not).
+The events belong to TENANTS tenants with `--keys` keys each and the models MODELS, over the last DAYS days; a few owners use
+much, and many use little. There are as many requests as events. Both are written directly, in the form that the ledger's writer
+uses, and their sums are built by `rollups.rebuild`, which is timed too. Then the whole application answers in this process,
+without engines: each question QUESTIONS times, after one answer that is not counted; reports of many pages are then read from
+the first page to the last, each page once (`walks`). Other work on the machine is not stopped: the row records the load and,
+besides the time of an answer, this process's CPU time for it (which includes SQLite's work but not PostgreSQL's).
 
     python -m bench.million_rows [--events 1000000] [--keys 4] [--database sqlite]
                              prints one row per database and adds it to bench/results/
@@ -48,7 +48,7 @@ from tests.support.databases import postgresql_binaries, running_cluster
 
 TENANTS, DAYS = 100, 30
 MODELS = {"small": 7000, "medium": 2499, "large": 500, "rare": 1}
-"""Of ten thousand events, how many are of each model."""
+"""How many of every ten thousand events belong to each model."""
 QUESTIONS = 15
 GOAL_MS = 200
 _BATCH = 20_000
@@ -101,7 +101,7 @@ def _event(
     prices: dict[str, str],
     epoch_id: str,
 ) -> dict[str, Any]:
-    tenant_id, key_id = owners[int(len(owners) * numbers.random() ** 3)]  # the first of them a seventh of everything
+    tenant_id, key_id = owners[int(len(owners) * numbers.random() ** 3)]  # the first owner gets a seventh of all events
     (model,) = numbers.choices(list(MODELS), list(MODELS.values()))
     prompt, completion = numbers.randrange(1, 4000), numbers.randrange(1, 800)
     cached = numbers.randrange(prompt)
@@ -163,7 +163,7 @@ async def walk(client: httpx.AsyncClient, path: str) -> list[float]:
 
 
 async def ask(client: httpx.AsyncClient, path: str) -> list[tuple[float, float]]:
-    """Return the milliseconds of each answer but the first, and those that this process worked for it."""
+    """Return the milliseconds of each answer but the first, and the CPU milliseconds that this process spent on it."""
     samples = []
     for _ in range(QUESTIONS + 1):
         began_s, worked_s = time.perf_counter(), time.process_time()
@@ -175,7 +175,7 @@ async def ask(client: httpx.AsyncClient, path: str) -> list[tuple[float, float]]
 
 
 async def measure(url: str, folder: Path, count: int, keys: int) -> dict[str, Any]:
-    """Fill the database at `url`, ask everything, and return the row."""
+    """Fill the database at `url`, ask every question, and return the row."""
     settings = load_settings(options={"data_dir": folder, "database_url": url, "log_level": "error"}, environ={})
     configure_logging("error", json=False)
     appliance = Appliance(settings, engines=False)
@@ -220,7 +220,7 @@ async def measure(url: str, folder: Path, count: int, keys: int) -> dict[str, An
 
 
 async def _analyze(database: Database) -> None:
-    """Let the database know its tables, as time does on PostgreSQL."""
+    """Update the query planner's statistics, as PostgreSQL does by itself in time."""
     if database.kind == "postgresql":
         async with database.writing() as connection:
             await connection.execute(text("ANALYZE"))

@@ -1,4 +1,4 @@
-"""What the bench of a million rows asks: every kind of question of the usage API, and the pages that read most."""
+"""The questions of the million-row bench: every kind of usage API query, and the pages that read most."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ GROUPINGS = ("model", "tenant", "key", "tenant,model", "tenant,key,model")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Filled:
-    """Whom questions can ask about: a tenant and a key that use most, a tenant that used nothing, keys that use little, and one
-    request."""
+    """Subjects of the questions: the tenant and the key that use most, a tenant that used nothing, keys that use little, and
+    one request."""
 
     tenant_id: str
     key_id: str
@@ -21,7 +21,7 @@ class Filled:
 
 
 def questions(now: datetime, filled: Filled) -> dict[str, str]:
-    """Return what is asked, by name."""
+    """Return the questions by name."""
     usage = _usage_questions(now, filled)
     return usage | _organization_questions(now, filled) | _row_questions(now, filled) | _console_questions(filled)
 

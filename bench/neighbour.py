@@ -1,8 +1,8 @@
 """The cost of one tenant's worst requests for the others: the whole appliance with the demo model, an attacker and a neighbour.
 
-For each attack: the processor time that one request takes of the thread with the gateway's event loop and of the one with the
-engine's steps (the smallest of the tries, measured while nothing else is asked for), and the longest that a neighbour waited
-for `/health/live` meanwhile (the smallest of the tries). Linux only.
+For each attack: the processor time that one request takes on the gateway's event-loop thread and on the engine's step thread
+(the smallest of the tries, measured without other requests), and a neighbour's longest wait for `/health/live` meanwhile (the
+smallest of the tries). Linux only.
 
     python -m bench.neighbour                    prints one row and adds it to bench/results/
     python -m bench.neighbour --tree DIR         the same of the code in another checkout
@@ -37,7 +37,7 @@ Attack = Callable[[], None]
 
 
 class Box:
-    """A running appliance, as an attacker with one key sees it, and the operator who measures."""
+    """A running appliance, as seen by an attacker with one key and by the operator who measures."""
 
     def __init__(self, url: str, token: str) -> None:
         self.address = (httpx.URL(url).host, httpx.URL(url).port or 80)
@@ -51,14 +51,14 @@ class Box:
         return int(Path(f"/proc/{pid}/task/{pid}/schedstat").read_text().split()[0]) / 1e6
 
     def post(self, body: bytes, *, key: str | None = None) -> None:
-        """Send a chat completion and read all of the answer, whatever it is."""
+        """Send a chat completion and read the whole answer, whatever it is."""
         connection = http.client.HTTPConnection(*self.address, timeout=300)
         connection.request("POST", "/v1/chat/completions", body, {"authorization": f"Bearer {key or self.key}"})
         connection.getresponse().read()
         connection.close()
 
     def longest_wait_ms(self, attack: Attack) -> float:
-        """The longest time of an answer to a neighbour who does nothing but ask whether the process lives."""
+        """The longest response time seen by a neighbour who only polls `/health/live`."""
         waits, over = [0.0], threading.Event()
 
         def ask() -> None:
@@ -97,7 +97,7 @@ def _short_words() -> list[str]:
 
 
 def bodies() -> dict[str, bytes]:
-    """The attacks that are one request, by name."""
+    """The attacks that consist of one request, by name."""
     nest = b"[" * 90 + b"]" * 90
     many = {"n": ANSWERS, "max_tokens": STEPS, "ignore_eos": True}
     return {
@@ -114,7 +114,7 @@ def bodies() -> dict[str, bytes]:
 
 
 def leave_line(box: Box) -> float:
-    """The longest wait while LINE clients that wait in one queue leave it together."""
+    """The longest wait while LINE clients waiting in one queue leave it together."""
     box.admin.patch("/tiers/standard", json={"admission_wait_ms": 60_000}).raise_for_status()
     limits = {"limits": {"concurrent_requests": 1}}
     tenant = box.admin.post("/tenants", json={"name": "line", "tier": "standard", **limits}).raise_for_status().json()
@@ -138,7 +138,7 @@ def leave_line(box: Box) -> float:
 
 
 def measure(box: Box, tries: int) -> dict[str, dict[str, float]]:
-    """Figures of each attack in milliseconds, by its name."""
+    """Figures in milliseconds of each attack, by name."""
     found = {}
     for name, body in bodies().items():
         costs = []

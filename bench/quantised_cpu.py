@@ -1,12 +1,12 @@
-"""Weights in 8 and 4 bits on the CPU: one engine beside another, on the same random model, the same requests.
+"""Weights in 8 and 4 bits on the CPU against plain weights: two engines with the same random model and the same requests.
 
 Usage: python -m bench.quantised_cpu [--size 100m] [--rounds 5] [--threads 1] [--batches 1,16] [--quantization int8|fp8|gptq]
 
-Every round runs the plain engine and the quantised one right after one another, the order swapped every other time, so that
-other work on the machine hits both; results are ratios of the same round. The model's outputs are not compared token for token,
-because rounding weights changes them: the row has the mean difference of the prompt's log-probabilities, and the bytes that
-weights take. gptq is a checkpoint in 4 bits that is written for the bench, the others are read from the plain one. One JSON row
-per run is appended to bench/results/quantised_cpu.jsonl.
+Every round runs the plain engine and the quantised one right after each other, in swapped order every other time, so that
+other work on the machine affects both; results are ratios within a round. Outputs are not compared token for token, because
+rounded weights change them: the row has the mean difference of the prompt's log-probabilities, and the bytes that the weights
+take. gptq is a 4-bit checkpoint written for the bench; the other formats are made from the plain one when it is read. One JSON
+row per run is appended to bench/results/quantised_cpu.jsonl.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ def prefill(llm: LLM, prompts: list[list[int]]) -> list[list[int]]:
 
 
 def compare(plain: LLM, quantised: LLM, run: Any, prompts: list[list[int]], rounds: int, tokens: int) -> dict[str, Any]:
-    """Both once to warm up, then `rounds` interleaved pairs."""
+    """Run both once to warm up, then `rounds` interleaved pairs."""
     run(plain, prompts), run(quantised, prompts)
     pairs = []
     started, started_s = cpu_seconds(), time.perf_counter()

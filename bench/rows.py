@@ -1,4 +1,4 @@
-"""The rows that benches leave in bench/results, one JSON object a line: what each begins with, and its file. Knows no bench."""
+"""The rows that benches write to bench/results, one JSON object per line: their common fields and files. Knows no bench."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def heading(bench: str) -> dict[str, Any]:
 
 
 def keep(row: Mapping[str, Any]) -> None:
-    """Append `row` to those of its bench."""
+    """Append `row` to the file of its bench."""
     append_row(RESULTS / f"{row['bench']}.jsonl", row)
 
 
@@ -42,14 +42,14 @@ def machine() -> dict[str, Any]:
 
 
 def cpu_name() -> str:
-    """The processor as Linux names it, elsewhere its architecture."""
+    """The processor's name on Linux, elsewhere its architecture."""
     info = Path("/proc/cpuinfo")
     lines = info.read_text("utf-8").splitlines() if info.exists() else []
     return next((line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")), platform.machine())
 
 
 def revision(tree: Path = TREE) -> dict[str, Any]:
-    """The commit of `tree`, and whether what is measured differs from it. Without git, what GATEHOUSE_REVISION says."""
+    """The commit of `tree`, and whether the measured code differs from it. Without git, the value of GATEHOUSE_REVISION."""
 
     def git(*arguments: str) -> str:
         try:

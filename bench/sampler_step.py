@@ -1,9 +1,9 @@
-"""What choosing the tokens of a step costs, by kind of request: milliseconds, and ratios to one `softmax` of the same logits.
+"""The cost of choosing a step's tokens by kind of request: milliseconds, and ratios to one `softmax` of the same logits.
 
 Usage: python -m bench.sampler_step [--rows 64] [--vocab 32000] [--rounds 15] [--device cpu] [--threads 1]
 
-The ratio is what compares between machines and loads: both are measured by turns in one process. One JSON row per run is
-appended to bench/results/sampler_step.jsonl.
+The ratio is comparable between machines and loads, because both are measured alternately in one process. One JSON row per run
+is appended to bench/results/sampler_step.jsonl.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ CASES: dict[str, dict[str, Any]] = {
 
 
 def make_row(index: int, vocab_size: int, sampling: dict[str, Any]) -> SampledRow:
-    """A request that has written 200 tokens after 300, at its next position."""
+    """A request with 300 prompt tokens and 200 generated ones, at its next position."""
     generator = torch.Generator().manual_seed(index)
     request = Request(
         request_id=str(index),
@@ -53,7 +53,7 @@ def make_row(index: int, vocab_size: int, sampling: dict[str, Any]) -> SampledRo
 
 
 def timed(work: Callable[[torch.Tensor], object], logits: torch.Tensor) -> float:
-    """Seconds of one call on a copy, which is not counted."""
+    """Seconds of one call on a copy; copying is not counted."""
     copy = logits.clone()
     if logits.is_cuda:
         torch.cuda.synchronize()
@@ -65,7 +65,7 @@ def timed(work: Callable[[torch.Tensor], object], logits: torch.Tensor) -> float
 
 
 def measure(logits: torch.Tensor, sampling: dict[str, Any], rounds: int) -> dict[str, float]:
-    """Medians of `rounds` calls of sampler and calibrator by turns; the first pair is not counted."""
+    """Medians of `rounds` alternating calls of sampler and calibrator; the first pair is not counted."""
     sampler = Sampler(logits.device)
     rows = [make_row(index, logits.shape[-1], sampling) for index in range(len(logits))]
     words = -(-logits.shape[-1] // 32)

@@ -1,12 +1,12 @@
-"""What a step costs the host: schedule() and apply() alone, with a device that answers at once. No model, no torch.
+"""The host's cost of scheduling a step: schedule() and apply() alone, with a device that answers at once. No model, no torch.
 
 Usage: python -m bench.scheduler [--quick] [--steps 2000] [--phases steady,admission,…]
 
 Grid: running requests × waiting requests × tenants × cached blocks × phases. Each cell gives the medians and 99th percentiles
-of schedule() and apply(), and the ratio of schedule() to a calibrator: 256 plain attribute updates, timed in turn with the
-steps of the cell. The bars of one factor compare cells that differ in that factor alone. Garbage collection is off while a
-cell is timed; the first 50 steps are not counted. Times are CPU time of the thread, so that other work on the machine does
-not count; a call of that clock adds about 0.3 microseconds to each figure. One JSON row per run is appended to
+of schedule() and apply(), and the ratio of schedule() to a calibrator: 256 plain attribute updates, timed alternately with the
+cell's steps. The bars of a factor compare cells that differ in that factor alone. Garbage collection is off while a cell is
+timed; the first 50 steps are not counted. Times are CPU time of the thread, so that other work on the machine does not count;
+a call of that clock adds about 0.3 microseconds to each figure. One JSON row per run is appended to
 bench/results/scheduler.jsonl.
 """
 
@@ -54,7 +54,7 @@ BASE = {"running": 256, "waiting": 0, "tenants": 1, "cached": 1000}
 
 @dataclass(frozen=True)
 class Cell:
-    """One point of the grid. `cached` blocks have content and no owner; that many more serve the requests."""
+    """One point of the grid. `cached`: blocks with content and no owner, besides those that serve the requests."""
 
     phase: str
     running: int
@@ -64,7 +64,7 @@ class Cell:
 
 
 class Bed:
-    """A scheduler in the state of a cell."""
+    """A scheduler brought into the state of a cell."""
 
     def __init__(self, cell: Cell) -> None:
         self.cell = cell
@@ -189,7 +189,7 @@ def _p99(values: list[float]) -> float:
 
 
 def prefix_match() -> dict[str, float]:
-    """A 32k prompt, all of which is cached: matched cold (names made) and again (names kept)."""
+    """A fully cached 32k prompt: matched cold (block names are computed) and again (names are kept)."""
     pool = BlockPool(4096)
     cache = PrefixCache(pool, BLOCK_SIZE)
     cold_s: list[float] = []
@@ -218,14 +218,14 @@ def prefix_match() -> dict[str, float]:
 
 
 def cells(grid: dict[str, tuple[int, ...]], phases: tuple[str, ...], *, full: bool) -> list[Cell]:
-    """Every factor alone from the base, in every phase; `full` adds all combinations in steady decode."""
+    """Vary each factor alone from the base cell, in every phase; `full` adds all combinations in steady decode."""
     alone = [Cell(phase, **{**BASE, factor: value}) for phase in phases for factor, values in grid.items() for value in values]
     together = [Cell("steady", *point) for point in product(*grid.values())] if full and "steady" in phases else []
     return list(dict.fromkeys([*alone, *together]))
 
 
 def ratios(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Time of a step against the base cell of its phase, factor by factor."""
+    """Time of a step relative to the base cell of its phase, factor by factor."""
     found = []
     for row in rows:
         changed = [factor for factor, value in BASE.items() if row[factor] != value]

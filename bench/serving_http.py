@@ -1,7 +1,7 @@
 """uvicorn against granian with our own stream frames: how many frames per second one gateway process can send.
 
-Both serve the same Litestar application, which sends prepared chat chunks through `Stream` without waiting between them, so
-the figure is an upper bound of the HTTP side alone. The client is another process on the same machine, with raw sockets.
+Both serve the same Litestar application, which sends prepared chat chunks through `Stream` without waiting between them: the
+figure is an upper bound for the HTTP side alone. The client is another process on the same machine, with raw sockets.
 
     python -m bench.serving_http            prints a row per number of streams and adds it to bench/results/
 """
@@ -63,7 +63,7 @@ app = Litestar(route_handlers=[stream], openapi_config=None, logging_config=None
 
 
 async def read_stream(port: int) -> int:
-    """Return how many frames one stream delivered."""
+    """Return the number of frames that one stream delivered."""
     reader, writer = await asyncio.open_connection("127.0.0.1", port)
     writer.write(b"GET /stream HTTP/1.1\r\nhost: bench\r\nconnection: close\r\n\r\n")
     count = 0
@@ -82,7 +82,7 @@ async def frames_per_second(port: int, streams: int) -> float:
 
 
 def compare(streams: int, ports: Mapping[str, int]) -> dict[str, object]:
-    """Measure the servers right after one another, ROUNDS times: other work on the machine hits both, the ratio stays."""
+    """Measure the servers one right after the other, ROUNDS times: other work on the machine slows both, so the ratio holds."""
     rounds = [{name: asyncio.run(frames_per_second(port, streams)) for name, port in ports.items()} for _ in range(ROUNDS)]
     ratios = [one["granian"] / one["uvicorn"] for one in rounds]
     return {

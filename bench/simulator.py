@@ -1,10 +1,10 @@
-"""What the scheduler achieves on real traffic, by simulation: Llama-3.1-8B in bfloat16 on an H200.
+"""Simulates what the scheduler achieves on real traffic: Llama-3.1-8B in bfloat16 on an H200.
 
 Usage: python -m bench.simulator --traces DIR [--parts goodput,goodput_slow,whole,noisy,fairness,cache,others]
 
 DIR holds azure_conv_2023.csv, azure_code_2023.csv, servegen_chat_tenants.csv, servegen_reason_tenants.csv,
 mooncake_conversation.jsonl and sharegpt_lengths.csv. Every part prints its rows and appends one JSON row to
-bench/results/simulator.jsonl. Everything is deterministic but the seconds of processor time.
+bench/results/simulator.jsonl. Everything is deterministic except the seconds of processor time.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ Row = dict[str, Any]
 
 
 def run(workload: Workload, objective: Objective | None = None, **options: Any) -> Row:
-    """One simulation; its report, with the seconds of processor time that it took."""
+    """Run one simulation; return its report, with the seconds of processor time that it took."""
     wanted = objective or Objective()
     assert wanted.tpot_s is not None
     replay = Replay(Setup(model=MODEL, gpu=GPU, inter_token_target_s=wanted.tpot_s, **options), workload)
@@ -51,7 +51,7 @@ def highest_rate(
     steps: int = SEARCH_STEPS,
     **options: Any,
 ) -> Row:
-    """Bisection over the speed for the highest rate at which 99 % of the requests are good."""
+    """Bisect over the traffic's speed for the highest rate at which 99 % of the requests meet the objective."""
     best: Row = {"req_per_s": 0.0}
     for _ in range(steps):
         speed = (low + high) / 2
@@ -71,7 +71,7 @@ def highest_rate(
 
 
 def goodput(traces: Path, objective: Objective | None = None) -> Iterator[Row]:
-    """The first 240 s after scaling, at 1 s to the first token and 25 ms per further one."""
+    """The first 240 s after scaling, with an objective of 1 s to the first token and 25 ms per further token."""
     wanted = objective or Objective()
     for policy, budget in (("fair", None), *(("fcfs", budget) for budget in BUDGETS)):
         path = traces / "azure_conv_2023.csv"
@@ -80,12 +80,12 @@ def goodput(traces: Path, objective: Objective | None = None) -> Iterator[Row]:
 
 
 def goodput_slow(traces: Path) -> Iterator[Row]:
-    """The same at 2 s and 50 ms."""
+    """As `goodput`, with an objective of 2 s and 50 ms."""
     return goodput(traces, Objective(ttft_s=2.0, tpot_s=0.050))
 
 
 def whole(traces: Path) -> Iterator[Row]:
-    """The same over the whole trace."""
+    """As `goodput`, over the whole trace."""
     path = traces / "azure_conv_2023.csv"
     for policy, budget in (("fair", None), ("fcfs", 512), ("fcfs", 2048)):
         found = highest_rate(path, Objective(), None, 2.0, 3.6, steps=5, policy=policy, token_budget=budget)
@@ -114,7 +114,7 @@ def noisy(traces: Path) -> Iterator[Row]:
 
 
 def fairness(traces: Path) -> Iterator[Row]:
-    """46 tenants of chats and 20 of long answers at several times their traffic, which is more than the GPU can serve."""
+    """46 tenants with chats and 20 with long answers, at several times their traffic: more than the GPU can serve."""
     overloads = (("servegen_chat_tenants.csv", 8), ("servegen_reason_tenants.csv", 3), ("servegen_reason_tenants.csv", 8))
     for (name, speed), policy in product(overloads, ("fair", "vtc", "fcfs")):
         report = run(load_workload(traces / name, WorkloadOptions(speed=speed)), policy=policy)
@@ -140,7 +140,7 @@ def cache(traces: Path) -> Iterator[Row]:
 
 
 def others(traces: Path) -> Iterator[Row]:
-    """Traffic of other kinds at its own speed: does anybody starve, how long does an hour take?"""
+    """Other kinds of traffic at their recorded speed: whether any tenant starves, and how long simulating an hour takes."""
     for name in ("azure_conv_2023.csv", "azure_code_2023.csv", "servegen_chat_tenants.csv", "servegen_reason_tenants.csv"):
         report = run(load_workload(traces / name, WorkloadOptions()))
         yield {

@@ -4,12 +4,12 @@ that does not, and a draft model that is right most of the time.
 Usage: python -m bench.speculative [--rounds 7] [--tokens 160] [--threads 1] [--models demo,100m]
 
 Two engines of the same model in one process, one with guesses and one without. Their tokens are compared before anything is
-timed and must be equal. Each round runs both right after one another, the order swapped every other time, so that other work
-on the machine hits both; figures are ratios of the same round. `demo` is the bundled model continuing documents; `100m` a
-random model (12 layers, d 768, vocabulary 8,192) with the initialisation of transformers, whose greedy text runs into loops
-by itself, and with a wider one, whose text never repeats: there guesses can only cost. For the draft model, which is the first
-of its layers, the others say little in a second one of the wider kind: how often guesses are right is made, and told with the
-figure (`accepted_share`). One row per run is appended to bench/results/speculative.jsonl.
+timed and must be equal. Each round runs both right after each other, in swapped order every other time, so that other work on
+the machine affects both; figures are ratios within a round. `demo` is the bundled model continuing documents; `100m` is a
+random model (12 layers, d 768, vocabulary 8,192) with the initialisation of transformers, whose greedy text runs into loops by
+itself, and with a wider one, whose text never repeats: there guesses can only cost time. The draft model is the first layer of
+a second model of the wider kind, whose other layers contribute little: how often guesses are right is thus by construction, and
+reported with the figure (`accepted_share`). One row per run is appended to bench/results/speculative.jsonl.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ RANDOM_SIZES: dict[str, Any] = {
 LOOPING, WANDERING = 0.02, 0.1
 """Standard deviations of the random weights. The narrow one is transformers' default."""
 QUIET = 0.03
-"""The output of a quiet layer, as a part of its normal output."""
+"""The output of a quiet layer as a fraction of its normal output."""
 DRAFT_TOKENS = 5
 
 LOG = "".join(f"2026-11-{day:02d} GET /v1/models 200 {day * 7} ms tenant=acme key=a{day}\n" for day in range(1, 9)) * 2
@@ -56,8 +56,8 @@ PROSE = "Tell me about the history of the town where you were born, and what you
 
 @dataclass(frozen=True)
 class Case:
-    """A model with the prompts that are run on it. `repeats`: whether the text is one that guesses are meant for. `draft`: the
-    model that guesses, None for prompt lookup."""
+    """A model with its prompts. `repeats`: whether the text is of the kind that guesses are meant for. `draft`: the model that
+    guesses, None for prompt lookup."""
 
     name: str
     model: Path
@@ -79,7 +79,7 @@ def make_random_model(folder: Path, deviation: float) -> Path:
 
 
 def make_pair(folder: Path) -> tuple[Path, Path]:
-    """A random model in which all layers but the first say little, and that layer as a model of its own."""
+    """A random model in which all layers but the first contribute little, and that first layer as a model of its own."""
     torch.manual_seed(0)
     model = LlamaForCausalLM(LlamaConfig(initializer_range=WANDERING, **RANDOM_SIZES)).eval()
     for layer in model.model.layers[1:]:
@@ -110,7 +110,7 @@ def cases(folder: Path, models: list[str]) -> Iterator[Case]:
 
 
 def seconds(run: Callable[[], object]) -> tuple[float, float]:
-    """Wall-clock and CPU seconds of this process."""
+    """Wall-clock and CPU seconds that `run` takes this process."""
     started_s, started_cpu_s = time.perf_counter(), time.process_time()
     run()
     return time.perf_counter() - started_s, time.process_time() - started_cpu_s
@@ -158,7 +158,7 @@ def compare(case: Case, rounds: int, num_tokens: int, threads: int) -> dict[str,
 
 
 def bootstrap_interval(ratios: list[float]) -> list[float]:
-    """95 % interval of the median."""
+    """95 % bootstrap interval of the median."""
     numbers = random.Random(0)
     medians = sorted(statistics.median(numbers.choices(ratios, k=len(ratios))) for _ in range(2000))
     return [round(medians[50], 2), round(medians[1949], 2)]
