@@ -49,7 +49,7 @@ def main() -> int:
     with ResultFiles(path, options.logs) as files:
 
         def keep(outcome: Outcome) -> None:
-            if outcome.rows or options.out is not None:  # without a GPU there is nothing to keep
+            if outcome.rows or options.out is not None:  # without a GPU there is no result to keep
                 files.write(told(outcome, {target for part in outcome.parts for target in part["targets"]}))
 
         outcome = conduct(
@@ -71,7 +71,7 @@ def main() -> int:
 
 
 def _break_off(number: int, _: object) -> None:
-    """A time limit usually sends SIGTERM before it kills: the rows of the stage under way are then kept."""
+    """A time limit usually sends SIGTERM before SIGKILL: this keeps the rows of the stage under way."""
     raise SystemExit(128 + number)
 
 

@@ -1,12 +1,12 @@
 """What the card itself reaches: the base of every fraction. Copies, reads, matrix products, and the gap between kernels.
 
 copy       out ← x, bytes read and written (the base of all bandwidth fractions: the best of the sizes). The best of three
-           ways, since a slow one would raise every fraction: the driver's copy, captured in a graph and launched as it
-           stands, and a kernel that negates. On H200s the driver's was seen at two thirds of the memory's speed
-           (NVIDIA/cccl, issue 1672)
-read       the largest of x, bytes read; may beat the copy a little
-matmul     8192³ on normal numbers, two operations for each product
-graph gap  a kernel of one program that does next to nothing, 500 of them in a graph
+           ways counts, because a slow one would raise every fraction: the driver's copy captured in a graph, the same
+           launched directly, and a kernel that negates. On H200s the driver's copy has been seen at two thirds of the
+           memory's speed (NVIDIA/cccl, issue 1672)
+read       the maximum of x, bytes read; may be slightly faster than the copy
+matmul     8192³ on normally distributed numbers, two operations per multiply-add
+graph gap  500 launches, in one graph, of a single-program kernel that does almost nothing
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def nothing_kernel(place):  # type: ignore[no-untyped-def]
 
 
 def calibrate(context: Context) -> None:
-    """First measure what every other part divides by, reporting each figure at once; nvidia-smi, which may hang, is last."""
+    """First measure the figures that other parts divide by, reporting each at once; nvidia-smi, which may hang, runs last."""
     card = _card(context)
     context.tell(**card)
     copies: list[float] = []

@@ -1,4 +1,4 @@
-"""Attention over pages against float64, compared with torch's own in the same dtype; and whether bits depend on the batch."""
+"""Paged attention's error against float64, relative to torch's in the same dtype; and whether bits depend on the batch."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ Case = tuple[str, Callable[[], Three]]
 
 
 def check(context: Context) -> None:
-    """Decodes over keys and values in 16 bits."""
+    """Check decodes over keys and values in 16 bits."""
     small, lengths = context.rehearsal, _lengths(context)
     llama, slim, gemma, groups = _shapes(context)
     shapes = [llama, *groups, *(() if small else (replace(llama, block_size=32), replace(llama, block_size=64)))]
@@ -46,7 +46,7 @@ def check(context: Context) -> None:
 
 
 def check_prefill(context: Context) -> None:
-    """Prompts, and decodes over an fp8 cache: the other half of the variants of attention."""
+    """Check prefills, and decodes over an fp8 cache: the other half of the attention variants."""
     small = context.rehearsal
     llama, slim, gemma, groups = _shapes(context)
     over_fp8 = [llama] if small else [llama, slim, gemma, groups[0], groups[-1]]
@@ -65,7 +65,7 @@ def _lengths(context: Context) -> list[int]:
 
 
 def _shapes(context: Context) -> tuple[AttentionShape, AttentionShape, AttentionShape, list[AttentionShape]]:
-    """Llama's, one with heads of 64, one with a window and a soft-cap, and groups of other sizes."""
+    """Llama's shape, one with head size 64, one with a window and a soft-cap, and shapes with other group sizes."""
     small = context.rehearsal
     llama = AttentionShape(16, 4, 2, 32) if small else AttentionShape(16, 32, 8, 128)
     slim = AttentionShape(16, 4, 2, 16) if small else AttentionShape(16, 32, 8, 64)
@@ -96,7 +96,7 @@ def _decode(context: Context, shape: AttentionShape, lengths: list[int], *, fp8:
 
 
 def _rotated(context: Context, shape: AttentionShape, lengths: list[int]) -> Case:
-    """With QK-norm; beside torch's own operations, which round queries and keys between them."""
+    """Decode with QK-norm and rotation, compared with torch's separate operations, which round queries and keys in between."""
 
     def make() -> Three:
         device, dtype, size = context.device, context.dtype, shape.head_dim
@@ -131,7 +131,7 @@ def _rotated(context: Context, shape: AttentionShape, lengths: list[int]) -> Cas
 
 
 def _torch(q: torch.Tensor, pages: Pages, request: int, scales: torch.Tensor | None) -> torch.Tensor:
-    """q: [T, H, D], the newest of a request → [T, H, D] in q's dtype: torch's attention, or products and a softmax."""
+    """q: [T, H, D], a request's newest queries → [T, H, D] in q's dtype: torch's attention, or products and a softmax."""
     shape = pages.shape
     if not pages.lengths[request]:
         return torch.zeros_like(q)
@@ -159,7 +159,7 @@ def _torch(q: torch.Tensor, pages: Pages, request: int, scales: torch.Tensor | N
 def _prefill(
     context: Context, shape: AttentionShape, chunks: list[tuple[int, int]], *, fp8: bool = False, label: str = ""
 ) -> Case:
-    """chunks: (queries, tokens of the request)"""
+    """chunks: (number of queries, number of tokens of the request) for each"""
 
     def make() -> Three:
         lengths = [length for _, length in chunks]

@@ -1,4 +1,4 @@
-"""Matrix products against float64, beside torch's own in the same dtype: weights as they are stored, decoded exactly."""
+"""Matrix products' errors against float64, relative to torch's in the same dtype; stored weights are decoded exactly."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ SUBNORMAL_DEVIATION = 2.0**-7
 
 
 def check(context: Context) -> None:
-    """Products in 16 and 8 bits."""
+    """Check products in 16 and 8 bits."""
     of_int8, of_fp8 = partial(_coded, kind="int8"), partial(_coded, kind="fp8")
     for name, make in (("bf16", _plain), ("int8", of_int8), ("fp8 weights", of_fp8), ("fp8 rows", _fp8_rows)):
         compare(context, f"product {name}", _cases(context, make))
@@ -42,12 +42,12 @@ def check(context: Context) -> None:
 
 
 def check_fused(context: Context) -> None:
-    """Products in 4 bits, whose decoded weights are kept for what follows, fused products and experts."""
+    """Check products in 4 bits, whose decoded weights are kept for later cases, fused products and experts."""
     compare(context, "product int4", _cases(context, _int4))
     few = [count for count in _rows(context) if count <= 16]
 
     def fused(make: Callable[[Context, int, Tail], Three]) -> list[tuple[str, Callable[[], Three]]]:
-        """For one row all four products of a layer: it has kernels of its own, and models of 8 and 4 bits are timed alone."""
+        """One row takes all four products of a layer: it has its own kernels, and 8- and 4-bit models are timed with it."""
         found = [(f"{m} rows", partial(make, context, m, _out_and_gates(context))) for m in few]
         return [*found, ("1 row, down and query-key-value", partial(make, context, 1, _down_and_first(context)))]
 
@@ -116,14 +116,14 @@ def _int4(context: Context, m: int, n: int, k: int) -> Three:
 
 @functools.cache
 def _int4_weight(dtype: torch.dtype, device: torch.device, n: int, k: int) -> tuple[Int4Weight, torch.Tensor]:
-    """Packed, and decoded column by column, which takes a second."""
+    """The packed weight, and the weight decoded column by column, which takes a second."""
     packed = pack_int4(normal(n, k, dtype=dtype, device=device, scale=k**-0.5), 128)
     return packed, exact.dequantise(packed)
 
 
 class Tail(NamedTuple):
-    """A product that is added to the stream, and the next one: width of the stream, columns of the first, outputs of the next,
-    which are those of both halves where it is gated."""
+    """A product that is added to the stream, and the next one: width of the stream, columns of the first weight, outputs of the
+    next, counting both halves if it is gated."""
 
     width: int
     columns: int
@@ -131,7 +131,7 @@ class Tail(NamedTuple):
     is_gated: bool
 
     def weights(self, make: Callable[[int, int], T]) -> tuple[T, T]:
-        """Of both products, by rows and columns."""
+        """The weights of both products, each made by `make(rows, columns)`."""
         return make(self.width, self.columns), make(self.outputs, self.width)
 
 
@@ -140,7 +140,7 @@ def _out_and_gates(context: Context) -> Tail:
 
 
 def _down_and_first(context: Context) -> Tail:
-    """The end of one layer and the beginning of the next."""
+    """The last product of a layer and the first of the next."""
     return Tail(32, 80, 56, False) if context.rehearsal else Tail(4096, 14336, 6144, False)
 
 
@@ -151,14 +151,15 @@ def _fused(context: Context, m: int, tail: Tail) -> Three:
 
 
 def _fused_fp8(context: Context, m: int, tail: Tail) -> Three:
-    """The first weight with a scale for each row, the second with one for all."""
+    """The first weight has a scale for each row, the second a single scale."""
     first, second = _plain_weights(context, tail)
     return _fused_coded(context, m, tail, (pack_fp8(first), pack_fp8(second, per_row=False)))
 
 
 def _fused_subnormal(context: Context, tail: Tail) -> Three:
-    """Only e4m3 numbers below 2^-6. As operands of bfloat16 they are subnormal too. A card whose matrix instructions treated
-    those as zeros would pass with any other weights: of normal weights they are one in some thousand, and the smallest."""
+    """Weights that are all e4m3 numbers below 2^-6, which are subnormal as operands of bfloat16 too. With other weights a card
+    whose matrix instructions flush them to zero would pass: among normally distributed weights about one in a thousand is
+    subnormal, and those are the smallest."""
 
     def weight(rows: int, columns: int) -> Fp8Weight:
         codes = torch.randint(0, 8, (rows, columns), dtype=torch.uint8, device=context.device)
@@ -201,8 +202,8 @@ def _layer_tail(
     *,
     mean: float = 0.0,
 ) -> Three:
-    """With `weights` as they are served, with `exact_weights` in float32, and as torch does it in the type of the rows.
-    mean: of what is multiplied first."""
+    """The result with `weights` as served, the one with `exact_weights` in float32, and torch's in the dtype of the rows.
+    mean: mean of the rows that are multiplied first."""
     dtype, device = context.dtype, context.device
     gate: Gate | None = "silu" if tail.is_gated else None
     x, residual = mean + normal(m, tail.columns, dtype=dtype, device=device), normal(m, tail.width, dtype=dtype, device=device)
@@ -240,7 +241,7 @@ def _experts(context: Context, m: int) -> Three:
 
 
 def _alone(context: Context, n: int, k: int, *, four_bits: bool) -> Two:
-    """Every row of a full tile of 16, by itself."""
+    """Each row of a full tile of 16 computed by itself, and the rows computed together."""
     x, weight = _pair(context, 4 if context.rehearsal else 16, n, k)
     packed = pack_int4(weight, 128) if four_bits else None
 

@@ -1,4 +1,4 @@
-"""Operations on rows against the float32 reference, beside torch's own in the same dtype; copies of blocks and step inputs."""
+"""Row operations' errors against the float32 reference, relative to torch's in the same dtype; block copies and step inputs."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ REPLAYED = 64
 
 
 def check(context: Context) -> None:
-    """First the operations on which every engine step depends: if tokens are wrong, so are all rows of engines."""
+    """Check the operations on which every engine step depends first: if tokens are wrong, so are all rows of the engines."""
     equal(context, LEFT, [("launched", lambda: _left_for_the_host(context)), ("replayed", lambda: _left_by_a_graph(context))])
     widths = [64] if context.rehearsal else [1024, 2048, 4096, 12288]
     rows = [1, 5] if context.rehearsal else [1, 7, 17, 333]
@@ -113,13 +113,13 @@ def _embedding(context: Context, count: int, width: int) -> Three:
 
 
 def _wide(values: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
-    """The values of e4m3 rows with their scales, in a dtype in which errors are measured."""
+    """The e4m3 rows multiplied by their scales, in the dtype in which errors are measured."""
     assert values.dtype is FP8
     return values.float() * scales
 
 
 def _torch_fp8(x: torch.Tensor) -> torch.Tensor:
-    """Torch's way: a pass for the largest of each row, one for the quotient."""
+    """Torch's way: one pass for the maximum of each row, one for the quotient."""
     scales = x.float().abs().amax(dim=1, keepdim=True).clamp_min(1e-12) / 448
     return _wide((x.float() / scales).to(FP8), scales)
 
@@ -129,7 +129,7 @@ def _rope_inputs(context: Context, count: int, *, fp8: bool) -> dict[str, Any]:
     device, dtype = context.device, context.dtype
     cos, sin = angles(count, size, dtype, device)
     slots = torch.randperm(count + 20, device=device)[:count]
-    slots[count // 2] = -1  # padding: nothing is written
+    slots[count // 2] = -1  # padding: no key or value is written
     return {
         "qkv": normal(count, heads + 2 * kv_heads, size, dtype=dtype, device=device),
         "cos": cos,
@@ -150,7 +150,7 @@ def _rotated(context: Context, count: int, *, normed: bool = False, fp8: bool = 
         given["kv_scales"] = torch.tensor([0.5, 2.0], device=context.device)
     wide = {**given, "qkv": given["qkv"].float(), "kv_cache": torch.zeros_like(given["kv_cache"], dtype=torch.float32)}
     exact_rope(**{**wide, "kv_scales": None})
-    if fp8:  # the reference rounds to e4m3 itself: what it writes unrounded, divided by the scales, is the exact result
+    if fp8:  # the reference itself rounds to e4m3: its unrounded result, divided by the scales, is the exact one
         wide["kv_cache"] = wide["kv_cache"] / given["kv_scales"].view(2, 1, 1)
     theirs = _torch_rope({**given, "qkv": given["qkv"].clone(), "kv_cache": given["kv_cache"].clone()})
     rope_and_cache(**given)
@@ -159,7 +159,7 @@ def _rotated(context: Context, count: int, *, normed: bool = False, fp8: bool = 
 
 
 def _torch_rope(given: dict[str, Any]) -> list[torch.Tensor]:
-    """What transformers does: normalise, rotate by halves, write; all in the model's dtype."""
+    """transformers' way: normalise, rotate by halves, write; all in the model's dtype."""
     qkv, kv_heads, size = given["qkv"], given["num_kv_heads"], given["rotary_dim"]
     heads = qkv.shape[1] - 2 * kv_heads
     for weight, part in (("q_weight", slice(0, heads)), ("k_weight", slice(heads, heads + kv_heads))):
@@ -218,8 +218,8 @@ def _step_inputs(context: Context) -> Two:
 
 
 def _left_for_the_host(context: Context) -> Two:
-    """In page-locked memory on a GPU, and read behind an event as the engine does. Of two steps with padding, the second longer
-    than what the kernel takes at once, and one of nothing but padding between them."""
+    """Tokens in page-locked memory on a GPU, read after an event as the engine does. Three steps: one with padding, one of
+    padding alone, and one that is longer than what the kernel handles at once."""
     device = context.device
     on_card = device.type == "cuda"
     steps = [[3, 0, -1], [-1, -1], [*range(300)]]
@@ -242,9 +242,9 @@ def _left_for_the_host(context: Context) -> Two:
 
 
 def _left_by_a_graph(context: Context) -> Two:
-    """As engines have it: a captured step is replayed, each replay has an event behind it, and its place is read when that has
-    passed, with the next replay under way. What differs although "launched" does not is not yet in main memory when the event
-    has passed, or was captured wrongly. Without a card the step is called."""
+    """As in the engine: a captured step is replayed, an event follows each replay, and its place is read once the event has
+    passed, with the next replay under way. If this differs although "launched" does not, tokens were not yet in main memory
+    when the event had passed, or the capture is wrong. Without a card the step is called directly."""
     device, size = context.device, context.size(256, 3)
     on_card = device.type == "cuda"
     host = HostTokens(
@@ -282,7 +282,7 @@ def _left_by_a_graph(context: Context) -> Two:
 
 
 def _captured_once(step: Callable[[], None]) -> Callable[[], None]:
-    """Returns a function that replays the step; the step has run once before."""
+    """Capture the step after running it once; return a function that replays it."""
     beside = torch.cuda.Stream()  # type: ignore[no-untyped-call]
     beside.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(beside):
@@ -309,7 +309,7 @@ def _copy(context: Context) -> Two:
 
 
 def _stage(context: Context) -> Two:
-    """Through page-locked memory on a GPU, as the host tier does."""
+    """Gather and scatter blocks through page-locked memory on a GPU, as the host tier does."""
     made, expected = _caches(context), _caches(context)
     staging = torch.zeros(4, 3, *made[0].shape[1:], dtype=context.dtype, pin_memory=context.device.type == "cuda")
     twin = torch.zeros_like(staging, device=context.device, pin_memory=False)

@@ -1,4 +1,4 @@
-"""The sampler and what belongs to it, token for token against its definition."""
+"""The sampler and related kernels, token for token against their definition."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def check(context: Context) -> None:
 
 
 def columns_of(settings: Sequence[dict[str, float]], vocab: int, device: torch.device, num_rules: int = 1) -> SamplingColumns:
-    """One slot for each of `settings`."""
+    """Sampling columns with one slot for each of `settings`."""
     columns = SamplingColumns.empty(len(settings), vocab, num_rules, device)
     for slot, each in enumerate(settings):
         temperature = each.get("temperature", 1.0)
@@ -57,7 +57,7 @@ def columns_of(settings: Sequence[dict[str, float]], vocab: int, device: torch.d
 
 
 def both(module: str, name: str) -> tuple[Launcher, Launcher]:
-    """A Triton launcher and its reference. Imported for a row alone, so that a missing one costs no other."""
+    """A Triton launcher and its reference, imported per row, so that a missing one costs no other row."""
     triton, reference = (importlib.import_module(f"kernels.{kind}.{module}") for kind in ("triton", "reference"))
     return getattr(triton, name), getattr(reference, name)
 
@@ -125,8 +125,8 @@ def _masked(context: Context) -> Two:
 
 
 def _scored(context: Context) -> Three:
-    """So many that the largest error of either is what its arithmetic allows: of a few numbers torch's are twice as exact by
-    luck, in one run of twenty."""
+    """Log-probabilities of so many tokens that the largest error of either side is what its arithmetic allows: with only a few,
+    torch is twice as exact by chance in one run of twenty."""
     ours, _ = both("logprobs", "token_logprobs")
     rows, vocab = context.size(16, 5), context.size(128_256, 700)
     logits = normal(rows, vocab, dtype=torch.float32, device=context.device, scale=3.0)
@@ -136,7 +136,7 @@ def _scored(context: Context) -> Three:
 
 
 def _twice(context: Context, kind: str) -> Two:
-    """The fused head and the plain product of the same rows, which is what the plain runner does: ties included."""
+    """The fused head, and the plain product of the same rows as in the plain runner: ties included."""
     ours, _ = both("greedy_head", "greedy_head")
     width, vocab = (64, 300) if context.rehearsal else (4096, 128_256)
     hidden = normal(16, width, dtype=context.dtype, device=context.device)
@@ -151,7 +151,7 @@ def _twice(context: Context, kind: str) -> Two:
 
 
 def _head(context: Context) -> Two:
-    """Rows far from ties: what is largest does not hang on the order of a sum."""
+    """Rows far from ties: the largest logit does not depend on the order of summation."""
     ours, _ = both("greedy_head", "greedy_head")
     width, vocab = (64, 300) if context.rehearsal else (4096, 128_256)
     hidden = normal(5, width, dtype=context.dtype, device=context.device)

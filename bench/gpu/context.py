@@ -1,4 +1,4 @@
-"""The input of every measurement: the device, the sizes, figures of earlier parts, and where rows go."""
+"""The input of every measurement: the device, the sizes, figures from earlier parts, and where rows are emitted."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ log = logging.getLogger("gatehouse.bench")
 
 
 class FactMissing(RuntimeError):
-    """The calibration did not give a figure that a limit is computed from."""
+    """A figure that a limit is computed from is missing from the calibration."""
 
 
 @dataclass(slots=True)
@@ -39,7 +39,7 @@ class Context:
 
     @property
     def dtype(self) -> torch.dtype:
-        """What models compute with; the interpreter's bfloat16 is wrong."""
+        """The dtype that models compute in: not bfloat16 in a rehearsal, where the interpreter gets it wrong."""
         return torch.float16 if self.rehearsal else torch.bfloat16
 
     @property
@@ -54,7 +54,7 @@ class Context:
 
     @property
     def flops_fp8(self) -> float:
-        """The same in fp8, or twice that of 16 bits. Raises `FactMissing`."""
+        """Operations per second in fp8 or, if not calibrated, twice those in 16 bits. Raises `FactMissing`."""
         return self._fact("flops_fp8") if "flops_fp8" in self.facts else 2 * self.flops
 
     def _fact(self, name: str) -> float:
@@ -71,7 +71,7 @@ class Context:
         return rehearsed if self.rehearsal else real
 
     def limit(self, row: Row, compute: Callable[[], float]) -> None:
-        """Give a row its limit. Where the calibration lacks what it takes the row has none and says why: it was measured."""
+        """Give a row its limit. If the calibration lacks a figure for it, the row is kept without a limit and says why."""
         try:
             row.limit = compute()
         except FactMissing as missing:
@@ -81,16 +81,16 @@ class Context:
         self.write({"row": row.as_dict()})
 
     def tell(self, **facts: Any) -> None:
-        """Facts for this part and those after it."""
+        """Add facts for this part and later ones."""
         self.facts.update(facts)
         self.write({"facts": facts})
 
     def guard(self, names: str | Sequence[str], measure: Callable[[], object]) -> None:
-        """Measure; when that raises, the rows of these names say why and the part goes on. Unless the device is broken: then
-        whatever follows would fail in ways that say nothing, and the part ends.
+        """Measure. If that raises, the named rows say why and the part goes on, unless the device is broken: whatever followed
+        would then fail without saying anything useful, so the part ends.
 
-        What torch keeps of a GPU's memory is given back then, but between two rows of an engine that is open: its steps would
-        ask the driver for all of it again, piece by piece, while they are timed."""
+        Afterwards torch's cached GPU memory is released, except between successful rows of an open engine: its steps would
+        request all of it from the driver again, piece by piece, while they are timed."""
         failures = self.failures
         try:
             measure()
@@ -102,7 +102,7 @@ class Context:
             log.exception("failed rows=%s", names)
             self._check_device(names)
         if self.device.type == "cuda" and (not self.engines or self.failures > failures):
-            gc.collect()  # engines have cycles, and the next one wants their memory
+            gc.collect()  # engines have reference cycles, and the next one needs their memory
             torch.cuda.empty_cache()
 
     def _check_device(self, names: str | Sequence[str]) -> None:

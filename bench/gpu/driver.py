@@ -1,4 +1,4 @@
-"""The driver's facts about the card: its version, clocks, power and heat. A throttled or shared card is slow."""
+"""The driver's facts about the card: version, clocks, power and temperature. A throttled or shared card is slow."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ CHARS_MAX = 600
 
 
 def state() -> str:
-    """Names and values in one line, without fields that this driver does not know; or why there are none."""
+    """Names and values in one line, without fields unknown to this driver; or the reason why there are none."""
     fields = FIELDS.split(",")
     while True:
         command = ["nvidia-smi", f"--query-gpu={','.join(fields)}", "--format=csv"]

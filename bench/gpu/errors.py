@@ -1,4 +1,4 @@
-"""A kernel's distance from the exact result, in units of that of torch's own in that dtype; and whether bits are equal."""
+"""A kernel's error against the exact result, relative to torch's error in the same dtype; and whether bits are equal."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ from bench.gpu.targets import exactly, numbers, same_bits
 T = TypeVar("T")
 Outputs = torch.Tensor | Sequence[torch.Tensor]
 Two = tuple[Outputs, Outputs]
-"""Ours, and what it must equal."""
+"""Our result, and the one that it must equal."""
 Three = tuple[Outputs, Outputs, Outputs]
-"""Ours, the exact one, and torch's own."""
+"""Our result, the exact one, and torch's."""
 Cases = Sequence[tuple[str, Callable[[], T]]]
 """Each case's name, and the function that computes it."""
 FLOOR_UNITS = 0.25
-"""In rounding units of the largest result: below that, torch's error is a matter of luck (a copy has none)."""
+"""In rounding units of the largest result: below this, torch's error is a matter of chance (a copy has none)."""
 
 
 def compare(context: Context, name: str, cases: Cases[Three]) -> None:
-    """Emit a row with the error of the worst of the cases; its facts tell all."""
+    """Emit a row with the error of the worst case; its facts list all cases."""
 
     def measure() -> None:
         found = {label: _error(*make()) for label, make in cases}
@@ -53,12 +53,12 @@ def _error(ours: Outputs, exact: Outputs, theirs: Outputs) -> dict[str, float]:
 
 
 def equal(context: Context, name: str, cases: Cases[Two]) -> None:
-    """Emit a row that counts the elements which differ from the reference."""
+    """Emit a row that counts the elements that differ from the reference."""
     _count(context, exactly(name), cases)
 
 
 def invariant(context: Context, name: str, cases: Cases[Two]) -> None:
-    """Emit a row that counts the bytes which differ between a row computed alone and the same row in a batch."""
+    """Emit a row that counts the bytes that differ between a row computed alone and the same row in a batch."""
     _count(context, same_bits(name), cases)
 
 

@@ -1,4 +1,4 @@
-"""Which decode steps of a stretch ran as whole captured graphs, and what was captured meanwhile."""
+"""Which decode steps of a stretch ran as whole captured graphs, and how many captures happened meanwhile."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from engine.sampling.columns import SamplingNeeds
 
 @dataclass(slots=True)
 class GraphUse:
-    """Decode steps, those of them whose graph ended with the logits and whose tokens were chosen behind it, and captures."""
+    """Counts of decode steps, of those whose graph ended with the logits, before tokens were chosen, and of captures."""
 
     steps: int = 0
     without_choice: int = 0
@@ -23,14 +23,14 @@ class GraphUse:
 
     @property
     def lacks(self) -> str:
-        """Why these steps did not take the time of whole graphs; empty if they did."""
+        """Why the time of these steps is not that of whole graphs; empty if it is."""
         found = [f"{self.captured} graphs were captured within the time"] if self.captured else []
         if self.without_choice:
             found.append(f"{self.without_choice} of {self.steps} steps chose their tokens outside of a graph")
         return ", ".join(found)
 
     def told(self, row: Row, *, whole: bool = False) -> Row:
-        """Put what its steps lacked into the note of a row. `whole`: it stands for whole graphs, and fails without them."""
+        """Add what the steps lacked to the row's note. `whole`: the row claims whole graphs, and fails without them."""
         row.facts["graphs"] = asdict(self)
         row.note = "; ".join(words for words in (self.lacks, row.note) if words)
         if whole:
@@ -40,7 +40,7 @@ class GraphUse:
 
 @contextmanager
 def graph_use() -> Iterator[GraphUse]:
-    """Count the decode steps inside the block, and those whose graph was not whole. Without graphs none lacks anything."""
+    """Count the decode steps inside the block, and those whose graph was not whole. An engine without graphs lacks none."""
     use = GraphUse()
     choose_shape, make_ready = DecodeSteps.choose_shape, CudaGraphs.make_ready
 

@@ -1,4 +1,4 @@
-"""Tensors for checks and timings: scattered pages, projections, rows. Values are normal numbers from one seed, never zeros."""
+"""Inputs of checks and timings: scattered pages, projections, rows. Values are normally distributed from a seed, never zeros."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ PRODUCTS: dict[str, Callable[..., torch.Tensor]] = {
 
 
 def normal(*shape: int, dtype: torch.dtype, device: torch.device, scale: float = 1.0) -> torch.Tensor:
-    """Normal numbers of a deviation, rounded to `dtype`; made in slices, so that no second copy in float32 stands beside."""
+    """Normally distributed numbers, rounded to `dtype`; made in slices to avoid a second full copy in float32."""
     if dtype.itemsize > 1:
         return torch.empty(shape, dtype=dtype, device=device).normal_(std=scale)
     out = torch.empty(shape, dtype=dtype, device=device)
@@ -34,7 +34,7 @@ def normal(*shape: int, dtype: torch.dtype, device: torch.device, scale: float =
 
 @dataclass(frozen=True, slots=True)
 class Pages:
-    """Requests of given lengths in a cache, with their blocks in random order."""
+    """A KV cache with requests of given lengths, their blocks in random order."""
 
     shape: AttentionShape
     cache: torch.Tensor  # [N, P, 2, K, D]
@@ -44,7 +44,7 @@ class Pages:
 
     @property
     def kv_bytes(self) -> int:
-        """Bytes of the keys and values that a decode step sees."""
+        """Bytes of the keys and values that a decode step reads."""
         tokens = sum(self.lengths)
         if self.shape.sliding_window is not None:
             tokens = sum(min(length, self.shape.sliding_window) for length in self.lengths)
@@ -71,7 +71,7 @@ def make_pages(lengths: Sequence[int], shape: AttentionShape, *, dtype: torch.dt
 
 
 def coded(kind: str, weight: torch.Tensor) -> Weight:
-    """The weight as a layer keeps it: plain, "int8", "fp8" by rows, or "int4" in groups of 128."""
+    """The weight as a layer stores it: plain, "int8", "fp8" by rows, or "int4" in groups of 128."""
     match kind:
         case "int8":
             return pack_int8(weight)
@@ -83,27 +83,27 @@ def coded(kind: str, weight: torch.Tensor) -> Weight:
 
 
 def stored_bytes(weight: Weight) -> int:
-    """Bytes of a weight as it is stored: codes, scales and zero points."""
+    """Bytes of a stored weight: codes, scales and zero points."""
     if isinstance(weight, Int8Weight | Fp8Weight):
         return weight.values.nbytes + weight.scales.nbytes
     return weight.words.nbytes + weight.scales_zeros.nbytes if isinstance(weight, Int4Weight) else weight.nbytes
 
 
 def queries(pages: Pages, num_rows: int, dtype: torch.dtype) -> torch.Tensor:
-    """[T, H, D], as they stand in a projection: rows with keys and values behind them."""
+    """[T, H, D], a view into a projection: in each row, keys and values follow the queries."""
     shape = pages.shape
     wide = normal(num_rows, shape.num_heads + 2 * shape.num_kv_heads, shape.head_dim, dtype=dtype, device=pages.cache.device)
     return wide[:, : shape.num_heads]
 
 
 def angles(num_rows: int, rotary_dim: int, dtype: torch.dtype, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-    """Cosines and sines of some angles, as `rope_and_cache` takes them: [T, 1, rotary_dim] each."""
+    """Cosines and sines of arbitrary angles, as `rope_and_cache` takes them: [T, 1, rotary_dim] each."""
     turned = torch.rand(num_rows, 1, rotary_dim // 2, device=device) * 6
     return torch.cat((turned.cos(), turned.cos()), -1).to(dtype), torch.cat((-turned.sin(), turned.sin()), -1).to(dtype)
 
 
 def gathered(pages: Pages, request: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Keys and values of one request, [1, K, T, D] each, as a library that knows no pages takes them."""
+    """Keys and values of one request, [1, K, T, D] each, for a library without paging."""
     length = pages.lengths[request]
     blocks = pages.tables[request, : -(-length // pages.shape.block_size)].long()
     found = pages.cache[blocks].flatten(0, 1)[:length]

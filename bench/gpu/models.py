@@ -1,7 +1,7 @@
-"""Models of real shapes with random weights, made on the device: a folder holds a config.json and nothing else.
+"""Models of real shapes with random weights, made on the device: a model's directory holds only a config.json.
 
-The engine is built as always, but for two functions that read weight files: the one here fills every place from a seed that
-follows from the tensor's name, so that a peer can be given the same weights.
+The engine is built as usual, except for two functions that read weight files: their replacement fills every tensor from a seed
+derived from the tensor's name, so that a peer can be given the same weights.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ INT4 = {"quant_method": "awq", "bits": 4, "group_size": 128, "zero_point": True,
 
 
 def config_of(context: Context, name: str, *, int4: bool = False, layers: int | None = None) -> dict[str, Any]:
-    """What config.json holds. `layers` leaves layers out: their kernels are those of the whole model."""
+    """The content of config.json. `layers` reduces the number of layers: the kernels stay those of the whole model."""
     dtype = torch.float32 if context.device.type == "cpu" else context.dtype
     config = {**CONFIGS[name], "dtype": str(dtype).removeprefix("torch.")}
     if context.rehearsal:
@@ -79,7 +79,7 @@ def config_of(context: Context, name: str, *, int4: bool = False, layers: int | 
 def random_engine(
     context: Context, folder: Path, name: str, *, int4: bool = False, layers: int | None = None, **options: Any
 ) -> Iterator[Engine]:
-    """An engine over a model of random weights; closed and its memory given back at the end."""
+    """An engine over a model of random weights; it is closed and its memory released at the end."""
     config = config_of(context, name, int4=int4, layers=layers)
     directory = folder / f"{name}{'-int4' if int4 else ''}-{layers or 'all'}"
     directory.mkdir(parents=True, exist_ok=True)
@@ -94,14 +94,14 @@ def random_engine(
     with ExitStack() as stack:
         stack.enter_context(mock.patch("engine.models.loading.load_weights", fill))
         stack.enter_context(mock.patch("engine.quantization.scheme.stored_names", return_value=set(shapes)))
-        if context.rehearsal:  # all of what a GPU does, on a CPU without the graphs
+        if context.rehearsal:  # everything that a GPU does, on a CPU, except graphs
             stack.enter_context(mock.patch("engine.resolved_options.step_mode", return_value=_rehearsed_mode(context, chosen)))
             if chosen.pop("interpreted", False):
                 stack.enter_context(mock.patch.dict("kernels.ops._TABLES", cpu="kernels.triton.table"))
         engine = build_engine(EngineOptions(model=directory, name=name, **chosen))
         context.engines += 1
         gc.collect()
-        gc.freeze()  # as a process that serves does
+        gc.freeze()  # as a serving process does
         try:
             yield engine
         finally:
@@ -122,12 +122,12 @@ def _rehearsed(options: dict[str, Any]) -> dict[str, Any]:
     options = {name: value for name, value in options.items() if name != "kv_cache_bytes"}
     small = {"max_num_seqs": 4, "max_model_len": 64, "max_num_batched_tokens": 32}
     always = {"num_kv_blocks": 64, "threads": 1}
-    at_start = {"max_num_batched_tokens": 64}  # which computes the largest step that there may be
+    at_start = {"max_num_batched_tokens": 64}  # the engine computes its largest possible step at its start
     return {**at_start, **options, **{name: value for name, value in small.items() if name in options}, **always}
 
 
 def tensor_shapes(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
-    """Names and shapes of a checkpoint's tensors, as transformers calls them."""
+    """Names, as in transformers, and shapes of a checkpoint's tensors."""
     hidden, size, inner = config["hidden_size"], config["head_dim"], config["intermediate_size"]
     queries, keys = config["num_attention_heads"] * size, config["num_key_value_heads"] * size
     quantised = config.get("quantization_config")
@@ -160,7 +160,7 @@ def tensor_shapes(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
 
 
 def fill_plan(plan: WeightPlan, shapes: dict[str, tuple[int, ...]], device: torch.device) -> None:
-    """Random values in every place. Raises KeyError for a place that no tensor here is for, and says what is left over."""
+    """Fill every place with random values. Raises KeyError for a place without a tensor here, and names what is left over."""
     for name, place in plan.places.items():
         if isinstance(place, torch.Tensor):
             fill(name, place)
@@ -171,7 +171,7 @@ def fill_plan(plan: WeightPlan, shapes: dict[str, tuple[int, ...]], device: torc
 
 
 def made(name: str, shape: tuple[int, ...], device: torch.device) -> torch.Tensor:
-    """A tensor of that name, in the format of the checkpoint."""
+    """Make the tensor of that name, in the format of the checkpoint."""
     generator = _generator(name, device)
     if name.endswith((".qweight", ".qzeros")):
         words = torch.randint(-(2**31), 2**31, shape, generator=generator, device=device, dtype=torch.int64)
@@ -184,7 +184,7 @@ def made(name: str, shape: tuple[int, ...], device: torch.device) -> torch.Tenso
 
 
 def fill(name: str, tensor: torch.Tensor) -> None:
-    """Norms near one, matrices of a deviation of 0.02, embeddings wider."""
+    """Norms near one, matrices with a standard deviation of 0.02, embeddings with a larger one."""
     wide = torch.empty(tensor.shape, dtype=torch.bfloat16, device=tensor.device)
     if "norm" in name:
         wide.normal_(1.0, 0.05, generator=_generator(name, tensor.device))

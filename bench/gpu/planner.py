@@ -1,7 +1,7 @@
-"""What the planner's formulae say of a workload on the calibrated card: the roofline, and the prediction it gives operators.
+"""The planner's formulae for a workload on the calibrated card: the roofline, and the prediction that operators get.
 
-The same step-time model as the scheduler's and the simulator's (`engine.scheduling.step_time`), with nothing lost for the limit
-and with the shares that the planner expects for the prediction.
+The same step-time model as the scheduler's and the simulator's (`engine.scheduling.step_time`): without losses for the limit,
+with the shares that the planner expects for the prediction.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ LINK = 50e9
 
 
 class Planner:
-    """Times of one model on the calibrated device. All of them raise `FactMissing` where the calibration lacks a figure."""
+    """Times of one model on the calibrated device. All methods raise `FactMissing` if the calibration lacks a figure."""
 
     def __init__(self, context: Context, directory: Path, info: EngineInfo, *, expected: bool) -> None:
-        """`expected`: with the planner's shares instead of all of bandwidth and rate."""
+        """`expected`: use the planner's shares instead of the full bandwidth and matmul rate."""
         self._context, self._info, self._expected = context, info, expected
         self._shape = find_model(str(directory)).shape
         self._embedding = 0 if self._shape.tied else self._shape.head_params
@@ -42,15 +42,15 @@ class Planner:
         )
 
     def decode_rate(self, num_requests: int, context_len: float) -> float:
-        """Tokens per second of so many requests in steady decode."""
+        """Tokens per second of `num_requests` requests in steady decode."""
         step_s = self.model.step_s(
             num_tokens=num_requests, num_rows=num_requests, context_tokens=int(num_requests * context_len), attention_pairs=0.0
         )
         return num_requests / step_s
 
     def offline_rate(self, requests: Sequence[Asked], seats: int, budget: int) -> float:
-        """Output tokens per second of all of them at once, prompts in chunks beside the decodes."""
-        waiting = [[len(asked.prompt), 0, asked.num_outputs] for asked in requests]  # prompt, computed of it, outputs left
+        """Output tokens per second of all requests submitted at once, prompts in chunks alongside decodes."""
+        waiting = [[len(asked.prompt), 0, asked.num_outputs] for asked in requests]  # prompt, computed part, outputs left
         waiting.reverse()
         running: list[list[int]] = []
         seconds, tokens = 0.0, sum(asked.num_outputs for asked in requests)
@@ -84,10 +84,10 @@ class Planner:
         return self.model.step_s(num_tokens=num_tokens, num_rows=rows, context_tokens=seen, attention_pairs=pairs)
 
     def saturated_rate(self, in_len: int, out_len: int, seats: int) -> float:
-        """Output tokens per second when each seat's next request follows at once: prefill and decode one after the other."""
+        """Output tokens per second when each seat's next request follows at once: prefill and decode one after another."""
         decode_s = out_len / self.decode_rate(seats, in_len + out_len / 2)
         return out_len / (self.prefill_s(in_len) + decode_s)
 
     def prefill_s(self, in_len: int) -> float:
-        """Seconds of the products and the attention of one prompt."""
+        """Seconds for the products and the attention of one prompt."""
         return self.model.token_s * in_len + self.model.pair_s * in_len * in_len / 2

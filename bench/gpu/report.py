@@ -26,7 +26,7 @@ WIDTHS = (67, 10, 16, 10, 5, 10, 7, 32, 0)
 
 
 def complete(outcome: Outcome, parts: set[str] | None = None) -> list[Row]:
-    """One row per target, in their order, then rows that no target asked for. What nobody measured says why."""
+    """One row per target, in target order, then rows without a target. A row that was not measured says why."""
     found = {row.name: row for row in outcome.rows}
     reasons: dict[str, list[str]] = {}
     for part in outcome.parts:
@@ -73,8 +73,8 @@ def document(rows: Sequence[Row], outcome: Outcome, *, rehearsal: bool, taken_s:
 
 
 def status(report: dict[str, Any]) -> int:
-    """0 when every row came and every part ended well, whatever the rows show: behind a warm-up that did not, engines compile
-    while they are timed. 3 when nothing is missing but the peers of a machine without them, else 1."""
+    """0 if every row is there and every part ended well, whatever the rows show (after a failed warm-up, engines compile while
+    they are timed). 3 if only peers are missing that the machine does not have, else 1."""
     wrong = {row["error"] or row["invalid"] for row in report["rows"]} - {""}
     if wrong - {PEER_MISSING} or any("error" in part for part in report["parts"]):
         return 1
@@ -82,7 +82,7 @@ def status(report: dict[str, Any]) -> int:
 
 
 def table(report: dict[str, Any]) -> str:
-    """The rows for people. A rehearsal shows which rows came, and no figures."""
+    """The rows as text for people to read. A rehearsal shows which rows are there, without figures."""
     facts, rehearsal = report["facts"], report["rehearsal"]
     title = "REHEARSAL on the CPU: shapes are tiny and no figure means anything" if rehearsal else _card(report["card"])
     versions = ", ".join(f"{name} {version}" for name, version in report["versions"].items() if version)
@@ -119,7 +119,7 @@ def _card(card: dict[str, Any]) -> str:
 
 
 def _goals(report: dict[str, Any]) -> str:
-    """For which card they are, in one line."""
+    """The card that the goals are for, in one line."""
     marked = f"goals marked ({CARD_SHORT}) are for an {GOALS_CARD}"
     if report["goals_are_judged"]:
         return f"{marked}, which this is"
@@ -127,7 +127,7 @@ def _goals(report: dict[str, Any]) -> str:
 
 
 def _wrong(report: dict[str, Any]) -> list[str]:
-    """What went wrong, behind the rows."""
+    """The failures, listed after the rows."""
     reasons = {row["name"]: row["error"] or row["invalid"] for row in report["rows"]}
     lines = [f"  {name}: {reason}"[:400] for name, reason in reasons.items() if reason]
     for broken in (each for each in report["parts"] if "error" in each):
@@ -150,7 +150,7 @@ def _line(cells: Sequence[str]) -> str:
 
 
 def figure(value: float | None) -> str:
-    """Three digits, or all of a large number."""
+    """Three significant digits, or all digits of a large number."""
     if value is None:
         return "-"
     return f"{value:.0f}" if abs(value) >= 1000 else f"{value:.3g}"

@@ -1,7 +1,7 @@
 """What the bench needs of the machine, checked before anything is started. Imports no package that it looks for.
 
-The engine half stands on few packages. A GPU machine without the web half's packages must do, so one that is only needed for
-grammars, which are not measured here, is replaced by a stand-in that says so when it is used.
+The engine half needs few packages. A GPU machine without the web half's packages must suffice, so a package that is only needed
+for grammars, which are not measured here, is replaced by a stand-in that says so when it is used.
 """
 
 from __future__ import annotations
@@ -33,13 +33,13 @@ GRAMMARS = "llguidance"
 
 
 def missing(names: dict[str, str] | None = None) -> list[str]:
-    """One line for each package that is not there."""
+    """One line for each missing package."""
     wanted = NEEDED if names is None else names
     return [f"  {name} is missing: {reason}" for name, reason in wanted.items() if importlib.util.find_spec(name) is None]
 
 
 def unfit(versions: dict[str, tuple[int, ...]], *, rehearse: bool) -> list[str]:
-    """One line for each package whose version will not do."""
+    """One line for each package of an unsuitable version."""
     lines = []
     for name, version in versions.items():
         if version < OLDEST.get(name, ()):
@@ -53,7 +53,7 @@ def unfit(versions: dict[str, tuple[int, ...]], *, rehearse: bool) -> list[str]:
 
 
 def check(*, rehearse: bool = False) -> None:
-    """Exit with one message that names everything that is missing or will not do; replace what only grammars need."""
+    """Exit with one message that names everything missing or unsuitable; replace what only grammars need."""
     lines = missing(NEEDED | NEEDED_TO_REHEARSE if rehearse else NEEDED) or unfit(_installed(), rehearse=rehearse)
     if not rehearse and (problem := toolchain_problem()):
         lines.append(f"  {problem}")
@@ -64,7 +64,7 @@ def check(*, rehearse: bool = False) -> None:
 
 
 def _installed() -> dict[str, tuple[int, ...]]:
-    """Package → the numbers of its version; a package that was put there without its version is not judged."""
+    """Package → the numbers of its version. A package installed without version metadata is not judged."""
     found = {}
     for name in NEEDED:
         try:
@@ -79,7 +79,7 @@ def _text(version: tuple[int, ...]) -> str:
 
 
 class StandIn(ModuleType):
-    """Has every name; each is a class that cannot be made."""
+    """A module that has every name; each is a class that cannot be instantiated."""
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):

@@ -1,4 +1,4 @@
-"""Where a run leaves what it has: one JSON document, and the logs of its parts in a folder or in one archive."""
+"""Writes the output of a run: one JSON document, and the logs of its parts in a directory or in one archive."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ ARCHIVES = (".tgz", ".tar.gz")
 
 
 class ResultFiles:
-    """Written anew behind each stage, so that a run which is broken off leaves what it had. `logs`: a folder, or the name of an
-    archive by its end."""
+    """The files are rewritten after each stage, so that a run that is broken off leaves its results so far. `logs`: a
+    directory, or an archive, as its suffix says."""
 
     def __init__(self, result: Path | None, logs: Path | None) -> None:
         self.result = result
@@ -33,7 +33,7 @@ class ResultFiles:
         self._stack.close()
 
     def write(self, report: dict[str, Any]) -> None:
-        """Each file appears whole or not at all."""
+        """Write the files; each appears complete or not at all."""
         if self.result is not None:
             self.result.parent.mkdir(parents=True, exist_ok=True)
             beside = self.result.with_name(f"{self.result.name}.part")

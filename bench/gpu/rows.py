@@ -1,7 +1,7 @@
 """Rows of the result: what was measured, against which limit and peer, and whether it passes. Knows no torch.
 
-A row is judged by its target: by its value, by its fraction of the calibrated limit, or by its ratio to the peer. What looks
-too good, or does not add up, is marked invalid and never passes. A value that a goal asks of one card is not judged on another.
+A row's target says whether its value, its fraction of the calibrated limit or its ratio to the peer is judged. A row that looks
+too good, or does not add up, is marked invalid and never passes. A value that is a goal for one card is not judged on another.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ FRACTION_MAX = 1.10
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Target:
-    """What a row must show; without `pass_at` it is told and not judged. `of_card`: the goal is a time or a rate that one card
-    is to reach, and says nothing of others. `stretch_value`: what the value itself has to reach for stretch, on that card."""
+    """The goals of a row; without `pass_at` it is reported but not judged. `of_card`: the goal is a time or a rate for one
+    card, and does not apply to others. `stretch_value`: what the value itself must reach for stretch, on that card."""
 
     name: str
     part: str
@@ -51,9 +51,9 @@ class Target:
 class Row:
     """One line of the result. `limit` is the roofline in the row's unit; `ratio` says how many times better than the peer.
 
-    `counted` and `returned` are tokens by the engine's own count and as the caller got them: they must be equal. `came_s` is
-    when the row came, since its part began. `peer_on_cpu` is what the peer does on this machine's CPU, at most, in the row's
-    unit: on the card it is faster, or something is wrong with it.
+    `counted` and `returned` are the tokens by the engine's count and as received by the caller: they must be equal. `came_s` is
+    when the row was emitted, in seconds since its part began. `peer_on_cpu` is an upper bound of the peer's figure on this
+    machine's CPU, in the row's unit: if the peer is slower than that on the card, something is wrong with it.
     """
 
     name: str
@@ -77,7 +77,7 @@ class Row:
 
 
 def against(row: Row, *, higher: bool = True) -> Row:
-    """Fill fraction and ratio from value, limit and peer, where they are not set."""
+    """Fill in fraction and ratio from value, limit and peer, unless they are set."""
     if row.value and row.fraction is None and row.limit:
         row.fraction = row.value / row.limit if higher else row.limit / row.value
     if row.value and row.ratio is None and row.peer:
@@ -86,7 +86,7 @@ def against(row: Row, *, higher: bool = True) -> Row:
 
 
 def invalid(row: Row, *, has_figures: bool = True) -> str:
-    """Why the row cannot be right, or nothing. A rehearsal's tokens are counted, and its figures mean nothing."""
+    """Why the row cannot be right, or empty. In a rehearsal only token counts are checked, as its figures mean nothing."""
     if has_figures and row.fraction is not None and row.fraction > FRACTION_MAX:
         return f"fraction {row.fraction:.2f} is above {FRACTION_MAX:.2f}: bytes or time are counted wrongly"
     if has_figures and None not in (row.peer, row.peer_on_cpu) and row.peer < row.peer_on_cpu:  # type: ignore[operator]
@@ -97,7 +97,7 @@ def invalid(row: Row, *, has_figures: bool = True) -> str:
 
 
 def verdict(row: Row, target: Target, *, card: str) -> str:
-    """failed, INVALID, not measured, told, other card, below, pass or stretch. `card` is what was measured on, by its name."""
+    """failed, INVALID, not measured, told, other card, below, pass or stretch. `card`: the name of the measured card."""
     if row.error:
         return "failed"
     if invalid(row):

@@ -1,4 +1,4 @@
-"""The row of how much of a steady decode step the GPU did nothing: `bench.gpu.idle` says what is measured and why."""
+"""The row for the GPU's idle share of a steady decode step: `bench.gpu.idle` explains what is measured and why."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from engine.loop import Engine
 
 
 def progress(engine: Engine) -> float:
-    """Tokens for each running request, so that the difference of two is the steps between them, all of which decode."""
+    """Tokens per running request: the difference of two readings is the number of steps in between, as all of them decode."""
     status = engine.status()
     return status.generation_tokens_total / max(1, status.num_running)
 
@@ -25,21 +25,21 @@ def steps(engine: Engine, num_steps: int) -> Stretch:
 
 
 def idle_row(context: Context, name: str, engine: Engine, num_steps: int, earlier: Stretch) -> None:
-    """`earlier`: steps as they are served, before these. Ends under the profiler, which may slow down whatever comes after."""
+    """`earlier`: served steps before these. The profiler runs last, because it may slow down whatever comes after it."""
     row, num_traced = Row(name=name), context.size(16, 3)
     with graph_use() as use, timed_replays(context.device) as replays:
         served = steps(engine, num_steps)
     row.value = row.facts["waits_percent"] = 100 * replays.waits
     use.told(row, whole=True)
     row.error = row.error or "the profiler gave no figure: waits for the host alone"
-    context.emit(row)  # the profiler may end the process
+    context.emit(row)  # the profiler may crash the process
     growth = growth_s(earlier, served)
     try:
         with ExitStack() as stack:
             stack.enter_context(launched_in_turn())
             for graphs in replays.graphs:
                 stack.enter_context(graphs.set_aside())
-            steps(engine, 3)  # which captures
+            steps(engine, 3)  # captures graphs
             in_turn = steps(engine, num_traced)
             at = progress(engine) + num_traced / 2
             with graph_use() as traced_use:

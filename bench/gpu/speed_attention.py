@@ -1,6 +1,6 @@
-"""Attention over pages by the clock: bytes of keys and values that a step must read, over the calibrated bandwidth.
+"""Speed of paged attention: bytes of keys and values that a step must read, over the calibrated bandwidth.
 
-Caches are taken in turn, so that together they are far larger than the second-level cache, and 8 GB where the row says so.
+KV caches are used in turn: together they are far larger than the L2 cache, and 8 GB where the row says so.
 """
 
 from __future__ import annotations
@@ -48,13 +48,13 @@ def measure(context: Context) -> None:
     for label, lengths in (("256 × 1k", [1024] * 256), ("16 × 8k", [8192] * 16)):
         row = f"decode with fp8 KV, {label}"
         context.guard(row, partial(_fp8, context, row, lengths))
-    for label, peer in (("the best SDPA", _sdpa), ("compiled flex_attention", _flex)):  # which takes long to compile: the last
+    for label, peer in (("the best SDPA", _sdpa), ("compiled flex_attention", _flex)):  # last: compilation takes long
         row = f"prefill 8k, head 128, against {label}"
         context.guard(row, partial(_prefill, context, row, peer))
 
 
 def _batch(context: Context, lengths: Sequence[int]) -> list[int]:
-    """The lengths, or of a rehearsal three that are as unequal."""
+    """The lengths or, in a rehearsal, three lengths that are as unequal."""
     return [max(1, length // 1024) for length in lengths[:3]] if context.rehearsal else list(lengths)
 
 
@@ -65,7 +65,7 @@ def _shape(context: Context, shape: AttentionShape) -> AttentionShape:
 def decode_seconds(
     context: Context, shape: AttentionShape, lengths: Sequence[int], *, copies: int, fp8: bool = False
 ) -> tuple[list[float], Pages]:
-    """Samples of one decode, and the last of the caches."""
+    """Samples of the seconds of one decode, and the last of the caches."""
     held = [
         make_pages(lengths, shape, dtype=FP8 if fp8 else context.dtype, device=context.device)
         for _ in range(1 if context.rehearsal else copies)
@@ -99,7 +99,7 @@ def _decode_row(
 
 
 def _torch_decode(context: Context, pages: Pages) -> float:
-    """Seconds of torch's attention over keys and values that lie together, all requests of one length."""
+    """Seconds of torch's attention over contiguous keys and values, all requests of one length."""
     if len(set(pages.lengths)) > 1:
         raise RuntimeError("torch's has no lengths of their own")
     pairs = [gathered(pages, request) for request in range(len(pages.lengths))]
@@ -110,7 +110,7 @@ def _torch_decode(context: Context, pages: Pages) -> float:
 
 
 def _skewed(context: Context) -> None:
-    """One long request among short ones against as many tokens in equal parts, by turns."""
+    """One long request among short ones, compared alternately with as many tokens in equal parts."""
     skewed = [131_072] + [4096] * 31
     uniform = [sum(skewed) // 32] * 32
     shape, times = _shape(context, LLAMA), {"skewed": [0.0], "uniform": [0.0]}
@@ -125,7 +125,7 @@ def _skewed(context: Context) -> None:
 
 
 def _fp8(context: Context, name: str, lengths: Sequence[int]) -> None:
-    """Up to 32 requests another variant of the kernel searches among them."""
+    """Decode over an fp8 cache. Up to 32 requests, a different kernel variant searches among them."""
     shape, lengths = _shape(context, LLAMA), _batch(context, lengths)
     whole, pages = decode_seconds(context, shape, lengths, copies=8)
     del pages
@@ -139,11 +139,11 @@ def _fp8(context: Context, name: str, lengths: Sequence[int]) -> None:
 
 
 Peers = dict[str, float]
-"""Seconds of what was tried, by its name."""
+"""Seconds of each peer that was tried, by name."""
 
 
 def _prefill(context: Context, name: str, peer: Callable[[Context, AttentionShape, int], Peers]) -> None:
-    """One prompt of 8k; causal operations: two products of half a square for each query head."""
+    """One prompt of 8k; counts causal operations: two products over half a square for each query head."""
     shape, length = _shape(context, LLAMA), context.size(8192, 20)
     pages = make_pages([length], shape, dtype=context.dtype, device=context.device)
     q = queries(pages, length, context.dtype)
@@ -171,10 +171,10 @@ def _heads(context: Context, shape: AttentionShape, length: int) -> tuple[torch.
 
 
 def _sdpa(context: Context, shape: AttentionShape, length: int) -> Peers:
-    """Of every backend of torch's attention that takes the shape."""
+    """Seconds of every backend of torch's attention that accepts the shape."""
     q, k, v = _heads(context, shape, length)
     group = shape.group
-    wide = k.repeat_interleave(group, 1), v.repeat_interleave(group, 1)  # for backends that want them for each query head
+    wide = k.repeat_interleave(group, 1), v.repeat_interleave(group, 1)  # for backends that need them per query head
     attend = functional.scaled_dot_product_attention
     found = {}
     for name, backend in BACKENDS.items():
@@ -190,7 +190,7 @@ def _sdpa(context: Context, shape: AttentionShape, length: int) -> Peers:
 
 
 def _flex(context: Context, shape: AttentionShape, length: int) -> Peers:
-    """Of torch's attention that is compiled for a mask. A rehearsal does not compile it."""
+    """Seconds of torch's flex_attention, compiled for a mask. A rehearsal does not compile it."""
     q, k, v = _heads(context, shape, length)
 
     def causal(_batch: torch.Tensor, _head: torch.Tensor, row: torch.Tensor, column: torch.Tensor) -> torch.Tensor:

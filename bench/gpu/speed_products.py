@@ -1,4 +1,4 @@
-"""Matrix products by the clock: the four of a layer of Llama-3.1-8B, weights' bytes over the calibrated bandwidth; and whole
+"""Speed of matrix products: the four of a Llama-3.1-8B layer, bytes of the weights over the calibrated bandwidth; and whole
 layers, launched early or in turn."""
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def measure(context: Context) -> None:
         fused = f"fused products of Llama-8B (norm, gate, residual), {kind}, 1 row"
         context.guard(fused, partial(_fused, context, fused, kind))
     context.guard("product fp8 rows, 4096 rows", lambda: _many_rows(context))
-    measure_layers(context)  # the last: kernels that are launched in turn may have to be compiled
+    measure_layers(context)  # last: kernels that are launched in turn may have to be compiled
 
 
 def _name(kind: str, rows: int) -> str:
@@ -46,7 +46,7 @@ def _shapes(context: Context) -> dict[str, tuple[int, int]]:
 
 
 def _weights(context: Context) -> Iterator[torch.Tensor]:
-    """Every matrix of so many layers, one at a time."""
+    """Yield every matrix of the layers, one at a time."""
     for _ in range(1 if context.rehearsal else LAYERS):
         for n, k in _shapes(context).values():
             yield normal(n, k, dtype=context.dtype, device=context.device, scale=k**-0.5)
@@ -69,12 +69,12 @@ def _layer(context: Context, kind: str) -> None:
 
 
 def _total(context: Context, calls: list[Call]) -> list[float]:
-    """Samples of the time of all calls together."""
+    """Samples of the total time of all calls, in seconds."""
     return [taken_s * len(calls) for taken_s in seconds(calls, context.device)]
 
 
 def _fused(context: Context, name: str, kind: str) -> None:
-    """Products with what stands around them: the bytes are those of the weights alone."""
+    """Products fused with the operations around them: only the bytes of the weights count."""
     shapes = {"qkv": (24, 32), "out": (32, 32), "gate_up": (80, 32), "down": (32, 40)} if context.rehearsal else LAYER
     device, dtype = context.device, context.dtype
     hidden = shapes["qkv"][1]

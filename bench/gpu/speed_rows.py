@@ -1,6 +1,6 @@
-"""Operations on rows by the clock: bytes that must be read and written, over the calibrated bandwidth; the sampler; and what
-calls of the driver cost the host. These are here because only one process imports meanwhile: beside the calibration a dozen do,
-on all cores."""
+"""Speed of row operations: bytes that must be read and written, over the calibrated bandwidth; the sampler; and the host's cost
+of driver calls. The latter is measured here because only one process imports meanwhile: during the calibration a dozen do, on
+all cores."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ def _rope(context: Context) -> tuple[Call, int]:
     cache = torch.zeros(rows // 16 + 1, 16, 2, kv_heads, size, dtype=dtype, device=device)
     slots = torch.randperm(rows, device=device)
     token = size * qkv.element_size()
-    tables = token  # of cosines and sines one half each: the other has the same numbers
+    tables = token  # half of each cosine and sine table: the other half has the same numbers
     moved = rows * (token * (heads + 2 * kv_heads) + token * (heads + kv_heads) + token * 2 * kv_heads + tables)
     call = lambda: rope_and_cache(qkv, cos, sin, cache, slots, num_kv_heads=kv_heads, rotary_dim=size)  # noqa: E731
     return call, moved
@@ -101,7 +101,7 @@ def _head(context: Context, kind: str) -> tuple[Call, int]:
 
 
 def _experts(context: Context) -> tuple[Call, int]:
-    """64 tokens choose 8 of 128: nearly every expert is read. Its bytes are those of the experts that were chosen at all."""
+    """64 tokens choose 8 of 128 experts each: nearly all are read. The bytes are those of the experts that any token chose."""
     tokens, hidden, inner, count, chosen = (3, 32, 24, 4, 2) if context.rehearsal else (64, 2048, 768, 128, 8)
     dtype, device = context.dtype, context.device
     gate_up = normal(count, 2 * inner, hidden, dtype=dtype, device=device, scale=hidden**-0.5)
@@ -144,7 +144,7 @@ def _sampler(context: Context, name: str, against: str) -> None:
 
 
 def _sorted_sample(logits: torch.Tensor) -> torch.Tensor:
-    """The common way with torch alone."""
+    """The usual implementation in plain torch."""
     ordered, ids = (logits / 0.8).sort(dim=-1, descending=True)
     ordered[:, 50:] = float("-inf")
     likely = ordered.softmax(dim=-1)

@@ -1,4 +1,4 @@
-"""Where the host's time of a step goes: CPU time of its thread in each part, without what other parts within that one take."""
+"""Where the host's time of a step goes: the thread's CPU time in each part, excluding other parts nested in it."""
 
 from __future__ import annotations
 
@@ -38,9 +38,9 @@ REST = "rest"
 
 @contextmanager
 def step_parts() -> Iterator[dict[str, float]]:
-    """Yields seconds by part, of all steps until it is left. The clocks themselves take some microseconds a step."""
+    """Yield seconds by part, for all steps inside the block. The clocks themselves take a few microseconds per step."""
     taken_s = dict.fromkeys((label for label, *_ in PARTS), 0.0)
-    within_s = [0.0]  # what parts took within the one under way, the innermost last
+    within_s = [0.0]  # time of nested parts within each part under way, the innermost last
 
     def timed(label: str, inner: Callable[..., Any]) -> Callable[..., Any]:
         def run(*given: Any, **named: Any) -> Any:

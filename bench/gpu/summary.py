@@ -1,4 +1,4 @@
-"""The judged rows, short enough for a reader who sees only the end of an output."""
+"""The judged rows, short enough for a reader who sees only the end of the output."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ JUDGED_BY = {"of limit": "fraction", "× peer": "ratio"}
 
 
 def summary(report: dict[str, Any]) -> str:
-    """A line for every row with a goal: verdict, name, figure, goal. Checks are counted, and only those that fail are named."""
+    """One line for every row with a goal: verdict, name, figure, goal. Checks are only counted, unless they fail."""
     judged = [row for row in report["rows"] if row.get("must_show", "-") != "-"]
     lines = ["", "judged"]
     for part in COUNTED:
@@ -46,7 +46,7 @@ def _line(row: dict[str, Any]) -> str:
 
 
 def _within(lines: list[str], most: int) -> list[str]:
-    """As many lines as fit, and how many do not."""
+    """As many lines as fit, and the number of those that do not."""
     kept: list[str] = []
     left = most - 40
     for number, line in enumerate(lines):

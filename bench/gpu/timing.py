@@ -1,7 +1,7 @@
 """Seconds per call of work on a device: calls captured into one graph and replayed, so that the host's launches do not count.
 
-Give several calls over different memory when one call's data would fit into the cache: they run one after the other. Without
-a GPU (rehearsal) the calls are made once by the clock, and mean nothing.
+If one call's data would fit into the cache, pass several calls over different memory: they run one after another. Without
+a GPU (rehearsal) each call is timed once, and the figures mean nothing.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ some tens of milliseconds to rise. Where the first replay was slow it is less, b
 
 
 def seconds(calls: Sequence[Call], device: torch.device, *, samples: int = 7, captured: bool = True) -> list[float]:
-    """Samples of the mean time of a call."""
+    """Samples of the mean time of a call, in seconds."""
     if device.type != "cuda":
         started_s = time.perf_counter()
         for call in calls:
             call()
         return [(time.perf_counter() - started_s) / len(calls)]
-    for call in calls:  # compiles, and makes what is made once
+    for call in calls:  # compile, and create what is created once
         call()
     torch.cuda.synchronize()
     replay = _captured(calls) if captured else lambda: [call() for call in calls]
@@ -36,7 +36,7 @@ def seconds(calls: Sequence[Call], device: torch.device, *, samples: int = 7, ca
 
 
 def _warmed(replay: Call) -> float:
-    """Seconds of one replay, when the card has worked for WARM_S."""
+    """Seconds of one replay, after the card has been busy for WARM_S."""
     once_s = max(_elapsed(replay, 1), 1e-6)
     count = math.ceil(WARM_S / once_s) - 1
     return max(_elapsed(replay, count) / count, 1e-6) if count else once_s

@@ -1,4 +1,4 @@
-"""Requests for engines, and what came of them: every token with its time, counted by the caller and by the engine."""
+"""Requests for engines, and their results: every token with its time, counted by the caller and by the engine."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class Asked:
 
 @dataclass(slots=True)
 class Came:
-    """What a run gave. `returned` are tokens that events carried, `counted` what the engine's totals say."""
+    """The result of a run. `returned`: tokens that events carried; `counted`: tokens by the engine's totals."""
 
     wall_s: float = 0.0
     returned: int = 0
@@ -53,14 +53,14 @@ def prompt(numbers: random.Random, length: int, vocab: int) -> tuple[int, ...]:
 
 
 def uniform(count: int, low: int, high: int, vocab: int, *, seed: int = 0) -> list[Asked]:
-    """Lengths in and out drawn evenly, as nano-vllm's bench does (256, 100 to 1024)."""
+    """Requests with uniformly drawn lengths in and out, as in nano-vllm's bench (256, 100 to 1024)."""
     numbers = random.Random(seed)
     prompts = [prompt(numbers, numbers.randint(low, high), vocab) for _ in range(count)]
     return [Asked(each, numbers.randint(low, high)) for each in prompts]
 
 
 def chats(count: int, longest: int, vocab: int) -> list[Asked]:
-    """Lengths of conversations, by the percentiles above; none longer than `longest`, in and out."""
+    """Requests with the lengths of conversations, by the percentiles above; none longer than `longest`, in or out."""
     numbers = random.Random(5)
 
     def length(values: Sequence[int]) -> int:
@@ -73,7 +73,7 @@ def chats(count: int, longest: int, vocab: int) -> list[Asked]:
 
 
 def conversations(context: Context, vocab: int) -> list[Asked]:
-    """What we and the peers are compared on: the same prompts and lengths, all at once, for everybody."""
+    """The requests on which we and the peers are compared: the same prompts and lengths for each, all at once."""
     return chats(context.size(CONVERSATIONS, 6), context.size(CHAT_LEN_MAX, 10), vocab)
 
 
@@ -89,19 +89,19 @@ def submit(engine: Engine, name: str, asked: Asked, *, temperature: float = 0.0)
 
 
 def check(events: Iterable[TokenEvent]) -> None:
-    """Raise RuntimeError where a request was refused or has failed."""
+    """Raise RuntimeError if a request was refused or has failed."""
     for event in events:
         if event.error is not None:
             raise RuntimeError(f"request {event.request_id} failed: {event.error}")
 
 
 def kv_tokens(engine: Engine) -> int:
-    """How many tokens' keys and values the cache has room for."""
+    """The number of tokens whose keys and values fit into the cache."""
     return engine.info.num_kv_blocks * engine.info.block_size
 
 
 def check_room(engine: Engine, num_requests: int, num_tokens: int) -> None:
-    """Raise RuntimeError where so many requests of so many tokens are never in the cache at a time."""
+    """Raise RuntimeError if `num_requests` requests of `num_tokens` tokens do not fit into the cache at the same time."""
     if num_requests * (num_tokens + engine.info.block_size) > kv_tokens(engine):
         wanted = f"{num_requests} requests of {num_tokens} tokens at a time"
         raise RuntimeError(f"this card has no room for {wanted}: its KV cache holds {kv_tokens(engine)}")
@@ -109,8 +109,8 @@ def check_room(engine: Engine, num_requests: int, num_tokens: int) -> None:
 
 @contextmanager
 def watched(engine: Engine) -> Iterator[tuple[Callable[[], None], GraphUse]]:
-    """Watch an engine that is timed. Yields a function to call behind every step, which raises when one fell back to the plain
-    way and so took another time, and the use of graphs. When the block raises, no request of it stays live."""
+    """Watch an engine that is timed. Yields a function to call after every step, which raises if the step fell back to the
+    plain path, whose time is different, and the use of graphs. If the block raises, none of its requests stays live."""
     fallbacks, before = engine.fallbacks, engine.fallbacks.count
 
     def look() -> None:
@@ -126,7 +126,7 @@ def watched(engine: Engine) -> Iterator[tuple[Callable[[], None], GraphUse]]:
 
 
 def run(engine: Engine, requests: Sequence[Asked], *, temperature: float = 0.0, label: str = "r") -> Came:
-    """All at once, to the end."""
+    """Submit all requests at once and step until they end."""
     came, before = Came(), engine.status().generation_tokens_total
     started_s = time.perf_counter()
     lengths: dict[str, int] = {}
@@ -149,7 +149,7 @@ def run(engine: Engine, requests: Sequence[Asked], *, temperature: float = 0.0, 
 
 
 def each_size(engine: Engine, seats: int, *, temperature: float) -> None:
-    """Every size of a decode step: requests end eight at a time, the first ones when all prompts are done."""
+    """Run every size of a decode step: requests end eight at a time, the first ones once all prompts are done."""
     numbers = random.Random(1)
     requests = [Asked(prompt(numbers, 8, engine.info.vocab_size), 5 + place // 8) for place in range(seats)]
     run(engine, requests, temperature=temperature, label="w")
@@ -157,7 +157,7 @@ def each_size(engine: Engine, seats: int, *, temperature: float) -> None:
 
 @dataclass(slots=True)
 class Window:
-    """Steps of an engine that is kept busy: wall time of each, thread time without what was spent waiting for tokens, tokens by
+    """Steps of an engine that is kept busy: wall time of each, thread CPU time without waits for tokens, and tokens of each
     step."""
 
     step_s: list[float] = field(default_factory=list)

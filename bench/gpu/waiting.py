@@ -1,4 +1,4 @@
-"""Processor time that a thread spends waiting for the device, which is not work of the host: it waits without sleeping."""
+"""Processor time that a thread spends waiting for the device: it waits without sleeping, and that is no work of the host."""
 
 from __future__ import annotations
 
@@ -13,15 +13,16 @@ from engine.runner.token_return import CudaFetch
 
 @dataclass(slots=True)
 class Waited:
-    """`cpu_s`: seconds of the thread's clock inside of waits for tokens, of all steps so far."""
+    """`cpu_s`: the thread's CPU seconds in waits for tokens, over all steps so far."""
 
     cpu_s: float = 0.0
 
 
 @contextmanager
 def waited() -> Iterator[Waited]:
-    """Clock the waits for tokens inside the block, and no other: a buffer that is not free yet holds up the host. Of a wait
-    that sleeps, falling asleep and waking are left out too. The clock itself is the host's, less than a microsecond a step."""
+    """Time the waits for tokens inside the block, and no others: waiting for a buffer that is not yet free delays the host. For
+    a wait that sleeps, this includes falling asleep and waking. The clock itself counts as the host's time, less than a
+    microsecond per step."""
     found, wait = Waited(), CudaFetch.wait
 
     def clocked(fetch: CudaFetch) -> None:

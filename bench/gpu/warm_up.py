@@ -1,6 +1,6 @@
-"""Beside the checks: every kernel of the engines compiled into the cache on disk, and the engine that no batch changes.
+"""Runs alongside the checks: compiles every kernel of the engines into the disk cache, and checks the batch-invariant engine.
 
-Models keep their widths and lose their layers: kernels know nothing of depth.
+Models keep their widths but have fewer layers: kernels do not depend on depth.
 """
 
 from __future__ import annotations
@@ -44,13 +44,13 @@ def warm_8_bits(context: Context) -> None:
 
 
 def warm_4_bits(context: Context) -> None:
-    """And the other model of that part."""
+    """Also warms up the other model of the part `formats`."""
     _warm(context, "llama-3.1-8b", **FORMATS, int4=True)
     _warm(context, "qwen3-8b", **FORMATS)
 
 
 def warm_in_turn(context: Context) -> None:
-    """Kernels as they are when nothing is launched early: of decodes of all seats, and of one row."""
+    """Compile the kernel variants without early launches: for decodes with all seats, and with one row."""
     with launched_in_turn():
         _warm(context, "llama-3.1-8b", use=_one_and_all, max_num_seqs=SEATS, max_model_len=MODEL_LEN)
         _warm(context, "qwen3-0.6b", use=_one_and_all, max_num_seqs=FEW_SEATS, max_model_len=MODEL_LEN)
@@ -64,7 +64,7 @@ def _warm(context: Context, name: str, *, use: Callable[[Context, Engine], None]
     def run() -> None:
         with tempfile.TemporaryDirectory() as folder, random_engine(context, Path(folder), name, layers=1, **options) as engine:
             if options.get("interpreted"):
-                _few_tokens(engine)  # a model through every Triton kernel takes seconds a token in the interpreter
+                _few_tokens(engine)  # in the interpreter, a model with every Triton kernel takes seconds per token
             else:
                 (use or _sizes)(context, engine)
 
@@ -90,7 +90,7 @@ def _one_and_all(_: Context, engine: Engine) -> None:
 
 
 def invariant(context: Context) -> None:
-    """One request alone and among others: tokens and log-probabilities are the same floats."""
+    """Check that a request alone and among others gives the same tokens and bit-identical log-probabilities."""
     name = same_bits("engine, batch_invariant")
     context.guard(name, lambda: _invariant(context, name))
 
@@ -120,7 +120,7 @@ def _told(context: Context, engine: Engine, prompts: list[tuple[int, ...]]) -> l
             GenerationRequest(request_id=str(number), tenant_id="bench", prompt_token_ids=list(prompt), sampling=sampling)
         )
         assert not refused, f"a request was refused: {refused}"
-    with traffic.watched(engine) as (look, _):  # the plain way gives the same bits, and hides that the fast one does not work
+    with traffic.watched(engine) as (look, _):  # the plain path gives the same bits, and would hide that the fast one fails
         while engine.has_requests:
             events = engine.step()
             traffic.check(events)
