@@ -1,4 +1,4 @@
-"""Inputs of checks and timings: scattered pages, projections, rows. Values are normally distributed from a seed, never zeros."""
+"""Inputs of checks and timings: scattered pages, projections, rows. Values are normally distributed (seeded), never zeros."""
 
 from __future__ import annotations
 
