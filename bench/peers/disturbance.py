@@ -15,7 +15,7 @@ TICKS_MAX = 3
 
 @dataclass(frozen=True, slots=True)
 class Reading:
-    """Of the machine's counters: `busy_s` is what processes and interrupts used on all cores, without waiting and steal."""
+    """A reading of the machine's counters. `busy_s`: time of processes and interrupts on all cores, without waits and steal."""
 
     at_s: float
     busy_s: float
@@ -24,14 +24,14 @@ class Reading:
 
 @dataclass(frozen=True, slots=True)
 class Disturbance:
-    """Cores used by others, and cores taken away by the host, averaged over one run."""
+    """Cores used by other processes, and cores taken by the host, averaged over one run."""
 
     others_cores: float
     steal_cores: float
     wall_s: float
 
     def reason(self, cores_max: float = CORES_MAX) -> str:
-        """Why a round with this run is discarded, or nothing: others and the host together took more than `cores_max`."""
+        """Why a round with this run is discarded (others and the host together took more than `cores_max`), or empty."""
         if self.others_cores + self.steal_cores <= max(cores_max, TICKS_MAX * tick_s() / self.wall_s):
             return ""
         return f"others used {self.others_cores:.2f} cores, the host took {self.steal_cores:.2f}"
@@ -49,7 +49,7 @@ def read_machine(text: str | None = None) -> Reading:
 
 
 def between(before: Reading, after: Reading, known_cpu_s: float) -> Disturbance:
-    """What is left of the machine's CPU time when that of the measured and of the asking process is taken off."""
+    """The machine's CPU time between two readings, less `known_cpu_s` of the measured process and of the bench."""
     wall_s = max(after.at_s - before.at_s, 1e-9)
     others_s = max(after.busy_s - before.busy_s - known_cpu_s, 0.0)
     return Disturbance(others_s / wall_s, (after.steal_s - before.steal_s) / wall_s, wall_s)

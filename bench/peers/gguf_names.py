@@ -1,7 +1,7 @@
-"""What llama.cpp calls the tensors of a Llama, and in which order it wants their rows. Names and numbers, no tensors.
+"""llama.cpp's names for the tensors of a Llama, and the order in which it needs their rows. Names and numbers, no tensors.
 
-It rotates neighbouring dimensions of a head together; a model directory's layout rotates dimension i with i + half. So the rows
-of q and k are reordered.
+llama.cpp rotates neighbouring dimensions of a head together; a model directory's layout rotates dimension i with i + half. So
+the rows of q and k are reordered.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ INSIDE = {
 
 
 def gguf_name(name: str) -> str:
-    """`model.layers.3.self_attn.q_proj.weight` to `blk.3.attn_q.weight`. Raises KeyError for a name that no Llama has."""
+    """`model.layers.3.self_attn.q_proj.weight` → `blk.3.attn_q.weight`. Raises KeyError for a name that no Llama has."""
     stem = name.removesuffix(".weight")
     if not stem.startswith("model.layers."):
         return f"{OUTSIDE[stem]}.weight"
@@ -25,6 +25,6 @@ def gguf_name(name: str) -> str:
 
 
 def interleaved(num_rows: int, num_heads: int) -> list[int]:
-    """Which row of q or k comes at each place: of every head 0, half, 1, half + 1, …"""
+    """The row of q or k for each position: for every head 0, half, 1, half + 1, …"""
     size = num_rows // num_heads
     return [head * size + half * (size // 2) + i for head in range(num_heads) for i in range(size // 2) for half in (0, 1)]

@@ -1,7 +1,7 @@
-"""llama.cpp as a worker of the bench of peers: one request after another, float32, through its C interface.
+"""llama.cpp as a worker of the peer bench: one request after another, float32, through its C interface.
 
-The prompt is one batch, then one token at a time; the greedy choice is llama.cpp's own sampler, so Python adds two calls to a
-token and looks at no logits.
+The prompt is one batch, followed by one token at a time; llama.cpp's own sampler makes the greedy choice, so Python adds two
+calls per token and reads no logits.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def load(folder: Path, threads: int, settings: dict[str, Any]) -> tuple[Run, dic
     if not context:
         raise RuntimeError(f"llama.cpp made no context for {path}")
     greedy = llama.llama_sampler_init_greedy()
-    KEPT.append(llama.llama_log_callback(lambda *_: None))  # its notes on graphs would fall into measured time
+    KEPT.append(llama.llama_log_callback(lambda *_: None))  # otherwise its log lines on graphs would cost measured time
     llama.llama_log_set(KEPT[-1], ctypes.c_void_p(0))
 
     def step(token_ids: list[int]) -> int:

@@ -1,7 +1,7 @@
-"""Random-weight Llama models of real shapes, the same in every engine: a folder with config.json and model.safetensors.
+"""Random-weight Llama models of real shapes, the same for every engine: a directory with config.json and model.safetensors.
 
-Weights are drawn wide (a deviation of 0.1), so that the first token is clearly ahead of the second at most steps and greedy
-choices of two float32 programs agree; with the usual 0.02 they part at once.
+Weights have a large standard deviation (0.1), so that at most steps the best token is clearly ahead of the second and greedy
+choices of two float32 programs agree; with the usual 0.02 they diverge at once.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def config_of(shape: dict[str, Any]) -> dict[str, Any]:
 
 
 def weight_shapes(shape: dict[str, Any]) -> Iterator[tuple[str, tuple[int, ...]]]:
-    """Every tensor of the model by its name in the folder, in a fixed order."""
+    """Names and shapes of every tensor of the model, in a fixed order."""
     hidden, inner, vocab_size = shape["hidden_size"], shape["intermediate_size"], shape["vocab_size"]
     kv = hidden // shape["num_attention_heads"] * shape["num_key_value_heads"]
     yield "model.embed_tokens.weight", (vocab_size, hidden)
@@ -55,7 +55,7 @@ def weight_shapes(shape: dict[str, Any]) -> Iterator[tuple[str, tuple[int, ...]]
 
 
 def make_model(shape: dict[str, Any], folder: Path) -> int:
-    """Write the model of a shape into the folder, always the same one; return its number of parameters."""
+    """Write the model of a shape, always the same, into the directory; return its number of parameters."""
     numbers = torch.Generator().manual_seed(SEED)
     weights = {
         name: torch.ones(size) if len(size) == 1 else torch.randn(size, generator=numbers) * DEVIATION

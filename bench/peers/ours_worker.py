@@ -1,4 +1,4 @@
-"""Our engine as a worker of the bench of peers: the offline entry with the settings of a server, but for cached prefixes."""
+"""Our engine as a worker of the peer bench: the offline entry point with a server's settings, except for prefix caching."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which engines are compared on which requests, and what must come out. Names and numbers, no engine."""
+"""Which engines are compared on which requests, and the goals. Names and numbers, no engine."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ VLLM_SETTINGS = (COMPILED, EAGER)
 VLLM_SERVED = Kind("vLLM's server", "", "vllm")
 CONTINUOUS = Kind(
     "transformers continuous batching", "bench.peers.transformers_worker", "transformers",
-    # Blocks of earlier runs would be shared: nobody here keeps prefixes.
+    # Otherwise blocks of earlier runs would be shared: no engine here caches prefixes.
     {"page_size": 32, "num_blocks": 512, "max_batch_tokens": 512, "allow_block_sharing": False}, QUIET,
 )  # fmt: skip
 LLAMA = Kind("llama.cpp F32", "bench.peers.llama_worker", "llama", {"n_ctx": MAX_MODEL_LEN}, prepare="bench.peers.write_gguf")
@@ -34,7 +34,7 @@ LLAMA = Kind("llama.cpp F32", "bench.peers.llama_worker", "llama", {"n_ctx": MAX
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
-    """One row: `count` requests at once, or one at a time. `rounds` is a share of the wanted number."""
+    """One row: `count` requests at once, or one at a time. `rounds` is a share of the requested number of rounds."""
 
     peer: Kind
     count: int
@@ -51,7 +51,7 @@ class Comparison:
 
 
 def comparisons(model: str) -> list[Comparison]:
-    """In the order of measuring. vLLM's faster setting counts: both have the goal, `slower` tells which one loses it."""
+    """Comparisons in measuring order. vLLM's faster setting counts: both get the goal, and `slower` says which one drops it."""
     vllm = (1.0, 1.5) if model == "8M" else (1.0, 1.15)
     return [
         Comparison(COMPILED, 16, *vllm),
@@ -66,9 +66,9 @@ def comparisons(model: str) -> list[Comparison]:
 
 
 def slower(ratios: Mapping[Comparison, float | None]) -> set[Comparison]:
-    """Of vLLM's two settings on the same requests, the one that need not be beaten: which we are further ahead of, each beside
-    our own runs of the same minutes, as rates of different minutes cannot be compared. Keys are comparisons of one model,
-    values our rate over the peer's, or None where it was not measured."""
+    """Of vLLM's two settings on the same requests, the slower one, which carries no goal: the one over which our lead is
+    larger. Each is compared with our own runs of the same minutes, since rates from different minutes are not comparable. Keys
+    are comparisons of one model; values are our rate over the peer's, or None if not measured."""
     beaten = set()
     for one, ratio in ratios.items():
         rivals = [other for each, other in ratios.items() if each.peer in VLLM_SETTINGS and each.count == one.count]
@@ -78,4 +78,4 @@ def slower(ratios: Mapping[Comparison, float | None]) -> set[Comparison]:
 
 
 PEERS = {"vllm": ("vLLM compiled", "vLLM eager"), "transformers": (CONTINUOUS.name,), "llama": (LLAMA.name,)}
-"""What `--peers` takes."""
+"""The values that `--peers` accepts."""

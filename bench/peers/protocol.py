@@ -1,14 +1,14 @@
-"""A worker's side of the bench of peers: one JSON document per line in, one out. Standard library only: every peer's
+"""The worker's side of the peer bench: one JSON document per line in, one out. Standard library only: every peer's
 interpreter runs it, and none of them has our packages.
 
     {"do": "load", "folder": …, "threads": 2, "settings": {…}}    -> {"facts": {…}, "load_s": …}
     {"do": "run", "prompts": [[id, …], …], "output_lens": [n, …], "at_once": true}
                                                                   -> {"tokens": [[id, …], …], "wall_s": …, "cpu_s": …}
 
-Every request is greedy, ignores the end of text and gives exactly its number of tokens. Requests are handed over together, or
-one when the one before it is done. `wall_s` and `cpu_s` are of the run alone; every answer also has `process_cpu_s`, all that
-the process used since it had the question, so that the asker can tell it from others. An error is answered as {"error": …} and
-ends the worker. The worker ends when its input does.
+Every request is greedy, ignores end of text and gives exactly its number of tokens. Requests are submitted together, or each
+when the previous one is done. `wall_s` and `cpu_s` cover the run alone; every answer also has `process_cpu_s`, all CPU time of
+the process since it read the command, so that the bench can tell it from other processes'. An error is answered as {"error": …}
+and ends the worker. The worker ends when its input does.
 """
 
 from __future__ import annotations
@@ -37,13 +37,13 @@ Load = Callable[[Path, int, dict[str, Any]], tuple[Run, dict[str, Any]]]
 
 
 def leave_repository() -> None:
-    """Take our repository off the import path, for children too: a peer's libraries look for another `kernels` than ours."""
+    """Remove our repository from the import path, also for children: peers' libraries import a `kernels` that is not ours."""
     os.environ.pop("PYTHONPATH", None)
     sys.path[:] = [entry for entry in sys.path if Path(entry or ".").resolve() != REPOSITORY]
 
 
 def work(load: Load) -> None:
-    """Answer until the input ends. What libraries print goes to stderr, so that answers stay readable."""
+    """Answer commands until the input ends. What libraries print goes to stderr, so that answers stay parsable."""
     # A worker that is stopped when the bench dies would not see the end of its input.
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     answers = os.fdopen(os.dup(1), "w", encoding="utf-8")

@@ -1,4 +1,4 @@
-"""What is asked of every engine: prompts of random token ids with the exact number of tokens to generate for each."""
+"""The requests for every engine: prompts of random token ids with the exact number of tokens to generate for each."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ FIRST_ORDINARY_ID = 3
 
 @dataclass(frozen=True, slots=True)
 class RequestSet:
-    """Requests that are handed over together, or each when the one before it is done."""
+    """Requests that are submitted together, or each when the previous one is done."""
 
     prompts: list[list[int]]
     output_lens: list[int]
@@ -27,7 +27,7 @@ class RequestSet:
 
 
 def request_set(count: int, vocab_size: int) -> RequestSet:
-    """`count` mixed requests at once; for 1 a few of equal lengths, one at a time. The same ones every time, and the same
+    """`count` mixed requests at once; for 1, a few of equal lengths, one at a time. They are the same every time, with the same
     lengths for every vocabulary."""
     lengths, ids = random.Random(count), random.Random(count + 1)
     if count == 1:

@@ -1,7 +1,7 @@
-"""Two engines by turns on the same requests: rounds of four runs in the order ABBA, then BAAB, and what follows from them.
+"""Two engines run alternately on the same requests: rounds of four runs in the order ABBA, then BAAB, and their evaluation.
 
 A round gives two pairs of neighbouring runs, one in each order, so that neither engine gains by being first. A round with a
-disturbed run is discarded whole and repeated, at most `ATTEMPTS` times the wanted rounds in all. Knows no engine.
+disturbed run is discarded whole and repeated, up to `ATTEMPTS` times the requested rounds in all. Knows no engine.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ Round = list[tuple[str, Sample]]
 
 
 class Runs(Protocol):
-    """An engine that is ready, in a process of its own or a server."""
+    """A loaded engine, in a process of its own or behind a server."""
 
     def run(self, requests: RequestSet) -> tuple[list[list[int]], Sample]: ...
 
 
 @dataclass(slots=True)
 class Measured:
-    """Rounds that count, in the order they were run, and those that do not, each with its reason."""
+    """Rounds that count, in the order of their runs, and discarded rounds, each with its reason."""
 
     rounds: list[Round] = field(default_factory=list)
     discarded: list[tuple[str, Round]] = field(default_factory=list)
@@ -46,12 +46,12 @@ class Measured:
 
     @property
     def ratios(self) -> list[float]:
-        """How many times faster ours was, per pair, by the wall clock."""
+        """How many times faster our engine was, per pair, by wall-clock time."""
         return [peer.wall_s / ours.wall_s for ours, peer in self.pairs]
 
 
 def measure(ours: Runs, peer: Runs, requests: RequestSet, rounds: int, cores_max: float = CORES_MAX) -> Measured:
-    """Undisturbed rounds, `rounds` of them if the machine allows; both must have run the requests once before."""
+    """Measure up to `rounds` undisturbed rounds; both engines must have run the requests once before."""
     measured = Measured()
     for attempt in range(ATTEMPTS * rounds):
         if len(measured.rounds) == rounds:
@@ -68,8 +68,8 @@ def measure(ours: Runs, peer: Runs, requests: RequestSet, rounds: int, cores_max
 
 
 def equal_tokens(ours: Sequence[Sequence[int]], theirs: Sequence[Sequence[int]]) -> tuple[float, float]:
-    """Share of tokens before an answer's first difference, and of answers without any. After a near-tie is decided the other
-    way, an answer takes another course, and later tokens say nothing."""
+    """Share of tokens before an answer's first difference, and share of answers without any. Once a near-tie is decided
+    differently, an answer takes another course, and its later tokens say nothing."""
     before = [
         next((place for place, (a, b) in enumerate(zip(mine, yours, strict=True)) if a != b), len(mine))
         for mine, yours in zip(ours, theirs, strict=True)
@@ -79,7 +79,7 @@ def equal_tokens(ours: Sequence[Sequence[int]], theirs: Sequence[Sequence[int]])
 
 
 def row_of(name: str, peer_name: str, requests: RequestSet, measured: Measured, rounds: int) -> Row:
-    """Medians in tokens per second, the median of the pairs' ratios, every raw sample; an error without a quiet round."""
+    """Medians in tokens per second, the median of the pairs' ratios, every raw sample; an error if no round was undisturbed."""
     facts: dict[str, Any] = {
         "output_tokens": requests.num_output_tokens,
         "rounds": [_raw(samples) for samples in measured.rounds],

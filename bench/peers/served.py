@@ -1,7 +1,7 @@
-"""The whole service beside vLLM's server: 16 clients that stream chat answers, both on loopback, the client in this process.
+"""The whole service against vLLM's server: 16 clients that stream chat answers, both on loopback, the client in this process.
 
-Ours is `gatehouse serve` with everything it does for a request: key, limits, ledger. vLLM's server is stopped (SIGSTOP) while
-ours answers, since with nothing to do it uses 0.7 cores; ours goes on, and its idling counts as a disturbance of the other.
+Ours is `gatehouse serve` with everything that it does for a request: key, limits, ledger. vLLM's server is stopped (SIGSTOP)
+while ours answers, because it uses 0.7 cores when idle; ours keeps running, and its idle load counts as a disturbance of vLLM.
 Every run has new prompts, the same for both.
 """
 
@@ -51,7 +51,7 @@ TARGET = Target(name=NAME, part=MODEL, unit="tokens/s", judged="ratio", pass_at=
 
 
 class Server:
-    """A server that is ready, and its clients. With `rests` all of its processes are stopped but for its runs."""
+    """A ready server and its clients. With `rests`, all of its processes are stopped except during its runs."""
 
     def __init__(self, process: psutil.Process, port: int, model: str, key: str, *, rests: bool = False) -> None:
         self._process, self._port, self._model, self._key = process, port, model, key
@@ -59,7 +59,7 @@ class Server:
         self._numbers = random.Random(0)
 
     def run(self, requests: RequestSet) -> tuple[list[list[int]], Sample]:
-        """All requests at once, of these lengths and with new texts; no tokens come back, only text. Raises PeerFailed."""
+        """Send all requests at once, with these lengths and new texts; no tokens come back, only text. Raises PeerFailed."""
         texts = ["".join(self._numbers.choices(LETTERS, k=2 * len(prompt))) for prompt in requests.prompts]
         self._signal(signal.SIGCONT)
         own_s, used_s, before = time.process_time(), self._cpu_s(), read_machine()
@@ -97,13 +97,13 @@ class Server:
             os.killpg(self._process.pid, number)
 
     def _cpu_s(self) -> float:
-        """What the server and its children have used."""
+        """CPU seconds that the server and its children have used."""
         times = [each.cpu_times() for each in (self._process, *self._process.children(recursive=True))]
         return float(sum(each.user + each.system for each in times))
 
 
 def row(folder: Path, logs: Path, peers: Path, threads: int, rounds: int, cores_max: float) -> tuple[Row, Target]:
-    """Start both, warm both, measure by turns. A server that fails makes a row that says so."""
+    """Start and warm up both servers, then measure alternately. If a server fails, the row says so."""
     print(f"  {NAME}: {rounds} rounds", file=sys.stderr)
     requests = request_set(CLIENTS, SHAPES[MODEL]["vocab_size"])
     make_model(SHAPES[MODEL], folder)
@@ -125,9 +125,9 @@ def row(folder: Path, logs: Path, peers: Path, threads: int, rounds: int, cores_
 
 
 def write_tokenizer(folder: Path, vocab_size: int) -> None:
-    """A vocabulary that has a text for every id, so that every token can be streamed: bytes, then pairs of them."""
+    """Write a vocabulary with a text for every id, so that every token can be streamed: bytes, then pairs of bytes."""
     vocabulary = {token: index for index, token in enumerate(SPECIAL)}
-    # Letters first, so that the prompts' letters merge by pairs.
+    # Letters first, so that the prompts' letters merge in pairs.
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet(), key=lambda byte: (byte not in LETTERS, byte))
     vocabulary |= {byte: len(SPECIAL) + place for place, byte in enumerate(alphabet)}
     pairs = [(first, second) for first in alphabet for second in alphabet][: vocab_size - len(vocabulary)]
@@ -174,7 +174,7 @@ def vllm(folder: Path, peers: Path, threads: int, log: IO[str]) -> Iterator[Serv
 
 @contextmanager
 def serving(command: list[str], variables: dict[str, str], health: str, log: IO[str]) -> Iterator[psutil.Process]:
-    """Start a server in a process group of its own, wait until it is healthy, end it. Raises PeerFailed."""
+    """Start a server in its own process group, yield it once it is healthy, then end it. Raises PeerFailed."""
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"} | variables
     process = subprocess.Popen(command, env=environment, stdout=log, stderr=log, start_new_session=True, cwd=REPOSITORY)
     try:
@@ -192,7 +192,7 @@ def serving(command: list[str], variables: dict[str, str], health: str, log: IO[
         process.terminate()
         with suppress(subprocess.TimeoutExpired):
             process.wait(END_TIMEOUT_S)
-        with suppress(ProcessLookupError):  # members of the group that have not ended with the first one
+        with suppress(ProcessLookupError):  # end members of the group that outlived the first process
             os.killpg(process.pid, signal.SIGKILL)
         process.wait()
 

@@ -1,4 +1,4 @@
-"""vLLM's build for CPUs as a worker of the bench of peers. Setting `enforce_eager` chooses between its two ways of running.
+"""vLLM's CPU build as a worker of the peer bench. The setting `enforce_eager` chooses between its two modes.
 
 Its engine runs in this process (VLLM_ENABLE_V1_MULTIPROCESSING=0): no second process polls, and CPU time is counted here.
 """

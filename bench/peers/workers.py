@@ -1,4 +1,4 @@
-"""Worker processes of the bench of peers: started, asked, and stopped by signal while it is another one's turn."""
+"""Worker processes of the peer bench: started, given runs, and stopped by a signal while another has its turn."""
 
 from __future__ import annotations
 
@@ -27,14 +27,14 @@ PEERS_FOLDER = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") 
 
 
 class PeerFailed(Exception):
-    """A worker or a server of a peer ended, said that it failed, or did not answer; or its environment is missing."""
+    """A peer's worker or server ended, reported a failure or did not answer; or its environment is missing."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Kind:
-    """One engine with its settings. `environment` names a folder of bench/peers/set_up.sh; none is this interpreter.
+    """One engine with its settings. `environment` names a directory made by bench/peers/set_up.sh; empty: this interpreter.
 
-    `prepare` is a module that its interpreter runs once on the model's folder before it is loaded.
+    `prepare` is a module that its interpreter runs once on the model's directory before loading.
     """
 
     name: str
@@ -73,10 +73,10 @@ class Sample:
 
 
 class Worker:
-    """A loaded engine in a process group of its own, stopped between its turns so that no thread of it can spin."""
+    """A loaded engine in its own process group, stopped between its turns so that none of its threads can spin."""
 
     def __init__(self, kind: Kind, folder: Path, model: Path, threads: int, log: IO[str]) -> None:
-        """Start and load, then stop. Raises PeerFailed."""
+        """Start the worker and load the model, then stop it by signal. Raises PeerFailed."""
         self.kind = kind
         self._log = log
         variables = {
@@ -97,7 +97,7 @@ class Worker:
         self._signal(signal.SIGSTOP)
 
     def run(self, requests: RequestSet) -> tuple[list[list[int]], Sample]:
-        """Wake, run the requests, stop again. Raises PeerFailed."""
+        """Continue the worker, run the requests, stop it again. Raises PeerFailed."""
         self._signal(signal.SIGCONT)
         time.sleep(SETTLE_S)
         own_s, before = time.process_time(), read_machine()
@@ -117,7 +117,7 @@ class Worker:
             pipe.close()
 
     def _signal(self, number: signal.Signals) -> None:
-        with suppress(ProcessLookupError):  # when it has ended, the next question finds out why
+        with suppress(ProcessLookupError):  # if it has ended, the next command finds out why
             os.killpg(self._process.pid, number)
 
     def _ask(self, question: dict[str, Any]) -> dict[str, Any]:
@@ -146,7 +146,7 @@ class Worker:
 
 @contextmanager
 def working(kind: Kind, folder: Path, model: Path, threads: int, logs: Path) -> Iterator[Worker]:
-    """A worker with its output in a file of `logs`. Raises PeerFailed."""
+    """Yield a worker that logs to a file in `logs`. Raises PeerFailed."""
     with (logs / f"{kind.name.replace(' ', '-').replace(',', '')}-{model.name}.log").open("a") as log:
         if kind.prepare:
             prepared = subprocess.run(

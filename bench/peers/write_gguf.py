@@ -1,8 +1,8 @@
-"""The weights of a Llama model folder as one float32 GGUF file, for llama.cpp. Runs in its environment.
+"""Writes the weights of a Llama model directory as one float32 GGUF file for llama.cpp. Runs in llama.cpp's environment.
 
     python -m bench.peers.write_gguf FOLDER
 
-There is no vocabulary: nothing here is ever text.
+The file has no vocabulary, because the bench uses token ids only.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from bench.peers.protocol import leave_repository
 
 
 def write(folder: Path) -> Path:
-    """Write GGUF beside the weights and return its path."""
+    """Write the GGUF file next to the weights and return its path."""
     import gguf  # type: ignore[import-not-found]
     from safetensors.numpy import load_file
 
