@@ -244,6 +244,8 @@ def gateway(folder: Path, answer_s: float, before: str, profile: Path | None = N
         if not port:
             raise RuntimeError((folder / "gateway.log").read_text()[-3000:])
         yield port, uvloop.run(prepare(port)), process.pid
+        if "[error" in (folder / "gateway.log").read_text():
+            raise RuntimeError("the gateway failed requests: what was measured is something else")
     except Exception:
         sys.stderr.write((folder / "gateway.log").read_text()[-3000:])
         raise

@@ -85,6 +85,9 @@ class NoReservation:
     def record_progress(self, *_counts: int) -> None:
         """Do nothing."""
 
+    def recorded(self) -> None:
+        """Do nothing."""
+
 
 class NoAdmission:
     """Admits every request."""
@@ -112,7 +115,7 @@ class NoLedger:
     async def open(self, _entry: Any) -> None:
         """Do nothing."""
 
-    async def settle(self, _settlement: Any) -> None:
+    async def settle(self, _settlement: Any, _on_recorded: Any) -> None:
         """Do nothing."""
 
     def checkpoint(self, _rows: Any) -> None:

@@ -1,0 +1,26 @@
+"""The stand-ins of `bench.admission` have all that serving uses; otherwise its plain requests fail, and are measured anyway."""
+
+from __future__ import annotations
+
+import inspect
+import re
+from pathlib import Path
+
+from appliance.metering.ledger.writer import Ledger
+from bench.admission_gateway import NoLedger, NoReservation
+
+SERVING = Path(__file__).parents[2] / "appliance" / "serving"
+
+
+def test_a_reservation_that_reserves_nothing_has_all_that_serving_uses() -> None:
+    sources = [path.read_text("utf-8") for path in SERVING.rglob("*.py")]
+    used = {name for source in sources for name in re.findall(r"reservation\.([a-z]\w*)", source)}
+
+    assert {"settle", "recorded"} <= used
+    assert used - {name for name in dir(NoReservation()) if not name.startswith("_")} == set()
+
+
+def test_a_ledger_that_writes_nothing_is_called_as_the_real_one() -> None:
+    for name in ("open", "settle", "checkpoint"):
+        real, stand_in = (inspect.signature(getattr(kind, name)).parameters for kind in (Ledger, NoLedger))
+        assert len(stand_in) == len(real), name
