@@ -8,7 +8,8 @@ A handler names them in its `opt`: `body` is the type it takes, `answer` the typ
 from __future__ import annotations
 
 import asyncio
-from functools import cache
+from collections.abc import Callable
+from functools import cache, partial
 from typing import Any
 
 import msgspec
@@ -22,6 +23,9 @@ from litestar.routes import HTTPRoute
 from appliance.api.descriptions import describe_fields
 from appliance.api.descriptions.parameters import describe_parameter
 from appliance.api.error_responses import ErrorAnswer
+
+ContentOf = Callable[[Any], dict[str, Any]]
+"""The content of a body of some type."""
 
 _PATH = "/schema/openapi.json"
 _REFERENCE = "#/components/schemas/{name}"
@@ -97,27 +101,28 @@ def _build(app: Litestar) -> bytes:
     components = schema.setdefault("components", {})
     components["securitySchemes"] = _SECURITY_SCHEMES
     schemas = components.setdefault("schemas", {})
+    content_of = cache(partial(_json_content, components=schemas))  # of errors and lists nearly every operation has the same
     for route in app.routes:
         if not isinstance(route, HTTPRoute):
             continue
         for method, (handler, _) in route.route_handler_map.items():
             operation = schema["paths"].get(route.path_format, {}).get(method.lower())
             if operation is not None:
-                _complete(operation, handler, schemas)
-                _describe_errors(operation, route, handler, schemas)
+                _complete(operation, handler, content_of)
+                _describe_errors(operation, route, handler, content_of)
                 _describe_parameters(operation, route)
     _describe_structs(app, schemas)
     describe_fields(schemas)
     return msgspec.json.encode(schema)
 
 
-def _complete(operation: dict[str, Any], handler: HTTPRouteHandler, schemas: dict[str, Any]) -> None:
+def _complete(operation: dict[str, Any], handler: HTTPRouteHandler, content_of: ContentOf) -> None:
     body, answer, text = (handler.opt.get(name) for name in ("body", "answer", "text"))
     operation["responses"][str(handler.status_code)]["description"] = _SUCCESSES[handler.status_code]
     if body is not None:
-        operation["requestBody"] = {"required": True, "content": _json_content(body, schemas)}
+        operation["requestBody"] = {"required": True, "content": content_of(body)}
     if answer is not None or text is not None:
-        content = {} if answer is None else _json_content(answer, schemas)
+        content = {} if answer is None else content_of(answer)
         texts = {} if text is None else {text: {"schema": {"type": "string"}}}
         operation["responses"][str(handler.status_code)]["content"] = {**content, **texts}
     for name in handler.opt.get("query", ()):
@@ -129,14 +134,14 @@ def _complete(operation: dict[str, Any], handler: HTTPRouteHandler, schemas: dic
     operation["security"] = [{name: []} for name in _security(operation)]
 
 
-def _describe_errors(operation: dict[str, Any], route: HTTPRoute, handler: HTTPRouteHandler, schemas: dict[str, Any]) -> None:
+def _describe_errors(operation: dict[str, Any], route: HTTPRoute, handler: HTTPRouteHandler, content_of: ContentOf) -> None:
     """Replace the framework's error schema, which is never sent, by ours for each status that can occur."""
     responses = operation["responses"]
     responses.pop("400", None)
-    content = _json_content(handler.opt.get("error_body", ErrorAnswer), schemas)
+    content = content_of(handler.opt.get("error_body", ErrorAnswer))
     for status in sorted(_error_statuses(operation, route, handler)):
         responses[str(status)] = {"description": _ERRORS[status], "content": content}
-    responses["default"] = {"description": "An error", "content": _json_content(ErrorAnswer, schemas)}
+    responses["default"] = {"description": "An error", "content": content_of(ErrorAnswer)}
 
 
 def _error_statuses(operation: dict[str, Any], route: HTTPRoute, handler: HTTPRouteHandler) -> set[int]:
@@ -177,13 +182,7 @@ def _security(operation: dict[str, Any]) -> tuple[str, ...]:
 
 
 def _json_content(kind: Any, components: dict[str, Any]) -> dict[str, Any]:
-    reference, definitions = _components_of(kind)
+    """Return the content of a body of this type, whose schemas are added to `components`."""
+    (reference,), definitions = msgspec.json.schema_components([kind], ref_template=_REFERENCE)
     components.update(definitions)
     return {"application/json": {"schema": reference}}
-
-
-@cache  # errors and lists are those of nearly every operation
-def _components_of(kind: Any) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return the reference to a type, and its components."""
-    (reference,), definitions = msgspec.json.schema_components([kind], ref_template=_REFERENCE)
-    return reference, definitions

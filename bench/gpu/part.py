@@ -7,7 +7,6 @@ lines: starts, captures, fallbacks. A part that is about to be ended prints its 
 from __future__ import annotations
 
 import argparse
-import ctypes
 import faulthandler
 import importlib
 import json
@@ -21,6 +20,7 @@ from typing import Any, TextIO
 
 from bench.gpu import requirements
 from bench.gpu.plan import BY_NAME
+from bench.parent import end_with_parent
 
 log = logging.getLogger("gatehouse.bench")
 
@@ -28,8 +28,6 @@ LAST_WORDS_S = 2.0
 """How long before its end a part prints the stack of each of its threads."""
 HUNG_S = 1.0
 """If the main thread has not done so after this long, it no longer runs Python, and the watchdog prints them instead."""
-PR_SET_PDEATHSIG = 1
-"""Constant of Linux's prctl(2)."""
 BEHIND = 10
 """Added niceness of a part that gives no rows, so that it yields to the parts that run alongside it."""
 
@@ -81,13 +79,6 @@ def main() -> None:
     os._exit(0)  # an orderly exit waits for libraries, their compilers included, and costs the run ten seconds
 
 
-def end_with_parent() -> None:
-    """A run that is killed leaves no process on the card: the next run needs its memory and time."""
-    prctl = getattr(ctypes.CDLL(None), "prctl", None)
-    if prctl is not None:
-        prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-
-
 def _give_way(names: Sequence[str]) -> None:
     """A warm-up part compiles with as many threads as there are cores, a check with one: let the check go first."""
     if all(BY_NAME[name].target == "warm-up" for name in names):
@@ -136,5 +127,5 @@ def _own_output() -> TextIO:
 
 
 if __name__ == "__main__":
-    end_with_parent()
+    end_with_parent()  # a run that is killed leaves no process on the card: the next run needs its memory and time
     main()

@@ -13,10 +13,8 @@ and ends the worker. The worker ends when its input does.
 
 from __future__ import annotations
 
-import ctypes
 import json
 import os
-import signal
 import sys
 import time
 import traceback
@@ -24,8 +22,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-PR_SET_PDEATHSIG = 1
-"""Of Linux's prctl: the signal that a process gets when its parent ends."""
+from bench.parent import end_with_parent
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 
@@ -45,7 +42,7 @@ def leave_repository() -> None:
 def work(load: Load) -> None:
     """Answer commands until the input ends. What libraries print goes to stderr, so that answers stay parsable."""
     # A worker that is stopped when the bench dies would not see the end of its input.
-    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    end_with_parent()
     answers = os.fdopen(os.dup(1), "w", encoding="utf-8")
     os.dup2(2, 1)
     run: Run | None = None

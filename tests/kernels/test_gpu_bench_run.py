@@ -158,7 +158,7 @@ def test_a_run_that_is_broken_off_keeps_the_rows_of_the_stage_under_way_before_i
 
 @pytest.mark.skipif(sys.platform != "linux", reason="nobody else tells a process that its parent has ended")
 def test_a_part_ends_with_the_run_that_started_it_though_that_was_killed() -> None:
-    waits = "import os, signal; from bench.gpu.part import end_with_parent; end_with_parent(); print(os.getpid(), flush=True); "
+    waits = "import os, signal; from bench.parent import end_with_parent; end_with_parent(); print(os.getpid(), flush=True); "
     waits += "signal.pause()"
     starts = f"import subprocess, sys; subprocess.Popen([sys.executable, '-c', {waits!r}], start_new_session=True).wait()"
     with subprocess.Popen([sys.executable, "-c", starts], cwd=REPO, stdout=subprocess.PIPE, text=True) as run:
