@@ -14,7 +14,7 @@ from appliance.app import Started, serve
 from appliance.base.logging import configure_logging
 from appliance.base.settings import Settings, load_settings
 from appliance.cli import main as cli
-from appliance.serving import fleet
+from appliance.serving import model_builder
 from appliance.serving.model_folder import ModelFolder
 
 
@@ -48,7 +48,7 @@ def _use_fake_engine(step_s: float, truths: Path | None) -> None:
         assert settings.models
         return [sys.executable, "-m", module, "--fd", str(fd), "--step-s", str(step_s), *witness]
 
-    fleet.engine_command = command
+    model_builder.engine_command = command
 
 
 def command(arguments: Sequence[str], environ: Mapping[str, str], said: Path, complained: Path) -> int:
