@@ -140,7 +140,7 @@ def test_a_group_of_decodes_is_cut_where_padding_costs_more_than_a_call() -> Non
     planner = ops.AttentionPlanner(shape, dtype=torch.float32, device=CPU)
     table = list(range(300))
     plan = planner.plan([AttentionRow(table, 1, length) for length in (4095, 4000, 40, 33, 1)])
-    assert [(group.first, group.last) for group in plan.groups] == [(0, 2), (2, 5)]
+    assert [(group.first, group.end) for group in plan.groups] == [(0, 2), (2, 5)]
 
 
 @pytest.mark.parametrize("tokens", [1, 15, 16, 17, 33])

@@ -23,13 +23,13 @@ def test_the_first_start_says_that_it_compiles_and_later_ones_do_not(
 ) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     with caplog.at_level(logging.INFO, "gatehouse.engine"):
-        folder = compiling._folder()
+        folder = compiling.cache_directory()
     assert folder.is_relative_to(tmp_path)
     assert "once" in caplog.text
     caplog.clear()
     (folder / "compiled").touch()
     with caplog.at_level(logging.INFO, "gatehouse.engine"):
-        assert compiling._folder() == folder
+        assert compiling.cache_directory() == folder
     assert not caplog.text
 
 
@@ -37,9 +37,9 @@ def test_a_folder_that_the_operator_names_has_one_named_after_the_sources_too(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Numba alone would run what it compiled before an upgrade, where only a function that others call has changed."""
-    named = compiling._folder().name
+    named = compiling.cache_directory().name
     monkeypatch.setenv("NUMBA_CACHE_DIR", str(tmp_path))
-    assert compiling._folder() == tmp_path / named
+    assert compiling.cache_directory() == tmp_path / named
 
 
 def test_the_folder_is_named_after_the_constants_that_are_compiled_in_too(
@@ -51,7 +51,7 @@ def test_the_folder_is_named_after_the_constants_that_are_compiled_in_too(
     names = set()
     for farthest in (31, 32):
         (tmp_path / "kernels" / "gumbel.py").write_text(f"FARTHEST = {farthest}")
-        names.add(compiling._folder().name)
+        names.add(compiling.cache_directory().name)
     assert len(names) == 2
 
 
@@ -60,7 +60,7 @@ def test_a_folder_that_cannot_be_written_is_said_and_another_one_taken(
 ) -> None:
     (tmp_path / "gatehouse").touch()  # no folder can be made below it
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    folder = compiling._folder()
+    folder = compiling.cache_directory()
     assert folder.is_dir()
     assert not folder.is_relative_to(tmp_path / "gatehouse")
     assert "cannot be kept" in caplog.text
@@ -70,7 +70,7 @@ def test_folders_of_other_versions_are_removed_when_none_has_started_for_long(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("NUMBA_CACHE_DIR", str(tmp_path))
-    own = compiling._folder()
+    own = compiling.cache_directory()
     unused, used, others = (tmp_path / name for name in (f"simd-{'a' * 16}", f"simd-{'b' * 16}", "simd-of-somebody"))
     for folder in (unused, used, others):
         folder.mkdir()
@@ -78,7 +78,7 @@ def test_folders_of_other_versions_are_removed_when_none_has_started_for_long(
     long_ago = time.time() - compiling.UNUSED_S - 60
     for folder in (own, unused, others):
         os.utime(folder, (long_ago, long_ago))
-    assert compiling._folder() == own
+    assert compiling.cache_directory() == own
     assert sorted(tmp_path.iterdir()) == sorted((own, used, others))
     assert own.stat().st_mtime > time.time() - 600, "a start is a use"
 
@@ -92,5 +92,5 @@ def test_a_folder_that_cannot_be_removed_stops_no_start(tmp_path: Path, monkeypa
     unused.mkdir()
     os.utime(unused, (0, 0))
     monkeypatch.setattr(Path, "rename", refused)
-    compiling._folder()
+    compiling.cache_directory()
     assert unused.is_dir()

@@ -14,7 +14,7 @@ from kernels.reference import elementwise as reference_elementwise
 from kernels.reference import norm as reference_norm
 from kernels.reference import rope_and_cache as reference_rope
 from kernels.simd import table as simd_table
-from kernels.simd.linear import COLUMNS, COLUMNS_WIDEST, DEPTH, OUTPUTS_WIDEST
+from kernels.simd.linear import COLUMNS, DEPTH, WIDE_COLUMNS, WIDE_OUTPUTS_MIN
 from kernels.simd.threads import WORK_PER_THREAD, pool
 
 OPERATIONS = simd_table.OPERATIONS
@@ -37,8 +37,8 @@ def threads(request: pytest.FixtureRequest) -> Iterator[int]:
 
 
 def test_work_is_shared_as_far_as_it_is_worth_it_and_torch_allows(threads: int) -> None:
-    assert pool().threads(2 * WORK_PER_THREAD - 1) == 1
-    assert pool().threads(100 * WORK_PER_THREAD) == threads
+    assert pool().num_threads(2 * WORK_PER_THREAD - 1) == 1
+    assert pool().num_threads(100 * WORK_PER_THREAD) == threads
 
 
 @pytest.mark.parametrize("num_rows", [1, 2, 3, 7, 8, 9, 15, 16, 17, 33])
@@ -50,8 +50,8 @@ def test_work_is_shared_as_far_as_it_is_worth_it_and_torch_allows(threads: int) 
         (COLUMNS + 1, 33),
         (3 * COLUMNS - 1, 257),
         (640, 130),
-        (OUTPUTS_WIDEST, 65),
-        (OUTPUTS_WIDEST + COLUMNS_WIDEST - 1, 18),
+        (WIDE_OUTPUTS_MIN, 65),
+        (WIDE_OUTPUTS_MIN + WIDE_COLUMNS - 1, 18),
     ],
 )
 def test_a_product_equals_its_definition(num_rows: int, outputs: int, columns: int, threads: int) -> None:
@@ -62,7 +62,7 @@ def test_a_product_equals_its_definition(num_rows: int, outputs: int, columns: i
     torch.testing.assert_close(OPERATIONS.pack_linear(weight, bias)(x), expected + bias, rtol=1e-5, atol=1e-4)
 
 
-@pytest.mark.parametrize("outputs", [COLUMNS + 5, OUTPUTS_WIDEST + 5])
+@pytest.mark.parametrize("outputs", [COLUMNS + 5, WIDE_OUTPUTS_MIN + 5])
 @pytest.mark.parametrize("num_rows", [7, 11, 30])
 def test_a_product_with_more_columns_than_are_passed_at_a_time(outputs: int, num_rows: int, threads: int) -> None:
     torch.manual_seed(2)

@@ -12,7 +12,7 @@ import torch
 
 from kernels import ops
 from kernels.simd import large_pages
-from kernels.simd.large_pages import LINE_BYTES, PAGE_BYTES, PIECE_BYTES, Pieces, on_large_pages
+from kernels.simd.large_pages import CHUNK_BYTES, LINE_BYTES, PAGE_BYTES, BumpAllocator, on_large_pages
 
 
 @pytest.mark.parametrize("shape", [(1,), (3, 5), (0, 4), (1025, 1024)])
@@ -26,9 +26,9 @@ def test_tensors_hold_what_is_written_to_them(shape: tuple[int, ...], dtype: tor
 
 
 def test_tensors_lie_one_behind_another_and_never_on_each_other() -> None:
-    pieces = Pieces()
-    sizes = [10, 5 << 20, 64, 1, PIECE_BYTES // 2, 30 << 20, PIECE_BYTES // 2 + 1, 3 * PIECE_BYTES, 100]
-    made = [pieces.take(size) for size in sizes]
+    pieces = BumpAllocator()
+    sizes = [10, 5 << 20, 64, 1, CHUNK_BYTES // 2, 30 << 20, CHUNK_BYTES // 2 + 1, 3 * CHUNK_BYTES, 100]
+    made = [pieces.allocate(size) for size in sizes]
     places = sorted((each.data_ptr(), each.data_ptr() + each.numel()) for each in made)
     assert [each.numel() for each in made] == sizes
     assert all(each.data_ptr() % LINE_BYTES == 0 for each in made)
@@ -42,8 +42,8 @@ def test_tensors_lie_one_behind_another_and_never_on_each_other() -> None:
 
 
 def test_a_piece_outlives_whoever_made_it_and_begins_with_a_page() -> None:
-    pieces = Pieces()
-    first = pieces.take(PAGE_BYTES)
+    pieces = BumpAllocator()
+    first = pieces.allocate(PAGE_BYTES)
     assert first.data_ptr() % PAGE_BYTES == 0
     first.fill_(5)
     del pieces
@@ -72,12 +72,12 @@ def _on_large_pages_kib() -> int:
 
 
 def test_a_system_without_such_advice_gives_plain_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(large_pages, "_ADVICE", None)
-    assert Pieces().take(100).fill_(1).sum() == 100
+    monkeypatch.setattr(large_pages, "_MADV_HUGEPAGE", None)
+    assert BumpAllocator().allocate(100).fill_(1).sum() == 100
 
 
 def test_a_refusal_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(large_pages, "_ADVICE", 4095)  # no advice that any system knows
+    monkeypatch.setattr(large_pages, "_MADV_HUGEPAGE", 4095)  # no advice that any system knows
     with pytest.raises(OSError, match="Invalid argument"):
         mmap.mmap(-1, 4096).madvise(4095)
-    assert Pieces().take(100).fill_(1).sum() == 100
+    assert BumpAllocator().allocate(100).fill_(1).sum() == 100

@@ -12,12 +12,12 @@ import torch
 from kernels.quantised_weights import Fp8Weight, pack_fp8, pack_int4, pack_int4_codes, pack_int8
 from kernels.reference import quantised as reference
 from kernels.reference.fp8_rows import quantize_rows_fp8
-from kernels.simd.coded_panels import DEPTH
-from kernels.simd.coded_tiles import PANEL
 from kernels.simd.fp8_linear import bind_fp8
 from kernels.simd.int4_linear import bind_int4
 from kernels.simd.int8_linear import bind_int8
 from kernels.simd.linear import pack_linear
+from kernels.simd.quantised_panels import DEPTH
+from kernels.simd.quantised_tiles import PANEL
 from kernels.simd.tiles import ROWS
 
 Kernel = Callable[[torch.Tensor], torch.Tensor]
