@@ -66,7 +66,7 @@ Weight = torch.Tensor | Int8Weight | Fp8Weight | Int4Weight
 
 
 def values_and_scales(weight: torch.Tensor | Int8Weight | Fp8Weight) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """The numbers or codes of a matrix, [N, K], and the scales of the codes, [N] or [1], None for plain numbers."""
+    """The values or codes of a matrix, [N, K], and the scales of the codes, [N] or [1]; None for plain values."""
     return (weight, None) if isinstance(weight, torch.Tensor) else (weight.values, weight.scales)
 
 

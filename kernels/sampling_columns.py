@@ -19,16 +19,17 @@ SUPPRESSED_IDS_MAX = 8
 class SamplingColumns:
     """S slots, V tokens, Q rows of bias. A captured graph keeps the addresses; the values change between its replays.
 
-    scale: [S] float32, log2(e) / temperature; 0 is greedy. streams: [S] int64, derived from the seed, keys of the noise
+    scale: [S] float32, log2(e) / temperature; 0 is greedy. streams: [S] int64, derived from the seed, key the noise
     top_k: [S] int32, 0 is off; top_p: [S] float32, 1 is off; neg_log2_min_p: [S] float32, −log2(min_p), inf is off: min-p
         keeps tokens at most so many binary orders below the likeliest one; typical_p: [S] float32, 1 is off
     repetition, frequency, presence: [S] float32; 1, 0, 0 are off
     min_tokens_until: [S] int64, below this position no token is one of suppressed_ids: [S, SUPPRESSED_IDS_MAX] int32, -1 none
     counts: [S, V] int32, for the three penalties. Bit 0: occurs in prompt or output; bits above: occurrences in the output
     rules: [S] int32, the row of bias that a slot uses, -1 none. bias: [Q, V] float32, added to the logits; -inf forbids
-    floats, ints, longs: three tables whose rows are the columns above of one number for each slot. floats: scale, top_p,
-    neg_log2_min_p, typical_p, repetition, frequency, presence; ints: top_k, rules; longs: streams, min_tokens_until words: the
-    memory of the three tables and suppressed_ids; places: [S, 21] int64 on the host, the indices of each slot's words
+    floats, ints, longs: three tables whose rows are those columns above that have one element per slot. floats: scale,
+        top_p, neg_log2_min_p, typical_p, repetition, frequency, presence; ints: top_k, rules; longs: streams, min_tokens_until
+    words: the memory of the three tables and suppressed_ids; places: [S, 21] int64 on the host, the indices of each slot's
+        words
     """
 
     scale: torch.Tensor

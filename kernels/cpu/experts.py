@@ -1,6 +1,6 @@
 """Mixtures of experts in plain torch: tokens sorted by expert, then one product per expert that was chosen at all.
 
-A token's experts are summed in the order of their numbers, so its result does not depend on other tokens of the batch.
+A token's experts are summed in the order of their ids, so its result does not depend on other tokens of the batch.
 """
 
 from __future__ import annotations

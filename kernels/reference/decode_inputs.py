@@ -56,8 +56,8 @@ def advance_slots(
     """
     if host is not None and slots.tolist()[:1] > [-1]:
         host.num_steps[0] += 1
-        number = int(host.num_steps[0])
-        host.places[number % len(host.places), : 1 + len(slots)] = torch.tensor([number, *sampled.tolist()])
+        step_number = int(host.num_steps[0])
+        host.places[step_number % len(host.places), : 1 + len(slots)] = torch.tensor([step_number, *sampled.tolist()])
     for row, slot in enumerate(slots.tolist()):
         if out is not None:
             out[row] = sampled[row]

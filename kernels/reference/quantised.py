@@ -1,4 +1,4 @@
-"""The values of quantised weights, each layout read number by number, exactly, in float32; and products with them.
+"""The values of quantised weights, each layout read element by element, exactly, in float32; and products with them.
 
 The layouts of checkpoints are read as their authors published them: AWQ (arXiv 2306.00978, its "gemm" packing), GPTQ
 (arXiv 2210.17323, as its first implementations pack it). Nothing here is shared with the packing functions.

@@ -2,7 +2,7 @@
 
 Queries that share their keys form a tile (`attention_tile`): the query heads of one key head, and in longer rows several
 consecutive queries. The tile of a decode covers several neighbouring key heads, which are contiguous in memory, so that a row's
-keys and values are read together and in order. Reads 2 · context · D numbers for each tile.
+keys and values are read together and in order. Reads 2 · context · D elements for each tile.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ def _attend_rows(a):
     thread has as many keys to read, mostly whole rows, and neighbouring heads of a row are one tile."""
     q, q_stride, cache, tables, table_width = argument(a, 0), argument(a, 1), argument(a, 2), argument(a, 3), argument(a, 4)
     starts, lengths, num_rows, out = argument(a, 5), argument(a, 6), argument(a, 7), argument(a, 8)
-    num_heads, num_kv_heads, size, block = argument(a, 9), argument(a, 10), argument(a, 11), argument(a, 12)
+    num_heads, num_kv_heads, head_dim, block_size = argument(a, 9), argument(a, 10), argument(a, 11), argument(a, 12)
     window, scale, softcap = argument(a, 13), decode_float(argument(a, 14)), decode_float(argument(a, 15))
     index, threads = thread_and_count(a)
     group = num_heads // num_kv_heads
@@ -81,15 +81,16 @@ def _attend_rows(a):
                 kv_heads = min(heads_per_tile, kv_end - kv_head)
                 for head in range(kv_head * group, (kv_head + kv_heads) * group, kv_heads * heads):
                     width = min(heads, (kv_head + kv_heads) * group - head)
-                    target = out + (query * num_heads + head) * size * BYTES
+                    target = out + (query * num_heads + head) * head_dim * BYTES
                     if context == 0:
                         for query_index in range(count):
-                            _clear(target + query_index * num_heads * size * BYTES, kv_heads * width * size)
+                            _clear(target + query_index * num_heads * head_dim * BYTES, kv_heads * width * head_dim)
                         continue
                     attend_tile(
-                        kv_heads, width * count, width, q + (query * q_stride + head * size) * BYTES, q_stride, size,
-                        cache + kv_head * size * BYTES, 2 * num_kv_heads * size, tables + row * table_width * BYTES, block,
-                        context - (end - query), window, scale, softcap, target, num_heads * size,
+                        kv_heads, width * count, width, q + (query * q_stride + head * head_dim) * BYTES, q_stride, head_dim,
+                        cache + kv_head * head_dim * BYTES, 2 * num_kv_heads * head_dim,
+                        tables + row * table_width * BYTES, block_size,
+                        context - (end - query), window, scale, softcap, target, num_heads * head_dim,
                         query == first and head == kv_head * group,
                     )  # fmt: skip
 
@@ -97,12 +98,12 @@ def _attend_rows(a):
 @entry(17, 2)
 def _run(
     pool, threads, task, q, q_stride, cache, tables, table_width, starts, lengths, num_rows, out,
-    num_heads, num_kv_heads, size, block, window, scale, softcap,
+    num_heads, num_kv_heads, head_dim, block_size, window, scale, softcap,
 ):  # fmt: skip
     run(
         pool, threads, task,
         (q, q_stride, cache, tables, table_width, starts, lengths, num_rows, out,
-         num_heads, num_kv_heads, size, block, window, encode_float(scale), encode_float(softcap)),
+         num_heads, num_kv_heads, head_dim, block_size, window, encode_float(scale), encode_float(softcap)),
     )  # fmt: skip
 
 
@@ -160,9 +161,9 @@ def _attention(
     out: torch.Tensor | None,
 ) -> torch.Tensor:
     assert kv_cache.dtype is torch.float32, "a cache in other formats is gathered and decoded"
-    num_heads, size = shape.num_heads, shape.head_dim
-    attended = empty(q.shape[0], num_heads, size) if out is None else out
-    work = q.shape[0] * num_heads * size * block_tables.shape[1] * shape.block_size
+    num_heads, head_dim = shape.num_heads, shape.head_dim
+    attended = empty(q.shape[0], num_heads, head_dim) if out is None else out
+    work = q.shape[0] * num_heads * head_dim * block_tables.shape[1] * shape.block_size
     _attend(
         work,
         q.data_ptr(),
@@ -176,7 +177,7 @@ def _attention(
         attended.data_ptr(),
         num_heads,
         shape.num_kv_heads,
-        size,
+        head_dim,
         shape.block_size,
         shape.sliding_window or 0,
         shape.product_scale,

@@ -59,7 +59,7 @@ stream waits for memory at the beginning of each page. With four streams, 16 slo
 together."""
 
 TRANSPOSE_BREAK_EVEN = 8
-"""Transposing LANES keys costs about as much as the sums of one query for every so many numbers of a key."""
+"""Transposing LANES keys costs about as much as the sums of one query for every so many elements of a key."""
 
 _scores, _sums, _queries = (
     stack_buffer(TILE_ROWS * STRIDE),
@@ -77,18 +77,18 @@ def _scalar_exp(x, scratch):
 
 
 @subroutine
-def _multiply_keys(rows, queries, keys, key_stride, count, size, transposed, products):
+def _multiply_keys(rows, queries, keys, key_stride, count, head_dim, transposed, products):
     """Products of LANES keys, of which `count` exist, with each row of queries. With many rows it pays to transpose the
     keys."""
-    if rows * TRANSPOSE_BREAK_EVEN > size:
-        transpose_keys(keys, key_stride, count, size, transposed)
+    if rows * TRANSPOSE_BREAK_EVEN > head_dim:
+        transpose_keys(keys, key_stride, count, head_dim, transposed)
         for row in range(0, rows, TRANSPOSED_DOT_QUERIES):
-            row_queries, target = queries + row * size * BYTES, products + row * STRIDE * BYTES
-            dots_transposed(min(TRANSPOSED_DOT_QUERIES, rows - row), row_queries, size, transposed, target, STRIDE)
+            row_queries, target = queries + row * head_dim * BYTES, products + row * STRIDE * BYTES
+            dots_transposed(min(TRANSPOSED_DOT_QUERIES, rows - row), row_queries, head_dim, transposed, target, STRIDE)
     else:
         for row in range(0, rows, DOT_QUERIES):
-            row_queries, target = queries + row * size * BYTES, products + row * STRIDE * BYTES
-            dots(min(DOT_QUERIES, rows - row), row_queries, keys, key_stride, count, size, target, STRIDE)
+            row_queries, target = queries + row * head_dim * BYTES, products + row * STRIDE * BYTES
+            dots(min(DOT_QUERIES, rows - row), row_queries, keys, key_stride, count, head_dim, target, STRIDE)
 
 
 @subroutine
@@ -109,7 +109,7 @@ def _softcap_and_mask(products, rows, heads, count, visible, window, softcap):
 
 @subroutine
 def _prefetch_slots(keys, slot_stride, count, size):
-    """Read `size` numbers of the keys, and as many of the values, of `count` slots once, in STREAMS streams alternately."""
+    """Read `size` elements of the keys, and as many of the values, of `count` slots once, in STREAMS streams alternately."""
     keys_per_stream = -(-count // STREAMS)
     for key in range(keys_per_stream):
         for kv_offset in range(0, slot_stride * BYTES, slot_stride // 2 * BYTES):
@@ -126,10 +126,10 @@ def _score_chunk(
     heads,
     queries,
     transposed,
-    size,
+    head_dim,
     cache,
     table,
-    block,
+    block_size,
     slot_stride,
     first,
     end,
@@ -150,19 +150,19 @@ def _score_chunk(
         store(scores, row * STRIDE + (end - 1 - base) // LANES * LANES, minus_infinity)
     position = first
     while position < end:
-        count = min(LANES, end - position, block - position % block)
-        keys = cache + (load_int32(table, position // block) * block + position % block) * slot_stride * BYTES
+        count = min(LANES, end - position, block_size - position % block_size)
+        keys = cache + (load_int32(table, position // block_size) * block_size + position % block_size) * slot_stride * BYTES
         if is_cold:
-            _prefetch_slots(keys, slot_stride, count, kv_heads * size)
+            _prefetch_slots(keys, slot_stride, count, kv_heads * head_dim)
         for kv_head in range(kv_heads):
             products = scores + (kv_head * rows * STRIDE + position - base) * BYTES
             _multiply_keys(
                 rows,
-                queries + kv_head * rows * size * BYTES,
-                keys + kv_head * size * BYTES,
+                queries + kv_head * rows * head_dim * BYTES,
+                keys + kv_head * head_dim * BYTES,
                 slot_stride,
                 count,
-                size,
+                head_dim,
                 transposed,
                 products,
             )
@@ -173,7 +173,7 @@ def _score_chunk(
 
 
 @subroutine
-def _softmax_chunk(scores, rows, size, first, end, sums, row_max, row_sum, scratch):
+def _softmax_chunk(scores, rows, head_dim, first, end, sums, row_max, row_sum, scratch):
     """Turn scores into softmax weights relative to the largest score so far, and rescale the sums so far to it."""
     base = first // CHUNK * CHUNK
     low, high = (first - base) // LANES * LANES, end - base
@@ -193,53 +193,57 @@ def _softmax_chunk(scores, rows, size, first, end, sums, row_max, row_sum, scrat
         factor = numba.float32(1.0)
         if old_max != new_max:
             factor = _scalar_exp(old_max - shift, scratch)
-            for index in range(0, size, LANES):
-                store(sums, row * size + index, load(sums, row * size + index) * splat(factor))
+            for index in range(0, head_dim, LANES):
+                store(sums, row * head_dim + index, load(sums, row * head_dim + index) * splat(factor))
         store_float32(row_sum, row, load_float32(row_sum, row) * factor + reduce_sum(weights))
         store_float32(row_max, row, new_max)
 
 
 @subroutine
-def _multiply_values(rows, weights, values, slot_stride, count, sums, size):
+def _multiply_values(rows, weights, values, slot_stride, count, sums, head_dim):
     for row in range(0, rows, ROWS):
-        num_rows, factors, row_sums = min(ROWS, rows - row), weights + row * STRIDE * BYTES, sums + row * size * BYTES
-        if size % (TILE_VECTORS * LANES) == 0:
-            for offset in range(0, size * BYTES, TILE_VECTORS * LANES * BYTES):
+        num_rows, factors, row_sums = min(ROWS, rows - row), weights + row * STRIDE * BYTES, sums + row * head_dim * BYTES
+        if head_dim % (TILE_VECTORS * LANES) == 0:
+            for offset in range(0, head_dim * BYTES, TILE_VECTORS * LANES * BYTES):
                 target = row_sums + offset
-                multiply(num_rows, factors, STRIDE, values + offset, slot_stride, count, target, size, target, size, 0)
+                multiply(num_rows, factors, STRIDE, values + offset, slot_stride, count, target, head_dim, target, head_dim, 0)
         else:
-            for offset in range(0, size * BYTES, LANES * BYTES):
+            for offset in range(0, head_dim * BYTES, LANES * BYTES):
                 target = row_sums + offset
-                multiply_narrow(num_rows, factors, STRIDE, values + offset, slot_stride, count, target, size, target, size, 0)
+                multiply_narrow(
+                    num_rows, factors, STRIDE, values + offset, slot_stride, count, target, head_dim, target, head_dim, 0
+                )
 
 
 @subroutine
-def _add_values(scores, kv_heads, rows, size, values, table, block, slot_stride, first, end, sums):
+def _add_values(scores, kv_heads, rows, head_dim, values, table, block_size, slot_stride, first, end, sums):
     """Add weights times values of the keys `first` to `end` - 1."""
     base = first // CHUNK * CHUNK
     position = first
     while position < end:
-        count = min(end - position, block - position % block)
-        block_values = values + (load_int32(table, position // block) * block + position % block) * slot_stride * BYTES
+        count = min(end - position, block_size - position % block_size)
+        block_values = (
+            values + (load_int32(table, position // block_size) * block_size + position % block_size) * slot_stride * BYTES
+        )
         weights = scores + (position - base) * BYTES
         for kv_head in range(kv_heads):
             first_row = kv_head * rows
             _multiply_values(
                 rows,
                 weights + first_row * STRIDE * BYTES,
-                block_values + kv_head * size * BYTES,
+                block_values + kv_head * head_dim * BYTES,
                 slot_stride,
                 count,
-                sums + first_row * size * BYTES,
-                size,
+                sums + first_row * head_dim * BYTES,
+                head_dim,
             )
         position += count
 
 
 @subroutine
 def attend_tile(
-    kv_heads, rows, heads, queries, query_stride, size, cache, slot_stride, table, block, query_position, window, scale,
-    softcap, out, out_stride, is_cold,
+    kv_heads, rows, heads, queries, query_stride, head_dim, cache, slot_stride, table, block_size, query_position, window,
+    scale, softcap, out, out_stride, is_cold,
 ):  # fmt: skip
     """Attention of a tile: `rows` rows for each of `kv_heads` neighbouring key heads, namely `heads` heads of consecutive
     queries, the first of which is at position `query_position`.
@@ -251,15 +255,15 @@ def attend_tile(
     scaled_queries, transposed = _queries(), _transposed_keys()
     row_max, row_sum = _row_max(), _row_sum()
     num_rows = kv_heads * rows
-    for index in range(0, num_rows * size, LANES):
+    for index in range(0, num_rows * head_dim, LANES):
         store(sums, index, splat(numba.float32(0.0)))
     for row in range(num_rows):
         head, query = row // rows * heads + row % heads, row % rows // heads
-        for index in range(0, size, LANES):
+        for index in range(0, head_dim, LANES):
             store(
                 scaled_queries,
-                row * size + index,
-                load(queries + (query * query_stride + head * size) * BYTES, index) * splat(scale),
+                row * head_dim + index,
+                load(queries + (query * query_stride + head * head_dim) * BYTES, index) * splat(scale),
             )
         store_float32(row_max, row, numba.float32(-math.inf))
         store_float32(row_sum, row, numba.float32(0.0))
@@ -269,15 +273,15 @@ def attend_tile(
     while first < keys_end:
         end = min(keys_end, (first // CHUNK + 1) * CHUNK)
         _score_chunk(
-            scores, kv_heads, rows, heads, scaled_queries, transposed, size, cache, table, block, slot_stride,
+            scores, kv_heads, rows, heads, scaled_queries, transposed, head_dim, cache, table, block_size, slot_stride,
             first, end, query_position, window, softcap, is_cold,
         )  # fmt: skip
-        _softmax_chunk(scores, num_rows, size, first, end, sums, row_max, row_sum, scratch)
-        _add_values(scores, kv_heads, rows, size, values, table, block, slot_stride, first, end, sums)
+        _softmax_chunk(scores, num_rows, head_dim, first, end, sums, row_max, row_sum, scratch)
+        _add_values(scores, kv_heads, rows, head_dim, values, table, block_size, slot_stride, first, end, sums)
         first = end
     for row in range(num_rows):
         head, query = row // rows * heads + row % heads, row % rows // heads
-        target = out + (query * out_stride + head * size) * BYTES
+        target = out + (query * out_stride + head * head_dim) * BYTES
         inverse_sum = numba.float32(1.0) / load_float32(row_sum, row)
-        for index in range(0, size, LANES):
-            store(target, index, load(sums, row * size + index) * splat(inverse_sum))
+        for index in range(0, head_dim, LANES):
+            store(target, index, load(sums, row * head_dim + index) * splat(inverse_sum))

@@ -1,6 +1,6 @@
 """Inputs of a decode step from the state of its slots, and their state after the step; see `kernels.cpu.decode_inputs`.
 
-Copies a few numbers per row and the blocks that its context reaches.
+Copies a few integers per row and the blocks that its context reaches.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from kernels.simd.vectors import load_int32, load_int64, store_int32, store_int6
 
 @task
 def _prepare_rows(a):
-    slots, last_tokens, num_tokens, tables, width, block = (
+    slots, last_tokens, num_tokens, tables, width, block_size = (
         argument(a, 0), argument(a, 1), argument(a, 2), argument(a, 3), argument(a, 4), argument(a, 5),
     )  # fmt: skip
     token_ids, positions, slot_mapping, context_lens, block_tables, out_width = (
@@ -27,25 +27,25 @@ def _prepare_rows(a):
         slot = load_int32(slots, row)
         context = load_int32(num_tokens, slot) if slot >= 0 else 0
         last = max(context - 1, 0)
-        cache_slot, column = -1, last // block
+        cache_slot, column = -1, last // block_size
         if context > 0 and column < width:
-            cache_slot = load_int32(tables, slot * width + column) * block + last % block
+            cache_slot = load_int32(tables, slot * width + column) * block_size + last % block_size
         store_int64(token_ids, row, load_int64(last_tokens, slot) if slot >= 0 else 0)
         store_int64(positions, row, last)
         store_int64(slot_mapping, row, cache_slot)
         store_int32(context_lens, row, context)
-        for index in range(min(width, (context + block - 1) // block)):
+        for index in range(min(width, (context + block_size - 1) // block_size)):
             store_int32(block_tables, row * out_width + index, load_int32(tables, slot * width + index))
 
 
 @entry(16)
 def _run_rows(
-    pool, threads, task, slots, last_tokens, num_tokens, tables, width, block,
+    pool, threads, task, slots, last_tokens, num_tokens, tables, width, block_size,
     token_ids, positions, slot_mapping, context_lens, block_tables, out_width, num_rows,
 ):  # fmt: skip
     run(
         pool, threads, task,
-        (slots, last_tokens, num_tokens, tables, width, block,
+        (slots, last_tokens, num_tokens, tables, width, block_size,
          token_ids, positions, slot_mapping, context_lens, block_tables, out_width, num_rows),
     )  # fmt: skip
 

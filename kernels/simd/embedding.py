@@ -36,7 +36,7 @@ _look_up = Launch(_run, _copy_rows, num_rows_at=3, num_floats=1)
 
 
 def _rows_of(table: torch.Tensor, index: torch.Tensor, factor: float) -> torch.Tensor:
-    """table: [N, …] float32 → [T, …]; every number in `index` must be within the table."""
+    """table: [N, …] float32 → [T, …]; every index must be within the table."""
     index = index.contiguous() if index.dtype is torch.int64 else index.long()
     out = empty(index.shape[0], *table.shape[1:])
     size = table[0].numel()

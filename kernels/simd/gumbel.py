@@ -99,8 +99,8 @@ def weights(typing, orders):
         integer = builder.fptosi(near, INTEGERS)
         part = builder.fsub(near, builder.sitofp(integer, VECTOR))
         scaled = builder.fmul(_emit_polynomial(builder, part, gumbel.EXP2_MINUS), _float_constant(2.0**gumbel.WEIGHT_BITS))
-        found = builder.lshr(builder.fptosi(scaled, INTEGERS), integer)
-        return builder.bitcast(builder.select(is_near, found, _int_constant(0)), VECTOR)
+        scaled_weights = builder.lshr(builder.fptosi(scaled, INTEGERS), integer)
+        return builder.bitcast(builder.select(is_near, scaled_weights, _int_constant(0)), VECTOR)
 
     return f32s(f32s), emit
 

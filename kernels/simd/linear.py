@@ -1,6 +1,6 @@
 """Matrix products with weights that are packed once into panels: x Wᵀ + b.
 
-A panel holds as many of W's rows as a tile has columns, interleaved number by number, padded with zeros at the end of W: [in,
+A panel holds as many of W's rows as a tile has columns, interleaved element by element, padded with zeros at the end of W: [in,
 columns]. The threads divide the panels between them; each panel is read once from memory, in order, for all rows of x, tile by
 tile from the cache. While tiles are computed, the next panel is prefetched. oneDNN, which torch would call, takes 1.05 to 3
 times as long (ADR 28).

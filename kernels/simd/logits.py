@@ -1,4 +1,4 @@
-"""The divisor and the soft-cap of logits that some models have. Reads and writes each number once."""
+"""The divisor and the soft-cap of logits that some models have. Reads and writes each element once."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def _run(pool, threads, task, logits, num_rows, size, divisor, softcap):
 _cap = Launch(_run, _cap_rows, num_rows_at=1, num_floats=2)
 
 _OPERATIONS_PER_LOGIT = 8
-"""Approximate work per number, in multiplications."""
+"""Approximate work per logit, in multiplications."""
 
 
 def cap_logits(logits: torch.Tensor, *, divisor: float = 1.0, softcap: float | None = None) -> torch.Tensor:

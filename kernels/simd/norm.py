@@ -25,7 +25,7 @@ def inverse_rms(squares, size, eps):
 
 @subroutine
 def sum_of_squares(x, size):
-    """Partial sums of the squares of `size` numbers."""
+    """Partial sums of the squares of `size` elements."""
     squares = splat(numba.float32(0.0))
     for i in range(0, size, LANES):
         value = masked_load(x, i, size)

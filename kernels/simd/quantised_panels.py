@@ -2,7 +2,7 @@
 
 A panel holds the codes of PANEL outputs, column after column, padded with zeros at the end of W. The threads divide the panels
 between them; each is read once from memory, in order. With few rows every tile decodes it in registers. With many rows only the
-first tile decodes it, and stores the decoded numbers, DEPTH columns of half a panel at a time, in the cache of its core; the
+first tile decodes it, and stores the decoded weights, DEPTH columns of half a panel at a time, in the cache of its core; the
 other tiles use them as float32 weights. A last panel that is not full is decoded by every tile.
 
 Moves |codes| + |x| + |out| bytes for 2 · T · |W| operations; sums in float32, each in the order of its columns.

@@ -171,7 +171,7 @@ def emit_to_float(builder, integers):
 
 
 def emit_bits_as_float(builder, integers):
-    """The float32 numbers with these bits."""
+    """The float32 values with these bits."""
     return builder.bitcast(integers, VECTOR)
 
 

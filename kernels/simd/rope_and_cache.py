@@ -1,7 +1,7 @@
 """The operations between projection and attention, in one pass over each token: queries and keys are normalised (QK-norm,
 arXiv 2302.05442) and rotated (arXiv 2104.09864, eq. 34), keys and values are written to the cache.
 
-Reads a token's row and writes its queries and keys in place, and 2 · K · D numbers of the cache.
+Reads a token's row and writes its queries and keys in place, and 2 · K · D elements of the cache.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ from kernels.simd.vectors import BYTES, LANES, fma, load_int64, masked_load, mas
 
 
 @subroutine
-def _normalise(heads, count, size, weight, across_heads, eps):
+def _normalise(heads, count, head_dim, weight, across_heads, eps):
     """Normalise each head separately, or all heads of a token together if the weight is that wide."""
     if across_heads:
-        size, count = size * count, 1
+        head_dim, count = head_dim * count, 1
     for head in range(count):
-        values = heads + head * size * BYTES
-        scale_row(values, weight, values, size, inverse_rms(sum_of_squares(values, size), size, eps))
+        values = heads + head * head_dim * BYTES
+        scale_row(values, weight, values, head_dim, inverse_rms(sum_of_squares(values, head_dim), head_dim, eps))
 
 
 @subroutine
@@ -47,32 +47,32 @@ def _copy(source, target, count):
 @task
 def _process_tokens(a):
     qkv, cos, sin, cache, slots = argument(a, 0), argument(a, 1), argument(a, 2), argument(a, 3), argument(a, 4)
-    num_heads, num_kv_heads, size, rotary_dim = argument(a, 6), argument(a, 7), argument(a, 8), argument(a, 9)
+    num_heads, num_kv_heads, head_dim, rotary_dim = argument(a, 6), argument(a, 7), argument(a, 8), argument(a, 9)
     q_weight, k_weight, across_heads, eps = argument(a, 10), argument(a, 11), argument(a, 12), decode_float(argument(a, 13))
     first, end = thread_range(a, argument(a, 5))
     for token in range(first, end):
-        queries = qkv + token * (num_heads + 2 * num_kv_heads) * size * BYTES
-        keys = queries + num_heads * size * BYTES
+        queries = qkv + token * (num_heads + 2 * num_kv_heads) * head_dim * BYTES
+        keys = queries + num_heads * head_dim * BYTES
         if q_weight:
-            _normalise(queries, num_heads, size, q_weight, across_heads, eps)
-            _normalise(keys, num_kv_heads, size, k_weight, across_heads, eps)
+            _normalise(queries, num_heads, head_dim, q_weight, across_heads, eps)
+            _normalise(keys, num_kv_heads, head_dim, k_weight, across_heads, eps)
         angle_offset = token * rotary_dim * BYTES
         for head in range(num_heads + num_kv_heads):
-            _rotate(queries + head * size * BYTES, cos + angle_offset, sin + angle_offset, rotary_dim)
+            _rotate(queries + head * head_dim * BYTES, cos + angle_offset, sin + angle_offset, rotary_dim)
         slot = load_int64(slots, token) if cache else -1
         if slot >= 0:
-            width = 2 * num_kv_heads * size
+            width = 2 * num_kv_heads * head_dim
             _copy(keys, cache + slot * width * BYTES, width)
 
 
 @entry(16, 1)
 def _run(
-    pool, threads, task, qkv, cos, sin, cache, slots, num_tokens, num_heads, num_kv_heads, size, rotary_dim,
+    pool, threads, task, qkv, cos, sin, cache, slots, num_tokens, num_heads, num_kv_heads, head_dim, rotary_dim,
     q_weight, k_weight, across_heads, eps,
 ):  # fmt: skip
     run(
         pool, threads, task,
-        (qkv, cos, sin, cache, slots, num_tokens, num_heads, num_kv_heads, size, rotary_dim,
+        (qkv, cos, sin, cache, slots, num_tokens, num_heads, num_kv_heads, head_dim, rotary_dim,
          q_weight, k_weight, across_heads, encode_float(eps)),
     )  # fmt: skip
 
@@ -100,7 +100,7 @@ def rope_and_cache(
     are [D] for each head separately, or [H·D] and [K·D] for all heads of a token together.
     """
     assert qkv.is_contiguous(), "rows are changed in place"
-    num_tokens, width, size = qkv.shape
+    num_tokens, width, head_dim = qkv.shape
     _process(
         qkv.numel(),
         qkv.data_ptr(),
@@ -111,10 +111,10 @@ def rope_and_cache(
         num_tokens,
         width - 2 * num_kv_heads,
         num_kv_heads,
-        size,
+        head_dim,
         rotary_dim,
         0 if q_weight is None else q_weight.data_ptr(),
         0 if k_weight is None else k_weight.data_ptr(),
-        int(q_weight is not None and q_weight.shape[0] != size),
+        int(q_weight is not None and q_weight.shape[0] != head_dim),
         eps,
     )

@@ -5,8 +5,8 @@
         ─► typical sampling: the same for distances from the mean, of the tokens that min-p keeps too ─► Gumbel-max
 
 A limit is found by radix select, in three passes over the row: distances are not negative, so their bit patterns are in the
-order of the numbers, and the sum of the weights in each of 2048 bins of bit patterns shows which bin contains the limit. Reads
-a row once or, with filters, up to fifteen times from the cache.
+order of the distances, and the sum of the weights in each of 2048 bins of bit patterns shows which bin contains the limit.
+Reads a row once or, with filters, up to fifteen times from the cache.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ def _splat(number):
 
 @subroutine
 def _load_padded(x, i, size, padding):
-    """LANES numbers from element i on, with `padding` beyond the end of the row."""
+    """LANES elements from element i on, with `padding` beyond the end of the row."""
     value = masked_load(x, i, size)
     return value if size - i >= LANES else first_lanes(value, size - i, padding)
 
@@ -80,7 +80,7 @@ def _best_token(best, first_ids):
 
 @subroutine
 def _argmax(x, size):
-    """The first of the largest numbers of a row; NO_TOKEN if one is NaN or infinite, or none is above -inf."""
+    """The index of the first of the largest elements of a row; NO_TOKEN if one is NaN or infinite, or none is above -inf."""
     lowest, zero, highest = _splat(-_INFINITE), _splat(0.0), _splat(_INFINITE)
     best, first_ids, poison = lowest, _splat(-1.0), zero
     for i in range(0, size, LANES):
@@ -296,7 +296,7 @@ def _run(
 _sample = Launch(_run, _sample_rows, num_rows_at=18)
 
 _OPERATIONS_PER_LOGIT = 16
-"""Approximate work of a row, in operations per number."""
+"""Approximate work of a row, in operations per logit."""
 
 
 def sampling_workspace(max_rows: int, vocab_size: int, device: torch.device) -> torch.Tensor:

@@ -2,7 +2,7 @@
 
     row: rank of the token │ the token, the likeliest ones │ their log-probabilities, the bits of float64 as integers
 
-log p(token) = logit − log Σ exp(logits), with sums of SPAN numbers in float32, and their total in float64. The rank is one
+log p(token) = logit − log Σ exp(logits), with sums of SPAN elements in float32, and their total in float64. The rank is one
 more than the number of larger logits. The likeliest tokens are kept in order while the row is read, the first one on ties.
 Reads a row three times, twice from the cache.
 """
@@ -42,7 +42,7 @@ SPAN = 4096
 
 @intrinsic
 def _store_float64(typing, address, index, value):
-    """Write one number of eight bytes; `index` counts these."""
+    """Store one float64; `index` counts elements of eight bytes."""
 
     def emit(context, builder, sig, args):
         address, index, value = args
@@ -54,7 +54,7 @@ def _store_float64(typing, address, index, value):
 
 @subroutine
 def _load_padded(x, i, size, padding):
-    """LANES numbers from element i on, with `padding` beyond the end of the row."""
+    """LANES elements from element i on, with `padding` beyond the end of the row."""
     return first_lanes(masked_load(x, i, size), size - i, padding)
 
 
@@ -102,7 +102,7 @@ def _insert(x, token, ids, count):
 
 @subroutine
 def _find_likeliest(x, size, ids, count):
-    """Write the ids of the `count` largest numbers, in order; `ids` has room for one more."""
+    """Write the ids of the `count` largest elements, in order; `ids` has room for one more."""
     for token in range(count):
         _insert(x, token, ids, token)
     lowest = splat(numba.float32(-math.inf))
@@ -142,7 +142,7 @@ def _run(pool, threads, task, logits, stride, size, tokens, num_top, out, out_st
 _score = Launch(_run, _score_rows, num_rows_at=7)
 
 _OPERATIONS_PER_LOGIT = 8
-"""Approximate work of a row, in operations per number."""
+"""Approximate work of a row, in operations per logit."""
 
 
 def score_tokens(logits: torch.Tensor, tokens: torch.Tensor, num_top: int, *, out: torch.Tensor) -> None:

@@ -67,8 +67,8 @@ def _loaded_runtimes() -> Iterator[str]:
     paths = {line.split()[-1] for line in maps.read_text("utf-8").splitlines() if "/" in line} if maps.exists() else set()
     if not paths:
         paths = {str(path) for path in Path(torch.__file__).parent.glob("lib/lib*omp*")}
-    found = [path for path in paths if Path(path).name.startswith(_RUNTIMES)]
-    yield from sorted(found, key=lambda path: "torch" not in path)
+    runtimes = [path for path in paths if Path(path).name.startswith(_RUNTIMES)]
+    yield from sorted(runtimes, key=lambda path: "torch" not in path)
 
 
 @intrinsic

@@ -142,7 +142,7 @@ def dots(typing, rows, queries, keys, key_stride, count, size, out, out_stride):
     """Products of 1 to DOT_QUERIES contiguous queries with LANES keys. The first `count` keys are read; the others repeat the
     last of these. Row r goes to `out` + r · `out_stride`.
 
-    `size` numbers each, a multiple of LANES; strides in elements. A key is read once for all queries. The partial
+    `size` elements each, a multiple of LANES; strides in elements. A key is read once for all queries. The partial
     sums of LANES keys are reduced together: four rounds of pairwise sums for 16 keys, instead of 16 sums over 16 lanes.
     """
 
@@ -192,7 +192,7 @@ TRANSPOSED_DOT_QUERIES = 4 if LANES == 16 else 2
 @intrinsic
 def transpose_keys(typing, keys, key_stride, count, size, transposed):
     """Transpose LANES keys, of which the first `count` are read as by `dots`: [size, LANES] at `transposed`, whose row i
-    holds number i of all keys."""
+    holds element i of all keys."""
 
     def emit(context, builder, sig, args):
         keys, key_stride, count, size, transposed = args
@@ -222,7 +222,7 @@ def dots_transposed(typing, rows, queries, size, transposed, out, out_stride):
 
 
 def _emit_dots_transposed(builder, rows, queries, size, transposed, out, out_stride):
-    """Partial sum l of a query is over its numbers l, l + LANES, …; a tree adds neighbours first, like
+    """Partial sum l of a query is over its elements l, l + LANES, …; a tree adds neighbours first, like
     `_emit_horizontal_sums`."""
     query_indices = [builder.mul(size, INT64(row)) for row in range(rows)]
     sums = [cgutils.alloca_once(builder, VECTOR) for _ in range(rows)]

@@ -41,7 +41,7 @@ CONTRACT = ("contract",)
 
 
 class Float32s(types.Type):
-    """LANES float32 numbers."""
+    """LANES float32 elements."""
 
     def __init__(self) -> None:
         super().__init__(name=f"f32x{LANES}")
@@ -80,12 +80,12 @@ def element_pointer(builder, address, index, element=FLOAT):
 
 
 def emit_load(builder, address, index):
-    """Load LANES numbers from an element on."""
+    """Load LANES elements, from an element on."""
     return builder.load(builder.bitcast(element_pointer(builder, address, index), VECTOR.as_pointer()), align=BYTES)
 
 
 def emit_store(builder, address, index, value):
-    """Store LANES numbers to an element and those after it."""
+    """Store LANES elements to an element and those after it."""
     builder.store(value, builder.bitcast(element_pointer(builder, address, index), VECTOR.as_pointer()), align=BYTES)
 
 
@@ -97,7 +97,7 @@ def emit_masked_store(builder, address, index, end, value):
 
 
 def emit_splat(builder, value):
-    """A number in all lanes."""
+    """A value in all lanes."""
     lane_0 = builder.insert_element(ir.Constant(VECTOR, ir.Undefined), value, INT32(0))
     return builder.shuffle_vector(lane_0, ir.Constant(VECTOR, ir.Undefined), ir.Constant(INTEGERS, [0] * LANES))
 
@@ -122,13 +122,13 @@ def _emit_mask(builder, count):
 
 @intrinsic
 def splat(typing, value):
-    """A number in all lanes."""
+    """A value in all lanes."""
     return f32s(types.float32), lambda context, builder, sig, args: emit_splat(builder, args[0])
 
 
 @intrinsic
 def load(typing, address, index):
-    """LANES numbers from element `index` on."""
+    """LANES elements from element `index` on."""
     return f32s(types.int64, types.int64), lambda context, builder, sig, args: emit_load(builder, *args)
 
 
@@ -147,7 +147,7 @@ def masked_load(typing, address, index, end):
 
 @intrinsic
 def store(typing, address, index, value):
-    """Store LANES numbers to element `index` and those after it."""
+    """Store LANES elements to element `index` and those after it."""
 
     def emit(context, builder, sig, args):
         address, index, value = args
@@ -238,7 +238,7 @@ def reduce_max(typing, value):
 
 @intrinsic
 def load_float32(typing, address, index):
-    """Load one number."""
+    """Load one float32."""
     return (
         types.float32(types.int64, types.int64),
         lambda context, builder, sig, args: builder.load(element_pointer(builder, args[0], args[1]), align=BYTES),
@@ -247,7 +247,7 @@ def load_float32(typing, address, index):
 
 @intrinsic
 def store_float32(typing, address, index, value):
-    """Store one number."""
+    """Store one float32."""
 
     def emit(context, builder, sig, args):
         address, index, value = args
@@ -301,7 +301,7 @@ def store_int64(typing, address, index, value):
 
 
 def stack_buffer(count):
-    """A function without arguments that returns the address of memory for `count` numbers, valid until its caller returns."""
+    """A function without arguments that returns the address of memory for `count` float32, valid until its caller returns."""
 
     @intrinsic
     def buffer(typing):
