@@ -14,7 +14,7 @@ same bits. The functions here are these steps in plain torch, on any device.
     log2   : x = 2^e · (1 + t) with √½ ≤ 1 + t < √2, e + t · P(t)
     weight = ⌊2^30 · Q(f)⌋ / 2^n for a token n + f binary orders below the likeliest one; 0 from 31 on. Integers: their sums
              have no order either.
-centre = (Σ ⌊weight · distance · scale⌋ / Σ weight) / scale, of the tokens that filters have kept: the mean distance. A surprise
+    centre = (Σ ⌊weight · distance · scale⌋ / Σ weight) / scale, of the tokens that are kept: the mean distance. A surprise
              −log2 p is distance · scale and the logarithm of the sum, and the entropy is its mean, so that |surprise − entropy|
              is |distance − centre| · scale: typical sampling weighs tokens in the order of |distance − centre|.
 """

@@ -30,8 +30,8 @@ def rotated_decode(
 ) -> torch.Tensor:
     """`rope_and_cache`, then `paged_decode`: qkv: [B, H+2K, D], not changed → [B, H, D]; keys and values go to the cache.
 
-    A row does not see what other rows write in this call, so rows of one request get other results than
-    from the two operations.
+    A row does not see what other rows write in this call, so the results for rows of one request differ from
+    those of the two operations.
     """
     places = {slot: divmod(slot, shape.block_size) for slot in slot_mapping.tolist() if slot >= 0}
     old_slots, rotated = {slot: kv_cache[place].clone() for slot, place in places.items()}, qkv.clone()

@@ -56,7 +56,7 @@ def _attend_rows(a):
     group = num_heads // num_kv_heads
     heads = min(group, TILE_ROWS)
     queries_per_tile = TILE_ROWS // heads
-    heads_per_tile = queries_per_tile if heads == group and not starts else 1
+    kv_heads_per_tile = queries_per_tile if heads == group and not starts else 1
     total_keys = 0 if starts else _num_keys(lengths, num_rows) * num_kv_heads
     begin_key, end_key = total_keys * index // threads, total_keys * (index + 1) // threads
     keys_before = tile = 0
@@ -74,11 +74,11 @@ def _attend_rows(a):
             keys_before += keys * num_kv_heads
         for query in range(first, end, queries_per_tile):
             count = min(queries_per_tile, end - query)
-            for kv_head in range(kv_first, kv_end, heads_per_tile):
+            for kv_head in range(kv_first, kv_end, kv_heads_per_tile):
                 tile += 1
                 if starts and tile % threads != index:
                     continue
-                kv_heads = min(heads_per_tile, kv_end - kv_head)
+                kv_heads = min(kv_heads_per_tile, kv_end - kv_head)
                 for head in range(kv_head * group, (kv_head + kv_heads) * group, kv_heads * heads):
                     width = min(heads, (kv_head + kv_heads) * group - head)
                     target = out + (query * num_heads + head) * head_dim * BYTES

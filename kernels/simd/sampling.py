@@ -93,7 +93,7 @@ def _argmax(x, size):
 
 @subroutine
 def _store_distances(x, out, token_weights, size, row_max, scale):
-    """out = most - x; and the weight of each into `token_weights`, if that has memory."""
+    """out = row_max - x; and the weight of each token into `token_weights`, unless that is 0."""
     for i in range(0, size, LANES):
         distance = _splat(row_max) - masked_load(x, i, size)
         masked_store(out, i, size, distance)
