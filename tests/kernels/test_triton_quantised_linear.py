@@ -31,9 +31,9 @@ CPU_MODULES = quantised_linear._MODULES["cpu"]
 def on_triton(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Tensors on the CPU go to the Triton kernels, which the interpreter runs."""
     monkeypatch.setitem(quantised_linear._MODULES, "cpu", quantised_linear._MODULES["cuda"])
-    quantised_linear._found.cache_clear()
+    quantised_linear._load_function.cache_clear()
     yield
-    quantised_linear._found.cache_clear()
+    quantised_linear._load_function.cache_clear()
 
 
 @pytest.fixture
@@ -116,6 +116,6 @@ def test_a_model_in_8_bits_says_the_same_with_norms_fused_into_its_products(tmp_
         assert isinstance(engine.runner, ModelRunner)
         assert engine.runner.target._decoder._fused is not None
         found = tokens(run_to_end(engine, [request])["a"])
-    quantised_linear._found.cache_clear()
+    quantised_linear._load_function.cache_clear()
     quantised_linear._MODULES["cpu"] = CPU_MODULES
     assert found == tokens(run_to_end(small_engine(tmp_path, **options), [request])["a"])

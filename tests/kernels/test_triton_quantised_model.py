@@ -39,9 +39,9 @@ def on_triton(monkeypatch: pytest.MonkeyPatch, device: torch.device) -> Iterator
         pytest.skip("on a GPU the kernels serve, and bench/gpu.sh compares what they say")
     correct_bf16(monkeypatch)
     monkeypatch.setitem(quantised_linear._MODULES, "cpu", quantised_linear._MODULES["cuda"])
-    quantised_linear._found.cache_clear()
+    quantised_linear._load_function.cache_clear()
     yield
-    quantised_linear._found.cache_clear()
+    quantised_linear._load_function.cache_clear()
 
 
 def answers(make: Callable[..., Engine], model: Path, **options: Any) -> dict[str, list[int]]:
@@ -182,7 +182,7 @@ def heads(monkeypatch: pytest.MonkeyPatch) -> list[object]:
         return choose
 
     table = replace(ops.operations(torch.device("cuda")), bind_greedy_head=bound)
-    monkeypatch.setattr(ops, "_table", lambda _: table)
+    monkeypatch.setattr(ops, "_load_table", lambda _: table)
     for module in ("linear_int8", "linear_fp8"):
         monkeypatch.setattr(f"kernels.triton.{module}.byte_tiles", lambda *_, **__: FLOAT32_FEW)
     return found

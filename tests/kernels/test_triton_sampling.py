@@ -249,7 +249,7 @@ def test_draws_over_seeds_and_positions_follow_the_softmax(settings: dict[str, A
     columns = columns_of([settings], 40, device)
     scale = columns.scale[0]
     filters = int(columns.top_k[0]), columns.top_p[0], columns.neg_log2_min_p[0], columns.typical_p[0]
-    kept = reference.keep(logits.max() - logits, scale, *filters)
+    kept = reference.filter_mask(logits.max() - logits, scale, *filters)
     streams = torch.tensor([random.Random(i).getrandbits(63) for i in range(400)], device=device)
     keys = gumbel.keys(streams.repeat_interleave(100), torch.arange(100, device=device).repeat(400))
     score = logits * scale + gumbel.noise(keys, torch.arange(40, device=device)[None])
