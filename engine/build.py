@@ -52,7 +52,7 @@ from engine.scheduling.prefix_cache import PrefixCache
 from engine.scheduling.scheduler import Scheduler
 from engine.scheduling.step_budget import BudgetTargets, StepBudget
 from engine.scheduling.step_time import StepTimeModel
-from engine.speculation.prompt_lookup import AdaptiveDrafter
+from engine.speculation.adaptive_drafter import AdaptiveDrafter
 from engine.start_times import StartTimes
 from engine.step_mode import StepMode
 from engine.switches import switched_off

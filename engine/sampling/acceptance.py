@@ -31,21 +31,21 @@ def accept_equal(drawn: Sequence[SampledToken], guesses: Sequence[int]) -> StepO
     drawn: one per guess and one more. If a row fails after good ones, it is dropped and the next step computes it again.
     """
     if not guesses:
-        return _alone(drawn[0])
-    taken: list[SampledToken] = []
+        return _single_output(drawn[0])
+    accepted: list[SampledToken] = []
     for index, token in enumerate(drawn):
         if token.token_id is None:
-            if not taken:
+            if not accepted:
                 return StepOutput(error=token.error, error_param=token.error_param)
             break
-        taken.append(token)
+        accepted.append(token)
         if index < len(guesses) and token.token_id != guesses[index]:
             break
-    logprobs = [token.logprob for token in taken if token.logprob is not None]
-    return StepOutput(token_ids=[token.token_id for token in taken if token.token_id is not None], logprobs=logprobs or None)
+    logprobs = [token.logprob for token in accepted if token.logprob is not None]
+    return StepOutput(token_ids=[token.token_id for token in accepted if token.token_id is not None], logprobs=logprobs or None)
 
 
-def _alone(token: SampledToken) -> StepOutput:
+def _single_output(token: SampledToken) -> StepOutput:
     if token.token_id is None:
         return StepOutput(error=token.error, error_param=token.error_param)
     return StepOutput([token.token_id], None if token.logprob is None else [token.logprob])

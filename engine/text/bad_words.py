@@ -12,12 +12,12 @@ from collections.abc import Callable, Sequence
 
 def bad_words_token_ids(words: Sequence[str], encode: Callable[[str], list[int]]) -> list[list[int]]:
     """Token ids of `words`, one or two lists for each. `encode` adds no special tokens."""
-    found: list[list[int]] = []
+    variants: list[list[int]] = []
     for word in words:
         bare = encode(word.lstrip())
         spaced = encode(" " + word.lstrip())
         if bare:
-            found.append(bare)
+            variants.append(bare)
         if spaced and (not bare or spaced[-len(bare) :] != bare):
-            found.append(spaced)
-    return found
+            variants.append(spaced)
+    return variants

@@ -21,7 +21,7 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from engine.config.model import read_json
 from engine.errors import EngineError, NotAModelDirectory
-from engine.text.loop_turns import compiled, turns_left
+from engine.text.loop_limit import compile_counted, iteration_budget
 
 TEMPLATE_CHARS_MAX = 256 * 1024
 SPECIAL_TOKEN_NAMES = ("bos_token", "eos_token", "unk_token", "pad_token", "sep_token", "cls_token", "mask_token")
@@ -72,7 +72,7 @@ class ChatTemplate:
 
     def render(self, messages: Sequence[Mapping[str, Any]], *, add_generation_prompt: bool = True) -> str:
         """Prompt text, special tokens included: encode it without adding them again. Raises `ChatTemplateError`."""
-        values = {"tools": None, "documents": None, **self._special_tokens, **turns_left()}
+        values = {"tools": None, "documents": None, **self._special_tokens, **iteration_budget()}
         try:
             return self._template.render(messages=messages, add_generation_prompt=add_generation_prompt, **values)
         except (jinja2.TemplateError, *TEMPLATE_FAULTS) as error:
@@ -90,7 +90,7 @@ def _compile(source: str, origin: str) -> jinja2.Template:
     environment.globals["raise_exception"] = _raise_exception
     environment.globals["strftime_now"] = _strftime_now
     try:
-        return compiled(environment, source)
+        return compile_counted(environment, source)
     except jinja2.TemplateSyntaxError as error:
         raise ChatTemplateError(f"{origin} cannot be compiled: line {error.lineno}: {error.message}") from error
     except (SyntaxError, *TEMPLATE_FAULTS) as error:  # raised by Python's compiler for the code that Jinja generated

@@ -44,8 +44,8 @@ from engine.runner.cuda_graphs import DirectCalls
 from engine.runner.embedder import Embedder
 from engine.runner.token_return import Fetch, FetchedAtOnce, TokenReturn
 from engine.scheduling.scheduled_batch import BlockMoves
+from engine.speculation.adaptive_drafter import AdaptiveDrafter
 from engine.speculation.options import SpeculativeOptions
-from engine.speculation.prompt_lookup import AdaptiveDrafter
 from engine.step_mode import StepMode
 from engine.weights import WeightPlan
 from kernels import quantised_linear
