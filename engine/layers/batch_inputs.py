@@ -12,11 +12,11 @@ from kernels.ops import AnyPlan
 
 @dataclass(frozen=True, slots=True)
 class BatchInputs:
-    """Everything a decoder needs to know about one step."""
+    """The inputs of a decoder for one step, apart from its caches."""
 
     token_ids: torch.Tensor  # [T] int64
     positions: torch.Tensor  # [T] int64
     rotations: tuple[Rotation, ...]  # one for each of the model's `ropes`
     slot_mapping: torch.Tensor  # [T] int64: block · P + offset, below 0 for padding; [0] without a cache
-    sampled_rows: torch.Tensor | None  # [R] int64: indices of the hidden states that are wanted; None is all, in order
+    sampled_rows: torch.Tensor | None  # [R] int64: indices of the hidden states to return; None is all, in order
     attention: tuple[AnyPlan, ...]  # one for each of the model's `windows`

@@ -19,7 +19,7 @@ import pytest
 from engine import LLM, SamplingParams
 from engine.errors import EngineBroken, EngineConfigError, EngineError, PromptError
 from engine.grammar.compile_lines import CompileLines
-from engine.offline.collector import OLDER_PER_FULL
+from engine.offline.gc_thresholds import OLDER_PER_FULL
 from engine.options import LIMITS, EngineOptions
 from engine.scheduling.token_events import StepEvents
 from tests.support.tiny_models import greedy, make_model
@@ -266,7 +266,7 @@ def test_several_answers_have_texts_stops_and_ends_of_their_own(llm: LLM) -> Non
 def test_full_collections_are_rare_while_a_call_runs_and_as_the_script_wants_them_behind_it(
     full: int, inside: int, llm: LLM, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    engine, seen = llm._generator(), set[int]()
+    engine, seen = llm._generating_engine(), set[int]()
     step, (young, older, before) = engine.step_in_columns, gc.get_threshold()
 
     def noted_step() -> StepEvents:
