@@ -31,7 +31,7 @@ import torch
 from bench.rows import heading, keep
 from engine.grammar.compiler import GrammarCompiler
 from engine.grammar.masks import GrammarMasks
-from engine.grammar.queue import GrammarQueue, LateCompiler
+from engine.grammar.queue import GrammarQueue, LazyCompiler
 from engine.loop import Engine
 from engine.main import serve
 from engine.memory.device import GraphsTaken
@@ -139,7 +139,7 @@ def no_grammars() -> GrammarQueue:
     def compiler() -> GrammarCompiler:
         raise AssertionError("nothing is compiled here")
 
-    return GrammarQueue(LateCompiler(compiler), GrammarMasks(2))
+    return GrammarQueue(LazyCompiler(compiler), GrammarMasks(2))
 
 
 def make_engine(

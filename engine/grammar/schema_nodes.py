@@ -42,12 +42,12 @@ class Constraint:
 class Members:
     """`properties`, `patternProperties` and `additionalProperties` of one schema; None constrains nothing.
 
-    `is_list` is False when the order of `named` has no meaning."""
+    `is_ordered` is False when the order of `named` has no meaning."""
 
     named: dict[str, Node]
     patterned: tuple[tuple[str, Node], ...]
     others: Node | None
-    is_list: bool = True
+    is_ordered: bool = True
 
 
 @dataclass(frozen=True, slots=True)

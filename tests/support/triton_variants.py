@@ -34,9 +34,9 @@ from engine.build import build_engine
 from engine.config.model import ModelConfig
 from engine.config.pooling import MODES, PoolingConfig
 from engine.grammar.lark import to_lark
-from engine.grammar.matcher import CompiledGrammar, of_text, token_trie
+from engine.grammar.matcher import CompiledGrammar, answer_grammar, token_trie
 from engine.grammar.spec import GrammarSpec
-from engine.grammar.vocabulary import NEVER
+from engine.grammar.vocabulary import NO_BYTES
 from engine.loop import Engine
 from engine.options import EngineOptions
 from engine.quantization.places import Fp8CodesPlace
@@ -171,7 +171,7 @@ class LeftOnCard(TokenReturn):
 
 @cache
 def bytes_and_padding(vocab_size: int) -> Any:
-    return token_trie(replace(BYTES, tokens=(*BYTES.tokens, *[NEVER] * (vocab_size - BYTES.size))))
+    return token_trie(replace(BYTES, tokens=(*BYTES.tokens, *[NO_BYTES] * (vocab_size - BYTES.size))))
 
 
 class GrammarCompiler:
@@ -182,7 +182,7 @@ class GrammarCompiler:
 
     def submit(self, spec: GrammarSpec, tenant_id: str) -> Future[CompiledGrammar]:
         compiled: Future[CompiledGrammar] = Future()
-        compiled.set_result(CompiledGrammar(self._trie, of_text(to_lark(spec), first_space=False), spec))
+        compiled.set_result(CompiledGrammar(self._trie, answer_grammar(to_lark(spec), first_space=False), spec))
         return compiled
 
     def close(self) -> None:

@@ -18,7 +18,7 @@ import pytest
 
 from engine import LLM, SamplingParams
 from engine.errors import EngineBroken, EngineConfigError, EngineError, PromptError
-from engine.grammar.compile_lines import CompileLines
+from engine.grammar.compile_queue import CompileQueue
 from engine.offline.gc_thresholds import OLDER_PER_FULL
 from engine.options import LIMITS, EngineOptions
 from engine.scheduling.token_events import StepEvents
@@ -241,7 +241,7 @@ def test_guided_answers_have_the_form_that_was_asked_for(llm: LLM, temperature: 
 
 
 def test_any_number_of_grammars_may_wait_in_one_call(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    defaults = CompileLines.__init__.__kwdefaults__
+    defaults = CompileQueue.__init__.__kwdefaults__
     assert defaults is not None
     monkeypatch.setitem(defaults, "waiting_max", 1)
     choices = [f"choice {index}" for index in range(8)]
