@@ -324,7 +324,7 @@ def engine_of(folder: Path, case: Case) -> Iterator[Engine]:
         stack.enter_context(mock.patch("engine.quantization.scheme.stored_names", return_value=stored_names(case)))
         stack.enter_context(mock.patch("engine.resolved_options.step_mode", mode_without_graphs))
         grammars = GrammarCompiler((MODEL | case.model)["vocab_size"])
-        stack.enter_context(mock.patch("engine.build.LateCompiler", return_value=grammars))
+        stack.enter_context(mock.patch("engine.build.LazyCompiler", return_value=grammars))
         stack.enter_context(mock.patch("engine.runner.runner_choice.DirectCalls", Captured))
         stack.enter_context(mock.patch("engine.runner.slot_steps.TokenReturn", LeftOnCard))
         for module in ("build", "runner.slot_warm_up"):
