@@ -1,7 +1,7 @@
-"""How the hidden states of a text become one vector: what sentence-transformers wrote beside the model, or a default.
+"""How the hidden states of a text become one vector: as the files of sentence-transformers say, or by a default.
 
 `modules.json` lists the steps, `1_Pooling/config.json` the way of pooling, `sentence_bert_config.json` the longest text, and
-`config_sentence_transformers.json` a text that goes before each input. A step that is not computed here is refused by name.
+`config_sentence_transformers.json` a prefix for each input. A step that is not supported is refused by name.
 Knows no torch.
 """
 
@@ -29,7 +29,7 @@ LIMITS_FILES = tuple(
 class PoolingConfig:
     """`mode`: mean of all tokens, the first (cls) or the last one. `normalised`: vectors of length one.
 
-    `max_len` is the longest text in tokens where the files name one; `prompt` goes before each text.
+    `max_len` is the longest text in tokens if the files name one; `prompt` is prepended to each text.
     """
 
     mode: str

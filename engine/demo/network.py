@@ -48,7 +48,7 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 class Norm(nn.Module):
-    """RMSNorm, computed in fp32 whatever the input's format."""
+    """RMSNorm, computed in fp32 for inputs of any format."""
 
     def __init__(self, size: int, eps: float) -> None:
         super().__init__()

@@ -51,9 +51,9 @@ class _Reader:
         lines = [f"{self._names[name]}: {body}" for name, body in self._rules.items()]
         return "\n".join([f"start: {self._names['root']}", *lines, *self._terminals.lines()]) + "\n"
 
-    def _error(self, what: str) -> GbnfError:
+    def _error(self, problem: str) -> GbnfError:
         line = self._text.count("\n", 0, self._pos) + 1
-        return GbnfError(f"{what} (line {line})")
+        return GbnfError(f"{problem} (line {line})")
 
     def _accept(self, token: str) -> bool:
         if self._text.startswith(token, self._pos):

@@ -64,7 +64,7 @@ class ObjectWriter:
 
     def _state(self, kind: str, state: _State) -> str:
         index, count, satisfied = state
-        # What can follow depends only on what is still to come, so objects that end the same way share their rules.
+        # What can follow depends only on the remaining properties, so objects that end the same way share their rules.
         key = (
             kind,
             self._named if kind == "free" else self._named[index:],

@@ -104,20 +104,20 @@ class JsonGrammar:
         if numbers == Numbers(multiples=(Fraction(1),), is_whole=True):
             return "INTEGER"
         try:
-            found = build_automaton(numbers)
+            automaton = build_automaton(numbers)
         except NumberError as error:
             raise GrammarError(PARAM, f"the schema cannot be enforced: {error}") from error
-        return self._automaton(found)
+        return self._automaton(automaton)
 
-    def _automaton(self, found: Automaton) -> str:
+    def _automaton(self, automaton: Automaton) -> str:
         """A rule for each state: a digit, then the rule of the next state."""
-        names = [self._rules.rule([]) for _ in found.edges]
-        for state, edges in enumerate(found.edges):
+        names = [self._rules.rule([]) for _ in automaton.edges]
+        for state, edges in enumerate(automaton.edges):
             by_next: dict[int, str] = {}
             for character, following in edges.items():
                 by_next[following] = by_next.get(following, "") + character
             bodies: list[Body] = [(self._rules.terminals.name(f"/[{_escaped(c)}]/", "D"), names[n]) for n, c in by_next.items()]
-            self._rules.rules[names[state]] = [*bodies, *([()] if state in found.accepting else [])]
+            self._rules.rules[names[state]] = [*bodies, *([()] if state in automaton.accepting else [])]
         return names[0] if names else self._rules.rule([])
 
     def _array(self, shape: Array) -> str:
@@ -166,10 +166,10 @@ def _number_pattern(value: int | Fraction) -> str:
     sign = "-" if value < 0 else "-?" if value == 0 else ""
     if isinstance(value, int):
         return f"{sign}{abs(value)}"
-    whole, rest = divmod(abs(value), 1)
+    whole, fraction = divmod(abs(value), 1)
     digits = ""
-    while rest:
-        rest *= 10
-        digits += str(int(rest))
-        rest -= int(rest)
+    while fraction:
+        fraction *= 10
+        digits += str(int(fraction))
+        fraction -= int(fraction)
     return rf"{sign}{whole}\.{digits}0*" if digits else rf"{sign}{whole}(\.0+)?"

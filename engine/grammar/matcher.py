@@ -73,12 +73,12 @@ def build_matcher(trie: llguidance.LLTokenizer, lark: str, spec: GrammarSpec) ->
     """Compile a grammar and compute its first mask. Raises `GrammarError` naming the field of `spec`."""
     matcher = llguidance.LLMatcher(trie, lark, log_level=0, limits=limits())
     if matcher.is_error():
-        why = _first_line(matcher.get_error())
-        if why.startswith("panic"):
-            why = "it is too large"  # the library counts symbols in 16 bits
-        elif "fuel" in why:
-            why = "its patterns together are too complex"
-        raise GrammarError(spec.param, f"{spec.param} cannot be compiled: {why}")
+        reason = _first_line(matcher.get_error())
+        if reason.startswith("panic"):
+            reason = "it is too large"  # the library counts symbols in 16 bits
+        elif "fuel" in reason:
+            reason = "its patterns together are too complex"
+        raise GrammarError(spec.param, f"{spec.param} cannot be compiled: {reason}")
     rng = random.Random(0)  # noqa: S311 - the same walks in the process that checks a grammar and in the one that uses it
     for _ in range(WARM_UP_RUNS):
         _warm_up(matcher.deep_copy(), rng, spec)
@@ -90,10 +90,10 @@ def _warm_up(matcher: Any, rng: random.Random, spec: GrammarSpec) -> None:
     for _ in range(WARM_UP_TOKENS):
         mask = matcher.compute_bitmask()
         if matcher.is_error():
-            why = _first_line(matcher.get_error())
-            if why == "NoExtensionBias":  # the library's word for a state without a next byte
+            reason = _first_line(matcher.get_error())
+            if reason == "NoExtensionBias":  # the library's word for a state without a next byte
                 raise GrammarError(spec.param, f"{spec.param} cannot be satisfied by any text")
-            raise GrammarError(spec.param, f"{spec.param} cannot be enforced: a step would cost too much ({why})")
+            raise GrammarError(spec.param, f"{spec.param} cannot be enforced: a step would cost too much ({reason})")
         if matcher.is_stopped():
             return
         start = rng.randrange(len(mask))
@@ -204,12 +204,12 @@ class GrammarState:
         if not all(self._matcher.consume_token(token_id) for token_id in self._tokens):  # each with the fuel of a step
             raise self._failure("cannot be followed further")
 
-    def _failure(self, what: str) -> GrammarError:
+    def _failure(self, problem: str) -> GrammarError:
         """The error of a request that failed with its own table. Replaces the table for the other requests."""
-        error = self._error(what)
+        error = self._error(problem)
         self._grammar.replace_table(self._table_number)
         return error
 
-    def _error(self, what: str) -> GrammarError:
+    def _error(self, problem: str) -> GrammarError:
         param = self._grammar.spec.param
-        return GrammarError(param, f"the grammar of {param} {what}: {_first_line(self._matcher.get_error())}")
+        return GrammarError(param, f"the grammar of {param} {problem}: {_first_line(self._matcher.get_error())}")

@@ -327,11 +327,11 @@ class _Parser:
     def _category(self, negated: bool) -> CharSet:
         end = self._text.find("}", self._pos)
         name = self._text[self._pos + 1 : end] if self._peek("{") and end > 0 else ""
-        found = char_sets.category(name)
-        if found is None:
+        members = char_sets.category(name)
+        if members is None:
             raise PatternError(f"the character property \\p{{{name}}}")
         self._pos = end + 1
-        return char_sets.complement(found) if negated else found
+        return char_sets.complement(members) if negated else members
 
     def _code_point(self, letter: str) -> CharSet:
         if letter == "u" and self._accept("{"):

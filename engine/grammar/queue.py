@@ -153,8 +153,8 @@ class GrammarQueue:
     def pop_expired(self, now_s: float) -> list[Request]:
         """Remove and return the answers of requests that have waited too long."""
         parked = self._parked.items()
-        late = [request_id for request_id, each in parked if each.deadline_s is not None and each.deadline_s <= now_s]
-        expired = [request for request_id in late for request in self._parked.pop(request_id).answers]
+        expired_ids = [request_id for request_id, entry in parked if entry.deadline_s is not None and entry.deadline_s <= now_s]
+        expired = [request for request_id in expired_ids for request in self._parked.pop(request_id).answers]
         self._num_answers -= len(expired)
         return expired
 

@@ -166,15 +166,15 @@ class _Matcher:
         return frozenset().union(*(self.ends(node, start) for start in starts))
 
     def _repeated(self, node: Repeat, start: int) -> frozenset[int]:
-        reached, found, rounds = frozenset({start}), frozenset[int](), 0
+        reached, ends, repetitions = frozenset({start}), frozenset[int](), 0
         high = node.low + len(self._text) + 1 if node.high is None else node.high
-        while reached and rounds <= high:
-            if rounds >= node.low:
-                if reached <= found:
+        while reached and repetitions <= high:
+            if repetitions >= node.low:
+                if reached <= ends:
                     break
-                found |= reached
+                ends |= reached
             following = self._step(node.inner, reached)
-            if rounds < node.low and following == reached:
-                return found | following  # the inner node matches the empty string: more rounds reach nothing new
-            reached, rounds = following, rounds + 1
-        return found
+            if repetitions < node.low and following == reached:
+                return ends | following  # the inner node matches the empty string: more rounds reach nothing new
+            reached, repetitions = following, repetitions + 1
+        return ends

@@ -59,12 +59,12 @@ class OneOf:
 class _Branch:
     """One branch of the tableau while it grows."""
 
-    __slots__ = ("choices", "facts", "literals", "pending", "seen", "types")
+    __slots__ = ("choices", "expanded", "facts", "literals", "pending", "types")
 
     def __init__(self, literals: Iterable[Literal]) -> None:
         self.literals: list[Literal] = list(literals)
         self.pending: list[Literal] = self.literals[::-1]
-        self.seen: set[Literal] = set()
+        self.expanded: set[Literal] = set()
         self.facts: dict[tuple[Constraint, bool], None] = {}
         self.types: frozenset[str] = TYPES
         self.choices: list[list[list[Literal]] | OneOf] = []
@@ -74,7 +74,7 @@ class _Branch:
         branch = _Branch(())
         branch.literals = [*self.literals, *literals]
         branch.pending = list(reversed(literals))
-        branch.seen, branch.facts, branch.types = set(self.seen), dict(self.facts), self.types
+        branch.expanded, branch.facts, branch.types = set(self.expanded), dict(self.facts), self.types
         branch.choices = self.choices[:index] + self.choices[index + 1 :]
         return branch
 
@@ -96,14 +96,14 @@ class Cases:
     def of(self, term: Term) -> tuple[Case, ...]:
         """Raises `GrammarError` for what cannot be enforced, and when the cases multiply beyond `CASES_MAX`."""
         if term not in self._cache:
-            found: dict[tuple[object, ...], Case] = {}
+            cases: dict[tuple[object, ...], Case] = {}
             for case in self._expand_branch(_Branch(term)):
                 key = (case.types, frozenset(case.facts), None if case.values is None else id(case))
-                found.setdefault(key, case)
-                if len(found) > CASES_MAX:
+                cases.setdefault(key, case)
+                if len(cases) > CASES_MAX:
                     path = term[0][0].path if term else "#"
                     raise refusal(path, f"alternatives that combine into more than {CASES_MAX} cases")
-            self._cache[term] = tuple(found.values())
+            self._cache[term] = tuple(cases.values())
         return self._cache[term]
 
     def holds(self, term: Term, value: Any) -> bool:
@@ -112,9 +112,9 @@ class Cases:
     def _expand_branch(self, branch: _Branch) -> Iterator[Case]:
         while branch.pending:
             literal_ = branch.pending.pop()
-            if literal_ in branch.seen:
+            if literal_ in branch.expanded:
                 continue
-            branch.seen.add(literal_)
+            branch.expanded.add(literal_)
             if not self._expand_literal(branch, *literal_) or not branch.types:
                 return
         listed = next((c.value for c, holds in branch.facts if c.kind == "enum" and holds), None)

@@ -148,7 +148,7 @@ def _draft(root: Any) -> int:
     uri = root.get("$schema") if isinstance(root, dict) else None
     if uri is None:
         return 2020
-    found = _SCHEMA_URI.fullmatch(uri) if isinstance(uri, str) else None
-    if found is None:
+    match = _SCHEMA_URI.fullmatch(uri) if isinstance(uri, str) else None
+    if match is None:
         raise refusal("#/$schema", f"the dialect {str(uri)[:80]!r}; drafts 4, 6, 7, 2019-09 and 2020-12 are known")
-    return _DRAFTS[found.group(1)]
+    return _DRAFTS[match.group(1)]

@@ -50,8 +50,8 @@ class KeywordReader:
     def constraint(self, keyword: str, kind: str, value: Any) -> Constraint:
         return Constraint(kind, value, f"{self.node.path}/{keyword}")
 
-    def refusal(self, keyword: str, what: str) -> GrammarError:
-        return refusal(f"{self.node.path}/{keyword}", what)
+    def refusal(self, keyword: str, reason: str) -> GrammarError:
+        return refusal(f"{self.node.path}/{keyword}", reason)
 
     def subschema(self, keyword: str, value: Any) -> Node:
         return self.document.node(value, self.node.base, f"{self.node.path}/{keyword}")
@@ -131,10 +131,10 @@ class KeywordReader:
         included = [self.document.resolve(schema["$ref"], node)] if "$ref" in schema else []
         included += inner_reader.subschemas("allOf", schema["allOf"]) if "allOf" in schema else []
         for inner in included:
-            found = self._evaluated(keyword, inner, visited)
-            if found is None:
+            inner_evaluated = self._evaluated(keyword, inner, visited)
+            if inner_evaluated is None:
                 return None
-            names, patterns, count = names | found[0], patterns | found[1], max(count, found[2])
+            names, patterns, count = names | inner_evaluated[0], patterns | inner_evaluated[1], max(count, inner_evaluated[2])
         return names, patterns, count
 
 

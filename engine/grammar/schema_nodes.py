@@ -15,8 +15,8 @@ TYPES = frozenset({"null", "boolean", "number", "string", "array", "object"})
 NUMBER_EXPONENT_MAX = 400
 
 
-def refusal(path: str, what: str) -> GrammarError:
-    return GrammarError(PARAM, f"the schema cannot be enforced at {path or '#'}: {what}")
+def refusal(path: str, reason: str) -> GrammarError:
+    return GrammarError(PARAM, f"the schema cannot be enforced at {path or '#'}: {reason}")
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -118,8 +118,8 @@ class Values:
             return len({equality_key(item) for item in value}) == len(value)
         if kind == "contains":
             assert isinstance(expected, Contains)
-            found = sum(self._node(expected.node, item) is expected.holds for item in value)
-            return expected.low <= found and (expected.high is None or found <= expected.high)
+            num_matching = sum(self._node(expected.node, item) is expected.holds for item in value)
+            return expected.low <= num_matching and (expected.high is None or num_matching <= expected.high)
         if kind == "at":
             index, node = expected
             return index < len(value) and not self._node(node, value[index])
@@ -148,11 +148,11 @@ class Values:
 
 def nodes_of(members: Members, name: str) -> list[Node]:
     """The schemas that the value of a property must satisfy. Raises `PatternError`."""
-    found = [members.named[name]] if name in members.named else []
-    found += [node for pattern, node in members.patterned if matches(search_language(pattern), name)]
-    if not found and members.others is not None:
-        found = [members.others]
-    return found
+    nodes = [members.named[name]] if name in members.named else []
+    nodes += [node for pattern, node in members.patterned if matches(search_language(pattern), name)]
+    if not nodes and members.others is not None:
+        nodes = [members.others]
+    return nodes
 
 
 _GENERAL = frozenset({"never", "type", "enum", "not", "if", "all", "any", "one"})

@@ -118,11 +118,11 @@ class Shapes:
     def of(self, term: Term) -> tuple[Shape, ...]:
         """Shapes that together are exactly the values of the term. Raises `GrammarError`."""
         if term not in self._cache:
-            found: dict[Any, Shape] = {}
+            shapes: dict[Any, Shape] = {}
             for case in self._cases.of(term):
                 for shape in self._of_case(case):
-                    found.setdefault(equality_key(list(shape.values)) if isinstance(shape, Constants) else shape, shape)
-            self._cache[term] = tuple(found.values())
+                    shapes.setdefault(equality_key(list(shape.values)) if isinstance(shape, Constants) else shape, shape)
+            self._cache[term] = tuple(shapes.values())
         return self._cache[term]
 
     def is_empty(self, term: Term) -> bool:
@@ -134,38 +134,38 @@ class Shapes:
 
     def strings(self, term: Term) -> Regex:
         """The strings that satisfy a term."""
-        found: list[Regex] = []
+        languages: list[Regex] = []
         for shape in self.of(term):
             if isinstance(shape, Strings):
-                found.append(shape.language)
+                languages.append(shape.language)
             elif isinstance(shape, Constants):
-                found.extend(literal(value) for value in shape.values if isinstance(value, str))
-        return alt(*found)
+                languages.extend(literal(value) for value in shape.values if isinstance(value, str))
+        return alt(*languages)
 
     def enumerated(self, term: Term) -> list[Any] | None:
         """Every value of a term; None when they cannot be listed."""
-        found: dict[Any, Any] = {}
+        value_by_key: dict[Any, Any] = {}
         for shape in self.of(term):
             values = (
                 shape.values if isinstance(shape, Constants) else shape.enumerated() if isinstance(shape, Numbers) else None
             )
             if values is None:
                 return None
-            found.update((equality_key(value), value) for value in values)
-        return list(found.values())
+            value_by_key.update((equality_key(value), value) for value in values)
+        return list(value_by_key.values())
 
     def _of_case(self, case: Case) -> list[Shape]:
         if case.values is not None:
             return [Constants(case.values)]
         excluded = [v for c, holds in case.facts if c.kind == "enum" and not holds for v in c.value]
-        found: list[Shape | None] = []
+        shapes: list[Shape | None] = []
         plain = [
             v
             for v in (None, False, True)
             if type_of(v) in case.types and equality_key(v) not in {equality_key(x) for x in excluded}
         ]
         if plain:
-            found.append(Constants(tuple(plain)))
+            shapes.append(Constants(tuple(plain)))
         makers: dict[str, Callable[[Facts, list[Any]], Shape | None]] = {
             "number": self._numbers,
             "string": self._strings,
@@ -174,8 +174,8 @@ class Shapes:
         }
         for name, make in makers.items():
             if name in case.types:
-                found.append(make(case.of_type(name), [v for v in excluded if type_of(v) == name]))
-        return [shape for shape in found if shape is not None]
+                shapes.append(make(case.of_type(name), [v for v in excluded if type_of(v) == name]))
+        return [shape for shape in shapes if shape is not None]
 
     def _numbers(self, facts: Facts, excluded: list[Any]) -> Shape | None:
         lows, highs, multiples, others = set[Bound](), set[Bound](), set[Fraction](), set[Fraction]()
@@ -193,10 +193,10 @@ class Shapes:
                 side.add(Bound(limit, is_exclusive if holds else not is_exclusive))
         points = tuple(sorted({Fraction(value) for value in excluded}))
         limits = (_tightest(lows, 1), _tightest(highs, -1))
-        found = Numbers(*limits, tuple(sorted(multiples)), tuple(sorted(others)), points, is_whole)
-        values = found.enumerated()
+        numbers = Numbers(*limits, tuple(sorted(multiples)), tuple(sorted(others)), points, is_whole)
+        values = numbers.enumerated()
         if values is None:
-            return found
+            return numbers
         return Constants(tuple(int(value) if is_whole else value for value in values)) if values else None
 
     def _strings(self, facts: Facts, excluded: list[Any]) -> Shape | None:
@@ -255,8 +255,8 @@ class Shapes:
         constraint, holds = min(((c, holds) for c, holds in facts if c.kind == "unique"), key=lambda fact: fact[1])
         values = None if others is None or not holds else self.enumerated(others)
         if values is None or len(values) > UNIQUE_VALUES_MAX:
-            what = "uniqueItems" if holds else "the negation of uniqueItems"
-            raise refusal(constraint.path, f"{what} over items that are not a list of at most {UNIQUE_VALUES_MAX} values")
+            keyword = "uniqueItems" if holds else "the negation of uniqueItems"
+            raise refusal(constraint.path, f"{keyword} over items that are not a list of at most {UNIQUE_VALUES_MAX} values")
         return tuple(values)
 
     def _object(self, facts: Facts, excluded: list[Any]) -> Shape | None:
@@ -286,22 +286,22 @@ class Shapes:
             others = () if allowed is not None or high == len(required) else self._others(groups, facts, rules, names, pairs)
         except PatternError as error:
             raise refusal(_path_of(facts), f"a pattern with {error}") from error
-        found = Object(tuple(named), others, low, high, pairs, any_order=_has_no_common_order(named, groups))
-        return self._checked_object(found, len(required), facts)
+        shape = Object(tuple(named), others, low, high, pairs, any_order=_has_no_common_order(named, groups))
+        return self._checked_object(shape, len(required), facts)
 
-    def _checked_object(self, found: Object, num_required: int, facts: Facts) -> Object | None:
-        if found.high is not None and found.high < max(found.low, num_required):
+    def _checked_object(self, shape: Object, num_required: int, facts: Facts) -> Object | None:
+        if shape.high is not None and shape.high < max(shape.low, num_required):
             return None
-        if not found.others and len(found.named) < found.low:
+        if not shape.others and len(shape.named) < shape.low:
             return None
-        for index, pair in enumerate(found.pairs):
-            members: tuple[Member | OtherMembers, ...] = (*found.named, *found.others)
+        for index, pair in enumerate(shape.pairs):
+            members: tuple[Member | OtherMembers, ...] = (*shape.named, *shape.others)
             serving = [m.value for m in members if index in m.pairs]
             if all(self.is_empty(make_term((*value, *pair.value))) for value in serving):
                 return None
-        if found.others and found.low > max(1, num_required):
+        if shape.others and shape.low > max(1, num_required):
             raise refusal(_path_of(facts, "min_members"), "minProperties above 1 where names are open: a name may repeat")
-        return found
+        return shape
 
     def _enumerated_names(self, rules: Term) -> list[str] | None:
         """All names there can be, when `propertyNames` lists them."""
@@ -328,14 +328,14 @@ class Shapes:
             classes = [(language, matched) for language, matched in split if not self.matches_nothing(language)]
             if len(classes) > NAME_CLASSES_MAX:
                 raise refusal(_path_of(facts, "members"), f"patterns that overlap in more than {NAME_CLASSES_MAX} ways")
-        found = []
+        other_members = []
         for language, matched in classes:
             value = conjunction(node for group in groups for node in _nodes_matched(group, matched))
             named_languages = [literal(name) for name in names if matches(language, name)]
             remaining = intersection(language, complement(alt(*named_languages))) if named_languages else language
             if not self.is_empty(value) and not (named_languages and language != ANYTHING and self.matches_nothing(remaining)):
-                found.append(OtherMembers(remaining, value, tuple(sorted(i for i in matched if isinstance(i, int)))))
-        return tuple(found)
+                other_members.append(OtherMembers(remaining, value, tuple(sorted(i for i in matched if isinstance(i, int)))))
+        return tuple(other_members)
 
 
 def _values_of(facts: Facts, kind: str, *, holds: bool | None = None) -> list[Any]:
@@ -354,10 +354,10 @@ def _schemas_of_member(groups: list[Members], name: str) -> list[Literal]:
 
 
 def _nodes_matched(group: Members, matched: frozenset[str | int]) -> list[Node]:
-    found = [node for pattern, node in group.patterned if pattern in matched]
-    if not found and group.others is not None:
+    nodes = [node for pattern, node in group.patterned if pattern in matched]
+    if not nodes and group.others is not None:
         return [group.others]
-    return found
+    return nodes
 
 
 def _tightest(bounds: set[Bound], side: int) -> tuple[Bound, ...]:

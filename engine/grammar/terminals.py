@@ -148,17 +148,17 @@ def _hex_range(low: int, high: int, width: int) -> list[str]:
     first, last = low // unit, high // unit
     if first == last:
         return [_hex_digits(first, first) + rest for rest in _hex_range(low % unit, high % unit, width - 1)]
-    found: list[str] = []
+    patterns: list[str] = []
     if low % unit:
-        found += [_hex_digits(first, first) + rest for rest in _hex_range(low % unit, unit - 1, width - 1)]
+        patterns += [_hex_digits(first, first) + rest for rest in _hex_range(low % unit, unit - 1, width - 1)]
         first += 1
     tail: list[str] = []
     if high % unit != unit - 1:
         tail = [_hex_digits(last, last) + rest for rest in _hex_range(0, high % unit, width - 1)]
         last -= 1
     if first <= last:
-        found.append(_hex_digits(first, last) + "[0-9A-Fa-f]" * (width - 1))
-    return found + tail
+        patterns.append(_hex_digits(first, last) + "[0-9A-Fa-f]" * (width - 1))
+    return patterns + tail
 
 
 def _hex_digits(low: int, high: int) -> str:

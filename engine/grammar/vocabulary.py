@@ -63,8 +63,8 @@ def vocabulary_of(tokenizer: Mapping[str, Any], vocab_size: int, eos_token_ids: 
     elif kinds & {"ByteFallback", "Metaspace"} or any(_replaces_metaspace(step) for step in decoders):
         to_bytes = _sentencepiece
     else:
-        known = "ByteLevel, or Metaspace / ByteFallback"
-        raise UnsupportedModel(f"tokenizer.json has the decoder {sorted(kinds) or 'none'}; structured output takes {known}")
+        supported = "ByteLevel, or Metaspace / ByteFallback"
+        raise UnsupportedModel(f"tokenizer.json has the decoder {sorted(kinds) or 'none'}; structured output takes {supported}")
     tokens = [NO_BYTES] * vocab_size
     for text, token_id in _entries(tokenizer):
         if token_id < vocab_size and token_id not in added:
@@ -113,7 +113,7 @@ def _sentencepiece(text: str) -> bytes:
 
 
 def _byte_alphabet() -> dict[str, int]:
-    """GPT-2's one-to-one map from characters to bytes: printable ones stand for themselves, the rest are moved up."""
+    """GPT-2's one-to-one map from characters to bytes: printable ones map to themselves, the rest are moved up."""
     printable = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
     others = [byte for byte in range(256) if byte not in printable]
     return {chr(byte): byte for byte in printable} | {chr(256 + rank): byte for rank, byte in enumerate(others)}

@@ -12,7 +12,7 @@ from kernels.ops import AnyPlan
 
 @dataclass(frozen=True, slots=True)
 class BatchInputs:
-    """The inputs of a decoder for one step, apart from its caches."""
+    """Everything a decoder needs to know about one step."""
 
     token_ids: torch.Tensor  # [T] int64
     positions: torch.Tensor  # [T] int64

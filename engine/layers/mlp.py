@@ -12,7 +12,7 @@ from engine.weights import WeightPlan
 from kernels import ops
 
 GATED_ACTIVATIONS = {"silu": "silu_mul", "gelu_pytorch_tanh": "gelu_tanh_mul"}
-"""The operation that stands for an activation's name in the configuration."""
+"""The operation for each activation name of the configuration."""
 
 
 class GatedMLP:

@@ -14,7 +14,7 @@ Rotation = tuple[torch.Tensor, torch.Tensor]
 
 
 CHUNK_POSITIONS = 16_384
-"""Positions whose angles are computed at a time, on the device: 4 MiB of them for heads of 128, whatever the context."""
+"""Positions whose angles are computed at a time, on the device: 4 MiB for heads of 128, independent of the context."""
 
 
 def inverse_frequencies(rope: RopeConfig, max_len: int) -> torch.Tensor:

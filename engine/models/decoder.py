@@ -139,7 +139,7 @@ class Decoder:
     """
 
     def __init__(self, config: ModelConfig, *, dtype: torch.dtype, device: torch.device, batch_invariant: bool = False) -> None:
-        """`batch_invariant`: what is packed gives a row the same bits in any batch, and so do the operations around it."""
+        """`batch_invariant`: packed weights and the other operations compute the same bits for a row in any batch."""
         self.config, self.dtype, self.device, self.batch_invariant = config, dtype, device, batch_invariant
         self._embedding = torch.empty(config.vocab_size, config.hidden_size, dtype=dtype, device=device)
         self._layers = [
@@ -187,7 +187,7 @@ class Decoder:
         plan.add("lm_head.weight", self._head)
 
     def pack(self, packer: ops.LinearPacker = ops.pack_linear, head_packer: ops.LinearPacker | None = None) -> None:
-        """Bind the loaded weights to kernels. A tied embedding is kept beside its packed twin: rows are looked up in it.
+        """Bind the loaded weights to kernels. A tied embedding is kept besides its packed copy, for lookups of rows.
 
         `head_packer` is for an output head that is not packed yet, None is `packer`."""
         for layer in self._layers:

@@ -1,4 +1,4 @@
-"""Encoders of the BERT kind: whole texts in, hidden states of their tokens out; every token sees its whole text."""
+"""Encoders of the BERT kind: whole texts in, hidden states of their tokens out; attention is bidirectional."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ class EncoderLayer:
 
 
 class Encoder:
-    """Embeddings and layers; the pooler of the checkpoint, which only its training used, is left out."""
+    """Embeddings and layers. The checkpoint's pooler, which only training used, is ignored."""
 
     def __init__(self, config: EncoderConfig, *, dtype: torch.dtype, device: torch.device) -> None:
         hidden = config.hidden_size

@@ -216,7 +216,7 @@ class Completion:
         return [{}, *self._prompt_logprob_maps(self._sampling.logprobs or 0)]
 
     def _prompt_logprob_maps(self, count: int) -> list[dict[int, Logprob]]:
-        """The log-probabilities of every prompt token but the first, with `count` of the likeliest tokens beside it."""
+        """The log-probabilities of every prompt token but the first, and those of the `count` likeliest tokens there."""
         pairs = zip(self.request.prompt_token_ids[1:], self._prompt_logprobs, strict=False)
         return [self._logprob_map(token_id, entry, count) for token_id, entry in pairs]
 

@@ -114,7 +114,7 @@ class LLM:
     ) -> list[RequestOutput]:
         """Answers in the order of `prompts`.
 
-        Raises `PromptError` for a prompt and `InvalidOption` for a parameter that cannot be run; then nothing is. Raises
+        Raises `PromptError` for a prompt and `InvalidOption` for a parameter that cannot be run; then nothing is run. Raises
         `GenerationFailed`, which holds all outputs, if a request turns out later to ask for the impossible.
         """
         engine = self._generating_engine()
@@ -155,9 +155,9 @@ class LLM:
     ) -> list[Embedding]:
         """One vector per text, a list of floats, in the order of the texts, from an encoder or a decoder.
 
-        Pooling and normalisation are those that sentence-transformers wrote beside the model; without its files an encoder
-        takes the mean of the tokens, a decoder the last one, and vectors have length one. `pooling` (mean, cls or last) and
-        `normalize` say otherwise. Raises `PromptError` when a text cannot be computed; then none is.
+        Pooling and normalisation are those of the model's sentence-transformers files; without these an encoder takes the mean
+        of the tokens, a decoder the last one, and vectors have length one. `pooling` (mean, cls or last) and `normalize`
+        override them. Raises `PromptError` when a text cannot be computed; then none is.
         """
         embedder = self._embedder(pooling, normalize)
         token_ids = [self._text_ids(index, text, embedder.pooling) for index, text in enumerate(as_list(texts))]

@@ -49,15 +49,15 @@ class CheckpointStorage:
         """None when none of the modules is quantised."""
         if not any(self._is_quantised(module) for module, _ in modules):
             return None
-        parts: list[tuple[str, int, StoredMatrix | torch.Tensor]] = []
+        matrices: list[tuple[str, int, StoredMatrix | torch.Tensor]] = []
         for module, rows in modules:
             plain = not self._is_quantised(module)
             stored = (
                 torch.empty(rows, columns, dtype=dtype, device=device) if plain else self._stored_matrix(rows, columns, device)
             )
-            parts.append((module, rows, stored))
+            matrices.append((module, rows, stored))
         biased = [module for module, _ in modules if bias or f"{module}.bias" in self._names]
-        return StackedMatrices(parts, columns, biased, dtype=dtype, device=device, row_invariant=self._row_invariant)
+        return StackedMatrices(matrices, columns, biased, dtype=dtype, device=device, row_invariant=self._row_invariant)
 
     def _is_quantised(self, module: str) -> bool:
         suffix = "weight_scale" if isinstance(self._weights, Fp8Weights) else "qweight"
@@ -74,7 +74,7 @@ class StackedMatrices:
 
     def __init__(
         self,
-        parts: Sequence[tuple[str, int, StoredMatrix | torch.Tensor]],
+        matrices: Sequence[tuple[str, int, StoredMatrix | torch.Tensor]],
         columns: int,
         biased: Sequence[str],
         *,
@@ -82,18 +82,18 @@ class StackedMatrices:
         device: torch.device,
         row_invariant: bool,
     ) -> None:
-        self._parts, self._columns, self._biased = parts, columns, biased
+        self._matrices, self._columns, self._biased = matrices, columns, biased
         self._dtype, self._device, self._row_invariant = dtype, device, row_invariant
-        rows = sum(size for _, size, _ in parts)
+        rows = sum(size for _, size, _ in matrices)
         self._bias = torch.zeros(rows, dtype=dtype, device=device) if biased else None
 
     def plan(self, plan: WeightPlan) -> None:
         start = 0
-        for module, rows, part in self._parts:
-            if isinstance(part, torch.Tensor):
-                plan.add(f"{module}.weight", part)
+        for module, rows, matrix in self._matrices:
+            if isinstance(matrix, torch.Tensor):
+                plan.add(f"{module}.weight", matrix)
             else:
-                part.plan(plan, module)
+                matrix.plan(plan, module)
             if self._bias is not None and module in self._biased:
                 plan.add(f"{module}.bias", self._bias.narrow(0, start, rows))
             start += rows
@@ -101,20 +101,20 @@ class StackedMatrices:
     def pack(self, packer: ops.LinearPacker) -> ops.LinearKernel:
         """`packer` is for the parts that are plain."""
         kernels, start = [], 0
-        for _, group in groupby(self._parts, key=lambda entry: _join_key(entry[2])):
+        for _, group in groupby(self._matrices, key=lambda entry: _join_key(entry[2])):
             members = list(group)
             rows = sum(size for _, size, _ in members)
             bias = None if self._bias is None else self._bias.narrow(0, start, rows)
-            kernels.append(self._product([part for _, _, part in members], bias, packer))
+            kernels.append(self._product([matrix for _, _, matrix in members], bias, packer))
             start += rows
         return concat_outputs(kernels)
 
     def _product(
-        self, parts: Sequence[StoredMatrix | torch.Tensor], bias: torch.Tensor | None, packer: ops.LinearPacker
+        self, matrices: Sequence[StoredMatrix | torch.Tensor], bias: torch.Tensor | None, packer: ops.LinearPacker
     ) -> ops.LinearKernel:
-        first, *others = parts
+        first, *others = matrices
         if isinstance(first, torch.Tensor):
-            weights = [part for part in parts if isinstance(part, torch.Tensor)]
+            weights = [part for part in matrices if isinstance(part, torch.Tensor)]
             return packer(first if not others else torch.cat(weights), bias)
         kernel = first.join(others, bias)
         if not self._row_invariant:
@@ -123,5 +123,5 @@ class StackedMatrices:
         return concat_outputs([invariant(part) for part in getattr(kernel, "parts", [kernel])])
 
 
-def _join_key(part: StoredMatrix | torch.Tensor) -> object:
-    return "plain" if isinstance(part, torch.Tensor) else ("quantised", part.join_key())
+def _join_key(matrix: StoredMatrix | torch.Tensor) -> object:
+    return "plain" if isinstance(matrix, torch.Tensor) else ("quantised", matrix.join_key())

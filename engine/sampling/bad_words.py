@@ -88,7 +88,7 @@ class _Cursor:
 
 
 class BadWords:
-    """Keeps the state of each request while the request exists. All answers of a request share one tree."""
+    """The bad words of requests, with a cursor for each request while it exists. All answers of a request share one tree."""
 
     def __init__(self) -> None:
         self._cursors: WeakKeyDictionary[Request, _Cursor] = WeakKeyDictionary()
@@ -97,7 +97,7 @@ class BadWords:
     def forbidden_tokens(self, request: Request, position: int) -> np.ndarray:
         """The tokens that would complete a bad word at `position`: [F] int64, ascending.
 
-        If a token before it is unknown, because the row's step will yield nothing, the text is read up to there.
+        If a token before it is unknown, because the row's step will yield no token, the text is read up to there.
         """
         cursor = self._cursors.get(request)
         if cursor is None:

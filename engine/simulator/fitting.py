@@ -35,14 +35,14 @@ def memory_fit(model: str, gpu: SimulatedGpu, *, quantization: str | None = None
 
     Raises `EngineConfigError`, naming the option, `NotAModelDirectory` or `UnsupportedModel`, as that engine would.
     """
-    known = MODELS.get(model.lower())
-    if known is None:
+    known_model = MODELS.get(model.lower())
+    if known_model is None:
         folder = model_folder(model)
         config = load_model_config(folder)
     else:
         folder, quantized = Path(model), _quantization_config(quantization or "none")
         quantization = quantization if quantization in ("int8", "fp8") else None
-        config = parse_model_config({**config_of(known), **quantized}, {})
+        config = parse_model_config({**config_of(known_model), **quantized}, {})
     options = EngineOptions(model=folder, device="cuda", quantization=quantization, **engine_options)
     dtype = computed_dtype(options.dtype, config.torch_dtype, options.device)
     check_formats(config, options, dtype, gpu.capability)

@@ -124,8 +124,8 @@ def model_folder(name: str) -> Path:
     """The folder of a model, named itself or by its config.json. Raises `EngineConfigError` where it does not exist."""
     path = Path(name).expanduser()
     if not path.exists():
-        known = ", ".join(MODELS)
-        raise EngineConfigError("model", f"must be one of {known}, or a folder with a config.json, not {name!r}")
+        known_names = ", ".join(MODELS)
+        raise EngineConfigError("model", f"must be one of {known_names}, or a folder with a config.json, not {name!r}")
     return path.parent if path.name == "config.json" else path
 
 

@@ -196,8 +196,8 @@ def _csv_rows(path: Path, lines: Iterator[str], trace: Trace) -> Iterator[tuple[
     columns = [name.strip() for name in header]
     read = next((parse for names, parse in CSV_FORMATS if names <= set(columns)), None)
     if read is None:
-        known = "; ".join(", ".join(sorted(names)) for names, _ in CSV_FORMATS)
-        raise TraceError(path, 1, None, f"the columns are none of a known trace ({known}): {_shown(','.join(columns))}")
+        known_formats = "; ".join(", ".join(sorted(names)) for names, _ in CSV_FORMATS)
+        raise TraceError(path, 1, None, f"the columns are none of a known trace ({known_formats}): {_shown(','.join(columns))}")
     trace.has_times = read is not _lengths
     trace.has_tenants = "tenant" in columns
     while True:

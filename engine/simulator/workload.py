@@ -119,8 +119,8 @@ def _by_conversation(requests: list[TracedRequest], options: WorkloadOptions, rn
         conversation = next((block for block in request.block_ids if block not in common), -1 - index)
         if conversation not in choices:
             choices[conversation] = (rng.random() < options.sample, rng.randrange(options.tenants or 1))
-        is_kept, tenant = choices[conversation]
-        if is_kept:
+        keep, tenant = choices[conversation]
+        if keep:
             name = f"tenant-{tenant}" if options.tenants is not None else request.tenant
             kept.append(TracedRequest(request.arrival_s, name, request.input_tokens, request.output_tokens, request.block_ids))
     return kept

@@ -24,7 +24,7 @@ from engine.scheduling.request import Request
 from engine.speculation.options import SpeculativeOptions
 
 ACCEPTANCE_DECAY = 0.7
-"""Weight of a guess one step older in a request's acceptance: text begins and stops repeating abruptly."""
+"""Decay per step of older guesses in a request's acceptance: text begins and stops repeating abruptly."""
 
 PRIOR_ACCEPTED, PRIOR_TRIED = 1.4, 2.0
 """Acceptance of a request that has not been measured, expressed as this many guesses."""
@@ -39,7 +39,7 @@ ACCEPTANCE_STEPS = 64
 """Resolution of the acceptance when depths are chosen."""
 
 DEPTHS_CACHED = 4096
-"""Chosen depths kept in a cache, the latest ones: there are half a million combinations of requests and guesses."""
+"""Capacity of the cache of chosen depths: there are half a million combinations of requests and guesses."""
 
 NUM_RUNNING_MAX = 4096
 
@@ -164,7 +164,7 @@ class _DraftState:
 
 
 class AdaptiveDrafter:
-    """The `Drafter` of both proposers: it looks up n-grams of `ngram_sizes`, or leaves the tokens to the draft model."""
+    """The `Drafter` of both proposers: looks up n-grams of `ngram_sizes`, or only chooses the depth for a draft model."""
 
     def __init__(self, options: SpeculativeOptions, costs: SpeculationCosts) -> None:
         self._best_depth = lru_cache(DEPTHS_CACHED)(costs.best_depth)

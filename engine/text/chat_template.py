@@ -1,8 +1,8 @@
 """The chat template of a model directory: messages to prompt text. The only renderer, for gateway and `LLM`. Knows no torch.
 
-Templates are downloaded programs: they run in Jinja's sandbox, with access to nothing of ours. They get what templates of
-Hugging Face are written for: trimmed blocks, loop controls, `generation` blocks, plain `tojson`, `raise_exception`,
-`strftime_now`, special tokens by name, and `tools` and `documents`, which are None.
+Templates are downloaded programs: they run in Jinja's sandbox, without access to our objects. They get what templates of Hugging
+Face rely on: trimmed blocks, loop controls, `generation` blocks, plain `tojson`, `raise_exception`, `strftime_now`, special
+tokens by name, and `tools` and `documents`, which are None.
 """
 
 from __future__ import annotations
@@ -148,7 +148,8 @@ def _to_json(
     separators: tuple[str, str] | None = None,
     sort_keys: bool = False,
 ) -> str:
-    """Plain JSON: Jinja's own filter escapes for HTML, which models were not trained on. Options as transformers has them."""
+    """Plain JSON: Jinja's own filter escapes for HTML, which models were not trained on. The options are those of
+    transformers."""
     return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
 
 

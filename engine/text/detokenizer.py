@@ -2,7 +2,7 @@
 
     token ids ─► Detokenizer: whole characters ─► StopStrings: text that is certainly not part of a stop string ─► text
 
-Neither ever takes back text that was shown, and the last token costs no more than the first.
+Neither ever retracts text that was shown, and the last token costs no more than the first.
 
 ids:   … │ shown │ pending │         shown: the last tokens whose text was shown; decoded again, because the tokenizer needs
           └─ decoded ──────┘          the text before (a leading space, a joined character)
