@@ -1,8 +1,8 @@
 """The chat template of a model directory: messages to prompt text. The only renderer, for gateway and `LLM`. Knows no torch.
 
-Templates are downloaded programs: they run in Jinja's sandbox, without access to our objects. They get what templates of Hugging
-Face rely on: trimmed blocks, loop controls, `generation` blocks, plain `tojson`, `raise_exception`, `strftime_now`, special
-tokens by name, and `tools` and `documents`, which are None.
+Templates are downloaded programs: they run in Jinja's sandbox, without access to our objects. They get what templates of
+Hugging Face rely on: trimmed blocks, loop controls, `generation` blocks, plain `tojson`, `raise_exception`, `strftime_now`,
+special tokens by name, and `tools` and `documents`, which are None.
 """
 
 from __future__ import annotations
