@@ -31,7 +31,7 @@ import torch
 from bench.rows import heading, keep
 from engine.grammar.compiler import GrammarCompiler
 from engine.grammar.masks import GrammarMasks
-from engine.grammar.queue import GrammarQueue, LateCompiler
+from engine.grammar.queue import GrammarQueue, LazyCompiler
 from engine.loop import Engine
 from engine.main import serve
 from engine.memory.device import GraphsTaken
@@ -40,7 +40,7 @@ from engine.runner.cuda_graphs import Calls
 from engine.runner.slot_runner import SlotRunner
 from engine.runner.slot_steps import SlotSteps
 from engine.runner.slots import slot_words
-from engine.sampling.columns import Chosen, ColumnSampler, Kind
+from engine.sampling.columns import ColumnSampler, Kind, SampledTokens
 from engine.scheduling.block_pool import BlockPool
 from engine.scheduling.limits import SchedulerLimits
 from engine.scheduling.prefix_cache import PrefixCache
@@ -83,8 +83,8 @@ class NoSampler(ColumnSampler):
     def choose(
         self, logits: torch.Tensor, slots: torch.Tensor, positions: torch.Tensor, kind: Kind, masks: torch.Tensor | None = None,
         *, scores_out: torch.Tensor | None = None,
-    ) -> Chosen:  # fmt: skip
-        return Chosen(torch.zeros(len(slots), dtype=torch.int64), None)
+    ) -> SampledTokens:  # fmt: skip
+        return SampledTokens(torch.zeros(len(slots), dtype=torch.int64), None)
 
 
 class NoCalls:
@@ -139,7 +139,7 @@ def no_grammars() -> GrammarQueue:
     def compiler() -> GrammarCompiler:
         raise AssertionError("nothing is compiled here")
 
-    return GrammarQueue(LateCompiler(compiler), GrammarMasks(2))
+    return GrammarQueue(LazyCompiler(compiler), GrammarMasks(2))
 
 
 def make_engine(

@@ -14,7 +14,7 @@ from engine.device import device_name, format_name
 from engine.environment import default_threads
 from engine.grammar.compiler import GrammarCompiler
 from engine.grammar.masks import GrammarMasks
-from engine.grammar.queue import GrammarQueue, LateCompiler
+from engine.grammar.queue import GrammarQueue, LazyCompiler
 from engine.grammar.vocabulary import load_vocabulary
 from engine.loop import Engine
 from engine.memory.device import kv_bytes_left
@@ -52,7 +52,7 @@ from engine.scheduling.prefix_cache import PrefixCache
 from engine.scheduling.scheduler import Scheduler
 from engine.scheduling.step_budget import BudgetTargets, StepBudget
 from engine.scheduling.step_time import StepTimeModel
-from engine.speculation.prompt_lookup import AdaptiveDrafter
+from engine.speculation.adaptive_drafter import AdaptiveDrafter
 from engine.start_times import StartTimes
 from engine.step_mode import StepMode
 from engine.switches import switched_off
@@ -233,7 +233,7 @@ def _grammar_queue(options: EngineOptions, info: EngineInfo, masks: GrammarMasks
         vocabulary = load_vocabulary(options.model, info.vocab_size, info.eos_token_ids)
         return GrammarCompiler(vocabulary, has_one_caller=has_one_caller)
 
-    return GrammarQueue(LateCompiler(compiler), masks)
+    return GrammarQueue(LazyCompiler(compiler), masks)
 
 
 def _scheduler(

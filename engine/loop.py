@@ -259,7 +259,7 @@ class Engine:
 
     def _follow_grammars(self, requests: Sequence[Request], outputs: list[RowResult] | list[StepOutput]) -> None:
         """Move grammars on by the tokens of this step; the output of an answer whose grammar cannot follow becomes an error."""
-        if not self._grammars.guides:
+        if not self._grammars.has_guided_answers:
             return
         for index, (request, output) in enumerate(zip(requests, outputs, strict=True)):
             if output is None or not request.sampling.is_guided or request.is_finished:
@@ -288,7 +288,7 @@ class Engine:
         if not self._grammars:
             return []
         events = []
-        for answers, error in self._grammars.take_ready():
+        for answers, error in self._grammars.pop_ready():
             if error is None:
                 self._enqueue(answers)
             elif isinstance(error, EngineOverloaded):
@@ -299,7 +299,7 @@ class Engine:
         return events
 
     def _expire_parked(self) -> list[TokenEvent]:
-        late = self._grammars.take_expired(self._clock()) if self._grammars else []
+        late = self._grammars.pop_expired(self._clock()) if self._grammars else []
         return [only_event(request, FinishReason.DEADLINE) for request in late]
 
     def _enqueue(self, answers: Sequence[Request]) -> None:

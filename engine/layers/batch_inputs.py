@@ -18,5 +18,5 @@ class BatchInputs:
     positions: torch.Tensor  # [T] int64
     rotations: tuple[Rotation, ...]  # one for each of the model's `ropes`
     slot_mapping: torch.Tensor  # [T] int64: block · P + offset, below 0 for padding; [0] without a cache
-    sampled_rows: torch.Tensor | None  # [R] int64: indices of the hidden states that are wanted; None is all, in order
+    sampled_rows: torch.Tensor | None  # [R] int64: indices of the hidden states to return; None is all, in order
     attention: tuple[AnyPlan, ...]  # one for each of the model's `windows`

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from engine.config.model import ModelConfig, kv_numbers_per_token
+from engine.config.model import ModelConfig, kv_elements_per_token
 from engine.formats import Formats, WeightFormat
 from engine.memory.splits import (
     CHUNK_CONTEXT_MIN,
@@ -110,7 +110,7 @@ class MemoryShape:
             embedding=config.vocab_size * d,
             head=config.vocab_size * d if has_own_head else 0,
             others=d + sum(biases + norms + others for _, others in feed_forward),
-            kv_token=kv_numbers_per_token(config.num_layers, config.num_kv_heads, config.head_dim),
+            kv_token=kv_elements_per_token(config.num_layers, config.num_kv_heads, config.head_dim),
             layer_width=_layer_width(
                 d,
                 attended,

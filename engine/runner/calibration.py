@@ -26,7 +26,7 @@ from engine.runner.input_rows import InputRow
 from engine.runner.paged_decoder import PagedDecoder
 from engine.scheduling.limits import SchedulerLimits
 from engine.scheduling.step_time import DeviceSpeed, Efficiency, ModelShape, StepTimeModel
-from engine.speculation.prompt_lookup import SpeculationCosts
+from engine.speculation.adaptive_drafter import SpeculationCosts
 
 ROWS = {"cpu": (1, 64), "cuda": (1, 256, 2048)}
 """Numbers of rows that are timed. With the last one, products take longer than reading the weights and, on a GPU, than
@@ -73,7 +73,7 @@ class TimedSteps(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class MeasuredSpeed:
-    """The step-time model of the engine, and what guessing tokens costs: see `speculation.prompt_lookup`."""
+    """The step-time model of the engine, and what guessing tokens costs: see `speculation.adaptive_drafter`."""
 
     step_times: StepTimeModel
     speculation: SpeculationCosts

@@ -20,7 +20,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from engine.config.model import ModelConfig, kv_numbers_per_token
+from engine.config.model import ModelConfig, kv_elements_per_token
 from engine.scheduling.costs import TokenCosts
 from engine.scheduling.scheduled_batch import ScheduledBatch
 
@@ -80,7 +80,7 @@ class ModelShape:
 
     def kv_token_bytes(self, element_bytes: int) -> int:
         """Keys and values of one token in all layers."""
-        return kv_numbers_per_token(self.num_layers, self.num_kv_heads, self.head_dim) * element_bytes
+        return kv_elements_per_token(self.num_layers, self.num_kv_heads, self.head_dim) * element_bytes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -18,7 +18,7 @@ from engine.runner.runner_choice import make_slot_runner
 from engine.runner.slot_runner import SlotRunner
 from engine.runner.slot_warm_up import warm_up
 from engine.scheduling.limits import STEP_GUESSES_MAX
-from engine.speculation.prompt_lookup import AdaptiveDrafter, SpeculationCosts
+from engine.speculation.adaptive_drafter import AdaptiveDrafter, SpeculationCosts
 from engine.step_mode import StepMode
 
 KV_CACHE_BYTES = 1_000_000

@@ -34,9 +34,9 @@ from engine.build import build_engine
 from engine.config.model import ModelConfig
 from engine.config.pooling import MODES, PoolingConfig
 from engine.grammar.lark import to_lark
-from engine.grammar.matcher import CompiledGrammar, of_text, token_trie
+from engine.grammar.matcher import CompiledGrammar, answer_grammar, token_trie
 from engine.grammar.spec import GrammarSpec
-from engine.grammar.vocabulary import NEVER
+from engine.grammar.vocabulary import NO_BYTES
 from engine.loop import Engine
 from engine.options import EngineOptions
 from engine.quantization.places import Fp8CodesPlace
@@ -44,8 +44,8 @@ from engine.runner.cuda_graphs import DirectCalls
 from engine.runner.embedder import Embedder
 from engine.runner.token_return import Fetch, FetchedAtOnce, TokenReturn
 from engine.scheduling.scheduled_batch import BlockMoves
+from engine.speculation.adaptive_drafter import AdaptiveDrafter
 from engine.speculation.options import SpeculativeOptions
-from engine.speculation.prompt_lookup import AdaptiveDrafter
 from engine.step_mode import StepMode
 from engine.weights import WeightPlan
 from kernels import quantised_linear
@@ -171,7 +171,7 @@ class LeftOnCard(TokenReturn):
 
 @cache
 def bytes_and_padding(vocab_size: int) -> Any:
-    return token_trie(replace(BYTES, tokens=(*BYTES.tokens, *[NEVER] * (vocab_size - BYTES.size))))
+    return token_trie(replace(BYTES, tokens=(*BYTES.tokens, *[NO_BYTES] * (vocab_size - BYTES.size))))
 
 
 class GrammarCompiler:
@@ -182,7 +182,7 @@ class GrammarCompiler:
 
     def submit(self, spec: GrammarSpec, tenant_id: str) -> Future[CompiledGrammar]:
         compiled: Future[CompiledGrammar] = Future()
-        compiled.set_result(CompiledGrammar(self._trie, of_text(to_lark(spec), first_space=False), spec))
+        compiled.set_result(CompiledGrammar(self._trie, answer_grammar(to_lark(spec), first_space=False), spec))
         return compiled
 
     def close(self) -> None:
@@ -324,7 +324,7 @@ def engine_of(folder: Path, case: Case) -> Iterator[Engine]:
         stack.enter_context(mock.patch("engine.quantization.scheme.stored_names", return_value=stored_names(case)))
         stack.enter_context(mock.patch("engine.resolved_options.step_mode", mode_without_graphs))
         grammars = GrammarCompiler((MODEL | case.model)["vocab_size"])
-        stack.enter_context(mock.patch("engine.build.LateCompiler", return_value=grammars))
+        stack.enter_context(mock.patch("engine.build.LazyCompiler", return_value=grammars))
         stack.enter_context(mock.patch("engine.runner.runner_choice.DirectCalls", Captured))
         stack.enter_context(mock.patch("engine.runner.slot_steps.TokenReturn", LeftOnCard))
         for module in ("build", "runner.slot_warm_up"):

@@ -16,7 +16,7 @@ from engine.runner.calibration import PASSES, PASSES_S
 from engine.runner.input_rows import InputRow
 from engine.scheduling.limits import SchedulerLimits
 from engine.simulator.models import MODELS, config_of
-from engine.speculation.prompt_lookup import SpeculationCosts
+from engine.speculation.adaptive_drafter import SpeculationCosts
 
 LIMITS = SchedulerLimits(max_num_seqs=64, max_num_batched_tokens=512, max_model_len=4096, block_size=16)
 

@@ -21,9 +21,9 @@ from engine.scheduling.request import Request
 from engine.scheduling.scheduled_batch import BlockMoves, RowResult, ScheduledBatch, ScheduledRequest, StepOutput
 from engine.scheduling.scheduler import Scheduler
 from engine.scheduling.token_events import StepEvents, token_event
-from engine.speculation import prompt_lookup
+from engine.speculation import adaptive_drafter
+from engine.speculation.adaptive_drafter import AdaptiveDrafter
 from engine.speculation.options import SpeculativeOptions
-from engine.speculation.prompt_lookup import AdaptiveDrafter
 from engine.step_sizes import draft_graphs_kept, graphs_kept, guesses_size, step_size
 from tests.support.engines import FREE_ROWS, run_to_end, tokens, unused_grammars, wanted
 from tests.support.scheduling import make_request
@@ -507,7 +507,7 @@ def test_after_looks_for_guesses_that_found_nothing_more_and_more_steps_are_laun
 
 def test_a_long_prompt_is_read_on_while_nobody_looks_for_guesses(monkeypatch: pytest.MonkeyPatch) -> None:
     """Eight tokens a step: by the third look, for the seventh step behind three chunks of the prompt, all is read."""
-    monkeypatch.setattr(prompt_lookup, "INDEX_TOKENS_PER_STEP", 8)
+    monkeypatch.setattr(adaptive_drafter, "INDEX_TOKENS_PER_STEP", 8)
     options = SpeculativeOptions(method="ngram", num_speculative_tokens=2)
     runner, prompt = FakeAheadRunner(), [token_of("a", position) for position in range(44)]
     run_to_end(make_engine(runner, drafter=AdaptiveDrafter(options, FREE_ROWS)), [wanted("a", prompt, max_tokens=20)])
