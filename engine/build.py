@@ -225,7 +225,7 @@ def _paged(model: LoadedDecoder, resolved: ResolvedOptions, plan: MemoryPlan) ->
 def _step_budget(options: EngineOptions, step_times: StepTimeModel, sizes: Sequence[int]) -> StepBudget | None:
     if options.inter_token_target_ms is None:
         return None
-    return StepBudget(step_times, BudgetTargets.following(options.inter_token_target_ms / 1000), sizes=sizes)
+    return StepBudget(step_times, BudgetTargets.from_target(options.inter_token_target_ms / 1000), sizes=sizes)
 
 
 def _grammar_queue(options: EngineOptions, info: EngineInfo, masks: GrammarMasks, *, has_one_caller: bool) -> GrammarQueue:

@@ -39,7 +39,7 @@ from engine.scheduling.request import Request
 from engine.scheduling.scheduled_batch import BlockMoves, RowResult, ScheduledBatch, StepOutput
 from engine.scheduling.scheduler import Scheduler
 from engine.scheduling.step_budget import StepBudget
-from engine.scheduling.token_events import StepEvents, only_event, refusal
+from engine.scheduling.token_events import StepEvents, end_unscheduled, refusal_events
 
 FAILED_STEPS_MAX = 3
 PARKED_WAIT_S = 0.005
@@ -101,14 +101,14 @@ class Engine:
     def submit(self, wanted: GenerationRequest) -> list[TokenEvent]:
         """Queue a request. One that cannot be run ends at once: the final event of each of its answers says why."""
         if wanted.request_id in self._live:
-            return refusal(wanted, f"request id {wanted.request_id} is already live", "request_id")
+            return refusal_events(wanted, f"request id {wanted.request_id} is already live", "request_id")
         try:
             check_request(wanted, self.info)
             spec = grammar_spec(wanted.sampling)
         except PromptError as error:
-            return refusal(wanted, str(error), PROMPT_PARAM)
+            return refusal_events(wanted, str(error), PROMPT_PARAM)
         except InvalidOption as error:
-            return refusal(wanted, str(error), error.param)
+            return refusal_events(wanted, str(error), error.param)
         self._checked_idle = False
         answers = self._make_answers(wanted, spec)
         self._live[wanted.request_id] = list(answers)
@@ -144,14 +144,14 @@ class Engine:
 
     def step(self) -> list[TokenEvent]:
         """Schedule, run, apply. Does next to nothing when no request is live."""
-        return self.step_in_columns().told()
+        return self.step_in_columns().as_events()
 
     def step_in_columns(self) -> StepEvents:
         """As `step`, without an object for each token."""
         started_s = self._clock()
         happened = StepEvents(self._admit_parked() + self._expire_parked() + self._scheduler.expire())
-        if self._overlapped is not None and self._under_way is not None and self._scheduler.looks_for_guesses():
-            happened.add(self._collect(self._overlapped, None))
+        if self._overlapped is not None and self._under_way is not None and self._scheduler.should_settle_first():
+            happened.extend(self._collect(self._overlapped, None))
         batch = self._scheduler.schedule()
         if batch.moves:
             self._move(batch.moves)
@@ -159,9 +159,9 @@ class Engine:
             if self._grammars:
                 self._grammars.wait(PARKED_WAIT_S)
         elif self._overlapped is None or batch.num_draft_tokens:
-            happened.add(self._compute(batch, started_s))
+            happened.extend(self._compute(batch, started_s))
         else:
-            happened.add(self._overlap(self._overlapped, batch, started_s))
+            happened.extend(self._overlap(self._overlapped, batch, started_s))
         for event in happened.others:
             if event.finish_reason is not None:
                 self._take_live(event.request_id, event.index)
@@ -222,7 +222,7 @@ class Engine:
             overlapped.complete(launched)
         self._under_way = launched
         if launched is not None and (launched.pending is None or overlapped.is_synchronous):
-            happened.add(self._collect(overlapped, None))
+            happened.extend(self._collect(overlapped, None))
         return happened
 
     def _collect(self, overlapped: OverlappedSteps, behind: StepUnderWay | None) -> StepEvents:
@@ -292,15 +292,15 @@ class Engine:
             if error is None:
                 self._enqueue(answers)
             elif isinstance(error, EngineOverloaded):
-                events += [only_event(request, FinishReason.OVERLOADED, str(error)) for request in answers]
+                events += [end_unscheduled(request, FinishReason.OVERLOADED, str(error)) for request in answers]
             else:
                 param = error.param if isinstance(error, InvalidOption) else None
-                events += [only_event(request, FinishReason.ERROR, str(error), param) for request in answers]
+                events += [end_unscheduled(request, FinishReason.ERROR, str(error), param) for request in answers]
         return events
 
     def _expire_parked(self) -> list[TokenEvent]:
         late = self._grammars.take_expired(self._clock()) if self._grammars else []
-        return [only_event(request, FinishReason.DEADLINE) for request in late]
+        return [end_unscheduled(request, FinishReason.DEADLINE) for request in late]
 
     def _enqueue(self, answers: Sequence[Request]) -> None:
         """Queue the answers of a request: the first computes the prompt, the others share it."""
@@ -311,7 +311,7 @@ class Engine:
 
     def _end(self, request: Request, reason: FinishReason) -> TokenEvent:
         if self._grammars.remove(request):
-            return only_event(request, reason)
+            return end_unscheduled(request, reason)
         event = self._scheduler.abort(request)
         assert event is not None, f"request {request.request_id} was live and had ended"
         return event

@@ -216,10 +216,10 @@ class OverlappedSteps:
         outputs: list[RowResult] = [None] * len(in_flight.requests)
         held: list[int] = []
         for row in rows:
-            if in_flight.holds(row):
+            if in_flight.is_live(row):
                 held.append(row)
             elif not in_flight.requests[row].block_table:  # one that has started again owes this step nothing
-                in_flight.requests[row].forget_unknown()
+                in_flight.requests[row].discard_unknown_tokens()
         if held:
             with as_planned(in_flight, held) as items:
                 for row, output in zip(held, run_isolated(self._runner, items), strict=True):

@@ -20,8 +20,8 @@ import numpy as np
 import torch
 
 from engine.runner.staging import Staging
-from engine.scheduling.departures import departures, without
 from engine.scheduling.request import Request
+from engine.scheduling.row_diff import removed_rows, without_rows
 from engine.scheduling.scheduled_batch import ScheduledRequest
 from kernels import ops
 
@@ -211,7 +211,7 @@ class SlotTable:
 
     def _keep(self, requests: list[Request]) -> None:
         """Keep those of the last step with which `requests` begins, if they still have the same block tables; else nobody."""
-        self._leave(departures(self._requests, requests))
+        self._leave(removed_rows(self._requests, requests))
         tables = [request.block_table for request in self._requests]
         if not all(map(is_, tables, self._step_tables)):
             self._drop_step()
@@ -221,8 +221,12 @@ class SlotTable:
         if rows:
             self._idle.update(dict.fromkeys([self._requests[row] for row in rows]))
             self._lens[[self._slots[row] for row in rows]] += self._num_gone_on
-            self._requests, self._slots, self._index = without(self._requests, rows), without(self._slots, rows), NO_NUMBERS
-            self._step_tables, self._step_sizes = without(self._step_tables, rows), without(self._step_sizes, rows)
+            self._requests, self._slots, self._index = (
+                without_rows(self._requests, rows),
+                without_rows(self._slots, rows),
+                NO_NUMBERS,
+            )
+            self._step_tables, self._step_sizes = without_rows(self._step_tables, rows), without_rows(self._step_sizes, rows)
 
     def _go_on(self, writes: SlotWrites) -> None:
         """Record one more step of all that are in the last one."""

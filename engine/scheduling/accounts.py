@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING
 
 from engine.protocol import Priority, TenantProgress
 from engine.scheduling.costs import TokenCosts
-from engine.scheduling.waiting import WaitingLine
+from engine.scheduling.waiting import WaitingQueue
 
 if TYPE_CHECKING:
     from engine.scheduling.request import Request
@@ -51,11 +51,11 @@ class Account:
     num_blocks: int = 0
     running: dict[Request, None] = field(default_factory=dict)  # by age
     prefilling: dict[Request, None] = field(default_factory=dict)  # by age; part of `running`
-    waiting: WaitingLine = field(default_factory=WaitingLine)
+    waiting: WaitingQueue = field(default_factory=WaitingQueue)
     round: int | None = None  # of the backlog this account stands in; None when it is not backlogged
     head: Request | None = None  # of `waiting`, as of the last change
     head_round: int = 0  # the round in which `head` was set
-    is_held: bool = False
+    is_paused: bool = False
     recovering: Request | None = None  # started again after a preemption; not to be stopped before it has gained by that
     watch_step: int = -1  # the step in which to check next whether it is too far ahead
     output_lens: deque[int] = field(default_factory=lambda: deque(maxlen=OUTPUT_LENGTHS_KEPT))
@@ -110,8 +110,8 @@ class Account:
     def steps_within(self, slack_ps: int, step: int) -> int:
         """A number of further steps, at least one, after which decoding alone has certainly used at most `slack_ps`."""
         step_ps = self.costs.decode_ps(self.num_decoding, self.context_at(step))
-        most = slack_ps // step_ps
-        return max(1, slack_ps // (step_ps + self.costs.decode_context_ps * self.num_decoding * most // 2))
+        max_steps = slack_ps // step_ps
+        return max(1, slack_ps // (step_ps + self.costs.decode_context_ps * self.num_decoding * max_steps // 2))
 
     def record_output(self, num_tokens: int) -> None:
         """Remember the length of a finished answer."""
@@ -144,7 +144,7 @@ class SeatCounts:
         while counts and not counts[-1]:
             counts.pop()
 
-    def most(self) -> Account | None:
+    def largest_holder(self) -> Account | None:
         """The account with most seats per unit of weight."""
         best: Account | None = None
         for weight, counts in self._by_weight.items():
@@ -168,7 +168,7 @@ class Accounts:
     def __init__(self, costs: TokenCosts) -> None:
         self.costs = costs
         self.step = 0  # the last step whose decodes were charged
-        self.everybody = Account("", Priority.STANDARD, 1, costs)  # sums over all accounts
+        self.aggregate = Account("", Priority.STANDARD, 1, costs)  # sums over all accounts
         self.totals = {priority: ClassTotals() for priority in Priority}
         self.running_requests: dict[Request, None] = {}  # by age
         self.seated: dict[Account, None] = {}  # those with running requests
@@ -188,11 +188,11 @@ class Accounts:
             self._accounts[tenant_id, priority] = account
         return account
 
-    def wait(self, account: Account, request: Request, *, first: bool) -> None:
+    def add_waiting(self, account: Account, request: Request, *, first: bool) -> None:
         self._activate(account)
         account.waiting.add(request, first=first)
 
-    def start(self, account: Account, request: Request) -> None:
+    def start_running(self, account: Account, request: Request) -> None:
         """A waiting request of the account gets a seat."""
         account.waiting.remove(request)
         account.running[request] = account.prefilling[request] = self.prefilling[request] = None
@@ -200,7 +200,7 @@ class Accounts:
         self.seated[account] = None
         self._change_seats(account, +1)
 
-    def stop(self, account: Account, request: Request) -> None:
+    def stop_running(self, account: Account, request: Request) -> None:
         """A running request gives its seat back; if it decoded, `stop_decoding` came first."""
         account.prefilling.pop(request, None)
         self.prefilling.pop(request, None)
@@ -210,7 +210,7 @@ class Accounts:
         self._change_seats(account, -1)
         self._deactivate(account)
 
-    def quit(self, account: Account, request: Request) -> None:
+    def remove_waiting(self, account: Account, request: Request) -> None:
         """A waiting request is gone."""
         account.waiting.remove(request)
         self._deactivate(account)
@@ -220,19 +220,19 @@ class Accounts:
 
     def charge(self, account: Account, cost_ps: int) -> None:
         account.charge(cost_ps)
-        self.everybody.charge(cost_ps)
+        self.aggregate.charge(cost_ps)
 
-    def totals_above(self, priority: Priority) -> bool:
+    def has_requests_above(self, priority: Priority) -> bool:
         """Whether a higher class has requests, waiting or running."""
         return any(totals.weight for totals in islice(self.totals.values(), list(self.totals).index(priority)))
 
     def start_decoding(self, account: Account, context_len: int) -> None:
         account.add_decode(context_len, self.step)
-        self.everybody.add_decode(context_len, self.step)
+        self.aggregate.add_decode(context_len, self.step)
 
     def stop_decoding(self, account: Account, context_len: int) -> None:
         account.remove_decode(context_len, self.step)
-        self.everybody.remove_decode(context_len, self.step)
+        self.aggregate.remove_decode(context_len, self.step)
 
     def _change_seats(self, account: Account, change: int) -> None:
         totals = self.totals[account.priority]
@@ -254,9 +254,9 @@ class Accounts:
             oldest, _ = self._idle.popitem(last=False)
             del self._accounts[oldest.tenant_id, oldest.priority]
 
-    def lengthen(self, account: Account, num_tokens: int) -> None:
+    def add_context(self, account: Account, num_tokens: int) -> None:
         """A decoding request has got further than by the one token that is booked each step."""
-        for each in (account, self.everybody):
+        for each in (account, self.aggregate):
             each.settle(self.step)
             each.sum_context += num_tokens
 
@@ -277,7 +277,7 @@ class Accounts:
             for tenant_id, accounts in by_tenant.items()
         ]
 
-    def reweigh(self, account: Account, weight: int) -> None:
+    def set_weight(self, account: Account, weight: int) -> None:
         """Set `account.weight` and update the sums of its class."""
         totals, num_running = self.totals[account.priority], len(account.running)
         totals.seats.move(account, num_running, 0)

@@ -12,11 +12,11 @@ from engine.scheduling.accounts import Accounts
 from engine.scheduling.kv_blocks import FoundPrefix, KvBlocks
 from engine.scheduling.kv_forecast import BUCKET_STEPS, KvForecast
 from engine.scheduling.policy import Start
-from engine.scheduling.prefix_cache import PrefixesUnderWay
+from engine.scheduling.prefix_cache import NextPrefillBlocks
 from engine.scheduling.request import Request, RequestStatus, account_of
 from engine.scheduling.step_budget import StepBudget
 
-TAKEN_TOKENS_PER_STEP = 1 << 19
+REUSED_TOKENS_PER_STEP = 1 << 19
 """Prompt tokens taken over in one step, some 10 ms on the host; beyond that, a long prompt waits for the next step."""
 SHORT_TOKENS = 1 << 12
 """A prompt of fewer tokens is not long: it is taken over at once."""
@@ -34,18 +34,18 @@ class Admission:
         self._max_num_seqs = max_num_seqs
         self._step_budget = step_budget
         self._forecast = KvForecast(kv.pool.num_blocks * block_size, block_size)
-        self._under_way = PrefixesUnderWay(kv.prefix_cache, block_size)
+        self._next_blocks = NextPrefillBlocks(kv.prefix_cache, block_size)
         self._found = FoundPrefix()
-        self._asked: Request | None = None  # whose prefix that is
+        self._found_for: Request | None = None  # whose prefix that is
         self._step = 0  # that is being planned
-        self._taken_tokens = 0  # over from others, in this step
-        self._put_off: Request | None = None  # the first that had to leave its turn because of them
-        self._due: Request | None = None  # the same of the step before: it leaves this one to nobody
+        self._reused_tokens = 0  # over from others, in this step
+        self._deferred: Request | None = None  # the first that had to leave its turn because of them
+        self._deferred_last_step: Request | None = None  # the same of the step before: it leaves this one to nobody
 
     def begin_step(self) -> None:
         """A step is about to be planned: predict new ends for requests that should have ended by now."""
         self._step = self._accounts.step + 1
-        self._taken_tokens, self._due, self._put_off = 0, self._put_off, None
+        self._reused_tokens, self._deferred_last_step, self._deferred = 0, self._deferred, None
         for request in self._forecast.overdue(self._step):
             self._forecast.renew(request, self._step, predicted_remaining(request))
 
@@ -58,8 +58,8 @@ class Admission:
             return Start.NO_ROOM
         if request.num_unknown_tokens:  # preempted in this very plan, while its last token is on its way
             return Start.LATER
-        if self._has_taken_enough(request):
-            self._put_off = self._put_off or request
+        if self._exceeds_reuse_limit(request):
+            self._deferred = self._deferred or request
             return Start.LATER
         if _shares_prompt(request):
             has_room = self._kv.num_spare > 0
@@ -78,25 +78,25 @@ class Admission:
         return self.has_seat and not request.num_unknown_tokens and self._kv.has_room(request, self._found)
 
     def _find(self, request: Request) -> None:
-        self._found, self._asked = self._kv.find(request), request
+        self._found, self._found_for = self._kv.find(request), request
 
-    def _has_taken_enough(self, request: Request) -> bool:
+    def _exceeds_reuse_limit(self, request: Request) -> bool:
         """Whether so much was taken over in this step that a long prompt must wait for the next one."""
-        if not self._taken_tokens or request.num_tokens < SHORT_TOKENS or request is self._due:
+        if not self._reused_tokens or request.num_tokens < SHORT_TOKENS or request is self._deferred_last_step:
             return False
-        return self._taken_tokens + request.num_tokens > TAKEN_TOKENS_PER_STEP
+        return self._reused_tokens + request.num_tokens > REUSED_TOKENS_PER_STEP
 
     def _is_crowded(self) -> bool:
         """Whether the decodes alone fill the step."""
         if self._step_budget is None:
             return False
-        total = self._accounts.everybody
+        total = self._accounts.aggregate
         return self._step_budget.is_crowded(total.num_decoding, total.context_at(self._accounts.step))
 
     def _is_being_computed(self, request: Request, num_found_blocks: int) -> bool:
         """Whether a running prefill, which was in this step or the one before, computes the block that is needed next."""
-        owner = self._under_way.owner(request, num_found_blocks)
-        if owner is None or owner is request or owner.account is None or owner.account.is_held:
+        owner = self._next_blocks.owner(request, num_found_blocks)
+        if owner is None or owner is request or owner.account is None or owner.account.is_paused:
             return False
         return owner.scheduled_step >= self._step - 1
 
@@ -122,26 +122,26 @@ class Admission:
         if _shares_prompt(request):
             assert request.forked_from is not None
             self._kv.fork(request, request.forked_from)
-            self._taken_tokens += request.num_computed_tokens
+            self._reused_tokens += request.num_computed_tokens
             return 0
-        assert request is self._asked, f"request {request.request_id} starts with the prefix that another one found"
-        self._asked = None
-        self._kv.place(request, self._found)
-        self._taken_tokens += request.num_computed_tokens
+        assert request is self._found_for, f"request {request.request_id} starts with the prefix that another one found"
+        self._found_for = None
+        self._kv.attach_prefix(request, self._found)
+        self._reused_tokens += request.num_computed_tokens
         return self._found.num_on_host
 
     def advance(self, request: Request) -> None:
         """A running prefill will compute its next block in this step or the next."""
-        self._under_way.follow(request)
+        self._next_blocks.update(request)
 
-    def computed(self, request: Request) -> None:
+    def finish_prefill(self, request: Request) -> None:
         """A prefill is complete."""
-        self._under_way.forget(request)
+        self._next_blocks.remove(request)
 
     def stop(self, request: Request, *, is_preempted: bool, is_failed: bool) -> None:
         """Take everything back."""
         self._forecast.remove(request)
-        self._under_way.forget(request)
+        self._next_blocks.remove(request)
         self._kv.release(request, is_preempted=is_preempted, is_failed=is_failed)
 
     def check_invariants(self) -> None:

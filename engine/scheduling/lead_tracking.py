@@ -34,9 +34,9 @@ class LeadTracker:
     def __init__(self, accounts: Accounts, backlogs: Mapping[Priority, Backlog], settings: FairSettings) -> None:
         self.settings = settings
         self.ahead: dict[Account, None] = {}  # beyond the hysteresis when last looked at
-        self.held: dict[Account, None] = {}  # pausing in this step
+        self.paused: dict[Account, None] = {}  # pausing in this step
         self.version = 0  # grows when another account is ahead
-        self._too_far: dict[Account, None] = {}  # beyond the cap when last looked at
+        self._over_cap: dict[Account, None] = {}  # beyond the cap when last looked at
         self._accounts = accounts
         self._backlogs = backlogs
         self._watched: dict[int, list[Account]] = {}
@@ -49,28 +49,28 @@ class LeadTracker:
         """Look at the accounts that are due."""
         step = self._accounts.step
         watched = self._watched.pop(step, None)
-        if watched is None and not self._too_far:
+        if watched is None and not self._over_cap:
             return
         for backlog in self._backlogs.values():
-            backlog.first(1, step)  # raises the level
+            backlog.next_accounts(1, step)  # raises the level
         for account in watched or ():
             if account.watch_step == step:
-                self.look_at(account)
-        for account in list(self._too_far):
-            self.look_at(account)
+                self.update(account)
+        for account in list(self._over_cap):
+            self.update(account)
 
-    def look_at(self, account: Account) -> None:
+    def update(self, account: Account) -> None:
         """Record where an account is, and when it could cross the next threshold."""
         if account.round is None or not account.running:
             self.ahead.pop(account, None)
-            self._too_far.pop(account, None)
+            self._over_cap.pop(account, None)
             return
         lead = self.lead_of(account)
         if lead >= self.settings.cap_ps:
-            self._too_far[account] = None
+            self._over_cap[account] = None
             self._note_ahead(account)
             return
-        self._too_far.pop(account, None)
+        self._over_cap.pop(account, None)
         if lead >= self.settings.hysteresis_ps:
             self._note_ahead(account)
             self._watch(account, self.settings.cap_ps - lead)
@@ -92,23 +92,23 @@ class LeadTracker:
             account.watch_step = latest
             self._watched.setdefault(latest, []).append(account)
 
-    def changes(self) -> tuple[list[Account], list[Account]]:
+    def pause_changes(self) -> tuple[list[Account], list[Account]]:
         """Accounts that pause from now on, and those that go on. One whose protected request is safe now pauses entirely."""
-        if not self._too_far and not self.held:
+        if not self._over_cap and not self.paused:
             return [], []
-        secured = {account for account in self._too_far if account.recovering is not None}
-        for account in secured:
+        protected = {account for account in self._over_cap if account.recovering is not None}
+        for account in protected:
             recovering(account)
-        pause = [account for account in self._too_far if account not in self.held or account in secured]
-        resume = [account for account in self.held if account not in self._too_far]
-        self.held.clear()
-        self.held.update(self._too_far)
+        pause = [account for account in self._over_cap if account not in self.paused or account in protected]
+        resume = [account for account in self.paused if account not in self._over_cap]
+        self.paused.clear()
+        self.paused.update(self._over_cap)
         return pause, resume
 
 
 def recovering(account: Account) -> Request | None:
     """The request of an account that may not be preempted or paused, if that still holds."""
     request = account.recovering
-    if request is not None and (request not in account.running or request.num_computed_tokens >= request.secured_len):
+    if request is not None and (request not in account.running or request.num_computed_tokens >= request.protected_len):
         request = account.recovering = None
     return request

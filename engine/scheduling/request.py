@@ -106,7 +106,7 @@ class Request:
     prefix_is_global: bool = False  # all hashed blocks so far are shared by all tenants
     num_promised_blocks: int = 0  # for its prompt, not held yet
     num_lost_tokens: int = 0  # computed when it was last preempted
-    secured_len: int = 0  # computed tokens up to which it is not preempted again
+    protected_len: int = 0  # computed tokens up to which it is not preempted again
     scheduled_step: int = -1  # the last step with a chunk of its prompt
     growth_step: int = -1  # the step in which its blocks will be full
     moved_step: int = -1  # the step of its last start or preemption
@@ -133,12 +133,12 @@ class Request:
     def is_finished(self) -> bool:
         return self.status is RequestStatus.FINISHED
 
-    def own_token_ids(self) -> None:
+    def copy_shared_token_ids(self) -> None:
         """Called when it starts, because it will write into the list: copies a shared one."""
         if self.shares_token_ids:
             self.token_ids, self.shares_token_ids = self.token_ids.copy(), False
 
-    def schedule_first(self, now_s: float) -> None:
+    def record_first_schedule(self, now_s: float) -> None:
         """Only the first match counts as cached: a preempted request finds its own blocks again, which is no discount."""
         self.first_scheduled_s = now_s
         self.queue_s = now_s - self.arrived_s
@@ -163,7 +163,7 @@ class Request:
             return FinishReason.STOP
         return FinishReason.LENGTH if len(token_ids) >= self.max_total_tokens else None
 
-    def fill(self, position: int, token_id: int) -> FinishReason | None:
+    def fill_token(self, position: int, token_id: int) -> FinishReason | None:
         """Fill in the token of a step that was under way. Returns the reason to end with it, if any; then the unknown tokens
         after it are dropped."""
         token_ids = self.token_ids
@@ -175,7 +175,7 @@ class Request:
             return FinishReason.STOP
         return FinishReason.LENGTH if position + 1 >= self.max_total_tokens else None
 
-    def take_unknown(self) -> int:
+    def remove_unknown_tokens(self) -> int:
         """Take the unknown tokens off the list and return their number."""
         num_unknown = self.num_unknown_tokens
         if num_unknown:
@@ -183,12 +183,12 @@ class Request:
             self.num_unknown_tokens = 0
         return num_unknown
 
-    def give_unknown(self, num_unknown: int) -> None:
-        """Put back what `take_unknown` took."""
+    def restore_unknown_tokens(self, num_unknown: int) -> None:
+        """Put back what `remove_unknown_tokens` took."""
         self.token_ids += [UNKNOWN_TOKEN] * num_unknown
         self.num_unknown_tokens = num_unknown
 
-    def forget_unknown(self) -> None:
+    def discard_unknown_tokens(self) -> None:
         """The steps under way yield nothing for this request."""
-        self.take_unknown()
+        self.remove_unknown_tokens()
         self.num_in_flight_tokens = 0

@@ -24,21 +24,21 @@ class StepEvents:
         rows = zip(self.requests, self.token_ids, strict=True)
         return [(request.request_id, request.index, token_id) for request, token_id in rows]
 
-    def add(self, later: StepEvents) -> None:
+    def extend(self, later: StepEvents) -> None:
         """Append later events, perhaps of the same requests."""
         if later.others or later.requests:
             if self.requests:
-                self.others = self.told()
+                self.others = self.as_events()
             self.others += later.others
             self.requests, self.starts, self.token_ids = later.requests, later.starts, later.token_ids
 
-    def told(self) -> list[TokenEvent]:
+    def as_events(self) -> list[TokenEvent]:
         """All events as objects."""
         rows = zip(self.requests, self.starts, self.token_ids, strict=True)
-        return self.others + [_one_more(request, start, token_id) for request, start, token_id in rows]
+        return self.others + [_decode_event(request, start, token_id) for request, start, token_id in rows]
 
 
-def _one_more(request: Request, start: int, token_id: int) -> TokenEvent:
+def _decode_event(request: Request, start: int, token_id: int) -> TokenEvent:
     event = token_event(request, [token_id])
     event.num_output_tokens = start + 2 - request.num_prompt_tokens
     event.finish_reason = None  # it may have ended since
@@ -65,7 +65,7 @@ def token_event(request: Request, token_ids: list[int], *, prompt_logprobs: list
     )
 
 
-def only_event(request: Request, reason: FinishReason, error: str | None = None, param: str | None = None) -> TokenEvent:
+def end_unscheduled(request: Request, reason: FinishReason, error: str | None = None, param: str | None = None) -> TokenEvent:
     """End an answer that never reached the scheduler. Returns its one event."""
     request.finish(reason)
     event = token_event(request, [])
@@ -73,7 +73,7 @@ def only_event(request: Request, reason: FinishReason, error: str | None = None,
     return event
 
 
-def refusal(wanted: GenerationRequest, reason: str, param: str) -> list[TokenEvent]:
+def refusal_events(wanted: GenerationRequest, reason: str, param: str) -> list[TokenEvent]:
     """The events of a request that is not queued, one for each of its answers."""
     return [
         TokenEvent(

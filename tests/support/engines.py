@@ -80,7 +80,7 @@ def evict_all(engine: Engine) -> None:
     """Drop the content of every block that nobody holds, to the host tier where there is one."""
     pool = engine._scheduler.pool
     pool.release(pool.allocate(pool.num_available))
-    engine.runner.move(engine._scheduler.kv.take_moves())
+    engine.runner.move(engine._scheduler.kv.pop_moves())
 
 
 def wanted(request_id: str, prompt: Sequence[int], *, tenant_id: str = "alice", **sampling: Any) -> GenerationRequest:

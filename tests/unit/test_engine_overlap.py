@@ -240,12 +240,12 @@ def test_tokens_of_two_steps_that_come_at_once_are_told_in_order() -> None:
     request = make_request("a", 2, max_tokens=4)
     request.token_ids += [7, 8, 9]
     happened = StepEvents([], [request], [2], [8])
-    happened.add(StepEvents())
+    happened.extend(StepEvents())
     assert happened.decoded == [("a", 0, 8)]
     request.finish(FinishReason.STOP)
-    happened.add(StepEvents([token_event(request, [9])]))
+    happened.extend(StepEvents([token_event(request, [9])]))
     assert not happened.decoded
-    told = [(event.token_ids, event.num_output_tokens, event.finish_reason) for event in happened.told()]
+    told = [(event.token_ids, event.num_output_tokens, event.finish_reason) for event in happened.as_events()]
     assert told == [([8], 2, None), ([9], 3, FinishReason.STOP)]
 
 

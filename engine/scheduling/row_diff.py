@@ -14,23 +14,23 @@ from typing import Any, TypeVar
 Each = TypeVar("Each")
 
 
-def departures(before: Sequence[Any], after: Sequence[Any]) -> list[int]:
+def removed_rows(before: Sequence[Any], after: Sequence[Any]) -> list[int]:
     """The rows of `before`, in ascending order, to remove so that the rest is the start of `after`. An element that is
     elsewhere in `after` counts as gone. One pass over the lists at the speed of C, and one Python step for each row removed."""
-    gone: list[int] = []
+    removed: list[int] = []
     row = 0
     while row < len(before):
-        others = after[row - len(gone) :]
+        others = after[row - len(removed) :]
         first = next(compress(count(row), map(is_not, before[row:], others)), None)
         if first is None:
-            gone += range(row + len(others), len(before))
+            removed += range(row + len(others), len(before))
             break
-        gone.append(first)
+        removed.append(first)
         row = first + 1
-    return gone
+    return removed
 
 
-def without(column: Sequence[Each], rows: Sequence[int]) -> list[Each]:
+def without_rows(column: Sequence[Each], rows: Sequence[int]) -> list[Each]:
     """A copy of a column without these rows, which are in ascending order."""
     kept = [*column]
     for row in reversed(rows):
