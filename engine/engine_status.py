@@ -22,7 +22,7 @@ class StepFigures:
     step_ms: float = 0.0
     num_batched_tokens: int = 0
 
-    def count(self, batch: ScheduledBatch, step_s: float) -> None:
+    def record(self, batch: ScheduledBatch, step_s: float) -> None:
         """Take note of a step."""
         self.steps_total += 1
         self.num_batched_tokens = batch.num_tokens

@@ -38,7 +38,7 @@ _TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3  # of glibc's mallopt
 
 def prepare_environment() -> None:
     """Set what helps; what the operator has set himself stays. Logs what could not be set because torch was imported before."""
-    keep_memory()
+    configure_malloc()
     os.environ.setdefault(FP_FUSION, "1")
     settings: dict[str, str] = {}
     if "GOMP_SPINCOUNT" not in os.environ and "OMP_WAIT_POLICY" not in os.environ:
@@ -46,13 +46,13 @@ def prepare_environment() -> None:
     if "MKL_CBWR" not in os.environ and _is_amd():
         settings["MKL_CBWR"] = "AVX2"
     if settings and "torch" in sys.modules:
-        told = ", ".join(f"{name}={value}" for name, value in settings.items())
-        log.info("torch was imported before the engine: %s not set, small batches may be slower", told)
+        unset = ", ".join(f"{name}={value}" for name, value in settings.items())
+        log.info("torch was imported before the engine: %s not set, small batches may be slower", unset)
         return
     os.environ.update(settings)
 
 
-def keep_memory() -> None:
+def configure_malloc() -> None:
     """Have the C library keep what steps free, if it is glibc and the operator has said nothing about it."""
     if any(name.startswith("MALLOC_") or name == "GLIBC_TUNABLES" for name in os.environ):
         return

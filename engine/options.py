@@ -82,7 +82,7 @@ class EngineOptions:
             if value is None and option.default is None:
                 continue
             for limit in LIMITS[option.name]:
-                if not limit.holds(value):
+                if not limit.allows(value):
                     raise EngineConfigError(option.name, limit.refusal(value))
 
     @classmethod

@@ -166,7 +166,7 @@ def _read_ahead(paths: Sequence[Path]) -> None:
 
 def load_weights(directory: Path, plan: WeightPlan, *, progress: Callable[[float], None]) -> None:
     """Fill every place of `plan`. `progress` gets the loaded fraction, from 0 to 1. Raises `WeightsError`."""
-    seen: set[str] = set()
+    loaded: set[str] = set()
     unexpected: list[str] = []
     tied: dict[str, torch.Tensor] = {}
     files = weight_files(directory)
@@ -175,20 +175,20 @@ def load_weights(directory: Path, plan: WeightPlan, *, progress: Callable[[float
             _read_ahead(files[number : number + 2])
             for stored in tensors.keys():  # noqa: SIM118 - not a mapping
                 name = plan.name_of(stored)
-                if name in seen:
+                if name in loaded:
                     raise WeightsError(f"{path.name}: tensor {stored} stands in two files")
-                seen.add(name)
+                loaded.add(name)
                 if name in plan.tied:
                     tied[name] = tensors.get_tensor(stored)
-                elif not _take(plan, name, partial(tensors.get_tensor, stored), path):
+                elif not _load_tensor(plan, name, partial(tensors.get_tensor, stored), path):
                     unexpected.append(stored)
-                progress(min(1.0, len(seen) / max(1, len(plan.places))))
-    _check_complete(directory, plan, seen, unexpected)
+                progress(min(1.0, len(loaded) / max(1, len(plan.places))))
+    _check_complete(directory, plan, loaded, unexpected)
     for name, tensor in tied.items():
         _check_tied(plan, name, tensor)
 
 
-def _take(plan: WeightPlan, name: str, read: Callable[[], torch.Tensor], path: Path) -> bool:
+def _load_tensor(plan: WeightPlan, name: str, read: Callable[[], torch.Tensor], path: Path) -> bool:
     """Copy one tensor to its place; False when nobody asked for it."""
     if name.endswith(".rotary_emb.inv_freq") or (plan.ignored and name.startswith(plan.ignored)):
         return True  # the former is a buffer of old checkpoints: computed from the configuration here
@@ -233,8 +233,8 @@ def _check_tied(plan: WeightPlan, name: str, tensor: torch.Tensor) -> None:
         raise WeightsError(f"tie_word_embeddings is set, but {name} differs from {plan.tied[name]}")
 
 
-def _check_complete(directory: Path, plan: WeightPlan, seen: set[str], unexpected: list[str]) -> None:
-    missing = sorted(set(plan.places) - seen - plan.optional)
+def _check_complete(directory: Path, plan: WeightPlan, loaded: set[str], unexpected: list[str]) -> None:
+    missing = sorted(set(plan.places) - loaded - plan.optional)
     if missing:
         verb = "tensor is" if len(missing) == 1 else "tensors are"
         raise WeightsError(f"{directory}: {len(missing)} {verb} missing: {_shown(missing)}; {FOREIGN}")

@@ -95,7 +95,9 @@ def random_engine(
         stack.enter_context(mock.patch("engine.models.loading.load_weights", fill))
         stack.enter_context(mock.patch("engine.quantization.scheme.stored_names", return_value=set(shapes)))
         if context.rehearsal:  # everything that a GPU does, on a CPU, except graphs
-            stack.enter_context(mock.patch("engine.resolved_options.step_mode", return_value=_rehearsed_mode(context, chosen)))
+            stack.enter_context(
+                mock.patch("engine.resolved_options.resolve_step_mode", return_value=_rehearsed_mode(context, chosen))
+            )
             if chosen.pop("interpreted", False):
                 stack.enter_context(mock.patch.dict("kernels.ops._TABLES", cpu="kernels.triton.table"))
         engine = build_engine(EngineOptions(model=directory, name=name, **chosen))

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from engine.errors import EngineError, EngineOverloaded, ModelError
-from engine.fault_isolation import failure
+from engine.fault_isolation import failure_message
 from engine.grammar.compile_lines import NO_THREAD, overloaded
 from engine.grammar.matcher import CompiledGrammar
 from engine.grammar.spec import GrammarError, GrammarSpec
@@ -176,7 +176,7 @@ class GrammarQueue:
             return parked.answers, error
         told = parked.param, parked.answers[0].request_id
         log.error("a grammar could not be compiled param=%s request_id=%s", *told, exc_info=error)
-        return parked.answers, EngineError(failure("compile", error))
+        return parked.answers, EngineError(failure_message("compile", error))
 
     @property
     def guides(self) -> bool:

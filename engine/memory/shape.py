@@ -170,8 +170,8 @@ class MemoryShape:
     def captured_chunks_bytes(self, num_rows: int, element_bytes: int) -> int:
         """What a captured step with chunks needs: activations of so many rows, and the partial results of splits, which only a
         few rows have. A few block tables are not counted."""
-        left_bytes = CHUNK_PARTS_MAX * (self.head_dim + 1) * 4 if num_rows else 0
-        return num_rows * self.layer_width * element_bytes + left_bytes
+        partials_bytes = CHUNK_PARTS_MAX * (self.head_dim + 1) * 4 if num_rows else 0
+        return num_rows * self.layer_width * element_bytes + partials_bytes
 
     def few_queries_bytes(self, load: Load, context_len: int, formats: Formats) -> int:
         """What a step of short chunks, of FEW_QUERIES_MAX tokens at most, needs if it has more rows than the workspace of
@@ -181,8 +181,8 @@ class MemoryShape:
             return 0
         kv_bytes = formats.kv_element_bytes
         splits = max(num_splits(context_len, self.head_dim, kv_bytes, window) for window in self.windows)
-        left_bytes = min(num_tokens * splits * self.num_heads * (self.head_dim + 1) * 4, FEW_QUERIES_BYTES_MAX)
-        return num_tokens * self.layer_width * formats.element_bytes + left_bytes
+        partials_bytes = min(num_tokens * splits * self.num_heads * (self.head_dim + 1) * 4, FEW_QUERIES_BYTES_MAX)
+        return num_tokens * self.layer_width * formats.element_bytes + partials_bytes
 
     def recorded_bytes(self, num_rows: int, element_bytes: int) -> int:
         """What recorded steps of `num_rows` rows keep, all kinds together: two layers, which take turns, what is computed

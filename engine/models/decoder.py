@@ -8,8 +8,8 @@ import torch
 
 from engine.config.model import ModelConfig
 from engine.layers.attention import Attention
-from engine.layers.batch_inputs import BatchInputs
 from engine.layers.experts import SparseMLP
+from engine.layers.forward_inputs import ForwardInputs
 from engine.layers.mlp import GatedMLP
 from engine.layers.norm import RMSNorm
 from engine.models.fused_layers import FusedLayer, FusedLayers
@@ -75,7 +75,7 @@ class DecoderLayer:
         self,
         x: torch.Tensor | ops.Fp8Rows,
         residual: torch.Tensor,
-        inputs: BatchInputs,
+        inputs: ForwardInputs,
         kv_cache: torch.Tensor | None,
         next_norm: RMSNorm | None,
         wanted: torch.Tensor | None,
@@ -230,7 +230,7 @@ class Decoder:
 
     def __call__(
         self,
-        inputs: BatchInputs,
+        inputs: ForwardInputs,
         kv_caches: Sequence[torch.Tensor] | None,
         before_layer: Callable[[], None] | None = None,
     ) -> torch.Tensor:
@@ -246,13 +246,13 @@ class Decoder:
             return self._norm(x if inputs.sampled_rows is None else x.index_select(0, inputs.sampled_rows))
         return self._through(self._embedded(inputs), inputs, kv_caches)  # which alone holds the rows, and lets go of them
 
-    def _embedded(self, inputs: BatchInputs) -> torch.Tensor:
+    def _embedded(self, inputs: ForwardInputs) -> torch.Tensor:
         return self._ops.embed(inputs.token_ids, self._embedding, multiplier=self._multiplier)
 
     def _through(
         self,
         residual: torch.Tensor,
-        inputs: BatchInputs,
+        inputs: ForwardInputs,
         kv_caches: Sequence[torch.Tensor] | None,
         before_layer: Callable[[], None] = lambda: None,
     ) -> torch.Tensor:

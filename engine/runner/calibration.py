@@ -22,8 +22,8 @@ from typing import Protocol
 import torch
 
 from engine.config.model import ModelConfig
-from engine.runner.input_rows import InputRow
 from engine.runner.paged_decoder import PagedDecoder
+from engine.runner.token_spans import TokenSpan
 from engine.scheduling.limits import SchedulerLimits
 from engine.scheduling.step_time import DeviceSpeed, Efficiency, ModelShape, StepTimeModel
 from engine.speculation.prompt_lookup import SpeculationCosts
@@ -66,7 +66,7 @@ class TimedSteps(Protocol):
         """A decode of one row by the draft model."""
         ...
 
-    def chunks(self, rows: Sequence[InputRow]) -> torch.Tensor:
+    def chunks(self, spans: Sequence[TokenSpan]) -> torch.Tensor:
         """Hidden states of the outputs of chunks of prompts."""
         ...
 
@@ -102,14 +102,14 @@ def measure_speed(
     """
     cache, block_size = target.kv_caches[0], limits.block_size
     device, guesses_in_passes = cache.device.type, max_guesses > 0 and steps is None
-    asked = {*ROWS[device], *(ROWS_BETWEEN if guesses_in_passes else ())}
-    fitting = [num_rows for num_rows in asked if min(num_rows, CHUNK_ROWS) <= limits.max_model_len]
+    row_counts = {*ROWS[device], *(ROWS_BETWEEN if guesses_in_passes else ())}
+    fitting = [num_rows for num_rows in row_counts if min(num_rows, CHUNK_ROWS) <= limits.max_model_len]
     rows = sorted({min(num_rows, limits.max_num_batched_tokens) for num_rows in fitting})
     most_rows = rows[-1]
     max_sampled = min(most_rows, ROWS[device][1] if guesses_in_passes else limits.max_num_seqs)
     one_row_s = _pass_s(target, 1, 1, block_size) if steps is None else _fastest_s(partial(steps.decode, 1), STEPS)
-    of_chunks = partial(_pass_s, target, block_size=block_size, hidden_of=None if steps is None else steps.chunks)
-    passes_s = [of_chunks(num_rows, min(num_rows, max_sampled)) for num_rows in rows[1:]]
+    chunk_pass_s = partial(_pass_s, target, block_size=block_size, hidden_of=None if steps is None else steps.chunks)
+    passes_s = [chunk_pass_s(num_rows, min(num_rows, max_sampled)) for num_rows in rows[1:]]
     times = list(accumulate([one_row_s, *passes_s], max))
     draft_s, draft_most_s = (0.0 if draft is None else _pass_s(draft, num_rows, 1, block_size) for num_rows in (1, most_rows))
     shape = ModelShape.of(config)
@@ -154,24 +154,24 @@ def _pass_s(
     num_sampled: int,
     block_size: int,
     *,
-    hidden_of: Callable[[Sequence[InputRow]], torch.Tensor] | None = None,
+    hidden_of: Callable[[Sequence[TokenSpan]], torch.Tensor] | None = None,
 ) -> float:
-    def chunk(first: int) -> InputRow:
+    def chunk(first: int) -> TokenSpan:
         length = min(CHUNK_ROWS, num_rows - first)
         not_sampled = min(length, max(0, num_rows - num_sampled - first))
-        return InputRow([0] * length, 0, range(-(-length // block_size)), range(not_sampled, length))
+        return TokenSpan([0] * length, 0, range(-(-length // block_size)), range(not_sampled, length))
 
-    rows = [chunk(first) for first in range(0, num_rows, CHUNK_ROWS)]
+    spans = [chunk(first) for first in range(0, num_rows, CHUNK_ROWS)]
 
     def run() -> None:
-        decoder.logits((hidden_of or decoder.pass_over)(rows))
+        decoder.logits((hidden_of or decoder.forward_spans)(spans))
         if decoder.kv_caches[0].is_cuda:
             torch.cuda.synchronize()
 
     return _fastest_s(run)
 
 
-def _fastest_s(run: Callable[[], None], most: int = PASSES) -> float:
+def _fastest_s(run: Callable[[], None], max_runs: int = PASSES) -> float:
     def timed_s() -> float:
         started_s = time.perf_counter()
         run()
@@ -179,7 +179,7 @@ def _fastest_s(run: Callable[[], None], most: int = PASSES) -> float:
 
     timed_s()
     times = [timed_s()]
-    while len(times) < most and sum(times) < PASSES_S:
+    while len(times) < max_runs and sum(times) < PASSES_S:
         times.append(timed_s())
     return min(times)
 

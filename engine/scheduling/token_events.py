@@ -73,11 +73,11 @@ def end_unscheduled(request: Request, reason: FinishReason, error: str | None = 
     return event
 
 
-def refusal_events(wanted: GenerationRequest, reason: str, param: str) -> list[TokenEvent]:
+def refusal_events(submitted: GenerationRequest, reason: str, param: str) -> list[TokenEvent]:
     """The events of a request that is not queued, one for each of its answers."""
     return [
         TokenEvent(
-            request_id=wanted.request_id,
+            request_id=submitted.request_id,
             token_ids=[],
             num_output_tokens=0,
             num_prompt_tokens_computed=0,
@@ -86,5 +86,5 @@ def refusal_events(wanted: GenerationRequest, reason: str, param: str) -> list[T
             index=index,
             error_param=param,
         )
-        for index in range(wanted.sampling.num_answers)
+        for index in range(submitted.sampling.num_answers)
     ]

@@ -42,7 +42,7 @@ from engine.options import EngineOptions
 from engine.quantization.places import Fp8CodesPlace
 from engine.runner.cuda_graphs import DirectCalls
 from engine.runner.embedder import Embedder
-from engine.runner.token_return import Fetch, FetchedAtOnce, TokenReturn
+from engine.runner.token_return import Fetch, ImmediateFetch, TokenReturn
 from engine.scheduling.scheduled_batch import BlockMoves
 from engine.speculation.options import SpeculativeOptions
 from engine.speculation.prompt_lookup import AdaptiveDrafter
@@ -166,7 +166,7 @@ class LeftOnCard(TokenReturn):
 
     def fetch(self, tokens: torch.Tensor, scores: torch.Tensor | None = None, *, inputs: torch.Tensor | None = None) -> Fetch:
         kept_inputs = None if inputs is None else inputs.tolist()
-        return FetchedAtOnce(tokens.tolist(), None if scores is None else scores.clone(), kept_inputs)
+        return ImmediateFetch(tokens.tolist(), None if scores is None else scores.clone(), kept_inputs)
 
 
 @cache
@@ -322,7 +322,7 @@ def engine_of(folder: Path, case: Case) -> Iterator[Engine]:
     with ExitStack() as stack:
         stack.enter_context(mock.patch("engine.models.loading.load_weights", write_weights))
         stack.enter_context(mock.patch("engine.quantization.scheme.stored_names", return_value=stored_names(case)))
-        stack.enter_context(mock.patch("engine.resolved_options.step_mode", mode_without_graphs))
+        stack.enter_context(mock.patch("engine.resolved_options.resolve_step_mode", mode_without_graphs))
         grammars = GrammarCompiler((MODEL | case.model)["vocab_size"])
         stack.enter_context(mock.patch("engine.build.LateCompiler", return_value=grammars))
         stack.enter_context(mock.patch("engine.runner.runner_choice.DirectCalls", Captured))

@@ -12,12 +12,12 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from engine.layers.batch_inputs import BatchInputs
+from engine.layers.forward_inputs import ForwardInputs
 from engine.layers.rotary import RotaryTable
 from kernels.ops import AnyPlan, AnyPlanner, AttentionRow, PagedPlan, PagedPlanner, send
 
 
-class InputRow(NamedTuple):
+class TokenSpan(NamedTuple):
     """Consecutive tokens of one request, the first at position `start`. `outputs` are the indices into them whose hidden
     states are wanted."""
 
@@ -27,52 +27,54 @@ class InputRow(NamedTuple):
     outputs: Sequence[int] = ()
 
 
-def forward_order(rows: Sequence[InputRow]) -> list[int]:
-    """Indices of `rows` in the order of the forward pass."""
+def forward_order(spans: Sequence[TokenSpan]) -> list[int]:
+    """Indices of `spans` in the order of the forward pass."""
     single: list[int] = []
     longer: list[int] = []
-    for index, row in enumerate(rows):
-        (single if len(row.token_ids) == 1 else longer).append(index)
-    starts = [row.start for row in rows]
+    for index, span in enumerate(spans):
+        (single if len(span.token_ids) == 1 else longer).append(index)
+    starts = [span.start for span in spans]
     single.sort(key=starts.__getitem__, reverse=True)
     return single + longer
 
 
-def make_batch_inputs(
-    rows: Sequence[InputRow],
+def make_forward_inputs(
+    spans: Sequence[TokenSpan],
     *,
     block_size: int,
     rotaries: Sequence[RotaryTable],
     planners: Sequence[AnyPlanner],
     device: torch.device,
-) -> BatchInputs:
-    """Tensors for one pass over `rows`. Layers find their rotation and their attention plan by index."""
+) -> ForwardInputs:
+    """Tensors for one pass over `spans`. Layers find their rotation and their attention plan by index."""
     token_ids: list[int] = []
     positions: list[int] = []
-    slots: list[int] = []
-    firsts = [0] * len(rows)
+    slot_mapping: list[int] = []
+    firsts = [0] * len(spans)
     attention_rows: list[AttentionRow] = []
-    for index in forward_order(rows):
-        ids, start, block_table, _ = rows[index]
+    for index in forward_order(spans):
+        ids, start, block_table, _ = spans[index]
         firsts[index] = len(token_ids)
         attention_rows.append(AttentionRow(block_table, len(ids), start + len(ids)))
         token_ids += ids
         if len(ids) == 1:
             positions.append(start)
-            slots.append(block_table[start // block_size] * block_size + start % block_size)
+            slot_mapping.append(block_table[start // block_size] * block_size + start % block_size)
         else:
             positions += range(start, start + len(ids))
-            slots += _slots(block_table, start, start + len(ids), block_size)
-    wanted = [first + output for first, row in zip(firsts, rows, strict=True) for output in row.outputs]
+            slot_mapping += _slot_mapping(block_table, start, start + len(ids), block_size)
+    sampled_rows = [first + output for first, span in zip(firsts, spans, strict=True) for output in span.outputs]
     num_tokens = len(token_ids)
-    sent = send(token_ids + positions + slots + wanted, torch.int64, device)
-    on_device = sent[num_tokens : 2 * num_tokens]
-    return BatchInputs(
-        token_ids=sent[:num_tokens],
-        positions=on_device,
-        rotations=tuple(rotary.at(on_device) for rotary in rotaries),
-        slot_mapping=sent[2 * num_tokens : 3 * num_tokens],
-        sampled_rows=None if len(wanted) == num_tokens and wanted == list(range(num_tokens)) else sent[3 * num_tokens :],
+    packed = send(token_ids + positions + slot_mapping + sampled_rows, torch.int64, device)
+    device_positions = packed[num_tokens : 2 * num_tokens]
+    return ForwardInputs(
+        token_ids=packed[:num_tokens],
+        positions=device_positions,
+        rotations=tuple(rotary.at(device_positions) for rotary in rotaries),
+        slot_mapping=packed[2 * num_tokens : 3 * num_tokens],
+        sampled_rows=None
+        if len(sampled_rows) == num_tokens and sampled_rows == list(range(num_tokens))
+        else packed[3 * num_tokens :],
         attention=tuple(_plans(attention_rows, planners)),
     )
 
@@ -88,7 +90,7 @@ def _plans(rows: Sequence[AttentionRow], planners: Sequence[AnyPlanner]) -> Iter
             yield paged
 
 
-def _slots(block_table: Sequence[int], start: int, end: int, block_size: int) -> list[int]:
+def _slot_mapping(block_table: Sequence[int], start: int, end: int, block_size: int) -> list[int]:
     positions = np.arange(start, end)
-    slots: list[int] = (np.asarray(block_table)[positions // block_size] * block_size + positions % block_size).tolist()
-    return slots
+    slot_mapping: list[int] = (np.asarray(block_table)[positions // block_size] * block_size + positions % block_size).tolist()
+    return slot_mapping

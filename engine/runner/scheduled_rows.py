@@ -1,7 +1,7 @@
 """Rows of a step: what the forward pass computes of each scheduled request, and which hidden states choose tokens.
 
-`input_row` makes the row of one request for the forward pass. `PlainStepRows` are those of a step of the plain runner, every
-token of which is known to the host. `SampledRows` are the rows that choose tokens in a step over slots, some tokens of which
+`token_span` makes the row of one request for the forward pass. `PlainStepRows` are those of a step of the plain runner, every
+token of which is known to the host. `SlotStepRows` are the rows that choose tokens in a step over slots, some tokens of which
 are known to the device alone: the last one of a decode whose step was launched behind another, and guesses of a draft model.
 """
 
@@ -10,45 +10,49 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from engine.runner.input_rows import InputRow, forward_order
+from engine.runner.token_spans import TokenSpan, forward_order
 from engine.sampling.logits_rules import SampledRow
 from engine.scheduling.scheduled_batch import ScheduledRequest
 
-FIRST = (0,)
-NONE = range(0)
+FIRST_OUTPUT = (0,)
+EMPTY = range(0)
 
-UNKNOWN = (0,)
+DEVICE_TOKEN = (0,)
 """Stands for one token that the device puts in: token 0, which every vocabulary has. Told from a known token 0 by identity."""
 
 
-def input_row(item: ScheduledRequest) -> InputRow:
+def token_span(item: ScheduledRequest) -> TokenSpan:
     """The row of `item` in the forward pass, with token 0 for each that the host does not know. Its outputs are the hidden
     states that choose tokens: that of the last known token and those of guesses, none if the step does not sample."""
     request, start, num_tokens = item.request, item.start, item.num_tokens
     if num_tokens == 1 and item.samples:
         token_id = request.token_ids[start]
-        return InputRow(UNKNOWN if token_id < 0 else [token_id], start, request.block_table, FIRST)
-    token_ids, outputs = request.token_ids[start : start + num_tokens], NONE
+        return TokenSpan(DEVICE_TOKEN if token_id < 0 else [token_id], start, request.block_table, FIRST_OUTPUT)
+    token_ids, outputs = request.token_ids[start : start + num_tokens], EMPTY
     if item.samples:
         token_ids += item.draft_inputs
         outputs = range(item.num_known_tokens - 1, num_tokens)
-    return InputRow(token_ids, start, request.block_table, outputs)
+    return TokenSpan(token_ids, start, request.block_table, outputs)
 
 
-def unknown_places(rows: Sequence[InputRow]) -> dict[int, int]:
-    """The rows that are `UNKNOWN`, by the places of their tokens among all tokens of the pass."""
-    return {place: row for place, row in enumerate(forward_order(rows)) if rows[row].token_ids is UNKNOWN}
+def device_token_indices(spans: Sequence[TokenSpan]) -> dict[int, int]:
+    """The rows that are `DEVICE_TOKEN`, by the places of their tokens among all tokens of the pass."""
+    return {
+        index: index_of_span
+        for index, index_of_span in enumerate(forward_order(spans))
+        if spans[index_of_span].token_ids is DEVICE_TOKEN
+    }
 
 
-def guess_places(items: Sequence[ScheduledRequest], rows: Sequence[InputRow]) -> list[int]:
-    """The places of guesses among all tokens of the pass over `rows` of these items, item by item."""
-    firsts, num_tokens = [0] * len(rows), 0
-    for row in forward_order(rows):
-        firsts[row] = num_tokens
-        num_tokens += len(rows[row].token_ids)
+def guess_token_indices(items: Sequence[ScheduledRequest], spans: Sequence[TokenSpan]) -> list[int]:
+    """The places of guesses among all tokens of the pass over `spans` of these items, item by item."""
+    first_tokens, num_tokens = [0] * len(spans), 0
+    for index_of_span in forward_order(spans):
+        first_tokens[index_of_span] = num_tokens
+        num_tokens += len(spans[index_of_span].token_ids)
     return [
         first + index
-        for first, item in zip(firsts, items, strict=True)
+        for first, item in zip(first_tokens, items, strict=True)
         for index in range(item.num_known_tokens, item.num_tokens)
     ]
 
@@ -61,7 +65,7 @@ def scored_positions(item: ScheduledRequest) -> range:
     """
     request = item.request
     if request.sampling.prompt_logprobs is None or request.index:
-        return NONE
+        return EMPTY
     first = max(item.start, request.num_prompt_tokens_computed)
     return range(first, max(first, min(item.start + item.num_tokens, request.num_prompt_tokens - 1)))
 
@@ -74,16 +78,17 @@ class PlainStepRows:
     item 0: known tokens … last │ guesses        item 1: a chunk of a prompt with log-probabilities
             ······        0       1   2                  3 (chooses, if the prompt ends here)   4 5 6 7 (scored)
 
-    `places` are the sampled rows' indices into the hidden states; `choosing[i]` are item i's indices into `sampled`,
-    `scored[i]` the indices of its scored rows into the hidden states, the first of which predicts token `scored_from[i]`.
+    `spans`: the input of each item. `sampled`: the rows that sample a token. `hidden_rows`: their indices into the hidden
+    states. `sampled_ranges[i]`: item i's indices into `sampled`. `scored_ranges[i]`: the indices of its scored rows into the
+    hidden states, the first of which predicts token `scored_starts[i]`.
     """
 
-    inputs: list[InputRow] = field(default_factory=list)
+    spans: list[TokenSpan] = field(default_factory=list)
     sampled: list[SampledRow] = field(default_factory=list)
-    places: list[int] = field(default_factory=list)
-    choosing: list[range] = field(default_factory=list)
-    scored: list[range] = field(default_factory=list)
-    scored_from: list[int] = field(default_factory=list)
+    hidden_rows: list[int] = field(default_factory=list)
+    sampled_ranges: list[range] = field(default_factory=list)
+    scored_ranges: list[range] = field(default_factory=list)
+    scored_starts: list[int] = field(default_factory=list)
     num_outputs: int = 0
 
     @classmethod
@@ -100,33 +105,33 @@ class PlainStepRows:
         """A plain decode, of which a batch may have hundreds: what `_add` does, without what it does not need."""
         request, start, row = item.request, item.start, len(self.sampled)
         token_ids = request.token_ids
-        self.inputs.append(InputRow((token_ids[start],), start, request.block_table, FIRST))
+        self.spans.append(TokenSpan((token_ids[start],), start, request.block_table, FIRST_OUTPUT))
         self.sampled.append(SampledRow(request, len(token_ids)))
-        self.places.append(self.num_outputs)
-        self.choosing.append(range(row, row + 1))
-        self.scored.append(NONE)
-        self.scored_from.append(start + 1)
+        self.hidden_rows.append(self.num_outputs)
+        self.sampled_ranges.append(range(row, row + 1))
+        self.scored_ranges.append(EMPTY)
+        self.scored_starts.append(start + 1)
         self.num_outputs += 1
 
     def _add(self, item: ScheduledRequest) -> None:
-        request, row, positions = item.request, input_row(item), scored_positions(item)
+        request, span, positions = item.request, token_span(item), scored_positions(item)
         num_guesses = len(item.draft_token_ids)
         assert num_guesses == item.num_draft_tokens, f"request {request.request_id} has {num_guesses} guesses"
-        assert row.token_ids is not UNKNOWN, f"the host does not know the last token of {request.request_id}"
-        num_choosing, first, num_sampled = len(row.outputs), self.num_outputs, len(self.sampled)
+        assert span.token_ids is not DEVICE_TOKEN, f"the host does not know the last token of {request.request_id}"
+        num_new_sampled, first, num_sampled = len(span.outputs), self.num_outputs, len(self.sampled)
         if positions:
-            row = row._replace(outputs=[*row.outputs, *(position - item.start for position in positions)])
-        self.inputs.append(row)
-        self.sampled += [SampledRow(request, request.num_tokens + depth) for depth in range(num_choosing)]
-        self.places += range(first, first + num_choosing)
-        self.choosing.append(range(num_sampled, len(self.sampled)))
-        self.num_outputs += len(row.outputs)
-        self.scored.append(range(first + num_choosing, self.num_outputs))
-        self.scored_from.append(positions.start + 1)
+            span = span._replace(outputs=[*span.outputs, *(position - item.start for position in positions)])
+        self.spans.append(span)
+        self.sampled += [SampledRow(request, request.num_tokens + depth) for depth in range(num_new_sampled)]
+        self.hidden_rows += range(first, first + num_new_sampled)
+        self.sampled_ranges.append(range(num_sampled, len(self.sampled)))
+        self.num_outputs += len(span.outputs)
+        self.scored_ranges.append(range(first + num_new_sampled, self.num_outputs))
+        self.scored_starts.append(positions.start + 1)
 
 
 @dataclass(slots=True)
-class SampledRows:
+class SlotStepRows:
     """Rows of a step that choose a token: of each request the one behind its last token, and one behind each of its guesses.
 
     request a, no guesses      last │ → token                       one row
@@ -144,7 +149,7 @@ class SampledRows:
     depths: dict[int, int] = field(default_factory=dict)
 
     @classmethod
-    def of(cls, items: Sequence[ScheduledRequest], slots: Sequence[int]) -> SampledRows:
+    def of(cls, items: Sequence[ScheduledRequest], slots: Sequence[int]) -> SlotStepRows:
         """`items`, all of which sample, in `slots`."""
         assert len(slots) == len(items), "every request of the step has a slot"
         depths = [item.num_draft_tokens for item in items]
@@ -162,33 +167,33 @@ class SampledRows:
         return rows
 
     @property
-    def guessing(self) -> list[int]:
+    def guess_rows(self) -> list[int]:
         """The rows of guesses, in order."""
         return [first + index for first, depth in self.depths.items() for index in range(1, depth + 1)]
 
-    def inputs(self, block_size: int) -> list[list[int]]:
+    def input_columns(self, block_size: int) -> list[list[int]]:
         """Columns of a decode step: slots, tokens, their positions, their places in the cache, lengths of contexts. Each row
         attends as a decode that sees the rows before it, whose keys and values are in the cache by then."""
-        places = []
+        slot_mapping = []
         for item, end in zip(self.items, self.positions, strict=True):
             column, offset = divmod(end - 1, block_size)
-            places.append(item.request.block_table[column] * block_size + offset)
-        return [self.slots, self.tokens, [end - 1 for end in self.positions], places, self.positions]
+            slot_mapping.append(item.request.block_table[column] * block_size + offset)
+        return [self.slots, self.tokens, [end - 1 for end in self.positions], slot_mapping, self.positions]
 
 
-def row_groups(slots: Sequence[int], lens: Sequence[int], together: int) -> list[list[int]]:
-    """Groups of at most `together` rows of one slot, which lie side by side and are attended as one. lens: of the rows'
+def group_rows(slots: Sequence[int], lens: Sequence[int], max_group: int) -> list[list[int]]:
+    """Groups of at most `max_group` rows of one slot, which lie side by side and are attended as one. lens: of the rows'
     contexts, each one longer than the one before → in columns, as many as there are rows: the slot of a group, the length of
     its last row's context, and its end among the rows. Behind the last group are some without rows, of length 0."""
     ends, first = [], 0
     for row in range(1, len(slots) + 1):
-        if row == len(slots) or slots[row] != slots[first] or row - first == together:
+        if row == len(slots) or slots[row] != slots[first] or row - first == max_group:
             ends.append(row)
             first = row
-    num_absent = len(slots) - len(ends)
+    num_empty = len(slots) - len(ends)
     last_rows = [end - 1 for end in ends]
     return [
-        [slots[row] for row in last_rows] + [slots[-1]] * num_absent,
-        [lens[row] for row in last_rows] + [0] * num_absent,
-        ends + [len(slots)] * num_absent,
+        [slots[row] for row in last_rows] + [slots[-1]] * num_empty,
+        [lens[row] for row in last_rows] + [0] * num_empty,
+        ends + [len(slots)] * num_empty,
     ]

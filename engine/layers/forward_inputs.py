@@ -11,7 +11,7 @@ from kernels.ops import AnyPlan
 
 
 @dataclass(frozen=True, slots=True)
-class BatchInputs:
+class ForwardInputs:
     """Everything a decoder needs to know about one step."""
 
     token_ids: torch.Tensor  # [T] int64
