@@ -1,4 +1,4 @@
-"""Composes an engine from a model directory and options: the only place that knows all of its parts."""
+"""Composes an engine from a model directory and options: the only place where all of its parts meet."""
 
 from __future__ import annotations
 
@@ -157,7 +157,7 @@ def _load_models(resolved: ResolvedOptions, *, progress: Callable[[float], None]
 def _allocate_caches(resolved: ResolvedOptions, model: LoadedDecoder, draft: LoadedDecoder | None) -> CachedModels:
     options, device = resolved.options, resolved.device
     if device.type == "cuda":
-        torch.cuda.empty_cache()  # what loading held for a while is given back before the rest is counted
+        torch.cuda.empty_cache()  # release what loading held temporarily before the rest is counted
     kv_bytes = resolved.forecast.fixed_kv_bytes
     if kv_bytes is None:
         kv_bytes = free_kv_bytes(resolved.forecast.fit.needs, options.gpu_memory_utilization, device)
@@ -189,7 +189,7 @@ def _make_slot_runner(
 
 
 def _compile_kernels(cached: CachedModels, limits: SchedulerLimits, options: EngineOptions) -> None:
-    """Launch one step of each kind: within `compiling` that asks for their kernels and runs nothing."""
+    """Launch one step of each kind: within `compiling` this requests their kernels and runs nothing."""
     runner, speculative = cached.runner, options.speculative_config
     for decoder in runner.decoders:
         compile_steps(decoder, limits, max_guesses=options.max_guesses)

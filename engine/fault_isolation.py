@@ -1,4 +1,4 @@
-"""A step that raises costs nobody but the culprit: the batch is halved until whoever fails is alone. Knows no torch.
+"""A step that raises costs only the request at fault: the batch is halved until that request is alone. Knows no torch.
 
 Repeating a step does no harm, because it only writes the cache slots of its own tokens, with the same values, and draws the
 same tokens. With one culprit among B requests that is about 2 log₂ B passes, most of them small, in one step; afterwards

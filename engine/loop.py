@@ -15,8 +15,8 @@ How many guesses of speculative decoding are accepted is not known beforehand, a
 that looks for guesses is planned after the one before it is settled, and a step that verifies guesses is computed and applied
 at once.
 
-Block moves belong to no single request. If they raise they are repeated once, which is harmless. If they raise again, nobody
-can tell what the blocks hold, and `EngineBroken` follows.
+Block moves belong to no single request. If they raise they are repeated once, which is harmless. If they raise again, the
+content of the blocks is unknown, and `EngineBroken` follows.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ class Engine:
         clock: Callable[[], float] = time.monotonic,
         step_budget: StepBudget | None = None,
     ) -> None:
-        """Steps overlap if `runner` can launch them ahead. `step_budget` is told how long steps took; it should be the
+        """Steps overlap if `runner` can launch them ahead. `step_budget` observes how long steps took; it should be the
         scheduler's."""
         self.info = info
         self._scheduler = scheduler
@@ -210,7 +210,7 @@ class Engine:
             self._step_budget.observe(predicted_s, step_s, has_chunk=bool(batch.prefills))
 
     def _run_overlapped(self, overlapped: OverlappedSteps, batch: ScheduledBatch, started_s: float) -> StepEvents:
-        """Launch a step, then take over the one before it; one that cannot be launched is computed when that is done."""
+        """Launch a step, then collect the one before it; a step that cannot be launched is computed after that."""
         launched = None
         if not batch.is_empty:
             begun_s = self._clock()
@@ -226,14 +226,14 @@ class Engine:
         return step_events
 
     def _collect(self, overlapped: OverlappedSteps, successor: InFlightStep | None) -> StepEvents:
-        """Take over the step under way; `successor` was launched after it."""
+        """Apply the results of the step under way; `successor` was launched after it."""
         step, self._in_flight_step = self._in_flight_step, None
         assert step is not None, "no step is under way"
         outputs = overlapped.collect(step, successor)
         self._advance_grammars(step.in_flight.requests, outputs)
         step_events = self._scheduler.settle(step.in_flight, outputs)
         now_s = self._clock()
-        # A host that takes longer to launch a step than the device for it says nothing of the device.
+        # Where the host takes longer to launch a step than the device to compute it, the time says nothing about the device.
         expected_s = max(step.predicted_s, step.host_s) if step.predicted_s else 0.0
         self._observe(step.batch, expected_s, now_s - max(step.launched_s, self._collected_s))
         self._collected_s = now_s
@@ -258,7 +258,7 @@ class Engine:
             raise EngineBroken(f"blocks cannot be moved: {type(error).__name__}: {error}") from error
 
     def _advance_grammars(self, requests: Sequence[Request], outputs: list[RowResult] | list[StepOutput]) -> None:
-        """Move grammars on by the tokens of this step; the output of an answer whose grammar cannot follow becomes an error."""
+        """Advance grammars by the tokens of this step; the output of an answer whose grammar cannot follow becomes an error."""
         if not self._grammars.guides:
             return
         for index, (request, output) in enumerate(zip(requests, outputs, strict=True)):
@@ -317,7 +317,7 @@ class Engine:
         return event
 
     def _pop_live(self, request_id: str, index: int) -> Request | None:
-        """Take an answer out of the live ones; None if it is not among them."""
+        """Remove an answer from the live ones and return it; None if it is not among them."""
         answers = self._live.get(request_id, [])
         request = next((answer for answer in answers if answer.index == index), None)
         if request is not None:

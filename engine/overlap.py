@@ -63,7 +63,7 @@ class AheadRunner(Runner, Protocol):
         ...
 
     def invalidate_slots(self) -> None:
-        """What the device holds of requests is in doubt: send it again with the next step."""
+        """Send the state of requests again with the next step: what the device holds of them is in doubt."""
         ...
 
 

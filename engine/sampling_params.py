@@ -108,7 +108,7 @@ class SamplingParams:
         _make_floats(self)
 
     def with_checked(self, **fields: Any) -> SamplingParams:
-        """The same with these fields, of which the caller knows that they are right: nothing is checked again."""
+        """A copy with these fields, which the caller has checked: nothing is checked again."""
         other = copy(self)
         for name, value in fields.items():
             object.__setattr__(other, name, value)

@@ -15,7 +15,7 @@ class StartTimes:
         self._parts: dict[str, float] = {}
 
     def record(self, part: str) -> None:
-        """What happened since the last call was this."""
+        """Attribute the time since the last call to `part`."""
         now_s = self._clock()
         self._parts[part] = self._parts.get(part, 0.0) + now_s - self._last_s
         self._last_s = now_s

@@ -27,24 +27,24 @@ def free_kv_bytes(needs: MemoryNeeds, utilization: float, device: torch.device) 
 
 
 class GraphMemory(NamedTuple):
-    """Captured graphs, those that were evicted since included, and what the driver took of the card for them beside torch's
-    allocator (`driver_bytes`). It takes memory in pieces, so that one graph alone shows nothing or too much. What it puts off
-    until a graph first runs is not in it; what other processes took of the card during captures is, and what they gave back
-    is taken off, down to 0."""
+    """Captured graphs, including those evicted since, and the memory that the driver allocated on the card for them outside
+    torch's allocator (`driver_bytes`). The driver allocates in large pieces, so that one graph alone shows nothing or too much.
+    What it defers until a graph first runs is not included; what other processes allocated on the card during captures is,
+    and what they freed is subtracted, down to 0."""
 
     num_graphs: int = 0
     driver_bytes: int = 0
 
 
 def driver_bytes(device: torch.device) -> int:
-    """What is taken of a GPU beside this process' allocator: by the driver for its context, code of kernels and graphs, and by
-    other processes, whose share the driver does not tell."""
+    """Memory of a GPU that is in use outside this process' allocator: by the driver for its context, code of kernels and
+    graphs, and by other processes, whose share the driver does not report."""
     free, total = torch.cuda.mem_get_info(device)
     return total - free - torch.cuda.memory_reserved(device)
 
 
 def main_memory_bytes() -> int:
-    """Memory of the machine, or of the container, which ends who takes more."""
+    """Memory of the machine, or of the container, whose processes are killed if they exceed it."""
     machine_bytes, limit_bytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"), cgroup.memory_bytes()
     return machine_bytes if limit_bytes is None else min(machine_bytes, limit_bytes)
 

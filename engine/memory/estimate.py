@@ -1,6 +1,6 @@
 """What an engine with these options would need of a device's memory, computed from its configuration alone. Knows no torch.
 
-An engine asks before it loads, and `gatehouse plan` asks on any machine: both get this answer.
+An engine computes this before it loads, and `gatehouse plan` on any machine: both get the same result.
 """
 
 from __future__ import annotations

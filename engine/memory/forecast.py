@@ -46,9 +46,9 @@ class MemoryForecast:
         return needs.num_blocks(self.fit.usable_bytes) * needs.block_bytes
 
     def check(self, options: EngineOptions) -> None:
-        """Raise `EngineConfigError`, naming the option, when the model cannot be held as it was asked for: before memory is
-        touched, because a machine that runs out of it ends processes instead of refusing. `num_kv_blocks` is
-        `num_gpu_blocks_override` to those who set it."""
+        """Raise `EngineConfigError`, naming the option, when the model does not fit as requested: before memory is touched,
+        because a machine that runs out of memory kills processes instead of refusing. Operators set `num_kv_blocks` as
+        `num_gpu_blocks_override`."""
         fit, needs = self.fit, self.fit.needs
         most = needs.num_blocks(fit.usable_bytes)
         if self.fixed_kv_bytes is not None and most and self.predicted_kv_bytes > most * needs.block_bytes:
@@ -92,7 +92,7 @@ class MemoryForecast:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MeasuredMemory:
-    """What was taken in the end; None where this device does not tell, or where nothing has been taken yet."""
+    """What was allocated in the end; None where this device does not report it, or where nothing has been allocated yet."""
 
     weights_bytes: int
     kv_bytes: int
@@ -114,7 +114,7 @@ def forecast_memory(
     device: torch.device,
     draft: ModelConfig | None = None,
 ) -> MemoryForecast:
-    """Predict from the configuration and what the device says now. Creates the driver's context, to count it."""
+    """Predict from the configuration and what the device reports now. Creates the driver's context, to count it."""
     ops.operations(device, dtype)  # loads what is compiled for a CPU, and the compiler: a part of what is taken
     fit = estimate_fit(config, options, format_name(dtype), _memory(options, device), mode, draft=draft)
     kv_bytes = _fixed_kv_bytes(options, device, fit.needs.block_bytes)
@@ -124,7 +124,7 @@ def forecast_memory(
 
 
 def _memory(options: EngineOptions, device: torch.device) -> DeviceMemory:
-    """What this process may reach on the device, and what is taken already, by others included."""
+    """What this process may use of the device, and what is in use already, by others included."""
     if device.type == "cpu":
         taken = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
         return DeviceMemory(device_type="cpu", usable_bytes=main_memory_bytes(), context_bytes=taken)

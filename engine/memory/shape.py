@@ -26,7 +26,7 @@ LAUNCH_BYTES = 24 << 10
 """Of a captured step: the most kernels of a layer, the most before and behind all layers, and how many more a mixture of
 experts has than a gated feed-forward part (router, choice, sort, two products, sum); and the bytes that the driver keeps on the
 card for one launch. PyTorch's documentation of CUDA graph trees says 64 KiB up to CUDA 12.4 and driver 550, then less; vLLM's
-log tells 0.21 GiB for 35 sizes of Llama-3.2-1B, which without activations is some 17 to 30 KiB a launch. A guess until our own
+log says 0.21 GiB for 35 sizes of Llama-3.2-1B, which without activations is some 17 to 30 KiB a launch. A guess until our own
 are measured: Llama-3.1-8B's steps come to 8 MiB each."""
 
 BIAS_BYTES_MAX = 128 << 20

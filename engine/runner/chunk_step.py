@@ -1,7 +1,7 @@
 """A step with chunks of prompts beside decodes, as a function of buffers at fixed addresses: what a CUDA graph captures.
 
-    host    slots of decodes; tokens, places, lengths of chunks ─► one copy ┐
-    slots   last tokens, lengths, block tables of decodes ──────────────────┴─► layers ─► hidden states of rows that sample
+    host    slots of decodes; tokens, slot mapping, lengths of chunks ─► one copy ┐
+    slots   last tokens, lengths, block tables of decodes ────────────────────────┴─► layers ─► hidden states that are sampled
 
 Launched kernel by kernel, a step of 32 layers costs the host some 350 launches. On an H200 these took 21 to 38 ms where the
 device computed for 17 ms. Captured it costs one launch, and a few for the sampling behind it.
@@ -9,7 +9,7 @@ device computed for 17 ms. Captured it costs one launch, and a few for the sampl
 A graph depends on nothing but a number of tokens and a number of chunks, both rounded up. Tokens of decodes come first, those
 of chunks follow, then padding; where each part ends is a number on the device. Decode attention is launched for as many tokens
 as could be decodes; chunk attention runs after it and overwrites the results of those that were not. Padding is a chunk of its
-own: its tokens write no keys, read whatever blocks its table names, and nobody reads their results.
+own: its tokens write no keys, read whatever blocks its table names, and their results are not used.
 
 Steps that verify guesses and those of more tokens or chunks than any graph has are launched kernel by kernel (`SlotRunner`).
 On a CPU nothing is captured.
@@ -40,8 +40,8 @@ log = logging.getLogger("gatehouse.engine")
 
 
 class ChunkShape(NamedTuple):
-    """What a graph is made for, and its key: `num_tokens` in all, at most `num_decodes` of them of decodes; `num_chunks`
-    chunks, that of padding included."""
+    """The shape of a graph, and its key: `num_tokens` in all, at most `num_decodes` of them of decodes; `num_chunks` chunks,
+    that of padding included."""
 
     name: str
     num_tokens: int
@@ -51,8 +51,8 @@ class ChunkShape(NamedTuple):
     @property
     @cache  # noqa: B019 - of the few shapes that graphs are made for, asked for several times a step
     def layout(self) -> dict[str, slice]:
-        """The place of each piece among the numbers of a step, at a multiple of 16 bytes. Pieces before "tokens" are read as
-        32-bit numbers."""
+        """Where each input lies among the packed numbers of a step, at a multiple of 16 bytes. Those before "tokens" are read
+        as 32-bit numbers."""
         tokens, decodes, chunks = self.num_tokens, self.num_decodes, self.num_chunks
         sizes = {
             "slots": decodes,  # of decodes, NOTHING for no decode
@@ -61,7 +61,7 @@ class ChunkShape(NamedTuple):
             "tokens": tokens,  # NOTHING for a decode
             "positions": tokens,
             "slot_mapping": tokens,  # in the cache
-            "sampled_rows": decodes,  # the tokens behind which one is chosen
+            "sampled_rows": decodes,  # the tokens after which one is sampled
             "sampled_positions": decodes,
             "sampled_slots": -(-decodes // 2),  # of 32 bits
         }
@@ -70,7 +70,7 @@ class ChunkShape(NamedTuple):
 
     @property
     def layout_len(self) -> int:
-        """The length of all pieces together."""
+        """The length of all inputs together."""
         return _even(self.layout["sampled_slots"].stop)
 
 
@@ -93,8 +93,8 @@ class ChunkRows(NamedTuple):
 
     @classmethod
     def of(cls, prefills: Sequence[ScheduledRequest], slots: Int64Array, positions: Int64Array) -> ChunkRows:
-        """slots, positions: of all that sample, in the order of the step, in which decodes come before `prefills`. One of these
-        that samples behind a single token is a decode as well."""
+        """slots, positions: of all that sample, in the order of the step, in which decodes come before `prefills`. A prefill of
+        a single token that samples counts as a decode as well."""
         sampled = [item for item in prefills if item.samples]
         chunks = [item for item in prefills if item.num_tokens > 1 or not item.samples]
         num_decodes = len(slots) - len(sampled)
@@ -125,8 +125,8 @@ PADDING_ONLY = ChunkRows(EMPTY_INT64, (), EMPTY_INT64, EMPTY_INT64, EMPTY_INT64)
 
 
 class SamplingInputs(NamedTuple):
-    """What a step leaves of R rows that choose a token, until the next one: hidden states [R, hidden], slots [R] int32, and the
-    index of the chosen token in prompt plus output [R] int64."""
+    """The inputs of sampling for R rows, valid until the next step: hidden states [R, hidden], slots [R] int32, and the index
+    of the sampled token in prompt plus output [R] int64."""
 
     hidden: torch.Tensor
     slots: torch.Tensor
@@ -162,18 +162,18 @@ class ChunkStep:
         ]
 
     def sampling_inputs(self, num_rows: int, shape: ChunkShape) -> SamplingInputs:
-        """What the last step, of this shape, left of its first rows that sample."""
+        """The first `num_rows` rows that sample, as the last step, which had this shape, left them."""
         assert self._hidden is not None, "no step was computed"
         numbers, layout = self._step_numbers(shape), shape.layout
         slots = numbers[layout["sampled_slots"]].view(torch.int32)[:num_rows]
         return SamplingInputs(self._hidden[:num_rows], slots, numbers[layout["sampled_positions"]][:num_rows])
 
     def _step_numbers(self, shape: ChunkShape) -> torch.Tensor:
-        """[num_numbers] int64, which end where the tables begin: both are sent together, and the tables stay where they are."""
+        """[layout_len] int64, which end where the tables begin: both are sent together, and the tables keep their address."""
         return self._buffer[self._max_layout_len - shape.layout_len : self._max_layout_len]
 
     def write(self, rows: ChunkRows, shape: ChunkShape) -> None:
-        """Write a step, the slots of whose decodes are current; what is left of its shape is padding."""
+        """Write the inputs of a step. The slots of its decodes must be current; the rest of the shape is padding."""
         size = shape.layout_len
         tables = self._flat_tables(rows.chunks)
         numbers = np.zeros(size + -(-len(tables) // 2), dtype=np.int64)
@@ -203,7 +203,7 @@ class ChunkStep:
         self._staging.send(numbers, into=self._buffer[self._max_layout_len - size :][: len(numbers)])
 
     def _flat_tables(self, chunks: Sequence[TokenSpan]) -> np.ndarray:
-        """The blocks that chunks read, int32: each chunk's begin with its row of `_tables`, and nothing follows the last."""
+        """The block tables of chunks as rows of `_tables`, flattened, int32, without what follows the last table."""
         columns, tables = self._tables.shape[1], []
         for span in chunks:
             num_blocks = -(-(span.start + len(span.token_ids)) // self._block_size)
@@ -214,7 +214,7 @@ class ChunkStep:
         return flat
 
     def __call__(self, shape: ChunkShape) -> None:
-        """Compute what was written, as far as `hidden`. Looks at no value on the device, so that it can be captured."""
+        """Compute the hidden states of what was written. The host reads no value of the device, so it can be captured."""
         numbers, layout, decodes = self._step_numbers(shape), shape.layout, slice(shape.num_decodes)
         narrow = numbers[: layout["tokens"].start].to(torch.int32)
         lens = torch.cat([narrow.new_empty(shape.num_decodes), narrow[layout["lens"]]])
@@ -264,8 +264,8 @@ class ChunkSteps:
         """Why some shapes have no graph; empty where all have one."""
 
     def run(self, prefills: Sequence[ScheduledRequest], slots: Int64Array, positions: Int64Array) -> SamplingInputs | None:
-        """Compute a step (`ChunkRows.of`), as far as what chooses its tokens. None for one that is to be launched in another
-        way. Raises `CaptureFailed`."""
+        """Compute a step (`ChunkRows.of`) up to the inputs of its sampling. None if it fits no shape. Raises
+        `CaptureFailed`."""
         return self._run_rows(ChunkRows.of(prefills, slots, positions))
 
     def run_for_timing(self, chunks: Sequence[TokenSpan]) -> torch.Tensor | None:

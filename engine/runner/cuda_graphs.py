@@ -1,7 +1,7 @@
 """Captures and replays functions of buffers at fixed addresses as CUDA graphs. Where there are none, `DirectCalls` calls the
 function.
 
-A replayed graph costs the host one call, however many kernels it launches. A graph is captured when its key is asked for the
+A replayed graph costs the host one call, however many kernels it launches. A graph is captured when its key is used for the
 first time. All graphs share one memory pool, because only one runs at a time. The function runs once before it is captured, so
 that kernels are compiled and libraries have their workspaces; the caller makes sure that this run changes nothing. A capture
 that failed is not tried again, because it would fail at every step: asking for its key raises at once.
@@ -50,7 +50,7 @@ class Calls(Protocol):
 
     @property
     def graph_memory(self) -> GraphMemory:
-        """What was captured so far."""
+        """The graphs captured so far, and the memory they took."""
         ...
 
 
@@ -116,8 +116,9 @@ class CudaGraphs:
 
     @contextlib.contextmanager
     def fresh_graphs(self) -> Iterator[None]:
-        """Inside, every graph is captured anew, for whoever changes what steps launch; then those from before are back. They
-        stay meanwhile: a pool of memory must not lose its last graph before another one is captured into it."""
+        """Capture every graph anew inside the block, for callers that change what steps launch, and restore the earlier ones
+        afterwards. These are kept meanwhile: a pool of memory must not lose its last graph before another one is captured into
+        it."""
         before = self._graphs, self._eviction, self._failed
         self._graphs, self._eviction, self._failed = {}, GraphEviction(self._max_graphs), {}
         try:
@@ -171,7 +172,7 @@ class CudaGraphs:
 
 @contextlib.contextmanager
 def _gc_disabled() -> Iterator[None]:
-    """Python's collector may come upon the graphs of an engine that was dropped, and a capture fails where another graph is
+    """Python's collector may destroy the graphs of an engine that was dropped, and a capture fails if another graph is
     destroyed meanwhile."""
     was_on = gc.isenabled()
     gc.disable()

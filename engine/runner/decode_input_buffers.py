@@ -25,7 +25,7 @@ from engine.runner.staging import Staging
 from kernels import ops
 
 PADDING = (NOTHING, 0, 0, NOTHING, 0)
-"""Slot, token, position, place in the cache and length of context of a row that changes nothing."""
+"""Slot, token, position, slot mapping and context length of a row that changes nothing."""
 
 
 class DecodeInputBuffers:
@@ -67,8 +67,7 @@ class DecodeInputBuffers:
             self._last_written = slots, size
 
     def write_columns(self, columns: Sequence[Sequence[int]], size: int) -> None:
-        """columns: slots, tokens, positions, places in the cache and lengths of contexts of up to `size` rows; what is left
-        of them is padding."""
+        """columns: slots, tokens, positions, slot mapping and context lengths of up to `size` rows; the rest is padding"""
         self._last_written = (), 0
         num_padded = size - len(columns[0])
         padded = [[*column, *[value] * num_padded] for column, value in zip(columns, PADDING, strict=True)]
@@ -91,11 +90,11 @@ class DecodeInputBuffers:
         self.block_tables[:size].copy_(self._state.tables.index_select(0, sent[0].clamp_min(0)))
 
     def put_tokens(self, rows: Sequence[int], token_ids: torch.Tensor) -> None:
-        """Give `slots` tokens that only the device knows: [len(rows)] int64"""
+        """Overwrite the tokens of `rows` with tokens known only on the device: [len(rows)] int64"""
         self.token_ids.index_copy_(0, self._staging.send(rows), token_ids)
 
     def fill_from_slots(self, size: int) -> None:
-        """Have the device make the inputs of the first `size` of `slots` from their slots."""
+        """Compute the inputs of the first `size` rows on the device, from their slots."""
         self._ops.prepare_decode(
             self.slots[:size],
             self._state.last_tokens,

@@ -67,7 +67,7 @@ class DecodeStep:
         host: ops.HostTokens | None = None,
     ) -> None:
         """`should_record`: run as one recorded call, where all operations can be recorded. `draft`: the step of the model
-        that goes along, over the same inputs. `host`: where tokens are left for it, if anywhere."""
+        that goes along, over the same inputs. `host`: the host memory that tokens are written to, if any."""
         (max_rows, max_blocks), device = inputs.block_tables.shape, inputs.block_tables.device
         self.sampled = torch.zeros(max_rows, dtype=torch.int64, device=device)
         self.host_sampled = self.sampled.numpy() if device.type == "cpu" else None  # the same memory
@@ -85,8 +85,8 @@ class DecodeStep:
         decoder.allocate_workspaces(max_rows, max_blocks)
 
     def __call__(self, size: int, kind: Kind | None, *, has_guesses: bool = False) -> None:
-        """Compute the first `size` rows as far as their tokens, or, without a kind, their logits. Looks at no value on the
-        device, so that it can be captured. `has_guesses`: with the inputs that the host has written, not from the slots."""
+        """Compute the first `size` rows up to their tokens, or, without a kind, their logits. The host reads no value of the
+        device, so it can be captured. `has_guesses`: from the inputs that the host has written, not from the slots."""
         logits = self._recorded(size, kind, has_guesses=has_guesses)
         if logits is None:
             return
@@ -96,8 +96,8 @@ class DecodeStep:
 
     @property
     def is_recorded(self) -> bool:
-        """Whether steps are recorded, told by one that chooses the most likely tokens: where an operation of a model, or of its
-        draft model, cannot be recorded, no step is."""
+        """Whether steps are recorded, judged by a greedy one: if an operation of a model, or of its draft model, cannot be
+        recorded, no step is."""
         return self._recorded.make_ready(Kind(greedy=True)) is not None
 
     def make_ready(self, kind: Kind | None, *, has_guesses: bool = False) -> None:
@@ -105,7 +105,7 @@ class DecodeStep:
         self._recorded.make_ready(kind, has_guesses=has_guesses)
 
     def sample(self, size: int, kind: Kind, masks: torch.Tensor | None = None) -> None:
-        """The rest of a step that was computed as far as its logits. masks: [size, ceil(V / 32)] int32, where rows have some"""
+        """Sample the tokens of a step that was computed up to its logits. masks: [size, ceil(V / 32)] int32, if any"""
         assert self._logits is not None, "no step ended with its logits"
         self._sample(self._logits[:size], size, kind, masks)
 

@@ -47,7 +47,7 @@ class DraftSteps:
         return self._guesses.view(-1).index_select(0, self._staging.send(places)).clamp_min(0)
 
     def _step(self, slots: Sequence[int]) -> None:
-        """One more token in each of these slots. Of a guess nobody asks for scores, and what a mask forbids is not accepted."""
+        """One more token in each of these slots. Guesses need no scores, and what a mask forbids is not accepted."""
         needs = SamplingNeeds(self._sampler.needs(slots).kind._replace(num_top=0), [], [])
         shape = self.decodes.select_shape(len(slots), needs)
         self._inputs.write_slots(slots, shape.size)

@@ -1,7 +1,7 @@
 """Embeddings: whole texts through an encoder or a decoder, pooled to one vector each. Keeps no cache and decides no order.
 
 Texts are computed in batches of a bounded number of tokens, texts of similar length together; answers come in the order of
-the texts. A vector does not depend on who else is in its batch, but for the order of float sums.
+the texts. A vector does not depend on the other texts of its batch, but for the order of float sums.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""A step that was launched: what becomes of it on the host, when its tokens arrive."""
+"""A launched step, and its results on the host when its tokens arrive."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A decoder with its paged cache and the tables it needs: rows of tokens in, hidden states and logits out."""
+"""A decoder with its paged cache and the tables it needs: spans of tokens in, hidden states and logits out."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ class PagedDecoder:
         *,
         sampled_rows: torch.Tensor | None = None,
     ) -> ForwardInputs:
-        """Inputs of a pass over rows that lie on the device; `plan` makes the plan of each of `attention_shapes`."""
+        """Inputs of a pass, from tensors on the device; `plan` makes the plan of each of `attention_shapes`."""
         return ForwardInputs(
             token_ids=token_ids,
             positions=positions,
@@ -121,7 +121,7 @@ class PagedDecoder:
         )
 
     def forward_spans(self, spans: Sequence[TokenSpan], unknown: PlacedTokens | None = None) -> torch.Tensor:
-        """Hidden states of a forward pass over `spans`: [R, hidden]. `unknown`: tokens that only the device knows, put in."""
+        """Hidden states of a forward pass over `spans`: [R, hidden]. `unknown`: tokens known only on the device."""
         inputs = self.prepare(spans)
         if unknown is not None:
             inputs.token_ids.index_copy_(0, *unknown)
@@ -143,7 +143,7 @@ class PagedDecoder:
         return recorded
 
     def forward(self, inputs: ForwardInputs, before_layer: Callable[[], None] | None = None) -> torch.Tensor:
-        """Hidden states of the outputs that the rows asked for: [R, hidden]; all keys and values go to the cache.
+        """Hidden states of the rows that the inputs select: [R, hidden]; all keys and values go to the cache.
 
         `before_layer`: called before each layer of a step that is being recorded."""
         return self._decoder(inputs, self.kv_caches, before_layer)

@@ -28,7 +28,7 @@ class RowMasks:
     """The masks of one engine's steps. One thread calls everything."""
 
     def __init__(self, host: HostMasks, device: torch.device, *, fills_at_launch: bool) -> None:
-        """`fills_at_launch`: the tokens that masks depend on are known when a step is launched, and nobody ends meanwhile."""
+        """`fills_at_launch`: the tokens that masks depend on are known when a step is launched; no request ends meanwhile."""
         self._host = host
         self._fills_at_launch = fills_at_launch
         self._staging = Staging(device)

@@ -1,8 +1,8 @@
-"""Rows of a step: what the forward pass computes of each scheduled request, and which hidden states choose tokens.
+"""From scheduled requests to the spans of tokens that a forward pass computes, and to the rows that sample tokens.
 
-`token_span` makes the row of one request for the forward pass. `PlainStepRows` are those of a step of the plain runner, every
-token of which is known to the host. `SlotStepRows` are the rows that choose tokens in a step over slots, some tokens of which
-are known to the device alone: the last one of a decode whose step was launched behind another, and guesses of a draft model.
+`token_span` makes the span of one request. `PlainStepRows` are the rows of a step of the plain runner, all tokens of which are
+known on the host. `SlotStepRows` are the rows that sample in a step over slots, where some tokens are known only on the device:
+the last one of a decode whose step was launched behind another, and guesses of a draft model.
 """
 
 from __future__ import annotations
@@ -18,12 +18,13 @@ FIRST_OUTPUT = (0,)
 EMPTY = range(0)
 
 DEVICE_TOKEN = (0,)
-"""Stands for one token that the device puts in: token 0, which every vocabulary has. Told from a known token 0 by identity."""
+"""Stands for one token that is filled in on the device: token 0, which every vocabulary has. Distinct from a known token 0 by
+identity."""
 
 
 def token_span(item: ScheduledRequest) -> TokenSpan:
-    """The row of `item` in the forward pass, with token 0 for each that the host does not know. Its outputs are the hidden
-    states that choose tokens: that of the last known token and those of guesses, none if the step does not sample."""
+    """The span of `item` in the forward pass, with token 0 for each that the host does not know. Its outputs are the rows that
+    sample: that of the last known token and those of guesses, none if the step does not sample."""
     request, start, num_tokens = item.request, item.start, item.num_tokens
     if num_tokens == 1 and item.samples:
         token_id = request.token_ids[start]
@@ -36,7 +37,7 @@ def token_span(item: ScheduledRequest) -> TokenSpan:
 
 
 def device_token_indices(spans: Sequence[TokenSpan]) -> dict[int, int]:
-    """The rows that are `DEVICE_TOKEN`, by the places of their tokens among all tokens of the pass."""
+    """The spans that are a `DEVICE_TOKEN`, by the index of their token among all tokens of the pass."""
     return {
         index: index_of_span
         for index, index_of_span in enumerate(forward_order(spans))
@@ -45,7 +46,7 @@ def device_token_indices(spans: Sequence[TokenSpan]) -> dict[int, int]:
 
 
 def guess_token_indices(items: Sequence[ScheduledRequest], spans: Sequence[TokenSpan]) -> list[int]:
-    """The places of guesses among all tokens of the pass over `spans` of these items, item by item."""
+    """The indices of guesses among all tokens of the pass over `spans` of these items, item by item."""
     first_tokens, num_tokens = [0] * len(spans), 0
     for index_of_span in forward_order(spans):
         first_tokens[index_of_span] = num_tokens
@@ -72,11 +73,10 @@ def scored_positions(item: ScheduledRequest) -> range:
 
 @dataclass(slots=True)
 class PlainStepRows:
-    """Rows of one step of the plain runner. Hidden states come back item by item, those that choose before those that are
-    scored:
+    """Rows of one step of the plain runner. Hidden states are in the order of items, sampled ones before scored ones:
 
     item 0: known tokens … last │ guesses        item 1: a chunk of a prompt with log-probabilities
-            ······        0       1   2                  3 (chooses, if the prompt ends here)   4 5 6 7 (scored)
+            ······        0       1   2                  3 (sampled, if the prompt ends here)   4 5 6 7 (scored)
 
     `spans`: the input of each item. `sampled`: the rows that sample a token. `hidden_rows`: their indices into the hidden
     states. `sampled_ranges[i]`: item i's indices into `sampled`. `scored_ranges[i]`: the indices of its scored rows into the
@@ -102,7 +102,7 @@ class PlainStepRows:
         return rows
 
     def _add_token(self, item: ScheduledRequest) -> None:
-        """A plain decode, of which a batch may have hundreds: what `_add` does, without what it does not need."""
+        """As `_add`, faster: for a plain decode, of which a batch may have hundreds."""
         request, start, row = item.request, item.start, len(self.sampled)
         token_ids = request.token_ids
         self.spans.append(TokenSpan((token_ids[start],), start, request.block_table, FIRST_OUTPUT))
@@ -132,14 +132,14 @@ class PlainStepRows:
 
 @dataclass(slots=True)
 class SlotStepRows:
-    """Rows of a step that choose a token: of each request the one behind its last token, and one behind each of its guesses.
+    """Rows of a step that sample a token: for each request one after its last token, and one after each of its guesses.
 
     request a, no guesses      last │ → token                       one row
     request b, guesses x, y    last │ → token   x │ → token   y │ → token      three rows, one slot
 
-    In columns: whose row it is, the slot of that, the input token (0 for a guess that only the device knows; none at all where
-    nobody guesses: they are in the slots), and the index of the chosen one in prompt plus output. `depths`: numbers of guesses,
-    by the first row of a request that has some.
+    In columns: the item of a row, its slot, its input token (0 for a guess known only on the device; empty without guesses,
+    because the tokens are in the slots), and the index of the sampled token in prompt plus output. `depths`: the number of
+    guesses of each request that has some, by its first row.
     """
 
     items: list[ScheduledRequest] = field(default_factory=list)
@@ -172,8 +172,8 @@ class SlotStepRows:
         return [first + index for first, depth in self.depths.items() for index in range(1, depth + 1)]
 
     def input_columns(self, block_size: int) -> list[list[int]]:
-        """Columns of a decode step: slots, tokens, their positions, their places in the cache, lengths of contexts. Each row
-        attends as a decode that sees the rows before it, whose keys and values are in the cache by then."""
+        """Columns of a decode step: slots, tokens, positions, slot mapping, context lengths. Each row attends as a decode that
+        sees the rows before it, whose keys and values are in the cache by then."""
         slot_mapping = []
         for item, end in zip(self.items, self.positions, strict=True):
             column, offset = divmod(end - 1, block_size)

@@ -3,7 +3,7 @@ runner.
 
 A step whose every row is one token that yields the next is a `DecodeStep`, replayed from a CUDA graph on a GPU. A step with
 chunks of prompts is a `ChunkStep` with the sampling behind it; where no graph is large enough it is a plain forward pass over
-rows made on the host, in which the tokens that only the device knows are filled in. Either way the sampled tokens go into the
+spans made on the host, in which the tokens known only on the device are filled in. Either way the sampled tokens go into the
 slots on the device, and to the host's memory.
 
 A step in which requests verify guesses (`runner.scheduled_rows`) is one or the other, with a row for each guess. The next step
@@ -65,7 +65,7 @@ class SlotRunner:
 
     @property
     def stage(self) -> str:
-        """What the plain runner is doing: only its failures are told to callers."""
+        """What the plain runner is doing: only its failures are reported to callers."""
         return self.plain.stage
 
     @property
@@ -213,7 +213,7 @@ class SlotRunner:
     def _forward_spans(
         self, items: Sequence[ScheduledRequest], slots: dict[int, int], guesses: torch.Tensor | None
     ) -> torch.Tensor:
-        """Hidden states of the plain forward pass, in which tokens that only the device knows are filled in: the guesses of a
+        """Hidden states of the plain forward pass, in which tokens known only on the device are filled in: the guesses of a
         draft model, or else the last tokens in the slots of items that sample. With guesses, the host knows the last tokens."""
         spans = [token_span(item) for item in items]
         unknown: PlacedTokens | None = None
@@ -237,7 +237,7 @@ class SlotRunner:
     def _begin_sampling(
         self, launched: LaunchedStep, sample: SampleTokens, num_rows: int, fill: FillMasks | None
     ) -> LaunchedStep:
-        """Choose the tokens of a step: now, or, if rows wait for masks, when the step is completed."""
+        """Sample the tokens of a step: now, or, if rows wait for masks, when the step is completed."""
         if fill is None:
             launched.fetch = sample(None)
         else:

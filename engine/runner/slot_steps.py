@@ -1,10 +1,10 @@
-"""What steps over slots consist of, made once for all of them.
+"""The parts of steps over slots, made once for all of them.
 
-SlotState, DecodeInputBuffers      what the device knows of each request, and the rows of a step
-DecodeSteps                steps of one token for each request, and those that verify guesses
-ChunkSteps                 steps with chunks of prompts, up to the hidden states that are sampled
-DraftSteps                 the small steps of a draft model
-Staging, TokenReturn       to the device and back
+SlotState, DecodeInputBuffers   the state of each request on the device, and the inputs of a decode step
+DecodeSteps                     steps of one token for each request, and those that verify guesses
+ChunkSteps                      steps with chunks of prompts, up to the hidden states that are sampled
+DraftSteps                      the small steps of a draft model
+Staging, TokenReturn            transfers to the device and back
 """
 
 from __future__ import annotations

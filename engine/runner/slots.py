@@ -130,7 +130,7 @@ class SlotTable:
     """The host's record of each slot: its request, the tokens it will hold after the steps launched so far, its blocks.
 
     Most requests of a step were in the last one, and have one more token and the same block table. So the last step is kept in
-    columns: requests that left are taken out, the others advance together, and only new ones are looked at one by one.
+    columns: requests that left are removed, the others advance together, and only new ones are handled one by one.
     """
 
     def __init__(self, state: SlotState, listener: SlotListener) -> None:
@@ -173,9 +173,9 @@ class SlotTable:
         """Bring the slots of `decodes`, and of `more` behind them, up to date for a step that yields a token for each of them.
         Returns their slots.
 
-        Lists are compared by identity. To pass the very `decodes` of the last step says that no request joined them, left them
-        or lost blocks since; to get the very array of the last step says that slots and order are the same. Where a slot is out
-        of date, the host must know the last token that the step reads.
+        Lists are compared by identity. Passing the `decodes` object of the last step states that no request joined them, left
+        them or lost blocks since; getting the array object of the last step means that slots and order are the same. Where a
+        slot is out of date, the host must know the last token that the step reads.
         """
         writes = SlotWrites()
         if decodes is self._decodes:
@@ -210,14 +210,14 @@ class SlotTable:
         return slots
 
     def _retain(self, requests: list[Request]) -> None:
-        """Keep those of the last step with which `requests` begins, if they still have the same block tables; else nobody."""
+        """Keep the rows of the last step with which `requests` begins, if their block tables are the same; else none."""
         self._remove_rows(removed_rows(self._requests, requests))
         tables = [request.block_table for request in self._requests]
         if not all(map(is_, tables, self._step_tables)):
             self._drop_step()
 
     def _remove_rows(self, rows: Sequence[int]) -> None:
-        """Take these rows out of the last step."""
+        """Remove these rows from the last step."""
         if rows:
             self._idle.update(dict.fromkeys([self._requests[row] for row in rows]))
             self._lens[[self._slots[row] for row in rows]] += self._num_advanced
@@ -229,7 +229,7 @@ class SlotTable:
             self._step_tables, self._step_sizes = without_rows(self._step_tables, rows), without_rows(self._step_sizes, rows)
 
     def _advance(self, writes: SlotWrites) -> None:
-        """Record one more step of all that are in the last one."""
+        """Record one more step of all requests that are in the last one."""
         sizes = [*map(len, self._step_tables)]
         if sizes != self._step_sizes:
             grown = [*map(ne, sizes, self._step_sizes)]
@@ -238,7 +238,7 @@ class SlotTable:
         self._num_advanced += 1
 
     def _add_items(self, items: Sequence[ScheduledRequest], writes: SlotWrites) -> None:
-        """Bring those of a step up to date who were not in the last one."""
+        """Append the requests of a step that were not in the last one."""
         requests = [item.request for item in items]
         slots = self._refresh(items, requests, writes)
         self._lens[slots] -= self._num_advanced
@@ -255,7 +255,7 @@ class SlotTable:
         *,
         sends_tokens: bool = False,
     ) -> list[int]:
-        """Bring slots up to date as if they were in no step before. → slots"""
+        """Bring the slots of these requests up to date without relying on the last step. → slots"""
         for request in requests:
             self._idle.pop(request, None)
         slots = self._assign_slots(requests, writes)

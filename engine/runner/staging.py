@@ -29,7 +29,7 @@ class PinnedBuffer:
         self._last_view = self.tensor
 
     def view_of(self, size: int, dtype: torch.dtype = torch.int64) -> torch.Tensor:
-        """[size], of which the last one is kept: steps ask for the same again and again."""
+        """[size]. The last view is kept: steps request the same size again and again."""
         if len(self._last_view) != size or self._last_view.dtype is not dtype:
             self._last_view = self.tensor.view(dtype)[:size]
         return self._last_view

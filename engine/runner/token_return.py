@@ -4,7 +4,7 @@
          ─► inputs, scores ─► copy, where somebody asks for them ─┘
     step                                                                   ImmediateFetch: the device is the host
 
-Places are used in turn, and there are more of them than steps under way.
+Buffers are used in turn, and there are more of them than steps under way.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class Fetch(Protocol):
         ...
 
     def inputs(self) -> list[int]:
-        """The tokens behind which those were chosen, where they were sent with them, when these are there."""
+        """The input token of each row, if they were sent with the sampled tokens, when these are there."""
         ...
 
 
@@ -91,8 +91,8 @@ class CudaFetch:
         self._has_inputs = has_inputs
 
     def wait(self) -> None:
-        """The one place where the thread of the steps waits for the device, as long as that computes and no longer: while
-        nothing is under way nobody is here. Other threads of the process go on meanwhile.
+        """The only place where the step thread waits for the device, and only while the device computes: never without a step
+        under way. Other threads of the process continue meanwhile.
 
         It stays awake (`uses_busy_wait`). A core that has slept for the milliseconds of a step wakes at a low clock, with cold
         caches: what follows was measured to take several times as long (ADR 55)."""
@@ -119,8 +119,7 @@ class CudaFetch:
 
 
 def _release_after(events: Sequence[torch.cuda.Event], buffers: torch.Tensor) -> None:  # noqa: ARG001 - is held until then
-    """Let go of `buffers` behind the events: torch does not know that kernels still write there, and would give the memory to
-    somebody else."""
+    """Release `buffers` after the events: torch does not know that kernels still write there, and would reuse the memory."""
     with contextlib.suppress(RuntimeError):  # of a device that computes no more
         for event in events:
             event.synchronize()
@@ -138,7 +137,7 @@ class TokenReturn:
     def __init__(self, max_rows: int, max_scores: int, *, device: torch.device) -> None:
         """`max_scores`: columns of the widest table of scores."""
         self._num_steps = 0  # that were fetched
-        self._has_unfetched = False  # whether the device has counted as many
+        self._has_unfetched = False  # whether the device may have counted one more
         self.host: ops.HostTokens | None = None
         """Where each step leaves its tokens, which are fetched once; None where the device is the host."""
         if device.type == "cuda":

@@ -1,7 +1,7 @@
-"""The tensors of one forward pass, made from rows of tokens once per step, the same for all layers.
+"""Builds the inputs of a forward pass on the host, from spans of tokens: once per step, the same for all layers.
 
-Order of the pass: rows of a single token first, longest context first (they attend in padded groups), then the longer ones
-in the order given. `sampled_rows` leads back to the order of the rows.
+Order of the pass: spans of a single token first, longest context first (they attend in padded groups), then the longer ones
+in the order given. `sampled_rows` restores the order of the spans.
 """
 
 from __future__ import annotations

@@ -66,7 +66,7 @@ def compiles_at_first_use(device: torch.device) -> bool:
 @contextmanager
 def compiling(what: str, progress: Callable[[float], None] = lambda _: None) -> Iterator[None]:
     """Compile the kernels of all launches in the block, together, when it ends. The launches themselves run nothing, so that
-    tensors are uninitialised. The log tells how far it is, and `progress` is called with up to 1. Raises
+    tensors are uninitialised. The log reports progress, and `progress` is called with up to 1. Raises
     `kernels.ops.CompilationFailed`, which names the kernel."""
     started_s = reported_s = time.monotonic()
     variants = ops.Variants()

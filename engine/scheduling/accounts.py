@@ -1,8 +1,8 @@
 """Accounts: each tenant's service, running and waiting requests, and the round of its class in which it is next entitled.
 
-A tenant has one account per priority class. Service is predicted device time in integer picoseconds. Decodes are charged
-without being touched: between two changes, the service of an account is a closed form of the step number. `docs/fairness.md`
-defines the words and proves the bound.
+A tenant has one account per priority class. Service is predicted device time in integer picoseconds. Decodes are charged in
+closed form: between two changes, the service of an account is a function of the step number. `docs/fairness.md` defines the
+terms and proves the bound.
 
     position   service of the account, moved when it joins the backlog: up, so that idleness earns at most one quantum, and
                down, so that service which no other account wanted at the time does not count against it for ever
@@ -63,7 +63,7 @@ class Account:
 
     @property
     def is_backlogged(self) -> bool:
-        """Whether it wants prompt tokens computed."""
+        """Whether it has prompt tokens to compute."""
         return bool(self.waiting or self.prefilling)
 
     @property
@@ -83,7 +83,7 @@ class Account:
         return self.service_at(step) + self.offset_ps
 
     def settle(self, step: int) -> None:
-        """Write the service down as of `step`; needed before the set of decoding requests changes."""
+        """Bring `service_ps` up to `step`; required before the set of decoding requests changes."""
         self.service_ps = self.service_at(step)
         self.sum_context += self.num_decoding * (step - self.settled_step)
         self.settled_step = step
@@ -133,7 +133,7 @@ class SeatCounts:
         self._by_weight: dict[int, list[dict[Account, None]]] = {}
 
     def move(self, account: Account, before: int, after: int) -> None:
-        """`account` had `before` running requests and has `after`."""
+        """Move `account` from `before` to `after` running requests."""
         counts = self._by_weight.setdefault(account.weight, [])
         if before:
             del counts[before - 1][account]
@@ -163,7 +163,7 @@ class ClassTotals:
 
 
 class Accounts:
-    """All accounts, found by tenant and class. Of accounts without requests the latest are kept, as their debts still count."""
+    """All accounts, by tenant and class. The latest accounts without requests are kept, as their debts still count."""
 
     def __init__(self, costs: TokenCosts) -> None:
         self.costs = costs
@@ -172,7 +172,7 @@ class Accounts:
         self.totals = {priority: ClassTotals() for priority in Priority}
         self.running_requests: dict[Request, None] = {}  # by age
         self.seated: dict[Account, None] = {}  # those with running requests
-        self.prefilling: dict[Request, None] = {}  # everybody's, by age
+        self.prefilling: dict[Request, None] = {}  # of all accounts, by age
         self.version = 0  # grows whenever a request starts or stops running
         self._accounts: dict[tuple[str, Priority], Account] = {}
         self._idle: OrderedDict[Account, None] = OrderedDict()  # without requests, longest first
@@ -193,7 +193,7 @@ class Accounts:
         account.waiting.add(request, first=first)
 
     def start_running(self, account: Account, request: Request) -> None:
-        """A waiting request of the account gets a seat."""
+        """Give a waiting request of the account a seat."""
         account.waiting.remove(request)
         account.running[request] = account.prefilling[request] = self.prefilling[request] = None
         self.running_requests[request] = None
@@ -201,7 +201,7 @@ class Accounts:
         self._change_seats(account, +1)
 
     def stop_running(self, account: Account, request: Request) -> None:
-        """A running request gives its seat back; if it decoded, `stop_decoding` came first."""
+        """Free the seat of a running request; if it decoded, call `stop_decoding` first."""
         account.prefilling.pop(request, None)
         self.prefilling.pop(request, None)
         del account.running[request], self.running_requests[request]
@@ -211,7 +211,7 @@ class Accounts:
         self._deactivate(account)
 
     def remove_waiting(self, account: Account, request: Request) -> None:
-        """A waiting request is gone."""
+        """Remove a waiting request that has ended."""
         account.waiting.remove(request)
         self._deactivate(account)
 
@@ -255,7 +255,7 @@ class Accounts:
             del self._accounts[oldest.tenant_id, oldest.priority]
 
     def add_context(self, account: Account, num_tokens: int) -> None:
-        """A decoding request has got further than by the one token that is booked each step."""
+        """Add tokens of a decoding request beyond the one that each step books."""
         for each in (account, self.aggregate):
             each.settle(self.step)
             each.sum_context += num_tokens

@@ -2,8 +2,9 @@
 
 A request can start when there is a seat, when decodes leave room in the step for prompts (`StepBudget.is_crowded`), when its
 whole prompt fits beside all promises, and when the predicted peak of KV use fits with it, unless no other request runs. A
-computed by a running prefill waits for that block instead. Each step takes over only a limited number of tokens of long prompts
-(from other answers or the prefix cache), because this takes time in which all others wait. The order is the policy's.
+request whose next block is being computed by a running prefill waits for that block instead. Each step reuses only a limited
+number of tokens of long prompts (from other answers or the prefix cache), because this takes time in which all other requests
+wait. The policy decides the order.
 """
 
 from __future__ import annotations
@@ -17,13 +18,13 @@ from engine.scheduling.request import Request, RequestStatus, account_of
 from engine.scheduling.step_budget import StepBudget
 
 REUSED_TOKENS_PER_STEP = 1 << 19
-"""Prompt tokens taken over in one step, some 10 ms on the host; beyond that, a long prompt waits for the next step."""
+"""Prompt tokens reused in one step, some 10 ms on the host; beyond that, a long prompt waits for the next step."""
 SHORT_TOKENS = 1 << 12
-"""A prompt of fewer tokens is not long: it is taken over at once."""
+"""A prompt of fewer tokens is not long: its prefix is reused at once."""
 
 
 class Admission:
-    """Room for requests. `start` follows a `can_start` that answered NOW, with no change in between."""
+    """Admits requests. `start` must follow a `can_start` that returned NOW, with no change in between."""
 
     def __init__(
         self, accounts: Accounts, kv: KvBlocks, block_size: int, *, max_num_seqs: int, step_budget: StepBudget | None
@@ -36,11 +37,11 @@ class Admission:
         self._forecast = KvForecast(kv.pool.num_blocks * block_size, block_size)
         self._next_blocks = NextPrefillBlocks(kv.prefix_cache, block_size)
         self._found = FoundPrefix()
-        self._found_for: Request | None = None  # whose prefix that is
-        self._step = 0  # that is being planned
-        self._reused_tokens = 0  # over from others, in this step
-        self._deferred: Request | None = None  # the first that had to leave its turn because of them
-        self._deferred_last_step: Request | None = None  # the same of the step before: it leaves this one to nobody
+        self._found_for: Request | None = None  # the request that prefix belongs to
+        self._step = 0  # the step being planned
+        self._reused_tokens = 0  # from other answers or the prefix cache, in this step
+        self._deferred: Request | None = None  # the first long prompt deferred in this step
+        self._deferred_last_step: Request | None = None  # the one deferred in the step before: not deferred again
 
     def begin_step(self) -> None:
         """A step is about to be planned: predict new ends for requests that should have ended by now."""
@@ -73,7 +74,7 @@ class Admission:
         return Start.NOW if has_room else Start.NO_ROOM
 
     def can_return(self, request: Request) -> bool:
-        """Whether a preempted request can have the seat that another one of its tenant has just left."""
+        """Whether a preempted request can take the seat that another request of its tenant has just freed."""
         self._find(request)
         return self.has_seat and not request.num_unknown_tokens and self._kv.has_room(request, self._found)
 
@@ -81,7 +82,7 @@ class Admission:
         self._found, self._found_for = self._kv.find(request), request
 
     def _exceeds_reuse_limit(self, request: Request) -> bool:
-        """Whether so much was taken over in this step that a long prompt must wait for the next one."""
+        """Whether this step has reused so many tokens that a long prompt must wait for the next one."""
         if not self._reused_tokens or request.num_tokens < SHORT_TOKENS or request is self._deferred_last_step:
             return False
         return self._reused_tokens + request.num_tokens > REUSED_TOKENS_PER_STEP
@@ -117,7 +118,7 @@ class Admission:
         return len(self._found.blocks) * self._block_size
 
     def start(self, request: Request) -> int:
-        """Give a request that got a seat its blocks and a predicted end. → how many of the blocks come from the host tier"""
+        """Assign blocks and a predicted end to a request that got a seat. → how many of the blocks come from the host tier"""
         self._forecast.add(request, self._step, self._own_tokens(request), predicted_remaining(request))
         if _shares_prompt(request):
             assert request.forked_from is not None
@@ -131,7 +132,7 @@ class Admission:
         return self._found.num_on_host
 
     def advance(self, request: Request) -> None:
-        """A running prefill will compute its next block in this step or the next."""
+        """Note the next block of a running prefill, which computes it in this step or the next."""
         self._next_blocks.update(request)
 
     def finish_prefill(self, request: Request) -> None:
@@ -139,7 +140,7 @@ class Admission:
         self._next_blocks.remove(request)
 
     def stop(self, request: Request, *, is_preempted: bool, is_failed: bool) -> None:
-        """Take everything back."""
+        """Release the blocks of a request, and its prediction."""
         self._forecast.remove(request)
         self._next_blocks.remove(request)
         self._kv.release(request, is_preempted=is_preempted, is_failed=is_failed)
@@ -155,7 +156,7 @@ def _shares_prompt(request: Request) -> bool:
 
 
 def predicted_remaining(request: Request) -> int:
-    """Tokens that it will still write, as predicted: up to its tenant's usual length, or as many again when it is past that."""
+    """Predicted tokens still to be generated: up to its tenant's usual length, or as many again when it is past that."""
     written = request.num_output_tokens
     usual = account_of(request).predicted_output_len()
     expected = usual - written if written < usual else max(BUCKET_STEPS, written)

@@ -59,7 +59,7 @@ class Backlog:
         account.round = None
 
     def set_lead(self, account: Account, lead_ps: int, step: int) -> None:
-        """Give an account whose weight has changed the lead that it had before."""
+        """Set the lead of an account whose weight has changed."""
         account.offset_ps += lead_ps - self.lead_at(account, step)
         if account.round is not None:
             self.leave(account)
@@ -85,7 +85,7 @@ class Backlog:
         return found
 
     def _collect(self, bucket: dict[Account, None], number: int, found: list[Account], limit: int, step: int) -> None:
-        """Take accounts whose round is still `number`; move the others to their buckets."""
+        """Append accounts whose round is still `number` to `found`; move the others to their buckets."""
         moved: list[Account] = []
         for account in bucket:
             if account.position_at(step) >= number * self.quantum_ps * account.weight:
@@ -108,13 +108,13 @@ class Backlog:
         self._lowest_aside = min(self._lowest_aside, number)
 
     def begin_step(self, step: int) -> None:
-        """No account is aside any more."""
+        """Return the accounts that were set aside to their buckets."""
         aside, self._aside, self._lowest_aside = self._aside, {}, math.inf
         for account in aside:
             self._insert(account, self._current_round(account, step))
 
     def move_to_back(self, account: Account) -> None:
-        """Let the others of the same round be looked at before this one, whose request does not fit now."""
+        """Move an account whose request does not fit now behind the others of its round."""
         if account.round is not None:
             bucket = self._buckets[account.round]
             del bucket[account]

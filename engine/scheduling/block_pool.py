@@ -19,8 +19,8 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 PROTECTED_PERCENT = 25
-"""Share of the pool that blocks found again may keep from the rest. Hits on samples of a chat service's conversations, as a
-part of those of a cache that knows the future: 0.70 with plain LRU, 0.74 with 20 to 35 per cent, 0.72 with 50."""
+"""Share of the pool reserved for blocks that were found again. Hits on samples of a chat service's conversations, relative to
+those of a cache that knows the future: 0.70 with plain LRU, 0.74 with 20 to 35 per cent, 0.72 with 50."""
 
 
 class OutOfBlocks(AssertionError):
@@ -29,7 +29,7 @@ class OutOfBlocks(AssertionError):
 
 @dataclass(slots=True)
 class Block:
-    """One block of `block_size` token slots in every layer's cache. `was_reused`: it was shared when it had no owner."""
+    """One block of `block_size` token slots in every layer's cache. `was_reused`: it was shared while it had no owner."""
 
     block_id: int
     ref_count: int = 0
@@ -46,7 +46,7 @@ def _discard(block_id: int, content_hash: bytes) -> None:
 
 
 class BlockPool:
-    """All blocks of one engine. Raises `OutOfBlocks` or `AssertionError` on misuse; callers ask `num_available` first.
+    """All blocks of one engine. Raises `OutOfBlocks` or `AssertionError` on misuse; callers check `num_available` first.
 
     `on_evict(block_id, content_hash)` is called before content is overwritten.
     """
@@ -79,7 +79,7 @@ class BlockPool:
         return len(self._free)
 
     def allocate(self, count: int) -> list[int]:
-        """Take `count` blocks with a reference count of one each, evicting content in its order if necessary."""
+        """Allocate `count` blocks with a reference count of one each, evicting content in its order if necessary."""
         if count > self.num_available:
             raise OutOfBlocks(f"asked for {count} of {self.num_available} available blocks")
         free, blocks = self._free, self._blocks
@@ -136,7 +136,7 @@ class BlockPool:
         block.ref_count += 1
 
     def release(self, block_table: Sequence[int], *, is_wanted: bool | None = None) -> None:
-        """Give back one owner's blocks. Tail blocks go first, so that a chain is evicted from its end.
+        """Release one owner's blocks. Tail blocks go first, so that a chain is evicted from its end.
 
         `is_wanted` overrides whether the content has proved worth keeping: the owner will come back for it, or has done so.
         """
@@ -186,7 +186,7 @@ class BlockPool:
         return self._blocks[block_id].ref_count > 0
 
     def num_unused(self, block_ids: Iterable[int]) -> int:
-        """How many of these blocks nobody holds."""
+        """How many of these blocks have no owner."""
         blocks = self._blocks
         return [blocks[block_id].ref_count for block_id in block_ids].count(0)
 

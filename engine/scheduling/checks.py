@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 
 def check_scheduler(scheduler: Scheduler) -> None:
-    """Raise `AssertionError` unless blocks, requests, accounts and limits agree. Costs a look at everything."""
+    """Raise `AssertionError` unless blocks, requests, accounts and limits agree. Visits every request, block and account."""
     live = list(scheduler.live())
     assert len(live) == len(set(live)), "a request is live twice"
     scheduler.kv.check_invariants(live)

@@ -1,7 +1,8 @@
 """The decoding requests: one lasting item each, those that are paused, and a calendar of blocks that they need. Integers only.
 
-A decoding request computes one token per step, so the step in which its last block is full is known when the block is given,
-and nothing is touched until then. Accepted drafts and pauses move that step; a request that is due too early is entered again.
+A decoding request computes one token per step, so the step in which its last block is full is known when the block is
+allocated, and the request is not visited before. Accepted drafts and pauses move that step; a request that is due too early is
+scheduled again.
 
 Among many requests some are full in every step, and sending the device one block costs as much as sending many. So once in
 `EARLY_GROWTH_STEPS` steps, requests that will be full before the next such step get their blocks too.
@@ -78,13 +79,13 @@ class DecodeSet:
         self.schedule_growth(request)
 
     def schedule_growth(self, request: Request) -> None:
-        """Enter the step in which the blocks of a decoding request are full, counted from the next one."""
+        """Enter in the calendar the step in which the blocks of a decoding request are full, counted from the next one."""
         slots = len(request.block_table) * self._block_size
         request.growth_step = self._accounts.step + 1 + slots - request.num_computed_tokens
         self._calendar.setdefault(request.growth_step, []).append(request)
 
     def schedule_next_growth(self, requests: list[Request]) -> None:
-        """Enter several that have got one block each. They are entered from the step in which they would have been full."""
+        """Schedule requests that got one block each, counted from the step in which they would have been full."""
         for due, requests_due in groupby(requests, attrgetter("growth_step")):
             grown, step = [*requests_due], due + self._block_size
             for request in grown:

@@ -4,9 +4,9 @@ A guess is verified as one more row of its request. Guesses use spare blocks and
 delayed for one.
 
 A request must know its last token to guess. Where steps are launched ahead, that token is not known when the next step is
-planned, and waiting for it costs what launching ahead gains. So after a look that found nothing worth guessing, the next 1, 3,
-7, then 15 steps are planned without one and launched ahead as usual. As soon as something is found, each step looks again. Long
-prompts are read in all steps; otherwise most of a short answer would be over before the first guess.
+planned, and waiting for it costs what launching ahead gains. So after a search that found nothing worth guessing, the next 1,
+3, 7, then 15 steps are planned without one and launched ahead as usual. As soon as a search succeeds, every step searches
+again. Long prompts are read in all steps; otherwise most of a short answer would be over before the first guess.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from engine.scheduling.request import Request, account_of
 from engine.scheduling.scheduled_batch import ScheduledBatch, ScheduledRequest
 
 BACKOFF_STEPS_MAX = 15
-"""Most steps without a look after several in vain: text that repeats itself is noticed that many tokens late at most."""
+"""Most steps without a search after several in vain: repetition in a text is noticed at most this many tokens late."""
 
 
 class Draft(NamedTuple):
@@ -75,7 +75,8 @@ class Drafting:
         self._backoff = self._backoff_left = 0
 
     def should_settle_first(self) -> bool:
-        """Asked before a step that can be planned without the tokens under way: whether to wait for them and look."""
+        """Whether to settle the step under way first, to search its tokens for guesses. Call once before each step that could
+        be planned without them."""
         num_decodes = len(self._decodes.items)
         if not num_decodes or not self._drafter.pays(num_decodes):
             return False

@@ -24,7 +24,7 @@ from engine.scheduling.prefill_order import PrefillOrder
 from engine.scheduling.request import Request, RequestStatus, account_of
 
 SCAN_ACCOUNTS_MAX = 4
-"""Accounts looked at for a start. The others of the same round come first the next time."""
+"""Accounts examined for a start. The others of the same round come first the next time."""
 
 AGEING_STEPS = 512
 """Steps without a start after which a lower class starts one request before the higher ones."""
@@ -34,7 +34,7 @@ QUANTUM_TOKENS = 512
 
 HYSTERESIS_QUANTA, CAP_QUANTA = 4, 8
 RETRY_STEPS = 8
-"""Steps until a victim that was not found is looked for again, though nothing has changed."""
+"""Steps after which a fruitless search for a victim is repeated although nothing has changed."""
 
 NEVER = (-1, -1, 0)
 
@@ -56,8 +56,8 @@ class FairPolicy:
         self._leads = LeadTracker(context.accounts, self.backlogs, self.settings)
         self._preemption = Preemption(context, self._leads)
         self._num_waiting = dict.fromkeys(Priority, 0)
-        self._reserved: Request | None = None  # was passed so often that nobody starts before it
-        self._room_made_for: Request | None = None  # somebody was preempted for it, and it has not started yet
+        self._reserved: Request | None = None  # was passed so often that no request may start before it
+        self._room_made_for: Request | None = None  # a request was preempted for it, and it has not started yet
         self._applicant_accounts: list[Account] = []  # whose requests were the last applicants
         self._no_victim_state = NEVER  # versions of accounts and leads, and the step, when no victim was found
 
@@ -75,7 +75,7 @@ class FairPolicy:
             self._leads.update(account)
 
     def on_dequeued(self, request: Request) -> None:
-        """A request no longer waits: it was started, or it ended."""
+        """A request no longer waits: it was started, or it has ended."""
         account = account_of(request)
         self._update_head(account)
         self._num_waiting[account.priority] -= 1
@@ -96,7 +96,7 @@ class FairPolicy:
         """A request of the account has ended, or a prefill is complete: the account may have no backlog any more."""
         if not account.is_backlogged:
             self.backlogs[account.priority].leave(account)
-            self._leads.update(account)  # it is ahead of no account; without decodes nothing else would trigger a look
+            self._leads.update(account)  # it is ahead of no account; without decodes nothing else would trigger an update
 
     def begin_step(self) -> None:
         step = self._accounts.step
@@ -125,8 +125,8 @@ class FairPolicy:
         return first_unscheduled((r for r in self._accounts.prefilling if not _is_paused(r)), self._accounts.step)
 
     def _start(self, chosen: Request, can_start: CanStart) -> Request:
-        """Who starts now that a waiting request was chosen: before it the one that room was made for. Whoever gave way goes
-        first among its equals and would take its place again, only to be preempted once more in the next step."""
+        """The request that starts when `chosen` could: before it the one that room was made for. A preempted request goes first
+        among its equals; it would take that room again, only to be preempted once more in the next step."""
         applicant = self._room_made_for
         if applicant is None or applicant.status is not RequestStatus.QUEUED or applicant.account is chosen.account:
             self._room_made_for = None
@@ -136,7 +136,7 @@ class FairPolicy:
         if may_pass and not self.is_ahead(account) and can_start(applicant) is Start.NOW:
             self._room_made_for = None
             return applicant
-        can_start(chosen)  # what it found is what the last answer was about again
+        can_start(chosen)  # `start` requires that the last `can_start` was for this request
         return chosen
 
     def _has_reserved(self) -> bool:
@@ -231,7 +231,7 @@ class FairPolicy:
             self.recovery_max_ps = max(self.recovery_max_ps, costs.prefill_ps(start, 2 * num_lost) + gain_ps)
 
     def on_no_victim(self) -> None:
-        """Others of their round are looked at before those who were asked now: one of them may have nothing yet."""
+        """Move the applicants' accounts behind the others of their round, one of which may have nothing yet."""
         for account in self._applicant_accounts:
             self.backlogs[account.priority].move_to_back(account)
         self._no_victim_state = (self._accounts.version, self._leads.version, self._accounts.step)

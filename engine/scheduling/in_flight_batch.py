@@ -12,7 +12,7 @@ from engine.scheduling.scheduled_batch import ScheduledBatch, ScheduledRequest
 
 @dataclass(frozen=True, slots=True)
 class InFlightBatch:
-    """Rows of one step in columns, decodes first; the items of its batch have gone on to the next one.
+    """Rows of one step in columns, decodes first; the items of its batch have advanced to the next one.
 
     `decodes` is the batch's own list. `tables[i]` is the block table that row i was planned with; a request that has lost its
     blocks since has another table. `chunks` holds, for each row after the decodes (which have one token each), its number of

@@ -62,7 +62,7 @@ class KvBlocks:
         return -(-num_tokens // self._block_size)
 
     def find(self, request: Request) -> FoundPrefix:
-        """The longest prefix of `request` that need not be computed. Looks, and changes nothing."""
+        """The longest prefix of `request` that need not be computed. Changes nothing."""
         matched = self.prefix_cache.match(request)
         if request.sampling.prompt_logprobs is not None:  # tokens that were never computed have no log-probabilities
             return self._on_device(matched[: request.num_prompt_tokens_computed // self._block_size])
@@ -101,7 +101,7 @@ class KvBlocks:
         return self.num_needed_blocks(request, found) <= self.num_spare
 
     def attach_prefix(self, request: Request, found: FoundPrefix) -> None:
-        """Give an admitted request its found prefix, and promise it the rest of its prompt."""
+        """Attach the found prefix to an admitted request, and promise it blocks for the rest of its prompt."""
         self.pool.share_all(block_id for block_id in found.blocks if block_id is not None)
         hashes = request.block_hashes
         on_host = {index: self._fetch(hashes[index]) for index, block_id in enumerate(found.blocks) if block_id is None}
@@ -144,7 +144,7 @@ class KvBlocks:
         self.make_writable(request, request.num_computed_tokens)
 
     def make_writable(self, request: Request, position: int) -> None:
-        """Copy on write: the block of `position` becomes the request's own if somebody else holds it too."""
+        """Copy on write: the block of `position` becomes the request's own if another request holds it too."""
         index = position // self._block_size
         source = request.block_table[index]
         if self.pool.ref_count(source) == 1:
@@ -174,9 +174,9 @@ class KvBlocks:
             account_of(request).num_blocks += 1
 
     def release(self, request: Request, *, is_preempted: bool = False, is_failed: bool = False) -> None:
-        """Take all blocks. First, blocks filled by an answer become findable: hardly any request looks for them while it is
-        being written, and registering all at once takes a third of the time. A failed request leaves nothing findable. A
-        preempted request finds the blocks of its prompt again, even where no other may."""
+        """Release all blocks. Before that, blocks filled by an answer become findable: hardly any request looks them up while
+        the answer is being generated, and registering all at once takes a third of the time. A failed request leaves nothing
+        findable. A preempted request finds the blocks of its prompt again, even where no other may."""
         is_shared = self.prefix_cache.is_shared
         if not is_failed and (is_shared or is_preempted):
             first = request.num_prompt_tokens if is_shared else 0

@@ -2,7 +2,7 @@
 
 Admission by predicted peak, as in lightllm: with running requests sorted by what they still have to write, the peak comes right
 before one of them ends, and is the largest Σ slots of those that outlive it. A request that writes a token per step ends at a
-fixed step, and `slots - step` is constant too. So a bucket of requests with similar ends is two integers, nothing is touched as
+fixed step, and `slots - step` is constant too. So a bucket of requests with similar ends is two integers, nothing is updated as
 time passes, and the peak costs one pass over the buckets instead of a sort.
 """
 

@@ -79,7 +79,7 @@ class Lifecycle:
             self._enqueue(request)
 
     def record_first_token(self, parent: Request) -> None:
-        """A prompt is computed and has its first token: forks of it now wait before other requests of their tenant."""
+        """Record that a prompt has its first token, and queue its forks before other requests of their tenant."""
         if parent.first_token_s is None:
             parent.first_token_s = self._clock()
         for fork in reversed(self._forks.pop(parent)):
@@ -92,7 +92,7 @@ class Lifecycle:
         self._policy.on_queued(request)
 
     def start(self, request: Request) -> None:
-        """Give a waiting request a seat and blocks; `Admission.can_start` has just said that it can."""
+        """Give a waiting request a seat and blocks; the last `Admission.can_start` must have returned NOW for it."""
         account = account_of(request)
         del self._queued[request]
         num_swapped_in = self._admission.start(request)
@@ -115,7 +115,7 @@ class Lifecycle:
                 self._totals.prefix_cache_hit_tokens += request.num_cached_tokens
 
     def start_decoding(self, request: Request) -> None:
-        """All of its prompt is computed."""
+        """Move a request whose whole prompt is computed to decoding."""
         account = account_of(request)
         self._admission.finish_prefill(request)
         request.move_to(RequestStatus.DECODE)
@@ -129,7 +129,7 @@ class Lifecycle:
         self._decodes.remove(request)
 
     def preempt(self, request: Request) -> None:
-        """Take a running request's blocks; it waits before its tenant's new requests and goes on later."""
+        """Release a running request's blocks; it waits before its tenant's new requests and continues later."""
         request.num_lost_tokens = request.num_computed_tokens
         request.num_preemptions += 1
         request.moved_step = self._accounts.step
@@ -141,7 +141,7 @@ class Lifecycle:
         request.num_computed_tokens = request.num_in_flight_tokens = 0
 
     def _stop(self, request: Request, *, is_preempted: bool = False, is_failed: bool = False) -> None:
-        """Take the seat and the blocks of a running request."""
+        """Release the seat and the blocks of a running request."""
         self._decodes.remove(request)
         self._admission.stop(request, is_preempted=is_preempted, is_failed=is_failed)
         self._accounts.stop_running(account_of(request), request)

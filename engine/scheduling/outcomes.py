@@ -7,7 +7,7 @@ without its results (progress, the end of a prompt, that there will be one more 
     every request of n has one unknown token       two: of n, n+1                  one: of n+1
 
 Nothing becomes findable by others and no fork starts before `settle`, so other requests build only on steps that are known to
-have worked. Blocks of an answer become findable all at once, when it gives them back (`KvBlocks.release`).
+have worked. Blocks of an answer become findable all at once, when they are released (`KvBlocks.release`).
 
 A request that ended meanwhile (a stop token of step n, an abort) has a surplus row in step n+1, which is discarded. One that
 reaches its last token for certain is not planned again, and keeps its seat until that token is known.
@@ -32,7 +32,7 @@ from engine.scheduling.token_events import StepEvents, token_event
 
 
 class Outcomes:
-    """The part of the scheduler that follows the device."""
+    """Applies the results of steps to their requests."""
 
     def __init__(
         self,
@@ -167,7 +167,7 @@ class Outcomes:
         num_decodes = in_flight.num_decodes
         finished, no_end_near = RequestStatus.FINISHED, in_flight.min_tokens_left > 2
         events: list[TokenEvent] = []
-        irregular: set[Request] = set()  # requests that do more than go on with one more token
+        irregular: set[Request] = set()  # requests that do more than continue with one more token
         for request, start, output in zip(in_flight.requests[:num_decodes], in_flight.starts, outputs, strict=False):
             if output.__class__ is not int or request.status is finished:
                 irregular.add(request)

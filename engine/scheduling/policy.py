@@ -19,20 +19,20 @@ from engine.scheduling.request import Request
 from engine.scheduling.urgency import Urgency
 
 SCAN_REQUESTS_MAX = 8
-"""Requests looked at in a step: waiting ones behind one that does not fit, preempted ones, and those these could replace."""
+"""Requests examined in a step: waiting ones behind one that does not fit, preempted ones, and those these could replace."""
 
 SKIPS_MAX = 32
 """Times that others may pass a request that does not fit. Then all others wait for it, so that it cannot starve."""
 
 
 def scan_limit(num_accounts: int) -> int:
-    """Waiting requests looked at per account: about as many in all for one tenant as for several."""
+    """Waiting requests examined per account: about as many in all for one tenant as for several."""
     return max(2, SCAN_REQUESTS_MAX // max(1, num_accounts // 2))
 
 
 class Start(Enum):
     """Whether a waiting request can start. LATER: a running prefill computes the block that it needs next, or this step has
-    taken over enough from others."""
+    reused enough tokens."""
 
     NOW = "now"
     NO_ROOM = "no room"
@@ -53,13 +53,13 @@ class PolicyContext:
 
 
 class Policy(Protocol):
-    """Orders requests. A call may look at a bounded number of waiting requests and accounts, never at all of them."""
+    """Orders requests. A call may examine a bounded number of waiting requests and accounts, never all of them."""
 
     def on_queued(self, request: Request) -> None:
-        """A request has joined its account's line."""
+        """A request has joined its account's queue."""
 
     def on_dequeued(self, request: Request) -> None:
-        """A request has left its account's line: it starts, or it has ended."""
+        """A request has left its account's queue: it starts, or it has ended."""
 
     def on_started(self, request: Request) -> None:
         """A request got a seat."""
@@ -68,7 +68,7 @@ class Policy(Protocol):
         """The weight of an account changes."""
 
     def on_backlog_change(self, account: Account) -> None:
-        """A prefill of the account is complete, or has ended."""
+        """A prefill of the account is complete, or one of its requests has stopped running."""
 
     def on_recompute(self, request: Request, num_lost: int) -> None:
         """A preempted request has started again, and recomputes `num_lost` tokens."""
@@ -77,7 +77,7 @@ class Policy(Protocol):
         """A step is about to be planned; `accounts.step` is the last one that was charged."""
 
     def pause_changes(self) -> tuple[list[Account], list[Account]]:
-        """Accounts whose running requests must pause from this step on, and accounts whose requests may go on again."""
+        """Accounts whose running requests must pause from this step on, and accounts whose requests may resume."""
 
     def next_prefill(self, can_start: CanStart | None) -> Request | None:
         """The request that gets prefill tokens next: a prefill under way that is not in this step yet, or a waiting request
@@ -126,7 +126,7 @@ def first_to_start(requests: Iterable[Request], can_start: CanStart) -> tuple[Re
 
 
 class PlainPolicy:
-    """A policy without fairness: no account is held, no request is preempted for another, the youngest gives up its blocks."""
+    """A policy without fairness: no account pauses, no request is preempted for another, the youngest gives up its blocks."""
 
     def __init__(self, context: PolicyContext) -> None:
         self._accounts = context.accounts

@@ -32,7 +32,7 @@ class Rank(IntEnum):
 
 
 class PrefillOrder:
-    """Chooses between prefills. `update_head` is called with an account whose line has changed its order."""
+    """Chooses between prefills. `update_head` is called with an account whose queue was reordered."""
 
     def __init__(self, context: PolicyContext, update_head: Callable[[Account], None]) -> None:
         self._accounts = context.accounts

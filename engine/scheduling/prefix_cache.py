@@ -157,7 +157,7 @@ class NextPrefillBlocks:
         self._hashes: dict[Request, bytes] = {}
 
     def update(self, request: Request) -> None:
-        """A prefill has started or has got further."""
+        """Record the next block of a prefill that has started or advanced."""
         self.remove(request)
         index = request.num_computed_tokens // self._block_size
         if self._prefix_cache.is_shared and index < request.num_tokens // self._block_size:

@@ -39,7 +39,7 @@ def table_of(block_ids: Iterable[int] = ()) -> array[int]:
 
 
 def account_of(request: Request) -> Account:
-    """The account that pays for a request that the scheduler has."""
+    """The account that is charged for a request of the scheduler."""
     assert request.account is not None, f"request {request.request_id} has no account"
     return request.account
 
@@ -79,7 +79,7 @@ class Request:
     token_ids: list[int]  # of prompt and output in one list
     num_prompt_tokens: int
     max_total_tokens: int  # of prompt and output, already bounded by the model's context
-    stop_ids: frozenset[int]  # they end it: end-of-sequence unless ignored, and the caller's own
+    stop_ids: frozenset[int]  # tokens that end it: end-of-sequence unless ignored, and the caller's own
     arrived_s: float  # by the scheduler's clock, as every time here
     index: int = 0  # index of this answer among the answers of one submission
     weight: int = 1  # of its tenant
@@ -89,7 +89,7 @@ class Request:
     shares_token_ids: bool = False  # one list with the other answers, until it starts
     status: RequestStatus = RequestStatus.QUEUED
     block_table: array[int] = field(default_factory=table_of)
-    num_computed_tokens: int = 0  # in its blocks are their keys and values, or will be when the steps under way have ended
+    num_computed_tokens: int = 0  # with keys and values in its blocks, now or when the steps under way have ended
     num_prompt_tokens_computed: int = 0  # the most prompt tokens ever computed, before preemptions too
     num_cached_tokens: int = 0  # prompt tokens found in the prefix cache when it was first scheduled
     num_preemptions: int = 0
@@ -111,8 +111,8 @@ class Request:
     growth_step: int = -1  # the step in which its blocks will be full
     moved_step: int = -1  # the step of its last start or preemption
     is_aged: bool = False  # it was started because its class had waited too long
-    is_late: bool = False  # it stepped aside, because its first token will be late
-    account: Account | None = None  # the account that pays; None before the scheduler has the request
+    is_late: bool = False  # it was moved behind others, because its first token will be late
+    account: Account | None = None  # the account charged for it; None before it reaches the scheduler
 
     @property
     def num_tokens(self) -> int:
@@ -134,7 +134,7 @@ class Request:
         return self.status is RequestStatus.FINISHED
 
     def copy_shared_token_ids(self) -> None:
-        """Called when it starts, because it will write into the list: copies a shared one."""
+        """Copy a list shared with other answers. Called when it starts, because it will append to the list."""
         if self.shares_token_ids:
             self.token_ids, self.shares_token_ids = self.token_ids.copy(), False
 
@@ -176,7 +176,7 @@ class Request:
         return FinishReason.LENGTH if position + 1 >= self.max_total_tokens else None
 
     def remove_unknown_tokens(self) -> int:
-        """Take the unknown tokens off the list and return their number."""
+        """Remove the unknown tokens from the list and return their number."""
         num_unknown = self.num_unknown_tokens
         if num_unknown:
             del self.token_ids[-num_unknown:]
@@ -184,11 +184,11 @@ class Request:
         return num_unknown
 
     def restore_unknown_tokens(self, num_unknown: int) -> None:
-        """Put back what `remove_unknown_tokens` took."""
+        """Restore what `remove_unknown_tokens` removed."""
         self.token_ids += [UNKNOWN_TOKEN] * num_unknown
         self.num_unknown_tokens = num_unknown
 
     def discard_unknown_tokens(self) -> None:
-        """The steps under way yield nothing for this request."""
+        """Drop the unknown tokens of a request for which the steps under way yield nothing."""
         self.remove_unknown_tokens()
         self.num_in_flight_tokens = 0

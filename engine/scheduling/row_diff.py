@@ -1,7 +1,7 @@
-"""Which elements left between two ordered lists, most of whose elements are the same. Compares by identity.
+"""Which rows were removed between two ordered lists that are mostly the same. Compares by identity.
 
-before   a b c d e         gone are rows 1 and 3
-after    a c e f           starts with those of `before` that stayed, in their order; f has come
+before   a b c d e         rows 1 and 3 are removed
+after    a c e f           begins with the elements of `before` that remain, in their order; f is new
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ Each = TypeVar("Each")
 
 def removed_rows(before: Sequence[Any], after: Sequence[Any]) -> list[int]:
     """The rows of `before`, in ascending order, to remove so that the rest is the start of `after`. An element that is
-    elsewhere in `after` counts as gone. One pass over the lists at the speed of C, and one Python step for each row removed."""
+    elsewhere in `after` counts as removed. One pass over the lists at the speed of C, and one Python step per removed row."""
     removed: list[int] = []
     row = 0
     while row < len(before):

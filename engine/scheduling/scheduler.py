@@ -2,14 +2,15 @@
 
 A step is `schedule()` → run → `apply()`. Decodes come first, then prefill chunks in the order that the policy gives: prefills
 under way and waiting requests that can start (`scheduling.admission`), until the step is full. When the predicted use of
-blocks was too low and a decode finds none, the policy chooses a request that gives all of its blocks back and goes on later.
+blocks was too low and a decode finds none, the policy chooses a request that releases all of its blocks and continues later.
 
     Scheduler   plans a step: which requests are in it, which make room for others
     Lifecycle   moves a request from one state to the next, and books the move everywhere
     Outcomes    applies what a step computed
 
 The cost of a step depends on what changes in it. A decoding request has one `ScheduledRequest`, its service is charged in
-closed form, and a calendar knows when it needs a block. No step iterates over the waiting line, the tenants or the cache.
+closed form, and a calendar holds the step in which it needs a block. No step iterates over the waiting queue, the tenants or
+the cache.
 """
 
 from __future__ import annotations
@@ -126,7 +127,7 @@ class Scheduler:
         self._lifecycle.add_fork(request)
 
     def preempt(self, request: Request) -> None:
-        """Take a running request's blocks; it waits before its tenant's new requests and goes on later."""
+        """Release a running request's blocks; it waits before its tenant's new requests and continues later."""
         self._lifecycle.preempt(request)
 
     def abort(self, request: Request) -> TokenEvent | None:
@@ -145,7 +146,7 @@ class Scheduler:
         """Plan one step. An empty batch means that no request is live, or that all of them wait for a step under way."""
         batch = self._plan()
         if not batch.num_tokens and self.has_requests and not self._outcomes.num_in_flight:
-            batch = self._plan()  # the request that room was made for had stepped aside: now it is its turn
+            batch = self._plan()  # the request that room was made for was passed over: now it can start
         batch.moves = self.kv.pop_moves()
         assert batch.num_tokens <= self.limits.max_num_batched_tokens, "the token budget was exceeded"
         self._planned = batch
@@ -194,7 +195,7 @@ class Scheduler:
             self.policy.on_no_victim()
 
     def _grow_decodes(self) -> None:
-        """A block for each decode that needs one, taken if necessary from the request that the policy names."""
+        """Allocate a block for each decode that needs one, if necessary by preempting the request that the policy names."""
         full = self._decodes.pop_due()
         while len(full) > self.kv.num_spare:
             self._lifecycle.preempt(self.policy.growth_victim(self.accounts.running_requests))

@@ -1,4 +1,4 @@
-"""Rotation within a tenant: preempted requests take turns with running ones, so that none is silent for long. Knows no torch.
+"""Rotation within a tenant: preempted requests take turns with running ones, so that none stalls for long. Knows no torch.
 
 A tenant that is ahead of others starts nothing, not even a preempted request. Without turns, the same few of its requests would
 wait for as long as others want the room. An exchange changes nothing between tenants. A request that comes back recomputes what
@@ -43,7 +43,7 @@ class TenantRotation:
         self._clock = clock
         self._block_size = block_size
         self._preempted_at_s: OrderedDict[Request, float] = OrderedDict()
-        self._restarted: dict[Request, None] = {}  # preempted ones that have started again and compute what they lost
+        self._restarted: dict[Request, None] = {}  # preempted requests that have restarted and recompute what they lost
         self._returning: Request | None = None
 
     def on_preempted(self, request: Request) -> None:

@@ -10,7 +10,7 @@ from engine.scheduling.request import Request
 
 @dataclass(slots=True)
 class StepEvents:
-    """`requests[i]` got `token_ids[i]` after its token at `starts[i]`, and goes on. Nearly all events are of this kind, too
+    """`requests[i]` got `token_ids[i]` after its token at `starts[i]`, and continues. Nearly all events are of this kind, too
     many for an object each. `others` holds the rest and comes first; no answer is in both."""
 
     others: list[TokenEvent] = field(default_factory=list)

@@ -1,4 +1,4 @@
-"""Waiting requests: in a tenant's line, with a time limit, and forks of a prompt that is not computed yet. Knows no torch."""
+"""Waiting requests: in a tenant's queue, with a time limit, and forks of a prompt that is not computed yet. Knows no torch."""
 
 from __future__ import annotations
 
