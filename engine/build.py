@@ -214,8 +214,8 @@ def _log_start(info: EngineInfo, runner: str, times: StartTimes) -> None:
     if info.memory_note is not None:
         log.warning("memory: %s", info.memory_note)
     for part in underestimated(info.memory):
-        taken, predicted = format_distinct(part.measured_bytes or 0, part.predicted_bytes)
-        log.warning("memory: %s took %s, %s were predicted", part.name, taken, predicted)
+        measured, predicted = format_distinct(part.measured_bytes or 0, part.predicted_bytes)
+        log.warning("memory: %s took %s, %s were predicted", part.name, measured, predicted)
 
 
 def _make_paged_decoder(model: LoadedDecoder, resolved: ResolvedOptions, plan: MemoryPlan) -> PagedDecoder:

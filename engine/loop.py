@@ -213,10 +213,10 @@ class Engine:
         """Launch a step, then collect the one before it; a step that cannot be launched is computed after that."""
         launched = None
         if not batch.is_empty:
-            begun_s = self._clock()
+            launch_started_s = self._clock()
             launched = overlapped.launch(batch, predicted_s=self._predict(batch), now_s=started_s)
             if not overlapped.is_synchronous:
-                launched.host_s = self._clock() - begun_s
+                launched.host_s = self._clock() - launch_started_s
         step_events = StepEvents() if self._in_flight_step is None else self._collect(overlapped, launched)
         if launched is not None:
             overlapped.complete(launched)
@@ -249,9 +249,9 @@ class Engine:
             self._runner.move(moves)
         except Exception:
             log.exception("moving blocks failed: trying again")
-            self._move_again(moves)
+            self._retry_move(moves)
 
-    def _move_again(self, moves: BlockMoves) -> None:
+    def _retry_move(self, moves: BlockMoves) -> None:
         try:
             self._runner.move(moves)
         except Exception as error:

@@ -126,8 +126,8 @@ def forecast_memory(
 def _memory(options: EngineOptions, device: torch.device) -> DeviceMemory:
     """What this process may use of the device, and what is in use already, by others included."""
     if device.type == "cpu":
-        taken = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-        return DeviceMemory(device_type="cpu", usable_bytes=main_memory_bytes(), context_bytes=taken)
+        used_bytes = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+        return DeviceMemory(device_type="cpu", usable_bytes=main_memory_bytes(), context_bytes=used_bytes)
     free, total = torch.cuda.mem_get_info(device)
     return DeviceMemory(
         device_type="cuda",

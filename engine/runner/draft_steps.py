@@ -41,10 +41,10 @@ class DraftSteps:
                 active_slots = active_slots[:-1]  # a new list: `write_slots` takes the same list for the same slots
             self._step(active_slots)
             self._guesses[depth, : len(active_slots)].copy_(self.decodes.step.sampled[: len(active_slots)])
-        column = {index: place for place, index in enumerate(order)}
+        column = {index: column_index for column_index, index in enumerate(order)}
         width = self._guesses.shape[1]
-        places = [depth * width + column[index] for index, number in enumerate(depths) for depth in range(number)]
-        return self._guesses.view(-1).index_select(0, self._staging.send(places)).clamp_min(0)
+        indices = [depth * width + column[index] for index, number in enumerate(depths) for depth in range(number)]
+        return self._guesses.view(-1).index_select(0, self._staging.send(indices)).clamp_min(0)
 
     def _step(self, slots: Sequence[int]) -> None:
         """One more token in each of these slots. Guesses need no scores, and what a mask forbids is not accepted."""

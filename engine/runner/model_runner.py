@@ -89,7 +89,7 @@ class ModelRunner:
         draft_distributions: Sequence[torch.Tensor | None],
         masks: Future[StepMasks] | None,
     ) -> list[StepOutput]:
-        """Tokens of all items; hidden: [R, hidden], guesses_from: per item [k, V] where it is verified by rejection."""
+        """Tokens of all items; hidden: [R, hidden], draft_distributions: per item [k, V] where it is verified by rejection."""
         outputs = [StepOutput() for _ in items]
         rows_to_draw: list[int] = []
         for index, item in enumerate(items):
@@ -127,11 +127,11 @@ class ModelRunner:
         twice = None if masks is None else masks.expand(2, -1)
         return self._sampler.sample(logits.expand(2, -1).clone(), [*rows, *rows], twice)[:1]
 
-    def _logits(self, hidden: torch.Tensor, places: Sequence[int]) -> torch.Tensor:
+    def _logits(self, hidden: torch.Tensor, rows: Sequence[int]) -> torch.Tensor:
         """Logits of rows of `hidden`, without a gather where all of them are meant: [len(places), V]"""
-        if len(places) == hidden.shape[0]:
+        if len(rows) == hidden.shape[0]:
             return self.target.logits(hidden)
-        return self.target.logits(hidden.index_select(0, torch.tensor(places, dtype=torch.int64).to(hidden.device)))
+        return self.target.logits(hidden.index_select(0, torch.tensor(rows, dtype=torch.int64).to(hidden.device)))
 
     def _verify(
         self,
@@ -157,7 +157,7 @@ class ModelRunner:
         return not (self._accepts_by_equality or is_greedy(sampling) or sampling.logprobs is not None)
 
     def _score(self, request: Request, hidden: torch.Tensor, scored: range, first_position: int) -> list[TokenLogprob]:
-        """Log-probabilities of prompt tokens from position `scored_starts` on, one per row of `scored_ranges`."""
+        """Log-probabilities of prompt tokens from position `first_position` on, one per row of `scored`."""
         entries: list[TokenLogprob] = []
         for first in range(0, len(scored), self._slice_rows):
             rows_of_slice = scored[first : first + self._slice_rows]

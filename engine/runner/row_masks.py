@@ -48,11 +48,11 @@ class RowMasks:
     def _fill(
         self, masked: Sequence[int], rows: Sequence[SampledRow], pending_fill: Callable[[], StepMasks] | None, num_rows: int
     ) -> tuple[torch.Tensor, dict[int, GrammarError]]:
-        """`rows` are as the step was planned, because its items move on; they stand at `masked` among its `num_rows` rows."""
+        """`rows` are those of the planned step, because its items advance; `masked` are their indices among `num_rows` rows."""
         live = [index for index, row in enumerate(rows) if not row.request.is_finished]
         filled = self._host.fill([rows[index] for index in live]) if pending_fill is None else pending_fill()
         masks = torch.full((num_rows, filled.rows.shape[1]), -1, dtype=torch.int32, device=self._device)
         if live:
-            places = self._staging.send([masked[index] for index in live])
-            masks.index_copy_(0, places, ops.send(filled.rows, torch.int32, self._device))
+            row_indices = self._staging.send([masked[index] for index in live])
+            masks.index_copy_(0, row_indices, ops.send(filled.rows, torch.int32, self._device))
         return masks, {masked[live[index]]: error for index, error in filled.errors.items()}

@@ -31,8 +31,8 @@ class SlotTiming:
         if has_guesses:
             no_slots, zeros = [NOTHING] * num_rows, [0] * num_rows
             tokens = [row % steps.sampler.vocab_size for row in range(num_rows)]
-            places = [row % steps.limits.block_size for row in range(num_rows)]
-            steps.inputs.write_columns([no_slots, tokens, zeros, places, zeros], shape.size)
+            slot_mapping = [row % steps.limits.block_size for row in range(num_rows)]
+            steps.inputs.write_columns([no_slots, tokens, zeros, slot_mapping, zeros], shape.size)
         else:
             steps.state.write(ONE_SLOT_WRITES)
             steps.inputs.write_slots(ONE_SLOT, shape.size)

@@ -83,22 +83,22 @@ class SlotState:
 
     def write(self, writes: SlotWrites) -> None:
         """Change slots, no value of them twice, with one copy and one operation."""
-        places, values = array("q"), array("i")
+        offsets, values = array("q"), array("i")
         first, columns = self.words.first("tables"), self.tables.shape[1]
         for slot, column, ids in writes.blocks:
-            place = first + slot * columns + column
-            places.extend(range(place, place + len(ids)))
+            offset = first + slot * columns + column
+            offsets.extend(range(offset, offset + len(ids)))
             values.extend(ids)
         first = self.words.first("num_tokens")
-        places.extend(first + slot for slot in writes.slots)
+        offsets.extend(first + slot for slot in writes.slots)
         values.extend(writes.num_tokens)
         first = self.words.first("last_tokens")
         for slot, token_id in zip(writes.slots, writes.last_tokens, strict=True):
             if token_id >= 0:
-                place = first + 2 * slot
-                places.extend((place, place + 1))
+                offset = first + 2 * slot
+                offsets.extend((offset, offset + 1))
                 values.extend((token_id, 0))
-        words = [(np.frombuffer(places, np.int64), np.frombuffer(values, np.int32)), *writes.words]
+        words = [(np.frombuffer(offsets, np.int64), np.frombuffer(values, np.int32)), *writes.words]
         self.words.write(np.concatenate([each for each, _ in words]), np.concatenate([each for _, each in words]))
 
     def advance(

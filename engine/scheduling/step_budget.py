@@ -87,14 +87,14 @@ class StepBudget:
         least_s = model.host_s + model.weights_s(1)
         return num_decodes > 0 and decodes_s > max(CROWDED_SHARE * self.targets.target_s / self.decode_scale, 2 * least_s)
 
-    def chunk(self, start: int, wanted: int) -> int:
-        """Take up to `wanted` prefill tokens of a request that has `start` computed; 0 when the step is full."""
+    def chunk(self, start: int, requested: int) -> int:
+        """Take up to `requested` prefill tokens of a request that has `start` computed; 0 when the step is full."""
         room = 0 if self._is_full else self._max_chunk(start)
-        num_tokens = min(wanted, room)
-        if room < wanted:
+        num_tokens = min(requested, room)
+        if room < requested:
             num_tokens = self._cut_to_size(num_tokens)
         if not self._has_chunk:
-            num_tokens = max(num_tokens, min(wanted, self.targets.chunk_tokens_min))
+            num_tokens = max(num_tokens, min(requested, self.targets.chunk_tokens_min))
         if num_tokens <= 0:
             return 0
         self._has_chunk = True

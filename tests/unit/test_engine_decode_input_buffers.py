@@ -14,7 +14,7 @@ from tests.support.slots import slot_state
 SLOTS = [2]
 
 
-def step_inputs() -> DecodeInputBuffers:
+def input_buffers() -> DecodeInputBuffers:
     decoder = mock.Mock(max_verify_group=1, dtype=torch.float32)
     inputs = DecodeInputBuffers(slot_state(4, 3), decoder, max_rows=4, block_size=2)
     inputs.write_slots([3, 1, 0, 2], 4)
@@ -23,7 +23,7 @@ def step_inputs() -> DecodeInputBuffers:
 
 def test_the_same_slots_in_a_step_of_more_rows_are_padded_anew() -> None:
     """Behind them stand rows of an earlier step, which would be computed once more."""
-    inputs = step_inputs()
+    inputs = input_buffers()
     inputs.write_slots(SLOTS, 1)
     assert inputs.slots.tolist() == [2, 1, 0, 2]
     inputs.write_slots(SLOTS, 3)
@@ -31,7 +31,7 @@ def test_the_same_slots_in_a_step_of_more_rows_are_padded_anew() -> None:
 
 
 def test_the_very_slots_of_the_last_step_are_not_sent_again_and_equal_ones_are() -> None:
-    inputs = step_inputs()
+    inputs = input_buffers()
     with mock.patch.object(inputs._staging, "send", wraps=inputs._staging.send) as send:
         for slots, times in ((SLOTS, 1), (SLOTS, 1), ([*SLOTS], 2)):
             inputs.write_slots(slots, 2)
@@ -39,7 +39,7 @@ def test_the_very_slots_of_the_last_step_are_not_sent_again_and_equal_ones_are()
 
 
 def test_slots_are_sent_again_behind_a_step_whose_inputs_the_host_has_written() -> None:
-    inputs = step_inputs()
+    inputs = input_buffers()
     inputs.write_slots(SLOTS, 1)
     inputs.write_columns(NO_INPUTS, 1)
     inputs.write_slots(SLOTS, 1)
