@@ -30,12 +30,12 @@ SINGLE_FILE = "model.safetensors"
 
 
 class Place(Protocol):
-    """Takes a tensor of the checkpoint in its own way, and knows how much memory it becomes."""
+    """A destination that converts a tensor of the checkpoint as it is loaded, and the memory that it becomes."""
 
     num_parameters: int
     num_bytes: int
 
-    def take(self, tensor: torch.Tensor) -> None:
+    def load(self, tensor: torch.Tensor) -> None:
         """Raises `WeightsError` with what is wrong about shape or type, without the name."""
 
 
@@ -199,7 +199,7 @@ def _load_tensor(plan: WeightPlan, name: str, read: Callable[[], torch.Tensor], 
         if isinstance(place, torch.Tensor):
             copy_checked(place, read())
         else:
-            place.take(read())
+            place.load(read())
     except WeightsError as error:
         raise WeightsError(f"{path.name}: tensor {name} {error}") from error
     return True

@@ -167,7 +167,7 @@ def fill_plan(plan: WeightPlan, shapes: dict[str, tuple[int, ...]], device: torc
         if isinstance(place, torch.Tensor):
             fill(name, place)
         elif name in shapes or name not in plan.optional:
-            place.take(made(name, shapes[name], device))
+            place.load(made(name, shapes[name], device))
     unused = set(shapes) - set(plan.places) - set(plan.tied)
     assert not unused, f"the model does not take {sorted(unused)[:4]}"
 

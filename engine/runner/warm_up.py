@@ -32,30 +32,30 @@ log = logging.getLogger("gatehouse.engine")
 REPORT_S = 2.0
 """Time between two lines of the log while kernels are compiled."""
 
-SEARCHED = (257, 513, 1025)
+SEARCH_BATCH_SIZES = (257, 513, 1025)
 """Numbers of requests of a step, one above each power of two from 256 on, for which kernels that search among the requests of a
 step are compiled (`kernels.triton.attention_splits.scheduled_requests`); all that seats and guesses add up to."""
 
-STEP_SIZES = (1, 2, ops.FUSED_ROWS_MAX + 1, 33, *SEARCHED)
+STEP_SIZES = (1, 2, ops.FUSED_ROWS_MAX + 1, 33, *SEARCH_BATCH_SIZES)
 """Sizes of steps over slots, one for each variant of those kernels: one row has kernels of its own, few rotate inside their
 attention and are launched early."""
 
-DECODES = (1, 2, 8, 16, 24, 40, 72, 136, *SEARCHED)
+DECODE_BATCH_SIZES = (1, 2, 8, 16, 24, 40, 72, 136, *SEARCH_BATCH_SIZES)
 """Numbers of requests that decode: one on each side of where a launcher takes another tile."""
 
-CHUNKS = (2, 4, 5, 8, 9, 16, 24, 40, 72, 136, 300, 600)
+CHUNK_LENGTHS = (2, 4, 5, 8, 9, 16, 24, 40, 72, 136, 300, 600)
 """Tokens of the longest chunk of a step."""
 
 LONG_CONTEXT = 4096
 """Tokens of a request whose few newest tokens make a step: keys of a long context are cut into splits
 (`kernels.triton.chunk_splits`)."""
 
-FEW, SOME, MANY = 1, 20, 40
+FEW_REQUESTS, SOME_REQUESTS, MANY_REQUESTS = 1, 20, 40
 """Requests whose prompts are read in one step."""
 
-SHORT_MAX = 8
-"""For chunks of up to so many tokens, steps of SOME requests are compiled too. They have more rows than are launched early, and
-few enough requests that kernels search among them as among FEW."""
+SHORT_CHUNK_MAX = 8
+"""For chunks of up to so many tokens, steps of SOME_REQUESTS are compiled too. They have more rows than are launched
+early, and few enough requests that kernels search among them as among FEW_REQUESTS."""
 
 
 def compiles_at_first_use(device: torch.device) -> bool:
@@ -112,22 +112,26 @@ def _steps_of_each_kind(limits: SchedulerLimits, max_guesses: int) -> Iterator[l
     max_tokens, max_seqs, block_size = limits.max_num_batched_tokens, limits.max_num_seqs, limits.block_size
     room = min(max_tokens, limits.max_model_len)
     max_rows = min(max_seqs + max_guesses, max_tokens)
-    sizes = {min(size, max_rows) for size in (*DECODES, max_seqs, max_rows)}
+    sizes = {min(size, max_rows) for size in (*DECODE_BATCH_SIZES, max_seqs, max_rows)}
     steps = {(size, 1, 1) for size in sizes if size <= max_seqs}
-    for longest in {min(length, room) for length in (*CHUNKS, room)}:
+    for longest in {min(length, room) for length in (*CHUNK_LENGTHS, room)}:
         most = min(max_seqs, 1 + (max_tokens - longest) // 2)
-        numbers = {min(FEW, most), min(MANY, most), *(number for number in SEARCHED if number <= most)}
+        numbers = {
+            min(FEW_REQUESTS, most),
+            min(MANY_REQUESTS, most),
+            *(number for number in SEARCH_BATCH_SIZES if number <= most),
+        }
         steps |= {(number, longest, min(longest, 2)) for number in numbers}
-        if longest <= SHORT_MAX:
-            steps.add((min(SOME, max_seqs, max_tokens // longest), longest, longest))
+        if longest <= SHORT_CHUNK_MAX:
+            steps.add((min(SOME_REQUESTS, max_seqs, max_tokens // longest), longest, longest))
     for number, longest, others in sorted(steps):
         yield [_span(longest, block_size)] + [_span(others, block_size)] * (number - 1)
-    for length in CHUNKS:
+    for length in CHUNK_LENGTHS:
         if (start := min(LONG_CONTEXT, limits.max_model_len) - length) > 0 and length <= max_tokens:
             yield [_span(length, block_size, start=start)]
-    for number in SEARCHED:
+    for number in SEARCH_BATCH_SIZES:
         if number < max_seqs and number + 2 <= max_tokens:  # decodes of more tokens than a split, beside a chunk
-            decodes = [_span(1, block_size, start=min(CHUNKS[-1], limits.max_model_len) - 1)] * number
+            decodes = [_span(1, block_size, start=min(CHUNK_LENGTHS[-1], limits.max_model_len) - 1)] * number
             yield [*decodes, _span(2, block_size)]
     for size in sorted(sizes):
         if size > max_seqs:
@@ -137,7 +141,7 @@ def _steps_of_each_kind(limits: SchedulerLimits, max_guesses: int) -> Iterator[l
 def _compile_texts(decoder: PagedDecoder, max_tokens: int) -> None:
     """Embed whole texts, which use no cache and no fused layers."""
     embedder = Embedder(decoder.text_model, PoolingConfig(mode="last"))
-    for length in sorted({min(length, max_tokens) for length in (1, *CHUNKS)}):
+    for length in sorted({min(length, max_tokens) for length in (1, *CHUNK_LENGTHS)}):
         embedder.embed([[0] * length])
 
 

@@ -278,7 +278,7 @@ def write_weights(_: Path, plan: WeightPlan, **__: Any) -> None:
         if isinstance(place, torch.Tensor):
             place.zero_()
         elif name not in plan.optional:
-            place.take(weights_for(name, place))
+            place.load(weights_for(name, place))
 
 
 def weights_for(name: str, place: Any) -> torch.Tensor:
