@@ -34,7 +34,7 @@ from engine.grammar.masks import GrammarMasks
 from engine.grammar.queue import GrammarQueue, LazyCompiler
 from engine.loop import Engine
 from engine.main import serve
-from engine.memory.device import GraphsTaken
+from engine.memory.device import GraphMemory
 from engine.protocol import EngineFrame, EngineInfo, GatewayFrame, GenerationRequest, SamplingParams
 from engine.runner.cuda_graphs import Calls
 from engine.runner.slot_runner import SlotRunner
@@ -68,9 +68,9 @@ class NoDecoder:
     dtype = None
     device = DEVICE
 
-    def keep_workspaces(self, num_rows: int, max_blocks: int) -> None: ...
+    def allocate_workspaces(self, num_rows: int, max_blocks: int) -> None: ...
 
-    def pass_over(self, rows: list[Any], unknown: Any = None) -> torch.Tensor:
+    def forward_spans(self, rows: list[Any], unknown: Any = None) -> torch.Tensor:
         return torch.zeros(sum(len(row.outputs) for row in rows), 1)
 
     def logits(self, hidden: torch.Tensor, *, wide: bool = True) -> torch.Tensor:
@@ -101,8 +101,8 @@ class NoCalls:
     def run(self, key: Hashable, function: Callable[[], None]) -> None: ...
 
     @property
-    def taken(self) -> GraphsTaken:
-        return GraphsTaken()
+    def graph_memory(self) -> GraphMemory:
+        return GraphMemory()
 
 
 class NoPlainRunner:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from engine.errors import EngineError, EngineOverloaded, ModelError
-from engine.fault_isolation import failure
+from engine.fault_isolation import failure_message
 from engine.grammar.compile_queue import NO_THREAD, overloaded
 from engine.grammar.matcher import CompiledGrammar
 from engine.grammar.spec import GrammarError, GrammarSpec
@@ -176,7 +176,7 @@ class GrammarQueue:
             return parked.answers, error
         log_args = parked.param, parked.answers[0].request_id
         log.error("a grammar could not be compiled param=%s request_id=%s", *log_args, exc_info=error)
-        return parked.answers, EngineError(failure("compile", error))
+        return parked.answers, EngineError(failure_message("compile", error))
 
     @property
     def has_guided_answers(self) -> bool:

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from engine.config.model import LayerConfig, ModelConfig
-from engine.layers.batch_inputs import BatchInputs
+from engine.layers.forward_inputs import ForwardInputs
 from engine.layers.linear import FusedLinear
 from engine.layers.norm import RMSNorm
 from engine.quantization.kv_scales import KvScales
@@ -99,7 +99,7 @@ class Attention:
     def takes_fp8_rows(self) -> bool:
         return self._qkv.takes_fp8_rows
 
-    def __call__(self, x: torch.Tensor | ops.Fp8Rows, inputs: BatchInputs, kv_cache: torch.Tensor | None) -> torch.Tensor:
+    def __call__(self, x: torch.Tensor | ops.Fp8Rows, inputs: ForwardInputs, kv_cache: torch.Tensor | None) -> torch.Tensor:
         """x: [T, hidden], kv_cache: [N, P, 2, K, D], or None when this batch contains every text whole → [T, H·D]"""
         return self.attend(self._qkv(x), inputs, kv_cache)
 
@@ -107,7 +107,7 @@ class Attention:
         """attended: [R, H·D], some rows of the output of `attend` → [R, hidden]"""
         return self._out(attended)
 
-    def attend(self, projected: torch.Tensor, inputs: BatchInputs, kv_cache: torch.Tensor | None) -> torch.Tensor:
+    def attend(self, projected: torch.Tensor, inputs: ForwardInputs, kv_cache: torch.Tensor | None) -> torch.Tensor:
         """projected: [T, (H+2K)·D], which may be changed in place → [T, H·D]"""
         heads, kv_heads, size = self._num_heads, self._num_kv_heads, self._head_dim
         qkv = projected.view(-1, heads + 2 * kv_heads, size)

@@ -8,8 +8,8 @@ import torch
 
 from engine.config.model import ModelConfig
 from engine.layers.attention import Attention
-from engine.layers.batch_inputs import BatchInputs
 from engine.layers.experts import SparseMLP
+from engine.layers.forward_inputs import ForwardInputs
 from engine.layers.mlp import GatedMLP
 from engine.layers.norm import RMSNorm
 from engine.models.fused_layers import FusedLayer, FusedLayers
@@ -75,7 +75,7 @@ class DecoderLayer:
         self,
         x: torch.Tensor | ops.Fp8Rows,
         residual: torch.Tensor,
-        inputs: BatchInputs,
+        inputs: ForwardInputs,
         kv_cache: torch.Tensor | None,
         next_norm: RMSNorm | None,
         sampled_rows: torch.Tensor | None,
@@ -230,7 +230,7 @@ class Decoder:
 
     def __call__(
         self,
-        inputs: BatchInputs,
+        inputs: ForwardInputs,
         kv_caches: Sequence[torch.Tensor] | None,
         before_layer: Callable[[], None] | None = None,
     ) -> torch.Tensor:
@@ -246,13 +246,13 @@ class Decoder:
             return self._norm(x if inputs.sampled_rows is None else x.index_select(0, inputs.sampled_rows))
         return self._run_layers(self._embed(inputs), inputs, kv_caches)  # holds the only reference, so it can free the rows
 
-    def _embed(self, inputs: BatchInputs) -> torch.Tensor:
+    def _embed(self, inputs: ForwardInputs) -> torch.Tensor:
         return self._ops.embed(inputs.token_ids, self._embedding, multiplier=self._multiplier)
 
     def _run_layers(
         self,
         residual: torch.Tensor,
-        inputs: BatchInputs,
+        inputs: ForwardInputs,
         kv_caches: Sequence[torch.Tensor] | None,
         before_layer: Callable[[], None] = lambda: None,
     ) -> torch.Tensor:

@@ -8,7 +8,7 @@ import torch
 from torch.nn import functional
 
 from engine.config.encoder import EncoderConfig
-from engine.layers.batch_inputs import BatchInputs
+from engine.layers.forward_inputs import ForwardInputs
 from engine.layers.linear import FusedLinear
 from engine.layers.norm import LayerNorm
 from engine.weights import WeightPlan
@@ -76,7 +76,7 @@ class Encoder:
         for layer in self._layers:
             layer.pack()
 
-    def __call__(self, inputs: BatchInputs, kv_caches: Sequence[torch.Tensor] | None) -> torch.Tensor:
+    def __call__(self, inputs: ForwardInputs, kv_caches: Sequence[torch.Tensor] | None) -> torch.Tensor:
         """Hidden states of `sampled_rows`: [R, hidden]. There is no cache, and all tokens have the first token type."""
         assert kv_caches is None, "an encoder keeps nothing"
         x = functional.embedding(inputs.token_ids, self._word_embeddings) + self._token_type_embeddings[0]

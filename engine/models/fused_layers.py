@@ -17,8 +17,8 @@ from dataclasses import dataclass
 import torch
 
 from engine.layers.attention import Attention
-from engine.layers.batch_inputs import BatchInputs
 from engine.layers.experts import SparseMLP
+from engine.layers.forward_inputs import ForwardInputs
 from engine.layers.mlp import GatedMLP
 from engine.layers.norm import RMSNorm
 from kernels import ops
@@ -87,7 +87,7 @@ class FusedLayers:
         self._multiplier, self._eps = multiplier, eps
 
     def __call__(
-        self, residual: torch.Tensor, inputs: BatchInputs, kv_caches: Sequence[torch.Tensor], last_norm: RMSNorm
+        self, residual: torch.Tensor, inputs: ForwardInputs, kv_caches: Sequence[torch.Tensor], last_norm: RMSNorm
     ) -> torch.Tensor:
         """residual: [T, hidden], the embeddings → [T, hidden], the stream after the last layer; `last_norm` comes next"""
         stream: ops.Stream | None = None

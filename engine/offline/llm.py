@@ -37,7 +37,7 @@ from engine.runner.embedder import Embedder, Embedding  # noqa: E402
 from engine.runner.model_runner import ModelRunner  # noqa: E402
 from engine.runner.paged_decoder import PagedDecoder  # noqa: E402
 from engine.runner.slot_runner import SlotRunner  # noqa: E402
-from engine.runner.text_models import gives_embeddings_only, load_text_model  # noqa: E402
+from engine.runner.text_models import is_embedding_model, load_text_model  # noqa: E402
 
 TENANT = "offline"
 
@@ -86,10 +86,10 @@ class LLM:
             raise EngineConfigError("seed", f"must be an integer, not {seed!r}")
         _refuse("enable_chunked_prefill", enable_chunked_prefill, enable_chunked_prefill)
         _refuse("tensor_parallel_size", tensor_parallel_size, tensor_parallel_size == 1)
-        if num_gpu_blocks_override is not None and not COUNT.holds(num_gpu_blocks_override):
+        if num_gpu_blocks_override is not None and not COUNT.allows(num_gpu_blocks_override):
             raise EngineConfigError("num_gpu_blocks_override", COUNT.refusal(num_gpu_blocks_override))
         options = EngineOptions.of({**arguments, "num_kv_blocks": num_gpu_blocks_override})
-        self._text_model = load_text_model(options) if gives_embeddings_only(options.model) else None
+        self._text_model = load_text_model(options) if is_embedding_model(options.model) else None
         self._engine = None if self._text_model else build_engine(options, has_one_caller=True)
         self._directory = options.model
         self._tokenizer: Tokenizer | None = None

@@ -44,7 +44,7 @@ class _KvScalePlace:
     def __init__(self, scales: KvScales, indices: tuple[int, ...]) -> None:
         self._scales, self._indices = scales, indices
 
-    def take(self, tensor: torch.Tensor) -> None:
+    def load(self, tensor: torch.Tensor) -> None:
         if tensor.numel() != 1:
             raise WeightsError(f"has shape {tuple(tensor.shape)}, expected one number for all heads")
         number = checked_scales(tensor).reshape(())

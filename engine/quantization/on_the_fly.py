@@ -102,7 +102,7 @@ class PackedOnLoad:
         assert self._kernel is not None, "not all matrices were read"
         return self._kernel
 
-    def take(self, start: int, tensor: torch.Tensor) -> None:
+    def load(self, start: int, tensor: torch.Tensor) -> None:
         if self._weight is None:
             self._weight = torch.empty(self._shape, dtype=self._dtype, device=self._device)
         copy_checked(self._weight.narrow(0, start, tensor.shape[0]), tensor)
@@ -118,7 +118,7 @@ class _Rows:
         self.num_parameters = shape[0] * shape[1]
         self.num_bytes = self.num_parameters * element_bytes
 
-    def take(self, tensor: torch.Tensor) -> None:
+    def load(self, tensor: torch.Tensor) -> None:
         if tensor.shape != self._shape:
             copy_checked(torch.empty(self._shape, device="meta"), tensor)  # raises, naming what is wrong
-        self._target.take(self._start, tensor)
+        self._target.load(self._start, tensor)

@@ -24,7 +24,7 @@ class ScalePlace:
         self._target = target
         self.num_bytes = target.nbytes
 
-    def take(self, tensor: torch.Tensor) -> None:
+    def load(self, tensor: torch.Tensor) -> None:
         rows = self._target.shape[0]
         if tensor.numel() not in (1, rows) or tensor.dim() > 2 or (tensor.numel() > 1 and tensor.shape[0] != rows):
             one_each = "" if rows == 1 else f" or [{rows}, 1]"
@@ -52,7 +52,7 @@ class Fp8CodesPlace:
         self.num_parameters = target.numel()
         self.num_bytes = target.nbytes
 
-    def take(self, tensor: torch.Tensor) -> None:
+    def load(self, tensor: torch.Tensor) -> None:
         copy_checked(self._target, tensor)
         codes = tensor if self._target.is_meta else self._target
         num_rows = max(1, CHECK_CHUNK_BYTES // codes.shape[1]) if codes.device.type == "cpu" else codes.shape[0]
@@ -68,7 +68,7 @@ class CodesPlace:
         self.num_parameters = self.tensor.numel() * 8 if are_parameters else 0
         self.num_bytes = self.tensor.nbytes
 
-    def take(self, tensor: torch.Tensor) -> None:
+    def load(self, tensor: torch.Tensor) -> None:
         if tensor.dtype is not torch.int32:
             raise WeightsError(f"is {tensor.dtype}, expected torch.int32 with eight codes in each")
         copy_checked(self.tensor, tensor)
@@ -84,7 +84,7 @@ class GroupScalesPlace:
         self.tensor = torch.empty(0, dtype=torch.float16, device=device)
         self.num_bytes = 2 * shape[0] * shape[1]
 
-    def take(self, tensor: torch.Tensor) -> None:
+    def load(self, tensor: torch.Tensor) -> None:
         if tensor.shape != self._shape:
             raise WeightsError(f"has shape {tuple(tensor.shape)}, expected {self._shape}: group_size says so")
         checked_scales(tensor)
@@ -105,7 +105,7 @@ class OrderPlace:
         self._num_columns, self._group_size, self._device = num_columns, group_size, device
         self.tensor: torch.Tensor | None = None
 
-    def take(self, tensor: torch.Tensor) -> None:
+    def load(self, tensor: torch.Tensor) -> None:
         if tensor.shape != (self._num_columns,) or tensor.is_floating_point():
             raise WeightsError(f"is {tensor.dtype} {tuple(tensor.shape)}, expected integers ({self._num_columns},)")
         num_groups = -(-self._num_columns // self._group_size)

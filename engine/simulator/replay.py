@@ -156,7 +156,7 @@ class Replay:
     def _step_budget(self, step_time: StepTimeModel) -> StepBudget | None:
         if self.setup.token_budget is not None:
             return None
-        return StepBudget(step_time, BudgetTargets.following(self.setup.inter_token_target_s))
+        return StepBudget(step_time, BudgetTargets.from_target(self.setup.inter_token_target_s))
 
     def run(self, progress: Callable[[float], None] = lambda _: None) -> None:
         """Replay until the last answer has ended."""

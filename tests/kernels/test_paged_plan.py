@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import torch
 
-from engine.runner.input_rows import InputRow, make_batch_inputs
+from engine.runner.token_spans import TokenSpan, make_forward_inputs
 from engine.scheduling.request import table_of
 from kernels.attention_rows import AttentionShape
 from kernels.ops import PagedPlan, PagedPlanner
@@ -24,26 +24,26 @@ class UniterableTable(array):  # type: ignore[type-arg]  # subscripts of it came
         raise AssertionError("a step went through a block table in Python")
 
 
-def plans(rows: list[InputRow], *windows: int | None) -> list[PagedPlan]:
+def plans(rows: list[TokenSpan], *windows: int | None) -> list[PagedPlan]:
     planners = []
     for window in windows:
         planner = PagedPlanner(AttentionShape(SIZE, 4, 2, 8, sliding_window=window), device=CPU)
         planner.workspace = f"of window {window}"
         planners.append(planner)
-    inputs = make_batch_inputs(rows, block_size=SIZE, rotaries=[], planners=planners, device=CPU)
+    inputs = make_forward_inputs(rows, block_size=SIZE, rotaries=[], planners=planners, device=CPU)
     assert all(isinstance(plan, PagedPlan) for plan in inputs.attention)
     return [plan for plan in inputs.attention if isinstance(plan, PagedPlan)]
 
 
 def test_block_tables_are_copied_without_iteration() -> None:
     long, short = UniterableTable("i", [7, 3, 9]), UniterableTable("i", [4, 8])
-    (plan,) = plans([InputRow([1], 40, long), InputRow([1, 2, 3], 14, short)], None)
+    (plan,) = plans([TokenSpan([1], 40, long), TokenSpan([1, 2, 3], 14, short)], None)
     assert plan.block_tables.tolist() == [[7, 3, 9], [4, 8, 0]]
     assert plan.context_lens.tolist() == [41, 17]
 
 
 def test_layers_with_different_windows_share_one_set_of_tables() -> None:
-    whole, sliding = plans([InputRow([1], 40, table_of([7, 3, 9])), InputRow([1, 2], 0, table_of([5]))], None, 32)
+    whole, sliding = plans([TokenSpan([1], 40, table_of([7, 3, 9])), TokenSpan([1, 2], 0, table_of([5]))], None, 32)
     assert sliding.block_tables.data_ptr() == whole.block_tables.data_ptr()
     assert sliding.shape.sliding_window == 32
     assert (whole.workspace, sliding.workspace) == ("of window None", "of window 32")

@@ -251,7 +251,7 @@ GROUPS = [(8 * group, 8, 128) for group in (1, 2, 3, 4, 5, 7, 8, 16)] + [(8, 4, 
 @pytest.mark.parametrize("capability", [80, 89, 90, 100])
 def test_every_tile_that_is_split_while_serving_was_split_in_a_step_before(capability: int) -> None:
     """Of the steps by which kernels are compiled before the first request."""
-    from engine.runner.warm_up import CHUNKS, LONG_CONTEXT
+    from engine.runner.warm_up import CHUNK_LENGTHS, LONG_CONTEXT
 
     programs = {80: 108, 89: 142, 90: 132, 100: 148}[capability]
 
@@ -265,7 +265,7 @@ def test_every_tile_that_is_split_while_serving_was_split_in_a_step_before(capab
     for sizes in GROUPS:
         shape = AttentionShape(BLOCK, *sizes)
         for kv_bytes in (1, 2, 4):
-            before = {tile_of(shape, kv_bytes, length, length, 1) for length in CHUNKS if length > 8}
+            before = {tile_of(shape, kv_bytes, length, length, 1) for length in CHUNK_LENGTHS if length > 8}
             for longest in (*range(9, 140), 200, 300, 500, 1000):
                 for others in (0, 1, 5, 31):
                     assert tile_of(shape, kv_bytes, longest, longest + 2 * others, 1 + others) in {*before, None}

@@ -202,7 +202,9 @@ def run(engine: Engine, requests: list[PlannedRequest], *, preempt_at: int | Non
         happened = engine.step_in_columns()
         for event in happened.others:
             events[event.request_id].append(event)
-        for (request_id, index, token_id), told in zip(happened.decoded, happened.told()[len(happened.others) :], strict=True):
+        for (request_id, index, token_id), told in zip(
+            happened.decoded, happened.as_events()[len(happened.others) :], strict=True
+        ):
             last = next(event for event in reversed(events[request_id]) if event.index == index)
             heard = one_more(last, token_id)
             events[request_id].append(heard)

@@ -57,7 +57,7 @@ def overlapped_engine(model: Path, **changes: Any) -> Engine:
     runner, scheduler = plain.runner, plain._scheduler
     assert isinstance(runner, ModelRunner)
     guesses = STEP_GUESSES_MAX if changes.get("speculative_config") else 0
-    runner._guesses_are_equal = True
+    runner._accepts_by_equality = True
     ahead = make_slot_runner(runner, scheduler.limits, StepMode.AHEAD, max_guesses=guesses)
     warm_up(ahead.steps)
     return Engine(scheduler, ahead, plain.info, plain._grammars, step_budget=plain._step_budget)
@@ -80,7 +80,7 @@ def evict_all(engine: Engine) -> None:
     """Drop the content of every block that nobody holds, to the host tier where there is one."""
     pool = engine._scheduler.pool
     pool.release(pool.allocate(pool.num_available))
-    engine.runner.move(engine._scheduler.kv.take_moves())
+    engine.runner.move(engine._scheduler.kv.pop_moves())
 
 
 def wanted(request_id: str, prompt: Sequence[int], *, tenant_id: str = "alice", **sampling: Any) -> GenerationRequest:

@@ -42,7 +42,7 @@ from engine.options import EngineOptions
 from engine.quantization.places import Fp8CodesPlace
 from engine.runner.cuda_graphs import DirectCalls
 from engine.runner.embedder import Embedder
-from engine.runner.token_return import Fetch, FetchedAtOnce, TokenReturn
+from engine.runner.token_return import Fetch, ImmediateFetch, TokenReturn
 from engine.scheduling.scheduled_batch import BlockMoves
 from engine.speculation.adaptive_drafter import AdaptiveDrafter
 from engine.speculation.options import SpeculativeOptions
@@ -166,7 +166,7 @@ class LeftOnCard(TokenReturn):
 
     def fetch(self, tokens: torch.Tensor, scores: torch.Tensor | None = None, *, inputs: torch.Tensor | None = None) -> Fetch:
         kept_inputs = None if inputs is None else inputs.tolist()
-        return FetchedAtOnce(tokens.tolist(), None if scores is None else scores.clone(), kept_inputs)
+        return ImmediateFetch(tokens.tolist(), None if scores is None else scores.clone(), kept_inputs)
 
 
 @cache
@@ -278,7 +278,7 @@ def write_weights(_: Path, plan: WeightPlan, **__: Any) -> None:
         if isinstance(place, torch.Tensor):
             place.zero_()
         elif name not in plan.optional:
-            place.take(weights_for(name, place))
+            place.load(weights_for(name, place))
 
 
 def weights_for(name: str, place: Any) -> torch.Tensor:
@@ -322,7 +322,7 @@ def engine_of(folder: Path, case: Case) -> Iterator[Engine]:
     with ExitStack() as stack:
         stack.enter_context(mock.patch("engine.models.loading.load_weights", write_weights))
         stack.enter_context(mock.patch("engine.quantization.scheme.stored_names", return_value=stored_names(case)))
-        stack.enter_context(mock.patch("engine.resolved_options.step_mode", mode_without_graphs))
+        stack.enter_context(mock.patch("engine.resolved_options.resolve_step_mode", mode_without_graphs))
         grammars = GrammarCompiler((MODEL | case.model)["vocab_size"])
         stack.enter_context(mock.patch("engine.build.LazyCompiler", return_value=grammars))
         stack.enter_context(mock.patch("engine.runner.runner_choice.DirectCalls", Captured))

@@ -104,7 +104,7 @@ class FakeAheadRunner:
                  zip(items, self._answer(items), strict=True)]  # fmt: skip
         return FakePendingStep(self, found, names)
 
-    def launch_guesses(self, batch: ScheduledBatch) -> FakePendingStep:
+    def launch_verification(self, batch: ScheduledBatch) -> FakePendingStep:
         items = batch.items
         self.log.append(f"verify {[item.num_draft_tokens for item in items]}")
         names = frozenset(item.request.request_id for item in items)
@@ -112,7 +112,7 @@ class FakeAheadRunner:
             raise RuntimeError("it cannot be launched")
         return FakePendingStep(self, self._answer(items) if not names & self.yields_nothing else [None for _ in items], names)
 
-    def forget(self) -> None:
+    def invalidate_slots(self) -> None:
         self.log.append("forget")
 
     def _answer(self, items: Sequence[ScheduledRequest]) -> list[RowResult]:
@@ -240,12 +240,12 @@ def test_tokens_of_two_steps_that_come_at_once_are_told_in_order() -> None:
     request = make_request("a", 2, max_tokens=4)
     request.token_ids += [7, 8, 9]
     happened = StepEvents([], [request], [2], [8])
-    happened.add(StepEvents())
+    happened.extend(StepEvents())
     assert happened.decoded == [("a", 0, 8)]
     request.finish(FinishReason.STOP)
-    happened.add(StepEvents([token_event(request, [9])]))
+    happened.extend(StepEvents([token_event(request, [9])]))
     assert not happened.decoded
-    told = [(event.token_ids, event.num_output_tokens, event.finish_reason) for event in happened.told()]
+    told = [(event.token_ids, event.num_output_tokens, event.finish_reason) for event in happened.as_events()]
     assert told == [([8], 2, None), ([9], 3, FinishReason.STOP)]
 
 
@@ -394,9 +394,9 @@ def test_the_same_failure_is_told_with_its_traceback_once(caplog: pytest.LogCapt
 def test_failures_that_differ_are_told_each_and_a_flood_of_them_is_not(caplog: pytest.LogCaptureFixture) -> None:
     fallbacks = Fallbacks()
     for number in range(1000):
-        fallbacks.note("a step failed", RuntimeError(f"{number} bytes are missing"))
-        fallbacks.note("a step failed", ValueError("boom"))
-        fallbacks.note("a step gave no token")
+        fallbacks.record("a step failed", RuntimeError(f"{number} bytes are missing"))
+        fallbacks.record("a step failed", ValueError("boom"))
+        fallbacks.record("a step gave no token")
     assert fallbacks.count == 3000
     assert len(caplog.records) == 3 * 10
     assert sum(bool(record.exc_info) for record in caplog.records) == 2

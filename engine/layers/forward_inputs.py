@@ -1,4 +1,4 @@
-"""What every layer of a step needs besides its input: positions, slot mapping, attention plans."""
+"""The inputs of a forward pass that all layers share: positions, slot mapping, attention plans."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from kernels.ops import AnyPlan
 
 
 @dataclass(frozen=True, slots=True)
-class BatchInputs:
-    """Everything a decoder needs to know about one step."""
+class ForwardInputs:
+    """The inputs of one forward pass of a decoder or an encoder."""
 
     token_ids: torch.Tensor  # [T] int64
     positions: torch.Tensor  # [T] int64
