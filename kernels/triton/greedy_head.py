@@ -24,7 +24,7 @@ from kernels.operations import FUSED_ROWS_MAX
 from kernels.quantised_weights import Fp8Weight, Int4Weight, Int8Weight, Weight, values_and_scales
 from kernels.triton.early_launch import early_launch, wait_for_previous
 from kernels.triton.linear import skinny_tiles
-from kernels.triton.linear_tiles import FLOAT32_FEW, Tiles, byte_tiles, decoded
+from kernels.triton.linear_tiles import FLOAT32_FEW_ROWS, Tiles, byte_tiles, cast_weight
 from kernels.triton.tuning import capability, card, multiprocessors, power_of_two
 
 TILES = Tiles(FUSED_ROWS_MAX, 64, 128, num_warps=4, num_stages=6)
@@ -50,7 +50,7 @@ def head_kernel(
     for start in range(0, K, COLUMNS):
         x = tl.load(inputs + start, mask=(row < M)[:, None] & (column < K - start)[None, :], other=0.0)
         w = tl.load(weights + start, mask=(token < V)[None, :] & (column < K - start)[:, None], other=0.0)
-        total = tl.dot(x, decoded(w, x.dtype), total, input_precision="ieee")
+        total = tl.dot(x, cast_weight(w, x.dtype), total, input_precision="ieee")
     if scales is not None:
         total *= tl.load(scales + token, mask=token < V, other=0.0)[None, :]
     logit = total.to(hidden.dtype.element_ty).to(tl.float32)
@@ -79,7 +79,7 @@ def head_tiles(*, weight_bytes: int, capability: int, row_bytes: int = 2) -> Til
     """Cards with 100 KiB of shared memory hold fewer loads in flight, and for float32 so do all cards. `row_bytes`: of an
     element of rows that are multiplied with 8-bit weights."""
     if weight_bytes == 1 and row_bytes == 4:
-        return FLOAT32_FEW
+        return FLOAT32_FEW_ROWS
     if card(capability).is_small or weight_bytes == 4:
         return replace(TILES, num_stages=4 if weight_bytes == 2 else 3)
     return TILES

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from kernels.quantised_weights import FP8, Fp8Weight
-from kernels.triton.linear_tiles import ROWS_FEW, byte_tiles, launch
+from kernels.triton.linear_tiles import MEMORY_BOUND_ROWS_MAX, byte_tiles, launch
 from kernels.triton.tuning import capability, card, multiprocessors
 
 
@@ -35,8 +35,8 @@ def linear_fp8(
     dtype = out.dtype if out is not None else out_dtype or x.dtype
     if dtype is FP8:
         raise ValueError("the product of e4m3 rows needs a type of its own: give out_dtype or out")
-    if x_scales is not None and x.shape[0] > ROWS_FEW and _library_takes(x, weight, dtype):
-        return _library(x, weight, x_scales, bias, out)
+    if x_scales is not None and x.shape[0] > MEMORY_BOUND_ROWS_MAX and _fits_scaled_mm(x, weight, dtype):
+        return _scaled_mm(x, weight, x_scales, bias, out)
     out = torch.empty(x.shape[0], weight.values.shape[0], dtype=dtype, device=x.device) if out is None else out
     if not x.shape[0]:
         return out
@@ -48,18 +48,18 @@ def linear_fp8(
 
 def check_fp8(device: torch.device) -> None:
     """Raise ValueError on a card that cannot compute with e4m3: 8-bit weights are served as int8 there."""
-    number = capability(device)
-    if not card(number).fp8:
-        found = f"{number // 10}.{number % 10}"
-        raise ValueError(f"fp8 weights need a card of compute capability 8.9 or newer, this one has {found}: use int8")
+    compute_capability = capability(device)
+    if not card(compute_capability).has_fp8:
+        version = f"{compute_capability // 10}.{compute_capability % 10}"
+        raise ValueError(f"fp8 weights need a card of compute capability 8.9 or newer, this one has {version}: use int8")
 
 
-def _library_takes(x: torch.Tensor, weight: Fp8Weight, dtype: torch.dtype) -> bool:
+def _fits_scaled_mm(x: torch.Tensor, weight: Fp8Weight, dtype: torch.dtype) -> bool:
     sizes = (*weight.values.shape, x.stride(0))
     return x.device.type == "cuda" and dtype is torch.bfloat16 and not any(size % 16 for size in sizes)
 
 
-def _library(
+def _scaled_mm(
     x: torch.Tensor, weight: Fp8Weight, x_scales: torch.Tensor, bias: torch.Tensor | None, out: torch.Tensor | None
 ) -> torch.Tensor:
     """One scale on each side, or one per row: the two forms that torch has."""

@@ -13,7 +13,7 @@ from kernels.triton.linear_int4 import linear_int4
 from kernels.triton.linear_int8 import linear_int8
 
 
-class CodedProduct(PlainWeights):
+class WeightOnlyLinear(PlainWeights):
     """[T, K] → [T, N], like its input. Inputs are not quantised, so it may be fused with the norms around it."""
 
     def __init__(
@@ -27,14 +27,14 @@ class CodedProduct(PlainWeights):
         return self._multiply(x, self.weight, bias=self.bias)
 
 
-def bind_int8(weight: Int8Weight, bias: torch.Tensor | None) -> CodedProduct:
+def bind_int8(weight: Int8Weight, bias: torch.Tensor | None) -> WeightOnlyLinear:
     """→ a function [T, K] → [T, N], like its input: x Wᵀ + bias"""
-    return CodedProduct(linear_int8, weight, bias)
+    return WeightOnlyLinear(linear_int8, weight, bias)
 
 
-def bind_int4(weight: Int4Weight, bias: torch.Tensor | None) -> CodedProduct:
+def bind_int4(weight: Int4Weight, bias: torch.Tensor | None) -> WeightOnlyLinear:
     """→ a function [T, K] → [T, N], like its input: x Wᵀ + bias"""
-    return CodedProduct(linear_int4, weight, bias)
+    return WeightOnlyLinear(linear_int4, weight, bias)
 
 
 class Fp8Linear(PlainWeights):

@@ -17,7 +17,7 @@ from kernels.triton.tuning import LOG2_E, power_of_two
 WARP_EXPERTS = 512
 """Experts that one warp holds, 16 per thread; with more there are more warps."""
 _LOG2_E = tl.constexpr(LOG2_E)
-_TAKEN = tl.constexpr(-(2**31))  # below any converted logit
+_REMOVED = tl.constexpr(-(2**31))  # below any converted logit
 _NAN = tl.constexpr(2**31 - 1)  # above, as in torch's order
 
 
@@ -29,7 +29,7 @@ def ordered_bits(value):
 
 
 @triton.jit
-def of_ordered_bits(bits):
+def from_ordered_bits(bits):
     """The float32 that `ordered_bits` made them of."""
     return (bits ^ ((bits >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)
 
@@ -46,23 +46,23 @@ def route_kernel(
     experts, choices = tl.arange(0, EXPERTS_BLOCK), tl.arange(0, CHOSEN_BLOCK)
     is_expert, is_choice = experts < EXPERTS, choices < CHOSEN
     value = tl.load(logits + row * row_stride + experts, mask=is_expert, other=float("-inf")).to(tl.float32)
-    left = tl.where(is_expert, ordered_bits(value), _TAKEN)
-    highest = tl.max(left, 0)
+    remaining = tl.where(is_expert, ordered_bits(value), _REMOVED)
+    max_bits = tl.max(remaining, 0)
     chosen = tl.zeros([CHOSEN_BLOCK], tl.int32)
-    chosen_bits = chosen + highest
+    chosen_bits = chosen + max_bits
     for choice in range(CHOSEN):
-        best = tl.max(left, 0)
-        expert = tl.min(tl.where(left == best, experts, EXPERTS), 0)
-        left = tl.where(experts == expert, _TAKEN, left)
+        best = tl.max(remaining, 0)
+        expert = tl.min(tl.where(remaining == best, experts, EXPERTS), 0)
+        remaining = tl.where(experts == expert, _REMOVED, remaining)
         chosen = tl.where(choices == choice, expert, chosen)
         chosen_bits = tl.where(choices == choice, best, chosen_bits)
-    largest = of_ordered_bits(highest)
-    share = tl.exp2((of_ordered_bits(chosen_bits) - largest) * _LOG2_E)
+    largest = from_ordered_bits(max_bits)
+    numerator = tl.exp2((from_ordered_bits(chosen_bits) - largest) * _LOG2_E)
     if NORMALISED:
-        whole = tl.sum(tl.where(is_choice, share, 0.0), 0)
+        denominator = tl.sum(tl.where(is_choice, numerator, 0.0), 0)
     else:
-        whole = tl.sum(tl.where(is_expert, tl.exp2((value - largest) * _LOG2_E), 0.0), 0)
-    weight = share / whole
+        denominator = tl.sum(tl.where(is_expert, tl.exp2((value - largest) * _LOG2_E), 0.0), 0)
+    weight = numerator / denominator
     if slots is not None:
         is_live = tl.load(slots + row) >= 0
         weight, chosen = tl.where(is_live, weight, 0.0), tl.where(is_live, chosen, EXPERTS)

@@ -27,7 +27,7 @@ class Card:
     shared_bytes_max: int  # per program
     shared_bytes_multiprocessor: int
     warps_multiprocessor: int
-    fp8: bool  # whether it converts and multiplies e4m3 itself
+    has_fp8: bool  # whether it converts and multiplies e4m3 itself
 
     @property
     def is_small(self) -> bool:
@@ -48,12 +48,12 @@ TENSOR_MEMORY_COLUMNS = 512  # per multiprocessor, from capability 100 on
 _KIB = 1024
 
 CARDS: dict[int, Card] = {
-    80: Card(163 * _KIB, 164 * _KIB, 64, fp8=False),
-    86: Card(99 * _KIB, 100 * _KIB, 48, fp8=False),
-    89: Card(99 * _KIB, 100 * _KIB, 48, fp8=True),
-    90: Card(227 * _KIB, 228 * _KIB, 64, fp8=True),
-    100: Card(227 * _KIB, 228 * _KIB, 64, fp8=True),
-    120: Card(99 * _KIB, 100 * _KIB, 48, fp8=True),
+    80: Card(163 * _KIB, 164 * _KIB, 64, has_fp8=False),
+    86: Card(99 * _KIB, 100 * _KIB, 48, has_fp8=False),
+    89: Card(99 * _KIB, 100 * _KIB, 48, has_fp8=True),
+    90: Card(227 * _KIB, 228 * _KIB, 64, has_fp8=True),
+    100: Card(227 * _KIB, 228 * _KIB, 64, has_fp8=True),
+    120: Card(99 * _KIB, 100 * _KIB, 48, has_fp8=True),
 }
 
 

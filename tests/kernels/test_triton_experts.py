@@ -81,10 +81,10 @@ def test_the_mixture_of_a_few_tokens(
     assert_near(out.check(), expected, "matmul", scale=float(expected.abs().max()) * 2)
 
 
-@pytest.mark.parametrize("rows_each", [16, 32, 64, 128])
-def test_every_tile_of_a_crowded_expert(rows_each: int, device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Tiles for `rows_each` tokens an expert, with all tokens at one expert and then none at another."""
-    sized = group_tiles(rows_each, 90, gated=True)
+@pytest.mark.parametrize("tokens_per_expert", [16, 32, 64, 128])
+def test_every_tile_of_a_crowded_expert(tokens_per_expert: int, device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tiles for `tokens_per_expert` tokens an expert, with all tokens at one expert and then none at another."""
+    sized = group_tiles(tokens_per_expert, 90, gated=True)
     monkeypatch.setattr(kernel, "group_tiles", lambda *_, **__: sized)
     num_tokens = sized.block_m + 3
     expert_ids = torch.tensor([[1]] * (num_tokens - 2) + [[2]] * 2, device=device)
@@ -154,16 +154,16 @@ def test_experts_in_codes_are_the_experts_that_their_codes_stand_for(
 
 
 @pytest.mark.parametrize("packer", ["int8", "int4"])
-@pytest.mark.parametrize("rows_each", [16, 32, 64, 128])
+@pytest.mark.parametrize("tokens_per_expert", [16, 32, 64, 128])
 def test_every_tile_of_a_crowded_expert_in_codes(
-    rows_each: int, packer: str, device: torch.device, monkeypatch: pytest.MonkeyPatch
+    tokens_per_expert: int, packer: str, device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As above, and the scales of the expert that nobody chose are poisoned."""
     pack = PACKERS[packer]
     for module, name in ((kernel, "group_tiles"), (experts_int4, "group_int4_tiles")):
-        sized = {gated: getattr(module, name)(rows_each, 90, gated=gated) for gated in (False, True)}
+        sized = {gated: getattr(module, name)(tokens_per_expert, 90, gated=gated) for gated in (False, True)}
         monkeypatch.setattr(module, name, lambda *_, gated, sized=sized: sized[gated])
-    num_tokens = rows_each + 3
+    num_tokens = tokens_per_expert + 3
     expert_ids = torch.tensor([[1]] * (num_tokens - 2) + [[2]] * 2, device=device)
     weights = normal(num_tokens, 1, dtype=torch.float16, device=device, seed=5)
     x = normal(num_tokens, 64, dtype=torch.float16, device=device)

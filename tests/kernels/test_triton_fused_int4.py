@@ -14,11 +14,11 @@ from kernels.reference import fused_linear as reference
 from kernels.reference import quantised as exact
 from kernels.residual_stream import Gate, Stream
 from kernels.triton import fused_int4, fused_linear
-from kernels.triton.fused_sums import Around
-from kernels.triton.gate.fused_sums import LLAMA_8B
-from kernels.triton.int4_codes import unpacking
+from kernels.triton.epilogue import Epilogue
+from kernels.triton.gate.epilogue import LLAMA_8B
+from kernels.triton.int4_codes import unpack_instructions
 from kernels.triton.linear_int4 import Int4Tiles, linear_int4
-from kernels.triton.split_sum import counters
+from kernels.triton.split_k import arrival_counters
 from tests.support.interpreted_bf16 import correct_bf16
 from tests.support.kernel_cases import Guarded, normal, padded_rows, poisoned
 from tests.support.kernel_tolerances import assert_near, assert_same
@@ -34,10 +34,10 @@ SIZES = pytest.mark.parametrize(("rows", "width", "columns"), [(1, 8, 128), (3, 
 def poisoned_partial_sums(monkeypatch: pytest.MonkeyPatch) -> None:
     """What no program stored is NaN, so adding it shows."""
 
-    def partial_sums(tiles: int, splits: int, tile_size: int, device: torch.device) -> torch.Tensor | None:
+    def allocate_partials(tiles: int, splits: int, tile_size: int, device: torch.device) -> torch.Tensor | None:
         return poisoned(tiles * splits * tile_size, dtype=torch.float32, device=device) if splits > 1 else None
 
-    monkeypatch.setattr(fused_int4, "partial_sums", partial_sums)
+    monkeypatch.setattr(fused_int4, "allocate_partials", allocate_partials)
 
 
 def divide(monkeypatch: pytest.MonkeyPatch, splits: int) -> None:
@@ -85,7 +85,7 @@ def test_a_product_is_added_to_the_stream(
     assert_near(made.total, expected.total, "matmul", scale=2)
     assert_near(made.weighted, expected.weighted, "matmul", scale=8)
     assert_near(made.squares.sum(0), made.total.float().square().sum(-1), "matmul")
-    assert not counters(device).any(), "the next launch finds the counters at zero"
+    assert not arrival_counters(device).any(), "the next launch finds the counters at zero"
 
 
 @SPLITS
@@ -110,7 +110,7 @@ def test_nothing_but_the_outputs_is_written(columns: int, device: torch.device) 
     given = inputs(rows, width, columns, device, 64)
     total, weighted = (Guarded((rows, width), HALF, device) for _ in range(2))
     squares = Guarded((3, rows), torch.float32, device)
-    summed = Around(
+    summed = Epilogue(
         out=total.tensor, weighted=weighted.tensor, squares_out=squares.tensor,
         residual=given["residual"], norm_weight=given["norm_weight"],
     )  # fmt: skip
@@ -121,8 +121,8 @@ def test_nothing_but_the_outputs_is_written(columns: int, device: torch.device) 
     assert_near(squares.check().sum(0), total.tensor.float().square().sum(-1), "matmul")
     stream, gated = stream_of(rows, columns, device), Guarded((rows, width), HALF, device)
     weight = four_bits(2 * width, columns, device, 64)
-    around = Around(out=gated.tensor, squares=stream.squares, eps=EPS, gate="silu")
-    fused_int4.launch(stream.weighted, weight, around, tiles)
+    epilogue = Epilogue(out=gated.tensor, squares=stream.squares, eps=EPS, gate="silu")
+    fused_int4.launch(stream.weighted, weight, epilogue, tiles)
     assert_near(gated.check(), reference.normed_linear(stream, weight, EPS, gate="silu"), "matmul", scale=8)
 
 
@@ -202,7 +202,7 @@ def test_no_rows_are_no_work_and_rows_of_32_bits_are_refused(device: torch.devic
 
 
 def run_instructions(text: str, register: torch.Tensor) -> torch.Tensor:
-    """What `unpacking` writes to $0, for registers of 32 bits in int64."""
+    """What `unpack_instructions` writes to $0, for registers of 32 bits in int64."""
     shift = re.fullmatch(
         r"\{ \.reg \.b32 shifted; shr\.u32 shifted, \$1, (\d+); "
         r"lop3\.b32 \$0, shifted, 0x000F000F, (0x[0-9a-f]+), 0xEA; \}",
@@ -224,7 +224,11 @@ def test_the_instructions_of_a_card_unpack_every_word_in_either_half_of_a_regist
     words = torch.arange(1 << 16)
     for run in range(4):
         for register, half in ((words | 0xFFFF0000, 0), (words | 0, 0), (words << 16 | 0xFFFF, 16), (words << 16, 16)):
-            made = (run_instructions(unpacking.fn(run, exponent), register) >> half & 0xFFFF).to(torch.int32).to(torch.int16)
+            made = (
+                (run_instructions(unpack_instructions.fn(run, exponent), register) >> half & 0xFFFF)
+                .to(torch.int32)
+                .to(torch.int16)
+            )
             assert torch.equal(made.view(dtype).float(), (words >> 4 * run & 15).float() + offset)
 
 

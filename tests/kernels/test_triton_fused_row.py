@@ -16,7 +16,7 @@ from kernels.quantised_weights import pack_fp8, pack_int8
 from kernels.reference import fused_linear as reference
 from kernels.residual_stream import Gate, Stream
 from kernels.triton import fused_linear, fused_row
-from kernels.triton.fused_row import RowTiles, row_tiles
+from kernels.triton.fused_row import GemvTiles, gemv_tiles
 from tests.support.interpreted_fp8 import correct_e4m3
 from tests.support.kernel_cases import normal
 from tests.support.kernel_tolerances import assert_near
@@ -41,7 +41,7 @@ def with_one_of(values: Sequence[Any]) -> list[tuple[str, tuple[int, int], Any]]
 
 @pytest.fixture
 def tiles(sizes: tuple[int, int], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(fused_row, "row_tiles", lambda *_, **__: RowTiles(*sizes))
+    monkeypatch.setattr(fused_row, "gemv_tiles", lambda *_, **__: GemvTiles(*sizes))
     correct_e4m3(monkeypatch)
 
 
@@ -112,6 +112,6 @@ def test_one_row_of_16_bits_alone_comes_here(device: torch.device) -> None:
 def test_programs_are_many_and_steps_no_longer_than_rows() -> None:
     for outputs, columns, gated in ((6144, 4096, False), (4096, 4096, False), (14336, 4096, True), (1024, 2048, False)):
         for weight_bytes in (1, 2):
-            tiles = row_tiles(columns, gated=gated, is_summed=not gated, weight_bytes=weight_bytes)
+            tiles = gemv_tiles(columns, gated=gated, has_squares_out=not gated, weight_bytes=weight_bytes)
             assert outputs // tiles.block_n >= 132
             assert tiles.block_k <= columns

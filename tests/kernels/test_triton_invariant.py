@@ -181,17 +181,17 @@ def product(name: str, device: torch.device) -> tuple[invariant_table.InvariantP
     weight = normal(NUM_OUTPUTS, NUM_COLUMNS, dtype=dtype, device=device, seed=1) * 0.1
     bias = normal(NUM_OUTPUTS, dtype=dtype, device=device, seed=7)
     packed: torch.Tensor | Int8Weight | Fp8Weight | Int4Weight = weight
-    decoded = weight
+    cast_weight = weight
     if name == "int8":
         packed = pack_int8(weight)
-        decoded = exact.dequantise(packed)
+        cast_weight = exact.dequantise(packed)
     elif name.endswith(("fp8", "fp8 rows")):
         packed = pack_fp8(weight)
-        decoded = exact.dequantise(packed)
+        cast_weight = exact.dequantise(packed)
     elif name == "int4":
         packed = pack_int4(weight[:, :256], 32)
-        decoded = exact.dequantise(packed)
-    return invariant_table.InvariantProduct(packed, bias), decoded, dtype
+        cast_weight = exact.dequantise(packed)
+    return invariant_table.InvariantProduct(packed, bias), cast_weight, dtype
 
 
 def together_and_alone(multiply: Any, x: torch.Tensor) -> torch.Tensor:
@@ -218,7 +218,7 @@ def test_a_row_has_the_same_product_in_any_number_of_rows(
     wanted = x.double() @ weight.double().T + normal(NUM_OUTPUTS, dtype=dtype, device=device, seed=7).double()
     assert_near(whole, wanted.to(dtype), "matmul", scale=math.sqrt(columns))
     for module in (invariant_linear, invariant_int4):
-        monkeypatch.setattr(module, "shares_parts", lambda *_: False)  # one program sums all parts of its columns
+        monkeypatch.setattr(module, "has_program_per_split", lambda *_: False)  # one program sums all parts of its columns
     assert_same(multiply(x), whole)
 
 

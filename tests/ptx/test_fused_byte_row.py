@@ -12,7 +12,7 @@ import torch
 from kernels.quantised_weights import Fp8Weight, Int8Weight, pack_fp8, pack_int8
 from kernels.residual_stream import Gate
 from kernels.triton import fused_row
-from kernels.triton.hopper_rows import HopperRowTiles
+from kernels.triton.hopper_gemv import HopperGemvTiles
 from tests.support.fused_rows import CPU, check_row
 from tests.support.kernel_cases import normal
 from tests.support.ptx.card import EmulatedCard
@@ -53,6 +53,6 @@ def test_a_row_is_multiplied(
 
     before, behind = pack(width, columns, 1), pack(inner * (2 if gate else 1), width, 2)
     launched = card.launched["fused_byte_row_kernel"]
-    with mock.patch.object(fused_row, "hopper_row_tiles", return_value=HopperRowTiles(num_warps)):
+    with mock.patch.object(fused_row, "hopper_gemv_tiles", return_value=HopperGemvTiles(num_warps)):
         check_row(before, behind, sizes, gate, dtype, has_bias=has_bias)
     assert card.launched["fused_byte_row_kernel"] > launched

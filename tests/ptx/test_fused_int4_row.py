@@ -13,7 +13,7 @@ from kernels.reference import fused_linear as reference
 from kernels.residual_stream import Gate
 from kernels.triton import fused_int4
 from kernels.triton.fused_linear import linear_add
-from kernels.triton.hopper_rows import HopperRowTiles
+from kernels.triton.hopper_gemv import HopperGemvTiles
 from tests.support.fused_rows import CPU, check_row
 from tests.support.kernel_cases import normal
 from tests.support.kernel_tolerances import assert_near
@@ -40,7 +40,7 @@ def test_a_row_is_multiplied(
 
     before, behind = pack(width, columns, 1), pack(inner * (2 if gate else 1), width, 2)
     launched = card.launched["fused_int4_row_kernel"]
-    with mock.patch.object(fused_int4, "hopper_row_tiles", return_value=HopperRowTiles(num_warps)):
+    with mock.patch.object(fused_int4, "hopper_gemv_tiles", return_value=HopperGemvTiles(num_warps)):
         check_row(before, behind, sizes, gate, dtype, has_bias=has_bias)
     assert card.launched["fused_int4_row_kernel"] > launched
 

@@ -22,7 +22,9 @@ def compilation(
 ) -> Compilation:
     """What `launch` compiles for K divisible by the tile, without bias, with one scale per row."""
     floats = {"x_scales_ptr": x_scales, "weight_scales_ptr": weight_scales, "partials_ptr": tiles.splits > 1}
-    passed = {name: "*fp32" for name, given in floats.items() if given} | ({"counters_ptr": "*i32"} if tiles.splits > 1 else {})
+    passed = {name: "*fp32" for name, is_present in floats.items() if is_present} | (
+        {"counters_ptr": "*i32"} if tiles.splits > 1 else {}
+    )
     absent = {*floats, "counters_ptr", "bias_ptr"} - set(passed)
     sizes = ("N", "K", "stride_x", "stride_weight", "stride_out", "split_columns")
     signature = {"x_ptr": x, "weight_ptr": weight, "out_ptr": out or x, "M": "i32", **dict.fromkeys(sizes, "i32"), **passed}

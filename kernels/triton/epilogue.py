@@ -10,11 +10,11 @@ import triton
 import triton.language as tl
 
 from kernels.residual_stream import Gate
-from kernels.triton.activation import activated
+from kernels.triton.activation import gated_activation
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Around:
+class Epilogue:
     """What is computed together with a product of M rows; None for each part that is absent.
 
     out: [M, N], bias: [N], or [2·N] with a gate; squares: [C, M] float32 of the rows that are multiplied: alpha · product is
@@ -44,18 +44,18 @@ class Around:
 
 
 @triton.jit
-def asked_squares(squares, rows, M, num_squares, SQUARES_BLOCK: tl.constexpr):
+def load_squares(squares, rows, M, num_squares, SQUARES_BLOCK: tl.constexpr):
     """[rows, SQUARES_BLOCK] float32: asked for before the product and added up behind it; 0 where there is no norm."""
     if squares is None:
         return 0.0
     else:  # noqa: RET505 - Triton takes the branch away where it is not a tail
-        seen = tl.arange(0, SQUARES_BLOCK)
-        mask = (rows < M)[:, None] & (seen < num_squares)[None, :]
-        return tl.load(squares + seen[None, :] * M + rows[:, None], mask=mask, other=0.0)
+        index = tl.arange(0, SQUARES_BLOCK)
+        mask = (rows < M)[:, None] & (index < num_squares)[None, :]
+        return tl.load(squares + index[None, :] * M + rows[:, None], mask=mask, other=0.0)
 
 
 @triton.jit
-def _scales(weight_scales, columns, column_mask, COLUMN_SCALES: tl.constexpr):
+def _load_scales(weight_scales, columns, column_mask, COLUMN_SCALES: tl.constexpr):
     if COLUMN_SCALES:
         return tl.load(weight_scales + columns, mask=column_mask, other=0.0)[None, :]
     else:  # noqa: RET505 - Triton takes the branch away where it is not a tail
@@ -63,77 +63,77 @@ def _scales(weight_scales, columns, column_mask, COLUMN_SCALES: tl.constexpr):
 
 
 @triton.jit
-def _gathered(
+def _reduce_splits(
     product, up, partials, arrivals, tile, split, mask,
     GATE: tl.constexpr, SPLITS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     """→ product, up and whether this program is the last of its tile, which alone gets the sums of all splits.
 
-    As in split_sum.py: integers are counted atomically, partial sums added in their order by whoever comes last.
+    As in split_k.py: integers are counted atomically, partial sums added in their order by whoever comes last.
     """
-    PARTS: tl.constexpr = 1 if GATE is None else 2
+    HALVES: tl.constexpr = 1 if GATE is None else 2
     SIZE: tl.constexpr = BLOCK_M * BLOCK_N
-    own = tl.arange(0, BLOCK_M)[:, None] * BLOCK_N + tl.arange(0, BLOCK_N)[None, :]
-    first = partials + tile.to(tl.int64) * (SPLITS * PARTS * SIZE) + own
-    tl.store(first + split * (PARTS * SIZE), product, mask=mask)
+    offsets = tl.arange(0, BLOCK_M)[:, None] * BLOCK_N + tl.arange(0, BLOCK_N)[None, :]
+    tile_partials = partials + tile.to(tl.int64) * (SPLITS * HALVES * SIZE) + offsets
+    tl.store(tile_partials + split * (HALVES * SIZE), product, mask=mask)
     if GATE is not None:
-        tl.store(first + split * (PARTS * SIZE) + SIZE, up, mask=mask)
+        tl.store(tile_partials + split * (HALVES * SIZE) + SIZE, up, mask=mask)
     tl.debug_barrier()
     is_last = tl.atomic_add(arrivals + tile, 1, sem="acq_rel") == SPLITS - 1
     if is_last:
         product = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
         up = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
-        for part in tl.static_range(SPLITS):
-            product += tl.load(first + part * (PARTS * SIZE), mask=mask, other=0.0, cache_modifier=".cg")
+        for index in tl.static_range(SPLITS):
+            product += tl.load(tile_partials + index * (HALVES * SIZE), mask=mask, other=0.0, cache_modifier=".cg")
             if GATE is not None:
-                up += tl.load(first + part * (PARTS * SIZE) + SIZE, mask=mask, other=0.0, cache_modifier=".cg")
+                up += tl.load(tile_partials + index * (HALVES * SIZE) + SIZE, mask=mask, other=0.0, cache_modifier=".cg")
         tl.store(arrivals + tile, 0)
     return product, up, is_last
 
 
 @triton.jit
-def _scaled(
+def _scale_and_gate(
     product, up, weight_scales, bias, squares, row_squares, columns, column_mask, N, K, eps, alpha,
     GATE: tl.constexpr, COLUMN_SCALES: tl.constexpr,
 ):  # fmt: skip
     """→ the sums of a tile with their scales, over the root of the norm, with the bias, and through the gate."""
     if weight_scales is not None:
-        product *= _scales(weight_scales, columns, column_mask, COLUMN_SCALES)
+        product *= _load_scales(weight_scales, columns, column_mask, COLUMN_SCALES)
         if GATE is not None:
-            up *= _scales(weight_scales, N + columns, column_mask, COLUMN_SCALES)
+            up *= _load_scales(weight_scales, N + columns, column_mask, COLUMN_SCALES)
     if squares is not None:
-        over_rms = alpha * tl.rsqrt(tl.sum(row_squares, axis=1) / K + eps)[:, None]
-        product *= over_rms
-        up *= over_rms
+        inverse_rms = alpha * tl.rsqrt(tl.sum(row_squares, axis=1) / K + eps)[:, None]
+        product *= inverse_rms
+        up *= inverse_rms
     if bias is not None:
         product += tl.load(bias + columns, mask=column_mask, other=0.0).to(tl.float32)[None, :]
         if GATE is not None:
             up += tl.load(bias + N + columns, mask=column_mask, other=0.0).to(tl.float32)[None, :]
     if GATE is not None:
-        product = activated(product, up, GATE == "gelu_tanh")
+        product = gated_activation(product, up, GATE == "gelu_tanh")
     return product
 
 
 @triton.jit
-def _store(
+def _store_tile(
     product, residual, norm_weight, out, weighted, squares_out, tile, rows, columns, row_mask, column_mask, mask, M, N, alpha
 ):  # fmt: skip
     """Store a tile of the product, or of its sum with the residual stream, which is stored times the next norm's weight too;
     and the sums of its squares."""
-    places = rows[:, None] * N + columns[None, :]
+    offsets = rows[:, None] * N + columns[None, :]
     if residual is not None:
-        product = tl.load(residual + places, mask=mask, other=0.0).to(tl.float32) + alpha * product
+        product = tl.load(residual + offsets, mask=mask, other=0.0).to(tl.float32) + alpha * product
     stored = product.to(out.dtype.element_ty)
-    tl.store(out + places, stored, mask=mask)
+    tl.store(out + offsets, stored, mask=mask)
     if norm_weight is not None:
-        total = tl.where(mask, stored.to(tl.float32), 0.0)
-        scale = tl.load(norm_weight + columns, mask=column_mask, other=0.0).to(tl.float32)[None, :]
-        tl.store(weighted + places, (total * scale).to(weighted.dtype.element_ty), mask=mask)
-        tl.store(squares_out + tile * M + rows, tl.sum(total * total, axis=1), mask=row_mask)
+        rounded = tl.where(mask, stored.to(tl.float32), 0.0)
+        next_weights = tl.load(norm_weight + columns, mask=column_mask, other=0.0).to(tl.float32)[None, :]
+        tl.store(weighted + offsets, (rounded * next_weights).to(weighted.dtype.element_ty), mask=mask)
+        tl.store(squares_out + tile * M + rows, tl.sum(rounded * rounded, axis=1), mask=row_mask)
 
 
 @triton.jit
-def finish(
+def apply_epilogue(
     product, up, weight_scales, bias, squares, row_squares, residual, norm_weight, out, weighted, squares_out,
     partials, arrivals, tile, split, rows, columns, M, N, K, eps, alpha,
     GATE: tl.constexpr, COLUMN_SCALES: tl.constexpr, SPLITS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
@@ -144,14 +144,14 @@ def finish(
     is_last = True
     mask = row_mask[:, None] & column_mask[None, :]
     if SPLITS > 1:
-        product, up, is_last = _gathered(
+        product, up, is_last = _reduce_splits(
             product, up, partials, arrivals, tile, split, mask, GATE, SPLITS, BLOCK_M, BLOCK_N
         )  # fmt: skip
     if is_last:
-        product = _scaled(
+        product = _scale_and_gate(
             product, up, weight_scales, bias, squares, row_squares, columns, column_mask, N, K, eps, alpha, GATE, COLUMN_SCALES
         )  # fmt: skip
-        _store(
+        _store_tile(
             product, residual, norm_weight, out, weighted, squares_out, tile, rows, columns, row_mask, column_mask, mask,
             M, N, alpha,
         )  # fmt: skip

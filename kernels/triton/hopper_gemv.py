@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 
 @dataclass(frozen=True, slots=True)
-class HopperRowTiles:
+class HopperGemvTiles:
     """`num_warps` warps with a chunk of 128 columns each, and as many outputs as a matrix instruction has rows."""
 
     num_warps: int
@@ -14,7 +14,7 @@ class HopperRowTiles:
     block_n: int = 16
 
 
-def hopper_row_tiles(*, gated: bool) -> HopperRowTiles:
+def hopper_gemv_tiles(*, gated: bool) -> HopperGemvTiles:
     """Eight warps if a matrix has few outputs, to keep enough loads in flight. Four for a gated one, whose programs have twice
     as many outputs: then four programs share a multiprocessor, and each works while others begin or end."""
-    return HopperRowTiles(4, registers_max=128) if gated else HopperRowTiles(8)
+    return HopperGemvTiles(4, registers_max=128) if gated else HopperGemvTiles(8)
