@@ -15,14 +15,14 @@ def bitmask_kernel(logits, masks, rows, logits_stride, masks_stride, V, BLOCK: t
     """Program (index, part): writes -inf where a bit is 0; what is NaN or +inf becomes NaN, so that a mask hides no fault."""
     row = tl.load(rows + tl.program_id(0)).to(tl.int64)
     ids = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    inside = ids < tl.where(row >= 0, V, 0)
-    word = tl.load(masks + tl.program_id(0).to(tl.int64) * masks_stride + (ids >> 5), mask=inside, other=-1)
-    forbidden = inside & (((word >> (ids & 31)) & 1) == 0)
-    place = logits + row * logits_stride + ids
-    value = tl.load(place, mask=forbidden, other=0.0).to(tl.float32)
-    bad = (value != value) | (value == float("inf"))
-    value = tl.where(bad, float("nan"), float("-inf"))
-    tl.store(place, value.to(logits.dtype.element_ty), mask=forbidden)
+    mask = ids < tl.where(row >= 0, V, 0)
+    word = tl.load(masks + tl.program_id(0).to(tl.int64) * masks_stride + (ids >> 5), mask=mask, other=-1)
+    forbidden = mask & (((word >> (ids & 31)) & 1) == 0)
+    logit_ptrs = logits + row * logits_stride + ids
+    value = tl.load(logit_ptrs, mask=forbidden, other=0.0).to(tl.float32)
+    is_invalid = (value != value) | (value == float("inf"))
+    value = tl.where(is_invalid, float("nan"), float("-inf"))
+    tl.store(logit_ptrs, value.to(logits.dtype.element_ty), mask=forbidden)
 
 
 def apply_bitmask(logits: torch.Tensor, masks: torch.Tensor, rows: torch.Tensor) -> None:

@@ -30,7 +30,7 @@ from kernels.triton.tuning import capability, card, multiprocessors, power_of_tw
 TILES = Tiles(FUSED_ROWS_MAX, 64, 128, num_warps=4, num_stages=6)
 _ROWS = tl.constexpr(FUSED_ROWS_MAX)
 _NO_TOKEN = tl.constexpr(NO_TOKEN)
-_NOBODY = tl.constexpr(0x7FFFFFFF)
+_ID_SENTINEL = tl.constexpr(0x7FFFFFFF)
 
 
 @triton.jit(do_not_specialize=["M", "V", "tiles"])
@@ -57,9 +57,9 @@ def head_kernel(
     logit = tl.where(logit == logit, logit, float("inf"))
     logit = tl.where((token < V)[None, :], logit, float("-inf"))
     best = tl.max(logit, 1)
-    first = tl.min(tl.where(logit == best[:, None], token[None, :], _NOBODY), 1)
+    lowest_id = tl.min(tl.where(logit == best[:, None], token[None, :], _ID_SENTINEL), 1)
     tl.store(maxima + row * tiles + tile, best, mask=row < M)
-    tl.store(tokens + row * tiles + tile, first, mask=row < M)
+    tl.store(tokens + row * tiles + tile, lowest_id, mask=row < M)
 
 
 @triton.jit(do_not_specialize=["tiles"])
@@ -69,9 +69,9 @@ def join_kernel(maxima, tokens, out, tiles, TILES: tl.constexpr, EARLY: tl.const
     row = tl.program_id(0)
     tile = tl.arange(0, TILES)
     best = tl.load(maxima + row * tiles + tile, mask=tile < tiles, other=float("-inf"))
-    token = tl.load(tokens + row * tiles + tile, mask=tile < tiles, other=_NOBODY)
+    token = tl.load(tokens + row * tiles + tile, mask=tile < tiles, other=_ID_SENTINEL)
     top = tl.max(best, 0)
-    chosen = tl.min(tl.where(best == top, token, _NOBODY), 0)
+    chosen = tl.min(tl.where(best == top, token, _ID_SENTINEL), 0)
     tl.store(out + row, tl.where((top > float("-inf")) & (top < float("inf")), chosen, _NO_TOKEN))
 
 
@@ -92,12 +92,12 @@ def bind_greedy_head(weight: Weight) -> Callable[[torch.Tensor], torch.Tensor] |
         return None
     values, scales = values_and_scales(weight)
     weight_bytes, (num_tokens, num_columns) = values.element_size(), values.shape
-    on_card = capability(values.device), multiprocessors(values.device)
+    card_facts = capability(values.device), multiprocessors(values.device)
 
     def is_in_order(row_bytes: int) -> bool:
-        by_bytes = partial(byte_tiles, 1, values.shape, *on_card, row_bytes=row_bytes)
-        product = skinny_tiles(num_tokens, num_columns, *on_card, weight_bytes) if scales is None else by_bytes()
-        own = head_tiles(weight_bytes=weight_bytes, capability=on_card[0], row_bytes=row_bytes)
+        byte_product = partial(byte_tiles, 1, values.shape, *card_facts, row_bytes=row_bytes)
+        product = skinny_tiles(num_tokens, num_columns, *card_facts, weight_bytes) if scales is None else byte_product()
+        own = head_tiles(weight_bytes=weight_bytes, capability=card_facts[0], row_bytes=row_bytes)
         return replace(product, num_stages=own.num_stages, block_n=own.block_n) == own
 
     return partial(greedy_head, weight=weight) if all(map(is_in_order, (2, 4))) else None

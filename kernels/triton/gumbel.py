@@ -78,8 +78,8 @@ def _log2_one_plus(t):
 def exponential_noise(bits):
     """bits: uint32 → −log2(1 − bits / 2^32), float32 above zero"""
     below = bits.to(tl.float32) * _UNIT
-    rest = (0 - bits).to(tl.float32) * _UNIT  # 2^32 − bits, in 32 bits
-    pattern = rest.to(tl.int32, bitcast=True)
+    complement = (0 - bits).to(tl.float32) * _UNIT  # 2^32 − bits, in 32 bits
+    pattern = complement.to(tl.int32, bitcast=True)
     exponent = (pattern - _SQRT_HALF_BITS) >> 23
     t = (pattern - (exponent << 23)).to(tl.float32, bitcast=True) - 1.0
     t = tl.where(exponent == 0, -below, t)

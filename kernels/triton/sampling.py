@@ -35,10 +35,10 @@ from kernels.gumbel import NO_TOKEN
 from kernels.sampling_columns import SamplingColumns
 from kernels.triton.gumbel import noise_key, top_p_weight
 from kernels.triton.sampling_filters import filtered_winner, group_bound
-from kernels.triton.sampling_rows import GROUP, GROUPS, NOBODY, distance_bits, gumbel_max_tile, load_tile, loaded_tile
+from kernels.triton.sampling_rows import GROUP, GROUPS, ID_SENTINEL, adjust_tile, distance_bits, gumbel_max_tile, load_tile
 from kernels.triton.tuning import multiprocessors, power_of_two
 
-LISTED = 1024
+LIST_SIZE = 1024
 """Logits that one program searches in registers."""
 
 _NO_TOKEN = tl.constexpr(NO_TOKEN)
@@ -46,7 +46,7 @@ NUM_WARPS = 8
 
 
 @triton.jit
-def _filters(slot, V, scales, top_ks, top_ps, neg_log2_min_ps, typical_ps):
+def _load_filters(slot, V, scales, top_ks, top_ps, neg_log2_min_ps, typical_ps):
     """scale, (top_k (0: off), top_p, neg_log2_min_p, typical_p) of a slot, and whether its row is finished by `scan`."""
     scale, top_k, top_p = tl.load(scales + slot), tl.load(top_ks + slot), tl.load(top_ps + slot)
     neg_log2_min_p, typical_p = tl.load(neg_log2_min_ps + slot), tl.load(typical_ps + slot)
@@ -56,7 +56,7 @@ def _filters(slot, V, scales, top_ks, top_ps, neg_log2_min_ps, typical_ps):
 
 
 @triton.jit
-def _largest(group_maxima_row, G, GROUPS_PADDED: tl.constexpr):
+def _load_group_maxima(group_maxima_row, G, GROUPS_PADDED: tl.constexpr):
     """Group maxima of a row, -inf behind them: [GROUPS_PADDED]; the largest; whether it is finite."""
     group = tl.arange(0, GROUPS_PADDED)
     maxima = tl.load(group_maxima_row + group, mask=group < G, other=float("-inf"))
@@ -76,7 +76,7 @@ def scan_kernel(
     slot = tl.load(slots + row)
     if slot >= 0:
         position = tl.load(positions + row)
-        scale, _asked, is_plain = _filters(slot, V, scales, top_ks, top_ps, neg_log2_min_ps, typical_ps)
+        scale, _filters, skips_filters = _load_filters(slot, V, scales, top_ks, top_ps, neg_log2_min_ps, typical_ps)
         key = noise_key(tl.load(streams + slot), position, 0)
         columns = (repetition, frequency, presence, counts, min_tokens_until, suppressed_ids, rules, bias)
         request = (row, slot, position, V, columns, masks, masks_stride)
@@ -84,23 +84,23 @@ def scan_kernel(
         best, best_token = float("-inf"), 0x7FFFFFFF
         last = tl.minimum((split + 1) * tiles, tl.cdiv(G, GROUPS))
         raw = load_tile(logits_row, split * tiles, last, V)
-        soon = load_tile(logits_row, split * tiles + 1, last, V)
+        next_raw = load_tile(logits_row, split * tiles + 1, last, V)
         for tile in range(split * tiles, last):
-            ahead = load_tile(logits_row, tile + 2, last, V)
-            ids, value = loaded_tile(raw, tile, request)
-            raw, soon = soon, ahead
+            prefetched = load_tile(logits_row, tile + 2, last, V)
+            ids, value = adjust_tile(raw, tile, request)
+            raw, next_raw = next_raw, prefetched
             group = tile * GROUPS + tl.arange(0, GROUPS)
             maxima = tl.max(value, 1)
             tl.store(group_maxima + row.to(tl.int64) * G + group, maxima, mask=group < G)
             if scale == 0.0:
                 top = tl.max(maxima, 0)
                 if top > best:
-                    best, best_token = top, tl.min(tl.where(value == top, ids, NOBODY))
-            elif is_plain:
+                    best, best_token = top, tl.min(tl.where(value == top, ids, ID_SENTINEL))
+            elif skips_filters:
                 best, best_token = gumbel_max_tile(value, ids, scale, key, best, best_token)
-        place = row * tl.num_programs(1) + split
-        tl.store(best_scores + place, best)
-        tl.store(best_tokens + place, best_token)
+        offset = row * tl.num_programs(1) + split
+        tl.store(best_scores + offset, best)
+        tl.store(best_tokens + offset, best_token)
 
 
 @triton.jit(do_not_specialize=["masks_stride", "G", "tiles"], do_not_specialize_on_alignment=["positions"])
@@ -115,69 +115,69 @@ def weigh_kernel(
     row, split = tl.program_id(0), tl.program_id(1)
     slot = tl.load(slots + row)
     if slot >= 0:
-        scale, asked, is_plain = _filters(slot, V, scales, top_ks, top_ps, neg_log2_min_ps, typical_ps)
-        top_k, top_p, _neg_log2_min_p, _typical_p = asked
-        if (not is_plain) & (top_k == 0) & (top_p < 1.0):
+        scale, filters, skips_filters = _load_filters(slot, V, scales, top_ks, top_ps, neg_log2_min_ps, typical_ps)
+        top_k, top_p, _neg_log2_min_p, _typical_p = filters
+        if (not skips_filters) & (top_k == 0) & (top_p < 1.0):
             position = tl.load(positions + row)
             columns = (repetition, frequency, presence, counts, min_tokens_until, suppressed_ids, rules, bias)
             request = (row, slot, position, V, columns, masks, masks_stride)
-            _maxima, largest, is_finite = _largest(group_maxima + row.to(tl.int64) * G, G, GROUPS_PADDED)
-            total = tl.zeros([GROUPS], tl.int64)
+            _maxima, largest, is_finite = _load_group_maxima(group_maxima + row.to(tl.int64) * G, G, GROUPS_PADDED)
+            weight_sums = tl.zeros([GROUPS], tl.int64)
             last = tl.where(is_finite, tl.minimum((split + 1) * tiles, tl.cdiv(G, GROUPS)), 0)
             logits_row = logits + row.to(tl.int64) * logits_stride
             raw = load_tile(logits_row, split * tiles, last, V)
-            soon = load_tile(logits_row, split * tiles + 1, last, V)
+            next_raw = load_tile(logits_row, split * tiles + 1, last, V)
             for tile in range(split * tiles, last):
-                ahead = load_tile(logits_row, tile + 2, last, V)
-                _ids, value = loaded_tile(raw, tile, request)
-                raw, soon = soon, ahead
-                total += tl.sum(top_p_weight((largest - value) * scale), 1)
-            tl.store(weights + row * tl.num_programs(1) + split, tl.sum(total, 0))
+                prefetched = load_tile(logits_row, tile + 2, last, V)
+                _ids, value = adjust_tile(raw, tile, request)
+                raw, next_raw = next_raw, prefetched
+                weight_sums += tl.sum(top_p_weight((largest - value) * scale), 1)
+            tl.store(weights + row * tl.num_programs(1) + split, tl.sum(weight_sums, 0))
 
 
 @triton.jit(do_not_specialize=["masks_stride", "G", "num_splits"], do_not_specialize_on_alignment=["positions"])
 def choose_kernel(
-    logits, slots, positions, masks, group_maxima, best_scores, best_tokens, weights, groups, listed_logits, listed_ids, out,
+    logits, slots, positions, masks, group_maxima, best_scores, best_tokens, weights, groups, candidate_logits, candidate_ids, out,
     scales, streams, top_ks, top_ps, neg_log2_min_ps, typical_ps, repetition, frequency, presence, counts,
     min_tokens_until, suppressed_ids, rules, bias,
     logits_stride, masks_stride, V, G, num_splits,
-    GROUPS_PADDED: tl.constexpr, SPLITS: tl.constexpr, LISTED: tl.constexpr,
+    GROUPS_PADDED: tl.constexpr, SPLITS: tl.constexpr, LIST_SIZE: tl.constexpr,
 ):  # fmt: skip
     """Program (row): the token. Rows without filters are finished already but for the winner among their parts."""
     row = tl.program_id(0)
     slot = tl.load(slots + row)
     token = slot * 0 + _NO_TOKEN
     if slot >= 0:
-        maxima, largest, is_finite = _largest(group_maxima + row.to(tl.int64) * G, G, GROUPS_PADDED)
-        scale, asked, is_plain = _filters(slot, V, scales, top_ks, top_ps, neg_log2_min_ps, typical_ps)
-        top_k, top_p, neg_log2_min_p, _typical_p = asked
+        maxima, largest, is_finite = _load_group_maxima(group_maxima + row.to(tl.int64) * G, G, GROUPS_PADDED)
+        scale, filters, skips_filters = _load_filters(slot, V, scales, top_ks, top_ps, neg_log2_min_ps, typical_ps)
+        top_k, top_p, neg_log2_min_p, _typical_p = filters
         split = tl.arange(0, SPLITS)
-        place = row * num_splits + split
-        if is_finite & is_plain:
-            score = tl.load(best_scores + place, mask=split < num_splits, other=float("-inf"))
-            winner = tl.load(best_tokens + place, mask=split < num_splits, other=NOBODY)
-            token = tl.min(tl.where(score == tl.max(score, 0), winner, NOBODY), 0)
+        offset = row * num_splits + split
+        if is_finite & skips_filters:
+            score = tl.load(best_scores + offset, mask=split < num_splits, other=float("-inf"))
+            winner = tl.load(best_tokens + offset, mask=split < num_splits, other=ID_SENTINEL)
+            token = tl.min(tl.where(score == tl.max(score, 0), winner, ID_SENTINEL), 0)
         elif is_finite:
             position = tl.load(positions + row)
             columns = (repetition, frequency, presence, counts, min_tokens_until, suppressed_ids, rules, bias)
             request = (row, slot, position, V, columns, masks, masks_stride)
-            total = tl.sum(tl.load(weights + place, mask=split < num_splits, other=0), 0)
+            total = tl.sum(tl.load(weights + offset, mask=split < num_splits, other=0), 0)
             distance = largest - maxima
             bound = group_bound(distance, scale, top_k, top_p, total, G)
             # With top-k the weights of all k count for top-p, those that min-p leaves out too.
-            limit = tl.where(top_k > 0, float("inf"), neg_log2_min_p)
-            active = (distance_bits(distance) <= bound) & (distance * scale <= limit)
+            order_limit = tl.where(top_k > 0, float("inf"), neg_log2_min_p)
+            active = (distance_bits(distance) <= bound) & (distance * scale <= order_limit)
             groups_row = groups + row.to(tl.int64) * G
             rank = tl.cumsum(active.to(tl.int32), 0) - 1
             tl.store(groups_row + rank, tl.arange(0, GROUPS_PADDED), mask=active)
             tl.debug_barrier()
             spread = 2.0 * tl.max(tl.where(maxima > float("-inf"), distance, 0.0), 0)
             num_active = tl.max(rank, 0) + 1
-            part = (logits + row.to(tl.int64) * logits_stride, groups_row, num_active, largest, request, spread)
-            list_place = row.to(tl.int64) * LISTED
+            row_view = (logits + row.to(tl.int64) * logits_stride, groups_row, num_active, largest, request, spread)
+            list_offset = row.to(tl.int64) * LIST_SIZE
             token = filtered_winner(
-                part, scale, asked, limit, bound, total, noise_key(tl.load(streams + slot), position, 0),
-                listed_logits + list_place, listed_ids + list_place, LISTED,
+                row_view, scale, filters, order_limit, bound, total, noise_key(tl.load(streams + slot), position, 0),
+                candidate_logits + list_offset, candidate_ids + list_offset, LIST_SIZE,
             )  # fmt: skip
     tl.store(out + row, token)
 
@@ -190,35 +190,35 @@ class SamplingWorkspace(NamedTuple):
     best_tokens: torch.Tensor  # [R · S] int32
     weights: torch.Tensor  # [R · S] int64
     groups: torch.Tensor  # [R · G] int32
-    listed_logits: torch.Tensor  # [R · LISTED] float32
-    listed_ids: torch.Tensor  # [R · LISTED] int32
+    candidate_logits: torch.Tensor  # [R · LISTED] float32
+    candidate_ids: torch.Tensor  # [R · LISTED] int32
 
 
 def sampling_workspace(max_rows: int, vocab_size: int, device: torch.device) -> SamplingWorkspace:
     """For up to `max_rows` rows; 8 KiB per row, and the groups."""
     groups = max_rows * -(-vocab_size // GROUP.value)
-    parts = max(rows * _splits(rows, vocab_size, device)[0] for rows in range(1, max_rows + 1))
+    num_splits = max(rows * _splits(rows, vocab_size, device)[0] for rows in range(1, max_rows + 1))
 
     def empty(size: int, dtype: torch.dtype) -> torch.Tensor:
         return torch.empty(size, dtype=dtype, device=device)
 
     return SamplingWorkspace(
         empty(groups, torch.float32),
-        empty(parts, torch.float32),
-        empty(parts, torch.int32),
-        empty(parts, torch.int64),
+        empty(num_splits, torch.float32),
+        empty(num_splits, torch.int32),
+        empty(num_splits, torch.int64),
         empty(groups, torch.int32),
-        empty(max_rows * LISTED, torch.float32),
-        empty(max_rows * LISTED, torch.int32),
+        empty(max_rows * LIST_SIZE, torch.float32),
+        empty(max_rows * LIST_SIZE, torch.int32),
     )
 
 
 def _splits(rows: int, vocab_size: int, device: torch.device) -> tuple[int, int]:
     """Parts per row and tiles per part: about eight programs per multiprocessor, to keep many memory requests in flight."""
     tiles = _num_tiles(vocab_size)
-    wanted = max(1, min(tiles, -(-8 * multiprocessors(device) // rows)))
-    of_part = -(-tiles // wanted)
-    return -(-tiles // of_part), of_part
+    max_splits = max(1, min(tiles, -(-8 * multiprocessors(device) // rows)))
+    tiles_per_split = -(-tiles // max_splits)
+    return -(-tiles // tiles_per_split), tiles_per_split
 
 
 def _num_tiles(vocab_size: int) -> int:
@@ -257,7 +257,7 @@ def sample(
         return out
     space = sampling_workspace(rows, vocab_size, device) if workspace is None else workspace
     splits, tiles = _splits(rows, vocab_size, device)
-    num_groups, (padded, most_splits) = -(-vocab_size // GROUP.value), padded_sizes(vocab_size)
+    num_groups, (padded_groups, padded_splits) = -(-vocab_size // GROUP.value), padded_sizes(vocab_size)
     c = columns
     filters = (c.top_k, c.top_p, c.neg_log2_min_p, c.typical_p)
     rules = (c.repetition, c.frequency, c.presence, c.counts, c.min_tokens_until, c.suppressed_ids, c.rules, c.bias)
@@ -273,12 +273,12 @@ def sample(
     if weighs:
         weigh_kernel[grid](
             *row_inputs, space.group_maxima, space.weights, c.scale, *filters, *rules, *sizes, tiles,
-            GROUPS_PADDED=padded, num_warps=NUM_WARPS, num_stages=2, enable_fp_fusion=False,
+            GROUPS_PADDED=padded_groups, num_warps=NUM_WARPS, num_stages=2, enable_fp_fusion=False,
         )  # fmt: skip
     choose_kernel[(rows,)](
-        *row_inputs, space.group_maxima, *best, space.weights, space.groups, space.listed_logits, space.listed_ids, out,
+        *row_inputs, space.group_maxima, *best, space.weights, space.groups, space.candidate_logits, space.candidate_ids, out,
         c.scale, c.streams, *filters, *rules, *sizes, splits,
-        GROUPS_PADDED=padded, SPLITS=most_splits, LISTED=LISTED,
+        GROUPS_PADDED=padded_groups, SPLITS=padded_splits, LIST_SIZE=LIST_SIZE,
         num_warps=NUM_WARPS, num_stages=2, enable_fp_fusion=False,
     )  # fmt: skip
     return out

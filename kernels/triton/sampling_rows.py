@@ -13,13 +13,13 @@ GROUPS = tl.constexpr(8)
 """A tile is GROUPS groups of GROUP neighbouring logits, one group per warp. Twice as many take so many registers that one
 program fewer fits on a multiprocessor, and fewer bytes are in flight."""
 
-NOBODY = tl.constexpr(0x7FFFFFFF)  # an id after every other
+ID_SENTINEL = tl.constexpr(0x7FFFFFFF)  # an id after every other
 INFINITE = tl.constexpr(0x7F800000)  # the bits of inf
 _SUPPRESSED = tl.constexpr(SUPPRESSED_IDS_MAX)
 
 
 @triton.jit
-def adjusted_logits(raw, ids, inside, request):
+def adjust_logits(raw, ids, mask, request):
     """raw: logits at `ids` → float32 after penalties, bias, suppressed ids and the grammar's mask; -inf outside.
 
     What is NaN or +inf comes out as +inf whatever the rules say, so that it shows in the largest logit.
@@ -28,35 +28,41 @@ def adjusted_logits(raw, ids, inside, request):
     repetition, frequency, presence, counts, min_tokens_until, suppressed_ids, rules, bias = columns
     raw = raw.to(tl.float32)
     value = raw
-    factor, often, once = tl.load(repetition + slot), tl.load(frequency + slot), tl.load(presence + slot)
-    if (factor != 1.0) | (often != 0.0) | (once != 0.0):
-        count = tl.load(counts + slot.to(tl.int64) * V + ids, mask=inside, other=0)
-        weaker = tl.where(value > 0.0, tl.div_rn(value, tl.zeros_like(value) + factor), value * factor)
-        value = tl.where((count & 1) != 0, weaker, value)
+    repetition_penalty, frequency_penalty, presence_penalty = (
+        tl.load(repetition + slot),
+        tl.load(frequency + slot),
+        tl.load(presence + slot),
+    )
+    if (repetition_penalty != 1.0) | (frequency_penalty != 0.0) | (presence_penalty != 0.0):
+        count = tl.load(counts + slot.to(tl.int64) * V + ids, mask=mask, other=0)
+        penalised = tl.where(
+            value > 0.0, tl.div_rn(value, tl.zeros_like(value) + repetition_penalty), value * repetition_penalty
+        )
+        value = tl.where((count & 1) != 0, penalised, value)
         times = count >> 1
-        value = value - often * times.to(tl.float32)
-        value = value - tl.where(times > 0, once, 0.0)
+        value = value - frequency_penalty * times.to(tl.float32)
+        value = value - tl.where(times > 0, presence_penalty, 0.0)
     rule = tl.load(rules + slot)
     if rule >= 0:
-        value = value + tl.load(bias + rule.to(tl.int64) * V + ids, mask=inside, other=0.0)
+        value = value + tl.load(bias + rule.to(tl.int64) * V + ids, mask=mask, other=0.0)
     if position < tl.load(min_tokens_until + slot):
         for index in tl.static_range(_SUPPRESSED):
             value = tl.where(ids == tl.load(suppressed_ids + slot * _SUPPRESSED + index), float("-inf"), value)
     if masks is not None:
-        word = tl.load(masks + row.to(tl.int64) * masks_stride + (ids >> 5), mask=inside, other=0)
+        word = tl.load(masks + row.to(tl.int64) * masks_stride + (ids >> 5), mask=mask, other=0)
         value = tl.where(((word >> (ids & 31)) & 1) != 0, value, float("-inf"))
     value = tl.where((raw != raw) | (raw == float("inf")), float("inf"), value)
-    return tl.where(inside, value, float("-inf"))
+    return tl.where(mask, value, float("-inf"))
 
 
 @triton.jit
-def adjusted_tile(logits_row, group, there, request):
-    """group: [GROUPS] → ids and adjusted logits of these groups: [GROUPS, GROUP]; those not `there` are outside."""
+def load_adjusted_tile(logits_row, group, is_present, request):
+    """group: [GROUPS] → ids and adjusted logits of these groups: [GROUPS, GROUP]; those not `is_present` are outside."""
     V = request[3]
     ids = group[:, None] * GROUP + tl.arange(0, GROUP)[None, :]
-    inside = there[:, None] & (ids < V)
-    raw = tl.load(logits_row + ids, mask=inside, other=float("-inf"))
-    return ids, adjusted_logits(raw, ids, inside, request)
+    mask = is_present[:, None] & (ids < V)
+    raw = tl.load(logits_row + ids, mask=mask, other=float("-inf"))
+    return ids, adjust_logits(raw, ids, mask, request)
 
 
 @triton.jit
@@ -68,10 +74,10 @@ def load_tile(logits_row, tile, last, V):
 
 
 @triton.jit
-def loaded_tile(raw, tile, request):
+def adjust_tile(raw, tile, request):
     """Ids and adjusted logits of a tile that was loaded."""
     ids = (tl.arange(0, GROUPS) + tile * GROUPS)[:, None] * GROUP + tl.arange(0, GROUP)[None, :]
-    return ids, adjusted_logits(raw, ids, ids < request[3], request)
+    return ids, adjust_logits(raw, ids, ids < request[3], request)
 
 
 @triton.jit
@@ -84,7 +90,7 @@ def gumbel_max_tile(value, ids, scale, key, best, best_token):
     bound = value * scale + gumbel_noise_bound(noise_bits(key, ids))
     top = tl.max(bound)
     while (top > best) | ((top == best) & (top < float("inf")) & (top > float("-inf"))):
-        token = tl.min(tl.where(bound == top, ids, NOBODY))
+        token = tl.min(tl.where(bound == top, ids, ID_SENTINEL))
         logit = tl.max(tl.where(ids == token, value, float("-inf")))
         score = logit * scale + gumbel_noise(noise_bits(key, token))
         wins = (score > best) | ((score == best) & (token < best_token))

@@ -110,7 +110,7 @@ def test_equal_logits_stand_or_fall_together(device: torch.device) -> None:
 
 
 def test_equal_logits_all_over_a_long_row_are_searched_in_passes(monkeypatch: pytest.MonkeyPatch, device: torch.device) -> None:
-    monkeypatch.setattr(sampling, "LISTED", 64)
+    monkeypatch.setattr(sampling, "LIST_SIZE", 64)
     settings: list[dict[str, float]] = [
         {"top_k": 3},
         {"top_p": 0.5},
@@ -128,7 +128,7 @@ def test_equal_logits_all_over_a_long_row_are_searched_in_passes(monkeypatch: py
 def test_too_many_candidates_for_registers_make_no_difference(
     monkeypatch: pytest.MonkeyPatch, spread: float, device: torch.device
 ) -> None:
-    monkeypatch.setattr(sampling, "LISTED", 64)
+    monkeypatch.setattr(sampling, "LIST_SIZE", 64)
     settings: list[dict[str, float]] = [
         {"top_p": 0.9},
         {"top_p": 0.99, "temperature": 0.5},
