@@ -13,7 +13,7 @@ from kernels.triton.fp8_rows import allocate_fp8_rows, store_e4m3_rows
 from kernels.triton.row_tiles import row_tile
 
 MANY_ROWS_MIN = 256
-"""From this many rows on there are enough programs for every multiprocessor, and wider ones have less start-up cost."""
+"""From this many rows on there are enough programs for every multiprocessor, and wider tiles have less start-up cost."""
 
 
 class ColumnTile(NamedTuple):
@@ -37,7 +37,7 @@ def gated_activation(gate, up, GELU: tl.constexpr):
     if GELU:
         # 0.5 (1 + tanh(y)) = sigmoid(2y), y = √(2/π) (gate + 0.044715 gate³); 2 √(2/π) log2(e) = 2.3022082
         exponent = -2.302208198144325 * (gate + 0.044715 * gate * gate * gate)
-    # 2^-126 of any gate that is met is nothing, and nothing overflows.
+    # The clamp keeps exp2 from overflowing; 2^-126 of any gate that occurs is negligible.
     return gate / (1.0 + tl.exp2(tl.minimum(exponent, 126.0))) * up
 
 

@@ -1,6 +1,6 @@
-"""Inputs of the next decode step, computed on the GPU from the state of its slots, and that state after a step.
+"""Prepares the inputs of a decode step on the GPU from the state of its slots, and advances that state after the step.
 
-The host decides which slots take part and passes on their tables; it sees no token before the next step is launched.
+The host decides which slots take part and provides their block tables; it launches the next step before it sees any token.
 
     state of a slot ── prepare_decode ──► inputs of a row ── forward, sample ──► token ── advance_slots ──► state of a slot
 """
@@ -67,7 +67,7 @@ def advance_slots_kernel(
         tl.store(num_tokens + slot, tl.load(num_tokens + slot, mask=is_active, other=0) + 1, mask=is_active)
     if places is not None:
         tl.store(entry, number, mask=writes_for_host)
-        tl.debug_barrier()  # all threads have read the number
+        tl.debug_barrier()  # all threads have read num_steps
         tl.store(num_steps, number, mask=writes_for_host)
 
 
@@ -119,15 +119,15 @@ def advance_slots(
 
     slots: [B] int32, below 0 for padding, distinct except for those whose state does not matter any more; sampled: [B], below 0
     if no token could be drawn; in place. sampled, last_tokens, num_tokens and out (a copy that stays valid while the next step
-    runs) are int32 or int64. `host` is for the host to read after the step; padding comes last, so a step whose first row is
-    padding writes nothing there. Moves some 40 bytes per row, 8 of them to the host; only integers. A single program, because
-    it counts. Rows beyond B and the state of padding are masked.
+    runs) are int32 or int64. The host reads `host` after the step; padding comes last, so a step whose first row is padding
+    writes nothing there. Moves some 40 bytes per row, 8 of them to the host; only integers. A single program, because it
+    increments num_steps. Rows beyond B and the state of padding are masked.
     """
     rows = slots.shape[0]
     if rows:
         places, num_steps = (None, None) if host is None else host
         depth, place_size = (1, 0) if places is None else places.shape
-        # As if there were few rows: one launch per step, after the kernels that choose its tokens, in one variant.
+        # Launched as for one row: once per step, after the kernels that choose its tokens, in one variant for all sizes.
         advance_slots_kernel[(1,)](
             slots, sampled, last_tokens, num_tokens, out, places, num_steps, rows, place_size, depth, ROWS, num_warps=4,
             **early_launch(slots.device, 1),

@@ -1,13 +1,13 @@
-"""Rejection sampling of drafts on the device: which guesses of each request become tokens, and the token after them.
+"""Rejection sampling for speculative decoding on the device: which guesses are accepted, and the token after them.
 
 Formula (Leviathan et al., arXiv 2211.17192; `engine.sampling.acceptance` is the twin): guess i, drawn from q_i, is accepted
-when uniform(seed, position + i, ACCEPT) · q_i(x) < p_i(x); the first that is not is replaced by a token drawn from max(0, p_i −
-q_i), or from p_i if that is empty; if all are accepted, one more is drawn from p_k. Drawn means Gumbel-max (`kernels.gumbel`)
-by weights: argmax of weight / E, E keyed by (seed, position, RESIDUAL) for a replacement and by (seed, position) for a token of
-p_k. If any of the weights is not finite, nothing is drawn.
+if uniform(seed, position + i, ACCEPT) · q_i(x) < p_i(x); the first rejected one is replaced by a token drawn from max(0, p_i −
+q_i), or from p_i if that is empty; if all are accepted, one more is drawn from p_k. Tokens are drawn by Gumbel-max
+(`kernels.gumbel`) over weights: argmax of weight / E, E keyed by (seed, position, RESIDUAL) for a replacement and by (seed,
+position) for a token of p_k. If any of the weights is not finite, nothing is drawn.
 
-Memory: `judge` reads two numbers a guess; `draw` reads one row of p and, after a rejection, one of q: 2 · V · 4 bytes for each
-request, split over programs; `settle` joins the parts. Nothing is summed; the product of uniform number and q is float64.
+Memory: `judge` reads two numbers per guess; `draw` reads one row of p and, after a rejection, one of q: 2 · V · 4 bytes per
+request, split over programs; `settle` merges the splits. Nothing is summed; the product of uniform number and q is float64.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _ID_SENTINEL = tl.constexpr(0x7FFFFFFF)
 
 @triton.jit(do_not_specialize=["V", "max_guesses"])
 def judge_kernel(target, draft, guesses, num_guesses, streams, positions, accepted, V, max_guesses):
-    """Program (request): how many guesses are accepted."""
+    """Program (request): stores the number of accepted guesses."""
     request = tl.program_id(0).to(tl.int64)
     stream, position = tl.load(streams + request), tl.load(positions + request).to(tl.int64)
     count = tl.load(num_guesses + request)
@@ -50,7 +50,7 @@ def judge_kernel(target, draft, guesses, num_guesses, streams, positions, accept
 def draw_kernel(
     target, draft, num_guesses, streams, positions, accepted, scores, tokens, V, max_guesses, blocks, BLOCK: tl.constexpr
 ):
-    """Program (request, split): winners of its part, by what is left of p and, should that be nothing, by p itself."""
+    """Program (request, split): the winners of its tokens by the residual max(0, p - q), and by p in case that is empty."""
     request, split = tl.program_id(0).to(tl.int64), tl.program_id(1)
     num_accepted = tl.load(accepted + request)
     is_rejected = num_accepted < tl.load(num_guesses + request)
@@ -86,7 +86,7 @@ def draw_kernel(
 
 @triton.jit(do_not_specialize=["max_guesses", "splits"])
 def settle_kernel(guesses, accepted, scores, tokens, out, max_guesses, splits, SPLITS: tl.constexpr, WIDTH: tl.constexpr):
-    """Program (request): accepted guesses, the drawn token, NO_TOKEN behind it."""
+    """Program (request): stores the accepted guesses, the drawn token, and NO_TOKEN after it."""
     request = tl.program_id(0).to(tl.int64)
     split = tl.arange(0, SPLITS)
     offset = (request * splits + split) * 2
@@ -117,7 +117,7 @@ def reject_drafts(
     streams: torch.Tensor,
     positions: torch.Tensor,
 ) -> torch.Tensor:
-    """Tokens of each request, NO_TOKEN after the last one: [B, k + 1] int64. Only NO_TOKEN where nothing can be drawn.
+    """Tokens of each request, NO_TOKEN after the last: [B, k + 1] int64. If none can be drawn, NO_TOKEN follows the guesses.
 
     target: [B, k + 1, V], draft: [B, k, V] float32 contiguous, rows that sum to 1; guesses: [B, k] int64, num_guesses: [B]
     int32, up to k ≥ 1; streams: [B] int64 of the seeds; positions: [B], index of the first token in prompt plus output.

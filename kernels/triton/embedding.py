@@ -1,4 +1,4 @@
-"""Rows of the embedding by token, times its multiplier, and rows of cosines and sines by position."""
+"""Gathers rows of the embedding by token, times its multiplier, and rows of cosines and sines by position."""
 
 from __future__ import annotations
 
@@ -68,8 +68,8 @@ def rotation_rows(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """cos[positions], sin[positions]: both tables [max_len, 1, r], positions: [T] int64 or int32 → both [T, 1, r]
 
-    Looked up once per step, so that layers need not wait for a position before they can load its angle. Reads and writes 2 · T
-    · r elements. Columns beyond r and rows beyond T are masked; positions are not checked.
+    Looked up once per step, so that layers need not load a position before they can load its angle. Reads and writes 2 · T · r
+    elements. Columns beyond r and rows beyond T are masked; positions are not checked.
     """
     num_rows, width = positions.shape[0], cos.shape[-1]
     shape = (num_rows, 1, width)

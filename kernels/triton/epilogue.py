@@ -1,5 +1,5 @@
-"""Operations around a fused product, for any kind of weights: the norm's root, bias, gate, and the residual sum with the inputs
-of the next norm; and, after its own sums, those of other programs and scales."""
+"""Epilogue of a fused product, for any kind of weights: split-K reduction, scales, the preceding norm's division, bias, gate,
+and the residual sum with the inputs of the next norm."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from kernels.triton.activation import gated_activation
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Epilogue:
-    """What is computed together with a product of M rows; None for each part that is absent.
+    """Operands and results of the epilogue of a product of M rows; None for each part that is absent.
 
-    out: [M, N], bias: [N], or [2·N] with a gate; squares: [C, M] float32 of the rows that are multiplied: alpha · product is
-    divided by their norm; or residual: [M, N], to which alpha · product is added; of that sum, weighted: [M, N] is the sum
-    times norm_weight: [N], and squares_out: [tiles, M] float32 its squares.
+    out: [M, N]; bias: [N], or [2·N] with a gate. Either squares: [C, M] float32, the partial sums of squares of the multiplied
+    rows, by whose RMS alpha · product is divided; or residual: [M, N], to which alpha · product is added. Of that sum,
+    weighted: [M, N] receives its product with norm_weight: [N], and squares_out: [tiles, M] float32 its sums of squares.
     """
 
     out: torch.Tensor
@@ -45,7 +45,8 @@ class Epilogue:
 
 @triton.jit
 def load_squares(squares, rows, M, num_squares, SQUARES_BLOCK: tl.constexpr):
-    """[rows, SQUARES_BLOCK] float32: asked for before the product and added up behind it; 0 where there is no norm."""
+    """Loads the partial sums of squares before the product, to be added up after it: [rows, SQUARES_BLOCK] float32; 0 without a
+    norm."""
     if squares is None:
         return 0.0
     else:  # noqa: RET505 - Triton takes the branch away where it is not a tail
@@ -67,9 +68,9 @@ def _reduce_splits(
     product, up, partials, arrivals, tile, split, mask,
     GATE: tl.constexpr, SPLITS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """→ product, up and whether this program is the last of its tile, which alone gets the sums of all splits.
+    """→ product, up, and whether this program is the last of its tile to arrive; only that one gets the sums of all splits.
 
-    As in split_k.py: integers are counted atomically, partial sums added in their order by whoever comes last.
+    As in split_k.py: arrivals are counted atomically in integers, and the last program adds the partial sums in their order.
     """
     HALVES: tl.constexpr = 1 if GATE is None else 2
     SIZE: tl.constexpr = BLOCK_M * BLOCK_N
@@ -96,7 +97,7 @@ def _scale_and_gate(
     product, up, weight_scales, bias, squares, row_squares, columns, column_mask, N, K, eps, alpha,
     GATE: tl.constexpr, COLUMN_SCALES: tl.constexpr,
 ):  # fmt: skip
-    """→ the sums of a tile with their scales, over the root of the norm, with the bias, and through the gate."""
+    """Applies weight scales, the division by the RMS, bias and gate to the sums of a tile."""
     if weight_scales is not None:
         product *= _load_scales(weight_scales, columns, column_mask, COLUMN_SCALES)
         if GATE is not None:
@@ -118,8 +119,8 @@ def _scale_and_gate(
 def _store_tile(
     product, residual, norm_weight, out, weighted, squares_out, tile, rows, columns, row_mask, column_mask, mask, M, N, alpha
 ):  # fmt: skip
-    """Store a tile of the product, or of its sum with the residual stream, which is stored times the next norm's weight too;
-    and the sums of its squares."""
+    """Stores a tile of the product, or of its sum with the residual stream; of that also its product with the next norm's
+    weight, and the rows' sums of squares."""
     offsets = rows[:, None] * N + columns[None, :]
     if residual is not None:
         product = tl.load(residual + offsets, mask=mask, other=0.0).to(tl.float32) + alpha * product
@@ -138,8 +139,8 @@ def apply_epilogue(
     partials, arrivals, tile, split, rows, columns, M, N, K, eps, alpha,
     GATE: tl.constexpr, COLUMN_SCALES: tl.constexpr, SPLITS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """What `linear_add` and `normed_linear` of fused_linear.py say, stored by the program that comes last where columns are
-    divided. product, and up where there is a GATE: [BLOCK_M, BLOCK_N] float32, the sums of one program."""
+    """Finishes `linear_add` or `normed_linear` of fused_linear.py and stores the results; with SPLITS > 1 only in the last
+    program of a tile to arrive. product, and with a GATE up: [BLOCK_M, BLOCK_N] float32, the sums of one program."""
     row_mask, column_mask = rows < M, columns < N
     is_last = True
     mask = row_mask[:, None] & column_mask[None, :]

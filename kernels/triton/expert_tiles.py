@@ -1,4 +1,4 @@
-"""Tokens sorted by expert on the card, and which tile of which expert each program computes."""
+"""Sorts tokens by expert on the card, and locates the tile of the expert that each program computes."""
 
 from __future__ import annotations
 
@@ -15,9 +15,10 @@ SORT_BLOCK = 1024
 
 @dataclass(frozen=True, slots=True)
 class SortedTokens:
-    """order: [T · chosen] int32, the places of `expert_ids` sorted by expert, stably; expert e has those from offsets[e] to
-    offsets[e + 1] - 1. offsets: [E + 1] int32. Place t · chosen + j is the j-th choice of token t. From offsets[E] on (tokens
-    without an expert) order is not written."""
+    """Assignments of tokens to experts, stably sorted by expert; assignment t · chosen + j is the j-th choice of token t.
+
+    order: [T · chosen] int32, the assignments; expert e has those at offsets[e] to offsets[e + 1] - 1. offsets: [E + 1] int32.
+    From offsets[E] on (tokens without an expert) order is not written."""
 
     order: torch.Tensor
     offsets: torch.Tensor
@@ -26,7 +27,7 @@ class SortedTokens:
 
 @dataclass(frozen=True, slots=True)
 class GroupTiles:
-    """Sizes of one program's work; the gated kernel reads `block_n` rows of gate and as many of up."""
+    """Tile of one program; the gated kernel reads `block_n` rows of gate and as many of up."""
 
     block_m: int
     block_n: int
@@ -37,7 +38,7 @@ class GroupTiles:
 
 @triton.jit(do_not_specialize=["num_assignments"])
 def sort_kernel(expert_ids_ptr, order_ptr, offsets_ptr, num_assignments, EXPERTS: tl.constexpr, BLOCK: tl.constexpr):
-    """Program e counts the places of lower experts, then writes down its own, in their order; the last one where these end."""
+    """Program e counts the assignments of lower experts, then stores its own in order; the last one also stores their end."""
     expert = tl.program_id(0)
     offset = 0
     for block_start in range(0, num_assignments, BLOCK):
@@ -57,9 +58,9 @@ def sort_kernel(expert_ids_ptr, order_ptr, offsets_ptr, num_assignments, EXPERTS
 
 @triton.jit
 def locate_tile(offsets_ptr, tile, EXPERTS: tl.constexpr, EXPERTS_BLOCK: tl.constexpr, BLOCK_M: tl.constexpr):
-    """→ the expert of a tile, EXPERTS where there are fewer; the first sorted place of the tile; where those of the expert end.
+    """→ the expert of a tile (EXPERTS beyond the last tile), the tile's first sorted row, and the end of the expert's rows.
 
-    The experts' numbers of tiles are added up.
+    Found by a cumulative sum of the experts' numbers of tiles.
     """
     experts = tl.arange(0, EXPERTS_BLOCK)
     begins = tl.load(offsets_ptr + experts, mask=experts < EXPERTS, other=0)
@@ -73,11 +74,11 @@ def locate_tile(offsets_ptr, tile, EXPERTS: tl.constexpr, EXPERTS_BLOCK: tl.cons
 
 
 def sort_by_expert(expert_ids: torch.Tensor, num_experts: int) -> SortedTokens:
-    """expert_ids: [T, chosen] integers → the places of every expert, stable: one program per expert, each reads all ids twice.
+    """expert_ids: [T, chosen] integers → the assignments of every expert: one program per expert reads all ids twice.
 
-    order is the stable permutation with expert_ids[order] ascending, offsets[e] the number of ids below e; ids of E belong to
+    order is the stable permutation with expert_ids[order] ascending, offsets[e] the number of ids below e; ids of E stand for
     no expert and are left out. Source: counting sort (Knuth, volume 3, section 5.2, algorithm D). Reads 2 · E · T · chosen ids,
-    from the second-level cache except the first time; writes 4 bytes each; two integer additions per id. Ids beyond T · chosen
+    from the L2 cache except the first time; writes 4 bytes each; two integer additions per id. Ids beyond T · chosen
     are masked; sums in int32.
     """
     num_assignments = expert_ids.numel()
@@ -88,7 +89,7 @@ def sort_by_expert(expert_ids: torch.Tensor, num_experts: int) -> SortedTokens:
 
 
 def group_tiles(rows: float, capability: int, *, gated: bool) -> GroupTiles:
-    """rows: tokens per expert, if they are spread evenly."""
+    """rows: tokens per expert if they were spread evenly."""
     is_small = card(capability).is_small
     if rows <= 32:
         block_m = 16 if rows <= 16 else 32

@@ -1,4 +1,4 @@
-"""The matrices of all experts as tables of addresses: plain, or in codes of 8 or 4 bits with their scales."""
+"""The matrices of all experts as tables of addresses: unquantised, or in codes of 8 or 4 bits with their scales."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from kernels.quantised_weights import Fp8Weight, Int4Weight, Int8Weight, Weight,
 class ExpertWeights:
     """One matrix [N, K] per expert, each at any address.
 
-    table: [E] int64, the address of each expert's numbers or codes. scales: [E] int64, that of its scales: [N] float32 for
-    codes of 8 bits, `Int4Weight.scales_zeros` for 4, None for plain numbers. `first` is the first expert's matrix, which all
-    others are like; `tensors` keeps alive what the tables refer to.
+    addresses: [E] int64, of each expert's values or codes. scale_addresses: [E] int64, of its scales: [N] float32 for codes of
+    8 bits, `Int4Weight.scales_zeros` for 4; None for unquantised values. `first`: the first expert's matrix, whose format all
+    others share; `tensors` keeps alive what the addresses refer to.
     """
 
     addresses: torch.Tensor
@@ -40,17 +40,17 @@ class ExpertWeights:
 
     @property
     def row_stride(self) -> int:
-        """Distance of two rows, in numbers or 8-bit codes."""
+        """Stride between rows, in values or 8-bit codes."""
         return _values(self.first).stride(0)
 
     @property
     def code_dtype(self) -> Any:
-        """The dtype in which the kernel reads 8-bit codes; None for plain numbers."""
+        """The dtype in which the kernel reads 8-bit codes; None for unquantised values."""
         return {Int8Weight: tl.int8, Fp8Weight: tl.float8e4nv}.get(type(self.first))
 
 
 def have_same_format(weights: Sequence[Weight]) -> bool:
-    """Whether one launch can read them all. An expert with a column order of its own would need rows in that order."""
+    """Whether one launch can read all of them. An expert with permuted columns would need rows in that order."""
     first = weights[0]
     if isinstance(first, Int4Weight):
         formats = {
@@ -62,7 +62,7 @@ def have_same_format(weights: Sequence[Weight]) -> bool:
 
 
 def bind_weights(weights: Sequence[Weight]) -> ExpertWeights:
-    """Matrices of one form, 16-byte aligned, with equal row strides. Raises ValueError where they differ."""
+    """Binds matrices of one format and shape, 16-byte aligned, with equal row strides. Raises ValueError if they differ."""
     if not have_same_format(weights):
         raise ValueError("the experts' matrices differ in their format")
     values = [_values(weight) for weight in weights]
@@ -85,7 +85,7 @@ def _values(weight: Weight) -> torch.Tensor:
 
 
 def _scales(weight: Int8Weight | Fp8Weight | Int4Weight) -> torch.Tensor:
-    """A scale for the whole matrix is repeated for each of its rows."""
+    """The scales of one matrix; a single scale is expanded to one per row."""
     if isinstance(weight, Int4Weight):
         return weight.scales_zeros.contiguous()
     return weight.scales.expand(weight.values.shape[0]).contiguous()

@@ -1,7 +1,7 @@
-"""Mixtures of experts that need nothing from the host: tokens sorted by expert on the card, one launch for each product.
+"""Mixtures of experts without host synchronisation: tokens are sorted by expert on the card, one launch per grouped product.
 
-Nothing is copied back, and the size of every launch follows from the number of tokens alone, so a step can be captured in a
-CUDA graph.
+Nothing is copied back, and the size of every launch depends on the number of tokens alone, so a step can be captured in a CUDA
+graph.
 """
 
 from __future__ import annotations
@@ -50,9 +50,11 @@ def grouped_kernel(
     BLOCK_K: tl.constexpr,
     STAGES: tl.constexpr,
 ):
-    """One tile of one expert. With ACTIVATION: tokens' rows in, act(gate) · up by sorted place out; without: the other way.
+    """One tile of one expert. With ACTIVATION it reads tokens' rows and writes act(gate) · up in sorted order; without, it reads
+    sorted rows and writes them in the order of the assignments.
 
-    CODES: what weights of 8 bits are; the scale of an output comes behind its sum, so it is exact and costs nothing per weight.
+    CODE_DTYPE: the type of 8-bit weights; the scale of an output is applied after its sum, so it is exact and costs nothing per
+    weight.
     """
     GATED: tl.constexpr = ACTIVATION != ""
     tile = tl.program_id(0) % row_tiles
@@ -101,7 +103,8 @@ def grouped_kernel(
 def combine_kernel(
     expert_out_ptr, expert_ids_ptr, out_ptr, num_experts, width, stride_out, NUM_CHOSEN: tl.constexpr, BLOCK: tl.constexpr
 ):
-    """out[t] = Σ_j parts[t · chosen + j], in float32 and in the order of the choices; nobody has written what has no expert."""
+    """out[t] = Σ_j expert_out[t · chosen + j], in float32 and in the order of the choices; rows without an expert, which no
+    program has written, count as zero."""
     token = tl.program_id(0).to(tl.int64)
     columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     mask = columns < width
@@ -122,18 +125,18 @@ def grouped_linear(
     factors: torch.Tensor | None = None,
     tokens_per_expert: float | None = None,
 ) -> torch.Tensor:
-    """Each expert's product over its own tokens, for all experts in one launch. Weights are plain or of 8 or 4 bits.
+    """Each expert's product over its own tokens, for all experts in one launch. Weights are unquantised or of 8 or 4 bits.
 
     With `activation` ("silu", "gelu_tanh"): x: [T, K], weights: E times [2·N, K], gate over up → act(x Gᵀ) · (x Uᵀ):
     [T · chosen, N] in the order of the experts. Without: x: [T · chosen, K] in that order, weights: E times [N, K],
     factors: [T, chosen] → factor · x Wᵀ: [T · chosen, N], row t · chosen + j for the j-th choice of token t.
 
-    Source: grouped products by sorted tokens (arXiv 2211.15841), with as many programs as T tokens may need; those without a
-    tile end at once. Reads each chosen expert's weights once per tile of its tokens, 2 · 2·N·K or 2·N·K bytes, and its rows; 2
-    · rows · N · K operations per matrix. Rows of other experts, columns beyond N and K are masked. Codes of 8 and 4 bits are
-    decoded to x's type in registers, which holds them exactly, and read half and a quarter of the bytes; x is never rounded to
-    8 bits. Accumulates in float32; activation and factor in float32 before one rounding. A tile sums all columns in order: with
-    a fixed `tokens_per_expert` (tokens per expert for which tiles are chosen), a row has the same bits in any batch.
+    Source: grouped GEMM over sorted tokens (arXiv 2211.15841), with as many programs as T tokens may need; those without a tile
+    exit at once. Reads each chosen expert's weights once per tile of its tokens, 2 · 2·N·K or 2·N·K bytes, and its rows; 2 ·
+    rows · N · K operations per matrix. Rows of other experts, columns beyond N and K are masked. Codes of 8 and 4 bits are half
+    and a quarter of these bytes, and are dequantised in registers to x's type, which holds them exactly; x is never rounded to
+    8 bits. Accumulates in float32; activation and factor are applied in float32 before one rounding. A tile sums all columns in
+    order: with a fixed `tokens_per_expert`, by which tiles are chosen, a row has the same bits in any batch.
     """
     num_experts = weights.num_experts
     num_outputs, num_columns = weights.shape
@@ -179,7 +182,7 @@ def mix_gated_experts(
     x: [T, hidden], weights: [T, chosen], expert_ids: [T, chosen], gate_up: E times [2·inner, hidden], down: E times
     [hidden, inner] → [T, hidden]. Four launches: sort, gate and up with the activation, down with the weight, sum over a
     token's choices in order and in float32, so that a row does not depend on the rest of the batch. Bytes and operations are
-    those of `grouped_linear` twice and 2 · T · (chosen + 1) · hidden bytes for the sum. Expert E does not exist.
+    those of `grouped_linear` twice and 2 · T · (chosen + 1) · hidden bytes for the sum. Id E stands for no expert.
     """
     out = torch.empty_like(x) if out is None else out
     num_tokens, hidden = x.shape
@@ -205,9 +208,9 @@ def mix_gated_experts(
 def bind_experts(
     gate_ups: Sequence[Weight], downs: Sequence[Weight], activation: str, *, tokens_per_expert: float | None = None
 ) -> Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor] | None:
-    """The experts' matrices, not copied → a function (x, weights, expert ids) → mixture, which a graph may capture.
+    """Binds the experts' matrices without copying them: a function (x, weights, expert ids) → mixture that graphs may capture.
 
-    None if experts differ in format, or have columns in an order of their own. `tokens_per_expert`: see `grouped_linear`.
+    None if experts differ in format, or have permuted columns. `tokens_per_expert`: see `grouped_linear`.
     """
     if not have_same_format(gate_ups) or not have_same_format(downs):
         return None

@@ -1,6 +1,7 @@
 """Products of all experts with 4-bit weights in one launch: the loop of linear_int4.py over the tiles of experts.py.
 
-A gated program puts as many outputs of either half side by side, so that it is one loop, and separates its sums at the end.
+A gated program multiplies equal numbers of outputs of both halves in one loop, side by side, and separates their sums at the
+end.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from kernels.triton.int4_codes import accumulate_int4
 from kernels.triton.linear_int4 import DTYPES, Int4Tiles
 from kernels.triton.tuning import capability, card, power_of_two
 
-OUTPUTS = 128  # per program; in a gated one, both halves together
+OUTPUTS = 128  # per program; in a gated one, of both halves together
 
 
 @triton.jit(do_not_specialize=["row_tiles"])
@@ -44,8 +45,8 @@ def grouped_int4_kernel(
     words = tl.multiple_of(tl.load(words_ptr + expert).to(tl.pointer_type(tl.int16)), 16)
     scales_zeros = tl.load(scales_zeros_ptr + expert).to(tl.pointer_type(tl.int32))
     acc = accumulate_int4(
-        x_ptr, x_rows, row_mask, stride_x, words, scales_zeros, lane_columns + (lanes // BLOCK_N) * N, lane_columns < N, HALVES * N, K,
-        0, num_chunks, GROUP=GROUP, BFLOAT_SCALES=BFLOAT_SCALES, EVEN_K=EVEN_K, STAGES=STAGES,
+        x_ptr, x_rows, row_mask, stride_x, words, scales_zeros, lane_columns + (lanes // BLOCK_N) * N, lane_columns < N,
+        HALVES * N, K, 0, num_chunks, GROUP=GROUP, BFLOAT_SCALES=BFLOAT_SCALES, EVEN_K=EVEN_K, STAGES=STAGES,
     )  # fmt: skip
     if ACTIVATION == "":
         acc *= tl.load(factors_ptr + assignments, mask=row_mask, other=0.0).to(tl.float32)[:, None]
@@ -69,10 +70,10 @@ def launch(
     out: torch.Tensor,
     tokens_per_expert: float,
 ) -> None:
-    """As `grouped_linear` of experts.py, with its formula and source. x: 16 bits, else ValueError. `example` is one of the
-    weights, all of which are of one kind. Reads N·K / 2 + 4·N·K / group bytes of each chosen expert per tile of its tokens; 2 ·
-    N · K operations per place. Places beyond an expert's, outputs beyond N and columns beyond K are masked. Sums of a group are
-    scaled and added in float32.
+    """As `grouped_linear` of experts.py, with its formula and source. x: 16 bits, else ValueError. `example`: one of the
+    weights, which all have its format. Reads N·K / 2 + 4·N·K / group bytes of each chosen expert per tile of its tokens; 2 · N
+    · K operations per assignment. Rows beyond an expert's, outputs beyond N and columns beyond K are masked. Sums of a group
+    are scaled and added in float32.
     """
     if x.dtype not in DTYPES:
         raise ValueError(f"weights of 4 bits are multiplied with rows of 16 bits, not {x.dtype}")
@@ -90,7 +91,7 @@ def launch(
 
 
 def group_int4_tiles(rows: float, capability: int, *, gated: bool) -> Int4Tiles:
-    """rows: tokens per expert, if they are spread evenly; sizes as in `int4_tiles`."""
+    """rows: tokens per expert if they were spread evenly; sizes as in `int4_tiles`."""
     is_small = card(capability).is_small
     block_n = OUTPUTS // 2 if gated else OUTPUTS
     if rows <= 32:

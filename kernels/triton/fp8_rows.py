@@ -1,4 +1,4 @@
-"""Quantises rows to e4m3, each with its own scale; other kernels use the same function to quantise their results."""
+"""Quantises rows to e4m3 with one scale per row; other kernels quantise their results with the same function."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ FP8 = torch.float8_e4m3fn
 
 @triton.jit
 def clamp_to_e4m3(value):
-    """What an e4m3 can hold of it: beyond ±448 cards and interpreter differ in what a conversion gives."""
+    """Clamps to ±448, the range of e4m3; beyond it cards and interpreter convert differently."""
     return tl.minimum(tl.maximum(value, -448.0), 448.0)
 
 
 @triton.jit
 def store_e4m3_rows(value, quantised, scales, rows, columns, mask, stride, num_rows):
-    """Store value: [ROWS, BLOCK] float32, zero outside, as e4m3 (448 is its largest value) and one scale for each row."""
+    """Stores value: [ROWS, BLOCK] float32, zero where masked, as e4m3 (448 is its largest value) and one scale per row."""
     row_max = tl.maximum(tl.max(tl.abs(value), axis=1), 1e-12)
     clamped = clamp_to_e4m3(value * (448.0 / row_max)[:, None])
     tl.store(quantised + rows[:, None] * stride + columns[None, :], clamped.to(tl.float8e4nv), mask=mask)
@@ -40,7 +40,7 @@ def quantize_rows_kernel(
 def quantize_rows_fp8(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """scale = max|x| / 448, e4m3 = round(x / scale): x: [T, width], row stride ≥ width → [T, width] and scales [T, 1] float32
 
-    Source: arXiv 2209.05433; one scale per row, as the products of `torch._scaled_mm` take them. Reads T · width elements of
+    Source: arXiv 2209.05433; one scale per row, as `torch._scaled_mm` expects. Reads T · width elements of
     fp32, fp16 or bf16, writes as many bytes and 4 per row; 3 operations per element, in float32. Columns beyond `width` and
     rows beyond T are masked. A row below 1e-12 is scaled as if that were its largest element.
     """

@@ -1,7 +1,7 @@
-"""Fused products of a decode step with 4-bit weights: those of fused_linear.py, with codes decoded in registers.
+"""Fused products of a decode step with 4-bit weights: those of fused_linear.py, with codes dequantised in registers.
 
-The loop over the columns is that of linear_int4.py. A gated program puts equal numbers of outputs of both halves side by side,
-so that it is the same loop, and separates its sums at the end. Reads N·K / 2 + 4·N·K / group bytes of weights once.
+The loop over the columns is that of linear_int4.py. A gated program multiplies equal numbers of outputs of both halves in the
+same loop, side by side, and separates their sums at the end. Reads N·K / 2 + 4·N·K / group bytes of weights once.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from kernels.triton.split_k import UNPACK, allocate_partials, arrival_counters, 
 from kernels.triton.tuning import has_gluon, multiprocessors, power_of_two
 
 ROWS = 16
-OUTPUTS = 128  # per program; in a gated one, both halves together
-STAGES = 4  # more loads in flight leave room for fewer programs: down of Llama-8B took 17.2 µs with 6, 14.9 with 4
+OUTPUTS = 128  # per program; in a gated one, of both halves together
+STAGES = 4  # with more loads in flight fewer programs fit: down of Llama-8B took 17.2 µs with 6, 14.9 with 4
 
 
 @triton.jit(do_not_specialize=["M"])
@@ -31,7 +31,7 @@ def fused_int4_kernel(
     GATE: tl.constexpr, GROUP: tl.constexpr, BFLOAT_SCALES: tl.constexpr, EVEN_K: tl.constexpr, SQUARES_BLOCK: tl.constexpr,
     SPLITS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, STAGES: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
-    """Program (tile, split): BLOCK_N columns of out, the chunks of its split. N counts the columns of out."""
+    """Program (tile, split): BLOCK_N columns of out, summed over the chunks of its split. N: columns of out"""
     HALVES: tl.constexpr = 1 if GATE is None else 2
     tile, split = tl.program_id(0), tl.program_id(1)
     rows, columns = tl.arange(0, BLOCK_M), tile * BLOCK_N + tl.arange(0, BLOCK_N)
@@ -65,7 +65,7 @@ def fused_int4_tiles(num_outputs: int, num_columns: int, multiprocessors: int, *
 
 
 def choose_tiles(x: torch.Tensor, weight: Int4Weight, num_outputs: int, *, gated: bool) -> Int4Tiles | HopperGemvTiles:
-    """On Hopper one row has tiles of its own, for groups of whole chunks."""
+    """The GEMV tiles for a single row on Hopper, if groups are whole chunks; otherwise `fused_int4_tiles`."""
     if x.shape[0] == 1 and has_gluon(x.device) and weight.group_size % CHUNK_COLUMNS == 0:
         return hopper_gemv_tiles(gated=gated)
     return fused_int4_tiles(num_outputs, weight.num_columns, multiprocessors(x.device), gated=gated)
@@ -75,7 +75,7 @@ def launch(x: torch.Tensor, weight: Int4Weight, epilogue: Epilogue, tiles: Int4T
     """As fused_linear.py, with its formula and source. x: [M, K] of 16 bits, columns in the checkpoint's order.
 
     2 · M · N · K operations on tensor cores. Rows beyond M, outputs beyond N and columns beyond K are masked. Sums of a group
-    are scaled and added in float32, parts in their order.
+    are scaled and added in float32, splits in their order.
     """
     assert x.dtype in DTYPES, f"weights of 4 bits are multiplied with rows of 16 bits, not {x.dtype}"
     if weight.permutation is not None:

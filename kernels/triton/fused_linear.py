@@ -1,13 +1,13 @@
-"""Products of a decode step of few rows, fused with the operations around them: three launches fewer in every layer.
+"""Products of a decode step of few rows, fused with norms, activation and residual sums: three launches fewer per layer.
 
     unfused   norm ─ qkv ─ attention (2) ─ out ─ norm ─ gate_up ─ activation ─ down     9 launches
     here             qkv ─ attention (2) ─ out ────────── gate_up ───────────── down     6; with one request 5
 
-RMS normalisation divides a whole row by one number, and the product after it can do so at its end: rms_norm(x) Wᵀ is (x · w) Wᵀ
-/ rms(x). So the product that adds to the residual stream also stores the sum times the next norm's weight w, and each of its
-tiles the sum of squares of its columns; the next product adds up these sums in the order of the tiles. Only the launch that
-needs a whole row waits for it. A row has the same bits whatever rows it is with; a single row is multiplied differently
-(`fused_row`, `fused_byte_row`, `fused_int4_row`), at the speed of the memory.
+RMS normalisation divides a whole row by one number, and the product after it can do so in its epilogue: rms_norm(x) Wᵀ is (x ·
+w) Wᵀ / rms(x). So the product that adds to the residual stream also stores the sum times the next norm's weight w, and each of
+its tiles the sum of squares of its columns; the next product adds up these partial sums in the order of the tiles. Only the
+launch that needs a whole row waits for it. A row has the same bits whatever rows it is batched with; a single row goes through
+the GEMV kernels (`fused_row`, `fused_byte_row`, `fused_int4_row`), which run at memory speed.
 """
 
 from __future__ import annotations
@@ -29,30 +29,23 @@ from kernels.triton.fused_row import GemvTiles
 from kernels.triton.hopper_gemv import HopperGemvTiles
 from kernels.triton.linear_int4 import Int4Tiles
 from kernels.triton.linear_tiles import Tiles, cast_weight
-from kernels.triton.split_k import (
-    CONVERT,
-    STREAM,
-    allocate_partials,
-    arrival_counters,
-    choose_splits,
-    split_cost,
-)
+from kernels.triton.split_k import CONVERT, STREAM, allocate_partials, arrival_counters, choose_splits, split_cost
 from kernels.triton.tuning import capability, card, multiprocessors, power_of_two
 
 BLOCK_M = 16
-# Columns of out and of x per step, and loads in flight. A gated step reads two such tiles.
+# Columns of out and of x per step, and pipeline stages. A gated step reads two such tiles.
 CANDIDATES = ((64, 128, 6), (32, 256, 4))
 CANDIDATES_GATED = ((32, 256, 3), (16, 512, 3))
 CANDIDATES_BYTES = ((64, 128, 6),)
 CANDIDATES_BYTES_GATED = ((64, 128, 4),)
 CANDIDATES_BY_WEIGHT_BYTES = {1: (CANDIDATES_BYTES, CANDIDATES_BYTES_GATED), 2: (CANDIDATES, CANDIDATES_GATED)}
-CANDIDATES_FLOAT32 = ((16, 64, 4),)  # no tensor core multiplies such rows: registers are the limit, whatever the weights are
+CANDIDATES_FLOAT32 = ((16, 64, 4),)  # tensor cores do not multiply such rows: registers are the limit, whatever the weights are
 
 
 @dataclass(frozen=True, slots=True)
 class FusedTiles(Tiles):
-    """`column_warps`: warps that share the columns of a step: all of the program's, or 1 if warps are side by side over the
-    outputs."""
+    """`column_warps`: warps among which the columns of a step are split: all of the program's, or 1 if warps are side by side
+    over the outputs."""
 
     column_warps: int = 1
 
@@ -65,7 +58,8 @@ def step_columns(BLOCK_K: tl.constexpr, WARPS: tl.constexpr):
     """Columns of x that one step multiplies: [BLOCK_K], or [WARPS, BLOCK_K / WARPS] where each warp multiplies its own.
 
     Warps side by side over few outputs would each read all of x, or even all of the weights, from shared memory, which is
-    then slower than the card's memory. With columns of its own each reads both once, and their sums are added at the end.
+    then slower than the card's memory. With columns of its own, each warp reads its part of both once, and the warps' sums are
+    added at the end.
     """
     if WARPS == 1:
         return tl.arange(0, BLOCK_K)
@@ -84,7 +78,7 @@ def zero_accumulator(BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, WARPS: tl.con
 
 @triton.jit
 def reduce_warps(sums, WARPS: tl.constexpr):
-    """→ [BLOCK_M, BLOCK_N]"""
+    """Adds up the sums of the warps → [BLOCK_M, BLOCK_N]"""
     if WARPS == 1:
         return sums
     else:  # noqa: RET505
@@ -141,13 +135,13 @@ def linear_add(
     alpha: float = 1.0,
     bias: torch.Tensor | None = None,
 ) -> Stream:
-    """total = residual + alpha · (x Wᵀ + bias); weighted = total · norm_weight; squares[c] = Σ total² of tile c's columns
+    """total = residual + alpha · (x Wᵀ + bias); weighted = total · norm_weight; squares[c] = Σ total² over tile c's columns
 
     x: [M, K], rows need not be contiguous, weight: [d, K], residual: [M, d], bias: [d], all of one type, bf16 or fp16, except
     int8 or e4m3 weights, whose scales are applied after the sum; norm_weight: [d] of that type or float32; M ≤ 16. Source:
     arXiv 1910.07467, eq. 4, with the division moved after the next product. Reads the weight once, writes 4·M·d bytes; 2·M·d·K
     operations. Rows beyond M, columns beyond d and K are masked. Accumulates in float32; total is rounded before it is squared,
-    weighted a second time.
+    weighted is rounded a second time.
     """
     num_rows, width = x.shape[0], residual.shape[1]
     tiles = choose_tiles(x, weight, width, gated=False, has_squares_out=True)
@@ -195,7 +189,7 @@ def fused_tiles(
     weight_bytes: int = 2,
     row_bytes: int = 2,
 ) -> FusedTiles:
-    """The candidate with which the card finishes first; the same for any number of rows. `row_bytes`: of an element of x"""
+    """The candidate with the lowest `split_cost`; the same for any number of rows. `row_bytes`: bytes of an element of x"""
     matrices = 2 if gated else 1
     occupancy = CONVERT if weight_bytes == 1 else STREAM
     candidates = CANDIDATES_FLOAT32 if row_bytes == 4 else CANDIDATES_BY_WEIGHT_BYTES[weight_bytes][gated]
@@ -213,7 +207,7 @@ def fused_tiles(
 
 
 def choose_tiles(x: torch.Tensor, weight: Weight, num_outputs: int, *, gated: bool, has_squares_out: bool) -> AnyTiles:
-    """`has_squares_out`: whether the squares of the outputs are stored."""
+    """`has_squares_out`: whether the outputs' sums of squares are stored."""
     if isinstance(weight, Int4Weight):
         return fused_int4.choose_tiles(x, weight, num_outputs, gated=gated)
     weight_bytes, row_bytes = values_and_scales(weight)[0].element_size(), x.element_size()
@@ -232,7 +226,7 @@ def _limit_stages(stages: int, capability: int) -> int:
 def _launch(x: torch.Tensor, weight: Weight, epilogue: Epilogue, tiles: AnyTiles) -> None:
     num_rows, num_columns = x.shape
     assert num_rows <= FUSED_ROWS_MAX, f"{num_rows} rows are for other kernels"
-    assert x.stride(1) == 1, "a row of x is one piece of memory"
+    assert x.stride(1) == 1, "rows of x are contiguous"
     if not num_rows:
         return
     if isinstance(weight, Int4Weight):
@@ -244,7 +238,7 @@ def _launch(x: torch.Tensor, weight: Weight, epilogue: Epilogue, tiles: AnyTiles
         return
     assert isinstance(tiles, FusedTiles)
     values, scales = values_and_scales(weight)
-    assert values.is_contiguous(), "rows of the weight lie one behind the other"
+    assert values.is_contiguous(), "the weight is contiguous"
     outputs = epilogue.out.shape[1]
     num_tiles = triton.cdiv(outputs, tiles.block_n)
     size = tiles.block_m * tiles.block_n * (1 if epilogue.gate is None else 2)

@@ -1,10 +1,10 @@
-"""Products of one row with the operations around them: those of fused_linear.py for a decode step of a single request.
+"""Fused GEMV: the products of fused_linear.py for a decode step of a single request, with their prologue and epilogue.
 
-A tile of 16 rows for the tensor cores is then mostly padding, and its way through shared memory, its splits and their sums cost
-more than the products. Here each program multiplies a few whole rows of the weight in registers: nothing is divided among
-programs, many small ones share the card evenly, and the first loads of each are in flight before it waits for the kernel before
-it, since no kernel writes weights. A layer of Llama-3.1-8B, four products: 110 µs on an H200 instead of 141, of which 103 are
-the memory's (docs/log/gpu-kernels.md). A single row is summed in another order than a row among others.
+For one row, a 16-row tile for the tensor cores is mostly padding, and staging it in shared memory, splitting it and reducing
+the splits cost more than the products. Here each program multiplies a few whole rows of the weight in registers: no output is
+split among programs, many small programs load the card evenly, and the first loads of each are in flight before it waits for
+the previous kernel, since no kernel writes weights. A layer of Llama-3.1-8B, four products: 110 µs on an H200 instead of 141;
+reading the weights alone takes 103 (docs/log/gpu-kernels.md). A single row is summed in another order than a row in a batch.
 """
 
 from __future__ import annotations
@@ -25,15 +25,15 @@ from kernels.triton.tuning import has_gluon, interpreted, multiprocessors, power
 _INTERPRETED = tl.constexpr(interpreted())
 WARP_SIZE = 32
 WORD_ELEMENTS = tl.constexpr(4)
-"""Weights, and elements of x, in one word: they are multiplied in storage order."""
+"""Weights, and elements of x, in one word; both are multiplied in storage order."""
 _INT8_BIAS = tl.constexpr(8388736.0)
-"""2^23 + 128: a byte under the exponent of 2^23, its sign bit flipped, is too large by this much as a float32."""
-_INT8_TO_FLOAT32 = tl.constexpr(
+"""2^23 + 128: by how much a byte under the exponent of 2^23, its sign bit flipped, is too large as a float32."""
+_FROM_INT8 = tl.constexpr(
     "{ .reg .b32 raised; xor.b32 raised, $4, 0x80808080; "
     + " ".join(f"prmt.b32 ${byte}, raised, 0x4B000000, 0x765{byte};" for byte in range(4))
     + " }"
 )
-_E4M3_TO_FLOAT32 = tl.constexpr(
+_FROM_E4M3 = tl.constexpr(
     "{ .reg .b16 low, high, first, second; .reg .b32 two; mov.b32 {low, high}, $4; "
     "cvt.rn.f16x2.e4m3x2 two, low; mov.b32 {first, second}, two; cvt.f32.f16 $0, first; cvt.f32.f16 $1, second; "
     "cvt.rn.f16x2.e4m3x2 two, high; mov.b32 {first, second}, two; cvt.f32.f16 $2, first; cvt.f32.f16 $3, second; }"
@@ -42,7 +42,7 @@ _E4M3_TO_FLOAT32 = tl.constexpr(
 
 @dataclass(frozen=True, slots=True)
 class GemvTiles:
-    """A program's outputs, and the columns per step."""
+    """Outputs of a program, and columns per step."""
 
     block_n: int
     block_k: int
@@ -50,8 +50,8 @@ class GemvTiles:
 
 
 @triton.jit
-def _half_to_float32(word, INDEX: tl.constexpr, DTYPE: tl.constexpr):
-    """Number PLACE of the elements of 16 bits of a word of 64."""
+def _unpack16(word, INDEX: tl.constexpr, DTYPE: tl.constexpr):
+    """Element INDEX of the four 16-bit elements of a 64-bit word, in float32."""
     if tl.bfloat16 == DTYPE:  # the upper bits of a float32
         half = (word >> (32 if INDEX >= 2 else 0)).to(tl.int32)
         bits = half << 16 if INDEX % 2 == 0 else half & -65536
@@ -61,40 +61,25 @@ def _half_to_float32(word, INDEX: tl.constexpr, DTYPE: tl.constexpr):
 
 
 @triton.jit
-def _words_to_float32(words, DTYPE: tl.constexpr):
-    """The four weights of each word in float32, exactly. A card converts 16 integers a cycle; a byte that is moved under an
-    exponent is a float already."""
+def _unpack_weights(words, DTYPE: tl.constexpr):
+    """The four weights of each word in float32, exactly. Integer conversion runs at 16 per cycle and multiprocessor, so int8
+    is not converted: a byte moved under an exponent is a float already."""
     if DTYPE.primitive_bitwidth == 16:
-        return (
-            _half_to_float32(words, 0, DTYPE),
-            _half_to_float32(words, 1, DTYPE),
-            _half_to_float32(words, 2, DTYPE),
-            _half_to_float32(words, 3, DTYPE),
-        )
+        return (_unpack16(words, 0, DTYPE), _unpack16(words, 1, DTYPE), _unpack16(words, 2, DTYPE), _unpack16(words, 3, DTYPE))
     elif tl.int8 == DTYPE:  # noqa: RET505
         if _INTERPRETED:
-            return (
-                _int8_to_float32(words, 24),
-                _int8_to_float32(words, 16),
-                _int8_to_float32(words, 8),
-                _int8_to_float32(words, 0),
-            )
+            return (_from_int8(words, 24), _from_int8(words, 16), _from_int8(words, 8), _from_int8(words, 0))
         else:  # noqa: RET505
             a, b, c, d = tl.inline_asm_elementwise(
-                _INT8_TO_FLOAT32, "=r,=r,=r,=r,r", [words], dtype=(tl.int32, tl.int32, tl.int32, tl.int32), is_pure=True, pack=1
+                _FROM_INT8, "=r,=r,=r,=r,r", [words], dtype=(tl.int32, tl.int32, tl.int32, tl.int32), is_pure=True, pack=1
             )
             return _subtract_bias(a), _subtract_bias(b), _subtract_bias(c), _subtract_bias(d)
     else:
         if _INTERPRETED:
-            return (
-                _e4m3_to_float32(words),
-                _e4m3_to_float32(words >> 8),
-                _e4m3_to_float32(words >> 16),
-                _e4m3_to_float32(words >> 24),
-            )
+            return (_from_e4m3(words), _from_e4m3(words >> 8), _from_e4m3(words >> 16), _from_e4m3(words >> 24))
         else:  # noqa: RET505
             return tl.inline_asm_elementwise(
-                _E4M3_TO_FLOAT32,
+                _FROM_E4M3,
                 "=f,=f,=f,=f,r",
                 [words],
                 dtype=(tl.float32, tl.float32, tl.float32, tl.float32),
@@ -104,7 +89,7 @@ def _words_to_float32(words, DTYPE: tl.constexpr):
 
 
 @triton.jit
-def _int8_to_float32(words, SHIFT: tl.constexpr):
+def _from_int8(words, SHIFT: tl.constexpr):
     return (words << SHIFT >> 24).to(tl.float32)
 
 
@@ -114,24 +99,24 @@ def _subtract_bias(bits):
 
 
 @triton.jit
-def _e4m3_to_float32(words):
+def _from_e4m3(words):
     return words.to(tl.int8).to(tl.float8e4nv, bitcast=True).to(tl.float32)
 
 
 @triton.jit
 def _load_words(weight_ptrs, word, num_words, mask, lane, EVEN_K: tl.constexpr):
-    """The words of a step, if there is one."""
+    """Loads the words of a step; zeros beyond the last word."""
     load_mask = mask & (tl.full((1, 1), word, tl.int32) < num_words) if EVEN_K else mask & (lane < num_words - word)[None, :]
     return tl.load(weight_ptrs + word, mask=load_mask, other=0, eviction_policy="evict_first")
 
 
 @triton.jit
 def _accumulate(acc, words, row, DTYPE: tl.constexpr, X_TYPE: tl.constexpr):
-    a, b, c, d = _words_to_float32(words, DTYPE)
-    acc += a * _half_to_float32(row, 0, X_TYPE)[None, :]
-    acc += b * _half_to_float32(row, 1, X_TYPE)[None, :]
-    acc += c * _half_to_float32(row, 2, X_TYPE)[None, :]
-    acc += d * _half_to_float32(row, 3, X_TYPE)[None, :]
+    a, b, c, d = _unpack_weights(words, DTYPE)
+    acc += a * _unpack16(row, 0, X_TYPE)[None, :]
+    acc += b * _unpack16(row, 1, X_TYPE)[None, :]
+    acc += c * _unpack16(row, 2, X_TYPE)[None, :]
+    acc += d * _unpack16(row, 3, X_TYPE)[None, :]
     return acc
 
 
@@ -141,15 +126,15 @@ def fused_row_kernel(
     GATE: tl.constexpr, COLUMN_SCALES: tl.constexpr, EVEN_K: tl.constexpr, SQUARES_BLOCK: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
-    """Program (tile): BLOCK_N columns of out, and of both halves of the weight where it is gated. Two steps are on their way
-    while one is multiplied."""
+    """Program (tile): BLOCK_N columns of out, from both halves of the weight if it is gated. The loads of two steps are in
+    flight while one is multiplied."""
     DTYPE: tl.constexpr = weight.dtype.element_ty
     X_TYPE: tl.constexpr = x.dtype.element_ty
     WORD: tl.constexpr = tl.int64 if DTYPE.primitive_bitwidth == 16 else tl.int32
     STEP: tl.constexpr = BLOCK_K // WORD_ELEMENTS
     tile = tl.program_id(0)
     columns = tile * BLOCK_N + tl.arange(0, BLOCK_N)
-    # Two words side by side for each thread, of x as of the weight, whatever they are.
+    # Each thread holds two adjacent words, of x and of the weight, whatever their types.
     lane = tl.max_contiguous(tl.arange(0, STEP), 2)
     mask, num_words = (columns < N)[:, None], K // WORD_ELEMENTS
     weight_ptrs = weight.to(tl.pointer_type(WORD)) + columns.to(tl.int64)[:, None] * num_words + lane[None, :]
@@ -182,8 +167,8 @@ def fused_row_kernel(
 
 @functools.cache
 def gemv_tiles(num_columns: int, *, gated: bool, has_squares_out: bool, weight_bytes: int) -> GemvTiles:
-    """The fastest of some eight on an H200, for the products of Llama-3.1-8B. `has_squares_out`: the outputs' squares are stored, one
-    sum per program. Every program of the next product adds up these sums, so there are fewer programs then."""
+    """The fastest of some eight on an H200, for the products of Llama-3.1-8B. `has_squares_out`: each program stores a sum of
+    squares. Every program of the next product adds up these sums, so there are fewer programs then."""
     if gated:
         tiles = GemvTiles(2, 2048, num_warps=8 if weight_bytes == 2 and num_columns >= 2048 else 4)
     elif has_squares_out:
@@ -196,8 +181,8 @@ def gemv_tiles(num_columns: int, *, gated: bool, has_squares_out: bool, weight_b
 def choose_tiles(
     x: torch.Tensor, num_outputs: int, *, gated: bool, has_squares_out: bool, weight_bytes: int
 ) -> GemvTiles | HopperGemvTiles | None:
-    """None for rows that no single-row kernel serves. 8-bit weights use Hopper's own kernel if its programs are enough for all
-    multiprocessors."""
+    """The tiles of the GEMV kernel that serves x, or None if none does. 8-bit weights use Hopper's own kernel if it has a
+    program for every multiprocessor."""
     num_rows, num_columns = x.shape
     if num_rows != 1 or x.element_size() != 2 or num_columns % WORD_ELEMENTS.value:
         return None

@@ -1,7 +1,7 @@
-"""Operations around a product of one row, for the Gluon kernels: loaded before its sums, computed after them.
+"""Epilogue of a product of one row, for the Gluon kernels: its data is loaded before the main loop and used after it.
 
-As `fused_sums.apply_epilogue`, for kernels whose programs each have all columns of OUTPUTS outputs, in matrix instructions whose rows
-are the outputs. Data that no kernel writes is loaded before the wait, so that nothing is waited for at the end.
+As `epilogue.apply_epilogue`, for kernels whose programs each sum all columns of OUTPUTS outputs, the rows of a matrix
+instruction. Data that no kernel writes is loaded before the wait for the previous kernel, so that the end waits for no load.
 """
 
 from __future__ import annotations
@@ -13,22 +13,22 @@ from kernels.triton.activation import gated_activation
 
 OUTPUTS = gl.constexpr(16)
 COPIES = gl.constexpr(8)
-"""Columns of a matrix instruction's right operand, all of them x."""
+"""Columns of a matrix instruction's right operand, each of them a copy of x."""
 
 gluon_gated_activation = gluon.jit(gated_activation.fn)
 
 
 @gluon.jit
 def output_rows(tile, N, HALVES: gl.constexpr, LAYOUT: gl.constexpr):
-    """→ the rows of the weight that a program multiplies, OUTPUTS of each half, and which of them exist: [HALVES · OUTPUTS]"""
+    """The weight's rows that a program multiplies, OUTPUTS of each half, and which of them exist: both [HALVES · OUTPUTS]"""
     lane = gl.arange(0, HALVES * OUTPUTS, layout=LAYOUT)
     column = tile * OUTPUTS + lane % OUTPUTS
     return column + lane // OUTPUTS * N, column < N
 
 
 @gluon.jit
-def load_or_default(values, outputs, mask, DEFAULT: gl.constexpr):
-    """Of weights the values of these outputs in float32, read once; ABSENT where there are none."""
+def load_or(values, outputs, mask, DEFAULT: gl.constexpr):
+    """Loads the values of these outputs in float32, to be read only once; DEFAULT if `values` is None."""
     if values is None:
         return DEFAULT
     else:  # noqa: RET505 - Triton takes the branch away where it is not a tail
@@ -37,7 +37,7 @@ def load_or_default(values, outputs, mask, DEFAULT: gl.constexpr):
 
 @gluon.jit
 def load_squares(squares, num_squares, BLOCK: gl.constexpr, WARPS: gl.constexpr):
-    """[BLOCK] float32: asked for before the product and added up behind it; 0 where there is no norm."""
+    """Loads the partial sums of squares before the product, to be added up after it: [BLOCK] float32; 0 without a norm."""
     if squares is None:
         return 0.0
     else:  # noqa: RET505
@@ -53,11 +53,13 @@ def wait_for_previous(EARLY: gl.constexpr):
 
 @gluon.jit
 def apply_epilogue(
-    product, outputs, mask, bias, squares, row_squares, residual, residual_values, norm_weight, next_weights, out, weighted, squares_out,
-    tile, N, K, eps, alpha, GATE: gl.constexpr,
+    product, outputs, mask, bias, squares, row_squares, residual, residual_values, norm_weight, next_weights,
+    out, weighted, squares_out, tile, N, K, eps, alpha, GATE: gl.constexpr,
 ):  # fmt: skip
-    """product: [HALVES · OUTPUTS] float32, and of its layout `bias`, `residual_values`, which is the residual stream, and `next_weights`, the
-    next norm's weight: as `load_or_default`. `residual` and `squares` say whether there are such."""
+    """Applies norm, bias, gate and residual sum to product: [HALVES · OUTPUTS] float32, and stores the results.
+
+    `bias`, `residual_values` and `next_weights` (the next norm's weight) were loaded by `load_or` in the layout of `product`;
+    `squares`, `residual` and `norm_weight` are None for parts that are absent."""
     if squares is not None:
         product *= alpha * gl.rsqrt(gl.sum(row_squares, 0) / K + eps)
     product += bias

@@ -1,11 +1,11 @@
-"""The output head and its argmax in one: the most likely token of a few rows, without writing their logits.
+"""The output head fused with its argmax: the most likely token of a few rows, without writing their logits.
 
 Formula. argmax_v round(scale[v] · Σ_k hidden[m, k] · weight[v, k]), the lowest id on ties, rounded to the type of the rows as
 the logits of a separate product would be; only 8-bit weights have a scale. Sums in float32, columns in the order of
 `kernels.triton.linear` without splits, or of `linear_int8` and `linear_fp8`.
 Memory: 2·V·K bytes of weights once (1.05 GB for Llama-3.1-8B, 0.24 ms at 4.3 TB/s), V·K in 8 bits; 8 bytes per row for each of
-V / 64 parts, which `join` reads; a separate product writes and reads logits. 2·M·V·K operations on tensor cores, tiles of 16
-rows whatever M is. Rows beyond M and tokens beyond V are masked. A row with NaN or +inf, or with nothing above -inf, has
+V / 64 tiles, which `join` reads; a separate product writes and reads logits. 2·M·V·K operations on tensor cores, tiles of 16
+rows whatever M is. Rows beyond M and tokens beyond V are masked. A row with NaN or +inf, or with nothing above -inf, gets
 NO_TOKEN.
 """
 
@@ -38,7 +38,7 @@ def head_kernel(
     hidden, weight, scales, maxima, tokens, M, V, K, hidden_stride, weight_stride, tiles,
     TOKENS: tl.constexpr, COLUMNS: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
-    """Program (tile): the largest logit of TOKENS tokens in each row; +inf stands for one that is not finite above."""
+    """Program (tile): the largest logit of TOKENS tokens in each row, and its token; NaN counts as +inf."""
     tile = tl.program_id(0)
     row = tl.arange(0, _ROWS)
     token = tile * TOKENS + tl.arange(0, TOKENS)
@@ -64,7 +64,7 @@ def head_kernel(
 
 @triton.jit(do_not_specialize=["tiles"])
 def join_kernel(maxima, tokens, out, tiles, TILES: tl.constexpr, EARLY: tl.constexpr):
-    """Program (row): the largest of all tiles."""
+    """Program (row): the token of the largest logit of all tiles."""
     wait_for_previous(EARLY)
     row = tl.program_id(0)
     tile = tl.arange(0, TILES)
@@ -76,8 +76,8 @@ def join_kernel(maxima, tokens, out, tiles, TILES: tl.constexpr, EARLY: tl.const
 
 
 def head_tiles(*, weight_bytes: int, capability: int, row_bytes: int = 2) -> Tiles:
-    """Cards with 100 KiB of shared memory hold fewer loads in flight, and for float32 so do all cards. `row_bytes`: of an
-    element of rows that are multiplied with 8-bit weights."""
+    """TILES, with fewer loads in flight on cards with 100 KiB of shared memory, and for float32 on all cards. `row_bytes`:
+    bytes of an element of x that is multiplied with 8-bit weights."""
     if weight_bytes == 1 and row_bytes == 4:
         return FLOAT32_FEW_ROWS
     if card(capability).is_small or weight_bytes == 4:
@@ -86,8 +86,8 @@ def head_tiles(*, weight_bytes: int, capability: int, row_bytes: int = 2) -> Til
 
 
 def bind_greedy_head(weight: Weight) -> Callable[[torch.Tensor], torch.Tensor] | None:
-    """`greedy_head` with this head; None for 4-bit weights, and if its product adds in another order, so that near a tie the
-    two could choose differently. weight: [V, K], in 8 bits with a scale per token"""
+    """`greedy_head` with this head; None for 4-bit weights, and if the separate product adds in another order, so that near a
+    tie the two could choose differently. weight: [V, K], in 8 bits with a scale per token"""
     if isinstance(weight, Int4Weight):
         return None
     values, scales = values_and_scales(weight)

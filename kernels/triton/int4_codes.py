@@ -1,8 +1,8 @@
-"""4-bit codes become floats in registers and are multiplied: common to all products with such weights, row by row.
+"""Unpacks 4-bit codes to floats in registers and multiplies them: shared by all products with 4-bit weights.
 
-A word of 16 bits holds four codes, of columns 32 apart, and a register two words, whose columns are neighbours as matrix
-instructions need them: a shift and a mask, which also sets an exponent, make two codes 128 + code (bfloat16) or 1024 + code
-(float16) without moving anything between registers. Minus the zero point under the same exponent they are exact integers.
+A 16-bit word holds four codes, of columns 32 apart, and a register two words of neighbouring columns, as matrix instructions
+need them: a shift and a mask, which also sets an exponent, turn two codes into 128 + code (bfloat16) or 1024 + code (float16)
+without moving data between registers. Minus the zero point under the same exponent they are exact integers.
 """
 
 from __future__ import annotations
@@ -22,15 +22,15 @@ _INTERPRETED = tl.constexpr(interpreted())
 
 @triton.constexpr_function
 def unpack_instructions(run: int, exponent: int) -> str:
-    """The instructions for two words: bits of the upper one that the shift brings into the lower are masked, as are all others.
-    Triton's own operations on 16 bits become twice as many, because each word is shifted by itself."""
+    """PTX that unpacks two words: the mask also removes the upper word's bits that the shift brings into the lower one. Triton's
+    own 16-bit operations compile to twice as many instructions, because each word is shifted by itself."""
     both = exponent << 16 | exponent
     return f"{{ .reg .b32 shifted; shr.u32 shifted, $1, {4 * run}; lop3.b32 $0, shifted, 0x000F000F, {both:#x}, 0xEA; }}"
 
 
 @triton.jit
 def unpack_biased_codes(words, RUN_INDEX: tl.constexpr, DTYPE: tl.constexpr):
-    """The codes of one run of each word, under the exponent of DTYPE. words: int16"""
+    """The codes of one run, biased by the exponent of DTYPE. words: int16"""
     EXPONENT: tl.constexpr = _BFLOAT_EXPONENT if tl.bfloat16 == DTYPE else _HALF_EXPONENT
     if _INTERPRETED:
         biased = ((words >> (4 * RUN_INDEX)) & 15 | EXPONENT).to(tl.int16)
@@ -42,14 +42,14 @@ def unpack_biased_codes(words, RUN_INDEX: tl.constexpr, DTYPE: tl.constexpr):
 
 @triton.jit
 def unpack_biased_zeros(scale_zero, DTYPE: tl.constexpr):
-    """The zero point, above the 16 bits of the scale, under the same exponent."""
+    """The zero point, stored above the 16 bits of the scale, biased by the same exponent."""
     EXPONENT: tl.constexpr = _BFLOAT_EXPONENT if tl.bfloat16 == DTYPE else _HALF_EXPONENT
     return ((scale_zero >> 16) | EXPONENT).to(tl.int16).to(DTYPE, bitcast=True)
 
 
 @triton.jit
 def unpack_scales(scale_zero, IS_BFLOAT: tl.constexpr):
-    """The lower 16 bits as what they are, in float32."""
+    """The scale, stored in the lower 16 bits as float16 or bfloat16, in float32."""
     dtype: tl.constexpr = tl.bfloat16 if IS_BFLOAT else tl.float16
     return (scale_zero & 0xFFFF).to(tl.int16).to(dtype, bitcast=True).to(tl.float32)
 
@@ -59,12 +59,13 @@ def accumulate_int4(
     x, rows, row_mask, x_stride, words, scales_zeros, outputs, output_mask, num_outputs, K, first, last,
     GROUP: tl.constexpr, BFLOAT_SCALES: tl.constexpr, EVEN_K: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """Σ x[rows, k] · w[outputs, k] over the columns of chunks `first` to `last`: [rows, outputs] float32
+    """Σ x[rows, k] · w[outputs, k] over the columns of chunks first … last - 1: [rows, outputs] float32
 
-    `num_outputs` are those of the whole weight, behind which the next chunk begins. The scale of a group comes behind its sum.
+    `num_outputs`: outputs of the whole weight, the stride of a chunk. A group's scale is applied to its sum.
 
-    Each chunk's sum begins at zero: of several products that add to one which the loop carries, Triton up to 3.8 begins the
-    first before the last of the turn before has ended (Blackwell, 64 rows and more; triton-lang/triton, issue 10821).
+    Each chunk's sum starts from zero: where several dots accumulate into a value that the loop carries, Triton up to 3.8 starts
+    the first one before the last of the previous iteration has completed (Blackwell, 64 rows and more; triton-lang/triton,
+    issue 10821).
     """
     DTYPE: tl.constexpr = x.dtype.element_ty
     offsets = tl.arange(0, RUN)

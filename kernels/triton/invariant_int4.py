@@ -1,4 +1,4 @@
-"""Products with 4-bit weights whose rows do not depend on their batch: the method of invariant_linear.py for grouped codes."""
+"""Batch-invariant products with 4-bit weights: the method of invariant_linear.py for grouped codes."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from kernels.triton.tuning import multiprocessors
 
 
 def invariant_int4_tiles(num_outputs: int, num_columns: int, multiprocessors: int) -> Int4Tiles:
-    """Determined by the weight alone; eight warps, because a program holds the sums of a group, of a part and of all parts."""
+    """Determined by the weight alone; eight warps, because a program holds the sums of a group, of a split and of all splits."""
     steps, step_bytes = -(-num_columns // CHUNK_COLUMNS), 128 * CHUNK_COLUMNS // 2
     splits = choose_splits(-(-num_outputs // 128), steps, multiprocessors, step_bytes, occupancy=UNPACK)
     return Int4Tiles(64, 128, num_warps=8, num_stages=3, splits=splits)
@@ -29,7 +29,7 @@ def invariant_int4_kernel(
     GROUP: tl.constexpr, BFLOAT_SCALES: tl.constexpr, EVEN_K: tl.constexpr, SPLITS: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, STAGES: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
-    """One tile of out, all of its parts or one of them. Row tiles of the same columns follow each other."""
+    """One tile of out, all of its splits or one of them. Row tiles of the same columns are consecutive."""
     wait_for_previous(EARLY)
     row_tiles = tl.cdiv(M, BLOCK_M)
     tile = tl.program_id(0)
@@ -58,7 +58,7 @@ def invariant_int4(x: torch.Tensor, weight: Int4Weight, *, bias: torch.Tensor | 
 
     Codes are multiplied as exact integers for any number of rows, never unpacked to x's type. Reads N·K / 2 + 4·N·K / group
     bytes of weights per 64 rows; 2·M·N·K operations. Rows beyond M, columns beyond N and K are masked. The sum of a group is
-    scaled and added in float32, groups in order, then parts in order. Raises ValueError for an x of 32 bits.
+    scaled and added in float32, groups in order, then splits in order. Raises ValueError for an x of 32 bits.
     """
     if x.dtype not in DTYPES:
         raise ValueError(f"weights of 4 bits are multiplied with rows of 16 bits, not {x.dtype}")

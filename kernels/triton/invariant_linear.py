@@ -1,7 +1,8 @@
-"""Products whose rows do not depend on their batch: one tile for any number of rows, with weights of 32, 16 or 8 bits.
+"""Batch-invariant products: one tile size for any number of rows, with weights of 32, 16 or 8 bits.
 
-A row's columns are cut into parts by the size of the weight alone, every part is summed from zero by the same instructions, and
-parts are added in order: by one program if there are many tiles, by the last of several programs to finish if there are few.
+How a row's columns are split depends on the size of the weight alone, every split is summed from zero by the same instructions,
+and splits are added in order: by one program if there are many tiles, by the last of several programs to arrive if there are
+few.
 """
 
 from __future__ import annotations
@@ -25,14 +26,14 @@ GROUP_ROWS = 8  # row tiles of the same weights, computed one after another
 def invariant_tiles(
     weight_shape: Sequence[int], dtype: torch.dtype, weight_bytes: int, capability: int, multiprocessors: int
 ) -> Tiles:
-    """Determined by the weight [N, K], the type of the rows and the card. 64 rows are the least of Hopper's instruction; a
-    decode pays for the missing ones a quarter of the time in which the memory delivers the weights."""
+    """Determined by the weight [N, K], the type of the rows and the card. Hopper's instruction has at least 64 rows; for its
+    unused rows a decode pays a quarter of the time that reading the weights takes."""
     num_outputs, num_columns = weight_shape
-    if dtype is torch.float32:  # no matrix instructions: a thread can hold little
+    if dtype is torch.float32:  # no matrix instructions: the registers of a thread limit the tile
         tiles = Tiles(32, 64, 32, num_warps=4, num_stages=2)
     else:
         is_small = card(capability).is_small
-        num_warps = 8 if dtype is FP8 and capability < 90 else 4  # its sums are carried into other registers
+        num_warps = 8 if dtype is FP8 and capability < 90 else 4  # its sums are promoted into other registers
         tiles = Tiles(64, 128, 64, num_warps=num_warps, num_stages=3 if is_small else 4)
     steps, step_bytes = -(-num_columns // tiles.block_k), tiles.block_n * tiles.block_k * weight_bytes
     occupancy = CONVERT if weight_bytes == 1 else STREAM
@@ -42,7 +43,7 @@ def invariant_tiles(
 
 
 def has_program_per_split(num_tiles: int, splits: int, device: torch.device) -> bool:
-    """Whether each part of a tile has its own program. It affects only the time: the sums are the same."""
+    """Whether each split of a tile has its own program. It affects only the time: the sums are the same."""
     return splits > 1 and num_tiles <= NUM_COUNTERS and num_tiles < 2 * multiprocessors(device)
 
 
@@ -50,14 +51,14 @@ def has_program_per_split(num_tiles: int, splits: int, device: torch.device) -> 
 def reduce_splits(
     sums, partials_ptr, counters_ptr, tile, mask, SPLITS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr
 ):
-    """sums: [BLOCK_M, BLOCK_N] float32 of one part or of all → those of all, and whether this program has them. Parts are
-    stored and counted as in split_k.py, and added from the first to the last, as a program adds those that are its own."""
+    """sums: [BLOCK_M, BLOCK_N] float32 of one split or of all → those of all, and whether this program has them. Splits are
+    stored and counted as in split_k.py, and added from the first to the last, in the order of a program that sums them all."""
     is_last = tl.num_programs(1) == 1
     if tl.num_programs(1) > 1:
         offsets = tl.arange(0, BLOCK_M)[:, None] * BLOCK_N + tl.arange(0, BLOCK_N)[None, :]
         tile_partials = partials_ptr + tile.to(tl.int64) * (SPLITS * BLOCK_M * BLOCK_N) + offsets
         tl.store(tile_partials + tl.program_id(1) * (BLOCK_M * BLOCK_N), sums, mask=mask)
-        # All threads' sums are stored before one of them says so, and read by the last one after it knows.
+        # The barrier orders the stores of all threads before the increment; acq_rel orders the last program's loads after it.
         tl.debug_barrier()
         is_last = tl.atomic_add(counters_ptr + tile, 1, sem="acq_rel") == SPLITS - 1
         if is_last:
@@ -69,14 +70,14 @@ def reduce_splits(
 
 
 def split_workspace(num_tiles: int, programs: int, tile_size: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-    """Memory for the sums of a tile's programs, and their counters. Always of one type, so that there is one kernel."""
+    """Memory for the sums of a tile's programs, and their counters; never None, so that one kernel variant serves all."""
     sums = allocate_partials(num_tiles, programs, tile_size, device)
     return arrival_counters(device).view(torch.float32) if sums is None else sums, arrival_counters(device)
 
 
 @triton.jit
 def split_range(SPLITS: tl.constexpr):
-    """The first part of a program and the one behind its last: its own, or all where it has no others beside it."""
+    """The range first … last - 1 of a program's splits: its own one, or all if a tile has one program."""
     first, last = 0, SPLITS
     if tl.num_programs(1) > 1:
         first = tl.program_id(1)

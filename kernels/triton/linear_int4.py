@@ -1,4 +1,4 @@
-"""Products with 4-bit weights in groups: a quarter of the bytes of 16 bits, unpacked in registers by shifts and masks."""
+"""Products with 4-bit weights in groups: a quarter of the bytes of 16-bit weights, unpacked in registers by shift and mask."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from kernels.triton.split_k import UNPACK, allocate_partials, arrival_counters, 
 from kernels.triton.tuning import capability, card, multiprocessors, power_of_two
 
 SPLIT_K_ROWS_MAX = 64
-UNPACK_PER_TILE_ROWS_MAX = 512  # more rows: unpacking to 16 bits once costs less than in every tile
-SLAB_ELEMENTS = 1 << 23  # unpacked at a time: 16 MiB, so that the product reads them from the second-level cache
+UNPACK_PER_TILE_ROWS_MAX = 512  # above, unpacking the weight to 16 bits once costs less than unpacking it in every tile
+SLAB_ELEMENTS = 1 << 23  # unpacked at a time: 16 MiB, so that the product reads them from the L2 cache
 DTYPES = (torch.float16, torch.bfloat16)
 
 
 @dataclass(frozen=True, slots=True)
 class Int4Tiles:
-    """Sizes of one program's work: a step is 128 columns. `splits`: programs that share the columns of one tile."""
+    """Tile of one program, in steps of 128 columns. `splits`: programs among which the columns of a tile are split."""
 
     block_m: int
     block_n: int
@@ -60,7 +60,7 @@ def linear_int4_kernel(
     row_tiles = tl.cdiv(M, BLOCK_M)
     tile = tl.program_id(0)
     split = tl.program_id(1)
-    # Row tiles of the same columns follow each other: the weights of the first are in the second-level cache for the others.
+    # Row tiles of the same columns are consecutive: the first brings their weights into the L2 cache for the others.
     rows = (tile % row_tiles) * BLOCK_M + tl.arange(0, BLOCK_M)
     columns = (tile // row_tiles) * BLOCK_N + tl.arange(0, BLOCK_N)
     first, last = 0, num_chunks
@@ -83,7 +83,7 @@ def dequantise_int4_kernel(
     words_ptr, scales_zeros_ptr, out_ptr, N, first_row, num_rows, stride_out,
     GROUP: tl.constexpr, BFLOAT_SCALES: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """Rows first_row to first_row + num_rows of one chunk → out: [num_rows, 128 · chunks]"""
+    """Dequantises rows first_row … first_row + num_rows - 1 of one chunk → out: [num_rows, 128 · chunks]"""
     chunk = tl.program_id(0)
     rows = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
     offsets = tl.arange(0, RUN)
@@ -104,12 +104,11 @@ def linear_int4(
 ) -> torch.Tensor:
     """out[m, n] = Σ_g scale[g, n] · Σ_{k in g} x[m, k] · (code[n, k] - zero[g, n]) + bias[n]; x: [M, K] 16 bits → [M, N]
 
-    The layout is `Int4Weight`'s; scale and zero point of a group come after and before the sum over the group, so the
-    codes are multiplied as exact integers (AWQ: arXiv 2306.00978, GPTQ: arXiv 2210.17323). Codes become floats by a shift
-    and a mask that put them under a fixed exponent. For M ≤ 64 the columns are divided among programs (arXiv 2402.00025)
-    and added in a fixed order; to 512 rows tiles of 64 or 128 rows; above, some rows of the weight at a time are unpacked to
-    x's type, which rounds them once, and multiplied by cuBLAS. Columns that the packing permuted are permuted in x first.
-    Reads N·K / 2 + 4·N·K / group bytes of weights once per row tile, writes 2·M·N; 2·M·N·K operations. Rows beyond M,
+    The layout is `Int4Weight`'s; zero points are subtracted before the sum over a group and its scale is applied after it, so
+    the codes are multiplied as exact integers (AWQ: arXiv 2306.00978, GPTQ: arXiv 2210.17323). A shift and a mask convert codes
+    to floats by putting them under a fixed exponent. For M ≤ 64 split-K (arXiv 2402.00025) with a fixed order of addition; up
+    to 512 rows tiles of 64 or 128 rows; above, some rows of the weight at a time are unpacked to x's type, which rounds them
+    once, and multiplied by cuBLAS. If packing permuted the columns, those of x are permuted first. Reads N·K / 2 + 4·N·K / group bytes of weights once per row tile, writes 2·M·N; 2·M·N·K operations. Rows beyond M,
     columns beyond N and K are masked. Accumulates in float32. Raises ValueError for an x of 32 bits.
     """
     if x.dtype not in DTYPES:
@@ -126,7 +125,7 @@ def linear_int4(
 
 
 def int4_tiles(num_rows: int, num_outputs: int, num_columns: int, capability: int, multiprocessors: int) -> Int4Tiles:
-    """128 outputs per program, to spread a step's cost besides its weights over more of them. 8 KiB of weights per step."""
+    """Tiles of 128 outputs, to amortise what a step costs besides its weights; 8 KiB of weights per step."""
     if num_rows > SPLIT_K_ROWS_MAX:
         return Int4Tiles(128, 128, num_warps=8, num_stages=3) if capability == 90 else Int4Tiles(64, 128, 8, 3)
     block_m = max(16, power_of_two(num_rows))
@@ -134,7 +133,7 @@ def int4_tiles(num_rows: int, num_outputs: int, num_columns: int, capability: in
         (4 if block_m < SPLIT_K_ROWS_MAX else 3) if card(capability).is_small else (6 if block_m < SPLIT_K_ROWS_MAX else 4)
     )
     chunks = -(-num_columns // CHUNK_COLUMNS)
-    # A step takes some 350 instructions per warp, which a multiprocessor hides behind those of two other programs.
+    # A step takes some 350 instructions per warp; a multiprocessor hides their latency behind two other programs.
     step_bytes = 128 * CHUNK_COLUMNS // 2
     splits = choose_splits(-(-num_outputs // 128), chunks, multiprocessors, step_bytes, occupancy=UNPACK, splits_max=16)
     return Int4Tiles(block_m, 128, num_warps=4, num_stages=num_stages, splits=splits)
@@ -160,7 +159,7 @@ def _launch(
 
 
 def _dequantise_and_multiply(x: torch.Tensor, weight: Int4Weight, bias: torch.Tensor | None, out: torch.Tensor) -> torch.Tensor:
-    """Some rows of the weight at a time, unpacked and multiplied."""
+    """Unpacks a slab of the weight's rows at a time and multiplies it with cuBLAS."""
     num_chunks, num_outputs, _ = weight.words.shape
     width = num_chunks * CHUNK_COLUMNS
     slab_rows = max(16, SLAB_ELEMENTS // width // 16 * 16)
@@ -174,7 +173,7 @@ def _dequantise_and_multiply(x: torch.Tensor, weight: Int4Weight, bias: torch.Te
 
 
 def dequantise_rows(weight: Int4Weight, first: int, out: torch.Tensor) -> None:
-    """Rows `first` to `first` + R of the weight, columns as they are packed → out: [R, 128 · chunks], rounded to its type"""
+    """Unpacks rows first … first + R - 1 of the weight, columns in packed order → out: [R, 128 · chunks], rounded to its type"""
     num_chunks, num_outputs, _ = weight.words.shape
     dequantise_int4_kernel[(num_chunks, triton.cdiv(out.shape[0], 64))](
         weight.words, weight.scales_zeros, out, num_outputs, first, out.shape[0], out.stride(0),

@@ -1,4 +1,4 @@
-"""The product x Wᵀ in tiles, for weights that are stored as they are multiplied, or up to a scale.
+"""Tiled GEMM x Wᵀ, for weights that are a cast and at most a scale away from the multiplied values.
 
 The kernel of linear.py, linear_int8.py and linear_fp8.py: it reads W once, converts it to x's type in registers and scales the
 sum, so that a scale costs nothing per weight. Those modules choose the tiles.
@@ -24,12 +24,12 @@ from kernels.triton.split_k import (
 from kernels.triton.tuning import power_of_two
 
 MEMORY_BOUND_ROWS_MAX = 64  # up to this many rows, reading the weights takes longer than multiplying
-GROUP_ROWS = 8  # row tiles computed at a time over the same columns, so that both stay in the second-level cache
+GROUP_ROWS = 8  # row tiles computed together over the same columns, so that x and W stay in the L2 cache
 
 
 @dataclass(frozen=True, slots=True)
 class Tiles:
-    """Sizes of one program's work. `splits`: programs that share the columns of one tile."""
+    """Tile of one program. `splits`: programs among which the columns of a tile are split."""
 
     block_m: int
     block_n: int
@@ -50,8 +50,8 @@ FLOAT32_MANY_ROWS = Tiles(32, 64, 32, num_warps=4, num_stages=2)
 def byte_tiles(
     num_rows: int, weight_shape: tuple[int, ...], capability: int, multiprocessors: int, *, row_bytes: int = 2
 ) -> Tiles:
-    """For weights [N, K] of one byte. Up to 64 rows tiles are as low as possible, with 8 KiB of weights per step. `row_bytes`:
-    of an element of x. No matrix instruction multiplies 32-bit rows: for them registers are the limit."""
+    """Tiles for 8-bit weights [N, K]. Up to 64 rows they are as low as possible, with 8 KiB of weights per step. `row_bytes`:
+    bytes of an element of x. No matrix instruction multiplies 32-bit rows: for them registers are the limit."""
     num_outputs, num_columns = weight_shape
     if row_bytes == 4:
         tiles = FLOAT32_FEW_ROWS if num_rows <= FLOAT32_FEW_ROWS.block_m else FLOAT32_MANY_ROWS
@@ -68,7 +68,7 @@ def byte_tiles(
 
 @triton.jit
 def cast_weight(weight, DTYPE: tl.constexpr):
-    """Weights of 8 bits in the type of the rows, which holds every code exactly; what has that type stays as it is."""
+    """Converts 8-bit weights to the rows' type, which holds every code exactly; weights of that type are unchanged."""
     if weight.dtype.is_fp8() and not DTYPE.is_fp8():
         weight = weight.to(tl.float32)
     return weight.to(DTYPE)
@@ -102,7 +102,7 @@ def linear_kernel(
     STAGES: tl.constexpr,
     EARLY: tl.constexpr,
 ):
-    """One tile of out, or one part of its columns. ROW_SCALES, COLUMN_SCALES: a scale for each row of x and of W, else one."""
+    """One tile of out, or one split of it. ROW_SCALES, COLUMN_SCALES: one scale per row of x and per row of W, else one each."""
     row_tiles = tl.cdiv(M, BLOCK_M)
     tile = tl.program_id(0)
     split = tl.program_id(1)
@@ -135,7 +135,7 @@ def linear_kernel(
         if x.dtype == tl.float32:
             acc = tl.dot(x, cast_weight(weight, x.dtype), acc, input_precision="ieee")
         else:
-            # Hopper adds products of fp8 with about 14 bits: its sums are carried over into float32 after each tile.
+            # Hopper accumulates fp8 products with about 14 bits: sums are promoted to float32 after each tile.
             acc = tl.dot(x, cast_weight(weight, x.dtype), acc, max_num_imprecise_acc=BLOCK_K)
     if weight_scales_ptr is not None:
         if COLUMN_SCALES:
@@ -163,7 +163,7 @@ def launch(
     weight_scales: torch.Tensor | None = None,
     bias: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """x: [M, K], each row contiguous; weight: [N, K]; out: [M, N], each row contiguous"""
+    """Launches `linear_kernel`. x: [M, K], each row contiguous; weight: [N, K]; out: [M, N], each row contiguous"""
     num_rows, num_columns = x.shape
     num_outputs = weight.shape[0]
     num_tiles = -(-num_rows // tiles.block_m) * -(-num_outputs // tiles.block_n)

@@ -1,9 +1,9 @@
-"""Log-probabilities of a few tokens of each row: one pass for the logarithm of the sum, without writing a table.
+"""Log-probabilities of a few tokens of each row: log-sum-exp in one pass, without writing all log-probabilities.
 
 Formula. logprob(t) = x_t − log Σ exp(x), and rank(t) = 1 + how many logits are larger than x_t. Rows are split over programs
-(`part`), each with its largest logit, its sum of exp2((x − largest) · log2(e)) and its count of larger logits; `join` puts the
-parts together, as in online softmax (arXiv 1805.02867). Every logit is read once; 12 bytes per part are written. float32 sums,
-in an order that does not depend on the number of rows.
+(`part`), each with its largest logit, its sum of exp2((x − largest) · log2(e)) and its count of larger logits; `join` merges
+the splits, as in online softmax (arXiv 1805.02867). Every logit is read once; 12 bytes per split are written. float32 sums, in
+an order that does not depend on the number of rows.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ import triton.language as tl
 from kernels.triton.tuning import LOG2_E, power_of_two
 
 IDS_MIN = 32
-"""The least number of tokens per row, if more than one, for which `join` is made, so that few variants serve all."""
+"""The least number of tokens per row, if more than one, that `join` is compiled for, so that few variants serve all."""
 BLOCK = 2048
-_SPLIT_BLOCKS = 2  # for any number of rows, so that a row is summed in one order
+_SPLIT_BLOCKS = 2  # for any number of rows, so that the order of a row's sum is fixed
 NUM_WARPS = 8
 _LOG2_E = tl.constexpr(LOG2_E)
 _LN_2 = tl.constexpr(1.0 / LOG2_E)
@@ -25,7 +25,7 @@ _LN_2 = tl.constexpr(1.0 / LOG2_E)
 
 @triton.jit(do_not_specialize=["logits_stride", "ids_stride", "V", "blocks"], do_not_specialize_on_alignment=["sums"])
 def logprob_part_kernel(logits, ids, maxima, sums, larger, logits_stride, ids_stride, V, blocks, BLOCK: tl.constexpr):
-    """Program (row, split): -inf as the largest and 0 as the sum where a part has nothing above -inf."""
+    """Program (row, split): largest logit, sum and count of a split; -inf and 0 if it has nothing above -inf."""
     row, split = tl.program_id(0).to(tl.int64), tl.program_id(1)
     target = tl.load(ids + row * ids_stride)
     threshold = tl.load(logits + row * logits_stride + target, mask=target >= 0, other=float("inf")).to(tl.float32)
@@ -54,7 +54,7 @@ def logprob_join_kernel(
     logits, ids, maxima, sums, larger, logprobs, ranks,
     logits_stride, ids_stride, num_ids, splits, SPLITS: tl.constexpr, IDS: tl.constexpr,
 ):  # fmt: skip
-    """Program (row): the logarithm of the sum, then the tokens asked for."""
+    """Program (row): the log-sum-exp, then the log-probabilities of the requested tokens and the rank of the first."""
     row = tl.program_id(0).to(tl.int64)
     split = tl.arange(0, SPLITS)
     mask = split < splits

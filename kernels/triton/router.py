@@ -1,8 +1,7 @@
-"""The experts of each token in one launch: softmax, the likeliest ones, their weights. Rows of padding get none.
+"""Routes each token to its top-k experts in one launch: softmax, selection, weights. Rows of padding get no expert.
 
-One program chooses for a row, in registers: the largest logit is found and removed, once per choice. Logits are compared as
-integers in the same order, and equal ones are distinguished by their expert's number, so that the choice is the same on every
-card and in every batch.
+One program per row selects in registers: it finds the largest logit and removes it, once per choice. Logits are compared as
+integers of the same order, and ties go to the lower expert, so that the choice is the same on every card and in every batch.
 """
 
 from __future__ import annotations
@@ -15,7 +14,7 @@ from kernels.triton.early_launch import early_launch, wait_for_previous
 from kernels.triton.tuning import LOG2_E, power_of_two
 
 WARP_EXPERTS = 512
-"""Experts that one warp holds, 16 per thread; with more there are more warps."""
+"""Experts per warp, 16 per thread."""
 _LOG2_E = tl.constexpr(LOG2_E)
 _REMOVED = tl.constexpr(-(2**31))  # below any converted logit
 _NAN = tl.constexpr(2**31 - 1)  # above, as in torch's order
@@ -23,14 +22,14 @@ _NAN = tl.constexpr(2**31 - 1)  # above, as in torch's order
 
 @triton.jit
 def ordered_bits(value):
-    """Integers in the order of float32: zeros of both signs are equal, NaN is the largest."""
+    """Converts float32 to integers of the same order: zeros of both signs are equal, NaN is the largest."""
     bits = tl.where(value == 0.0, 0.0, value).to(tl.int32, bitcast=True)
     return tl.where(value != value, _NAN, bits ^ ((bits >> 31) & 0x7FFFFFFF))
 
 
 @triton.jit
 def from_ordered_bits(bits):
-    """The float32 that `ordered_bits` made them of."""
+    """The inverse of `ordered_bits`."""
     return (bits ^ ((bits >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)
 
 
@@ -104,5 +103,5 @@ def route_live(
 
 
 def num_router_warps(block: int) -> int:
-    """For `block` experts, a power of two: each reduction waits for all warps of a program, and a single warp for none."""
+    """For `block` experts, a power of two. As few as possible: with one warp, reductions need no synchronisation."""
     return min(8, max(1, block // WARP_EXPERTS))

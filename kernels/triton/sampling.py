@@ -12,15 +12,15 @@ of the distances.
 
 Memory. `scan` reads every row once (V · itemsize bytes), writes the largest logit of each group of 128, and finishes rows that
 are greedy or without filters. Rows with top-p but without top-k are read again by `weigh` for the sum of their weights.
-`choose` reads only groups whose largest logit can pass the filters: with top-k, k groups have an element at the k-th largest
-group maximum, so nothing below it is among the k; with top-p, the groups with larger maxima must not reach p by these maxima
-alone. A few thousand logits remain, listed and searched in registers. A nearly flat row with only top-p leaves more: its
-threshold is narrowed by three or four passes over the groups; the same for a row with only typical sampling, which needs one
-more pass for the mean by which tokens are typical. 256 rows of 128,256 float32: 131 MB per pass, 31 µs at 4.3 TB/s; one pass
-and some with top-k, two and some with only top-p.
+`choose` reads only groups whose largest logit can pass the filters: with top-k, k groups have an element at or above the k-th
+largest group maximum, so nothing below it is among the k; with top-p, a group counts only while the larger group maxima do not
+reach p by themselves. A few thousand logits remain, which are listed and searched in registers. A nearly flat row with only
+top-p leaves more: three or four passes over the groups narrow the range of its threshold; the same for a row with only typical
+sampling, which needs one more pass for the mean that defines typicality. 256 rows of 128,256 float32: 131 MB per pass, 31 µs at
+4.3 TB/s; one full pass and a partial one with top-k, two and a partial one with only top-p.
 Operations. About 20 per logit of a row that draws without filters (a hash and a bound; exact noise only where the bound may
 win), 15 for `weigh`, 2 otherwise. Logits are converted to float32 right after the load; counts and weights are summed as
-integers, so results depend on no split, no batch size and no card.
+integers, so results do not depend on splits, batch size or card.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from kernels.triton.sampling_rows import GROUP, GROUPS, ID_SENTINEL, adjust_tile
 from kernels.triton.tuning import multiprocessors, power_of_two
 
 LIST_SIZE = 1024
-"""Logits that one program searches in registers."""
+"""The most logits that one program lists and searches in registers."""
 
 _NO_TOKEN = tl.constexpr(NO_TOKEN)
 NUM_WARPS = 8
@@ -57,7 +57,7 @@ def _load_filters(slot, V, scales, top_ks, top_ps, neg_log2_min_ps, typical_ps):
 
 @triton.jit
 def _load_group_maxima(group_maxima_row, G, GROUPS_PADDED: tl.constexpr):
-    """Group maxima of a row, -inf behind them: [GROUPS_PADDED]; the largest; whether it is finite."""
+    """Group maxima of a row, padded with -inf: [GROUPS_PADDED]; the largest of them; whether it is finite."""
     group = tl.arange(0, GROUPS_PADDED)
     maxima = tl.load(group_maxima_row + group, mask=group < G, other=float("-inf"))
     largest = tl.max(maxima, 0)
@@ -71,7 +71,7 @@ def scan_kernel(
     min_tokens_until, suppressed_ids, rules, bias,
     logits_stride, masks_stride, V, G, tiles,
 ):  # fmt: skip
-    """Program (row, split): the largest logit of each group of its part, and the winner of it where nothing filters."""
+    """Program (row, split): the largest logit of each group of its split, and the split's winner if the row has no filters."""
     row, split = tl.program_id(0), tl.program_id(1)
     slot = tl.load(slots + row)
     if slot >= 0:
@@ -111,7 +111,7 @@ def weigh_kernel(
     logits_stride, masks_stride, V, G, tiles,
     GROUPS_PADDED: tl.constexpr,
 ):  # fmt: skip
-    """Program (row, split): the sum of the weights of its part, for rows that have top-p alone."""
+    """Program (row, split): the sum of the weights of its split, for rows with top-p but without top-k."""
     row, split = tl.program_id(0), tl.program_id(1)
     slot = tl.load(slots + row)
     if slot >= 0:
@@ -137,13 +137,13 @@ def weigh_kernel(
 
 @triton.jit(do_not_specialize=["masks_stride", "G", "num_splits"], do_not_specialize_on_alignment=["positions"])
 def choose_kernel(
-    logits, slots, positions, masks, group_maxima, best_scores, best_tokens, weights, groups, candidate_logits, candidate_ids, out,
-    scales, streams, top_ks, top_ps, neg_log2_min_ps, typical_ps, repetition, frequency, presence, counts,
+    logits, slots, positions, masks, group_maxima, best_scores, best_tokens, weights, groups, candidate_logits, candidate_ids,
+    out, scales, streams, top_ks, top_ps, neg_log2_min_ps, typical_ps, repetition, frequency, presence, counts,
     min_tokens_until, suppressed_ids, rules, bias,
     logits_stride, masks_stride, V, G, num_splits,
     GROUPS_PADDED: tl.constexpr, SPLITS: tl.constexpr, LIST_SIZE: tl.constexpr,
 ):  # fmt: skip
-    """Program (row): the token. Rows without filters are finished already but for the winner among their parts."""
+    """Program (row): the token. For rows without filters only the winner among the splits remains to be found."""
     row = tl.program_id(0)
     slot = tl.load(slots + row)
     token = slot * 0 + _NO_TOKEN
@@ -164,7 +164,7 @@ def choose_kernel(
             total = tl.sum(tl.load(weights + offset, mask=split < num_splits, other=0), 0)
             distance = largest - maxima
             bound = group_bound(distance, scale, top_k, top_p, total, G)
-            # With top-k the weights of all k count for top-p, those that min-p leaves out too.
+            # With top-k the weights of all k count towards top-p, including those that min-p excludes.
             order_limit = tl.where(top_k > 0, float("inf"), neg_log2_min_p)
             active = (distance_bits(distance) <= bound) & (distance * scale <= order_limit)
             groups_row = groups + row.to(tl.int64) * G
@@ -183,7 +183,7 @@ def choose_kernel(
 
 
 class SamplingWorkspace(NamedTuple):
-    """Intermediate results of the three kernels: R rows, G groups, S splits. One serves all batch sizes up to its own."""
+    """Intermediate results of the three kernels: R rows, G groups, S splits. A workspace serves all batch sizes up to its own."""
 
     group_maxima: torch.Tensor  # [R · G] float32
     best_scores: torch.Tensor  # [R · S] float32
@@ -214,7 +214,7 @@ def sampling_workspace(max_rows: int, vocab_size: int, device: torch.device) -> 
 
 
 def _splits(rows: int, vocab_size: int, device: torch.device) -> tuple[int, int]:
-    """Parts per row and tiles per part: about eight programs per multiprocessor, to keep many memory requests in flight."""
+    """Splits per row and tiles per split: about eight programs per multiprocessor, to keep many memory requests in flight."""
     tiles = _num_tiles(vocab_size)
     max_splits = max(1, min(tiles, -(-8 * multiprocessors(device) // rows)))
     tiles_per_split = -(-tiles // max_splits)
@@ -222,12 +222,12 @@ def _splits(rows: int, vocab_size: int, device: torch.device) -> tuple[int, int]
 
 
 def _num_tiles(vocab_size: int) -> int:
-    """Tiles of a row, and the most parts that it has: the same for any number of rows."""
+    """Tiles of a row, and the most splits that it can have: the same for any number of rows."""
     return -(-vocab_size // int(GROUP.value * GROUPS.value))
 
 
 def padded_sizes(vocab_size: int) -> tuple[int, int]:
-    """Groups and parts of a row as the kernels are compiled for them."""
+    """Groups and splits of a row, padded to the powers of two that the kernels are compiled for."""
     return power_of_two(-(-vocab_size // GROUP.value)), power_of_two(_num_tiles(vocab_size))
 
 
@@ -246,11 +246,11 @@ def sample(
 
     logits: [R, V] float32, bf16 or fp16, each row contiguous, not changed; slots: [R] int32 or int64, -1 is padding; positions:
     [R] int64 or int32, index of the token in prompt plus output; masks: [R, ceil(V / 32)] int32, bit b of word w allows token
-    32 w + b. Without `weighs` no row has top-p without top-k, and a launch is saved. Nothing waits for the device; without
-    `out` and `workspace` they are allocated.
+    32 w + b. `weighs` may be False if no row has top-p without top-k, which saves a launch. Does not synchronise with the
+    device; allocates `out` and `workspace` if they are not given.
     """
     rows, vocab_size = logits.shape
-    assert logits.stride(1) == 1, "the logits of a row lie side by side"
+    assert logits.stride(1) == 1, "the logits of a row are contiguous"
     device = logits.device
     out = torch.empty(rows, dtype=torch.int64, device=device) if out is None else out
     if rows == 0:

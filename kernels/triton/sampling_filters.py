@@ -1,7 +1,12 @@
-"""Gumbel-max among the tokens of a row that its filters leave, on the groups that can hold one: a part of `choose`.
+"""Gumbel-max among the tokens that pass a row's filters, over the groups that can contain one: device functions of `choose`.
 
-Candidates are listed in the program's own memory and searched in registers; while there are too many, the range of the
-threshold is narrowed in passes over the groups. Counts and weights are integers, so every way finds the same threshold.
+Candidates are listed in the program's workspace and searched in registers; while there are too many, passes over the groups
+narrow the range of the threshold. Counts and weights are integers, so either way finds the same threshold.
+
+row_view: (logits of the row, its active groups, their number, the largest logit, request of `adjust_logits`, spread); spread is
+twice the distance of the lowest finite group maximum from the largest logit.
+region: (scale, centre, reach, order_limit): the tokens up to a distance `reach` (as its bits) below the largest logit and
+within `order_limit` binary orders; thresholds in it are distances from `centre`.
 """
 
 from __future__ import annotations
@@ -23,15 +28,15 @@ from kernels.triton.sampling_rows import (
 )
 
 _FARTHEST = tl.constexpr(FARTHEST)
-_NUM_BUCKETS = tl.constexpr(8)  # parts into which a pass divides a range
-_LINEAR_PASSES = tl.constexpr(6)  # passes that divide by distance; later ones divide by bits, which always ends
+_NUM_BUCKETS = tl.constexpr(8)  # into which a pass divides a range
+_LINEAR_PASSES = tl.constexpr(6)  # passes that divide by distance; later ones divide by bits, which always terminates
 
 
 @triton.jit
 def group_bound(distance, scale, top_k, top_p, total, G):
-    """A distance, as its bits, beyond which nothing passes top-k or, where that is off, top-p: from the group maxima alone.
+    """A distance, as its bits, beyond which nothing passes top-k or, if that is off, top-p: from the group maxima alone.
 
-    distance: [groups] ≥ 0, how far the group maxima lie below the largest logit
+    distance: [groups] ≥ 0, of the group maxima below the largest logit
     """
     bound = INFINITE - 1 + G * 0
     if (top_k <= G) & ((top_k > 0) | (top_p < 1.0)):
@@ -43,7 +48,7 @@ def group_bound(distance, scale, top_k, top_p, total, G):
 
 @triton.jit
 def _load_group_tile(row_view, first):
-    """Ids, logits and distances of the next GROUPS of the groups that are looked at."""
+    """Ids, logits and distances of the next GROUPS active groups."""
     logits_row, groups_row, num_active, largest, request, _ = row_view
     index = first + tl.arange(0, GROUPS)
     group = tl.load(groups_row + index, mask=index < num_active, other=0)
@@ -53,23 +58,24 @@ def _load_group_tile(row_view, first):
 
 @triton.jit
 def _centre_distance_bits(distance, centre):
-    """How far distances lie from `centre`, as bits: the distances themselves where that is 0."""
+    """How far distances are from `centre`, as bits: the distances themselves if that is 0."""
     return distance_bits(tl.abs(distance - centre))
 
 
 @triton.jit
 def _is_inside(distance, region):
-    """What is searched: tokens up to a distance, as its bits, and within so many binary orders."""
+    """Whether tokens at these distances are in `region` (see the module)."""
     scale, _, reach, order_limit = region
     return (distance_bits(distance) <= reach) & (distance * scale <= order_limit)
 
 
 @triton.jit
 def _collect_candidates(row_view, low, high, region, candidate_logits, candidate_ids, LIST_SIZE: tl.constexpr):
-    """Write down what of those `region` lies above `low` up to `high` from their centre; how many. Stops behind LISTED."""
+    """Lists the tokens of `region` with low < distance from the centre ≤ high, as bits → their number. Stops once there are
+    more than LIST_SIZE."""
     num_active = row_view[2]
     count, first = num_active * 0, num_active * 0
-    tl.debug_barrier()  # an earlier list was read
+    tl.debug_barrier()  # an earlier list has been read
     while (first < num_active) & (count <= LIST_SIZE):
         ids, value, distance = _load_group_tile(row_view, first)
         patterns = _centre_distance_bits(distance, region[1])
@@ -96,7 +102,8 @@ def _load_candidates(candidate_logits, candidate_ids, count, LIST_SIZE: tl.const
 def filtered_winner(
     row_view, scale, filters, order_limit, bound, total, key, candidate_logits, candidate_ids, LIST_SIZE: tl.constexpr
 ):
-    """The token. `bound` and `order_limit` exclude what certainly does not pass; `total`: the row's weight where top-k is off."""
+    """The token drawn. `bound` and `order_limit` exclude what certainly does not pass; `total`: the row's weight if top-k is
+    off."""
     top_k, top_p, neg_log2_min_p, typical_p = filters
     num_active, largest = row_view[2], row_view[3]
     centre, no_limit = scale * 0.0, bound * 0 + INFINITE
@@ -105,7 +112,7 @@ def filtered_winner(
     )
     is_all_listed = count <= LIST_SIZE
     threshold, centre_threshold = bound, no_limit
-    for stage in range(3):  # the number of top-k, the weight of top-p, and that of typical sampling about the mean distance
+    for stage in range(3):  # top-k by number, top-p by weight, typical sampling by weight about the mean distance
         is_typical = stage == 2
         if ((stage == 0) & (top_k > 0)) | ((stage == 1) & (top_p < 1.0)) | (is_typical & (typical_p < 1.0)):
             needs_sum, mass = is_typical | (top_k > 0), tl.where(is_typical, typical_p, top_p)
@@ -157,7 +164,7 @@ def filtered_winner(
 
 @triton.jit
 def _sum_weights_and_moments(row_view, region):
-    """One pass: the weight of those `region`, and their moments."""
+    """One pass: the sums of the weights and of the moments of the tokens in `region`."""
     scale = region[0]
     weight_sums, moment_sums = tl.zeros([GROUPS], tl.int64), tl.zeros([GROUPS], tl.int64)
     for first in range(0, row_view[2], GROUPS):
@@ -171,7 +178,7 @@ def _sum_weights_and_moments(row_view, region):
 
 @triton.jit
 def _cumulative_weights(row_view, is_weighted, ends, region):
-    """One pass: the weight (or the number) of those `region` up to each of the ends but the last: [WAYS] int64"""
+    """One pass: the weight (or the number) of the tokens in `region` up to each bucket end but the last: [_NUM_BUCKETS] int64"""
     num_active, scale = row_view[2], region[0]
     bucket = tl.arange(0, _NUM_BUCKETS)
     weights = tl.zeros([_NUM_BUCKETS], tl.int64)
@@ -188,7 +195,7 @@ def _cumulative_weights(row_view, is_weighted, ends, region):
 
 @triton.jit
 def _bucket_ends(low, high, span, step):
-    """Ends of _WAYS parts of the patterns above `low` up to `high`: by distance, or by bits once that leads no further."""
+    """Ends of _NUM_BUCKETS buckets of the patterns in (low, high]: equal in distance, or in bits once that no longer helps."""
     bucket = tl.arange(0, _NUM_BUCKETS)
     near = tl.maximum(low, 0).to(tl.float32, bitcast=True)
     far = tl.minimum(high.to(tl.float32, bitcast=True), near + span)
@@ -200,10 +207,10 @@ def _bucket_ends(low, high, span, step):
 
 @triton.jit
 def _narrow_range(row_view, is_weighted, target, high, region, candidate_logits, candidate_ids, LIST_SIZE: tl.constexpr):
-    """A range `low` < threshold ≤ `high` with few of those `region`, which are listed: (high, what lies up to low, how many).
+    """Narrows low < threshold ≤ high until few tokens of `region` are in it, and lists them → (high, weight up to low, count).
 
     The threshold is the smallest at which the number (the weight) reaches `target`, or `high` if none does. More logits than
-    LISTED remain only where they are equal: then the range has one pattern, which is the threshold.
+    LIST_SIZE remain only if they are equal: then the range has one pattern, which is the threshold.
     """
     bucket = tl.arange(0, _NUM_BUCKETS)
     low, weight_below = high * 0 - 1, target * 0
@@ -214,7 +221,7 @@ def _narrow_range(row_view, is_weighted, target, high, region, candidate_logits,
         weights = _cumulative_weights(row_view, is_weighted, ends, region)
         num_before = tl.sum(
             ((weights < target) & (bucket < _NUM_BUCKETS - 1)).to(tl.int32), 0
-        )  # ends that lie before the threshold
+        )  # bucket ends below the threshold
         weight_below = tl.where(num_before > 0, tl.sum(tl.where(bucket == num_before - 1, weights, 0), 0), weight_below)
         low = tl.where(num_before > 0, tl.sum(tl.where(bucket == num_before - 1, ends, 0), 0), low)
         high = tl.sum(tl.where(bucket == num_before, ends, 0), 0)

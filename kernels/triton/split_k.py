@@ -1,8 +1,8 @@
-"""Products whose columns are divided among programs: partial sums in float32, added in a fixed order by the last program.
+"""Deterministic split-K: columns are split among programs, and a tile's last program adds the float32 partial sums in order.
 
-A matrix for few rows of x is read once and needs more programs than it has tiles, or most of the card is idle. Each program
-stores its partial sums and counts itself; the last one of a tile adds all of them from the first to the last, so the result
-does not depend on which was last: integers are counted atomically, floats never are.
+For few rows of x a matrix is read once and needs more programs than it has tiles, or most of the card is idle. Each program
+stores its partial sums and increments its tile's arrival counter; the last to arrive adds all of them from the first to the
+last, so the result does not depend on which was last: only integers are added atomically, never floats.
 """
 
 from __future__ import annotations
@@ -15,24 +15,24 @@ import triton
 import triton.language as tl
 
 SPLITS_MAX = 8
-NUM_COUNTERS = 8192  # most tiles of one product
-WAVE_BYTES = 32768  # of weights that a multiprocessor could have read (1 µs on an H200) while programs start and loads arrive
-SPLIT_BYTES = 49152  # that it could have read while partial sums are stored, counted and added
+NUM_COUNTERS = 8192  # the most tiles of a product that is split
+WAVE_BYTES = 32768  # bytes of weights a multiprocessor could read (1 µs on an H200) while programs start and first loads arrive
+SPLIT_BYTES = 49152  # bytes it could read while partial sums are stored, counted and added
 
 
 @dataclass(frozen=True, slots=True)
 class Occupancy:
-    """How programs of one kind share a card: `resident_programs` of them fit on a multiprocessor, and a lone one needs `lone_step_time` times as
-    long for its steps as the memory needs to deliver a multiprocessor's share of them. Many loads in flight make `lone_step_time` less
-    than one; much unpacking leaves gaps that other programs fill."""
+    """How programs of one kind share a multiprocessor: `resident_programs` fit at a time, and a lone one takes `lone_step_time`
+    times as long per step as reading the step's bytes at the multiprocessor's share of the memory bandwidth. Many loads in
+    flight make `lone_step_time` less than one; unpacking leaves gaps that other programs fill."""
 
     resident_programs: int
     lone_step_time: float
 
 
 STREAM = Occupancy(resident_programs=2, lone_step_time=1.0)  # weights are multiplied as they are
-CONVERT = Occupancy(resident_programs=3, lone_step_time=1.5)  # bytes become floats
-UNPACK = Occupancy(resident_programs=3, lone_step_time=1.5)  # so do codes of four bits
+CONVERT = Occupancy(resident_programs=3, lone_step_time=1.5)  # bytes are converted to floats
+UNPACK = Occupancy(resident_programs=3, lone_step_time=1.5)  # so are codes of four bits
 
 
 @functools.cache
@@ -45,9 +45,9 @@ def choose_splits(
     occupancy: Occupancy = STREAM,
     splits_max: int = SPLITS_MAX,
 ) -> int:
-    """Into how many parts (1, 2, 4, …) the `steps` of each tile are divided, so that the card finishes first.
+    """The number of splits (1, 2, 4, …) of each tile's `steps` with the lowest `split_cost`.
 
-    Independent of the number of rows: a matrix is divided in the same way for any batch.
+    Independent of the number of rows: a matrix is split in the same way for any batch.
     """
     candidates = [1]
     while tiles <= NUM_COUNTERS and candidates[-1] < splits_max and steps >= 4 * candidates[-1]:
@@ -60,10 +60,10 @@ def choose_splits(
 def split_cost(
     tiles: int, steps: int, multiprocessors: int, step_bytes: int, splits: int, *, occupancy: Occupancy = STREAM
 ) -> float:
-    """The cost in bytes of weights that a multiprocessor could have read meanwhile, at its share of the memory's speed.
+    """The time of a product, in bytes of weights that a multiprocessor could read in it at its share of the memory bandwidth.
 
-    Programs that run at a time wait for one memory, so a multiprocessor with fewer of them finishes neither sooner nor later.
-    The cost comes from a further wave of programs, which begins with empty pipelines.
+    Programs that run at a time share that bandwidth, so a multiprocessor with fewer of them finishes neither sooner nor later.
+    What costs is another wave of programs, which starts with empty pipelines.
     """
     programs, program_bytes = tiles * splits, -(-steps // splits) * step_bytes
     waves, remainder = divmod(programs, occupancy.resident_programs * multiprocessors)
@@ -75,12 +75,12 @@ def split_cost(
 
 @functools.cache
 def arrival_counters(device: torch.device) -> torch.Tensor:
-    """[COUNTERS] int32 zeros, one set per device; every launch leaves zeros. One stream at a time may use it."""
+    """[NUM_COUNTERS] int32 zeros, one tensor per device; every launch leaves zeros. Only one stream at a time may use it."""
     return torch.zeros(NUM_COUNTERS, dtype=torch.int32, device=device)
 
 
 def allocate_partials(tiles: int, splits: int, tile_size: int, device: torch.device) -> torch.Tensor | None:
-    """Memory for the partial sums of one launch; None if nothing is divided. torch's allocator reuses it in stream order."""
+    """Memory for the partial sums of one launch; None without splits. torch's allocator reuses it in stream order."""
     return torch.empty(tiles * splits * tile_size, dtype=torch.float32, device=device) if splits > 1 else None
 
 
@@ -102,7 +102,7 @@ def reduce_and_store(
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):
-    """product: [BLOCK_M, BLOCK_N] float32 → out[rows, columns] + bias; with SPLITS > 1 the sum of all splits' products.
+    """Stores product: [BLOCK_M, BLOCK_N] float32, plus bias, in out[rows, columns]; with SPLITS > 1 the sum of all splits.
 
     `tile` numbers the tiles of the launch; rows ≥ M and columns ≥ N are neither read nor written.
     """
@@ -113,12 +113,12 @@ def reduce_and_store(
         offsets = tl.arange(0, BLOCK_M)[:, None] * BLOCK_N + tl.arange(0, BLOCK_N)[None, :]
         tile_partials = partials_ptr + tile.to(tl.int64) * (SPLITS * BLOCK_M * BLOCK_N)
         tl.store(tile_partials + split * (BLOCK_M * BLOCK_N) + offsets, product, mask=mask)
-        # All threads' partial sums are stored before one of them says so, and read by the last one after it knows.
+        # The barrier orders the stores of all threads before the increment; acq_rel orders the last program's loads after it.
         tl.debug_barrier()
         num_arrived = tl.atomic_add(counters_ptr + tile, 1, sem="acq_rel")
         if num_arrived == SPLITS - 1:
             acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
-            # As many loads under way as there are registers for.
+            # As many loads in flight as registers allow.
             LOADS_IN_FLIGHT: tl.constexpr = 1 if BLOCK_M * BLOCK_N > 2048 else (4 if SPLITS > 4 else SPLITS)
             for begin in range(0, SPLITS, LOADS_IN_FLIGHT):
                 for index in tl.static_range(LOADS_IN_FLIGHT):

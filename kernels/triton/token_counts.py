@@ -1,4 +1,4 @@
-"""Token counts for the penalties, on the device: which tokens a request has, and how often it has generated each."""
+"""Token counts for penalties, on the device: which tokens a request contains, and how often it has generated each."""
 
 from __future__ import annotations
 
