@@ -117,7 +117,7 @@ def reject_drafts(
     streams: torch.Tensor,
     positions: torch.Tensor,
 ) -> torch.Tensor:
-    """Tokens of each request, NO_TOKEN after the last: [B, k + 1] int64. If none can be drawn, NO_TOKEN follows the guesses.
+    """Tokens of each request, NO_TOKEN after the last: [B, k + 1] int64; also in place of the drawn token if none can be drawn.
 
     target: [B, k + 1, V], draft: [B, k, V] float32 contiguous, rows that sum to 1; guesses: [B, k] int64, num_guesses: [B]
     int32, up to k ≥ 1; streams: [B] int64 of the seeds; positions: [B], index of the first token in prompt plus output.

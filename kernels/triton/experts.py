@@ -50,8 +50,8 @@ def grouped_kernel(
     BLOCK_K: tl.constexpr,
     STAGES: tl.constexpr,
 ):
-    """One tile of one expert. With ACTIVATION it reads tokens' rows and writes act(gate) · up in sorted order; without, it reads
-    sorted rows and writes them in the order of the assignments.
+    """One tile of one expert. With ACTIVATION it reads tokens' rows and stores act(gate) · up in sorted order; without, it
+    reads sorted rows and stores results in the order of the assignments.
 
     CODE_DTYPE: the type of 8-bit weights; the scale of an output is applied after its sum, so it is exact and costs nothing per
     weight.

@@ -22,8 +22,8 @@ _INTERPRETED = tl.constexpr(interpreted())
 
 @triton.constexpr_function
 def unpack_instructions(run: int, exponent: int) -> str:
-    """PTX that unpacks two words: the mask also removes the upper word's bits that the shift brings into the lower one. Triton's
-    own 16-bit operations compile to twice as many instructions, because each word is shifted by itself."""
+    """PTX that unpacks two words: the mask also removes the upper word's bits that the shift brings into the lower one.
+    Triton's own 16-bit operations compile to twice as many instructions, because each word is shifted by itself."""
     both = exponent << 16 | exponent
     return f"{{ .reg .b32 shifted; shr.u32 shifted, $1, {4 * run}; lop3.b32 $0, shifted, 0x000F000F, {both:#x}, 0xEA; }}"
 

@@ -16,7 +16,7 @@ from kernels.triton.tuning import multiprocessors
 
 
 def invariant_int4_tiles(num_outputs: int, num_columns: int, multiprocessors: int) -> Int4Tiles:
-    """Determined by the weight alone; eight warps, because a program holds the sums of a group, of a split and of all splits."""
+    """Determined by the weight alone; eight warps, since a program holds the sums of a group, of a split and of all splits."""
     steps, step_bytes = -(-num_columns // CHUNK_COLUMNS), 128 * CHUNK_COLUMNS // 2
     splits = choose_splits(-(-num_outputs // 128), steps, multiprocessors, step_bytes, occupancy=UNPACK)
     return Int4Tiles(64, 128, num_warps=8, num_stages=3, splits=splits)

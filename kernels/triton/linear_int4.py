@@ -108,8 +108,9 @@ def linear_int4(
     the codes are multiplied as exact integers (AWQ: arXiv 2306.00978, GPTQ: arXiv 2210.17323). A shift and a mask convert codes
     to floats by putting them under a fixed exponent. For M ≤ 64 split-K (arXiv 2402.00025) with a fixed order of addition; up
     to 512 rows tiles of 64 or 128 rows; above, some rows of the weight at a time are unpacked to x's type, which rounds them
-    once, and multiplied by cuBLAS. If packing permuted the columns, those of x are permuted first. Reads N·K / 2 + 4·N·K / group bytes of weights once per row tile, writes 2·M·N; 2·M·N·K operations. Rows beyond M,
-    columns beyond N and K are masked. Accumulates in float32. Raises ValueError for an x of 32 bits.
+    once, and multiplied by cuBLAS. If packing permuted the columns, those of x are permuted first. Reads N·K / 2
+    + 4·N·K / group bytes of weights once per row tile, writes 2·M·N; 2·M·N·K operations. Rows beyond M, columns beyond N and K
+    are masked. Accumulates in float32. Raises ValueError for an x of 32 bits.
     """
     if x.dtype not in DTYPES:
         raise ValueError(f"weights of 4 bits are multiplied with rows of 16 bits, not {x.dtype}")
@@ -173,7 +174,7 @@ def _dequantise_and_multiply(x: torch.Tensor, weight: Int4Weight, bias: torch.Te
 
 
 def dequantise_rows(weight: Int4Weight, first: int, out: torch.Tensor) -> None:
-    """Unpacks rows first … first + R - 1 of the weight, columns in packed order → out: [R, 128 · chunks], rounded to its type"""
+    """Unpacks rows first … first + R - 1 of the weight, columns in packed order → out: [R, 128 · chunks], rounded once"""
     num_chunks, num_outputs, _ = weight.words.shape
     dequantise_int4_kernel[(num_chunks, triton.cdiv(out.shape[0], 64))](
         weight.words, weight.scales_zeros, out, num_outputs, first, out.shape[0], out.stride(0),

@@ -102,7 +102,7 @@ def linear_kernel(
     STAGES: tl.constexpr,
     EARLY: tl.constexpr,
 ):
-    """One tile of out, or one split of it. ROW_SCALES, COLUMN_SCALES: one scale per row of x and per row of W, else one each."""
+    """One tile of out, or one split of it. ROW_SCALES, COLUMN_SCALES: a scale per row of x, per row of W; else one each."""
     row_tiles = tl.cdiv(M, BLOCK_M)
     tile = tl.program_id(0)
     split = tl.program_id(1)

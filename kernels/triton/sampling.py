@@ -183,7 +183,7 @@ def choose_kernel(
 
 
 class SamplingWorkspace(NamedTuple):
-    """Intermediate results of the three kernels: R rows, G groups, S splits. A workspace serves all batch sizes up to its own."""
+    """Intermediate results of the three kernels: R rows, G groups, S splits. One serves all batch sizes up to its own."""
 
     group_maxima: torch.Tensor  # [R · G] float32
     best_scores: torch.Tensor  # [R · S] float32

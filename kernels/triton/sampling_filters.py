@@ -178,7 +178,7 @@ def _sum_weights_and_moments(row_view, region):
 
 @triton.jit
 def _cumulative_weights(row_view, is_weighted, ends, region):
-    """One pass: the weight (or the number) of the tokens in `region` up to each bucket end but the last: [_NUM_BUCKETS] int64"""
+    """One pass: the weight (or the number) of tokens in `region` up to each bucket end but the last: [_NUM_BUCKETS] int64"""
     num_active, scale = row_view[2], region[0]
     bucket = tl.arange(0, _NUM_BUCKETS)
     weights = tl.zeros([_NUM_BUCKETS], tl.int64)

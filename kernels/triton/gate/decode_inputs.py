@@ -7,8 +7,8 @@ from kernels.triton.gate.compilation import Compilation
 
 
 def compilations() -> list[Compilation]:
-    """Blocks of 16 and of 32 tokens; slots with tokens for the host, of decodes and, without a copy of their tokens, after
-    prompt chunks; and slots of a draft model, which write none for the host."""
+    """Blocks of 16 and 32 tokens; slots whose tokens the host reads: of decodes, with a copy of the tokens, and after prompt
+    chunks, without one; and slots of a draft model, whose tokens the host does not read."""
     state = {"slots": "*i32", "last_tokens": "*i64", "num_tokens": "*i32"}
     outputs = {"token_ids": "*i64", "positions": "*i64", "slot_mapping": "*i64", "context_lens": "*i32", "block_tables": "*i32"}
     sizes = {"columns": "i32", "slot_stride": "i32", "row_stride": "i32"}

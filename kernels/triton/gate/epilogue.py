@@ -1,4 +1,4 @@
-"""Shared by the configurations of fused products: the products of a layer, and the types of the operations around them."""
+"""Shared by the configurations of fused products: the products of a layer, and the types of their epilogues' tensors."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ LLAMA_8B = {"qkv": (6144, 4096), "out": (4096, 4096), "gate_up": (14336, 4096), 
 def epilogue_types(
     kernel: Any, name: str, row_type: str, *, splits: int = 1, has_bias: bool = False
 ) -> tuple[dict[str, str], dict[str, None]]:
-    """For `Compilation`, by the name of a layer's product: the types of the tensors around it, and None for others that the
-    kernel could have. `row_type` is the type of its rows."""
+    """For `Compilation`, by the name of a layer's product: the types of the epilogue's tensors, and None for absent ones that
+    the kernel has parameters for. `row_type` is the type of its rows."""
     residual_types = {"residual": row_type, "norm_weight": row_type, "weighted": row_type, "squares_out": "*fp32"}
     norm_types = {"squares": "*fp32"}
     split_types = {"partials": "*fp32", "arrivals": "*i32"}

@@ -10,8 +10,8 @@ from kernels.triton.tuning import HOPPER, power_of_two
 
 
 def compilations() -> list[Compilation]:
-    """Products of a layer of Llama-3.1-8B in int8 and e4m3; fp16 rows for the gated and the added product; one scale for a
-    whole matrix (checkpoints); another gate and a bias, as in other models."""
+    """Products of a layer of Llama-3.1-8B in int8 and e4m3; fp16 rows for the gated product and one with a residual sum; one
+    scale for a whole matrix (checkpoints); another gate and a bias, as in other models."""
     variants = [(name, kind) for kind in ("i8", "fp8e4nv") for name in LLAMA_8B]
     others = [_compilation(name, kind, row="fp16") for kind in ("i8", "fp8e4nv") for name in ("gate_up", "down")]
     others += [_compilation(name, "fp8e4nv", column_scales=False) for name in LLAMA_8B]
@@ -34,8 +34,8 @@ def _compilation(
     return Compilation(
         f"fused_byte_row_llama_8b_{label}",
         fused_byte_row_kernel,
-        {"x": row_type, "weight": f"*{kind}", "weight_scales": "*fp32", **epilogue, **dict.fromkeys(("N", "K", "num_squares"), "i32"),
-         "eps": "fp32", "alpha": "fp32"},
+        {"x": row_type, "weight": f"*{kind}", "weight_scales": "*fp32", **epilogue,
+         **dict.fromkeys(("N", "K", "num_squares"), "i32"), "eps": "fp32", "alpha": "fp32"},
         {**absent, **constants},
         num_warps=tiles.num_warps,
         capabilities=(HOPPER,),

@@ -10,7 +10,7 @@ from kernels.triton.tuning import power_of_two
 
 def compilations() -> list[Compilation]:
     """Products of a layer of Llama-3.1-8B on 132 multiprocessors, groups of 128; smaller groups for the gated product; fp16
-    rows, which many 4-bit checkpoints ask for, for the gated and the added product."""
+    rows, which many 4-bit checkpoints require, for the gated product and one with a residual sum."""
     variants = [(name, "bf16", 128, capability) for capability in (80, 89, 90, 100) for name in LLAMA_8B]
     variants += [("gate_up", "bf16", group, 90) for group in (32, 64)]
     variants += [(name, "fp16", 128, capability) for capability in (80, 90) for name in ("gate_up", "down")]

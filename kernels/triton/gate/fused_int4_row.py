@@ -10,8 +10,9 @@ from kernels.triton.tuning import HOPPER, power_of_two
 
 
 def compilations() -> list[Compilation]:
-    """Products of a layer of Llama-3.1-8B, groups of 128; fp16 rows, which many 4-bit checkpoints ask for, for the gated and
-    the added product. As in other models: bf16 scales with another gate, a bias (Qwen2), groups of a whole row."""
+    """Products of a layer of Llama-3.1-8B, groups of 128; fp16 rows, which many 4-bit checkpoints require, for the gated
+    product and one with a residual sum. As in other models: bf16 scales with another gate, a bias (Qwen2), groups of a whole
+    row."""
     variants = [(name, "bf16") for name in LLAMA_8B] + [("gate_up", "fp16"), ("down", "fp16")]
     others = [
         _compilation("gate_up", "bf16", gate="gelu_tanh", scales="bf16"),

@@ -8,7 +8,7 @@ from kernels.triton.invariant_int4 import invariant_int4_kernel, invariant_int4_
 
 
 def compilations() -> list[Compilation]:
-    """Groups of 128 and 32, divided."""
+    """Groups of 128 and 32, with splits."""
     variants = ((80, "bf16", 128), (89, "bf16", 128), (90, "bf16", 128), (90, "fp16", 32), (100, "bf16", 128))
     return [_compilation(*each) for each in variants]
 

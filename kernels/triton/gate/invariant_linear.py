@@ -13,7 +13,7 @@ SPILL_BYTES_MAX = 64
 
 
 def compilations() -> list[Compilation]:
-    """Every tile that `invariant_tiles` may choose, whole and divided, in the types that are served."""
+    """Every tile that `invariant_tiles` may choose, with and without splits, in the types that are served."""
     bf16, all_cards = torch.bfloat16, (80, 89, 90, 100)
     kinds = [("bf16", "bf16", "bf16", bf16, all_cards), ("fp16", "fp16", "fp16", torch.float16, (90,))]
     kinds += [("bf16", "i8", "bf16", bf16, (80, 90, 100)), ("bf16", "fp8e4nv", "bf16", bf16, (89, 90))]
@@ -28,7 +28,7 @@ def compilations() -> list[Compilation]:
 
 def _compilation(x: str, weight: str, out: str, tiles: Tiles, capability: int, splits: int) -> Compilation:
     scaled = {"x_scales_ptr": x == "fp8e4nv", "weight_scales_ptr": "8" in weight, "bias_ptr": False}
-    passed = {name: "*fp32" for name, is_present in scaled.items() if is_present}
+    passed = {name: "*fp32" for name, given in scaled.items() if given}
     passed |= {"partials_ptr": "*fp32", "counters_ptr": "*i32"}
     absent = sorted(set(scaled) - set(passed))
     sizes = ("N", "K", "stride_x", "stride_weight", "stride_out", "split_columns")

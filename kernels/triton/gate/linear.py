@@ -8,7 +8,7 @@ from kernels.triton.linear import limit_stages, make_tiles, tile_candidates
 
 
 def compilations() -> list[Compilation]:
-    """Every candidate, whole and divided, in the types that are served."""
+    """Every candidate, with and without splits, in the types that are served."""
     return [
         compilation(
             f"linear_{dtype}_{block_n}x{block_k}_split{splits}_sm{capability}",

@@ -13,7 +13,7 @@ KINDS = (
 
 
 def compilations() -> list[Compilation]:
-    """e4m3 and float rows, every tile that `byte_tiles` may choose, whole and divided."""
+    """e4m3 and float rows, every tile that `byte_tiles` may choose, with and without splits."""
     return [
         compilation(
             f"linear_fp8_{x}_{rows}rows_split{splits}_sm{capability}",

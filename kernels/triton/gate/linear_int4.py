@@ -11,18 +11,11 @@ from kernels.triton.linear_int4 import SPLIT_K_ROWS_MAX, dequantise_int4_kernel,
 
 def compilations() -> list[Compilation]:
     """Every tile that `int4_tiles` may choose, groups of 128; smaller groups in the lowest tile; the unpacking."""
-    variants = [
-        (80, "bf16", 128),
-        (89, "bf16", 128),
-        (90, "bf16", 128),
-        (90, "fp16", 128),
-        (90, "bf16", 32),
-        (100, "bf16", 128),
-    ]
+    kinds = [(80, "bf16", 128), (89, "bf16", 128), (90, "bf16", 128), (90, "fp16", 128), (90, "bf16", 32), (100, "bf16", 128)]
     return [
         *(
             _compilation(capability, dtype, group, rows)
-            for capability, dtype, group in variants
+            for capability, dtype, group in kinds
             for rows in ((16, 32, 64, 128) if group == 128 else (16,))
         ),
         Compilation(

@@ -8,7 +8,7 @@ from kernels.triton.linear_tiles import MEMORY_BOUND_ROWS_MAX, byte_tiles
 
 
 def compilations() -> list[Compilation]:
-    """Every tile that `byte_tiles` may choose, whole and divided."""
+    """Every tile that `byte_tiles` may choose, with and without splits."""
     return [
         compilation(
             f"linear_int8_{dtype}_{rows}rows_split{splits}_sm{capability}",

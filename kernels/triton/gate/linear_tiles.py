@@ -6,7 +6,7 @@ from kernels.triton.gate.compilation import Compilation
 from kernels.triton.linear_tiles import GROUP_ROWS, Tiles, linear_kernel
 
 SPILL_BYTES_MAX = 16
-"""When an assembler stops at 64 registers it keeps one or two numbers on the stack from before the loop until after it."""
+"""An assembler that stops at 64 registers spills one or two numbers from before the loop until after it."""
 
 
 def compilation(
@@ -22,9 +22,7 @@ def compilation(
 ) -> Compilation:
     """What `launch` compiles for K divisible by the tile, without bias, with one scale per row."""
     floats = {"x_scales_ptr": x_scales, "weight_scales_ptr": weight_scales, "partials_ptr": tiles.splits > 1}
-    passed = {name: "*fp32" for name, is_present in floats.items() if is_present} | (
-        {"counters_ptr": "*i32"} if tiles.splits > 1 else {}
-    )
+    passed = {name: "*fp32" for name, given in floats.items() if given} | ({"counters_ptr": "*i32"} if tiles.splits > 1 else {})
     absent = {*floats, "counters_ptr", "bias_ptr"} - set(passed)
     sizes = ("N", "K", "stride_x", "stride_weight", "stride_out", "split_columns")
     signature = {"x_ptr": x, "weight_ptr": weight, "out_ptr": out or x, "M": "i32", **dict.fromkeys(sizes, "i32"), **passed}
